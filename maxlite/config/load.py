@@ -1,0 +1,97 @@
+"""From a command line to a checked `Config`; the edge where a user's mistake ends the program."""
+
+import contextlib
+import dis
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxlite.config.command_line import Words, help_text, split
+from maxlite.config.files import read_chain, read_preset
+from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.config.validate import validate
+from maxlite.config.values import Setting, parse
+
+
+def load_config(
+  argv: Sequence[str], *, defaults: Mapping[str, Any] = DEFAULTS, needs_data: bool = True
+) -> Config:
+  """The config of `argv` (without the program's name), checked.
+
+  Args:
+    defaults: typed values of all keys to start from; a run's `read_saved`, to change some of them.
+    needs_data: whether the files of dataset_path and eval_dataset_path must exist.
+
+  Raises:
+    ConfigError: something is wrong; one line with its source, key, rule and fix.
+  """
+  return _resolve(split(argv), defaults, needs_data)
+
+
+def main_config(
+  argv: Sequence[str],
+  program: str,
+  *,
+  defaults: Mapping[str, Any] = DEFAULTS,
+  needs_data: bool = True,
+) -> Config:
+  """`load_config` for entry points: `--help` prints and exits 0, a mistake exits 2 in one line."""
+  with exit_with_one_line(program):
+    words = split(argv)
+    if words.asks_help:
+      sys.stdout.write(help_text(program))
+      raise SystemExit(0)
+    return _resolve(words, defaults, needs_data)
+
+
+@contextlib.contextmanager
+def exit_with_one_line(program: str) -> Iterator[None]:
+  """Turns a ValueError that maxlite raises on purpose into one line on stderr and exit code 2.
+
+  For the config and the wiring of a run, where such an error is the user's to mend. Any other
+  ValueError is a bug and keeps its traceback.
+  """
+  try:
+    yield
+  except ValueError as error:
+    if not _is_ours(error):
+      raise
+    sys.stderr.write(f"{program}: {' '.join(str(error).split())}\n")
+    raise SystemExit(2) from None
+
+
+def _is_ours(error: ValueError) -> bool:
+  """Whether a `raise` of maxlite made `error`, not a library or an operation such as int()."""
+  trace = error.__traceback__
+  while trace is not None and trace.tb_next is not None:
+    trace = trace.tb_next
+  if trace is None:
+    return False
+  code = trace.tb_frame.f_code.co_code
+  by_raise = dis.opname[code[trace.tb_lasti]] == "RAISE_VARARGS"
+  return by_raise and trace.tb_frame.f_globals["__name__"].startswith("maxlite.")
+
+
+def _resolve(words: Words, defaults: Mapping[str, Any], needs_data: bool) -> Config:
+  values = ConfigDict(dict(defaults)).lock()
+  source: dict[str, str] = {}
+  for setting in _in_order(words):
+    values[setting.name] = parse(setting)
+    source[setting.name] = setting.source
+  config: Config = build(Config, dict(values.items()))
+  validate(config, source, needs_data=needs_data)
+  return config
+
+
+def _in_order(words: Words) -> list[Setting]:
+  """All settings of a command line and its files, those that count least first."""
+  chains = [read_chain(Path(file), "command line") for file in words.files]
+  bases = [setting for chain in chains for base in chain[:-1] for setting in base]
+  own = [setting for chain in chains for setting in chain[-1]]
+  typed = [*words.assignments, *words.flags]
+  chosen = [s for s in (*bases, *own, *typed) if s.name == "model_name"]
+  preset = read_preset(chosen[-1]) if chosen and chosen[-1].raw else []
+  return [*bases, *own, *preset, *typed]

@@ -1,0 +1,64 @@
+"""The resolved config of a run on disk: written, read back, compared."""
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxlite.config.files import read_file
+from maxlite.config.schema import DEFAULTS, KEYS, Config, Key, flatten
+from maxlite.config.values import parse, show
+
+_HEADER = "# Every key of one command, resolved. On a command line, model_name would apply again.\n"
+
+
+def save_resolved(config: Config, path: Path) -> None:
+  """Writes all keys as YAML in the schema's order, by section; the file is never half written."""
+  values = flatten(config)
+  text = _HEADER
+  for section, keys in itertools.groupby(KEYS.values(), _section):
+    text += f"\n# {section}\n" + "".join(_line(key.name, values[key.name]) for key in keys)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+  unfinished.write_text(text, encoding="utf-8")
+  unfinished.replace(path)
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+  """Typed values of all keys from a file of `save_resolved`; a key it lacks has its default.
+
+  Raises:
+    ConfigError: the file cannot be read, or holds what the schema does not know.
+  """
+  settings = read_file(path, "resolved config")
+  return DEFAULTS | {setting.name: parse(setting) for setting in settings}
+
+
+def differences(
+  values_a: Mapping[str, Any], values_b: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+  """{key: (value in a, value in b)} where two sets of all keys' values differ, in schema order."""
+  pairs = {name: (values_a[name], values_b[name]) for name in KEYS}
+  return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
+
+
+def describe_changes(config: Config) -> list[str]:
+  """One `key=value (default ...)` per key that is not at its default, in schema order."""
+  changed = differences(DEFAULTS, flatten(config))
+  return [f"{name}={show(b)} (default {show(a)})" for name, (a, b) in changed.items()]
+
+
+def _section(key: Key) -> str:
+  return key.section.__name__.removesuffix("Config").lower()
+
+
+def _line(name: str, value: Any) -> str:
+  # All but ASCII is escaped: PyYAML's Unicode output turns some line separators into spaces.
+  return yaml.safe_dump({name: _lists(value)}, width=float("inf"))
+
+
+def _lists(value: Any) -> Any:
+  return [_lists(part) for part in value] if isinstance(value, tuple) else value

@@ -1,0 +1,256 @@
+"""Rules that hold between keys, as far as they can be judged without devices.
+
+A rule is a function that yields a complaint for each thing that does not fit; RULES lists them.
+"""
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, ConfigError, flatten
+from maxlite.config.values import did_you_mean, show
+
+
+class Complaint(NamedTuple):
+  """What does not fit: the keys it is about, and the rule with what to write instead."""
+
+  keys: tuple[str, ...]
+  text: str
+
+
+Complaints = Iterator[Complaint]
+
+
+def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> None:
+  """Raises on the first complaint.
+
+  Args:
+    source: where each key was set that is not at its default.
+    needs_data: whether data files must exist.
+
+  Raises:
+    ConfigError: one line that names the keys with their values and sources.
+  """
+  rules = RULES + DATA_RULES if needs_data else RULES
+  for rule in rules:
+    for complaint in rule(config):
+      raise ConfigError(_line(complaint, flatten(config), source))
+
+
+def _line(complaint: Complaint, values: Mapping[str, object], source: Mapping[str, str]) -> str:
+  sources = [source.get(key, "default") for key in complaint.keys]
+  where = next((s for s in sources if s != "default"), "default")
+  told = [
+    f"{key}={show(values[key])}" + (f" ({s})" if s != where else "")
+    for key, s in zip(complaint.keys, sources, strict=True)
+  ]
+  return f"{where}: {' with '.join(told)}: {complaint.text}"
+
+
+def _run_name(c: Config) -> Complaints:
+  name = c.run.run_name
+  if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
+    text = "must name one folder; write run_name=NAME without slashes or a leading dot"
+    yield Complaint(("run_name",), text)
+
+
+def _profile(c: Config) -> Complaints:
+  last = c.observe.skip_first_n_steps_for_profiler + c.observe.profiler_steps
+  if c.observe.profiler and last > c.run.steps:
+    keys = ("profiler", "skip_first_n_steps_for_profiler", "profiler_steps", "steps")
+    yield Complaint(keys, f"the trace ends after the run; write steps={last} or more")
+
+
+def _evaluation(c: Config) -> Complaints:
+  if c.observe.eval_steps == 0:
+    yield Complaint(("eval_steps",), "evaluates nothing; write 1 or more, or eval_steps=-1 for all")
+  if c.data.dataset_type == "synthetic" or c.data.eval_dataset_path:
+    return
+  if c.data.eval_fraction == 0:
+    keys = ("eval_fraction", "eval_dataset_path")
+    yield Complaint(keys, "nothing is held out; write eval_fraction=0.05 or eval_dataset_path=FILE")
+
+
+def _heads(c: Config) -> Complaints:
+  m = c.model
+  if m.base_num_query_heads % m.base_num_kv_heads:
+    keys = ("base_num_query_heads", "base_num_kv_heads")
+    fix = f"write base_num_kv_heads={_divisor(m.base_num_query_heads, m.base_num_kv_heads)}"
+    yield Complaint(keys, f"query heads must be a multiple of key/value heads; {fix}")
+  if m.head_dim % 2:
+    fix = f"write head_dim={m.head_dim + 1}"
+    yield Complaint(("head_dim",), f"rotary embedding pairs channels, so it must be even; {fix}")
+
+
+def _experts(c: Config) -> Complaints:
+  moe = c.model.moe
+  if c.model.decoder_block != "mixtral":
+    return
+  if moe.num_experts == 1:
+    keys = ("num_experts", "decoder_block")
+    yield Complaint(keys, "one expert is a dense model; write decoder_block=llama")
+  elif moe.num_experts_per_tok > moe.num_experts:
+    keys = ("num_experts_per_tok", "num_experts")
+    fix = f"write num_experts_per_tok={moe.num_experts} or less"
+    yield Complaint(keys, f"a token cannot go to more experts than there are; {fix}")
+
+
+def _activations(c: Config) -> Complaints:
+  names = c.model.mlp_activations
+  if len(names) not in (1, 2) or names[0] == "linear" or names[1:] not in ((), ("linear",)):
+    text = "must be one activation, or one and `linear`; write mlp_activations=[silu, linear]"
+    yield Complaint(("mlp_activations",), text)
+
+
+def _remat(c: Config) -> Complaints:
+  custom, saves = c.model.remat_policy == "custom", bool(c.model.remat_save)
+  keys = ("remat_save", "remat_policy")
+  if saves and not custom:
+    yield Complaint(keys, "is only read by a custom policy; write remat_policy=custom")
+  if custom and not saves:
+    yield Complaint(keys, "a custom policy must save something; write remat_save=[query_proj]")
+
+
+def _tokenizer(c: Config) -> Complaints:
+  d, byte = c.data, c.data.tokenizer_type == "byte"
+  keys = ("tokenizer_path", "tokenizer_type")
+  if byte and c.model.vocab_size < 258 and d.dataset_type != "synthetic":
+    yield Complaint(("vocab_size", "tokenizer_type"), "bytes need 258 ids; write vocab_size=258")
+  if byte and d.tokenizer_path:
+    text = "bytes need no file; write tokenizer_type=huggingface or sentencepiece, or no path"
+    yield Complaint(keys, text)
+  if not byte and not os.path.isfile(os.path.expanduser(d.tokenizer_path)):
+    yield Complaint(keys, "no such file; write tokenizer_path=FILE or tokenizer_type=byte")
+
+
+def _datasets(c: Config) -> Complaints:
+  if c.data.dataset_type == "synthetic":
+    return
+  if not c.data.dataset_path:
+    yield Complaint(("dataset_path",), "names no data; write dataset_path=FILE or [stdlib]")
+  for key, entries in flatten(c.data).items():
+    if key in ("dataset_path", "eval_dataset_path"):
+      yield from _entries(key, entries, c.data.dataset_type)
+
+
+def _entries(key: str, entries: tuple[str, ...], dataset_type: str) -> Complaints:
+  for entry in entries:
+    path = os.path.expanduser(entry)
+    if entry == "stdlib":
+      if dataset_type != "text":
+        yield Complaint((key, "dataset_type"), f"stdlib is text; write {key}=FILE")
+    elif not os.path.exists(path) and not glob.glob(path, recursive=True):
+      fix = f"write {key}=FILE, a folder or a glob that matches"
+      yield Complaint((key,), f"{entry} matches no file; {fix}")
+
+
+def _columns(c: Config) -> Complaints:
+  if c.data.dataset_type in ("jsonl", "parquet") and not c.data.text_column:
+    yield Complaint(("text_column", "dataset_type"), "names no column; write text_column=text")
+
+
+def _batch(c: Config) -> Complaints:
+  if c.data.per_device_batch_size <= 0:
+    text = "a step needs rows; write per_device_batch_size=1, or a fraction of it"
+    yield Complaint(("per_device_batch_size",), text)
+
+
+def _schedule(c: Config) -> Complaints:
+  o = c.optimizer
+  if o.learning_rate_schedule_steps == 0:
+    text = "has no length; write 1 or more, or learning_rate_schedule_steps=-1 for all steps"
+    yield Complaint(("learning_rate_schedule_steps",), text)
+  if o.lr_schedule_type == "wsd" and o.warmup_steps_fraction + o.wsd_decay_steps_fraction > 1:
+    keys = ("warmup_steps_fraction", "wsd_decay_steps_fraction")
+    fix = f"write wsd_decay_steps_fraction={round(1 - o.warmup_steps_fraction, 6)} or less"
+    yield Complaint(keys, f"warm-up and decay overlap; {fix}")
+
+
+def _moments(c: Config) -> Complaints:
+  for key in ("adam_b1", "adam_b2", "muon_beta"):
+    if flatten(c.optimizer)[key] == 1:
+      yield Complaint((key,), f"would never move; write {key}={DEFAULTS[key]}")
+  if c.optimizer.opt_type == "adamw" and c.optimizer.adam_eps == 0:
+    text = f"divides by zero where a gradient is zero; write adam_eps={DEFAULTS['adam_eps']}"
+    yield Complaint(("adam_eps",), text)
+
+
+def _degrees(c: Config) -> Complaints:
+  degree = flatten(c.mesh)
+  for group in ("ici", "dcn"):
+    keys = [_degree_key(group, mesh_axis) for mesh_axis in MESH_AXES]
+    for key in keys:
+      if degree[key] == 0:
+        yield Complaint((key,), f"no axis has 0 shards; write {key}=1")
+    open_keys = tuple(key for key in keys if degree[key] == -1)
+    if len(open_keys) > 1:
+      first = min(open_keys, key=lambda key: DEFAULTS[key])
+      text = f"one axis per group can take the devices that are left; write {first}=1"
+      yield Complaint(open_keys, text)
+
+
+def _axis_rules(c: Config) -> Complaints:
+  seen: set[str] = set()
+  for name, mesh_axes in c.mesh.logical_axis_rules:
+    for mesh_axis in mesh_axes:
+      if mesh_axis not in MESH_AXES:
+        hint = did_you_mean(mesh_axis, MESH_AXES) or f"choose from {', '.join(MESH_AXES)}"
+        yield Complaint(("logical_axis_rules",), f"{mesh_axis} is no mesh axis; {hint}")
+    if len(set(mesh_axes)) < len(mesh_axes) or name in seen:
+      yield Complaint(("logical_axis_rules",), f"write {name} once, and each mesh axis once in it")
+    seen.add(name)
+
+
+def _divisible(c: Config) -> Complaints:
+  if c.mesh.logical_axis_rules:  # the user's table decides; the mesh judges it once it is built
+    return
+  width = "base_moe_mlp_dim" if c.model.decoder_block == "mixtral" else "base_mlp_dim"
+  sharded = [("tensor", k) for k in ("base_num_query_heads", "base_num_kv_heads", width)]
+  sharded += [("tensor", "vocab_size"), ("context", "max_target_length")]
+  if c.model.decoder_block == "mixtral":
+    sharded.append(("expert", "num_experts"))
+  for mesh_axis, key in sharded:
+    yield from _divides(c, (mesh_axis,), key)
+  yield from _divides(c, ("fsdp", "context", "expert"), "base_emb_dim")
+
+
+def _divides(c: Config, mesh_axes: tuple[str, ...], key: str) -> Complaints:
+  """A complaint where the degrees that are known (not -1) cannot divide the dimension `key`."""
+  degree, size = flatten(c.mesh), flatten(c)[key]
+  keys = [_degree_key(group, mesh_axis) for group in ("ici", "dcn") for mesh_axis in mesh_axes]
+  used = tuple(name for name in keys if degree[name] > 1)
+  shards = prod(degree[name] for name in used)
+  if size % shards:
+    fix = f"write degrees that make {_divisor(size, shards)}, or another {key}"
+    yield Complaint((*used, key), f"{shards} shards do not divide {size}; {fix}")
+
+
+def _degree_key(group: str, mesh_axis: str) -> str:
+  return f"{group}_{mesh_axis}_parallelism"
+
+
+def _divisor(number: int, limit: int) -> int:
+  """The largest divisor of `number` up to `limit`."""
+  return max(d for d in range(1, min(limit, number) + 1) if number % d == 0)
+
+
+Rule = Callable[[Config], Complaints]
+RULES: tuple[Rule, ...] = (
+  _run_name,
+  _profile,
+  _heads,
+  _experts,
+  _activations,
+  _remat,
+  _tokenizer,
+  _columns,
+  _batch,
+  _schedule,
+  _moments,
+  _degrees,
+  _axis_rules,
+  _divisible,
+)
+DATA_RULES: tuple[Rule, ...] = (_datasets, _evaluation)

@@ -1,0 +1,45 @@
+"""JSON lines: every line is one document."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def jsonl_documents(
+  file: Path, column: str, start: float, stop: float
+) -> Iterator[Iterator[bytes]]:
+  """Documents of the share [start, stop) of the lines of `file`; blank lines are passed over.
+
+  Raises:
+    ValueError: a line is not an object with a string in `column`; names file and line.
+  """
+  begin, end = 0, None
+  if (start, stop) != (0, 1):
+    num_lines = _count_lines(file)
+    begin, end = int(num_lines * start), int(num_lines * stop)
+  with file.open("rb") as lines:
+    for number, line in enumerate(lines):
+      if number == end:
+        return
+      if number >= begin and not line.isspace():
+        yield iter([_text(line, column, f"{file}:{number + 1}")])
+
+
+def _count_lines(file: Path) -> int:
+  with file.open("rb") as lines:
+    return sum(1 for _ in lines)
+
+
+def _text(line: bytes, column: str, place: str) -> bytes:
+  try:
+    record = json.loads(line)
+  except ValueError as error:
+    raise ValueError(f"{place}: not JSON ({error}): mend or remove the line") from None
+  if not isinstance(record, dict):
+    raise ValueError(f"{place}: not a JSON object: write {{{column!r}: ...}} in each line")
+  if column not in record:
+    raise ValueError(f"{place}: no field {column!r} among {sorted(record)}: set text_column")
+  if not isinstance(record[column], str):
+    raise ValueError(f"{place}: field {column!r} is not a string: set text_column to one that is")
+  # JSON can spell half of a surrogate pair, which no encoding can hold.
+  return record[column].encode(errors="replace")

@@ -1,0 +1,158 @@
+"""Batches: a training stream that can be left and taken up again, and passes over held-out rows."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+from absl import flags
+
+from maxlite.config.schema import DataConfig
+from maxlite.data.batch import Batch
+from maxlite.data.rows import HostBatches, Row, shuffled_order
+from maxlite.data.sources import SOURCES, Source
+
+_READ_THREADS = 2
+_EVAL_SEED = 0  # eval batches are the same whatever data_shuffle_seed is
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """One source cut into batches of `global_batch_size` rows, of which this host has `rows`."""
+
+  cfg: DataConfig
+  source: Source
+  global_batch_size: int
+  rows: range
+
+  def train_stream(self) -> "TrainStream":
+    """Training batches from the first on; epochs follow one another without a seam."""
+    num_rows = len(self.source.train)
+    order = grain.MapDataset.range(num_rows)
+    if self.cfg.enable_data_shuffling:
+      order = shuffled_order(num_rows, self.cfg.data_shuffle_seed)
+    batches = HostBatches(order.repeat(), self.source.train, self.global_batch_size, self.rows)
+    return TrainStream(batches, self._stream_facts(), self.cfg)
+
+  def eval_batches(self, num_batches: int = -1) -> Iterator[Batch]:
+    """One pass over the first `num_batches` (-1: all) held-out batches, the same on every call.
+
+    Rows are in a fixed random order, so that the first are like the rest; the last batch is filled
+    up with rows of weight 0. Raises ValueError where nothing was held out.
+    """
+    if self.source.eval is None:
+      raise ValueError(
+        "nothing was held out to evaluate on: set eval_fraction above 0 or eval_dataset_path"
+      )
+    order = shuffled_order(len(self.source.eval), _EVAL_SEED)
+    batches = HostBatches(order, self.source.eval, self.global_batch_size, self.rows)
+    if num_batches >= 0:
+      batches = batches[:num_batches]
+    return _read_once(batches, self.cfg.grain_prefetch)
+
+  def _stream_facts(self) -> dict[str, Any]:
+    """All that the global stream of batches depends on, by the knob that sets it."""
+    return {
+      "max_target_length": self.cfg.max_target_length,
+      "global_batch_size": self.global_batch_size,
+      "enable_data_shuffling": self.cfg.enable_data_shuffling,
+      "data_shuffle_seed": self.cfg.data_shuffle_seed if self.cfg.enable_data_shuffling else None,
+      "data": self.source.train.identity,
+    }
+
+
+def open_data(
+  cfg: DataConfig,
+  *,
+  vocab_size: int,
+  global_batch_size: int,
+  rows: range,
+  cache_directory: Path,
+) -> Data:
+  """The data that `cfg` names, tokenized now if `cache_directory` does not have it yet.
+
+  `rows` are this host's places in a global batch, as `batch.local_rows` gives them.
+
+  Raises:
+    ValueError: no or unreadable files, an empty split, or ids that `vocab_size` has no room for.
+  """
+  source = SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
+  return Data(cfg, source, global_batch_size, rows)
+
+
+class TrainStream:
+  """Endless batches of this host's rows (numpy). Its state is the same on every host."""
+
+  def __init__(self, batches: HostBatches, facts: dict[str, Any], cfg: DataConfig) -> None:
+    self._batches, self._facts, self._cfg = batches, facts, cfg
+    self._start(0)
+
+  def _start(self, num_taken: int) -> None:
+    # Grain's own state depends on the number of workers; a count of batches does not.
+    self._num_taken = num_taken
+    self._iterator = _read_ahead(
+      self._batches[num_taken:], self._cfg.grain_prefetch, self._cfg.grain_worker_count
+    )
+
+  def __iter__(self) -> "TrainStream":
+    return self
+
+  def __next__(self) -> Batch:
+    batch = Batch(**next(self._iterator))
+    self._num_taken += 1
+    return batch
+
+  def state(self) -> dict[str, Any]:
+    """JSON: how many batches were taken, and of which stream."""
+    return {"num_batches": self._num_taken, **self._facts}
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Goes on after the batches that `state` counts. Raises ValueError if the streams differ."""
+    for name, now in self._facts.items():
+      if state.get(name) != now:
+        raise ValueError(_difference(name, state.get(name), now))
+    self.close()
+    self._start(state["num_batches"])
+
+  def close(self) -> None:
+    self._iterator.close()
+
+
+def _difference(name: str, then: Any, now: Any) -> str:
+  if name == "data":
+    return (
+      "the checkpoint was trained on other data than this run would read: restore the files, "
+      "dataset_path, the eval_* keys and the tokenizer, or choose a new run_name"
+    )
+  if name == "global_batch_size":
+    return (
+      f"the checkpoint was made with a global batch of {then} rows, this run has {now}: "
+      f"set per_device_batch_size to {then} divided by the number of devices"
+    )
+  if then is None:  # the seed of a stream that was not shuffled: the flag itself differs too
+    return "the checkpoint was made without shuffling: set enable_data_shuffling=False"
+  return f"the checkpoint was made with {name}={then}, this run has {now}: set {name}={then}"
+
+
+def _read_ahead(
+  batches: grain.MapDataset[Row], num_batches: int, num_workers: int = 0
+) -> grain.DatasetIterator[Row]:
+  """Reads up to `num_batches` before they are asked for, in threads or in worker processes."""
+  options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=num_batches)
+  dataset = batches.to_iter_dataset(options)
+  if num_workers:
+    if not flags.FLAGS.is_parsed():  # Grain reads its own flags when it starts a worker
+      flags.FLAGS.mark_as_parsed()
+    per_worker = -(-num_batches // num_workers)
+    dataset = dataset.mp_prefetch(
+      grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
+    )
+  return iter(dataset)
+
+
+def _read_once(batches: grain.MapDataset[Row], num_ahead: int) -> Iterator[Batch]:
+  with contextlib.closing(_read_ahead(batches, num_ahead)) as iterator:
+    for batch in iterator:
+      yield Batch(**batch)

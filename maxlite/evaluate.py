@@ -1,0 +1,18 @@
+"""`python -m maxlite.evaluate configs/base.yml run_name=mine`: the held-out loss of a trained run."""
+
+import sys
+
+from maxlite.config import main_config
+
+
+def main() -> int:
+  argv = sys.argv[1:]
+  cfg = main_config(argv, "maxlite.evaluate", needs_data=False)
+  # JAX is loaded only for a command line that is right.
+  from maxlite.training.inference import run_evaluation
+
+  return run_evaluation(cfg, argv)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

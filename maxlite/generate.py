@@ -1,0 +1,18 @@
+"""`python -m maxlite.generate configs/base.yml run_name=mine prompt="def "`: text from a trained run."""
+
+import sys
+
+from maxlite.config import main_config
+
+
+def main() -> int:
+  argv = sys.argv[1:]
+  cfg = main_config(argv, "maxlite.generate", needs_data=False)
+  # JAX is loaded only for a command line that is right.
+  from maxlite.training.inference import run_generation
+
+  return run_generation(cfg, argv)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,1 @@
+"""Operations with several implementations each: a folder with its api, oracle and backends."""

@@ -1,0 +1,1 @@
+"""Causal attention within documents."""

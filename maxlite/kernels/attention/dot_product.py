@@ -1,0 +1,18 @@
+"""`jax.nn.dot_product_attention` as XLA compiles it: all scores at once, no fused kernel."""
+
+import jax
+import jax.numpy as jnp
+
+from maxlite.kernels.attention.reference import visible
+
+
+def attention(
+  q_BTHC, k_BSGC, v_BSGC, *, q_segment_BT, kv_segment_BS, q_start, scale, block_q
+) -> jax.Array:
+  """o_BTHC in q's type."""
+  del block_q
+  q_row_BT = q_start + jnp.arange(q_BTHC.shape[1], dtype=jnp.int32)[None]
+  mask_B1TS = visible(q_row_BT, q_segment_BT, kv_segment_BS)[:, None]
+  return jax.nn.dot_product_attention(
+    q_BTHC, k_BSGC, v_BSGC, mask=mask_B1TS, scale=scale, implementation="xla"
+  )

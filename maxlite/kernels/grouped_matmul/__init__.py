@@ -1,0 +1,1 @@
+"""Rows sorted by group, each multiplied by its group's matrix."""

@@ -1,0 +1,73 @@
+"""Linear layers over one or more axes, with a matmul that stays fast on every backend."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from maxlite.parallel import Sharder
+
+
+def _dot(x: jax.Array, w: jax.Array, contract: tuple[int, int]) -> jax.Array:
+  accumulator = jnp.promote_types(x.dtype, jnp.float32)
+  dims = (((contract[0],), (contract[1],)), ((), ()))
+  return jax.lax.dot_general(x, w, dims, preferred_element_type=accumulator)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x_TD: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+  """y_TF = x w, computed in x's type, accumulated in float32, returned as `out_dtype` (x's type).
+
+  The gradient of w is never rounded to x's type. Gradients are written out because XLA:CPU keeps a
+  bfloat16 product in bfloat16 only when the left operand contracts its last axis and the result is
+  float32; three times faster there.
+  """
+  return _dot(x_TD, w_DF.astype(x_TD.dtype), (1, 0)).astype(out_dtype or x_TD.dtype)
+
+
+def _matmul_forward(x_TD: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype | None) -> tuple:
+  return matmul(x_TD, w_DF, out_dtype), (x_TD, w_DF)
+
+
+def _matmul_backward(out_dtype: jnp.dtype | None, residuals: tuple, dy_TF: jax.Array) -> tuple:
+  del out_dtype
+  x_TD, w_DF = residuals
+  dy_TF = dy_TF.astype(x_TD.dtype)
+  dx_TD = _dot(dy_TF, w_DF.astype(x_TD.dtype), (1, 1)).astype(x_TD.dtype)
+  dw_DF = _dot(x_TD.T, dy_TF, (1, 0)).astype(w_DF.dtype)
+  return dx_TD, dw_DF
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+class Linear(nn.Module):
+  """A kernel that maps the last axes of x_BT... to new ones.
+
+  `kernel_names` are the logical names of the kernel's axes: first the `num_in` axes of x that are
+  contracted, then those of `features`.
+  """
+
+  features: tuple[int, ...]
+  kernel_names: tuple[str, ...]
+  weight_dtype: jnp.dtype
+  sharder: Sharder
+  num_in: int = 1
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    lead, shape_in = x.shape[: -self.num_in], x.shape[-self.num_in :]
+    shape = (*shape_in, *self.features)
+    in_axes, out_axes = range(self.num_in), range(self.num_in, len(shape))
+    init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axes, out_axes)
+    init = nn.with_logical_partitioning(init, self.kernel_names)
+    kernel = self.param("kernel", init, shape, self.weight_dtype)
+    w_DF = kernel.reshape(math.prod(shape_in), math.prod(self.features))
+    if self.sharder.num_shards("activation_length") > 1:
+      # Rows of [B, T] that are cut along both axes cannot become one axis without moving data.
+      y = jax.vmap(matmul, (0, None))(x.reshape(*lead, -1), w_DF)
+    else:
+      y = matmul(x.reshape(math.prod(lead), -1), w_DF)
+    return y.reshape(*lead, *self.features)

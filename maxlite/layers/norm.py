@@ -1,0 +1,24 @@
+"""RMSNorm."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+
+class RMSNorm(nn.Module):
+  """x / rms(x) * scale over the last axis, computed in float32, returned in x's type.
+
+  Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019), eq. 4.
+  """
+
+  epsilon: float
+  weight_dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("norm",))
+    scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    scale_D = scale_D.astype(x32.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale_D).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""What a run tells of itself: numbers, where they are written, curves and traces."""

@@ -1,0 +1,44 @@
+"""Learning-rate schedules: warm-up, then a shape from the table."""
+
+import optax
+
+from maxlite.config.schema import OptimizerConfig
+
+
+def _cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+  return optax.cosine_decay_schedule(
+    cfg.learning_rate, max(steps, 1), alpha=cfg.learning_rate_final_fraction
+  )
+
+
+def _wsd(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+  """Constant, then linear decay. Source: Hu et al., MiniCPM (2024), section 4.2."""
+  total = cfg.learning_rate_schedule_steps
+  decay_steps = min(round(total * cfg.wsd_decay_steps_fraction), steps)
+  final = cfg.learning_rate * cfg.learning_rate_final_fraction
+  decay = optax.linear_schedule(cfg.learning_rate, final, max(decay_steps, 1))
+  return optax.join_schedules(
+    [optax.constant_schedule(cfg.learning_rate), decay], [steps - decay_steps]
+  )
+
+
+def _constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+  del steps
+  return optax.constant_schedule(cfg.learning_rate)
+
+
+SCHEDULES = {"cosine": _cosine, "wsd": _wsd, "constant": _constant}
+
+
+def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
+  """Learning rate by number of updates made; cfg.learning_rate_schedule_steps is resolved (> 0).
+
+  The first update already has a rate above zero: warm-up update i of w has (i + 1) / w of the peak.
+  """
+  total = cfg.learning_rate_schedule_steps
+  warmup = round(total * cfg.warmup_steps_fraction)
+  schedule = SCHEDULES[cfg.lr_schedule_type](cfg, total - warmup)
+  if warmup == 0:
+    return schedule
+  rise = optax.linear_schedule(cfg.learning_rate / warmup, cfg.learning_rate, max(warmup - 1, 1))
+  return optax.join_schedules([rise, schedule], [warmup])

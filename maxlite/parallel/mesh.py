@@ -1,0 +1,72 @@
+"""Devices arranged as a mesh with named axes.
+
+Every mesh has all six axes; those of size 1 stay, so one code path serves a laptop and a pod.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outermost first
+
+
+def build_mesh(
+  ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+  """Mesh over `devices` (default: all) with the axes of `MESH_AXES`.
+
+  `ici` and `dcn` are the degrees within and between slices, in the order of `MESH_AXES`; one -1
+  in each is filled with what is left. The size of a mesh axis is the product of its two degrees.
+
+  Raises:
+    ValueError: the degrees do not multiply to the number of devices.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  num_slices, by_process = _granules(devices, dcn)
+  dcn = _fill("dcn", dcn, num_slices, "slices")
+  ici = _fill("ici", ici, len(devices) // num_slices, "devices per slice")
+  if num_slices > 1:
+    grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=by_process)
+  else:
+    grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+  return Mesh(grid, MESH_AXES)
+
+
+def _granules(devices: Sequence[jax.Device], dcn: Sequence[int]) -> tuple[int, bool]:
+  """(number of slices, whether processes stand for slices).
+
+  Only TPU devices know their slice; elsewhere each process is one where dcn degrees ask for it.
+  """
+  num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if num_slices > 1:
+    return num_slices, False
+  num_processes = len({device.process_index for device in devices})
+  asked = math.prod(degree for degree in dcn if degree != -1)
+  return (num_processes, True) if asked > 1 else (1, False)
+
+
+def _fill(group: str, degrees: Sequence[int], total: int, things: str) -> list[int]:
+  """`degrees` with a -1 replaced so that their product is `total`."""
+  known = math.prod(degree for degree in degrees if degree != -1)
+  free = [axis for axis, degree in zip(MESH_AXES, degrees, strict=True) if degree == -1]
+  filled = [total // known if degree == -1 else degree for degree in degrees]
+  if len(free) <= 1 and math.prod(filled) == total:
+    return filled
+  named = [
+    f"{group}_{axis}_parallelism={degree}"
+    for axis, degree in zip(MESH_AXES, degrees, strict=True)
+    if degree != 1
+  ]
+  fix = (
+    f"make {known} divide {total}" if free else f"set one of them to {total // known or 1} or -1"
+  )
+  hint = ""
+  if group == "ici" and jax.default_backend() == "cpu":
+    hint = " (on a CPU, the environment variable JAX_NUM_CPU_DEVICES=N simulates N devices)"
+  raise ValueError(
+    f"mesh: {' x '.join(named) or f'all {group}_*_parallelism=1'} multiply to {known}, but there "
+    f"are {total} {things}: {fix}{hint}"
+  )

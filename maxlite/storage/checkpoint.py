@@ -1,0 +1,270 @@
+"""Checkpoints that are whole, or known not to be: Orbax writes them, checksums vouch for them.
+
+A checkpoint is a folder named by its step with two items: `state`, the arrays, and `manifest`,
+JSON with the data's position and the shape, type and checksum of every array. Nothing damaged is
+restored, and nothing is deleted but what `max_num_checkpoints_to_keep` lets go.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from maxlite.config.schema import CheckpointConfig
+from maxlite.storage.fingerprint import leaves_by_path, tree_checksums
+
+Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
+TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
+
+
+class Checkpoints:
+  """The checkpoints in one folder. In a run of several processes all call every method together."""
+
+  def __init__(self, cfg: CheckpointConfig, directory: Path, report: Callable[[str], None]):
+    """`report` gets a line for each checkpoint found damaged."""
+    self._cfg = cfg
+    self._directory = Path(directory).absolute()
+    self._shown = Path(directory)  # as the user wrote it, for messages
+    self._report = report
+    self._manager: ocp.CheckpointManager | None = None
+
+  def latest_step(self) -> int | None:
+    """The newest step of which there is a checkpoint, whole or not."""
+    return max(self._steps(), default=None)
+
+  def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
+    """Starts writing `state`, a pytree of arrays, which may be donated once this returns.
+
+    `data_state` is JSON. A step that is already there with the same state is left alone.
+
+    Raises:
+      ValueError: the step is there with another state.
+      Exception: of whatever type, that ended the write before this one.
+    """
+    body = {"leaves": _describe(state), "data": dict(data_state)}
+    manifest = {"body": body, "sha256": _digest(body)}
+    self.wait()
+    if step in self._steps() and self._holds(step, manifest):
+      return
+    if self._manager is None:
+      self._manager = self._open()
+    items = {"state": ocp.args.PyTreeSave(state), "manifest": ocp.args.JsonSave(manifest)}
+    self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+  def wait(self) -> None:
+    """Returns when all is on disk; raises what ended a write."""
+    if self._manager is not None:
+      self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits for all writes, raises what ended one, and frees their threads."""
+    if self._manager is not None:
+      self._manager.wait_until_finished()
+      self._manager.close()
+      self._manager = None
+
+  def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any], int] | None:
+    """(state, data state, step) of the newest whole checkpoint; None where there is none at all.
+
+    `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for each leaf; on which mesh the
+    checkpoint was written does not matter. Newer checkpoints that turn out damaged, and what a
+    killed write left, are moved to the folder `checkpoints_damaged` and reported.
+
+    Raises:
+      ValueError: all checkpoints are damaged, or the newest whole one is of another model.
+    """
+    found = self._newest_whole(abstract_state, prefix="")
+    damaged = [] if found is None else [step for step in self._steps() if step > found[2]]
+    self._move_aside([*self._unfinished(), *map(str, damaged)])
+    return found
+
+  def restore_params(self, abstract_params: Any) -> tuple[Any, int]:
+    """(parameters, step) of the newest whole checkpoint; the rest of the state is not read.
+
+    Nothing in the folder is touched, so this is safe while another process trains into it.
+
+    Raises:
+      ValueError: there is no checkpoint, all are damaged, or the parameters are another model's.
+    """
+    found = self._newest_whole({"params": abstract_params}, prefix="params/")
+    if found is None:
+      raise ValueError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
+    state, _, step = found
+    return state["params"], step
+
+  def _newest_whole(self, abstract: Any, prefix: str) -> tuple[Any, dict[str, Any], int] | None:
+    steps = sorted(self._steps(), reverse=True)
+    for step, older in zip(steps, [*map(str, steps[1:]), ""], strict=False):
+      manifest, damage = _on_every_process(self._read_manifest, step)
+      if not damage:
+        self._require_same_structure(step, manifest, abstract, prefix)
+        state, damage = _on_every_process(self._read_state, step, manifest, abstract)
+      if not damage:
+        return state, manifest["body"]["data"], step
+      next_move = f"going on from {older}" if older else "no older one is left"
+      self._report(f"checkpoint {self._shown / str(step)} is damaged: {damage}; {next_move}")
+    if steps:
+      raise ValueError(
+        f"all checkpoints in {self._shown} are damaged (steps {', '.join(map(str, steps))}): move "
+        "the folder away to train from the beginning, or choose another run_name"
+      )
+    return None
+
+  def _read_manifest(self, step: int) -> Manifest:
+    path = self._directory / str(step) / "manifest"
+    return _checked(ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path))
+
+  def _read_state(self, step: int, manifest: Manifest, abstract: Any) -> Any:
+    """The arrays of `abstract`, perhaps a part of what was saved, checked against the manifest."""
+    args = ocp.args.PyTreeRestore(
+      item=abstract,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+      partial_restore=True,
+    )
+    path = self._directory / str(step) / "state"
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _PatientArrayHandler()))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    state = ocp.Checkpointer(handler).restore(path, args=args)
+    for name, checksum in tree_checksums(state).items():
+      if checksum != manifest["body"]["leaves"][name]["checksum"]:
+        raise OSError(f"the bits of {name} are not those that were saved")
+    return state
+
+  def _require_same_structure(
+    self, step: int, manifest: Manifest, abstract: Any, prefix: str
+  ) -> None:
+    """Raises ValueError with the first leaf that differs from the checkpoint's."""
+    saved = {
+      name: f"{leaf['dtype']}{leaf['shape']}"
+      for name, leaf in manifest["body"]["leaves"].items()
+      if name.startswith(prefix)
+    }
+    wanted = {
+      name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves_by_path(abstract).items()
+    }
+    for name in sorted(saved.keys() | wanted.keys()):
+      there, here = saved.get(name, "missing"), wanted.get(name, "missing")
+      if there != here:
+        raise ValueError(
+          f"checkpoint {self._shown / str(step)} is of another model or optimizer: {name} is "
+          f"{there} in it and {here} here; use the config it was made with, or another run_name"
+        )
+
+  def _holds(self, step: int, manifest: Manifest) -> bool:
+    """Whether the checkpoint of `step` is of the same state; a damaged one is moved aside."""
+    saved, damage = _on_every_process(self._read_manifest, step)
+    if damage:
+      self._report(f"checkpoint {self._shown / str(step)} is damaged: {damage}; writing it anew")
+      self._move_aside([str(step)])
+      return False
+    if saved["sha256"] != manifest["sha256"]:
+      raise ValueError(
+        f"checkpoint {self._shown / str(step)} holds another state of this step and is kept: "
+        "choose another run_name"
+      )
+    return True
+
+  def _steps(self) -> list[int]:
+    return [int(name) for name in self._names() if name.isdigit()]
+
+  def _unfinished(self) -> list[str]:
+    """Names of what killed writes left."""
+    return [name for name in self._names() if TEMPORARY in name]
+
+  def _names(self) -> list[str]:
+    return sorted(p.name for p in self._directory.iterdir()) if self._directory.is_dir() else []
+
+  def _move_aside(self, names: list[str]) -> None:
+    """Moves these into the folder `checkpoints_damaged`, under names that are free there."""
+    _barrier("checkpoints listed")
+    graveyard = f"{self._directory.name}_damaged"
+    for name in names if jax.process_index() == 0 else ():
+      folder = self._directory.parent / graveyard
+      folder.mkdir(exist_ok=True)
+      candidates = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
+      free = next(candidate for candidate in candidates if not (folder / candidate).exists())
+      (self._directory / name).rename(folder / free)
+      self._report(f"{self._shown / name} is kept as {self._shown.parent / graveyard / free}")
+    _barrier("damaged checkpoints moved")
+    if names and self._manager is not None:
+      self._manager.reload()
+
+  def _open(self) -> ocp.CheckpointManager:
+    """The manager, opened at the first save: it lists the folder only once, after `restore`."""
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=self._cfg.max_num_checkpoints_to_keep,
+      keep_period=self._cfg.checkpoint_keep_period or None,
+      enable_async_checkpointing=self._cfg.async_checkpointing,
+    )
+    return ocp.CheckpointManager(self._directory, options=options)
+
+
+class _PatientArrayHandler(ocp.type_handlers.ArrayHandler):
+  """Reads arrays as Orbax does, but returns only when no read is left in flight.
+
+  Orbax leaves at the first read that fails and closes the event loop under the others, which then
+  print a traceback each.
+  """
+
+  async def deserialize(
+    self,
+    infos: Sequence[ocp.type_handlers.ParamInfo],
+    args: Sequence[ocp.type_handlers.RestoreArgs] | None = None,
+  ) -> Sequence[jax.Array]:
+    others = asyncio.all_tasks()
+    try:
+      return await super().deserialize(infos, args)
+    finally:
+      while reads := asyncio.all_tasks() - others:
+        await asyncio.gather(*reads, return_exceptions=True)
+
+
+def _describe(state: Any) -> dict[str, dict[str, Any]]:
+  """{name: shape, type and checksum} of every array of `state`."""
+  leaves = leaves_by_path(state)
+  return {
+    name: {
+      "shape": list(leaves[name].shape),
+      "dtype": str(leaves[name].dtype),
+      "checksum": checksum,
+    }
+    for name, checksum in tree_checksums(state).items()
+  }
+
+
+def _digest(body: Any) -> str:
+  return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _checked(manifest: Manifest) -> Manifest:
+  """`manifest`, if it is what was written; raises OSError otherwise."""
+  if _digest(manifest.get("body")) != manifest.get("sha256"):
+    raise OSError("its manifest is not what was written")
+  return manifest
+
+
+def _on_every_process(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+  """(what `read(*args)` returns, "") where all processes succeed, else (None, what went wrong)."""
+  try:
+    value, damage = read(*args), ""
+  # Damaged files surface as whatever JSON, zstd, TensorStore or Orbax trip over, and every one of
+  # them is answered alike: by naming it and taking an older checkpoint.
+  except Exception as error:
+    value, damage = None, f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
+  if jax.process_count() > 1:
+    failed = multihost_utils.process_allgather(np.asarray(damage != ""))
+    damage = damage or ("another process cannot read it" if failed.any() else "")
+  return (None if damage else value), damage
+
+
+def _barrier(name: str) -> None:
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)

@@ -1,0 +1,56 @@
+"""The folder of a run: where its files are, and which config it was made with."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from maxlite.config.saved import differences, read_saved
+from maxlite.config.schema import KEYS
+from maxlite.config.values import show
+
+Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
+
+
+class RunFolder:
+  """The paths of one run's files; nothing is created before it is written."""
+
+  def __init__(self, directory: Path):
+    self.directory = Path(directory)
+    self.config = self.directory / "config.yml"
+    self.metrics = self.directory / "metrics.jsonl"
+    self.curves = self.directory / "curves.png"
+    self.tensorboard = self.directory / "tensorboard"
+    self.checkpoints = self.directory / "checkpoints"
+    self.profile = self.directory / "profile"
+
+  def config_changes(self, values: Mapping[str, Any]) -> Changes | None:
+    """What `values`, of all keys, change in the config this run was last started with.
+
+    None where this is its first start.
+
+    Raises:
+      ValueError: a key that shapes the model differs: the run's weights would not fit.
+    """
+    if not self.config.exists():
+      return None
+    changes = differences(read_saved(self.config), values)
+    fixed = {name: pair for name, pair in changes.items() if KEYS[name].knob.shapes_model}
+    if fixed:
+      before = " ".join(f"{name}={show(old)}" for name, (old, _) in fixed.items())
+      now = " ".join(f"{name}={show(new)}" for name, (_, new) in fixed.items())
+      raise ValueError(
+        f"run folder {self.directory} was made with {before}, this command says {now}: choose "
+        f"another run_name, or set {before}"
+      )
+    return changes
+
+  def save_config(self, changes: Changes | None, save: Callable[[Path], None]) -> None:
+    """Has `save(path)` write config.yml, if it is new; the one before is kept as config.N.yml."""
+    if changes is not None and not changes:
+      return
+    if changes is not None:
+      numbered = (self.directory / f"config.{n}.yml" for n in itertools.count(1))
+      shutil.copyfile(self.config, next(path for path in numbered if not path.exists()))
+    save(self.config)

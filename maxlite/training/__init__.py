@@ -1,0 +1,1 @@
+"""A run: state, loss, step, wiring (`setup`) and the loop."""

@@ -1,0 +1,142 @@
+"""One command's run: opened or taken up again, looped, and summed up."""
+
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from maxlite import __version__
+from maxlite.config import Config, describe_changes, exit_with_one_line, save_resolved
+from maxlite.config.schema import flatten
+from maxlite.config.values import show
+from maxlite.data.batch import local_rows
+from maxlite.data.pipeline import Data, open_data
+from maxlite.kernels.attention.api import resolve_backend as resolve_attention
+from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
+from maxlite.observe.flops import active_parameter_count, parameter_count
+from maxlite.observe.plots import draw_curves
+from maxlite.observe.profiler import Profiler
+from maxlite.observe.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
+from maxlite.storage.checkpoint import Checkpoints
+from maxlite.storage.fingerprint import tree_hash
+from maxlite.storage.run_folder import Changes, RunFolder
+from maxlite.training.loop import Ending, Run, train
+from maxlite.training.setup import Trainer, build_trainer, enable_compilation_cache
+
+
+def run_training(cfg: Config) -> int:
+  """Trains to the last step and returns the exit code; goes on where an earlier start left off."""
+  console = Console(quiet=jax.process_index() > 0, highlight=False, soft_wrap=True)
+  with exit_with_one_line("maxlite.train"):
+    enable_compilation_cache(cfg.run.jax_cache_dir)
+    trainer = build_trainer(cfg)
+    folder = run_folder(cfg)
+    changes = folder.config_changes(flatten(cfg))
+    data = open_trainer_data(trainer)
+    checkpoints = _open_checkpoints(cfg, folder, console)
+    restored = checkpoints.restore(trainer.abstract_state) if checkpoints else None
+    stream = data.train_stream()
+    if restored:
+      stream.restore(restored[1])
+  _introduce(trainer, data, changes, console)
+  done = restored[2] if restored else 0
+  if done >= cfg.run.steps:
+    console.print(
+      f"{folder.directory} is at step {done} of {cfg.run.steps}: nothing to do. Give it more steps, "
+      "or choose another run_name."
+    )
+    return 0
+  folder.save_config(changes, lambda path: save_resolved(cfg, path))
+  if restored:
+    console.print(f"going on from the checkpoint of step {done}")
+  state = restored[0] if restored else trainer.init_state()
+  run = Run(
+    trainer,
+    data,
+    checkpoints,
+    _open_writers(cfg, folder, done, console),
+    Profiler(cfg.observe, folder.profile),
+  )
+  del restored  # its arrays are donated to the first step
+  try:
+    ending = train(run, state, stream, done + 1)
+  finally:
+    run.profiler.close()
+    stream.close()
+    run.writers.close()
+    if checkpoints:
+      checkpoints.close()
+  _conclude(cfg, folder, ending, console)
+  return ending.exit_code
+
+
+def run_folder(cfg: Config) -> RunFolder:
+  return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
+
+
+def open_trainer_data(trainer: Trainer) -> Data:
+  """The data of the trainer's config, cut for its mesh."""
+  cfg = trainer.cfg
+  cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
+  return open_data(
+    cfg.data,
+    vocab_size=cfg.model.vocab_size,
+    global_batch_size=trainer.global_batch_size,
+    rows=local_rows(trainer.batch_sharding, trainer.batch_shape),
+    cache_directory=Path(cache).expanduser(),
+  )
+
+
+def _open_checkpoints(cfg: Config, folder: RunFolder, console: Console) -> Checkpoints | None:
+  """Raises ValueError where a run without checkpoints would overwrite what an earlier one left."""
+  if cfg.checkpoint.enable_checkpointing:
+    return Checkpoints(cfg.checkpoint, folder.checkpoints, report=console.print)
+  if folder.directory.exists():
+    raise ValueError(
+      f"{folder.directory} holds an earlier run, which enable_checkpointing=false would start anew "
+      "and overwrite: choose another run_name or move the folder away"
+    )
+  return None
+
+
+def _open_writers(cfg: Config, folder: RunFolder, done: int, console: Console) -> Writers:
+  if jax.process_index() > 0:
+    return Writers([])
+  writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console)]
+  if cfg.observe.enable_tensorboard:
+    writers.append(TensorBoardWriter(folder.tensorboard, done))
+  return Writers(writers)
+
+
+def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: Console) -> None:
+  """What runs on what, and what was asked for beyond the defaults."""
+  cfg, device = trainer.cfg, trainer.mesh.devices.flat[0]
+  degrees = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1}
+  mesh = " x ".join(f"{axis}={size}" for axis, size in degrees.items()) or "no sharding"
+  console.print(
+    f"maxlite {__version__}, jax {jax.__version__}: {trainer.mesh.size} x {device.device_kind}, {mesh}"
+  )
+  for line in describe_changes(cfg):
+    console.print(f"  {line}")
+  for name, (before, now) in (changes or {}).items():
+    console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
+  total = parameter_count(cfg.model, moe=trainer.is_moe)
+  active = active_parameter_count(cfg.model, moe=trainer.is_moe)
+  console.print(
+    f"model: {cfg.model.decoder_block}, {total:,} parameters, {active:,} active per token; "
+    f"attention by {resolve_attention(cfg.model.attention)}"
+    + (f", experts by {resolve_grouped_matmul(cfg.model.moe.grouped_matmul)}" if trainer.is_moe else "")
+  )
+  rows, length = trainer.batch_shape
+  console.print(f"data: {data.source.summary}; {rows} x {length} tokens per step")
+
+
+def _conclude(cfg: Config, folder: RunFolder, ending: Ending, console: Console) -> None:
+  if ending.reason:
+    saved = "" if not cfg.checkpoint.enable_checkpointing else ", with a checkpoint"
+    console.print(f"{ending.reason}; left after step {ending.step} of {cfg.run.steps}{saved}")
+  parameters = tree_hash(ending.state.params)
+  if jax.process_index() > 0:
+    return
+  draw_curves(folder.metrics, folder.curves)
+  console.print(f"{folder.directory}: metrics.jsonl, curves.png, parameters {parameters[:16]}")

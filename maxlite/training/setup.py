@@ -1,0 +1,195 @@
+"""Wiring: from a Config to mesh, model, optimizer and compiled steps. The one place that knows all."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen import meta
+from jax.sharding import Mesh, NamedSharding
+
+from maxlite.config.schema import Config, MeshConfig, OptimizerConfig
+from maxlite.data.batch import Batch
+from maxlite.models import MODELS, build_model
+from maxlite.models.decoder import Decoder
+from maxlite.optim import build_optimizer, build_schedule
+from maxlite.optim.partition import logical_names, path_of, state_names
+from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+from maxlite.parallel.audit import Placement, check_sharded, place
+from maxlite.training.state import TrainState, init_state
+from maxlite.training.step import build_eval_step, build_train_step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trainer:
+  """Everything a run needs but its data and its folder."""
+
+  cfg: Config
+  mesh: Mesh
+  sharder: Sharder
+  model: Decoder
+  tx: optax.GradientTransformation
+  schedule: optax.Schedule
+  placements: list[Placement]
+  abstract_state: TrainState  # ShapeDtypeStructs with their shardings
+  global_batch_size: int  # rows
+
+  @property
+  def is_moe(self) -> bool:
+    return MODELS[self.cfg.model.decoder_block].is_moe
+
+  @property
+  def batch_shape(self) -> tuple[int, int]:
+    return self.global_batch_size, self.cfg.data.max_target_length
+
+  @functools.cached_property
+  def batch_sharding(self) -> NamedSharding:
+    return self.sharder.sharding(("activation_batch", "activation_length"))
+
+  @functools.cached_property
+  def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+    """Compiled step; the state given to it is gone afterwards."""
+    step = build_train_step(
+      self.model, self.tx, self.schedule, self.cfg.training, self.cfg.model.moe
+    )
+    state = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+    whole = self.sharder.sharding(())
+    return jax.jit(
+      step,
+      in_shardings=(state, self.batch_sharding),
+      out_shardings=(state, whole),
+      donate_argnums=0,
+    )
+
+  def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
+    """Compiled evaluation step."""
+    return jax.jit(build_eval_step(self.model, self.cfg.training, jnp.asarray(num_bytes_V)))
+
+  def init_state(self) -> TrainState:
+    """The state before the first step, each leaf made where it lies."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+    init = functools.partial(_init, self.model, self.tx, self.cfg, self.batch_shape)
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def build_trainer(cfg: Config) -> Trainer:
+  """The Trainer of `cfg` on all devices of all processes.
+
+  Raises:
+    ValueError: mesh, batch and model do not fit together.
+  """
+  mesh = build_mesh(_degrees(cfg.mesh, "ici"), _degrees(cfg.mesh, "dcn"))
+  sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
+  global_batch_size = _global_batch_size(cfg, sharder)
+  model = build_model(cfg.model, sharder)
+  batch_shape = (global_batch_size, cfg.data.max_target_length)
+  boxed = jax.eval_shape(functools.partial(_init_params, model, cfg, batch_shape))
+  names = logical_names(boxed)
+  params = meta.unbox(boxed)
+  placements = _placements(params, names, sharder)
+  check_sharded(placements, sharder, cfg.mesh.sharding_tolerance)
+  optimizer_cfg = _with_schedule_steps(cfg.optimizer, cfg.run.steps)
+  tx = build_optimizer(optimizer_cfg, names)
+  return Trainer(
+    cfg=cfg,
+    mesh=mesh,
+    sharder=sharder,
+    model=model,
+    tx=tx,
+    schedule=build_schedule(optimizer_cfg),
+    placements=placements,
+    abstract_state=_abstract_state(params, names, tx, sharder),
+    global_batch_size=global_batch_size,
+  )
+
+
+def enable_compilation_cache(directory: str) -> None:
+  """Compiled programs are kept in `directory`, so that a restart compiles nothing; empty: not."""
+  if directory:
+    jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _degrees(cfg: MeshConfig, group: str) -> list[int]:
+  return [getattr(cfg, f"{group}_{mesh_axis}_parallelism") for mesh_axis in MESH_AXES]
+
+
+def _with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
+  if cfg.learning_rate_schedule_steps != -1:
+    return cfg
+  return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)
+
+
+def _global_batch_size(cfg: Config, sharder: Sharder) -> int:
+  """Rows of a step over all devices, checked against the mesh."""
+  num_devices = sharder.mesh.size
+  rows = cfg.data.per_device_batch_size * num_devices
+  num_micro = cfg.training.gradient_accumulation_steps
+  multiple = sharder.num_shards("activation_batch") * num_micro
+  if rows != round(rows) or round(rows) % multiple:
+    nearest = max(round(rows / multiple), 1) * multiple
+    raise ValueError(
+      f"per_device_batch_size={cfg.data.per_device_batch_size:g} x {num_devices} devices = "
+      f"{rows:g} rows do not divide by {multiple} ({multiple // num_micro} shards of the batch x "
+      f"gradient_accumulation_steps={num_micro}); the nearest that does is "
+      f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
+    )
+  length, shards = cfg.data.max_target_length, sharder.num_shards("activation_length")
+  if length % shards:
+    raise ValueError(
+      f"max_target_length={length} does not divide by the {shards} shards of the context axis: "
+      f"set it to {math.ceil(length / shards) * shards}, or change ici_context_parallelism"
+    )
+  return round(rows)
+
+
+def _init_params(model: Decoder, cfg: Config, batch_shape: tuple[int, int]) -> Any:
+  tokens_BT = jnp.zeros(batch_shape, jnp.int32)
+  key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), 0)
+  return model.init(
+    {"params": key},
+    tokens_BT,
+    tokens_BT,
+    tokens_BT,
+    method=model.hidden_and_unembedding,
+  )["params"]
+
+
+def _init(model: Decoder, tx: Any, cfg: Config, batch_shape: tuple[int, int]) -> TrainState:
+  params = meta.unbox(_init_params(model, cfg, batch_shape))
+  rng = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), 1)
+  return init_state(params, tx, jax.random.key_data(rng))
+
+
+def _placements(params: Any, names: Any, sharder: Sharder) -> list[Placement]:
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  return [
+    place(path_of(key_path), leaf, leaf_names, sharder)
+    for (key_path, leaf), leaf_names in zip(leaves, jax.tree.leaves(names), strict=True)
+  ]
+
+
+def _abstract_state(params: Any, names: Any, tx: Any, sharder: Sharder) -> TrainState:
+  """Shapes, types and shardings of the whole state."""
+  rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
+  state = jax.eval_shape(lambda params, rng: init_state(params, tx, rng), params, rng)
+  axes = TrainState(
+    step=jax.P(),
+    params=names,
+    opt_state=state_names(state.opt_state, params, names),
+    rng=jax.P(None),
+    skipped=jax.P(),
+    skipped_in_a_row=jax.P(),
+  )
+  return jax.tree.map(
+    lambda leaf, names: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=sharder.sharding(names)
+    ),
+    state,
+    axes,
+  )

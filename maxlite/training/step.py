@@ -1,0 +1,141 @@
+"""One optimizer step and one evaluation step: pure functions, compiled once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxlite.config.schema import MoeConfig, TrainingConfig
+from maxlite.data.batch import Batch
+from maxlite.models.decoder import Decoder
+from maxlite.training.loss import Sums, combine, forward_sums
+from maxlite.training.state import TrainState
+
+Gradients = tuple[Any, dict, Sums]
+
+
+def build_train_step(
+  model: Decoder,
+  tx: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  cfg: TrainingConfig,
+  moe: MoeConfig,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+  """step(state, batch) -> (state, metrics).
+
+  A step whose loss or gradient is not finite leaves parameters and optimizer as they were and is
+  counted; the next step sees the next batch.
+  """
+  gradients_of = _whole_batch if cfg.gradient_accumulation_steps == 1 else _micro_batches
+
+  def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+    gradients, parts, sums = gradients_of(model, state.params, batch, key, cfg, moe)
+    grad_norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(parts["total_loss"]) & jnp.isfinite(grad_norm)
+    updates, opt_state = tx.update(gradients, state.opt_state, state.params)
+    new = (optax.apply_updates(state.params, updates), opt_state)
+    params, opt_state = jax.tree.map(
+      lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
+    )
+    skip = jnp.where(finite, 0, 1).astype(jnp.int32)
+    metrics = parts | {
+      "grad_norm": grad_norm,
+      "learning_rate": schedule((state.step - state.skipped).astype(jnp.float32)),
+      "num_tokens": sums.weight,
+      "skipped": state.skipped + skip,
+      "skipped_in_a_row": (state.skipped_in_a_row + skip) * skip,
+    }
+    if "moe" in sums.layers:
+      metrics["expert_load"] = sums.layers["moe"].count_E
+    state = state.replace(
+      step=state.step + 1,
+      params=params,
+      opt_state=opt_state,
+      skipped=metrics["skipped"],
+      skipped_in_a_row=metrics["skipped_in_a_row"],
+    )
+    return state, metrics
+
+  return step
+
+
+def build_eval_step(
+  model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array
+) -> Callable[[Any, Batch], dict]:
+  """step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of text predicted."""
+
+  def step(params: Any, batch: Batch) -> dict:
+    sums = forward_sums(model, params, batch, cfg, jitter_key=None)
+    num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
+    num_bytes = jnp.sum(num_bytes_BT * (batch.weight_BT > 0))
+    return {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
+
+  return step
+
+
+def _whole_batch(
+  model: Decoder, params: Any, batch: Batch, key: jax.Array, cfg: TrainingConfig, moe: MoeConfig
+) -> Gradients:
+  def loss(params: Any) -> tuple[jax.Array, tuple[dict, Sums]]:
+    sums = forward_sums(model, params, batch, cfg, key)
+    total, parts = combine(sums, cfg, moe)
+    return total, (parts, sums)
+
+  gradients, (parts, sums) = jax.grad(loss, has_aux=True)(params)
+  return gradients, parts, sums
+
+
+def _micro_batches(
+  model: Decoder, params: Any, batch: Batch, key: jax.Array, cfg: TrainingConfig, moe: MoeConfig
+) -> Gradients:
+  """The whole batch's gradients, from micro-batches whose sums meet in one loss.
+
+  The gradient is sum_i d(sums_i)/d(params) applied to d(loss)/d(totals), so the totals' cotangent
+  is needed before the first backward pass.
+  """
+  num_micro = cfg.gradient_accumulation_steps
+  micro = jax.tree.map(lambda x: _interleave(x, num_micro), batch)
+  keys = jax.random.split(key, num_micro)
+
+  def forward(params: Any, inputs: tuple[Batch, jax.Array]) -> Sums:
+    return forward_sums(model, params, inputs[0], cfg, inputs[1])
+
+  shapes = jax.eval_shape(forward, params, jax.tree.map(lambda x: x[0], (micro, keys)))
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  totals = _totals(lambda inputs: forward(params, inputs), (micro, keys), zeros, batch, moe)
+  cotangent = jax.grad(lambda sums: combine(sums, cfg, moe)[0])(totals)
+
+  def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
+    sums, pull_back = jax.vjp(lambda params: forward(params, inputs), params)
+    return jax.tree.map(jnp.add, carry, (*pull_back(cotangent), sums)), None
+
+  start = (jax.tree.map(jnp.zeros_like, params), zeros)
+  (gradients, sums), _ = jax.lax.scan(accumulate, start, (micro, keys))
+  return gradients, combine(sums, cfg, moe)[1], sums
+
+
+def _totals(
+  forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: MoeConfig
+) -> Sums:
+  """Sums of the whole batch, as far as the loss's derivative depends on them.
+
+  The loss is linear in every sum but the token counts, which the batch alone tells, and the
+  experts' load, which takes a forward pass over all micro-batches.
+  """
+  if "moe" in zeros.layers and moe.load_balance_loss_weight:
+    add = lambda sums, micro: (jax.tree.map(jnp.add, sums, forward(micro)), None)  # noqa: E731
+    return jax.lax.scan(add, zeros, inputs)[0]
+  totals = zeros.replace(weight=jnp.sum(batch.weight_BT))
+  if "moe" in zeros.layers:
+    routers = zeros.layers["moe"]
+    tokens = jnp.full_like(routers.tokens, jnp.sum(batch.segment_BT > 0))
+    totals = totals.replace(layers={"moe": routers.replace(tokens=tokens)})
+  return totals
+
+
+def _interleave(x: jax.Array, num_micro: int) -> jax.Array:
+  """[B, ...] -> [num_micro, B / num_micro, ...], each micro-batch with rows of every shard."""
+  return x.reshape(-1, num_micro, *x.shape[1:]).swapaxes(0, 1)

@@ -1,0 +1,68 @@
+"""Packaging of maxlite; `pip install -e .[test]` for work on it."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "maxlite/__init__.py").read_text()).group(1)
+# The YAML files lie beside the package in a checkout, and inside it once it is installed.
+CONFIGS = ["maxlite.configs"] + [
+  "maxlite.configs." + ".".join(path.relative_to(ROOT / "configs").parts)
+  for path in sorted((ROOT / "configs").rglob("*"))
+  if path.is_dir()
+]
+
+setup(
+  name="maxlite",
+  version=VERSION,
+  description="A small trainer for dense and mixture-of-experts language models in JAX and Flax",
+  long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+  long_description_content_type="text/markdown",
+  license="Apache-2.0",
+  python_requires=">=3.11",
+  packages=find_packages(include=["maxlite", "maxlite.*"]) + CONFIGS,
+  package_dir={"maxlite.configs": "configs"},
+  package_data={package: ["*.yml"] for package in CONFIGS},
+  install_requires=[
+    "jax>=0.10.2",
+    "flax>=0.12.8",
+    "optax>=0.2.8",
+    "orbax-checkpoint>=0.12.8",
+    "tensorstore>=0.1.86",
+    "grain>=0.2.18",
+    "numpy>=2.1",
+    "absl-py>=2.3",
+    "ml-collections>=1.1",
+    "pyyaml>=6.0.2",
+    "tokenizers>=0.22",
+    "safetensors>=0.6",
+    "tensorboardX>=2.6.4",
+    "rich>=14",
+    "matplotlib>=3.10",
+  ],
+  extras_require={
+    "sentencepiece": ["sentencepiece>=0.2.1"],
+    "parquet": ["pyarrow>=20"],
+    "tpu": ["libtpu==0.0.42.*"],
+    "cuda": ["jax[cuda13]>=0.10.2"],
+    "test": [
+      "pytest>=9",
+      "pytest-xdist>=3.8",
+      "hypothesis>=6.140",
+      "ruff==0.17.*",
+      "mypy>=2.4",
+      "types-PyYAML",
+      "sentencepiece>=0.2.1",
+      "pyarrow>=20",
+    ],
+  },
+  entry_points={
+    "console_scripts": [
+      "maxlite-train=maxlite.train:main",
+      "maxlite-evaluate=maxlite.evaluate:main",
+      "maxlite-generate=maxlite.generate:main",
+    ]
+  },
+)

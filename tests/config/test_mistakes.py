@@ -1,0 +1,170 @@
+"""Every mistake ends in one line that names its source, the key and what to write instead."""
+
+import resource
+import subprocess
+import sys
+import types
+
+import pytest
+import yaml
+
+from maxlite.config import exit_with_one_line, main_config
+from maxlite.config.schema import KEYS
+from maxlite.config.values import plain
+
+# What is typed -> what the line must say: its source, the key with its value, and the fix.
+MISTAKES = {
+  ("ici_fsdp_paralelism=2",): ("command line", "ici_fsdp_paralelism=2", "ici_fsdp_parallelism?"),
+  ("--ici_fsdp_paralelism=2",): ("--ici_fsdp_paralelism", "ici_fsdp_parallelism?"),
+  ("--noscan_layer",): ("--noscan_layer", "scan_layers?"),
+  ("qqqqqq=1",): ("command line", "qqqqqq=1", "--help"),
+  ("step",): ("command line", "step", "steps?"),
+  ("--steps",): ("command line", "--steps", "--key=value"),
+  ("base_config=a.yml",): ("command line", "base_config=a.yml", "name the file itself"),
+  ("steps=3.5",): ("command line", "steps=3.5", "a whole number", "steps=4"),
+  ("--steps=true",): ("--steps", "steps=true", "a whole number", "steps=4"),
+  ("steps=0",): ("command line", "steps=0", "below 1", "steps=1"),
+  ("steps=3000000000",): ("command line", "steps=3000000000", "steps=2147483647"),
+  ("warmup_steps_fraction=2",): ("warmup_steps_fraction=2", "above 1", "warmup_steps_fraction=1"),
+  ("learning_rate=nan",): ("learning_rate=nan", "a finite number", "learning_rate=0.5"),
+  ("learning_rate=fast",): ("learning_rate=fast", "a finite number", "learning_rate=0.5"),
+  ("scan_layers=1",): ("scan_layers=1", "true or false", "scan_layers=true"),
+  ("dtype=float8",): ("dtype=float8", "float32, bfloat16", "float32?"),
+  ("remat_save=[query_prj]",): ("remat_save=[query_prj]", "query_proj?"),
+  ("dataset_path=a,,b",): ("dataset_path=a,,b", "a list of texts", "[a, b]"),
+  ("logical_axis_rules=[embed]",): ("logical_axis_rules=[embed]", "[[embed, [fsdp]]]"),
+  ("logical_axis_rules=[[embed, [fsdb]]]",): ("logical_axis_rules=", "fsdb", "fsdp?"),
+  ("logical_axis_rules=[[embed, [fsdp, fsdp]]]",): ("logical_axis_rules=", "once"),
+  ("model_name=mixtrall",): ("command line", "model_name=mixtrall", "configs/models"),
+  ("nothing.yml",): ("command line", "nothing.yml", "an existing YAML file"),
+  ("run_name=a/b",): ("run_name=a/b", "one folder", "run_name=NAME"),
+  ("run_name=..",): ("run_name=..", "one folder", "run_name=NAME"),
+  ("run_name=",): ("run_name=''", "one folder", "run_name=NAME"),
+  ("profiler=xplane", "steps=7"): ("profiler=xplane", "skip_first_n_steps_for_profiler", "steps=8"),
+  ("base_num_query_heads=6",): ("base_num_kv_heads=4 (default)", "base_num_kv_heads=3"),
+  ("head_dim=33",): ("head_dim=33", "even", "head_dim=34"),
+  ("num_experts=1",): ("num_experts=1", "decoder_block=llama"),
+  ("num_experts=4", "--num_experts_per_tok=5"): ("--num_experts_per_tok", "num_experts_per_tok=4"),
+  ("mlp_activations=linear",): ("mlp_activations=[linear]", "mlp_activations=[silu, linear]"),
+  ("mlp_activations=silu,gelu",): ("mlp_activations=[silu, gelu]", "[silu, linear]"),
+  ("mlp_activations=",): ("mlp_activations=[]", "mlp_activations=[silu, linear]"),
+  ("remat_policy=custom",): ("remat_save=[]", "remat_policy=custom", "remat_save=[query_proj]"),
+  ("remat_save=mlpwi",): ("remat_save=[mlpwi]", "remat_policy=custom"),
+  ("vocab_size=257",): ("vocab_size=257", "tokenizer_type=byte", "vocab_size=258"),
+  ("tokenizer_path=t.json",): ("tokenizer_path=t.json", "tokenizer_type=huggingface"),
+  ("tokenizer_type=huggingface",): ("tokenizer_path=''", "tokenizer_path=FILE"),
+  ("dataset_path=none/*.txt",): ("dataset_path=[none/*.txt]", "no file", "dataset_path=FILE"),
+  ("dataset_path=",): ("dataset_path=[]", "[stdlib]"),
+  ("dataset_type=jsonl",): ("dataset_path=[stdlib]", "dataset_type=jsonl", "dataset_path=FILE"),
+  ("dataset_type=jsonl", "text_column="): ("text_column=''", "text_column=text"),
+  ("eval_dataset_path=no.txt",): ("eval_dataset_path=[no.txt]", "eval_dataset_path=FILE"),
+  ("eval_fraction=0",): ("eval_fraction=0.0", "eval_fraction=0.05", "eval_dataset_path=FILE"),
+  ("eval_steps=0",): ("eval_steps=0", "eval_steps=-1"),
+  ("per_device_batch_size=0",): ("per_device_batch_size=0.0", "per_device_batch_size=1"),
+  ("learning_rate_schedule_steps=0",): ("learning_rate_schedule_steps=0", "=-1"),
+  ("lr_schedule_type=wsd", "warmup_steps_fraction=0.95"): ("wsd_decay_steps_fraction=0.05",),
+  ("adam_b2=1",): ("adam_b2=1.0", "adam_b2=0.95"),
+  ("adam_eps=0",): ("adam_eps=0.0", "adam_eps=1e-08"),
+  ("ici_data_parallelism=-1",): ("ici_fsdp_parallelism=-1 (default)", "ici_fsdp_parallelism=1"),
+  ("dcn_expert_parallelism=0",): ("dcn_expert_parallelism=0", "dcn_expert_parallelism=1"),
+  ("ici_tensor_parallelism=3",): ("ici_tensor_parallelism=3", "base_num_query_heads=8", "make 2"),
+  ("ici_tensor_parallelism=8",): ("ici_tensor_parallelism=8", "base_num_kv_heads=4", "make 4"),
+  ("ici_tensor_parallelism=2", "vocab_size=321"): ("vocab_size=321", "make 1"),
+  ("ici_expert_parallelism=16",): ("ici_expert_parallelism=16", "num_experts=8", "make 8"),
+  ("ici_fsdp_parallelism=3",): ("ici_fsdp_parallelism=3", "base_emb_dim=256", "make 2"),
+  ("ici_context_parallelism=2", "max_target_length=33"): ("max_target_length=33", "make 1"),
+}
+BAD_FILES = {
+  "stepz: 3": ("bad.yml:1: stepz=3", "steps?"),
+  "dtype: float32\nsteps: 3.5": ("bad.yml:2: steps=3.5", "a whole number", "steps=4"),
+  "steps: 1\nsteps: 2": ("bad.yml:2: steps", "bad.yml:1", "remove one"),
+  "steps:": ("bad.yml:1: steps", "no value", "remove the line"),
+  "run_name: [a, b]": ("bad.yml:1: run_name=[a, b]", "text"),
+  "model: {steps: 1}": ("bad.yml:1: model", "mapping", "key: value"),
+  "- steps": ("bad.yml:1", "mapping", "key: value"),
+  "dtype: float32\nsteps: ]": ("bad.yml:2", "bad YAML", "key: value"),
+  "base_config: gone.yml": ("bad.yml:1: base_config", "gone.yml", "an existing YAML file"),
+  "base_config: bad.yml": ("bad.yml:1: base_config=bad.yml", "cycle", "remove one"),
+  "num_experts: 1": ("bad.yml:1: num_experts=1", "decoder_block=llama"),
+}
+
+
+def _line_of(capsys, argv) -> str:
+  with pytest.raises(SystemExit) as stop:
+    main_config(argv, "maxlite.train")
+  assert stop.value.code == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert err.count("\n") == 1
+  assert err.endswith("\n")
+  return err
+
+
+@pytest.mark.parametrize("argv", MISTAKES, ids=" ".join)
+def test_a_wrong_command_line_is_one_line_with_source_key_and_fix(argv, capsys):
+  line = _line_of(capsys, argv)
+  assert all(part in line for part in MISTAKES[argv]), line
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_wrong_file_is_one_line_with_file_line_key_and_fix(text, capsys, tmp_path):
+  file = tmp_path / "bad.yml"
+  file.write_text(text)
+  line = _line_of(capsys, [str(file)])
+  assert all(part in line for part in BAD_FILES[text]), line
+
+
+def test_a_misspelt_file_is_answered_with_its_neighbour(capsys, tmp_path):
+  (tmp_path / "tiny.yml").write_text("")
+  assert "did you mean tiny.yml?" in _line_of(capsys, [str(tmp_path / "tny.yml")])
+
+
+def test_a_file_that_is_no_text_is_one_line(capsys, tmp_path):
+  (tmp_path / "bad.yml").write_bytes(b"steps: \xff\x00")
+  assert "UTF-8" in _line_of(capsys, [str(tmp_path / "bad.yml")])
+
+
+@pytest.mark.parametrize("argv", list(MISTAKES)[:4], ids=" ".join)
+def test_the_program_exits_with_2_within_a_second_and_without_jax(argv):
+  command = [sys.executable, "-X", "importtime", "-m", "maxlite.train", *argv]
+  before = resource.getrusage(resource.RUSAGE_CHILDREN)
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  after = resource.getrusage(resource.RUSAGE_CHILDREN)
+  said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+  modules = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+  assert done.returncode == 2
+  assert len(said) == 1
+  assert all(part in said[0] for part in MISTAKES[argv])
+  assert modules.isdisjoint({"jax", "flax", "numpy"})
+  assert (
+    after.ru_utime - before.ru_utime < 1
+  )  # [seconds] of processor time: the machine may be busy
+
+
+def test_help_lists_every_key_and_exits_with_0(capsys):
+  with pytest.raises(SystemExit) as stop:
+    main_config(["--help"], "maxlite.train")
+  out, err = capsys.readouterr()
+  assert stop.value.code == 0
+  assert err == ""
+  assert all(f"--{name}:" in out or f"--[no]{name}:" in out for name in KEYS)
+  assert "python -m maxlite.train" in out
+
+
+def test_a_bug_of_maxlite_keeps_its_traceback():
+  names = {"__name__": "maxlite.training.setup", "int": int}
+  buggy = types.FunctionType((lambda: int("bug")).__code__, names)
+  with pytest.raises(ValueError, match="invalid literal"), exit_with_one_line("maxlite.train"):
+    buggy()
+
+
+def test_an_error_that_a_library_raises_keeps_its_traceback():
+  with pytest.raises(ValueError, match="raised here"), exit_with_one_line("maxlite.train"):
+    raise ValueError("raised here")
+
+
+def test_a_user_error_of_the_wiring_is_one_line(capsys):
+  with pytest.raises(SystemExit) as stop, exit_with_one_line("maxlite.train"):
+    plain(yaml.compose("{a: b}"))  # any ValueError that maxlite raises
+  assert stop.value.code == 2
+  assert capsys.readouterr().err.startswith("maxlite.train: is a mapping")

@@ -1,0 +1,93 @@
+"""The resolved config of a run survives the disk and can be compared."""
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from maxlite.config import (
+  Config,
+  ConfigError,
+  describe_changes,
+  differences,
+  load_config,
+  read_saved,
+  save_resolved,
+)
+from maxlite.config.schema import DEFAULTS, KEYS, MESH_AXES, AxisRules, Key, build, flatten
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+def _values(key: Key) -> st.SearchStrategy:
+  knob = key.knob
+  if key.type is bool:
+    return st.booleans()
+  if key.type is int:
+    return st.integers(int(knob.low), 2**31 - 1)
+  if key.type is float:
+    return st.floats(knob.low, knob.high, allow_nan=False, allow_infinity=False)
+  if key.type == AxisRules:
+    axes = st.lists(st.sampled_from(MESH_AXES), unique=True).map(tuple)
+    return st.lists(st.tuples(TEXT.filter(bool), axes), max_size=3).map(tuple)
+  one = st.sampled_from(knob.choices) if knob.choices else TEXT
+  return one if key.type is str else st.lists(one.filter(bool), max_size=3).map(tuple)
+
+
+CONFIGS = st.fixed_dictionaries({key.name: _values(key) for key in KEYS.values()}).map(
+  lambda values: build(Config, values)
+)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(config=CONFIGS)
+def test_what_is_saved_is_read_back_exactly(config, tmp_path_factory):
+  path = tmp_path_factory.mktemp("run") / "config.yml"
+  save_resolved(config, path)
+  assert build(Config, read_saved(path)) == config
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(text=TEXT)
+@example(text="\x85")
+@example(text="null")
+@example(text="3e-4\n")
+def test_any_text_is_read_back_exactly(text, tmp_path_factory):
+  path = tmp_path_factory.mktemp("run") / "config.yml"
+  save_resolved(load_config([f"prompt={text}"]), path)
+  assert read_saved(path)["prompt"] == text
+
+
+def test_the_file_is_plain_yaml_of_every_key_in_order(tmp_path):
+  save_resolved(load_config(["steps=7"]), tmp_path / "run" / "config.yml")
+  text = (tmp_path / "run" / "config.yml").read_text()
+  assert list(yaml.safe_load(text)) == list(KEYS)
+  assert text.index("# run\n") < text.index("steps: 7") < text.index("# mesh\n")
+  assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yml"]
+
+
+def test_a_saved_file_loads_as_a_config_file(tmp_path):
+  config = load_config(["steps=7", "remat_policy=custom", "remat_save=mlpwi,mlpwo"])
+  save_resolved(config, tmp_path / "config.yml")
+  assert load_config([str(tmp_path / "config.yml")]) == config
+
+
+def test_a_key_the_file_lacks_has_its_default(tmp_path):
+  (tmp_path / "config.yml").write_text("steps: 7\n")
+  assert read_saved(tmp_path / "config.yml") == DEFAULTS | {"steps": 7}
+
+
+@pytest.mark.parametrize("text", [None, "stepz: 7\n", "steps: seven\n"])
+def test_a_damaged_file_is_a_config_error(text, tmp_path):
+  if text is not None:
+    (tmp_path / "config.yml").write_text(text)
+  with pytest.raises(ConfigError, match=r"config\.yml"):
+    read_saved(tmp_path / "config.yml")
+
+
+def test_differences_are_those_of_the_values():
+  config = load_config(["steps=7", "head_dim=16"])
+  expected = {"steps": (300, 7), "head_dim": (32, 16)}
+  assert differences(DEFAULTS, flatten(config)) == expected
+  assert describe_changes(config) == ["steps=7 (default 300)", "head_dim=16 (default 32)"]
+  assert describe_changes(Config()) == []

@@ -1,0 +1,34 @@
+"""A host's rows, and their way onto devices."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlite.data.batch import Batch, contiguous_rows, local_rows, to_global
+
+
+def test_rows_of_touching_and_repeated_slices_are_one_range():
+  slices = [slice(6, 8), slice(4, 6), slice(4, 6)]
+  assert contiguous_rows(slices, 16) == range(4, 8)
+  assert contiguous_rows([slice(None)], 16) == range(16)
+
+
+def test_rows_with_a_gap_are_refused_with_the_fix():
+  with pytest.raises(ValueError, match=r"rows 0-1 and 4-5 .*dcn_data_parallelism"):
+    contiguous_rows([slice(0, 2), slice(4, 6)], 8)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", "context"), P(None, "context"), P()])
+def test_global_batch_has_the_rows_in_place(spec):
+  sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context")), spec)
+  x_BT = np.arange(8 * 6, dtype=np.int32).reshape(8, 6)
+  rows = local_rows(sharding, x_BT.shape)
+  assert rows == range(8)
+  local = Batch(x_BT, x_BT + 1, x_BT + 2, x_BT + 3, x_BT.astype(np.float32))
+  batch = to_global(local, sharding, x_BT.shape)
+  assert all(x.sharding == sharding for x in jax.tree.leaves(batch))
+  for wanted, got in zip(jax.tree.leaves(local), jax.tree.leaves(batch), strict=True):
+    np.testing.assert_array_equal(wanted, got)
+    assert wanted.dtype == got.dtype

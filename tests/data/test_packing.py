@@ -1,0 +1,108 @@
+"""Packed rows: every id of an epoch once, and nothing across documents."""
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxlite.data.packing import PackedRows
+from maxlite.data.tokens import Tokens
+
+
+def store(folder, lengths, dtype=np.uint16):
+  """Documents of these lengths in which no id occurs twice: id = 1 + its place in the file."""
+  path = folder / "train.bin"
+  (1 + np.arange(sum(lengths))).astype(dtype).tofile(path)
+  return Tokens(path, np.dtype(dtype), f"digest of {lengths}", np.array(lengths, np.int64))
+
+
+def read(rows):
+  return [rows[i] for i in range(len(rows))]
+
+
+def check_epoch(lengths, row_length, rows):
+  ids = np.concatenate([row["tokens_BT"][row["segment_BT"] > 0] for row in rows])
+  assert sorted(ids) == list(range(1, sum(lengths) + 1))
+  # Each (input, target) pair of a document once: targets never cross into another document.
+  pairs = [
+    pair
+    for row in rows
+    for pair in zip(
+      row["tokens_BT"][row["weight_BT"] > 0], row["targets_BT"][row["weight_BT"] > 0], strict=True
+    )
+  ]
+  starts = np.cumsum(lengths) - lengths
+  wanted = [(i + 1, i + 2) for i in range(sum(lengths)) if i + 1 not in {*starts, sum(lengths)}]
+  assert sorted(pairs) == wanted
+  assert all(len(x_T) == row_length for row in rows for x_T in row.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+  row_length=st.integers(1, 17),
+  order_seed=st.sampled_from([None, 0, 1]),
+)
+def test_every_token_is_once_an_input_and_once_a_target(
+  tmp_path_factory, lengths, row_length, order_seed
+):
+  tokens = store(tmp_path_factory.mktemp("rows"), lengths)
+  check_epoch(lengths, row_length, read(PackedRows(tokens, row_length, order_seed)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), row_length=st.integers(2, 16))
+def test_segments_are_documents_and_positions_restart(tmp_path_factory, lengths, row_length):
+  rows = read(PackedRows(store(tmp_path_factory.mktemp("rows"), lengths), row_length, 3))
+  document = np.concatenate([[-1], np.repeat(np.arange(len(lengths)), lengths)])
+  for row in rows:
+    num_real = int((row["segment_BT"] > 0).sum())
+    in_document = document[row["tokens_BT"][:num_real]]
+    changes = np.flatnonzero(np.diff(in_document)) + 1
+    segments = np.split(row["segment_BT"][:num_real], changes)
+    positions = np.split(row["position_BT"][:num_real], changes)
+    for number, (segment, position) in enumerate(zip(segments, positions, strict=True), start=1):
+      assert (segment == number).all()
+      assert position.tolist() == list(range(len(position)))
+    for name in ("tokens_BT", "targets_BT", "segment_BT", "position_BT", "weight_BT"):
+      assert not row[name][num_real:].any()
+
+
+def test_one_document_longer_than_many_rows(tmp_path):
+  rows = read(PackedRows(store(tmp_path, [100_000], np.uint32), 64, 0))
+  check_epoch([100_000], 64, rows)
+  assert [int(row["weight_BT"].sum()) for row in rows[:-1]] == [64] * (len(rows) - 1)
+
+
+def test_fields_have_the_types_of_a_batch(tmp_path):
+  row = PackedRows(store(tmp_path, [5]), 4, None)[0]
+  assert {name: x_T.dtype for name, x_T in row.items()} == {
+    "tokens_BT": np.int32,
+    "targets_BT": np.int32,
+    "segment_BT": np.int32,
+    "position_BT": np.int32,
+    "weight_BT": np.float32,
+  }
+
+
+def test_order_of_documents_is_of_the_seed(tmp_path):
+  tokens = store(tmp_path, [7] * 20)
+  firsts = [PackedRows(tokens, 7, seed)[0]["tokens_BT"][0] for seed in (None, 0, 0, 1)]
+  assert firsts[0] == 1
+  assert firsts[1] == firsts[2]
+  assert len({PackedRows(tokens, 7, seed).identity for seed in (None, 0, 0, 1)}) == 3
+
+
+def test_rows_survive_the_way_to_a_worker_process(tmp_path):
+  rows = PackedRows(store(tmp_path, [9, 4]), 8, 0)
+  sent = copy.deepcopy(rows)
+  np.testing.assert_array_equal(sent[1]["tokens_BT"], rows[1]["tokens_BT"])
+
+
+def test_a_file_cut_short_is_not_read_as_zeros(tmp_path):
+  rows = PackedRows(store(tmp_path, [40]), 8, 0)
+  (tmp_path / "train.bin").write_bytes(b"1234")
+  with pytest.raises(ValueError, match="cut short"):
+    rows[3]

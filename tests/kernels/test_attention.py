@@ -1,0 +1,186 @@
+"""Every backend of attention against the reference, and what the reference itself must obey."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxlite.kernels.attention import api
+
+NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
+OTHERS = [name for name in api.BACKENDS if name != "reference"]
+# Three documents and padding in the first row, one document in the second.
+SEGMENT_BT = np.stack([np.repeat([1, 2, 3, 0], [7, 20, 6, 7]), np.ones(40)]).astype(np.int32)
+
+
+class Case(NamedTuple):
+  q_BTHC: np.ndarray
+  k_BSGC: np.ndarray
+  v_BSGC: np.ndarray
+
+
+def make_case(num_kv_heads=2, dtype=np.float64):
+  draw = np.random.default_rng(0).normal
+  shape = (NUM_SEQS, NUM_POSITIONS, num_kv_heads, NUM_CHANNELS)
+  q_shape = (NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS)
+  return Case(*(draw(size=s).astype(dtype) for s in (q_shape, shape, shape)))
+
+
+def make_cotangent(case):
+  return np.random.default_rng(1).normal(size=case.q_BTHC.shape).astype(case.q_BTHC.dtype)
+
+
+def attend(backend, case, *, block_q=16, q_segment_BT=SEGMENT_BT, q_start=0):
+  return api.attention(
+    *case,
+    q_segment_BT=q_segment_BT,
+    kv_segment_BS=SEGMENT_BT,
+    scale=0.3,
+    q_start=q_start,
+    backend=backend,
+    block_q=block_q,
+  )
+
+
+def value_and_gradients(function, case, do_BTHC):
+  o_BTHC, vjp = jax.vjp(function, case)
+  return [o_BTHC, *vjp(do_BTHC)[0]]
+
+
+def run(backend, case, **options):
+  """[o_BTHC, dq_BTHC, dk_BSGC, dv_BSGC]"""
+  function = functools.partial(attend, backend, **options)
+  results = jax.jit(functools.partial(value_and_gradients, function))(case, make_cotangent(case))
+  return [np.asarray(a) for a in results]
+
+
+def assert_all_close(actual, expected, atol):
+  for got, want in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("block_q", [1, 16, 64])
+def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q):
+  with jax.enable_x64(True):
+    case = make_case(num_kv_heads)
+    expected = run("reference", case)
+    assert_all_close(run("chunked", case, block_q=block_q), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.06)])
+def test_backends_agree_in_narrow_types(backend, dtype, atol):
+  case = make_case(dtype=dtype)
+  results = run(backend, case)
+  assert [a.dtype for a in results] == [dtype] * 4
+  with jax.enable_x64(True):
+    wide = Case(*(a.astype(np.float64) for a in case))
+    function = functools.partial(attend, "reference")
+    expected = value_and_gradients(function, wide, make_cotangent(case).astype(np.float64))
+    assert_all_close(results, [np.asarray(a) for a in expected], atol)
+
+
+@pytest.mark.parametrize("backend", api.BACKENDS)
+def test_a_token_draws_on_its_own_document_up_to_itself_and_on_nothing_else(backend):
+  case = make_case(dtype=np.float32)
+  query = 20  # of the second document, which is rows 7 to 26
+
+  def probe(case):
+    return attend(backend, case)[0, query].sum()
+
+  for gradient in jax.jit(jax.grad(probe))(case)[1:]:
+    reached_S = np.abs(np.asarray(gradient)[0]).max(axis=(1, 2)) > 0
+    np.testing.assert_array_equal(reached_S, (np.arange(40) >= 7) & (np.arange(40) <= query))
+    assert not np.asarray(gradient)[1].any()
+
+
+def test_the_reference_is_a_softmax_over_the_visible_keys():
+  with jax.enable_x64(True):
+    case = make_case()
+    o_BTHC = np.asarray(attend("reference", case))
+    query, head = 20, 3
+    k_SC, v_SC = case.k_BSGC[0, 7 : query + 1, 1], case.v_BSGC[0, 7 : query + 1, 1]
+    p_S = np.exp(0.3 * k_SC @ case.q_BTHC[0, query, head])
+    np.testing.assert_allclose(o_BTHC[0, query, head], p_S @ v_SC / p_S.sum(), atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", api.BACKENDS)
+def test_large_scores_and_padding_stay_finite(backend):
+  case = make_case(dtype=np.float32)
+  case = case._replace(q_BTHC=case.q_BTHC * 1e4)
+  assert all(np.isfinite(a).all() for a in run(backend, case))
+  o_BTHC = np.asarray(attend(backend, case, q_segment_BT=np.full_like(SEGMENT_BT, 9)))
+  assert np.isfinite(o_BTHC).all(), "queries that see no key at all"
+
+
+@pytest.mark.parametrize("backend", api.BACKENDS)
+def test_a_slice_of_the_queries_gets_its_slice_of_the_result(backend):
+  """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
+  mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+  case = make_case(dtype=np.float32)
+
+  def shard(q_BtHC, k_BSGC, v_BSGC, q_segment_Bt):
+    whole = [jax.lax.pcast(a, "context", to="varying") for a in (k_BSGC, v_BSGC, SEGMENT_BT)]
+    start = jax.lax.axis_index("context") * q_BtHC.shape[1]
+    return api.attention(
+      q_BtHC,
+      *whole[:2],
+      q_segment_BT=q_segment_Bt,
+      kv_segment_BS=whole[2],
+      scale=0.3,
+      q_start=start,
+      backend=backend,
+      block_q=2,
+    )
+
+  split = P(None, "context")
+  sharded = jax.shard_map(
+    shard, mesh=mesh, in_specs=(split, P(), P(), split), out_specs=split, check_vma=True
+  )
+  together = jax.jit(
+    functools.partial(value_and_gradients, lambda case: sharded(*case, SEGMENT_BT))
+  )(case, make_cotangent(case))
+  assert_all_close([np.asarray(a) for a in together], run("reference", case), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", api.BACKENDS)
+def test_vmap_and_checkpoint_change_nothing(backend):
+  case = make_case(dtype=np.float32)
+  stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
+  cotangent = make_cotangent(case)
+  function = jax.checkpoint(functools.partial(attend, backend))
+  member = functools.partial(value_and_gradients, function)
+  together = jax.jit(jax.vmap(member, in_axes=(0, None)))(stacked, cotangent)
+  assert_all_close([np.asarray(a[0]) for a in together], run(backend, case), atol=1e-5)
+
+
+def temporary_bytes(backend, num_positions):
+  shape = jax.ShapeDtypeStruct((1, num_positions, 2, 8), jnp.float32)
+  segment_BT = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
+
+  def gradients(q_BTHC, k_BSGC, v_BSGC, segment_BT):
+    def total(case):
+      segments = {"q_segment_BT": segment_BT, "kv_segment_BS": segment_BT}
+      return api.attention(*case, **segments, scale=1.0, backend=backend, block_q=32).sum()
+
+    return jax.grad(total)(Case(q_BTHC, k_BSGC, v_BSGC))
+
+  compiled = jax.jit(gradients).lower(shape, shape, shape, segment_BT).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_chunked_grows_linearly_with_length():
+  assert temporary_bytes("chunked", 2048) < 2.5 * temporary_bytes("chunked", 1024)
+  assert temporary_bytes("reference", 2048) > 3.5 * temporary_bytes("reference", 1024)
+
+
+def test_auto_is_chunked_and_an_unknown_name_is_refused():
+  assert api.resolve_backend("auto") == "chunked"
+  assert all(api.resolve_backend(name) == name for name in api.BACKENDS)
+  with pytest.raises(ValueError, match="'flush' is no backend; choose auto or one of: reference"):
+    api.resolve_backend("flush")

@@ -1,0 +1,177 @@
+"""The habits of the house, held by reading the source: which way imports point, sizes, bans."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "maxlite"
+# A package imports only packages on a lower row; entry points (maxlite/*.py) stand above all.
+ROWS = (
+  {"config", "kernels", "parallel"},
+  {"layers"},
+  {"models"},
+  {"optim", "data", "observe", "storage"},
+  {"training", "ensemble"},
+)
+NAMES_MODELS = PACKAGE / "config" / "validate.py"
+MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 80, 15  # [lines]
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+def _found(*folders: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
+  paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")))
+  return [path for path in paths if path.is_file() and path.suffix in suffixes]
+
+
+SOURCES = _found("maxlite")
+PROGRAMS = [*_found("maxlite", "tests", "tools"), ROOT / "setup.py"]
+TEXTS = [
+  *_found("maxlite", "tests", "tools", "docs", "configs", suffixes=(".py", ".md", ".sh", ".yml")),
+  *(path for path in ROOT.glob("*") if path.suffix in (".py", ".md", ".toml")),
+  *(ROOT / ".ci").iterdir(),
+]
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+  return ast.parse(path.read_text("utf-8"))
+
+
+def _nodes(path: Path, *kinds: type) -> list:
+  return [node for node in ast.walk(_tree(path)) if isinstance(node, kinds)]
+
+
+def _place(path: Path, node: ast.AST) -> str:
+  return f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def _row(package: str) -> int:
+  return next((row for row, packages in enumerate(ROWS) if package in packages), len(ROWS))
+
+
+def _own(path: Path) -> str:
+  """The package (or entry point) of maxlite that a file belongs to."""
+  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
+  """What a file imports, by full name, at its top or inside a function."""
+  for node in _nodes(path, ast.Import):
+    yield from ((node, alias.name) for alias in node.names)
+  for node in _nodes(path, ast.ImportFrom):
+    module = "." * node.level + (node.module or "")
+    yield from ((node, f"{module}.{alias.name}") for alias in node.names)
+
+
+def _functions(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+  """Every function below `node`, and whether it stands inside another one."""
+  for child in ast.iter_child_nodes(node):
+    is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+    if is_function:
+      yield child, inside
+    yield from _functions(child, is_function or (inside and not isinstance(child, ast.ClassDef)))
+
+
+def test_imports_point_down():
+  wrong = []
+  for path in SOURCES:
+    for node, name in _imports(path):
+      parts = name.split(".")
+      outside = parts[0] not in ("maxlite", "") or parts[1] in (_own(path), "__version__")
+      if not outside and (parts[0] == "" or _row(parts[1]) >= _row(_own(path))):
+        wrong.append(f"{_place(path, node)}: {name}")
+  assert not wrong
+
+
+def test_only_training_and_entry_points_know_the_root_config():
+  below = [path for path in SOURCES if _row(_own(path)) < _row("training")]
+  wrong = [
+    f"{_place(path, node)}: take a section, not {name}"
+    for path in below
+    for node, name in _imports(path)
+    if _own(path) != "config" and re.fullmatch(r"maxlite\.config(\.\w+)?\.Config", name)
+  ]
+  wrong += [
+    f"{_place(path, node)}: take a section, not schema.Config"
+    for path in below
+    for node in _nodes(path, ast.Attribute)
+    if re.search(r"\b(schema|config)\.Config$", ast.unparse(node))
+  ]
+  assert not wrong
+
+
+def test_no_default_outside_the_schema():
+  assert not [
+    _place(path, node)
+    for path in SOURCES
+    for node in _nodes(path, ast.Call)
+    if re.match(r"getattr\([\w.]*(cfg|config)\w*, .*, ", ast.unparse(node))
+  ]
+
+
+def test_no_case_on_the_name_of_a_model():
+  wrong = []
+  for path in SOURCES:
+    for node in _nodes(path, ast.Compare):
+      sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+      if any(re.search(r"(^|\.)(model_name|family|decoder_block)$", side) for side in sides):
+        wrong.append(f"{_place(path, node)}: give the config a field, or the family a table")
+  assert not [place for place in wrong if not place.startswith(str(NAMES_MODELS.relative_to(ROOT)))]
+
+
+def test_sizes():
+  wrong = []
+  for path in PROGRAMS:
+    if path.read_text("utf-8").count("\n") > MAX_MODULE:
+      wrong.append(f"{path.relative_to(ROOT)}: more than {MAX_MODULE} lines")
+    for function, inside in _functions(_tree(path)):
+      lines = function.end_lineno - function.lineno + 1
+      if lines > (MAX_NESTED if inside else MAX_FUNCTION):
+        wrong.append(f"{_place(path, function)}: {function.name} has {lines} lines")
+  assert not wrong
+
+
+def test_files_are_named_for_what_they_hold():
+  rooms = re.compile(r"(.*_)?(utils?|common|helpers?|misc|old)")
+  assert not [path for path in PROGRAMS if rooms.fullmatch(path.stem)]
+
+
+def test_nothing_runs_what_it_reads():
+  wrong = [
+    f"{_place(path, node)}: {name}"
+    for path in PROGRAMS
+    for node, name in _imports(path)
+    if name.split(".")[0] in UNSAFE_MODULES
+  ]
+  for path in PROGRAMS:
+    for node in _nodes(path, ast.Call):
+      unsafe = any(ast.unparse(keyword) == "allow_pickle=True" for keyword in node.keywords)
+      if unsafe or ast.unparse(node.func) in UNSAFE_CALLS:
+        wrong.append(f"{_place(path, node)}: {ast.unparse(node.func)}")
+  assert not wrong
+
+
+def test_an_unchecked_shard_map_says_why():
+  wrong = []
+  for path in PROGRAMS:
+    lines = path.read_text("utf-8").splitlines()
+    for node in _nodes(path, ast.keyword):
+      if ast.unparse(node) == "check_vma=False":
+        here = lines[max(node.lineno - 2, 0) : node.lineno]
+        wrong += [] if any("#" in line for line in here) else [_place(path, node)]
+  assert not wrong
+
+
+def test_no_path_is_of_one_machine_or_leaves_the_repository():
+  wrong = []
+  for path in TEXTS:
+    text = path.read_text("utf-8")
+    depth = len(path.relative_to(ROOT).parts) - 1
+    wrong += [(path, p) for p in re.findall(r"(?<![\w.~}])/(?:home|root|work|Users)/\S+", text)]
+    leaving = re.findall(r"(?<![\w.])((?:\.\./)+)[\w.-]", text)
+    wrong += [(path, up) for up in leaving if up.count("../") > depth]
+  assert not wrong

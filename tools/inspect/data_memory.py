@@ -1,0 +1,61 @@
+"""Prints by how much reading a large data set raises this process's memory.
+
+Run it from the repository's root: python -m tools.inspect.data_memory --megabytes 300 --kind jsonl
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+
+from maxlite.config.schema import DataConfig
+from maxlite.data.pipeline import open_data
+
+_BATCH_SIZE, _NUM_BATCHES = 32, 200
+
+
+def write_data(file: Path, kind: str, num_bytes: int) -> None:
+  """Writes about `num_bytes` of words: one text file, or lines of some 800 bytes each."""
+  words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs"]
+  draw = random.Random(0)
+  with file.open("w") as stream:
+    while stream.tell() < num_bytes:
+      line = " ".join(draw.choices(words, k=200))
+      stream.write((json.dumps({"text": line}) if kind == "jsonl" else line) + "\n")
+
+
+def peak_megabytes() -> float:
+  """The most memory this process has held so far [MB]; of Linux only."""
+  # Not getrusage: its figure begins at what the process that started this one held.
+  status = Path("/proc/self/status").read_text()
+  return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--megabytes", type=int, default=300)
+  parser.add_argument("--kind", choices=("text", "jsonl"), default="text")
+  args = parser.parse_args()
+  with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder) / f"data.{args.kind}"
+    write_data(file, args.kind, args.megabytes * 10**6)
+    cfg = DataConfig(dataset_type=args.kind, dataset_path=(str(file),), eval_split="tail")
+    before = peak_megabytes()
+    data = open_data(
+      cfg,
+      vocab_size=320,
+      global_batch_size=_BATCH_SIZE,
+      rows=range(_BATCH_SIZE),
+      cache_directory=Path(folder) / "cache",
+    )
+    stream = data.train_stream()
+    for _ in range(_NUM_BATCHES):
+      next(stream)
+    stream.close()
+    print(f"{args.kind}: {file.stat().st_size / 1e6:.0f} MB of data, {data.source.summary}")
+    print(f"memory grew by {peak_megabytes() - before:.1f} MB")
+
+
+if __name__ == "__main__":
+  main()
