@@ -1,4 +1,4 @@
-"""`python -m maxlite.evaluate configs/base.yml run_name=mine`: the held-out loss of a trained run."""
+"""`python -m maxlite.evaluate configs/base.yml run_name=mine`: the held-out loss of a run."""
 
 import sys
 

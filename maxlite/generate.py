@@ -1,4 +1,4 @@
-"""`python -m maxlite.generate configs/base.yml run_name=mine prompt="def "`: text from a trained run."""
+"""`python -m maxlite.generate configs/base.yml run_name=mine prompt="def "`: text by a run."""
 
 import sys
 

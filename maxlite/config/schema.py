@@ -42,7 +42,9 @@ FLOAT_TYPES = ("float32", "bfloat16")
 
 def _degree(kind: str, mesh_axis: str, default: int) -> Any:
   where = "within a slice" if kind == "ici" else "between slices"
-  return knob(default, f"Shards of the mesh axis `{mesh_axis}` {where}; -1: all that are left.", low=-1)
+  return knob(
+    default, f"Shards of the mesh axis `{mesh_axis}` {where}; -1: all that are left.", low=-1
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +76,14 @@ class MeshConfig:
   dcn_expert_parallelism: int = _degree("dcn", "expert", 1)
   dcn_tensor_parallelism: int = _degree("dcn", "tensor", 1)
   logical_axis_rules: AxisRules = knob(
-    (), "Replaces rows of the sharding table (parallel/rules.py): [[logical axis, [mesh axes]], ...]."
+    (),
+    "Replaces rows of the sharding table (parallel/rules.py): [[logical axis, [mesh axes]], ...].",
   )
   sharding_tolerance: float = knob(
-    0.02, "Largest share of parameter bytes left whole on a mesh that could shard them.", low=0, high=1
+    0.02,
+    "Largest share of parameter bytes left whole on a mesh that could shard them.",
+    low=0,
+    high=1,
   )
 
 
@@ -104,7 +110,9 @@ class ModelConfig:
   """The decoder's architecture, number formats and memory policy."""
 
   decoder_block: str = shape_knob(
-    "mixtral", "Family of the decoder's blocks: dense `llama`, MoE `mixtral`.", choices=("llama", "mixtral")
+    "mixtral",
+    "Family of the decoder's blocks: dense `llama`, MoE `mixtral`.",
+    choices=("llama", "mixtral"),
   )
   vocab_size: int = shape_knob(
     320, "Rows of the token embedding; at least the tokenizer's size.", low=1
@@ -112,7 +120,9 @@ class ModelConfig:
   base_emb_dim: int = shape_knob(256, "Width of the residual stream.", low=1)
   base_num_decoder_layers: int = shape_knob(4, "Number of decoder blocks.", low=1)
   base_num_query_heads: int = shape_knob(8, "Query heads.", low=1)
-  base_num_kv_heads: int = shape_knob(4, "Key/value heads; query heads share them in groups.", low=1)
+  base_num_kv_heads: int = shape_knob(
+    4, "Key/value heads; query heads share them in groups.", low=1
+  )
   head_dim: int = shape_knob(32, "Channels of one attention head.", low=2)
   base_mlp_dim: int = shape_knob(1024, "Hidden width of the dense MLP.", low=1)
   mlp_activations: tuple[str, ...] = shape_knob(
@@ -178,7 +188,10 @@ class DataConfig:
   )
   text_column: str = knob("text", "Field or column that holds the text of jsonl and parquet data.")
   tokenizer_type: str = knob(
-    "byte", "Kind of tokenizer.", choices=("byte", "huggingface", "sentencepiece"), shapes_model=True
+    "byte",
+    "Kind of tokenizer.",
+    choices=("byte", "huggingface", "sentencepiece"),
+    shapes_model=True,
   )
   tokenizer_path: str = knob("", "tokenizer.json or SentencePiece model file.", shapes_model=True)
   token_cache_directory: str = knob(
@@ -189,7 +202,7 @@ class DataConfig:
     8.0, "Rows per device and step; times all devices it must be whole.", unit="rows", low=0
   )
   enable_data_shuffling: bool = knob(True, "Shuffle documents, and rows anew in every epoch.")
-  data_shuffle_seed: int = knob(0, "Seed of the shuffling.", low=0)
+  data_shuffle_seed: int = knob(0, "Seed of the shuffling.", low=0, high=2**32 - 1)
   grain_worker_count: int = knob(0, "Grain worker processes; 0: threads of this process.", low=0)
   grain_prefetch: int = knob(16, "Batches read ahead of the step.", unit="batches", low=1)
 
@@ -262,8 +275,12 @@ class ObserveConfig:
 
   log_period: int = knob(10, "Steps between lines of console and metrics.", unit="steps", low=1)
   enable_tensorboard: bool = knob(True, "Also write TensorBoard event files.")
-  eval_period: int = knob(100, "Steps between evaluations; 0: only at the end.", unit="steps", low=0)
-  eval_steps: int = knob(16, "Batches of one evaluation; -1: all held-out data.", unit="batches", low=-1)
+  eval_period: int = knob(
+    100, "Steps between evaluations; 0: only at the end.", unit="steps", low=0
+  )
+  eval_steps: int = knob(
+    16, "Batches of one evaluation; -1: all held-out data.", unit="batches", low=-1
+  )
   profiler: str = knob("", "Write a trace of some steps.", choices=("", "xplane"))
   skip_first_n_steps_for_profiler: int = knob(5, "Steps before the trace.", unit="steps", low=0)
   profiler_steps: int = knob(3, "Steps in the trace.", unit="steps", low=1)
@@ -305,7 +322,7 @@ class Key:
   section: type
 
 
-def _walk(section: type) -> Iterator[Key]:
+def _walk(section: Any) -> Iterator[Key]:
   hints = get_type_hints(section)
   for field in dataclasses.fields(section):
     hint = hints[field.name]

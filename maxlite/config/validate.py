@@ -66,11 +66,6 @@ def _profile(c: Config) -> Complaints:
 def _evaluation(c: Config) -> Complaints:
   if c.observe.eval_steps == 0:
     yield Complaint(("eval_steps",), "evaluates nothing; write 1 or more, or eval_steps=-1 for all")
-  if c.data.dataset_type == "synthetic" or c.data.eval_dataset_path:
-    return
-  if c.data.eval_fraction == 0:
-    keys = ("eval_fraction", "eval_dataset_path")
-    yield Complaint(keys, "nothing is held out; write eval_fraction=0.05 or eval_dataset_path=FILE")
 
 
 def _heads(c: Config) -> Complaints:

@@ -31,7 +31,7 @@ class Setting:
     return ConfigError(f"{self.source}: {self.name}={show(self.raw)} {complaint}")
 
 
-def plain(node: yaml.Node) -> Raw:
+def plain(node: yaml.Node | None) -> Raw:
   """The node's scalars as they are written, before YAML gives them types.
 
   Raises:

@@ -47,7 +47,9 @@ class Data:
         "nothing was held out to evaluate on: set eval_fraction above 0 or eval_dataset_path"
       )
     order = shuffled_order(len(self.source.eval), _EVAL_SEED)
-    batches = HostBatches(order, self.source.eval, self.global_batch_size, self.rows)
+    batches: grain.MapDataset[Row] = HostBatches(
+      order, self.source.eval, self.global_batch_size, self.rows
+    )
     if num_batches >= 0:
       batches = batches[:num_batches]
     return _read_once(batches, self.cfg.grain_prefetch)
@@ -131,8 +133,6 @@ def _difference(name: str, then: Any, now: Any) -> str:
       f"the checkpoint was made with a global batch of {then} rows, this run has {now}: "
       f"set per_device_batch_size to {then} divided by the number of devices"
     )
-  if then is None:  # the seed of a stream that was not shuffled: the flag itself differs too
-    return "the checkpoint was made without shuffling: set enable_data_shuffling=False"
   return f"the checkpoint was made with {name}={then}, this run has {now}: set {name}={then}"
 
 

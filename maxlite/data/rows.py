@@ -1,4 +1,4 @@
-"""Rows by index, and one host's batches of them. Free of JAX: worker processes run it."""
+"""Rows by index, and one host's batches of them."""
 
 from typing import Protocol
 

@@ -8,8 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.kernels.attention.api import attention
 from maxlite.layers.linear import Linear
 from maxlite.layers.rope import apply_rope
-from maxlite.parallel.vary import vary
 from maxlite.parallel import Sharder
+from maxlite.parallel.vary import vary
 
 
 class Attention(nn.Module):
@@ -62,30 +62,27 @@ class Attention(nn.Module):
     spec = self.sharder.spec
     q_spec = spec(("activation_batch", "activation_length", "activation_q_heads", None))
     kv_spec = spec(("activation_batch", "activation_kv_length", "activation_kv_heads", None))
-    segment_specs = (spec(("activation_batch", "activation_length")), spec(("activation_batch", None)))
-    length_axes = self.sharder.mesh_axes("activation_length")
-    cut = self.sharder.num_shards("activation_length") > 1
-
-    def local(q_bthc, k_bsgc, v_bsgc, q_segment_bt, kv_segment_bs):
-      q_start = jax.lax.axis_index(length_axes) * q_bthc.shape[1] if cut else 0
-      q_bthc, k_bsgc, v_bsgc, q_segment_bt, kv_segment_bs = vary(
-        q_bthc, k_bsgc, v_bsgc, q_segment_bt, kv_segment_bs
-      )
-      return attention(
-        q_bthc,
-        k_bsgc,
-        v_bsgc,
-        q_segment_BT=q_segment_bt,
-        kv_segment_BS=kv_segment_bs,
-        q_start=q_start,
-        scale=self.head_dim**-0.5,
-        backend=self.backend,
-        block_q=self.block_q,
-      )
-
+    q_segment_spec = spec(("activation_batch", "activation_length"))
+    kv_segment_spec = spec(("activation_batch", "activation_kv_length"))
     return jax.shard_map(
-      local,
+      self._attend_local,
       mesh=self.sharder.mesh,
-      in_specs=(q_spec, kv_spec, kv_spec, *segment_specs),
+      in_specs=(q_spec, kv_spec, kv_spec, q_segment_spec, kv_segment_spec),
       out_specs=q_spec,
     )(q, k, v, segment_BT, segment_BT)
+
+  def _attend_local(self, *shards: jax.Array) -> jax.Array:
+    q_bthc, k_bsgc, v_bsgc, q_segment_bt, kv_segment_bs = vary(*shards)
+    length_axes = self.sharder.mesh_axes("activation_length")
+    cut = self.sharder.num_shards("activation_length") > 1
+    return attention(
+      q_bthc,
+      k_bsgc,
+      v_bsgc,
+      q_segment_BT=q_segment_bt,
+      kv_segment_BS=kv_segment_bs,
+      q_start=jax.lax.axis_index(length_axes) * q_bthc.shape[1] if cut else 0,
+      scale=self.head_dim**-0.5,
+      backend=self.backend,
+      block_q=self.block_q,
+    )

@@ -23,7 +23,7 @@ class Embed(nn.Module):
     self.embedding = self.param("embedding", init, shape, self.weight_dtype)
 
   def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-    # Gathered before the lookup: looking up in a table cut along D makes XLA rematerialize it whole.
+    # Gathered first: a lookup in a table cut along D makes XLA rematerialize the result whole.
     table_VD = self.sharder.constrain(self.embedding.astype(self.dtype), ("vocab", None))
     x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
     names = ("activation_batch", "activation_length", "activation_embed")

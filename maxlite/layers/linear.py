@@ -5,13 +5,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from maxlite.parallel import Sharder
 
 
 def _dot(x: jax.Array, w: jax.Array, contract: tuple[int, int]) -> jax.Array:
-  accumulator = jnp.promote_types(x.dtype, jnp.float32)
+  accumulator = np.promote_types(x.dtype, jnp.float32)
   dims = (((contract[0],), (contract[1],)), ((), ()))
   return jax.lax.dot_general(x, w, dims, preferred_element_type=accumulator)
 

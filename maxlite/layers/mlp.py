@@ -27,17 +27,13 @@ class MLP(nn.Module):
     h_BTF = ACTIVATIONS[self.activations[0]](self._project(x_BTD, "wi_0"))
     if self.activations[1:]:
       h_BTF *= self._project(x_BTD, "wi_1")
-    wo = Linear(
-      x_BTD.shape[-1:], ("mlp", "embed"), self.weight_dtype, self.sharder, name="wo"
-    )
+    wo = Linear(x_BTD.shape[-1:], ("mlp", "embed"), self.weight_dtype, self.sharder, name="wo")
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
     names = ("activation_batch", "activation_length", "activation_embed")
     return self.sharder.constrain(y_BTD, names)
 
   def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
-    wi = Linear(
-      (self.hidden_dim,), ("embed", "mlp"), self.weight_dtype, self.sharder, name=name
-    )
+    wi = Linear((self.hidden_dim,), ("embed", "mlp"), self.weight_dtype, self.sharder, name=name)
     h_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
     return self.sharder.constrain(
       h_BTF, ("activation_batch", "activation_length", "activation_mlp")

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 
@@ -18,7 +19,7 @@ class RMSNorm(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("norm",))
     scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x32 = x.astype(np.promote_types(x.dtype, jnp.float32))
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     scale_D = scale_D.astype(x32.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
     return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale_D).astype(x.dtype)

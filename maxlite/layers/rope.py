@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rope_tables(
@@ -18,7 +19,7 @@ def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax
 
   Source: Su et al., RoFormer (2021), section 3.2; pairs are halves of the head, as in Llama.
   """
-  cos = cos_BTC[:, :, None].astype(jnp.promote_types(x_BTHC.dtype, jnp.float32))
+  cos = cos_BTC[:, :, None].astype(np.promote_types(x_BTHC.dtype, jnp.float32))
   sin = sin_BTC[:, :, None].astype(cos.dtype)
   left, right = jnp.split(x_BTHC.astype(cos.dtype), 2, axis=-1)
   rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

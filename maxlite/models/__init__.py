@@ -1,4 +1,4 @@
-"""Model families: the table from a config's `decoder_block` to its block, and the model built of it."""
+"""Model families: the table from a config's `decoder_block` to its block."""
 
 from maxlite.config.schema import ModelConfig
 from maxlite.models import llama, mixtral

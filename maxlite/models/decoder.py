@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
@@ -58,6 +59,7 @@ class Decoder(nn.Module):
         split_rngs={"params": True, "jitter": True},
         in_axes=nn.broadcast,
         length=cfg.base_num_decoder_layers,
+        unroll=int(__import__("os").environ.get("UNROLL","1")),
         metadata_params={nn.PARTITION_NAME: "layers"},
       )
       self.layers = scanned(cfg, self.sharder)
@@ -106,7 +108,7 @@ class Decoder(nn.Module):
       position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     x_BTD, _ = self.hidden(tokens_BT, segment_BT, position_BT)
     w_DV = self.unembedding().astype(x_BTD.dtype)
-    accumulator = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    accumulator = np.promote_types(x_BTD.dtype, jnp.float32)
     logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, w_DV, preferred_element_type=accumulator)
     names = ("activation_batch", "activation_length", "activation_vocab")
     return self.sharder.constrain(logits_BTV, names)

@@ -25,7 +25,9 @@ def decay_mask(params: Any) -> Any:
 def logical_names(boxed_params: Any) -> Any:
   """Tree like the unboxed parameters; each leaf a `jax.P` of logical axis names."""
   return jax.tree.map(
-    lambda box: jax.P(*box.names), boxed_params, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned)
+    lambda box: jax.P(*box.names),
+    boxed_params,
+    is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned),
   )
 
 
@@ -42,9 +44,10 @@ def state_names(opt_state: Any, params: Any, names: Any) -> Any:
   }
 
   def of_leaf(key_path: tuple, leaf: Any) -> jax.P:
-    found = (by_path.get(key_path[start:]) for start in range(len(key_path)))
-    shape, leaf_names = next(filter(None, found), (None, None))
-    return leaf_names if leaf.shape == shape else jax.P(*(None,) * leaf.ndim)
+    ends = (key_path[start:] for start in range(len(key_path)))
+    shape, leaf_names = next((by_path[end] for end in ends if end in by_path), (None, None))
+    whole = jax.P(*(None,) * leaf.ndim)
+    return leaf_names if leaf_names is not None and leaf.shape == shape else whole
 
   return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
 

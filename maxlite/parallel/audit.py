@@ -54,7 +54,7 @@ def place(path: str, leaf: jax.ShapeDtypeStruct, names: Names, sharder: Sharder)
 
 
 def check_sharded(placements: Iterable[Placement], sharder: Sharder, tolerance: float) -> None:
-  """Raises ValueError if more than a share `tolerance` of bytes lies whole on a mesh that could cut it."""
+  """Raises ValueError if a larger share of bytes than `tolerance` is whole on a mesh that cuts."""
   placements = list(placements)
   if math.prod(sharder.num_shards(name) for name in ("embed", "mlp")) == 1:
     return

@@ -1,6 +1,5 @@
 """A trained run, evaluated or made to write text."""
 
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -76,9 +75,7 @@ def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
   return trainer, params, step
 
 
-def generate(
-  trainer: Trainer, params: Any, prompt: Sequence[int], eos: int
-) -> Iterator[int]:
+def generate(trainer: Trainer, params: Any, prompt: Sequence[int], eos: int) -> Iterator[int]:
   """Sampled tokens after `prompt` until `eos` or max_new_tokens; the newest T tokens are seen."""
   cfg, length = trainer.cfg.generate, trainer.cfg.data.max_target_length
   next_token = jax.jit(_build_next_token(trainer.model, cfg.temperature))

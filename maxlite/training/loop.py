@@ -130,9 +130,7 @@ def _evaluation(run: Run) -> Callable[[Any], dict[str, float]] | None:
     return None
   eval_step = run.trainer.eval_step(run.data.source.num_bytes_V)
   num_batches = run.trainer.cfg.observe.eval_steps
-  return lambda params: evaluate(
-    run.trainer, eval_step, params, run.data.eval_batches(num_batches)
-  )
+  return lambda params: evaluate(run.trainer, eval_step, params, run.data.eval_batches(num_batches))
 
 
 def _save(run: Run, step: int, state: TrainState, stream: TrainStream) -> None:

@@ -42,8 +42,8 @@ def run_training(cfg: Config) -> int:
   done = restored[2] if restored else 0
   if done >= cfg.run.steps:
     console.print(
-      f"{folder.directory} is at step {done} of {cfg.run.steps}: nothing to do. Give it more steps, "
-      "or choose another run_name."
+      f"{folder.directory} is at step {done} of {cfg.run.steps}: nothing to do. Give it more "
+      "steps, or choose another run_name."
     )
     return 0
   folder.save_config(changes, lambda path: save_resolved(cfg, path))
@@ -114,7 +114,8 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
   degrees = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1}
   mesh = " x ".join(f"{axis}={size}" for axis, size in degrees.items()) or "no sharding"
   console.print(
-    f"maxlite {__version__}, jax {jax.__version__}: {trainer.mesh.size} x {device.device_kind}, {mesh}"
+    f"maxlite {__version__}, jax {jax.__version__}: "
+    f"{trainer.mesh.size} x {device.device_kind}, {mesh}"
   )
   for line in describe_changes(cfg):
     console.print(f"  {line}")
@@ -125,7 +126,11 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
   console.print(
     f"model: {cfg.model.decoder_block}, {total:,} parameters, {active:,} active per token; "
     f"attention by {resolve_attention(cfg.model.attention)}"
-    + (f", experts by {resolve_grouped_matmul(cfg.model.moe.grouped_matmul)}" if trainer.is_moe else "")
+    + (
+      f", experts by {resolve_grouped_matmul(cfg.model.moe.grouped_matmul)}"
+      if trainer.is_moe
+      else ""
+    )
   )
   rows, length = trainer.batch_shape
   console.print(f"data: {data.source.summary}; {rows} x {length} tokens per step")

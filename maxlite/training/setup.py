@@ -1,4 +1,4 @@
-"""Wiring: from a Config to mesh, model, optimizer and compiled steps. The one place that knows all."""
+"""Wiring: from a Config to mesh, model, optimizer and compiled steps; alone it knows them all."""
 
 import dataclasses
 import functools

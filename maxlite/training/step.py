@@ -33,33 +33,40 @@ def build_train_step(
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     gradients, parts, sums = gradients_of(model, state.params, batch, key, cfg, moe)
-    grad_norm = optax.global_norm(gradients)
-    finite = jnp.isfinite(parts["total_loss"]) & jnp.isfinite(grad_norm)
-    updates, opt_state = tx.update(gradients, state.opt_state, state.params)
-    new = (optax.apply_updates(state.params, updates), opt_state)
-    params, opt_state = jax.tree.map(
-      lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
-    )
-    skip = jnp.where(finite, 0, 1).astype(jnp.int32)
     metrics = parts | {
-      "grad_norm": grad_norm,
+      "grad_norm": optax.tree.norm(gradients),
       "learning_rate": schedule((state.step - state.skipped).astype(jnp.float32)),
       "num_tokens": sums.weight,
-      "skipped": state.skipped + skip,
-      "skipped_in_a_row": (state.skipped_in_a_row + skip) * skip,
     }
     if "moe" in sums.layers:
       metrics["expert_load"] = sums.layers["moe"].count_E
-    state = state.replace(
-      step=state.step + 1,
-      params=params,
-      opt_state=opt_state,
-      skipped=metrics["skipped"],
-      skipped_in_a_row=metrics["skipped_in_a_row"],
-    )
-    return state, metrics
+    finite = jnp.isfinite(metrics["total_loss"]) & jnp.isfinite(metrics["grad_norm"])
+    state = _update(state, gradients, tx, finite)
+    counts = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+    return state, metrics | counts
 
   return step
+
+
+def _update(
+  state: TrainState, gradients: Any, tx: optax.GradientTransformation, finite: jax.Array
+) -> TrainState:
+  """The state after one more step, which is skipped unless `finite`."""
+  updates, opt_state = tx.update(gradients, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, updates)
+  params, opt_state = jax.tree.map(
+    lambda new, old: jnp.where(finite, new, old),
+    (params, opt_state),
+    (state.params, state.opt_state),
+  )
+  skip = jnp.where(finite, 0, 1).astype(jnp.int32)
+  return state.replace(
+    step=state.step + 1,
+    params=params,
+    opt_state=opt_state,
+    skipped=state.skipped + skip,
+    skipped_in_a_row=(state.skipped_in_a_row + skip) * skip,
+  )
 
 
 def build_eval_step(
@@ -117,9 +124,7 @@ def _micro_batches(
   return gradients, combine(sums, cfg, moe)[1], sums
 
 
-def _totals(
-  forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: MoeConfig
-) -> Sums:
+def _totals(forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: MoeConfig) -> Sums:
   """Sums of the whole batch, as far as the loss's derivative depends on them.
 
   The loss is linear in every sum but the token counts, which the batch alone tells, and the

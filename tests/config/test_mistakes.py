@@ -58,7 +58,6 @@ MISTAKES = {
   ("dataset_type=jsonl",): ("dataset_path=[stdlib]", "dataset_type=jsonl", "dataset_path=FILE"),
   ("dataset_type=jsonl", "text_column="): ("text_column=''", "text_column=text"),
   ("eval_dataset_path=no.txt",): ("eval_dataset_path=[no.txt]", "eval_dataset_path=FILE"),
-  ("eval_fraction=0",): ("eval_fraction=0.0", "eval_fraction=0.05", "eval_dataset_path=FILE"),
   ("eval_steps=0",): ("eval_steps=0", "eval_steps=-1"),
   ("per_device_batch_size=0",): ("per_device_batch_size=0.0", "per_device_batch_size=1"),
   ("learning_rate_schedule_steps=0",): ("learning_rate_schedule_steps=0", "=-1"),

@@ -63,8 +63,7 @@ def assert_all_close(actual, expected, atol):
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("block_q", [1, 16, 64])
+@pytest.mark.parametrize(("num_kv_heads", "block_q"), [(1, 16), (2, 2), (4, 64)])
 def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q):
   with jax.enable_x64(True):
     case = make_case(num_kv_heads)
@@ -76,7 +75,9 @@ def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q):
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.06)])
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
   case = make_case(dtype=dtype)
-  results = run(backend, case)
+  # Ours must hold under strict promotion; JAX's own function mixes types.
+  with jax.numpy_dtype_promotion("standard" if backend == "dot_product" else "strict"):
+    results = run(backend, case)
   assert [a.dtype for a in results] == [dtype] * 4
   with jax.enable_x64(True):
     wide = Case(*(a.astype(np.float64) for a in case))
@@ -176,7 +177,7 @@ def temporary_bytes(backend, num_positions):
 
 def test_memory_of_chunked_grows_linearly_with_length():
   assert temporary_bytes("chunked", 2048) < 2.5 * temporary_bytes("chunked", 1024)
-  assert temporary_bytes("reference", 2048) > 3.5 * temporary_bytes("reference", 1024)
+  assert temporary_bytes("chunked", 2048) < temporary_bytes("reference", 2048) / 8
 
 
 def test_auto_is_chunked_and_an_unknown_name_is_refused():

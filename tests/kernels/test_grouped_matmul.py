@@ -65,7 +65,7 @@ def oracle(x_MD, w_GDF, sizes_G, dy_MF):
 
 
 def assert_close(actual, expected, unit):
-  """Within `unit` of the largest entry: rounding grows with the terms of a sum, not with the sum."""
+  """Within `unit` of the largest entry: a sum is rounded like its largest terms."""
   for got, want in zip(actual, expected, strict=True):
     assert got.shape == want.shape
     bound = unit * max(np.abs(want).max(initial=0), 1)

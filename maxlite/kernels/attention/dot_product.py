@@ -1,4 +1,7 @@
-"""`jax.nn.dot_product_attention` as XLA compiles it: all scores at once, no fused kernel."""
+"""`jax.nn.dot_product_attention` as XLA compiles it: all scores at once, no fused kernel.
+
+In bfloat16 JAX's function mixes types, which strict dtype promotion refuses.
+"""
 
 import jax
 import jax.numpy as jnp

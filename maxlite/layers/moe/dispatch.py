@@ -6,6 +6,7 @@ scatter-add appears in the backward pass.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -21,7 +22,9 @@ class Plan:
 def build_plan(expert_TK: jax.Array, num_experts: int) -> Plan:
   """Plan that sorts the assignments by expert, stably, by counting (no comparison sort)."""
   expert_A = expert_TK.reshape(-1)
-  chosen_AE = (expert_A[:, None] == jnp.arange(num_experts, dtype=expert_A.dtype)[None]).astype(jnp.int32)
+  chosen_AE = (expert_A[:, None] == jnp.arange(num_experts, dtype=expert_A.dtype)[None]).astype(
+    jnp.int32
+  )
   group_sizes_E = jnp.sum(chosen_AE, axis=0)
   start_E = jnp.cumsum(group_sizes_E) - group_sizes_E
   rank_A = jnp.sum((jnp.cumsum(chosen_AE, axis=0) - chosen_AE) * chosen_AE, axis=1)
@@ -51,7 +54,7 @@ def _send_forward(x_TD: jax.Array, plan: Plan) -> tuple:
 def _send_backward(residuals: tuple, g_MD: jax.Array) -> tuple:
   plan, num_tokens = residuals
   g_TKD = fetch(g_MD, plan).reshape(num_tokens, -1, g_MD.shape[-1])
-  accumulator = jnp.promote_types(g_MD.dtype, jnp.float32)
+  accumulator = np.promote_types(g_MD.dtype, jnp.float32)
   return jnp.sum(g_TKD, axis=1, dtype=accumulator).astype(g_MD.dtype), None
 
 

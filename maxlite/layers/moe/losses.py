@@ -7,7 +7,9 @@ from maxlite.layers.moe.router import RouterSums
 
 
 def load_balance_loss(sums_N: RouterSums, num_chosen: int) -> jax.Array:
-  """E * sum_e (share of assignments to e) * (mean probability of e), mean over layers; 1 = balanced.
+  """E * sum_e (share of assignments to e) * (mean probability of e), mean over layers.
+
+  It is 1 when both are even.
 
   Source: Fedus et al., Switch Transformers (2021), eq. 4 to 6, over the global batch and for top-k.
   """

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, struct
+import numpy as np
+from flax import linen as nn
+from flax import struct
 
 
 @struct.dataclass
@@ -59,7 +61,7 @@ class Router(nn.Module):
     init = nn.with_logical_partitioning(init, ("embed", "router"))
     shape = (x_BTD.shape[-1], self.num_experts)
     kernel_DE = self.param("kernel", init, shape, self.weight_dtype)
-    x32_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    x32_BTD = x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32))
     if self.jitter and self.has_rng("jitter"):
       low, high = 1 - self.jitter, 1 + self.jitter
       key = self.make_rng("jitter")

@@ -1,0 +1,27 @@
+"""The meshes that layers are tested on."""
+
+import math
+
+import jax
+import pytest
+
+from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+
+MESHES = {
+  "one device": {},
+  "data fsdp tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+  "context expert fsdp": {"context": 2, "expert": 2, "fsdp": 2},
+  "context tensor": {"context": 4, "tensor": 2},
+}
+
+
+@pytest.fixture(scope="session")
+def sharders():
+  """{name: Sharder} of MESHES."""
+  return {name: _sharder(degrees) for name, degrees in MESHES.items()}
+
+
+def _sharder(degrees):
+  ici = [degrees.get(mesh_axis, 1) for mesh_axis in MESH_AXES]
+  devices = jax.devices()[: math.prod(ici)]
+  return Sharder(build_mesh(ici, (1,) * len(MESH_AXES), devices))

@@ -1,0 +1,90 @@
+"""The attention layer: what a position can draw on, how heads share keys, and its formula."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.layers.attention import Attention
+from maxlite.layers.rope import rope_tables
+
+NUM_POSITIONS, DIM, NUM_HEADS, HEAD_DIM = 12, 8, 4, 4
+# Two documents and padding in the first row, one document in the second.
+SEGMENT_BT = np.stack([np.repeat([1, 2, 0], [5, 4, 3]), np.ones(NUM_POSITIONS)]).astype(np.int32)
+POSITION_BT = np.stack([np.r_[0:5, 0:4, 0, 0, 0], np.r_[0:NUM_POSITIONS]]).astype(np.int32)
+
+
+def draw(shape, seed):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def make_params(num_kv_heads):
+  shapes = {
+    "query": (DIM, NUM_HEADS, HEAD_DIM),
+    "key": (DIM, num_kv_heads, HEAD_DIM),
+    "value": (DIM, num_kv_heads, HEAD_DIM),
+    "out": (NUM_HEADS, HEAD_DIM, DIM),
+  }
+  return {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend(sharder, num_kv_heads, params, x_BTD):
+  layer = Attention(NUM_HEADS, num_kv_heads, HEAD_DIM, "chunked", 4, jnp.float32, sharder)
+  rope = rope_tables(POSITION_BT, HEAD_DIM, 100.0)
+  return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope)
+
+
+@pytest.mark.parametrize("mesh", ["one device", "context tensor"])
+def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(sharders, mesh):
+  params, x_BTD = make_params(2), draw((2, NUM_POSITIONS, DIM), 7)
+  cotangent_D = draw(DIM, 8)
+
+  @jax.jit
+  def reach(x_BTD):
+    """[t, b, s]: the largest derivative of the first row's t-th output by input [b, s]."""
+    y_BTD, pull_back = jax.vjp(functools.partial(attend, sharders[mesh], 2, params), x_BTD)
+    probe = jnp.zeros((NUM_POSITIONS, *y_BTD.shape))
+    every = jnp.arange(NUM_POSITIONS)
+    probe = probe.at[every, 0, every].set(jnp.tile(cotangent_D, (NUM_POSITIONS, 1)))
+    return jnp.abs(jax.vmap(pull_back)(probe)[0]).max(-1)
+
+  reached_TBS = np.asarray(reach(x_BTD)) > 0
+  same_TS = SEGMENT_BT[0][:, None] == SEGMENT_BT[0][None]
+  np.testing.assert_array_equal(reached_TBS[:, 0], np.tril(same_TS))
+  assert not reached_TBS[:, 1].any()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_grouped_queries_are_many_heads_whose_keys_and_values_repeat(sharders, num_kv_heads):
+  params, x_BTD = make_params(num_kv_heads), draw((2, NUM_POSITIONS, DIM), 7)
+  repeated = {
+    name: {"kernel": np.repeat(leaf["kernel"], NUM_HEADS // num_kv_heads, axis=1)}
+    if name in ("key", "value")
+    else leaf
+    for name, leaf in params.items()
+  }
+  sharder = sharders["one device"]
+  np.testing.assert_allclose(
+    attend(sharder, num_kv_heads, params, x_BTD),
+    attend(sharder, NUM_HEADS, repeated, x_BTD),
+    atol=1e-4,
+  )
+
+
+def test_many_heads_are_the_textbook_formula(sharders):
+  """Source: Vaswani et al., Attention Is All You Need (2017), section 3.2."""
+  params, x_BTD = make_params(NUM_HEADS), draw((2, NUM_POSITIONS, DIM), 7)
+  kernels = {name: np.float64(leaf["kernel"]) for name, leaf in params.items()}
+  q, k, v = (np.einsum("td,dhc->htc", x_BTD[1], kernels[n]) for n in ("query", "key", "value"))
+  frequency_C = 100.0 ** -np.array([0, 0.5])
+  turn_TC = np.exp(1j * POSITION_BT[1][:, None] * frequency_C)
+  q, k = ((x[..., :2] + 1j * x[..., 2:]) * turn_TC for x in (q, k))
+  score_HTS = np.einsum("htc,hsc->hts", q, k.conj()).real / np.sqrt(HEAD_DIM)
+  p_HTS = np.tril(np.exp(score_HTS - score_HTS.max(-1, keepdims=True)))
+  p_HTS /= p_HTS.sum(-1, keepdims=True)
+  expected_TD = np.einsum("hts,hsc,hcd->td", p_HTS, v, kernels["out"])
+  y_BTD = attend(sharders["one device"], NUM_HEADS, params, x_BTD)
+  np.testing.assert_allclose(y_BTD[1], expected_TD, atol=1e-3)

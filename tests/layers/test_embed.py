@@ -1,0 +1,31 @@
+"""Looking up tokens, and the way back to logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import meta
+
+from maxlite.layers.embed import Embed, Unembed
+
+
+def test_a_lookup_returns_rows_in_the_type_of_activations(sharders):
+  embed = Embed(10, 4, jnp.bfloat16, jnp.float32, sharders["one device"])
+  tokens_BT = np.array([[3, 0, 9], [3, 3, 1]], np.int32)
+  table_VD = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+  variables = {"params": {"embedding": table_VD}}
+  x_BTD = embed.apply(variables, tokens_BT)
+  np.testing.assert_array_equal(x_BTD, table_VD[tokens_BT].astype(jnp.bfloat16))
+  w_DV = embed.apply(variables, method=embed.unembedding)
+  np.testing.assert_array_equal(w_DV, table_VD.T)
+
+
+def test_fresh_tables_make_logits_of_unit_size(sharders):
+  """Of hidden states that a norm brought to unit size."""
+  embed = Embed(32, 256, jnp.float32, jnp.float32, sharders["one device"])
+  table = embed.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]["embedding"]
+  kernel = Unembed(32, 256, jnp.float32).init(jax.random.key(0))["params"]["kernel"]
+  assert table.names == ("vocab", "embed")
+  assert kernel.names == ("embed", "vocab")
+  for boxed in (table, kernel):
+    assert np.std(meta.unbox(boxed)) == pytest.approx(1 / 16, rel=0.05)

@@ -1,0 +1,84 @@
+"""matmul and Linear: values and gradients against float64, in every type and on a cut sequence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import meta
+
+from maxlite.layers.linear import Linear, matmul
+
+
+def draw(shape, seed, dtype):
+  return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def assert_close(got, want, unit):
+  """Within `unit` of the largest entry: a sum is rounded like its largest terms."""
+  assert np.abs(np.asarray(got, np.float64) - want).max() <= unit * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+  ("dtype", "unit"), [(jnp.float64, 1e-14), (jnp.float32, 1e-6), (jnp.bfloat16, 2.0**-8)]
+)
+def test_matmul_and_its_gradients_are_exact_up_to_the_types_they_come_in(dtype, unit):
+  with jax.enable_x64(dtype == jnp.float64):
+    weight_dtype = jnp.promote_types(dtype, jnp.float32)
+    x_TD, dy_TF = draw((600, 500), 0, dtype), draw((600, 6), 1, dtype)
+    # A weight that bfloat16 holds exactly, so that only what matmul itself rounds is seen.
+    w_DF = draw((500, 6), 2, jnp.bfloat16).astype(weight_dtype)
+    y_TF, pull_back = jax.vjp(jax.jit(matmul), x_TD, w_DF)
+    dx_TD, dw_DF = pull_back(dy_TF)
+    assert [a.dtype for a in (y_TF, dx_TD, dw_DF)] == [dtype, dtype, weight_dtype]
+    x, w, dy = (np.asarray(a, np.float64) for a in (x_TD, w_DF, dy_TF))
+    assert_close(y_TF, x @ w, unit)
+    assert_close(dx_TD, dy @ w.T, unit)
+    # The weight's gradient is a sum over all tokens: never rounded to bfloat16.
+    assert_close(dw_DF, x.T @ dy, min(unit, 2e-6))
+
+
+def test_a_wider_result_is_not_rounded_to_the_type_of_x():
+  x_TD, w_DF = draw((30, 40), 0, jnp.bfloat16), draw((40, 6), 1, jnp.bfloat16)
+  y_TF, pull_back = jax.vjp(lambda x, w: matmul(x, w, jnp.float32), x_TD, w_DF)
+  assert_close(y_TF, np.float64(x_TD) @ np.float64(w_DF), 1e-6)
+  assert [a.dtype for a in (y_TF, *pull_back(y_TF))] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
+
+
+# (features, names of the kernel's axes, axes contracted, shape of x, the same as an einsum)
+CASES = {
+  "into heads": ((2, 4), ("embed", "q_heads", "kv"), 1, (2, 8, 8), "btd,dhc->bthc"),
+  "out of heads": ((8,), ("q_heads", "kv", "embed"), 2, (2, 8, 2, 4), "bthc,hcd->btd"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mesh", ["one device", "context tensor"])
+def test_linear_contracts_the_last_axes_on_every_mesh(sharders, mesh, case):
+  features, names, num_in, shape, einsum = CASES[case]
+  linear = Linear(features, names, jnp.float32, sharders[mesh], num_in=num_in)
+  x, kernel = draw(shape, 0, np.float32), draw((*shape[2:], *features), 1, np.float32)
+  expected, pull_back = jax.vjp(lambda x, kernel: jnp.einsum(einsum, x, kernel), x, kernel)
+  dy = draw(expected.shape, 2, np.float32)
+
+  @jax.jit
+  def run(x, kernel):
+    place = sharders[mesh].constrain
+    x = place(x, ("activation_batch", "activation_length", *(None,) * num_in))
+    y, pull_back = jax.vjp(
+      lambda x, kernel: linear.apply({"params": {"kernel": kernel}}, x), x, place(kernel, names)
+    )
+    return y, *pull_back(dy)
+
+  for got, want in zip(run(x, kernel), (expected, *pull_back(dy)), strict=True):
+    assert got.shape == want.shape
+    assert_close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fresh_kernel_keeps_the_variance_of_its_input(sharders, case):
+  features, names, num_in, _, _ = CASES[case]
+  shape_in = (128,) if num_in == 1 else (8, 16)
+  linear = Linear(features, names, jnp.float32, sharders["one device"], num_in=num_in)
+  boxed = linear.init(jax.random.key(0), jnp.zeros((1, 1, *shape_in)))["params"]["kernel"]
+  assert boxed.names == names
+  assert np.std(meta.unbox(boxed)) == pytest.approx(128**-0.5, rel=0.1)

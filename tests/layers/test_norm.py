@@ -1,0 +1,28 @@
+"""RMSNorm against its formula in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.layers.norm import RMSNorm
+
+
+# bfloat16: computed in float32 and rounded once, by at most 2**-9 of the result.
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1.01 * 2.0**-9)])
+def test_divides_by_the_root_mean_square_and_rounds_once(dtype, rtol):
+  draw = np.random.default_rng(0).normal
+  x_BTD, scale_D = draw(size=(3, 4, 64)).astype(dtype), draw(size=64).astype(np.float32)
+  x_BTD[0] *= 0.01  # where epsilon matters
+  norm = RMSNorm(epsilon=1e-4, weight_dtype=jnp.float32)
+  y_BTD = norm.apply({"params": {"scale": scale_D}}, x_BTD)
+  assert y_BTD.dtype == dtype
+  x = np.asarray(x_BTD, np.float64)
+  expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-4) * scale_D
+  np.testing.assert_allclose(np.asarray(y_BTD, np.float64), expected, rtol=rtol)
+
+
+def test_starts_as_a_plain_normalisation():
+  boxed = RMSNorm(1e-5, jnp.float32).init(jax.random.key(0), jnp.ones((1, 2, 8)))
+  assert boxed["params"]["scale"].names == ("norm",)
+  np.testing.assert_array_equal(boxed["params"]["scale"].value, np.ones(8))

@@ -1,0 +1,82 @@
+"""A step is the same on every mesh, up to float32's rounding."""
+
+import jax
+import numpy as np
+import pytest
+from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
+
+from maxlite.storage.fingerprint import tree_hash
+
+WHOLE = "ensemble=8"  # every device computes all: what one device would get
+MESHES = (
+  "data=8",
+  "fsdp=8",
+  "fsdp=4 tensor=2",
+  "data=2 fsdp=2 context=2",
+  "expert=4 fsdp=2",
+  "ensemble=2 fsdp=4",
+)
+FAMILIES = ("llama", "mixtral")
+LOSSES = {
+  "llama": {"loss", "z_loss", "total_loss"},
+  "mixtral": {"loss", "z_loss", "total_loss", "load_balance_loss", "router_z_loss"},
+}
+
+
+def trainer_on(mesh, family):
+  return trainer_of(decoder_block=family, z_loss_multiplier=1e-3, **mesh_keys(mesh))
+
+
+def three_steps(trainer, host_state):
+  return take_steps(trainer, host_state, [uneven_batch(seed) for seed in range(3)])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def whole(request):
+  """(family, state before, state after and metrics of three steps) where nothing is sharded."""
+  trainer = trainer_on(WHOLE, request.param)
+  before = jax.device_get(trainer.init_state())
+  return request.param, before, *three_steps(trainer, before)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_three_steps_are_those_of_the_whole(whole, mesh):
+  family, before, expected, expected_rows = whole
+  state, rows = three_steps(trainer_on(mesh, family), before)
+  for row, expected_row in zip(rows, expected_rows, strict=True):
+    assert row.keys() == expected_row.keys() > LOSSES[family] | {"grad_norm"}
+    for name, value in expected_row.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+  for leaf, expected_leaf in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+    np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_all_rows(whole):
+  family, before, _, rows = whole
+  trainer, batch = trainer_on(WHOLE, family), uneven_batch(0)
+  placed = place(trainer, batch)
+  logits_BTV = trainer.model.apply(
+    {"params": before.params}, placed.tokens_BT, placed.segment_BT, placed.position_BT
+  )
+  logits_BTV = np.asarray(logits_BTV, np.float64)
+  partition_BT = np.log(np.sum(np.exp(logits_BTV), axis=-1))
+  target_BT = np.take_along_axis(logits_BTV, batch.targets_BT[..., None], axis=-1)[..., 0]
+  for name, value_BT in (("loss", partition_BT - target_BT), ("z_loss", partition_BT**2)):
+    mean = np.average(value_BT, weights=batch.weight_BT)
+    np.testing.assert_allclose(rows[0][name], mean, rtol=1e-5)
+
+
+def test_the_total_loss_is_the_weighted_sum_of_its_parts(whole):
+  _, _, _, rows = whole
+  weights = {
+    "loss": 1.0, "z_loss": 1e-3, "load_balance_loss": 0.01, "router_z_loss": 0.001,
+  }
+  for row in rows:
+    total = sum(weight * float(row.get(name, 0)) for name, weight in weights.items())
+    np.testing.assert_allclose(row["total_loss"], total, rtol=1e-6)
+
+
+def test_weights_are_born_the_same_on_every_mesh(whole):
+  family, before, _, _ = whole
+  born = trainer_on("data=2 fsdp=2 context=2", family).init_state()
+  assert tree_hash(born) == tree_hash(before)

@@ -1,0 +1,93 @@
+"""The tiny model that the tests of training share, and batches that are hard on it."""
+
+import functools
+
+import jax
+import numpy as np
+
+from maxlite.config import Config, load_config
+from maxlite.data.batch import Batch, to_global
+from maxlite.data.rows import pad_row
+from maxlite.training.setup import Trainer, build_trainer
+
+VOCAB, LENGTH, ROWS = 264, 16, 16
+KEYS = {
+  "dataset_type": "synthetic",
+  "vocab_size": VOCAB,
+  "base_emb_dim": 16,
+  "base_num_decoder_layers": 2,
+  "base_num_query_heads": 4,
+  "base_num_kv_heads": 2,
+  "head_dim": 4,
+  "base_mlp_dim": 32,
+  "num_experts": 4,
+  "base_moe_mlp_dim": 16,
+  "max_target_length": LENGTH,
+  "per_device_batch_size": ROWS // 8,
+  "logits_chunk_tokens": 24,
+  "steps": 8,
+  "warmup_steps_fraction": 0.5,
+  # As large as gradients are: an update is smooth in the gradient, and not blind to its scale.
+  "adam_eps": 1e-2,
+  "gradient_clipping_threshold": 0,
+  "sharding_tolerance": 1,
+  "jax_cache_dir": "",
+}
+
+
+def words_of(**keys: object) -> list[str]:
+  return [f"{name}={value}" for name, value in (KEYS | keys).items()]
+
+
+def config_of(**keys: object) -> Config:
+  return load_config(words_of(**keys))
+
+
+@functools.cache
+def trainer_of(**keys: object) -> Trainer:
+  """The trainer of the tiny config with `keys`; every test that asks for it shares its programs."""
+  return build_trainer(config_of(**keys))
+
+
+def mesh_keys(mesh: str) -> dict[str, int]:
+  """Keys of `data=2 fsdp=4`; what it does not name is 1."""
+  degrees = {"fsdp": 1} | dict(degree.split("=") for degree in mesh.split())
+  return {f"ici_{mesh_axis}_parallelism": int(degree) for mesh_axis, degree in degrees.items()}
+
+
+def uneven_batch(seed: int) -> Batch:
+  """Rows of several documents and unequal length; every fourth row, and one more, is all padding.
+
+  So the rows of one shard of eight, and one of four micro-batches, hold not a single token.
+  """
+  draw = np.random.default_rng(seed)
+  rows = []
+  for row in range(ROWS):
+    num_tokens = 0 if row % 4 == 3 or row == 6 else draw.integers(4, LENGTH + 1)
+    cuts = np.unique(draw.integers(1, max(num_tokens, 2), 2)) if num_tokens else []
+    lengths = np.diff([0, *cuts, num_tokens]) if num_tokens else np.zeros(0, int)
+    ids = draw.integers(VOCAB, size=num_tokens + 1)
+    targets = ids[1:].copy()
+    targets[np.cumsum(lengths) - 1] = -1
+    rows.append(pad_row(ids[:num_tokens], targets[:num_tokens], lengths, LENGTH))
+  return Batch(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def place(trainer: Trainer, batch: Batch) -> Batch:
+  return to_global(batch, trainer.batch_sharding, trainer.batch_shape)
+
+
+def state_on(trainer: Trainer, host_state: object) -> object:
+  """A copy of `host_state` (numpy) that the trainer's step may consume."""
+  return jax.tree.map(
+    lambda leaf, like: jax.device_put(leaf, like.sharding), host_state, trainer.abstract_state
+  )
+
+
+def take_steps(trainer: Trainer, host_state: object, batches: list[Batch]) -> tuple[object, list]:
+  """(state on the host, metrics of each step) after a step on each batch."""
+  state, rows = state_on(trainer, host_state), []
+  for batch in batches:
+    state, metrics = trainer.train_step(state, place(trainer, batch))
+    rows.append(jax.device_get(metrics))
+  return jax.device_get(state), rows

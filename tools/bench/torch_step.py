@@ -1,0 +1,88 @@
+"""The dense model of step.py as eager PyTorch: what a user would write there today."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from maxlite.config import Config
+from maxlite.config.schema import ModelConfig
+
+
+class Block(nn.Module):
+  """Pre-norm attention with rotary positions, and a gated MLP."""
+
+  def __init__(self, cfg: ModelConfig):
+    super().__init__()
+    width, heads = cfg.base_emb_dim, cfg.base_num_query_heads * cfg.head_dim
+    self.num_heads = cfg.base_num_query_heads
+    self.attention_norm = nn.RMSNorm(width, eps=cfg.normalization_layer_epsilon)
+    self.mlp_norm = nn.RMSNorm(width, eps=cfg.normalization_layer_epsilon)
+    self.query, self.key, self.value = (nn.Linear(width, heads, bias=False) for _ in range(3))
+    self.out = nn.Linear(heads, width, bias=False)
+    self.gate, self.up = (nn.Linear(width, cfg.base_mlp_dim, bias=False) for _ in range(2))
+    self.down = nn.Linear(cfg.base_mlp_dim, width, bias=False)
+
+  def forward(self, x_BTD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor):
+    normed = self.attention_norm(x_BTD)
+    q, k, v = (
+      linear(normed).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+      for linear in (self.query, self.key, self.value)
+    )
+    q, k = (rotate(x, cos_TC, sin_TC) for x in (q, k))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x_BTD = x_BTD + self.out(o.transpose(1, 2).flatten(-2))
+    normed = self.mlp_norm(x_BTD)
+    return x_BTD + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Decoder(nn.Module):
+  def __init__(self, cfg: ModelConfig, length: int):
+    super().__init__()
+    self.embed = nn.Embedding(cfg.vocab_size, cfg.base_emb_dim)
+    self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.base_num_decoder_layers))
+    self.final_norm = nn.RMSNorm(cfg.base_emb_dim, eps=cfg.normalization_layer_epsilon)
+    self.unembed = nn.Linear(cfg.base_emb_dim, cfg.vocab_size, bias=False)
+    exponent = torch.arange(cfg.head_dim // 2) / (cfg.head_dim // 2)
+    angle_TC = torch.arange(length)[:, None] / cfg.rope_max_timescale**exponent
+    self.cos_TC, self.sin_TC = angle_TC.cos(), angle_TC.sin()
+
+  def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+    x_BTD = self.embed(tokens_BT)
+    for block in self.blocks:
+      x_BTD = block(x_BTD, self.cos_TC, self.sin_TC)
+    return self.unembed(self.final_norm(x_BTD))
+
+
+def rotate(x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:
+  left, right = x.chunk(2, dim=-1)
+  return torch.cat([left * cos_TC - right * sin_TC, right * cos_TC + left * sin_TC], dim=-1)
+
+
+def torch_step(cfg: Config) -> Callable[[], Any]:
+  """One full training step of the dense model on one batch: forward, backward, clip, AdamW."""
+  length = cfg.data.max_target_length
+  model = Decoder(cfg.model, length)
+  optimizer = torch.optim.AdamW(
+    model.parameters(),
+    lr=cfg.optimizer.learning_rate,
+    betas=(cfg.optimizer.adam_b1, cfg.optimizer.adam_b2),
+    weight_decay=cfg.optimizer.adam_weight_decay,
+  )
+  rows = int(cfg.data.per_device_batch_size)
+  rng = np.random.default_rng(0)
+  tokens_BT = torch.from_numpy(rng.integers(0, cfg.model.vocab_size, (rows, length)))
+  targets_BT = tokens_BT.roll(-1, 1)
+
+  def step() -> float:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(tokens_BT).flatten(0, 1), targets_BT.flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.gradient_clipping_threshold)
+    optimizer.step()
+    return loss.item()
+
+  return step
