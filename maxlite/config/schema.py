@@ -142,7 +142,7 @@ class ModelConfig:
     choices=("auto", "chunked", "dot_product", "reference"),
   )
   attention_block_q: int = knob(
-    512, "Queries scored at once by the chunked backend.", unit="positions", low=1
+    64, "Queries scored at once by the chunked backend.", unit="positions", low=1
   )
   remat_policy: str = knob(
     "none",

@@ -1,5 +1,7 @@
 """The dense feed-forward block."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -9,6 +11,26 @@ from maxlite.layers.linear import Linear
 from maxlite.parallel import Sharder
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+  """act(gate) * up; its gradient keeps the two operands and nothing else."""
+  return ACTIVATIONS[activation](gate) * up
+
+
+def _gated_forward(gate: jax.Array, up: jax.Array, activation: str) -> tuple:
+  return gated(gate, up, activation), (gate, up)
+
+
+def _gated_backward(activation: str, residuals: tuple, dy: jax.Array) -> tuple:
+  # Behind the barrier the activation is computed anew, which is cheaper than to write it to memory
+  # in the forward pass, as XLA would to share it.
+  gate, up = jax.lax.optimization_barrier(residuals)
+  return jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)[1](dy)
+
+
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 class MLP(nn.Module):
@@ -24,9 +46,11 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    h_BTF = ACTIVATIONS[self.activations[0]](self._project(x_BTD, "wi_0"))
+    activation = self.activations[0]
     if self.activations[1:]:
-      h_BTF *= self._project(x_BTD, "wi_1")
+      h_BTF = gated(self._project(x_BTD, "wi_0"), self._project(x_BTD, "wi_1"), activation)
+    else:
+      h_BTF = ACTIVATIONS[activation](self._project(x_BTD, "wi_0"))
     wo = Linear(x_BTD.shape[-1:], ("mlp", "embed"), self.weight_dtype, self.sharder, name="wo")
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
     names = ("activation_batch", "activation_length", "activation_embed")

@@ -59,7 +59,6 @@ class Decoder(nn.Module):
         split_rngs={"params": True, "jitter": True},
         in_axes=nn.broadcast,
         length=cfg.base_num_decoder_layers,
-        unroll=int(__import__("os").environ.get("UNROLL","1")),
         metadata_params={nn.PARTITION_NAME: "layers"},
       )
       self.layers = scanned(cfg, self.sharder)

@@ -6,12 +6,13 @@ import jax
 import optax
 
 from maxlite.config.schema import OptimizerConfig
+from maxlite.optim.adam import scale_by_adam
 from maxlite.optim.partition import decay_mask, matrix_axes
 from maxlite.optim.schedules import build_schedule
 
 
 def _adam(cfg: OptimizerConfig) -> optax.GradientTransformation:
-  return optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
+  return scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
 
 
 def _adamw(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
@@ -43,12 +44,13 @@ def _muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   muon = optax.contrib.muon(
     learning_rate=1.0,
     beta=cfg.muon_beta,
-    adam_b1=cfg.adam_b1,
-    adam_b2=cfg.adam_b2,
     muon_weight_dimension_numbers=_muon_dimensions(names),
     consistent_rms=0.2,
   )
-  return optax.chain(muon, optax.scale(-1.0))  # optax's muon has its sign turned already
+  muon = optax.chain(muon, optax.scale(-1.0))  # optax's muon has its sign turned already
+  # Not optax's own Adam for the rest: that is Nesterov's variant, and deaf to adam_eps.
+  kinds = jax.tree.map(lambda leaf: "muon" if matrix_axes(leaf) else "adam", names)
+  return optax.partition({"muon": muon, "adam": _adam(cfg)}, kinds)
 
 
 def _muon_dimensions(names: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
@@ -82,7 +83,7 @@ def _chunked_sums(x_TD, w_DV, targets_T, weight_T, chunk_tokens, vocab_axes) -> 
 
 def _chunk_sums(x_TD, targets_T, weight_T, w_DV, vocab_axes) -> tuple[jax.Array, jax.Array]:
   """Both sums over one chunk; targets count from the first column of this shard's w_DV."""
-  accumulator = jnp.promote_types(x_TD.dtype, jnp.float32)
+  accumulator = np.promote_types(x_TD.dtype, jnp.float32)
   logits_TV = matmul(x_TD, w_DV, accumulator)
   top_T = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1)), vocab_axes)
   exp_TV = jnp.exp(logits_TV - top_T[:, None])

@@ -52,13 +52,16 @@ def _update(
   state: TrainState, gradients: Any, tx: optax.GradientTransformation, finite: jax.Array
 ) -> TrainState:
   """The state after one more step, which is skipped unless `finite`."""
-  updates, opt_state = tx.update(gradients, state.opt_state, state.params)
-  params = optax.apply_updates(state.params, updates)
-  params, opt_state = jax.tree.map(
-    lambda new, old: jnp.where(finite, new, old),
-    (params, opt_state),
-    (state.params, state.opt_state),
-  )
+
+  def take(params: Any, opt_state: Any) -> tuple[Any, Any]:
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  def leave(params: Any, opt_state: Any) -> tuple[Any, Any]:
+    return params, opt_state
+
+  # A branch rather than a selection afterwards, for which the old state would have to be kept.
+  params, opt_state = jax.lax.cond(finite, take, leave, state.params, state.opt_state)
   skip = jnp.where(finite, 0, 1).astype(jnp.int32)
   return state.replace(
     step=state.step + 1,
@@ -77,7 +80,7 @@ def build_eval_step(
   def step(params: Any, batch: Batch) -> dict:
     sums = forward_sums(model, params, batch, cfg, jitter_key=None)
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
-    num_bytes = jnp.sum(num_bytes_BT * (batch.weight_BT > 0))
+    num_bytes = jnp.sum(num_bytes_BT, where=batch.weight_BT > 0)
     return {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
 
   return step

@@ -23,7 +23,7 @@ def assert_close(got, want, unit):
 )
 def test_matmul_and_its_gradients_are_exact_up_to_the_types_they_come_in(dtype, unit):
   with jax.enable_x64(dtype == jnp.float64):
-    weight_dtype = jnp.promote_types(dtype, jnp.float32)
+    weight_dtype = np.promote_types(dtype, np.float32)
     x_TD, dy_TF = draw((600, 500), 0, dtype), draw((600, 6), 1, dtype)
     # A weight that bfloat16 holds exactly, so that only what matmul itself rounds is seen.
     w_DF = draw((500, 6), 2, jnp.bfloat16).astype(weight_dtype)

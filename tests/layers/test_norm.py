@@ -8,8 +8,8 @@ import pytest
 from maxlite.layers.norm import RMSNorm
 
 
-# bfloat16: computed in float32 and rounded once, by at most 2**-9 of the result.
-@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1.01 * 2.0**-9)])
+# bfloat16: computed in float32 and rounded once, by at most 2**-8 of the result.
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1.01 * 2.0**-8)])
 def test_divides_by_the_root_mean_square_and_rounds_once(dtype, rtol):
   draw = np.random.default_rng(0).normal
   x_BTD, scale_D = draw(size=(3, 4, 64)).astype(dtype), draw(size=64).astype(np.float32)

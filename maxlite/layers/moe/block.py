@@ -6,7 +6,6 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.mlp import ACTIVATIONS
 from maxlite.layers.moe.dispatch import build_plan, combine, send
 from maxlite.layers.moe.experts import apply_experts
 from maxlite.layers.moe.router import Router, RouterSums
@@ -76,8 +75,7 @@ class MoeBlock(nn.Module):
     )
     plan = build_plan(expert_btk.reshape(-1, expert_btk.shape[-1]), num_experts)
     x_md = send(x_btd.reshape(-1, dim), plan)
-    activation = ACTIVATIONS[self.activations[0]]
     y_md = apply_experts(
-      x_md, tuple(wi_EDf), wo_EfD, plan.group_sizes_E, activation, self.cfg.grouped_matmul
+      x_md, tuple(wi_EDf), wo_EfD, plan.group_sizes_E, self.activations[0], self.cfg.grouped_matmul
     )
     return combine(y_md, weight_btk.reshape(-1, weight_btk.shape[-1]), plan).reshape(x_btd.shape)

@@ -1,0 +1,232 @@
+"""What every family of the MODELS table must do; a new one is tested once it is registered."""
+
+import functools
+import math
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import meta
+
+from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.models import MODELS, build_model
+from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+
+NUM_POSITIONS = 12
+SHAPE_BT = (4, NUM_POSITIONS)
+TINY = {
+  "vocab_size": 48,
+  "base_emb_dim": 16,
+  "base_num_decoder_layers": 2,
+  "base_num_query_heads": 4,
+  "base_num_kv_heads": 2,
+  "head_dim": 4,
+  "base_mlp_dim": 8,
+  "num_experts": 4,
+  "base_moe_mlp_dim": 8,
+}
+# Every token once: the gradient of a row of the embedding is that of one position.
+TOKENS_BT = np.random.default_rng(0).permutation(48).reshape(SHAPE_BT).astype(np.int32)
+# Two documents and padding in the first row, one document in each of the others.
+SEGMENT_BT = np.ones(SHAPE_BT, np.int32)
+SEGMENT_BT[0] = np.repeat([1, 2, 0], [5, 4, 3])
+POSITION_BT = np.tile(np.arange(NUM_POSITIONS, dtype=np.int32), (4, 1))
+POSITION_BT[0] = np.r_[0:5, 0:4, 0, 0, 0]
+BATCH = (TOKENS_BT, SEGMENT_BT, POSITION_BT)
+
+pytestmark = pytest.mark.parametrize("family", MODELS)
+
+
+def draw(shape, seed):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@functools.cache
+def sharder_of(**degrees):
+  ici = [degrees.get(mesh_axis, 1) for mesh_axis in MESH_AXES]
+  mesh = build_mesh(ici, (1,) * len(ici), jax.devices()[: math.prod(ici)])
+  return Sharder(mesh)
+
+
+def model_of(family, sharder=None, **changes):
+  cfg = build(Config, DEFAULTS | TINY | {"decoder_block": family} | changes).model
+  return build_model(cfg, sharder or sharder_of())
+
+
+def abstract_params(family, **changes):
+  """Parameters with their logical names, as shapes."""
+  model = model_of(family, **changes)
+  return jax.eval_shape(model.init, jax.random.key(0), *BATCH)["params"]
+
+
+@functools.cache
+def params_of(family, **changes):
+  """Random parameters, of about the size that training starts with."""
+
+  def fill(path, leaf):
+    seed = zlib.crc32(str(path).encode())
+    return 1 + draw(leaf.shape, seed) / 4 if "scale" in str(path) else draw(leaf.shape, seed) / 3
+
+  return jax.tree_util.tree_map_with_path(fill, meta.unbox(abstract_params(family, **changes)))
+
+
+def loss(model, params, batch):
+  """A random linear function of the logits and of the sums that blocks return."""
+  x_BTD, sums, w_DV = model.apply({"params": params}, *batch, method=model.hidden_and_unembedding)
+  logits_BTV = jnp.einsum("btd,dv->btv", x_BTD.astype(jnp.float32), w_DV.astype(jnp.float32))
+  parts = [logits_BTV, *jax.tree.leaves(sums)]
+  return sum(jnp.vdot(draw(part.shape, i), part) for i, part in enumerate(parts)) / x_BTD.size
+
+
+@functools.cache
+def compiled(family, **changes):
+  """run(params, batch) -> (loss, gradients), on one device."""
+  return jax.jit(jax.value_and_grad(functools.partial(loss, model_of(family, **changes))))
+
+
+@functools.cache
+def base_results(family):
+  """(loss, gradients) of the family as TINY has it."""
+  return jax.tree.map(np.asarray, compiled(family)(params_of(family), BATCH))
+
+
+def assert_trees_close(got, want, rtol):
+  """Each leaf within `rtol` of its largest entry."""
+
+  def check(path, a, b):
+    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(), err_msg=str(path))
+
+  jax.tree_util.tree_map_with_path(check, got, want)
+
+
+def test_every_parameter_has_names_that_the_sharding_table_knows(family):
+  boxed = abstract_params(family)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(
+    boxed, is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned)
+  ):
+    assert isinstance(leaf, meta.Partitioned), path
+    assert len(leaf.names) == leaf.value.ndim, path
+    sharder_of(fsdp=2, expert=2, tensor=2).spec(leaf.names)
+    assert leaf.names.count("layers") == ("layers" in str(path)), path
+
+
+def test_every_parameter_gets_a_gradient(family):
+  _, gradients = base_results(family)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+    assert np.isfinite(leaf).all(), path
+    assert (leaf != 0).any(), path
+
+
+def test_layers_start_different_from_each_other(family):
+  key = jax.random.key(0, impl="unsafe_rbg")  # compiles fastest
+  params = meta.unbox(jax.jit(model_of(family).init)(key, *BATCH)["params"])
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
+    assert "scale" in str(path) or (leaf[0] != leaf[1]).any(), path
+
+
+def test_scanned_layers_are_the_same_layers(family):
+  value, gradients = base_results(family)
+  got, apart = compiled(family, scan_layers=False)(unstacked(params_of(family)), BATCH)
+  assert got == pytest.approx(value, rel=1e-5)
+  assert_trees_close(apart, unstacked(gradients), 1e-5)
+
+
+def unstacked(params):
+  """The same parameters as a model without scan has them."""
+  rest = {name: leaf for name, leaf in params.items() if name != "layers"}
+  num_layers = TINY["base_num_decoder_layers"]
+  take = lambda i: jax.tree.map(lambda leaf: leaf[i], params["layers"])  # noqa: E731
+  return rest | {f"layers_{i}": take(i) for i in range(num_layers)}
+
+
+@pytest.mark.parametrize(
+  "policy",
+  [
+    {"remat_policy": "full"},
+    {"remat_policy": "minimal"},
+    {"remat_policy": "custom", "remat_save": ("attention_out", "mlpwo")},
+  ],
+  ids=lambda policy: policy["remat_policy"],
+)
+def test_what_is_recomputed_changes_nothing(family, policy):
+  value, gradients = base_results(family)
+  got, again = compiled(family, **policy)(params_of(family), BATCH)
+  assert got == pytest.approx(value, rel=1e-6)
+  assert_trees_close(again, gradients, 1e-5)
+
+
+def test_bfloat16_is_close_to_float32(family):
+  value, gradients = base_results(family)
+  got, rounded = compiled(family, dtype="bfloat16")(params_of(family), BATCH)
+  assert got == pytest.approx(value, abs=0.05)
+  assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {np.dtype(np.float32)}
+  assert_trees_close(rounded, gradients, 0.1)
+
+
+def test_a_mesh_changes_nothing_and_rematerializes_nothing(family, capfd):
+  """XLA tells of an "Involuntary full rematerialization" on stderr, as it compiles."""
+  sharder = sharder_of(tensor=2, fsdp=4)
+  model, params = model_of(family, sharder), params_of(family)
+  shardings = jax.tree.map(
+    lambda box: sharder.sharding(box.names),
+    abstract_params(family),
+    is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned),
+  )
+  rows = sharder.sharding(("activation_batch", "activation_length"))
+  run = jax.value_and_grad(functools.partial(loss, model))
+  got, sharded = jax.jit(run, in_shardings=(shardings, rows))(params, BATCH)
+  assert "rematerialization" not in capfd.readouterr().err
+  value, gradients = base_results(family)
+  assert got == pytest.approx(value, rel=1e-5)
+  assert_trees_close(sharded, gradients, 1e-5)
+
+
+@functools.cache
+def logits_of(family):
+  return jax.jit(lambda batch: model_of(family).apply({"params": params_of(family)}, *batch))
+
+
+def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(family):
+  params, model = params_of(family), model_of(family)
+  cotangent_V = draw(TINY["vocab_size"], 1)
+
+  @jax.jit
+  def reach(table_VD):
+    """[t, v]: the largest derivative of the first row's t-th logits by token v's embedding."""
+
+    def logits(table_VD):
+      return model.apply({"params": params | {"embed": {"embedding": table_VD}}}, *BATCH)
+
+    logits_BTV, pull_back = jax.vjp(logits, table_VD)
+    every = jnp.arange(NUM_POSITIONS)
+    probe = jnp.zeros((NUM_POSITIONS, *logits_BTV.shape))
+    probe = probe.at[every, 0, every].set(jnp.tile(cotangent_V, (NUM_POSITIONS, 1)))
+    return jnp.abs(jax.vmap(pull_back)(probe)[0]).max(-1)
+
+  reached_TV = np.asarray(reach(params["embed"]["embedding"])) > 0
+  same_TS = SEGMENT_BT[0][:, None] == SEGMENT_BT[0][None]
+  np.testing.assert_array_equal(reached_TV[:, TOKENS_BT[0]], np.tril(same_TS))
+  assert not reached_TV[:, TOKENS_BT[1:]].any()
+
+
+def test_a_document_is_read_as_if_alone_whatever_is_packed_around_it(family):
+  packed = logits_of(family)(BATCH)
+  alone = tuple(np.zeros(SHAPE_BT, np.int32) for _ in BATCH)
+  for ours, theirs in zip(alone, BATCH, strict=True):
+    ours[:, :4] = theirs[0, 5:9]
+  alone[1][:, :4] = 1
+  np.testing.assert_allclose(logits_of(family)(alone)[0, :4], packed[0, 5:9], atol=1e-5)
+
+
+def test_a_tied_embedding_learns_from_both_its_uses(family):
+  """The gradient is that of the table plus that of the projection, were they two."""
+  params = params_of(family, logits_via_embedding=True)
+  assert "unembed" not in params
+  got, gradients = compiled(family, logits_via_embedding=True)(params, BATCH)
+  untied = params | {"unembed": {"kernel": params["embed"]["embedding"].T}}
+  value, apart = jax.tree.map(np.asarray, compiled(family)(untied, BATCH))
+  assert got == pytest.approx(value, rel=1e-5)
+  both = apart["embed"]["embedding"] + apart["unembed"]["kernel"].T
+  assert_trees_close(gradients["embed"]["embedding"], both, 1e-5)

@@ -1,0 +1,134 @@
+"""Which parameters of real models decay, which are matrices, and how optimizer state lies."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import meta
+
+from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.models import build_model
+from maxlite.optim import OPTIMIZERS, build_optimizer
+from maxlite.optim.partition import decay_mask, logical_names, matrix_axes, path_of, state_names
+from maxlite.parallel import Sharder, build_mesh
+
+# (input axes, output axes) of every parameter; None: no hidden matrix. Axis 0 stacks layers.
+ATTENTION = {
+  "embed/embedding": None,
+  "final_norm/scale": None,
+  "unembed/kernel": None,
+  "layers/attention_norm/scale": None,
+  "layers/attention/query/kernel": ((1,), (2, 3)),
+  "layers/attention/key/kernel": ((1,), (2, 3)),
+  "layers/attention/value/kernel": ((1,), (2, 3)),
+  "layers/attention/out/kernel": ((1, 2), (3,)),
+}
+MATRICES = {
+  "llama": ATTENTION
+  | {
+    "layers/mlp_norm/scale": None,
+    "layers/mlp/wi_0/kernel": ((1,), (2,)),
+    "layers/mlp/wi_1/kernel": ((1,), (2,)),
+    "layers/mlp/wo/kernel": ((1,), (2,)),
+  },
+  "mixtral": ATTENTION
+  | {
+    "layers/moe_norm/scale": None,
+    "layers/moe/router/kernel": ((1,), (2,)),
+    "layers/moe/wi_0": ((2,), (3,)),
+    "layers/moe/wi_1": ((2,), (3,)),
+    "layers/moe/wo": ((2,), (3,)),
+  },
+}
+
+
+@functools.cache
+def shapes_and_names(family):
+  """(parameters as shapes, their logical names)."""
+  mesh = build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1])
+  model = build_model(build(Config, DEFAULTS | {"decoder_block": family}).model, Sharder(mesh))
+  tokens_BT = jnp.zeros((1, 4), jnp.int32)
+  boxed = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)["params"]
+  return meta.unbox(boxed), logical_names(boxed)
+
+
+def by_path(tree):
+  return {path_of(key_path): leaf for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("family", MATRICES)
+def test_matrix_axes_of_every_parameter(family):
+  names = by_path(shapes_and_names(family)[1])
+  assert {path: matrix_axes(leaf) for path, leaf in names.items()} == MATRICES[family]
+
+
+def test_matrix_axes_do_not_depend_on_scan():
+  assert matrix_axes(jax.P("embed", "q_heads", "kv")) == ((0,), (1, 2))
+  assert matrix_axes(jax.P("q_heads", "kv", "embed")) == ((0, 1), (2,))
+  assert matrix_axes(jax.P("ensemble", "layers", "embed", "mlp")) == ((2,), (3,))
+
+
+@pytest.mark.parametrize("family", MATRICES)
+def test_all_decays_but_norms_and_biases(family):
+  decays = by_path(decay_mask(shapes_and_names(family)[0]))
+  assert {path for path, decay in decays.items() if not decay} == {
+    path for path in MATRICES[family] if path.endswith("/scale")
+  }
+
+
+def test_a_bias_does_not_decay_and_what_only_sounds_like_one_does():
+  params = {"layers": {"bias": 0, "rescale": 0}, "scale": 0, "bias_table": {"kernel": 0}}
+  assert decay_mask(params) == {
+    "layers": {"bias": False, "rescale": True},
+    "scale": False,
+    "bias_table": {"kernel": True},
+  }
+
+
+# No two shapes are equal, so a moment's shape tells whose it is.
+STATE_SHAPES = {
+  "embed": {"embedding": (7, 16)},
+  "layers": {"norm": {"scale": (2, 16)}, "wi": (2, 4, 160, 150), "out": {"kernel": (2, 5, 6, 16)}},
+}
+STATE_NAMES = {
+  "embed": {"embedding": jax.P("vocab", "embed")},
+  "layers": {
+    "norm": {"scale": jax.P("layers", "norm")},
+    "wi": jax.P("layers", "exp", "embed_no_exp", "mlp"),
+    "out": {"kernel": jax.P("layers", "q_heads", "kv", "embed")},
+  },
+}
+# How many leaves of an optimizer's state have the shape of each parameter.
+NUM_MOMENTS = {
+  "adamw": {"embedding": 2, "scale": 2, "wi": 2, "kernel": 2},
+  "lion": {"embedding": 1, "scale": 1, "wi": 1, "kernel": 1},
+  "adafactor": {"embedding": 1, "scale": 1, "wi": 0, "kernel": 1},  # wi's is factored
+  "muon": {"embedding": 2, "scale": 2, "wi": 1, "kernel": 1},
+}
+
+
+@pytest.mark.parametrize("opt_type", OPTIMIZERS)
+def test_a_moment_lies_like_its_parameter_and_the_rest_lies_whole(opt_type):
+  cfg = build(
+    Config, DEFAULTS | {"opt_type": opt_type, "learning_rate_schedule_steps": 10}
+  ).optimizer
+  params = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
+    STATE_SHAPES,
+    is_leaf=lambda leaf: isinstance(leaf, tuple),
+  )
+  state = jax.eval_shape(build_optimizer(cfg, STATE_NAMES).init, params)
+  names = state_names(state, params, STATE_NAMES)
+  assert jax.tree.structure(names) == jax.tree.structure(state)
+
+  owners = {leaf.shape: path for path, leaf in by_path(params).items()}
+  wanted = by_path(STATE_NAMES)
+  found = dict.fromkeys(NUM_MOMENTS[opt_type], 0)
+  for leaf, leaf_names in zip(jax.tree.leaves(state), jax.tree.leaves(names), strict=True):
+    owner = owners.get(leaf.shape)
+    assert leaf_names == (wanted[owner] if owner else jax.P(*(None,) * leaf.ndim))
+    if owner:
+      found[owner.split("/")[-1]] += 1
+  assert found == NUM_MOMENTS[opt_type]

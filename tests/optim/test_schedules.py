@@ -1,0 +1,67 @@
+"""Learning rates by number of updates: where they start, peak, rest and end."""
+
+import numpy as np
+import pytest
+
+from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
+from maxlite.optim import SCHEDULES, build_schedule
+
+PEAK, STEPS, WARMUP, FINAL = 0.02, 100, 10, 0.002
+
+
+def rates(kind, **changes):
+  """Learning rate of updates 0 to STEPS, the last being that after the schedule's end."""
+  cfg = build(
+    OptimizerConfig,
+    DEFAULTS
+    | {
+      "lr_schedule_type": kind,
+      "learning_rate": PEAK,
+      "learning_rate_schedule_steps": STEPS,
+      "wsd_decay_steps_fraction": 0.2,
+    }
+    | changes,
+  )
+  schedule = build_schedule(cfg)
+  return np.array([schedule(np.float32(i)) for i in range(STEPS + 1)], np.float32)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_warm_up_starts_above_zero_and_rises_evenly_to_the_peak(kind):
+  rate = rates(kind)
+  np.testing.assert_allclose(rate[:WARMUP], PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
+  assert rate[WARMUP] == rate.max() == np.float32(PEAK)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_after_warm_up_it_never_rises_and_keeps_its_last_value(kind):
+  rate = rates(kind)
+  assert (np.diff(rate[WARMUP:]) <= 0).all()
+  assert rate[-1] == pytest.approx(PEAK if kind == "constant" else FINAL, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 1.0])
+def test_warm_up_may_be_none_one_update_or_all(kind, fraction):
+  rate = rates(kind, warmup_steps_fraction=fraction)
+  assert rate.min() > 0
+  assert rate.max() == np.float32(PEAK)
+  assert rate[STEPS - 1 if fraction == 1 else 0] == np.float32(PEAK)
+
+
+def test_cosine_is_a_cosine():
+  progress = np.arange(STEPS - WARMUP + 1) / (STEPS - WARMUP)
+  expected = FINAL + (PEAK - FINAL) * (1 + np.cos(np.pi * progress)) / 2
+  np.testing.assert_allclose(rates("cosine")[WARMUP:], expected, rtol=1e-5)
+
+
+def test_wsd_rests_at_the_peak_and_then_falls_in_a_line():
+  rate = rates("wsd")
+  assert (rate[WARMUP:81] == np.float32(PEAK)).all()
+  np.testing.assert_allclose(rate[80:], np.linspace(PEAK, FINAL, 21), rtol=1e-5)
+
+
+def test_wsd_whose_decay_reaches_into_the_warm_up_falls_at_once():
+  rate = rates("wsd", warmup_steps_fraction=0.9)
+  assert rate[89] == rate[90] == np.float32(PEAK)
+  assert rate[-1] == pytest.approx(FINAL, rel=1e-6)

@@ -1,0 +1,91 @@
+"""Whole runs in this process, and what they leave on disk."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+from tiny import config_of
+
+from maxlite.observe.writers import read_rows
+from maxlite.training.run import run_training
+
+STEPS = 8
+KEYS = {
+  "run_name": "run",
+  "steps": STEPS,
+  "learning_rate_schedule_steps": STEPS,
+  "gradient_accumulation_steps": 2,
+  "router_jitter": 0.2,
+  "log_period": 1,
+  "eval_period": 4,
+  "eval_steps": 2,
+  "checkpoint_period": 2,
+  "max_num_checkpoints_to_keep": STEPS,
+  "enable_tensorboard": "false",
+}
+CLOCK = {"step_seconds", "tokens_per_second_per_device", "tflops_per_device"}
+
+
+class Output(io.StringIO):
+  """What a run prints; the line of step `at` sends a signal to this process."""
+
+  def __init__(self, at: int = 0, number: signal.Signals = signal.SIGTERM):
+    super().__init__()
+    self._line, self._number = f"step {at}/", number
+
+  def write(self, text: str) -> int:
+    if text.startswith(self._line):
+      os.kill(os.getpid(), self._number)
+    return super().write(text)
+
+
+def keys_in(folder: Path, **keys: object) -> dict[str, object]:
+  """Keys of a run in `folder`; its programs are compiled once for all runs beside it."""
+  cache = folder.parent / "jax_cache"
+  return KEYS | {"base_output_directory": folder, "jax_cache_dir": cache} | keys
+
+
+def start(folder: Path, output: Output | None = None, **keys: object) -> tuple[int, str]:
+  """(exit code, output) of one start of the run in `folder`."""
+  output = output or Output()
+  with contextlib.redirect_stdout(output):
+    code = run_training(config_of(**keys_in(folder, **keys)))
+  return code, output.getvalue()
+
+
+def logged(folder: Path) -> list[dict]:
+  """The rows of metrics.jsonl, less what depends on the clock."""
+  return [
+    {name: value for name, value in row.items() if name not in CLOCK}
+    for row in read_rows(folder / "run/metrics.jsonl")
+  ]
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+  return sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
+
+
+def last_manifest(folder: Path) -> dict:
+  """Checksums of every array of the last step's state, and the data's position."""
+  path = folder / f"run/checkpoints/{STEPS}/manifest/metadata"
+  return json.loads(path.read_text())["body"]
+
+
+def parameter_hash(output: str) -> str:
+  return re.search(r"parameters (\w{16})$", output.strip())[1]
+
+
+def assert_as_if_nothing_had_happened(folder: Path, output: str, finished: tuple) -> None:
+  """The run in `folder` is `finished`, bit for bit, whatever happened on the way."""
+  finished_folder, finished_output = finished
+  assert logged(folder) == logged(finished_folder)
+  assert last_manifest(folder) == last_manifest(finished_folder)
+  assert parameter_hash(output) == parameter_hash(finished_output)
+
+
+def snapshot(folder: Path) -> dict[Path, bytes]:
+  return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,105 @@
+"""The cross-entropy over chunks of tokens: its value, its gradient, its memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+from maxlite.training.loss import cross_entropy_sums
+
+B, T, D, V = 8, 12, 6, 40
+ONE = {}
+VOCAB_CUT = {"tensor": 4, "data": 2}
+ROWS_CUT = {"data": 2, "fsdp": 2, "context": 2}
+ALL_CUT = {"expert": 2, "context": 2, "tensor": 2}
+
+
+def sharder_on(degrees):
+  sizes = [degrees.get(mesh_axis, 1) for mesh_axis in MESH_AXES]
+  return Sharder(build_mesh(sizes, [1] * 6, jax.devices()[: np.prod(sizes)]))
+
+
+def draw_inputs(num_real=B):
+  """x, w, targets and weights; some weights are 0, and rows past `num_real` are all padding."""
+  draw = np.random.default_rng(0)
+  x_BTD, w_DV = draw.standard_normal((B, T, D)), draw.standard_normal((D, V))
+  targets_BT = draw.integers(V, size=(B, T))
+  weight_BT = draw.uniform(0, 2, (B, T)) * (draw.random((B, T)) < 0.7)
+  weight_BT[num_real:] = 0
+  arrays = (x_BTD, w_DV, targets_BT, weight_BT)
+  return [a.astype(np.int32 if a.dtype == np.int64 else np.float32) for a in arrays]
+
+
+def exact(x_BTD, w_DV, targets_BT, weight_BT, factors):
+  """Both sums, and the gradients by x and w of their sum with `factors`, in float64."""
+  x_BTD, w_DV, weight_BT = (np.asarray(a, np.float64) for a in (x_BTD, w_DV, weight_BT))
+  logits_BTV = x_BTD @ w_DV
+  partition_BT = np.log(np.sum(np.exp(logits_BTV), axis=-1))
+  onehot_BTV = np.eye(V)[targets_BT]
+  nll_BT = partition_BT - np.sum(onehot_BTV * logits_BTV, axis=-1)
+  sums = np.sum(weight_BT * nll_BT), np.sum(weight_BT * partition_BT**2)
+  p_BTV = np.exp(logits_BTV - partition_BT[..., None])
+  slope_BTV = factors[0] * (p_BTV - onehot_BTV) + factors[1] * 2 * partition_BT[..., None] * p_BTV
+  slope_BTV *= weight_BT[..., None]
+  return sums, (slope_BTV @ w_DV.T, np.einsum("btd,btv->dv", x_BTD, slope_BTV))
+
+
+@pytest.mark.parametrize(
+  ("degrees", "chunk_tokens"),
+  [(ONE, 24), (ONE, 36), (ONE, 1), (ONE, 500), (VOCAB_CUT, 10), (ROWS_CUT, 6), (ALL_CUT, 5)],
+  ids=str,
+)
+def test_value_and_gradients_are_exact(degrees, chunk_tokens):
+  sharder, inputs, factors = sharder_on(degrees), draw_inputs(num_real=6), (0.7, 0.3)
+
+  def loss(x_BTD, w_DV, targets_BT, weight_BT):
+    sums = cross_entropy_sums(x_BTD, w_DV, targets_BT, weight_BT, chunk_tokens, sharder)
+    return factors[0] * sums[0] + factors[1] * sums[1], sums
+
+  gradients, sums = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*inputs)
+  expected_sums, expected_gradients = exact(*inputs, factors)
+  np.testing.assert_allclose(sums, expected_sums, rtol=1e-6)
+  for gradient, expected in zip(gradients, expected_gradients, strict=True):
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_any_size_are_no_overflow():
+  x_BTD, w_DV, targets_BT, weight_BT = draw_inputs()
+  sums = functools.partial(cross_entropy_sums, chunk_tokens=24, sharder=sharder_on(ONE))
+  nll, _ = jax.jit(sums)(x_BTD * 1e4, w_DV, targets_BT, weight_BT)
+  (expected, _), _ = exact(x_BTD, w_DV, targets_BT, weight_BT, (0, 0))
+  assert np.isfinite(nll)
+  assert nll > expected
+
+
+def test_bfloat16_hidden_states_are_scored_in_float32():
+  x_BTD, *rest = draw_inputs()
+  x_BTD = jnp.asarray(x_BTD, jnp.bfloat16)
+  sums = functools.partial(cross_entropy_sums, chunk_tokens=24, sharder=sharder_on(ONE))
+  nll, logits_z = jax.jit(sums)(x_BTD, *rest)
+  w_DV = jnp.asarray(rest[0], jnp.bfloat16)
+  (expected, expected_z), _ = exact(x_BTD, w_DV, *rest[1:], (0, 0))
+  assert nll.dtype == jnp.float32
+  np.testing.assert_allclose((nll, logits_z), (expected, expected_z), rtol=1e-6)
+
+
+def test_no_more_logits_than_a_chunk_s_are_in_memory():
+  num_rows, length, vocab = 8, 64, 4096
+  shapes = [((num_rows, length, 8), jnp.float32), ((8, vocab), jnp.float32)]
+  shapes += [((num_rows, length), jnp.int32), ((num_rows, length), jnp.float32)]
+  sharder = sharder_on(ONE)
+
+  def temporary_bytes(chunk_tokens):
+    loss = lambda *arrays: sum(cross_entropy_sums(*arrays, chunk_tokens, sharder))  # noqa: E731
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  all_logits = num_rows * length * vocab * 4
+  wide, narrow = temporary_bytes(64), temporary_bytes(16)
+  assert wide < 5 * all_logits * 64 / (num_rows * length)
+  assert narrow < wide / 2 < all_logits / 4
+  assert temporary_bytes(num_rows * length) > all_logits / 2  # so that the bounds above say something

@@ -1,0 +1,157 @@
+"""A run from its first start to its last step: stopped, resumed, damaged, moved, refused."""
+
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from runs import (
+  STEPS,
+  Output,
+  assert_as_if_nothing_had_happened,
+  checkpoint_steps,
+  logged,
+  snapshot,
+  start,
+)
+from tiny import mesh_keys
+
+
+def test_every_step_is_logged_once_and_evaluations_when_due(finished):
+  rows = logged(finished[0])
+  assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+  assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
+  assert checkpoint_steps(finished[0]) == [2, 4, 6, 8]
+  assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_a_run_in_two_parts_is_one_run(finished, folder):
+  assert start(folder, steps=4)[0] == 0
+  code, output = start(folder)
+  assert code == 0
+  assert "since the last start: steps=8 (was 4)" in output
+  assert "going on from the checkpoint of step 4" in output
+  configs = [(folder / "run" / name).read_text() for name in ("config.1.yml", "config.yml")]
+  assert ["\nsteps: 4\n" in text for text in configs] == [True, False]
+  assert ["\nsteps: 8\n" in text for text in configs] == [False, True]
+  assert_as_if_nothing_had_happened(folder, output, finished)
+
+
+def test_signals_stop_a_run_with_a_checkpoint_and_it_goes_on_later(finished, folder):
+  handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+  for number, at in ((signal.SIGTERM, 2), (signal.SIGINT, 5)):
+    code, output = start(folder, Output(at, number))
+    assert code == 128 + number
+    assert f"stopped by {number.name}; left after step {at + 1} of 8, with a checkpoint" in output
+    assert checkpoint_steps(folder)[-1] == at + 1
+  assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+  code, output = start(folder)
+  assert (code, "going on from the checkpoint of step 6" in output) == (0, True)
+  assert_as_if_nothing_had_happened(folder, output, finished)
+
+
+def test_a_run_that_crashed_after_its_last_checkpoint_repeats_no_row_and_loses_none(
+  finished, copy
+):
+  for step in (6, 8):
+    shutil.rmtree(copy / f"run/checkpoints/{step}")
+  code, output = start(copy)
+  assert (code, "going on from the checkpoint of step 4" in output) == (0, True)
+  assert_as_if_nothing_had_happened(copy, output, finished)
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(finished, copy):
+  largest = max((copy / "run/checkpoints/8/state").rglob("*"), key=lambda path: path.stat().st_size)
+  largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+  code, output = start(copy)
+  assert (code, "going on from the checkpoint of step 6" in output) == (0, True)
+  assert "checkpoints/8 is damaged" in output
+  assert_as_if_nothing_had_happened(copy, output, finished)
+
+
+def test_a_run_goes_on_on_another_mesh(finished, copy):
+  for step in (6, 8):
+    shutil.rmtree(copy / f"run/checkpoints/{step}")
+  code, output = start(copy, **mesh_keys("fsdp=2 tensor=2 data=2"))
+  assert (code, "going on from the checkpoint of step 4" in output) == (0, True)
+  rows, expected_rows = logged(copy), logged(finished[0])
+  assert rows[:4] == expected_rows[:4]
+  assert rows != expected_rows
+  for row, expected in zip(rows, expected_rows, strict=True):
+    assert row.keys() == expected.keys()
+    for name, value in expected.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_finished_run_has_nothing_to_do_and_changes_no_file(finished):
+  folder, _ = finished
+  before = snapshot(folder)
+  code, output = start(folder)
+  assert (code, "step 8 of 8: nothing to do" in output) == (0, True)
+  assert snapshot(folder) == before
+
+
+def test_a_run_of_another_architecture_is_refused(finished, capsys):
+  folder, _ = finished
+  before = snapshot(folder)
+  with pytest.raises(SystemExit, match="2"):
+    start(folder, base_emb_dim=32, num_experts=8, learning_rate=1.0)
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "was made with base_emb_dim=16 num_experts=4, this command says" in line
+  assert "base_emb_dim=32 num_experts=8: choose another run_name" in line
+  assert "learning_rate" not in line
+  assert snapshot(folder) == before
+
+
+def test_a_run_that_is_not_checkpointed_does_not_overwrite_one_that_is(finished, capsys):
+  folder, _ = finished
+  before = snapshot(folder)
+  with pytest.raises(SystemExit, match="2"):
+    start(folder, enable_checkpointing="false")
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "enable_checkpointing=false would start anew and overwrite" in line
+  assert snapshot(folder) == before
+
+
+def test_a_diverging_run_stops_by_itself(folder):
+  keys = {"decoder_block": "llama", "learning_rate": 1e30, "gradient_accumulation_steps": 1}
+  code, output = start(folder, max_skipped_steps=3, **keys)
+  assert code == 1
+  assert "not finite in 3 steps in a row (max_skipped_steps): lower learning_rate" in output
+  rows = logged(folder)
+  in_a_row = [row["skipped_in_a_row"] for row in rows]
+  assert in_a_row[-3:] == [1, 2, 3]
+  assert rows[-1]["step"] < STEPS
+  assert checkpoint_steps(folder)[-1] in (rows[-1]["step"], rows[-1]["step"] + 1)
+  assert all(row["loss"] is None or np.isfinite(row["loss"]) for row in rows)
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"per_device_batch_size": 0.3}, "8 devices = 2.4 rows do not divide by 8"),
+    (
+      {"gradient_accumulation_steps": 3},
+      "16 rows do not divide by 24 (8 shards of the batch x gradient_accumulation_steps=3); the "
+      "nearest that does is per_device_batch_size=3 (24 rows)",
+    ),
+    (
+      {"ici_fsdp_parallelism": 1, "ici_context_parallelism": -1, "max_target_length": 12},
+      "max_target_length=12 does not divide by the 8 shards of the context axis: set it to 16",
+    ),
+    (
+      {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 3},
+      "ici_data_parallelism=3 x ici_fsdp_parallelism=2 multiply to 6, but there are 8 devices",
+    ),
+    ({"base_emb_dim": 20}, "does not divide by fsdp=8"),
+    ({"sharding_tolerance": 0}, "of parameter bytes lie whole on every device"),
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_ends_in_one_line(folder, capsys, keys, message):
+  with pytest.raises(SystemExit, match="2"):
+    start(folder, **({"gradient_accumulation_steps": 1} | keys))
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith("maxlite.train: ")
+  assert message in line
+  assert not folder.exists()

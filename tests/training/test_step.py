@@ -1,0 +1,149 @@
+"""One step: its gradient, its micro-batches, its random draws, and what a bad batch does."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
+
+from maxlite.models import build_model
+from maxlite.training.state import init_state
+from maxlite.training.step import build_train_step
+
+MESH = mesh_keys("fsdp=4 tensor=2")
+BALANCED = {"z_loss_multiplier": 1e-3, "load_balance_loss_weight": 0.5}
+JITTER = {"decoder_block": "mixtral", "z_loss_multiplier": 1e-3, "router_jitter": 0.2}
+UNBALANCED = BALANCED | {"load_balance_loss_weight": 0.0}
+
+
+@functools.cache
+def first_state():
+  return jax.device_get(trainer_of(**MESH, **BALANCED).init_state())
+
+
+def start(**keys):
+  """(trainer, state before the first step on the host)."""
+  return trainer_of(**MESH, **keys), first_state()
+
+
+def spoiled(batch):
+  """`batch` with one token that counts NaN times."""
+  weight_BT = batch.weight_BT.copy()
+  weight_BT[0, 0] = np.nan
+  return batch.replace(weight_BT=weight_BT)
+
+
+def assert_same_bits(tree, expected):
+  jax.tree.map(np.testing.assert_array_equal, tree, expected)
+
+
+@pytest.mark.parametrize(
+  ("keys", "num_micro"), [(BALANCED, 2), (BALANCED, 4), (UNBALANCED, 4)], ids=str
+)
+def test_micro_batches_add_up_to_the_batch(keys, num_micro):
+  batches = [uneven_batch(seed) for seed in range(3)]
+  expected, expected_rows = take_steps(*start(**keys), batches)
+  state, rows = take_steps(*start(gradient_accumulation_steps=num_micro, **keys), batches)
+  for row, expected_row in zip(rows, expected_rows, strict=True):
+    assert row.keys() == expected_row.keys() > {"load_balance_loss", "router_z_loss", "z_loss"}
+    for name, value in expected_row.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+  for leaf, expected_leaf in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+    np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
+
+
+def test_the_step_follows_the_gradient_of_the_total_loss():
+  """In float64, against central differences along random directions through all parameters."""
+  cfg = trainer_of(**MESH, **BALANCED).cfg
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    model_cfg = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
+    model = build_model(model_cfg, trainer_of(**MESH, **BALANCED).sharder)
+    tx = optax.sgd(1.0)  # parameters less their gradient
+    step = jax.jit(build_train_step(model, tx, lambda _: 1.0, cfg.training, model_cfg.moe))
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), first_state().params)
+    batch = uneven_batch(0)
+    batch = batch.replace(weight_BT=batch.weight_BT.astype(np.float64))
+    state = init_state(params, tx, jnp.zeros(2, jnp.uint32))
+    moved, _ = step(state, batch)
+    gradient = jax.tree.map(lambda old, new: old - new, params, moved.params)
+    for seed in range(3):
+      draw = np.random.default_rng(seed)
+      direction = jax.tree.map(lambda x, draw=draw: draw.standard_normal(x.shape), params)
+      slope = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
+      away = (
+        jax.tree.map(lambda x, d, h=h: x + h * d, params, direction) for h in (1e-6, -1e-6)
+      )
+      up, down = (step(state.replace(params=p), batch)[1]["total_loss"] for p in away)
+      np.testing.assert_allclose(slope, (up - down) / 2e-6, rtol=1e-6)
+
+
+def test_bfloat16_activations_give_nearly_the_same_step():
+  keys = {**BALANCED, "dtype": "bfloat16", "gradient_accumulation_steps": 2}
+  batches = [uneven_batch(0)] * 2
+  _, expected_rows = take_steps(*start(**BALANCED), batches)
+  state, rows = take_steps(*start(**keys), batches)
+  assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
+  for row, expected_row in zip(rows, expected_rows, strict=True):
+    for name in ("loss", "z_loss", "router_z_loss", "grad_norm"):
+      np.testing.assert_allclose(row[name], expected_row[name], rtol=0.03, err_msg=name)
+      assert row[name] != expected_row[name]
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
+  trainer, before = start(**BALANCED)
+  bad, good = spoiled(uneven_batch(0)), uneven_batch(1)
+  after, rows = take_steps(trainer, before, [bad, bad])
+  assert not np.isfinite(rows[0]["loss"])
+  assert_same_bits((after.params, after.opt_state), (before.params, before.opt_state))
+  assert (after.step, after.skipped, after.skipped_in_a_row) == (2, 2, 2)
+  assert [(row["skipped"], row["skipped_in_a_row"]) for row in rows] == [(1, 1), (2, 2)]
+  after, (row,) = take_steps(trainer, after, [good])
+  expected, (expected_row,) = take_steps(trainer, before, [good])
+  assert_same_bits((after.params, after.opt_state), (expected.params, expected.opt_state))
+  assert (after.step, after.skipped, after.skipped_in_a_row) == (3, 2, 0)
+  assert (row["skipped"], row["skipped_in_a_row"]) == (2, 0)
+  assert row["loss"] == expected_row["loss"]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_of_a_finite_loss():
+  trainer, before = start(**UNBALANCED)
+  scale = np.full_like(before.params["final_norm"]["scale"], 1e15)
+  huge = before.replace(params=before.params | {"final_norm": {"scale": scale}})
+  after, (row,) = take_steps(trainer, huge, [uneven_batch(0)])
+  assert np.isfinite(row["total_loss"])
+  assert not np.isfinite(row["grad_norm"])
+  assert_same_bits((after.params, after.opt_state), (huge.params, huge.opt_state))
+  assert after.skipped == 1
+
+
+def test_the_learning_rate_counts_updates_and_not_steps():
+  trainer, before = start(**BALANCED)
+  batch = uneven_batch(0)
+  _, rows = take_steps(trainer, before, [batch, spoiled(batch), batch, batch])
+  expected = [float(trainer.schedule(jnp.float32(update))) for update in (0, 1, 1, 2)]
+  np.testing.assert_allclose([row["learning_rate"] for row in rows], expected, rtol=1e-6)
+  assert len(set(expected)) == 3
+
+
+def test_router_jitter_draws_anew_at_every_step():
+  trainer = trainer_of(**MESH, **JITTER)
+  before, batch = first_state(), uneven_batch(0)
+  states = (before, before.replace(step=before.step + 1), before)
+  losses = [take_steps(trainer, state, [batch])[1][0]["load_balance_loss"] for state in states]
+  assert losses[0] == losses[2] != losses[1]
+
+
+def test_evaluation_draws_nothing_and_sums_what_the_step_averages():
+  batch, (trainer, before) = uneven_batch(0), start(**BALANCED)
+  _, (row,) = take_steps(trainer, before, [batch])
+  jittery = trainer_of(**MESH, **JITTER)
+  num_bytes_V = np.arange(jittery.cfg.model.vocab_size, dtype=np.int32) % 3
+  eval_step = jittery.eval_step(num_bytes_V)
+  sums = jax.device_get(eval_step(state_on(jittery, before).params, place(jittery, batch)))
+  np.testing.assert_allclose(sums["nll"] / sums["weight"], row["loss"], rtol=1e-6)
+  assert sums["weight"] == np.sum(batch.weight_BT)
+  assert sums["num_bytes"] == np.sum(num_bytes_V[batch.targets_BT] * (batch.weight_BT > 0))
