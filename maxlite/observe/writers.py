@@ -1,6 +1,6 @@
 """Where rows of metrics go: a JSONL file, TensorBoard, the console.
 
-A row is a flat dict of numbers with a `step`. Rows of an evaluation have `eval_loss`.
+A row is a flat dict of numbers with a `step`; where held-out data was evaluated, with `eval_loss`.
 """
 
 import json
@@ -64,9 +64,9 @@ class JsonlWriter:
     ordered = {"step": row["step"]} | dict(sorted(row.items()))
     finite = {name: v if math.isfinite(v) else None for name, v in ordered.items()}
     self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+    self._file.flush()  # for whoever follows the file; only flush() below outlives a crash
 
   def flush(self) -> None:
-    self._file.flush()
     os.fsync(self._file.fileno())
 
   def close(self) -> None:
@@ -147,12 +147,15 @@ class ConsoleWriter:
     self._progress.start()
 
   def write(self, row: Row) -> None:
-    line = _eval_cells(row) if "eval_loss" in row else _training_cells(row)
-    kind = "eval" if "eval_loss" in row else "step"
-    done = f"{kind} {row['step']:>{len(str(self._num_steps))}}/{self._num_steps}"
-    # soft_wrap: a line stays whole in a log file, whatever width Rich takes it to have
-    self._console.print("  ".join([done, *line]), soft_wrap=True, markup=False, highlight=False)
+    self._print("step", row["step"], _training_cells(row))
+    if "eval_loss" in row:
+      self._print("eval", row["step"], _eval_cells(row))
     self._progress.update(self._task, completed=row["step"])
+
+  def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
+    done = f"{kind} {step:>{len(str(self._num_steps))}}/{self._num_steps}"
+    # soft_wrap: a line stays whole in a log file, whatever width Rich takes it to have
+    self._console.print("  ".join([done, *cells]), soft_wrap=True, markup=False, highlight=False)
 
   def flush(self) -> None:
     self._console.file.flush()

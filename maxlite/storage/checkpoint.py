@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,16 @@ class Checkpoints:
     """(state, data state, step) of the newest whole checkpoint; None where there is none at all.
 
     `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for each leaf; on which mesh the
-    checkpoint was written does not matter. Newer checkpoints that turn out damaged, and what a
-    killed write left, are moved to the folder `checkpoints_damaged` and reported.
+    checkpoint was written does not matter. Newer checkpoints that turn out damaged are moved to
+    the folder `checkpoints_damaged` and reported; what a killed write left is removed.
 
     Raises:
       ValueError: all checkpoints are damaged, or the newest whole one is of another model.
     """
     found = self._newest_whole(abstract_state, prefix="")
     damaged = [] if found is None else [step for step in self._steps() if step > found[2]]
-    self._move_aside([*self._unfinished(), *map(str, damaged)])
+    self._remove_unfinished()
+    self._move_aside([str(step) for step in damaged])
     return found
 
   def restore_params(self, abstract_params: Any) -> tuple[Any, int]:
@@ -175,12 +177,16 @@ class Checkpoints:
   def _steps(self) -> list[int]:
     return [int(name) for name in self._names() if name.isdigit()]
 
-  def _unfinished(self) -> list[str]:
-    """Names of what killed writes left."""
-    return [name for name in self._names() if TEMPORARY in name]
-
   def _names(self) -> list[str]:
     return sorted(p.name for p in self._directory.iterdir()) if self._directory.is_dir() else []
+
+  def _remove_unfinished(self) -> None:
+    """Removes what killed writes left; it never was a checkpoint."""
+    _barrier("checkpoints read")
+    for name in self._names() if jax.process_index() == 0 else ():
+      if TEMPORARY in name:
+        shutil.rmtree(self._directory / name)
+    _barrier("unfinished checkpoints removed")
 
   def _move_aside(self, names: list[str]) -> None:
     """Moves these into the folder `checkpoints_damaged`, under names that are free there."""

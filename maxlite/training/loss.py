@@ -67,7 +67,7 @@ def cross_entropy_sums(
 
 
 def _chunked_sums(x_TD, w_DV, targets_T, weight_T, chunk_tokens, vocab_axes) -> tuple:
-  chunk = lambda args: _chunk_sums(*args, w_DV, vocab_axes)  # noqa: E731
+  chunk = lambda args: _chunk_sums(*args, w_DV, vocab_axes)
   num_tokens = x_TD.shape[0]
   num_chunks = math.ceil(num_tokens / chunk_tokens)
   if num_chunks == 1:

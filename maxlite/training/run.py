@@ -26,7 +26,7 @@ from maxlite.training.setup import Trainer, build_trainer, enable_compilation_ca
 
 def run_training(cfg: Config) -> int:
   """Trains to the last step and returns the exit code; goes on where an earlier start left off."""
-  console = Console(quiet=jax.process_index() > 0, highlight=False, soft_wrap=True)
+  console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
   with exit_with_one_line("maxlite.train"):
     enable_compilation_cache(cfg.run.jax_cache_dir)
     trainer = build_trainer(cfg)

@@ -134,7 +134,7 @@ def _totals(forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: Mo
   experts' load, which takes a forward pass over all micro-batches.
   """
   if "moe" in zeros.layers and moe.load_balance_loss_weight:
-    add = lambda sums, micro: (jax.tree.map(jnp.add, sums, forward(micro)), None)  # noqa: E731
+    add = lambda sums, micro: (jax.tree.map(jnp.add, sums, forward(micro)), None)
     return jax.lax.scan(add, zeros, inputs)[0]
   totals = zeros.replace(weight=jnp.sum(batch.weight_BT))
   if "moe" in zeros.layers:

@@ -36,6 +36,9 @@ POSITION_BT = np.tile(np.arange(NUM_POSITIONS, dtype=np.int32), (4, 1))
 POSITION_BT[0] = np.r_[0:5, 0:4, 0, 0, 0]
 BATCH = (TOKENS_BT, SEGMENT_BT, POSITION_BT)
 
+# What is compiled here runs once: LLVM's optimizations would take longer than they save.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 pytestmark = pytest.mark.parametrize("family", MODELS)
 
 
@@ -83,7 +86,7 @@ def loss(model, params, batch):
 @functools.cache
 def compiled(family, **changes):
   """run(params, batch) -> (loss, gradients), on one device."""
-  return jax.jit(jax.value_and_grad(functools.partial(loss, model_of(family, **changes))))
+  return jit(jax.value_and_grad(functools.partial(loss, model_of(family, **changes))))
 
 
 @functools.cache
@@ -93,10 +96,10 @@ def base_results(family):
 
 
 def assert_trees_close(got, want, rtol):
-  """Each leaf within `rtol` of its largest entry."""
+  """Each leaf within `rtol` of its norm."""
 
   def check(path, a, b):
-    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(), err_msg=str(path))
+    assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b), path
 
   jax.tree_util.tree_map_with_path(check, got, want)
 
@@ -121,7 +124,7 @@ def test_every_parameter_gets_a_gradient(family):
 
 def test_layers_start_different_from_each_other(family):
   key = jax.random.key(0, impl="unsafe_rbg")  # compiles fastest
-  params = meta.unbox(jax.jit(model_of(family).init)(key, *BATCH)["params"])
+  params = meta.unbox(jit(model_of(family).init)(key, *BATCH)["params"])
   for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
     assert "scale" in str(path) or (leaf[0] != leaf[1]).any(), path
 
@@ -137,7 +140,7 @@ def unstacked(params):
   """The same parameters as a model without scan has them."""
   rest = {name: leaf for name, leaf in params.items() if name != "layers"}
   num_layers = TINY["base_num_decoder_layers"]
-  take = lambda i: jax.tree.map(lambda leaf: leaf[i], params["layers"])  # noqa: E731
+  take = lambda i: jax.tree.map(lambda leaf: leaf[i], params["layers"])
   return rest | {f"layers_{i}": take(i) for i in range(num_layers)}
 
 
@@ -160,9 +163,9 @@ def test_what_is_recomputed_changes_nothing(family, policy):
 def test_bfloat16_is_close_to_float32(family):
   value, gradients = base_results(family)
   got, rounded = compiled(family, dtype="bfloat16")(params_of(family), BATCH)
-  assert got == pytest.approx(value, abs=0.05)
+  assert got == pytest.approx(value, abs=0.01)
   assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {np.dtype(np.float32)}
-  assert_trees_close(rounded, gradients, 0.1)
+  assert_trees_close(rounded, gradients, 0.08)
 
 
 def test_a_mesh_changes_nothing_and_rematerializes_nothing(family, capfd):
@@ -176,7 +179,7 @@ def test_a_mesh_changes_nothing_and_rematerializes_nothing(family, capfd):
   )
   rows = sharder.sharding(("activation_batch", "activation_length"))
   run = jax.value_and_grad(functools.partial(loss, model))
-  got, sharded = jax.jit(run, in_shardings=(shardings, rows))(params, BATCH)
+  got, sharded = jit(run, in_shardings=(shardings, rows))(params, BATCH)
   assert "rematerialization" not in capfd.readouterr().err
   value, gradients = base_results(family)
   assert got == pytest.approx(value, rel=1e-5)
@@ -185,14 +188,14 @@ def test_a_mesh_changes_nothing_and_rematerializes_nothing(family, capfd):
 
 @functools.cache
 def logits_of(family):
-  return jax.jit(lambda batch: model_of(family).apply({"params": params_of(family)}, *batch))
+  return jit(lambda batch: model_of(family).apply({"params": params_of(family)}, *batch))
 
 
 def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(family):
   params, model = params_of(family), model_of(family)
   cotangent_V = draw(TINY["vocab_size"], 1)
 
-  @jax.jit
+  @jit
   def reach(table_VD):
     """[t, v]: the largest derivative of the first row's t-th logits by token v's embedding."""
 

@@ -1,30 +1,52 @@
-"""The dense feed-forward block against plain NumPy."""
+"""The dense feed-forward block against its plain formula in float64, values and gradients."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.layers.mlp import MLP
+from maxlite.layers.mlp import MLP, gated
 
 FORMULAS = {
-  "silu": lambda x: x / (1 + np.exp(-x)),
-  "relu": lambda x: np.maximum(x, 0),
-  "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+  "silu": lambda x: x / (1 + jnp.exp(-x)),
+  "relu": lambda x: jnp.maximum(x, 0),
+  "gelu": lambda x: x / 2 * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
 }
+
+
+def draw(shape, seed):
+  return np.random.default_rng(seed).normal(size=shape)
+
+
+def formula(activations, params, x_BTD):
+  h_BTF = FORMULAS[activations[0]](x_BTD @ params["wi_0"]["kernel"])
+  if activations[1:]:
+    h_BTF *= x_BTD @ params["wi_1"]["kernel"]
+  return h_BTF @ params["wo"]["kernel"]
 
 
 @pytest.mark.parametrize("activations", [("silu", "linear"), ("gelu", "linear"), ("relu",)])
 def test_gated_and_ungated(sharders, activations):
-  mlp = MLP(6, activations, jnp.float32, sharders["one device"])
-  x_BTD = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
-  names = [f"wi_{i}" for i in range(len(activations))]
-  shapes = {**dict.fromkeys(names, (4, 6)), "wo": (6, 4)}
-  draw = np.random.default_rng(1).normal
-  params = {name: {"kernel": draw(size=s).astype(np.float32)} for name, s in shapes.items()}
-  y_BTD = jax.jit(mlp.apply)({"params": params}, x_BTD)
+  with jax.enable_x64(True):
+    mlp = MLP(6, activations, jnp.float64, sharders["one device"])
+    names = [f"wi_{i}" for i in range(len(activations))]
+    shapes = {**dict.fromkeys(names, (4, 6)), "wo": (6, 4)}
+    params = {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
+    x_BTD, dy_BTD = draw((2, 3, 4), 10), draw((2, 3, 4), 11)
+    results = []
+    for function in (
+      lambda params, x_BTD: mlp.apply({"params": params}, x_BTD),
+      functools.partial(formula, activations),
+    ):
+      y_BTD, pull_back = jax.vjp(jax.jit(function), params, x_BTD)
+      results.append((y_BTD, pull_back(dy_BTD)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), *results)
 
-  h_BTF = FORMULAS[activations[0]](x_BTD @ params["wi_0"]["kernel"])
-  if len(activations) == 2:
-    h_BTF = h_BTF * (x_BTD @ params["wi_1"]["kernel"])
-  np.testing.assert_allclose(y_BTD, h_BTF @ params["wo"]["kernel"], atol=1e-4)
+
+def test_a_gate_keeps_nothing_for_its_gradient_but_its_operands():
+  gate, up = draw((5, 4), 0).astype(np.float32), draw((5, 4), 1).astype(np.float32)
+  _, pull_back = jax.vjp(lambda gate, up: gated(gate, up, "silu"), gate, up)
+  kept = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back) if np.shape(leaf) == gate.shape]
+  assert sorted(leaf.sum() for leaf in kept) == sorted((gate.sum(), up.sum()))

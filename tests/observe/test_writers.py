@@ -115,8 +115,10 @@ def test_console_shows_what_a_row_has():
 
 
 def test_console_evaluation_line():
-  row = {"step": 100, "eval_loss": 1.5, "eval_bits_per_byte": 2.1640}
-  assert console_text([row]) == "eval 100/300  loss  1.5000  bits/byte 2.1640\n"
+  row = TRAINING | {"step": 100, "eval_loss": 1.5, "eval_bits_per_byte": 2.1640}
+  training, evaluation = console_text([row]).splitlines()
+  assert training.startswith("step 100/300  loss  2.5000")
+  assert evaluation == "eval 100/300  loss  1.5000  bits/byte 2.1640"
 
 
 def test_a_terminal_has_a_progress_bar_below_whole_lines():

@@ -44,11 +44,12 @@ def test_an_axis_that_does_not_divide_is_named_with_its_key(sharder, names, shap
 
 
 def test_parameters_may_lie_whole_up_to_the_tolerance(sharder):
-  cut = placed(sharder, "kernel", (8, 12), ("embed", "mlp"))
+  names = ("embed", "mlp")
+  cut = [placed(sharder, "kernel", (8, 6), names), placed(sharder, "in_two", (48,), ("mlp",))]
   whole = [placed(sharder, "small", (1,), ("norm",)), placed(sharder, "big", (3,), ("norm",))]
-  check_sharded([cut, *whole], sharder, 0.04)
+  check_sharded([*cut, *whole], sharder, 0.04)
   with pytest.raises(ValueError, match=r"^4\.0% .* largest big \(3,\); .* allows 3\.9%"):
-    check_sharded([cut, *whole], sharder, 0.039)
+    check_sharded([*cut, *whole], sharder, 0.039)
 
 
 def test_a_mesh_that_cuts_no_parameter_has_nothing_to_check():

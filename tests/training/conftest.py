@@ -5,7 +5,7 @@ import shutil
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from runs import start
+from tiny_run import start
 
 SETTINGS = (
   "jax_disable_most_optimizations",

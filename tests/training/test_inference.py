@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import Output, keys_in, logged
-from tiny import trainer_of, words_of
+from tiny import config_of, trainer_of
+from tiny_run import Output, keys_in, logged
 
 from maxlite.config import load_config
 from maxlite.training.inference import config_of_run, generate, run_evaluation, run_generation
@@ -42,7 +42,7 @@ def test_only_typed_keys_change_the_config_of_a_run(finished, tmp_path):
   assert cfg.observe.eval_steps == 7
   saved = config_of_run(cfg, argv)
   assert (saved.observe.eval_steps, saved.generate.temperature) == (2, 0.25)
-  assert saved.model == load_config(words_of(), needs_data=False).model
+  assert saved.model == config_of(**keys_in(finished[0])).model
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,7 @@ def test_generation_ends_before_the_end_of_text():
   assert generated(eos, temperature=0)[-1] == expected
 
 
-def test_sampling_follows_its_seed_and_temperature():
+def test_sampling_follows_its_seed():
   first = generated(temperature=1.0)[-1]
   assert generated(temperature=1.0)[-1] == first
   assert generated(temperature=1.0, decode_sampling_seed=1)[-1] != first
-  assert generated(temperature=1e-4)[-1] == generated(temperature=0)[-1]

@@ -93,7 +93,7 @@ def test_no_more_logits_than_a_chunk_s_are_in_memory():
   sharder = sharder_on(ONE)
 
   def temporary_bytes(chunk_tokens):
-    loss = lambda *arrays: sum(cross_entropy_sums(*arrays, chunk_tokens, sharder))  # noqa: E731
+    loss = lambda *arrays: sum(cross_entropy_sums(*arrays, chunk_tokens, sharder))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -102,4 +102,6 @@ def test_no_more_logits_than_a_chunk_s_are_in_memory():
   wide, narrow = temporary_bytes(64), temporary_bytes(16)
   assert wide < 5 * all_logits * 64 / (num_rows * length)
   assert narrow < wide / 2 < all_logits / 4
-  assert temporary_bytes(num_rows * length) > all_logits / 2  # so that the bounds above say something
+  assert (
+    temporary_bytes(num_rows * length) > all_logits / 2
+  )  # so that the bounds above say something

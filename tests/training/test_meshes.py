@@ -70,7 +70,10 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_rows():
 def test_the_total_loss_is_the_weighted_sum_of_its_parts(whole):
   _, _, _, rows = whole
   weights = {
-    "loss": 1.0, "z_loss": 1e-3, "load_balance_loss": 0.01, "router_z_loss": 0.001,
+    "loss": 1.0,
+    "z_loss": 1e-3,
+    "load_balance_loss": 0.01,
+    "router_z_loss": 0.001,
   }
   for row in rows:
     total = sum(weight * float(row.get(name, 0)) for name, weight in weights.items())

@@ -35,12 +35,8 @@ KEYS = {
 }
 
 
-def words_of(**keys: object) -> list[str]:
-  return [f"{name}={value}" for name, value in (KEYS | keys).items()]
-
-
 def config_of(**keys: object) -> Config:
-  return load_config(words_of(**keys))
+  return load_config([f"{name}={value}" for name, value in (KEYS | keys).items()])
 
 
 @functools.cache

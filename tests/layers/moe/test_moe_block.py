@@ -104,7 +104,7 @@ def run(request, sharders):
       is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned),
     )
   rows = sharder.sharding(("activation_batch", "activation_length", None))
-  apply = lambda params, x_BTD: block.apply({"params": params}, x_BTD, SEGMENT_BT)  # noqa: E731
+  apply = lambda params, x_BTD: block.apply({"params": params}, x_BTD, SEGMENT_BT)
   run = functools.partial(value_and_gradients, apply)
   return jax.jit(run, in_shardings=(shardings, rows, None))
 

@@ -1,0 +1,52 @@
+"""The losses of ten steps that must not change unless someone means them to."""
+
+import json
+from pathlib import Path
+
+from maxlite.config import load_config
+from maxlite.data.batch import to_global
+from maxlite.training.run import open_trainer_data
+from maxlite.training.setup import build_trainer
+
+FILE = Path(__file__).with_name("base_10_steps.json")
+CONFIG = Path(__file__).resolve().parents[2] / "configs/base.yml"
+STEPS = 10
+# The default run, made small; two rows for each of eight devices.
+WORDS = [
+  str(CONFIG),
+  f"steps={STEPS}",
+  "dataset_type=synthetic",
+  "base_emb_dim=32",
+  "base_num_decoder_layers=2",
+  "base_num_query_heads=4",
+  "base_num_kv_heads=2",
+  "head_dim=8",
+  "num_experts=4",
+  "base_moe_mlp_dim=32",
+  "max_target_length=32",
+  "per_device_batch_size=2",
+  "sharding_tolerance=1",
+]
+NOTE = (
+  "Losses of ten steps of the default run made small (tests/golden/ten_steps.py), in float32. A "
+  "change that is meant to leave training as it is must not change them. Where another "
+  "initialisation, architecture, loss, optimizer, default or data order is meant to, say so in the "
+  "changelog and write them anew: python tests/golden/rewrite.py"
+)
+
+
+def ten_losses() -> list[float]:
+  """The total loss of each step."""
+  trainer = build_trainer(load_config(WORDS))
+  state, stream = trainer.init_state(), open_trainer_data(trainer).train_stream()
+  losses = []
+  for _ in range(STEPS):
+    batch = to_global(next(stream), trainer.batch_sharding, trainer.batch_shape)
+    state, metrics = trainer.train_step(state, batch)
+    losses.append(float(metrics["total_loss"]))
+  stream.close()
+  return losses
+
+
+def write(losses: list[float]) -> None:
+  FILE.write_text(json.dumps({"note": NOTE, "total_loss": losses}, indent=2) + "\n")

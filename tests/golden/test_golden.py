@@ -1,0 +1,12 @@
+"""Training is what it was: base_10_steps.json says when that may change, and how to say so."""
+
+import json
+
+import numpy as np
+from ten_steps import FILE, NOTE, ten_losses
+
+
+def test_ten_steps_of_the_default_run_have_the_losses_they_had():
+  golden = json.loads(FILE.read_text())
+  assert golden["note"] == NOTE
+  np.testing.assert_allclose(ten_losses(), golden["total_loss"], rtol=1e-5)

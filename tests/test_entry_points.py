@@ -1,0 +1,147 @@
+"""The commands, as typed: each in a process of its own, on one device."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxlite.config import load_config
+from maxlite.training.setup import build_trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = ROOT / "configs/base.yml"
+TINY = [
+  "base_emb_dim=16",
+  "base_num_decoder_layers=2",
+  "base_num_query_heads=4",
+  "base_num_kv_heads=2",
+  "head_dim=4",
+  "num_experts=4",
+  "base_moe_mlp_dim=16",
+  "max_target_length=32",
+  "per_device_batch_size=4",
+  "sharding_tolerance=1",
+  "jax_cache_dir=",
+]
+# Compiled fast rather than compiled to be fast.
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+TESTS_OWN = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+
+
+def open_process(*command, **environment):
+  inherited = {name: value for name, value in os.environ.items() if name not in TESTS_OWN}
+  return subprocess.Popen(
+    [sys.executable, *map(str, command)],
+    cwd=ROOT,
+    env=inherited | ENVIRONMENT | environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def finish(process):
+  """(exit code, stdout, stderr)."""
+  out, err = process.communicate()
+  return process.returncode, out, err
+
+
+def maxlite(program, *words):
+  return open_process("-m", f"maxlite.{program}", *words)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+  """Words that name a run, which `trained` has trained, and its data."""
+  folder = tmp_path_factory.mktemp("entry")
+  text = "".join(f"def f{n}(x):\n  return x + {n}\n\n" for n in range(400))
+  (folder / "data.txt").write_text(text)
+  return [f"base_output_directory={folder}", "run_name=tiny", f"dataset_path={folder}/data.txt"]
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+  """(folder of the run, what training it printed)."""
+  words = ["eval_split=tail", "eval_steps=2", "log_period=1", "steps=4"]
+  code, out, err = finish(maxlite("train", BASE, *TINY, *place, *words))
+  assert (code, err) == (0, "")
+  return Path(place[0].partition("=")[2]) / "tiny", out
+
+
+def test_train_tells_what_it_does_and_leaves_a_run_folder(trained):
+  folder, out = trained
+  for step in range(1, 4):
+    assert re.search(rf"^step {step}/4  loss +\d\.\d{{4}}  lr ", out, re.MULTILINE)
+  assert re.search(r"^eval 4/4  loss +\d\.\d{4}  bits/byte \d\.\d{4}$", out, re.MULTILINE)
+  assert re.search(r"^model: mixtral, [\d,]+ parameters, [\d,]+ active", out, re.MULTILINE)
+  assert "  base_emb_dim=16 (default 256)\n" in out
+  left = {"config.yml", "metrics.jsonl", "curves.png", "checkpoints", "tensorboard"}
+  assert {path.name for path in folder.iterdir()} == left
+
+
+def test_evaluate_and_generate_take_the_run_as_it_was_trained(trained, place, tmp_path):
+  folder, _ = trained
+  other = tmp_path / "other.yml"
+  other.write_text("base_emb_dim: 32\nmax_target_length: 64\neval_steps: 1\n")
+  run = [BASE, other, *place[:2], "jax_cache_dir="]
+  prompt = ["prompt=def f", "max_new_tokens=20", "temperature=0"]
+  evaluation = maxlite("evaluate", *run)
+  generation = maxlite("generate", *run, *prompt)
+  last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+  names = ("eval_loss", "eval_tokens", "eval_bits_per_byte")
+  figures = "  ".join(f"{name} {last[name]:.6g}" for name in names)
+  assert finish(evaluation) == (0, f"{folder} step 4  {figures}\n", "")
+  code, text, err = finish(generation)
+  assert (code, err) == (0, "")
+  assert text.startswith("def f")
+  assert len(text) > len("def f\n")
+
+
+@pytest.mark.parametrize("program", ["train", "evaluate", "generate"])
+def test_help_and_mistakes_are_answered_without_loading_jax(program):
+  words = ["-X", "importtime", "-m", f"maxlite.{program}"]
+  helped, mistaken = open_process(*words, "--help"), open_process(*words, BASE, "stepz=3")
+  code, out, imports = finish(helped)
+  assert (code, "--learning_rate" in out) == (0, True)
+  assert not re.search(r"\| +jax$", imports, re.MULTILINE)
+  code, out, imports = finish(mistaken)
+  errors = [line for line in imports.splitlines() if not line.startswith("import time:")]
+  assert (code, out, len(errors)) == (2, "", 1)
+  assert errors[0].startswith(f"maxlite.{program}: command line: ")
+  assert "stepz" in errors[0]
+  assert "steps" in errors[0]
+  assert not re.search(r"\| +jax$", imports, re.MULTILINE)
+
+
+def test_shardings_prints_every_parameter_once():
+  words = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
+  tool = open_process("tools/inspect/shardings.py", *words, JAX_NUM_CPU_DEVICES="8")
+  placements = build_trainer(load_config(words)).placements
+  code, out, _ = finish(tool)
+  lines = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+  assert (code, lines[0][0]) == (
+    0,
+    "8 devices: ensemble=1 x data=1 x fsdp=4 x context=1 x expert=1 x tensor=2",
+  )
+  rows = {line[0]: line for line in lines[2:-1]}
+  assert len(rows) == len(placements) > 10
+  for placement in placements:
+    _, names, spec, shape, num_bytes = rows[placement.path]
+    assert names.split() == list(placement.names)
+    assert spec == str(placement.spec)
+    assert shape.split() == [str(size) for size in placement.shape]
+    assert num_bytes == f"{placement.bytes_per_device:,}"
+  assert lines[-1][1] == f"{sum(p.num_bytes for p in placements):,} bytes in all"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(place, tmp_path):
+  words = [f"jax_cache_dir={tmp_path}", "steps=40", "checkpoint_period=5", "log_period=1"]
+  words += ["eval_split=tail", "eval_period=10", "eval_steps=2", "router_jitter=0.1", place[2]]
+  tool = open_process("tools/inspect/kill_test.py", "--kills", "3", BASE, *TINY, *words)
+  code, out, err = finish(tool)
+  assert (code, "killed 3 times" in out, "losses equal: True" in out) == (0, True, True), out + err
