@@ -161,7 +161,6 @@ class ModelConfig:
       "out_proj",
       "mlpwi",
       "mlpwo",
-      "moe_out",
     ),
   )
   moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)

@@ -21,7 +21,6 @@ MATMUL_OUTPUTS = (
   "out_proj",
   "mlpwi",
   "mlpwo",
-  "moe_out",
 )
 
 

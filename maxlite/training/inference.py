@@ -12,10 +12,11 @@ from maxlite.config import Config, exit_with_one_line, load_config, read_saved
 from maxlite.config.schema import flatten
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.models.decoder import Decoder
+from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.training.evaluate import evaluate
 from maxlite.training.run import open_trainer_data, run_folder
-from maxlite.training.setup import Trainer, build_trainer, enable_compilation_cache
+from maxlite.training.setup import Trainer, build_trainer
 
 
 def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
@@ -69,6 +70,7 @@ def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
 def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
   """(trainer, parameters, step) of the newest checkpoint of the run that `cfg` names."""
   enable_compilation_cache(cfg.run.jax_cache_dir)
+  keep_freed_memory()
   trainer = build_trainer(cfg)
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=_to_stderr)
   params, step = checkpoints.restore_params(trainer.abstract_state.params)

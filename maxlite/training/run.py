@@ -17,11 +17,12 @@ from maxlite.observe.flops import active_parameter_count, parameter_count
 from maxlite.observe.plots import draw_curves
 from maxlite.observe.profiler import Profiler
 from maxlite.observe.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
+from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.storage.fingerprint import tree_hash
 from maxlite.storage.run_folder import Changes, RunFolder
 from maxlite.training.loop import Ending, Run, train
-from maxlite.training.setup import Trainer, build_trainer, enable_compilation_cache
+from maxlite.training.setup import Trainer, build_trainer
 
 
 def run_training(cfg: Config) -> int:
@@ -29,6 +30,7 @@ def run_training(cfg: Config) -> int:
   console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
   with exit_with_one_line("maxlite.train"):
     enable_compilation_cache(cfg.run.jax_cache_dir)
+    keep_freed_memory()
     trainer = build_trainer(cfg)
     folder = run_folder(cfg)
     changes = folder.config_changes(flatten(cfg))

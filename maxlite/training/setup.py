@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -106,13 +105,6 @@ def build_trainer(cfg: Config) -> Trainer:
     abstract_state=_abstract_state(params, names, tx, sharder),
     global_batch_size=global_batch_size,
   )
-
-
-def enable_compilation_cache(directory: str) -> None:
-  """Compiled programs are kept in `directory`, so that a restart compiles nothing; empty: not."""
-  if directory:
-    jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _degrees(cfg: MeshConfig, group: str) -> list[int]:

@@ -170,7 +170,7 @@ def test_bfloat16_is_close_to_float32(family):
 
 def test_a_mesh_changes_nothing_and_rematerializes_nothing(family, capfd):
   """XLA tells of an "Involuntary full rematerialization" on stderr, as it compiles."""
-  sharder = sharder_of(tensor=2, fsdp=4)
+  sharder = sharder_of(fsdp=2, context=2, tensor=2)
   model, params = model_of(family, sharder), params_of(family)
   shardings = jax.tree.map(
     lambda box: sharder.sharding(box.names),
@@ -187,8 +187,11 @@ def test_a_mesh_changes_nothing_and_rematerializes_nothing(family, capfd):
 
 
 @functools.cache
-def logits_of(family):
-  return jit(lambda batch: model_of(family).apply({"params": params_of(family)}, *batch))
+def forward(family):
+  """run(batch) -> (hidden states, sums that blocks return), on one device."""
+  model = model_of(family)
+  run = functools.partial(model.apply, {"params": params_of(family)}, method=model.hidden)
+  return jit(lambda batch: run(*batch))
 
 
 def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(family):
@@ -215,12 +218,23 @@ def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(f
 
 
 def test_a_document_is_read_as_if_alone_whatever_is_packed_around_it(family):
-  packed = logits_of(family)(BATCH)
+  packed_BTD, _ = forward(family)(BATCH)
   alone = tuple(np.zeros(SHAPE_BT, np.int32) for _ in BATCH)
   for ours, theirs in zip(alone, BATCH, strict=True):
     ours[:, :4] = theirs[0, 5:9]
   alone[1][:, :4] = 1
-  np.testing.assert_allclose(logits_of(family)(alone)[0, :4], packed[0, 5:9], atol=1e-5)
+  alone_BTD, _ = forward(family)(alone)
+  np.testing.assert_allclose(alone_BTD[0, :4], packed_BTD[0, 5:9], atol=1e-5)
+
+
+def test_padding_changes_nothing(family):
+  tokens_BT = np.where(SEGMENT_BT > 0, TOKENS_BT, 7)
+  (got_BTD, got), (want_BTD, want) = (
+    forward(family)((t, *BATCH[1:])) for t in (tokens_BT, TOKENS_BT)
+  )
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  np.testing.assert_allclose(got_BTD[SEGMENT_BT > 0], want_BTD[SEGMENT_BT > 0], atol=1e-6)
+  assert (got_BTD != want_BTD).any()
 
 
 def test_a_tied_embedding_learns_from_both_its_uses(family):

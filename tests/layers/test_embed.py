@@ -20,6 +20,33 @@ def test_a_lookup_returns_rows_in_the_type_of_activations(sharders):
   np.testing.assert_array_equal(w_DV, table_VD.T)
 
 
+@pytest.mark.parametrize("mesh", ["data fsdp tensor", "context expert fsdp"])
+def test_a_lookup_and_its_gradient_rematerialize_nothing_on_a_mesh(sharders, mesh, capfd):
+  """XLA tells of an "Involuntary full rematerialization" on stderr, as it compiles."""
+  sharder = sharders[mesh]
+  embed = Embed(16, 8, jnp.float32, jnp.float32, sharder)
+  table_names = ("vocab", "embed")
+  rows = ("activation_batch", "activation_length")
+  tokens_BT = np.random.default_rng(0).integers(0, 16, (4, 6), np.int32)
+  table_VD, dx_BTD = (np.random.default_rng(1).normal(size=s) for s in ((16, 8), (4, 6, 8)))
+
+  def gradient(table_VD, tokens_BT, dx_BTD):
+    lookup = lambda table_VD: embed.apply({"params": {"embedding": table_VD}}, tokens_BT)
+    return jax.vjp(lookup, table_VD)[1](dx_BTD)[0]
+
+  names = (table_names, rows, (*rows, None))
+  run = jax.jit(
+    gradient,
+    in_shardings=tuple(sharder.sharding(n) for n in names),
+    out_shardings=sharder.sharding(table_names),
+  )
+  got_VD = run(table_VD.astype(np.float32), tokens_BT, dx_BTD.astype(np.float32))
+  assert "rematerialization" not in capfd.readouterr().err
+  want_VD = np.zeros((16, 8))
+  np.add.at(want_VD, tokens_BT, dx_BTD)
+  np.testing.assert_allclose(got_VD, want_VD, atol=1e-5)
+
+
 def test_fresh_tables_make_logits_of_unit_size(sharders):
   """Of hidden states that a norm brought to unit size."""
   embed = Embed(32, 256, jnp.float32, jnp.float32, sharders["one device"])

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import config_of, trainer_of
+from tiny import config_of, trainer_of, uneven_batch
 from tiny_run import Output, keys_in, logged
 
 from maxlite.config import load_config
+from maxlite.training.evaluate import evaluate
 from maxlite.training.inference import config_of_run, generate, run_evaluation, run_generation
 
 PROMPT = [5, 17, 3]
@@ -31,7 +32,16 @@ def test_an_evaluation_is_that_of_the_run_every_time(finished):
   first = evaluated(folder)
   assert f"step 8  eval_loss {logged(folder)[-1]['eval_loss']:.6g}  " in first
   assert evaluated(folder) == first
-  assert evaluated(folder, "eval_steps=1") != first
+  assert evaluated(folder, "eval_steps=-1") != first
+
+
+def test_many_batches_are_added_up_without_rounding():
+  trainer, batch = trainer_of(decoder_block="llama"), uneven_batch(0)
+  eval_step = trainer.eval_step(np.ones(trainer.cfg.model.vocab_size, np.int32))
+  once, often = (evaluate(trainer, eval_step, init_params(), [batch] * n) for n in (1, 99))
+  assert often["eval_tokens"] == 99 * once["eval_tokens"] == 99 * np.sum(batch.weight_BT)
+  for name in ("eval_loss", "eval_bits_per_byte"):
+    np.testing.assert_allclose(often[name], once[name], rtol=1e-12)
 
 
 def test_only_typed_keys_change_the_config_of_a_run(finished, tmp_path):

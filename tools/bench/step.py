@@ -28,6 +28,7 @@ from rich.table import Table
 from maxlite.config import Config, load_config
 from maxlite.config.schema import ModelConfig
 from maxlite.data.batch import Batch, to_global
+from maxlite.parallel.process import keep_freed_memory
 from maxlite.training.setup import build_trainer
 
 SHAPE = [
@@ -67,6 +68,7 @@ def main() -> int:
   parser.add_argument("--rounds", type=int, default=10)
   parser.add_argument("words", nargs="*", help="key=value of the config")
   options = parser.parse_args()
+  keep_freed_memory()
   dense = load_config([*SHAPE, "decoder_block=llama", *options.words])
   candidates = {
     "plain": Candidate("plain JAX, dense matmuls alone", plain_step(dense)),

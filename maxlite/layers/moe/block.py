@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.dispatch import build_plan, combine, send
@@ -44,7 +43,7 @@ class MoeBlock(nn.Module):
       "wo", cfg.base_moe_mlp_dim, x_BTD.shape[-1], ("exp", "mlp", "embed_no_exp")
     )
     y_BTD = self._experts(x_BTD, route.expert_BTK, route.weight_BTK, wi_EDF, wo_EFD)
-    return checkpoint_name(y_BTD, "moe_out"), route.sums
+    return y_BTD, route.sums
 
   def _kernel(self, name: str, dim_in: int, dim_out: int, names: tuple[str, ...]) -> jax.Array:
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
