@@ -12,6 +12,8 @@ import pytest
 from maxlite.config import load_config
 from maxlite.training.setup import build_trainer
 
+pytestmark = pytest.mark.smoke
+
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/base.yml"
 TINY = [

@@ -134,6 +134,9 @@ class ModelConfig:
   normalization_layer_epsilon: float = shape_knob(1e-5, "Epsilon inside RMSNorm.", low=0)
   rope_max_timescale: float = shape_knob(10_000.0, "Base of the rotary embedding (theta).", low=1)
   scan_layers: bool = shape_knob(True, "Stack layers and scan over them: compiles once for all.")
+  scan_unroll: int = knob(
+    4, "Layers per iteration of that scan: more run faster on a CPU and compile longer.", low=1
+  )
   dtype: str = knob("float32", "Type of activations.", choices=FLOAT_TYPES)
   weight_dtype: str = knob("float32", "Type of stored weights.", choices=FLOAT_TYPES)
   attention: str = knob(
@@ -244,7 +247,10 @@ class TrainingConfig:
   """What one step computes."""
 
   gradient_accumulation_steps: int = knob(
-    1, "Micro-batches the batch of a step is cut into; results do not depend on it.", low=1
+    1,
+    "Micro-batches a step's batch is cut into; but for the draws of router_jitter, no result "
+    "depends on it.",
+    low=1,
   )
   logits_chunk_tokens: int = knob(
     2048, "Tokens per device whose logits exist at once.", unit="tokens", low=1

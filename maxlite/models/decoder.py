@@ -58,6 +58,7 @@ class Decoder(nn.Module):
         split_rngs={"params": True, "jitter": True},
         in_axes=nn.broadcast,
         length=cfg.base_num_decoder_layers,
+        unroll=min(cfg.scan_unroll, cfg.base_num_decoder_layers),
         metadata_params={nn.PARTITION_NAME: "layers"},
       )
       self.layers = scanned(cfg, self.sharder)

@@ -39,7 +39,7 @@ BATCH = (TOKENS_BT, SEGMENT_BT, POSITION_BT)
 # What is compiled here runs once: LLVM's optimizations would take longer than they save.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
-pytestmark = pytest.mark.parametrize("family", MODELS)
+pytestmark = [pytest.mark.smoke, pytest.mark.parametrize("family", MODELS)]
 
 
 def draw(shape, seed):

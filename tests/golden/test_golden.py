@@ -3,7 +3,10 @@
 import json
 
 import numpy as np
+import pytest
 from ten_steps import FILE, NOTE, ten_losses
+
+pytestmark = pytest.mark.smoke
 
 
 def test_ten_steps_of_the_default_run_have_the_losses_they_had():
