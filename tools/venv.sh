@@ -23,7 +23,8 @@ fill_venv() {
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return
   if ! cmp -s setup.py "$stamp"; then
     "$venv/bin/python" -m pip install --quiet --upgrade pip || return
-    "$venv/bin/python" -m pip install --quiet --editable ".$extras" || return
+    # setuptools warns of folders beside the package, which configs/ is meant to be.
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --editable ".$extras" || return
     cp setup.py "$stamp"
   fi
 }

@@ -54,6 +54,7 @@ class Candidate:
 
   name: str
   run: Callable[[], Any]
+  num_bytes: int | None = None  # of arguments and temporaries, as compiled
   seconds: list[float] = dataclasses.field(default_factory=list)
 
   @property
@@ -72,11 +73,10 @@ def main() -> int:
   dense = load_config([*SHAPE, "decoder_block=llama", *options.words])
   candidates = {
     "plain": Candidate("plain JAX, dense matmuls alone", plain_step(dense)),
-    "dense": Candidate("maxlite dense, float32", trainer_step(dense)),
-    "dense_bf16": Candidate("maxlite dense, bfloat16", trainer_step(with_dtype(dense, "bfloat16"))),
-    "moe": Candidate(
-      "maxlite MoE, float32",
-      trainer_step(load_config([*SHAPE, "decoder_block=mixtral", *options.words])),
+    "dense": trainer_candidate("maxlite dense, float32", dense),
+    "dense_bf16": trainer_candidate("maxlite dense, bfloat16", with_dtype(dense, "bfloat16")),
+    "moe": trainer_candidate(
+      "maxlite MoE, float32", load_config([*SHAPE, "decoder_block=mixtral", *options.words])
     ),
   }
   if importlib.util.find_spec("torch"):
@@ -103,7 +103,7 @@ def tokens_of(cfg: Config) -> int:
   return int(cfg.data.per_device_batch_size) * cfg.data.max_target_length
 
 
-def trainer_step(cfg: Config) -> Callable[[], Any]:
+def trainer_candidate(name: str, cfg: Config) -> Candidate:
   """The trainer's own compiled step on one batch, over and over."""
   trainer = build_trainer(cfg)
   rng = np.random.default_rng(0)
@@ -114,12 +114,13 @@ def trainer_step(cfg: Config) -> Callable[[], Any]:
   local = Batch(tokens_BT, np.roll(tokens_BT, -1, 1), ones, position_BT, ones.astype(np.float32))
   batch = to_global(local, trainer.batch_sharding, shape)
   held = [trainer.init_state()]
+  memory = trainer.train_step.lower(held[0], batch).compile().memory_analysis()
 
   def step() -> None:
     held[0], metrics = trainer.train_step(held[0], batch)
     jax.block_until_ready((held[0], metrics))
 
-  return step
+  return Candidate(name, step, memory.argument_size_in_bytes + memory.temp_size_in_bytes)
 
 
 def plain_step(cfg: Config) -> Callable[[], Any]:
@@ -169,7 +170,7 @@ def plain_params(model: ModelConfig) -> dict:
 
 def report(candidates: dict[str, Candidate], num_tokens: int) -> None:
   table = Table(box=None)
-  for column in ("step", "ms", "tokens/s", "time / plain", "tokens/s / torch"):
+  for column in ("step", "ms", "tokens/s", "peak MiB", "time / plain", "tokens/s / torch"):
     table.add_column(column, justify="left" if column == "step" else "right")
   plain, torch = candidates["plain"], candidates.get("torch")
   for candidate in candidates.values():
@@ -177,6 +178,7 @@ def report(candidates: dict[str, Candidate], num_tokens: int) -> None:
       candidate.name,
       f"{candidate.median * 1e3:.1f}",
       f"{num_tokens / candidate.median:,.0f}",
+      f"{candidate.num_bytes / 2**20:,.0f}" if candidate.num_bytes else "",
       f"{candidate.median / plain.median:.2f}",
       f"{torch.median / candidate.median:.2f}" if torch else "no torch",
     )
