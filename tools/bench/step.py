@@ -54,7 +54,7 @@ class Candidate:
 
   name: str
   run: Callable[[], Any]
-  num_bytes: int | None = None  # of arguments and temporaries, as compiled
+  num_bytes: Callable[[], int] | None = None  # of arguments and temporaries, as compiled
   seconds: list[float] = dataclasses.field(default_factory=list)
 
   @property
@@ -114,13 +114,16 @@ def trainer_candidate(name: str, cfg: Config) -> Candidate:
   local = Batch(tokens_BT, np.roll(tokens_BT, -1, 1), ones, position_BT, ones.astype(np.float32))
   batch = to_global(local, trainer.batch_sharding, shape)
   held = [trainer.init_state()]
-  memory = trainer.train_step.lower(held[0], batch).compile().memory_analysis()
 
   def step() -> None:
     held[0], metrics = trainer.train_step(held[0], batch)
     jax.block_until_ready((held[0], metrics))
 
-  return Candidate(name, step, memory.argument_size_in_bytes + memory.temp_size_in_bytes)
+  def num_bytes() -> int:
+    memory = trainer.train_step.lower(held[0], batch).compile().memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+  return Candidate(name, step, num_bytes)
 
 
 def plain_step(cfg: Config) -> Callable[[], Any]:
@@ -178,7 +181,7 @@ def report(candidates: dict[str, Candidate], num_tokens: int) -> None:
       candidate.name,
       f"{candidate.median * 1e3:.1f}",
       f"{num_tokens / candidate.median:,.0f}",
-      f"{candidate.num_bytes / 2**20:,.0f}" if candidate.num_bytes else "",
+      f"{candidate.num_bytes() / 2**20:,.0f}" if candidate.num_bytes else "",
       f"{candidate.median / plain.median:.2f}",
       f"{torch.median / candidate.median:.2f}" if torch else "no torch",
     )
