@@ -264,7 +264,9 @@ def _on_every_process(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
   # Damaged files surface as whatever JSON, zstd, TensorStore or Orbax trip over, and every one of
   # them is answered alike: by naming it and taking an older checkpoint.
   except Exception as error:
-    value, damage = None, f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
+    # TensorStore's messages end in its internals, from the words "See full" on.
+    first_line = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    value, damage = None, first_line.split(" See full", 1)[0][:200]
   if jax.process_count() > 1:
     failed = multihost_utils.process_allgather(np.asarray(damage != ""))
     damage = damage or ("another process cannot read it" if failed.any() else "")
