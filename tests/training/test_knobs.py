@@ -1,0 +1,63 @@
+"""Knobs that may not change a number do not, and those that must do."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny import config_of, place, trainer_of, uneven_batch
+
+from maxlite.training.run import open_trainer_data
+from maxlite.training.setup import build_trainer
+
+
+@functools.cache
+def one_step(**keys):
+  """Metrics of the first step, and the parameters after it."""
+  trainer = trainer_of(decoder_block="mixtral", **keys)
+  state, metrics = trainer.train_step(trainer.init_state(), place(trainer, uneven_batch(0)))
+  return jax.device_get((metrics, state.params))
+
+
+@pytest.mark.parametrize("same", [{"scan_unroll": 1}, {"attention_block_q": 5}], ids=str)
+def test_how_it_is_computed_changes_nothing(same):
+  (expected, expected_params), (metrics, params) = one_step(), one_step(**same)
+  for name in ("total_loss", "grad_norm"):
+    np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), params, expected_params
+  )
+
+
+@pytest.mark.parametrize(
+  "other",
+  [
+    {"init_weights_seed": 1},
+    {"normalization_layer_epsilon": 0.5},
+    {"rope_max_timescale": 10},
+    {"norm_topk_prob": "false"},
+  ],
+  ids=str,
+)
+def test_what_is_computed_changes_the_loss(other):
+  assert abs(one_step(**other)[0]["loss"] / one_step()[0]["loss"] - 1) > 1e-6
+
+
+def test_each_auxiliary_loss_enters_with_its_weight():
+  without = one_step(router_z_loss_weight=0, load_balance_loss_weight=0)[0]
+  both = one_step(router_z_loss_weight=0.5, load_balance_loss_weight=0.25)[0]
+  assert without["total_loss"] == without["loss"]
+  expected = both["loss"] + 0.5 * both["router_z_loss"] + 0.25 * both["load_balance_loss"]
+  np.testing.assert_allclose(both["total_loss"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_tokens_are_kept_where_the_config_says(tmp_path, named):
+  keys = {"token_cache_directory": tmp_path / "tokens"} if named else {}
+  text = tmp_path / "text.txt"
+  text.write_text("to be or not to be\n" * 99)
+  data = {"dataset_type": "text", "dataset_path": text, "eval_split": "tail"}
+  cfg = config_of(base_output_directory=tmp_path / "runs", **(data | keys))
+  open_trainer_data(build_trainer(cfg))
+  expected = tmp_path / "tokens" if named else tmp_path / "runs" / ".tokens"
+  assert list(expected.glob("*/train.bin"))
