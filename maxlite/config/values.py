@@ -161,6 +161,10 @@ def _read_strings(raw: Raw) -> tuple[str, ...]:
   return strings
 
 
+def _read_ints(raw: Raw) -> tuple[int, ...]:
+  return tuple(_read_int(item) for item in _read_list(raw))
+
+
 def _read_axis_rules(raw: Raw) -> AxisRules:
   rows = (_read_list(row) for row in _read_list(raw))
   return tuple((_read_str(name), _read_strings(mesh_axes)) for name, mesh_axes in rows)
@@ -179,6 +183,7 @@ _KINDS: dict[Any, _Kind] = {
   float: _Kind(_read_float, "a finite number", "0.5"),
   bool: _Kind(_read_bool, "true or false", "true"),
   str: _Kind(_read_str, "text", "name"),
+  tuple[int, ...]: _Kind(_read_ints, "a list of whole numbers", "[512, 1024, 1024]"),
   tuple[str, ...]: _Kind(_read_strings, "a list of texts", "[a, b]"),
   AxisRules: _Kind(_read_axis_rules, "a list of [name, [mesh axes]]", "[[embed, [fsdp]]]"),
 }

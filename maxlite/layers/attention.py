@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.attention.api import attention
+from maxlite.kernels.attention.api import attention, resolve_backend
 from maxlite.layers.linear import Linear
 from maxlite.layers.rope import apply_rope
 from maxlite.parallel import Sharder
@@ -83,6 +83,6 @@ class Attention(nn.Module):
       kv_segment_BS=kv_segment_bs,
       q_start=jax.lax.axis_index(length_axes) * q_bthc.shape[1] if cut else 0,
       scale=self.head_dim**-0.5,
-      backend=self.backend,
+      backend=resolve_backend(self.backend, self.sharder.platform),
       block_q=self.block_q,
     )

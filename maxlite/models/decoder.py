@@ -73,7 +73,7 @@ class Decoder(nn.Module):
   ) -> tuple[jax.Array, Any]:
     """(x_BTD after the final norm, sums of all layers stacked along a leading N)."""
     x_BTD = self.embed(tokens_BT)
-    rope = rope_tables(position_BT, self.cfg.head_dim, self.cfg.rope_max_timescale)
+    rope = rope_tables(position_BT, self.cfg.head_dim, self.cfg.rope.rope_max_timescale)
     if self.cfg.scan_layers:
       x_BTD, sums = self.layers(x_BTD, segment_BT, rope)
     else:

@@ -65,6 +65,12 @@ class Sharder:
           known = ", ".join(self.mesh.axis_names)
           raise ValueError(f"logical_axis_rules: {name}: no mesh axis {mesh_axis!r}; use {known}")
 
+  @property
+  def platform(self) -> str:
+    """Where the mesh's devices are: `cpu`, `tpu` or `gpu`; also of devices only compiled for."""
+    platform = self.mesh.devices.flat[0].platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
     """The mesh axes a logical axis lies on; none for None."""
     if name is None:

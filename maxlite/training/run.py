@@ -125,14 +125,12 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
     console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
   total = parameter_count(cfg.model, moe=trainer.is_moe)
   active = active_parameter_count(cfg.model, moe=trainer.is_moe)
+  platform = trainer.sharder.platform
+  experts = resolve_grouped_matmul(cfg.model.moe.grouped_matmul, platform)
   console.print(
     f"model: {cfg.model.decoder_block}, {total:,} parameters, {active:,} active per token; "
-    f"attention by {resolve_attention(cfg.model.attention)}"
-    + (
-      f", experts by {resolve_grouped_matmul(cfg.model.moe.grouped_matmul)}"
-      if trainer.is_moe
-      else ""
-    )
+    f"attention by {resolve_attention(cfg.model.attention, platform)}"
+    + (f", experts by {experts}" if trainer.is_moe else "")
   )
   rows, length = trainer.batch_shape
   console.print(f"data: {data.source.summary}; {rows} x {length} tokens per step")

@@ -181,7 +181,7 @@ def test_memory_of_chunked_grows_linearly_with_length():
 
 
 def test_auto_is_chunked_and_an_unknown_name_is_refused():
-  assert api.resolve_backend("auto") == "chunked"
-  assert all(api.resolve_backend(name) == name for name in api.BACKENDS)
+  assert api.resolve_backend("auto", "cpu") == "chunked"
+  assert all(api.resolve_backend(name, "cpu") == name for name in api.BACKENDS)
   with pytest.raises(ValueError, match="'flush' is no backend; choose auto or one of: reference"):
-    api.resolve_backend("flush")
+    api.resolve_backend("flush", "cpu")

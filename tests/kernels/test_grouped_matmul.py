@@ -149,7 +149,7 @@ def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
 
 
 def test_auto_is_tiled_on_cpu_and_an_unknown_name_is_refused():
-  assert resolve_backend("auto") == "tiled"
-  assert all(resolve_backend(name) == name for name in BACKENDS)
+  assert resolve_backend("auto", "cpu") == "tiled"
+  assert all(resolve_backend(name, "cpu") == name for name in BACKENDS)
   with pytest.raises(ValueError, match="'tyled' is no backend; choose auto or one of: reference"):
-    resolve_backend("tyled")
+    resolve_backend("tyled", "cpu")

@@ -47,7 +47,7 @@ class Decoder(nn.Module):
     self.final_norm = nn.RMSNorm(cfg.base_emb_dim, eps=cfg.normalization_layer_epsilon)
     self.unembed = nn.Linear(cfg.base_emb_dim, cfg.vocab_size, bias=False)
     exponent = torch.arange(cfg.head_dim // 2) / (cfg.head_dim // 2)
-    angle_TC = torch.arange(length)[:, None] / cfg.rope_max_timescale**exponent
+    angle_TC = torch.arange(length)[:, None] / cfg.rope.rope_max_timescale**exponent
     self.cos_TC, self.sin_TC = angle_TC.cos(), angle_TC.sin()
 
   def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:

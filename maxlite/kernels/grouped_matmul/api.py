@@ -6,6 +6,8 @@ the cotangent: they are zero in the result and in the gradient. Sums are accumul
 float64 if that is the operands' type).
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -18,14 +20,30 @@ BACKENDS = {
 }
 
 
-def resolve_backend(name: str) -> str:
-  """The backend that `name` stands for; `auto` is `tiled` on CPU, `ragged_dot` elsewhere.
+AUTO = {"cpu": "tiled"}  # by platform; `ragged_dot` where none is named
+
+Tile = tuple[int, int, int]  # rows, D, F
+
+
+class Tiles(NamedTuple):
+  """Tile of each pass of a kernel that works in tiles; None: the kernel's own choice."""
+
+  fwd: Tile | None = None
+  dlhs: Tile | None = None  # the gradient of x
+  drhs: Tile | None = None  # the gradient of w
+
+
+DEFAULT_TILES = Tiles()
+
+
+def resolve_backend(name: str, platform: str) -> str:
+  """The backend that `name` stands for on `platform` (`cpu`, `gpu`, `tpu`).
 
   Raises:
     ValueError: if there is no such backend.
   """
   if name == "auto":
-    return "tiled" if jax.default_backend() == "cpu" else "ragged_dot"
+    return AUTO.get(platform, "ragged_dot")
   if name not in BACKENDS:
     known = ", ".join(BACKENDS)
     raise ValueError(f"grouped_matmul={name!r} is no backend; choose auto or one of: {known}")
@@ -33,7 +51,12 @@ def resolve_backend(name: str) -> str:
 
 
 def grouped_matmul(
-  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, *, backend: str = "auto"
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  *,
+  backend: str,
+  tiles: Tiles = DEFAULT_TILES,
 ) -> jax.Array:
   """y_MF in x's type, each row of x times the matrix of its group; zero past the last group.
 
@@ -44,4 +67,4 @@ def grouped_matmul(
   assert x_MD.shape[1] == num_in, f"x_MD {x_MD.shape} does not fit w_GDF {w_GDF.shape}"
   assert group_sizes_G.shape == (num_groups,), f"{num_groups} groups, sizes {group_sizes_G.shape}"
   assert jnp.issubdtype(group_sizes_G.dtype, jnp.integer), group_sizes_G.dtype
-  return BACKENDS[resolve_backend(backend)](x_MD, w_GDF, group_sizes_G.astype(jnp.int32))
+  return BACKENDS[backend](x_MD, w_GDF, group_sizes_G.astype(jnp.int32), tiles)

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def grouped_matmul(x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
+def grouped_matmul(
+  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: object
+) -> jax.Array:
   """y_MF in x's type."""
+  del tiles
   accumulate = np.promote_types(x_MD.dtype, np.float32)
   # XLA leaves open what becomes of rows past the last group, so they are cut off on both sides.
   live_M1 = (jnp.arange(x_MD.shape[0], dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32))[

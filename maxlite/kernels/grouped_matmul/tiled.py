@@ -24,14 +24,21 @@ _slice_rows = jax.lax.dynamic_slice_in_dim
 _write_rows = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
 
 
-@jax.custom_vjp
-def grouped_matmul(x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
+def grouped_matmul(
+  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: object
+) -> jax.Array:
   """y_MF in x's type."""
+  del tiles  # this backend's are fixed
+  return _grouped_matmul(x_MD, w_GDF, group_sizes_G)
+
+
+@jax.custom_vjp
+def _grouped_matmul(x_MD, w_GDF, group_sizes_G):
   return _multiply_rows(x_MD, w_GDF, group_sizes_G, contract=0)
 
 
 def _forward(x_MD, w_GDF, group_sizes_G):
-  return grouped_matmul(x_MD, w_GDF, group_sizes_G), (x_MD, w_GDF, group_sizes_G)
+  return _grouped_matmul(x_MD, w_GDF, group_sizes_G), (x_MD, w_GDF, group_sizes_G)
 
 
 def _backward(saved, dy_MF):
@@ -41,7 +48,7 @@ def _backward(saved, dy_MF):
   return dx_MD, dw_GDF, None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_grouped_matmul.defvjp(_forward, _backward)
 
 
 def _multiply_rows(x_MD, w_GDF, group_sizes_G, *, contract: int) -> jax.Array:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.config.schema import MoeConfig
+from maxlite.kernels.grouped_matmul.api import resolve_backend
 from maxlite.layers.moe.dispatch import build_plan, combine, send
 from maxlite.layers.moe.experts import apply_experts
 from maxlite.layers.moe.router import Router, RouterSums
@@ -75,6 +76,11 @@ class MoeBlock(nn.Module):
     plan = build_plan(expert_btk.reshape(-1, expert_btk.shape[-1]), num_experts)
     x_md = send(x_btd.reshape(-1, dim), plan)
     y_md = apply_experts(
-      x_md, tuple(wi_EDf), wo_EfD, plan.group_sizes_E, self.activations[0], self.cfg.grouped_matmul
+      x_md,
+      tuple(wi_EDf),
+      wo_EfD,
+      plan.group_sizes_E,
+      self.activations[0],
+      resolve_backend(self.cfg.grouped_matmul, self.sharder.platform),
     )
     return combine(y_md, weight_btk.reshape(-1, weight_btk.shape[-1]), plan).reshape(x_btd.shape)
