@@ -68,20 +68,50 @@ def _evaluation(c: Config) -> Complaints:
     yield Complaint(("eval_steps",), "evaluates nothing; write 1 or more, or eval_steps=-1 for all")
 
 
+def _has_latent_attention(c: Config) -> bool:
+  return c.model.decoder_block == "deepseek"
+
+
+def _is_mixture(c: Config) -> bool:
+  return c.model.decoder_block != "llama"
+
+
+def _has_dense_layers(c: Config) -> bool:
+  moe = c.model.moe
+  return bool(moe.first_num_dense_layers) or moe.interleave_moe_layer_step > 1
+
+
 def _heads(c: Config) -> Complaints:
   m = c.model
-  if m.base_num_query_heads % m.base_num_kv_heads:
+  latent = _has_latent_attention(c)
+  if not latent and m.base_num_query_heads % m.base_num_kv_heads:
     keys = ("base_num_query_heads", "base_num_kv_heads")
     fix = f"write base_num_kv_heads={_divisor(m.base_num_query_heads, m.base_num_kv_heads)}"
     yield Complaint(keys, f"query heads must be a multiple of key/value heads; {fix}")
-  if m.head_dim % 2:
-    fix = f"write head_dim={m.head_dim + 1}"
-    yield Complaint(("head_dim",), f"rotary embedding pairs channels, so it must be even; {fix}")
+  key = "qk_rope_head_dim" if latent else "head_dim"
+  channels = flatten(m)[key]
+  if channels % 2:
+    fix = f"write {key}={channels + 1}"
+    yield Complaint((key,), f"rotary embedding pairs channels, so it must be even; {fix}")
+
+
+def _yarn(c: Config) -> Complaints:
+  rope = c.model.rope
+  if rope.rope_type != "yarn":
+    if rope.mscale:
+      yield Complaint(("mscale", "rope_type"), "is only read by yarn; write mscale=0")
+    return
+  if rope.rope_factor == 1:
+    keys = ("rope_factor", "rope_type")
+    yield Complaint(keys, "stretches nothing; write rope_type=default, or a larger rope_factor")
+  if rope.rope_max_timescale == 1:
+    keys = ("rope_max_timescale", "rope_type")
+    yield Complaint(keys, "all channels turn alike; write rope_max_timescale=10000")
 
 
 def _experts(c: Config) -> Complaints:
   moe = c.model.moe
-  if c.model.decoder_block != "mixtral":
+  if not _is_mixture(c):
     return
   if moe.num_experts == 1:
     keys = ("num_experts", "decoder_block")
@@ -90,6 +120,98 @@ def _experts(c: Config) -> Complaints:
     keys = ("num_experts_per_tok", "num_experts")
     fix = f"write num_experts_per_tok={moe.num_experts} or less"
     yield Complaint(keys, f"a token cannot go to more experts than there are; {fix}")
+
+
+def _layer_plan(c: Config) -> Complaints:
+  moe, num_layers = c.model.moe, c.model.base_num_decoder_layers
+  if not _is_mixture(c):
+    return
+  num_dense, step = moe.first_num_dense_layers, moe.interleave_moe_layer_step
+  if num_dense >= num_layers:
+    keys = ("first_num_dense_layers", "base_num_decoder_layers")
+    fix = f"write first_num_dense_layers={num_layers - 1} or less, or decoder_block=llama"
+    yield Complaint(keys, f"leaves no layer for experts; {fix}")
+  elif (num_layers - num_dense) % step:
+    keys = ("interleave_moe_layer_step", "base_num_decoder_layers", "first_num_dense_layers")
+    fix = f"write interleave_moe_layer_step={_divisor(num_layers - num_dense, step)}"
+    yield Complaint(keys, f"does not divide the {num_layers - num_dense} other layers; {fix}")
+
+
+def _routing_groups(c: Config) -> Complaints:
+  moe = c.model.moe
+  if not _is_mixture(c) or moe.router not in ("group_limited_greedy", "sigmoid_group_topk"):
+    return
+  num_groups, kept, chosen = moe.n_routing_groups, moe.topk_routing_group, moe.num_experts_per_tok
+  if moe.num_experts % num_groups:
+    fix = f"write n_routing_groups={_divisor(moe.num_experts, num_groups)}"
+    yield Complaint(("n_routing_groups", "num_experts"), f"groups must be of one size; {fix}")
+  elif kept > num_groups:
+    fix = f"write topk_routing_group={num_groups} or less"
+    keys = ("topk_routing_group", "n_routing_groups")
+    yield Complaint(keys, f"a token cannot go to more groups than there are; {fix}")
+  elif kept * moe.num_experts // num_groups < chosen:
+    open_experts = kept * moe.num_experts // num_groups
+    keys = ("num_experts_per_tok", "topk_routing_group", "n_routing_groups", "num_experts")
+    fix = f"write num_experts_per_tok={open_experts} or less, or a larger topk_routing_group"
+    yield Complaint(keys, f"the groups a token may go to hold {open_experts} experts; {fix}")
+
+
+def _routed_bias(c: Config) -> Complaints:
+  moe = c.model.moe
+  if _is_mixture(c) and moe.routed_bias and moe.router != "sigmoid_group_topk":
+    text = "this router has no bias; write router=sigmoid_group_topk or routed_bias=false"
+    yield Complaint(("routed_bias", "router"), text)
+
+
+def _dispatch(c: Config) -> Complaints:
+  """Rules between the ways in which tokens reach their experts."""
+  moe = c.model.moe
+  if not _is_mixture(c):
+    return
+  for key in ("capacity_factor", "ragged_buffer_factor"):
+    if -1 < flatten(moe)[key] <= 0:
+      yield Complaint(
+        (key,), f"leaves no room for a token; write {key}=1.25, or -1 to drop nothing"
+      )
+  if moe.sparse_matmul and moe.capacity_factor != -1:
+    fix = "write sparse_matmul=false or capacity_factor=-1"
+    yield Complaint(("capacity_factor", "sparse_matmul"), f"sparse matmuls have no slots; {fix}")
+  if moe.ragged_buffer_factor != -1 and (moe.use_ring_of_experts or not moe.sparse_matmul):
+    key = "use_ring_of_experts" if moe.use_ring_of_experts else "sparse_matmul"
+    text = "only the ragged all-to-all has that buffer; write ragged_buffer_factor=-1"
+    yield Complaint(("ragged_buffer_factor", key), text)
+  if moe.use_ring_of_experts and not moe.sparse_matmul:
+    text = "the ring serves sparse matmuls; write sparse_matmul=true or use_ring_of_experts=false"
+    yield Complaint(("use_ring_of_experts", "sparse_matmul"), text)
+
+
+def _grouped_matmul(c: Config) -> Complaints:
+  moe = c.model.moe
+  if not _is_mixture(c):
+    return
+  if moe.grouped_matmul == "megablox" and not moe.megablox:
+    text = "one asks for Megablox, one forbids it; write megablox=true or grouped_matmul=auto"
+    yield Complaint(("grouped_matmul", "megablox"), text)
+  if moe.grouped_matmul != "auto" and not moe.sparse_matmul:
+    text = "only sparse matmuls are grouped; write grouped_matmul=auto or sparse_matmul=true"
+    yield Complaint(("grouped_matmul", "sparse_matmul"), text)
+
+
+def _tiles(c: Config) -> Complaints:
+  for key, tile in flatten(c.model.moe.tiles).items():
+    if len(tile) not in (0, 3):
+      text = f"a tile is [rows, embed, mlp]; write {key}=[512, 1024, 1024], or [] to have it chosen"
+      yield Complaint((key,), text)
+
+
+def _topology(c: Config) -> Complaints:
+  plan = c.plan
+  if plan.compile_topology_num_slices > 1 and not plan.compile_topology:
+    keys = ("compile_topology_num_slices", "compile_topology")
+    yield Complaint(keys, "slices of what? write compile_topology=v5p-64 or its like")
+  if plan.gpu_target_config and not os.path.isfile(os.path.expanduser(plan.gpu_target_config)):
+    text = "no such file; write gpu_target_config=FILE, or leave it out for the estimate only"
+    yield Complaint(("gpu_target_config",), text)
 
 
 def _activations(c: Config) -> Complaints:
@@ -201,14 +323,25 @@ def _axis_rules(c: Config) -> Complaints:
 def _divisible(c: Config) -> Complaints:
   if c.mesh.logical_axis_rules:  # the user's table decides; the mesh judges it once it is built
     return
-  width = "base_moe_mlp_dim" if c.model.decoder_block == "mixtral" else "base_mlp_dim"
-  sharded = [("tensor", k) for k in ("base_num_query_heads", "base_num_kv_heads", width)]
-  sharded += [("tensor", "vocab_size"), ("context", "max_target_length")]
-  if c.model.decoder_block == "mixtral":
+  sharded = [("tensor", key) for key in ("base_num_query_heads", *_tensor_dims(c), "vocab_size")]
+  sharded.append(("context", "max_target_length"))
+  if _is_mixture(c):
     sharded.append(("expert", "num_experts"))
   for mesh_axis, key in sharded:
     yield from _divides(c, (mesh_axis,), key)
-  yield from _divides(c, ("fsdp", "context", "expert"), "base_emb_dim")
+  latents = ("q_lora_rank", "kv_lora_rank") if _has_latent_attention(c) else ()
+  for key in ("base_emb_dim", *latents):
+    yield from _divides(c, ("fsdp", "context", "expert"), key)
+
+
+def _tensor_dims(c: Config) -> Iterator[str]:
+  """Dimensions beside query heads and vocabulary that the tensor axis cuts."""
+  if not _has_latent_attention(c):
+    yield "base_num_kv_heads"
+  if _is_mixture(c):
+    yield "base_moe_mlp_dim"
+  if not _is_mixture(c) or _has_dense_layers(c):
+    yield "base_mlp_dim"
 
 
 def _divides(c: Config, mesh_axes: tuple[str, ...], key: str) -> Complaints:
@@ -236,7 +369,15 @@ RULES: tuple[Rule, ...] = (
   _run_name,
   _profile,
   _heads,
+  _yarn,
   _experts,
+  _layer_plan,
+  _routing_groups,
+  _routed_bias,
+  _dispatch,
+  _grouped_matmul,
+  _tiles,
+  _topology,
   _activations,
   _remat,
   _tokenizer,

@@ -1,6 +1,7 @@
 """The dense feed-forward block."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +14,41 @@ from maxlite.parallel import Sharder
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-  """act(gate) * up; its gradient keeps the two operands and nothing else."""
+def activation_of(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., jax.Array]:
+  """The function of the hidden projections, one for each of `names`, that makes the hidden layer.
+
+  With a `limit`, the activation's input is clamped from above and the linear part on both sides.
+  """
+  if names[1:]:
+    return functools.partial(_gated, names[0], limit)
+  activation = ACTIVATIONS[names[0]]
+  return (lambda h: activation(jnp.minimum(h, limit))) if limit else activation
+
+
+def _gated_plainly(activation: str, limit: float, gate: jax.Array, up: jax.Array) -> jax.Array:
+  if limit:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
   return ACTIVATIONS[activation](gate) * up
 
 
-def _gated_forward(gate: jax.Array, up: jax.Array, activation: str) -> tuple:
-  return gated(gate, up, activation), (gate, up)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated(activation: str, limit: float, gate: jax.Array, up: jax.Array) -> jax.Array:
+  """act(gate) * up; its gradient keeps the two operands and nothing else."""
+  return _gated_plainly(activation, limit, gate, up)
 
 
-def _gated_backward(activation: str, residuals: tuple, dy: jax.Array) -> tuple:
+def _gated_forward(activation: str, limit: float, gate: jax.Array, up: jax.Array) -> tuple:
+  return _gated(activation, limit, gate, up), (gate, up)
+
+
+def _gated_backward(activation: str, limit: float, residuals: tuple, dy: jax.Array) -> tuple:
   # Behind the barrier the activation is computed anew, which is cheaper than to write it to memory
   # in the forward pass, as XLA would to share it.
   gate, up = jax.lax.optimization_barrier(residuals)
-  return jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)[1](dy)
+  return jax.vjp(functools.partial(_gated_plainly, activation, limit), gate, up)[1](dy)
 
 
-gated.defvjp(_gated_forward, _gated_backward)
+_gated.defvjp(_gated_forward, _gated_backward)
 
 
 class MLP(nn.Module):
@@ -43,14 +61,12 @@ class MLP(nn.Module):
   activations: tuple[str, ...]
   weight_dtype: jnp.dtype
   sharder: Sharder
+  limit: float = 0.0  # of the activation's input, see `activation_of`
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    activation = self.activations[0]
-    if self.activations[1:]:
-      h_BTF = gated(self._project(x_BTD, "wi_0"), self._project(x_BTD, "wi_1"), activation)
-    else:
-      h_BTF = ACTIVATIONS[activation](self._project(x_BTD, "wi_0"))
+    projected = [self._project(x_BTD, f"wi_{i}") for i in range(len(self.activations))]
+    h_BTF = activation_of(self.activations, self.limit)(*projected)
     wo = Linear(x_BTD.shape[-1:], ("mlp", "embed"), self.weight_dtype, self.sharder, name="wo")
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
     names = ("activation_batch", "activation_length", "activation_embed")

@@ -1,17 +1,42 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, as it is or stretched by YaRN."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlite.config.schema import RopeConfig
+
+# Turns within the original context above which a frequency is kept, below which it is interpolated.
+YARN_FAST, YARN_SLOW = 32.0, 1.0
+
 
 def rope_tables(
-  position_BT: jax.Array, num_channels: int, max_timescale: float
+  position_BT: jax.Array, num_channels: int, cfg: RopeConfig
 ) -> tuple[jax.Array, jax.Array]:
-  """(cos_BTC, sin_BTC), float32, C = num_channels / 2: the rotation of each channel pair."""
-  exponent_C = jnp.arange(num_channels // 2, dtype=jnp.float32) / (num_channels // 2)
-  angle_BTC = position_BT.astype(jnp.float32)[..., None] / (max_timescale**exponent_C)[None, None]
-  return jnp.cos(angle_BTC), jnp.sin(angle_BTC)
+  """(cos_BTC, sin_BTC), float32, C = num_channels / 2: the rotation of each channel pair.
+
+  YaRN lowers attention's temperature. With mscale = 0 it does so as published: both tables are
+  0.1 ln(factor) + 1 times as large, which reaches the rotated channels only. Otherwise the tables
+  only rotate, and `score_factor` holds the temperature.
+
+  Source: Peng et al., YaRN (2023), section 3.4.
+  """
+  frequency_C = jnp.asarray(_frequencies(num_channels, cfg), jnp.float32)
+  angle_BTC = position_BT.astype(jnp.float32)[..., None] * frequency_C[None, None]
+  size = _growth(cfg, 1.0) if cfg.rope_type == "yarn" and not cfg.mscale else 1.0
+  return jnp.cos(angle_BTC) * size, jnp.sin(angle_BTC) * size
+
+
+def score_factor(cfg: RopeConfig) -> float:
+  """What attention's scores are multiplied with, beside the root of the number of channels.
+
+  YaRN with mscale > 0 lowers the temperature of all channels, rotated or not.
+
+  Source: DeepSeek-V2 (2024), section 3.1.4 and the published configuration's mscale_all_dim.
+  """
+  return _growth(cfg, cfg.mscale) ** 2 if cfg.rope_type == "yarn" and cfg.mscale else 1.0
 
 
 def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax.Array:
@@ -24,3 +49,38 @@ def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax
   left, right = jnp.split(x_BTHC.astype(cos.dtype), 2, axis=-1)
   rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
   return rotated.astype(x_BTHC.dtype)
+
+
+def pairs_to_halves(x_BTHC: jax.Array) -> jax.Array:
+  """Channel 2c moved to c and 2c + 1 to C/2 + c: interleaved pairs as `apply_rope` wants them.
+
+  Scores are the same in either order, so what was rotated needs no way back.
+  """
+  pairs = x_BTHC.reshape(*x_BTHC.shape[:-1], -1, 2)
+  return pairs.swapaxes(-1, -2).reshape(x_BTHC.shape)
+
+
+def _growth(cfg: RopeConfig, mscale: float) -> float:
+  return 0.1 * mscale * math.log(cfg.rope_factor) + 1
+
+
+def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
+  """frequency_C [radians per position] of each channel pair, float64.
+
+  YaRN keeps a pair that turns often within the original context, divides the frequency of one that
+  hardly turns by the factor, and goes from one to the other along a ramp over the pairs between.
+  """
+  pair_C = np.arange(num_channels // 2, dtype=np.float64)
+  frequency_C = cfg.rope_max_timescale ** (-2 * pair_C / num_channels)
+  if cfg.rope_type != "yarn":
+    return frequency_C
+  first = max(math.floor(_pair_that_turns(YARN_FAST, num_channels, cfg)), 0)
+  last = min(math.ceil(_pair_that_turns(YARN_SLOW, num_channels, cfg)), num_channels - 1)
+  stretched_C = np.clip((pair_C - first) / max(last - first, 1e-3), 0, 1)
+  return frequency_C * (1 - stretched_C + stretched_C / cfg.rope_factor)
+
+
+def _pair_that_turns(turns: float, num_channels: int, cfg: RopeConfig) -> float:
+  """The (fractional) channel pair that turns so often within the original context."""
+  per_radian = cfg.original_max_position_embeddings / (2 * math.pi * turns)
+  return num_channels * math.log(per_radian) / (2 * math.log(cfg.rope_max_timescale))

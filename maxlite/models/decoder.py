@@ -13,7 +13,11 @@ from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.parallel import Sharder
 
+# What remat_policy=minimal keeps. The routing and the exchanged rows (moe_route, moe_rows) are no
+# matmul's output; rows are as many as those of mlpwo, so a policy that wants them has to name them.
 MATMUL_OUTPUTS = (
+  "query_latent",
+  "kv_latent",
   "query_proj",
   "key_proj",
   "value_proj",
@@ -34,10 +38,31 @@ def remat(block: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
   return nn.remat(block, policy=policy, prevent_cse=not cfg.scan_layers)
 
 
-class Decoder(nn.Module):
-  """A decoder-only transformer whose layers are all `block`.
+class Unit(nn.Module):
+  """(y_BTD, sums of the last layer): dense layers, then one that is a mixture of experts."""
 
-  A block is called as block(cfg, sharder)(x_BTD, segment_BT, rope) and returns (y_BTD, sums):
+  cfg: ModelConfig
+  block: type[nn.Module]
+  sharder: Sharder
+
+  @nn.compact
+  def __call__(
+    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, Any]:
+    for i in range(self.cfg.moe.interleave_moe_layer_step - 1):
+      dense = self.block(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
+      x_BTD, _ = dense(x_BTD, segment_BT, rope)
+    mixture = self.block(self.cfg, self.sharder, moe=True, name="mixture")
+    return mixture(x_BTD, segment_BT, rope)
+
+
+class Decoder(nn.Module):
+  """A decoder-only transformer of `block`s, in two stacks.
+
+  `dense_layers` are the first_num_dense_layers of a mixture, if it has any. `layers` are all
+  others: blocks, or `Unit`s of interleave_moe_layer_step blocks where that is above 1.
+
+  A block is called as block(cfg, sharder, moe)(x_BTD, segment_BT, rope) and returns (y_BTD, sums):
   `sums` is a pytree of sums over tokens, from which training/loss.py makes the auxiliary losses.
   """
 
@@ -51,38 +76,59 @@ class Decoder(nn.Module):
       cfg.vocab_size, cfg.base_emb_dim, jnp.dtype(cfg.dtype), weight_dtype, self.sharder
     )
     block = remat(self.block, cfg)
-    if cfg.scan_layers:
-      scanned = nn.scan(
-        block,
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "jitter": True},
-        in_axes=nn.broadcast,
-        length=cfg.base_num_decoder_layers,
-        unroll=min(cfg.scan_unroll, cfg.base_num_decoder_layers),
-        metadata_params={nn.PARTITION_NAME: "layers"},
-      )
-      self.layers = scanned(cfg, self.sharder)
+    num_dense = cfg.moe.first_num_dense_layers if self.block.is_moe else 0
+    step = cfg.moe.interleave_moe_layer_step if self.block.is_moe else 1
+    if num_dense:
+      self.dense_layers = self._stack(block, num_dense, cfg, self.sharder, False)
+    num_units = (cfg.base_num_decoder_layers - num_dense) // step
+    if step == 1:
+      self.layers = self._stack(block, num_units, cfg, self.sharder, self.block.is_moe)
     else:
-      self.layers = [block(cfg, self.sharder) for _ in range(cfg.base_num_decoder_layers)]
+      self.layers = self._stack(Unit, num_units, cfg, block, self.sharder)
     self.final_norm = RMSNorm(cfg.normalization_layer_epsilon, weight_dtype)
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg.vocab_size, cfg.base_emb_dim, weight_dtype)
 
+  def _stack(self, layer: type[nn.Module], length: int, *args: Any) -> nn.Module | list[nn.Module]:
+    """`length` of layer(*args): one module that scans over them, or a list."""
+    if not self.cfg.scan_layers:
+      return [layer(*args) for _ in range(length)]
+    scanned = nn.scan(
+      layer,
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "jitter": True},
+      in_axes=nn.broadcast,
+      length=length,
+      unroll=min(self.cfg.scan_unroll, length),
+      metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    return scanned(*args)
+
   def hidden(
     self, tokens_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
   ) -> tuple[jax.Array, Any]:
-    """(x_BTD after the final norm, sums of all layers stacked along a leading N)."""
+    """(x_BTD after the final norm, sums of all layers that have any, stacked along a leading N)."""
     x_BTD = self.embed(tokens_BT)
-    rope = rope_tables(position_BT, self.cfg.head_dim, self.cfg.rope.rope_max_timescale)
-    if self.cfg.scan_layers:
-      x_BTD, sums = self.layers(x_BTD, segment_BT, rope)
-    else:
-      sums_by_layer = []
-      for layer in self.layers:
-        x_BTD, sums = layer(x_BTD, segment_BT, rope)
-        sums_by_layer.append(sums)
-      sums = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums_by_layer)
+    rope = rope_tables(position_BT, self.block.num_rope_channels(self.cfg), self.cfg.rope)
+    if self.block.is_moe and self.cfg.moe.first_num_dense_layers:
+      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope)
+    x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope)
     return self.final_norm(x_BTD), sums
+
+  def _run(
+    self,
+    stack: nn.Module | list[nn.Module],
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+  ) -> tuple[jax.Array, Any]:
+    if self.cfg.scan_layers:
+      return stack(x_BTD, segment_BT, rope)
+    sums_by_layer = []
+    for layer in stack:
+      x_BTD, sums = layer(x_BTD, segment_BT, rope)
+      sums_by_layer.append(sums)
+    return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums_by_layer)
 
   def unembedding(self) -> jax.Array:
     """w_DV: the projection from hidden states to logits."""

@@ -1,38 +1,62 @@
-"""Peak speed of known accelerators, to say which share of it a run reaches."""
+"""Known accelerators: peak speed, memory and links of one JAX device, as published by the makers.
 
-# Dense bfloat16 TFLOP/s of one JAX device, as published by the makers, by `jax.Device.device_kind`.
-# A TPU v2 or v3 core is a device, two of them a chip; so is half a TPU7x chip.
-PEAK_BF16_TFLOPS: dict[str, float] = {
-  "TPU v2": 23.0,
-  "TPU v3": 61.5,
-  "TPU v4": 275.0,
-  "TPU v5 lite": 197.0,
-  "TPU v5e": 197.0,
-  "TPU v5": 459.0,
-  "TPU v5p": 459.0,
-  "TPU v6 lite": 918.0,
-  "TPU v6e": 918.0,
-  "TPU7x": 1153.5,
-  "NVIDIA A100-PCIE-40GB": 312.0,
-  "NVIDIA A100 80GB PCIe": 312.0,
-  "NVIDIA A100-SXM4-40GB": 312.0,
-  "NVIDIA A100-SXM4-80GB": 312.0,
-  "NVIDIA H100 PCIe": 756.0,
-  "NVIDIA H100 NVL": 835.0,
-  "NVIDIA H100 80GB HBM3": 989.4,
-  "NVIDIA H200": 989.4,
-  "NVIDIA H200 NVL": 835.0,
-  "NVIDIA GH200 120GB": 989.4,
-  "NVIDIA GH200 480GB": 989.4,
-  "NVIDIA B200": 2250.0,
-  "NVIDIA GB200": 2500.0,
-  "NVIDIA L4": 121.0,
-  "NVIDIA L40S": 362.0,
-  "NVIDIA GeForce RTX 3090": 71.0,
-  "NVIDIA GeForce RTX 4090": 165.2,
+A TPU v2 or v3 core is a device, two of them a chip; so is half a TPU7x chip.
+
+Source: Google Cloud TPU documentation, system architecture of each version (HBM, and half of the
+bidirectional inter-chip bandwidth); NVIDIA data sheets (half of the NVLink bandwidth).
+"""
+
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+  """One device; None: not looked up, because nothing is planned for it."""
+
+  bf16_tflops: float  # dense
+  hbm_bytes: float | None = None
+  hbm_bytes_per_second: float | None = None
+  link_bytes_per_second: float | None = None  # one way, all links of the device together
+
+
+GB, GiB = 1e9, 2**30
+
+_V5E = Chip(197.0, 16 * GiB, 819 * GB, 200 * GB)
+_V5P = Chip(459.0, 95 * GiB, 2765 * GB, 600 * GB)
+_V6E = Chip(918.0, 32 * GiB, 1638 * GB, 400 * GB)
+_H100_SXM = Chip(989.4, 80 * GB, 3350 * GB, 450 * GB)
+
+# By `jax.Device.device_kind`.
+CHIPS: dict[str, Chip] = {
+  "TPU v2": Chip(23.0, 8 * GiB, 350 * GB),
+  "TPU v3": Chip(61.5, 16 * GiB, 450 * GB),
+  "TPU v4": Chip(275.0, 32 * GiB, 1228 * GB, 300 * GB),
+  "TPU v5 lite": _V5E,
+  "TPU v5e": _V5E,
+  "TPU v5": _V5P,
+  "TPU v5p": _V5P,
+  "TPU v6 lite": _V6E,
+  "TPU v6e": _V6E,
+  "TPU7x": Chip(1153.5, 96 * GiB, 3690 * GB, 300 * GB),
+  "NVIDIA A100-PCIE-40GB": Chip(312.0, 40 * GB, 1555 * GB),
+  "NVIDIA A100 80GB PCIe": Chip(312.0, 80 * GB, 1935 * GB),
+  "NVIDIA A100-SXM4-40GB": Chip(312.0, 40 * GB, 1555 * GB, 300 * GB),
+  "NVIDIA A100-SXM4-80GB": Chip(312.0, 80 * GB, 2039 * GB, 300 * GB),
+  "NVIDIA H100 PCIe": Chip(756.0, 80 * GB, 2000 * GB),
+  "NVIDIA H100 NVL": Chip(835.0, 94 * GB, 3900 * GB, 300 * GB),
+  "NVIDIA H100 80GB HBM3": _H100_SXM,
+  "NVIDIA H200": Chip(989.4, 141 * GB, 4800 * GB, 450 * GB),
+  "NVIDIA H200 NVL": Chip(835.0, 141 * GB, 4800 * GB, 450 * GB),
+  "NVIDIA GH200 120GB": Chip(989.4),
+  "NVIDIA GH200 480GB": Chip(989.4),
+  "NVIDIA B200": Chip(2250.0, 180 * GB, 7700 * GB, 900 * GB),
+  "NVIDIA GB200": Chip(2500.0, 186 * GB, 8000 * GB, 900 * GB),
+  "NVIDIA L4": Chip(121.0, 24 * GB, 300 * GB),
+  "NVIDIA L40S": Chip(362.0, 48 * GB, 864 * GB),
+  "NVIDIA GeForce RTX 3090": Chip(71.0, 24 * GB, 936 * GB),
+  "NVIDIA GeForce RTX 4090": Chip(165.2, 24 * GB, 1008 * GB),
 }
 
 
 def peak_bf16_tflops(device_kind: str) -> float | None:
   """Peak dense bfloat16 TFLOP/s of one device of this kind; None where it is not known (a CPU)."""
-  return PEAK_BF16_TFLOPS.get(device_kind)
+  return CHIPS[device_kind].bf16_tflops if device_kind in CHIPS else None

@@ -1,12 +1,10 @@
-"""Sizes of a model and the floating-point operations of a training step, by arithmetic alone.
+"""Sizes of a model and the floating-point operations of a training step, by arithmetic alone."""
 
-Whether the blocks are dense or mixtures of experts is the family's to say, so it is an argument
-here (`moe`) and not read from a name.
-"""
-
+import dataclasses
 from typing import NamedTuple
 
 from maxlite.config.schema import ModelConfig
+from maxlite.models import MODELS
 
 TRAIN_OVER_FORWARD = 3  # the backward pass multiplies twice for each multiplication of the forward
 FLOPS_PER_MAC = 2  # one multiplication, one addition
@@ -19,51 +17,108 @@ class Flops(NamedTuple):
   attention: float  # the part of `total` that scores keys and mixes values
 
 
-def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int, *, moe: bool) -> Flops:
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+  """Numbers of weights."""
+
+  matmul: int  # that a token is multiplied with
+  other: int  # norms and biases
+
+  def __add__(self, more: "_Weights") -> "_Weights":
+    return _Weights(self.matmul + more.matmul, self.other + more.other)
+
+  def times(self, number: int) -> "_Weights":
+    return _Weights(number * self.matmul, number * self.other)
+
+
+def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Flops:
   """FLOPs of one step on `tokens` tokens in rows of `row_length`.
 
   Counted are the matmuls: projections, MLP or active experts, router and logits (tied or not), and
   causal attention at half of its square. Not counted are the embedding lookup, elementwise work
   and whatever rematerialization computes twice.
   """
-  macs_per_token = model.base_num_decoder_layers * (
-    _attention_weights(model) + _feed_forward_weights(model, moe, active_only=True)
-  ) + (model.vocab_size * model.base_emb_dim)
-  channels = model.base_num_query_heads * model.head_dim
-  attention_macs_per_token = model.base_num_decoder_layers * 2 * channels * row_length / 2
+  macs_per_token = _layers(model, active_only=True).matmul + model.vocab_size * model.base_emb_dim
+  score_channels, value_channels = _head_channels(model)
+  channels = model.base_num_query_heads * (score_channels + value_channels)
+  attention_macs_per_token = model.base_num_decoder_layers * channels * row_length / 2
   flops_per_mac = TRAIN_OVER_FORWARD * FLOPS_PER_MAC * tokens
   attention = flops_per_mac * attention_macs_per_token
   return Flops(flops_per_mac * macs_per_token + attention, attention)
 
 
-def parameter_count(model: ModelConfig, *, moe: bool) -> int:
+def parameter_count(model: ModelConfig) -> int:
   """Weights the model holds."""
-  return _parameters(model, moe, active_only=False)
+  return _parameters(model, active_only=False)
 
 
-def active_parameter_count(model: ModelConfig, *, moe: bool) -> int:
+def active_parameter_count(model: ModelConfig) -> int:
   """Weights that take part in the computation of one token: all but the experts not chosen."""
-  return _parameters(model, moe, active_only=True)
+  return _parameters(model, active_only=True)
 
 
-def _parameters(model: ModelConfig, moe: bool, active_only: bool) -> int:
-  norms = 2 * model.base_emb_dim
-  block = _attention_weights(model) + _feed_forward_weights(model, moe, active_only) + norms
+def num_moe_layers(model: ModelConfig) -> int:
+  """Decoder layers that are mixtures of experts."""
+  if not MODELS[model.decoder_block].is_moe:
+    return 0
+  mixed = model.base_num_decoder_layers - model.moe.first_num_dense_layers
+  return mixed // model.moe.interleave_moe_layer_step
+
+
+def _parameters(model: ModelConfig, active_only: bool) -> int:
   embeddings = (1 if model.logits_via_embedding else 2) * model.vocab_size * model.base_emb_dim
-  return model.base_num_decoder_layers * block + embeddings + model.base_emb_dim
+  layers = _layers(model, active_only)
+  return layers.matmul + layers.other + embeddings + model.base_emb_dim
 
 
-def _attention_weights(model: ModelConfig) -> int:
-  query_and_out = 2 * model.base_num_query_heads
-  key_and_value = 2 * model.base_num_kv_heads
-  return model.base_emb_dim * model.head_dim * (query_and_out + key_and_value)
+def _layers(model: ModelConfig, active_only: bool) -> _Weights:
+  """Weights of all decoder layers."""
+  num_layers, num_moe = model.base_num_decoder_layers, num_moe_layers(model)
+  latent = MODELS[model.decoder_block].latent_attention
+  attention = _latent_attention(model) if latent else _attention(model)
+  norms = _Weights(0, 2 * model.base_emb_dim)
+  dense = _mlp(model, model.base_mlp_dim).times(num_layers - num_moe)
+  return (attention + norms).times(num_layers) + dense + _moe(model, active_only).times(num_moe)
 
 
-def _feed_forward_weights(model: ModelConfig, moe: bool, active_only: bool) -> int:
-  """Weights of one block's MLP, or of its router and its experts (all, or those of one token)."""
+def _head_channels(model: ModelConfig) -> tuple[int, int]:
+  """(channels that score, channels that are mixed) of one head."""
+  if MODELS[model.decoder_block].latent_attention:
+    return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
+  return model.head_dim, model.head_dim
+
+
+def _attention(model: ModelConfig) -> _Weights:
+  query_heads, kv_heads = model.base_num_query_heads, model.base_num_kv_heads
+  normed = {"": 0, "head": 2, "projection": query_heads + kv_heads}
+  return _Weights(
+    model.base_emb_dim * model.head_dim * 2 * (query_heads + kv_heads),
+    model.head_dim * normed[MODELS[model.decoder_block].qk_norm],
+  )
+
+
+def _latent_attention(model: ModelConfig) -> _Weights:
+  mla, dim, num_heads = model.mla, model.base_emb_dim, model.base_num_query_heads
+  score_channels, value_channels = _head_channels(model)
+  query = (mla.q_lora_rank or dim) * num_heads * score_channels + dim * mla.q_lora_rank
+  kv_down = dim * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+  kv_up = mla.kv_lora_rank * num_heads * (mla.qk_nope_head_dim + value_channels)
+  out = num_heads * value_channels * dim
+  return _Weights(query + kv_down + kv_up + out, mla.q_lora_rank + mla.kv_lora_rank)
+
+
+def _mlp(model: ModelConfig, hidden_dim: int) -> _Weights:
   num_matrices = len(model.mlp_activations) + 1  # one in for each activation, one out
-  if not moe:
-    return num_matrices * model.base_emb_dim * model.base_mlp_dim
-  num_experts = model.moe.num_experts_per_tok if active_only else model.moe.num_experts
-  router = model.base_emb_dim * model.moe.num_experts
-  return router + num_experts * num_matrices * model.base_emb_dim * model.moe.base_moe_mlp_dim
+  return _Weights(num_matrices * model.base_emb_dim * hidden_dim, 0)
+
+
+def _moe(model: ModelConfig, active_only: bool) -> _Weights:
+  """Weights of a router and its experts: all, or those of one token."""
+  moe, dim = model.moe, model.base_emb_dim
+  router = _Weights(dim * moe.num_experts, moe.num_experts if moe.routed_bias else 0)
+  expert = _mlp(model, moe.base_moe_mlp_dim)
+  if moe.expert_bias:
+    expert += _Weights(0, len(model.mlp_activations) * moe.base_moe_mlp_dim + dim)
+  num_experts = moe.num_experts_per_tok if active_only else moe.num_experts
+  shared = _mlp(model, moe.shared_experts * moe.base_moe_mlp_dim)
+  return router + expert.times(num_experts) + shared

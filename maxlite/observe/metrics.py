@@ -19,15 +19,16 @@ def training_row(
 ) -> Row:
   """The row logged for `step`: every scalar of `metrics`, the speed and the balance of the experts.
 
-  `metrics` holds host numbers: scalars, and optionally `expert_load` [..., experts], the tokens
-  each expert got. Speeds are per device; `flops_per_step` and `num_tokens` are of all devices.
+  `metrics` holds host numbers: scalars, and of a mixture of experts `expert_load` [N, E], the
+  assignments each expert of each MoE layer got, and `expert_dropped` [N], those without room.
+  Speeds are per device; `flops_per_step` and `num_tokens` are of all devices.
   """
   row: Row = {"step": step, "step_seconds": step_seconds}
   for name, value in metrics.items():
-    if name == "expert_load":
-      row["expert_imbalance"] = expert_imbalance(value)
-    else:
+    if name not in ("expert_load", "expert_dropped"):
       row[name] = np.asarray(value).item()
+  if "expert_load" in metrics:
+    row |= expert_row(metrics["expert_load"], metrics["expert_dropped"])
   device_seconds = step_seconds * num_devices
   row["tokens_per_second_per_device"] = row["num_tokens"] / device_seconds
   row["tflops_per_device"] = flops_per_step / device_seconds / 1e12
@@ -36,11 +37,26 @@ def training_row(
   return row
 
 
-def expert_imbalance(load: np.ndarray) -> float:
-  """Largest over mean load of the most uneven layer: 1 is balance; `load` is [..., experts]."""
-  load = np.asarray(load, np.float64)
-  mean = load.mean(axis=-1)
-  return float(np.max(load.max(axis=-1) / np.where(mean > 0, mean, np.nan)))
+def expert_row(load_NE: np.ndarray, dropped_N: np.ndarray) -> Row:
+  """How evenly the experts are used; NaN where a layer has no assignments.
+
+  `expert_imbalance` is the largest over the mean load, and `expert_entropy` the load's entropy over
+  that of an even one: 1 is even in both, and both are the worst layer's. `expert_dead` is the share
+  of experts without a single token, `expert_dropped` that of assignments dropped, over all layers.
+  """
+  share_NE = np.asarray(load_NE, np.float64)
+  total_N = share_NE.sum(axis=-1)
+  assigned_N = np.where(total_N > 0, total_N, np.nan)
+  share_NE = share_NE / assigned_N[:, None]
+  num_experts = share_NE.shape[-1]
+  log_NE = np.log(np.where(share_NE > 0, share_NE, 1))
+  entropy_N = -np.sum(share_NE * log_NE, axis=-1) / math.log(num_experts)
+  return {
+    "expert_imbalance": float(np.max(share_NE.max(axis=-1) * num_experts)),
+    "expert_entropy": float(np.min(entropy_N)),
+    "expert_dead": float(np.mean(np.where(np.isnan(share_NE), np.nan, share_NE == 0))),
+    "expert_dropped": float(np.sum(np.asarray(dropped_N, np.float64)) / np.sum(assigned_N)),
+  }
 
 
 def bits_per_byte(nll_sum_nats: float, num_bytes: float) -> float:

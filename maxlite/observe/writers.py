@@ -1,15 +1,17 @@
 """Where rows of metrics go: a JSONL file, TensorBoard, the console.
 
 A row is a flat dict of numbers with a `step`; where held-out data was evaluated, with `eval_loss`.
+The load of every expert goes to a file of its own.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
@@ -29,21 +31,26 @@ class Writer(Protocol):
 
 
 class Writers:
-  """Several writers as one."""
+  """Several writers as one, and the file of the experts' loads."""
 
-  def __init__(self, writers: Sequence[Writer]):
+  def __init__(self, writers: Sequence[Writer], expert_load: "JsonlWriter | None" = None):
     self._writers = writers
+    self._expert_load = expert_load
+    self._all = [*writers, *([expert_load] if expert_load else [])]
 
-  def write(self, row: Row) -> None:
+  def write(self, row: Row, load_NE: np.ndarray | None = None) -> None:
+    """Writes `row`, and with it the assignments that each expert of each MoE layer got."""
     for writer in self._writers:
       writer.write(row)
+    if self._expert_load and load_NE is not None:
+      self._expert_load.write({"step": row["step"], "expert_load": load_NE.astype(int).tolist()})
 
   def flush(self) -> None:
-    for writer in self._writers:
+    for writer in self._all:
       writer.flush()
 
   def close(self) -> None:
-    for writer in self._writers:
+    for writer in self._all:
       writer.close()
 
 
@@ -60,9 +67,12 @@ class JsonlWriter:
       _keep_rows(path, resume_step)
     self._file = path.open("a", encoding="utf-8")
 
-  def write(self, row: Row) -> None:
+  def write(self, row: Mapping[str, Any]) -> None:
+    """Appends `row`, whose values are numbers or lists of whole numbers."""
     ordered = {"step": row["step"]} | dict(sorted(row.items()))
-    finite = {name: v if math.isfinite(v) else None for name, v in ordered.items()}
+    finite = {
+      name: v if isinstance(v, list) or math.isfinite(v) else None for name, v in ordered.items()
+    }
     self._file.write(json.dumps(finite, allow_nan=False) + "\n")
     self._file.flush()  # for whoever follows the file; only flush() below outlives a crash
 
@@ -75,7 +85,7 @@ class JsonlWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-  """The rows of a file of `JsonlWriter`, numbers or None, less an unfinished last line.
+  """The rows of a file of `JsonlWriter`, less an unfinished last line; None was not finite.
 
   Raises:
     ValueError: a line before the last is not a row.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-NO_DECAY = r"(^|/)(scale|bias)$"  # norms and biases
+NO_DECAY = r"(^|/|_)(scale|bias)$"  # norms and biases
 STACKED = ("layers", "exp", "ensemble")  # axes that number matrices instead of being a side of one
 
 

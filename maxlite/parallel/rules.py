@@ -24,6 +24,9 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "q_heads": ("tensor",),
   "kv_heads": ("tensor",),
   "kv": (),
+  "latent": (),
+  "q_lora": ("fsdp", "context", "expert"),
+  "kv_lora": ("fsdp", "context", "expert"),
   "mlp": ("tensor",),
   "exp": ("expert",),
   "embed_no_exp": ("fsdp", "context"),
@@ -38,7 +41,8 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "activation_kv": (),
   "activation_mlp": ("tensor",),
   "activation_vocab": ("tensor",),
-  "activation_exp": (),
+  "activation_batch_no_exp": ("data", "fsdp"),
+  "activation_exp": ("expert",),
 }
 
 

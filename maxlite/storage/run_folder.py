@@ -21,6 +21,8 @@ class RunFolder:
     self.config = self.directory / "config.yml"
     self.metrics = self.directory / "metrics.jsonl"
     self.curves = self.directory / "curves.png"
+    self.expert_load = self.directory / "expert_load.jsonl"
+    self.expert_map = self.directory / "expert_load.png"
     self.tensorboard = self.directory / "tensorboard"
     self.checkpoints = self.directory / "checkpoints"
     self.profile = self.directory / "profile"

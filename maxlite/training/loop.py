@@ -82,9 +82,7 @@ class StepLog:
     self.skipped_in_a_row = 0
     cfg = run.trainer.cfg
     tokens = run.trainer.batch_shape[0] * run.trainer.batch_shape[1]
-    flops = train_flops_per_step(
-      cfg.model, tokens, cfg.data.max_target_length, moe=run.trainer.is_moe
-    )
+    flops = train_flops_per_step(cfg.model, tokens, cfg.data.max_target_length)
     self._speed = {
       "num_devices": run.trainer.mesh.size,
       "flops_per_step": flops.total,
@@ -110,7 +108,8 @@ class StepLog:
       return
     seconds = (time.perf_counter() - self._since) / self._steps_since
     row = training_row(step, numbers, step_seconds=seconds, **self._speed)
-    self._run.writers.write(row | (evaluation() if evaluation else {}))
+    row |= evaluation() if evaluation else {}
+    self._run.writers.write(row, numbers.get("expert_load"))
     self._since, self._steps_since = time.perf_counter(), 0
 
 

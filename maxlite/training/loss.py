@@ -123,7 +123,7 @@ def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array,
     total += cfg.z_loss_multiplier * parts["z_loss"]
   if "moe" in sums.layers:
     routers = sums.layers["moe"]
-    parts["load_balance_loss"] = load_balance_loss(routers, moe.num_experts_per_tok)
+    parts["load_balance_loss"] = load_balance_loss(routers, moe)
     parts["router_z_loss"] = router_z_loss(routers)
     total += moe.load_balance_loss_weight * parts["load_balance_loss"]
     total += moe.router_z_loss_weight * parts["router_z_loss"]

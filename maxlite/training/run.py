@@ -14,7 +14,7 @@ from maxlite.data.pipeline import Data, open_data
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.observe.flops import active_parameter_count, parameter_count
-from maxlite.observe.plots import draw_curves
+from maxlite.observe.plots import draw_curves, draw_expert_load
 from maxlite.observe.profiler import Profiler
 from maxlite.observe.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
@@ -56,7 +56,7 @@ def run_training(cfg: Config) -> int:
     trainer,
     data,
     checkpoints,
-    _open_writers(cfg, folder, done, console),
+    _open_writers(trainer, folder, done, console),
     Profiler(cfg.observe, folder.profile),
   )
   del restored  # its arrays are donated to the first step
@@ -101,13 +101,14 @@ def _open_checkpoints(cfg: Config, folder: RunFolder, console: Console) -> Check
   return None
 
 
-def _open_writers(cfg: Config, folder: RunFolder, done: int, console: Console) -> Writers:
+def _open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Console) -> Writers:
+  cfg = trainer.cfg
   if jax.process_index() > 0:
     return Writers([])
   writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console)]
   if cfg.observe.enable_tensorboard:
     writers.append(TensorBoardWriter(folder.tensorboard, done))
-  return Writers(writers)
+  return Writers(writers, JsonlWriter(folder.expert_load, done) if trainer.is_moe else None)
 
 
 def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: Console) -> None:
@@ -123,8 +124,8 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
     console.print(f"  {line}")
   for name, (before, now) in (changes or {}).items():
     console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
-  total = parameter_count(cfg.model, moe=trainer.is_moe)
-  active = active_parameter_count(cfg.model, moe=trainer.is_moe)
+  total = parameter_count(cfg.model)
+  active = active_parameter_count(cfg.model)
   platform = trainer.sharder.platform
   experts = resolve_grouped_matmul(cfg.model.moe.grouped_matmul, platform)
   console.print(
@@ -144,4 +145,9 @@ def _conclude(cfg: Config, folder: RunFolder, ending: Ending, console: Console) 
   if jax.process_index() > 0:
     return
   draw_curves(folder.metrics, folder.curves)
-  console.print(f"{folder.directory}: metrics.jsonl, curves.png, parameters {parameters[:16]}")
+  pictures = [folder.curves.name]
+  if folder.expert_load.exists():
+    draw_expert_load(folder.expert_load, folder.expert_map)
+    pictures.append(folder.expert_map.name)
+  files = ", ".join([folder.metrics.name, *pictures])
+  console.print(f"{folder.directory}: {files}, parameters {parameters[:16]}")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,13 +76,13 @@ class Trainer:
     return jax.jit(init, out_shardings=shardings)()
 
 
-def build_trainer(cfg: Config) -> Trainer:
-  """The Trainer of `cfg` on all devices of all processes.
+def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Trainer:
+  """The Trainer of `cfg` on `devices`, which need only be described; by default on all there are.
 
   Raises:
     ValueError: mesh, batch and model do not fit together.
   """
-  mesh = build_mesh(_degrees(cfg.mesh, "ici"), _degrees(cfg.mesh, "dcn"))
+  mesh = build_mesh(_degrees(cfg.mesh, "ici"), _degrees(cfg.mesh, "dcn"), devices)
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
   global_batch_size = _global_batch_size(cfg, sharder)
   model = build_model(cfg.model, sharder)

@@ -11,6 +11,7 @@ from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
 from maxlite.models.decoder import Decoder
 from maxlite.training.loss import Sums, combine, forward_sums
+from maxlite.training.routed_bias import move_routed_biases
 from maxlite.training.state import TrainState
 
 Gradients = tuple[Any, dict, Sums]
@@ -39,9 +40,14 @@ def build_train_step(
       "num_tokens": sums.weight,
     }
     if "moe" in sums.layers:
-      metrics["expert_load"] = sums.layers["moe"].count_E
+      routers = sums.layers["moe"]
+      metrics |= {"expert_load": routers.count_E, "expert_dropped": routers.dropped}
     finite = jnp.isfinite(metrics["total_loss"]) & jnp.isfinite(metrics["grad_norm"])
     state = _update(state, gradients, tx, finite)
+    if "moe" in sums.layers and moe.routed_bias:
+      rate = jnp.where(finite, moe.routed_bias_update_rate, 0)
+      params = move_routed_biases(state.params, metrics["expert_load"], rate)
+      state = state.replace(params=params)
     counts = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
     return state, metrics | counts
 
@@ -130,17 +136,20 @@ def _micro_batches(
 def _totals(forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: MoeConfig) -> Sums:
   """Sums of the whole batch, as far as the loss's derivative depends on them.
 
-  The loss is linear in every sum but the token counts, which the batch alone tells, and the
-  experts' load, which takes a forward pass over all micro-batches.
+  The loss is linear in every sum but the counts of tokens and rows, which the batch alone tells,
+  and the experts' load over the batch, which takes a forward pass over all micro-batches.
   """
-  if "moe" in zeros.layers and moe.load_balance_loss_weight:
+  over_batch = moe.load_balance_loss_weight and moe.load_balance_loss_scope == "batch"
+  if "moe" in zeros.layers and over_batch:
     add = lambda sums, micro: (jax.tree.map(jnp.add, sums, forward(micro)), None)
     return jax.lax.scan(add, zeros, inputs)[0]
   totals = zeros.replace(weight=jnp.sum(batch.weight_BT))
   if "moe" in zeros.layers:
     routers = zeros.layers["moe"]
-    tokens = jnp.full_like(routers.tokens, jnp.sum(batch.segment_BT > 0))
-    totals = totals.replace(layers={"moe": routers.replace(tokens=tokens)})
+    real_BT = batch.segment_BT > 0
+    tokens = jnp.full_like(routers.tokens, jnp.sum(real_BT))
+    rows = jnp.full_like(routers.rows, jnp.sum(jnp.any(real_BT, axis=1)))
+    totals = totals.replace(layers={"moe": routers.replace(tokens=tokens, rows=rows)})
   return totals
 
 

@@ -12,6 +12,7 @@ from maxlite.config import exit_with_one_line, main_config
 from maxlite.config.schema import KEYS
 from maxlite.config.values import plain
 
+GROUPED = "router=group_limited_greedy"
 # What is typed -> what the line must say: its source, the key with its value, and the fix.
 MISTAKES = {
   ("ici_fsdp_paralelism=2",): ("command line", "ici_fsdp_paralelism=2", "ici_fsdp_parallelism?"),
@@ -45,6 +46,43 @@ MISTAKES = {
   ("head_dim=33",): ("head_dim=33", "even", "head_dim=34"),
   ("num_experts=1",): ("num_experts=1", "decoder_block=llama"),
   ("num_experts=4", "--num_experts_per_tok=5"): ("--num_experts_per_tok", "num_experts_per_tok=4"),
+  ("first_num_dense_layers=4",): ("first_num_dense_layers=4", "first_num_dense_layers=3"),
+  ("first_num_dense_layers=1", "interleave_moe_layer_step=2"): (
+    "interleave_moe_layer_step=2",
+    "the 3 other layers",
+    "interleave_moe_layer_step=1",
+  ),
+  (GROUPED, "n_routing_groups=3"): ("n_routing_groups=3", "n_routing_groups=2"),
+  (GROUPED, "n_routing_groups=4", "topk_routing_group=5"): ("topk_routing_group=4",),
+  (GROUPED, "n_routing_groups=8", "topk_routing_group=1"): (
+    "num_experts_per_tok=2 (default)",
+    "hold 1 experts",
+    "num_experts_per_tok=1",
+    "larger topk_routing_group",
+  ),
+  ("routed_bias=true",): ("router=softmax_topk (default)", "router=sigmoid_group_topk"),
+  ("capacity_factor=0", "sparse_matmul=false"): ("capacity_factor=0.0", "capacity_factor=1.25"),
+  ("capacity_factor=1.5",): ("sparse_matmul=true (default)", "sparse_matmul=false"),
+  ("ragged_buffer_factor=-0.5",): ("ragged_buffer_factor=-0.5", "ragged_buffer_factor=1.25"),
+  ("ragged_buffer_factor=2", "use_ring_of_experts=true"): (
+    "use_ring_of_experts=true",
+    "ragged_buffer_factor=-1",
+  ),
+  ("ragged_buffer_factor=2", "sparse_matmul=false"): (
+    "sparse_matmul=false",
+    "ragged_buffer_factor=-1",
+  ),
+  ("use_ring_of_experts=true", "sparse_matmul=false"): ("sparse_matmul=true",),
+  ("grouped_matmul=megablox", "megablox=false"): ("megablox=true", "grouped_matmul=auto"),
+  ("grouped_matmul=tiled", "sparse_matmul=false"): ("sparse_matmul=true", "grouped_matmul=auto"),
+  ("wi_tile_drhs=512,1024",): ("wi_tile_drhs=[512, 1024]", "wi_tile_drhs=[512, 1024, 1024]"),
+  ("mscale=0.5",): ("rope_type=default (default)", "mscale=0"),
+  ("rope_type=yarn", "rope_factor=1"): ("rope_factor=1.0", "rope_type=default"),
+  ("rope_type=yarn", "rope_max_timescale=1"): ("rope_max_timescale=10000",),
+  ("decoder_block=deepseek", "qk_rope_head_dim=7"): ("qk_rope_head_dim=7", "qk_rope_head_dim=8"),
+  ("decoder_block=olmoe", "num_experts=1"): ("num_experts=1", "decoder_block=llama"),
+  ("compile_topology_num_slices=2",): ("compile_topology=''", "compile_topology=v5p-64"),
+  ("gpu_target_config=gone.txt",): ("gpu_target_config=gone.txt", "gpu_target_config=FILE"),
   ("mlp_activations=linear",): ("mlp_activations=[linear]", "mlp_activations=[silu, linear]"),
   ("mlp_activations=silu,gelu",): ("mlp_activations=[silu, gelu]", "[silu, linear]"),
   ("mlp_activations=",): ("mlp_activations=[]", "mlp_activations=[silu, linear]"),
@@ -70,6 +108,9 @@ MISTAKES = {
   ("ici_tensor_parallelism=8",): ("ici_tensor_parallelism=8", "base_num_kv_heads=4", "make 4"),
   ("ici_tensor_parallelism=2", "vocab_size=321"): ("vocab_size=321", "make 1"),
   ("ici_expert_parallelism=16",): ("ici_expert_parallelism=16", "num_experts=8", "make 8"),
+  ("model_name=deepseek2-tiny", "ici_expert_parallelism=32"): ("num_experts=16", "make 16"),
+  ("model_name=deepseek2-tiny", "ici_fsdp_parallelism=128"): ("kv_lora_rank=64", "make 64"),
+  ("first_num_dense_layers=1", "base_mlp_dim=5", "ici_tensor_parallelism=2"): ("base_mlp_dim=5",),
   ("ici_fsdp_parallelism=3",): ("ici_fsdp_parallelism=3", "base_emb_dim=256", "make 2"),
   ("ici_context_parallelism=2", "max_target_length=33"): ("max_target_length=33", "make 1"),
 }

@@ -25,6 +25,8 @@ def _values(key: Key) -> st.SearchStrategy:
     return st.booleans()
   if key.type is int:
     return st.integers(int(knob.low), 2**31 - 1)
+  if key.type == tuple[int, ...]:
+    return st.lists(st.integers(int(knob.low), 2**31 - 1), max_size=3).map(tuple)
   if key.type is float:
     return st.floats(knob.low, knob.high, allow_nan=False, allow_infinity=False)
   if key.type == AxisRules:

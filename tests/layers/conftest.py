@@ -16,9 +16,15 @@ MESHES = {
 
 
 @pytest.fixture(scope="session")
-def sharders():
+def sharders(build_sharder):
   """{name: Sharder} of MESHES."""
-  return {name: _sharder(degrees) for name, degrees in MESHES.items()}
+  return {name: build_sharder(degrees) for name, degrees in MESHES.items()}
+
+
+@pytest.fixture(scope="session")
+def build_sharder():
+  """From {mesh axis: degree}, 1 where none is given, to the Sharder."""
+  return _sharder
 
 
 def _sharder(degrees):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlite.observe.chips import peak_bf16_tflops
-from maxlite.observe.metrics import bits_per_byte, expert_imbalance, training_row
+from maxlite.observe.metrics import bits_per_byte, expert_row, training_row
 
 
 def row(metrics, peak_tflops=None):
@@ -41,12 +41,45 @@ def test_scalars_are_passed_on_as_python_numbers():
   assert {type(value) for value in found.values()} == {int, float}
 
 
-def test_imbalance_is_of_the_most_uneven_layer():
-  assert expert_imbalance(np.asarray([5, 5, 5, 5])) == 1
-  assert expert_imbalance(np.asarray([[5, 5, 5, 5], [0, 0, 20, 0]])) == 4
-  found = row({"expert_load": np.asarray([[1, 3], [2, 2]], np.int32)})
+def experts(*load_NE, dropped=None):
+  load_NE = np.asarray(load_NE, np.float32)
+  return expert_row(load_NE, np.zeros(len(load_NE)) if dropped is None else np.asarray(dropped))
+
+
+def test_an_even_load_is_one():
+  assert experts([5, 5, 5], [2, 2, 2]) == {
+    "expert_imbalance": 1,
+    "expert_entropy": pytest.approx(1),
+    "expert_dead": 0,
+    "expert_dropped": 0,
+  }
+
+
+def test_imbalance_and_entropy_are_of_the_worst_layer():
+  found = experts([5, 5, 5, 5], [0, 0, 20, 0], [10, 10, 0, 0])
+  assert found["expert_imbalance"] == 4
+  assert found["expert_entropy"] == 0
+  assert experts([5, 5, 5, 5], [10, 0, 10, 0])["expert_entropy"] == pytest.approx(0.5)
+
+
+def test_dead_experts_and_dropped_assignments_are_shares_over_all_layers():
+  found = experts([5, 5, 5, 5], [0, 3, 12, 5], [0, 0, 0, 20], dropped=[0, 6, 3])
+  assert found["expert_dead"] == pytest.approx(4 / 12)
+  assert found["expert_dropped"] == pytest.approx(9 / 60)
+
+
+def test_a_step_of_padding_has_no_balance():
+  assert all(math.isnan(value) for value in experts([0, 0], [0, 0]).values())
+
+
+def test_the_row_has_the_experts_figures_and_not_their_loads():
+  load_NE = np.asarray([[1, 3], [2, 2]], np.float32)
+  found = row({"expert_load": load_NE, "expert_dropped": np.asarray([2, 0], np.float32)})
   assert found["expert_imbalance"] == 1.5
+  assert found["expert_dropped"] == 0.25
   assert "expert_load" not in found
+  assert {type(value) for value in found.values()} == {int, float}
+  assert not [name for name in row({}) if name.startswith("expert")]
 
 
 def test_bits_per_byte_of_uniform_bytes_is_eight():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from maxlite.observe.plots import draw_curves
+from maxlite.observe.plots import draw_curves, draw_expert_load
 from maxlite.observe.writers import JsonlWriter
 
 
@@ -63,3 +63,53 @@ def test_every_metric_adds_to_the_picture(tmp_path):
 )
 def test_odd_runs_are_drawn_without_a_warning(tmp_path, rows):
   assert draw(tmp_path, rows).ndim == 3
+
+
+def draw_load(folder, steps, load_SNE):
+  """The picture, or None where nothing was drawn."""
+  folder.mkdir()
+  writer = JsonlWriter(folder / "expert_load.jsonl", -1)
+  for step, load_NE in zip(steps, load_SNE, strict=True):
+    writer.write({"step": step, "expert_load": np.asarray(load_NE).tolist()})
+  writer.close()
+  draw_expert_load(folder / "expert_load.jsonl", folder / "expert_load.png")
+  png = folder / "expert_load.png"
+  return imread(png) if png.exists() else None
+
+
+def reds(picture):
+  """How many pixels are of the colours of a crowded expert."""
+  red, green, blue = (picture[..., i] for i in range(3))
+  return int(((red > 0.35) & (green < 0.1) & (blue < 0.2)).sum())
+
+
+def test_a_crowded_expert_is_red_as_long_as_it_is_crowded(tmp_path):
+  even, crowded = np.full((2, 8), 10), np.full((2, 8), 10)
+  crowded[1, 5] = 200
+  loads = {"never": [even] * 8, "half": [even] * 4 + [crowded] * 4, "always": [crowded] * 8}
+  pictures = {n: draw_load(tmp_path / n, range(0, 80, 10), load) for n, load in loads.items()}
+  never, half, always = (reds(pictures[name]) for name in loads)
+  assert always - never == pytest.approx(2 * (half - never), rel=0.05)
+  assert half - never > 500
+
+
+def test_of_many_layers_and_steps_a_part_is_drawn(tmp_path):
+  load_SNE = np.random.default_rng(0).integers(1, 9, (1000, 40, 3))
+  picture = draw_load(tmp_path / "many", range(1000), load_SNE)
+  few = draw_load(tmp_path / "few", range(1000), load_SNE[:, :16])
+  assert picture.shape == few.shape
+
+
+@pytest.mark.parametrize(
+  ("steps", "load_SNE"),
+  [
+    ([], []),
+    ([1], [[[3, 1]]]),
+    ([1, 10], [[[0, 0]] * 3, [[5, 0]] * 3]),
+    ([1, 2, 50], [[[1]] * 5] * 3),
+  ],
+  ids=str,
+)
+def test_odd_loads_are_drawn_without_a_warning(tmp_path, steps, load_SNE):
+  picture = draw_load(tmp_path / "run", steps, load_SNE)
+  assert (picture is None) == (not steps)

@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -157,3 +158,28 @@ def test_writers_pass_everything_on(tmp_path):
   assert [read_rows(path) for path in paths] == [[{"step": 1}]] * 2
   writers.close()
   assert json.loads(paths[1].read_text()) == {"step": 1}
+
+
+def test_loads_of_experts_go_to_their_own_file_and_resume_like_rows(tmp_path):
+  def write(resume_step, steps):
+    paths = (tmp_path / "metrics.jsonl", tmp_path / "expert_load.jsonl")
+    rows, loads = (JsonlWriter(path, resume_step) for path in paths)
+    writers = Writers([rows], loads)
+    for step in steps:
+      writers.write({"step": step}, np.float32([[step, 3], [2, 2]]))
+    writers.flush()
+    writers.close()
+    return [path.read_text() for path in paths]
+
+  whole = write(-1, range(1, 6))
+  assert write(3, [4, 5]) == whole
+  metrics, loads = (read_rows(path) for path in sorted(tmp_path.iterdir())[::-1])
+  assert metrics == [{"step": step} for step in range(1, 6)]
+  assert loads == [{"step": step, "expert_load": [[step, 3], [2, 2]]} for step in range(1, 6)]
+
+
+def test_a_dense_model_has_no_loads(tmp_path):
+  writers = Writers([JsonlWriter(tmp_path / "metrics.jsonl", -1)])
+  writers.write({"step": 1}, None)
+  writers.close()
+  assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]

@@ -35,7 +35,8 @@ def test_how_it_is_computed_changes_nothing(same):
     {"init_weights_seed": 1},
     {"normalization_layer_epsilon": 0.5},
     {"rope_max_timescale": 10},
-    {"norm_topk_prob": "false"},
+    {"router": "topk_softmax", "norm_topk_prob": "false"},
+    {"routed_scaling_factor": 2},
   ],
   ids=str,
 )

@@ -18,6 +18,7 @@ MESH = mesh_keys("fsdp=4 tensor=2")
 BALANCED = {"z_loss_multiplier": 1e-3, "load_balance_loss_weight": 0.5}
 JITTER = {"decoder_block": "mixtral", "z_loss_multiplier": 1e-3, "router_jitter": 0.2}
 UNBALANCED = BALANCED | {"load_balance_loss_weight": 0.0}
+BY_SEQUENCE = BALANCED | {"load_balance_loss_scope": "sequence"}
 
 
 @functools.cache
@@ -41,7 +42,9 @@ def assert_same_bits(tree, expected):
   jax.tree.map(np.testing.assert_array_equal, tree, expected)
 
 
-@pytest.mark.parametrize(("keys", "num_micro"), [(BALANCED, 4), (UNBALANCED, 2)], ids=str)
+@pytest.mark.parametrize(
+  ("keys", "num_micro"), [(BALANCED, 4), (UNBALANCED, 2), (BY_SEQUENCE, 4)], ids=str
+)
 def test_micro_batches_add_up_to_the_batch(keys, num_micro):
   batches = [uneven_batch(seed) for seed in range(3)]
   expected, expected_rows = take_steps(*start(**keys), batches)

@@ -3,8 +3,8 @@
 `BACKENDS` share one contract. Row t of the queries is row `q_start + t` of the sequence the keys
 span; it attends every key up to and including its own row that carries its own segment number.
 Padding is segment 0: it attends padding only, and stays finite. Query heads share a key/value head
-in runs of H / G. Scores, softmax and sums are in float32 (in float64 if that is the operands'
-type).
+in runs of H / G. Values, and with them the result, may have other channels than queries and keys.
+Scores, softmax and sums are in float32 (in float64 if that is the operands' type).
 """
 
 import jax
@@ -48,7 +48,7 @@ def attention(
   block_q: int,
   q_start: int | jax.Array = 0,
 ) -> jax.Array:
-  """o_BTHC in q's type.
+  """o_BTHC in q's type, with the channels of v.
 
   Args:
     block_q: queries scored at once by `chunked`; the other backends score all at once.
@@ -60,6 +60,7 @@ def attention(
   assert num_query_heads % num_kv_heads == 0, f"{num_query_heads=} {num_kv_heads=}"
   assert q_segment_BT.shape == q_BTHC.shape[:2], f"{q_segment_BT.shape} for {q_BTHC.shape}"
   assert kv_segment_BS.shape == k_BSGC.shape[:2], f"{kv_segment_BS.shape} for {k_BSGC.shape}"
+  assert v_BSGC.shape[:3] == k_BSGC.shape[:3], f"{v_BSGC.shape} for {k_BSGC.shape}"
   assert jnp.ndim(q_start) == 0, f"q_start has shape {jnp.shape(q_start)}"
   return BACKENDS[backend](
     q_BTHC,

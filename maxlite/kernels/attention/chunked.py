@@ -105,7 +105,7 @@ def _forward_block(scale, keys, _, queries):
   sum_BGr1 = p_BGrS.sum(-1, keepdims=True)
   # Divided after the sum over keys: C numbers a row rather than S.
   o_BGrC = _dot(p_BGrS.astype(keys.v_BGSC.dtype), keys.v_BGSC, 0) / sum_BGr1
-  o_BtHC = _unfold(o_BGrC.astype(queries.q_BTHC.dtype), queries.q_BTHC.shape)
+  o_BtHC = _unfold(o_BGrC.astype(queries.q_BTHC.dtype), queries.row_BT.shape[1])
   return (), (o_BtHC, max_BGr1 + jnp.log(sum_BGr1))
 
 
@@ -122,7 +122,7 @@ def _backward_block(scale, keys, dkv, block):
   dk_BGCS = _dot(q_BGrC.swapaxes(2, 3), dscore_BGrS, 0)
   dv_BGCS = _dot(do_BGrC.swapaxes(2, 3), p_BGrS.astype(dtype), 0)
   dkv = [total + part.swapaxes(2, 3) for total, part in zip(dkv, (dk_BGCS, dv_BGCS), strict=True)]
-  return dkv, _unfold(dq_BGrC, o_BtHC.shape)
+  return dkv, _unfold(dq_BGrC, o_BtHC.shape[1])
 
 
 def _scores(scale: float, queries: _Queries, keys: _Keys) -> jax.Array:
@@ -177,11 +177,12 @@ def _fold(x_BtHC: jax.Array, keys: _Keys) -> jax.Array:
   return x_BtGhC.transpose(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, num_channels)
 
 
-def _unfold(x_BGrC: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """x_BtHC of this shape, undoing `_fold`."""
-  num_seqs, num_queries, _, num_channels = shape
-  x_BGhtC = x_BGrC.reshape(num_seqs, x_BGrC.shape[1], -1, num_queries, num_channels)
-  return x_BGhtC.transpose(0, 3, 1, 2, 4).reshape(shape)
+def _unfold(x_BGrC: jax.Array, num_queries: int) -> jax.Array:
+  """x_BtHC, undoing `_fold`."""
+  num_seqs, num_kv_heads, _, num_channels = x_BGrC.shape
+  x_BGhtC = x_BGrC.reshape(num_seqs, num_kv_heads, -1, num_queries, num_channels)
+  x_BtGhC = x_BGhtC.transpose(0, 3, 1, 2, 4)
+  return x_BtGhC.reshape(num_seqs, num_queries, -1, num_channels)
 
 
 def _dot(x_BGmn: jax.Array, y_BGno: jax.Array, contract: int) -> jax.Array:

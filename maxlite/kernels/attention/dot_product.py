@@ -16,6 +16,12 @@ def attention(
   del block_q
   q_row_BT = q_start + jnp.arange(q_BTHC.shape[1], dtype=jnp.int32)[None]
   mask_B1TS = visible(q_row_BT, q_segment_BT, kv_segment_BS)[:, None]
-  return jax.nn.dot_product_attention(
+  num_channels = v_BSGC.shape[-1]
+  width = max(q_BTHC.shape[-1], num_channels)  # JAX's function knows one number of channels
+  q_BTHC, k_BSGC, v_BSGC = (
+    jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q_BTHC, k_BSGC, v_BSGC)
+  )
+  o_BTHC = jax.nn.dot_product_attention(
     q_BTHC, k_BSGC, v_BSGC, mask=mask_B1TS, scale=scale, implementation="xla"
   )
+  return o_BTHC[..., :num_channels]

@@ -6,34 +6,24 @@ the cotangent: they are zero in the result and in the gradient. Sums are accumul
 float64 if that is the operands' type).
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul import ragged, reference, tiled
+from maxlite.kernels.grouped_matmul import megablox, ragged, reference, tiled
+from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
 BACKENDS = {
   "reference": reference.grouped_matmul,
   "tiled": tiled.grouped_matmul,
+  "megablox": megablox.grouped_matmul,
   "ragged_dot": ragged.grouped_matmul,
 }
 
 
-AUTO = {"cpu": "tiled"}  # by platform; `ragged_dot` where none is named
+AUTO = {"cpu": "tiled", "tpu": "megablox"}  # by platform; `ragged_dot` where none is named
 
-Tile = tuple[int, int, int]  # rows, D, F
-
-
-class Tiles(NamedTuple):
-  """Tile of each pass of a kernel that works in tiles; None: the kernel's own choice."""
-
-  fwd: Tile | None = None
-  dlhs: Tile | None = None  # the gradient of x
-  drhs: Tile | None = None  # the gradient of w
-
-
-DEFAULT_TILES = Tiles()
+# Backends whose kernels carry no types that say which values differ between shards.
+UNCHECKED = frozenset({"megablox"})
 
 
 def resolve_backend(name: str, platform: str) -> str:

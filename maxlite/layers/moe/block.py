@@ -1,23 +1,23 @@
 """The mixture-of-experts block."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.config.schema import MoeConfig
-from maxlite.kernels.grouped_matmul.api import resolve_backend
-from maxlite.layers.moe.dispatch import build_plan, combine, send
-from maxlite.layers.moe.experts import apply_experts
+from maxlite.layers.mlp import MLP, activation_of
+from maxlite.layers.moe.dispatch import DISPATCHES, choose_dispatch
+from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
 from maxlite.layers.moe.router import Router, RouterSums
 from maxlite.parallel import Sharder
-from maxlite.parallel.vary import vary
 
 
 class MoeBlock(nn.Module):
-  """(y_BTD, RouterSums): each token's weighted sum over its chosen experts; none is dropped.
+  """(y_BTD, RouterSums): each token's weighted sum over its chosen experts, plus the shared ones.
 
-  Tokens stay on their shard: every shard sorts its own tokens and applies all experts to them,
-  with the experts' hidden axis cut over the mesh axes of `mlp`.
+  Padding (segment 0) goes to no expert.
   """
 
   cfg: MoeConfig
@@ -28,59 +28,42 @@ class MoeBlock(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, RouterSums]:
     cfg = self.cfg
-    route = Router(
-      cfg.num_experts,
-      cfg.num_experts_per_tok,
-      cfg.norm_topk_prob,
-      cfg.router_jitter,
-      self.weight_dtype,
-      name="router",
-    )(x_BTD, segment_BT)
-    wi_EDF = tuple(
-      self._kernel(f"wi_{i}", x_BTD.shape[-1], cfg.base_moe_mlp_dim, ("exp", "embed_no_exp", "mlp"))
-      for i in range(len(self.activations))
+    activation = activation_of(self.activations, cfg.mlp_activations_limit)
+    route = Router(cfg, self.weight_dtype, name="router")(x_BTD, segment_BT)
+    weights = self._weights(x_BTD.shape[-1])
+    nowhere = jnp.where(segment_BT[..., None] > 0, route.expert_BTK, cfg.num_experts)
+    dispatch = DISPATCHES[choose_dispatch(cfg)]
+    y_BTD, num_dropped = dispatch(
+      cfg, self.sharder, activation, x_BTD, route.replace(expert_BTK=nowhere), weights
     )
-    wo_EFD = self._kernel(
-      "wo", cfg.base_moe_mlp_dim, x_BTD.shape[-1], ("exp", "mlp", "embed_no_exp")
-    )
-    y_BTD = self._experts(x_BTD, route.expert_BTK, route.weight_BTK, wi_EDF, wo_EFD)
-    return y_BTD, route.sums
+    if cfg.shared_experts:
+      y_BTD += self._shared(x_BTD)
+    names = ("activation_batch", "activation_length", "activation_embed")
+    sums = route.sums.replace(dropped=num_dropped.astype(route.sums.tokens.dtype))
+    return self.sharder.constrain(y_BTD, names), sums
 
-  def _kernel(self, name: str, dim_in: int, dim_out: int, names: tuple[str, ...]) -> jax.Array:
+  def _weights(self, width: int) -> Weights:
+    hidden = self.cfg.base_moe_mlp_dim
+    in_names = [f"wi_{i}" for i in range(len(self.activations))]
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+    wi_EDF = tuple(self._param(name, init, WI, width, hidden) for name in in_names)
+    wo_EFD = self._param("wo", init, WO, hidden, width)
+    if not self.cfg.expert_bias:
+      return Weights(wi_EDF, wo_EFD, (), None)
+    zeros = nn.initializers.zeros
+    bi_EF = tuple(self._param(f"{name}_bias", zeros, BI, hidden) for name in in_names)
+    return Weights(wi_EDF, wo_EFD, bi_EF, self._param("wo_bias", zeros, BO, width))
+
+  def _param(self, name: str, init: Callable, names: tuple[str, ...], *shape: int) -> jax.Array:
     init = nn.with_logical_partitioning(init, names)
-    return self.param(name, init, (self.cfg.num_experts, dim_in, dim_out), self.weight_dtype)
+    return self.param(name, init, (self.cfg.num_experts, *shape), self.weight_dtype)
 
-  def _experts(self, x_BTD, expert_BTK, weight_BTK, wi_EDF, wo_EFD) -> jax.Array:
-    spec = self.sharder.spec
-    row_spec = spec(("activation_batch", "activation_length", None))
-    wi_spec, wo_spec = spec((None, None, "mlp")), spec((None, "mlp", None))
-    mlp_axes = self.sharder.mesh_axes("mlp")
-
-    def local(x_btd, expert_btk, weight_btk, wi_EDf, wo_EfD):
-      y_btd = self._local_experts(x_btd, expert_btk, weight_btk, wi_EDf, wo_EfD)
-      return jax.lax.psum(y_btd, mlp_axes)
-
-    return jax.shard_map(
-      local,
-      mesh=self.sharder.mesh,
-      in_specs=(row_spec, row_spec, row_spec, wi_spec, wo_spec),
-      out_specs=row_spec,
-    )(x_BTD, expert_BTK, weight_BTK, wi_EDF, wo_EFD)
-
-  def _local_experts(self, x_btd, expert_btk, weight_btk, wi_EDf, wo_EfD) -> jax.Array:
-    num_experts, dim = self.cfg.num_experts, x_btd.shape[-1]
-    x_btd, expert_btk, weight_btk, wo_EfD, *wi_EDf = vary(
-      x_btd, expert_btk, weight_btk, wo_EfD, *wi_EDf
-    )
-    plan = build_plan(expert_btk.reshape(-1, expert_btk.shape[-1]), num_experts)
-    x_md = send(x_btd.reshape(-1, dim), plan)
-    y_md = apply_experts(
-      x_md,
-      tuple(wi_EDf),
-      wo_EfD,
-      plan.group_sizes_E,
-      self.activations[0],
-      resolve_backend(self.cfg.grouped_matmul, self.sharder.platform),
-    )
-    return combine(y_md, weight_btk.reshape(-1, weight_btk.shape[-1]), plan).reshape(x_btd.shape)
+  def _shared(self, x_BTD: jax.Array) -> jax.Array:
+    return MLP(
+      self.cfg.shared_experts * self.cfg.base_moe_mlp_dim,
+      self.activations,
+      self.weight_dtype,
+      self.sharder,
+      limit=self.cfg.mlp_activations_limit,
+      name="shared_experts",
+    )(x_BTD)

@@ -1,24 +1,67 @@
-"""The experts' feed-forward networks, over rows sorted by expert."""
+"""The experts' weights, and their feed-forward networks over rows sorted by expert."""
+
+from collections.abc import Callable
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from flax import struct
 
-from maxlite.kernels.grouped_matmul.api import grouped_matmul
-from maxlite.layers.mlp import ACTIVATIONS, gated
+from maxlite.config.schema import MoeConfig
+from maxlite.kernels.grouped_matmul.api import UNCHECKED, Tiles, resolve_backend
+from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
+
+WI, WO = ("exp", "embed_no_exp", "mlp"), ("exp", "mlp", "embed_no_exp")
+BI, BO = ("exp", "mlp"), ("exp", "norm")
+
+
+@struct.dataclass
+class Weights:
+  """All experts' weights, or those of one shard."""
+
+  wi_EDF: tuple[jax.Array, ...]
+  wo_EFD: jax.Array
+  bi_EF: tuple[jax.Array, ...]  # empty without biases
+  bo_ED: jax.Array | None
+
+
+def resolve_experts_backend(cfg: MoeConfig, platform: str) -> str:
+  """The grouped matmul that `cfg` selects on `platform`."""
+  portable = cfg.grouped_matmul == "auto" and platform == "tpu" and not cfg.megablox
+  return "ragged_dot" if portable else resolve_backend(cfg.grouped_matmul, platform)
+
+
+def is_checked(cfg: MoeConfig, platform: str) -> bool:
+  """Whether shard_map can follow the types of the experts' kernels (check_vma)."""
+  return resolve_experts_backend(cfg, platform) not in UNCHECKED
 
 
 def apply_experts(
   x_MD: jax.Array,
-  wi_EDF: tuple[jax.Array, ...],
-  wo_EFD: jax.Array,
+  weight_M: jax.Array,
+  weights: Weights,
   group_sizes_E: jax.Array,
-  activation: str,
-  backend: str,
+  *,
+  activation: Callable,
+  cfg: MoeConfig,
+  platform: str,
 ) -> jax.Array:
-  """y_MD: act(x wi[0]) * (x wi[1]) wo of each row's own expert; without wi[1], not gated."""
-  up = [
-    checkpoint_name(grouped_matmul(x_MD, w_EDF, group_sizes_E, backend=backend), "mlpwi")
-    for w_EDF in wi_EDF
-  ]
-  h_MF = gated(*up, activation) if up[1:] else ACTIVATIONS[activation](up[0])
-  return checkpoint_name(grouped_matmul(h_MF, wo_EFD, group_sizes_E, backend=backend), "mlpwo")
+  """y_MD: each row through its own expert, times its weight; zero past the last group."""
+  return grouped_mlp(
+    x_MD,
+    weight_M,
+    weights.wi_EDF,
+    weights.wo_EFD,
+    group_sizes_E,
+    activation=activation,
+    biases=None if weights.bo_ED is None else Biases(weights.bi_EF, weights.bo_ED),
+    backend=resolve_experts_backend(cfg, platform),
+    wi_tiles=_tiles(cfg.tiles.wi_tile_fwd, cfg.tiles.wi_tile_dlhs, cfg.tiles.wi_tile_drhs),
+    wo_tiles=_tiles(
+      cfg.tiles.wo_tile_fwd, cfg.tiles.wo_tile_dlhs, cfg.tiles.wo_tile_drhs, swap=True
+    ),
+  )
+
+
+def _tiles(*tiles: tuple[int, ...], swap: bool = False) -> Tiles:
+  """Tiles in the order of a kernel's axes; those of wo have the mlp axis before the embed axis."""
+  order = (0, 2, 1) if swap else (0, 1, 2)
+  return Tiles(*(tuple(tile[i] for i in order) if tile else None for tile in tiles))

@@ -3,20 +3,36 @@
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.router import RouterSums
 
 
-def load_balance_loss(sums_N: RouterSums, num_chosen: int) -> jax.Array:
-  """E * sum_e (share of assignments to e) * (mean probability of e), mean over layers.
+def load_balance_loss(sums_N: RouterSums, cfg: MoeConfig) -> jax.Array:
+  """Mean over layers of how uneven the load is in the batch, or in its rows: 1 is even."""
+  return BALANCE_BY_SCOPE[cfg.load_balance_loss_scope](sums_N, cfg.num_experts_per_tok)
 
-  It is 1 when both are even.
 
-  Source: Fedus et al., Switch Transformers (2021), eq. 4 to 6, over the global batch and for top-k.
+def _batch_balance(sums_N: RouterSums, num_chosen: int) -> jax.Array:
+  """E * sum_e (share of assignments to e) * (mean probability of e), over the global batch.
+
+  Source: Fedus et al., Switch Transformers (2021), eq. 4 to 6, for top-k.
   """
   num_experts = sums_N.count_E.shape[-1]
   tokens_N1 = jnp.maximum(sums_N.tokens, 1)[:, None]
   share_NE = sums_N.count_E / (tokens_N1 * num_chosen)
   return num_experts * jnp.mean(jnp.sum(share_NE * sums_N.prob_E / tokens_N1, axis=-1))
+
+
+def _sequence_balance(sums_N: RouterSums, num_chosen: int) -> jax.Array:
+  """The same of each row by itself, mean over the rows that hold a token.
+
+  Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 17 to 20.
+  """
+  del num_chosen  # the rows' sums are shares already
+  return jnp.mean(sums_N.row_balance / jnp.maximum(sums_N.rows, 1))
+
+
+BALANCE_BY_SCOPE = {"batch": _batch_balance, "sequence": _sequence_balance}
 
 
 def router_z_loss(sums_N: RouterSums) -> jax.Array:

@@ -1,10 +1,18 @@
-"""Which experts a token goes to, and with what weight."""
+"""Which experts a token goes to, and with what weight.
+
+A router is a function of the logits, of a bias per expert that takes part in the choice alone, and
+of the config; it returns (probability_BTE, expert_BTK, weight_BTK), where the probabilities are
+what losses see and sum to one over the experts. ROUTERS lists them.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
+
+from maxlite.config.schema import MoeConfig
 
 
 @struct.dataclass
@@ -19,71 +27,191 @@ class RouterSums:
   count_E: jax.Array  # assignments per expert; no gradient
   prob_E: jax.Array  # router probability per expert
   z: jax.Array  # squared log-partition of the router's logits
+  rows: jax.Array  # rows that hold a token
+  row_balance: jax.Array  # over those rows, E * sum_e (share of assignments) * (mean probability)
+  dropped: jax.Array  # assignments that found no room; the router knows of none
 
 
 @struct.dataclass
 class Route:
   """The router's decision for every token."""
 
-  expert_BTK: jax.Array
+  expert_BTK: jax.Array  # int32, all different along K
   weight_BTK: jax.Array  # float32
   sums: RouterSums
 
 
-def softmax_topk(logits_BTE: jax.Array, num_chosen: int, norm_topk_prob: bool) -> tuple:
-  """(probability_BTE, expert_BTK, weight_BTK): the most probable experts, weighted by probability.
+def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
+  """The best experts, weighted by a softmax over their logits alone.
 
-  Source: Jiang et al., Mixtral of Experts (2024), section 2.1 (with norm_topk_prob).
+  Source: Jiang et al., Mixtral of Experts (2024), section 2.1.
+  """
+  expert_BTK = _best(_biased(logits_BTE, bias_E), cfg)
+  weight_BTK = jax.nn.softmax(_at(expert_BTK, logits_BTE), axis=-1)
+  return jax.nn.softmax(logits_BTE, axis=-1), expert_BTK, weight_BTK
+
+
+def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
+  """The most probable experts, weighted by their probability.
+
+  Source: Muennighoff et al., OLMoE (2024), section 2; with norm_topk_prob, Yang et al., Qwen3
+  Technical Report (2025).
   """
   probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-  weight_BTK, expert_BTK = jax.lax.top_k(probability_BTE, num_chosen)
-  if norm_topk_prob:
-    weight_BTK /= jnp.sum(weight_BTK, axis=-1, keepdims=True)
-  return probability_BTE, expert_BTK, weight_BTK
+  expert_BTK = _best(_biased(probability_BTE, bias_E), cfg)
+  return probability_BTE, expert_BTK, _weights(probability_BTE, expert_BTK, cfg)
 
 
-ROUTERS = {"softmax_topk": softmax_topk}
+def group_limited_greedy(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
+  """The most probable experts of the groups whose best expert is most probable.
+
+  Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.2.2.
+  """
+  probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+  choice_BTE = _limit_to_groups(_biased(probability_BTE, bias_E), 1, cfg)
+  expert_BTK = _best(choice_BTE, cfg)
+  return probability_BTE, expert_BTK, _weights(probability_BTE, expert_BTK, cfg)
+
+
+def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
+  """The experts of highest affinity in the groups whose two best add up to most.
+
+  Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 13 to 16; probabilities as in eq. 19.
+  """
+  affinity_BTE = jax.nn.sigmoid(logits_BTE)
+  choice_BTE = _limit_to_groups(_biased(affinity_BTE, bias_E), 2, cfg)
+  expert_BTK = _best(choice_BTE, cfg)
+  return _normalized(affinity_BTE), expert_BTK, _weights(affinity_BTE, expert_BTK, cfg)
+
+
+ROUTERS = {
+  "softmax_topk": softmax_topk,
+  "topk_softmax": topk_softmax,
+  "group_limited_greedy": group_limited_greedy,
+  "sigmoid_group_topk": sigmoid_group_topk,
+}
+
+
+def _biased(score_BTE: jax.Array, bias_E: jax.Array) -> jax.Array:
+  """choice_BTE: what is highest for the experts to be chosen; no gradient."""
+  return jax.lax.stop_gradient(score_BTE + bias_E[None, None])
+
+
+def _limit_to_groups(choice_BTE: jax.Array, num_best: int, cfg: MoeConfig) -> jax.Array:
+  """`choice_BTE`, minus infinity outside the topk_routing_group best of the groups.
+
+  A group, which is a run of neighbouring experts, scores the sum of its `num_best` best.
+  """
+  num_groups, num_kept = cfg.n_routing_groups, cfg.topk_routing_group
+  if num_kept >= num_groups:
+    return choice_BTE
+  group_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], num_groups, -1)
+  best_BTG = jax.lax.top_k(group_BTGe, min(num_best, group_BTGe.shape[-1]))[0].sum(-1)
+  kept_BTG = _is_chosen(jax.lax.top_k(best_BTG, num_kept)[1], num_groups).any(2)
+  return jnp.where(kept_BTG[..., None], group_BTGe, -jnp.inf).reshape(choice_BTE.shape)
+
+
+def _best(choice_BTE: jax.Array, cfg: MoeConfig) -> jax.Array:
+  """expert_BTK: where `choice_BTE` is highest, the highest first."""
+  if cfg.use_random_routing:
+    expert_BTK = _spread(choice_BTE.shape, cfg.num_experts_per_tok)
+  else:
+    expert_BTK = jax.lax.top_k(choice_BTE, cfg.num_experts_per_tok)[1]
+  return checkpoint_name(expert_BTK, "moe_route")
+
+
+def _spread(shape_BTE: tuple[int, ...], num_chosen: int) -> jax.Array:
+  """expert_BTK that gives every expert the same load over any E neighbouring tokens."""
+  num_rows, num_positions, num_experts = shape_BTE
+  offset_K = np.random.default_rng(0).permutation(num_experts)[:num_chosen].astype(np.int32)
+  token_BT = jnp.arange(num_rows * num_positions, dtype=jnp.int32).reshape(num_rows, -1)
+  return (token_BT[..., None] + offset_K[None, None]) % num_experts
+
+
+def _is_chosen(index_BTK: jax.Array, size: int) -> jax.Array:
+  """chosen_BTKE: whether the k-th choice is e."""
+  return index_BTK[..., None] == jnp.arange(size, dtype=index_BTK.dtype)[None, None, None]
+
+
+def _at(expert_BTK: jax.Array, value_BTE: jax.Array) -> jax.Array:
+  """value_BTK of the chosen experts; not by a gather, whose gradient would be a scatter."""
+  chosen_BTKE = _is_chosen(expert_BTK, value_BTE.shape[-1])
+  return jnp.sum(jnp.where(chosen_BTKE, value_BTE[:, :, None], 0), axis=-1)
+
+
+def _weights(score_BTE: jax.Array, expert_BTK: jax.Array, cfg: MoeConfig) -> jax.Array:
+  weight_BTK = _at(expert_BTK, score_BTE)
+  return _normalized(weight_BTK) if cfg.norm_topk_prob else weight_BTK
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+  return x / (jnp.sum(x, axis=-1, keepdims=True) + 1e-20)
 
 
 class Router(nn.Module):
-  """Route of every token, computed in float32."""
+  """Route of every token.
 
-  num_experts: int
-  num_chosen: int
-  norm_topk_prob: bool
-  jitter: float
+  With cfg.routed_bias it has a parameter `bias` that no gradient reaches: training moves it
+  (training/routed_bias.py).
+  """
+
+  cfg: MoeConfig
   weight_dtype: jnp.dtype
-  kind: str = "softmax_topk"
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> Route:
+    cfg = self.cfg
+    logits_BTE = self._logits(x_BTD)
+    bias_E = jnp.zeros(cfg.num_experts, logits_BTE.dtype)
+    if cfg.routed_bias:
+      # float32 whatever weight_dtype: its steps would be lost in bfloat16.
+      zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("router",))
+      bias_E += self.param("bias", zeros, (cfg.num_experts,), jnp.float32).astype(bias_E.dtype)
+    probability_BTE, expert_BTK, weight_BTK = ROUTERS[cfg.router](logits_BTE, bias_E, cfg)
+    weight_BTK = checkpoint_name(weight_BTK * cfg.routed_scaling_factor, "moe_route")
+    return Route(expert_BTK, weight_BTK, _sums(logits_BTE, probability_BTE, expert_BTK, segment_BT))
+
+  def _logits(self, x_BTD: jax.Array) -> jax.Array:
+    """logits_BTE, float32: from float32 products, or from products in x's type."""
+    cfg = self.cfg
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
     init = nn.with_logical_partitioning(init, ("embed", "router"))
-    shape = (x_BTD.shape[-1], self.num_experts)
-    kernel_DE = self.param("kernel", init, shape, self.weight_dtype)
-    x32_BTD = x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32))
-    if self.jitter and self.has_rng("jitter"):
-      low, high = 1 - self.jitter, 1 + self.jitter
-      key = self.make_rng("jitter")
-      x32_BTD *= jax.random.uniform(key, x32_BTD.shape, x32_BTD.dtype, low, high)
-    logits_BTE = jnp.einsum("btd,de->bte", x32_BTD, kernel_DE.astype(x32_BTD.dtype))
-    choose = ROUTERS[self.kind]
-    probability_BTE, expert_BTK, weight_BTK = choose(
-      logits_BTE, self.num_chosen, self.norm_topk_prob
+    kernel_DE = self.param("kernel", init, (x_BTD.shape[-1], cfg.num_experts), self.weight_dtype)
+    dtype = np.promote_types(x_BTD.dtype, jnp.float32)
+    # An accelerator's default precision would round float32 factors to bfloat16 or TF32.
+    precision = "highest" if cfg.float32_gate_logits else None
+    x_BTD = x_BTD.astype(dtype) if cfg.float32_gate_logits else x_BTD
+    if cfg.router_jitter and self.has_rng("jitter"):
+      low, high = 1 - cfg.router_jitter, 1 + cfg.router_jitter
+      x_BTD *= jax.random.uniform(self.make_rng("jitter"), x_BTD.shape, x_BTD.dtype, low, high)
+    return jnp.einsum(
+      "btd,de->bte",
+      x_BTD,
+      kernel_DE.astype(x_BTD.dtype),
+      precision=precision,
+      preferred_element_type=dtype,
     )
-    return Route(expert_BTK, weight_BTK, _sums(logits_BTE, probability_BTE, expert_BTK, segment_BT))
 
 
 def _sums(
   logits_BTE: jax.Array, probability_BTE: jax.Array, expert_BTK: jax.Array, segment_BT: jax.Array
 ) -> RouterSums:
-  dtype = logits_BTE.dtype
-  real_BT = (segment_BT > 0).astype(dtype)
-  chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTK, logits_BTE.shape[-1], dtype=dtype), axis=2)
+  dtype, num_experts = logits_BTE.dtype, logits_BTE.shape[-1]
+  real_BT = segment_BT > 0
+  real_BT1 = real_BT[..., None]
+  chosen_BTE = _is_chosen(expert_BTK, num_experts).any(2) & real_BT1
+  count_BE = jnp.sum(chosen_BTE, axis=1, dtype=dtype)
+  prob_BE = jnp.sum(jnp.where(real_BT1, probability_BTE, 0), axis=1)
+  tokens_B = jnp.sum(real_BT, axis=1, dtype=dtype)
+  least_one_B = jnp.maximum(tokens_B, 1)
+  share_BE = count_BE / (least_one_B * expert_BTK.shape[-1])[:, None]
   z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
   return RouterSums(
-    tokens=jnp.sum(real_BT),
-    count_E=jax.lax.stop_gradient(jnp.einsum("bt,bte->e", real_BT, chosen_BTE)),
-    prob_E=jnp.einsum("bt,bte->e", real_BT, probability_BTE),
-    z=jnp.sum(real_BT * z_BT),
+    tokens=jnp.sum(tokens_B),
+    count_E=jnp.sum(count_BE, axis=0),
+    prob_E=jnp.sum(prob_BE, axis=0),
+    z=jnp.sum(jnp.where(real_BT, z_BT, 0)),
+    rows=jnp.sum(tokens_B > 0, dtype=dtype),
+    row_balance=num_experts * jnp.sum(share_BE * prob_BE / least_one_B[:, None]),
+    dropped=jnp.zeros((), dtype),
   )

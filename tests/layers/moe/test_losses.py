@@ -1,25 +1,37 @@
 """Auxiliary losses where their values are known in closed form."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
-from maxlite.layers.moe.router import RouterSums
+from maxlite.config.schema import DEFAULTS, KEYS, MoeConfig, build
+from maxlite.layers.moe.losses import BALANCE_BY_SCOPE, load_balance_loss, router_z_loss
+from maxlite.layers.moe.router import Router, RouterSums
 
-NUM_TOKENS, NUM_EXPERTS = 60.0, 4
+NUM_TOKENS, NUM_ROWS, NUM_EXPERTS = 60.0, 5.0, 4
 
 
-def layers(*shares_and_probabilities, num_chosen=1, z=0.0):
+def cfg_of(num_chosen=1, scope="batch"):
+  keys = {"num_experts_per_tok": num_chosen, "load_balance_loss_scope": scope}
+  return build(MoeConfig, DEFAULTS | {"num_experts": NUM_EXPERTS} | keys)
+
+
+def layers(*shares_and_probabilities, num_chosen=1, z=0.0, balance=0.0):
   """Sums of one layer per pair (share of assignments, mean probability) of each expert."""
+  num_layers = len(shares_and_probabilities)
   return RouterSums(
-    tokens=jnp.full(len(shares_and_probabilities), NUM_TOKENS),
+    tokens=jnp.full(num_layers, NUM_TOKENS),
     count_E=jnp.stack(
       [NUM_TOKENS * num_chosen * jnp.array(s) for s, _ in shares_and_probabilities]
     ),
     prob_E=jnp.stack([NUM_TOKENS * jnp.array(p) for _, p in shares_and_probabilities]),
-    z=jnp.full(len(shares_and_probabilities), z),
+    z=jnp.full(num_layers, z),
+    rows=jnp.full(num_layers, NUM_ROWS),
+    row_balance=jnp.full(num_layers, NUM_ROWS * balance),
+    dropped=jnp.full(num_layers, 7.0),
   )
 
 
@@ -40,16 +52,17 @@ EVEN, ONE, TWO = [0.25] * 4, [0.0, 1.0, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0]
 )
 def test_load_balance_in_closed_form(share, probability, num_chosen, loss):
   sums_N = layers((share, probability), num_chosen=num_chosen)
-  assert load_balance_loss(sums_N, num_chosen) == pytest.approx(loss)
+  assert load_balance_loss(sums_N, cfg_of(num_chosen)) == pytest.approx(loss)
 
 
 def test_layers_are_averaged_after_their_products():
-  assert load_balance_loss(layers((ONE, ONE), (EVEN, EVEN)), 1) == pytest.approx(2.5)
+  sums_N = layers((ONE, ONE), (EVEN, EVEN))
+  assert load_balance_loss(sums_N, cfg_of()) == pytest.approx((NUM_EXPERTS + 1) / 2)
 
 
 def test_the_gradient_lowers_the_probability_of_crowded_experts():
   share = [0.1, 0.6, 0.3, 0.0]
-  gradient = jax.grad(load_balance_loss)(layers((share, EVEN)), 1)
+  gradient = jax.grad(load_balance_loss)(layers((share, EVEN)), cfg_of())
   expected_E = NUM_EXPERTS * np.array(share) / NUM_TOKENS
   np.testing.assert_allclose(gradient.prob_E[0], expected_E, rtol=1e-6)
 
@@ -60,4 +73,30 @@ def test_z_loss_is_a_mean_over_tokens_and_layers():
 
 def test_a_batch_of_padding_costs_nothing():
   nothing = jax.tree.map(jnp.zeros_like, layers((EVEN, EVEN)))
-  assert load_balance_loss(nothing, 2) == router_z_loss(nothing) == 0
+  for scope in BALANCE_BY_SCOPE:
+    assert load_balance_loss(nothing, cfg_of(2, scope)) == router_z_loss(nothing) == 0
+
+
+def test_the_schema_names_the_scopes_of_the_table():
+  assert set(KEYS["load_balance_loss_scope"].knob.choices) == set(BALANCE_BY_SCOPE)
+
+
+def test_over_sequences_it_is_a_mean_over_rows_and_layers():
+  sums_N = layers((EVEN, EVEN), (ONE, ONE), balance=1.0)
+  sums_N = sums_N.replace(row_balance=NUM_ROWS * jnp.array([1.0, 2.0]))
+  assert load_balance_loss(sums_N, cfg_of(2, "sequence")) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "sigmoid_group_topk"])
+def test_rows_that_are_each_uneven_may_make_an_even_batch(router):
+  """Row b holds three tokens of which all choose expert b, and one position of padding."""
+  cfg = dataclasses.replace(cfg_of(), router=router)
+  logits_EE = 20 * np.eye(NUM_EXPERTS, dtype=np.float32) - 20
+  x_BTD = np.tile(np.eye(NUM_EXPERTS, dtype=np.float32)[:, None], (1, 4, 1))
+  segment_BT = np.tile(np.array([1, 1, 2, 0], np.int32), (NUM_EXPERTS, 1))
+  params = {"params": {"kernel": logits_EE}}
+  sums = Router(cfg, jnp.dtype(jnp.float32)).apply(params, x_BTD, segment_BT).sums
+  sums_N = jax.tree.map(lambda leaf: leaf[None], sums)
+  over_sequences = dataclasses.replace(cfg, load_balance_loss_scope="sequence")
+  assert load_balance_loss(sums_N, cfg) == pytest.approx(1, rel=1e-5)
+  assert load_balance_loss(sums_N, over_sequences) == pytest.approx(NUM_EXPERTS, rel=1e-5)

@@ -1,7 +1,7 @@
 """The MoE block against a dense oracle in float64: every expert on every token, then masked.
 
 Value, router sums, and the gradient of the input and of every parameter, with random cotangents,
-on every mesh and for every kind of routing.
+for every dispatch on every mesh and every kind of routing.
 """
 
 import functools
@@ -14,25 +14,51 @@ from flax.linen import meta
 
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.block import MoeBlock
+from maxlite.layers.moe.dispatch import ragged
 from maxlite.layers.moe.router import RouterSums
 
-NUM_SEQS, NUM_POSITIONS, DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 4, 6, 8, 4, 6, 2
+NUM_SEQS, NUM_POSITIONS, DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 8, 6, 8, 4, 8, 3
 SEGMENT_BT = np.array(
-  [[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0], [1, 2, 3, 3, 0, 0], [1] * 6], np.int32
+  [[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0], [1, 2, 3, 3, 0, 0], [1] * 6] * 2, np.int32
 )
+SEGMENT_BT[6] = 0
 # What each expert's logit gains for every token.
 ROUTINGS = {
-  "uniform": (0, 0, 0, 0, 0, 0),
-  "skewed": (2, 1, 0, -1, 0, 0),
-  "one hot": (0, 0, 0, 30, 0, 28),
-  "empty": (-30, 0, 0, -30, 0, -30),
+  "uniform": (0, 0, 0, 0, 0, 0, 0, 0),
+  "skewed": (2, 1, 0, -1, 0, 0, 1, -1),
+  "hot": (0, 0, 0, 30, 0, 28, 0, 26),
+  "empty": (-30, 0, 0, -30, 0, -30, 0, 0),
+  "a shard that gets nothing": (-30, -30, 0, 0, 0, 0, -30, 0),
 }
-EMPTY_EXPERTS = {"uniform": [], "skewed": [], "one hot": [0, 1, 2, 4], "empty": [0, 3, 5]}
-CFG = build(
-  MoeConfig,
-  DEFAULTS
-  | {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "base_moe_mlp_dim": HIDDEN},
-)
+EMPTY_EXPERTS = {"uniform": [], "skewed": [], "hot": [0, 1, 2, 4, 6], "empty": [0, 3, 5]}
+EMPTY_EXPERTS["a shard that gets nothing"] = [0, 1, 6]
+DISPATCHES = {
+  "ragged": {},
+  "ragged buffer": {"ragged_buffer_factor": 8.0},  # large enough, and larger than the worst case
+  "ring": {"use_ring_of_experts": True},
+  "dense": {"sparse_matmul": False},
+  "capacity": {"sparse_matmul": False, "capacity_factor": 8.0},
+}
+MESHES = {"one device": {}} | {
+  name: {axis: int(degree) for axis, degree in (part.split("=") for part in name.split())}
+  for name in (
+    "data=2 fsdp=2 tensor=2",
+    "context=2 expert=2 fsdp=2",
+    "expert=8",
+    "expert=4 tensor=2",
+    "data=2 expert=4",
+  )
+}
+# Every dispatch on every mesh is the full net's (tests/contracts); here each meets what it is for.
+CASES = [("ragged", mesh) for mesh in MESHES]
+CASES += [("ragged buffer", "expert=4 tensor=2"), ("ring", "context=2 expert=2 fsdp=2")]
+CASES += [("ring", "data=2 expert=4"), ("dense", "one device"), ("dense", "data=2 expert=4")]
+CASES += [("capacity", "one device"), ("capacity", "context=2 expert=2 fsdp=2")]
+
+
+def config(**changes):
+  sizes = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN}
+  return build(MoeConfig, DEFAULTS | sizes | {"base_moe_mlp_dim": HIDDEN} | changes)
 
 
 def draw(shape, seed, scale=1.0):
@@ -51,7 +77,10 @@ def make_case(routing):
     "wi_1": draw((NUM_EXPERTS, DIM, HIDDEN), 3),
     "wo": draw((NUM_EXPERTS, HIDDEN, DIM), 4),
   }
-  sums = RouterSums(np.float64(0.0), np.zeros(NUM_EXPERTS), draw(NUM_EXPERTS, 5), np.float64(0.3))
+  zero = np.float64(0.0)
+  sums = RouterSums(
+    zero, np.zeros(NUM_EXPERTS), draw(NUM_EXPERTS, 5), zero + 0.3, zero, zero + 0.7, zero
+  )
   return params, x_BTD, (draw(x_BTD.shape, 6), sums)
 
 
@@ -61,19 +90,29 @@ def dense_oracle(params, x_BTD):
   p_BTE = e_BTE / e_BTE.sum(-1, keepdims=True)
   chosen_BTE = p_BTE >= jnp.sort(p_BTE, axis=-1)[..., -NUM_CHOSEN, None]
   weight_BTE = jnp.where(chosen_BTE, p_BTE, 0)
-  weight_BTE /= weight_BTE.sum(-1, keepdims=True)
+  real_BT1 = jnp.asarray(SEGMENT_BT[..., None] > 0)
+  weight_BTE = jnp.where(real_BT1, weight_BTE / weight_BTE.sum(-1, keepdims=True), 0)
+  bias = {name: params.get(f"{name}_bias", np.zeros((1, 1))) for name in ("wi_0", "wi_1", "wo")}
   gate_BTEF, up_BTEF = (
-    jnp.einsum("btd,edf->btef", x_BTD, params[name]) for name in ("wi_0", "wi_1")
+    jnp.einsum("btd,edf->btef", x_BTD, params[name]) + bias[name][None, None]
+    for name in ("wi_0", "wi_1")
   )
   h_BTEF = gate_BTEF / (1 + jnp.exp(-gate_BTEF)) * up_BTEF
-  y_BTD = jnp.einsum("btef,efd,bte->btd", h_BTEF, params["wo"], weight_BTE)
-  real_BT1 = SEGMENT_BT[..., None] > 0
+  y_BTED = jnp.einsum("btef,efd->bted", h_BTEF, params["wo"]) + bias["wo"][None, None]
+  y_BTD = jnp.einsum("bted,bte->btd", y_BTED, weight_BTE)
   z_BT1 = jnp.log(e_BTE.sum(-1, keepdims=True)) ** 2
+  count_BE = jnp.where(real_BT1, chosen_BTE, False).sum(1).astype(jnp.float64)
+  prob_BE = jnp.where(real_BT1, p_BTE, 0).sum(1)
+  length_B = jnp.maximum(1.0, real_BT1.sum((1, 2)).astype(jnp.float64))
+  balance_B = NUM_EXPERTS * (count_BE * prob_BE).sum(-1) / length_B**2 / NUM_CHOSEN
   return y_BTD, RouterSums(
-    tokens=jnp.float64((SEGMENT_BT > 0).sum()),
-    count_E=jnp.where(real_BT1, chosen_BTE, False).sum((0, 1)).astype(jnp.float64),
-    prob_E=jnp.where(real_BT1, p_BTE, 0).sum((0, 1)),
+    tokens=jnp.float64(real_BT1.sum()),
+    count_E=count_BE.sum(0),
+    prob_E=prob_BE.sum(0),
     z=jnp.where(real_BT1, z_BT1, 0).sum(),
+    rows=jnp.float64(NUM_SEQS - 1),
+    row_balance=balance_B.sum(),
+    dropped=jnp.float64(0.0),
   )
 
 
@@ -91,12 +130,10 @@ def expected():
     return {routing: jax.tree.map(np.asarray, oracle(*make_case(routing))) for routing in ROUTINGS}
 
 
-@pytest.fixture(scope="module", params=["one device", "data fsdp tensor", "context expert fsdp"])
-def run(request, sharders):
+def runner(cfg, sharder, activations=("silu", "linear")):
   """The block's value_and_gradients on a mesh, on which everything lies as in training."""
-  sharder = sharders[request.param]
   with jax.enable_x64(True):
-    block = MoeBlock(CFG, ("silu", "linear"), jnp.dtype(jnp.float64), sharder)
+    block = MoeBlock(cfg, activations, jnp.dtype(jnp.float64), sharder)
     boxed = jax.eval_shape(block.init, jax.random.key(0), *make_case("uniform")[1:2], SEGMENT_BT)
     shardings = jax.tree.map(
       lambda box: sharder.sharding(box.names),
@@ -107,6 +144,12 @@ def run(request, sharders):
   apply = lambda params, x_BTD: block.apply({"params": params}, x_BTD, SEGMENT_BT)
   run = functools.partial(value_and_gradients, apply)
   return jax.jit(run, in_shardings=(shardings, rows, None))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+def run(request, build_sharder):
+  dispatch, mesh = request.param
+  return runner(config(**DISPATCHES[dispatch]), build_sharder(MESHES[mesh]))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -124,7 +167,7 @@ def test_agrees_with_the_dense_oracle_in_float64(run, expected, routing):
 
 
 def test_bfloat16_is_close_and_its_weights_keep_their_gradient_type(sharders, expected):
-  block = MoeBlock(CFG, ("silu", "linear"), jnp.dtype(jnp.float32), sharders["one device"])
+  block = MoeBlock(config(), ("silu", "linear"), jnp.dtype(jnp.float32), sharders["one device"])
   params, x_BTD, (dy_BTD, _) = make_case("skewed")
   params = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
 
@@ -141,7 +184,7 @@ def test_bfloat16_is_close_and_its_weights_keep_their_gradient_type(sharders, ex
 
 
 def test_ungated_experts_and_fresh_weights(sharders):
-  block = MoeBlock(CFG, ("relu",), jnp.dtype(jnp.float32), sharders["one device"])
+  block = MoeBlock(config(), ("relu",), jnp.dtype(jnp.float32), sharders["one device"])
   x_BTD = draw((1, 3, 64), 0).astype(np.float32)
   segment_BT = np.ones((1, 3), np.int32)
   params = meta.unbox(jax.jit(block.init)(jax.random.key(0), x_BTD, segment_BT))["params"]
@@ -158,3 +201,85 @@ def test_ungated_experts_and_fresh_weights(sharders):
       for e in best_K
     )
     np.testing.assert_allclose(y_BTD[0, t], expected_D, atol=1e-5)
+
+
+def drop_by_capacity(params, x_BTD, capacity_factor):
+  """y_BTD where each row's experts serve so many tokens, earlier ones first; and how many miss."""
+  num_slots = int(np.ceil(capacity_factor * NUM_POSITIONS * NUM_CHOSEN / NUM_EXPERTS))
+  y_BTD, num_dropped = np.zeros_like(x_BTD), 0
+  for b, t in np.argwhere(SEGMENT_BT > 0):
+    if t == 0 or not (SEGMENT_BT[b, :t] > 0).any():
+      served_E = np.zeros(NUM_EXPERTS, int)
+    p_E = np.exp(x_BTD[b, t] @ params["router"]["kernel"])
+    best_K = np.argsort(-p_E)[:NUM_CHOSEN]
+    for e in best_K:
+      served_E[e] += 1
+      if served_E[e] > num_slots:
+        num_dropped += 1
+        continue
+      gate_F, up_F = x_BTD[b, t] @ params["wi_0"][e], x_BTD[b, t] @ params["wi_1"][e]
+      h_F = gate_F / (1 + np.exp(-gate_F)) * up_F
+      y_BTD[b, t] += p_E[e] / p_E[best_K].sum() * h_F @ params["wo"][e]
+  return y_BTD, num_dropped
+
+
+@pytest.mark.parametrize("mesh", ["one device", "context=2 expert=2 fsdp=2"])
+def test_a_capacity_drops_what_does_not_fit_and_says_how_much(build_sharder, mesh):
+  cfg = config(sparse_matmul=False, capacity_factor=1.0)
+  params, x_BTD, cotangents = make_case("skewed")
+  with jax.enable_x64(True):
+    (y_BTD, sums), _, _ = runner(cfg, build_sharder(MESHES[mesh]))(params, x_BTD, cotangents)
+  want_BTD, num_dropped = drop_by_capacity(params, x_BTD, 1.0)
+  np.testing.assert_allclose(y_BTD, want_BTD, atol=1e-12)
+  assert float(sums.dropped) == num_dropped > 10
+
+
+def test_a_short_buffer_drops_whole_rows_and_says_how_many(build_sharder, expected, monkeypatch):
+  """Each token loses some of its experts' outputs or none; gradients are those of what is left."""
+  monkeypatch.setattr(ragged, "_ROW_MULTIPLE", 1)
+  params, x_BTD, cotangents = make_case("hot")
+  sharder = build_sharder({"expert": 4})
+  with jax.enable_x64(True):
+    run = runner(config(ragged_buffer_factor=0.6), sharder)
+    (y_BTD, sums), dparams, dx_BTD = run(params, x_BTD, cotangents)
+  num_buffer = int(0.6 * NUM_SEQS * NUM_POSITIONS * NUM_CHOSEN / 4)
+  count_e = expected["hot"][0][1].count_E.reshape(4, 2).sum(1)
+  num_dropped = float(sums.dropped)
+  assert num_dropped == np.maximum(count_e - num_buffer, 0).sum() > 10
+  (want_BTD, _), want_params, _ = expected["hot"]
+  assert np.isfinite(dx_BTD).all()
+  close_BT = np.isclose(y_BTD, want_BTD, atol=1e-12).all(-1)
+  assert 0 < (~close_BT).sum() <= num_dropped
+  # The experts that serve fewer rows than they are sent learn from those alone.
+  same_E = np.isclose(dparams["wo"], want_params["wo"], atol=1e-11).all((1, 2))
+  assert same_E[EMPTY_EXPERTS["hot"]].all()
+  assert not same_E[[3, 5, 7]].any()
+
+
+def test_shared_experts_serve_every_token(build_sharder):
+  cfg = config(shared_experts=2, mlp_activations_limit=0.5)
+  params, x_BTD, cotangents = make_case("uniform")
+  shapes = {"wi_0": (DIM, 2 * HIDDEN), "wi_1": (DIM, 2 * HIDDEN), "wo": (2 * HIDDEN, DIM)}
+  shared = {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
+  sharder = build_sharder({"expert": 2, "fsdp": 2, "tensor": 2})
+  with jax.enable_x64(True):
+    with_shared, _, _ = runner(cfg, sharder)(params | {"shared_experts": shared}, x_BTD, cotangents)
+    without, _, _ = runner(config(mlp_activations_limit=0.5), sharder)(params, x_BTD, cotangents)
+  gate_BTF, up_BTF = (x_BTD @ shared[name]["kernel"] for name in ("wi_0", "wi_1"))
+  gate_BTF, up_BTF = np.minimum(gate_BTF, 0.5), np.clip(up_BTF, -0.5, 0.5)
+  want_BTD = gate_BTF / (1 + np.exp(-gate_BTF)) * up_BTF @ shared["wo"]["kernel"]
+  np.testing.assert_allclose(with_shared[0] - without[0], want_BTD, atol=1e-12)
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "ring", "dense", "capacity"])
+@pytest.mark.parametrize("mesh", ["one device", "expert=4 tensor=2"])
+def test_expert_biases_agree_with_the_oracle(build_sharder, dispatch, mesh):
+  """Also that a bias behind a cut hidden axis is added once."""
+  cfg = config(expert_bias=True, **DISPATCHES[dispatch])
+  params, x_BTD, cotangents = make_case("empty")
+  shapes = {"wi_0_bias": HIDDEN, "wi_1_bias": HIDDEN, "wo_bias": DIM}
+  params |= {name: draw((NUM_EXPERTS, n), 7 + i) for i, (name, n) in enumerate(shapes.items())}
+  with jax.enable_x64(True):
+    got = runner(cfg, build_sharder(MESHES[mesh]))(params, x_BTD, cotangents)
+    want = jax.jit(functools.partial(value_and_gradients, dense_oracle))(params, x_BTD, cotangents)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), got, want)

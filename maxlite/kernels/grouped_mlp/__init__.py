@@ -1,0 +1,1 @@
+"""Rows sorted by group, each through its group's feed-forward network."""

@@ -1,0 +1,51 @@
+"""One feed-forward network per group of rows, on every backend of `grouped_matmul`.
+
+The contract is that of `kernels/grouped_matmul/api.py`: the rows of group g are the
+`group_sizes_G[g]` rows after those of the groups before it, and rows past the last group may hold
+anything, NaN included, in `x_MD`, in `weight_M` and in the cotangent: they are zero in the result
+and in the gradients.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, Tiles
+from maxlite.kernels.grouped_mlp import composed
+
+
+class Biases(NamedTuple):
+  """One row per group for each projection."""
+
+  bi_GF: tuple[jax.Array, ...]
+  bo_GD: jax.Array
+
+
+def grouped_mlp(
+  x_MD: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: tuple[jax.Array, ...],
+  wo_GFD: jax.Array,
+  group_sizes_G: jax.Array,
+  *,
+  activation: Callable[..., jax.Array],
+  biases: Biases | None = None,
+  backend: str,
+  wi_tiles: Tiles = DEFAULT_TILES,
+  wo_tiles: Tiles = DEFAULT_TILES,
+) -> jax.Array:
+  """y_MD = weight (activation(x wi[0] + bi[0], ...) wo + bo), with the matrices of a row's group.
+
+  In x's type, sums in float32. `activation` maps len(wi) arrays of one shape to one, elementwise.
+  Gradients of matrices and biases come in their own type. For the backward pass x, weight and the
+  activation's operands (named "mlpwi") are kept, nothing else. `backend` is one of
+  `grouped_matmul.api.BACKENDS`; `sum(group_sizes_G)` must not exceed M.
+  """
+  num_rows, dim = x_MD.shape
+  num_groups, hidden, _ = wo_GFD.shape
+  assert weight_M.shape == (num_rows,), f"{num_rows} rows, weight_M {weight_M.shape}"
+  assert wo_GFD.shape[2] == dim, f"wo_GFD {wo_GFD.shape} does not fit x_MD {x_MD.shape}"
+  assert all(w.shape == (num_groups, dim, hidden) for w in wi_GDF), [w.shape for w in wi_GDF]
+  operands = x_MD, weight_M, tuple(wi_GDF), wo_GFD, biases, group_sizes_G
+  return composed.grouped_mlp(*operands, activation, backend, wi_tiles, wo_tiles)

@@ -1,0 +1,193 @@
+"""Compiled programs as text, taken apart: instructions, and how often each computation runs."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_NAMED = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_CALLS = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CALLING = ("fusion", "call", "call-start", "async-start", "conditional")
+
+
+class Array(NamedTuple):
+  """One array of an instruction's type."""
+
+  dtype: str
+  shape: tuple[int, ...]
+  on_chip: bool  # lies in the memory next to the compute units (TPU: VMEM), not in HBM
+
+  @property
+  def num_bytes(self) -> float:
+    bits = re.search(r"\d+", self.dtype)  # bf16, f8e4m3fn; `pred` takes a byte, a token none
+    per_element = int(bits[0]) / 8 if bits else float(self.dtype == "pred")
+    return prod(self.shape) * per_element
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """`name = type opcode(operands), attributes`."""
+
+  name: str
+  type: str
+  opcode: str
+  operands: tuple[str, ...]
+  attributes: str
+  is_root: bool
+
+  @cached_property
+  def arrays(self) -> list[Array]:
+    """The arrays of its result, a tuple's in order."""
+    return [
+      Array(dtype, tuple(map(int, filter(None, dims.split(",")))), bool(re.search(r"S\(", layout)))
+      for dtype, dims, layout in _ARRAY.findall(self.type)
+    ]
+
+  def attribute(self, name: str) -> str | None:
+    """The text of `name={...}` or `name=word`."""
+    found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
+    return found and found[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+  """Instructions by name, operands before users."""
+
+  name: str
+  instructions: dict[str, Instruction]
+
+  @property
+  def root(self) -> Instruction:
+    return next(i for i in self.instructions.values() if i.is_root)
+
+  def operands(self, instruction: Instruction) -> list[Instruction]:
+    return [self.instructions[name] for name in instruction.operands]
+
+
+class Runs(NamedTuple):
+  """How often one computation runs in a step."""
+
+  times: float
+  fused: bool  # inside a fusion: what its instructions make does not reach memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  """A compiled program."""
+
+  entry: str
+  computations: dict[str, Computation]
+
+  @cached_property
+  def runs(self) -> dict[str, Runs]:
+    """How often each computation runs; a loop of unknown length counts once, both branches do."""
+    runs: dict[str, Runs] = {}
+
+    def visit(name: str, times: float, fused: bool) -> None:
+      before = runs.get(name, Runs(0.0, fused))
+      runs[name] = Runs(before.times + times, fused)
+      computation = self.computations[name]
+      for instruction in computation.instructions.values():
+        for callee, per_run in self._callees(computation, instruction):
+          visit(callee, times * per_run, fused or instruction.opcode == "fusion")
+
+    visit(self.entry, 1.0, False)
+    return runs
+
+  @cached_property
+  def unknown_loops(self) -> int:
+    """Loops whose length the text does not tell."""
+    return sum(
+      self._trip_count(self.computations[name], instruction) is None
+      for name in self.runs
+      for instruction in self.computations[name].instructions.values()
+      if instruction.opcode == "while"
+    )
+
+  def executed(self) -> Iterator[tuple[Computation, Instruction, Runs]]:
+    """Every instruction that runs."""
+    for name, runs in self.runs.items():
+      for instruction in self.computations[name].instructions.values():
+        yield self.computations[name], instruction, runs
+
+  def called(self, instruction: Instruction) -> list[Computation]:
+    """Computations that `instruction` runs as a whole, not once per element."""
+    names = _CALLS.findall(instruction.attributes)
+    for branches in _BRANCHES.findall(instruction.attributes):
+      names += [name.strip().lstrip("%") for name in branches.split(",")]
+    return [self.computations[name] for name in names]
+
+  def _callees(self, within: Computation, instruction: Instruction) -> list[tuple[str, float]]:
+    if instruction.opcode == "while":
+      body = (instruction.attribute("body") or "").lstrip("%")
+      return [(body, self._trip_count(within, instruction) or 1.0)]
+    if instruction.opcode in _CALLING:
+      return [(computation.name, 1.0) for computation in self.called(instruction)]
+    return []
+
+  def _trip_count(self, within: Computation, loop: Instruction) -> float | None:
+    """Iterations of a `while`; from its condition `i < n` where the compiler did not note them."""
+    if known := _KNOWN_TRIPS.search(loop.attributes):
+      return float(known[1])
+    condition = self.computations[(loop.attribute("condition") or "").lstrip("%")]
+    compare = condition.root
+    if compare.opcode != "compare" or compare.attribute("direction") != "LT":
+      return None
+    counter, stop = condition.operands(compare)
+    if counter.opcode != "get-tuple-element" or _constant(stop) is None:
+      return None
+    index = int(counter.attribute("index") or 0)
+    (initial,) = within.operands(loop)
+    start = within.operands(initial)[index] if initial.opcode == "tuple" else initial
+    while start.opcode in ("copy", "bitcast"):
+      (start,) = within.operands(start)
+    return _constant(stop) - (_constant(start) or 0)
+
+
+def parse(text: str) -> Module:
+  """The program that `jax.stages.Compiled.as_text` prints."""
+  computations: dict[str, Computation] = {}
+  entry, current = "", {}
+  for line in text.splitlines():
+    if header := _HEADER.match(line):
+      current = {}
+      computations[header[2]] = Computation(header[2], current)
+      entry = header[2] if header[1] else entry
+    elif named := _NAMED.match(line):
+      current[named[2]] = _instruction(named, line[named.end() :])
+  return Module(entry, computations)
+
+
+def _instruction(named: re.Match[str], rest: str) -> Instruction:
+  end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+  type_, rest = rest[:end], rest[end:].lstrip()
+  opening = rest.index("(")
+  closing = _closing(rest, opening)
+  inside = rest[opening + 1 : closing - 1]
+  opcode = rest[:opening]
+  operands = (
+    (inside,) if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.-]+)", inside))
+  )
+  return Instruction(named[2], type_, opcode, operands, rest[closing:], bool(named[1]))
+
+
+def _closing(text: str, opening: int) -> int:
+  """The position after the parenthesis that closes the one at `opening`."""
+  depth = 0
+  for position in re.finditer(r"[()]", text[opening:]):
+    depth += 1 if position[0] == "(" else -1
+    if depth == 0:
+      return opening + position.end()
+  raise ValueError(f"not a line of HLO: {text[:80]}")
+
+
+def _constant(instruction: Instruction) -> float | None:
+  if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.operands[0]):
+    return None
+  return float(instruction.operands[0])

@@ -1,0 +1,99 @@
+"""What every backend of grouped_matmul is held to: shared cases, and the oracle of their results.
+
+A backend under test is a function `multiply(x_MD, w_GDF, group_sizes_G) -> y_MF`, made from its name
+by `multiplier`.
+"""
+
+import functools
+
+import jax
+import numpy as np
+
+from maxlite.kernels.grouped_matmul import megablox
+from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, grouped_matmul
+
+# Kernels for hardware, in the form that runs without it.
+INTERPRETED = {"megablox": functools.partial(megablox.grouped_matmul, interpret=True)}
+NARROW_ONLY = frozenset(INTERPRETED)  # no float64
+
+# (rows M, inner D, outer F, sizes): the rows that no group takes hold NaN.
+CASES = {
+  "uniform": (96, 8, 16, (32, 32, 32)),
+  "skewed": (1200, 5, 7, (3, 1090, 0, 90, 17)),
+  "one_hot": (130, 8, 4, (0, 0, 130, 0)),
+  "empty_ends": (40, 6, 6, (0, 17, 23, 0)),
+  "tail": (200, 6, 10, (33, 0, 65, 1)),
+  "no_rows_used": (20, 4, 4, (0, 0)),
+  "one_row": (1, 3, 5, (0, 1, 0)),
+  "no_rows": (0, 4, 6, (0, 0)),
+}
+# float32: sums of up to 1090 terms. bfloat16: sums in float32, then one rounding of the result.
+NARROW_UNITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
+
+
+def multiplier(backend, tiles=DEFAULT_TILES):
+  if backend in INTERPRETED:
+    return functools.partial(INTERPRETED[backend], tiles=tiles)
+  return functools.partial(grouped_matmul, backend=backend, tiles=tiles)
+
+
+def make_case(name, dtype=np.float64):
+  """(x_MD, w_GDF, sizes_G, dy_MF) with NaN and infinities wherever nothing may be read."""
+  return fill_case(*CASES[name], dtype)
+
+
+def fill_case(num_rows, num_in, num_out, sizes, dtype=np.float64):
+  draw = np.random.default_rng(0).normal
+  x_MD, dy_MF = draw(size=(num_rows, num_in)), draw(size=(num_rows, num_out))
+  x_MD[sum(sizes) :] = np.nan
+  dy_MF[sum(sizes) :] = np.inf
+  w_GDF = draw(size=(len(sizes), num_in, num_out))
+  sizes_G = np.array(sizes, np.int32)
+  return x_MD.astype(dtype), w_GDF.astype(dtype), sizes_G, dy_MF.astype(dtype)
+
+
+def value_and_gradients(function, x_MD, w_GDF, dy_MF):
+  y_MF, vjp = jax.vjp(function, x_MD, w_GDF)
+  return y_MF, *vjp(dy_MF)
+
+
+def run(multiply, x_MD, w_GDF, sizes_G, dy_MF):
+  """(y_MF, dx_MD, dw_GDF)"""
+
+  @jax.jit
+  def all_three(x_MD, w_GDF, sizes_G, dy_MF):
+    return value_and_gradients(lambda x, w: multiply(x, w, sizes_G), x_MD, w_GDF, dy_MF)
+
+  return jax.tree.map(np.asarray, all_three(x_MD, w_GDF, sizes_G, dy_MF))
+
+
+def oracle(x_MD, w_GDF, sizes_G, dy_MF):
+  """The same by one NumPy product per group, in float64."""
+  x_MD, w_GDF, dy_MF = (np.asarray(a, np.float64) for a in (x_MD, w_GDF, dy_MF))
+  y_MF, dx_MD, dw_GDF = np.zeros_like(dy_MF), np.zeros_like(x_MD), np.zeros_like(w_GDF)
+  end = 0
+  for group, size in enumerate(sizes_G):
+    rows = slice(end, end := end + size)
+    y_MF[rows] = x_MD[rows] @ w_GDF[group]
+    dx_MD[rows] = dy_MF[rows] @ w_GDF[group].T
+    dw_GDF[group] = x_MD[rows].T @ dy_MF[rows]
+  return y_MF, dx_MD, dw_GDF
+
+
+def assert_close(actual, expected, unit):
+  """Within `unit` of the largest entry: a sum is rounded like its largest terms."""
+  for got, want in zip(actual, expected, strict=True):
+    assert got.shape == want.shape
+    bound = unit * max(np.abs(want).max(initial=0), 1)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=bound)
+
+
+def assert_right(multiply, x_MD, w_GDF, sizes_G, dy_MF):
+  """Value and gradients in narrow types: right but for one rounding, and exactly zero where due."""
+  y_MF, dx_MD, dw_GDF = results = run(multiply, x_MD, w_GDF, sizes_G, dy_MF)
+  assert (y_MF.dtype, dx_MD.dtype, dw_GDF.dtype) == (x_MD.dtype, x_MD.dtype, w_GDF.dtype)
+  unit = NARROW_UNITS[x_MD.dtype.name]
+  assert_close(results, oracle(x_MD, w_GDF.astype(x_MD.dtype), sizes_G, dy_MF), unit)
+  assert not y_MF[sizes_G.sum() :].any()
+  assert not dx_MD[sizes_G.sum() :].any()
+  assert not dw_GDF[sizes_G == 0].any()
