@@ -72,6 +72,7 @@ def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
   enable_compilation_cache(cfg.run.jax_cache_dir)
   keep_freed_memory()
   trainer = build_trainer(cfg)
+  trainer.check_devices()
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=_to_stderr)
   params, step = checkpoints.restore_params(trainer.abstract_state.params)
   return trainer, params, step

@@ -32,6 +32,7 @@ def run_training(cfg: Config) -> int:
     enable_compilation_cache(cfg.run.jax_cache_dir)
     keep_freed_memory()
     trainer = build_trainer(cfg)
+    trainer.check_devices()
     folder = run_folder(cfg)
     changes = folder.config_changes(flatten(cfg))
     data = open_trainer_data(trainer)

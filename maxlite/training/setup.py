@@ -14,12 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.schema import Config, MeshConfig, OptimizerConfig
 from maxlite.data.batch import Batch
+from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models import MODELS, build_model
 from maxlite.models.decoder import Decoder
 from maxlite.optim import build_optimizer, build_schedule
 from maxlite.optim.partition import logical_names, path_of, state_names
 from maxlite.parallel import MESH_AXES, Sharder, build_mesh
 from maxlite.parallel.audit import Placement, check_sharded, place
+from maxlite.parallel.exchange import check_exchange
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import build_eval_step, build_train_step
 
@@ -45,6 +47,17 @@ class Trainer:
   @property
   def batch_shape(self) -> tuple[int, int]:
     return self.global_batch_size, self.cfg.data.max_target_length
+
+  @property
+  def exchanges(self) -> bool:
+    """Whether tokens go to their experts by the ragged all-to-all."""
+    ragged = choose_dispatch(self.cfg.model.moe) == "ragged"
+    return self.is_moe and ragged and self.sharder.num_shards("exp") > 1
+
+  def check_devices(self) -> None:
+    """Raises ValueError if a collective that accelerators are known to get wrong is wrong here."""
+    if self.exchanges and self.sharder.platform != "cpu":
+      check_exchange(self.mesh, self.sharder.mesh_axes("exp"))
 
   @functools.cached_property
   def batch_sharding(self) -> NamedSharding:
@@ -94,7 +107,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   check_sharded(placements, sharder, cfg.mesh.sharding_tolerance)
   optimizer_cfg = _with_schedule_steps(cfg.optimizer, cfg.run.steps)
   tx = build_optimizer(optimizer_cfg, names)
-  return Trainer(
+  trainer = Trainer(
     cfg=cfg,
     mesh=mesh,
     sharder=sharder,
@@ -105,6 +118,18 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     abstract_state=_abstract_state(params, names, tx, sharder),
     global_batch_size=global_batch_size,
   )
+  _check_topology(trainer)
+  return trainer
+
+
+def _check_topology(trainer: Trainer) -> None:
+  """Raises ValueError for the slices of TPU v5e that XLA has no ragged all-to-all for."""
+  kind, num_devices = trainer.mesh.devices.flat[0].device_kind, trainer.mesh.size
+  if trainer.exchanges and kind in ("TPU v5 lite", "TPU v5e") and num_devices > 16:
+    raise ValueError(
+      f"{num_devices} chips of {kind}: XLA has no ragged all-to-all for slices above 4x4; write "
+      "use_ring_of_experts=true, or ici_expert_parallelism=1"
+    )
 
 
 def _degrees(cfg: MeshConfig, group: str) -> list[int]:

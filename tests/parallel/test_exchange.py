@@ -3,11 +3,13 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from maxlite.parallel.exchange import give_back, plan_exchange, send
+from maxlite.parallel import exchange as exchange_module
+from maxlite.parallel.exchange import check_exchange, give_back, plan_exchange, send
 
 NUM_SHARDS, NUM_EXPERTS, NUM_ROWS, DIM = 4, 8, 12, 3
 MESH = Mesh(np.array(jax.devices()).reshape(2, NUM_SHARDS), ("data", "expert"))
@@ -117,3 +119,20 @@ def test_what_is_sent_past_a_full_buffer_comes_from_the_fullest_experts():
   sizes, dropped = run(counts_ZPE, draw(NUM_ROWS, 0))
   assert sizes[0, 0].tolist() == [6, 4]
   assert dropped[0].tolist() == [2, 8, 8, 8]
+
+
+def test_the_check_before_a_run_passes_here():
+  check_exchange(MESH, ("expert",))
+
+
+def test_the_check_before_a_run_finds_one_row_in_the_wrong_place(monkeypatch):
+  """As on a platform whose collective is wrong for the way back of one chunk."""
+  exchange = exchange_module._exchange
+
+  def wrong(mesh_axes, num_rows, x, chunks, reverse):
+    y = exchange(mesh_axes, num_rows, x, chunks, reverse)
+    return y if num_rows > NUM_ROWS * NUM_SHARDS + 16 else jnp.roll(y, 1, axis=0)
+
+  monkeypatch.setattr(exchange_module, "_exchange", wrong)
+  with pytest.raises(ValueError, match="write use_ring_of_experts=true"):
+    check_exchange(MESH, ("expert",))
