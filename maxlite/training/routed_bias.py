@@ -31,7 +31,7 @@ def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any
   first = 0
   for i in biases:
     last = first + leaves[i].size // num_experts
-    leaves[i] += step_NE[first:last].reshape(leaves[i].shape)
+    leaves[i] += step_NE[first:last].reshape(leaves[i].shape).astype(leaves[i].dtype)
     first = last
   return jax.tree.unflatten(tree, leaves)
 

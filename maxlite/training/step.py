@@ -1,10 +1,12 @@
 """One optimizer step and one evaluation step: pure functions, compiled once."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
@@ -35,7 +37,7 @@ def build_train_step(
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     gradients, parts, sums = gradients_of(model, state.params, batch, key, cfg, moe)
     metrics = parts | {
-      "grad_norm": optax.tree.norm(gradients),
+      "grad_norm": _norm(gradients),
       "learning_rate": schedule((state.step - state.skipped).astype(jnp.float32)),
       "num_tokens": sums.weight,
     }
@@ -52,6 +54,13 @@ def build_train_step(
     return state, metrics | counts
 
   return step
+
+
+def _norm(tree: Any) -> jax.Array:
+  """The Euclidean norm of all leaves, summed in the widest of their types, at least float32."""
+  leaves = jax.tree.leaves(tree)
+  accumulator = functools.reduce(np.promote_types, (leaf.dtype for leaf in leaves), np.float32)
+  return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(accumulator))) for leaf in leaves))
 
 
 def _update(

@@ -26,6 +26,21 @@ TINY = {
   "base_mlp_dim": 8,
   "num_experts": 4,
   "base_moe_mlp_dim": 8,
+  "q_lora_rank": 4,
+  "kv_lora_rank": 8,
+  "qk_nope_head_dim": 4,
+  "qk_rope_head_dim": 2,
+  "v_head_dim": 6,
+}
+# What a family has beyond that.
+OWN = {
+  "deepseek": {
+    "base_num_decoder_layers": 3,
+    "first_num_dense_layers": 1,
+    "shared_experts": 1,
+    "rope_type": "yarn",
+    "mscale": 0.7,
+  },
 }
 # Every token once: the gradient of a row of the embedding is that of one position.
 TOKENS_BT = np.random.default_rng(0).permutation(48).reshape(SHAPE_BT).astype(np.int32)
@@ -54,7 +69,8 @@ def sharder_of(**degrees):
 
 
 def model_of(family, sharder=None, **changes):
-  cfg = build(Config, DEFAULTS | TINY | {"decoder_block": family} | changes).model
+  own = OWN.get(family, {}) | changes
+  cfg = build(Config, DEFAULTS | TINY | {"decoder_block": family} | own).model
   return build_model(cfg, sharder or sharder_of())
 
 
@@ -138,10 +154,15 @@ def test_scanned_layers_are_the_same_layers(family):
 
 def unstacked(params):
   """The same parameters as a model without scan has them."""
-  rest = {name: leaf for name, leaf in params.items() if name != "layers"}
-  num_layers = TINY["base_num_decoder_layers"]
-  take = lambda i: jax.tree.map(lambda leaf: leaf[i], params["layers"])
-  return rest | {f"layers_{i}": take(i) for i in range(num_layers)}
+  apart = {}
+  for name, tree in params.items():
+    if name in ("dense_layers", "layers"):
+      take = lambda i, tree=tree: jax.tree.map(lambda leaf: leaf[i], tree)
+      length = len(jax.tree.leaves(tree)[0])
+      apart |= {f"{name}_{i}": take(i) for i in range(length)}
+    else:
+      apart[name] = tree
+  return apart
 
 
 @pytest.mark.parametrize(

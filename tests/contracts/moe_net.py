@@ -1,0 +1,230 @@
+"""Whole training steps of tiny decoders in float64, to be compared with the dense oracle.
+
+The oracle computes every expert on every token on one device, without remat or accumulation. What
+is compared is all that a step makes of a batch: each loss, the gradient of every parameter, the
+gradient's norm and the load of every expert. Every token has a random weight in the loss, so that
+no cotangent is 1.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.linen import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from maxlite.config import load_config
+from maxlite.data.batch import Batch
+from maxlite.models import build_model
+from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+from maxlite.training.state import TrainState
+from maxlite.training.step import build_train_step
+
+NUM_ROWS, LENGTH, VOCAB, NUM_EXPERTS, NUM_CHOSEN, NUM_MOE_LAYERS = 24, 8, 32, 8, 3, 2
+KEYS = {
+  "dataset_type": "synthetic",
+  "vocab_size": VOCAB,
+  "base_emb_dim": 16,
+  "base_num_query_heads": 8,
+  "base_num_kv_heads": 8,
+  "head_dim": 4,
+  "base_mlp_dim": 16,
+  "num_experts": NUM_EXPERTS,
+  "num_experts_per_tok": NUM_CHOSEN,
+  "base_moe_mlp_dim": 8,
+  "router": "sigmoid_group_topk",
+  "routed_bias": True,  # by which the routing is forced
+  "routed_bias_update_rate": 0,
+  "load_balance_loss_weight": 0.3,
+  "router_z_loss_weight": 0.2,
+  "z_loss_multiplier": 0.1,
+  "logits_chunk_tokens": 7,
+  "max_target_length": LENGTH,
+  "attention_block_q": 4,
+}
+FAMILIES = {
+  "mixtral": {"decoder_block": "mixtral", "base_num_decoder_layers": 2},
+  "deepseek": {
+    "decoder_block": "deepseek",
+    "base_num_decoder_layers": 3,
+    "first_num_dense_layers": 1,
+    "shared_experts": 1,
+    "load_balance_loss_scope": "sequence",
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+  },
+}
+DISPATCHES = {
+  "ragged": {},
+  "ring": {"use_ring_of_experts": True},
+  "dense": {"sparse_matmul": False},
+  "capacity": {"sparse_matmul": False, "capacity_factor": 8.0},
+}
+ORACLE = {"sparse_matmul": False, "grouped_matmul": "auto", "attention": "reference"}
+# What the routers' biases add to each expert's score, of which the three highest are chosen.
+ROUTINGS = {
+  "uniform": (0, 0, 0, 0, 0, 0, 0, 0),
+  "skewed": (0.3, 0.2, 0.1, 0, 0, -0.1, -0.2, 0.1),
+  "hot": (0, 9, 0, 0, 9, 0, 9, 0),
+  "empty": (-9, 0, 0, -9, 0, 0, -9, 0),
+  "a shard that gets nothing": (0, 0, 0, 0, -9, -9, 0, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """One way to compute a step: where, and by what path through the code."""
+
+  mesh: tuple[int, ...]  # degrees, in the order of MESH_AXES
+  dispatch: str
+  backend: str = "auto"
+  family: str = "mixtral"
+  remat: bool = False
+  scan: bool = True
+  accumulate: int = 1
+
+  def __str__(self) -> str:
+    named = zip(MESH_AXES, self.mesh, strict=True)
+    degrees = " ".join(f"{axis}={degree}" for axis, degree in named if degree > 1)
+    flags = [name for name in ("remat", "scan") if getattr(self, name)]
+    words = [degrees or "one device", self.dispatch, self.backend, self.family, *flags]
+    return " ".join([*words, f"accumulate={self.accumulate}"])
+
+
+def config_of(family: str, **keys: Any) -> Any:
+  """The config; its types are float64, which is not for users to choose."""
+  words = [f"{name}={value}" for name, value in (KEYS | FAMILIES[family] | keys).items()]
+  cfg = load_config(words)
+  model = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
+  return dataclasses.replace(cfg, model=model)
+
+
+@functools.cache
+def batch_of() -> Batch:
+  """Rows of several documents and unequal length, some of nothing but padding."""
+  draw = np.random.default_rng(0)
+  segment_BT = np.sort(draw.integers(1, 4, (NUM_ROWS, LENGTH)), axis=1)
+  length_B = draw.integers(1, LENGTH + 1, NUM_ROWS)
+  length_B[[2, 7, 8, 9]] = 0
+  real_BT = np.arange(LENGTH) < length_B[:, None]
+  tokens_BT, targets_BT = draw.integers(0, VOCAB, (2, NUM_ROWS, LENGTH)).astype(np.int32)
+  return Batch(
+    tokens_BT=tokens_BT,
+    targets_BT=targets_BT,
+    segment_BT=(segment_BT * real_BT).astype(np.int32),
+    position_BT=np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (NUM_ROWS, LENGTH)),
+    weight_BT=draw.uniform(0.2, 2, (NUM_ROWS, LENGTH)) * real_BT,
+  )
+
+
+@functools.cache
+def params_of(family: str) -> dict:
+  """Flat {path: array} of scanned layers, each weight random."""
+  model = build_model(config_of(family).model, sharder_of((1,) * len(MESH_AXES)))
+  flat = flatten_dict(_init(model), sep="/")
+  draw = np.random.default_rng(1)
+  return {
+    path: draw.normal(size=leaf.shape) * (leaf.shape[-2] ** -0.5 if leaf.ndim > 2 else 0.5)
+    for path, leaf in flat.items()
+  }
+
+
+def sharder_of(mesh: tuple[int, ...]) -> Sharder:
+  devices = jax.devices()[: int(np.prod(mesh))]
+  return Sharder(build_mesh(mesh, (1,) * len(MESH_AXES), devices))
+
+
+def results_of(variant: Variant, routing: str) -> dict[str, np.ndarray]:
+  """Flat {name: value} of what one step makes of the batch."""
+  params = params_of(variant.family)
+  bias = next(path for path in params if path.endswith("router/bias"))
+  forced_NE = np.tile(np.float32(ROUTINGS[routing]), (NUM_MOE_LAYERS, 1))
+  params = _restacked(params | {bias: forced_NE}, variant.scan)
+  with jax.enable_x64(True):
+    state, metrics = _step(variant)(params, batch_of())
+  gradients = _stacked(flatten_dict(jax.device_get(state.opt_state), sep="/"))
+  results = {f"gradient of {path}": leaf for path, leaf in gradients.items()}
+  return results | jax.device_get(metrics)
+
+
+@functools.cache
+def oracle_of(family: str, routing: str) -> dict[str, np.ndarray]:
+  return results_of(Variant((1,) * len(MESH_AXES), "oracle", family=family), routing)
+
+
+@functools.cache
+def _step(variant: Variant) -> Any:
+  """The compiled train step, with an optimizer that keeps the gradient for its state."""
+  keys = ORACLE if variant.dispatch == "oracle" else DISPATCHES[variant.dispatch]
+  keys = keys | {
+    "scan_layers": variant.scan,
+    "remat_policy": "full" if variant.remat else "none",
+    "gradient_accumulation_steps": variant.accumulate,
+  }
+  if "sparse_matmul" not in keys:
+    keys["grouped_matmul"] = variant.backend
+  cfg, sharder = config_of(variant.family, **keys), sharder_of(variant.mesh)
+  model = build_model(cfg.model, sharder)
+  keep = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda updates, state, params: (jax.tree.map(jnp.zeros_like, updates), updates),
+  )
+  step = build_train_step(model, keep, jnp.zeros_like, cfg.training, cfg.model.moe)
+
+  def run(params: dict, batch: Batch) -> tuple:
+    params = unflatten_dict(params, sep="/")
+    zero = jnp.zeros((), jnp.int32)
+    rng = jax.random.key_data(jax.random.key(0))
+    return step(TrainState(zero, params, keep.init(params), rng, zero, zero), batch)
+
+  shardings = {
+    path: sharder.sharding(box.names)
+    for path, box in flatten_dict(_init(model, boxed=True), sep="/").items()
+  }
+  rows = sharder.sharding(("activation_batch", "activation_length"))
+  return jax.jit(run, in_shardings=(shardings, rows))
+
+
+def _init(model: Any, boxed: bool = False) -> dict:
+  tokens_BT = np.zeros((NUM_ROWS, LENGTH), np.int32)
+  arguments = jax.random.key(0), tokens_BT, tokens_BT, tokens_BT
+  with jax.enable_x64(True):
+    init = functools.partial(model.init, method=model.hidden_and_unembedding)
+    params = jax.eval_shape(init, *arguments)["params"]
+  return params if boxed else meta.unbox(params)
+
+
+def _restacked(params: dict, scan: bool) -> dict:
+  """Parameters as layers that are scanned have them, or as layers of their own."""
+  if scan:
+    return params
+  flat = {}
+  for path, leaf in params.items():
+    stack, _, rest = path.partition("/")
+    if stack.endswith("layers"):
+      flat |= {f"{stack}_{i}/{rest}": layer for i, layer in enumerate(leaf)}
+    else:
+      flat[path] = leaf
+  return flat
+
+
+def _stacked(params: dict) -> dict:
+  """The inverse: layers_0/x, layers_1/x, ... as one layers/x."""
+  flat, layers = {}, {}
+  for path, leaf in params.items():
+    head, _, rest = path.partition("/")
+    stack, _, number = head.rpartition("_")
+    if stack.endswith("layers") and number.isdigit():
+      layers.setdefault(f"{stack}/{rest}", {})[int(number)] = leaf
+    else:
+      flat[path] = leaf
+  return flat | {
+    path: np.stack([by_layer[i] for i in sorted(by_layer)]) for path, by_layer in layers.items()
+  }

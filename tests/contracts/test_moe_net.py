@@ -1,0 +1,78 @@
+"""The net: every mesh, dispatch, backend and routing gives the dense oracle's losses and gradients.
+
+The fast form takes a few meshes; the full one, every mesh of eight devices with every dispatch,
+while the other choices take turns:
+
+  tools/test.sh -m slow tests/contracts/test_moe_net.py
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from moe_net import DISPATCHES, ROUTINGS, Variant, oracle_of, results_of
+
+from maxlite.parallel import MESH_AXES
+
+BACKENDS = ("tiled", "ragged_dot", "reference")
+TOLERANCE = 1e-10
+MESHES = [
+  (1, *degrees)
+  for degrees in itertools.product((1, 2, 4, 8), repeat=len(MESH_AXES) - 1)
+  if math.prod(degrees) == 8
+]
+CHOICES = list(
+  itertools.product(BACKENDS, ("mixtral", "deepseek"), (False, True), (True, False), (1, 3))
+)
+
+
+def mesh(**degrees: int) -> tuple[int, ...]:
+  return tuple(degrees.get(axis, 1) for axis in MESH_AXES)
+
+
+FAST = [
+  Variant(mesh(expert=4, fsdp=2), "ragged", "tiled", "deepseek", True, True, 3),
+  Variant(mesh(expert=2, tensor=2, context=2), "ragged", "ragged_dot", "mixtral", False, False, 1),
+  Variant(mesh(data=2, expert=4), "ring", "tiled", "mixtral", True, True, 3),
+  Variant(mesh(fsdp=4, tensor=2), "capacity", "auto", "deepseek", False, True, 1),
+]
+
+
+def full() -> list[Variant]:
+  """Every mesh with every dispatch; the i-th takes the i-th of the shuffled other choices."""
+  order = np.random.default_rng(0).permutation(len(CHOICES))
+  turns = itertools.cycle(CHOICES[i] for i in order)
+  return [Variant(degrees, dispatch, *next(turns)) for degrees in MESHES for dispatch in DISPATCHES]
+
+
+def check(variant: Variant, routing: str) -> None:
+  got, want = results_of(variant, routing), oracle_of(variant.family, routing)
+  assert set(got) == set(want)
+  for name, value in want.items():
+    scale = np.abs(value).max()
+    np.testing.assert_allclose(
+      got[name], value, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=f"{variant}: {name}"
+    )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("variant", FAST, ids=str)
+def test_a_step_equals_the_dense_oracle(variant, routing):
+  check(variant, routing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", full(), ids=str)
+def test_every_mesh_and_dispatch_equals_the_dense_oracle(variant):
+  for routing in ROUTINGS:
+    check(variant, routing)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek"])
+def test_the_routings_are_what_their_names_say(family):
+  load = {name: oracle_of(family, name)["expert_load"] for name in ROUTINGS}
+  assert (load["uniform"] > 0).all()
+  assert (load["hot"] > 0).sum() == 2 * 3
+  assert not load["empty"][:, [0, 3, 6]].any()
+  assert not load["a shard that gets nothing"][:, [4, 5]].any()
