@@ -1,5 +1,6 @@
 """Memory of one device in a training step, by arithmetic on shapes; no compiler needed."""
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -7,27 +8,22 @@ import jax
 import numpy as np
 
 
-class Activations(NamedTuple):
-  """Bytes that the backward pass finds, of one device."""
-
-  saved: float  # under the model's own remat policy
-  layer: float  # of one layer that keeps all
-
-
 class MemoryEstimate(NamedTuple):
   """Bytes of one device."""
 
   parameters: float
   optimizer: float  # and the rest of the state
+  saved_activations: float  # what the backward pass finds, under the model's remat policy
   gradients: float
-  saved_activations: float
-  layer: float  # while the backward pass is in the largest layer: activations, weights, gradients
-  logits: float  # while it is in the loss
+  layer_activations: float  # what one layer keeps for its own backward pass
+  layer_weights: float  # one layer's, gathered, and their gradients before they are scattered
+  logits: float  # a chunk of them, and the weights they are made with
 
   @property
   def temporaries(self) -> float:
-    """The peak: the loss comes before the first gradient, the layers before the last."""
-    return self.saved_activations + max(self.logits, self.gradients + self.layer)
+    """The peak: in the loss no gradient is there yet, in the layers the logits are gone."""
+    in_layers = self.gradients + self.layer_activations + self.layer_weights
+    return self.saved_activations + max(self.logits, in_layers)
 
   @property
   def total(self) -> float:
@@ -42,7 +38,7 @@ def bytes_per_device(tree: Any) -> int:
   )
 
 
-def activation_bytes(residuals_of: Any, rows: int, num_shards: int) -> float:
+def activation_bytes(residuals_of: Callable[[int], Any], rows: int, num_shards: int) -> float:
   """Bytes that a forward pass over `rows` rows keeps for its backward pass, per shard.
 
   Args:

@@ -79,7 +79,7 @@ def draw_expert_load(load_path: Path, png_path: Path) -> None:
   figure.supylabel("expert", fontsize=10)
   bar = figure.colorbar(mesh, ax=panels, extend="max", aspect=30 * lines / 2)
   bar.set_label("tokens / even share", fontsize=9)
-  bar.set_ticks(np.arange(MAX_LOAD + 1))
+  bar.set_ticks(list(range(MAX_LOAD + 1)))
   bar.ax.tick_params(labelsize=8)
   _save(figure, png_path)
 

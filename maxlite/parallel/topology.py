@@ -71,9 +71,10 @@ class Topology:
     Raises:
       ValueError: that file cannot be read.
     """
-    return topologies.get_topology_desc(**self._request(target_config)).devices
+    return topologies.get_topology_desc(**self.request(target_config)).devices
 
-  def _request(self, target_config: str) -> dict[str, Any]:
+  def request(self, target_config: str) -> dict[str, Any]:
+    """What `describe` asks JAX for."""
     if self.kind.platform == "cuda":
       path = Path(target_config).expanduser()
       if not path.is_file():
@@ -113,7 +114,7 @@ def parse_topology(name: str, num_slices: int) -> Topology:
     what = f"{kind.grid}-dimensional slice" if kind.platform == "tpu" else "machine"
     raise ValueError(
       f"compile_topology={name}: no {what} of {generation} has {number / kind.counted:g} chips; "
-      f"write {generation}-{8 * kind.counted} or a larger power of two, up to "
+      f"write {generation}-{4 * kind.counted}, {generation}-{8 * kind.counted}, ... up to "
       f"{generation}-{kind.largest * kind.counted}"
     )
   return Topology(generation, chips, num_slices)

@@ -11,6 +11,7 @@ import optax
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
+from maxlite.layers.moe.router import RouterSums
 from maxlite.models.decoder import Decoder
 from maxlite.training.loss import Sums, combine, forward_sums
 from maxlite.training.routed_bias import move_routed_biases
@@ -41,19 +42,27 @@ def build_train_step(
       "learning_rate": schedule((state.step - state.skipped).astype(jnp.float32)),
       "num_tokens": sums.weight,
     }
-    if "moe" in sums.layers:
-      routers = sums.layers["moe"]
-      metrics |= {"expert_load": routers.count_E, "expert_dropped": routers.dropped}
     finite = jnp.isfinite(metrics["total_loss"]) & jnp.isfinite(metrics["grad_norm"])
     state = _update(state, gradients, tx, finite)
-    if "moe" in sums.layers and moe.routed_bias:
-      rate = jnp.where(finite, moe.routed_bias_update_rate, 0)
-      params = move_routed_biases(state.params, metrics["expert_load"], rate)
-      state = state.replace(params=params)
+    if "moe" in sums.layers:
+      state, loads = _balance(state, sums.layers["moe"], finite, moe)
+      metrics |= loads
     counts = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
     return state, metrics | counts
 
   return step
+
+
+def _balance(
+  state: TrainState, routers: RouterSums, finite: jax.Array, moe: MoeConfig
+) -> tuple[TrainState, dict]:
+  """(state with the routers' biases moved, if they have any and the step is not skipped; loads)."""
+  loads = {"expert_load": routers.count_E, "expert_dropped": routers.dropped}
+  if not moe.routed_bias:
+    return state, loads
+  rate = jnp.where(finite, moe.routed_bias_update_rate, 0)
+  params = move_routed_biases(state.params, routers.count_E, rate)
+  return state.replace(params=params), loads
 
 
 def _norm(tree: Any) -> jax.Array:

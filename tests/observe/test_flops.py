@@ -4,10 +4,17 @@ import dataclasses
 
 import pytest
 
-from maxlite.config.schema import ModelConfig, MoeConfig
-from maxlite.observe.flops import active_parameter_count, parameter_count, train_flops_per_step
+from maxlite.config import load_config
+from maxlite.config.schema import LatentAttentionConfig, ModelConfig, MoeConfig
+from maxlite.observe.flops import (
+  active_parameter_count,
+  num_moe_layers,
+  parameter_count,
+  train_flops_per_step,
+)
 
 LLAMA2_7B = ModelConfig(
+  decoder_block="llama",
   vocab_size=32000,
   base_emb_dim=4096,
   base_num_decoder_layers=32,
@@ -18,6 +25,7 @@ LLAMA2_7B = ModelConfig(
 )
 MIXTRAL_8X7B = dataclasses.replace(
   LLAMA2_7B,
+  decoder_block="mixtral",
   base_num_kv_heads=8,
   moe=MoeConfig(num_experts=8, num_experts_per_tok=2, base_moe_mlp_dim=14336),
 )
@@ -35,32 +43,59 @@ TINY = ModelConfig(
 
 
 def test_published_sizes():
-  assert parameter_count(LLAMA2_7B, moe=False) == 6_738_415_616
-  assert active_parameter_count(LLAMA2_7B, moe=False) == 6_738_415_616
-  assert parameter_count(MIXTRAL_8X7B, moe=True) == 46_702_792_704
-  assert active_parameter_count(MIXTRAL_8X7B, moe=True) == 12_879_925_248
+  assert parameter_count(LLAMA2_7B) == 6_738_415_616
+  assert active_parameter_count(LLAMA2_7B) == 6_738_415_616
+  assert parameter_count(MIXTRAL_8X7B) == 46_702_792_704
+  assert active_parameter_count(MIXTRAL_8X7B) == 12_879_925_248
 
 
 def test_tied_embeddings_are_one_parameter_but_still_a_matmul():
   tied = dataclasses.replace(TINY, logits_via_embedding=True)
-  assert parameter_count(TINY, moe=False) - parameter_count(tied, moe=False) == 13 * 7
-  flops = train_flops_per_step(TINY, 100, 10, moe=False)
-  assert train_flops_per_step(tied, 100, 10, moe=False) == flops
+  assert parameter_count(TINY) - parameter_count(tied) == 13 * 7
+  assert train_flops_per_step(tied, 100, 10) == train_flops_per_step(TINY, 100, 10)
 
 
 @pytest.mark.parametrize(
-  ("moe", "activations", "feed_forward"),
+  ("family", "activations", "feed_forward"),
   [
-    (False, ("silu", "linear"), 3 * 7 * 11),
-    (False, ("relu",), 2 * 7 * 11),
-    (True, ("silu", "linear"), 2 * 3 * 7 * 19 + 7 * 17),
-    (True, ("relu",), 2 * 2 * 7 * 19 + 7 * 17),
+    ("llama", ("silu", "linear"), 3 * 7 * 11),
+    ("llama", ("relu",), 2 * 7 * 11),
+    ("mixtral", ("silu", "linear"), 2 * 3 * 7 * 19 + 7 * 17),
+    ("olmoe", ("relu",), 2 * 2 * 7 * 19 + 7 * 17),
   ],
 )
-def test_every_matmul_is_counted_once(moe, activations, feed_forward):
-  model = dataclasses.replace(TINY, mlp_activations=activations)
+def test_every_matmul_is_counted_once(family, activations, feed_forward):
+  model = dataclasses.replace(TINY, decoder_block=family, mlp_activations=activations)
   projections = 7 * 15 + 2 * (7 * 5) + 15 * 7
   attention = 3 * 2 * 2 * 100 * 10 * 15 / 2 * 2
-  flops = train_flops_per_step(model, 100, 10, moe=moe)
+  flops = train_flops_per_step(model, 100, 10)
   assert flops.attention == attention
   assert flops.total == 6 * 100 * (2 * (projections + feed_forward) + 7 * 13) + attention
+
+
+@pytest.mark.parametrize(("q_lora_rank", "query"), [(0, 7 * 3 * 28), (29, 7 * 29 + 29 * 3 * 28)])
+def test_latent_attention_and_a_plan_of_layers_are_counted(q_lora_rank, query):
+  """Layers: one dense, then twice a dense one and a mixture with two shared experts."""
+  mla = LatentAttentionConfig(
+    q_lora_rank, 31, qk_nope_head_dim=5, qk_rope_head_dim=23, v_head_dim=2
+  )
+  plan = dataclasses.replace(
+    TINY.moe, shared_experts=2, first_num_dense_layers=1, interleave_moe_layer_step=2
+  )
+  model = dataclasses.replace(
+    TINY, decoder_block="deepseek", base_num_decoder_layers=5, mla=mla, moe=plan
+  )
+  projections = query + 7 * (31 + 23) + 31 * 3 * (5 + 2) + 3 * 2 * 7
+  feed_forward = 3 * (3 * 7 * 11) + 2 * ((2 + 2) * 3 * 7 * 19 + 7 * 17)
+  attention = 6 * 100 * 5 * 3 * (5 + 23 + 2) * 10 / 2
+  flops = train_flops_per_step(model, 100, 10)
+  assert flops.attention == attention
+  assert flops.total == 6 * 100 * (5 * projections + feed_forward + 7 * 13) + attention
+  assert num_moe_layers(model) == 2
+
+
+def test_deepseek2_16b_costs_what_maxtext_counts():
+  model = load_config(["model_name=deepseek2-16b"]).model
+  flops = train_flops_per_step(model, 24 * 2048, 2048)
+  assert round(flops.total / 1e12, 2) == 764.67
+  assert round(100 * flops.attention / flops.total, 2) == 5.46

@@ -36,7 +36,6 @@ def test_how_it_is_computed_changes_nothing(same):
     {"normalization_layer_epsilon": 0.5},
     {"rope_max_timescale": 10},
     {"router": "topk_softmax", "norm_topk_prob": "false"},
-    {"routed_scaling_factor": 2},
   ],
   ids=str,
 )

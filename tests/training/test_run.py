@@ -11,6 +11,7 @@ from tiny_run import (
   Output,
   assert_as_if_nothing_had_happened,
   checkpoint_steps,
+  expert_loads,
   logged,
   snapshot,
   start,
@@ -23,6 +24,19 @@ def test_every_step_is_logged_once_and_evaluations_when_due(finished):
   assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
   assert checkpoint_steps(finished[0]) == [2, 4, 6, 8]
   assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_the_load_of_every_expert_is_kept_and_drawn(finished):
+  folder, output = finished
+  rows, loads = logged(folder), expert_loads(folder)
+  assert [load["step"] for load in loads] == [row["step"] for row in rows]
+  for load, row in zip(loads, rows, strict=True):
+    load_NE = np.array(load["expert_load"])
+    np.testing.assert_array_equal(load_NE.sum(-1), load_NE.sum() / len(load_NE))
+    assert row["expert_imbalance"] == np.max(load_NE.max(-1) / load_NE.mean(-1))
+    assert row["expert_dropped"] == 0
+  assert (folder / "run/expert_load.png").stat().st_size > 10_000
+  assert "metrics.jsonl, curves.png, expert_load.png" in output
 
 
 def test_a_run_in_two_parts_is_one_run(finished, folder):

@@ -65,6 +65,10 @@ def logged(folder: Path) -> list[dict]:
   ]
 
 
+def expert_loads(folder: Path) -> list[dict]:
+  return read_rows(folder / "run/expert_load.jsonl")
+
+
 def checkpoint_steps(folder: Path) -> list[int]:
   return sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
 
@@ -83,6 +87,7 @@ def assert_as_if_nothing_had_happened(folder: Path, output: str, finished: tuple
   """The run in `folder` is `finished`, bit for bit, whatever happened on the way."""
   finished_folder, finished_output = finished
   assert logged(folder) == logged(finished_folder)
+  assert expert_loads(folder) == expert_loads(finished_folder)
   assert last_manifest(folder) == last_manifest(finished_folder)
   assert parameter_hash(output) == parameter_hash(finished_output)
 

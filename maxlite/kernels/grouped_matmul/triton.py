@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-Tile = tuple[int, int, int]  # rows, D, F
+from maxlite.kernels.grouped_matmul.tiles import Tiles
 
 _STRIPE = 16  # tiles: programs that run together share what a stripe of them reads in the L2 cache
 _SHARED_BYTES = 224 * 1024  # of a Hopper multiprocessor, which eight warps are to fill
@@ -31,7 +31,10 @@ class _Block(NamedTuple):
 
 
 class _Span(NamedTuple):
-  """The indices from `start` to `start + size`; those not below `end` are masked."""
+  """The indices from `start` to `start + size`; those not below `end` are masked.
+
+  Where `end` is an int, that of an axis, spans begin at multiples of their size.
+  """
 
   start: jax.Array | int
   size: int
@@ -42,41 +45,38 @@ def grouped_matmul(
   x_MD: jax.Array,
   w_GDF: jax.Array,
   group_sizes_G: jax.Array,
-  tiles: tuple[Tile | None, Tile | None, Tile | None],
+  tiles: Tiles,
+  *,
+  interpret: bool = False,
 ) -> jax.Array:
-  """y_MF in x's type.
+  """y_MF in x's type; `interpret` is for tests without a GPU.
 
   Raises:
     ValueError: if a side of a tile is not a power of two, 16 or more.
   """
   for tile in tiles:
     if tile is not None and any(side < 16 or side & (side - 1) for side in tile):
-      raise ValueError(f"tile {tile}: its sides must be powers of two, 16 or more, on a GPU")
-  return multiply(x_MD, w_GDF, group_sizes_G, tiles, interpret=False)
-
-
-def multiply(x_MD, w_GDF, group_sizes_G, tiles, *, interpret: bool) -> jax.Array:
-  """y_MF in x's type; `interpret` runs the kernels on any device, slowly."""
+      raise ValueError(f"tile {list(tile)}: on a GPU each side must be a power of two, 16 or more")
   if 0 in (*x_MD.shape, *w_GDF.shape):
     return jnp.zeros_like(x_MD, shape=(x_MD.shape[0], w_GDF.shape[2]))
-  return _multiply(x_MD, w_GDF, group_sizes_G, tuple(tiles), interpret)
+  return _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _multiply(x_MD, w_GDF, group_sizes_G, tiles, interpret):
-  block = _Block(*tiles[0]) if tiles[0] else _default_block(x_MD.dtype, w_GDF.shape[2])
+def _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles: Tiles, interpret: bool):
+  block = _Block(*tiles.fwd) if tiles.fwd else _default_block(x_MD.dtype, w_GDF.shape[2])
   return _multiply_rows(x_MD, w_GDF, group_sizes_G, 0, block, interpret)
 
 
-def _forward(x_MD, w_GDF, group_sizes_G, tiles, interpret):
-  y_MF = _multiply(x_MD, w_GDF, group_sizes_G, tiles, interpret)
+def _forward(x_MD, w_GDF, group_sizes_G, tiles: Tiles, interpret: bool):
+  y_MF = _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, interpret)
   return y_MF, (x_MD, w_GDF, group_sizes_G)
 
 
-def _backward(tiles, interpret, saved, dy_MF):
+def _backward(tiles: Tiles, interpret: bool, saved, dy_MF):
   x_MD, w_GDF, group_sizes_G = saved
   default = functools.partial(_default_block, x_MD.dtype)
-  _, dlhs, drhs = tiles
+  dlhs, drhs = tiles.dlhs, tiles.drhs
   dx_block = _Block(dlhs[0], dlhs[2], dlhs[1]) if dlhs else default(w_GDF.shape[1])
   dw_block = _Block(drhs[1], drhs[0], drhs[2]) if drhs else default(w_GDF.shape[2])
   dx_MD = _multiply_rows(dy_MF, w_GDF, group_sizes_G, 1, dx_block, interpret)
@@ -84,7 +84,7 @@ def _backward(tiles, interpret, saved, dy_MF):
   return dx_MD, dw_GDF, None
 
 
-_multiply.defvjp(_forward, _backward)
+_grouped_matmul.defvjp(_forward, _backward)
 
 
 def _multiply_rows(x_MD, w_GDF, group_sizes_G, contract: int, block, interpret) -> jax.Array:
@@ -117,7 +117,8 @@ def _row_tiles(group_sizes_G: jax.Array, num_rows: int, tile: int) -> jax.Array:
 
   Group G is that of the rows past the last group. Tiles left over begin past the last row.
   """
-  ends_H = jnp.pad(jnp.cumsum(group_sizes_G), (0, 1), constant_values=num_rows)  # H: G and the rest
+  # H: the groups and the rows past them, each of which may leave all but one row of a tile empty.
+  ends_H = jnp.pad(jnp.cumsum(group_sizes_G), (0, 1), constant_values=num_rows)
   starts_H = jnp.pad(ends_H[:-1], (1, 0))
   num_tiles_H = _ceil_div(ends_H - starts_H, tile)
   tile_ends_H = jnp.cumsum(num_tiles_H)
@@ -192,14 +193,14 @@ def _indices(where):
 
 
 def _mask(where) -> jax.Array | None:
-  """[tall, wide] which of the last two indices count; None if all do, whatever the rows."""
-  tall, wide = where[-2:]
+  """[tall, wide] which elements of the last two spans count; None if all always do."""
+  shape = tuple(span.size for span in where[-2:])
   masks = []
-  for axis, span in enumerate((tall, wide)):
-    always = isinstance(span.end, int) and span.end % span.size == 0
-    if not always:
+  for axis, span in enumerate(where[-2:]):
+    whole = isinstance(span.end, int) and span.end % span.size == 0
+    if not whole:
       inside = span.start + jnp.arange(span.size, dtype=jnp.int32) < span.end
-      masks.append(jnp.broadcast_to(jnp.expand_dims(inside, 1 - axis), (tall.size, wide.size)))
+      masks.append(jnp.broadcast_to(jnp.expand_dims(inside, 1 - axis), shape))
   return functools.reduce(jnp.logical_and, masks) if masks else None
 
 

@@ -1,4 +1,4 @@
-"""Every router against its paper in plain numpy: its choice, its weights, its sums, its gradient."""
+"""Every router against its paper in plain numpy: choice, weights, sums; and its gradients."""
 
 import dataclasses
 import functools

@@ -1,0 +1,30 @@
+"""`python -m maxlite.plan configs/base.yml compile_topology=v5p-64`: what a step would need."""
+
+import os
+import sys
+
+from maxlite.config import main_config
+
+# Nothing is run, so the accelerators of this machine, if any, are left alone; libtpu is kept from
+# asking a metadata server what it runs on, and from refusing a second process.
+DESCRIBED_ONLY = {
+  "JAX_PLATFORMS": "cpu",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5p-8",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def main() -> int:
+  cfg = main_config(sys.argv[1:], "maxlite.plan", needs_data=False)
+  if cfg.plan.compile_topology:
+    os.environ.update(DESCRIBED_ONLY)
+  # JAX is loaded only for a command line that is right, and reads the environment when it is.
+  from maxlite.training.plan import run_plan
+
+  return run_plan(cfg)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,102 @@
+"""Plans of tiny models: on the devices at hand, and for accelerators that are not there."""
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import KEYS, config_of, mesh_keys, trainer_of
+
+from maxlite.observe.cost import matmul_flops
+from maxlite.observe.flops import train_flops_per_step
+from maxlite.training.plan import compile_step, estimate_memory, run_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plan(*words):
+  """(exit code, stdout, stderr) of the command."""
+  inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+  typed = [f"{key}={value}" for key, value in KEYS.items()]
+  result = subprocess.run(
+    [sys.executable, "-m", "maxlite.plan", *typed, *words],
+    env=inherited | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  return result.returncode, result.stdout, result.stderr
+
+
+LLAMA = {"decoder_block": "llama"}
+
+
+def test_layers_in_a_loop_cost_what_layers_in_a_row_cost():
+  keys = LLAMA | mesh_keys("fsdp=8") | {"base_num_decoder_layers": 3}
+  loop, row = (
+    matmul_flops(compile_step(trainer_of(**keys, **more)).module).total
+    for more in ({"scan_unroll": 1}, {"scan_layers": "false"})
+  )
+  assert loop == pytest.approx(row, rel=0.02)  # the compiler drops a product or two from a row
+
+
+def test_recomputation_costs_flops_and_saves_memory():
+  keys = LLAMA | mesh_keys("fsdp=8") | {"base_num_decoder_layers": 3}
+  trainers = [trainer_of(**keys, remat_policy=policy) for policy in ("none", "full")]
+  none, full = (matmul_flops(compile_step(trainer).module).total for trainer in trainers)
+  needed = train_flops_per_step(trainers[0].cfg.model, 16 * 16, 16).total / 8
+  assert needed <= none < full < 4 / 3 * none
+  kept, saved = (estimate_memory(trainer).saved_activations for trainer in trainers)
+  assert kept > 3 * saved
+
+
+def test_the_plan_of_the_devices_at_hand(capsys, tmp_path):
+  keys = LLAMA | mesh_keys("fsdp=4 tensor=2") | {"remat_policy": "full", "save_hlo": tmp_path / "a"}
+  assert run_plan(config_of(**keys)) == 0
+  out = capsys.readouterr().out
+  assert out.startswith("llama on 8 x cpu, fsdp=4 x tensor=2; 16 x 16 tokens per step")
+  for axes in ("fsdp", "tensor"):
+    assert re.search(rf"^all-(gather|reduce) +{axes} +\d+", out, re.MULTILINE)
+  assert "HloModule" in (tmp_path / "a/train_step.hlo.txt").read_text()
+
+
+def test_the_state_of_the_estimate_is_the_compilers_to_the_byte():
+  trainer = trainer_of(**LLAMA, **mesh_keys("fsdp=4 tensor=2"), remat_policy="full")
+  estimate, compiled = estimate_memory(trainer), compile_step(trainer)
+  batch_bytes = 5 * 4 * math.prod(trainer.batch_shape) / 4
+  state = compiled.memory.argument_size_in_bytes - batch_bytes
+  assert estimate.parameters + estimate.optimizer == pytest.approx(state, abs=64)
+  assert estimate.optimizer > 2 * estimate.parameters
+
+
+@pytest.mark.parametrize(
+  ("words", "code", "told"),
+  [
+    (["compile_topology=v9-8"], 2, "maxlite.plan: compile_topology=v9-8 is not known; write one"),
+    (["compile_topology=h200-8"], 0, "estimate only: compiling for h200-8 needs gpu_target_config"),
+    (
+      ["compile_topology=h200-8", "base_emb_dim=65536", "base_moe_mlp_dim=262144"],
+      1,
+      "does not fit",
+    ),
+  ],
+)
+def test_without_a_compiler(words, code, told):
+  exit_code, out, err = plan(*words)
+  assert exit_code == code
+  assert told in (err if code == 2 else out)
+  assert (err.count("\n"), out) == (1, "") if code == 2 else err == ""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_the_plan_of_a_tpu_slice():
+  code, out, err = plan("compile_topology=v5p-8", "ici_expert_parallelism=2", "dtype=bfloat16")
+  assert (code, err) == (0, "")
+  assert out.startswith("mixtral on 4 x TPU v5, fsdp=2 x expert=2; 8 x 16 tokens per step")
+  assert re.search(r"^ragged-all-to-all +expert +\d+", out, re.MULTILINE)
+  assert re.search(r"^fits: 0\.\d+% of 102\.0 GB", out, re.MULTILINE)
+  assert re.search(r"MFU is at most \d+\.\d%", out)
