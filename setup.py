@@ -63,6 +63,7 @@ setup(
       "maxlite-train=maxlite.train:main",
       "maxlite-evaluate=maxlite.evaluate:main",
       "maxlite-generate=maxlite.generate:main",
+      "maxlite-plan=maxlite.plan:main",
     ]
   },
 )

@@ -128,13 +128,13 @@ def _layer_plan(c: Config) -> Complaints:
     return
   num_dense, step = moe.first_num_dense_layers, moe.interleave_moe_layer_step
   if num_dense >= num_layers:
-    keys = ("first_num_dense_layers", "base_num_decoder_layers")
     fix = f"write first_num_dense_layers={num_layers - 1} or less, or decoder_block=llama"
+    keys = ("first_num_dense_layers", "base_num_decoder_layers")
     yield Complaint(keys, f"leaves no layer for experts; {fix}")
   elif (num_layers - num_dense) % step:
-    keys = ("interleave_moe_layer_step", "base_num_decoder_layers", "first_num_dense_layers")
+    of = ("interleave_moe_layer_step", "base_num_decoder_layers", "first_num_dense_layers")
     fix = f"write interleave_moe_layer_step={_divisor(num_layers - num_dense, step)}"
-    yield Complaint(keys, f"does not divide the {num_layers - num_dense} other layers; {fix}")
+    yield Complaint(of, f"does not divide the {num_layers - num_dense} other layers; {fix}")
 
 
 def _routing_groups(c: Config) -> Complaints:
@@ -151,9 +151,9 @@ def _routing_groups(c: Config) -> Complaints:
     yield Complaint(keys, f"a token cannot go to more groups than there are; {fix}")
   elif kept * moe.num_experts // num_groups < chosen:
     open_experts = kept * moe.num_experts // num_groups
-    keys = ("num_experts_per_tok", "topk_routing_group", "n_routing_groups", "num_experts")
+    of = ("num_experts_per_tok", "topk_routing_group", "n_routing_groups", "num_experts")
     fix = f"write num_experts_per_tok={open_experts} or less, or a larger topk_routing_group"
-    yield Complaint(keys, f"the groups a token may go to hold {open_experts} experts; {fix}")
+    yield Complaint(of, f"the groups a token may go to hold {open_experts} experts; {fix}")
 
 
 def _routed_bias(c: Config) -> Complaints:

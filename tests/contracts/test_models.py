@@ -182,8 +182,9 @@ def test_what_is_recomputed_changes_nothing(family, policy):
 
 
 def test_bfloat16_is_close_to_float32(family):
-  value, gradients = base_results(family)
-  got, rounded = compiled(family, dtype="bfloat16")(params_of(family), BATCH)
+  every = {"num_experts_per_tok": 4}  # so that rounding cannot choose another expert
+  value, gradients = jax.tree.map(np.asarray, compiled(family, **every)(params_of(family), BATCH))
+  got, rounded = compiled(family, dtype="bfloat16", **every)(params_of(family), BATCH)
   assert got == pytest.approx(value, abs=0.01)
   assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {np.dtype(np.float32)}
   assert_trees_close(rounded, gradients, 0.08)

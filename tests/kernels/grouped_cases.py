@@ -1,7 +1,7 @@
 """What every backend of grouped_matmul is held to: shared cases, and the oracle of their results.
 
-A backend under test is a function `multiply(x_MD, w_GDF, group_sizes_G) -> y_MF`, made from its name
-by `multiplier`.
+A backend under test is a function `multiply(x_MD, w_GDF, group_sizes_G) -> y_MF` that `multiplier`
+makes from its name.
 """
 
 import functools
@@ -9,12 +9,15 @@ import functools
 import jax
 import numpy as np
 
-from maxlite.kernels.grouped_matmul import megablox
+from maxlite.kernels.grouped_matmul import megablox, triton
 from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, grouped_matmul
 
 # Kernels for hardware, in the form that runs without it.
-INTERPRETED = {"megablox": functools.partial(megablox.grouped_matmul, interpret=True)}
-NARROW_ONLY = frozenset(INTERPRETED)  # no float64
+INTERPRETED = {
+  "megablox": functools.partial(megablox.grouped_matmul, interpret=True),
+  "triton": functools.partial(triton.grouped_matmul, interpret=True),
+}
+NARROW_ONLY = frozenset(INTERPRETED)  # Megablox has no float64; Triton's is tested with its tiles
 
 # (rows M, inner D, outer F, sizes): the rows that no group takes hold NaN.
 CASES = {
@@ -27,10 +30,21 @@ CASES = {
   "one_row": (1, 3, 5, (0, 1, 0)),
   "no_rows": (0, 4, 6, (0, 0)),
 }
+# Sizes of four groups of up to 200 rows: an array's values, so that one program runs them all.
+ROUTINGS = {
+  "uniform": (50, 50, 50, 50),
+  "skewed": (3, 180, 0, 17),
+  "one_hot": (0, 0, 200, 0),
+  "empty_ends": (0, 17, 23, 0),
+  "tail": (33, 0, 65, 1),
+  "aligned": (128, 0, 0, 64),
+  "no_rows_used": (0, 0, 0, 0),
+}
 # float32: sums of up to 1090 terms. bfloat16: sums in float32, then one rounding of the result.
 NARROW_UNITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 
 
+@functools.cache  # so that a program is compiled once
 def multiplier(backend, tiles=DEFAULT_TILES):
   if backend in INTERPRETED:
     return functools.partial(INTERPRETED[backend], tiles=tiles)
@@ -59,12 +73,12 @@ def value_and_gradients(function, x_MD, w_GDF, dy_MF):
 
 def run(multiply, x_MD, w_GDF, sizes_G, dy_MF):
   """(y_MF, dx_MD, dw_GDF)"""
+  return jax.tree.map(np.asarray, _all_three(multiply, x_MD, w_GDF, sizes_G, dy_MF))
 
-  @jax.jit
-  def all_three(x_MD, w_GDF, sizes_G, dy_MF):
-    return value_and_gradients(lambda x, w: multiply(x, w, sizes_G), x_MD, w_GDF, dy_MF)
 
-  return jax.tree.map(np.asarray, all_three(x_MD, w_GDF, sizes_G, dy_MF))
+@functools.partial(jax.jit, static_argnums=0)
+def _all_three(multiply, x_MD, w_GDF, sizes_G, dy_MF):
+  return value_and_gradients(lambda x, w: multiply(x, w, sizes_G), x_MD, w_GDF, dy_MF)
 
 
 def oracle(x_MD, w_GDF, sizes_G, dy_MF):
@@ -86,6 +100,11 @@ def assert_close(actual, expected, unit):
     assert got.shape == want.shape
     bound = unit * max(np.abs(want).max(initial=0), 1)
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=bound)
+
+
+def assert_right_for_every_routing(multiply, num_in, num_out, dtype):
+  for sizes in ROUTINGS.values():
+    assert_right(multiply, *fill_case(200, num_in, num_out, sizes, dtype))
 
 
 def assert_right(multiply, x_MD, w_GDF, sizes_G, dy_MF):

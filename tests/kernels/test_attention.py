@@ -23,15 +23,19 @@ class Case(NamedTuple):
   v_BSGC: np.ndarray
 
 
-def make_case(num_kv_heads=2, dtype=np.float64):
+def make_case(num_kv_heads=2, num_value_channels=6, dtype=np.float64):
   draw = np.random.default_rng(0).normal
-  shape = (NUM_SEQS, NUM_POSITIONS, num_kv_heads, NUM_CHANNELS)
-  q_shape = (NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS)
-  return Case(*(draw(size=s).astype(dtype) for s in (q_shape, shape, shape)))
+  shapes = (
+    (NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS),
+    (NUM_SEQS, NUM_POSITIONS, num_kv_heads, NUM_CHANNELS),
+    (NUM_SEQS, NUM_POSITIONS, num_kv_heads, num_value_channels),
+  )
+  return Case(*(draw(size=shape).astype(dtype) for shape in shapes))
 
 
 def make_cotangent(case):
-  return np.random.default_rng(1).normal(size=case.q_BTHC.shape).astype(case.q_BTHC.dtype)
+  shape = (*case.q_BTHC.shape[:-1], case.v_BSGC.shape[-1])
+  return np.random.default_rng(1).normal(size=shape).astype(case.q_BTHC.dtype)
 
 
 def attend(backend, case, *, block_q=16, q_segment_BT=SEGMENT_BT, q_start=0):
@@ -63,12 +67,19 @@ def assert_all_close(actual, expected, atol):
     np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "block_q"), [(1, 16), (2, 2), (4, 64)])
-def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q):
+@pytest.mark.parametrize(
+  ("num_kv_heads", "block_q", "num_value_channels"), [(1, 16, 8), (2, 2, 11), (4, 64, 5)]
+)
+def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q, num_value_channels):
   with jax.enable_x64(True):
-    case = make_case(num_kv_heads)
+    case = make_case(num_kv_heads, num_value_channels)
     expected = run("reference", case)
     assert_all_close(run("chunked", case, block_q=block_q), expected, atol=1e-12)
+
+
+def test_values_may_have_more_channels_than_keys():
+  case = make_case(num_value_channels=11, dtype=np.float32)
+  assert_all_close(run("dot_product", case), run("reference", case), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", OTHERS)

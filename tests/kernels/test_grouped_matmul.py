@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from grouped_cases import (
   CASES,
+  INTERPRETED,
   NARROW_ONLY,
   NARROW_UNITS,
   assert_close,
   assert_right,
+  assert_right_for_every_routing,
   make_case,
   multiplier,
   oracle,
@@ -18,7 +20,7 @@ from grouped_cases import (
 )
 from jax.sharding import PartitionSpec as P
 
-from maxlite.kernels.grouped_matmul.api import BACKENDS, UNCHECKED, resolve_backend
+from maxlite.kernels.grouped_matmul.api import BACKENDS, resolve_backend
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -32,8 +34,13 @@ def test_agrees_with_one_product_per_group_in_float64(backend, case):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", NARROW_UNITS)
 def test_narrow_types_lose_only_their_own_rounding(backend, dtype):
-  for case in CASES if backend in NARROW_ONLY else ("skewed", "tail"):
-    assert_right(multiplier(backend), *make_case(case, dtype))
+  assert_right_for_every_routing(multiplier(backend), 6, 10, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["no_rows", "one_row"])
+def test_few_rows(backend, case):
+  assert_right(multiplier(backend), *make_case(case, "float32"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -42,7 +49,9 @@ def test_weight_gradient_comes_in_the_type_of_the_weights_and_as_precise(backend
   arrays = x_MD, w_GDF.astype(np.float32), sizes_G, dy_MF
   y_MF, dx_MD, dw_GDF = run(multiplier(backend), *arrays)
   assert (y_MF.dtype, dx_MD.dtype, dw_GDF.dtype) == (jnp.bfloat16, jnp.bfloat16, np.float32)
-  assert_close([dw_GDF], oracle(*arrays)[2:], NARROW_UNITS["float32"])
+  # XLA's own gradient rule rounds to x's type.
+  unit = NARROW_UNITS["bfloat16" if backend == "ragged_dot" else "float32"]
+  assert_close([dw_GDF], oracle(*arrays)[2:], unit)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -59,7 +68,7 @@ def test_members_of_an_ensemble_get_what_each_would_alone(backend):
 
   together = jax.jit(jax.vmap(all_three))(*stacked)
   for member, arrays in enumerate((first, second)):
-    assert_close([np.asarray(a[member]) for a in together], run(multiply, *arrays), unit=1e-6)
+    assert_close([np.asarray(a[member]) for a in together], oracle(*arrays), unit=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,7 +84,8 @@ def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
   def multiply(x_pMD, w_pGDF, sizes_pG):
     return multiplier(backend)(x_pMD[0], w_pGDF[0], sizes_pG[0])[None]
 
-  split, checked = P("expert"), backend not in UNCHECKED
+  # Interpreted kernels do not carry the types that say what differs between shards.
+  split, checked = P("expert"), backend not in INTERPRETED
   sharded = jax.shard_map(multiply, mesh=mesh, in_specs=split, out_specs=split, check_vma=checked)
   together = jax.jit(
     lambda x, w, sizes, dy: value_and_gradients(lambda x, w: sharded(x, w, sizes), x, w, dy)
@@ -85,8 +95,9 @@ def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
     assert_close([np.asarray(a[shard]) for a in together], alone, unit=1e-5)
 
 
-def test_auto_is_tiled_on_cpu_and_an_unknown_name_is_refused():
+def test_auto_follows_the_platform_and_an_unknown_name_is_refused():
   assert resolve_backend("auto", "cpu") == "tiled"
+  assert resolve_backend("auto", "tpu") == "megablox"
   assert all(resolve_backend(name, "cpu") == name for name in BACKENDS)
   with pytest.raises(ValueError, match="'tyled' is no backend; choose auto or one of: reference"):
     resolve_backend("tyled", "cpu")

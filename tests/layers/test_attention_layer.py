@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlite.config.schema import RopeConfig
 from maxlite.layers.attention import Attention
 from maxlite.layers.rope import rope_tables
 
 NUM_POSITIONS, DIM, NUM_HEADS, HEAD_DIM = 12, 8, 4, 4
+SCALE, EPSILON = 0.4, 0.3
 # Two documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 0], [5, 4, 3]), np.ones(NUM_POSITIONS)]).astype(np.int32)
 POSITION_BT = np.stack([np.r_[0:5, 0:4, 0, 0, 0], np.r_[0:NUM_POSITIONS]]).astype(np.int32)
@@ -30,10 +32,21 @@ def make_params(num_kv_heads):
   return {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def attend(sharder, num_kv_heads, params, x_BTD):
-  layer = Attention(NUM_HEADS, num_kv_heads, HEAD_DIM, "chunked", 4, jnp.float32, sharder)
-  rope = rope_tables(POSITION_BT, HEAD_DIM, 100.0)
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="qk_norm")
+def attend(sharder, num_kv_heads, params, x_BTD, qk_norm=""):
+  layer = Attention(
+    num_heads=NUM_HEADS,
+    num_kv_heads=num_kv_heads,
+    head_dim=HEAD_DIM,
+    scale=SCALE,
+    qk_norm=qk_norm,
+    norm_epsilon=EPSILON,
+    backend="chunked",
+    block_q=4,
+    weight_dtype=jnp.float32,
+    sharder=sharder,
+  )
+  rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
   return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope)
 
 
@@ -74,17 +87,41 @@ def test_grouped_queries_are_many_heads_whose_keys_and_values_repeat(sharders, n
   )
 
 
-def test_many_heads_are_the_textbook_formula(sharders):
+@pytest.mark.parametrize(
+  ("qk_norm", "normed_shape", "mesh"),
+  [
+    ("", None, "one device"),
+    ("head", (HEAD_DIM,), "context tensor"),
+    ("projection", (NUM_HEADS * HEAD_DIM,), "context tensor"),
+  ],
+)
+def test_many_heads_are_the_textbook_formula(sharders, qk_norm, normed_shape, mesh):
   """Source: Vaswani et al., Attention Is All You Need (2017), section 3.2."""
   params, x_BTD = make_params(NUM_HEADS), draw((2, NUM_POSITIONS, DIM), 7)
+  if qk_norm:
+    params |= {
+      f"{n}_norm": {"scale": draw(normed_shape, i)} for i, n in enumerate(("query", "key"))
+    }
+  y_BTD = attend(sharders[mesh], NUM_HEADS, params, x_BTD, qk_norm=qk_norm)
+  scales = {n: leaf["scale"] for n, leaf in params.items() if n.endswith("norm")}
+  params = {n: leaf for n, leaf in params.items() if not n.endswith("norm")}
   kernels = {name: np.float64(leaf["kernel"]) for name, leaf in params.items()}
   q, k, v = (np.einsum("td,dhc->htc", x_BTD[1], kernels[n]) for n in ("query", "key", "value"))
+  if qk_norm:
+    q, k = (normed(x, scales[f"{n}_norm"]) for n, x in (("query", q), ("key", k)))
   frequency_C = 100.0 ** -np.array([0, 0.5])
   turn_TC = np.exp(1j * POSITION_BT[1][:, None] * frequency_C)
   q, k = ((x[..., :2] + 1j * x[..., 2:]) * turn_TC for x in (q, k))
-  score_HTS = np.einsum("htc,hsc->hts", q, k.conj()).real / np.sqrt(HEAD_DIM)
+  score_HTS = np.einsum("htc,hsc->hts", q, k.conj()).real * SCALE
   p_HTS = np.tril(np.exp(score_HTS - score_HTS.max(-1, keepdims=True)))
   p_HTS /= p_HTS.sum(-1, keepdims=True)
   expected_TD = np.einsum("hts,hsc,hcd->td", p_HTS, v, kernels["out"])
-  y_BTD = attend(sharders["one device"], NUM_HEADS, params, x_BTD)
   np.testing.assert_allclose(y_BTD[1], expected_TD, atol=1e-3)
+
+
+def normed(x_HTC, scale):
+  """RMSNorm over as many of a position's channels as there are scales."""
+  x_THC = x_HTC.swapaxes(0, 1)
+  x = x_THC.reshape(NUM_POSITIONS, -1, scale.size)
+  x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
+  return x.reshape(x_THC.shape).swapaxes(0, 1)

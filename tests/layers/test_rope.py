@@ -1,16 +1,24 @@
 """Rotary embedding: a rotation by position times frequency, and what follows from it."""
 
+import dataclasses
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.layers.rope import apply_rope, rope_tables
+from maxlite.config.schema import RopeConfig
+from maxlite.layers.rope import apply_rope, pairs_to_halves, rope_tables, score_factor
 
 THETA, NUM_CHANNELS = 100.0, 8
+PLAIN = RopeConfig(rope_max_timescale=THETA)
+DEEPSEEK = RopeConfig(
+  rope_type="yarn", rope_factor=40.0, original_max_position_embeddings=4096, mscale=0.707
+)
 
 
-def rotate(x_BTHC, position_BT):
-  return np.asarray(apply_rope(x_BTHC, *rope_tables(position_BT, NUM_CHANNELS, THETA)))
+def rotate(x_BTHC, position_BT, cfg=PLAIN):
+  return np.asarray(apply_rope(x_BTHC, *rope_tables(position_BT, NUM_CHANNELS, cfg)))
 
 
 def draw(seed, dtype=np.float32):
@@ -43,3 +51,51 @@ def test_a_score_depends_on_the_distance_of_positions_alone():
   np.testing.assert_allclose(scores(17), scores(0), atol=1e-4)
   far = np.einsum("bthc,bshc->bhts", rotate(q_BTHC, position_BT + 17), rotate(k_BTHC, position_BT))
   assert np.abs(far - scores(0)).max() > 0.1
+
+
+def test_yarn_stretches_the_slow_pairs_and_keeps_the_fast_ones():
+  """A pair's turns in 4096 tokens: over 32 up to pair 10, under 1 from pair 23."""
+  plain_C = 10_000.0 ** -(np.arange(32) / 32)
+  turns_C = 4096 * plain_C / (2 * np.pi)
+  assert (turns_C > 32).sum() == 11
+  assert (turns_C < 1).sum() == 9
+  cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, DEEPSEEK)
+  angle_C = np.arctan2(sin, cos)[0, 0]
+  np.testing.assert_allclose(angle_C[:11], plain_C[:11], rtol=1e-6)
+  np.testing.assert_allclose(angle_C[23:], plain_C[23:] / 40, rtol=1e-5)
+  slower_C = (np.arange(11, 23) - 10) / 13
+  expected = plain_C[11:23] * (1 - slower_C) + plain_C[11:23] / 40 * slower_C
+  np.testing.assert_allclose(angle_C[11:23], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("changes", "size", "factor"),
+  [
+    ({"rope_type": "default"}, 1, 1),
+    ({"mscale": 0.0}, 0.1 * math.log(40) + 1, 1),
+    ({}, 1, (0.0707 * math.log(40) + 1) ** 2),
+  ],
+  ids=["plain", "mscale=0", "mscale=0.707"],
+)
+def test_yarn_lowers_the_temperature_in_one_place(changes, size, factor):
+  cfg = dataclasses.replace(DEEPSEEK, **changes)
+  cos, sin = rope_tables(jnp.arange(9, dtype=jnp.int32)[None], 64, cfg)
+  np.testing.assert_allclose(np.hypot(cos, sin), size, rtol=1e-6)
+  assert score_factor(cfg) == pytest.approx(factor, rel=1e-12)
+
+
+def test_where_all_channels_turn_mscale_1_is_yarn_as_published():
+  q_BTHC, k_BTHC = draw(1), draw(2)
+  position_BT = np.array([[0, 1, 2, 3, 4], [3, 9, 0, 0, 8]], np.int32)
+
+  def scores(mscale):
+    cfg = dataclasses.replace(DEEPSEEK, mscale=mscale)
+    q, k = rotate(q_BTHC, position_BT, cfg), rotate(k_BTHC, position_BT, cfg)
+    return score_factor(cfg) * np.einsum("bthc,bshc->bhts", q, k)
+
+  np.testing.assert_allclose(scores(1.0), scores(0.0), rtol=1e-4, atol=1e-5)
+
+
+def test_interleaved_pairs_become_halves():
+  pairs = np.arange(8, dtype=np.float32).reshape(1, 1, 1, 8)
+  np.testing.assert_array_equal(pairs_to_halves(pairs)[0, 0, 0], [0, 2, 4, 6, 1, 3, 5, 7])

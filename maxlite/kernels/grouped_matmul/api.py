@@ -9,18 +9,20 @@ float64 if that is the operands' type).
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul import megablox, ragged, reference, tiled
+from maxlite.kernels.grouped_matmul import megablox, ragged, reference, tiled, triton
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
 BACKENDS = {
   "reference": reference.grouped_matmul,
   "tiled": tiled.grouped_matmul,
   "megablox": megablox.grouped_matmul,
+  "triton": triton.grouped_matmul,
   "ragged_dot": ragged.grouped_matmul,
 }
 
 
-AUTO = {"cpu": "tiled", "tpu": "megablox"}  # by platform; `ragged_dot` where none is named
+# By platform; `ragged_dot` where none is named.
+AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton"}
 
 # Backends whose kernels carry no types that say which values differ between shards.
 UNCHECKED = frozenset({"megablox"})

@@ -93,10 +93,8 @@ def _multiply_rows(x_MD, w_GDF, group_sizes_G, tiling: Tile, interpret: bool, tr
     transpose_rhs=transpose,
     interpret=interpret,
   )[: x_MD.shape[0]]
-  live_M1 = (jnp.arange(x_MD.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes_G, dtype=jnp.int32))[
-    :, None
-  ]
-  return jnp.where(live_M1, y_MF, 0)
+  live_M = jnp.arange(x_MD.shape[0], dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32)
+  return jnp.where(live_M[:, None], y_MF, 0)
 
 
 def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tiling: Tile, interpret: bool):

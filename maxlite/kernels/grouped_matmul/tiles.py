@@ -47,7 +47,7 @@ CHIPS = {  # by jax.Device.device_kind
 _FALLBACK = CHIPS["TPU v5 lite"]  # its tiles fit every chip
 _LANES = 128  # a tile's axes are multiples of this, or whole
 _ROW_TILES = (128, 256, 512, 1024)
-_BUFFERS_PER_VMEM = 0.8  # the rest holds what spills from registers
+_VMEM_MARGIN = 0.95  # of what is granted; `_vmem_bytes` is an estimate
 _STEP_SECONDS = 0.35e-6  # of a kernel's grid, beside its arithmetic and copies
 
 
@@ -84,9 +84,10 @@ def choose_tiles(
 def _fastest(problem: _Problem, chip: Chip) -> Tile:
   rows = [m for m in _ROW_TILES if m <= problem.num_rows] or [_round_up(problem.num_rows, 16)]
   # Rows that no tile divides have to be copied to be padded.
-  rows = [m for m in rows if problem.num_rows % m == 0] or rows[:1]
+  rows = [m for m in rows if problem.num_rows % m == 0] or rows
   tiles = itertools.product(rows, _widths(problem.k), _widths(problem.n))
-  fitting = [t for t in tiles if _vmem_bytes(problem, t) <= chip.vmem_mib * 2**20]
+  limit = _VMEM_MARGIN * chip.vmem_mib * 2**20
+  fitting = [t for t in tiles if _vmem_bytes(problem, t) <= limit]
   return min(fitting, key=lambda tile: _seconds(problem, tile, chip))
 
 
@@ -96,14 +97,14 @@ def _widths(dim: int) -> list[int]:
   return sorted({min(dim, _round_up(_ceil_div(dim, cut), _LANES)) for cut in cuts}, reverse=True)
 
 
-def _vmem_bytes(problem: _Problem, tile: Tile) -> float:
-  """What a kernel needs: two buffers per operand and result, and the sum in float32."""
+def _vmem_bytes(problem: _Problem, tile: Tile) -> int:
+  """What a kernel needs: two buffers per operand and result, the sum, and what it spills."""
   m, k, n = tile
   if problem.sum_bytes:
-    buffers = 2 * problem.row_bytes * (m * k + m * n) + (2 * problem.sum_bytes + 4) * k * n
-  else:
-    buffers = 2 * problem.row_bytes * (m * k + k * n + m * n) + 4 * m * n
-  return buffers / _BUFFERS_PER_VMEM
+    spilled = 4 * m * k  # masked rows, transposed in float32
+    return 2 * problem.row_bytes * (m * k + m * n) + (2 * problem.sum_bytes + 4) * k * n + spilled
+  spilled = 4 * m * n  # the product, before it is added
+  return 2 * problem.row_bytes * (m * k + k * n + m * n) + 4 * m * n + spilled
 
 
 def _seconds(problem: _Problem, tile: Tile, chip: Chip) -> float:

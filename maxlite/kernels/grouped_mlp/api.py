@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, Tiles
-from maxlite.kernels.grouped_mlp import composed
+from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
+from maxlite.kernels.grouped_mlp import composed, tiled
 
 
 class Biases(NamedTuple):
@@ -42,10 +43,13 @@ def grouped_mlp(
   activation's operands (named "mlpwi") are kept, nothing else. `backend` is one of
   `grouped_matmul.api.BACKENDS`; `sum(group_sizes_G)` must not exceed M.
   """
+  group_sizes_G, wi_GDF = group_sizes_G.astype(jnp.int32), tuple(wi_GDF)
   num_rows, dim = x_MD.shape
   num_groups, hidden, _ = wo_GFD.shape
   assert weight_M.shape == (num_rows,), f"{num_rows} rows, weight_M {weight_M.shape}"
   assert wo_GFD.shape[2] == dim, f"wo_GFD {wo_GFD.shape} does not fit x_MD {x_MD.shape}"
   assert all(w.shape == (num_groups, dim, hidden) for w in wi_GDF), [w.shape for w in wi_GDF]
-  operands = x_MD, weight_M, tuple(wi_GDF), wo_GFD, biases, group_sizes_G
+  if backend == "tiled" and biases is None and num_rows:
+    return tiled.grouped_mlp(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)
+  operands = x_MD, weight_M, wi_GDF, wo_GFD, biases, group_sizes_G
   return composed.grouped_mlp(*operands, activation, backend, wi_tiles, wo_tiles)

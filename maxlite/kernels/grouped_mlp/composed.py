@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.grouped_matmul.api import Tiles, grouped_matmul
+from maxlite.kernels.grouped_matmul.api import grouped_matmul
+from maxlite.kernels.grouped_matmul.tiles import Tiles
 
 
 def grouped_mlp(

@@ -1,0 +1,117 @@
+"""The feed-forward networks for CPUs: what a tile of rows needs is done while it is in the cache.
+
+The activation's operands are the only hidden rows that are ever in memory as a whole, and of them
+only the tiles that groups reach are touched. Forward, they are computed in a loop of their own, so
+that nothing else is run again where they are rematerialised.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxlite.kernels.grouped_matmul import row_tiles
+from maxlite.kernels.grouped_matmul.row_tiles import dot, pack, unpack
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def grouped_mlp(
+  x_MD: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: tuple[jax.Array, ...],
+  wo_GFD: jax.Array,
+  group_sizes_G: jax.Array,
+  activation: Callable[..., jax.Array],
+) -> jax.Array:
+  """y_MD in x's type, without biases."""
+  return _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)[0]
+
+
+def _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation) -> tuple:
+  up_MF = jax.custom_batching.sequential_vmap(_up)(x_MD, wi_GDF, group_sizes_G)
+  up_MF = tuple(checkpoint_name(up, "mlpwi") for up in up_MF)
+  down = jax.custom_batching.sequential_vmap(functools.partial(_down, activation))
+  y_MD = down(up_MF, weight_M, wo_GFD, group_sizes_G)
+  return y_MD, (x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G)
+
+
+def _backward(activation, saved, dy_MD) -> tuple:
+  *_, wi_GDF, wo_GFD, _ = saved
+  gradients = jax.custom_batching.sequential_vmap(functools.partial(_gradients, activation))
+  dx_MD, dweight_M, dwi_GDF, dwo_GFD = gradients(*saved, dy_MD)
+  dwi_GDF = tuple(dw.astype(w.dtype) for dw, w in zip(dwi_GDF, wi_GDF, strict=True))
+  return dx_MD, dweight_M, dwi_GDF, dwo_GFD.astype(wo_GFD.dtype), None
+
+
+grouped_mlp.defvjp(_forward, _backward)
+
+
+def _up(x_MD, wi_GDF, group_sizes_G) -> tuple[jax.Array, ...]:
+  """up_MF, the activation's operands."""
+  dtype, num_rows = x_MD.dtype, x_MD.shape[0]
+  x_MD = pack(x_MD)
+
+  def body(tile, wi_DF, up_MF):
+    x_mD = tile.read(x_MD, dtype)
+    up_mF = (dot(x_mD, unpack(w_DF, dtype)).astype(dtype) for w_DF in wi_DF)
+    return tuple(map(tile.write, up_MF, up_mF))
+
+  up_MF = tuple(jnp.zeros_like(x_MD, shape=(num_rows, w.shape[2])) for w in wi_GDF)
+  wi_GDF = tuple(pack(w.astype(dtype)) for w in wi_GDF)
+  up_MF = row_tiles.for_tiles(body, up_MF, wi_GDF, group_sizes_G, num_rows)
+  return tuple(unpack(up, dtype) for up in up_MF)
+
+
+def _down(activation, up_MF, weight_M, wo_GFD, group_sizes_G) -> jax.Array:
+  """y_MD"""
+  dtype, num_rows = up_MF[0].dtype, weight_M.shape[0]
+  up_MF = tuple(map(pack, up_MF))
+
+  def body(tile, matrices, y_MD):
+    up_mF = [tile.read(up, dtype) for up in up_MF]
+    h_mF = weighted(activation, up_mF, tile.read(weight_M, weight_M.dtype))
+    return tile.write(y_MD, dot(h_mF, unpack(matrices[0], dtype)).astype(dtype))
+
+  y_MD = jnp.zeros_like(up_MF[0], shape=(num_rows, wo_GFD.shape[2]))
+  wo_GFD = pack(wo_GFD.astype(dtype))
+  return unpack(row_tiles.for_tiles(body, y_MD, (wo_GFD,), group_sizes_G, num_rows), dtype)
+
+
+def weighted(activation, up_MF, weight_M) -> jax.Array:
+  """h_MF, the hidden rows, each times its weight."""
+  h_MF = activation(*up_MF)
+  accumulate = row_tiles.accumulator(h_MF.dtype)
+  return (h_MF.astype(accumulate) * weight_M.astype(accumulate)[:, None]).astype(h_MF.dtype)
+
+
+def _gradients(
+  activation, x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G, dy_MD
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array]:
+  """(dx_MD, dweight_M, dwi_GDF, dwo_GFD), those of matrices in the accumulator's type."""
+  dtype, num_rows = x_MD.dtype, x_MD.shape[0]
+  x_MD, dy_MD, up_MF = pack(x_MD), pack(dy_MD), tuple(map(pack, up_MF))
+
+  def body(tile, matrices, gradients):
+    dx_MD, dweight_M, dwi_GDF, dwo_GFD = gradients
+    *wi_DF, wo_FD = (unpack(w, dtype) for w in matrices)
+    x_mD, dy_mD = tile.read(x_MD, dtype), tile.read(dy_MD, dtype)
+    up_mF = tuple(tile.read(up, dtype) for up in up_MF)
+    weight_m = tile.read(weight_M, weight_M.dtype)
+    h_mF, hidden_vjp = jax.vjp(functools.partial(weighted, activation), up_mF, weight_m)
+    dup_mF, dweight_m = hidden_vjp(dot(dy_mD, wo_FD, 1).astype(dtype))
+    dx_mD = sum(dot(dup, w_DF, 1) for dup, w_DF in zip(dup_mF, wi_DF, strict=True))
+    x_Dm, h_Fm = row_tiles.transpose(x_mD), row_tiles.transpose(h_mF)
+    return (
+      tile.write(dx_MD, dx_mD.astype(dtype)),
+      tile.write(dweight_M, dweight_m),
+      tuple(tile.add(dw, dot(x_Dm, dup)) for dw, dup in zip(dwi_GDF, dup_mF, strict=True)),
+      tile.add(dwo_GFD, dot(h_Fm, dy_mD)),
+    )
+
+  sums = functools.partial(jnp.zeros_like, dtype=row_tiles.accumulator(dtype))
+  gradients = jnp.zeros_like(x_MD), jnp.zeros_like(weight_M), tuple(map(sums, wi_GDF)), sums(wo_GFD)
+  matrices = tuple(pack(w.astype(dtype)) for w in (*wi_GDF, wo_GFD))
+  dx_MD, *others = row_tiles.for_tiles(body, gradients, matrices, group_sizes_G, num_rows)
+  return unpack(dx_MD, dtype), *others

@@ -1,0 +1,136 @@
+"""What is Megablox' own: its tiles, its mesh types, its programs for TPUs."""
+
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from grouped_cases import (
+  assert_close,
+  assert_right_for_every_routing,
+  fill_case,
+  multiplier,
+  oracle,
+  value_and_gradients,
+)
+from jax.sharding import PartitionSpec as P
+from megablox_compiles import CHIPS, SHAPES
+
+from maxlite.kernels.grouped_matmul import megablox
+from maxlite.kernels.grouped_matmul.tiles import CHIPS as TABLE
+from maxlite.kernels.grouped_matmul.tiles import Tiles, choose_tiles
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="compiles for TPUs want libtpu"
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiles_that_divide_neither_axis_change_nothing(dtype):
+  tiles = Tiles(fwd=(64, 128, 128), dlhs=(32, 256, 128), drhs=(64, 128, 256))
+  assert_right_for_every_routing(multiplier("megablox", tiles), 200, 136, dtype)
+
+
+def test_each_pass_takes_its_own_tile_in_the_order_of_the_weights_axes():
+  tiles = Tiles(fwd=(16, 128, 512), dlhs=(32, 512, 128), drhs=(64, 256, 256))
+  x_MD, w_GDF, sizes_G, dy_MF = fill_case(64, 512, 1024, (64,), np.float32)
+
+  def all_three(x_MD, w_GDF, dy_MF):
+    multiply = functools.partial(megablox.grouped_matmul, group_sizes_G=sizes_G, tiles=tiles)
+    return value_and_gradients(multiply, x_MD, w_GDF, dy_MF)
+
+  text = str(jax.make_jaxpr(all_three)(x_MD, w_GDF, dy_MF))
+  # The kernels' grids: cuts of N, visits, cuts of K; of the sum, cuts of N, cuts of K, visits.
+  grids = re.findall(r"grid=\(([\w, ]*)\).*?block_size=(\d+)", text)
+  assert sorted(grids) == [
+    ("1, DynamicGridDim, 8", "32"),
+    ("2, DynamicGridDim, 4", "16"),
+    ("4, 2, DynamicGridDim", "64"),
+  ]
+
+
+@pytest.mark.parametrize("tile", [(100, 128, 128), (128, 100, 128), (128, 128, 130)])
+def test_a_tile_that_no_tpu_can_hold_is_refused(tile):
+  x_MD, w_GDF, sizes_G, _ = fill_case(128, 256, 256, (128,), np.float32)
+  with pytest.raises(ValueError, match=r"Megablox tile \[1.*rows must be a multiple of 16"):
+    megablox.grouped_matmul(x_MD, w_GDF, sizes_G, Tiles(drhs=tile))
+
+
+def sharded_multiply(check_vma):
+  mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def multiply(x_mD, w_GDF, sizes_pG):
+    return multiplier("megablox")(x_mD, w_GDF, sizes_pG[0])
+
+  rows = P("expert")
+  return jax.shard_map(
+    multiply, mesh=mesh, in_specs=(rows, P(), rows), out_specs=rows, check_vma=check_vma
+  )
+
+
+def test_weights_that_all_shards_share_get_the_sum_of_their_gradients():
+  cases = [fill_case(20, 6, 10, sizes, np.float32) for sizes in ((3, 9), (0, 0), (20, 0), (1, 19))]
+  x_MD, dy_MF = (np.concatenate([case[i] for case in cases]) for i in (0, 3))
+  w_GDF, sizes_PG = cases[0][1], np.stack([case[2] for case in cases])
+  multiply = sharded_multiply(check_vma=False)  # see UNCHECKED
+
+  @jax.jit
+  def all_three(x_MD, w_GDF, sizes_PG, dy_MF):
+    return value_and_gradients(lambda x, w: multiply(x, w, sizes_PG), x_MD, w_GDF, dy_MF)
+
+  alone = [oracle(case[0], w_GDF, *case[2:]) for case in cases]
+  y_PMF, dx_PMD, dw_PGDF = zip(*alone, strict=True)
+  expected = np.concatenate(y_PMF), np.concatenate(dx_PMD), sum(dw_PGDF)
+  results = [np.asarray(a) for a in all_three(x_MD, w_GDF, sizes_PG, dy_MF)]
+  assert_close(results, expected, unit=1e-5)
+
+
+def test_jax_s_kernels_still_refuse_a_checked_shard_map():
+  """Should this fail, take Megablox out of UNCHECKED."""
+  x_MD, w_GDF, sizes_G, _ = fill_case(80, 6, 10, (3, 9), np.float32)
+  with pytest.raises(ValueError, match="check_vma=False"):
+    sharded_multiply(check_vma=True)(x_MD, w_GDF, np.stack([sizes_G] * 4))
+
+
+def test_tiles_are_whole_or_multiples_of_lanes_and_waste_little():
+  for kind in TABLE:
+    for rows, groups, *dims in SHAPES.values():
+      for num_in, num_out in (dims, dims[::-1]):
+        for m, d, f in choose_tiles(rows, groups, num_in, num_out, 2, 4, kind):
+          assert m % 16 == 0
+          for width, dim in ((d, num_in), (f, num_out)):
+            assert width == dim or (width % 128 == 0 and width < dim)
+            assert -(-dim // width) * width <= 1.15 * dim or dim < 1024
+
+
+def compile_elsewhere(chips, shapes):
+  """Reports of programs compiled in a process of their own, as libtpu's settings want it."""
+  script = Path(__file__).with_name("megablox_compiles.py")
+  command = [sys.executable, str(script), ",".join(chips), ";".join(shapes)]
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_only_kernels(reports):
+  for report in reports:
+    assert "error" not in report, report
+    assert (report["kernels"], report["dense_products"]) == (3, 0), report
+
+
+@needs_libtpu
+def test_compiles_to_three_kernels_and_no_dense_product():
+  assert_only_kernels(compile_elsewhere(["v5p"], ["odd"]))
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_default_tiles_fit_every_chip_at_published_sizes():
+  reports = compile_elsewhere(CHIPS, SHAPES)
+  assert len(reports) == len(CHIPS) * len(SHAPES) * 2
+  assert_only_kernels(reports)

@@ -1,0 +1,124 @@
+"""Latent attention against its formulas, written out naively in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.config.schema import LatentAttentionConfig
+from maxlite.layers.mla import LatentAttention
+
+NUM_SEQS, NUM_POSITIONS, DIM, NUM_HEADS, SCALE = 4, 8, 8, 4, 0.7
+NOPE, ROPE, VALUE, LATENT = 3, 4, 5, 8
+# Two documents and padding in the first row, one document in each of the others.
+SEGMENT_BT = np.ones((NUM_SEQS, NUM_POSITIONS), np.int32)
+SEGMENT_BT[0] = np.repeat([1, 2, 0], [3, 4, 1])
+ANGLE_BTR = np.random.default_rng(0).normal(size=(NUM_SEQS, NUM_POSITIONS, ROPE // 2))
+
+
+def draw(shape, seed):
+  return np.random.default_rng(seed).normal(size=shape)
+
+
+def make_params(q_lora_rank):
+  query = {"query": {"kernel": (DIM, NUM_HEADS, NOPE + ROPE)}}
+  if q_lora_rank:
+    query = {
+      "query_down": {"kernel": (DIM, q_lora_rank)},
+      "query_norm": {"scale": (q_lora_rank,)},
+      "query": {"kernel": (q_lora_rank, NUM_HEADS, NOPE + ROPE)},
+    }
+  shapes = query | {
+    "kv_down": {"kernel": (DIM, LATENT + ROPE)},
+    "kv_norm": {"scale": (LATENT,)},
+    "kv_up": {"kernel": (LATENT, NUM_HEADS, NOPE + VALUE)},
+    "out": {"kernel": (NUM_HEADS, VALUE, DIM)},
+  }
+  leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+  return tree.unflatten([draw(shape, i) for i, shape in enumerate(leaves)])
+
+
+def make_input(dtype=np.float64):
+  # So small that the epsilon of the latents' norms shows.
+  return (1e-3 * draw((NUM_SEQS, NUM_POSITIONS, DIM), 7)).astype(dtype)
+
+
+def layer(sharder, q_lora_rank, params, x_BTD):
+  cfg = LatentAttentionConfig(q_lora_rank, LATENT, NOPE, ROPE, VALUE)
+  module = LatentAttention(cfg, NUM_HEADS, SCALE, "chunked", 4, jnp.float32, sharder)
+  rope = (jnp.cos(ANGLE_BTR), jnp.sin(ANGLE_BTR))
+  return module.apply({"params": params}, x_BTD, SEGMENT_BT, rope)
+
+
+def formula(params, x_BTD):
+  """Row by row, head by head. Source: DeepSeek-V2 (2024), equations 37 to 47."""
+  w = {name: leaf["kernel"] for name, leaf in params.items() if "kernel" in leaf}
+  rows = []
+  for x_TD, segment_T, angle_TR in zip(x_BTD, SEGMENT_BT, ANGLE_BTR, strict=True):
+    query_TQ = rms(x_TD @ w["query_down"], params["query_norm"]) if "query_down" in w else x_TD
+    down_TL = x_TD @ w["kv_down"]
+    latent_TL, shared_TR = rms(down_TL[:, :LATENT], params["kv_norm"]), down_TL[:, LATENT:]
+    seen_TS = jnp.tril(segment_T[:, None] == segment_T[None])
+    y_TD = jnp.zeros_like(x_TD)
+    for h in range(NUM_HEADS):
+      q_TC, kv_TC = query_TQ @ w["query"][:, h], latent_TL @ w["kv_up"][:, h]
+      score_TS = q_TC[:, :NOPE] @ kv_TC[:, :NOPE].T
+      turned = turn(q_TC[:, NOPE:], angle_TR) @ turn(shared_TR, angle_TR).conj().T
+      p_TS = jax.nn.softmax(jnp.where(seen_TS, SCALE * (score_TS + turned.real), -jnp.inf))
+      y_TD += p_TS @ kv_TC[:, NOPE:] @ w["out"][h]
+    rows.append(y_TD)
+  return jnp.stack(rows)
+
+
+def rms(x_TL, norm):
+  return x_TL / jnp.sqrt((x_TL**2).mean(-1, keepdims=True) + 1e-6) * norm["scale"][None]
+
+
+def turn(x_TR, angle_TR):
+  """Neighbouring channels as complex numbers, turned."""
+  by = jax.lax.complex(jnp.cos(angle_TR), jnp.sin(angle_TR))
+  return jax.lax.complex(x_TR[:, 0::2], x_TR[:, 1::2]) * by
+
+
+def value_and_gradients(function, params, x_BTD):
+  """(y_BTD, gradients of parameters, of x) for a cotangent drawn at random."""
+  y_BTD, pull_back = jax.vjp(function, params, x_BTD)
+  return y_BTD, *pull_back(jnp.asarray(draw(y_BTD.shape, 9), y_BTD.dtype))
+
+
+@pytest.mark.parametrize(
+  ("q_lora_rank", "mesh"),
+  [
+    (0, "one device"),
+    (4, "data fsdp tensor"),
+    (4, "context expert fsdp"),
+    (0, "context tensor"),
+  ],
+)
+def test_values_and_gradients_are_those_of_the_formulas(sharders, q_lora_rank, mesh):
+  with jax.enable_x64(True):
+    function = functools.partial(layer, sharders[mesh], q_lora_rank)
+    run = jax.jit(functools.partial(value_and_gradients, function))
+    got = run(make_params(q_lora_rank), make_input())
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-11), got, expected(q_lora_rank))
+
+
+@functools.cache
+def expected(q_lora_rank):
+  run = jax.jit(functools.partial(value_and_gradients, formula))
+  return jax.tree.map(np.asarray, run(make_params(q_lora_rank), make_input()))
+
+
+def assert_close(a, b, rtol):
+  """Within `rtol` of the largest."""
+  np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+
+
+def test_bfloat16_stays_bfloat16_and_close(sharders):
+  params = jax.tree.map(np.float32, make_params(4))
+  run = jax.jit(functools.partial(layer, sharders["one device"], 4))
+  y_BTD = run(params, make_input(jnp.bfloat16))
+  assert y_BTD.dtype == jnp.bfloat16
+  assert_close(np.float32(y_BTD), np.asarray(run(params, make_input(np.float32))), 0.05)

@@ -1,0 +1,105 @@
+"""The decoder is its blocks one after another, in the order that the plan of layers says."""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import meta
+
+from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.layers.norm import RMSNorm
+from maxlite.layers.rope import rope_tables
+from maxlite.models import MODELS, build_model
+from maxlite.parallel import Sharder, build_mesh
+
+TINY = {
+  "decoder_block": "mixtral",
+  "vocab_size": 24,
+  "base_emb_dim": 8,
+  "base_num_decoder_layers": 5,
+  "base_num_query_heads": 2,
+  "base_num_kv_heads": 2,
+  "head_dim": 4,
+  "base_mlp_dim": 8,
+  "num_experts": 4,
+  "base_moe_mlp_dim": 8,
+  "kv_lora_rank": 8,
+  "qk_nope_head_dim": 2,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 4,
+}
+TOKENS_BT = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
+ROWS = (np.ones_like(TOKENS_BT), np.tile(np.arange(12, dtype=np.int32), (2, 1)))
+# Plan of layers -> whether each is a mixture, and the place of its parameters (and row of a stack).
+PLANS = {
+  (0, 1): [(True, "layers", i) for i in range(5)],
+  (2, 1): [(False, "dense_layers", 0), (False, "dense_layers", 1)]
+  + [(True, "layers", i) for i in range(3)],
+  (1, 2): [(False, "dense_layers", 0)]
+  + [(name == "mixture", f"layers/{name}", i) for i in range(2) for name in ("dense_0", "mixture")],
+}
+
+
+def model_of(**changes):
+  sharder = Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1]))
+  return build_model(build(Config, DEFAULTS | TINY | changes).model, sharder)
+
+
+def params_of(model):
+  def fill(path, leaf):
+    draw = np.random.default_rng(zlib.crc32(str(path).encode())).normal
+    return draw(size=leaf.shape).astype(np.float32) / 2
+
+  abstract = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), TOKENS_BT))["params"]
+  return jax.tree_util.tree_map_with_path(fill, abstract)
+
+
+def hidden(model, params, tokens_BT=TOKENS_BT):
+  run = functools.partial(model.apply, {"params": params}, method=model.hidden)
+  return jax.jit(run)(tokens_BT, *ROWS)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_layers_run_in_the_order_of_the_plan(plan):
+  num_dense, step = plan
+  model = model_of(first_num_dense_layers=num_dense, interleave_moe_layer_step=step, scan_unroll=2)
+  params = params_of(model)
+  block = functools.cache(
+    lambda moe: jax.jit(MODELS["mixtral"](model.cfg, model.sharder, moe=moe).apply)
+  )
+  x_BTD, every = jnp.asarray(params["embed"]["embedding"][TOKENS_BT]), []
+  rope = rope_tables(ROWS[1], 4, model.cfg.rope)
+  for moe, place, row in PLANS[plan]:
+    layer = functools.reduce(lambda tree, name: tree[name], place.split("/"), params)
+    layer = jax.tree.map(lambda leaf, row=row: leaf[row], layer)
+    x_BTD, sums = block(moe)({"params": layer}, x_BTD, ROWS[0], rope)
+    every += [sums] if moe else []
+  norm = RMSNorm(model.cfg.normalization_layer_epsilon, jnp.float32)
+  expected_BTD = norm.apply({"params": params["final_norm"]}, x_BTD)
+  got_BTD, got = hidden(model, params)
+  np.testing.assert_allclose(got_BTD, expected_BTD, atol=1e-4)
+  expected = jax.tree.map(lambda *leaves: np.stack(leaves), *every)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), got, expected)
+
+
+def test_a_dense_family_knows_no_plan():
+  plan = {"first_num_dense_layers": 1, "interleave_moe_layer_step": 2}
+  dense = params_of(model_of(decoder_block="llama", **plan))
+  assert jax.tree.map(np.shape, dense) == jax.tree.map(
+    np.shape, params_of(model_of(decoder_block="llama"))
+  )
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_mscale_scales_the_scores_of_all_channels(family):
+  """As would queries that are larger by the same factor."""
+  base = {"decoder_block": family, "base_num_decoder_layers": 1, "rope_type": "yarn"}
+  scaled, unscaled = (model_of(mscale=mscale, **base) for mscale in (1.0, 1e-12))
+  params = params_of(scaled)
+  expected_BTD, _ = hidden(scaled, params)
+  query = params["layers"]["attention"]["query"]
+  query["kernel"] *= (0.1 * np.log(scaled.cfg.rope.rope_factor) + 1) ** 2
+  np.testing.assert_allclose(hidden(unscaled, params)[0], expected_BTD, atol=1e-4)
