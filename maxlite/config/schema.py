@@ -212,7 +212,10 @@ class RopeConfig:
     4096, "Context the frequencies were trained for, before yarn.", unit="tokens", low=1
   )
   mscale: float = shape_knob(
-    0.0, "YaRN's factor on the growth of attention's temperature; 0: none.", low=0
+    0.0,
+    "YaRN's growth of attention scores: all are (0.1 mscale ln(rope_factor) + 1)^2 times as large, "
+    "as in DeepSeek; 0: the rotated channels alone, with a 1 for mscale.",
+    low=0,
   )
 
 

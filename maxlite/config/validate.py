@@ -156,11 +156,17 @@ def _routing_groups(c: Config) -> Complaints:
     yield Complaint(of, f"the groups a token may go to hold {open_experts} experts; {fix}")
 
 
-def _routed_bias(c: Config) -> Complaints:
+def _router(c: Config) -> Complaints:
   moe = c.model.moe
-  if _is_mixture(c) and moe.routed_bias and moe.router != "sigmoid_group_topk":
-    text = "this router has no bias; write router=sigmoid_group_topk or routed_bias=false"
-    yield Complaint(("routed_bias", "router"), text)
+  if not _is_mixture(c):
+    return
+  if moe.router == "softmax_topk" and not moe.norm_topk_prob:
+    text = "its weights always sum to one; write router=topk_softmax or norm_topk_prob=true"
+    yield Complaint(("norm_topk_prob", "router"), text)
+  grouped = ("group_limited_greedy", "sigmoid_group_topk")
+  if moe.n_routing_groups > 1 and moe.router not in grouped:
+    text = f"this router knows no groups; write router={grouped[0]} or n_routing_groups=1"
+    yield Complaint(("n_routing_groups", "router"), text)
 
 
 def _dispatch(c: Config) -> Complaints:
@@ -373,7 +379,7 @@ RULES: tuple[Rule, ...] = (
   _experts,
   _layer_plan,
   _routing_groups,
-  _routed_bias,
+  _router,
   _dispatch,
   _grouped_matmul,
   _tiles,
