@@ -1,9 +1,8 @@
 """Loops over groups of rows, tile by tile, for kernels in plain JAX that are fast on CPUs.
 
-A group's first tile holds as many of its rows as leave a multiple of the largest tile; it comes in
-several sizes and may reach beyond the group, where the rows of others are masked. All further tiles
-are of the largest size and lie whole within the group. So work is proportional to rows, and the
-first tile can set the sums that further ones add to.
+The rows by which a group exceeds a multiple of the largest tile come first, in the smallest tile
+that holds them; it may reach beyond the group, where the rows of others are masked. All further
+tiles are of the largest size and lie whole within the group. So work is proportional to rows.
 
 XLA:CPU multiplies bfloat16 in hardware only where a dot's result is float32 and its left operand
 contracts its last axis, and it converts any bfloat16 array that a loop carries at every turn. Hence
@@ -33,8 +32,7 @@ class Tile:
   mine_m1: jax.Array | None  # of the group's first tile
 
   def read(self, rows_M: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The tile's rows of packed `rows_M`, as `dtype`; rows of others are zero, whatever they hold.
-    """
+    """The tile's rows of packed `rows_M`, as `dtype`; rows of others are zero, whatever they hold."""
     rows_m = jax.lax.dynamic_slice_in_dim(rows_M, self.row, self.num_rows)
     return unpack(self._mine_or(rows_m, 0), dtype)
 
@@ -42,14 +40,12 @@ class Tile:
     """Packed `rows_M` with the tile's rows replaced; rows of others stay."""
     rows_m = pack(rows_m)
     if self.mine_m1 is not None:
-      rows_m = self._mine_or(
-        rows_m, jax.lax.dynamic_slice_in_dim(rows_M, self.row, self.num_rows)
-      )
+      rows_m = self._mine_or(rows_m, jax.lax.dynamic_slice_in_dim(rows_M, self.row, self.num_rows))
     return jax.lax.dynamic_update_slice_in_dim(rows_M, rows_m, self.row, axis=0)
 
   def add(self, sum_G: jax.Array, part: jax.Array) -> jax.Array:
-    """`sum_G` with this tile's part added to the group's sum; the first tile starts the sum."""
-    if self.mine_m1 is None:
+    """`sum_G`, zeros at first, with this tile's part added to the group's sum."""
+    if self.mine_m1 is None:  # else there is nothing yet
       part += jax.lax.dynamic_index_in_dim(sum_G, self.group, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(sum_G, part, self.group, 0)
 
@@ -74,7 +70,7 @@ def for_tiles(
   def group_body(group, carry):
     start, end = starts_G[group], ends_G[group]
     matrices = tuple(jax.lax.dynamic_index_in_dim(w, group, keepdims=False) for w in matrices_G)
-    middle = jnp.where(end > start, start + (end - start - 1) % sizes[-1] + 1, start)
+    middle = start + (end - start) % sizes[-1]
     for smaller, size in zip((0, *sizes), sizes, strict=False):
 
       def first_tile(row, carry, size=size):
@@ -116,9 +112,7 @@ def _between(start, end, size: int, num_rows: int) -> jax.Array:
 def dot(x_mD: jax.Array, w_DF: jax.Array, contract: int = 0) -> jax.Array:
   """x times w summed over w's axis `contract`, in the accumulator's type (float32 or wider)."""
   dimensions = (((1,), (contract,)), ((), ()))
-  return jax.lax.dot_general(
-    x_mD, w_DF, dimensions, preferred_element_type=accumulator(x_mD.dtype)
-  )
+  return jax.lax.dot_general(x_mD, w_DF, dimensions, preferred_element_type=accumulator(x_mD.dtype))
 
 
 def transpose(x_mD: jax.Array) -> jax.Array:

@@ -1,0 +1,210 @@
+"""Experts' networks over grouped rows against one dense network per group, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_cases import INTERPRETED, ROUTINGS, assert_close
+from jax.ad_checkpoint import print_saved_residuals
+from jax.sharding import PartitionSpec as P
+
+from maxlite.kernels.grouped_matmul.api import BACKENDS
+from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
+from maxlite.layers.mlp import activation_of
+
+HERE = [name for name in BACKENDS if name not in INTERPRETED]
+NUM_ROWS, DIM, HIDDEN, NUM_GROUPS = 200, 6, 10, 4
+GATED = activation_of(("silu", "linear"))
+
+
+def make_params(rng, *, biased, num_in=2, dtype=np.float64):
+  """((wi, ...), wo, biases)"""
+  draw = lambda *shape: rng.normal(size=(NUM_GROUPS, *shape)).astype(dtype)
+  wi = tuple(draw(DIM, HIDDEN) for _ in range(num_in))
+  biases = Biases(tuple(draw(HIDDEN) for _ in wi), draw(DIM)) if biased else None
+  return wi, draw(HIDDEN, DIM), biases
+
+
+def make_rows(rng, sizes, dtype=np.float64):
+  """(x_MD, weight_M, dy_MD) with NaN wherever nothing may be read."""
+  rows = [rng.normal(size=(NUM_ROWS, *shape)) for shape in ((DIM,), (), (DIM,))]
+  for array in rows:
+    array[sum(sizes) :] = np.nan
+  return rows[0].astype(dtype), rows[1].astype(np.float64), rows[2].astype(dtype)
+
+
+def network(backend, sizes_G, x_MD, weight_M, params, activation=GATED):
+  wi, wo, biases = params
+  options = {"activation": activation, "biases": biases, "backend": backend}
+  return grouped_mlp(x_MD, weight_M, wi, wo, sizes_G, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def run(backend, sizes_G, x_MD, weight_M, params, dy_MD, activation=GATED):
+  """(y_MD, dx_MD, dweight_M, gradients of params)"""
+  apply = lambda *operands: network(backend, sizes_G, *operands, activation=activation)
+  y_MD, vjp = jax.vjp(apply, x_MD, weight_M, params)
+  return y_MD, *vjp(dy_MD)
+
+
+def oracle(sizes, x_MD, weight_M, params, dy_MD, activation=GATED):
+  """The same by one dense network per group, on the rows of the groups alone."""
+
+  def apply(x_MD, weight_M, params):
+    wi, wo, biases = params
+    ends = np.cumsum(sizes)
+    outputs = [x_MD[:0]]
+    for group, end in enumerate(ends):
+      rows = slice(end - sizes[group], end)
+      up = [x_MD[rows] @ w[group] for w in wi]
+      if biases is not None:
+        up = [u + b[group][None] for u, b in zip(up, biases.bi_GF, strict=True)]
+      y_mD = activation(*up) @ wo[group]
+      if biases is not None:
+        y_mD += biases.bo_GD[group][None]
+      outputs.append(weight_M[rows, None] * y_mD)
+    return jnp.concatenate(outputs)
+
+  params = jax.tree.map(jnp.asarray, params)
+  used = sum(sizes)
+  y_MD, vjp = jax.vjp(apply, x_MD[:used], weight_M[:used], params)
+  *rows, dparams = y_MD, *vjp(jnp.asarray(dy_MD[:used]))
+  pad = lambda a: np.pad(a, ((0, NUM_ROWS - used), *((0, 0),) * (a.ndim - 1)))
+  return *map(pad, rows), dparams
+
+
+def assert_equal_trees(actual, expected, unit):
+  actual, expected = (map(np.asarray, jax.tree.leaves(tree)) for tree in (actual, expected))
+  assert_close(list(actual), list(expected), unit)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("backend", HERE)
+def test_agrees_with_one_dense_network_per_group_in_float64(backend, biased):
+  with jax.enable_x64(True):
+    rng = np.random.default_rng(0)
+    params = make_params(rng, biased=biased)
+    for sizes in ROUTINGS.values():
+      x_MD, weight_M, dy_MD = make_rows(rng, sizes)
+      results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD)
+      assert_equal_trees(results, oracle(sizes, x_MD, weight_M, params, dy_MD), unit=1e-12)
+      for array in results[:3]:
+        assert not np.asarray(array)[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_without_a_gate(backend):
+  sizes = ROUTINGS["tail"]
+  rng = np.random.default_rng(1)
+  params = make_params(rng, biased=False, num_in=1)
+  x_MD, weight_M, dy_MD = make_rows(rng, sizes)
+  with jax.enable_x64(True):
+    results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD, jnp.sin)
+    assert_equal_trees(results, oracle(sizes, x_MD, weight_M, params, dy_MD, jnp.sin), unit=1e-12)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("backend", HERE)
+def test_bfloat16_rows_leave_weights_their_own_precision(backend, biased):
+  sizes = ROUTINGS["skewed"]
+  rng = np.random.default_rng(2)
+  params = make_params(rng, biased=biased, dtype=np.float32)
+  x_MD, weight_M, dy_MD = make_rows(rng, sizes, jnp.bfloat16)
+  weight_M = weight_M.astype(np.float32)
+  results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD)
+  types = [jnp.bfloat16, jnp.bfloat16, *[np.float32] * (1 + len(jax.tree.leaves(params)))]
+  assert [leaf.dtype for leaf in jax.tree.leaves(results)] == types
+  if backend != "ragged_dot":  # XLA's own gradient rule rounds to x's type
+    for gradient in jax.tree.leaves(results[3]):
+      assert (gradient != gradient.astype(jnp.bfloat16).astype(np.float32)).any()
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda a: a.astype(np.float64), (x_MD, weight_M, params, dy_MD))
+    expected = oracle(sizes, *wide)
+  # Operands, hidden rows and their gradients are rounded to 8 bits, one after the other.
+  assert_equal_trees(results, expected, unit=2.0**-6)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_no_rows(backend):
+  params = make_params(np.random.default_rng(3), biased=False, dtype=np.float32)
+  x_MD, weight_M = np.zeros((0, DIM), np.float32), np.zeros(0, np.float32)
+  results = run(backend, np.zeros(NUM_GROUPS, np.int32), x_MD, weight_M, params, x_MD)
+  assert results[0].shape == (0, DIM)
+  assert not any(leaf.any() for leaf in jax.tree.leaves(results[3]))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])  # `ragged_dot` keeps masks besides
+def test_backward_keeps_no_hidden_rows_but_the_activations_operands(backend, capsys):
+  rng = np.random.default_rng(4)
+  params = make_params(rng, biased=False, dtype=np.float32)
+  x_MD, weight_M, _ = make_rows(rng, ROUTINGS["uniform"], np.float32)
+  apply = functools.partial(network, backend, np.array(ROUTINGS["uniform"]))
+  print_saved_residuals(apply, x_MD, weight_M.astype(np.float32), params)
+  kept = [line for line in capsys.readouterr().out.splitlines() if f"[{NUM_ROWS},{HIDDEN}]" in line]
+  assert ["named 'mlpwi'" in line for line in kept] == [True, True]
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_full_remat_runs_only_the_products_with_wi_again(backend):
+  """Of 9 products, forward and backward, that is 2 more."""
+  num_layers, num_rows, dim = 3, 20, 64
+
+  def flops(remake):
+    def loss(x_MD, w_NGDD, sizes_G):
+      def layer(x_MD, w_GDD):
+        options = {"activation": GATED, "backend": backend}
+        return grouped_mlp(x_MD, x_MD[:, 0], (w_GDD, w_GDD + 1), w_GDD, sizes_G, **options), None
+
+      return jnp.sum(jax.lax.scan(remake(layer), x_MD, w_NGDD)[0])
+
+    shapes = (num_rows, dim), (num_layers, 1, dim, dim), (1,)
+    operands = map(jax.ShapeDtypeStruct, shapes, (jnp.float32, jnp.float32, jnp.int32))
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*operands).compile()
+    return compiled.cost_analysis()["flops"]
+
+  remade = flops(functools.partial(jax.checkpoint, prevent_cse=False))
+  np.testing.assert_allclose(remade / flops(lambda layer: layer), 11 / 9, atol=0.04)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_members_of_an_ensemble_get_what_each_would_alone(backend):
+  members = []
+  for seed, routing in enumerate(("tail", "skewed")):
+    rng = np.random.default_rng(seed)
+    params = make_params(rng, biased=False, dtype=np.float32)
+    x_MD, weight_M, dy_MD = make_rows(rng, ROUTINGS[routing], np.float32)
+    sizes_G = np.array(ROUTINGS[routing], np.int32)
+    members.append((sizes_G, x_MD, weight_M.astype(np.float32), params, dy_MD))
+  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
+  together = jax.vmap(functools.partial(run, backend))(*stacked)
+  for number, member in enumerate(members):
+    mine = jax.tree.map(lambda leaf, number=number: leaf[number], together)
+    assert_equal_trees(mine, run(backend, *member), unit=1e-5)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_each_shard_has_its_own_experts_inside_shard_map(backend):
+  mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+  shards = []
+  for seed, routing in enumerate(("tail", "skewed")):
+    rng = np.random.default_rng(seed)
+    params = make_params(rng, biased=False, dtype=np.float32)
+    x_MD, weight_M, dy_MD = make_rows(rng, ROUTINGS[routing], np.float32)
+    sizes_G = np.array(ROUTINGS[routing], np.int32)
+    shards.append((sizes_G, x_MD, weight_M.astype(np.float32), params, dy_MD))
+  whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *shards)
+  local = jax.shard_map(
+    functools.partial(network, backend), mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
+  )
+
+  @jax.jit
+  def together(sizes_G, x_MD, weight_M, params, dy_MD):
+    y_MD, vjp = jax.vjp(functools.partial(local, sizes_G), x_MD, weight_M, params)
+    return y_MD, *vjp(dy_MD)
+
+  parts = together(*whole)
+  for number, shard in enumerate(shards):
+    mine = jax.tree.map(lambda leaf, number=number: np.split(leaf, 2)[number], parts)
+    assert_equal_trees(mine, run(backend, *shard), unit=1e-5)
