@@ -27,7 +27,7 @@ class Collective(NamedTuple):
 
   kind: str
   mesh_axes: tuple[str, ...]
-  count: float
+  times: float
   payload_bytes: float  # of the whole operand, for an all-gather of the whole result
   sent_bytes: float  # that a device puts on its links
 

@@ -42,10 +42,14 @@ class MatmulFlops(NamedTuple):
 
 
 def matmul_flops(module: Module) -> MatmulFlops:
-  """FLOPs of dots, convolutions, library matmuls and of kernels that state theirs."""
-  total, unknown = 0.0, 0
+  """FLOPs of dots, convolutions, library matmuls and of kernels that state theirs.
+
+  A kernel on the receive buffer of a ragged all-to-all counts for as many rows as are sent, which
+  is an even load: the buffer may be several times larger, but such kernels skip its empty part.
+  """
+  total, unknown, filled = 0.0, 0, _filled_shares(module)
   for computation, instruction, runs in module.executed():
-    flops = _flops(computation, instruction)
+    flops = _flops(computation, instruction, filled)
     if flops is None:
       unknown += 1
     else:
@@ -53,7 +57,28 @@ def matmul_flops(module: Module) -> MatmulFlops:
   return MatmulFlops(total, unknown)
 
 
-def _flops(computation: Computation, instruction: Instruction) -> float | None:
+def _filled_shares(module: Module) -> dict[int, float]:
+  """By rows of a receive buffer, the share of them that an even load fills."""
+  shares: dict[int, float] = {}
+  for computation, instruction, _ in module.executed():
+    if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
+      sides = computation.operands(instruction)[:2]
+      fewer, more = sorted(side.arrays[0].shape[0] for side in sides)
+      shares[more] = min(fewer / more, shares.get(more, 1.0))
+  return shares
+
+
+def _share_of_kernel(
+  computation: Computation, instruction: Instruction, filled: dict[int, float]
+) -> float:
+  operands = computation.operands(instruction)
+  rows = {array.shape[0] for operand in operands for array in operand.arrays if array.shape}
+  return min((filled[n] for n in rows if n in filled), default=1.0)
+
+
+def _flops(
+  computation: Computation, instruction: Instruction, filled: dict[int, float]
+) -> float | None:
   """FLOPs of one run; None for a kernel of our own that does not state them."""
   if instruction.opcode == "convolution":
     return _convolution_flops(computation, instruction)
@@ -61,7 +86,7 @@ def _flops(computation: Computation, instruction: Instruction) -> float | None:
     return _dot_flops(computation, instruction)
   if instruction.opcode == "custom-call":
     if estimate := _ESTIMATE.search(instruction.attributes):
-      return float(estimate[1])
+      return float(estimate[1]) * _share_of_kernel(computation, instruction, filled)
     if _GEMMS.search(instruction.attributes):
       return _dot_flops(computation, instruction)
     if _KERNELS.search(instruction.attributes) and len(instruction.operands) > 1:
@@ -84,13 +109,13 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
   flops = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
   window = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window") or ""))
   for axis, label in enumerate(sorted(set(out_labels) - {"b", "f"})):
-    at = lambda name, default, axis=axis: window.get(name, default).split("x")[axis % 9]
+    at = {name: numbers.split("x")[axis] for name, numbers in window.items()}
     flops *= _positions(
       out[out_labels.index(label)],
       rhs[rhs_labels.index(label)],
       lhs[lhs_labels.index(label)],
-      {name: int(at(name, "1x" * 9)) for name in ("stride", "lhs_dilate", "rhs_dilate")},
-      int(at("pad", "0_0x" * 9).split("_")[0]),
+      {name: int(at.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")},
+      int(at.get("pad", "0_0").split("_")[0]),
     )
   return flops
 
@@ -107,18 +132,22 @@ def hbm_bytes(module: Module) -> float:
   """Bytes that instructions read from and write to HBM in one step of one device.
 
   Operands are read and results written once per instruction; of what is sliced or updated in
-  place only the slice counts. Arrays that the compiler placed in on-chip memory do not count.
+  place only the slice counts, of kernels what `matmul_flops` counts of them. Arrays that the
+  compiler placed in on-chip memory do not count.
   """
+  filled = _filled_shares(module)
   return sum(
-    runs.times * _traffic(module, computation, instruction)
+    runs.times * _traffic(module, computation, instruction, filled)
     for computation, instruction, runs in module.executed()
     if not runs.fused and instruction.opcode not in _FREE
   )
 
 
-def _traffic(module: Module, computation: Computation, instruction: Instruction) -> float:
+def _traffic(
+  module: Module, computation: Computation, instruction: Instruction, filled: dict[int, float]
+) -> float:
   if estimate := _ESTIMATE.search(instruction.attributes):
-    return float(estimate[2])
+    return float(estimate[2]) * _share_of_kernel(computation, instruction, filled)
   operands = computation.operands(instruction)
   if instruction.opcode == "fusion":
     (fused,) = module.called(instruction)
@@ -128,9 +157,10 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
     return _in_hbm(instruction) * (2 if not operands[0].arrays[0].on_chip else 1)
   if instruction.opcode in ("dynamic-update-slice", "scatter"):
     return 2 * sum(_in_hbm(operand) for operand in operands[1:])
-  if instruction.opcode == "copy-start":
-    return _in_hbm(operands[0]) + _in_hbm(instruction, first=True)
-  return sum(map(_in_hbm, operands)) + _in_hbm(instruction)
+  if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
+    return 2 * min(map(_in_hbm, operands[:2]))  # the rest of the larger side stays empty
+  # The type of a copy-start is (copy, original, token).
+  return sum(map(_in_hbm, operands)) + _in_hbm(instruction, instruction.opcode == "copy-start")
 
 
 def _in_hbm(instruction: Instruction, first: bool = False) -> float:

@@ -139,21 +139,23 @@ class Module:
     compare = condition.root
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
       return None
-    counter, stop = condition.operands(compare)
-    if counter.opcode != "get-tuple-element" or _constant(stop) is None:
+    counter, limit = condition.operands(compare)
+    stop = _constant(limit)
+    if counter.opcode != "get-tuple-element" or stop is None:
       return None
     index = int(counter.attribute("index") or 0)
     (initial,) = within.operands(loop)
     start = within.operands(initial)[index] if initial.opcode == "tuple" else initial
     while start.opcode in ("copy", "bitcast"):
       (start,) = within.operands(start)
-    return _constant(stop) - (_constant(start) or 0)
+    return stop - (_constant(start) or 0)
 
 
 def parse(text: str) -> Module:
   """The program that `jax.stages.Compiled.as_text` prints."""
   computations: dict[str, Computation] = {}
-  entry, current = "", {}
+  current: dict[str, Instruction] = {}
+  entry = ""
   for line in text.splitlines():
     if header := _HEADER.match(line):
       current = {}

@@ -17,13 +17,14 @@ class MemoryEstimate(NamedTuple):
   gradients: float
   layer_activations: float  # what one layer keeps for its own backward pass
   layer_weights: float  # one layer's, gathered, and their gradients before they are scattered
-  logits: float  # a chunk of them, and the weights they are made with
+  unembedding: float  # gathered, and its gradient, which waits for the update
+  logits: float  # a chunk of them, and their gradient
 
   @property
   def temporaries(self) -> float:
     """The peak: in the loss no gradient is there yet, in the layers the logits are gone."""
     in_layers = self.gradients + self.layer_activations + self.layer_weights
-    return self.saved_activations + max(self.logits, in_layers)
+    return self.saved_activations + self.unembedding + max(self.logits, in_layers)
 
   @property
   def total(self) -> float:

@@ -19,9 +19,10 @@ def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
     "  gradients": estimate.gradients,
     "  a layer's activations": estimate.layer_activations,
     "  a layer's weights": estimate.layer_weights,
+    "  unembedding": estimate.unembedding,
     "  logits": estimate.logits,
   }
-  guessed = state | {"temporaries": estimate.temporaries} | parts | {"total": estimate.total}
+  guessed = state | {"temporaries": estimate.temporaries} | parts | {"live at once": estimate.total}
   compiled = {}
   if stats:
     rest = stats.argument_size_in_bytes - sum(state.values())
@@ -31,7 +32,9 @@ def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
       "program": stats.generated_code_size_in_bytes,
     }
     compiled["total"] = sum(compiled.values())
-  names = [*state, "batch, padding", "temporaries", *parts, "program", "total"]
+    if stats.peak_memory_in_bytes > 1.01 * stats.argument_size_in_bytes:  # XLA:CPU does not tell
+      compiled["live at once"] = stats.peak_memory_in_bytes
+  names = [*state, "batch, padding", "temporaries", *parts, "program", "total", "live at once"]
   lines = [f"{'GB per device':<26}{'estimate':>10}{'compiled' if stats else '':>10}".rstrip()]
   for name in names:
     if name in guessed or name in compiled:
@@ -56,7 +59,7 @@ def collective_lines(found: Sequence[Collective]) -> list[str]:
   lines = [f"{'collective':<20}{'mesh axes':<24}{'per step':>9}{'GB':>10}{'GB sent':>10}"]
   for c in found:
     name = f"{c.kind:<20}{' x '.join(c.mesh_axes):<24}"
-    lines.append(f"{name}{c.count:>9.0f}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
+    lines.append(f"{name}{c.times:>9.0f}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
   return lines
 
 

@@ -79,8 +79,11 @@ class Topology:
       path = Path(target_config).expanduser()
       if not path.is_file():
         raise ValueError(f"gpu_target_config={target_config}: no such file; name an existing one")
-      grid = f"{self.num_slices}x1x{self.chips}"
-      return {"platform": "cuda", "topology": grid, "target_config": path.read_text()}
+      return {
+        "platform": "cuda",
+        "topology": f"{self.num_slices}x1x{self.chips}",
+        "target_config": path.read_text(),
+      }
     grid = (1,) * self.kind.grid if self.chips == 1 else next(_grids(self.chips, self.kind.grid))
     name = f"{self.generation}:{'x'.join(map(str, grid))}"
     request: dict[str, Any] = {"platform": "tpu", "topology_name": name}

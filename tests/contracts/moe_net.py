@@ -68,6 +68,7 @@ DISPATCHES = {
   "capacity": {"sparse_matmul": False, "capacity_factor": 8.0},
 }
 ORACLE = {"sparse_matmul": False, "grouped_matmul": "auto", "attention": "reference"}
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # What the routers' biases add to each expert's score, of which the three highest are chosen.
 ROUTINGS = {
   "uniform": (0, 0, 0, 0, 0, 0, 0, 0),
@@ -189,7 +190,7 @@ def _step(variant: Variant) -> Any:
     for path, box in flatten_dict(_init(model, boxed=True), sep="/").items()
   }
   rows = sharder.sharding(("activation_batch", "activation_length"))
-  return jax.jit(run, in_shardings=(shardings, rows))
+  return jax.jit(run, in_shardings=(shardings, rows), compiler_options=QUICK_COMPILE)
 
 
 def _init(model: Any, boxed: bool = False) -> dict:

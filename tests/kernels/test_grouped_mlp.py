@@ -80,18 +80,26 @@ def assert_equal_trees(actual, expected, unit):
   assert_close(list(actual), list(expected), unit)
 
 
+@functools.cache  # the oracle compiles anew for every routing
+def solved_case(routing, biased):
+  """(sizes_G, x_MD, weight_M, params, dy_MD) and what `run` must return."""
+  rng, sizes = np.random.default_rng(0), ROUTINGS[routing]
+  params = make_params(rng, biased=biased)
+  x_MD, weight_M, dy_MD = make_rows(rng, sizes)
+  expected = oracle(sizes, x_MD, weight_M, params, dy_MD)
+  return (np.array(sizes), x_MD, weight_M, params, dy_MD), expected
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("backend", HERE)
 def test_agrees_with_one_dense_network_per_group_in_float64(backend, biased):
   with jax.enable_x64(True):
-    rng = np.random.default_rng(0)
-    params = make_params(rng, biased=biased)
-    for sizes in ROUTINGS.values():
-      x_MD, weight_M, dy_MD = make_rows(rng, sizes)
-      results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD)
-      assert_equal_trees(results, oracle(sizes, x_MD, weight_M, params, dy_MD), unit=1e-12)
-      for array in results[:3]:
-        assert not np.asarray(array)[sum(sizes) :].any()
+    for routing in ("skewed", "one_hot", "tail", "aligned", "no_rows_used"):
+      arrays, expected = solved_case(routing, biased)
+      results = run(backend, *arrays)
+      assert_equal_trees(results, expected, unit=1e-12)
+      for rows in results[:3]:
+        assert not np.asarray(rows)[sum(ROUTINGS[routing]) :].any()
 
 
 @pytest.mark.parametrize("backend", HERE)

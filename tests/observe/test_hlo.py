@@ -142,4 +142,4 @@ def test_forms_that_only_tpus_print():
     ("all-gather", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4),
     ("ragged-all-to-all", ("fsdp",)): (1, rows, rows * 3 / 4),
   }
-  assert matmul_flops(module) == (1000 + 2 * 512 * 64 * 8, 0)
+  assert matmul_flops(module) == (1000 * 512 / 4096 + 2 * 512 * 64 * 8, 0)

@@ -31,7 +31,9 @@ def test_activations_are_what_grows_with_the_rows():
   assert activation_bytes(residuals_of, rows=16, num_shards=4) == 16 * (10 * 2 + 7) / 4
 
 
-@pytest.mark.parametrize(("logits", "temporaries"), [(5.0, 10 + 3 + 4 + 6), (50.0, 10 + 50)])
+@pytest.mark.parametrize(
+  ("logits", "temporaries"), [(5.0, 10 + 8 + 3 + 4 + 6), (50.0, 10 + 8 + 50)]
+)
 def test_the_peak_is_in_the_layers_or_in_the_loss(logits, temporaries):
   estimate = MemoryEstimate(
     parameters=1,
@@ -40,6 +42,7 @@ def test_the_peak_is_in_the_layers_or_in_the_loss(logits, temporaries):
     gradients=3,
     layer_activations=4,
     layer_weights=6,
+    unembedding=8,
     logits=logits,
   )
   assert estimate.temporaries == temporaries

@@ -32,7 +32,7 @@ class Tile:
   mine_m1: jax.Array | None  # of the group's first tile
 
   def read(self, rows_M: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The tile's rows of packed `rows_M`, as `dtype`; rows of others are zero, whatever they hold."""
+    """The tile's rows of packed `rows_M`, as `dtype`; zero in rows of others."""
     rows_m = jax.lax.dynamic_slice_in_dim(rows_M, self.row, self.num_rows)
     return unpack(self._mine_or(rows_m, 0), dtype)
 

@@ -26,12 +26,10 @@ def grouped_mlp(
 ) -> jax.Array:
   """y_MD in x's type."""
   multiply = functools.partial(grouped_matmul, group_sizes_G=group_sizes_G, backend=backend)
-  live_M = jnp.arange(x_MD.shape[0], dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32)
-  weight_M = jnp.where(live_M, weight_M, 0)
   up_MF = [multiply(x_MD, w_GDF, tiles=wi_tiles) for w_GDF in wi_GDF]
   if biases is not None:
-    # As products with a column, so that the gradient leaves out rows past the groups.
-    ones_M1 = jnp.where(live_M[:, None], jnp.ones_like(x_MD[:, :1]), 0)
+    # As grouped products with a column, which leave out rows past the groups, forward and backward.
+    ones_M1 = jnp.ones_like(x_MD[:, :1])
     up_MF = [
       up + multiply(ones_M1, b_GF[:, None]) for up, b_GF in zip(up_MF, biases.bi_GF, strict=True)
     ]
@@ -45,11 +43,12 @@ def grouped_mlp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _down(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend: str, tiles: Tiles):
   """y_MD; its gradient keeps the operands and not the weighted hidden rows between."""
-  h_MF = _weighted(activation, up_MF, weight_M)
+  h_MF = weighted(activation, up_MF, weight_M)
   return grouped_matmul(h_MF, wo_GFD, group_sizes_G, backend=backend, tiles=tiles)
 
 
-def _weighted(activation, up_MF, weight_M) -> jax.Array:
+def weighted(activation, up_MF, weight_M) -> jax.Array:
+  """h_MF, the hidden rows, each times its weight in float32."""
   h_MF = activation(*up_MF)
   accumulate = np.promote_types(h_MF.dtype, np.float32)
   return (h_MF.astype(accumulate) * weight_M.astype(accumulate)[:, None]).astype(h_MF.dtype)
@@ -64,7 +63,7 @@ def _down_backward(activation, backend, tiles, saved, dy_MD):
   # Behind the barrier the hidden rows are computed anew, which is cheaper than to keep them from
   # the forward pass, as XLA would to share them.
   up_MF, weight_M, wo_GFD, group_sizes_G = jax.lax.optimization_barrier(saved)
-  h_MF, hidden_vjp = jax.vjp(functools.partial(_weighted, activation), up_MF, weight_M)
+  h_MF, hidden_vjp = jax.vjp(functools.partial(weighted, activation), up_MF, weight_M)
   multiply = functools.partial(
     grouped_matmul, group_sizes_G=group_sizes_G, backend=backend, tiles=tiles
   )

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.grouped_matmul import row_tiles
 from maxlite.kernels.grouped_matmul.row_tiles import dot, pack, unpack
+from maxlite.kernels.grouped_mlp.composed import weighted
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -77,13 +78,6 @@ def _down(activation, up_MF, weight_M, wo_GFD, group_sizes_G) -> jax.Array:
   y_MD = jnp.zeros_like(up_MF[0], shape=(num_rows, wo_GFD.shape[2]))
   wo_GFD = pack(wo_GFD.astype(dtype))
   return unpack(row_tiles.for_tiles(body, y_MD, (wo_GFD,), group_sizes_G, num_rows), dtype)
-
-
-def weighted(activation, up_MF, weight_M) -> jax.Array:
-  """h_MF, the hidden rows, each times its weight."""
-  h_MF = activation(*up_MF)
-  accumulate = row_tiles.accumulator(h_MF.dtype)
-  return (h_MF.astype(accumulate) * weight_M.astype(accumulate)[:, None]).astype(h_MF.dtype)
 
 
 def _gradients(
