@@ -248,7 +248,10 @@ class ModelConfig:
   normalization_layer_epsilon: float = shape_knob(1e-5, "Epsilon inside RMSNorm.", low=0)
   scan_layers: bool = shape_knob(True, "Stack layers and scan over them: compiles once for all.")
   scan_unroll: int = knob(
-    4, "Layers per iteration of that scan: more run faster on a CPU and compile longer.", low=1
+    0,
+    "Layers per iteration of that scan: more compile longer and need more memory; 0: 4 on a CPU, "
+    "where that is faster, and 1 elsewhere.",
+    low=0,
   )
   dtype: str = knob("float32", "Type of activations.", choices=FLOAT_TYPES)
   weight_dtype: str = knob("float32", "Type of stored weights.", choices=FLOAT_TYPES)
@@ -426,8 +429,8 @@ class PlanConfig:
 
   compile_topology: str = knob(
     "",
-    "Accelerators to plan for: `v5p-64` and its like name a TPU slice by its TensorCores (v4, v5p) "
-    "or chips (v5e, v6e, tpu7x); `h200-8` eight GPUs. Empty: the devices at hand.",
+    "Accelerators to plan for: `v5p-64` and its like name a TPU slice by its TensorCores (v4, v5p, "
+    "tpu7x: two a chip) or chips (v5e, v6e); `h200-8` eight GPUs. Empty: the devices at hand.",
   )
   compile_topology_num_slices: int = knob(1, "Slices of that kind.", low=1)
   gpu_target_config: str = knob(

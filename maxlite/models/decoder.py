@@ -99,10 +99,13 @@ class Decoder(nn.Module):
       split_rngs={"params": True, "jitter": True},
       in_axes=nn.broadcast,
       length=length,
-      unroll=min(self.cfg.scan_unroll, length),
+      unroll=min(self._unroll(), length),
       metadata_params={nn.PARTITION_NAME: "layers"},
     )
     return scanned(*args)
+
+  def _unroll(self) -> int:
+    return self.cfg.scan_unroll or (4 if self.sharder.platform == "cpu" else 1)
 
   def hidden(
     self, tokens_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array

@@ -19,6 +19,7 @@ from maxlite.layers.linear import matmul
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
 from maxlite.parallel import Sharder
+from maxlite.parallel.gather import gather_weight
 from maxlite.parallel.vary import vary
 
 
@@ -49,9 +50,11 @@ def cross_entropy_sums(
   row_names = ("activation_batch", "activation_length")
   row_axes = tuple(axis for name in row_names for axis in sharder.mesh_axes(name))
   vocab_axes = sharder.mesh_axes("vocab")
+  embed_axes = sharder.mesh_axes("embed")
   rows, rows_D = sharder.spec(row_names), sharder.spec((*row_names, None))
 
-  def local(x_btD, w_Dv, targets_bt, weight_bt):
+  def local(x_btD, w_dv, targets_bt, weight_bt):
+    w_Dv = gather_weight(w_dv, x_btD.dtype, embed_axes, 0)
     x_TD, w_Dv = vary(x_btD.reshape(-1, x_btD.shape[-1]), w_Dv)
     start = jax.lax.axis_index(vocab_axes) * w_Dv.shape[1]
     targets_T = targets_bt.reshape(-1) - start
@@ -61,7 +64,7 @@ def cross_entropy_sums(
   return jax.shard_map(
     local,
     mesh=sharder.mesh,
-    in_specs=(rows_D, sharder.spec((None, "vocab")), rows, rows),
+    in_specs=(rows_D, sharder.spec(("embed", "vocab")), rows, rows),
     out_specs=(jax.P(), jax.P()),
   )(x_BTD, w_DV, targets_BT, weight_BT)
 

@@ -10,7 +10,7 @@ import pytest
 from maxlite.parallel import MESH_AXES, Sharder, build_mesh
 from maxlite.training.loss import cross_entropy_sums
 
-B, T, D, V = 8, 12, 6, 40
+B, T, D, V = 8, 12, 8, 40
 ONE = {}
 VOCAB_CUT = {"tensor": 4, "data": 2}
 ROWS_CUT = {"data": 2, "fsdp": 2, "context": 2}

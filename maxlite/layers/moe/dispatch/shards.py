@@ -1,6 +1,5 @@
 """What the dispatches that run shard by shard have in common: the shard_map and its weights."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -10,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
 from maxlite.layers.moe.router import Route
 from maxlite.parallel import Sharder
+from maxlite.parallel.gather import gather_weight
 from maxlite.parallel.vary import vary
 
 ROWS = ("activation_batch", "activation_length")
@@ -59,10 +59,8 @@ def _specs(weights: Weights, sharder: Sharder) -> Weights:
 
 
 def _gather(weights: Weights, sharder: Sharder, dtype: jnp.dtype) -> Weights:
-  axes = tuple(a for a in sharder.mesh_axes("embed_no_exp") if sharder.mesh.shape[a] > 1)
-  if not axes:
-    return weights
-  gather = lambda w, axis: checkpoint_name(_all_gather(w, dtype, axes, axis), _GATHERED)
+  axes = sharder.mesh_axes("embed_no_exp")
+  gather = lambda w, axis: checkpoint_name(gather_weight(w, dtype, axes, axis), _GATHERED)
   return weights.replace(
     wi_EDF=tuple(gather(w_EDF, 1) for w_EDF in weights.wi_EDF), wo_EFD=gather(weights.wo_EFD, 2)
   )
@@ -74,28 +72,6 @@ def _bias_once(weights: Weights, sharder: Sharder) -> Weights:
     return weights
   is_first = jax.lax.axis_index(sharder.mesh_axes("mlp")) == 0
   return weights.replace(bo_ED=jnp.where(is_first, weights.bo_ED, 0))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _all_gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int) -> jax.Array:
-  """All shards' w along `axis`, rounded to `dtype` but of w's type, as its gradient is.
-
-  The link carries `dtype`; XLA drops the cast back where the value is cast to `dtype` again. The
-  gradient is summed over shards in w's type.
-  """
-  narrow = w.astype(dtype)
-  return jax.lax.all_gather(narrow, mesh_axes, axis=axis, tiled=True).astype(w.dtype)
-
-
-def _all_gather_forward(w, dtype, mesh_axes, axis):
-  return _all_gather(w, dtype, mesh_axes, axis), None
-
-
-def _all_gather_backward(dtype, mesh_axes, axis, _, dw):
-  return (jax.lax.psum_scatter(dw, mesh_axes, scatter_dimension=axis, tiled=True),)
-
-
-_all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def _rows(x_btD: jax.Array) -> jax.Array:

@@ -1,0 +1,36 @@
+"""Sharded weights made whole inside `jax.shard_map`, for the time they are used."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def gather_weight(
+  w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int
+) -> jax.Array:
+  """All shards' w along `axis`, rounded to `dtype` but of w's type, as its gradient is.
+
+  The link carries `dtype`, and XLA drops the cast back where the value is cast to `dtype` again.
+  The gradient is summed over shards in w's type. Where nothing is cut, w is what it was.
+  """
+  cut = tuple(mesh_axis for mesh_axis in mesh_axes if jax.lax.axis_size(mesh_axis) > 1)
+  return _gather(w, dtype, cut, axis) if cut else w
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int) -> jax.Array:
+  # Without the barrier, XLA would cast the weights of all layers before the loop over layers.
+  narrow = w if w.dtype == dtype else jax.lax.optimization_barrier(w).astype(dtype)
+  return jax.lax.all_gather(narrow, mesh_axes, axis=axis, tiled=True).astype(w.dtype)
+
+
+def _forward(w, dtype, mesh_axes, axis):
+  return _gather(w, dtype, mesh_axes, axis), None
+
+
+def _backward(dtype, mesh_axes, axis, _, dw):
+  return (jax.lax.psum_scatter(dw, mesh_axes, scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_forward, _backward)
