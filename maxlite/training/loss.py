@@ -54,6 +54,8 @@ def cross_entropy_sums(
   rows, rows_D = sharder.spec(row_names), sharder.spec((*row_names, None))
 
   def local(x_btD, w_dv, targets_bt, weight_bt):
+    # Also between their gradients: that of w is cut to this shard before the backward pass goes on.
+    x_btD, w_dv = jax.lax.optimization_barrier((x_btD, w_dv))
     w_Dv = gather_weight(w_dv, x_btD.dtype, embed_axes, 0)
     x_TD, w_Dv = vary(x_btD.reshape(-1, x_btD.shape[-1]), w_Dv)
     start = jax.lax.axis_index(vocab_axes) * w_Dv.shape[1]

@@ -28,9 +28,13 @@ def on_shards(
     checked: whether shard_map follows which values differ between shards (check_vma).
   """
   rows_D = sharder.spec((*ROWS, None))
+  is_cut = sharder.num_shards("embed_no_exp") > 1
   row_axes = tuple(axis for name in ROWS for axis in sharder.mesh_axes(name))
 
   def on_shard(x_btD, expert_btK, weight_btK, weights):
+    if is_cut:
+      # Also between their gradients: those of weights are cut before the backward pass goes on.
+      x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
     gathered = _gather(weights, sharder, x_btD.dtype)
     x_TD, expert_TK, weight_TK = map(_rows, (x_btD, expert_btK, weight_btK))
     x_TD, weight_TK, gathered = _same_type(x_TD, weight_TK, gathered)
@@ -39,7 +43,7 @@ def on_shards(
     y_btD = jax.lax.psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
     return y_btD, jax.lax.psum(num_dropped, row_axes)
 
-  if sharder.num_shards("embed_no_exp") > 1:
+  if is_cut:
     # Gathered weights are gathered again in the backward pass rather than kept by every layer.
     policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
     on_shard = jax.checkpoint(on_shard, policy=policy)
