@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention import draw, value_and_gradients
 from flax import linen as nn
 from flax.linen import meta
 from jax.sharding import NamedSharding, PartitionSpec
-from kernels import dense, draw, skewed_sizes, value_and_gradients
 from step import SHAPE, tokens_of, trainer_candidate
 
 from maxlite.config import load_config
@@ -119,6 +119,22 @@ def grouped(backend: str) -> Callable:
     return value_and_gradients(multiply, x_MD, w_GDF, dy_MF)
 
   return run
+
+
+def skewed_sizes(num_rows: int, num_groups: int) -> np.ndarray:
+  shares = np.random.default_rng(0).dirichlet(np.ones(num_groups))
+  sizes = np.floor(shares * num_rows).astype(np.int32)
+  sizes[0] += num_rows - sizes.sum()
+  return sizes
+
+
+def dense(dtype, x_MD, w_GDF, dy_MF) -> tuple:
+  """One matmul of as many FLOPs, with its gradients."""
+  dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  y_MF = dot("MD,DF->MF", x_MD, w_GDF[0])
+  dx_MD = dot("MF,DF->MD", dy_MF, w_GDF[0])
+  dw_DF = dot("DM,MF->DF", x_MD.T, dy_MF)
+  return y_MF.astype(dtype), dx_MD.astype(dtype), dw_DF.astype(dtype)
 
 
 def layer(timer: Timer, platform: str) -> None:

@@ -1,6 +1,6 @@
-"""Prints forward+backward times of the kernels' backends on this machine, as ratios to a yardstick.
+"""Prints forward+backward times of attention's backends on this machine, as ratios to a yardstick.
 
-  python tools/bench/kernels.py [grouped_matmul | attention] [float32 | bfloat16]
+  python tools/bench/attention.py [float32 | bfloat16]
 
 The candidates of a table take turns, and medians are compared: a busy machine slows all alike.
 """
@@ -12,15 +12,12 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxlite.kernels.attention import api as attention_api
-from maxlite.kernels.grouped_matmul import api as grouped_matmul_api
+from maxlite.parallel.process import keep_freed_memory
 
 ROUNDS = 7
-# (rows, inner, outer, groups); the last is what the default configuration runs.
-MATMULS = [(8192, 256, 512, 8), (8192, 256, 512, 16), (8192, 256, 512, 64), (4096, 256, 384, 8)]
 # (sequences, positions, query heads, key/value heads, channels)
 ATTENTIONS = [(4, 256, 8, 8, 32), (8, 256, 8, 4, 32), (1, 2048, 8, 4, 32)]
 NUM_LAYERS = 4  # a scan, as in a model: else XLA would reuse forward's scores in backward
@@ -44,41 +41,10 @@ def print_row(title: str, seconds: dict[str, float], yardstick: str) -> None:
   print(f"{title}: {yardstick} {unit * 1e3:.1f} ms; times that: {ratios}", flush=True)
 
 
-def skewed_sizes(num_rows: int, num_groups: int) -> np.ndarray:
-  shares = np.random.default_rng(0).dirichlet(np.ones(num_groups))
-  sizes = np.floor(shares * num_rows).astype(np.int32)
-  sizes[0] += num_rows - sizes.sum()
-  return sizes
-
-
 def value_and_gradients(function: Callable, *operands) -> tuple:
   *inputs, cotangent = operands
   value, vjp = jax.vjp(function, *inputs)
   return value, vjp(cotangent)
-
-
-def bench_grouped_matmul(dtype: str) -> None:
-  for num_rows, num_in, num_out, num_groups in MATMULS:
-    shapes = [(num_rows, num_in), (num_groups, num_in, num_out), (num_rows, num_out)]
-    operands = draw(shapes, dtype)
-    sizes = skewed_sizes(num_rows, num_groups)
-    candidates = {"dense": functools.partial(dense, operands[0].dtype)}
-    for name in ("tiled", "ragged_dot"):
-      multiply = functools.partial(
-        grouped_matmul_api.grouped_matmul, group_sizes_G=sizes, backend=name
-      )
-      candidates[name] = functools.partial(value_and_gradients, multiply)
-    title = f"{dtype} {num_rows} rows, {num_in} x {num_out}, {num_groups} groups"
-    print_row(title, median_seconds(candidates, *operands), "dense")
-
-
-def dense(dtype, x_MD, w_GDF, dy_MF) -> tuple:
-  """One matmul of as many FLOPs, with its gradients."""
-  dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-  y_MF = dot("MD,DF->MF", x_MD, w_GDF[0])
-  dx_MD = dot("MF,DF->MD", dy_MF, w_GDF[0])
-  dw_DF = dot("DM,MF->DF", x_MD.T, dy_MF)
-  return y_MF.astype(dtype), dx_MD.astype(dtype), dw_DF.astype(dtype)
 
 
 def bench_attention(dtype: str) -> None:
@@ -111,12 +77,10 @@ def draw(shapes: list[tuple[int, ...]], dtype: str) -> list[jax.Array]:
 
 
 def main() -> None:
-  benches = {"grouped_matmul": bench_grouped_matmul, "attention": bench_attention}
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("kernel", choices=benches)
   parser.add_argument("dtype", nargs="?", default="float32", choices=("float32", "bfloat16"))
-  arguments = parser.parse_args()
-  benches[arguments.kernel](arguments.dtype)
+  keep_freed_memory()
+  bench_attention(parser.parse_args().dtype)
 
 
 if __name__ == "__main__":
