@@ -177,12 +177,6 @@ class MoeConfig:
     "fit is dropped. -1: the worst case, nothing dropped.",
     low=-1,
   )
-  moe_token_chunks: int = knob(
-    1,
-    "Parts of a device's tokens that pass through the experts one after the other: buffers shrink "
-    "by this, the backward pass exchanges rows anew.",
-    low=1,
-  )
   megablox: bool = knob(
     True, "Let grouped_matmul=auto take the Megablox kernels on TPU; False: XLA's ragged dot."
   )

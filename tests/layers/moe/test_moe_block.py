@@ -35,7 +35,6 @@ EMPTY_EXPERTS["a shard that gets nothing"] = [0, 1, 6]
 DISPATCHES = {
   "ragged": {},
   "ragged buffer": {"ragged_buffer_factor": 8.0},  # large enough, and larger than the worst case
-  "ragged in chunks": {"moe_token_chunks": 3},
   "ring": {"use_ring_of_experts": True},
   "dense": {"sparse_matmul": False},
   "capacity": {"sparse_matmul": False, "capacity_factor": 8.0},
@@ -52,7 +51,6 @@ MESHES = {"one device": {}} | {
 }
 # Every dispatch on every mesh is the full net's (tests/contracts); here each meets what it is for.
 CASES = [("ragged", mesh) for mesh in MESHES]
-CASES += [("ragged in chunks", "expert=4 tensor=2"), ("ragged in chunks", "data=2 expert=4")]
 CASES += [("ragged buffer", "expert=4 tensor=2"), ("ring", "context=2 expert=2 fsdp=2")]
 CASES += [("ring", "data=2 expert=4"), ("dense", "one device"), ("dense", "data=2 expert=4")]
 CASES += [("capacity", "one device"), ("capacity", "context=2 expert=2 fsdp=2")]

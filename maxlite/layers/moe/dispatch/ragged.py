@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.dispatch.shards import on_shards
-from maxlite.layers.moe.experts import Weights, apply_experts
+from maxlite.layers.moe.experts import Weights, apply_experts, is_checked
 from maxlite.layers.moe.router import Route
 from maxlite.layers.moe.rows import collect, sort_by_expert, spread, spread_weights
 from maxlite.parallel import Sharder
@@ -26,7 +26,7 @@ def dispatch(
   """(y_BTD, assignments dropped)."""
   mlp = functools.partial(apply_experts, activation=activation, cfg=cfg, platform=sharder.platform)
   local = functools.partial(_on_shard, cfg, sharder, mlp)
-  return on_shards(local, cfg, sharder, x_BTD, route, weights)
+  return on_shards(local, sharder, x_BTD, route, weights, is_checked(cfg, sharder.platform))
 
 
 def _on_shard(cfg, sharder, mlp, x_TD, expert_TK, weight_TK, weights) -> tuple:

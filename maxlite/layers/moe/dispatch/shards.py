@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights, is_checked
+from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
 from maxlite.layers.moe.router import Route
 from maxlite.parallel import Sharder
 from maxlite.parallel.gather import gather_weight
@@ -18,17 +17,15 @@ _GATHERED = "moe_gathered"
 
 
 def on_shards(
-  local: Callable,
-  cfg: MoeConfig,
-  sharder: Sharder,
-  x_BTD: jax.Array,
-  route: Route,
-  weights: Weights,
+  local: Callable, sharder: Sharder, x_BTD: jax.Array, route: Route, weights: Weights, checked: bool
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, assignments dropped) of `local(x_TD, expert_TK, weight_TK, weights)` on every shard.
 
   `local` is given its shard's tokens and, of the experts, those that lie on it, whole but for the
   hidden axis; what it returns is summed over the shards of that axis.
+
+  Args:
+    checked: whether shard_map follows which values differ between shards (check_vma).
   """
   rows_D = sharder.spec((*ROWS, None))
   is_cut = sharder.num_shards("embed_no_exp") > 1
@@ -42,8 +39,7 @@ def on_shards(
     x_TD, expert_TK, weight_TK = map(_rows, (x_btD, expert_btK, weight_btK))
     x_TD, weight_TK, gathered = _same_type(x_TD, weight_TK, gathered)
     gathered = _bias_once(gathered, sharder)
-    rows = x_TD, expert_TK, weight_TK
-    y_TD, num_dropped = _in_chunks(local, cfg.moe_token_chunks, rows, gathered)
+    y_TD, num_dropped = local(x_TD, expert_TK, weight_TK, gathered)
     y_btD = jax.lax.psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
     return y_btD, jax.lax.psum(num_dropped, row_axes)
 
@@ -56,27 +52,8 @@ def on_shards(
     mesh=sharder.mesh,
     in_specs=(rows_D, rows_D, rows_D, _specs(weights, sharder)),
     out_specs=(rows_D, jax.P()),
-    check_vma=is_checked(cfg, sharder.platform),
+    check_vma=checked,
   )(x_BTD, route.expert_BTK, route.weight_BTK, weights)
-
-
-def _in_chunks(local: Callable, num_chunks: int, rows: tuple, weights: Weights) -> tuple:
-  """What `local` makes of all rows, a chunk at a time; of a chunk nothing is kept for backward.
-
-  Raises:
-    ValueError: the chunks would not be equal.
-  """
-  if num_chunks == 1:
-    return local(*rows, weights)
-  num_tokens = rows[0].shape[0]
-  if num_tokens % num_chunks:
-    raise ValueError(
-      f"moe_token_chunks={num_chunks} does not divide the {num_tokens} tokens of a device and "
-      "micro-batch: write a divisor of them"
-    )
-  cut = tuple(a.reshape(num_chunks, -1, a.shape[1]) for a in rows)
-  y_nTD, num_dropped_n = jax.lax.map(jax.checkpoint(lambda rows: local(*rows, weights)), cut)
-  return y_nTD.reshape(rows[0].shape), jnp.sum(num_dropped_n, dtype=jnp.int32)
 
 
 def _specs(weights: Weights, sharder: Sharder) -> Weights:
