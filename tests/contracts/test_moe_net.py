@@ -49,6 +49,8 @@ def full() -> list[Variant]:
 def check(variant: Variant, routing: str) -> None:
   got, want = results_of(variant, routing), oracle_of(variant.family, routing)
   assert set(got) == set(want)
+  squares = (np.sum(np.square(got[name])) for name in got if name.startswith("gradient of"))
+  np.testing.assert_allclose(got["grad_norm"], np.sqrt(sum(squares)), rtol=TOLERANCE)
   for name, value in want.items():
     scale = np.abs(value).max()
     np.testing.assert_allclose(
