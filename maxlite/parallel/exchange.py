@@ -90,7 +90,9 @@ def give_back(y: jax.Array, plan: ExchangePlan) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _exchange(mesh_axes, num_rows, x, chunks, reverse) -> jax.Array:
+def _exchange(
+  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
+) -> jax.Array:
   """Rows [num_rows, ...] received when every shard sends `chunks` of its x; zero elsewhere."""
   x, chunks = _varying_over(mesh_axes, x, chunks)
   return jax.lax.platform_dependent(
@@ -101,11 +103,15 @@ def _exchange(mesh_axes, num_rows, x, chunks, reverse) -> jax.Array:
   )
 
 
-def _exchange_forward(mesh_axes, num_rows, x, chunks, reverse) -> tuple:
+def _exchange_forward(
+  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
+) -> tuple:
   return _exchange(mesh_axes, num_rows, x, chunks, reverse), (x.shape[0], chunks, reverse)
 
 
-def _exchange_backward(mesh_axes, num_rows, residuals, dy) -> tuple:
+def _exchange_backward(
+  mesh_axes: MeshAxes, num_rows: int, residuals: tuple, dy: jax.Array
+) -> tuple:
   num_sent, chunks, reverse = residuals
   return _exchange(mesh_axes, num_sent, dy, reverse, chunks), None, None
 
@@ -156,7 +162,9 @@ def emulated_all_to_all(
   return jnp.take(blocks, source, axis=0, mode="fill", fill_value=0)
 
 
-def _rows_of_chunks(num_rows: int, starts_c, sizes_c, sources_c) -> jax.Array:
+def _rows_of_chunks(
+  num_rows: int, starts_c: jax.Array, sizes_c: jax.Array, sources_c: jax.Array
+) -> jax.Array:
   """For each of `num_rows` rows the source of what lies there; past any array in the gaps.
 
   Chunk c fills `sizes_c` rows from `starts_c`, from as many after `sources_c`.
