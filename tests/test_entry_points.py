@@ -82,6 +82,7 @@ def test_train_tells_what_it_does_and_leaves_a_run_folder(trained):
   assert re.search(r"^model: mixtral, [\d,]+ parameters, [\d,]+ active", out, re.MULTILINE)
   assert "  base_emb_dim=16 (default 256)\n" in out
   left = {"config.yml", "metrics.jsonl", "curves.png", "checkpoints", "tensorboard"}
+  left |= {"expert_load.jsonl", "expert_load.png"}
   assert {path.name for path in folder.iterdir()} == left
 
 

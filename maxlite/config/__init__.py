@@ -1,8 +1,9 @@
 """Configuration: the knobs (`schema`), how values are found (`load`), what fits (`validate`)."""
 
+from maxlite.config.knob import ConfigError
 from maxlite.config.load import exit_with_one_line, load_config, main_config
 from maxlite.config.saved import describe_changes, differences, read_saved, save_resolved
-from maxlite.config.schema import Config, ConfigError
+from maxlite.config.schema import Config
 
 __all__ = [
   "Config",

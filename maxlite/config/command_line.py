@@ -6,7 +6,8 @@ from pathlib import Path
 
 from absl import flags
 
-from maxlite.config.schema import KEYS, ConfigError, Key
+from maxlite.config.knob import ConfigError
+from maxlite.config.schema import KEYS, Key
 from maxlite.config.values import Setting, did_you_mean, domain, show
 
 _USAGE = """\

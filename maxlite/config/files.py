@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from maxlite.config.schema import ConfigError
+from maxlite.config.knob import ConfigError
 from maxlite.config.values import BASE_CONFIG, Setting, did_you_mean, plain
 
 _PACKAGE = Path(__file__).resolve().parent.parent

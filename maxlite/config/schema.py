@@ -10,30 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
-
-class ConfigError(ValueError):
-  """What a user got wrong in one line: where, which key, the rule, and what to change."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Knob:
-  """What is known of one key beyond its name: kept in the dataclass field's metadata."""
-
-  doc: str
-  unit: str = ""
-  choices: tuple[Any, ...] = ()  # of the value, or of each element where the type is a tuple
-  low: float | None = None  # smallest value allowed
-  high: float | None = None  # largest value allowed
-  shapes_model: bool = False  # a run folder keeps this value for life: weights depend on it
-
-
-def knob(default: Any, doc: str, **facts: Any) -> Any:
-  return dataclasses.field(default=default, metadata={"knob": Knob(doc, **facts)})
-
-
-def shape_knob(default: Any, doc: str, **facts: Any) -> Any:
-  return knob(default, doc, shapes_model=True, **facts)
-
+from maxlite.config.knob import Knob, knob, shape_knob
 
 MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
-from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, ConfigError, flatten
+from maxlite.config.knob import ConfigError
+from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
 from maxlite.config.values import did_you_mean, show
 
 

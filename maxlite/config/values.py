@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from maxlite.config.schema import KEYS, AxisRules, ConfigError, Key
+from maxlite.config.knob import ConfigError
+from maxlite.config.schema import KEYS, AxisRules, Key
 
 Raw = str | list["Raw"]
 BASE_CONFIG = "base_config"  # the one key that YAML files have beyond the schema's

@@ -19,36 +19,26 @@ def activation_of(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., j
 
   With a `limit`, the activation's input is clamped from above and the linear part on both sides.
   """
+  act = ACTIVATIONS[names[0]]
+  low, high = (-limit, limit) if limit else (None, None)
   if names[1:]:
-    return functools.partial(_gated, names[0], limit)
-  activation = ACTIVATIONS[names[0]]
-  return (lambda h: activation(jnp.minimum(h, limit))) if limit else activation
+    return lambda gate, up: act(jnp.clip(gate, max=high)) * jnp.clip(up, low, high)
+  return lambda h: act(jnp.clip(h, max=high))
 
 
-def _gated_plainly(activation: str, limit: float, gate: jax.Array, up: jax.Array) -> jax.Array:
-  if limit:
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-  return ACTIVATIONS[activation](gate) * up
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recomputed(activation: Callable[..., jax.Array], *up: jax.Array) -> jax.Array:
+  """activation(*up); its gradient keeps the operands and nothing else."""
+  return activation(*up)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(activation: str, limit: float, gate: jax.Array, up: jax.Array) -> jax.Array:
-  """act(gate) * up; its gradient keeps the two operands and nothing else."""
-  return _gated_plainly(activation, limit, gate, up)
-
-
-def _gated_forward(activation: str, limit: float, gate: jax.Array, up: jax.Array) -> tuple:
-  return _gated(activation, limit, gate, up), (gate, up)
-
-
-def _gated_backward(activation: str, limit: float, residuals: tuple, dy: jax.Array) -> tuple:
+def _recomputed_backward(activation: Callable, up: tuple, dh: jax.Array) -> tuple:
   # Behind the barrier the activation is computed anew, which is cheaper than to write it to memory
   # in the forward pass, as XLA would to share it.
-  gate, up = jax.lax.optimization_barrier(residuals)
-  return jax.vjp(functools.partial(_gated_plainly, activation, limit), gate, up)[1](dy)
+  return jax.vjp(activation, *jax.lax.optimization_barrier(up))[1](dh)
 
 
-_gated.defvjp(_gated_forward, _gated_backward)
+recomputed.defvjp(lambda activation, *up: (activation(*up), up), _recomputed_backward)
 
 
 class MLP(nn.Module):
@@ -66,7 +56,7 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     projected = [self._project(x_BTD, f"wi_{i}") for i in range(len(self.activations))]
-    h_BTF = activation_of(self.activations, self.limit)(*projected)
+    h_BTF = recomputed(activation_of(self.activations, self.limit), *projected)
     wo = Linear(x_BTD.shape[-1:], ("mlp", "embed"), self.weight_dtype, self.sharder, name="wo")
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
     names = ("activation_batch", "activation_length", "activation_embed")

@@ -100,7 +100,10 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   global_batch_size = _global_batch_size(cfg, sharder)
   model = build_model(cfg.model, sharder)
   batch_shape = (global_batch_size, cfg.data.max_target_length)
-  boxed = jax.eval_shape(functools.partial(_init_params, model, cfg, batch_shape))
+  # Shapes come of a model on one device: on the mesh, what does not fit would fail in JAX's words.
+  one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))
+  whole = build_model(cfg.model, one)
+  boxed = jax.eval_shape(functools.partial(_init_params, whole, cfg, batch_shape))
   names = logical_names(boxed)
   params = meta.unbox(boxed)
   placements = _placements(params, names, sharder)

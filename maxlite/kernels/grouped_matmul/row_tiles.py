@@ -10,6 +10,7 @@ the form of `dot`, `transpose`, and `pack`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,19 +72,14 @@ def for_tiles(
     start, end = starts_G[group], ends_G[group]
     matrices = tuple(jax.lax.dynamic_index_in_dim(w, group, keepdims=False) for w in matrices_G)
     middle = start + (end - start) % sizes[-1]
+    visit = lambda tile, carry: body(tile, matrices, carry)
     for smaller, size in zip((0, *sizes), sizes, strict=False):
-
-      def first_tile(row, carry, size=size):
-        tile = Tile(group, row, size, _between(row, middle, size, num_rows))
-        return body(tile, matrices, carry)
-
+      mine = functools.partial(_between, end=middle, size=size, num_rows=num_rows)
+      first = lambda row, carry, n=size, mine=mine: visit(Tile(group, row, n, mine(row)), carry)
       fits = (middle - start > smaller) & (middle - start <= size)
-      carry = _while(first_tile, start, jnp.where(fits, middle, start), size, carry)
-
-    def further_tile(row, carry):
-      return body(Tile(group, row, sizes[-1], None), matrices, carry)
-
-    return _while(further_tile, middle, end, sizes[-1], carry)
+      carry = _while(first, start, jnp.where(fits, middle, start), size, carry)
+    further = lambda row, carry: visit(Tile(group, row, sizes[-1], None), carry)
+    return _while(further, middle, end, sizes[-1], carry)
 
   return jax.lax.fori_loop(0, group_sizes_G.shape[0], group_body, carry)
 

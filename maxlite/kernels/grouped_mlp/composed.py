@@ -27,15 +27,12 @@ def grouped_mlp(
   """y_MD in x's type."""
   multiply = functools.partial(grouped_matmul, group_sizes_G=group_sizes_G, backend=backend)
   # In one product, so that there is but one gradient of x, and x is read once.
-  together_MF = multiply(x_MD, jnp.concatenate(wi_GDF, axis=2), tiles=wi_tiles)
-  up_MF = jnp.split(together_MF, len(wi_GDF), axis=1)
+  up_MF = multiply(x_MD, jnp.concatenate(wi_GDF, axis=2), tiles=wi_tiles)
   if biases is not None:
     # As grouped products with a column, which leave out rows past the groups, forward and backward.
     ones_M1 = jnp.ones_like(x_MD[:, :1])
-    up_MF = [
-      up + multiply(ones_M1, b_GF[:, None]) for up, b_GF in zip(up_MF, biases.bi_GF, strict=True)
-    ]
-  up_MF = tuple(checkpoint_name(up, "mlpwi") for up in up_MF)
+    up_MF += multiply(ones_M1, jnp.concatenate(biases.bi_GF, axis=1)[:, None])
+  up_MF = checkpoint_name(up_MF, "mlpwi")
   y_MD = _down(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend, wo_tiles)
   if biases is not None:
     y_MD += multiply(weight_M.astype(x_MD.dtype)[:, None], biases.bo_GD[:, None])
@@ -45,8 +42,13 @@ def grouped_mlp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _down(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend: str, tiles: Tiles):
   """y_MD; its gradient keeps the operands and not the weighted hidden rows between."""
-  h_MF = weighted(activation, up_MF, weight_M)
+  h_MF = _hidden(activation, wo_GFD.shape[1], up_MF, weight_M)
   return grouped_matmul(h_MF, wo_GFD, group_sizes_G, backend=backend, tiles=tiles)
+
+
+def _hidden(activation, width: int, up_MF, weight_M) -> jax.Array:
+  """h_MF of the activation's operands, which stand side by side in up_MF, each `width` wide."""
+  return weighted(activation, jnp.split(up_MF, up_MF.shape[1] // width, axis=1), weight_M)
 
 
 def weighted(activation, up_MF, weight_M) -> jax.Array:
@@ -65,7 +67,8 @@ def _down_backward(activation, backend, tiles, saved, dy_MD):
   # Behind the barrier the hidden rows are computed anew, which is cheaper than to keep them from
   # the forward pass, as XLA would to share them.
   up_MF, weight_M, wo_GFD, group_sizes_G = jax.lax.optimization_barrier(saved)
-  h_MF, hidden_vjp = jax.vjp(functools.partial(weighted, activation), up_MF, weight_M)
+  hidden = functools.partial(_hidden, activation, wo_GFD.shape[1])
+  h_MF, hidden_vjp = jax.vjp(hidden, up_MF, weight_M)
   multiply = functools.partial(
     grouped_matmul, group_sizes_G=group_sizes_G, backend=backend, tiles=tiles
   )

@@ -86,19 +86,19 @@ def _gradients(
   """(dx_MD, dweight_M, dwi_GDF, dwo_GFD), those of matrices in the accumulator's type."""
   dtype, num_rows = x_MD.dtype, x_MD.shape[0]
   x_MD, dy_MD, up_MF = pack(x_MD), pack(dy_MD), tuple(map(pack, up_MF))
+  hidden = functools.partial(weighted, activation)
 
   def body(tile, matrices, gradients):
     dx_MD, dweight_M, dwi_GDF, dwo_GFD = gradients
     *wi_DF, wo_FD = (unpack(w, dtype) for w in matrices)
     x_mD, dy_mD = tile.read(x_MD, dtype), tile.read(dy_MD, dtype)
     up_mF = tuple(tile.read(up, dtype) for up in up_MF)
-    weight_m = tile.read(weight_M, weight_M.dtype)
-    h_mF, hidden_vjp = jax.vjp(functools.partial(weighted, activation), up_mF, weight_m)
+    h_mF, hidden_vjp = jax.vjp(hidden, up_mF, tile.read(weight_M, weight_M.dtype))
     dup_mF, dweight_m = hidden_vjp(dot(dy_mD, wo_FD, 1).astype(dtype))
-    dx_mD = sum(dot(dup, w_DF, 1) for dup, w_DF in zip(dup_mF, wi_DF, strict=True))
+    dx_mD = sum(map(functools.partial(dot, contract=1), dup_mF, wi_DF)).astype(dtype)
     x_Dm, h_Fm = row_tiles.transpose(x_mD), row_tiles.transpose(h_mF)
     return (
-      tile.write(dx_MD, dx_mD.astype(dtype)),
+      tile.write(dx_MD, dx_mD),
       tile.write(dweight_M, dweight_m),
       tuple(tile.add(dw, dot(x_Dm, dup)) for dw, dup in zip(dwi_GDF, dup_mF, strict=True)),
       tile.add(dwo_GFD, dot(h_Fm, dy_mD)),
