@@ -36,6 +36,8 @@ SHAPES = {
   "deepseek2-236b": (49152, 40, 5120, 1536),
   "mixtral-8x7b": (49152, 2, 4096, 14336),
   "mixtral-8x7b, all experts": (49152, 8, 4096, 14336),
+  "deepseek2-16b, gate and up": (196608, 16, 2048, 2816),
+  "mixtral-8x7b, gate and up": (65536, 2, 4096, 28672),
   "qwen3-30b-a3b": (196608, 32, 2048, 768),
 }
 

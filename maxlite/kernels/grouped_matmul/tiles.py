@@ -47,7 +47,7 @@ CHIPS = {  # by jax.Device.device_kind
 _FALLBACK = CHIPS["TPU v5 lite"]  # its tiles fit every chip
 _LANES = 128  # a tile's axes are multiples of this, or whole
 _ROW_TILES = (128, 256, 512, 1024)
-_VMEM_MARGIN = 0.95  # of what is granted; `_vmem_bytes` is an estimate
+_VMEM_MARGIN = 0.9  # of what is granted; `_vmem_bytes` is an estimate
 _STEP_SECONDS = 0.35e-6  # of a kernel's grid, beside its arithmetic and copies
 
 
