@@ -45,6 +45,7 @@ setup(
   extras_require={
     "sentencepiece": ["sentencepiece>=0.2.1"],
     "parquet": ["pyarrow>=20"],
+    "ray": ["ray>=2.50"],
     "tpu": ["libtpu==0.0.42.*"],
     "cuda": ["jax[cuda13]>=0.10.2"],
     "test": [

@@ -1,4 +1,4 @@
-"""`python -m maxlite.train configs/base.yml key=value`: trains a model."""
+"""`python -m maxlite.train configs/base.yml key=value`: trains a model, or many."""
 
 import sys
 
@@ -8,6 +8,10 @@ from maxlite.config import main_config
 def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
   # JAX is loaded only for a command line that is right.
+  if cfg.ensemble.members or cfg.ensemble.sweep:
+    from maxlite.ensemble.run import run_ensemble
+
+    return run_ensemble(cfg)
   from maxlite.training.run import run_training
 
   return run_training(cfg)

@@ -14,7 +14,8 @@ ROWS = (
   {"layers"},
   {"models"},
   {"optim", "data", "observe", "storage"},
-  {"training", "ensemble"},
+  {"training"},
+  {"ensemble"},
 )
 NAMES_MODELS = PACKAGE / "config" / "validate.py"
 MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 80, 15  # [lines]

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from maxlite.config.knob import ConfigError
-from maxlite.config.values import BASE_CONFIG, Setting, did_you_mean, plain
+from maxlite.config.values import BASE_CONFIG, NotPlainError, Setting, did_you_mean, plain
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parent / "configs"
@@ -31,8 +31,8 @@ def read_file(path: Path, asked_by: str) -> list[Setting]:
       first = settings[name].source
       raise ConfigError(f"{source}: {name} is already set at {first}; remove one of the two")
     try:
-      settings[name] = Setting(name, plain(node), source)
-    except ValueError as error:
+      settings[name] = Setting(name, plain(node, str(path)), source)
+    except NotPlainError as error:
       raise ConfigError(f"{source}: {name} {error}") from None
   return list(settings.values())
 
@@ -48,7 +48,9 @@ def read_chain(path: Path, asked_by: str, users: tuple[Path, ...] = ()) -> list[
   base = next((setting for setting in own if setting.name == BASE_CONFIG), None)
   if base is None:
     return [own]
-  base_path = path.parent / str(base.raw)
+  if not isinstance(base.raw, str):
+    raise base.error("is no file's name; write base_config: FILE.yml")
+  base_path = path.parent / base.raw
   if base_path.resolve() in chain:
     raise base.error("comes back to a file that builds on it; remove one base_config of the cycle")
   own.remove(base)

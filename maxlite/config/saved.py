@@ -11,6 +11,7 @@ import yaml
 from maxlite.config.files import read_file
 from maxlite.config.schema import DEFAULTS, KEYS, Config, Key, flatten
 from maxlite.config.values import parse, show
+from maxlite.config.written import Table
 
 _HEADER = "# Every key of one command, resolved. On a command line, model_name would apply again.\n"
 
@@ -57,8 +58,11 @@ def _section(key: Key) -> str:
 
 def _line(name: str, value: Any) -> str:
   # All but ASCII is escaped: PyYAML's Unicode output turns some line separators into spaces.
-  return yaml.safe_dump({name: _lists(value)}, width=float("inf"))
+  return yaml.safe_dump({name: _builtin(value)}, width=float("inf"), sort_keys=False)
 
 
-def _lists(value: Any) -> Any:
-  return [_lists(part) for part in value] if isinstance(value, tuple) else value
+def _builtin(value: Any) -> Any:
+  """`value` with lists and dicts in place of the schema's own types."""
+  if isinstance(value, Table):
+    return {key: _builtin(part) for key, part in value.items()}
+  return [_builtin(part) for part in value] if isinstance(value, tuple) else value

@@ -10,11 +10,44 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
-from maxlite.config.knob import Knob, knob, shape_knob
+from maxlite.config.knob import Knob, knob
+from maxlite.config.model_sections import (
+  LatentAttentionConfig,
+  ModelConfig,
+  MoeConfig,
+  RopeConfig,
+  TilesConfig,
+)
+from maxlite.config.written import Table
+
+__all__ = [
+  "DEFAULTS",
+  "KEYS",
+  "MESH_AXES",
+  "AxisRules",
+  "CheckpointConfig",
+  "Config",
+  "DataConfig",
+  "EnsembleConfig",
+  "GenerateConfig",
+  "Key",
+  "LatentAttentionConfig",
+  "MeshConfig",
+  "ModelConfig",
+  "MoeConfig",
+  "ObserveConfig",
+  "OptimizerConfig",
+  "PlanConfig",
+  "RopeConfig",
+  "RunConfig",
+  "TilesConfig",
+  "TrainingConfig",
+  "build",
+  "flatten",
+]
 
 MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
-FLOAT_TYPES = ("float32", "bfloat16")
 
 
 def _degree(kind: str, mesh_axis: str, default: int) -> Any:
@@ -64,210 +97,6 @@ class MeshConfig:
   )
 
 
-def _tiles(projection: str, pass_: str) -> Any:
-  what = {"fwd": "forward", "dlhs": "rows' gradient", "drhs": "weights' gradient"}[pass_]
-  return knob(
-    (),
-    f"Megablox tile of {projection} in the {what}: [rows, embed, mlp]; empty: by chip and shape.",
-    low=1,
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class TilesConfig:
-  """Tiles of the Megablox kernels, per projection and pass."""
-
-  wi_tile_fwd: tuple[int, ...] = _tiles("wi", "fwd")
-  wi_tile_dlhs: tuple[int, ...] = _tiles("wi", "dlhs")
-  wi_tile_drhs: tuple[int, ...] = _tiles("wi", "drhs")
-  wo_tile_fwd: tuple[int, ...] = _tiles("wo", "fwd")
-  wo_tile_dlhs: tuple[int, ...] = _tiles("wo", "dlhs")
-  wo_tile_drhs: tuple[int, ...] = _tiles("wo", "drhs")
-
-
-@dataclasses.dataclass(frozen=True)
-class MoeConfig:
-  """The mixture-of-experts block; read where decoder_block names a mixture."""
-
-  num_experts: int = shape_knob(8, "Experts per MoE layer.", low=1)
-  num_experts_per_tok: int = shape_knob(2, "Experts each token is sent to (top-k).", low=1)
-  base_moe_mlp_dim: int = shape_knob(384, "Hidden width of one expert.", low=1)
-  shared_experts: int = shape_knob(
-    0, "Experts that every token goes to, as one MLP of so many times base_moe_mlp_dim.", low=0
-  )
-  first_num_dense_layers: int = shape_knob(0, "Layers before the first MoE layer.", low=0)
-  interleave_moe_layer_step: int = shape_knob(
-    1, "Every so many layers (after the dense ones) the last is MoE, the others are dense.", low=1
-  )
-  expert_bias: bool = shape_knob(False, "Biases in the experts' projections.")
-  mlp_activations_limit: float = knob(
-    0.0, "Clamp the gate from above and the linear part on both sides at this; 0: no.", low=0
-  )
-  router: str = knob(
-    "softmax_topk",
-    "How experts are chosen and weighted (layers/moe/router.py): `softmax_topk` Mixtral; "
-    "`topk_softmax` Qwen3-MoE, OLMoE and DeepSeek-V2 greedy; `group_limited_greedy` DeepSeek-V2; "
-    "`sigmoid_group_topk` DeepSeek-V3.",
-    choices=("softmax_topk", "topk_softmax", "group_limited_greedy", "sigmoid_group_topk"),
-  )
-  norm_topk_prob: bool = knob(True, "Make the chosen experts' weights sum to one.")
-  routed_scaling_factor: float = knob(1.0, "Factor on the chosen experts' weights.", low=0)
-  n_routing_groups: int = knob(
-    1, "Groups the experts are cut into for group-limited routing.", low=1
-  )
-  topk_routing_group: int = knob(1, "Groups a token may go to.", low=1)
-  routed_bias: bool = shape_knob(
-    False, "A bias per expert that takes part in the choice only, moved to even out the load."
-  )
-  routed_bias_update_rate: float = knob(0.001, "Step of that bias per optimizer step.", low=0)
-  float32_gate_logits: bool = knob(True, "Compute the router in float32 whatever dtype is.")
-  router_jitter: float = knob(
-    0.0, "In training, scale the router's input by uniform noise in 1 +- this.", low=0, high=1
-  )
-  use_random_routing: bool = knob(
-    False, "Send every token to random experts: an even load, for benchmarks."
-  )
-  load_balance_loss_weight: float = knob(0.01, "Weight of the load-balance loss.", low=0)
-  load_balance_loss_scope: str = knob(
-    "batch",
-    "Over what the load is balanced: the whole `batch`, or each `sequence` (row) by itself.",
-    choices=("batch", "sequence"),
-  )
-  router_z_loss_weight: float = knob(0.001, "Weight of the router z-loss.", low=0)
-  sparse_matmul: bool = knob(
-    True, "Compute each token's own experts only; False: see capacity_factor."
-  )
-  capacity_factor: float = knob(
-    -1.0,
-    "With sparse_matmul=false: slots per expert and row, as a multiple of an even load; what does "
-    "not fit is dropped. -1: every expert on every token, nothing dropped.",
-    low=-1,
-  )
-  use_ring_of_experts: bool = knob(
-    False,
-    "Gather tokens over the expert axis and reduce-scatter results, instead of the ragged "
-    "all-to-all.",
-  )
-  ragged_buffer_factor: float = knob(
-    -1.0,
-    "Rows a shard of the expert axis can receive, as a multiple of an even load; what does not "
-    "fit is dropped. -1: the worst case, nothing dropped.",
-    low=-1,
-  )
-  megablox: bool = knob(
-    True, "Let grouped_matmul=auto take the Megablox kernels on TPU; False: XLA's ragged dot."
-  )
-  grouped_matmul: str = knob(
-    "auto",
-    "Backend of the experts' matmuls.",
-    choices=("auto", "tiled", "megablox", "triton", "ragged_dot", "reference"),
-  )
-  tiles: TilesConfig = dataclasses.field(default_factory=TilesConfig)
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentAttentionConfig:
-  """DeepSeek's multi-head latent attention; read where decoder_block has it."""
-
-  q_lora_rank: int = shape_knob(0, "Width of the query latent; 0: queries without one.", low=0)
-  kv_lora_rank: int = shape_knob(512, "Width of the key/value latent.", low=1)
-  qk_nope_head_dim: int = shape_knob(128, "Channels of a head without rotary embedding.", low=1)
-  qk_rope_head_dim: int = shape_knob(64, "Channels of a head with rotary embedding.", low=2)
-  v_head_dim: int = shape_knob(128, "Channels of a head's values.", low=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-  """Rotary position embedding."""
-
-  rope_max_timescale: float = shape_knob(10_000.0, "Base of the rotary embedding (theta).", low=1)
-  rope_type: str = shape_knob(
-    "default", "Rotary embedding as it is, or stretched by `yarn`.", choices=("default", "yarn")
-  )
-  rope_factor: float = shape_knob(40.0, "Factor by which yarn stretches the context.", low=1)
-  original_max_position_embeddings: int = shape_knob(
-    4096, "Context the frequencies were trained for, before yarn.", unit="tokens", low=1
-  )
-  mscale: float = shape_knob(
-    0.0,
-    "YaRN's growth of attention scores: all are (0.1 mscale ln(rope_factor) + 1)^2 times as large, "
-    "as in DeepSeek; 0: the rotated channels alone, with a 1 for mscale.",
-    low=0,
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-  """The decoder's architecture, number formats and memory policy."""
-
-  decoder_block: str = shape_knob(
-    "mixtral",
-    "Family of the decoder's blocks (models/): dense `llama`; the others are mixtures of experts.",
-    choices=("llama", "mixtral", "deepseek", "qwen3_moe", "olmoe"),
-  )
-  vocab_size: int = shape_knob(
-    320, "Rows of the token embedding; at least the tokenizer's size.", low=1
-  )
-  base_emb_dim: int = shape_knob(256, "Width of the residual stream.", low=1)
-  base_num_decoder_layers: int = shape_knob(4, "Number of decoder blocks.", low=1)
-  base_num_query_heads: int = shape_knob(8, "Query heads.", low=1)
-  base_num_kv_heads: int = shape_knob(
-    4, "Key/value heads; query heads share them in groups.", low=1
-  )
-  head_dim: int = shape_knob(32, "Channels of one attention head.", low=2)
-  base_mlp_dim: int = shape_knob(1024, "Hidden width of the dense MLP.", low=1)
-  mlp_activations: tuple[str, ...] = shape_knob(
-    ("silu", "linear"),
-    "Activation of the MLP; with `linear` second, a gated MLP.",
-    choices=("silu", "gelu", "relu", "linear"),
-  )
-  logits_via_embedding: bool = shape_knob(False, "Tie the output projection to the embedding.")
-  normalization_layer_epsilon: float = shape_knob(1e-5, "Epsilon inside RMSNorm.", low=0)
-  scan_layers: bool = shape_knob(True, "Stack layers and scan over them: compiles once for all.")
-  scan_unroll: int = knob(
-    0,
-    "Layers per iteration of that scan: more compile longer and need more memory; 0: 4 on a CPU, "
-    "where that is faster, and 1 elsewhere.",
-    low=0,
-  )
-  dtype: str = knob("float32", "Type of activations.", choices=FLOAT_TYPES)
-  weight_dtype: str = knob("float32", "Type of stored weights.", choices=FLOAT_TYPES)
-  attention: str = knob(
-    "auto",
-    "Backend of attention.",
-    choices=("auto", "chunked", "dot_product", "reference"),
-  )
-  attention_block_q: int = knob(
-    64, "Queries scored at once by the chunked backend.", unit="positions", low=1
-  )
-  remat_policy: str = knob(
-    "none",
-    "What the backward pass recomputes: `full` everything, `minimal` all but matmul outputs, "
-    "`custom` all but remat_save, `none` nothing.",
-    choices=("none", "minimal", "full", "custom"),
-  )
-  remat_save: tuple[str, ...] = knob(
-    (),
-    "Tensors kept under remat_policy=custom.",
-    choices=(
-      "query_proj",
-      "key_proj",
-      "value_proj",
-      "attention_out",
-      "out_proj",
-      "mlpwi",
-      "mlpwo",
-      "query_latent",
-      "kv_latent",
-      "moe_route",
-      "moe_rows",
-    ),
-  )
-  rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
-  mla: LatentAttentionConfig = dataclasses.field(default_factory=LatentAttentionConfig)
-  moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
-
-
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Where tokens come from and how they fill batches."""
@@ -304,6 +133,12 @@ class DataConfig:
   )
   enable_data_shuffling: bool = knob(True, "Shuffle documents, and rows anew in every epoch.")
   data_shuffle_seed: int = knob(0, "Seed of the shuffling.", low=0, high=2**32 - 1)
+  data_sampling: str = knob(
+    "shuffle",
+    "Rows of an epoch: each once, or by `bootstrap` as many, drawn with replacement by "
+    "data_shuffle_seed.",
+    choices=("shuffle", "bootstrap"),
+  )
   grain_worker_count: int = knob(0, "Grain worker processes; 0: threads of this process.", low=0)
   grain_prefetch: int = knob(16, "Batches read ahead of the step.", unit="batches", low=1)
 
@@ -357,6 +192,80 @@ class TrainingConfig:
   z_loss_multiplier: float = knob(0.0, "Weight of the squared log-partition of the logits.", low=0)
   max_skipped_steps: int = knob(
     10, "Steps in a row with a non-finite loss or gradient after which the run stops.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class EnsembleConfig:
+  """Many members trained by one command; read where `members` or `sweep` has any."""
+
+  members: tuple[Table, ...] = knob(
+    (),
+    "Members, each {key: value} of what it has for itself, and a `name` if you like. Its keys may "
+    "be those of model (without vocab_size), optimizer and training, init_weights_seed, "
+    "data_shuffle_seed, data_sampling, and model_name: of that preset, what a member may have.",
+  )
+  sweep: Table = knob(
+    Table(),
+    "More members, by {grid: {key: [values]}} every combination, by {draw: {key: rule}, "
+    "num_members: N, seed: 0} random ones, a rule being {log_uniform: [low, high]} (for learning "
+    "rates), {uniform: [low, high]} or {choice: [values]}. With `members`: each of them with each.",
+  )
+  ensemble_strategy: str = knob(
+    "auto",
+    "How members are trained: `stacked` as arrays of one program; `fused` stacks of each "
+    "architecture in one program; `padded` to the largest; `switched` one per device; `submesh` "
+    "some devices each; `processes` of their own.",
+    choices=("auto", "stacked", "fused", "padded", "switched", "submesh", "processes"),
+  )
+  ensemble_data: str = knob(
+    "shared",
+    "Batches: the same for all; `independent` in an order per member; `bootstrap` also drawn with "
+    "replacement.",
+    choices=("shared", "independent", "bootstrap"),
+  )
+  ensemble_executor: str = knob(
+    "local", "Who starts the workers of ensemble_strategy=processes.", choices=("local", "ray")
+  )
+  ensemble_memory_gb: float = knob(
+    0.0, "Budget on one device for all members' state; 0: what it has.", unit="GB", low=0
+  )
+  ensemble_num_workers: int = knob(
+    0, "Workers of ensemble_strategy=processes; 0: one per member, up to the cores.", low=0
+  )
+  halving_factor: int = knob(
+    0,
+    "Successive halving (ASHA's eta): one of so many members goes on past a rung, and the next "
+    "rung is so many times as many steps; 0: all members are trained to the end.",
+    low=0,
+  )
+  halving_first_rung: int = knob(100, "Steps before the first rung.", unit="steps", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PhasesConfig:
+  """Phases that take turns, each training a part of the model; read where `phases` has any."""
+
+  phases: tuple[Table, ...] = knob(
+    (),
+    "Phases in their order, each {name: N, train: [path regexes], loss: next_token, steps: N}, or "
+    "in place of steps `until: {metric: M, max_steps: N, patience: N}` (or below: X, above: X); "
+    "and of optimizer keys and gradient_accumulation_steps what it has for itself.",
+    shapes_model=True,
+  )
+  phase_warmup: Table = knob(
+    Table(), "{phase: steps} that a phase takes alone before all take turns.", shapes_model=True
+  )
+  phase_strategy: str = knob(
+    "auto",
+    "`separate` programs, one per phase; `switch`, one program for all; `auto` by their number.",
+    choices=("auto", "separate", "switch"),
+  )
+  phase_optimizer_state: str = knob(
+    "own",
+    "Whether phases that train the same parameter keep `own` optimizer state for it or `shared`.",
+    choices=("own", "shared"),
+    shapes_model=True,
   )
 
 
@@ -426,6 +335,8 @@ class Config:
   data: DataConfig = dataclasses.field(default_factory=DataConfig)
   optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
   training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+  phasing: PhasesConfig = dataclasses.field(default_factory=PhasesConfig)
+  ensemble: EnsembleConfig = dataclasses.field(default_factory=EnsembleConfig)
   checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
   observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
   generate: GenerateConfig = dataclasses.field(default_factory=GenerateConfig)

@@ -7,11 +7,14 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxlite.config.knob import ConfigError
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
 from maxlite.config.values import did_you_mean, show
+
+# Sources that are not at fault: a default fits by itself, and so does what all members share.
+DEFAULT, SHARED = "default", "shared"
 
 
 class Complaint(NamedTuple):
@@ -41,8 +44,8 @@ def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> 
 
 
 def _line(complaint: Complaint, values: Mapping[str, object], source: Mapping[str, str]) -> str:
-  sources = [source.get(key, "default") for key in complaint.keys]
-  where = next((s for s in sources if s != "default"), "default")
+  sources = [source.get(key, DEFAULT) for key in complaint.keys]
+  where = next((s for s in sources if s not in (DEFAULT, SHARED)), sources[0])
   told = [
     f"{key}={show(values[key])}" + (f" ({s})" if s != where else "")
     for key, s in zip(complaint.keys, sources, strict=True)
@@ -50,9 +53,14 @@ def _line(complaint: Complaint, values: Mapping[str, object], source: Mapping[st
   return f"{where}: {' with '.join(told)}: {complaint.text}"
 
 
+def is_folder_name(name: str) -> bool:
+  """Whether `name` names one folder, that of a run or a member."""
+  odd = name.startswith(".") or not name.isprintable() or set(name) & set("/\\")
+  return bool(name) and not odd
+
+
 def _run_name(c: Config) -> Complaints:
-  name = c.run.run_name
-  if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
+  if not is_folder_name(c.run.run_name):
     text = "must name one folder; write run_name=NAME without slashes or a leading dot"
     yield Complaint(("run_name",), text)
 
@@ -281,6 +289,40 @@ def _batch(c: Config) -> Complaints:
     yield Complaint(("per_device_batch_size",), text)
 
 
+def _sampling(c: Config) -> Complaints:
+  if not c.data.enable_data_shuffling:
+    fix = "write enable_data_shuffling=true"
+    if c.data.data_sampling == "bootstrap":
+      yield Complaint(("data_sampling", "enable_data_shuffling"), f"draws rows at random; {fix}")
+    if c.ensemble.ensemble_data != "shared":
+      keys = ("ensemble_data", "enable_data_shuffling")
+      yield Complaint(keys, f"members would read the same order; {fix}")
+
+
+def _ensemble(c: Config) -> Complaints:
+  e = c.ensemble
+  if not e.members and not e.sweep:
+    for key, value in flatten(e).items():
+      if value != DEFAULTS[key]:
+        text = f"there is no ensemble; write members or sweep, or {key}={show(DEFAULTS[key])}"
+        yield Complaint((key,), text)
+  elif e.ensemble_strategy not in ("auto", "processes"):
+    for key in ("ensemble_executor", "ensemble_num_workers"):
+      if flatten(e)[key] != DEFAULTS[key]:
+        text = "this strategy starts no processes; write ensemble_strategy=processes"
+        yield Complaint((key, "ensemble_strategy"), text)
+
+
+def _halving(c: Config) -> Complaints:
+  factor, first_rung = c.ensemble.halving_factor, c.ensemble.halving_first_rung
+  if factor == 1:
+    text = "would stop no member; write halving_factor=2 or more, or 0 for no early stopping"
+    yield Complaint(("halving_factor",), text)
+  if factor > 1 and first_rung >= c.run.steps:
+    text = f"the run ends before that rung; write halving_first_rung={max(c.run.steps // 4, 1)}"
+    yield Complaint(("halving_first_rung", "steps"), text)
+
+
 def _schedule(c: Config) -> Complaints:
   o = c.optimizer
   if o.learning_rate_schedule_steps == 0:
@@ -290,6 +332,15 @@ def _schedule(c: Config) -> Complaints:
     keys = ("warmup_steps_fraction", "wsd_decay_steps_fraction")
     fix = f"write wsd_decay_steps_fraction={round(1 - o.warmup_steps_fraction, 6)} or less"
     yield Complaint(keys, f"warm-up and decay overlap; {fix}")
+
+
+def _phases(c: Config) -> Complaints:
+  p, e = c.phasing, c.ensemble
+  if p.phase_warmup and not p.phases:
+    yield Complaint(("phase_warmup", "phases"), "there are no phases; write phases, or no warm-up")
+  for key in ("members", "sweep"):
+    if p.phases and flatten(e)[key]:
+      yield Complaint(("phases", key), f"members train all at once; write phases or {key}")
 
 
 def _moments(c: Config) -> Complaints:
@@ -334,11 +385,12 @@ def _divisible(c: Config) -> Complaints:
   sharded.append(("context", "max_target_length"))
   if _is_mixture(c):
     sharded.append(("expert", "num_experts"))
+  values = flatten(c)
   for mesh_axis, key in sharded:
-    yield from _divides(c, (mesh_axis,), key)
+    yield from _divides(values, (mesh_axis,), key)
   latents = ("q_lora_rank", "kv_lora_rank") if _has_latent_attention(c) else ()
   for key in ("base_emb_dim", *latents):
-    yield from _divides(c, ("fsdp", "context", "expert"), key)
+    yield from _divides(values, ("fsdp", "context", "expert"), key)
 
 
 def _tensor_dims(c: Config) -> Iterator[str]:
@@ -351,12 +403,11 @@ def _tensor_dims(c: Config) -> Iterator[str]:
     yield "base_mlp_dim"
 
 
-def _divides(c: Config, mesh_axes: tuple[str, ...], key: str) -> Complaints:
+def _divides(values: Mapping[str, Any], mesh_axes: tuple[str, ...], key: str) -> Complaints:
   """A complaint where the degrees that are known (not -1) cannot divide the dimension `key`."""
-  degree, size = flatten(c.mesh), flatten(c)[key]
   keys = [_degree_key(group, mesh_axis) for group in ("ici", "dcn") for mesh_axis in mesh_axes]
-  used = tuple(name for name in keys if degree[name] > 1)
-  shards = prod(degree[name] for name in used)
+  used = tuple(name for name in keys if values[name] > 1)
+  size, shards = values[key], prod(values[name] for name in used)
   if size % shards:
     fix = f"write degrees that make {_divisor(size, shards)}, or another {key}"
     yield Complaint((*used, key), f"{shards} shards do not divide {size}; {fix}")
@@ -390,7 +441,11 @@ RULES: tuple[Rule, ...] = (
   _tokenizer,
   _columns,
   _batch,
+  _sampling,
+  _ensemble,
+  _halving,
   _schedule,
+  _phases,
   _moments,
   _degrees,
   _axis_rules,

@@ -7,6 +7,7 @@ and `3e-4`, `010` or `yes` mean the same wherever they are written.
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ import yaml
 
 from maxlite.config.knob import ConfigError
 from maxlite.config.schema import KEYS, AxisRules, Key
+from maxlite.config.written import Raw, Table
 
-Raw = str | list["Raw"]
 BASE_CONFIG = "base_config"  # the one key that YAML files have beyond the schema's
+_BARE = re.compile(r"-?[\w./][\w./+*-]*")  # a word that needs no quotes within [] and {}
 _LARGEST_INT = 2**31 - 1  # counters live on devices as int32
 
 
@@ -32,19 +34,41 @@ class Setting:
     return ConfigError(f"{self.source}: {self.name}={show(self.raw)} {complaint}")
 
 
-def plain(node: yaml.Node | None) -> Raw:
+class NotPlainError(ValueError):
+  """YAML that says nothing, or two things, where a value should stand; the text tells the fix."""
+
+
+def plain(node: yaml.Node | None, file: str = "") -> Raw:
   """The node's scalars as they are written, before YAML gives them types.
 
+  Args:
+    file: where the node stands, for the `source` of its mappings; empty: in no file.
+
   Raises:
-    ValueError: the node is null or holds a mapping.
+    NotPlainError: a scalar is null, or a mapping has a key twice or one that is no text.
   """
   if isinstance(node, yaml.SequenceNode):
-    return [plain(child) for child in node.value]
-  if not isinstance(node, yaml.ScalarNode):
-    raise ValueError("is a mapping; keys are flat, write one `key: value` per line")
-  if node.tag == "tag:yaml.org,2002:null":
-    raise ValueError("has no value; write one, or remove the line to keep the default")
+    return tuple(plain(child, file) for child in node.value)
+  if isinstance(node, yaml.MappingNode):
+    return _plain_table(node, file)
+  if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null":
+    raise NotPlainError("has no value; write one, or remove the line to keep the default")
   return str(node.value)
+
+
+def _plain_table(node: yaml.MappingNode, file: str) -> Table:
+  entries: dict[str, Raw] = {}
+  for key_node, value_node in node.value:
+    key = plain(key_node)
+    if not isinstance(key, str):
+      raise NotPlainError(f"has {show(key)} for a key; write `key: value`")
+    if key in entries:
+      raise NotPlainError(f"has {key} twice in one mapping; remove one of the two")
+    try:
+      entries[key] = plain(value_node, file)
+    except NotPlainError as error:
+      raise NotPlainError(f"has a mapping whose {key} {error}") from None
+  return Table(entries.items(), f"{file}:{node.start_mark.line + 1}" if file else "")
 
 
 def parse(setting: Setting) -> Any:
@@ -53,13 +77,16 @@ def parse(setting: Setting) -> Any:
   Raises:
     ConfigError: the key does not exist, or the value is not one of its type, choices or range.
   """
-  key = KEYS.get(setting.name)
-  if key is None:
-    raise setting.error(_unknown(setting))
+  known = KEYS.get(setting.name)
+  if isinstance(setting.raw, Table) and (known is None or known.type is not Table):
+    raise setting.error("is a mapping; keys are flat, write one `key: value` per line")
+  key = find_key(setting)
+  kind = _KINDS[key.type]
   try:
-    value = _KINDS[key.type].read(setting.raw)
+    value = kind.read(setting.raw)
+  except NotPlainError as error:
+    raise setting.error(str(error)) from None
   except ValueError:
-    kind = _KINDS[key.type]
     raise setting.error(
       f"is not {kind.noun}; write for example {key.name}={kind.example}"
     ) from None
@@ -70,14 +97,38 @@ def parse(setting: Setting) -> Any:
   return value
 
 
+def find_key(setting: Setting) -> Key:
+  """The schema's key that `setting` is of.
+
+  Raises:
+    ConfigError: it does not exist.
+  """
+  if setting.name == BASE_CONFIG:
+    hint = "belongs in a YAML file; on the command line name the file itself, before other files"
+    raise setting.error(hint)
+  if setting.name not in KEYS:
+    raise setting.error(f"is no key; {did_you_mean(setting.name, KEYS) or '--help lists all keys'}")
+  return KEYS[setting.name]
+
+
 def show(value: Any) -> str:
   """`value` (or what is written for it) as YAML and the command line spell it."""
   if isinstance(value, bool):
     return str(value).lower()
-  if isinstance(value, list | tuple):
-    return f"[{', '.join(map(show, value))}]"
+  if isinstance(value, tuple):
+    return f"[{', '.join(map(_show_part, value))}]"
+  if isinstance(value, Table):
+    parts = (f"{_show_part(key)}: {_show_part(part)}" for key, part in value.items())
+    return "{" + ", ".join(parts) + "}"
   text = str(value)
   return text if text.isprintable() and text and " " not in text else repr(text)
+
+
+def _show_part(value: Any) -> str:
+  """`show` of a part of a list or mapping, where some words would mean something else to YAML."""
+  if not isinstance(value, str) or (_BARE.fullmatch(value) and value.lower() != "null"):
+    return show(value)
+  return str(yaml.safe_dump(value, default_style='"', width=float("inf"))).rstrip("\n")
 
 
 def domain(key: Key) -> str:
@@ -96,12 +147,6 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
   """`did you mean OPTION?` for the option nearest to `word`; empty where none is near."""
   near = difflib.get_close_matches(word, list(options), n=1)
   return f"did you mean {near[0]}?" if near else ""
-
-
-def _unknown(setting: Setting) -> str:
-  if setting.name == BASE_CONFIG:
-    return "belongs in a YAML file; on the command line name the file itself, before other files"
-  return f"is no key; {did_you_mean(setting.name, KEYS) or '--help lists all keys'}"
 
 
 def _misfit(key: Key, value: Any) -> str:
@@ -142,17 +187,35 @@ def _read_str(raw: Raw) -> str:
   return raw
 
 
-def _read_list(raw: Raw) -> list[Raw]:
+def _read_list(raw: Raw) -> tuple[Raw, ...]:
   """A list as YAML or the command line gives it: `[a, b]`, or `a,b` without brackets."""
-  if isinstance(raw, list):
+  if isinstance(raw, tuple):
     return raw
+  if isinstance(raw, Table):
+    raise ValueError(raw)
   if raw.startswith("[") and raw.endswith("]"):
-    try:
-      items = plain(yaml.compose(raw, Loader=yaml.SafeLoader))
-    except yaml.YAMLError as error:
-      raise ValueError(raw) from error
-    return _read_list(items)
-  return [part.strip() for part in raw.split(",")] if raw else []
+    return _read_list(_read_yaml(raw))
+  return tuple(part.strip() for part in raw.split(",")) if raw else ()
+
+
+def _read_yaml(text: str) -> Raw:
+  try:
+    return plain(yaml.compose(text, Loader=yaml.SafeLoader))
+  except yaml.YAMLError as error:
+    raise ValueError(text) from error
+
+
+def _read_table(raw: Raw) -> Table:
+  table = _read_yaml(raw) if isinstance(raw, str) and raw.startswith("{") else raw
+  if not isinstance(table, Table):
+    raise ValueError(raw)
+  return table
+
+
+def _read_tables(raw: Raw) -> tuple[Table, ...]:
+  if isinstance(raw, str) and raw.startswith("{"):
+    raise ValueError(raw)
+  return tuple(_read_table(item) for item in _read_list(raw))
 
 
 def _read_strings(raw: Raw) -> tuple[str, ...]:
@@ -186,5 +249,7 @@ _KINDS: dict[Any, _Kind] = {
   str: _Kind(_read_str, "text", "name"),
   tuple[int, ...]: _Kind(_read_ints, "a list of whole numbers", "[512, 1024, 1024]"),
   tuple[str, ...]: _Kind(_read_strings, "a list of texts", "[a, b]"),
+  Table: _Kind(_read_table, "a mapping {key: value}", "{key: value}"),
+  tuple[Table, ...]: _Kind(_read_tables, "a list of {key: value}", "[{key: value}]"),
   AxisRules: _Kind(_read_axis_rules, "a list of [name, [mesh axes]]", "[[embed, [fsdp]]]"),
 }

@@ -11,11 +11,14 @@ from absl import flags
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.rows import HostBatches, Row, shuffled_order
+from maxlite.data.rows import Bootstrap, HostBatches, Row, shuffled_order
 from maxlite.data.sources import SOURCES, Source
 
 _READ_THREADS = 2
+_BEFORE_IT_WAS_KEPT = {"data_sampling": "shuffle"}  # what older checkpoints do not say
 _EVAL_SEED = 0  # eval batches are the same whatever data_shuffle_seed is
+
+ORDERS = {"shuffle": shuffled_order, "bootstrap": Bootstrap}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Data:
     num_rows = len(self.source.train)
     order = grain.MapDataset.range(num_rows)
     if self.cfg.enable_data_shuffling:
-      order = shuffled_order(num_rows, self.cfg.data_shuffle_seed)
+      order = ORDERS[self.cfg.data_sampling](num_rows, self.cfg.data_shuffle_seed)
     batches = HostBatches(order.repeat(), self.source.train, self.global_batch_size, self.rows)
     return TrainStream(batches, self._stream_facts(), self.cfg)
 
@@ -60,6 +63,7 @@ class Data:
       "max_target_length": self.cfg.max_target_length,
       "global_batch_size": self.global_batch_size,
       "enable_data_shuffling": self.cfg.enable_data_shuffling,
+      "data_sampling": self.cfg.data_sampling,
       "data_shuffle_seed": self.cfg.data_shuffle_seed if self.cfg.enable_data_shuffling else None,
       "data": self.source.train.identity,
     }
@@ -113,7 +117,7 @@ class TrainStream:
   def restore(self, state: dict[str, Any]) -> None:
     """Goes on after the batches that `state` counts. Raises ValueError if the streams differ."""
     for name, now in self._facts.items():
-      if state.get(name) != now:
+      if state.get(name, _BEFORE_IT_WAS_KEPT.get(name)) != now:
         raise ValueError(_difference(name, state.get(name), now))
     self.close()
     self._start(state["num_batches"])

@@ -20,9 +20,10 @@ def gather_weight(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int) -> jax.Array:
-  # Without the barrier, XLA would cast the weights of all layers before the loop over layers.
-  narrow = w if w.dtype == dtype else jax.lax.optimization_barrier(w).astype(dtype)
-  return jax.lax.all_gather(narrow, mesh_axes, axis=axis, tiled=True).astype(w.dtype)
+  # Rounded before it is cast: a bare cast XLA makes for all layers before the loop over layers.
+  precision = jnp.finfo(dtype)
+  rounded = jax.lax.reduce_precision(w, precision.nexp, precision.nmant)
+  return jax.lax.all_gather(rounded.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
 
 
 def _forward(w, dtype, mesh_axes, axis):

@@ -1,5 +1,6 @@
 """One command's run: opened or taken up again, looped, and summed up."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,8 +22,10 @@ from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.storage.fingerprint import tree_hash
 from maxlite.storage.run_folder import Changes, RunFolder
-from maxlite.training.loop import Ending, Run, train
+from maxlite.training.evaluate import evaluate
+from maxlite.training.loop import Ending, Run, StepLog, train
 from maxlite.training.setup import Trainer, build_trainer
+from maxlite.training.state import TrainState
 
 
 def run_training(cfg: Config) -> int:
@@ -53,20 +56,16 @@ def run_training(cfg: Config) -> int:
   if restored:
     console.print(f"going on from the checkpoint of step {done}")
   state = restored[0] if restored else trainer.init_state()
-  run = Run(
-    trainer,
-    data,
-    checkpoints,
-    _open_writers(trainer, folder, done, console),
-    Profiler(cfg.observe, folder.profile),
-  )
+  writers = _open_writers(trainer, folder, done, console)
+  profiler = Profiler(cfg.observe, folder.profile)
+  run = Run(trainer, checkpoints, StepLog(trainer, writers), profiler, _evaluation(trainer, data))
   del restored  # its arrays are donated to the first step
   try:
-    ending = train(run, state, stream, done + 1)
+    ending = train(run, state, stream, done + 1, cfg.run.steps)
   finally:
-    run.profiler.close()
+    profiler.close()
     stream.close()
-    run.writers.close()
+    writers.close()
     if checkpoints:
       checkpoints.close()
   _conclude(cfg, folder, ending, console)
@@ -88,6 +87,14 @@ def open_trainer_data(trainer: Trainer) -> Data:
     rows=local_rows(trainer.batch_sharding, trainer.batch_shape),
     cache_directory=Path(cache).expanduser(),
   )
+
+
+def _evaluation(trainer: Trainer, data: Data) -> Callable[[TrainState], dict[str, float]] | None:
+  if data.source.eval is None:
+    return None
+  eval_step = trainer.eval_step(data.source.num_bytes_V)
+  num_batches = trainer.cfg.observe.eval_steps
+  return lambda state: evaluate(trainer, eval_step, state.params, data.eval_batches(num_batches))
 
 
 def _open_checkpoints(cfg: Config, folder: RunFolder, console: Console) -> Checkpoints | None:
@@ -134,6 +141,11 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
     f"attention by {resolve_attention(cfg.model.attention, platform)}"
     + (f", experts by {experts}" if trainer.is_moe else "")
   )
+  for line in trainer.turns.describe(cfg.run.steps) if trainer.turns else ():
+    console.print(line)
+  untrained = trainer.turns.untrained(trainer.abstract_state.params) if trainer.turns else []
+  if untrained:
+    console.print(f"no phase trains {', '.join(untrained)}")
   rows, length = trainer.batch_shape
   console.print(f"data: {data.source.summary}; {rows} x {length} tokens per step")
 

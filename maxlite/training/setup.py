@@ -13,7 +13,7 @@ from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.schema import Config, MeshConfig, OptimizerConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import Batch, to_global
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models import MODELS, build_model
 from maxlite.models.decoder import Decoder
@@ -22,8 +22,10 @@ from maxlite.optim.partition import logical_names, path_of, state_names
 from maxlite.parallel import MESH_AXES, Sharder, build_mesh
 from maxlite.parallel.audit import Placement, check_sharded, place
 from maxlite.parallel.exchange import check_exchange
+from maxlite.training.phase_programs import PhasePrograms
 from maxlite.training.state import TrainState, init_state
-from maxlite.training.step import build_eval_step, build_train_step
+from maxlite.training.step import Part, all_parameters, build_eval_step, build_train_step
+from maxlite.training.turns import Turns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +41,7 @@ class Trainer:
   placements: list[Placement]
   abstract_state: TrainState  # ShapeDtypeStructs with their shardings
   global_batch_size: int  # rows
+  turns: Turns | None = None  # of a run that has phases
 
   @property
   def is_moe(self) -> bool:
@@ -64,29 +67,66 @@ class Trainer:
     return self.sharder.sharding(("activation_batch", "activation_length"))
 
   @functools.cached_property
+  def state_shardings(self) -> TrainState:
+    return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+  @functools.cached_property
+  def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+    """The step as a pure function."""
+    return build_train_step(self.model, self.part, self.cfg.training, self.cfg.model.moe)
+
+  @functools.cached_property
+  def part(self) -> Part:
+    return all_parameters(self.tx, self.schedule)
+
+  @functools.cached_property
   def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """Compiled step; the state given to it is gone afterwards."""
-    step = build_train_step(
-      self.model, self.tx, self.schedule, self.cfg.training, self.cfg.model.moe
-    )
-    state = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+    if self.turns is not None:
+      return self._phase_programs(self.turns).step
     whole = self.sharder.sharding(())
     return jax.jit(
-      step,
-      in_shardings=(state, self.batch_sharding),
-      out_shardings=(state, whole),
+      self.step,
+      in_shardings=(self.state_shardings, self.batch_sharding),
+      out_shardings=(self.state_shardings, whole),
       donate_argnums=0,
     )
+
+  def _phase_programs(self, turns: Turns) -> PhasePrograms:
+    """The phases' steps, all compiled."""
+    steps = {
+      phase.name: build_train_step(self.model, turns.part(n), phase.training, self.cfg.model.moe)
+      for n, phase in enumerate(turns.phases)
+    }
+    batches = dict.fromkeys(steps, self.abstract_batch)
+    strategy = self.cfg.phasing.phase_strategy
+    return PhasePrograms(steps, turns.schedule, strategy, self.abstract_state, batches)
+
+  @property
+  def abstract_batch(self) -> Batch:
+    """Shapes, types and sharding of a batch."""
+    of = lambda field: jnp.float32 if field.name == "weight_BT" else jnp.int32
+    place = functools.partial(jax.ShapeDtypeStruct, self.batch_shape, sharding=self.batch_sharding)
+    return Batch(**{field.name: place(dtype=of(field)) for field in dataclasses.fields(Batch)})
+
+  def place(self, batch: Batch) -> Batch:
+    """The global batch of which `batch` (numpy) is this host's part."""
+    return to_global(batch, self.batch_sharding, self.batch_shape)
 
   def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
     """Compiled evaluation step."""
     return jax.jit(build_eval_step(self.model, self.cfg.training, jnp.asarray(num_bytes_V)))
 
+  def init(self, seed: jax.Array) -> TrainState:
+    """The state before the first step, as a pure function of the seed."""
+    params = meta.unbox(_init_params(self.model, seed, self.batch_shape))
+    rng = jax.random.fold_in(jax.random.key(seed), 1)
+    return _with_optimizer(params, self.tx, self.turns, jax.random.key_data(rng))
+
   def init_state(self) -> TrainState:
     """The state before the first step, each leaf made where it lies."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-    init = functools.partial(_init, self.model, self.tx, self.cfg, self.batch_shape)
-    return jax.jit(init, out_shardings=shardings)()
+    init = jax.jit(self.init, out_shardings=self.state_shardings)
+    return init(jnp.uint32(self.cfg.run.init_weights_seed))
 
 
 def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Trainer:
@@ -103,13 +143,14 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   # Shapes come of a model on one device: on the mesh, what does not fit would fail in JAX's words.
   one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))
   whole = build_model(cfg.model, one)
-  boxed = jax.eval_shape(functools.partial(_init_params, whole, cfg, batch_shape))
+  boxed = jax.eval_shape(lambda seed: _init_params(whole, seed, batch_shape), jnp.uint32(0))
   names = logical_names(boxed)
   params = meta.unbox(boxed)
   placements = _placements(params, names, sharder)
   check_sharded(placements, sharder, cfg.mesh.sharding_tolerance)
   optimizer_cfg = _with_schedule_steps(cfg.optimizer, cfg.run.steps)
   tx = build_optimizer(optimizer_cfg, names)
+  turns = Turns(cfg, params, names) if cfg.phasing.phases else None
   trainer = Trainer(
     cfg=cfg,
     mesh=mesh,
@@ -118,8 +159,9 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     tx=tx,
     schedule=build_schedule(optimizer_cfg),
     placements=placements,
-    abstract_state=_abstract_state(params, names, tx, sharder),
+    abstract_state=_abstract_state(params, names, tx, turns, sharder),
     global_batch_size=global_batch_size,
+    turns=turns,
   )
   _check_topology(trainer)
   return trainer
@@ -168,9 +210,9 @@ def _global_batch_size(cfg: Config, sharder: Sharder) -> int:
   return round(rows)
 
 
-def _init_params(model: Decoder, cfg: Config, batch_shape: tuple[int, int]) -> Any:
+def _init_params(model: Decoder, seed: jax.Array, batch_shape: tuple[int, int]) -> Any:
   tokens_BT = jnp.zeros(batch_shape, jnp.int32)
-  key = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), 0)
+  key = jax.random.fold_in(jax.random.key(seed), 0)
   return model.init(
     {"params": key},
     tokens_BT,
@@ -178,12 +220,6 @@ def _init_params(model: Decoder, cfg: Config, batch_shape: tuple[int, int]) -> A
     tokens_BT,
     method=model.hidden_and_unembedding,
   )["params"]
-
-
-def _init(model: Decoder, tx: Any, cfg: Config, batch_shape: tuple[int, int]) -> TrainState:
-  params = meta.unbox(_init_params(model, cfg, batch_shape))
-  rng = jax.random.fold_in(jax.random.key(cfg.run.init_weights_seed), 1)
-  return init_state(params, tx, jax.random.key_data(rng))
 
 
 def _placements(params: Any, names: Any, sharder: Sharder) -> list[Placement]:
@@ -194,10 +230,21 @@ def _placements(params: Any, names: Any, sharder: Sharder) -> list[Placement]:
   ]
 
 
-def _abstract_state(params: Any, names: Any, tx: Any, sharder: Sharder) -> TrainState:
+def _with_optimizer(params: Any, tx: Any, turns: Turns | None, rng: jax.Array) -> TrainState:
+  """The state before the first step."""
+  if turns is None:
+    return init_state(params, tx.init(params), rng)
+  opt_state, clock = turns.init(params)
+  return init_state(params, opt_state, rng, clock)
+
+
+def _abstract_state(
+  params: Any, names: Any, tx: Any, turns: Turns | None, sharder: Sharder
+) -> TrainState:
   """Shapes, types and shardings of the whole state."""
   rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
-  state = jax.eval_shape(lambda params, rng: init_state(params, tx, rng), params, rng)
+  init = lambda params, rng: _with_optimizer(params, tx, turns, rng)
+  state = jax.eval_shape(init, params, rng)
   axes = TrainState(
     step=jax.P(),
     params=names,
@@ -205,6 +252,7 @@ def _abstract_state(params: Any, names: Any, tx: Any, sharder: Sharder) -> Train
     rng=jax.P(None),
     skipped=jax.P(),
     skipped_in_a_row=jax.P(),
+    clock=jax.tree.map(lambda leaf: jax.P(*(None,) * leaf.ndim), state.clock),
   )
   return jax.tree.map(
     lambda leaf, names: jax.ShapeDtypeStruct(

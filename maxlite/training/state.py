@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 
@@ -18,9 +17,10 @@ class TrainState:
   rng: jax.Array  # raw key; step n draws from fold_in(rng, n)
   skipped: jax.Array  # steps skipped in all for a non-finite loss or gradient
   skipped_in_a_row: jax.Array
+  clock: Any = None  # PhaseClock of a run that has phases
 
 
-def init_state(params: Any, tx: optax.GradientTransformation, rng: jax.Array) -> TrainState:
+def init_state(params: Any, opt_state: Any, rng: jax.Array, clock: Any = None) -> TrainState:
   """State before the first step."""
   zero = jnp.zeros((), jnp.int32)
-  return TrainState(zero, params, tx.init(params), rng, zero, zero)
+  return TrainState(zero, params, opt_state, rng, zero, zero, clock)

@@ -1,5 +1,6 @@
 """One optimizer step and one evaluation step: pure functions, compiled once."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,49 +21,82 @@ from maxlite.training.state import TrainState
 Gradients = tuple[Any, dict, Sums]
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """What of the parameters a step trains, and by what; nothing is computed for the rest."""
+
+  split: Callable[[Any], tuple[Any, Any]]  # parameters -> (trained, frozen)
+  join: Callable[[Any, Any], Any]  # and back
+  update: Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, opt_state, trained) -> the new
+  learning_rate: Callable[[TrainState], jax.Array]  # of the step that is due
+  advance: Callable[[TrainState, dict], TrainState]  # after a step with these metrics
+
+
+def all_parameters(tx: optax.GradientTransformation, schedule: optax.Schedule) -> Part:
+  """The whole model, trained by one optimizer whose updates `schedule` counts."""
+
+  def update(gradients: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  return Part(
+    split=lambda params: (params, None),
+    join=lambda params, nothing: params,
+    update=update,
+    learning_rate=lambda state: schedule((state.step - state.skipped).astype(jnp.float32)),
+    advance=lambda state, metrics: state,
+  )
+
+
 def build_train_step(
   model: Decoder,
-  tx: optax.GradientTransformation,
-  schedule: optax.Schedule,
+  part: Part,
   cfg: TrainingConfig,
   moe: MoeConfig,
+  *,
+  stays_diverged: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
   """step(state, batch) -> (state, metrics).
 
   A step whose loss or gradient is not finite leaves parameters and optimizer as they were and is
-  counted; the next step sees the next batch.
+  counted; the next step sees the next batch. With `stays_diverged`, nothing moves any more after
+  max_skipped_steps of them in a row, where a run would end but an ensemble goes on.
   """
   gradients_of = _whole_batch if cfg.gradient_accumulation_steps == 1 else _micro_batches
+  max_skipped = cfg.max_skipped_steps if stays_diverged else None
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    gradients, parts, sums = gradients_of(model, state.params, batch, key, cfg, moe)
-    metrics = parts | {
-      "grad_norm": _norm(gradients),
-      "learning_rate": schedule((state.step - state.skipped).astype(jnp.float32)),
-      "num_tokens": sums.weight,
-    }
-    finite = jnp.isfinite(metrics["total_loss"]) & jnp.isfinite(metrics["grad_norm"])
-    state = _update(state, gradients, tx, finite)
+    gradients, losses, sums = gradients_of(model, state.params, part, batch, key, cfg, moe)
+    norm, rate = _norm(gradients), part.learning_rate(state)
+    metrics = losses | {"grad_norm": norm, "learning_rate": rate, "num_tokens": sums.weight}
+    finite = _may_move(metrics, state, max_skipped)
+    state = _update(state, gradients, part, finite)
     if "moe" in sums.layers:
-      state, loads = _balance(state, sums.layers["moe"], finite, moe)
+      state, loads = _balance(state, sums.layers["moe"], part, finite, moe)
       metrics |= loads
     counts = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
-    return state, metrics | counts
+    return part.advance(state, metrics), metrics | counts
 
   return step
 
 
+def _may_move(metrics: dict, state: TrainState, max_skipped: int | None) -> jax.Array:
+  finite = jnp.isfinite(metrics["total_loss"]) & jnp.isfinite(metrics["grad_norm"])
+  return finite if max_skipped is None else finite & (state.skipped_in_a_row < max_skipped)
+
+
 def _balance(
-  state: TrainState, routers: RouterSums, finite: jax.Array, moe: MoeConfig
+  state: TrainState, routers: RouterSums, part: Part, finite: jax.Array, moe: MoeConfig
 ) -> tuple[TrainState, dict]:
-  """(state with the routers' biases moved, if they have any and the step is not skipped; loads)."""
+  """(state with the trained routers' biases moved, if the step is not skipped; loads)."""
   loads = {"expert_load": routers.count_E, "expert_dropped": routers.dropped}
   if not moe.routed_bias:
     return state, loads
   rate = jnp.where(finite, moe.routed_bias_update_rate, 0)
-  params = move_routed_biases(state.params, routers.count_E, rate)
-  return state.replace(params=params), loads
+  moved, _ = part.split(move_routed_biases(state.params, routers.count_E, rate))
+  _, frozen = part.split(state.params)
+  return state.replace(params=part.join(moved, frozen)), loads
 
 
 def _norm(tree: Any) -> jax.Array:
@@ -72,24 +106,17 @@ def _norm(tree: Any) -> jax.Array:
   return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(accumulator))) for leaf in leaves))
 
 
-def _update(
-  state: TrainState, gradients: Any, tx: optax.GradientTransformation, finite: jax.Array
-) -> TrainState:
+def _update(state: TrainState, gradients: Any, part: Part, finite: jax.Array) -> TrainState:
   """The state after one more step, which is skipped unless `finite`."""
-
-  def take(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    updates, opt_state = tx.update(gradients, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  def leave(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    return params, opt_state
-
+  trained, frozen = part.split(state.params)
+  take = functools.partial(part.update, gradients)
+  leave = lambda opt_state, trained: (trained, opt_state)
   # A branch rather than a selection afterwards, for which the old state would have to be kept.
-  params, opt_state = jax.lax.cond(finite, take, leave, state.params, state.opt_state)
+  trained, opt_state = jax.lax.cond(finite, take, leave, state.opt_state, trained)
   skip = jnp.where(finite, 0, 1).astype(jnp.int32)
   return state.replace(
     step=state.step + 1,
-    params=params,
+    params=part.join(trained, frozen),
     opt_state=opt_state,
     skipped=state.skipped + skip,
     skipped_in_a_row=(state.skipped_in_a_row + skip) * skip,
@@ -111,19 +138,33 @@ def build_eval_step(
 
 
 def _whole_batch(
-  model: Decoder, params: Any, batch: Batch, key: jax.Array, cfg: TrainingConfig, moe: MoeConfig
+  model: Decoder,
+  params: Any,
+  part: Part,
+  batch: Batch,
+  key: jax.Array,
+  cfg: TrainingConfig,
+  moe: MoeConfig,
 ) -> Gradients:
-  def loss(params: Any) -> tuple[jax.Array, tuple[dict, Sums]]:
-    sums = forward_sums(model, params, batch, cfg, key)
-    total, parts = combine(sums, cfg, moe)
-    return total, (parts, sums)
+  trained, frozen = part.split(params)
 
-  gradients, (parts, sums) = jax.grad(loss, has_aux=True)(params)
-  return gradients, parts, sums
+  def loss(trained: Any) -> tuple[jax.Array, tuple[dict, Sums]]:
+    sums = forward_sums(model, part.join(trained, frozen), batch, cfg, key)
+    total, losses = combine(sums, cfg, moe)
+    return total, (losses, sums)
+
+  gradients, (losses, sums) = jax.grad(loss, has_aux=True)(trained)
+  return gradients, losses, sums
 
 
 def _micro_batches(
-  model: Decoder, params: Any, batch: Batch, key: jax.Array, cfg: TrainingConfig, moe: MoeConfig
+  model: Decoder,
+  params: Any,
+  part: Part,
+  batch: Batch,
+  key: jax.Array,
+  cfg: TrainingConfig,
+  moe: MoeConfig,
 ) -> Gradients:
   """The whole batch's gradients, from micro-batches whose sums meet in one loss.
 
@@ -131,22 +172,23 @@ def _micro_batches(
   is needed before the first backward pass.
   """
   num_micro = cfg.gradient_accumulation_steps
+  trained, frozen = part.split(params)
   micro = jax.tree.map(lambda x: _interleave(x, num_micro), batch)
   keys = jax.random.split(key, num_micro)
 
-  def forward(params: Any, inputs: tuple[Batch, jax.Array]) -> Sums:
-    return forward_sums(model, params, inputs[0], cfg, inputs[1])
+  def forward(trained: Any, inputs: tuple[Batch, jax.Array]) -> Sums:
+    return forward_sums(model, part.join(trained, frozen), inputs[0], cfg, inputs[1])
 
-  shapes = jax.eval_shape(forward, params, jax.tree.map(lambda x: x[0], (micro, keys)))
+  shapes = jax.eval_shape(forward, trained, jax.tree.map(lambda x: x[0], (micro, keys)))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  totals = _totals(lambda inputs: forward(params, inputs), (micro, keys), zeros, batch, moe)
+  totals = _totals(lambda inputs: forward(trained, inputs), (micro, keys), zeros, batch, moe)
   cotangent = jax.grad(lambda sums: combine(sums, cfg, moe)[0])(totals)
 
   def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
-    sums, pull_back = jax.vjp(lambda params: forward(params, inputs), params)
+    sums, pull_back = jax.vjp(lambda trained: forward(trained, inputs), trained)
     return jax.tree.map(jnp.add, carry, (*pull_back(cotangent), sums)), None
 
-  start = (jax.tree.map(jnp.zeros_like, params), zeros)
+  start = (jax.tree.map(jnp.zeros_like, trained), zeros)
   (gradients, sums), _ = jax.lax.scan(accumulate, start, (micro, keys))
   return gradients, combine(sums, cfg, moe)[1], sums
 

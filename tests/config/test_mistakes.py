@@ -114,6 +114,87 @@ MISTAKES = {
   ("first_num_dense_layers=1", "base_mlp_dim=5", "ici_tensor_parallelism=2"): ("base_mlp_dim=5",),
   ("ici_fsdp_parallelism=3",): ("ici_fsdp_parallelism=3", "base_emb_dim=256", "make 2"),
   ("ici_context_parallelism=2", "max_target_length=33"): ("max_target_length=33", "make 1"),
+  ("data_sampling=bootstrap", "enable_data_shuffling=false"): ("enable_data_shuffling=true",),
+  ("members=[{}]", "ensemble_data=independent", "enable_data_shuffling=false"): (
+    "ensemble_data=independent",
+    "enable_data_shuffling=true",
+  ),
+  ("ensemble_strategy=fused",): ("ensemble_strategy=fused", "members or sweep", "=auto"),
+  ("ensemble_memory_gb=2",): ("ensemble_memory_gb=2.0", "members or sweep", "=0.0"),
+  ("members=[{}]", "ensemble_strategy=fused", "ensemble_executor=ray"): (
+    "ensemble_executor=ray",
+    "ensemble_strategy=processes",
+  ),
+  ("members=[{}]", "ensemble_strategy=padded", "ensemble_num_workers=2"): (
+    "ensemble_num_workers=2",
+    "ensemble_strategy=processes",
+  ),
+  ("members=[{}]", "halving_factor=1"): ("halving_factor=1", "halving_factor=2"),
+  ("members=[{}]", "halving_factor=2", "steps=100"): (
+    "halving_first_rung=100 (default)",
+    "halving_first_rung=25",
+  ),
+  ("members={name: a}",): ("members='{name: a}'", "a list of {key: value}", "[{key: value}]"),
+  ("members=[a]",): ("members=[a]", "a list of {key: value}"),
+  ("members=[{name: a, name: b}]",): ("members=", "name twice", "remove one"),
+  ("members=[{name: a/b}]",): ("members[0]: name=a/b", "one folder", "without slashes"),
+  ("members=[{name: [a]}]",): ("members[0]: name=[a]", "one folder"),
+  ("members=[{name: a}, {name: a, head_dim: 8}]",): ("members[1]: name=a", "of members[0]"),
+  ("members=[{name: m01, head_dim: 8}, {}]",): ("members[1]: name=m01", "of members[0]"),
+  ("members=[{head_dim: 8}, {name: b, head_dim: 010}, {head_dim: 08}]",): (
+    "members[2]: member m02",
+    "m00 of members[0]",
+    "init_weights_seed",
+  ),
+  ("members=[{learning_rte: 1}]",): ("members[0]: learning_rte=1", "learning_rate?"),
+  ("members=[{learning_rate: fast}]",): ("members[0]: learning_rate=fast", "learning_rate=0.5"),
+  ("members=[{}, {vocab_size: 512}]",): (
+    "members[1]: vocab_size=512 is shared by all members; set it once, outside of members",
+  ),
+  ("members=[{ici_fsdp_parallelism: 2}]",): ("ici_fsdp_parallelism=2", "is shared"),
+  ("members=[{members: [{}]}]",): ("members[0]: members=[{}]", "is shared"),
+  ("model_name=mixtral-8x7b", "vocab_size=320", "members=[{model_name: ''}]"): (
+    "members[0]: model_name=''",
+    "configs/models",
+  ),
+  ("members=[{model_name: mixtrall}]",): ("members[0]: model_name=mixtrall", "configs/models"),
+  ("capacity_factor=-1", "sparse_matmul=false", "members=[{num_experts: 1}]"): (
+    "members[0]: num_experts=1 with decoder_block=mixtral (default)",
+    "decoder_block=llama",
+  ),
+  ("base_num_kv_heads=2", "members=[{base_num_query_heads: 3}]"): (
+    "members[0]: base_num_query_heads=3 with base_num_kv_heads=2 (shared)",
+    "base_num_kv_heads=1",
+  ),
+  ("members=[{head_dim: 8}]", "sweep={grid: {head_dim: [4]}}"): (
+    "sweep.grid: head_dim=4",
+    "members[0]",
+    "remove one",
+  ),
+  ("sweep=grid",): ("sweep=grid", "a mapping {key: value}", "sweep={key: value}"),
+  ("sweep={gird: {head_dim: [8]}}",): ("sweep: has gird", "{grid: {key: [values]}}"),
+  ("sweep={draw: {head_dim: {choice: [8]}}}",): ("sweep: has draw", "num_members: 16"),
+  ("sweep={grid: {}}",): ("sweep: grid={}", "names no keys"),
+  ("sweep={grid: {steps: [1, 2]}}",): ("sweep.grid: steps=1", "is shared"),
+  ("sweep={grid: {stepz: [1, 2]}}",): ("sweep.grid: stepz=[1, 2]", "steps?"),
+  ("sweep={grid: {head_dim: 8}}",): ("sweep.grid: head_dim=8", "[value, value]"),
+  ("sweep={grid: {head_dim: [x]}}",): ("sweep.grid: head_dim=x", "a whole number"),
+  ("sweep={grid: {head_dim: [8, 8]}}",): ("member m01", "m00 of sweep.grid"),
+  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 0}",): ("num_members=0", "from 1"),
+  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 1, seed: -1}",): ("seed=-1", "from 0"),
+  ("sweep={draw: {head_dim: {choice: [8, 16]}}, num_members: 3}",): (
+    "num_members=3",
+    "num_members: 2",
+  ),
+  ("sweep={draw: {learning_rate: [1, 2]}, num_members: 1}",): (
+    "sweep.draw: learning_rate=[1, 2]",
+    "{log_uniform: [low, high]}",
+  ),
+  ("sweep={draw: {learning_rte: {uniform: [1, 2]}}, num_members: 1}",): ("learning_rate?",),
+  ("sweep={draw: {learning_rate: {uniform: [2, 1]}}, num_members: 1}",): ("a higher bound",),
+  ("sweep={draw: {learning_rate: {uniform: [-1, 1]}}, num_members: 1}",): ("-1", "below 0"),
+  ("sweep={draw: {learning_rate: {log_uniform: [0, 1]}}, num_members: 1}",): ("above 0",),
+  ("sweep={draw: {dtype: {uniform: [1, 2]}}, num_members: 1}",): ("sweep.draw: dtype=", "choice"),
 }
 BAD_FILES = {
   "stepz: 3": ("bad.yml:1: stepz=3", "steps?"),
@@ -121,7 +202,18 @@ BAD_FILES = {
   "steps: 1\nsteps: 2": ("bad.yml:2: steps", "bad.yml:1", "remove one"),
   "steps:": ("bad.yml:1: steps", "no value", "remove the line"),
   "run_name: [a, b]": ("bad.yml:1: run_name=[a, b]", "text"),
-  "model: {steps: 1}": ("bad.yml:1: model", "mapping", "key: value"),
+  "model: {steps: 1}": ("bad.yml:1: model", "mapping", "keys are flat", "key: value"),
+  "steps:\n  train: 1": ("bad.yml:1: steps={train: 1}", "keys are flat", "key: value"),
+  "base_config: [a.yml]": ("bad.yml:1: base_config=[a.yml]", "base_config: FILE.yml"),
+  "members:\n- name: a\n  name: b": ("bad.yml:1: members", "name twice", "remove one"),
+  "members:\n- {head_dim: 8}\n- {heads: }": ("bad.yml:1: members", "heads has no value"),
+  "members:\n- [a]: b": ("bad.yml:1: members", "[a] for a key", "key: value"),
+  "members:\n- {head_dim: 8}\n- {head_dims: 4}": (
+    "members[1] (",
+    "bad.yml:3): head_dims=4",
+    "head_dim?",
+  ),
+  "sweep:\n  grid:\n    stepz: [1, 2]": ("sweep.grid (", "bad.yml:2): stepz=", "steps?"),
   "- steps": ("bad.yml:1", "mapping", "key: value"),
   "dtype: float32\nsteps: ]": ("bad.yml:2", "bad YAML", "key: value"),
   "base_config: gone.yml": ("bad.yml:1: base_config", "gone.yml", "an existing YAML file"),
@@ -165,7 +257,10 @@ def test_a_file_that_is_no_text_is_one_line(capsys, tmp_path):
   assert "UTF-8" in _line_of(capsys, [str(tmp_path / "bad.yml")])
 
 
-@pytest.mark.parametrize("argv", list(MISTAKES)[:4], ids=" ".join)
+MEMBER_MISTAKE = ("members=[{}, {vocab_size: 512}]",)
+
+
+@pytest.mark.parametrize("argv", [*list(MISTAKES)[:4], MEMBER_MISTAKE], ids=" ".join)
 def test_the_program_exits_with_2_within_a_second_and_without_jax(argv):
   command = [sys.executable, "-X", "importtime", "-m", "maxlite.train", *argv]
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -206,6 +301,6 @@ def test_an_error_that_a_library_raises_keeps_its_traceback():
 
 def test_a_user_error_of_the_wiring_is_one_line(capsys):
   with pytest.raises(SystemExit) as stop, exit_with_one_line("maxlite.train"):
-    plain(yaml.compose("{a: b}"))  # any ValueError that maxlite raises
+    plain(yaml.compose("null"))  # any ValueError that maxlite raises
   assert stop.value.code == 2
-  assert capsys.readouterr().err.startswith("maxlite.train: is a mapping")
+  assert capsys.readouterr().err.startswith("maxlite.train: has no value")

@@ -14,15 +14,34 @@ from maxlite.config import (
   read_saved,
   save_resolved,
 )
+from maxlite.config.members import members_of
 from maxlite.config.schema import DEFAULTS, KEYS, MESH_AXES, AxisRules, Key, build, flatten
+from maxlite.config.values import Setting, parse, show
+from maxlite.config.written import Table
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+RAWS = st.recursive(
+  TEXT,
+  lambda inner: (
+    st.lists(inner, max_size=3).map(tuple)
+    | st.dictionaries(TEXT, inner, max_size=3).map(lambda entries: Table(entries.items()))
+  ),
+  max_leaves=6,
+)
+TABLES = st.dictionaries(TEXT, RAWS, max_size=3).map(lambda entries: Table(entries.items()))
+
+
+WHOLE = {
+  bool: st.booleans(),
+  Table: TABLES,
+  tuple[Table, ...]: st.lists(TABLES, max_size=3).map(tuple),
+}
 
 
 def _values(key: Key) -> st.SearchStrategy:
   knob = key.knob
-  if key.type is bool:
-    return st.booleans()
+  if key.type in WHOLE:
+    return WHOLE[key.type]
   if key.type is int:
     return st.integers(int(knob.low), 2**31 - 1)
   if key.type == tuple[int, ...]:
@@ -58,6 +77,28 @@ def test_any_text_is_read_back_exactly(text, tmp_path_factory):
   path = tmp_path_factory.mktemp("run") / "config.yml"
   save_resolved(load_config([f"prompt={text}"]), path)
   assert read_saved(path)["prompt"] == text
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(tables=st.lists(TABLES, max_size=3).map(tuple))
+@example(tables=(Table([("a", "null"), ("b", "~"), ("c", "3e-4, 1"), ("d", "#")]),))
+def test_mappings_are_read_back_as_they_are_shown(tables):
+  assert parse(Setting("members", show(tables), "command line")) == tables
+
+
+def test_a_mapping_is_equal_by_what_it_says_and_in_which_order():
+  table = Table([("a", "1"), ("b", "2")], source="a.yml:1")
+  same, swapped = Table([("a", "1"), ("b", "2")]), Table([("b", "2"), ("a", "1")])
+  assert (table, hash(table)) == (same, hash(same))
+  assert table != swapped
+
+
+def test_a_saved_ensemble_and_a_saved_member_load_as_they_were(tmp_path):
+  members = "members=[{model_name: mixtral-8x7b, head_dim: 16}, {learning_rate: 1e-3}]"
+  config = load_config([members, "sweep={grid: {init_weights_seed: [1, 2]}}"])
+  for saved in (config, *(member.config for member in members_of(config))):
+    save_resolved(saved, tmp_path / "config.yml")
+    assert load_config([str(tmp_path / "config.yml")]) == saved
 
 
 def test_the_file_is_plain_yaml_of_every_key_in_order(tmp_path):

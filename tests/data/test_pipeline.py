@@ -81,6 +81,21 @@ def join(batches):
   return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
+def test_bootstrap_draws_rows_with_replacement(tmp_path):
+  cfg = config(tmp_path / "data", data_sampling="bootstrap", eval_fraction=0.0)
+  source = open_part(cfg).source.train
+  rows = [source[index]["tokens_BT"].tobytes() for index in range(len(source))]
+  places = [rows.index(x_T.tobytes()) for b in taken(cfg, 20) for x_T in b.tokens_BT]
+  in_epochs = [places[n : n + len(rows)] for n in range(0, len(places) - len(rows), len(rows))]
+  assert all(len(set(epoch)) < len(rows) for epoch in in_epochs)
+  assert in_epochs[0] != in_epochs[1]
+  assert len(set(places)) > 0.8 * len(rows)
+  other = dataclasses.replace(cfg, data_shuffle_seed=1)
+  assert any(
+    (a.tokens_BT != b.tokens_BT).any() for a, b in zip(taken(cfg, 3), taken(other, 3), strict=True)
+  )
+
+
 @pytest.mark.parametrize("kind", sorted(SOURCES))
 @pytest.mark.parametrize("num_taken", [0, 1, 9])
 def test_a_restored_stream_goes_on_with_the_same_batches(tmp_path, kind, num_taken):

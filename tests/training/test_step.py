@@ -12,7 +12,7 @@ from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batc
 
 from maxlite.models import build_model
 from maxlite.training.state import init_state
-from maxlite.training.step import build_train_step
+from maxlite.training.step import all_parameters, build_train_step
 
 MESH = mesh_keys("fsdp=4 tensor=2")
 BALANCED = {"z_loss_multiplier": 1e-3, "load_balance_loss_weight": 0.5}
@@ -64,11 +64,13 @@ def test_the_step_follows_the_gradient_of_the_total_loss():
     model_cfg = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
     model = build_model(model_cfg, trainer_of(**MESH, **BALANCED).sharder)
     tx = optax.sgd(1.0)  # parameters less their gradient
-    step = jax.jit(build_train_step(model, tx, lambda _: 1.0, cfg.training, model_cfg.moe))
+    step = jax.jit(
+      build_train_step(model, all_parameters(tx, lambda _: 1.0), cfg.training, model_cfg.moe)
+    )
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), first_state().params)
     batch = uneven_batch(0)
     batch = batch.replace(weight_BT=batch.weight_BT.astype(np.float64))
-    state = init_state(params, tx, jnp.zeros(2, jnp.uint32))
+    state = init_state(params, tx.init(params), jnp.zeros(2, jnp.uint32))
     moved, _ = step(state, batch)
     gradient = jax.tree.map(lambda old, new: old - new, params, moved.params)
     for seed in range(3):

@@ -21,7 +21,8 @@ Keys are flat. Write `key: value` in a YAML file, `key=value` or `--key=value` o
 (`--key` and `--nokey` where the value is true or false). What counts, the later the more: the
 defaults below, the `base_config` of the YAML files, the files from left to right, the preset that
 `model_name` names, `key=value`, `--key=value`. A run keeps the keys marked * for life, because its
-weights depend on them.
+weights depend on them. A mapping is written on the command line as in YAML, in quotes:
+`'members=[{{learning_rate: 1e-3}}, {{base_emb_dim: 64}}]'`.
 """
 
 

@@ -1,0 +1,149 @@
+"""The phases of a run: each with the part it trains, its loss, its length and its optimizer."""
+
+import dataclasses
+from typing import Any
+
+from maxlite.config.knob import ConfigError
+from maxlite.config.schema import Config, OptimizerConfig, TrainingConfig, flatten
+from maxlite.config.values import Setting, did_you_mean, parse
+from maxlite.config.written import Raw, Table
+
+LOSSES = ("next_token",)  # as training/losses has them
+_WORDS = ("name", "train", "loss", "steps", "until")
+_UNTIL_WORDS = ("metric", "max_steps", "patience", "min_delta", "below", "above")
+_ACCUMULATION = "gradient_accumulation_steps"
+OWN_KEYS = (*flatten(OptimizerConfig()), _ACCUMULATION)
+
+
+@dataclasses.dataclass(frozen=True)
+class UntilConfig:
+  """A condition on a metric of the phase: `patience` steps without a fall, or a threshold."""
+
+  metric: str
+  max_steps: int
+  patience: int | None = None
+  min_delta: float = 0.0
+  below: float | None = None
+  above: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseConfig:
+  """One phase, typed; `steps` or `until` is set."""
+
+  name: str
+  train: tuple[str, ...]  # regexes of whole parameter paths
+  loss: str
+  steps: int | None
+  until: UntilConfig | None
+  optimizer: OptimizerConfig
+  training: TrainingConfig
+
+
+def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
+  """The phases in their order; empty: the whole model is trained in one.
+
+  Raises:
+    ConfigError: a phase is wrong; one line with its place, rule and fix.
+  """
+  phases = tuple(_phase(cfg, n, table) for n, table in enumerate(cfg.phasing.phases))
+  names = [phase.name for phase in phases]
+  for n, name in enumerate(names):
+    if name in names[:n]:
+      raise ConfigError(
+        f"{_place(cfg, n)}: name={name} is also that of phases[{names.index(name)}]"
+      )
+  for name in cfg.phasing.phase_warmup:
+    if name not in names:
+      hint = did_you_mean(name, names) or f"choose from {', '.join(names) or 'no phases at all'}"
+      raise ConfigError(f"phase_warmup: {name} names no phase; {hint}")
+  return phases
+
+
+def warmup_of(cfg: Config) -> dict[str, int]:
+  """{phase: steps} before all phases take turns."""
+  warmup = cfg.phasing.phase_warmup
+  settings = [Setting(name, raw, "phase_warmup") for name, raw in warmup.items()]
+  return {setting.name: _count(setting) for setting in settings}
+
+
+def _place(cfg: Config, n: int) -> str:
+  source = cfg.phasing.phases[n].source
+  return f"phases[{n}]" + (f" ({source})" if source else "")
+
+
+def _phase(cfg: Config, n: int, table: Table) -> PhaseConfig:
+  place = _place(cfg, n)
+  settings = {word: Setting(word, raw, place) for word, raw in table.items()}
+  for word, setting in settings.items():
+    if word not in _WORDS + OWN_KEYS:
+      hint = did_you_mean(word, _WORDS + OWN_KEYS) or f"a phase has {', '.join(_WORDS)}"
+      raise setting.error(f"is no key of a phase; {hint}")
+  for word in ("name", "train"):
+    if word not in settings:
+      raise ConfigError(f"{place}: has no {word}; write {word}: {_EXAMPLES[word]}")
+  if ("steps" in settings) == ("until" in settings):
+    raise ConfigError(f"{place}: needs steps or until, one of the two; write steps: 20")
+  own = {word: parse(setting) for word, setting in settings.items() if word in OWN_KEYS}
+  optimizer = {key: value for key, value in own.items() if key != _ACCUMULATION}
+  training = {key: value for key, value in own.items() if key == _ACCUMULATION}
+  return PhaseConfig(
+    name=_text(settings["name"]),
+    train=_regexes(settings["train"]),
+    loss=_loss(settings.get("loss")),
+    steps=_count(settings["steps"]) if "steps" in settings else None,
+    until=_until(settings["until"]) if "until" in settings else None,
+    optimizer=dataclasses.replace(cfg.optimizer, **optimizer),
+    training=dataclasses.replace(cfg.training, **training),
+  )
+
+
+_EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}
+
+
+def _text(setting: Setting) -> str:
+  if not isinstance(setting.raw, str):
+    raise setting.error(f"is no text; write {setting.name}: {_EXAMPLES.get(setting.name, 'text')}")
+  return setting.raw
+
+
+def _regexes(setting: Setting) -> tuple[str, ...]:
+  words = (setting.raw,) if isinstance(setting.raw, str) else setting.raw
+  if not isinstance(words, tuple) or not words or not all(isinstance(w, str) for w in words):
+    raise setting.error(f"is no list of regexes; write train: {_EXAMPLES['train']}")
+  return tuple(str(word) for word in words)
+
+
+def _loss(setting: Setting | None) -> str:
+  if setting is None:
+    return LOSSES[0]
+  if setting.raw not in LOSSES:
+    hint = did_you_mean(str(setting.raw), LOSSES) or f"choose one of {', '.join(LOSSES)}"
+    raise setting.error(f"is no loss; {hint}")
+  return str(setting.raw)
+
+
+def _count(setting: Setting) -> int:
+  if not isinstance(setting.raw, str) or not setting.raw.isdecimal() or int(setting.raw) < 1:
+    raise setting.error(f"is no number of steps from 1; write {setting.name}: 20")
+  return int(setting.raw)
+
+
+def _number(setting: Setting) -> float:
+  try:
+    return float(_text(setting))
+  except ValueError:
+    raise setting.error(f"is no number; write {setting.name}: 0.5") from None
+
+
+def _until(setting: Setting) -> UntilConfig:
+  raw: Raw = setting.raw
+  form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
+  if not isinstance(raw, Table) or set(raw) - set(_UNTIL_WORDS):
+    raise setting.error(f"is no condition; {form}")
+  ends = [word for word in ("patience", "below", "above") if word in raw]
+  if "metric" not in raw or "max_steps" not in raw or len(ends) != 1:
+    raise setting.error(f"is no whole condition; {form}")
+  words = {word: Setting(word, text, setting.source) for word, text in raw.items()}
+  read: dict[str, Any] = {"metric": _text, "max_steps": _count, "patience": _count}
+  return UntilConfig(**{word: read.get(word, _number)(words[word]) for word in words})

@@ -1,0 +1,107 @@
+"""A run's phases: what each trains, by what, for how long, and whose turn it is."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlite.config import Config
+from maxlite.config.phases import PhaseConfig, UntilConfig, phases_of, warmup_of
+from maxlite.config.schema import OptimizerConfig
+from maxlite.optim import build_optimizer, build_schedule
+from maxlite.optim.groups import PhaseOptimizers, merge, partition_params, paths_in
+from maxlite.training.phase_clock import PhaseSchedule, Plateau, Threshold
+from maxlite.training.state import TrainState
+from maxlite.training.step import Part
+
+
+class Turns:
+  """The phases of a config, for a model whose parameters have the logical `names`."""
+
+  def __init__(self, cfg: Config, params: Any, names: Any):
+    """`params` need only be described.
+
+    Raises:
+      ValueError: a regex matches no parameter, or optimizers that share state differ in kind.
+    """
+    self.phases = phases_of(cfg)
+    self.schedule = PhaseSchedule({p.name: _length(p) for p in self.phases}, warmup_of(cfg))
+    self._rates, optimizers, self._trained = [], {}, {}
+    for phase in self.phases:
+      try:
+        self._trained[phase.name] = partition_params(params, phase.train)[0]
+      except ValueError as error:
+        raise ValueError(f"phase {phase.name}: {error}") from None
+      optimizer = _with_schedule_steps(phase.optimizer, self._num_steps(phase, cfg.run.steps))
+      self._rates.append(build_schedule(optimizer))
+      own_names = partition_params(names, phase.train)[0]
+      optimizers[phase.name] = build_optimizer(optimizer, own_names)
+    share = cfg.phasing.phase_optimizer_state == "shared"
+    self.optimizers = PhaseOptimizers(optimizers, self._trained, share=share)
+
+  def init(self, params: Any) -> tuple[Any, Any]:
+    """(optimizer states, clock) before the first step."""
+    parts = {phase.name: partition_params(params, phase.train)[0] for phase in self.phases}
+    return self.optimizers.init(parts), self.schedule.start()
+
+  def part(self, index: int) -> Part:
+    """What the phase trains."""
+    phase, rate = self.phases[index], self._rates[index]
+
+    def advance(state: TrainState, metrics: dict) -> TrainState:
+      return state.replace(clock=self.schedule.advance(state.clock, index, metrics))
+
+    return Part(
+      split=lambda params: partition_params(params, phase.train),
+      join=merge,
+      update=lambda gradients, states, trained: self.optimizers.update(
+        phase.name, gradients, states, trained
+      ),
+      learning_rate=lambda state: rate(state.clock.taken_P[index].astype(jnp.float32)),
+      advance=advance,
+    )
+
+  def describe(self, num_steps: int) -> list[str]:
+    """Lines on what each phase trains, on what no phase does, and on when which is due."""
+    lines = []
+    for phase in self.phases:
+      sizes = [leaf.size for leaf in jax.tree.leaves(self._trained[phase.name])]
+      length = f"{phase.steps} steps" if phase.steps else f"up to {phase.until.max_steps} steps"
+      lines.append(
+        f"phase {phase.name}: {length} of {phase.loss} by {phase.optimizer.opt_type}, trains "
+        f"{sum(sizes):,} parameters ({', '.join(phase.train)})"
+      )
+    if all(phase.steps for phase in self.phases):
+      turns = self.schedule.timeline(num_steps)
+      shown = [f"{name} {first}-{last}" for first, last, name in turns[:6]]
+      lines.append(f"turns: {', '.join(shown)}" + (", ..." if len(turns) > len(shown) else ""))
+    return lines
+
+  def untrained(self, params: Any) -> list[str]:
+    """Paths of the parameters that no phase trains."""
+    trained = {path for part in self._trained.values() for path in paths_in(part)}
+    return [path for path in paths_in(params) if path not in trained]
+
+  def _num_steps(self, phase: PhaseConfig, num_steps: int) -> int:
+    """Steps the phase takes in a run of so many; where conditions decide, all of them."""
+    if any(other.until for other in self.phases):
+      return num_steps
+    turns = self.schedule.timeline(num_steps)
+    taken = sum(last - first + 1 for first, last, name in turns if name == phase.name)
+    return max(taken, 1)
+
+
+def _length(phase: PhaseConfig) -> int | Plateau | Threshold:
+  if phase.until is None:
+    return phase.steps
+  until: UntilConfig = phase.until
+  if until.patience is not None:
+    return Plateau(until.metric, until.patience, until.max_steps, until.min_delta)
+  return Threshold(until.metric, until.max_steps, until.below, until.above)
+
+
+def _with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
+  if cfg.learning_rate_schedule_steps != -1:
+    return cfg
+  return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)

@@ -1,0 +1,180 @@
+"""Small members of three kinds, and what each gets alone."""
+
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxlite.ensemble import Ensemble, Member
+
+STEPS = 3
+
+
+class Normed(nn.Module):
+  """Keeps running statistics and draws random numbers."""
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    x_BD = nn.Dense(4, use_bias=False)(x_BTD[:, 0])
+    x_BD = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x_BD)
+    x_BD = nn.Dropout(0.3, deterministic=not train)(nn.relu(x_BD))
+    return nn.Dense(1)(x_BD)
+
+
+class Layer(nn.Module):
+  """What sizes go through in a transformer: norm, heads, softmax, concatenation, gelu."""
+
+  heads: int
+
+  @nn.compact
+  def __call__(self, x_BTD, _):
+    qkv_BTF = nn.Dense(3 * self.heads * 2, use_bias=False)(nn.LayerNorm()(x_BTD))
+    q, k, v = jnp.split(qkv_BTF.reshape(*x_BTD.shape[:2], self.heads, 6), 3, axis=-1)
+    y_BTHC = nn.dot_product_attention(q, k, v)
+    y_BTF = jnp.concatenate([x_BTD, y_BTHC.reshape(*x_BTD.shape[:2], -1)], axis=-1)
+    return x_BTD + nn.Dense(x_BTD.shape[-1])(nn.gelu(y_BTF)), None
+
+
+class Attender(nn.Module):
+  width: int
+  heads: int
+  depth: int
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    x_BTD = nn.Dense(self.width)(x_BTD)
+    layers = nn.scan(Layer, {"params": 0}, split_rngs={"params": True}, length=self.depth)
+    x_BTD, _ = layers(self.heads)(x_BTD, None)
+    return nn.Dense(1)(x_BTD.reshape(x_BTD.shape[0], -1))
+
+
+class MLP(nn.Module):
+  widths: tuple[int, ...]
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    x_BD = x_BTD.reshape(x_BTD.shape[0], -1)
+    for width in self.widths:
+      x_BD = nn.tanh(nn.Dense(width)(x_BD))
+    return nn.Dense(1)(x_BD)
+
+
+def _adamw(rate: float, decay: float, length: int) -> optax.GradientTransformation:
+  return optax.adamw(optax.cosine_decay_schedule(rate, length), weight_decay=decay)
+
+
+FAMILIES = {
+  "numbers": [
+    Member(Normed(), _adamw(1e-2, 0.01, 4), seed=0),
+    Member(Normed(), _adamw(3e-3, 0.1, 2), seed=1),
+  ],
+  "sizes": [
+    Member(Attender(4, 2, 1), optax.adam(1e-2), seed=0),
+    Member(Attender(6, 3, 2), optax.adam(3e-3), seed=1),
+  ],
+  "structures": [
+    Member(MLP((5,)), optax.adam(1e-2), seed=0),
+    Member(MLP((3, 4)), optax.sgd(1e-2, momentum=0.9), seed=1, name="deep"),
+    Member(Normed(), optax.sgd(1e-2), seed=2),
+  ],
+}
+
+
+def loss(model, batch):
+  inputs_BTD, targets_BD = batch
+  errors_BD = model(inputs_BTD) - targets_BD
+  return jnp.mean(errors_BD**2), {"error": jnp.max(jnp.abs(errors_BD))}
+
+
+def predict(model, inputs_BTD):
+  return model(inputs_BTD, train=False)
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+  draw = np.random.default_rng(step)
+  return (
+    draw.normal(size=(4, 3, 2)).astype(np.float32),
+    draw.normal(size=(4, 1)).astype(np.float32),
+  )
+
+
+class Trained(NamedTuple):
+  """Of every member: values by step, and what it ends with."""
+
+  losses_SZ: np.ndarray
+  start: list[Any]  # variables
+  end: list[Any]
+  predictions: list[np.ndarray]
+  ensemble: Ensemble | None = None
+  state: Any = None
+
+
+@functools.cache
+@jax.numpy_dtype_promotion("standard")  # optax.adam needs it
+def alone(family: str) -> Trained:
+  """Members trained with nothing of ours, one after the other."""
+  results = [train_alone(member) for member in FAMILIES[family]]
+  losses_SZ = np.stack([losses for losses, *_ in results], axis=1)
+  return Trained(losses_SZ, *map(list, list(zip(*results, strict=True))[1:]))
+
+
+@jax.numpy_dtype_promotion("standard")
+def train_alone(member: Member, first: int = 0) -> tuple:
+  """(losses, first variables, last ones, prediction), on batches from the `first` on."""
+  key = jax.random.key(member.seed)
+  variables = start = jax.jit(member.model.init)(key, batch(0)[0])
+  opt_state = member.optimizer.init(variables["params"])
+
+  @jax.jit
+  def step(variables, opt_state, n, batch):
+    def loss_of(params):
+      rest = {name: value for name, value in variables.items() if name != "params"}
+      rngs = {"params": jax.random.fold_in(jax.random.fold_in(key, 1), n)}
+      run = nn.apply(loss, member.model, mutable=list(rest))
+      (value, _), changed = run({"params": params, **rest}, batch, rngs=rngs)
+      return value, changed
+
+    (value, rest), gradients = jax.value_and_grad(loss_of, has_aux=True)(variables["params"])
+    updates, opt_state = member.optimizer.update(gradients, opt_state, variables["params"])
+    params = optax.apply_updates(variables["params"], updates)
+    return {"params": params, **rest}, opt_state, value
+
+  losses = []
+  for n in range(STEPS):
+    variables, opt_state, value = step(variables, opt_state, n, batch(first + n))
+    losses.append(value)
+  prediction = nn.apply(predict, member.model)(variables, batch(0)[0])
+  return np.array(losses), start, variables, np.asarray(prediction)
+
+
+@functools.cache
+@jax.numpy_dtype_promotion("standard")
+def together(family: str, strategy: str, num_devices: int) -> Trained:
+  devices = jax.devices()[:num_devices]
+  ensemble = Ensemble(FAMILIES[family], loss, predict=predict, strategy=strategy, devices=devices)
+  state = ensemble.init(batch(0))
+  start = [ensemble.member_params(state, name) for name in ensemble.names]
+  losses = []
+  for n in range(STEPS):
+    state, metrics = ensemble.step(state, batch(n))
+    losses.append(np.asarray(metrics["loss"]))
+  end = [ensemble.member_params(state, name) for name in ensemble.names]
+  predictions = list(np.asarray(ensemble.predict(state, batch(0)[0]).members))
+  return Trained(np.stack(losses), start, end, predictions, ensemble, state)
+
+
+def largest_error(a: Any, b: Any) -> float:
+  """Of all leaves, relative to each leaf's largest value; trees and shapes must agree."""
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  errors = [0.0]
+  for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert (left.shape, left.dtype) == (right.shape, right.dtype)
+    x, y = np.asarray(left, np.float64), np.asarray(right, np.float64)
+    errors.append(float(np.max(np.abs(x - y)) / max(float(np.max(np.abs(y))), 1e-30)))
+  return max(errors)

@@ -1,0 +1,122 @@
+"""The Python API: divergence, sharing, mistakes, and the scripts of the documentation."""
+
+import runpy
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import largest_error
+
+from maxlite.ensemble import Ensemble, Member
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+class Line(nn.Module):
+  width: int = 3
+
+  @nn.compact
+  def __call__(self, x_BD):
+    return nn.Dense(1)(nn.tanh(nn.Dense(self.width)(x_BD)))
+
+
+def loss(model, batch):
+  return jnp.mean((model(batch) - 1) ** 2)
+
+
+BATCH = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+
+
+def trained(rates, strategy, num_steps=4):
+  members = [Member(Line(), optax.sgd(rate), seed=z, name=f"lr{rate}") for z, rate in rates]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
+  state = ensemble.init(BATCH)
+  for _ in range(num_steps):
+    state, metrics = ensemble.step(state, BATCH)
+  return ensemble.member_states(state), metrics
+
+
+def test_a_member_that_diverges_stands_still_and_the_others_see_nothing_of_it():
+  sound = [(0, 0.1), (1, 0.01), (2, 0.03)]
+  with_it, metrics = trained([*sound[:1], (7, 1e30), *sound[1:]], "stacked")
+  without, _ = trained(sound, "stacked")
+  np.testing.assert_array_equal(metrics["diverged"], [False, True, False, False])
+  assert all(largest_error(with_it[name], state) == 0 for name, state in without.items())
+  broken = with_it["lr1e+30"]
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(broken.variables))
+  assert 0 < int(broken.step) < 4
+
+
+def test_what_was_handed_out_outlives_the_next_step():
+  for strategy in ("stacked", "fused", "submesh"):
+    members = [Member(Line(), optax.sgd(0.1)), Member(Line(4), optax.sgd(0.1))]
+    members = members[:1] * 2 if strategy == "stacked" else members
+    ensemble = Ensemble(members, loss, strategy=strategy)
+    state = ensemble.init(BATCH)
+    params = ensemble.member_params(state, "m1")
+    before = jax.tree.map(np.array, params)
+    ensemble.step(state, BATCH)
+    assert largest_error(params, before) == 0
+
+
+def test_a_prediction_tells_mean_members_and_their_disagreement():
+  members = [Member(Line(width), optax.sgd(0.1), seed=width) for width in (2, 3)]
+  ensemble = Ensemble(members, loss)
+  state = ensemble.init(BATCH)
+  own = [
+    np.asarray(member.model.apply(ensemble.member_params(state, name), BATCH))
+    for member, name in zip(members, ensemble.names, strict=True)
+  ]
+  prediction = ensemble.predict(state, BATCH)
+  np.testing.assert_allclose(prediction.members, own, rtol=1e-6)
+  np.testing.assert_allclose(prediction.mean, np.mean(own, axis=0), rtol=1e-5)
+  np.testing.assert_allclose(prediction.disagreement, np.std(own, axis=0), rtol=1e-4, atol=1e-6)
+
+
+def _init(strategy="auto", devices=8, **keywords):
+  members = [Member(Line(width), optax.sgd(0.1)) for width in (2, 3)]
+  return Ensemble(
+    members, loss, strategy=strategy, devices=jax.devices()[:devices], **keywords
+  ).init(BATCH)
+
+
+@pytest.mark.parametrize(
+  ("mistake", "message"),
+  [
+    (lambda: Ensemble([], loss), "an ensemble needs members; give a list"),
+    (
+      lambda: Ensemble([Member(Line(), optax.sgd(0.1), name="a")] * 2, loss),
+      "two members are called a; give each a name of its own",
+    ),
+    (
+      lambda: Ensemble([Member(Line(), optax.sgd(0.1))], loss, strategy="stack"),
+      "no strategy 'stack'; choose one of auto, stacked",
+    ),
+    (lambda: _init("switched", devices=1), "2 members and 1 devices; take strategy auto"),
+    (lambda: _init("stacked"), r"stacked cannot serve these members: shape: .* in m0, .* in m1"),
+    (lambda: _init(memory_gb=1e-9), "need .* GB on a device, and 1e-09 GB are given: train fewer"),
+  ],
+)
+def test_a_mistake_gets_one_line(mistake, message):
+  with pytest.raises(ValueError, match=message) as error:
+    mistake()
+  assert "\n" not in str(error.value)
+
+
+def test_an_unknown_member_is_named():
+  ensemble = Ensemble([Member(Line(), optax.sgd(0.1), name="a")], loss)
+  state = ensemble.init(BATCH)
+  with pytest.raises(ValueError, match="no member 'b'; there are a"):
+    ensemble.member_params(state, "b")
+
+
+@pytest.mark.parametrize("script", ["different_mlps.py", "learning_rates.py"])
+def test_the_documentation_s_scripts_run(script, monkeypatch, capsys):
+  monkeypatch.setattr("sys.argv", [script, "--steps", "3"])
+  with jax.numpy_dtype_promotion("standard"):
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+  assert "mean of all" in capsys.readouterr().out

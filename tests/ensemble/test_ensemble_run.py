@@ -1,0 +1,266 @@
+"""Ensembles from the command line: every member gets what a run of its own would have got."""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
+
+from tiny import KEYS
+from tiny_run import CLOCK, Output, keys_in
+
+from maxlite.config import load_config
+from maxlite.config.members import members_of
+from maxlite.ensemble import STRATEGIES
+from maxlite.ensemble.commands import main
+from maxlite.ensemble.run import run_ensemble
+from maxlite.observe.writers import read_rows
+from maxlite.training.run import run_training
+
+STEPS = 4
+TINY = {
+  "decoder_block": "llama",
+  "base_num_decoder_layers": 1,
+  "steps": STEPS,
+  "learning_rate_schedule_steps": STEPS,
+  "gradient_accumulation_steps": 1,
+  "router_jitter": 0,
+  "eval_period": 2,
+  "eval_steps": 2,
+}
+ALIKE = "{name: slow, learning_rate: 1e-3}, {name: fast, learning_rate: 1e-2, init_weights_seed: 1}"
+SIZES = "{name: deep, base_num_decoder_layers: 2, base_emb_dim: 24, init_weights_seed: 2}"
+MOE = "{name: moe, decoder_block: mixtral, init_weights_seed: 3}"
+ONE_EACH = {"ici_ensemble_parallelism": 8, "ici_fsdp_parallelism": 1}
+# Members and mesh that suit a strategy; tolerance of losses, relative to a run alone on 8 devices.
+CASES = {
+  "stacked": (f"[{ALIKE}]", {"ici_ensemble_parallelism": 2}),
+  "fused": (f"[{ALIKE}, {MOE}]", ONE_EACH),
+  "padded": (f"[{ALIKE}, {SIZES}]", ONE_EACH),
+  "switched": (f"[{ALIKE}, {MOE}]", ONE_EACH),
+  "submesh": (f"[{ALIKE}, {MOE}]", {}),
+}
+FUSED = {"ensemble_strategy": "fused", **ONE_EACH}
+MEMBERS = CASES["fused"][0]
+TOLERANCE = 2e-5
+
+
+def config(folder: Path, members: str, **keys: object):
+  keys = KEYS | keys_in(folder, **(TINY | {"run_name": "ens"} | keys))
+  words = [f"{name}={value}" for name, value in keys.items()]
+  return load_config([*words, f"members={members}"], needs_data=False)
+
+
+def start(folder: Path, members: str, output: Output | None = None, **keys: object):
+  output = output or Output()
+  with contextlib.redirect_stdout(output):
+    code = run_ensemble(config(folder, members, **keys))
+  return code, output.getvalue()
+
+
+def rows_of(folder: Path, name: str) -> list[dict]:
+  rows = read_rows(folder / "ens/members" / name / "metrics.jsonl")
+  return [{key: value for key, value in row.items() if key not in CLOCK} for row in rows]
+
+
+def checksums(folder: Path, name: str, step: int = STEPS) -> dict:
+  path = folder / f"ens/members/{name}/checkpoints/{step}/manifest/metadata"
+  return json.loads(path.read_text())["body"]["leaves"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+  return tmp_path_factory.mktemp("ensembles")
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+  """The rows of a member trained alone, by its name; trained when it is asked for."""
+  folder = root / "alone"
+  members = {m.name: m for m in members_of(config(folder, f"[{ALIKE}, {SIZES}, {MOE}]"))}
+
+  @functools.cache
+  def rows(name: str) -> list[dict]:
+    with contextlib.redirect_stdout(Output()):
+      assert run_training(members[name].config) == 0
+    return rows_of(folder, name)
+
+  return rows
+
+
+@pytest.fixture(scope="module")
+def fused(root):
+  """The folder of a finished ensemble, and what it printed."""
+  folder = root / "fused"
+  code, output = start(folder, MEMBERS, **FUSED)
+  assert code == 0
+  return folder, output
+
+
+def test_every_strategy_has_a_case():
+  assert set(CASES) == set(STRATEGIES) - {"processes"}
+
+
+# Of alike members one will do.
+PROBED = {
+  "stacked": ("slow", "fast"),
+  "fused": ("fast", "moe"),
+  "padded": ("fast", "deep"),
+  "switched": ("fast", "moe"),
+  "submesh": ("fast", "moe"),
+}
+SLOW = set(CASES) - {"fused"}  # to compile; test_strategies.py has them all, small
+
+
+@pytest.mark.parametrize(
+  "strategy", [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in CASES]
+)
+def test_members_get_what_they_would_alone(root, alone, fused, strategy):
+  members, mesh = CASES[strategy]
+  folder = root / strategy
+  if strategy != "fused":
+    assert start(folder, members, ensemble_strategy=strategy, **mesh)[0] == 0
+  for name in PROBED[strategy]:
+    here, there = rows_of(folder, name), alone(name)
+    assert [row["step"] for row in here] == [row["step"] for row in there]
+    for row, expected in zip(here, there, strict=True):
+      assert row.keys() == expected.keys()
+      for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
+        if key in row:
+          np.testing.assert_allclose(row[key], expected[key], rtol=TOLERANCE, err_msg=key)
+
+
+def test_what_a_finished_ensemble_leaves(fused):
+  folder, output = fused
+  directory = folder / "ens"
+  lines = (directory / "members.jsonl").read_text().splitlines()
+  entries = [json.loads(line) for line in lines]
+  assert {entry["name"] for entry in entries} == {"slow", "fast", "moe"}
+  losses = [entry["best_loss"] for entry in entries]
+  assert losses == sorted(losses)
+  assert all(entry["status"] == "finished" for entry in entries)
+  names = ("learning_curves.png", "parallel_coordinates.png", "calibration.png", "leaderboard.md")
+  assert all((directory / name).stat().st_size > 0 for name in names)
+  assert "strategy fused" in output
+  assert "greedy selection" in output
+  assert "nothing to do" in start(folder, MEMBERS, **FUSED)[1]
+
+
+def test_an_interrupted_ensemble_ends_as_if_it_had_not_been(root, fused):
+  folder = root / "interrupted"
+  stopped = Output(at=3, number=signal.SIGTERM)
+  code, output = start(folder, MEMBERS, stopped, **FUSED)
+  assert code == 128 + signal.SIGTERM
+  assert "stopped by SIGTERM" in output
+  # One member's last save is lost: it catches up before all go on.
+  saved = sorted(int(p.name) for p in (folder / "ens/members/moe/checkpoints").iterdir())
+  shutil.rmtree(folder / f"ens/members/moe/checkpoints/{saved[-1]}")
+  code, output = start(folder, MEMBERS, **FUSED)
+  assert code == 0
+  for name in ("slow", "fast", "moe"):
+    assert rows_of(folder, name) == rows_of(fused[0], name)
+    assert checksums(folder, name) == checksums(fused[0], name)
+
+
+@pytest.mark.slow
+def test_a_member_can_be_added_and_another_dropped(root, fused):
+  folder = root / "changed"
+  assert start(folder, f"[{ALIKE}]", steps=2, **FUSED)[0] == 0
+  without_slow = MEMBERS.replace("{name: slow, learning_rate: 1e-3}, ", "")
+  assert start(folder, without_slow, **FUSED)[0] == 0
+  for name in ("fast", "moe"):
+    np.testing.assert_allclose(
+      [row["loss"] for row in rows_of(folder, name)],
+      [row["loss"] for row in rows_of(fused[0], name)],
+      rtol=TOLERANCE,
+    )
+  assert rows_of(folder, "slow")[-1]["step"] == 2
+
+
+def test_an_exported_member_is_a_run(root, fused, capsys):
+  folder = fused[0]
+  assert main(["export", str(folder / "ens"), "member=moe", "run_name=mine"]) == 0
+  exported = folder / "mine"
+  words = [str(exported / "config.yml"), f"steps={STEPS + 1}"]
+  with contextlib.redirect_stdout(Output()):
+    assert run_training(load_config(words, needs_data=False)) == 0
+  rows = read_rows(exported / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+  for wrong, says in (
+    (["export", str(folder / "ens"), "member=mo"], "did you mean moe?"),
+    (["export", str(folder / "ens"), "member=moe", "run_name=mine"], "exists"),
+    (["export", str(exported), "member=moe"], "not an ensemble"),
+    (["exprot"], "usage"),
+  ):
+    with pytest.raises(SystemExit, match="2"):
+      main(wrong)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_member_that_diverges_is_frozen_and_the_others_go_on(root):
+  folder = root / "diverging"
+  members = f"[{ALIKE}, {{name: wild, learning_rate: 1e30}}]"
+  keys = FUSED | {"max_skipped_steps": 1, "warmup_steps_fraction": 0}
+  code, output = start(folder, members, **keys)
+  assert code == 0
+  assert "wild diverged by step" in output
+  entries = [json.loads(line) for line in (folder / "ens/members.jsonl").read_text().splitlines()]
+  assert [entry["status"][:8] for entry in entries if entry["name"] == "wild"] == ["diverged"]
+  calm = root / "calm"
+  assert start(calm, f"[{ALIKE}, {{name: mild, learning_rate: 1e-4}}]", **keys)[0] == 0
+  for name in ("slow", "fast"):
+    assert checksums(folder, name) == checksums(calm, name)
+
+
+def test_halving_frees_the_weak(root, fused):
+  folder = root / "halving"
+  keys = FUSED | {"halving_factor": 2, "halving_first_rung": 2}
+  code, output = start(folder, MEMBERS, **keys)
+  assert code == 0
+  at_rung = {name: rows_of(fused[0], name)[1]["eval_loss"] for name in ("slow", "fast", "moe")}
+  best = min(at_rung, key=at_rung.get)
+  for name in at_rung:
+    assert rows_of(folder, name)[-1]["step"] == (STEPS if name == best else 2)
+    assert (f"{name} is stopped at step 2 by halving" in output) == (name != best)
+  assert "nothing to do" in start(folder, MEMBERS, **keys)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["independent", "bootstrap"])
+def test_members_may_read_batches_of_their_own(root, data):
+  folder = root / data
+  keys = {"ensemble_strategy": "stacked", "ensemble_data": data, **ONE_EACH}
+  assert start(folder, f"[{ALIKE}]", **keys)[0] == 0
+  for member in members_of(config(root / f"{data}_alone", f"[{ALIKE}]", ensemble_data=data)):
+    with contextlib.redirect_stdout(Output()):
+      assert run_training(member.config) == 0
+    expected = [row["loss"] for row in rows_of(root / f"{data}_alone", member.name)]
+    losses = [row["loss"] for row in rows_of(folder, member.name)]
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_workers_train_what_one_process_would(root, tmp_path):
+  words = [f"{name}={value}" for name, value in (KEYS | TINY).items()]
+  words += [f"base_output_directory={tmp_path}", "run_name=ens", "jax_cache_dir="]
+  command = [sys.executable, "-m", "maxlite.train", *words, f"members=[{ALIKE}]"]
+  env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
+  for strategy in ("processes", "fused"):
+    shutil.rmtree(tmp_path / "ens", ignore_errors=True)
+    subprocess.run([*command, f"ensemble_strategy={strategy}"], env=env, check=True)
+    rows = {name: rows_of(tmp_path, name) for name in ("slow", "fast")}
+    if strategy == "processes":
+      expected = rows
+  for name, own in rows.items():
+    for row, other in zip(own, expected[name], strict=True):
+      np.testing.assert_allclose(row["loss"], other["loss"], rtol=TOLERANCE)

@@ -1,0 +1,116 @@
+"""The planner's figures, and its choice by them."""
+
+import io
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.alike import trace
+from maxlite.ensemble.cost import cost_of
+from maxlite.ensemble.submesh import cut_devices, deal
+
+BATCH = np.ones((4, 3), np.float32)
+
+
+class MLP(nn.Module):
+  width: int
+  depth: int = 1
+
+  @nn.compact
+  def __call__(self, x_BD):
+    for _ in range(self.depth):
+      x_BD = nn.relu(nn.Dense(self.width)(x_BD))
+    return x_BD
+
+
+def planned(models, num_devices, **keywords):
+  members = [Member(model, optax.sgd(0.1)) for model in models]
+  loss = lambda model, batch: jnp.mean(model(batch))
+  ensemble = Ensemble(members, loss, devices=jax.devices()[:num_devices], **keywords)
+  ensemble.init(BATCH)
+  return ensemble.plan
+
+
+def of(plan, strategy):
+  return next(e for e in plan.estimates if e.strategy == strategy)
+
+
+def test_flops_are_those_of_matrix_products_loops_included():
+  def step(x, w):
+    y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y @ w), None), x, None, length=5)
+    return y @ w
+
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+  cost = cost_of(trace(step, shape(4, 3), shape(3, 3))[0])
+  assert cost.flops == 6 * 2 * 4 * 3 * 3
+  assert cost.operations == 11
+  assert cost.bytes == 11 * 4 * 3 * 4
+
+
+def test_many_small_members_of_one_shape_are_stacked():
+  plan = planned([MLP(4)] * 32, 1)
+  assert plan.strategy in ("stacked", "fused")
+  assert of(plan, "stacked").step_seconds < of(plan, "submesh").step_seconds
+
+
+def test_members_of_different_structure_are_fused_on_one_device():
+  plan = planned([MLP(4), MLP(4, 2), MLP(8, 3)], 1)
+  assert plan.strategy == "fused"
+  assert "cannot" not in of(plan, "fused").why_not
+  assert of(plan, "stacked").why_not.startswith("operations: ")
+
+
+def test_padding_shows_in_the_useful_share():
+  plan = planned([MLP(4), MLP(16)], 1)
+  assert of(plan, "fused").useful_share == 1
+  assert of(plan, "padded").useful_share == pytest.approx((4 + 16) / (2 * 16))
+
+
+def test_state_bytes_are_those_of_the_fullest_device():
+  alone, shared = (of(planned([MLP(4)] * 4, n), "stacked") for n in (1, 4))
+  assert alone.state_bytes == 4 * shared.state_bytes
+  params = 4 * (3 * 4 + 4)
+  assert shared.state_bytes == pytest.approx(params, abs=32)  # step, key, whether it diverged
+
+
+def test_what_does_not_fit_is_not_chosen():
+  models, smallest = [MLP(4), MLP(64)], 4
+  free = planned(models, smallest)
+  padded, submesh = of(free, "padded"), of(free, "submesh")
+  assert submesh.state_bytes < of(free, "fused").state_bytes
+  bound = (submesh.state_bytes + 1) / 1e9
+  held = planned(models, smallest, memory_gb=bound)
+  chosen = of(held, held.strategy)
+  assert chosen.state_bytes <= 1e9 * bound
+  assert padded.state_bytes <= 1e9 * bound or held.strategy != "padded"
+
+
+def test_the_table_shows_every_strategy_and_why_one_cannot_serve():
+  plan = planned([MLP(4), MLP(4, 2)], 1)
+  out = io.StringIO()
+  Console(file=out, width=200).print(plan.table())
+  text = out.getvalue()
+  assert f"> {plan.strategy}" in text
+  assert plan.reason in text
+  assert all(e.strategy in text for e in plan.estimates)
+  assert "it takes a device per member" in text
+
+
+def test_the_dearest_members_are_dealt_out_first():
+  assert deal([1, 5, 4, 3, 3], 2) == [1, 0, 1, 1, 0]
+  costs, places = [7, 1, 3, 2, 5, 4], deal([7, 1, 3, 2, 5, 4], 3)
+  loads = [sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(3)]
+  assert max(loads) <= 8
+
+
+@pytest.mark.parametrize(("members", "parts"), [(1, 1), (2, 2), (3, 2), (7, 4), (9, 8)])
+def test_devices_are_cut_evenly(members, parts):
+  cut = cut_devices(list(range(8)), members)
+  assert len(cut) == parts
+  assert [device for part in cut for device in part] == list(range(8))

@@ -1,0 +1,174 @@
+"""Members in worker processes: the numbers of solo runs, whatever dies on the way."""
+
+import os
+import signal
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxlite.ensemble import Ensemble, Member, processes
+from maxlite.ensemble.factory import Factory, call_factory
+from maxlite.ensemble.messages import from_bytes, to_bytes
+from maxlite.ensemble.program import build_programs
+from maxlite.ensemble.strategies import STRATEGIES, Request
+
+FACTORY = f"{__name__}:make"
+NUM_STEPS = 8
+
+
+class Mlp(nn.Module):
+  width: int
+  depth: int
+
+  @nn.compact
+  def __call__(self, x_BD):
+    for _ in range(self.depth):
+      x_BD = nn.relu(nn.Dense(self.width)(x_BD))
+    return nn.Dense(1)(x_BD)
+
+
+def make():
+  sizes = ((8, 1), (16, 2), (12, 3))
+  optimizers = (optax.sgd(1e-2, momentum=0.9), optax.lion(1e-3), optax.sgd(1e-2))
+  members = [
+    Member(Mlp(*size), optimizer, seed)
+    for seed, (size, optimizer) in enumerate(zip(sizes, optimizers, strict=True))
+  ]
+  return {"members": members, "loss": loss}
+
+
+def make_nothing():
+  return None
+
+
+def make_only_here():
+  """Serves a parent; a worker ends in its first line."""
+  if "serve" in sys.argv[0]:
+    sys.exit("no such file")
+  return make()
+
+
+def loss(model, batch):
+  x_BD, y_B1 = batch
+  noise_BD = 0.1 * jax.random.normal(model.make_rng("params"), x_BD.shape)
+  error = jnp.mean((model(x_BD + noise_BD) - y_B1) ** 2)
+  return error, {"root": jnp.sqrt(error)}
+
+
+def batches(*lead):
+  rng = np.random.default_rng(0)
+  shapes = [(*lead, 4, 3), (*lead, 4, 1)]
+  return [tuple(rng.normal(size=s).astype(np.float32) for s in shapes) for _ in range(NUM_STEPS)]
+
+
+def same(a, b):
+  equal = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b)
+  return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(equal)
+
+
+def engines(stream):
+  """The members on one device of this process, and in two workers."""
+  made, batch = call_factory(FACTORY), stream[0]
+  programs = build_programs(made["members"], made["loss"], made["predict"], batch)
+  request = Request(
+    build=lambda devices: programs,
+    batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
+    devices=jax.devices()[:1],
+    factory=Factory(FACTORY, num_workers=2, checkpoint_period=3, example_batch=batch),
+  )
+  return STRATEGIES["submesh"](request), STRATEGIES["processes"](request)
+
+
+def test_killed_workers_change_no_bit_and_none_is_left_over(caplog):
+  """One dies before its first file, one goes on from its second."""
+  stream = batches()
+  alone, engine = engines(stream)
+  state, expected = engine.init(), alone.init()
+  for n, batch in enumerate(stream):
+    for place in {1: [0], 6: [1]}.get(n, []):
+      os.kill(engine.process_ids[place], signal.SIGKILL)
+    state, metrics = engine.step(state, batch)
+    expected, expected_metrics = alone.step(expected, batch)
+    assert same(metrics, expected_metrics)
+  assert len(caplog.messages) == 2
+  assert all("was killed by SIGKILL" in message for message in caplog.messages)
+  assert same(engine.unpack(state), alone.unpack(expected))
+  inputs = stream[0][0]
+  assert same(engine.predict(state, inputs), alone.predict(expected, inputs))
+  process_ids = engine.process_ids
+  del engine
+  for process_id in process_ids:
+    with pytest.raises(ProcessLookupError):
+      os.kill(process_id, 0)
+
+
+def test_own_batches_and_states_from_elsewhere():
+  """Half of the way in this process, the other half in workers."""
+  stream = batches(3)
+  one_device = {"own_batches": True, "devices": jax.devices()[:1]}
+  here = Ensemble.from_factory(FACTORY, strategy="submesh", **one_device)
+  there = Ensemble.from_factory(FACTORY, strategy="processes", num_workers=2, **one_device)
+  state = here.init(stream[0])
+  there.init(stream[0])
+  for batch in stream[:4]:
+    state, _ = here.step(state, batch)
+  moved = there.load_states(here.member_states(state))
+  for batch in stream[4:]:
+    state, expected = here.step(state, batch)
+    moved, metrics = there.step(moved, batch)
+    assert set(metrics) == {"loss", "root", "diverged"}
+    assert same(metrics, expected)
+  assert same(there.member_states(moved), here.member_states(state))
+  former, (moved, _) = moved, there.step(moved, stream[0])
+  with pytest.raises(ValueError, match="donated"):
+    there.member_states(former)
+
+
+def test_a_worker_that_cannot_live_is_given_up(monkeypatch):
+  monkeypatch.setattr(processes, "MAX_RESTARTS", 0)
+  made = Ensemble.from_factory(f"{__name__}:make_only_here", strategy="processes", num_workers=1)
+  with pytest.raises(RuntimeError, match="worker of m0, m1, m2 ended with code 1: no such file"):
+    made.init(batches()[0])
+
+
+def test_members_given_as_objects_cannot_be_sent():
+  made = make()
+  with pytest.raises(ValueError, match=r"Ensemble\.from_factory"):
+    Ensemble(made["members"], made["loss"], strategy="processes").init(batches()[0])
+
+
+@pytest.mark.parametrize(
+  ("path", "message"),
+  [
+    ("no_such_module:make", "no_such_module"),
+    (f"{__name__}:no_such_function", "no_such_function"),
+    ("make", "give package.module:function"),
+    (f"{__name__}:make_nothing", "must return a dict of members, loss"),
+  ],
+)
+def test_a_factory_that_is_none_is_one_line(path, message):
+  with pytest.raises(ValueError, match=message):
+    Ensemble.from_factory(path)
+
+
+def test_messages_keep_trees_types_and_bits():
+  tree = {
+    "a": [np.float32(np.nan), jnp.arange(3, dtype=jnp.bfloat16), ()],
+    "b": (1, 0.1, None, "x", True, {"c": np.zeros((0, 2), np.int8)}),
+  }
+  again = from_bytes(to_bytes(tree))
+  assert jax.tree.structure(again) == jax.tree.structure(tree)
+  for new, old in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True):
+    np.testing.assert_array_equal(new, old)
+    assert np.asarray(new).dtype == np.asarray(old).dtype
+
+
+@pytest.mark.parametrize("tree", [{1: 2.0}, {"x": {1, 2}}, optax.EmptyState()])
+def test_what_cannot_be_sent_is_one_line(tree):
+  with pytest.raises(ValueError, match="cannot be sent to another process"):
+    to_bytes(tree)

@@ -1,0 +1,93 @@
+"""Phases of a run: what is frozen keeps its bits, and turns change nothing but what is trained."""
+
+import itertools
+import signal
+
+import jax
+import numpy as np
+import pytest
+from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
+from tiny_run import Output, assert_as_if_nothing_had_happened, logged, start
+
+EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, opt_type: lion}"
+ROUTER = "{name: router, train: ['.*router.*'], steps: 1, learning_rate: 1e-2}"
+KEYS = {"phases": f"[{EXPERTS}, {ROUTER}]", "routed_bias": True, "router": "topk_softmax"}
+MESH = mesh_keys("data=2 fsdp=4")
+BATCHES = [uneven_batch(seed) for seed in range(4)]
+
+
+def paths(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def history(**keys):
+  """Parameters before the first step and after each."""
+  trainer = trainer_of(**MESH, **keys)
+  state = trainer.init_state()
+  params = [jax.device_get(state.params)]
+  for batch in BATCHES:
+    state, _ = trainer.train_step(state, place(trainer, batch))
+    params.append(jax.device_get(state.params))
+  return [paths(tree) for tree in params]
+
+
+@pytest.fixture(scope="module")
+def by_turns():
+  return history(**KEYS)
+
+
+def test_a_phase_moves_its_own_parameters_and_no_bit_of_others(by_turns):
+  trains = ["w", "w", "router", "w"]  # experts, experts, router, experts
+  for (before, after), word in zip(itertools.pairwise(by_turns), trains, strict=True):
+    moved = {path for path in before if (before[path] != after[path]).any()}
+    expected = {p for p in before if ("router" in p if word == "router" else "moe/w" in p)}
+    assert moved == expected
+
+
+def test_one_program_of_all_phases_gives_the_same_numbers(by_turns):
+  switched = history(**KEYS, phase_strategy="switch")
+  for path, leaf in by_turns[-1].items():
+    np.testing.assert_allclose(switched[-1][path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_phase_of_everything_is_the_run_without_phases(accumulate):
+  keys = MESH | {"gradient_accumulation_steps": accumulate, "gradient_clipping_threshold": 0.5}
+  plain = trainer_of(**keys)
+  phased = trainer_of(**keys, phases="[{name: all, train: ['.*'], steps: 8}]")
+  host = jax.device_get(plain.init_state())
+  expected, rows = take_steps(plain, host, BATCHES)
+  state, own_rows = take_steps(phased, jax.device_get(phased.init_state()), BATCHES)
+  jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+  for row, own in zip(rows, own_rows, strict=True):
+    assert {name: np.asarray(own[name]).tolist() for name in row} == {
+      name: np.asarray(value).tolist() for name, value in row.items()
+    }
+
+
+def test_optimizer_state_is_kept_for_what_some_phase_trains_only():
+  state = trainer_of(**MESH, **KEYS).abstract_state
+  slots = [path for path in paths(state.opt_state) if "kernel" in path or "/w" in path]
+  assert slots
+  assert all("moe/w" in path or "router" in path for path in slots)
+
+
+def test_a_regex_that_matches_nothing_is_told_with_what_is_near():
+  with pytest.raises(ValueError, match=r"phase fit: 'layers/moe/w' .* nearest are layers/moe/w"):
+    trainer_of(**MESH, phases="[{name: fit, train: [layers/moe/w], steps: 1}]")
+
+
+def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
+  keys = KEYS | {"router_jitter": 0.2, "gradient_accumulation_steps": 1}
+  whole = tmp_path / "whole"
+  code, output = start(whole, **keys)
+  assert code == 0
+  assert "turns: experts 1-2, router 3-3, experts 4-5" in output
+  folder = tmp_path / "cut"
+  assert start(folder, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM
+  code, again = start(folder, **keys)
+  assert code == 0
+  assert_as_if_nothing_had_happened(folder, again, (whole, output))
+  rates = [row["learning_rate"] for row in logged(folder)]
+  assert len({rates[2], rates[5]}) == 2  # the router's own clock
