@@ -1,8 +1,29 @@
 """Strict numerics and eight simulated devices for every test; set before JAX is imported."""
 
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+import jax
+
+MAPPINGS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_do_not_pile_up() -> Iterator[None]:
+  """Forgets compiled programs before there are too many.
+
+  Each maps memory, and a process that reaches Linux's limit of 65,530 mappings is killed.
+  """
+  yield
+  if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
+    jax.clear_caches()
+    gc.collect()
