@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.kernels.attention import cached
 from maxlite.kernels.attention.api import attention, resolve_backend
+from maxlite.layers import cache
 from maxlite.layers.linear import Linear
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope
@@ -45,16 +47,7 @@ class Attention(nn.Module):
     q_BTHC = self._normed(self._project(x_BTD, "query", self.num_heads, "q_heads"), "query")
     k_BTGC = self._normed(self._project(x_BTD, "key", self.num_kv_heads, "kv_heads"), "key")
     v_BTGC = self._project(x_BTD, "value", self.num_kv_heads, "kv_heads")
-    o_BTHC = attend(
-      apply_rope(q_BTHC, *rope),
-      apply_rope(k_BTGC, *rope),
-      v_BTGC,
-      segment_BT,
-      scale=self.scale,
-      backend=self.backend,
-      block_q=self.block_q,
-      sharder=self.sharder,
-    )
+    o_BTHC = self._attend(apply_rope(q_BTHC, *rope), apply_rope(k_BTGC, *rope), v_BTGC, segment_BT)
     out = Linear(
       x_BTD.shape[-1:],
       ("q_heads", "kv", "embed"),
@@ -65,6 +58,26 @@ class Attention(nn.Module):
     )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
     return self.sharder.constrain(y_BTD, (*ROW_NAMES, "activation_embed"))
+
+  def _attend(
+    self, q_BTHC: jax.Array, k_BTGC: jax.Array, v_BTGC: jax.Array, segment_BT: jax.Array
+  ) -> jax.Array:
+    if cache.is_filled(self):
+      entries, visible_BTS = cache.append(self, segment_BT, key=k_BTGC, value=v_BTGC)
+      names = ("activation_batch", "activation_kv_heads", "activation_kv_length", "activation_kv")
+      k_BGSC, v_BGSC = (self.sharder.constrain(entry, names) for entry in entries)
+      return cached.attention(q_BTHC, k_BGSC, v_BGSC, visible_BTS, scale=self.scale)
+    cache.keep(self, segment_BT, key=k_BTGC, value=v_BTGC)
+    return attend(
+      q_BTHC,
+      k_BTGC,
+      v_BTGC,
+      segment_BT,
+      scale=self.scale,
+      backend=self.backend,
+      block_q=self.block_q,
+      sharder=self.sharder,
+    )
 
   def _project(self, x_BTD: jax.Array, name: str, num_heads: int, heads: str) -> jax.Array:
     features = (num_heads, self.head_dim)

@@ -8,6 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
@@ -95,7 +96,7 @@ class Decoder(nn.Module):
       return [layer(*args) for _ in range(length)]
     scanned = nn.scan(
       layer,
-      variable_axes={"params": 0},
+      variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
       in_axes=nn.broadcast,
       length=length,
