@@ -2,7 +2,8 @@
 
 A checkpoint is a folder named by its step with two items: `state`, the arrays, and `manifest`,
 JSON with the data's position and the shape, type and checksum of every array. Nothing damaged is
-restored, and nothing is deleted but what `max_num_checkpoints_to_keep` lets go.
+restored, and nothing is deleted but what `max_num_checkpoints_to_keep` lets go. A checkpoint whose
+data's position is null holds parameters alone (parameters.py writes such): a run starts from it.
 """
 
 import asyncio
@@ -24,6 +25,9 @@ from maxlite.storage.fingerprint import leaves_by_path, tree_checksums
 
 Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
+PARAMS = "params/"  # before the path of a parameter
+CHUNK_BYTES = 32 << 20  # of an array on disk
+MAX_LAYERS = 512  # a longer first axis is no stack of layers
 
 
 class Checkpoints:
@@ -50,14 +54,17 @@ class Checkpoints:
       ValueError: the step is there with another state.
       Exception: of whatever type, that ended the write before this one.
     """
-    body = {"leaves": _describe(state), "data": dict(data_state)}
-    manifest = {"body": body, "sha256": _digest(body)}
+    manifest = sealed({"leaves": _describe(state), "data": dict(data_state)})
     self.wait()
     if step in self._steps() and self._holds(step, manifest):
       return
     if self._manager is None:
       self._manager = self._open()
-    items = {"state": ocp.args.PyTreeSave(state), "manifest": ocp.args.JsonSave(manifest)}
+    chunks = jax.tree.map(_in_chunks, state)
+    items = {
+      "state": ocp.args.PyTreeSave(state, save_args=chunks),
+      "manifest": ocp.args.JsonSave(manifest),
+    }
     self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
   def wait(self) -> None:
@@ -72,8 +79,10 @@ class Checkpoints:
       self._manager.close()
       self._manager = None
 
-  def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any], int] | None:
+  def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any] | None, int] | None:
     """(state, data state, step) of the newest whole checkpoint; None where there is none at all.
+
+    Of a checkpoint of parameters alone, ({"params": parameters}, None, step).
 
     `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for each leaf; on which mesh the
     checkpoint was written does not matter. Newer checkpoints that turn out damaged are moved to
@@ -96,19 +105,43 @@ class Checkpoints:
     Raises:
       ValueError: there is no checkpoint, all are damaged, or the parameters are another model's.
     """
-    found = self._newest_whole({"params": abstract_params}, prefix="params/")
+    found = self._newest_whole({"params": abstract_params}, PARAMS)
     if found is None:
-      raise ValueError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
+      raise self._missing()
     state, _, step = found
     return state["params"], step
 
-  def _newest_whole(self, abstract: Any, prefix: str) -> tuple[Any, dict[str, Any], int] | None:
+  def newest(self) -> tuple[Path, Manifest]:
+    """(folder, manifest) of the newest checkpoint, to read its parameters in parts.
+
+    Raises:
+      ValueError: there is none, or it is damaged.
+    """
+    step = self.latest_step()
+    if step is None:
+      raise self._missing()
+    manifest, damage = _on_every_process(self._read_manifest, step)
+    if damage:
+      raise ValueError(
+        f"checkpoint {self._shown / str(step)} is damaged: {damage}; move it away to take an older"
+      )
+    return self._directory / str(step), manifest
+
+  def _missing(self) -> ValueError:
+    return ValueError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
+
+  def _newest_whole(
+    self, abstract: Any, prefix: str
+  ) -> tuple[Any, dict[str, Any] | None, int] | None:
     steps = sorted(self._steps(), reverse=True)
     for step, older in zip(steps, [*map(str, steps[1:]), ""], strict=False):
       manifest, damage = _on_every_process(self._read_manifest, step)
       if not damage:
-        self._require_same_structure(step, manifest, abstract, prefix)
-        state, damage = _on_every_process(self._read_state, step, manifest, abstract)
+        part = abstract
+        if not prefix and manifest["body"]["data"] is None:
+          part, prefix = {"params": abstract.params}, PARAMS
+        self._require_same_structure(step, manifest, part, prefix)
+        state, damage = _on_every_process(self._read_state, step, manifest, part)
       if not damage:
         return state, manifest["body"]["data"], step
       next_move = f"going on from {older}" if older else "no older one is left"
@@ -233,6 +266,12 @@ class _PatientArrayHandler(ocp.type_handlers.ArrayHandler):
         await asyncio.gather(*reads, return_exceptions=True)
 
 
+def _in_chunks(leaf: Any) -> ocp.SaveArgs:
+  """How to cut `leaf`: where it is large and stacked by layer, first of all into layers."""
+  stacked = leaf.ndim > 2 and leaf.shape[0] <= MAX_LAYERS and leaf.nbytes > CHUNK_BYTES
+  return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if stacked else ())
+
+
 def _describe(state: Any) -> dict[str, dict[str, Any]]:
   """{name: shape, type and checksum} of every array of `state`."""
   leaves = leaves_by_path(state)
@@ -244,6 +283,11 @@ def _describe(state: Any) -> dict[str, dict[str, Any]]:
     }
     for name, checksum in tree_checksums(state).items()
   }
+
+
+def sealed(body: Mapping[str, Any]) -> Manifest:
+  """The manifest of `body`."""
+  return {"body": dict(body), "sha256": _digest(body)}
 
 
 def _digest(body: Any) -> str:

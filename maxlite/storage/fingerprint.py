@@ -1,11 +1,14 @@
 """Checksums of arrays that say "the same bits" on any mesh, sharding or number of devices."""
 
+import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes per element
@@ -41,8 +44,18 @@ def tree_hash(tree: Any) -> str:
   return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def part_checksum(part: np.ndarray, start: Sequence[int], shape: tuple[int, ...]) -> int:
+  """What the part at `start` of an array of `shape` adds to that array's checksum, modulo 2**32."""
+  return int(_part_checksum(part, jnp.asarray(np.asarray(start, np.uint32)), shape))
+
+
 @jax.jit  # one leaf at a time: moments share the compiled function of their parameter
 def _checksum(x: Array) -> Array:
+  return _part_checksum(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _part_checksum(x: Array, start: Array, shape: tuple[int, ...]) -> Array:
   """Sum modulo 2**32 of each element's bits, mixed with its position.
 
   Integer addition is exact and commutes, so the order in which shards are summed is free. The
@@ -51,9 +64,11 @@ def _checksum(x: Array) -> Array:
   """
   bits = _bits(x)
   position = jnp.zeros(bits.shape, jnp.uint32)
+  shape = (*shape, *bits.shape[len(shape) :])
   for axis in range(bits.ndim):
-    stride = jnp.uint32(math.prod(bits.shape[axis + 1 :]) % 2**32)
-    position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * stride
+    stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+    index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    position += (index + start[axis] if axis < start.size else index) * stride
   return jnp.sum(_mix(bits ^ _mix(position + jnp.uint32(1))), dtype=jnp.uint32)
 
 
