@@ -141,6 +141,19 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Low-rank adapters beside the projections of attention and MLP."""
+
+  lora_rank: int = shape_knob(
+    0,
+    "Rank of adapters (`lora_a`, `lora_b`) beside the projections of attention, dense MLP and "
+    "shared experts; train them alone by a phase with train: ['.*lora_.*']. 0: none.",
+    low=0,
+  )
+  lora_alpha: float = knob(16.0, "The adapters' product is scaled by this over lora_rank.", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """The decoder's architecture, number formats and memory policy."""
 
@@ -207,6 +220,7 @@ class ModelConfig:
       "moe_rows",
     ),
   )
+  lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
   rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
   mla: LatentAttentionConfig = dataclasses.field(default_factory=LatentAttentionConfig)
   moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)

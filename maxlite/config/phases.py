@@ -12,6 +12,7 @@ LOSSES = ("next_token",)  # as training/losses has them
 _WORDS = ("name", "train", "loss", "steps", "until")
 _UNTIL_WORDS = ("metric", "max_steps", "patience", "min_delta", "below", "above")
 _ACCUMULATION = "gradient_accumulation_steps"
+_OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the schema's word, and that of a phase
 OWN_KEYS = (*flatten(OptimizerConfig()), _ACCUMULATION)
 
 
@@ -75,15 +76,19 @@ def _place(cfg: Config, n: int) -> str:
 def _phase(cfg: Config, n: int, table: Table) -> PhaseConfig:
   place = _place(cfg, n)
   settings = {word: Setting(word, raw, place) for word, raw in table.items()}
+  words = [_OPTIMIZER if word == _OPT_TYPE else word for word in _WORDS + OWN_KEYS]
   for word, setting in settings.items():
-    if word not in _WORDS + OWN_KEYS:
-      hint = did_you_mean(word, _WORDS + OWN_KEYS) or f"a phase has {', '.join(_WORDS)}"
+    if word not in words:
+      near = _OPTIMIZER if word == _OPT_TYPE else word
+      hint = did_you_mean(near, words) or f"a phase has {', '.join(_WORDS)}"
       raise setting.error(f"is no key of a phase; {hint}")
   for word in ("name", "train"):
     if word not in settings:
       raise ConfigError(f"{place}: has no {word}; write {word}: {_EXAMPLES[word]}")
   if ("steps" in settings) == ("until" in settings):
     raise ConfigError(f"{place}: needs steps or until, one of the two; write steps: 20")
+  if _OPTIMIZER in settings:
+    settings[_OPT_TYPE] = dataclasses.replace(settings.pop(_OPTIMIZER), name=_OPT_TYPE)
   own = {word: parse(setting) for word, setting in settings.items() if word in OWN_KEYS}
   optimizer = {key: value for key, value in own.items() if key != _ACCUMULATION}
   training = {key: value for key, value in own.items() if key == _ACCUMULATION}

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from maxlite.config.knob import Knob, knob
 from maxlite.config.model_sections import (
   LatentAttentionConfig,
+  LoraConfig,
   ModelConfig,
   MoeConfig,
   RopeConfig,
@@ -32,6 +33,7 @@ __all__ = [
   "GenerateConfig",
   "Key",
   "LatentAttentionConfig",
+  "LoraConfig",
   "MeshConfig",
   "ModelConfig",
   "MoeConfig",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.schema import LoraConfig
 from maxlite.kernels.attention import cached
 from maxlite.kernels.attention.api import attention, resolve_backend
 from maxlite.layers import cache
@@ -39,6 +40,7 @@ class Attention(nn.Module):
   block_q: int
   weight_dtype: jnp.dtype
   sharder: Sharder
+  lora: LoraConfig = LoraConfig()
 
   @nn.compact
   def __call__(
@@ -54,6 +56,7 @@ class Attention(nn.Module):
       self.weight_dtype,
       self.sharder,
       num_in=2,
+      lora=self.lora,
       name="out",
     )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
@@ -82,7 +85,7 @@ class Attention(nn.Module):
   def _project(self, x_BTD: jax.Array, name: str, num_heads: int, heads: str) -> jax.Array:
     features = (num_heads, self.head_dim)
     names = ("embed", heads, "kv")
-    linear = Linear(features, names, self.weight_dtype, self.sharder, name=name)
+    linear = Linear(features, names, self.weight_dtype, self.sharder, lora=self.lora, name=name)
     y_BTHC = checkpoint_name(linear(x_BTD), f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROW_NAMES, f"activation_{heads}", "activation_kv"))
 

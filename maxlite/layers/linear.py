@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from maxlite.config.schema import LoraConfig
 from maxlite.parallel import Sharder
 
 
@@ -52,7 +53,10 @@ class Linear(nn.Module):
   """A kernel that maps the last axes of x_BT... to new ones.
 
   `kernel_names` are the logical names of the kernel's axes: first the `num_in` axes of x that are
-  contracted, then those of `features`.
+  contracted, then those of `features`. With a `lora_rank`, what two narrow layers make of x is
+  added; the second starts at zero, so nothing changes before it is trained.
+
+  Source: Hu et al., LoRA (2021), section 4.1.
   """
 
   features: tuple[int, ...]
@@ -60,6 +64,8 @@ class Linear(nn.Module):
   weight_dtype: jnp.dtype
   sharder: Sharder
   num_in: int = 1
+  starts_at_zero: bool = False
+  lora: LoraConfig = LoraConfig()
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -67,6 +73,7 @@ class Linear(nn.Module):
     shape = (*shape_in, *self.features)
     in_axes, out_axes = range(self.num_in), range(self.num_in, len(shape))
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axes, out_axes)
+    init = nn.initializers.zeros if self.starts_at_zero else init
     init = nn.with_logical_partitioning(init, self.kernel_names)
     kernel = self.param("kernel", init, shape, self.weight_dtype)
     w_DF = kernel.reshape(math.prod(shape_in), math.prod(self.features))
@@ -75,4 +82,13 @@ class Linear(nn.Module):
       y = jax.vmap(matmul, (0, None))(x.reshape(*lead, -1), w_DF)
     else:
       y = matmul(x.reshape(math.prod(lead), -1), w_DF)
-    return y.reshape(*lead, *self.features)
+    y = y.reshape(*lead, *self.features)
+    return y + self._adapter(x) if self.lora.lora_rank else y
+
+  def _adapter(self, x: jax.Array) -> jax.Array:
+    rank, kinds = self.lora.lora_rank, (self.weight_dtype, self.sharder)
+    names_in, names_out = self.kernel_names[: self.num_in], self.kernel_names[self.num_in :]
+    down = Linear((rank,), (*names_in, "lora_rank"), *kinds, num_in=self.num_in, name="lora_a")
+    names = ("lora_rank", *names_out)
+    up = Linear(self.features, names, *kinds, starts_at_zero=True, name="lora_b")
+    return up(down(x)) * jnp.asarray(self.lora.lora_alpha / rank, x.dtype)

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.schema import LatentAttentionConfig
+from maxlite.config.schema import LatentAttentionConfig, LoraConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
 from maxlite.layers.attention import ROW_NAMES, attend
 from maxlite.layers.linear import Linear
+from maxlite.layers.lora import merge_lora
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope, pairs_to_halves
 from maxlite.parallel import Sharder
@@ -36,6 +37,7 @@ class LatentAttention(nn.Module):
   block_q: int
   weight_dtype: jnp.dtype
   sharder: Sharder
+  lora: LoraConfig = LoraConfig()
 
   @nn.compact
   def __call__(
@@ -109,7 +111,8 @@ class LatentAttention(nn.Module):
     (entry_B1SC,), visible_BTS = cache.append(self, segment_BT, latent=kept_BT1C)
     names = ("activation_batch", None, "activation_kv_length", None)
     entry_B1SC = self.sharder.constrain(entry_B1SC, names)
-    w_LHC = self._up().get_variable("params", "kernel").astype(q_BTHC.dtype)
+    up = merge_lora(self._up().variables["params"], self.lora.lora_alpha)
+    w_LHC = up["kernel"].astype(q_BTHC.dtype)
     k_LHC, v_LHC = jnp.split(w_LHC, [cfg.qk_nope_head_dim], axis=-1)
     plain_BTHC, turned_BTHR = jnp.split(q_BTHC, [cfg.qk_nope_head_dim], axis=-1)
     q_BTHL = jnp.einsum("bthc,lhc->bthl", plain_BTHC, k_LHC)
@@ -125,7 +128,15 @@ class LatentAttention(nn.Module):
   def _linear(
     self, name: str, features: tuple[int, ...], names: tuple[str, ...], num_in: int = 1
   ) -> Linear:
-    return Linear(features, names, self.weight_dtype, self.sharder, num_in=num_in, name=name)
+    return Linear(
+      features,
+      names,
+      self.weight_dtype,
+      self.sharder,
+      num_in=num_in,
+      lora=self.lora,
+      name=name,
+    )
 
   def _norm(self, name: str) -> RMSNorm:
     return RMSNorm(EPSILON, self.weight_dtype, name=name)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.schema import LoraConfig
 from maxlite.layers.linear import Linear
 from maxlite.parallel import Sharder
 
@@ -52,19 +53,23 @@ class MLP(nn.Module):
   weight_dtype: jnp.dtype
   sharder: Sharder
   limit: float = 0.0  # of the activation's input, see `activation_of`
+  lora: LoraConfig = LoraConfig()
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     projected = [self._project(x_BTD, f"wi_{i}") for i in range(len(self.activations))]
     h_BTF = recomputed(activation_of(self.activations, self.limit), *projected)
-    wo = Linear(x_BTD.shape[-1:], ("mlp", "embed"), self.weight_dtype, self.sharder, name="wo")
+    wo = self._linear("wo", x_BTD.shape[-1], ("mlp", "embed"))
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
     names = ("activation_batch", "activation_length", "activation_embed")
     return self.sharder.constrain(y_BTD, names)
 
   def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
-    wi = Linear((self.hidden_dim,), ("embed", "mlp"), self.weight_dtype, self.sharder, name=name)
+    wi = self._linear(name, self.hidden_dim, ("embed", "mlp"))
     h_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
     return self.sharder.constrain(
       h_BTF, ("activation_batch", "activation_length", "activation_mlp")
     )
+
+  def _linear(self, name: str, features: int, names: tuple[str, str]) -> Linear:
+    return Linear((features,), names, self.weight_dtype, self.sharder, lora=self.lora, name=name)

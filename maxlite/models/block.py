@@ -42,9 +42,16 @@ class Block(nn.Module):
     x_BTD += attention(self._norm("attention_norm")(x_BTD), segment_BT, rope)
     cfg, weight_dtype = self.cfg, jnp.dtype(self.cfg.weight_dtype)
     if not self.moe:
-      mlp = MLP(cfg.base_mlp_dim, cfg.mlp_activations, weight_dtype, self.sharder, name="mlp")
+      mlp = MLP(
+        cfg.base_mlp_dim,
+        cfg.mlp_activations,
+        weight_dtype,
+        self.sharder,
+        lora=cfg.lora,
+        name="mlp",
+      )
       return x_BTD + mlp(self._norm("mlp_norm")(x_BTD)), {}
-    moe = MoeBlock(cfg.moe, cfg.mlp_activations, weight_dtype, self.sharder, name="moe")
+    moe = MoeBlock(cfg.moe, cfg.mlp_activations, weight_dtype, self.sharder, cfg.lora, name="moe")
     y_BTD, sums = moe(self._norm("moe_norm")(x_BTD), segment_BT)
     return x_BTD + y_BTD, {"moe": sums}
 
@@ -61,6 +68,7 @@ class Block(nn.Module):
       cfg.attention_block_q,
       jnp.dtype(cfg.weight_dtype),
       self.sharder,
+      cfg.lora,
       name="attention",
     )
 
@@ -75,6 +83,7 @@ class Block(nn.Module):
       cfg.attention_block_q,
       jnp.dtype(cfg.weight_dtype),
       self.sharder,
+      cfg.lora,
       name="attention",
     )
 

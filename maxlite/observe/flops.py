@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from maxlite.config.schema import ModelConfig
+from maxlite.config.schema import LoraConfig, ModelConfig
 from maxlite.models import MODELS
 
 TRAIN_OVER_FORWARD = 3  # the backward pass multiplies twice for each multiplication of the forward
@@ -91,32 +91,42 @@ def _head_channels(model: ModelConfig) -> tuple[int, int]:
 def _attention(model: ModelConfig) -> _Weights:
   query_heads, kv_heads = model.base_num_query_heads, model.base_num_kv_heads
   normed = {"": 0, "head": 2, "projection": query_heads + kv_heads}
+  queries, keys = query_heads * model.head_dim, kv_heads * model.head_dim
+  sides = [(model.base_emb_dim, heads) for heads in (queries, keys, keys, queries)]
   return _Weights(
-    model.base_emb_dim * model.head_dim * 2 * (query_heads + kv_heads),
-    model.head_dim * normed[MODELS[model.decoder_block].qk_norm],
+    _linears(model, *sides), model.head_dim * normed[MODELS[model.decoder_block].qk_norm]
   )
 
 
 def _latent_attention(model: ModelConfig) -> _Weights:
   mla, dim, num_heads = model.mla, model.base_emb_dim, model.base_num_query_heads
   score_channels, value_channels = _head_channels(model)
-  query = (mla.q_lora_rank or dim) * num_heads * score_channels + dim * mla.q_lora_rank
-  kv_down = dim * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-  kv_up = mla.kv_lora_rank * num_heads * (mla.qk_nope_head_dim + value_channels)
-  out = num_heads * value_channels * dim
-  return _Weights(query + kv_down + kv_up + out, mla.q_lora_rank + mla.kv_lora_rank)
+  sides = [(mla.q_lora_rank or dim, num_heads * score_channels)]
+  if mla.q_lora_rank:
+    sides.append((dim, mla.q_lora_rank))
+  sides.append((dim, mla.kv_lora_rank + mla.qk_rope_head_dim))
+  sides.append((mla.kv_lora_rank, num_heads * (mla.qk_nope_head_dim + value_channels)))
+  sides.append((num_heads * value_channels, dim))
+  return _Weights(_linears(model, *sides), mla.q_lora_rank + mla.kv_lora_rank)
+
+
+def _linears(model: ModelConfig, *sides: tuple[int, int]) -> int:
+  """Weights of matrices of these sides, each with its adapter."""
+  return sum(a * b + model.lora.lora_rank * (a + b) for a, b in sides)
 
 
 def _mlp(model: ModelConfig, hidden_dim: int) -> _Weights:
   num_matrices = len(model.mlp_activations) + 1  # one in for each activation, one out
-  return _Weights(num_matrices * model.base_emb_dim * hidden_dim, 0)
+  sides = [(model.base_emb_dim, hidden_dim)] * num_matrices
+  return _Weights(_linears(model, *sides) if hidden_dim else 0, 0)
 
 
 def _moe(model: ModelConfig, active_only: bool) -> _Weights:
   """Weights of a router and its experts: all, or those of one token."""
   moe, dim = model.moe, model.base_emb_dim
   router = _Weights(dim * moe.num_experts, moe.num_experts if moe.routed_bias else 0)
-  expert = _mlp(model, moe.base_moe_mlp_dim)
+  bare = dataclasses.replace(model, lora=LoraConfig())  # experts have no adapters
+  expert = _mlp(bare, moe.base_moe_mlp_dim)
   if moe.expert_bias:
     expert += _Weights(0, len(model.mlp_activations) * moe.base_moe_mlp_dim + dim)
   num_experts = moe.num_experts_per_tok if active_only else moe.num_experts

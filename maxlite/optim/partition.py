@@ -56,11 +56,11 @@ def matrix_axes(names: jax.P) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """(input axes, output axes) of a hidden weight matrix; None for anything else.
 
   One side of every hidden matrix is the model's width. Embeddings and unembeddings (which have a
-  vocabulary side), norms and biases are not hidden matrices.
+  vocabulary side), norms, biases and low-rank adapters are not hidden matrices.
   """
   sides = [axis for axis, name in enumerate(names) if name not in STACKED]
   widths = [axis for axis in sides if names[axis].startswith("embed")]
-  if len(sides) < 2 or len(widths) != 1 or "vocab" in names:
+  if len(sides) < 2 or len(widths) != 1 or {"vocab", "lora_rank"} & set(names):
     return None
   others = tuple(axis for axis in sides if axis != widths[0])
   width = (widths[0],)

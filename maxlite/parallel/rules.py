@@ -27,6 +27,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "latent": (),
   "q_lora": ("fsdp", "context", "expert"),
   "kv_lora": ("fsdp", "context", "expert"),
+  "lora_rank": (),
   "mlp": ("tensor",),
   "exp": ("expert",),
   "embed_no_exp": ("fsdp", "context"),

@@ -15,8 +15,10 @@ def load(phases, **keys):
 
 
 def test_a_phase_has_its_own_keys_and_else_the_run_s():
-  cfg = load(f"{FIT}, {TUNE}", phase_warmup="{fit: 7}", opt_type="lion")
-  fit, tune = phases_of(cfg)
+  turn = "{name: turn, train: x, steps: 1, optimizer: muon}"
+  cfg = load(f"{FIT}, {TUNE}, {turn}", phase_warmup="{fit: 7}", opt_type="lion")
+  fit, tune, turn = phases_of(cfg)
+  assert turn.optimizer.opt_type == "muon"
   assert (fit.name, fit.train, fit.loss, fit.steps) == ("fit", ("layers/.*",), "next_token", 20)
   assert (fit.optimizer.learning_rate, tune.optimizer.learning_rate) == (1e-3, 0.5)
   assert fit.optimizer.opt_type == tune.optimizer.opt_type == "lion"
@@ -34,6 +36,8 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
     ("{name: a, steps: 1}", {}, "has no train"),
     ("{name: a, train: [], steps: 1}", {}, "is no list of regexes"),
     ("{name: a, train: [x], steps: 1, lerning_rate: 1}", {}, "did you mean learning_rate?"),
+    ("{name: a, train: [x], steps: 1, opt_type: lion}", {}, "did you mean optimizer?"),
+    ("{name: a, train: [x], steps: 1, optimizer: lino}", {}, "did you mean lion?"),
     ("{name: a, train: [x], steps: 1, learning_rate: fast}", {}, "is not a finite number"),
     ("{name: a, train: [x], steps: 1, loss: next_tokn}", {}, "did you mean next_token?"),
     (f"{FIT}, {FIT}", {}, "name=fit is also that of phases[0]"),

@@ -9,7 +9,7 @@ import pytest
 from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
 from tiny_run import Output, assert_as_if_nothing_had_happened, logged, start
 
-EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, opt_type: lion}"
+EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion}"
 ROUTER = "{name: router, train: ['.*router.*'], steps: 1, learning_rate: 1e-2}"
 KEYS = {"phases": f"[{EXPERTS}, {ROUTER}]", "routed_bias": True, "router": "topk_softmax"}
 MESH = mesh_keys("data=2 fsdp=4")

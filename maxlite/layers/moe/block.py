@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.schema import MoeConfig
+from maxlite.config.schema import LoraConfig, MoeConfig
 from maxlite.layers.mlp import MLP, activation_of
 from maxlite.layers.moe.dispatch import DISPATCHES, choose_dispatch
 from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
@@ -24,6 +24,7 @@ class MoeBlock(nn.Module):
   activations: tuple[str, ...]
   weight_dtype: jnp.dtype
   sharder: Sharder
+  lora: LoraConfig = LoraConfig()
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, RouterSums]:
@@ -65,5 +66,6 @@ class MoeBlock(nn.Module):
       self.weight_dtype,
       self.sharder,
       limit=self.cfg.mlp_activations_limit,
+      lora=self.lora,
       name="shared_experts",
     )(x_BTD)
