@@ -21,6 +21,7 @@ class Case(NamedTuple):
   q_BTHC: np.ndarray
   k_BSGC: np.ndarray
   v_BSGC: np.ndarray
+  sink_H: np.ndarray
 
 
 def make_case(num_kv_heads=2, num_value_channels=6, dtype=np.float64):
@@ -30,7 +31,7 @@ def make_case(num_kv_heads=2, num_value_channels=6, dtype=np.float64):
     (NUM_SEQS, NUM_POSITIONS, num_kv_heads, NUM_CHANNELS),
     (NUM_SEQS, NUM_POSITIONS, num_kv_heads, num_value_channels),
   )
-  return Case(*(draw(size=shape).astype(dtype) for shape in shapes))
+  return Case(*(draw(size=shape).astype(dtype) for shape in shapes), SINK_H.astype(dtype))
 
 
 def make_cotangent(case):
@@ -38,7 +39,15 @@ def make_cotangent(case):
   return np.random.default_rng(1).normal(size=shape).astype(case.q_BTHC.dtype)
 
 
-def attend(backend, case, *, block_q=16, q_segment_BT=SEGMENT_BT, q_start=0):
+# What a family may have beside: far from doing nothing, for keys and scores of this size.
+EVERYTHING = {"window": 9, "soft_cap": 0.8, "sinks": True}
+SINK_H = np.array([-1.5, 0.5, 2, 0])
+
+
+def attend(
+  backend, case, *, block_q=16, q_segment_BT=SEGMENT_BT, q_start=0, sinks=False, **options
+):
+  *case, sink_H = case
   return api.attention(
     *case,
     q_segment_BT=q_segment_BT,
@@ -47,6 +56,8 @@ def attend(backend, case, *, block_q=16, q_segment_BT=SEGMENT_BT, q_start=0):
     q_start=q_start,
     backend=backend,
     block_q=block_q,
+    sink_H=sink_H if sinks else None,
+    **options,
   )
 
 
@@ -56,7 +67,7 @@ def value_and_gradients(function, case, do_BTHC):
 
 
 def run(backend, case, **options):
-  """[o_BTHC, dq_BTHC, dk_BSGC, dv_BSGC]"""
+  """[o_BTHC, dq_BTHC, dk_BSGC, dv_BSGC, dsink_H]"""
   function = functools.partial(attend, backend, **options)
   results = jax.jit(functools.partial(value_and_gradients, function))(case, make_cotangent(case))
   return [np.asarray(a) for a in results]
@@ -68,31 +79,33 @@ def assert_all_close(actual, expected, atol):
 
 
 @pytest.mark.parametrize(
-  ("num_kv_heads", "block_q", "num_value_channels"), [(1, 16, 8), (2, 2, 11), (4, 64, 5)]
+  ("num_kv_heads", "block_q", "num_value_channels", "options"),
+  [(1, 16, 8, {}), (2, 2, 11, EVERYTHING), (4, 64, 5, {"window": 9, "sinks": True})],
 )
-def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q, num_value_channels):
+def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q, num_value_channels, options):
   with jax.enable_x64(True):
     case = make_case(num_kv_heads, num_value_channels)
-    expected = run("reference", case)
-    assert_all_close(run("chunked", case, block_q=block_q), expected, atol=1e-12)
+    expected = run("reference", case, **options)
+    assert_all_close(run("chunked", case, block_q=block_q, **options), expected, atol=1e-12)
 
 
 def test_values_may_have_more_channels_than_keys():
   case = make_case(num_value_channels=11, dtype=np.float32)
-  assert_all_close(run("dot_product", case), run("reference", case), atol=1e-5)
+  results = (run(backend, case, window=9) for backend in ("dot_product", "reference"))
+  assert_all_close(*results, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.06)])
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
-  case = make_case(dtype=dtype)
+  case, options = make_case(dtype=dtype), EVERYTHING if backend == "chunked" else {}
   # Ours must hold under strict promotion; JAX's own function mixes types.
   with jax.numpy_dtype_promotion("standard" if backend == "dot_product" else "strict"):
-    results = run(backend, case)
-  assert [a.dtype for a in results] == [dtype] * 4
+    results = run(backend, case, **options)
+  assert [a.dtype for a in results] == [dtype] * 5
   with jax.enable_x64(True):
     wide = Case(*(a.astype(np.float64) for a in case))
-    function = functools.partial(attend, "reference")
+    function = functools.partial(attend, "reference", **options)
     expected = value_and_gradients(function, wide, make_cotangent(case).astype(np.float64))
     assert_all_close(results, [np.asarray(a) for a in expected], atol)
 
@@ -105,20 +118,31 @@ def test_a_token_draws_on_its_own_document_up_to_itself_and_on_nothing_else(back
   def probe(case):
     return attend(backend, case)[0, query].sum()
 
-  for gradient in jax.jit(jax.grad(probe))(case)[1:]:
+  for gradient in jax.jit(jax.grad(probe))(case)[1:3]:
     reached_S = np.abs(np.asarray(gradient)[0]).max(axis=(1, 2)) > 0
     np.testing.assert_array_equal(reached_S, (np.arange(40) >= 7) & (np.arange(40) <= query))
     assert not np.asarray(gradient)[1].any()
 
 
-def test_the_reference_is_a_softmax_over_the_visible_keys():
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_the_reference_is_a_softmax_over_the_visible_keys(options):
+  """Source of sinks: gpt-oss model card (2025), section 2.2, of caps: Gemma 2 (2024), section 2."""
   with jax.enable_x64(True):
     case = make_case()
-    o_BTHC = np.asarray(attend("reference", case))
+    o_BTHC = np.asarray(attend("reference", case, **options))
     query, head = 20, 3
-    k_SC, v_SC = case.k_BSGC[0, 7 : query + 1, 1], case.v_BSGC[0, 7 : query + 1, 1]
-    p_S = np.exp(0.3 * k_SC @ case.q_BTHC[0, query, head])
-    np.testing.assert_allclose(o_BTHC[0, query, head], p_S @ v_SC / p_S.sum(), atol=1e-13)
+    seen = slice(query + 1 - 9 if options else 7, query + 1)
+    k_SC, v_SC = case.k_BSGC[0, seen, 1], case.v_BSGC[0, seen, 1]
+    score_S = 0.3 * k_SC @ case.q_BTHC[0, query, head]
+    p_S = np.exp(0.8 * np.tanh(score_S / 0.8) if options else score_S)
+    total = p_S.sum() + (np.exp(SINK_H[head]) if options else 0)
+    np.testing.assert_allclose(o_BTHC[0, query, head], p_S @ v_SC / total, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}], ids=str)
+def test_a_backend_refuses_what_it_cannot_do(options):
+  with pytest.raises(ValueError, match=r"attention=dot_product knows no .*; write attention="):
+    attend("dot_product", make_case(dtype=np.float32), **options)
 
 
 @pytest.mark.parametrize("backend", api.BACKENDS)
@@ -136,8 +160,11 @@ def test_a_slice_of_the_queries_gets_its_slice_of_the_result(backend):
   mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
   case = make_case(dtype=np.float32)
 
-  def shard(q_BtHC, k_BSGC, v_BSGC, q_segment_Bt):
-    whole = [jax.lax.pcast(a, "context", to="varying") for a in (k_BSGC, v_BSGC, SEGMENT_BT)]
+  options = {} if backend == "dot_product" else {"window": 9, "soft_cap": 0.8}
+
+  def shard(q_BtHC, k_BSGC, v_BSGC, sink_H, q_segment_Bt):
+    arrays = k_BSGC, v_BSGC, SEGMENT_BT, sink_H
+    whole = [jax.lax.pcast(a, "context", to="varying") for a in arrays]
     start = jax.lax.axis_index("context") * q_BtHC.shape[1]
     return api.attention(
       q_BtHC,
@@ -148,16 +175,19 @@ def test_a_slice_of_the_queries_gets_its_slice_of_the_result(backend):
       q_start=start,
       backend=backend,
       block_q=2,
+      sink_H=whole[3] if options else None,
+      **options,
     )
 
   split = P(None, "context")
   sharded = jax.shard_map(
-    shard, mesh=mesh, in_specs=(split, P(), P(), split), out_specs=split, check_vma=True
+    shard, mesh=mesh, in_specs=(split, P(), P(), P(), split), out_specs=split, check_vma=True
   )
   together = jax.jit(
     functools.partial(value_and_gradients, lambda case: sharded(*case, SEGMENT_BT))
   )(case, make_cotangent(case))
-  assert_all_close([np.asarray(a) for a in together], run("reference", case), atol=1e-5)
+  expected = run("reference", case, sinks=bool(options), **options)
+  assert_all_close([np.asarray(a) for a in together], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", api.BACKENDS)
@@ -165,10 +195,12 @@ def test_vmap_and_checkpoint_change_nothing(backend):
   case = make_case(dtype=np.float32)
   stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
   cotangent = make_cotangent(case)
-  function = jax.checkpoint(functools.partial(attend, backend))
+  options = {} if backend == "dot_product" else EVERYTHING
+  function = jax.checkpoint(functools.partial(attend, backend, **options))
   member = functools.partial(value_and_gradients, function)
   together = jax.jit(jax.vmap(member, in_axes=(0, None)))(stacked, cotangent)
-  assert_all_close([np.asarray(a[0]) for a in together], run(backend, case), atol=1e-5)
+  expected = run(backend, case, **options)
+  assert_all_close([np.asarray(a[0]) for a in together], expected, atol=1e-5)
 
 
 def temporary_bytes(backend, num_positions):
@@ -180,7 +212,7 @@ def temporary_bytes(backend, num_positions):
       segments = {"q_segment_BT": segment_BT, "kv_segment_BS": segment_BT}
       return api.attention(*case, **segments, scale=1.0, backend=backend, block_q=32).sum()
 
-    return jax.grad(total)(Case(q_BTHC, k_BSGC, v_BSGC))
+    return jax.grad(total)((q_BTHC, k_BSGC, v_BSGC))
 
   compiled = jax.jit(gradients).lower(shape, shape, shape, segment_BT).compile()
   return compiled.memory_analysis().temp_size_in_bytes

@@ -4,6 +4,9 @@
 span; it attends every key up to and including its own row that carries its own segment number.
 Padding is segment 0: it attends padding only, and stays finite. Query heads share a key/value head
 in runs of H / G. Values, and with them the result, may have other channels than queries and keys.
+A `window` hides all keys but those of the query's own row and the window - 1 rows before it. Scores
+are scaled, then bent by `soft_cap` (`reference.capped`). The sinks `sink_H` are one more score per
+head and query whose value is zero, so that a query may attend to nothing; padding has them too.
 Scores, softmax and sums are in float32 (in float64 if that is the operands' type).
 """
 
@@ -47,6 +50,9 @@ def attention(
   backend: str,
   block_q: int,
   q_start: int | jax.Array = 0,
+  window: int | jax.Array | None = None,
+  soft_cap: float = 0.0,
+  sink_H: jax.Array | None = None,
 ) -> jax.Array:
   """o_BTHC in q's type, with the channels of v.
 
@@ -55,6 +61,10 @@ def attention(
     q_start: row of the first query among the keys. May be traced, as on a shard of the context
       axis that holds some of the queries and all keys; a plain 0 with T == S lets `chunked` skip
       what lies in the future.
+    window: may be traced, as in a scan over layers that differ in it; None: all keys.
+
+  Source: Beltagy et al., Longformer (2020), section 3.1, for windows; gpt-oss model card (2025),
+  section 2.2, for sinks.
   """
   num_query_heads, num_kv_heads = q_BTHC.shape[2], k_BSGC.shape[2]
   assert num_query_heads % num_kv_heads == 0, f"{num_query_heads=} {num_kv_heads=}"
@@ -62,6 +72,7 @@ def attention(
   assert kv_segment_BS.shape == k_BSGC.shape[:2], f"{kv_segment_BS.shape} for {k_BSGC.shape}"
   assert v_BSGC.shape[:3] == k_BSGC.shape[:3], f"{v_BSGC.shape} for {k_BSGC.shape}"
   assert jnp.ndim(q_start) == 0, f"q_start has shape {jnp.shape(q_start)}"
+  assert sink_H is None or sink_H.shape == (num_query_heads,), f"{sink_H.shape} {num_query_heads=}"
   return BACKENDS[backend](
     q_BTHC,
     k_BSGC,
@@ -71,4 +82,7 @@ def attention(
     q_start=q_start,
     scale=scale,
     block_q=block_q,
+    window=window,
+    soft_cap=soft_cap,
+    sink_H=sink_H,
   )

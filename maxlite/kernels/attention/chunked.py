@@ -17,9 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.kernels.attention.reference import visible
+from maxlite.kernels.attention.reference import capped, visible
 
 _MAX_SPANS = 8  # compile time grows with it; 8 spans compute 56 % of all scores, 16 would 53 %
+
+
+class _Rule(NamedTuple):
+  scale: float
+  soft_cap: float
+  block: int
+  aligned: bool  # whether queries begin where keys begin, and are as many
 
 
 class _Queries(NamedTuple):
@@ -32,6 +39,8 @@ class _Keys(NamedTuple):
   k_BGSC: jax.Array
   v_BGSC: jax.Array
   segment_BS: jax.Array
+  window: jax.Array | int | None
+  sink_H: jax.Array | None
 
 
 class _Span(NamedTuple):
@@ -44,103 +53,145 @@ class _Span(NamedTuple):
 
   def keys(self, keys: _Keys) -> _Keys:
     seen = slice(0, self.num_keys)
-    return _Keys(keys.k_BGSC[:, :, seen], keys.v_BGSC[:, :, seen], keys.segment_BS[:, seen])
+    return keys._replace(
+      k_BGSC=keys.k_BGSC[:, :, seen],
+      v_BGSC=keys.v_BGSC[:, :, seen],
+      segment_BS=keys.segment_BS[:, seen],
+    )
 
 
 def attention(
-  q_BTHC, k_BSGC, v_BSGC, *, q_segment_BT, kv_segment_BS, q_start, scale, block_q
+  q_BTHC,
+  k_BSGC,
+  v_BSGC,
+  *,
+  q_segment_BT,
+  kv_segment_BS,
+  q_start,
+  scale,
+  block_q,
+  window,
+  soft_cap,
+  sink_H,
 ) -> jax.Array:
   """o_BTHC in q's type."""
   num_queries, num_keys = q_BTHC.shape[1], k_BSGC.shape[1]
   aligned = isinstance(q_start, int) and q_start == 0 and num_queries == num_keys
   row_T = q_start + jnp.arange(num_queries, dtype=jnp.int32)
   queries = _Queries(q_BTHC, q_segment_BT, jnp.broadcast_to(row_T[None], q_segment_BT.shape))
-  keys = _Keys(k_BSGC.swapaxes(1, 2), v_BSGC.swapaxes(1, 2), kv_segment_BS)
-  return _attend(scale, min(block_q, num_queries), aligned, queries, keys)
+  k_BGSC, v_BGSC = k_BSGC.swapaxes(1, 2), v_BSGC.swapaxes(1, 2)
+  keys = _Keys(k_BGSC, v_BGSC, kv_segment_BS, window, sink_H)
+  return _attend(_Rule(scale, soft_cap, min(block_q, num_queries), aligned), queries, keys)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(scale: float, block: int, aligned: bool, queries: _Queries, keys: _Keys) -> jax.Array:
-  return _forward(scale, block, aligned, queries, keys)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(rule: _Rule, queries: _Queries, keys: _Keys) -> jax.Array:
+  return _forward(rule, queries, keys)[0]
 
 
-def _forward(scale, block, aligned, queries, keys):
+def _forward(rule, queries, keys):
   """o_BTHC, and what the backward pass needs."""
   o_spans, lse_spans = [], []
-  for span in _spans(queries, keys, block, aligned):
-    attend = functools.partial(_forward_block, scale, span.keys(keys))
-    _, (o_nBtHC, lse_nBGr1) = _scan(attend, (), _cut(span.queries(queries), block))
+  for span in _spans(rule, queries, keys):
+    attend = functools.partial(_forward_block, rule, span.keys(keys))
+    _, (o_nBtHC, lse_nBGr1) = _scan(attend, (), _cut(span.queries(queries), rule.block))
     o_spans.append(_join(o_nBtHC, span))
     lse_spans.append(lse_nBGr1)
   o_BTHC = jnp.concatenate(o_spans, axis=1)
   return o_BTHC, (queries, keys, o_BTHC, lse_spans)
 
 
-def _backward(scale, block, aligned, saved, do_BTHC):
+def _backward(rule, saved, do_BTHC):
   queries, keys, o_BTHC, lse_spans = saved
   accumulate = _accumulator(do_BTHC.dtype)
   dq_spans, dkv_spans = [], []
-  spans = _spans(queries, keys, block, aligned)
+  dsink_H = None if keys.sink_H is None else jnp.zeros_like(keys.sink_H, dtype=accumulate)
+  spans = _spans(rule, queries, keys)
   for span, lse_nBGr1 in zip(spans, lse_spans, strict=True):
     seen = span.keys(keys)
     zeros = [jnp.zeros_like(x, dtype=accumulate) for x in (seen.k_BGSC, seen.v_BGSC)]
-    blocks = _cut(span.queries((queries, o_BTHC, do_BTHC)), block)
-    attend = functools.partial(_backward_block, scale, seen)
-    dkv, dq_nBtHC = _scan(attend, zeros, (*blocks, lse_nBGr1))
+    blocks = _cut(span.queries((queries, o_BTHC, do_BTHC)), rule.block)
+    attend = functools.partial(_backward_block, rule, seen)
+    (dkv, dsink_H), dq_nBtHC = _scan(attend, (zeros, dsink_H), (*blocks, lse_nBGr1))
     missing = keys.k_BGSC.shape[2] - span.num_keys
     dkv_spans.append([jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in dkv])
     dq_spans.append(_join(dq_nBtHC, span))
   dk_BGSC, dv_BGSC = (sum(parts).astype(do_BTHC.dtype) for parts in zip(*dkv_spans, strict=True))
-  return _Queries(jnp.concatenate(dq_spans, axis=1), None, None), _Keys(dk_BGSC, dv_BGSC, None)
+  dsink_H = None if dsink_H is None else dsink_H.astype(keys.sink_H.dtype)
+  dqueries = _Queries(jnp.concatenate(dq_spans, axis=1), None, None)
+  return dqueries, _Keys(dk_BGSC, dv_BGSC, None, None, dsink_H)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _forward_block(scale, keys, _, queries):
+def _forward_block(rule, keys, _, queries):
   """o_BtHC and the log-sum-exp of each row's scores, as `scan` wants them."""
-  score_BGrS = _scores(scale, queries, keys)
-  max_BGr1 = score_BGrS.max(-1, keepdims=True)
+  score_BGrS, _ = _scores(rule, queries, keys)
+  sink_1Gr1 = _sinks(queries, keys)
+  max_BGr1 = jnp.maximum(score_BGrS.max(-1, keepdims=True), sink_1Gr1)
   p_BGrS = jnp.exp(score_BGrS - max_BGr1)
-  sum_BGr1 = p_BGrS.sum(-1, keepdims=True)
+  sum_BGr1 = p_BGrS.sum(-1, keepdims=True) + jnp.exp(sink_1Gr1 - max_BGr1)
   # Divided after the sum over keys: C numbers a row rather than S.
   o_BGrC = _dot(p_BGrS.astype(keys.v_BGSC.dtype), keys.v_BGSC, 0) / sum_BGr1
   o_BtHC = _unfold(o_BGrC.astype(queries.q_BTHC.dtype), queries.row_BT.shape[1])
   return (), (o_BtHC, max_BGr1 + jnp.log(sum_BGr1))
 
 
-def _backward_block(scale, keys, dkv, block):
-  """The gradients of k and v with this block's part added, and dq_BtHC."""
+def _backward_block(rule, keys, sums, block):
+  """The gradients of k, v and sinks with this block's part added, and dq_BtHC."""
+  dkv, dsink_H = sums
   queries, o_BtHC, do_BtHC, lse_BGr1 = block
   dtype = o_BtHC.dtype
   q_BGrC, o_BGrC, do_BGrC = (_fold(x, keys) for x in (queries.q_BTHC, o_BtHC, do_BtHC))
   accumulate = _accumulator(dtype)
   mean_BGr1 = (do_BGrC.astype(accumulate) * o_BGrC.astype(accumulate)).sum(-1, keepdims=True)
-  p_BGrS = jnp.exp(_scores(scale, queries, keys) - lse_BGr1)
-  dscore_BGrS = (p_BGrS * (_dot(do_BGrC, keys.v_BGSC, 1) - mean_BGr1) * scale).astype(dtype)
+  score_BGrS, slope_BGrS = _scores(rule, queries, keys)
+  p_BGrS = jnp.exp(score_BGrS - lse_BGr1)
+  dscore_BGrS = p_BGrS * (_dot(do_BGrC, keys.v_BGSC, 1) - mean_BGr1) * slope_BGrS
+  dscore_BGrS = dscore_BGrS.astype(dtype)
   dq_BGrC = _dot(dscore_BGrS, keys.k_BGSC, 0).astype(dtype)
   dk_BGCS = _dot(q_BGrC.swapaxes(2, 3), dscore_BGrS, 0)
   dv_BGCS = _dot(do_BGrC.swapaxes(2, 3), p_BGrS.astype(dtype), 0)
   dkv = [total + part.swapaxes(2, 3) for total, part in zip(dkv, (dk_BGCS, dv_BGCS), strict=True)]
-  return dkv, _unfold(dq_BGrC, o_BtHC.shape[1])
+  if dsink_H is not None:
+    dsink_BGr1 = -jnp.exp(_sinks(queries, keys) - lse_BGr1) * mean_BGr1
+    dsink_H += dsink_BGr1.reshape(*dsink_BGr1.shape[:2], -1, o_BtHC.shape[1]).sum((0, 3)).ravel()
+  return (dkv, dsink_H), _unfold(dq_BGrC, o_BtHC.shape[1])
 
 
-def _scores(scale: float, queries: _Queries, keys: _Keys) -> jax.Array:
-  """score_BGrS; very low, but finite, where the query does not see the key."""
+def _sinks(queries: _Queries, keys: _Keys) -> jax.Array:
+  """score_1Gr1 of the sinks, -inf without any."""
+  num_kv_heads, accumulate = keys.k_BGSC.shape[1], _accumulator(keys.k_BGSC.dtype)
+  if keys.sink_H is None:
+    return jnp.full((1, 1, 1, 1), -jnp.inf, accumulate)
+  sink_Gh1 = keys.sink_H.astype(accumulate).reshape(num_kv_heads, -1, 1)
+  return jnp.repeat(sink_Gh1, queries.row_BT.shape[1], axis=2).reshape(1, num_kv_heads, -1, 1)
+
+
+def _scores(rule: _Rule, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax.Array | float]:
+  """(score_BGrS, its derivative by the product of query and key).
+
+  Scores are very low, but finite, where the query does not see the key.
+  """
   score_BGrS = _dot(_fold(queries.q_BTHC, keys), keys.k_BGSC, 1)
   num_seqs, num_kv_heads, _, num_keys = score_BGrS.shape
   score_BGhtS = score_BGrS.reshape(num_seqs, num_kv_heads, -1, queries.row_BT.shape[1], num_keys)
-  visible_B11tS = visible(queries.row_BT, queries.segment_BT, keys.segment_BS)[:, None, None]
+  visible_BtS = visible(queries.row_BT, queries.segment_BT, keys.segment_BS, keys.window)
+  score_BGhtS, slope = capped(score_BGhtS * rule.scale, rule.soft_cap), rule.scale
+  if rule.soft_cap:
+    slope *= (1 - jnp.square(score_BGhtS / rule.soft_cap)).reshape(score_BGrS.shape)
   lowest = jnp.finfo(score_BGrS.dtype).min
-  return jnp.where(visible_B11tS, score_BGhtS * scale, lowest).reshape(score_BGrS.shape)
+  score_BGhtS = jnp.where(visible_BtS[:, None, None], score_BGhtS, lowest)
+  return score_BGhtS.reshape(score_BGrS.shape), slope
 
 
-def _spans(queries: _Queries, keys: _Keys, block: int, aligned: bool) -> list[_Span]:
+def _spans(rule: _Rule, queries: _Queries, keys: _Keys) -> list[_Span]:
   num_queries, num_keys = queries.row_BT.shape[1], keys.segment_BS.shape[1]
-  if not aligned:
+  if not rule.aligned:
     return [_Span(0, num_queries, num_keys)]
-  num_blocks = -(-num_queries // block)
-  length = -(-num_blocks // _MAX_SPANS) * block
+  num_blocks = -(-num_queries // rule.block)
+  length = -(-num_blocks // _MAX_SPANS) * rule.block
   stops = [min(start + length, num_queries) for start in range(0, num_queries, length)]
   return [_Span(length * i, stop, stop) for i, stop in enumerate(stops)]
 

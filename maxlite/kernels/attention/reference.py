@@ -5,15 +5,36 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def visible(q_row_BT, q_segment_BT, kv_segment_BS) -> jax.Array:
+def visible(q_row_BT, q_segment_BT, kv_segment_BS, window=None) -> jax.Array:
   """[B, T, S] which keys each query attends, the queries being rows `q_row_BT` of the keys."""
   kv_row_11S = jnp.arange(kv_segment_BS.shape[1], dtype=jnp.int32)[None, None, :]
   same_segment_BTS = q_segment_BT[:, :, None] == kv_segment_BS[:, None, :]
-  return same_segment_BTS & (q_row_BT[:, :, None] >= kv_row_11S)
+  distance_BTS = q_row_BT[:, :, None] - kv_row_11S
+  visible_BTS = same_segment_BTS & (distance_BTS >= 0)
+  return visible_BTS if window is None else visible_BTS & (distance_BTS < window)
+
+
+def capped(score: jax.Array, soft_cap: float) -> jax.Array:
+  """`score` bent to stay within +- soft_cap; as it is where that is 0.
+
+  Source: Bello et al., Neural Combinatorial Optimization (2017), section 3; Gemma 2 (2024), section 2.
+  """
+  return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
 
 
 def attention(
-  q_BTHC, k_BSGC, v_BSGC, *, q_segment_BT, kv_segment_BS, q_start, scale, block_q
+  q_BTHC,
+  k_BSGC,
+  v_BSGC,
+  *,
+  q_segment_BT,
+  kv_segment_BS,
+  q_start,
+  scale,
+  block_q,
+  window,
+  soft_cap,
+  sink_H,
 ) -> jax.Array:
   """o_BTHC in q's type."""
   del block_q
@@ -24,7 +45,13 @@ def attention(
   )
   score_BHTS = jnp.einsum("BTHC,BSHC->BHTS", q_BTHC.astype(accumulate), k_BSHC) * scale
   q_row_BT = q_start + jnp.arange(num_queries, dtype=jnp.int32)[None]
-  visible_B1TS = visible(q_row_BT, q_segment_BT, kv_segment_BS)[:, None]
-  score_BHTS = jnp.where(visible_B1TS, score_BHTS, jnp.finfo(accumulate).min)
-  o_BTHC = jnp.einsum("BHTS,BSHC->BTHC", jax.nn.softmax(score_BHTS), v_BSHC)
+  visible_B1TS = visible(q_row_BT, q_segment_BT, kv_segment_BS, window)[:, None]
+  score_BHTS = jnp.where(visible_B1TS, capped(score_BHTS, soft_cap), jnp.finfo(accumulate).min)
+  if sink_H is None:
+    p_BHTS = jax.nn.softmax(score_BHTS)
+  else:
+    sink_1H11 = sink_H.astype(accumulate)[None, :, None, None]
+    sink_BHT1 = jnp.broadcast_to(sink_1H11, (*score_BHTS.shape[:3], 1))
+    p_BHTS = jax.nn.softmax(jnp.concatenate([score_BHTS, sink_BHT1], axis=-1))[..., :-1]
+  o_BTHC = jnp.einsum("BHTS,BSHC->BTHC", p_BHTS, v_BSHC)
   return o_BTHC.astype(q_BTHC.dtype)
