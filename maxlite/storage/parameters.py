@@ -16,9 +16,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from maxlite.storage.checkpoint import PARAMS, Manifest, sealed
-from maxlite.storage.streams import Index, Stream, fold_checksum
-
-CACHE_BYTES = 256 << 20  # of decoded chunks, where a part is less than one
+from maxlite.storage.fingerprint import part_checksum
+from maxlite.storage.streams import Index, Stream
 
 
 def write_parameters(directory: Path, streams: Mapping[str, Stream]) -> None:
@@ -55,7 +54,6 @@ class StoredParameters:
     self.leaves: dict[str, dict[str, Any]] = {
       name.removeprefix(PARAMS): leaf for name, leaf in leaves.items() if name.startswith(PARAMS)
     }
-    self._context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
     self._open = functools.cache(self._open_array)
 
   def read(self, path: str, index: Index) -> np.ndarray:
@@ -74,9 +72,7 @@ class StoredParameters:
     name = ".".join(["params", *path.split("/")])
     base = f"file://{(self.directory / 'state').absolute()}/"
     store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    return ts.open(
-      {"driver": "zarr", "kvstore": store}, context=self._context, open=True, read=True
-    ).result()
+    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
 
 class _StreamHandler(ocp.type_handlers.TypeHandler):
@@ -99,7 +95,8 @@ class _StreamHandler(ocp.type_handlers.TypeHandler):
       store = await _create(stream, info)
       checksum = 0
       for index, part in stream.parts():
-        checksum = fold_checksum(stream, checksum, index, part)
+        start = [axis.start for axis in index]
+        checksum = (checksum + part_checksum(part, start, stream.shape)) % 2**32
         await store[index].write(part)
       self.checksums[info.name.replace(".", "/")] = checksum
     return []

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.storage.fingerprint import part_checksum
-
 Index = tuple[slice, ...]  # with start and stop of every axis
 PART_BYTES = 32 << 20  # about the size of a part
 
@@ -23,12 +21,6 @@ class Stream:
   dtype: np.dtype
   part_shape: tuple[int, ...]  # of most parts, so that disks can store it so
   parts: Callable[[], Iterator[tuple[Index, np.ndarray]]]
-
-
-def fold_checksum(stream: Stream, checksum: int, index: Index, part: np.ndarray) -> int:
-  """`checksum` of the parts of `stream` seen before, with `part` at `index` added."""
-  start = [axis.start for axis in index]
-  return (checksum + part_checksum(part, start, stream.shape)) % 2**32
 
 
 def to_array(stream: Stream, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -47,19 +39,16 @@ def to_array(stream: Stream, sharding: jax.sharding.Sharding) -> jax.Array:
   )
 
 
-def zeros(
-  shape: tuple[int, ...], index: Index, dtype: np.dtype
-) -> Iterator[tuple[Index, np.ndarray]]:
-  """Parts of zeros that cover `index` of an array of `shape`, cut along its longest axis."""
+def cuts(index: Index, dtype: np.dtype) -> Iterator[Index]:
+  """`index` in pieces of bounded size, cut along its longest axis."""
   sizes = [axis.stop - axis.start for axis in index]
+  longest = int(np.argmax(sizes)) if sizes else 0
   if not math.prod(sizes):
     return
-  longest = int(np.argmax(sizes))
-  per_step = math.prod(sizes) // sizes[longest] * dtype.itemsize
-  for low, high in steps(sizes[longest], per_step):
+  bytes_each = math.prod(sizes) // sizes[longest] * dtype.itemsize
+  for low, high in steps(sizes[longest], bytes_each):
     first = index[longest].start
-    cut = (*index[:longest], slice(first + low, first + high), *index[longest + 1 :])
-    yield cut, np.zeros([axis.stop - axis.start for axis in cut], dtype)
+    yield (*index[:longest], slice(first + low, first + high), *index[longest + 1 :])
 
 
 def steps(size: int, bytes_each: int) -> Iterator[tuple[int, int]]:

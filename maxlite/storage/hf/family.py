@@ -14,7 +14,7 @@ class Row:
   `ours` is a parameter's path, within its layer for the rows of a block; several where one tensor
   holds as many parameters of one shape. `theirs` is the tensor's name, in which {expert} counts
   experts. `axes` says how one lies in the other (axes.py): by any letters, but that `e` counts
-  {expert}, and `g` those several parameters:
+  {expert} and comes first, as does `g`, which counts those several parameters:
 
     Row("attention/query/kernel", "self_attn.q_proj.weight", "d h c -> (h c) d")
     Row("moe/wi_0", "mlp.experts.{expert}.gate_proj.weight", "e d f -> f d")

@@ -1,0 +1,105 @@
+"""safetensors files by the byte range, so that a tensor is never whole in host memory.
+
+The library maps a file into memory to read it and takes all tensors at once to write it; here it
+only checks what is read.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+DTYPES: dict[str, np.dtype] = {
+  "F32": np.dtype("float32"),
+  "F16": np.dtype("float16"),
+  "BF16": np.dtype("bfloat16"),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 8  # [bytes] of where tensors start in a file
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """Where a tensor lies."""
+
+  path: Path
+  dtype: str  # as the file spells it
+  shape: tuple[int, ...]
+  start: int  # [bytes] from the beginning of the file
+
+  def read_rows(self, low: int, high: int) -> np.ndarray:
+    """Rows [low, high) along the first axis.
+
+    Raises:
+      ValueError: the file ends before them.
+    """
+    dtype, shape = DTYPES[self.dtype], (high - low, *self.shape[1:])
+    rows = np.empty(shape, dtype)
+    offset = self.start + low * math.prod(self.shape[1:]) * dtype.itemsize
+    with self.path.open("rb", buffering=0) as file:
+      file.seek(offset)
+      view = rows.reshape(-1).view(np.uint8).data
+      while view and (num_read := file.readinto(view)):
+        view = view[num_read:]
+    if view:
+      raise ValueError(f"{self.path} ends {len(view)} bytes early: copy it again")
+    return rows
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+  """{name: Tensor} of a file, checked: tensors lie within it, and cover it without a gap.
+
+  Raises:
+    ValueError: the file is none of safetensors, or damaged.
+  """
+  try:
+    with safe_open(path, framework="np"):
+      pass
+  except (SafetensorError, OSError) as error:
+    raise ValueError(f"{path} is no whole safetensors file ({error}): copy it again") from None
+  with path.open("rb") as file:
+    num_bytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(num_bytes))
+  header.pop("__metadata__", None)
+  return {
+    name: Tensor(path, entry["dtype"], tuple(entry["shape"]), 8 + num_bytes + offset)
+    for name, entry in header.items()
+    for offset in entry["data_offsets"][:1]
+  }
+
+
+class TensorFile:
+  """A file of `tensors`, {name: (dtype, shape)}, written in any order once it is opened."""
+
+  def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    self._offsets: dict[str, int] = {}
+    for name, (dtype, shape) in tensors.items():
+      start, end = end, end + math.prod(shape) * dtype.itemsize
+      entry = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+      header[name], self._offsets[name] = entry, start
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    self._first = 8 + len(text)
+    self._file = path.open("xb")
+    self._file.write(len(text).to_bytes(8, "little") + text)
+    self._file.truncate(self._first + end)
+
+  def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
+    """Writes rows of a tensor from the row `low` on."""
+    rows = np.ascontiguousarray(rows)
+    bytes_each = math.prod(rows.shape[1:]) * rows.itemsize
+    self._file.seek(self._first + self._offsets[name] + low * bytes_each)
+    self._file.write(rows.reshape(-1).view(np.uint8).data)
+
+  def close(self) -> None:
+    """Returns when all is on disk."""
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    self._file.close()
