@@ -9,6 +9,7 @@ from maxlite.config.values import BASE_CONFIG, NotPlainError, Setting, did_you_m
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parent / "configs"
+MODEL_FILE = "model.yml"  # of a run folder: the keys of a model that was imported
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 
 

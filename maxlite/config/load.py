@@ -10,7 +10,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxlite.config.command_line import Words, help_text, split
-from maxlite.config.files import read_chain, read_preset
+from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.phases import phases_of, warmup_of
 from maxlite.config.schema import DEFAULTS, Config, build
@@ -80,7 +80,7 @@ def _is_ours(error: ValueError) -> bool:
 def _resolve(words: Words, defaults: Mapping[str, Any], needs_data: bool) -> Config:
   values = ConfigDict(dict(defaults)).lock()
   source: dict[str, str] = {}
-  for setting in _in_order(words):
+  for setting in _in_order(words, defaults):
     values[setting.name] = parse(setting)
     source[setting.name] = setting.source
   config: Config = build(Config, dict(values.items()))
@@ -91,7 +91,7 @@ def _resolve(words: Words, defaults: Mapping[str, Any], needs_data: bool) -> Con
   return config
 
 
-def _in_order(words: Words) -> list[Setting]:
+def _in_order(words: Words, defaults: Mapping[str, Any]) -> list[Setting]:
   """All settings of a command line and its files, those that count least first."""
   chains = [read_chain(Path(file), "command line") for file in words.files]
   bases = [setting for chain in chains for base in chain[:-1] for setting in base]
@@ -99,4 +99,15 @@ def _in_order(words: Words) -> list[Setting]:
   typed = [*words.assignments, *words.flags]
   chosen = [s for s in (*bases, *own, *typed) if s.name == "model_name"]
   preset = read_preset(chosen[-1]) if chosen and chosen[-1].raw else []
-  return [*bases, *own, *preset, *typed]
+  told = [*bases, *own, *preset, *typed]
+  return [*bases, *own, *preset, *_model_of_run(told, defaults), *typed]
+
+
+def _model_of_run(told: Sequence[Setting], defaults: Mapping[str, Any]) -> list[Setting]:
+  """The keys that an imported run has its model by (training/convert.py); of others, none."""
+  said = {setting.name: setting.raw for setting in told}
+  output, name = (
+    str(said.get(key, defaults[key])) for key in ("base_output_directory", "run_name")
+  )
+  file = Path(output).expanduser() / name / MODEL_FILE
+  return read_file(file, "run folder") if file.is_file() else []

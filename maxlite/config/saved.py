@@ -28,6 +28,12 @@ def save_resolved(config: Config, path: Path) -> None:
   unfinished.replace(path)
 
 
+def save_keys(values: Mapping[str, Any], path: Path) -> None:
+  """Writes these keys as YAML."""
+  lines = "".join(_line(name, value) for name, value in values.items())
+  path.write_text(f"# What this run's weights were made with.\n{lines}", encoding="utf-8")
+
+
 def read_saved(path: Path) -> dict[str, Any]:
   """Typed values of all keys from a file of `save_resolved`; a key it lacks has its default.
 

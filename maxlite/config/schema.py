@@ -28,6 +28,7 @@ __all__ = [
   "AxisRules",
   "CheckpointConfig",
   "Config",
+  "ConvertConfig",
   "DataConfig",
   "EnsembleConfig",
   "GenerateConfig",
@@ -328,6 +329,13 @@ class PlanConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+  """What `maxlite.convert` writes."""
+
+  output: str = knob("", "Folder that to_hf writes; name of the run that upcycle makes.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """The resolved configuration of one command."""
 
@@ -343,6 +351,7 @@ class Config:
   observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
   generate: GenerateConfig = dataclasses.field(default_factory=GenerateConfig)
   plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
+  convert: ConvertConfig = dataclasses.field(default_factory=ConvertConfig)
 
 
 @dataclasses.dataclass(frozen=True)

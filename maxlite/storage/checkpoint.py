@@ -24,6 +24,7 @@ from maxlite.config.schema import CheckpointConfig
 from maxlite.storage.fingerprint import leaves_by_path, tree_checksums
 
 Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
+Restored = tuple[Any, dict[str, Any] | None, int]  # state, data state, step
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 PARAMS = "params/"  # before the path of a parameter
 CHUNK_BYTES = 32 << 20  # of an array on disk
@@ -79,7 +80,7 @@ class Checkpoints:
       self._manager.close()
       self._manager = None
 
-  def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any] | None, int] | None:
+  def restore(self, abstract_state: Any) -> Restored | None:
     """(state, data state, step) of the newest whole checkpoint; None where there is none at all.
 
     Of a checkpoint of parameters alone, ({"params": parameters}, None, step).
@@ -130,9 +131,7 @@ class Checkpoints:
   def _missing(self) -> ValueError:
     return ValueError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
 
-  def _newest_whole(
-    self, abstract: Any, prefix: str
-  ) -> tuple[Any, dict[str, Any] | None, int] | None:
+  def _newest_whole(self, abstract: Any, prefix: str) -> Restored | None:
     steps = sorted(self._steps(), reverse=True)
     for step, older in zip(steps, [*map(str, steps[1:]), ""], strict=False):
       manifest, damage = _on_every_process(self._read_manifest, step)

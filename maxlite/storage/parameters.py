@@ -5,6 +5,7 @@ A checkpoint that is made of parts holds parameters and no other state: its mani
 """
 
 import functools
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +18,9 @@ import tensorstore as ts
 
 from maxlite.storage.checkpoint import PARAMS, Manifest, sealed
 from maxlite.storage.fingerprint import part_checksum
-from maxlite.storage.streams import Index, Stream
+from maxlite.storage.streams import Index, Stream, cuts
+
+METADATA = "_CHECKPOINT_METADATA"
 
 
 def write_parameters(directory: Path, streams: Mapping[str, Stream]) -> None:
@@ -39,10 +42,11 @@ def write_parameters(directory: Path, streams: Mapping[str, Stream]) -> None:
     }
     for path, stream in streams.items()
   }
+  manifest = sealed({"leaves": leaves, "data": None})
   with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
-    writer.save(
-      directory / "manifest", args=ocp.args.JsonSave(sealed({"leaves": leaves, "data": None}))
-    )
+    writer.save(directory / "manifest", args=ocp.args.JsonSave(manifest))
+  # Orbax's manager of checkpoints, which writes both at once, looks for this in each of its own.
+  shutil.copyfile(directory / "manifest" / METADATA, directory / METADATA)
 
 
 class StoredParameters:
@@ -54,19 +58,40 @@ class StoredParameters:
     self.leaves: dict[str, dict[str, Any]] = {
       name.removeprefix(PARAMS): leaf for name, leaf in leaves.items() if name.startswith(PARAMS)
     }
+    self._checksums: dict[str, int] = {}
     self._open = functools.cache(self._open_array)
 
   def read(self, path: str, index: Index) -> np.ndarray:
     """The part of a parameter at `index`.
 
     Raises:
-      ValueError: the checkpoint is damaged.
+      ValueError: it cannot be read.
     """
     try:
-      return self._open(path)[index].read().result()
+      part = self._open(path)[index].read().result()
     except ValueError as error:  # as TensorStore raises it for whatever it cannot read
       first = str(error).split("\n", 1)[0].split(" See full", 1)[0][:200]
       raise ValueError(f"checkpoint {self.directory} is damaged: {path}: {first}") from None
+    shape = tuple(self.leaves[path]["shape"])
+    for cut in cuts(index, part.dtype):
+      inside = tuple(
+        slice(c.start - i.start, c.stop - i.start) for c, i in zip(cut, index, strict=True)
+      )
+      added = part_checksum(part[inside], [axis.start for axis in cut], shape)
+      self._checksums[path] = (self._checksums.get(path, 0) + added) % 2**32
+    return part
+
+  def require_whole(self) -> None:
+    """Checks what was read since it was opened, every element of a parameter once.
+
+    Raises:
+      ValueError: these are not the bits that were saved.
+    """
+    for path, checksum in self._checksums.items():
+      if checksum != self.leaves[path]["checksum"]:
+        raise ValueError(
+          f"checkpoint {self.directory} is damaged: the bits of {path} are not those saved"
+        )
 
   def _open_array(self, path: str) -> ts.TensorStore:
     name = ".".join(["params", *path.split("/")])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.files import MODEL_FILE
 from maxlite.config.saved import differences, read_saved
 from maxlite.config.schema import KEYS
 from maxlite.config.values import show
@@ -19,6 +20,8 @@ class RunFolder:
   def __init__(self, directory: Path):
     self.directory = Path(directory)
     self.config = self.directory / "config.yml"
+    self.model = self.directory / MODEL_FILE  # of a run that was imported
+    self.tokenizer = self.directory / "tokenizer"  # likewise
     self.metrics = self.directory / "metrics.jsonl"
     self.curves = self.directory / "curves.png"
     self.expert_load = self.directory / "expert_load.jsonl"

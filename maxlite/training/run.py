@@ -19,7 +19,7 @@ from maxlite.observe.plots import draw_curves, draw_expert_load
 from maxlite.observe.profiler import Profiler
 from maxlite.observe.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
-from maxlite.storage.checkpoint import Checkpoints
+from maxlite.storage.checkpoint import Checkpoints, Restored
 from maxlite.storage.fingerprint import tree_hash
 from maxlite.storage.run_folder import Changes, RunFolder
 from maxlite.training.evaluate import evaluate
@@ -42,7 +42,7 @@ def run_training(cfg: Config) -> int:
     checkpoints = _open_checkpoints(cfg, folder, console)
     restored = checkpoints.restore(trainer.abstract_state) if checkpoints else None
     stream = data.train_stream()
-    if restored:
+    if restored and restored[1] is not None:
       stream.restore(restored[1])
   _introduce(trainer, data, changes, console)
   done = restored[2] if restored else 0
@@ -53,9 +53,7 @@ def run_training(cfg: Config) -> int:
     )
     return 0
   folder.save_config(changes, lambda path: save_resolved(cfg, path))
-  if restored:
-    console.print(f"going on from the checkpoint of step {done}")
-  state = restored[0] if restored else trainer.init_state()
+  state = _first_state(trainer, restored, console)
   writers = _open_writers(trainer, folder, done, console)
   profiler = Profiler(cfg.observe, folder.profile)
   run = Run(trainer, checkpoints, StepLog(trainer, writers), profiler, _evaluation(trainer, data))
@@ -70,6 +68,18 @@ def run_training(cfg: Config) -> int:
       checkpoints.close()
   _conclude(cfg, folder, ending, console)
   return ending.exit_code
+
+
+def _first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:
+  """The state before the first step of this start."""
+  if restored is None:
+    return trainer.init_state()
+  state, data_state, step = restored
+  if data_state is None:
+    console.print("starting from the weights of step 0, with a new optimizer state")
+    return trainer.start_from(state["params"])
+  console.print(f"going on from the checkpoint of step {step}")
+  return state
 
 
 def run_folder(cfg: Config) -> RunFolder:

@@ -123,6 +123,13 @@ class Trainer:
     rng = jax.random.fold_in(jax.random.key(seed), 1)
     return _with_optimizer(params, self.tx, self.turns, jax.random.key_data(rng))
 
+  def start_from(self, params: Any) -> TrainState:
+    """The state before the first step, from `params` on its mesh, which are gone afterwards."""
+    rng = jax.random.fold_in(jax.random.key(jnp.uint32(self.cfg.run.init_weights_seed)), 1)
+    start = lambda params, rng: _with_optimizer(params, self.tx, self.turns, rng)
+    start = jax.jit(start, out_shardings=self.state_shardings, donate_argnums=0)
+    return start(params, jax.random.key_data(rng))
+
   def init_state(self) -> TrainState:
     """The state before the first step, each leaf made where it lies."""
     init = jax.jit(self.init, out_shardings=self.state_shardings)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from maxlite.config.schema import ModelConfig
-from maxlite.storage.fingerprint import part_checksum
 from maxlite.storage.hf.family import Family
 from maxlite.storage.hf.folder import FolderWriter, listed, read_tensors
 from maxlite.storage.hf.mapping import Block, Tie, ties
@@ -60,12 +59,11 @@ def write_weights(
   cfg: ModelConfig,
   params: Mapping[str, Any],
   read: Callable[[str, Index], np.ndarray],
-  check: Callable[[str, int], None],
   **options: int,
 ) -> None:
   """Writes the weights of `params`, {path: shape and type}, into the existing `directory`.
 
-  `read(path, index)` gives parts of them; `check(path, checksum)` may refuse a whole one.
+  `read(path, index)` gives a layer of a parameter, or one that is not stacked; each once.
   """
   made = ties(family, cfg, params)
   writer = FolderWriter(directory, {tie.tensor: (tie.dtype, tie.shape) for tie in made}, **options)
@@ -78,15 +76,12 @@ def write_weights(
         writer.write_rows(tie.tensor, block.rows[0], block.to_theirs(parts))
   finally:
     writer.close()
-  for path, checksum in layers.checksums.items():
-    check(path, checksum)
 
 
 class _Layers:
   """The parameters of one row of the mapping at a time: of a layer, or of what is no layer."""
 
   def __init__(self, params: Mapping[str, Any], read: Callable[[str, Index], np.ndarray]):
-    self.checksums = dict.fromkeys(params, 0)
     self._shapes = {path: tuple(leaf.shape) for path, leaf in params.items()}
     self._read = read
     self._held: tuple[Any, dict[str, np.ndarray]] = (None, {})
@@ -102,14 +97,7 @@ class _Layers:
   def _load(self, path: str, layer: tuple[int, ...]) -> np.ndarray:
     shape = self._shapes[path]
     spans = [slice(i, i + 1) for i in layer] + [slice(0, size) for size in shape[len(layer) :]]
-    array = self._read(path, tuple(spans))
-    for cut in cuts(tuple(spans), array.dtype):
-      inside = tuple(
-        slice(c.start - s.start, c.stop - s.start) for c, s in zip(cut, spans, strict=True)
-      )
-      added = part_checksum(array[inside], [axis.start for axis in cut], shape)
-      self.checksums[path] = (self.checksums[path] + added) % 2**32
-    return array
+    return self._read(path, tuple(spans))
 
 
 def _in_layer(tie: Tie, index: Index) -> Index:

@@ -1,0 +1,51 @@
+"""`python -m maxlite.convert from_hf FOLDER run_name=mine`: models in and out; see USAGE."""
+
+import sys
+
+from maxlite.config import exit_with_one_line, load_config
+from maxlite.config.command_line import help_text
+
+USAGE = """\
+usage: python -m maxlite.convert from_hf FOLDER run_name=NAME [key=value ...]
+         makes a run of a folder in Hugging Face's format
+       python -m maxlite.convert to_hf run_name=NAME output=FOLDER
+         makes such a folder of a run's newest checkpoint
+       python -m maxlite.convert upcycle run_name=NAME output=NEW_NAME num_experts=8 [key=value ...]
+         makes a run with a mixture of experts of a dense one, which computes the same at first
+"""
+VERBS = ("from_hf", "to_hf", "upcycle")
+
+
+def main() -> int:
+  verb, words = sys.argv[1:2], sys.argv[2:]
+  if {"--help", "-h"} & {*verb, *words}:
+    sys.stdout.write(USAGE + "\n" + help_text("maxlite.convert"))
+    return 0
+  with exit_with_one_line("maxlite.convert"):
+    folder = _folder(verb, words)
+    load_config(words, needs_data=False)  # told of a mistake before JAX is loaded
+    from maxlite.training.convert import run_conversion
+
+    return run_conversion(verb[0], folder, words)
+
+
+def _folder(verb: list[str], words: list[str]) -> str:
+  """The FOLDER of from_hf, taken from `words`; empty for the others.
+
+  Raises:
+    ValueError: the words are none of USAGE.
+  """
+  if not verb or verb[0] not in VERBS:
+    raise ValueError(f"command line: write one of {', '.join(VERBS)} first; --help tells more")
+  for word in words:
+    if word.endswith((".yml", ".yaml")):
+      raise ValueError(f"command line: {word} is no word of {verb[0]}, which takes key=value only")
+  if verb[0] != "from_hf":
+    return ""
+  if not words or "=" in words[0]:
+    raise ValueError("command line: from_hf FOLDER is missing; name the folder with config.json")
+  return words.pop(0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
