@@ -6,12 +6,20 @@ import signal
 import jax
 import numpy as np
 import pytest
-from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
+from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 from tiny_run import Output, assert_as_if_nothing_had_happened, logged, start
 
-EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion}"
+from maxlite.storage.checkpoint import Checkpoints
+
+EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
+gradient_accumulation_steps: 2}"
 ROUTER = "{name: router, train: ['.*router.*'], steps: 1, learning_rate: 1e-2}"
-KEYS = {"phases": f"[{EXPERTS}, {ROUTER}]", "routed_bias": True, "router": "topk_softmax"}
+SMALL = {"base_num_decoder_layers": 1}
+KEYS = SMALL | {
+  "phases": f"[{EXPERTS}, {ROUTER}]",
+  "routed_bias": True,
+  "router": "topk_softmax",
+}
 MESH = mesh_keys("data=2 fsdp=4")
 BATCHES = [uneven_batch(seed) for seed in range(4)]
 
@@ -22,14 +30,12 @@ def paths(tree):
 
 
 def history(**keys):
-  """Parameters before the first step and after each."""
+  """States before the first step and after each."""
   trainer = trainer_of(**MESH, **keys)
-  state = trainer.init_state()
-  params = [jax.device_get(state.params)]
+  states = [jax.device_get(trainer.init_state())]
   for batch in BATCHES:
-    state, _ = trainer.train_step(state, place(trainer, batch))
-    params.append(jax.device_get(state.params))
-  return [paths(tree) for tree in params]
+    states.append(take_steps(trainer, states[-1], [batch])[0])
+  return states
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +45,39 @@ def by_turns():
 
 def test_a_phase_moves_its_own_parameters_and_no_bit_of_others(by_turns):
   trains = ["w", "w", "router", "w"]  # experts, experts, router, experts
-  for (before, after), word in zip(itertools.pairwise(by_turns), trains, strict=True):
+  params = [paths(state.params) for state in by_turns]
+  for (before, after), word in zip(itertools.pairwise(params), trains, strict=True):
     moved = {path for path in before if (before[path] != after[path]).any()}
     expected = {p for p in before if ("router" in p if word == "router" else "moe/w" in p)}
     assert moved == expected
 
 
+@pytest.mark.parametrize("done", [1, 2])
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(by_turns, done, tmp_path):
+  """In the middle of a turn, and between two."""
+  trainer = trainer_of(**MESH, **KEYS)
+  checkpoints = Checkpoints(trainer.cfg.checkpoint, tmp_path, report=print)
+  checkpoints.save(done, state_on(trainer, by_turns[done]), {})
+  checkpoints.wait()
+  state = checkpoints.restore(trainer.abstract_state)[0]
+  checkpoints.close()
+  for batch in BATCHES[done:]:
+    state, _ = trainer.train_step(state, place(trainer, batch))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), by_turns[-1])
+
+
+@pytest.mark.slow
 def test_one_program_of_all_phases_gives_the_same_numbers(by_turns):
   switched = history(**KEYS, phase_strategy="switch")
-  for path, leaf in by_turns[-1].items():
-    np.testing.assert_allclose(switched[-1][path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
+  got, want = (paths(states[-1].params) for states in (switched, by_turns))
+  for path, leaf in want.items():
+    np.testing.assert_allclose(got[path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_phase_of_everything_is_the_run_without_phases(accumulate):
-  keys = MESH | {"gradient_accumulation_steps": accumulate, "gradient_clipping_threshold": 0.5}
+  keys = MESH | SMALL | {"gradient_accumulation_steps": accumulate}
+  keys |= {"gradient_clipping_threshold": 0.5}
   plain = trainer_of(**keys)
   phased = trainer_of(**keys, phases="[{name: all, train: ['.*'], steps: 8}]")
   host = jax.device_get(plain.init_state())
@@ -78,6 +102,12 @@ def test_a_regex_that_matches_nothing_is_told_with_what_is_near():
     trainer_of(**MESH, phases="[{name: fit, train: [layers/moe/w], steps: 1}]")
 
 
+def test_the_start_of_a_run_tells_whose_turn_it_is():
+  lines = trainer_of(**MESH, **KEYS).turns.describe(8)
+  assert lines[-1] == "turns: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
+
+
+@pytest.mark.slow
 def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
   keys = KEYS | {"router_jitter": 0.2, "gradient_accumulation_steps": 1}
   whole = tmp_path / "whole"
