@@ -193,6 +193,14 @@ class TrainingConfig:
     2048, "Tokens per device whose logits exist at once.", unit="tokens", low=1
   )
   z_loss_multiplier: float = knob(0.0, "Weight of the squared log-partition of the logits.", low=0)
+  ema_decay: float = knob(
+    0.0,
+    "Keep moving averages of the trained weights, so much of which stays in every step (0.999 is "
+    "usual); they are evaluated beside the weights, and generate writes with them. 0: none.",
+    low=0,
+    high=1,
+    shapes_model=True,
+  )
   max_skipped_steps: int = knob(
     10, "Steps in a row with a non-finite loss or gradient after which the run stops.", low=1
   )

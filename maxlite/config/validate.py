@@ -347,6 +347,8 @@ def _moments(c: Config) -> Complaints:
   for key in ("adam_b1", "adam_b2", "muon_beta"):
     if flatten(c.optimizer)[key] == 1:
       yield Complaint((key,), f"would never move; write {key}={DEFAULTS[key]}")
+  if c.training.ema_decay == 1:
+    yield Complaint(("ema_decay",), "averages would never move; write ema_decay=0.999, or 0")
   if c.optimizer.opt_type == "adamw" and c.optimizer.adam_eps == 0:
     text = f"divides by zero where a gradient is zero; write adam_eps={DEFAULTS['adam_eps']}"
     yield Complaint(("adam_eps",), text)

@@ -13,7 +13,7 @@ from maxlite.config.schema import MESH_AXES
 from maxlite.data.batch import Batch
 from maxlite.ensemble.program import Program
 from maxlite.training.setup import Trainer, build_trainer
-from maxlite.training.state import TrainState
+from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.step import build_eval_step, build_train_step
 
 
@@ -87,13 +87,17 @@ def _program_of(trainer: Trainer, num_bytes_V: Any) -> Program:
     inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
     return jax.nn.log_softmax(model.apply({"params": state.params}, *inputs))
 
+  def evaluate(state: TrainState, batch: Batch) -> dict:
+    found, averages = sums(state.params, batch), averaged_params(state)
+    return found if averages is None else found | {"ema": sums(averages, batch)}
+
   return Program(
     name="",
     seed=0,
     init=trainer.init,
     step=step,
     predict=predict,
-    evaluate=lambda state, batch: sums(state.params, batch),
+    evaluate=evaluate,
     shardings=trainer.state_shardings if spread else None,
     batch_sharding=trainer.batch_sharding if spread else None,
   )

@@ -106,11 +106,15 @@ class Checkpoints:
     Raises:
       ValueError: there is no checkpoint, all are damaged, or the parameters are another model's.
     """
-    found = self._newest_whole({"params": abstract_params}, PARAMS)
+    parts, step = self.restore_parts({"params": abstract_params})
+    return parts["params"], step
+
+  def restore_parts(self, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """(these parts of the state by name, step), as `restore_params` does."""
+    found = self._newest_whole(dict(abstract), tuple(f"{name}/" for name in abstract))
     if found is None:
       raise self._missing()
-    state, _, step = found
-    return state["params"], step
+    return found[0], found[2]
 
   def newest(self) -> tuple[Path, Manifest]:
     """(folder, manifest) of the newest checkpoint, to read its parameters in parts.
@@ -131,7 +135,7 @@ class Checkpoints:
   def _missing(self) -> ValueError:
     return ValueError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
 
-  def _newest_whole(self, abstract: Any, prefix: str) -> Restored | None:
+  def _newest_whole(self, abstract: Any, prefix: str | tuple[str, ...]) -> Restored | None:
     steps = sorted(self._steps(), reverse=True)
     for step, older in zip(steps, [*map(str, steps[1:]), ""], strict=False):
       manifest, damage = _on_every_process(self._read_manifest, step)
@@ -173,7 +177,7 @@ class Checkpoints:
     return state
 
   def _require_same_structure(
-    self, step: int, manifest: Manifest, abstract: Any, prefix: str
+    self, step: int, manifest: Manifest, abstract: Any, prefix: str | tuple[str, ...]
   ) -> None:
     """Raises ValueError with the first leaf that differs from the checkpoint's."""
     saved = {

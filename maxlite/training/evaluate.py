@@ -1,9 +1,11 @@
 """The held-out loss."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxlite.data.batch import Batch
 from maxlite.observe.metrics import bits_per_byte
@@ -11,22 +13,37 @@ from maxlite.training.setup import Trainer
 
 
 def evaluate(
-  trainer: Trainer, eval_step: Callable[[Any, Batch], dict], params: Any, batches: Iterable[Batch]
+  trainer: Trainer,
+  eval_step: Callable[[Any, Batch], dict],
+  params: Any,
+  batches: Iterable[Batch],
+  averages: Any = None,
 ) -> dict[str, float]:
-  """`eval_loss` [nats per token], `eval_bits_per_byte`, `eval_tokens` over all `batches`."""
-  return held_out_row(eval_step(params, trainer.place(batch)) for batch in batches)
+  """`eval_loss` [nats per token], `eval_bits_per_byte`, `eval_tokens` over all `batches`.
+
+  With moving averages of the parameters also `eval_ema_loss` and its like, of those.
+  """
+
+  def sums(batch: Batch) -> dict:
+    batch = trainer.place(batch)
+    found = eval_step(params, batch)
+    return found if averages is None else found | {"ema": eval_step(averages, batch)}
+
+  return held_out_row(map(sums, batches))
 
 
 def held_out_row(batches: Iterable[dict]) -> dict[str, float]:
   """The same figures from the evaluation step's sums over every batch."""
-  nll = tokens = num_bytes = 0.0
-  for batch in batches:
-    # Added up in Python: in float32 every batch would round, and counting end at 2**24 tokens.
-    sums = jax.device_get(batch)
-    nll += float(sums["nll"])
-    tokens += float(sums["weight"])
-    num_bytes += float(sums["num_bytes"])
-  result = {"eval_loss": nll / tokens, "eval_tokens": int(tokens)}
-  if num_bytes:
-    result["eval_bits_per_byte"] = bits_per_byte(nll, num_bytes)
-  return result
+  # Added up in float64: in float32 every batch would round, and counting end at 2**24 tokens.
+  in_float64 = lambda sums: jax.tree.map(np.float64, jax.device_get(sums))
+  sums = functools.reduce(functools.partial(jax.tree.map, np.add), map(in_float64, batches))
+  row = _figures(sums) | {"eval_tokens": int(sums["weight"])}
+  averaged = _figures(sums["ema"]) if "ema" in sums else {}
+  return row | {name.replace("eval_", "eval_ema_", 1): x for name, x in averaged.items()}
+
+
+def _figures(sums: dict) -> dict[str, float]:
+  figures = {"eval_loss": float(sums["nll"] / sums["weight"])}
+  if sums["num_bytes"]:
+    figures["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
+  return figures

@@ -17,17 +17,18 @@ from maxlite.storage.checkpoint import Checkpoints
 from maxlite.training.evaluate import evaluate
 from maxlite.training.run import open_trainer_data, run_folder
 from maxlite.training.setup import Trainer, build_trainer
+from maxlite.training.state import averaged_params
 
 
 def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
   """Prints the loss of the run's newest checkpoint over eval_steps held-out batches (-1: all)."""
   with exit_with_one_line("maxlite.evaluate"):
     cfg = config_of_run(cfg, argv)
-    trainer, params, step = open_trained(cfg)
+    trainer, params, averages, step = open_trained(cfg)
     data = open_trainer_data(trainer)
     batches = data.eval_batches(cfg.observe.eval_steps)
   eval_step = trainer.eval_step(data.source.num_bytes_V)
-  result = evaluate(trainer, eval_step, params, batches)
+  result = evaluate(trainer, eval_step, params, batches, averages)
   figures = "  ".join(f"{name} {value:.6g}" for name, value in result.items())
   sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {figures}\n")
   return 0
@@ -40,7 +41,8 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
     if cfg.data.dataset_type == "synthetic":
       raise ValueError("a run on dataset_type=synthetic has no tokenizer to write text with")
     tokenizer = open_tokenizer(cfg.data)
-    trainer, params, _ = open_trained(cfg)
+    trainer, params, averages, _ = open_trained(cfg)
+    params = params if averages is None else averages
   prompt = [tokenizer.bos, *tokenizer.encode(cfg.generate.prompt.encode())]
   sys.stdout.write(cfg.generate.prompt)
   for text in _as_text(generate(trainer, params, prompt, tokenizer.eos), tokenizer):
@@ -67,15 +69,20 @@ def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
   return cfg
 
 
-def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
-  """(trainer, parameters, step) of the newest checkpoint of the run that `cfg` names."""
+def open_trained(cfg: Config) -> tuple[Trainer, Any, Any, int]:
+  """(trainer, parameters, their averages, step) of the newest checkpoint of the run `cfg` names.
+
+  The averages are None where the run keeps none.
+  """
   enable_compilation_cache(cfg.run.jax_cache_dir)
   keep_freed_memory()
   trainer = build_trainer(cfg)
   trainer.check_devices()
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=_to_stderr)
-  params, step = checkpoints.restore_params(trainer.abstract_state.params)
-  return trainer, params, step
+  state = trainer.abstract_state
+  averaged = {} if state.ema is None else {"ema": state.ema}
+  parts, step = checkpoints.restore_parts({"params": state.params} | averaged)
+  return trainer, parts["params"], averaged_params(state.replace(**parts)), step
 
 
 def generate(trainer: Trainer, params: Any, prompt: Sequence[int], eos: int) -> Iterator[int]:

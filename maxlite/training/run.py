@@ -25,7 +25,7 @@ from maxlite.storage.run_folder import Changes, RunFolder
 from maxlite.training.evaluate import evaluate
 from maxlite.training.loop import Ending, Run, StepLog, train
 from maxlite.training.setup import Trainer, build_trainer
-from maxlite.training.state import TrainState
+from maxlite.training.state import TrainState, averaged_params
 
 
 def run_training(cfg: Config) -> int:
@@ -104,7 +104,12 @@ def _evaluation(trainer: Trainer, data: Data) -> Callable[[TrainState], dict[str
     return None
   eval_step = trainer.eval_step(data.source.num_bytes_V)
   num_batches = trainer.cfg.observe.eval_steps
-  return lambda state: evaluate(trainer, eval_step, state.params, data.eval_batches(num_batches))
+
+  def run(state: TrainState) -> dict[str, float]:
+    batches = data.eval_batches(num_batches)
+    return evaluate(trainer, eval_step, state.params, batches, averaged_params(state))
+
+  return run
 
 
 def _open_checkpoints(cfg: Config, folder: RunFolder, console: Console) -> Checkpoints | None:

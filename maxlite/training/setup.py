@@ -121,12 +121,14 @@ class Trainer:
     """The state before the first step, as a pure function of the seed."""
     params = meta.unbox(_init_params(self.model, seed, self.batch_shape))
     rng = jax.random.fold_in(jax.random.key(seed), 1)
-    return _with_optimizer(params, self.tx, self.turns, jax.random.key_data(rng))
+    ema_decay = self.cfg.training.ema_decay
+    return _with_optimizer(params, self.tx, self.turns, jax.random.key_data(rng), ema_decay)
 
   def start_from(self, params: Any) -> TrainState:
     """The state before the first step, from `params` on its mesh, which are gone afterwards."""
     rng = jax.random.fold_in(jax.random.key(jnp.uint32(self.cfg.run.init_weights_seed)), 1)
-    start = lambda params, rng: _with_optimizer(params, self.tx, self.turns, rng)
+    ema_decay = self.cfg.training.ema_decay
+    start = lambda params, rng: _with_optimizer(params, self.tx, self.turns, rng, ema_decay)
     start = jax.jit(start, out_shardings=self.state_shardings, donate_argnums=0)
     return start(params, jax.random.key_data(rng))
 
@@ -166,7 +168,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     tx=tx,
     schedule=build_schedule(optimizer_cfg),
     placements=placements,
-    abstract_state=_abstract_state(params, names, tx, turns, sharder),
+    abstract_state=_abstract_state(params, names, tx, turns, sharder, cfg.training.ema_decay),
     global_batch_size=global_batch_size,
     turns=turns,
   )
@@ -237,20 +239,23 @@ def _placements(params: Any, names: Any, sharder: Sharder) -> list[Placement]:
   ]
 
 
-def _with_optimizer(params: Any, tx: Any, turns: Turns | None, rng: jax.Array) -> TrainState:
+def _with_optimizer(
+  params: Any, tx: Any, turns: Turns | None, rng: jax.Array, ema_decay: float
+) -> TrainState:
   """The state before the first step."""
   if turns is None:
-    return init_state(params, tx.init(params), rng)
+    averaged = params if ema_decay else None
+    return init_state(params, tx.init(params), rng, averaged=averaged)
   opt_state, clock = turns.init(params)
-  return init_state(params, opt_state, rng, clock)
+  return init_state(params, opt_state, rng, clock, turns.trained(params) if ema_decay else None)
 
 
 def _abstract_state(
-  params: Any, names: Any, tx: Any, turns: Turns | None, sharder: Sharder
+  params: Any, names: Any, tx: Any, turns: Turns | None, sharder: Sharder, ema_decay: float
 ) -> TrainState:
   """Shapes, types and shardings of the whole state."""
   rng = jax.ShapeDtypeStruct((2,), jnp.uint32)
-  init = lambda params, rng: _with_optimizer(params, tx, turns, rng)
+  init = lambda params, rng: _with_optimizer(params, tx, turns, rng, ema_decay)
   state = jax.eval_shape(init, params, rng)
   axes = TrainState(
     step=jax.P(),
@@ -260,6 +265,7 @@ def _abstract_state(
     skipped=jax.P(),
     skipped_in_a_row=jax.P(),
     clock=jax.tree.map(lambda leaf: jax.P(*(None,) * leaf.ndim), state.clock),
+    ema=state_names(state.ema, params, names),
   )
   return jax.tree.map(
     lambda leaf, names: jax.ShapeDtypeStruct(

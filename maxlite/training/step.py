@@ -75,6 +75,7 @@ def build_train_step(
     if "moe" in sums.layers:
       state, loads = _balance(state, sums.layers["moe"], part, finite, moe)
       metrics |= loads
+    state = _average(state, part, finite, cfg.ema_decay)
     counts = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
     return part.advance(state, metrics), metrics | counts
 
@@ -97,6 +98,17 @@ def _balance(
   moved, _ = part.split(move_routed_biases(state.params, routers.count_E, rate))
   _, frozen = part.split(state.params)
   return state.replace(params=part.join(moved, frozen)), loads
+
+
+def _average(state: TrainState, part: Part, finite: jax.Array, decay: float) -> TrainState:
+  """The state with the averages of what is trained moved, if the step is not skipped."""
+  if state.ema is None:
+    return state
+  trained, _ = part.split(state.params)
+  averages, resting = part.split(state.ema)
+  share = jnp.where(finite, 1 - decay, 0)
+  move = lambda mean, leaf: mean + share.astype(mean.dtype) * (leaf.astype(mean.dtype) - mean)
+  return state.replace(ema=part.join(jax.tree.map(move, averages, trained), resting))
 
 
 def _norm(tree: Any) -> jax.Array:

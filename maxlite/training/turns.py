@@ -78,6 +78,10 @@ class Turns:
       lines.append(f"turns: {', '.join(shown)}" + (", ..." if len(turns) > len(shown) else ""))
     return lines
 
+  def trained(self, tree: Any) -> Any:
+    """Of a tree like the parameters, the leaves that some phase trains."""
+    return merge(*(partition_params(tree, phase.train)[0] for phase in self.phases))
+
   def untrained(self, params: Any) -> list[str]:
     """Paths of the parameters that no phase trains."""
     trained = {path for part in self._trained.values() for path in paths_in(part)}

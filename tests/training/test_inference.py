@@ -30,7 +30,10 @@ def evaluated(folder, *words):
 def test_an_evaluation_is_that_of_the_run_every_time(finished):
   folder, _ = finished
   first = evaluated(folder)
-  assert f"step 8  eval_loss {logged(folder)[-1]['eval_loss']:.6g}  " in first
+  last = logged(folder)[-1]
+  assert f"step 8  eval_loss {last['eval_loss']:.6g}  " in first
+  assert f"eval_ema_loss {last['eval_ema_loss']:.6g}" in first
+  assert last["eval_ema_loss"] != last["eval_loss"]
   assert evaluated(folder) == first
   assert evaluated(folder, "eval_steps=-1") != first
 

@@ -10,6 +10,7 @@ from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batc
 from tiny_run import Output, assert_as_if_nothing_had_happened, logged, start
 
 from maxlite.storage.checkpoint import Checkpoints
+from maxlite.training.state import averaged_params
 
 EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
 gradient_accumulation_steps: 2}"
@@ -19,6 +20,7 @@ KEYS = SMALL | {
   "phases": f"[{EXPERTS}, {ROUTER}]",
   "routed_bias": True,
   "router": "topk_softmax",
+  "ema_decay": 0.75,
 }
 MESH = mesh_keys("data=2 fsdp=4")
 BATCHES = [uneven_batch(seed) for seed in range(4)]
@@ -45,11 +47,22 @@ def by_turns():
 
 def test_a_phase_moves_its_own_parameters_and_no_bit_of_others(by_turns):
   trains = ["w", "w", "router", "w"]  # experts, experts, router, experts
-  params = [paths(state.params) for state in by_turns]
-  for (before, after), word in zip(itertools.pairwise(params), trains, strict=True):
-    moved = {path for path in before if (before[path] != after[path]).any()}
-    expected = {p for p in before if ("router" in p if word == "router" else "moe/w" in p)}
-    assert moved == expected
+  for (before, after), word in zip(itertools.pairwise(by_turns), trains, strict=True):
+    expected = {p for p in paths(after.params) if ("router" if word == "router" else "moe/w") in p}
+    for trees in ((before.params, after.params), (before.ema, after.ema)):
+      old, new = map(paths, trees)
+      assert {path for path in old if (old[path] != new[path]).any()} == expected
+
+
+def test_averages_follow_what_is_trained_and_are_of_nothing_else(by_turns):
+  start, end = paths(by_turns[0].params), paths(by_turns[1].params)
+  averages = paths(by_turns[1].ema)
+  assert all("moe/w" in path or "router" in path for path in averages)
+  for path, mean in averages.items():
+    np.testing.assert_allclose(mean, 0.75 * start[path] + 0.25 * end[path], rtol=1e-6, atol=1e-8)
+  whole = averaged_params(by_turns[1])
+  assert paths(whole).keys() == end.keys()
+  assert all((leaf == averages.get(path, end[path])).all() for path, leaf in paths(whole).items())
 
 
 @pytest.mark.parametrize("done", [1, 2])

@@ -20,6 +20,7 @@ KEYS = {
   "learning_rate_schedule_steps": STEPS,
   "gradient_accumulation_steps": 2,
   "router_jitter": 0.2,
+  "ema_decay": 0.9,
   "log_period": 1,
   "eval_period": 4,
   "eval_steps": 2,
