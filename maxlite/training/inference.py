@@ -24,7 +24,7 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
   """Prints the loss of the run's newest checkpoint over eval_steps held-out batches (-1: all)."""
   with exit_with_one_line("maxlite.evaluate"):
     cfg = config_of_run(cfg, argv)
-    trainer, params, averages, step = open_trained(cfg)
+    trainer, params, averages, step = open_weights(cfg)
     data = open_trainer_data(trainer)
     batches = data.eval_batches(cfg.observe.eval_steps)
   eval_step = trainer.eval_step(data.source.num_bytes_V)
@@ -41,8 +41,7 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
     if cfg.data.dataset_type == "synthetic":
       raise ValueError("a run on dataset_type=synthetic has no tokenizer to write text with")
     tokenizer = open_tokenizer(cfg.data)
-    trainer, params, averages, _ = open_trained(cfg)
-    params = params if averages is None else averages
+    trainer, params, _ = open_trained(cfg)
   prompt = [tokenizer.bos, *tokenizer.encode(cfg.generate.prompt.encode())]
   sys.stdout.write(cfg.generate.prompt)
   for text in _as_text(generate(trainer, params, prompt, tokenizer.eos), tokenizer):
@@ -69,8 +68,17 @@ def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
   return cfg
 
 
-def open_trained(cfg: Config) -> tuple[Trainer, Any, Any, int]:
-  """(trainer, parameters, their averages, step) of the newest checkpoint of the run `cfg` names.
+def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
+  """(trainer, parameters, step) of the newest checkpoint of the run that `cfg` names.
+
+  The parameters are their moving averages where the run keeps any.
+  """
+  trainer, params, averages, step = open_weights(cfg)
+  return trainer, params if averages is None else averages, step
+
+
+def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
+  """(trainer, parameters, their averages, step) of that checkpoint.
 
   The averages are None where the run keeps none.
   """
