@@ -179,6 +179,12 @@ class ModelConfig:
     choices=("silu", "gelu", "relu", "linear"),
   )
   logits_via_embedding: bool = shape_knob(False, "Tie the output projection to the embedding.")
+  num_draft_heads: int = shape_knob(
+    0,
+    "Heads that predict the tokens after the next one, for speculative decoding; trained in phases "
+    "by loss: match_head or next_token_and_draft.",
+    low=0,
+  )
   normalization_layer_epsilon: float = shape_knob(1e-5, "Epsilon inside RMSNorm.", low=0)
   scan_layers: bool = shape_knob(True, "Stack layers and scan over them: compiles once for all.")
   scan_unroll: int = knob(

@@ -8,7 +8,8 @@ from maxlite.config.schema import Config, OptimizerConfig, TrainingConfig, flatt
 from maxlite.config.values import Setting, did_you_mean, parse
 from maxlite.config.written import Raw, Table
 
-LOSSES = ("next_token",)  # as training/losses has them
+DRAFT_LOSSES = ("match_head", "next_token_and_draft")  # those of draft heads
+LOSSES = ("next_token", *DRAFT_LOSSES)  # as training/loss.py has them
 _WORDS = ("name", "train", "loss", "steps", "until")
 _UNTIL_WORDS = ("metric", "max_steps", "patience", "min_delta", "below", "above")
 _ACCUMULATION = "gradient_accumulation_steps"
@@ -95,7 +96,7 @@ def _phase(cfg: Config, n: int, table: Table) -> PhaseConfig:
   return PhaseConfig(
     name=_text(settings["name"]),
     train=_regexes(settings["train"]),
-    loss=_loss(settings.get("loss")),
+    loss=_loss(settings.get("loss"), cfg.model.num_draft_heads),
     steps=_count(settings["steps"]) if "steps" in settings else None,
     until=_until(settings["until"]) if "until" in settings else None,
     optimizer=dataclasses.replace(cfg.optimizer, **optimizer),
@@ -119,12 +120,14 @@ def _regexes(setting: Setting) -> tuple[str, ...]:
   return tuple(str(word) for word in words)
 
 
-def _loss(setting: Setting | None) -> str:
+def _loss(setting: Setting | None, num_draft_heads: int) -> str:
   if setting is None:
     return LOSSES[0]
   if setting.raw not in LOSSES:
     hint = did_you_mean(str(setting.raw), LOSSES) or f"choose one of {', '.join(LOSSES)}"
     raise setting.error(f"is no loss; {hint}")
+  if setting.raw in DRAFT_LOSSES and not num_draft_heads:
+    raise setting.error("is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3")
   return str(setting.raw)
 
 

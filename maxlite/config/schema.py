@@ -201,6 +201,9 @@ class TrainingConfig:
     high=1,
     shapes_model=True,
   )
+  draft_loss_weight: float = knob(
+    0.2, "Weight of the draft heads' loss in a phase of loss: next_token_and_draft.", low=0
+  )
   max_skipped_steps: int = knob(
     10, "Steps in a row with a non-finite loss or gradient after which the run stops.", low=1
   )
@@ -259,7 +262,8 @@ class PhasesConfig:
 
   phases: tuple[Table, ...] = knob(
     (),
-    "Phases in their order, each {name: N, train: [path regexes], loss: next_token, steps: N}, or "
+    "Phases in their order, each {name: N, train: [path regexes], loss: L, steps: N}; a loss is "
+    "`next_token` (where none is given), or of draft heads `match_head` or `next_token_and_draft`; "
     "in place of steps `until: {metric: M, max_steps: N, patience: N}` (or below: X, above: X); "
     "and of optimizer keys and gradient_accumulation_steps what it has for itself.",
     shapes_model=True,

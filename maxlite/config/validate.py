@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from maxlite.config.knob import ConfigError
+from maxlite.config.phases import DRAFT_LOSSES
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
 from maxlite.config.values import did_you_mean, show
 
@@ -343,6 +344,16 @@ def _phases(c: Config) -> Complaints:
       yield Complaint(("phases", key), f"members train all at once; write phases or {key}")
 
 
+def _draft_heads(c: Config) -> Complaints:
+  num_heads, length = c.model.num_draft_heads, c.data.max_target_length
+  if num_heads and not any(phase.get("loss") in DRAFT_LOSSES for phase in c.phasing.phases):
+    text = "no phase trains them; write phases with loss: match_head, or num_draft_heads=0"
+    yield Complaint(("num_draft_heads",), text)
+  if num_heads >= length:
+    keys = ("num_draft_heads", "max_target_length")
+    yield Complaint(keys, f"no row is that long; write num_draft_heads={min(3, length - 1)}")
+
+
 def _moments(c: Config) -> Complaints:
   for key in ("adam_b1", "adam_b2", "muon_beta"):
     if flatten(c.optimizer)[key] == 1:
@@ -403,6 +414,8 @@ def _tensor_dims(c: Config) -> Iterator[str]:
     yield "base_moe_mlp_dim"
   if not _is_mixture(c) or _has_dense_layers(c):
     yield "base_mlp_dim"
+  if c.model.num_draft_heads:
+    yield "base_emb_dim"
 
 
 def _divides(values: Mapping[str, Any], mesh_axes: tuple[str, ...], key: str) -> Complaints:
@@ -448,6 +461,7 @@ RULES: tuple[Rule, ...] = (
   _halving,
   _schedule,
   _phases,
+  _draft_heads,
   _moments,
   _degrees,
   _axis_rules,

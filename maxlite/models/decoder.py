@@ -12,6 +12,7 @@ from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
+from maxlite.models.draft import DraftHeads
 from maxlite.parallel import Sharder
 
 # What remat_policy=minimal keeps. The routing and the exchanged rows (moe_route, moe_rows) are no
@@ -89,6 +90,8 @@ class Decoder(nn.Module):
     self.final_norm = RMSNorm(cfg.normalization_layer_epsilon, weight_dtype)
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg.vocab_size, cfg.base_emb_dim, weight_dtype)
+    if cfg.num_draft_heads:
+      self.draft_head = DraftHeads(cfg.num_draft_heads, weight_dtype, self.sharder)
 
   def _stack(self, layer: type[nn.Module], length: int, *args: Any) -> nn.Module | list[nn.Module]:
     """`length` of layer(*args): one module that scans over them, or a list."""
@@ -117,7 +120,10 @@ class Decoder(nn.Module):
     if self.block.is_moe and self.cfg.moe.first_num_dense_layers:
       x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope)
     x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope)
-    return self.final_norm(x_BTD), sums
+    x_BTD = self.final_norm(x_BTD)
+    if self.is_initializing() and self.cfg.num_draft_heads:
+      self.draft_head(x_BTD)
+    return x_BTD, sums
 
   def _run(
     self,
@@ -156,8 +162,21 @@ class Decoder(nn.Module):
     if position_BT is None:
       position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     x_BTD, _ = self.hidden(tokens_BT, segment_BT, position_BT)
-    w_DV = self.unembedding().astype(x_BTD.dtype)
-    accumulator = np.promote_types(x_BTD.dtype, jnp.float32)
-    logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, w_DV, preferred_element_type=accumulator)
-    names = ("activation_batch", "activation_length", "activation_vocab")
-    return self.sharder.constrain(logits_BTV, names)
+    return self.logits(x_BTD)
+
+  def draft_hidden(self, x_BTD: jax.Array) -> jax.Array:
+    """y_BTJD: the draft heads' states from `hidden`'s; `unembedding` makes logits of both."""
+    return self.draft_head(x_BTD)
+
+  def draft_logits(self, x_BTD: jax.Array) -> jax.Array:
+    """logits_BTJV, float32, of the token 2 + j positions after each, from `hidden`'s states."""
+    return self.logits(self.draft_head(x_BTD))
+
+  def logits(self, x: jax.Array) -> jax.Array:
+    """logits_BT...V of x_BT...D, float32."""
+    accumulator = np.promote_types(x.dtype, jnp.float32)
+    w_DV = self.unembedding().astype(x.dtype)
+    logits = jnp.einsum("bt...d,dv->bt...v", x, w_DV, preferred_element_type=accumulator)
+    between = (None,) * (x.ndim - 3)
+    names = ("activation_batch", "activation_length", *between, "activation_vocab")
+    return self.sharder.constrain(logits, names)

@@ -32,7 +32,7 @@ class _Weights:
 
 
 def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Flops:
-  """FLOPs of one step on `tokens` tokens in rows of `row_length`.
+  """FLOPs of one step on `tokens` tokens in rows of `row_length`, training all on the next token.
 
   Counted are the matmuls: projections, MLP or active experts, router and logits (tied or not), and
   causal attention at half of its square. Not counted are the embedding lookup, elementwise work
@@ -68,7 +68,8 @@ def num_moe_layers(model: ModelConfig) -> int:
 def _parameters(model: ModelConfig, active_only: bool) -> int:
   embeddings = (1 if model.logits_via_embedding else 2) * model.vocab_size * model.base_emb_dim
   layers = _layers(model, active_only)
-  return layers.matmul + layers.other + embeddings + model.base_emb_dim
+  draft_heads = model.num_draft_heads * model.base_emb_dim**2
+  return layers.matmul + layers.other + embeddings + model.base_emb_dim + draft_heads
 
 
 def _layers(model: ModelConfig, active_only: bool) -> _Weights:

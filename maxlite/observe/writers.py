@@ -4,6 +4,7 @@ A row is a flat dict of numbers with a `step`; where held-out data was evaluated
 The load of every expert goes to a file of its own.
 """
 
+import itertools
 import json
 import math
 import os
@@ -140,9 +141,15 @@ class TensorBoardWriter:
 class ConsoleWriter:
   """Prints a line per row; on a terminal also a progress bar with the time that is left."""
 
-  def __init__(self, num_steps: int, resume_step: int, console: Console):
-    """`num_steps` are the whole run's; the time that is left is judged from `resume_step` on."""
+  def __init__(
+    self, num_steps: int, resume_step: int, console: Console, phases: Sequence[str] = ()
+  ):
+    """`num_steps` are the whole run's; the time that is left is judged from `resume_step` on.
+
+    `phases` are the names that a row's `phase` is an index of.
+    """
     self._num_steps = num_steps
+    self._phases = phases
     self._console = console
     self._progress = Progress(
       MofNCompleteColumn(),
@@ -157,7 +164,8 @@ class ConsoleWriter:
     self._progress.start()
 
   def write(self, row: Row) -> None:
-    self._print("step", row["step"], _training_cells(row))
+    phase = [self._phases[int(row["phase"])]] if "phase" in row else []
+    self._print("step", row["step"], phase + _training_cells(row))
     if "eval_loss" in row:
       self._print("eval", row["step"], _eval_cells(row))
     self._progress.update(self._task, completed=row["step"])
@@ -176,8 +184,10 @@ class ConsoleWriter:
 
 
 def _training_cells(row: Row) -> list[str]:
+  drafts = [f"drafts {row['draft_loss']:7.4f}"] if "draft_loss" in row else []
   cells = [
     f"loss {row['loss']:7.4f}",
+    *drafts,
     f"lr {row['learning_rate']:.2e}",
     f"|grad| {row['grad_norm']:8.3g}",
     f"{row['tokens_per_second_per_device']:9,.0f} tok/s/device",
@@ -196,4 +206,10 @@ def _eval_cells(row: Row) -> list[str]:
   cells = [f"loss {row['eval_loss']:7.4f}"]
   if "eval_bits_per_byte" in row:
     cells.append(f"bits/byte {row['eval_bits_per_byte']:.4f}")
+  if "eval_accepted_length" in row:
+    heads = itertools.takewhile(
+      row.__contains__, map("eval_acceptance_{}".format, itertools.count(1))
+    )
+    cells.append(f"drafts accepted {' '.join(f'{row[head]:.1%}' for head in heads)}")
+    cells.append(f"{row['eval_accepted_length']:.3f} of a chain")
   return cells

@@ -33,7 +33,11 @@ def evaluate(
 
 
 def held_out_row(batches: Iterable[dict]) -> dict[str, float]:
-  """The same figures from the evaluation step's sums over every batch."""
+  """The same figures from the evaluation step's sums over every batch.
+
+  With draft heads also `eval_acceptance_1`, ... , the share of each head's drafts that are
+  accepted, and `eval_accepted_length`, how many of a chain of drafts are.
+  """
   # Added up in float64: in float32 every batch would round, and counting end at 2**24 tokens.
   in_float64 = lambda sums: jax.tree.map(np.float64, jax.device_get(sums))
   sums = functools.reduce(functools.partial(jax.tree.map, np.add), map(in_float64, batches))
@@ -46,4 +50,10 @@ def _figures(sums: dict) -> dict[str, float]:
   figures = {"eval_loss": float(sums["nll"] / sums["weight"])}
   if sums["num_bytes"]:
     figures["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
-  return figures
+  return figures | (_draft_figures(sums["draft"]) if "draft" in sums else {})
+
+
+def _draft_figures(sums: dict) -> dict[str, float]:
+  shares_J = sums["accepted_J"] / np.maximum(sums["drafts_J"], 1)
+  figures = {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
+  return figures | {"eval_accepted_length": float(sums["length"] / np.maximum(sums["chains"], 1))}

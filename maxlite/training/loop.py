@@ -120,6 +120,8 @@ class StepLog:
       return
     seconds = (time.perf_counter() - self._since) / self._steps_since
     row = training_row(step, numbers, step_seconds=seconds, **self._speed)
+    if self._trainer.turns:
+      row |= self._trainer.turns.by_phase(row)
     row |= evaluation() if evaluation else {}
     self._writers.write(row, numbers.get("expert_load"))
     self._since, self._steps_since = time.perf_counter(), 0

@@ -128,7 +128,8 @@ def _open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Conso
   cfg = trainer.cfg
   if jax.process_index() > 0:
     return Writers([])
-  writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console)]
+  phases = [phase.name for phase in trainer.turns.phases] if trainer.turns else []
+  writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console, phases)]
   if cfg.observe.enable_tensorboard:
     writers.append(TensorBoardWriter(folder.tensorboard, done))
   return Writers(writers, JsonlWriter(folder.expert_load, done) if trainer.is_moe else None)

@@ -14,7 +14,8 @@ from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models.decoder import Decoder
-from maxlite.training.loss import Sums, combine, forward_sums
+from maxlite.training.acceptance import acceptance_sums
+from maxlite.training.loss import LOSSES, Loss, Sums, draft_weight, next_token, run_forward
 from maxlite.training.routed_bias import move_routed_biases
 from maxlite.training.state import TrainState
 
@@ -23,13 +24,15 @@ Gradients = tuple[Any, dict, Sums]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """What of the parameters a step trains, and by what; nothing is computed for the rest."""
+  """What of the parameters a step trains, on what and by what; the rest costs no backward pass."""
 
   split: Callable[[Any], tuple[Any, Any]]  # parameters -> (trained, frozen)
   join: Callable[[Any, Any], Any]  # and back
   update: Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, opt_state, trained) -> the new
   learning_rate: Callable[[TrainState], jax.Array]  # of the step that is due
   advance: Callable[[TrainState, dict], TrainState]  # after a step with these metrics
+  loss: Loss = LOSSES["next_token"]
+  phase: int | None = None  # its index, reported with every step
 
 
 def all_parameters(tx: optax.GradientTransformation, schedule: optax.Schedule) -> Part:
@@ -76,8 +79,10 @@ def build_train_step(
       state, loads = _balance(state, sums.layers["moe"], part, finite, moe)
       metrics |= loads
     state = _average(state, part, finite, cfg.ema_decay)
-    counts = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
-    return part.advance(state, metrics), metrics | counts
+    metrics |= {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+    if part.phase is not None:
+      metrics["phase"] = jnp.array(part.phase, jnp.int32)
+    return part.advance(state, metrics), metrics
 
   return step
 
@@ -138,13 +143,21 @@ def _update(state: TrainState, gradients: Any, part: Part, finite: jax.Array) ->
 def build_eval_step(
   model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array
 ) -> Callable[[Any, Batch], dict]:
-  """step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of text predicted."""
+  """step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of text predicted.
+
+  Of a model with draft heads also `draft`, what training/acceptance.py counts.
+  """
+  has_drafts = model.cfg.num_draft_heads > 0
 
   def step(params: Any, batch: Batch) -> dict:
-    sums = forward_sums(model, params, batch, cfg, jitter_key=None)
+    hidden = run_forward(model, params, batch, jitter_key=None, drafts=has_drafts)
+    sums = next_token(hidden, batch, cfg, model.sharder)
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
     num_bytes = jnp.sum(num_bytes_BT, where=batch.weight_BT > 0)
-    return {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
+    counts = {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
+    if has_drafts:
+      counts["draft"] = acceptance_sums(hidden, batch, cfg.logits_chunk_tokens, model.sharder)
+    return counts
 
   return step
 
@@ -161,8 +174,8 @@ def _whole_batch(
   trained, frozen = part.split(params)
 
   def loss(trained: Any) -> tuple[jax.Array, tuple[dict, Sums]]:
-    sums = forward_sums(model, part.join(trained, frozen), batch, cfg, key)
-    total, losses = combine(sums, cfg, moe)
+    sums = part.loss.forward(model, part.join(trained, frozen), batch, cfg, key)
+    total, losses = part.loss.combine(sums, cfg, moe)
     return total, (losses, sums)
 
   gradients, (losses, sums) = jax.grad(loss, has_aux=True)(trained)
@@ -189,12 +202,15 @@ def _micro_batches(
   keys = jax.random.split(key, num_micro)
 
   def forward(trained: Any, inputs: tuple[Batch, jax.Array]) -> Sums:
-    return forward_sums(model, part.join(trained, frozen), inputs[0], cfg, inputs[1])
+    return part.loss.forward(model, part.join(trained, frozen), inputs[0], cfg, inputs[1])
 
   shapes = jax.eval_shape(forward, trained, jax.tree.map(lambda x: x[0], (micro, keys)))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   totals = _totals(lambda inputs: forward(trained, inputs), (micro, keys), zeros, batch, moe)
-  cotangent = jax.grad(lambda sums: combine(sums, cfg, moe)[0])(totals)
+  if totals.draft is not None:
+    weight = jnp.sum(draft_weight(batch, model.cfg.num_draft_heads))
+    totals = totals.replace(draft=totals.draft.replace(weight=weight))
+  cotangent = jax.grad(lambda sums: part.loss.combine(sums, cfg, moe)[0])(totals)
 
   def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
     sums, pull_back = jax.vjp(lambda trained: forward(trained, inputs), trained)
@@ -202,7 +218,7 @@ def _micro_batches(
 
   start = (jax.tree.map(jnp.zeros_like, trained), zeros)
   (gradients, sums), _ = jax.lax.scan(accumulate, start, (micro, keys))
-  return gradients, combine(sums, cfg, moe)[1], sums
+  return gradients, part.loss.combine(sums, cfg, moe)[1], sums
 
 
 def _totals(forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: MoeConfig) -> Sums:

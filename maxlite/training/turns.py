@@ -1,6 +1,7 @@
 """A run's phases: what each trains, by what, for how long, and whose turn it is."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from maxlite.config.phases import PhaseConfig, UntilConfig, phases_of, warmup_of
 from maxlite.config.schema import OptimizerConfig
 from maxlite.optim import build_optimizer, build_schedule
 from maxlite.optim.groups import PhaseOptimizers, merge, partition_params, paths_in
+from maxlite.training.loss import LOSSES
 from maxlite.training.phase_clock import PhaseSchedule, Plateau, Threshold
 from maxlite.training.state import TrainState
 from maxlite.training.step import Part
@@ -60,7 +62,15 @@ class Turns:
       ),
       learning_rate=lambda state: rate(state.clock.taken_P[index].astype(jnp.float32)),
       advance=advance,
+      loss=LOSSES[phase.loss],
+      phase=index,
     )
+
+  def by_phase(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The losses of a step's row, named after its phase."""
+    name = self.phases[row["phase"]].name
+    losses = ("loss", "draft_loss", "total_loss")
+    return {f"{name}/{loss}": row[loss] for loss in losses if loss in row}
 
   def describe(self, num_steps: int) -> list[str]:
     """Lines on what each phase trains, on what no phase does, and on when which is due."""
