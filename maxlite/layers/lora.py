@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+ADAPTERS = ("lora_a", "lora_b")
+
 
 def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
   """`params` of a model with adapters as those of one without, which computes the same.
@@ -15,12 +17,33 @@ def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
 
   Source: Hu et al., LoRA (2021), section 4.1.
   """
-  if "lora_a" in params:
-    adapter = (params["lora_a"]["kernel"], params["lora_b"]["kernel"])
-    rest = {name: node for name, node in params.items() if name not in ("lora_a", "lora_b")}
-    return rest | {"kernel": _merged(params["kernel"], *adapter, lora_alpha)}
-  inside = lambda node: merge_lora(node, lora_alpha) if isinstance(node, Mapping) else node
-  return {name: inside(node) for name, node in params.items()}
+  merged = {
+    name: merge_lora(node, lora_alpha) if isinstance(node, Mapping) else node
+    for name, node in params.items()
+    if name not in ADAPTERS
+  }
+  if ADAPTERS[0] in params:
+    adapter = (params[name]["kernel"] for name in ADAPTERS)
+    merged["kernel"] = _merged(params["kernel"], *adapter, lora_alpha)
+  return merged
+
+
+def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+  """`params` of the same model before it was given adapters."""
+  return {
+    name: without_adapters(node) if isinstance(node, Mapping) else node
+    for name, node in params.items()
+    if name not in ADAPTERS
+  }
+
+
+def with_adapters(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+  """`params`, and of `fresh`, the parameters of a model with adapters, what they lack of those."""
+  given = {
+    name: with_adapters(node, fresh[name]) if isinstance(node, Mapping) else node
+    for name, node in params.items()
+  }
+  return {name: fresh[name] for name in ADAPTERS if name in fresh} | given
 
 
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, lora_alpha: float) -> jax.Array:

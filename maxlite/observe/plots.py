@@ -40,7 +40,7 @@ PANELS = (
 def draw_curves(metrics_path: Path, png_path: Path) -> None:
   """Draws training and held-out loss, and below them the panels the run has metrics for."""
   rows = read_rows(metrics_path)
-  panels = [panel for panel in PANELS if _curve(rows, panel.metric)[0].size]
+  panels = [panel for panel in PANELS if curve(rows, panel.metric)[0].size]
   layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
   figure = Figure(figsize=(10, 6.2 if panels else 4), layout=layout, dpi=150)
   grid = figure.add_gridspec(
@@ -49,7 +49,7 @@ def draw_curves(metrics_path: Path, png_path: Path) -> None:
   _draw_loss(figure.add_subplot(grid[0, :]), rows)
   for column, panel in enumerate(panels):
     _draw_panel(figure.add_subplot(grid[1, column]), rows, panel)
-  _save(figure, png_path)
+  save(figure, png_path)
 
 
 def draw_expert_load(load_path: Path, png_path: Path) -> None:
@@ -81,7 +81,7 @@ def draw_expert_load(load_path: Path, png_path: Path) -> None:
   bar.set_label("tokens / even share", fontsize=9)
   bar.set_ticks(list(range(MAX_LOAD + 1)))
   bar.ax.tick_params(labelsize=8)
-  _save(figure, png_path)
+  save(figure, png_path)
 
 
 def _evenly(number: int, limit: int) -> list[int]:
@@ -111,20 +111,20 @@ def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
   return mesh
 
 
-def _save(figure: Figure, png_path: Path) -> None:
+def save(figure: Figure, png_path: Path) -> None:
   unfinished = png_path.with_name(f".{png_path.name}")
   figure.savefig(unfinished, format="png")
   unfinished.replace(png_path)
 
 
 def _draw_loss(axes: Axes, rows: Sequence[dict]) -> None:
-  steps, loss = _curve(rows, "loss")
+  steps, loss = curve(rows, "loss")
   axes.plot(steps, loss, color=BLUE, linewidth=1.2, label="training")
-  steps, loss = _curve(rows, "eval_loss")
+  steps, loss = curve(rows, "eval_loss")
   if steps.size:
     label = f"held out (last: {loss[-1]:.3f})"
     axes.plot(steps, loss, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label=label)
-  _, bits = _curve(rows, "eval_bits_per_byte")
+  _, bits = curve(rows, "eval_bits_per_byte")
   if bits.size and 0 < bits[-1] < np.inf and 0 < loss[-1] < np.inf:
     # Both count the same text, so they differ by a factor: a second scale, not a second curve.
     factor = bits[-1] / loss[-1]
@@ -134,11 +134,11 @@ def _draw_loss(axes: Axes, rows: Sequence[dict]) -> None:
   axes.set_xlabel("step")
   axes.set_ylabel("loss (nats per token)")
   axes.legend(frameon=False)
-  _tidy(axes)
+  tidy(axes)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[dict], panel: Panel) -> None:
-  steps, values = _curve(rows, panel.metric)
+  steps, values = curve(rows, panel.metric)
   axes.plot(steps, values, color=BLUE, linewidth=1.2)
   if panel.log_scale:
     axes.set_yscale("log")
@@ -148,17 +148,17 @@ def _draw_panel(axes: Axes, rows: Sequence[dict], panel: Panel) -> None:
     axes.set_ylim(bottom=0)
   axes.set_title(panel.title, fontsize=9, color=GRAY)
   axes.set_xlabel("step")
-  _tidy(axes)
+  tidy(axes)
 
 
-def _curve(rows: Sequence[dict], metric: str) -> tuple[np.ndarray, np.ndarray]:
+def curve(rows: Sequence[dict], metric: str) -> tuple[np.ndarray, np.ndarray]:
   """(steps, values) of the rows that have the metric; null is a gap in the curve."""
   points = [(row["step"], row[metric]) for row in rows if metric in row]
   steps, values = np.asarray(points, np.float64).reshape(-1, 2).T
   return steps, values
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
   axes.spines[["top", "right"]].set_visible(False)
   axes.grid(alpha=0.25, linewidth=0.6)
   axes.tick_params(which="both", labelsize=8)

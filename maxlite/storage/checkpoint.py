@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from maxlite.config.schema import CheckpointConfig
+from maxlite.layers.lora import ADAPTERS, without_adapters
 from maxlite.storage.fingerprint import leaves_by_path, tree_checksums
 
 Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
@@ -142,7 +143,7 @@ class Checkpoints:
       if not damage:
         part = abstract
         if not prefix and manifest["body"]["data"] is None:
-          part, prefix = {"params": abstract.params}, PARAMS
+          part, prefix = {"params": _stored(abstract.params, manifest)}, PARAMS
         self._require_same_structure(step, manifest, part, prefix)
         state, damage = _on_every_process(self._read_state, step, manifest, part)
       if not damage:
@@ -267,6 +268,14 @@ class _PatientArrayHandler(ocp.type_handlers.ArrayHandler):
     finally:
       while reads := asyncio.all_tasks() - others:
         await asyncio.gather(*reads, return_exceptions=True)
+
+
+def _stored(params: Any, manifest: Manifest) -> Any:
+  """`params`, without adapters where the weights that a run starts from have none."""
+  has_adapters = any(
+    name in ADAPTERS for path in manifest["body"]["leaves"] for name in path.split("/")
+  )
+  return params if has_adapters else without_adapters(params)
 
 
 def _in_chunks(leaf: Any) -> ocp.SaveArgs:

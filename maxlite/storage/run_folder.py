@@ -24,6 +24,7 @@ class RunFolder:
     self.tokenizer = self.directory / "tokenizer"  # likewise
     self.metrics = self.directory / "metrics.jsonl"
     self.curves = self.directory / "curves.png"
+    self.timeline = self.directory / "timeline.png"  # of a run that has phases
     self.expert_load = self.directory / "expert_load.jsonl"
     self.expert_map = self.directory / "expert_load.png"
     self.tensorboard = self.directory / "tensorboard"

@@ -23,6 +23,7 @@ from maxlite.observe.flops import train_flops_per_step
 from maxlite.observe.hlo import Module, parse
 from maxlite.observe.memory import MemoryEstimate, activation_bytes, bytes_per_device
 from maxlite.observe.roofline import step_bounds
+from maxlite.observe.timeline import timeline_lines
 from maxlite.parallel.topology import Topology, parse_topology
 from maxlite.training.setup import Trainer, build_trainer
 
@@ -63,6 +64,22 @@ def run_plan(cfg: Config) -> int:
       console.print("", *lines, sep="\n")
     console.print(f"\ncompiled in {compiled.seconds:.0f} s")
   return 0 if fits and (compiled or missing) else 1
+
+
+def run_phase_plan(cfg: Config) -> int:
+  """Prints what each phase of `cfg` trains and when; nothing is compiled. Returns 0."""
+  console = Console(highlight=False, markup=False, soft_wrap=True)
+  with exit_with_one_line("maxlite.plan"):
+    turns = build_trainer(cfg).turns
+    if turns is None:
+      raise ValueError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
+  spans = turns.spans(cfg.run.steps)
+  console.print(*turns.describe(cfg.run.steps), "", sep="\n")
+  if spans:
+    console.print(*timeline_lines(spans), sep="\n")
+  else:
+    console.print("when phases end by a condition, the run alone tells whose turn it is")
+  return 0
 
 
 def _devices(cfg: Config) -> tuple[Topology | None, str, list[jax.Device] | None]:

@@ -17,7 +17,14 @@ from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_groupe
 from maxlite.observe.flops import active_parameter_count, parameter_count
 from maxlite.observe.plots import draw_curves, draw_expert_load
 from maxlite.observe.profiler import Profiler
-from maxlite.observe.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
+from maxlite.observe.timeline import draw_timeline
+from maxlite.observe.writers import (
+  ConsoleWriter,
+  JsonlWriter,
+  TensorBoardWriter,
+  Writers,
+  read_rows,
+)
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints, Restored
 from maxlite.storage.fingerprint import tree_hash
@@ -66,7 +73,7 @@ def run_training(cfg: Config) -> int:
     writers.close()
     if checkpoints:
       checkpoints.close()
-  _conclude(cfg, folder, ending, console)
+  _conclude(trainer, folder, ending, console)
   return ending.exit_code
 
 
@@ -166,7 +173,8 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
   console.print(f"data: {data.source.summary}; {rows} x {length} tokens per step")
 
 
-def _conclude(cfg: Config, folder: RunFolder, ending: Ending, console: Console) -> None:
+def _conclude(trainer: Trainer, folder: RunFolder, ending: Ending, console: Console) -> None:
+  cfg = trainer.cfg
   if ending.reason:
     saved = "" if not cfg.checkpoint.enable_checkpointing else ", with a checkpoint"
     console.print(f"{ending.reason}; left after step {ending.step} of {cfg.run.steps}{saved}")
@@ -178,5 +186,10 @@ def _conclude(cfg: Config, folder: RunFolder, ending: Ending, console: Console) 
   if folder.expert_load.exists():
     draw_expert_load(folder.expert_load, folder.expert_map)
     pictures.append(folder.expert_map.name)
+  if trainer.turns is not None:
+    spans = trainer.turns.spans(ending.step, read_rows(folder.metrics))
+    groups = {phase.name: phase.train for phase in trainer.turns.phases}
+    draw_timeline(folder.metrics, folder.timeline, groups, spans)
+    pictures.append(folder.timeline.name)
   files = ", ".join([folder.metrics.name, *pictures])
   console.print(f"{folder.directory}: {files}, parameters {parameters[:16]}")

@@ -1,7 +1,7 @@
 """A run's phases: what each trains, by what, for how long, and whose turn it is."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from maxlite.config import Config
 from maxlite.config.phases import PhaseConfig, UntilConfig, phases_of, warmup_of
 from maxlite.config.schema import OptimizerConfig
+from maxlite.observe.timeline import Span, spans_of_rows
 from maxlite.optim import build_optimizer, build_schedule
 from maxlite.optim.groups import PhaseOptimizers, merge, partition_params, paths_in
 from maxlite.training.loss import LOSSES
@@ -82,11 +83,20 @@ class Turns:
         f"phase {phase.name}: {length} of {phase.loss} by {phase.optimizer.opt_type}, trains "
         f"{sum(sizes):,} parameters ({', '.join(phase.train)})"
       )
-    if all(phase.steps for phase in self.phases):
-      turns = self.schedule.timeline(num_steps)
+    turns = self.spans(num_steps)
+    if turns:
       shown = [f"{name} {first}-{last}" for first, last, name in turns[:6]]
       lines.append(f"turns: {', '.join(shown)}" + (", ..." if len(turns) > len(shown) else ""))
     return lines
+
+  def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[Span]:
+    """(first step, last step, phase) of each turn in `num_steps` steps, counted from 1.
+
+    Where a phase ends by a condition, only the logged `rows` can tell.
+    """
+    if all(phase.steps for phase in self.phases):
+      return self.schedule.timeline(num_steps)
+    return spans_of_rows(rows, [phase.name for phase in self.phases])
 
   def trained(self, tree: Any) -> Any:
     """Of a tree like the parameters, the leaves that some phase trains."""

@@ -9,7 +9,11 @@ import pytest
 from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 from tiny_run import Output, assert_as_if_nothing_had_happened, logged, start
 
+from maxlite.layers.lora import without_adapters
 from maxlite.storage.checkpoint import Checkpoints
+from maxlite.storage.fingerprint import leaves_by_path
+from maxlite.storage.parameters import write_parameters
+from maxlite.storage.streams import Stream
 from maxlite.training.state import averaged_params
 
 EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
@@ -118,6 +122,25 @@ def test_a_regex_that_matches_nothing_is_told_with_what_is_near():
 def test_the_start_of_a_run_tells_whose_turn_it_is():
   lines = trainer_of(**MESH, **KEYS).turns.describe(8)
   assert lines[-1] == "turns: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
+
+
+def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
+  keys = MESH | SMALL | {"decoder_block": "llama", "init_weights_seed": 1}
+  lora = "[{name: lora, train: ['.*lora_.*'], steps: 1}]"
+  adapted = trainer_of(**keys, lora_rank=2, phases=lora, ema_decay=0.5)
+  given = jax.device_get(trainer_of(**keys).init_state().params)
+  whole = lambda leaf: (tuple(slice(0, size) for size in leaf.shape), leaf)
+  as_stream = lambda leaf: Stream(leaf.shape, leaf.dtype, leaf.shape, lambda: iter([whole(leaf)]))
+  streams = {path: as_stream(leaf) for path, leaf in leaves_by_path(given).items()}
+  write_parameters(tmp_path / "0", streams)
+  checkpoints = Checkpoints(adapted.cfg.checkpoint, tmp_path, report=print)
+  (parts, data_state, _) = checkpoints.restore(adapted.abstract_state)
+  assert data_state is None
+  state = jax.device_get(adapted.start_from(parts["params"]))
+  jax.tree.map(np.testing.assert_array_equal, without_adapters(state.params), given)
+  fresh = {path: leaf for path, leaf in paths(state.params).items() if "lora_" in path}
+  assert fresh.keys() == paths(state.ema).keys()
+  assert all(leaf.any() == ("lora_a" in path) for path, leaf in fresh.items())
 
 
 @pytest.mark.slow
