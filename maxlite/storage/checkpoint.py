@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from maxlite.config.schema import CheckpointConfig
-from maxlite.layers.lora import ADAPTERS, without_adapters
+from maxlite.layers.additions import ADDITIONS, without_additions
 from maxlite.storage.fingerprint import leaves_by_path, tree_checksums
 
 Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
@@ -271,11 +271,9 @@ class _PatientArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 def _stored(params: Any, manifest: Manifest) -> Any:
-  """`params`, without adapters where the weights that a run starts from have none."""
-  has_adapters = any(
-    name in ADAPTERS for path in manifest["body"]["leaves"] for name in path.split("/")
-  )
-  return params if has_adapters else without_adapters(params)
+  """`params` without the additions that weights which a run starts from do not have."""
+  stored = {name for path in manifest["body"]["leaves"] for name in path.split("/")}
+  return without_additions(params, [name for name in ADDITIONS if name not in stored])
 
 
 def _in_chunks(leaf: Any) -> ocp.SaveArgs:

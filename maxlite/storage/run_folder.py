@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlite.config.files import MODEL_FILE
+from maxlite.config.files import MODEL_FILE, read_file
 from maxlite.config.saved import differences, read_saved
 from maxlite.config.schema import KEYS
 from maxlite.config.values import show
@@ -34,7 +34,8 @@ class RunFolder:
   def config_changes(self, values: Mapping[str, Any]) -> Changes | None:
     """What `values`, of all keys, change in the config this run was last started with.
 
-    None where this is its first start.
+    None where this is its first start. Of an imported run that has not been trained, all may change
+    but the model that was imported.
 
     Raises:
       ValueError: a key that shapes the model differs: the run's weights would not fit.
@@ -43,6 +44,9 @@ class RunFolder:
       return None
     changes = differences(read_saved(self.config), values)
     fixed = {name: pair for name, pair in changes.items() if KEYS[name].knob.shapes_model}
+    if self.model.exists() and not self.metrics.exists():  # imported, and not trained yet
+      imported = {setting.name for setting in read_file(self.model, "run folder")}
+      fixed = {name: pair for name, pair in fixed.items() if name in imported}
     if fixed:
       before = " ".join(f"{name}={show(old)}" for name, (old, _) in fixed.items())
       now = " ".join(f"{name}={show(new)}" for name, (_, new) in fixed.items())

@@ -23,7 +23,7 @@ from maxlite.config import (
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.config.values import show
 from maxlite.data.tokenizer import open_tokenizer
-from maxlite.layers.lora import merge_lora
+from maxlite.layers.additions import ADDITION_KEYS, merge_lora
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.storage.hf.checkpoint import streams_from_hf, write_weights
 from maxlite.storage.hf.config import EXECUTION, family_that_says, model_keys
@@ -124,7 +124,7 @@ def upcycle(argv: Sequence[str]) -> str:
   params = abstract_params(cfg.model)
   streams = upcycled_streams(stored, params, cfg)
   flat = flatten(cfg)
-  fixed = [name for name in flatten(cfg.model) if name not in EXECUTION]
+  fixed = [name for name in flatten(cfg.model) if name not in EXECUTION | ADDITION_KEYS]
 
   def write(made: Path) -> None:
     _write_run(RunFolder(made), cfg, {name: flat[name] for name in (*fixed, *TOKENIZER)}, streams)

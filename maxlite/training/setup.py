@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.schema import Config, MeshConfig, OptimizerConfig
 from maxlite.data.batch import Batch, to_global
-from maxlite.layers.lora import with_adapters
+from maxlite.layers.additions import with_additions
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models import MODELS, build_model
 from maxlite.models.decoder import Decoder
@@ -128,13 +128,13 @@ class Trainer:
   def start_from(self, params: Any) -> TrainState:
     """The state before the first step, from `params` on its mesh, which are gone afterwards.
 
-    Adapters that they lack are new.
+    Adapters and draft heads that they lack are new.
     """
 
     def start(params: Any, seed: jax.Array) -> TrainState:
       fresh = meta.unbox(_init_params(self.model, seed, self.batch_shape))
       rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
-      params, ema_decay = with_adapters(params, fresh), self.cfg.training.ema_decay
+      params, ema_decay = with_additions(params, fresh), self.cfg.training.ema_decay
       return _with_optimizer(params, self.tx, self.turns, rng, ema_decay)
 
     start = jax.jit(start, out_shardings=self.state_shardings, donate_argnums=0)

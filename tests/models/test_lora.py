@@ -8,7 +8,7 @@ from flax.linen import meta
 
 from maxlite.config.schema import DEFAULTS, Config, LoraConfig, build
 from maxlite.layers.linear import Linear
-from maxlite.layers.lora import merge_lora
+from maxlite.layers.additions import merge_lora
 from maxlite.models import build_model
 from maxlite.observe.flops import parameter_count
 from maxlite.optim.partition import path_of

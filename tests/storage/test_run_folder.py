@@ -67,3 +67,15 @@ def test_another_model_is_refused_in_one_line_and_nothing_is_written(folder):
     start(folder, base_emb_dim=128, head_dim=16, steps=9)
   assert folder.config.read_text() == before
   assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
+
+
+def test_an_imported_run_may_be_given_more_before_it_is_trained(folder):
+  start(folder)
+  folder.model.write_text("base_emb_dim: 256\n")
+  with pytest.raises(ValueError, match="base_emb_dim=256"):
+    start(folder, base_emb_dim=128)
+  folder.metrics.write_text("{}\n")
+  with pytest.raises(ValueError, match="opt_type=adamw"):
+    start(folder, opt_type="lion")
+  folder.metrics.unlink()
+  assert start(folder, opt_type="lion") == {"opt_type": ("adamw", "lion")}

@@ -9,7 +9,7 @@ import pytest
 from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 from tiny_run import Output, assert_as_if_nothing_had_happened, logged, start
 
-from maxlite.layers.lora import without_adapters
+from maxlite.layers.additions import without_additions
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.storage.fingerprint import leaves_by_path
 from maxlite.storage.parameters import write_parameters
@@ -137,7 +137,7 @@ def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
   (parts, data_state, _) = checkpoints.restore(adapted.abstract_state)
   assert data_state is None
   state = jax.device_get(adapted.start_from(parts["params"]))
-  jax.tree.map(np.testing.assert_array_equal, without_adapters(state.params), given)
+  jax.tree.map(np.testing.assert_array_equal, without_additions(state.params), given)
   fresh = {path: leaf for path, leaf in paths(state.params).items() if "lora_" in path}
   assert fresh.keys() == paths(state.ema).keys()
   assert all(leaf.any() == ("lora_a" in path) for path, leaf in fresh.items())

@@ -1,13 +1,16 @@
-"""Low-rank adapters of linear layers, folded into the kernels beside them."""
+"""Modules that are added to a trained model; adapters folded into the kernels they stand beside."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-ADAPTERS = ("lora_a", "lora_b")
+ADAPTER = ("lora_a", "lora_b")
+# Modules that a model may be given after it was trained without them.
+ADDITIONS = (*ADAPTER, "draft_head")
+ADDITION_KEYS = {"lora_rank", "num_draft_heads"}  # of the config that do so
 
 
 def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
@@ -20,30 +23,32 @@ def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
   merged = {
     name: merge_lora(node, lora_alpha) if isinstance(node, Mapping) else node
     for name, node in params.items()
-    if name not in ADAPTERS
+    if name not in ADAPTER
   }
-  if ADAPTERS[0] in params:
-    adapter = (params[name]["kernel"] for name in ADAPTERS)
+  if ADAPTER[0] in params:
+    adapter = (params[name]["kernel"] for name in ADAPTER)
     merged["kernel"] = _merged(params["kernel"], *adapter, lora_alpha)
   return merged
 
 
-def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
-  """`params` of the same model before it was given adapters."""
+def without_additions(
+  params: Mapping[str, Any], names: Sequence[str] = ADDITIONS
+) -> dict[str, Any]:
+  """`params` of the same model before it was given the modules `names`."""
   return {
-    name: without_adapters(node) if isinstance(node, Mapping) else node
+    name: without_additions(node, names) if isinstance(node, Mapping) else node
     for name, node in params.items()
-    if name not in ADAPTERS
+    if name not in names
   }
 
 
-def with_adapters(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-  """`params`, and of `fresh`, the parameters of a model with adapters, what they lack of those."""
+def with_additions(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+  """`params`, and what they lack of the additions in `fresh`, the same model's."""
   given = {
-    name: with_adapters(node, fresh[name]) if isinstance(node, Mapping) else node
+    name: with_additions(node, fresh[name]) if isinstance(node, Mapping) else node
     for name, node in params.items()
   }
-  return {name: fresh[name] for name in ADAPTERS if name in fresh} | given
+  return {name: fresh[name] for name in ADDITIONS if name in fresh} | given
 
 
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, lora_alpha: float) -> jax.Array:
