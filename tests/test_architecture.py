@@ -13,7 +13,7 @@ ROWS = (
   {"config", "kernels", "parallel"},
   {"layers"},
   {"models"},
-  {"optim", "data", "observe", "storage"},
+  {"optim", "data", "observe", "storage", "generation"},
   {"training"},
   {"ensemble"},
 )

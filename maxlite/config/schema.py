@@ -43,6 +43,7 @@ __all__ = [
   "PlanConfig",
   "RopeConfig",
   "RunConfig",
+  "ServeConfig",
   "TilesConfig",
   "TrainingConfig",
   "build",
@@ -319,9 +320,40 @@ class GenerateConfig:
   """What `maxlite.generate` samples."""
 
   prompt: str = knob("def ", "Text to continue.")
+  prompt_file: str = knob(
+    "",
+    'Texts to continue in place of `prompt`: JSON lines {"prompt": "..."}; written are JSON lines.',
+  )
   max_new_tokens: int = knob(200, "Tokens to add.", unit="tokens", low=1)
   temperature: float = knob(0.8, "Softmax temperature; 0: the likeliest token.", low=0)
-  decode_sampling_seed: int = knob(0, "Seed of the sampling.", low=0)
+  top_k: int = knob(0, "Sample from so many of the likeliest tokens; 0: from all.", low=0)
+  top_p: float = knob(
+    1.0, "Sample from the fewest tokens that hold this share of the probability.", low=0, high=1
+  )
+  min_p: float = knob(
+    0.0, "Sample from tokens at least so likely as a share of the likeliest.", low=0, high=1
+  )
+  repetition_penalty: float = knob(
+    1.0, "Logits of tokens the text has are divided (negative: multiplied) by this.", low=0
+  )
+  stop: tuple[str, ...] = knob((), "Strings before which the text ends, wherever one comes first.")
+  decode_sampling_seed: int = knob(
+    0, "Seed of the sampling; the n-th text of prompt_file adds n.", low=0, high=2**32 - 1
+  )
+  decode_batch_size: int = knob(8, "Texts generated at once, at most.", unit="rows", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+  """Where `maxlite.serve` listens."""
+
+  serve_host: str = knob(
+    "127.0.0.1", "Address to listen on; by default this machine alone can reach it."
+  )
+  serve_port: int = knob(8000, "Port to listen on; 0: any that is free.", low=0, high=65535)
+  serve_queue_size: int = knob(
+    32, "Requests that may wait for a row; more are refused with status 429.", low=0
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,6 +394,7 @@ class Config:
   checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
   observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
   generate: GenerateConfig = dataclasses.field(default_factory=GenerateConfig)
+  serve: ServeConfig = dataclasses.field(default_factory=ServeConfig)
   plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
   convert: ConvertConfig = dataclasses.field(default_factory=ConvertConfig)
 

@@ -1,23 +1,29 @@
 """A trained run, evaluated or made to write text."""
 
+import collections
+import dataclasses
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from maxlite.config import Config, exit_with_one_line, load_config, read_saved
-from maxlite.config.schema import flatten
+from maxlite.config.schema import GenerateConfig, flatten
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
-from maxlite.models.decoder import Decoder
+from maxlite.generation.batcher import Batcher
+from maxlite.generation.engine import Engine, Request
+from maxlite.generation.sampling import Rules
+from maxlite.generation.text import stream_texts
+from maxlite.generation.weights import inference_model, inference_params
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.training.evaluate import evaluate
 from maxlite.training.run import open_trainer_data, run_folder
 from maxlite.training.setup import Trainer, build_trainer
 from maxlite.training.state import averaged_params
+
+_LENGTH_MULTIPLE = 64
 
 
 def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
@@ -35,20 +41,59 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
 
 
 def run_generation(cfg: Config, argv: Sequence[str]) -> int:
-  """Prints the prompt and, as it comes, what the run's newest checkpoint makes of it."""
+  """Writes what the run's newest checkpoint makes of the prompt, as it comes, or of many."""
   with exit_with_one_line("maxlite.generate"):
     cfg = config_of_run(cfg, argv)
-    if cfg.data.dataset_type == "synthetic":
-      raise ValueError("a run on dataset_type=synthetic has no tokenizer to write text with")
-    tokenizer = open_tokenizer(cfg.data)
+    prompts = _prompts(cfg.generate)
+    tokenizer = open_text_tokenizer(cfg)
+    requests = [_request(cfg, n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
     trainer, params, _ = open_trained(cfg)
-  prompt = [tokenizer.bos, *tokenizer.encode(cfg.generate.prompt.encode())]
-  sys.stdout.write(cfg.generate.prompt)
-  for text in _as_text(generate(trainer, params, prompt, tokenizer.eos), tokenizer):
-    sys.stdout.write(text)
-    sys.stdout.flush()
-  sys.stdout.write("\n")
+    engine = build_engine(trainer, params, tokenizer, requests)
+  batcher = Batcher(engine)
+  texts = stream_texts(batcher, requests, tokenizer.decode, cfg.generate.stop)
+  write = _write_lines if cfg.generate.prompt_file else _write_text
+  write(dict(zip(requests, prompts, strict=True)), texts)
+  _to_stderr(f"{batcher.meter}; compiled in {engine.compile_seconds:.1f} s")
   return 0
+
+
+def open_text_tokenizer(cfg: Config) -> Tokenizer:
+  """The tokenizer of the run's data.
+
+  Raises:
+    ValueError: the run's data are no text.
+  """
+  if cfg.data.dataset_type == "synthetic":
+    raise ValueError("a run on dataset_type=synthetic has no tokenizer to write text with")
+  return open_tokenizer(cfg.data)
+
+
+def build_engine(
+  trainer: Trainer, params: Any, tokenizer: Tokenizer, requests: Sequence[Request] = ()
+) -> Engine:
+  """An engine for `requests`, or for any of max_target_length where there are none.
+
+  Raises:
+    ValueError: a request is longer than that.
+  """
+  cfg, longest = trainer.cfg, trainer.cfg.data.max_target_length
+  needed = max((len(r.prompt) + r.max_new_tokens for r in requests), default=longest)
+  if needed > longest:
+    raise ValueError(
+      f"prompt and max_new_tokens={cfg.generate.max_new_tokens} are up to {needed} tokens, but "
+      f"max_target_length={longest}, the longest text in training: lower max_new_tokens, or give "
+      f"max_target_length={needed} to go beyond that"
+    )
+  num_shards = trainer.sharder.num_shards("activation_batch")
+  num_rows = min(len(requests) or cfg.generate.decode_batch_size, cfg.generate.decode_batch_size)
+  return Engine(
+    inference_model(cfg.model, trainer.sharder),
+    inference_params(cfg.model, params),
+    num_rows=-(-num_rows // num_shards) * num_shards,
+    # Rounded up, so that another prompt seldom means another program.
+    max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, longest),
+    eos=tokenizer.eos,
+  )
 
 
 def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
@@ -93,52 +138,58 @@ def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
   return trainer, parts["params"], averaged_params(state.replace(**parts)), step
 
 
-def generate(trainer: Trainer, params: Any, prompt: Sequence[int], eos: int) -> Iterator[int]:
-  """Sampled tokens after `prompt` until `eos` or max_new_tokens; the newest T tokens are seen."""
-  cfg, length = trainer.cfg.generate, trainer.cfg.data.max_target_length
-  next_token = jax.jit(_build_next_token(trainer.model, cfg.temperature))
-  key = jax.random.key(cfg.decode_sampling_seed)
-  tokens = list(prompt)
-  for n in range(cfg.max_new_tokens):
-    seen = tokens[-length:]
-    # Every shard of the batch has the same row.
-    tokens_BT = np.zeros((trainer.sharder.num_shards("activation_batch"), length), np.int32)
-    tokens_BT[:, : len(seen)] = seen
-    token = int(next_token(params, tokens_BT, len(seen), jax.random.fold_in(key, n)))
-    if token == eos:
-      return
-    tokens.append(token)
-    yield token
+def _prompts(cfg: GenerateConfig) -> list[str]:
+  if not cfg.prompt_file:
+    return [cfg.prompt]
+  path = Path(cfg.prompt_file)
+  if not path.is_file():
+    raise ValueError(f"prompt_file={cfg.prompt_file} is no file")
+  lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+  if not lines:
+    raise ValueError(f"prompt_file={cfg.prompt_file} has no line")
+  return [_prompt(cfg.prompt_file, number, line) for number, line in enumerate(lines, start=1)]
 
 
-def _build_next_token(model: Decoder, temperature: float) -> Callable:
-  def next_token(
-    params: Any, tokens_BT: jax.Array, num_seen: jax.Array, key: jax.Array
-  ) -> jax.Array:
-    column_T = jnp.arange(tokens_BT.shape[1])[None]
-    segment_BT = jnp.broadcast_to(column_T < num_seen, tokens_BT.shape).astype(jnp.int32)
-    position_BT = jnp.broadcast_to(column_T, tokens_BT.shape)
-    x_BTD, _, w_DV = model.apply(
-      {"params": params}, tokens_BT, segment_BT, position_BT, method=model.hidden_and_unembedding
-    )
-    logits_V = x_BTD[0, num_seen - 1].astype(jnp.float32) @ w_DV.astype(jnp.float32)
-    if temperature == 0:
-      return jnp.argmax(logits_V)
-    return jax.random.categorical(key, logits_V / temperature)
-
-  return next_token
+def _prompt(file: str, number: int, line: str) -> str:
+  try:
+    row = json.loads(line)
+  except json.JSONDecodeError:
+    row = None
+  if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+    raise ValueError(f'prompt_file={file}, text {number}: write {{"prompt": "..."}}')
+  return row["prompt"]
 
 
-def _as_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-  """Text as it becomes certain: a character whose bytes are not all there yet is waited for."""
-  ids, shown = [], ""
-  for token in tokens:
-    ids.append(token)
-    text = tokenizer.decode(ids)
-    if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-      yield text[len(shown) :]
-      shown = text
-  yield tokenizer.decode(ids)[len(shown) :]
+def _request(cfg: Config, n: int, prompt: str, tokenizer: Tokenizer) -> Request:
+  own = cfg.generate
+  rules = Rules(**{field.name: getattr(own, field.name) for field in dataclasses.fields(Rules)})
+  tokens = [tokenizer.bos, *map(int, tokenizer.encode(prompt.encode()))]
+  seed = (own.decode_sampling_seed + n) % 2**32
+  return Request(tokens, own.max_new_tokens, rules, seed)
+
+
+def _write_text(prompts: Mapping[Request, str], texts: Iterable[tuple[Request, str, str]]) -> None:
+  """The prompt and, as it comes, the text behind it."""
+  sys.stdout.write(*prompts.values())
+  for _, text, _ in texts:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+  sys.stdout.write("\n")
+
+
+def _write_lines(prompts: Mapping[Request, str], texts: Iterable[tuple[Request, str, str]]) -> None:
+  """A JSON line per prompt, in their order, each as soon as those before it are written."""
+  text_of, done = dict.fromkeys(prompts, ""), {}
+  waiting = collections.deque(prompts)
+  for request, text, reason in texts:
+    text_of[request] += text
+    if reason:
+      done[request] = reason
+    while waiting and waiting[0] in done:
+      first = waiting.popleft()
+      row = {"prompt": prompts[first], "text": text_of[first], "finish_reason": done[first]}
+      sys.stdout.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+      sys.stdout.flush()
 
 
 def _to_stderr(line: str) -> None:

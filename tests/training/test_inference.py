@@ -1,10 +1,7 @@
 """A trained run, evaluated and made to write."""
 
 import contextlib
-import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import config_of, trainer_of, uneven_batch
@@ -12,9 +9,7 @@ from tiny_run import Output, keys_in, logged
 
 from maxlite.config import load_config
 from maxlite.training.evaluate import evaluate
-from maxlite.training.inference import config_of_run, generate, run_evaluation, run_generation
-
-PROMPT = [5, 17, 3]
+from maxlite.training.inference import config_of_run, run_evaluation, run_generation
 
 
 def evaluated(folder, *words):
@@ -78,41 +73,38 @@ def test_synthetic_data_has_no_text_to_generate(finished, capsys):
   assert "has no tokenizer" in capsys.readouterr().err
 
 
-def generated(eos=-1, **keys):
-  """(trainer, parameters, 20 tokens after PROMPT): more than one row holds."""
-  trainer = trainer_of(decoder_block="llama", max_new_tokens=20, **keys)
-  params = init_params()
-  return trainer, params, list(generate(trainer, params, PROMPT, eos))
+def generation_fails(finished, capsys, *words):
+  """The one line that `maxlite.generate` ends in, for a run that is said to be on text."""
+  argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text", *words]
+  with pytest.raises(SystemExit, match="2"):
+    run_generation(load_config(argv, needs_data=False), argv)
+  (line,) = capsys.readouterr().err.splitlines()
+  return line
+
+
+@pytest.mark.parametrize(
+  ("word", "message"),
+  [
+    ("top_p=0", "top_p=0.0 must be above 0"),
+    ("prompt_file=none.jsonl", "prompt_file=none.jsonl is no file"),
+    ("max_new_tokens=99", "max_target_length=16, the longest text in training"),
+  ],
+)
+def test_what_cannot_be_generated_is_one_line(finished, capsys, word, message):
+  assert message in generation_fails(finished, capsys, word)
+
+
+def test_a_file_of_prompts_is_checked_line_by_line(finished, capsys, tmp_path):
+  file = tmp_path / "prompts.jsonl"
+  for content, message in (
+    ("", "has no line"),
+    ('{"prompt": "a"}\n\n{"text": "b"}', "text 2: write"),
+    ("[", "text 1: write"),
+    ('{"prompt": 7}', "text 1: write"),
+  ):
+    file.write_text(content)
+    assert message in generation_fails(finished, capsys, f"prompt_file={file}")
 
 
 def init_params():
-  params = trainer_of(decoder_block="llama").init_state().params
-  # Larger than at the start of training, so that the choice depends on what came before.
-  return params | {"unembed": jax.tree.map(lambda w: 5 * w, params["unembed"])}
-
-
-def test_greedy_tokens_are_the_likeliest_after_the_newest_that_fit():
-  trainer, params, tokens = generated(temperature=0)
-  length = trainer.cfg.data.max_target_length
-  logits_of = jax.jit(trainer.model.apply)
-  text = PROMPT + tokens
-  for n in range(len(PROMPT), len(text)):
-    seen = text[max(n - length, 0) : n]
-    tokens_BT = np.zeros((trainer.global_batch_size, length), np.int32)
-    tokens_BT[:, : len(seen)] = seen
-    logits_BTV = logits_of({"params": params}, jnp.asarray(tokens_BT))
-    assert text[n] == np.argmax(logits_BTV[0, len(seen) - 1])
-  assert len(tokens) == 20 > len(set(tokens)) > 3
-
-
-def test_generation_ends_before_the_end_of_text():
-  tokens = generated(temperature=0)[-1]
-  eos = tokens[10]
-  expected = list(itertools.takewhile(lambda token: token != eos, tokens))
-  assert generated(eos, temperature=0)[-1] == expected
-
-
-def test_sampling_follows_its_seed():
-  first = generated(temperature=1.0)[-1]
-  assert generated(temperature=1.0)[-1] == first
-  assert generated(temperature=1.0, decode_sampling_seed=1)[-1] != first
+  return trainer_of(decoder_block="llama").init_state().params

@@ -1,0 +1,1 @@
+"""Text from a trained decoder: prompts in, tokens out, many rows at once."""
