@@ -48,6 +48,7 @@ setup(
     "ray": ["ray>=2.50"],
     "tpu": ["libtpu==0.0.42.*"],
     "cuda": ["jax[cuda13]>=0.10.2"],
+    "hf": ["torch>=2.13", "transformers>=5.23"],
     "test": [
       "pytest>=9",
       "pytest-xdist>=3.8",
@@ -65,6 +66,7 @@ setup(
       "maxlite-evaluate=maxlite.evaluate:main",
       "maxlite-generate=maxlite.generate:main",
       "maxlite-plan=maxlite.plan:main",
+      "maxlite-convert=maxlite.convert:main",
     ]
   },
 )

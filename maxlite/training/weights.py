@@ -19,8 +19,6 @@ from maxlite.config.schema import (
   DataConfig,
   MeshConfig,
   ModelConfig,
-  PhasesConfig,
-  TrainingConfig,
   build,
 )
 from maxlite.models.decoder import Decoder
@@ -93,7 +91,7 @@ def load(
 def trainer_of_model(
   model: ModelConfig, mesh: Mesh | Mapping[str, int] | None = None, **sections: Any
 ) -> Trainer:
-  """The Trainer of `model` on `mesh` or one device, for its parameters rather than its steps."""
+  """The Trainer of `model` on `mesh` or one device; `sections` are others of Config."""
   degrees, devices = _devices(mesh)
   of_mesh = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
   cfg: Config = build(Config, DEFAULTS)
@@ -103,8 +101,7 @@ def trainer_of_model(
     model=model,
     mesh=dataclasses.replace(MeshConfig(dcn_data_parallelism=1, sharding_tolerance=1), **of_mesh),
     data=DataConfig(max_target_length=length, per_device_batch_size=1),
-    training=TrainingConfig(),
-    phasing=PhasesConfig(),
+    **sections,
   )
   return build_trainer(cfg, devices)
 

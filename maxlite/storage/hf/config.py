@@ -17,7 +17,7 @@ HARMLESS = {
   "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "auto_map",
   "bos_token_id", "dtype", "eos_token_id", "ep_size", "initializer_range",
   "max_position_embeddings", "model_type", "output_router_logits", "pad_token_id",
-  "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
+  "pretraining_tp", "qk_head_dim", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
   "sliding_window", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
 }  # fmt: skip
 # Keys of ModelConfig that say how to compute or train, and not what.
@@ -72,7 +72,7 @@ def model_keys(directory: Path) -> tuple[Family, dict[str, Any], str]:
     raise ValueError(f"{file} has a value that is no {family.model_type}'s ({error})") from None
   keys = {"decoder_block": family.decoder_block, **keys}
   typed = {name: parse(Setting(name, _written(value), str(file))) for name, value in keys.items()}
-  unread = set(values) - noted.read - HARMLESS
+  unread = set(values) - noted.read - HARMLESS - set(family.unread)
   return family, typed, listed(unread) if unread else ""
 
 

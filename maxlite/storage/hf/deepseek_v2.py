@@ -99,5 +99,11 @@ def block(cfg: ModelConfig, moe: bool) -> parts.Rows:
 
 
 FAMILY = Family(
-  "deepseek_v2", "DeepseekV2ForCausalLM", "deepseek", config_from_hf, config_to_hf, block
+  "deepseek_v2",
+  "DeepseekV2ForCausalLM",
+  "deepseek",
+  config_from_hf,
+  config_to_hf,
+  block,
+  unread=("norm_topk_prob",),
 )

@@ -56,3 +56,4 @@ class Family:
   outer: Sequence[Row] = OUTER  # of what is no layer
   layer_prefix: str = "model.layers.{layer}."  # before the names of `block`
   ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors that hold no weights
+  unread: Sequence[str] = ()  # keys of config.json that change nothing in this family

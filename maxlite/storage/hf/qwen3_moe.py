@@ -41,5 +41,11 @@ def block(cfg: ModelConfig, moe: bool) -> parts.Rows:
 
 
 FAMILY = Family(
-  "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", config_from_hf, config_to_hf, block
+  "qwen3_moe",
+  "Qwen3MoeForCausalLM",
+  "qwen3_moe",
+  config_from_hf,
+  config_to_hf,
+  block,
+  unread=("intermediate_size",),  # of dense layers, of which there are none
 )
