@@ -21,6 +21,7 @@ from maxlite.config.schema import (
   ModelConfig,
   build,
 )
+from maxlite.config.validate import validate
 from maxlite.models.decoder import Decoder
 from maxlite.parallel import Sharder
 from maxlite.storage.checkpoint import Checkpoints
@@ -146,7 +147,9 @@ def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[
   if dtype is None:
     types = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
     dtype = "float32" if np.dtype("float32") in types else "bfloat16"
-  model = _with_dtype(build(ModelConfig, DEFAULTS | keys), dtype)
+  cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
+  validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
+  model = _with_dtype(cfg.model, dtype)
   trainer = trainer_of_model(model, mesh)
   wanted = leaves_by_path(trainer.abstract_state.params)
   streams = streams_from_hf(folder, family, model, model.vocab_size, wanted)

@@ -1,5 +1,6 @@
 """config.json: which family a model is of, and what of ours says the same."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from maxlite.config.values import Setting, parse, show
 from maxlite.models import MODELS
 from maxlite.storage.hf import FAMILIES
 from maxlite.storage.hf.family import Family
-from maxlite.storage.hf.folder import listed, read_config
+from maxlite.storage.hf.folder import CONFIG, listed, read_config, read_tensors
 
 # Keys that change nothing of what a model computes from its weights. Those of losses and dropout
 # concern training, where ours are asked for.
@@ -20,6 +21,7 @@ HARMLESS = {
   "pretraining_tp", "qk_head_dim", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
   "sliding_window", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
 }  # fmt: skip
+LARGE = 10**6  # no size up to this is suspect
 # Keys of ModelConfig that say how to compute or train, and not what.
 EXECUTION = {
   "dtype", "weight_dtype", "attention", "attention_block_q", "remat_policy", "remat_save",
@@ -55,7 +57,7 @@ def model_keys(directory: Path) -> tuple[Family, dict[str, Any], str]:
     ValueError: config.json is missing, of no known family, or says what ours cannot.
   """
   values = read_config(directory)
-  file = directory / "config.json"
+  file = directory / CONFIG
   family = FAMILIES.get(str(values.get("model_type")))
   if family is None:
     raise ValueError(
@@ -68,10 +70,11 @@ def model_keys(directory: Path) -> tuple[Family, dict[str, Any], str]:
     keys = family.config_from_hf(noted)
   except KeyError as error:
     raise ValueError(f"{file} lacks {error}: copy it again") from None
-  except (TypeError, ZeroDivisionError, AttributeError, OverflowError) as error:
-    raise ValueError(f"{file} has a value that is no {family.model_type}'s ({error})") from None
+  except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+    raise ValueError(f"{file}: {error}") from None
   keys = {"decoder_block": family.decoder_block, **keys}
   typed = {name: parse(Setting(name, _written(value), str(file))) for name, value in keys.items()}
+  _require_plausible(typed, directory)
   unread = set(values) - noted.read - HARMLESS - set(family.unread)
   return family, typed, listed(unread) if unread else ""
 
@@ -119,6 +122,17 @@ def _function_of(cfg: ModelConfig) -> dict[str, Any]:
   if cfg.rope.rope_type == "default":
     named -= set(flatten(cfg.rope)) - {"rope_type", "rope_max_timescale"}
   return {name: value for name, value in flat.items() if name in named}
+
+
+def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
+  """Raises ValueError for a size beyond all weights, before anything is made of that size."""
+  num_weights = sum(math.prod(tensor.shape) for tensor in read_tensors(directory).values())
+  for name, value in keys.items():
+    if isinstance(value, int) and value > max(num_weights, LARGE):
+      raise ValueError(
+        f"{directory / CONFIG} makes {name}={value}, but its weights are {num_weights} in all: one "
+        "of the two is of another model"
+      )
 
 
 def _written(value: Any) -> Any:

@@ -11,13 +11,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 DTYPES: dict[str, np.dtype] = {
   "F32": np.dtype("float32"),
   "F16": np.dtype("float16"),
-  "BF16": np.dtype("bfloat16"),
+  "BF16": np.dtype(jnp.bfloat16),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8  # [bytes] of where tensors start in a file

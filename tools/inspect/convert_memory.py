@@ -1,0 +1,100 @@
+"""Prints the peak memory of converting a checkpoint of random weights, and what bounds it.
+
+python tools/inspect/convert_memory.py [--layers 14] [--width 2048]
+
+Both directions run in processes of their own, once on two layers of a tiny model, whose peak is
+the constant that Python and JAX need, and once on the large one. With the defaults it has 2.1 GB.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.storage.hf.folder import FolderWriter, write_json
+
+VOCAB = 32_000
+BFLOAT16 = np.dtype(jnp.bfloat16)
+MB = 1e6
+
+
+def hf_config(layers: int, width: int) -> dict:
+  return {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": width,
+    "intermediate_size": 4 * width,
+    "num_hidden_layers": layers,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-5,
+  }
+
+
+def shapes(layers: int, width: int) -> dict[str, tuple[int, ...]]:
+  """{tensor: shape}"""
+  square, up, down = (width, width), (4 * width, width), (width, 4 * width)
+  block = {f"self_attn.{name}_proj.weight": square for name in "qkvo"}
+  block |= {"mlp.gate_proj.weight": up, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
+  block |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
+  found = {"model.embed_tokens.weight": (VOCAB, width), "model.norm.weight": (width,)}
+  found["lm_head.weight"] = (VOCAB, width)
+  for layer in range(layers):
+    found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+  return found
+
+
+def write_checkpoint(folder: Path, layers: int, width: int) -> None:
+  folder.mkdir()
+  write_json(folder / "config.json", hf_config(layers, width))
+  wanted = shapes(layers, width)
+  writer = FolderWriter(folder, {name: (BFLOAT16, shape) for name, shape in wanted.items()}, 10**9)
+  draw = np.random.default_rng(0)
+  for name, shape in wanted.items():
+    for low in range(0, shape[0], 1024):
+      rows = (min(low + 1024, shape[0]) - low, *shape[1:])
+      writer.write_rows(name, low, draw.normal(0, 0.02, rows).astype(BFLOAT16))
+  writer.close()
+
+
+def peak(*words: str) -> float:
+  """Peak resident memory of `python -m maxlite.convert WORDS` [bytes]."""
+  code = (
+    "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
+    "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+  )
+  command = [sys.executable, "-c", code, sys.executable, "-m", "maxlite.convert", *words]
+  return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) * 1024
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+  parser.add_argument("--layers", type=int, default=14)
+  parser.add_argument("--width", type=int, default=2048)
+  words = parser.parse_args()
+  with tempfile.TemporaryDirectory() as root:
+    peaks = {}
+    for name, layers, width in (("small", 2, 16), ("large", words.layers, words.width)):
+      folder, run = Path(root) / name, [f"base_output_directory={root}", f"run_name={name}_run"]
+      write_checkpoint(folder, layers, width)
+      run.append("weight_dtype=bfloat16")
+      peaks[name, "from_hf"] = peak("from_hf", str(folder), *run)
+      peaks[name, "to_hf"] = peak("to_hf", *run, f"output={folder}_again")
+  sizes = {name: 2 * np.prod(s) for name, s in shapes(words.layers, words.width).items()}
+  layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+  largest = max(layer, sizes["lm_head.weight"])
+  print(f"checkpoint {sum(sizes.values()) / MB:,.0f} MB, largest layer {largest / MB:,.0f} MB")
+  for verb in ("from_hf", "to_hf"):
+    constant, all_of_it = peaks["small", verb], peaks["large", verb]
+    print(
+      f"{verb}: peak {all_of_it / MB:,.0f} MB, of which {constant / MB:,.0f} MB are Python's and "
+      f"JAX's; the rest is {(all_of_it - constant) / largest:.2f} x the largest layer"
+    )
+
+
+if __name__ == "__main__":
+  main()
