@@ -149,7 +149,8 @@ class ConsoleWriter:
     `phases` are the names that a row's `phase` is an index of.
     """
     self._num_steps = num_steps
-    self._phases = phases
+    longest = max(map(len, phases), default=0)
+    self._phases = [phase.ljust(longest) for phase in phases]
     self._console = console
     self._progress = Progress(
       MofNCompleteColumn(),
@@ -211,5 +212,5 @@ def _eval_cells(row: Row) -> list[str]:
       row.__contains__, map("eval_acceptance_{}".format, itertools.count(1))
     )
     cells.append(f"drafts accepted {' '.join(f'{row[head]:.1%}' for head in heads)}")
-    cells.append(f"{row['eval_accepted_length']:.3f} of a chain")
+    cells.append(f"{row['eval_accepted_length']:.2f} in a chain")
   return cells

@@ -8,6 +8,8 @@ from maxlite.config.phases import phases_of, warmup_of
 FIT = "{name: fit, train: [layers/.*], steps: 20, learning_rate: 1e-3}"
 TUNE = "{name: tune, train: '.*norm.*', until: {metric: loss, max_steps: 9, patience: 3}}"
 
+DRAFT = "{name: draft, train: [draft_head/.*], steps: 9, loss: match_head}"
+
 
 def load(phases, **keys):
   words = [f"{key}={value}" for key, value in ({"learning_rate": 0.5} | keys).items()]
@@ -46,6 +48,14 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
     ("", {"phase_warmup": "{fit: 3}"}, "there are no phases"),
     ("{name: a, train: [x], until: {metric: loss}}", {}, "is no whole condition"),
     ("{name: a, train: [x], until: {metric: loss, max_steps: 2, below: low}}", {}, "is no number"),
+    (DRAFT, {}, "is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3"),
+    (FIT, {"num_draft_heads": 2}, "no phase trains them; write phases with loss: match_head"),
+    (DRAFT, {"num_draft_heads": 9, "max_target_length": 8}, "write num_draft_heads=3"),
+    (
+      DRAFT,
+      {"num_draft_heads": 1, "ici_tensor_parallelism": 4, "base_emb_dim": 34},
+      "4 shards do not divide 34",
+    ),
     (FIT, {"members": "[{learning_rate: 1}]"}, "members train all at once"),
   ],
 )

@@ -85,10 +85,10 @@ def test_flushed_rows_survive_a_process_that_never_closes(tmp_path):
   writer.close()
 
 
-def console_text(rows, *, terminal=False):
+def console_text(rows, *, terminal=False, phases=()):
   file = io.StringIO()
   console = Console(file=file, force_terminal=terminal, width=60)
-  writer = ConsoleWriter(300, -1, console)
+  writer = ConsoleWriter(300, -1, console, phases)
   for row in rows:
     writer.write(row)
   writer.close()
@@ -120,6 +120,18 @@ def test_console_evaluation_line():
   training, evaluation = console_text([row]).splitlines()
   assert training.startswith("step 100/300  loss  2.5000")
   assert evaluation == "eval 100/300  loss  1.5000  bits/byte 2.1640"
+
+
+def test_console_names_phases_and_counts_accepted_drafts():
+  drafts = {"eval_acceptance_1": 0.5, "eval_acceptance_2": 0.25, "eval_accepted_length": 0.625}
+  rows = [
+    TRAINING | {"phase": 0},
+    TRAINING | {"phase": 1, "draft_loss": 0.5, "eval_loss": 1.5} | drafts,
+  ]
+  fit, match, evaluation = console_text(rows, phases=["fit", "match"]).splitlines()
+  assert fit.startswith("step  10/300  fit    loss  2.5000  lr")
+  assert match.startswith("step  10/300  match  loss  2.5000  drafts  0.5000  lr")
+  assert evaluation.endswith("loss  1.5000  drafts accepted 50.0% 25.0%  0.62 in a chain")
 
 
 def test_a_terminal_has_a_progress_bar_below_whole_lines():

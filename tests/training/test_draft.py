@@ -239,6 +239,8 @@ def test_each_phase_moves_its_own_part_and_no_bit_of_others(whole):
     assert moved.pop("draft_head") == {"kernel": True}
     assert set(jax.tree.leaves(moved)) == {trunk_moves}
   assert [int(row["phase"]) for row in rows] == [0, 1]
+  named = trainer_of(**KEYS, **WHOLE).turns.by_phase(rows[0])
+  assert named == {f"match/{loss}": rows[0][loss] for loss in ("loss", "draft_loss", "total_loss")}
 
 
 def assert_same_steps(got, want):
@@ -266,10 +268,10 @@ def test_and_of_a_mixture(mesh, keys):
   assert_same_steps(two_phases("mixtral", **mesh_keys(mesh), **keys), expected)
 
 
-def test_draft_heads_start_as_the_model_s_own_and_change_nothing_else(whole):
-  trainer, params = trainer_of(**KEYS, **WHOLE), dict(whole[0][0].params)
-  batch = place(trainer, batch_of(0))
-  inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
+def test_draft_heads_start_as_the_model_s_own_and_evaluation_counts_their_logits(whole):
+  trainer, batch = trainer_of(**KEYS, **WHOLE), batch_of(0)
+  placed = place(trainer, batch)
+  inputs = (placed.tokens_BT, placed.segment_BT, placed.position_BT)
 
   @jax.jit
   def both(params):
@@ -277,13 +279,21 @@ def test_draft_heads_start_as_the_model_s_own_and_change_nothing_else(whole):
     drafted = trainer.model.apply({"params": params}, x_BTD, method=trainer.model.draft_logits)
     return trainer.model.apply({"params": params}, *inputs), drafted
 
-  own_BTV, drafted_BTJV = both(params)
+  first, second = (state.params for state in whole[0][:2])
+  own_BTV, drafted_BTJV = both(first)
   for j in range(J):
     np.testing.assert_allclose(drafted_BTJV[:, :, j], own_BTV, rtol=1e-5, atol=1e-6)
-  del params["draft_head"]
-  bare = {"decoder_block": "llama", "base_num_decoder_layers": 1}
-  without = jax.device_get(trainer_of(**bare, **WHOLE).init_state())
-  jax.tree.map(np.testing.assert_array_equal, without.params, params)
+  own_BT, drafted_BTJ = (np.argmax(jax.device_get(x), axis=-1) for x in both(second))
+  agreed = [(j, drafted_BTJ[b, t, j] == own_BT[b, s]) for b, t, j, s in drafts_of(batch)]
+  sums = trainer.eval_step(np.ones(VOCAB, np.int32))(second, placed)
+  expected = [sum(yes for head, yes in agreed if head == j) for j in range(J)]
+  np.testing.assert_array_equal(sums["draft"]["accepted_J"], expected)
+
+
+def test_draft_heads_change_nothing_of_the_rest_s_start(whole):
+  without = trainer_of(decoder_block="llama", base_num_decoder_layers=1, **WHOLE).init_state()
+  params = {name: leaf for name, leaf in whole[0][0].params.items() if name != "draft_head"}
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(without.params), params)
 
 
 def test_the_match_phase_holds_no_backward_pass_of_the_trunk():
