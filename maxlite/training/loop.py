@@ -91,10 +91,12 @@ class StepLog:
     self._skipped_in_a_row = 0
     cfg = trainer.cfg
     tokens = trainer.batch_shape[0] * trainer.batch_shape[1]
-    flops = train_flops_per_step(cfg.model, tokens, cfg.data.max_target_length)
+    length = cfg.data.max_target_length
+    self._flops = [train_flops_per_step(cfg.model, tokens, length).total]
+    if trainer.turns is not None:
+      self._flops = trainer.turns.flops(trainer.abstract_state.params, tokens, length)
     self._speed = {
       "num_devices": trainer.mesh.size,
-      "flops_per_step": flops.total,
       "peak_tflops": peak_bf16_tflops(trainer.mesh.devices.flat[0].device_kind),
     }
 
@@ -119,7 +121,8 @@ class StepLog:
     if not evaluation and step not in (1, cfg.run.steps) and not due(step, cfg.observe.log_period):
       return
     seconds = (time.perf_counter() - self._since) / self._steps_since
-    row = training_row(step, numbers, step_seconds=seconds, **self._speed)
+    flops = self._flops[int(numbers.get("phase", 0))]
+    row = training_row(step, numbers, step_seconds=seconds, flops_per_step=flops, **self._speed)
     if self._trainer.turns:
       row |= self._trainer.turns.by_phase(row)
     row |= evaluation() if evaluation else {}

@@ -1,6 +1,7 @@
 """A run's phases: what each trains, by what, for how long, and whose turn it is."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from maxlite.config import Config
 from maxlite.config.phases import PhaseConfig, UntilConfig, phases_of, warmup_of
 from maxlite.config.schema import OptimizerConfig
+from maxlite.observe.phase_flops import phase_flops
 from maxlite.observe.timeline import Span, spans_of_rows
 from maxlite.optim import build_optimizer, build_schedule
 from maxlite.optim.groups import PhaseOptimizers, merge, partition_params, paths_in
@@ -28,7 +30,7 @@ class Turns:
     Raises:
       ValueError: a regex matches no parameter, or optimizers that share state differ in kind.
     """
-    self.phases = phases_of(cfg)
+    self.phases, self._model = phases_of(cfg), cfg.model
     self.schedule = PhaseSchedule({p.name: _length(p) for p in self.phases}, warmup_of(cfg))
     self._rates, optimizers, self._trained = [], {}, {}
     for phase in self.phases:
@@ -101,6 +103,14 @@ class Turns:
   def trained(self, tree: Any) -> Any:
     """Of a tree like the parameters, the leaves that some phase trains."""
     return merge(*(partition_params(tree, phase.train)[0] for phase in self.phases))
+
+  def flops(self, params: Any, tokens: int, row_length: int) -> list[float]:
+    """By phase, FLOPs of one of its steps on `tokens` tokens in rows of `row_length`."""
+    leaves = jax.tree.leaves(params)
+    sizes = {path: leaf.size for path, leaf in zip(paths_in(params), leaves, strict=True)}
+    count = functools.partial(phase_flops, self._model, tokens, row_length, sizes)
+    parts = ((set(paths_in(self._trained[phase.name])), phase.loss) for phase in self.phases)
+    return [count(trained, loss) for trained, loss in parts]
 
   def untrained(self, params: Any) -> list[str]:
     """Paths of the parameters that no phase trains."""

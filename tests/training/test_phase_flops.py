@@ -1,0 +1,76 @@
+"""What a phase is counted to cost is what its compiled step multiplies."""
+
+import jax
+import pytest
+from tiny import config_of
+
+from maxlite.observe.cost import matmul_flops
+from maxlite.observe.flops import train_flops_per_step
+from maxlite.observe.hlo import parse
+from maxlite.training.setup import build_trainer
+from maxlite.training.step import build_train_step
+
+LENGTH = 16
+PHASES = {
+  "all": ".*",
+  "lora": ".*lora_.*",
+  "norms": "layers/.*norm.*",
+  "out": "layers/attention/out/kernel",
+  "head": "final_norm/.*",
+  "unembed": "unembed/.*",
+  "embed": "embed/.*",
+}
+KEYS = {
+  "decoder_block": "llama",
+  "base_emb_dim": 32,
+  "base_mlp_dim": 96,
+  "lora_rank": 4,
+  "logits_chunk_tokens": 4096,
+  "scan_unroll": 1,
+  "attention": "reference",
+}
+
+
+@pytest.fixture(scope="module")
+def trainer():
+  phases = ", ".join(f"{{name: {n}, train: '{train}', steps: 1}}" for n, train in PHASES.items())
+  return build_trainer(config_of(**KEYS, phases=f"[{phases}]"), jax.devices()[:1])
+
+
+def counted(trainer):
+  """FLOPs of a step, by phase."""
+  tokens = trainer.batch_shape[0] * LENGTH
+  flops = trainer.turns.flops(trainer.abstract_state.params, tokens, LENGTH)
+  return dict(zip(PHASES, flops, strict=True))
+
+
+def of_all(trainer):
+  tokens = trainer.batch_shape[0] * LENGTH
+  return train_flops_per_step(trainer.cfg.model, tokens, LENGTH)
+
+
+def test_a_phase_of_everything_costs_a_step_and_others_less(trainer):
+  flops = counted(trainer)
+  assert flops["all"] == of_all(trainer).total
+  assert (
+    flops["all"] > flops["out"] > flops["norms"] == flops["embed"] > 2 / 3 * flops["all"] * 0.95
+  )
+  assert flops["norms"] > flops["unembed"] == flops["head"] > flops["all"] / 3
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[] if name in ("lora", "unembed") else pytest.mark.slow)
+    for name in PHASES
+  ],
+)
+def test_the_compiled_step_multiplies_what_is_counted(trainer, name):
+  """The reference attention computes the whole square, of which half is counted."""
+  part, cfg = trainer.turns.part(list(PHASES).index(name)), trainer.cfg
+  step = jax.jit(build_train_step(trainer.model, part, cfg.training, cfg.model.moe))
+  program = step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
+  has_backward = name not in ("head", "unembed")
+  square = of_all(trainer).attention / (1 if has_backward else 3)
+  compiled = matmul_flops(parse(program.as_text())).total
+  assert compiled == pytest.approx(counted(trainer)[name] + square, rel=0.02)
