@@ -47,14 +47,11 @@ def decoded(model, params):
   return jnp.concatenate([first_BV[None], later_nBV])
 
 
-def cases():
-  """(family, whether layers are scanned over); slow where another has the same parts."""
-  for family in MODELS:
-    yield pytest.param(family, False, marks=() if family in FAST else pytest.mark.slow)
-  yield pytest.param("deepseek", True)
+SLOW = pytest.mark.slow  # for families whose parts others have, too
+CASES = [pytest.param(name, False, marks=() if name in FAST else SLOW) for name in MODELS]
 
 
-@pytest.mark.parametrize(("family", "scanned"), cases())
+@pytest.mark.parametrize(("family", "scanned"), [*CASES, ("deepseek", True)])
 def test_a_cache_changes_no_logits(family, scanned):
   model, params = families.model_of(family), families.params_of(family)
   ready = inference_params(model.cfg, params)
