@@ -227,7 +227,7 @@ def run_forward(
 
 
 def next_token(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
-  """Of the model's own head against the next token."""
+  """Sums of the model's own head against the next token."""
   rows = (batch.targets_BT, batch.weight_BT)
   nll, logits_z = cross_entropy_sums(
     hidden.x_BTD, hidden.w_DV, *rows, cfg.logits_chunk_tokens, sharder, hidden.soft_cap
@@ -236,7 +236,7 @@ def next_token(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
 
 
 def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
-  """Of the draft heads against the distribution of the model's own head at the same token."""
+  """Sums of the draft heads against what the model's own head makes of the same token."""
   # Draft states are moved to the position whose own state predicts the same token: there the own
   # logits, computed once, serve all heads.
   weight_BTJ = draft_weight(batch, hidden.y_BTJD.shape[2])
@@ -257,7 +257,7 @@ def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
 def next_token_and_draft(
   hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder
 ) -> Sums:
-  """Of the model's own head and of the draft heads, all against the tokens they predict."""
+  """Sums of the model's own head and of the draft heads, all against the tokens they predict."""
   num_heads = hidden.y_BTJD.shape[2]
   weight_BTJ = draft_weight(batch, num_heads)
   targets_BTJ = ahead(batch.targets_BT, num_heads)
