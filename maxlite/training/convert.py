@@ -100,7 +100,7 @@ def to_hf(argv: Sequence[str]) -> str:
     write_json(made / "config.json", hf)
     if tokenizer:
       write_tokenizer(cfg.data, tokenizer.bos, tokenizer.eos, made)
-    read = lambda path, index: _read_merged(stored, path, index, cfg.model.lora.lora_alpha)
+    read = lambda path, index: read_merged(stored, path, index, cfg.model.lora.lora_alpha)
     write_weights(made, family, model, params, read)
     stored.require_whole()
 
@@ -189,9 +189,7 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     raise
 
 
-def _read_merged(
-  stored: StoredParameters, path: str, index: Index, lora_alpha: float
-) -> np.ndarray:
+def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: float) -> np.ndarray:
   """A layer of a parameter, with the low-rank adapter beside it added, if there is one."""
   part = stored.read(path, index)
   beside = path.removesuffix("kernel")

@@ -68,7 +68,7 @@ def peak(*words: str) -> float:
     "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
   )
   command = [sys.executable, "-c", code, sys.executable, "-m", "maxlite.convert", *words]
-  return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) * 1024
+  return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout) * 1024
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
   words = parser.parse_args()
   with tempfile.TemporaryDirectory() as root:
     peaks = {}
-    for name, layers, width in (("small", 2, 16), ("large", words.layers, words.width)):
+    for name, layers, width in (("small", 2, 64), ("large", words.layers, words.width)):
       folder, run = Path(root) / name, [f"base_output_directory={root}", f"run_name={name}_run"]
       write_checkpoint(folder, layers, width)
       run.append("weight_dtype=bfloat16")

@@ -1,0 +1,237 @@
+"""`maxlite.convert` and `maxlite.load`: models in, on, and out again."""
+
+import functools
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import maxlite
+from maxlite import convert
+from maxlite.config import load_config
+from maxlite.config.schema import CheckpointConfig
+from maxlite.storage.checkpoint import Checkpoints
+from maxlite.storage.fingerprint import leaves_by_path
+from maxlite.storage.hf.checkpoint import streams_from_hf
+from maxlite.storage.parameters import StoredParameters, write_parameters
+from maxlite.storage.streams import Stream
+from maxlite.training.convert import read_merged
+from maxlite.training.weights import trainer_of_model
+
+FIXTURES = Path(__file__).resolve().parents[1] / "storage" / "hf_fixtures"
+TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
+# Compiled fast rather than compiled to be fast.
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
+
+
+def converted(monkeypatch, *words):
+  """The exit code of `maxlite.convert` with these words; tiny vocabularies have no bytes."""
+  monkeypatch.setattr(sys, "argv", ["convert", *map(str, words), "dataset_type=synthetic"])
+  try:
+    return convert.main()
+  except SystemExit as error:
+    return error.code
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+  """A folder with the runs `mixtral` and `llama`, made of fixtures."""
+  folder = tmp_path_factory.mktemp("runs")
+  with pytest.MonkeyPatch.context() as patch:
+    for name in ("mixtral", "llama"):
+      words = (f"run_name={name}", f"base_output_directory={folder}")
+      assert converted(patch, "from_hf", FIXTURES / name, *words) == 0
+  return folder
+
+
+def logits_of(folder, **options):
+  model, params = maxlite.load(folder, **options)
+  return np.asarray(jax.jit(model.apply, **FAST)(params, TOKENS_BT))
+
+
+def test_a_run_goes_out_as_it_came_in_to_the_bit(root, monkeypatch):
+  words = ("run_name=mixtral", f"base_output_directory={root}", f"output={root}/out")
+  assert converted(monkeypatch, "to_hf", *words) == 0
+  got, want = (load_file(f / "model.safetensors") for f in (root / "out", FIXTURES / "mixtral"))
+  assert got.keys() == want.keys()
+  assert all(got[name].tobytes() == array.tobytes() for name, array in want.items())
+  ours, theirs = (
+    json.loads((f / "config.json").read_text()) for f in (root / "out", FIXTURES / "mixtral")
+  )
+  changed = {name for name in ours if ours[name] != theirs.get(name, ours[name])}
+  assert changed <= {"head_dim", "max_position_embeddings", "router_aux_loss_coef"}
+
+
+def test_load_takes_either_folder(root):
+  of_run = leaves_by_path(maxlite.load(root / "mixtral")[1])
+  for path, leaf in leaves_by_path(maxlite.load(FIXTURES / "mixtral")[1]).items():
+    np.testing.assert_array_equal(of_run[path], leaf)
+
+
+def test_load_onto_a_mesh(root):
+  model, params = maxlite.load(FIXTURES / "llama", mesh={"fsdp": 2, "tensor": 2})
+  assert len(leaves_by_path(params)["layers/mlp/wo/kernel"].sharding.device_set) == 4
+  expected = load_file(FIXTURES / "llama" / "expected.safetensors")
+  names = ("tokens_BT", "segment_BT", "position_BT")
+  tokens, segments, positions = (expected[name][:2] for name in names)
+  apply = jax.jit(model.apply, **FAST)
+  got = apply(params, tokens, segment_ids=segments, positions=positions)
+  np.testing.assert_allclose(got, expected["logits_BTV"][:2], rtol=1e-4, atol=1e-4)
+
+
+def test_load_gives_what_a_notebook_needs(root):
+  model, params = maxlite.load(root / "llama")
+  packed = {"segment_ids": np.repeat([[1, 2]], 6, 1), "positions": np.tile(np.arange(6), 2)[None]}
+  packed = {name: np.tile(array, (2, 1)).astype(np.int32) for name, array in packed.items()}
+
+  @functools.partial(jax.jit, **FAST)
+  def all_of_it(params):
+    total = lambda params: jnp.sum(model.apply(params, TOKENS_BT) ** 2)
+    return (
+      model.apply({"params": params}, TOKENS_BT, **packed),
+      model.apply(params, TOKENS_BT[:, 6:]),
+      jax.grad(total)(params),
+    )
+
+  in_row, alone, gradients = all_of_it(params)
+  np.testing.assert_allclose(in_row[:, 6:], alone, atol=1e-5)
+  assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
+  half = maxlite.load(root / "llama", dtype="bfloat16")[1]
+  assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+  ("path", "options", "told"),
+  [
+    ("nowhere", {}, "no run folder"),
+    ("llama", {"dtype": "float16"}, "choose one of float32, bfloat16"),
+    ("llama", {"mesh": {"model": 2}}, "mesh has the axes model"),
+    ("llama", {"mesh": {"fsdp": 64}}, "needs 64 devices"),
+  ],
+)
+def test_load_says_what_is_wrong(root, path, options, told):
+  with pytest.raises(ValueError, match=told):
+    maxlite.load(root / path, **options)
+
+
+def test_training_starts_from_the_weights_with_a_state_of_its_own(root):
+  folder = root / "llama"
+  cfg = load_config(
+    ["run_name=llama", f"base_output_directory={root}", "base_emb_dim=16", "dataset_type=synthetic"]
+  )
+  assert (cfg.model.decoder_block, cfg.model.vocab_size) == ("llama", 40)  # by model.yml
+  trainer = trainer_of_model(cfg.model)
+  checkpoints = Checkpoints(cfg.checkpoint, folder / "checkpoints", print)
+  restored, data_state, step = checkpoints.restore(trainer.abstract_state)
+  want = jax.tree.map(np.array, restored["params"])
+  state = trainer.start_from(restored["params"])
+  assert (data_state, step, int(state.step)) == (None, 0, 0)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), want)
+  assert jax.tree.structure(state) == jax.tree.structure(trainer.abstract_state)
+  moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+  assert moments
+  assert not any(leaf.any() for leaf in moments)
+
+
+def test_an_upcycled_model_computes_what_the_dense_one_did(root, monkeypatch):
+  words = ("run_name=llama", f"base_output_directory={root}", "output=mixture", "num_experts=4")
+  assert converted(monkeypatch, "upcycle", *words) == 0
+  np.testing.assert_allclose(logits_of(root / "mixture"), logits_of(root / "llama"), atol=1e-5)
+  params = leaves_by_path(maxlite.load(root / "mixture")[1])
+  router = np.asarray(params["layers/moe/router/kernel"])
+  assert router.shape == (2, 16, 4)
+  assert np.std(router) == pytest.approx(0.25, rel=0.3)
+
+
+def test_adapters_are_merged_on_the_way_out(tmp_path):
+  draw = np.random.default_rng(0)
+  shapes = {"kernel": (2, 6, 3, 4), "lora_a/kernel": (2, 6, 2), "lora_b/kernel": (2, 2, 3, 4)}
+  arrays = {f"q/{name}": draw.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+  write_parameters(tmp_path / "0", {path: whole(array) for path, array in arrays.items()})
+  stored = StoredParameters(*Checkpoints(CheckpointConfig(), tmp_path, print).newest())
+  second = (slice(1, 2), slice(0, 6), slice(0, 3), slice(0, 4))
+  got = read_merged(stored, "q/kernel", second, lora_alpha=3.0)[0]
+  kernel, a, b = (array[1] for array in arrays.values())
+  np.testing.assert_allclose(got, kernel + 1.5 * np.einsum("dr,rhc->dhc", a, b), rtol=1e-5)
+
+
+def whole(array):
+  index = tuple(slice(0, size) for size in array.shape)
+  return Stream(array.shape, array.dtype, array.shape, lambda: iter([(index, array)]))
+
+
+def truncated(folder):
+  path = folder / "model.safetensors"
+  path.write_bytes(path.read_bytes()[:-100])
+
+
+def renamed(folder):
+  path = folder / "model.safetensors"
+  path.write_bytes(path.read_bytes().replace(b"q_proj", b"z_proj", 1))
+
+
+@pytest.mark.parametrize(
+  ("damage", "told"),
+  [
+    (truncated, "no whole safetensors file"),
+    (renamed, "lacks 1 tensors"),
+    (lambda folder: (folder / "config.json").write_text("{"), "no JSON"),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "has neither"),
+  ],
+)
+def test_damage_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, damage, told):
+  folder = tmp_path / "hf"
+  shutil.copytree(FIXTURES / "llama", folder)
+  damage(folder)
+  words = ("run_name=new", f"base_output_directory={tmp_path}/runs")
+  assert converted(monkeypatch, "from_hf", folder, *words) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith("maxlite.convert: ")
+  assert told in line
+  assert not list((tmp_path / "runs").rglob("*"))
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
+  folder = tmp_path / "hf"
+  shutil.copytree(FIXTURES / "llama", folder)
+
+  # Cut after its headers were checked, before its weights are read.
+  cut_after = lambda *args: (streams_from_hf(*args), truncated(folder))[0]
+  monkeypatch.setattr("maxlite.training.convert.streams_from_hf", cut_after)
+  words = ("run_name=new", f"base_output_directory={tmp_path}/runs")
+  assert converted(monkeypatch, "from_hf", folder, *words) == 2
+  assert "bytes early" in capsys.readouterr().err
+  assert not list((tmp_path / "runs").rglob("*"))
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ((), "write one of from_hf, to_hf, upcycle"),
+    (("from_hf",), "FOLDER is missing"),
+    (("from_hf", FIXTURES / "llama", "run_name=llama"), "is there already"),
+    (("from_hf", FIXTURES / "llama", "run_name=new", "base_emb_dim=8"), "says 16"),
+    (
+      ("from_hf", FIXTURES / "llama", "run_name=new", "vocab_size=39"),
+      "says 40: write that or more",
+    ),
+    (("to_hf", "run_name=llama"), "output is missing"),
+    (("to_hf", "run_name=none", "output=x"), "there is no run"),
+    (("to_hf", "run_name=llama", f"output={FIXTURES}"), "is there already"),
+    (("upcycle", "run_name=mixtral", "output=new"), "cannot be upcycled"),
+    (("upcycle", "run_name=llama", "output=new", "head_dim=8"), "keeps head_dim=4"),
+    (("to_hf", "configs/base.yml", "run_name=llama"), "takes key=value only"),
+  ],
+)
+def test_a_mistaken_command_is_one_line(root, monkeypatch, capsys, words, told):
+  assert converted(monkeypatch, *words, f"base_output_directory={root}") == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert told in line
+  assert not (root / "new").exists()
