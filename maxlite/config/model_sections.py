@@ -6,6 +6,8 @@ from typing import Any
 from maxlite.config.knob import knob, shape_knob
 
 FLOAT_TYPES = ("float32", "bfloat16")
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+MIXTURES = ("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss")
 
 
 def _tiles(projection: str, pass_: str) -> Any:
@@ -126,11 +128,26 @@ class RopeConfig:
 
   rope_max_timescale: float = shape_knob(10_000.0, "Base of the rotary embedding (theta).", low=1)
   rope_type: str = shape_knob(
-    "default", "Rotary embedding as it is, or stretched by `yarn`.", choices=("default", "yarn")
+    "default",
+    "Rotary embedding as it is, or stretched by rope_factor: in all frequencies (`linear`), or in "
+    "the slow ones (`llama3.1`, `yarn`).",
+    choices=("default", "linear", "llama3.1", "yarn"),
   )
-  rope_factor: float = shape_knob(40.0, "Factor by which yarn stretches the context.", low=1)
+  local_rope_max_timescale: float = shape_knob(
+    0.0,
+    "Base of the rotary embedding, there never stretched, of layers with a window, where others "
+    "have none (gemma3); 0: as of the others.",
+    low=0,
+  )
+  rope_factor: float = shape_knob(40.0, "Factor by which the context is stretched.", low=1)
   original_max_position_embeddings: int = shape_knob(
-    4096, "Context the frequencies were trained for, before yarn.", unit="tokens", low=1
+    4096, "Context the frequencies were trained for, before that.", unit="tokens", low=1
+  )
+  beta_fast: float = shape_knob(
+    32.0, "Turns within that context from which on yarn keeps a frequency.", low=1
+  )
+  rope_truncate: bool = shape_knob(
+    True, "Make the ends of yarn's ramp whole numbers of channel pairs; gpt_oss does not."
   )
   mscale: float = shape_knob(
     0.0,
@@ -159,8 +176,9 @@ class ModelConfig:
 
   decoder_block: str = shape_knob(
     "mixtral",
-    "Family of the decoder's blocks (models/): dense `llama`; the others are mixtures of experts.",
-    choices=("llama", "mixtral", "deepseek", "qwen3_moe", "olmoe"),
+    "Family of the decoder's blocks (models/): the first five are dense, the others mixtures of "
+    "experts.",
+    choices=DENSE_FAMILIES + MIXTURES,
   )
   vocab_size: int = shape_knob(
     320, "Rows of the token embedding; at least the tokenizer's size.", low=1
@@ -175,8 +193,9 @@ class ModelConfig:
   base_mlp_dim: int = shape_knob(1024, "Hidden width of the dense MLP.", low=1)
   mlp_activations: tuple[str, ...] = shape_knob(
     ("silu", "linear"),
-    "Activation of the MLP; with `linear` second, a gated MLP.",
-    choices=("silu", "gelu", "relu", "linear"),
+    "Activation of the MLP (`gelu` is by tanh, `quick_gelu` x sigmoid(1.702 x)); with `linear` or "
+    "`linear_plus_one` second, a gated MLP.",
+    choices=("silu", "gelu", "quick_gelu", "relu", "linear", "linear_plus_one"),
   )
   logits_via_embedding: bool = shape_knob(False, "Tie the output projection to the embedding.")
   num_draft_heads: int = shape_knob(
@@ -199,6 +218,22 @@ class ModelConfig:
     "auto",
     "Backend of attention.",
     choices=("auto", "chunked", "dot_product", "reference"),
+  )
+  sliding_window_size: int = shape_knob(
+    0,
+    "Newest keys that a query attends, its own included: in every layer, or in those that the "
+    "family has it in (gemma2, gemma3, gpt_oss); 0: all.",
+    unit="positions",
+    low=0,
+  )
+  attn_logits_soft_cap: float = shape_knob(
+    0.0, "Bend attention's scores by tanh to stay within +- this; 0: no.", low=0
+  )
+  final_logits_soft_cap: float = shape_knob(
+    0.0, "Bend the logits by tanh to stay within +- this; 0: no.", low=0
+  )
+  query_pre_attn_scalar: float = shape_knob(
+    0.0, "Attention's scores are divided by its root; 0: by that of head_dim.", low=0
   )
   attention_block_q: int = knob(
     64, "Queries scored at once by the chunked backend.", unit="positions", low=1

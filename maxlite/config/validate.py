@@ -10,9 +10,16 @@ from math import prod
 from typing import Any, NamedTuple
 
 from maxlite.config.knob import ConfigError
+from maxlite.config.model_sections import MIXTURES
 from maxlite.config.phases import DRAFT_LOSSES
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
 from maxlite.config.values import did_you_mean, show
+
+# What the classes of models/ say, too, which cannot be imported before JAX is.
+LATENT_ATTENTION = ("deepseek",)
+LOCAL_AND_GLOBAL = ("gemma2", "gemma3", "gpt_oss")
+WITH_SINKS = ("gpt_oss",)
+LINEAR = ("linear", "linear_plus_one")
 
 # Sources that are not at fault: a default fits by itself, and so does what all members share.
 DEFAULT, SHARED = "default", "shared"
@@ -79,11 +86,11 @@ def _evaluation(c: Config) -> Complaints:
 
 
 def _has_latent_attention(c: Config) -> bool:
-  return c.model.decoder_block == "deepseek"
+  return c.model.decoder_block in LATENT_ATTENTION
 
 
 def _is_mixture(c: Config) -> bool:
-  return c.model.decoder_block != "llama"
+  return c.model.decoder_block in MIXTURES
 
 
 def _has_dense_layers(c: Config) -> bool:
@@ -105,16 +112,33 @@ def _heads(c: Config) -> Complaints:
     yield Complaint((key,), f"rotary embedding pairs channels, so it must be even; {fix}")
 
 
-def _yarn(c: Config) -> Complaints:
+def _attention(c: Config) -> Complaints:
+  m = c.model
+  if _has_latent_attention(c):
+    for key in ("sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar"):
+      if flatten(m)[key]:
+        yield Complaint((key, "decoder_block"), f"latent attention has none; write {key}=0")
+  if m.rope.local_rope_max_timescale and m.decoder_block not in LOCAL_AND_GLOBAL:
+    text = "all layers turn alike in this family; write local_rope_max_timescale=0"
+    yield Complaint(("local_rope_max_timescale", "decoder_block"), text)
+  sinks = m.decoder_block in WITH_SINKS
+  if m.attention == "dot_product" and (m.attn_logits_soft_cap or sinks):
+    key = "decoder_block" if sinks else "attn_logits_soft_cap"
+    what = "sinks" if sinks else "soft cap"
+    yield Complaint(("attention", key), f"this backend knows no {what}; write attention=chunked")
+
+
+def _stretch(c: Config) -> Complaints:
   rope = c.model.rope
   if rope.rope_type != "yarn":
-    if rope.mscale:
-      yield Complaint(("mscale", "rope_type"), "is only read by yarn; write mscale=0")
-    return
-  if rope.rope_factor == 1:
+    for key in ("mscale", "beta_fast", "rope_truncate"):
+      if flatten(rope)[key] != DEFAULTS[key]:
+        text = f"is only read by yarn; write {key}={show(DEFAULTS[key])}"
+        yield Complaint((key, "rope_type"), text)
+  if rope.rope_factor == 1 and rope.rope_type != "default":
     keys = ("rope_factor", "rope_type")
     yield Complaint(keys, "stretches nothing; write rope_type=default, or a larger rope_factor")
-  if rope.rope_max_timescale == 1:
+  if rope.rope_max_timescale == 1 and rope.rope_type == "yarn":
     keys = ("rope_max_timescale", "rope_type")
     yield Complaint(keys, "all channels turn alike; write rope_max_timescale=10000")
 
@@ -232,7 +256,7 @@ def _topology(c: Config) -> Complaints:
 
 def _activations(c: Config) -> Complaints:
   names = c.model.mlp_activations
-  if len(names) not in (1, 2) or names[0] == "linear" or names[1:] not in ((), ("linear",)):
+  if not names or names[0] in LINEAR or names[1:] not in ((), *zip(LINEAR)):
     text = "must be one activation, or one and `linear`; write mlp_activations=[silu, linear]"
     yield Complaint(("mlp_activations",), text)
 
@@ -442,7 +466,8 @@ RULES: tuple[Rule, ...] = (
   _run_name,
   _profile,
   _heads,
-  _yarn,
+  _attention,
+  _stretch,
   _experts,
   _layer_plan,
   _routing_groups,

@@ -47,7 +47,7 @@ def keep(layer: nn.Module, segment_BT: jax.Array, window: int = 0, **new_BTGC: j
 
 
 def append(
-  layer: nn.Module, segment_BT: jax.Array, window: int = 0, **new_BTGC: jax.Array
+  layer: nn.Module, segment_BT: jax.Array, window: int | jax.Array = 0, **new_BTGC: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
   """(entries BGSC with the new positions in them, [B, T, S] which of them each query attends).
 
@@ -65,7 +65,7 @@ def append(
   query_BT1 = (length_B[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None])[..., None]
   held_B1S = _held(length_B + num_new, entries[0].shape[2])[:, None]
   visible_BTS = (held_B1S >= 0) & (held_B1S <= query_BT1)
-  if window:
+  if isinstance(window, jax.Array) or window:
     visible_BTS &= held_B1S > query_BT1 - window
   return entries, visible_BTS
 

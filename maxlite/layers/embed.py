@@ -8,13 +8,14 @@ from maxlite.parallel import Sharder
 
 
 class Embed(nn.Module):
-  """x_BTD: rows of the embedding table for tokens_BT."""
+  """x_BTD: rows of the embedding table for tokens_BT; `scaled`, times the root of their width."""
 
   vocab_size: int
   emb_dim: int
   dtype: jnp.dtype
   weight_dtype: jnp.dtype
   sharder: Sharder
+  scaled: bool = False
 
   def setup(self) -> None:
     init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
@@ -26,6 +27,7 @@ class Embed(nn.Module):
     # Gathered first: a lookup in a table cut along D makes XLA rematerialize the result whole.
     table_VD = self.sharder.constrain(self.embedding.astype(self.dtype), ("vocab", None))
     x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
+    x_BTD = x_BTD * jnp.asarray(self.emb_dim**0.5, x_BTD.dtype) if self.scaled else x_BTD
     names = ("activation_batch", "activation_length", "activation_embed")
     return self.sharder.constrain(x_BTD, names)
 

@@ -66,6 +66,7 @@ class Linear(nn.Module):
   num_in: int = 1
   starts_at_zero: bool = False
   lora: LoraConfig = LoraConfig()
+  use_bias: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -82,8 +83,20 @@ class Linear(nn.Module):
       y = jax.vmap(matmul, (0, None))(x.reshape(*lead, -1), w_DF)
     else:
       y = matmul(x.reshape(math.prod(lead), -1), w_DF)
-    y = y.reshape(*lead, *self.features)
+    y = self._biased(y.reshape(*lead, *self.features))
     return y + self._adapter(x) if self.lora.lora_rank else y
+
+  def _biased(self, y: jax.Array) -> jax.Array:
+    if not self.use_bias:
+      return y
+    # One whose axis would be that of the residual stream is too small to be cut.
+    names = ["norm" if name == "embed" else name for name in self.kernel_names[self.num_in :]]
+    init = nn.with_logical_partitioning(nn.initializers.zeros, tuple(names))
+    bias = self.param("bias", init, self.features, self.weight_dtype)
+    # Added, and so its gradient summed, in float32.
+    accumulator = np.promote_types(y.dtype, np.float32)
+    bias = bias.astype(accumulator).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return (y.astype(accumulator) + bias).astype(y.dtype)
 
   def _adapter(self, x: jax.Array) -> jax.Array:
     rank, kinds = self.lora.lora_rank, (self.weight_dtype, self.sharder)

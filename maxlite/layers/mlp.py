@@ -12,7 +12,12 @@ from maxlite.config.schema import LoraConfig
 from maxlite.layers.linear import Linear
 from maxlite.parallel import Sharder
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu": jax.nn.gelu,  # by tanh
+  "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+  "relu": jax.nn.relu,
+}
 
 
 def activation_of(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., jax.Array]:
@@ -23,7 +28,8 @@ def activation_of(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., j
   act = ACTIVATIONS[names[0]]
   low, high = (-limit, limit) if limit else (None, None)
   if names[1:]:
-    return lambda gate, up: act(jnp.clip(gate, max=high)) * jnp.clip(up, low, high)
+    shift = {"linear": 0.0, "linear_plus_one": 1.0}[names[1]]
+    return lambda gate, up: act(jnp.clip(gate, max=high)) * (jnp.clip(up, low, high) + shift)
   return lambda h: act(jnp.clip(h, max=high))
 
 

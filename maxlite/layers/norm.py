@@ -9,17 +9,22 @@ from flax import linen as nn
 class RMSNorm(nn.Module):
   """x / rms(x) * scale over the last axis, computed in float32, returned in x's type.
 
+  With `zero_centred` the parameter is what scale is above 1, so that weight decay draws it there.
+
   Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019), eq. 4.
   """
 
   epsilon: float
   weight_dtype: jnp.dtype
+  zero_centred: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("norm",))
+    start = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
+    init = nn.with_logical_partitioning(start, ("norm",))
     scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
     x32 = x.astype(np.promote_types(x.dtype, jnp.float32))
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     scale_D = scale_D.astype(x32.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    scale_D = 1 + scale_D if self.zero_centred else scale_D
     return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale_D).astype(x.dtype)

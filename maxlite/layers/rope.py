@@ -1,4 +1,4 @@
-"""Rotary position embedding, as it is or stretched by YaRN."""
+"""Rotary position embedding, as it is or stretched to longer contexts."""
 
 import math
 
@@ -8,8 +8,9 @@ import numpy as np
 
 from maxlite.config.schema import RopeConfig
 
-# Turns within the original context above which a frequency is kept, below which it is interpolated.
-YARN_FAST, YARN_SLOW = 32.0, 1.0
+# Turns within the original context below which a frequency is interpolated.
+SLOW = 1.0
+LLAMA_FAST = 4.0  # and above which Llama 3.1 keeps it; of YaRN that is cfg.beta_fast
 
 
 def rope_tables(
@@ -21,7 +22,7 @@ def rope_tables(
   0.1 ln(factor) + 1 times as large, which reaches the rotated channels only. Otherwise the tables
   only rotate, and `score_factor` holds the temperature.
 
-  Source: Peng et al., YaRN (2023), section 3.4.
+  Source: Peng et al., YaRN (2023), sections 2.2 (linear) and 3.4.
   """
   frequency_C = jnp.asarray(_frequencies(num_channels, cfg), jnp.float32)
   angle_BTC = position_BT.astype(jnp.float32)[..., None] * frequency_C[None, None]
@@ -67,17 +68,41 @@ def _growth(cfg: RopeConfig, mscale: float) -> float:
 def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
   """frequency_C [radians per position] of each channel pair, float64.
 
-  YaRN keeps a pair that turns often within the original context, divides the frequency of one that
-  hardly turns by the factor, and goes from one to the other along a ramp over the pairs between.
+  A pair that turns often within the original context is kept, the frequency of one that hardly
+  turns is divided by the factor, and between them lies a ramp.
   """
   pair_C = np.arange(num_channels // 2, dtype=np.float64)
   frequency_C = cfg.rope_max_timescale ** (-2 * pair_C / num_channels)
-  if cfg.rope_type != "yarn":
-    return frequency_C
-  first = max(math.floor(_pair_that_turns(YARN_FAST, num_channels, cfg)), 0)
-  last = min(math.ceil(_pair_that_turns(YARN_SLOW, num_channels, cfg)), num_channels - 1)
-  stretched_C = np.clip((pair_C - first) / max(last - first, 1e-3), 0, 1)
+  stretched_C = np.clip(STRETCHES[cfg.rope_type](pair_C, frequency_C, cfg), 0, 1)
   return frequency_C * (1 - stretched_C + stretched_C / cfg.rope_factor)
+
+
+def _yarn(pair_C: np.ndarray, frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+  """A ramp over pairs."""
+  del frequency_C
+  num_channels = 2 * len(pair_C)
+  first = _pair_that_turns(cfg.beta_fast, num_channels, cfg)
+  last = _pair_that_turns(SLOW, num_channels, cfg)
+  if cfg.rope_truncate:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, num_channels - 1)
+  return (pair_C - first) / max(last - first, 1e-3)
+
+
+def _llama(pair_C: np.ndarray, frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+  """A ramp over turns. Source: the code published with Grattafiori et al., Llama 3 (2024)."""
+  del pair_C
+  turns_C = cfg.original_max_position_embeddings * frequency_C / (2 * math.pi)
+  return (LLAMA_FAST - turns_C) / (LLAMA_FAST - SLOW)
+
+
+# By rope_type: how much of the way from its own frequency to the stretched one each pair goes.
+STRETCHES = {
+  "default": lambda pair_C, frequency_C, cfg: np.zeros_like(pair_C),
+  "linear": lambda pair_C, frequency_C, cfg: np.ones_like(pair_C),
+  "llama3.1": _llama,
+  "yarn": _yarn,
+}
 
 
 def _pair_that_turns(turns: float, num_channels: int, cfg: RopeConfig) -> float:

@@ -1,7 +1,18 @@
 """Model families: the table from a config's `decoder_block` to its block."""
 
 from maxlite.config.schema import ModelConfig
-from maxlite.models import deepseek, llama, mixtral, olmoe, qwen3_moe
+from maxlite.models import (
+  deepseek,
+  gemma2,
+  gemma3,
+  gpt_oss,
+  llama,
+  mixtral,
+  olmoe,
+  qwen2,
+  qwen3,
+  qwen3_moe,
+)
 from maxlite.models.decoder import Decoder
 from maxlite.parallel import Sharder
 
@@ -11,6 +22,11 @@ MODELS = {
   "deepseek": deepseek.Block,
   "qwen3_moe": qwen3_moe.Block,
   "olmoe": olmoe.Block,
+  "qwen2": qwen2.Block,
+  "qwen3": qwen3.Block,
+  "gemma2": gemma2.Block,
+  "gemma3": gemma3.Block,
+  "gpt_oss": gpt_oss.Block,
 }
 
 

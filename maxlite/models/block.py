@@ -1,5 +1,6 @@
 """The decoder layer that all families share; each says in what its own differs."""
 
+import dataclasses
 from typing import ClassVar
 
 import jax
@@ -12,14 +13,17 @@ from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.block import MoeBlock
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import score_factor
+from maxlite.layers.rope import rope_tables, score_factor
 from maxlite.parallel import Sharder
+
+Rope = tuple[jax.Array, ...]  # as of layers/rope.py; of global layers, then of local ones
 
 
 class Block(nn.Module):
   """(y_BTD, sums): attention, then an MLP or (`moe`) a mixture of experts, each after a norm.
 
-  `sums` is {"moe": RouterSums} of a mixture and {} of an MLP.
+  `sums` is {"moe": RouterSums} of a mixture and {} of an MLP. A family says by the class variables
+  what of this is its own.
   """
 
   cfg: ModelConfig
@@ -27,33 +31,86 @@ class Block(nn.Module):
   moe: bool
   is_moe: ClassVar[bool] = True  # whether the family's layers, but for the dense ones, are mixtures
   latent_attention: ClassVar[bool] = False
-  qk_norm: ClassVar[str] = ""  # as of layers/attention.py
+  qk_norm: ClassVar[str] = ""  # these five as of layers/attention.py
+  qkv_bias: ClassVar[bool] = False
+  out_bias: ClassVar[bool] = False
+  sinks: ClassVar[bool] = False
+  zero_centred_norms: ClassVar[bool] = False  # as of layers/norm.py
+  post_norms: ClassVar[bool] = False  # whether what joins the residual stream is normalised, too
+  router_bias: ClassVar[bool] = False  # as of layers/moe/router.py
+  scaled_embedding: ClassVar[bool] = False  # as of layers/embed.py
+  # Every so many layers the last attends globally, the others locally: within the window, and with
+  # positions by local_rope_max_timescale. 0: all layers are alike.
+  global_layer_every: ClassVar[int] = 0
 
   @classmethod
-  def num_rope_channels(cls, cfg: ModelConfig) -> int:
-    """Channels of a head that are rotated."""
-    return cfg.mla.qk_rope_head_dim if cls.latent_attention else cfg.head_dim
+  def rope(cls, position_BT: jax.Array, cfg: ModelConfig) -> Rope:
+    """The tables of global layers, and behind them those of local ones where they differ."""
+    num_channels = cfg.mla.qk_rope_head_dim if cls.latent_attention else cfg.head_dim
+    tables = rope_tables(position_BT, num_channels, cfg.rope)
+    base = cfg.rope.local_rope_max_timescale
+    if not (cls.global_layer_every and base):
+      return tables
+    local = dataclasses.replace(cfg.rope, rope_type="default", rope_max_timescale=base)
+    return *tables, *rope_tables(position_BT, num_channels, local)
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: tuple[jax.Array, jax.Array]
+    self,
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+    rope: Rope,
+    is_local: bool | jax.Array | None = None,
   ) -> tuple[jax.Array, dict]:
-    attention = self._latent_attention() if self.latent_attention else self._attention()
-    x_BTD += attention(self._norm("attention_norm")(x_BTD), segment_BT, rope)
-    cfg, weight_dtype = self.cfg, jnp.dtype(self.cfg.weight_dtype)
+    """`is_local` is given where a family's layers differ; it may be traced."""
+    normed_BTD = self._norm("attention_norm")(x_BTD)
+    if self.latent_attention:
+      y_BTD = self._latent_attention()(normed_BTD, segment_BT, rope)
+    else:
+      tables, window = self._reach(rope, is_local)
+      y_BTD = self._attention()(normed_BTD, segment_BT, tables, window)
+    x_BTD += self._post_norm("attention_post_norm", y_BTD)
     if not self.moe:
-      mlp = MLP(
-        cfg.base_mlp_dim,
-        cfg.mlp_activations,
-        weight_dtype,
-        self.sharder,
-        lora=cfg.lora,
-        name="mlp",
-      )
-      return x_BTD + mlp(self._norm("mlp_norm")(x_BTD)), {}
-    moe = MoeBlock(cfg.moe, cfg.mlp_activations, weight_dtype, self.sharder, cfg.lora, name="moe")
-    y_BTD, sums = moe(self._norm("moe_norm")(x_BTD), segment_BT)
-    return x_BTD + y_BTD, {"moe": sums}
+      y_BTD = self._mlp()(self._norm("mlp_norm")(x_BTD))
+      return x_BTD + self._post_norm("mlp_post_norm", y_BTD), {}
+    y_BTD, sums = self._moe()(self._norm("moe_norm")(x_BTD), segment_BT)
+    return x_BTD + self._post_norm("moe_post_norm", y_BTD), {"moe": sums}
+
+  def _reach(
+    self, rope: Rope, is_local: bool | jax.Array | None
+  ) -> tuple[Rope, int | jax.Array | None]:
+    """(rope tables, window) of this layer's attention."""
+    size = self.cfg.sliding_window_size or None
+    if is_local is None:
+      return rope, size
+    if len(rope) > 2:
+      rope = tuple(jnp.where(is_local, *pair) for pair in zip(rope[2:], rope[:2], strict=True))
+    if size is None or isinstance(is_local, bool):
+      return rope, size if is_local is True else None
+    return rope, jnp.where(is_local, size, jnp.iinfo(jnp.int32).max)
+
+  def _mlp(self) -> MLP:
+    cfg = self.cfg
+    return MLP(
+      cfg.base_mlp_dim,
+      cfg.mlp_activations,
+      jnp.dtype(cfg.weight_dtype),
+      self.sharder,
+      lora=cfg.lora,
+      name="mlp",
+    )
+
+  def _moe(self) -> MoeBlock:
+    cfg = self.cfg
+    return MoeBlock(
+      cfg.moe,
+      cfg.mlp_activations,
+      jnp.dtype(cfg.weight_dtype),
+      self.sharder,
+      cfg.lora,
+      self.router_bias,
+      name="moe",
+    )
 
   def _attention(self) -> Attention:
     cfg = self.cfg
@@ -61,7 +118,7 @@ class Block(nn.Module):
       cfg.base_num_query_heads,
       cfg.base_num_kv_heads,
       cfg.head_dim,
-      cfg.head_dim**-0.5 * score_factor(cfg.rope),
+      (cfg.query_pre_attn_scalar or cfg.head_dim) ** -0.5 * score_factor(cfg.rope),
       self.qk_norm,
       cfg.normalization_layer_epsilon,
       cfg.attention,
@@ -69,6 +126,11 @@ class Block(nn.Module):
       jnp.dtype(cfg.weight_dtype),
       self.sharder,
       cfg.lora,
+      self.zero_centred_norms,
+      self.qkv_bias,
+      self.out_bias,
+      cfg.attn_logits_soft_cap,
+      self.sinks,
       name="attention",
     )
 
@@ -89,4 +151,8 @@ class Block(nn.Module):
 
   def _norm(self, name: str) -> RMSNorm:
     cfg = self.cfg
-    return RMSNorm(cfg.normalization_layer_epsilon, jnp.dtype(cfg.weight_dtype), name=name)
+    dtype = jnp.dtype(cfg.weight_dtype)
+    return RMSNorm(cfg.normalization_layer_epsilon, dtype, self.zero_centred_norms, name=name)
+
+  def _post_norm(self, name: str, y_BTD: jax.Array) -> jax.Array:
+    return self._norm(name)(y_BTD) if self.post_norms else y_BTD

@@ -8,10 +8,11 @@ import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.kernels.soft_cap import capped
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import rope_tables
+from maxlite.models.block import Rope
 from maxlite.models.draft import DraftHeads
 from maxlite.parallel import Sharder
 
@@ -49,13 +50,14 @@ class Unit(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: tuple[jax.Array, jax.Array]
+    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope, *is_local: jax.Array
   ) -> tuple[jax.Array, Any]:
+    """`is_local` has an element per block, or is not there."""
     for i in range(self.cfg.moe.interleave_moe_layer_step - 1):
       dense = self.block(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
-      x_BTD, _ = dense(x_BTD, segment_BT, rope)
+      x_BTD, _ = dense(x_BTD, segment_BT, rope, *(local[i] for local in is_local))
     mixture = self.block(self.cfg, self.sharder, moe=True, name="mixture")
-    return mixture(x_BTD, segment_BT, rope)
+    return mixture(x_BTD, segment_BT, rope, *(local[-1] for local in is_local))
 
 
 class Decoder(nn.Module):
@@ -64,8 +66,9 @@ class Decoder(nn.Module):
   `dense_layers` are the first_num_dense_layers of a mixture, if it has any. `layers` are all
   others: blocks, or `Unit`s of interleave_moe_layer_step blocks where that is above 1.
 
-  A block is called as block(cfg, sharder, moe)(x_BTD, segment_BT, rope) and returns (y_BTD, sums):
-  `sums` is a pytree of sums over tokens, from which training/loss.py makes the auxiliary losses.
+  A block is called as block(cfg, sharder, moe)(x_BTD, segment_BT, rope), with is_local behind that
+  where layers differ by it, and returns (y_BTD, sums): `sums` is a pytree of sums over tokens, from
+  which training/loss.py makes the auxiliary losses.
   """
 
   cfg: ModelConfig
@@ -75,11 +78,15 @@ class Decoder(nn.Module):
   def setup(self) -> None:
     cfg, weight_dtype = self.cfg, jnp.dtype(self.cfg.weight_dtype)
     self.embed = Embed(
-      cfg.vocab_size, cfg.base_emb_dim, jnp.dtype(cfg.dtype), weight_dtype, self.sharder
+      cfg.vocab_size,
+      cfg.base_emb_dim,
+      jnp.dtype(cfg.dtype),
+      weight_dtype,
+      self.sharder,
+      self.block.scaled_embedding,
     )
     block = remat(self.block, cfg)
-    num_dense = cfg.moe.first_num_dense_layers if self.block.is_moe else 0
-    step = cfg.moe.interleave_moe_layer_step if self.block.is_moe else 1
+    num_dense, step = self._plan()
     if num_dense:
       self.dense_layers = self._stack(block, num_dense, cfg, self.sharder, False)
     num_units = (cfg.base_num_decoder_layers - num_dense) // step
@@ -87,7 +94,9 @@ class Decoder(nn.Module):
       self.layers = self._stack(block, num_units, cfg, self.sharder, self.block.is_moe)
     else:
       self.layers = self._stack(Unit, num_units, cfg, block, self.sharder)
-    self.final_norm = RMSNorm(cfg.normalization_layer_epsilon, weight_dtype)
+    self.final_norm = RMSNorm(
+      cfg.normalization_layer_epsilon, weight_dtype, self.block.zero_centred_norms
+    )
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg.vocab_size, cfg.base_emb_dim, weight_dtype)
     if cfg.num_draft_heads:
@@ -101,7 +110,7 @@ class Decoder(nn.Module):
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
-      in_axes=nn.broadcast,
+      in_axes=(nn.broadcast, nn.broadcast, *(0,) * bool(self.block.global_layer_every)),
       length=length,
       unroll=min(self._unroll(), length),
       metadata_params={nn.PARTITION_NAME: "layers"},
@@ -116,10 +125,13 @@ class Decoder(nn.Module):
   ) -> tuple[jax.Array, Any]:
     """(x_BTD after the final norm, sums of all layers that have any, stacked along a leading N)."""
     x_BTD = self.embed(tokens_BT)
-    rope = rope_tables(position_BT, self.block.num_rope_channels(self.cfg), self.cfg.rope)
-    if self.block.is_moe and self.cfg.moe.first_num_dense_layers:
-      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope)
-    x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope)
+    rope = self.block.rope(position_BT, self.cfg)
+    num_dense, step = self._plan()
+    if num_dense:
+      is_local = self._is_local(slice(num_dense))
+      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope, is_local)
+    is_local = self._is_local(slice(num_dense, None), step)
+    x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope, is_local)
     x_BTD = self.final_norm(x_BTD)
     if self.is_initializing() and self.cfg.num_draft_heads:
       self.draft_head(x_BTD)
@@ -130,15 +142,31 @@ class Decoder(nn.Module):
     stack: nn.Module | list[nn.Module],
     x_BTD: jax.Array,
     segment_BT: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
+    rope: Rope,
+    is_local: tuple[np.ndarray, ...],
   ) -> tuple[jax.Array, Any]:
     if self.cfg.scan_layers:
-      return stack(x_BTD, segment_BT, rope)
+      return stack(x_BTD, segment_BT, rope, *map(jnp.asarray, is_local))
     sums_by_layer = []
-    for layer in stack:
-      x_BTD, sums = layer(x_BTD, segment_BT, rope)
+    for i, layer in enumerate(stack):
+      x_BTD, sums = layer(x_BTD, segment_BT, rope, *(local[i].tolist() for local in is_local))
       sums_by_layer.append(sums)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums_by_layer)
+
+  def _plan(self) -> tuple[int, int]:
+    """(dense layers at the start, layers of a unit after them)"""
+    moe = self.cfg.moe
+    return (
+      (moe.first_num_dense_layers, moe.interleave_moe_layer_step) if self.block.is_moe else (0, 1)
+    )
+
+  def _is_local(self, layers: slice, step: int = 1) -> tuple[np.ndarray, ...]:
+    """Which layers attend locally, a row per unit of `step` above 1; () where all are alike."""
+    every = self.block.global_layer_every
+    if not every:
+      return ()
+    is_local_N = np.arange(1, self.cfg.base_num_decoder_layers + 1)[layers] % every != 0
+    return (is_local_N.reshape(-1, step) if step > 1 else is_local_N,)
 
   def unembedding(self) -> jax.Array:
     """w_DV: the projection from hidden states to logits."""
@@ -177,6 +205,7 @@ class Decoder(nn.Module):
     accumulator = np.promote_types(x.dtype, jnp.float32)
     w_DV = self.unembedding().astype(x.dtype)
     logits = jnp.einsum("bt...d,dv->bt...v", x, w_DV, preferred_element_type=accumulator)
+    logits = capped(logits, self.cfg.final_logits_soft_cap)
     between = (None,) * (x.ndim - 3)
     names = ("activation_batch", "activation_length", *between, "activation_vocab")
     return self.sharder.constrain(logits, names)

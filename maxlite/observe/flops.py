@@ -35,16 +35,25 @@ def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Fl
   """FLOPs of one step on `tokens` tokens in rows of `row_length`, training all on the next token.
 
   Counted are the matmuls: projections, MLP or active experts, router and logits (tied or not), and
-  causal attention at half of its square. Not counted are the embedding lookup, elementwise work
-  and whatever rematerialization computes twice.
+  causal attention at half of its square, less what windows hide. Not counted are the embedding
+  lookup, elementwise work and whatever rematerialization computes twice.
   """
   macs_per_token = _layers(model, active_only=True).matmul + model.vocab_size * model.base_emb_dim
   score_channels, value_channels = _head_channels(model)
   channels = model.base_num_query_heads * (score_channels + value_channels)
-  attention_macs_per_token = model.base_num_decoder_layers * channels * row_length / 2
+  attention_macs_per_token = channels * _keys_per_query(model, row_length)
   flops_per_mac = TRAIN_OVER_FORWARD * FLOPS_PER_MAC * tokens
   attention = flops_per_mac * attention_macs_per_token
   return Flops(flops_per_mac * macs_per_token + attention, attention)
+
+
+def _keys_per_query(model: ModelConfig, row_length: int) -> float:
+  """Keys that a query attends, on average over a row, summed over layers."""
+  num_layers, every = model.base_num_decoder_layers, MODELS[model.decoder_block].global_layer_every
+  num_global = num_layers // every if every else 0
+  window = min(model.sliding_window_size or row_length, row_length)
+  hidden = (row_length - window) ** 2 / (2 * row_length)
+  return num_layers * row_length / 2 - (num_layers - num_global) * hidden
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -77,7 +86,7 @@ def _layers(model: ModelConfig, active_only: bool) -> _Weights:
   num_layers, num_moe = model.base_num_decoder_layers, num_moe_layers(model)
   latent = MODELS[model.decoder_block].latent_attention
   attention = _latent_attention(model) if latent else _attention(model)
-  norms = _Weights(0, 2 * model.base_emb_dim)
+  norms = _Weights(0, (4 if MODELS[model.decoder_block].post_norms else 2) * model.base_emb_dim)
   dense = _mlp(model, model.base_mlp_dim).times(num_layers - num_moe)
   return (attention + norms).times(num_layers) + dense + _moe(model, active_only).times(num_moe)
 
@@ -91,12 +100,15 @@ def _head_channels(model: ModelConfig) -> tuple[int, int]:
 
 def _attention(model: ModelConfig) -> _Weights:
   query_heads, kv_heads = model.base_num_query_heads, model.base_num_kv_heads
+  block = MODELS[model.decoder_block]
   normed = {"": 0, "head": 2, "projection": query_heads + kv_heads}
   queries, keys = query_heads * model.head_dim, kv_heads * model.head_dim
   sides = [(model.base_emb_dim, heads) for heads in (queries, keys, keys, queries)]
-  return _Weights(
-    _linears(model, *sides), model.head_dim * normed[MODELS[model.decoder_block].qk_norm]
-  )
+  other = model.head_dim * normed[block.qk_norm]
+  other += queries + 2 * keys if block.qkv_bias else 0
+  other += model.base_emb_dim if block.out_bias else 0
+  other += query_heads if block.sinks else 0
+  return _Weights(_linears(model, *sides), other)
 
 
 def _latent_attention(model: ModelConfig) -> _Weights:
@@ -125,7 +137,8 @@ def _mlp(model: ModelConfig, hidden_dim: int) -> _Weights:
 def _moe(model: ModelConfig, active_only: bool) -> _Weights:
   """Weights of a router and its experts: all, or those of one token."""
   moe, dim = model.moe, model.base_emb_dim
-  router = _Weights(dim * moe.num_experts, moe.num_experts if moe.routed_bias else 0)
+  num_biases = moe.routed_bias + MODELS[model.decoder_block].router_bias
+  router = _Weights(dim * moe.num_experts, num_biases * moe.num_experts)
   bare = dataclasses.replace(model, lora=LoraConfig())  # experts have no adapters
   expert = _mlp(bare, moe.base_moe_mlp_dim)
   if moe.expert_bias:

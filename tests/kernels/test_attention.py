@@ -163,16 +163,15 @@ def test_a_slice_of_the_queries_gets_its_slice_of_the_result(backend):
   options = {} if backend == "dot_product" else {"window": 9, "soft_cap": 0.8}
 
   def shard(q_BtHC, k_BSGC, v_BSGC, sink_H, q_segment_Bt):
-    arrays = k_BSGC, v_BSGC, SEGMENT_BT, sink_H
-    whole = [jax.lax.pcast(a, "context", to="varying") for a in arrays]
-    start = jax.lax.axis_index("context") * q_BtHC.shape[1]
+    whole = k_BSGC, v_BSGC, SEGMENT_BT, sink_H
+    whole = [jax.lax.pcast(a, "context", to="varying") for a in whole]
     return api.attention(
       q_BtHC,
       *whole[:2],
       q_segment_BT=q_segment_Bt,
       kv_segment_BS=whole[2],
       scale=0.3,
-      q_start=start,
+      q_start=jax.lax.axis_index("context") * q_BtHC.shape[1],
       backend=backend,
       block_q=2,
       sink_H=whole[3] if options else None,

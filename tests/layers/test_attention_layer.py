@@ -12,7 +12,7 @@ from maxlite.layers.attention import Attention
 from maxlite.layers.rope import rope_tables
 
 NUM_POSITIONS, DIM, NUM_HEADS, HEAD_DIM = 12, 8, 4, 4
-SCALE, EPSILON = 0.4, 0.3
+SCALE, EPSILON, WINDOW, SOFT_CAP = 0.4, 0.3, 3, 1.5
 # Two documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 0], [5, 4, 3]), np.ones(NUM_POSITIONS)]).astype(np.int32)
 POSITION_BT = np.stack([np.r_[0:5, 0:4, 0, 0, 0], np.r_[0:NUM_POSITIONS]]).astype(np.int32)
@@ -32,8 +32,8 @@ def make_params(num_kv_heads):
   return {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="qk_norm")
-def attend(sharder, num_kv_heads, params, x_BTD, qk_norm=""):
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything"))
+def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
   layer = Attention(
     num_heads=NUM_HEADS,
     num_kv_heads=num_kv_heads,
@@ -45,9 +45,14 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm=""):
     block_q=4,
     weight_dtype=jnp.float32,
     sharder=sharder,
+    qkv_bias=everything,
+    out_bias=everything,
+    soft_cap=SOFT_CAP if everything else 0.0,
+    sinks=everything,
   )
   rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
-  return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope)
+  window = jnp.int32(WINDOW) if everything else None
+  return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, window)
 
 
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])
@@ -88,34 +93,48 @@ def test_grouped_queries_are_many_heads_whose_keys_and_values_repeat(sharders, n
 
 
 @pytest.mark.parametrize(
-  ("qk_norm", "normed_shape", "mesh"),
+  ("qk_norm", "normed_shape", "mesh", "everything"),
   [
-    ("", None, "one device"),
-    ("head", (HEAD_DIM,), "context tensor"),
-    ("projection", (NUM_HEADS * HEAD_DIM,), "context tensor"),
+    ("", None, "one device", False),
+    ("head", (HEAD_DIM,), "context tensor", True),
+    ("projection", (NUM_HEADS * HEAD_DIM,), "context tensor", False),
   ],
 )
-def test_many_heads_are_the_textbook_formula(sharders, qk_norm, normed_shape, mesh):
-  """Source: Vaswani et al., Attention Is All You Need (2017), section 3.2."""
+def test_many_heads_are_the_textbook_formula(sharders, qk_norm, normed_shape, mesh, everything):
+  """Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.
+
+  `everything` is biases, a window, a soft cap and sinks.
+  """
   params, x_BTD = make_params(NUM_HEADS), draw((2, NUM_POSITIONS, DIM), 7)
+  biases = {name: draw(leaf["kernel"].shape[1:], 20) for name, leaf in params.items()}
+  biases["out"], sink_H = draw(DIM, 21), draw(NUM_HEADS, 22)
+  if everything:
+    params = {name: leaf | {"bias": biases[name]} for name, leaf in params.items()}
+    params["sinks_bias"] = sink_H
   if qk_norm:
     params |= {
       f"{n}_norm": {"scale": draw(normed_shape, i)} for i, n in enumerate(("query", "key"))
     }
-  y_BTD = attend(sharders[mesh], NUM_HEADS, params, x_BTD, qk_norm=qk_norm)
+  y_BTD = attend(sharders[mesh], NUM_HEADS, params, x_BTD, qk_norm=qk_norm, everything=everything)
   scales = {n: leaf["scale"] for n, leaf in params.items() if n.endswith("norm")}
-  params = {n: leaf for n, leaf in params.items() if not n.endswith("norm")}
-  kernels = {name: np.float64(leaf["kernel"]) for name, leaf in params.items()}
-  q, k, v = (np.einsum("td,dhc->htc", x_BTD[1], kernels[n]) for n in ("query", "key", "value"))
+  kernels = {n: np.float64(params[n]["kernel"]) for n in biases}
+  q, k, v = (
+    np.einsum("td,dhc->htc", x_BTD[1], kernels[n]) + everything * biases[n][:, None]
+    for n in ("query", "key", "value")
+  )
   if qk_norm:
     q, k = (normed(x, scales[f"{n}_norm"]) for n, x in (("query", q), ("key", k)))
   frequency_C = 100.0 ** -np.array([0, 0.5])
   turn_TC = np.exp(1j * POSITION_BT[1][:, None] * frequency_C)
   q, k = ((x[..., :2] + 1j * x[..., 2:]) * turn_TC for x in (q, k))
   score_HTS = np.einsum("htc,hsc->hts", q, k.conj()).real * SCALE
-  p_HTS = np.tril(np.exp(score_HTS - score_HTS.max(-1, keepdims=True)))
-  p_HTS /= p_HTS.sum(-1, keepdims=True)
+  if everything:
+    score_HTS = SOFT_CAP * np.tanh(score_HTS / SOFT_CAP)
+  p_HTS = np.tril(np.exp(score_HTS))
+  p_HTS = np.triu(p_HTS, 1 - WINDOW) if everything else p_HTS
+  p_HTS /= p_HTS.sum(-1, keepdims=True) + everything * np.exp(sink_H)[:, None, None]
   expected_TD = np.einsum("hts,hsc,hcd->td", p_HTS, v, kernels["out"])
+  expected_TD += everything * biases["out"]
   np.testing.assert_allclose(y_BTD[1], expected_TD, atol=1e-3)
 
 

@@ -9,13 +9,15 @@ from flax.linen import meta
 from maxlite.layers.embed import Embed, Unembed
 
 
-def test_a_lookup_returns_rows_in_the_type_of_activations(sharders):
-  embed = Embed(10, 4, jnp.bfloat16, jnp.float32, sharders["one device"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_lookup_returns_rows_in_the_type_of_activations(sharders, scaled):
+  embed = Embed(10, 4, jnp.bfloat16, jnp.float32, sharders["one device"], scaled)
   tokens_BT = np.array([[3, 0, 9], [3, 3, 1]], np.int32)
   table_VD = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
   variables = {"params": {"embedding": table_VD}}
   x_BTD = embed.apply(variables, tokens_BT)
-  np.testing.assert_array_equal(x_BTD, table_VD[tokens_BT].astype(jnp.bfloat16))
+  expected_BTD = table_VD[tokens_BT] * (2 if scaled else 1)
+  np.testing.assert_array_equal(x_BTD, expected_BTD.astype(jnp.bfloat16))
   w_DV = embed.apply(variables, method=embed.unembedding)
   np.testing.assert_array_equal(w_DV, table_VD.T)
 

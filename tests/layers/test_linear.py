@@ -37,6 +37,17 @@ def test_matmul_and_its_gradients_are_exact_up_to_the_types_they_come_in(dtype, 
     assert_close(dw_DF, x.T @ dy, min(unit, 2e-6))
 
 
+def test_a_bias_and_its_gradient_are_summed_in_float32(sharders):
+  linear = Linear((6,), ("embed", "mlp"), jnp.float32, sharders["one device"], use_bias=True)
+  boxed = linear.init(jax.random.key(0), jnp.zeros((1, 1, 4)))["params"]
+  assert boxed["bias"].names == ("mlp",)
+  assert not meta.unbox(boxed)["bias"].any()
+  params = {"kernel": np.zeros((4, 6), np.float32), "bias": np.full(6, 1.0, np.float32)}
+  apply = lambda params: linear.apply({"params": params}, jnp.ones((4, 1000, 4), jnp.bfloat16))
+  dy = np.full((4, 1000, 6), 1.0, jnp.bfloat16)
+  assert (jax.jit(lambda: jax.vjp(apply, params)[1](dy)[0]["bias"])() == 4000).all()
+
+
 def test_a_wider_result_is_not_rounded_to_the_type_of_x():
   x_TD, w_DF = draw((30, 40), 0, jnp.bfloat16), draw((40, 6), 1, jnp.bfloat16)
   y_TF, pull_back = jax.vjp(lambda x, w: matmul(x, w, jnp.float32), x_TD, w_DF)
@@ -55,21 +66,25 @@ CASES = {
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])
 def test_linear_contracts_the_last_axes_on_every_mesh(sharders, mesh, case):
   features, names, num_in, shape, einsum = CASES[case]
-  linear = Linear(features, names, jnp.float32, sharders[mesh], num_in=num_in)
-  x, kernel = draw(shape, 0, np.float32), draw((*shape[2:], *features), 1, np.float32)
-  expected, pull_back = jax.vjp(lambda x, kernel: jnp.einsum(einsum, x, kernel), x, kernel)
+  linear = Linear(features, names, jnp.float32, sharders[mesh], num_in=num_in, use_bias=True)
+  arrays = [
+    draw(size, i, np.float32) for i, size in enumerate((shape, (*shape[2:], *features), features))
+  ]
+  formula = lambda x, w, bias: jnp.einsum(einsum, x, w) + bias[None, None]
+  expected, pull_back = jax.vjp(formula, *arrays)
   dy = draw(expected.shape, 2, np.float32)
 
   @jax.jit
-  def run(x, kernel):
+  def run(x, kernel, bias):
     place = sharders[mesh].constrain
     x = place(x, ("activation_batch", "activation_length", *(None,) * num_in))
     y, pull_back = jax.vjp(
-      lambda x, kernel: linear.apply({"params": {"kernel": kernel}}, x), x, place(kernel, names)
+      lambda x, w, bias: linear.apply({"params": {"kernel": w, "bias": bias}}, x),
+      *(x, place(kernel, names), bias),
     )
     return y, *pull_back(dy)
 
-  for got, want in zip(run(x, kernel), (expected, *pull_back(dy)), strict=True):
+  for got, want in zip(run(*arrays), (expected, *pull_back(dy)), strict=True):
     assert got.shape == want.shape
     assert_close(got, want, 1e-6)
 

@@ -12,6 +12,7 @@ from maxlite.layers.mlp import MLP, activation_of, recomputed
 FORMULAS = {
   "silu": lambda x: x / (1 + jnp.exp(-x)),
   "relu": lambda x: jnp.maximum(x, 0),
+  "quick_gelu": lambda x: x / (1 + jnp.exp(-1.702 * x)),
   "gelu": lambda x: x / 2 * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
 }
 
@@ -23,11 +24,14 @@ def draw(shape, seed):
 def formula(activations, params, x_BTD):
   h_BTF = FORMULAS[activations[0]](x_BTD @ params["wi_0"]["kernel"])
   if activations[1:]:
-    h_BTF *= x_BTD @ params["wi_1"]["kernel"]
+    h_BTF *= x_BTD @ params["wi_1"]["kernel"] + float(activations[1] == "linear_plus_one")
   return h_BTF @ params["wo"]["kernel"]
 
 
-@pytest.mark.parametrize("activations", [("silu", "linear"), ("gelu", "linear"), ("relu",)])
+@pytest.mark.parametrize(
+  "activations",
+  [("silu", "linear"), ("gelu", "linear"), ("quick_gelu", "linear_plus_one"), ("relu",)],
+)
 def test_gated_and_ungated(sharders, activations):
   with jax.enable_x64(True):
     mlp = MLP(6, activations, jnp.float64, sharders["one device"])

@@ -84,6 +84,37 @@ def test_yarn_lowers_the_temperature_in_one_place(changes, size, factor):
   assert score_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
+def test_llama_stretches_by_turns_and_linear_stretches_all():
+  """A pair's turns in 8192 tokens: over 4 up to pair 17, under 1 from pair 21."""
+  cfg = RopeConfig(rope_max_timescale=5e5, rope_factor=8.0, original_max_position_embeddings=8192)
+  plain_C = 5e5 ** -(np.arange(32) / 32)
+  turns_C = 8192 * plain_C / (2 * np.pi)
+  kept_C = np.clip((turns_C - 1) / 3, 0, 1)
+  assert [(kept_C == end).sum() for end in (0, 1)] == [14, 15]
+  expected = {"llama3.1": plain_C * (kept_C + (1 - kept_C) / 8), "linear": plain_C / 8}
+  for rope_type, frequency_C in expected.items():
+    stretched = dataclasses.replace(cfg, rope_type=rope_type)
+    cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, stretched)
+    np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0], frequency_C, rtol=1e-5)
+    np.testing.assert_allclose(np.hypot(cos, sin), 1, rtol=1e-6)
+
+
+def test_yarn_s_ramp_may_begin_within_a_pair_and_at_fewer_turns():
+  def angles(**changes):
+    cfg = dataclasses.replace(DEEPSEEK, **changes)
+    cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, cfg)
+    return np.arctan2(sin, cos)[0, 0] / 10_000.0 ** -(np.arange(32) / 32)
+
+  pair_C = np.arange(32)
+  ends = (32 * np.log(4096 / (2 * np.pi * turns)) / np.log(10_000) for turns in (4, 1))
+  first, last = ends
+  stretched_C = np.clip((pair_C - first) / (last - first), 0, 1)
+  expected = 1 - stretched_C + stretched_C / 40
+  np.testing.assert_allclose(angles(beta_fast=4.0, rope_truncate=False), expected, rtol=1e-4)
+  assert np.abs(angles(beta_fast=4.0) - expected).max() > 0.01
+  np.testing.assert_allclose(angles(beta_fast=1.0)[[22, 23]], [1, 1 / 40], rtol=1e-4)
+
+
 def test_where_all_channels_turn_mscale_1_is_yarn_as_published():
   q_BTHC, k_BTHC = draw(1), draw(2)
   position_BT = np.array([[0, 1, 2, 3, 4], [3, 9, 0, 0, 8]], np.int32)

@@ -33,10 +33,11 @@ def draw_inputs(num_real=B):
   return [a.astype(np.int32 if a.dtype == np.int64 else np.float32) for a in arrays]
 
 
-def exact(x_BTD, w_DV, targets_BT, weight_BT, factors):
+def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
   """Both sums, and the gradients by x and w of their sum with `factors`, in float64."""
   x_BTD, w_DV, weight_BT = (np.asarray(a, np.float64) for a in (x_BTD, w_DV, weight_BT))
   logits_BTV = x_BTD @ w_DV
+  logits_BTV = soft_cap * np.tanh(logits_BTV / soft_cap) if soft_cap else logits_BTV
   partition_BT = np.log(np.sum(np.exp(logits_BTV), axis=-1))
   onehot_BTV = np.eye(V)[targets_BT]
   nll_BT = partition_BT - np.sum(onehot_BTV * logits_BTV, axis=-1)
@@ -44,23 +45,33 @@ def exact(x_BTD, w_DV, targets_BT, weight_BT, factors):
   p_BTV = np.exp(logits_BTV - partition_BT[..., None])
   slope_BTV = factors[0] * (p_BTV - onehot_BTV) + factors[1] * 2 * partition_BT[..., None] * p_BTV
   slope_BTV *= weight_BT[..., None]
+  slope_BTV *= 1 - (logits_BTV / soft_cap) ** 2 if soft_cap else 1
   return sums, (slope_BTV @ w_DV.T, np.einsum("btd,btv->dv", x_BTD, slope_BTV))
 
 
 @pytest.mark.parametrize(
-  ("degrees", "chunk_tokens"),
-  [(ONE, 24), (ONE, 36), (ONE, 1), (ONE, 500), (VOCAB_CUT, 10), (ROWS_CUT, 6), (ALL_CUT, 5)],
+  ("degrees", "chunk_tokens", "soft_cap"),
+  [
+    (ONE, 24, 0),
+    (ONE, 36, 0),
+    (ONE, 1, 0),
+    (ONE, 500, 0),
+    (VOCAB_CUT, 10, 0),
+    (ROWS_CUT, 6, 0),
+    (ALL_CUT, 5, 2.0),
+  ],
   ids=str,
 )
-def test_value_and_gradients_are_exact(degrees, chunk_tokens):
+def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap):
   sharder, inputs, factors = sharder_on(degrees), draw_inputs(num_real=6), (0.7, 0.3)
 
   def loss(x_BTD, w_DV, targets_BT, weight_BT):
-    sums = cross_entropy_sums(x_BTD, w_DV, targets_BT, weight_BT, chunk_tokens, sharder)
+    rows = targets_BT, weight_BT
+    sums = cross_entropy_sums(x_BTD, w_DV, *rows, chunk_tokens, sharder, soft_cap)
     return factors[0] * sums[0] + factors[1] * sums[1], sums
 
   gradients, sums = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*inputs)
-  expected_sums, expected_gradients = exact(*inputs, factors)
+  expected_sums, expected_gradients = exact(*inputs, factors, soft_cap)
   np.testing.assert_allclose(sums, expected_sums, rtol=1e-6)
   for gradient, expected in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,7 @@ span; it attends every key up to and including its own row that carries its own 
 Padding is segment 0: it attends padding only, and stays finite. Query heads share a key/value head
 in runs of H / G. Values, and with them the result, may have other channels than queries and keys.
 A `window` hides all keys but those of the query's own row and the window - 1 rows before it. Scores
-are scaled, then bent by `soft_cap` (`reference.capped`). The sinks `sink_H` are one more score per
+are scaled, then bent by `soft_cap` (kernels/soft_cap.py). The sinks `sink_H` are one more score per
 head and query whose value is zero, so that a query may attend to nothing; padding has them too.
 Scores, softmax and sums are in float32 (in float64 if that is the operands' type).
 """

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlite.kernels.soft_cap import capped
+
 
 def visible(q_row_BT, q_segment_BT, kv_segment_BS, window=None) -> jax.Array:
   """[B, T, S] which keys each query attends, the queries being rows `q_row_BT` of the keys."""
@@ -12,14 +14,6 @@ def visible(q_row_BT, q_segment_BT, kv_segment_BS, window=None) -> jax.Array:
   distance_BTS = q_row_BT[:, :, None] - kv_row_11S
   visible_BTS = same_segment_BTS & (distance_BTS >= 0)
   return visible_BTS if window is None else visible_BTS & (distance_BTS < window)
-
-
-def capped(score: jax.Array, soft_cap: float) -> jax.Array:
-  """`score` bent to stay within +- soft_cap; as it is where that is 0.
-
-  Source: Bello et al., Neural Combinatorial Optimization (2017), section 3; Gemma 2 (2024), section 2.
-  """
-  return soft_cap * jnp.tanh(score / soft_cap) if soft_cap else score
 
 
 def attention(

@@ -25,12 +25,14 @@ class MoeBlock(nn.Module):
   weight_dtype: jnp.dtype
   sharder: Sharder
   lora: LoraConfig = LoraConfig()
+  router_bias: bool = False  # as of Router
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, RouterSums]:
     cfg = self.cfg
     activation = activation_of(self.activations, cfg.mlp_activations_limit)
-    route = Router(cfg, self.weight_dtype, name="router")(x_BTD, segment_BT)
+    router = Router(cfg, self.weight_dtype, self.router_bias, name="router")
+    route = router(x_BTD, segment_BT)
     weights = self._weights(x_BTD.shape[-1])
     nowhere = jnp.where(segment_BT[..., None] > 0, route.expert_BTK, cfg.num_experts)
     dispatch = DISPATCHES[choose_dispatch(cfg)]

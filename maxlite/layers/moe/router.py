@@ -157,6 +157,7 @@ class Router(nn.Module):
 
   cfg: MoeConfig
   weight_dtype: jnp.dtype
+  use_bias: bool = False  # of the logits, and so of choice and weights alike
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> Route:
@@ -184,13 +185,18 @@ class Router(nn.Module):
     if cfg.router_jitter and self.has_rng("jitter"):
       low, high = 1 - cfg.router_jitter, 1 + cfg.router_jitter
       x_BTD *= jax.random.uniform(self.make_rng("jitter"), x_BTD.shape, x_BTD.dtype, low, high)
-    return jnp.einsum(
+    logits_BTE = jnp.einsum(
       "btd,de->bte",
       x_BTD,
       kernel_DE.astype(x_BTD.dtype),
       precision=precision,
       preferred_element_type=dtype,
     )
+    if self.use_bias:
+      zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("router",))
+      bias_E = self.param("logits_bias", zeros, (cfg.num_experts,), self.weight_dtype)
+      logits_BTE += bias_E.astype(dtype)[None, None]
+    return logits_BTE
 
 
 def _sums(

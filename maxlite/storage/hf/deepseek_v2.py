@@ -44,7 +44,16 @@ def latent_attention_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-  parts.require(hf, moe_layer_freq=1, scoring_func="softmax")
+  parts.require(hf, scoring_func="softmax")
+  return shared_from_hf(hf) | {
+    "router": ROUTERS[hf.get("topk_method", "greedy")],
+    "norm_topk_prob": False,
+  }
+
+
+def shared_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+  """Keys of V2 and V3."""
+  parts.require(hf, moe_layer_freq=1)
   return {
     **parts.decoder_from_hf(hf),
     **latent_attention_from_hf(hf),
@@ -54,10 +63,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     "num_experts": hf["n_routed_experts"],
     "num_experts_per_tok": hf["num_experts_per_tok"],
     "shared_experts": hf.get("n_shared_experts") or 0,
-    "router": ROUTERS[hf.get("topk_method", "greedy")],
     "n_routing_groups": hf.get("n_group") or 1,
     "topk_routing_group": hf.get("topk_group") or 1,
-    "norm_topk_prob": False,
     "routed_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
   }
 

@@ -18,6 +18,12 @@ ATTENTION = (
   Row("attention/value/kernel", "self_attn.v_proj.weight", "d h c -> (h c) d"),
   Row("attention/out/kernel", "self_attn.o_proj.weight", "h c d -> d (h c)"),
 )
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+QKV_BIAS = (
+  Row("attention/query/bias", "self_attn.q_proj.bias", "h c -> (h c)"),
+  Row("attention/key/bias", "self_attn.k_proj.bias", "h c -> (h c)"),
+  Row("attention/value/bias", "self_attn.v_proj.bias", "h c -> (h c)"),
+)
 QK_NORM = (
   Row("attention/query_norm/scale", "self_attn.q_norm.weight", "c -> c"),
   Row("attention/key_norm/scale", "self_attn.k_norm.weight", "c -> c"),
@@ -53,10 +59,24 @@ def require(hf: Mapping[str, Any], **values: Any) -> None:
       )
 
 
-def decoder_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """The keys of everything but the MLP and what is a family's own."""
+def decoder_from_hf(
+  hf: Mapping[str, Any],
+  *,
+  activation: str = "silu",
+  attention_bias: bool = False,
+  tied: bool = False,
+  rope: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+  """The keys of everything but the MLP and what is a family's own.
+
+  Args:
+    activation, attention_bias: what the family always has.
+    tied: what a config.json means that does not say.
+    rope: where the rotary embedding's keys are, if not in `hf`.
+  """
   heads, width = hf["num_attention_heads"], hf["hidden_size"]
-  require(hf, hidden_act="silu", attention_bias=False, mlp_bias=False)
+  require(hf, hidden_act=activation, hidden_activation=activation)
+  require(hf, attention_bias=attention_bias, mlp_bias=False)
   return {
     "vocab_size": hf["vocab_size"],
     "base_emb_dim": width,
@@ -64,10 +84,10 @@ def decoder_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     "base_num_query_heads": heads,
     "base_num_kv_heads": hf.get("num_key_value_heads") or heads,
     "head_dim": hf.get("head_dim") or width // heads,
-    "mlp_activations": ("silu", "linear"),
-    "logits_via_embedding": hf.get("tie_word_embeddings", False),
+    "mlp_activations": (ACTIVATIONS[activation], "linear"),
+    "logits_via_embedding": hf.get("tie_word_embeddings", tied),
     "normalization_layer_epsilon": hf["rms_norm_eps"],
-    **rope_from_hf(hf),
+    **rope_from_hf(hf if rope is None else rope),
   }
 
 
@@ -105,7 +125,7 @@ def rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-  require(rope, beta_fast=32, beta_slow=1, attention_factor=None, truncate=True)
+  require(rope, beta_slow=1, attention_factor=None)
   mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
   if mscale != all_dims:
     raise ValueError(
@@ -117,26 +137,62 @@ def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
     "rope_factor": float(rope["factor"]),
     "original_max_position_embeddings": original,
     "mscale": float(mscale or 0.0),
+    "beta_fast": float(rope.get("beta_fast") or 32),
+    "rope_truncate": rope.get("truncate", True),
   }
 
 
-ROPES = {"default": lambda rope, hf: {}, "yarn": _yarn_from_hf}
+def _linear_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+  return {"rope_factor": float(rope["factor"])}
+
+
+def _llama3_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+  require(rope, low_freq_factor=1, high_freq_factor=4)
+  return {
+    "rope_type": "llama3.1",
+    "rope_factor": float(rope["factor"]),
+    "original_max_position_embeddings": rope["original_max_position_embeddings"],
+  }
+
+
+ROPES = {
+  "default": lambda rope, hf: {},
+  "linear": _linear_from_hf,
+  "llama3": _llama3_from_hf,
+  "yarn": _yarn_from_hf,
+}
 
 
 def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   """`rope_parameters`, and the older spelling for tools that know no other."""
   rope, kind = cfg.rope, cfg.rope.rope_type
-  scaling: dict[str, Any] = {"rope_type": kind}
+  scaling: dict[str, Any] = {"rope_type": "llama3" if kind == "llama3.1" else kind}
+  if kind != "default":
+    scaling |= {"factor": rope.rope_factor}
+  if kind in ("llama3.1", "yarn"):
+    scaling |= {"original_max_position_embeddings": rope.original_max_position_embeddings}
+  if kind == "llama3.1":
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
   if kind == "yarn":
-    scaling |= {
-      "factor": rope.rope_factor,
-      "original_max_position_embeddings": rope.original_max_position_embeddings,
-      "beta_fast": 32,
-      "beta_slow": 1,
-    }
+    scaling |= {"beta_fast": rope.beta_fast, "beta_slow": 1, "truncate": rope.rope_truncate}
     scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale} if rope.mscale else {}
   theta = {"rope_theta": rope.rope_max_timescale}
   return {"rope_parameters": scaling | theta}
+
+
+def layer_types(num_layers: int, global_every: int) -> list[str]:
+  """config.json's `layer_types`: every so many layers the last is global; 0: all are."""
+  return [
+    "sliding_attention" if global_every and (i + 1) % global_every else "full_attention"
+    for i in range(num_layers)
+  ]
+
+
+def require_layer_types(hf: Mapping[str, Any], global_every: int) -> None:
+  """Raises ValueError unless layers that attend locally stand where those of the family do."""
+  require(hf, sliding_window_pattern=global_every)
+  if hf.get("layer_types"):
+    require(hf, layer_types=layer_types(hf["num_hidden_layers"], global_every))
 
 
 def every_layer_is_moe(hf: Mapping[str, Any]) -> None:

@@ -184,6 +184,17 @@ def test_gradients_are_central_differences_in_float64(router):
       np.testing.assert_allclose(np.vdot(gradient[name], direction), (up - down) / 2e-6, rtol=1e-7)
 
 
+def test_a_bias_of_the_logits_has_a_say_in_choice_and_weights():
+  router = Router(CFG, jnp.dtype(jnp.float32), use_bias=True)
+  got = router.apply({"params": {"kernel": KERNEL_DE, "logits_bias": BIAS_E}}, X_BTD, SEGMENT_BT)
+  # The same as one more channel that is 1 in every token.
+  x_BTD = np.concatenate([X_BTD, np.ones_like(X_BTD[..., :1])], axis=-1)
+  want = route(x_BTD, kernel_DE=np.concatenate([KERNEL_DE, BIAS_E[None]]))
+  np.testing.assert_array_equal(got.expert_BTK, want.expert_BTK)
+  np.testing.assert_allclose(got.weight_BTK, want.weight_BTK, rtol=1e-5)
+  np.testing.assert_allclose(got.sums.prob_E, want.sums.prob_E, rtol=1e-5)
+
+
 @every_router
 def test_no_gradient_reaches_the_bias(router):
   cfg = dataclasses.replace(CFG, router=router, routed_bias=True)
