@@ -17,7 +17,7 @@ class Cost:
   """Of one run of a program on all it computes, a loop without known length counted once."""
 
   flops: float = 0.0  # of matrix products
-  operations: float = 0.0
+  operations: float = 0.0  # that each device starts
   bytes: float = 0.0  # written by all operations
 
   def __add__(self, other: "Cost") -> "Cost":
@@ -25,6 +25,10 @@ class Cost:
 
   def times(self, count: int) -> "Cost":
     return Cost(*(count * figure for figure in _figures(self)))
+
+  def on_one_of(self, num_devices: int) -> "Cost":
+    """One device's part where the program is cut over several, each of which starts all of it."""
+    return Cost(self.flops / num_devices, self.operations, self.bytes / num_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,10 @@ def tree_bytes(tree: Any) -> float:
 
 
 def cost_of(program: ClosedJaxpr | Any) -> Cost:
-  """The cost of a jaxpr with all inner programs: scans by length, of branches the dearest."""
+  """The cost of a jaxpr with all inner programs: scans by length, of branches the dearest.
+
+  What stands inside a shard_map is each device's, and is counted for all of them.
+  """
   total = Cost()
   for eqn in getattr(program, "jaxpr", program).eqns:
     name = eqn.primitive.name
@@ -56,7 +63,9 @@ def cost_of(program: ClosedJaxpr | Any) -> Cost:
       total += dearest([cost_of(branch) for branch in eqn.params["branches"]])
     elif name in BODIES:
       inner = [cost_of(eqn.params[key]) for key in BODIES[name]]
-      total += sum(inner, Cost()).times(eqn.params.get("length", 1))
+      inner = sum(inner, Cost()).times(eqn.params.get("length", 1))
+      size = eqn.params["mesh"].size if name == "shard_map" else 1
+      total += Cost(inner.flops * size, inner.operations, inner.bytes * size)
     else:
       size = sum(
         math.prod(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 8) for v in eqn.outvars

@@ -11,32 +11,28 @@ from maxlite.config import Config
 from maxlite.config.members import MemberConfig
 from maxlite.config.schema import MESH_AXES
 from maxlite.data.batch import Batch
-from maxlite.ensemble.program import Program
+from maxlite.ensemble.program import Program, traced_once
 from maxlite.training.setup import Trainer, build_trainer
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.step import build_eval_step, build_train_step
 
 
 class Decoders:
-  """The members' programs on whatever devices a strategy gives each of them.
+  """Members' programs on whatever devices a strategy gives each of them, built and traced once.
 
   Wherever a member runs, its batch has as many rows as if it had all devices to itself.
   """
 
-  def __init__(
-    self,
-    members: Sequence[MemberConfig],
-    devices: Sequence[jax.Device],
-    num_rows: int,
-    num_bytes_V: Any,
-  ):
+  def __init__(self, devices: Sequence[jax.Device], num_rows: int, num_bytes_V: Any):
     """`num_rows`: of a batch."""
-    self.members, self.devices = members, devices
+    self.devices = devices
     self._num_bytes_V = num_bytes_V
     self._num_rows = num_rows
     self._programs: dict[Any, Program] = {}
 
-  def programs(self, devices: Sequence[jax.Device]) -> list[Program]:
+  def programs(
+    self, members: Sequence[MemberConfig], devices: Sequence[jax.Device]
+  ) -> list[Program]:
     """Per member, the program for these devices; members that differ in their seed share it."""
     return [
       dataclasses.replace(
@@ -44,7 +40,7 @@ class Decoders:
         name=member.name,
         seed=member.config.run.init_weights_seed,
       )
-      for member in self.members
+      for member in members
     ]
 
   def _program(self, member: MemberConfig, devices: Sequence[jax.Device]) -> Program:
@@ -94,10 +90,10 @@ def _program_of(trainer: Trainer, num_bytes_V: Any) -> Program:
   return Program(
     name="",
     seed=0,
-    init=trainer.init,
-    step=step,
-    predict=predict,
-    evaluate=evaluate,
+    init=traced_once(trainer.init),
+    step=traced_once(step),
+    predict=traced_once(predict),
+    evaluate=traced_once(evaluate),
     shardings=trainer.state_shardings if spread else None,
     batch_sharding=trainer.batch_sharding if spread else None,
   )

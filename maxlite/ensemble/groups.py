@@ -74,8 +74,15 @@ class Groups:
     num_devices = 1 if batch_sharding is None else batch_sharding.mesh.size
     if self._mesh is not None:
       num_devices = self._mesh.size
-    total = cost if self._mesh is None else cost.times(num_devices)
-    return Load(cost, total, num_devices, 1, cost.operations, tree_bytes(state) / num_devices)
+    own = cost.on_one_of(num_devices)
+    return Load(
+      own,
+      total=own.times(num_devices),
+      num_devices=num_devices,
+      num_programs=1,
+      operations_compiled=cost.operations,
+      state_bytes=tree_bytes(state) / num_devices,
+    )
 
   def pack(self, states: Sequence[Any]) -> list[Any]:
     """The state made of every member's own."""

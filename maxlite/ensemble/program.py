@@ -58,29 +58,43 @@ Loss = Callable[
 def build_programs(
   members: list[Member], loss: Loss, predict: Loss, example_batch: Any
 ) -> list[Program]:
-  """The members as programs; those with equal module and the same optimizer share functions."""
+  """The members as programs; those with equal module and the same optimizer share functions.
+
+  What of a function depends on the module alone is traced once for all members that have it.
+  """
+  of_model: dict[nn.Module, tuple[Callable, Callable, Callable]] = {}
   functions: dict[Any, tuple[Callable, Callable, Callable]] = {}
   programs = []
   for member in members:
-    key = (member.model, id(member.optimizer))
-    if key not in functions:
-      functions[key] = (
-        _build_init(member, loss, example_batch),
-        _build_step(member, loss),
-        _build_predict(member, predict),
+    model, optimizer = member.model, member.optimizer
+    if model not in of_model:
+      of_model[model] = (
+        traced_once(lambda key, model=model: nn.init(loss, model)(key, example_batch)),
+        traced_once(_build_gradient(model, loss)),
+        traced_once(_build_predict(model, predict)),
       )
+    start, gradient, own_predict = of_model[model]
+    key = (model, id(optimizer))
+    if key not in functions:
+      init, step = _build_init(start, optimizer), _build_step(gradient, optimizer)
+      functions[key] = (traced_once(init), traced_once(step), own_predict)
     programs.append(Program(member.name, member.seed, *functions[key]))
   return programs
 
 
-def _build_init(member: Member, loss: Loss, example_batch: Any) -> Callable:
+def traced_once(function: Callable) -> Callable:
+  """`function`, to be called while others are traced: its operations are kept and put in again."""
+  return jax.jit(function, inline=True)
+
+
+def _build_init(start: Callable, optimizer: optax.GradientTransformation) -> Callable:
   def init(seed: jax.Array) -> MemberState:
     key = jax.random.key(seed)
-    variables = nn.init(loss, member.model)(key, example_batch)
+    variables = start(key)
     return MemberState(
       step=jnp.zeros((), jnp.int32),
       variables=variables,
-      opt_state=member.optimizer.init(variables["params"]),
+      opt_state=optimizer.init(variables["params"]),
       rng=jax.random.key_data(jax.random.fold_in(key, 1)),
       diverged=jnp.zeros((), jnp.bool_),
     )
@@ -88,18 +102,22 @@ def _build_init(member: Member, loss: Loss, example_batch: Any) -> Callable:
   return init
 
 
-def _build_step(member: Member, loss: Loss) -> Callable:
+def _build_gradient(model: nn.Module, loss: Loss) -> Callable:
   def loss_of(params: Any, rest: Any, batch: Any, rng: jax.Array) -> tuple[jax.Array, tuple]:
-    run = nn.apply(loss, member.model, mutable=list(rest))
+    run = nn.apply(loss, model, mutable=list(rest))
     result, changed = run({"params": params, **rest}, batch, rngs={"params": rng})
     value, metrics = result if isinstance(result, tuple) else (result, {})
     return value, ({"loss": value, **metrics}, changed)
 
+  return jax.grad(loss_of, has_aux=True)
+
+
+def _build_step(gradient: Callable, optimizer: optax.GradientTransformation) -> Callable:
   def step(state: MemberState, batch: Any) -> tuple[MemberState, dict]:
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     params, rest = state.variables["params"], _but_params(state.variables)
-    gradients, (metrics, changed) = jax.grad(loss_of, has_aux=True)(params, rest, batch, rng)
-    updates, opt_state = member.optimizer.update(gradients, state.opt_state, params)
+    gradients, (metrics, changed) = gradient(params, rest, batch, rng)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, params)
     diverged = state.diverged | ~jnp.isfinite(metrics["loss"])
     # Neither the optimizer's state, which is of no use any more, nor the gradient's norm: to select
     # or to compute them costs a small member a third of its step.
@@ -117,9 +135,9 @@ def _but_params(variables: Any) -> dict[str, Any]:
   return {name: value for name, value in variables.items() if name != "params"}
 
 
-def _build_predict(member: Member, predict: Loss) -> Callable:
+def _build_predict(model: nn.Module, predict: Loss) -> Callable:
   def run(state: MemberState, inputs: Any) -> Any:
-    return nn.apply(predict, member.model)(state.variables, inputs)
+    return nn.apply(predict, model)(state.variables, inputs)
 
   return run
 

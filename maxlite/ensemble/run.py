@@ -29,6 +29,7 @@ from maxlite.ensemble.decoders import Decoders
 from maxlite.ensemble.halving import rungs, survivors
 from maxlite.ensemble.planner import choose
 from maxlite.ensemble.processes import gpu_names
+from maxlite.ensemble.program import Program
 from maxlite.ensemble.strategies import Request
 from maxlite.ensemble.workers import GPU_MEMORY_SHARE, run_workers, share_out
 from maxlite.observe.flops import active_parameter_count
@@ -132,6 +133,7 @@ class EnsembleRun:
     members = [m for m in members_of(cfg) if not names or m.name in names]
     self.progress = [Progress(Book(member, console.print)) for member in members]
     self.data = self._data(self.progress[0])
+    self._decoders = Decoders(self.devices, num_rows, self.data.source.num_bytes_V)
     degree = cfg.mesh.ici_ensemble_parallelism * cfg.mesh.dcn_ensemble_parallelism
     self._spread = 0 < degree < len(self.devices)
     halving = cfg.ensemble
@@ -158,7 +160,7 @@ class EnsembleRun:
   def restore(self) -> None:
     """Finds every member's newest checkpoint; who has none starts anew."""
     home = self.devices if self._spread else self.devices[:1]
-    programs = self._decoders(self.progress).programs(home)
+    programs = self._programs(self.progress, home)
     for progress, program in zip(self.progress, programs, strict=True):
       shardings = program.shardings or jax.sharding.SingleDeviceSharding(self.devices[0])
       abstract = jax.eval_shape(program.init, jnp.uint32(0))
@@ -267,9 +269,8 @@ class EnsembleRun:
   def _data(self, progress: Progress) -> Data:
     return _open_data(progress.config.data, self.cfg.model.vocab_size, self.num_rows)
 
-  def _decoders(self, group: Sequence[Progress]) -> Decoders:
-    members = [progress.book.member for progress in group]
-    return Decoders(members, self.devices, self.num_rows, self.data.source.num_bytes_V)
+  def _programs(self, group: Sequence[Progress], devices: Sequence[jax.Device]) -> list[Program]:
+    return self._decoders.programs([progress.book.member for progress in group], devices)
 
   def _has_own_batches(self, group: Sequence[Progress]) -> bool:
     return len({progress.config.data for progress in group}) > 1
@@ -283,7 +284,7 @@ class EnsembleRun:
       of = lambda field: jnp.float32 if field.name == "weight_BT" else jnp.int32
       fields = dataclasses.fields(Batch)
       request = Request(
-        build=self._decoders(group).programs,
+        build=functools.partial(self._programs, group),
         batch=Batch(**{f.name: jax.ShapeDtypeStruct(shape, of(f)) for f in fields}),
         devices=self.devices,
         spread=self._spread,

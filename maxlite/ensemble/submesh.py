@@ -67,11 +67,11 @@ class Submesh:
       cost_of(trace(program.step, state, self._batch)[0])
       for program, state in zip(self.programs, self.abstract, strict=True)
     ]
-    on_part = [sum((costs[z] for z in part), Cost()) for part in parts]
     size = 1 if self.programs[0].batch_sharding is None else self._homes[0].mesh.size
+    on_part = [sum((costs[z] for z in part), Cost()).on_one_of(size) for part in parts]
     return Load(
       dearest(on_part),
-      total=sum(on_part, Cost()),
+      total=sum(on_part, Cost()).times(size),
       num_devices=len(parts) * size,
       num_programs=len(costs),
       operations_compiled=sum(cost.operations for cost in costs),
@@ -118,8 +118,9 @@ class Submesh:
       if self._own_batches:
         given = jax.device_put(jax.tree.map(lambda leaf, z=z: leaf[z], batch), home)
       else:
-        given = arrived.setdefault(home, None) or jax.device_put(batch, home)
-        arrived[home] = given
+        if home not in arrived:
+          arrived[home] = jax.device_put(batch, home)
+        given = arrived[home]
       results.append(step(own, given))
     metrics = jax.device_put([metrics for _, metrics in results], self._first)
     return [new for new, _ in results], self._finish(metrics)

@@ -1,6 +1,7 @@
 """Small members of three kinds, and what each gets alone."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -124,12 +125,9 @@ def alone(family: str) -> Trained:
   return Trained(losses_SZ, *map(list, list(zip(*results, strict=True))[1:]))
 
 
-@jax.numpy_dtype_promotion("standard")
-def train_alone(member: Member, first: int = 0) -> tuple:
-  """(losses, first variables, last ones, prediction), on batches from the `first` on."""
+@functools.cache
+def _alone_step(member: Member) -> Callable:
   key = jax.random.key(member.seed)
-  variables = start = jax.jit(member.model.init)(key, batch(0)[0])
-  opt_state = member.optimizer.init(variables["params"])
 
   @jax.jit
   def step(variables, opt_state, n, batch):
@@ -145,7 +143,15 @@ def train_alone(member: Member, first: int = 0) -> tuple:
     params = optax.apply_updates(variables["params"], updates)
     return {"params": params, **rest}, opt_state, value
 
-  losses = []
+  return step
+
+
+@jax.numpy_dtype_promotion("standard")
+def train_alone(member: Member, first: int = 0) -> tuple:
+  """(losses, first variables, last ones, prediction), on batches from the `first` on."""
+  step, losses = _alone_step(member), []
+  variables = start = jax.jit(member.model.init)(jax.random.key(member.seed), batch(0)[0])
+  opt_state = member.optimizer.init(variables["params"])
   for n in range(STEPS):
     variables, opt_state, value = step(variables, opt_state, n, batch(first + n))
     losses.append(value)

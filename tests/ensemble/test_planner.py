@@ -13,6 +13,8 @@ from rich.console import Console
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.alike import trace
 from maxlite.ensemble.cost import cost_of
+from maxlite.ensemble.groups import Groups
+from maxlite.ensemble.program import Program
 from maxlite.ensemble.submesh import cut_devices, deal
 
 BATCH = np.ones((4, 3), np.float32)
@@ -51,6 +53,25 @@ def test_flops_are_those_of_matrix_products_loops_included():
   assert cost.flops == 6 * 2 * 4 * 3 * 3
   assert cost.operations == 11
   assert cost.bytes == 11 * 4 * 3 * 4
+
+
+def test_work_on_a_mesh_is_that_of_all_its_devices():
+  """However much of a program says itself how it is cut, and however much the compiler cuts."""
+  mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (1, 8)), ("ensemble", "data"))
+  home = jax.NamedSharding(mesh, jax.P("data"))
+  whole = lambda state, batch: (state, {"loss": jnp.sum(batch @ state)})
+  product = jax.shard_map(
+    jnp.dot, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=home.spec
+  )
+  cut = lambda state, batch: (state, {"loss": jnp.sum(product(batch, state))})
+  init = lambda seed: jnp.full((3, 2), seed, jnp.float32)
+  for step in (whole, cut):
+    place = {"shardings": jax.NamedSharding(mesh, jax.P()), "batch_sharding": home}
+    program = Program("m", 0, init, step, step, **place)
+    load = Groups([program], jax.ShapeDtypeStruct((16, 3), jnp.float32), [[0]]).load()
+    assert load.total.flops == 2 * 16 * 3 * 2
+    assert load.on_device.flops == load.total.flops / 8
+    assert load.total.operations == 8 * load.on_device.operations > 0
 
 
 def test_many_small_members_of_one_shape_are_stacked():

