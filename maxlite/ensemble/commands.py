@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxlite.config import Config, exit_with_one_line, read_saved, save_resolved
 from maxlite.config.members import members_of
-from maxlite.config.schema import build
+from maxlite.config.schema import MESH_AXES, MeshConfig, build
 from maxlite.config.values import did_you_mean
 
 _USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME [run_name=NEW_NAME]"
@@ -47,9 +47,22 @@ def _export(arguments: Sequence[str]) -> int:
   if target.exists():
     raise ValueError(f"{target} exists: write run_name=ANOTHER_NAME")
   shutil.copytree(source, target, ignore=shutil.ignore_patterns("config*.yml"))
-  save_resolved(dataclasses.replace(cfg, run=run), target / "config.yml")
+  cfg = dataclasses.replace(cfg, run=run, mesh=_mesh_alone(cfg.mesh))
+  save_resolved(cfg, target / "config.yml")
   sys.stdout.write(f"{target}: go on with python -m maxlite.train {target / 'config.yml'}\n")
   return 0
+
+
+def _mesh_alone(mesh: MeshConfig) -> MeshConfig:
+  """The mesh of a member alone, where fsdp takes the devices that the members shared out."""
+  changes = {}
+  for kind in ("ici", "dcn"):
+    degrees = {axis: getattr(mesh, f"{kind}_{axis}_parallelism") for axis in MESH_AXES}
+    if degrees.pop("ensemble") != 1:
+      changes[f"{kind}_ensemble_parallelism"] = 1
+      if -1 not in degrees.values():
+        changes[f"{kind}_fsdp_parallelism"] = -1
+  return dataclasses.replace(mesh, **changes)
 
 
 def _work(arguments: Sequence[str]) -> int:
