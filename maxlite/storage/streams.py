@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Index = tuple[slice, ...]  # with start and stop of every axis
-PART_BYTES = 32 << 20  # about the size of a part
+PART_BYTES = 8 << 20  # about the size of a part
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Prints the peak memory of converting a checkpoint of random weights, and what bounds it.
 
-python tools/inspect/convert_memory.py [--layers 14] [--width 2048]
+python tools/inspect/convert_memory.py [--layers 3] [--width 4096]
 
 Both directions run in processes of their own, once on two layers of a tiny model, whose peak is
 the constant that Python and JAX need, and once on the large one. With the defaults it has 2.1 GB.
@@ -73,8 +73,8 @@ def peak(*words: str) -> float:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-  parser.add_argument("--layers", type=int, default=14)
-  parser.add_argument("--width", type=int, default=2048)
+  parser.add_argument("--layers", type=int, default=3)
+  parser.add_argument("--width", type=int, default=4096)
   words = parser.parse_args()
   with tempfile.TemporaryDirectory() as root:
     peaks = {}

@@ -113,9 +113,10 @@ def rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
   Newer files have `rope_parameters`; older ones `rope_theta` and, where stretched, `rope_scaling`.
   """
-  rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+  older_theta, older = hf.get("rope_theta"), hf.get("rope_scaling")
+  rope = hf.get("rope_parameters") or older or {}
   kind = rope.get("rope_type") or rope.get("type") or "default"
-  theta = rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0
+  theta = rope.get("rope_theta") or older_theta or 10_000.0
   keys = {"rope_type": kind, "rope_max_timescale": float(theta)}
   if kind not in ROPES:
     raise ValueError(
@@ -177,7 +178,11 @@ def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     scaling |= {"beta_fast": rope.beta_fast, "beta_slow": 1, "truncate": rope.rope_truncate}
     scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale} if rope.mscale else {}
   theta = {"rope_theta": rope.rope_max_timescale}
-  return {"rope_parameters": scaling | theta}
+  keys = {"rope_parameters": scaling | theta, **theta}
+  if kind == "default":
+    return keys
+  length = int(rope.original_max_position_embeddings * rope.rope_factor)
+  return keys | {"rope_scaling": scaling, "max_position_embeddings": length}
 
 
 def layer_types(num_layers: int, global_every: int) -> list[str]:
