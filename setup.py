@@ -24,7 +24,7 @@ setup(
   python_requires=">=3.11",
   packages=find_packages(include=["maxlite", "maxlite.*"]) + CONFIGS,
   package_dir={"maxlite.configs": "configs"},
-  package_data={package: ["*.yml"] for package in CONFIGS},
+  package_data={package: ["*.yml"] for package in CONFIGS} | {"maxlite.generation": ["*.html"]},
   install_requires=[
     "jax>=0.10.2",
     "flax>=0.12.8",
@@ -46,6 +46,7 @@ setup(
     "sentencepiece": ["sentencepiece>=0.2.1"],
     "parquet": ["pyarrow>=20"],
     "ray": ["ray>=2.50"],
+    "serve": ["starlette>=0.49", "uvicorn>=0.38"],
     "tpu": ["libtpu==0.0.42.*"],
     "cuda": ["jax[cuda13]>=0.10.2"],
     "hf": ["torch>=2.13", "transformers>=5.23"],
@@ -58,6 +59,9 @@ setup(
       "types-PyYAML",
       "sentencepiece>=0.2.1",
       "pyarrow>=20",
+      "starlette>=0.49",
+      "uvicorn>=0.38",
+      "openai>=2",
     ],
   },
   entry_points={
@@ -65,6 +69,7 @@ setup(
       "maxlite-train=maxlite.train:main",
       "maxlite-evaluate=maxlite.evaluate:main",
       "maxlite-generate=maxlite.generate:main",
+      "maxlite-serve=maxlite.serve:main",
       "maxlite-plan=maxlite.plan:main",
       "maxlite-convert=maxlite.convert:main",
     ]

@@ -1,0 +1,18 @@
+"""`python -m maxlite.serve configs/base.yml run_name=mine`: a run answers over HTTP."""
+
+import sys
+
+from maxlite.config import main_config
+
+
+def main() -> int:
+  argv = sys.argv[1:]
+  cfg = main_config(argv, "maxlite.serve", needs_data=False)
+  # JAX is loaded only for a command line that is right.
+  from maxlite.training.serving import run_serving
+
+  return run_serving(cfg, argv)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

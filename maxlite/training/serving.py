@@ -1,0 +1,55 @@
+"""A trained run that answers over HTTP."""
+
+import ipaddress
+from collections.abc import Sequence
+
+from maxlite.config import Config, exit_with_one_line
+from maxlite.generation.batcher import Batcher
+from maxlite.generation.worker import Worker
+from maxlite.training.inference import (
+  build_engine,
+  config_of_run,
+  open_text_tokenizer,
+  open_trained,
+)
+
+
+def run_serving(cfg: Config, argv: Sequence[str]) -> int:
+  """Answers with the run's newest checkpoint until it is interrupted."""
+  with exit_with_one_line("maxlite.serve"):
+    try:
+      import uvicorn
+
+      from maxlite.generation.http import build_app
+    except ImportError as error:
+      raise ValueError(
+        f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
+      ) from None
+    cfg = config_of_run(cfg, argv)
+    tokenizer = open_text_tokenizer(cfg)
+    trainer, params, _ = open_trained(cfg)
+    engine = build_engine(trainer, params, tokenizer)
+  app_of = lambda worker: build_app(
+    worker,
+    tokenizer,
+    name=cfg.run.run_name,
+    max_length=engine.max_length,
+    hosts=allowed_hosts(cfg.serve.serve_host),
+  )
+  with Worker(Batcher(engine), cfg.serve.serve_queue_size).running() as worker:
+    host, port = cfg.serve.serve_host, cfg.serve.serve_port
+    # Streams that are under way get a few seconds to end after an interrupt.
+    uvicorn.run(app_of(worker), host=host, port=port, timeout_graceful_shutdown=5)
+  return 0
+
+
+def allowed_hosts(host: str) -> list[str]:
+  """Names under which clients may ask for what listens on `host`.
+
+  On this machine alone, no name that some web page may point here (DNS rebinding).
+  """
+  try:
+    is_local = ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    is_local = host == "localhost"
+  return [host, "localhost", "127.0.0.1"] if is_local else ["*"]
