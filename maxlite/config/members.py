@@ -7,6 +7,7 @@ from typing import Any
 
 from maxlite.config.files import read_preset
 from maxlite.config.knob import ConfigError
+from maxlite.config.phases import phases_of, warmup_of
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -28,6 +29,7 @@ MEMBER_KEYS = frozenset(
     *flatten(ModelConfig()),
     *flatten(OptimizerConfig()),
     *flatten(TrainingConfig()),
+    *("phases", "phase_warmup", "phase_optimizer_state"),
     *("init_weights_seed", "model_name", "data_shuffle_seed", "data_sampling"),
   }
 ) - {"vocab_size"}
@@ -121,6 +123,8 @@ def _member(cfg: Config, index: int, draft: _Draft) -> MemberConfig:
   sources = {key: SHARED for key, value in shared.items() if value != DEFAULTS[key]}
   sources |= {setting.name: setting.source for setting in (*preset, *draft.settings)}
   validate(config, sources, needs_data=False)
+  phases_of(config)  # their mistakes are told here too
+  warmup_of(config)
   return MemberConfig(draft.name, overrides, config)
 
 

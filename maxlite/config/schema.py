@@ -217,8 +217,9 @@ class EnsembleConfig:
   members: tuple[Table, ...] = knob(
     (),
     "Members, each {key: value} of what it has for itself, and a `name` if you like. Its keys may "
-    "be those of model (without vocab_size), optimizer and training, init_weights_seed, "
-    "data_shuffle_seed, data_sampling, and model_name: of that preset, what a member may have.",
+    "be those of model (without vocab_size), optimizer and training, phases, phase_warmup, "
+    "phase_optimizer_state, init_weights_seed, data_shuffle_seed, data_sampling, and model_name: "
+    "of that preset, what a member may have.",
   )
   sweep: Table = knob(
     Table(),

@@ -364,8 +364,9 @@ def _phases(c: Config) -> Complaints:
   if p.phase_warmup and not p.phases:
     yield Complaint(("phase_warmup", "phases"), "there are no phases; write phases, or no warm-up")
   for key in ("members", "sweep"):
-    if p.phases and flatten(e)[key]:
-      yield Complaint(("phases", key), f"members train all at once; write phases or {key}")
+    if flatten(e)[key] and p.phase_strategy == "separate":
+      text = "a member's phases are one program; write phase_strategy=auto or switch"
+      yield Complaint(("phase_strategy", key), text)
 
 
 def _draft_heads(c: Config) -> Complaints:

@@ -10,18 +10,19 @@ from rich.console import Console
 
 from maxlite.config import Config, save_resolved
 from maxlite.config.members import MemberConfig
+from maxlite.config.phases import DRAFT_LOSSES, phases_of
 from maxlite.config.schema import flatten
 from maxlite.data.batch import Batch
 from maxlite.data.pipeline import TrainStream
 from maxlite.ensemble.ensemble import stack_common
 from maxlite.models import MODELS
 from maxlite.observe.chips import peak_bf16_tflops
-from maxlite.observe.flops import train_flops_per_step
 from maxlite.observe.metrics import training_row
 from maxlite.observe.writers import JsonlWriter, TensorBoardWriter, Writer, Writers, read_rows
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.training.loop import describe_divergence, due
 from maxlite.training.run import run_folder
+from maxlite.training.turns import losses_of
 
 
 class Book:
@@ -121,15 +122,14 @@ class MembersLog:
     members: Sequence[MemberConfig],
     writers: Sequence[Writers],
     *,
-    num_rows: int,
+    flops: Sequence[Sequence[float]],
     devices: Sequence[jax.Device],
     console: Console,
   ):
+    """`flops` are by member those of a step, or of one of each phase."""
     self._cfg, self._members, self._writers, self._console = cfg, members, writers, console
-    length = cfg.data.max_target_length
-    self._flops = [
-      train_flops_per_step(m.config.model, num_rows * length, length).total for m in members
-    ]
+    self._flops = flops
+    self._phases = [phases_of(member.config) for member in members]
     self._speed = {
       "num_devices": len(devices),
       "peak_tflops": peak_bf16_tflops(devices[0].device_kind),
@@ -164,13 +164,21 @@ class MembersLog:
     rows = {}
     for z in sorted(set(range(len(self._members))) - self._gone):
       numbers = {name: value[z] for name, value in common.items()} | own[z]
-      row = training_row(
-        step, numbers, step_seconds=seconds, flops_per_step=self._flops[z], **self._speed
-      )
-      rows[self._members[z].name] = row | evaluated[z]
-      self._writers[z].write(row | evaluated[z], numbers.get("expert_load"))
+      row = self._row(z, step, numbers, seconds) | evaluated[z]
+      rows[self._members[z].name] = row
+      self._writers[z].write(row, numbers.get("expert_load"))
     self._tell(step, seconds, rows)
     self._since, self._steps_since = time.perf_counter(), 0
+
+  def _row(self, z: int, step: int, numbers: dict, seconds: float) -> dict:
+    """What a run of the member alone would log of the step."""
+    index = int(numbers.get("phase", 0))
+    phase = self._phases[z][index] if self._phases[z] else None
+    if phase is not None and phase.loss not in DRAFT_LOSSES:
+      numbers = {name: x for name, x in numbers.items() if name != "draft_loss"}
+    flops = self._flops[z][index]
+    row = training_row(step, numbers, step_seconds=seconds, flops_per_step=flops, **self._speed)
+    return row | (losses_of(phase, row) if phase is not None else {})
 
   def flush(self) -> None:
     for writers in self._writers:

@@ -14,7 +14,7 @@ from maxlite.data.batch import Batch
 from maxlite.ensemble.program import Program, traced_once
 from maxlite.training.setup import Trainer, build_trainer
 from maxlite.training.state import TrainState, averaged_params
-from maxlite.training.step import build_eval_step, build_train_step
+from maxlite.training.step import build_eval_step
 
 
 class Decoders:
@@ -77,7 +77,7 @@ def _without_seeds(cfg: Config) -> Config:
 def _program_of(trainer: Trainer, num_bytes_V: Any) -> Program:
   cfg, model, spread = trainer.cfg, trainer.model, trainer.mesh.size > 1
   sums = build_eval_step(model, cfg.training, jnp.asarray(num_bytes_V))
-  step = build_train_step(model, trainer.part, cfg.training, cfg.model.moe, stays_diverged=True)
+  step = trainer.build_step(stays_diverged=True)
 
   def predict(state: TrainState, batch: Batch) -> jax.Array:
     inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
@@ -96,4 +96,5 @@ def _program_of(trainer: Trainer, num_bytes_V: Any) -> Program:
     evaluate=traced_once(evaluate),
     shardings=trainer.state_shardings if spread else None,
     batch_sharding=trainer.batch_sharding if spread else None,
+    flops=trainer.flops_per_step,
   )

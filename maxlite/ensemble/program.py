@@ -27,6 +27,11 @@ class Program:
   evaluate: Callable[[Any, Any], Any] | None = None  # (state, batch) -> sums, where there is one
   shardings: Any = None  # of the state, where the member is itself spread over a mesh
   batch_sharding: Any = None
+  flops: Sequence[float] = ()  # of a step, by the `phase` that its metrics name; empty: unknown
+
+  @property
+  def has_phases(self) -> bool:
+    return len(self.flops) > 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ def write_members(entries: Sequence[Entry], path: Path) -> None:
     }
     for entry in ranked(entries)
   ]
-  _write(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+  _write(path, "".join(json.dumps(row, allow_nan=False, default=dict) + "\n" for row in rows))
 
 
 def leaderboard(entries: Sequence[Entry]) -> Table:

@@ -331,7 +331,7 @@ class EnsembleRun:
       self.cfg,
       [progress.book.member for progress in group],
       writers,
-      num_rows=self.num_rows,
+      flops=[program.flops for program in engine.programs],
       devices=self.devices,
       console=self.console,
     )

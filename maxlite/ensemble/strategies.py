@@ -64,16 +64,21 @@ def build_padded(request: Request) -> Groups:
 
 
 def build_fused(request: Request) -> Groups:
-  """Members that are alike stacked, all groups in one program."""
+  """Members that are alike stacked, all groups in one program; alone, who has phases."""
   programs = request.build(request.devices if request.spread else request.devices[:1])
-  steps, names = [program.step for program in programs], [program.name for program in programs]
-  groups = group_alike(steps, names, abstract_states(programs), request.batch)
+  turning = [z for z, program in enumerate(programs) if program.has_phases]
+  others = [z for z, program in enumerate(programs) if not program.has_phases]
+  steps, names = ([getattr(programs[z], what) for z in others] for what in ("step", "name"))
+  states = abstract_states([programs[z] for z in others])
+  alike = group_alike(steps, names, states, request.batch)
+  groups = [[others[n] for n in group] for group in alike] + [[z] for z in turning]
   return Groups(programs, request.batch, groups, **request.common)
 
 
 def build_switched(request: Request) -> Switched:
   """A member per device. Raises ValueError where there are fewer devices than members."""
   programs = request.build(request.devices[:1])
+  _refuse_phases(programs)
   return Switched(programs, request.batch, devices=request.devices, **request.common)
 
 
@@ -105,6 +110,13 @@ STRATEGIES: dict[str, Callable[[Request], Any]] = {
 }
 
 
+def _refuse_phases(programs: Sequence[Program]) -> None:
+  """Raises ValueError where members take turns: together, all would compute all phases."""
+  for program in programs:
+    if program.has_phases:
+      raise ValueError(f"{program.name} has phases; use fused, submesh or processes")
+
+
 def _one_group(request: Request, *, sizes: bool) -> Groups:
   """On several devices, each takes an equal share of the members."""
   devices, mesh = request.devices, None
@@ -114,5 +126,6 @@ def _one_group(request: Request, *, sizes: bool) -> Groups:
     mesh = Mesh(np.array(devices[:parts]), ("ensemble",)) if parts > 1 else None
     devices = devices[:1]
   programs = request.build(devices)
+  _refuse_phases(programs)
   group = [list(range(count))]
   return Groups(programs, request.batch, group, sizes=sizes, mesh=mesh, **request.common)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import jax
 
 from maxlite.observe.chips import peak_bf16_tflops
-from maxlite.observe.flops import train_flops_per_step
 from maxlite.observe.metrics import training_row
 from maxlite.observe.profiler import Profiler
 from maxlite.observe.writers import Writers
@@ -89,12 +88,7 @@ class StepLog:
     self._since = time.perf_counter()
     self._steps_since = 0
     self._skipped_in_a_row = 0
-    cfg = trainer.cfg
-    tokens = trainer.batch_shape[0] * trainer.batch_shape[1]
-    length = cfg.data.max_target_length
-    self._flops = [train_flops_per_step(cfg.model, tokens, length).total]
-    if trainer.turns is not None:
-      self._flops = trainer.turns.flops(trainer.abstract_state.params, tokens, length)
+    self._flops = trainer.flops_per_step
     self._speed = {
       "num_devices": trainer.mesh.size,
       "peak_tflops": peak_bf16_tflops(trainer.mesh.devices.flat[0].device_kind),

@@ -47,7 +47,7 @@ class PhasePrograms:
       list(jax.eval_shape(step, state, batches[name])[1]) for name, step in steps.items()
     ]
     if self.strategy == "switch":
-      steps = {"switch": _switch(steps, schedule, state, next(iter(batches.values())))}
+      steps = {"switch": switch_step(steps, schedule, state, next(iter(batches.values())))}
       batches = {"switch": next(iter(batches.values()))}
     lowered = [
       jax.jit(_with_last(step), donate_argnums=0, out_shardings=(shardings, None, None)).lower(
@@ -123,8 +123,12 @@ def _with_last(step: Step) -> Callable[[Any, Any], tuple[Any, dict, jax.Array]]:
   return run
 
 
-def _switch(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, batch: Any) -> Step:
-  """One step of all; what a phase does not report is zero in the metrics."""
+def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, batch: Any) -> Step:
+  """One step of all phases; what a phase does not report is zero in the metrics.
+
+  Raises:
+    ValueError: metrics of one name have different shapes.
+  """
   shapes: dict[str, jax.ShapeDtypeStruct] = {}
   for name, step in steps.items():
     for key, value in jax.eval_shape(step, state, batch)[1].items():

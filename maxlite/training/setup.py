@@ -18,12 +18,13 @@ from maxlite.layers.additions import with_additions
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models import MODELS, build_model
 from maxlite.models.decoder import Decoder
+from maxlite.observe.flops import train_flops_per_step
 from maxlite.optim import build_optimizer, build_schedule
 from maxlite.optim.partition import logical_names, path_of, state_names
 from maxlite.parallel import MESH_AXES, Sharder, build_mesh
 from maxlite.parallel.audit import Placement, check_sharded, place
 from maxlite.parallel.exchange import check_exchange
-from maxlite.training.phase_programs import PhasePrograms
+from maxlite.training.phase_programs import PhasePrograms, switch_step
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import Part, all_parameters, build_eval_step, build_train_step
 from maxlite.training.turns import Turns
@@ -74,7 +75,19 @@ class Trainer:
   @functools.cached_property
   def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """The step as a pure function."""
-    return build_train_step(self.model, self.part, self.cfg.training, self.cfg.model.moe)
+    return self.build_step()
+
+  def build_step(
+    self, *, stays_diverged: bool = False
+  ) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+    """The step as one pure function, of all phases where there are any (`build_train_step`)."""
+    if self.turns is not None:
+      steps = self._phase_steps(self.turns, stays_diverged=stays_diverged)
+      return switch_step(steps, self.turns.schedule, self.abstract_state, self.abstract_batch)
+    cfg = self.cfg
+    return build_train_step(
+      self.model, self.part, cfg.training, cfg.model.moe, stays_diverged=stays_diverged
+    )
 
   @functools.cached_property
   def part(self) -> Part:
@@ -95,13 +108,30 @@ class Trainer:
 
   def _phase_programs(self, turns: Turns) -> PhasePrograms:
     """The phases' steps, all compiled."""
-    steps = {
-      phase.name: build_train_step(self.model, turns.part(n), phase.training, self.cfg.model.moe)
-      for n, phase in enumerate(turns.phases)
-    }
+    steps = self._phase_steps(turns)
     batches = dict.fromkeys(steps, self.abstract_batch)
     strategy = self.cfg.phasing.phase_strategy
     return PhasePrograms(steps, turns.schedule, strategy, self.abstract_state, batches)
+
+  def _phase_steps(self, turns: Turns, *, stays_diverged: bool = False) -> dict[str, Callable]:
+    return {
+      phase.name: build_train_step(
+        self.model,
+        turns.part(n),
+        phase.training,
+        self.cfg.model.moe,
+        stays_diverged=stays_diverged,
+      )
+      for n, phase in enumerate(turns.phases)
+    }
+
+  @property
+  def flops_per_step(self) -> list[float]:
+    """Over all devices; by phase, where there are any."""
+    rows, length = self.batch_shape
+    if self.turns is not None:
+      return self.turns.flops(self.abstract_state.params, rows * length, length)
+    return [train_flops_per_step(self.cfg.model, rows * length, length).total]
 
   @property
   def abstract_batch(self) -> Batch:

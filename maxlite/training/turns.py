@@ -71,9 +71,7 @@ class Turns:
 
   def by_phase(self, row: Mapping[str, Any]) -> dict[str, Any]:
     """The losses of a step's row, named after its phase."""
-    name = self.phases[row["phase"]].name
-    losses = ("loss", "draft_loss", "total_loss")
-    return {f"{name}/{loss}": row[loss] for loss in losses if loss in row}
+    return losses_of(self.phases[int(row["phase"])], row)
 
   def describe(self, num_steps: int) -> list[str]:
     """Lines on what each phase trains, on what no phase does, and on when which is due."""
@@ -124,6 +122,12 @@ class Turns:
     turns = self.schedule.timeline(num_steps)
     taken = sum(last - first + 1 for first, last, name in turns if name == phase.name)
     return max(taken, 1)
+
+
+def losses_of(phase: PhaseConfig, row: Mapping[str, Any]) -> dict[str, Any]:
+  """The losses of a step's row, named after its phase."""
+  losses = ("loss", "draft_loss", "total_loss")
+  return {f"{phase.name}/{loss}": row[loss] for loss in losses if loss in row}
 
 
 def _length(phase: PhaseConfig) -> int | Plateau | Threshold:

@@ -56,7 +56,16 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
       {"num_draft_heads": 1, "ici_tensor_parallelism": 4, "base_emb_dim": 34},
       "4 shards do not divide 34",
     ),
-    (FIT, {"members": "[{learning_rate: 1}]"}, "members train all at once"),
+    (
+      FIT,
+      {"members": "[{learning_rate: 1}]", "phase_strategy": "separate"},
+      "a member's phases are one program; write phase_strategy=auto or switch",
+    ),
+    (
+      FIT,
+      {"members": "[{phases: [{name: a, train: x, steps: 0}]}]"},
+      "steps=0 is no number of steps from 1",
+    ),
   ],
 )
 def test_mistakes(phases, keys, says):
