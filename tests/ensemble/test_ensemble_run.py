@@ -139,46 +139,6 @@ def test_members_get_what_they_would_alone(root, alone, fused, strategy):
           np.testing.assert_allclose(row[key], expected[key], rtol=TOLERANCE, err_msg=key)
 
 
-TURNS = (
-  "{name: a, train: [layers/.*], steps: 1}, {name: b, train: [unembed/.*], steps: 1, "
-  "optimizer: lion, gradient_accumulation_steps: 2}"
-)
-PHASED = (
-  f"{{name: turns, phases: [{TURNS}]}}, "
-  f"{{name: later, phases: [{TURNS}], phase_warmup: {{a: 2}}, ema_decay: 0.5}}"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fused", "submesh", "processes"])
-def test_members_with_phases_of_their_own_get_what_they_would_alone(root, strategy):
-  members = f"[{ALIKE}, {PHASED}]"
-  folder, solo = root / f"phases_{strategy}", root / "phases_alone"
-  keys = ONE_EACH if strategy == "fused" else {}
-  keys |= {"ensemble_num_workers": 2} if strategy == "processes" else {}
-  assert start(folder, members, ensemble_strategy=strategy, **keys)[0] == 0
-  for member in members_of(config(solo, f"[{PHASED}]")):
-    if not (solo / "ens/members" / member.name).exists():
-      with contextlib.redirect_stdout(Output()):
-        assert run_training(member.config) == 0
-    here, there = rows_of(folder, member.name), rows_of(solo, member.name)
-    assert len(here) == STEPS
-    for row, expected in zip(here, there, strict=True):
-      assert row.keys() == expected.keys()
-      assert row["phase"] == expected["phase"]
-      for key, value in expected.items():
-        np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)
-
-
-@pytest.mark.parametrize("strategy", ["stacked", "padded", "switched"])
-def test_a_strategy_that_would_compute_all_phases_is_refused(root, strategy, capsys):
-  folder = root / f"refused_{strategy}"
-  with pytest.raises(SystemExit):
-    start(folder, f"[{PHASED}]", ensemble_strategy=strategy, **ONE_EACH)
-  line = capsys.readouterr().err
-  assert "turns has phases; use fused, submesh or processes" in line
-
-
 def test_what_a_finished_ensemble_leaves(fused):
   folder, output = fused
   directory = folder / "ens"

@@ -1,0 +1,66 @@
+"""Members with phases of their own: each gets what it would alone, or is refused."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
+
+from maxlite.config.members import members_of
+from maxlite.ensemble.program import Program
+from maxlite.ensemble.strategies import STRATEGIES, Request
+from maxlite.training.run import run_training
+
+TURNS = (
+  "{name: a, train: [layers/.*], steps: 1}, {name: b, train: [unembed/.*], steps: 1, "
+  "optimizer: lion, gradient_accumulation_steps: 2}"
+)
+PHASED = (
+  f"{{name: turns, phases: [{TURNS}]}}, "
+  f"{{name: later, phases: [{TURNS}], phase_warmup: {{a: 2}}, ema_decay: 0.5}}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fused", "submesh", "processes"])
+def test_members_with_phases_of_their_own_get_what_they_would_alone(tmp_path, strategy):
+  members = f"[{ALIKE}, {PHASED}]"
+  folder, solo = tmp_path / "together", tmp_path / "alone"
+  keys = ONE_EACH if strategy == "fused" else {}
+  keys |= {"ensemble_num_workers": 2} if strategy == "processes" else {}
+  assert start(folder, members, ensemble_strategy=strategy, **keys)[0] == 0
+  for member in members_of(config(solo, f"[{PHASED}]")):
+    with contextlib.redirect_stdout(Output()):
+      assert run_training(member.config) == 0
+    here, there = rows_of(folder, member.name), rows_of(solo, member.name)
+    assert len(here) == STEPS
+    for row, expected in zip(here, there, strict=True):
+      assert row.keys() == expected.keys()
+      for key, value in expected.items():
+        np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)
+
+
+def toy(name, *flops):
+  init = lambda seed: {"x": jnp.zeros(()) + seed.astype(jnp.float32)}
+  step = lambda state, batch: ({"x": state["x"] + batch}, {"loss": state["x"]})
+  return Program(name, 0, init, step, lambda state, batch: state["x"], flops=flops)
+
+
+def request_of(*programs):
+  batch = jax.ShapeDtypeStruct((), jnp.float32)
+  return Request(lambda devices: list(programs), batch, jax.devices()[: len(programs)])
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "padded", "switched"])
+def test_a_strategy_that_would_compute_all_phases_refuses(strategy):
+  request = request_of(toy("plain", 1.0), toy("turns", 1.0, 2.0))
+  with pytest.raises(ValueError, match="turns has phases; use fused, submesh or processes"):
+    STRATEGIES[strategy](request)
+
+
+def test_who_has_phases_is_stacked_with_nobody():
+  names = ("a", "turns", "b", "later")
+  request = request_of(*(toy(name, *(1.0,) * (1 + (len(name) > 1))) for name in names))
+  assert STRATEGIES["fused"](request).groups == [[0, 2], [1], [3]]
