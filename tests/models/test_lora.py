@@ -7,8 +7,8 @@ import pytest
 from flax.linen import meta
 
 from maxlite.config.schema import DEFAULTS, Config, LoraConfig, build
-from maxlite.layers.linear import Linear
 from maxlite.layers.additions import merge_lora
+from maxlite.layers.linear import Linear
 from maxlite.models import build_model
 from maxlite.observe.flops import parameter_count
 from maxlite.optim.partition import path_of

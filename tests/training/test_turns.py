@@ -155,5 +155,6 @@ def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
   code, again = start(folder, **keys)
   assert code == 0
   assert_as_if_nothing_had_happened(folder, again, (whole, output))
+  assert ["router/loss" in row for row in logged(folder)] == [step % 3 == 2 for step in range(8)]
   rates = [row["learning_rate"] for row in logged(folder)]
   assert len({rates[2], rates[5]}) == 2  # the router's own clock
