@@ -70,12 +70,16 @@ def write_weights(
   layers = _Layers(params, read)
   try:
     for tie in made:
-      arrays = layers.of(tie)
-      for block in tie.blocks():
-        parts = [arrays[path][_in_layer(tie, index)] for path, index in block.targets()]
-        writer.write_rows(tie.tensor, block.rows[0], block.to_theirs(parts))
+      _write_tensor(writer, tie, layers.of(tie))
   finally:
     writer.close()
+
+
+def _write_tensor(writer: FolderWriter, tie: Tie, arrays: Mapping[str, np.ndarray]) -> None:
+  # A function of its own, so that nothing holds `arrays` while the next are read.
+  for block in tie.blocks():
+    parts = [arrays[path][_in_layer(tie, index)] for path, index in block.targets()]
+    writer.write_rows(tie.tensor, block.rows[0], block.to_theirs(parts))
 
 
 class _Layers:
