@@ -13,6 +13,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.storage.hf.family import Family
 from maxlite.storage.hf.folder import FolderWriter, listed, read_tensors
 from maxlite.storage.hf.mapping import Block, Tie, ties
+from maxlite.storage.hf.mxfp4 import unpacked
 from maxlite.storage.hf.safetensors import DTYPES, Tensor
 from maxlite.storage.streams import Index, Stream, cuts
 
@@ -30,7 +31,7 @@ def streams_from_hf(
   Raises:
     ValueError: a file is damaged, or weights are missing, left over, of another shape or type.
   """
-  tensors = read_tensors(directory)
+  tensors = unpacked(read_tensors(directory)) if family.quantized else read_tensors(directory)
   wanted = [_narrowed(tie, vocab_size) for tie in ties(family, cfg, params)]
   by_name = {tie.tensor: tie for tie in wanted}
   ignored = {name for name in tensors if any(re.fullmatch(p, name) for p in family.ignored)}

@@ -63,7 +63,9 @@ def model_keys(directory: Path) -> tuple[Family, dict[str, Any], str]:
     raise ValueError(
       f"{file} has model_type={values.get('model_type')!r}; maxlite knows {', '.join(FAMILIES)}"
     )
-  if values.get("quantization_config"):
+  quantization = values.get("quantization_config")
+  method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+  if quantization and method != family.quantized:
     raise ValueError(f"{file} has quantization_config: save the weights as bfloat16 first")
   noted = _Noted(values)
   try:

@@ -39,5 +39,6 @@ FAMILY = Family(
   block,
   # A draft model that is published as one more layer; transformers passes it over, too.
   ignored=(*deepseek_v2.FAMILY.ignored, r"model\.layers\.61\..*"),
+  unread=("num_nextn_predict_layers",),
 )
 KIMI_K2 = dataclasses.replace(FAMILY, model_type="kimi_k2")

@@ -57,3 +57,4 @@ class Family:
   layer_prefix: str = "model.layers.{layer}."  # before the names of `block`
   ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors that hold no weights
   unread: Sequence[str] = ()  # keys of config.json that change nothing in this family
+  quantized: str = ""  # the quant_method of config.json that it is read from, as MXFP4 is

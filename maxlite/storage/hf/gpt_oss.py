@@ -58,4 +58,13 @@ def block(cfg: ModelConfig, moe: bool) -> parts.Rows:
   return (*NORMS, *parts.ATTENTION, *ATTENTION_BIAS, *EXPERTS)
 
 
-FAMILY = Family("gpt_oss", "GptOssForCausalLM", "gpt_oss", config_from_hf, config_to_hf, block)
+FAMILY = Family(
+  "gpt_oss",
+  "GptOssForCausalLM",
+  "gpt_oss",
+  config_from_hf,
+  config_to_hf,
+  block,
+  unread=("experts_per_token", "initial_context_length", "quantization_config"),
+  quantized="mxfp4",
+)

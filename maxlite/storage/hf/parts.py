@@ -195,7 +195,7 @@ def layer_types(num_layers: int, global_every: int) -> list[str]:
 
 def require_layer_types(hf: Mapping[str, Any], global_every: int) -> None:
   """Raises ValueError unless layers that attend locally stand where those of the family do."""
-  require(hf, sliding_window_pattern=global_every)
+  require(hf, sliding_window_pattern=global_every, _sliding_window_pattern=global_every)
   if hf.get("layer_types"):
     require(hf, layer_types=layer_types(hf["num_hidden_layers"], global_every))
 

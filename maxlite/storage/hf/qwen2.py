@@ -22,4 +22,12 @@ def block(cfg: ModelConfig, moe: bool) -> parts.Rows:
   return (*llama.block(cfg, moe), *parts.QKV_BIAS)
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", "qwen2", config_from_hf, config_to_hf, block)
+FAMILY = Family(
+  "qwen2",
+  "Qwen2ForCausalLM",
+  "qwen2",
+  config_from_hf,
+  config_to_hf,
+  block,
+  unread=("max_window_layers",),
+)

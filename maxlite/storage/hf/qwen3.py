@@ -22,4 +22,12 @@ def block(cfg: ModelConfig, moe: bool) -> parts.Rows:
   return (*llama.block(cfg, moe), *parts.QK_NORM)
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", "qwen3", config_from_hf, config_to_hf, block)
+FAMILY = Family(
+  "qwen3",
+  "Qwen3ForCausalLM",
+  "qwen3",
+  config_from_hf,
+  config_to_hf,
+  block,
+  unread=("max_window_layers",),
+)

@@ -21,6 +21,7 @@ DTYPES: dict[str, np.dtype] = {
   "BF16": np.dtype(jnp.bfloat16),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PACKED = {"U8": np.dtype("uint8")}  # of what is not weights as it lies (mxfp4.py)
 ALIGNMENT = 8  # [bytes] of where tensors start in a file
 
 
@@ -39,7 +40,7 @@ class Tensor:
     Raises:
       ValueError: the file ends before them.
     """
-    dtype, shape = DTYPES[self.dtype], (high - low, *self.shape[1:])
+    dtype, shape = (DTYPES | PACKED)[self.dtype], (high - low, *self.shape[1:])
     rows = np.empty(shape, dtype)
     offset = self.start + low * math.prod(self.shape[1:]) * dtype.itemsize
     with self.path.open("rb", buffering=0) as file:
