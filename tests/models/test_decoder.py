@@ -85,6 +85,34 @@ def test_layers_run_in_the_order_of_the_plan(plan):
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), got, expected)
 
 
+@pytest.mark.parametrize(
+  ("family", "num_layers", "plan"),
+  [("gemma2", 2, {}), ("gemma3", 6, {}), ("gpt_oss", 4, {"interleave_moe_layer_step": 2})],
+)
+def test_every_so_many_layers_the_last_sees_beyond_the_window(family, num_layers, plan):
+  """Each layer in turn is the only one whose attention adds anything; local ones see one row."""
+  options = {"sliding_window_size": 1, "base_num_decoder_layers": num_layers} | plan
+  model = model_of(decoder_block=family, **options)
+  params, step = params_of(model), plan.get("interleave_moe_layer_step", 1)
+  run = jax.jit(functools.partial(model.apply, method=model.hidden))
+  changed_BT = np.where(np.arange(12) == 3, 23 - TOKENS_BT, TOKENS_BT)
+  for layer in range(num_layers):
+
+    def mute(path, leaf, layer=layer):
+      path = jax.tree_util.keystr(path, simple=True, separator="/")
+      if not path.endswith("attention/out/kernel"):
+        return leaf
+      place = 0 if "dense_0" in path else step - 1
+      number_N = np.arange(len(leaf)) * step + place
+      return leaf * (number_N == layer).astype(np.float32)[:, None, None, None]
+
+    only = {"params": jax.tree_util.tree_map_with_path(mute, params)}
+    moved_BTD = run(only, TOKENS_BT, *ROWS)[0] != run(only, changed_BT, *ROWS)[0]
+    is_global = (layer + 1) % MODELS[family].global_layer_every == 0
+    reached_T = np.asarray(moved_BTD).any(axis=(0, 2))
+    np.testing.assert_array_equal(reached_T[[2, 3, 11]], [False, True, is_global])
+
+
 def test_a_dense_family_knows_no_plan():
   plan = {"first_num_dense_layers": 1, "interleave_moe_layer_step": 2}
   dense = params_of(model_of(decoder_block="llama", **plan))
