@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "fixtures" / "hf_parity
 # Mistakes are orders of magnitude above, float32's rounding one below.
 LOGITS, GRADIENT, LOSS, LOSSES = 1e-5, 1e-4, 1e-5, 1e-4
 FAST = ("mixtral",)  # the others take a few seconds each to compile
+SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2")  # whose parts others have, too
 
 
 def test_every_family_has_a_fixture_of_modest_size():
@@ -22,7 +23,10 @@ def test_every_family_has_a_fixture_of_modest_size():
     assert 0 < sum(path.stat().st_size for path in files) < 300_000, family
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+  "family",
+  [pytest.param(name, marks=pytest.mark.slow if name in SHARED else ()) for name in FAMILIES],
+)
 def test_logits_and_loss_of_packed_documents(family):
   logits, loss = logits_and_loss(FIXTURES / family)
   assert logits < LOGITS
