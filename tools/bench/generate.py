@@ -1,12 +1,13 @@
 """What a token costs: decode tokens/s with a cache against `transformers` on the same weights.
 
-  python tools/bench/generate.py [--rounds 5] [--batch 1 16] [--tokens 128]
+  python tools/bench/generate.py [--rounds 5] [--batch 1 16] [--tokens 128] [--threads 1 2]
 
 A Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512, float32, is written by
 `transformers` and read by `maxlite.load`. Both continue the same prompts of 64 tokens greedily, in
-turns, round by round, so that a drift of the machine's speed falls on each alike; torch also with
-one thread, which is faster for so small a model. Figures are the best of all rounds, and time to
-the first token is left out. Needs `pip install -e .[hf]`.
+turns, round by round, so that a drift of the machine's speed falls on each alike; torch with one
+thread, which for so small a model may be faster, and with all it takes by itself, or as --threads
+says. Figures are the best of all rounds, and time to the first token is left out. Needs
+`pip install -e .[hf]`.
 """
 
 import argparse
@@ -90,11 +91,13 @@ def theirs(folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: in
   return run
 
 
-def measure(folder: str, num_rows: int, num_tokens: int, rounds: int) -> tuple[dict, bool]:
+def measure(
+  folder: str, num_rows: int, num_tokens: int, rounds: int, threads: list[int]
+) -> tuple[dict, bool]:
   """({candidate: best seconds per step}, whether all wrote the same)."""
   prompts_BT = np.random.default_rng(0).integers(VOCAB, size=(num_rows, NUM_PROMPT))
   candidates = {"maxlite": ours(folder, prompts_BT, num_tokens)}
-  for num_threads in sorted({1, torch.get_num_threads()}):
+  for num_threads in threads:
     name = f"transformers, {num_threads} thread{'s' * (num_threads > 1)}"
     candidates[name] = theirs(folder, prompts_BT, num_tokens, num_threads)
   texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
@@ -110,13 +113,15 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
   parser.add_argument("--tokens", type=int, default=128)
+  threads = sorted({1, torch.get_num_threads()})
+  parser.add_argument("--threads", type=int, nargs="+", default=threads)
   args = parser.parse_args()
   table = Table("batch", "candidate", "ms per step", "tokens/s", "maxlite is")
   with tempfile.TemporaryDirectory() as folder:
     torch.manual_seed(0)
     LlamaForCausalLM(SHAPE).save_pretrained(folder)
     for num_rows in args.batch:
-      best, same = measure(folder, num_rows, args.tokens, args.rounds)
+      best, same = measure(folder, num_rows, args.tokens, args.rounds, args.threads)
       for name, seconds in best.items():
         ratio = "" if name == "maxlite" else f"{seconds / best['maxlite']:.1f} x as fast"
         row = (num_rows, name, f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
