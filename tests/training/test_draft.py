@@ -261,7 +261,10 @@ def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(whole)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("mesh", "keys"),
-  [("fsdp=8", {"remat_policy": "full"}), ("expert=4 fsdp=2", {"gradient_accumulation_steps": 4})],
+  [
+    ("fsdp=8", {"remat_policy": "full"}),
+    ("data=2 expert=2 tensor=2", {"gradient_accumulation_steps": 4}),
+  ],
 )
 def test_and_of_a_mixture(mesh, keys):
   expected = two_phases("mixtral", **WHOLE)
@@ -296,9 +299,18 @@ def test_draft_heads_change_nothing_of_the_rest_s_start(whole):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(without.params), params)
 
 
+@pytest.fixture
+def _optimized():
+  name = "jax_disable_most_optimizations"
+  before = jax.config.values[name]
+  jax.config.update(name, False)
+  yield
+  jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("_optimized")
 def test_the_match_phase_holds_no_backward_pass_of_the_trunk():
   """Beside the trunk's forward products it has those of the heads and of all logits alone."""
-  jax.config.update("jax_disable_most_optimizations", False)
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
   trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
   state, batch = trainer.abstract_state, trainer.abstract_batch
@@ -309,7 +321,6 @@ def test_the_match_phase_holds_no_backward_pass_of_the_trunk():
     matmul_flops(parse(jax.jit(step).lower(state, batch).compile().as_text())).total
     for step in steps
   )
-  jax.config.update("jax_disable_most_optimizations", True)
   dim, vocab = cfg.model.base_emb_dim, cfg.model.vocab_size
   head, logits = dim * dim, dim * vocab
   # Forward, and a head's by its weights; of logits those of the trunk, and the drafts' both ways.
