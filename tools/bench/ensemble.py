@@ -9,19 +9,24 @@ different  24 MLPs (1, 2, 4 or 6 hidden layers, 8 to 256 wide): every strategy a
            24 jitted steps and against padding all to the largest by hand under `vmap`
 simulated  the same on 8 simulated CPU devices
 
-"start" is everything from the members to the end of the first step: tracing, compiling, initial
-values. Candidates take turns, round by round, and medians are compared: a busy machine slows all
-alike. Processor time counts both cores, and so leaves out what a strategy gains by using them.
+Each candidate has a process of its own, as users would run it: in one process with others it takes
+two to three times as long, and not all suffer alike. They take turns, round by round, and the
+least of each counts: what else a machine does can only add. "start" is everything from the members
+to the end of the first step: tracing, compiling, initial values. Processor time adds up the cores',
+and so leaves out what a strategy gains by using them.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import importlib.util
 import itertools
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from moe import Timer, judge
+from moe import judge
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +45,7 @@ NUM_FEATURES, NUM_ROWS = 16, 64
 WIDTHS, DEPTHS = (8, 16, 32, 64, 128, 256), (1, 2, 4, 6)  # by one more layer deep
 NUM_SIMULATED = 8
 STEPS = 10  # of one timed run
+WARM_ROUNDS = 3
 
 
 class MLP(nn.Module):
@@ -73,8 +79,26 @@ class Candidate(NamedTuple):
   """One way to train all members; `run` does STEPS steps and waits for them."""
 
   run: Callable[[], Any]
-  start_seconds: float
   useful_share: float = 1.0
+  strategy: str = ""  # that `auto` chose
+
+
+@dataclasses.dataclass
+class Timed:
+  """A candidate in its process, and what it took so far."""
+
+  process: subprocess.Popen
+  start_seconds: float
+  start_processor_seconds: float
+  useful_share: float
+  strategy: str
+  seconds: float = float("inf")  # per step
+  processor_seconds: float = float("inf")
+
+  def turn(self) -> None:
+    seconds, processor_seconds = _ask(self.process)
+    self.seconds = min(self.seconds, seconds)
+    self.processor_seconds = min(self.processor_seconds, processor_seconds)
 
 
 def main() -> int:
@@ -83,74 +107,121 @@ def main() -> int:
   )
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--processor-time", action="store_true")
+  parser.add_argument("--candidate", nargs=2, help=argparse.SUPPRESS)
   parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="section")
   options = parser.parse_args()
-  keep_freed_memory()
-  timer = Timer(options.rounds, options.processor_time)
-  print(f"{len(jax.devices())} x {jax.devices()[0].device_kind}, {options.rounds} rounds")
+  if options.candidate:
+    return serve(*options.candidate)
   for section in options.sections or SECTIONS:
-    SECTIONS[section](timer)
+    SECTIONS[section](options)
   return 0
 
 
-def alike(timer: Timer) -> None:
-  rates = np.geomspace(1e-4, 1e-2, 64).tolist()
+def alike(options: argparse.Namespace) -> None:
+  names = [name for name in ALIKE if name != "torch.func" or importlib.util.find_spec("torch")]
   for width in (8, 32, 128):
-    members = [Member(MLP(width, 2), optax.adam(rate), seed=z) for z, rate in enumerate(rates)]
-    candidates = {"loop": one_step_loop(MLP(width, 2), rates)}
-    candidates["stacked"] = strategy_candidate(members, "stacked", jax.devices()[:1])
-    if importlib.util.find_spec("torch"):
-      # On a busy machine, threads that wait by spinning make PyTorch 20 times slower.
-      os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-      from torch_ensemble import stacked_steps
-
-      start = time.perf_counter()
-      sizes = [NUM_FEATURES, *[width] * 3, 1]
-      run = stacked_steps(sizes, rates, *map(np.asarray, batch()), STEPS)
-      run()
-      candidates["torch.func"] = Candidate(run, time.perf_counter() - start)
-    seconds = report(f"64 MLPs, 3 layers of {width}", candidates, timer)
+    step, _ = compare(f"64 MLPs, 3 layers of {width}", names, width, 1, options)
     goal = 6 if width <= 32 else None
-    judge(
-      f"alike, width {width}: loop / stacked", seconds["loop"] / seconds["stacked"], at_least=goal
+    judge(f"alike, width {width}: loop / stacked", step["loop"] / step["stacked"], at_least=goal)
+    if "torch.func" in step:
+      judge(f"alike, width {width}: torch.func / stacked", step["torch.func"] / step["stacked"])
+
+
+def different(options: argparse.Namespace, num_devices: int = 1) -> None:
+  title = f"different, {num_devices} devices"
+  names = ["auto", *(name for name in DIFFERENT if name != "auto")]
+  step, start = compare(f"24 MLPs, {num_devices} devices", names, 0, num_devices, options)
+  judge(f"{title}: loop / auto", step["loop"] / step["auto"], at_least=1.5)
+  judge(f"{title}: pad + vmap / auto", step["pad + vmap"] / step["auto"], at_least=10)
+  judge(f"{title}: start, auto / loop", start["auto"] / start["loop"], at_most=1)
+  fastest = min(seconds for name, seconds in step.items() if name in ("auto", *STRATEGIES))
+  judge(f"{title}: auto / fastest strategy", step["auto"] / fastest, at_most=1.2)
+
+
+def simulated(options: argparse.Namespace) -> None:
+  different(options, NUM_SIMULATED)
+
+
+def compare(
+  title: str, names: Sequence[str], width: int, num_devices: int, options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, float]]:
+  """({candidate: seconds per step}, {candidate: seconds to start}), printed as a table too."""
+  with contextlib.ExitStack() as processes:
+    timed: dict[str, Timed] = {}
+    for name in names:
+      if name not in {other.strategy for other in timed.values()}:
+        candidate = processes.enter_context(started(name, width, num_devices))
+        timed |= {name: candidate} if candidate else {}
+    for _ in range(WARM_ROUNDS + options.rounds):
+      for candidate in timed.values():
+        candidate.turn()
+  table = Table(title=title, title_justify="left")
+  columns = ("", "start s", "of processor", "step ms", "of processor", "useful FLOPs")
+  for n, column in enumerate(columns):
+    table.add_column(column, justify="right" if n else "left")
+  for name, t in timed.items():
+    step = (f"{1e3 * t.seconds:.2f}", f"{1e3 * t.processor_seconds:.2f}")
+    start = (f"{t.start_seconds:.1f}", f"{t.start_processor_seconds:.1f}")
+    shown = f"{name} ({t.strategy})" if t.strategy else name
+    table.add_row(shown, *start, *step, f"{t.useful_share:.0%}")
+  Console(width=100).print(table)
+  if options.processor_time:
+    return (
+      {name: t.processor_seconds for name, t in timed.items()},
+      {name: t.start_processor_seconds for name, t in timed.items()},
     )
-    if "torch.func" in seconds:
-      judge(
-        f"alike, width {width}: torch.func / stacked", seconds["torch.func"] / seconds["stacked"]
-      )
+  return {n: t.seconds for n, t in timed.items()}, {n: t.start_seconds for n, t in timed.items()}
 
 
-def different(timer: Timer) -> None:
-  devices = jax.devices()
-  members = grid(scan=False)
-  candidates = {"loop": loop_of_steps(members), "pad + vmap": pad_and_vmap(members)}
-  for strategy in STRATEGIES:
-    try:
-      own = grid(scan=True) if strategy == "padded" else members
-      candidates[strategy] = strategy_candidate(own, strategy, devices)
-    except ValueError as error:
-      print(error)
-  auto = Ensemble(members, loss, devices=devices)
-  auto.init(batch())
-  seconds = report(f"24 MLPs, {len(devices)} devices", candidates, timer)
-  chosen = auto.plan.strategy
-  Console(width=110).print(auto.plan.table())
-  title = f"different, {len(devices)} devices"
-  ratio = seconds["loop"] / seconds[chosen]
-  judge(f"{title}: loop / {chosen}", ratio, at_least=1.5)
-  judge(f"{title}: pad + vmap / {chosen}", seconds["pad + vmap"] / seconds[chosen], at_least=10)
-  start = candidates[chosen].start_seconds / candidates["loop"].start_seconds
-  judge(f"{title}: start, {chosen} / loop", start, at_most=1)
-  fastest = min(s for name, s in seconds.items() if name in STRATEGIES)
-  judge(f"{title}: {chosen} / fastest strategy", seconds[chosen] / fastest, at_most=1.2)
+@contextlib.contextmanager
+def started(name: str, width: int, num_devices: int) -> Iterator[Timed | None]:
+  """A candidate that is ready to take turns; None, and its reason printed, if it cannot serve."""
+  flag = f"--xla_force_host_platform_device_count={num_devices}"
+  # On a busy machine, threads that wait by spinning make PyTorch 20 times slower.
+  environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+  environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag} if num_devices > 1 else {}
+  command = [sys.executable, *sys.argv[:1], "--candidate", name, str(width)]
+  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+  with subprocess.Popen(command, env=environment, **pipes) as process:
+    assert process.stdin
+    ready = _ask(process)
+    if isinstance(ready, str):
+      print(ready)
+      yield None
+    else:
+      yield Timed(process, *ready)
+    process.stdin.close()
 
 
-def simulated(timer: Timer) -> None:
-  flag = f"--xla_force_host_platform_device_count={NUM_SIMULATED}"
-  command = [sys.executable, *sys.argv[:1], "--rounds", str(timer.rounds), "different"]
-  command += ["--processor-time"] * timer.processor_time
-  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
-  subprocess.run(command, env=environment, check=True)
+def _ask(process: subprocess.Popen) -> Any:
+  assert process.stdin
+  assert process.stdout
+  process.stdin.write("\n")
+  process.stdin.flush()
+  answer = process.stdout.readline()
+  if not answer:
+    raise RuntimeError(f"{' '.join(process.args)} ended with exit code {process.wait()}")
+  return json.loads(answer)
+
+
+def serve(name: str, width: str) -> int:
+  """A candidate's process: for each line it gets it takes a turn and answers with the seconds."""
+  keep_freed_memory()
+  sys.stdin.readline()
+  clocks = lambda: np.array([time.perf_counter(), time.process_time()])
+  start = clocks()
+  try:
+    candidate = ALIKE[name](int(width)) if int(width) else DIFFERENT[name]()
+  except ValueError as error:
+    print(json.dumps(str(error)), flush=True)
+    return 0
+  ready = [*(clocks() - start).tolist(), candidate.useful_share, candidate.strategy]
+  print(json.dumps(ready), flush=True)
+  for _ in sys.stdin:
+    start = clocks()
+    candidate.run()
+    print(json.dumps(((clocks() - start) / STEPS).tolist()), flush=True)
+  return 0
 
 
 def grid(*, scan: bool) -> list[Member]:
@@ -171,38 +242,50 @@ def loss(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
   return jnp.mean((model(x_BD) - y_BD) ** 2)
 
 
-def strategy_candidate(
-  members: Sequence[Member], strategy: str, devices: Sequence[jax.Device]
-) -> Candidate:
-  start = time.perf_counter()
-  ensemble = Ensemble(members, loss, strategy=strategy, devices=devices)
-  state = ensemble.init(batch())
-  run = repeated(ensemble.step, state)
-  seconds = time.perf_counter() - start
-  share = next(e.useful_share for e in ensemble.plan.estimates if e.strategy == strategy)
-  return Candidate(run, seconds, share)
+def strategy_candidate(members: Sequence[Member], strategy: str) -> Candidate:
+  ensemble = Ensemble(members, loss, strategy=strategy)
+  run = repeated(ensemble.step, ensemble.init(batch()))
+  plan = ensemble.plan
+  share = next(e.useful_share for e in plan.estimates if e.strategy == plan.strategy)
+  if strategy == "auto":
+    Console(width=110, stderr=True).print(plan.table())
+  return Candidate(run, share, plan.strategy if strategy == "auto" else "")
 
 
-def one_step_loop(model: nn.Module, rates: Sequence[float]) -> Candidate:
+def alike_members(width: int) -> list[Member]:
+  return [Member(MLP(width, 2), optax.adam(rate), seed=z) for z, rate in enumerate(rates())]
+
+
+def rates() -> list[float]:
+  return np.geomspace(1e-4, 1e-2, 64).tolist()
+
+
+def one_step_loop(width: int) -> Candidate:
   """Members one after the other through one program that is handed their learning rates."""
-  start = time.perf_counter()
   optimizer = optax.inject_hyperparams(optax.adam)(0.0)
-  init, step = solo_functions(model, optimizer)
+  init, step = solo_functions(MLP(width, 2), optimizer)
   states = []
-  for z, rate in enumerate(rates):
+  for z, rate in enumerate(rates()):
     params, opt_state = init(z)
     opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
     states.append((params, opt_state))
-  run = repeated(in_turn([step] * len(states)), states)
-  return Candidate(run, time.perf_counter() - start)
+  return Candidate(repeated(in_turn([step] * len(states)), states))
 
 
-def loop_of_steps(members: Sequence[Member]) -> Candidate:
-  start = time.perf_counter()
+def by_torch(width: int) -> Candidate:
+  from torch_ensemble import stacked_steps
+
+  sizes = [NUM_FEATURES, *[width] * 3, 1]
+  run = stacked_steps(sizes, rates(), *map(np.asarray, batch()), STEPS)
+  run()
+  return Candidate(run)
+
+
+def loop_of_steps() -> Candidate:
+  members = grid(scan=False)
   functions = [solo_functions(member.model, member.optimizer) for member in members]
   states = [init(m.seed) for (init, _), m in zip(functions, members, strict=True)]
-  run = repeated(in_turn([step for _, step in functions]), states)
-  return Candidate(run, time.perf_counter() - start)
+  return Candidate(repeated(in_turn([step for _, step in functions]), states))
 
 
 def solo_functions(
@@ -232,9 +315,9 @@ def in_turn(steps: Sequence[Callable]) -> Callable:
   return step
 
 
-def pad_and_vmap(members: Sequence[Member]) -> Candidate:
+def pad_and_vmap() -> Candidate:
   """All members as wide and deep as the largest, units and layers that are too many masked."""
-  start = time.perf_counter()
+  members = grid(scan=False)
   width_Z = jnp.asarray([member.model.width for member in members])
   depth_Z = jnp.asarray([member.model.depth for member in members])
   most_wide, most_deep = max(WIDTHS), max(DEPTHS)
@@ -268,7 +351,7 @@ def pad_and_vmap(members: Sequence[Member]) -> Candidate:
   run = repeated(lambda state, batch: along(state, width_Z, depth_Z, batch), states)
   useful = sum(products(member.model.width, member.model.depth) for member in members)
   share = useful / (len(members) * products(most_wide, most_deep))
-  return Candidate(run, time.perf_counter() - start, share)
+  return Candidate(run, share)
 
 
 def products(width: int, depth: int) -> int:
@@ -289,20 +372,18 @@ def repeated(step: Callable, state: Any) -> Callable[[], Any]:
   return run
 
 
-def report(title: str, candidates: dict[str, Candidate], timer: Timer) -> dict[str, float]:
-  """Seconds per step of each candidate."""
-  seconds = timer.median_seconds({name: c.run for name, c in candidates.items()})
-  table = Table(title=title, title_justify="left")
-  for column in ("", "start s", "step ms", "useful FLOPs"):
-    table.add_column(column, justify="right" if column else "left")
-  for name, candidate in candidates.items():
-    milliseconds = f"{1e3 * seconds[name] / STEPS:.2f}"
-    share = f"{candidate.useful_share:.0%}"
-    table.add_row(name, f"{candidate.start_seconds:.1f}", milliseconds, share)
-  Console(width=100).print(table)
-  return {name: value / STEPS for name, value in seconds.items()}
-
-
+ALIKE: dict[str, Callable[[int], Candidate]] = {
+  "loop": one_step_loop,
+  "stacked": lambda width: strategy_candidate(alike_members(width), "stacked"),
+  "torch.func": by_torch,
+}
+DIFFERENT: dict[str, Callable[[], Candidate]] = {
+  "loop": loop_of_steps,
+  "pad + vmap": pad_and_vmap,
+} | {
+  name: lambda name=name: strategy_candidate(grid(scan=name == "padded"), name)
+  for name in ("auto", *STRATEGIES)
+}
 SECTIONS = {"alike": alike, "different": different, "simulated": simulated}
 
 if __name__ == "__main__":
