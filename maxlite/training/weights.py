@@ -1,6 +1,7 @@
 """A model and its parameters, from a run folder or from a folder in Hugging Face's format."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer,
   cfg: Config = build(Config, read_saved(folder.config))
   stored = trainer_of_model(cfg.model, mesh).abstract_state.params
   trainer = trainer_of_model(_with_dtype(cfg.model, dtype) if dtype else cfg.model, mesh)
-  checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=_no_report)
+  checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=_to_stderr)
   params, _ = checkpoints.restore_params(stored)
   wanted = trainer.abstract_state.params
   return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, wanted)
@@ -157,5 +158,5 @@ def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[
   return trainer, traverse_util.unflatten_dict(arrays, sep="/")
 
 
-def _no_report(line: str) -> None:
-  raise ValueError(line)
+def _to_stderr(line: str) -> None:
+  sys.stderr.write(f"{line}\n")
