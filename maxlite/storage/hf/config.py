@@ -1,6 +1,7 @@
 """config.json: which family a model is of, and what of ours says the same."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,10 @@ def model_keys(directory: Path) -> tuple[Family, dict[str, Any], str]:
   """
   values = read_config(directory)
   file = directory / CONFIG
-  family = FAMILIES.get(str(values.get("model_type")))
-  if family is None:
-    raise ValueError(
-      f"{file} has model_type={values.get('model_type')!r}; maxlite knows {', '.join(FAMILIES)}"
-    )
+  model_type = values.get("model_type")
+  if str(model_type) not in FAMILIES:
+    raise ValueError(f"{file} has model_type={model_type!r}; maxlite knows {', '.join(FAMILIES)}")
+  family = FAMILIES[str(model_type)]
   quantization = values.get("quantization_config")
   method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
   if quantization and method != family.quantized:
@@ -88,22 +88,29 @@ def family_that_says(cfg: ModelConfig) -> tuple[Family, dict[str, Any]]:
     ValueError: there is none; with the keys that would be lost.
   """
   lost = f"decoder_block={cfg.decoder_block}"
-  for family in FAMILIES.values():
-    if family.decoder_block == cfg.decoder_block:
-      hf = {"architectures": [family.architecture], "model_type": family.model_type}
-      hf |= family.config_to_hf(cfg)
-      said = family.config_from_hf(hf)
-      different = {
-        name: value
-        for name, value in _function_of(cfg).items()
-        if said.get(name, DEFAULTS[name]) != value
-      }
-      if not different:
-        return family, hf
-      lost = " ".join(f"{name}={show(value)}" for name, value in different.items())
+  for family in _by_block()[cfg.decoder_block]:
+    hf = {"architectures": [family.architecture], "model_type": family.model_type}
+    hf |= family.config_to_hf(cfg)
+    said = family.config_from_hf(hf)
+    different = {
+      name: value
+      for name, value in _function_of(cfg).items()
+      if said.get(name, DEFAULTS[name]) != value
+    }
+    if not different:
+      return family, hf
+    lost = " ".join(f"{name}={show(value)}" for name, value in different.items())
   raise ValueError(
     f"no family of Hugging Face that maxlite writes has {lost}: this model cannot be exported"
   )
+
+
+def _by_block() -> Mapping[str, list[Family]]:
+  """The families of each decoder_block, in the table's order."""
+  families: defaultdict[str, list[Family]] = defaultdict(list)
+  for family in FAMILIES.values():
+    families[family.decoder_block].append(family)
+  return families
 
 
 def _function_of(cfg: ModelConfig) -> dict[str, Any]:
