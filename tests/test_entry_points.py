@@ -95,7 +95,7 @@ def test_evaluate_and_generate_take_the_run_as_it_was_trained(trained, place, tm
   evaluation = maxlite("evaluate", *run)
   generation = maxlite("generate", *run, *prompt)
   last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-  names = ("eval_loss", "eval_tokens", "eval_bits_per_byte")
+  names = ("eval_loss", "eval_bits_per_byte", "eval_tokens")
   figures = "  ".join(f"{name} {last[name]:.6g}" for name in names)
   assert finish(evaluation) == (0, f"{folder} step 4  {figures}\n", "")
   code, text, err = finish(generation)
