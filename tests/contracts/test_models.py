@@ -37,10 +37,10 @@ TINY = {
 # What a family has beyond that.
 OWN = {
   "gemma2": {
-    "base_num_decoder_layers": 3,
+    "base_num_decoder_layers": 2,
     "mlp_activations": ("gelu", "linear"),
     "sliding_window_size": 3,
-    "attn_logits_soft_cap": 2.0,
+    "attn_logits_soft_cap": 8.0,
   },
   "gemma3": {
     "base_num_decoder_layers": 7,
@@ -113,10 +113,11 @@ def abstract_params(family, **changes):
 @functools.cache
 def params_of(family, **changes):
   """Random parameters, of about the size that training starts with."""
+  centre = 0 if MODELS[family].zero_centred_norms else 1
 
   def fill(path, leaf):
-    seed = zlib.crc32(str(path).encode())
-    return 1 + draw(leaf.shape, seed) / 4 if "scale" in str(path) else draw(leaf.shape, seed) / 3
+    noise = draw(leaf.shape, zlib.crc32(str(path).encode()))
+    return centre + noise / 4 if "scale" in str(path) else noise / 3
 
   return jax.tree_util.tree_map_with_path(fill, meta.unbox(abstract_params(family, **changes)))
 
