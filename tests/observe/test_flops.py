@@ -99,3 +99,17 @@ def test_deepseek2_16b_costs_what_maxtext_counts():
   flops = train_flops_per_step(model, 24 * 2048, 2048)
   assert round(flops.total / 1e12, 2) == 764.67
   assert round(100 * flops.attention / flops.total, 2) == 5.46
+
+
+@pytest.mark.parametrize(("family", "num_local"), [("llama", 4), ("gemma2", 2), ("gpt_oss", 2)])
+def test_a_window_takes_its_scores_off_the_layers_that_have_it(family, num_local):
+  model = dataclasses.replace(TINY, decoder_block=family, base_num_decoder_layers=4)
+  length, window = 8, 3
+  seen = [min(t + 0.5, window) for t in range(length)]  # halves, as the causal square is halved
+  whole, local = (
+    train_flops_per_step(changed, 16, length).attention
+    for changed in (model, dataclasses.replace(model, sliding_window_size=window))
+  )
+  hidden = length**2 / 2 - (length * window - window**2 / 2)
+  assert sum(seen) == pytest.approx(length * window - window**2 / 2)
+  assert local / whole == pytest.approx(1 - num_local / 4 * hidden / (length**2 / 2))
