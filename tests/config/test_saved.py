@@ -43,7 +43,7 @@ def _values(key: Key) -> st.SearchStrategy:
   if key.type in WHOLE:
     return WHOLE[key.type]
   if key.type is int:
-    return st.integers(int(knob.low), 2**31 - 1)
+    return st.integers(int(knob.low), 2**31 - 1 if knob.high is None else int(knob.high))
   if key.type == tuple[int, ...]:
     return st.lists(st.integers(int(knob.low), 2**31 - 1), max_size=3).map(tuple)
   if key.type is float:
