@@ -1,5 +1,7 @@
 """The resolved config of a run survives the disk and can be compared."""
 
+import math
+
 import pytest
 import yaml
 from hypothesis import example, given, settings
@@ -43,7 +45,7 @@ def _values(key: Key) -> st.SearchStrategy:
   if key.type in WHOLE:
     return WHOLE[key.type]
   if key.type is int:
-    return st.integers(int(knob.low), 2**31 - 1 if knob.high is None else int(knob.high))
+    return st.integers(int(knob.low), int(min(2**31 - 1, knob.high or math.inf)))
   if key.type == tuple[int, ...]:
     return st.lists(st.integers(int(knob.low), 2**31 - 1), max_size=3).map(tuple)
   if key.type is float:
