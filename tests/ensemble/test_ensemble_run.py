@@ -52,7 +52,6 @@ CASES = {
 FUSED = {"ensemble_strategy": "fused", **ONE_EACH}
 MEMBERS = CASES["fused"][0]
 TOLERANCE = 2e-5
-OPTIMIZED = "xla_backend_optimization_level=0" not in os.environ["XLA_FLAGS"]
 
 
 def config(folder: Path, members: str, **keys: object):
@@ -156,24 +155,32 @@ def test_what_a_finished_ensemble_leaves(fused):
   assert "nothing to do" in start(folder, MEMBERS, **FUSED)[1]
 
 
-def test_an_interrupted_ensemble_ends_as_if_it_had_not_been(root, fused):
-  folder = root / "interrupted"
-  stopped = Output(at=3, number=signal.SIGTERM)
-  code, output = start(folder, MEMBERS, stopped, **FUSED)
+def stop_after_3(folder):
+  code, output = start(folder, MEMBERS, Output(at=3, number=signal.SIGTERM), **FUSED)
   assert code == 128 + signal.SIGTERM
   assert "stopped by SIGTERM" in output
-  # One member's last save is lost: it catches up before all go on.
+
+
+def test_an_interrupted_ensemble_ends_as_if_it_had_not_been(root, fused):
+  folder = root / "interrupted"
+  stop_after_3(folder)
+  assert start(folder, MEMBERS, **FUSED)[0] == 0
+  for name in ("slow", "fast", "deep"):
+    assert rows_of(folder, name) == rows_of(fused[0], name)
+    assert checksums(folder, name) == checksums(fused[0], name)
+
+
+@pytest.mark.slow
+def test_a_member_whose_last_save_is_lost_catches_up(root, fused):
+  folder = root / "behind"
+  stop_after_3(folder)
   saved = sorted(int(p.name) for p in (folder / "ens/members/deep/checkpoints").iterdir())
   shutil.rmtree(folder / f"ens/members/deep/checkpoints/{saved[-1]}")
-  code, output = start(folder, MEMBERS, **FUSED)
-  assert code == 0
+  assert start(folder, MEMBERS, **FUSED)[0] == 0
   for name in ("slow", "fast", "deep"):
     here, there = rows_of(folder, name), rows_of(fused[0], name)
     assert [row.keys() for row in here] == [row.keys() for row in there]
-    if OPTIMIZED:
-      assert here == there
-      assert checksums(folder, name) == checksums(fused[0], name)
-    # As tests are compiled, gradients were seen to differ in their last bit.
+    # It catches up by a program of its own, which may round differently.
     for row, expected in zip(here, there, strict=True):
       np.testing.assert_allclose(list(row.values()), list(expected.values()), rtol=1e-6)
 
