@@ -24,9 +24,9 @@ from maxlite.ensemble.program import build_programs
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
 TOLERANCE = 1e-6
-# Of initial values: the same bits where XLA optimizes, but as tests are compiled, a product and a
-# sum may be rounded once in one program and twice in another.
-START_TOLERANCE = 2e-7
+# Of initial values, by strategy. As tests are compiled, a product and a sum may be rounded once in
+# one program and twice in another.
+START_TOLERANCE = {"padded": 2e-7}
 
 
 def why_not(family: str, strategy: str, num_devices: int) -> str:
@@ -69,7 +69,7 @@ def test_members_get_what_they_would_get_alone(family, strategy, num_devices):
     assert "\n" not in str(error.value)
     return
   got, want = together(family, strategy, num_devices), alone(family)
-  assert largest_error(got.start, want.start) <= START_TOLERANCE
+  assert largest_error(got.start, want.start) <= START_TOLERANCE.get(strategy, 0)
   assert largest_error(got.losses_SZ, want.losses_SZ) <= TOLERANCE
   assert largest_error(got.end, want.end) <= TOLERANCE
   assert largest_error(got.predictions, want.predictions) <= TOLERANCE
