@@ -10,8 +10,6 @@ from maxlite.generation.weights import inference_model, inference_params
 from maxlite.layers import cache
 from maxlite.models import MODELS
 
-pytestmark = pytest.mark.smoke
-
 FAST = ("mixtral", "deepseek", "gemma2", "gpt_oss")  # every way to attend and to build a layer
 NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window
