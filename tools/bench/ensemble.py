@@ -9,11 +9,10 @@ different  24 MLPs (1, 2, 4 or 6 hidden layers, 8 to 256 wide): every strategy a
            24 jitted steps and against padding all to the largest by hand under `vmap`
 simulated  the same on 8 simulated CPU devices
 
-Each candidate has a process of its own, as users would run it: in one process with others it takes
-two to three times as long, and not all suffer alike. They take turns, round by round, and the
-least of each counts: what else a machine does can only add. "start" is everything from the members
-to the end of the first step: tracing, compiling, initial values. Processor time adds up the cores',
-and so leaves out what a strategy gains by using them.
+Each candidate has a process of its own, as users would run it. They take turns, round by round, and
+the least of each counts: what else a machine does can only add. "start" is everything from the
+members to the end of the first step: tracing, compiling, initial values. Processor time adds up the
+cores', and so leaves out what a strategy gains by using them.
 """
 
 import argparse
