@@ -1,21 +1,8 @@
-"""Qwen3 without experts."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Qwen3 without experts: its config.json says what Qwen2's does."""
 
 from maxlite.config.schema import ModelConfig
-from maxlite.storage.hf import llama, parts
+from maxlite.storage.hf import llama, parts, qwen2
 from maxlite.storage.hf.family import Family
-
-
-def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-  parts.require(hf, use_sliding_window=False)
-  parts.require_layer_types(hf, 0)
-  return llama.config_from_hf(hf)
-
-
-def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-  return llama.config_to_hf(cfg) | {"use_sliding_window": False}
 
 
 def block(cfg: ModelConfig, moe: bool) -> parts.Rows:
@@ -26,8 +13,8 @@ FAMILY = Family(
   "qwen3",
   "Qwen3ForCausalLM",
   "qwen3",
-  config_from_hf,
-  config_to_hf,
+  qwen2.config_from_hf,
+  qwen2.config_to_hf,
   block,
-  unread=("max_window_layers",),
+  unread=qwen2.FAMILY.unread,
 )
