@@ -129,10 +129,13 @@ _attend.defvjp(_forward, _backward)
 def _forward_block(rule, keys, _, queries):
   """o_BtHC and the log-sum-exp of each row's scores, as `scan` wants them."""
   score_BGrS, _ = _scores(rule, queries, keys)
-  sink_1Gr1 = _sinks(queries, keys)
-  max_BGr1 = jnp.maximum(score_BGrS.max(-1, keepdims=True), sink_1Gr1)
+  max_BGr1 = score_BGrS.max(-1, keepdims=True)
+  if keys.sink_H is not None:
+    max_BGr1 = jnp.maximum(max_BGr1, _sinks(queries, keys))
   p_BGrS = jnp.exp(score_BGrS - max_BGr1)
-  sum_BGr1 = p_BGrS.sum(-1, keepdims=True) + jnp.exp(sink_1Gr1 - max_BGr1)
+  sum_BGr1 = p_BGrS.sum(-1, keepdims=True)
+  if keys.sink_H is not None:
+    sum_BGr1 += jnp.exp(_sinks(queries, keys) - max_BGr1)
   # Divided after the sum over keys: C numbers a row rather than S.
   o_BGrC = _dot(p_BGrS.astype(keys.v_BGSC.dtype), keys.v_BGSC, 0) / sum_BGr1
   o_BtHC = _unfold(o_BGrC.astype(queries.q_BTHC.dtype), queries.row_BT.shape[1])
@@ -149,8 +152,8 @@ def _backward_block(rule, keys, sums, block):
   mean_BGr1 = (do_BGrC.astype(accumulate) * o_BGrC.astype(accumulate)).sum(-1, keepdims=True)
   score_BGrS, slope_BGrS = _scores(rule, queries, keys)
   p_BGrS = jnp.exp(score_BGrS - lse_BGr1)
-  dscore_BGrS = p_BGrS * (_dot(do_BGrC, keys.v_BGSC, 1) - mean_BGr1) * slope_BGrS
-  dscore_BGrS = dscore_BGrS.astype(dtype)
+  dp_BGrS = _dot(do_BGrC, keys.v_BGSC, 1)
+  dscore_BGrS = (p_BGrS * (dp_BGrS - mean_BGr1) * slope_BGrS).astype(dtype)
   dq_BGrC = _dot(dscore_BGrS, keys.k_BGSC, 0).astype(dtype)
   dk_BGCS = _dot(q_BGrC.swapaxes(2, 3), dscore_BGrS, 0)
   dv_BGCS = _dot(do_BGrC.swapaxes(2, 3), p_BGrS.astype(dtype), 0)
@@ -162,10 +165,8 @@ def _backward_block(rule, keys, sums, block):
 
 
 def _sinks(queries: _Queries, keys: _Keys) -> jax.Array:
-  """score_1Gr1 of the sinks, -inf without any."""
+  """score_1Gr1 of the sinks."""
   num_kv_heads, accumulate = keys.k_BGSC.shape[1], _accumulator(keys.k_BGSC.dtype)
-  if keys.sink_H is None:
-    return jnp.full((1, 1, 1, 1), -jnp.inf, accumulate)
   sink_Gh1 = keys.sink_H.astype(accumulate).reshape(num_kv_heads, -1, 1)
   return jnp.repeat(sink_Gh1, queries.row_BT.shape[1], axis=2).reshape(1, num_kv_heads, -1, 1)
 
