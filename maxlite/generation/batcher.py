@@ -108,7 +108,7 @@ class Batcher:
 
   def _event(self, token: int, request: Request) -> Event:
     self._num_left[request] -= 1
-    is_end = token == self.engine.eos
+    is_end = token in self.engine.ends
     reason = END if is_end else "" if self._num_left[request] else LENGTH
     if reason:
       self._end(request)

@@ -52,14 +52,14 @@ class Engine:
   Args:
     model: as of `weights.inference_model`.
     params: as of `weights.inference_params`.
-    eos: the token that ends a text.
+    ends: the tokens that end a text, each by itself.
 
   Raises:
     ValueError: rows do not divide by the shards of a batch.
   """
 
   def __init__(
-    self, model: Decoder, params: Any, *, num_rows: int, max_length: int, eos: int
+    self, model: Decoder, params: Any, *, num_rows: int, max_length: int, ends: Sequence[int]
   ) -> None:
     self.num_shards = model.sharder.num_shards("activation_batch")
     if num_rows % self.num_shards:
@@ -67,7 +67,7 @@ class Engine:
       raise ValueError(
         f"{num_rows} rows do not divide by the {self.num_shards} shards of a batch: take {rounded}"
       )
-    self._model, self._params, self.eos = model, params, eos
+    self._model, self._params, self.ends = model, params, tuple(ends)
     self.num_rows, self.max_length = num_rows, max_length
     self.compile_seconds = 0.0
     self._programs: dict[Any, Callable] = {}
@@ -192,7 +192,7 @@ class Engine:
     batch_B1 = jnp.arange(len(length_B))[:, None]
     seen_BV = jnp.zeros(logits_BV.shape, bool).at[batch_B1, tokens_BT].max(is_real_BT)
     new = Rows(None, left_B, length_B, left_B, jax.vmap(jax.random.key)(seed_B), seen_BV, rules)
-    new, token_B = _draw(new, logits_BV, self.eos)
+    new, token_B = _draw(new, logits_BV, self.ends)
     put = lambda into, of: into.at[row_B].set(of, mode="drop")
     placed = jax.tree.map(put, rows.replace(cache=None), new)
     return placed.replace(cache=cache.insert(rows.cache, prefix, row_B, length_B)), token_B
@@ -203,16 +203,17 @@ class Engine:
       params, rows.cache, rows.token_B[:, None], is_live_B[:, None], rows.length_B[:, None]
     )
     rows = rows.replace(cache=entries, length_B=rows.length_B + is_live_B)
-    return _draw(rows, logits_BV, self.eos)
+    return _draw(rows, logits_BV, self.ends)
 
 
-def _draw(rows: Rows, logits_BV: jax.Array, eos: int) -> tuple[Rows, jax.Array]:
+def _draw(rows: Rows, logits_BV: jax.Array, ends: tuple[int, ...]) -> tuple[Rows, jax.Array]:
   """(rows with one more token, the token or NONE)."""
   # By seed and position alone: a text does not depend on what is generated beside it.
   key_B = jax.vmap(jax.random.fold_in)(rows.key_B, rows.length_B)
   token_B = draw(key_B, log_probs(logits_BV, rows.seen_BV, rows.rules))
   is_live_B = rows.left_B > 0
-  left_B = jnp.where(is_live_B & (token_B != eos), rows.left_B - 1, 0)
+  goes_on_B = ~jnp.isin(token_B, jnp.asarray(ends))
+  left_B = jnp.where(is_live_B & goes_on_B, rows.left_B - 1, 0)
   seen_BV = rows.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True)
   rows = rows.replace(token_B=token_B, left_B=left_B, seen_BV=seen_BV)
   return rows, jnp.where(is_live_B, token_B, NONE)

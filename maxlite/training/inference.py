@@ -92,7 +92,7 @@ def build_engine(
     num_rows=-(-num_rows // num_shards) * num_shards,
     # Rounded up, so that another prompt seldom means another program.
     max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, longest),
-    eos=tokenizer.eos,
+    ends=[tokenizer.eos],
   )
 
 

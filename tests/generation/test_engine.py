@@ -85,7 +85,7 @@ def end_token():
 def engine_of(num_rows, **degrees):
   sharder = sharder_of(**degrees)
   model, params = inference_model(config_of(), sharder), inference_params(config_of(), params_of())
-  return Engine(model, params, num_rows=num_rows, max_length=LONGEST, eos=end_token())
+  return Engine(model, params, num_rows=num_rows, max_length=LONGEST, ends=[end_token()])
 
 
 @functools.cache

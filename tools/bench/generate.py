@@ -49,7 +49,7 @@ def ours(folder: str, prompts_BT: np.ndarray, num_tokens: int) -> Run:
     inference_params(loaded.cfg, params),
     num_rows=len(prompts_BT),
     max_length=NUM_PROMPT + num_tokens,
-    eos=VOCAB,  # no token: texts do not end
+    ends=[VOCAB],  # no token: texts do not end
   )
 
   def run() -> tuple[float, list[int]]:
