@@ -12,7 +12,8 @@ from ml_collections import ConfigDict
 from maxlite.config.command_line import Words, help_text, split
 from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
-from maxlite.config.phases import phases_of, warmup_of
+from maxlite.config.phase_data import check_phase_data
+from maxlite.config.phases import warmup_of
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.config.validate import validate
 from maxlite.config.values import Setting, parse
@@ -86,7 +87,7 @@ def _resolve(words: Words, defaults: Mapping[str, Any], needs_data: bool) -> Con
   config: Config = build(Config, dict(values.items()))
   validate(config, source, needs_data=needs_data)
   members_of(config)  # their mistakes are told here too
-  phases_of(config)
+  check_phase_data(config, needs_data=needs_data)
   warmup_of(config)
   return config
 

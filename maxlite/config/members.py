@@ -7,7 +7,7 @@ from typing import Any
 
 from maxlite.config.files import read_preset
 from maxlite.config.knob import ConfigError
-from maxlite.config.phases import phases_of, warmup_of
+from maxlite.config.phases import SOURCE_KEYS, phases_of, warmup_of
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -123,7 +123,12 @@ def _member(cfg: Config, index: int, draft: _Draft) -> MemberConfig:
   sources = {key: SHARED for key, value in shared.items() if value != DEFAULTS[key]}
   sources |= {setting.name: setting.source for setting in (*preset, *draft.settings)}
   validate(config, sources, needs_data=False)
-  phases_of(config)  # their mistakes are told here too
+  for phase in phases_of(config):  # their mistakes are told here too
+    if phase.data != config.data:
+      raise draft.error(
+        f"phase {phase.name} reads data of its own, but all members read the same batches: write "
+        f"{', '.join(SOURCE_KEYS)} and per_device_batch_size outside of phases"
+      )
   warmup_of(config)
   return MemberConfig(draft.name, overrides, config)
 

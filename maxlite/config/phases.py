@@ -4,7 +4,14 @@ import dataclasses
 from typing import Any
 
 from maxlite.config.knob import ConfigError
-from maxlite.config.schema import Config, OptimizerConfig, TrainingConfig, flatten
+from maxlite.config.schema import (
+  KEYS,
+  Config,
+  DataConfig,
+  OptimizerConfig,
+  TrainingConfig,
+  flatten,
+)
 from maxlite.config.values import Setting, did_you_mean, parse
 from maxlite.config.written import Raw, Table
 
@@ -14,7 +21,10 @@ _WORDS = ("name", "train", "loss", "steps", "until")
 _UNTIL_WORDS = ("metric", "max_steps", "patience", "min_delta", "below", "above")
 _ACCUMULATION = "gradient_accumulation_steps"
 _OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the schema's word, and that of a phase
-OWN_KEYS = (*flatten(OptimizerConfig()), _ACCUMULATION)
+_OF_THE_RUN = ("tokenizer", "token_cache", "eval", "grain", "max_target_length")  # of its data
+DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_OF_THE_RUN))
+SOURCE_KEYS = ("dataset_type", "dataset_path", "text_column")  # which documents are read
+OWN_KEYS = (*flatten(OptimizerConfig()), _ACCUMULATION, *DATA_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +50,7 @@ class PhaseConfig:
   until: UntilConfig | None
   optimizer: OptimizerConfig
   training: TrainingConfig
+  data: DataConfig  # those of one DataConfig read one stream of batches
 
 
 def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
@@ -53,7 +64,7 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
   for n, name in enumerate(names):
     if name in names[:n]:
       raise ConfigError(
-        f"{_place(cfg, n)}: name={name} is also that of phases[{names.index(name)}]"
+        f"{place_of(cfg, n)}: name={name} is also that of phases[{names.index(name)}]"
       )
   for name in cfg.phasing.phase_warmup:
     if name not in names:
@@ -69,19 +80,29 @@ def warmup_of(cfg: Config) -> dict[str, int]:
   return {setting.name: _count(setting) for setting in settings}
 
 
-def _place(cfg: Config, n: int) -> str:
+def without_data(phases: tuple[Table, ...]) -> tuple[Table, ...]:
+  """`phases` as they are written, but for what they read: it may be elsewhere at the next start."""
+  return tuple(
+    Table((key, raw) for key, raw in table.items() if key not in DATA_KEYS) for table in phases
+  )
+
+
+def place_of(cfg: Config, n: int) -> str:
+  """Where the phase is written, for messages."""
   source = cfg.phasing.phases[n].source
   return f"phases[{n}]" + (f" ({source})" if source else "")
 
 
 def _phase(cfg: Config, n: int, table: Table) -> PhaseConfig:
-  place = _place(cfg, n)
+  place = place_of(cfg, n)
   settings = {word: Setting(word, raw, place) for word, raw in table.items()}
   words = [_OPTIMIZER if word == _OPT_TYPE else word for word in _WORDS + OWN_KEYS]
   for word, setting in settings.items():
     if word not in words:
       near = _OPTIMIZER if word == _OPT_TYPE else word
       hint = did_you_mean(near, words) or f"a phase has {', '.join(_WORDS)}"
+      if word in KEYS and word != _OPT_TYPE:
+        hint = "it is the whole run's: write it once, outside of phases"
       raise setting.error(f"is no key of a phase; {hint}")
   for word in ("name", "train"):
     if word not in settings:
@@ -91,17 +112,31 @@ def _phase(cfg: Config, n: int, table: Table) -> PhaseConfig:
   if _OPTIMIZER in settings:
     settings[_OPT_TYPE] = dataclasses.replace(settings.pop(_OPTIMIZER), name=_OPT_TYPE)
   own = {word: parse(setting) for word, setting in settings.items() if word in OWN_KEYS}
-  optimizer = {key: value for key, value in own.items() if key != _ACCUMULATION}
-  training = {key: value for key, value in own.items() if key == _ACCUMULATION}
+  of = lambda section: {key: own[key] for key in flatten(section) if key in own}
   return PhaseConfig(
     name=_text(settings["name"]),
     train=_regexes(settings["train"]),
     loss=_loss(settings.get("loss"), cfg.model.num_draft_heads),
     steps=_count(settings["steps"]) if "steps" in settings else None,
     until=_until(settings["until"]) if "until" in settings else None,
-    optimizer=dataclasses.replace(cfg.optimizer, **optimizer),
-    training=dataclasses.replace(cfg.training, **training),
+    optimizer=dataclasses.replace(cfg.optimizer, **of(cfg.optimizer)),
+    training=dataclasses.replace(cfg.training, **of(cfg.training)),
+    data=_data(cfg.data, of(cfg.data)),
   )
+
+
+def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:
+  """The data of a phase with these keys of its own.
+
+  Evaluation is of the run's data. Of other documents those are held out that are, by the hash of
+  their content, of its held-out ones: no phase trains on what the run is evaluated on.
+  """
+  data = dataclasses.replace(run, **own)
+  if all(getattr(data, key) == getattr(run, key) for key in SOURCE_KEYS):
+    return data
+  by_content = run.eval_split == "documents" and not run.eval_dataset_path
+  fraction = run.eval_fraction if by_content else 0.0
+  return dataclasses.replace(data, eval_dataset_path=(), eval_fraction=fraction)
 
 
 _EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}

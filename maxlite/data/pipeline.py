@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,23 @@ def open_data(
   global_batch_size: int,
   rows: range,
   cache_directory: Path,
+  evaluates: bool = True,
 ) -> Data:
   """The data that `cfg` names, tokenized now if `cache_directory` does not have it yet.
 
-  `rows` are this host's places in a global batch, as `batch.local_rows` gives them.
+  `rows` are this host's places in a global batch, as `batch.local_rows` gives them. Where nobody
+  `evaluates`, nothing need be held out.
 
   Raises:
     ValueError: no or unreadable files, an empty split, or ids that `vocab_size` has no room for.
   """
   source = SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
+  if evaluates and source.eval is None and (cfg.eval_fraction or cfg.eval_dataset_path):
+    raise ValueError(
+      f"nothing is held out by eval_split={cfg.eval_split} and eval_fraction={cfg.eval_fraction} "
+      f"({source.summary}): set eval_split=tail, raise eval_fraction or name files in "
+      "eval_dataset_path (eval_fraction=0: hold out nothing)"
+    )
   return Data(cfg, source, global_batch_size, rows)
 
 
@@ -124,6 +132,46 @@ class TrainStream:
 
   def close(self) -> None:
     self._iterator.close()
+
+
+class PhaseStreams:
+  """Every phase's stream; phases of one DataConfig share one, which only their steps move on."""
+
+  def __init__(self, data: Mapping[str, Data]) -> None:
+    """`data`: by phase, what it reads."""
+    same = lambda phase: next(n for n, other in data.items() if other.cfg == data[phase].cfg)
+    self._readers = {phase: same(phase) for phase in data}
+    readers = dict.fromkeys(self._readers.values())
+    self._streams = {reader: data[reader].train_stream() for reader in readers}
+
+  def take(self, phase: str) -> Batch:
+    """The next batch of what the phase reads."""
+    return next(self._streams[self._readers[phase]])
+
+  def state(self) -> dict[str, Any]:
+    """JSON: the state of the one stream there is, or of each by the first phase that reads it."""
+    states = {reader: stream.state() for reader, stream in self._streams.items()}
+    return {"streams": states} if len(states) > 1 else next(iter(states.values()))
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Goes on after the batches that `state` counts. Raises ValueError if the streams differ."""
+    readers = list(self._streams)
+    states = state.get("streams", {readers[0]: state})
+    if states.keys() != self._streams.keys():
+      raise ValueError(
+        f"the checkpoint has a stream of batches for each of {', '.join(states)}, this run for "
+        f"{', '.join(readers)}: have the same phases read the same data, or choose a new run_name"
+      )
+    for reader, stream in self._streams.items():
+      try:
+        stream.restore(states[reader])
+      except ValueError as error:
+        where = f"phase {reader}: " if len(readers) > 1 else ""
+        raise ValueError(f"{where}{error}") from None
+
+  def close(self) -> None:
+    for stream in self._streams.values():
+      stream.close()
 
 
 def _difference(name: str, then: Any, now: Any) -> str:

@@ -53,7 +53,7 @@ def _open_documents(
   data = open_tokens(
     cfg, read, files, eval_files, tokenizer=tokenizer, cache_directory=cache_directory
   )
-  _check_splits(cfg, data)
+  _check_train(cfg, data)
   seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
   held_out = None
   if len(data.eval.lengths):
@@ -71,7 +71,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     )
 
 
-def _check_splits(cfg: DataConfig, data: TokenizedData) -> None:
+def _check_train(cfg: DataConfig, data: TokenizedData) -> None:
   num_train, num_eval = len(data.train.lengths), len(data.eval.lengths)
   if not num_train + num_eval:
     raise ValueError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
@@ -80,12 +80,6 @@ def _check_splits(cfg: DataConfig, data: TokenizedData) -> None:
       f"nothing is left to train on, all {num_eval} documents are held out "
       f"({data.num_dropped} of dataset_path for being in eval_dataset_path): lower eval_fraction, "
       "set eval_split=tail or add files to dataset_path"
-    )
-  if not num_eval and (cfg.eval_fraction or cfg.eval_dataset_path):
-    raise ValueError(
-      f"nothing of {num_train} documents is held out by eval_split={cfg.eval_split} and "
-      f"eval_fraction={cfg.eval_fraction}: set eval_split=tail, raise eval_fraction or name files "
-      "in eval_dataset_path (eval_fraction=0: hold out nothing)"
     )
 
 

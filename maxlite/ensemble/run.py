@@ -371,6 +371,6 @@ class Together:
   def train_step(self, state: Any, batch: Batch) -> tuple[Any, Any]:
     return self.engine.step(state, batch)
 
-  def place(self, batch: Batch) -> Batch:
+  def next_batch(self, stream: Streams, _state: Any) -> Batch:
     """As it is: the engine knows where its members are."""
-    return batch
+    return next(stream)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config.files import MODEL_FILE, read_file
+from maxlite.config.phases import without_data
 from maxlite.config.saved import differences, read_saved
 from maxlite.config.schema import KEYS
 from maxlite.config.values import show
@@ -43,7 +44,11 @@ class RunFolder:
     if not self.config.exists():
       return None
     changes = differences(read_saved(self.config), values)
-    fixed = {name: pair for name, pair in changes.items() if KEYS[name].knob.shapes_model}
+    fixed = {
+      name: pair
+      for name, pair in changes.items()
+      if KEYS[name].knob.shapes_model and not _only_data(name, *pair)
+    }
     if self.model.exists() and not self.metrics.exists():  # imported, and not trained yet
       imported = {setting.name for setting in read_file(self.model, "run folder")}
       fixed = {name: pair for name, pair in fixed.items() if name in imported}
@@ -64,3 +69,8 @@ class RunFolder:
       numbered = (self.directory / f"config.{n}.yml" for n in itertools.count(1))
       shutil.copyfile(self.config, next(path for path in numbered if not path.exists()))
     save(self.config)
+
+
+def _only_data(name: str, before: Any, now: Any) -> bool:
+  """Whether two values of `phases` differ only in what is read: weights do not depend on that."""
+  return name == "phases" and without_data(before) == without_data(now)

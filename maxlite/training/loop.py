@@ -60,7 +60,7 @@ def train(run: Run, state: Any, stream: Any, first_step: int, last_step: int) ->
   with stop_on_signals() as stop:
     for step in range(first_step, last_step + 1):
       run.profiler.before_step()
-      batch = run.trainer.place(next(stream))
+      batch = run.trainer.next_batch(stream, state)
       state, metrics = run.trainer.train_step(state, batch)
       run.profiler.after_step(metrics)
       log.add(step, metrics)
@@ -85,8 +85,8 @@ class StepLog:
   def __init__(self, trainer: Trainer, writers: Writers):
     self._trainer, self._writers = trainer, writers
     self._pending: tuple[int, dict[str, Any]] | None = None
-    self._since = time.perf_counter()
-    self._steps_since = 0
+    self._settled = self._since = time.perf_counter()
+    self._steps_since, self._phase = 0, 0
     self._skipped_in_a_row = 0
     self._flops = trainer.flops_per_step
     self._speed = {
@@ -109,19 +109,27 @@ class StepLog:
     step, metrics = self._pending
     self._pending = None
     numbers = jax.device_get(metrics)
-    self._steps_since += 1
+    self._count_step(int(numbers.get("phase", 0)))
     self._skipped_in_a_row = int(numbers["skipped_in_a_row"])
     cfg = self._trainer.cfg
     if not evaluation and step not in (1, cfg.run.steps) and not due(step, cfg.observe.log_period):
       return
-    seconds = (time.perf_counter() - self._since) / self._steps_since
-    flops = self._flops[int(numbers.get("phase", 0))]
+    seconds = (self._settled - self._since) / self._steps_since
+    flops = self._flops[self._phase]
     row = training_row(step, numbers, step_seconds=seconds, flops_per_step=flops, **self._speed)
     if self._trainer.turns:
       row |= self._trainer.turns.by_phase(row)
     row |= evaluation() if evaluation else {}
     self._writers.write(row, numbers.get("expert_load"))
-    self._since, self._steps_since = time.perf_counter(), 0
+    self._settled = self._since = time.perf_counter()
+    self._steps_since = 0
+
+  def _count_step(self, phase: int) -> None:
+    """A phase's speed is that of its own steps: a switch starts the count anew."""
+    if phase != self._phase:
+      self._since, self._steps_since, self._phase = self._settled, 0, phase
+    self._settled = time.perf_counter()
+    self._steps_since += 1
 
   def flush(self) -> None:
     self._writers.flush()

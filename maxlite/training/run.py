@@ -8,10 +8,10 @@ from rich.console import Console
 
 from maxlite import __version__
 from maxlite.config import Config, describe_changes, exit_with_one_line, save_resolved
-from maxlite.config.schema import flatten
+from maxlite.config.schema import DataConfig, flatten
 from maxlite.config.values import show
 from maxlite.data.batch import local_rows
-from maxlite.data.pipeline import Data, open_data
+from maxlite.data.pipeline import Data, PhaseStreams, open_data
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.observe.flops import active_parameter_count, parameter_count
@@ -48,10 +48,14 @@ def run_training(cfg: Config) -> int:
     data = open_trainer_data(trainer)
     checkpoints = _open_checkpoints(cfg, folder, console)
     restored = checkpoints.restore(trainer.abstract_state) if checkpoints else None
-    stream = data.train_stream()
+    phase_data = _open_phase_data(trainer, data)
+    stream = PhaseStreams(phase_data) if phase_data else data.train_stream()
     if restored and restored[1] is not None:
       stream.restore(restored[1])
   _introduce(trainer, data, changes, console)
+  for name, own in phase_data.items():
+    if own is not data:
+      _tell_data(f"data of {name}", own, console)
   done = restored[2] if restored else 0
   if done >= cfg.run.steps:
     console.print(
@@ -95,14 +99,34 @@ def run_folder(cfg: Config) -> RunFolder:
 
 def open_trainer_data(trainer: Trainer) -> Data:
   """The data of the trainer's config, cut for its mesh."""
+  return _open_data(trainer, trainer.cfg.data, trainer.global_batch_size)
+
+
+def _open_phase_data(trainer: Trainer, data: Data) -> dict[str, Data]:
+  """By phase, what it reads: the run's `data`, or its own. Empty where there are no phases."""
+  opened = {data.cfg: data}
+  for phase in trainer.turns.phases if trainer.turns else ():
+    if phase.data not in opened:
+      num_rows = trainer.phase_batch_sizes[phase.name]
+      try:
+        opened[phase.data] = _open_data(trainer, phase.data, num_rows, evaluates=False)
+      except ValueError as error:
+        raise ValueError(f"phase {phase.name}: {error}") from None
+  return {phase.name: opened[phase.data] for phase in trainer.turns.phases} if trainer.turns else {}
+
+
+def _open_data(
+  trainer: Trainer, data: DataConfig, num_rows: int, *, evaluates: bool = True
+) -> Data:
   cfg = trainer.cfg
   cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
   return open_data(
-    cfg.data,
+    data,
     vocab_size=cfg.model.vocab_size,
-    global_batch_size=trainer.global_batch_size,
-    rows=local_rows(trainer.batch_sharding, trainer.batch_shape),
+    global_batch_size=num_rows,
+    rows=local_rows(trainer.batch_sharding, (num_rows, data.max_target_length)),
     cache_directory=Path(cache).expanduser(),
+    evaluates=evaluates,
   )
 
 
@@ -169,8 +193,12 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
   untrained = trainer.turns.untrained(trainer.abstract_state.params) if trainer.turns else []
   if untrained:
     console.print(f"no phase trains {', '.join(untrained)}")
-  rows, length = trainer.batch_shape
-  console.print(f"data: {data.source.summary}; {rows} x {length} tokens per step")
+  _tell_data("data", data, console)
+
+
+def _tell_data(what: str, data: Data, console: Console) -> None:
+  shape = f"{data.global_batch_size} x {data.cfg.max_target_length}"
+  console.print(f"{what}: {data.source.summary}; {shape} tokens per step")
 
 
 def _conclude(trainer: Trainer, folder: RunFolder, ending: Ending, console: Console) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,13 @@ import optax
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
-from maxlite.config.schema import Config, MeshConfig, OptimizerConfig
+from maxlite.config.schema import (
+  Config,
+  DataConfig,
+  MeshConfig,
+  OptimizerConfig,
+  TrainingConfig,
+)
 from maxlite.data.batch import Batch, to_global
 from maxlite.layers.additions import with_additions
 from maxlite.layers.moe.dispatch import choose_dispatch
@@ -44,6 +50,7 @@ class Trainer:
   abstract_state: TrainState  # ShapeDtypeStructs with their shardings
   global_batch_size: int  # rows
   turns: Turns | None = None  # of a run that has phases
+  phase_batch_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows
 
   @property
   def is_moe(self) -> bool:
@@ -97,7 +104,7 @@ class Trainer:
   def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """Compiled step; the state given to it is gone afterwards."""
     if self.turns is not None:
-      return self._phase_programs(self.turns).step
+      return self.phase_programs.step
     whole = self.sharder.sharding(())
     return jax.jit(
       self.step,
@@ -106,12 +113,18 @@ class Trainer:
       donate_argnums=0,
     )
 
-  def _phase_programs(self, turns: Turns) -> PhasePrograms:
+  @functools.cached_property
+  def phase_programs(self) -> PhasePrograms:
     """The phases' steps, all compiled."""
-    steps = self._phase_steps(turns)
-    batches = dict.fromkeys(steps, self.abstract_batch)
-    strategy = self.cfg.phasing.phase_strategy
-    return PhasePrograms(steps, turns.schedule, strategy, self.abstract_state, batches)
+    assert self.turns is not None
+    batches = {name: self._abstract_batch(rows) for name, rows in self.phase_batch_sizes.items()}
+    return PhasePrograms(
+      self._phase_steps(self.turns),
+      self.turns.schedule,
+      self.cfg.phasing.phase_strategy,
+      self.abstract_state,
+      batches,
+    )
 
   def _phase_steps(self, turns: Turns, *, stays_diverged: bool = False) -> dict[str, Callable]:
     return {
@@ -130,19 +143,32 @@ class Trainer:
     """Over all devices; by phase, where there are any."""
     rows, length = self.batch_shape
     if self.turns is not None:
-      return self.turns.flops(self.abstract_state.params, rows * length, length)
+      tokens = {name: rows * length for name, rows in self.phase_batch_sizes.items()}
+      return self.turns.flops(self.abstract_state.params, tokens, length)
     return [train_flops_per_step(self.cfg.model, rows * length, length).total]
 
   @property
   def abstract_batch(self) -> Batch:
     """Shapes, types and sharding of a batch."""
+    return self._abstract_batch(self.global_batch_size)
+
+  def _abstract_batch(self, num_rows: int) -> Batch:
     of = lambda field: jnp.float32 if field.name == "weight_BT" else jnp.int32
-    place = functools.partial(jax.ShapeDtypeStruct, self.batch_shape, sharding=self.batch_sharding)
+    shape = (num_rows, self.batch_shape[1])
+    place = functools.partial(jax.ShapeDtypeStruct, shape, sharding=self.batch_sharding)
     return Batch(**{field.name: place(dtype=of(field)) for field in dataclasses.fields(Batch)})
 
   def place(self, batch: Batch) -> Batch:
     """The global batch of which `batch` (numpy) is this host's part."""
     return to_global(batch, self.batch_sharding, self.batch_shape)
+
+  def next_batch(self, stream: Any, state: TrainState) -> Batch:
+    """The global batch of the step that is due, from a TrainStream, or PhaseStreams of phases."""
+    if self.turns is None:
+      return self.place(next(stream))
+    phase = self.phase_programs.phase(state)
+    shape = (self.phase_batch_sizes[phase], self.batch_shape[1])
+    return to_global(stream.take(phase), self.batch_sharding, shape)
 
   def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
     """Compiled evaluation step."""
@@ -184,7 +210,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   """
   mesh = build_mesh(_degrees(cfg.mesh, "ici"), _degrees(cfg.mesh, "dcn"), devices)
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
-  global_batch_size = _global_batch_size(cfg, sharder)
+  global_batch_size = _global_batch_size(cfg.data, cfg.training, sharder)
   model = build_model(cfg.model, sharder)
   batch_shape = (global_batch_size, cfg.data.max_target_length)
   # Shapes come of a model on one device: on the mesh, what does not fit would fail in JAX's words.
@@ -209,6 +235,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     abstract_state=_abstract_state(params, names, tx, turns, sharder, cfg.training.ema_decay),
     global_batch_size=global_batch_size,
     turns=turns,
+    phase_batch_sizes=_phase_batch_sizes(turns, sharder) if turns else {},
   )
   _check_topology(trainer)
   return trainer
@@ -234,21 +261,31 @@ def _with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
   return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)
 
 
-def _global_batch_size(cfg: Config, sharder: Sharder) -> int:
+def _phase_batch_sizes(turns: Turns, sharder: Sharder) -> dict[str, int]:
+  sizes = {}
+  for phase in turns.phases:
+    try:
+      sizes[phase.name] = _global_batch_size(phase.data, phase.training, sharder)
+    except ValueError as error:
+      raise ValueError(f"phase {phase.name}: {error}") from None
+  return sizes
+
+
+def _global_batch_size(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> int:
   """Rows of a step over all devices, checked against the mesh."""
   num_devices = sharder.mesh.size
-  rows = cfg.data.per_device_batch_size * num_devices
-  num_micro = cfg.training.gradient_accumulation_steps
+  rows = data.per_device_batch_size * num_devices
+  num_micro = training.gradient_accumulation_steps
   multiple = sharder.num_shards("activation_batch") * num_micro
   if rows != round(rows) or round(rows) % multiple:
     nearest = max(round(rows / multiple), 1) * multiple
     raise ValueError(
-      f"per_device_batch_size={cfg.data.per_device_batch_size:g} x {num_devices} devices = "
+      f"per_device_batch_size={data.per_device_batch_size:g} x {num_devices} devices = "
       f"{rows:g} rows do not divide by {multiple} ({multiple // num_micro} shards of the batch x "
       f"gradient_accumulation_steps={num_micro}); the nearest that does is "
       f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
     )
-  length, shards = cfg.data.max_target_length, sharder.num_shards("activation_length")
+  length, shards = data.max_target_length, sharder.num_shards("activation_length")
   if length % shards:
     raise ValueError(
       f"max_target_length={length} does not divide by the {shards} shards of the context axis: "

@@ -1,7 +1,6 @@
 """A run's phases: what each trains, by what, for how long, and whose turn it is."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,13 +101,21 @@ class Turns:
     """Of a tree like the parameters, the leaves that some phase trains."""
     return merge(*(partition_params(tree, phase.train)[0] for phase in self.phases))
 
-  def flops(self, params: Any, tokens: int, row_length: int) -> list[float]:
-    """By phase, FLOPs of one of its steps on `tokens` tokens in rows of `row_length`."""
+  def flops(self, params: Any, tokens: Mapping[str, int], row_length: int) -> list[float]:
+    """By phase, FLOPs of one of its steps on as many `tokens` in rows of `row_length`."""
     leaves = jax.tree.leaves(params)
     sizes = {path: leaf.size for path, leaf in zip(paths_in(params), leaves, strict=True)}
-    count = functools.partial(phase_flops, self._model, tokens, row_length, sizes)
-    parts = ((set(paths_in(self._trained[phase.name])), phase.loss) for phase in self.phases)
-    return [count(trained, loss) for trained, loss in parts]
+    return [
+      phase_flops(
+        self._model,
+        tokens[phase.name],
+        row_length,
+        sizes,
+        set(paths_in(self._trained[phase.name])),
+        phase.loss,
+      )
+      for phase in self.phases
+    ]
 
   def untrained(self, params: Any) -> list[str]:
     """Paths of the parameters that no phase trains."""

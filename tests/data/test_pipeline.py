@@ -229,7 +229,7 @@ def test_worker_processes_leave_the_stream_as_it_is(tmp_path):
 @pytest.mark.parametrize(
   ("knobs", "fix"),
   [
-    ({"eval_fraction": 1e-9}, "nothing of 40 documents is held out .* eval_split=tail"),
+    ({"eval_fraction": 1e-9}, "nothing is held out .* 40 documents.* eval_split=tail"),
     ({"eval_fraction": 1.0}, "nothing is left to train on, all 40 documents"),
     ({"dataset_path": ("nowhere",)}, "dataset_path: 'nowhere' gives no file"),
     ({"tokenizer_path": "a.json"}, "tokenizer_type=huggingface"),

@@ -39,9 +39,7 @@ def trainer():
 
 def counted(trainer):
   """FLOPs of a step, by phase."""
-  tokens = trainer.batch_shape[0] * LENGTH
-  flops = trainer.turns.flops(trainer.abstract_state.params, tokens, LENGTH)
-  return dict(zip(PHASES, flops, strict=True))
+  return dict(zip(PHASES, trainer.flops_per_step, strict=True))
 
 
 def of_all(trainer):

@@ -1,0 +1,37 @@
+"""Rules on what phases read: those that hold for a run's data, and those between phases."""
+
+import dataclasses
+
+from maxlite.config.knob import ConfigError
+from maxlite.config.phases import DATA_KEYS, PhaseConfig, phases_of, place_of
+from maxlite.config.schema import DEFAULTS, Config, flatten
+from maxlite.config.validate import SHARED, validate
+
+
+def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
+  """Raises on the first phase whose data does not fit.
+
+  Args:
+    needs_data: whether data files must exist.
+
+  Raises:
+    ConfigError: one line that names the phase, the keys and what to write instead.
+  """
+  for n, phase in enumerate(phases_of(cfg)):
+    if phase.data == cfg.data:
+      continue
+    place = place_of(cfg, n)
+    shared = {key: SHARED for key, value in flatten(cfg).items() if value != DEFAULTS[key]}
+    own = {key: place for key in cfg.phasing.phases[n] if key in DATA_KEYS}
+    validate(dataclasses.replace(cfg, data=phase.data), shared | own, needs_data=needs_data)
+    if cfg.phasing.phase_strategy == "switch":
+      _refuse_other_sizes(cfg, phase, place)
+
+
+def _refuse_other_sizes(cfg: Config, phase: PhaseConfig, place: str) -> None:
+  first, size = phases_of(cfg)[0].data.per_device_batch_size, phase.data.per_device_batch_size
+  if size != first:
+    raise ConfigError(
+      f"{place}: per_device_batch_size={size:g} with phase_strategy=switch: one program takes "
+      f"batches of one size, and the first phase has {first:g}; write phase_strategy=separate"
+    )
