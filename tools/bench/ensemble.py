@@ -6,8 +6,11 @@ alike      64 MLPs of one shape with learning rates of their own (3 layers 8, 32
            rows, Adam): stacked against a Python loop over one jitted step, and, where torch is
            installed, against `torch.func` on stacked parameters
 different  24 MLPs (1, 2, 4 or 6 hidden layers, 8 to 256 wide): every strategy against a loop over
-           24 jitted steps and against padding all to the largest by hand under `vmap`
+           24 jitted steps, against padding all to the largest by hand under `vmap`, and against one
+           program of the bare 24 steps, which is all that fusing could reach
 simulated  the same on 8 simulated CPU devices
+grouped    the matrix products of one hidden layer of those 24 members, forward and backward: a dot
+           per member against one grouped matmul whose groups are the members' widths
 
 Each candidate has a process of its own, as users would run it. They take turns, round by round, and
 the least of each counts: what else a machine does can only add. "start" is everything from the
@@ -18,6 +21,7 @@ cores', and so leaves out what a strategy gains by using them.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -38,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlite.ensemble import STRATEGIES, Ensemble, Member
+from maxlite.kernels.grouped_matmul.api import grouped_matmul
 from maxlite.parallel.process import keep_freed_memory
 
 NUM_FEATURES, NUM_ROWS = 16, 64
@@ -131,6 +136,7 @@ def different(options: argparse.Namespace, num_devices: int = 1) -> None:
   names = ["auto", *(name for name in DIFFERENT if name != "auto")]
   step, start = compare(f"24 MLPs, {num_devices} devices", names, 0, num_devices, options)
   judge(f"{title}: loop / auto", step["loop"] / step["auto"], at_least=1.5)
+  judge(f"{title}: loop / one bare program", step["loop"] / step["one bare program"])
   judge(f"{title}: pad + vmap / auto", step["pad + vmap"] / step["auto"], at_least=10)
   judge(f"{title}: start, auto / loop", start["auto"] / start["loop"], at_most=1)
   fastest = min(seconds for name, seconds in step.items() if name in ("auto", *STRATEGIES))
@@ -139,6 +145,11 @@ def different(options: argparse.Namespace, num_devices: int = 1) -> None:
 
 def simulated(options: argparse.Namespace) -> None:
   different(options, NUM_SIMULATED)
+
+
+def grouped(options: argparse.Namespace) -> None:
+  step, _ = compare("One hidden layer of 24 members", list(GROUPED), 0, 1, options)
+  judge("grouped: a dot per member / grouped", step["dots"] / step["grouped matmul"])
 
 
 def compare(
@@ -210,7 +221,7 @@ def serve(name: str, width: str) -> int:
   clocks = lambda: np.array([time.perf_counter(), time.process_time()])
   start = clocks()
   try:
-    candidate = ALIKE[name](int(width)) if int(width) else DIFFERENT[name]()
+    candidate = ALIKE[name](int(width)) if int(width) else (DIFFERENT | GROUPED)[name]()
   except ValueError as error:
     print(json.dumps(str(error)), flush=True)
     return 0
@@ -314,6 +325,15 @@ def in_turn(steps: Sequence[Callable]) -> Callable:
   return step
 
 
+def one_bare_program() -> Candidate:
+  """The loop's steps in one program."""
+  members = grid(scan=False)
+  functions = [solo_functions(member.model, member.optimizer) for member in members]
+  states = [init(m.seed) for (init, _), m in zip(functions, members, strict=True)]
+  step = jax.jit(in_turn([step for _, step in functions]), donate_argnums=0)
+  return Candidate(repeated(step, states))
+
+
 def pad_and_vmap() -> Candidate:
   """All members as wide and deep as the largest, units and layers that are too many masked."""
   members = grid(scan=False)
@@ -353,6 +373,47 @@ def pad_and_vmap() -> Candidate:
   return Candidate(run, share)
 
 
+def hidden_layers() -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+  """Per member, input and weights of one hidden layer, and the cotangent of its product."""
+  layers = []
+  for z, member in enumerate(grid(scan=False)):
+    draw = np.random.default_rng(z).standard_normal
+    rows, square = (NUM_ROWS, member.model.width), (member.model.width, member.model.width)
+    layers.append(tuple(jnp.asarray(draw(s), jnp.float32) for s in (rows, square, rows)))
+  return layers
+
+
+def a_dot_each() -> Candidate:
+  def products(layers, _):
+    return layers, [(x_BD @ w_DF, dy_BF @ w_DF.T, x_BD.T @ dy_BF) for x_BD, w_DF, dy_BF in layers]
+
+  return Candidate(repeated(jax.jit(products, donate_argnums=0), hidden_layers()))
+
+
+def one_grouped_matmul() -> Candidate:
+  """The three products as the forward and backward pass of one grouped matmul.
+
+  Rows are the members' input units M, cut into groups by width; units of the output are padded to
+  the largest width F: dw_MF = x_MB dy_ZBF, and its gradients for a cotangent w_MF are dx_MB and
+  y_ZBF.
+  """
+  layers = hidden_layers()
+  size_Z = jnp.asarray([w_DF.shape[0] for _, w_DF, _ in layers])
+  wide = lambda array: jnp.pad(array, ((0, 0), (0, max(WIDTHS) - array.shape[1])))
+  x_MB = jnp.concatenate([x_BD.T for x_BD, _, _ in layers])
+  w_MF = jnp.concatenate([wide(w_DF) for _, w_DF, _ in layers])
+  dy_ZBF = jnp.stack([wide(dy_BF) for _, _, dy_BF in layers])
+  multiply = functools.partial(grouped_matmul, group_sizes_G=size_Z, backend="tiled")
+
+  def products(layers, _):
+    x_MB, w_MF, dy_ZBF = layers
+    dw_MF, gradients = jax.vjp(multiply, x_MB, dy_ZBF)
+    return layers, (dw_MF, gradients(w_MF))
+
+  share = sum(w_DF.size for _, w_DF, _ in layers) / w_MF.size
+  return Candidate(repeated(jax.jit(products, donate_argnums=0), (x_MB, w_MF, dy_ZBF)), share)
+
+
 def products(width: int, depth: int) -> int:
   """Weights of all matrices, to which FLOPs are in proportion."""
   return NUM_FEATURES * width + depth * width**2 + width
@@ -378,12 +439,14 @@ ALIKE: dict[str, Callable[[int], Candidate]] = {
 }
 DIFFERENT: dict[str, Callable[[], Candidate]] = {
   "loop": loop_of_steps,
+  "one bare program": one_bare_program,
   "pad + vmap": pad_and_vmap,
 } | {
   name: lambda name=name: strategy_candidate(grid(scan=name == "padded"), name)
   for name in ("auto", *STRATEGIES)
 }
-SECTIONS = {"alike": alike, "different": different, "simulated": simulated}
+GROUPED = {"dots": a_dot_each, "grouped matmul": one_grouped_matmul}
+SECTIONS = {"alike": alike, "different": different, "simulated": simulated, "grouped": grouped}
 
 if __name__ == "__main__":
   sys.exit(main())
