@@ -9,9 +9,11 @@ def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.evaluate", needs_data=False)
   # JAX is loaded only for a command line that is right.
+  from maxlite.training.hosts import on_all_hosts
   from maxlite.training.inference import run_evaluation
 
-  return run_evaluation(cfg, argv)
+  with on_all_hosts(cfg, "maxlite.evaluate") as cfg:
+    return run_evaluation(cfg, argv)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,16 @@ from maxlite.config import main_config
 def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
   # JAX is loaded only for a command line that is right.
-  if cfg.ensemble.members or cfg.ensemble.sweep:
-    from maxlite.ensemble.run import run_ensemble
+  from maxlite.training.hosts import on_all_hosts
 
-    return run_ensemble(cfg)
-  from maxlite.training.run import run_training
+  with on_all_hosts(cfg, "maxlite.train") as cfg:
+    if cfg.ensemble.members or cfg.ensemble.sweep:
+      from maxlite.ensemble.run import run_ensemble
 
-  return run_training(cfg)
+      return run_ensemble(cfg)
+    from maxlite.training.run import run_training
+
+    return run_training(cfg)
 
 
 if __name__ == "__main__":

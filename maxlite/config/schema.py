@@ -32,6 +32,7 @@ __all__ = [
   "DataConfig",
   "EnsembleConfig",
   "GenerateConfig",
+  "HostsConfig",
   "Key",
   "LatentAttentionConfig",
   "LoraConfig",
@@ -71,6 +72,28 @@ class RunConfig:
   steps: int = knob(300, "Optimizer steps of the whole run.", unit="steps", low=1)
   init_weights_seed: int = knob(0, "Seed of initial weights and of the steps' random draws.", low=0)
   jax_cache_dir: str = knob("~/.cache/maxlite/jax", "Persistent compilation cache; empty: none.")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsConfig:
+  """Which of a run's processes this one is; SLURM, Open MPI, Kubernetes and Cloud TPU tell it."""
+
+  coordinator_address: str = knob(
+    "", "HOST:PORT of process 0, where all processes meet; empty: what started them tells."
+  )
+  num_processes: int = knob(
+    -1, "Processes of the run; 1: this one alone, whatever started it; -1: as told.", low=-1
+  )
+  process_id: int = knob(-1, "Which of them this is, from 0 on; -1: as told.", low=-1)
+  jax_distributed_initialization_timeout: int = knob(
+    300, "How long the processes wait for the last to come.", unit="seconds", low=1
+  )
+  jax_distributed_heartbeat_timeout_seconds: int = knob(
+    100,
+    "Silence after which a process is taken for lost, and all others leave.",
+    unit="seconds",
+    low=1,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,6 +419,7 @@ class Config:
   ensemble: EnsembleConfig = dataclasses.field(default_factory=EnsembleConfig)
   checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
   observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
+  hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
   generate: GenerateConfig = dataclasses.field(default_factory=GenerateConfig)
   serve: ServeConfig = dataclasses.field(default_factory=ServeConfig)
   plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)

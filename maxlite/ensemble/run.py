@@ -52,6 +52,11 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), num_rows: int = 0) -> i
   with exit_with_one_line("maxlite.train"):
     enable_compilation_cache(cfg.run.jax_cache_dir)
     keep_freed_memory()
+    if jax.process_count() > 1:
+      raise ValueError(
+        f"an ensemble is trained by one process, and this run has {jax.process_count()}: write "
+        "num_processes=1, or train each member as a run of its own"
+      )
     folder = run_folder(cfg)
     changes = folder.config_changes(flatten(cfg))
     run = EnsembleRun(cfg, names, num_rows or _rows_of_all_devices(cfg), console)

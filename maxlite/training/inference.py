@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from maxlite.config import Config, exit_with_one_line, load_config, read_saved
 from maxlite.config.schema import GenerateConfig, flatten
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
@@ -36,7 +38,8 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
   eval_step = trainer.eval_step(data.source.num_bytes_V)
   result = evaluate(trainer, eval_step, params, batches, averages)
   figures = "  ".join(f"{name} {value:.6g}" for name, value in result.items())
-  sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {figures}\n")
+  if jax.process_index() == 0:
+    sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {figures}\n")
   return 0
 
 

@@ -1,5 +1,6 @@
 """One command's run: opened or taken up again, looped, and summed up."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from maxlite.observe.writers import (
   Writers,
   read_rows,
 )
+from maxlite.parallel.hosts import describe
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints, Restored
 from maxlite.storage.fingerprint import tree_hash
@@ -41,6 +43,8 @@ def run_training(cfg: Config) -> int:
   with exit_with_one_line("maxlite.train"):
     enable_compilation_cache(cfg.run.jax_cache_dir)
     keep_freed_memory()
+    if who := describe():
+      sys.stdout.write(f"{who}\n")
     trainer = build_trainer(cfg)
     trainer.check_devices()
     folder = run_folder(cfg)
