@@ -38,6 +38,7 @@ setup(
     "pyyaml>=6.0.2",
     "tokenizers>=0.22",
     "safetensors>=0.6",
+    "jinja2>=3.1.6",
     "tensorboardX>=2.6.4",
     "rich>=14",
     "matplotlib>=3.10",

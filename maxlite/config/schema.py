@@ -129,7 +129,10 @@ class DataConfig:
   """Where tokens come from and how they fill batches."""
 
   dataset_type: str = knob(
-    "text", "Kind of data.", choices=("synthetic", "text", "jsonl", "parquet")
+    "text",
+    "Kind of data; `chat` are conversations in JSON lines, of which the assistant's answers are "
+    "learned (data/chat.py).",
+    choices=("synthetic", "text", "jsonl", "parquet", "chat"),
   )
   dataset_path: tuple[str, ...] = knob(
     ("stdlib",), "Files, folders or globs; `stdlib` is Python's own standard library sources."
@@ -151,6 +154,12 @@ class DataConfig:
     shapes_model=True,
   )
   tokenizer_path: str = knob("", "tokenizer.json or SentencePiece model file.", shapes_model=True)
+  chat_template_path: str = knob(
+    "", "Jinja2 template that renders conversations; empty: that which came with the tokenizer."
+  )
+  packing: bool = knob(
+    True, "Put several conversations of dataset_type=chat into a row; False: one into each."
+  )
   token_cache_directory: str = knob(
     "", "Where tokenized data is kept; empty: base_output_directory/.tokens."
   )
@@ -367,6 +376,13 @@ class GenerateConfig:
     0, "Seed of the sampling; the n-th text of prompt_file adds n.", low=0, high=2**32 - 1
   )
   decode_batch_size: int = knob(8, "Texts generated at once, at most.", unit="rows", low=1)
+  num_speculative_tokens: int = knob(
+    -1,
+    "Tokens that draft heads propose for the model to check in one step (speculative decoding), at "
+    "most num_draft_heads; 0: none, -1: as many as there are heads.",
+    unit="tokens",
+    low=-1,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,13 @@
 A rule is a function that yields a complaint for each thing that does not fit; RULES lists them.
 """
 
-import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
+from maxlite.config import data_rules
+from maxlite.config.complaint import Complaint, Complaints
 from maxlite.config.knob import ConfigError
 from maxlite.config.model_sections import MIXTURES
 from maxlite.config.phases import DRAFT_LOSSES
@@ -23,16 +24,6 @@ LINEAR = ("linear", "linear_plus_one")
 
 # Sources that are not at fault: a default fits by itself, and so does what all members share.
 DEFAULT, SHARED = "default", "shared"
-
-
-class Complaint(NamedTuple):
-  """What does not fit: the keys it is about, and the rule with what to write instead."""
-
-  keys: tuple[str, ...]
-  text: str
-
-
-Complaints = Iterator[Complaint]
 
 
 def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> None:
@@ -270,60 +261,6 @@ def _remat(c: Config) -> Complaints:
     yield Complaint(keys, "a custom policy must save something; write remat_save=[query_proj]")
 
 
-def _tokenizer(c: Config) -> Complaints:
-  d, byte = c.data, c.data.tokenizer_type == "byte"
-  keys = ("tokenizer_path", "tokenizer_type")
-  if byte and c.model.vocab_size < 258 and d.dataset_type != "synthetic":
-    yield Complaint(("vocab_size", "tokenizer_type"), "bytes need 258 ids; write vocab_size=258")
-  if byte and d.tokenizer_path:
-    text = "bytes need no file; write tokenizer_type=huggingface or sentencepiece, or no path"
-    yield Complaint(keys, text)
-  if not byte and not os.path.isfile(os.path.expanduser(d.tokenizer_path)):
-    yield Complaint(keys, "no such file; write tokenizer_path=FILE or tokenizer_type=byte")
-
-
-def _datasets(c: Config) -> Complaints:
-  if c.data.dataset_type == "synthetic":
-    return
-  if not c.data.dataset_path:
-    yield Complaint(("dataset_path",), "names no data; write dataset_path=FILE or [stdlib]")
-  for key, entries in flatten(c.data).items():
-    if key in ("dataset_path", "eval_dataset_path"):
-      yield from _entries(key, entries, c.data.dataset_type)
-
-
-def _entries(key: str, entries: tuple[str, ...], dataset_type: str) -> Complaints:
-  for entry in entries:
-    path = os.path.expanduser(entry)
-    if entry == "stdlib":
-      if dataset_type != "text":
-        yield Complaint((key, "dataset_type"), f"stdlib is text; write {key}=FILE")
-    elif not os.path.exists(path) and not glob.glob(path, recursive=True):
-      fix = f"write {key}=FILE, a folder or a glob that matches"
-      yield Complaint((key,), f"{entry} matches no file; {fix}")
-
-
-def _columns(c: Config) -> Complaints:
-  if c.data.dataset_type in ("jsonl", "parquet") and not c.data.text_column:
-    yield Complaint(("text_column", "dataset_type"), "names no column; write text_column=text")
-
-
-def _batch(c: Config) -> Complaints:
-  if c.data.per_device_batch_size <= 0:
-    text = "a step needs rows; write per_device_batch_size=1, or a fraction of it"
-    yield Complaint(("per_device_batch_size",), text)
-
-
-def _sampling(c: Config) -> Complaints:
-  if not c.data.enable_data_shuffling:
-    fix = "write enable_data_shuffling=true"
-    if c.data.data_sampling == "bootstrap":
-      yield Complaint(("data_sampling", "enable_data_shuffling"), f"draws rows at random; {fix}")
-    if c.ensemble.ensemble_data != "shared":
-      keys = ("ensemble_data", "enable_data_shuffling")
-      yield Complaint(keys, f"members would read the same order; {fix}")
-
-
 def _ensemble(c: Config) -> Complaints:
   e = c.ensemble
   if not e.members and not e.sweep:
@@ -479,10 +416,11 @@ RULES: tuple[Rule, ...] = (
   _topology,
   _activations,
   _remat,
-  _tokenizer,
-  _columns,
-  _batch,
-  _sampling,
+  data_rules.tokenizer,
+  data_rules.chat,
+  data_rules.columns,
+  data_rules.batch,
+  data_rules.sampling,
   _ensemble,
   _halving,
   _schedule,
@@ -493,4 +431,4 @@ RULES: tuple[Rule, ...] = (
   _axis_rules,
   _divisible,
 )
-DATA_RULES: tuple[Rule, ...] = (_datasets, _evaluation)
+DATA_RULES: tuple[Rule, ...] = (data_rules.datasets, _evaluation)

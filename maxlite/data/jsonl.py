@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def jsonl_documents(
@@ -13,6 +14,18 @@ def jsonl_documents(
   Raises:
     ValueError: a line is not an object with a string in `column`; names file and line.
   """
+  for place, record in read_objects(file, start, stop):
+    yield iter([_text(record, column, place)])
+
+
+def read_objects(
+  file: Path, start: float = 0, stop: float = 1
+) -> Iterator[tuple[str, dict[str, Any]]]:
+  """(`FILE:LINE`, object) of the share [start, stop) of the lines; blank ones are passed over.
+
+  Raises:
+    ValueError: a line is no JSON object.
+  """
   begin, end = 0, None
   if (start, stop) != (0, 1):
     num_lines = _count_lines(file)
@@ -22,7 +35,8 @@ def jsonl_documents(
       if number == end:
         return
       if number >= begin and not line.isspace():
-        yield iter([_text(line, column, f"{file}:{number + 1}")])
+        place = f"{file}:{number + 1}"
+        yield place, _object(line, place)
 
 
 def _count_lines(file: Path) -> int:
@@ -30,13 +44,17 @@ def _count_lines(file: Path) -> int:
     return sum(1 for _ in lines)
 
 
-def _text(line: bytes, column: str, place: str) -> bytes:
+def _object(line: bytes, place: str) -> dict[str, Any]:
   try:
     record = json.loads(line)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"{place}: not JSON ({error}): mend or remove the line") from None
   if not isinstance(record, dict):
-    raise ValueError(f"{place}: not a JSON object: write {{{column!r}: ...}} in each line")
+    raise ValueError(f"{place}: not a JSON object: write {{...}} in each line")
+  return record
+
+
+def _text(record: dict[str, Any], column: str, place: str) -> bytes:
   if column not in record:
     raise ValueError(f"{place}: no field {column!r} among {sorted(record)}: set text_column")
   if not isinstance(record[column], str):

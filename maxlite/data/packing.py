@@ -1,13 +1,11 @@
 """Tokenized documents joined end to end and cut into rows of equal length."""
 
 import hashlib
-import os
-import weakref
 
 import numpy as np
 
 from maxlite.data.rows import Row, pad_row
-from maxlite.data.tokens import Tokens
+from maxlite.data.tokens import TokenFile, Tokens
 
 
 class PackedRows:
@@ -26,19 +24,10 @@ class PackedRows:
     self._offsets = (np.cumsum(lengths) - lengths)[order]  # of each document in the file
     self._starts = np.zeros(num_documents + 1, np.int64)  # of each document in the joined stream
     np.cumsum(lengths[order], out=self._starts[1:])
-    self._path, self._dtype, self._row_length = tokens.path, tokens.dtype, row_length
+    self._file, self._row_length = TokenFile(tokens), row_length
     # Of the order too: another version of NumPy may draw it differently from the same seed.
     places = hashlib.blake2b(self._offsets, digest_size=8).hexdigest()
     self.identity = f"{tokens.digest} {places}"
-    self._open()
-
-  def _open(self) -> None:
-    self._file = os.open(self._path, os.O_RDONLY)
-    weakref.finalize(self, os.close, self._file)
-
-  def __setstate__(self, state: dict) -> None:
-    vars(self).update(state)
-    self._open()  # a worker process, or a copy, has its own file descriptor
 
   def __len__(self) -> int:
     return (int(self._starts[-1]) + self._row_length - 1) // self._row_length
@@ -62,13 +51,6 @@ class PackedRows:
 
   def _read(self, offsets: np.ndarray, counts: np.ndarray, more: int) -> list[np.ndarray]:
     """The ids of each piece; the last piece has `more` ids on top of its count."""
-    size = self._dtype.itemsize
     counts = counts.tolist()
     counts[-1] += more
-    pieces = []
-    for offset, count in zip(offsets.tolist(), counts, strict=True):
-      data = os.pread(self._file, count * size, offset * size)
-      if len(data) != count * size:
-        raise ValueError(f"{self._path} was cut short: remove its folder and start again")
-      pieces.append(np.frombuffer(data, self._dtype))
-    return pieces
+    return list(map(self._file.read, offsets.tolist(), counts))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from maxlite.config.schema import DataConfig
+from maxlite.data.chat import DATE_IN_DATA, Conversations, chat_documents, open_chat
 from maxlite.data.files import expand_paths
 from maxlite.data.jsonl import jsonl_documents
 from maxlite.data.packing import PackedRows
@@ -16,7 +17,8 @@ from maxlite.data.split import Reader
 from maxlite.data.synthetic import SyntheticRows
 from maxlite.data.text import text_documents
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
-from maxlite.data.tokens import TokenizedData, open_tokens
+from maxlite.data.tokens import Encoder, Texts, TokenizedData, Tokens, open_tokens
+from maxlite.data.whole import ConversationRows
 
 _SYNTHETIC_ROWS = {"train": 1 << 20, "eval": 1 << 10}
 
@@ -43,24 +45,54 @@ def _open_synthetic(cfg: DataConfig, vocab_size: int, _cache_directory: Path) ->
   return Source(train, held_out, num_bytes_V, f"{len(train):,} synthetic training rows")
 
 
-def _open_documents(
+def _open_texts(
   read: Reader, suffix: str, cfg: DataConfig, vocab_size: int, cache_directory: Path
 ) -> Source:
-  files = expand_paths(cfg.dataset_path, suffix, "dataset_path")
-  eval_files = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
   tokenizer = open_tokenizer(cfg)
   _check_vocabulary(tokenizer, vocab_size)
-  data = open_tokens(
-    cfg, read, files, eval_files, tokenizer=tokenizer, cache_directory=cache_directory
-  )
+  data = _open_documents(read, suffix, cfg, Texts(tokenizer), cache_directory)
+  rows = lambda tokens, seed: PackedRows(tokens, cfg.max_target_length, seed)
+  return _source(cfg, data, rows, tokenizer, "documents")
+
+
+def _open_chat(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Source:
+  tokenizer = open_tokenizer(cfg)
+  _check_vocabulary(tokenizer, vocab_size)
+  chat = open_chat(cfg, tokenizer, DATE_IN_DATA)
+  if chat is None:
+    raise ValueError(
+      f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} comes without a "
+      "chat template: set chat_template_path to one that fits the model"
+    )
+  encoder = Conversations(chat, cfg.max_target_length + 1)
+  data = _open_documents(chat_documents, ".jsonl", cfg, encoder, cache_directory)
+  length, packing = cfg.max_target_length, cfg.packing
+  rows = lambda tokens, seed: ConversationRows(tokens, length, seed, packing=packing)
+  return _source(cfg, data, rows, tokenizer, "conversations")
+
+
+def _open_documents(
+  read: Reader, suffix: str, cfg: DataConfig, encoder: Encoder, cache_directory: Path
+) -> TokenizedData:
+  files = expand_paths(cfg.dataset_path, suffix, "dataset_path")
+  eval_files = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
+  data = open_tokens(cfg, read, files, eval_files, encoder=encoder, cache_directory=cache_directory)
   _check_train(cfg, data)
+  return data
+
+
+def _source(
+  cfg: DataConfig,
+  data: TokenizedData,
+  rows: Callable[[Tokens, int | None], Rows],
+  tokenizer: Tokenizer,
+  called: str,
+) -> Source:
   seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
-  held_out = None
-  if len(data.eval.lengths):
-    # In the files' order whatever the seed, so that runs are compared on the same rows.
-    held_out = PackedRows(data.eval, cfg.max_target_length, None)
-  train = PackedRows(data.train, cfg.max_target_length, seed)
-  return Source(train, held_out, tokenizer.num_bytes_V, _summary(data))
+  # Held out in the files' order whatever the seed, so that runs are compared on the same rows.
+  held_out = rows(data.eval, None) if len(data.eval.lengths) else None
+  train = rows(data.train, seed)
+  return Source(train, held_out, tokenizer.num_bytes_V, _summary(data, called))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -83,17 +115,18 @@ def _check_train(cfg: DataConfig, data: TokenizedData) -> None:
     )
 
 
-def _summary(data: TokenizedData) -> str:
+def _summary(data: TokenizedData, called: str) -> str:
   train, held_out = (
-    f"{int(tokens.lengths.sum()):,} tokens in {len(tokens.lengths):,} documents"
+    f"{int(tokens.lengths.sum()):,} tokens in {len(tokens.lengths):,} {called}"
     for tokens in (data.train, data.eval)
   )
-  dropped = f"; {data.num_dropped:,} training documents dropped, as they are held out"
-  return f"train {train}; eval {held_out}{dropped if data.num_dropped else ''}"
+  dropped = {f"training {called} dropped, as they are held out": data.num_dropped}
+  notes = [f"; {count:,} {what}" for what, count in (dropped | data.counts).items() if count]
+  return f"train {train}; eval {held_out}{''.join(notes)}"
 
 
 def _documents(read: Reader, suffix: str) -> Callable[[DataConfig, int, Path], Source]:
-  return lambda cfg, vocab_size, cache: _open_documents(read, suffix, cfg, vocab_size, cache)
+  return lambda cfg, vocab_size, cache: _open_texts(read, suffix, cfg, vocab_size, cache)
 
 
 SOURCES: dict[str, Callable[[DataConfig, int, Path], Source]] = {
@@ -101,4 +134,5 @@ SOURCES: dict[str, Callable[[DataConfig, int, Path], Source]] = {
   "text": _documents(text_documents, ""),
   "jsonl": _documents(jsonl_documents, ".jsonl"),
   "parquet": _documents(parquet_documents, ".parquet"),
+  "chat": _open_chat,
 }

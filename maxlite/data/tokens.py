@@ -1,7 +1,7 @@
 """Documents tokenized once and kept on disk, found again by what they were made from.
 
-A folder holds, for `train` and `eval`, NAME.bin (the ids of all documents, each bos + text + eos)
-and NAME_lengths.npy (ids per document), and meta.json. It is written under another name and moved
+A folder holds, for `train` and `eval`, NAME.bin (the ids of all documents) and NAME_lengths.npy
+(ids per document), and meta.json. It is written under another name and moved
 into place when complete, so processes may race for it and may be killed at any time.
 """
 
@@ -10,12 +10,15 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import shutil
 import time
 import uuid
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,10 +27,38 @@ from maxlite.data.split import Assigned, Reader, split_documents
 from maxlite.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval")
-_FORMAT = 1
+_FORMAT = 2
 _LEFTOVER_SECONDS = 3600.0
 
 log = logging.getLogger(__name__)
+
+
+class Encoder(Protocol):
+  """How documents become ids; `identity` changes when any id would.
+
+  `counts` tells of documents that were changed or left out, by what was done to them.
+  """
+
+  identity: str
+  dtype: np.dtype
+  counts: Counter[str]
+
+  def encode(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
+    """The ids of one document, in parts; none for a document that is left out."""
+
+
+class Texts:
+  """Documents of text: bos, the text and eos."""
+
+  def __init__(self, tokenizer: Tokenizer) -> None:
+    self._tokenizer, self.identity = tokenizer, tokenizer.identity
+    self.dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    self.counts: Counter[str] = Counter()
+
+  def encode(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
+    yield np.asarray([self._tokenizer.bos])
+    yield from map(self._tokenizer.encode, pieces)
+    yield np.asarray([self._tokenizer.eos])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +73,15 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedData:
-  """Both splits; `num_dropped` training documents were left out for being held-out ones."""
+  """Both splits; `num_dropped` training documents were left out for being held-out ones.
+
+  `counts` are the encoder's.
+  """
 
   train: Tokens
   eval: Tokens
   num_dropped: int
+  counts: dict[str, int]
 
 
 def open_tokens(
@@ -55,14 +90,14 @@ def open_tokens(
   files: list[Path],
   eval_files: list[Path],
   *,
-  tokenizer: Tokenizer,
+  encoder: Encoder,
   cache_directory: Path,
 ) -> TokenizedData:
   """The tokenized files, from the cache if it has them, tokenizing them first otherwise."""
-  folder = cache_directory / _key(cfg, files, eval_files, tokenizer)
+  folder = cache_directory / _key(cfg, files, eval_files, encoder)
   meta = _read_meta(folder)
   if meta is None:
-    _tokenize(split_documents(cfg, read, files, eval_files), tokenizer, folder)
+    _tokenize(split_documents(cfg, read, files, eval_files), encoder, folder)
     meta = _read_meta(folder)
     assert meta is not None
   train, held_out = (
@@ -74,13 +109,13 @@ def open_tokens(
     )
     for name in SPLITS
   )
-  return TokenizedData(train, held_out, meta["num_dropped"])
+  return TokenizedData(train, held_out, meta["num_dropped"], meta["counts"])
 
 
-def _key(cfg: DataConfig, files: list[Path], eval_files: list[Path], tokenizer: Tokenizer) -> str:
+def _key(cfg: DataConfig, files: list[Path], eval_files: list[Path], encoder: Encoder) -> str:
   facts = (
     _FORMAT,
-    tokenizer.identity,
+    encoder.identity,
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
     *([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in fs] for fs in (files, eval_files)),
   )
@@ -97,13 +132,13 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
   return meta if complete else None
 
 
-def _tokenize(documents: Assigned, tokenizer: Tokenizer, folder: Path) -> None:
+def _tokenize(documents: Assigned, encoder: Encoder, folder: Path) -> None:
   _remove_leftovers(folder.parent)
   log.info("tokenizing once into %s", folder)
   partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
   partial.mkdir(parents=True)
   try:
-    _write(documents, tokenizer, partial)
+    _write(documents, encoder, partial)
     _publish(partial, folder)
   finally:
     shutil.rmtree(partial, ignore_errors=True)
@@ -128,9 +163,8 @@ def _publish(partial: Path, folder: Path) -> None:
       raise
 
 
-def _write(documents: Assigned, tokenizer: Tokenizer, folder: Path) -> None:
-  dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
-  writers = {name: _SplitWriter(folder, name, tokenizer, dtype) for name in SPLITS}
+def _write(documents: Assigned, encoder: Encoder, folder: Path) -> None:
+  writers = {name: _SplitWriter(folder, name, encoder) for name in SPLITS}
   num_dropped = 0
   try:
     for name, pieces in documents:
@@ -141,29 +175,27 @@ def _write(documents: Assigned, tokenizer: Tokenizer, folder: Path) -> None:
   finally:
     digests = {name: writer.close() for name, writer in writers.items()}
   sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-  meta = {"dtype": dtype.str, "digests": digests, "num_dropped": num_dropped, "sizes": sizes}
+  meta = {"dtype": encoder.dtype.str, "digests": digests, "num_dropped": num_dropped}
+  meta |= {"counts": encoder.counts, "sizes": sizes}
   (folder / "meta.json").write_text(json.dumps(meta))
 
 
 class _SplitWriter:
   """Appends documents to NAME.bin; memory grows by 8 bytes per document."""
 
-  def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+  def __init__(self, folder: Path, name: str, encoder: Encoder) -> None:
     self._lengths_path = folder / f"{name}_lengths.npy"
     self._file = (folder / f"{name}.bin").open("wb", buffering=1 << 20)
-    self._tokenizer, self._dtype = tokenizer, dtype
+    self._encoder = encoder
     self._lengths = array.array("q")
     self._digest = hashlib.blake2b(digest_size=16)
 
   def add(self, pieces: Iterator[bytes]) -> None:
-    length = self._append([self._tokenizer.bos])
-    for piece in pieces:
-      length += self._append(self._tokenizer.encode(piece))
-    length += self._append([self._tokenizer.eos])
-    self._lengths.append(length)
+    if length := sum(map(self._append, self._encoder.encode(pieces))):
+      self._lengths.append(length)
 
-  def _append(self, ids: list[int] | np.ndarray) -> int:
-    data = np.asarray(ids).astype(self._dtype).tobytes()
+  def _append(self, ids: np.ndarray) -> int:
+    data = ids.astype(self._encoder.dtype).tobytes()
     self._file.write(data)
     self._digest.update(data)
     return len(ids)
@@ -175,3 +207,27 @@ class _SplitWriter:
     np.save(self._lengths_path, lengths)
     self._digest.update(lengths.tobytes())
     return self._digest.hexdigest()
+
+
+class TokenFile:
+  """The ids of a split, read from the disk as they are needed."""
+
+  def __init__(self, tokens: Tokens) -> None:
+    self._path, self._dtype = tokens.path, tokens.dtype
+    self._open()
+
+  def _open(self) -> None:
+    self._file = os.open(self._path, os.O_RDONLY)
+    weakref.finalize(self, os.close, self._file)
+
+  def __setstate__(self, state: dict) -> None:
+    vars(self).update(state)
+    self._open()  # a worker process, or a copy, has its own file descriptor
+
+  def read(self, offset: int, count: int) -> np.ndarray:
+    """`count` ids from the `offset`-th on."""
+    size = self._dtype.itemsize
+    data = os.pread(self._file, count * size, offset * size)
+    if len(data) != count * size:
+      raise ValueError(f"{self._path} was cut short: remove its folder and start again")
+    return np.frombuffer(data, self._dtype)

@@ -104,6 +104,13 @@ MISTAKES = {
   ("dataset_path=",): ("dataset_path=[]", "[stdlib]"),
   ("dataset_type=jsonl",): ("dataset_path=[stdlib]", "dataset_type=jsonl", "dataset_path=FILE"),
   ("dataset_type=jsonl", "text_column="): ("text_column=''", "text_column=text"),
+  ("dataset_type=chat", "tokenizer_type=sentencepiece", f"tokenizer_path={__file__}"): (
+    "tokenizer_type=sentencepiece",
+    "tokenizer_type=huggingface",
+  ),
+  ("dataset_type=chat",): ("dataset_type=chat", "tokenizer_type=byte", "chat_template_path="),
+  ("chat_template_path=gone.jinja",): ("gone.jinja", "no such file", "chat_template_path=FILE"),
+  ("packing=false",): ("packing=false", "dataset_type=text (default)", "packing=true"),
   ("eval_dataset_path=no.txt",): ("eval_dataset_path=[no.txt]", "eval_dataset_path=FILE"),
   ("eval_steps=0",): ("eval_steps=0", "eval_steps=-1"),
   ("per_device_batch_size=0",): ("per_device_batch_size=0.0", "per_device_batch_size=1"),

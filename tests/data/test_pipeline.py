@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from maxlite.config.schema import DataConfig
-from maxlite.data.pipeline import open_data
+from maxlite.data.pipeline import PhaseStreams, open_data
 from maxlite.data.sources import SOURCES
 
 T, B = 16, 8
 NUM_DOCUMENTS = 40
+TEMPLATE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 
 
 def write_source(folder, kind):
@@ -23,6 +24,10 @@ def write_source(folder, kind):
       (folder / f"{i}.txt").write_text(text)
   if kind == "jsonl":
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+  if kind == "chat":
+    turns = [{"prompt": f"{i}?", "completion": text[:8]} for i, text in enumerate(texts)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    (folder / "template").write_text(TEMPLATE)
   if kind == "parquet":
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
@@ -33,13 +38,15 @@ def config(folder, kind="text", **knobs):
   folder.mkdir(exist_ok=True)
   write_source(folder, kind)
   defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch": 2}
+  if kind == "chat":
+    defaults["chat_template_path"] = str(folder / "template")
   return DataConfig(dataset_type=kind, dataset_path=(str(folder),), **{**defaults, **knobs})
 
 
-def open_part(cfg, rows=range(B), batch_size=B):
+def open_part(cfg, rows=range(B), batch_size=B, **options):
   cache = Path(f"{cfg.dataset_path[0]}-cache")
   return open_data(
-    cfg, vocab_size=258, global_batch_size=batch_size, rows=rows, cache_directory=cache
+    cfg, vocab_size=258, global_batch_size=batch_size, rows=rows, cache_directory=cache, **options
   )
 
 
@@ -253,3 +260,70 @@ def test_a_vocabulary_too_small_is_refused_with_the_fix(tmp_path):
     open_data(
       cfg, vocab_size=256, global_batch_size=B, rows=range(B), cache_directory=tmp_path / "cache"
     )
+
+
+def phase_data(folder):
+  """Three phases: two read the same, the third other text in smaller batches."""
+  run, own = config(folder / "run"), config(folder / "own", kind="jsonl")
+  small = open_part(own, rows=range(2), batch_size=2)
+  return {"a": open_part(run), "b": small, "c": open_part(run)}
+
+
+def test_phases_of_the_same_data_share_a_stream_and_others_have_their_own(tmp_path):
+  data = phase_data(tmp_path)
+  streams = PhaseStreams(data)
+  got = {name: [] for name in "abc"}
+  for name in "abbcab":
+    got[name].append(streams.take(name))
+  state = json.loads(json.dumps(streams.state()))
+  following = [streams.take(name) for name in "bc"]
+  streams.close()
+  shared, own = (open_part(data[name].cfg, data[name].rows, len(data[name].rows)) for name in "ab")
+  assert_same([got["a"][0], got["c"][0], got["a"][1]], take(shared.train_stream(), 3))
+  assert_same(got["b"], take(own.train_stream(), 3))
+  again = PhaseStreams(phase_data(tmp_path))
+  again.restore(state)
+  assert again.state() == state
+  assert_same([again.take(name) for name in "bc"], following)
+  again.close()
+
+
+def test_phases_that_read_otherwise_than_the_checkpoint_s_are_refused(tmp_path):
+  data = phase_data(tmp_path)
+  streams, one = PhaseStreams(data), PhaseStreams({name: data["a"] for name in "abc"})
+  state = streams.state()
+  with pytest.raises(ValueError, match="a stream of batches for each of a, b, this run for a:"):
+    one.restore(state)
+  with pytest.raises(ValueError, match="a stream of batches for each of a, this run for a, b:"):
+    streams.restore(one.state())
+  state["streams"]["b"]["global_batch_size"] = 4
+  with pytest.raises(ValueError, match="phase b: the checkpoint was made with a global batch of 4"):
+    streams.restore(state)
+  one.restore(open_part(data["a"].cfg).train_stream().state())  # as before phases had streams
+  streams.close()
+  one.close()
+
+
+def test_a_phase_trains_on_nothing_that_the_run_holds_out(tmp_path):
+  """Though it reads some of the run's own documents, in another folder and another form."""
+  run = config(tmp_path / "run")
+  own = config(tmp_path / "own", kind="jsonl")
+  batches = list(open_part(run).eval_batches())
+  held_out = {tuple(row) for batch in batches for row in documents(batch)}
+  data = open_part(own, evaluates=False)
+  one_epoch = take(data.train_stream(), -(-len(data.source.train) // B))
+  trained = {tuple(row) for batch in one_epoch for row in documents(batch)}
+  assert held_out
+  assert trained
+  assert not held_out & trained
+  assert (
+    open_part(dataclasses.replace(own, eval_fraction=1e-9), evaluates=False).source.eval is None
+  )
+
+
+def documents(batch):
+  """The first tokens of every document in a batch."""
+  starts = (np.asarray(batch.position_BT) == 0) & (np.asarray(batch.segment_BT) > 0)
+  for row, begin in zip(*np.nonzero(starts), strict=True):
+    tokens = batch.tokens_BT[row, begin : begin + 4]
+    yield tokens.tolist()

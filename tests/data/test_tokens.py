@@ -16,7 +16,7 @@ from maxlite.data import tokens
 from maxlite.data.jsonl import jsonl_documents
 from maxlite.data.text import text_documents
 from maxlite.data.tokenizer import ByteTokenizer
-from maxlite.data.tokens import open_tokens
+from maxlite.data.tokens import Texts, open_tokens
 
 BYTES = ByteTokenizer("")
 CFG = DataConfig(dataset_type="jsonl", eval_fraction=0.3)
@@ -30,7 +30,12 @@ def write_jsonl(file, texts):
 def open_jsonl(folder, files, eval_files=(), **knobs):
   cfg = dataclasses.replace(CFG, **knobs)
   return open_tokens(
-    cfg, jsonl_documents, list(files), list(eval_files), tokenizer=BYTES, cache_directory=folder
+    cfg,
+    jsonl_documents,
+    list(files),
+    list(eval_files),
+    encoder=Texts(BYTES),
+    cache_directory=folder,
   )
 
 
@@ -70,7 +75,7 @@ def test_text_splits_are_complete(tmp_path, eval_split):
     file.write_text(f"é{i}\n日本語" * 9)
   cfg = DataConfig(eval_split=eval_split, eval_fraction=0.3)
   data = open_tokens(
-    cfg, text_documents, files, [], tokenizer=BYTES, cache_directory=tmp_path / "cache"
+    cfg, text_documents, files, [], encoder=Texts(BYTES), cache_directory=tmp_path / "cache"
   )
   train, held_out = documents(data.train), documents(data.eval)
   assert held_out
@@ -145,7 +150,7 @@ def dies(file, *share):
   yield iter([b"half"])
   os.kill(os.getpid(), signal.SIGKILL)
 folder = Path(sys.argv[1])
-t.open_tokens(t.CFG, dies, [folder / "a.jsonl"], [], tokenizer=t.BYTES,
+t.open_tokens(t.CFG, dies, [folder / "a.jsonl"], [], encoder=t.Texts(t.BYTES),
               cache_directory=folder / "cache")
 """
 
@@ -174,7 +179,7 @@ def test_losing_the_race_is_fine(tmp_path, texts):
     open_jsonl(cache, [file])  # another process finishes while this one is at work
     return jsonl_documents(*args)
 
-  data = open_tokens(CFG, slow, [file], [], tokenizer=BYTES, cache_directory=cache)
+  data = open_tokens(CFG, slow, [file], [], encoder=Texts(BYTES), cache_directory=cache)
   assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
   assert len(list(cache.iterdir())) == 1
 
@@ -188,5 +193,7 @@ def test_ids_above_16_bits_are_kept(tmp_path):
 
   file = write_jsonl(tmp_path / "a.jsonl", ["ab"])
   cfg = dataclasses.replace(CFG, eval_fraction=0.0)
-  data = open_tokens(cfg, jsonl_documents, [file], [], tokenizer=Wide(), cache_directory=tmp_path)
+  data = open_tokens(
+    cfg, jsonl_documents, [file], [], encoder=Texts(Wide()), cache_directory=tmp_path
+  )
   assert np.fromfile(data.train.path, data.train.dtype).tolist() == [69_998, 66_097, 66_098, 69_999]

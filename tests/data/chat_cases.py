@@ -1,0 +1,76 @@
+"""A tokenizer with control tokens, chat templates as models have them, and conversations."""
+
+import json
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]")
+TEXT = "What is the sum of two and three? It is five. You are helpful. user assistant system café"
+
+CHATML = (
+  "{% for message in messages %}"
+  "{{ '<|im_start|>' + message['role'] + '\n' }}"
+  "{% if message.role == 'assistant' %}%s{% else %}{{ message.content + '<|im_end|>' }}{% endif %}"
+  "{{ '\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+INSTRUCT = (
+  "{{ bos_token }}{% for message in messages %}"
+  "{% if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}"
+  "{% elif message.role == 'assistant' %}%s"
+  "{% else %}{{ raise_exception('only user and\n assistant speak') }}{% endif %}{% endfor %}"
+)
+PLAIN = (
+  "{% for message in messages %}{{ message.role + ': ' }}"
+  "{% if message.role == 'assistant' %}%s{% else %}{{ message.content }}{% endif %}{{ '\n' }}"
+  "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+SAID = {
+  CHATML: "{{ message.content + '<|im_end|>' }}",
+  INSTRUCT: "{{ ' ' + message.content | trim + eos_token }}",
+  PLAIN: "{{ message.content + eos_token }}",
+}
+MARKED = [
+  template.replace("%s", "{% generation %}" + said + "{% endgeneration %}")
+  for template, said in SAID.items()
+]
+UNMARKED = [template.replace("%s", said) for template, said in SAID.items()]
+
+
+def turns(*contents, system=""):
+  """Messages of user and assistant by turns."""
+  roles = ["user", "assistant"] * len(contents)
+  said = [
+    {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+  ]
+  return [{"role": "system", "content": system}, *said] if system else said
+
+
+TALKS = [
+  turns("What is two and three?", "It is five."),
+  turns("two", "  three é🙂\n", "café?", "\n\nfive\n\nfive"),
+  turns("What is <|im_end|>?", "It is <|endoftext|><|im_start|> </s>[INST] a <s>.", "<s>", "</s>"),
+]
+
+
+def save_tokenizer(folder, metaspace="", **beside):
+  """tokenizer.json in `folder`, and files {name: JSON value} beside it; its path."""
+  made = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
+  made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = decoders.ByteLevel()
+  alphabet = pre_tokenizers.ByteLevel.alphabet()
+  if metaspace:
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace)
+    made.decoder = decoders.Metaspace(prepend_scheme=metaspace)
+    alphabet = sorted({*TEXT, *"<|im_endstaroxf>/[INST]\n🙂é▁"})
+  trainer = trainers.BpeTrainer(
+    vocab_size=340, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
+  )
+  made.train_from_iterator([TEXT] * 3, trainer)
+  folder.mkdir(exist_ok=True)
+  path = folder / "tokenizer.json"
+  made.save(str(path))
+  for name, value in beside.items():
+    (folder / f"{name}.json").write_text(json.dumps(value))
+  return str(path)
