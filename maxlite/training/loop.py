@@ -68,8 +68,8 @@ def train(run: Run, state: Any, stream: Any, first_step: int, last_step: int) ->
         log.settle(lambda state=state: run.evaluate(state))
       if log.diverged:
         reason, exit_code = log.diverged, 1
-      if stop.received:
-        reason, exit_code = f"stopped by {stop.received.name}", 128 + stop.received
+      if signal := stop.after(step):
+        reason, exit_code = f"stopped by {signal.name}", 128 + signal
       if reason or step == last_step or due(step, cfg.checkpoint.checkpoint_period):
         log.settle()
         _save(run, step, state, stream)
