@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from maxlite.generation.engine import NONE, Engine, Request
+from maxlite.generation.engine import MAX_STEPS, NONE, Engine, Request
 
 END, LENGTH = "stop", "length"  # why a text ended: the end token, or max_new_tokens
+# What is asked of the engine at once: of short steps many, for each call costs time of its own; and
+# not more than may pass until the next tokens are seen, and the next request gets a row.
+_CALL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,29 +29,41 @@ class Event:
 class Meter:
   """How many tokens took how long, compiling aside; a text's first token counts as prefill."""
 
+  num_drafts: int = 0
   prompt_tokens: int = 0
   new_tokens: int = 0
+  num_steps: int = 0
+  row_steps: int = 0  # of a step, one for each row that drew a token
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
 
   def __str__(self) -> str:
     prefill = self.prompt_tokens / self.prefill_seconds if self.prompt_tokens else 0
     decode = self.new_tokens / self.decode_seconds if self.new_tokens else 0
-    return (
+    rates = (
       f"prefill {self.prompt_tokens:,} tokens, {prefill:,.0f} tok/s; "
       f"decode {self.new_tokens:,} tokens, {decode:,.0f} tok/s"
     )
+    if not self.num_drafts:
+      return rates
+    drafted = f"{self.accepted_length:.2f} of {self.num_drafts} drafts accepted"
+    return f"{rates}; {drafted}, {1 + self.accepted_length:.2f} tokens a step"
+
+  @property
+  def accepted_length(self) -> float:
+    """Drafts that a step adds to a row's text, on average."""
+    return self.new_tokens / self.row_steps - 1 if self.row_steps else 0.0
 
 
 class Batcher:
   """Requests in the rows of an engine; not for more than one thread."""
 
   def __init__(self, engine: Engine) -> None:
-    self.engine, self.meter = engine, Meter()
+    self.engine, self.meter = engine, Meter(engine.num_drafts)
     self._request_by_row: list[Request | None] = [None] * engine.num_rows
     self._num_left: dict[Request, int] = {}
-    # Tokens that are being computed, with the requests of their rows. One step is always under way,
-    # so that the device need not wait for what is done with the tokens.
+    # Tokens that are being computed, with the requests of their rows. Some are always under way, so
+    # that the device need not wait for what is done with the tokens.
     self._under_way: collections.deque[tuple[jax.Array, list]] = collections.deque()
 
   @property
@@ -77,15 +92,21 @@ class Batcher:
     for row, request in zip(rows, requests, strict=True):
       self._request_by_row[row] = request
       self._num_left[request] = request.max_new_tokens
-    return self._events(tokens, requests)
+    return self._events(tokens[:, None], requests)
 
   def step(self) -> list[Event]:
-    """What the next step draws for all rows that are taken."""
+    """What the next steps draw for all rows that are taken."""
     start, compiled = time.perf_counter(), self.engine.compile_seconds
     while len(self._under_way) < 2:
-      self._under_way.append((self.engine.step(), list(self._request_by_row)))
+      tokens = self.engine.step(self._num_steps())
+      self._under_way.append((tokens, list(self._request_by_row)))
     tokens, requests = self._under_way.popleft()
-    events = self._events(np.asarray(tokens), requests)
+    events = []
+    for token_BT in np.asarray(tokens):
+      of_step = self._events(token_BT, requests)
+      self.meter.num_steps += bool(np.any(token_BT != NONE))
+      self.meter.row_steps += len({event.request for event in of_step})
+      events += of_step
     if self.is_idle:
       self._under_way.clear()
     compiling = self.engine.compile_seconds - compiled
@@ -93,18 +114,24 @@ class Batcher:
     self.meter.new_tokens += len(events)
     return events
 
+  def _num_steps(self) -> int:
+    meter = self.meter
+    at_once = _CALL_SECONDS * meter.num_steps / meter.decode_seconds if meter.num_steps else 1
+    return int(np.clip(at_once, 1, MAX_STEPS))
+
   def drop(self, request: Request) -> None:
     """Ends a request before its time."""
     if request in self._num_left:
       self.engine.stop(self._request_by_row.index(request))
       self._end(request)
 
-  def _events(self, tokens: np.ndarray, requests: Sequence[Request | None]) -> list[Event]:
-    return [
-      self._event(int(token), request)
-      for token, request in zip(tokens, requests, strict=True)
-      if token != NONE and request in self._num_left  # else it was dropped meanwhile
-    ]
+  def _events(self, token_BT: np.ndarray, requests: Sequence[Request | None]) -> list[Event]:
+    events = []
+    for tokens, request in zip(token_BT.tolist(), requests, strict=True):
+      if tokens[0] == NONE or request not in self._num_left:  # or it was dropped meanwhile
+        continue
+      events += [self._event(token, request) for token in tokens if token != NONE]
+    return events
 
   def _event(self, token: int, request: Request) -> Event:
     self._num_left[request] -= 1

@@ -84,8 +84,11 @@ def stream_texts(
     admitted = [waiting.popleft() for _ in range(min(batcher.num_free, len(waiting)))]
     streams |= {request: TextStream(decode, stops) for request in admitted}
     for event in batcher.add(admitted) or batcher.step():
+      if event.request not in streams:  # its text has ended before this token
+        continue
       text, reason = streams[event.request].take(event)
       if reason:
         batcher.drop(event.request)
+        del streams[event.request]
       if text or reason:
         yield event.request, text, reason

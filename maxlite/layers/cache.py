@@ -51,8 +51,9 @@ def append(
 ) -> tuple[list[jax.Array], jax.Array]:
   """(entries BGSC with the new positions in them, [B, T, S] which of them each query attends).
 
-  Padding (segment 0) is counted as no position: a later one takes its place. T new positions need
-  T - 1 places more than the window, or than all positions where there is none.
+  Padding (segment 0) is counted as no position: a later one takes its place, as of positions that
+  `rewind` takes back. T new positions need T - 1 places more than the window, or than all positions
+  where there is none: a place is written before all queries that attend what it held have done so.
   """
   length_B = layer.get_variable(COLLECTION, _LENGTH)
   layer.put_variable(COLLECTION, _LENGTH, length_B + _num_real(segment_BT))
@@ -70,16 +71,18 @@ def append(
   return entries, visible_BTS
 
 
-def empty(prefix: Any, num_rows: int) -> Any:
-  """A cache of `num_rows` rows without a position.
+def empty(prefix: Any, num_rows: int, num_new: int = 1) -> Any:
+  """A cache of `num_rows` rows without a position, to which `num_new` are appended at a time.
 
   Args:
     prefix: what layers keep (shapes and types suffice) of rows as long as any is to become.
   """
 
   def zeros(path: tuple, leaf: jax.Array) -> jax.Array:
-    batch_axis = _batch_axis(path)
-    shape = [*leaf.shape[:batch_axis], num_rows, *leaf.shape[leaf.ndim + batch_axis + 1 :]]
+    if path[-1].key == _LENGTH:
+      return jnp.zeros((*leaf.shape[:-1], num_rows), leaf.dtype)
+    *lead, _, num_heads, num_places, num_channels = leaf.shape
+    shape = (*lead, num_rows, num_heads, num_places + num_new - 1, num_channels)
     return jnp.zeros(shape, leaf.dtype)
 
   return jax.tree_util.tree_map_with_path(zeros, prefix)
@@ -110,10 +113,6 @@ def rewind(cache: Any, length_B: jax.Array) -> Any:
     return jnp.broadcast_to(length_B, leaf.shape) if path[-1].key == _LENGTH else leaf
 
   return jax.tree_util.tree_map_with_path(back, cache)
-
-
-def _batch_axis(path: tuple) -> int:
-  return -1 if path[-1].key == _LENGTH else -4
 
 
 def _num_real(segment_BT: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ def build_engine(
   """An engine for `requests`, or for any of max_target_length where there are none.
 
   Raises:
-    ValueError: a request is longer than that.
+    ValueError: a request is longer than that, or more is to be drafted than there are heads.
   """
   cfg, longest = trainer.cfg, trainer.cfg.data.max_target_length
   needed = max((len(r.prompt) + r.max_new_tokens for r in requests), default=longest)
@@ -96,7 +96,19 @@ def build_engine(
     # Rounded up, so that another prompt seldom means another program.
     max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, longest),
     ends=[tokenizer.eos],
+    num_drafts=_num_drafts(cfg),
   )
+
+
+def _num_drafts(cfg: Config) -> int:
+  """Tokens drafted for each step. Raises ValueError where there are fewer draft heads."""
+  num_heads, wanted = cfg.model.num_draft_heads, cfg.generate.num_speculative_tokens
+  if wanted > num_heads:
+    raise ValueError(
+      f"num_speculative_tokens={wanted} are more than num_draft_heads={num_heads}, and each is "
+      f"proposed by a head of its own: write num_speculative_tokens={num_heads} or less"
+    )
+  return num_heads if wanted < 0 else wanted
 
 
 def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:

@@ -15,33 +15,67 @@ NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window
 ROW_B = np.array([2, 0, 3], np.int32)  # where they are put; row 1 stays idle
 NUM_STEPS = NUM_TOKENS - NUM_PROMPT
+TAKEN_nB = np.array([[1, 3, 2], [2, 1, 3], [3, 2, 1]], np.int32)
+KEPT = {"mutable": [cache.COLLECTION]}
 TOKENS_BT = np.random.default_rng(1).integers(48, size=(3, NUM_TOKENS)).astype(np.int32)
+
+
+def prefilled(model, params, num_new):
+  """(logits_BV of each prompt's last token, a cache that has the prompts in it)."""
+  position_1T = np.arange(NUM_PROMPT)[None]
+  is_real_BT = (position_1T < LENGTH_B[:, None]).astype(np.int32)
+  prompts = TOKENS_BT[:, :NUM_PROMPT], is_real_BT, np.tile(position_1T, (3, 1))
+  logits_BTV, kept = model.apply({"params": params}, *prompts, **KEPT)
+  longest = jax.ShapeDtypeStruct((1, NUM_TOKENS), jnp.int32)
+  shapes = jax.eval_shape(lambda t: model.apply({"params": params}, t, **KEPT)[1], longest)
+  entries = cache.empty(shapes[cache.COLLECTION], NUM_ROWS, num_new)
+  entries = cache.insert(entries, kept[cache.COLLECTION], ROW_B, LENGTH_B)
+  return logits_BTV[np.arange(3), LENGTH_B - 1], entries
+
+
+def appended(model, params, entries, tokens_BT, length_B):
+  """(logits_BTV, the cache) of tokens that go behind the `length_B` ones of ROW_B."""
+  place = lambda x_BT: jnp.zeros((NUM_ROWS, x_BT.shape[1]), jnp.int32).at[ROW_B].set(x_BT)
+  position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+  rows = (place(tokens_BT), place(jnp.ones_like(position_BT)), place(position_BT))
+  variables = {"params": params, cache.COLLECTION: entries}
+  logits_BTV, kept = model.apply(variables, *rows, **KEPT)
+  return logits_BTV[ROW_B], kept[cache.COLLECTION]
 
 
 def decoded(model, params):
   """logits_nBV: of each prompt's last token, and of each of the NUM_STEPS tokens after it."""
-  variables, position_1T = {"params": params}, np.arange(NUM_PROMPT)[None]
-  kept_by = {"mutable": [cache.COLLECTION]}
-  is_real_BT = (position_1T < LENGTH_B[:, None]).astype(np.int32)
-  prompts = TOKENS_BT[:, :NUM_PROMPT], is_real_BT, np.tile(position_1T, (3, 1))
-  logits_BTV, kept = model.apply(variables, *prompts, **kept_by)
-  first_BV = logits_BTV[np.arange(3), LENGTH_B - 1]
-  longest = jax.ShapeDtypeStruct((1, NUM_TOKENS), jnp.int32)
-  shapes = jax.eval_shape(lambda t: model.apply(variables, t, **kept_by)[1], longest)
-  entries = cache.empty(shapes[cache.COLLECTION], NUM_ROWS)
-  entries = cache.insert(entries, kept[cache.COLLECTION], ROW_B, LENGTH_B)
+  first_BV, entries = prefilled(model, params, 1)
 
-  def step(carry, n):
-    entries, position_B1 = carry
-    token_B1 = jnp.zeros((NUM_ROWS, 1), jnp.int32)
-    token_B1 = token_B1.at[ROW_B, 0].set(jnp.asarray(TOKENS_BT)[np.arange(3), LENGTH_B + n])
-    is_live_B1 = jnp.zeros((NUM_ROWS, 1), jnp.int32).at[ROW_B].set(1)
-    now = variables | {cache.COLLECTION: entries}
-    logits_BTV, kept = model.apply(now, token_B1, is_live_B1, position_B1, **kept_by)
-    return (kept[cache.COLLECTION], position_B1 + is_live_B1), logits_BTV[ROW_B, 0]
+  def step(carry, _):
+    entries, length_B = carry
+    token_B1 = jnp.asarray(TOKENS_BT)[np.arange(3), length_B][:, None]
+    logits_BTV, entries = appended(model, params, entries, token_B1, length_B)
+    return (entries, length_B + 1), logits_BTV[:, 0]
 
-  position_B1 = jnp.zeros((NUM_ROWS, 1), jnp.int32).at[ROW_B, 0].set(LENGTH_B)
-  _, later_nBV = jax.lax.scan(step, (entries, position_B1), jnp.arange(NUM_STEPS))
+  _, later_nBV = jax.lax.scan(step, (entries, jnp.asarray(LENGTH_B)), length=NUM_STEPS)
+  return jnp.concatenate([first_BV[None], later_nBV])
+
+
+def decoded_with_drafts(model, params):
+  """The same, three tokens at a time, of which TAKEN_nB are right and the others taken back."""
+  first_BV, entries = prefilled(model, params, 3)
+
+  def step(carry, taken_B):
+    entries, length_B = carry
+    column_BT = length_B[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
+    right_BT = jnp.asarray(TOKENS_BT).at[np.arange(3)[:, None], column_BT].get(mode="clip")
+    is_right_BT = jnp.arange(3)[None] < taken_B[:, None]
+    tokens_BT = jnp.where(is_right_BT, right_BT, (right_BT + 7) % 48)
+    logits_BTV, entries = appended(model, params, entries, tokens_BT, length_B)
+    length_B += taken_B
+    in_rows_B = jnp.zeros(NUM_ROWS, jnp.int32).at[ROW_B].set(length_B)
+    return (cache.rewind(entries, in_rows_B), length_B), logits_BTV
+
+  start = (entries, jnp.asarray(LENGTH_B))
+  _, logits_nBTV = jax.lax.scan(step, start, jnp.asarray(TAKEN_nB))
+  of_row = lambda b: [logits_nBTV[n, b, :taken] for n, taken in enumerate(TAKEN_nB[:, b])]
+  later_nBV = jnp.stack([jnp.concatenate(of_row(b)) for b in range(3)], axis=1)
   return jnp.concatenate([first_BV[None], later_nBV])
 
 
@@ -51,6 +85,21 @@ CASES = [pytest.param(name, False, marks=() if name in FAST else SLOW) for name 
 
 @pytest.mark.parametrize(("family", "scanned"), [*CASES, ("deepseek", True)])
 def test_a_cache_changes_no_logits(family, scanned):
+  assert_same_logits(family, scanned, decoded)
+
+
+# Of those, windows with sinks and latent attention; the rest attends as these do.
+DRAFTED = ("deepseek", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+  "family", [pytest.param(name, marks=() if name in DRAFTED else SLOW) for name in MODELS]
+)
+def test_tokens_read_at_once_and_taken_back_change_no_logits(family):
+  assert_same_logits(family, False, decoded_with_drafts)
+
+
+def assert_same_logits(family, scanned, decode):
   model, params = families.model_of(family), families.params_of(family)
   ready = inference_params(model.cfg, params)
   alike = inference_model(model.cfg, model.sharder)
@@ -58,7 +107,7 @@ def test_a_cache_changes_no_logits(family, scanned):
   @families.jit
   def both(params, ready):
     whole_BTV = model.apply({"params": params}, TOKENS_BT)
-    return whole_BTV, decoded(model, params) if scanned else decoded(alike, ready)
+    return whole_BTV, decode(model, params) if scanned else decode(alike, ready)
 
   whole_BTV, got_nBV = both(params, ready)
   position_nB = LENGTH_B[None] - 1 + np.arange(NUM_STEPS + 1)[:, None]

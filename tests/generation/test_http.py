@@ -180,7 +180,7 @@ def test_the_model_is_listed_and_there_is_a_page(service):
 
 
 def test_an_error_of_the_engine_is_told_and_the_next_request_is_served(service, monkeypatch):
-  def fail():
+  def fail(*_):
     raise RuntimeError("no memory")
 
   with monkeypatch.context() as patch:
