@@ -7,7 +7,7 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -17,16 +17,21 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from maxlite.generation.engine import Request
 from maxlite.generation.text import TextStream
-from maxlite.generation.wishes import Wishes, read_wishes
+from maxlite.generation.wishes import Wishes, read_wishes, transcript
 from maxlite.generation.worker import FullError, Worker
 
 MAX_BODY_BYTES = 4 * 2**20
 _DEFAULT_MAX_TOKENS = (
   16  # as OpenAI's completions have it; a chat may go on as long as there is room
 )
+_LONGEST_MESSAGE = 500  # [characters] of an error's
+
+# The tokens of a conversation's {"role": ..., "content": ...}, up to where the assistant answers.
+Prompt = Callable[[Sequence[Mapping[str, str]]], list[int]]
 
 
 class Tokenizer(Protocol):
@@ -54,9 +59,18 @@ class _Text:
 class Api:
   """The answers of one model to all its clients."""
 
-  def __init__(self, worker: Worker, tokenizer: Tokenizer, *, name: str, max_length: int) -> None:
-    self._worker, self._tokenizer = worker, tokenizer
+  def __init__(
+    self,
+    worker: Worker,
+    tokenizer: Tokenizer,
+    chat_prompt: Prompt | None,
+    *,
+    name: str,
+    max_length: int,
+  ) -> None:
+    self._worker, self._tokenizer, self._chat_prompt = worker, tokenizer, chat_prompt
     self._name, self._max_length, self._start = name, max_length, int(time.time())
+    self._reading = asyncio.Lock()  # a tokenizer serves one thread at a time
 
   async def models(self, http: HttpRequest) -> Response:
     del http
@@ -72,7 +86,9 @@ class Api:
   async def _answer(self, http: HttpRequest, is_chat: bool) -> Response:
     arrived: asyncio.Queue = asyncio.Queue()
     try:
-      wishes, texts = self._read(await _json(http), is_chat)
+      body = await _json(http)
+      async with self._reading:  # in a thread, for long prompts may not keep all others waiting
+        wishes, texts = await asyncio.to_thread(self._read, body, is_chat)
       self._submit(texts, arrived)
     except ValueError as error:
       return _refusal(400, str(error))
@@ -80,18 +96,23 @@ class Api:
       return _refusal(429, "too many requests wait: try again in a while")
     answer = _Answer(self._name, is_chat, wishes, texts)
     parts = self._texts(texts, arrived)
+    end = functools.partial(self._end, texts)
     if wishes.stream:
-      return StreamingResponse(_events(answer, parts), media_type="text/event-stream")
+      return _EventStream(_events(answer, parts), end)
     try:
-      async for _ in _until_left(http, parts):
-        pass
+      await _all_of(parts, http)
     except RuntimeError as error:
       return _refusal(500, str(error))
+    finally:
+      end()
     return JSONResponse(answer.whole())
 
   def _read(self, body: Any, is_chat: bool) -> tuple[Wishes, list[_Text]]:
     wishes = read_wishes(body, is_chat=is_chat, max_tokens=0 if is_chat else _DEFAULT_MAX_TOKENS)
-    prompts = [self._tokens(prompt) for prompt in wishes.prompts]
+    if is_chat:
+      wishes, prompts = self._chat(wishes)
+    else:
+      prompts = [self._tokens(prompt) for prompt in wishes.prompts]
     if not wishes.max_tokens:
       room = self._max_length - max(map(len, prompts))
       wishes = dataclasses.replace(wishes, max_tokens=max(room, 1))
@@ -101,9 +122,20 @@ class Api:
     ]
     return wishes, texts
 
+  def _chat(self, wishes: Wishes) -> tuple[Wishes, list[list[int]]]:
+    """(wishes, prompts) of a conversation: by the model's template or, without one, a transcript.
+
+    A transcript's answer ends where the user would speak.
+    """
+    if self._chat_prompt:
+      return wishes, [self._chat_prompt(wishes.messages)]
+    wishes = dataclasses.replace(wishes, stops=(*wishes.stops, "\nuser:"))
+    return wishes, [self._tokens(transcript(wishes.messages))]
+
   def _tokens(self, prompt: str | tuple[int, ...]) -> list[int]:
     if isinstance(prompt, str):
-      return [self._tokenizer.bos, *map(int, self._tokenizer.encode(prompt.encode()))]
+      text = prompt.encode(errors="replace")  # JSON can spell half of a surrogate pair
+      return [self._tokenizer.bos, *map(int, self._tokenizer.encode(text))]
     if max(prompt) >= self._tokenizer.size:
       raise ValueError(f"prompt: {max(prompt)} is no token of the {self._tokenizer.size} there are")
     return list(prompt)
@@ -120,24 +152,25 @@ class Api:
   async def _texts(
     self, texts: list[_Text], arrived: asyncio.Queue
   ) -> AsyncIterator[tuple[int, str]]:
-    """(which of `texts`, what is new of it); whoever leaves early ends the requests, too."""
-    try:
-      while not all(text.reason for text in texts):
-        text, event = await arrived.get()
-        if isinstance(event, Exception):
-          raise RuntimeError(f"generation failed: {event}")
-        if text.reason:
-          continue
-        piece, text.reason = text.stream.take(event)
-        text.text += piece
-        text.num_tokens += 1
-        if text.reason:
-          self._worker.cancel(text.request)
-        if piece or text.reason:
-          yield texts.index(text), piece
-    finally:
-      for text in texts:
+    """(which of `texts`, what is new of it)"""
+    while not all(text.reason for text in texts):
+      text, event = await arrived.get()
+      if isinstance(event, Exception):
+        raise RuntimeError(f"generation failed: {event}")
+      if text.reason:
+        continue
+      piece, text.reason = text.stream.take(event)
+      text.text += piece
+      text.num_tokens += 1
+      if text.reason:
         self._worker.cancel(text.request)
+      if piece or text.reason:
+        yield texts.index(text), piece
+
+  def _end(self, texts: list[_Text]) -> None:
+    """Ends what is still under way."""
+    for text in texts:
+      self._worker.cancel(text.request)
 
 
 class _Answer:
@@ -178,9 +211,8 @@ async def _events(answer: _Answer, parts: AsyncIterator) -> AsyncIterator[str]:
   """Server-sent events."""
   event = lambda content: f"data: {json.dumps(content)}\n\n"
   try:
-    async with contextlib.aclosing(parts):
-      async for n, piece in parts:
-        yield event(answer.chunk(n, piece))
+    async for n, piece in parts:
+      yield event(answer.chunk(n, piece))
   except RuntimeError as error:
     yield event({"error": {"message": str(error), "type": "server_error"}})
     return
@@ -189,13 +221,39 @@ async def _events(answer: _Answer, parts: AsyncIterator) -> AsyncIterator[str]:
   yield "data: [DONE]\n\n"
 
 
-async def _until_left(http: HttpRequest, parts: AsyncIterator) -> AsyncIterator:
-  """`parts`, as long as the client waits for them."""
-  async with contextlib.aclosing(parts):
-    async for part in parts:
-      if await http.is_disconnected():
-        return
-      yield part
+class _EventStream(StreamingResponse):
+  """Events as they come; however it ends, and be it before it began, `end` is called."""
+
+  def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+    super().__init__(events, media_type="text/event-stream")
+    self._end = end
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+      await super().__call__(scope, receive, send)
+    finally:
+      self._end()
+
+
+async def _all_of(parts: AsyncIterator, http: HttpRequest) -> None:
+  """Returns when there are no more `parts`, or the client has left."""
+
+  async def drain() -> None:
+    async for _ in parts:
+      pass
+
+  async def leave() -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+      pass
+
+  tasks = [asyncio.create_task(drain()), asyncio.create_task(leave())]
+  try:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if tasks[0].done():
+      tasks[0].result()
+  finally:
+    for task in tasks:
+      task.cancel()
 
 
 async def _json(http: HttpRequest) -> Any:
@@ -213,26 +271,35 @@ async def _json(http: HttpRequest) -> Any:
       raise ValueError(f"the body is longer than {MAX_BODY_BYTES} bytes")
   try:
     return json.loads(body)
-  except ValueError:
+  except (ValueError, RecursionError):
     raise ValueError("the body is no JSON") from None
 
 
 def _refusal(status: int, message: str) -> JSONResponse:
   kind = {400: "invalid_request_error", 429: "rate_limit_error", 500: "server_error"}[status]
+  # JSON can spell half of a surrogate pair, and a client may be told its own words.
+  message = message[:_LONGEST_MESSAGE].encode(errors="replace").decode()
   error = {"message": message, "type": kind, "param": None, "code": None}
   return JSONResponse({"error": error}, status)
 
 
 def build_app(
-  worker: Worker, tokenizer: Tokenizer, *, name: str, max_length: int, hosts: Sequence[str]
+  worker: Worker,
+  tokenizer: Tokenizer,
+  chat_prompt: Prompt | None = None,
+  *,
+  name: str,
+  max_length: int,
+  hosts: Sequence[str],
 ) -> Starlette:
   """The ASGI application.
 
   Args:
+    chat_prompt: by the model's chat template; without one a chat is a transcript.
     name: of the model.
     hosts: under what names clients may reach it; `*`: any.
   """
-  api = Api(worker, tokenizer, name=name, max_length=max_length)
+  api = Api(worker, tokenizer, chat_prompt, name=name, max_length=max_length)
   page = (files("maxlite.generation") / "page.html").read_text("utf-8")
   return Starlette(
     routes=[

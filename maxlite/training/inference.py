@@ -51,7 +51,7 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
     tokenizer = open_text_tokenizer(cfg)
     requests = [_request(cfg, n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
     trainer, params, _ = open_trained(cfg)
-    engine = build_engine(trainer, params, tokenizer, requests)
+    engine = build_engine(trainer, params, tokenizer.ends, requests)
   batcher = Batcher(engine)
   texts = stream_texts(batcher, requests, tokenizer.decode, cfg.generate.stop)
   write = _write_lines if cfg.generate.prompt_file else _write_text
@@ -72,9 +72,11 @@ def open_text_tokenizer(cfg: Config) -> Tokenizer:
 
 
 def build_engine(
-  trainer: Trainer, params: Any, tokenizer: Tokenizer, requests: Sequence[Request] = ()
+  trainer: Trainer, params: Any, ends: Sequence[int], requests: Sequence[Request] = ()
 ) -> Engine:
   """An engine for `requests`, or for any of max_target_length where there are none.
+
+  A text ends with any token of `ends`.
 
   Raises:
     ValueError: a request is longer than that, or more is to be drafted than there are heads.
@@ -95,7 +97,7 @@ def build_engine(
     num_rows=-(-num_rows // num_shards) * num_shards,
     # Rounded up, so that another prompt seldom means another program.
     max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, longest),
-    ends=[tokenizer.eos],
+    ends=ends,
     num_drafts=_num_drafts(cfg),
   )
 

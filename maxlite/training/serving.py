@@ -1,9 +1,11 @@
 """A trained run that answers over HTTP."""
 
+import datetime
 import ipaddress
 from collections.abc import Sequence
 
 from maxlite.config import Config, exit_with_one_line
+from maxlite.data.chat import open_chat
 from maxlite.generation.batcher import Batcher
 from maxlite.generation.worker import Worker
 from maxlite.training.inference import (
@@ -28,10 +30,12 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     cfg = config_of_run(cfg, argv)
     tokenizer = open_text_tokenizer(cfg)
     trainer, params, _ = open_trained(cfg)
-    engine = build_engine(trainer, params, tokenizer)
+    chat = open_chat(cfg.data, tokenizer, datetime.date.today())
+    engine = build_engine(trainer, params, chat.ends if chat else tokenizer.ends)
   app_of = lambda worker: build_app(
     worker,
     tokenizer,
+    chat.prompt if chat else None,
     name=cfg.run.run_name,
     max_length=engine.max_length,
     hosts=allowed_hosts(cfg.serve.serve_host),

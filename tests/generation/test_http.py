@@ -2,15 +2,19 @@
 
 import concurrent.futures
 import contextlib
+import datetime
 import http.client
 import json
 import socket
 import threading
 import time
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import test_engine as tiny
 
+from maxlite.data.chat import Chat
 from maxlite.generation.batcher import Batcher
 from maxlite.generation.engine import Request
 from maxlite.generation.sampling import Rules
@@ -24,30 +28,65 @@ from maxlite.generation.http import build_app  # noqa: E402
 
 
 class Letters:
-  """A token a letter."""
+  """A token a letter, and `^` and `$` special."""
 
-  size, bos = 48, 0
+  size, bos, eos = 48, 0, 47
+  ends, identity = (eos,), "letters"
+  names: ClassVar = {"bos_token": "^", "eos_token": "$"}
+  specials: ClassVar = {"^": bos, "$": eos}
 
   def encode(self, text):
-    return [1 + letter % 47 for letter in text]
+    return [1 + letter % 46 for letter in text]
 
   def decode(self, ids):
     return "".join(chr(ord("A") + i) for i in ids)
 
+  def encode_marked(self, text):
+    ids = [self.specials.get(letter, 1 + ord(letter) % 46) for letter in text]
+    return np.array(ids, np.uint32), np.arange(len(text))
+
+
+TEMPLATE = (
+  "{{ bos_token }}{% for m in messages %}"
+  "{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+  "{{ m.role[0] + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@contextlib.contextmanager
+def served(worker, template=""):
+  """(port, worker) of a server."""
+  letters = Letters()
+  today = datetime.date.today()
+  chat = Chat(letters, template, place="template", today=today).prompt if template else None
+  names = {"name": "tiny", "max_length": tiny.LONGEST, "hosts": allowed_hosts("127.0.0.1")}
+  app = build_app(worker, letters, chat, **names)
+  server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+  with socket.create_server(("127.0.0.1", 0)) as listening:
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield listening.getsockname()[1], worker
+    server.should_exit = True
+    thread.join()
+
 
 @pytest.fixture(scope="module")
-def service():
-  """(port, worker) of a server with two rows and room for three more requests."""
+def worker():
+  """With two rows, and room for three more requests."""
   with Worker(Batcher(tiny.two_rows()), queue_size=3).running() as worker:
-    names = {"name": "tiny", "max_length": tiny.LONGEST, "hosts": allowed_hosts("127.0.0.1")}
-    app = build_app(worker, Letters(), **names)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-      thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-      thread.start()
-      yield listening.getsockname()[1], worker
-      server.should_exit = True
-      thread.join()
+    yield worker
+
+
+@pytest.fixture(scope="module")
+def service(worker):
+  with served(worker) as service:
+    yield service
+
+
+@pytest.fixture(scope="module")
+def chatting(worker):
+  with served(worker, TEMPLATE) as service:
+    yield service
 
 
 def ask(service, path, body=None, **headers):
@@ -109,6 +148,28 @@ def test_a_chat_goes_on_after_its_transcript(service):
   assert choice["finish_reason"] == reason
 
 
+def test_a_chat_is_rendered_by_the_template_of_the_model(chatting):
+  messages = [
+    {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+    {"role": "assistant", "content": "yo", "refusal": None},
+    {"role": "user", "content": "go"},
+  ]
+  wishes = {"messages": messages, "max_tokens": 3, "temperature": 0}
+  status, text = ask(chatting, "/v1/chat/completions", wishes)
+  assert status == 200, text
+  tokens = Letters().encode_marked("^uhi$ayo$ugo$a")[0].tolist()
+  request = Request(tokens, 3, Rules(temperature=0.0))
+  ((ids, _),) = tiny.texts(tiny.two_rows(), [request])
+  assert json.loads(text)["choices"][0]["message"]["content"] == Letters().decode(ids)
+  assert json.loads(text)["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_what_a_template_refuses_is_told(chatting):
+  wishes = {"messages": [{"role": "system", "content": "hi"}]}
+  status, text = ask(chatting, "/v1/chat/completions", wishes)
+  assert (status, json.loads(text)["error"]["message"]) == (400, "template: no system here")
+
+
 def test_clients_at_once_get_what_each_would_alone(service):
   prompts = [["a", "bc"], "def", "ghij", "k"]
   wishes = [{"prompt": prompt, "max_tokens": 8, "seed": n} for n, prompt in enumerate(prompts)]
@@ -132,10 +193,31 @@ def test_who_leaves_makes_room(service):
     connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
     with connection.getresponse() as answer:
       answer.read(1)
+  assert_accepted(service[1], 0)
+
+
+def assert_accepted(worker, number):
+  """Waits until so many requests are waiting or under way."""
   end = time.monotonic() + 30
-  while service[1].num_accepted and time.monotonic() < end:
+  while worker.num_accepted != number and time.monotonic() < end:
     time.sleep(0.01)
-  assert not service[1].num_accepted
+  assert worker.num_accepted == number
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_while_waiting_makes_room(service, monkeypatch, stream):
+  worker, go_on, step = service[1], threading.Event(), tiny.two_rows().step
+  body = json.dumps({"prompt": ["a"] * 5, "max_tokens": 9, "stream": stream})
+  with monkeypatch.context() as patch:
+    patch.setattr(tiny.two_rows(), "step", lambda *args: (go_on.wait(), step(*args))[1])
+    try:
+      with contextlib.closing(http.client.HTTPConnection("127.0.0.1", service[0])) as connection:
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        assert_accepted(worker, 5)
+      assert_accepted(worker, 0)
+    finally:
+      go_on.set()
+  complete(service, prompt="a", max_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +234,16 @@ def test_who_leaves_makes_room(service):
     ({"prompt": "a", "n": 2}, "n=2 is not granted"),
     ({"prompt": "a", "topk": 2}, "topk is not known"),
     ({"prompt": "a", "stop": [1]}, "stop must be"),
+    ({"prompt": "a", "stop": 5}, "stop must be"),
+    ({"prompt": "a", "stop": {"a": 1}}, "stop must be"),
+    ({"prompt": "a", "stop": ["a"] * 17}, "stop may be 16 strings"),
+    ({"prompt": "a", "stop": "a" * 1001}, "of 1000 characters"),
+    ({"prompt": "a", "temperature": float("nan")}, "temperature must be a number"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature must be a number"),
+    ({"prompt": "a", "top_k": 2**31}, "top_k must be a number up to 2147483647"),
+    ({"prompt": "a", "stream": "no"}, "stream must be true or false"),
+    ({"prompt": "a", "stream_options": 1}, "stream_options must be an object"),
+    ({"prompt": "a", "\ud800" * 999: 1}, "??"),
     ({"messages": [{"role": "user"}]}, "messages is not known"),
   ],
 )
@@ -161,8 +253,23 @@ def test_what_is_not_granted_is_named(service, wishes, message):
   assert message in json.loads(text)["error"]["message"]
 
 
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"9" * 5000, b"\xff", b"a" * 2**23])
+def test_what_is_no_json_is_refused(service, body):
+  with contextlib.closing(http.client.HTTPConnection("127.0.0.1", service[0])) as connection:
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+
+
+def test_half_a_surrogate_pair_is_no_reason_to_fail(service):
+  complete(service, prompt="a\ud800", max_tokens=2, stop="\udc00")
+
+
 def test_messages_must_be_a_conversation(service):
-  for messages in (None, [], ["hi"], [{"role": "robot", "content": "hi"}]):
+  called = {"role": "assistant", "content": "hi", "tool_calls": [{}]}
+  strange = ["hi"], [{"role": "robot", "content": "hi"}], [{"role": [], "content": "hi"}], [called]
+  for messages in (None, [], *strange, [{"role": "user", "content": [{"type": "image"}]}]):
     status, text = ask(service, "/v1/chat/completions", {"messages": messages})
     assert status == 400
     assert "message" in json.loads(text)["error"]["message"]
@@ -191,8 +298,21 @@ def test_an_error_of_the_engine_is_told_and_the_next_request_is_served(service, 
   complete(service, prompt="a", max_tokens=5)
 
 
-def test_the_client_of_openai_is_served(service):
+def test_the_client_of_openai_is_served(service, chatting):
   openai = pytest.importorskip("openai", reason="needs the package openai")
+  with openai.OpenAI(base_url=f"http://127.0.0.1:{chatting[0]}/v1", api_key="none") as client:
+    messages = [{"role": "user", "content": "hi"}]
+    wishes = {"model": "tiny", "messages": messages, "seed": 2}
+    whole = client.chat.completions.create(max_completion_tokens=5, **wishes).choices[0].message
+    stream = client.chat.completions.create(max_tokens=5, stream=True, **wishes)
+    pieces = [chunk.choices[0].delta.content for chunk in stream]
+    assert "".join(pieces) == whole.content
+    again = [*messages, whole.model_dump(), *messages]
+    client.chat.completions.create(model="tiny", messages=again, max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="no system here"):
+      client.chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": "x"}], max_tokens=5
+      )
   with openai.OpenAI(base_url=f"http://127.0.0.1:{service[0]}/v1", api_key="none") as client:
     assert [model.id for model in client.models.list()] == ["tiny"]
     wishes = {"model": "tiny", "max_tokens": 6, "seed": 2}
@@ -205,6 +325,6 @@ def test_the_client_of_openai_is_served(service):
     stream = client.chat.completions.create(
       messages=messages, model="tiny", max_tokens=3, stream=True
     )
-    assert any(chunk.choices[0].delta.content for chunk in stream)
+    assert "".join(c.choices[0].delta.content for c in stream) == reply.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="ask for at most"):
       client.completions.create(prompt="abc", model="tiny", max_tokens=99)
