@@ -167,6 +167,12 @@ class DataConfig:
   per_device_batch_size: float = knob(
     8.0, "Rows per device and step; times all devices it must be whole.", unit="rows", low=0
   )
+  global_batch_size: int = knob(
+    0,
+    "Rows per step, whatever the number of devices; 0: per_device_batch_size times all devices.",
+    unit="rows",
+    low=0,
+  )
   enable_data_shuffling: bool = knob(True, "Shuffle documents, and rows anew in every epoch.")
   data_shuffle_seed: int = knob(0, "Seed of the shuffling.", low=0, high=2**32 - 1)
   data_sampling: str = knob(
@@ -426,6 +432,7 @@ class Config:
   """The resolved configuration of one command."""
 
   run: RunConfig = dataclasses.field(default_factory=RunConfig)
+  hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
   data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -435,7 +442,6 @@ class Config:
   ensemble: EnsembleConfig = dataclasses.field(default_factory=EnsembleConfig)
   checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
   observe: ObserveConfig = dataclasses.field(default_factory=ObserveConfig)
-  hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
   generate: GenerateConfig = dataclasses.field(default_factory=GenerateConfig)
   serve: ServeConfig = dataclasses.field(default_factory=ServeConfig)
   plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)

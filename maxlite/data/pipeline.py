@@ -183,7 +183,7 @@ def _difference(name: str, then: Any, now: Any) -> str:
   if name == "global_batch_size":
     return (
       f"the checkpoint was made with a global batch of {then} rows, this run has {now}: "
-      f"set per_device_batch_size to {then} divided by the number of devices"
+      f"set global_batch_size={then}, which holds on any number of devices"
     )
   return f"the checkpoint was made with {name}={then}, this run has {now}: set {name}={then}"
 

@@ -63,7 +63,9 @@ def on_devices(cfg: Config, devices: Sequence[jax.Device], num_rows: float) -> C
   return dataclasses.replace(
     cfg,
     mesh=dataclasses.replace(cfg.mesh, **degrees),
-    data=dataclasses.replace(cfg.data, per_device_batch_size=num_rows / len(devices)),
+    data=dataclasses.replace(
+      cfg.data, per_device_batch_size=num_rows / len(devices), global_batch_size=0
+    ),
   )
 
 

@@ -84,6 +84,8 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), num_rows: int = 0) -> i
 
 
 def _rows_of_all_devices(cfg: Config) -> int:
+  if cfg.data.global_batch_size:
+    return cfg.data.global_batch_size
   num_devices = jax.device_count()
   rows = cfg.data.per_device_batch_size * num_devices
   if rows != round(rows):

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping
 
 import jax
+from jax.experimental import multihost_utils
 
 from maxlite.parallel.meeting import Place, meet
 from maxlite.parallel.watch import Watch
@@ -89,6 +90,12 @@ def describe() -> str:
     f"process {jax.process_index()} of {jax.process_count()}: {jax.local_device_count()} of "
     f"{jax.device_count()} devices, on {socket.gethostname()} with process number {os.getpid()}"
   )
+
+
+def wait_for_all(name: str) -> None:
+  """Returns when all processes have come to this point, which has a `name` of its own."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)
 
 
 def find_place(address: str, num_processes: int, process_id: int, started: Started) -> Place | None:

@@ -41,13 +41,17 @@ def meet(place: Place, timeout: float) -> dict[int, socket.socket]:
   connection = _connect(place, began + timeout, timeout)
   _send(connection, {"num_processes": place.num_processes, "process_id": place.process_id})
   answer = _read(connection, began + 2 * timeout)  # process 0 may have begun later
-  if answer is None:
-    raise ValueError(
+  complaint = (
+    answer["complaint"]
+    if answer
+    else (
       f"process 0 at coordinator_address={place.address} left before all {place.num_processes} "
       "processes were there: see what it says"
     )
-  if answer["complaint"]:
-    raise ValueError(answer["complaint"])
+  )
+  if complaint:
+    connection.close()
+    raise ValueError(complaint)
   return {0: connection}
 
 
@@ -71,7 +75,7 @@ def _gather(place: Place, deadline: float, timeout: float) -> dict[int, socket.s
   for connection in (*peers.values(), *unfit):
     with contextlib.suppress(OSError):
       _send(connection, {"complaint": complaint})
-  for connection in unfit:
+  for connection in (*peers.values(), *unfit) if complaint else unfit:
     connection.close()
   if complaint:
     raise ValueError(complaint)

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from maxlite.config.schema import CheckpointConfig
 from maxlite.layers.additions import ADDITIONS, without_additions
+from maxlite.parallel.hosts import wait_for_all
 from maxlite.storage.fingerprint import leaves_by_path, tree_checksums
 
 Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
@@ -138,6 +140,7 @@ class Checkpoints:
 
   def _newest_whole(self, abstract: Any, prefix: str | tuple[str, ...]) -> Restored | None:
     steps = sorted(self._steps(), reverse=True)
+    self._require_shared(steps)
     for step, older in zip(steps, [*map(str, steps[1:]), ""], strict=False):
       manifest, damage = _on_every_process(self._read_manifest, step)
       if not damage:
@@ -145,7 +148,9 @@ class Checkpoints:
         if not prefix and manifest["body"]["data"] is None:
           part, prefix = {"params": _stored(abstract.params, manifest)}, PARAMS
         self._require_same_structure(step, manifest, part, prefix)
-        state, damage = _on_every_process(self._read_state, step, manifest, part)
+        state, damage = _on_every_process(self._read_state, step, part)
+      if not damage:  # checksums are computed by all processes together
+        damage = _changed_leaf(state, manifest)
       if not damage:
         return state, manifest["body"]["data"], step
       next_move = f"going on from {older}" if older else "no older one is left"
@@ -159,10 +164,11 @@ class Checkpoints:
 
   def _read_manifest(self, step: int) -> Manifest:
     path = self._directory / str(step) / "manifest"
-    return _checked(ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path))
+    # A Checkpointer would have all processes wait for one that cannot read.
+    return _checked(ocp.JsonCheckpointHandler().restore(path))
 
-  def _read_state(self, step: int, manifest: Manifest, abstract: Any) -> Any:
-    """The arrays of `abstract`, perhaps a part of what was saved, checked against the manifest."""
+  def _read_state(self, step: int, abstract: Any) -> Any:
+    """The arrays of `abstract`, perhaps a part of what was saved."""
     args = ocp.args.PyTreeRestore(
       item=abstract,
       restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -170,12 +176,19 @@ class Checkpoints:
     )
     path = self._directory / str(step) / "state"
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _PatientArrayHandler()))
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    state = ocp.Checkpointer(handler).restore(path, args=args)
-    for name, checksum in tree_checksums(state).items():
-      if checksum != manifest["body"]["leaves"][name]["checksum"]:
-        raise OSError(f"the bits of {name} are not those that were saved")
-    return state
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry).restore(path, args=args)
+
+  def _require_shared(self, steps: Sequence[int]) -> None:
+    """Raises ValueError, on all processes, where they do not see the same checkpoints."""
+    if jax.process_count() == 1:
+      return
+    seen = np.asarray(zlib.crc32(repr(steps).encode()), np.uint32)
+    others = np.flatnonzero(multihost_utils.process_allgather(seen) != seen)
+    if others.size:
+      raise ValueError(
+        f"process {jax.process_index()} sees the checkpoints {list(steps)} in {self._directory}, "
+        f"process {others[0]} others: base_output_directory must be a folder that all hosts share"
+      )
 
   def _require_same_structure(
     self, step: int, manifest: Manifest, abstract: Any, prefix: str | tuple[str, ...]
@@ -219,15 +232,15 @@ class Checkpoints:
 
   def _remove_unfinished(self) -> None:
     """Removes what killed writes left; it never was a checkpoint."""
-    _barrier("checkpoints read")
+    wait_for_all("checkpoints read")
     for name in self._names() if jax.process_index() == 0 else ():
       if TEMPORARY in name:
         shutil.rmtree(self._directory / name)
-    _barrier("unfinished checkpoints removed")
+    wait_for_all("unfinished checkpoints removed")
 
   def _move_aside(self, names: list[str]) -> None:
     """Moves these into the folder `checkpoints_damaged`, under names that are free there."""
-    _barrier("checkpoints listed")
+    wait_for_all("checkpoints listed")
     graveyard = f"{self._directory.name}_damaged"
     for name in names if jax.process_index() == 0 else ():
       folder = self._directory.parent / graveyard
@@ -236,7 +249,7 @@ class Checkpoints:
       free = next(candidate for candidate in candidates if not (folder / candidate).exists())
       (self._directory / name).rename(folder / free)
       self._report(f"{self._shown / name} is kept as {self._shown.parent / graveyard / free}")
-    _barrier("damaged checkpoints moved")
+    wait_for_all("damaged checkpoints moved")
     if names and self._manager is not None:
       self._manager.reload()
 
@@ -268,6 +281,14 @@ class _PatientArrayHandler(ocp.type_handlers.ArrayHandler):
     finally:
       while reads := asyncio.all_tasks() - others:
         await asyncio.gather(*reads, return_exceptions=True)
+
+
+def _changed_leaf(state: Any, manifest: Manifest) -> str:
+  """What tells `state` from what was saved; empty: nothing."""
+  for name, checksum in tree_checksums(state).items():
+    if checksum != manifest["body"]["leaves"][name]["checksum"]:
+      return f"the bits of {name} are not those that were saved"
+  return ""
 
 
 def _stored(params: Any, manifest: Manifest) -> Any:
@@ -325,8 +346,3 @@ def _on_every_process(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     failed = multihost_utils.process_allgather(np.asarray(damage != ""))
     damage = damage or ("another process cannot read it" if failed.any() else "")
   return (None if damage else value), damage
-
-
-def _barrier(name: str) -> None:
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)

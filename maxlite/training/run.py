@@ -26,7 +26,7 @@ from maxlite.observe.writers import (
   Writers,
   read_rows,
 )
-from maxlite.parallel.hosts import describe
+from maxlite.parallel.hosts import describe, wait_for_all
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints, Restored
 from maxlite.storage.fingerprint import tree_hash
@@ -67,7 +67,9 @@ def run_training(cfg: Config) -> int:
       "steps, or choose another run_name."
     )
     return 0
-  folder.save_config(changes, lambda path: save_resolved(cfg, path))
+  wait_for_all("the run is open")  # before the first file is written
+  if jax.process_index() == 0:
+    folder.save_config(changes, lambda path: save_resolved(cfg, path))
   state = _first_state(trainer, restored, console)
   writers = _open_writers(trainer, folder, done, console)
   profiler = Profiler(cfg.observe, folder.profile)

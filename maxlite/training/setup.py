@@ -235,7 +235,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     abstract_state=_abstract_state(params, names, tx, turns, sharder, cfg.training.ema_decay),
     global_batch_size=global_batch_size,
     turns=turns,
-    phase_batch_sizes=_phase_batch_sizes(turns, sharder) if turns else {},
+    phase_batch_sizes=_phase_batch_sizes(turns, cfg.data, sharder) if turns else {},
   )
   _check_topology(trainer)
   return trainer
@@ -261,10 +261,18 @@ def _with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
   return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)
 
 
-def _phase_batch_sizes(turns: Turns, sharder: Sharder) -> dict[str, int]:
+def _phase_batch_sizes(turns: Turns, data: DataConfig, sharder: Sharder) -> dict[str, int]:
   sizes = {}
   for phase in turns.phases:
     try:
+      if (
+        phase.data.global_batch_size
+        and phase.data.per_device_batch_size != data.per_device_batch_size
+      ):
+        raise ValueError(
+          f"per_device_batch_size={phase.data.per_device_batch_size:g} with global_batch_size="
+          f"{phase.data.global_batch_size}, which is the same for all phases: write one of them"
+        )
       sizes[phase.name] = _global_batch_size(phase.data, phase.training, sharder)
     except ValueError as error:
       raise ValueError(f"phase {phase.name}: {error}") from None
@@ -274,16 +282,18 @@ def _phase_batch_sizes(turns: Turns, sharder: Sharder) -> dict[str, int]:
 def _global_batch_size(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> int:
   """Rows of a step over all devices, checked against the mesh."""
   num_devices = sharder.mesh.size
-  rows = data.per_device_batch_size * num_devices
+  rows = data.global_batch_size or data.per_device_batch_size * num_devices
   num_micro = training.gradient_accumulation_steps
   multiple = sharder.num_shards("activation_batch") * num_micro
   if rows != round(rows) or round(rows) % multiple:
     nearest = max(round(rows / multiple), 1) * multiple
+    given = f"per_device_batch_size={data.per_device_batch_size:g} x {num_devices} devices = "
+    fix = f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
+    if data.global_batch_size:
+      given, fix = "global_batch_size: ", f"global_batch_size={nearest}"
     raise ValueError(
-      f"per_device_batch_size={data.per_device_batch_size:g} x {num_devices} devices = "
-      f"{rows:g} rows do not divide by {multiple} ({multiple // num_micro} shards of the batch x "
-      f"gradient_accumulation_steps={num_micro}); the nearest that does is "
-      f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
+      f"{given}{rows:g} rows do not divide by {multiple} ({multiple // num_micro} shards of the "
+      f"batch x gradient_accumulation_steps={num_micro}); the nearest that does is {fix}"
     )
   length, shards = data.max_target_length, sharder.num_shards("activation_length")
   if length % shards:

@@ -140,7 +140,7 @@ def test_a_state_of_another_batch_size_is_refused_with_the_fix(tmp_path):
   cfg = config(tmp_path / "data")
   state = open_part(cfg).train_stream().state()
   other = open_part(cfg, range(4), 4).train_stream()
-  with pytest.raises(ValueError, match="batch of 8 rows, this run has 4: set per_device_batch"):
+  with pytest.raises(ValueError, match="batch of 8 rows, this run has 4: set global_batch_size=8"):
     other.restore(state)
 
 

@@ -142,6 +142,7 @@ def test_a_diverging_run_stops_by_itself(folder):
   ("keys", "message"),
   [
     ({"per_device_batch_size": 0.3}, "8 devices = 2.4 rows do not divide by 8"),
+    ({"global_batch_size": 12}, "12 rows do not divide by 8 (8 shards of the batch x gradient_"),
     (
       {"gradient_accumulation_steps": 3},
       "gradient_accumulation_steps=3); the nearest that does is per_device_batch_size=3 (24 rows)",

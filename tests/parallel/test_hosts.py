@@ -1,0 +1,244 @@
+"""Processes of one run: which of them this is, how they meet, what they do when one is lost."""
+
+import concurrent.futures
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxlite.parallel.hosts import Started, find_place, local_devices, read_environment
+from maxlite.parallel.meeting import Place, meet
+from maxlite.parallel.watch import LOST
+
+SLURM = {
+  "SLURM_JOB_ID": "4097",
+  "SLURM_STEP_NODELIST": "gpu[007-009,12],big1",
+  "SLURM_NTASKS": "10",
+  "SLURM_PROCID": "5",
+  "SLURM_LOCALID": "1",
+  "SLURM_NODEID": "1",
+  "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+}
+OPEN_MPI = {
+  "OMPI_COMM_WORLD_SIZE": "4",
+  "OMPI_COMM_WORLD_RANK": "3",
+  "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+
+
+@pytest.mark.parametrize(
+  ("environment", "started"),
+  [
+    ({}, Started()),
+    (SLURM, Started(10, 5, "gpu007:61441", 4, 1)),
+    (
+      SLURM | {"SLURM_STEP_NODELIST": "a7,b2", "SLURM_NODEID": "2"},
+      Started(10, 5, "a7:61441", 2, 1),
+    ),
+    (SLURM | {"JAX_COORDINATOR_ADDRESS": "b:1"}, Started(10, 5, "b:1", 4, 1)),
+    # Of a batch script, which srun did not start: it is alone.
+    ({k: v for k, v in SLURM.items() if "STEP" not in k}, Started()),
+    (OPEN_MPI | URI, Started(4, 3, "10.96.0.1:62624", 2, 1)),
+    (OPEN_MPI, Started(4, 3, "", 2, 1)),
+    ({"JOB_COMPLETION_INDEX": "2"}, Started(process_id=2)),
+  ],
+)
+def test_what_an_environment_tells(environment, started):
+  assert read_environment(environment) == started
+
+
+@pytest.mark.parametrize(
+  ("keys", "started", "place"),
+  [
+    (("", -1, -1), Started(), None),
+    (("", -1, -1), Started(process_id=2), None),  # JAX asks Kubernetes
+    (("", 1, -1), Started(10, 5, "a:1"), Place("", 1, 0)),
+    (("", -1, -1), Started(1, 0, "a:1"), Place("", 1, 0)),
+    (("a:1", 4, 2), Started(), Place("a:1", 4, 2)),
+    (("", -1, -1), Started(10, 5, "a:1"), Place("a:1", 10, 5)),
+    (("b:2", -1, -1), Started(10, 5, "a:1"), Place("b:2", 10, 5)),
+    (("b:2", 4, -1), Started(process_id=2), Place("b:2", 4, 2)),
+  ],
+)
+def test_keys_come_before_the_environment(keys, started, place):
+  assert find_place(*keys, started) == place
+
+
+@pytest.mark.parametrize(
+  ("keys", "started", "says"),
+  [
+    (("", 4, 2), Started(), "coordinator_address=HOST:PORT of process 0"),
+    (("", -1, -1), Started(4, 3), "(not given) for process_id=3 of num_processes=4"),
+    (("a", 4, 2), Started(), "coordinator_address=a "),
+    (("a:1", -1, 2), Started(), "write num_processes=N process_id=I"),
+    (("a:1", 4, -1), Started(), "write num_processes=N process_id=I"),
+    (("a:1", 4, 4), Started(), "from 0 to 3, or num_processes=5"),
+  ],
+)
+def test_half_a_place_is_refused(keys, started, says):
+  with pytest.raises(ValueError, match=r".") as refused:
+    find_place(*keys, started)
+  assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+  ("started", "environment", "devices"),
+  [
+    (Started(), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
+    (Started(2, 1, "", 1, 0), {}, []),
+    (Started(8, 5, "", 4, 1), {}, [1]),
+    (Started(8, 5, "", 4, 1), {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, [2, 3]),
+    (Started(8, 5, "", 4, 1), {"CUDA_VISIBLE_DEVICES": "1"}, []),  # SLURM's --gpus-per-task
+    (Started(8, 5, "", 4, 1), {"JAX_LOCAL_DEVICE_IDS": "7"}, None),
+  ],
+)
+def test_processes_of_a_host_share_its_devices(started, environment, devices):
+  assert local_devices(started, environment) == devices
+
+
+def test_devices_that_cannot_be_shared_are_not_left_idle():
+  with pytest.raises(ValueError, match="3 processes on this host do not share 4 GPUs"):
+    local_devices(Started(3, 0, "", 3, 0), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+
+
+def free_address():
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def meeting(*places, timeout=10.0):
+  """Per place, the peers it found or the error it got."""
+  with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+    futures = [pool.submit(meet, place, timeout) for place in places]
+  return [future.exception() or future.result() for future in futures]
+
+
+def test_all_meet_at_process_0_and_the_port_is_free_again():
+  address = free_address()
+  for _ in range(2):
+    found = meeting(*(Place(address, 3, n) for n in (2, 0, 1)))
+    assert [sorted(peers) for peers in found] == [[0], [1, 2], [0]]
+    for peer in (1, 2):  # the connection of each is its own
+      found[1][peer].sendall(str(peer).encode())
+    assert [found[n][0].recv(1) for n in (2, 0)] == [b"1", b"2"]
+    for peers in found:
+      for connection in peers.values():
+        connection.close()
+
+
+@pytest.mark.parametrize(
+  ("ranks", "says"),
+  [
+    ([(4, 0), (4, 2)], "2 of 4 processes did not come to"),
+    ([(4, 1)], "process 0 is not at coordinator_address="),
+    ([(2, 0), (3, 2)], "process_id=2 was started with num_processes=3, process_id=0 with"),
+    ([(3, 0), (3, 1), (3, 1)], "two processes were started with process_id=1"),
+  ],
+)
+def test_who_does_not_fit_is_told_to_all_in_time(ranks, says):
+  address, began = free_address(), time.monotonic()
+  for error in meeting(*(Place(address, *rank) for rank in ranks), timeout=1.0):
+    assert isinstance(error, ValueError)
+    assert says in str(error)
+  assert time.monotonic() - began < 5
+
+
+def test_a_stranger_does_not_disturb_the_meeting():
+  address = free_address()
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first = pool.submit(meet, Place(address, 2, 0), 10.0)
+    while True:
+      try:
+        with socket.create_connection(Place(address, 2, 0).endpoint) as stranger:
+          stranger.sendall(b"GET / HTTP/1.1\n")
+        break
+      except ConnectionRefusedError:
+        time.sleep(0.01)
+    second = pool.submit(meet, Place(address, 2, 1), 10.0)
+  assert (list(first.result()), list(second.result())) == ([1], [0])
+  for peers in (first.result(), second.result()):
+    peers.popitem()[1].close()
+
+
+def test_a_port_in_use_is_refused():
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    port = listener.getsockname()[1]
+    with pytest.raises(ValueError, match="cannot listen at that port"):
+      meet(Place(f"127.0.0.1:{port}", 2, 0), 1.0)
+
+
+MEMBER = """
+import importlib.util, os, signal, sys, time
+from pathlib import Path
+def load(name):
+  spec = importlib.util.spec_from_file_location(name, Path(sys.argv[1]) / f"{name}.py")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  spec.loader.exec_module(module)
+  return module
+meeting, watch = load("meeting"), load("watch")
+address, count, rank, what = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+peers = meeting.meet(meeting.Place(address, count, rank), 20)
+with watch.Watch(rank, peers, 1.5):
+  if what == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+  if what == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+  if what == "fail":
+    raise OSError("no space left")
+  if what == "refuse":
+    try:
+      raise ValueError("wrong key")
+    except ValueError:
+      raise SystemExit(2) from None
+  time.sleep(0 if what == "end" else 3 if what == "late" else 60)
+"""
+
+
+def members(*acts):
+  """(exit code, what it wrote) of processes that do these things; one that stops is killed."""
+  from maxlite import parallel
+
+  address = free_address()
+  command = [sys.executable, "-c", MEMBER, parallel.__path__[0], address, str(len(acts))]
+  running = [
+    subprocess.Popen([*command, str(rank), act], stderr=subprocess.PIPE, text=True)
+    for rank, act in enumerate(acts)
+  ]
+  ended = [None] * len(acts)
+  for rank in sorted(range(len(acts)), key=lambda rank: acts[rank] == "stop"):
+    if acts[rank] == "stop":
+      running[rank].kill()
+    written = running[rank].communicate(timeout=30)[1]
+    ended[rank] = (running[rank].returncode, written)
+  return ended
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(
+  ("act", "code", "says"),
+  [
+    ("kill", -signal.SIGKILL, "process {} died"),
+    ("stop", -signal.SIGKILL, "process {} was silent for 1.5 s"),
+    ("fail", 1, "process {} failed: OSError: no space left"),
+    ("refuse", 2, "process {} failed: wrong key"),
+  ],
+)
+def test_when_one_is_lost_all_leave_in_one_line_that_names_it(act, code, says, lost):
+  acts = ["work"] * 3
+  acts[lost] = act
+  ended = members(*acts)
+  assert ended.pop(lost)[0] == code
+  for leaver, (left, written) in zip([n for n in range(3) if n != lost], ended, strict=True):
+    assert left == LOST
+    assert written.startswith(f"process {leaver} leaves: {says.format(lost)}")
+    assert written.count("\n") == 1
+
+
+def test_who_is_done_may_leave_before_the_others():
+  assert members("end", "late", "end") == [(0, "")] * 3
