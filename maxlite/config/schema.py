@@ -351,6 +351,11 @@ class ObserveConfig:
   eval_steps: int = knob(
     16, "Batches of one evaluation; -1: all held-out data.", unit="batches", low=-1
   )
+  eval_documents: bool = knob(
+    False,
+    "maxlite.evaluate also writes the loss of every held-out document to eval_documents.jsonl in "
+    "the run's folder.",
+  )
   profiler: str = knob("", "Write a trace of some steps.", choices=("", "xplane"))
   skip_first_n_steps_for_profiler: int = knob(5, "Steps before the trace.", unit="steps", low=0)
   profiler_steps: int = knob(3, "Steps in the trace.", unit="steps", low=1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import numpy as np
 from absl import flags
 
 from maxlite.config.schema import DataConfig
@@ -16,6 +17,9 @@ from maxlite.data.sources import SOURCES, Source
 
 _READ_THREADS = 2
 _BEFORE_IT_WAS_KEPT = {"data_sampling": "shuffle"}  # what older checkpoints do not say
+_NOTHING_HELD_OUT = (
+  "nothing was held out to evaluate on: set eval_fraction above 0 or eval_dataset_path"
+)
 _EVAL_SEED = 0  # eval batches are the same whatever data_shuffle_seed is
 
 ORDERS = {"shuffle": shuffled_order, "bootstrap": Bootstrap}
@@ -46,9 +50,7 @@ class Data:
     up with rows of weight 0. Raises ValueError where nothing was held out.
     """
     if self.source.eval is None:
-      raise ValueError(
-        "nothing was held out to evaluate on: set eval_fraction above 0 or eval_dataset_path"
-      )
+      raise ValueError(_NOTHING_HELD_OUT)
     order = shuffled_order(len(self.source.eval), _EVAL_SEED)
     batches: grain.MapDataset[Row] = HostBatches(
       order, self.source.eval, self.global_batch_size, self.rows
@@ -56,6 +58,23 @@ class Data:
     if num_batches >= 0:
       batches = batches[:num_batches]
     return _read_once(batches, self.cfg.grain_prefetch)
+
+  def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
+    """(document_B, batch) of every held-out document, a document or a part of it in each row.
+
+    `document_B` is of all hosts' rows; at the end it may have fewer than the batch. Raises
+    ValueError where no document was held out.
+    """
+    documents = self.source.documents
+    if documents is None:
+      no_documents = (
+        f"dataset_type={self.cfg.dataset_type} has no documents: set eval_documents=false"
+      )
+      raise ValueError(no_documents if self.source.eval else _NOTHING_HELD_OUT)
+    order, size = grain.MapDataset.range(len(documents.rows)), self.global_batch_size
+    batches = HostBatches(order, documents.rows, size, self.rows)
+    for n, batch in enumerate(_read_once(batches, self.cfg.grain_prefetch)):
+      yield documents.document_N[n * size : (n + 1) * size], batch
 
   def _stream_facts(self) -> dict[str, Any]:
     """All that the global stream of batches depends on, by the knob that sets it."""

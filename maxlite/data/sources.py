@@ -8,6 +8,7 @@ import numpy as np
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.chat import DATE_IN_DATA, Conversations, chat_documents, open_chat
+from maxlite.data.documents import Documents, windows
 from maxlite.data.files import expand_paths
 from maxlite.data.jsonl import jsonl_documents
 from maxlite.data.packing import PackedRows
@@ -28,12 +29,14 @@ class Source:
   """Rows of both splits, `eval` None if nothing was to be held out; `summary` is for the log.
 
   `num_bytes_V` is what each id stands for in bytes of text: nothing, where there is no text.
+  `documents` are those held out, one by one; None, where there are none.
   """
 
   train: Rows
   eval: Rows | None
   num_bytes_V: np.ndarray
   summary: str
+  documents: Documents | None = None
 
 
 def _open_synthetic(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> Source:
@@ -52,7 +55,8 @@ def _open_texts(
   _check_vocabulary(tokenizer, vocab_size)
   data = _open_documents(read, suffix, cfg, Texts(tokenizer), cache_directory)
   rows = lambda tokens, seed: PackedRows(tokens, cfg.max_target_length, seed)
-  return _source(cfg, data, rows, tokenizer, "documents")
+  one_by_one = lambda tokens: windows(tokens, cfg.max_target_length)
+  return _source(cfg, data, rows, one_by_one, tokenizer, "documents")
 
 
 def _open_chat(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Source:
@@ -68,7 +72,9 @@ def _open_chat(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Sourc
   data = _open_documents(chat_documents, ".jsonl", cfg, encoder, cache_directory)
   length, packing = cfg.max_target_length, cfg.packing
   rows = lambda tokens, seed: ConversationRows(tokens, length, seed, packing=packing)
-  return _source(cfg, data, rows, tokenizer, "conversations")
+  alone = lambda tokens: ConversationRows(tokens, length, None, packing=False)
+  one_by_one = lambda tokens: Documents(alone(tokens), np.arange(len(tokens.lengths)))
+  return _source(cfg, data, rows, one_by_one, tokenizer, "conversations")
 
 
 def _open_documents(
@@ -85,14 +91,16 @@ def _source(
   cfg: DataConfig,
   data: TokenizedData,
   rows: Callable[[Tokens, int | None], Rows],
+  one_by_one: Callable[[Tokens], Documents],
   tokenizer: Tokenizer,
   called: str,
 ) -> Source:
   seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
   # Held out in the files' order whatever the seed, so that runs are compared on the same rows.
   held_out = rows(data.eval, None) if len(data.eval.lengths) else None
-  train = rows(data.train, seed)
-  return Source(train, held_out, tokenizer.num_bytes_V, _summary(data, called))
+  documents = one_by_one(data.eval) if held_out else None
+  train, num_bytes_V = rows(data.train, seed), tokenizer.num_bytes_V
+  return Source(train, held_out, num_bytes_V, _summary(data, called), documents)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -24,6 +24,7 @@ class RunFolder:
     self.model = self.directory / MODEL_FILE  # of a run that was imported
     self.tokenizer = self.directory / "tokenizer"  # likewise
     self.metrics = self.directory / "metrics.jsonl"
+    self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"
     self.timeline = self.directory / "timeline.png"  # of a run that has phases
     self.expert_load = self.directory / "expert_load.jsonl"

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from maxlite.generation.text import stream_texts
 from maxlite.generation.weights import inference_model, inference_params
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints
+from maxlite.training.document_loss import DocumentLoss, document_losses
 from maxlite.training.evaluate import evaluate
 from maxlite.training.run import open_trainer_data, run_folder
 from maxlite.training.setup import Trainer, build_trainer
@@ -37,10 +39,27 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
     batches = data.eval_batches(cfg.observe.eval_steps)
   eval_step = trainer.eval_step(data.source.num_bytes_V)
   result = evaluate(trainer, eval_step, params, batches, averages)
-  figures = "  ".join(f"{name} {value:.6g}" for name, value in result.items())
+  documents: Sequence[DocumentLoss] = ()
+  if cfg.observe.eval_documents:
+    with exit_with_one_line("maxlite.evaluate"):
+      documents = document_losses(trainer, params, data, averages)
   if jax.process_index() == 0:
-    sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {figures}\n")
+    sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {_figures(result)}\n")
+    if documents:
+      _tell_documents(documents, run_folder(cfg).eval_documents)
   return 0
+
+
+def _tell_documents(losses: Sequence[DocumentLoss], file: Path) -> None:
+  """Writes a JSON line per document, and prints what they come to together."""
+  rows = ({"document": n} | loss.row() for n, loss in enumerate(losses))
+  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+  total = functools.reduce(DocumentLoss.__add__, losses).row()
+  sys.stdout.write(f"{file}: {len(losses):,} documents  {_figures(total)}\n")
+
+
+def _figures(row: Mapping[str, float]) -> str:
+  return "  ".join(f"{name} {value:.6g}" for name, value in row.items())
 
 
 def run_generation(cfg: Config, argv: Sequence[str]) -> int:
@@ -82,6 +101,7 @@ def build_engine(
     ValueError: a request is longer than that, or more is to be drafted than there are heads.
   """
   cfg, longest = trainer.cfg, trainer.cfg.data.max_target_length
+  num_drafts = _num_drafts(cfg)
   needed = max((len(r.prompt) + r.max_new_tokens for r in requests), default=longest)
   if needed > longest:
     raise ValueError(
@@ -98,7 +118,7 @@ def build_engine(
     # Rounded up, so that another prompt seldom means another program.
     max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, longest),
     ends=ends,
-    num_drafts=_num_drafts(cfg),
+    num_drafts=num_drafts,
   )
 
 

@@ -1,6 +1,7 @@
 """A trained run, evaluated and made to write."""
 
 import contextlib
+import json
 
 import numpy as np
 import pytest
@@ -31,6 +32,24 @@ def test_an_evaluation_is_that_of_the_run_every_time(finished):
   assert last["eval_ema_loss"] != last["eval_loss"]
   assert evaluated(folder) == first
   assert evaluated(folder, "eval_steps=-1") != first
+
+
+def test_an_evaluation_writes_the_loss_of_each_document_if_asked_for(copy):
+  text = copy / "text.txt"
+  text.write_text("to be or not to be\n" * 99)
+  words = ("dataset_type=text", f"dataset_path={text}", "eval_split=tail", "eval_fraction=0.2")
+  printed = evaluated(copy, *words, "eval_documents=true").splitlines()[-1]
+  row = json.loads((copy / "run/eval_documents.jsonl").read_text())
+  assert list(row)[:4] == ["document", "tokens", "bytes", "nll"]
+  assert f"1 documents  tokens {row['tokens']}  bytes {row['bytes']}  nll" in printed
+  assert row["nll"] != row["ema_nll"]
+
+
+def test_documents_that_are_none_are_one_line(finished, capsys):
+  argv = [f"base_output_directory={finished[0]}", "run_name=run", "eval_documents=true"]
+  with pytest.raises(SystemExit, match="2"):
+    run_evaluation(load_config(argv, needs_data=False), argv)
+  assert "dataset_type=synthetic has no documents: set" in capsys.readouterr().err
 
 
 def test_many_batches_are_added_up_without_rounding():
@@ -87,6 +106,7 @@ def generation_fails(finished, capsys, *words):
   [
     ("top_p=0", "top_p=0.0 must be above 0"),
     ("prompt_file=none.jsonl", "prompt_file=none.jsonl is no file"),
+    ("num_speculative_tokens=1", "are more than num_draft_heads=0"),
     ("max_new_tokens=99", "max_target_length=16, the longest text in training"),
   ],
 )

@@ -1,0 +1,109 @@
+"""The loss of every held-out document by itself."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.data.batch import Batch
+from maxlite.data.pipeline import Data
+from maxlite.models.decoder import Decoder
+from maxlite.observe.metrics import bits_per_byte
+from maxlite.training.setup import Trainer
+
+NAMES = ("nll", "ema_nll")  # of the weights, and of their averages
+
+
+@dataclasses.dataclass
+class DocumentLoss:
+  """Sums over what is predicted of a document; `nll` [nats] under the weights, and averages."""
+
+  tokens: int
+  num_bytes: int
+  nll: tuple[float, ...]
+
+  def __add__(self, other: "DocumentLoss") -> "DocumentLoss":
+    nll = tuple(a + b for a, b in zip(self.nll, other.nll, strict=True))
+    return DocumentLoss(self.tokens + other.tokens, self.num_bytes + other.num_bytes, nll)
+
+  def row(self) -> dict[str, Any]:
+    """Its figures by name."""
+    row: dict[str, Any] = {"tokens": self.tokens, "bytes": self.num_bytes}
+    for name, nll in zip(NAMES, self.nll, strict=False):
+      row[name] = nll
+      if self.num_bytes:
+        row[name.replace("nll", "bits_per_byte")] = bits_per_byte(nll, self.num_bytes)
+    return row
+
+
+def document_losses(
+  trainer: Trainer, params: Any, data: Data, averages: Any = None
+) -> list[DocumentLoss]:
+  """The loss of each held-out document, summed in float64; with `averages` also under those.
+
+  How documents that are longer than a row are read is told in data/documents.py.
+
+  Raises:
+    ValueError: no document was held out.
+  """
+  step = build_row_step(
+    trainer.model, trainer.cfg.training.logits_chunk_tokens, jnp.asarray(data.source.num_bytes_V)
+  )
+  # Whole on every host, each of which has but a part of the rows.
+  step = jax.jit(step, out_shardings=trainer.sharder.sharding(()))
+  documents, sums = [], []
+  for document_B, host_batch in data.document_batches():
+    batch = trainer.place(host_batch)
+    columns = [step(params, batch)]
+    if averages is not None:
+      columns.append(step(averages, batch)[:, -1:])
+    sums.append(np.concatenate(jax.device_get(columns), axis=1)[: len(document_B)])
+    documents.append(document_B)
+  document_N = np.concatenate(documents)
+  sums_DX = np.zeros((document_N[-1] + 1, sums[0].shape[1]))
+  np.add.at(sums_DX, document_N, np.concatenate(sums))
+  return [DocumentLoss(int(n), int(size), tuple(nll)) for n, size, *nll in sums_DX.tolist()]
+
+
+def build_row_step(
+  model: Decoder, chunk_tokens: int, num_bytes_V: jax.Array
+) -> Callable[[Any, Batch], jax.Array]:
+  """step(params, batch) -> [B, 3]: of each row predicted tokens, their bytes and NLL [nats].
+
+  Logits of `chunk_tokens` tokens per device exist at once.
+  """
+
+  def step(params: Any, batch: Batch) -> jax.Array:
+    inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
+    x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
+    num_rows, length = batch.tokens_BT.shape
+    rows_per_device = num_rows // model.sharder.num_shards("activation_batch")
+    size = max(chunk_tokens // rows_per_device, 1)
+    num_chunks = math.ceil(length / size)
+
+    def chunks(x: jax.Array) -> jax.Array:
+      padding = [(0, 0), (0, num_chunks * size - length), *[(0, 0)] * (x.ndim - 2)]
+      return jnp.pad(x, padding).reshape(num_rows, num_chunks, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def nll(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+      x_BtD, targets_Bt, weight_Bt = chunk
+      logits_BtV = model.apply({"params": params}, x_BtD, method=model.logits)
+      target_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+      nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt
+      return jnp.sum(nll_Bt, axis=1, where=weight_Bt > 0)
+
+    nll_NB = jax.lax.map(nll, jax.tree.map(chunks, (x_BTD, batch.targets_BT, batch.weight_BT)))
+    counts_BT = batch.weight_BT > 0
+    num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
+    sums = (
+      jnp.sum(counts_BT, axis=1, dtype=jnp.float32),
+      jnp.sum(num_bytes_BT, axis=1, where=counts_BT),
+      jnp.sum(nll_NB, axis=0),
+    )
+    return jnp.stack(sums, axis=1)
+
+  return step

@@ -1,0 +1,96 @@
+"""The loss of each held-out document is that of the document alone."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny import LENGTH, config_of, mesh_keys, state_on
+
+from maxlite.training.document_loss import document_losses
+from maxlite.training.evaluate import evaluate
+from maxlite.training.run import open_trainer_data
+from maxlite.training.setup import build_trainer
+
+BOS, EOS = 256, 257
+# Bytes of documents: shorter than a row, as long, and longer, with and without a rest.
+SIZES = (1, 5, LENGTH - 2, LENGTH - 1, LENGTH, 3 * LENGTH - 1, 3 * LENGTH, 40)
+KEYS = {"decoder_block": "llama", "base_num_decoder_layers": 1, "logits_chunk_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A text to train on, and folders of documents held out: of SIZES, and that fill a row each."""
+  folder, draw = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
+  (folder / "train.txt").write_text("to be or not to be\n" * 9)
+  for name, sizes in (("mixed", SIZES), ("rows", (LENGTH - 2,) * 7)):
+    (folder / name).mkdir()
+    for n, size in enumerate(sizes):
+      (folder / name / f"{n}.txt").write_bytes(draw.integers(32, 127, size, np.uint8).tobytes())
+  return folder
+
+
+def opened(folder, name="mixed", **keys):
+  """(trainer, parameters, data) with the documents of one of those folders held out."""
+  data = {"dataset_type": "text", "dataset_path": folder / "train.txt"}
+  data |= {"eval_dataset_path": folder / name, "base_output_directory": folder}
+  trainer = build_trainer(config_of(**(KEYS | data | keys)))
+  return trainer, state_on(trainer, first_state()).params, open_trainer_data(trainer)
+
+
+@functools.cache
+def first_state():
+  return jax.device_get(build_trainer(config_of(**KEYS)).init_state())
+
+
+@functools.cache
+def log_probs():
+  """run(params, tokens_1T) -> log_p_TV of a row that is one document."""
+  model = build_trainer(config_of(**KEYS, **mesh_keys("")), jax.devices()[:1]).model
+  return jax.jit(lambda params, ids: jax.nn.log_softmax(model.apply({"params": params}, ids)[0]))
+
+
+def alone(folder, n, params):
+  """NLL of a document, window by window, with nothing of the rest behind it."""
+  ids = np.array([BOS, *(folder / "mixed" / f"{n}.txt").read_bytes(), EOS], np.int32)
+  total = 0.0
+  for begin in range(0, len(ids) - 1, LENGTH):
+    targets = ids[begin + 1 : begin + LENGTH + 1]
+    tokens_1T = np.zeros((1, LENGTH), np.int32)
+    tokens_1T[0, : len(targets)] = ids[begin : begin + len(targets)]
+    total -= np.sum(np.asarray(log_probs()(params, tokens_1T))[np.arange(len(targets)), targets])
+  return total
+
+
+def test_each_document_is_as_if_alone_on_any_mesh_and_in_any_batch(folder):
+  params = first_state().params
+  halved = jax.tree.map(lambda leaf: leaf / 2, params)
+  trainer, placed, data = opened(folder)
+  averages = jax.tree.map(lambda leaf: leaf / 2, placed)
+  losses = document_losses(trainer, placed, data, averages)
+  assert [loss.tokens for loss in losses] == [size + 1 for size in SIZES]
+  assert [loss.num_bytes for loss in losses] == list(SIZES)
+  for n in (0, 2, 5, 6):  # a window, a full one, two with a rest of one id, and of two
+    want = [alone(folder, n, params), alone(folder, n, halved)]
+    np.testing.assert_allclose(losses[n].nll, want, rtol=1e-5)
+  row = losses[0].row()
+  assert list(row) == ["tokens", "bytes", "nll", "bits_per_byte", "ema_nll", "ema_bits_per_byte"]
+  np.testing.assert_allclose(row["bits_per_byte"], row["nll"] / np.log(2) / SIZES[0])
+  keys = mesh_keys("data=2 context=2 tensor=2") | {"per_device_batch_size": 0.5}
+  for n, (got, want) in enumerate(
+    zip(document_losses(*opened(folder, **keys)), losses, strict=True)
+  ):
+    np.testing.assert_allclose(got.nll, want.nll[:1], rtol=1e-5, err_msg=n)
+
+
+def test_documents_add_up_to_the_held_out_loss(folder):
+  """Where no document is cut, so that both read the same."""
+  trainer, params, data = opened(folder, "rows")
+  losses = document_losses(trainer, params, data)
+  held_out = evaluate(
+    trainer, trainer.eval_step(data.source.num_bytes_V), params, data.eval_batches()
+  )
+  assert len(losses) == 7
+  assert sum(loss.tokens for loss in losses) == held_out["eval_tokens"]
+  nll = sum(loss.nll[0] for loss in losses)
+  np.testing.assert_allclose(nll, held_out["eval_loss"] * held_out["eval_tokens"], rtol=1e-6)
