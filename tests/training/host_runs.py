@@ -1,0 +1,61 @@
+"""Runs of several processes on this machine, by tools/launch/local.py."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tiny import KEYS
+from tiny_run import keys_in
+
+ROOT = Path(__file__).parents[2]
+LOCAL = ROOT / "tools/launch/local.py"
+
+
+class Launch:
+  """A launch under way: what it wrote so far, and its processes."""
+
+  def __init__(self, folder: Path, *options: str, **keys: object):
+    folder.mkdir(parents=True, exist_ok=True)
+    self._log = folder / f"launch{time.monotonic_ns()}.txt"
+    words = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **keys)).items()]
+    command = [sys.executable, str(LOCAL), *map(str, options), "--", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    with self._log.open("wb") as log:
+      self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+  @property
+  def output(self) -> str:
+    return self._log.read_text()
+
+  def wait(self, seconds: float = 300) -> int:
+    """The exit code."""
+    try:
+      return self.process.wait(seconds)
+    finally:
+      self.process.kill()
+
+  def wait_for(self, text: str, times: int = 1, seconds: float = 300) -> None:
+    """Returns when `text`, a regular expression, was written so often."""
+    self.wait_until(lambda: len(re.findall(text, self.output)) >= times, seconds)
+
+  def wait_until(self, is_so: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+      assert self.process.poll() is None, self.output
+      assert time.monotonic() < deadline, self.output
+      time.sleep(0.05)
+
+  def process_id(self, rank: int) -> int:
+    """Of the newest process of this rank."""
+    return int(re.findall(rf"process {rank} of .* with process number (\d+)", self.output)[-1])
+
+
+def run(folder: Path, *options: str, **keys: object) -> str:
+  """The output of a launch that must end well."""
+  launch = Launch(folder, *options, **keys)
+  assert launch.wait() == 0, launch.output
+  return launch.output

@@ -1,0 +1,88 @@
+"""A run of many processes is the run of one: same numbers, same checkpoints, one set of files."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from host_runs import run
+from tiny_run import STEPS, logged, start
+
+LAST_BITS = 2e-5  # relative; of float32 sums in another order
+LIGHT = {
+  "decoder_block": "llama",
+  "base_num_decoder_layers": 1,
+  "gradient_accumulation_steps": 1,
+  "ema_decay": 0,
+  "steps": 4,
+  "checkpoint_period": 2,
+}
+GLOBAL = {"global_batch_size": 16}
+DENSE = {"decoder_block": "llama", "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": -1}
+MOE = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": -1}
+
+
+@pytest.fixture(scope="module")
+def on_two_hosts(runs_folder):
+  """(folder, output) of a light run on two processes with four devices each."""
+  folder = runs_folder / "two_hosts"
+  return folder, run(folder, "--processes", 2, "--devices", 4, **LIGHT)
+
+
+def largest_difference(folder, expected_folder):
+  """Relative, of all numbers of all rows; asserts that there are the same ones."""
+  rows, expected_rows = logged(folder), logged(expected_folder)
+  assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
+  values, expected = ([[*row.values()] for row in each] for each in (rows, expected_rows))
+  pairs = [(np.array(a), np.array(b)) for a, b in zip(values, expected, strict=True)]
+  return max(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-3)) for a, b in pairs)
+
+
+def test_two_hosts_take_the_steps_of_one_and_one_goes_on_from_theirs(on_two_hosts, folder):
+  assert start(folder, **LIGHT)[0] == 0
+  assert 0 < largest_difference(on_two_hosts[0], folder) < LAST_BITS
+  moved = folder.with_name("moved")
+  shutil.copytree(on_two_hosts[0], moved)
+  shutil.rmtree(moved / "run/checkpoints/4")
+  code, output = start(moved, **LIGHT)
+  assert (code, "going on from the checkpoint of step 2" in output) == (0, True)
+  assert largest_difference(moved, folder) < LAST_BITS
+
+
+def test_only_process_0_writes_and_each_says_who_it_is(on_two_hosts):
+  folder, output = on_two_hosts
+  assert sorted(path.name for path in (folder / "run").iterdir()) == [
+    *("checkpoints", "config.yml", "curves.png", "metrics.jsonl")
+  ]
+  assert [row["step"] for row in logged(folder)] == [1, 2, 3, 4]
+  who = r"^\[{0}\] process {0} of 2: 4 of 8 devices, on \S+ with process number \d+$"
+  for rank in range(2):
+    assert re.search(who.format(rank), output, re.M)
+  assert not re.search(r"^\[1\] (step|maxlite|eval)", output, re.M)
+  assert len(re.findall(r"^\[0\] step", output, re.M)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [DENSE, MOE], ids=["dense", "moe"])
+def test_however_devices_are_spread_over_hosts_the_numbers_are_the_same(keys, folder):
+  """Also from checkpoints in the middle, of 4 hosts to 1 and to 2 with half the devices."""
+  base = folder / "1x8"
+  run(base, "--processes", 1, "--devices", 8, **keys, **GLOBAL)
+  differences = {}
+  for processes, devices in ((2, 4), (4, 2), (8, 1)):
+    there = folder / f"{processes}x{devices}"
+    run(there, "--processes", processes, "--devices", devices, **keys, **GLOBAL)
+    differences[there.name] = largest_difference(there, base)
+  for processes, devices in ((4, 2), (1, 8), (2, 2)):
+    there = folder / f"4x2 to {processes}x{devices}"
+    shutil.copytree(folder / "4x2", there)
+    for step in (6, 8):
+      shutil.rmtree(there / f"run/checkpoints/{step}")
+    output = run(there, "--processes", processes, "--devices", devices, **keys, **GLOBAL)
+    assert "going on from the checkpoint of step 4" in output
+    assert [row["step"] for row in logged(there)] == list(range(1, STEPS + 1))
+    differences[there.name] = largest_difference(there, base)
+  print(json.dumps(differences))
+  assert largest_difference(folder / "4x2 to 4x2", folder / "4x2") == 0
+  assert max(differences.values()) < LAST_BITS
