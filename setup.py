@@ -50,6 +50,7 @@ setup(
     "serve": ["starlette>=0.49", "uvicorn>=0.38"],
     "tpu": ["libtpu==0.0.42.*"],
     "cuda": ["jax[cuda13]>=0.10.2"],
+    "lm_eval": ["lm_eval>=0.4.13"],
     "hf": ["torch>=2.13", "transformers>=5.23"],
     "test": [
       "pytest>=9",

@@ -1,8 +1,8 @@
 """The loss of every held-out document by itself."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,9 +50,18 @@ def document_losses(
   Raises:
     ValueError: no document was held out.
   """
-  step = build_row_step(
-    trainer.model, trainer.cfg.training.logits_chunk_tokens, jnp.asarray(data.source.num_bytes_V)
-  )
+  num_bytes_V = jnp.asarray(data.source.num_bytes_V)
+  chunk_tokens = trainer.cfg.training.logits_chunk_tokens
+
+  def step(params: Any, batch: Batch) -> jax.Array:
+    """[B, 3]: of each row tokens predicted, their bytes, their NLL."""
+    is_target_BT = batch.weight_BT > 0
+    num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
+    nll_B, _ = row_sums(trainer.model, params, batch, chunk_tokens)
+    counted = (jnp.ones_like(num_bytes_BT), num_bytes_BT)
+    counts = [jnp.sum(x_BT, axis=1, where=is_target_BT) for x_BT in counted]
+    return jnp.stack([*counts, nll_B], axis=1)
+
   # Whole on every host, each of which has but a part of the rows.
   step = jax.jit(step, out_shardings=trainer.sharder.sharding(()))
   documents, sums = [], []
@@ -69,41 +78,32 @@ def document_losses(
   return [DocumentLoss(int(n), int(size), tuple(nll)) for n, size, *nll in sums_DX.tolist()]
 
 
-def build_row_step(
-  model: Decoder, chunk_tokens: int, num_bytes_V: jax.Array
-) -> Callable[[Any, Batch], jax.Array]:
-  """step(params, batch) -> [B, 3]: of each row predicted tokens, their bytes and NLL [nats].
+def row_sums(
+  model: Decoder, params: Any, batch: Batch, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+  """(NLL [nats] of what each row predicts, how many of these targets are the likeliest token).
 
   Logits of `chunk_tokens` tokens per device exist at once.
   """
+  inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
+  x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
+  num_rows, length = batch.tokens_BT.shape
+  rows_per_device = num_rows // model.sharder.num_shards("activation_batch")
+  size = min(max(chunk_tokens // rows_per_device, 1), length)
+  num_chunks = math.ceil(length / size)
 
-  def step(params: Any, batch: Batch) -> jax.Array:
-    inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
-    x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
-    num_rows, length = batch.tokens_BT.shape
-    rows_per_device = num_rows // model.sharder.num_shards("activation_batch")
-    size = max(chunk_tokens // rows_per_device, 1)
-    num_chunks = math.ceil(length / size)
+  def chunks(x: jax.Array) -> jax.Array:
+    padding = [(0, 0), (0, num_chunks * size - length), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding).reshape(num_rows, num_chunks, size, *x.shape[2:]).swapaxes(0, 1)
 
-    def chunks(x: jax.Array) -> jax.Array:
-      padding = [(0, 0), (0, num_chunks * size - length), *[(0, 0)] * (x.ndim - 2)]
-      return jnp.pad(x, padding).reshape(num_rows, num_chunks, size, *x.shape[2:]).swapaxes(0, 1)
+  def sums(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    x_BtD, targets_Bt, weight_Bt = chunk
+    logits_BtV = model.apply({"params": params}, x_BtD, method=model.logits)
+    target_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+    nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt
+    is_likeliest_Bt = jnp.argmax(logits_BtV, axis=-1) == targets_Bt
+    add = functools.partial(jnp.sum, axis=1, where=weight_Bt > 0)
+    return add(nll_Bt), add(is_likeliest_Bt.astype(jnp.int32))
 
-    def nll(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-      x_BtD, targets_Bt, weight_Bt = chunk
-      logits_BtV = model.apply({"params": params}, x_BtD, method=model.logits)
-      target_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
-      nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt
-      return jnp.sum(nll_Bt, axis=1, where=weight_Bt > 0)
-
-    nll_NB = jax.lax.map(nll, jax.tree.map(chunks, (x_BTD, batch.targets_BT, batch.weight_BT)))
-    counts_BT = batch.weight_BT > 0
-    num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
-    sums = (
-      jnp.sum(counts_BT, axis=1, dtype=jnp.float32),
-      jnp.sum(num_bytes_BT, axis=1, where=counts_BT),
-      jnp.sum(nll_NB, axis=0),
-    )
-    return jnp.stack(sums, axis=1)
-
-  return step
+  by_chunk = jax.lax.map(sums, jax.tree.map(chunks, (x_BTD, batch.targets_BT, batch.weight_BT)))
+  return jax.tree.map(lambda sums_NB: jnp.sum(sums_NB, axis=0), by_chunk)
