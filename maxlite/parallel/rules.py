@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Names = Sequence[str | None]
 
@@ -75,6 +75,17 @@ class Sharder:
     """Where the mesh's devices are: `cpu`, `tpu` or `gpu`; also of devices only compiled for."""
     platform = self.mesh.devices.flat[0].platform
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+  def inside(self, mesh_axis: str) -> "Sharder":
+    """The same for code in a shard_map over `mesh_axis`, where nothing is left to cut by it."""
+    kinds = [
+      AxisType.Manual if axis == mesh_axis else kind
+      for axis, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+    ]
+    mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=tuple(kinds))
+    rows = DEFAULT_RULES | dict(self.overrides)
+    rest = {name: [axis for axis in axes if axis != mesh_axis] for name, axes in rows.items()}
+    return Sharder(mesh, rest)
 
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
     """The mesh axes a logical axis lies on; none for None."""

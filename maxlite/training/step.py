@@ -14,6 +14,7 @@ from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models.decoder import Decoder
+from maxlite.parallel.rules import DEFAULT_RULES
 from maxlite.training.acceptance import acceptance_sums
 from maxlite.training.loss import LOSSES, Loss, Sums, draft_weight, next_token, run_forward
 from maxlite.training.routed_bias import move_routed_biases
@@ -201,27 +202,70 @@ def _micro_batches(
   micro = jax.tree.map(lambda x: _interleave(x, num_micro), batch)
   keys = jax.random.split(key, num_micro)
 
-  def forward(trained: Any, inputs: tuple[Batch, jax.Array]) -> Sums:
+  def forward(model: Decoder, trained: Any, frozen: Any, inputs: tuple[Batch, jax.Array]) -> Sums:
     return part.loss.forward(model, part.join(trained, frozen), inputs[0], cfg, inputs[1])
 
-  shapes = jax.eval_shape(forward, trained, jax.tree.map(lambda x: x[0], (micro, keys)))
+  shapes = jax.eval_shape(
+    functools.partial(forward, model), trained, frozen, jax.tree.map(lambda x: x[0], (micro, keys))
+  )
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  totals = _totals(lambda inputs: forward(trained, inputs), (micro, keys), zeros, batch, moe)
+
+  def sums_of_all(model: Decoder, trained: Any, frozen: Any, inputs: tuple) -> Sums:
+    add = lambda sums, x: (jax.tree.map(jnp.add, sums, forward(model, trained, frozen, x)), None)
+    return jax.lax.scan(add, zeros, inputs)[0]
+
+  def gradients_of_all(model, trained, frozen, inputs, cotangent) -> tuple[Any, Sums]:
+    def add(carry: tuple, x: tuple) -> tuple[tuple, None]:
+      sums, pull_back = jax.vjp(lambda trained: forward(model, trained, frozen, x), trained)
+      return jax.tree.map(jnp.add, carry, (*pull_back(cotangent), sums)), None
+
+    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), zeros), inputs)[0]
+
+  added_up = functools.partial(_by_slice, model, moe)
+  totals = _totals(lambda: added_up(sums_of_all, trained, frozen, (micro, keys)), zeros, batch, moe)
   if totals.draft is not None:
     weight = jnp.sum(draft_weight(batch, model.cfg.num_draft_heads))
     totals = totals.replace(draft=totals.draft.replace(weight=weight))
   cotangent = jax.grad(lambda sums: part.loss.combine(sums, cfg, moe)[0])(totals)
-
-  def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
-    sums, pull_back = jax.vjp(lambda trained: forward(trained, inputs), trained)
-    return jax.tree.map(jnp.add, carry, (*pull_back(cotangent), sums)), None
-
-  start = (jax.tree.map(jnp.zeros_like, trained), zeros)
-  (gradients, sums), _ = jax.lax.scan(accumulate, start, (micro, keys))
+  gradients, sums = added_up(gradients_of_all, trained, frozen, (micro, keys), cotangent)
   return gradients, part.loss.combine(sums, cfg, moe)[1], sums
 
 
-def _totals(forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: MoeConfig) -> Sums:
+def _by_slice(
+  model: Decoder,
+  moe: MoeConfig,
+  function: Callable,
+  trained: Any,
+  frozen: Any,
+  inputs: tuple,
+  *rest: Any,
+) -> Any:
+  """The sum of `function`, called by every slice along mesh axis `data` with its own rows.
+
+  `data` is the axis that lies across the slow links between slices, over which XLA would reduce
+  gradients in every micro-batch. It is left to that where `data` cuts other arrays than rows, and
+  with jitter, which is drawn for all rows of a micro-batch together.
+  """
+  sharder = model.sharder
+  rows = {"activation_batch", "activation_batch_no_exp"}
+  cut = {name for name in DEFAULT_RULES if "data" in sharder.mesh_axes(name)}
+  if sharder.mesh.shape["data"] == 1 or cut != rows or moe.router_jitter:
+    return function(model, trained, frozen, inputs, *rest)
+  own = model.clone(sharder=sharder.inside("data"))
+  of_slice = jax.shard_map(
+    lambda *args: jax.lax.psum(function(own, *args), "data"),
+    mesh=sharder.mesh,
+    in_specs=(jax.P(), jax.P(), (jax.P(None, "data"), jax.P()), *(jax.P() for _ in rest)),
+    out_specs=jax.P(),
+    axis_names={"data"},
+    # With it, JAX cannot lower gradients of the shard_maps inside. They are taken inside too, and
+    # nothing there communicates over `data`; tests/training/test_step.py holds the values.
+    check_vma=False,
+  )
+  return of_slice(trained, frozen, inputs, *rest)
+
+
+def _totals(of_all: Callable, zeros: Sums, batch: Batch, moe: MoeConfig) -> Sums:
   """Sums of the whole batch, as far as the loss's derivative depends on them.
 
   The loss is linear in every sum but the counts of tokens and rows, which the batch alone tells,
@@ -229,8 +273,7 @@ def _totals(forward: Callable, inputs: tuple, zeros: Sums, batch: Batch, moe: Mo
   """
   over_batch = moe.load_balance_loss_weight and moe.load_balance_loss_scope == "batch"
   if "moe" in zeros.layers and over_batch:
-    add = lambda sums, micro: (jax.tree.map(jnp.add, sums, forward(micro)), None)
-    return jax.lax.scan(add, zeros, inputs)[0]
+    return of_all()
   totals = zeros.replace(weight=jnp.sum(batch.weight_BT))
   if "moe" in zeros.layers:
     routers = zeros.layers["moe"]

@@ -11,6 +11,9 @@ import pytest
 from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 
 from maxlite.models import build_model
+from maxlite.observe.collectives import collectives
+from maxlite.observe.memory import bytes_per_device
+from maxlite.training.plan import compile_step
 from maxlite.training.state import init_state
 from maxlite.training.step import all_parameters, build_train_step
 
@@ -55,6 +58,26 @@ def test_micro_batches_add_up_to_the_batch(keys, num_micro):
       np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
   for leaf, expected_leaf in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
     np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [BALANCED, {"decoder_block": "llama"}], ids=str)
+def test_micro_batches_on_slices_add_up_to_the_batch_and_meet_once(keys):
+  mesh = mesh_keys("data=2 fsdp=2 tensor=2")
+  before = jax.device_get(trainer_of(**MESH, **keys).init_state())
+  batches = [uneven_batch(seed) for seed in range(2)]
+  expected, expected_rows = take_steps(trainer_of(**MESH, **keys), before, batches)
+  trainer = trainer_of(**mesh, **keys, gradient_accumulation_steps=4)
+  state, rows = take_steps(trainer, before, batches)
+  for row, expected_row in zip(rows, expected_rows, strict=True):
+    for name, value in expected_row.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+  for leaf, expected_leaf in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+    np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
+
+  found = collectives(compile_step(trainer).module, dict(trainer.mesh.shape))
+  shard_bytes = bytes_per_device(trainer.abstract_state.params)
+  across = sum(one.payload_bytes for one in found if "data" in one.mesh_axes)
+  assert shard_bytes <= across < 1.2 * shard_bytes  # the gradient once, and scalars
 
 
 def test_the_step_follows_the_gradient_of_the_total_loss():
