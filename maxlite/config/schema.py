@@ -19,6 +19,7 @@ from maxlite.config.model_sections import (
   RopeConfig,
   TilesConfig,
 )
+from maxlite.config.run_sections import CheckpointConfig, HostsConfig
 from maxlite.config.written import Table
 
 __all__ = [
@@ -71,29 +72,14 @@ class RunConfig:
   model_name: str = knob("", "Preset from configs/models/NAME.yml, applied after the YAML files.")
   steps: int = knob(300, "Optimizer steps of the whole run.", unit="steps", low=1)
   init_weights_seed: int = knob(0, "Seed of initial weights and of the steps' random draws.", low=0)
-  jax_cache_dir: str = knob("~/.cache/maxlite/jax", "Persistent compilation cache; empty: none.")
-
-
-@dataclasses.dataclass(frozen=True)
-class HostsConfig:
-  """Which of a run's processes this one is; SLURM, Open MPI, Kubernetes and Cloud TPU tell it."""
-
-  coordinator_address: str = knob(
-    "", "HOST:PORT of process 0, where all processes meet; empty: what started them tells."
-  )
-  num_processes: int = knob(
-    -1, "Processes of the run; 1: this one alone, whatever started it; -1: as told.", low=-1
-  )
-  process_id: int = knob(-1, "Which of them this is, from 0 on; -1: as told.", low=-1)
-  jax_distributed_initialization_timeout: int = knob(
-    300, "How long the processes wait for the last to come.", unit="seconds", low=1
-  )
-  jax_distributed_heartbeat_timeout_seconds: int = knob(
-    100,
-    "Silence after which a process is taken for lost, and all others leave.",
+  step_timeout_seconds: int = knob(
+    0,
+    "A step, evaluation or save that takes longer ends the process, with the stacks of all its "
+    "threads; the first step includes its compilation. 0: nothing does.",
     unit="seconds",
-    low=1,
+    low=0,
   )
+  jax_cache_dir: str = knob("~/.cache/maxlite/jax", "Persistent compilation cache; empty: none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,19 +313,6 @@ class PhasesConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-  """What is written to disk to go on from."""
-
-  enable_checkpointing: bool = knob(True, "Write checkpoints, and go on from the newest.")
-  checkpoint_period: int = knob(100, "Steps between checkpoints.", unit="steps", low=1)
-  async_checkpointing: bool = knob(True, "Write while training goes on.")
-  max_num_checkpoints_to_keep: int = knob(3, "Newest checkpoints that are kept.", low=1)
-  checkpoint_keep_period: int = knob(
-    0, "Also keep every checkpoint at a multiple of this; 0: none.", unit="steps", low=0
-  )
-
-
-@dataclasses.dataclass(frozen=True)
 class ObserveConfig:
   """What is measured, written and drawn."""
 
@@ -355,6 +328,13 @@ class ObserveConfig:
     False,
     "maxlite.evaluate also writes the loss of every held-out document to eval_documents.jsonl in "
     "the run's folder.",
+  )
+  replica_check_period: int = knob(
+    0,
+    "Steps between checks that devices which hold the same part of the state hold the same bits; "
+    "0: none.",
+    unit="steps",
+    low=0,
   )
   profiler: str = knob("", "Write a trace of some steps.", choices=("", "xplane"))
   skip_first_n_steps_for_profiler: int = knob(5, "Steps before the trace.", unit="steps", low=0)

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
+from typing import NoReturn
 
 LOST = os.EX_TEMPFAIL  # exit code of a process that left because another was lost
 _BYE, _ALIVE, _GONE = "bye", "alive", "gone "
@@ -73,12 +74,7 @@ class Watch:
     self._tell(_GONE + reason)
     if show:
       sys.stderr.write(f"process {self._me} leaves: {reason}\n")
-    for child in multiprocessing.active_children():
-      child.kill()
-    for stream in (sys.stdout, sys.stderr):
-      with contextlib.suppress(OSError, ValueError):
-        stream.flush()
-    os._exit(code)  # the usual way out would wait for the other processes
+    end_process(code)
 
   def _run(self) -> None:
     due = time.monotonic()
@@ -121,3 +117,13 @@ class Watch:
     for connection in list(self._peers.values()):
       with contextlib.suppress(OSError):
         connection.sendall(message.encode() + b"\n")
+
+
+def end_process(code: int) -> NoReturn:
+  """Ends this process and those it started; the usual way out would wait for its peers."""
+  for child in multiprocessing.active_children():
+    child.kill()
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError):
+      stream.flush()
+  os._exit(code)

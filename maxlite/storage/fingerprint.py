@@ -49,9 +49,14 @@ def part_checksum(part: np.ndarray, start: Sequence[int], shape: tuple[int, ...]
   return int(_part_checksum(part, jnp.asarray(np.asarray(start, np.uint32)), shape))
 
 
+def part_bits_sum(part: Array) -> Array:
+  """A checksum of a part by itself, wherever in an array it lies."""
+  return _part_checksum(part, jnp.zeros(part.ndim, jnp.uint32), part.shape)
+
+
 @jax.jit  # one leaf at a time: moments share the compiled function of their parameter
 def _checksum(x: Array) -> Array:
-  return _part_checksum(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
+  return part_bits_sum(x)
 
 
 @functools.partial(jax.jit, static_argnums=2)

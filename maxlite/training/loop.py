@@ -8,11 +8,13 @@ from typing import Any, Protocol
 import jax
 
 from maxlite.observe.chips import peak_bf16_tflops
+from maxlite.observe.goodput import STEP, Stopwatch
 from maxlite.observe.metrics import training_row
 from maxlite.observe.profiler import Profiler
 from maxlite.observe.writers import Writers
 from maxlite.training.setup import Trainer
 from maxlite.training.signals import stop_on_signals
+from maxlite.training.watchdog import Watchdog
 
 
 class Log(Protocol):
@@ -41,6 +43,8 @@ class Run:
   log: Log
   profiler: Profiler
   evaluate: Callable[[Any], dict] | None  # of the state; None: nothing was held out
+  stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+  difference: Callable[[Any], str] | None = None  # of the state on devices that hold the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +55,31 @@ class Ending:
   step: int
   reason: str  # empty when all steps were taken
   exit_code: int
+  is_saved: bool = True
 
 
 def train(run: Run, state: Any, stream: Any, first_step: int, last_step: int) -> Ending:
   """Takes steps `first_step` to `last_step`; returns earlier when told to stop or diverging."""
-  cfg, log = run.trainer.cfg, run.log
+  cfg, log, spent = run.trainer.cfg, run.log, run.stopwatch
   step, reason, exit_code = first_step - 1, "", 0
-  with stop_on_signals() as stop:
+  spent.switch("compile")
+  with stop_on_signals() as stop, Watchdog(cfg.run.step_timeout_seconds) as watchdog:
     for step in range(first_step, last_step + 1):
+      watchdog.expect(f"step {step}")
       run.profiler.before_step()
-      batch = run.trainer.next_batch(stream, state)
+      with spent.during("data"):
+        batch = run.trainer.next_batch(stream, state)
       state, metrics = run.trainer.train_step(state, batch)
+      spent.switch(STEP)  # the first call has returned when it was compiled
       run.profiler.after_step(metrics)
       log.add(step, metrics)
+      if run.difference and due(step, cfg.observe.replica_check_period):
+        reason = run.difference(state)
+        if reason:
+          log.settle()
+          return Ending(state, step, reason, exit_code=1, is_saved=False)
       if run.evaluate and (step == last_step or due(step, cfg.observe.eval_period)):
+        watchdog.expect(f"the evaluation after step {step}")
         log.settle(lambda state=state: run.evaluate(state))
       if log.diverged:
         reason, exit_code = log.diverged, 1
@@ -72,7 +87,9 @@ def train(run: Run, state: Any, stream: Any, first_step: int, last_step: int) ->
         reason, exit_code = f"stopped by {signal.name}", 128 + signal
       if reason or step == last_step or due(step, cfg.checkpoint.checkpoint_period):
         log.settle()
-        _save(run, step, state, stream)
+        watchdog.expect(f"the checkpoint of step {step}")
+        with spent.during("checkpoint"):
+          _save(run, step, state, stream)
       if reason:
         break
   log.settle()
@@ -82,8 +99,9 @@ def train(run: Run, state: Any, stream: Any, first_step: int, last_step: int) ->
 class StepLog:
   """Writes a step's metrics while the device works on the next one."""
 
-  def __init__(self, trainer: Trainer, writers: Writers):
+  def __init__(self, trainer: Trainer, writers: Writers, stopwatch: Stopwatch | None = None):
     self._trainer, self._writers = trainer, writers
+    self._stopwatch = stopwatch or Stopwatch(STEP)
     self._pending: tuple[int, dict[str, Any]] | None = None
     self._settled = self._since = time.perf_counter()
     self._steps_since, self._phase = 0, 0
@@ -119,7 +137,10 @@ class StepLog:
     row = training_row(step, numbers, step_seconds=seconds, flops_per_step=flops, **self._speed)
     if self._trainer.turns:
       row |= self._trainer.turns.by_phase(row)
-    row |= evaluation() if evaluation else {}
+    if evaluation:
+      with self._stopwatch.during("evaluation"):
+        row |= evaluation()
+    row |= self._stopwatch.row()
     self._writers.write(row, numbers.get("expert_load"))
     self._settled = self._since = time.perf_counter()
     self._steps_since = 0

@@ -16,6 +16,8 @@ from maxlite.data.pipeline import Data, PhaseStreams, open_data
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.observe.flops import active_parameter_count, parameter_count
+from maxlite.observe.goodput import Stopwatch
+from maxlite.observe.goodput import describe as describe_goodput
 from maxlite.observe.plots import draw_curves, draw_expert_load
 from maxlite.observe.profiler import Profiler
 from maxlite.observe.timeline import draw_timeline
@@ -30,6 +32,7 @@ from maxlite.parallel.hosts import describe, wait_for_all
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints, Restored
 from maxlite.storage.fingerprint import tree_hash
+from maxlite.storage.replicas import ReplicaCheck
 from maxlite.storage.run_folder import Changes, RunFolder
 from maxlite.training.evaluate import evaluate
 from maxlite.training.loop import Ending, Run, StepLog, train
@@ -40,6 +43,7 @@ from maxlite.training.state import TrainState, averaged_params
 def run_training(cfg: Config) -> int:
   """Trains to the last step and returns the exit code; goes on where an earlier start left off."""
   console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
+  stopwatch = Stopwatch()
   with exit_with_one_line("maxlite.train"):
     enable_compilation_cache(cfg.run.jax_cache_dir)
     keep_freed_memory()
@@ -71,9 +75,19 @@ def run_training(cfg: Config) -> int:
   if jax.process_index() == 0:
     folder.save_config(changes, lambda path: save_resolved(cfg, path))
   state = _first_state(trainer, restored, console)
+  if folder.metrics.exists():  # also rows that the writers are about to drop
+    stopwatch.go_on(read_rows(folder.metrics), done)
   writers = _open_writers(trainer, folder, done, console)
   profiler = Profiler(cfg.observe, folder.profile)
-  run = Run(trainer, checkpoints, StepLog(trainer, writers), profiler, _evaluation(trainer, data))
+  run = Run(
+    trainer,
+    checkpoints,
+    StepLog(trainer, writers, stopwatch),
+    profiler,
+    _evaluation(trainer, data),
+    stopwatch,
+    ReplicaCheck(trainer.abstract_state).difference if cfg.observe.replica_check_period else None,
+  )
   del restored  # its arrays are donated to the first step
   try:
     ending = train(run, state, stream, done + 1, cfg.run.steps)
@@ -82,8 +96,9 @@ def run_training(cfg: Config) -> int:
     stream.close()
     writers.close()
     if checkpoints:
-      checkpoints.close()
-  _conclude(trainer, folder, ending, console)
+      with stopwatch.during("checkpoint"):
+        checkpoints.close()
+  _conclude(trainer, folder, ending, console, stopwatch)
   return ending.exit_code
 
 
@@ -207,11 +222,15 @@ def _tell_data(what: str, data: Data, console: Console) -> None:
   console.print(f"{what}: {data.source.summary}; {shape} tokens per step")
 
 
-def _conclude(trainer: Trainer, folder: RunFolder, ending: Ending, console: Console) -> None:
+def _conclude(
+  trainer: Trainer, folder: RunFolder, ending: Ending, console: Console, stopwatch: Stopwatch
+) -> None:
   cfg = trainer.cfg
   if ending.reason:
-    saved = "" if not cfg.checkpoint.enable_checkpointing else ", with a checkpoint"
+    is_saved = ending.is_saved and cfg.checkpoint.enable_checkpointing
+    saved = ", with a checkpoint" if is_saved else ""
     console.print(f"{ending.reason}; left after step {ending.step} of {cfg.run.steps}{saved}")
+  console.print(describe_goodput(stopwatch.row()))
   parameters = tree_hash(ending.state.params)
   if jax.process_index() > 0:
     return

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tiny import config_of
 
+from maxlite.observe.goodput import Stopwatch
 from maxlite.observe.writers import read_rows
 from maxlite.training.run import run_training
 
@@ -28,7 +29,7 @@ KEYS = {
   "max_num_checkpoints_to_keep": STEPS,
   "enable_tensorboard": "false",
 }
-CLOCK = {"step_seconds", "tokens_per_second_per_device", "tflops_per_device"}
+CLOCK = {"step_seconds", "tokens_per_second_per_device", "tflops_per_device", *Stopwatch().row()}
 
 
 class Output(io.StringIO):

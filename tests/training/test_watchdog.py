@@ -1,0 +1,62 @@
+"""A run that hangs, or whose devices disagree, ends and says so."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from corruption import corrupted
+from tiny import config_of
+from tiny_run import keys_in
+
+from maxlite.observe.profiler import Profiler
+from maxlite.observe.writers import Writers
+from maxlite.storage.checkpoint import Checkpoints
+from maxlite.storage.replicas import ReplicaCheck
+from maxlite.training.loop import Run, StepLog, train
+from maxlite.training.run import open_trainer_data
+from maxlite.training.setup import build_trainer
+
+HANG = """
+import time
+from maxlite.training.watchdog import Watchdog
+def swift(): time.sleep(0.3)
+def hanging(): time.sleep(60)
+with Watchdog(1) as watchdog:
+  for n in range(4):
+    watchdog.expect(f"step {n}")
+    swift()
+  watchdog.expect("step 4")
+  hanging()
+"""
+
+
+def test_what_hangs_is_ended_with_the_stacks_of_all_threads():
+  began = time.monotonic()
+  done = subprocess.run([sys.executable, "-c", HANG], check=False, capture_output=True, text=True)
+  assert done.returncode == 1
+  assert done.stderr.startswith("step 4 took longer than 1 s (step_timeout_seconds); threads:")
+  assert "in hanging" in done.stderr
+  assert time.monotonic() - began < 30
+
+
+def test_a_run_whose_copies_differ_stops_and_keeps_nothing_of_it(tmp_path):
+  keys = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": -1, "replica_check_period": 2}
+  cfg = config_of(**keys_in(tmp_path, decoder_block="llama", checkpoint_period=1, **keys))
+  trainer = build_trainer(cfg)
+  checkpoints = Checkpoints(cfg.checkpoint, tmp_path / "checkpoints", pytest.fail)
+  check = ReplicaCheck(trainer.abstract_state).difference
+  log, profiler = StepLog(trainer, Writers([])), Profiler(cfg.observe, tmp_path)
+  run = Run(trainer, checkpoints, log, profiler, None, difference=check)
+  state = trainer.init_state()
+  norm = state.params["final_norm"]
+  norm["scale"] = corrupted(norm["scale"], 3)
+  stream = open_trainer_data(trainer).train_stream()
+  ending = train(run, state, stream, 1, 8)
+  stream.close()
+  checkpoints.close()
+  assert (ending.step, ending.exit_code, ending.is_saved) == (2, 1, False)
+  assert (
+    "final_norm/scale is not the same on all devices that hold it: device 3 of" in ending.reason
+  )
+  assert checkpoints.latest_step() == 1
