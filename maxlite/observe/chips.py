@@ -2,8 +2,9 @@
 
 A TPU v2 or v3 core is a device, two of them a chip; so is half a TPU7x chip.
 
-Source: Google Cloud TPU documentation, system architecture of each version (HBM, and half of the
-bidirectional inter-chip bandwidth); NVIDIA data sheets (half of the NVLink bandwidth).
+Source: Google Cloud TPU documentation, system architecture of each version (HBM, half of the
+bidirectional inter-chip bandwidth, network cards per host); NVIDIA data sheets (half of the NVLink
+bandwidth).
 """
 
 from typing import NamedTuple
@@ -16,13 +17,14 @@ class Chip(NamedTuple):
   hbm_bytes: float | None = None
   hbm_bytes_per_second: float | None = None
   link_bytes_per_second: float | None = None  # one way, all links of the device together
+  dcn_bytes_per_second: float | None = None  # its share of the host's network cards
 
 
 GB, GiB = 1e9, 2**30
 
-_V5E = Chip(197.0, 16 * GiB, 819 * GB, 200 * GB)
-_V5P = Chip(459.0, 95 * GiB, 2765 * GB, 600 * GB)
-_V6E = Chip(918.0, 32 * GiB, 1638 * GB, 400 * GB)
+_V5E = Chip(197.0, 16 * GiB, 819 * GB, 200 * GB, 3.125 * GB)
+_V5P = Chip(459.0, 95 * GiB, 2765 * GB, 600 * GB, 6.25 * GB)
+_V6E = Chip(918.0, 32 * GiB, 1638 * GB, 400 * GB, 12.5 * GB)
 _H100_SXM = Chip(989.4, 80 * GB, 3350 * GB, 450 * GB)
 
 # By `jax.Device.device_kind`.

@@ -30,23 +30,35 @@ class Collective(NamedTuple):
   times: float
   payload_bytes: float  # of the whole operand, for an all-gather of the whole result
   sent_bytes: float  # that a device puts on its links
+  between_slices: bool = False  # over the data center's network
 
 
-def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+def collectives(
+  module: Module, mesh_shape: Mapping[str, int], slices: Mapping[str, int] | None = None
+) -> list[Collective]:
   """The collectives of one step, loops counted by their length, those that send most first.
 
-  Devices are numbered in the order of the mesh, as jit numbers them.
+  Devices are numbered in the order of the mesh, as jit numbers them. `slices` has the mesh axes
+  that lie across slices, each with its degree between them.
   """
   sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
   for computation, instruction, runs in module.executed():
+    if slices and (kind := _kind_between_slices(instruction)):
+      payload = _payload_bytes(computation, instruction, kind, prod(slices.values()))
+      sent = payload * SENT_PER_BYTE[kind](prod(slices.values()))
+      sums[kind, tuple(slices), True] += runs.times * np.array([1, payload, sent])
+      continue
     kind = _kind(computation, instruction)
     groups = _groups(instruction, prod(mesh_shape.values())) if kind else np.zeros((0, 0))
     if kind and groups.shape[-1] > 1:
       payload = _payload_bytes(computation, instruction, kind, groups.shape[-1])
       sent = payload * SENT_PER_BYTE[kind](groups.shape[-1])
       mesh_axes = _mesh_axes(groups, mesh_shape)
-      sums[kind, mesh_axes] += runs.times * np.array([1, payload, sent])
-  found = [Collective(*key, *map(float, total)) for key, total in sums.items()]
+      sums[kind, mesh_axes, False] += runs.times * np.array([1, payload, sent])
+  found = [
+    Collective(kind, mesh_axes, *map(float, total), between_slices)
+    for (kind, mesh_axes, between_slices), total in sums.items()
+  ]
   return sorted(found, key=lambda collective: -collective.sent_bytes)
 
 
@@ -58,12 +70,20 @@ def _kind(computation: Computation, instruction: Instruction) -> str | None:
   return kind if kind in SENT_PER_BYTE else None
 
 
+def _kind_between_slices(instruction: Instruction) -> str | None:
+  """What XLA:TPU has its runtime do between slices: a send to the host, and a receipt of it."""
+  found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+  kind = found[1].lower().replace("_", "-") if found and instruction.opcode == "send" else None
+  return kind if kind in SENT_PER_BYTE else None
+
+
 def _payload_bytes(
   computation: Computation, instruction: Instruction, kind: str, group_size: int
 ) -> float:
   sizes = [
     sum(array.num_bytes for array in operand.arrays)
     for operand in computation.operands(instruction)
+    if operand.opcode != "after-all"
   ]
   if kind == "ragged-all-to-all":
     # Rows to send and buffer to receive; of the larger one, a part stays empty.

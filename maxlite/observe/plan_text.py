@@ -58,7 +58,8 @@ def collective_lines(found: Sequence[Collective]) -> list[str]:
   """Collectives of one device and step."""
   lines = [f"{'collective':<20}{'mesh axes':<24}{'per step':>9}{'GB':>10}{'GB sent':>10}"]
   for c in found:
-    name = f"{c.kind:<20}{' x '.join(c.mesh_axes):<24}"
+    axes = " x ".join(c.mesh_axes) + (" (network)" if c.between_slices else "")
+    name = f"{c.kind:<20}{axes:<24}"
     lines.append(f"{name}{c.times:>9.0f}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
   return lines
 

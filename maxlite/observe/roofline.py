@@ -24,12 +24,16 @@ def step_bounds(
 ) -> list[Bound]:
   """What bounds the step; it takes at least as long as the longest, when all overlap perfectly.
 
-  Matmuls run at the bfloat16 peak, and bytes leave over all links of a device at once.
+  Matmuls run at the bfloat16 peak, and bytes leave over all links of a device at once;
+  what goes between slices leaves over its share of the host's network.
   """
-  sent = sum(collective.sent_bytes for collective in collectives)
+  sent = sum(c.sent_bytes for c in collectives if not c.between_slices)
+  between = sum(c.sent_bytes for c in collectives if c.between_slices)
   bounds = [Bound("matmuls", flops, chip.bf16_tflops * 1e12)]
   if chip.hbm_bytes_per_second:
     bounds.append(Bound("HBM", hbm_bytes, chip.hbm_bytes_per_second))
   if chip.link_bytes_per_second:
     bounds.append(Bound("links", sent, chip.link_bytes_per_second))
+  if between and chip.dcn_bytes_per_second:
+    bounds.append(Bound("network", between, chip.dcn_bytes_per_second))
   return bounds

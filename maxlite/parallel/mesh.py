@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
@@ -33,6 +34,17 @@ def build_mesh(
   else:
     grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
   return Mesh(grid, MESH_AXES)
+
+
+def slice_degrees(mesh: Mesh) -> dict[str, int]:
+  """The mesh axes that lie across TPU slices, each with its degree between them."""
+  slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0), otypes=[int])
+  index = slice_of(mesh.devices)
+  degrees = {}
+  for axis, name in enumerate(mesh.axis_names):
+    first = np.moveaxis(index, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0]
+    degrees[name] = len(np.unique(first))
+  return {name: degree for name, degree in degrees.items() if degree > 1}
 
 
 def _granules(devices: Sequence[jax.Device], dcn: Sequence[int]) -> tuple[int, bool]:

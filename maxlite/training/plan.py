@@ -24,6 +24,7 @@ from maxlite.observe.hlo import Module, parse
 from maxlite.observe.memory import MemoryEstimate, activation_bytes, bytes_per_device
 from maxlite.observe.roofline import step_bounds
 from maxlite.observe.timeline import timeline_lines
+from maxlite.parallel.mesh import slice_degrees
 from maxlite.parallel.topology import Topology, parse_topology
 from maxlite.training.setup import Trainer, build_trainer
 
@@ -221,7 +222,7 @@ def _work(trainer: Trainer, compiled: Compiled, kind: str) -> list[list[str]]:
   rows, length = trainer.batch_shape
   flops = matmul_flops(module)
   needed = train_flops_per_step(trainer.cfg.model, rows * length, length).total / trainer.mesh.size
-  found = collectives(module, dict(trainer.mesh.shape))
+  found = collectives(module, dict(trainer.mesh.shape), slice_degrees(trainer.mesh))
   paragraphs = [
     plan_text.matmul_lines(flops, needed, module.unknown_loops),
     plan_text.collective_lines(found),

@@ -15,7 +15,8 @@ MESH_SHAPE = {"data": 2, "fsdp": 4}
 PAYLOAD = 8 * 16 * 4  # bytes of a shard of `local_program`'s argument
 
 # What XLA:CPU never prints: asynchronous pairs, XLA:TPU's reduce-scatter, its memory next to the
-# compute units, its matmuls as convolutions, and the third way to write groups of devices.
+# compute units, its matmuls as convolutions, the third way to write groups of devices,
+# and transfers between slices.
 TPU_STEP = Path(__file__).with_name("tpu_step.hlo.txt")
 
 
@@ -137,9 +138,11 @@ def test_forms_that_only_tpus_print():
   module = parse(TPU_STEP.read_text())
   turns, rows = 7 - 2, 512 * 8 * 4
   assert module.unknown_loops == 0
-  assert {(c.kind, c.mesh_axes): c[2:] for c in collectives(module, MESH_SHAPE)} == {
-    ("reduce-scatter", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4),
-    ("all-gather", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4),
-    ("ragged-all-to-all", ("fsdp",)): (1, rows, rows * 3 / 4),
+  found = collectives(module, MESH_SHAPE, {"data": 2})
+  assert {(c.kind, c.mesh_axes): c[2:] for c in found} == {
+    ("reduce-scatter", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4, False),
+    ("all-gather", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4, False),
+    ("ragged-all-to-all", ("fsdp",)): (1, rows, rows * 3 / 4, False),
+    ("all-reduce", ("data",)): (turns, turns * rows, turns * rows, True),
   }
   assert matmul_flops(module) == (1000 * 512 / 4096 + 2 * 512 * 64 * 8, 0)

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from maxlite.parallel.mesh import MESH_AXES, build_mesh, slice_degrees
 from maxlite.parallel.topology import KINDS, parse_topology
 
 
@@ -54,3 +55,16 @@ def test_the_table_agrees_with_libtpu(generation, monkeypatch):
   devices = topology.describe("")
   assert len(devices) == topology.num_devices
   assert {device.device_kind for device in devices} == {topology.kind.device_kind}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_dcn_degrees_lie_across_slices(monkeypatch):
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  devices = parse_topology("v5e-4", 4).describe("")
+  ici, dcn = dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1)
+  ici |= {"data": 2, "fsdp": -1}
+  dcn |= {"data": 2, "expert": -1}
+  mesh = build_mesh(list(ici.values()), list(dcn.values()), devices)
+  assert [size for size in mesh.devices.shape if size > 1] == [4, 2, 2]
+  assert slice_degrees(mesh) == {"data": 2, "expert": 2}
