@@ -24,7 +24,7 @@ setup(
   python_requires=">=3.11",
   packages=find_packages(include=["maxlite", "maxlite.*"]) + CONFIGS,
   package_dir={"maxlite.configs": "configs"},
-  package_data={package: ["*.yml"] for package in CONFIGS} | {"maxlite.generation": ["*.html"]},
+  package_data={package: ["*.yml", "*.jinja", "*.jsonl"] for package in CONFIGS} | {"maxlite.generation": ["*.html"]},
   install_requires=[
     "jax>=0.10.2",
     "flax>=0.12.8",
@@ -51,7 +51,7 @@ setup(
     "tpu": ["libtpu==0.0.42.*"],
     "cuda": ["jax[cuda13]>=0.10.2"],
     "lm_eval": ["lm_eval>=0.4.13"],
-    "hf": ["torch>=2.13", "transformers>=5.23"],
+    "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],
     "test": [
       "pytest>=9",
       "pytest-xdist>=3.8",

@@ -9,11 +9,14 @@ USAGE = """\
 usage: python -m maxlite.convert from_hf FOLDER run_name=NAME [key=value ...]
          makes a run of a folder in Hugging Face's format
        python -m maxlite.convert to_hf run_name=NAME output=FOLDER
-         makes such a folder of a run's newest checkpoint
+         makes such a folder of a run's newest checkpoint, adapters merged
+       python -m maxlite.convert to_peft FOLDER run_name=NAME output=FOLDER
+         makes a folder of the peft package of a run's adapters, which add to the weights in FOLDER
        python -m maxlite.convert upcycle run_name=NAME output=NEW_NAME num_experts=8 [key=value ...]
          makes a run with a mixture of experts of a dense one, which computes the same at first
 """
-VERBS = ("from_hf", "to_hf", "upcycle")
+VERBS = ("from_hf", "to_hf", "to_peft", "upcycle")
+OF_FOLDERS = ("from_hf", "to_peft")
 
 
 def main() -> int:
@@ -30,7 +33,7 @@ def main() -> int:
 
 
 def _folder(verb: list[str], words: list[str]) -> str:
-  """The FOLDER of from_hf, taken from `words`; empty for the others.
+  """The FOLDER of OF_FOLDERS, taken from `words`; empty for the others.
 
   Raises:
     ValueError: the words are none of USAGE.
@@ -40,10 +43,10 @@ def _folder(verb: list[str], words: list[str]) -> str:
   for word in words:
     if word.endswith((".yml", ".yaml")):
       raise ValueError(f"command line: {word} is no word of {verb[0]}, which takes key=value only")
-  if verb[0] != "from_hf":
+  if verb[0] not in OF_FOLDERS:
     return ""
   if not words or "=" in words[0]:
-    raise ValueError("command line: from_hf FOLDER is missing; name the folder with config.json")
+    raise ValueError(f"command line: {verb[0]} FOLDER is missing; name the one with config.json")
   return words.pop(0)
 
 

@@ -37,10 +37,10 @@ def read_beside(folder: Path) -> Beside:
   end_ids: list[int] = []
   for name in _IDS:
     values = _read(folder / name)
-    bos_ids += _ids(values.get("bos_token_id"), folder / name)
-    end_ids += _ids(values.get("eos_token_id"), folder / name)
-  ends = tuple(dict.fromkeys(end_ids))
-  return Beside(tokens, bos_ids[0] if bos_ids else None, ends, _chat_template(folder))
+    bos_ids = bos_ids or _ids(values.get("bos_token_id"), folder / name)
+    end_ids = end_ids or _ids(values.get("eos_token_id"), folder / name)
+  bos = bos_ids[0] if bos_ids else None
+  return Beside(tokens, bos, tuple(dict.fromkeys(end_ids)), _chat_template(folder))
 
 
 def _read(path: Path) -> dict[str, Any]:

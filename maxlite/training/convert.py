@@ -22,12 +22,14 @@ from maxlite.config import (
 )
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.config.values import show
+from maxlite.data.chat import DATE_IN_DATA, open_chat
 from maxlite.data.tokenizer import open_tokenizer
-from maxlite.layers.additions import ADDITION_KEYS, merge_lora
+from maxlite.layers.additions import ADAPTER, ADDITION_KEYS, merge_lora
 from maxlite.storage.checkpoint import Checkpoints
 from maxlite.storage.hf.checkpoint import streams_from_hf, write_weights
 from maxlite.storage.hf.config import EXECUTION, family_that_says, model_keys
 from maxlite.storage.hf.folder import write_json
+from maxlite.storage.hf.peft import write_adapter
 from maxlite.storage.hf.tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
 from maxlite.storage.parameters import StoredParameters, write_parameters
 from maxlite.storage.run_folder import RunFolder
@@ -43,7 +45,7 @@ TOKENIZER = ("tokenizer_type", "tokenizer_path")
 def run_conversion(verb: str, folder: str, argv: Sequence[str]) -> int:
   """Does what `verb` says (convert.USAGE) and prints what came of it."""
   with exit_with_one_line("maxlite.convert"):
-    line = from_hf(folder, argv) if verb == "from_hf" else VERBS[verb](argv)
+    line = OF_FOLDERS[verb](folder, argv) if verb in OF_FOLDERS else VERBS[verb](argv)
   sys.stdout.write(f"{line}\n")
   return 0
 
@@ -83,9 +85,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
 def to_hf(argv: Sequence[str]) -> str:
   """Writes the newest checkpoint of the run that `argv` names into the folder `output`."""
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
-  target = Path(_output(cfg)).expanduser()
-  if target.exists():
-    raise ValueError(f"output={target} is there already: choose another, or move it away")
+  target = _new_folder(cfg)
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   family, hf = family_that_says(model)
   stored = _stored(cfg)
@@ -93,13 +93,14 @@ def to_hf(argv: Sequence[str]) -> str:
   length = {"max_position_embeddings": cfg.data.max_target_length}
   hf = {"dtype": model.weight_dtype} | length | hf
   tokenizer = None if cfg.data.dataset_type == "synthetic" else open_tokenizer(cfg.data)
-  if tokenizer:
-    hf |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+  chat = open_chat(cfg.data, tokenizer, DATE_IN_DATA) if tokenizer else None
 
   def write(made: Path) -> None:
-    write_json(made / "config.json", hf)
+    told = {}
     if tokenizer:
-      write_tokenizer(cfg.data, tokenizer.bos, tokenizer.eos, made)
+      ends = chat.ends if chat else tokenizer.ends
+      told = write_tokenizer(cfg.data, tokenizer.bos, ends, made)
+    write_json(made / "config.json", hf | told)
     read = lambda path, index: read_merged(stored, path, index, cfg.model.lora.lora_alpha)
     write_weights(made, family, model, params, read)
     stored.require_whole()
@@ -109,6 +110,62 @@ def to_hf(argv: Sequence[str]) -> str:
   if cfg.model.num_draft_heads:
     line += "; its draft heads are left out, for which this format has no place"
   return line
+
+
+def to_peft(folder: str, argv: Sequence[str]) -> str:
+  """Writes the adapters of the run that `argv` names, which add to the weights in `folder`."""
+  directory = Path(folder).expanduser()
+  cfg = config_of_run(load_config(argv, needs_data=False), argv)
+  target = _new_folder(cfg)
+  if not cfg.model.lora.lora_rank:
+    raise ValueError(
+      f"the run {run_folder(cfg).directory} has no adapters (lora_rank=0): write to_hf, or train "
+      "it with lora_rank=8"
+    )
+  family, keys, _ = model_keys(directory)
+  _require_kept(keys, flatten(cfg), f"{directory}/config.json")
+  base = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
+  model = dataclasses.replace(base, lora=cfg.model.lora)
+  stored, params = _stored(cfg), abstract_params(model)
+  kept = {path: leaf for path, leaf in params.items() if not set(path.split("/")) & set(ADAPTER)}
+  adapters = _of_effect({path: leaf for path, leaf in params.items() if path not in kept}, cfg)
+  streams = streams_from_hf(directory, family, base, keys["vocab_size"], kept)
+
+  def write(made: Path) -> None:
+    write_adapter(made, family, model, folder, adapters, stored.read)
+    _require_untrained(streams, stored, directory)
+    stored.require_whole()
+
+  _write_whole(target, write)
+  return f"{target}: {_count(adapters):,} parameters of {stored.directory} for {directory}"
+
+
+def _of_effect(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
+  """Those of `adapters` that add anything: one whose second layer is zero was never trained."""
+  stored = _stored(cfg)
+
+  def adds(path: str) -> bool:
+    second = path.replace("/lora_a/", "/lora_b/")
+    return bool(stored.read(second, tuple(slice(0, n) for n in adapters[second].shape)).any())
+
+  found = {path: leaf for path, leaf in adapters.items() if adds(path)}
+  if not found:
+    raise ValueError(f"no adapter of {run_folder(cfg).directory} was trained: train it first")
+  return found
+
+
+def _require_untrained(
+  streams: Mapping[str, Stream], stored: StoredParameters, directory: Path
+) -> None:
+  """Raises ValueError unless the stored parameters are those of `streams`, to the bit."""
+  for path, stream in streams.items():
+    for index, part in stream.parts():
+      if stored.read(path, index).tobytes() != part.tobytes():
+        raise ValueError(
+          f"{directory} has other weights than those the adapters stand beside ({path}): name the "
+          "folder that the run was made of, or, if more than adapters was trained, write to_hf, "
+          "which merges them"
+        )
 
 
 def upcycle(argv: Sequence[str]) -> str:
@@ -135,12 +192,20 @@ def upcycle(argv: Sequence[str]) -> str:
 
 
 VERBS: dict[str, Callable[[Sequence[str]], str]] = {"to_hf": to_hf, "upcycle": upcycle}
+OF_FOLDERS = {"from_hf": from_hf, "to_peft": to_peft}
 
 
 def _output(cfg: Config) -> str:
   if not cfg.convert.output:
     raise ValueError("output is missing: write output=NAME for what is to be made")
   return cfg.convert.output
+
+
+def _new_folder(cfg: Config) -> Path:
+  target = Path(_output(cfg)).expanduser()
+  if target.exists():
+    raise ValueError(f"output={target} is there already: choose another, or move it away")
+  return target
 
 
 def _new_run(cfg: Config) -> RunFolder:

@@ -1,6 +1,7 @@
 """Every tokenizer gives its text back, and knows how many bytes each id stands for."""
 
 import io
+import json
 
 import pytest
 import tokenizers
@@ -113,6 +114,86 @@ def test_ends_that_are_not_marked_as_special_are_no_text_either(tmp_path):
   tokenizer = TOKENIZERS["huggingface"](path)
   assert tokenizer.num_bytes_V[tokenizer.eos] == 0
   assert tokenizer.decode([*tokenizer.encode(b"cat"), tokenizer.eos]) == "cat"
+
+
+def test_ends_that_are_not_marked_are_no_more_spelled_by_text(tmp_path):
+  path = save_huggingface(tmp_path, ())
+  raw = tokenizers.Tokenizer.from_file(path)
+  raw.add_tokens(["</s>"])
+  raw.save(path)
+  tokenizer = TOKENIZERS["huggingface"](path)
+  assert tokenizer.eos not in tokenizer.encode(b"a</s>b")
+  assert tokenizer.encode_marked("a</s>b")[0].tolist().count(tokenizer.eos) == 1
+
+
+THREE = ("<|endoftext|>", "<|im_end|>", "<|start|>")
+
+
+@pytest.mark.parametrize(
+  ("files", "bos", "ends"),
+  [
+    ({}, 0, (0,)),
+    ({"tokenizer_config": {"eos_token": "<|im_end|>", "bos_token": None}}, 1, (1,)),
+    ({"tokenizer_config": {"bos_token": {"content": "<|start|>"}}}, 2, (0,)),
+    ({"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, 1, (1,)),
+    (
+      {
+        "special_tokens_map": {"eos_token": "<|start|>"},
+        "tokenizer_config": {"eos_token": "<|im_end|>"},
+      },
+      1,
+      (1,),
+    ),
+    ({"config": {"eos_token_id": 1, "bos_token_id": 2}}, 2, (1,)),
+    ({"config": {"eos_token_id": 1}, "generation_config": {"eos_token_id": [2, 0]}}, 2, (2, 0)),
+    (
+      {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [0, 1]}},
+      1,
+      (1, 0),
+    ),
+  ],
+)
+def test_what_begins_and_ends_a_text_is_read_from_the_files_beside_it(tmp_path, files, bos, ends):
+  path = save_huggingface(tmp_path, THREE)
+  for name, content in files.items():
+    (tmp_path / f"{name}.json").write_text(json.dumps(content))
+  tokenizer = TOKENIZERS["huggingface"](path)
+  assert (tokenizer.bos, tokenizer.ends, tokenizer.eos) == (bos, ends, ends[0])
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "told"),
+  [
+    (
+      "tokenizer_config.json",
+      '{"eos_token": "</s>"}',
+      "lacks '</s>', which a file beside it names",
+    ),
+    ("config.json", '{"eos_token_id": 999}', "has no token 999"),
+    ("config.json", '{"eos_token_id": "two"}', "has 'two' for a token's id"),
+    ("config.json", '{"eos_token_id": [true]}', "for a token's id"),
+    ("special_tokens_map.json", "[]", "is no JSON object"),
+    ("generation_config.json", "[" * 100_000, "is no JSON"),
+  ],
+)
+def test_files_beside_it_that_are_wrong_are_named(tmp_path, name, content, told):
+  path = save_huggingface(tmp_path, THREE)
+  (tmp_path / name).write_text(content)
+  with pytest.raises(ValueError, match=told) as error:
+    TOKENIZERS["huggingface"](path)
+  assert "\n" not in str(error.value)
+
+
+def test_the_chat_template_is_that_of_its_file_or_the_default(tmp_path):
+  path = save_huggingface(tmp_path)
+  template = lambda: TOKENIZERS["huggingface"](path).chat_template
+  assert template() == ""
+  both = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+  for given, expected in (("one", "one"), (both, "d")):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    assert template() == expected
+  (tmp_path / "chat_template.jinja").write_text("é")
+  assert template() == "é"
 
 
 def test_added_tokens_count_their_own_bytes(tmp_path):

@@ -214,8 +214,9 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
   ("words", "told"),
   [
-    ((), "write one of from_hf, to_hf, upcycle"),
-    (("from_hf",), "FOLDER is missing"),
+    ((), "write one of from_hf, to_hf, to_peft, upcycle"),
+    (("from_hf",), "from_hf FOLDER is missing"),
+    (("to_peft", "run_name=llama"), "to_peft FOLDER is missing"),
     (("from_hf", FIXTURES / "llama", "run_name=llama"), "is there already"),
     (("from_hf", FIXTURES / "llama", "run_name=new", "base_emb_dim=8"), "says 16"),
     (

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from maxlite.storage.hf.family import Family
 from maxlite.storage.hf.folder import FolderWriter, listed, read_tensors
 from maxlite.storage.hf.mapping import Block, Tie, ties
 from maxlite.storage.hf.mxfp4 import unpacked
-from maxlite.storage.hf.safetensors import DTYPES, Tensor
+from maxlite.storage.hf.safetensors import DTYPES, Tensor, TensorFile
 from maxlite.storage.streams import Index, Stream, cuts
 
 VOCAB = "v"  # the axis along which ours may have more than theirs
@@ -68,6 +68,16 @@ def write_weights(
   """
   made = ties(family, cfg, params)
   writer = FolderWriter(directory, {tie.tensor: (tie.dtype, tie.shape) for tie in made}, **options)
+  write_ties(writer, made, params, read)
+
+
+def write_ties(
+  writer: FolderWriter | TensorFile,
+  made: Sequence[Tie],
+  params: Mapping[str, Any],
+  read: Callable[[str, Index], np.ndarray],
+) -> None:
+  """Writes the tensors of `made` and closes the writer; the rest is as of write_weights."""
   layers = _Layers(params, read)
   try:
     for tie in made:
@@ -76,7 +86,9 @@ def write_weights(
     writer.close()
 
 
-def _write_tensor(writer: FolderWriter, tie: Tie, arrays: Mapping[str, np.ndarray]) -> None:
+def _write_tensor(
+  writer: FolderWriter | TensorFile, tie: Tie, arrays: Mapping[str, np.ndarray]
+) -> None:
   # A function of its own, so that nothing holds `arrays` while the next are read.
   for block in tie.blocks():
     parts = [arrays[path][_in_layer(tie, index)] for path, index in block.targets()]

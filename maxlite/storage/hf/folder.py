@@ -22,7 +22,7 @@ def read_config(directory: Path) -> dict[str, Any]:
   """
   if not (directory / CONFIG).is_file():
     raise ValueError(f"{directory} has no {CONFIG}: name the folder that holds it")
-  return _read_object(directory / CONFIG)
+  return read_object(directory / CONFIG)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
       )
     return read_header(directory / SINGLE)
   index = directory / INDEX
-  file_of = _read_object(index).get("weight_map")
+  file_of = read_object(index).get("weight_map")
   if not isinstance(file_of, dict) or not all(isinstance(v, str) for v in file_of.values()):
     raise ValueError(f'{index} has no "weight_map" from tensors to files: copy it again')
   tensors: dict[str, Tensor] = {}
@@ -115,7 +115,12 @@ def _require_same(expected: set[str], there: set[str], asker: str, place: str) -
     raise ValueError(f"{place} holds what {asker} does not know: {listed(there - expected)}")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+  """A file's JSON object.
+
+  Raises:
+    ValueError: it holds none.
+  """
   try:
     value = json.loads(path.read_bytes())
   except (OSError, ValueError, RecursionError) as error:

@@ -1,22 +1,21 @@
 """Tokenizers in the files that Hugging Face's tools look for."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from maxlite.config.schema import DataConfig
-from maxlite.storage.hf.folder import write_json
+from maxlite.storage.hf.folder import CONFIG as FOLDER_CONFIG
+from maxlite.storage.hf.folder import read_config, read_object, write_json
 
 MAIN, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-BESIDE = (
-  CONFIG,
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "chat_template.jinja",
-  "generation_config.json",
-)
+GENERATION, CHAT = "generation_config.json", "chat_template.jinja"
+BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", CHAT, GENERATION)
+_BOS, _EOS = "bos_token_id", "eos_token_id"
 BYTE_BOS, BYTE_EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
@@ -29,15 +28,36 @@ def tokenizer_keys(directory: Path) -> dict[str, str]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-  """Copies the tokenizer's files that `source` has into the new folder `target`, if any."""
+  """Copies the tokenizer's files that `source` has into the new folder `target`, if any.
+
+  What only its config.json says of which tokens begin and end texts, they say then.
+  """
   found = [source / name for name in (MAIN, SENTENCEPIECE, *BESIDE) if (source / name).is_file()]
   for path in found:
     target.mkdir(exist_ok=True)
     shutil.copyfile(path, target / path.name)
+  if found and not (target / GENERATION).exists() and (source / FOLDER_CONFIG).is_file():
+    config = read_config(source)
+    told = {name: config[name] for name in (_BOS, _EOS) if config.get(name) is not None}
+    if told:
+      write_json(target / GENERATION, told)
 
 
-def write_tokenizer(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
-  """Writes the tokenizer of a run, whose texts begin with `bos` and end with `eos`."""
+def write_tokenizer(cfg: DataConfig, bos: int, ends: Sequence[int], target: Path) -> dict[str, Any]:
+  """Writes the tokenizer of a run, whose texts begin with `bos` and end with any of `ends`.
+
+  Returns what config.json has to say of these.
+  """
+  told = {_BOS: bos, _EOS: list(ends) if len(ends) > 1 else ends[0]}
+  _write_files(cfg, bos, ends[0], target)
+  if cfg.chat_template_path:
+    shutil.copyfile(Path(cfg.chat_template_path).expanduser(), target / CHAT)
+  if (target / GENERATION).exists():
+    write_json(target / GENERATION, read_object(target / GENERATION) | told)
+  return told
+
+
+def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
   if cfg.tokenizer_type == "sentencepiece":
     shutil.copyfile(Path(cfg.tokenizer_path).expanduser(), target / SENTENCEPIECE)
     return

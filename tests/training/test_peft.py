@@ -1,0 +1,179 @@
+"""Adapters out: what peft makes of them and the folder they belong to is what the run computes."""
+
+import json
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import maxlite
+from maxlite import convert
+from maxlite.config import load_config, save_resolved
+from maxlite.config.schema import DEFAULTS
+from maxlite.models import MODELS
+from maxlite.storage.hf import FAMILIES
+from maxlite.storage.hf.checkpoint import streams_from_hf
+from maxlite.storage.hf.config import model_keys
+from maxlite.storage.parameters import write_parameters
+from maxlite.storage.streams import Stream
+from maxlite.training.weights import abstract_params
+
+FIXTURES = Path(__file__).resolve().parents[1] / "storage" / "hf_fixtures"
+RANK, ALPHA = 2, 3.0
+
+FAST = ("llama",)
+
+
+def converted(*words):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "argv", ["convert", *map(str, words)])
+    try:
+      return convert.main()
+    except SystemExit as error:
+      return error.code
+
+
+def words_of(root, name):
+  return (f"run_name={name}", f"base_output_directory={root}", "dataset_type=synthetic")
+
+
+def drawn(path, leaf, trained):
+  """A parameter of the size that trained adapters have, or as it is before."""
+  values = np.random.default_rng(len(path)).normal(size=leaf.shape, scale=0.3)
+  if "/lora_b/" in path and not re.search(trained, path):
+    values *= 0
+  index = tuple(slice(0, size) for size in leaf.shape)
+  parts = [(index, values.astype(leaf.dtype))]
+  return Stream(leaf.shape, leaf.dtype, leaf.shape, lambda: iter(parts))
+
+
+def make_run(root, family, name, trained="lora"):
+  """A run of the fixture's weights with adapters beside them, of which some were trained."""
+  hf, keys, _ = model_keys(FIXTURES / family)
+  words = (*words_of(root, name), f"lora_rank={RANK}", f"lora_alpha={ALPHA}")
+  cfg = load_config(words, defaults=DEFAULTS | keys, needs_data=False)
+  params = abstract_params(cfg.model)
+  adapters = {path: leaf for path, leaf in params.items() if "/lora_" in path}
+  kept = {path: leaf for path, leaf in params.items() if path not in adapters}
+  streams = streams_from_hf(FIXTURES / family, hf, cfg.model, keys["vocab_size"], kept)
+  streams |= {path: drawn(path, leaf, trained) for path, leaf in adapters.items()}
+  folder = root / name
+  folder.mkdir(parents=True)
+  save_resolved(cfg, folder / "config.yml")
+  write_parameters(folder / "checkpoints" / "0", streams)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def exported(request, tmp_path_factory):
+  """(family, root) with the run `tuned`, its adapters in `adapter` and all of it in `merged`."""
+  family = request.param
+  root = tmp_path_factory.mktemp(family)
+  # Those of the MLPs of a mixture cannot be loaded.
+  make_run(
+    root, family, "tuned", "attention" if MODELS[FAMILIES[family].decoder_block].is_moe else "lora"
+  )
+  words = words_of(root, "tuned")
+  assert converted("to_peft", FIXTURES / family, *words, f"output={root}/adapter") == 0
+  assert converted("to_hf", *words, f"output={root}/merged") == 0
+  return family, root
+
+
+def some_slow(families):
+  return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in families]
+
+
+@pytest.mark.parametrize("exported", some_slow(FAMILIES), indirect=True)
+def test_adapters_and_their_base_are_the_merged_model(exported):
+  family, root = exported
+  config = json.loads((root / "adapter" / "adapter_config.json").read_text())
+  adapters = load_file(root / "adapter" / "adapter_model.safetensors")
+  base, merged = (
+    load_file(folder / "model.safetensors") for folder in (FIXTURES / family, root / "merged")
+  )
+  assert config["base_model_name_or_path"] == str(FIXTURES / family)
+  changed = set()
+  for name, a in adapters.items():
+    module, which = name.removeprefix("base_model.model.").split(".lora_")
+    assert any(module.endswith(f".{target}") for target in config["target_modules"]), module
+    if which == "A.weight":
+      b = adapters[name.replace(".lora_A.", ".lora_B.")]
+      assert (a.shape[0], b.shape[1]) == (config["r"], config["r"])
+      change = b @ a * (config["lora_alpha"] / config["r"])
+      tensor = f"{module}.weight"
+      np.testing.assert_allclose(merged[tensor], base[tensor] + change, atol=1e-6)
+      changed.add(tensor)
+  assert len(adapters) == 2 * len(changed) > 0
+  for name in set(base) - changed:
+    assert merged[name].tobytes() == base[name].tobytes(), name
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not all(map(find_spec, ("torch", "transformers", "peft"))),
+  reason="needs torch, transformers and peft: pip install -e .[hf]",
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by older names
+@pytest.mark.parametrize("exported", FAMILIES, indirect=True)
+def test_peft_computes_what_the_run_does(exported):
+  import torch
+  from peft import PeftModel
+  from transformers import AutoConfig, AutoModelForCausalLM
+
+  family, root = exported
+  tokens_BT = np.arange(24).reshape(2, 12).astype(np.int32) % 40
+  model, params = maxlite.load(root / "tuned")
+  expected = np.asarray(jax.jit(model.apply)(params, tokens_BT))
+  # transformers knows some families by the name of the one that they are written as.
+  config = AutoConfig.from_pretrained(root / "merged")
+  base = AutoModelForCausalLM.from_pretrained(FIXTURES / family, config=config).eval()
+  whole = AutoModelForCausalLM.from_pretrained(root / "merged").eval()
+  tokens = torch.from_numpy(tokens_BT).long()
+  with torch.no_grad():
+    without = base(tokens).logits.numpy()
+    tuned = PeftModel.from_pretrained(base, root / "adapter")
+    found = [m(tokens).logits.numpy() for m in (tuned, whole, tuned.merge_and_unload())]
+  scale = np.abs(expected).max()
+  assert np.abs(without - expected).max() > 0.05 * scale
+  for logits in found:
+    assert np.abs(logits - expected).max() < 1e-4 * scale
+
+
+@pytest.mark.parametrize("exported", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+  ("folder", "run", "told"),
+  [
+    (FIXTURES / "llama", "plain", "has no adapters (lora_rank=0): write to_hf"),
+    (FIXTURES / "llama", "untrained", "was trained: train it first"),
+    (FIXTURES / "mistral", "tuned", "config.json says"),
+    ("{root}/merged", "tuned", "has other weights than those the adapters stand beside"),
+    ("{root}/none", "tuned", "has no config.json"),
+  ],
+)
+def test_what_cannot_be_an_adapter_is_refused_in_one_line(exported, capsys, folder, run, told):
+  _, root = exported
+  if run == "plain":
+    assert converted("from_hf", FIXTURES / "llama", *words_of(root, "plain")) == 0
+  if run == "untrained":
+    make_run(root, "llama", "untrained", trained="none")
+  capsys.readouterr()
+  assert_refused(capsys, str(folder).format(root=root), root, run, told)
+
+
+def assert_refused(capsys, folder, root, run, told):
+  assert converted("to_peft", folder, *words_of(root, run), f"output={root}/out") == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert told in line
+  assert not (root / "out").exists()
+
+
+@pytest.mark.slow
+def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path, capsys):
+  make_run(tmp_path, "deepseek_v3", "shared")
+  told = "cannot load it: train adapters of attention alone"
+  assert_refused(capsys, FIXTURES / "deepseek_v3", tmp_path, "shared", told)
