@@ -14,6 +14,9 @@ os.environ["XLA_FLAGS"] = (
   "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
   + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "")
 )
+# Threads of XLA:CPU: a program from the compilation cache waits with one for every collective that
+# is under way on any device, and with as few as there are cores it would wait forever.
+os.environ.setdefault("NPROC", "64")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 

@@ -3,9 +3,9 @@
 import dataclasses
 
 from maxlite.config.knob import ConfigError
-from maxlite.config.phases import DATA_KEYS, PhaseConfig, phases_of, place_of
-from maxlite.config.schema import DEFAULTS, Config, flatten
-from maxlite.config.validate import SHARED, validate
+from maxlite.config.phases import PhaseConfig, phases_of, place_of
+from maxlite.config.schema import DEFAULTS, Config
+from maxlite.config.validate import validate
 
 
 def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
@@ -21,9 +21,8 @@ def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
     if phase.data == cfg.data:
       continue
     place = place_of(cfg, n)
-    shared = {key: SHARED for key, value in flatten(cfg).items() if value != DEFAULTS[key]}
-    own = {key: place for key in cfg.phasing.phases[n] if key in DATA_KEYS}
-    validate(dataclasses.replace(cfg, data=phase.data), shared | own, needs_data=needs_data)
+    source = dict.fromkeys(DEFAULTS, place)
+    validate(dataclasses.replace(cfg, data=phase.data), source, needs_data=needs_data)
     if cfg.phasing.phase_strategy == "switch":
       _refuse_other_sizes(cfg, phase, place)
 

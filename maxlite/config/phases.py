@@ -1,6 +1,7 @@
 """The phases of a run: each with the part it trains, its loss, its length and its optimizer."""
 
 import dataclasses
+import re
 from typing import Any
 
 from maxlite.config.knob import ConfigError
@@ -152,6 +153,11 @@ def _regexes(setting: Setting) -> tuple[str, ...]:
   words = (setting.raw,) if isinstance(setting.raw, str) else setting.raw
   if not isinstance(words, tuple) or not words or not all(isinstance(w, str) for w in words):
     raise setting.error(f"is no list of regexes; write train: {_EXAMPLES['train']}")
+  for word in words:
+    try:
+      re.compile(str(word))
+    except re.error as error:
+      raise setting.error(f"holds {word!r}, which is no regex: {error}") from None
   return tuple(str(word) for word in words)
 
 

@@ -79,7 +79,9 @@ class RunConfig:
     unit="seconds",
     low=0,
   )
-  jax_cache_dir: str = knob("~/.cache/maxlite/jax", "Persistent compilation cache; empty: none.")
+  jax_cache_dir: str = knob(
+    "~/.cache/maxlite/jax", "Persistent compilation cache; empty, or on several CPU devices: none."
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,8 +50,8 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), num_rows: int = 0) -> i
   width = None if sys.stdout.isatty() else 120  # tables have room where nobody's screen is small
   console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
   with exit_with_one_line("maxlite.train"):
-    enable_compilation_cache(cfg.run.jax_cache_dir)
     keep_freed_memory()
+    enable_compilation_cache(cfg.run.jax_cache_dir)
     if jax.process_count() > 1:
       raise ValueError(
         f"an ensemble is trained by one process, and this run has {jax.process_count()}: write "

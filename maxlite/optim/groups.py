@@ -19,15 +19,18 @@ def partition_params(params: Any, regexes: Iterable[str]) -> tuple[Any, Any]:
   """(trained, frozen): the leaves of whose path some regex matches all, and the others.
 
   Raises:
-    ValueError: a regex matches no path.
+    ValueError: a regex is none, or matches no path.
   """
-  regexes = list(regexes)
-  paths = [path_of(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(params)]
+  paths, chosen = paths_in(params), set()
   for regex in regexes:
-    if not any(re.fullmatch(regex, path) for path in paths):
+    try:
+      matched = {path for path in paths if re.fullmatch(regex, path)}
+    except re.error as error:
+      raise ValueError(f"{regex!r} is no regex: {error}") from None
+    if not matched:
       near = ", ".join(difflib.get_close_matches(regex, paths, n=3, cutoff=0))
       raise ValueError(f"{regex!r} matches no parameter's whole path; the nearest are {near}")
-  chosen = {path for path in paths if any(re.fullmatch(regex, path) for regex in regexes)}
+    chosen |= matched
   keep = lambda is_chosen: jax.tree_util.tree_map_with_path(
     lambda key_path, leaf: leaf if (path_of(key_path) in chosen) == is_chosen else None, params
   )
@@ -173,7 +176,8 @@ class PhaseOptimizers:
       leaf = common[0] if common else "a leaf"
       raise ValueError(
         f"phases {leader} and {name} share the state of {leaf}, but their optimizers keep "
-        "different state: give both the same kind, or set optimizer_state='own'"
+        "different state: give both the same kind, or have each keep its own (of a run, "
+        "phase_optimizer_state=own)"
       )
 
 

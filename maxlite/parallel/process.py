@@ -10,8 +10,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # numbers of glibc's 
 
 
 def enable_compilation_cache(directory: str) -> None:
-  """Compiled programs are kept in `directory`, so that a restart compiles nothing; empty: not."""
-  if directory:
+  """Compiled programs are kept in `directory`, so that a restart compiles nothing; empty: not.
+
+  Not of several CPU devices either: collectives of a program that XLA:CPU (jaxlib 0.10.2) loads,
+  rather than compiles, take up all its threads waiting for each other, and the step never ends.
+  """
+  if directory and (jax.default_backend() != "cpu" or jax.device_count() == 1):
     jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

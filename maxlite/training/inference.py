@@ -164,8 +164,8 @@ def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
 
   The averages are None where the run keeps none.
   """
-  enable_compilation_cache(cfg.run.jax_cache_dir)
   keep_freed_memory()
+  enable_compilation_cache(cfg.run.jax_cache_dir)
   trainer = build_trainer(cfg)
   trainer.check_devices()
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=_to_stderr)

@@ -45,8 +45,8 @@ def run_training(cfg: Config) -> int:
   console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
   stopwatch = Stopwatch()
   with exit_with_one_line("maxlite.train"):
-    enable_compilation_cache(cfg.run.jax_cache_dir)
     keep_freed_memory()
+    enable_compilation_cache(cfg.run.jax_cache_dir)
     if who := describe():
       sys.stdout.write(f"{who}\n")
     trainer = build_trainer(cfg)
@@ -71,6 +71,10 @@ def run_training(cfg: Config) -> int:
       "steps, or choose another run_name."
     )
     return 0
+  if trainer.turns:
+    with exit_with_one_line("maxlite.train"):
+      programs = trainer.phase_programs
+    console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
   wait_for_all("the run is open")  # before the first file is written
   if jax.process_index() == 0:
     folder.save_config(changes, lambda path: save_resolved(cfg, path))

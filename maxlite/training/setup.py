@@ -115,7 +115,11 @@ class Trainer:
 
   @functools.cached_property
   def phase_programs(self) -> PhasePrograms:
-    """The phases' steps, all compiled."""
+    """The phases' steps, all compiled.
+
+    Raises:
+      ValueError: a phase waits for a metric that its step does not report.
+    """
     assert self.turns is not None
     batches = {name: self._abstract_batch(rows) for name, rows in self.phase_batch_sizes.items()}
     return PhasePrograms(

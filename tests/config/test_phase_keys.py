@@ -1,9 +1,11 @@
 """Phases as they are written, and what is wrong with those that do not work."""
 
+import dataclasses
+
 import pytest
 
 from maxlite.config import ConfigError, load_config
-from maxlite.config.phases import phases_of, warmup_of
+from maxlite.config.phases import phases_of, warmup_of, without_data
 
 FIT = "{name: fit, train: [layers/.*], steps: 20, learning_rate: 1e-3}"
 TUNE = "{name: tune, train: '.*norm.*', until: {metric: loss, max_steps: 9, patience: 3}}"
@@ -14,6 +16,32 @@ DRAFT = "{name: draft, train: [draft_head/.*], steps: 9, loss: match_head}"
 def load(phases, **keys):
   words = [f"{key}={value}" for key, value in ({"learning_rate": 0.5} | keys).items()]
   return load_config([*words, f"phases=[{phases}]"], needs_data=False)
+
+
+CHAT = "{name: chat, train: x, steps: 1, dataset_type: jsonl, dataset_path: [a.jsonl, b.jsonl]}"
+SMALL = "{name: small, train: x, steps: 1, per_device_batch_size: 2}"
+
+
+@pytest.mark.parametrize(
+  ("eval_keys", "fraction"),
+  [({}, 0.05), ({"eval_split": "tail"}, 0.0), ({"eval_dataset_path": "held.txt"}, 0.0)],
+)
+def test_a_phase_has_data_of_its_own_and_else_the_run_s(eval_keys, fraction):
+  cfg = load(f"{FIT}, {CHAT}, {SMALL}", eval_fraction=0.05, **eval_keys)
+  fit, chat, small = (phase.data for phase in phases_of(cfg))
+  assert fit == cfg.data
+  assert (chat.dataset_type, chat.dataset_path) == ("jsonl", ("a.jsonl", "b.jsonl"))
+  # Nobody evaluates on it, but what the run holds out by content stays held out.
+  assert (chat.eval_fraction, chat.eval_dataset_path) == (fraction, ())
+  assert small == dataclasses.replace(cfg.data, per_device_batch_size=2.0)
+
+
+def test_what_a_phase_reads_may_move(tmp_path):
+  moved = CHAT.replace("a.jsonl", "c.jsonl")
+  longer = CHAT.replace("steps: 1", "steps: 2")
+  before, other, no_more = (load(phase).phasing.phases for phase in (CHAT, moved, longer))
+  assert before != other
+  assert without_data(before) == without_data(other) != without_data(no_more)
 
 
 def test_a_phase_has_its_own_keys_and_else_the_run_s():
@@ -33,6 +61,7 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
   ("phases", "keys", "says"),
   [
     ("{name: a, train: [x], steps: 0}", {}, "steps=0 is no number of steps from 1"),
+    ("{name: a, train: ['(x'], steps: 1}", {}, "'(x', which is no regex: missing )"),
     ("{name: a, train: [x]}", {}, "needs steps or until"),
     ("{train: [x], steps: 1}", {}, "has no name; write name: fit"),
     ("{name: a, steps: 1}", {}, "has no train"),
@@ -61,6 +90,29 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
       {"members": "[{learning_rate: 1}]", "phase_strategy": "separate"},
       "a member's phases are one program; write phase_strategy=auto or switch",
     ),
+    (CHAT.replace("jsonl,", "jsnl,"), {}, "did you mean jsonl?"),
+    (f"{FIT}, {SMALL.replace('2', '0')}", {}, "phases[1]: per_device_batch_size=0.0: a step needs"),
+    (
+      "{name: a, train: x, steps: 1, dataset_type: text}",
+      {"dataset_type": "synthetic", "vocab_size": 200},
+      "phases[0]: vocab_size=200 with tokenizer_type=byte: bytes need 258 ids",
+    ),
+    (
+      "{name: a, train: x, steps: 1, tokenizer_type: huggingface}",
+      {},
+      "is no key of a phase; it is the whole run's: write it once, outside of phases",
+    ),
+    (
+      f"{FIT}, {SMALL}",
+      {"phase_strategy": "switch"},
+      "phases[1]: per_device_batch_size=2 with phase_strategy=switch: one program takes batches "
+      "of one size, and the first phase has 8; write phase_strategy=separate",
+    ),
+    (
+      f"{FIT}, {SMALL}",
+      {"members": "[{learning_rate: 1}]"},
+      "members[0]: phase small reads data of its own, but all members read the same batches",
+    ),
     (
       FIT,
       {"members": "[{phases: [{name: a, train: x, steps: 0}]}]"},
@@ -74,3 +126,13 @@ def test_mistakes(phases, keys, says):
   message = str(error.value)
   assert says in message
   assert "\n" not in message
+
+
+def test_the_files_of_a_phase_must_exist_where_data_is_read(tmp_path):
+  with pytest.raises(ConfigError, match=r"phases\[0\]: dataset_path=.* a.jsonl matches no file"):
+    load_config([f"phases=[{CHAT}]"])
+  files = [tmp_path / name for name in "ab"]
+  for file in files:
+    file.touch()
+  phase = CHAT.replace("a.jsonl", str(files[0])).replace("b.jsonl", str(files[1]))
+  assert phases_of(load_config([f"phases=[{phase}]"]))[0].data.dataset_path[0] == str(files[0])

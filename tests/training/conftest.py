@@ -25,9 +25,12 @@ def _settings():
 
 @pytest.fixture(scope="package")
 def runs_folder(tmp_path_factory):
-  """A folder for runs; the compilation cache that they ask for is as in a process of their own."""
+  """A folder for runs, and a cache of their programs, which a run on CPU devices has not."""
   compilation_cache.reset_cache()
-  yield tmp_path_factory.mktemp("runs")
+  folder = tmp_path_factory.mktemp("runs")
+  jax.config.update("jax_compilation_cache_dir", str(folder / "jax_cache"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  yield folder
   compilation_cache.reset_cache()
 
 

@@ -1,20 +1,50 @@
 """Phases of a run: what is frozen keeps its bits, and turns change nothing but what is trained."""
 
+import contextlib
 import functools
 import itertools
+import json
+import re
+import shutil
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
-from tiny_run import Output, assert_as_if_nothing_had_happened, logged, start
+from tiny import (
+  ROWS,
+  VOCAB,
+  config_of,
+  mesh_keys,
+  place,
+  state_on,
+  take_steps,
+  trainer_of,
+  uneven_batch,
+)
+from tiny_run import (
+  STEPS,
+  Output,
+  assert_as_if_nothing_had_happened,
+  keys_in,
+  last_manifest,
+  logged,
+  parameter_hash,
+  start,
+)
 
+from maxlite.config.phases import phases_of
+from maxlite.data.batch import to_global
+from maxlite.data.pipeline import open_data
 from maxlite.layers.additions import without_additions
+from maxlite.observe.writers import read_rows
 from maxlite.storage.checkpoint import Checkpoints
-from maxlite.storage.fingerprint import leaves_by_path
+from maxlite.storage.fingerprint import leaves_by_path, tree_hash
 from maxlite.storage.parameters import write_parameters
 from maxlite.storage.streams import Stream
+from maxlite.training.loop import StepLog
+from maxlite.training.setup import build_trainer
 from maxlite.training.state import averaged_params
 
 EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
@@ -159,3 +189,106 @@ def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
   assert ["router/loss" in row for row in logged(folder)] == [step % 3 == 2 for step in range(8)]
   rates = [row["learning_rate"] for row in logged(folder)]
   assert len({rates[2], rates[5]}) == 2  # the router's own clock
+
+
+def own_data(folder):
+  """Keys of a run whose phase `chat` reads a file of its own, in batches of half the size."""
+  path = folder / "chat.jsonl"
+  path.write_text("".join(json.dumps({"text": f"{n} is {n}"}) + "\n" for n in range(99)))
+  fit = "{name: fit, train: [layers/.*], steps: 2}"
+  chat = (
+    f"{{name: chat, train: [unembed/.*], steps: 1, dataset_type: jsonl, dataset_path: {path}, "
+    "per_device_batch_size: 1}"
+  )
+  keys = {"decoder_block": "llama", "gradient_accumulation_steps": 1, "router_jitter": 0}
+  return SMALL | keys | {"phases": f"[{fit}, {chat}]"}
+
+
+@pytest.fixture(scope="module")
+def with_own_data(runs_folder):
+  """(folder, output, keys) of such a run, undisturbed."""
+  folder, keys = runs_folder / "own_data", own_data(runs_folder)
+  code, output = start(folder, **keys)
+  assert code == 0
+  return folder, output, keys
+
+
+def test_a_phase_reads_its_own_stream_which_its_own_steps_move_on(with_own_data):
+  """As a loop over streams by hand does, in which nothing is compiled after the first step."""
+  folder, output, keys = with_own_data
+  trainer = build_trainer(config_of(**keys_in(folder, **keys)))
+  cache, own = folder / ".tokens", phases_of(trainer.cfg)[1].data
+  of = lambda data, rows: open_data(
+    data, vocab_size=VOCAB, global_batch_size=rows, rows=range(rows), cache_directory=cache
+  ).train_stream()
+  streams = {True: of(own, 8), False: of(trainer.cfg.data, ROWS)}
+  state, compiled, rows = trainer.init_state(), [], []
+  with compilations(compiled):
+    for step in range(STEPS):
+      batch = next(streams[step % 3 == 2])
+      batch = to_global(batch, trainer.batch_sharding, batch.tokens_BT.shape)
+      state, metrics = trainer.train_step(state, batch)
+      rows.append((len(compiled), jax.device_get(metrics)))
+  assert rows[0][0] == rows[-1][0] > 0
+  for (_, row), there in zip(rows, read_rows(folder / "run/metrics.jsonl"), strict=True):
+    assert (there["loss"], there["num_tokens"]) == (row["loss"], row["num_tokens"])
+    seconds = 8 * there["step_seconds"]
+    assert there["tokens_per_second_per_device"] == pytest.approx(row["num_tokens"] / seconds)
+    flops = trainer.flops_per_step[row["phase"]]
+    assert there["tflops_per_device"] == pytest.approx(flops / seconds / 1e12)
+  assert parameter_hash(output) == tree_hash(state.params)[:16]
+  assert "phases' programs: separate (the phases' batches differ)" in output
+  assert re.search(r"\ndata of chat: train .* in 9\d documents; .*; 8 x 16 tokens per step", output)
+  whole = build_trainer(
+    config_of(**keys | {"phases": keys["phases"].replace("size: 1", "size: 2")})
+  )
+  assert trainer.flops_per_step[1] * 2 == whole.flops_per_step[1]
+
+
+@contextlib.contextmanager
+def compilations(found):
+  """Has `found` grow by the name of what happens whenever a program is compiled."""
+  listen = lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_batch_that_a_phase_cannot_cut_is_told_with_the_phase():
+  phases = "[{name: all, train: .*, steps: 1}, {name: own, train: .*, steps: 1, KEY: 3}]"
+  for key, says in (("gradient_accumulation_steps", 24), ("per_device_batch_size", 16)):
+    keys = MESH | {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
+    with pytest.raises(ValueError, match=f"phase own: .* do not divide by {says} "):
+      trainer_of(**keys, phases=phases.replace("KEY", key))
+
+
+def test_the_speed_of_a_phase_is_that_of_its_own_steps(monkeypatch):
+  """Three steps of one second and then three of ten, logged every other step."""
+  clock, rows = [0.0], []
+  monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+  trainer = trainer_of(**MESH, **KEYS, log_period=2)
+  log = StepLog(trainer, SimpleNamespace(write=lambda row, _: rows.append(row)))
+  for step, phase in enumerate([0, 0, 0, 1, 1, 1], start=1):
+    clock[0] += (1, 10)[phase]
+    metrics = {"phase": phase, "num_tokens": 8, "skipped_in_a_row": 0, "loss": 1.0}
+    log.add(step, {name: np.array(value) for name, value in metrics.items()})
+    log.settle()
+  assert [row["step_seconds"] for row in rows] == [1, 1, 10, 10]
+
+
+@pytest.mark.slow
+def test_a_run_with_data_of_a_phase_goes_on_where_every_stream_was(with_own_data, tmp_path):
+  folder, output, keys = with_own_data
+  cut = tmp_path / "cut"
+  assert start(cut, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM
+  moved = shutil.copytree(cut, tmp_path / "moved")
+  code, again = start(cut, **keys)
+  assert code == 0
+  assert logged(cut) == logged(folder)
+  assert last_manifest(cut) == last_manifest(folder)
+  assert parameter_hash(again) == parameter_hash(output)
+  code, again = start(moved, **keys, **MESH)
+  assert (code, "going on from the checkpoint of step 4" in again) == (0, True)
+  for row, there in zip(logged(moved), logged(folder), strict=True):
+    assert row["num_tokens"] == there["num_tokens"]
+    np.testing.assert_allclose(row["loss"], there["loss"], rtol=1e-5)
