@@ -10,6 +10,8 @@ import asyncio
 import hashlib
 import itertools
 import json
+import logging
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,10 @@ CHUNK_BYTES = 32 << 20  # of an array on disk
 MAX_LAYERS = 512  # a longer first axis is no stack of layers
 
 
+class NotWritten(OSError):  # noqa: N818
+  """A checkpoint could not be written; the ones before it are whole."""
+
+
 class Checkpoints:
   """The checkpoints in one folder. In a run of several processes all call every method together."""
 
@@ -56,7 +62,7 @@ class Checkpoints:
 
     Raises:
       ValueError: the step is there with another state.
-      Exception: of whatever type, that ended the write before this one.
+      NotWritten: the checkpoint before this one, on this host.
     """
     manifest = sealed({"leaves": _describe(state), "data": dict(data_state)})
     self.wait()
@@ -72,14 +78,20 @@ class Checkpoints:
     self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
   def wait(self) -> None:
-    """Returns when all is on disk; raises what ended a write."""
-    if self._manager is not None:
+    """Returns when all is on disk; raises NotWritten where a write failed."""
+    if self._manager is None:
+      return
+    try:
       self._manager.wait_until_finished()
+    # Whatever a disk, a network or TensorStore may say of a write that failed.
+    except Exception as error:
+      self._manager = None  # which would tell it again, or wait for the other processes
+      raise NotWritten(f"no checkpoint can be written to {self._shown}: {_brief(error)}") from error
 
   def close(self) -> None:
-    """Waits for all writes, raises what ended one, and frees their threads."""
+    """Waits for all writes and frees their threads; raises NotWritten where one failed."""
+    self.wait()
     if self._manager is not None:
-      self._manager.wait_until_finished()
       self._manager.close()
       self._manager = None
 
@@ -255,6 +267,7 @@ class Checkpoints:
 
   def _open(self) -> ocp.CheckpointManager:
     """The manager, opened at the first save: it lists the folder only once, after `restore`."""
+    logging.getLogger("absl").addFilter(_told_by_raising)
     options = ocp.CheckpointManagerOptions(
       max_to_keep=self._cfg.max_num_checkpoints_to_keep,
       keep_period=self._cfg.checkpoint_keep_period or None,
@@ -332,6 +345,21 @@ def _checked(manifest: Manifest) -> Manifest:
   return manifest
 
 
+def _brief(error: Exception) -> str:
+  """One line of what TensorStore and Orbax tell in many."""
+  # TensorStore's messages end in its internals, from the words "See full" on; the reason, where it
+  # is the system's, comes after the names of many files.
+  first_line = f"{type(error).__name__}: {error}".split("\n", 1)[0].split(" See full", 1)[0]
+  if found := re.search(r"[^:]*\[os_error_code='\d+'", first_line):
+    return found[0].split(" [")[0].strip()
+  return first_line[:200]
+
+
+def _told_by_raising(record: logging.LogRecord) -> bool:
+  """False for what Orbax logs, trace and all, and raises as well."""
+  return not (record.exc_info and "orbax" in record.pathname)
+
+
 def _on_every_process(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
   """(what `read(*args)` returns, "") where all processes succeed, else (None, what went wrong)."""
   try:
@@ -339,9 +367,7 @@ def _on_every_process(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
   # Damaged files surface as whatever JSON, zstd, TensorStore or Orbax trip over, and every one of
   # them is answered alike: by naming it and taking an older checkpoint.
   except Exception as error:
-    # TensorStore's messages end in its internals, from the words "See full" on.
-    first_line = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-    value, damage = None, first_line.split(" See full", 1)[0][:200]
+    value, damage = None, _brief(error)
   if jax.process_count() > 1:
     failed = multihost_utils.process_allgather(np.asarray(damage != ""))
     damage = damage or ("another process cannot read it" if failed.any() else "")

@@ -30,7 +30,7 @@ from maxlite.observe.writers import (
 )
 from maxlite.parallel.hosts import describe, wait_for_all
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
-from maxlite.storage.checkpoint import Checkpoints, Restored
+from maxlite.storage.checkpoint import Checkpoints, NotWritten, Restored
 from maxlite.storage.fingerprint import tree_hash
 from maxlite.storage.replicas import ReplicaCheck
 from maxlite.storage.run_folder import Changes, RunFolder
@@ -94,16 +94,28 @@ def run_training(cfg: Config) -> int:
   )
   del restored  # its arrays are donated to the first step
   try:
-    ending = train(run, state, stream, done + 1, cfg.run.steps)
+    ending = _train_and_save(run, state, stream, done + 1)
   finally:
     profiler.close()
     stream.close()
     writers.close()
-    if checkpoints:
-      with stopwatch.during("checkpoint"):
-        checkpoints.close()
   _conclude(trainer, folder, ending, console, stopwatch)
   return ending.exit_code
+
+
+def _train_and_save(run: Run, state: TrainState, stream: TrainStream, first_step: int) -> Ending:
+  """Trains from `first_step` on and returns when all is on disk; exits where that cannot be."""
+  try:
+    try:
+      return train(run, state, stream, first_step, run.trainer.cfg.run.steps)
+    finally:
+      # Where one of many processes fails, it would wait here for the others, and they for it.
+      if run.checkpoints and (jax.process_count() == 1 or sys.exception() is None):
+        with run.stopwatch.during("checkpoint"):
+          run.checkpoints.close()
+  except NotWritten as error:
+    sys.stderr.write(f"maxlite.train: {error}; the checkpoints before it are whole\n")
+    raise SystemExit(1) from error
 
 
 def _first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:

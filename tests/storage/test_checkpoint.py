@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlite.config.schema import CheckpointConfig
-from maxlite.storage.checkpoint import Checkpoints
+from maxlite.storage.checkpoint import Checkpoints, NotWritten
 from maxlite.storage.fingerprint import tree_hash
 
 
@@ -283,7 +283,7 @@ checkpoints.save(2, t.make_state(2, t.mesh_of(2, 4)), {"epoch": 0, "row": 20})
 state = t.make_state(3, t.mesh_of(2, 4))
 try:
   checkpoints.save(3, state, {}) if argument == "save" else getattr(checkpoints, argument)()
-except Exception as error:
+except t.NotWritten as error:
   print(error)
 """
 
