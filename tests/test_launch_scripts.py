@@ -1,0 +1,60 @@
+"""The launch scripts, read by the parsers and programs that they are written for."""
+
+import shutil
+import string
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+LAUNCH = Path(__file__).resolve().parents[1] / "tools" / "launch"
+JOBSET = {
+  "NAME": "big",
+  "IMAGE": "registry/maxlite",
+  "SLICES": "2",
+  "HOSTS": "8",
+  "CHIPS": "4",
+  "ACCELERATOR": "tpu-v5p-slice",
+  "TOPOLOGY": "2x4x4",
+  "RESTARTS": "20",
+  "CLAIM": "runs",
+  "COMMAND": "configs/base.yml run_name=big",
+}
+
+
+def lines_of(*command):
+  return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu_vm.sh"])
+def test_shell_scripts_are_right(name):
+  checker = shutil.which("shellcheck")
+  lines_of(*([checker] if checker else ["bash", "-n"]), LAUNCH / name)
+
+
+def test_the_jobset_is_one_to_kubernetes():
+  models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api")
+  template = string.Template((LAUNCH / "gke_jobset.yaml").read_text())
+  written = yaml.safe_load(template.substitute(JOBSET))
+  read = models.JobsetV1alpha2JobSet.from_dict(written)
+  assert read.to_dict() == written  # a field that Kubernetes does not know would be missing
+
+
+def test_all_workers_of_a_tpu_get_the_command_word_by_word():
+  words = ["configs/base.yml", "run_name=a b"]
+  told = lines_of(LAUNCH / "tpu_vm.sh", "--dry-run", "t1", "us-east5-a", *words)
+  copy, install, train = told
+  assert copy.startswith("gcloud compute tpus tpu-vm scp ")
+  assert "pip" in install
+  to_gcloud = lines_of("bash", "-c", f"gcloud() {{ printf '%s\\n' \"$@\"; }}; {train}")
+  assert {"--zone=us-east5-a", "--worker=all", "t1"} <= set(to_gcloud)
+  (command,) = (word for word in to_gcloud if word.startswith("--command="))
+  on_worker = command.removeprefix("--command=cd maxlite && exec .venv/bin/python")
+  assert lines_of("bash", "-c", f"printf '%s\\n' {on_worker}") == ["-m", "maxlite.train", *words]
+
+
+def test_too_few_words_are_answered_with_how_to_call_it():
+  result = subprocess.run([LAUNCH / "tpu_vm.sh", "t1"], capture_output=True, text=True, check=False)
+  assert result.returncode == 2
+  assert "tools/launch/tpu_vm.sh [--dry-run] NAME ZONE" in result.stderr
