@@ -12,7 +12,7 @@ from maxlite.config import Config, describe_changes, exit_with_one_line, save_re
 from maxlite.config.schema import DataConfig, flatten
 from maxlite.config.values import show
 from maxlite.data.batch import local_rows
-from maxlite.data.pipeline import Data, PhaseStreams, open_data
+from maxlite.data.pipeline import Data, PhaseStreams, TrainStream, open_data
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.observe.flops import active_parameter_count, parameter_count

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlite.config.schema import CheckpointConfig
-from maxlite.storage.checkpoint import Checkpoints, NotWritten
+from maxlite.storage.checkpoint import Checkpoints, NotWritten  # noqa: F401 (of the scripts)
 from maxlite.storage.fingerprint import tree_hash
 
 
