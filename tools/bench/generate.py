@@ -8,6 +8,11 @@ turns, round by round, so that a drift of the machine's speed falls on each alik
 thread, which for so small a model may be faster, and with all it takes by itself, or as --threads
 says. Figures are the best of all rounds, and time to the first token is left out. Needs
 `pip install -e .[hf]`.
+
+  python tools/bench/generate.py --run runs/draft_head [--temperature 0.8] [--rounds 5] [...]
+
+compares a run that has draft heads with itself: every number of tokens that they may propose for a
+step, in turns, and none; behind prompts of Python, of which the longest text is --tokens longer.
 """
 
 import argparse
@@ -22,11 +27,16 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import maxlite
+from maxlite.config import Config, read_saved
+from maxlite.config.schema import build
+from maxlite.data.tokenizer import open_tokenizer
 from maxlite.generation.batcher import Batcher
 from maxlite.generation.engine import Engine, Request
 from maxlite.generation.sampling import Rules
 from maxlite.generation.weights import inference_model, inference_params
+from maxlite.storage.run_folder import RunFolder
 
+PYTHON = b"def |class |import |    return |for i in |if not |try:\n|# ".split(b"|")
 NUM_PROMPT, VOCAB = 64, 512
 SHAPE = LlamaConfig(
   vocab_size=VOCAB,
@@ -38,28 +48,38 @@ SHAPE = LlamaConfig(
   max_position_embeddings=2048,
 )
 
-# (seconds per step, tokens of the first row)
-Run = Callable[[], tuple[float, list[int]]]
+GREEDY = Rules(temperature=0.0)
+
+# (seconds per token of every row, tokens of the first row, tokens a step)
+Run = Callable[[], tuple[float, list[int], float]]
 
 
-def ours(folder: str, prompts_BT: np.ndarray, num_tokens: int) -> Run:
+def ours(
+  folder: str,
+  prompts: list[list[int]],
+  num_tokens: int,
+  rules: Rules = GREEDY,
+  num_drafts: int = 0,
+) -> Run:
   loaded, params = maxlite.load(folder)
   engine = Engine(
     inference_model(loaded.cfg, loaded.sharder),
     inference_params(loaded.cfg, params),
-    num_rows=len(prompts_BT),
-    max_length=NUM_PROMPT + num_tokens,
-    ends=[VOCAB],  # no token: texts do not end
+    num_rows=len(prompts),
+    max_length=max(map(len, prompts)) + num_tokens,
+    ends=[loaded.cfg.vocab_size],  # no token: texts do not end
+    num_drafts=num_drafts,
   )
 
-  def run() -> tuple[float, list[int]]:
-    requests = [Request(row.tolist(), num_tokens, Rules(temperature=0.0)) for row in prompts_BT]
+  def run() -> tuple[float, list[int], float]:
+    requests = [Request(prompt, num_tokens, rules, seed) for seed, prompt in enumerate(prompts)]
     batcher = Batcher(engine)
     events = batcher.add(requests)
     while not batcher.is_idle:
       events += batcher.step()
     tokens = [event.token for event in events if event.request is requests[0]]
-    return batcher.meter.decode_seconds / (num_tokens - 1), tokens
+    meter = batcher.meter
+    return meter.decode_seconds / (num_tokens - 1), tokens, 1 + meter.accepted_length
 
   return run
 
@@ -82,30 +102,66 @@ def theirs(folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: in
     return time.perf_counter() - start, text
 
   @torch.inference_mode()
-  def run() -> tuple[float, list[int]]:
+  def run() -> tuple[float, list[int], float]:
     torch.set_num_threads(num_threads)
     first, _ = seconds(1)
     whole, text_BT = seconds(num_tokens)
-    return (whole - first) / (num_tokens - 1), text_BT[0, NUM_PROMPT:].tolist()
+    return (whole - first) / (num_tokens - 1), text_BT[0, NUM_PROMPT:].tolist(), 1.0
 
   return run
 
 
-def measure(
-  folder: str, num_rows: int, num_tokens: int, rounds: int, threads: list[int]
-) -> tuple[dict, bool]:
-  """({candidate: best seconds per step}, whether all wrote the same)."""
-  prompts_BT = np.random.default_rng(0).integers(VOCAB, size=(num_rows, NUM_PROMPT))
-  candidates = {"maxlite": ours(folder, prompts_BT, num_tokens)}
-  for num_threads in threads:
-    name = f"transformers, {num_threads} thread{'s' * (num_threads > 1)}"
-    candidates[name] = theirs(folder, prompts_BT, num_tokens, num_threads)
-  texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
+def measure(candidates: dict[str, Run], rounds: int) -> dict[str, float]:
+  """{candidate: best seconds}, in turns."""
   best = dict.fromkeys(candidates, float("inf"))
   for _ in range(rounds):
     for name, run in candidates.items():
       best[name] = min(best[name], run()[0])
-  return best, all(text == texts["maxlite"] for text in texts.values())
+  return best
+
+
+def against_transformers(args: argparse.Namespace) -> Table:
+  table = Table("batch", "candidate", "ms per step", "tokens/s", "maxlite is")
+  with tempfile.TemporaryDirectory() as folder:
+    torch.manual_seed(0)
+    LlamaForCausalLM(SHAPE).save_pretrained(folder)
+    for num_rows in args.batch:
+      prompts_BT = np.random.default_rng(0).integers(VOCAB, size=(num_rows, NUM_PROMPT))
+      candidates = {"maxlite": ours(folder, prompts_BT.tolist(), args.tokens)}
+      for num_threads in args.threads:
+        name = f"transformers, {num_threads} thread{'s' * (num_threads > 1)}"
+        candidates[name] = theirs(folder, prompts_BT, args.tokens, num_threads)
+      texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
+      best = measure(candidates, args.rounds)
+      for name, seconds in best.items():
+        ratio = "" if name == "maxlite" else f"{seconds / best['maxlite']:.1f} x as fast"
+        row = (num_rows, name, f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
+        table.add_row(*map(str, row))
+      same = all(text == texts["maxlite"] for text in texts.values())
+      table.caption = "greedy tokens are the same" if same else "greedy tokens differ"
+  return table
+
+
+def with_drafts(args: argparse.Namespace) -> Table:
+  cfg: Config = build(Config, read_saved(RunFolder(args.run).config))
+  tokenizer = open_tokenizer(cfg.data)
+  prompts = [[tokenizer.bos, *map(int, tokenizer.encode(text))] for text in PYTHON]
+  rules = Rules(temperature=args.temperature)
+  table = Table("batch", "drafts", "tokens a step", "ms per token", "tokens/s", "speed-up")
+  for num_rows in args.batch:
+    rows = [prompts[n % len(prompts)] for n in range(num_rows)]
+    candidates = {
+      str(n): ours(args.run, rows, args.tokens, rules, n)
+      for n in range(cfg.model.num_draft_heads + 1)
+    }
+    by_step = {name: run()[2] for name, run in candidates.items()}  # also compiles
+    best = measure(candidates, args.rounds)
+    for name, seconds in best.items():
+      speed = (f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}")
+      table.add_row(
+        *(str(num_rows), name, f"{by_step[name]:.2f}"), *speed, f"{best['0'] / seconds:.2f} x"
+      )
+  return table
 
 
 def main() -> None:
@@ -115,19 +171,10 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, default=128)
   threads = sorted({1, torch.get_num_threads()})
   parser.add_argument("--threads", type=int, nargs="+", default=threads)
+  parser.add_argument("--run", default="")
+  parser.add_argument("--temperature", type=float, default=0.0)
   args = parser.parse_args()
-  table = Table("batch", "candidate", "ms per step", "tokens/s", "maxlite is")
-  with tempfile.TemporaryDirectory() as folder:
-    torch.manual_seed(0)
-    LlamaForCausalLM(SHAPE).save_pretrained(folder)
-    for num_rows in args.batch:
-      best, same = measure(folder, num_rows, args.tokens, args.rounds, args.threads)
-      for name, seconds in best.items():
-        ratio = "" if name == "maxlite" else f"{seconds / best['maxlite']:.1f} x as fast"
-        row = (num_rows, name, f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
-        table.add_row(*map(str, row))
-      table.caption = "greedy tokens are the same" if same else "greedy tokens differ"
-  Console().print(table)
+  Console().print(with_drafts(args) if args.run else against_transformers(args))
 
 
 if __name__ == "__main__":
