@@ -66,6 +66,7 @@ setup(
       "starlette>=0.49",
       "uvicorn>=0.38",
       "openai>=2",
+      "selenium>=4.45",
     ],
   },
   entry_points={

@@ -75,6 +75,7 @@ class Api:
   async def models(self, http: HttpRequest) -> Response:
     del http
     model = {"id": self._name, "object": "model", "created": self._start, "owned_by": "maxlite"}
+    model["has_chat_template"] = self._chat_prompt is not None
     return JSONResponse({"object": "list", "data": [model]})
 
   async def completions(self, http: HttpRequest) -> Response:
