@@ -17,7 +17,7 @@ def enable_compilation_cache(directory: str) -> None:
   """
   if directory and (jax.default_backend() != "cpu" or jax.device_count() == 1):
     jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def keep_freed_memory() -> None:

@@ -31,18 +31,18 @@ class Launch:
   def output(self) -> str:
     return self._log.read_text()
 
-  def wait(self, seconds: float = 300) -> int:
+  def wait(self, seconds: float = 900) -> int:
     """The exit code."""
     try:
       return self.process.wait(seconds)
     finally:
       self.process.kill()
 
-  def wait_for(self, text: str, times: int = 1, seconds: float = 300) -> None:
+  def wait_for(self, text: str, times: int = 1, seconds: float = 900) -> None:
     """Returns when `text`, a regular expression, was written so often."""
-    self.wait_until(lambda: len(re.findall(text, self.output)) >= times, seconds)
+    self.wait_until(lambda: len(re.findall(text, self.output, re.M)) >= times, seconds)
 
-  def wait_until(self, is_so: Callable[[], bool], seconds: float = 300) -> None:
+  def wait_until(self, is_so: Callable[[], bool], seconds: float = 900) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
       assert self.process.poll() is None, self.output

@@ -1,0 +1,127 @@
+"""Kills a process of a run on many hosts, again and again, and compares with a run left in peace.
+
+  python tools/inspect/kill_hosts.py --kills 20 --processes 2 --devices 2 configs/base.yml steps=200
+
+The ranks are killed in turn, by SIGKILL at moments drawn at random from start-up to some steps on,
+under tools/launch/local.py, which starts all again. Afterwards the hash of the parameters and every
+logged loss must be those of the run left in peace, and no process may be left. Exits 1 where that
+is not so.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from maxlite.observe.writers import read_rows
+
+LAUNCHER = Path(__file__).parents[1] / "launch/local.py"
+NAMES = ("step", "loss", "total_loss", "grad_norm", "eval_loss")
+
+
+class Launch:
+  """A run under the launcher: its lines so far, and the processes of its newest start."""
+
+  def __init__(self, options: argparse.Namespace, folder: str, name: str, restarts: int = 0):
+    size = ["--processes", str(options.processes), "--devices", str(options.devices)]
+    words = [*options.words, f"base_output_directory={folder}", f"run_name={name}"]
+    command = [sys.executable, str(LAUNCHER), *size, "--restarts", str(restarts), "--", *words]
+    self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    self.lines: list[str] = []
+    self.began, self.first_step = time.monotonic(), 0.0
+    self._reader = threading.Thread(target=self._read)
+    self._reader.start()
+
+  def _read(self) -> None:
+    assert self.process.stdout is not None
+    for line in self.process.stdout:
+      self.lines.append(line.rstrip())
+      if not self.first_step and line.startswith("[0] step"):
+        self.first_step = time.monotonic()
+
+  def wait(self) -> str:
+    """The hash of the parameters, when the run is done."""
+    code = self.process.wait()
+    self._reader.join()
+    found = re.search(r"parameters (\w+)$", "\n".join(self.lines), re.M)
+    if code or not found:
+      sys.exit("\n".join(["the run failed:", *self.lines[-50:]]))
+    return found[1]
+
+  def workers(self) -> list[int]:
+    """Its processes' numbers by rank; empty between two starts."""
+    found = subprocess.run(
+      ["ps", "-o", "pid=", "--ppid", str(self.process.pid)],
+      check=False,
+      capture_output=True,
+      text=True,
+    )
+    return sorted(map(int, found.stdout.split()))
+
+
+def kill_often(launch: Launch, options: argparse.Namespace, longest: float) -> list[int]:
+  """Kills ranks in turn until so many are, or the run is done; returns all processes there were."""
+  draw, seen = random.Random(options.seed), set()
+  for kill in range(options.kills):
+    rank, before = kill % options.processes, set(seen)
+    while len(workers := [w for w in launch.workers() if w not in before]) < options.processes:
+      if launch.process.poll() is not None:
+        return sorted(seen)
+      time.sleep(0.05)
+    seen |= set(workers)
+    delay = draw.uniform(0, longest)
+    time.sleep(delay)
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(workers[rank], signal.SIGKILL)
+      print(f"  kill {kill + 1}: process {rank} after {delay:.1f} s", flush=True)
+  return sorted(seen)
+
+
+def losses(run: Path) -> list[tuple]:
+  """What was logged of every step, less what depends on the clock."""
+  return [tuple(row.get(name) for name in NAMES) for row in read_rows(run / "metrics.jsonl")]
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+  )
+  parser.add_argument("--kills", type=int, default=20)
+  parser.add_argument("--processes", type=int, default=2)
+  parser.add_argument("--devices", type=int, default=2)
+  parser.add_argument("--seed", type=int, default=0)
+  options, options.words = parser.parse_known_args()
+  with tempfile.TemporaryDirectory() as folder:
+    Launch(options, folder, "compiled").wait()  # what no later one has to do
+    launch = Launch(options, folder, "peace")
+    peace = launch.wait()
+    startup, steps = launch.first_step - launch.began, time.monotonic() - launch.first_step
+    print(f"left in peace: parameters {peace}, {startup:.0f} s to start and {steps:.0f} s of steps")
+    launch = Launch(options, folder, "killed", restarts=options.kills)
+    seen = kill_often(launch, options, startup + steps / options.kills)
+    killed = launch.wait()
+    num_kills = sum(line.endswith("ended with code 137") for line in launch.lines)
+    num_restarts = sum(line.startswith("restart ") for line in launch.lines)
+    same = losses(Path(folder) / "peace") == losses(Path(folder) / "killed")
+  alive = [number for number in seen if Path(f"/proc/{number}").exists()]
+  goodput = next(line for line in launch.lines if line.startswith("[0] goodput"))
+  print(
+    f"killed {num_kills} times, {num_restarts} restarts: parameters {killed}, logged losses "
+    f"equal: {same}, processes left: {len(alive)}"
+  )
+  print(goodput.removeprefix("[0] "))
+  if num_kills < options.kills:
+    sys.exit(f"the run was done after {num_kills} kills: give it more steps")
+  return 0 if killed == peace and same and not alive else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())
