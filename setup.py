@@ -52,6 +52,7 @@ setup(
     "cuda": ["jax[cuda13]>=0.10.2"],
     "lm_eval": ["lm_eval>=0.4.13"],
     "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],
+    "browser": ["selenium>=4.45"],
     "test": [
       "pytest>=9",
       "pytest-xdist>=3.8",
@@ -66,7 +67,6 @@ setup(
       "starlette>=0.49",
       "uvicorn>=0.38",
       "openai>=2",
-      "selenium>=4.45",
     ],
   },
   entry_points={

@@ -10,6 +10,7 @@ from chat_cases import MARKED, SAID, TALKS, UNMARKED, save_tokenizer, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxlite.config import load_config
 from maxlite.config.schema import DataConfig
 from maxlite.data.chat import (
   DATE_IN_DATA,
@@ -219,6 +220,14 @@ def test_what_is_cut_or_left_out_is_told(tmp_path):
   assert "; 1 cut before their first answer" in source.summary
   lengths = sorted(int((source.train[i]["segment_BT"] > 0).sum()) for i in range(2))
   assert lengths == [len("user: a\nassistant: b$"), 40]
+
+
+def test_the_example_is_read_whole(tmp_path):
+  words = ["configs/chat/lora.yml", "chat_template_path=configs/chat/plain.jinja"]
+  cfg = load_config([*words, "eval_fraction=0"]).data
+  shape = {"vocab_size": 258, "global_batch_size": 1, "rows": range(1)}
+  summary = open_data(cfg, **shape, cache_directory=tmp_path).source.summary
+  assert summary.endswith("in 52 conversations; eval 0 tokens in 0 conversations")
 
 
 def test_a_template_that_refuses_names_the_line(tmp_path):
