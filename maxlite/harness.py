@@ -166,7 +166,6 @@ class MaxliteLM(TemplateLM):
       num_rows=self.batch_size,
       max_length=self.max_length,
       ends=self._tokenizer.ends,
-      num_drafts=cfg.num_draft_heads,
     )
 
   def _read(self, wish: dict[str, Any]) -> tuple[list[str], int, Rules]:
