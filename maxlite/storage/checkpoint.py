@@ -7,6 +7,7 @@ data's position is null holds parameters alone (parameters.py writes such): a ru
 """
 
 import asyncio
+import glob
 import hashlib
 import itertools
 import json
@@ -44,9 +45,19 @@ class Checkpoints:
   """The checkpoints in one folder. In a run of several processes all call every method together."""
 
   def __init__(self, cfg: CheckpointConfig, directory: Path, report: Callable[[str], None]):
-    """`report` gets a line for each checkpoint found damaged."""
+    """`report` gets a line for each checkpoint found damaged.
+
+    Raises:
+      ValueError: the path is one that several processes cannot write to.
+    """
     self._cfg = cfg
     self._directory = Path(directory).absolute()
+    if jax.process_count() > 1 and glob.has_magic(str(self._directory)):
+      # Orbax would look for what the other processes wrote by a pattern, and find nothing.
+      raise ValueError(
+        f"{self._directory}: several processes cannot write checkpoints to a folder whose path has "
+        "one of *?[ in it: choose another base_output_directory or run_name"
+      )
     self._shown = Path(directory)  # as the user wrote it, for messages
     self._report = report
     self._manager: ocp.CheckpointManager | None = None
@@ -356,9 +367,8 @@ def _brief(error: Exception) -> str:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  """False for what Orbax logs, trace and all, and raises as well, or where nothing is wrong."""
-  is_usual = "Skipping merge of OCDBT" in str(record.msg)  # its second look at what is merged
-  return not ("orbax" in record.pathname and (record.exc_info or is_usual))
+  """False for what Orbax logs, trace and all, and raises as well."""
+  return not ("orbax" in record.pathname and record.exc_info)
 
 
 def _on_every_process(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:

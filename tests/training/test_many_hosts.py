@@ -23,6 +23,12 @@ DENSE = {"decoder_block": "llama", "ici_fsdp_parallelism": 2, "ici_tensor_parall
 MOE = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": -1}
 
 
+@pytest.fixture
+def folder(runs_folder, request):
+  """A folder of this test's own; of many processes Orbax wants no brackets in its path."""
+  return runs_folder / re.sub(r"\W+", "_", request.node.name)
+
+
 @pytest.fixture(scope="module")
 def on_two_hosts(runs_folder):
   """(folder, output) of a light run on two processes with four devices each."""
