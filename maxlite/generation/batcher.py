@@ -125,6 +125,13 @@ class Batcher:
       self.engine.stop(self._request_by_row.index(request))
       self._end(request)
 
+  def clear(self) -> None:
+    """Ends all requests, whatever state a failure left them and the engine in."""
+    self._request_by_row = [None] * self.engine.num_rows
+    self._num_left.clear()
+    self._under_way.clear()
+    self.engine.clear()
+
   def _events(self, token_BT: np.ndarray, requests: Sequence[Request | None]) -> list[Event]:
     events = []
     for tokens, request in zip(token_BT.tolist(), requests, strict=True):

@@ -89,7 +89,8 @@ class Engine:
     self.compile_seconds = 0.0
     self._programs: dict[Any, Callable] = {}
     self._shardings = self._row_shardings()
-    self._rows = jax.jit(self._empty_rows, out_shardings=self._shardings)()
+    self._new_rows = jax.jit(self._empty_rows, out_shardings=self._shardings)
+    self._rows = self._new_rows()
     self._stop = jax.jit(_without, donate_argnums=0, out_shardings=self._shardings)
 
   def check(self, request: Request) -> None:
@@ -146,6 +147,10 @@ class Engine:
   def stop(self, row: int) -> None:
     """Makes a row idle, whatever it still had to come."""
     self._rows = self._stop(self._rows, row)
+
+  def clear(self) -> None:
+    """Makes all rows idle and new: a program that failed may have left none."""
+    self._rows = self._new_rows()
 
   def _run(self, name: Any, function: Callable, *args: Any) -> jax.Array:
     """The tokens that function(params, rows, *args) draws; its rows take the place of the old."""

@@ -72,9 +72,11 @@ class Worker:
         self._changed.notify()
 
   def _work(self) -> None:
-    while (admitted := self._next()) is not None:
+    while self._wait():
       try:
-        events = self._batcher.add(admitted)
+        for request in self._taken_cancelled():
+          self._batcher.drop(request)
+        events = self._batcher.add(self._taken_waiting(self._batcher.num_free))
         if not events and not self._batcher.is_idle:
           events = self._batcher.step()
       except Exception as error:  # whatever it is, those who wait must be told
@@ -83,19 +85,22 @@ class Worker:
       for event in events:
         self._tell(event)
 
-  def _next(self) -> list[Request] | None:
-    """Requests that find a row now, once there is anything to do; None: the end."""
+  def _wait(self) -> bool:
+    """True as soon as there is anything to do; False: the end."""
     with self._changed:
       idle = lambda: self._batcher.is_idle and not self._waiting and not self._cancelled
       self._changed.wait_for(lambda: self._is_closing or not idle())
-      if self._is_closing:
-        return None
-      cancelled, self._cancelled = self._cancelled, []
+      return not self._is_closing
+
+  def _taken_cancelled(self) -> list[Request]:
+    with self._changed:
+      taken, self._cancelled = self._cancelled, []
       self._waiting = collections.deque(r for r in self._waiting if r in self._on_event)
-      for request in cancelled:
-        self._batcher.drop(request)
-      num_admitted = min(self._batcher.num_free, len(self._waiting))
-      return [self._waiting.popleft() for _ in range(num_admitted)]
+      return taken
+
+  def _taken_waiting(self, most: int) -> list[Request]:
+    with self._changed:
+      return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
   def _tell(self, event: Event) -> None:
     with self._changed:
@@ -109,6 +114,7 @@ class Worker:
       failed = [(r, e) for r, e in self._on_event.items() if r not in self._waiting]
       for request, _ in failed:
         del self._on_event[request]
-        self._batcher.drop(request)
+    with contextlib.suppress(Exception):  # then the next requests fail, too, and are told
+      self._batcher.clear()
     for _, on_event in failed:
       on_event(error)

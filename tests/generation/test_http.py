@@ -10,6 +10,7 @@ import threading
 import time
 from typing import ClassVar
 
+import jax
 import numpy as np
 import pytest
 import test_engine as tiny
@@ -296,6 +297,20 @@ def test_an_error_of_the_engine_is_told_and_the_next_request_is_served(service, 
   assert status == 500
   assert "no memory" in text
   complete(service, prompt="a", max_tokens=5)
+
+
+def test_rows_that_a_failed_step_took_along_are_made_anew(service, monkeypatch):
+  expected = complete(service, prompt="abc", max_tokens=5, temperature=0)["choices"]
+  engine = tiny.two_rows()
+
+  def fail(*_):
+    jax.tree.map(lambda leaf: leaf.delete(), engine._rows)
+    raise RuntimeError("no memory")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(engine, "step", fail)
+    assert ask(service, "/v1/completions", {"prompt": "a", "max_tokens": 5})[0] == 500
+  assert complete(service, prompt="abc", max_tokens=5, temperature=0)["choices"] == expected
 
 
 def test_the_client_of_openai_is_served(service, chatting):
