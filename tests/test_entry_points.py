@@ -105,10 +105,11 @@ def test_evaluate_and_generate_take_the_run_as_it_was_trained(trained, place, tm
   assert len(text) > len("def f\n")
 
 
-@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "serve", "plan"])
+@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "serve", "plan", "convert"])
 def test_help_and_mistakes_are_answered_without_loading_jax(program):
   words = ["-X", "importtime", "-m", f"maxlite.{program}"]
-  helped, mistaken = open_process(*words, "--help"), open_process(*words, BASE, "stepz=3")
+  word = "to_hf" if program == "convert" else BASE
+  helped, mistaken = open_process(*words, "--help"), open_process(*words, word, "stepz=3")
   code, out, imports = finish(helped)
   assert (code, "--learning_rate" in out) == (0, True)
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
