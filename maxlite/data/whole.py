@@ -14,7 +14,7 @@ _NUM_OPEN = 64
 class ConversationRows:
   """Row i is some whole documents of at most T + 1 ids, in an order drawn once.
 
-  An id is a target where it is marked as LEARNED; the last one of a document is no input, since
+  Targets have weight where they are marked as LEARNED. The last id of a document is no input, since
   nothing follows it. Memory holds 24 bytes per document.
   """
 
@@ -43,10 +43,11 @@ class ConversationRows:
     documents = slice(*self._bounds[index : index + 2].tolist())
     offsets, lengths = self._offsets[documents], self._lengths[documents]
     read = list(map(self._file.read, offsets.tolist(), lengths.tolist()))
-    tokens = np.concatenate([ids[:-1] for ids in read]) & ~LEARNED
-    following = np.concatenate([ids[1:] for ids in read])
-    targets = np.where(following & LEARNED, following & ~LEARNED, 0).astype(np.int32)
-    row = pad_row(tokens, targets, lengths - 1, self._row_length)
+    tokens, following = (
+      np.concatenate([ids[part] for ids in read]) for part in (slice(-1), slice(1, None))
+    )
+    own = lambda ids: (ids & ~LEARNED).astype(np.int32)
+    row = pad_row(own(tokens), own(following), lengths - 1, self._row_length)
     row["weight_BT"][: len(following)] = following & LEARNED > 0
     return row
 

@@ -294,7 +294,7 @@ def test_rows_hold_every_document_once_and_whole(tmp_path_factory, documents, pa
       assert positions == list(range(len(positions)))
       found.append(list(zip(*columns, strict=True)))
     assert not row["weight_BT"][segment_T == 0].any()
-  following = lambda d: [(i, j * w, float(w)) for (i, _), (j, w) in itertools.pairwise(d)]
+  following = lambda d: [(i, j, float(w)) for (i, _), (j, w) in itertools.pairwise(d)]
   assert sorted(found) == sorted(map(following, documents))
 
 
