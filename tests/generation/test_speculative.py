@@ -12,6 +12,7 @@ from maxlite.generation.batcher import Batcher
 from maxlite.generation.engine import NONE, Engine, Request
 from maxlite.generation.sampling import RowRules, Rules, log_probs
 from maxlite.generation.speculative import propose, verify
+from maxlite.generation.text import stream_texts
 from maxlite.generation.weights import inference_model, inference_params
 from maxlite.models import build_model
 
@@ -155,6 +156,16 @@ def test_a_text_is_its_seeds_and_its_rules_alone():
   together = tiny.texts(three_drafts(), [beside, *requests])[1:]
   assert together[:2] == [alone, alone]
   assert together[2] != alone
+
+
+def test_a_stop_string_ends_a_text_in_the_middle_of_a_step():
+  write = lambda ids: "".join(map(chr, ids))
+  whole = [write(tiny.until_end(text)[0]) for text in tiny.greedy_texts()]
+  requests, stop = tiny.greedy_requests(), whole[2][3]
+  found = dict.fromkeys(requests, "")
+  for request, text, _ in stream_texts(Batcher(three_drafts()), requests, write, [stop]):
+    found[request] += text
+  assert list(found.values()) == [text.split(stop)[0] for text in whole]
 
 
 def accepted_lengths(prompt, text):
