@@ -9,7 +9,8 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -17,6 +18,7 @@ from jax.experimental import multihost_utils
 from maxlite.parallel.meeting import Place, meet
 from maxlite.parallel.watch import Watch
 
+T = TypeVar("T")
 # What starts processes: how many there are, which one this is; the last two, on its host.
 _OPEN_MPI = tuple(
   f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
@@ -61,9 +63,13 @@ def joined(
   timeout = jax_distributed_initialization_timeout
   # The watch is quicker than JAX and tells who; JAX's own heartbeat is for a watch that hangs.
   jax_heartbeat = 2 * jax_distributed_heartbeat_timeout_seconds
+  if place is None:
+    _join_as_jax_finds(timeout, jax_heartbeat)
+  if place is None and jax.distributed.is_initialized():
+    with Watch(-1, {}, timeout):  # of nobody: it only ends this process where it fails
+      yield
+    return
   if place is None or place.num_processes == 1:
-    if place is None:
-      _join_as_jax_finds(timeout, jax_heartbeat)
     yield
     return
   devices = local_devices(started, os.environ)
@@ -96,6 +102,16 @@ def wait_for_all(name: str) -> None:
   """Returns when all processes have come to this point, which has a `name` of its own."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(name)
+
+
+def after_process_0(do: Callable[[], T], name: str) -> T:
+  """What `do()` returns, done by process 0 before the others, who find what it left on disk."""
+  if jax.process_index() > 0:
+    wait_for_all(name)
+  done = do()
+  if jax.process_index() == 0:
+    wait_for_all(name)
+  return done
 
 
 def find_place(address: str, num_processes: int, process_id: int, started: Started) -> Place | None:

@@ -28,7 +28,7 @@ from maxlite.observe.writers import (
   Writers,
   read_rows,
 )
-from maxlite.parallel.hosts import describe, wait_for_all
+from maxlite.parallel.hosts import after_process_0, describe, wait_for_all
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints, NotWritten, Restored
 from maxlite.storage.fingerprint import tree_hash
@@ -53,7 +53,7 @@ def run_training(cfg: Config) -> int:
     trainer.check_devices()
     folder = run_folder(cfg)
     changes = folder.config_changes(flatten(cfg))
-    data = open_trainer_data(trainer)
+    data = after_process_0(lambda: open_trainer_data(trainer), "the data is tokenized")
     checkpoints = _open_checkpoints(cfg, folder, console)
     restored = checkpoints.restore(trainer.abstract_state) if checkpoints else None
     phase_data = _open_phase_data(trainer, data)
