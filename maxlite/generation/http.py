@@ -25,6 +25,7 @@ from maxlite.generation.wishes import Wishes, read_wishes, transcript
 from maxlite.generation.worker import FullError, Worker
 
 MAX_BODY_BYTES = 4 * 2**20
+MAX_BODY_SECONDS = 60.0  # for all of a request to come
 _DEFAULT_MAX_TOKENS = (
   16  # as OpenAI's completions have it; a chat may go on as long as there is room
 )
@@ -261,19 +262,28 @@ async def _json(http: HttpRequest) -> Any:
   """The body's JSON; JSON's type is asked for since no web page of another site can send it.
 
   Raises:
-    ValueError: it is none, or too long.
+    ValueError: it is none, too long or too slow to come.
   """
   if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
     raise ValueError("send content-type: application/json")
+  try:
+    async with asyncio.timeout(MAX_BODY_SECONDS):
+      body = await _body(http)
+  except TimeoutError:
+    raise ValueError(f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
+  try:
+    return json.loads(body)
+  except (ValueError, RecursionError):
+    raise ValueError("the body is no JSON") from None
+
+
+async def _body(http: HttpRequest) -> bytes:
   body = bytearray()
   async for part in http.stream():
     body += part
     if len(body) > MAX_BODY_BYTES:
       raise ValueError(f"the body is longer than {MAX_BODY_BYTES} bytes")
-  try:
-    return json.loads(body)
-  except (ValueError, RecursionError):
-    raise ValueError("the body is no JSON") from None
+  return bytes(body)
 
 
 def _refusal(status: int, message: str) -> JSONResponse:

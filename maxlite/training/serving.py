@@ -15,6 +15,8 @@ from maxlite.training.inference import (
   open_trained,
 )
 
+_MORE_CONNECTIONS = 200
+
 
 def run_serving(cfg: Config, argv: Sequence[str]) -> int:
   """Answers with the run's newest checkpoint until it is interrupted."""
@@ -41,9 +43,14 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     hosts=allowed_hosts(cfg.serve.serve_host),
   )
   with Worker(Batcher(engine), cfg.serve.serve_queue_size).running() as worker:
-    host, port = cfg.serve.serve_host, cfg.serve.serve_port
-    # Streams that are under way get a few seconds to end after an interrupt.
-    uvicorn.run(app_of(worker), host=host, port=port, timeout_graceful_shutdown=5)
+    uvicorn.run(
+      app_of(worker),
+      host=cfg.serve.serve_host,
+      port=cfg.serve.serve_port,
+      # Those who are told that too many wait need a connection for it.
+      limit_concurrency=engine.num_rows + cfg.serve.serve_queue_size + _MORE_CONNECTIONS,
+      timeout_graceful_shutdown=5,  # [seconds] for streams that are under way at an interrupt
+    )
   return 0
 
 

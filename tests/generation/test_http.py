@@ -263,6 +263,14 @@ def test_what_is_no_json_is_refused(service, body):
     assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(service, monkeypatch):
+  monkeypatch.setattr("maxlite.generation.http.MAX_BODY_SECONDS", 0.1)
+  head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+  with socket.create_connection(("127.0.0.1", service[0])) as connection:
+    connection.sendall(f"{head}content-length: 9\r\n\r\n".encode())
+    assert connection.recv(999).startswith(b"HTTP/1.1 400")
+
+
 def test_half_a_surrogate_pair_is_no_reason_to_fail(service):
   complete(service, prompt="a\ud800", max_tokens=2, stop="\udc00")
 
