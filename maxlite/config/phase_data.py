@@ -28,9 +28,12 @@ def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
 
 
 def _refuse_other_sizes(cfg: Config, phase: PhaseConfig, place: str) -> None:
-  first, size = phases_of(cfg)[0].data.per_device_batch_size, phase.data.per_device_batch_size
-  if size != first:
-    raise ConfigError(
-      f"{place}: per_device_batch_size={size:g} with phase_strategy=switch: one program takes "
-      f"batches of one size, and the first phase has {first:g}; write phase_strategy=separate"
-    )
+  """One program takes batches of one size."""
+  first = phases_of(cfg)[0]
+  for key in ("per_device_batch_size", "global_batch_size"):
+    size, other = (getattr(each.data, key) for each in (phase, first))
+    if size != other:
+      raise ConfigError(
+        f"{place}: {key}={size:g} with phase_strategy=switch: one program takes batches of one "
+        f"size, and phase {first.name} has {other:g}; write phase_strategy=separate"
+      )

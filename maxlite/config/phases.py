@@ -132,6 +132,8 @@ def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:
   Evaluation is of the run's data. Of other documents those are held out that are, by the hash of
   their content, of its held-out ones: no phase trains on what the run is evaluated on.
   """
+  if "per_device_batch_size" in own:  # it counts more than the run's global_batch_size
+    own = {"global_batch_size": 0} | own
   data = dataclasses.replace(run, **own)
   if all(getattr(data, key) == getattr(run, key) for key in SOURCE_KEYS):
     return data

@@ -293,9 +293,8 @@ class PhasesConfig:
     "Phases in their order, each {name: N, train: [path regexes], loss: L, steps: N}; a loss is "
     "`next_token` (where none is given), or of draft heads `match_head` or `next_token_and_draft`; "
     "in place of steps `until: {metric: M, max_steps: N, patience: N}` (or below: X, above: X); "
-    "and what it has for itself of optimizer keys, gradient_accumulation_steps, "
-    "per_device_batch_size, dataset_type, dataset_path, text_column, enable_data_shuffling, "
-    "data_shuffle_seed and data_sampling.",
+    "and what it has for itself of optimizer keys, gradient_accumulation_steps and keys of data, "
+    "such as dataset_path and per_device_batch_size (not tokenizer_*, eval_*, max_target_length).",
     shapes_model=True,
   )
   phase_warmup: Table = knob(

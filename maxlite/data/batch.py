@@ -51,3 +51,8 @@ def to_global(
   return jax.tree.map(
     lambda x_BT: jax.make_array_from_process_local_data(sharding, x_BT, global_shape), local
   )
+
+
+def interleave(x: jax.Array, num_parts: int) -> jax.Array:
+  """[B, ...] -> [num_parts, B / num_parts, ...], each part with rows of every shard."""
+  return x.reshape(-1, num_parts, *x.shape[1:]).swapaxes(0, 1)

@@ -20,6 +20,7 @@ import optax
 from flax import struct
 from jax.sharding import NamedSharding
 
+from maxlite.data.batch import interleave
 from maxlite.optim.groups import PhaseOptimizers, PhaseStates, merge, partition_params, paths_in
 from maxlite.optim.partition import path_of, state_names
 from maxlite.training.phase_clock import PhaseClock, PhaseSchedule, Plateau, Threshold
@@ -266,7 +267,7 @@ def _gradients(
   if phase.accumulate == 1:
     gradients, (metrics, collections) = gradients_of(trained, collections, batch, key)
     return gradients, metrics, collections
-  micro = jax.tree.map(functools.partial(_interleave, phase), batch)
+  micro = jax.tree.map(functools.partial(_in_parts, phase), batch)
   inputs = (micro, jax.random.split(key, phase.accumulate))
 
   def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
@@ -281,15 +282,13 @@ def _gradients(
   return *jax.tree.map(lambda x: x / phase.accumulate, sums), collections
 
 
-def _interleave(phase: Phase, x: Any) -> jax.Array:
-  """[B, ...] -> [n, B / n, ...], each part with rows of every shard."""
-  n = phase.accumulate
-  if not jnp.ndim(x) or jnp.shape(x)[0] % n:
+def _in_parts(phase: Phase, x: Any) -> jax.Array:
+  if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
     raise ValueError(
-      f"phase {phase.name}: a batch of shape {jnp.shape(x)} does not divide into accumulate={n} "
-      "parts along its first axis"
+      f"phase {phase.name}: a batch of shape {jnp.shape(x)} does not divide into "
+      f"accumulate={phase.accumulate} parts along its first axis"
     )
-  return x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1)
+  return interleave(x, phase.accumulate)
 
 
 def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: Any) -> tuple:

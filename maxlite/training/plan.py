@@ -13,13 +13,11 @@ from rich.console import Console
 
 from maxlite.config import Config, exit_with_one_line
 from maxlite.config.schema import ModelConfig
-from maxlite.data.batch import Batch
 from maxlite.models import build_model
 from maxlite.observe import plan_text
 from maxlite.observe.chips import CHIPS
 from maxlite.observe.collectives import collectives
 from maxlite.observe.cost import hbm_bytes, matmul_flops
-from maxlite.observe.flops import train_flops_per_step
 from maxlite.observe.hlo import Module, parse
 from maxlite.observe.memory import MemoryEstimate, activation_bytes, bytes_per_device
 from maxlite.observe.roofline import step_bounds
@@ -47,13 +45,30 @@ def run_plan(cfg: Config) -> int:
     topology, missing, devices = _devices(cfg)
     trainer = build_trainer(cfg, devices)
   kind = topology.kind.device_kind if topology else trainer.mesh.devices.flat[0].device_kind
-  console.print(_title(trainer, kind))
-  compiled = None
   if missing:
     console.print(f"estimate only: compiling for {cfg.plan.compile_topology} needs {missing}")
-  else:
+  flops = trainer.flops_per_step
+  if trainer.turns is None:
+    return 0 if _plan_step(trainer, flops[0], kind, console, compiles=not missing) else 1
+  lines, works = trainer.turns.describe_phases(), []
+  for n, phase in enumerate(trainer.phases.values()):
+    console.print(lines[n])
+    works.append(_plan_step(phase, flops[n], kind, console, compiles=not missing, n=n))
+  return 0 if all(works) else 1
+
+
+def _plan_step(
+  trainer: Trainer, flops: float, kind: str, console: Console, *, compiles: bool, n: int = 0
+) -> bool:
+  """Prints the plan of one step, which needs so many `flops`; whether it compiles and fits.
+
+  `n` is the number of the phase whose step it is.
+  """
+  console.print(_title(trainer, kind))
+  compiled = None
+  if compiles:
     try:
-      compiled = compile_step(trainer, cfg.plan.save_hlo)
+      compiled = compile_step(trainer, trainer.cfg.plan.save_hlo, n)
     except jax.errors.JaxRuntimeError as error:
       console.print(f"does not compile: {' '.join(str(error).split())}")
   estimate = estimate_memory(trainer)
@@ -61,10 +76,10 @@ def run_plan(cfg: Config) -> int:
   needed = compiled.memory.peak_memory_in_bytes if compiled else estimate.total
   fits = _tell_fit(needed, kind, console)
   if compiled:
-    for lines in _work(trainer, compiled, kind):
+    for lines in _work(trainer, compiled, kind, flops):
       console.print("", *lines, sep="\n")
     console.print(f"\ncompiled in {compiled.seconds:.0f} s")
-  return 0 if fits and (compiled or missing) else 1
+  return fits and bool(compiled or not compiles)
 
 
 def run_phase_plan(cfg: Config) -> int:
@@ -98,29 +113,22 @@ def _devices(cfg: Config) -> tuple[Topology | None, str, list[jax.Device] | None
   return topology, missing, None
 
 
-def compile_step(trainer: Trainer, save_hlo: str = "") -> Compiled:
+def compile_step(trainer: Trainer, save_hlo: str = "", n: int = 0) -> Compiled:
   """The trainer's real step, compiled for its devices; its text is left in the folder `save_hlo`.
+
+  `n` is the number of the phase whose step it is.
 
   Raises:
     jax.errors.JaxRuntimeError: the compiler gives up, for want of memory or of an operation.
   """
-  dtypes = {"weight_BT": jnp.float32}
-  batch = Batch(
-    **{
-      field.name: jax.ShapeDtypeStruct(
-        trainer.batch_shape, dtypes.get(field.name, jnp.int32), sharding=trainer.batch_sharding
-      )
-      for field in dataclasses.fields(Batch)
-    }
-  )
   start = time.perf_counter()
-  program = trainer.train_step.lower(trainer.abstract_state, batch).compile()
+  program = trainer.train_step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
   seconds = time.perf_counter() - start
   text = program.as_text()
   if save_hlo:
     folder = Path(save_hlo).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train_step.hlo.txt").write_text(text)
+    (folder / f"train_step{f'_{n}' * (n > 0)}.hlo.txt").write_text(text)
   return Compiled(parse(text), program.memory_analysis(), seconds)
 
 
@@ -131,12 +139,13 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
   keep_all = dataclasses.replace(model, remat_policy="none", remat_save=())
   compute_bytes = jnp.dtype(model.dtype).itemsize
   parameters = bytes_per_device(state.params)
+  trained, _ = trainer.part.split(state.params)
   num_logits, num_unembedding = _logit_sizes(trainer)
   return MemoryEstimate(
     parameters=parameters,
     optimizer=bytes_per_device(state) - parameters,
     saved_activations=_activations(trainer, model),
-    gradients=parameters * (1 if num_micro == 1 else 2),
+    gradients=bytes_per_device(trained) * (1 if num_micro == 1 else 2),
     layer_activations=_activations(trainer, keep_all) / model.base_num_decoder_layers,
     layer_weights=_largest_layer(trainer) * (compute_bytes + _FLOAT32_BYTES),
     unembedding=num_unembedding * (compute_bytes + _FLOAT32_BYTES),
@@ -154,8 +163,9 @@ def _activations(trainer: Trainer, cfg: ModelConfig) -> float:
 
     def keep(params: Any, tokens_BT: jax.Array) -> Any:
       inputs = (tokens_BT, tokens_BT, tokens_BT)
-      apply = lambda params: model.apply({"params": params}, *inputs, method=model.hidden)[0]
-      return jax.vjp(apply, params)[1]
+      run = lambda params: model.apply({"params": params}, *inputs, method=model.hidden)[0]
+      trained, frozen = trainer.part.split(params)
+      return jax.vjp(lambda trained: run(trainer.part.join(trained, frozen)), trained)[1]
 
     return jax.eval_shape(keep, trainer.abstract_state.params, tokens_BT)
 
@@ -216,12 +226,11 @@ def _tell_fit(needed: float, kind: str, console: Console) -> bool:
   return fits
 
 
-def _work(trainer: Trainer, compiled: Compiled, kind: str) -> list[list[str]]:
-  """Paragraphs about what a step computes and moves."""
+def _work(trainer: Trainer, compiled: Compiled, kind: str, needed: float) -> list[list[str]]:
+  """Paragraphs about what a step computes and moves; `needed` are its FLOPs on all devices."""
   module = compiled.module
-  rows, length = trainer.batch_shape
   flops = matmul_flops(module)
-  needed = train_flops_per_step(trainer.cfg.model, rows * length, length).total / trainer.mesh.size
+  needed /= trainer.mesh.size
   found = collectives(module, dict(trainer.mesh.shape), slice_degrees(trainer.mesh))
   paragraphs = [
     plan_text.matmul_lines(flops, needed, module.unknown_loops),

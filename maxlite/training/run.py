@@ -9,7 +9,7 @@ from rich.console import Console
 
 from maxlite import __version__
 from maxlite.config import Config, describe_changes, exit_with_one_line, save_resolved
-from maxlite.config.schema import DataConfig, flatten
+from maxlite.config.schema import flatten
 from maxlite.config.values import show
 from maxlite.data.batch import local_rows
 from maxlite.data.pipeline import Data, PhaseStreams, TrainStream, open_data
@@ -56,7 +56,9 @@ def run_training(cfg: Config) -> int:
     data = after_process_0(lambda: open_trainer_data(trainer), "the data is tokenized")
     checkpoints = _open_checkpoints(cfg, folder, console)
     restored = checkpoints.restore(trainer.abstract_state) if checkpoints else None
-    phase_data = _open_phase_data(trainer, data)
+    phase_data = after_process_0(
+      lambda: _open_phase_data(trainer, data), "the data of phases is tokenized"
+    )
     stream = PhaseStreams(phase_data) if phase_data else data.train_stream()
     if restored and restored[1] is not None:
       stream.restore(restored[1])
@@ -72,7 +74,7 @@ def run_training(cfg: Config) -> int:
     )
     return 0
   if trainer.turns:
-    with exit_with_one_line("maxlite.train"):
+    with exit_with_one_line("maxlite.train"), stopwatch.during("compile"):
       programs = trainer.phase_programs
     console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
   wait_for_all("the run is open")  # before the first file is written
@@ -134,37 +136,30 @@ def run_folder(cfg: Config) -> RunFolder:
   return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
 
 
-def open_trainer_data(trainer: Trainer) -> Data:
-  """The data of the trainer's config, cut for its mesh."""
-  return _open_data(trainer, trainer.cfg.data, trainer.global_batch_size)
+def open_trainer_data(trainer: Trainer, *, evaluates: bool = True) -> Data:
+  """The data of the trainer's config, cut for its mesh; where it `evaluates`, some is held out."""
+  cfg = trainer.cfg
+  cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
+  return open_data(
+    cfg.data,
+    vocab_size=cfg.model.vocab_size,
+    global_batch_size=trainer.global_batch_size,
+    rows=local_rows(trainer.batch_sharding, trainer.batch_shape),
+    cache_directory=Path(cache).expanduser(),
+    evaluates=evaluates,
+  )
 
 
 def _open_phase_data(trainer: Trainer, data: Data) -> dict[str, Data]:
   """By phase, what it reads: the run's `data`, or its own. Empty where there are no phases."""
   opened = {data.cfg: data}
-  for phase in trainer.turns.phases if trainer.turns else ():
-    if phase.data not in opened:
-      num_rows = trainer.phase_batch_sizes[phase.name]
+  for name, phase in trainer.phases.items():
+    if phase.cfg.data not in opened:
       try:
-        opened[phase.data] = _open_data(trainer, phase.data, num_rows, evaluates=False)
+        opened[phase.cfg.data] = open_trainer_data(phase, evaluates=False)
       except ValueError as error:
-        raise ValueError(f"phase {phase.name}: {error}") from None
-  return {phase.name: opened[phase.data] for phase in trainer.turns.phases} if trainer.turns else {}
-
-
-def _open_data(
-  trainer: Trainer, data: DataConfig, num_rows: int, *, evaluates: bool = True
-) -> Data:
-  cfg = trainer.cfg
-  cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
-  return open_data(
-    data,
-    vocab_size=cfg.model.vocab_size,
-    global_batch_size=num_rows,
-    rows=local_rows(trainer.batch_sharding, (num_rows, data.max_target_length)),
-    cache_directory=Path(cache).expanduser(),
-    evaluates=evaluates,
-  )
+        raise ValueError(f"phase {name}: {error}") from None
+  return {name: opened[phase.cfg.data] for name, phase in trainer.phases.items()}
 
 
 def _evaluation(trainer: Trainer, data: Data) -> Callable[[TrainState], dict[str, float]] | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import optax
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
+from maxlite.config.phases import PhaseConfig
 from maxlite.config.schema import (
   Config,
   DataConfig,
@@ -50,7 +51,7 @@ class Trainer:
   abstract_state: TrainState  # ShapeDtypeStructs with their shardings
   global_batch_size: int  # rows
   turns: Turns | None = None  # of a run that has phases
-  phase_batch_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows
+  phase_part: Part | None = None  # what one of the `phases` trains
 
   @property
   def is_moe(self) -> bool:
@@ -89,7 +90,9 @@ class Trainer:
   ) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """The step as one pure function, of all phases where there are any (`build_train_step`)."""
     if self.turns is not None:
-      steps = self._phase_steps(self.turns, stays_diverged=stays_diverged)
+      steps = {
+        name: phase.build_step(stays_diverged=stays_diverged) for name, phase in self.phases.items()
+      }
       return switch_step(steps, self.turns.schedule, self.abstract_state, self.abstract_batch)
     cfg = self.cfg
     return build_train_step(
@@ -98,7 +101,8 @@ class Trainer:
 
   @functools.cached_property
   def part(self) -> Part:
-    return all_parameters(self.tx, self.schedule)
+    """What a step trains."""
+    return self.phase_part or all_parameters(self.tx, self.schedule)
 
   @functools.cached_property
   def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
@@ -121,25 +125,26 @@ class Trainer:
       ValueError: a phase waits for a metric that its step does not report.
     """
     assert self.turns is not None
-    batches = {name: self._abstract_batch(rows) for name, rows in self.phase_batch_sizes.items()}
     return PhasePrograms(
-      self._phase_steps(self.turns),
+      {name: phase.step for name, phase in self.phases.items()},
       self.turns.schedule,
       self.cfg.phasing.phase_strategy,
       self.abstract_state,
-      batches,
+      {name: phase.abstract_batch for name, phase in self.phases.items()},
     )
 
-  def _phase_steps(self, turns: Turns, *, stays_diverged: bool = False) -> dict[str, Callable]:
+  @functools.cached_property
+  def phases(self) -> dict[str, "Trainer"]:
+    """By phase, the trainer whose steps are all of that phase; empty where there are none."""
     return {
-      phase.name: build_train_step(
-        self.model,
-        turns.part(n),
-        phase.training,
-        self.cfg.model.moe,
-        stays_diverged=stays_diverged,
+      phase.name: dataclasses.replace(
+        self,
+        cfg=dataclasses.replace(self.cfg, data=phase.data, training=phase.training),
+        global_batch_size=_phase_batch_size(phase, self.sharder),
+        turns=None,
+        phase_part=self.turns.part(n),
       )
-      for n, phase in enumerate(turns.phases)
+      for n, phase in enumerate(self.turns.phases if self.turns else ())
     }
 
   @property
@@ -147,19 +152,15 @@ class Trainer:
     """Over all devices; by phase, where there are any."""
     rows, length = self.batch_shape
     if self.turns is not None:
-      tokens = {name: rows * length for name, rows in self.phase_batch_sizes.items()}
+      tokens = {name: math.prod(phase.batch_shape) for name, phase in self.phases.items()}
       return self.turns.flops(self.abstract_state.params, tokens, length)
     return [train_flops_per_step(self.cfg.model, rows * length, length).total]
 
   @property
   def abstract_batch(self) -> Batch:
     """Shapes, types and sharding of a batch."""
-    return self._abstract_batch(self.global_batch_size)
-
-  def _abstract_batch(self, num_rows: int) -> Batch:
     of = lambda field: jnp.float32 if field.name == "weight_BT" else jnp.int32
-    shape = (num_rows, self.batch_shape[1])
-    place = functools.partial(jax.ShapeDtypeStruct, shape, sharding=self.batch_sharding)
+    place = functools.partial(jax.ShapeDtypeStruct, self.batch_shape, sharding=self.batch_sharding)
     return Batch(**{field.name: place(dtype=of(field)) for field in dataclasses.fields(Batch)})
 
   def place(self, batch: Batch) -> Batch:
@@ -171,8 +172,7 @@ class Trainer:
     if self.turns is None:
       return self.place(next(stream))
     phase = self.phase_programs.phase(state)
-    shape = (self.phase_batch_sizes[phase], self.batch_shape[1])
-    return to_global(stream.take(phase), self.batch_sharding, shape)
+    return self.phases[phase].place(stream.take(phase))
 
   def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
     """Compiled evaluation step."""
@@ -239,9 +239,9 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     abstract_state=_abstract_state(params, names, tx, turns, sharder, cfg.training.ema_decay),
     global_batch_size=global_batch_size,
     turns=turns,
-    phase_batch_sizes=_phase_batch_sizes(turns, cfg.data, sharder) if turns else {},
   )
-  _check_topology(trainer)
+  for each in (trainer, *trainer.phases.values()):  # whose batches are checked as they are made
+    _check_topology(each)
   return trainer
 
 
@@ -265,22 +265,11 @@ def _with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
   return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)
 
 
-def _phase_batch_sizes(turns: Turns, data: DataConfig, sharder: Sharder) -> dict[str, int]:
-  sizes = {}
-  for phase in turns.phases:
-    try:
-      if (
-        phase.data.global_batch_size
-        and phase.data.per_device_batch_size != data.per_device_batch_size
-      ):
-        raise ValueError(
-          f"per_device_batch_size={phase.data.per_device_batch_size:g} with global_batch_size="
-          f"{phase.data.global_batch_size}, which is the same for all phases: write one of them"
-        )
-      sizes[phase.name] = _global_batch_size(phase.data, phase.training, sharder)
-    except ValueError as error:
-      raise ValueError(f"phase {phase.name}: {error}") from None
-  return sizes
+def _phase_batch_size(phase: PhaseConfig, sharder: Sharder) -> int:
+  try:
+    return _global_batch_size(phase.data, phase.training, sharder)
+  except ValueError as error:
+    raise ValueError(f"phase {phase.name}: {error}") from None
 
 
 def _global_batch_size(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> int:

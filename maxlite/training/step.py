@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import Batch, interleave
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models.decoder import Decoder
 from maxlite.parallel.rules import DEFAULT_RULES
@@ -199,7 +199,7 @@ def _micro_batches(
   """
   num_micro = cfg.gradient_accumulation_steps
   trained, frozen = part.split(params)
-  micro = jax.tree.map(lambda x: _interleave(x, num_micro), batch)
+  micro = jax.tree.map(lambda x: interleave(x, num_micro), batch)
   keys = jax.random.split(key, num_micro)
 
   def forward(model: Decoder, trained: Any, frozen: Any, inputs: tuple[Batch, jax.Array]) -> Sums:
@@ -282,8 +282,3 @@ def _totals(of_all: Callable, zeros: Sums, batch: Batch, moe: MoeConfig) -> Sums
     rows = jnp.full_like(routers.rows, jnp.sum(jnp.any(real_BT, axis=1)))
     totals = totals.replace(layers={"moe": routers.replace(tokens=tokens, rows=rows)})
   return totals
-
-
-def _interleave(x: jax.Array, num_micro: int) -> jax.Array:
-  """[B, ...] -> [num_micro, B / num_micro, ...], each micro-batch with rows of every shard."""
-  return x.reshape(-1, num_micro, *x.shape[1:]).swapaxes(0, 1)

@@ -73,7 +73,16 @@ class Turns:
     return losses_of(self.phases[int(row["phase"])], row)
 
   def describe(self, num_steps: int) -> list[str]:
-    """Lines on what each phase trains, on what no phase does, and on when which is due."""
+    """Lines on what each phase trains, and on when which is due."""
+    lines = self.describe_phases()
+    turns = self.spans(num_steps)
+    if turns:
+      shown = [f"{name} {first}-{last}" for first, last, name in turns[:6]]
+      lines.append(f"turns: {', '.join(shown)}" + (", ..." if len(turns) > len(shown) else ""))
+    return lines
+
+  def describe_phases(self) -> list[str]:
+    """A line on what each phase trains."""
     lines = []
     for phase in self.phases:
       sizes = [leaf.size for leaf in jax.tree.leaves(self._trained[phase.name])]
@@ -82,10 +91,6 @@ class Turns:
         f"phase {phase.name}: {length} of {phase.loss} by {phase.optimizer.opt_type}, trains "
         f"{sum(sizes):,} parameters ({', '.join(phase.train)})"
       )
-    turns = self.spans(num_steps)
-    if turns:
-      shown = [f"{name} {first}-{last}" for first, last, name in turns[:6]]
-      lines.append(f"turns: {', '.join(shown)}" + (", ..." if len(turns) > len(shown) else ""))
     return lines
 
   def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[Span]:

@@ -34,6 +34,8 @@ def test_a_phase_has_data_of_its_own_and_else_the_run_s(eval_keys, fraction):
   # Nobody evaluates on it, but what the run holds out by content stays held out.
   assert (chat.eval_fraction, chat.eval_dataset_path) == (fraction, ())
   assert small == dataclasses.replace(cfg.data, per_device_batch_size=2.0)
+  sized = load(f"{FIT}, {SMALL}", global_batch_size=24)
+  assert [phase.data.global_batch_size for phase in phases_of(sized)] == [24, 0]
 
 
 def test_what_a_phase_reads_may_move(tmp_path):
@@ -105,7 +107,7 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
     (
       f"{FIT}, {SMALL}",
       {"phase_strategy": "switch"},
-      "one program takes batches of one size, and the first phase has 8; write phase_strategy=",
+      "one program takes batches of one size, and phase fit has 8; write phase_strategy=",
     ),
     (
       f"{FIT}, {SMALL}",

@@ -107,3 +107,20 @@ def test_the_plan_of_a_tpu_slice():
   assert re.search(r"^ragged-all-to-all +expert +\d+", out, re.MULTILINE)
   assert re.search(r"^fits: 0\.\d% of the 102\.0 GB", out, re.MULTILINE)
   assert re.search(r"MFU is at most \d+\.\d%", out)
+
+
+def test_every_phase_has_a_plan_of_its_own(capsys):
+  """The phase that trains less, on smaller batches, needs less of everything but parameters."""
+  phases = (
+    "[{name: all, train: .*, steps: 1}, "
+    "{name: out, train: unembed/.*, steps: 1, per_device_batch_size: 1}]"
+  )
+  assert run_plan(config_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases)) == 0
+  whole, part = capsys.readouterr().out.split("phase out: ")
+  assert "16 x 16 tokens per step" in whole
+  assert "8 x 16 tokens per step" in part
+  trainer = trainer_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases)
+  whole, part = (estimate_memory(phase) for phase in trainer.phases.values())
+  assert part.parameters == whole.parameters
+  assert part.gradients < whole.gradients / 2
+  assert part.saved_activations == 0 < whole.saved_activations
