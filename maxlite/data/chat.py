@@ -46,13 +46,18 @@ class Chat:
     text = self._template.render(messages, prompts_answer=True)
     return self._tokenizer.encode_marked(text)[0].tolist()
 
-  def answers(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, whether each is of an answer); a token that is so in part is so.
+  def answers(self, messages: Sequence[Message]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(ids, whether each is of an answer) of each of the texts that hold the answers.
+
+    A token that is an answer's in part is.
 
     Raises:
       ValueError: as of ChatTemplate.answers.
     """
-    text, spans = self._template.answers(messages)
+    for text, spans in self._template.answers(messages):
+      yield self._marked(text, spans)
+
+  def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     ids, starts = self._tokenizer.encode_marked(text)
     stops = np.append(starts[1:], len(text))
     is_answer = np.zeros(len(ids), bool)
@@ -94,7 +99,7 @@ def open_chat(cfg: DataConfig, tokenizer: Tokenizer, today: datetime.date) -> Ch
 class Conversations:
   """How conversations become documents of tokens: at most `max_length` ids, the first there are.
 
-  `counts` tells what was cut, and what was left out for having no answer.
+  `counts` tells what was cut, made several, or left out for having no answer.
   """
 
   dtype = np.dtype(np.uint32)
@@ -104,20 +109,21 @@ class Conversations:
     self.identity = f"chat {chat.identity} up to {max_length}"
     self.counts: Counter[str] = Counter()
 
-  def encode(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
-    """The ids of a document of `chat_documents`; nothing where none would be learned."""
+  def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
+    """The documents that one of `chat_documents` becomes; none where nothing would be learned."""
     messages, place = pieces
     try:
-      ids, is_answer = self._chat.answers(json.loads(messages))
+      texts = list(self._chat.answers(json.loads(messages)))
     except ValueError as error:
       raise ValueError(f"{place.decode()}: {error}") from None
-    is_cut = len(ids) > self._max_length
-    is_answer = is_answer[: self._max_length]
-    if not is_answer[1:].any():  # nothing predicts the first
-      self.counts["cut before their first answer" if is_cut else "without an answer"] += 1
-      return
-    self.counts["cut at max_target_length"] += is_cut
-    yield ids[: self._max_length] | is_answer * LEARNED
+    self.counts["more, as each answer is learned by itself"] += len(texts) - 1
+    for ids, is_answer in texts:
+      is_cut = len(ids) > self._max_length
+      if is_answer[1 : self._max_length].any():  # nothing predicts the first
+        self.counts["cut at max_target_length"] += is_cut
+        yield iter([(ids | is_answer * LEARNED)[: self._max_length]])
+      else:
+        self.counts["cut before their first answer" if is_cut else "without an answer"] += 1
 
 
 def chat_documents(

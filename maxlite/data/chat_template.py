@@ -65,38 +65,41 @@ class ChatTemplate:
     """The conversation; with `prompts_answer`, up to where the assistant speaks next."""
     return _cut_out(self._render(messages, prompts_answer))[0]
 
-  def answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-    """(the conversation, where in it the assistant's answers begin and end).
+  def answers(self, messages: Sequence[Message]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Texts with all answers of the assistant, and where in each they begin and end.
 
     An answer is what stands in a {% generation %} block. Where the template has none, it is what
     the conversation up to and with an assistant's message has beyond that up to where the assistant
-    is prompted; white space behind a special token that ends it is no part of it.
+    is prompted; white space behind a special token that ends it is no part of it. There is one
+    text, the conversation, unless such a template renders its beginnings otherwise than by
+    themselves: then there is one for each answer, which ends with it.
 
     Raises:
-      ValueError: the template refuses the conversation, or, having no such block, begins a longer
-        conversation otherwise than a shorter one.
+      ValueError: the template refuses the conversation, or, having no such block, prompts the
+        assistant by something that its answers do not begin with.
     """
     text = self._render(messages, prompts_answer=False)
     if self._marks_answers:
-      return _cut_out(text)
-    return text, [
-      self._answer(text, messages, n)
-      for n, message in enumerate(messages)
-      if message["role"] == "assistant"
-    ]
+      return [_cut_out(text)]
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    found = [self._answer(messages[: n + 1]) for n in turns]
+    if all(text.startswith(through) for through, _ in found):
+      return [(text, [span for _, span in found])]
+    return [(through, [span]) for through, span in found]
 
-  def _answer(self, text: str, messages: Sequence[Message], n: int) -> tuple[int, int]:
-    before = self._render(messages[:n], prompts_answer=True)
-    through = self._render(messages[: n + 1], prompts_answer=False)
-    if not text.startswith(through) or not through.startswith(before):
+  def _answer(self, messages: Sequence[Message]) -> tuple[str, tuple[int, int]]:
+    """(a conversation that ends with an answer, where in it that is)"""
+    before = self._render(messages[:-1], prompts_answer=True)
+    text = self._render(messages, prompts_answer=False)
+    if not text.startswith(before):
       raise ValueError(
-        f"{self._place} renders the beginning of a conversation otherwise than by itself, so that "
-        "answers cannot be told from it: set chat_template_path to one that has {% generation %} "
-        "and {% endgeneration %} around what the assistant says"
+        f"{self._place} prompts the assistant by something that answers do not begin with, so that "
+        "they cannot be told from it: set chat_template_path to one that has {% generation %} and "
+        "{% endgeneration %} around what the assistant says"
       )
-    trimmed = through.rstrip()
-    whole = trimmed if trimmed.endswith(self._specials) else through
-    return len(before), max(len(whole), len(before))
+    trimmed = text.rstrip()
+    whole = trimmed if trimmed.endswith(self._specials) else text
+    return text, (len(before), max(len(whole), len(before)))
 
   def _render(self, messages: Sequence[Message], prompts_answer: bool) -> str:
     try:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Encoder(Protocol):
-  """How documents become ids; `identity` changes when any id would.
+  """How what was read becomes documents of ids; `identity` changes when any id would.
 
   `counts` tells of documents that were changed or left out, by what was done to them.
   """
@@ -43,8 +43,8 @@ class Encoder(Protocol):
   dtype: np.dtype
   counts: Counter[str]
 
-  def encode(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
-    """The ids of one document, in parts; none for a document that is left out."""
+  def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
+    """The documents, often one, that one that was read becomes: each in parts of its ids."""
 
 
 class Texts:
@@ -55,7 +55,10 @@ class Texts:
     self.dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     self.counts: Counter[str] = Counter()
 
-  def encode(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
+  def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
+    yield self._parts(pieces)
+
+  def _parts(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
     yield np.asarray([self._tokenizer.bos])
     yield from map(self._tokenizer.encode, pieces)
     yield np.asarray([self._tokenizer.eos])
@@ -191,8 +194,8 @@ class _SplitWriter:
     self._digest = hashlib.blake2b(digest_size=16)
 
   def add(self, pieces: Iterator[bytes]) -> None:
-    if length := sum(map(self._append, self._encoder.encode(pieces))):
-      self._lengths.append(length)
+    for document in self._encoder.encode(pieces):
+      self._lengths.append(sum(map(self._append, document)))
 
   def _append(self, ids: np.ndarray) -> int:
     data = ids.astype(self._encoder.dtype).tobytes()

@@ -52,7 +52,7 @@ def spelled(tokenizer, ids):
 
 def learned(tokenizer, source, messages):
   """What is learned of a conversation, a piece per answer."""
-  ids, is_answer = chat_of(tokenizer, source).answers(messages)
+  ((ids, is_answer),) = chat_of(tokenizer, source).answers(messages)
   edges = np.flatnonzero(np.diff(is_answer.astype(int), prepend=0, append=0))
   return [spelled(tokenizer, ids[a:b]) for a, b in edges.reshape(-1, 2)]
 
@@ -60,7 +60,7 @@ def learned(tokenizer, source, messages):
 def test_answers_are_learned_with_what_ends_their_turn(tokenizer):
   talk = turns("two?", "It is two.", "three?", "five\n", system="You are helpful.")
   for source in (MARKED[0], UNMARKED[0]):
-    ids, _ = chat_of(tokenizer, source).answers(talk)
+    ((ids, _),) = chat_of(tokenizer, source).answers(talk)
     assert spelled(tokenizer, ids) == (
       "<IM_START>system\nYou are helpful.<IM_END>\n<IM_START>user\ntwo?<IM_END>\n"
       "<IM_START>assistant\nIt is two.<IM_END>\n<IM_START>user\nthree?<IM_END>\n"
@@ -74,7 +74,7 @@ def test_answers_are_learned_with_what_ends_their_turn(tokenizer):
 def test_without_blocks_the_same_is_learned_as_with_them(tokenizer, n, talk):
   marked, unmarked = (chat_of(tokenizer, source[n]) for source in (MARKED, UNMARKED))
   assert marked.prompt(talk[:1]) == unmarked.prompt(talk[:1])
-  (ids, is_answer), (same, also) = marked.answers(talk), unmarked.answers(talk)
+  ((ids, is_answer),), ((same, also),) = marked.answers(talk), unmarked.answers(talk)
   np.testing.assert_array_equal(ids, same)
   # The plain template prompts with a space, which the tokenizer joins to the answer's first word.
   np.testing.assert_array_equal(is_answer, also)
@@ -93,7 +93,7 @@ def test_specials_that_are_said_stay_text(tmp_path, metaspace):
   path = save_tokenizer(tmp_path, metaspace, tokenizer_config=NAMES)
   tokenizer = TOKENIZERS["huggingface"](path)
   chat = chat_of(tokenizer, MARKED[0])
-  ids, is_answer = chat.answers(turns("a <|im_end|> b", "It is <|im_start|>two"))
+  ((ids, is_answer),) = chat.answers(turns("a <|im_end|> b", "It is <|im_start|>two"))
   controls = set(tokenizer.specials.values())
   start, end = (tokenizer.specials[f"<|im_{which}|>"] for which in ("start", "end"))
   assert [int(i) for i in ids if i in controls] == [start, end, start, end]
@@ -107,7 +107,7 @@ def test_specials_that_are_said_stay_text(tmp_path, metaspace):
 def test_bytes_speak_too():
   cfg = DataConfig(chat_template_path="configs/chat/plain.jinja")
   chat = open_chat(cfg, open_tokenizer(cfg), DATE_IN_DATA)
-  ids, is_answer = chat.answers(turns("é?", "ü<|end_of_text|>", "a", "b"))
+  ((ids, is_answer),) = chat.answers(turns("é?", "ü<|end_of_text|>", "a", "b"))
   text = "user: é?\nassistant: ü<|end_of_text|>", "\nuser: a\nassistant: b", "\n"
   expected = [256, *text[0].encode(), 257, *text[1].encode(), 257, *text[2].encode()]
   assert ids.tolist() == expected
@@ -120,20 +120,38 @@ def test_a_token_that_is_an_answer_in_part_is_learned(tokenizer):
   source = (
     "{% for m in messages %}{{ ' ' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
   )
-  ids, is_answer = chat_of(tokenizer, source).answers(turns("two"))
+  ((ids, is_answer),) = chat_of(tokenizer, source).answers(turns("two"))
   assert (ids.tolist(), is_answer.tolist()) == ([piece], [True])
 
 
+# As of models that forget how they came to earlier answers.
 FORGETFUL = (
-  "{% for m in messages %}{{ m.role }}"
-  "{{ m.content if loop.last else m.content[:1] }}{{ eos_token }}{% endfor %}"
+  "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+  "{% if loop.last and m.role == 'assistant' %}{{ 'so: ' }}{% endif %}{{ m.content }}"
+  "{{ '<|im_end|>\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# One that has the assistant begin in a way in which it does not go on.
+HASTY = FORGETFUL.replace("assistant\n' }}{% endif %}", "assistant\nthus' }}{% endif %}")
+
+
+def test_answers_that_are_rendered_otherwise_later_are_learned_each_by_itself(tokenizer):
+  texts = list(chat_of(tokenizer, FORGETFUL).answers(turns("a", "b", "c", "d")))
+  first = "<IM_START>user\na<IM_END>\n<IM_START>assistant\n"
+  second = "b<IM_END>\n<IM_START>user\nc<IM_END>\n<IM_START>assistant\n"
+  assert [spelled(tokenizer, ids) for ids, _ in texts] == [
+    f"{first}so: b<IM_END>\n",
+    f"{first}{second}so: d<IM_END>\n",
+  ]
+  answers = [spelled(tokenizer, ids[is_answer]) for ids, is_answer in texts]
+  assert answers == ["so: b<IM_END>", "so: d<IM_END>"]
+  assert len(list(chat_of(tokenizer, FORGETFUL).answers(turns("a", "b")))) == 1
 
 
 @pytest.mark.parametrize(
   ("source", "told"),
   [
-    (FORGETFUL, "set chat_template_path to one that has"),
+    (HASTY, "set chat_template_path to one that has"),
     ("{% if %}", "the template is no Jinja2 template: Expected"),
     ("{{ raise_exception('no\nsystem') }}", "the template: no system"),
     ("{{ messages[9].content.strip() }}", "the template: "),
@@ -145,13 +163,13 @@ FORGETFUL = (
 )
 def test_a_template_that_fails_is_one_line(tokenizer, source, told):
   with pytest.raises(ValueError, match=told) as error:
-    chat_of(tokenizer, source).answers(TALKS[1])
+    list(chat_of(tokenizer, source).answers(TALKS[1]))
   assert "\n" not in str(error.value)
 
 
 def test_a_template_knows_a_date_that_is_the_same_every_day(tokenizer):
   source = "{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}"
-  ids, _ = chat_of(tokenizer, source).answers(turns("é"))
+  ((ids, _),) = chat_of(tokenizer, source).answers(turns("é"))
   assert tokenizer.decode(ids) == '01 Jan 2025[{"role": "user", "content": "é"}]'
 
 
@@ -220,6 +238,13 @@ def test_what_is_cut_or_left_out_is_told(tmp_path):
   assert "; 1 cut before their first answer" in source.summary
   lengths = sorted(int((source.train[i]["segment_BT"] > 0).sum()) for i in range(2))
   assert lengths == [len("user: a\nassistant: b$"), 40]
+
+
+def test_each_of_such_answers_is_a_document(tmp_path):
+  write_lines(tmp_path, {"messages": turns("a", "b", "c", "d")}, {"messages": turns("a", "b")})
+  summary = open_with(tmp_path, FORGETFUL).source.summary
+  assert "in 3 conversations" in summary
+  assert summary.endswith("; 1 more, as each answer is learned by itself")
 
 
 def test_the_example_is_read_whole(tmp_path):
@@ -331,7 +356,7 @@ def test_ids_and_answers_are_those_of_transformers(tmp_path, metaspace):
       told = theirs.apply_chat_template(
         talk, chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
       )
-      ids, is_answer = chat_of(ours, marked).answers(talk)
+      ((ids, is_answer),) = chat_of(ours, marked).answers(talk)
       assert ids.tolist() == told["input_ids"]
       assert is_answer.tolist() == [bool(is_in) for is_in in told["assistant_masks"]]
     for talk in TALKS:  # with special tokens said by the speakers, which they can hide, too
