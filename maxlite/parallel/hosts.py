@@ -65,7 +65,7 @@ def joined(
   jax_heartbeat = 2 * jax_distributed_heartbeat_timeout_seconds
   if place is None:
     _join_as_jax_finds(timeout, jax_heartbeat)
-  if place is None and jax.distributed.is_initialized():
+  if place is None and jax.distributed.is_initialized() and jax.process_count() > 1:
     with Watch(-1, {}, timeout):  # of nobody: it only ends this process where it fails
       yield
     return
