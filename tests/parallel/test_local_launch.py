@@ -17,7 +17,7 @@ words = dict(word.split("=", 1) for word in sys.argv[1:])
 rank, count = int(words["process_id"]), int(words["num_processes"])
 print("number", os.getpid(), "of", count, os.environ["JAX_NUM_CPU_DEVICES"], flush=True)
 act = words.get(f"act{rank}", "end")
-if act == "child":
+if act in ("child", "orphan"):
   import subprocess
   child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
   print("number", child.pid, "is a child", flush=True)
@@ -35,7 +35,7 @@ if act.isdigit():
   sys.exit(int(act))
 if act == "kill":
   os.kill(os.getpid(), signal.SIGKILL)
-if act != "end":
+if act not in ("end", "orphan"):
   time.sleep(60)
 print("unfinished line", end="")
 """
@@ -90,6 +90,7 @@ def test_output_is_passed_on_with_the_rank_in_front(tmp_path):
     ({"act1": "kill", "act0": "deaf"}, 128 + signal.SIGKILL),
     ({"act0": "75", "act1": "9"}, 9),  # 75: it left because another was lost
     ({"act0": "child", "act1": "3"}, 3),
+    ({"act0": "orphan", "act1": "3"}, 3),
   ],
   ids=str,
 )
