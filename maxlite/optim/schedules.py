@@ -1,5 +1,7 @@
 """Learning-rate schedules: warm-up, then a shape from the table."""
 
+import dataclasses
+
 import optax
 
 from maxlite.config.schema import OptimizerConfig
@@ -42,3 +44,10 @@ def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
     return schedule
   rise = optax.linear_schedule(cfg.learning_rate / warmup, cfg.learning_rate, max(warmup - 1, 1))
   return optax.join_schedules([rise, schedule], [warmup])
+
+
+def with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
+  """`cfg` with a schedule of `steps` updates, where it gives no length itself."""
+  if cfg.learning_rate_schedule_steps != -1:
+    return cfg
+  return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)

@@ -17,7 +17,6 @@ from maxlite.config.schema import (
   Config,
   DataConfig,
   MeshConfig,
-  OptimizerConfig,
   TrainingConfig,
 )
 from maxlite.data.batch import Batch, to_global
@@ -26,7 +25,7 @@ from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models import MODELS, build_model
 from maxlite.models.decoder import Decoder
 from maxlite.observe.flops import train_flops_per_step
-from maxlite.optim import build_optimizer, build_schedule
+from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps
 from maxlite.optim.partition import logical_names, path_of, state_names
 from maxlite.parallel import MESH_AXES, Sharder, build_mesh
 from maxlite.parallel.audit import Placement, check_sharded, place
@@ -225,7 +224,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   params = meta.unbox(boxed)
   placements = _placements(params, names, sharder)
   check_sharded(placements, sharder, cfg.mesh.sharding_tolerance)
-  optimizer_cfg = _with_schedule_steps(cfg.optimizer, cfg.run.steps)
+  optimizer_cfg = with_schedule_steps(cfg.optimizer, cfg.run.steps)
   tx = build_optimizer(optimizer_cfg, names)
   turns = Turns(cfg, params, names) if cfg.phasing.phases else None
   trainer = Trainer(
@@ -257,12 +256,6 @@ def _check_topology(trainer: Trainer) -> None:
 
 def _degrees(cfg: MeshConfig, group: str) -> list[int]:
   return [getattr(cfg, f"{group}_{mesh_axis}_parallelism") for mesh_axis in MESH_AXES]
-
-
-def _with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
-  if cfg.learning_rate_schedule_steps != -1:
-    return cfg
-  return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)
 
 
 def _phase_batch_size(phase: PhaseConfig, sharder: Sharder) -> int:

@@ -1,6 +1,5 @@
 """A run's phases: what each trains, by what, for how long, and whose turn it is."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config import Config
-from maxlite.config.phases import PhaseConfig, UntilConfig, phases_of, warmup_of
-from maxlite.config.schema import OptimizerConfig
+from maxlite.config.phases import DATA_KEYS, PhaseConfig, UntilConfig, phases_of, warmup_of
+from maxlite.config.schema import flatten
+from maxlite.config.values import show
 from maxlite.observe.phase_flops import phase_flops
 from maxlite.observe.timeline import Span, spans_of_rows
-from maxlite.optim import build_optimizer, build_schedule
+from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps
 from maxlite.optim.groups import PhaseOptimizers, merge, partition_params, paths_in
 from maxlite.training.loss import LOSSES
 from maxlite.training.phase_clock import PhaseSchedule, Plateau, Threshold
@@ -29,7 +29,7 @@ class Turns:
     Raises:
       ValueError: a regex matches no parameter, or optimizers that share state differ in kind.
     """
-    self.phases, self._model = phases_of(cfg), cfg.model
+    self.phases, self._model, self._data = phases_of(cfg), cfg.model, flatten(cfg.data)
     self.schedule = PhaseSchedule({p.name: _length(p) for p in self.phases}, warmup_of(cfg))
     self._rates, optimizers, self._trained = [], {}, {}
     for phase in self.phases:
@@ -37,7 +37,7 @@ class Turns:
         self._trained[phase.name] = partition_params(params, phase.train)[0]
       except ValueError as error:
         raise ValueError(f"phase {phase.name}: {error}") from None
-      optimizer = _with_schedule_steps(phase.optimizer, self._num_steps(phase, cfg.run.steps))
+      optimizer = with_schedule_steps(phase.optimizer, self._num_steps(phase, cfg.run.steps))
       self._rates.append(build_schedule(optimizer))
       own_names = partition_params(names, phase.train)[0]
       optimizers[phase.name] = build_optimizer(optimizer, own_names)
@@ -82,7 +82,7 @@ class Turns:
     return lines
 
   def describe_phases(self) -> list[str]:
-    """A line on what each phase trains."""
+    """A line on what each phase trains, and on data of its own."""
     lines = []
     for phase in self.phases:
       sizes = [leaf.size for leaf in jax.tree.leaves(self._trained[phase.name])]
@@ -91,6 +91,9 @@ class Turns:
         f"phase {phase.name}: {length} of {phase.loss} by {phase.optimizer.opt_type}, trains "
         f"{sum(sizes):,} parameters ({', '.join(phase.train)})"
       )
+      data = {key: x for key, x in flatten(phase.data).items() if x != self._data[key]}
+      own = " ".join(f"{key}={show(data[key])}" for key in DATA_KEYS if key in data)
+      lines[-1] += f", with {own}" if own else ""
     return lines
 
   def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[Span]:
@@ -149,9 +152,3 @@ def _length(phase: PhaseConfig) -> int | Plateau | Threshold:
   if until.patience is not None:
     return Plateau(until.metric, until.patience, until.max_steps, until.min_delta)
   return Threshold(until.metric, until.max_steps, until.below, until.above)
-
-
-def _with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
-  if cfg.learning_rate_schedule_steps != -1:
-    return cfg
-  return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)

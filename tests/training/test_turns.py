@@ -237,6 +237,9 @@ def test_a_phase_reads_its_own_stream_which_its_own_steps_move_on(with_own_data)
     flops = trainer.flops_per_step[row["phase"]]
     assert there["tflops_per_device"] == pytest.approx(flops / seconds / 1e12)
   assert parameter_hash(output) == tree_hash(state.params)[:16]
+  assert (
+    f"(unembed/.*), with dataset_type=jsonl dataset_path=[{own.dataset_path[0]}] per_" in output
+  )
   assert "phases' programs: separate (the phases' batches differ)" in output
   assert re.search(r"\ndata of chat: train .* in 9\d documents; .*; 8 x 16 tokens per step", output)
   whole = build_trainer(
