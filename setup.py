@@ -24,7 +24,8 @@ setup(
   python_requires=">=3.11",
   packages=find_packages(include=["maxlite", "maxlite.*"]) + CONFIGS,
   package_dir={"maxlite.configs": "configs"},
-  package_data={package: ["*.yml", "*.jinja", "*.jsonl"] for package in CONFIGS} | {"maxlite.generation": ["*.html"]},
+  package_data={package: ["*.yml", "*.jinja", "*.jsonl"] for package in CONFIGS}
+  | {"maxlite.generation": ["*.html"]},
   install_requires=[
     "jax>=0.10.2",
     "flax>=0.12.8",
