@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from maxlite.data.jsonl import read_objects
 from maxlite.data.tokenizer import ByteTokenizer, ChatTokenizer, HuggingFaceTokenizer, Tokenizer
 
 LEARNED = np.uint32(1 << 31)  # the bit of an id that is to be predicted
-# Templates that write a date would make other data of the same files every day.
-DATE_IN_DATA = datetime.date(2025, 1, 1)
+Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer by which to find what ends one
 
 
@@ -28,7 +27,7 @@ class Chat:
   answer.
   """
 
-  def __init__(self, tokenizer: ChatTokenizer, source: str, *, place: str, today: datetime.date):
+  def __init__(self, tokenizer: ChatTokenizer, source: str, *, place: str, today: Today):
     self._tokenizer = tokenizer
     self._template = ChatTemplate(
       source, place=place, names=tokenizer.names, specials=list(tokenizer.specials), today=today
@@ -77,7 +76,12 @@ class Chat:
     return [int(i) for i in behind if i in self._tokenizer.specials.values()][:1]
 
 
-def open_chat(cfg: DataConfig, tokenizer: Tokenizer, today: datetime.date) -> Chat | None:
+def date_in_data() -> datetime.date:
+  """The day it is in data: a template that writes the date would make others of them every day."""
+  return datetime.date(2025, 1, 1)
+
+
+def open_chat(cfg: DataConfig, tokenizer: Tokenizer, today: Today = date_in_data) -> Chat | None:
   """The Chat of the template that `cfg` names or the tokenizer came with; None without any.
 
   Raises:

@@ -3,7 +3,7 @@
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -31,7 +31,7 @@ class ChatTemplate:
     place: where it is from, for error messages.
     names: of special tokens, such as `bos_token`; by them the template knows the tokens.
     specials: the spelling of every special token.
-    today: what the template is told if it asks.
+    today: what day it is, should the template ask.
 
   Raises:
     ValueError: it is no template.
@@ -44,7 +44,7 @@ class ChatTemplate:
     place: str,
     names: Mapping[str, str],
     specials: Sequence[str],
-    today: datetime.date,
+    today: Callable[[], datetime.date],
   ) -> None:
     self._place, self._names, self._specials = place, names, tuple(specials)
     self._marks_answers = bool(_GENERATION.search(source))
@@ -55,7 +55,8 @@ class ChatTemplate:
       trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
+    strftime_now = lambda form: today().strftime(form)
+    environment.globals |= {"raise_exception": _raise, "strftime_now": strftime_now}
     try:
       self._template = environment.from_string(source)
     except jinja2.TemplateError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from maxlite.config.schema import DataConfig
-from maxlite.data.chat import DATE_IN_DATA, Conversations, chat_documents, open_chat
+from maxlite.data.chat import Conversations, chat_documents, open_chat
 from maxlite.data.documents import Documents, windows
 from maxlite.data.files import expand_paths
 from maxlite.data.jsonl import jsonl_documents
@@ -62,7 +62,7 @@ def _open_texts(
 def _open_chat(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Source:
   tokenizer = open_tokenizer(cfg)
   _check_vocabulary(tokenizer, vocab_size)
-  chat = open_chat(cfg, tokenizer, DATE_IN_DATA)
+  chat = open_chat(cfg, tokenizer)
   if chat is None:
     raise ValueError(
       f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} comes without a "

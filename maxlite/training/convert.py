@@ -22,7 +22,7 @@ from maxlite.config import (
 )
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.config.values import show
-from maxlite.data.chat import DATE_IN_DATA, open_chat
+from maxlite.data.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.layers.additions import ADAPTER, ADDITION_KEYS, merge_lora
 from maxlite.storage.checkpoint import Checkpoints
@@ -93,7 +93,7 @@ def to_hf(argv: Sequence[str]) -> str:
   length = {"max_position_embeddings": cfg.data.max_target_length}
   hf = {"dtype": model.weight_dtype} | length | hf
   tokenizer = None if cfg.data.dataset_type == "synthetic" else open_tokenizer(cfg.data)
-  chat = open_chat(cfg.data, tokenizer, DATE_IN_DATA) if tokenizer else None
+  chat = open_chat(cfg.data, tokenizer) if tokenizer else None
 
   def write(made: Path) -> None:
     told = {}

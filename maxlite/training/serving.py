@@ -32,7 +32,7 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     cfg = config_of_run(cfg, argv)
     tokenizer = open_text_tokenizer(cfg)
     trainer, params, _ = open_trained(cfg)
-    chat = open_chat(cfg.data, tokenizer, datetime.date.today())
+    chat = open_chat(cfg.data, tokenizer, datetime.date.today)
     engine = build_engine(trainer, params, chat.ends if chat else tokenizer.ends)
   app_of = lambda worker: build_app(
     worker,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from maxlite.config import load_config
 from maxlite.config.schema import DataConfig
 from maxlite.data.chat import (
-  DATE_IN_DATA,
   LEARNED,
   Chat,
   chat_documents,
+  date_in_data,
   open_chat,
 )
 from maxlite.data.pipeline import open_data
@@ -34,7 +34,7 @@ def tokenizer(tmp_path_factory):
 
 
 def chat_of(tokenizer, source):
-  return Chat(tokenizer, source, place="the template", today=DATE_IN_DATA)
+  return Chat(tokenizer, source, place="the template", today=date_in_data)
 
 
 def spelled(tokenizer, ids):
@@ -106,7 +106,7 @@ def test_specials_that_are_said_stay_text(tmp_path, metaspace):
 
 def test_bytes_speak_too():
   cfg = DataConfig(chat_template_path="configs/chat/plain.jinja")
-  chat = open_chat(cfg, open_tokenizer(cfg), DATE_IN_DATA)
+  chat = open_chat(cfg, open_tokenizer(cfg))
   ((ids, is_answer),) = chat.answers(turns("é?", "ü<|end_of_text|>", "a", "b"))
   text = "user: é?\nassistant: ü<|end_of_text|>", "\nuser: a\nassistant: b", "\n"
   expected = [256, *text[0].encode(), 257, *text[1].encode(), 257, *text[2].encode()]

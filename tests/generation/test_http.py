@@ -58,8 +58,11 @@ TEMPLATE = (
 def served(worker, template=""):
   """(port, worker) of a server."""
   letters = Letters()
-  today = datetime.date.today()
-  chat = Chat(letters, template, place="template", today=today).prompt if template else None
+  chat = (
+    Chat(letters, template, place="template", today=datetime.date.today).prompt
+    if template
+    else None
+  )
   names = {"name": "tiny", "max_length": tiny.LONGEST, "hosts": allowed_hosts("127.0.0.1")}
   app = build_app(worker, letters, chat, **names)
   server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
