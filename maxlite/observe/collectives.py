@@ -56,8 +56,8 @@ def collectives(
       mesh_axes = _mesh_axes(groups, mesh_shape)
       sums[kind, mesh_axes, False] += runs.times * np.array([1, payload, sent])
   found = [
-    Collective(kind, mesh_axes, *map(float, total), between_slices)
-    for (kind, mesh_axes, between_slices), total in sums.items()
+    Collective(kind, mesh_axes, float(times), float(payload), float(sent), between_slices)
+    for (kind, mesh_axes, between_slices), (times, payload, sent) in sums.items()
   ]
   return sorted(found, key=lambda collective: -collective.sent_bytes)
 
