@@ -120,8 +120,10 @@ class HuggingFaceTokenizer:
     named = named if not beside.tokens else {"eos_token": named["eos_token"]}
     self.names: Mapping[str, str] = named | beside.tokens
     # They are not always marked as special tokens.
-    marked = [tokenizers.AddedToken(spelled[i], special=True) for i in {self.bos, *self.ends}]
-    self._tokenizer.add_special_tokens(marked)
+    added = self._tokenizer.get_added_tokens_decoder()
+    plain = [i for i in (self.bos, *self.ends) if i not in added or not added[i].special]
+    missing = [tokenizers.AddedToken(spelled[i], special=True) for i in dict.fromkeys(plain)]
+    self._tokenizer.add_special_tokens(missing)
     added = self._tokenizer.get_added_tokens_decoder()
     self.specials: Mapping[str, int] = {
       token.content: i for i, token in added.items() if token.special
