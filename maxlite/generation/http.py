@@ -26,9 +26,8 @@ from maxlite.generation.worker import FullError, Worker
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_BODY_SECONDS = 60.0  # for all of a request to come
-_DEFAULT_MAX_TOKENS = (
-  16  # as OpenAI's completions have it; a chat may go on as long as there is room
-)
+# As OpenAI's completions have it; a chat may go on as long as there is room.
+_DEFAULT_MAX_TOKENS = 16
 _LONGEST_MESSAGE = 500  # [characters] of an error's
 
 # The tokens of a conversation's {"role": ..., "content": ...}, up to where the assistant answers.
