@@ -7,6 +7,7 @@ data's position is null holds parameters alone (parameters.py writes such): a ru
 """
 
 import asyncio
+import concurrent.futures
 import glob
 import hashlib
 import itertools
@@ -14,6 +15,7 @@ import json
 import logging
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +63,7 @@ class Checkpoints:
     self._shown = Path(directory)  # as the user wrote it, for messages
     self._report = report
     self._manager: ocp.CheckpointManager | None = None
+    self._failures = _Failures()
 
   def latest_step(self) -> int | None:
     """The newest step of which there is a checkpoint, whole or not."""
@@ -93,7 +96,7 @@ class Checkpoints:
     if self._manager is None:
       return
     try:
-      self._manager.wait_until_finished()
+      self._failures.raise_while_waiting_for(self._manager)
     # Whatever a disk, a network or TensorStore may say of a write that failed.
     except Exception as error:
       self._manager = None  # which would tell it again, or wait for the other processes
@@ -278,13 +281,51 @@ class Checkpoints:
 
   def _open(self) -> ocp.CheckpointManager:
     """The manager, opened at the first save: it lists the folder only once, after `restore`."""
-    logging.getLogger("absl").addFilter(_is_news)
+    logging.getLogger("absl").addFilter(self._failures)
     options = ocp.CheckpointManagerOptions(
       max_to_keep=self._cfg.max_num_checkpoints_to_keep,
       keep_period=self._cfg.checkpoint_keep_period or None,
       enable_async_checkpointing=self._cfg.async_checkpointing,
     )
     return ocp.CheckpointManager(self._directory, options=options)
+
+
+class _Failures(logging.Filter):
+  """Hears of writes that failed as soon as Orbax logs them, trace and all, which it keeps quiet.
+
+  Of many processes the one that failed would raise only when the others are done, who wait for it.
+  """
+
+  def __init__(self) -> None:
+    super().__init__()
+    self._first: BaseException | None = None
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    if not record.exc_info or "orbax" not in record.pathname:
+      return True
+    self._first = self._first or record.exc_info[1]
+    return False
+
+  def raise_while_waiting_for(self, manager: ocp.CheckpointManager) -> None:
+    """Returns when all is on disk; raises what ended a write."""
+    if jax.process_count() == 1:
+      manager.wait_until_finished()
+      return
+    waiting = concurrent.futures.Future[None]()
+    threading.Thread(target=_settle, args=(waiting, manager), daemon=True).start()
+    while not waiting.done() and self._first is None:
+      concurrent.futures.wait([waiting], timeout=0.05)
+    failure, self._first = self._first, None
+    if failure is not None:
+      raise failure
+    waiting.result()
+
+
+def _settle(waiting: concurrent.futures.Future[None], manager: ocp.CheckpointManager) -> None:
+  try:
+    waiting.set_result(manager.wait_until_finished())
+  except BaseException as error:
+    waiting.set_exception(error)
 
 
 class _PatientArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -364,11 +405,6 @@ def _brief(error: Exception) -> str:
   if found := re.search(r"[^:]*\[os_error_code='\d+'", first_line):
     return found[0].split(" [")[0].strip()
   return first_line[:200]
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-  """False for what Orbax logs, trace and all, and raises as well."""
-  return not ("orbax" in record.pathname and record.exc_info)
 
 
 def _on_every_process(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
