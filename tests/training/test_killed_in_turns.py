@@ -23,6 +23,9 @@ def test_a_run_killed_across_switches_ends_as_if_it_had_not_been(tmp_path):
   command += ["configs/alternating/router.yml", *TINY, f"jax_cache_dir={tmp_path}"]
   one_device = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
   options = {"cwd": ROOT, "env": one_device, "capture_output": True, "text": True}
-  done = subprocess.run(command, check=False, **options)
+  for _ in range(3):
+    done = subprocess.run(command, check=False, **options)
+    if "the run was done after" not in done.stderr:  # else the machine was busier when it began
+      break
   assert done.returncode == 0, done.stdout + done.stderr
   assert "killed 3 times" in done.stdout
