@@ -14,6 +14,7 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.rows import Bootstrap, HostBatches, Row, shuffled_order
 from maxlite.data.sources import SOURCES, Source
+from maxlite.data.workers import end_with_parent
 
 _READ_THREADS = 2
 _BEFORE_IT_WAS_KEPT = {"data_sampling": "shuffle"}  # what older checkpoints do not say
@@ -218,7 +219,8 @@ def _read_ahead(
       flags.FLAGS.mark_as_parsed()
     per_worker = -(-num_batches // num_workers)
     dataset = dataset.mp_prefetch(
-      grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
+      grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker),
+      worker_init_fn=end_with_parent,
     )
   return iter(dataset)
 
