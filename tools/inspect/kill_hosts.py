@@ -56,6 +56,16 @@ class Launch:
       sys.exit("\n".join(["the run failed:", *self.lines[-50:]]))
     return found[1]
 
+  def wait_for_step(self) -> None:
+    """Returns at the next line of a step, or when there will be none."""
+    so_far = self.num_steps
+    while self.num_steps == so_far and self.process.poll() is None:
+      time.sleep(0.02)
+
+  @property
+  def num_steps(self) -> int:
+    return sum(line.startswith("[0] step") for line in list(self.lines))
+
   def workers(self) -> list[int]:
     """Its processes' numbers by rank; empty between two starts."""
     found = subprocess.run(
@@ -67,8 +77,13 @@ class Launch:
     return sorted(map(int, found.stdout.split()))
 
 
-def kill_often(launch: Launch, options: argparse.Namespace, longest: float) -> list[int]:
-  """Kills ranks in turn until so many are, or the run is done; returns all processes there were."""
+def kill_often(
+  launch: Launch, options: argparse.Namespace, startup: float, steps: float
+) -> list[int]:
+  """Kills ranks in turn until so many are, or the run is done; returns all processes there were.
+
+  Half of the kills fall into the `startup` seconds, half into the `steps` seconds after the first.
+  """
   draw, seen = random.Random(options.seed), set()
   for kill in range(options.kills):
     rank, before = kill % options.processes, set(seen)
@@ -77,11 +92,15 @@ def kill_often(launch: Launch, options: argparse.Namespace, longest: float) -> l
         return sorted(seen)
       time.sleep(0.05)
     seen |= set(workers)
-    delay = draw.uniform(0, longest)
+    in_steps = draw.random() < 0.5
+    if in_steps:
+      launch.wait_for_step()
+    delay = draw.uniform(0, steps / options.kills if in_steps else startup)
     time.sleep(delay)
     with contextlib.suppress(ProcessLookupError):
       os.kill(workers[rank], signal.SIGKILL)
-      print(f"  kill {kill + 1}: process {rank} after {delay:.1f} s", flush=True)
+      when = "in steps" if in_steps else "at start-up"
+      print(f"  kill {kill + 1}: process {rank}, {when}, after {delay:.1f} s", flush=True)
   return sorted(seen)
 
 
@@ -106,7 +125,7 @@ def main() -> int:
     startup, steps = launch.first_step - launch.began, time.monotonic() - launch.first_step
     print(f"left in peace: parameters {peace}, {startup:.0f} s to start and {steps:.0f} s of steps")
     launch = Launch(options, folder, "killed", restarts=options.kills)
-    seen = kill_often(launch, options, startup + steps / options.kills)
+    seen = kill_often(launch, options, startup, steps)
     killed = launch.wait()
     num_kills = sum(line.endswith("ended with code 137") for line in launch.lines)
     num_restarts = sum(line.startswith("restart ") for line in launch.lines)

@@ -1,0 +1,268 @@
+"""Whatever happens to one host, none is left waiting, and a restart goes on as if it had not been.
+
+All of it with real processes, which takes minutes.
+"""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from host_runs import ROOT, Launch, run
+from test_many_hosts import LAST_BITS, LIGHT, largest_difference
+from tiny import KEYS
+from tiny_run import checkpoint_steps, keys_in, logged, parameter_hash
+
+from maxlite.parallel.watch import LOST
+
+pytestmark = pytest.mark.slow
+TWO = ("--processes", 2, "--devices", 1)
+SHORT = LIGHT | {"steps": 40, "learning_rate_schedule_steps": 40, "eval_period": 0}
+SHORT |= {"checkpoint_period": 4, "global_batch_size": 16, "max_num_checkpoints_to_keep": 40}
+ENDLESS = SHORT | {"steps": 10**6, "max_num_checkpoints_to_keep": 3}
+
+
+@pytest.fixture
+def folder(runs_folder, request):
+  """A folder of this test's own; of many processes Orbax wants no brackets in its path."""
+  return runs_folder / re.sub(r"\W+", "_", request.node.name)
+
+
+@pytest.fixture(scope="module")
+def in_peace(runs_folder):
+  """(folder, output) of the run on two hosts to which nothing happens."""
+  folder = runs_folder / "peace"
+  return folder, run(folder, *TWO, **SHORT)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_all_and_a_restart_changes_nothing(in_peace, folder, rank):
+  launch = Launch(folder, *TWO, "--restarts", 1, **SHORT)
+  launch.wait_for(r"^\[0\] step +9/")
+  os.kill(launch.process_id(rank), signal.SIGKILL)
+  assert launch.wait() == 0, launch.output
+  assert f"[{1 - rank}] process {1 - rank} leaves: process {rank} died" in launch.output
+  assert "restart 1 of 1 after code 137" in launch.output
+  assert "going on from the checkpoint of step" in launch.output
+  assert logged(folder) == logged(in_peace[0])
+  output = launch.output.splitlines()
+  last = [line for line in output if "parameters" in line][-1]
+  assert parameter_hash(last) == parameter_hash(in_peace[1].splitlines()[-1])
+  lost = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[-1])["restart_share"]
+  assert lost > 0
+
+
+def test_a_restart_on_fewer_hosts_goes_on_with_the_same_batches(in_peace, folder):
+  launch = Launch(folder, "--processes", "4,2", "--devices", 1, "--restarts", 1, **SHORT)
+  launch.wait_for(r"^\[0\] step +9/")
+  os.kill(launch.process_id(3), signal.SIGKILL)
+  assert launch.wait() == 0, launch.output
+  assert "process 1 of 2: 1 of 2 devices" in launch.output
+  assert largest_difference(folder, in_peace[0]) < LAST_BITS
+
+
+def test_a_process_that_hangs_is_lost_after_the_heartbeat(folder):
+  launch = Launch(folder, *TWO, **ENDLESS, jax_distributed_heartbeat_timeout_seconds=5)
+  launch.wait_for(r"^\[0\] step +9/")
+  os.kill(launch.process_id(0), signal.SIGSTOP)
+  assert launch.wait() == LOST
+  assert "[1] process 1 leaves: process 0 was silent for 5 s" in launch.output
+
+
+def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(folder):
+  launch = Launch(folder, *TWO, **ENDLESS, step_timeout_seconds=60)
+  launch.wait_for(r"^\[0\] step +9/")
+  os.kill(launch.process_id(1), signal.SIGSTOP)
+  assert launch.wait() == 1
+  assert re.search(
+    r"^\[0\] (step|the checkpoint of step) \d+ took longer than 60 s", launch.output, re.M
+  )
+  assert "in run_training" in launch.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_saves_on_all_at_one_step(folder, number):
+  launch = Launch(folder, *TWO, "--restarts", 3, **ENDLESS)
+  launch.wait_for(r"^\[0\] step +9/")
+  os.kill(launch.process_id(1), number)
+  assert launch.wait() == 128 + signal.SIGTERM
+  assert "restart" not in launch.output.replace("restart 0", "")
+  step = int(re.search(r"stopped by SIGTERM; left after step (\d+) of", launch.output)[1])
+  assert checkpoint_steps(folder)[-1] == step
+  output = run(folder, *TWO, **ENDLESS | {"steps": step + 2})
+  assert f"going on from the checkpoint of step {step}" in output
+  assert [row["step"] for row in logged(folder)] == list(range(1, step + 3))
+
+
+def test_a_signal_to_the_launcher_is_one_to_all(folder):
+  launch = Launch(folder, *TWO, "--restarts", 3, **ENDLESS)
+  launch.wait_for(r"^\[0\] step +9/")
+  launch.process.send_signal(signal.SIGTERM)
+  assert launch.wait() == 128 + signal.SIGTERM
+  assert "stopped by SIGTERM; left after step" in launch.output
+
+
+def test_no_process_outlives_a_launcher_that_is_killed(folder):
+  launch = Launch(folder, *TWO, **ENDLESS, grain_worker_count=1)
+  launch.wait_for(r"^\[0\] step +9/")
+  processes = [launch.process_id(rank) for rank in range(2)]
+  processes += [child for process in processes for child in children(process)]
+  assert len(processes) >= 4
+  launch.process.kill()
+  deadline = time.monotonic() + 30
+  while any(is_running(process) for process in processes) and time.monotonic() < deadline:
+    time.sleep(0.1)
+  assert not [process for process in processes if is_running(process)]
+
+
+def children(process):
+  lists = Path(f"/proc/{process}/task").glob("*/children")
+  return [int(child) for path in lists for child in path.read_text().split()]
+
+
+def is_running(process):
+  with contextlib.suppress(OSError):
+    return not re.search(r"State:\s+Z", Path(f"/proc/{process}/status").read_text())
+  return False
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_cannot_write_ends_all_and_what_was_written_before_is_whole(folder, rank):
+  """A limit on the size of files stands for a full disk, of this host alone."""
+  saved = lambda: [int(p.name) for p in folder.glob("run/checkpoints/*") if p.name.isdigit()]
+  launch = Launch(folder, *TWO, **ENDLESS | {"log_period": 10**6})
+  launch.wait_until(lambda: len(saved()) > 1)
+  resource.prlimit(launch.process_id(rank), resource.RLIMIT_FSIZE, (100, 100))
+  assert launch.wait() == 1
+  said = rf"^\[{rank}\] maxlite.train: no checkpoint can be written to .*File too large"
+  assert re.search(said, launch.output, re.M)
+  last = max(saved())
+  output = run(folder, *TWO, **ENDLESS | {"steps": last + 9})
+  assert f"going on from the checkpoint of step {last}" in output
+
+
+class Apart:
+  """Two processes, each in a folder of its own as on hosts that share no file system."""
+
+  def __init__(self, folder, **keys):
+    with subprocess.Popen(["true"]) as _:
+      port = 20_000 + os.getpid() % 20_000
+    words = [f"{name}={value}" for name, value in (KEYS | keys_in(Path("runs"), **keys)).items()]
+    command = [sys.executable, "-m", "maxlite.train", *words, "num_processes=2"]
+    command += [f"coordinator_address=127.0.0.1:{port}", f"jax_cache_dir={folder / 'cache'}"]
+    environment = os.environ | {
+      "PYTHONPATH": str(ROOT),
+      "XLA_FLAGS": "",
+      "JAX_NUM_CPU_DEVICES": "1",
+    }
+    self.processes = [
+      subprocess.Popen(
+        [*command, f"process_id={rank}"],
+        cwd=folder / str(rank),
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+      for rank in range(2)
+    ]
+
+  def ends(self):
+    """(exit code, last line on stderr) of each."""
+    errors = [process.communicate(timeout=300)[1] for process in self.processes]
+    own = [[line for line in text.splitlines() if "Gloo" not in line] for text in errors]
+    return [(p.returncode, lines[-1]) for p, lines in zip(self.processes, own, strict=True)]
+
+
+@pytest.fixture
+def apart(in_peace, folder):
+  """Two folders, each with a copy of the run."""
+  for rank in range(2):
+    shutil.copytree(in_peace[0], folder / str(rank) / "runs")
+  return folder
+
+
+def test_a_checkpoint_that_one_host_cannot_read_ends_all_in_one_line(apart):
+  for data in (apart / "1/runs/run/checkpoints").rglob("manifest.ocdbt"):
+    data.unlink()
+  for code, line in Apart(apart, **SHORT | {"steps": 50}).ends():
+    assert code in (2, LOST)
+    assert re.search("all checkpoints in .* are damaged", line)
+
+
+def test_hosts_that_do_not_share_their_runs_are_told(apart):
+  shutil.rmtree(apart / "1/runs/run/checkpoints")
+  for code, line in Apart(apart, **SHORT | {"steps": 50}).ends():
+    assert code in (2, LOST)
+    assert "base_output_directory must be a folder that all hosts share" in line
+
+
+def test_a_path_that_looks_like_a_pattern_is_refused(folder):
+  for rank in range(2):
+    (folder / str(rank)).mkdir(parents=True)
+  for code, line in Apart(folder, **SHORT | {"run_name": "run[1]"}).ends():
+    assert code in (2, LOST)
+    assert "whose path has one of *?[ in it" in line
+
+
+def test_what_is_wrong_on_one_host_is_told_on_all(folder):
+  for rank, text in ((0, "to be or not to be\n" * 99), (1, "")):
+    (folder / str(rank)).mkdir(parents=True)
+    (folder / str(rank) / "text.txt").write_text(text)
+  data = {"dataset_type": "text", "dataset_path": "text.txt", "eval_split": "tail"}
+  for code, line in Apart(folder, **SHORT | data).ends():
+    assert code in (2, LOST)
+    assert "text.txt" in line
+
+
+def test_an_ensemble_is_no_work_for_many_processes(folder):
+  members = {"members": "[{learning_rate: 1e-3}, {}]"}
+  for rank in range(2):
+    (folder / str(rank)).mkdir(parents=True)
+  for code, line in Apart(folder, **SHORT | members).ends():
+    assert code in (2, LOST)
+    assert "an ensemble is trained by one process, and this run has 2" in line
+
+
+COUNT = """
+import collections, sys
+import jax
+found = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: found.update([event.split("/")[-1]]))
+from maxlite.train import main
+code = main()
+print(code, found["compile_requests_use_cache"], found["cache_hits"])
+"""
+
+
+def test_a_restart_compiles_nothing(folder):
+  """On one device: of several XLA:CPU cannot load a program (parallel/process.py)."""
+  words = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT)).items() if n != "steps"]
+  environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+  counts = []
+  for steps in (4, 8):
+    command = [sys.executable, "-c", COUNT, *words, f"steps={steps}"]
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    counts.append([*map(int, done.stdout.split()[-3:])])
+  assert counts[0][1] > 10
+  assert counts[0][2] == 0
+  assert counts[1][1] == counts[1][2] > 10
+
+
+def test_ranks_killed_in_turn_leave_no_trace():
+  command = [sys.executable, "tools/inspect/kill_hosts.py", "--kills", "3", "--devices", "1"]
+  words = [f"{n}={v}" for n, v in (KEYS | LIGHT).items() if n not in ("steps", "jax_cache_dir")]
+  command += [*words, "steps=300", "checkpoint_period=20", "jax_cache_dir="]
+  environment = os.environ | {"PYTHONPATH": str(ROOT)}
+  done = subprocess.run(
+    command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert "killed 3 times, 3 restarts" in done.stdout
