@@ -52,6 +52,8 @@ class Launch:
     code = self.process.wait()
     self._reader.join()
     found = re.search(r"parameters (\w+)$", "\n".join(self.lines), re.M)
+    if not code and not found:
+      sys.exit("the run was done before it was killed so often: give it more steps")
     if code or not found:
       sys.exit("\n".join(["the run failed:", *self.lines[-50:]]))
     return found[1]
