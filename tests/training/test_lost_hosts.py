@@ -117,6 +117,7 @@ def test_no_process_outlives_a_launcher_that_is_killed(folder):
   processes += [child for process in processes for child in children(process)]
   assert len(processes) >= 4
   launch.process.kill()
+  launch.process.wait()
   deadline = time.monotonic() + 30
   while any(is_running(process) for process in processes) and time.monotonic() < deadline:
     time.sleep(0.1)
