@@ -125,7 +125,8 @@ def test_no_worker_outlives_its_supervisor(tmp_path):
   wait_for("saved at SIGTERM", log)
 
 
-def test_a_worker_keeps_to_its_share_of_the_machine(tmp_path):
+def test_a_worker_keeps_to_its_share_of_the_machine(tmp_path, monkeypatch):
+  monkeypatch.delenv("NPROC", raising=False)  # the tests' own
   code = (
     "import os; print(sorted(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES'], "
     "os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'], os.environ['NPROC'])"
