@@ -32,6 +32,18 @@ def programs_do_not_pile_up() -> Iterator[None]:
   Each maps memory, and a process that reaches Linux's limit of 65,530 mappings is killed.
   """
   yield
+  forget_programs()
+
+
+@pytest.fixture(autouse=True)
+def programs_of_a_slow_test_do_not_pile_up(request: pytest.FixtureRequest) -> Iterator[None]:
+  """The same after each slow test: a module may have many, each with large programs."""
+  yield
+  if request.node.get_closest_marker("slow"):
+    forget_programs()
+
+
+def forget_programs() -> None:
   if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
     jax.clear_caches()
     gc.collect()

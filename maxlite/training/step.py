@@ -12,6 +12,7 @@ import optax
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch, interleave
+from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models.decoder import Decoder
 from maxlite.parallel.rules import DEFAULT_RULES
@@ -243,13 +244,15 @@ def _by_slice(
   """The sum of `function`, called by every slice along mesh axis `data` with its own rows.
 
   `data` is the axis that lies across the slow links between slices, over which XLA would reduce
-  gradients in every micro-batch. It is left to that where `data` cuts other arrays than rows, and
-  with jitter, which is drawn for all rows of a micro-batch together.
+  gradients in every micro-batch. It is left to that where `data` cuts other arrays than rows, with
+  jitter, which is drawn for all rows of a micro-batch together, and with dispatch `capacity`, whose
+  gathers XLA cannot partition in here (it ends the process).
   """
   sharder = model.sharder
   rows = {"activation_batch", "activation_batch_no_exp"}
   cut = {name for name in DEFAULT_RULES if "data" in sharder.mesh_axes(name)}
-  if sharder.mesh.shape["data"] == 1 or cut != rows or moe.router_jitter:
+  together = cut != rows or moe.router_jitter or choose_dispatch(moe) == "capacity"
+  if sharder.mesh.shape["data"] == 1 or together:
     return function(model, trained, frozen, inputs, *rest)
   own = model.clone(sharder=sharder.inside("data"))
   of_slice = jax.shard_map(
