@@ -19,7 +19,12 @@ LIGHT = {
   "checkpoint_period": 2,
 }
 GLOBAL = {"global_batch_size": 16}
-DENSE = {"decoder_block": "llama", "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": -1}
+DENSE = {
+  "decoder_block": "llama",
+  "base_num_kv_heads": 4,
+  "ici_fsdp_parallelism": 2,
+  "ici_tensor_parallelism": -1,
+}
 MOE = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": -1}
 
 
