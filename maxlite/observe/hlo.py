@@ -1,10 +1,10 @@
 """Compiled programs as text, taken apart: instructions, and how often each computation runs."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -27,7 +27,7 @@ class Array(NamedTuple):
   def num_bytes(self) -> float:
     bits = re.search(r"\d+", self.dtype)  # bf16, f8e4m3fn; `pred` takes a byte, a token none
     per_element = int(bits[0]) / 8 if bits else float(self.dtype == "pred")
-    return prod(self.shape) * per_element
+    return math.prod(self.shape) * per_element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,10 @@ class Module:
     return []
 
   def _trip_count(self, within: Computation, loop: Instruction) -> float | None:
-    """Iterations of a `while`; from its condition `i < n` where the compiler did not note them."""
+    """Iterations of a `while`; from its condition `i < n` where the compiler did not note them.
+
+    XLA:TPU unrolls its rings of collective-permutes, so that i may grow by more than 1.
+    """
     if known := _KNOWN_TRIPS.search(loop.attributes):
       return float(known[1])
     condition = self.computations[(loop.attribute("condition") or "").lstrip("%")]
@@ -148,7 +151,8 @@ class Module:
     start = within.operands(initial)[index] if initial.opcode == "tuple" else initial
     while start.opcode in ("copy", "bitcast"):
       (start,) = within.operands(start)
-    return stop - (_constant(start) or 0)
+    body = self.computations[(loop.attribute("body") or "").lstrip("%")]
+    return float(math.ceil((stop - (_constant(start) or 0)) / _step(body, index)))
 
 
 def parse(text: str) -> Module:
@@ -187,6 +191,18 @@ def _closing(text: str, opening: int) -> int:
     if depth == 0:
       return opening + position.end()
   raise ValueError(f"not a line of HLO: {text[:80]}")
+
+
+def _step(body: Computation, index: int) -> float:
+  """By how much one turn of a loop raises its counter, element `index` of the loop's tuple."""
+  if body.root.opcode != "tuple":
+    return 1.0
+  counter, step = body.operands(body.root)[index], 0.0
+  while counter.opcode in ("add", "copy"):
+    addends = body.operands(counter)
+    step += sum(_constant(addend) or 0.0 for addend in addends)
+    counter = next((a for a in addends if a.opcode != "constant"), addends[0])
+  return step or 1.0
 
 
 def _constant(instruction: Instruction) -> float | None:
