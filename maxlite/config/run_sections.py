@@ -38,3 +38,16 @@ class CheckpointConfig:
   checkpoint_keep_period: int = knob(
     0, "Also keep every checkpoint at a multiple of this; 0: none.", unit="steps", low=0
   )
+  local_checkpoint_directory: str = knob(
+    "",
+    "Folder on each host itself, such as /dev/shm/maxlite, for checkpoints between those that all "
+    "hosts share; empty: none.",
+  )
+  local_checkpoint_period: int = knob(
+    10, "Steps between checkpoints in local_checkpoint_directory.", unit="steps", low=1
+  )
+  local_checkpoint_peer_copies: bool = knob(
+    False,
+    "Each process also keeps the local checkpoints of one on another host, where no other holds "
+    "the same part of the state.",
+  )

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from maxlite.config import data_rules
+from maxlite.config.checkpoint_rules import local_checkpoints
 from maxlite.config.complaint import Complaint, Complaints
 from maxlite.config.knob import ConfigError
 from maxlite.config.model_sections import MIXTURES
@@ -430,5 +431,6 @@ RULES: tuple[Rule, ...] = (
   _degrees,
   _axis_rules,
   _divisible,
+  local_checkpoints,
 )
 DATA_RULES: tuple[Rule, ...] = (data_rules.datasets, _evaluation)

@@ -123,7 +123,7 @@ class Checkpoints:
     """
     found = self._newest_whole(abstract_state, prefix="")
     damaged = [] if found is None else [step for step in self._steps() if step > found[2]]
-    self._remove_unfinished()
+    self.remove_unfinished()
     self._move_aside([str(step) for step in damaged])
     return found
 
@@ -144,6 +144,14 @@ class Checkpoints:
     if found is None:
       raise self._missing()
     return found[0], found[2]
+
+  def remove_unfinished(self) -> None:
+    """Removes what killed writes left; it never was a checkpoint."""
+    wait_for_all("checkpoints read")
+    for name in self._names() if jax.process_index() == 0 else ():
+      if TEMPORARY in name:
+        shutil.rmtree(self._directory / name)
+    wait_for_all("unfinished checkpoints removed")
 
   def newest(self) -> tuple[Path, Manifest]:
     """(folder, manifest) of the newest checkpoint, to read its parameters in parts.
@@ -191,7 +199,7 @@ class Checkpoints:
   def _read_manifest(self, step: int) -> Manifest:
     path = self._directory / str(step) / "manifest"
     # A Checkpointer would have all processes wait for one that cannot read.
-    return _checked(ocp.JsonCheckpointHandler().restore(path))
+    return checked(ocp.JsonCheckpointHandler().restore(path))
 
   def _read_state(self, step: int, abstract: Any) -> Any:
     """The arrays of `abstract`, perhaps a part of what was saved."""
@@ -255,14 +263,6 @@ class Checkpoints:
 
   def _names(self) -> list[str]:
     return sorted(p.name for p in self._directory.iterdir()) if self._directory.is_dir() else []
-
-  def _remove_unfinished(self) -> None:
-    """Removes what killed writes left; it never was a checkpoint."""
-    wait_for_all("checkpoints read")
-    for name in self._names() if jax.process_index() == 0 else ():
-      if TEMPORARY in name:
-        shutil.rmtree(self._directory / name)
-    wait_for_all("unfinished checkpoints removed")
 
   def _move_aside(self, names: list[str]) -> None:
     """Moves these into the folder `checkpoints_damaged`, under names that are free there."""
@@ -390,7 +390,7 @@ def _digest(body: Any) -> str:
   return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _checked(manifest: Manifest) -> Manifest:
+def checked(manifest: Manifest) -> Manifest:
   """`manifest`, if it is what was written; raises OSError otherwise."""
   if _digest(manifest.get("body")) != manifest.get("sha256"):
     raise OSError("its manifest is not what was written")

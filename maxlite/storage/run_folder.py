@@ -1,6 +1,7 @@
 """The folder of a run: where its files are, and which config it was made with."""
 
 import itertools
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,16 @@ class RunFolder:
     self.tensorboard = self.directory / "tensorboard"
     self.checkpoints = self.directory / "checkpoints"
     self.profile = self.directory / "profile"
+    self._run_id = self.directory / "run_id"  # of a run that has local checkpoints
+
+  def run_id(self) -> str:
+    """Tells this run from an earlier one in a folder of this name; made where there is none."""
+    if not self._run_id.exists():
+      self.directory.mkdir(parents=True, exist_ok=True)
+      new = self._run_id.with_suffix(".tmp")
+      new.write_text(secrets.token_hex(8))
+      new.rename(self._run_id)
+    return self._run_id.read_text()
 
   def config_changes(self, values: Mapping[str, Any]) -> Changes | None:
     """What `values`, of all keys, change in the config this run was last started with.

@@ -45,6 +45,7 @@ class Run:
   evaluate: Callable[[Any], dict] | None  # of the state; None: nothing was held out
   stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
   difference: Callable[[Any], str] | None = None  # of the state on devices that hold the same
+  local_checkpoints: Any = None  # saves as `checkpoints` do, and more often; None: there are none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +86,12 @@ def train(run: Run, state: Any, stream: Any, first_step: int, last_step: int) ->
         reason, exit_code = log.diverged, 1
       if signal := stop.after(step):
         reason, exit_code = f"stopped by {signal.name}", 128 + signal
-      if reason or step == last_step or due(step, cfg.checkpoint.checkpoint_period):
+      is_shared = reason or step == last_step or due(step, cfg.checkpoint.checkpoint_period)
+      if is_shared or (run.local_checkpoints and due(step, cfg.checkpoint.local_checkpoint_period)):
         log.settle()
         watchdog.expect(f"the checkpoint of step {step}")
         with spent.during("checkpoint"):
-          _save(run, step, state, stream)
+          _save(run, run.checkpoints if is_shared else run.local_checkpoints, step, state, stream)
       if reason:
         break
   log.settle()
@@ -167,8 +169,8 @@ def describe_divergence(num_steps: int) -> str:
   )
 
 
-def _save(run: Run, step: int, state: Any, stream: Any) -> None:
+def _save(run: Run, keeper: Any, step: int, state: Any, stream: Any) -> None:
   """Rows are on disk before the checkpoint that makes a resumed run skip them."""
-  if run.checkpoints is not None:
+  if keeper is not None:
     run.log.flush()
-    run.checkpoints.save(step, state, stream.state())
+    keeper.save(step, state, stream.state())

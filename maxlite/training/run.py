@@ -29,9 +29,11 @@ from maxlite.observe.writers import (
   read_rows,
 )
 from maxlite.parallel.hosts import after_process_0, describe, wait_for_all
+from maxlite.parallel.messages import gather
 from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
 from maxlite.storage.checkpoint import Checkpoints, NotWritten, Restored
 from maxlite.storage.fingerprint import tree_hash
+from maxlite.storage.local_checkpoints import LocalCheckpoints
 from maxlite.storage.replicas import ReplicaCheck
 from maxlite.storage.run_folder import Changes, RunFolder
 from maxlite.training.evaluate import evaluate
@@ -55,7 +57,8 @@ def run_training(cfg: Config) -> int:
     changes = folder.config_changes(flatten(cfg))
     data = after_process_0(lambda: open_trainer_data(trainer), "the data is tokenized")
     checkpoints = _open_checkpoints(cfg, folder, console)
-    restored = checkpoints.restore(trainer.abstract_state) if checkpoints else None
+    local = _open_local_checkpoints(trainer, folder, console)
+    restored = _restore(trainer, checkpoints, local)
     phase_data = after_process_0(
       lambda: _open_phase_data(trainer, data), "the data of phases is tokenized"
     )
@@ -93,10 +96,13 @@ def run_training(cfg: Config) -> int:
     _evaluation(trainer, data),
     stopwatch,
     ReplicaCheck(trainer.abstract_state).difference if cfg.observe.replica_check_period else None,
+    local,
   )
   del restored  # its arrays are donated to the first step
   try:
     ending = _train_and_save(run, state, stream, done + 1)
+    if local:
+      local.remove()
   finally:
     profiler.close()
     stream.close()
@@ -185,6 +191,28 @@ def _open_checkpoints(cfg: Config, folder: RunFolder, console: Console) -> Check
       "and overwrite: choose another run_name or move the folder away"
     )
   return None
+
+
+def _open_local_checkpoints(
+  trainer: Trainer, folder: RunFolder, console: Console
+) -> LocalCheckpoints | None:
+  cfg = trainer.cfg.checkpoint
+  if not cfg.local_checkpoint_directory:
+    return None
+  run_id = gather(folder.run_id() if jax.process_index() == 0 else None)[0]
+  return LocalCheckpoints(cfg, run_id, trainer.abstract_state, console.print)
+
+
+def _restore(
+  trainer: Trainer, checkpoints: Checkpoints | None, local: LocalCheckpoints | None
+) -> Restored | None:
+  """What the run goes on from: local checkpoints where they are newer than the shared ones."""
+  if checkpoints is None:
+    return None
+  if local and (restored := local.restore(newer_than=checkpoints.latest_step() or 0)):
+    checkpoints.remove_unfinished()
+    return restored
+  return checkpoints.restore(trainer.abstract_state)
 
 
 def _open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Console) -> Writers:

@@ -149,6 +149,19 @@ MISTAKES = {
     "halving_first_rung=100 (default)",
     "halving_first_rung=25",
   ),
+  ("local_checkpoint_directory=/dev/shm/x", "enable_checkpointing=false"): (
+    "local_checkpoint_directory=/dev/shm/x",
+    "enable_checkpointing=true",
+  ),
+  ("local_checkpoint_directory=/dev/shm/x", "local_checkpoint_period=100"): (
+    "checkpoint_period=100 (default)",
+    "local_checkpoint_period=10",
+  ),
+  ("local_checkpoint_directory=/dev/shm/x", "checkpoint_period=1"): (
+    "a shared one is written at every step; write local_checkpoint_directory=",
+  ),
+  ("local_checkpoint_peer_copies=true",): ("local_checkpoint_directory=/dev/shm/maxlite",),
+  ("local_checkpoint_directory=/dev/shm/x", "members=[{}]"): ("an ensemble has none",),
   ("members={name: a}",): ("members='{name: a}'", "a list of {key: value}", "[{key: value}]"),
   ("members=[a]",): ("members=[a]", "a list of {key: value}"),
   ("members=[{name: a, name: b}]",): ("members=", "name twice", "remove one"),

@@ -4,6 +4,7 @@ The library maps a file into memory to read it and takes all tensors at once to 
 only checks what is read.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,7 +21,10 @@ DTYPES: dict[str, np.dtype] = {
   "F16": np.dtype("float16"),
   "BF16": np.dtype(jnp.bfloat16),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
+  np.dtype(name): short
+  for name, short in (("float64", "F64"), ("int32", "I32"), ("uint32", "U32"), ("bool", "BOOL"))
+}
 PACKED = {"U8": np.dtype("uint8")}  # of what is not weights as it lies (mxfp4.py)
 ALIGNMENT = 8  # [bytes] of where tensors start in a file
 
@@ -75,11 +79,24 @@ def read_header(path: Path) -> dict[str, Tensor]:
   }
 
 
+def read_metadata(path: Path) -> tuple[dict[str, str], int]:
+  """(what `TensorFile` was told beside the tensors, where they start [bytes]), unchecked."""
+  with path.open("rb") as file:
+    num_bytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(min(num_bytes, path.stat().st_size)))
+  return header["__metadata__"], 8 + num_bytes
+
+
 class TensorFile:
   """A file of `tensors`, {name: (dtype, shape)}, written in any order once it is opened."""
 
-  def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+  def __init__(
+    self,
+    path: Path,
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+  ):
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     self._offsets: dict[str, int] = {}
     for name, (dtype, shape) in tensors.items():
@@ -90,8 +107,13 @@ class TensorFile:
     text += b" " * (-len(text) % ALIGNMENT)
     self._first = 8 + len(text)
     self._file = path.open("xb")
-    self._file.write(len(text).to_bytes(8, "little") + text)
-    self._file.truncate(self._first + end)
+    try:
+      self._file.write(len(text).to_bytes(8, "little") + text)
+      self._file.truncate(self._first + end)
+    except OSError:
+      with contextlib.suppress(OSError):
+        self._file.close()
+      raise
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
     """Writes rows of a tensor from the row `low` on."""
