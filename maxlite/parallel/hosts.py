@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import jax
+from jax._src.clusters import ClusterEnv  # who asks Kubernetes and the Cloud TPU has no other name
 from jax.experimental import multihost_utils
 
 from maxlite.parallel.meeting import Place, meet
@@ -26,6 +27,7 @@ _OPEN_MPI = tuple(
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
 _SLURM_NODES = "SLURM_STEP_NODELIST"  # there only in a step, which srun starts
 _POD_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Kubernetes job
+_BY_HAND = "write coordinator_address=HOST:PORT num_processes=N process_id=I"
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # a job's is chosen by its number
 
 
@@ -59,17 +61,10 @@ def joined(
     ValueError: the processes do not find each other in time, or do not agree on their number.
   """
   started = read_environment(os.environ)
-  place = find_place(coordinator_address, num_processes, process_id, started)
   timeout = jax_distributed_initialization_timeout
-  # The watch is quicker than JAX and tells who; JAX's own heartbeat is for a watch that hangs.
-  jax_heartbeat = 2 * jax_distributed_heartbeat_timeout_seconds
-  if place is None:
-    _join_as_jax_finds(timeout, jax_heartbeat)
-  if place is None and jax.distributed.is_initialized() and jax.process_count() > 1:
-    with Watch(-1, {}, timeout):  # of nobody: it only ends this process where it fails
-      yield
-    return
-  if place is None or place.num_processes == 1:
+  place = find_place(coordinator_address, num_processes, process_id, started)
+  place = place or find_place_as_jax(timeout)
+  if place.num_processes == 1:
     yield
     return
   devices = local_devices(started, os.environ)
@@ -83,7 +78,8 @@ def joined(
       local_device_ids=devices,
       cluster_detection_method="deactivate",
       initialization_timeout=timeout,
-      heartbeat_timeout_seconds=jax_heartbeat,
+      # The watch is quicker than JAX and tells who; this is for a watch that hangs.
+      heartbeat_timeout_seconds=2 * jax_distributed_heartbeat_timeout_seconds,
     )
     yield
 
@@ -152,6 +148,34 @@ def find_place(address: str, num_processes: int, process_id: int, started: Start
   return Place(address, num_processes, process_id)
 
 
+def find_place_as_jax(timeout: int) -> Place:
+  """This process's place in a Kubernetes job or a Cloud TPU; alone where it is in neither.
+
+  Raises:
+    ValueError: Kubernetes or the Cloud TPU do not tell it, or not in `timeout` seconds.
+  """
+  try:
+    address, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
+      None, None, None, None, None, timeout
+    )
+  # Whatever the clients of Kubernetes and of the metadata server raise.
+  except Exception as error:
+    why = f"{type(error).__name__}: {error}"
+    raise ValueError(
+      f"JAX does not find the other processes ({' '.join(why.split())[:500]}): {_BY_HAND}, or "
+      "num_processes=1 to train alone"
+    ) from None
+  if address is not None and num_processes is not None and process_id is not None:
+    return Place(address, num_processes, process_id)
+  if _POD_INDEX in os.environ:
+    raise ValueError(
+      f"this is pod {os.environ[_POD_INDEX]} of an indexed job, whose others JAX finds by the "
+      f"kubernetes package: pip install 'jax[k8s]'; or {_BY_HAND}, or num_processes=1 to train "
+      "alone"
+    )
+  return Place("", 1, 0)
+
+
 def read_environment(environment: Mapping[str, str]) -> Started:
   """What SLURM, Open MPI or a Kubernetes job say of this process."""
   address = environment.get("JAX_COORDINATOR_ADDRESS", "")
@@ -214,18 +238,3 @@ def _open_mpi_address(uri: str) -> str:
 
 def _port(job: str) -> int:
   return _FIRST_PORT + int(job) % _NUM_PORTS
-
-
-def _join_as_jax_finds(timeout: int, heartbeat: int) -> None:
-  """Joins the processes of a Kubernetes job or a Cloud TPU, if this is one of them."""
-  try:
-    jax.distributed.initialize(initialization_timeout=timeout, heartbeat_timeout_seconds=heartbeat)
-  except ValueError as error:  # how JAX says that it knows of none
-    if "coordinator_address" not in str(error):
-      raise
-    if _POD_INDEX in os.environ:
-      raise ValueError(
-        f"this is pod {os.environ[_POD_INDEX]} of an indexed job, whose others JAX finds by the "
-        "kubernetes package: pip install 'jax[k8s]'; or write coordinator_address=HOST:PORT "
-        "num_processes=N, or num_processes=1 to train alone"
-      ) from None

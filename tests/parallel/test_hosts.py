@@ -8,8 +8,15 @@ import sys
 import time
 
 import pytest
+from jax._src.clusters import ClusterEnv
 
-from maxlite.parallel.hosts import Started, find_place, local_devices, read_environment
+from maxlite.parallel.hosts import (
+  Started,
+  find_place,
+  find_place_as_jax,
+  local_devices,
+  read_environment,
+)
 from maxlite.parallel.meeting import Place, meet
 from maxlite.parallel.watch import LOST
 
@@ -84,6 +91,77 @@ def test_half_a_place_is_refused(keys, started, says):
   with pytest.raises(ValueError, match=r".") as refused:
     find_place(*keys, started)
   assert says in str(refused.value)
+
+
+class Cluster:
+  """Stands for Kubernetes or a Cloud TPU, as JAX asks them."""
+
+  __name__, name, opt_in_only_method = "Cluster", "test", False
+
+  def __init__(self, address="a:8482", broken=None):
+    self._address, self._broken = address, broken
+
+  def is_env_present(self):
+    return True
+
+  def get_coordinator_address(self, timeout_secs, override_coordinator_port):
+    if self._broken:
+      raise self._broken
+    return self._address
+
+  get_process_count = lambda self: 4
+  get_process_id = lambda self: 3
+  get_local_process_id = lambda self: None
+
+
+def test_whom_jax_finds_is_asked_where_nothing_else_tells(monkeypatch):
+  monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster()])
+  assert find_place_as_jax(1) == Place("a:8482", 4, 3)
+  monkeypatch.setattr(ClusterEnv, "_cluster_types", [])
+  assert find_place_as_jax(1) == Place("", 1, 0)
+  monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
+  with pytest.raises(ValueError, match="this is pod 2 of an indexed job"):
+    find_place_as_jax(1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such\nservice"), KeyError("job-name")])
+def test_whom_jax_does_not_find_is_told_in_one_line(monkeypatch, error):
+  monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster(broken=error)])
+  with pytest.raises(ValueError, match="JAX does not find the other processes") as refused:
+    find_place_as_jax(1)
+  assert "\n" not in str(refused.value)
+  assert "num_processes=1 to train alone" in str(refused.value)
+
+
+FOUND_BY_JAX = """
+import sys
+from jax._src.clusters import ClusterEnv
+from maxlite.parallel.hosts import joined
+class Cluster(ClusterEnv):
+  is_env_present = classmethod(lambda cls: True)
+  get_coordinator_address = classmethod(lambda cls, **_: sys.argv[1])
+  get_process_count = classmethod(lambda cls: 3)
+  get_process_id = classmethod(lambda cls: int(sys.argv[2]))
+try:
+  with joined(coordinator_address="", num_processes=-1, process_id=-1,
+    jax_distributed_initialization_timeout=3, jax_distributed_heartbeat_timeout_seconds=10):
+    pass
+except ValueError as error:
+  sys.exit(str(error))
+"""
+
+
+@pytest.mark.slow
+def test_one_that_is_missing_where_jax_finds_them_is_told_to_all():
+  address = free_address()
+  command = [sys.executable, "-c", FOUND_BY_JAX, address]
+  running = [
+    subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in ("0", "2")
+  ]
+  for process in running:
+    said = process.communicate(timeout=120)[1].splitlines()
+    assert process.returncode == 1
+    assert said[-1].startswith(f"1 of 3 processes did not come to coordinator_address={address}")
 
 
 @pytest.mark.parametrize(
