@@ -58,6 +58,8 @@ class Engine:
     params: as of `weights.inference_params`.
     ends: the tokens that end a text, each by itself.
     num_drafts: how many tokens the model's draft heads guess for it to read in one step.
+    first_block: how many places of the cache are read at least; twice as many, and so on, when a
+      row has reached them. A GPU, which would have to ask the host each time, reads all.
 
   Raises:
     ValueError: rows do not divide by the shards of a batch, or there are fewer draft heads.
@@ -72,6 +74,7 @@ class Engine:
     max_length: int,
     ends: Sequence[int],
     num_drafts: int = 0,
+    first_block: int = 128,
   ) -> None:
     self.num_shards = model.sharder.num_shards("activation_batch")
     if num_rows % self.num_shards:
@@ -86,6 +89,7 @@ class Engine:
       )
     self._model, self._params, self.ends = model, params, tuple(ends)
     self.num_rows, self.max_length, self.num_drafts = num_rows, max_length, num_drafts
+    self._first_block = 0 if model.sharder.platform == "gpu" else first_block
     self.compile_seconds = 0.0
     self._programs: dict[Any, Callable] = {}
     self._shardings = self._row_shardings()
@@ -170,7 +174,7 @@ class Engine:
     x_BTD, prefix = jax.eval_shape(self._hidden, self._params, None, *rows_BT)
     zeros_B = jnp.zeros(self.num_rows, jnp.int32)
     return Rows(
-      cache=cache.empty(prefix, self.num_rows, 1 + self.num_drafts),
+      cache=cache.empty(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
       token_B=zeros_B,
       length_B=zeros_B,
       left_B=zeros_B,

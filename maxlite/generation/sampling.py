@@ -85,7 +85,15 @@ def log_probs(logits_BV: jax.Array, seen_BV: jax.Array, rules: RowRules) -> jax.
 
 def draw(key_B: jax.Array, log_prob_BV: jax.Array) -> jax.Array:
   """token_B, each drawn by its row's own key."""
-  return jax.vmap(jax.random.categorical)(key_B, log_prob_BV).astype(jnp.int32)
+  # Numbers are drawn for as many tokens as there are: not where each row has but one, as greedy.
+  is_certain = jnp.all(jnp.sum(log_prob_BV > -jnp.inf, axis=-1) == 1)
+  token_B = jax.lax.cond(
+    is_certain,
+    lambda _, log_prob_BV: jnp.argmax(log_prob_BV, axis=-1),
+    jax.vmap(jax.random.categorical),
+    *(key_B, log_prob_BV),
+  )
+  return token_B.astype(jnp.int32)
 
 
 def _least_kept(logits_BV: jax.Array, rules: RowRules) -> jax.Array:

@@ -88,10 +88,10 @@ class Attention(nn.Module):
     new = {"key": k_BTGC, "value": v_BTGC}
     if cache.is_filled(self):
       limit = 0 if window is None else window
-      entries, visible_BTS = cache.append(self, segment_BT, limit, **new)
+      (k_blocks, v_blocks), seen = cache.append(self, segment_BT, limit, **new)
       names = ("activation_batch", "activation_kv_heads", "activation_kv_length", "activation_kv")
-      k_BGSC, v_BGSC = (self.sharder.constrain(entry, names) for entry in entries)
-      return cached.attention(q_BTHC, k_BGSC, v_BGSC, visible_BTS, **options)
+      place = lambda blocks: [self.sharder.constrain(block, names) for block in blocks]
+      return cached.attention(q_BTHC, place(k_blocks), place(v_blocks), seen, **options)
     # Layers that differ in their window are scanned over, and so all have places for all keys.
     cache.keep(self, segment_BT, window if isinstance(window, int) else 0, **new)
     return attend(

@@ -108,9 +108,9 @@ class LatentAttention(nn.Module):
   ) -> jax.Array:
     """o_BTHC by the cache: the projection from the latent goes to queries and results."""
     cfg = self.cfg
-    (entry_B1SC,), visible_BTS = cache.append(self, segment_BT, latent=kept_BT1C)
+    (blocks,), seen = cache.append(self, segment_BT, latent=kept_BT1C)
     names = ("activation_batch", None, "activation_kv_length", None)
-    entry_B1SC = self.sharder.constrain(entry_B1SC, names)
+    blocks = [self.sharder.constrain(block_B1SC, names) for block_B1SC in blocks]
     up = merge_lora(self._up().variables["params"], self.lora.lora_alpha)
     w_LHC = up["kernel"].astype(q_BTHC.dtype)
     k_LHC, v_LHC = jnp.split(w_LHC, [cfg.qk_nope_head_dim], axis=-1)
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
     q_BTHL = jnp.einsum("bthc,lhc->bthl", plain_BTHC, k_LHC)
     q_BTHC = jnp.concatenate([q_BTHL, turned_BTHR], axis=-1)
     # Summing the key's few rotated channels too is cheaper than a copy of the cache without them.
-    o_BTHC = cached.attention(q_BTHC, entry_B1SC, entry_B1SC, visible_BTS, scale=self.scale)
+    o_BTHC = cached.attention(q_BTHC, blocks, blocks, seen, scale=self.scale)
     return jnp.einsum("bthl,lhc->bthc", o_BTHC[..., : cfg.kv_lora_rank], v_LHC)
 
   def _up(self) -> Linear:

@@ -15,6 +15,7 @@ NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window
 ROW_B = np.array([2, 0, 3], np.int32)  # where they are put; row 1 stays idle
 NUM_STEPS = NUM_TOKENS - NUM_PROMPT
+FIRST_BLOCK = 3  # so that rows reach the last block while they are decoded
 TAKEN_nB = np.array([[1, 3, 2], [2, 1, 3], [3, 2, 1]], np.int32)
 KEPT = {"mutable": [cache.COLLECTION]}
 TOKENS_BT = np.random.default_rng(1).integers(48, size=(3, NUM_TOKENS)).astype(np.int32)
@@ -28,7 +29,7 @@ def prefilled(model, params, num_new):
   logits_BTV, kept = model.apply({"params": params}, *prompts, **KEPT)
   longest = jax.ShapeDtypeStruct((1, NUM_TOKENS), jnp.int32)
   shapes = jax.eval_shape(lambda t: model.apply({"params": params}, t, **KEPT)[1], longest)
-  entries = cache.empty(shapes[cache.COLLECTION], NUM_ROWS, num_new)
+  entries = cache.empty(shapes[cache.COLLECTION], NUM_ROWS, num_new, FIRST_BLOCK)
   entries = cache.insert(entries, kept[cache.COLLECTION], ROW_B, LENGTH_B)
   return logits_BTV[np.arange(3), LENGTH_B - 1], entries
 

@@ -85,7 +85,8 @@ def end_token():
 def engine_of(num_rows, **degrees):
   sharder = sharder_of(**degrees)
   model, params = inference_model(config_of(), sharder), inference_params(config_of(), params_of())
-  return Engine(model, params, num_rows=num_rows, max_length=LONGEST, ends=[end_token()])
+  keys = {"num_rows": num_rows, "max_length": LONGEST, "first_block": 8}
+  return Engine(model, params, ends=[end_token()], **keys)
 
 
 @functools.cache

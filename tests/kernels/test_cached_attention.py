@@ -1,0 +1,46 @@
+"""Attention to a cache in blocks is the reference's, and reads no block that nothing reached."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.kernels.attention import cached, reference
+
+B, T, H, C, S = 3, 2, 4, 8, 11
+CUTS = {"one block": [], "three blocks": [4, 9]}
+LENGTH_B = np.array([3, 8, 9])  # of keys, the queries' own included: the last block has none
+
+
+def drawn(*shape):
+  return np.random.default_rng(len(shape) + shape[-1]).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(("num_groups", "sinks"), [(1, False), (2, True), (4, False)])
+def test_agrees_with_the_reference(cuts, num_groups, sinks):
+  q_BTHC, sink_H = drawn(B, T, H, C), drawn(H) if sinks else None
+  k_BGSC, v_BGSC = drawn(B, num_groups, S, C), drawn(B, num_groups, S, C + 1)
+  options = {"scale": 0.7, "soft_cap": 1.5, "sink_H": sink_H}
+  query_BT = LENGTH_B[:, None] - T + np.arange(T)[None]
+  visible_BTS = np.arange(S)[None, None] <= query_BT[..., None]
+  blocks = lambda x, axis: [jnp.asarray(part) for part in np.split(x, cuts, axis=axis)]
+  seen = [cached.Seen(part, jnp.any(part)) for part in blocks(visible_BTS, 2)]
+  keys, values = blocks(k_BGSC, 2), blocks(v_BGSC, 2)
+  if cuts:  # what is not read may be anything
+    keys[-1], values[-1] = keys[-1] * jnp.nan, values[-1] * jnp.nan
+  got_BTHC = jax.jit(lambda *args: cached.attention(*args, **options))(q_BTHC, keys, values, seen)
+  for b, length in enumerate(LENGTH_B):
+    ones = np.ones((1, length), np.int32)
+    want_1THC = reference.attention(
+      q_BTHC[b : b + 1],
+      k_BGSC[b : b + 1, :, :length].swapaxes(1, 2),
+      v_BGSC[b : b + 1, :, :length].swapaxes(1, 2),
+      q_segment_BT=ones[:, :T],
+      kv_segment_BS=ones,
+      q_start=length - T,
+      block_q=1,
+      window=None,
+      **options,
+    )
+    np.testing.assert_allclose(got_BTHC[b : b + 1], want_1THC, atol=2e-6)
