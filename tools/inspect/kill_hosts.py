@@ -5,7 +5,12 @@
 The ranks are killed in turn, by SIGKILL at moments drawn at random from start-up to some steps on,
 under tools/launch/local.py, which starts all again. Afterwards the hash of the parameters and every
 logged loss must be those of the run left in peace, and no process may be left. Exits 1 where that
-is not so.
+is not so. What a kill cost is the time that the run took longer than the one left in peace, by
+kills. With
+
+  --again "local_checkpoint_directory=/dev/shm/maxlite local_checkpoint_period=10"
+
+the same is done once more, with the same draws, by a run that has these keys too.
 """
 
 import argparse
@@ -19,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from maxlite.observe.writers import read_rows
@@ -30,13 +36,21 @@ NAMES = ("step", "loss", "total_loss", "grad_norm", "eval_loss")
 class Launch:
   """A run under the launcher: its lines so far, and the processes of its newest start."""
 
-  def __init__(self, options: argparse.Namespace, folder: str, name: str, restarts: int = 0):
+  def __init__(
+    self,
+    options: argparse.Namespace,
+    folder: str,
+    name: str,
+    *,
+    restarts: int = 0,
+    more: Sequence[str] = (),
+  ):
     size = ["--processes", str(options.processes), "--devices", str(options.devices)]
-    words = [*options.words, f"base_output_directory={folder}", f"run_name={name}"]
+    words = [*options.words, *more, f"base_output_directory={folder}", f"run_name={name}"]
     command = [sys.executable, str(LAUNCHER), *size, "--restarts", str(restarts), "--", *words]
     self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     self.lines: list[str] = []
-    self.began, self.first_step = time.monotonic(), 0.0
+    self.began, self.first_step, self.ended = time.monotonic(), 0.0, 0.0
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
 
@@ -50,6 +64,7 @@ class Launch:
   def wait(self) -> str:
     """The hash of the parameters, when the run is done."""
     code = self.process.wait()
+    self.ended = time.monotonic()
     self._reader.join()
     found = re.search(r"parameters (\w+)$", "\n".join(self.lines), re.M)
     if not code and not found:
@@ -111,6 +126,33 @@ def losses(run: Path) -> list[tuple]:
   return [tuple(row.get(name) for name in NAMES) for row in read_rows(run / "metrics.jsonl")]
 
 
+def kill_and_compare(
+  peace: Launch, expected: str, options: argparse.Namespace, folder: str, more: Sequence[str] = ()
+) -> bool:
+  """Whether a run that is killed again and again ends as `peace` did, with its parameters."""
+  name = "again" if more else "killed"
+  launch = Launch(options, folder, name, restarts=options.kills, more=more)
+  startup, steps = peace.first_step - peace.began, peace.ended - peace.first_step
+  seen = kill_often(launch, options, startup, steps)
+  killed = launch.wait()
+  num_kills = sum(line.endswith("ended with code 137") for line in launch.lines)
+  num_restarts = sum(line.startswith("restart ") for line in launch.lines)
+  if num_kills < options.kills:
+    sys.exit(f"the run was done after {num_kills} kills: give it more steps")
+  same = losses(Path(folder) / "peace") == losses(Path(folder) / name)
+  alive = [number for number in seen if Path(f"/proc/{number}").exists()]
+  goodput = next(line for line in launch.lines if line.startswith("[0] goodput"))
+  lost = launch.ended - launch.began - (peace.ended - peace.began)
+  steps_lost = launch.num_steps - peace.num_steps
+  print(
+    f"killed {num_kills} times, {num_restarts} restarts: parameters {killed}, logged losses "
+    f"equal: {same}, processes left: {len(alive)}; a kill cost {lost / num_kills:.1f} s, of it "
+    f"{steps_lost / num_kills:.1f} steps taken again"
+  )
+  print(goodput.removeprefix("[0] "), flush=True)
+  return killed == expected and same and not alive
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -119,29 +161,20 @@ def main() -> int:
   parser.add_argument("--processes", type=int, default=2)
   parser.add_argument("--devices", type=int, default=2)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--again", default="", metavar="KEYS", help="once more, with these too")
   options, options.words = parser.parse_known_args()
   with tempfile.TemporaryDirectory() as folder:
     Launch(options, folder, "compiled").wait()  # what no later one has to do
-    launch = Launch(options, folder, "peace")
-    peace = launch.wait()
-    startup, steps = launch.first_step - launch.began, time.monotonic() - launch.first_step
-    print(f"left in peace: parameters {peace}, {startup:.0f} s to start and {steps:.0f} s of steps")
-    launch = Launch(options, folder, "killed", restarts=options.kills)
-    seen = kill_often(launch, options, startup, steps)
-    killed = launch.wait()
-    num_kills = sum(line.endswith("ended with code 137") for line in launch.lines)
-    num_restarts = sum(line.startswith("restart ") for line in launch.lines)
-    same = losses(Path(folder) / "peace") == losses(Path(folder) / "killed")
-  alive = [number for number in seen if Path(f"/proc/{number}").exists()]
-  goodput = next(line for line in launch.lines if line.startswith("[0] goodput"))
-  print(
-    f"killed {num_kills} times, {num_restarts} restarts: parameters {killed}, logged losses "
-    f"equal: {same}, processes left: {len(alive)}"
-  )
-  print(goodput.removeprefix("[0] "))
-  if num_kills < options.kills:
-    sys.exit(f"the run was done after {num_kills} kills: give it more steps")
-  return 0 if killed == peace and same and not alive else 1
+    peace = Launch(options, folder, "peace")
+    parameters = peace.wait()
+    startup, steps = peace.first_step - peace.began, peace.ended - peace.first_step
+    seconds = f"{startup:.0f} s to start and {steps:.0f} s of steps"
+    print(f"left in peace: parameters {parameters}, {seconds}", flush=True)
+    is_same = kill_and_compare(peace, parameters, options, folder)
+    if options.again:
+      print(f"once more, with {options.again}", flush=True)
+      is_same &= kill_and_compare(peace, parameters, options, folder, options.again.split())
+  return 0 if is_same else 1
 
 
 if __name__ == "__main__":
