@@ -31,10 +31,15 @@ MATMUL_OUTPUTS = (
 )
 
 
+def kept_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
+  """Names of what the backward pass finds; None: everything."""
+  kept = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_save}
+  return kept[cfg.remat_policy]
+
+
 def remat(block: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
   """`block`, with its backward pass recomputing what cfg.remat_policy does not keep."""
-  kept = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_save}
-  names = kept[cfg.remat_policy]
+  names = kept_by_remat(cfg)
   if names is None:
     return block
   policy = jax.checkpoint_policies.save_only_these_names(*names)

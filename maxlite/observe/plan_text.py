@@ -1,5 +1,6 @@
 """A plan as lines of text."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,12 +55,34 @@ def matmul_lines(flops: MatmulFlops, needed: float, unknown_loops: int) -> list[
   return lines
 
 
+def traffic_lines(guessed: Sequence[Collective], found: Sequence[Collective] | None) -> list[str]:
+  """GB that a device sends in a step, by mesh axes: the estimate, and beside it the compiler's."""
+  tables = [sent_by_axes(guessed)] + ([] if found is None else [sent_by_axes(found)])
+  names = sorted({*tables[0], *tables[-1]}, key=lambda name: -tables[-1].get(name, 0.0))
+  titles = ("estimate", "compiled")[: len(tables)]
+  lines = [f"{'GB sent per device':<26}" + "".join(f"{title:>10}" for title in titles)]
+  for name in names:
+    lines.append(f"{name:<26}" + "".join(f"{table.get(name, 0.0) / GB:>10.3f}" for table in tables))
+  return lines if names else []
+
+
+def sent_by_axes(collectives: Sequence[Collective]) -> dict[str, float]:
+  """Bytes that a device sends along each combination of mesh axes."""
+  sent: dict[str, float] = defaultdict(float)
+  for c in collectives:
+    sent[_axes_of(c)] += c.sent_bytes
+  return dict(sent)
+
+
+def _axes_of(collective: Collective) -> str:
+  return " x ".join(collective.mesh_axes) + (" (network)" if collective.between_slices else "")
+
+
 def collective_lines(found: Sequence[Collective]) -> list[str]:
   """Collectives of one device and step."""
   lines = [f"{'collective':<20}{'mesh axes':<24}{'per step':>9}{'GB':>10}{'GB sent':>10}"]
   for c in found:
-    axes = " x ".join(c.mesh_axes) + (" (network)" if c.between_slices else "")
-    name = f"{c.kind:<20}{axes:<24}"
+    name = f"{c.kind:<20}{_axes_of(c):<24}"
     lines.append(f"{name}{c.times:>9.0f}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
   return lines
 

@@ -20,7 +20,7 @@ class Bound(NamedTuple):
 
 
 def step_bounds(
-  chip: Chip, flops: float, hbm_bytes: float, collectives: Sequence[Collective]
+  chip: Chip, flops: float, hbm_bytes: float | None, collectives: Sequence[Collective]
 ) -> list[Bound]:
   """What bounds the step; it takes at least as long as the longest, when all overlap perfectly.
 
@@ -30,7 +30,7 @@ def step_bounds(
   sent = sum(c.sent_bytes for c in collectives if not c.between_slices)
   between = sum(c.sent_bytes for c in collectives if c.between_slices)
   bounds = [Bound("matmuls", flops, chip.bf16_tflops * 1e12)]
-  if chip.hbm_bytes_per_second:
+  if hbm_bytes is not None and chip.hbm_bytes_per_second:
     bounds.append(Bound("HBM", hbm_bytes, chip.hbm_bytes_per_second))
   if chip.link_bytes_per_second:
     bounds.append(Bound("links", sent, chip.link_bytes_per_second))

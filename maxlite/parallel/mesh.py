@@ -36,6 +36,21 @@ def build_mesh(
   return Mesh(grid, MESH_AXES)
 
 
+def join_slices(
+  ici: Sequence[int], dcn: Sequence[int], num_devices: int, num_slices: int
+) -> tuple[list[int], dict[str, int]]:
+  """(sizes of the mesh axes, what `slice_degrees` would tell) of devices that are not described.
+
+  Raises:
+    ValueError: the degrees do not multiply to the number of devices.
+  """
+  dcn = _fill("dcn", dcn, num_slices, "slices")
+  ici = _fill("ici", ici, num_devices // num_slices, "devices per slice")
+  sizes = [within * between for within, between in zip(ici, dcn, strict=True)]
+  between = dict(zip(MESH_AXES, dcn, strict=True))
+  return sizes, {name: degree for name, degree in between.items() if degree > 1}
+
+
 def slice_degrees(mesh: Mesh) -> dict[str, int]:
   """The mesh axes that lie across TPU slices, each with its degree between them."""
   slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0), otypes=[int])

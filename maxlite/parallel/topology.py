@@ -53,6 +53,13 @@ class Topology:
   def num_devices(self) -> int:
     return self.chips * self.kind.devices * self.num_slices
 
+  @property
+  def grid(self) -> tuple[int, ...]:
+    """How the chips of a slice are arranged; () for GPUs."""
+    if self.kind.platform != "tpu":
+      return ()
+    return (1,) * self.kind.grid if self.chips == 1 else next(_grids(self.chips, self.kind.grid))
+
   def missing(self, target_config: str) -> str:
     """What is needed to compile for it and is not there; empty: nothing."""
     if self.kind.platform == "tpu":
@@ -84,8 +91,7 @@ class Topology:
         "topology": f"{self.num_slices}x1x{self.chips}",
         "target_config": path.read_text(),
       }
-    grid = (1,) * self.kind.grid if self.chips == 1 else next(_grids(self.chips, self.kind.grid))
-    name = f"{self.generation}:{'x'.join(map(str, grid))}"
+    name = f"{self.generation}:{'x'.join(map(str, self.grid))}"
     request: dict[str, Any] = {"platform": "tpu", "topology_name": name}
     if self.chips == 1:
       request["chips_per_host_bounds"] = [1, 1, 1]

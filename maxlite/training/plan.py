@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ from maxlite.config.schema import ModelConfig
 from maxlite.models import build_model
 from maxlite.observe import plan_text
 from maxlite.observe.chips import CHIPS
-from maxlite.observe.collectives import collectives
+from maxlite.observe.collectives import Collective, collectives
 from maxlite.observe.cost import hbm_bytes, matmul_flops
 from maxlite.observe.hlo import Module, parse
 from maxlite.observe.memory import MemoryEstimate, activation_bytes, bytes_per_device
 from maxlite.observe.roofline import step_bounds
 from maxlite.observe.timeline import timeline_lines
-from maxlite.parallel.mesh import slice_degrees
-from maxlite.parallel.topology import Topology, parse_topology
-from maxlite.training.setup import Trainer, build_trainer
+from maxlite.observe.traffic import StepShape, expected_collectives
+from maxlite.optim.partition import path_of
+from maxlite.parallel.mesh import MESH_AXES, join_slices, slice_degrees
+from maxlite.parallel.topology import parse_topology
+from maxlite.training.setup import Trainer, build_trainer, mesh_degrees
 
 _FLOAT32_BYTES = 4
+_TPU_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,33 +42,51 @@ class Compiled:
   seconds: float  # that compiling took
 
 
-def run_plan(cfg: Config) -> int:
-  """Prints the plan of `cfg` and returns 0, or 1 where the step does not compile or not fit."""
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A trainer of described devices, and what of them its mesh may not tell."""
+
+  trainer: Trainer
+  kind: str  # jax.Device.device_kind
+  slices: Mapping[str, int]  # mesh axes that lie across slices, with their degree between them
+  missing: str = ""  # what compiling for them needs
+  grid: tuple[int, ...] = ()  # of chips, of a slice of TPUs
+
+
+def run_plan(cfg: Config, *, compiles: bool = True) -> int:
+  """Prints the plan of `cfg` and returns 0, or 1 where the step does not compile or not fit.
+
+  Unless it `compiles`, all that is told is by arithmetic.
+  """
   console = Console(highlight=False, markup=False, soft_wrap=True)
   with exit_with_one_line("maxlite.plan"):
-    topology, missing, devices = _devices(cfg)
-    trainer = build_trainer(cfg, devices)
-  kind = topology.kind.device_kind if topology else trainer.mesh.devices.flat[0].device_kind
-  if missing:
-    console.print(f"estimate only: compiling for {cfg.plan.compile_topology} needs {missing}")
+    target = build_target(cfg, compiles=compiles)
+  if target.missing:
+    console.print(
+      f"estimate only: compiling for {cfg.plan.compile_topology} needs {target.missing}"
+    )
+    compiles = False
+  trainer = target.trainer
   flops = trainer.flops_per_step
   if trainer.turns is None:
-    return 0 if _plan_step(trainer, flops[0], kind, console, compiles=not missing) else 1
+    return 0 if _plan_step(target, flops[0], console, compiles=compiles) else 1
   lines, works = trainer.turns.describe_phases(), []
   for n, phase in enumerate(trainer.phases.values()):
     console.print(lines[n])
-    works.append(_plan_step(phase, flops[n], kind, console, compiles=not missing, n=n))
+    of_phase = dataclasses.replace(target, trainer=phase)
+    works.append(_plan_step(of_phase, flops[n], console, compiles=compiles, n=n))
   return 0 if all(works) else 1
 
 
 def _plan_step(
-  trainer: Trainer, flops: float, kind: str, console: Console, *, compiles: bool, n: int = 0
+  target: Target, flops: float, console: Console, *, compiles: bool, n: int = 0
 ) -> bool:
   """Prints the plan of one step, which needs so many `flops`; whether it compiles and fits.
 
   `n` is the number of the phase whose step it is.
   """
-  console.print(_title(trainer, kind))
+  trainer = target.trainer
+  console.print(_title(trainer, target.kind))
   compiled = None
   if compiles:
     try:
@@ -74,10 +96,10 @@ def _plan_step(
   estimate = estimate_memory(trainer)
   console.print("", *plan_text.memory_lines(estimate, compiled and compiled.memory), sep="\n")
   needed = compiled.memory.peak_memory_in_bytes if compiled else estimate.total
-  fits = _tell_fit(needed, kind, console)
+  fits = _tell_fit(needed, target.kind, console)
+  for lines in _work(target, compiled, flops):
+    console.print("", *lines, sep="\n")
   if compiled:
-    for lines in _work(trainer, compiled, kind, flops):
-      console.print("", *lines, sep="\n")
     console.print(f"\ncompiled in {compiled.seconds:.0f} s")
   return fits and bool(compiled or not compiles)
 
@@ -98,19 +120,30 @@ def run_phase_plan(cfg: Config) -> int:
   return 0
 
 
-def _devices(cfg: Config) -> tuple[Topology | None, str, list[jax.Device] | None]:
-  """(what is planned for, what is missing to compile for it, its devices; None: those at hand)."""
+def build_target(cfg: Config, *, compiles: bool) -> Target:
+  """What `cfg` plans for: devices to compile for, else as many of this machine's CPU as stand-ins.
+
+  Raises:
+    ValueError: the devices, mesh, batch and model do not fit together.
+  """
   if not cfg.plan.compile_topology:
-    return None, "", None
+    trainer = build_trainer(cfg)
+    kind = trainer.mesh.devices.flat[0].device_kind
+    return Target(trainer, kind, slice_degrees(trainer.mesh))
   topology = parse_topology(cfg.plan.compile_topology, cfg.plan.compile_topology_num_slices)
-  missing = topology.missing(cfg.plan.gpu_target_config)
-  if not missing:
-    return topology, "", topology.describe(cfg.plan.gpu_target_config)
-  if topology.num_slices > 1:
-    raise ValueError(f"compile_topology_num_slices={topology.num_slices} needs {missing}")
+  kind = topology.kind.device_kind
+  missing = topology.missing(cfg.plan.gpu_target_config) if compiles else ""
+  if compiles and not missing:
+    trainer = build_trainer(cfg, topology.describe(cfg.plan.gpu_target_config))
+    return Target(trainer, kind, slice_degrees(trainer.mesh), grid=topology.grid)
   # Shapes are all that an estimate needs, and a CPU can stand in for any number of devices.
   jax.config.update("jax_num_cpu_devices", topology.num_devices)
-  return topology, missing, None
+  degrees = (mesh_degrees(cfg.mesh, group) for group in ("ici", "dcn"))
+  sizes, slices = join_slices(*degrees, topology.num_devices, topology.num_slices)
+  joined = {f"ici_{axis}_parallelism": size for axis, size in zip(MESH_AXES, sizes, strict=True)}
+  joined |= {f"dcn_{axis}_parallelism": 1 for axis in MESH_AXES}
+  cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **joined))
+  return Target(build_trainer(cfg), kind, slices, missing, topology.grid)
 
 
 def compile_step(trainer: Trainer, save_hlo: str = "", n: int = 0) -> Compiled:
@@ -226,18 +259,40 @@ def _tell_fit(needed: float, kind: str, console: Console) -> bool:
   return fits
 
 
-def _work(trainer: Trainer, compiled: Compiled, kind: str, needed: float) -> list[list[str]]:
+def estimate_traffic(target: Target) -> list[Collective]:
+  """What a device sends in a step, by shapes alone: no compiler is asked."""
+  trainer = target.trainer
+  trained, _ = trainer.part.split(trainer.abstract_state.params)
+  step = StepShape(
+    model=trainer.cfg.model,
+    sharder=trainer.sharder,
+    placements=trainer.placements,
+    trained={path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)},
+    tokens=math.prod(trainer.batch_shape) // _num_token_shards(trainer),
+    num_micro=trainer.cfg.training.gradient_accumulation_steps,
+    slices=target.slices,
+    lanes=_TPU_LANES if target.grid else 1,
+    grid=target.grid,
+  )
+  return expected_collectives(step)
+
+
+def _work(target: Target, compiled: Compiled | None, needed: float) -> list[list[str]]:
   """Paragraphs about what a step computes and moves; `needed` are its FLOPs on all devices."""
-  module = compiled.module
-  flops = matmul_flops(module)
-  needed /= trainer.mesh.size
-  found = collectives(module, dict(trainer.mesh.shape), slice_degrees(trainer.mesh))
-  paragraphs = [
-    plan_text.matmul_lines(flops, needed, module.unknown_loops),
-    plan_text.collective_lines(found),
-  ]
-  if kind in CHIPS:
+  mesh, kind = target.trainer.mesh, target.kind
+  needed /= mesh.size
+  guessed = estimate_traffic(target)
+  found, done, moved, paragraphs = guessed, needed, None, []
+  if compiled:
+    module = compiled.module
+    flops = matmul_flops(module)
+    paragraphs.append(plan_text.matmul_lines(flops, needed, module.unknown_loops))
+    found = collectives(module, dict(mesh.shape), target.slices)
     done = max(flops.total, needed)  # some kernels do not state theirs
-    bounds = step_bounds(CHIPS[kind], done, hbm_bytes(module), found)
+    moved = hbm_bytes(module)
+  paragraphs.append(plan_text.traffic_lines(guessed, found if compiled else None))
+  paragraphs.append(plan_text.collective_lines(found))
+  if kind in CHIPS:
+    bounds = step_bounds(CHIPS[kind], done, moved, found)
     paragraphs.append(plan_text.bound_lines(bounds, needed / done))
-  return paragraphs
+  return [lines for lines in paragraphs if lines]

@@ -211,7 +211,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   Raises:
     ValueError: mesh, batch and model do not fit together.
   """
-  mesh = build_mesh(_degrees(cfg.mesh, "ici"), _degrees(cfg.mesh, "dcn"), devices)
+  mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
   global_batch_size = _global_batch_size(cfg.data, cfg.training, sharder)
   model = build_model(cfg.model, sharder)
@@ -254,7 +254,8 @@ def _check_topology(trainer: Trainer) -> None:
     )
 
 
-def _degrees(cfg: MeshConfig, group: str) -> list[int]:
+def mesh_degrees(cfg: MeshConfig, group: str) -> list[int]:
+  """The degrees of `group`, "ici" or "dcn", in the order of the mesh axes."""
   return [getattr(cfg, f"{group}_{mesh_axis}_parallelism") for mesh_axis in MESH_AXES]
 
 
