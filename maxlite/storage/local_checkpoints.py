@@ -153,12 +153,13 @@ class LocalCheckpoints:
     """
     held = [[Name(*name) for name in names] for names in gather(self._held())]
     moments = sorted({name.moment for names in held for name in names}, reverse=True)
-    found = None
-    for moment in moments:
-      if moment[0] > newer_than and found is None:
-        found = self._load(moment, held)
-        self._newest = moment if found else self._newest
-    if found is None and moments and moments[0][0] > newer_than:
+    newer_than = max(gather(newer_than))
+    newer, found = [moment for moment in moments if moment[0] > newer_than], None
+    for moment in newer:
+      if found := self._load(moment, held):
+        self._newest = moment
+        break
+    if newer and found is None:
       self._report(
         f"the local checkpoints in {self._shown}, up to step {moments[0][0]}, are not whole on "
         "these hosts and this mesh: the shared one is taken"

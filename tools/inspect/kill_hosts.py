@@ -164,7 +164,6 @@ def main() -> int:
   parser.add_argument("--again", default="", metavar="KEYS", help="once more, with these too")
   options, options.words = parser.parse_known_args()
   with tempfile.TemporaryDirectory() as folder:
-    Launch(options, folder, "compiled").wait()  # what no later one has to do
     peace = Launch(options, folder, "peace")
     parameters = peace.wait()
     startup, steps = peace.first_step - peace.began, peace.ended - peace.first_step
