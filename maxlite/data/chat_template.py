@@ -152,8 +152,17 @@ def _cut_out(text: str) -> tuple[str, list[tuple[int, int]]]:
   return kept, list(zip(begins, ends, strict=True))
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-  return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """As `transformers` has it, unlike Jinja's own, which escapes what HTML would read."""
+  return json.dumps(
+    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+  )
 
 
 def _raise(message: str) -> NoReturn:
