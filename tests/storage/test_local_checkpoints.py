@@ -1,6 +1,7 @@
 """Local checkpoints: what comes back is what was saved, or nothing; of one step and one start."""
 
 import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from maxlite.config.schema import CheckpointConfig
 from maxlite.parallel import MESH_AXES, build_mesh
 from maxlite.storage.local_checkpoints import LocalCheckpoints
+from maxlite.storage.run_folder import RunFolder
 
 SPECS = {"a": jax.P("fsdp"), "b": jax.P(None, "tensor"), "c": jax.P(), "d": jax.P("fsdp", "tensor")}
 
@@ -20,12 +22,12 @@ def sharded(step, fsdp=4, tensor=2):
   degrees = {"fsdp": fsdp, "tensor": tensor}
   mesh = build_mesh([degrees.get(axis, 1) for axis in MESH_AXES], (1,) * len(MESH_AXES))
   draw = np.random.default_rng(step)
-  bits = draw.integers(2**16, size=(4, 2), dtype=np.uint16)
+  bits = draw.integers(2**16, size=(4, 4), dtype=np.uint16)
   host = {
     "a": draw.standard_normal(8).astype(np.float32),
     "b": jax.lax.bitcast_convert_type(bits, jnp.bfloat16),  # NaNs too
     "c": np.asarray(step, np.int32),
-    "d": draw.integers(2, size=(8, 6)).astype(bool),
+    "d": draw.integers(2, size=(8, 8)).astype(bool),
   }
   return {name: jax.device_put(host[name], NamedSharding(mesh, SPECS[name])) for name in host}
 
@@ -120,9 +122,11 @@ def test_a_file_is_of_the_step_that_its_name_says(tmp_path):
   assert Start(tmp_path).restored() is None
 
 
-def test_on_another_mesh_the_shared_one_is_taken(tmp_path):
+@pytest.mark.parametrize("degrees", [{"fsdp": 8, "tensor": 1}, {"fsdp": 2, "tensor": 4}], ids=str)
+def test_on_another_mesh_the_shared_one_is_taken(tmp_path, degrees):
+  """Also where it cuts the state into as many parts."""
   Start(tmp_path).save(1)
-  again = Start(tmp_path, sharded(0, fsdp=8, tensor=1))
+  again = Start(tmp_path, sharded(0, **degrees))
   assert again.restored() is None
   (line,) = again.lines
   assert "up to step 1, are not whole on these hosts and this mesh: the shared one" in line
@@ -144,6 +148,14 @@ def test_each_run_has_its_own(tmp_path):
   assert again.restored() == 2
   again.local.remove()
   assert not files(tmp_path)
+
+
+def test_a_run_made_anew_is_another(tmp_path):
+  folder = RunFolder(tmp_path / "run")
+  first = folder.run_id()
+  assert folder.run_id() == first
+  shutil.rmtree(folder.directory)
+  assert folder.run_id() != first
 
 
 def test_where_there_is_no_room_a_line_says_so_and_the_last_stays(tmp_path):

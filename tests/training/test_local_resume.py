@@ -67,15 +67,6 @@ def test_a_crashed_run_goes_on_from_its_local_checkpoint(finished, folder):
   assert not list((folder / "local").iterdir())
 
 
-def test_a_run_made_anew_is_not_that_which_was_deleted(folder):
-  keys = LIGHT | {"local_checkpoint_directory": folder / "local", "local_checkpoint_period": 1}
-  keys |= {"checkpoint_period": 6, "steps": 7}
-  with pytest.raises(CrashError):
-    start(folder, Crashing(at=5), **keys)
-  shutil.rmtree(folder / "run")
-  assert "going on" not in start(folder, **keys)[1]
-
-
 # ---- hosts, each with a folder of its own ----
 
 SHORT = LIGHT | {"steps": 90, "learning_rate_schedule_steps": 90, "eval_period": 0}

@@ -1,0 +1,51 @@
+"""Phases with data of their own on two hosts: the run of one, killed or not."""
+
+import json
+import os
+import signal
+
+import pytest
+from host_runs import Launch, run
+from test_many_hosts import LAST_BITS, LIGHT, largest_difference
+from tiny_run import logged, parameter_hash
+
+pytestmark = pytest.mark.slow
+
+
+def keys_of(folder):
+  """A phase on all, one on a file of its own in half as large batches, one that ends by itself."""
+  path = folder / "own.jsonl"
+  path.write_text("".join(json.dumps({"text": f"{n} is {n}"}) + "\n" for n in range(99)))
+  phases = [
+    "{name: fit, train: [layers/.*], steps: 3}",
+    (
+      f"{{name: own, train: [unembed/.*], steps: 2, dataset_type: jsonl, dataset_path: {path}, "
+      "global_batch_size: 8}"
+    ),
+    "{name: free, train: [.*], until: {metric: loss, max_steps: 4, below: 0.1}}",
+  ]
+  keys = {"steps": 40, "learning_rate_schedule_steps": 40, "eval_period": 20}
+  keys |= {"checkpoint_period": 8, "global_batch_size": 16}
+  return LIGHT | keys | {"phases": f"[{', '.join(phases)}]"}
+
+
+def last_hash(output):
+  return parameter_hash([line for line in output.splitlines() if "parameters " in line][-1])
+
+
+def test_phases_with_streams_of_their_own_are_the_same_on_two_hosts(runs_folder):
+  keys, folders = keys_of(runs_folder), [runs_folder / f"turns_{n}" for n in range(3)]
+  run(folders[0], "--processes", 1, "--devices", 2, **keys)
+  output = run(folders[1], "--processes", 2, "--devices", 1, **keys)
+  assert "data of own: train" in output
+  difference = largest_difference(folders[1], folders[0])
+  print(json.dumps({"two hosts against one": difference}))
+  assert difference < LAST_BITS
+  launch = Launch(folders[2], "--processes", 2, "--devices", 1, "--restarts", 2, **keys)
+  for rank, step in ((0, 15), (1, 30)):
+    launch.wait_for(rf"^\[0\] step +{step}/")
+    os.kill(launch.process_id(rank), signal.SIGKILL)
+  assert launch.wait() == 0, launch.output
+  assert "going on from the checkpoint of step" in launch.output
+  assert logged(folders[2]) == logged(folders[1])
+  assert last_hash(launch.output) == last_hash(output)
