@@ -19,6 +19,7 @@ def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
     "  saved activations": estimate.saved_activations,
     "  gradients": estimate.gradients,
     "  a layer's activations": estimate.layer_activations,
+    "  widest one's gradient": estimate.layer_gradient,
     "  a layer's weights": estimate.layer_weights,
     "  unembedding": estimate.unembedding,
     "  logits": estimate.logits,

@@ -219,16 +219,18 @@ def _reduce_gradient(traffic: _Traffic, step: StepShape, weight: _Weight) -> Non
   whole.
   """
   times = weight.num_layers * step.num_micro
+  # Each slice adds up its own micro-batches (`_by_slice` in training/step.py).
+  once = tuple(axis for axis in weight.summed if axis == "data" and step.num_micro > 1)
+  each = tuple(axis for axis in weight.summed if axis not in once)
   if weight.path[0] == "embed":
     whole = weight.size * step.compute_bytes
-    traffic.add("all-reduce", (*weight.gathered, *weight.summed), times, whole)
-    return
-  whole = weight.size * weight.itemsize
-  kind = step.kind("reduce-scatter", weight.gathered, linear=weight.is_linear)
-  traffic.add(kind, weight.gathered, times, whole)
-  # Each slice adds up its own micro-batches (`_by_slice` in training/step.py).
-  times = weight.num_layers if weight.summed == ("data",) else times
-  traffic.add("all-reduce", weight.summed, times, whole / step.size(weight.gathered))
+    traffic.add("all-reduce", (*weight.gathered, *each), times, whole)
+  else:
+    whole = weight.size * weight.itemsize
+    kind = step.kind("reduce-scatter", weight.gathered, linear=weight.is_linear)
+    traffic.add(kind, weight.gathered, times, whole)
+    traffic.add("all-reduce", each, times, whole / step.size(weight.gathered))
+  traffic.add("all-reduce", once, weight.num_layers, whole / step.size(weight.gathered))
 
 
 def _reduce_products(traffic: _Traffic, step: StepShape, weight: _Weight) -> None:

@@ -20,7 +20,7 @@ from maxlite.observe.chips import CHIPS
 from maxlite.observe.collectives import Collective, collectives
 from maxlite.observe.cost import hbm_bytes, matmul_flops
 from maxlite.observe.hlo import Module, parse
-from maxlite.observe.memory import MemoryEstimate, activation_bytes, bytes_per_device
+from maxlite.observe.memory import Activation, MemoryEstimate, activations, bytes_per_device
 from maxlite.observe.roofline import step_bounds
 from maxlite.observe.timeline import timeline_lines
 from maxlite.observe.traffic import StepShape, expected_collectives
@@ -137,13 +137,15 @@ def build_target(cfg: Config, *, compiles: bool) -> Target:
     trainer = build_trainer(cfg, topology.describe(cfg.plan.gpu_target_config))
     return Target(trainer, kind, slice_degrees(trainer.mesh), grid=topology.grid)
   # Shapes are all that an estimate needs, and a CPU can stand in for any number of devices.
-  jax.config.update("jax_num_cpu_devices", topology.num_devices)
+  if jax.config.values["jax_num_cpu_devices"] < topology.num_devices:
+    jax.config.update("jax_num_cpu_devices", topology.num_devices)
   degrees = (mesh_degrees(cfg.mesh, group) for group in ("ici", "dcn"))
   sizes, slices = join_slices(*degrees, topology.num_devices, topology.num_slices)
   joined = {f"ici_{axis}_parallelism": size for axis, size in zip(MESH_AXES, sizes, strict=True)}
   joined |= {f"dcn_{axis}_parallelism": 1 for axis in MESH_AXES}
   cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **joined))
-  return Target(build_trainer(cfg), kind, slices, missing, topology.grid)
+  trainer = build_trainer(cfg, jax.devices()[: topology.num_devices])
+  return Target(trainer, kind, slices, missing, topology.grid)
 
 
 def compile_step(trainer: Trainer, save_hlo: str = "", n: int = 0) -> Compiled:
@@ -174,20 +176,26 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
   parameters = bytes_per_device(state.params)
   trained, _ = trainer.part.split(state.params)
   num_logits, num_unembedding = _logit_sizes(trainer)
+  saved, in_layers = _activations(trainer, model), _activations(trainer, keep_all)
   return MemoryEstimate(
     parameters=parameters,
     optimizer=bytes_per_device(state) - parameters,
-    saved_activations=_activations(trainer, model),
+    saved_activations=sum(kept.num_bytes for kept in saved),
     gradients=bytes_per_device(trained) * (1 if num_micro == 1 else 2),
-    layer_activations=_activations(trainer, keep_all) / model.base_num_decoder_layers,
+    layer_activations=sum(kept.num_bytes for kept in in_layers) / model.base_num_decoder_layers,
+    layer_gradient=max((_of_one_layer(kept, model) for kept in in_layers), default=0.0),
     layer_weights=_largest_layer(trainer) * (compute_bytes + _FLOAT32_BYTES),
     unembedding=num_unembedding * (compute_bytes + _FLOAT32_BYTES),
     logits=2 * _FLOAT32_BYTES * num_logits,
   )
 
 
-def _activations(trainer: Trainer, cfg: ModelConfig) -> float:
-  """Bytes per device that a model of `cfg` keeps for the backward pass of one micro-batch."""
+def _of_one_layer(kept: Activation, model: ModelConfig) -> float:
+  return kept.num_bytes / (kept.length if model.scan_layers else 1)
+
+
+def _activations(trainer: Trainer, cfg: ModelConfig) -> list[Activation]:
+  """What a model of `cfg` keeps on a device for the backward pass of one micro-batch."""
   model = build_model(cfg, trainer.sharder)
   rows, length = trainer.batch_shape
 
@@ -203,7 +211,7 @@ def _activations(trainer: Trainer, cfg: ModelConfig) -> float:
     return jax.eval_shape(keep, trainer.abstract_state.params, tokens_BT)
 
   rows //= trainer.cfg.training.gradient_accumulation_steps
-  return activation_bytes(residuals_of, rows, _num_token_shards(trainer))
+  return activations(residuals_of, rows, _num_token_shards(trainer))
 
 
 def _num_token_shards(trainer: Trainer) -> int:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.observe.memory import MemoryEstimate, activation_bytes, bytes_per_device
+from maxlite.observe.memory import MemoryEstimate, activations, bytes_per_device
 
 
 def test_a_device_holds_its_shards_and_all_that_is_whole():
@@ -28,11 +28,14 @@ def test_activations_are_what_grows_with_the_rows():
     kept = jax.ShapeDtypeStruct((rows, 10), jnp.bfloat16)
     return [weight, kept, jax.ShapeDtypeStruct((7, rows), jnp.int8)]
 
-  assert activation_bytes(residuals_of, rows=16, num_shards=4) == 16 * (10 * 2 + 7) / 4
+  assert activations(residuals_of, rows=16, num_shards=4) == [
+    (16, 16 * 10 * 2 / 4),
+    (7, 16 * 7 / 4),
+  ]
 
 
 @pytest.mark.parametrize(
-  ("logits", "temporaries"), [(5.0, 10 + 8 + 3 + 4 + 6), (50.0, 10 + 8 + 50)]
+  ("logits", "temporaries"), [(5.0, 10 + 8 + 3 + 4 + 2 + 6), (50.0, 10 + 8 + 50)]
 )
 def test_the_peak_is_in_the_layers_or_in_the_loss(logits, temporaries):
   estimate = MemoryEstimate(
@@ -41,6 +44,7 @@ def test_the_peak_is_in_the_layers_or_in_the_loss(logits, temporaries):
     saved_activations=10,
     gradients=3,
     layer_activations=4,
+    layer_gradient=2,
     layer_weights=6,
     unembedding=8,
     logits=logits,

@@ -61,6 +61,15 @@ def test_recomputation_costs_flops_and_saves_memory():
   assert kept > 3 * saved
 
 
+def test_the_widest_activation_has_a_gradient_of_its_size():
+  trainer = trainer_of_llama(remat_policy="full")
+  tokens_per_device = 16 * 16 / 8
+  hidden_bytes = tokens_per_device * trainer.cfg.model.base_mlp_dim * 4
+  estimate = estimate_memory(trainer)
+  assert estimate.layer_gradient == hidden_bytes
+  assert estimate.layer_activations > 3 * hidden_bytes  # of which there are two, and narrower ones
+
+
 def test_the_plan_of_the_devices_at_hand(capsys, tmp_path):
   keys = LLAMA | mesh_keys("fsdp=4 tensor=2") | {"remat_policy": "full", "save_hlo": tmp_path / "a"}
   assert run_plan(config_of(**keys)) == 0
