@@ -20,12 +20,12 @@ from matplotlib.path import Path as Curve
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from maxlite.config.values import show
+from maxlite.observe.plots import GRAY, save, tidy
 
 CROWD = 12  # members: more are drawn in thinner lines
 NUM_LABELLED = 5  # of the best members; the worst is labelled too
 LARGE_RANGE = 10  # times: values that span more are drawn on a log scale
 MAX_TICKS = 8  # of one axis of the parallel coordinates
-GRAY = "#555555"
 # From dark to light, but for the lightest fifth, which on white would not be seen.
 BEST_TO_WORST = ListedColormap(colormaps["viridis"](np.linspace(0, 0.82, 256)))
 METHOD_COLORS = ("#2a6fbb", "#d95f02", "#1b9e77", "#b5338a", "#8c6d1f", "#555555")
@@ -61,7 +61,7 @@ def draw_learning_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], png_
   axes = figure.add_subplot()
   axes.set_xlabel("step")
   axes.set_ylabel("loss (nats per token)")
-  _tidy(axes)
+  tidy(axes)
   _fit_losses(axes, members)
   colors = BEST_TO_WORST(np.linspace(0, 1, len(members)))
   for rank, (member, color) in enumerate(zip(members, colors, strict=True)):
@@ -70,7 +70,7 @@ def draw_learning_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], png_
   _draw_legend(axes, members)
   if len(members) > NUM_LABELLED + 1:
     _draw_ranks(figure, axes, len(members))
-  _save(figure, png_path)
+  save(figure, png_path)
 
 
 def _learning(name: str, rows: Sequence[Mapping[str, Any]]) -> _Learning:
@@ -231,7 +231,7 @@ def draw_parallel_coordinates(
   axes.axis("off")
   if len(known) < len(rows):
     axes.text(0, -0.06, "dotted: no finite loss", va="top", fontsize=8, color=GRAY)
-  _save(figure, png_path)
+  save(figure, png_path)
 
 
 def _broken(key: str) -> str:
@@ -363,17 +363,5 @@ def draw_calibration(methods: Mapping[str, Mapping[str, Any]], png_path: Path) -
   below.set_ylim(bottom=0)
   below.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
   for axes in (above, below):
-    _tidy(axes)
-  _save(figure, png_path)
-
-
-def _tidy(axes: Axes) -> None:
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.grid(alpha=0.25, linewidth=0.6)
-  axes.tick_params(which="both", labelsize=8)
-
-
-def _save(figure: Figure, png_path: Path) -> None:
-  unfinished = png_path.with_name(f".{png_path.name}")
-  figure.savefig(unfinished, format="png")
-  unfinished.replace(png_path)
+    tidy(axes)
+  save(figure, png_path)
