@@ -21,11 +21,13 @@ from maxlite.storage.hf.config import EXECUTION
 from maxlite.storage.parameters import StoredParameters
 from maxlite.storage.streams import Index, Stream
 
-# decoder_block of the dense model: that of the mixture.
-MIXTURES = {"llama": "mixtral"}
+# decoder_block of the dense model: that of the mixture, and its router.
+MIXTURES = {
+  "llama": {"decoder_block": "mixtral", "router": "softmax_topk"},
+  "qwen3": {"decoder_block": "qwen3_moe", "router": "topk_softmax"},
+}
 # What makes the weights of the chosen experts sum to one, and nothing else be added.
 KEYS = {
-  "router": "softmax_topk",
   "norm_topk_prob": True,
   "routed_scaling_factor": 1.0,
   "shared_experts": 0,
@@ -56,10 +58,10 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
   if block not in MIXTURES:
     raise ValueError(f"decoder_block={block} cannot be upcycled, only {', '.join(MIXTURES)} can")
   keys = {
-    "decoder_block": MIXTURES[block],
     "base_moe_mlp_dim": dense.model.base_mlp_dim,
     "model_name": "",
     **KEYS,
+    **MIXTURES[block],
   }
   defaults = flatten(dense) | keys
   cfg = load_config([*argv, f"run_name={run_name}"], defaults=defaults, needs_data=False)

@@ -109,6 +109,23 @@ def test_what_no_family_says_is_refused_by_name():
       family_that_says(build(ModelConfig, DEFAULTS | keys | change))
 
 
+@pytest.mark.parametrize("local", [0.0, 50.0, 5000.0])
+def test_the_local_rotary_base_is_said_or_the_export_refused(local):
+  change = {"rope_type": "default", "rope_max_timescale": 5000.0, "local_rope_max_timescale": local}
+  models = {
+    name: build(ModelConfig, DEFAULTS | model_keys(FIXTURES / name)[1] | change)
+    for name in ("gemma2", "gemma3_text")
+  }
+  found, hf = family_that_says(models["gemma3_text"])
+  said = found.config_from_hf(hf)["local_rope_max_timescale"]
+  assert said == (50.0 if local == 50.0 else 0.0)
+  if local == 50.0:
+    with pytest.raises(ValueError, match="local_rope_max_timescale=50"):
+      family_that_says(models["gemma2"])
+  else:
+    assert family_that_says(models["gemma2"])[0].model_type == "gemma2"
+
+
 def test_layers_that_are_not_stacked_get_the_same_weights(small_parts):
   folder = FIXTURES / "deepseek_v2"
   stacked, apart = arrays_of(folder), arrays_of(folder, scan_layers=False)

@@ -139,11 +139,17 @@ def test_training_starts_from_the_weights_with_a_state_of_its_own(root):
   assert not any(leaf.any() for leaf in moments)
 
 
-def test_an_upcycled_model_computes_what_the_dense_one_did(root, monkeypatch):
-  words = ("run_name=llama", f"base_output_directory={root}", "output=mixture", "num_experts=4")
-  assert converted(monkeypatch, "upcycle", *words) == 0
-  np.testing.assert_allclose(logits_of(root / "mixture"), logits_of(root / "llama"), atol=1e-5)
-  params = leaves_by_path(maxlite.load(root / "mixture")[1])
+@pytest.mark.parametrize("dense", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_an_upcycled_model_computes_what_the_dense_one_did(root, monkeypatch, dense):
+  words, mixture = (f"run_name={dense}", f"base_output_directory={root}"), f"mixture_of_{dense}"
+  if not (root / dense).exists():
+    assert converted(monkeypatch, "from_hf", FIXTURES / dense, *words) == 0
+  made = (f"output={mixture}", "num_experts=4")
+  assert converted(monkeypatch, "upcycle", *words, *made) == 0
+  np.testing.assert_allclose(logits_of(root / mixture), logits_of(root / dense), atol=1e-5)
+  words = (f"run_name={mixture}", words[1], f"output={root / mixture}_out")
+  assert converted(monkeypatch, "to_hf", *words) == 0
+  params = leaves_by_path(maxlite.load(root / mixture)[1])
   router = np.asarray(params["layers/moe/router/kernel"])
   assert router.shape == (2, 16, 4)
   assert np.std(router) == pytest.approx(0.25, rel=0.3)

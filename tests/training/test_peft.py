@@ -113,13 +113,16 @@ def test_adapters_and_their_base_are_the_merged_model(exported):
 
 
 @pytest.mark.hf
-@pytest.mark.slow
 @pytest.mark.skipif(
   not all(map(find_spec, ("torch", "transformers", "peft"))),
   reason="needs torch, transformers and peft: pip install -e .[hf]",
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by older names
-@pytest.mark.parametrize("exported", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+  "exported",
+  [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in FAMILIES],
+  indirect=True,
+)
 def test_peft_computes_what_the_run_does(exported):
   import torch
   from peft import PeftModel

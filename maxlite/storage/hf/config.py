@@ -128,8 +128,11 @@ def _function_of(cfg: ModelConfig) -> dict[str, Any]:
     named -= {"base_num_kv_heads", "head_dim"}
   else:
     named -= set(flatten(cfg.mla))
+  bases = {"rope_max_timescale", "local_rope_max_timescale"}
   if cfg.rope.rope_type == "default":
-    named -= set(flatten(cfg.rope)) - {"rope_type", "rope_max_timescale"}
+    named -= set(flatten(cfg.rope)) - {"rope_type", *bases}
+    if len({flat[base] for base in bases}) == 1:  # then all layers turn alike
+      flat["local_rope_max_timescale"] = 0.0
   return {name: value for name, value in flat.items() if name in named}
 
 

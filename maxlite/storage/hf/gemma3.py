@@ -19,7 +19,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
   else:
     local = hf.get("rope_local_base_freq", 10_000.0)
     whole = {"rope_theta": hf.get("rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")}
-  return gemma2.shared_from_hf(hf, 6, whole) | {"local_rope_max_timescale": float(local)}
+  keys = gemma2.shared_from_hf(hf, 6, whole)
+  alike = keys["rope_type"] == "default" and keys["rope_max_timescale"] == local
+  return keys | {"local_rope_max_timescale": 0.0 if alike else float(local)}
 
 
 def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
