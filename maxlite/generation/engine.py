@@ -110,6 +110,13 @@ class Engine:
         f"than the {most} tokens a text may have: ask for at most {max(most - num_tokens, 0)}"
       )
 
+  def compile_ahead(self) -> None:
+    """Compiles what a request may need, but for prompts that fill all rows at once."""
+    self._program("step", self._steps, np.int32(0))
+    for length in sorted({self._padded(1 << n) for n in range(self.max_length.bit_length() + 1)}):
+      args = self._admit_args([Request([0] * length, 0)], [0], self.num_shards)
+      self._program(args[0].shape, self._admit, *args)
+
   def admit(self, requests: Sequence[Request], rows: Sequence[int]) -> np.ndarray:
     """The first token of each of `requests`, which go into the idle rows `rows`.
 
@@ -124,14 +131,21 @@ class Engine:
     return np.concatenate(tokens)
 
   def _admit_some(self, requests: Sequence[Request], rows: Sequence[int], size: int) -> np.ndarray:
+    args = self._admit_args(requests, rows, size)
+    return np.asarray(self._run(args[0].shape, self._admit, *args))[: len(requests)]
+
+  def _padded(self, length: int) -> int:
+    """What prompts of `length` tokens are padded to."""
+    return min(max(_SHORTEST, 1 << (length - 1).bit_length()), self.max_length)
+
+  def _admit_args(self, requests: Sequence[Request], rows: Sequence[int], size: int) -> tuple:
     num_padding = size - len(requests)
     padded = [*requests, *[Request((), 0)] * num_padding]
     lengths = [len(request.prompt) for request in padded]
-    longest = min(max(_SHORTEST, 1 << (max(lengths) - 1).bit_length()), self.max_length)
-    tokens_BT = np.zeros((size, longest), np.int32)
+    tokens_BT = np.zeros((size, self._padded(max(lengths))), np.int32)
     for row_T, request in zip(tokens_BT, padded, strict=True):
       row_T[: len(request.prompt)] = request.prompt
-    args = (
+    return (
       tokens_BT,
       np.asarray(lengths, np.int32),
       np.asarray([*rows, *[self.num_rows] * num_padding], np.int32),
@@ -139,7 +153,6 @@ class Engine:
       np.asarray([request.max_new_tokens for request in padded], np.int32),
       RowRules.of([request.rules for request in padded]),
     )
-    return np.asarray(self._run(tokens_BT.shape, self._admit, *args))[: len(requests)]
 
   def step(self, num_steps: int = 1) -> jax.Array:
     """token_NBT: what each row draws in steps 1, ..., num_steps, at most MAX_STEPS of them.
@@ -158,14 +171,19 @@ class Engine:
 
   def _run(self, name: Any, function: Callable, *args: Any) -> jax.Array:
     """The tokens that function(params, rows, *args) draws; its rows take the place of the old."""
+    program = self._program(name, function, *args)
+    self._rows, tokens = program(self._params, self._rows, *args)
+    return tokens
+
+  def _program(self, name: Any, function: Callable, *args: Any) -> Callable:
+    """The compiled `function`, of which `name` and the arguments' shapes are those of before."""
     if name not in self._programs:
       start = time.perf_counter()
       whole = self._model.sharder.sharding(())
       jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._shardings, whole))
       self._programs[name] = jitted.lower(self._params, self._rows, *args).compile()
       self.compile_seconds += time.perf_counter() - start
-    self._rows, tokens = self._programs[name](self._params, self._rows, *args)
-    return tokens
+    return self._programs[name]
 
   def _empty_rows(self) -> Rows:
     shape = (self.num_shards, self.max_length)

@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+import sys
 from collections.abc import Sequence
 
 from maxlite.config import Config, exit_with_one_line
@@ -34,6 +35,8 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     trainer, params, _ = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
     engine = build_engine(trainer, params, chat.ends if chat else tokenizer.ends)
+  engine.compile_ahead()  # or the first to ask would wait for it
+  sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
   app_of = lambda worker: build_app(
     worker,
     tokenizer,

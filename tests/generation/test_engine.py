@@ -153,6 +153,15 @@ def test_a_text_that_is_dropped_makes_room_and_disturbs_no_other():
   assert tokens[third] == until_end(greedy_texts()[4])[0]
 
 
+def test_a_request_needs_nothing_but_what_is_compiled_ahead():
+  engine = two_rows()
+  engine.compile_ahead()
+  seconds = engine.compile_seconds
+  for length in (1, 16, 17, LONGEST - 1):
+    texts(engine, [Request([1] * length, 1, GREEDY)])
+  assert engine.compile_seconds == seconds
+
+
 @pytest.mark.parametrize(
   ("prompt", "size", "message"),
   [
