@@ -77,7 +77,7 @@ class StepShape:
     of linear layers go round in a ring beside their products, if it is a short one.
     """
     size = self.size(mesh_axes)
-    if not self.grid or size * self.size(self.slices) != self.sharder.mesh.size:
+    if not self.grid or size * prod(self.slices.values()) != self.sharder.mesh.size:
       return kind
     if linear and size <= _LARGEST_RING:
       return kind
@@ -104,7 +104,7 @@ class _Traffic:
     stays within.
 
     Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
-    MPICH (2005), sections 4.1, 4.2, 4.4 and 4.5: the bytes a device sends (`SENT_PER_BYTE`).
+    MPICH (2005), section 4: the bytes that a device sends (`SENT_PER_BYTE`).
     """
     sizes, degrees = self._step.sharder.mesh.shape, self._step.slices
     across = tuple(axis for axis in sizes if axis in mesh_axes and degrees.get(axis, 1) > 1)

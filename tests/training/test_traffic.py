@@ -1,5 +1,7 @@
 """What a step is expected to send, against what the compiler makes it send."""
 
+import dataclasses
+import importlib.util
 import os
 import re
 import subprocess
@@ -70,6 +72,17 @@ def test_between_two_slices_go_the_gradients_of_a_devices_own_shards():
   assert set(sent[1]) == {"fsdp", "data", "data x fsdp"}
 
 
+@pytest.mark.parametrize(("num_slices", "is_whole"), [(2, False), (4, True)])
+def test_a_gradient_scattered_over_a_whole_slice_of_tpus_is_summed(num_slices, is_whole):
+  cpu = target_of("data=4 fsdp=2", {"data": num_slices}, **LLAMA)
+  tpu = dataclasses.replace(cpu, kind="TPU v5", grid=(1, 2, 4 // num_slices))
+  found = (payloads(estimate_traffic(target), ["all-reduce"]) for target in (cpu, tpu))
+  summed = [sums.get(("fsdp",), 0) for sums in found]
+  model = cpu.trainer.cfg.model
+  unembedding = model.vocab_size * model.base_emb_dim * 4  # linear layers are pipelined
+  assert summed[1] - summed[0] == (unembedding if is_whole else 0)
+
+
 def test_frozen_parameters_send_no_gradient():
   phases = "[{name: all, train: .*, steps: 1}, {name: out, train: unembed/.*, steps: 1}]"
   whole = target_of("fsdp=8", **LLAMA, phases=phases)
@@ -81,24 +94,43 @@ def test_frozen_parameters_send_no_gradient():
   assert reduced[1] == model.vocab_size * model.base_emb_dim * 4 < reduced[0] / 2
 
 
-def estimated(*words):
-  """GB that are sent and where, as the command estimates them."""
+def planned(*words):
+  """By mesh axes, the columns of the GB that are sent, as the command prints them."""
   result = subprocess.run(
-    [sys.executable, "-m", "maxlite.plan", "configs/base.yml", *words, "estimate"],
-    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    [sys.executable, "-m", "maxlite.plan", "configs/base.yml", *words],
+    env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
     cwd=ROOT,
     capture_output=True,
     text=True,
     check=False,
   )
   assert result.stderr == ""
-  table = result.stdout.split("GB sent per device")[1].split("\n\n")[0]
-  return {axes: float(sent) for axes, sent in re.findall(r"^(\w.*?) {2,}([\d.]+)$", table, re.M)}
+  table = result.stdout.split("GB sent per device")[1].split("\n\n")[0].splitlines()[1:]
+  rows = (re.split(" {2,}", line) for line in table)
+  return {axes: [float(size) for size in sizes] for axes, *sizes in rows}
 
 
 def test_slices_are_planned_without_compiler_or_devices():
   pod = ("compile_topology=v5p-8", "compile_topology_num_slices=4")
-  sent = estimated("model_name=mixtral-8x7b", "ici_expert_parallelism=4", *pod)
+  sent = planned("model_name=mixtral-8x7b", "ici_expert_parallelism=4", *pod, "estimate")
   assert set(sent) == {"expert", "data (network)"}
   shard_bytes = 46.70e9 / 4 * 4  # float32, on four devices
-  assert sent["data (network)"] == pytest.approx(2 * 3 / 4 * shard_bytes / 1e9, rel=0.02)
+  assert sent["data (network)"] == [pytest.approx(2 * 3 / 4 * shard_bytes / 1e9, rel=0.02)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize(
+  ("decoder_block", "mesh_axis"), [("llama", "tensor"), ("mixtral", "expert")]
+)
+def test_two_slices_of_tpus_send_what_is_expected(decoder_block, mesh_axis):
+  model = "base_emb_dim=1024 base_mlp_dim=2048 base_moe_mlp_dim=2048 head_dim=128 num_experts=4"
+  batch = "max_target_length=256 per_device_batch_size=8 dtype=bfloat16 remat_policy=full"
+  pod = f"compile_topology=v5p-8 compile_topology_num_slices=2 ici_{mesh_axis}_parallelism=2"
+  sent = planned(f"decoder_block={decoder_block}", *f"{model} {batch} {pod}".split())
+  network, within = sent.pop("data (network)"), [axes for axes, (_, size) in sent.items() if size]
+  assert network[0] == pytest.approx(network[1], rel=0.05)
+  assert {"fsdp", mesh_axis} <= set(within)
+  for axes in within:
+    estimate, compiled = sent[axes]
+    assert estimate == pytest.approx(compiled, rel=0.15, abs=0.002), axes
