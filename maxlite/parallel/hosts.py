@@ -63,7 +63,7 @@ def joined(
   started = read_environment(os.environ)
   timeout = jax_distributed_initialization_timeout
   place = find_place(coordinator_address, num_processes, process_id, started)
-  place = place or find_place_as_jax(timeout)
+  place = place or find_place_as_jax(started.address, timeout)
   if place.num_processes == 1:
     yield
     return
@@ -148,15 +148,17 @@ def find_place(address: str, num_processes: int, process_id: int, started: Start
   return Place(address, num_processes, process_id)
 
 
-def find_place_as_jax(timeout: int) -> Place:
+def find_place_as_jax(told: str, timeout: int) -> Place:
   """This process's place in a Kubernetes job or a Cloud TPU; alone where it is in neither.
+
+  `told` is the address that the environment names; empty: none.
 
   Raises:
     ValueError: Kubernetes or the Cloud TPU do not tell it, or not in `timeout` seconds.
   """
   try:
     address, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
-      None, None, None, None, None, timeout
+      told or None, None, None, None, None, timeout
     )
   # Whatever the clients of Kubernetes and of the metadata server raise.
   except Exception as error:
@@ -167,6 +169,11 @@ def find_place_as_jax(timeout: int) -> Place:
     ) from None
   if address is not None and num_processes is not None and process_id is not None:
     return Place(address, num_processes, process_id)
+  if told:
+    raise ValueError(
+      f"JAX_COORDINATOR_ADDRESS={told}, but nothing tells how many processes there are and which "
+      "of them this is: write num_processes=N process_id=I, or num_processes=1 to train alone"
+    )
   if _POD_INDEX in os.environ:
     raise ValueError(
       f"this is pod {os.environ[_POD_INDEX]} of an indexed job, whose others JAX finds by the "

@@ -61,9 +61,8 @@ def _shifting(distance: int) -> tuple[Any, NamedSharding]:
   spec = PartitionSpec("process")
   pairs = [(process, (process + distance) % count) for process in range(count)]
   send = lambda row: jax.lax.ppermute(row, "process", pairs)
-  return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)), NamedSharding(
-    mesh, spec
-  )
+  move = jax.jit(jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec))
+  return move, NamedSharding(mesh, spec)
 
 
 def _pieces(num_bytes: int) -> Iterator[slice]:

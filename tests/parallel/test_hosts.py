@@ -116,19 +116,22 @@ class Cluster:
 
 def test_whom_jax_finds_is_asked_where_nothing_else_tells(monkeypatch):
   monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster()])
-  assert find_place_as_jax(1) == Place("a:8482", 4, 3)
+  assert find_place_as_jax("", 1) == Place("a:8482", 4, 3)
+  assert find_place_as_jax("b:1", 1) == Place("b:1", 4, 3)
   monkeypatch.setattr(ClusterEnv, "_cluster_types", [])
-  assert find_place_as_jax(1) == Place("", 1, 0)
+  assert find_place_as_jax("", 1) == Place("", 1, 0)
+  with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS=b:1, but nothing tells how many"):
+    find_place_as_jax("b:1", 1)
   monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
   with pytest.raises(ValueError, match="this is pod 2 of an indexed job"):
-    find_place_as_jax(1)
+    find_place_as_jax("", 1)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such\nservice"), KeyError("job-name")])
 def test_whom_jax_does_not_find_is_told_in_one_line(monkeypatch, error):
   monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster(broken=error)])
   with pytest.raises(ValueError, match="JAX does not find the other processes") as refused:
-    find_place_as_jax(1)
+    find_place_as_jax("", 1)
   assert "\n" not in str(refused.value)
   assert "num_processes=1 to train alone" in str(refused.value)
 
