@@ -88,14 +88,19 @@ def collective_lines(found: Sequence[Collective]) -> list[str]:
   return lines
 
 
-def bound_lines(bounds: Sequence[Bound], useful_share: float) -> list[str]:
-  """The least time of a step; `useful_share` of its FLOPs are what the model needs."""
+def bound_lines(bounds: Sequence[Bound], useful_share: float | None) -> list[str]:
+  """The least time of a step; `useful_share` of its FLOPs are what the model needs.
+
+  None: nothing was compiled, so neither HBM nor what is recomputed is known.
+  """
   lines = ["least time of a step, if all overlap and each runs at its published peak:"]
   for bound in bounds:
     unit = "TFLOP" if bound.resource == "matmuls" else "TB"
     amount = f"{bound.amount / 1e12:.3f} {unit} at {bound.rate / 1e12:g} {unit}/s"
     lines.append(f"  {bound.resource:<10}{bound.seconds * 1e3:>10.2f} ms   {amount}")
   longest = max(bounds, key=lambda bound: bound.seconds)
+  if useful_share is None:
+    return [*lines, f"  bound by {longest.resource}; HBM and what is recomputed are not counted"]
   matmuls = next(bound for bound in bounds if bound.resource == "matmuls")
   mfu = useful_share * matmuls.seconds / longest.seconds
   lines.append(f"  {longest.resource} bind: MFU is at most {mfu:.1%}")

@@ -302,5 +302,5 @@ def _work(target: Target, compiled: Compiled | None, needed: float) -> list[list
   paragraphs.append(plan_text.collective_lines(found))
   if kind in CHIPS:
     bounds = step_bounds(CHIPS[kind], done, moved, found)
-    paragraphs.append(plan_text.bound_lines(bounds, needed / done))
+    paragraphs.append(plan_text.bound_lines(bounds, needed / done if compiled else None))
   return [lines for lines in paragraphs if lines]
