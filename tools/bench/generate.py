@@ -6,7 +6,9 @@ A Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512, float32,
 `transformers` and read by `maxlite.load`. Both continue the same prompts of 64 tokens greedily, in
 turns, round by round, so that a drift of the machine's speed falls on each alike; torch with one
 thread, which for so small a model may be faster, and with all it takes by itself, or as --threads
-says. Figures are the best of all rounds, and time to the first token is left out. Needs
+says. Figures are the best of all rounds, and time to the first token is left out. --processor
+counts the process's own time, which others on the machine disturb less: for one core and thread.
+Rows of maxlite's cache have places for the texts, or --length 2048, as a server's would. Needs
 `pip install -e .[hf]`.
 
   python tools/bench/generate.py --run runs/draft_head [--temperature 0.8] [--rounds 5] [...]
@@ -25,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 import maxlite
 from maxlite.config import Config, read_saved
@@ -48,6 +51,8 @@ SHAPE = LlamaConfig(
   max_position_embeddings=2048,
 )
 
+Clock = Callable[[], float]
+CLOCKS = {False: time.perf_counter, True: time.process_time}  # whether of the processor
 GREEDY = Rules(temperature=0.0)
 
 # (seconds per token of every row, tokens of the first row, tokens a step)
@@ -60,13 +65,15 @@ def ours(
   num_tokens: int,
   rules: Rules = GREEDY,
   num_drafts: int = 0,
+  length: int = 0,
+  clock: Clock = time.perf_counter,
 ) -> Run:
   loaded, params = maxlite.load(folder)
   engine = Engine(
     inference_model(loaded.cfg, loaded.sharder),
     inference_params(loaded.cfg, params),
     num_rows=len(prompts),
-    max_length=max(map(len, prompts)) + num_tokens,
+    max_length=length or max(map(len, prompts)) + num_tokens,
     ends=[loaded.cfg.vocab_size],  # no token: texts do not end
     num_drafts=num_drafts,
   )
@@ -74,41 +81,52 @@ def ours(
   def run() -> tuple[float, list[int], float]:
     requests = [Request(prompt, num_tokens, rules, seed) for seed, prompt in enumerate(prompts)]
     batcher = Batcher(engine)
-    events = batcher.add(requests)
+    events, start = batcher.add(requests), clock()
     while not batcher.is_idle:
       events += batcher.step()
+    seconds = clock() - start
     tokens = [event.token for event in events if event.request is requests[0]]
-    meter = batcher.meter
-    return meter.decode_seconds / (num_tokens - 1), tokens, 1 + meter.accepted_length
+    return seconds / (num_tokens - 1), tokens, 1 + batcher.meter.accepted_length
 
   return run
 
 
-def theirs(folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int) -> Run:
+def theirs(folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int, clock: Clock) -> Run:
   model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   tokens_BT = torch.from_numpy(prompts_BT)
-
-  def seconds(num: int) -> tuple[float, torch.Tensor]:
-    start = time.perf_counter()
-    text = model.generate(
-      tokens_BT,
-      attention_mask=torch.ones_like(tokens_BT),
-      max_new_tokens=num,
-      min_new_tokens=num,
-      do_sample=False,
-      pad_token_id=0,
-      eos_token_id=None,
-    )
-    return time.perf_counter() - start, text
 
   @torch.inference_mode()
   def run() -> tuple[float, list[int], float]:
     torch.set_num_threads(num_threads)
-    first, _ = seconds(1)
-    whole, text_BT = seconds(num_tokens)
-    return (whole - first) / (num_tokens - 1), text_BT[0, NUM_PROMPT:].tolist(), 1.0
+    stamps = Stamps(clock)
+    text_BT = model.generate(
+      tokens_BT,
+      attention_mask=torch.ones_like(tokens_BT),
+      max_new_tokens=num_tokens,
+      min_new_tokens=num_tokens,
+      do_sample=False,
+      pad_token_id=0,
+      eos_token_id=None,
+      streamer=stamps,
+    )
+    _, first, *_, last = stamps.seconds
+    return (last - first) / (num_tokens - 1), text_BT[0, NUM_PROMPT:].tolist(), 1.0
 
   return run
+
+
+class Stamps(BaseStreamer):
+  """When the prompt and each token behind it were there."""
+
+  def __init__(self, clock: Clock) -> None:
+    self._clock, self.seconds = clock, []
+
+  def put(self, value: torch.Tensor) -> None:
+    del value
+    self.seconds.append(self._clock())
+
+  def end(self) -> None:
+    pass
 
 
 def measure(candidates: dict[str, Run], rounds: int) -> dict[str, float]:
@@ -122,15 +140,17 @@ def measure(candidates: dict[str, Run], rounds: int) -> dict[str, float]:
 
 def against_transformers(args: argparse.Namespace) -> Table:
   table = Table("batch", "candidate", "ms per step", "tokens/s", "maxlite is")
+  clock = CLOCKS[args.processor]
   with tempfile.TemporaryDirectory() as folder:
     torch.manual_seed(0)
     LlamaForCausalLM(SHAPE).save_pretrained(folder)
     for num_rows in args.batch:
       prompts_BT = np.random.default_rng(0).integers(VOCAB, size=(num_rows, NUM_PROMPT))
-      candidates = {"maxlite": ours(folder, prompts_BT.tolist(), args.tokens)}
+      prompts = prompts_BT.tolist()
+      candidates = {"maxlite": ours(folder, prompts, args.tokens, length=args.length, clock=clock)}
       for num_threads in args.threads:
         name = f"transformers, {num_threads} thread{'s' * (num_threads > 1)}"
-        candidates[name] = theirs(folder, prompts_BT, args.tokens, num_threads)
+        candidates[name] = theirs(folder, prompts_BT, args.tokens, num_threads, clock)
       texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
       best = measure(candidates, args.rounds)
       for name, seconds in best.items():
@@ -169,6 +189,8 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
   parser.add_argument("--tokens", type=int, default=128)
+  parser.add_argument("--length", type=int, default=0)
+  parser.add_argument("--processor", action="store_true")
   threads = sorted({1, torch.get_num_threads()})
   parser.add_argument("--threads", type=int, nargs="+", default=threads)
   parser.add_argument("--run", default="")
