@@ -42,4 +42,4 @@ def keep_freed_memory() -> None:
 
 def _simulates_devices() -> bool:
   flag = re.findall(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-  return jax.config.jax_num_cpu_devices > 1 or bool(flag and int(flag[-1]) > 1)
+  return jax.config.values["jax_num_cpu_devices"] > 1 or bool(flag and int(flag[-1]) > 1)
