@@ -91,7 +91,9 @@ def ours(
   return run
 
 
-def theirs(folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int, clock: Clock) -> Run:
+def theirs(
+  folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int, clock: Clock
+) -> Run:
   model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   tokens_BT = torch.from_numpy(prompts_BT)
 
