@@ -13,7 +13,7 @@ from maxlite.storage.hf import FAMILIES
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "fixtures" / "hf_parity.py"
 # Mistakes are orders of magnitude above, float32's rounding one below.
 LOGITS, GRADIENT, LOSS, LOSSES = 1e-5, 1e-4, 1e-5, 1e-4
-FAST = ("mixtral",)  # the others take a few seconds each to compile
+FAST = ("mixtral",)  # all at once; the others' gradients take a few seconds each to compile
 SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2")  # whose parts others have, too
 
 
@@ -25,7 +25,10 @@ def test_every_family_has_a_fixture_of_modest_size():
 
 @pytest.mark.parametrize(
   "family",
-  [pytest.param(name, marks=pytest.mark.slow if name in SHARED else ()) for name in FAMILIES],
+  [
+    pytest.param(name, marks=pytest.mark.slow if name in (*SHARED, *FAST) else ())
+    for name in FAMILIES
+  ],
 )
 def test_logits_and_loss_of_packed_documents(family):
   logits, loss = logits_and_loss(FIXTURES / family)
