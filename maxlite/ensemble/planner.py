@@ -32,6 +32,7 @@ PRICES = {
   "gpu": Prices(5e13, 1e12, 3e-6, 5e-5, 5e-3),
   "tpu": Prices(1e14, 1e12, 1e-6, 5e-5, 1e-2),
 }
+ALMOST = 1.05  # estimates this close are equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,8 @@ def choose(request: Request, strategy: str, memory_gb: float) -> tuple[Plan, Any
       f"the members' states need {least / 1e9:.3g} GB on a device, and {memory_gb:g} GB are given: "
       "train fewer members, use more devices, or raise the bound"
     )
-  best = min(fitting, key=lambda e: e.step_seconds)
+  least = min(e.step_seconds for e in fitting)
+  best = next(e for e in fitting if e.step_seconds <= least * ALMOST)  # STRATEGIES: simplest first
   reason = "as asked for" if strategy != "auto" else _reason(best, fitting)
   return Plan(estimates, best.strategy, reason), engines[best.strategy]
 
@@ -142,4 +144,6 @@ def _reason(best: Estimate, fitting: Sequence[Estimate]) -> str:
   if not others:
     return "the only one that can serve"
   factor = others[0].step_seconds / best.step_seconds
+  if factor < ALMOST:
+    return f"simpler than {others[0].strategy}, and as fast"
   return f"least time per step, {factor:.2g} x less than {others[0].strategy}"
