@@ -18,20 +18,22 @@ from maxlite.ensemble.strategies import STRATEGIES, Request
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-  """Of one device (on a CPU, which all share: of one core)."""
+  """Of one device (on a CPU, whose cores all share: of one program that has it to itself)."""
 
   flops_per_second: float
   bytes_per_second: float
   operation_seconds: float
   program_seconds: float  # to start one
+  message_seconds: float  # to ask worker processes for a step
   compile_seconds: float  # of an operation, in one thread
 
 
 PRICES = {
-  "cpu": Prices(1e11, 2.5e10, 6e-7, 1e-4, 1e-3),
-  "gpu": Prices(5e13, 1e12, 3e-6, 5e-5, 5e-3),
-  "tpu": Prices(1e14, 1e12, 1e-6, 5e-5, 1e-2),
+  "cpu": Prices(1e11, 2.5e10, 6e-7, 1e-4, 1e-3, 1e-3),
+  "gpu": Prices(5e13, 1e12, 3e-6, 5e-5, 1e-3, 5e-3),
+  "tpu": Prices(1e14, 1e12, 1e-6, 5e-5, 1e-3, 1e-2),
 }
+CORES_OF_A_PROGRAM = 1.5  # of two, that XLA:CPU keeps at work with one program
 ALMOST = 1.05  # estimates this close are equal
 
 
@@ -118,14 +120,16 @@ def estimate(name: str, engine: Any, request: Request) -> Estimate:
   prices = PRICES[platform]
   load = engine.load()
   cores = os.cpu_count() or 1
-  cost, at_once = load.on_device, 1
+  cost, at_once = load.on_device, 1.0
   if platform == "cpu":  # whose devices, simulated or not, share the cores
-    cost, at_once = load.total, min(load.num_devices, cores)
+    cost, at_once = load.total, max(min(load.num_devices, cores) / CORES_OF_A_PROGRAM, 1.0)
   seconds = (
     cost.operations * prices.operation_seconds
     + cost.bytes / prices.bytes_per_second
     + cost.flops / prices.flops_per_second
   ) / at_once + load.num_programs * prices.program_seconds
+  if name == "processes":
+    seconds += prices.message_seconds
   useful = sum(cost.flops for cost in request.costs)
   return Estimate(
     name,

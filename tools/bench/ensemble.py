@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -252,8 +253,23 @@ def loss(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
   return jnp.mean((model(x_BD) - y_BD) ** 2)
 
 
-def strategy_candidate(members: Sequence[Member], strategy: str) -> Candidate:
-  ensemble = Ensemble(members, loss, strategy=strategy)
+def unrolled() -> dict[str, Any]:
+  """The different members, in a form that worker processes can make, too."""
+  return {"members": grid(scan=False), "loss": loss}
+
+
+def scanned() -> dict[str, Any]:
+  return {"members": grid(scan=True), "loss": loss}
+
+
+def different_candidate(strategy: str) -> Candidate:
+  os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+  members = scanned if strategy == "padded" else unrolled
+  factory = f"{Path(__file__).stem}:{members.__name__}"
+  return strategy_candidate(Ensemble.from_factory(factory, strategy=strategy), strategy)
+
+
+def strategy_candidate(ensemble: Ensemble, strategy: str) -> Candidate:
   run = repeated(ensemble.step, ensemble.init(batch()))
   plan = ensemble.plan
   share = next(e.useful_share for e in plan.estimates if e.strategy == plan.strategy)
@@ -434,17 +450,16 @@ def repeated(step: Callable, state: Any) -> Callable[[], Any]:
 
 ALIKE: dict[str, Callable[[int], Candidate]] = {
   "loop": one_step_loop,
-  "stacked": lambda width: strategy_candidate(alike_members(width), "stacked"),
+  "stacked": lambda width: strategy_candidate(
+    Ensemble(alike_members(width), loss, strategy="stacked"), "stacked"
+  ),
   "torch.func": by_torch,
 }
 DIFFERENT: dict[str, Callable[[], Candidate]] = {
   "loop": loop_of_steps,
   "one bare program": one_bare_program,
   "pad + vmap": pad_and_vmap,
-} | {
-  name: lambda name=name: strategy_candidate(grid(scan=name == "padded"), name)
-  for name in ("auto", *STRATEGIES)
-}
+} | {name: functools.partial(different_candidate, name) for name in ("auto", *STRATEGIES)}
 GROUPED = {"dots": a_dot_each, "grouped matmul": one_grouped_matmul}
 SECTIONS = {"alike": alike, "different": different, "simulated": simulated, "grouped": grouped}
 

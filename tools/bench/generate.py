@@ -6,10 +6,11 @@ A Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512, float32,
 `transformers` and read by `maxlite.load`. Both continue the same prompts of 64 tokens greedily, in
 turns, round by round, so that a drift of the machine's speed falls on each alike; torch with one
 thread, which for so small a model may be faster, and with all it takes by itself, or as --threads
-says. Figures are the best of all rounds, and time to the first token is left out. --processor
-counts the process's own time, which others on the machine disturb less: for one core and thread.
-Rows of maxlite's cache have places for the texts, or --length 2048, as a server's would. Needs
-`pip install -e .[hf]`.
+says. Figures are the best of all rounds, and time to the first token is left out. "products alone"
+are the matrix products of such a step with nothing around them: no cache makes them fewer.
+--processor counts the process's own time, which others on the machine disturb less: for one core
+and thread. Rows of maxlite's cache have places for the texts, or --length 2048, as a server's
+would. Needs `pip install -e .[hf]`.
 
   python tools/bench/generate.py --run runs/draft_head [--temperature 0.8] [--rounds 5] [...]
 
@@ -22,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from rich.console import Console
@@ -117,6 +120,32 @@ def theirs(
   return run
 
 
+def products_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
+  """The matrix products of a step and nothing else: no program of XLA's takes less."""
+  wide, hidden = SHAPE.hidden_size, SHAPE.intermediate_size
+  shapes = [*[(wide, wide)] * 4, (wide, hidden), (wide, hidden), (hidden, wide)]
+  shapes = [*shapes * SHAPE.num_hidden_layers, (wide, VOCAB)]
+  draw = np.random.default_rng(0).standard_normal
+  weights = [jnp.asarray(draw(s) / s[0] ** 0.5, jnp.float32) for s in shapes]
+
+  @jax.jit
+  def step(x_BD: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    *layers, unembed = weights
+    for n in range(0, len(layers), 7):
+      q, k, v, out, gate, up, down = layers[n : n + 7]
+      x_BD = (x_BD @ q + x_BD @ k + x_BD @ v) @ out
+      x_BD = (x_BD @ gate + x_BD @ up) @ down
+    return x_BD @ unembed
+
+  def run() -> tuple[float, list[int], float]:
+    x_BD, start = jnp.ones((num_rows, wide)), clock()
+    for _ in range(num_tokens - 1):
+      np.asarray(step(x_BD, weights))
+    return (clock() - start) / (num_tokens - 1), [], 1.0
+
+  return run
+
+
 class Stamps(BaseStreamer):
   """When the prompt and each token behind it were there."""
 
@@ -154,6 +183,8 @@ def against_transformers(args: argparse.Namespace) -> Table:
         name = f"transformers, {num_threads} thread{'s' * (num_threads > 1)}"
         candidates[name] = theirs(folder, prompts_BT, args.tokens, num_threads, clock)
       texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
+      candidates["products alone"] = products_alone(num_rows, args.tokens, clock)
+      candidates["products alone"]()
       best = measure(candidates, args.rounds)
       for name, seconds in best.items():
         ratio = "" if name == "maxlite" else f"{seconds / best['maxlite']:.1f} x as fast"
