@@ -34,7 +34,7 @@ from maxlite.ensemble.strategies import Request
 from maxlite.ensemble.workers import GPU_MEMORY_SHARE, run_workers, share_out
 from maxlite.observe.flops import active_parameter_count
 from maxlite.observe.profiler import Profiler
-from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
+from maxlite.parallel.process import enable_compilation_cache
 from maxlite.training.evaluate import held_out_row
 from maxlite.training.loop import Ending, Run, train
 from maxlite.training.run import run_folder
@@ -50,7 +50,6 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), num_rows: int = 0) -> i
   width = None if sys.stdout.isatty() else 120  # tables have room where nobody's screen is small
   console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
   with exit_with_one_line("maxlite.train"):
-    keep_freed_memory()
     enable_compilation_cache(cfg.run.jax_cache_dir)
     if jax.process_count() > 1:
       raise ValueError(

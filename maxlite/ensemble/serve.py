@@ -20,7 +20,6 @@ from maxlite.ensemble.groups import abstract_states
 from maxlite.ensemble.messages import from_bytes, to_bytes
 from maxlite.ensemble.program import build_programs
 from maxlite.ensemble.submesh import Submesh
-from maxlite.parallel.process import keep_freed_memory
 
 
 class Server:
@@ -104,6 +103,5 @@ def main(link: Connection) -> None:
 
 
 if __name__ == "__main__":
-  keep_freed_memory()
   with Connection(int(sys.argv[1])) as link:
     main(link)

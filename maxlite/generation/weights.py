@@ -1,6 +1,7 @@
 """A trained model made ready to generate: its config, its layout and its parameters."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.additions import merge_lora
+from maxlite.layers.linear import TRANSPOSED
 from maxlite.models import build_model
 from maxlite.models.decoder import Decoder
 from maxlite.parallel import Sharder
 
 STACKS = ("dense_layers", "layers")  # of a decoder that scans over its layers
+USED_AS_IT_IS = ("kv_up", "router", "unembed")  # of modules with a kernel
 
 
 def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
@@ -42,7 +45,7 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
 
   Adapters are merged, layers are taken out of their stacks, and matrices are rounded to the type
   that activations have, as every use of them would. The router, which may compute in another type,
-  keeps its own.
+  keeps its own. On a CPU, float32 kernels are transposed (`linear.matmul_of_few_rows`).
   """
   if cfg.lora.lora_rank:
     params = merge_lora(params, cfg.lora.lora_alpha)
@@ -50,13 +53,24 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
     lambda path, leaf: _rounded(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers), params
   )
   if not cfg.scan_layers:
-    return rounded
+    return _transposed(rounded)
   apart = {name: tree for name, tree in rounded.items() if name not in STACKS}
   for name in STACKS:
     leaves, tree = jax.tree.flatten(rounded.get(name, {}))
     for i, layer in enumerate(zip(*map(jnp.unstack, leaves), strict=True)):
-      apart[f"{name}_{i}"] = jax.tree.unflatten(tree, layer)
+      apart[f"{name}_{i}"] = _transposed(jax.tree.unflatten(tree, layer))
   return apart
+
+
+def _transposed(params: Any, name: str = "") -> Any:
+  """`params` of the module `name`, with its kernels transposed where that is faster."""
+  if not isinstance(params, Mapping) or jax.default_backend() != "cpu":
+    return params
+  if name in USED_AS_IT_IS or "kernel" not in params or params["kernel"].dtype != jnp.float32:
+    return {name: _transposed(node, name) for name, node in params.items()}
+  others = {name: leaf for name, leaf in params.items() if name != "kernel"}
+  num_in = 2 if name == "out" else 1  # axes that are contracted
+  return others | {TRANSPOSED: jnp.moveaxis(params["kernel"], range(num_in), range(-num_in, 0))}
 
 
 def _rounded(path: tuple, leaf: jax.Array, dtype: jnp.dtype, scanned: bool) -> jax.Array:

@@ -11,6 +11,8 @@ from flax import linen as nn
 from maxlite.config.schema import LoraConfig
 from maxlite.parallel import Sharder
 
+TRANSPOSED = "transposed"  # a kernel in place of `kernel`, features first: see `matmul_of_few_rows`
+
 
 def _dot(x: jax.Array, w: jax.Array, contract: tuple[int, int]) -> jax.Array:
   accumulator = np.promote_types(x.dtype, jnp.float32)
@@ -49,6 +51,16 @@ def _matmul_backward(out_dtype: jnp.dtype | None, residuals: tuple, dy_TF: jax.A
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+def matmul_of_few_rows(x_TD: jax.Array, w_FD: jax.Array) -> jax.Array:
+  """y_TF = x w^T, with the weights on the left side: only for generation, it has no gradients.
+
+  XLA:CPU packs all of a product's right operand anew, which for a few rows takes as long as the
+  product. Here that is x. The barrier keeps XLA from swapping the two back.
+  """
+  y_FT = _dot(w_FD.astype(x_TD.dtype), x_TD, (1, 1)).astype(x_TD.dtype)
+  return jax.lax.optimization_barrier(y_FT).T
+
+
 class Linear(nn.Module):
   """A kernel that maps the last axes of x_BT... to new ones.
 
@@ -75,6 +87,11 @@ class Linear(nn.Module):
     in_axes, out_axes = range(self.num_in), range(self.num_in, len(shape))
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axes, out_axes)
     init = nn.initializers.zeros if self.starts_at_zero else init
+    if self.has_variable("params", TRANSPOSED):
+      kernel = self.param(TRANSPOSED, init, (*self.features, *shape_in), self.weight_dtype)
+      w_FD = kernel.reshape(math.prod(self.features), math.prod(shape_in))
+      y = matmul_of_few_rows(x.reshape(math.prod(lead), -1), w_FD)
+      return self._biased(y.reshape(*lead, *self.features))
     init = nn.with_logical_partitioning(init, self.kernel_names)
     kernel = self.param("kernel", init, shape, self.weight_dtype)
     w_DF = kernel.reshape(math.prod(shape_in), math.prod(self.features))

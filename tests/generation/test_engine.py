@@ -183,11 +183,11 @@ def test_what_cannot_be_laid_out_is_told():
 
 
 @pytest.mark.parametrize("own", [{}, {"lora_rank": 2}], ids=["plain", "adapters"])
-def test_parameters_made_ready_are_the_same_model(own):
-  """Rounded to bfloat16 once, or at every use; merged, or beside."""
-  cfg = config_of(decoder_block="llama", dtype="bfloat16", weight_dtype="float32", **own)
-  keys = {"decoder_block": "llama", "dtype": "bfloat16", "weight_dtype": "float32"} | own
-  params = params_of(**keys)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_made_ready_are_the_same_model(dtype, own):
+  """Rounded to bfloat16 once, or at every use; merged, or beside; transposed, or not."""
+  keys = {"decoder_block": "llama", "dtype": dtype, "weight_dtype": "float32"} | own
+  cfg, params = config_of(**keys), params_of(**keys)
   if own:  # away from zero, where adapters start
     params = jax.tree_util.tree_map_with_path(
       lambda path, leaf: leaf + 0.1 if "lora_b" in str(path) else leaf, params
@@ -197,6 +197,8 @@ def test_parameters_made_ready_are_the_same_model(own):
   want_BTV = logits(build_model(cfg, sharder_of()), params)
   ready = inference_params(cfg, params)
   got_BTV = logits(inference_model(cfg, sharder_of()), ready)
-  np.testing.assert_allclose(got_BTV, want_BTV, atol=0.15 if own else 0.02)
-  assert ready["layers_0"]["mlp"]["wo"]["kernel"].dtype == np.dtype("bfloat16")
+  rounding = 0.15 if own else 0.02
+  np.testing.assert_allclose(got_BTV, want_BTV, atol=rounding if dtype == "bfloat16" else 2e-5)
+  kernels = {name: leaf.dtype for name, leaf in ready["layers_0"]["mlp"]["wo"].items()}
+  assert kernels == {"kernel" if dtype == "bfloat16" else "transposed": np.dtype(dtype)}
   assert ready["layers_1"]["mlp_norm"]["scale"].dtype == np.float32

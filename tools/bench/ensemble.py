@@ -44,7 +44,6 @@ from rich.table import Table
 
 from maxlite.ensemble import STRATEGIES, Ensemble, Member
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
-from maxlite.parallel.process import keep_freed_memory
 
 NUM_FEATURES, NUM_ROWS = 16, 64
 WIDTHS, DEPTHS = (8, 16, 32, 64, 128, 256), (1, 2, 4, 6)  # by one more layer deep
@@ -217,7 +216,6 @@ def _ask(process: subprocess.Popen) -> Any:
 
 def serve(name: str, width: str) -> int:
   """A candidate's process: for each line it gets it takes a turn and answers with the seconds."""
-  keep_freed_memory()
   sys.stdin.readline()
   clocks = lambda: np.array([time.perf_counter(), time.process_time()])
   start = clocks()
