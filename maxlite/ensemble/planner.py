@@ -109,7 +109,8 @@ def choose(request: Request, strategy: str, memory_gb: float) -> tuple[Plan, Any
       "train fewer members, use more devices, or raise the bound"
     )
   least = min(e.step_seconds for e in fitting)
-  best = next(e for e in fitting if e.step_seconds <= least * ALMOST)  # STRATEGIES: simplest first
+  as_fast = [e for e in fitting if e.step_seconds <= least * ALMOST]  # STRATEGIES: simplest first
+  best = min(as_fast, key=lambda e: e.compile_seconds)
   reason = "as asked for" if strategy != "auto" else _reason(best, fitting)
   return Plan(estimates, best.strategy, reason), engines[best.strategy]
 
@@ -149,5 +150,6 @@ def _reason(best: Estimate, fitting: Sequence[Estimate]) -> str:
     return "the only one that can serve"
   factor = others[0].step_seconds / best.step_seconds
   if factor < ALMOST:
-    return f"simpler than {others[0].strategy}, and as fast"
+    is_first = best.compile_seconds < others[0].compile_seconds
+    return f"{'starts sooner' if is_first else 'simpler'} than {others[0].strategy}, and as fast"
   return f"least time per step, {factor:.2g} x less than {others[0].strategy}"

@@ -87,6 +87,16 @@ def test_members_of_different_structure_are_fused_on_one_device():
   assert of(plan, "stacked").why_not.startswith("operations: ")
 
 
+def test_of_those_as_fast_what_starts_first_is_chosen():
+  plan = planned([MLP(1024, 4), MLP(2048, 2)], 1)
+  serving = [e for e in plan.estimates if not e.why_not]
+  least = min(e.step_seconds for e in serving)
+  as_fast = [e for e in serving if e.step_seconds <= 1.05 * least]
+  assert len(as_fast) > 1
+  first = min(e.compile_seconds for e in as_fast)
+  assert of(plan, plan.strategy).compile_seconds == first
+
+
 def test_padding_shows_in_the_useful_share():
   plan = planned([MLP(4), MLP(16)], 1)
   assert of(plan, "fused").useful_share == 1
