@@ -37,8 +37,15 @@ def mean_of_probabilities(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.A
   Source: Lakshminarayanan et al. 2017, Simple and scalable predictive uncertainty estimation using
   deep ensembles, section 2.4.
   """
-  share_Z11 = (weight_Z / jnp.sum(weight_Z))[:, None, None]
-  return jax.nn.logsumexp(log_prob_ZTV, axis=0, b=share_Z11)
+  share_Z = weight_Z / jnp.sum(weight_Z)
+
+  def add(sum_TV: jax.Array, member: tuple) -> tuple:
+    share, log_prob_TV = member
+    return jnp.where(share > 0, jnp.logaddexp(sum_TV, jnp.log(share) + log_prob_TV), sum_TV), None
+
+  # Member by member: a logsumexp over the first axis takes XLA:CPU 300 times as long.
+  nothing_TV = jnp.full_like(log_prob_ZTV[0], -jnp.inf)
+  return jax.lax.scan(add, nothing_TV, (share_Z, log_prob_ZTV))[0]
 
 
 def mean_of_logits(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
