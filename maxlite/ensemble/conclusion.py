@@ -15,6 +15,8 @@ from maxlite.observe.ensemble_plots import (
 from maxlite.observe.flops import parameter_count
 from maxlite.storage.run_folder import RunFolder
 
+LEADERBOARD = "leaderboard.md"  # the last file that is written
+
 
 def conclude(run: Any, folder: RunFolder, console: Console) -> None:
   """Writes leaderboard, members.jsonl and pictures into the ensemble's folder, and prints them."""
@@ -22,7 +24,6 @@ def conclude(run: Any, folder: RunFolder, console: Console) -> None:
   combinations = _combinations(run)
   directory = folder.directory
   write_members(entries, directory / "members.jsonl")
-  write_leaderboard(entries, combinations, directory / "leaderboard.md")
   pictures = ["learning_curves.png"]
   rows = {progress.name: progress.book.rows for progress in run.progress}
   draw_learning_curves(rows, directory / pictures[0])
@@ -40,13 +41,14 @@ def conclude(run: Any, folder: RunFolder, console: Console) -> None:
   if combinations:
     pictures.append("calibration.png")
     draw_calibration(combinations, directory / pictures[-1])
+  write_leaderboard(entries, combinations, directory / LEADERBOARD)
   console.print(leaderboard(entries), soft_wrap=False)
   for name, scores in combinations.items():
     console.print(
       f"{name}: nll {scores['nll']:.4f}, accuracy {scores['accuracy']:.4f}, "
       f"Brier {scores['brier']:.4f}, calibration error {scores['ece']:.4f}"
     )
-  files = ", ".join(["members.jsonl", "leaderboard.md", *pictures])
+  files = ", ".join(["members.jsonl", LEADERBOARD, *pictures])
   console.print(f"{directory}: {files}; each member's own run in {directory / 'members'}")
 
 

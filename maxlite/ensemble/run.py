@@ -24,7 +24,7 @@ from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import Batch
 from maxlite.data.pipeline import Data, open_data
 from maxlite.ensemble.book import Book, MemberCheckpoints, MembersLog, Streams, gather_metrics
-from maxlite.ensemble.conclusion import conclude
+from maxlite.ensemble.conclusion import LEADERBOARD, conclude
 from maxlite.ensemble.decoders import Decoders
 from maxlite.ensemble.halving import rungs, survivors
 from maxlite.ensemble.planner import choose
@@ -64,11 +64,17 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), num_rows: int = 0) -> i
       run.find_steps()  # without touching the devices, which are the workers'
     else:
       run.restore()
-    if run.is_done:
+    if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
       console.print(
         f"{folder.directory} is at step {cfg.run.steps} with all its members: nothing to do. Give "
         "it more steps or members, or choose another run_name."
       )
+      return 0
+    if run.is_done:  # but was stopped before it had compared its members
+      if in_workers:
+        run.restore()
+      conclude(run, folder, console)
+      run.close()
       return 0
     run.introduce()
     if not in_workers:

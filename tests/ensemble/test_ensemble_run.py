@@ -153,6 +153,13 @@ def test_what_a_finished_ensemble_leaves(fused):
   assert "strategy fused" in output
   assert "greedy selection" in output
   assert "nothing to do" in start(folder, MEMBERS, **FUSED)[1]
+  board = directory / names[-1]
+  before = board.read_text()
+  board.unlink()  # as if it had been stopped before
+  code, output = start(folder, MEMBERS, **FUSED)
+  assert code == 0
+  assert "greedy selection" in output
+  assert board.read_text() == before
 
 
 def stop_after_3(folder):
