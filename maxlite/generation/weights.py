@@ -15,7 +15,7 @@ from maxlite.models.decoder import Decoder
 from maxlite.parallel import Sharder
 
 STACKS = ("dense_layers", "layers")  # of a decoder that scans over its layers
-USED_AS_IT_IS = ("kv_up", "router", "unembed")  # of modules with a kernel
+NOT_TRANSPOSED = ("kv_up", "router", "unembed")  # modules whose kernel not only `Linear` reads
 
 
 def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
@@ -66,7 +66,7 @@ def _transposed(params: Any, name: str = "") -> Any:
   """`params` of the module `name`, with its kernels transposed where that is faster."""
   if not isinstance(params, Mapping) or jax.default_backend() != "cpu":
     return params
-  if name in USED_AS_IT_IS or "kernel" not in params or params["kernel"].dtype != jnp.float32:
+  if name in NOT_TRANSPOSED or "kernel" not in params or params["kernel"].dtype != jnp.float32:
     return {name: _transposed(node, name) for name, node in params.items()}
   others = {name: leaf for name, leaf in params.items() if name != "kernel"}
   num_in = 2 if name == "out" else 1  # axes that are contracted

@@ -52,7 +52,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def matmul_of_few_rows(x_TD: jax.Array, w_FD: jax.Array) -> jax.Array:
-  """y_TF = x w^T, with the weights on the left side: only for generation, it has no gradients.
+  """y_TF = x w^T, with the weights on the left side: for generation, gradients are not its concern.
 
   XLA:CPU packs all of a product's right operand anew, which for a few rows takes as long as the
   product. Here that is x. The barrier keeps XLA from swapping the two back.
