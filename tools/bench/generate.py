@@ -1,16 +1,17 @@
 """What a token costs: decode tokens/s with a cache against `transformers` on the same weights.
 
-  python tools/bench/generate.py [--rounds 5] [--batch 1 16] [--tokens 128] [--threads 1 2]
+  python tools/bench/generate.py [FOLDER ...] [--rounds 5] [--batch 1 16] [--tokens 128]
 
-A Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512, float32, is written by
-`transformers` and read by `maxlite.load`. Both continue the same prompts of 64 tokens greedily, in
-turns, round by round, so that a drift of the machine's speed falls on each alike; torch with one
-thread, which for so small a model may be faster, and with all it takes by itself, or as --threads
-says. Figures are the best of all rounds, and time to the first token is left out. "products alone"
-are the matrix products of such a step with nothing around them: no cache makes them fewer.
---processor counts the process's own time, which others on the machine disturb less: for one core
-and thread. Rows of maxlite's cache have places for the texts, or --length 2048, as a server's
-would. Needs `pip install -e .[hf]`.
+Each FOLDER is a model in Hugging Face's format, such as those of tests/storage/hf_fixtures; without
+one it is a Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512. `transformers` and
+maxlite read the same float32 weights and continue the same prompts of 64 tokens greedily, in turns,
+round by round, so that a drift of the machine's speed falls on each alike; torch with one thread,
+which for so small a model may be faster, and with all it takes by itself, or as --threads says.
+Figures are the best of all rounds, and time to the first token is left out. "products alone" are
+the matrix products of the Llama's step with nothing around them: no cache makes them fewer.
+--tensor 2 has maxlite cut the model over two devices, a core each. --processor counts the process's
+own time, which others on the machine disturb less: for one core and thread. Rows of maxlite's cache
+have places for the texts, or --length 2048, as a server's would. Needs `pip install -e .[hf]`.
 
   python tools/bench/generate.py --run runs/draft_head [--temperature 0.8] [--rounds 5] [...]
 
@@ -19,9 +20,11 @@ step, in turns, and none; behind prompts of Python, of which the longest text is
 """
 
 import argparse
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import maxlite
@@ -71,8 +74,9 @@ def ours(
   num_drafts: int = 0,
   length: int = 0,
   clock: Clock = time.perf_counter,
+  tensor: int = 1,
 ) -> Run:
-  loaded, params = maxlite.load(folder)
+  loaded, params = maxlite.load(folder, mesh={"tensor": tensor})
   engine = Engine(
     inference_model(loaded.cfg, loaded.sharder),
     inference_params(loaded.cfg, params),
@@ -98,7 +102,7 @@ def ours(
 def theirs(
   folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int, clock: Clock
 ) -> Run:
-  model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+  model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   tokens_BT = torch.from_numpy(prompts_BT)
 
   @torch.inference_mode()
@@ -171,29 +175,42 @@ def measure(candidates: dict[str, Run], rounds: int) -> dict[str, float]:
   return best
 
 
-def against_transformers(args: argparse.Namespace) -> Table:
-  table = Table("batch", "candidate", "ms per step", "tokens/s", "maxlite is")
-  clock = CLOCKS[args.processor]
+@contextlib.contextmanager
+def llama() -> Iterator[str]:
+  """The folder of the Llama that is compared by default."""
   with tempfile.TemporaryDirectory() as folder:
     torch.manual_seed(0)
     LlamaForCausalLM(SHAPE).save_pretrained(folder)
-    for num_rows in args.batch:
-      prompts_BT = np.random.default_rng(0).integers(VOCAB, size=(num_rows, NUM_PROMPT))
-      prompts = prompts_BT.tolist()
-      candidates = {"maxlite": ours(folder, prompts, args.tokens, length=args.length, clock=clock)}
-      for num_threads in args.threads:
-        name = f"transformers, {num_threads} thread{'s' * (num_threads > 1)}"
-        candidates[name] = theirs(folder, prompts_BT, args.tokens, num_threads, clock)
-      texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
-      candidates["products alone"] = products_alone(num_rows, args.tokens, clock)
-      candidates["products alone"]()
-      best = measure(candidates, args.rounds)
-      for name, seconds in best.items():
-        ratio = "" if name == "maxlite" else f"{seconds / best['maxlite']:.1f} x as fast"
-        row = (num_rows, name, f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
-        table.add_row(*map(str, row))
-      same = all(text == texts["maxlite"] for text in texts.values())
-      table.caption = "greedy tokens are the same" if same else "greedy tokens differ"
+    yield folder
+
+
+def against_transformers(args: argparse.Namespace) -> Table:
+  table = Table("model", "batch", "candidate", "ms a step", "tokens/s", "maxlite")
+  clock = CLOCKS[args.processor]
+  differ = []
+  for path in args.folder or [None]:
+    with contextlib.nullcontext(path) if path else llama() as folder:
+      vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+      for num_rows in args.batch:
+        prompts_BT = np.random.default_rng(0).integers(vocab_size, size=(num_rows, NUM_PROMPT))
+        own = (args.tokens, GREEDY, 0, args.length, clock, args.tensor)
+        candidates = {"maxlite": ours(folder, prompts_BT.tolist(), *own)}
+        for num_threads in args.threads:
+          name = f"transformers, threads: {num_threads}"
+          candidates[name] = theirs(folder, prompts_BT, args.tokens, num_threads, clock)
+        texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
+        if not path:
+          candidates["products alone"] = products_alone(num_rows, args.tokens, clock)
+          candidates["products alone"]()
+        best = measure(candidates, args.rounds)
+        model = Path(path).name if path else "llama, 256 wide"
+        for name, seconds in best.items():
+          ratio = "" if name == "maxlite" else f"{seconds / best['maxlite']:.1f} x"
+          row = (model, num_rows, name, f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
+          table.add_row(*map(str, row))
+        if any(text != texts["maxlite"] for text in texts.values()):
+          differ.append(f"{model} at batch {num_rows}")
+  table.caption = f"greedy tokens {'differ: ' + ', '.join(differ) if differ else 'are the same'}"
   return table
 
 
@@ -221,16 +238,19 @@ def with_drafts(args: argparse.Namespace) -> Table:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+  parser.add_argument("folder", nargs="*")
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
   parser.add_argument("--tokens", type=int, default=128)
   parser.add_argument("--length", type=int, default=0)
+  parser.add_argument("--tensor", type=int, default=1)
   parser.add_argument("--processor", action="store_true")
   threads = sorted({1, torch.get_num_threads()})
   parser.add_argument("--threads", type=int, nargs="+", default=threads)
   parser.add_argument("--run", default="")
   parser.add_argument("--temperature", type=float, default=0.0)
   args = parser.parse_args()
+  jax.config.update("jax_num_cpu_devices", args.tensor)
   Console().print(with_drafts(args) if args.run else against_transformers(args))
 
 
