@@ -2,7 +2,8 @@
 
 The rows by which a group exceeds a multiple of the largest tile come first, in the smallest tile
 that holds them; it may reach beyond the group, where the rows of others are masked. All further
-tiles are of the largest size and lie whole within the group. So work is proportional to rows.
+tiles are of the largest size and lie whole within the group. So work is proportional to rows, and a
+group without rows costs nothing.
 
 XLA:CPU multiplies bfloat16 in hardware only where a dot's result is float32 and its left operand
 contracts its last axis, and it converts any bfloat16 array that a loop carries at every turn. Hence
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512)
+FEW = 8  # rows of a tile, where groups have fewer on average
 
 Carry = Any
 
@@ -64,11 +66,14 @@ def for_tiles(
   num_rows: int,
 ) -> Carry:
   """`carry` after `body(tile, the group's matrices, carry)` for all tiles of all groups."""
-  sizes = tuple(size for size in SIZES if size < num_rows) or (num_rows,)
+  sizes = _sizes(num_rows, group_sizes_G.shape[0])
   ends_G = jnp.cumsum(group_sizes_G)
   starts_G = ends_G - group_sizes_G
+  is_empty_G = group_sizes_G == 0
+  group_G = jnp.argsort(is_empty_G)  # those without rows, whose matrices need no reading, last
 
-  def group_body(group, carry):
+  def group_body(n, carry):
+    group = group_G[n]
     start, end = starts_G[group], ends_G[group]
     matrices = tuple(jax.lax.dynamic_index_in_dim(w, group, keepdims=False) for w in matrices_G)
     middle = start + (end - start) % sizes[-1]
@@ -81,7 +86,14 @@ def for_tiles(
     further = lambda row, carry: visit(Tile(group, row, sizes[-1], None), carry)
     return _while(further, middle, end, sizes[-1], carry)
 
-  return jax.lax.fori_loop(0, group_sizes_G.shape[0], group_body, carry)
+  return jax.lax.fori_loop(0, jnp.sum(~is_empty_G, dtype=jnp.int32), group_body, carry)
+
+
+def _sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
+  """The sizes of tiles, smallest first."""
+  if num_rows < FEW * num_groups:
+    return (min(FEW, num_rows),)
+  return tuple(size for size in SIZES if size < num_rows) or (num_rows,)
 
 
 def _while(body: Callable[..., Carry], start, end, step: int, carry: Carry) -> Carry:
