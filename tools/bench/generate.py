@@ -6,12 +6,13 @@ Each FOLDER is a model in Hugging Face's format, such as those of tests/storage/
 one it is a Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512. `transformers` and
 maxlite read the same float32 weights and continue the same prompts of 64 tokens greedily, in turns,
 round by round, so that a drift of the machine's speed falls on each alike; torch with one thread,
-which for so small a model may be faster, and with all it takes by itself, or as --threads says.
-Figures are the best of all rounds, and time to the first token is left out. "products alone" are
-the matrix products of the Llama's step with nothing around them: no cache makes them fewer.
---tensor 2 has maxlite cut the model over two devices, a core each. --processor counts the process's
-own time, which others on the machine disturb less: for one core and thread. Rows of maxlite's cache
-have places for the texts, or --length 2048, as a server's would. Needs `pip install -e .[hf]`.
+which for so small a model may be faster, and with all it takes by itself, or as --threads says;
+maxlite on one device, and cut along `tensor` over as many as --tensor says. Figures are the best of
+all rounds, and time to the first token is left out; ratios are to the faster of `transformers`.
+"products alone" are the matrix products of the Llama's step with nothing around them: no cache
+makes them fewer. --processor counts the process's own time, which others on the machine disturb
+less: for one core and thread. Rows of maxlite's cache have places for the texts, or --length 2048,
+as a server's would. Needs `pip install -e .[hf]`.
 
   python tools/bench/generate.py --run runs/draft_head [--temperature 0.8] [--rounds 5] [...]
 
@@ -185,31 +186,34 @@ def llama() -> Iterator[str]:
 
 
 def against_transformers(args: argparse.Namespace) -> Table:
-  table = Table("model", "batch", "candidate", "ms a step", "tokens/s", "maxlite")
-  clock = CLOCKS[args.processor]
-  differ = []
+  table = Table("model", "batch", "candidate, cores", "ms a step", "tokens/s", "ratio")
+  clock, differ = CLOCKS[args.processor], []
   for path in args.folder or [None]:
     with contextlib.nullcontext(path) if path else llama() as folder:
-      vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+      name = Path(path).name if path else "llama"
       for num_rows in args.batch:
+        vocab_size = AutoConfig.from_pretrained(folder).vocab_size
         prompts_BT = np.random.default_rng(0).integers(vocab_size, size=(num_rows, NUM_PROMPT))
-        own = (args.tokens, GREEDY, 0, args.length, clock, args.tensor)
-        candidates = {"maxlite": ours(folder, prompts_BT.tolist(), *own)}
-        for num_threads in args.threads:
-          name = f"transformers, threads: {num_threads}"
-          candidates[name] = theirs(folder, prompts_BT, args.tokens, num_threads, clock)
-        texts = {name: run()[1] for name, run in candidates.items()}  # also compiles
+        rivals = {
+          f"transformers, {n}": theirs(folder, prompts_BT, args.tokens, n, clock)
+          for n in args.threads
+        }
+        common = (args.tokens, GREEDY, 0, args.length, clock)
+        candidates = rivals | {
+          f"maxlite, {n}": ours(folder, prompts_BT.tolist(), *common, n) for n in args.tensor
+        }
+        texts = [run()[1] for run in candidates.values()]  # also compiles
+        if any(text != texts[0] for text in texts):
+          differ.append(f"{name} at batch {num_rows}")
         if not path:
           candidates["products alone"] = products_alone(num_rows, args.tokens, clock)
           candidates["products alone"]()
         best = measure(candidates, args.rounds)
-        model = Path(path).name if path else "llama, 256 wide"
-        for name, seconds in best.items():
-          ratio = "" if name == "maxlite" else f"{seconds / best['maxlite']:.1f} x"
-          row = (model, num_rows, name, f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
-          table.add_row(*map(str, row))
-        if any(text != texts["maxlite"] for text in texts.values()):
-          differ.append(f"{model} at batch {num_rows}")
+        fastest = min(best[rival] for rival in rivals)
+        for candidate, seconds in best.items():
+          ratio = "" if candidate in rivals else f"{fastest / seconds:.1f}"
+          figures = (f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
+          table.add_row(name, str(num_rows), candidate, *figures)
   table.caption = f"greedy tokens {'differ: ' + ', '.join(differ) if differ else 'are the same'}"
   return table
 
@@ -243,14 +247,14 @@ def main() -> None:
   parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
   parser.add_argument("--tokens", type=int, default=128)
   parser.add_argument("--length", type=int, default=0)
-  parser.add_argument("--tensor", type=int, default=1)
+  parser.add_argument("--tensor", type=int, nargs="+", default=[1])
   parser.add_argument("--processor", action="store_true")
   threads = sorted({1, torch.get_num_threads()})
   parser.add_argument("--threads", type=int, nargs="+", default=threads)
   parser.add_argument("--run", default="")
   parser.add_argument("--temperature", type=float, default=0.0)
   args = parser.parse_args()
-  jax.config.update("jax_num_cpu_devices", args.tensor)
+  jax.config.update("jax_num_cpu_devices", max(args.tensor))
   Console().print(with_drafts(args) if args.run else against_transformers(args))
 
 
