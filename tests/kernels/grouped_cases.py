@@ -28,6 +28,7 @@ CASES = {
   "tail": (200, 6, 10, (33, 0, 65, 1)),
   "no_rows_used": (20, 4, 4, (0, 0)),
   "one_row": (1, 3, 5, (0, 1, 0)),
+  "few_rows": (42, 5, 7, (0, 11, 0, 3, 16, 0, 8, 1)),
   "no_rows": (0, 4, 6, (0, 0)),
 }
 # Sizes of four groups of up to 200 rows: an array's values, so that one program runs them all.

@@ -38,7 +38,7 @@ def test_narrow_types_lose_only_their_own_rounding(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["no_rows", "one_row"])
+@pytest.mark.parametrize("case", ["no_rows", "one_row", "few_rows"])
 def test_few_rows(backend, case):
   assert_right(multiplier(backend), *make_case(case, "float32"))
 

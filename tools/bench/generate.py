@@ -22,6 +22,7 @@ step, in turns, and none; behind prompts of Python, of which the longest text is
 
 import argparse
 import contextlib
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -191,16 +192,16 @@ def against_transformers(args: argparse.Namespace) -> Table:
   for path in args.folder or [None]:
     with contextlib.nullcontext(path) if path else llama() as folder:
       name = Path(path).name if path else "llama"
+      vocab_size = AutoConfig.from_pretrained(folder).vocab_size
       for num_rows in args.batch:
-        vocab_size = AutoConfig.from_pretrained(folder).vocab_size
         prompts_BT = np.random.default_rng(0).integers(vocab_size, size=(num_rows, NUM_PROMPT))
         rivals = {
           f"transformers, {n}": theirs(folder, prompts_BT, args.tokens, n, clock)
           for n in args.threads
         }
-        common = (args.tokens, GREEDY, 0, args.length, clock)
+        own = functools.partial(ours, folder, prompts_BT.tolist(), args.tokens, clock=clock)
         candidates = rivals | {
-          f"maxlite, {n}": ours(folder, prompts_BT.tolist(), *common, n) for n in args.tensor
+          f"maxlite, {n}": own(length=args.length, tensor=n) for n in args.tensor
         }
         texts = [run()[1] for run in candidates.values()]  # also compiles
         if any(text != texts[0] for text in texts):
