@@ -27,7 +27,7 @@ def main() -> int:
   with exit_with_one_line("maxlite.convert"):
     folder = _folder(verb, words)
     load_config(words, needs_data=False)  # told of a mistake before JAX is loaded
-    from maxlite.training.convert import run_conversion
+    from maxlite.hf.conversion import run_conversion
 
     return run_conversion(verb[0], folder, words)
 

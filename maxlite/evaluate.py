@@ -9,8 +9,8 @@ def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.evaluate", needs_data=False)
   # JAX is loaded only for a command line that is right.
-  from maxlite.training.hosts import on_all_hosts
-  from maxlite.training.inference import run_evaluation
+  from maxlite.inference.generation import run_evaluation
+  from maxlite.training.multi_host import on_all_hosts
 
   with on_all_hosts(cfg, "maxlite.evaluate") as cfg:
     return run_evaluation(cfg, argv)

@@ -9,7 +9,7 @@ def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.generate", needs_data=False)
   # JAX is loaded only for a command line that is right.
-  from maxlite.training.inference import run_generation
+  from maxlite.inference.generation import run_generation
 
   return run_generation(cfg, argv)
 

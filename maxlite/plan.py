@@ -29,7 +29,7 @@ def main() -> int:
   if cfg.plan.compile_topology:
     os.environ.update(DESCRIBED_ONLY)
   # JAX is loaded only for a command line that is right, and reads the environment when it is.
-  from maxlite.training.plan import run_phase_plan, run_plan
+  from maxlite.planning.plan_run import run_phase_plan, run_plan
 
   if PHASES in sys.argv:
     return run_phase_plan(cfg)

@@ -9,7 +9,7 @@ def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.serve", needs_data=False)
   # JAX is loaded only for a command line that is right.
-  from maxlite.training.serving import run_serving
+  from maxlite.inference.server.serving import run_serving
 
   return run_serving(cfg, argv)
 

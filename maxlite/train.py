@@ -8,11 +8,11 @@ from maxlite.config import main_config
 def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
   # JAX is loaded only for a command line that is right.
-  from maxlite.training.hosts import on_all_hosts
+  from maxlite.training.multi_host import on_all_hosts
 
   with on_all_hosts(cfg, "maxlite.train") as cfg:
     if cfg.ensemble.members or cfg.ensemble.sweep:
-      from maxlite.ensemble.run import run_ensemble
+      from maxlite.ensemble.ensemble_run import run_ensemble
 
       return run_ensemble(cfg)
     from maxlite.training.run import run_training

@@ -10,12 +10,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maxlite"
 # A package imports only packages on a lower row; entry points (maxlite/*.py) stand above all.
 ROWS = (
-  {"config", "kernels", "parallel"},
+  {"config", "kernels", "sharding", "distributed"},
   {"layers"},
   {"models"},
-  {"optim", "data", "observe", "storage", "generation"},
+  {"optim", "data", "metrics", "checkpoint"},
+  {"phases"},
   {"training"},
-  {"ensemble"},
+  {"inference", "planning", "ensemble"},
+  {"hf"},
 )
 NAMES_MODELS = PACKAGE / "config" / "validate.py"
 MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 80, 15  # [lines]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from maxlite.config import load_config
-from maxlite.training.setup import build_trainer
+from maxlite.training.trainer import build_trainer
 
 pytestmark = pytest.mark.smoke
 

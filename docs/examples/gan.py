@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from rich.console import Console
 
-from maxlite.training.phases import Alternation, Phase
+from maxlite.training.alternation import Alternation, Phase
 
 
 class MLP(nn.Module):

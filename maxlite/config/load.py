@@ -105,7 +105,7 @@ def _in_order(words: Words, defaults: Mapping[str, Any]) -> list[Setting]:
 
 
 def _model_of_run(told: Sequence[Setting], defaults: Mapping[str, Any]) -> list[Setting]:
-  """The keys that an imported run has its model by (training/convert.py); of others, none."""
+  """The keys that an imported run has its model by (hf/conversion.py); of others, none."""
   said = {setting.name: setting.raw for setting in told}
   output, name = (
     str(said.get(key, defaults[key])) for key in ("base_output_directory", "run_name")

@@ -102,7 +102,7 @@ class MeshConfig:
   dcn_tensor_parallelism: int = _degree("dcn", "tensor", 1)
   logical_axis_rules: AxisRules = knob(
     (),
-    "Replaces rows of the sharding table (parallel/rules.py): [[logical axis, [mesh axes]], ...].",
+    "Replaces rows of the sharding table (sharding/rules.py): [[logical axis, [mesh axes]], ...].",
   )
   sharding_tolerance: float = knob(
     0.02,
@@ -119,7 +119,7 @@ class DataConfig:
   dataset_type: str = knob(
     "text",
     "Kind of data; `chat` are conversations in JSON lines, of which the assistant's answers are "
-    "learned (data/chat.py).",
+    "learned (data/sources/chat.py).",
     choices=("synthetic", "text", "jsonl", "parquet", "chat"),
   )
   dataset_path: tuple[str, ...] = knob(

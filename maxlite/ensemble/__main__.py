@@ -5,7 +5,7 @@
 
 import sys
 
-from maxlite.ensemble.commands import main
+from maxlite.ensemble.cli import main
 
 if __name__ == "__main__":
   sys.exit(main(sys.argv[1:]))

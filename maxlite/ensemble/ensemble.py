@@ -8,10 +8,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from maxlite.ensemble.combine import Prediction, summarize, uniform_weights
+from maxlite.ensemble.ensemble_metrics import Prediction, summarize, uniform_weights
 from maxlite.ensemble.factory import Factory, call_factory, call_model
+from maxlite.ensemble.member_program import Loss, Member, build_programs
 from maxlite.ensemble.planner import Plan, choose
-from maxlite.ensemble.program import Loss, Member, build_programs
 from maxlite.ensemble.strategies import STRATEGIES, Request
 
 

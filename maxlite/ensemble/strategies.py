@@ -13,15 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlite.ensemble.alike import trace
-from maxlite.ensemble.cost import Cost, cost_of
+from maxlite.ensemble.engines.batched_jaxpr import group_alike
+from maxlite.ensemble.engines.jaxpr_comparison import trace
+from maxlite.ensemble.engines.processes import Processes
+from maxlite.ensemble.engines.stacked import Groups
+from maxlite.ensemble.engines.step_cost import Cost, cost_of
+from maxlite.ensemble.engines.submesh import Submesh
+from maxlite.ensemble.engines.switched import Switched
 from maxlite.ensemble.factory import Factory
-from maxlite.ensemble.groups import Groups
-from maxlite.ensemble.processes import Processes
-from maxlite.ensemble.program import Program, abstract_states
-from maxlite.ensemble.submesh import Submesh
-from maxlite.ensemble.switched import Switched
-from maxlite.ensemble.together import group_alike
+from maxlite.ensemble.member_program import Program, abstract_states
 
 Build = Callable[[Sequence[jax.Device]], Sequence[Program]]
 

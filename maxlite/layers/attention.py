@@ -15,8 +15,8 @@ from maxlite.layers import cache
 from maxlite.layers.linear import Linear
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope
-from maxlite.parallel import Sharder
-from maxlite.parallel.vary import vary
+from maxlite.sharding import Sharder
+from maxlite.sharding.pvary import vary
 
 ROW_NAMES = ("activation_batch", "activation_length")
 

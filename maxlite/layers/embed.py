@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 
 class Embed(nn.Module):

@@ -9,7 +9,7 @@ import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import LoraConfig
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 TRANSPOSED = "transposed"  # a kernel in place of `kernel`, features first: see `matmul_of_few_rows`
 

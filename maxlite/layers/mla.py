@@ -8,12 +8,12 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import LatentAttentionConfig, LoraConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
-from maxlite.layers.additions import merge_lora
 from maxlite.layers.attention import ROW_NAMES, attend
 from maxlite.layers.linear import Linear
+from maxlite.layers.lora import merge_lora
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope, pairs_to_halves
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 EPSILON = 1e-6  # of the norms of latents, whatever that of the other norms is
 HEAD_NAMES = (*ROW_NAMES, "activation_q_heads", "activation_kv")

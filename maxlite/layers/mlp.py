@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import LoraConfig
 from maxlite.layers.linear import Linear
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,

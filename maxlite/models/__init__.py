@@ -14,7 +14,7 @@ from maxlite.models import (
   qwen3_moe,
 )
 from maxlite.models.decoder import Decoder
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 MODELS = {
   "llama": llama.Block,

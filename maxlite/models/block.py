@@ -14,7 +14,7 @@ from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.block import MoeBlock
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables, score_factor
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 Rope = tuple[jax.Array, ...]  # as of layers/rope.py; of global layers, then of local ones
 

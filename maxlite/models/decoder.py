@@ -14,7 +14,7 @@ from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
 from maxlite.models.block import Rope
 from maxlite.models.draft import DraftHeads
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 # What remat_policy=minimal keeps. The routing and the exchanged rows (moe_route, moe_rows) are no
 # matmul's output; rows are as many as those of mlpwo, so a policy that wants them has to name them.

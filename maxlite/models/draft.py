@@ -17,7 +17,7 @@ from flax import linen as nn
 
 from maxlite.layers.linear import matmul
 from maxlite.layers.mlp import recomputed
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 
 class DraftHeads(nn.Module):

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.data.batch import Batch
-from maxlite.data.pipeline import Data
+from maxlite.data.loader import Data
+from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models.decoder import Decoder
-from maxlite.observe.metrics import bits_per_byte
-from maxlite.training.setup import Trainer
+from maxlite.training.trainer import Trainer
 
 NAMES = ("nll", "ema_nll")  # of the weights, and of their averages
 
@@ -45,7 +45,7 @@ def document_losses(
 ) -> list[DocumentLoss]:
   """The loss of each held-out document, summed in float64; with `averages` also under those.
 
-  How documents that are longer than a row are read is told in data/documents.py.
+  How documents that are longer than a row are read is told in data/sources/documents.py.
 
   Raises:
     ValueError: no document was held out.

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 import jax
 
-from maxlite.observe.chips import peak_bf16_tflops
-from maxlite.observe.goodput import STEP, Stopwatch
-from maxlite.observe.metrics import training_row
-from maxlite.observe.profiler import Profiler
-from maxlite.observe.writers import Writers
-from maxlite.training.setup import Trainer
-from maxlite.training.signals import stop_on_signals
-from maxlite.training.watchdog import Watchdog
+from maxlite.distributed.signals import stop_on_signals
+from maxlite.distributed.watchdog import Watchdog
+from maxlite.metrics.chips import peak_bf16_tflops
+from maxlite.metrics.goodput import STEP, Stopwatch
+from maxlite.metrics.profiler import Profiler
+from maxlite.metrics.step_row import training_row
+from maxlite.metrics.writers import Writers
+from maxlite.training.trainer import Trainer
 
 
 class Log(Protocol):

@@ -21,9 +21,9 @@ from maxlite.kernels.soft_cap import capped
 from maxlite.layers.linear import matmul
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
-from maxlite.parallel import Sharder
-from maxlite.parallel.gather import gather_weight
-from maxlite.parallel.vary import vary
+from maxlite.sharding import Sharder
+from maxlite.sharding.collectives import gather_weight
+from maxlite.sharding.pvary import vary
 
 
 @struct.dataclass

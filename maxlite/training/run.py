@@ -8,38 +8,38 @@ import jax
 from rich.console import Console
 
 from maxlite import __version__
+from maxlite.checkpoint.checksum import tree_hash
+from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
+from maxlite.checkpoint.manager import Checkpoints, NotWritten, Restored
+from maxlite.checkpoint.replicas import ReplicaCheck
+from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, describe_changes, exit_with_one_line, save_resolved
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
 from maxlite.data.batch import local_rows
-from maxlite.data.pipeline import Data, PhaseStreams, TrainStream, open_data
+from maxlite.data.loader import Data, PhaseStreams, TrainStream, open_data
+from maxlite.distributed.initialize import after_process_0, describe, wait_for_all
+from maxlite.distributed.object_collectives import gather
+from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
-from maxlite.observe.flops import active_parameter_count, parameter_count
-from maxlite.observe.goodput import Stopwatch
-from maxlite.observe.goodput import describe as describe_goodput
-from maxlite.observe.plots import draw_curves, draw_expert_load
-from maxlite.observe.profiler import Profiler
-from maxlite.observe.timeline import draw_timeline
-from maxlite.observe.writers import (
+from maxlite.metrics.flops import active_parameter_count, parameter_count
+from maxlite.metrics.goodput import Stopwatch
+from maxlite.metrics.goodput import describe as describe_goodput
+from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
+from maxlite.metrics.plots.timeline import draw_timeline
+from maxlite.metrics.profiler import Profiler
+from maxlite.metrics.writers import (
   ConsoleWriter,
   JsonlWriter,
   TensorBoardWriter,
   Writers,
   read_rows,
 )
-from maxlite.parallel.hosts import after_process_0, describe, wait_for_all
-from maxlite.parallel.messages import gather
-from maxlite.parallel.process import enable_compilation_cache, keep_freed_memory
-from maxlite.storage.checkpoint import Checkpoints, NotWritten, Restored
-from maxlite.storage.fingerprint import tree_hash
-from maxlite.storage.local_checkpoints import LocalCheckpoints
-from maxlite.storage.replicas import ReplicaCheck
-from maxlite.storage.run_folder import Changes, RunFolder
-from maxlite.training.evaluate import evaluate
+from maxlite.training.evaluation import evaluate
 from maxlite.training.loop import Ending, Run, StepLog, train
-from maxlite.training.setup import Trainer, build_trainer
 from maxlite.training.state import TrainState, averaged_params
+from maxlite.training.trainer import Trainer, build_trainer
 
 
 def run_training(cfg: Config) -> int:

@@ -15,8 +15,8 @@ from maxlite.data.batch import Batch, interleave
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models.decoder import Decoder
-from maxlite.parallel.rules import DEFAULT_RULES
-from maxlite.training.acceptance import acceptance_sums
+from maxlite.sharding.rules import DEFAULT_RULES
+from maxlite.training.draft_acceptance import acceptance_sums
 from maxlite.training.loss import LOSSES, Loss, Sums, draft_weight, next_token, run_forward
 from maxlite.training.routed_bias import move_routed_biases
 from maxlite.training.state import TrainState
@@ -147,7 +147,7 @@ def build_eval_step(
 ) -> Callable[[Any, Batch], dict]:
   """step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of text predicted.
 
-  Of a model with draft heads also `draft`, what training/acceptance.py counts.
+  Of a model with draft heads also `draft`, what training/draft_acceptance.py counts.
   """
   has_drafts = model.cfg.num_draft_heads > 0
 

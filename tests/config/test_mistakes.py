@@ -316,7 +316,7 @@ def test_help_lists_every_key_and_exits_with_0(capsys):
 
 
 def test_a_bug_of_maxlite_keeps_its_traceback():
-  names = {"__name__": "maxlite.training.setup", "int": int}
+  names = {"__name__": "maxlite.training.trainer", "int": int}
   buggy = types.FunctionType((lambda: int("bug")).__code__, names)
   with pytest.raises(ValueError, match="invalid literal"), exit_with_one_line("maxlite.train"):
     buggy()

@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxlite.config import load_config
 from maxlite.data.batch import Batch
 from maxlite.models import build_model
-from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.state import TrainState
 from maxlite.training.step import all_parameters, build_train_step
 

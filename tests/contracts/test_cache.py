@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_models as families
 
-from maxlite.generation.weights import inference_model, inference_params
+from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
 from maxlite.models import MODELS
 

@@ -14,7 +14,7 @@ from maxlite.config.model_sections import DENSE_FAMILIES, MIXTURES
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.config.validate import LATENT_ATTENTION, LOCAL_AND_GLOBAL, WITH_SINKS
 from maxlite.models import MODELS, build_model
-from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 NUM_POSITIONS = 12
 SHAPE_BT = (4, NUM_POSITIONS)

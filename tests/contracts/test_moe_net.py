@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from moe_net import DISPATCHES, ROUTINGS, Variant, oracle_of, results_of
 
-from maxlite.parallel import MESH_AXES
+from maxlite.sharding import MESH_AXES
 
 BACKENDS = ("tiled", "ragged_dot", "reference")
 TOLERANCE = 1e-10

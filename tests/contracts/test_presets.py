@@ -6,9 +6,9 @@ import pytest
 
 from maxlite.config import load_config
 from maxlite.config.files import CONFIGS
+from maxlite.metrics.flops import active_parameter_count, parameter_count
 from maxlite.models import MODELS
-from maxlite.observe.flops import active_parameter_count, parameter_count
-from maxlite.training.setup import build_trainer
+from maxlite.training.trainer import build_trainer
 
 # All, and those of one token.
 PUBLISHED = {

@@ -12,17 +12,11 @@ from hypothesis import strategies as st
 
 from maxlite.config import load_config
 from maxlite.config.schema import DataConfig
-from maxlite.data.chat import (
-  LEARNED,
-  Chat,
-  chat_documents,
-  date_in_data,
-  open_chat,
-)
-from maxlite.data.pipeline import open_data
-from maxlite.data.tokenizer import TOKENIZERS, open_tokenizer
-from maxlite.data.tokens import Tokens
-from maxlite.data.whole import ConversationRows, first_fit
+from maxlite.data.loader import open_data
+from maxlite.data.packing.conversations import ConversationRows, first_fit
+from maxlite.data.sources.chat import LEARNED, Chat, chat_documents, date_in_data, open_chat
+from maxlite.data.token_cache import Tokens
+from maxlite.data.tokenizers.tokenizer import TOKENIZERS, open_tokenizer
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from maxlite.data.chat_template import ChatTemplate
+from maxlite.data.sources.chat_template import ChatTemplate
 
 TODAY = datetime.date(2025, 3, 4)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxlite.data.packing import PackedRows
-from maxlite.data.tokens import Tokens
+from maxlite.data.packing.documents_in_rows import PackedRows
+from maxlite.data.token_cache import Tokens
 
 
 def store(folder, lengths, dtype=np.uint16):

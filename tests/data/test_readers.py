@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxlite.data import text
-from maxlite.data.files import expand_paths
-from maxlite.data.jsonl import jsonl_documents
-from maxlite.data.parquet import parquet_documents
-from maxlite.data.text import text_documents
+from maxlite.data.sources import text
+from maxlite.data.sources.files import expand_paths
+from maxlite.data.sources.jsonl import jsonl_documents
+from maxlite.data.sources.parquet import parquet_documents
+from maxlite.data.sources.text import text_documents
 
 
 def read(documents):

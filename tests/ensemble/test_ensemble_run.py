@@ -21,9 +21,9 @@ from tiny_run import CLOCK, Output, keys_in
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.ensemble import STRATEGIES
-from maxlite.ensemble.commands import main
-from maxlite.ensemble.run import run_ensemble
-from maxlite.observe.writers import read_rows
+from maxlite.ensemble.cli import main
+from maxlite.ensemble.ensemble_run import run_ensemble
+from maxlite.metrics.writers import read_rows
 from maxlite.training.run import run_training
 
 STEPS = 4

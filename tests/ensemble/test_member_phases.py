@@ -9,7 +9,7 @@ import pytest
 from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
 
 from maxlite.config.members import members_of
-from maxlite.ensemble.program import Program
+from maxlite.ensemble.member_program import Program
 from maxlite.ensemble.strategies import STRATEGIES, Request
 from maxlite.training.run import run_training
 

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.alike import trace
-from maxlite.ensemble.cost import cost_of
-from maxlite.ensemble.groups import Groups
-from maxlite.ensemble.program import Program
-from maxlite.ensemble.submesh import cut_devices, deal
+from maxlite.ensemble.engines.jaxpr_comparison import trace
+from maxlite.ensemble.engines.stacked import Groups
+from maxlite.ensemble.engines.step_cost import cost_of
+from maxlite.ensemble.engines.submesh import cut_devices, deal
+from maxlite.ensemble.member_program import Program
 
 BATCH = np.ones((4, 3), np.float32)
 

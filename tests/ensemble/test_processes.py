@@ -11,10 +11,11 @@ import numpy as np
 import optax
 import pytest
 
-from maxlite.ensemble import Ensemble, Member, processes
+from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines import processes
 from maxlite.ensemble.factory import Factory, call_factory
-from maxlite.ensemble.messages import from_bytes, to_bytes
-from maxlite.ensemble.program import build_programs
+from maxlite.ensemble.member_program import build_programs
+from maxlite.ensemble.serialization import from_bytes, to_bytes
 from maxlite.ensemble.strategies import STRATEGIES, Request
 
 FACTORY = f"{__name__}:make"

@@ -20,7 +20,7 @@ from families import (
 )
 
 from maxlite.ensemble import STRATEGIES, Ensemble, Member
-from maxlite.ensemble.program import build_programs
+from maxlite.ensemble.member_program import build_programs
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
 TOLERANCE = 1e-6

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.kernels.grouped_matmul import triton
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
-from maxlite.parallel.vary import vary
+from maxlite.sharding.pvary import vary
 
 # JAX 0.12 warns whenever it lowers such a kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

@@ -5,7 +5,7 @@ import math
 import jax
 import pytest
 
-from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 MESHES = {
   "one device": {},

@@ -13,7 +13,7 @@ from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.models import MODELS, build_model
-from maxlite.parallel import Sharder, build_mesh
+from maxlite.sharding import Sharder, build_mesh
 
 TINY = {
   "decoder_block": "mixtral",

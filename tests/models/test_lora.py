@@ -7,12 +7,12 @@ import pytest
 from flax.linen import meta
 
 from maxlite.config.schema import DEFAULTS, Config, LoraConfig, build
-from maxlite.layers.additions import merge_lora
 from maxlite.layers.linear import Linear
+from maxlite.layers.lora import merge_lora
+from maxlite.metrics.flops import parameter_count
 from maxlite.models import build_model
-from maxlite.observe.flops import parameter_count
 from maxlite.optim.partition import path_of
-from maxlite.parallel import Sharder, build_mesh
+from maxlite.sharding import Sharder, build_mesh
 
 ALPHA = 3.0
 TINY = {

@@ -8,7 +8,7 @@ from flax.linen import meta
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.models import MODELS, build_model
 from maxlite.models.decoder import MATMUL_OUTPUTS
-from maxlite.parallel import Sharder, build_mesh
+from maxlite.sharding import Sharder, build_mesh
 
 
 def num_matmuls(family, policy, *saved):

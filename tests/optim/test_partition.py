@@ -12,7 +12,7 @@ from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.models import build_model
 from maxlite.optim import OPTIMIZERS, build_optimizer
 from maxlite.optim.partition import decay_mask, logical_names, matrix_axes, path_of, state_names
-from maxlite.parallel import Sharder, build_mesh
+from maxlite.sharding import Sharder, build_mesh
 
 # (input axes, output axes) of every parameter; None: no hidden matrix. Axis 0 stacks layers.
 ATTENTION = {

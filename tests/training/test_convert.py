@@ -14,17 +14,17 @@ from safetensors.numpy import load_file
 
 import maxlite
 from maxlite import convert
+from maxlite.checkpoint.checksum import leaves_by_path
+from maxlite.checkpoint.chunked_array import Stream
+from maxlite.checkpoint.manager import Checkpoints
+from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.config import load_config
 from maxlite.config.schema import CheckpointConfig
-from maxlite.storage.checkpoint import Checkpoints
-from maxlite.storage.fingerprint import leaves_by_path
-from maxlite.storage.hf.checkpoint import streams_from_hf
-from maxlite.storage.parameters import StoredParameters, write_parameters
-from maxlite.storage.streams import Stream
-from maxlite.training.convert import read_merged
-from maxlite.training.weights import trainer_of_model
+from maxlite.hf.conversion import read_merged
+from maxlite.hf.hf_checkpoint import streams_from_hf
+from maxlite.hf.load_model import trainer_of_model
 
-FIXTURES = Path(__file__).resolve().parents[1] / "storage" / "hf_fixtures"
+FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
 # Compiled fast rather than compiled to be fast.
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
@@ -210,7 +210,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
 
   # Cut after its headers were checked, before its weights are read.
   cut_after = lambda *args: (streams_from_hf(*args), truncated(folder))[0]
-  monkeypatch.setattr("maxlite.training.convert.streams_from_hf", cut_after)
+  monkeypatch.setattr("maxlite.hf.conversion.streams_from_hf", cut_after)
   words = ("run_name=new", f"base_output_directory={tmp_path}/runs")
   assert converted(monkeypatch, "from_hf", folder, *words) == 2
   assert "bytes early" in capsys.readouterr().err

@@ -8,9 +8,9 @@ import pytest
 from tiny import LENGTH, config_of, mesh_keys, state_on
 
 from maxlite.training.document_loss import document_losses
-from maxlite.training.evaluate import evaluate
+from maxlite.training.evaluation import evaluate
 from maxlite.training.run import open_trainer_data
-from maxlite.training.setup import build_trainer
+from maxlite.training.trainer import build_trainer
 
 BOS, EOS = 256, 257
 # Bytes of documents: shorter than a row, as long, and longer, with and without a rest.

@@ -12,14 +12,14 @@ from tiny import uneven_batch as batch_of
 from maxlite.config.phases import DRAFT_LOSSES
 from maxlite.config.phases import LOSSES as LOSSES_OF_CONFIG
 from maxlite.data.batch import Batch
-from maxlite.observe.cost import matmul_flops
-from maxlite.observe.hlo import parse
-from maxlite.parallel import MESH_AXES, Sharder, build_mesh
-from maxlite.training.acceptance import acceptance_sums, likeliest
-from maxlite.training.evaluate import held_out_row
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.training.draft_acceptance import acceptance_sums, likeliest
+from maxlite.training.evaluation import held_out_row
 from maxlite.training.loss import LOSSES, Hidden, run_forward
-from maxlite.training.setup import build_trainer
 from maxlite.training.step import build_train_step
+from maxlite.training.trainer import build_trainer
 
 D, J = 8, 3
 SHAPES = {"x_BTD": (ROWS, LENGTH, D), "y_BTJD": (ROWS, LENGTH, J, D), "w_DV": (D, VOCAB)}

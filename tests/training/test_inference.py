@@ -9,8 +9,8 @@ from tiny import config_of, trainer_of, uneven_batch
 from tiny_run import Output, keys_in, logged
 
 from maxlite.config import load_config
-from maxlite.training.evaluate import evaluate
-from maxlite.training.inference import config_of_run, run_evaluation, run_generation
+from maxlite.inference.generation import config_of_run, run_evaluation, run_generation
+from maxlite.training.evaluation import evaluate
 
 
 def evaluated(folder, *words):

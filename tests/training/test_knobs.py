@@ -8,7 +8,7 @@ import pytest
 from tiny import config_of, place, trainer_of, uneven_batch
 
 from maxlite.training.run import open_trainer_data
-from maxlite.training.setup import build_trainer
+from maxlite.training.trainer import build_trainer
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from tiny_run import (
   start,
 )
 
-from maxlite.observe.writers import read_rows
+from maxlite.metrics.writers import read_rows
 
 
 @pytest.fixture

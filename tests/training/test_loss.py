@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.parallel import MESH_AXES, Sharder, build_mesh
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.loss import cross_entropy_sums
 
 B, T, D, V = 8, 12, 8, 40

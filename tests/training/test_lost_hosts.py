@@ -21,7 +21,7 @@ from test_many_hosts import LAST_BITS, LIGHT, largest_difference
 from tiny import KEYS
 from tiny_run import checkpoint_steps, keys_in, logged, parameter_hash
 
-from maxlite.parallel.watch import LOST
+from maxlite.distributed.heartbeat import LOST
 
 pytestmark = pytest.mark.slow
 TWO = ("--processes", 2, "--devices", 1)
@@ -244,7 +244,7 @@ print(code, found["compile_requests_use_cache"], found["cache_hits"])
 
 
 def test_a_restart_compiles_nothing(folder):
-  """On one device: of several XLA:CPU cannot load a program (parallel/process.py)."""
+  """On one device: of several XLA:CPU cannot load a program (distributed/process_settings.py)."""
   words = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT)).items() if n != "steps"]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
   counts = []

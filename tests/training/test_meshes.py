@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
 
-from maxlite.storage.fingerprint import tree_hash
+from maxlite.checkpoint.checksum import tree_hash
 
 WHOLE = "ensemble=8"  # every device computes all: what one device would get
 MESHES = (

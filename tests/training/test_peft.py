@@ -13,17 +13,17 @@ from safetensors.numpy import load_file
 
 import maxlite
 from maxlite import convert
+from maxlite.checkpoint.chunked_array import Stream
+from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config import load_config, save_resolved
 from maxlite.config.schema import DEFAULTS
+from maxlite.hf.families import FAMILIES
+from maxlite.hf.hf_checkpoint import streams_from_hf
+from maxlite.hf.hf_config import model_keys
+from maxlite.hf.load_model import abstract_params
 from maxlite.models import MODELS
-from maxlite.storage.hf import FAMILIES
-from maxlite.storage.hf.checkpoint import streams_from_hf
-from maxlite.storage.hf.config import model_keys
-from maxlite.storage.parameters import write_parameters
-from maxlite.storage.streams import Stream
-from maxlite.training.weights import abstract_params
 
-FIXTURES = Path(__file__).resolve().parents[1] / "storage" / "hf_fixtures"
+FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 RANK, ALPHA = 2, 3.0
 
 FAST = ("llama",)

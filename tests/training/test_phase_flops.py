@@ -4,11 +4,11 @@ import jax
 import pytest
 from tiny import config_of
 
-from maxlite.observe.cost import matmul_flops
-from maxlite.observe.flops import train_flops_per_step
-from maxlite.observe.hlo import parse
-from maxlite.training.setup import build_trainer
+from maxlite.metrics.flops import train_flops_per_step
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.training.step import build_train_step
+from maxlite.training.trainer import build_trainer
 
 LENGTH = 16
 PHASES = {

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tiny import KEYS, config_of, mesh_keys, trainer_of
 
-from maxlite.observe.cost import matmul_flops
-from maxlite.observe.flops import train_flops_per_step
-from maxlite.training.plan import compile_step, estimate_memory, run_plan
+from maxlite.metrics.flops import train_flops_per_step
+from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.planning.plan_run import compile_step, estimate_memory, run_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,9 +11,9 @@ import pytest
 from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 
 from maxlite.models import build_model
-from maxlite.observe.collectives import collectives
-from maxlite.observe.memory import bytes_per_device
-from maxlite.training.plan import compile_step
+from maxlite.planning.hlo_collectives import collectives
+from maxlite.planning.memory import bytes_per_device
+from maxlite.planning.plan_run import compile_step
 from maxlite.training.state import init_state
 from maxlite.training.step import all_parameters, build_train_step
 

@@ -9,17 +9,17 @@ from corruption import corrupted
 from tiny import config_of
 from tiny_run import keys_in
 
-from maxlite.observe.profiler import Profiler
-from maxlite.observe.writers import Writers
-from maxlite.storage.checkpoint import Checkpoints
-from maxlite.storage.replicas import ReplicaCheck
+from maxlite.checkpoint.manager import Checkpoints
+from maxlite.checkpoint.replicas import ReplicaCheck
+from maxlite.metrics.profiler import Profiler
+from maxlite.metrics.writers import Writers
 from maxlite.training.loop import Run, StepLog, train
 from maxlite.training.run import open_trainer_data
-from maxlite.training.setup import build_trainer
+from maxlite.training.trainer import build_trainer
 
 HANG = """
 import time
-from maxlite.training.watchdog import Watchdog
+from maxlite.distributed.watchdog import Watchdog
 def swift(): time.sleep(0.3)
 def hanging(): time.sleep(60)
 with Watchdog(1) as watchdog:

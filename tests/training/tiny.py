@@ -8,7 +8,7 @@ import numpy as np
 from maxlite.config import Config, load_config
 from maxlite.data.batch import Batch, to_global
 from maxlite.data.rows import pad_row
-from maxlite.training.setup import Trainer, build_trainer
+from maxlite.training.trainer import Trainer, build_trainer
 
 VOCAB, LENGTH, ROWS = 264, 16, 16
 KEYS = {

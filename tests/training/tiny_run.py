@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tiny import config_of
 
-from maxlite.observe.goodput import Stopwatch
-from maxlite.observe.writers import read_rows
+from maxlite.metrics.goodput import Stopwatch
+from maxlite.metrics.writers import read_rows
 from maxlite.training.run import run_training
 
 STEPS = 8

@@ -2,7 +2,7 @@
 
   python tools/bench/generate.py [FOLDER ...] [--rounds 5] [--batch 1 16] [--tokens 128]
 
-Each FOLDER is a model in Hugging Face's format, such as those of tests/storage/hf_fixtures; without
+Each FOLDER is a model in Hugging Face's format, such as those of tests/hf/hf_fixtures; without
 one it is a Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512. `transformers` and
 maxlite read the same float32 weights and continue the same prompts of 64 tokens greedily, in turns,
 round by round, so that a drift of the machine's speed falls on each alike; torch with one thread,
@@ -38,15 +38,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.generation.streamers import BaseStreamer
 
 import maxlite
+from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved
 from maxlite.config.schema import build
-from maxlite.data.tokenizer import open_tokenizer
-from maxlite.generation.batcher import Batcher
-from maxlite.generation.engine import Engine, Request
-from maxlite.generation.sampling import Rules
-from maxlite.generation.weights import inference_model, inference_params
+from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.inference.batcher import Batcher
+from maxlite.inference.engine import Engine, Request
+from maxlite.inference.inference_params import inference_model, inference_params
+from maxlite.inference.sampling import Rules
 from maxlite.layers.linear import matmul_of_few_rows
-from maxlite.storage.run_folder import RunFolder
 
 PYTHON = b"def |class |import |    return |for i in |if not |try:\n|# ".split(b"|")
 NUM_PROMPT, VOCAB = 64, 512

@@ -39,12 +39,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step import SHAPE, tokens_of, trainer_candidate
 
 from maxlite.config import load_config
+from maxlite.distributed.process_settings import keep_freed_memory
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.block import MoeBlock
 from maxlite.optim.partition import logical_names
-from maxlite.parallel import MESH_AXES, Sharder, build_mesh
-from maxlite.parallel.process import keep_freed_memory
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 ACTIVATIONS = ("silu", "linear")
 NUM_SIMULATED = 4  # devices of the section `exchange`

@@ -28,8 +28,8 @@ from rich.table import Table
 from maxlite.config import Config, load_config
 from maxlite.config.schema import ModelConfig
 from maxlite.data.batch import Batch, to_global
-from maxlite.parallel.process import keep_freed_memory
-from maxlite.training.setup import build_trainer
+from maxlite.distributed.process_settings import keep_freed_memory
+from maxlite.training.trainer import build_trainer
 
 SHAPE = [
   "base_emb_dim=256",

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.storage.hf.folder import FolderWriter, write_json
+from maxlite.hf.hf_folder import FolderWriter, write_json
 
 VOCAB = 32_000
 BFLOAT16 = np.dtype(jnp.bfloat16)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from maxlite.config.schema import DataConfig
-from maxlite.data.pipeline import open_data
+from maxlite.data.loader import open_data
 
 _BATCH_SIZE, _NUM_BATCHES = 32, 200
 

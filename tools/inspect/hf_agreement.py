@@ -16,9 +16,9 @@ import transformers
 
 import maxlite
 from maxlite.config import load_config
-from maxlite.data.tokenizer import open_tokenizer
-from maxlite.training.convert import to_hf
-from maxlite.training.inference import config_of_run, open_trained
+from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.hf.conversion import to_hf
+from maxlite.inference.generation import config_of_run, open_trained
 from maxlite.training.run import open_trainer_data, run_folder
 
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxlite.observe.writers import read_rows
+from maxlite.metrics.writers import read_rows
 
 LAUNCHER = Path(__file__).parents[1] / "launch/local.py"
 NAMES = ("step", "loss", "total_loss", "grad_norm", "eval_loss")

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from maxlite.observe.writers import read_rows
+from maxlite.metrics.writers import read_rows
 
 
 def main() -> int:

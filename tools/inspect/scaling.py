@@ -23,19 +23,19 @@ os.environ.update(DESCRIBED_ONLY)
 
 import jax
 
-from maxlite.observe.chips import CHIPS
-from maxlite.observe.collectives import Collective, collectives
-from maxlite.observe.hlo import parse
-from maxlite.observe.memory import MemoryEstimate, bytes_per_device
-from maxlite.observe.plan_text import GB, sent_by_axes
-from maxlite.observe.roofline import step_bounds
-from maxlite.training.plan import (
+from maxlite.metrics.chips import CHIPS
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_collectives import Collective, collectives
+from maxlite.planning.memory import MemoryEstimate, bytes_per_device
+from maxlite.planning.plan_report import GB, sent_by_axes
+from maxlite.planning.plan_run import (
   Target,
   build_target,
   compile_step,
   estimate_memory,
   estimate_traffic,
 )
+from maxlite.planning.roofline import step_bounds
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 MODELS = ("deepseek2-16b", "mixtral-8x7b")

@@ -17,7 +17,7 @@ from maxlite.config import exit_with_one_line, main_config
 def main() -> int:
   cfg = main_config(sys.argv[1:], "shardings", needs_data=False)
   # JAX is loaded only for a command line that is right.
-  from maxlite.training.setup import build_trainer
+  from maxlite.training.trainer import build_trainer
 
   with exit_with_one_line("shardings"):
     trainer = build_trainer(cfg)

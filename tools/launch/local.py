@@ -32,7 +32,7 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 WRONG_COMMAND = 2
-LEFT_FOR_ANOTHER = os.EX_TEMPFAIL  # maxlite/parallel/watch.py
+LEFT_FOR_ANOTHER = os.EX_TEMPFAIL  # maxlite/distributed/heartbeat.py
 SIMULATED = r"--xla_force_host_platform_device_count=\S*"
 
 

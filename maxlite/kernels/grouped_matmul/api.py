@@ -9,7 +9,7 @@ float64 if that is the operands' type).
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul import megablox, ragged, reference, tiled, triton
+from maxlite.kernels.grouped_matmul import megablox, ragged_dot, reference, tiled, triton
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
 BACKENDS = {
@@ -17,7 +17,7 @@ BACKENDS = {
   "tiled": tiled.grouped_matmul,
   "megablox": megablox.grouped_matmul,
   "triton": triton.grouped_matmul,
-  "ragged_dot": ragged.grouped_matmul,
+  "ragged_dot": ragged_dot.grouped_matmul,
 }
 
 

@@ -11,7 +11,7 @@ from maxlite.layers.mlp import MLP, activation_of
 from maxlite.layers.moe.dispatch import DISPATCHES, choose_dispatch
 from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
 from maxlite.layers.moe.router import Router, RouterSums
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 
 class MoeBlock(nn.Module):

@@ -5,11 +5,11 @@ each token's weighted sum over its experts, with the number of assignments that 
 """
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.dispatch import capacity, dense, ragged, ring
+from maxlite.layers.moe.dispatch import all_gather, capacity, dense, ragged
 
 DISPATCHES = {
   "ragged": ragged.dispatch,
-  "ring": ring.dispatch,
+  "ring": all_gather.dispatch,
   "dense": dense.dispatch,
   "capacity": capacity.dispatch,
 }

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.experts import Weights
+from maxlite.layers.moe.permutation import Layout, collect, invert, spread, spread_weights
 from maxlite.layers.moe.router import Route
-from maxlite.layers.moe.rows import Layout, collect, invert, spread, spread_weights
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 _SLOTS = ("activation_batch_no_exp", "activation_exp", None, None)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.experts import Weights
 from maxlite.layers.moe.router import Route
-from maxlite.parallel import Sharder
+from maxlite.sharding import Sharder
 
 
 def dispatch(

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.dispatch.shards import on_shards
+from maxlite.layers.moe.dispatch.expert_shards import on_shards
 from maxlite.layers.moe.experts import Weights, apply_experts, is_checked
+from maxlite.layers.moe.permutation import collect, sort_by_expert, spread, spread_weights
 from maxlite.layers.moe.router import Route
-from maxlite.layers.moe.rows import collect, sort_by_expert, spread, spread_weights
-from maxlite.parallel import Sharder
-from maxlite.parallel.exchange import give_back, plan_exchange, send
+from maxlite.sharding import Sharder
+from maxlite.sharding.all_to_all import give_back, plan_exchange, send
 
 _ROW_MULTIPLE = 128  # a buffer that is cut short stays whole in the kernels' tiles
 

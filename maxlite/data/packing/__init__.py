@@ -1,0 +1,1 @@
+"""Packing of documents and conversations into rows."""

@@ -1,0 +1,1 @@
+"""Data sources: readers of files, and the SOURCES table."""

@@ -1,0 +1,1 @@
+"""Tokenizers: bytes, Hugging Face, SentencePiece."""

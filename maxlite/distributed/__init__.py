@@ -1,0 +1,1 @@
+"""Many processes as one run: start-up, failure detection, signals."""

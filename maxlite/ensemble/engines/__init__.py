@@ -1,0 +1,1 @@
+"""Ways to run the training steps of many members, one file per engine."""

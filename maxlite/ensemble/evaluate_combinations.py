@@ -1,0 +1,105 @@
+"""How good the members are together, on held-out text: every way of combining them, scored."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.data.batch import Batch
+from maxlite.ensemble.ensemble_metrics import (
+  combine_log_probs,
+  disagreement_sums,
+  finish,
+  greedy_weights,
+  loss_weights,
+  score_sums,
+  uniform_weights,
+)
+
+LOSS_TEMPERATURE = 0.1  # [nats per token] by which a member that is worse has 1/e of the weight
+GREEDY_ROUNDS = 50
+
+
+def score_combinations(
+  predict: Callable[[Batch], list[jax.Array]],
+  batches: Callable[[], Iterator[Batch]],
+  num_bytes_V: np.ndarray,
+) -> dict[str, dict[str, Any]]:
+  """{way of combining: sums and figures of `combine.finish`}, the best member alone first.
+
+  Weights are chosen on every other batch from the first on and scored on the rest, as `batches`
+  gives them anew each time; with a single batch, there is only what needs no choice.
+
+  Args:
+    predict: per member, log-probabilities [B, T, V] of a batch's targets.
+  """
+  num_batches = sum(1 for _ in batches())
+  alone = num_batches < 2
+  choosing = (batch for n, batch in enumerate(batches()) if alone or n % 2 == 0)
+  weights = _choose_weights(predict, choosing, alone)
+  totals: dict[str, dict] = {}
+  num_bytes = 0.0
+  for n, batch in enumerate(batches()):
+    if alone or n % 2:
+      log_prob_ZTV, target_T, weight_T = _flat(predict(batch), batch)
+      num_bytes += float(
+        np.sum(num_bytes_V[np.asarray(batch.targets_BT)][np.asarray(batch.weight_BT) > 0])
+      )
+      for name, (how, weight_Z) in weights.items():
+        _add(totals, name, _score(how, log_prob_ZTV, weight_Z, target_T, weight_T))
+      _add(totals, "disagreement", _disagreement(log_prob_ZTV, weight_T))
+  spread = totals.pop("disagreement")
+  spread = finish(spread, 0.0)
+  return {name: sums | finish(sums, num_bytes) | spread for name, sums in totals.items()}
+
+
+def _choose_weights(predict: Callable, batches: Iterator[Batch], alone: bool) -> dict[str, tuple]:
+  """{name: (how, weight_Z)} from the members' losses."""
+  target_ZT, weight_T = [], []
+  for batch in batches:
+    log_prob_ZTV, target, weight = _flat(predict(batch), batch)
+    target_ZT.append(_of_target(log_prob_ZTV, target))
+    weight_T.append(weight)
+  target_ZT, weight_T = jnp.concatenate(target_ZT, axis=1), jnp.concatenate(weight_T)
+  nll_Z = -jnp.sum(target_ZT * weight_T[None], axis=1) / jnp.sum(weight_T)
+  equal_Z = uniform_weights(target_ZT.shape[0])
+  best_Z = jax.nn.one_hot(jnp.nanargmin(nll_Z), target_ZT.shape[0])
+  weights = {
+    "best member": ("probabilities", best_Z),
+    "mean of probabilities": ("probabilities", equal_Z),
+    "mean of logits": ("logits", equal_Z),
+  }
+  if not alone:
+    weights["weighted by held-out loss"] = ("probabilities", loss_weights(nll_Z, LOSS_TEMPERATURE))
+    chosen_Z = greedy_weights(target_ZT, weight_T, GREEDY_ROUNDS)
+    weights["greedy selection"] = ("probabilities", chosen_Z)
+  return weights
+
+
+def _flat(log_prob: Sequence[jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """(log_prob_ZTV, target_T, weight_T) with all rows one after the other."""
+  stacked = jnp.stack([own.reshape(-1, own.shape[-1]) for own in log_prob])
+  return stacked, jnp.ravel(batch.targets_BT), jnp.ravel(batch.weight_BT)
+
+
+@jax.jit
+def _of_target(log_prob_ZTV: jax.Array, target_T: jax.Array) -> jax.Array:
+  return jnp.take_along_axis(log_prob_ZTV, target_T[None, :, None], axis=2)[..., 0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(how, log_prob_ZTV, weight_Z, target_T, weight_T) -> dict:
+  return score_sums(combine_log_probs(log_prob_ZTV, weight_Z, how), target_T, weight_T)
+
+
+_disagreement = jax.jit(disagreement_sums)
+
+
+def _add(totals: dict[str, dict], name: str, sums: dict) -> None:
+  """Adds on the host: in float32 counting ends at 2**24 tokens."""
+  exact = {key: np.asarray(value, np.float64) for key, value in jax.device_get(sums).items()}
+  before = totals.get(name)
+  totals[name] = exact if before is None else {key: before[key] + exact[key] for key in exact}

@@ -1,0 +1,79 @@
+"""A trained model made ready to generate: its config, its layout and its parameters."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlite.config.schema import ModelConfig
+from maxlite.layers.linear import TRANSPOSED
+from maxlite.layers.lora import merge_lora
+from maxlite.models import build_model
+from maxlite.models.decoder import Decoder
+from maxlite.sharding import Sharder
+
+STACKS = ("dense_layers", "layers")  # of a decoder that scans over its layers
+NOT_TRANSPOSED = ("kv_up", "router", "unembed")  # modules whose kernel not only `Linear` reads
+
+
+def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
+  """The decoder of `cfg` for generation.
+
+  Layers stand side by side, each with weights and cache of its own: a scan would copy them out of
+  its stack for every token. No expert drops a token.
+
+  Raises:
+    ValueError: the mesh cuts rows, of which generation has one position at a time.
+  """
+  if sharder.num_shards("activation_length") > 1:
+    raise ValueError(
+      "generation cannot cut rows over the context axis: set ici_context_parallelism=1 and "
+      "dcn_context_parallelism=1 (and ici_fsdp_parallelism=-1 to use the devices)"
+    )
+  moe = dataclasses.replace(
+    cfg.moe, capacity_factor=-1.0, ragged_buffer_factor=-1.0, router_jitter=0.0
+  )
+  lora = dataclasses.replace(cfg.lora, lora_rank=0)
+  cfg = dataclasses.replace(cfg, scan_layers=False, remat_policy="none", moe=moe, lora=lora)
+  return build_model(cfg, sharder)
+
+
+def inference_params(cfg: ModelConfig, params: Any) -> Any:
+  """`params` of a model of `cfg` as `inference_model` takes them.
+
+  Adapters are merged, layers are taken out of their stacks, and matrices are rounded to the type
+  that activations have, as every use of them would. The router, which may compute in another type,
+  keeps its own. On a CPU, float32 kernels are transposed (`linear.matmul_of_few_rows`).
+  """
+  if cfg.lora.lora_rank:
+    params = merge_lora(params, cfg.lora.lora_alpha)
+  rounded = jax.tree_util.tree_map_with_path(
+    lambda path, leaf: _rounded(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers), params
+  )
+  if not cfg.scan_layers:
+    return _transposed(rounded)
+  apart = {name: tree for name, tree in rounded.items() if name not in STACKS}
+  for name in STACKS:
+    leaves, tree = jax.tree.flatten(rounded.get(name, {}))
+    for i, layer in enumerate(zip(*map(jnp.unstack, leaves), strict=True)):
+      apart[f"{name}_{i}"] = _transposed(jax.tree.unflatten(tree, layer))
+  return apart
+
+
+def _transposed(params: Any, name: str = "") -> Any:
+  """`params` of the module `name`, with its kernels transposed where that is faster."""
+  if not isinstance(params, Mapping) or jax.default_backend() != "cpu":
+    return params
+  if name in NOT_TRANSPOSED or "kernel" not in params or params["kernel"].dtype != jnp.float32:
+    return {name: _transposed(node, name) for name, node in params.items()}
+  others = {name: leaf for name, leaf in params.items() if name != "kernel"}
+  num_in = 2 if name == "out" else 1  # axes that are contracted
+  return others | {TRANSPOSED: jnp.moveaxis(params["kernel"], range(num_in), range(-num_in, 0))}
+
+
+def _rounded(path: tuple, leaf: jax.Array, dtype: jnp.dtype, scanned: bool) -> jax.Array:
+  names = [entry.key for entry in path]
+  is_matrix = leaf.ndim - (scanned and names[0] in STACKS) > 1 and "bias" not in names[-1]
+  return leaf.astype(dtype) if is_matrix and "router" not in names else leaf

@@ -1,0 +1,69 @@
+"""A trained run that answers over HTTP."""
+
+import datetime
+import ipaddress
+import sys
+from collections.abc import Sequence
+
+from maxlite.config import Config, exit_with_one_line
+from maxlite.data.sources.chat import open_chat
+from maxlite.inference.batcher import Batcher
+from maxlite.inference.generation import (
+  build_engine,
+  config_of_run,
+  open_text_tokenizer,
+  open_trained,
+)
+from maxlite.inference.server.engine_thread import Worker
+
+_MORE_CONNECTIONS = 200
+
+
+def run_serving(cfg: Config, argv: Sequence[str]) -> int:
+  """Answers with the run's newest checkpoint until it is interrupted."""
+  with exit_with_one_line("maxlite.serve"):
+    try:
+      import uvicorn
+
+      from maxlite.inference.server.http_api import build_app
+    except ImportError as error:
+      raise ValueError(
+        f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
+      ) from None
+    cfg = config_of_run(cfg, argv)
+    tokenizer = open_text_tokenizer(cfg)
+    trainer, params, _ = open_trained(cfg)
+    chat = open_chat(cfg.data, tokenizer, datetime.date.today)
+    engine = build_engine(trainer, params, chat.ends if chat else tokenizer.ends)
+  engine.compile_ahead()  # or the first to ask would wait for it
+  sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
+  app_of = lambda worker: build_app(
+    worker,
+    tokenizer,
+    chat.prompt if chat else None,
+    name=cfg.run.run_name,
+    max_length=engine.max_length,
+    hosts=allowed_hosts(cfg.serve.serve_host),
+  )
+  with Worker(Batcher(engine), cfg.serve.serve_queue_size).running() as worker:
+    uvicorn.run(
+      app_of(worker),
+      host=cfg.serve.serve_host,
+      port=cfg.serve.serve_port,
+      # Those who are told that too many wait need a connection for it.
+      limit_concurrency=engine.num_rows + cfg.serve.serve_queue_size + _MORE_CONNECTIONS,
+      timeout_graceful_shutdown=5,  # [seconds] for streams that are under way at an interrupt
+    )
+  return 0
+
+
+def allowed_hosts(host: str) -> list[str]:
+  """Names under which clients may ask for what listens on `host`.
+
+  On this machine alone, no name that some web page may point here (DNS rebinding).
+  """
+  try:
+    is_local = ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    is_local = host == "localhost"
+  return [host, "localhost", "127.0.0.1"] if is_local else ["*"]

@@ -1,0 +1,88 @@
+"""What the dispatches that run shard by shard have in common: the shard_map and its weights."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
+from maxlite.layers.moe.router import Route
+from maxlite.sharding import Sharder
+from maxlite.sharding.collectives import gather_weight
+from maxlite.sharding.pvary import vary
+
+ROWS = ("activation_batch", "activation_length")
+_GATHERED = "moe_gathered"
+
+
+def on_shards(
+  local: Callable, sharder: Sharder, x_BTD: jax.Array, route: Route, weights: Weights, checked: bool
+) -> tuple[jax.Array, jax.Array]:
+  """(y_BTD, assignments dropped) of `local(x_TD, expert_TK, weight_TK, weights)` on every shard.
+
+  `local` is given its shard's tokens and, of the experts, those that lie on it, whole but for the
+  hidden axis; what it returns is summed over the shards of that axis.
+
+  Args:
+    checked: whether shard_map follows which values differ between shards (check_vma).
+  """
+  rows_D = sharder.spec((*ROWS, None))
+  is_cut = sharder.num_shards("embed_no_exp") > 1
+  row_axes = tuple(axis for name in ROWS for axis in sharder.mesh_axes(name))
+
+  def on_shard(x_btD, expert_btK, weight_btK, weights):
+    if is_cut:
+      # Also between their gradients: those of weights are cut before the backward pass goes on.
+      x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
+    gathered = _gather(weights, sharder, x_btD.dtype)
+    x_TD, expert_TK, weight_TK = map(_rows, (x_btD, expert_btK, weight_btK))
+    x_TD, weight_TK, gathered = _same_type(x_TD, weight_TK, gathered)
+    gathered = _bias_once(gathered, sharder)
+    y_TD, num_dropped = local(x_TD, expert_TK, weight_TK, gathered)
+    y_btD = jax.lax.psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
+    return y_btD, jax.lax.psum(num_dropped, row_axes)
+
+  if is_cut:
+    # Gathered weights are gathered again in the backward pass rather than kept by every layer.
+    policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+    on_shard = jax.checkpoint(on_shard, policy=policy)
+  return jax.shard_map(
+    on_shard,
+    mesh=sharder.mesh,
+    in_specs=(rows_D, rows_D, rows_D, _specs(weights, sharder)),
+    out_specs=(rows_D, jax.P()),
+    check_vma=checked,
+  )(x_BTD, route.expert_BTK, route.weight_BTK, weights)
+
+
+def _specs(weights: Weights, sharder: Sharder) -> Weights:
+  wi, wo, bi, bo = map(sharder.spec, (WI, WO, BI, BO))
+  bo = None if weights.bo_ED is None else bo
+  return Weights((wi,) * len(weights.wi_EDF), wo, (bi,) * len(weights.bi_EF), bo)
+
+
+def _gather(weights: Weights, sharder: Sharder, dtype: jnp.dtype) -> Weights:
+  axes = sharder.mesh_axes("embed_no_exp")
+  gather = lambda w, axis: checkpoint_name(gather_weight(w, dtype, axes, axis), _GATHERED)
+  return weights.replace(
+    wi_EDF=tuple(gather(w_EDF, 1) for w_EDF in weights.wi_EDF), wo_EFD=gather(weights.wo_EFD, 2)
+  )
+
+
+def _bias_once(weights: Weights, sharder: Sharder) -> Weights:
+  """The bias of the result on the first shard of the hidden axis alone: results are summed."""
+  if weights.bo_ED is None:
+    return weights
+  is_first = jax.lax.axis_index(sharder.mesh_axes("mlp")) == 0
+  return weights.replace(bo_ED=jnp.where(is_first, weights.bo_ED, 0))
+
+
+def _rows(x_btD: jax.Array) -> jax.Array:
+  return x_btD.reshape(-1, x_btD.shape[-1])
+
+
+def _same_type(*trees) -> list:
+  """All arrays marked as differing between the same shards; kernels' own gradients need it."""
+  leaves, tree = jax.tree.flatten(trees)
+  return jax.tree.unflatten(tree, vary(*leaves))

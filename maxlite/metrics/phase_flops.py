@@ -1,0 +1,82 @@
+"""The floating-point operations of a step that trains a part of a model, by arithmetic alone."""
+
+import re
+from collections.abc import Collection, Mapping
+
+from maxlite.config.schema import ModelConfig
+from maxlite.metrics.flops import FLOPS_PER_MAC, TRAIN_OVER_FORWARD, train_flops_per_step
+
+# In the order of the forward pass; the numbered layers of an unscanned stack belong to it.
+STAGES = ("embed", "dense_layers", "layers", "final_norm", "draft_head", "unembed")
+STACKS = ("dense_layers", "layers")
+MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of what tokens are multiplied with
+EXPERT = r".*moe/w[io](_\d)?"
+# By loss: whether the model's own logits get a gradient, and whether there are draft heads' logits.
+LOGITS = {
+  "next_token": (True, False),
+  "match_head": (False, True),
+  "next_token_and_draft": (True, True),
+}
+
+
+def phase_flops(
+  model: ModelConfig,
+  tokens: int,
+  row_length: int,
+  sizes: Mapping[str, int],
+  trained: Collection[str],
+  loss: str = "next_token",
+) -> float:
+  """FLOPs of one step on `tokens` tokens that trains the parameters `trained` on `loss`.
+
+  Counted is what `train_flops_per_step` counts, and so is the whole model's step where all is
+  trained: a product forward, one for the gradient of each trained matrix, and one for the gradient
+  of an input that depends on something trained. That flows through what is frozen: all layers of a
+  stack need it as soon as anything in the stack or before it is trained.
+
+  Args:
+    sizes: by path, the number of weights of every parameter.
+  """
+  first = min(_stage(path) for path in trained)
+  own_gradient, has_drafts = LOGITS[loss]
+  unread = () if has_drafts else ("draft_head",)
+  macs = 0.0
+  for path, size in sizes.items():
+    if re.fullmatch(MATRIX, path) and path.split("/")[0] not in ("unembed", *unread):
+      passes = 1 + _needs_input_gradient(STAGES[_stage(path)], first) + (path in trained)
+      macs += passes * size * _share_of_tokens(path, model)
+  num_drafts = model.num_draft_heads if has_drafts else 0
+  after = _needs_input_gradient("unembed", first)
+  weight = "embed/embedding" if model.logits_via_embedding else "unembed/kernel"
+  # The embedding's other use, the lookup, makes all that follows need gradients, but is no product.
+  passes = (1 + own_gradient * (after + (weight in trained))) + num_drafts * (
+    1 + after + (weight in trained)
+  )
+  macs += passes * model.vocab_size * model.base_emb_dim
+  return FLOPS_PER_MAC * tokens * macs + _attention(model, tokens, row_length, first)
+
+
+def _attention(model: ModelConfig, tokens: int, row_length: int, first: int) -> float:
+  """Of scores and mixing, both of whose operands are activations."""
+  whole = train_flops_per_step(model, tokens, row_length).attention
+  num_layers = model.base_num_decoder_layers
+  dense = model.moe.first_num_dense_layers / num_layers
+  needed = sum(
+    share * _needs_input_gradient(stack, first)
+    for stack, share in zip(STACKS, (dense, 1 - dense), strict=True)
+  )
+  return whole * (1 + (TRAIN_OVER_FORWARD - 1) * needed) / TRAIN_OVER_FORWARD
+
+
+def _stage(path: str) -> int:
+  return STAGES.index(re.sub(r"_\d+$", "", path.split("/", maxsplit=1)[0]))
+
+
+def _needs_input_gradient(stage: str, first: int) -> bool:
+  index = STAGES.index(stage)
+  return first < index or (stage in STACKS and first == index)
+
+
+def _share_of_tokens(path: str, model: ModelConfig) -> float:
+  is_expert = re.fullmatch(EXPERT, path)
+  return model.moe.num_experts_per_tok / model.moe.num_experts if is_expert else 1.0

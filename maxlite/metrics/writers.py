@@ -1,0 +1,216 @@
+"""Where rows of metrics go: a JSONL file, TensorBoard, the console.
+
+A row is a flat dict of numbers with a `step`; where held-out data was evaluated, with `eval_loss`.
+The load of every expert goes to a file of its own.
+"""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+from maxlite.metrics.step_row import Row
+
+
+class Writer(Protocol):
+  """Takes rows in the order of their steps."""
+
+  def write(self, row: Row) -> None: ...
+
+  def flush(self) -> None:
+    """Returns when all rows written so far would survive a crash."""
+
+  def close(self) -> None: ...
+
+
+class Writers:
+  """Several writers as one, and the file of the experts' loads."""
+
+  def __init__(self, writers: Sequence[Writer], expert_load: "JsonlWriter | None" = None):
+    self._writers = writers
+    self._expert_load = expert_load
+    self._all = [*writers, *([expert_load] if expert_load else [])]
+
+  def write(self, row: Row, load_NE: np.ndarray | None = None) -> None:
+    """Writes `row`, and with it the assignments that each expert of each MoE layer got."""
+    for writer in self._writers:
+      writer.write(row)
+    if self._expert_load and load_NE is not None:
+      self._expert_load.write({"step": row["step"], "expert_load": load_NE.astype(int).tolist()})
+
+  def flush(self) -> None:
+    for writer in self._all:
+      writer.flush()
+
+  def close(self) -> None:
+    for writer in self._all:
+      writer.close()
+
+
+class JsonlWriter:
+  """Appends rows to a file, one strict JSON object per line: `step` first, other keys sorted.
+
+  JSON has no NaN or infinity: such a value is null.
+  """
+
+  def __init__(self, path: Path, resume_step: int):
+    """Opens `path` and keeps its rows up to `resume_step`, the step training goes on from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+      _keep_rows(path, resume_step)
+    self._file = path.open("a", encoding="utf-8")
+
+  def write(self, row: Mapping[str, Any]) -> None:
+    """Appends `row`, whose values are numbers or lists of whole numbers."""
+    ordered = {"step": row["step"]} | dict(sorted(row.items()))
+    finite = {
+      name: v if isinstance(v, list) or math.isfinite(v) else None for name, v in ordered.items()
+    }
+    self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+    self._file.flush()  # for whoever follows the file; only flush() below outlives a crash
+
+  def flush(self) -> None:
+    os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    self.flush()
+    self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+  """The rows of a file of `JsonlWriter`, less an unfinished last line; None was not finite.
+
+  Raises:
+    ValueError: a line before the last is not a row.
+  """
+  return [row for _, row in _lines_and_rows(path)]
+
+
+def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+  for number, line in enumerate(lines, start=1):
+    try:
+      row = json.loads(line)
+      whole = line.endswith("\n") and isinstance(row, dict) and "step" in row
+    except json.JSONDecodeError:
+      whole = False
+    if whole:
+      yield line, row
+    elif number < len(lines):
+      raise ValueError(f"{path} line {number} is not a row of metrics: mend or move the file away")
+
+
+def _keep_rows(path: Path, last_step: int) -> None:
+  """Drops rows after `last_step` and a torn last line; a crash leaves the old file or the new."""
+  kept = "".join(line for line, row in _lines_and_rows(path) if row["step"] <= last_step)
+  unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+  with unfinished.open("w", encoding="utf-8") as file:
+    file.write(kept)
+    file.flush()
+    os.fsync(file.fileno())
+  unfinished.replace(path)
+
+
+class TensorBoardWriter:
+  """Writes every value of a row as a TensorBoard scalar."""
+
+  def __init__(self, directory: Path, resume_step: int):
+    """TensorBoard hides what an earlier start wrote in `directory` after `resume_step`."""
+    self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+  def write(self, row: Row) -> None:
+    for name, value in row.items():
+      if name != "step":
+        self._writer.add_scalar(name, value, row["step"])
+
+  def flush(self) -> None:
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+class ConsoleWriter:
+  """Prints a line per row; on a terminal also a progress bar with the time that is left."""
+
+  def __init__(
+    self, num_steps: int, resume_step: int, console: Console, phases: Sequence[str] = ()
+  ):
+    """`num_steps` are the whole run's; the time that is left is judged from `resume_step` on.
+
+    `phases` are the names that a row's `phase` is an index of.
+    """
+    self._num_steps = num_steps
+    longest = max(map(len, phases), default=0)
+    self._phases = [phase.ljust(longest) for phase in phases]
+    self._console = console
+    self._progress = Progress(
+      MofNCompleteColumn(),
+      BarColumn(),
+      TimeRemainingColumn(),
+      TextColumn("left"),
+      console=console,
+      transient=True,
+      disable=not console.is_terminal,
+    )
+    self._task = self._progress.add_task("", total=num_steps, completed=max(resume_step, 0))
+    self._progress.start()
+
+  def write(self, row: Row) -> None:
+    phase = [self._phases[int(row["phase"])]] if "phase" in row else []
+    self._print("step", row["step"], phase + _training_cells(row))
+    if "eval_loss" in row:
+      self._print("eval", row["step"], _eval_cells(row))
+    self._progress.update(self._task, completed=row["step"])
+
+  def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
+    done = f"{kind} {step:>{len(str(self._num_steps))}}/{self._num_steps}"
+    # soft_wrap: a line stays whole in a log file, whatever width Rich takes it to have
+    self._console.print("  ".join([done, *cells]), soft_wrap=True, markup=False, highlight=False)
+
+  def flush(self) -> None:
+    self._console.file.flush()
+
+  def close(self) -> None:
+    self._progress.stop()
+    self.flush()
+
+
+def _training_cells(row: Row) -> list[str]:
+  drafts = [f"drafts {row['draft_loss']:7.4f}"] if "draft_loss" in row else []
+  cells = [
+    f"loss {row['loss']:7.4f}",
+    *drafts,
+    f"lr {row['learning_rate']:.2e}",
+    f"|grad| {row['grad_norm']:8.3g}",
+    f"{row['tokens_per_second_per_device']:9,.0f} tok/s/device",
+    f"{row['tflops_per_device']:7.3f} TFLOP/s/device",
+  ]
+  if "mfu" in row:
+    cells.append(f"MFU {row['mfu']:5.1%}")
+  if "expert_imbalance" in row:
+    cells.append(f"imbalance {row['expert_imbalance']:5.2f}")
+  if row.get("skipped"):
+    cells.append(f"skipped {row['skipped']}")
+  return cells
+
+
+def _eval_cells(row: Row) -> list[str]:
+  cells = [f"loss {row['eval_loss']:7.4f}"]
+  if "eval_bits_per_byte" in row:
+    cells.append(f"bits/byte {row['eval_bits_per_byte']:.4f}")
+  if "eval_accepted_length" in row:
+    heads = itertools.takewhile(
+      row.__contains__, map("eval_acceptance_{}".format, itertools.count(1))
+    )
+    cells.append(f"drafts accepted {' '.join(f'{row[head]:.1%}' for head in heads)}")
+    cells.append(f"{row['eval_accepted_length']:.2f} in a chain")
+  return cells

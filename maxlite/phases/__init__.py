@@ -1,0 +1,1 @@
+"""Alternating training: which parameters each phase trains, when, and with which optimizer."""

@@ -1,0 +1,150 @@
+"""The collectives of a compiled program: over which mesh axes, how often, how many bytes."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlite.planning.hlo import Computation, Instruction, Module
+
+# Bytes that a device of a group of n must send for each byte of payload, by the best algorithm.
+SENT_PER_BYTE = {
+  "all-gather": lambda n: (n - 1) / n,
+  "reduce-scatter": lambda n: (n - 1) / n,
+  "all-reduce": lambda n: 2 * (n - 1) / n,
+  "all-to-all": lambda n: (n - 1) / n,
+  "ragged-all-to-all": lambda n: (n - 1) / n,
+  "collective-permute": lambda n: 1.0,
+  "collective-broadcast": lambda n: 1.0,
+}
+
+
+class Collective(NamedTuple):
+  """All collectives of one kind over the same mesh axes, per device and step."""
+
+  kind: str
+  mesh_axes: tuple[str, ...]
+  times: float
+  payload_bytes: float  # of the whole operand, for an all-gather of the whole result
+  sent_bytes: float  # that a device puts on its links
+  between_slices: bool = False  # over the data center's network
+
+
+def collectives(
+  module: Module, mesh_shape: Mapping[str, int], slices: Mapping[str, int] | None = None
+) -> list[Collective]:
+  """The collectives of one step, loops counted by their length, those that send most first.
+
+  Devices are numbered in the order of the mesh, as jit numbers them. `slices` has the mesh axes
+  that lie across slices, each with its degree between them.
+  """
+  sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+  for computation, instruction, runs in module.executed():
+    if slices and (kind := _kind_between_slices(instruction)):
+      payload = _payload_bytes(computation, instruction, kind, prod(slices.values()))
+      sent = payload * SENT_PER_BYTE[kind](prod(slices.values()))
+      sums[kind, tuple(slices), True] += runs.times * np.array([1, payload, sent])
+      continue
+    kind = _kind(computation, instruction)
+    groups = _groups(instruction, prod(mesh_shape.values())) if kind else np.zeros((0, 0))
+    if kind and groups.shape[-1] > 1:
+      payload = _payload_bytes(computation, instruction, kind, groups.shape[-1])
+      sent = payload * SENT_PER_BYTE[kind](groups.shape[-1])
+      mesh_axes = _mesh_axes(groups, mesh_shape)
+      sums[kind, mesh_axes, False] += runs.times * np.array([1, payload, sent])
+  found = [
+    Collective(kind, mesh_axes, float(times), float(payload), float(sent), between_slices)
+    for (kind, mesh_axes, between_slices), (times, payload, sent) in sums.items()
+  ]
+  return sorted(found, key=lambda collective: -collective.sent_bytes)
+
+
+def _kind(computation: Computation, instruction: Instruction) -> str | None:
+  kind = instruction.opcode.removesuffix("-start")
+  # XLA:TPU writes a reduce-scatter as a fusion of this name, an all-reduce and a slice.
+  if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+    return "reduce-scatter"
+  return kind if kind in SENT_PER_BYTE else None
+
+
+def _kind_between_slices(instruction: Instruction) -> str | None:
+  """What XLA:TPU has its runtime do between slices: a send to the host, and a receipt of it."""
+  found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+  kind = found[1].lower().replace("_", "-") if found and instruction.opcode == "send" else None
+  return kind if kind in SENT_PER_BYTE else None
+
+
+def _payload_bytes(
+  computation: Computation, instruction: Instruction, kind: str, group_size: int
+) -> float:
+  sizes = [
+    sum(array.num_bytes for array in operand.arrays)
+    for operand in computation.operands(instruction)
+    if operand.opcode != "after-all"
+  ]
+  if kind == "ragged-all-to-all":
+    # Rows to send and buffer to receive; of the larger one, a part stays empty.
+    return min(sizes[:2])
+  if kind == "collective-permute":
+    return sizes[0]
+  return sum(sizes) * (group_size if kind == "all-gather" else 1)
+
+
+def _groups(instruction: Instruction, num_devices: int) -> np.ndarray:
+  """Devices that talk to one another, a row per group."""
+  text = instruction.attributes
+  if pairs := re.search(r"source_target_pairs=\{((?:\{[\d,]*\},?)+)\}", text):
+    return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", pairs[1])], int)
+  if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}", text):
+    return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1])], int)
+  if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+    return _iota(*iota.groups()[1:]).reshape(_ints(iota[1]))
+  if mesh := re.search(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", text
+  ):
+    return _mesh_groups(*mesh.groups())
+  return np.arange(num_devices)[None]
+
+
+def _ints(text: str) -> list[int]:
+  return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+  """The numbers 0, 1, ... laid out as `dims`, with the axes in another `order`, and flattened."""
+  shape = _ints(dims)
+  return np.arange(prod(shape)).reshape(shape).transpose(_ints(order) if order else None).ravel()
+
+
+def _mesh_groups(axes: str, devices: str | None, grouped: str) -> np.ndarray:
+  """Groups along the `grouped` axes ('a', or 'a':(3)2 for a part of one) of XLA's own mesh."""
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+  if devices and (iota := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", devices)):
+    ids = _iota(*iota.groups())
+  else:
+    ids = np.array(_ints(devices)) if devices else np.arange(prod(sizes.values()))
+  parts = {
+    name: (int(before or 1), int(size or sizes[name]))
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)
+  }
+  shape, inside = [], []
+  for name, size in sizes.items():
+    before, part = parts.get(name, (1, 1))
+    shape += [before, part, size // (before * part)]
+    inside.append(len(shape) - 2)
+  group_size = prod(shape[axis] for axis in inside)
+  outside = [axis for axis in range(len(shape)) if axis not in inside]
+  return ids.reshape(shape).transpose(*outside, *inside).reshape(-1, group_size)
+
+
+def _mesh_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+  """Mesh axes along which devices of one group differ."""
+  coordinates = np.unravel_index(groups, tuple(mesh_shape.values()))
+  return tuple(
+    mesh_axis
+    for mesh_axis, coordinate in zip(mesh_shape, coordinates, strict=True)
+    if np.any(coordinate != coordinate[:, :1])
+  )

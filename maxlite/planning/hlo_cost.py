@@ -1,0 +1,209 @@
+"""What one step of a compiled program costs a device: matmul FLOPs and bytes moved in HBM."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlite.planning.hlo import Computation, Instruction, Module
+
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)')
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
+_GEMMS = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul)')
+_KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla[^"]*)"')
+# Their result is their operand, or was counted where it was made.
+_FREE = {
+  "parameter",
+  "constant",
+  "tuple",
+  "get-tuple-element",
+  "bitcast",
+  "while",
+  "conditional",
+  "call",
+  "call-start",
+  "call-done",
+  "async-start",
+  "async-update",
+  "async-done",
+  "copy-done",
+  "after-all",
+  "add-dependency",
+  "opt-barrier",
+  "partition-id",
+}
+
+
+class MatmulFlops(NamedTuple):
+  """FLOPs of one device and step, loops counted by their length."""
+
+  total: float
+  kernels_unknown: int  # custom kernels that state no FLOPs; they are missing in `total`
+
+
+def matmul_flops(module: Module) -> MatmulFlops:
+  """FLOPs of dots, convolutions, library matmuls and of kernels that state theirs.
+
+  A kernel on the receive buffer of a ragged all-to-all counts for as many rows as are sent, which
+  is an even load: the buffer may be several times larger, but such kernels skip its empty part.
+  """
+  total, unknown, filled = 0.0, 0, _filled_shares(module)
+  for computation, instruction, runs in module.executed():
+    flops = _flops(computation, instruction, filled)
+    if flops is None:
+      unknown += 1
+    else:
+      total += runs.times * flops
+  return MatmulFlops(total, unknown)
+
+
+def _filled_shares(module: Module) -> dict[int, float]:
+  """By rows of a receive buffer, the share of them that an even load fills."""
+  shares: dict[int, float] = {}
+  for computation, instruction, _ in module.executed():
+    if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
+      sides = computation.operands(instruction)[:2]
+      fewer, more = sorted(side.arrays[0].shape[0] for side in sides)
+      shares[more] = min(fewer / more, shares.get(more, 1.0))
+  return shares
+
+
+def _share_of_kernel(
+  computation: Computation, instruction: Instruction, filled: dict[int, float]
+) -> float:
+  operands = computation.operands(instruction)
+  rows = {array.shape[0] for operand in operands for array in operand.arrays if array.shape}
+  return min((filled[n] for n in rows if n in filled), default=1.0)
+
+
+def _flops(
+  computation: Computation, instruction: Instruction, filled: dict[int, float]
+) -> float | None:
+  """FLOPs of one run; None for a kernel of our own that does not state them."""
+  if instruction.opcode == "convolution":
+    return _convolution_flops(computation, instruction)
+  if instruction.opcode == "dot":
+    return _dot_flops(computation, instruction)
+  if instruction.opcode == "custom-call":
+    if estimate := _ESTIMATE.search(instruction.attributes):
+      return float(estimate[1]) * _share_of_kernel(computation, instruction, filled)
+    if _GEMMS.search(instruction.attributes):
+      return _dot_flops(computation, instruction)
+    if _KERNELS.search(instruction.attributes) and len(instruction.operands) > 1:
+      return None
+  return 0.0
+
+
+def _dot_flops(computation: Computation, instruction: Instruction) -> float:
+  lhs = computation.operands(instruction)[0].arrays[0].shape
+  found = _CONTRACTED.search(instruction.attributes)
+  contracted = [lhs[int(axis)] for axis in re.findall(r"\d+", found[1])] if found else []
+  return 2.0 * np.prod(instruction.arrays[0].shape) * np.prod(contracted)
+
+
+def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
+  """2 x multiplications by what is no padding; the form that XLA:TPU gives every matmul."""
+  lhs, rhs = (operand.arrays[0].shape for operand in computation.operands(instruction)[:2])
+  lhs_labels, rhs_labels, out_labels = re.split("_|->", instruction.attribute("dim_labels") or "")
+  out = instruction.arrays[0].shape
+  flops = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
+  window = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window") or ""))
+  for axis, label in enumerate(sorted(set(out_labels) - {"b", "f"})):
+    at = {name: numbers.split("x")[axis] for name, numbers in window.items()}
+    flops *= _positions(
+      out[out_labels.index(label)],
+      rhs[rhs_labels.index(label)],
+      lhs[lhs_labels.index(label)],
+      {name: int(at.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")},
+      int(at.get("pad", "0_0").split("_")[0]),
+    )
+  return flops
+
+
+def _positions(num_out: int, num_kernel: int, num_in: int, step: dict[str, int], pad: int) -> int:
+  """(output, kernel) positions of one spatial axis that meet an element of the input."""
+  out, kernel = np.arange(num_out)[:, None], np.arange(num_kernel)[None]
+  position = out * step["stride"] + kernel * step["rhs_dilate"] - pad
+  inside = (position >= 0) & (position <= (num_in - 1) * step["lhs_dilate"])
+  return int(np.sum(inside & (position % step["lhs_dilate"] == 0)))
+
+
+def hbm_bytes(module: Module) -> float:
+  """Bytes that instructions read from and write to HBM in one step of one device.
+
+  Operands are read and results written once per instruction; of what is sliced or updated in
+  place only the slice counts, of kernels what `matmul_flops` counts of them. Arrays that the
+  compiler placed in on-chip memory do not count.
+  """
+  filled = _filled_shares(module)
+  return sum(
+    runs.times * _traffic(module, computation, instruction, filled)
+    for computation, instruction, runs in module.executed()
+    if not runs.fused and instruction.opcode not in _FREE
+  )
+
+
+def _traffic(
+  module: Module, computation: Computation, instruction: Instruction, filled: dict[int, float]
+) -> float:
+  if estimate := _ESTIMATE.search(instruction.attributes):
+    return float(estimate[2]) * _share_of_kernel(computation, instruction, filled)
+  operands = computation.operands(instruction)
+  if instruction.opcode == "fusion":
+    (fused,) = module.called(instruction)
+    reads = [_share_read(fused, i) * _in_hbm(operand) for i, operand in enumerate(operands)]
+    return sum(reads) + _share_written(fused) * _in_hbm(instruction)
+  if instruction.opcode in ("dynamic-slice", "gather", "slice"):
+    return _in_hbm(instruction) * (2 if not operands[0].arrays[0].on_chip else 1)
+  if instruction.opcode in ("dynamic-update-slice", "scatter"):
+    return 2 * sum(_in_hbm(operand) for operand in operands[1:])
+  if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
+    return 2 * min(map(_in_hbm, operands[:2]))  # the rest of the larger side stays empty
+  # The type of a copy-start is (copy, original, token).
+  return sum(map(_in_hbm, operands)) + _in_hbm(instruction, instruction.opcode == "copy-start")
+
+
+def _in_hbm(instruction: Instruction, first: bool = False) -> float:
+  arrays = instruction.arrays[:1] if first else instruction.arrays
+  return sum(array.num_bytes for array in arrays if not array.on_chip)
+
+
+def _share_read(fused: Computation, index: int) -> float:
+  """Of operand `index` of a fusion, the share that is read."""
+  for parameter in fused.instructions.values():
+    if parameter.opcode == "parameter" and parameter.operands == (str(index),):
+      size = sum(array.num_bytes for array in parameter.arrays) or 1
+      return min(sum(_bytes_used(fused, parameter)) / size, 1.0)
+  return 0.0
+
+
+def _bytes_used(fused: Computation, value: Instruction) -> list[float]:
+  """Bytes of `value` that each of its users in a fusion touches."""
+  used: list[float] = []
+  for user in fused.instructions.values():
+    if value.name not in user.operands or user.opcode == "parameter":
+      continue
+    sliced = user.operands[0] == value.name
+    if user.opcode in ("bitcast", "reshape"):
+      used += _bytes_used(fused, user)
+    elif sliced and user.opcode in ("dynamic-slice", "gather", "slice"):
+      used.append(sum(array.num_bytes for array in user.arrays))
+    elif not (sliced and user.opcode == "dynamic-update-slice"):
+      used.append(sum(array.num_bytes for array in value.arrays))
+  return used
+
+
+def _share_written(fused: Computation) -> float:
+  """Of a fusion's result, the share that is new and not updated in place."""
+  root = fused.root
+  parts = fused.operands(root) if root.opcode == "tuple" else [root]
+  total = sum(array.num_bytes for part in parts for array in part.arrays) or 1
+  return sum(_bytes_written(fused, part) for part in parts) / total
+
+
+def _bytes_written(fused: Computation, part: Instruction) -> float:
+  while part.opcode in ("bitcast", "reshape"):
+    (part,) = fused.operands(part)
+  if part.opcode == "dynamic-update-slice":
+    part = fused.operands(part)[1]
+  return sum(array.num_bytes for array in part.arrays)

@@ -1,0 +1,107 @@
+"""A plan as lines of text."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from maxlite.planning.hlo_collectives import Collective
+from maxlite.planning.hlo_cost import MatmulFlops
+from maxlite.planning.memory import MemoryEstimate
+from maxlite.planning.roofline import Bound
+
+GB = 1e9
+
+
+def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
+  """What a device holds: the estimate, and beside it the compiler's `CompiledMemoryStats`."""
+  state = {"parameters": estimate.parameters, "optimizer state": estimate.optimizer}
+  parts = {
+    "  saved activations": estimate.saved_activations,
+    "  gradients": estimate.gradients,
+    "  a layer's activations": estimate.layer_activations,
+    "  widest one's gradient": estimate.layer_gradient,
+    "  a layer's weights": estimate.layer_weights,
+    "  unembedding": estimate.unembedding,
+    "  logits": estimate.logits,
+  }
+  guessed = state | {"temporaries": estimate.temporaries} | parts | {"live at once": estimate.total}
+  compiled = {}
+  if stats:
+    rest = stats.argument_size_in_bytes - sum(state.values())
+    compiled = state | {
+      "batch, padding": rest + stats.output_size_in_bytes - stats.alias_size_in_bytes,
+      "temporaries": stats.temp_size_in_bytes,
+      "program": stats.generated_code_size_in_bytes,
+    }
+    compiled["total"] = sum(compiled.values())
+    if stats.peak_memory_in_bytes > 1.01 * stats.argument_size_in_bytes:  # XLA:CPU does not tell
+      compiled["live at once"] = stats.peak_memory_in_bytes
+  names = [*state, "batch, padding", "temporaries", *parts, "program", "total", "live at once"]
+  lines = [f"{'GB per device':<26}{'estimate':>10}{'compiled' if stats else '':>10}".rstrip()]
+  for name in names:
+    if name in guessed or name in compiled:
+      cells = [f"{table[name] / GB:.3f}" if name in table else "" for table in (guessed, compiled)]
+      lines.append(f"{name:<26}{cells[0]:>10}{cells[1]:>10}".rstrip())
+  return lines
+
+
+def matmul_lines(flops: MatmulFlops, needed: float, unknown_loops: int) -> list[str]:
+  """FLOPs of one device, against what the model needs without recomputing or padding anything."""
+  compiled = f"matmuls: {flops.total / 1e12:.3f} TFLOP per step and device"
+  lines = [f"{compiled}, {flops.total / needed:.2f} x the {needed / 1e12:.3f} the model needs"]
+  if flops.kernels_unknown:
+    lines.append(f"  not counted: {flops.kernels_unknown} kernels that do not state their FLOPs")
+  if unknown_loops:
+    lines.append(f"  counted for one turn: {unknown_loops} loops whose length depends on the data")
+  return lines
+
+
+def traffic_lines(guessed: Sequence[Collective], found: Sequence[Collective] | None) -> list[str]:
+  """GB that a device sends in a step, by mesh axes: the estimate, and beside it the compiler's."""
+  tables = [sent_by_axes(guessed)] + ([] if found is None else [sent_by_axes(found)])
+  names = sorted({*tables[0], *tables[-1]}, key=lambda name: -tables[-1].get(name, 0.0))
+  titles = ("estimate", "compiled")[: len(tables)]
+  lines = [f"{'GB sent per device':<26}" + "".join(f"{title:>10}" for title in titles)]
+  for name in names:
+    lines.append(f"{name:<26}" + "".join(f"{table.get(name, 0.0) / GB:>10.3f}" for table in tables))
+  return lines if names else []
+
+
+def sent_by_axes(collectives: Sequence[Collective]) -> dict[str, float]:
+  """Bytes that a device sends along each combination of mesh axes."""
+  sent: dict[str, float] = defaultdict(float)
+  for c in collectives:
+    sent[_axes_of(c)] += c.sent_bytes
+  return dict(sent)
+
+
+def _axes_of(collective: Collective) -> str:
+  return " x ".join(collective.mesh_axes) + (" (network)" if collective.between_slices else "")
+
+
+def collective_lines(found: Sequence[Collective]) -> list[str]:
+  """Collectives of one device and step."""
+  lines = [f"{'collective':<20}{'mesh axes':<24}{'per step':>9}{'GB':>10}{'GB sent':>10}"]
+  for c in found:
+    name = f"{c.kind:<20}{_axes_of(c):<24}"
+    lines.append(f"{name}{c.times:>9.0f}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
+  return lines
+
+
+def bound_lines(bounds: Sequence[Bound], useful_share: float | None) -> list[str]:
+  """The least time of a step; `useful_share` of its FLOPs are what the model needs.
+
+  None: nothing was compiled, so neither HBM nor what is recomputed is known.
+  """
+  lines = ["least time of a step, if all overlap and each runs at its published peak:"]
+  for bound in bounds:
+    unit = "TFLOP" if bound.resource == "matmuls" else "TB"
+    amount = f"{bound.amount / 1e12:.3f} {unit} at {bound.rate / 1e12:g} {unit}/s"
+    lines.append(f"  {bound.resource:<10}{bound.seconds * 1e3:>10.2f} ms   {amount}")
+  longest = max(bounds, key=lambda bound: bound.seconds)
+  if useful_share is None:
+    return [*lines, f"  bound by {longest.resource}; HBM and what is recomputed are not counted"]
+  matmuls = next(bound for bound in bounds if bound.resource == "matmuls")
+  mfu = useful_share * matmuls.seconds / longest.seconds
+  lines.append(f"  {longest.resource} bind: MFU is at most {mfu:.1%}")
+  return lines

@@ -1,0 +1,39 @@
+"""The least time a compiled step can take on a chip, from what it computes and moves."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from maxlite.metrics.chips import Chip
+from maxlite.planning.hlo_collectives import Collective
+
+
+class Bound(NamedTuple):
+  """Seconds that one resource of a device needs by itself."""
+
+  resource: str
+  amount: float
+  rate: float  # per second, at its published peak
+
+  @property
+  def seconds(self) -> float:
+    return self.amount / self.rate
+
+
+def step_bounds(
+  chip: Chip, flops: float, hbm_bytes: float | None, collectives: Sequence[Collective]
+) -> list[Bound]:
+  """What bounds the step; it takes at least as long as the longest, when all overlap perfectly.
+
+  Matmuls run at the bfloat16 peak, and bytes leave over all links of a device at once;
+  what goes between slices leaves over its share of the host's network.
+  """
+  sent = sum(c.sent_bytes for c in collectives if not c.between_slices)
+  between = sum(c.sent_bytes for c in collectives if c.between_slices)
+  bounds = [Bound("matmuls", flops, chip.bf16_tflops * 1e12)]
+  if hbm_bytes is not None and chip.hbm_bytes_per_second:
+    bounds.append(Bound("HBM", hbm_bytes, chip.hbm_bytes_per_second))
+  if chip.link_bytes_per_second:
+    bounds.append(Bound("links", sent, chip.link_bytes_per_second))
+  if between and chip.dcn_bytes_per_second:
+    bounds.append(Bound("network", between, chip.dcn_bytes_per_second))
+  return bounds

@@ -1,0 +1,255 @@
+"""Ragged all-to-all between the shards of the expert axis, and its adjoint.
+
+Shard p holds S[p, g] rows for expert g, sorted by expert; expert g lives on shard g // (E / P). All
+shards know the whole count matrix S, so each knows without asking where its rows land: one chunk
+per pair of shard and expert, sorted by expert on arrival too, so that no row is moved again. The
+way back is the same call with the chunks' two ends exchanged, and that is also the gradient: `send`
+and `give_back` are each other's adjoint, and neither needs a collective beyond its own.
+
+Everything here runs inside `jax.shard_map`. TPUs and GPUs have the collective; XLA:CPU has not, so
+there the same rows take an ordinary all-to-all of padded blocks.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+
+from maxlite.sharding.pvary import vary
+
+MeshAxes = tuple[str, ...]
+
+
+@struct.dataclass
+class Chunks:
+  """What one shard sends, chunk by chunk and sorted by peer, and how much each chunk it gets has.
+
+  The arguments of `jax.lax.ragged_all_to_all`, in rows.
+  """
+
+  input_offsets: jax.Array
+  send_sizes: jax.Array
+  output_offsets: jax.Array  # in the buffer of the peer
+  recv_sizes: jax.Array
+
+
+@struct.dataclass
+class ExchangePlan:
+  """Where a shard's rows go and how they come back."""
+
+  there: Chunks
+  back: Chunks
+  group_sizes_e: jax.Array  # rows that arrive for each expert of this shard
+  num_dropped: jax.Array  # rows of this shard that found no room
+  mesh_axes: MeshAxes = struct.field(pytree_node=False)
+  num_sent: int = struct.field(pytree_node=False)  # rows of the buffer on the sending side
+  num_received: int = struct.field(pytree_node=False)  # rows of the buffer on the receiving side
+
+
+def plan_exchange(
+  counts_E: jax.Array, mesh_axes: MeshAxes, *, num_sent: int, num_received: int
+) -> ExchangePlan:
+  """The plan for rows sorted by expert, of which this shard has `counts_E`.
+
+  What exceeds the `num_received` rows of a shard's buffer is dropped, from the experts with most
+  rows first.
+  """
+  counts_PE = jax.lax.all_gather(counts_E, mesh_axes)
+  kept_PE = _bounded(counts_PE, num_received)
+  me, num_shards = jax.lax.axis_index(mesh_axes), counts_PE.shape[0]
+  # First row of every chunk: in its sender's buffer, and in its receiver's.
+  sent_PE = _before(counts_PE, axis=1)
+  per_shard_Pe = jnp.sum(kept_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1)
+  landed_PE = _before(per_shard_Pe, axis=1).reshape(1, -1) + _before(kept_PE, axis=0)
+  mine = lambda x_PE: jax.lax.dynamic_index_in_dim(x_PE, me, keepdims=False)
+  for_me = lambda x_PE: mine(x_PE.reshape(num_shards, num_shards, -1).swapaxes(0, 1)).reshape(-1)
+  return ExchangePlan(
+    there=Chunks(mine(sent_PE), mine(kept_PE), mine(landed_PE), for_me(kept_PE)),
+    back=Chunks(for_me(landed_PE), for_me(kept_PE), for_me(sent_PE), mine(kept_PE)),
+    group_sizes_e=mine(per_shard_Pe),
+    num_dropped=jnp.sum(mine(counts_PE) - mine(kept_PE), dtype=jnp.int32),
+    mesh_axes=mesh_axes,
+    num_sent=num_sent,
+    num_received=num_received,
+  )
+
+
+def send(x: jax.Array, plan: ExchangePlan) -> jax.Array:
+  """Rows [num_received, ...] that arrive at this shard, sorted by expert, zero past the last."""
+  assert x.shape[0] == plan.num_sent, f"{x.shape} for a plan of {plan.num_sent} rows"
+  return _exchange(plan.mesh_axes, plan.num_received, x, plan.there, plan.back)
+
+
+def give_back(y: jax.Array, plan: ExchangePlan) -> jax.Array:
+  """Rows [num_sent, ...] where `send` took them from; zero for those that were dropped."""
+  assert y.shape[0] == plan.num_received, f"{y.shape} for a plan of {plan.num_received} rows"
+  return _exchange(plan.mesh_axes, plan.num_sent, y, plan.back, plan.there)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchange(
+  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
+) -> jax.Array:
+  """Rows [num_rows, ...] received when every shard sends `chunks` of its x; zero elsewhere."""
+  x, chunks = _varying_over(mesh_axes, x, chunks)
+  return jax.lax.platform_dependent(
+    x,
+    chunks,
+    cpu=functools.partial(emulated_all_to_all, mesh_axes, num_rows),
+    default=functools.partial(native_all_to_all, mesh_axes, num_rows),
+  )
+
+
+def _exchange_forward(
+  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
+) -> tuple:
+  return _exchange(mesh_axes, num_rows, x, chunks, reverse), (x.shape[0], chunks, reverse)
+
+
+def _exchange_backward(
+  mesh_axes: MeshAxes, num_rows: int, residuals: tuple, dy: jax.Array
+) -> tuple:
+  num_sent, chunks, reverse = residuals
+  return _exchange(mesh_axes, num_sent, dy, reverse, chunks), None, None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+def native_all_to_all(
+  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks
+) -> jax.Array:
+  """The collective of XLA:TPU and XLA:GPU, into a buffer of zeros."""
+  output = jnp.zeros_like(x, shape=(num_rows, *x.shape[1:]))
+  return jax.lax.ragged_all_to_all(
+    x,
+    output,
+    chunks.input_offsets,
+    chunks.send_sizes,
+    chunks.output_offsets,
+    chunks.recv_sizes,
+    axis_name=mesh_axes,
+  )
+
+
+def emulated_all_to_all(
+  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks
+) -> jax.Array:
+  """The same rows by an ordinary all-to-all: one block per pair of shards, padded to the longest.
+
+  No shard has more rows for another than either of the two buffers holds.
+  """
+  num_shards = jax.lax.axis_size(mesh_axes)
+  block = min(x.shape[0], num_rows)
+  swap = functools.partial(
+    jax.lax.all_to_all, axis_name=mesh_axes, split_axis=0, concat_axis=0, tiled=True
+  )
+  by_peer = lambda sizes: sizes.reshape(num_shards, -1)
+  # Chunks of a peer follow one another in its block; row r of it lies in x at `source`.
+  sizes_Pc = by_peer(chunks.send_sizes)
+  source_Pr = jax.vmap(functools.partial(_rows_of_chunks, block))(
+    _before(sizes_Pc, axis=1), sizes_Pc, by_peer(chunks.input_offsets)
+  )
+  blocks = swap(jnp.take(x, source_Pr.reshape(-1), axis=0, mode="clip"))
+  sizes_Pc = by_peer(chunks.recv_sizes)
+  first_P1 = block * jnp.arange(num_shards, dtype=jnp.int32)[:, None]
+  arrived = (_before(sizes_Pc, axis=1) + first_P1).reshape(-1)
+  landed = swap(chunks.output_offsets)
+  source = _rows_of_chunks(num_rows, landed, chunks.recv_sizes, arrived)
+  return jnp.take(blocks, source, axis=0, mode="fill", fill_value=0)
+
+
+def _rows_of_chunks(
+  num_rows: int, starts_c: jax.Array, sizes_c: jax.Array, sources_c: jax.Array
+) -> jax.Array:
+  """For each of `num_rows` rows the source of what lies there; past any array in the gaps.
+
+  Chunk c fills `sizes_c` rows from `starts_c`, from as many after `sources_c`.
+  """
+  ends_c = jnp.where(sizes_c > 0, starts_c + sizes_c, 0)  # an empty chunk is no row's
+  order = jnp.argsort(ends_c)
+  starts_c, ends_c, sources_c = starts_c[order], ends_c[order], sources_c[order]
+  row = jnp.arange(num_rows, dtype=jnp.int32)
+  chunk = jnp.searchsorted(ends_c, row, side="right")
+  start = starts_c.at[chunk].get(mode="fill", fill_value=num_rows)
+  source = row - start + sources_c.at[chunk].get(mode="clip")
+  return jnp.where(row >= start, source, jnp.iinfo(jnp.int32).max)
+
+
+def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
+  """The counts, cut so that no shard gets more than `num_received` rows.
+
+  Experts of a full shard get at most as many rows as leaves it just full, earlier senders first.
+  """
+  num_shards = counts_PE.shape[0]
+  ascending_Pe = jnp.sort(
+    jnp.sum(counts_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1), axis=1
+  )
+  num_larger_e = jnp.arange(ascending_Pe.shape[1], 0, -1, dtype=counts_PE.dtype)
+  # If the i smallest get all of theirs and the others share the rest, nobody's buffer overflows.
+  limit_Pe = (num_received - _before(ascending_Pe, axis=1)) // num_larger_e[None]
+  limit_P1 = jnp.max(limit_Pe, axis=1, keepdims=True)
+  limit_E = jnp.broadcast_to(limit_P1, ascending_Pe.shape).reshape(-1)
+  return jnp.clip(limit_E[None] - _before(counts_PE, axis=0), 0, counts_PE)
+
+
+def _before(sizes: jax.Array, axis: int) -> jax.Array:
+  """Sum of what stands before each element along `axis`."""
+  return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes
+
+
+def _varying_over(mesh_axes: MeshAxes, x: jax.Array, chunks: Chunks) -> tuple:
+  """Both marked as differing between all shards, as what comes of an exchange does."""
+  index = jax.lax.axis_index(mesh_axes)
+  leaves, tree = jax.tree.flatten((x, chunks))
+  *leaves, _ = vary(*leaves, index)
+  return jax.tree.unflatten(tree, leaves)
+
+
+def check_exchange(mesh: Mesh, mesh_axes: MeshAxes) -> None:
+  """Exchanges random rows on the devices of `mesh`, to compare with the emulation bit by bit.
+
+  Raises:
+    ValueError: the platform's collective moved rows wrongly.
+  """
+  num_shards = math.prod(mesh.shape[axis] for axis in mesh_axes)
+  wrong = jax.jit(
+    jax.shard_map(
+      functools.partial(_count_wrong_rows, mesh_axes, num_shards),
+      mesh=mesh,
+      in_specs=(),
+      out_specs=jax.P(),
+    )
+  )()
+  if wrong:
+    raise ValueError(
+      f"the ragged all-to-all of {mesh.devices.flat[0].device_kind} moved {wrong} rows wrongly in "
+      "a test before the first step, so gradients would be wrong: write "
+      "use_ring_of_experts=true, or update jax and the driver"
+    )
+
+
+def _count_wrong_rows(mesh_axes: MeshAxes, num_shards: int) -> jax.Array:
+  """Rows that `send` and `give_back` move otherwise than the emulation, over all devices."""
+  num_experts, num_sent, width = 2 * num_shards, 64, 128
+  index = jax.lax.axis_index(mesh_axes)
+  key = jax.random.fold_in(jax.random.key(0), index)
+  # Shares that differ widely, with experts and whole shards that get nothing.
+  share_E = jax.random.uniform(key, (num_experts,)) ** 4
+  counts_E = jnp.floor(share_E / jnp.sum(share_E) * num_sent).astype(jnp.int32)
+  counts_E *= (jnp.arange(num_experts, dtype=jnp.int32) % 5 != index % 5).astype(jnp.int32)
+  num_received = num_sent * num_shards
+  plan = plan_exchange(counts_E, mesh_axes, num_sent=num_sent, num_received=num_received)
+  wrong = jnp.zeros((), jnp.int32)
+  for rows, num_rows, chunks, reverse in (
+    (num_sent, num_received, plan.there, plan.back),
+    (num_received, num_sent, plan.back, plan.there),
+  ):
+    x = jax.random.normal(jax.random.fold_in(key, rows), (rows, width))
+    got = _exchange(mesh_axes, num_rows, x, chunks, reverse)
+    want = emulated_all_to_all(mesh_axes, num_rows, x, chunks)
+    wrong += jnp.sum(jnp.any(got != want, axis=1), dtype=jnp.int32)
+  return jax.lax.psum(wrong, mesh_axes)

@@ -1,0 +1,129 @@
+"""The sharding table: logical axis -> mesh axes, and the `Sharder` that applies it.
+
+Parameters and activations name their axes; this table alone says where those lie. Parameters are
+sharded over `fsdp`, `context` and `expert` (and split by `tensor`); rows of a batch lie on `data`,
+`fsdp` and `expert`, since outside the MoE block the `expert` axis is one more data axis.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+Names = Sequence[str | None]
+
+DEFAULT_RULES: dict[str, tuple[str, ...]] = {
+  # Parameters
+  "ensemble": ("ensemble",),
+  "layers": (),
+  "vocab": ("tensor",),
+  "embed": ("fsdp", "context", "expert"),
+  "norm": (),
+  "q_heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "kv": (),
+  "latent": (),
+  "q_lora": ("fsdp", "context", "expert"),
+  "kv_lora": ("fsdp", "context", "expert"),
+  "lora_rank": (),
+  "mlp": ("tensor",),
+  "exp": ("expert",),
+  "embed_no_exp": ("fsdp", "context"),
+  "router": (),
+  # Activations
+  "activation_batch": ("data", "fsdp", "expert"),
+  "activation_length": ("context",),
+  "activation_kv_length": (),
+  "activation_embed": (),
+  "activation_q_heads": ("tensor",),
+  "activation_kv_heads": ("tensor",),
+  "activation_kv": (),
+  "activation_mlp": ("tensor",),
+  "activation_vocab": ("tensor",),
+  "activation_batch_no_exp": ("data", "fsdp"),
+  "activation_exp": ("expert",),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sharder:
+  """Turns logical axis names into shardings on one mesh; passed explicitly, never global.
+
+  `overrides` replaces rows of `DEFAULT_RULES`.
+
+  Raises:
+    ValueError: a row that names an unknown logical axis or mesh axis.
+  """
+
+  mesh: Mesh
+  overrides: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self) -> None:
+    for name, mesh_axes in self.overrides.items():
+      if name not in DEFAULT_RULES:
+        known = ", ".join(DEFAULT_RULES)
+        raise ValueError(f"logical_axis_rules: no logical axis {name!r}; known are {known}")
+      for mesh_axis in mesh_axes:
+        if mesh_axis not in self.mesh.axis_names:
+          known = ", ".join(self.mesh.axis_names)
+          raise ValueError(f"logical_axis_rules: {name}: no mesh axis {mesh_axis!r}; use {known}")
+
+  @property
+  def platform(self) -> str:
+    """Where the mesh's devices are: `cpu`, `tpu` or `gpu`; also of devices only compiled for."""
+    platform = self.mesh.devices.flat[0].platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+  def inside(self, mesh_axis: str) -> "Sharder":
+    """The same for code in a shard_map over `mesh_axis`, where nothing is left to cut by it."""
+    kinds = [
+      AxisType.Manual if axis == mesh_axis else kind
+      for axis, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+    ]
+    mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=tuple(kinds))
+    rows = DEFAULT_RULES | dict(self.overrides)
+    rest = {name: [axis for axis in axes if axis != mesh_axis] for name, axes in rows.items()}
+    return Sharder(mesh, rest)
+
+  def mesh_axes(self, name: str | None) -> tuple[str, ...]:
+    """The mesh axes a logical axis lies on; none for None."""
+    if name is None:
+      return ()
+    if name not in DEFAULT_RULES:
+      raise ValueError(f"no logical axis {name!r} in the sharding table (sharding/rules.py)")
+    return tuple(self.overrides.get(name, DEFAULT_RULES[name]))
+
+  def num_shards(self, name: str | None) -> int:
+    """Into how many parts a logical axis is cut."""
+    return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(name))
+
+  def spec(self, names: Names) -> PartitionSpec:
+    """PartitionSpec of an array whose axes have these logical names.
+
+    Raises:
+      ValueError: an unknown name, or a mesh axis that would cut two axes of the array.
+    """
+    entries = [self.mesh_axes(name) for name in names]
+    used = [mesh_axis for entry in entries for mesh_axis in entry]
+    twice = {mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}
+    if twice:
+      raise ValueError(
+        f"logical axes {tuple(names)} put mesh axis {sorted(twice)[0]!r} on two axes of one array: "
+        "change logical_axis_rules"
+      )
+    return PartitionSpec(*(entry or None for entry in entries))
+
+  def sharding(self, names: Names) -> NamedSharding:
+    return NamedSharding(self.mesh, self.spec(names))
+
+  def constrain(self, x: jax.Array, names: Names) -> jax.Array:
+    """`x`, laid out as its logical names say.
+
+    Raises:
+      ValueError: as many names as `x` has axes are needed.
+    """
+    if x.ndim != len(names):
+      raise ValueError(f"{len(names)} logical names {tuple(names)} for an array of shape {x.shape}")
+    return jax.lax.with_sharding_constraint(x, self.sharding(names))

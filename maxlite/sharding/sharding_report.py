@@ -1,0 +1,70 @@
+"""How parameters lie on a mesh, and whether they can and should lie so."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from maxlite.sharding.rules import Names, Sharder
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """One parameter on a mesh."""
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  names: Names
+  spec: PartitionSpec
+  num_shards: int
+
+  @property
+  def num_bytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+  @property
+  def bytes_per_device(self) -> int:
+    return self.num_bytes // self.num_shards
+
+
+def place(path: str, leaf: jax.ShapeDtypeStruct, names: Names, sharder: Sharder) -> Placement:
+  """Where a parameter lies.
+
+  Raises:
+    ValueError: an axis that its mesh axes do not divide.
+  """
+  for axis, name in enumerate(names):
+    shards = sharder.num_shards(name)
+    if leaf.shape[axis] % shards:
+      degrees = [axis for axis in sharder.mesh_axes(name) if sharder.mesh.shape[axis] > 1]
+      product = " x ".join(f"{axis}={sharder.mesh.shape[axis]}" for axis in degrees)
+      keys = " or ".join(f"ici_{axis}_parallelism" for axis in degrees)
+      raise ValueError(
+        f"parameter {path} of shape {tuple(leaf.shape)}: its axis {name!r} of {leaf.shape[axis]} "
+        f"does not divide by {product}: change {keys}, or that dimension of the model"
+      )
+  shards = math.prod(sharder.num_shards(name) for name in names)
+  return Placement(
+    path, tuple(leaf.shape), np.dtype(leaf.dtype), tuple(names), sharder.spec(names), shards
+  )
+
+
+def check_sharded(placements: Iterable[Placement], sharder: Sharder, tolerance: float) -> None:
+  """Raises ValueError if a larger share of bytes than `tolerance` is whole on a mesh that cuts."""
+  placements = list(placements)
+  if math.prod(sharder.num_shards(name) for name in ("embed", "mlp")) == 1:
+    return
+  total = sum(placement.num_bytes for placement in placements)
+  whole = [placement for placement in placements if placement.num_shards == 1]
+  share = sum(placement.num_bytes for placement in whole) / total
+  if share > tolerance:
+    largest = max(whole, key=lambda placement: placement.num_bytes)
+    raise ValueError(
+      f"{share:.1%} of parameter bytes lie whole on every device, the largest {largest.path} "
+      f"{largest.shape}; sharding_tolerance allows {tolerance:.1%}: change logical_axis_rules or "
+      "raise sharding_tolerance"
+    )

@@ -1,0 +1,21 @@
+"""A command on all hosts of a run."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from maxlite.config import Config, exit_with_one_line
+from maxlite.config.schema import HostsConfig, flatten
+from maxlite.distributed.initialize import joined
+
+
+@contextlib.contextmanager
+def on_all_hosts(cfg: Config, program: str) -> Iterator[Config]:
+  """While open, this process and those that `cfg` tells of are one run (distributed/initialize.py).
+
+  The config that comes back is the same on all of them: which one this is, is no part of the run.
+  """
+  with contextlib.ExitStack() as stack:
+    with exit_with_one_line(program):
+      stack.enter_context(joined(**flatten(cfg.hosts)))
+    yield dataclasses.replace(cfg, hosts=HostsConfig())

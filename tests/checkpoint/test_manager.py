@@ -1,0 +1,334 @@
+"""Checkpoints: what was saved comes back bit for bit, and what is damaged never does."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlite.checkpoint.checksum import tree_hash
+from maxlite.checkpoint.manager import Checkpoints, NotWritten  # noqa: F401 (of the scripts)
+from maxlite.config.schema import CheckpointConfig
+
+
+@struct.dataclass
+class State:
+  step: jax.Array
+  params: dict
+  opt_state: optax.OptState
+  rng: jax.Array
+
+
+def mesh_of(*shape):
+  return jax.make_mesh(shape, ("x", "y"))
+
+
+def sharding_of(mesh, leaf):
+  return NamedSharding(mesh, P("x", "y") if leaf.ndim == 2 else P())
+
+
+def make_state(step, mesh, width=8):
+  kernel = jax.random.normal(jax.random.key(step), (8, width))
+  params = {"layer": {"kernel": kernel, "scale": jnp.full((4,), step, jnp.bfloat16)}}
+  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+  state = State(jnp.int32(step), params, tx.init(params), jnp.asarray([1, step], jnp.uint32))
+  return jax.device_put(state, jax.tree.map(lambda leaf: sharding_of(mesh, leaf), state))
+
+
+def abstract(state, mesh):
+  return jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(mesh, leaf)),
+    state,
+  )
+
+
+def open_checkpoints(folder, reports=None, **knobs):
+  report = reports.append if reports is not None else pytest.fail
+  return Checkpoints(CheckpointConfig(**knobs), folder, report)
+
+
+def save_steps(folder, steps, **knobs):
+  checkpoints = open_checkpoints(folder, **knobs)
+  for step in steps:
+    checkpoints.save(step, make_state(step, mesh_of(2, 4)), {"epoch": 0, "row": 10 * step})
+  checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+  """A folder with checkpoints of steps 1 and 2; tests damage copies of it."""
+  folder = tmp_path_factory.mktemp("run") / "checkpoints"
+  save_steps(folder, [1, 2])
+  return folder
+
+
+@pytest.fixture
+def folder(two_steps, tmp_path):
+  return shutil.copytree(two_steps, tmp_path / "checkpoints")
+
+
+def assert_restores(checkpoints, step, mesh_shape=(2, 4)):
+  expected = make_state(step, mesh_of(2, 4))
+  wanted = abstract(expected, mesh_of(*mesh_shape))
+  state, data_state, restored_step = checkpoints.restore(wanted)
+  assert (restored_step, data_state) == (step, {"epoch": 0, "row": 10 * step})
+  assert jax.tree.structure(state) == jax.tree.structure(expected)
+  assert tree_hash(state) == tree_hash(expected)
+  assert all(
+    leaf.sharding == sharding_of(mesh_of(*mesh_shape), leaf) for leaf in jax.tree.leaves(state)
+  )
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (8, 1), (1, 8)])
+def test_restores_the_newest_bit_for_bit_on_any_mesh(two_steps, mesh_shape):
+  assert_restores(open_checkpoints(two_steps), 2, mesh_shape)
+
+
+def test_restores_nothing_and_creates_nothing_where_nothing_was_saved(tmp_path):
+  checkpoints = open_checkpoints(tmp_path / "none")
+  assert checkpoints.restore(abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4))) is None
+  checkpoints.wait()
+  checkpoints.close()
+  assert checkpoints.latest_step() is None
+  assert not (tmp_path / "none").exists()
+
+
+def test_restores_the_parameters_alone(folder):
+  shutil.rmtree(folder / "1")
+  expected = make_state(2, mesh_of(2, 4))
+  params, step = open_checkpoints(folder).restore_params(abstract(expected, mesh_of(8, 1)).params)
+  assert step == 2
+  assert tree_hash(params) == tree_hash(expected.params)
+
+
+def test_the_saved_arrays_may_be_donated_while_they_are_written(tmp_path):
+  checkpoints = open_checkpoints(tmp_path / "checkpoints")
+  state = make_state(1, mesh_of(2, 4))
+  checkpoints.save(1, state, {"epoch": 0, "row": 10})
+  jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf, tree), donate_argnums=0)(state)
+  checkpoints.close()
+  assert_restores(open_checkpoints(tmp_path / "checkpoints"), 1)
+
+
+def all_files(folder):
+  return sorted(path.relative_to(folder) for path in (folder / "2").rglob("*") if path.is_file())
+
+
+def test_a_flipped_byte_anywhere_is_harmless_or_costs_one_checkpoint(two_steps, tmp_path):
+  rng = np.random.default_rng(0)
+  num_damaged = 0
+  for i, path in enumerate(all_files(two_steps)):
+    folder = shutil.copytree(two_steps, tmp_path / str(i) / "checkpoints")
+    content = bytearray((folder / path).read_bytes())
+    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    (folder / path).write_bytes(content)
+    reports = []
+    found = open_checkpoints(folder, reports).restore(
+      abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4))
+    )
+    state, data_state, step = found
+    assert step == (1 if reports else 2), path
+    assert data_state == {"epoch": 0, "row": 10 * step}, path
+    assert tree_hash(state) == tree_hash(make_state(step, mesh_of(2, 4))), path
+    assert (folder.parent / "checkpoints_damaged" / "2").exists() == (step == 1)
+    num_damaged += step == 1
+  assert num_damaged >= 3
+
+
+@pytest.mark.parametrize("damage", ["truncate", "empty", "remove"])
+@pytest.mark.parametrize("part", ["state/**/d/*", "state/manifest.ocdbt", "manifest/metadata"])
+def test_a_damaged_file_is_reported_kept_and_the_checkpoint_before_it_used(folder, part, damage):
+  for path in (folder / "2").glob(part):
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "remove":
+      path.write_bytes(content[: len(content) // 2] if damage == "truncate" else b"")
+  left = all_files(folder)
+  reports = []
+  assert_restores(open_checkpoints(folder, reports), 1)
+  assert len(reports) == 2
+  assert f"checkpoint {folder}/2 is damaged: " in reports[0]
+  assert reports[0].endswith("; going on from 1")
+  assert all("\n" not in report for report in reports)
+  assert not (folder / "2").exists()
+  kept = folder.parent / "checkpoints_damaged"
+  assert [path.relative_to(kept) for path in sorted(kept.rglob("*")) if path.is_file()] == left
+
+
+def test_arrays_of_another_step_are_damage(folder):
+  shutil.rmtree(folder / "2/state")
+  shutil.copytree(folder / "1/state", folder / "2/state")
+  reports = []
+  assert_restores(open_checkpoints(folder, reports), 1)
+  assert "are not those that were saved" in reports[0]
+
+
+def test_another_data_state_than_was_saved_is_damage(folder):
+  path = folder / "2/manifest/metadata"
+  path.write_text(path.read_text().replace('"row": 20', '"row": 21'))
+  assert_restores(open_checkpoints(folder, []), 1)
+
+
+def test_training_goes_on_over_a_damaged_checkpoint_twice(folder):
+  for name in ("2", "2.1"):
+    (folder / "2/state/manifest.ocdbt").write_bytes(b"")
+    checkpoints = open_checkpoints(folder, reports := [])
+    assert_restores(checkpoints, 1)
+    assert reports[1].endswith(f"checkpoints_damaged/{name}")
+    checkpoints.save(2, make_state(2, mesh_of(2, 4)), {"epoch": 0, "row": 20})
+    checkpoints.close()
+  assert_restores(open_checkpoints(folder), 2)
+
+
+def test_all_damaged_is_an_error_every_time_and_nothing_moves(folder):
+  for step in ("1", "2"):
+    (folder / step / "manifest/metadata").unlink()
+  for _ in range(2):
+    with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged \(steps 2, 1\)"):
+      assert_restores(open_checkpoints(folder, []), 1)
+  assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("read", ["restore", "restore_params"])
+def test_another_model_is_an_error_that_names_the_first_difference(folder, read):
+  other = abstract(make_state(1, mesh_of(2, 4), width=16), mesh_of(2, 4))
+  checkpoints = open_checkpoints(folder)
+  message = r"params/layer/kernel is float32\[8, 8\] in it and float32\[8, 16\] here"
+  with pytest.raises(ValueError, match="kernel is" if read == "restore" else message):
+    checkpoints.restore(other) if read == "restore" else checkpoints.restore_params(other.params)
+  assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_another_optimizer_is_an_error_that_names_a_leaf(folder):
+  state = make_state(1, mesh_of(2, 4))
+  other = abstract(state.replace(opt_state=optax.sgd(1e-3).init(state.params)), mesh_of(2, 4))
+  with pytest.raises(ValueError, match=r"opt_state/.* is .* in it and missing here"):
+    open_checkpoints(folder).restore(other)
+
+
+def test_parameters_are_read_around_damage_without_touching_the_folder(folder):
+  (folder / "2/state/manifest.ocdbt").write_bytes(b"")
+  (folder / "3.orbax-checkpoint-tmp").mkdir()
+  before = sorted(folder.rglob("*"))
+  expected = make_state(1, mesh_of(2, 4))
+  checkpoints = open_checkpoints(folder, reports := [])
+  params, step = checkpoints.restore_params(abstract(expected, mesh_of(2, 4)).params)
+  assert (step, tree_hash(params)) == (1, tree_hash(expected.params))
+  assert len(reports) == 1
+  assert sorted(folder.rglob("*")) == before
+
+
+def test_parameters_of_no_checkpoint_are_an_error(tmp_path):
+  params = abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4)).params
+  with pytest.raises(ValueError, match=r"there is no checkpoint in .*: train first"):
+    open_checkpoints(tmp_path / "none").restore_params(params)
+
+
+def test_keeps_the_newest_and_those_of_the_period(tmp_path):
+  knobs = {"max_num_checkpoints_to_keep": 2, "checkpoint_keep_period": 3}
+  save_steps(tmp_path / "checkpoints", range(1, 9), **knobs)
+  assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [3, 6, 7, 8]
+
+
+@pytest.mark.parametrize("async_checkpointing", [True, False])
+def test_saving_a_step_again_keeps_the_first(folder, async_checkpointing):
+  before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+  save_steps(folder, [2, 2], async_checkpointing=async_checkpointing)
+  assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_saving_another_state_over_a_step_is_an_error(folder):
+  checkpoints = open_checkpoints(folder)
+  with pytest.raises(ValueError, match="2 holds another state of this step and is kept"):
+    checkpoints.save(2, make_state(1, mesh_of(2, 4)), {"epoch": 0, "row": 20})
+  checkpoints.close()
+
+
+def test_saving_over_a_damaged_step_keeps_both(folder):
+  (folder / "2/manifest/metadata").unlink()
+  checkpoints = open_checkpoints(folder, reports := [])
+  checkpoints.save(2, make_state(2, mesh_of(2, 4)), {"epoch": 0, "row": 20})
+  checkpoints.close()
+  assert "writing it anew" in reports[0]
+  assert_restores(open_checkpoints(folder), 2)
+  assert (folder.parent / "checkpoints_damaged/2").is_dir()
+
+
+SCRIPT_START = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import conftest
+import test_checkpoint as t
+folder, argument = t.Path(sys.argv[3]), sys.argv[4]
+"""
+
+# The write fails as on a full disk. Orbax drops its other threads then, which print tracebacks at
+# any time later: a process of its own keeps them from the tests that follow.
+FILL_DISK = """
+import resource
+checkpoints = t.open_checkpoints(folder)
+checkpoints.save(1, t.make_state(1, t.mesh_of(2, 4)), {"epoch": 0, "row": 10})
+checkpoints.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+checkpoints.save(2, t.make_state(2, t.mesh_of(2, 4)), {"epoch": 0, "row": 20})
+state = t.make_state(3, t.mesh_of(2, 4))
+try:
+  checkpoints.save(3, state, {}) if argument == "save" else getattr(checkpoints, argument)()
+except t.NotWritten as error:
+  print(error)
+"""
+
+SAVE_UNTIL_KILLED = """
+import itertools, os, signal, threading
+checkpoints = t.open_checkpoints(folder, max_num_checkpoints_to_keep=2)
+for step in itertools.count(1):
+  state = t.make_state(step, t.mesh_of(2, 4))
+  if step == 4:
+    threading.Timer(float(argument), os.kill, (os.getpid(), signal.SIGKILL)).start()
+  print(step, flush=True)
+  checkpoints.save(step, state, {"epoch": 0, "row": 10 * step})
+"""
+
+
+def start_process(script, folder, argument):
+  here = Path(__file__).parent
+  command = [sys.executable, "-c", SCRIPT_START + script, here, here.parent, folder, argument]
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+  return subprocess.Popen(command, text=True, **pipes)
+
+
+def test_a_failed_write_surfaces_at_the_next_call(tmp_path):
+  folders = {call: tmp_path / call / "checkpoints" for call in ("save", "wait", "close")}
+  processes = [start_process(FILL_DISK, folder, call) for call, folder in folders.items()]
+  for folder, process in zip(folders.values(), processes, strict=True):
+    assert "File too large" in process.communicate()[0]
+    assert_restores(open_checkpoints(folder, []), 1)
+
+
+def test_a_process_killed_while_it_saves_loses_no_finished_checkpoint(tmp_path):
+  folders = [tmp_path / str(i) / "checkpoints" for i in range(3)]
+  processes = [
+    start_process(SAVE_UNTIL_KILLED, folder, str(0.03 * i)) for i, folder in enumerate(folders)
+  ]
+  for folder, process in zip(folders, processes, strict=True):
+    started = int(process.communicate()[0].split()[-1])
+    assert process.returncode == -signal.SIGKILL
+    checkpoints = open_checkpoints(folder, reports := [])
+    _, _, step = checkpoints.restore(abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4)))
+    assert started - 2 <= step <= started
+    assert reports == []
+    assert all(path.name.isdigit() for path in folder.iterdir())
+    assert not (folder.parent / "checkpoints_damaged").exists()
+    assert_restores(checkpoints, step)
+    checkpoints.save(step + 1, make_state(step + 1, mesh_of(2, 4)), {"epoch": 0, "row": 0})
+    checkpoints.close()
+    assert checkpoints.latest_step() == step + 1

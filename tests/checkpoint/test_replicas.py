@@ -1,0 +1,65 @@
+"""A copy that is not like the others is found, wherever it is; shards are not taken for copies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corruption import corrupted
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxlite.checkpoint.checksum import leaves_by_path
+from maxlite.checkpoint.replicas import ReplicaCheck
+
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "fsdp"))
+SPECS = {"cut": ("fsdp",), "both": (("data", "fsdp"),), "rows": ("data",), "whole": (), "count": ()}
+
+
+def state():
+  draw = np.random.default_rng(0)
+  arrays = {name: draw.normal(size=(8, 3)).astype(np.float32) for name in SPECS}
+  arrays |= {"count": np.int32(7), "rows": arrays["rows"].astype(jnp.bfloat16)}
+  place = lambda name: NamedSharding(MESH, PartitionSpec(*SPECS[name]))
+  return {name: jax.device_put(array, place(name)) for name, array in arrays.items()}
+
+
+@pytest.fixture(scope="module")
+def check():
+  return ReplicaCheck(state())
+
+
+def test_equal_copies_are_not_complained_of(check):
+  assert check.difference(state()) == ""
+
+
+@pytest.mark.parametrize(
+  ("name", "place", "says"),
+  [
+    ("whole", 5, "whole is not the same on all devices that hold it: device 5 of process 0"),
+    ("count", 0, "count is not the same on all devices that hold it: device 0 of process 0"),
+    ("rows", 6, "rows is not the same on all devices that hold it: device 6 of process 0"),
+    # One of two: nobody knows which.
+    ("cut", 1, "cut is not the same on all devices that hold it: device 1 of process 0, device 5"),
+  ],
+)
+def test_a_bit_that_flips_on_one_device_is_found(check, name, place, says):
+  good = state()
+  assert check.difference(good | {name: corrupted(good[name], place)}).startswith(says)
+
+
+def test_what_only_one_device_holds_has_no_copy_to_differ_from(check):
+  good = state()
+  assert check.difference(good | {"both": corrupted(good["both"], 3)}) == ""
+
+
+def test_the_first_array_is_named(check):
+  good = state()
+  bad = {name: corrupted(good[name], 2) for name in ("whole", "count")}
+  assert check.difference(good | bad).startswith("count is")
+
+
+def test_no_device_waits_for_another(check):
+  """The comparison is the host's: where a device is broken, a collective may be as well."""
+  arrays = leaves_by_path(state()).values()
+  text = check._checksums.lower(*arrays).compile().as_text()
+  for collective in ("all-reduce", "all-gather", "collective-permute", "all-to-all"):
+    assert collective not in text

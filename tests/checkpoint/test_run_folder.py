@@ -1,0 +1,81 @@
+"""The run folder refuses another model, and keeps every config it was started with."""
+
+import dataclasses
+import re
+
+import pytest
+
+from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config.saved import read_saved, save_resolved
+from maxlite.config.schema import Config, flatten
+
+
+def start(folder, **changes):
+  """What a start of the run does with its config: the changes it found."""
+  base = Config()
+  sections = {
+    field.name: dataclasses.replace(
+      getattr(base, field.name),
+      **{k: v for k, v in changes.items() if hasattr(getattr(base, field.name), k)},
+    )
+    for field in dataclasses.fields(base)
+  }
+  config = Config(**sections)
+  found = folder.config_changes(flatten(config))
+  folder.save_config(found, lambda path: save_resolved(config, path))
+  return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return RunFolder(tmp_path / "mine")
+
+
+def test_the_first_start_saves_the_config(folder):
+  assert start(folder, steps=7) is None
+  assert read_saved(folder.config)["steps"] == 7
+  assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
+
+
+def test_the_same_config_again_changes_nothing(folder):
+  start(folder, steps=7)
+  before = folder.config.stat().st_mtime_ns
+  assert start(folder, steps=7) == {}
+  assert folder.config.stat().st_mtime_ns == before
+  assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
+
+
+def test_changes_are_returned_and_every_config_is_kept(folder):
+  start(folder, steps=7)
+  assert start(folder, steps=8, learning_rate=1.0) == {
+    "steps": (7, 8),
+    "learning_rate": (2e-3, 1.0),
+  }
+  assert start(folder, steps=9, learning_rate=1.0) == {"steps": (8, 9)}
+  steps = {path.name: read_saved(path)["steps"] for path in folder.directory.iterdir()}
+  assert steps == {"config.1.yml": 7, "config.2.yml": 8, "config.yml": 9}
+
+
+def test_another_model_is_refused_in_one_line_and_nothing_is_written(folder):
+  start(folder)
+  before = folder.config.read_text()
+  message = (
+    f"run folder {folder.directory} was made with base_emb_dim=256 head_dim=32, this command says "
+    "base_emb_dim=128 head_dim=16: choose another run_name, or set base_emb_dim=256 head_dim=32"
+  )
+  with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    start(folder, base_emb_dim=128, head_dim=16, steps=9)
+  assert folder.config.read_text() == before
+  assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
+
+
+def test_an_imported_run_may_be_given_more_before_it_is_trained(folder):
+  start(folder)
+  folder.model.write_text("base_emb_dim: 256\n")
+  with pytest.raises(ValueError, match="base_emb_dim=256"):
+    start(folder, base_emb_dim=128)
+  folder.metrics.write_text("{}\n")
+  with pytest.raises(ValueError, match="opt_type=adamw"):
+    start(folder, opt_type="lion")
+  folder.metrics.unlink()
+  assert start(folder, opt_type="lion") == {"opt_type": ("adamw", "lion")}

@@ -1,0 +1,329 @@
+"""Batches: the same globally on any number of hosts, and the same again after a restart."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxlite.config.schema import DataConfig
+from maxlite.data.loader import PhaseStreams, open_data
+from maxlite.data.sources.registry import SOURCES
+
+T, B = 16, 8
+NUM_DOCUMENTS = 40
+TEMPLATE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+
+
+def write_source(folder, kind):
+  texts = [f"{i} " * (3 + i % 11) for i in range(NUM_DOCUMENTS)]
+  if kind == "text":
+    for i, text in enumerate(texts):
+      (folder / f"{i}.txt").write_text(text)
+  if kind == "jsonl":
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+  if kind == "chat":
+    turns = [{"prompt": f"{i}?", "completion": text[:8]} for i, text in enumerate(texts)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    (folder / "template").write_text(TEMPLATE)
+  if kind == "parquet":
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
+
+
+def config(folder, kind="text", **knobs):
+  folder.mkdir(exist_ok=True)
+  write_source(folder, kind)
+  defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch": 2}
+  if kind == "chat":
+    defaults["chat_template_path"] = str(folder / "template")
+  return DataConfig(dataset_type=kind, dataset_path=(str(folder),), **{**defaults, **knobs})
+
+
+def open_part(cfg, rows=range(B), batch_size=B, **options):
+  cache = Path(f"{cfg.dataset_path[0]}-cache")
+  return open_data(
+    cfg, vocab_size=258, global_batch_size=batch_size, rows=rows, cache_directory=cache, **options
+  )
+
+
+def take(stream, count):
+  return [next(stream) for _ in range(count)]
+
+
+def assert_same(batches, others):
+  for batch, other in zip(batches, others, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, batch, other)
+
+
+def taken(cfg, count, **part):
+  stream = open_part(cfg, **part).train_stream()
+  batches = take(stream, count)
+  stream.close()
+  return batches
+
+
+@pytest.mark.parametrize("kind", sorted(SOURCES))
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_global_batches_do_not_depend_on_the_number_of_hosts(tmp_path, kind, num_hosts):
+  cfg = config(tmp_path / "data", kind)
+  size = B // num_hosts
+  parts = [open_part(cfg, range(host * size, (host + 1) * size)) for host in range(num_hosts)]
+  streams = [part.train_stream() for part in parts]
+  for whole in taken(cfg, 12):  # several epochs of the small sources
+    assert_same([whole], [join([next(stream) for stream in streams])])
+  states = [stream.state() for stream in streams]
+  assert all(state == states[0] for state in states)
+  for stream in streams:
+    stream.close()
+  whole = list(open_part(cfg).eval_batches(3))
+  hosts = zip(*(part.eval_batches(3) for part in parts), strict=True)
+  assert_same(whole, [join(batches) for batches in hosts])
+
+
+def join(batches):
+  return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+
+
+def test_bootstrap_draws_rows_with_replacement(tmp_path):
+  cfg = config(tmp_path / "data", data_sampling="bootstrap", eval_fraction=0.0)
+  source = open_part(cfg).source.train
+  rows = [source[index]["tokens_BT"].tobytes() for index in range(len(source))]
+  places = [rows.index(x_T.tobytes()) for b in taken(cfg, 20) for x_T in b.tokens_BT]
+  in_epochs = [places[n : n + len(rows)] for n in range(0, len(places) - len(rows), len(rows))]
+  assert all(len(set(epoch)) < len(rows) for epoch in in_epochs)
+  assert in_epochs[0] != in_epochs[1]
+  assert len(set(places)) > 0.8 * len(rows)
+  other = dataclasses.replace(cfg, data_shuffle_seed=1)
+  assert any(
+    (a.tokens_BT != b.tokens_BT).any() for a, b in zip(taken(cfg, 3), taken(other, 3), strict=True)
+  )
+
+
+@pytest.mark.parametrize("kind", sorted(SOURCES))
+@pytest.mark.parametrize("num_taken", [0, 1, 9])
+def test_a_restored_stream_goes_on_with_the_same_batches(tmp_path, kind, num_taken):
+  cfg = config(tmp_path / "data", kind)
+  stream = open_part(cfg).train_stream()
+  take(stream, num_taken)
+  state = json.loads(json.dumps(stream.state()))
+  following = take(stream, 6)
+  stream.close()
+  restored = open_part(cfg).train_stream()
+  take(restored, 2)
+  restored.restore(state)
+  assert restored.state() == state
+  assert_same(take(restored, 6), following)
+  restored.close()
+
+
+@pytest.mark.parametrize(
+  ("change", "fix"),
+  [
+    ({"max_target_length": 32}, "set max_target_length=16"),
+    ({"data_shuffle_seed": 1}, "set data_shuffle_seed=0"),
+    ({"enable_data_shuffling": False}, "set enable_data_shuffling=True"),
+    ({"eval_fraction": 0.5}, "other data"),
+  ],
+)
+def test_a_state_of_another_stream_is_refused_with_the_fix(tmp_path, change, fix):
+  cfg = config(tmp_path / "data")
+  state = open_part(cfg).train_stream().state()
+  with pytest.raises(ValueError, match=fix):
+    open_part(dataclasses.replace(cfg, **change)).train_stream().restore(state)
+
+
+def test_a_state_of_another_batch_size_is_refused_with_the_fix(tmp_path):
+  cfg = config(tmp_path / "data")
+  state = open_part(cfg).train_stream().state()
+  other = open_part(cfg, range(4), 4).train_stream()
+  with pytest.raises(ValueError, match="batch of 8 rows, this run has 4: set global_batch_size=8"):
+    other.restore(state)
+
+
+def test_shuffled_or_not_is_told_even_where_the_seed_says_so_too(tmp_path):
+  cfg = config(tmp_path / "data", enable_data_shuffling=False)
+  state = open_part(cfg).train_stream().state()
+  shuffled = open_part(dataclasses.replace(cfg, enable_data_shuffling=True)).train_stream()
+  with pytest.raises(ValueError, match="set enable_data_shuffling=False"):
+    shuffled.restore(state)
+
+
+def tokens_of(batches):
+  return [tuple(row) for batch in batches for row in batch.tokens_BT.tolist() if any(row)]
+
+
+def test_every_epoch_has_every_row_once_in_another_order(tmp_path):
+  cfg = config(tmp_path / "data")
+  num_rows = len(open_part(cfg).source.train)
+  rows = tokens_of(taken(cfg, 3 * num_rows, rows=range(1), batch_size=1))
+  epochs = [rows[i : i + num_rows] for i in range(0, 3 * num_rows, num_rows)]
+  assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+  assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_unshuffled_rows_come_in_the_files_order(tmp_path):
+  cfg = config(tmp_path / "data", "jsonl", enable_data_shuffling=False, eval_fraction=0.0)
+  rows = taken(cfg, 4, rows=range(1), batch_size=1)
+  ids = np.concatenate([batch.tokens_BT[0] for batch in rows])
+  text = bytes(i for i in ids if i < 256).decode()
+  assert text.startswith("0 0 0 1 1 1 1 2 2 2 2 2 ")
+
+
+@pytest.mark.parametrize("kind", ["text", "synthetic"])
+def test_one_pass_over_what_is_held_out(tmp_path, kind):
+  data = open_part(config(tmp_path / "data", kind))
+  batches = list(data.eval_batches())
+  assert_same(batches, list(data.eval_batches()))
+  assert_same(batches[:2], list(data.eval_batches(2)))
+  assert all(batch.tokens_BT.shape == (B, T) for batch in batches)
+  num_rows = len(data.source.eval)
+  assert len(batches) == -(-num_rows // B)
+  wanted = sum(data.source.eval[i]["weight_BT"].sum() for i in range(num_rows))
+  assert sum(batch.weight_BT.sum() for batch in batches) == wanted
+  wanted_rows = sorted(tuple(data.source.eval[i]["tokens_BT"].tolist()) for i in range(num_rows))
+  assert sorted(tokens_of(batches)) == wanted_rows
+  filling = batches[-1].weight_BT[num_rows % B or B :]
+  assert not filling.any()
+
+
+def test_held_out_rows_do_not_depend_on_the_shuffling(tmp_path):
+  cfg = config(tmp_path / "data")
+  other = dataclasses.replace(cfg, data_shuffle_seed=5)
+  assert_same(list(open_part(cfg).eval_batches()), list(open_part(other).eval_batches()))
+
+
+def test_fewer_rows_than_a_batch_repeat(tmp_path):
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "a.txt").write_text("tiny text")
+  cfg = DataConfig(
+    dataset_path=(str(tmp_path / "data"),),
+    eval_split="tail",
+    eval_fraction=0.3,
+    max_target_length=T,
+  )
+  (batch,) = taken(cfg, 1)
+  assert (batch.tokens_BT == batch.tokens_BT[0]).all()
+  (held_out,) = open_part(cfg).eval_batches()
+  assert (held_out.weight_BT.sum(axis=1) > 0).tolist() == [True] + [False] * (B - 1)
+
+
+def test_synthetic_splits_differ_and_can_be_learnt():
+  cfg = DataConfig(dataset_type="synthetic", max_target_length=200)
+  data = open_part(cfg)
+  train, held_out = data.source.train, data.source.eval
+  assert not np.array_equal(train[0]["tokens_BT"], held_out[0]["tokens_BT"])
+  row = train[3]
+  counts_up = (row["tokens_BT"] + 1) % 258 == row["targets_BT"]
+  assert 0.8 < counts_up.mean() < 0.98
+  np.testing.assert_array_equal(row["tokens_BT"][1:], row["targets_BT"][:-1])
+
+
+def test_worker_processes_leave_the_stream_as_it_is(tmp_path):
+  cfg = config(tmp_path / "data")
+  in_processes = dataclasses.replace(cfg, grain_worker_count=2)
+  state = {**open_part(cfg).train_stream().state(), "num_batches": 3}
+  stream = open_part(in_processes).train_stream()
+  stream.restore(state)
+  following = take(stream, 5)
+  stream.close()
+  assert_same(following, taken(cfg, 8)[3:])
+
+
+@pytest.mark.parametrize(
+  ("knobs", "fix"),
+  [
+    ({"eval_fraction": 1e-9}, "nothing is held out .* 40 documents.* eval_split=tail"),
+    ({"eval_fraction": 1.0}, "nothing is left to train on, all 40 documents"),
+    ({"dataset_path": ("nowhere",)}, "dataset_path: 'nowhere' gives no file"),
+    ({"tokenizer_path": "a.json"}, "tokenizer_type=huggingface"),
+  ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_the_fix(tmp_path, knobs, fix):
+  cfg = config(tmp_path / "data")
+  with pytest.raises(ValueError, match=fix):
+    open_part(dataclasses.replace(cfg, **knobs))
+
+
+def test_nothing_held_out_is_fine_until_it_is_asked_for(tmp_path):
+  data = open_part(config(tmp_path / "data", eval_fraction=0.0))
+  with pytest.raises(ValueError, match="set eval_fraction above 0"):
+    data.eval_batches()
+
+
+def test_a_vocabulary_too_small_is_refused_with_the_fix(tmp_path):
+  cfg = config(tmp_path / "data")
+  with pytest.raises(ValueError, match=r"258 ids .* vocab_size=256: set vocab_size=320"):
+    open_data(
+      cfg, vocab_size=256, global_batch_size=B, rows=range(B), cache_directory=tmp_path / "cache"
+    )
+
+
+def phase_data(folder):
+  """Three phases: two read the same, the third other text in smaller batches."""
+  run, own = config(folder / "run"), config(folder / "own", kind="jsonl")
+  small = open_part(own, rows=range(2), batch_size=2)
+  return {"a": open_part(run), "b": small, "c": open_part(run)}
+
+
+def test_phases_of_the_same_data_share_a_stream_and_others_have_their_own(tmp_path):
+  data = phase_data(tmp_path)
+  streams = PhaseStreams(data)
+  got = {name: [] for name in "abc"}
+  for name in "abbcab":
+    got[name].append(streams.take(name))
+  state = json.loads(json.dumps(streams.state()))
+  following = [streams.take(name) for name in "bc"]
+  streams.close()
+  shared, own = (open_part(data[name].cfg, data[name].rows, len(data[name].rows)) for name in "ab")
+  assert_same([got["a"][0], got["c"][0], got["a"][1]], take(shared.train_stream(), 3))
+  assert_same(got["b"], take(own.train_stream(), 3))
+  again = PhaseStreams(phase_data(tmp_path))
+  again.restore(state)
+  assert again.state() == state
+  assert_same([again.take(name) for name in "bc"], following)
+  again.close()
+
+
+def test_phases_that_read_otherwise_than_the_checkpoint_s_are_refused(tmp_path):
+  data = phase_data(tmp_path)
+  streams, one = PhaseStreams(data), PhaseStreams({name: data["a"] for name in "abc"})
+  state = streams.state()
+  with pytest.raises(ValueError, match="a stream of batches for each of a, b, this run for a:"):
+    one.restore(state)
+  with pytest.raises(ValueError, match="a stream of batches for each of a, this run for a, b:"):
+    streams.restore(one.state())
+  state["streams"]["b"]["global_batch_size"] = 4
+  with pytest.raises(ValueError, match="phase b: the checkpoint was made with a global batch of 4"):
+    streams.restore(state)
+  one.restore(open_part(data["a"].cfg).train_stream().state())  # as before phases had streams
+  streams.close()
+  one.close()
+
+
+def test_a_phase_trains_on_nothing_that_the_run_holds_out(tmp_path):
+  """Though it reads some of the run's own documents, in another folder and another form."""
+  run = config(tmp_path / "run")
+  own = config(tmp_path / "own", kind="jsonl")
+  batches = list(open_part(run).eval_batches())
+  held_out = {tuple(row) for batch in batches for row in documents(batch)}
+  data = open_part(own, evaluates=False)
+  one_epoch = take(data.train_stream(), -(-len(data.source.train) // B))
+  trained = {tuple(row) for batch in one_epoch for row in documents(batch)}
+  assert held_out
+  assert trained
+  assert not held_out & trained
+  assert (
+    open_part(dataclasses.replace(own, eval_fraction=1e-9), evaluates=False).source.eval is None
+  )
+
+
+def documents(batch):
+  """The first tokens of every document in a batch."""
+  starts = (np.asarray(batch.position_BT) == 0) & (np.asarray(batch.segment_BT) > 0)
+  for row, begin in zip(*np.nonzero(starts), strict=True):
+    tokens = batch.tokens_BT[row, begin : begin + 4]
+    yield tokens.tolist()

@@ -1,0 +1,199 @@
+"""The token cache: right, complete or absent, and the two splits never meet."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from maxlite.config.schema import DataConfig
+from maxlite.data import token_cache
+from maxlite.data.sources.jsonl import jsonl_documents
+from maxlite.data.sources.text import text_documents
+from maxlite.data.token_cache import Texts, open_tokens
+from maxlite.data.tokenizers.tokenizer import ByteTokenizer
+
+BYTES = ByteTokenizer("")
+CFG = DataConfig(dataset_type="jsonl", eval_fraction=0.3)
+
+
+def write_jsonl(file, texts):
+  file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  return file
+
+
+def open_jsonl(folder, files, eval_files=(), **knobs):
+  cfg = dataclasses.replace(CFG, **knobs)
+  return open_tokens(
+    cfg,
+    jsonl_documents,
+    list(files),
+    list(eval_files),
+    encoder=Texts(BYTES),
+    cache_directory=folder,
+  )
+
+
+def documents(split):
+  ids = np.fromfile(split.path, split.dtype)
+  parts = np.split(ids, np.cumsum(split.lengths)[:-1])
+  assert all((part[0], part[-1]) == (BYTES.bos, BYTES.eos) for part in parts if len(part))
+  return [BYTES.decode(part) for part in parts if len(part)]
+
+
+@pytest.fixture
+def texts():
+  return [f"document {i} {'x' * (i % 7)}" for i in range(60)]
+
+
+@pytest.mark.parametrize("eval_split", ["documents", "tail"])
+def test_splits_are_disjoint_and_together_complete(tmp_path, texts, eval_split):
+  data = open_jsonl(tmp_path, [write_jsonl(tmp_path / "a.jsonl", texts)], eval_split=eval_split)
+  train, held_out = documents(data.train), documents(data.eval)
+  assert sorted(train + held_out) == sorted(texts)
+  assert 6 <= len(held_out) <= 30
+  if eval_split == "tail":
+    assert held_out == texts[42:]
+
+
+def test_documents_that_are_alike_land_on_one_side(tmp_path, texts):
+  files = [write_jsonl(tmp_path / name, texts) for name in ("a.jsonl", "b.jsonl")]
+  data = open_jsonl(tmp_path, files)
+  assert not set(documents(data.train)) & set(documents(data.eval))
+  assert len(documents(data.eval)) == 2 * len(set(documents(data.eval)))
+
+
+@pytest.mark.parametrize("eval_split", ["documents", "tail"])
+def test_text_splits_are_complete(tmp_path, eval_split):
+  files = [tmp_path / f"{i}.txt" for i in range(20)]
+  for i, file in enumerate(files):
+    file.write_text(f"é{i}\n日本語" * 9)
+  cfg = DataConfig(eval_split=eval_split, eval_fraction=0.3)
+  data = open_tokens(
+    cfg, text_documents, files, [], encoder=Texts(BYTES), cache_directory=tmp_path / "cache"
+  )
+  train, held_out = documents(data.train), documents(data.eval)
+  assert held_out
+  if eval_split == "tail":
+    joined = [a + b for a, b in zip(train, held_out, strict=True)]
+    assert joined == [file.read_text() for file in files]
+    assert all("\ufffd" not in text for text in train + held_out)
+  else:
+    assert sorted(train + held_out) == sorted(file.read_text() for file in files)
+
+
+def test_held_out_files_are_never_trained_on(tmp_path, texts):
+  train = write_jsonl(tmp_path / "train.jsonl", texts)
+  held_out = write_jsonl(tmp_path / "eval.jsonl", [*texts[:5], "only here"])
+  data = open_jsonl(tmp_path, [train], [held_out])
+  assert documents(data.train) == texts[5:]
+  assert documents(data.eval) == [*texts[:5], "only here"]
+  assert data.num_dropped == 5
+
+
+def test_empty_documents_are_passed_over(tmp_path):
+  data = open_jsonl(tmp_path, [write_jsonl(tmp_path / "a.jsonl", ["", "a", ""])], eval_fraction=0.0)
+  assert documents(data.train) == ["a"]
+  assert documents(data.eval) == []
+
+
+def test_made_once_and_again_when_anything_changes(tmp_path, texts):
+  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  first = open_jsonl(cache, [file])
+  made = first.train.path.stat().st_mtime_ns
+  assert open_jsonl(cache, [file]).train.path.stat().st_mtime_ns == made
+  assert open_jsonl(cache, [file], eval_fraction=0.5).train.path != first.train.path
+  os.utime(file, ns=(1, 1))
+  touched = open_jsonl(cache, [file])
+  assert touched.train.path != first.train.path
+  assert touched.train.digest == first.train.digest  # of the content, wherever it lies
+  write_jsonl(file, [*texts[:-1], texts[-1].upper()])
+  assert open_jsonl(cache, [file]).train.digest != first.train.digest
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "eval_lengths.npy"])
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_a_damaged_folder_is_made_anew(tmp_path, texts, name, damage):
+  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  first = open_jsonl(cache, [file])
+  broken = first.train.path.parent / name
+  if damage == "cut":
+    broken.write_bytes(broken.read_bytes()[:-3])
+  else:
+    broken.unlink()
+  again = open_jsonl(cache, [file])
+  assert documents(again.train) + documents(again.eval)
+  assert again.train.digest == first.train.digest
+  assert len(list(cache.iterdir())) == 1
+
+
+def test_an_error_leaves_nothing_behind(tmp_path):
+  file = tmp_path / "a.jsonl"
+  file.write_text('{"text": "a"}\n{"te')
+  with pytest.raises(ValueError, match=r"a\.jsonl:2"):
+    open_jsonl(tmp_path / "cache", [file])
+  assert list((tmp_path / "cache").iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_tokens as t
+def dies(file, *share):
+  yield iter([b"whole"])
+  yield iter([b"half"])
+  os.kill(os.getpid(), signal.SIGKILL)
+folder = Path(sys.argv[1])
+t.open_tokens(t.CFG, dies, [folder / "a.jsonl"], [], encoder=t.Texts(t.BYTES),
+              cache_directory=folder / "cache")
+"""
+
+
+def test_killed_in_the_middle_leaves_nothing_that_is_taken_for_complete(tmp_path, texts):
+  file, cache = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "cache"
+  here = os.path.dirname(__file__)
+  killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), here], check=False)
+  assert killed.returncode == -9
+  (partial,) = cache.iterdir()
+  data = open_jsonl(cache, [file])
+  assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
+  assert partial.exists()  # it might be another process's, still at work
+  long_ago = time.time() - 10 * token_cache._LEFTOVER_SECONDS
+  for path in (partial, *partial.iterdir()):
+    os.utime(path, (long_ago, long_ago))
+  shutil.rmtree(data.train.path.parent)
+  open_jsonl(cache, [file])
+  assert not partial.exists()
+
+
+def test_losing_the_race_is_fine(tmp_path, texts):
+  file, cache = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "cache"
+
+  def slow(*args):
+    open_jsonl(cache, [file])  # another process finishes while this one is at work
+    return jsonl_documents(*args)
+
+  data = open_tokens(CFG, slow, [file], [], encoder=Texts(BYTES), cache_directory=cache)
+  assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
+  assert len(list(cache.iterdir())) == 1
+
+
+def test_ids_above_16_bits_are_kept(tmp_path):
+  class Wide:
+    size, bos, eos, identity = 70_000, 69_998, 69_999, "wide"
+
+    def encode(self, text):
+      return np.frombuffer(text, np.uint8).astype(np.uint32) + 66_000
+
+  file = write_jsonl(tmp_path / "a.jsonl", ["ab"])
+  cfg = dataclasses.replace(CFG, eval_fraction=0.0)
+  data = open_tokens(
+    cfg, jsonl_documents, [file], [], encoder=Texts(Wide()), cache_directory=tmp_path
+  )
+  assert np.fromfile(data.train.path, data.train.dtype).tolist() == [69_998, 66_097, 66_098, 69_999]

@@ -1,0 +1,111 @@
+"""The leaderboard and members.jsonl tell the same story, best member first."""
+
+import dataclasses
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from maxlite.ensemble.leaderboard import (
+  Entry,
+  leaderboard,
+  leaderboard_markdown,
+  write_leaderboard,
+  write_members,
+)
+
+ENTRIES = [
+  Entry("slow", {"learning_rate": 1e-4, "steps": 50}, 1_234_567, 3.5, 3.25, 9876.4, "finished"),
+  Entry(
+    "lost",
+    {"learning_rate": 1.0, "steps": 50},
+    999_949,
+    math.nan,
+    math.nan,
+    0,
+    "diverged at step 3",
+  ),
+  Entry("good", {"learning_rate": 0.01, "steps": 50}, 999_950, 3.75, 2.25, 12345.6, "finished"),
+  Entry("unseen", {"learning_rate": 0.02, "steps": 50}, 123, None, None, math.nan, "finished"),
+]
+BEST_FIRST = ["good", "slow", "lost", "unseen"]
+
+
+def printed(entries, width):
+  console = Console(file=io.StringIO(), width=width)
+  console.print(leaderboard(entries))
+  return console.file.getvalue()
+
+
+def markdown_rows(text):
+  """[[cell, ...], ...] of every line that is a table's row, titles and rules included."""
+  lines = [line for line in text.splitlines() if line.startswith("|")]
+  return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_members_are_written_best_first_as_strict_json(tmp_path):
+  path = tmp_path / "run" / "members.jsonl"
+  write_members([dataclasses.replace(ENTRIES[0], name="before")], path)
+  write_members(ENTRIES, path)
+  rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+  assert [row["name"] for row in rows] == BEST_FIRST
+  assert rows[0] == dataclasses.asdict(ENTRIES[2])
+  assert (rows[2]["final_loss"], rows[3]["tokens_per_second"]) == (None, None)
+  assert [file.name for file in path.parent.iterdir()] == ["members.jsonl"]
+
+
+def test_markdown_has_a_row_per_member_best_first():
+  titles, rule, *rows = markdown_rows(leaderboard_markdown(ENTRIES, {}))
+  assert len({len(row) for row in (titles, rule, *rows)}) == 1
+  assert [row[1] for row in rows] == BEST_FIRST
+  good = ["1", "good", "learning_rate=0.01", "1.0M", "3.7500", "2.2500", "12,346", "finished"]
+  lost = ["3", "lost", "learning_rate=1.0", "999.9K", "-", "-", "0", "diverged at step 3"]
+  assert (rows[0], rows[2]) == (good, lost)
+  assert (rows[1][3], rows[3][3:7]) == ("1.2M", ["123", "-", "-", "-"])
+
+
+def test_what_all_members_share_is_said_once():
+  for text in (leaderboard_markdown(ENTRIES, {}), printed(ENTRIES, 200)):
+    assert text.count("steps=50") == 1
+    assert text.count("learning_rate=") == len(ENTRIES)
+  some_lack_it = [*ENTRIES, Entry("odd", {}, 1, 2.0, 2.0, 1.0, "finished")]
+  assert leaderboard_markdown(some_lack_it, {}).count("steps=50") == len(ENTRIES)
+  assert "All members" not in leaderboard_markdown(ENTRIES[:1], {})
+
+
+def test_combinations_are_a_table_of_their_own():
+  scores = {"nll": 2.0, "bits_per_byte": 1.5, "accuracy": 0.5, "brier": 0.25, "ece": 0.0625}
+  without_bytes = {name: score for name, score in scores.items() if name != "bits_per_byte"}
+  text = leaderboard_markdown(ENTRIES, {"best member": scores, "mean of probs": without_bytes})
+  titles, _, best, mean = markdown_rows(text.split("# Combined prediction")[1])
+  assert titles == ["prediction", "nll", "bits/byte", "accuracy", "Brier", "ECE"]
+  assert best == ["best member", "2.0000", "1.5000", "0.5000", "0.2500", "0.0625"]
+  assert mean[2] == "-"
+
+
+def test_cells_are_shown_as_they_are():
+  overrides = {"remat_save": ("bold", "moe_rows"), "prompt": "two words"}
+  entries = [dataclasses.replace(ENTRIES[0], name="a|[red]", overrides=overrides), ENTRIES[1]]
+  table, markdown = printed(entries, 300), leaderboard_markdown(entries, {})
+  assert "a|[red]" in table
+  assert "a\\|[red]" in markdown
+  for text in (table, markdown):
+    assert "remat_save=[bold, moe_rows] prompt='two words'" in text
+
+
+def test_long_overrides_are_left_to_the_file():
+  long = {f"a_rather_long_key_number_{i}": i for i in range(6)}
+  entries = [dataclasses.replace(ENTRIES[0], overrides=long), ENTRIES[1]]
+  table, markdown = printed(entries, 110), leaderboard_markdown(entries, {})
+  assert "a_rather_long" not in table
+  assert "overrides" not in table
+  assert all(f"{key}={value}" in markdown for key, value in long.items())
+  assert all(cell in table for cell in ("3.2500", "9,876", "1.2M"))
+
+
+def test_markdown_is_written_whole(tmp_path):
+  write_leaderboard(ENTRIES, {}, tmp_path / "leaderboard.md")
+  assert (tmp_path / "leaderboard.md").read_text() == leaderboard_markdown(ENTRIES, {})
+  assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,164 @@
+"""How far a tiny model is from what `transformers` computes with it; see tools/fixtures/hf_parity.
+
+python tests/hf/hf_measure.py [FOLDER ...] prints a row of docs/models.md for each fixture.
+"""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from safetensors.numpy import load_file
+
+from maxlite.checkpoint.checksum import leaves_by_path
+from maxlite.checkpoint.chunked_array import Stream
+from maxlite.config.schema import DEFAULTS, ModelConfig, OptimizerConfig, build
+from maxlite.hf.hf_checkpoint import streams_from_hf
+from maxlite.hf.hf_config import model_keys
+from maxlite.hf.load_model import trainer_of_model
+from maxlite.training.trainer import Trainer
+
+FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
+# As torch has it in the script.
+ADAMW = OptimizerConfig(
+  learning_rate=1e-2,
+  lr_schedule_type="constant",
+  warmup_steps_fraction=0.0,
+  adam_b1=0.9,
+  adam_b2=0.95,
+  adam_eps=1e-8,
+  adam_weight_decay=0.1,
+  gradient_clipping_threshold=1.0,
+)
+# Compiled fast rather than compiled to be fast.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# Backends that compile fastest; tests of their own hold them equal to the others.
+SIMPLEST = {"attention": "reference", "grouped_matmul": "reference", "scan_unroll": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+  """Of logits, relative to the largest; of the worst gradient, to its norm; of losses, absolute."""
+
+  logits: float
+  gradient: float
+  worst: str  # the parameter of that gradient
+  loss: float
+  losses: float  # after AdamW's steps
+
+
+def measure(folder: Path) -> Errors:
+  """The Errors of the fixture in `folder`."""
+  trainer, params, gradients = opened(folder)
+  expected = load_file(folder / "expected.safetensors")
+  batch = batch_of(expected)
+  step = compiled_step(trainer)
+  zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.abstract_state.opt_state)
+  losses = []
+  (loss, logits), made, params, opt_state = step(params, zeros, batch)
+  losses.append(loss)
+  for _ in expected["losses"][1:]:
+    (loss, _), _, params, opt_state = step(params, opt_state, batch)
+    losses.append(loss)
+  apart = {
+    path: float(np.linalg.norm(ours - theirs) / max(np.linalg.norm(theirs), 1e-6))
+    for path, ours, theirs in pairs(made, gradients)
+  }
+  worst = max(apart, key=apart.__getitem__)
+  differences = np.abs(np.asarray(losses) - expected["losses"])
+  return Errors(
+    logits_error(logits, expected),
+    apart[worst],
+    worst,
+    float(differences[0]),
+    float(differences[1:].max()),
+  )
+
+
+def logits_and_loss(folder: Path) -> tuple[float, float]:
+  """Errors.logits and Errors.loss alone, for a fraction of the time."""
+  trainer, params, _ = opened(folder)
+  expected = load_file(folder / "expected.safetensors")
+  loss, logits = jit(functools.partial(loss_of, trainer))(params, batch_of(expected))
+  return logits_error(logits, expected), float(abs(loss - expected["losses"][0]))
+
+
+def batch_of(expected: Any) -> tuple:
+  return tuple(jnp.asarray(expected[name]) for name in ("tokens_BT", "segment_BT", "position_BT"))
+
+
+def logits_error(logits: Any, expected: Any) -> float:
+  largest = np.abs(expected["logits_BTV"]).max()
+  return float(np.abs(logits - expected["logits_BTV"]).max() / largest)
+
+
+def opened(folder: Path) -> tuple[Trainer, Any, Any]:
+  """(trainer, parameters, gradients by them as `transformers` has them), on one device."""
+  family, keys, unread = model_keys(folder)
+  assert not unread, f"config.json has {unread}, which nothing reads"
+  model = build(ModelConfig, DEFAULTS | keys | SIMPLEST)
+  trainer = trainer_of_model(model, optimizer=ADAMW)
+  leaves = leaves_by_path(trainer.abstract_state.params)
+  like = jax.tree.structure(trainer.abstract_state.params)
+
+  def read(directory: Path) -> Any:
+    streams = streams_from_hf(directory, family, model, model.vocab_size, leaves)
+    return like.unflatten([as_numpy(streams[path]) for path in leaves])
+
+  return trainer, read(folder), read(folder / "gradients")
+
+
+def as_numpy(stream: Stream) -> np.ndarray:
+  """The array, all of whose elements must be given."""
+  array = np.full(stream.shape, np.nan, stream.dtype)
+  for index, part in stream.parts():
+    array[index] = part
+  return array
+
+
+def loss_of(trainer: Trainer, params: Any, batch: tuple) -> tuple:
+  """(mean over the tokens that have a next one in their document, logits_BTV)"""
+  tokens_BT, segment_BT, _ = batch
+  logits_BTV = trainer.model.apply({"params": params}, *batch)
+  same_BT = (segment_BT[:, 1:] == segment_BT[:, :-1]).astype(jnp.float32)
+  losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV[:, :-1], tokens_BT[:, 1:])
+  return jnp.sum(losses_BT * same_BT) / jnp.sum(same_BT), logits_BTV
+
+
+def compiled_step(trainer: Trainer) -> Any:
+  """step(params, opt_state, batch) -> ((loss, logits), gradients, params, opt_state)"""
+
+  def step(params: Any, opt_state: Any, batch: tuple) -> tuple:
+    of_params = functools.partial(loss_of, trainer)
+    found, gradients = jax.value_and_grad(of_params, has_aux=True)(params, batch)
+    updates, opt_state = trainer.tx.update(gradients, opt_state, params)
+    return found, gradients, optax.apply_updates(params, updates), opt_state
+
+  return jit(step)
+
+
+def pairs(ours: Any, theirs: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
+  """(path, leaf of ours, leaf of theirs)"""
+  there = leaves_by_path(theirs)
+  return [(p, np.asarray(leaf), np.asarray(there[p])) for p, leaf in leaves_by_path(ours).items()]
+
+
+def main() -> None:
+  folders = [Path(word) for word in sys.argv[1:]] or sorted(FIXTURES.iterdir())
+  print("| model_type | logits | worst gradient | of | loss | six AdamW steps |")
+  print("|---|---|---|---|---|---|")
+  for folder in folders:
+    e = measure(folder)
+    print(
+      f"| `{folder.name}` | {e.logits:.0e} | {e.gradient:.0e} | `{e.worst}` | {e.loss:.0e} "
+      f"| {e.losses:.0e} |"
+    )
+
+
+if __name__ == "__main__":
+  main()

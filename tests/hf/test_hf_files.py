@@ -1,0 +1,242 @@
+"""Files in Hugging Face's format: read as the library reads them, and never trusted."""
+
+import json
+import shutil
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_measure import FIXTURES
+from safetensors.numpy import load_file, save_file
+
+from maxlite.checkpoint.safetensors import DTYPES, read_header
+from maxlite.hf.hf_config import model_keys
+from maxlite.hf.hf_folder import FolderWriter, read_tensors
+
+BF16 = np.dtype(jnp.bfloat16)
+ARRAYS = {
+  "a": np.arange(24, dtype=np.float32).reshape(4, 6),
+  "b.weight": np.linspace(-2, 2, 35).reshape(5, 7).astype(BF16),
+  "c": np.arange(3, dtype=np.float16),
+}
+SPECS = {name: (array.dtype, array.shape) for name, array in ARRAYS.items()}
+
+
+def write(folder, **options):
+  """The arrays, written in pieces and out of order."""
+  writer = FolderWriter(folder, SPECS, **options)
+  for name in reversed(ARRAYS):
+    for row in reversed(range(len(ARRAYS[name]))):
+      writer.write_rows(name, row, ARRAYS[name][row : row + 1])
+  writer.close()
+
+
+def values(folder):
+  return {name: t.read_rows(0, t.shape[0]) for name, t in read_tensors(folder).items()}
+
+
+def assert_arrays(found):
+  assert found.keys() == ARRAYS.keys()
+  for name, array in ARRAYS.items():
+    assert (found[name].dtype, found[name].shape) == SPECS[name]
+    assert found[name].tobytes() == array.tobytes()
+
+
+def test_what_is_written_is_what_the_library_reads(tmp_path):
+  write(tmp_path)
+  assert_arrays(load_file(tmp_path / "model.safetensors"))
+
+
+def test_what_the_library_writes_is_what_is_read(tmp_path):
+  save_file(ARRAYS, tmp_path / "model.safetensors")
+  assert_arrays(values(tmp_path))
+  part = read_tensors(tmp_path)["b.weight"].read_rows(1, 3)
+  np.testing.assert_array_equal(part, ARRAYS["b.weight"][1:3])
+
+
+def test_files_are_cut_by_size_and_found_by_their_index(tmp_path):
+  write(tmp_path, shard_bytes=100)
+  index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+  assert len(set(index["weight_map"].values())) == 2
+  assert index["metadata"]["total_size"] == sum(a.nbytes for a in ARRAYS.values())
+  assert_arrays(values(tmp_path))
+
+
+def change_index(folder, change):
+  path = folder / "model.safetensors.index.json"
+  index = json.loads(path.read_text())
+  change(index["weight_map"])
+  path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+  ("change", "told"),
+  [
+    (lambda m: m.pop("c"), "holds what .* does not know: c"),
+    (lambda m: m.update(d=m["a"]), "lacks what .* says it holds: d"),
+    (lambda m: m.update(a="../outside.safetensors"), "names the file '../outside.safetensors'"),
+    (lambda m: m.update(a="/etc/passwd"), "names the file '/etc/passwd'"),
+    (lambda m: m.update(a=".."), "names the file '..'"),
+    (lambda m: m.update(a="gone.safetensors"), "names the file 'gone.safetensors'"),
+    (lambda m: m.update(a=7), 'no "weight_map"'),
+  ],
+)
+def test_an_index_that_lies_is_told_in_one_line(tmp_path, change, told):
+  folder = tmp_path / "model"
+  folder.mkdir()
+  write(folder, shard_bytes=100)
+  shutil.copyfile(next(folder.glob("*.safetensors")), tmp_path / "outside.safetensors")
+  change_index(folder, change)
+  with pytest.raises(ValueError, match=told) as caught:
+    read_tensors(folder)
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  "text", ["", "{", "[]", "[" * 100_000, '"x"', "\xff", '{"weight_map": []}']
+)
+def test_an_index_that_is_none(tmp_path, text):
+  write(tmp_path, shard_bytes=100)
+  (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin1"))
+  with pytest.raises(ValueError, match="copy it again"):
+    read_tensors(tmp_path)
+
+
+def packed(header, num_bytes=8, length=None):
+  """A file with this header and so many bytes of data."""
+  text = header if isinstance(header, bytes) else json.dumps(header).encode()
+  length = len(text) if length is None else length
+  return length.to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+  "content",
+  [
+    b"",
+    b"1234567",
+    packed({"a": ENTRY}, length=2**63),
+    packed({"a": ENTRY}, length=2**62, num_bytes=100),
+    packed({"a": ENTRY}, length=10),
+    packed(b"no json at all"),
+    packed(b"[1, 2]"),
+    packed({"a": ENTRY}, num_bytes=7),
+    packed({"a": ENTRY}, num_bytes=9),
+    packed({"a": ENTRY | {"shape": [3]}}),
+    packed({"a": ENTRY | {"shape": [2**40, 2**40]}}),
+    packed({"a": ENTRY | {"shape": [-2]}}),
+    packed({"a": ENTRY | {"dtype": "F33"}}),
+    packed({"a": ENTRY | {"data_offsets": [8, 0]}}),
+    packed({"a": ENTRY | {"data_offsets": [8, 16]}}, num_bytes=16),
+    packed({"a": ENTRY, "b": ENTRY}),
+    packed({"a": {}}),
+  ],
+)
+def test_a_file_that_lies_is_told_in_one_line(tmp_path, content):
+  (tmp_path / "model.safetensors").write_bytes(content)
+  with pytest.raises(ValueError, match="no whole safetensors file") as caught:
+    read_tensors(tmp_path)
+  assert "\n" not in str(caught.value)
+
+
+@hypothesis.settings(max_examples=150, deadline=None, database=None)
+@hypothesis.given(st.integers(0, 511), st.integers(0, 255), st.integers(0, 600))
+def test_damage_anywhere_is_found_or_in_values_alone(tmp_path_factory, where, byte, length):
+  folder = tmp_path_factory.getbasetemp() / "damaged"
+  folder.mkdir(exist_ok=True)
+  path = folder / "model.safetensors"
+  save_file(ARRAYS, path)
+  content = bytearray(path.read_bytes())
+  content[where % len(content)] = byte
+  path.write_bytes(content[:length] if length < len(content) else content)
+  told = complaint_of(lambda: read_header(path))
+  assert not told or "no whole safetensors file" in told
+  for tensor in () if told else read_header(path).values():
+    if tensor.dtype in DTYPES:
+      assert tensor.read_rows(0, tensor.shape[0]).shape == tensor.shape
+
+
+def complaint_of(read):
+  try:
+    read()
+  except ValueError as error:
+    return str(error)
+  return ""
+
+
+def test_a_file_that_ends_after_it_was_checked(tmp_path):
+  save_file(ARRAYS, tmp_path / "model.safetensors")
+  tensor = read_tensors(tmp_path)["a"]
+  (tmp_path / "model.safetensors").write_bytes(b"short")
+  with pytest.raises(ValueError, match="ends 96 bytes early"):
+    tensor.read_rows(0, 4)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("llama") / "model"
+  shutil.copytree(FIXTURES / "llama", folder)
+  return folder
+
+
+def keys_of(llama, config):
+  (llama / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+  return model_keys(llama)[1]
+
+
+CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+  ("change", "told"),
+  [
+    ({"model_type": "mamba"}, "model_type='mamba'; maxlite knows llama, "),
+    ({"model_type": ["llama"]}, "maxlite knows llama, "),
+    ({"hidden_size": "wide"}, "base_emb_dim=wide"),
+    ({"hidden_size": None}, "base_emb_dim=None"),
+    ({"hidden_size": 10**30}, "base_emb_dim"),
+    ({"hidden_size": 2**30}, "its weights are .* in all"),
+    ({"num_hidden_layers": 2**30}, "its weights are .* in all"),
+    ({"num_hidden_layers": -1}, "base_num_decoder_layers=-1"),
+    ({"num_attention_heads": 0, "head_dim": None}, "config.json: "),
+    ({"rms_norm_eps": "tiny"}, "normalization_layer_epsilon=tiny"),
+    ({"hidden_act": "cos"}, "hidden_act='cos'"),
+    ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
+    ({"rope_parameters": "default"}, "config.json: "),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+  ],
+)
+def test_a_config_that_lies_is_told_in_one_line(llama, change, told):
+  with pytest.raises(ValueError, match=told) as caught:
+    keys_of(llama, CONFIG | change)
+  assert "config.json" in str(caught.value)
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["vocab_size", "num_hidden_layers", "rms_norm_eps"])
+def test_a_config_that_lacks_something(llama, missing):
+  with pytest.raises(ValueError, match=f"lacks '{missing}'"):
+    keys_of(llama, {name: value for name, value in CONFIG.items() if name != missing})
+
+
+@hypothesis.settings(max_examples=150, deadline=None, database=None)
+@hypothesis.given(
+  st.sampled_from(sorted(CONFIG)),
+  st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+  ),
+)
+def test_any_value_is_read_or_told_by_the_name_of_the_file(llama, name, value):
+  told = complaint_of(lambda: keys_of(llama, CONFIG | {name: value}))
+  assert not told or "config.json" in told
+
+
+def test_what_nothing_reads_is_told(llama):
+  (llama / "config.json").write_text(json.dumps(CONFIG | {"num_wings": 2}))
+  assert model_keys(llama)[2] == "num_wings"

@@ -1,0 +1,70 @@
+"""Tiny models of every family compute what `transformers` does: committed figures, or live."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hf_measure import FIXTURES, logits_and_loss, measure
+
+from maxlite.hf.families import FAMILIES
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "fixtures" / "hf_parity.py"
+# Mistakes are orders of magnitude above, float32's rounding one below.
+LOGITS, GRADIENT, LOSS, LOSSES = 1e-5, 1e-4, 1e-5, 1e-4
+FAST = ("mixtral",)  # all at once; the others' gradients take a few seconds each to compile
+SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2")  # whose parts others have, too
+
+
+def test_every_family_has_a_fixture_of_modest_size():
+  for family in FAMILIES:
+    files = [path for path in (FIXTURES / family).rglob("*") if path.is_file()]
+    assert 0 < sum(path.stat().st_size for path in files) < 300_000, family
+
+
+@pytest.mark.parametrize(
+  "family",
+  [
+    pytest.param(name, marks=pytest.mark.slow if name in (*SHARED, *FAST) else ())
+    for name in FAMILIES
+  ],
+)
+def test_logits_and_loss_of_packed_documents(family):
+  logits, loss = logits_and_loss(FIXTURES / family)
+  assert logits < LOGITS
+  assert loss < LOSS
+
+
+@pytest.mark.parametrize(
+  "family",
+  [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES],
+)
+def test_every_gradient_and_six_steps_of_adamw(family):
+  assert_close(measure(FIXTURES / family))
+
+
+# Dense, a mixture, and latent attention: of DeepSeek-V2 the form that has no latent of queries.
+LIVE = ("qwen3", "mixtral", "deepseek_v2_lite")
+
+
+@pytest.mark.hf
+@pytest.mark.skipif(
+  not (find_spec("torch") and find_spec("transformers")),
+  reason="needs torch and transformers: pip install -e .[hf]",
+)
+@pytest.mark.parametrize(
+  "models", [LIVE, pytest.param(sorted(set(FAMILIES) - set(LIVE)), marks=pytest.mark.slow)]
+)
+def test_other_weights_live(tmp_path, models):
+  command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seed", "1", *models]
+  subprocess.run(command, check=True)
+  for model in models:
+    assert_close(measure(tmp_path / model))
+
+
+def assert_close(errors):
+  assert errors.logits < LOGITS
+  assert errors.gradient < GRADIENT, errors.worst
+  assert errors.loss < LOSS
+  assert errors.losses < LOSSES

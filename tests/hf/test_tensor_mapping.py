@@ -1,0 +1,211 @@
+"""Weights of every family, there and back: each element once, to the bit."""
+
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from hf_measure import FIXTURES, as_numpy
+from safetensors.numpy import load_file, save_file
+
+from maxlite.checkpoint import chunked_array
+from maxlite.checkpoint.checksum import leaves_by_path
+from maxlite.checkpoint.chunked_array import to_array
+from maxlite.config.schema import DEFAULTS, ModelConfig, build, flatten
+from maxlite.hf.axis_layout import layout
+from maxlite.hf.families import FAMILIES
+from maxlite.hf.hf_checkpoint import streams_from_hf, write_weights
+from maxlite.hf.hf_config import EXECUTION, family_that_says, model_keys
+from maxlite.hf.load_model import abstract_params, trainer_of_model
+from maxlite.models import MODELS
+
+every_family = pytest.mark.parametrize("model_type", FAMILIES)
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+  """Parts of a few rows, so that tensors come in many."""
+  monkeypatch.setattr(chunked_array, "PART_BYTES", 600)
+
+
+def model_of(folder, **changes):
+  """(family, model, {path: shape and type}) of a fixture."""
+  family, keys, _ = model_keys(folder)
+  model = build(ModelConfig, DEFAULTS | keys | changes)
+  return family, model, abstract_params(model)
+
+
+def arrays_of(folder, **changes):
+  """{path: array} of a fixture, NaN where no part gave anything."""
+  family, model, params = model_of(folder, **changes)
+  vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+  found = streams_from_hf(folder, family, model, vocab_size, params)
+  return {path: as_numpy(stream) for path, stream in found.items()}
+
+
+def copied(model_type, target, change):
+  """A fixture with its {tensor: array} changed."""
+  shutil.copytree(FIXTURES / model_type, target, dirs_exist_ok=True)
+  tensors = load_file(target / "model.safetensors")
+  save_file(change(tensors), target / "model.safetensors")
+  return target
+
+
+@pytest.mark.parametrize(
+  ("notation", "shape", "theirs"),
+  [
+    ("d h c -> (h c) d", (2, 3, 4), (12, 2)),
+    ("h c d -> d (h c)", (3, 4, 2), (2, 12)),
+    ("g e d f -> e d (f g)", (2, 3, 4, 5), (3, 4, 10)),
+    ("d -> d", (3,), (3,)),
+  ],
+)
+def test_a_layout_is_undone(notation, shape, theirs):
+  array = np.arange(math.prod(shape)).reshape(shape)
+  tensor = layout(notation).to_theirs(array)
+  assert tensor.shape == theirs
+  np.testing.assert_array_equal(layout(notation).to_ours(tensor, shape), array)
+
+
+def test_gates_and_linear_parts_alternate_where_f_comes_before_g():
+  gate, linear = np.zeros((1, 2, 3)), np.ones((1, 2, 3))
+  tensor = layout("g e d f -> e d (f g)").to_theirs(np.stack([gate, linear]))
+  np.testing.assert_array_equal(tensor[0, 0], [0, 1, 0, 1, 0, 1])
+
+
+@every_family
+def test_weights_come_back_to_the_bit(model_type, tmp_path, small_parts):
+  folder = FIXTURES / model_type
+  family, model, params = model_of(folder)
+  arrays = arrays_of(folder)
+  assert all(np.isfinite(array).all() for array in arrays.values())
+  read = lambda path, index: arrays[path][index]
+  write_weights(tmp_path, family, model, params, read, shard_bytes=9_000)
+  assert len(list(tmp_path.glob("*.safetensors"))) > 1
+  got = {n: a for path in tmp_path.glob("*.safetensors") for n, a in load_file(path).items()}
+  want = load_file(folder / "model.safetensors")
+  assert got.keys() == want.keys()
+  for name, array in want.items():
+    assert got[name].tobytes() == array.tobytes(), name
+
+
+@every_family
+def test_a_config_comes_back_key_by_key(model_type):
+  keys = model_keys(FIXTURES / model_type)[1]
+  model = build(ModelConfig, DEFAULTS | keys)
+  found, hf = family_that_says(model)  # perhaps another with the same config.json
+  keys = {"decoder_block": found.decoder_block} | found.config_from_hf(hf)
+  again = build(ModelConfig, DEFAULTS | keys)
+  same = {name for name, value in flatten(model).items() if flatten(again)[name] == value}
+  assert set(flatten(model)) - EXECUTION <= same
+
+
+def test_what_no_family_says_is_refused_by_name():
+  keys = model_keys(FIXTURES / "mixtral")[1]
+  for change in ({"shared_experts": 1}, {"router": "topk_softmax"}, {"mlp_activations": ("relu",)}):
+    with pytest.raises(ValueError, match=next(iter(change))):
+      family_that_says(build(ModelConfig, DEFAULTS | keys | change))
+
+
+@pytest.mark.parametrize("local", [0.0, 50.0, 5000.0])
+def test_the_local_rotary_base_is_said_or_the_export_refused(local):
+  change = {"rope_type": "default", "rope_max_timescale": 5000.0, "local_rope_max_timescale": local}
+  models = {
+    name: build(ModelConfig, DEFAULTS | model_keys(FIXTURES / name)[1] | change)
+    for name in ("gemma2", "gemma3_text")
+  }
+  found, hf = family_that_says(models["gemma3_text"])
+  said = found.config_from_hf(hf)["local_rope_max_timescale"]
+  assert said == (50.0 if local == 50.0 else 0.0)
+  if local == 50.0:
+    with pytest.raises(ValueError, match="local_rope_max_timescale=50"):
+      family_that_says(models["gemma2"])
+  else:
+    assert family_that_says(models["gemma2"])[0].model_type == "gemma2"
+
+
+def test_layers_that_are_not_stacked_get_the_same_weights(small_parts):
+  folder = FIXTURES / "deepseek_v2"
+  stacked, apart = arrays_of(folder), arrays_of(folder, scan_layers=False)
+  for path, array in stacked.items():
+    top, _, rest = path.partition("/")
+    if "layers" not in top:
+      np.testing.assert_array_equal(apart[path], array)
+    for i in range(len(array) if "layers" in top else 0):
+      np.testing.assert_array_equal(apart[f"{top}_{i}/{rest}"], array[i])
+
+
+def test_arrays_lie_on_a_mesh_as_they_are_whole(small_parts):
+  folder = FIXTURES / "mixtral"
+  family, model, _ = model_of(folder)
+  mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
+  params = leaves_by_path(trainer_of_model(model, mesh).abstract_state.params)
+  found = streams_from_hf(folder, family, model, model.vocab_size, params)
+  path = "layers/moe/wi_0"
+  placed = to_array(found[path], params[path].sharding)
+  assert placed.sharding == params[path].sharding
+  assert placed.addressable_shards[0].data.size == placed.size / 8
+  np.testing.assert_array_equal(placed, as_numpy(found[path]))
+
+
+def test_a_larger_vocabulary_gets_rows_of_zeros(small_parts):
+  folder = FIXTURES / "llama"
+  plain, padded = arrays_of(folder), arrays_of(folder, vocab_size=64)
+  for path, axis in (("embed/embedding", 0), ("unembed/kernel", 1)):
+    old, new = np.split(padded[path], [40], axis=axis)
+    np.testing.assert_array_equal(old, plain[path])
+    assert new.shape[axis] == 24
+    assert not new.any()
+
+
+def test_a_copy_of_a_tied_embedding_is_let_pass_and_another_matrix_is_not(tmp_path):
+  def tied(folder, head):
+    copied("llama", folder, lambda t: t | {"lm_head.weight": head(t["model.embed_tokens.weight"])})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+  assert "unembed/kernel" not in arrays_of(tied(tmp_path / "same", lambda e: e.copy()))
+  with pytest.raises(ValueError, match=r"holds 1 tensors .*: lm_head.weight"):
+    arrays_of(tied(tmp_path / "other", lambda e: e + 1))
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+  ("change", "told"),
+  [
+    (lambda t: {n: a for n, a in t.items() if n != NAME}, f"lacks 1 tensors: {NAME}"),
+    (lambda t: t | {"model.layers.2.x": t[NAME]}, "holds 1 tensors .*: model.layers.2.x"),
+    (lambda t: t | {NAME: t[NAME].T.copy()}, rf"{NAME} of shape \[16, 24\], .* \[24, 16\]"),
+    (lambda t: t | {NAME: t[NAME].astype(np.int32)}, f"{NAME} of type I32"),
+    (lambda t: t | {NAME: t[NAME].astype(np.float64)}, f"{NAME} of type F64"),
+  ],
+)
+def test_weights_of_another_model_are_told_by_name(tmp_path, change, told):
+  with pytest.raises(ValueError, match=told) as caught:
+    arrays_of(copied("llama", tmp_path, change))
+  assert "\n" not in str(caught.value)
+
+
+def test_buffers_that_hold_no_weights_are_let_pass(tmp_path):
+  name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  arrays_of(copied("llama", tmp_path, lambda t: t | {name: np.ones(2, np.float32)}))
+
+
+def test_half_precision_is_read_into_either_type(tmp_path):
+  half = lambda t: {name: array.astype(np.float16) for name, array in t.items()}
+  folder = copied("llama", tmp_path, half)
+  want = load_file(folder / "model.safetensors")["model.norm.weight"]
+  got = arrays_of(folder)["final_norm/scale"]
+  assert got.dtype == np.float32
+  np.testing.assert_array_equal(got, want.astype(np.float32))
+  rounded = arrays_of(folder, weight_dtype="bfloat16")["final_norm/scale"]
+  assert rounded.dtype == jax.numpy.bfloat16
+
+
+def test_every_decoder_block_has_a_family():
+  assert {family.decoder_block for family in FAMILIES.values()} == set(MODELS)

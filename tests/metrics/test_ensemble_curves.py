@@ -1,0 +1,202 @@
+"""The pictures of an ensemble: what must be seen in them is, and odd ensembles are drawn too."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from maxlite.metrics.plots.ensemble_curves import (
+  BEST_TO_WORST,
+  METHOD_COLORS,
+  draw_calibration,
+  draw_learning_curves,
+  draw_parallel_coordinates,
+  scale_of,
+  spread,
+)
+
+
+def picture(folder, draw, *arguments):
+  folder.mkdir(exist_ok=True)
+  draw(*arguments, folder / "picture.png")
+  assert [path.name for path in folder.iterdir()] == ["picture.png"]
+  return imread(folder / "picture.png")[..., :3]
+
+
+def count(image, color):
+  """How many pixels are of the RGB color."""
+  return int((np.abs(image - np.asarray(color)[:3]).max(axis=-1) < 0.02).sum())
+
+
+def learning(floor, steps=100, broken=False):
+  rows = []
+  for step in range(0, steps + 1, 10):
+    loss = 4 * math.exp(-step / 30) + floor
+    rows.append({"step": step, "loss": loss, "eval_loss": loss + 0.1})
+  return [*rows, {"step": steps + 10, "loss": None}] if broken else rows
+
+
+def test_learning_curves_show_who_is_best_who_diverged_and_who_is_there(tmp_path):
+  curves = {"a": learning(1.0), "b": learning(2.0), "c": learning(3.0)}
+  draw = lambda name, curves: picture(tmp_path / name, draw_learning_curves, curves)
+  whole = draw("whole", curves)
+  assert count(whole, BEST_TO_WORST(0.0)) > 200
+  assert count(whole, BEST_TO_WORST(1.0)) > 200
+  changed = {
+    "fewer": {"a": curves["a"], "b": curves["b"]},
+    "diverged": curves | {"c": learning(3.0, broken=True)},
+    "stopped": curves | {"c": learning(3.0, steps=50)},
+    "not trained": curves | {"c": [row for row in curves["c"] if row["step"] == 0]},
+    "renamed": {"d": curves["a"], "b": curves["b"], "c": curves["c"]},
+  }
+  for name, others in changed.items():
+    drawn = draw(name, others)
+    assert not np.array_equal(drawn, whole), name
+    if name == "diverged":  # the cross, of the member's color
+      assert count(drawn, BEST_TO_WORST(1.0)) > count(whole, BEST_TO_WORST(1.0)) + 20
+
+
+def test_colors_go_by_rank_whatever_the_order(tmp_path):
+  curves = {f"m{i}": learning(1 + i / 10) for i in range(8)}
+  backwards = dict(reversed(curves.items()))
+  first, second = (
+    picture(tmp_path / name, draw_learning_curves, c)
+    for name, c in (("one", curves), ("other", backwards))
+  )
+  np.testing.assert_array_equal(first, second)
+
+
+def test_a_spike_does_not_hide_the_other_members(tmp_path):
+  calm = {"a": learning(1.0), "b": learning(1.5)}
+  spike = learning(1.2)
+  spike[-1] = {"step": 100, "loss": 1e9, "eval_loss": 1e9}
+  best = BEST_TO_WORST(0.0)[:3]
+  heights = []
+  for rows in (spike, spike[:-1]):
+    drawn = picture(tmp_path, draw_learning_curves, calm | {"c": rows})
+    heights.append(np.ptp(np.nonzero(np.abs(drawn - best).max(axis=-1) < 0.02)[0]))
+  assert heights[0] > 0.7 * heights[1]
+
+
+@pytest.mark.parametrize(
+  "heights",
+  [[], [0.5], [0.1] * 6, [1.0] * 6, [0.0, 0.02, 0.5, 0.51, 0.99, 1.0], [0.9, 0.1, 0.9, 0.95]],
+  ids=str,
+)
+def test_labels_keep_apart_and_in_order(heights):
+  placed = np.asarray(spread(heights, 0.1))
+  order = np.argsort(heights, kind="stable")
+  assert np.all(np.diff(placed[order]) >= 0.1 - 1e-9)
+  assert np.all((placed >= 0) & (placed <= 1))
+  assert spread([0.2, 0.9, 0.5], 0.1) == [0.2, 0.9, 0.5]
+
+
+def test_a_scale_is_logarithmic_where_values_span_much():
+  assert scale_of([0.1, 0.001, 0.01]).heights == pytest.approx([1, 0, 0.5])
+  assert scale_of([1, 5, 9]).heights == pytest.approx([0, 0.5, 1])
+  assert scale_of([0, 50, 100]).heights == pytest.approx([0, 0.5, 1])
+  assert scale_of([-100, 0, 100]).heights == pytest.approx([0, 0.5, 1])
+  assert scale_of([3, 3]).heights == [0.5, 0.5]
+
+
+def test_a_scale_of_names_is_evenly_spaced():
+  found = scale_of(["llama", "olmoe", "mixtral", "olmoe"])
+  assert found.heights == [0, 0.5, 1, 0.5]
+  assert found.ticks == [(0, "llama"), (0.5, "olmoe"), (1, "mixtral")]
+  assert scale_of([False, True]).ticks == [(0, "false"), (1, "true")]
+  assert scale_of(["llama"]).heights == [0.5]
+
+
+@pytest.mark.parametrize("values", [range(1, 65), np.geomspace(1e-4, 0.3, 64), [64, 65, 66, 4096]])
+def test_ticks_stand_where_their_number_is_and_apart(values):
+  found = scale_of(list(map(float, values)))
+  heights = [height for height, _ in found.ticks]
+  assert (heights[0], heights[-1]) == (0, 1)
+  assert np.all(np.diff(heights) > 0.03)
+  drawn = np.interp([float(label) for _, label in found.ticks], values, found.heights)
+  np.testing.assert_allclose(drawn, heights, atol=0.01)
+
+
+def test_the_best_member_lies_on_top(tmp_path):
+  rows = [{"depth": 1, "width": 8, "best_loss": loss} for loss in (3.0, 1.0, 2.0)]
+  for name, members in {"one": rows, "other": rows[::-1]}.items():
+    drawn = picture(tmp_path / name, draw_parallel_coordinates, members, ["depth", "width"])
+    between = drawn[:, drawn.shape[1] // 5 : drawn.shape[1] // 3]  # where their lines coincide
+    best, worst = (np.abs(between - BEST_TO_WORST(x)[:3]).max(axis=-1) for x in (0.0, 1.0))
+    assert (best < 0.2).sum() > 100
+    assert not (worst < 0.2).any()
+
+
+def test_every_key_is_an_axis_and_every_member_a_line(tmp_path):
+  rows = [
+    {"learning_rate": 10.0**-i, "decoder_block": kind, "best_loss": 2 + i / 10}
+    for i, kind in enumerate(["llama", "mixtral", "llama"])
+  ]
+  draw = lambda rows, keys: picture(tmp_path, draw_parallel_coordinates, rows, keys)
+  both = draw(rows, ["learning_rate", "decoder_block"])
+  assert both.shape[1] > draw(rows, ["learning_rate"]).shape[1]
+  lost = [rows[0], rows[1], rows[2] | {"best_loss": None}]
+  for others in (rows[:2], lost):
+    assert not np.array_equal(draw(others, ["learning_rate", "decoder_block"]), both)
+
+
+def bins(confidence, accuracy, weight=10.0):
+  """A method with all its tokens in the bin of `confidence`."""
+  weight_C = np.zeros(15)
+  weight_C[min(int(confidence * 15), 14)] = weight
+  return {
+    "bin_weight": weight_C,
+    "bin_confidence": weight_C * confidence,
+    "bin_correct": weight_C * accuracy,
+    "ece": abs(confidence - accuracy),
+  }
+
+
+def test_overconfidence_lies_below_the_diagonal(tmp_path):
+  blue = tuple(int(METHOD_COLORS[0][i : i + 2], 16) / 255 for i in (1, 3, 5))
+  rows = {}
+  for accuracy in (0.1, 0.9):
+    drawn = picture(tmp_path, draw_calibration, {"one": bins(0.9, accuracy)})
+    above = drawn[: int(0.68 * len(drawn)), drawn.shape[1] // 2 :]  # right of the legend
+    rows[accuracy] = np.mean(np.nonzero(np.abs(above - blue).max(axis=-1) < 0.05)[0])
+  assert rows[0.1] > rows[0.9] + 300
+
+
+@pytest.mark.parametrize(
+  "curves",
+  [
+    {},
+    {"a": []},
+    {"a": [{"step": 0, "loss": None}], "b": [{"step": 0, "loss": math.nan, "eval_loss": None}]},
+    {"a": [{"step": 0, "loss": 2.0}]},
+    {"a": learning(0.0001), "b": [{"step": 0, "loss": 0.0}], "a long name " * 9: learning(-1)},
+    {f"member {i}": learning(1 + i / 64, broken=i % 9 == 0) for i in range(64)},
+  ],
+  ids=len,
+)
+def test_odd_curves_are_drawn_without_a_warning(tmp_path, curves):
+  assert picture(tmp_path, draw_learning_curves, curves).ndim == 3
+
+
+@pytest.mark.parametrize(
+  ("rows", "keys"),
+  [
+    ([], ["depth"]),
+    ([{"best_loss": 1.0}], []),
+    ([{"depth": 1, "best_loss": None}, {"depth": 2, "best_loss": math.nan}], ["depth"]),
+    ([{"save": ("a", "b"), "best_loss": 0.0}, {"save": (), "best_loss": 1.0}], ["save"]),
+  ],
+  ids=str,
+)
+def test_odd_sweeps_are_drawn_without_a_warning(tmp_path, rows, keys):
+  assert picture(tmp_path, draw_parallel_coordinates, rows, keys).ndim == 3
+
+
+@pytest.mark.parametrize(
+  "methods",
+  [{}, {"empty": bins(0.5, 0.5, weight=0)}, {f"method {i}": bins(i / 8, 0.5) for i in range(8)}],
+  ids=len,
+)
+def test_odd_calibrations_are_drawn_without_a_warning(tmp_path, methods):
+  assert picture(tmp_path, draw_calibration, methods).ndim == 3

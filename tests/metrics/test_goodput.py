@@ -1,0 +1,85 @@
+"""Every second of a run is charged to one kind, over all its starts."""
+
+import pytest
+
+from maxlite.metrics.goodput import KINDS, Stopwatch, describe
+
+
+class Clock:
+  """A clock that is moved by hand."""
+
+  now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+def first_start():
+  """Rows of a start of 100 s: 10 to start, 5 to compile, then a step a second, 1 of them data."""
+  clock = Clock()
+  watch, rows = Stopwatch(clock=clock), []
+  clock.now = 10
+  watch.switch("compile")
+  clock.now = 15
+  watch.switch("step")
+  for step in range(1, 86):
+    clock.now = 14 + step
+    with watch.during("data"):
+      clock.now += 0.25
+    clock.now = 15 + step
+    rows.append({"step": step, **watch.row()})
+  return rows
+
+
+def test_shares_are_of_all_time_and_add_up_to_it():
+  row = first_start()[-1]
+  assert row["elapsed_seconds"] == 100
+  assert row["goodput"] == pytest.approx((85 - 85 * 0.25) / 100)
+  assert row["data_share"] == pytest.approx(85 * 0.25 / 100)
+  assert (row["startup_share"], row["compile_share"]) == pytest.approx((0.1, 0.05))
+  shares = [value for name, value in row.items() if name not in ("step", "elapsed_seconds")]
+  assert len(shares) == len(KINDS)
+  assert sum(shares) == pytest.approx(1)
+
+
+def test_kinds_may_lie_in_one_another():
+  clock = Clock()
+  watch = Stopwatch("step", clock=clock)
+  with watch.during("checkpoint"):
+    clock.now = 3
+    with watch.during("data"):
+      clock.now = 4
+    clock.now = 6
+  clock.now = 10
+  row = watch.row()
+  found = {kind: row[f"{kind}_share"] for kind in ("checkpoint", "data")}
+  assert found == {"checkpoint": 0.5, "data": 0.1}
+  assert row["goodput"] == 0.4
+
+
+@pytest.mark.parametrize("step", [0, 60])
+def test_what_a_crash_cost_is_told_as_restart(step):
+  """All after the step that the run goes on from is lost, and the new start's way there."""
+  rows, clock = first_start(), Clock()
+  watch = Stopwatch(clock=clock)
+  clock.now = 7
+  watch.go_on(rows, step)
+  watch.switch("step")
+  clock.now = 20
+  row = watch.row()
+  kept = 15 + step if step else 0
+  assert row["elapsed_seconds"] == pytest.approx(100 + 20)
+  assert row["restart_share"] == pytest.approx((100 - kept + 7) / 120)
+  assert row["goodput"] == pytest.approx((step * 0.75 + 13) / 120)
+  assert row["startup_share"] == pytest.approx(10 / 120 if step else 0)
+
+
+def test_rows_that_know_no_time_count_for_nothing():
+  watch = Stopwatch(clock=Clock())
+  watch.go_on([{"step": 1, "loss": 2.0}], 1)
+  assert watch.row()["restart_share"] == 0
+
+
+def test_the_line_begins_with_the_goodput_and_goes_on_with_what_costs_most():
+  line = describe(first_start()[-1])
+  assert line.startswith("goodput 63.7% of 100 s; data 21.2%, startup 10.0%, compile 5.0%")

@@ -1,0 +1,48 @@
+"""Whose turn it is, in text and in a picture; what rows tell is what the schedule would say."""
+
+import json
+
+from matplotlib.image import imread
+
+from maxlite.metrics.plots.timeline import BAR, draw_timeline, spans_of_rows, timeline_lines
+
+SPANS = [(1, 3, "fit"), (4, 4, "match"), (5, 7, "fit"), (8, 8, "match")]
+NAMES = ["fit", "match"]
+
+
+def rows_of(spans, every=1):
+  return [
+    {"step": step, "phase": NAMES.index(name), "loss": 1 / step, "eval_loss": 2 / step}
+    for first, last, name in spans
+    for step in range(first, last + 1)
+    if step % every == 0
+  ]
+
+
+def test_rows_of_every_step_tell_the_turns():
+  assert spans_of_rows(rows_of(SPANS), NAMES) == SPANS
+  assert spans_of_rows(rows_of(SPANS, every=2), NAMES) == [
+    (1, 2, "fit"),
+    (3, 4, "match"),
+    (5, 6, "fit"),
+    (7, 8, "match"),
+  ]
+  assert spans_of_rows([{"step": 1, "loss": 2.0}], NAMES) == []
+
+
+def test_every_step_of_the_text_is_in_its_phase_s_row_alone():
+  ruler, *bars = timeline_lines(SPANS)
+  assert ruler.split() == ["1", "8"]
+  rows = {row.split()[0]: row.split()[1] for row in bars}
+  assert [name for step in range(8) for name in NAMES if rows[name][step] == BAR] == [
+    name for first, last, name in SPANS for _ in range(first, last + 1)
+  ]
+  assert {len(row) for row in timeline_lines([(1, 999, "a"), (1000, 1000, "b")])} == {63}
+
+
+def test_the_picture_is_drawn_where_groups_are_shared(tmp_path):
+  metrics = tmp_path / "metrics.jsonl"
+  metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(SPANS)))
+  groups = {"fit": ["trunk/.*", "head/.*"], "match": ["head/.*", "draft/.*"]}
+  draw_timeline(metrics, tmp_path / "timeline.png", groups, SPANS)
+  assert imread(tmp_path / "timeline.png")[..., :3].std() > 0.05

@@ -1,0 +1,197 @@
+"""Writers: every row arrives once, whenever the process was killed, and lines stay readable."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from maxlite.metrics.writers import (
+  ConsoleWriter,
+  JsonlWriter,
+  TensorBoardWriter,
+  Writers,
+  read_rows,
+)
+
+TRAINING = {
+  "step": 10,
+  "loss": 2.5,
+  "learning_rate": 1e-3,
+  "grad_norm": 0.5,
+  "tokens_per_second_per_device": 12345.0,
+  "tflops_per_device": 0.25,
+}
+
+
+def write_rows(path, resume_step, steps):
+  writer = JsonlWriter(path, resume_step)
+  for step in steps:
+    writer.write({"loss": step / 3, "step": step})
+  writer.close()
+
+
+def test_rows_come_back_exactly_and_in_order(tmp_path):
+  write_rows(tmp_path / "run" / "metrics.jsonl", -1, range(5))
+  rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+  assert rows == [{"step": step, "loss": step / 3} for step in range(5)]
+
+
+def test_resuming_drops_exactly_the_rows_to_be_written_again(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  write_rows(path, -1, range(10))
+  whole = path.read_bytes()
+  write_rows(path, 4, range(5, 10))
+  assert path.read_bytes() == whole
+  assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 15])
+def test_a_torn_last_line_is_dropped_and_no_other(tmp_path, cut):
+  path = tmp_path / "metrics.jsonl"
+  write_rows(path, -1, range(10))
+  whole = path.read_bytes()
+  path.write_bytes(whole[:-cut])
+  assert [row["step"] for row in read_rows(path)] == list(range(9))
+  write_rows(path, 9, [9])
+  assert path.read_bytes() == whole
+
+
+def test_a_foreign_line_is_an_error_and_the_file_is_kept(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+  with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a row of metrics"):
+    JsonlWriter(path, 1)
+  assert path.read_text() == '{"step": 1}\nnonsense\n{"step": 3}\n'
+
+
+def test_json_is_strict_and_keys_have_one_order(tmp_path):
+  writer = JsonlWriter(tmp_path / "metrics.jsonl", -1)
+  writer.write({"b": float("nan"), "a": float("-inf"), "step": 1})
+  writer.write({"a": 1.0, "step": 2, "b": 2})
+  writer.flush()
+  lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+  assert lines == ['{"step": 1, "a": null, "b": null}', '{"step": 2, "a": 1.0, "b": 2}']
+  writer.close()
+
+
+def test_flushed_rows_survive_a_process_that_never_closes(tmp_path):
+  writer = JsonlWriter(tmp_path / "metrics.jsonl", -1)
+  writer.write({"step": 1})
+  writer.flush()
+  assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+  writer.close()
+
+
+def console_text(rows, *, terminal=False, phases=()):
+  file = io.StringIO()
+  console = Console(file=file, force_terminal=terminal, width=60)
+  writer = ConsoleWriter(300, -1, console, phases)
+  for row in rows:
+    writer.write(row)
+  writer.close()
+  return file.getvalue()
+
+
+def test_console_lines_are_whole_aligned_and_plain_where_there_is_no_terminal():
+  later = TRAINING | {"step": 300, "loss": 12.25, "grad_norm": 1234.5, "skipped": 0}
+  text = console_text([TRAINING, later])
+  first, second = text.splitlines()
+  assert "\x1b" not in text
+  assert "\r" not in text
+  assert first.startswith("step  10/300  loss  2.5000  lr 1.00e-03  |grad|      0.5")
+  assert first.endswith("12,345 tok/s/device    0.250 TFLOP/s/device")
+  assert [first.index(word) for word in ("lr", "|grad|", "tok/s", "TFLOP")] == [
+    second.index(word) for word in ("lr", "|grad|", "tok/s", "TFLOP")
+  ]
+
+
+def test_console_shows_what_a_row_has():
+  row = TRAINING | {"mfu": 0.415, "expert_imbalance": 1.25, "skipped": 2, "loss": float("nan")}
+  line = console_text([row])
+  for cell in ("loss     nan", "MFU 41.5%", "imbalance  1.25", "skipped 2"):
+    assert cell in line
+
+
+def test_console_evaluation_line():
+  row = TRAINING | {"step": 100, "eval_loss": 1.5, "eval_bits_per_byte": 2.1640}
+  training, evaluation = console_text([row]).splitlines()
+  assert training.startswith("step 100/300  loss  2.5000")
+  assert evaluation == "eval 100/300  loss  1.5000  bits/byte 2.1640"
+
+
+def test_console_names_phases_and_counts_accepted_drafts():
+  drafts = {"eval_acceptance_1": 0.5, "eval_acceptance_2": 0.25, "eval_accepted_length": 0.625}
+  rows = [
+    TRAINING | {"phase": 0},
+    TRAINING | {"phase": 1, "draft_loss": 0.5, "eval_loss": 1.5} | drafts,
+  ]
+  fit, match, evaluation = console_text(rows, phases=["fit", "match"]).splitlines()
+  assert fit.startswith("step  10/300  fit    loss  2.5000  lr")
+  assert match.startswith("step  10/300  match  loss  2.5000  drafts  0.5000  lr")
+  assert evaluation.endswith("loss  1.5000  drafts accepted 50.0% 25.0%  0.62 in a chain")
+
+
+def test_a_terminal_has_a_progress_bar_below_whole_lines():
+  text = console_text([TRAINING], terminal=True)
+  assert "\x1b" in text
+  assert "10/300" in text
+  assert "left" in text
+
+
+def tensorboard_events(directory):
+  for path in sorted(directory.iterdir()):
+    content = path.read_bytes()
+    while content:
+      length = int.from_bytes(content[:8], "little")
+      yield Event.FromString(content[12 : 12 + length])
+      content = content[12 + length + 4 :]
+
+
+def test_tensorboard_gets_every_value_and_is_told_what_a_resume_replaces(tmp_path):
+  writer = TensorBoardWriter(tmp_path, 4)
+  writer.write({"step": 5, "loss": 2.5, "skipped": 1})
+  writer.close()
+  events = list(tensorboard_events(tmp_path))
+  scalars = {
+    (value.tag, event.step, value.simple_value) for event in events for value in event.summary.value
+  }
+  assert scalars == {("loss", 5, 2.5), ("skipped", 5, 1.0)}
+  assert [event.step for event in events if event.session_log.status == SessionLog.START] == [5]
+
+
+def test_writers_pass_everything_on(tmp_path):
+  paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+  writers = Writers([JsonlWriter(path, -1) for path in paths])
+  writers.write({"step": 1})
+  writers.flush()
+  assert [read_rows(path) for path in paths] == [[{"step": 1}]] * 2
+  writers.close()
+  assert json.loads(paths[1].read_text()) == {"step": 1}
+
+
+def test_loads_of_experts_go_to_their_own_file_and_resume_like_rows(tmp_path):
+  def write(resume_step, steps):
+    paths = (tmp_path / "metrics.jsonl", tmp_path / "expert_load.jsonl")
+    rows, loads = (JsonlWriter(path, resume_step) for path in paths)
+    writers = Writers([rows], loads)
+    for step in steps:
+      writers.write({"step": step}, np.float32([[step, 3], [2, 2]]))
+    writers.flush()
+    writers.close()
+    return [path.read_text() for path in paths]
+
+  whole = write(-1, range(1, 6))
+  assert write(3, [4, 5]) == whole
+  metrics, loads = (read_rows(path) for path in sorted(tmp_path.iterdir())[::-1])
+  assert metrics == [{"step": step} for step in range(1, 6)]
+  assert loads == [{"step": step, "expert_load": [[step, 3], [2, 2]]} for step in range(1, 6)]
+
+
+def test_a_dense_model_has_no_loads(tmp_path):
+  writers = Writers([JsonlWriter(tmp_path / "metrics.jsonl", -1)])
+  writers.write({"step": 1}, None)
+  writers.close()
+  assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]

@@ -1,0 +1,114 @@
+"""Schedules: the clock on the device, its copy on the host and the timeline say the same."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
+
+
+def walk(schedule, losses):
+  """[phase name of each step], of a device that gives its metrics a step late to the host."""
+  clock = schedule.start()
+  position, names = schedule.position(clock), []
+  for loss in losses:
+    phase = schedule.phase_at(position)
+    assert phase == schedule.phase(clock)
+    names.append(schedule.names[phase])
+    clock = schedule.advance(clock, phase, {"loss": jnp.float32(loss)})
+    position = schedule.follow(position, clock.last)
+    assert schedule.position(clock) == position
+  return names, clock
+
+
+def runs_of(names):
+  return [(name, len(list(run))) for name, run in itertools.groupby(names)]
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.lists(st.integers(1, 3), max_size=3))
+def test_fixed_lengths_are_a_pure_function_of_the_step(lengths, warmup):
+  lengths = {f"p{i}": n for i, n in enumerate(lengths)}
+  schedule = PhaseSchedule(lengths, dict(zip(lengths, warmup, strict=False)))
+  timeline = schedule.timeline(20)
+  names, clock = walk(schedule, [0.0] * 20)
+  assert names == [name for first, last, name in timeline for _ in range(first, last + 1)]
+  assert clock.step == 20
+  assert clock.taken_P.tolist() == [names.count(name) for name in lengths]
+  warm = sum(steps for _, steps in zip(lengths, warmup, strict=False))
+  assert clock.round == max(20 - warm, 0) // sum(lengths.values())
+
+
+def test_the_warm_up_comes_once_and_first():
+  schedule = PhaseSchedule({"a": 2, "b": 1}, {"b": 3})
+  assert schedule.timeline(9) == [(1, 3, "b"), (4, 5, "a"), (6, 6, "b"), (7, 8, "a"), (9, 9, "b")]
+  assert schedule.timeline(2) == [(1, 2, "b")]
+
+
+def test_a_threshold_lets_one_more_step_follow():
+  lengths = {"a": Threshold("loss", below=0.5, max_steps=5), "b": 2}
+  names, _ = walk(PhaseSchedule(lengths), [1, 0.4, 0.4, 0, 0, 9, 9, 9, 9, 0, 9, 9, 9])
+  # Met in step 2, so the phase ends with step 3; the second time at its maximum.
+  assert runs_of(names) == [("a", 3), ("b", 2), ("a", 5), ("b", 2), ("a", 1)]
+
+
+def test_a_threshold_from_above_and_not_in_the_warm_up():
+  schedule = PhaseSchedule({"a": Threshold("loss", above=0.5, max_steps=9), "b": 1}, {"a": 4})
+  assert runs_of(walk(schedule, [1.0] * 8)[0]) == [("a", 6), ("b", 1), ("a", 1)]
+
+
+def test_a_plateau_counts_steps_without_progress_and_forgets_them():
+  lengths = {"a": Plateau("loss", patience=2, min_delta=0.1, max_steps=50), "b": 1}
+  losses = [3, 2, 1, 0.95, 0.94, 9, 9, 8, 7, 6.95, 6.91, 9, 0]
+  names, clock = walk(PhaseSchedule(lengths), losses)
+  # The loss stands still in steps 4 and 5; after b, what was reached before does not count.
+  assert runs_of(names) == [("a", 6), ("b", 1), ("a", 5), ("b", 1)]
+  assert clock.round == 2
+
+
+def test_a_metric_that_nobody_reports():
+  schedule = PhaseSchedule({"a": Plateau("gap", patience=2, max_steps=9)})
+  with pytest.raises(ValueError, match=r"waits for the metric 'gap'.* has loss$"):
+    schedule.advance(schedule.start(), 0, {"loss": jnp.float32(0)})
+  with pytest.raises(ValueError, match="nobody knows the timeline"):
+    schedule.timeline(3)
+
+
+def test_the_clock_advances_within_a_program():
+  schedule = PhaseSchedule({"a": 1, "b": 2})
+
+  def body(clock, _):
+    phase = schedule.phase(clock)
+    branches = [lambda clock, p=p: schedule.advance(clock, p, {}) for p in range(2)]
+    return jax.lax.switch(phase, branches, clock), phase
+
+  clock, phase_N = jax.jit(lambda clock: jax.lax.scan(body, clock, length=7))(schedule.start())
+  assert phase_N.tolist() == [0, 1, 1, 0, 1, 1, 0]
+  assert clock.taken_P.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+  ("lengths", "warmup", "message"),
+  [
+    ({}, {}, "there are no phases"),
+    ({"a": 0}, {}, "phase a takes 0 steps"),
+    ({"a": Plateau("loss", patience=0, max_steps=3)}, {}, "patience=0"),
+    ({"a": Plateau("loss", patience=1, max_steps=0)}, {}, "phase a takes 0 steps"),
+    ({"a": 1}, {"b": 1}, "warmup names 'b', which is no phase; there are a"),
+    ({"a": 1}, {"a": 0}, "warmup of a takes 0 steps"),
+  ],
+)
+def test_mistakes_get_one_line(lengths, warmup, message):
+  with pytest.raises(ValueError, match=message) as error:
+    PhaseSchedule(lengths, warmup)
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"below": 1.0, "above": 2.0}])
+def test_a_threshold_has_one_bound(bounds):
+  with pytest.raises(ValueError, match="below= or above="):
+    Threshold("loss", max_steps=3, **bounds)

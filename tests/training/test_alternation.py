@@ -1,0 +1,491 @@
+"""Phases: each trains its part as if there were no other, and what stands still keeps its bits."""
+
+import functools
+import runpy
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import Phase as Stage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxlite.checkpoint.checksum import leaves_by_path
+from maxlite.checkpoint.manager import Checkpoints
+from maxlite.config.schema import DEFAULTS, CheckpointConfig, OptimizerConfig, build
+from maxlite.optim import OPTIMIZERS, build_optimizer
+from maxlite.phases.phase_optimizers import partition_params, paths_in
+from maxlite.training.alternation import Alternation, Phase, Plateau, Threshold
+
+DOCS = Path(__file__).parents[2] / "docs"
+WIDTH, ROWS = 8, 16
+
+
+def draw(shape, seed):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def make_params():
+  return {
+    name: {"kernel": draw((WIDTH, WIDTH), i) / 3, "bias": np.zeros(WIDTH, np.float32)}
+    for i, name in enumerate("abcd")
+  }
+
+
+def layer(params, x_BD):
+  return jnp.tanh(x_BD @ params["kernel"] + params["bias"][None])
+
+
+def fit_loss(params, batch):
+  x_BD, y_BD = batch
+  return jnp.mean((layer(params["b"], layer(params["a"], x_BD)) - y_BD) ** 2)
+
+
+def match_loss(params, batch):
+  h_BD = layer(params["a"], batch[0])
+  gap_BD = layer(params["c"], h_BD) - layer(params["b"], h_BD)
+  return jnp.mean(gap_BD**2), {"gap": jnp.max(jnp.abs(gap_BD))}
+
+
+def batches(num, first=0):
+  for seed in range(first, first + num):
+    yield draw((ROWS, WIDTH), 100 + seed), draw((ROWS, WIDTH), 200 + seed)
+
+
+@functools.cache
+def adams():
+  return optax.adam(optax.linear_schedule(3e-2, 0.0, 10)), optax.adamw(1e-2)
+
+
+def a_to_b_and_c(strategy="separate", match=match_loss, **keys):
+  return Alternation(
+    [
+      Phase("fit", ["a/.*", "b/.*"], fit_loss, adams()[0], steps=3),
+      Phase("match", ["c/.*"], match, adams()[1], steps=2),
+    ],
+    warmup={"fit": 2},
+    strategy=strategy,
+    **keys,
+  )
+
+
+def take(alternation, state, stream):
+  """(state, metrics of each step) on the host."""
+  rows = []
+  for batch in stream:
+    state, metrics = alternation.step(state, batch)
+    rows.append(jax.device_get(metrics))
+  return state, rows
+
+
+def assert_same(got, want):
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+
+
+def by_hand(num_steps):
+  """What two jitted functions make of the A to B and C case: (params, losses)."""
+  params = make_params()
+  moving = {"fit": {name: params[name] for name in "ab"}, "match": {"c": params["c"]}}
+  optimizers = dict(zip(moving, adams(), strict=True))
+  losses = {"fit": fit_loss, "match": lambda params, batch: match_loss(params, batch)[0]}
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def step(name, trained, frozen, state, batch):
+    loss = lambda trained: losses[name](trained | frozen, batch)
+    value, gradients = jax.value_and_grad(loss)(trained)
+    with jax.numpy_dtype_promotion("standard"):
+      updates, state = optimizers[name].update(gradients, state, trained)
+    return optax.apply_updates(trained, updates), state, value
+
+  states = {name: tx.init(moving[name]) for name, tx in optimizers.items()}
+  order = ["fit"] * 2 + (["fit"] * 3 + ["match"] * 2) * num_steps
+  values = []
+  for name, batch in zip(order, batches(num_steps), strict=False):
+    frozen = functools.reduce(dict.__or__, (moving[other] for other in moving if other != name))
+    moving[name], states[name], value = step(name, moving[name], frozen, states[name], batch)
+    values.append(value)
+  return moving["fit"] | moving["match"] | {"d": params["d"]}, values
+
+
+@functools.cache
+def uninterrupted():
+  """(state on the host, metrics of each step) of 12 steps."""
+  alternation = a_to_b_and_c()
+  state, rows = take(alternation, alternation.init(make_params()), batches(12))
+  return jax.device_get(state), rows
+
+
+def test_a_to_b_and_c_is_what_two_functions_by_hand_give():
+  params, losses = by_hand(12)
+  state, rows = uninterrupted()
+  assert_same(state.params, params)
+  assert [row["loss"] for row in rows] == losses
+  assert [int(row["phase"]) for row in rows] == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
+  assert ["gap" in row for row in rows] == [row["phase"] == 1 for row in rows]
+
+
+def test_one_program_for_all_gives_the_same_numbers():
+  alternation = a_to_b_and_c("switch")
+  state, rows = take(alternation, alternation.init(make_params()), batches(12))
+  want, want_rows = uninterrupted()
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, jax.device_get(state), want)
+  jax.tree.map(close, rows, want_rows)
+  assert alternation.num_compiled == 1
+
+
+def test_the_schedule_of_a_phase_counts_its_own_steps():
+  """The fit phase's rate is zero after ten of its steps, of which the match phase takes none."""
+  alternation = a_to_b_and_c()
+  state, _ = take(alternation, alternation.init(make_params()), batches(15))
+  assert state.clock.taken_P.tolist() == [11, 4]
+  before = jax.device_get(state.params)
+  state, rows = take(alternation, state, batches(2, first=15))
+  assert [row["phase"] for row in rows] == [1, 1]
+  state, _ = take(alternation, state, batches(1))
+  assert_same(state.params["a"], before["a"])
+
+
+def test_untrained_parameters_are_listed():
+  assert a_to_b_and_c().untrained(make_params()) == ["d/bias", "d/kernel"]
+
+
+@pytest.mark.parametrize("strategy", ["separate", "switch"])
+def test_a_thousand_switches_compile_nothing(strategy, monkeypatch):
+  compiled = []
+  listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+  tiny = {"a": jnp.ones(()), "b": jnp.ones(())}
+  loss = lambda params, batch: (params["a"] * params["b"] - batch) ** 2
+  sgd = optax.sgd(1e-3)
+  phases = [Phase(name, [name], loss, sgd, steps=1) for name in tiny]
+  alternation = Alternation(phases, strategy=strategy)
+  state, batch = alternation.init(tiny), np.float32(0.5)
+  alternation.compile(state, batch)
+  num_compiled = alternation.num_compiled
+  state, _ = alternation.step(state, batch)  # what JAX compiles to start any program at all
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  monkeypatch.setattr(jax, "device_get", None)  # the host knows the phase without the device
+  try:
+    for _ in range(1000):
+      state, metrics = alternation.step(state, batch)
+    jax.jit(lambda x: x - 3)(metrics["loss"])
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert state.clock.step == 1001
+  assert len(compiled) == 1  # the one after the loop, which shows that this hears of them
+  assert alternation.num_compiled == num_compiled == (2 if strategy == "separate" else 1)
+
+
+def test_the_backward_pass_of_what_is_frozen_is_not_in_the_program():
+  """A chain of four square layers of which the first or the last is trained."""
+  width, rows, names = 64, 32, "abcd"
+  params = {name: jnp.ones((width, width)) for name in names}
+
+  def loss(params, x_BD):
+    for name in names:
+      x_BD = x_BD @ params[name]
+    return jnp.mean(x_BD)
+
+  sgd = optax.sgd(1e-3)
+  phases = [Phase(name, [name], loss, sgd, steps=1) for name in "ad"]
+  alternation = Alternation(phases, strategy="separate")
+  alternation.compile(alternation.init(params), jnp.ones((rows, width)))
+  matmuls = {"a": 4 + 3 + 1, "d": 4 + 1}  # forward, back to the layer, and its own gradient
+  for name, number in matmuls.items():
+    flops = alternation.programs[name].cost_analysis()["flops"]
+    assert flops == pytest.approx(number * 2 * rows * width**2, rel=0.1), name
+
+
+def sharded(params, mesh):
+  specs = {"kernel": jax.P("x"), "bias": jax.P()}
+  place = lambda key_path, leaf: jax.device_put(
+    leaf, jax.NamedSharding(mesh, specs[key_path[-1].key])
+  )
+  return jax.tree_util.tree_map_with_path(place, params)
+
+
+@pytest.mark.parametrize("strategy", ["separate", "switch"])
+def test_on_a_mesh_as_on_one_device(strategy):
+  mesh = jax.make_mesh((8,), ("x",))
+  alternation = a_to_b_and_c(strategy, ema_decay=0.5)
+  state = alternation.init(sharded(make_params(), mesh))
+  for tree in (state.params, state.optimizers.own["fit"][0].mu, state.ema):
+    assert tree["a"]["kernel"].sharding.spec == jax.P("x")
+  rows_of = jax.NamedSharding(mesh, jax.P("x"))
+  stream = (jax.device_put(batch, rows_of) for batch in batches(12))
+  state, _ = take(alternation, state, stream)
+  want, _ = uninterrupted()
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, jax.device_get(state.params), want.params)
+  jax.tree.map(close, jax.device_get(state.optimizers), want.optimizers)
+
+
+def save_and_restore(folder, alternation, state, params):
+  checkpoints = Checkpoints(build(CheckpointConfig, DEFAULTS), folder, report=print)
+  checkpoints.save(1, state, {})
+  checkpoints.wait()
+  restored = checkpoints.restore(alternation.abstract_state(params))
+  checkpoints.close()
+  return restored[0]
+
+
+@pytest.mark.parametrize("killed_after", [3, 6])
+def test_a_killed_run_goes_on_bit_for_bit(killed_after, tmp_path):
+  before, after = a_to_b_and_c(), a_to_b_and_c()
+  mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[1:2])
+  state, _ = take(before, before.init(make_params()), batches(killed_after))
+  params = sharded(make_params(), mesh)
+  state = save_and_restore(tmp_path, after, state, params)
+  assert after.next_phase(state) == ("fit" if killed_after == 3 else "match")
+  state, rows = take(after, state, batches(12 - killed_after, first=killed_after))
+  want, want_rows = uninterrupted()
+  assert_same(state, want)
+  assert_same(rows, want_rows[killed_after:])
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+  before, after = a_to_b_and_c("switch"), a_to_b_and_c()
+  four, eight = (jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]) for n in (4, 8))
+  state, _ = take(before, before.init(sharded(make_params(), four)), batches(6))
+  state = save_and_restore(tmp_path, after, state, sharded(make_params(), eight))
+  assert state.optimizers.own["fit"][0].mu["a"]["kernel"].sharding.mesh == eight
+  state, _ = take(after, state, batches(6, first=6))
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, jax.device_get(state), uninterrupted()[0])
+
+
+def optimizer_of(opt_type, names):
+  """Of the table, with clipping, decay and steps large enough to be seen."""
+  keys = {"opt_type": opt_type, "learning_rate": 0.1, "learning_rate_schedule_steps": 100}
+  return build_optimizer(build(OptimizerConfig, DEFAULTS | keys), names)
+
+
+def moved(old, new):
+  """Paths of the leaves that are not the same bits in both trees."""
+  old, new = leaves_by_path(old), leaves_by_path(new)
+  return {path for path in old if not np.array_equal(old[path], new[path])}
+
+
+partitions = st.lists(
+  st.sets(st.sampled_from("abc"), min_size=1), min_size=len(OPTIMIZERS), max_size=len(OPTIMIZERS)
+)
+
+
+# Every example compiles, so a failing one is shown as it was found rather than made smaller.
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Stage.generate])
+@given(
+  parts=partitions,
+  kinds=st.sampled_from(["kernel", "bias", ".*"]),
+  accumulate=st.permutations([1, 1, 4, 4]),
+  strategy=st.sampled_from(["separate", "switch"]),
+  share=st.booleans(),
+)
+def test_what_is_frozen_keeps_its_bits(tmp_path_factory, parts, kinds, accumulate, strategy, share):
+  """A phase for every optimizer, under decay, clipping, averaging, accumulation and a restart."""
+  params = make_params()
+  names = {name: {"kernel": jax.P("embed", "mlp"), "bias": jax.P("norm")} for name in params}
+  loss = lambda params, batch: fit_loss(params, batch) + match_loss(params, batch)[0]
+  phases = []
+  for opt_type, part, parts_of_batch in zip(OPTIMIZERS, parts, accumulate, strict=True):
+    train = [f"{name}/{kinds}" for name in sorted(part)]
+    # Where state is shared, optimizers are of one kind.
+    tx = optimizer_of("adamw" if share else opt_type, partition_params(names, train)[0])
+    phases.append(Phase(opt_type, train, loss, tx, steps=1, accumulate=parts_of_batch))
+  alternation = Alternation(
+    phases, strategy=strategy, optimizer_state="shared" if share else "own", ema_decay=0.5
+  )
+  state = alternation.init(params)
+  for step, batch in enumerate(batches(len(phases) + 1)):
+    trained = set(paths_in(partition_params(params, phases[step % len(phases)].train)[0]))
+    before = jax.device_get((state.params, state.ema))
+    if step == 2:
+      folder = tmp_path_factory.mktemp("checkpoints")
+      state = save_and_restore(folder, alternation, state, params)
+    state, _ = alternation.step(state, batch)
+    for old, new in zip(before, jax.device_get((state.params, state.ema)), strict=True):
+      assert moved(old, new) == trained
+  slots = leaves_by_path(state.optimizers)
+  assert not [slot for slot in slots for path in alternation.untrained(params) if path in slot]
+
+
+@pytest.mark.parametrize("optimizer_state", ["own", "shared"])
+def test_two_phases_may_train_one_leaf(optimizer_state):
+  """With shared state they are one phase; with state of their own each knows half the steps."""
+  adam = lambda: optax.adam(1e-2)
+  halves = [Phase(name, ["a/.*", "b/.*"], fit_loss, adam(), steps=1) for name in ("one", "two")]
+  whole = [Phase("whole", ["a/.*", "b/.*"], fit_loss, adam(), steps=1)]
+  states = []
+  for phases in (halves, whole):
+    alternation = Alternation(phases, optimizer_state=optimizer_state)
+    states.append(take(alternation, alternation.init(make_params()), batches(4))[0])
+  same = np.array_equal(*(state.params["a"]["kernel"] for state in states))
+  assert same == (optimizer_state == "shared")
+
+
+def test_accumulation_changes_nothing_but_the_memory():
+  results = []
+  for accumulate in (1, 4):
+    phase = Phase("fit", ["a/.*"], fit_loss, optax.sgd(0.1), steps=1, accumulate=accumulate)
+    alternation = Alternation([phase])
+    results.append(take(alternation, alternation.init(make_params()), batches(3)))
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, *jax.device_get(results))
+
+
+@pytest.mark.parametrize("strategy", ["separate", "switch"])
+def test_a_condition_ends_a_phase_one_step_after_it_is_met(strategy):
+  loss = lambda params, batch: jnp.sum(params["w"] * batch)
+  phases = [
+    Phase("low", ["w"], loss, optax.sgd(0.0), until=Threshold("loss", below=0.5, max_steps=9)),
+    Phase("flat", ["w"], loss, optax.sgd(0.0), until=Plateau("loss", patience=2, max_steps=9)),
+  ]
+  alternation = Alternation(phases, strategy=strategy)
+  state = alternation.init({"w": jnp.ones(1)})
+  stream = [np.array([loss], np.float32) for loss in (2, 1, 0, 9, 3, 2, 2, 2, 9, 9)]
+  state, rows = take(alternation, state, stream)
+  assert [int(row["phase"]) for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
+  assert state.clock.round == 1
+
+
+class Normed(nn.Module):
+  @nn.compact
+  def __call__(self, x_BD):
+    x_BD = nn.BatchNorm(use_running_average=False, name="norm")(nn.Dense(4, name="dense")(x_BD))
+    return nn.Dropout(0.5, deterministic=False)(x_BD)
+
+
+class Two(nn.Module):
+  def setup(self):
+    self.a, self.b = Normed(), Normed()
+
+  def __call__(self, x_BD):
+    return self.b(self.a(x_BD))
+
+
+def test_statistics_are_frozen_with_their_module_and_losses_get_keys():
+  model = Two()
+
+  def loss(params, batch, collections, key):
+    run = functools.partial(model.apply, rngs={"dropout": key}, mutable=list(collections))
+    y_BD, collections = run({"params": params, **collections}, batch)
+    return jnp.mean((y_BD - 1) ** 2), {"drawn": jax.random.uniform(key)}, collections
+
+  keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+  variables = model.init(keys, draw((ROWS, 4), 0))
+  params, statistics = variables["params"], {"batch_stats": variables["batch_stats"]}
+  sgd = optax.sgd(0.1)
+  phases = [
+    Phase("a", ["a/norm/.*"], loss, sgd, steps=1),
+    Phase("b", ["b/dense/.*"], loss, sgd, steps=1),
+    Phase("c", ["b/.*"], loss, sgd, steps=1, accumulate=2),
+  ]
+  alternation = Alternation(phases)
+  state, rows = alternation.init(params, statistics), []
+  for moves in ({"a"}, set(), {"b"}):  # a norm that is not trained keeps its statistics
+    before = jax.device_get(state.collections["batch_stats"])
+    state, metrics = alternation.step(state, draw((ROWS, 4), len(rows)))
+    after = jax.device_get(state.collections["batch_stats"])
+    rows.append(float(metrics["drawn"]))
+    assert moves == {
+      name
+      for name in "ab"
+      if not np.array_equal(before[name]["norm"]["mean"], after[name]["norm"]["mean"])
+    }
+  assert len(set(rows)) == 3
+
+
+def test_a_phase_may_have_batches_of_its_own_shape():
+  alternation = a_to_b_and_c("auto")
+  state = alternation.init(make_params())
+  large, small = (tuple(x[:n] for x in next(batches(1))) for n in (ROWS, 4))
+  alternation.compile(state, large, own_batches={"match": small})
+  assert alternation.reason == "separate: the phases' batches differ"
+  for _ in range(7):
+    state, _ = alternation.step(state, small if alternation.next_phase(state) == "match" else large)
+  assert state.clock.taken_P.tolist() == [5, 2]
+  with pytest.raises(ValueError, match="phase fit was compiled for another batch"):
+    alternation.step(state, small)
+  with pytest.raises(ValueError, match="use strategy='separate'"):
+    a_to_b_and_c("switch").compile(state, large, own_batches={"match": small})
+
+
+def test_the_caller_s_parameters_outlive_the_steps():
+  params = sharded(make_params(), jax.make_mesh((8,), ("x",)))
+  alternation = a_to_b_and_c()
+  take(alternation, alternation.init(params), batches(2))
+  assert_same(params, make_params())
+
+
+def first_step(build_alternation):
+  alternation = build_alternation()
+  alternation.step(alternation.init(make_params()), next(batches(1)))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"name": "match"}, "two phases are called match"),
+    ({"steps": 0}, "phase fit takes 0 steps"),
+    ({"steps": None}, "phase fit needs steps= or until="),
+    ({"train": []}, "phase fit trains"),
+    ({"train": "a/.*"}, "phase fit trains 'a/.*'; give a list"),
+    ({"train": ["a/.*", "e/kernel"]}, "phase fit: 'e/kernel' matches no .* nearest are"),
+    ({"accumulate": 0}, "accumulate=0"),
+    ({"accumulate": 3}, r"a batch of shape \(16, 8\) does not divide into accumulate=3"),
+    ({"loss": lambda params, batch: batch[0]}, "'loss' of phase fit is float32\\[16,8\\]"),
+    ({"loss": lambda params, batch: 1}, "'loss' of phase fit is int32"),
+    ({"loss": lambda params, batch: (1.0, {"m": batch[0]})}, "'m' of phase fit is float32"),
+    ({"loss": lambda params, batch: (1.0, {}, {}, {})}, "the loss of phase fit returns 4 values"),
+    (
+      {"loss": lambda params, batch, collections: 1.0},
+      "the loss of phase fit returns 1 values, not .*collections",
+    ),
+    ({"until": Threshold("m", below=1.0, max_steps=9), "steps": None}, "waits for the metric 'm'"),
+  ],
+)
+def test_mistakes_get_one_line(changes, message):
+  fit = {"name": "fit", "train": ["a/.*"], "loss": fit_loss, "optimizer": adams()[0], "steps": 1}
+  match = {"name": "match", "train": ["c/.*"], "loss": match_loss, "optimizer": adams()[1]}
+  with pytest.raises(ValueError, match=message) as error:
+    first_step(lambda: Alternation([Phase(**(fit | changes)), Phase(**match, steps=1)]))
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"strategy": "both"}, "no strategy 'both'; choose one of auto, separate, switch"),
+    ({"optimizer_state": "none"}, "choose own or shared"),
+    ({"ema_decay": 1.0}, "ema_decay=1.0"),
+    ({"match": lambda params, batch: (fit_loss(params, batch), {"loss": jnp.zeros(3)})}, "'loss'"),
+  ],
+)
+def test_choices_that_do_not_exist_get_one_line(keys, message):
+  with pytest.raises(ValueError, match=message) as error:
+    first_step(lambda: a_to_b_and_c(**keys))
+  assert "\n" not in str(error.value)
+
+
+def test_no_phases():
+  with pytest.raises(ValueError, match="there are no phases"):
+    Alternation([])
+
+
+def test_the_documentation_shows_the_script_as_it_is():
+  script = (DOCS / "examples" / "alternating.py").read_text("utf-8")
+  assert script[script.index("import argparse") :] in (DOCS / "alternating.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+  ("script", "says"), [("alternating.py", "2 programs"), ("gan.py", "radius")]
+)
+def test_the_documentation_s_scripts_run(script, says, monkeypatch, capsys):
+  monkeypatch.setattr("sys.argv", [script, "--steps", "4"])
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    runpy.run_path(str(DOCS / "examples" / script), run_name="__main__")
+  assert says in capsys.readouterr().out

@@ -1,0 +1,136 @@
+"""What a step is expected to send, against what the compiler makes it send."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from tiny import LENGTH, ROWS, mesh_keys, trainer_of
+
+from maxlite.planning.hlo_collectives import collectives
+from maxlite.planning.plan_report import sent_by_axes
+from maxlite.planning.plan_run import Target, compile_step, estimate_memory, estimate_traffic
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = {"decoder_block": "llama"}
+GATHERS, EXCHANGES = ("all-gather",), ("all-to-all", "ragged-all-to-all")
+REDUCTIONS = ("all-reduce", "reduce-scatter")  # XLA:CPU makes the first of some of the second
+
+
+def target_of(mesh, slices=None, **keys):
+  return Target(trainer_of(**mesh_keys(mesh), **keys), "cpu", slices or {})
+
+
+def payloads(found, kinds):
+  """By mesh axes, bytes that take part in collectives of these kinds; less than 1 % left out."""
+  sums = defaultdict(float)
+  for c in found:
+    if c.kind in kinds:
+      sums[c.mesh_axes] += c.payload_bytes
+  return {axes: size for axes, size in sums.items() if size > 0.01 * sum(sums.values())}
+
+
+@pytest.mark.parametrize(
+  ("mesh", "keys"),
+  [
+    ("fsdp=4 tensor=2", LLAMA),
+    ("data=2 fsdp=4", LLAMA),
+    ("fsdp=2 expert=4", {}),
+  ],
+)
+def test_the_compiled_step_sends_what_is_expected(mesh, keys):
+  target = target_of(mesh, remat_policy="full", scan_unroll=1, **keys)
+  trainer = target.trainer
+  compiled = collectives(compile_step(trainer).module, dict(trainer.mesh.shape))
+  expected = estimate_traffic(target)
+  assert payloads(compiled, REDUCTIONS) == pytest.approx(payloads(expected, REDUCTIONS), rel=0.03)
+  gathered = payloads(compiled, GATHERS)
+  if trainer.is_moe:
+    # For top_k, XLA:CPU gathers the logits of all tokens: in two layers, each of them twice.
+    gathered[("fsdp", "expert")] -= 2 * 2 * ROWS * LENGTH * trainer.cfg.model.moe.num_experts * 4
+    # XLA:CPU has no ragged all-to-all; each shard sends a block of full length to each of the four.
+    blocks = {axes: size / 4 for axes, size in payloads(compiled, EXCHANGES).items()}
+    assert blocks == pytest.approx(payloads(expected, EXCHANGES), rel=0.01)
+  # XLA:CPU shares the gather of a recomputed projection with that for its gradient.
+  assert gathered == pytest.approx(payloads(expected, GATHERS), rel=0.15)
+
+
+def test_between_two_slices_go_the_gradients_of_a_devices_own_shards():
+  one, two = target_of("data=2 fsdp=4", **LLAMA), target_of("data=2 fsdp=4", {"data": 2}, **LLAMA)
+  sent = {n: sent_by_axes(estimate_traffic(target)) for n, target in enumerate((one, two), 1)}
+  # All-reduce of two: each sends as many bytes as there are.
+  parameters = estimate_memory(two.trainer).parameters
+  assert sent[2].pop("data (network)") == pytest.approx(parameters, rel=0.05)
+  assert set(sent[2]) == {"fsdp"}
+  # Lookups' gradients and norms', summed over both axes at once, are summed within slices now.
+  assert sent[2]["fsdp"] > sent[1]["fsdp"]
+  assert set(sent[1]) == {"fsdp", "data", "data x fsdp"}
+
+
+@pytest.mark.parametrize(("num_slices", "is_whole"), [(2, False), (4, True)])
+def test_a_gradient_scattered_over_a_whole_slice_of_tpus_is_summed(num_slices, is_whole):
+  cpu = target_of("data=4 fsdp=2", {"data": num_slices}, **LLAMA)
+  tpu = dataclasses.replace(cpu, kind="TPU v5", grid=(1, 2, 4 // num_slices))
+  found = (payloads(estimate_traffic(target), ["all-reduce"]) for target in (cpu, tpu))
+  summed = [sums.get(("fsdp",), 0) for sums in found]
+  model = cpu.trainer.cfg.model
+  unembedding = model.vocab_size * model.base_emb_dim * 4  # linear layers are pipelined
+  assert summed[1] - summed[0] == (unembedding if is_whole else 0)
+
+
+def test_frozen_parameters_send_no_gradient():
+  phases = "[{name: all, train: .*, steps: 1}, {name: out, train: unembed/.*, steps: 1}]"
+  whole = target_of("fsdp=8", **LLAMA, phases=phases)
+  reduced = []
+  for trainer in whole.trainer.phases.values():
+    expected = estimate_traffic(Target(trainer, "cpu", {}))
+    reduced.append(sum(payloads(expected, REDUCTIONS).values()))
+  model = whole.trainer.cfg.model
+  assert reduced[1] == model.vocab_size * model.base_emb_dim * 4 < reduced[0] / 2
+
+
+def planned(*words):
+  """By mesh axes, the columns of the GB that are sent, as the command prints them."""
+  result = subprocess.run(
+    [sys.executable, "-m", "maxlite.plan", "configs/base.yml", *words],
+    env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.stderr == ""
+  table = result.stdout.split("GB sent per device")[1].split("\n\n")[0].splitlines()[1:]
+  rows = (re.split(" {2,}", line) for line in table)
+  return {axes: [float(size) for size in sizes] for axes, *sizes in rows}
+
+
+def test_slices_are_planned_without_compiler_or_devices():
+  pod = ("compile_topology=v5p-8", "compile_topology_num_slices=4")
+  sent = planned("model_name=mixtral-8x7b", "ici_expert_parallelism=4", *pod, "estimate")
+  assert set(sent) == {"expert", "data (network)"}
+  shard_bytes = 46.70e9 / 4 * 4  # float32, on four devices
+  assert sent["data (network)"] == [pytest.approx(2 * 3 / 4 * shard_bytes / 1e9, rel=0.02)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize(
+  ("decoder_block", "mesh_axis"), [("llama", "tensor"), ("mixtral", "expert")]
+)
+def test_two_slices_of_tpus_send_what_is_expected(decoder_block, mesh_axis):
+  model = "base_emb_dim=1024 base_mlp_dim=2048 base_moe_mlp_dim=2048 head_dim=128 num_experts=4"
+  batch = "max_target_length=256 per_device_batch_size=8 dtype=bfloat16 remat_policy=full"
+  pod = f"compile_topology=v5p-8 compile_topology_num_slices=2 ici_{mesh_axis}_parallelism=2"
+  sent = planned(f"decoder_block={decoder_block}", *f"{model} {batch} {pod}".split())
+  network, within = sent.pop("data (network)"), [axes for axes, (_, size) in sent.items() if size]
+  assert network[0] == pytest.approx(network[1], rel=0.05)
+  assert {"fsdp", mesh_axis} <= set(within)
+  for axes in within:
+    estimate, compiled = sent[axes]
+    assert estimate == pytest.approx(compiled, rel=0.15, abs=0.002), axes

@@ -1,0 +1,297 @@
+"""Phases of a run: what is frozen keeps its bits, and turns change nothing but what is trained."""
+
+import contextlib
+import functools
+import itertools
+import json
+import re
+import shutil
+import signal
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from tiny import (
+  ROWS,
+  VOCAB,
+  config_of,
+  mesh_keys,
+  place,
+  state_on,
+  take_steps,
+  trainer_of,
+  uneven_batch,
+)
+from tiny_run import (
+  STEPS,
+  Output,
+  assert_as_if_nothing_had_happened,
+  keys_in,
+  last_manifest,
+  logged,
+  parameter_hash,
+  start,
+)
+
+from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
+from maxlite.checkpoint.chunked_array import Stream
+from maxlite.checkpoint.manager import Checkpoints
+from maxlite.checkpoint.parameters import write_parameters
+from maxlite.config.phases import phases_of
+from maxlite.data.batch import to_global
+from maxlite.data.loader import open_data
+from maxlite.layers.lora import without_additions
+from maxlite.metrics.writers import read_rows
+from maxlite.training.loop import StepLog
+from maxlite.training.state import averaged_params
+from maxlite.training.trainer import build_trainer
+
+EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
+gradient_accumulation_steps: 2}"
+ROUTER = "{name: router, train: ['.*router.*'], steps: 1, learning_rate: 1e-2}"
+SMALL = {"base_num_decoder_layers": 1}
+KEYS = SMALL | {
+  "phases": f"[{EXPERTS}, {ROUTER}]",
+  "routed_bias": True,
+  "router": "topk_softmax",
+  "ema_decay": 0.75,
+}
+MESH = mesh_keys("data=2 fsdp=4")
+BATCHES = [uneven_batch(seed) for seed in range(4)]
+
+
+def paths(tree):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def history(**keys):
+  """States before the first step and after each."""
+  trainer = trainer_of(**MESH, **keys)
+  states = [jax.device_get(trainer.init_state())]
+  for batch in BATCHES:
+    states.append(take_steps(trainer, states[-1], [batch])[0])
+  return states
+
+
+@pytest.fixture(scope="module")
+def by_turns():
+  return history(**KEYS)
+
+
+def test_a_phase_moves_its_own_parameters_and_no_bit_of_others(by_turns):
+  trains = ["w", "w", "router", "w"]  # experts, experts, router, experts
+  for (before, after), word in zip(itertools.pairwise(by_turns), trains, strict=True):
+    expected = {p for p in paths(after.params) if ("router" if word == "router" else "moe/w") in p}
+    for trees in ((before.params, after.params), (before.ema, after.ema)):
+      old, new = map(paths, trees)
+      assert {path for path in old if (old[path] != new[path]).any()} == expected
+
+
+def test_averages_follow_what_is_trained_and_are_of_nothing_else(by_turns):
+  start, end = paths(by_turns[0].params), paths(by_turns[1].params)
+  averages = paths(by_turns[1].ema)
+  assert all("moe/w" in path or "router" in path for path in averages)
+  for path, mean in averages.items():
+    np.testing.assert_allclose(mean, 0.75 * start[path] + 0.25 * end[path], rtol=1e-6, atol=1e-8)
+  whole = averaged_params(by_turns[1])
+  assert paths(whole).keys() == end.keys()
+  assert all((leaf == averages.get(path, end[path])).all() for path, leaf in paths(whole).items())
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(by_turns, done, tmp_path):
+  """In the middle of a turn, and between two."""
+  trainer = trainer_of(**MESH, **KEYS)
+  checkpoints = Checkpoints(trainer.cfg.checkpoint, tmp_path, report=print)
+  checkpoints.save(done, state_on(trainer, by_turns[done]), {})
+  checkpoints.wait()
+  state = checkpoints.restore(trainer.abstract_state)[0]
+  checkpoints.close()
+  for batch in BATCHES[done:]:
+    state, _ = trainer.train_step(state, place(trainer, batch))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), by_turns[-1])
+
+
+@pytest.mark.slow
+def test_one_program_of_all_phases_gives_the_same_numbers(by_turns):
+  switched = history(**KEYS, phase_strategy="switch")
+  got, want = (paths(states[-1].params) for states in (switched, by_turns))
+  for path, leaf in want.items():
+    np.testing.assert_allclose(got[path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_phase_of_everything_is_the_run_without_phases(accumulate):
+  keys = MESH | SMALL | {"gradient_accumulation_steps": accumulate}
+  keys |= {"gradient_clipping_threshold": 0.5}
+  plain = trainer_of(**keys)
+  phased = trainer_of(**keys, phases="[{name: all, train: ['.*'], steps: 8}]")
+  host = jax.device_get(plain.init_state())
+  expected, rows = take_steps(plain, host, BATCHES)
+  state, own_rows = take_steps(phased, jax.device_get(phased.init_state()), BATCHES)
+  # Two programs: as tests are compiled they may round differently.
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+  jax.tree.map(close, state.params, expected.params)
+  for row, own in zip(rows, own_rows, strict=True):
+    jax.tree.map(close, {name: own[name] for name in row}, row)
+
+
+def test_optimizer_state_is_kept_for_what_some_phase_trains_only():
+  state = trainer_of(**MESH, **KEYS).abstract_state
+  slots = [path for path in paths(state.opt_state) if "kernel" in path or "/w" in path]
+  assert slots
+  assert all("moe/w" in path or "router" in path for path in slots)
+
+
+def test_a_regex_that_matches_nothing_is_told_with_what_is_near():
+  with pytest.raises(ValueError, match=r"phase fit: 'layers/moe/w' .* nearest are layers/moe/w"):
+    trainer_of(**MESH, phases="[{name: fit, train: [layers/moe/w], steps: 1}]")
+
+
+def test_the_start_of_a_run_tells_whose_turn_it_is():
+  lines = trainer_of(**MESH, **KEYS).turns.describe(8)
+  assert lines[-1] == "turns: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
+
+
+def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
+  keys = MESH | SMALL | {"decoder_block": "llama", "init_weights_seed": 1}
+  lora = "[{name: lora, train: ['.*lora_.*'], steps: 1}]"
+  adapted = trainer_of(**keys, lora_rank=2, phases=lora, ema_decay=0.5)
+  given = jax.device_get(trainer_of(**keys).init_state().params)
+  whole = lambda leaf: (tuple(slice(0, size) for size in leaf.shape), leaf)
+  as_stream = lambda leaf: Stream(leaf.shape, leaf.dtype, leaf.shape, lambda: iter([whole(leaf)]))
+  streams = {path: as_stream(leaf) for path, leaf in leaves_by_path(given).items()}
+  write_parameters(tmp_path / "0", streams)
+  checkpoints = Checkpoints(adapted.cfg.checkpoint, tmp_path, report=print)
+  (parts, data_state, _) = checkpoints.restore(adapted.abstract_state)
+  assert data_state is None
+  state = jax.device_get(adapted.start_from(parts["params"]))
+  jax.tree.map(np.testing.assert_array_equal, without_additions(state.params), given)
+  fresh = {path: leaf for path, leaf in paths(state.params).items() if "lora_" in path}
+  assert fresh.keys() == paths(state.ema).keys()
+  assert all(leaf.any() == ("lora_a" in path) for path, leaf in fresh.items())
+
+
+@pytest.mark.slow
+def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
+  keys = KEYS | {"router_jitter": 0.2, "gradient_accumulation_steps": 1}
+  whole = tmp_path / "whole"
+  code, output = start(whole, **keys)
+  assert code == 0
+  assert "turns: experts 1-2, router 3-3, experts 4-5" in output
+  folder = tmp_path / "cut"
+  assert start(folder, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM
+  code, again = start(folder, **keys)
+  assert code == 0
+  assert_as_if_nothing_had_happened(folder, again, (whole, output))
+  assert ["router/loss" in row for row in logged(folder)] == [step % 3 == 2 for step in range(8)]
+  rates = [row["learning_rate"] for row in logged(folder)]
+  assert len({rates[2], rates[5]}) == 2  # the router's own clock
+
+
+def own_data(folder):
+  """Keys of a run whose phase `chat` reads a file of its own, in batches of half the size."""
+  path = folder / "chat.jsonl"
+  path.write_text("".join(json.dumps({"text": f"{n} is {n}"}) + "\n" for n in range(99)))
+  fit = "{name: fit, train: [layers/.*], steps: 2}"
+  chat = (
+    f"{{name: chat, train: [unembed/.*], steps: 1, dataset_type: jsonl, dataset_path: {path}, "
+    "per_device_batch_size: 1}"
+  )
+  keys = {"decoder_block": "llama", "gradient_accumulation_steps": 1, "router_jitter": 0}
+  return SMALL | keys | {"phases": f"[{fit}, {chat}]"}
+
+
+@pytest.fixture(scope="module")
+def with_own_data(runs_folder):
+  """(folder, output, keys) of such a run, undisturbed."""
+  folder, keys = runs_folder / "own_data", own_data(runs_folder)
+  code, output = start(folder, **keys)
+  assert code == 0
+  return folder, output, keys
+
+
+def test_a_phase_reads_its_own_stream_which_its_own_steps_move_on(with_own_data):
+  """As a loop over streams by hand does, in which nothing is compiled after the first step."""
+  folder, output, keys = with_own_data
+  trainer = build_trainer(config_of(**keys_in(folder, **keys)))
+  cache, own = folder / ".tokens", phases_of(trainer.cfg)[1].data
+  of = lambda data, rows: open_data(
+    data, vocab_size=VOCAB, global_batch_size=rows, rows=range(rows), cache_directory=cache
+  ).train_stream()
+  streams = {True: of(own, 8), False: of(trainer.cfg.data, ROWS)}
+  state, compiled, rows = trainer.init_state(), [], []
+  with compilations(compiled):
+    for step in range(STEPS):
+      batch = next(streams[step % 3 == 2])
+      batch = to_global(batch, trainer.batch_sharding, batch.tokens_BT.shape)
+      state, metrics = trainer.train_step(state, batch)
+      rows.append((len(compiled), jax.device_get(metrics)))
+  assert rows[0][0] == rows[-1][0] > 0
+  for (_, row), there in zip(rows, read_rows(folder / "run/metrics.jsonl"), strict=True):
+    assert (there["loss"], there["num_tokens"]) == (row["loss"], row["num_tokens"])
+    seconds = 8 * there["step_seconds"]
+    assert there["tokens_per_second_per_device"] == pytest.approx(row["num_tokens"] / seconds)
+    flops = trainer.flops_per_step[row["phase"]]
+    assert there["tflops_per_device"] == pytest.approx(flops / seconds / 1e12)
+  assert parameter_hash(output) == tree_hash(state.params)[:16]
+  assert (
+    f"(unembed/.*), with dataset_type=jsonl dataset_path=[{own.dataset_path[0]}] per_" in output
+  )
+  assert "phases' programs: separate (the phases' batches differ)" in output
+  assert re.search(r"\ndata of chat: train .* in 9\d documents; .*; 8 x 16 tokens per step", output)
+  whole = build_trainer(
+    config_of(**keys | {"phases": keys["phases"].replace("size: 1", "size: 2")})
+  )
+  assert trainer.flops_per_step[1] * 2 == whole.flops_per_step[1]
+
+
+@contextlib.contextmanager
+def compilations(found):
+  """Has `found` grow by the name of what happens whenever a program is compiled."""
+  listen = lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_batch_that_a_phase_cannot_cut_is_told_with_the_phase():
+  phases = "[{name: all, train: .*, steps: 1}, {name: own, train: .*, steps: 1, KEY: 3}]"
+  for key, says in (("gradient_accumulation_steps", 24), ("per_device_batch_size", 16)):
+    keys = MESH | {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
+    with pytest.raises(ValueError, match=f"phase own: .* do not divide by {says} "):
+      trainer_of(**keys, phases=phases.replace("KEY", key))
+
+
+def test_the_speed_of_a_phase_is_that_of_its_own_steps(monkeypatch):
+  """Three steps of one second and then three of ten, logged every other step."""
+  clock, rows = [0.0], []
+  monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+  trainer = trainer_of(**MESH, **KEYS, log_period=2)
+  log = StepLog(trainer, SimpleNamespace(write=lambda row, _: rows.append(row)))
+  for step, phase in enumerate([0, 0, 0, 1, 1, 1], start=1):
+    clock[0] += (1, 10)[phase]
+    metrics = {"phase": phase, "num_tokens": 8, "skipped_in_a_row": 0, "loss": 1.0}
+    log.add(step, {name: np.array(value) for name, value in metrics.items()})
+    log.settle()
+  assert [row["step_seconds"] for row in rows] == [1, 1, 10, 10]
+
+
+@pytest.mark.slow
+def test_a_run_with_data_of_a_phase_goes_on_where_every_stream_was(with_own_data, tmp_path):
+  folder, output, keys = with_own_data
+  cut = tmp_path / "cut"
+  assert start(cut, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM
+  moved = shutil.copytree(cut, tmp_path / "moved")
+  code, again = start(cut, **keys)
+  assert code == 0
+  assert logged(cut) == logged(folder)
+  assert last_manifest(cut) == last_manifest(folder)
+  assert parameter_hash(again) == parameter_hash(output)
+  code, again = start(moved, **keys, **MESH)
+  assert (code, "going on from the checkpoint of step 4" in again) == (0, True)
+  for row, there in zip(logged(moved), logged(folder), strict=True):
+    assert row["num_tokens"] == there["num_tokens"]
+    np.testing.assert_allclose(row["loss"], there["loss"], rtol=1e-5)
