@@ -9,7 +9,7 @@ def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.evaluate", needs_data=False)
   # JAX is loaded only for a command line that is right.
-  from maxlite.inference.generation import run_evaluation
+  from maxlite.training.evaluation import run_evaluation
   from maxlite.training.multi_host import on_all_hosts
 
   with on_all_hosts(cfg, "maxlite.evaluate") as cfg:

@@ -37,7 +37,7 @@ from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.profiler import Profiler
 from maxlite.training.evaluation import held_out_row
 from maxlite.training.loop import Ending, Run, train
-from maxlite.training.run import run_folder
+from maxlite.training.open_run import run_folder
 
 MAX_RESTARTS = 3  # of a worker process that dies
 

@@ -21,8 +21,8 @@ from maxlite.metrics.step_row import training_row
 from maxlite.metrics.writers import JsonlWriter, TensorBoardWriter, Writer, Writers, read_rows
 from maxlite.models import MODELS
 from maxlite.training.loop import describe_divergence, due
+from maxlite.training.open_run import run_folder
 from maxlite.training.phase_plan import losses_of
-from maxlite.training.run import run_folder
 
 
 class Book:

@@ -35,9 +35,8 @@ from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokeni
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.upcycle import upcycled_config, upcycled_streams
-from maxlite.inference.generation import config_of_run
 from maxlite.layers.lora import ADAPTER, ADDITION_KEYS, merge_lora
-from maxlite.training.run import run_folder
+from maxlite.training.open_run import config_of_run, run_folder
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
 

@@ -2,64 +2,24 @@
 
 import collections
 import dataclasses
-import functools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from maxlite.checkpoint.manager import Checkpoints
-from maxlite.config import Config, exit_with_one_line, load_config, read_saved
-from maxlite.config.schema import GenerateConfig, flatten
+from maxlite.config import Config, exit_with_one_line
+from maxlite.config.schema import GenerateConfig
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import stream_texts
 from maxlite.inference.engine import Engine, Request
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import Rules
-from maxlite.training.document_loss import DocumentLoss, document_losses
-from maxlite.training.evaluation import evaluate
-from maxlite.training.run import open_trainer_data, run_folder
-from maxlite.training.state import averaged_params
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.open_run import config_of_run, open_trained
+from maxlite.training.trainer import Trainer
 
 _LENGTH_MULTIPLE = 64
-
-
-def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
-  """Prints the loss of the run's newest checkpoint over eval_steps held-out batches (-1: all)."""
-  with exit_with_one_line("maxlite.evaluate"):
-    cfg = config_of_run(cfg, argv)
-    trainer, params, averages, step = open_weights(cfg)
-    data = open_trainer_data(trainer)
-    batches = data.eval_batches(cfg.observe.eval_steps)
-  eval_step = trainer.eval_step(data.source.num_bytes_V)
-  result = evaluate(trainer, eval_step, params, batches, averages)
-  documents: Sequence[DocumentLoss] = ()
-  if cfg.observe.eval_documents:
-    with exit_with_one_line("maxlite.evaluate"):
-      documents = document_losses(trainer, params, data, averages)
-  if jax.process_index() == 0:
-    sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {_figures(result)}\n")
-    if documents:
-      _tell_documents(documents, run_folder(cfg).eval_documents)
-  return 0
-
-
-def _tell_documents(losses: Sequence[DocumentLoss], file: Path) -> None:
-  """Writes a JSON line per document, and prints what they come to together."""
-  rows = ({"document": n} | loss.row() for n, loss in enumerate(losses))
-  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
-  total = functools.reduce(DocumentLoss.__add__, losses).row()
-  sys.stdout.write(f"{file}: {len(losses):,} documents  {_figures(total)}\n")
-
-
-def _figures(row: Mapping[str, float]) -> str:
-  return "  ".join(f"{name} {value:.6g}" for name, value in row.items())
 
 
 def run_generation(cfg: Config, argv: Sequence[str]) -> int:
@@ -131,48 +91,6 @@ def _num_drafts(cfg: Config) -> int:
       f"proposed by a head of its own: write num_speculative_tokens={num_heads} or less"
     )
   return num_heads if wanted < 0 else wanted
-
-
-def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
-  """The config that the run named by `cfg` was trained with, but for what `argv` sets by key.
-
-  YAML files in `argv` do not count: they would set back what the run was started with.
-
-  Raises:
-    ValueError: there is no such run, or a key would change the shape of its model.
-  """
-  folder = run_folder(cfg)
-  if not folder.config.exists():
-    raise ValueError(f"there is no run {folder.directory}: train it first, or correct run_name")
-  typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
-  cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
-  folder.config_changes(flatten(cfg))
-  return cfg
-
-
-def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
-  """(trainer, parameters, step) of the newest checkpoint of the run that `cfg` names.
-
-  The parameters are their moving averages where the run keeps any.
-  """
-  trainer, params, averages, step = open_weights(cfg)
-  return trainer, params if averages is None else averages, step
-
-
-def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
-  """(trainer, parameters, their averages, step) of that checkpoint.
-
-  The averages are None where the run keeps none.
-  """
-  keep_freed_memory()
-  enable_compilation_cache(cfg.run.jax_cache_dir)
-  trainer = build_trainer(cfg)
-  trainer.check_devices()
-  checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=_to_stderr)
-  state = trainer.abstract_state
-  averaged = {} if state.ema is None else {"ema": state.ema}
-  parts, step = checkpoints.restore_parts({"params": state.params} | averaged)
-  return trainer, parts["params"], averaged_params(state.replace(**parts)), step
 
 
 def _prompts(cfg: GenerateConfig) -> list[str]:

@@ -1,15 +1,53 @@
-"""The held-out loss."""
+"""`maxlite.evaluate`, and the held-out loss of a run."""
 
 import functools
-from collections.abc import Callable, Iterable
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from maxlite.config import Config, exit_with_one_line
 from maxlite.data.batch import Batch
 from maxlite.metrics.step_row import bits_per_byte
+from maxlite.training.document_loss import DocumentLoss, document_losses
+from maxlite.training.open_run import config_of_run, open_trainer_data, open_weights, run_folder
 from maxlite.training.trainer import Trainer
+
+
+def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
+  """Print the loss of the run's latest checkpoint over `eval_steps` held-out batches (-1: all)."""
+  with exit_with_one_line("maxlite.evaluate"):
+    cfg = config_of_run(cfg, argv)
+    trainer, params, averages, step = open_weights(cfg)
+    data = open_trainer_data(trainer)
+    batches = data.eval_batches(cfg.observe.eval_steps)
+  eval_step = trainer.eval_step(data.source.num_bytes_V)
+  result = evaluate(trainer, eval_step, params, batches, averages)
+  documents: Sequence[DocumentLoss] = ()
+  if cfg.observe.eval_documents:
+    with exit_with_one_line("maxlite.evaluate"):
+      documents = document_losses(trainer, params, data, averages)
+  if jax.process_index() == 0:
+    sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {_format(result)}\n")
+    if documents:
+      _write_documents(documents, run_folder(cfg).eval_documents)
+  return 0
+
+
+def _write_documents(losses: Sequence[DocumentLoss], file: Path) -> None:
+  """Write a JSON line per document and print the totals."""
+  rows = ({"document": n} | loss.row() for n, loss in enumerate(losses))
+  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+  total = functools.reduce(DocumentLoss.__add__, losses).row()
+  sys.stdout.write(f"{file}: {len(losses):,} documents  {_format(total)}\n")
+
+
+def _format(row: Mapping[str, float]) -> str:
+  return "  ".join(f"{name} {value:.6g}" for name, value in row.items())
 
 
 def evaluate(

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -16,8 +15,7 @@ from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, describe_changes, exit_with_one_line, save_resolved
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
-from maxlite.data.batch import local_rows
-from maxlite.data.loader import Data, PhaseStreams, TrainStream, open_data
+from maxlite.data.loader import Data, PhaseStreams, TrainStream
 from maxlite.distributed.initialize import after_process_0, describe, wait_for_all
 from maxlite.distributed.object_collectives import gather
 from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
@@ -38,6 +36,7 @@ from maxlite.metrics.writers import (
 )
 from maxlite.training.evaluation import evaluate
 from maxlite.training.loop import Ending, Run, StepLog, train
+from maxlite.training.open_run import open_trainer_data, run_folder
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -136,24 +135,6 @@ def _first_state(trainer: Trainer, restored: Restored | None, console: Console) 
     return trainer.start_from(state["params"])
   console.print(f"going on from the checkpoint of step {step}")
   return state
-
-
-def run_folder(cfg: Config) -> RunFolder:
-  return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
-
-
-def open_trainer_data(trainer: Trainer, *, evaluates: bool = True) -> Data:
-  """The data of the trainer's config, cut for its mesh; where it `evaluates`, some is held out."""
-  cfg = trainer.cfg
-  cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
-  return open_data(
-    cfg.data,
-    vocab_size=cfg.model.vocab_size,
-    global_batch_size=trainer.global_batch_size,
-    rows=local_rows(trainer.batch_sharding, trainer.batch_shape),
-    cache_directory=Path(cache).expanduser(),
-    evaluates=evaluates,
-  )
 
 
 def _open_phase_data(trainer: Trainer, data: Data) -> dict[str, Data]:

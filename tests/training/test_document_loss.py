@@ -9,7 +9,7 @@ from tiny import LENGTH, config_of, mesh_keys, state_on
 
 from maxlite.training.document_loss import document_losses
 from maxlite.training.evaluation import evaluate
-from maxlite.training.run import open_trainer_data
+from maxlite.training.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 BOS, EOS = 256, 257

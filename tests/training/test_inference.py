@@ -9,8 +9,9 @@ from tiny import config_of, trainer_of, uneven_batch
 from tiny_run import Output, keys_in, logged
 
 from maxlite.config import load_config
-from maxlite.inference.generation import config_of_run, run_evaluation, run_generation
-from maxlite.training.evaluation import evaluate
+from maxlite.inference.generation import run_generation
+from maxlite.training.evaluation import evaluate, run_evaluation
+from maxlite.training.open_run import config_of_run
 
 
 def evaluated(folder, *words):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import config_of, place, trainer_of, uneven_batch
 
-from maxlite.training.run import open_trainer_data
+from maxlite.training.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 

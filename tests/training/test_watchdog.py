@@ -14,7 +14,7 @@ from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
 from maxlite.training.loop import Run, StepLog, train
-from maxlite.training.run import open_trainer_data
+from maxlite.training.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 HANG = """

@@ -18,8 +18,7 @@ import maxlite
 from maxlite.config import load_config
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.conversion import to_hf
-from maxlite.inference.generation import config_of_run, open_trained
-from maxlite.training.run import open_trainer_data, run_folder
+from maxlite.training.open_run import config_of_run, open_trained, open_trainer_data, run_folder
 
 
 def main() -> None:

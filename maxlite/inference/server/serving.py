@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from maxlite.config import Config, exit_with_one_line
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.generation import (
-  build_engine,
-  config_of_run,
-  open_text_tokenizer,
-  open_trained,
-)
+from maxlite.inference.generation import build_engine, open_text_tokenizer
 from maxlite.inference.server.engine_thread import Worker
+from maxlite.training.open_run import config_of_run, open_trained
 
 _MORE_CONNECTIONS = 200
 
