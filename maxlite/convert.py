@@ -8,11 +8,11 @@ from maxlite.config.command_line import help_text
 USAGE = """\
 usage: python -m maxlite.convert from_hf FOLDER run_name=NAME [key=value ...]
          makes a run of a folder in Hugging Face's format
-       python -m maxlite.convert to_hf run_name=NAME output=FOLDER
+       python -m maxlite.convert to_hf run_name=NAME output_path=FOLDER
          makes such a folder of a run's newest checkpoint, adapters merged
-       python -m maxlite.convert to_peft FOLDER run_name=NAME output=FOLDER
+       python -m maxlite.convert to_peft FOLDER run_name=NAME output_path=FOLDER
          makes a folder of the peft package of a run's adapters, which add to the weights in FOLDER
-       python -m maxlite.convert upcycle run_name=NAME output=NEW_NAME num_experts=8 [key=value ...]
+       python -m maxlite.convert upcycle run_name=NAME output_path=NEW_NAME num_experts=8 [...]
          makes a run with a mixture of experts of a dense one, which computes the same at first
 """
 VERBS = ("from_hf", "to_hf", "to_peft", "upcycle")

@@ -3,7 +3,7 @@
 Every process writes what its own devices hold, a file per step, to a folder that need not be
 shared, such as a RAM disk. Its name says the step, the start of the run that wrote it, and, by a
 hash, which parts of the state are in it. Processes that hold the same parts write the same file,
-so one that has lost its own takes that of another; with `local_checkpoint_peer_copies` each also
+so one that has lost its own takes that of another; with `local_checkpoint_replication` each also
 writes the file of a process on another host. A run goes on from a step of which, on one host or
 another, all parts of one start are whole; parts of different steps never meet.
 """
@@ -106,7 +106,7 @@ class LocalCheckpoints:
     self._parts = _parts_of(self._me, abstract_state)
     self._keys: list[str] = gather(_key(self._parts))
     self._run_start: str = gather(secrets.token_hex(4))[0]
-    self._distance = _distance(self._keys) if cfg.local_checkpoint_peer_copies else 0
+    self._distance = _distance(self._keys) if cfg.local_checkpoint_replication else 0
     self._peer = (self._me - self._distance) % jax.process_count()
     self._peer_parts = _parts_of(self._peer, abstract_state) if self._distance else []
     self._data = np.empty(_num_bytes(self._parts), np.uint8)

@@ -7,9 +7,9 @@ from maxlite.config.schema import Config
 def local_checkpoints(c: Config) -> Complaints:
   k, where = c.checkpoint, "local_checkpoint_directory"
   if not k.local_checkpoint_directory:
-    if k.local_checkpoint_peer_copies:
+    if k.local_checkpoint_replication:
       text = "copies need a folder; write local_checkpoint_directory=/dev/shm/maxlite"
-      yield Complaint(("local_checkpoint_peer_copies", where), text)
+      yield Complaint(("local_checkpoint_replication", where), text)
     return
   if not k.enable_checkpointing:
     text = "they stand between shared ones; write enable_checkpointing=true"

@@ -241,10 +241,10 @@ class ModelConfig:
   remat_policy: str = knob(
     "none",
     "What the backward pass recomputes: `full` everything, `minimal` all but matmul outputs, "
-    "`custom` all but remat_save, `none` nothing.",
+    "`custom` all but remat_saved_names, `none` nothing.",
     choices=("none", "minimal", "full", "custom"),
   )
-  remat_save: tuple[str, ...] = knob(
+  remat_saved_names: tuple[str, ...] = knob(
     (),
     "Tensors kept under remat_policy=custom.",
     choices=(

@@ -67,17 +67,17 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
       raise ConfigError(
         f"{place_of(cfg, n)}: name={name} is also that of phases[{names.index(name)}]"
       )
-  for name in cfg.phasing.phase_warmup:
+  for name in cfg.phasing.initial_phases:
     if name not in names:
       hint = did_you_mean(name, names) or f"choose from {', '.join(names) or 'no phases at all'}"
-      raise ConfigError(f"phase_warmup: {name} names no phase; {hint}")
+      raise ConfigError(f"initial_phases: {name} names no phase; {hint}")
   return phases
 
 
 def warmup_of(cfg: Config) -> dict[str, int]:
   """{phase: steps} before all phases take turns."""
-  warmup = cfg.phasing.phase_warmup
-  settings = [Setting(name, raw, "phase_warmup") for name, raw in warmup.items()]
+  warmup = cfg.phasing.initial_phases
+  settings = [Setting(name, raw, "initial_phases") for name, raw in warmup.items()]
   return {setting.name: _count(setting) for setting in settings}
 
 

@@ -46,7 +46,7 @@ class CheckpointConfig:
   local_checkpoint_period: int = knob(
     10, "Steps between checkpoints in local_checkpoint_directory.", unit="steps", low=1
   )
-  local_checkpoint_peer_copies: bool = knob(
+  local_checkpoint_replication: bool = knob(
     False,
     "Each process also keeps the local checkpoints of one on another host, where no other holds "
     "the same part of the state.",

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from maxlite.config.files import read_file
-from maxlite.config.schema import DEFAULTS, KEYS, Config, Key, flatten
-from maxlite.config.values import parse, show
-from maxlite.config.written import Table
+from maxlite.config.schema import DEFAULTS, KEYS, RENAMED_KEYS, Config, Key, flatten
+from maxlite.config.values import Setting, parse, show
+from maxlite.config.written import Raw, Table
 
 _HEADER = "# Every key of one command, resolved. On a command line, model_name would apply again.\n"
 
@@ -35,12 +35,14 @@ def save_keys(values: Mapping[str, Any], path: Path) -> None:
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-  """Typed values of all keys from a file of `save_resolved`; a key it lacks has its default.
+  """Typed values of all keys from a file of `save_resolved`.
+
+  A key that the file lacks has its default; old names of renamed keys are accepted.
 
   Raises:
     ConfigError: the file cannot be read, or holds what the schema does not know.
   """
-  settings = read_file(path, "resolved config")
+  settings = map(_with_current_names, read_file(path, "resolved config"))
   return DEFAULTS | {setting.name: parse(setting) for setting in settings}
 
 
@@ -56,6 +58,23 @@ def describe_changes(config: Config) -> list[str]:
   """One `key=value (default ...)` per key that is not at its default, in schema order."""
   changed = differences(DEFAULTS, flatten(config))
   return [f"{name}={show(b)} (default {show(a)})" for name, (a, b) in changed.items()]
+
+
+def _with_current_names(setting: Setting) -> Setting:
+  raw = setting.raw
+  if setting.name in ("members", "sweep"):
+    raw = _rename_keys(raw)
+  return Setting(RENAMED_KEYS.get(setting.name, setting.name), raw, setting.source)
+
+
+def _rename_keys(raw: Raw) -> Raw:
+  """`raw` with the current names of renamed keys in all its mappings."""
+  if isinstance(raw, tuple):
+    return tuple(map(_rename_keys, raw))
+  if isinstance(raw, Table):
+    entries = ((RENAMED_KEYS.get(key, key), _rename_keys(part)) for key, part in raw.items())
+    return Table(entries, raw.source)
+  return raw
 
 
 def _section(key: Key) -> str:

@@ -26,6 +26,7 @@ __all__ = [
   "DEFAULTS",
   "KEYS",
   "MESH_AXES",
+  "RENAMED_KEYS",
   "AxisRules",
   "CheckpointConfig",
   "Config",
@@ -243,7 +244,7 @@ class EnsembleConfig:
   members: tuple[Table, ...] = knob(
     (),
     "Members, each {key: value} of what it has for itself, and a `name` if you like. Its keys may "
-    "be those of model (without vocab_size), optimizer and training, phases, phase_warmup, "
+    "be those of model (without vocab_size), optimizer and training, phases, initial_phases, "
     "phase_optimizer_state, init_weights_seed, data_shuffle_seed, data_sampling, and model_name: "
     "of that preset, what a member may have.",
   )
@@ -297,7 +298,7 @@ class PhasesConfig:
     "such as dataset_path and per_device_batch_size (not tokenizer_*, eval_*, max_target_length).",
     shapes_model=True,
   )
-  phase_warmup: Table = knob(
+  initial_phases: Table = knob(
     Table(), "{phase: steps} that a phase takes alone before all take turns.", shapes_model=True
   )
   phase_strategy: str = knob(
@@ -410,7 +411,7 @@ class PlanConfig:
 class ConvertConfig:
   """What `maxlite.convert` writes."""
 
-  output: str = knob("", "Folder that to_hf writes; name of the run that upcycle makes.")
+  output_path: str = knob("", "Folder that to_hf writes; name of the run that upcycle makes.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -479,3 +480,11 @@ def flatten(config: Any) -> dict[str, Any]:
 
 KEYS: dict[str, Key] = {key.name: key for key in _walk(Config)}
 DEFAULTS: dict[str, Any] = {key.name: key.default for key in KEYS.values()}
+# Old name -> new name. A config.yml of an earlier run may have either; elsewhere the old name is
+# an error that gives the new one.
+RENAMED_KEYS: dict[str, str] = {
+  "local_checkpoint_peer_copies": "local_checkpoint_replication",
+  "output": "output_path",
+  "phase_warmup": "initial_phases",
+  "remat_save": "remat_saved_names",
+}

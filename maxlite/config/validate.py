@@ -254,12 +254,14 @@ def _activations(c: Config) -> Complaints:
 
 
 def _remat(c: Config) -> Complaints:
-  custom, saves = c.model.remat_policy == "custom", bool(c.model.remat_save)
-  keys = ("remat_save", "remat_policy")
+  custom, saves = c.model.remat_policy == "custom", bool(c.model.remat_saved_names)
+  keys = ("remat_saved_names", "remat_policy")
   if saves and not custom:
     yield Complaint(keys, "is only read by a custom policy; write remat_policy=custom")
   if custom and not saves:
-    yield Complaint(keys, "a custom policy must save something; write remat_save=[query_proj]")
+    yield Complaint(
+      keys, "a custom policy must save something; write remat_saved_names=[query_proj]"
+    )
 
 
 def _ensemble(c: Config) -> Complaints:
@@ -299,8 +301,10 @@ def _schedule(c: Config) -> Complaints:
 
 def _phases(c: Config) -> Complaints:
   p, e = c.phasing, c.ensemble
-  if p.phase_warmup and not p.phases:
-    yield Complaint(("phase_warmup", "phases"), "there are no phases; write phases, or no warm-up")
+  if p.initial_phases and not p.phases:
+    yield Complaint(
+      ("initial_phases", "phases"), "there are no phases; write phases, or no warm-up"
+    )
   for key in ("members", "sweep"):
     if flatten(e)[key] and p.phase_strategy == "separate":
       text = "a member's phases are one program; write phase_strategy=auto or switch"

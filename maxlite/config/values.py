@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from maxlite.config.knob import ConfigError
-from maxlite.config.schema import KEYS, AxisRules, Key
+from maxlite.config.schema import KEYS, RENAMED_KEYS, AxisRules, Key
 from maxlite.config.written import Raw, Table
 
 BASE_CONFIG = "base_config"  # the one key that YAML files have beyond the schema's
@@ -106,6 +106,9 @@ def find_key(setting: Setting) -> Key:
   if setting.name == BASE_CONFIG:
     hint = "belongs in a YAML file; on the command line name the file itself, before other files"
     raise setting.error(hint)
+  if setting.name in RENAMED_KEYS:
+    new = RENAMED_KEYS[setting.name]
+    raise setting.error(f"was renamed; write {new}={show(setting.raw)}")
   if setting.name not in KEYS:
     raise setting.error(f"is no key; {did_you_mean(setting.name, KEYS) or '--help lists all keys'}")
   return KEYS[setting.name]

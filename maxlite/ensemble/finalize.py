@@ -32,7 +32,7 @@ def conclude(run: Any, folder: RunFolder, console: Console) -> None:
     for progress, entry in zip(run.progress, entries, strict=True)
   ]
   overridden = dict.fromkeys(key for entry in entries for key in entry.overrides)
-  for key in ("phases", "phase_warmup"):  # whose values no scale could show
+  for key in ("phases", "initial_phases"):  # whose values no scale could show
     overridden.pop(key, None)
   keys = [key for key in overridden if len({point[key] for point in points}) > 1]
   if keys:

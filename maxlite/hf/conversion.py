@@ -82,7 +82,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
 
 
 def to_hf(argv: Sequence[str]) -> str:
-  """Writes the newest checkpoint of the run that `argv` names into the folder `output`."""
+  """Writes the newest checkpoint of the run that `argv` names into the folder `output_path`."""
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
   target = _new_folder(cfg)
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
@@ -168,7 +168,7 @@ def _require_untrained(
 
 
 def upcycle(argv: Sequence[str]) -> str:
-  """Makes a mixture of experts, the run `output`, of the dense run that `argv` names."""
+  """Makes a mixture of experts, the run `output_path`, of the dense run that `argv` names."""
   asked = load_config(argv, needs_data=False)
   folder = run_folder(asked)
   if not folder.config.is_file():
@@ -195,15 +195,15 @@ OF_FOLDERS = {"from_hf": from_hf, "to_peft": to_peft}
 
 
 def _output(cfg: Config) -> str:
-  if not cfg.convert.output:
-    raise ValueError("output is missing: write output=NAME for what is to be made")
-  return cfg.convert.output
+  if not cfg.convert.output_path:
+    raise ValueError("output_path is missing: write output_path=NAME for what is to be made")
+  return cfg.convert.output_path
 
 
 def _new_folder(cfg: Config) -> Path:
   target = Path(_output(cfg)).expanduser()
   if target.exists():
-    raise ValueError(f"output={target} is there already: choose another, or move it away")
+    raise ValueError(f"output_path={target} is there already: choose another, or move it away")
   return target
 
 

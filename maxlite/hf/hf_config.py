@@ -25,7 +25,7 @@ HARMLESS = {
 LARGE = 10**6  # no size up to this is suspect
 # Keys of ModelConfig that say how to compute or train, and not what.
 EXECUTION = {
-  "dtype", "weight_dtype", "attention", "attention_block_q", "remat_policy", "remat_save",
+  "dtype", "weight_dtype", "attention", "attention_block_q", "remat_policy", "remat_saved_names",
   "scan_layers", "scan_unroll", "routed_bias_update_rate", "float32_gate_logits",
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",

@@ -33,7 +33,7 @@ MATMUL_OUTPUTS = (
 
 def kept_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
   """Names of what the backward pass finds; None: everything."""
-  kept = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_save}
+  kept = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_saved_names}
   return kept[cfg.remat_policy]
 
 

@@ -171,7 +171,7 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
   """Memory of one device in a step, by shapes alone: no compiler is asked."""
   cfg, state = trainer.cfg, trainer.abstract_state
   model, num_micro = cfg.model, cfg.training.gradient_accumulation_steps
-  keep_all = dataclasses.replace(model, remat_policy="none", remat_save=())
+  keep_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
   compute_bytes = jnp.dtype(model.dtype).itemsize
   parameters = bytes_per_device(state.params)
   trained, _ = trainer.part.split(state.params)

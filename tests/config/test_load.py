@@ -97,7 +97,7 @@ def test_missing_data_matters_only_where_data_is_read():
     ("steps: 010", 10),
     ("scan_layers: False", False),
     ("mlp_activations: [gelu]", ("gelu",)),
-    ("remat_save:\n- mlpwi\n- mlpwo\nremat_policy: custom", ("mlpwi", "mlpwo")),
+    ("remat_saved_names:\n- mlpwi\n- mlpwo\nremat_policy: custom", ("mlpwi", "mlpwo")),
     ("dataset_path: stdlib", ("stdlib",)),
     (
       "logical_axis_rules: [[embed, [fsdp, expert]], [vocab, []]]",

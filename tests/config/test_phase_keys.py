@@ -48,7 +48,7 @@ def test_what_a_phase_reads_may_move(tmp_path):
 
 def test_a_phase_has_its_own_keys_and_else_the_run_s():
   turn = "{name: turn, train: x, steps: 1, optimizer: muon}"
-  cfg = load(f"{FIT}, {TUNE}, {turn}", phase_warmup="{fit: 7}", opt_type="lion")
+  cfg = load(f"{FIT}, {TUNE}, {turn}", initial_phases="{fit: 7}", opt_type="lion")
   fit, tune, turn = phases_of(cfg)
   assert turn.optimizer.opt_type == "muon"
   assert (fit.name, fit.train, fit.loss, fit.steps) == ("fit", ("layers/.*",), "next_token", 20)
@@ -74,9 +74,9 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
     ("{name: a, train: [x], steps: 1, learning_rate: fast}", {}, "is not a finite number"),
     ("{name: a, train: [x], steps: 1, loss: next_tokn}", {}, "did you mean next_token?"),
     (f"{FIT}, {FIT}", {}, "name=fit is also that of phases[0]"),
-    (FIT, {"phase_warmup": "{fti: 3}"}, "did you mean fit?"),
-    (FIT, {"phase_warmup": "{fit: 0}"}, "fit=0 is no number of steps from 1"),
-    ("", {"phase_warmup": "{fit: 3}"}, "there are no phases"),
+    (FIT, {"initial_phases": "{fti: 3}"}, "did you mean fit?"),
+    (FIT, {"initial_phases": "{fit: 0}"}, "fit=0 is no number of steps from 1"),
+    ("", {"initial_phases": "{fit: 3}"}, "there are no phases"),
     ("{name: a, train: [x], until: {metric: loss}}", {}, "is no whole condition"),
     ("{name: a, train: [x], until: {metric: loss, max_steps: 2, below: low}}", {}, "is no number"),
     (DRAFT, {}, "is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3"),

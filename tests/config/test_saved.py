@@ -112,7 +112,7 @@ def test_the_file_is_plain_yaml_of_every_key_in_order(tmp_path):
 
 
 def test_a_saved_file_loads_as_a_config_file(tmp_path):
-  config = load_config(["steps=7", "remat_policy=custom", "remat_save=mlpwi,mlpwo"])
+  config = load_config(["steps=7", "remat_policy=custom", "remat_saved_names=mlpwi,mlpwo"])
   save_resolved(config, tmp_path / "config.yml")
   assert load_config([str(tmp_path / "config.yml")]) == config
 
@@ -120,6 +120,14 @@ def test_a_saved_file_loads_as_a_config_file(tmp_path):
 def test_a_key_the_file_lacks_has_its_default(tmp_path):
   (tmp_path / "config.yml").write_text("steps: 7\n")
   assert read_saved(tmp_path / "config.yml") == DEFAULTS | {"steps": 7}
+
+
+def test_old_names_of_renamed_keys_are_read(tmp_path):
+  members = "members:\n- {phase_warmup: {a: 1}}\n"
+  (tmp_path / "config.yml").write_text(f"output: x\nremat_save: [mlpwi]\n{members}")
+  new_names = {"output_path": "x", "remat_saved_names": ("mlpwi",)}
+  new_members = (Table([("initial_phases", Table([("a", "1")]))]),)
+  assert read_saved(tmp_path / "config.yml") == DEFAULTS | new_names | {"members": new_members}
 
 
 @pytest.mark.parametrize("text", [None, "stepz: 7\n", "steps: seven\n"])

@@ -214,7 +214,7 @@ def unstacked(params):
   [
     {"remat_policy": "full"},
     {"remat_policy": "minimal"},
-    {"remat_policy": "custom", "remat_save": ("attention_out", "mlpwo")},
+    {"remat_policy": "custom", "remat_saved_names": ("attention_out", "mlpwo")},
   ],
   ids=lambda policy: policy["remat_policy"],
 )

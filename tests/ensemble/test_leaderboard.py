@@ -86,13 +86,13 @@ def test_combinations_are_a_table_of_their_own():
 
 
 def test_cells_are_shown_as_they_are():
-  overrides = {"remat_save": ("bold", "moe_rows"), "prompt": "two words"}
+  overrides = {"remat_saved_names": ("bold", "moe_rows"), "prompt": "two words"}
   entries = [dataclasses.replace(ENTRIES[0], name="a|[red]", overrides=overrides), ENTRIES[1]]
   table, markdown = printed(entries, 300), leaderboard_markdown(entries, {})
   assert "a|[red]" in table
   assert "a\\|[red]" in markdown
   for text in (table, markdown):
-    assert "remat_save=[bold, moe_rows] prompt='two words'" in text
+    assert "remat_saved_names=[bold, moe_rows] prompt='two words'" in text
 
 
 def test_long_overrides_are_left_to_the_file():

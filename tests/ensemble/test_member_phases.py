@@ -19,7 +19,7 @@ TURNS = (
 )
 PHASED = (
   f"{{name: turns, phases: [{TURNS}]}}, "
-  f"{{name: later, phases: [{TURNS}], phase_warmup: {{a: 2}}, ema_decay: 0.5}}"
+  f"{{name: later, phases: [{TURNS}], initial_phases: {{a: 2}}, ema_decay: 0.5}}"
 )
 
 

@@ -13,7 +13,7 @@ from maxlite.sharding import Sharder, build_mesh
 
 def num_matmuls(family, policy, *saved):
   """Matmuls in the program of a gradient; those in a loop's body count once."""
-  changes = {"decoder_block": family, "remat_policy": policy, "remat_save": saved}
+  changes = {"decoder_block": family, "remat_policy": policy, "remat_saved_names": saved}
   sharder = Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1]))
   model = build_model(build(Config, DEFAULTS | changes).model, sharder)
   tokens_BT = jnp.zeros((1, 8), jnp.int32)

@@ -56,7 +56,7 @@ def logits_of(folder, **options):
 
 
 def test_a_run_goes_out_as_it_came_in_to_the_bit(root, monkeypatch):
-  words = ("run_name=mixtral", f"base_output_directory={root}", f"output={root}/out")
+  words = ("run_name=mixtral", f"base_output_directory={root}", f"output_path={root}/out")
   assert converted(monkeypatch, "to_hf", *words) == 0
   got, want = (load_file(f / "model.safetensors") for f in (root / "out", FIXTURES / "mixtral"))
   assert got.keys() == want.keys()
@@ -144,10 +144,10 @@ def test_an_upcycled_model_computes_what_the_dense_one_did(root, monkeypatch, de
   words, mixture = (f"run_name={dense}", f"base_output_directory={root}"), f"mixture_of_{dense}"
   if not (root / dense).exists():
     assert converted(monkeypatch, "from_hf", FIXTURES / dense, *words) == 0
-  made = (f"output={mixture}", "num_experts=4")
+  made = (f"output_path={mixture}", "num_experts=4")
   assert converted(monkeypatch, "upcycle", *words, *made) == 0
   np.testing.assert_allclose(logits_of(root / mixture), logits_of(root / dense), atol=1e-5)
-  words = (f"run_name={mixture}", words[1], f"output={root / mixture}_out")
+  words = (f"run_name={mixture}", words[1], f"output_path={root / mixture}_out")
   assert converted(monkeypatch, "to_hf", *words) == 0
   params = leaves_by_path(maxlite.load(root / mixture)[1])
   router = np.asarray(params["layers/moe/router/kernel"])
@@ -229,11 +229,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
       ("from_hf", FIXTURES / "llama", "run_name=new", "vocab_size=39"),
       "says 40: write that or more",
     ),
-    (("to_hf", "run_name=llama"), "output is missing"),
-    (("to_hf", "run_name=none", "output=x"), "there is no run"),
-    (("to_hf", "run_name=llama", f"output={FIXTURES}"), "is there already"),
-    (("upcycle", "run_name=mixtral", "output=new"), "cannot be upcycled"),
-    (("upcycle", "run_name=llama", "output=new", "head_dim=8"), "keeps head_dim=4"),
+    (("to_hf", "run_name=llama"), "output_path is missing"),
+    (("to_hf", "run_name=none", "output_path=x"), "there is no run"),
+    (("to_hf", "run_name=llama", f"output_path={FIXTURES}"), "is there already"),
+    (("upcycle", "run_name=mixtral", "output_path=new"), "cannot be upcycled"),
+    (("upcycle", "run_name=llama", "output_path=new", "head_dim=8"), "keeps head_dim=4"),
     (("to_hf", "configs/base.yml", "run_name=llama"), "takes key=value only"),
   ],
 )

@@ -42,11 +42,13 @@ def test_imported_weights_are_tuned_on_conversations_and_leave_as_what_the_run_c
   # A tiny vocabulary has no bytes; rows beyond it are zero.
   assert converted("from_hf", FIXTURES / "llama", *run("whole"), "vocab_size=320") == 0
   assert train(*run("whole"), *data) == 0
-  assert converted("to_hf", *run("whole"), f"output={tmp_path}/base") == 0
+  assert converted("to_hf", *run("whole"), f"output_path={tmp_path}/base") == 0
   assert converted("from_hf", tmp_path / "base", *run("tuned")) == 0
   assert train("configs/chat/lora.yml", *run("tuned"), *data) == 0
-  assert converted("to_peft", tmp_path / "base", *run("tuned"), f"output={tmp_path}/adapter") == 0
-  assert converted("to_hf", *run("tuned"), f"output={tmp_path}/merged") == 0
+  assert (
+    converted("to_peft", tmp_path / "base", *run("tuned"), f"output_path={tmp_path}/adapter") == 0
+  )
+  assert converted("to_hf", *run("tuned"), f"output_path={tmp_path}/merged") == 0
 
   tokens_BT = np.arange(40).reshape(2, 20).astype(np.int32)
   logits = lambda folder: logits_of(tmp_path / folder, tokens_BT)

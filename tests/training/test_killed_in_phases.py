@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TINY = [
-  *("phase_warmup={all: 3}", "ema_decay=0.9", "steps=60", "dataset_type=synthetic"),
+  *("initial_phases={all: 3}", "ema_decay=0.9", "steps=60", "dataset_type=synthetic"),
   *("base_emb_dim=16", "base_num_decoder_layers=1", "base_num_query_heads=2"),
   *("base_num_kv_heads=1", "head_dim=8", "num_experts=4", "base_moe_mlp_dim=16"),
   *("max_target_length=16", "per_device_batch_size=2", "checkpoint_period=7", "log_period=1"),

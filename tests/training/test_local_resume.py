@@ -75,7 +75,7 @@ SHORT |= {"checkpoint_period": SHARED, "global_batch_size": 16}
 LOCAL = {"local_checkpoint_directory": "local", "local_checkpoint_period": 3}
 BY_DATA = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": -1}  # both hold the whole state
 BY_FSDP = {}
-COPIES = {"local_checkpoint_peer_copies": "true"}
+COPIES = {"local_checkpoint_replication": "true"}
 
 
 class Hosts:

@@ -78,8 +78,8 @@ def exported(request, tmp_path_factory):
     root, family, "tuned", "attention" if MODELS[FAMILIES[family].decoder_block].is_moe else "lora"
   )
   words = words_of(root, "tuned")
-  assert converted("to_peft", FIXTURES / family, *words, f"output={root}/adapter") == 0
-  assert converted("to_hf", *words, f"output={root}/merged") == 0
+  assert converted("to_peft", FIXTURES / family, *words, f"output_path={root}/adapter") == 0
+  assert converted("to_hf", *words, f"output_path={root}/merged") == 0
   return family, root
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_an_adapter_is_refused_in_one_line(exported, capsys, fold
 
 
 def assert_refused(capsys, folder, root, run, told):
-  assert converted("to_peft", folder, *words_of(root, run), f"output={root}/out") == 2
+  assert converted("to_peft", folder, *words_of(root, run), f"output_path={root}/out") == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert told in line
   assert not (root / "out").exists()

@@ -83,7 +83,7 @@ def main() -> None:
       write_checkpoint(folder, layers, width)
       run.append("weight_dtype=bfloat16")
       peaks[name, "from_hf"] = peak("from_hf", str(folder), *run)
-      peaks[name, "to_hf"] = peak("to_hf", *run, f"output={folder}_again")
+      peaks[name, "to_hf"] = peak("to_hf", *run, f"output_path={folder}_again")
   sizes = {name: 2 * np.prod(s) for name, s in shapes(words.layers, words.width).items()}
   layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
   largest = max(layer, sizes["lm_head.weight"])
