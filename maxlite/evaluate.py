@@ -10,9 +10,9 @@ def main() -> int:
   cfg = main_config(argv, "maxlite.evaluate", needs_data=False)
   # JAX is loaded only for a command line that is right.
   from maxlite.training.evaluation import run_evaluation
-  from maxlite.training.multi_host import on_all_hosts
+  from maxlite.training.multi_host import join_hosts
 
-  with on_all_hosts(cfg, "maxlite.evaluate") as cfg:
+  with join_hosts(cfg, "maxlite.evaluate") as cfg:
     return run_evaluation(cfg, argv)
 
 

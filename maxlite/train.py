@@ -8,9 +8,9 @@ from maxlite.config import main_config
 def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
   # JAX is loaded only for a command line that is right.
-  from maxlite.training.multi_host import on_all_hosts
+  from maxlite.training.multi_host import join_hosts
 
-  with on_all_hosts(cfg, "maxlite.train") as cfg:
+  with join_hosts(cfg, "maxlite.train") as cfg:
     if cfg.ensemble.members or cfg.ensemble.sweep:
       from maxlite.ensemble.ensemble_run import run_ensemble
 

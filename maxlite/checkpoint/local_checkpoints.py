@@ -31,7 +31,7 @@ from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Restored, checked, sealed
 from maxlite.checkpoint.safetensors import TensorFile, read_metadata
 from maxlite.config.schema import CheckpointConfig
-from maxlite.distributed.object_collectives import broadcast, gather, shift
+from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes
 
 _FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(safetensors|\d+\.tmp)")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis
@@ -104,8 +104,8 @@ class LocalCheckpoints:
     self._abstract, self._report = abstract_state, report
     self._me = jax.process_index()
     self._parts = _parts_of(self._me, abstract_state)
-    self._keys: list[str] = gather(_key(self._parts))
-    self._run_start: str = gather(secrets.token_hex(4))[0]
+    self._keys: list[str] = all_gather_object(_key(self._parts))
+    self._run_start: str = all_gather_object(secrets.token_hex(4))[0]
     self._distance = _distance(self._keys) if cfg.local_checkpoint_replication else 0
     self._peer = (self._me - self._distance) % jax.process_count()
     self._peer_parts = _parts_of(self._peer, abstract_state) if self._distance else []
@@ -140,7 +140,7 @@ class LocalCheckpoints:
     body = {"step": step, "data": dict(data_state)}
     files = [(Name(step, self._run_start, self._keys[self._me]), self._parts, self._data)]
     if self._distance:
-      copy = shift(self._data, _num_bytes(self._peer_parts), self._distance)
+      copy = shift_bytes(self._data, _num_bytes(self._peer_parts), self._distance)
       name = Name(step, self._run_start, self._keys[self._peer])
       files.append((name, self._peer_parts, copy))
     self._started = (step, self._run_start)
@@ -151,9 +151,9 @@ class LocalCheckpoints:
 
     What is not taken is deleted.
     """
-    held = [[Name(*name) for name in names] for names in gather(self._held())]
+    held = [[Name(*name) for name in names] for names in all_gather_object(self._held())]
     moments = sorted({name.moment for names in held for name in names}, reverse=True)
-    newer_than = max(gather(newer_than))
+    newer_than = max(all_gather_object(newer_than))
     newer, found = [moment for moment in moments if moment[0] > newer_than], None
     for moment in newer:
       if found := self._load(moment, held):
@@ -164,7 +164,7 @@ class LocalCheckpoints:
         f"the local checkpoints in {self._shown}, up to step {moments[0][0]}, are not whole on "
         "these hosts and this mesh: the shared one is taken"
       )
-    gather(None)  # all have read
+    all_gather_object(None)  # all have read
     self._delete_all_but(self._newest)
     return found
 
@@ -181,7 +181,7 @@ class LocalCheckpoints:
       return
     error = self._writing.exception()
     self._writing = None
-    failed = {n: why for n, why in enumerate(gather(str(error) if error else "")) if why}
+    failed = {n: why for n, why in enumerate(all_gather_object(str(error) if error else "")) if why}
     if failed:
       process, why = next(iter(failed.items()))
       self._report(
@@ -218,7 +218,7 @@ class LocalCheckpoints:
     if not set(self._keys) <= set.union(*of_moment):
       return None
     found = self._read(Name(*moment, self._keys[self._me]))
-    has = gather(found is not None)
+    has = all_gather_object(found is not None)
     for key in sorted({key for key, there in zip(self._keys, has, strict=True) if not there}):
       sources = [n for n, keys in enumerate(of_moment) if key in keys]
       sources.sort(key=lambda n: not (has[n] and self._keys[n] == key))  # those that have read it
@@ -239,9 +239,9 @@ class LocalCheckpoints:
     """A file, from the first of `sources` that has it whole, `own` being what this one has read."""
     for source in sources:
       file = (own or self._read(name)) if source == self._me else None
-      body, num_bytes = gather((file[0], file[1].size) if file else (None, 0))[source]
+      body, num_bytes = all_gather_object((file[0], file[1].size) if file else (None, 0))[source]
       if body is not None:
-        return body, broadcast(file[1] if file else None, source, num_bytes)
+        return body, broadcast_bytes(file[1] if file else None, source, num_bytes)
     return None
 
   def _read(self, name: Name) -> File | None:
@@ -319,7 +319,7 @@ def _key(parts: Sequence[Part]) -> str:
 
 def _distance(keys: Sequence[str]) -> int:
   """How many places on the process is that keeps a copy; 0 where all parts are on two hosts."""
-  hosts, count = gather(socket.gethostname()), len(keys)
+  hosts, count = all_gather_object(socket.gethostname()), len(keys)
   if all(len({h for h, k in zip(hosts, keys, strict=True) if k == key}) > 1 for key in keys):
     return 0
   apart = lambda distance: all(hosts[n] != hosts[(n + distance) % count] for n in range(count))

@@ -28,8 +28,8 @@ from jax.experimental import multihost_utils
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
 from maxlite.config.schema import CheckpointConfig
-from maxlite.distributed.initialize import wait_for_all
-from maxlite.layers.lora import ADDITIONS, without_additions
+from maxlite.distributed.initialize import barrier
+from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
 
 Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
 Restored = tuple[Any, dict[str, Any] | None, int]  # state, data state, step
@@ -147,11 +147,11 @@ class Checkpoints:
 
   def remove_unfinished(self) -> None:
     """Removes what killed writes left; it never was a checkpoint."""
-    wait_for_all("checkpoints read")
+    barrier("checkpoints read")
     for name in self._names() if jax.process_index() == 0 else ():
       if TEMPORARY in name:
         shutil.rmtree(self._directory / name)
-    wait_for_all("unfinished checkpoints removed")
+    barrier("unfinished checkpoints removed")
 
   def newest(self) -> tuple[Path, Manifest]:
     """(folder, manifest) of the newest checkpoint, to read its parameters in parts.
@@ -266,7 +266,7 @@ class Checkpoints:
 
   def _move_aside(self, names: list[str]) -> None:
     """Moves these into the folder `checkpoints_damaged`, under names that are free there."""
-    wait_for_all("checkpoints listed")
+    barrier("checkpoints listed")
     graveyard = f"{self._directory.name}_damaged"
     for name in names if jax.process_index() == 0 else ():
       folder = self._directory.parent / graveyard
@@ -275,7 +275,7 @@ class Checkpoints:
       free = next(candidate for candidate in candidates if not (folder / candidate).exists())
       (self._directory / name).rename(folder / free)
       self._report(f"{self._shown / name} is kept as {self._shown.parent / graveyard / free}")
-    wait_for_all("damaged checkpoints moved")
+    barrier("damaged checkpoints moved")
     if names and self._manager is not None:
       self._manager.reload()
 
@@ -359,7 +359,7 @@ def _changed_leaf(state: Any, manifest: Manifest) -> str:
 def _stored(params: Any, manifest: Manifest) -> Any:
   """`params` without the additions that weights which a run starts from do not have."""
   stored = {name for path in manifest["body"]["leaves"] for name in path.split("/")}
-  return without_additions(params, [name for name in ADDITIONS if name not in stored])
+  return drop_modules(params, [name for name in OPTIONAL_MODULES if name not in stored])
 
 
 def _in_chunks(leaf: Any) -> ocp.SaveArgs:

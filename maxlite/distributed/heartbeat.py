@@ -19,19 +19,19 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
-LOST = os.EX_TEMPFAIL  # exit code of a process that left because another was lost
+EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process that left because another was lost
 _BYE, _ALIVE, _GONE = "bye", "alive", "gone "
 _GRACE_SECONDS = 3.0  # for the news why a collective failed
 
 
-class Watch:
+class Heartbeat:
   """A context: while it is open, this process ends as soon as one of its peers is lost.
 
   An exception that leaves the context ends this process, and with its reason all others.
   """
 
   def __init__(self, process_id: int, peers: Mapping[int, socket.socket], timeout: float):
-    """`peers` are the connections of `meet`; who is silent for `timeout` seconds is lost."""
+    """`peers` are the connections of `rendezvous`; who is silent for `timeout` seconds is lost."""
     self._me, self._timeout, self._interval = process_id, timeout, timeout / 5
     self._peers = dict(peers)
     self._unread = dict.fromkeys(peers, b"")
@@ -43,7 +43,7 @@ class Watch:
     self._is_over = False
     self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-  def __enter__(self) -> "Watch":
+  def __enter__(self) -> "Heartbeat":
     self._thread.start()
     return self
 
@@ -74,7 +74,7 @@ class Watch:
     self._tell(_GONE + reason)
     if show:
       sys.stderr.write(f"process {self._me} leaves: {reason}\n")
-    end_process(code)
+    exit_process(code)
 
   def _run(self) -> None:
     due = time.monotonic()
@@ -94,7 +94,7 @@ class Watch:
           self._end(
             f"process {peer} was silent for {self._timeout:g} s "
             "(jax_distributed_heartbeat_timeout_seconds)",
-            LOST,
+            EXIT_PEER_LOST,
           )
 
   def _hear(self, peer: int) -> None:
@@ -109,9 +109,9 @@ class Watch:
         self._selector.unregister(self._peers.pop(peer))
         return
       if message.startswith(_GONE):
-        self._end(message.removeprefix(_GONE), LOST)
+        self._end(message.removeprefix(_GONE), EXIT_PEER_LOST)
     if not text:
-      self._end(f"process {peer} died", LOST)
+      self._end(f"process {peer} died", EXIT_PEER_LOST)
 
   def _tell(self, message: str) -> None:
     for connection in list(self._peers.values()):
@@ -119,7 +119,7 @@ class Watch:
         connection.sendall(message.encode() + b"\n")
 
 
-def end_process(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
   """Ends this process and those it started; the usual way out would wait for its peers."""
   for child in multiprocessing.active_children():
     child.kill()

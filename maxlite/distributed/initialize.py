@@ -1,6 +1,6 @@
 """Processes on many hosts as one run: which of them this is, and how they come together.
 
-All processes meet (meeting.py) before JAX connects them, since JAX ends a process that misses
+All processes rendezvous (meeting.py) before JAX connects them, since JAX ends a process that misses
 another with a trace of its own; afterwards they watch (watch.py) that none waits for the dead.
 """
 
@@ -16,8 +16,8 @@ import jax
 from jax._src.clusters import ClusterEnv  # who asks Kubernetes and the Cloud TPU has no other name
 from jax.experimental import multihost_utils
 
-from maxlite.distributed.heartbeat import Watch
-from maxlite.distributed.rendezvous import Place, meet
+from maxlite.distributed.heartbeat import Heartbeat
+from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
 
 T = TypeVar("T")
 # What starts processes: how many there are, which one this is; the last two, on its host.
@@ -32,7 +32,7 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096  # a job's is chosen by its number
 
 
 @dataclasses.dataclass(frozen=True)
-class Started:
+class LaunchEnvironment:
   """What an environment tells of the processes; -1 and empty: nothing."""
 
   num_processes: int = -1
@@ -43,7 +43,7 @@ class Started:
 
 
 @contextlib.contextmanager
-def joined(
+def distributed_runtime(
   *,
   coordinator_address: str,
   num_processes: int,
@@ -62,15 +62,15 @@ def joined(
   """
   started = read_environment(os.environ)
   timeout = jax_distributed_initialization_timeout
-  place = find_place(coordinator_address, num_processes, process_id, started)
-  place = place or find_place_as_jax(started.address, timeout)
+  place = resolve_process(coordinator_address, num_processes, process_id, started)
+  place = place or detect_process(started.address, timeout)
   if place.num_processes == 1:
     yield
     return
   devices = local_devices(started, os.environ)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  peers = meet(place, timeout)
-  with Watch(place.process_id, peers, jax_distributed_heartbeat_timeout_seconds):
+  peers = rendezvous(place, timeout)
+  with Heartbeat(place.process_id, peers, jax_distributed_heartbeat_timeout_seconds):
     jax.distributed.initialize(
       place.address,
       place.num_processes,
@@ -84,7 +84,7 @@ def joined(
     yield
 
 
-def describe() -> str:
+def describe_process() -> str:
   """Who this process is; empty where it is alone."""
   if jax.process_count() == 1:
     return ""
@@ -94,23 +94,25 @@ def describe() -> str:
   )
 
 
-def wait_for_all(name: str) -> None:
+def barrier(name: str) -> None:
   """Returns when all processes have come to this point, which has a `name` of its own."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(name)
 
 
-def after_process_0(do: Callable[[], T], name: str) -> T:
+def process_0_first(do: Callable[[], T], name: str) -> T:
   """What `do()` returns, done by process 0 before the others, who find what it left on disk."""
   if jax.process_index() > 0:
-    wait_for_all(name)
+    barrier(name)
   done = do()
   if jax.process_index() == 0:
-    wait_for_all(name)
+    barrier(name)
   return done
 
 
-def find_place(address: str, num_processes: int, process_id: int, started: Started) -> Place | None:
+def resolve_process(
+  address: str, num_processes: int, process_id: int, started: LaunchEnvironment
+) -> ProcessSpec | None:
   """This process's place by the keys (empty or -1: not given) and by what started it.
 
   None where neither tells: JAX may know more.
@@ -119,7 +121,7 @@ def find_place(address: str, num_processes: int, process_id: int, started: Start
     ValueError: only a part of it is told, or it contradicts itself.
   """
   if num_processes == 1:
-    return Place("", 1, 0)
+    return ProcessSpec("", 1, 0)
   told = bool(address) or num_processes > 1 or process_id >= 0 or started.num_processes > 0
   if not told:
     return None
@@ -127,7 +129,7 @@ def find_place(address: str, num_processes: int, process_id: int, started: Start
   num_processes = started.num_processes if num_processes == -1 else num_processes
   process_id = started.process_id if process_id == -1 else process_id
   if num_processes == 1:
-    return Place("", 1, 0)
+    return ProcessSpec("", 1, 0)
   if not re.fullmatch(r".+:\d{1,5}", address):
     raise ValueError(
       f"coordinator_address={address or '(not given)'} for process_id={process_id} of "
@@ -145,10 +147,10 @@ def find_place(address: str, num_processes: int, process_id: int, started: Start
       f"process_id={process_id} of num_processes={num_processes}: write a process_id from 0 to "
       f"{num_processes - 1}, or num_processes={process_id + 1}"
     )
-  return Place(address, num_processes, process_id)
+  return ProcessSpec(address, num_processes, process_id)
 
 
-def find_place_as_jax(told: str, timeout: int) -> Place:
+def detect_process(told: str, timeout: int) -> ProcessSpec:
   """This process's place in a Kubernetes job or a Cloud TPU; alone where it is in neither.
 
   `told` is the address that the environment names; empty: none.
@@ -168,7 +170,7 @@ def find_place_as_jax(told: str, timeout: int) -> Place:
       "num_processes=1 to train alone"
     ) from None
   if address is not None and num_processes is not None and process_id is not None:
-    return Place(address, num_processes, process_id)
+    return ProcessSpec(address, num_processes, process_id)
   if told:
     raise ValueError(
       f"JAX_COORDINATOR_ADDRESS={told}, but nothing tells how many processes there are and which "
@@ -180,25 +182,25 @@ def find_place_as_jax(told: str, timeout: int) -> Place:
       f"kubernetes package: pip install 'jax[k8s]'; or {_BY_HAND}, or num_processes=1 to train "
       "alone"
     )
-  return Place("", 1, 0)
+  return ProcessSpec("", 1, 0)
 
 
-def read_environment(environment: Mapping[str, str]) -> Started:
+def read_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
   """What SLURM, Open MPI or a Kubernetes job say of this process."""
   address = environment.get("JAX_COORDINATOR_ADDRESS", "")
   if all(name in environment for name in (*_SLURM, _SLURM_NODES, "SLURM_JOB_ID")):
     size, rank, on_nodes, local_rank = (environment[name] for name in _SLURM)
     local_size = _per_node(on_nodes, int(environment.get("SLURM_NODEID", "0")))
     address = address or _slurm_address(environment)
-    return Started(int(size), int(rank), address, local_size, int(local_rank))
+    return LaunchEnvironment(int(size), int(rank), address, local_size, int(local_rank))
   if all(name in environment for name in _OPEN_MPI):
     count, index, on_host, among_them = (int(environment[name]) for name in _OPEN_MPI)
     address = address or _open_mpi_address(environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    return Started(count, index, address, on_host, among_them)
-  return Started(process_id=int(environment.get(_POD_INDEX, -1)), address=address)
+    return LaunchEnvironment(count, index, address, on_host, among_them)
+  return LaunchEnvironment(process_id=int(environment.get(_POD_INDEX, -1)), address=address)
 
 
-def local_devices(started: Started, environment: Mapping[str, str]) -> list[int] | None:
+def local_devices(started: LaunchEnvironment, environment: Mapping[str, str]) -> list[int] | None:
   """Which GPUs of those that this process sees are its own; empty: all; None: JAX is told.
 
   Processes on one host share what they see, unless each sees only its own already.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 _PIECE_BYTES = 16 << 20  # of what is sent at once
 
 
-def gather(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
   """The JSON values that all processes gave, in their order."""
   if jax.process_count() == 1:
     return [value]
@@ -26,7 +26,7 @@ def gather(value: Any) -> list[Any]:
   return [json.loads(each[:size].tobytes()) for each, size in zip(texts, sizes, strict=True)]
 
 
-def broadcast(data: np.ndarray | None, source: int, num_bytes: int) -> np.ndarray:
+def broadcast_bytes(data: np.ndarray | None, source: int, num_bytes: int) -> np.ndarray:
   """The bytes (uint8) that process `source` has; what the others give is not looked at."""
   is_source = jax.process_index() == source
   received = np.empty(num_bytes, np.uint8)
@@ -36,12 +36,12 @@ def broadcast(data: np.ndarray | None, source: int, num_bytes: int) -> np.ndarra
   return received
 
 
-def shift(data: np.ndarray, num_bytes: int, distance: int) -> np.ndarray:
+def shift_bytes(data: np.ndarray, num_bytes: int, distance: int) -> np.ndarray:
   """The `num_bytes` bytes (uint8) that the process `distance` places before this one gave."""
   move, sharding = _shifting(distance)
   (device,) = sharding.addressable_devices
   received = np.empty(num_bytes, np.uint8)
-  longest = int(max(gather(max(data.size, num_bytes))))
+  longest = int(max(all_gather_object(max(data.size, num_bytes))))
   for part in _pieces(longest):
     piece = np.zeros((1, part.stop - part.start), np.uint8)
     piece[0, : data[part].size] = data[part]

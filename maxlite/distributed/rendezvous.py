@@ -1,4 +1,4 @@
-"""The processes of a run meet at process 0: all of them are there and agree, or none goes on."""
+"""Rendezvous of all processes of a run at process 0: all are present and agree, or all fail."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ _HELLO_SECONDS = 5.0  # for one who came to say who it is
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessSpec:
   """Which of how many processes this one is; process 0 listens at `address`, HOST:PORT."""
 
   address: str
@@ -26,7 +26,7 @@ class Place:
     return host.strip("[]"), int(port)
 
 
-def meet(place: Place, timeout: float) -> dict[int, socket.socket]:
+def rendezvous(place: ProcessSpec, timeout: float) -> dict[int, socket.socket]:
   """Connections by process: of process 0 to all others, of the others to process 0.
 
   The port is free again afterwards, for JAX to listen at.
@@ -55,7 +55,7 @@ def meet(place: Place, timeout: float) -> dict[int, socket.socket]:
   return {0: connection}
 
 
-def _gather(place: Place, deadline: float, timeout: float) -> dict[int, socket.socket]:
+def _gather(place: ProcessSpec, deadline: float, timeout: float) -> dict[int, socket.socket]:
   """Of process 0: waits for all others, tells them whether all is well."""
   peers: dict[int, socket.socket] = {}
   unfit: list[socket.socket] = []
@@ -82,7 +82,7 @@ def _gather(place: Place, deadline: float, timeout: float) -> dict[int, socket.s
   return peers
 
 
-def _missing(place: Place, peers: Mapping[int, object], timeout: float) -> str:
+def _missing(place: ProcessSpec, peers: Mapping[int, object], timeout: float) -> str:
   absent = [str(n) for n in range(1, place.num_processes) if n not in peers]
   shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
   return (
@@ -92,7 +92,7 @@ def _missing(place: Place, peers: Mapping[int, object], timeout: float) -> str:
   )
 
 
-def _misfit(place: Place, peers: Mapping[int, object], hello: Mapping[str, int]) -> str:
+def _misfit(place: ProcessSpec, peers: Mapping[int, object], hello: Mapping[str, int]) -> str:
   """What is wrong with one that says it is this; empty: nothing."""
   count, rank = hello["num_processes"], hello["process_id"]
   if count != place.num_processes:
@@ -105,7 +105,7 @@ def _misfit(place: Place, peers: Mapping[int, object], hello: Mapping[str, int])
   return ""
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(place: ProcessSpec) -> socket.socket:
   _, port = place.endpoint
   both = socket.has_dualstack_ipv6()
   family = socket.AF_INET6 if both else socket.AF_INET
@@ -129,7 +129,7 @@ def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
     return None
 
 
-def _connect(place: Place, deadline: float, timeout: float) -> socket.socket:
+def _connect(place: ProcessSpec, deadline: float, timeout: float) -> socket.socket:
   while True:
     try:
       return socket.create_connection(place.endpoint, timeout=_HELLO_SECONDS)

@@ -6,7 +6,7 @@ import threading
 import time
 from types import TracebackType
 
-from maxlite.distributed.heartbeat import end_process
+from maxlite.distributed.heartbeat import exit_process
 
 _NET_SECONDS = 10.0
 
@@ -48,4 +48,4 @@ class Watchdog:
           f"{self._what} took longer than {self._seconds:g} s (step_timeout_seconds); threads:\n"
         )
         faulthandler.dump_traceback(all_threads=True)
-        end_process(1)
+        exit_process(1)

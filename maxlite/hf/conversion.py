@@ -35,7 +35,7 @@ from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokeni
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.upcycle import upcycled_config, upcycled_streams
-from maxlite.layers.lora import ADAPTER, ADDITION_KEYS, merge_lora
+from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
 from maxlite.training.open_run import config_of_run, run_folder
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
@@ -180,7 +180,7 @@ def upcycle(argv: Sequence[str]) -> str:
   params = abstract_params(cfg.model)
   streams = upcycled_streams(stored, params, cfg)
   flat = flatten(cfg)
-  fixed = [name for name in flatten(cfg.model) if name not in EXECUTION | ADDITION_KEYS]
+  fixed = [name for name in flatten(cfg.model) if name not in EXECUTION | OPTIONAL_MODULE_KEYS]
 
   def write(made: Path) -> None:
     _write_run(RunFolder(made), cfg, {name: flat[name] for name in (*fixed, *TOKENIZER)}, streams)

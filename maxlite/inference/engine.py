@@ -192,7 +192,7 @@ class Engine:
     x_BTD, prefix = jax.eval_shape(self._hidden, self._params, None, *rows_BT)
     zeros_B = jnp.zeros(self.num_rows, jnp.int32)
     return Rows(
-      cache=cache.empty(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
+      cache=cache.init_cache(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
       token_B=zeros_B,
       length_B=zeros_B,
       left_B=zeros_B,

@@ -45,7 +45,7 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
 
   Adapters are merged, layers are taken out of their stacks, and matrices are rounded to the type
   that activations have, as every use of them would. The router, which may compute in another type,
-  keeps its own. On a CPU, float32 kernels are transposed (`linear.matmul_of_few_rows`).
+  keeps its own. On a CPU, float32 kernels are transposed (`linear.matmul_few_rows`).
   """
   if cfg.lora.lora_rank:
     params = merge_lora(params, cfg.lora.lora_alpha)

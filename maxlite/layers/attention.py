@@ -16,7 +16,7 @@ from maxlite.layers.linear import Linear
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope
 from maxlite.sharding import Sharder
-from maxlite.sharding.pvary import vary
+from maxlite.sharding.collectives import pvary
 
 ROW_NAMES = ("activation_batch", "activation_length")
 
@@ -88,12 +88,12 @@ class Attention(nn.Module):
     new = {"key": k_BTGC, "value": v_BTGC}
     if cache.is_filled(self):
       limit = 0 if window is None else window
-      (k_blocks, v_blocks), seen = cache.append(self, segment_BT, limit, **new)
+      (k_blocks, v_blocks), seen = cache.update(self, segment_BT, limit, **new)
       names = ("activation_batch", "activation_kv_heads", "activation_kv_length", "activation_kv")
       place = lambda blocks: [self.sharder.constrain(block, names) for block in blocks]
       return cached.attention(q_BTHC, place(k_blocks), place(v_blocks), seen, **options)
     # Layers that differ in their window are scanned over, and so all have places for all keys.
-    cache.keep(self, segment_BT, window if isinstance(window, int) else 0, **new)
+    cache.store_prefill(self, segment_BT, window if isinstance(window, int) else 0, **new)
     return attend(
       q_BTHC,
       k_BTGC,
@@ -188,7 +188,7 @@ def attend(
 def _attend_local(
   *shards: jax.Array, sharder: Sharder, given: Iterable[str], **options
 ) -> jax.Array:
-  q_bthc, k_bsgc, v_bsgc, q_segment_bt, kv_segment_bs, *values = vary(*shards)
+  q_bthc, k_bsgc, v_bsgc, q_segment_bt, kv_segment_bs, *values = pvary(*shards)
   cut = sharder.num_shards("activation_length") > 1
   shard = jax.lax.axis_index(sharder.mesh_axes("activation_length")) if cut else 0
   return attention(

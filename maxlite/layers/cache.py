@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from maxlite.kernels.attention.cached import Seen
+from maxlite.kernels.attention.cached import BlockMask
 
 COLLECTION = "cache"
 _LENGTH = "length"
@@ -36,7 +36,9 @@ def is_filled(layer: nn.Module) -> bool:
   return layer.has_variable(COLLECTION, _LENGTH)
 
 
-def keep(layer: nn.Module, segment_BT: jax.Array, window: int = 0, **new_BTGC: jax.Array) -> None:
+def store_prefill(
+  layer: nn.Module, segment_BT: jax.Array, window: int = 0, **new_BTGC: jax.Array
+) -> None:
   """Leaves the prefix of `layer`, if the collection is asked for.
 
   Each row is one document from its first column on, and padding (segment 0) behind that.
@@ -54,9 +56,9 @@ def keep(layer: nn.Module, segment_BT: jax.Array, window: int = 0, **new_BTGC: j
     layer.put_variable(COLLECTION, name, _arrange(x_BGTC, length_B, num_places))
 
 
-def append(
+def update(
   layer: nn.Module, segment_BT: jax.Array, window: int | jax.Array = 0, **new_BTGC: jax.Array
-) -> tuple[list[Blocks], list[Seen]]:
+) -> tuple[list[Blocks], list[BlockMask]]:
   """(entries with the new positions in them, what queries attend of each of their blocks).
 
   Padding (segment 0) is counted as no position: a later one takes its place, as of positions that
@@ -79,11 +81,11 @@ def append(
   # Rows of padding alone, which are idle, are as long as they were.
   most = jnp.max(jnp.where(segment_BT[:, 0] > 0, length_B + num_new, 0))
   return entries, [
-    Seen(visible_BTS[:, :, span], most > span.start if span.start else None) for span in spans
+    BlockMask(visible_BTS[:, :, span], most > span.start if span.start else None) for span in spans
   ]
 
 
-def empty(prefix: Any, num_rows: int, num_new: int = 1, first_block: int = 0) -> Any:
+def init_cache(prefix: Any, num_rows: int, num_new: int = 1, first_block: int = 0) -> Any:
   """A cache of `num_rows` rows without a position, to which `num_new` are appended at a time.
 
   Args:

@@ -11,7 +11,7 @@ from flax import linen as nn
 from maxlite.config.schema import LoraConfig
 from maxlite.sharding import Sharder
 
-TRANSPOSED = "transposed"  # a kernel in place of `kernel`, features first: see `matmul_of_few_rows`
+TRANSPOSED = "transposed"  # a kernel in place of `kernel`, features first: see `matmul_few_rows`
 
 
 def _dot(x: jax.Array, w: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -51,7 +51,7 @@ def _matmul_backward(out_dtype: jnp.dtype | None, residuals: tuple, dy_TF: jax.A
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def matmul_of_few_rows(x_TD: jax.Array, w_FD: jax.Array) -> jax.Array:
+def matmul_few_rows(x_TD: jax.Array, w_FD: jax.Array) -> jax.Array:
   """y_TF = x w^T, with the weights on the left side: for generation, gradients are not its concern.
 
   XLA:CPU packs all of a product's right operand anew, which for a few rows takes as long as the
@@ -76,7 +76,7 @@ class Linear(nn.Module):
   weight_dtype: jnp.dtype
   sharder: Sharder
   num_in: int = 1
-  starts_at_zero: bool = False
+  zero_init: bool = False
   lora: LoraConfig = LoraConfig()
   use_bias: bool = False
 
@@ -86,11 +86,11 @@ class Linear(nn.Module):
     shape = (*shape_in, *self.features)
     in_axes, out_axes = range(self.num_in), range(self.num_in, len(shape))
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axes, out_axes)
-    init = nn.initializers.zeros if self.starts_at_zero else init
+    init = nn.initializers.zeros if self.zero_init else init
     if self.has_variable("params", TRANSPOSED):
       kernel = self.param(TRANSPOSED, init, (*self.features, *shape_in), self.weight_dtype)
       w_FD = kernel.reshape(math.prod(self.features), math.prod(shape_in))
-      y = matmul_of_few_rows(x.reshape(math.prod(lead), -1), w_FD)
+      y = matmul_few_rows(x.reshape(math.prod(lead), -1), w_FD)
       return self._biased(y.reshape(*lead, *self.features))
     init = nn.with_logical_partitioning(init, self.kernel_names)
     kernel = self.param("kernel", init, shape, self.weight_dtype)
@@ -120,5 +120,5 @@ class Linear(nn.Module):
     names_in, names_out = self.kernel_names[: self.num_in], self.kernel_names[self.num_in :]
     down = Linear((rank,), (*names_in, "lora_rank"), *kinds, num_in=self.num_in, name="lora_a")
     names = ("lora_rank", *names_out)
-    up = Linear(self.features, names, *kinds, starts_at_zero=True, name="lora_b")
+    up = Linear(self.features, names, *kinds, zero_init=True, name="lora_b")
     return up(down(x)) * jnp.asarray(self.lora.lora_alpha / rank, x.dtype)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 ADAPTER = ("lora_a", "lora_b")
 # Modules that a model may be given after it was trained without them.
-ADDITIONS = (*ADAPTER, "draft_head")
-ADDITION_KEYS = {"lora_rank", "num_draft_heads"}  # of the config that do so
+OPTIONAL_MODULES = (*ADAPTER, "draft_head")
+OPTIONAL_MODULE_KEYS = {"lora_rank", "num_draft_heads"}  # of the config that do so
 
 
 def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
@@ -31,24 +31,24 @@ def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
   return merged
 
 
-def without_additions(
-  params: Mapping[str, Any], names: Sequence[str] = ADDITIONS
+def drop_modules(
+  params: Mapping[str, Any], names: Sequence[str] = OPTIONAL_MODULES
 ) -> dict[str, Any]:
   """`params` of the same model before it was given the modules `names`."""
   return {
-    name: without_additions(node, names) if isinstance(node, Mapping) else node
+    name: drop_modules(node, names) if isinstance(node, Mapping) else node
     for name, node in params.items()
     if name not in names
   }
 
 
-def with_additions(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+def add_missing_modules(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
   """`params`, and what they lack of the additions in `fresh`, the same model's."""
   given = {
-    name: with_additions(node, fresh[name]) if isinstance(node, Mapping) else node
+    name: add_missing_modules(node, fresh[name]) if isinstance(node, Mapping) else node
     for name, node in params.items()
   }
-  return {name: fresh[name] for name in ADDITIONS if name in fresh} | given
+  return {name: fresh[name] for name in OPTIONAL_MODULES if name in fresh} | given
 
 
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, lora_alpha: float) -> jax.Array:

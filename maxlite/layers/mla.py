@@ -12,7 +12,7 @@ from maxlite.layers.attention import ROW_NAMES, attend
 from maxlite.layers.linear import Linear
 from maxlite.layers.lora import merge_lora
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import apply_rope, pairs_to_halves
+from maxlite.layers.rope import apply_rope, deinterleave
 from maxlite.sharding import Sharder
 
 EPSILON = 1e-6  # of the norms of latents, whatever that of the other norms is
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
     if cache.is_filled(self):
       o_BTHC = self._attend_latents(q_BTHC, kept_BT1C, segment_BT)
     else:
-      cache.keep(self, segment_BT, latent=kept_BT1C)
+      cache.store_prefill(self, segment_BT, latent=kept_BT1C)
       k_BTHC, v_BTHC = self._keys_and_values(latent_BTL, turned_BT1R)
       o_BTHC = attend(
         q_BTHC,
@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
     q_BTHC = self._linear("query", (self.num_heads, channels), names)(x_BTD)
     q_BTHC = self.sharder.constrain(checkpoint_name(q_BTHC, "query_proj"), HEAD_NAMES)
     plain_BTHC, turning_BTHR = jnp.split(q_BTHC, [cfg.qk_nope_head_dim], axis=-1)
-    turned_BTHR = apply_rope(pairs_to_halves(turning_BTHR), *rope)
+    turned_BTHR = apply_rope(deinterleave(turning_BTHR), *rope)
     return jnp.concatenate([plain_BTHC, turned_BTHR], axis=-1)
 
   def _latents(
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
     down_BTL = self._linear("kv_down", features, ("embed", "latent"))(x_BTD)
     down_BTL = checkpoint_name(down_BTL, "kv_latent")
     latent_BTL, turning_BTR = jnp.split(down_BTL, [cfg.kv_lora_rank], axis=-1)
-    turned_BT1R = apply_rope(pairs_to_halves(turning_BTR[:, :, None]), *rope)
+    turned_BT1R = apply_rope(deinterleave(turning_BTR[:, :, None]), *rope)
     return self._norm("kv_norm")(latent_BTL), turned_BT1R
 
   def _keys_and_values(
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
   ) -> jax.Array:
     """o_BTHC by the cache: the projection from the latent goes to queries and results."""
     cfg = self.cfg
-    (blocks,), seen = cache.append(self, segment_BT, latent=kept_BT1C)
+    (blocks,), seen = cache.update(self, segment_BT, latent=kept_BT1C)
     names = ("activation_batch", None, "activation_kv_length", None)
     blocks = [self.sharder.constrain(block_B1SC, names) for block_B1SC in blocks]
     up = merge_lora(self._up().variables["params"], self.lora.lora_alpha)

@@ -20,7 +20,7 @@ ACTIVATIONS = {
 }
 
 
-def activation_of(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., jax.Array]:
+def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., jax.Array]:
   """The function of the hidden projections, one for each of `names`, that makes the hidden layer.
 
   With a `limit`, the activation's input is clamped from above and the linear part on both sides.
@@ -34,18 +34,20 @@ def activation_of(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., j
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recomputed(activation: Callable[..., jax.Array], *up: jax.Array) -> jax.Array:
+def checkpointed_activation(activation: Callable[..., jax.Array], *up: jax.Array) -> jax.Array:
   """activation(*up); its gradient keeps the operands and nothing else."""
   return activation(*up)
 
 
-def _recomputed_backward(activation: Callable, up: tuple, dh: jax.Array) -> tuple:
+def _checkpointed_activation_backward(activation: Callable, up: tuple, dh: jax.Array) -> tuple:
   # Behind the barrier the activation is computed anew, which is cheaper than to write it to memory
   # in the forward pass, as XLA would to share it.
   return jax.vjp(activation, *jax.lax.optimization_barrier(up))[1](dh)
 
 
-recomputed.defvjp(lambda activation, *up: (activation(*up), up), _recomputed_backward)
+checkpointed_activation.defvjp(
+  lambda activation, *up: (activation(*up), up), _checkpointed_activation_backward
+)
 
 
 class MLP(nn.Module):
@@ -58,13 +60,13 @@ class MLP(nn.Module):
   activations: tuple[str, ...]
   weight_dtype: jnp.dtype
   sharder: Sharder
-  limit: float = 0.0  # of the activation's input, see `activation_of`
+  limit: float = 0.0  # of the activation's input, see `build_activation`
   lora: LoraConfig = LoraConfig()
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     projected = [self._project(x_BTD, f"wi_{i}") for i in range(len(self.activations))]
-    h_BTF = recomputed(activation_of(self.activations, self.limit), *projected)
+    h_BTF = checkpointed_activation(build_activation(self.activations, self.limit), *projected)
     wo = self._linear("wo", x_BTD.shape[-1], ("mlp", "embed"))
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
     names = ("activation_batch", "activation_length", "activation_embed")

@@ -52,7 +52,7 @@ def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax
   return rotated.astype(x_BTHC.dtype)
 
 
-def pairs_to_halves(x_BTHC: jax.Array) -> jax.Array:
+def deinterleave(x_BTHC: jax.Array) -> jax.Array:
   """Channel 2c moved to c and 2c + 1 to C/2 + c: interleaved pairs as `apply_rope` wants them.
 
   Scores are the same in either order, so what was rotated needs no way back.

@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
-from maxlite.kernels.soft_cap import capped
+from maxlite.kernels.soft_cap import apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
     accumulator = np.promote_types(x.dtype, jnp.float32)
     w_DV = self.unembedding().astype(x.dtype)
     logits = jnp.einsum("bt...d,dv->bt...v", x, w_DV, preferred_element_type=accumulator)
-    logits = capped(logits, self.cfg.final_logits_soft_cap)
+    logits = apply_soft_cap(logits, self.cfg.final_logits_soft_cap)
     between = (None,) * (x.ndim - 3)
     names = ("activation_batch", "activation_length", *between, "activation_vocab")
     return self.sharder.constrain(logits, names)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.layers.linear import matmul
-from maxlite.layers.mlp import recomputed
+from maxlite.layers.mlp import checkpointed_activation
 from maxlite.sharding import Sharder
 
 
@@ -45,5 +45,5 @@ class DraftHeads(nn.Module):
     else:
       h_BTJD = multiply(x_BTD.reshape(-1, dim), w_JDF).reshape(*x_BTD.shape[:-1], -1, dim)
     names = ("activation_batch", "activation_length", None, "activation_embed")
-    h_BTJD = self.sharder.constrain(recomputed(jax.nn.silu, h_BTJD), names)
+    h_BTJD = self.sharder.constrain(checkpointed_activation(jax.nn.silu, h_BTJD), names)
     return x_BTD[..., None, :] + h_BTJD

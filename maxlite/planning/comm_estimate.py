@@ -22,7 +22,7 @@ from maxlite.models import MODELS
 from maxlite.models.decoder import kept_by_remat
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective
 from maxlite.sharding.rules import Sharder
-from maxlite.sharding.sharding_report import Placement
+from maxlite.sharding.sharding_report import ParameterSharding
 
 _FLOAT32_BYTES = 4
 _NEGLIGIBLE = 1000.0  # bytes
@@ -49,7 +49,7 @@ class StepShape:
 
   model: ModelConfig
   sharder: Sharder
-  placements: Sequence[Placement]
+  placements: Sequence[ParameterSharding]
   trained: Collection[str]  # paths of the parameters that have a gradient
   tokens: int  # of one device, in all micro-batches
   num_micro: int
@@ -162,7 +162,7 @@ class _Weight:
   product: str  # "in" or "out", the side of the gathered axis that `tensor` cuts; "": none
 
   @classmethod
-  def of(cls, step: StepShape, placement: Placement) -> "_Weight":
+  def of(cls, step: StepShape, placement: ParameterSharding) -> "_Weight":
     names, shape, rows = placement.names, placement.shape, step.axes(*_ROWS)
     num_layers = shape[0] if names[0] == "layers" else 1
     at = next((i for i, name in enumerate(names) if name in _GATHERED), None)

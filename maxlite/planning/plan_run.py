@@ -26,7 +26,7 @@ from maxlite.planning.hlo_cost import hbm_bytes, matmul_flops
 from maxlite.planning.memory import Activation, MemoryEstimate, activations, bytes_per_device
 from maxlite.planning.roofline import step_bounds
 from maxlite.planning.topology import parse_topology
-from maxlite.sharding.mesh import MESH_AXES, join_slices, slice_degrees
+from maxlite.sharding.mesh import MESH_AXES, dcn_degrees, resolve_degrees
 from maxlite.training.trainer import Trainer, build_trainer, mesh_degrees
 
 _FLOAT32_BYTES = 4
@@ -129,18 +129,18 @@ def build_target(cfg: Config, *, compiles: bool) -> Target:
   if not cfg.plan.compile_topology:
     trainer = build_trainer(cfg)
     kind = trainer.mesh.devices.flat[0].device_kind
-    return Target(trainer, kind, slice_degrees(trainer.mesh))
+    return Target(trainer, kind, dcn_degrees(trainer.mesh))
   topology = parse_topology(cfg.plan.compile_topology, cfg.plan.compile_topology_num_slices)
   kind = topology.kind.device_kind
   missing = topology.missing(cfg.plan.gpu_target_config) if compiles else ""
   if compiles and not missing:
     trainer = build_trainer(cfg, topology.describe(cfg.plan.gpu_target_config))
-    return Target(trainer, kind, slice_degrees(trainer.mesh), grid=topology.grid)
+    return Target(trainer, kind, dcn_degrees(trainer.mesh), grid=topology.grid)
   # Shapes are all that an estimate needs, and a CPU can stand in for any number of devices.
   if jax.config.values["jax_num_cpu_devices"] < topology.num_devices:
     jax.config.update("jax_num_cpu_devices", topology.num_devices)
   degrees = (mesh_degrees(cfg.mesh, group) for group in ("ici", "dcn"))
-  sizes, slices = join_slices(*degrees, topology.num_devices, topology.num_slices)
+  sizes, slices = resolve_degrees(*degrees, topology.num_devices, topology.num_slices)
   joined = {f"ici_{axis}_parallelism": size for axis, size in zip(MESH_AXES, sizes, strict=True)}
   joined |= {f"dcn_{axis}_parallelism": 1 for axis in MESH_AXES}
   cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **joined))

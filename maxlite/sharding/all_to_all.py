@@ -1,13 +1,13 @@
 """Ragged all-to-all between the shards of the expert axis, and its adjoint.
 
 Shard p holds S[p, g] rows for expert g, sorted by expert; expert g lives on shard g // (E / P). All
-shards know the whole count matrix S, so each knows without asking where its rows land: one chunk
-per pair of shard and expert, sorted by expert on arrival too, so that no row is moved again. The
-way back is the same call with the chunks' two ends exchanged, and that is also the gradient: `send`
-and `give_back` are each other's adjoint, and neither needs a collective beyond its own.
+shards all-gather the count matrix S, so each computes locally where its rows arrive: one chunk per
+pair of shard and expert, sorted by expert on arrival too, so that rows are never moved again.
+`combine` is the same call with source and destination of every chunk swapped, which is also the
+gradient: `dispatch` and `combine` are adjoint, and neither needs a collective beyond its own.
 
-Everything here runs inside `jax.shard_map`. TPUs and GPUs have the collective; XLA:CPU has not, so
-there the same rows take an ordinary all-to-all of padded blocks.
+Everything here runs inside `jax.shard_map`. XLA:CPU does not implement the ragged collective; there
+the same rows travel in an ordinary all-to-all of padded blocks.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from maxlite.sharding.pvary import vary
+from maxlite.sharding.collectives import pvary
 
 MeshAxes = tuple[str, ...]
 
@@ -37,7 +37,7 @@ class Chunks:
 
 
 @struct.dataclass
-class ExchangePlan:
+class DispatchPlan:
   """Where a shard's rows go and how they come back."""
 
   there: Chunks
@@ -49,9 +49,9 @@ class ExchangePlan:
   num_received: int = struct.field(pytree_node=False)  # rows of the buffer on the receiving side
 
 
-def plan_exchange(
+def plan_dispatch(
   counts_E: jax.Array, mesh_axes: MeshAxes, *, num_sent: int, num_received: int
-) -> ExchangePlan:
+) -> DispatchPlan:
   """The plan for rows sorted by expert, of which this shard has `counts_E`.
 
   What exceeds the `num_received` rows of a shard's buffer is dropped, from the experts with most
@@ -66,7 +66,7 @@ def plan_exchange(
   landed_PE = _before(per_shard_Pe, axis=1).reshape(1, -1) + _before(kept_PE, axis=0)
   mine = lambda x_PE: jax.lax.dynamic_index_in_dim(x_PE, me, keepdims=False)
   for_me = lambda x_PE: mine(x_PE.reshape(num_shards, num_shards, -1).swapaxes(0, 1)).reshape(-1)
-  return ExchangePlan(
+  return DispatchPlan(
     there=Chunks(mine(sent_PE), mine(kept_PE), mine(landed_PE), for_me(kept_PE)),
     back=Chunks(for_me(landed_PE), for_me(kept_PE), for_me(sent_PE), mine(kept_PE)),
     group_sizes_e=mine(per_shard_Pe),
@@ -77,14 +77,14 @@ def plan_exchange(
   )
 
 
-def send(x: jax.Array, plan: ExchangePlan) -> jax.Array:
+def dispatch(x: jax.Array, plan: DispatchPlan) -> jax.Array:
   """Rows [num_received, ...] that arrive at this shard, sorted by expert, zero past the last."""
   assert x.shape[0] == plan.num_sent, f"{x.shape} for a plan of {plan.num_sent} rows"
   return _exchange(plan.mesh_axes, plan.num_received, x, plan.there, plan.back)
 
 
-def give_back(y: jax.Array, plan: ExchangePlan) -> jax.Array:
-  """Rows [num_sent, ...] where `send` took them from; zero for those that were dropped."""
+def combine(y: jax.Array, plan: DispatchPlan) -> jax.Array:
+  """Rows [num_sent, ...] where `dispatch` took them from; zero for those that were dropped."""
   assert y.shape[0] == plan.num_received, f"{y.shape} for a plan of {plan.num_received} rows"
   return _exchange(plan.mesh_axes, plan.num_sent, y, plan.back, plan.there)
 
@@ -205,11 +205,11 @@ def _varying_over(mesh_axes: MeshAxes, x: jax.Array, chunks: Chunks) -> tuple:
   """Both marked as differing between all shards, as what comes of an exchange does."""
   index = jax.lax.axis_index(mesh_axes)
   leaves, tree = jax.tree.flatten((x, chunks))
-  *leaves, _ = vary(*leaves, index)
+  *leaves, _ = pvary(*leaves, index)
   return jax.tree.unflatten(tree, leaves)
 
 
-def check_exchange(mesh: Mesh, mesh_axes: MeshAxes) -> None:
+def check_all_to_all(mesh: Mesh, mesh_axes: MeshAxes) -> None:
   """Exchanges random rows on the devices of `mesh`, to compare with the emulation bit by bit.
 
   Raises:
@@ -233,7 +233,7 @@ def check_exchange(mesh: Mesh, mesh_axes: MeshAxes) -> None:
 
 
 def _count_wrong_rows(mesh_axes: MeshAxes, num_shards: int) -> jax.Array:
-  """Rows that `send` and `give_back` move otherwise than the emulation, over all devices."""
+  """Rows that `dispatch` and `combine` move otherwise than the emulation, over all devices."""
   num_experts, num_sent, width = 2 * num_shards, 64, 128
   index = jax.lax.axis_index(mesh_axes)
   key = jax.random.fold_in(jax.random.key(0), index)
@@ -242,7 +242,7 @@ def _count_wrong_rows(mesh_axes: MeshAxes, num_shards: int) -> jax.Array:
   counts_E = jnp.floor(share_E / jnp.sum(share_E) * num_sent).astype(jnp.int32)
   counts_E *= (jnp.arange(num_experts, dtype=jnp.int32) % 5 != index % 5).astype(jnp.int32)
   num_received = num_sent * num_shards
-  plan = plan_exchange(counts_E, mesh_axes, num_sent=num_sent, num_received=num_received)
+  plan = plan_dispatch(counts_E, mesh_axes, num_sent=num_sent, num_received=num_received)
   wrong = jnp.zeros((), jnp.int32)
   for rows, num_rows, chunks, reverse in (
     (num_sent, num_received, plan.there, plan.back),

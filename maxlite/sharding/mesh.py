@@ -36,10 +36,10 @@ def build_mesh(
   return Mesh(grid, MESH_AXES)
 
 
-def join_slices(
+def resolve_degrees(
   ici: Sequence[int], dcn: Sequence[int], num_devices: int, num_slices: int
 ) -> tuple[list[int], dict[str, int]]:
-  """(sizes of the mesh axes, what `slice_degrees` would tell) of devices that are not described.
+  """(sizes of the mesh axes, what `dcn_degrees` would tell) of devices that are not described.
 
   Raises:
     ValueError: the degrees do not multiply to the number of devices.
@@ -51,7 +51,7 @@ def join_slices(
   return sizes, {name: degree for name, degree in between.items() if degree > 1}
 
 
-def slice_degrees(mesh: Mesh) -> dict[str, int]:
+def dcn_degrees(mesh: Mesh) -> dict[str, int]:
   """The mesh axes that lie across TPU slices, each with its degree between them."""
   slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0), otypes=[int])
   index = slice_of(mesh.devices)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-Names = Sequence[str | None]
+LogicalNames = Sequence[str | None]
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   # Parameters
@@ -76,7 +76,7 @@ class Sharder:
     platform = self.mesh.devices.flat[0].platform
     return "gpu" if platform in ("cuda", "rocm") else platform
 
-  def inside(self, mesh_axis: str) -> "Sharder":
+  def inside_shard_map(self, mesh_axis: str) -> "Sharder":
     """The same for code in a shard_map over `mesh_axis`, where nothing is left to cut by it."""
     kinds = [
       AxisType.Manual if axis == mesh_axis else kind
@@ -99,7 +99,7 @@ class Sharder:
     """Into how many parts a logical axis is cut."""
     return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(name))
 
-  def spec(self, names: Names) -> PartitionSpec:
+  def spec(self, names: LogicalNames) -> PartitionSpec:
     """PartitionSpec of an array whose axes have these logical names.
 
     Raises:
@@ -115,10 +115,10 @@ class Sharder:
       )
     return PartitionSpec(*(entry or None for entry in entries))
 
-  def sharding(self, names: Names) -> NamedSharding:
+  def sharding(self, names: LogicalNames) -> NamedSharding:
     return NamedSharding(self.mesh, self.spec(names))
 
-  def constrain(self, x: jax.Array, names: Names) -> jax.Array:
+  def constrain(self, x: jax.Array, names: LogicalNames) -> jax.Array:
     """`x`, laid out as its logical names say.
 
     Raises:

@@ -8,17 +8,17 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from maxlite.sharding.rules import Names, Sharder
+from maxlite.sharding.rules import LogicalNames, Sharder
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ParameterSharding:
   """One parameter on a mesh."""
 
   path: str
   shape: tuple[int, ...]
   dtype: np.dtype
-  names: Names
+  names: LogicalNames
   spec: PartitionSpec
   num_shards: int
 
@@ -31,7 +31,9 @@ class Placement:
     return self.num_bytes // self.num_shards
 
 
-def place(path: str, leaf: jax.ShapeDtypeStruct, names: Names, sharder: Sharder) -> Placement:
+def parameter_sharding(
+  path: str, leaf: jax.ShapeDtypeStruct, names: LogicalNames, sharder: Sharder
+) -> ParameterSharding:
   """Where a parameter lies.
 
   Raises:
@@ -48,12 +50,14 @@ def place(path: str, leaf: jax.ShapeDtypeStruct, names: Names, sharder: Sharder)
         f"does not divide by {product}: change {keys}, or that dimension of the model"
       )
   shards = math.prod(sharder.num_shards(name) for name in names)
-  return Placement(
+  return ParameterSharding(
     path, tuple(leaf.shape), np.dtype(leaf.dtype), tuple(names), sharder.spec(names), shards
   )
 
 
-def check_sharded(placements: Iterable[Placement], sharder: Sharder, tolerance: float) -> None:
+def check_sharded(
+  placements: Iterable[ParameterSharding], sharder: Sharder, tolerance: float
+) -> None:
   """Raises ValueError if a larger share of bytes than `tolerance` is whole on a mesh that cuts."""
   placements = list(placements)
   if math.prod(sharder.num_shards(name) for name in ("embed", "mlp")) == 1:

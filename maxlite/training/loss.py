@@ -17,13 +17,12 @@ from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
-from maxlite.kernels.soft_cap import capped
+from maxlite.kernels.soft_cap import apply_soft_cap
 from maxlite.layers.linear import matmul
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
-from maxlite.sharding.collectives import gather_weight
-from maxlite.sharding.pvary import vary
+from maxlite.sharding.collectives import gather_weight, pvary
 
 
 @struct.dataclass
@@ -127,7 +126,7 @@ def _token_sums(
   def local(states, rows, w_dv):
     # Also between their gradients: that of w is cut to this shard before the backward pass goes on.
     states, w_dv = jax.lax.optimization_barrier((states, w_dv))
-    *states, w_Dv = vary(*states, gather_weight(w_dv, states[0].dtype, embed_axes, 0))
+    *states, w_Dv = pvary(*states, gather_weight(w_dv, states[0].dtype, embed_axes, 0))
     by_token = [x.reshape(-1, *x.shape[2:]) for x in (*states, *rows)]
     head = _Head(w_Dv, vocab_axes, soft_cap)
     sums = _chunked_sums(lambda args: chunk(*args, head), by_token, chunk_length)
@@ -176,7 +175,7 @@ def _chunked_sums(chunk: Callable, by_token: list[jax.Array], chunk_length: int)
 def _logits(x_TD, head: _Head) -> tuple[jax.Array, jax.Array]:
   """(logits_TV of this shard's columns, log-partition_T over all)."""
   accumulator = np.promote_types(x_TD.dtype, jnp.float32)
-  logits_TV = capped(matmul(x_TD, head.w_DV, accumulator), head.soft_cap)
+  logits_TV = apply_soft_cap(matmul(x_TD, head.w_DV, accumulator), head.soft_cap)
   top_T = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1)), head.vocab_axes)
   exp_TV = jnp.exp(logits_TV - top_T[:, None])
   return logits_TV, top_T + jnp.log(jax.lax.psum(jnp.sum(exp_TV, axis=-1), head.vocab_axes))

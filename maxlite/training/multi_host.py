@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from maxlite.config import Config, exit_with_one_line
 from maxlite.config.schema import HostsConfig, flatten
-from maxlite.distributed.initialize import joined
+from maxlite.distributed.initialize import distributed_runtime
 
 
 @contextlib.contextmanager
-def on_all_hosts(cfg: Config, program: str) -> Iterator[Config]:
+def join_hosts(cfg: Config, program: str) -> Iterator[Config]:
   """While open, this process and those that `cfg` tells of are one run (distributed/initialize.py).
 
   The config that comes back is the same on all of them: which one this is, is no part of the run.
   """
   with contextlib.ExitStack() as stack:
     with exit_with_one_line(program):
-      stack.enter_context(joined(**flatten(cfg.hosts)))
+      stack.enter_context(distributed_runtime(**flatten(cfg.hosts)))
     yield dataclasses.replace(cfg, hosts=HostsConfig())

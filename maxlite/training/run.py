@@ -16,8 +16,8 @@ from maxlite.config import Config, describe_changes, exit_with_one_line, save_re
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
 from maxlite.data.loader import Data, PhaseStreams, TrainStream
-from maxlite.distributed.initialize import after_process_0, describe, wait_for_all
-from maxlite.distributed.object_collectives import gather
+from maxlite.distributed.initialize import barrier, describe_process, process_0_first
+from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
@@ -48,17 +48,17 @@ def run_training(cfg: Config) -> int:
   with exit_with_one_line("maxlite.train"):
     keep_freed_memory()
     enable_compilation_cache(cfg.run.jax_cache_dir)
-    if who := describe():
+    if who := describe_process():
       sys.stdout.write(f"{who}\n")
     trainer = build_trainer(cfg)
     trainer.check_devices()
     folder = run_folder(cfg)
     changes = folder.config_changes(flatten(cfg))
-    data = after_process_0(lambda: open_trainer_data(trainer), "the data is tokenized")
+    data = process_0_first(lambda: open_trainer_data(trainer), "the data is tokenized")
     checkpoints = _open_checkpoints(cfg, folder, console)
     local = _open_local_checkpoints(trainer, folder, console)
     restored = _restore(trainer, checkpoints, local)
-    phase_data = after_process_0(
+    phase_data = process_0_first(
       lambda: _open_phase_data(trainer, data), "the data of phases is tokenized"
     )
     stream = PhaseStreams(phase_data) if phase_data else data.train_stream()
@@ -79,7 +79,7 @@ def run_training(cfg: Config) -> int:
     with exit_with_one_line("maxlite.train"), stopwatch.during("compile"):
       programs = trainer.phase_programs
     console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
-  wait_for_all("the run is open")  # before the first file is written
+  barrier("the run is open")  # before the first file is written
   if jax.process_index() == 0:
     folder.save_config(changes, lambda path: save_resolved(cfg, path))
   state = _first_state(trainer, restored, console)
@@ -180,7 +180,7 @@ def _open_local_checkpoints(
   cfg = trainer.cfg.checkpoint
   if not cfg.local_checkpoint_directory:
     return None
-  run_id = gather(folder.run_id() if jax.process_index() == 0 else None)[0]
+  run_id = all_gather_object(folder.run_id() if jax.process_index() == 0 else None)[0]
   return LocalCheckpoints(cfg, run_id, trainer.abstract_state, console.print)
 
 

@@ -254,7 +254,7 @@ def _by_slice(
   together = cut != rows or moe.router_jitter or choose_dispatch(moe) == "capacity"
   if sharder.mesh.shape["data"] == 1 or together:
     return function(model, trained, frozen, inputs, *rest)
-  own = model.clone(sharder=sharder.inside("data"))
+  own = model.clone(sharder=sharder.inside_shard_map("data"))
   of_slice = jax.shard_map(
     lambda *args: jax.lax.psum(function(own, *args), "data"),
     mesh=sharder.mesh,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxlite.config.phases import PhaseConfig
 from maxlite.config.schema import Config, DataConfig, MeshConfig, TrainingConfig
 from maxlite.data.batch import Batch, to_global
-from maxlite.layers.lora import with_additions
+from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops_per_step
 from maxlite.models import MODELS, build_model
@@ -24,8 +24,8 @@ from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps
 from maxlite.optim.partition import logical_names, path_of, state_names
 from maxlite.phases.phase_programs import PhasePrograms, switch_step
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.sharding.all_to_all import check_exchange
-from maxlite.sharding.sharding_report import Placement, check_sharded, place
+from maxlite.sharding.all_to_all import check_all_to_all
+from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.training.phase_plan import Turns
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import Part, all_parameters, build_eval_step, build_train_step
@@ -41,7 +41,7 @@ class Trainer:
   model: Decoder
   tx: optax.GradientTransformation
   schedule: optax.Schedule
-  placements: list[Placement]
+  placements: list[ParameterSharding]
   abstract_state: TrainState  # ShapeDtypeStructs with their shardings
   global_batch_size: int  # rows
   turns: Turns | None = None  # of a run that has phases
@@ -64,7 +64,7 @@ class Trainer:
   def check_devices(self) -> None:
     """Raises ValueError if a collective that accelerators are known to get wrong is wrong here."""
     if self.exchanges and self.sharder.platform != "cpu":
-      check_exchange(self.mesh, self.sharder.mesh_axes("exp"))
+      check_all_to_all(self.mesh, self.sharder.mesh_axes("exp"))
 
   @functools.cached_property
   def batch_sharding(self) -> NamedSharding:
@@ -188,7 +188,7 @@ class Trainer:
     def start(params: Any, seed: jax.Array) -> TrainState:
       fresh = meta.unbox(_init_params(self.model, seed, self.batch_shape))
       rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
-      params, ema_decay = with_additions(params, fresh), self.cfg.training.ema_decay
+      params, ema_decay = add_missing_modules(params, fresh), self.cfg.training.ema_decay
       return _with_optimizer(params, self.tx, self.turns, rng, ema_decay)
 
     start = jax.jit(start, out_shardings=self.state_shardings, donate_argnums=0)
@@ -298,10 +298,10 @@ def _init_params(model: Decoder, seed: jax.Array, batch_shape: tuple[int, int]) 
   )["params"]
 
 
-def _placements(params: Any, names: Any, sharder: Sharder) -> list[Placement]:
+def _placements(params: Any, names: Any, sharder: Sharder) -> list[ParameterSharding]:
   leaves = jax.tree_util.tree_leaves_with_path(params)
   return [
-    place(path_of(key_path), leaf, leaf_names, sharder)
+    parameter_sharding(path_of(key_path), leaf, leaf_names, sharder)
     for (key_path, leaf), leaf_names in zip(leaves, jax.tree.leaves(names), strict=True)
   ]
 

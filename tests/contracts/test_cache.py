@@ -29,7 +29,7 @@ def prefilled(model, params, num_new):
   logits_BTV, kept = model.apply({"params": params}, *prompts, **KEPT)
   longest = jax.ShapeDtypeStruct((1, NUM_TOKENS), jnp.int32)
   shapes = jax.eval_shape(lambda t: model.apply({"params": params}, t, **KEPT)[1], longest)
-  entries = cache.empty(shapes[cache.COLLECTION], NUM_ROWS, num_new, FIRST_BLOCK)
+  entries = cache.init_cache(shapes[cache.COLLECTION], NUM_ROWS, num_new, FIRST_BLOCK)
   entries = cache.insert(entries, kept[cache.COLLECTION], ROW_B, LENGTH_B)
   return logits_BTV[np.arange(3), LENGTH_B - 1], entries
 

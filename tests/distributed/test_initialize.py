@@ -1,4 +1,4 @@
-"""Processes of one run: which of them this is, how they meet, what they do when one is lost."""
+"""Process discovery, the rendezvous and the heartbeat."""
 
 import concurrent.futures
 import signal
@@ -10,15 +10,15 @@ import time
 import pytest
 from jax._src.clusters import ClusterEnv
 
-from maxlite.distributed.heartbeat import LOST
+from maxlite.distributed.heartbeat import EXIT_PEER_LOST
 from maxlite.distributed.initialize import (
-  Started,
-  find_place,
-  find_place_as_jax,
+  LaunchEnvironment,
+  detect_process,
   local_devices,
   read_environment,
+  resolve_process,
 )
-from maxlite.distributed.rendezvous import Place, meet
+from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
 
 SLURM = {
   "SLURM_JOB_ID": "4097",
@@ -41,18 +41,18 @@ URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
 @pytest.mark.parametrize(
   ("environment", "started"),
   [
-    ({}, Started()),
-    (SLURM, Started(10, 5, "gpu007:61441", 4, 1)),
+    ({}, LaunchEnvironment()),
+    (SLURM, LaunchEnvironment(10, 5, "gpu007:61441", 4, 1)),
     (
       SLURM | {"SLURM_STEP_NODELIST": "a7,b2", "SLURM_NODEID": "2"},
-      Started(10, 5, "a7:61441", 2, 1),
+      LaunchEnvironment(10, 5, "a7:61441", 2, 1),
     ),
-    (SLURM | {"JAX_COORDINATOR_ADDRESS": "b:1"}, Started(10, 5, "b:1", 4, 1)),
+    (SLURM | {"JAX_COORDINATOR_ADDRESS": "b:1"}, LaunchEnvironment(10, 5, "b:1", 4, 1)),
     # Of a batch script, which srun did not start: it is alone.
-    ({k: v for k, v in SLURM.items() if "STEP" not in k}, Started()),
-    (OPEN_MPI | URI, Started(4, 3, "10.96.0.1:62624", 2, 1)),
-    (OPEN_MPI, Started(4, 3, "", 2, 1)),
-    ({"JOB_COMPLETION_INDEX": "2"}, Started(process_id=2)),
+    ({k: v for k, v in SLURM.items() if "STEP" not in k}, LaunchEnvironment()),
+    (OPEN_MPI | URI, LaunchEnvironment(4, 3, "10.96.0.1:62624", 2, 1)),
+    (OPEN_MPI, LaunchEnvironment(4, 3, "", 2, 1)),
+    ({"JOB_COMPLETION_INDEX": "2"}, LaunchEnvironment(process_id=2)),
   ],
 )
 def test_what_an_environment_tells(environment, started):
@@ -62,34 +62,34 @@ def test_what_an_environment_tells(environment, started):
 @pytest.mark.parametrize(
   ("keys", "started", "place"),
   [
-    (("", -1, -1), Started(), None),
-    (("", -1, -1), Started(process_id=2), None),  # JAX asks Kubernetes
-    (("", 1, -1), Started(10, 5, "a:1"), Place("", 1, 0)),
-    (("", -1, -1), Started(1, 0, "a:1"), Place("", 1, 0)),
-    (("a:1", 4, 2), Started(), Place("a:1", 4, 2)),
-    (("", -1, -1), Started(10, 5, "a:1"), Place("a:1", 10, 5)),
-    (("b:2", -1, -1), Started(10, 5, "a:1"), Place("b:2", 10, 5)),
-    (("b:2", 4, -1), Started(process_id=2), Place("b:2", 4, 2)),
+    (("", -1, -1), LaunchEnvironment(), None),
+    (("", -1, -1), LaunchEnvironment(process_id=2), None),  # JAX asks Kubernetes
+    (("", 1, -1), LaunchEnvironment(10, 5, "a:1"), ProcessSpec("", 1, 0)),
+    (("", -1, -1), LaunchEnvironment(1, 0, "a:1"), ProcessSpec("", 1, 0)),
+    (("a:1", 4, 2), LaunchEnvironment(), ProcessSpec("a:1", 4, 2)),
+    (("", -1, -1), LaunchEnvironment(10, 5, "a:1"), ProcessSpec("a:1", 10, 5)),
+    (("b:2", -1, -1), LaunchEnvironment(10, 5, "a:1"), ProcessSpec("b:2", 10, 5)),
+    (("b:2", 4, -1), LaunchEnvironment(process_id=2), ProcessSpec("b:2", 4, 2)),
   ],
 )
 def test_keys_come_before_the_environment(keys, started, place):
-  assert find_place(*keys, started) == place
+  assert resolve_process(*keys, started) == place
 
 
 @pytest.mark.parametrize(
   ("keys", "started", "says"),
   [
-    (("", 4, 2), Started(), "coordinator_address=HOST:PORT of process 0"),
-    (("", -1, -1), Started(4, 3), "(not given) for process_id=3 of num_processes=4"),
-    (("a", 4, 2), Started(), "coordinator_address=a "),
-    (("a:1", -1, 2), Started(), "write num_processes=N process_id=I"),
-    (("a:1", 4, -1), Started(), "write num_processes=N process_id=I"),
-    (("a:1", 4, 4), Started(), "from 0 to 3, or num_processes=5"),
+    (("", 4, 2), LaunchEnvironment(), "coordinator_address=HOST:PORT of process 0"),
+    (("", -1, -1), LaunchEnvironment(4, 3), "(not given) for process_id=3 of num_processes=4"),
+    (("a", 4, 2), LaunchEnvironment(), "coordinator_address=a "),
+    (("a:1", -1, 2), LaunchEnvironment(), "write num_processes=N process_id=I"),
+    (("a:1", 4, -1), LaunchEnvironment(), "write num_processes=N process_id=I"),
+    (("a:1", 4, 4), LaunchEnvironment(), "from 0 to 3, or num_processes=5"),
   ],
 )
 def test_half_a_place_is_refused(keys, started, says):
   with pytest.raises(ValueError, match=r".") as refused:
-    find_place(*keys, started)
+    resolve_process(*keys, started)
   assert says in str(refused.value)
 
 
@@ -116,22 +116,22 @@ class Cluster:
 
 def test_whom_jax_finds_is_asked_where_nothing_else_tells(monkeypatch):
   monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster()])
-  assert find_place_as_jax("", 1) == Place("a:8482", 4, 3)
-  assert find_place_as_jax("b:1", 1) == Place("b:1", 4, 3)
+  assert detect_process("", 1) == ProcessSpec("a:8482", 4, 3)
+  assert detect_process("b:1", 1) == ProcessSpec("b:1", 4, 3)
   monkeypatch.setattr(ClusterEnv, "_cluster_types", [])
-  assert find_place_as_jax("", 1) == Place("", 1, 0)
+  assert detect_process("", 1) == ProcessSpec("", 1, 0)
   with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS=b:1, but nothing tells how many"):
-    find_place_as_jax("b:1", 1)
+    detect_process("b:1", 1)
   monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
   with pytest.raises(ValueError, match="this is pod 2 of an indexed job"):
-    find_place_as_jax("", 1)
+    detect_process("", 1)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such\nservice"), KeyError("job-name")])
 def test_whom_jax_does_not_find_is_told_in_one_line(monkeypatch, error):
   monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster(broken=error)])
   with pytest.raises(ValueError, match="JAX does not find the other processes") as refused:
-    find_place_as_jax("", 1)
+    detect_process("", 1)
   assert "\n" not in str(refused.value)
   assert "num_processes=1 to train alone" in str(refused.value)
 
@@ -139,14 +139,14 @@ def test_whom_jax_does_not_find_is_told_in_one_line(monkeypatch, error):
 FOUND_BY_JAX = """
 import sys
 from jax._src.clusters import ClusterEnv
-from maxlite.distributed.initialize import joined
+from maxlite.distributed.initialize import distributed_runtime
 class Cluster(ClusterEnv):
   is_env_present = classmethod(lambda cls: True)
   get_coordinator_address = classmethod(lambda cls, **_: sys.argv[1])
   get_process_count = classmethod(lambda cls: 3)
   get_process_id = classmethod(lambda cls: int(sys.argv[2]))
 try:
-  with joined(coordinator_address="", num_processes=-1, process_id=-1,
+  with distributed_runtime(coordinator_address="", num_processes=-1, process_id=-1,
     jax_distributed_initialization_timeout=3, jax_distributed_heartbeat_timeout_seconds=10):
     pass
 except ValueError as error:
@@ -170,12 +170,16 @@ def test_one_that_is_missing_where_jax_finds_them_is_told_to_all():
 @pytest.mark.parametrize(
   ("started", "environment", "devices"),
   [
-    (Started(), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
-    (Started(2, 1, "", 1, 0), {}, []),
-    (Started(8, 5, "", 4, 1), {}, [1]),
-    (Started(8, 5, "", 4, 1), {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, [2, 3]),
-    (Started(8, 5, "", 4, 1), {"CUDA_VISIBLE_DEVICES": "1"}, []),  # SLURM's --gpus-per-task
-    (Started(8, 5, "", 4, 1), {"JAX_LOCAL_DEVICE_IDS": "7"}, None),
+    (LaunchEnvironment(), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
+    (LaunchEnvironment(2, 1, "", 1, 0), {}, []),
+    (LaunchEnvironment(8, 5, "", 4, 1), {}, [1]),
+    (LaunchEnvironment(8, 5, "", 4, 1), {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, [2, 3]),
+    (
+      LaunchEnvironment(8, 5, "", 4, 1),
+      {"CUDA_VISIBLE_DEVICES": "1"},
+      [],
+    ),  # SLURM's --gpus-per-task
+    (LaunchEnvironment(8, 5, "", 4, 1), {"JAX_LOCAL_DEVICE_IDS": "7"}, None),
   ],
 )
 def test_processes_of_a_host_share_its_devices(started, environment, devices):
@@ -184,7 +188,7 @@ def test_processes_of_a_host_share_its_devices(started, environment, devices):
 
 def test_devices_that_cannot_be_shared_are_not_left_idle():
   with pytest.raises(ValueError, match="3 processes on this host do not share 4 GPUs"):
-    local_devices(Started(3, 0, "", 3, 0), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    local_devices(LaunchEnvironment(3, 0, "", 3, 0), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
 
 def free_address():
@@ -195,14 +199,14 @@ def free_address():
 def meeting(*places, timeout=10.0):
   """Per place, the peers it found or the error it got."""
   with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-    futures = [pool.submit(meet, place, timeout) for place in places]
+    futures = [pool.submit(rendezvous, place, timeout) for place in places]
   return [future.exception() or future.result() for future in futures]
 
 
 def test_all_meet_at_process_0_and_the_port_is_free_again():
   address = free_address()
   for _ in range(2):
-    found = meeting(*(Place(address, 3, n) for n in (2, 0, 1)))
+    found = meeting(*(ProcessSpec(address, 3, n) for n in (2, 0, 1)))
     assert [sorted(peers) for peers in found] == [[0], [1, 2], [0]]
     for peer in (1, 2):  # the connection of each is its own
       found[1][peer].sendall(str(peer).encode())
@@ -223,7 +227,7 @@ def test_all_meet_at_process_0_and_the_port_is_free_again():
 )
 def test_who_does_not_fit_is_told_to_all_in_time(ranks, says):
   address, began = free_address(), time.monotonic()
-  for error in meeting(*(Place(address, *rank) for rank in ranks), timeout=1.0):
+  for error in meeting(*(ProcessSpec(address, *rank) for rank in ranks), timeout=1.0):
     assert isinstance(error, ValueError)
     assert says in str(error)
   assert time.monotonic() - began < 5
@@ -232,15 +236,15 @@ def test_who_does_not_fit_is_told_to_all_in_time(ranks, says):
 def test_a_stranger_does_not_disturb_the_meeting():
   address = free_address()
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    first = pool.submit(meet, Place(address, 2, 0), 10.0)
+    first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 10.0)
     while True:
       try:
-        with socket.create_connection(Place(address, 2, 0).endpoint) as stranger:
+        with socket.create_connection(ProcessSpec(address, 2, 0).endpoint) as stranger:
           stranger.sendall(b"GET / HTTP/1.1\n")
         break
       except ConnectionRefusedError:
         time.sleep(0.01)
-    second = pool.submit(meet, Place(address, 2, 1), 10.0)
+    second = pool.submit(rendezvous, ProcessSpec(address, 2, 1), 10.0)
   assert (list(first.result()), list(second.result())) == ([1], [0])
   for peers in (first.result(), second.result()):
     peers.popitem()[1].close()
@@ -250,22 +254,16 @@ def test_a_port_in_use_is_refused():
   with socket.create_server(("127.0.0.1", 0)) as listener:
     port = listener.getsockname()[1]
     with pytest.raises(ValueError, match="cannot listen at that port"):
-      meet(Place(f"127.0.0.1:{port}", 2, 0), 1.0)
+      rendezvous(ProcessSpec(f"127.0.0.1:{port}", 2, 0), 1.0)
 
 
 MEMBER = """
-import importlib.util, os, signal, sys, time
-from pathlib import Path
-def load(name):
-  spec = importlib.util.spec_from_file_location(name, Path(sys.argv[1]) / f"{name}.py")
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
-  spec.loader.exec_module(module)
-  return module
-meeting, watch = load("meeting"), load("watch")
-address, count, rank, what = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-peers = meeting.meet(meeting.Place(address, count, rank), 20)
-with watch.Watch(rank, peers, 1.5):
+import os, signal, sys, time
+from maxlite.distributed.heartbeat import Heartbeat
+from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
+address, count, rank, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+peers = rendezvous(ProcessSpec(address, count, rank), 20)
+with Heartbeat(rank, peers, 1.5):
   if what == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
   if what == "stop":
@@ -283,10 +281,8 @@ with watch.Watch(rank, peers, 1.5):
 
 def members(*acts):
   """(exit code, what it wrote) of processes that do these things; one that stops is killed."""
-  from maxlite import sharding as parallel
-
   address = free_address()
-  command = [sys.executable, "-c", MEMBER, parallel.__path__[0], address, str(len(acts))]
+  command = [sys.executable, "-c", MEMBER, address, str(len(acts))]
   running = [
     subprocess.Popen([*command, str(rank), act], stderr=subprocess.PIPE, text=True)
     for rank, act in enumerate(acts)
@@ -316,7 +312,7 @@ def test_when_one_is_lost_all_leave_in_one_line_that_names_it(act, code, says, l
   ended = members(*acts)
   assert ended.pop(lost)[0] == code
   for leaver, (left, written) in zip([n for n in range(3) if n != lost], ended, strict=True):
-    assert left == LOST
+    assert left == EXIT_PEER_LOST
     assert written.startswith(f"process {leaver} leaves: {says.format(lost)}")
     assert written.count("\n") == 1
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from maxlite.distributed.object_collectives import gather
+from maxlite.distributed.object_collectives import all_gather_object
 
 SIZES = [(16 << 20) + 5, 3, 40 << 20]  # [bytes] of each process: more than a piece, and less
 PROCESS = """
@@ -16,21 +16,21 @@ import jax, numpy as np
 rank, address, sizes = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(address, len(sizes), rank)
-from maxlite.distributed.object_collectives import broadcast, gather, shift
+from maxlite.distributed.object_collectives import broadcast_bytes, all_gather_object, shift_bytes
 data = lambda n: np.random.default_rng(n).integers(256, size=sizes[n], dtype=np.uint8)
-assert gather({"rank": rank, "text": "x" * 99 * rank}) == [
+assert all_gather_object({"rank": rank, "text": "x" * 99 * rank}) == [
   {"rank": n, "text": "x" * 99 * n} for n in range(len(sizes))]
 for source in range(len(sizes)):
   own = data(rank) if rank == source else None
-  assert np.array_equal(broadcast(own, source, sizes[source]), data(source))
+  assert np.array_equal(broadcast_bytes(own, source, sizes[source]), data(source))
 for distance in (1, 2):
   peer = (rank - distance) % len(sizes)
-  assert np.array_equal(shift(data(rank), sizes[peer], distance), data(peer))
+  assert np.array_equal(shift_bytes(data(rank), sizes[peer], distance), data(peer))
 """
 
 
 def test_a_process_alone_hears_itself():
-  assert gather({"a": [1, None]}) == [{"a": [1, None]}]
+  assert all_gather_object({"a": [1, None]}) == [{"a": [1, None]}]
 
 
 @pytest.mark.slow

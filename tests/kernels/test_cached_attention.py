@@ -25,7 +25,7 @@ def test_agrees_with_the_reference(cuts, num_groups, sinks):
   query_BT = LENGTH_B[:, None] - T + np.arange(T)[None]
   visible_BTS = np.arange(S)[None, None] <= query_BT[..., None]
   blocks = lambda x, axis: [jnp.asarray(part) for part in np.split(x, cuts, axis=axis)]
-  seen = [cached.Seen(part, jnp.any(part)) for part in blocks(visible_BTS, 2)]
+  seen = [cached.BlockMask(part, jnp.any(part)) for part in blocks(visible_BTS, 2)]
   keys, values = blocks(k_BGSC, 2), blocks(v_BGSC, 2)
   if cuts:  # what is not read may be anything
     keys[-1], values[-1] = keys[-1] * jnp.nan, values[-1] * jnp.nan

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.kernels.grouped_matmul.api import BACKENDS
 from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
-from maxlite.layers.mlp import activation_of
+from maxlite.layers.mlp import build_activation
 
 HERE = [name for name in BACKENDS if name not in INTERPRETED]
 NUM_ROWS, DIM, HIDDEN, NUM_GROUPS = 200, 6, 10, 4
-GATED = activation_of(("silu", "linear"))
+GATED = build_activation(("silu", "linear"))
 
 
 def make_params(rng, *, biased, num_in=2, dtype=np.float64):

@@ -78,7 +78,7 @@ def test_weights_that_all_shards_share_get_the_sum_of_their_gradients():
   cases = [fill_case(20, 6, 10, sizes, np.float32) for sizes in ((3, 9), (0, 0), (20, 0), (1, 19))]
   x_MD, dy_MF = (np.concatenate([case[i] for case in cases]) for i in (0, 3))
   w_GDF, sizes_PG = cases[0][1], np.stack([case[2] for case in cases])
-  multiply = sharded_multiply(check_vma=False)  # see UNCHECKED
+  multiply = sharded_multiply(check_vma=False)  # see WITHOUT_VMA
 
   @jax.jit
   def all_three(x_MD, w_GDF, sizes_PG, dy_MF):
@@ -92,7 +92,7 @@ def test_weights_that_all_shards_share_get_the_sum_of_their_gradients():
 
 
 def test_jax_s_kernels_still_refuse_a_checked_shard_map():
-  """Should this fail, take Megablox out of UNCHECKED."""
+  """Should this fail, take Megablox out of WITHOUT_VMA."""
   x_MD, w_GDF, sizes_G, _ = fill_case(80, 6, 10, (3, 9), np.float32)
   with pytest.raises(ValueError, match="check_vma=False"):
     sharded_multiply(check_vma=True)(x_MD, w_GDF, np.stack([sizes_G] * 4))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.kernels.grouped_matmul import triton
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
-from maxlite.sharding.pvary import vary
+from maxlite.sharding.collectives import pvary
 
 # JAX 0.12 warns whenever it lowers such a kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -72,7 +72,7 @@ def lowered_text(num_rows, num_groups, row_dtype, tiles=DEFAULT_TILES):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
   multiply = jax.shard_map(
-    lambda *arrays: triton.grouped_matmul(*vary(*arrays), tiles),
+    lambda *arrays: triton.grouped_matmul(*pvary(*arrays), tiles),
     mesh=mesh,
     in_specs=(P("expert"), P(), P("expert")),
     out_specs=P("expert"),

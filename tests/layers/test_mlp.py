@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.layers.mlp import MLP, activation_of, recomputed
+from maxlite.layers.mlp import MLP, build_activation, checkpointed_activation
 
 FORMULAS = {
   "silu": lambda x: x / (1 + jnp.exp(-x)),
@@ -51,6 +51,8 @@ def test_gated_and_ungated(sharders, activations):
 
 def test_a_gate_keeps_nothing_for_its_gradient_but_its_operands():
   gate, up = draw((5, 4), 0).astype(np.float32), draw((5, 4), 1).astype(np.float32)
-  _, pull_back = jax.vjp(functools.partial(recomputed, activation_of(("silu", "linear"))), gate, up)
+  _, pull_back = jax.vjp(
+    functools.partial(checkpointed_activation, build_activation(("silu", "linear"))), gate, up
+  )
   kept = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back) if np.shape(leaf) == gate.shape]
   assert sorted(leaf.sum() for leaf in kept) == sorted((gate.sum(), up.sum()))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlite.config.schema import RopeConfig
-from maxlite.layers.rope import apply_rope, pairs_to_halves, rope_tables, score_factor
+from maxlite.layers.rope import apply_rope, deinterleave, rope_tables, score_factor
 
 THETA, NUM_CHANNELS = 100.0, 8
 PLAIN = RopeConfig(rope_max_timescale=THETA)
@@ -129,4 +129,4 @@ def test_where_all_channels_turn_mscale_1_is_yarn_as_published():
 
 def test_interleaved_pairs_become_halves():
   pairs = np.arange(8, dtype=np.float32).reshape(1, 1, 1, 8)
-  np.testing.assert_array_equal(pairs_to_halves(pairs)[0, 0, 0], [0, 2, 4, 6, 1, 3, 5, 7])
+  np.testing.assert_array_equal(deinterleave(pairs)[0, 0, 0], [0, 2, 4, 6, 1, 3, 5, 7])

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from maxlite.planning.topology import KINDS, parse_topology
-from maxlite.sharding.mesh import MESH_AXES, build_mesh, slice_degrees
+from maxlite.sharding.mesh import MESH_AXES, build_mesh, dcn_degrees
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_dcn_degrees_lie_across_slices(monkeypatch):
   dcn |= {"data": 2, "expert": -1}
   mesh = build_mesh(list(ici.values()), list(dcn.values()), devices)
   assert [size for size in mesh.devices.shape if size > 1] == [4, 2, 2]
-  assert slice_degrees(mesh) == {"data": 2, "expert": 2}
+  assert dcn_degrees(mesh) == {"data": 2, "expert": 2}

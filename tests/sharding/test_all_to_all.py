@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from maxlite.sharding import all_to_all as exchange_module
-from maxlite.sharding.all_to_all import check_exchange, give_back, plan_exchange, send
+from maxlite.sharding.all_to_all import check_all_to_all, combine, dispatch, plan_dispatch
 
 NUM_SHARDS, NUM_EXPERTS, NUM_ROWS, DIM = 4, 8, 12, 3
 MESH = Mesh(np.array(jax.devices()).reshape(2, NUM_SHARDS), ("data", "expert"))
@@ -61,7 +61,7 @@ def on_shards(function, num_received):
   """`function(plan, *rows)` on all eight shards; operands and results are [2, P, rows, D]."""
 
   def on_shard(counts_dpE, *operands):
-    plan = plan_exchange(
+    plan = plan_dispatch(
       counts_dpE[0, 0], ("expert",), num_sent=NUM_ROWS, num_received=num_received
     )
     return jax.tree.map(lambda r: r[None, None], function(plan, *(x[0, 0] for x in operands)))
@@ -77,11 +77,11 @@ def draw(num_rows, seed):
 
 @pytest.fixture(scope="module", params=[WHOLE, 10])
 def exchange(request):
-  """(rows of a receive buffer, what runs send, give_back and both gradients)."""
+  """(rows of a receive buffer, what runs dispatch, combine and both gradients)."""
 
   def both(plan, x, y, dx, dy):
-    received, send_back = jax.vjp(lambda x: send(x, plan), x)
-    returned, give_on = jax.vjp(lambda y: give_back(y, plan), y)
+    received, send_back = jax.vjp(lambda x: dispatch(x, plan), x)
+    returned, give_on = jax.vjp(lambda y: combine(y, plan), y)
     figures = plan.group_sizes_e, plan.num_dropped
     return received, send_back(dy)[0], returned, give_on(dx)[0], figures
 
@@ -122,7 +122,7 @@ def test_what_is_sent_past_a_full_buffer_comes_from_the_fullest_experts():
 
 
 def test_the_check_before_a_run_passes_here():
-  check_exchange(MESH, ("expert",))
+  check_all_to_all(MESH, ("expert",))
 
 
 def test_the_check_before_a_run_finds_one_row_in_the_wrong_place(monkeypatch):
@@ -135,4 +135,4 @@ def test_the_check_before_a_run_finds_one_row_in_the_wrong_place(monkeypatch):
 
   monkeypatch.setattr(exchange_module, "_exchange", wrong)
   with pytest.raises(ValueError, match="write use_ring_of_experts=true"):
-    check_exchange(MESH, ("expert",))
+    check_all_to_all(MESH, ("expert",))

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.layers.linear import matmul
 from maxlite.sharding import build_mesh
-from maxlite.sharding.pvary import vary
+from maxlite.sharding.collectives import pvary
 
 MESH_DEGREES = (1, 2, 2, 1, 1, 2)
 ROWS = P(("data", "fsdp"), None)
@@ -18,7 +18,7 @@ def test_gradients_inside_shard_map_are_those_of_the_whole():
 
   # `matmul` has a gradient rule of its own, which knows nothing of meshes.
   sharded = jax.shard_map(
-    lambda x_tD, w_Df: matmul(*vary(x_tD, w_Df)),
+    lambda x_tD, w_Df: matmul(*pvary(x_tD, w_Df)),
     mesh=build_mesh(MESH_DEGREES, (1,) * 6),
     in_specs=(ROWS, P(None, "tensor")),
     out_specs=P(("data", "fsdp"), "tensor"),
@@ -31,7 +31,7 @@ def test_gradients_inside_shard_map_are_those_of_the_whole():
 
 def test_every_operand_varies_over_the_axes_of_all():
   def local(x_t, w, z_d):
-    marked = vary(x_t, w, z_d)
+    marked = pvary(x_t, w, z_d)
     kinds = {jax.typeof(array).manual_axis_type.varying for array in marked}
     assert kinds == {frozenset({"data", "fsdp", "tensor"})}
     return sum(marked)

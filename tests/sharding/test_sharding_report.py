@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxlite.sharding import Sharder, build_mesh
-from maxlite.sharding.sharding_report import check_sharded, place
+from maxlite.sharding.sharding_report import check_sharded, parameter_sharding
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def sharder():
 
 
 def placed(sharder, path, shape, names, dtype=jnp.float32):
-  return place(path, jax.ShapeDtypeStruct(shape, dtype), names, sharder)
+  return parameter_sharding(path, jax.ShapeDtypeStruct(shape, dtype), names, sharder)
 
 
 def test_a_placement_counts_bytes_as_a_device_holds_them(sharder):

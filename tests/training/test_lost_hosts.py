@@ -21,7 +21,7 @@ from test_many_hosts import LAST_BITS, LIGHT, largest_difference
 from tiny import KEYS
 from tiny_run import checkpoint_steps, keys_in, logged, parameter_hash
 
-from maxlite.distributed.heartbeat import LOST
+from maxlite.distributed.heartbeat import EXIT_PEER_LOST
 
 pytestmark = pytest.mark.slow
 TWO = ("--processes", 2, "--devices", 1)
@@ -73,7 +73,7 @@ def test_a_process_that_hangs_is_lost_after_the_heartbeat(folder):
   launch = Launch(folder, *TWO, **ENDLESS, jax_distributed_heartbeat_timeout_seconds=5)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(0), signal.SIGSTOP)
-  assert launch.wait() == LOST
+  assert launch.wait() == EXIT_PEER_LOST
   assert "[1] process 1 leaves: process 0 was silent for 5 s" in launch.output
 
 
@@ -194,14 +194,14 @@ def test_a_checkpoint_that_one_host_cannot_read_ends_all_in_one_line(apart):
   for data in (apart / "1/runs/run/checkpoints").rglob("manifest.ocdbt"):
     data.unlink()
   for code, line in Apart(apart, **SHORT | {"steps": 50}).ends():
-    assert code in (2, LOST)
+    assert code in (2, EXIT_PEER_LOST)
     assert re.search("all checkpoints in .* are damaged", line)
 
 
 def test_hosts_that_do_not_share_their_runs_are_told(apart):
   shutil.rmtree(apart / "1/runs/run/checkpoints")
   for code, line in Apart(apart, **SHORT | {"steps": 50}).ends():
-    assert code in (2, LOST)
+    assert code in (2, EXIT_PEER_LOST)
     assert "base_output_directory must be a folder that all hosts share" in line
 
 
@@ -209,7 +209,7 @@ def test_a_path_that_looks_like_a_pattern_is_refused(folder):
   for rank in range(2):
     (folder / str(rank)).mkdir(parents=True)
   for code, line in Apart(folder, **SHORT | {"run_name": "run[1]"}).ends():
-    assert code in (2, LOST)
+    assert code in (2, EXIT_PEER_LOST)
     assert "whose path has one of *?[ in it" in line
 
 
@@ -219,7 +219,7 @@ def test_what_is_wrong_on_one_host_is_told_on_all(folder):
     (folder / str(rank) / "text.txt").write_text(text)
   data = {"dataset_type": "text", "dataset_path": "text.txt", "eval_split": "tail"}
   for code, line in Apart(folder, **SHORT | data).ends():
-    assert code in (2, LOST)
+    assert code in (2, EXIT_PEER_LOST)
     assert "text.txt" in line
 
 
@@ -228,7 +228,7 @@ def test_an_ensemble_is_no_work_for_many_processes(folder):
   for rank in range(2):
     (folder / str(rank)).mkdir(parents=True)
   for code, line in Apart(folder, **SHORT | members).ends():
-    assert code in (2, LOST)
+    assert code in (2, EXIT_PEER_LOST)
     assert "an ensemble is trained by one process, and this run has 2" in line
 
 

@@ -41,7 +41,7 @@ from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config.phases import phases_of
 from maxlite.data.batch import to_global
 from maxlite.data.loader import open_data
-from maxlite.layers.lora import without_additions
+from maxlite.layers.lora import drop_modules
 from maxlite.metrics.writers import read_rows
 from maxlite.training.loop import StepLog
 from maxlite.training.state import averaged_params
@@ -168,7 +168,7 @@ def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
   (parts, data_state, _) = checkpoints.restore(adapted.abstract_state)
   assert data_state is None
   state = jax.device_get(adapted.start_from(parts["params"]))
-  jax.tree.map(np.testing.assert_array_equal, without_additions(state.params), given)
+  jax.tree.map(np.testing.assert_array_equal, drop_modules(state.params), given)
   fresh = {path: leaf for path, leaf in paths(state.params).items() if "lora_" in path}
   assert fresh.keys() == paths(state.ema).keys()
   assert all(leaf.any() == ("lora_a" in path) for path, leaf in fresh.items())

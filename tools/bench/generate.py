@@ -46,7 +46,7 @@ from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import Engine, Request
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import Rules
-from maxlite.layers.linear import matmul_of_few_rows
+from maxlite.layers.linear import matmul_few_rows
 
 PYTHON = b"def |class |import |    return |for i in |if not |try:\n|# ".split(b"|")
 NUM_PROMPT, VOCAB = 64, 512
@@ -134,7 +134,7 @@ def products_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
   shapes = [*shapes * SHAPE.num_hidden_layers, (wide, VOCAB)]
   draw = np.random.default_rng(0).standard_normal
   weights = [jnp.asarray(draw(s[::-1]) / s[0] ** 0.5, jnp.float32) for s in shapes]
-  times = matmul_of_few_rows
+  times = matmul_few_rows
 
   @jax.jit
   def step(x_BD: jax.Array, weights: list[jax.Array]) -> jax.Array:

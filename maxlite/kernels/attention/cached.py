@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from maxlite.kernels.soft_cap import capped
+from maxlite.kernels.soft_cap import apply_soft_cap
 
 
 @struct.dataclass
-class Seen:
+class BlockMask:
   """What queries attend of a block."""
 
   visible_BTS: jax.Array
@@ -40,7 +40,7 @@ def attention(
   q_BTHC: jax.Array,
   k_blocks: Sequence[jax.Array],
   v_blocks: Sequence[jax.Array],
-  seen: Sequence[Seen],
+  seen: Sequence[BlockMask],
   *,
   scale: float,
   soft_cap: float = 0.0,
@@ -93,7 +93,7 @@ def _add(
   soft_cap: float,
 ) -> _Sums:
   """`sums` with those over a block."""
-  score_BGtS = capped(_dot(q_BGtC, k_BGSC, 3) * scale, soft_cap)
+  score_BGtS = apply_soft_cap(_dot(q_BGtC, k_BGSC, 3) * scale, soft_cap)
   visible_B1tS = jnp.repeat(visible_BTS, q_BGtC.shape[2] // visible_BTS.shape[1], axis=1)[:, None]
   score_BGtS = jnp.where(visible_B1tS, score_BGtS, jnp.finfo(score_BGtS.dtype).min)
   largest_BGt1 = jnp.maximum(sums.largest_BGt1, jnp.max(score_BGtS, axis=-1, keepdims=True))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.kernels.attention.reference import visible
-from maxlite.kernels.soft_cap import capped
+from maxlite.kernels.soft_cap import apply_soft_cap
 
 _MAX_SPANS = 8  # compile time grows with it; 8 spans compute 56 % of all scores, 16 would 53 %
 
@@ -180,7 +180,7 @@ def _scores(rule: _Rule, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax
   num_seqs, num_kv_heads, _, num_keys = score_BGrS.shape
   score_BGhtS = score_BGrS.reshape(num_seqs, num_kv_heads, -1, queries.row_BT.shape[1], num_keys)
   visible_BtS = visible(queries.row_BT, queries.segment_BT, keys.segment_BS, keys.window)
-  score_BGhtS, slope = capped(score_BGhtS * rule.scale, rule.soft_cap), rule.scale
+  score_BGhtS, slope = apply_soft_cap(score_BGhtS * rule.scale, rule.soft_cap), rule.scale
   if rule.soft_cap:
     slope *= (1 - jnp.square(score_BGhtS / rule.soft_cap)).reshape(score_BGrS.shape)
   lowest = jnp.finfo(score_BGrS.dtype).min

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.kernels.soft_cap import capped
+from maxlite.kernels.soft_cap import apply_soft_cap
 
 
 def visible(q_row_BT, q_segment_BT, kv_segment_BS, window=None) -> jax.Array:
@@ -40,7 +40,9 @@ def attention(
   score_BHTS = jnp.einsum("BTHC,BSHC->BHTS", q_BTHC.astype(accumulate), k_BSHC) * scale
   q_row_BT = q_start + jnp.arange(num_queries, dtype=jnp.int32)[None]
   visible_B1TS = visible(q_row_BT, q_segment_BT, kv_segment_BS, window)[:, None]
-  score_BHTS = jnp.where(visible_B1TS, capped(score_BHTS, soft_cap), jnp.finfo(accumulate).min)
+  score_BHTS = jnp.where(
+    visible_B1TS, apply_soft_cap(score_BHTS, soft_cap), jnp.finfo(accumulate).min
+  )
   if sink_H is None:
     p_BHTS = jax.nn.softmax(score_BHTS)
   else:

@@ -25,7 +25,7 @@ BACKENDS = {
 AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton"}
 
 # Backends whose kernels carry no types that say which values differ between shards.
-UNCHECKED = frozenset({"megablox"})
+WITHOUT_VMA = frozenset({"megablox"})
 
 
 def resolve_backend(name: str, platform: str) -> str:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.config.schema import LoraConfig, MoeConfig
-from maxlite.layers.mlp import MLP, activation_of
+from maxlite.layers.mlp import MLP, build_activation
 from maxlite.layers.moe.dispatch import DISPATCHES, choose_dispatch
-from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
+from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertWeights
 from maxlite.layers.moe.router import Router, RouterSums
 from maxlite.sharding import Sharder
 
@@ -30,7 +30,7 @@ class MoeBlock(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, RouterSums]:
     cfg = self.cfg
-    activation = activation_of(self.activations, cfg.mlp_activations_limit)
+    activation = build_activation(self.activations, cfg.mlp_activations_limit)
     router = Router(cfg, self.weight_dtype, self.router_bias, name="router")
     route = router(x_BTD, segment_BT)
     weights = self._weights(x_BTD.shape[-1])
@@ -45,17 +45,17 @@ class MoeBlock(nn.Module):
     sums = route.sums.replace(dropped=num_dropped.astype(route.sums.tokens.dtype))
     return self.sharder.constrain(y_BTD, names), sums
 
-  def _weights(self, width: int) -> Weights:
+  def _weights(self, width: int) -> ExpertWeights:
     hidden = self.cfg.base_moe_mlp_dim
     in_names = [f"wi_{i}" for i in range(len(self.activations))]
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
     wi_EDF = tuple(self._param(name, init, WI, width, hidden) for name in in_names)
     wo_EFD = self._param("wo", init, WO, hidden, width)
     if not self.cfg.expert_bias:
-      return Weights(wi_EDF, wo_EFD, (), None)
+      return ExpertWeights(wi_EDF, wo_EFD, (), None)
     zeros = nn.initializers.zeros
     bi_EF = tuple(self._param(f"{name}_bias", zeros, BI, hidden) for name in in_names)
-    return Weights(wi_EDF, wo_EFD, bi_EF, self._param("wo_bias", zeros, BO, width))
+    return ExpertWeights(wi_EDF, wo_EFD, bi_EF, self._param("wo_bias", zeros, BO, width))
 
   def _param(self, name: str, init: Callable, names: tuple[str, ...], *shape: int) -> jax.Array:
     init = nn.with_logical_partitioning(init, names)

@@ -6,7 +6,7 @@ import jax
 from flax import struct
 
 from maxlite.config.schema import MoeConfig
-from maxlite.kernels.grouped_matmul.api import UNCHECKED, Tiles, resolve_backend
+from maxlite.kernels.grouped_matmul.api import WITHOUT_VMA, Tiles, resolve_backend
 from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
 
 WI, WO = ("exp", "embed_no_exp", "mlp"), ("exp", "mlp", "embed_no_exp")
@@ -14,7 +14,7 @@ BI, BO = ("exp", "mlp"), ("exp", "norm")
 
 
 @struct.dataclass
-class Weights:
+class ExpertWeights:
   """All experts' weights, or those of one shard."""
 
   wi_EDF: tuple[jax.Array, ...]
@@ -31,13 +31,13 @@ def resolve_experts_backend(cfg: MoeConfig, platform: str) -> str:
 
 def is_checked(cfg: MoeConfig, platform: str) -> bool:
   """Whether shard_map can follow the types of the experts' kernels (check_vma)."""
-  return resolve_experts_backend(cfg, platform) not in UNCHECKED
+  return resolve_experts_backend(cfg, platform) not in WITHOUT_VMA
 
 
 def apply_experts(
   x_MD: jax.Array,
   weight_M: jax.Array,
-  weights: Weights,
+  weights: ExpertWeights,
   group_sizes_E: jax.Array,
   *,
   activation: Callable,

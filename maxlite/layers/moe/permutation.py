@@ -1,6 +1,6 @@
 """Tokens laid out as rows of experts and back, by gathers in both directions.
 
-`spread` and `collect` are linear maps and each other's adjoint, so no scatter-add appears in the
+`permute` and `unpermute` are linear maps and each other's adjoint, so no scatter-add appears in the
 backward pass.
 """
 
@@ -11,7 +11,7 @@ from flax import struct
 
 
 @struct.dataclass
-class Layout:
+class Permutation:
   """Which assignment (t * K + k) each of M rows holds, and which row each assignment has.
 
   Rows without an assignment, and assignments without a row, point past the end of the other.
@@ -22,7 +22,7 @@ class Layout:
 
 
 def sort_by_expert(expert_TK: jax.Array, num_experts: int, num_rows: int) -> tuple:
-  """(Layout, group_sizes_E): the assignments sorted by expert, stably, in `num_rows` rows.
+  """(Permutation, group_sizes_E): the assignments sorted by expert, stably, in `num_rows` rows.
 
   An assignment to no expert (`expert_TK` out of range) gets no row. Sorts by counting.
   """
@@ -35,7 +35,7 @@ def sort_by_expert(expert_TK: jax.Array, num_experts: int, num_rows: int) -> tup
   before_AE = jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32) - chosen_AE
   row_A = jnp.sum((start_E[None] + before_AE) * chosen_AE, axis=1, dtype=jnp.int32)
   row_A = jnp.where(jnp.any(chosen_AE > 0, axis=1), row_A, num_rows)
-  return Layout(invert(row_A, num_rows), row_A.reshape(expert_TK.shape)), group_sizes_E
+  return Permutation(invert(row_A, num_rows), row_A.reshape(expert_TK.shape)), group_sizes_E
 
 
 def invert(row_A: jax.Array, num_rows: int) -> jax.Array:
@@ -46,37 +46,37 @@ def invert(row_A: jax.Array, num_rows: int) -> jax.Array:
 
 
 @jax.custom_vjp
-def spread(x_TD: jax.Array, layout: Layout) -> jax.Array:
+def permute(x_TD: jax.Array, layout: Permutation) -> jax.Array:
   """x_MD: every token's row, once for each of its assignments; zero in rows without one."""
   token_M = layout.assignment_M // layout.row_TK.shape[1]
   return jnp.take(x_TD, token_M, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def collect(y_MD: jax.Array, layout: Layout) -> jax.Array:
+def unpermute(y_MD: jax.Array, layout: Permutation) -> jax.Array:
   """y_TD: the sum of each token's rows, accumulated in float32."""
   y_TKD = jnp.take(y_MD, layout.row_TK, axis=0, mode="fill", fill_value=0)
   accumulator = np.promote_types(y_MD.dtype, jnp.float32)
   return jnp.sum(y_TKD, axis=1, dtype=accumulator).astype(y_MD.dtype)
 
 
-spread.defvjp(
-  lambda x_TD, layout: (spread(x_TD, layout), layout),
-  lambda layout, dx_MD: (collect(dx_MD, layout), None),
+permute.defvjp(
+  lambda x_TD, layout: (permute(x_TD, layout), layout),
+  lambda layout, dx_MD: (unpermute(dx_MD, layout), None),
 )
-collect.defvjp(
-  lambda y_MD, layout: (collect(y_MD, layout), layout),
-  lambda layout, dy_TD: (spread(dy_TD, layout), None),
+unpermute.defvjp(
+  lambda y_MD, layout: (unpermute(y_MD, layout), layout),
+  lambda layout, dy_TD: (permute(dy_TD, layout), None),
 )
 
 
 @jax.custom_vjp
-def spread_weights(weight_TK: jax.Array, layout: Layout) -> jax.Array:
+def permute_weights(weight_TK: jax.Array, layout: Permutation) -> jax.Array:
   """weight_M: each row's assignment's weight; zero in rows without one."""
   return jnp.take(weight_TK.reshape(-1), layout.assignment_M, mode="fill", fill_value=0)
 
 
-spread_weights.defvjp(
-  lambda weight_TK, layout: (spread_weights(weight_TK, layout), layout),
+permute_weights.defvjp(
+  lambda weight_TK, layout: (permute_weights(weight_TK, layout), layout),
   lambda layout, dw_M: (jnp.take(dw_M, layout.row_TK, mode="fill", fill_value=0), None),
 )

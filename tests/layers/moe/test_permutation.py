@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxlite.layers.moe.permutation import collect, sort_by_expert, spread, spread_weights
+from maxlite.layers.moe.permutation import permute, permute_weights, sort_by_expert, unpermute
 
 NUM_TOKENS, NUM_CHOSEN, NUM_EXPERTS, DIM = 12, 2, 5, 3
 NUM_ROWS = NUM_TOKENS * NUM_CHOSEN
@@ -69,22 +69,22 @@ def plain_spread(x_TD, expert_A, num_rows):
 @pytest.mark.parametrize("num_rows", [NUM_ROWS, NUM_ROWS + 4])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_values_and_gradients_are_those_of_plain_indexing(routing, num_rows):
-  """`collect` is checked as the transpose of the plain `spread`, which it must be."""
+  """`unpermute` is checked as the transpose of the plain `permute`, which it must be."""
   expert_A = ROUTINGS[routing]
   order = sorted_assignments(expert_A)
   with jax.enable_x64(True):
     layout, _ = layout_of(expert_A, num_rows)
     x_TD, y_MD, weight_TK = draw((NUM_TOKENS, DIM), 0), draw((num_rows, DIM), 1), draw((12, 2), 2)
-    x_MD, pull_back = jax.vjp(lambda x: spread(x, layout), x_TD)
+    x_MD, pull_back = jax.vjp(lambda x: permute(x, layout), x_TD)
     plain_x_MD, plain_pull_back = jax.vjp(lambda x: plain_spread(x, expert_A, num_rows), x_TD)
     np.testing.assert_array_equal(x_MD, plain_x_MD)
     np.testing.assert_allclose(pull_back(y_MD)[0], plain_pull_back(y_MD)[0], atol=1e-14)
 
-    y_TD, pull_back = jax.vjp(lambda y: collect(y, layout), y_MD)
+    y_TD, pull_back = jax.vjp(lambda y: unpermute(y, layout), y_MD)
     np.testing.assert_allclose(y_TD, plain_pull_back(y_MD)[0], atol=1e-14)
     np.testing.assert_array_equal(pull_back(x_TD)[0], plain_x_MD)
 
-    weight_M, pull_back = jax.vjp(lambda w: spread_weights(w, layout), weight_TK)
+    weight_M, pull_back = jax.vjp(lambda w: permute_weights(w, layout), weight_TK)
     np.testing.assert_array_equal(weight_M[: order.size], weight_TK.reshape(-1)[order])
     assert not np.any(weight_M[order.size :])
     dweight_A = np.zeros(NUM_ROWS)
@@ -96,7 +96,7 @@ def test_rows_without_an_assignment_reach_no_token():
   with jax.enable_x64(True):
     layout, _ = layout_of(ROUTINGS["some nowhere"])
     y_MD = draw((NUM_ROWS, DIM), 1).at[18:].set(jnp.nan)
-    assert np.isfinite(collect(y_MD, layout)).all()
+    assert np.isfinite(unpermute(y_MD, layout)).all()
 
 
 def test_a_token_of_many_experts_sums_its_rows_in_float32():
@@ -105,4 +105,4 @@ def test_a_token_of_many_experts_sums_its_rows_in_float32():
   layout, _ = sort(np.arange(num_chosen, dtype=np.int32)[None], num_chosen, num_chosen)
   y_MD = np.full((num_chosen, 1), 2.0**-8, jnp.bfloat16)
   y_MD[0] = 1
-  assert float(collect(y_MD, layout)[0, 0]) == 1.25
+  assert float(unpermute(y_MD, layout)[0, 0]) == 1.25

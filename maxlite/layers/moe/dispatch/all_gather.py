@@ -11,14 +11,19 @@ import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.dispatch.expert_shards import on_shards
-from maxlite.layers.moe.experts import Weights, apply_experts, is_checked
-from maxlite.layers.moe.permutation import collect, sort_by_expert, spread, spread_weights
+from maxlite.layers.moe.experts import ExpertWeights, apply_experts, is_checked
+from maxlite.layers.moe.permutation import permute, permute_weights, sort_by_expert, unpermute
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import Sharder
 
 
 def dispatch(
-  cfg: MoeConfig, sharder: Sharder, activation, x_BTD: jax.Array, route: Route, weights: Weights
+  cfg: MoeConfig,
+  sharder: Sharder,
+  activation,
+  x_BTD: jax.Array,
+  route: Route,
+  weights: ExpertWeights,
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, 0): nothing is ever dropped."""
   mlp = functools.partial(apply_experts, activation=activation, cfg=cfg, platform=sharder.platform)
@@ -34,6 +39,6 @@ def _on_shard(mesh_axes, mlp, x_TD, expert_TK, weight_TK, weights) -> tuple:
   mine_TK = expert_TK - num_mine * jax.lax.axis_index(mesh_axes)
   num_rows = expert_TK.shape[0] * min(expert_TK.shape[1], num_mine)
   layout, group_sizes_e = sort_by_expert(mine_TK, num_mine, num_rows)
-  y_MD = mlp(spread(x_TD, layout), spread_weights(weight_TK, layout), weights, group_sizes_e)
-  y_TD = jax.lax.psum_scatter(collect(y_MD, layout), mesh_axes, tiled=True)
+  y_MD = mlp(permute(x_TD, layout), permute_weights(weight_TK, layout), weights, group_sizes_e)
+  y_TD = jax.lax.psum_scatter(unpermute(y_MD, layout), mesh_axes, tiled=True)
   return y_TD, jnp.zeros_like(group_sizes_e[0])

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.experts import Weights
-from maxlite.layers.moe.permutation import Layout, collect, invert, spread, spread_weights
+from maxlite.layers.moe.experts import ExpertWeights
+from maxlite.layers.moe.permutation import Permutation, invert, permute, permute_weights, unpermute
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import Sharder
 
@@ -20,7 +20,12 @@ _SLOTS = ("activation_batch_no_exp", "activation_exp", None, None)
 
 
 def dispatch(
-  cfg: MoeConfig, sharder: Sharder, activation, x_BTD: jax.Array, route: Route, weights: Weights
+  cfg: MoeConfig,
+  sharder: Sharder,
+  activation,
+  x_BTD: jax.Array,
+  route: Route,
+  weights: ExpertWeights,
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, assignments dropped); earlier tokens of a row are served first."""
   num_rows, num_tokens, num_chosen = route.expert_BTK.shape
@@ -30,15 +35,15 @@ def dispatch(
     route.expert_BTK
   )
   by_expert = lambda x: x.reshape(num_rows, cfg.num_experts, num_slots, -1)
-  x_BECD = sharder.constrain(by_expert(jax.vmap(spread)(x_BTD, layout)), _SLOTS)
-  weight_BEC1 = by_expert(jax.vmap(spread_weights)(route.weight_BTK, layout)).astype(x_BTD.dtype)
+  x_BECD = sharder.constrain(by_expert(jax.vmap(permute)(x_BTD, layout)), _SLOTS)
+  weight_BEC1 = by_expert(jax.vmap(permute_weights)(route.weight_BTK, layout)).astype(x_BTD.dtype)
   y_BECD = sharder.constrain(_mlp(x_BECD, weight_BEC1, weights, activation), _SLOTS)
-  y_BTD = jax.vmap(collect)(y_BECD.reshape(num_rows, -1, x_BTD.shape[-1]), layout)
+  y_BTD = jax.vmap(unpermute)(y_BECD.reshape(num_rows, -1, x_BTD.shape[-1]), layout)
   return y_BTD, jnp.sum(num_dropped_B, dtype=jnp.int32)
 
 
 def _assign_slots(expert_TK: jax.Array, num_experts: int, num_slots: int) -> tuple:
-  """(Layout over experts x slots, assignments without a slot) of one row of the batch."""
+  """(Permutation over experts x slots, assignments without a slot) of one row of the batch."""
   expert_A = expert_TK.reshape(-1)
   experts_E = jnp.arange(num_experts, dtype=expert_A.dtype)
   chosen_AE = (expert_A[:, None] == experts_E[None]).astype(jnp.int32)
@@ -47,11 +52,11 @@ def _assign_slots(expert_TK: jax.Array, num_experts: int, num_slots: int) -> tup
   real_A = jnp.any(chosen_AE > 0, axis=1)
   fits_A = real_A & (rank_A < num_slots)
   row_A = jnp.where(fits_A, expert_A * num_slots + rank_A, num_experts * num_slots)
-  layout = Layout(invert(row_A, num_experts * num_slots), row_A.reshape(expert_TK.shape))
+  layout = Permutation(invert(row_A, num_experts * num_slots), row_A.reshape(expert_TK.shape))
   return layout, jnp.sum(real_A & ~fits_A, dtype=jnp.int32)
 
 
-def _mlp(x_BECD, weight_BEC1, weights: Weights, activation) -> jax.Array:
+def _mlp(x_BECD, weight_BEC1, weights: ExpertWeights, activation) -> jax.Array:
   dtype = x_BECD.dtype
   up = [jnp.einsum("becd,edf->becf", x_BECD, w_EDF.astype(dtype)) for w_EDF in weights.wi_EDF]
   if weights.bo_ED is not None:

@@ -4,13 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.experts import Weights
+from maxlite.layers.moe.experts import ExpertWeights
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import Sharder
 
 
 def dispatch(
-  cfg: MoeConfig, sharder: Sharder, activation, x_BTD: jax.Array, route: Route, weights: Weights
+  cfg: MoeConfig,
+  sharder: Sharder,
+  activation,
+  x_BTD: jax.Array,
+  route: Route,
+  weights: ExpertWeights,
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, 0); work and memory grow with the number of experts."""
   del sharder

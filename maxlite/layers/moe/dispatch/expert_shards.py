@@ -6,18 +6,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.layers.moe.experts import BI, BO, WI, WO, Weights
+from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertWeights
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import Sharder
-from maxlite.sharding.collectives import gather_weight
-from maxlite.sharding.pvary import vary
+from maxlite.sharding.collectives import gather_weight, pvary
 
 ROWS = ("activation_batch", "activation_length")
 _GATHERED = "moe_gathered"
 
 
 def on_shards(
-  local: Callable, sharder: Sharder, x_BTD: jax.Array, route: Route, weights: Weights, checked: bool
+  local: Callable,
+  sharder: Sharder,
+  x_BTD: jax.Array,
+  route: Route,
+  weights: ExpertWeights,
+  checked: bool,
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, assignments dropped) of `local(x_TD, expert_TK, weight_TK, weights)` on every shard.
 
@@ -56,13 +60,13 @@ def on_shards(
   )(x_BTD, route.expert_BTK, route.weight_BTK, weights)
 
 
-def _specs(weights: Weights, sharder: Sharder) -> Weights:
+def _specs(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
   wi, wo, bi, bo = map(sharder.spec, (WI, WO, BI, BO))
   bo = None if weights.bo_ED is None else bo
-  return Weights((wi,) * len(weights.wi_EDF), wo, (bi,) * len(weights.bi_EF), bo)
+  return ExpertWeights((wi,) * len(weights.wi_EDF), wo, (bi,) * len(weights.bi_EF), bo)
 
 
-def _gather(weights: Weights, sharder: Sharder, dtype: jnp.dtype) -> Weights:
+def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> ExpertWeights:
   axes = sharder.mesh_axes("embed_no_exp")
   gather = lambda w, axis: checkpoint_name(gather_weight(w, dtype, axes, axis), _GATHERED)
   return weights.replace(
@@ -70,7 +74,7 @@ def _gather(weights: Weights, sharder: Sharder, dtype: jnp.dtype) -> Weights:
   )
 
 
-def _bias_once(weights: Weights, sharder: Sharder) -> Weights:
+def _bias_once(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
   """The bias of the result on the first shard of the hidden axis alone: results are summed."""
   if weights.bo_ED is None:
     return weights
@@ -85,4 +89,4 @@ def _rows(x_btD: jax.Array) -> jax.Array:
 def _same_type(*trees) -> list:
   """All arrays marked as differing between the same shards; kernels' own gradients need it."""
   leaves, tree = jax.tree.flatten(trees)
-  return jax.tree.unflatten(tree, vary(*leaves))
+  return jax.tree.unflatten(tree, pvary(*leaves))
