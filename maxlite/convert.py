@@ -2,8 +2,9 @@
 
 import sys
 
-from maxlite.config import exit_with_one_line, load_config
+from maxlite.config import exit_on_user_error, load_config
 from maxlite.config.command_line import help_text
+from maxlite.config.errors import UserError
 
 USAGE = """\
 usage: python -m maxlite.convert from_hf FOLDER run_name=NAME [key=value ...]
@@ -24,7 +25,7 @@ def main() -> int:
   if {"--help", "-h"} & {*verb, *words}:
     sys.stdout.write(USAGE + "\n" + help_text("maxlite.convert"))
     return 0
-  with exit_with_one_line("maxlite.convert"):
+  with exit_on_user_error("maxlite.convert"):
     folder = _folder(verb, words)
     load_config(words, needs_data=False)  # told of a mistake before JAX is loaded
     from maxlite.hf.conversion import run_conversion
@@ -36,17 +37,17 @@ def _folder(verb: list[str], words: list[str]) -> str:
   """The FOLDER of OF_FOLDERS, taken from `words`; empty for the others.
 
   Raises:
-    ValueError: the words are none of USAGE.
+    UserError: the words are none of USAGE.
   """
   if not verb or verb[0] not in VERBS:
-    raise ValueError(f"command line: write one of {', '.join(VERBS)} first; --help tells more")
+    raise UserError(f"command line: write one of {', '.join(VERBS)} first; --help tells more")
   for word in words:
     if word.endswith((".yml", ".yaml")):
-      raise ValueError(f"command line: {word} is no word of {verb[0]}, which takes key=value only")
+      raise UserError(f"command line: {word} is no word of {verb[0]}, which takes key=value only")
   if verb[0] not in OF_FOLDERS:
     return ""
   if not words or "=" in words[0]:
-    raise ValueError(f"command line: {verb[0]} FOLDER is missing; name the one with config.json")
+    raise UserError(f"command line: {verb[0]} FOLDER is missing; name the one with config.json")
   return words.pop(0)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxlite.config.errors import UserError
+
 try:
   from lm_eval.api.model import TemplateLM
   from lm_eval.api.registry import register_model
@@ -24,7 +26,7 @@ except ImportError as error:
   ) from None
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, exit_with_one_line, read_saved
+from maxlite.config import Config, exit_on_user_error, read_saved
 from maxlite.config.schema import DataConfig, build
 from maxlite.data.batch import Batch
 from maxlite.data.rows import pad_row
@@ -61,7 +63,7 @@ class MaxliteLM(TemplateLM):
       chooses the platform.
 
   Raises:
-    ValueError: the folder has no tokenizer, or says no length.
+    UserError: the folder has no tokenizer, or says no length.
   """
 
   def __init__(
@@ -84,7 +86,7 @@ class MaxliteLM(TemplateLM):
     self._tokenizer = open_tokenizer(data)
     self.max_length, self.max_gen_toks = max_length or longest, max_gen_toks
     if not self.max_length:
-      raise ValueError(f"{path}/config.json has no max_position_embeddings: give max_length")
+      raise UserError(f"{path}/config.json has no max_position_embeddings: give max_length")
     num_shards = self._loaded.sharder.num_shards("activation_batch")
     self.batch_size = -(-int(batch_size) // num_shards) * num_shards
     self._add_bos = add_bos_token
@@ -145,7 +147,7 @@ class MaxliteLM(TemplateLM):
       stops, num_tokens, rules = self._read(json.loads(wish))
       room = self._engine.max_length - num_tokens
       if room < 1:
-        raise ValueError(
+        raise UserError(
           f"max_gen_toks={num_tokens} leaves no room for a context in max_length={self.max_length}"
         )
       prompts = [self.tok_encode(requests[n].args[0])[-room:] for n in places]
@@ -180,7 +182,7 @@ class MaxliteLM(TemplateLM):
     try:
       rules = Rules(temperature=temperature if is_sampled else 0.0, **wish)
     except TypeError:
-      raise ValueError(
+      raise UserError(
         f"generation_kwargs has {', '.join(wish)}; known beside until, max_gen_toks, do_sample and "
         "temperature are top_k, top_p, min_p and repetition_penalty"
       ) from None
@@ -210,7 +212,7 @@ class MaxliteLM(TemplateLM):
   def _row(self, context: list[int], scored: list[int], size: int) -> dict[str, np.ndarray]:
     """A row that predicts `scored`, with as much of the context as there is room for."""
     if len(scored) > self.max_length:
-      raise ValueError(
+      raise UserError(
         f"{len(scored)} tokens are to be scored at once, more than max_length={self.max_length}"
       )
     ids = np.asarray([*context, *scored], np.int32)[-size - 1 :]
@@ -226,7 +228,7 @@ def _data_of(folder: Path) -> tuple[DataConfig, int]:
     return cfg.data, cfg.data.max_target_length
   keys = tokenizer_keys(folder)
   if not keys:
-    raise ValueError(f"{folder} has no tokenizer.json or tokenizer.model")
+    raise UserError(f"{folder} has no tokenizer.json or tokenizer.model")
   told = json.loads((folder / "config.json").read_bytes())
   return DataConfig(**keys), told.get("max_position_embeddings", 0)
 
@@ -234,7 +236,7 @@ def _data_of(folder: Path) -> tuple[DataConfig, int]:
 def main() -> int:
   from lm_eval.__main__ import cli_evaluate
 
-  with exit_with_one_line("maxlite.lm_eval_adapter"):
+  with exit_on_user_error("maxlite.lm_eval_adapter"):
     cli_evaluate()
   return 0
 

@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maxlite"
 # A package imports only packages on a lower row; entry points (maxlite/*.py) stand above all.
 ROWS = (
-  {"config", "kernels", "sharding", "distributed"},
+  {"config"},
+  {"kernels", "sharding", "distributed"},
   {"layers"},
   {"models"},
   {"optim", "data", "metrics", "checkpoint"},

@@ -30,6 +30,7 @@ import numpy as np
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Restored, checked, sealed
 from maxlite.checkpoint.safetensors import TensorFile, read_metadata
+from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes
 
@@ -97,7 +98,7 @@ class LocalCheckpoints:
     local checkpoints are not used or cannot be written.
 
     Raises:
-      ValueError: local_checkpoint_directory is no folder that can be written.
+      UserError: local_checkpoint_directory is no folder that can be written.
     """
     self._shown = cfg.local_checkpoint_directory
     self._directory = Path(self._shown).expanduser().absolute() / run_id
@@ -118,7 +119,7 @@ class LocalCheckpoints:
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-      raise ValueError(
+      raise UserError(
         f"local_checkpoint_directory={self._shown}: {error.strerror}: name a folder that every "
         "host can make and write, such as /dev/shm/maxlite"
       ) from None

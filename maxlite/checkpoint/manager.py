@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
+from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.initialize import barrier
 from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
@@ -50,13 +51,13 @@ class Checkpoints:
     """`report` gets a line for each checkpoint found damaged.
 
     Raises:
-      ValueError: the path is one that several processes cannot write to.
+      UserError: the path is one that several processes cannot write to.
     """
     self._cfg = cfg
     self._directory = Path(directory).absolute()
     if jax.process_count() > 1 and glob.has_magic(str(self._directory)):
       # Orbax would look for what the other processes wrote by a pattern, and find nothing.
-      raise ValueError(
+      raise UserError(
         f"{self._directory}: several processes cannot write checkpoints to a folder whose path has "
         "one of *?[ in it: choose another base_output_directory or run_name"
       )
@@ -75,7 +76,7 @@ class Checkpoints:
     `data_state` is JSON. A step that is already there with the same state is left alone.
 
     Raises:
-      ValueError: the step is there with another state.
+      UserError: the step is there with another state.
       NotWritten: the checkpoint before this one, on this host.
     """
     manifest = sealed({"leaves": _describe(state), "data": dict(data_state)})
@@ -119,7 +120,7 @@ class Checkpoints:
     the folder `checkpoints_damaged` and reported; what a killed write left is removed.
 
     Raises:
-      ValueError: all checkpoints are damaged, or the newest whole one is of another model.
+      UserError: all checkpoints are damaged, or the newest whole one is of another model.
     """
     found = self._newest_whole(abstract_state, prefix="")
     damaged = [] if found is None else [step for step in self._steps() if step > found[2]]
@@ -133,7 +134,7 @@ class Checkpoints:
     Nothing in the folder is touched, so this is safe while another process trains into it.
 
     Raises:
-      ValueError: there is no checkpoint, all are damaged, or the parameters are another model's.
+      UserError: there is no checkpoint, all are damaged, or the parameters are another model's.
     """
     parts, step = self.restore_parts({"params": abstract_params})
     return parts["params"], step
@@ -157,14 +158,14 @@ class Checkpoints:
     """(folder, manifest) of the newest checkpoint, to read its parameters in parts.
 
     Raises:
-      ValueError: there is none, or it is damaged.
+      UserError: there is none, or it is damaged.
     """
     step = self.latest_step()
     if step is None:
       raise self._missing()
     manifest, damage = _on_every_process(self._read_manifest, step)
     if damage:
-      raise ValueError(
+      raise UserError(
         f"checkpoint {self._shown / str(step)} is damaged: {damage}; move it away to take an older"
       )
     return self._directory / str(step), manifest
@@ -190,7 +191,7 @@ class Checkpoints:
       next_move = f"going on from {older}" if older else "no older one is left"
       self._report(f"checkpoint {self._shown / str(step)} is damaged: {damage}; {next_move}")
     if steps:
-      raise ValueError(
+      raise UserError(
         f"all checkpoints in {self._shown} are damaged (steps {', '.join(map(str, steps))}): move "
         "the folder away to train from the beginning, or choose another run_name"
       )
@@ -213,13 +214,13 @@ class Checkpoints:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry).restore(path, args=args)
 
   def _require_shared(self, steps: Sequence[int]) -> None:
-    """Raises ValueError, on all processes, where they do not see the same checkpoints."""
+    """Raises UserError, on all processes, where they do not see the same checkpoints."""
     if jax.process_count() == 1:
       return
     seen = np.asarray(zlib.crc32(repr(steps).encode()), np.uint32)
     others = np.flatnonzero(multihost_utils.process_allgather(seen) != seen)
     if others.size:
-      raise ValueError(
+      raise UserError(
         f"process {jax.process_index()} sees the checkpoints {list(steps)} in {self._directory}, "
         f"process {others[0]} others: base_output_directory must be a folder that all hosts share"
       )
@@ -227,7 +228,7 @@ class Checkpoints:
   def _require_same_structure(
     self, step: int, manifest: Manifest, abstract: Any, prefix: str | tuple[str, ...]
   ) -> None:
-    """Raises ValueError with the first leaf that differs from the checkpoint's."""
+    """Raises UserError with the first leaf that differs from the checkpoint's."""
     saved = {
       name: f"{leaf['dtype']}{leaf['shape']}"
       for name, leaf in manifest["body"]["leaves"].items()
@@ -239,7 +240,7 @@ class Checkpoints:
     for name in sorted(saved.keys() | wanted.keys()):
       there, here = saved.get(name, "missing"), wanted.get(name, "missing")
       if there != here:
-        raise ValueError(
+        raise UserError(
           f"checkpoint {self._shown / str(step)} is of another model or optimizer: {name} is "
           f"{there} in it and {here} here; use the config it was made with, or another run_name"
         )
@@ -252,7 +253,7 @@ class Checkpoints:
       self._move_aside([str(step)])
       return False
     if saved["sha256"] != manifest["sha256"]:
-      raise ValueError(
+      raise UserError(
         f"checkpoint {self._shown / str(step)} holds another state of this step and is kept: "
         "choose another run_name"
       )

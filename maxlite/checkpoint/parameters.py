@@ -19,6 +19,7 @@ import tensorstore as ts
 from maxlite.checkpoint.checksum import part_checksum
 from maxlite.checkpoint.chunked_array import Index, Stream, cuts
 from maxlite.checkpoint.manager import PARAMS, Manifest, sealed
+from maxlite.config.errors import UserError
 
 METADATA = "_CHECKPOINT_METADATA"
 
@@ -65,13 +66,13 @@ class StoredParameters:
     """The part of a parameter at `index`.
 
     Raises:
-      ValueError: it cannot be read.
+      UserError: it cannot be read.
     """
     try:
       part = self._open(path)[index].read().result()
     except ValueError as error:  # as TensorStore raises it for whatever it cannot read
       first = str(error).split("\n", 1)[0].split(" See full", 1)[0][:200]
-      raise ValueError(f"checkpoint {self.directory} is damaged: {path}: {first}") from None
+      raise UserError(f"checkpoint {self.directory} is damaged: {path}: {first}") from None
     shape = tuple(self.leaves[path]["shape"])
     for cut in cuts(index, part.dtype):
       inside = tuple(
@@ -85,11 +86,11 @@ class StoredParameters:
     """Checks what was read since it was opened, every element of a parameter once.
 
     Raises:
-      ValueError: these are not the bits that were saved.
+      UserError: these are not the bits that were saved.
     """
     for path, checksum in self._checksums.items():
       if checksum != self.leaves[path]["checksum"]:
-        raise ValueError(
+        raise UserError(
           f"checkpoint {self.directory} is damaged: the bits of {path} are not those saved"
         )
 

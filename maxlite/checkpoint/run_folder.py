@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.config.files import MODEL_FILE, read_file
 from maxlite.config.phases import without_data
 from maxlite.config.saved import differences, read_saved
@@ -51,7 +52,7 @@ class RunFolder:
     but the model that was imported.
 
     Raises:
-      ValueError: a key that shapes the model differs: the run's weights would not fit.
+      UserError: a key that shapes the model differs: the run's weights would not fit.
     """
     if not self.config.exists():
       return None
@@ -59,7 +60,7 @@ class RunFolder:
     fixed = {
       name: pair
       for name, pair in changes.items()
-      if KEYS[name].knob.shapes_model and not _only_data(name, *pair)
+      if KEYS[name].field.shapes_model and not _only_data(name, *pair)
     }
     if self.model.exists() and not self.metrics.exists():  # imported, and not trained yet
       imported = {setting.name for setting in read_file(self.model, "run folder")}
@@ -67,7 +68,7 @@ class RunFolder:
     if fixed:
       before = " ".join(f"{name}={show(old)}" for name, (old, _) in fixed.items())
       now = " ".join(f"{name}={show(new)}" for name, (_, new) in fixed.items())
-      raise ValueError(
+      raise UserError(
         f"run folder {self.directory} was made with {before}, this command says {now}: choose "
         f"another run_name, or set {before}"
       )

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from maxlite.config.errors import UserError
+
 DTYPES: dict[str, np.dtype] = {
   "F32": np.dtype("float32"),
   "F16": np.dtype("float16"),
@@ -42,7 +44,7 @@ class Tensor:
     """Rows [low, high) along the first axis.
 
     Raises:
-      ValueError: the file ends before them.
+      UserError: the file ends before them.
     """
     dtype, shape = (DTYPES | PACKED)[self.dtype], (high - low, *self.shape[1:])
     rows = np.empty(shape, dtype)
@@ -53,7 +55,7 @@ class Tensor:
       while view and (num_read := file.readinto(view)):
         view = view[num_read:]
     if view:
-      raise ValueError(f"{self.path} ends {len(view)} bytes early: copy it again")
+      raise UserError(f"{self.path} ends {len(view)} bytes early: copy it again")
     return rows
 
 
@@ -61,13 +63,13 @@ def read_header(path: Path) -> dict[str, Tensor]:
   """{name: Tensor} of a file, checked: tensors lie within it, and cover it without a gap.
 
   Raises:
-    ValueError: the file is none of safetensors, or damaged.
+    UserError: the file is none of safetensors, or damaged.
   """
   try:
     with safe_open(path, framework="np"):
       pass
   except (SafetensorError, OSError) as error:
-    raise ValueError(f"{path} is no whole safetensors file ({error}): copy it again") from None
+    raise UserError(f"{path} is no whole safetensors file ({error}): copy it again") from None
   with path.open("rb") as file:
     num_bytes = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(num_bytes))

@@ -1,7 +1,7 @@
 """Configuration: the knobs (`schema`), how values are found (`load`), what fits (`validate`)."""
 
-from maxlite.config.knob import ConfigError
-from maxlite.config.load import exit_with_one_line, load_config, main_config
+from maxlite.config.errors import UserError, exit_on_user_error
+from maxlite.config.load import load_config, main_config
 from maxlite.config.saved import (
   describe_changes,
   differences,
@@ -13,10 +13,10 @@ from maxlite.config.schema import Config
 
 __all__ = [
   "Config",
-  "ConfigError",
+  "UserError",
   "describe_changes",
   "differences",
-  "exit_with_one_line",
+  "exit_on_user_error",
   "load_config",
   "main_config",
   "read_saved",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import flags
 
-from maxlite.config.knob import ConfigError
+from maxlite.config.errors import UserError
 from maxlite.config.schema import KEYS, Key
 from maxlite.config.values import Setting, did_you_mean, domain, show
 
@@ -32,13 +32,13 @@ def split(argv: Sequence[str]) -> Words:
   """The words of `argv`, told apart by how they look; values are not read yet.
 
   Raises:
-    ConfigError: a word is none of the three forms, or a flag lacks its value.
+    UserError: a word is none of the three forms, or a flag lacks its value.
   """
   defined = _define_flags()
   try:
     rest = defined(["", *argv], known_only=True)[1:]
   except (flags.Error, ValueError) as error:
-    raise ConfigError(f"command line: {error}; write --key=value") from None
+    raise UserError(f"command line: {error}; write --key=value") from None
   given = [
     Setting(name, str(defined[name].value), f"--{name}") for name in KEYS if defined[name].present
   ]
@@ -65,7 +65,7 @@ def _sort_in(words: Words, word: str) -> None:
     words.files.append(Path(word))
   else:
     hint = did_you_mean(word, KEYS) or "write FILE.yml, key=value or --key=value"
-    raise ConfigError(f"command line: {word} is neither a YAML file nor key=value; {hint}")
+    raise UserError(f"command line: {word} is neither a YAML file nor key=value; {hint}")
 
 
 class _AsWritten(flags.ArgumentParser):
@@ -89,7 +89,7 @@ def _define_flags() -> flags.FlagValues:
       None,
       key.name,
       None,
-      f"{key.knob.doc} ({domain(key)}; default {show(key.default)})",
+      f"{key.field.doc} ({domain(key)}; default {show(key.default)})",
       boolean=key.type is bool,
     )
     flags.DEFINE_flag(flag, defined, module_name=_title(key))

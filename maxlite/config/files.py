@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from maxlite.config.knob import ConfigError
+from maxlite.config.errors import UserError
 from maxlite.config.values import BASE_CONFIG, NotPlainError, Setting, did_you_mean, plain
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -17,24 +17,24 @@ def read_file(path: Path, asked_by: str) -> list[Setting]:
   """The settings of one YAML file in its order; `asked_by` says who named the file.
 
   Raises:
-    ConfigError: the file cannot be read, is no flat mapping, or has a key twice.
+    UserError: the file cannot be read, is no flat mapping, or has a key twice.
   """
   root = _compose(path, asked_by)
   if root is None:
     return []
   if not isinstance(root, yaml.MappingNode):
-    raise ConfigError(f"{path}:1: the file is no mapping; write one `key: value` per line")
+    raise UserError(f"{path}:1: the file is no mapping; write one `key: value` per line")
   settings: dict[str, Setting] = {}
   for name_node, node in root.value:
     source = f"{path}:{name_node.start_mark.line + 1}"
     name = str(name_node.value)
     if name in settings:
       first = settings[name].source
-      raise ConfigError(f"{source}: {name} is already set at {first}; remove one of the two")
+      raise UserError(f"{source}: {name} is already set at {first}; remove one of the two")
     try:
       settings[name] = Setting(name, plain(node, str(path)), source)
     except NotPlainError as error:
-      raise ConfigError(f"{source}: {name} {error}") from None
+      raise UserError(f"{source}: {name} {error}") from None
   return list(settings.values())
 
 
@@ -42,7 +42,7 @@ def read_chain(path: Path, asked_by: str, users: tuple[Path, ...] = ()) -> list[
   """The settings of every file on the base_config chain of `path`, its own last.
 
   Raises:
-    ConfigError: as `read_file`, or the chain comes back to one of its `users`.
+    UserError: as `read_file`, or the chain comes back to one of its `users`.
   """
   chain = (*users, path.resolve())
   own = read_file(path, asked_by)
@@ -78,9 +78,9 @@ def _compose(path: Path, asked_by: str) -> yaml.Node | None:
   except OSError as error:
     near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")))
     hint = near or "name an existing YAML file"
-    raise ConfigError(f"{asked_by}: {path} cannot be read ({error.strerror}); {hint}") from None
+    raise UserError(f"{asked_by}: {path} cannot be read ({error.strerror}); {hint}") from None
   except yaml.MarkedYAMLError as error:
     line = error.problem_mark.line + 1 if error.problem_mark else 1
-    raise ConfigError(f"{path}:{line}: bad YAML, {error.problem}; write `key: value`") from None
+    raise UserError(f"{path}:{line}: bad YAML, {error.problem}; write `key: value`") from None
   except yaml.YAMLError as error:
-    raise ConfigError(f"{path}: bad YAML, {error}; write plain UTF-8 text") from None
+    raise UserError(f"{path}: bad YAML, {error}; write plain UTF-8 text") from None

@@ -1,15 +1,14 @@
 """From a command line to a checked `Config`; the edge where a user's mistake ends the program."""
 
-import contextlib
-import dis
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from maxlite.config.command_line import Words, help_text, split
+from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.phase_data import check_phase_data
@@ -29,7 +28,7 @@ def load_config(
     needs_data: whether the files of dataset_path and eval_dataset_path must exist.
 
   Raises:
-    ConfigError: something is wrong; one line with its source, key, rule and fix.
+    UserError: something is wrong; one line with its source, key, rule and fix.
   """
   return _resolve(split(argv), defaults, needs_data)
 
@@ -42,40 +41,12 @@ def main_config(
   needs_data: bool = True,
 ) -> Config:
   """`load_config` for entry points: `--help` prints and exits 0, a mistake exits 2 in one line."""
-  with exit_with_one_line(program):
+  with exit_on_user_error(program):
     words = split(argv)
     if words.asks_help:
       sys.stdout.write(help_text(program))
       raise SystemExit(0)
     return _resolve(words, defaults, needs_data)
-
-
-@contextlib.contextmanager
-def exit_with_one_line(program: str) -> Iterator[None]:
-  """Turns a ValueError that maxlite raises on purpose into one line on stderr and exit code 2.
-
-  For the config and the wiring of a run, where such an error is the user's to mend. Any other
-  ValueError is a bug and keeps its traceback.
-  """
-  try:
-    yield
-  except ValueError as error:
-    if not _is_ours(error):
-      raise
-    sys.stderr.write(f"{program}: {' '.join(str(error).split())}\n")
-    raise SystemExit(2) from None
-
-
-def _is_ours(error: ValueError) -> bool:
-  """Whether a `raise` of maxlite made `error`, not a library or an operation such as int()."""
-  trace = error.__traceback__
-  while trace is not None and trace.tb_next is not None:
-    trace = trace.tb_next
-  if trace is None:
-    return False
-  code = trace.tb_frame.f_code.co_code
-  by_raise = dis.opname[code[trace.tb_lasti]] == "RAISE_VARARGS"
-  return by_raise and trace.tb_frame.f_globals["__name__"].startswith("maxlite.")
 
 
 def _resolve(words: Words, defaults: Mapping[str, Any], needs_data: bool) -> Config:

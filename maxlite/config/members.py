@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.config.files import read_preset
-from maxlite.config.knob import ConfigError
 from maxlite.config.phases import SOURCE_KEYS, phases_of, warmup_of
 from maxlite.config.schema import (
   DEFAULTS,
@@ -52,15 +52,15 @@ class _Draft:
   place: str  # of its entry in `members`, or of the sweep
   settings: tuple[Setting, ...]
 
-  def error(self, complaint: str) -> ConfigError:
-    return ConfigError(f"{self.place}: {complaint}")
+  def error(self, complaint: str) -> UserError:
+    return UserError(f"{self.place}: {complaint}")
 
 
 def members_of(cfg: Config) -> tuple[MemberConfig, ...]:
   """The members in the order of `members`, each with every point of `sweep`; empty: no ensemble.
 
   Raises:
-    ConfigError: a member or the sweep is wrong; one line with its place, rule and fix.
+    UserError: a member or the sweep is wrong; one line with its place, rule and fix.
   """
   drafts = _drafts(cfg.ensemble)
   members = tuple(_member(cfg, index, draft) for index, draft in enumerate(drafts))

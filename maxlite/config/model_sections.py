@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from maxlite.config.knob import knob, shape_knob
+from maxlite.config.config_field import field, model_field
 
 FLOAT_TYPES = ("float32", "bfloat16")
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
@@ -12,7 +12,7 @@ MIXTURES = ("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss")
 
 def _tiles(projection: str, pass_: str) -> Any:
   what = {"fwd": "forward", "dlhs": "rows' gradient", "drhs": "weights' gradient"}[pass_]
-  return knob(
+  return field(
     (),
     f"Megablox tile of {projection} in the {what}: [rows, embed, mlp]; empty: by chip and shape.",
     low=1,
@@ -35,75 +35,75 @@ class TilesConfig:
 class MoeConfig:
   """The mixture-of-experts block; read where decoder_block names a mixture."""
 
-  num_experts: int = shape_knob(8, "Experts per MoE layer.", low=1)
-  num_experts_per_tok: int = shape_knob(2, "Experts each token is sent to (top-k).", low=1)
-  base_moe_mlp_dim: int = shape_knob(384, "Hidden width of one expert.", low=1)
-  shared_experts: int = shape_knob(
+  num_experts: int = model_field(8, "Experts per MoE layer.", low=1)
+  num_experts_per_tok: int = model_field(2, "Experts each token is sent to (top-k).", low=1)
+  base_moe_mlp_dim: int = model_field(384, "Hidden width of one expert.", low=1)
+  shared_experts: int = model_field(
     0, "Experts that every token goes to, as one MLP of so many times base_moe_mlp_dim.", low=0
   )
-  first_num_dense_layers: int = shape_knob(0, "Layers before the first MoE layer.", low=0)
-  interleave_moe_layer_step: int = shape_knob(
+  first_num_dense_layers: int = model_field(0, "Layers before the first MoE layer.", low=0)
+  interleave_moe_layer_step: int = model_field(
     1, "Every so many layers (after the dense ones) the last is MoE, the others are dense.", low=1
   )
-  expert_bias: bool = shape_knob(False, "Biases in the experts' projections.")
-  mlp_activations_limit: float = knob(
+  expert_bias: bool = model_field(False, "Biases in the experts' projections.")
+  mlp_activations_limit: float = field(
     0.0, "Clamp the gate from above and the linear part on both sides at this; 0: no.", low=0
   )
-  router: str = knob(
+  router: str = field(
     "softmax_topk",
     "How experts are chosen and weighted (layers/moe/router.py): `softmax_topk` Mixtral; "
     "`topk_softmax` Qwen3-MoE, OLMoE and DeepSeek-V2 greedy; `group_limited_greedy` DeepSeek-V2; "
     "`sigmoid_group_topk` DeepSeek-V3.",
     choices=("softmax_topk", "topk_softmax", "group_limited_greedy", "sigmoid_group_topk"),
   )
-  norm_topk_prob: bool = knob(True, "Make the chosen experts' weights sum to one.")
-  routed_scaling_factor: float = knob(1.0, "Factor on the chosen experts' weights.", low=0)
-  n_routing_groups: int = knob(
+  norm_topk_prob: bool = field(True, "Make the chosen experts' weights sum to one.")
+  routed_scaling_factor: float = field(1.0, "Factor on the chosen experts' weights.", low=0)
+  n_routing_groups: int = field(
     1, "Groups the experts are cut into for group-limited routing.", low=1
   )
-  topk_routing_group: int = knob(1, "Groups a token may go to.", low=1)
-  routed_bias: bool = shape_knob(
+  topk_routing_group: int = field(1, "Groups a token may go to.", low=1)
+  routed_bias: bool = model_field(
     False, "A bias per expert that takes part in the choice only, moved to even out the load."
   )
-  routed_bias_update_rate: float = knob(0.001, "Step of that bias per optimizer step.", low=0)
-  float32_gate_logits: bool = knob(True, "Compute the router in float32 whatever dtype is.")
-  router_jitter: float = knob(
+  routed_bias_update_rate: float = field(0.001, "Step of that bias per optimizer step.", low=0)
+  float32_gate_logits: bool = field(True, "Compute the router in float32 whatever dtype is.")
+  router_jitter: float = field(
     0.0, "In training, scale the router's input by uniform noise in 1 +- this.", low=0, high=1
   )
-  use_random_routing: bool = knob(
+  use_random_routing: bool = field(
     False, "Send every token to random experts: an even load, for benchmarks."
   )
-  load_balance_loss_weight: float = knob(0.01, "Weight of the load-balance loss.", low=0)
-  load_balance_loss_scope: str = knob(
+  load_balance_loss_weight: float = field(0.01, "Weight of the load-balance loss.", low=0)
+  load_balance_loss_scope: str = field(
     "batch",
     "Over what the load is balanced: the whole `batch`, or each `sequence` (row) by itself.",
     choices=("batch", "sequence"),
   )
-  router_z_loss_weight: float = knob(0.001, "Weight of the router z-loss.", low=0)
-  sparse_matmul: bool = knob(
+  router_z_loss_weight: float = field(0.001, "Weight of the router z-loss.", low=0)
+  sparse_matmul: bool = field(
     True, "Compute each token's own experts only; False: see capacity_factor."
   )
-  capacity_factor: float = knob(
+  capacity_factor: float = field(
     -1.0,
     "With sparse_matmul=false: slots per expert and row, as a multiple of an even load; what does "
     "not fit is dropped. -1: every expert on every token, nothing dropped.",
     low=-1,
   )
-  use_ring_of_experts: bool = knob(
+  use_ring_of_experts: bool = field(
     False,
     "Gather tokens over the expert axis and reduce-scatter results, instead of the ragged "
     "all-to-all.",
   )
-  ragged_buffer_factor: float = knob(
+  ragged_buffer_factor: float = field(
     -1.0,
     "Rows a shard of the expert axis can receive, as a multiple of an even load; what does not "
     "fit is dropped. -1: the worst case, nothing dropped.",
     low=-1,
   )
-  megablox: bool = knob(
+  megablox: bool = field(
     True, "Let grouped_matmul=auto take the Megablox kernels on TPU; False: XLA's ragged dot."
   )
-  grouped_matmul: str = knob(
+  grouped_matmul: str = field(
     "auto",
     "Backend of the experts' matmuls.",
     choices=("auto", "tiled", "megablox", "triton", "ragged_dot", "reference"),
@@ -115,41 +115,41 @@ class MoeConfig:
 class LatentAttentionConfig:
   """DeepSeek's multi-head latent attention; read where decoder_block has it."""
 
-  q_lora_rank: int = shape_knob(0, "Width of the query latent; 0: queries without one.", low=0)
-  kv_lora_rank: int = shape_knob(512, "Width of the key/value latent.", low=1)
-  qk_nope_head_dim: int = shape_knob(128, "Channels of a head without rotary embedding.", low=1)
-  qk_rope_head_dim: int = shape_knob(64, "Channels of a head with rotary embedding.", low=2)
-  v_head_dim: int = shape_knob(128, "Channels of a head's values.", low=1)
+  q_lora_rank: int = model_field(0, "Width of the query latent; 0: queries without one.", low=0)
+  kv_lora_rank: int = model_field(512, "Width of the key/value latent.", low=1)
+  qk_nope_head_dim: int = model_field(128, "Channels of a head without rotary embedding.", low=1)
+  qk_rope_head_dim: int = model_field(64, "Channels of a head with rotary embedding.", low=2)
+  v_head_dim: int = model_field(128, "Channels of a head's values.", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
   """Rotary position embedding."""
 
-  rope_max_timescale: float = shape_knob(10_000.0, "Base of the rotary embedding (theta).", low=1)
-  rope_type: str = shape_knob(
+  rope_max_timescale: float = model_field(10_000.0, "Base of the rotary embedding (theta).", low=1)
+  rope_type: str = model_field(
     "default",
     "Rotary embedding as it is, or stretched by rope_factor: in all frequencies (`linear`), or in "
     "the slow ones (`llama3.1`, `yarn`).",
     choices=("default", "linear", "llama3.1", "yarn"),
   )
-  local_rope_max_timescale: float = shape_knob(
+  local_rope_max_timescale: float = model_field(
     0.0,
     "Base of the rotary embedding, there never stretched, of layers with a window, where others "
     "have none (gemma3); 0: as of the others.",
     low=0,
   )
-  rope_factor: float = shape_knob(40.0, "Factor by which the context is stretched.", low=1)
-  original_max_position_embeddings: int = shape_knob(
+  rope_factor: float = model_field(40.0, "Factor by which the context is stretched.", low=1)
+  original_max_position_embeddings: int = model_field(
     4096, "Context the frequencies were trained for, before that.", unit="tokens", low=1
   )
-  beta_fast: float = shape_knob(
+  beta_fast: float = model_field(
     32.0, "Turns within that context from which on yarn keeps a frequency.", low=1
   )
-  rope_truncate: bool = shape_knob(
+  rope_truncate: bool = model_field(
     True, "Make the ends of yarn's ramp whole numbers of channel pairs; gpt_oss does not."
   )
-  mscale: float = shape_knob(
+  mscale: float = model_field(
     0.0,
     "YaRN's growth of attention scores: all are (0.1 mscale ln(rope_factor) + 1)^2 times as large, "
     "as in DeepSeek; 0: the rotated channels alone, with a 1 for mscale.",
@@ -161,90 +161,90 @@ class RopeConfig:
 class LoraConfig:
   """Low-rank adapters beside the projections of attention and MLP."""
 
-  lora_rank: int = shape_knob(
+  lora_rank: int = model_field(
     0,
     "Rank of adapters (`lora_a`, `lora_b`) beside the projections of attention, dense MLP and "
     "shared experts; train them alone by a phase with train: ['.*lora_.*']. 0: none.",
     low=0,
   )
-  lora_alpha: float = knob(16.0, "The adapters' product is scaled by this over lora_rank.", low=0)
+  lora_alpha: float = field(16.0, "The adapters' product is scaled by this over lora_rank.", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """The decoder's architecture, number formats and memory policy."""
 
-  decoder_block: str = shape_knob(
+  decoder_block: str = model_field(
     "mixtral",
     "Family of the decoder's blocks (models/): the first five are dense, the others mixtures of "
     "experts.",
     choices=DENSE_FAMILIES + MIXTURES,
   )
-  vocab_size: int = shape_knob(
+  vocab_size: int = model_field(
     320, "Rows of the token embedding; at least the tokenizer's size.", low=1
   )
-  base_emb_dim: int = shape_knob(256, "Width of the residual stream.", low=1)
-  base_num_decoder_layers: int = shape_knob(4, "Number of decoder blocks.", low=1)
-  base_num_query_heads: int = shape_knob(8, "Query heads.", low=1)
-  base_num_kv_heads: int = shape_knob(
+  base_emb_dim: int = model_field(256, "Width of the residual stream.", low=1)
+  base_num_decoder_layers: int = model_field(4, "Number of decoder blocks.", low=1)
+  base_num_query_heads: int = model_field(8, "Query heads.", low=1)
+  base_num_kv_heads: int = model_field(
     4, "Key/value heads; query heads share them in groups.", low=1
   )
-  head_dim: int = shape_knob(32, "Channels of one attention head.", low=2)
-  base_mlp_dim: int = shape_knob(1024, "Hidden width of the dense MLP.", low=1)
-  mlp_activations: tuple[str, ...] = shape_knob(
+  head_dim: int = model_field(32, "Channels of one attention head.", low=2)
+  base_mlp_dim: int = model_field(1024, "Hidden width of the dense MLP.", low=1)
+  mlp_activations: tuple[str, ...] = model_field(
     ("silu", "linear"),
     "Activation of the MLP (`gelu` is by tanh, `quick_gelu` x sigmoid(1.702 x)); with `linear` or "
     "`linear_plus_one` second, a gated MLP.",
     choices=("silu", "gelu", "quick_gelu", "relu", "linear", "linear_plus_one"),
   )
-  logits_via_embedding: bool = shape_knob(False, "Tie the output projection to the embedding.")
-  num_draft_heads: int = shape_knob(
+  logits_via_embedding: bool = model_field(False, "Tie the output projection to the embedding.")
+  num_draft_heads: int = model_field(
     0,
     "Heads that predict the tokens after the next one, for speculative decoding; trained in phases "
     "by loss: match_head or next_token_and_draft.",
     low=0,
   )
-  normalization_layer_epsilon: float = shape_knob(1e-5, "Epsilon inside RMSNorm.", low=0)
-  scan_layers: bool = shape_knob(True, "Stack layers and scan over them: compiles once for all.")
-  scan_unroll: int = knob(
+  normalization_layer_epsilon: float = model_field(1e-5, "Epsilon inside RMSNorm.", low=0)
+  scan_layers: bool = model_field(True, "Stack layers and scan over them: compiles once for all.")
+  scan_unroll: int = field(
     0,
     "Layers per iteration of that scan: more compile longer and need more memory; 0: 4 on a CPU, "
     "where that is faster, and 1 elsewhere.",
     low=0,
   )
-  dtype: str = knob("float32", "Type of activations.", choices=FLOAT_TYPES)
-  weight_dtype: str = knob("float32", "Type of stored weights.", choices=FLOAT_TYPES)
-  attention: str = knob(
+  dtype: str = field("float32", "Type of activations.", choices=FLOAT_TYPES)
+  weight_dtype: str = field("float32", "Type of stored weights.", choices=FLOAT_TYPES)
+  attention: str = field(
     "auto",
     "Backend of attention.",
     choices=("auto", "chunked", "dot_product", "reference"),
   )
-  sliding_window_size: int = shape_knob(
+  sliding_window_size: int = model_field(
     0,
     "Newest keys that a query attends, its own included: in every layer, or in those that the "
     "family has it in (gemma2, gemma3, gpt_oss); 0: all.",
     unit="positions",
     low=0,
   )
-  attn_logits_soft_cap: float = shape_knob(
+  attn_logits_soft_cap: float = model_field(
     0.0, "Bend attention's scores by tanh to stay within +- this; 0: no.", low=0
   )
-  final_logits_soft_cap: float = shape_knob(
+  final_logits_soft_cap: float = model_field(
     0.0, "Bend the logits by tanh to stay within +- this; 0: no.", low=0
   )
-  query_pre_attn_scalar: float = shape_knob(
+  query_pre_attn_scalar: float = model_field(
     0.0, "Attention's scores are divided by its root; 0: by that of head_dim.", low=0
   )
-  attention_block_q: int = knob(
+  attention_block_q: int = field(
     64, "Queries scored at once by the chunked backend.", unit="positions", low=1
   )
-  remat_policy: str = knob(
+  remat_policy: str = field(
     "none",
     "What the backward pass recomputes: `full` everything, `minimal` all but matmul outputs, "
     "`custom` all but remat_saved_names, `none` nothing.",
     choices=("none", "minimal", "full", "custom"),
   )
-  remat_saved_names: tuple[str, ...] = knob(
+  remat_saved_names: tuple[str, ...] = field(
     (),
     "Tensors kept under remat_policy=custom.",
     choices=(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxlite.config.knob import ConfigError
+from maxlite.config.errors import UserError
 from maxlite.config.phases import PhaseConfig, phases_of, place_of
 from maxlite.config.schema import DEFAULTS, Config
 from maxlite.config.validate import validate
@@ -15,7 +15,7 @@ def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
     needs_data: whether data files must exist.
 
   Raises:
-    ConfigError: one line that names the phase, the keys and what to write instead.
+    UserError: one line that names the phase, the keys and what to write instead.
   """
   for n, phase in enumerate(phases_of(cfg)):
     if phase.data == cfg.data:
@@ -33,7 +33,7 @@ def _refuse_other_sizes(cfg: Config, phase: PhaseConfig, place: str) -> None:
   for key in ("per_device_batch_size", "global_batch_size"):
     size, other = (getattr(each.data, key) for each in (phase, first))
     if size != other:
-      raise ConfigError(
+      raise UserError(
         f"{place}: {key}={size:g} with phase_strategy=switch: one program takes batches of one "
         f"size, and phase {first.name} has {other:g}; write phase_strategy=separate"
       )

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from maxlite.config.knob import ConfigError
+from maxlite.config.errors import UserError
 from maxlite.config.schema import (
   KEYS,
   Config,
@@ -58,19 +58,19 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
   """The phases in their order; empty: the whole model is trained in one.
 
   Raises:
-    ConfigError: a phase is wrong; one line with its place, rule and fix.
+    UserError: a phase is wrong; one line with its place, rule and fix.
   """
   phases = tuple(_phase(cfg, n, table) for n, table in enumerate(cfg.phasing.phases))
   names = [phase.name for phase in phases]
   for n, name in enumerate(names):
     if name in names[:n]:
-      raise ConfigError(
+      raise UserError(
         f"{place_of(cfg, n)}: name={name} is also that of phases[{names.index(name)}]"
       )
   for name in cfg.phasing.initial_phases:
     if name not in names:
       hint = did_you_mean(name, names) or f"choose from {', '.join(names) or 'no phases at all'}"
-      raise ConfigError(f"initial_phases: {name} names no phase; {hint}")
+      raise UserError(f"initial_phases: {name} names no phase; {hint}")
   return phases
 
 
@@ -107,9 +107,9 @@ def _phase(cfg: Config, n: int, table: Table) -> PhaseConfig:
       raise setting.error(f"is no key of a phase; {hint}")
   for word in ("name", "train"):
     if word not in settings:
-      raise ConfigError(f"{place}: has no {word}; write {word}: {_EXAMPLES[word]}")
+      raise UserError(f"{place}: has no {word}; write {word}: {_EXAMPLES[word]}")
   if ("steps" in settings) == ("until" in settings):
-    raise ConfigError(f"{place}: needs steps or until, one of the two; write steps: 20")
+    raise UserError(f"{place}: needs steps or until, one of the two; write steps: 20")
   if _OPTIMIZER in settings:
     settings[_OPT_TYPE] = dataclasses.replace(settings.pop(_OPTIMIZER), name=_OPT_TYPE)
   own = {word: parse(setting) for word, setting in settings.items() if word in OWN_KEYS}

@@ -40,7 +40,7 @@ def read_saved(path: Path) -> dict[str, Any]:
   A key that the file lacks has its default; old names of renamed keys are accepted.
 
   Raises:
-    ConfigError: the file cannot be read, or holds what the schema does not know.
+    UserError: the file cannot be read, or holds what the schema does not know.
   """
   settings = map(_with_current_names, read_file(path, "resolved config"))
   return DEFAULTS | {setting.name: parse(setting) for setting in settings}

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from maxlite.config.knob import ConfigError
+from maxlite.config.errors import UserError
 from maxlite.config.schema import KEYS
 from maxlite.config.values import Setting, find_key, parse
 from maxlite.config.written import Raw, Table
@@ -27,13 +27,13 @@ def sweep_points(sweep: Table) -> list[Point]:
   for points that come up again also more keys, leave it as it is.
 
   Raises:
-    ConfigError: the sweep is neither a grid nor a draw, or a value does not fit its key.
+    UserError: the sweep is neither a grid nor a draw, or a value does not fit its key.
   """
   if not sweep:
     return []
   if set(sweep) not in _WORDS:
     fix = "write {grid: {key: [values]}} or {draw: {key: rule}, num_members: 16, seed: 0}"
-    raise ConfigError(f"{_place(sweep)}: has {', '.join(sweep)}, no whole grid or draw; {fix}")
+    raise UserError(f"{_place(sweep)}: has {', '.join(sweep)}, no whole grid or draw; {fix}")
   if "grid" in sweep:
     return list(itertools.product(*map(_listed, _keys(sweep, "grid"))))
   seed = _count(sweep, "seed", low=0)

@@ -11,7 +11,7 @@ from typing import Any
 from maxlite.config import data_rules
 from maxlite.config.checkpoint_rules import local_checkpoints
 from maxlite.config.complaint import Complaint, Complaints
-from maxlite.config.knob import ConfigError
+from maxlite.config.errors import UserError
 from maxlite.config.model_sections import MIXTURES
 from maxlite.config.phases import DRAFT_LOSSES
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
@@ -35,12 +35,12 @@ def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> 
     needs_data: whether data files must exist.
 
   Raises:
-    ConfigError: one line that names the keys with their values and sources.
+    UserError: one line that names the keys with their values and sources.
   """
   rules = RULES + DATA_RULES if needs_data else RULES
   for rule in rules:
     for complaint in rule(config):
-      raise ConfigError(_line(complaint, flatten(config), source))
+      raise UserError(_line(complaint, flatten(config), source))
 
 
 def _line(complaint: Complaint, values: Mapping[str, object], source: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from maxlite.config.knob import ConfigError
+from maxlite.config.errors import UserError
 from maxlite.config.schema import KEYS, RENAMED_KEYS, AxisRules, Key
 from maxlite.config.written import Raw, Table
 
@@ -30,11 +30,11 @@ class Setting:
   raw: Raw
   source: str  # `FILE:LINE`, `command line` or `--key`
 
-  def error(self, complaint: str) -> ConfigError:
-    return ConfigError(f"{self.source}: {self.name}={show(self.raw)} {complaint}")
+  def error(self, complaint: str) -> UserError:
+    return UserError(f"{self.source}: {self.name}={show(self.raw)} {complaint}")
 
 
-class NotPlainError(ValueError):
+class NotPlainError(UserError):
   """YAML that says nothing, or two things, where a value should stand; the text tells the fix."""
 
 
@@ -75,7 +75,7 @@ def parse(setting: Setting) -> Any:
   """The typed value of `setting`, within its knob's choices and range.
 
   Raises:
-    ConfigError: the key does not exist, or the value is not one of its type, choices or range.
+    UserError: the key does not exist, or the value is not one of its type, choices or range.
   """
   known = KEYS.get(setting.name)
   if isinstance(setting.raw, Table) and (known is None or known.type is not Table):
@@ -101,7 +101,7 @@ def find_key(setting: Setting) -> Key:
   """The schema's key that `setting` is of.
 
   Raises:
-    ConfigError: it does not exist.
+    UserError: it does not exist.
   """
   if setting.name == BASE_CONFIG:
     hint = "belongs in a YAML file; on the command line name the file itself, before other files"
@@ -136,13 +136,13 @@ def _show_part(value: Any) -> str:
 
 def domain(key: Key) -> str:
   """What may be written for `key`, in words: its kind, choices, range and unit."""
-  knob, noun = key.knob, _KINDS[key.type].noun
-  if knob.choices:
+  field, noun = key.field, _KINDS[key.type].noun
+  if field.choices:
     head = "any of" if key.type == tuple[str, ...] else "one of"
-    noun = f"{head} {', '.join(map(show, knob.choices))}"
-  unit = f" [{knob.unit}]" if knob.unit else ""
-  low = "" if knob.low is None else f" from {show(knob.low)}"
-  high = "" if knob.high is None else f" up to {show(knob.high)}"
+    noun = f"{head} {', '.join(map(show, field.choices))}"
+  unit = f" [{field.unit}]" if field.unit else ""
+  low = "" if field.low is None else f" from {show(field.low)}"
+  high = "" if field.high is None else f" up to {show(field.high)}"
   return noun + low + high + unit
 
 
@@ -154,14 +154,14 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 def _misfit(key: Key, value: Any) -> str:
   """What is wrong with a value (or one element of it) of the right type; empty: nothing."""
-  knob, name = key.knob, key.name
-  if knob.choices and value not in knob.choices:
-    known = ", ".join(map(show, knob.choices))
-    return f"is not one of {known}; {did_you_mean(value, knob.choices) or 'choose one of them'}"
-  if knob.low is not None and value < knob.low:
-    return f"is below {show(knob.low)}; write {name}={show(knob.low)} or more"
-  if knob.high is not None and value > knob.high:
-    return f"is above {show(knob.high)}; write {name}={show(knob.high)} or less"
+  field, name = key.field, key.name
+  if field.choices and value not in field.choices:
+    known = ", ".join(map(show, field.choices))
+    return f"is not one of {known}; {did_you_mean(value, field.choices) or 'choose one of them'}"
+  if field.low is not None and value < field.low:
+    return f"is below {show(field.low)}; write {name}={show(field.low)} or more"
+  if field.high is not None and value > field.high:
+    return f"is above {show(field.high)}; write {name}={show(field.high)} or less"
   if key.type is int and value > _LARGEST_INT:
     return f"is above {_LARGEST_INT}; write {name}={_LARGEST_INT} or less"
   return ""

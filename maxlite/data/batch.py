@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from flax import struct
 
+from maxlite.config.errors import UserError
+
 
 @struct.dataclass
 class Batch:
@@ -24,12 +26,12 @@ class Batch:
 
 
 def contiguous_rows(indices: Iterable[slice], num_rows: int) -> range:
-  """The rows that `indices` cover together. Raises ValueError where they leave a gap."""
+  """The rows that `indices` cover together. Raises UserError where they leave a gap."""
   spans = sorted({index.indices(num_rows)[:2] for index in indices})
   start, stop = spans[0]
   for first, last in spans[1:]:
     if first > stop:
-      raise ValueError(
+      raise UserError(
         f"this host's devices hold rows {start}-{stop - 1} and {first}-{last - 1} of a batch, "
         "none between: let the mesh axes data and fsdp (dcn_data_parallelism, "
         "dcn_fsdp_parallelism) span the hosts, and no other axis that shards rows"

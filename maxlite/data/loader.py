@@ -10,6 +10,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.loader_workers import end_with_parent
@@ -48,10 +49,10 @@ class Data:
     """One pass over the first `num_batches` (-1: all) held-out batches, the same on every call.
 
     Rows are in a fixed random order, so that the first are like the rest; the last batch is filled
-    up with rows of weight 0. Raises ValueError where nothing was held out.
+    up with rows of weight 0. Raises UserError where nothing was held out.
     """
     if self.source.eval is None:
-      raise ValueError(_NOTHING_HELD_OUT)
+      raise UserError(_NOTHING_HELD_OUT)
     order = shuffled_order(len(self.source.eval), _EVAL_SEED)
     batches: grain.MapDataset[Row] = HostBatches(
       order, self.source.eval, self.global_batch_size, self.rows
@@ -64,21 +65,21 @@ class Data:
     """(document_B, batch) of every held-out document, a document or a part of it in each row.
 
     `document_B` is of all hosts' rows; at the end it may have fewer than the batch. Raises
-    ValueError where no document was held out.
+    UserError where no document was held out.
     """
     documents = self.source.documents
     if documents is None:
       no_documents = (
         f"dataset_type={self.cfg.dataset_type} has no documents: set eval_documents=false"
       )
-      raise ValueError(no_documents if self.source.eval else _NOTHING_HELD_OUT)
+      raise UserError(no_documents if self.source.eval else _NOTHING_HELD_OUT)
     order, size = grain.MapDataset.range(len(documents.rows)), self.global_batch_size
     batches = HostBatches(order, documents.rows, size, self.rows)
     for n, batch in enumerate(_read_once(batches, self.cfg.grain_prefetch)):
       yield documents.document_N[n * size : (n + 1) * size], batch
 
   def _stream_facts(self) -> dict[str, Any]:
-    """All that the global stream of batches depends on, by the knob that sets it."""
+    """All that the global stream of batches depends on, by the config key that sets it."""
     return {
       "max_target_length": self.cfg.max_target_length,
       "global_batch_size": self.global_batch_size,
@@ -104,11 +105,11 @@ def open_data(
   `evaluates`, nothing need be held out.
 
   Raises:
-    ValueError: no or unreadable files, an empty split, or ids that `vocab_size` has no room for.
+    UserError: no or unreadable files, an empty split, or ids that `vocab_size` has no room for.
   """
   source = SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
   if evaluates and source.eval is None and (cfg.eval_fraction or cfg.eval_dataset_path):
-    raise ValueError(
+    raise UserError(
       f"nothing is held out by eval_split={cfg.eval_split} and eval_fraction={cfg.eval_fraction} "
       f"({source.summary}): set eval_split=tail, raise eval_fraction or name files in "
       "eval_dataset_path (eval_fraction=0: hold out nothing)"
@@ -143,10 +144,10 @@ class TrainStream:
     return {"num_batches": self._num_taken, **self._facts}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes on after the batches that `state` counts. Raises ValueError if the streams differ."""
+    """Goes on after the batches that `state` counts. Raises UserError if the streams differ."""
     for name, now in self._facts.items():
       if state.get(name, _BEFORE_IT_WAS_KEPT.get(name)) != now:
-        raise ValueError(_difference(name, state.get(name), now))
+        raise UserError(_difference(name, state.get(name), now))
     self.close()
     self._start(state["num_batches"])
 
@@ -174,11 +175,11 @@ class PhaseStreams:
     return {"streams": states} if len(states) > 1 else next(iter(states.values()))
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes on after the batches that `state` counts. Raises ValueError if the streams differ."""
+    """Goes on after the batches that `state` counts. Raises UserError if the streams differ."""
     readers = list(self._streams)
     states = state.get("streams", {readers[0]: state})
     if states.keys() != self._streams.keys():
-      raise ValueError(
+      raise UserError(
         f"the checkpoint has a stream of batches for each of {', '.join(states)}, this run for "
         f"{', '.join(readers)}: have the same phases read the same data, or choose a new run_name"
       )
@@ -187,7 +188,7 @@ class PhaseStreams:
         stream.restore(states[reader])
       except ValueError as error:
         where = f"phase {reader}: " if len(readers) > 1 else ""
-        raise ValueError(f"{where}{error}") from None
+        raise UserError(f"{where}{error}") from None
 
   def close(self) -> None:
     for stream in self._streams.values():

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.sources.split import Assigned, Reader, split_documents
 from maxlite.data.tokenizers.tokenizer import Tokenizer
@@ -232,5 +233,5 @@ class TokenFile:
     size = self._dtype.itemsize
     data = os.pread(self._file, count * size, offset * size)
     if len(data) != count * size:
-      raise ValueError(f"{self._path} was cut short: remove its folder and start again")
+      raise UserError(f"{self._path} was cut short: remove its folder and start again")
     return np.frombuffer(data, self._dtype)

@@ -59,7 +59,7 @@ class Heartbeat:
     """Ends this process for `error`, which all others are told."""
     if isinstance(error, SystemExit):
       code = error.code if isinstance(error.code, int) else int(error.code is not None)
-      reason = str(error.__context__ or "")  # what exit_with_one_line has written
+      reason = str(error.__context__ or "")  # what exit_on_user_error has written
     else:
       time.sleep(_GRACE_SECONDS)  # were it another's loss, the watch would end this process here
       traceback.print_exception(error)

@@ -16,6 +16,7 @@ import jax
 from jax._src.clusters import ClusterEnv  # who asks Kubernetes and the Cloud TPU has no other name
 from jax.experimental import multihost_utils
 
+from maxlite.config.errors import UserError
 from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
 
@@ -58,7 +59,7 @@ def distributed_runtime(
   this one ends at once (watch.py); where this one fails, so do all others.
 
   Raises:
-    ValueError: the processes do not find each other in time, or do not agree on their number.
+    UserError: the processes do not find each other in time, or do not agree on their number.
   """
   started = read_environment(os.environ)
   timeout = jax_distributed_initialization_timeout
@@ -118,7 +119,7 @@ def resolve_process(
   None where neither tells: JAX may know more.
 
   Raises:
-    ValueError: only a part of it is told, or it contradicts itself.
+    UserError: only a part of it is told, or it contradicts itself.
   """
   if num_processes == 1:
     return ProcessSpec("", 1, 0)
@@ -131,19 +132,19 @@ def resolve_process(
   if num_processes == 1:
     return ProcessSpec("", 1, 0)
   if not re.fullmatch(r".+:\d{1,5}", address):
-    raise ValueError(
+    raise UserError(
       f"coordinator_address={address or '(not given)'} for process_id={process_id} of "
       f"num_processes={num_processes}: write coordinator_address=HOST:PORT of process 0, the same "
       "for all"
     )
   if -1 in (num_processes, process_id):
-    raise ValueError(
+    raise UserError(
       f"coordinator_address={address} with num_processes={num_processes} process_id={process_id}: "
       "nothing else tells how many processes there are and which of them this is; write "
       "num_processes=N process_id=I, I from 0 to N-1"
     )
   if process_id >= num_processes:
-    raise ValueError(
+    raise UserError(
       f"process_id={process_id} of num_processes={num_processes}: write a process_id from 0 to "
       f"{num_processes - 1}, or num_processes={process_id + 1}"
     )
@@ -156,7 +157,7 @@ def detect_process(told: str, timeout: int) -> ProcessSpec:
   `told` is the address that the environment names; empty: none.
 
   Raises:
-    ValueError: Kubernetes or the Cloud TPU do not tell it, or not in `timeout` seconds.
+    UserError: Kubernetes or the Cloud TPU do not tell it, or not in `timeout` seconds.
   """
   try:
     address, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -165,19 +166,19 @@ def detect_process(told: str, timeout: int) -> ProcessSpec:
   # Whatever the clients of Kubernetes and of the metadata server raise.
   except Exception as error:
     why = f"{type(error).__name__}: {error}"
-    raise ValueError(
+    raise UserError(
       f"JAX does not find the other processes ({' '.join(why.split())[:500]}): {_BY_HAND}, or "
       "num_processes=1 to train alone"
     ) from None
   if address is not None and num_processes is not None and process_id is not None:
     return ProcessSpec(address, num_processes, process_id)
   if told:
-    raise ValueError(
+    raise UserError(
       f"JAX_COORDINATOR_ADDRESS={told}, but nothing tells how many processes there are and which "
       "of them this is: write num_processes=N process_id=I, or num_processes=1 to train alone"
     )
   if _POD_INDEX in os.environ:
-    raise ValueError(
+    raise UserError(
       f"this is pod {os.environ[_POD_INDEX]} of an indexed job, whose others JAX finds by the "
       f"kubernetes package: pip install 'jax[k8s]'; or {_BY_HAND}, or num_processes=1 to train "
       "alone"
@@ -206,7 +207,7 @@ def local_devices(started: LaunchEnvironment, environment: Mapping[str, str]) ->
   Processes on one host share what they see, unless each sees only its own already.
 
   Raises:
-    ValueError: they cannot share it evenly.
+    UserError: they cannot share it evenly.
   """
   if environment.get("JAX_LOCAL_DEVICE_IDS"):
     return None
@@ -215,7 +216,7 @@ def local_devices(started: LaunchEnvironment, environment: Mapping[str, str]) ->
   if size == 1 or 0 < num_seen < size:
     return []
   if num_seen % size:
-    raise ValueError(
+    raise UserError(
       f"{size} processes on this host do not share {num_seen} GPUs (CUDA_VISIBLE_DEVICES={seen}) "
       f"evenly: start {num_seen} processes, or one"
     )

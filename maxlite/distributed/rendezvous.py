@@ -7,6 +7,8 @@ import socket
 import time
 from collections.abc import Mapping
 
+from maxlite.config.errors import UserError
+
 _MESSAGE_BYTES = 4096
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 5.0  # for one who came to say who it is
@@ -32,7 +34,7 @@ def rendezvous(place: ProcessSpec, timeout: float) -> dict[int, socket.socket]:
   The port is free again afterwards, for JAX to listen at.
 
   Raises:
-    ValueError: on all processes: one is missing after `timeout` seconds, two are the same, or they
+    UserError: on all processes: one is missing after `timeout` seconds, two are the same, or they
       disagree on how many there are.
   """
   began = time.monotonic()
@@ -51,7 +53,7 @@ def rendezvous(place: ProcessSpec, timeout: float) -> dict[int, socket.socket]:
   )
   if complaint:
     connection.close()
-    raise ValueError(complaint)
+    raise UserError(complaint)
   return {0: connection}
 
 
@@ -78,7 +80,7 @@ def _gather(place: ProcessSpec, deadline: float, timeout: float) -> dict[int, so
   for connection in (*peers.values(), *unfit) if complaint else unfit:
     connection.close()
   if complaint:
-    raise ValueError(complaint)
+    raise UserError(complaint)
   return peers
 
 
@@ -114,7 +116,7 @@ def _listen(place: ProcessSpec) -> socket.socket:
       ("", port), family=family, dualstack_ipv6=both, backlog=place.num_processes
     )
   except (OSError, OverflowError) as error:
-    raise ValueError(
+    raise UserError(
       f"coordinator_address={place.address}: process 0 cannot listen at that port ({error}); "
       "choose another"
     ) from None
@@ -135,7 +137,7 @@ def _connect(place: ProcessSpec, deadline: float, timeout: float) -> socket.sock
       return socket.create_connection(place.endpoint, timeout=_HELLO_SECONDS)
     except (OSError, OverflowError) as error:
       if time.monotonic() > deadline:
-        raise ValueError(
+        raise UserError(
           f"process 0 is not at coordinator_address={place.address} after {timeout:g} s "
           f"(jax_distributed_initialization_timeout; {error}): start it there, or open the port"
         ) from None

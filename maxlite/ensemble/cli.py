@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxlite.config import Config, exit_with_one_line, read_saved, save_resolved
+from maxlite.config import Config, exit_on_user_error, read_saved, save_resolved
+from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.schema import MESH_AXES, MeshConfig, build
 from maxlite.config.values import did_you_mean
@@ -16,28 +17,28 @@ _USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME [run_n
 
 def main(arguments: Sequence[str]) -> int:
   """The exit code of `arguments`, the words after `python -m maxlite.ensemble`."""
-  with exit_with_one_line("maxlite.ensemble"):
+  with exit_on_user_error("maxlite.ensemble"):
     if arguments[:1] == ["export"]:
       return _export(arguments[1:])
     if arguments[:1] == ["worker"]:
       return _work(arguments[1:])
-    raise ValueError(_USAGE)
+    raise UserError(_USAGE)
 
 
 def _export(arguments: Sequence[str]) -> int:
   """Copies a member's folder to where a run of its own would be, and prints where that is."""
   given = dict(word.split("=", 1) for word in arguments[1:] if "=" in word)
   if not arguments or "member" not in given or given.keys() - {"member", "run_name"}:
-    raise ValueError(_USAGE)
+    raise UserError(_USAGE)
   ensemble = _read(Path(arguments[0]))
   members = {member.name: member for member in members_of(ensemble)}
   name = given["member"]
   if name not in members:
     hint = did_you_mean(name, members) or f"choose one of {', '.join(members)}"
-    raise ValueError(f"{arguments[0]} has no member {name}; {hint}")
+    raise UserError(f"{arguments[0]} has no member {name}; {hint}")
   source = Path(members[name].config.run.base_output_directory) / name
   if not (source / "checkpoints").is_dir():
-    raise ValueError(f"{source} has no checkpoint: train the ensemble first")
+    raise UserError(f"{source} has no checkpoint: train the ensemble first")
   cfg = members[name].config
   new = given.get("run_name", name)
   run = dataclasses.replace(
@@ -45,7 +46,7 @@ def _export(arguments: Sequence[str]) -> int:
   )
   target = Path(run.base_output_directory) / new
   if target.exists():
-    raise ValueError(f"{target} exists: write run_name=ANOTHER_NAME")
+    raise UserError(f"{target} exists: write run_name=ANOTHER_NAME")
   shutil.copytree(source, target, ignore=shutil.ignore_patterns("config*.yml"))
   cfg = dataclasses.replace(cfg, run=run, mesh=_mesh_alone(cfg.mesh))
   save_resolved(cfg, target / "config.yml")
@@ -78,8 +79,8 @@ def _work(arguments: Sequence[str]) -> int:
 def _read(folder: Path) -> Config:
   path = folder / "config.yml"
   if not path.exists():
-    raise ValueError(f"{folder} is no run folder: it has no config.yml")
+    raise UserError(f"{folder} is no run folder: it has no config.yml")
   config: Config = build(Config, read_saved(path))
   if not config.ensemble.members and not config.ensemble.sweep:
-    raise ValueError(f"{folder} is a run of one model, not an ensemble")
+    raise UserError(f"{folder} is a run of one model, not an ensemble")
   return config

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.ensemble_metrics import Prediction, summarize, uniform_weights
 from maxlite.ensemble.factory import Factory, call_factory, call_model
 from maxlite.ensemble.member_program import Loss, Member, build_programs
@@ -42,7 +43,7 @@ class Ensemble:
       memory_gb: for the members' states on one device; 0: no bound.
 
     Raises:
-      ValueError: no members, a name twice, or no such strategy.
+      UserError: no members, a name twice, or no such strategy.
     """
     width = len(str(max(len(members) - 1, 0)))
     self.members = [
@@ -57,13 +58,13 @@ class Ensemble:
     self._engine: Any = None
     self._factory: Factory | None = None
     if not members:
-      raise ValueError("an ensemble needs members; give a list of Member")
+      raise UserError("an ensemble needs members; give a list of Member")
     twice = {name for name in self.names if self.names.count(name) > 1}
     if twice:
-      raise ValueError(f"two members are called {min(twice)}; give each a name of its own")
+      raise UserError(f"two members are called {min(twice)}; give each a name of its own")
     if strategy not in ("auto", *STRATEGIES):
       known = ", ".join(("auto", *STRATEGIES))
-      raise ValueError(f"no strategy {strategy!r}; choose one of {known}")
+      raise UserError(f"no strategy {strategy!r}; choose one of {known}")
 
   @classmethod
   def from_factory(
@@ -114,7 +115,7 @@ class Ensemble:
   def member_params(self, state: Any, name: str) -> Any:
     """The tree that the member's `module.init` would give, trained."""
     if name not in self.names:
-      raise ValueError(f"no member {name!r}; there are {', '.join(self.names)}")
+      raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
     return self.member_states(state)[name].variables
 
   def load_states(self, states: dict[str, Any]) -> Any:

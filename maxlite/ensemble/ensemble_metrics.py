@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from maxlite.config.errors import UserError
 from maxlite.metrics.step_row import bits_per_byte
 
 NUM_BINS = 15  # of confidence, as many as Guo et al. 2017 take
@@ -24,10 +25,10 @@ def combine_log_probs(log_prob_ZTV: jax.Array, weight_Z: jax.Array, how: str) ->
   Weights need not sum to 1.
 
   Raises:
-    ValueError: there is no such combination.
+    UserError: there is no such combination.
   """
   if how not in COMBINATIONS:
-    raise ValueError(f"no combination {how!r}; choose one of {', '.join(COMBINATIONS)}")
+    raise UserError(f"no combination {how!r}; choose one of {', '.join(COMBINATIONS)}")
   return COMBINATIONS[how](log_prob_ZTV, weight_Z)
 
 
@@ -86,10 +87,10 @@ def loss_weights(nll_Z: jax.Array, temperature: float) -> jax.Array:
   (pseudo-BMA).
 
   Raises:
-    ValueError: the temperature is not positive.
+    UserError: the temperature is not positive.
   """
   if not temperature > 0:
-    raise ValueError(f"temperature={temperature} of the members' weights must be above 0")
+    raise UserError(f"temperature={temperature} of the members' weights must be above 0")
   return jax.nn.softmax(jnp.where(jnp.isfinite(nll_Z), -nll_Z / temperature, -jnp.inf))
 
 
@@ -196,12 +197,12 @@ def finish(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
   Source: Guo et al. 2017, On calibration of modern neural networks, eq. 3 (ECE).
 
   Raises:
-    ValueError: no token has a weight.
+    UserError: no token has a weight.
   """
   totals = {name: np.asarray(value, np.float64) for name, value in sums.items()}
   weight = totals["weight"]
   if not weight > 0:
-    raise ValueError("no held-out token to score: give more held-out data")
+    raise UserError("no held-out token to score: give more held-out data")
   means: dict[str, Any] = {}
   if "nll" in totals:
     means["nll"] = totals["nll"] / weight

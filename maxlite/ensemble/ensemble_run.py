@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from maxlite import __version__
-from maxlite.config import Config, exit_with_one_line, save_resolved
+from maxlite.config import Config, exit_on_user_error, save_resolved
+from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import Batch
@@ -49,10 +50,10 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), num_rows: int = 0) -> i
   """
   width = None if sys.stdout.isatty() else 120  # tables have room where nobody's screen is small
   console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
-  with exit_with_one_line("maxlite.train"):
+  with exit_on_user_error("maxlite.train"):
     enable_compilation_cache(cfg.run.jax_cache_dir)
     if jax.process_count() > 1:
-      raise ValueError(
+      raise UserError(
         f"an ensemble is trained by one process, and this run has {jax.process_count()}: write "
         "num_processes=1, or train each member as a run of its own"
       )
@@ -94,7 +95,7 @@ def _rows_of_all_devices(cfg: Config) -> int:
   num_devices = jax.device_count()
   rows = cfg.data.per_device_batch_size * num_devices
   if rows != round(rows):
-    raise ValueError(
+    raise UserError(
       f"per_device_batch_size={cfg.data.per_device_batch_size:g} x {num_devices} devices = "
       f"{rows:g} rows: set per_device_batch_size={max(round(rows), 1) / num_devices:g}"
     )
@@ -152,12 +153,12 @@ class EnsembleRun:
     self._rungs = rungs(halving.halving_first_rung, halving.halving_factor, cfg.run.steps)
     self._engines: dict[tuple[str, ...], Any] = {}
     if self._rungs and halving.ensemble_strategy == "processes":
-      raise ValueError(
+      raise UserError(
         "halving compares members at the same step, which those in processes do not keep: write "
         "halving_factor=0 or another ensemble_strategy"
       )
     if self._rungs and self.data.source.eval is None:
-      raise ValueError("halving judges by held-out loss: set eval_fraction above 0")
+      raise UserError("halving judges by held-out loss: set eval_fraction above 0")
 
   @property
   def is_done(self) -> bool:

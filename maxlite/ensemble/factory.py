@@ -6,6 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 
+from maxlite.config.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Factory:
@@ -18,7 +20,7 @@ class Factory:
 
   def __post_init__(self) -> None:
     if self.num_workers < 0 or self.checkpoint_period < 1:
-      raise ValueError(
+      raise UserError(
         f"num_workers={self.num_workers} must be 0 or more, and "
         f"checkpoint_period={self.checkpoint_period} 1 or more"
       )
@@ -28,20 +30,20 @@ def call_factory(path: str) -> dict[str, Any]:
   """What the function says of an ensemble: {members, loss, predict}.
 
   Raises:
-    ValueError: there is no such function, or it returns something else.
+    UserError: there is no such function, or it returns something else.
   """
   module, _, name = path.partition(":")
   try:
     function = getattr(importlib.import_module(module), name)
   except (ImportError, AttributeError, ValueError) as error:
-    raise ValueError(f"no factory {path!r}, give package.module:function ({error})") from error
+    raise UserError(f"no factory {path!r}, give package.module:function ({error})") from error
   made = function()
   if not isinstance(made, dict) or not {"members", "loss"} <= set(made) <= {
     "members",
     "loss",
     "predict",
   }:
-    raise ValueError(f"{path} must return a dict of members, loss and, if you like, predict")
+    raise UserError(f"{path} must return a dict of members, loss and, if you like, predict")
   return {"predict": call_model, **made}
 
 

@@ -29,7 +29,7 @@ class Book:
   """One member's folder, the one that a run of its own would have."""
 
   def __init__(self, member: MemberConfig, report: Callable[[str], None]):
-    """Raises ValueError where the folder is of another model."""
+    """Raises UserError where the folder is of another model."""
     cfg = member.config
     self.member, self.folder = member, run_folder(cfg)
     self._changes = self.folder.config_changes(flatten(cfg))

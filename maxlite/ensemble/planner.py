@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.strategies import STRATEGIES, Request
 
 
@@ -88,7 +89,7 @@ def choose(request: Request, strategy: str, memory_gb: float) -> tuple[Plan, Any
   """(plan, engine) of `strategy`, or where that is `auto`, of the fastest that fits.
 
   Raises:
-    ValueError: the strategy cannot serve these members, or none fits `memory_gb`.
+    UserError: the strategy cannot serve these members, or none fits `memory_gb`.
   """
   names = list(STRATEGIES) if strategy == "auto" else [strategy]
   estimates, engines = [], {}
@@ -98,13 +99,13 @@ def choose(request: Request, strategy: str, memory_gb: float) -> tuple[Plan, Any
       estimates.append(estimate(name, engines[name], request))
     except ValueError as error:
       if strategy != "auto":
-        raise ValueError(f"strategy {name} cannot serve these members: {error}") from None
+        raise UserError(f"strategy {name} cannot serve these members: {error}") from None
       estimates.append(Estimate(name, why_not=str(error)))
   budget = memory_gb * 1e9 or math.inf
   fitting = [e for e in estimates if not e.why_not and e.state_bytes <= budget]
   if not fitting:
     least = min((e.state_bytes for e in estimates if not e.why_not), default=math.inf)
-    raise ValueError(
+    raise UserError(
       f"the members' states need {least / 1e9:.3g} GB on a device, and {memory_gb:g} GB are given: "
       "train fewer members, use more devices, or raise the bound"
     )

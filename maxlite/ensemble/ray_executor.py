@@ -7,13 +7,14 @@ import dataclasses
 import signal
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.worker_process import LocalHost, Worker
 
 try:
   import ray
   import ray.exceptions
 except ImportError as error:
-  raise ValueError(
+  raise UserError(
     "ensemble_executor=ray needs Ray, which is not installed: pip install maxlite[ray]"
   ) from error
 

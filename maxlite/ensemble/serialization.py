@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from flax import serialization
 
+from maxlite.config.errors import UserError
+
 _SEQUENCES = {"list()": list, "tuple()": tuple}
 
 
@@ -13,7 +15,7 @@ def to_bytes(tree: Any) -> bytes:
   """Arrays, numbers, texts and None in dicts, lists and tuples.
 
   Raises:
-    ValueError: the tree holds something else.
+    UserError: the tree holds something else.
   """
   return serialization.msgpack_serialize(_plain(tree), in_place=True)
 
@@ -33,7 +35,7 @@ def _plain(tree: Any) -> Any:
     return np.asarray(tree)
   if tree is None or type(tree) in (bool, int, float, str):
     return tree
-  raise ValueError(
+  raise UserError(
     f"a {type(tree).__name__} cannot be sent to another process; use arrays in dicts (with names "
     "as keys), lists and tuples"
   )

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.batched_jaxpr import group_alike
 from maxlite.ensemble.engines.jaxpr_comparison import trace
 from maxlite.ensemble.engines.processes import Processes
@@ -76,7 +77,7 @@ def build_fused(request: Request) -> Groups:
 
 
 def build_switched(request: Request) -> Switched:
-  """A member per device. Raises ValueError where there are fewer devices than members."""
+  """A member per device. Raises UserError where there are fewer devices than members."""
   programs = request.build(request.devices[:1])
   _refuse_phases(programs)
   return Switched(programs, request.batch, devices=request.devices, **request.common)
@@ -90,9 +91,9 @@ def build_submesh(request: Request) -> Submesh:
 
 
 def build_processes(request: Request) -> Processes:
-  """Members dealt out over processes. Raises ValueError where these could not make them."""
+  """Members dealt out over processes. Raises UserError where these could not make them."""
   if request.factory is None:
-    raise ValueError(
+    raise UserError(
       "another process cannot make members that are given as objects; use Ensemble.from_factory"
     )
   programs = request.build(request.devices[:1])
@@ -111,10 +112,10 @@ STRATEGIES: dict[str, Callable[[Request], Any]] = {
 
 
 def _refuse_phases(programs: Sequence[Program]) -> None:
-  """Raises ValueError where members take turns: together, all would compute all phases."""
+  """Raises UserError where members take turns: together, all would compute all phases."""
   for program in programs:
     if program.has_phases:
-      raise ValueError(f"{program.name} has phases; use fused, submesh or processes")
+      raise UserError(f"{program.name} has phases; use fused, submesh or processes")
 
 
 def _one_group(request: Request, *, sizes: bool) -> Groups:

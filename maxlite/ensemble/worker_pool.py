@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.submesh import deal
 from maxlite.ensemble.worker_process import LocalHost, Worker, available_cores, describe_end
 
@@ -51,7 +52,7 @@ def share_out(
     cores: instead of those this process may use.
   """
   if num_workers < 0:
-    raise ValueError(f"{num_workers} workers cannot train anything: give 1 or more, or 0 to choose")
+    raise UserError(f"{num_workers} workers cannot train anything: give 1 or more, or 0 to choose")
   cores = available_cores() if cores is None else cores
   count = min(num_workers or len(gpus or cores), len(names))
   places = deal(costs, count)
@@ -89,7 +90,7 @@ def run_workers(
   whose ends are waited for; a second one kills them. To be called from the main thread.
 
   Raises:
-    ValueError: no such executor, or it is not installed.
+    UserError: no such executor, or it is not installed.
   """
   host = _open_host(executor)
   supervisor = _Supervisor(host, max_restarts, report)
@@ -117,7 +118,7 @@ def _open_host(executor: str) -> Host:
 
     return RayHost()
   if executor != "local":
-    raise ValueError(f"no executor {executor!r}; choose one of local, ray")
+    raise UserError(f"no executor {executor!r}; choose one of local, ray")
   return LocalHost()
 
 

@@ -18,12 +18,13 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import (
   Config,
-  exit_with_one_line,
+  exit_on_user_error,
   load_config,
   read_saved,
   save_keys,
   save_resolved,
 )
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.config.values import show
 from maxlite.data.sources.chat import open_chat
@@ -43,7 +44,7 @@ TOKENIZER = ("tokenizer_type", "tokenizer_path")
 
 def run_conversion(verb: str, folder: str, argv: Sequence[str]) -> int:
   """Does what `verb` says (convert.USAGE) and prints what came of it."""
-  with exit_with_one_line("maxlite.convert"):
+  with exit_on_user_error("maxlite.convert"):
     line = OF_FOLDERS[verb](folder, argv) if verb in OF_FOLDERS else VERBS[verb](argv)
   sys.stdout.write(f"{line}\n")
   return 0
@@ -117,7 +118,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
   target = _new_folder(cfg)
   if not cfg.model.lora.lora_rank:
-    raise ValueError(
+    raise UserError(
       f"the run {run_folder(cfg).directory} has no adapters (lora_rank=0): write to_hf, or train "
       "it with lora_rank=8"
     )
@@ -149,18 +150,18 @@ def _of_effect(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
 
   found = {path: leaf for path, leaf in adapters.items() if adds(path)}
   if not found:
-    raise ValueError(f"no adapter of {run_folder(cfg).directory} was trained: train it first")
+    raise UserError(f"no adapter of {run_folder(cfg).directory} was trained: train it first")
   return found
 
 
 def _require_untrained(
   streams: Mapping[str, Stream], stored: StoredParameters, directory: Path
 ) -> None:
-  """Raises ValueError unless the stored parameters are those of `streams`, to the bit."""
+  """Raises UserError unless the stored parameters are those of `streams`, to the bit."""
   for path, stream in streams.items():
     for index, part in stream.parts():
       if stored.read(path, index).tobytes() != part.tobytes():
-        raise ValueError(
+        raise UserError(
           f"{directory} has other weights than those the adapters stand beside ({path}): name the "
           "folder that the run was made of, or, if more than adapters was trained, write to_hf, "
           "which merges them"
@@ -172,7 +173,7 @@ def upcycle(argv: Sequence[str]) -> str:
   asked = load_config(argv, needs_data=False)
   folder = run_folder(asked)
   if not folder.config.is_file():
-    raise ValueError(f"there is no run {folder.directory}: train it first, or correct run_name")
+    raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
   dense: Config = build(Config, read_saved(folder.config))
   stored = _stored(asked)
   cfg = upcycled_config(dense, argv, _output(asked))
@@ -196,21 +197,21 @@ OF_FOLDERS = {"from_hf": from_hf, "to_peft": to_peft}
 
 def _output(cfg: Config) -> str:
   if not cfg.convert.output_path:
-    raise ValueError("output_path is missing: write output_path=NAME for what is to be made")
+    raise UserError("output_path is missing: write output_path=NAME for what is to be made")
   return cfg.convert.output_path
 
 
 def _new_folder(cfg: Config) -> Path:
   target = Path(_output(cfg)).expanduser()
   if target.exists():
-    raise ValueError(f"output_path={target} is there already: choose another, or move it away")
+    raise UserError(f"output_path={target} is there already: choose another, or move it away")
   return target
 
 
 def _new_run(cfg: Config) -> RunFolder:
   folder = run_folder(cfg)
   if folder.directory.exists():
-    raise ValueError(f"{folder.directory} is there already: choose another run_name")
+    raise UserError(f"{folder.directory} is there already: choose another run_name")
   return folder
 
 
@@ -221,15 +222,13 @@ def _stored(cfg: Config) -> StoredParameters:
 
 
 def _require_kept(keys: Mapping[str, Any], flat: Mapping[str, Any], file: str) -> None:
-  """Raises ValueError where the command line would make another model of the weights."""
+  """Raises UserError where the command line would make another model of the weights."""
   for name, value in keys.items():
     if name == "vocab_size" and flat[name] >= value:
       continue
     if flat[name] != value:
       more = " or more" if name == "vocab_size" else ""
-      raise ValueError(
-        f"{name}={show(flat[name])}, but {file} says {show(value)}: write that{more}"
-      )
+      raise UserError(f"{name}={show(flat[name])}, but {file} says {show(value)}: write that{more}")
 
 
 def _write_run(

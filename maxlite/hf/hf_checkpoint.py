@@ -11,6 +11,7 @@ import numpy as np
 
 from maxlite.checkpoint.chunked_array import Index, Stream, cuts
 from maxlite.checkpoint.safetensors import DTYPES, Tensor, TensorFile
+from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import Family
 from maxlite.hf.hf_folder import FolderWriter, listed, read_tensors
@@ -29,7 +30,7 @@ def streams_from_hf(
   files' headers.
 
   Raises:
-    ValueError: a file is damaged, or weights are missing, left over, of another shape or type.
+    UserError: a file is damaged, or weights are missing, left over, of another shape or type.
   """
   tensors = unpacked(read_tensors(directory)) if family.quantized else read_tensors(directory)
   wanted = [_narrowed(tie, vocab_size) for tie in ties(family, cfg, params)]
@@ -39,9 +40,9 @@ def streams_from_hf(
   if cfg.logits_via_embedding:
     left_over -= _copies_of_the_embedding(family, tensors, by_name)
   if missing := set(by_name) - set(tensors):
-    raise ValueError(f"{directory} lacks {len(missing)} tensors: {listed(missing)}")
+    raise UserError(f"{directory} lacks {len(missing)} tensors: {listed(missing)}")
   if left_over:
-    raise ValueError(
+    raise UserError(
       f"{directory} holds {len(left_over)} tensors that model_type {family.model_type!r} does not "
       f"have: {listed(left_over)}"
     )
@@ -146,12 +147,12 @@ def _copies_of_the_embedding(
 
 def _require_fit(tie: Tie, tensor: Tensor) -> None:
   if tensor.shape != tie.shape:
-    raise ValueError(
+    raise UserError(
       f"{tensor.path} has {tie.tensor} of shape {list(tensor.shape)}, and config.json makes it "
       f"{list(tie.shape)}: one of the two is of another model"
     )
   if tensor.dtype not in DTYPES:
-    raise ValueError(
+    raise UserError(
       f"{tensor.path} has {tie.tensor} of type {tensor.dtype}; maxlite reads {', '.join(DTYPES)}: "
       "save the weights as one of these"
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DEFAULTS, ModelConfig, TilesConfig, flatten
 from maxlite.config.values import Setting, parse, show
 from maxlite.hf.families import FAMILIES
@@ -55,25 +56,25 @@ def model_keys(directory: Path) -> tuple[Family, dict[str, Any], str]:
   """(family, our keys, what of config.json nobody reads) of a folder of Hugging Face's.
 
   Raises:
-    ValueError: config.json is missing, of no known family, or says what ours cannot.
+    UserError: config.json is missing, of no known family, or says what ours cannot.
   """
   values = read_config(directory)
   file = directory / CONFIG
   model_type = values.get("model_type")
   if str(model_type) not in FAMILIES:
-    raise ValueError(f"{file} has model_type={model_type!r}; maxlite knows {', '.join(FAMILIES)}")
+    raise UserError(f"{file} has model_type={model_type!r}; maxlite knows {', '.join(FAMILIES)}")
   family = FAMILIES[str(model_type)]
   quantization = values.get("quantization_config")
   method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
   if quantization and method != family.quantized:
-    raise ValueError(f"{file} has quantization_config: save the weights as bfloat16 first")
+    raise UserError(f"{file} has quantization_config: save the weights as bfloat16 first")
   noted = _Noted(values)
   try:
     keys = family.config_from_hf(noted)
   except KeyError as error:
-    raise ValueError(f"{file} lacks {error}: copy it again") from None
+    raise UserError(f"{file} lacks {error}: copy it again") from None
   except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
-    raise ValueError(f"{file}: {error}") from None
+    raise UserError(f"{file}: {error}") from None
   keys = {"decoder_block": family.decoder_block, **keys}
   typed = {name: parse(Setting(name, _written(value), str(file))) for name, value in keys.items()}
   _require_plausible(typed, directory)
@@ -85,7 +86,7 @@ def family_that_says(cfg: ModelConfig) -> tuple[Family, dict[str, Any]]:
   """(family, its config.json) by which a reader gets `cfg`'s model back.
 
   Raises:
-    ValueError: there is none; with the keys that would be lost.
+    UserError: there is none; with the keys that would be lost.
   """
   lost = f"decoder_block={cfg.decoder_block}"
   for family in _by_block()[cfg.decoder_block]:
@@ -100,7 +101,7 @@ def family_that_says(cfg: ModelConfig) -> tuple[Family, dict[str, Any]]:
     if not different:
       return family, hf
     lost = " ".join(f"{name}={show(value)}" for name, value in different.items())
-  raise ValueError(
+  raise UserError(
     f"no family of Hugging Face that maxlite writes has {lost}: this model cannot be exported"
   )
 
@@ -137,11 +138,11 @@ def _function_of(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
-  """Raises ValueError for a size beyond all weights, before anything is made of that size."""
+  """Raises UserError for a size beyond all weights, before anything is made of that size."""
   num_weights = sum(math.prod(tensor.shape) for tensor in read_tensors(directory).values())
   for name, value in keys.items():
     if isinstance(value, int) and value > max(num_weights, LARGE):
-      raise ValueError(
+      raise UserError(
         f"{directory / CONFIG} makes {name}={value}, but its weights are {num_weights} in all: one "
         "of the two is of another model"
       )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from maxlite.checkpoint.safetensors import Tensor, TensorFile, read_header
+from maxlite.config.errors import UserError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # of a file that is written; a larger tensor gets one for itself
@@ -18,10 +19,10 @@ def read_config(directory: Path) -> dict[str, Any]:
   """config.json.
 
   Raises:
-    ValueError: there is none, or it is no JSON object.
+    UserError: there is none, or it is no JSON object.
   """
   if not (directory / CONFIG).is_file():
-    raise ValueError(f"{directory} has no {CONFIG}: name the folder that holds it")
+    raise UserError(f"{directory} has no {CONFIG}: name the folder that holds it")
   return read_object(directory / CONFIG)
 
 
@@ -29,22 +30,22 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
   """{name: Tensor} of all weights of the folder.
 
   Raises:
-    ValueError: weights are missing, damaged, or not where the index says they are.
+    UserError: weights are missing, damaged, or not where the index says they are.
   """
   if not (directory / INDEX).exists():
     if not (directory / SINGLE).is_file():
-      raise ValueError(
+      raise UserError(
         f"{directory} has neither {SINGLE} nor {INDEX}: save the weights as safetensors"
       )
     return read_header(directory / SINGLE)
   index = directory / INDEX
   file_of = read_object(index).get("weight_map")
   if not isinstance(file_of, dict) or not all(isinstance(v, str) for v in file_of.values()):
-    raise ValueError(f'{index} has no "weight_map" from tensors to files: copy it again')
+    raise UserError(f'{index} has no "weight_map" from tensors to files: copy it again')
   tensors: dict[str, Tensor] = {}
   for name in sorted(set(file_of.values())):
     if Path(name).name != name or not (directory / name).is_file():
-      raise ValueError(f"{index} names the file {name!r}, which is not in {directory}")
+      raise UserError(f"{index} names the file {name!r}, which is not in {directory}")
     there = read_header(directory / name)
     expected = {tensor for tensor, file in file_of.items() if file == name}
     _require_same(expected, set(there), str(index), str(directory / name))
@@ -110,21 +111,21 @@ def listed(names: set[str]) -> str:
 
 def _require_same(expected: set[str], there: set[str], asker: str, place: str) -> None:
   if expected - there:
-    raise ValueError(f"{place} lacks what {asker} says it holds: {listed(expected - there)}")
+    raise UserError(f"{place} lacks what {asker} says it holds: {listed(expected - there)}")
   if there - expected:
-    raise ValueError(f"{place} holds what {asker} does not know: {listed(there - expected)}")
+    raise UserError(f"{place} holds what {asker} does not know: {listed(there - expected)}")
 
 
 def read_object(path: Path) -> dict[str, Any]:
   """A file's JSON object.
 
   Raises:
-    ValueError: it holds none.
+    UserError: it holds none.
   """
   try:
     value = json.loads(path.read_bytes())
   except (OSError, ValueError, RecursionError) as error:
-    raise ValueError(f"{path} is no JSON ({error}): copy it again") from None
+    raise UserError(f"{path} is no JSON ({error}): copy it again") from None
   if not isinstance(value, dict):
-    raise ValueError(f"{path} is no JSON object: copy it again")
+    raise UserError(f"{path} is no JSON object: copy it again")
   return value

@@ -18,6 +18,7 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.checkpoint.safetensors import DTYPES
 from maxlite.config import Config, read_saved
+from maxlite.config.errors import UserError
 from maxlite.config.model_sections import FLOAT_TYPES
 from maxlite.config.schema import (
   DEFAULTS,
@@ -75,18 +76,18 @@ def load(
     mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; by default one device.
 
   Raises:
-    ValueError: the folder is none of both, or damaged.
+    UserError: the folder is none of both, or damaged.
   """
   folder = Path(path).expanduser()
   if dtype is not None and jnp.dtype(dtype).name not in FLOAT_TYPES:
-    raise ValueError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
+    raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
   name = None if dtype is None else jnp.dtype(dtype).name
   if RunFolder(folder).config.is_file():
     trainer, params = _load_run(RunFolder(folder), name, mesh)
   elif (folder / "config.json").is_file():
     trainer, params = _load_hf(folder, name, mesh)
   else:
-    raise ValueError(f"{path} is no run folder (config.yml) and has no config.json: correct it")
+    raise UserError(f"{path} is no run folder (config.yml) and has no config.json: correct it")
   return Model(trainer.cfg.model, trainer.model, trainer.sharder), params
 
 
@@ -118,14 +119,14 @@ def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Seq
   degrees = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
   unknown = set(degrees) - set(MESH_AXES)
   if unknown:
-    raise ValueError(
+    raise UserError(
       f"mesh has the axes {', '.join(sorted(unknown))}; choose from {', '.join(MESH_AXES)}"
     )
   if isinstance(mesh, Mesh):
     return degrees, list(mesh.devices.flat)
   num_devices = int(np.prod(list(degrees.values()) or [1]))
   if num_devices > len(jax.devices()):
-    raise ValueError(f"mesh={degrees} needs {num_devices} devices, of {len(jax.devices())} here")
+    raise UserError(f"mesh={degrees} needs {num_devices} devices, of {len(jax.devices())} here")
   return degrees, jax.devices()[:num_devices]
 
 

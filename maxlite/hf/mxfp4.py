@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from maxlite.checkpoint.safetensors import DTYPES, Tensor
+from maxlite.config.errors import UserError
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127  # of a scale's exponent
@@ -40,7 +41,7 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   """`tensors` with one X for every X_blocks that has an X_scales.
 
   Raises:
-    ValueError: the two do not belong together.
+    UserError: the two do not belong together.
   """
   made = dict(tensors)
   for name in [name for name in tensors if name.endswith(BLOCKS)]:
@@ -53,7 +54,7 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _packed(name: str, blocks: Tensor, scales: Tensor) -> Packed:
   fit = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, 16)
   if not fit or {blocks.dtype, scales.dtype} != {"U8"}:
-    raise ValueError(
+    raise UserError(
       f"{blocks.path} has {name} of shape {list(blocks.shape)} and {blocks.dtype}, with scales of "
       f"{list(scales.shape)} and {scales.dtype}: that is no MXFP4; copy it again"
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from maxlite.checkpoint.chunked_array import Index
 from maxlite.checkpoint.safetensors import TensorFile
+from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.axis_layout import layout
 from maxlite.hf.family import Family, Row
@@ -39,7 +40,7 @@ def write_adapter(
     read: as of checkpoint.write_weights.
 
   Raises:
-    ValueError: an adapter has no tensor in this family, or peft cannot load it.
+    UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
   by_layer = lambda cfg, moe: [own for row in family.block(cfg, moe) for own in _rows(row)]
   prefix = _PREFIX + family.layer_prefix
@@ -71,11 +72,11 @@ def write_adapter(
 
 
 def _require_loadable(family: Family, tensors: Sequence[str]) -> None:
-  """Raises ValueError for adapters that peft takes for those of experts, whatever their names."""
+  """Raises UserError for adapters that peft takes for those of experts, whatever their names."""
   modules = [tensor.partition(".lora_")[0] for tensor in tensors]
   taken = [module for module in modules if module.endswith(_OF_EXPERTS)]
   if taken and MODELS[family.decoder_block].is_moe:
-    raise ValueError(
+    raise UserError(
       f"peft takes {taken[0].removeprefix(_PREFIX)} for a projection of experts and cannot load "
       "it: train adapters of attention alone, by train: ['.*attention/.*lora_.*'], or write to_hf, "
       "which merges them"

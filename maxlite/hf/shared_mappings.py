@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import Row
 
@@ -50,10 +51,10 @@ def experts(theirs: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 def require(hf: Mapping[str, Any], **values: Any) -> None:
-  """Raises ValueError unless config.json has these values, or lacks the key."""
+  """Raises UserError unless config.json has these values, or lacks the key."""
   for name, value in values.items():
     if hf.get(name, value) != value:
-      raise ValueError(
+      raise UserError(
         f"config.json has {name}={hf[name]!r}, and maxlite knows this family with {name}={value!r} "
         "only: choose another checkpoint"
       )
@@ -119,7 +120,7 @@ def rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
   theta = rope.get("rope_theta") or older_theta or 10_000.0
   keys = {"rope_type": kind, "rope_max_timescale": float(theta)}
   if kind not in ROPES:
-    raise ValueError(
+    raise UserError(
       f"config.json has a rotary embedding of type {kind!r}; maxlite knows {', '.join(ROPES)}"
     )
   return keys | ROPES[kind](rope, hf)
@@ -129,7 +130,7 @@ def _yarn_from_hf(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
   require(rope, beta_slow=1, attention_factor=None)
   mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
   if mscale != all_dims:
-    raise ValueError(
+    raise UserError(
       f"config.json has mscale={mscale} and mscale_all_dim={all_dims}, and maxlite knows yarn with "
       "one value for both only: choose another checkpoint"
     )
@@ -194,14 +195,14 @@ def layer_types(num_layers: int, global_every: int) -> list[str]:
 
 
 def require_layer_types(hf: Mapping[str, Any], global_every: int) -> None:
-  """Raises ValueError unless layers that attend locally stand where those of the family do."""
+  """Raises UserError unless layers that attend locally stand where those of the family do."""
   require(hf, sliding_window_pattern=global_every, _sliding_window_pattern=global_every)
   if hf.get("layer_types"):
     require(hf, layer_types=layer_types(hf["num_hidden_layers"], global_every))
 
 
 def every_layer_is_moe(hf: Mapping[str, Any]) -> None:
-  """Raises ValueError where config.json makes some layers of a mixture dense."""
+  """Raises UserError where config.json makes some layers of a mixture dense."""
   require(hf, decoder_sparse_step=1)
   if hf.get("mlp_only_layers"):
-    raise ValueError("config.json has mlp_only_layers, which maxlite has no layers for")
+    raise UserError("config.json has mlp_only_layers, which maxlite has no layers for")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import Index, steps
+from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.axis_layout import Layout, layout
 from maxlite.hf.family import Family, Row
@@ -118,7 +119,7 @@ def ties(family: Family, cfg: ModelConfig, params: Mapping[str, Any]) -> list[Ti
   """All tensors of a model with `params`, {path: array, or its shape and type}, layer by layer.
 
   Raises:
-    ValueError: a parameter has no tensor in this family.
+    UserError: a parameter has no tensor in this family.
   """
   made = [tie for row in family.outer for tie in _of_row(row, "", (), params)]
   by_layer: list[tuple[int, list[Tie]]] = []
@@ -133,7 +134,7 @@ def ties(family: Family, cfg: ModelConfig, params: Mapping[str, Any]) -> list[Ti
   made += [tie for _, of_layer in sorted(by_layer, key=lambda pair: pair[0]) for tie in of_layer]
   homeless = sorted(set(params) - {path for tie in made for path in tie.paths})
   if homeless:
-    raise ValueError(
+    raise UserError(
       f"model_type {family.model_type!r} of Hugging Face has no tensor for {', '.join(homeless)}: "
       "this model cannot be written so"
     )

@@ -17,6 +17,7 @@ import numpy as np
 from maxlite.checkpoint.chunked_array import Index, Stream
 from maxlite.checkpoint.parameters import StoredParameters
 from maxlite.config import Config, load_config
+from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
 from maxlite.hf.hf_config import EXECUTION
@@ -52,11 +53,11 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
   """The config of the mixture, the run `run_name`; `argv` sets keys beyond those of `dense`.
 
   Raises:
-    ValueError: the dense model's family has no mixture, or `argv` changes more than experts.
+    UserError: the dense model's family has no mixture, or `argv` changes more than experts.
   """
   block = dense.model.decoder_block
   if block not in MIXTURES:
-    raise ValueError(f"decoder_block={block} cannot be upcycled, only {', '.join(MIXTURES)} can")
+    raise UserError(f"decoder_block={block} cannot be upcycled, only {', '.join(MIXTURES)} can")
   keys = {
     "base_moe_mlp_dim": dense.model.base_mlp_dim,
     "model_name": "",
@@ -68,7 +69,7 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
   now, before = flatten(cfg.model), flatten(dense.model) | keys
   for name in set(now) - EXECUTION - FREE:
     if now[name] != before[name]:
-      raise ValueError(
+      raise UserError(
         f"{name}={show(now[name])}: an upcycled model keeps {name}={show(before[name])}; of what "
         f"shapes the model, {' and '.join(sorted(FREE))} alone are yours to choose"
       )

@@ -78,7 +78,7 @@ class Batcher:
     """The first tokens of `requests`, at most `num_free`, whose rows they take.
 
     Raises:
-      ValueError: a request that no row can hold; then none is added.
+      UserError: a request that no row can hold; then none is added.
     """
     if not requests:
       return []

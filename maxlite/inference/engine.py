@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from maxlite.config.errors import UserError
 from maxlite.inference.sampling import RowRules, Rules, draw, log_probs
 from maxlite.inference.speculative import keys_at, propose, verify
 from maxlite.layers import cache
@@ -62,7 +63,7 @@ class Engine:
       row has reached them. A GPU, which would have to ask the host each time, reads all.
 
   Raises:
-    ValueError: rows do not divide by the shards of a batch, or there are fewer draft heads.
+    UserError: rows do not divide by the shards of a batch, or there are fewer draft heads.
   """
 
   def __init__(
@@ -79,11 +80,11 @@ class Engine:
     self.num_shards = model.sharder.num_shards("activation_batch")
     if num_rows % self.num_shards:
       rounded = -(-num_rows // self.num_shards) * self.num_shards
-      raise ValueError(
+      raise UserError(
         f"{num_rows} rows do not divide by the {self.num_shards} shards of a batch: take {rounded}"
       )
     if num_drafts > model.cfg.num_draft_heads:
-      raise ValueError(
+      raise UserError(
         f"{num_drafts} tokens cannot be guessed by num_draft_heads={model.cfg.num_draft_heads}: "
         "take at most as many"
       )
@@ -98,14 +99,14 @@ class Engine:
     self._stop = jax.jit(_without, donate_argnums=0, out_shardings=self._shardings)
 
   def check(self, request: Request) -> None:
-    """Raises ValueError for a request that no row can hold."""
+    """Raises UserError for a request that no row can hold."""
     num_tokens, most = len(request.prompt), self.max_length
     if not num_tokens:
-      raise ValueError("the prompt has no token: begin it with the tokenizer's first token")
+      raise UserError("the prompt has no token: begin it with the tokenizer's first token")
     if request.max_new_tokens < 1:
-      raise ValueError(f"max_new_tokens={request.max_new_tokens} must be 1 or more")
+      raise UserError(f"max_new_tokens={request.max_new_tokens} must be 1 or more")
     if num_tokens + request.max_new_tokens > most:
-      raise ValueError(
+      raise UserError(
         f"a prompt of {num_tokens} tokens and max_new_tokens={request.max_new_tokens} are more "
         f"than the {most} tokens a text may have: ask for at most {max(most - num_tokens, 0)}"
       )

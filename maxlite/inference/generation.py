@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlite.config import Config, exit_with_one_line
+from maxlite.config import Config, exit_on_user_error
+from maxlite.config.errors import UserError
 from maxlite.config.schema import GenerateConfig
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from maxlite.inference.batcher import Batcher
@@ -24,7 +25,7 @@ _LENGTH_MULTIPLE = 64
 
 def run_generation(cfg: Config, argv: Sequence[str]) -> int:
   """Writes what the run's newest checkpoint makes of the prompt, as it comes, or of many."""
-  with exit_with_one_line("maxlite.generate"):
+  with exit_on_user_error("maxlite.generate"):
     cfg = config_of_run(cfg, argv)
     prompts = _prompts(cfg.generate)
     tokenizer = open_text_tokenizer(cfg)
@@ -43,10 +44,10 @@ def open_text_tokenizer(cfg: Config) -> Tokenizer:
   """The tokenizer of the run's data.
 
   Raises:
-    ValueError: the run's data are no text.
+    UserError: the run's data are no text.
   """
   if cfg.data.dataset_type == "synthetic":
-    raise ValueError("a run on dataset_type=synthetic has no tokenizer to write text with")
+    raise UserError("a run on dataset_type=synthetic has no tokenizer to write text with")
   return open_tokenizer(cfg.data)
 
 
@@ -58,13 +59,13 @@ def build_engine(
   A text ends with any token of `ends`.
 
   Raises:
-    ValueError: a request is longer than that, or more is to be drafted than there are heads.
+    UserError: a request is longer than that, or more is to be drafted than there are heads.
   """
   cfg, longest = trainer.cfg, trainer.cfg.data.max_target_length
   num_drafts = _num_drafts(cfg)
   needed = max((len(r.prompt) + r.max_new_tokens for r in requests), default=longest)
   if needed > longest:
-    raise ValueError(
+    raise UserError(
       f"prompt and max_new_tokens={cfg.generate.max_new_tokens} are up to {needed} tokens, but "
       f"max_target_length={longest}, the longest text in training: lower max_new_tokens, or give "
       f"max_target_length={needed} to go beyond that"
@@ -83,10 +84,10 @@ def build_engine(
 
 
 def _num_drafts(cfg: Config) -> int:
-  """Tokens drafted for each step. Raises ValueError where there are fewer draft heads."""
+  """Tokens drafted for each step. Raises UserError where there are fewer draft heads."""
   num_heads, wanted = cfg.model.num_draft_heads, cfg.generate.num_speculative_tokens
   if wanted > num_heads:
-    raise ValueError(
+    raise UserError(
       f"num_speculative_tokens={wanted} are more than num_draft_heads={num_heads}, and each is "
       f"proposed by a head of its own: write num_speculative_tokens={num_heads} or less"
     )
@@ -98,10 +99,10 @@ def _prompts(cfg: GenerateConfig) -> list[str]:
     return [cfg.prompt]
   path = Path(cfg.prompt_file)
   if not path.is_file():
-    raise ValueError(f"prompt_file={cfg.prompt_file} is no file")
+    raise UserError(f"prompt_file={cfg.prompt_file} is no file")
   lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
   if not lines:
-    raise ValueError(f"prompt_file={cfg.prompt_file} has no line")
+    raise UserError(f"prompt_file={cfg.prompt_file} has no line")
   return [_prompt(cfg.prompt_file, number, line) for number, line in enumerate(lines, start=1)]
 
 
@@ -111,7 +112,7 @@ def _prompt(file: str, number: int, line: str) -> str:
   except json.JSONDecodeError:
     row = None
   if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-    raise ValueError(f'prompt_file={file}, text {number}: write {{"prompt": "..."}}')
+    raise UserError(f'prompt_file={file}, text {number}: write {{"prompt": "..."}}')
   return row["prompt"]
 
 

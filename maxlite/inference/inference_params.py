@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import TRANSPOSED
 from maxlite.layers.lora import merge_lora
@@ -25,10 +26,10 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
   its stack for every token. No expert drops a token.
 
   Raises:
-    ValueError: the mesh cuts rows, of which generation has one position at a time.
+    UserError: the mesh cuts rows, of which generation has one position at a time.
   """
   if sharder.num_shards("activation_length") > 1:
-    raise ValueError(
+    raise UserError(
       "generation cannot cut rows over the context axis: set ici_context_parallelism=1 and "
       "dcn_context_parallelism=1 (and ici_fsdp_parallelism=-1 to use the devices)"
     )

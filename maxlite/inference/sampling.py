@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from maxlite.config.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -23,7 +25,7 @@ class Rules:
   repetition_penalty: float = 1.0
 
   def __post_init__(self) -> None:
-    """Raises ValueError, naming the rule."""
+    """Raises UserError, naming the rule."""
     for name, right, allowed in (
       ("temperature", self.temperature >= 0, "0 or above"),
       ("top_k", self.top_k >= 0, "0 (all) or above"),
@@ -32,7 +34,7 @@ class Rules:
       ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
     ):
       if not right:  # also of nan
-        raise ValueError(f"{name}={getattr(self, name)} must be {allowed}")
+        raise UserError(f"{name}={getattr(self, name)} must be {allowed}")
 
 
 @struct.dataclass

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
+from maxlite.config.errors import UserError
 from maxlite.metrics.step_row import Row
 
 
@@ -89,7 +90,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
   """The rows of a file of `JsonlWriter`, less an unfinished last line; None was not finite.
 
   Raises:
-    ValueError: a line before the last is not a row.
+    UserError: a line before the last is not a row.
   """
   return [row for _, row in _lines_and_rows(path)]
 
@@ -105,7 +106,7 @@ def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if whole:
       yield line, row
     elif number < len(lines):
-      raise ValueError(f"{path} line {number} is not a row of metrics: mend or move the file away")
+      raise UserError(f"{path} line {number} is not a row of metrics: mend or move the file away")
 
 
 def _keep_rows(path: Path, last_step: int) -> None:

@@ -12,6 +12,7 @@ import jax
 import optax
 from flax import struct
 
+from maxlite.config.errors import UserError
 from maxlite.optim.partition import path_of
 
 
@@ -19,17 +20,17 @@ def partition_params(params: Any, regexes: Iterable[str]) -> tuple[Any, Any]:
   """(trained, frozen): the leaves of whose path some regex matches all, and the others.
 
   Raises:
-    ValueError: a regex is none, or matches no path.
+    UserError: a regex is none, or matches no path.
   """
   paths, chosen = paths_in(params), set()
   for regex in regexes:
     try:
       matched = {path for path in paths if re.fullmatch(regex, path)}
     except re.error as error:
-      raise ValueError(f"{regex!r} is no regex: {error}") from None
+      raise UserError(f"{regex!r} is no regex: {error}") from None
     if not matched:
       near = ", ".join(difflib.get_close_matches(regex, paths, n=3, cutoff=0))
-      raise ValueError(f"{regex!r} matches no parameter's whole path; the nearest are {near}")
+      raise UserError(f"{regex!r} matches no parameter's whole path; the nearest are {near}")
     chosen |= matched
   keep = lambda is_chosen: jax.tree_util.tree_map_with_path(
     lambda key_path, leaf: leaf if (path_of(key_path) in chosen) == is_chosen else None, params
@@ -80,7 +81,7 @@ class PhaseOptimizers:
       trained: by phase, its part of the parameters; shapes and types suffice.
 
     Raises:
-      ValueError: the optimizers of two phases that share a leaf keep different state for it.
+      UserError: the optimizers of two phases that share a leaf keep different state for it.
     """
     self._optimizers = optimizers
     self._trained = {name: set(paths_in(part)) for name, part in trained.items()}
@@ -174,7 +175,7 @@ class PhaseOptimizers:
       same = None
     if leader != name and (same is None or _kinds(same[0]) != _kinds(same[1])):
       leaf = common[0] if common else "a leaf"
-      raise ValueError(
+      raise UserError(
         f"phases {leader} and {name} share the state of {leaf}, but their optimizers keep "
         "different state: give both the same kind, or have each keep its own (of a run, "
         "phase_optimizer_state=own)"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from maxlite.config.errors import UserError
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
@@ -36,7 +37,7 @@ class PhasePrograms:
       state, batches: arrays, or shapes and shardings of them; a batch for each phase.
 
     Raises:
-      ValueError: `switch` is given batches, or metrics of one name, of different shapes.
+      UserError: `switch` is given batches, or metrics of one name, of different shapes.
     """
     self.strategy, self.reason = choose_strategy(strategy, list(batches.values()))
     self._schedule = schedule
@@ -70,7 +71,7 @@ class PhasePrograms:
     """(state, metrics of its phase) after one step.
 
     Raises:
-      ValueError: the batch is shaped unlike the one that the phase was compiled for.
+      UserError: the batch is shaped unlike the one that the phase was compiled for.
     """
     position = self._position(state)
     phase = self._schedule.phase_at(position)
@@ -79,7 +80,7 @@ class PhasePrograms:
     try:
       state, metrics, last = program(state, batch)
     except (TypeError, ValueError) as error:  # what JAX raises for arguments of another kind
-      raise ValueError(
+      raise UserError(
         f"phase {name} was compiled for another batch or state (shape, type or sharding): give "
         "compile() a batch like those to come, in own_batches where phases differ"
       ) from error
@@ -96,13 +97,13 @@ def choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
   """(`separate` or `switch`, why) for one batch per phase.
 
   Raises:
-    ValueError: no such strategy, or one program cannot take such different batches.
+    UserError: no such strategy, or one program cannot take such different batches.
   """
   if strategy not in STRATEGIES:
-    raise ValueError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+    raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
   alike = len({str(jax.tree.map(jax.typeof, batch)) for batch in batches}) == 1
   if strategy == "switch" and not alike:
-    raise ValueError("phases whose batches differ cannot be one program: use strategy='separate'")
+    raise UserError("phases whose batches differ cannot be one program: use strategy='separate'")
   if strategy != "auto":
     return strategy, "asked for"
   platform, num_phases = jax.default_backend(), len(batches)
@@ -127,14 +128,14 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
   """One step of all phases; what a phase does not report is zero in the metrics.
 
   Raises:
-    ValueError: metrics of one name have different shapes.
+    UserError: metrics of one name have different shapes.
   """
   shapes: dict[str, jax.ShapeDtypeStruct] = {}
   for name, step in steps.items():
     for key, value in jax.eval_shape(step, state, batch)[1].items():
       known = shapes.setdefault(key, value)
       if (known.shape, known.dtype) != (value.shape, value.dtype):
-        raise ValueError(
+        raise UserError(
           f"metric {key!r} of phase {name} is {value.str_short()}, of another {known.str_short()}: "
           "rename one of them, or use strategy='separate'"
         )

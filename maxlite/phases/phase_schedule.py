@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from maxlite.config.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Plateau:
@@ -39,7 +41,7 @@ class Threshold:
 
   def __post_init__(self):
     if (self.below is None) == (self.above is None):
-      raise ValueError(f"Threshold of {self.metric!r} needs below= or above=, one of the two")
+      raise UserError(f"Threshold of {self.metric!r} needs below= or above=, one of the two")
 
   def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> tuple:
     """(whether it is met, and what Plateau would need, as it was)."""
@@ -87,7 +89,7 @@ class PhaseSchedule:
       warmup: by phase, steps that it takes alone before the others begin.
 
     Raises:
-      ValueError: no phases, or a length or a name is wrong.
+      UserError: no phases, or a length or a name is wrong.
     """
     warmup = warmup or {}
     _check(lengths, warmup)
@@ -120,7 +122,7 @@ class PhaseSchedule:
     """The clock after a step of `phase`, the one that is due.
 
     Raises:
-      ValueError: the metrics lack the one that the phase waits for.
+      UserError: the metrics lack the one that the phase waits for.
     """
     met, best, stale = self._condition(clock, phase, metrics)
     num_segments = len(self._segments)
@@ -145,7 +147,7 @@ class PhaseSchedule:
     if until is None:
       return jnp.array(False), clock.best, clock.stale
     if until.metric not in metrics:
-      raise ValueError(
+      raise UserError(
         f"phase {self.names[phase]} waits for the metric {until.metric!r}, which its loss does not "
         f"report; it has {', '.join(metrics)}"
       )
@@ -176,13 +178,11 @@ class PhaseSchedule:
     """(first step, last step, phase) of each segment in `num_steps` steps, counted from 1.
 
     Raises:
-      ValueError: a phase ends by a condition.
+      UserError: a phase ends by a condition.
     """
     waiting = [n for n, until in zip(self.names, self._until, strict=True) if until is not None]
     if waiting:
-      raise ValueError(
-        f"phase {waiting[0]} ends when its metric says so: nobody knows the timeline"
-      )
+      raise UserError(f"phase {waiting[0]} ends when its metric says so: nobody knows the timeline")
     spans, segment, first = [], 0, 1
     while first <= num_steps:
       phase, length = self._segments[segment]
@@ -193,17 +193,17 @@ class PhaseSchedule:
 
 
 def _check(lengths: Mapping[str, Any], warmup: Mapping[str, int]) -> None:
-  """Raises ValueError for what no schedule can be made of."""
+  """Raises UserError for what no schedule can be made of."""
   if not lengths:
-    raise ValueError("there are no phases; give at least one")
+    raise UserError("there are no phases; give at least one")
   for name, ends in lengths.items():
     steps = ends if isinstance(ends, int) else ends.max_steps
     if steps < 1:
-      raise ValueError(f"phase {name} takes {steps} steps; give it at least 1, or leave it out")
+      raise UserError(f"phase {name} takes {steps} steps; give it at least 1, or leave it out")
     if isinstance(ends, Plateau) and ends.patience < 1:
-      raise ValueError(f"phase {name} has patience={ends.patience}; give it at least 1")
+      raise UserError(f"phase {name} has patience={ends.patience}; give it at least 1")
   for name, steps in warmup.items():
     if name not in lengths:
-      raise ValueError(f"warmup names {name!r}, which is no phase; there are {', '.join(lengths)}")
+      raise UserError(f"warmup names {name!r}, which is no phase; there are {', '.join(lengths)}")
     if steps < 1:
-      raise ValueError(f"warmup of {name} takes {steps} steps; give it at least 1, or leave it out")
+      raise UserError(f"warmup of {name} takes {steps} steps; give it at least 1, or leave it out")

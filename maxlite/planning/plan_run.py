@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from maxlite.config import Config, exit_with_one_line
+from maxlite.config import Config, exit_on_user_error
+from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.plots.timeline import timeline_lines
@@ -59,7 +60,7 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
   Unless it `compiles`, all that is told is by arithmetic.
   """
   console = Console(highlight=False, markup=False, soft_wrap=True)
-  with exit_with_one_line("maxlite.plan"):
+  with exit_on_user_error("maxlite.plan"):
     target = build_target(cfg, compiles=compiles)
   if target.missing:
     console.print(
@@ -107,10 +108,10 @@ def _plan_step(
 def run_phase_plan(cfg: Config) -> int:
   """Prints what each phase of `cfg` trains and when; nothing is compiled. Returns 0."""
   console = Console(highlight=False, markup=False, soft_wrap=True)
-  with exit_with_one_line("maxlite.plan"):
+  with exit_on_user_error("maxlite.plan"):
     turns = build_trainer(cfg).turns
     if turns is None:
-      raise ValueError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
+      raise UserError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
   spans = turns.spans(cfg.run.steps)
   console.print(*turns.describe(cfg.run.steps), "", sep="\n")
   if spans:
@@ -124,7 +125,7 @@ def build_target(cfg: Config, *, compiles: bool) -> Target:
   """What `cfg` plans for: devices to compile for, else as many of this machine's CPU as stand-ins.
 
   Raises:
-    ValueError: the devices, mesh, batch and model do not fit together.
+    UserError: the devices, mesh, batch and model do not fit together.
   """
   if not cfg.plan.compile_topology:
     trainer = build_trainer(cfg)

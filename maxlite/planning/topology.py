@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from maxlite.config.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -76,7 +78,7 @@ class Topology:
       target_config: path of a GpuTargetConfigProto in text form, for GPUs.
 
     Raises:
-      ValueError: that file cannot be read.
+      UserError: that file cannot be read.
     """
     return topologies.get_topology_desc(**self.request(target_config)).devices
 
@@ -85,7 +87,7 @@ class Topology:
     if self.kind.platform == "cuda":
       path = Path(target_config).expanduser()
       if not path.is_file():
-        raise ValueError(f"gpu_target_config={target_config}: no such file; name an existing one")
+        raise UserError(f"gpu_target_config={target_config}: no such file; name an existing one")
       return {
         "platform": "cuda",
         "topology": f"{self.num_slices}x1x{self.chips}",
@@ -106,13 +108,13 @@ def parse_topology(name: str, num_slices: int) -> Topology:
   """The accelerators that `v5p-64` and its like name.
 
   Raises:
-    ValueError: there is no such thing.
+    UserError: there is no such thing.
   """
   found = re.fullmatch(r"([a-z]\w*?)-(\d+)", name.lower())
   generation = found and _OTHER_NAMES.get(found[1], found[1])
   if not found or generation not in KINDS:
     known = ", ".join(f"{known}-N" for known in KINDS)
-    raise ValueError(
+    raise UserError(
       f"compile_topology={name} is not known; write one of {known}, where N counts TensorCores "
       "(two a chip) of v4, v5p and tpu7x, chips of the others"
     )
@@ -121,7 +123,7 @@ def parse_topology(name: str, num_slices: int) -> Topology:
   fits = 0 < chips <= kind.largest and (kind.platform == "cuda" or chips == 1)
   if rest or not (fits or (chips <= kind.largest and any(_grids(chips, kind.grid)))):
     what = f"{kind.grid}-dimensional slice" if kind.platform == "tpu" else "machine"
-    raise ValueError(
+    raise UserError(
       f"compile_topology={name}: no {what} of {generation} has {number / kind.counted:g} chips; "
       f"write {generation}-{4 * kind.counted}, {generation}-{8 * kind.counted}, ... up to "
       f"{generation}-{kind.largest * kind.counted}"

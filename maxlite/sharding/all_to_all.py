@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
+from maxlite.config.errors import UserError
 from maxlite.sharding.collectives import pvary
 
 MeshAxes = tuple[str, ...]
@@ -213,7 +214,7 @@ def check_all_to_all(mesh: Mesh, mesh_axes: MeshAxes) -> None:
   """Exchanges random rows on the devices of `mesh`, to compare with the emulation bit by bit.
 
   Raises:
-    ValueError: the platform's collective moved rows wrongly.
+    UserError: the platform's collective moved rows wrongly.
   """
   num_shards = math.prod(mesh.shape[axis] for axis in mesh_axes)
   wrong = jax.jit(
@@ -225,7 +226,7 @@ def check_all_to_all(mesh: Mesh, mesh_axes: MeshAxes) -> None:
     )
   )()
   if wrong:
-    raise ValueError(
+    raise UserError(
       f"the ragged all-to-all of {mesh.devices.flat[0].device_kind} moved {wrong} rows wrongly in "
       "a test before the first step, so gradients would be wrong: write "
       "use_ring_of_experts=true, or update jax and the driver"

@@ -11,6 +11,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from maxlite.config.errors import UserError
+
 MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outermost first
 
 
@@ -23,7 +25,7 @@ def build_mesh(
   in each is filled with what is left. The size of a mesh axis is the product of its two degrees.
 
   Raises:
-    ValueError: the degrees do not multiply to the number of devices.
+    UserError: the degrees do not multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
   num_slices, by_process = _granules(devices, dcn)
@@ -42,7 +44,7 @@ def resolve_degrees(
   """(sizes of the mesh axes, what `dcn_degrees` would tell) of devices that are not described.
 
   Raises:
-    ValueError: the degrees do not multiply to the number of devices.
+    UserError: the degrees do not multiply to the number of devices.
   """
   dcn = _fill("dcn", dcn, num_slices, "slices")
   ici = _fill("ici", ici, num_devices // num_slices, "devices per slice")
@@ -93,7 +95,7 @@ def _fill(group: str, degrees: Sequence[int], total: int, things: str) -> list[i
   hint = ""
   if group == "ici" and jax.default_backend() == "cpu":
     hint = " (on a CPU, the environment variable JAX_NUM_CPU_DEVICES=N simulates N devices)"
-  raise ValueError(
+  raise UserError(
     f"mesh: {' x '.join(named) or f'all {group}_*_parallelism=1'} multiply to {known}, but there "
     f"are {total} {things}: {fix}{hint}"
   )

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from maxlite.config.errors import UserError
+
 LogicalNames = Sequence[str | None]
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
@@ -54,7 +56,7 @@ class Sharder:
   `overrides` replaces rows of `DEFAULT_RULES`.
 
   Raises:
-    ValueError: a row that names an unknown logical axis or mesh axis.
+    UserError: a row that names an unknown logical axis or mesh axis.
   """
 
   mesh: Mesh
@@ -64,11 +66,11 @@ class Sharder:
     for name, mesh_axes in self.overrides.items():
       if name not in DEFAULT_RULES:
         known = ", ".join(DEFAULT_RULES)
-        raise ValueError(f"logical_axis_rules: no logical axis {name!r}; known are {known}")
+        raise UserError(f"logical_axis_rules: no logical axis {name!r}; known are {known}")
       for mesh_axis in mesh_axes:
         if mesh_axis not in self.mesh.axis_names:
           known = ", ".join(self.mesh.axis_names)
-          raise ValueError(f"logical_axis_rules: {name}: no mesh axis {mesh_axis!r}; use {known}")
+          raise UserError(f"logical_axis_rules: {name}: no mesh axis {mesh_axis!r}; use {known}")
 
   @property
   def platform(self) -> str:
@@ -92,7 +94,7 @@ class Sharder:
     if name is None:
       return ()
     if name not in DEFAULT_RULES:
-      raise ValueError(f"no logical axis {name!r} in the sharding table (sharding/rules.py)")
+      raise UserError(f"no logical axis {name!r} in the sharding table (sharding/rules.py)")
     return tuple(self.overrides.get(name, DEFAULT_RULES[name]))
 
   def num_shards(self, name: str | None) -> int:
@@ -103,13 +105,13 @@ class Sharder:
     """PartitionSpec of an array whose axes have these logical names.
 
     Raises:
-      ValueError: an unknown name, or a mesh axis that would cut two axes of the array.
+      UserError: an unknown name, or a mesh axis that would cut two axes of the array.
     """
     entries = [self.mesh_axes(name) for name in names]
     used = [mesh_axis for entry in entries for mesh_axis in entry]
     twice = {mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}
     if twice:
-      raise ValueError(
+      raise UserError(
         f"logical axes {tuple(names)} put mesh axis {sorted(twice)[0]!r} on two axes of one array: "
         "change logical_axis_rules"
       )
@@ -122,8 +124,8 @@ class Sharder:
     """`x`, laid out as its logical names say.
 
     Raises:
-      ValueError: as many names as `x` has axes are needed.
+      UserError: as many names as `x` has axes are needed.
     """
     if x.ndim != len(names):
-      raise ValueError(f"{len(names)} logical names {tuple(names)} for an array of shape {x.shape}")
+      raise UserError(f"{len(names)} logical names {tuple(names)} for an array of shape {x.shape}")
     return jax.lax.with_sharding_constraint(x, self.sharding(names))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from maxlite.config.errors import UserError
 from maxlite.sharding.rules import LogicalNames, Sharder
 
 
@@ -37,7 +38,7 @@ def parameter_sharding(
   """Where a parameter lies.
 
   Raises:
-    ValueError: an axis that its mesh axes do not divide.
+    UserError: an axis that its mesh axes do not divide.
   """
   for axis, name in enumerate(names):
     shards = sharder.num_shards(name)
@@ -45,7 +46,7 @@ def parameter_sharding(
       degrees = [axis for axis in sharder.mesh_axes(name) if sharder.mesh.shape[axis] > 1]
       product = " x ".join(f"{axis}={sharder.mesh.shape[axis]}" for axis in degrees)
       keys = " or ".join(f"ici_{axis}_parallelism" for axis in degrees)
-      raise ValueError(
+      raise UserError(
         f"parameter {path} of shape {tuple(leaf.shape)}: its axis {name!r} of {leaf.shape[axis]} "
         f"does not divide by {product}: change {keys}, or that dimension of the model"
       )
@@ -58,7 +59,7 @@ def parameter_sharding(
 def check_sharded(
   placements: Iterable[ParameterSharding], sharder: Sharder, tolerance: float
 ) -> None:
-  """Raises ValueError if a larger share of bytes than `tolerance` is whole on a mesh that cuts."""
+  """Raises UserError if a larger share of bytes than `tolerance` is whole on a mesh that cuts."""
   placements = list(placements)
   if math.prod(sharder.num_shards(name) for name in ("embed", "mlp")) == 1:
     return
@@ -67,7 +68,7 @@ def check_sharded(
   share = sum(placement.num_bytes for placement in whole) / total
   if share > tolerance:
     largest = max(whole, key=lambda placement: placement.num_bytes)
-    raise ValueError(
+    raise UserError(
       f"{share:.1%} of parameter bytes lie whole on every device, the largest {largest.path} "
       f"{largest.shape}; sharding_tolerance allows {tolerance:.1%}: change logical_axis_rules or "
       "raise sharding_tolerance"

@@ -20,6 +20,7 @@ import optax
 from flax import struct
 from jax.sharding import NamedSharding
 
+from maxlite.config.errors import UserError
 from maxlite.data.batch import interleave
 from maxlite.optim.partition import path_of, state_names
 from maxlite.phases.phase_optimizers import (
@@ -56,11 +57,11 @@ class Phase:
 
   def __post_init__(self):
     if (self.steps is None) == (self.until is None):
-      raise ValueError(f"phase {self.name} needs steps= or until=, one of the two")
+      raise UserError(f"phase {self.name} needs steps= or until=, one of the two")
     if isinstance(self.train, str) or not self.train:
-      raise ValueError(f"phase {self.name} trains {self.train!r}; give a list of path regexes")
+      raise UserError(f"phase {self.name} trains {self.train!r}; give a list of path regexes")
     if self.accumulate < 1:
-      raise ValueError(f"phase {self.name} has accumulate={self.accumulate}; give at least 1")
+      raise UserError(f"phase {self.name} has accumulate={self.accumulate}; give at least 1")
 
 
 @struct.dataclass
@@ -98,18 +99,18 @@ class Alternation:
       ema_decay: keeps a moving average of the parameters, one step of it per step of their phase.
 
     Raises:
-      ValueError: no phases, a name twice, or a length, name or choice that cannot be.
+      UserError: no phases, a name twice, or a length, name or choice that cannot be.
     """
     names = [phase.name for phase in phases]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-      raise ValueError(f"two phases are called {min(twice)}; give each a name of its own")
+      raise UserError(f"two phases are called {min(twice)}; give each a name of its own")
     if strategy not in STRATEGIES:
-      raise ValueError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+      raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
     if optimizer_state not in ("own", "shared"):
-      raise ValueError(f"no optimizer_state {optimizer_state!r}; choose own or shared")
+      raise UserError(f"no optimizer_state {optimizer_state!r}; choose own or shared")
     if ema_decay is not None and not 0 <= ema_decay < 1:
-      raise ValueError(f"ema_decay={ema_decay} is not from 0 to below 1; 0.999 is usual")
+      raise UserError(f"ema_decay={ema_decay} is not from 0 to below 1; 0.999 is usual")
     self.phases, self.names = list(phases), names
     lengths = {phase.name: phase.until or phase.steps for phase in phases}
     self._schedule = PhaseSchedule(lengths, warmup)
@@ -136,7 +137,7 @@ class Alternation:
     """(first step, last step, phase) of each turn in `num_steps` steps, counted from 1.
 
     Raises:
-      ValueError: a phase ends by a condition.
+      UserError: a phase ends by a condition.
     """
     return self._schedule.timeline(num_steps)
 
@@ -149,7 +150,7 @@ class Alternation:
     """The state before the first step, of copies of `params`.
 
     Raises:
-      ValueError: a regex matches no parameter, or optimizers that share state differ in kind.
+      UserError: a regex matches no parameter, or optimizers that share state differ in kind.
     """
     shapes = self.abstract_state(params, collections)
     init = jax.jit(self._init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))
@@ -203,7 +204,7 @@ class Alternation:
   def ema_params(self, state: AlternationState) -> Any:
     """The parameters' moving averages; those that no phase trains are as they are."""
     if self._ema_decay is None:
-      raise ValueError("there is no moving average: give Alternation an ema_decay")
+      raise UserError("there is no moving average: give Alternation an ema_decay")
     return merge(state.ema, state.params)
 
   def _parts(self, params: Any) -> dict[str, Any]:
@@ -213,7 +214,7 @@ class Alternation:
       try:
         parts[phase.name] = partition_params(params, phase.train)[0]
       except ValueError as error:
-        raise ValueError(f"phase {phase.name}: {error}") from None
+        raise UserError(f"phase {phase.name}: {error}") from None
     return parts
 
   def _optimizers(self, params: Any) -> PhaseOptimizers:
@@ -290,7 +291,7 @@ def _gradients(
 
 def _in_parts(phase: Phase, x: Any) -> jax.Array:
   if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
-    raise ValueError(
+    raise UserError(
       f"phase {phase.name}: a batch of shape {jnp.shape(x)} does not divide into "
       f"accumulate={phase.accumulate} parts along its first axis"
     )
@@ -301,7 +302,7 @@ def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: An
   """(scalar, metrics, collections) of the phase's loss.
 
   Raises:
-    ValueError: the loss returns something else.
+    UserError: the loss returns something else.
   """
   takes = inspect.signature(phase.loss).parameters
   given = {"key": key, "collections": collections}
@@ -309,11 +310,11 @@ def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: An
   parts = result if isinstance(result, tuple) else (result,)
   form = "scalar, {name: scalar}, collections" if "collections" in takes else "scalar"
   if ("collections" in takes and len(parts) != 3) or len(parts) > 3:
-    raise ValueError(f"the loss of phase {phase.name} returns {len(parts)} values, not ({form})")
+    raise UserError(f"the loss of phase {phase.name} returns {len(parts)} values, not ({form})")
   value, metrics, collections = (*parts, *({}, collections)[len(parts) - 1 :])
   for name, x in {"loss": value, **metrics}.items():
     if jnp.shape(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-      raise ValueError(
+      raise UserError(
         f"{name!r} of phase {phase.name} is {jax.typeof(x).str_short()}; a loss returns a floating "
         "scalar, or (scalar, {name: scalar})"
       )

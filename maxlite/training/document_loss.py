@@ -48,7 +48,7 @@ def document_losses(
   How documents that are longer than a row are read is told in data/sources/documents.py.
 
   Raises:
-    ValueError: no document was held out.
+    UserError: no document was held out.
   """
   num_bytes_V = jnp.asarray(data.source.num_bytes_V)
   chunk_tokens = trainer.cfg.training.logits_chunk_tokens

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlite.config import Config, exit_with_one_line
+from maxlite.config import Config, exit_on_user_error
 from maxlite.data.batch import Batch
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.training.document_loss import DocumentLoss, document_losses
@@ -20,7 +20,7 @@ from maxlite.training.trainer import Trainer
 
 def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
   """Print the loss of the run's latest checkpoint over `eval_steps` held-out batches (-1: all)."""
-  with exit_with_one_line("maxlite.evaluate"):
+  with exit_on_user_error("maxlite.evaluate"):
     cfg = config_of_run(cfg, argv)
     trainer, params, averages, step = open_weights(cfg)
     data = open_trainer_data(trainer)
@@ -29,7 +29,7 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
   result = evaluate(trainer, eval_step, params, batches, averages)
   documents: Sequence[DocumentLoss] = ()
   if cfg.observe.eval_documents:
-    with exit_with_one_line("maxlite.evaluate"):
+    with exit_on_user_error("maxlite.evaluate"):
       documents = document_losses(trainer, params, data, averages)
   if jax.process_index() == 0:
     sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {_format(result)}\n")

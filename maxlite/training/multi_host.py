@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from maxlite.config import Config, exit_with_one_line
+from maxlite.config import Config, exit_on_user_error
 from maxlite.config.schema import HostsConfig, flatten
 from maxlite.distributed.initialize import distributed_runtime
 
@@ -16,6 +16,6 @@ def join_hosts(cfg: Config, program: str) -> Iterator[Config]:
   The config that comes back is the same on all of them: which one this is, is no part of the run.
   """
   with contextlib.ExitStack() as stack:
-    with exit_with_one_line(program):
+    with exit_on_user_error(program):
       stack.enter_context(distributed_runtime(**flatten(cfg.hosts)))
     yield dataclasses.replace(cfg, hosts=HostsConfig())

@@ -8,6 +8,7 @@ from typing import Any
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, load_config, read_saved
+from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import Data, open_data
@@ -44,11 +45,11 @@ def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
   YAML files in `argv` are ignored: they would reset keys that the run was started with.
 
   Raises:
-    ValueError: there is no such run, or a key would change the shape of its model.
+    UserError: there is no such run, or a key would change the shape of its model.
   """
   folder = run_folder(cfg)
   if not folder.config.exists():
-    raise ValueError(f"there is no run {folder.directory}: train it first, or correct run_name")
+    raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
   typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
   cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
   folder.config_changes(flatten(cfg))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config import Config
+from maxlite.config.errors import UserError
 from maxlite.config.phases import DATA_KEYS, PhaseConfig, UntilConfig, phases_of, warmup_of
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
@@ -27,7 +28,7 @@ class Turns:
     """`params` need only be described.
 
     Raises:
-      ValueError: a regex matches no parameter, or optimizers that share state differ in kind.
+      UserError: a regex matches no parameter, or optimizers that share state differ in kind.
     """
     self.phases, self._model, self._data = phases_of(cfg), cfg.model, flatten(cfg.data)
     self.schedule = PhaseSchedule({p.name: _length(p) for p in self.phases}, warmup_of(cfg))
@@ -36,7 +37,7 @@ class Turns:
       try:
         self._trained[phase.name] = partition_params(params, phase.train)[0]
       except ValueError as error:
-        raise ValueError(f"phase {phase.name}: {error}") from None
+        raise UserError(f"phase {phase.name}: {error}") from None
       optimizer = with_schedule_steps(phase.optimizer, self._num_steps(phase, cfg.run.steps))
       self._rates.append(build_schedule(optimizer))
       own_names = partition_params(names, phase.train)[0]

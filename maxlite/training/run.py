@@ -12,7 +12,8 @@ from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, NotWritten, Restored
 from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import Config, describe_changes, exit_with_one_line, save_resolved
+from maxlite.config import Config, describe_changes, exit_on_user_error, save_resolved
+from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
 from maxlite.data.loader import Data, PhaseStreams, TrainStream
@@ -45,7 +46,7 @@ def run_training(cfg: Config) -> int:
   """Trains to the last step and returns the exit code; goes on where an earlier start left off."""
   console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
   stopwatch = Stopwatch()
-  with exit_with_one_line("maxlite.train"):
+  with exit_on_user_error("maxlite.train"):
     keep_freed_memory()
     enable_compilation_cache(cfg.run.jax_cache_dir)
     if who := describe_process():
@@ -76,7 +77,7 @@ def run_training(cfg: Config) -> int:
     )
     return 0
   if trainer.turns:
-    with exit_with_one_line("maxlite.train"), stopwatch.during("compile"):
+    with exit_on_user_error("maxlite.train"), stopwatch.during("compile"):
       programs = trainer.phase_programs
     console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
   barrier("the run is open")  # before the first file is written
@@ -145,7 +146,7 @@ def _open_phase_data(trainer: Trainer, data: Data) -> dict[str, Data]:
       try:
         opened[phase.cfg.data] = open_trainer_data(phase, evaluates=False)
       except ValueError as error:
-        raise ValueError(f"phase {name}: {error}") from None
+        raise UserError(f"phase {name}: {error}") from None
   return {name: opened[phase.cfg.data] for name, phase in trainer.phases.items()}
 
 
@@ -163,11 +164,11 @@ def _evaluation(trainer: Trainer, data: Data) -> Callable[[TrainState], dict[str
 
 
 def _open_checkpoints(cfg: Config, folder: RunFolder, console: Console) -> Checkpoints | None:
-  """Raises ValueError where a run without checkpoints would overwrite what an earlier one left."""
+  """Raises UserError where a run without checkpoints would overwrite what an earlier one left."""
   if cfg.checkpoint.enable_checkpointing:
     return Checkpoints(cfg.checkpoint, folder.checkpoints, report=console.print)
   if folder.directory.exists():
-    raise ValueError(
+    raise UserError(
       f"{folder.directory} holds an earlier run, which enable_checkpointing=false would start anew "
       "and overwrite: choose another run_name or move the folder away"
     )

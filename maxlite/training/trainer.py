@@ -12,6 +12,7 @@ import optax
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
+from maxlite.config.errors import UserError
 from maxlite.config.phases import PhaseConfig
 from maxlite.config.schema import Config, DataConfig, MeshConfig, TrainingConfig
 from maxlite.data.batch import Batch, to_global
@@ -62,7 +63,7 @@ class Trainer:
     return self.is_moe and ragged and self.sharder.num_shards("exp") > 1
 
   def check_devices(self) -> None:
-    """Raises ValueError if a collective that accelerators are known to get wrong is wrong here."""
+    """Raises UserError if a collective that accelerators are known to get wrong is wrong here."""
     if self.exchanges and self.sharder.platform != "cpu":
       check_all_to_all(self.mesh, self.sharder.mesh_axes("exp"))
 
@@ -116,7 +117,7 @@ class Trainer:
     """The phases' steps, all compiled.
 
     Raises:
-      ValueError: a phase waits for a metric that its step does not report.
+      UserError: a phase waits for a metric that its step does not report.
     """
     assert self.turns is not None
     return PhasePrograms(
@@ -204,7 +205,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   """The Trainer of `cfg` on `devices`, which need only be described; by default on all there are.
 
   Raises:
-    ValueError: mesh, batch and model do not fit together.
+    UserError: mesh, batch and model do not fit together.
   """
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
@@ -240,10 +241,10 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
 
 
 def _check_topology(trainer: Trainer) -> None:
-  """Raises ValueError for the slices of TPU v5e that XLA has no ragged all-to-all for."""
+  """Raises UserError for the slices of TPU v5e that XLA has no ragged all-to-all for."""
   kind, num_devices = trainer.mesh.devices.flat[0].device_kind, trainer.mesh.size
   if trainer.exchanges and kind in ("TPU v5 lite", "TPU v5e") and num_devices > 16:
-    raise ValueError(
+    raise UserError(
       f"{num_devices} chips of {kind}: XLA has no ragged all-to-all for slices above 4x4; write "
       "use_ring_of_experts=true, or ici_expert_parallelism=1"
     )
@@ -258,7 +259,7 @@ def _phase_batch_size(phase: PhaseConfig, sharder: Sharder) -> int:
   try:
     return _global_batch_size(phase.data, phase.training, sharder)
   except ValueError as error:
-    raise ValueError(f"phase {phase.name}: {error}") from None
+    raise UserError(f"phase {phase.name}: {error}") from None
 
 
 def _global_batch_size(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> int:
@@ -273,13 +274,13 @@ def _global_batch_size(data: DataConfig, training: TrainingConfig, sharder: Shar
     fix = f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
     if data.global_batch_size:
       given, fix = "global_batch_size: ", f"global_batch_size={nearest}"
-    raise ValueError(
+    raise UserError(
       f"{given}{rows:g} rows do not divide by {multiple} ({multiple // num_micro} shards of the "
       f"batch x gradient_accumulation_steps={num_micro}); the nearest that does is {fix}"
     )
   length, shards = data.max_target_length, sharder.num_shards("activation_length")
   if length % shards:
-    raise ValueError(
+    raise UserError(
       f"max_target_length={length} does not divide by the {shards} shards of the context axis: "
       f"set it to {math.ceil(length / shards) * shards}, or change ici_context_parallelism"
     )

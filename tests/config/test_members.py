@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from maxlite.config import ConfigError, files, load_config
+from maxlite.config import UserError, files, load_config
 from maxlite.config.members import MEMBER_KEYS, members_of
 from maxlite.config.schema import (
   DEFAULTS,
@@ -130,7 +130,7 @@ def test_a_members_preset_counts_less_than_its_keys_and_leaves_what_is_shared(
 def test_what_is_not_a_members_own_is_refused():
   for key in DEFAULTS.keys() - MEMBER_KEYS:
     value = {"members": "[{}]", "sweep": "{}"}.get(key, "1")
-    with pytest.raises(ConfigError, match=rf"members\[0\]: {key}="):
+    with pytest.raises(UserError, match=rf"members\[0\]: {key}="):
       load_config([f"members=[{{{key}: {value}}}]"])
 
 

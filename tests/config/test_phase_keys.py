@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from maxlite.config import ConfigError, load_config
+from maxlite.config import UserError, load_config
 from maxlite.config.phases import phases_of, warmup_of, without_data
 
 FIT = "{name: fit, train: [layers/.*], steps: 20, learning_rate: 1e-3}"
@@ -122,7 +122,7 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
   ],
 )
 def test_mistakes(phases, keys, says):
-  with pytest.raises(ConfigError) as error:
+  with pytest.raises(UserError) as error:
     load(phases, **keys)
   message = str(error.value)
   assert says in message
@@ -130,7 +130,7 @@ def test_mistakes(phases, keys, says):
 
 
 def test_the_files_of_a_phase_must_exist_where_data_is_read(tmp_path):
-  with pytest.raises(ConfigError, match=r"phases\[0\]: dataset_path=.* a.jsonl matches no file"):
+  with pytest.raises(UserError, match=r"phases\[0\]: dataset_path=.* a.jsonl matches no file"):
     load_config([f"phases=[{CHAT}]"])
   files = [tmp_path / name for name in "ab"]
   for file in files:

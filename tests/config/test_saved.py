@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from maxlite.config import (
   Config,
-  ConfigError,
+  UserError,
   describe_changes,
   differences,
   load_config,
@@ -41,19 +41,19 @@ WHOLE = {
 
 
 def _values(key: Key) -> st.SearchStrategy:
-  knob = key.knob
+  field = key.field
   if key.type in WHOLE:
     return WHOLE[key.type]
   if key.type is int:
-    return st.integers(int(knob.low), int(min(2**31 - 1, knob.high or math.inf)))
+    return st.integers(int(field.low), int(min(2**31 - 1, field.high or math.inf)))
   if key.type == tuple[int, ...]:
-    return st.lists(st.integers(int(knob.low), 2**31 - 1), max_size=3).map(tuple)
+    return st.lists(st.integers(int(field.low), 2**31 - 1), max_size=3).map(tuple)
   if key.type is float:
-    return st.floats(knob.low, knob.high, allow_nan=False, allow_infinity=False)
+    return st.floats(field.low, field.high, allow_nan=False, allow_infinity=False)
   if key.type == AxisRules:
     axes = st.lists(st.sampled_from(MESH_AXES), unique=True).map(tuple)
     return st.lists(st.tuples(TEXT.filter(bool), axes), max_size=3).map(tuple)
-  one = st.sampled_from(knob.choices) if knob.choices else TEXT
+  one = st.sampled_from(field.choices) if field.choices else TEXT
   return one if key.type is str else st.lists(one.filter(bool), max_size=3).map(tuple)
 
 
@@ -134,7 +134,7 @@ def test_old_names_of_renamed_keys_are_read(tmp_path):
 def test_a_damaged_file_is_a_config_error(text, tmp_path):
   if text is not None:
     (tmp_path / "config.yml").write_text(text)
-  with pytest.raises(ConfigError, match=r"config\.yml"):
+  with pytest.raises(UserError, match=r"config\.yml"):
     read_saved(tmp_path / "config.yml")
 
 

@@ -40,8 +40,8 @@ def _table(section: type, keys: list[Key]) -> str:
 
 
 def _row(key: Key) -> str:
-  name = f"`{key.name}`" + ("*" if key.knob.shapes_model else "")
-  cells = (name, domain(key), f"`{show(key.default)}`", key.knob.doc)
+  name = f"`{key.name}`" + ("*" if key.field.shapes_model else "")
+  cells = (name, domain(key), f"`{show(key.default)}`", key.field.doc)
   return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -11,7 +11,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from maxlite.config import exit_with_one_line, main_config
+from maxlite.config import exit_on_user_error, main_config
 
 
 def main() -> int:
@@ -19,7 +19,7 @@ def main() -> int:
   # JAX is loaded only for a command line that is right.
   from maxlite.training.trainer import build_trainer
 
-  with exit_with_one_line("shardings"):
+  with exit_on_user_error("shardings"):
     trainer = build_trainer(cfg)
   degrees = " x ".join(f"{axis}={size}" for axis, size in trainer.mesh.shape.items())
   table = Table(title=f"{trainer.mesh.size} devices: {degrees}", box=None, title_justify="left")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
@@ -45,7 +46,7 @@ class Chat:
     """The ids of a conversation up to where the assistant answers.
 
     Raises:
-      ValueError: the template refuses the conversation.
+      UserError: the template refuses the conversation.
     """
     text = self._template.render(messages, prompts_answer=True)
     return self._tokenizer.encode_marked(text)[0].tolist()
@@ -56,7 +57,7 @@ class Chat:
     A token that is an answer's in part is.
 
     Raises:
-      ValueError: as of ChatTemplate.answers.
+      UserError: as of ChatTemplate.answers.
     """
     for text, spans in self._template.answers(messages):
       yield self._marked(text, spans)
@@ -90,7 +91,7 @@ def open_chat(cfg: DataConfig, tokenizer: Tokenizer, today: Today = date_in_data
   """The Chat of the template that `cfg` names or the tokenizer came with; None without any.
 
   Raises:
-    ValueError: the file is none, or no template, or the tokenizer has no special tokens.
+    UserError: the file is none, or no template, or the tokenizer has no special tokens.
   """
   if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):
     return None
@@ -100,7 +101,7 @@ def open_chat(cfg: DataConfig, tokenizer: Tokenizer, today: Today = date_in_data
     return Chat(tokenizer, source, place=place, today=today) if source else None
   path = Path(cfg.chat_template_path).expanduser()
   if not path.is_file():
-    raise ValueError(f"chat_template_path={path} is no file: name a Jinja2 template")
+    raise UserError(f"chat_template_path={path} is no file: name a Jinja2 template")
   place = f"chat_template_path={path}"
   return Chat(tokenizer, path.read_text("utf-8"), place=place, today=today)
 
@@ -124,7 +125,7 @@ class Conversations:
     try:
       texts = list(self._chat.answers(json.loads(messages)))
     except ValueError as error:
-      raise ValueError(f"{place.decode()}: {error}") from None
+      raise UserError(f"{place.decode()}: {error}") from None
     self.counts["more, as each answer is learned by itself"] += len(texts) - 1
     for ids, is_answer in texts:
       is_cut = len(ids) > self._max_length
@@ -143,7 +144,7 @@ def chat_documents(
   A line has `messages`, or a `prompt` and its `completion`, each a text or a list of messages.
 
   Raises:
-    ValueError: a line has neither; names file and line.
+    UserError: a line has neither; names file and line.
   """
   for place, record in read_objects(file, start, stop):
     yield iter([json.dumps(_messages(record, place)).encode(), place.encode()])
@@ -153,7 +154,7 @@ def _messages(record: Mapping[str, Any], place: str) -> list[Message]:
   if "messages" in record:
     return checked_messages(record["messages"], f"{place}: messages")
   if not {"prompt", "completion"} <= set(record):
-    raise ValueError(
+    raise UserError(
       f"{place}: neither `messages` nor `prompt` and `completion` among {sorted(record)}: write "
       '{"messages": [{"role": "user", "content": "..."}, ...]}'
     )
@@ -169,12 +170,12 @@ def checked_messages(messages: Any, place: str) -> list[Message]:
   """`messages`, if they are a list of {"role": ..., "content": ...}; they may say more than that.
 
   Raises:
-    ValueError: they are none.
+    UserError: they are none.
   """
   if not isinstance(messages, list) or not messages:
-    raise ValueError(f"{place} must be a list of at least one message")
+    raise UserError(f"{place} must be a list of at least one message")
   for n, message in enumerate(messages, start=1):
     texts = message if isinstance(message, dict) else {}
     if not all(isinstance(texts.get(name), str) for name in ("role", "content")):
-      raise ValueError(f'{place}: the {n}. must be {{"role": "user", "content": "..."}}')
+      raise UserError(f'{place}: the {n}. must be {{"role": "user", "content": "..."}}')
   return messages

@@ -12,6 +12,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from maxlite.config.errors import UserError
 from maxlite.data.tokenizers.tokenizer import HIDDEN
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else a template reads
@@ -34,7 +35,7 @@ class ChatTemplate:
     today: what day it is, should the template ask.
 
   Raises:
-    ValueError: it is no template.
+    UserError: it is no template.
   """
 
   def __init__(
@@ -60,7 +61,7 @@ class ChatTemplate:
     try:
       self._template = environment.from_string(source)
     except jinja2.TemplateError as error:
-      raise ValueError(f"{place} is no Jinja2 template: {_one_line(error)}") from None
+      raise UserError(f"{place} is no Jinja2 template: {_one_line(error)}") from None
 
   def render(self, messages: Sequence[Message], *, prompts_answer: bool = False) -> str:
     """The conversation; with `prompts_answer`, up to where the assistant speaks next."""
@@ -76,7 +77,7 @@ class ChatTemplate:
     themselves: then there is one for each answer, which ends with it.
 
     Raises:
-      ValueError: the template refuses the conversation, or, having no such block, prompts the
+      UserError: the template refuses the conversation, or, having no such block, prompts the
         assistant by something that its answers do not begin with.
     """
     text = self._render(messages, prompts_answer=False)
@@ -93,7 +94,7 @@ class ChatTemplate:
     before = self._render(messages[:-1], prompts_answer=True)
     text = self._render(messages, prompts_answer=False)
     if not text.startswith(before):
-      raise ValueError(
+      raise UserError(
         f"{self._place} prompts the assistant by something that answers do not begin with, so that "
         "they cannot be told from it: set chat_template_path to one that has {% generation %} and "
         "{% endgeneration %} around what the assistant says"
@@ -112,7 +113,7 @@ class ChatTemplate:
         **self._names,
       )
     except Exception as error:  # a template may fail in any way that a program may
-      raise ValueError(f"{self._place}: {_one_line(error)}") from None
+      raise UserError(f"{self._place}: {_one_line(error)}") from None
 
   def _plain(self, value: Any) -> Any:
     """`value` without anything in its texts that would be a special token or a mark of ours."""

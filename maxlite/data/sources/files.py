@@ -5,6 +5,8 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from maxlite.config.errors import UserError
+
 STDLIB = "stdlib"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -13,14 +15,14 @@ def expand_paths(entries: Iterable[str], suffix: str, key: str) -> list[Path]:
   """Files of `entries` in their order, each once; a folder gives its visible files with `suffix`.
 
   Raises:
-    ValueError: an entry of the knob `key` gives no file.
+    UserError: an entry of the config key `key` gives no file.
   """
   files: dict[Path, None] = {}
   for entry in entries:
     found = _expand(entry, suffix)
     if not found:
       wanted = f"*{suffix} file" if suffix else "file"
-      raise ValueError(f"{key}: {entry!r} gives no {wanted}: name a file, a folder or a glob")
+      raise UserError(f"{key}: {entry!r} gives no {wanted}: name a file, a folder or a glob")
     files.update(dict.fromkeys(found))
   return list(files)
 

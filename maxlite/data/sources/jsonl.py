@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.errors import UserError
+
 
 def jsonl_documents(
   file: Path, column: str, start: float, stop: float
@@ -12,7 +14,7 @@ def jsonl_documents(
   """Documents of the share [start, stop) of the lines of `file`; blank lines are passed over.
 
   Raises:
-    ValueError: a line is not an object with a string in `column`; names file and line.
+    UserError: a line is not an object with a string in `column`; names file and line.
   """
   for place, record in read_objects(file, start, stop):
     yield iter([_text(record, column, place)])
@@ -24,7 +26,7 @@ def read_objects(
   """(`FILE:LINE`, object) of the share [start, stop) of the lines; blank ones are passed over.
 
   Raises:
-    ValueError: a line is no JSON object.
+    UserError: a line is no JSON object.
   """
   begin, end = 0, None
   if (start, stop) != (0, 1):
@@ -48,16 +50,16 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
   try:
     record = json.loads(line)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f"{place}: not JSON ({error}): mend or remove the line") from None
+    raise UserError(f"{place}: not JSON ({error}): mend or remove the line") from None
   if not isinstance(record, dict):
-    raise ValueError(f"{place}: not a JSON object: write {{...}} in each line")
+    raise UserError(f"{place}: not a JSON object: write {{...}} in each line")
   return record
 
 
 def _text(record: dict[str, Any], column: str, place: str) -> bytes:
   if column not in record:
-    raise ValueError(f"{place}: no field {column!r} among {sorted(record)}: set text_column")
+    raise UserError(f"{place}: no field {column!r} among {sorted(record)}: set text_column")
   if not isinstance(record[column], str):
-    raise ValueError(f"{place}: field {column!r} is not a string: set text_column to one that is")
+    raise UserError(f"{place}: field {column!r} is not a string: set text_column to one that is")
   # JSON can spell half of a surrogate pair, which no encoding can hold.
   return record[column].encode(errors="replace")

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from maxlite.config.errors import UserError
+
 _ROWS_AT_ONCE = 256
 
 
@@ -12,24 +14,24 @@ def parquet_documents(
   """Documents of the share [start, stop) of the rows of `file`; nulls are passed over.
 
   Raises:
-    ValueError: pyarrow is missing, or `file` is not parquet with strings in `column`.
+    UserError: pyarrow is missing, or `file` is not parquet with strings in `column`.
   """
   try:
     import pyarrow as pa
     import pyarrow.parquet as pq
   except ImportError:
-    raise ValueError("dataset_type=parquet needs a package: pip install pyarrow") from None
+    raise UserError("dataset_type=parquet needs a package: pip install pyarrow") from None
   try:
     table = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
   except pa.ArrowInvalid as error:
-    raise ValueError(f"{file}: not a parquet file ({error})") from None
+    raise UserError(f"{file}: not a parquet file ({error})") from None
   with table:
     names = table.schema_arrow.names
     if column not in names:
-      raise ValueError(f"{file}: no column {column!r} among {sorted(names)}: set text_column")
+      raise UserError(f"{file}: no column {column!r} among {sorted(names)}: set text_column")
     kind = table.schema_arrow.field(column).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-      raise ValueError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
+      raise UserError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
     num_rows = table.metadata.num_rows
     wanted = range(int(num_rows * start), int(num_rows * stop))
     batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.packing.conversations import ConversationRows
 from maxlite.data.packing.documents_in_rows import PackedRows
@@ -64,7 +65,7 @@ def _open_chat(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Sourc
   _check_vocabulary(tokenizer, vocab_size)
   chat = open_chat(cfg, tokenizer)
   if chat is None:
-    raise ValueError(
+    raise UserError(
       f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} comes without a "
       "chat template: set chat_template_path to one that fits the model"
     )
@@ -105,7 +106,7 @@ def _source(
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
   if tokenizer.size > vocab_size:
-    raise ValueError(
+    raise UserError(
       f"the tokenizer has {tokenizer.size} ids and the model vocab_size={vocab_size}: "
       f"set vocab_size={-(-tokenizer.size // 64) * 64}"
     )
@@ -114,9 +115,9 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 def _check_train(cfg: DataConfig, data: TokenizedData) -> None:
   num_train, num_eval = len(data.train.lengths), len(data.eval.lengths)
   if not num_train + num_eval:
-    raise ValueError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
+    raise UserError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
   if not num_train:
-    raise ValueError(
+    raise UserError(
       f"nothing is left to train on, all {num_eval} documents are held out "
       f"({data.num_dropped} of dataset_path for being in eval_dataset_path): lower eval_fraction, "
       "set eval_split=tail or add files to dataset_path"

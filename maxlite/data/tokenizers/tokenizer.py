@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizers.tokenizer_files import Beside, read_beside
 
@@ -68,7 +69,7 @@ class ByteTokenizer:
 
   def __init__(self, path: str) -> None:
     if path:
-      raise ValueError(
+      raise UserError(
         f"tokenizer_path={path!r} is not read by tokenizer_type=byte: set "
         "tokenizer_type=huggingface or sentencepiece, or drop tokenizer_path"
       )
@@ -103,7 +104,7 @@ class HuggingFaceTokenizer:
     try:
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises plain Exception for whatever it cannot read
-      raise ValueError(f"tokenizer_path={path!r} is not a tokenizer.json: {error}") from None
+      raise UserError(f"tokenizer_path={path!r} is not a tokenizer.json: {error}") from None
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -182,17 +183,17 @@ class SentencePieceTokenizer:
     try:
       import sentencepiece
     except ImportError:
-      raise ValueError(
+      raise UserError(
         "tokenizer_type=sentencepiece needs a package: pip install sentencepiece"
       ) from None
     self.identity = f"sentencepiece {_file_hash(path)}"
     try:
       self._model = sentencepiece.SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:
-      raise ValueError(f"tokenizer_path={path!r} is not a SentencePiece model: {error}") from None
+      raise UserError(f"tokenizer_path={path!r} is not a SentencePiece model: {error}") from None
     self.size, self.eos = self._model.vocab_size(), self._model.eos_id()
     if self.eos < 0:
-      raise ValueError(f"tokenizer_path={path!r} has no eos token, which must part documents")
+      raise UserError(f"tokenizer_path={path!r} has no eos token, which must part documents")
     self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eos
     self.ends: tuple[int, ...] = (self.eos,)
     self.num_bytes_V = np.array([self._count_bytes(i) for i in range(self.size)], np.int32)
@@ -211,7 +212,7 @@ class SentencePieceTokenizer:
 
 def _file_hash(path: str) -> str:
   if not Path(path).is_file():
-    raise ValueError(f"tokenizer_path={path!r} is not a file: set it to the tokenizer's file")
+    raise UserError(f"tokenizer_path={path!r} is not a file: set it to the tokenizer's file")
   return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
@@ -221,7 +222,7 @@ def _ends(vocabulary: dict[str, int], beside: Beside, path: str) -> tuple[int, .
   usual = [vocabulary[name] for name in _HUGGINGFACE_EOS if name in vocabulary][:1]
   ends = tuple(dict.fromkeys([*named, *beside.end_ids])) or tuple(usual)
   if not ends:
-    raise ValueError(
+    raise UserError(
       f"tokenizer_path={path!r} has none of {', '.join(_HUGGINGFACE_EOS)} to part documents: add "
       "one of them, or name another as eos_token in a tokenizer_config.json beside it"
     )
@@ -241,7 +242,7 @@ def _named(vocabulary: dict[str, int], beside: Beside, name: str, path: str) -> 
   if name not in beside.tokens:
     return []
   if beside.tokens[name] not in vocabulary:
-    raise ValueError(
+    raise UserError(
       f"tokenizer_path={path!r} lacks {beside.tokens[name]!r}, which a file beside it names as "
       f"{name}: correct one of the two"
     )
@@ -250,7 +251,7 @@ def _named(vocabulary: dict[str, int], beside: Beside, name: str, path: str) -> 
 
 def _require_known(ids: Iterable[int], vocabulary: dict[str, int], path: str) -> None:
   if unknown := set(ids) - set(vocabulary.values()):
-    raise ValueError(
+    raise UserError(
       f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it says begins or "
       "ends texts: correct one of the two"
     )

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from maxlite.config.errors import UserError
+
 _TOKENS = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
 _IDS = ("generation_config.json", "config.json")  # tokens by id
 
@@ -26,7 +28,7 @@ def read_beside(folder: Path) -> Beside:
   """What the files of `folder` say of the tokenizer there; of several, the first in the tables.
 
   Raises:
-    ValueError: one of the files is no JSON object, or holds something else than tokens.
+    UserError: one of the files is no JSON object, or holds something else than tokens.
   """
   tokens: dict[str, str] = {}
   for name in _TOKENS:
@@ -49,9 +51,9 @@ def _read(path: Path) -> dict[str, Any]:
   try:
     values = json.loads(path.read_bytes())
   except (OSError, ValueError, RecursionError) as error:
-    raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from None
+    raise UserError(f"{path} is no JSON ({error}): mend or remove it") from None
   if not isinstance(values, dict):
-    raise ValueError(f"{path} is no JSON object: mend or remove it")
+    raise UserError(f"{path} is no JSON object: mend or remove it")
   return values
 
 
@@ -64,7 +66,7 @@ def _spelling(value: Any) -> str:
 def _ids(value: Any, path: Path) -> list[int]:
   ids = value if isinstance(value, list) else [] if value is None else [value]
   if not all(type(i) is int and i >= 0 for i in ids):
-    raise ValueError(f"{path} has {value!r} for a token's id: mend or remove it")
+    raise UserError(f"{path} has {value!r} for a token's id: mend or remove it")
   return ids
 
 

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from maxlite.config.errors import UserError
+
 Sizes = tuple[int, ...]  # of one axis, by program
 Dims = tuple[Sizes, ...]  # of one array, by axis
 
@@ -52,7 +54,7 @@ SIZES = {
 }
 
 
-class NotAlikeError(ValueError):
+class NotAlikeError(UserError):
   """Why programs cannot run as one; the message names what differs first."""
 
 

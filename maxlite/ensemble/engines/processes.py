@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.stacked import abstract_states
 from maxlite.ensemble.engines.step_cost import Cost, Load, dearest, tree_bytes
 from maxlite.ensemble.factory import Factory
@@ -168,7 +169,7 @@ class Processes:
 
   def _check(self, state: Handle) -> None:
     if state != Handle(self._num_changes):
-      raise ValueError("this state was donated to a later step; go on from what that returned")
+      raise UserError("this state was donated to a later step; go on from what that returned")
 
   def _ask(self, kind: str, contents: Sequence[Any], method: str = "") -> list[list[Any]]:
     """Every worker's answer, after all of them were asked."""
@@ -297,11 +298,11 @@ def gpu_names(devices: Sequence[jax.Device]) -> list[str]:
   """The GPUs among `devices`, as CUDA_VISIBLE_DEVICES calls them.
 
   Raises:
-    ValueError: this process has taken the memory that the workers are to have.
+    UserError: this process has taken the memory that the workers are to have.
   """
   places = [device.local_hardware_id for device in devices if device.platform == "gpu"]
   if places and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):
-    raise ValueError(
+    raise UserError(
       "this process holds the GPU memory that its workers need; start it with "
       "XLA_PYTHON_CLIENT_PREALLOCATE=false"
     )

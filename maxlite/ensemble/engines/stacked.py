@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.batched_jaxpr import group_alike, on_one_device, run_together
 from maxlite.ensemble.engines.step_cost import Load, cost_of, tree_bytes
 from maxlite.ensemble.member_program import Program, abstract_states
@@ -176,7 +177,7 @@ class Groups:
     own = self.programs[group[0]].batch_sharding
     degree = 1 if own is None else own.mesh.shape["ensemble"]
     if len(group) % degree:
-      raise ValueError(
+      raise UserError(
         f"{len(group)} members that are alike do not divide over ici_ensemble_parallelism={degree}"
       )
     return "ensemble" if degree > 1 else None

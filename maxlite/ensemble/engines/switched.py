@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.batched_jaxpr import on_one_device
 from maxlite.ensemble.engines.jaxpr_comparison import trace
 from maxlite.ensemble.engines.step_cost import Cost, Load, cost_of, dearest, tree_bytes
@@ -36,10 +37,10 @@ class Switched:
     """Arguments as of `Groups`.
 
     Raises:
-      ValueError: there are fewer devices than members.
+      UserError: there are fewer devices than members.
     """
     if len(devices) < len(programs):
-      raise ValueError(
+      raise UserError(
         f"it takes a device per member, and there are {len(programs)} members and {len(devices)} "
         "devices; take strategy auto, or fewer members"
       )

@@ -47,7 +47,7 @@ class Worker:
     """Accepts all of these requests, or none.
 
     Raises:
-      ValueError: a request that no row can hold.
+      UserError: a request that no row can hold.
       FullError: more would wait than may.
     """
     for request in on_event:

@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from maxlite.config.errors import UserError
 from maxlite.inference.detokenizer import TextStream
 from maxlite.inference.engine import Request
 from maxlite.inference.server.engine_thread import FullError, Worker
@@ -138,7 +139,7 @@ class Api:
       text = prompt.encode(errors="replace")  # JSON can spell half of a surrogate pair
       return [self._tokenizer.bos, *map(int, self._tokenizer.encode(text))]
     if max(prompt) >= self._tokenizer.size:
-      raise ValueError(f"prompt: {max(prompt)} is no token of the {self._tokenizer.size} there are")
+      raise UserError(f"prompt: {max(prompt)} is no token of the {self._tokenizer.size} there are")
     return list(prompt)
 
   def _submit(self, texts: list[_Text], arrived: asyncio.Queue) -> None:
@@ -261,19 +262,19 @@ async def _json(http: HttpRequest) -> Any:
   """The body's JSON; JSON's type is asked for since no web page of another site can send it.
 
   Raises:
-    ValueError: it is none, too long or too slow to come.
+    UserError: it is none, too long or too slow to come.
   """
   if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-    raise ValueError("send content-type: application/json")
+    raise UserError("send content-type: application/json")
   try:
     async with asyncio.timeout(MAX_BODY_SECONDS):
       body = await _body(http)
   except TimeoutError:
-    raise ValueError(f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
+    raise UserError(f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
   try:
     return json.loads(body)
   except (ValueError, RecursionError):
-    raise ValueError("the body is no JSON") from None
+    raise UserError("the body is no JSON") from None
 
 
 async def _body(http: HttpRequest) -> bytes:
@@ -281,7 +282,7 @@ async def _body(http: HttpRequest) -> bytes:
   async for part in http.stream():
     body += part
     if len(body) > MAX_BODY_BYTES:
-      raise ValueError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+      raise UserError(f"the body is longer than {MAX_BODY_BYTES} bytes")
   return bytes(body)
 
 

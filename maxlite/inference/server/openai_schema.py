@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.inference.engine import Request
 from maxlite.inference.sampling import Rules
 
@@ -58,10 +59,10 @@ def read_wishes(body: Any, *, is_chat: bool, max_tokens: int) -> Wishes:
     max_tokens: how many, where the client does not say.
 
   Raises:
-    ValueError: a name that is unknown or cannot be granted, or a value of the wrong kind.
+    UserError: a name that is unknown or cannot be granted, or a value of the wrong kind.
   """
   if not isinstance(body, dict):
-    raise ValueError("the body must be a JSON object")
+    raise UserError("the body must be a JSON object")
   body = {name: value for name, value in body.items() if name not in IGNORED}
   prompts = () if is_chat else _prompts(body.pop("prompt", ""))
   messages = _messages(body.pop("messages", None)) if is_chat else ()
@@ -70,7 +71,7 @@ def read_wishes(body: Any, *, is_chat: bool, max_tokens: int) -> Wishes:
   stops = _stops(body.pop("stop", None))
   options = body.pop("stream_options", None) or {}
   if not isinstance(options, dict):
-    raise ValueError("stream_options must be an object")
+    raise UserError("stream_options must be an object")
   wishes = Wishes(
     prompts,
     messages,
@@ -83,9 +84,9 @@ def read_wishes(body: Any, *, is_chat: bool, max_tokens: int) -> Wishes:
   )
   for name, value in body.items():
     if name not in NEUTRAL and name not in _NUMBERS:
-      raise ValueError(f"{name} is not known here")
+      raise UserError(f"{name} is not known here")
     if name in NEUTRAL and value not in NEUTRAL[name]:
-      raise ValueError(f"{name}={value} is not granted here; leave it out")
+      raise UserError(f"{name}={value} is not granted here; leave it out")
   return wishes
 
 
@@ -95,9 +96,9 @@ def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
   if isinstance(given, str) or is_tokens(given):
     given = [given]
   if not isinstance(given, list) or not given:
-    raise ValueError("prompt must be a string, a list of tokens, or a list of such")
+    raise UserError("prompt must be a string, a list of tokens, or a list of such")
   if not all(isinstance(one, str) or is_tokens(one) for one in given):
-    raise ValueError("prompt must be a string, a list of tokens, or a list of such")
+    raise UserError("prompt must be a string, a list of tokens, or a list of such")
   return tuple(one if isinstance(one, str) else tuple(one) for one in given)
 
 
@@ -109,7 +110,7 @@ def transcript(messages: tuple[dict[str, str], ...]) -> str:
 
 def _messages(given: Any) -> tuple[dict[str, str], ...]:
   if not isinstance(given, list) or not given:
-    raise ValueError("messages must be a list of at least one")
+    raise UserError("messages must be a list of at least one")
   return tuple(map(_message, given))
 
 
@@ -120,39 +121,39 @@ def _message(given: Any) -> dict[str, str]:
   parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
   texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
   if role not in _ROLES or not all(isinstance(text, str) for text in texts):
-    raise ValueError('a message must be {"role": "user", "content": "..."}, with text alone')
+    raise UserError('a message must be {"role": "user", "content": "..."}, with text alone')
   for name, value in message.items():
     if name not in ("role", "content") and value:
-      raise ValueError(f"a message with {name} is not granted here; leave it out")
+      raise UserError(f"a message with {name} is not granted here; leave it out")
   return {"role": role, "content": "".join(texts)}
 
 
 def _stops(given: Any) -> tuple[str, ...]:
   stops = [given] if isinstance(given, str) else given or []
   if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-    raise ValueError("stop must be a string or a list of strings")
+    raise UserError("stop must be a string or a list of strings")
   if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
-    raise ValueError(f"stop may be {MOST_STOPS} strings of {LONGEST_STOP} characters")
+    raise UserError(f"stop may be {MOST_STOPS} strings of {LONGEST_STOP} characters")
   return tuple(stops)
 
 
 def _number(name: str, value: Any) -> float:
   if isinstance(value, bool) or not isinstance(value, _NUMBERS[name]):
-    raise ValueError(
+    raise UserError(
       f"{name}={value!r} must be a {'number' if float in _NUMBERS[name] else 'whole number'}"
     )
   if abs(value) > LARGEST or not math.isfinite(value):
-    raise ValueError(f"{name} must be a number up to {LARGEST}")
+    raise UserError(f"{name} must be a number up to {LARGEST}")
   return value
 
 
 def _truth(name: str, value: Any) -> bool:
   if value is not None and not isinstance(value, bool):
-    raise ValueError(f"{name} must be true or false")
+    raise UserError(f"{name} must be true or false")
   return bool(value)
 
 
 def _whole(name: str, value: Any) -> int:
   if type(value) is not int:
-    raise ValueError(f"{name}={value!r} must be a whole number")
+    raise UserError(f"{name}={value!r} must be a whole number")
   return value

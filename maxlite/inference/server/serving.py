@@ -5,7 +5,8 @@ import ipaddress
 import sys
 from collections.abc import Sequence
 
-from maxlite.config import Config, exit_with_one_line
+from maxlite.config import Config, exit_on_user_error
+from maxlite.config.errors import UserError
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine, open_text_tokenizer
@@ -17,13 +18,13 @@ _MORE_CONNECTIONS = 200
 
 def run_serving(cfg: Config, argv: Sequence[str]) -> int:
   """Answers with the run's newest checkpoint until it is interrupted."""
-  with exit_with_one_line("maxlite.serve"):
+  with exit_on_user_error("maxlite.serve"):
     try:
       import uvicorn
 
       from maxlite.inference.server.http_api import build_app
     except ImportError as error:
-      raise ValueError(
+      raise UserError(
         f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
       ) from None
     cfg = config_of_run(cfg, argv)

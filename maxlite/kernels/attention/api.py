@@ -13,6 +13,7 @@ Scores, softmax and sums are in float32 (in float64 if that is the operands' typ
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.errors import UserError
 from maxlite.kernels.attention import chunked, dot_product, reference
 
 BACKENDS = {
@@ -29,13 +30,13 @@ def resolve_backend(name: str, platform: str) -> str:
   """The backend that `name` stands for on `platform` (`cpu`, `gpu`, `tpu`).
 
   Raises:
-    ValueError: if there is no such backend.
+    UserError: if there is no such backend.
   """
   if name == "auto":
     return AUTO.get(platform, "chunked")
   if name not in BACKENDS:
     known = ", ".join(BACKENDS)
-    raise ValueError(f"attention={name!r} is no backend; choose auto or one of: {known}")
+    raise UserError(f"attention={name!r} is no backend; choose auto or one of: {known}")
   return name
 
 

@@ -6,6 +6,7 @@ In bfloat16 JAX's function mixes types, which strict dtype promotion refuses.
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.errors import UserError
 from maxlite.kernels.attention.reference import visible
 
 
@@ -26,12 +27,12 @@ def attention(
   """o_BTHC in q's type.
 
   Raises:
-    ValueError: for a soft cap or sinks, which JAX's function does not know.
+    UserError: for a soft cap or sinks, which JAX's function does not know.
   """
   del block_q
   if soft_cap or sink_H is not None:
     what = "soft cap" if soft_cap else "sinks"
-    raise ValueError(f"attention=dot_product knows no {what}; write attention=chunked")
+    raise UserError(f"attention=dot_product knows no {what}; write attention=chunked")
   q_row_BT = q_start + jnp.arange(q_BTHC.shape[1], dtype=jnp.int32)[None]
   mask_B1TS = visible(q_row_BT, q_segment_BT, kv_segment_BS, window)[:, None]
   num_channels = v_BSGC.shape[-1]

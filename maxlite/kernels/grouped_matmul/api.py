@@ -9,6 +9,7 @@ float64 if that is the operands' type).
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.errors import UserError
 from maxlite.kernels.grouped_matmul import megablox, ragged_dot, reference, tiled, triton
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
@@ -32,13 +33,13 @@ def resolve_backend(name: str, platform: str) -> str:
   """The backend that `name` stands for on `platform` (`cpu`, `gpu`, `tpu`).
 
   Raises:
-    ValueError: if there is no such backend.
+    UserError: if there is no such backend.
   """
   if name == "auto":
     return AUTO.get(platform, "ragged_dot")
   if name not in BACKENDS:
     known = ", ".join(BACKENDS)
-    raise ValueError(f"grouped_matmul={name!r} is no backend; choose auto or one of: {known}")
+    raise UserError(f"grouped_matmul={name!r} is no backend; choose auto or one of: {known}")
   return name
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from maxlite.config.errors import UserError
 from maxlite.kernels.grouped_matmul.tiles import Tile, Tiles, choose_tiles
 
 
@@ -29,7 +30,7 @@ def grouped_matmul(
   """y_MF in x's type, which must be float32 or bfloat16; `interpret` is for tests without a TPU.
 
   Raises:
-    ValueError: if a tile of `tiles` is not one that a TPU can hold.
+    UserError: if a tile of `tiles` is not one that a TPU can hold.
   """
   if x_MD.size == 0:
     return jnp.zeros_like(x_MD, shape=(x_MD.shape[0], w_GDF.shape[2]))
@@ -54,7 +55,7 @@ def _fit(tile: Tile, num_rows: int, w_GDF: jax.Array) -> Tile:
   _, num_in, num_out = w_GDF.shape
   whole = all(width % 128 == 0 or width >= dim for width, dim in ((d, num_in), (f, num_out)))
   if m % 16 or not whole:
-    raise ValueError(
+    raise UserError(
       f"Megablox tile {list(tile)} for weights {list(w_GDF.shape)}: rows must be a multiple of 16, "
       "the others of 128 or at least the whole axis"
     )

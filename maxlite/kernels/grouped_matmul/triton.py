@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxlite.config.errors import UserError
 from maxlite.kernels.grouped_matmul.tiles import Tiles
 
 _STRIPE = 16  # tiles: programs that run together share what a stripe of them reads in the L2 cache
@@ -52,11 +53,11 @@ def grouped_matmul(
   """y_MF in x's type; `interpret` is for tests without a GPU.
 
   Raises:
-    ValueError: if a side of a tile is not a power of two, 16 or more.
+    UserError: if a side of a tile is not a power of two, 16 or more.
   """
   for tile in tiles:
     if tile is not None and any(side < 16 or side & (side - 1) for side in tile):
-      raise ValueError(f"tile {list(tile)}: on a GPU each side must be a power of two, 16 or more")
+      raise UserError(f"tile {list(tile)}: on a GPU each side must be a power of two, 16 or more")
   if 0 in (*x_MD.shape, *w_GDF.shape):
     return jnp.zeros_like(x_MD, shape=(x_MD.shape[0], w_GDF.shape[2]))
   return _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, interpret)

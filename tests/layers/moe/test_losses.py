@@ -78,7 +78,7 @@ def test_a_batch_of_padding_costs_nothing():
 
 
 def test_the_schema_names_the_scopes_of_the_table():
-  assert set(KEYS["load_balance_loss_scope"].knob.choices) == set(BALANCE_BY_SCOPE)
+  assert set(KEYS["load_balance_loss_scope"].field.choices) == set(BALANCE_BY_SCOPE)
 
 
 def test_over_sequences_it_is_a_mean_over_rows_and_layers():

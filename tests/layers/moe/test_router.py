@@ -91,7 +91,7 @@ def expected(router, x_BTD=X_BTD, bias_E=0.0, norm_topk_prob=True):
 
 
 def test_the_schema_names_the_routers_of_the_table():
-  assert set(KEYS["router"].knob.choices) == set(ROUTERS)
+  assert set(KEYS["router"].field.choices) == set(ROUTERS)
 
 
 @every_router
