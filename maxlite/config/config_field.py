@@ -1,6 +1,7 @@
 """Config fields: dataclass fields that carry a doc, a range, choices and a unit."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 
@@ -10,7 +11,7 @@ class ConfigField:
 
   doc: str
   unit: str = ""
-  choices: tuple[Any, ...] = ()  # of the value, or of each element where the type is a tuple
+  choices: Collection[Any] = ()  # of the value, or of each element where the type is a tuple
   low: float | None = None  # smallest allowed value
   high: float | None = None  # largest allowed value
   shapes_model: bool = False  # fixed for the lifetime of a run folder: weights depend on it

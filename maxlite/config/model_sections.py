@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from maxlite.config.config_field import field, model_field
+from maxlite.config.model_families import MODELS, ModelFamily
+from maxlite.config.registry import ROUTERS
 
 FLOAT_TYPES = ("float32", "bfloat16")
-DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
-MIXTURES = ("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss")
 
 
 def _tiles(projection: str, pass_: str) -> Any:
@@ -54,7 +54,7 @@ class MoeConfig:
     "How experts are chosen and weighted (layers/moe/router.py): `softmax_topk` Mixtral; "
     "`topk_softmax` Qwen3-MoE, OLMoE and DeepSeek-V2 greedy; `group_limited_greedy` DeepSeek-V2; "
     "`sigmoid_group_topk` DeepSeek-V3.",
-    choices=("softmax_topk", "topk_softmax", "group_limited_greedy", "sigmoid_group_topk"),
+    choices=ROUTERS,
   )
   norm_topk_prob: bool = field(True, "Make the chosen experts' weights sum to one.")
   routed_scaling_factor: float = field(1.0, "Factor on the chosen experts' weights.", low=0)
@@ -176,9 +176,9 @@ class ModelConfig:
 
   decoder_block: str = model_field(
     "mixtral",
-    "Family of the decoder's blocks (models/): the first five are dense, the others mixtures of "
+    "Model family (config/model_families.py): the first five are dense, the others mixtures of "
     "experts.",
-    choices=DENSE_FAMILIES + MIXTURES,
+    choices=MODELS,
   )
   vocab_size: int = model_field(
     320, "Rows of the token embedding; at least the tokenizer's size.", low=1
@@ -265,3 +265,15 @@ class ModelConfig:
   rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
   mla: LatentAttentionConfig = dataclasses.field(default_factory=LatentAttentionConfig)
   moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
+
+  @property
+  def family(self) -> ModelFamily:
+    """The entry of MODELS that decoder_block names."""
+    return MODELS[self.decoder_block]
+
+  @property
+  def layer_plan(self) -> tuple[int, int]:
+    """(leading dense layers, layers per unit after them; only the last of a unit may be MoE)."""
+    if not self.family.is_moe:
+      return 0, 1
+    return self.moe.first_num_dense_layers, self.moe.interleave_moe_layer_step

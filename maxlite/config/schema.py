@@ -19,6 +19,7 @@ from maxlite.config.model_sections import (
   RopeConfig,
   TilesConfig,
 )
+from maxlite.config.registry import OPTIMIZERS, SCHEDULES
 from maxlite.config.run_sections import CheckpointConfig, HostsConfig
 from maxlite.config.written import Table
 
@@ -180,13 +181,9 @@ class DataConfig:
 class OptimizerConfig:
   """How gradients become new weights."""
 
-  opt_type: str = field(
-    "adamw", "Optimizer.", choices=("adamw", "lion", "adafactor", "muon"), shapes_model=True
-  )
+  opt_type: str = field("adamw", "Optimizer.", choices=OPTIMIZERS, shapes_model=True)
   learning_rate: float = field(2e-3, "Peak learning rate.", low=0)
-  lr_schedule_type: str = field(
-    "cosine", "Shape after warm-up.", choices=("cosine", "wsd", "constant")
-  )
+  lr_schedule_type: str = field("cosine", "Shape after warm-up.", choices=SCHEDULES)
   learning_rate_schedule_steps: int = field(
     -1, "Length of the schedule; -1: as many as `steps`.", unit="steps", low=-1
   )

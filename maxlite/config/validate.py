@@ -12,15 +12,10 @@ from maxlite.config import data_rules
 from maxlite.config.checkpoint_rules import local_checkpoints
 from maxlite.config.complaint import Complaint, Complaints
 from maxlite.config.errors import UserError
-from maxlite.config.model_sections import MIXTURES
 from maxlite.config.phases import DRAFT_LOSSES
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
 from maxlite.config.values import did_you_mean, show
 
-# What the classes of models/ say, too, which cannot be imported before JAX is.
-LATENT_ATTENTION = ("deepseek",)
-LOCAL_AND_GLOBAL = ("gemma2", "gemma3", "gpt_oss")
-WITH_SINKS = ("gpt_oss",)
 LINEAR = ("linear", "linear_plus_one")
 
 # Sources that are not at fault: a default fits by itself, and so does what all members share.
@@ -78,11 +73,11 @@ def _evaluation(c: Config) -> Complaints:
 
 
 def _has_latent_attention(c: Config) -> bool:
-  return c.model.decoder_block in LATENT_ATTENTION
+  return c.model.family.latent_attention
 
 
 def _is_mixture(c: Config) -> bool:
-  return c.model.decoder_block in MIXTURES
+  return c.model.family.is_moe
 
 
 def _has_dense_layers(c: Config) -> bool:
@@ -110,10 +105,10 @@ def _attention(c: Config) -> Complaints:
     for key in ("sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar"):
       if flatten(m)[key]:
         yield Complaint((key, "decoder_block"), f"latent attention has none; write {key}=0")
-  if m.rope.local_rope_max_timescale and m.decoder_block not in LOCAL_AND_GLOBAL:
+  if m.rope.local_rope_max_timescale and not m.family.global_layer_every:
     text = "all layers turn alike in this family; write local_rope_max_timescale=0"
     yield Complaint(("local_rope_max_timescale", "decoder_block"), text)
-  sinks = m.decoder_block in WITH_SINKS
+  sinks = m.family.sinks
   if m.attention == "dot_product" and (m.attn_logits_soft_cap or sinks):
     key = "decoder_block" if sinks else "attn_logits_soft_cap"
     what = "sinks" if sinks else "soft cap"

@@ -19,7 +19,6 @@ from maxlite.ensemble.ensemble import stack_common
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.step_row import training_row
 from maxlite.metrics.writers import JsonlWriter, TensorBoardWriter, Writer, Writers, read_rows
-from maxlite.models import MODELS
 from maxlite.training.loop import describe_divergence, due
 from maxlite.training.open_run import run_folder
 from maxlite.training.phase_plan import losses_of
@@ -64,7 +63,7 @@ class Book:
     writers: list[Writer] = [JsonlWriter(self.folder.metrics, done)]
     if self.member.config.observe.enable_tensorboard:
       writers.append(TensorBoardWriter(self.folder.tensorboard, done))
-    is_moe = MODELS[self.member.config.model.decoder_block].is_moe
+    is_moe = self.member.config.model.family.is_moe
     return Writers(writers, JsonlWriter(self.folder.expert_load, done) if is_moe else None)
 
   def close(self) -> None:

@@ -49,7 +49,7 @@ class Family:
 
   model_type: str
   architecture: str  # of config.json's `architectures`
-  decoder_block: str  # of models.MODELS
+  decoder_block: str  # of MODELS
   config_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
   config_to_hf: Callable[[ModelConfig], dict[str, Any]]
   block: Callable[[ModelConfig, bool], Sequence[Row]]  # rows of a layer; True: of a mixture

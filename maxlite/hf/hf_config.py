@@ -12,7 +12,6 @@ from maxlite.config.values import Setting, parse, show
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import Family
 from maxlite.hf.hf_folder import CONFIG, listed, read_config, read_tensors
-from maxlite.models import MODELS
 
 # Keys that change nothing of what a model computes from its weights. Those of losses and dropout
 # concern training, where ours are asked for.
@@ -116,7 +115,7 @@ def _by_block() -> Mapping[str, list[Family]]:
 
 def _function_of(cfg: ModelConfig) -> dict[str, Any]:
   """{key: value} of the keys that say what the model computes, of those that it reads."""
-  block = MODELS[cfg.decoder_block]
+  block = cfg.family
   flat = flatten(cfg)
   named = set(flat) - EXECUTION - {"decoder_block"}
   if not block.is_moe:

@@ -10,13 +10,13 @@ import numpy as np
 from maxlite.checkpoint.chunked_array import Index
 from maxlite.checkpoint.safetensors import TensorFile
 from maxlite.config.errors import UserError
+from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.axis_layout import layout
 from maxlite.hf.family import Family, Row
 from maxlite.hf.hf_checkpoint import write_ties
 from maxlite.hf.hf_folder import write_json
 from maxlite.hf.tensor_mapping import ties
-from maxlite.models import MODELS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every tensor's name, as peft wraps a model

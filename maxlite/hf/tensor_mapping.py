@@ -12,7 +12,6 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.axis_layout import Layout, layout
 from maxlite.hf.family import Family, Row
-from maxlite.models import MODELS
 
 EXPERT = "e"  # the axis that counts {expert}
 
@@ -96,11 +95,9 @@ class Stack:
 
 def stacks(cfg: ModelConfig) -> list[Stack]:
   """The layers of models.Decoder."""
-  is_moe = MODELS[cfg.decoder_block].is_moe
-  num_dense = cfg.moe.first_num_dense_layers if is_moe else 0
-  step = cfg.moe.interleave_moe_layer_step if is_moe else 1
+  num_dense, step = cfg.layer_plan
   every = range(cfg.base_num_decoder_layers)
-  kinds = [("", is_moe)]
+  kinds = [("", cfg.family.is_moe)]
   if step > 1:
     kinds = [*((f"/dense_{i}", False) for i in range(step - 1)), ("/mixture", True)]
   found = [("dense_layers", "", every[:num_dense], False)] if num_dense else []

@@ -11,8 +11,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import TRANSPOSED
 from maxlite.layers.lora import merge_lora
-from maxlite.models import build_model
-from maxlite.models.decoder import Decoder
+from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 
 STACKS = ("dense_layers", "layers")  # of a decoder that scans over its layers
@@ -38,7 +37,7 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
   )
   lora = dataclasses.replace(cfg.lora, lora_rank=0)
   cfg = dataclasses.replace(cfg, scan_layers=False, remat_policy="none", moe=moe, lora=lora)
-  return build_model(cfg, sharder)
+  return Decoder(cfg, sharder)
 
 
 def inference_params(cfg: ModelConfig, params: Any) -> Any:

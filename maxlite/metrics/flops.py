@@ -4,7 +4,6 @@ import dataclasses
 from typing import NamedTuple
 
 from maxlite.config.schema import LoraConfig, ModelConfig
-from maxlite.models import MODELS
 
 TRAIN_OVER_FORWARD = 3  # the backward pass multiplies twice for each multiplication of the forward
 FLOPS_PER_MAC = 2  # one multiplication, one addition
@@ -49,7 +48,7 @@ def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Fl
 
 def _keys_per_query(model: ModelConfig, row_length: int) -> float:
   """Keys that a query attends, on average over a row, summed over layers."""
-  num_layers, every = model.base_num_decoder_layers, MODELS[model.decoder_block].global_layer_every
+  num_layers, every = model.base_num_decoder_layers, model.family.global_layer_every
   num_global = num_layers // every if every else 0
   window = min(model.sliding_window_size or row_length, row_length)
   hidden = (row_length - window) ** 2 / (2 * row_length)
@@ -68,10 +67,10 @@ def active_parameter_count(model: ModelConfig) -> int:
 
 def num_moe_layers(model: ModelConfig) -> int:
   """Decoder layers that are mixtures of experts."""
-  if not MODELS[model.decoder_block].is_moe:
+  if not model.family.is_moe:
     return 0
-  mixed = model.base_num_decoder_layers - model.moe.first_num_dense_layers
-  return mixed // model.moe.interleave_moe_layer_step
+  num_dense, step = model.layer_plan
+  return (model.base_num_decoder_layers - num_dense) // step
 
 
 def _parameters(model: ModelConfig, active_only: bool) -> int:
@@ -84,23 +83,23 @@ def _parameters(model: ModelConfig, active_only: bool) -> int:
 def _layers(model: ModelConfig, active_only: bool) -> _Weights:
   """Weights of all decoder layers."""
   num_layers, num_moe = model.base_num_decoder_layers, num_moe_layers(model)
-  latent = MODELS[model.decoder_block].latent_attention
+  latent = model.family.latent_attention
   attention = _latent_attention(model) if latent else _attention(model)
-  norms = _Weights(0, (4 if MODELS[model.decoder_block].post_norms else 2) * model.base_emb_dim)
+  norms = _Weights(0, (4 if model.family.post_norms else 2) * model.base_emb_dim)
   dense = _mlp(model, model.base_mlp_dim).times(num_layers - num_moe)
   return (attention + norms).times(num_layers) + dense + _moe(model, active_only).times(num_moe)
 
 
 def _head_channels(model: ModelConfig) -> tuple[int, int]:
   """(channels that score, channels that are mixed) of one head."""
-  if MODELS[model.decoder_block].latent_attention:
+  if model.family.latent_attention:
     return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
   return model.head_dim, model.head_dim
 
 
 def _attention(model: ModelConfig) -> _Weights:
   query_heads, kv_heads = model.base_num_query_heads, model.base_num_kv_heads
-  block = MODELS[model.decoder_block]
+  block = model.family
   normed = {"": 0, "head": 2, "projection": query_heads + kv_heads}
   queries, keys = query_heads * model.head_dim, kv_heads * model.head_dim
   sides = [(model.base_emb_dim, heads) for heads in (queries, keys, keys, queries)]
@@ -137,7 +136,7 @@ def _mlp(model: ModelConfig, hidden_dim: int) -> _Weights:
 def _moe(model: ModelConfig, active_only: bool) -> _Weights:
   """Weights of a router and its experts: all, or those of one token."""
   moe, dim = model.moe, model.base_emb_dim
-  num_biases = moe.routed_bias + MODELS[model.decoder_block].router_bias
+  num_biases = moe.routed_bias + model.family.router_bias
   router = _Weights(dim * moe.num_experts, num_biases * moe.num_experts)
   bare = dataclasses.replace(model, lora=LoraConfig())  # experts have no adapters
   expert = _mlp(bare, moe.base_moe_mlp_dim)

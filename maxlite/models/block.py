@@ -1,7 +1,6 @@
-"""The decoder layer that all families share; each says in what its own differs."""
+"""The decoder layer of all model families; `cfg.family` holds what differs between them."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,43 +15,30 @@ from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables, score_factor
 from maxlite.sharding import Sharder
 
-Rope = tuple[jax.Array, ...]  # as of layers/rope.py; of global layers, then of local ones
+# (cos_BTC, sin_BTC) of global layers, followed by those of local layers where they differ.
+Rope = tuple[jax.Array, ...]
 
 
-class Block(nn.Module):
-  """(y_BTD, sums): attention, then an MLP or (`moe`) a mixture of experts, each after a norm.
+def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
+  """The rotary embedding tables of all layers at these positions."""
+  num_channels = cfg.mla.qk_rope_head_dim if cfg.family.latent_attention else cfg.head_dim
+  tables = rope_tables(position_BT, num_channels, cfg.rope)
+  base = cfg.rope.local_rope_max_timescale
+  if not (cfg.family.global_layer_every and base):
+    return tables
+  local = dataclasses.replace(cfg.rope, rope_type="default", rope_max_timescale=base)
+  return *tables, *rope_tables(position_BT, num_channels, local)
 
-  `sums` is {"moe": RouterSums} of a mixture and {} of an MLP. A family says by the class variables
-  what of this is its own.
+
+class DecoderLayer(nn.Module):
+  """Attention, then an MLP or (`moe`) a mixture of experts, each after a norm.
+
+  Returns (y_BTD, sums), where `sums` is {"moe": RouterSums} of a mixture and {} of an MLP.
   """
 
   cfg: ModelConfig
   sharder: Sharder
   moe: bool
-  is_moe: ClassVar[bool] = True  # whether the family's layers, but for the dense ones, are mixtures
-  latent_attention: ClassVar[bool] = False
-  qk_norm: ClassVar[str] = ""  # these five as of layers/attention.py
-  qkv_bias: ClassVar[bool] = False
-  out_bias: ClassVar[bool] = False
-  sinks: ClassVar[bool] = False
-  zero_centred_norms: ClassVar[bool] = False  # as of layers/norm.py
-  post_norms: ClassVar[bool] = False  # whether what joins the residual stream is normalised, too
-  router_bias: ClassVar[bool] = False  # as of layers/moe/router.py
-  scaled_embedding: ClassVar[bool] = False  # as of layers/embed.py
-  # Every so many layers the last attends globally, the others locally: within the window, and with
-  # positions by local_rope_max_timescale. 0: all layers are alike.
-  global_layer_every: ClassVar[int] = 0
-
-  @classmethod
-  def rope(cls, position_BT: jax.Array, cfg: ModelConfig) -> Rope:
-    """The tables of global layers, and behind them those of local ones where they differ."""
-    num_channels = cfg.mla.qk_rope_head_dim if cls.latent_attention else cfg.head_dim
-    tables = rope_tables(position_BT, num_channels, cfg.rope)
-    base = cfg.rope.local_rope_max_timescale
-    if not (cls.global_layer_every and base):
-      return tables
-    local = dataclasses.replace(cfg.rope, rope_type="default", rope_max_timescale=base)
-    return *tables, *rope_tables(position_BT, num_channels, local)
 
   @nn.compact
   def __call__(
@@ -62,12 +48,12 @@ class Block(nn.Module):
     rope: Rope,
     is_local: bool | jax.Array | None = None,
   ) -> tuple[jax.Array, dict]:
-    """`is_local` is given where a family's layers differ; it may be traced."""
+    """`is_local` is given if the family has local and global layers; it may be traced."""
     normed_BTD = self._norm("attention_norm")(x_BTD)
-    if self.latent_attention:
+    if self.cfg.family.latent_attention:
       y_BTD = self._latent_attention()(normed_BTD, segment_BT, rope)
     else:
-      tables, window = self._reach(rope, is_local)
+      tables, window = self._rope_and_window(rope, is_local)
       y_BTD = self._attention()(normed_BTD, segment_BT, tables, window)
     x_BTD += self._post_norm("attention_post_norm", y_BTD)
     if not self.moe:
@@ -76,10 +62,10 @@ class Block(nn.Module):
     y_BTD, sums = self._moe()(self._norm("moe_norm")(x_BTD), segment_BT)
     return x_BTD + self._post_norm("moe_post_norm", y_BTD), {"moe": sums}
 
-  def _reach(
+  def _rope_and_window(
     self, rope: Rope, is_local: bool | jax.Array | None
   ) -> tuple[Rope, int | jax.Array | None]:
-    """(rope tables, window) of this layer's attention."""
+    """(rope tables, window) of this layer; a traced `is_local` selects them at run time."""
     size = self.cfg.sliding_window_size or None
     if is_local is None:
       return rope, size
@@ -108,7 +94,7 @@ class Block(nn.Module):
       jnp.dtype(cfg.weight_dtype),
       self.sharder,
       cfg.lora,
-      self.router_bias,
+      cfg.family.router_bias,
       name="moe",
     )
 
@@ -119,18 +105,18 @@ class Block(nn.Module):
       cfg.base_num_kv_heads,
       cfg.head_dim,
       (cfg.query_pre_attn_scalar or cfg.head_dim) ** -0.5 * score_factor(cfg.rope),
-      self.qk_norm,
+      cfg.family.qk_norm,
       cfg.normalization_layer_epsilon,
       cfg.attention,
       cfg.attention_block_q,
       jnp.dtype(cfg.weight_dtype),
       self.sharder,
       cfg.lora,
-      self.zero_centred_norms,
-      self.qkv_bias,
-      self.out_bias,
+      cfg.family.zero_centred_norms,
+      cfg.family.qkv_bias,
+      cfg.family.out_bias,
       cfg.attn_logits_soft_cap,
-      self.sinks,
+      cfg.family.sinks,
       name="attention",
     )
 
@@ -151,8 +137,8 @@ class Block(nn.Module):
 
   def _norm(self, name: str) -> RMSNorm:
     cfg = self.cfg
-    dtype = jnp.dtype(cfg.weight_dtype)
-    return RMSNorm(cfg.normalization_layer_epsilon, dtype, self.zero_centred_norms, name=name)
+    dtype, zero_centred = jnp.dtype(cfg.weight_dtype), cfg.family.zero_centred_norms
+    return RMSNorm(cfg.normalization_layer_epsilon, dtype, zero_centred, name=name)
 
   def _post_norm(self, name: str, y_BTD: jax.Array) -> jax.Array:
-    return self._norm(name)(y_BTD) if self.post_norms else y_BTD
+    return self._norm(name)(y_BTD) if self.cfg.family.post_norms else y_BTD

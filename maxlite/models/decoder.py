@@ -1,4 +1,4 @@
-"""The decoder: embed -> blocks -> norm -> logits."""
+"""The decoder: embed -> layers -> norm -> logits."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from maxlite.kernels.soft_cap import apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
-from maxlite.models.block import Rope
+from maxlite.models.block import DecoderLayer, Rope, build_rope
 from maxlite.models.draft import DraftHeads
 from maxlite.sharding import Sharder
 
-# What remat_policy=minimal keeps. The routing and the exchanged rows (moe_route, moe_rows) are no
-# matmul's output; rows are as many as those of mlpwo, so a policy that wants them has to name them.
+# Saved by remat_policy=minimal. moe_route and moe_rows are not matmul outputs; moe_rows is as large
+# as mlpwo. Both are saved only by remat_policy=custom.
 MATMUL_OUTPUTS = (
   "query_latent",
   "kv_latent",
@@ -31,53 +31,55 @@ MATMUL_OUTPUTS = (
 )
 
 
-def kept_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
-  """Names of what the backward pass finds; None: everything."""
-  kept = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_saved_names}
-  return kept[cfg.remat_policy]
+def saved_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
+  """Names of the activations that the forward pass saves; None: all of them."""
+  saved = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_saved_names}
+  return saved[cfg.remat_policy]
 
 
-def remat(block: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
-  """`block`, with its backward pass recomputing what cfg.remat_policy does not keep."""
-  names = kept_by_remat(cfg)
+def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
+  """`layer` with rematerialization by cfg.remat_policy."""
+  names = saved_by_remat(cfg)
   if names is None:
-    return block
+    return layer
   policy = jax.checkpoint_policies.save_only_these_names(*names)
-  return nn.remat(block, policy=policy, prevent_cse=not cfg.scan_layers)
+  return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)
 
 
-class Unit(nn.Module):
-  """(y_BTD, sums of the last layer): dense layers, then one that is a mixture of experts."""
+class InterleavedLayers(nn.Module):
+  """interleave_moe_layer_step - 1 dense layers, then an MoE layer.
+
+  Returns (y_BTD, sums of the MoE layer).
+  """
 
   cfg: ModelConfig
-  block: type[nn.Module]
   sharder: Sharder
 
   @nn.compact
   def __call__(
     self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope, *is_local: jax.Array
   ) -> tuple[jax.Array, Any]:
-    """`is_local` has an element per block, or is not there."""
+    """`is_local`, if given, has one element per layer."""
+    layer = remat(DecoderLayer, self.cfg)
     for i in range(self.cfg.moe.interleave_moe_layer_step - 1):
-      dense = self.block(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
+      dense = layer(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
       x_BTD, _ = dense(x_BTD, segment_BT, rope, *(local[i] for local in is_local))
-    mixture = self.block(self.cfg, self.sharder, moe=True, name="mixture")
+    mixture = layer(self.cfg, self.sharder, moe=True, name="mixture")
     return mixture(x_BTD, segment_BT, rope, *(local[-1] for local in is_local))
 
 
 class Decoder(nn.Module):
-  """A decoder-only transformer of `block`s, in two stacks.
+  """A decoder-only transformer in two stacks of layers.
 
-  `dense_layers` are the first_num_dense_layers of a mixture, if it has any. `layers` are all
-  others: blocks, or `Unit`s of interleave_moe_layer_step blocks where that is above 1.
+  `dense_layers` holds the first_num_dense_layers of a mixture, if any. `layers` holds the others:
+  `DecoderLayer`s, or `InterleavedLayers` if interleave_moe_layer_step > 1. Each stack is one
+  scanned module (scan_layers) or a list.
 
-  A block is called as block(cfg, sharder, moe)(x_BTD, segment_BT, rope), with is_local behind that
-  where layers differ by it, and returns (y_BTD, sums): `sums` is a pytree of sums over tokens, from
-  which training/loss.py makes the auxiliary losses.
+  The sums that layers return are sums over tokens; training/loss.py computes the auxiliary losses
+  from them.
   """
 
   cfg: ModelConfig
-  block: type[nn.Module]
   sharder: Sharder
 
   def setup(self) -> None:
@@ -88,19 +90,19 @@ class Decoder(nn.Module):
       jnp.dtype(cfg.dtype),
       weight_dtype,
       self.sharder,
-      self.block.scaled_embedding,
+      cfg.family.scaled_embedding,
     )
-    block = remat(self.block, cfg)
-    num_dense, step = self._plan()
+    layer = remat(DecoderLayer, cfg)
+    num_dense, step = cfg.layer_plan
     if num_dense:
-      self.dense_layers = self._stack(block, num_dense, cfg, self.sharder, False)
+      self.dense_layers = self._stack(layer, num_dense, cfg, self.sharder, False)
     num_units = (cfg.base_num_decoder_layers - num_dense) // step
     if step == 1:
-      self.layers = self._stack(block, num_units, cfg, self.sharder, self.block.is_moe)
+      self.layers = self._stack(layer, num_units, cfg, self.sharder, cfg.family.is_moe)
     else:
-      self.layers = self._stack(Unit, num_units, cfg, block, self.sharder)
+      self.layers = self._stack(InterleavedLayers, num_units, cfg, self.sharder)
     self.final_norm = RMSNorm(
-      cfg.normalization_layer_epsilon, weight_dtype, self.block.zero_centred_norms
+      cfg.normalization_layer_epsilon, weight_dtype, cfg.family.zero_centred_norms
     )
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg.vocab_size, cfg.base_emb_dim, weight_dtype)
@@ -108,14 +110,14 @@ class Decoder(nn.Module):
       self.draft_head = DraftHeads(cfg.num_draft_heads, weight_dtype, self.sharder)
 
   def _stack(self, layer: type[nn.Module], length: int, *args: Any) -> nn.Module | list[nn.Module]:
-    """`length` of layer(*args): one module that scans over them, or a list."""
+    """`length` instances of layer(*args): one scanned module, or a list."""
     if not self.cfg.scan_layers:
       return [layer(*args) for _ in range(length)]
     scanned = nn.scan(
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
-      in_axes=(nn.broadcast, nn.broadcast, *(0,) * bool(self.block.global_layer_every)),
+      in_axes=(nn.broadcast, nn.broadcast, *(0,) * bool(self.cfg.family.global_layer_every)),
       length=length,
       unroll=min(self._unroll(), length),
       metadata_params={nn.PARTITION_NAME: "layers"},
@@ -128,10 +130,10 @@ class Decoder(nn.Module):
   def hidden(
     self, tokens_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
   ) -> tuple[jax.Array, Any]:
-    """(x_BTD after the final norm, sums of all layers that have any, stacked along a leading N)."""
+    """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
-    rope = self.block.rope(position_BT, self.cfg)
-    num_dense, step = self._plan()
+    rope = build_rope(position_BT, self.cfg)
+    num_dense, step = self.cfg.layer_plan
     if num_dense:
       is_local = self._is_local(slice(num_dense))
       x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope, is_local)
@@ -158,16 +160,9 @@ class Decoder(nn.Module):
       sums_by_layer.append(sums)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums_by_layer)
 
-  def _plan(self) -> tuple[int, int]:
-    """(dense layers at the start, layers of a unit after them)"""
-    moe = self.cfg.moe
-    return (
-      (moe.first_num_dense_layers, moe.interleave_moe_layer_step) if self.block.is_moe else (0, 1)
-    )
-
   def _is_local(self, layers: slice, step: int = 1) -> tuple[np.ndarray, ...]:
-    """Which layers attend locally, a row per unit of `step` above 1; () where all are alike."""
-    every = self.block.global_layer_every
+    """Which layers attend locally, one row per unit if step > 1; () if all layers are alike."""
+    every = self.cfg.family.global_layer_every
     if not every:
       return ()
     is_local_N = np.arange(1, self.cfg.base_num_decoder_layers + 1)[layers] % every != 0
@@ -180,7 +175,7 @@ class Decoder(nn.Module):
   def hidden_and_unembedding(
     self, tokens_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
   ) -> tuple[jax.Array, Any, jax.Array]:
-    """What a loss over chunks of tokens needs: hidden's two results and w_DV."""
+    """(x_BTD, sums, w_DV): what a loss over chunks of tokens needs."""
     return *self.hidden(tokens_BT, segment_BT, position_BT), self.unembedding()
 
   def __call__(
@@ -189,7 +184,7 @@ class Decoder(nn.Module):
     segment_BT: jax.Array | None = None,
     position_BT: jax.Array | None = None,
   ) -> jax.Array:
-    """logits_BTV, float32; by default every row is one document."""
+    """logits_BTV, float32; by default each row is one document."""
     if segment_BT is None:
       segment_BT = jnp.ones_like(tokens_BT)
     if position_BT is None:
@@ -198,11 +193,11 @@ class Decoder(nn.Module):
     return self.logits(x_BTD)
 
   def draft_hidden(self, x_BTD: jax.Array) -> jax.Array:
-    """y_BTJD: the draft heads' states from `hidden`'s; `unembedding` makes logits of both."""
+    """y_BTJD: the draft heads' states from the states of `hidden`."""
     return self.draft_head(x_BTD)
 
   def draft_logits(self, x_BTD: jax.Array) -> jax.Array:
-    """logits_BTJV, float32, of the token 2 + j positions after each, from `hidden`'s states."""
+    """logits_BTJV, float32, of the token 2 + j positions ahead, from the states of `hidden`."""
     return self.logits(self.draft_head(x_BTD))
 
   def logits(self, x: jax.Array) -> jax.Array:

@@ -1,14 +1,13 @@
-"""Draft heads: extra heads on the decoder's last hidden state that look further ahead.
+"""Draft heads for speculative decoding: extra heads on the decoder's last hidden state.
 
-From position t the model's own head predicts the token at t + 1 and draft head j (from 0) that at
-t + 2 + j. For speculative decoding, which proposes the heads' tokens and lets the model check
-them all in one forward pass:
+At position t the model's own head predicts the token at t + 1, and draft head j (from 0) the token
+at t + 2 + j. Speculative decoding proposes these tokens and verifies them in one forward pass:
 
     variables = {"params": params}
     x_BTD, _ = model.apply(variables, tokens_BT, segment_BT, position_BT, method=model.hidden)
     logits_BTJV = model.apply(variables, x_BTD, method=model.draft_logits)
 
-`J` counts draft heads; x_BTD may be that of the last position alone.
+Axis `J` is the draft heads; x_BTD may be the last position only.
 """
 
 import jax
@@ -21,12 +20,12 @@ from maxlite.sharding import Sharder
 
 
 class DraftHeads(nn.Module):
-  """y_BTJD = x + silu(x w_j): hidden states that the model's own unembedding makes logits of.
+  """y_BTJD = x + silu(x w_j): hidden states for the model's own unembedding.
 
-  All w_j start at zero, and so every head as the model's own.
+  All w_j are initialized to zero, so each head starts as a copy of the model's own.
 
-  Source: Cai et al., Medusa (2024), section 2.1.1, there with an unembedding per head; one for all,
-  as in DeepSeek-AI, DeepSeek-V3 (2024), section 2.2.
+  Source: Cai et al., Medusa (2024), section 2.1.1, but with a shared unembedding as in DeepSeek-AI,
+  DeepSeek-V3 (2024), section 2.2.
   """
 
   num_heads: int
@@ -40,7 +39,7 @@ class DraftHeads(nn.Module):
     w_JDF = self.param("kernel", init, (self.num_heads, dim, dim), self.weight_dtype)
     multiply = jax.vmap(matmul, (None, 0), out_axes=1)
     if self.sharder.num_shards("activation_length") > 1:
-      # Rows of [B, T] that are cut along both axes cannot become one axis without moving data.
+      # B and T, both sharded, cannot be merged into one axis without moving data.
       h_BTJD = jax.vmap(multiply, (0, None))(x_BTD, w_JDF)
     else:
       h_BTJD = multiply(x_BTD.reshape(-1, dim), w_JDF).reshape(*x_BTD.shape[:-1], -1, dim)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 
+from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import OptimizerConfig
 from maxlite.optim.adam import scale_by_adam
 from maxlite.optim.partition import decay_mask, matrix_axes
@@ -15,19 +16,19 @@ def _adam(cfg: OptimizerConfig) -> optax.GradientTransformation:
   return scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
 
 
-def _adamw(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def adamw(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   """Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2017)."""
   del names
   return _adam(cfg)
 
 
-def _lion(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def lion(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   """Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023)."""
   del names
   return optax.scale_by_lion(cfg.adam_b1, cfg.adam_b2)
 
 
-def _adafactor(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def adafactor(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   """Source: Shazeer and Stern, Adafactor (2018), without momentum."""
   del cfg, names
   return optax.chain(
@@ -35,22 +36,22 @@ def _adafactor(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation
   )
 
 
-def _muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   """Muon for hidden matrices, Adam for the rest; one learning rate serves both.
 
   Source: Jordan et al., Muon (2024); updates brought to the size of Adam's as in Liu et al., Muon
   is Scalable for LLM Training (2025), section 2.2.
   """
-  muon = optax.contrib.muon(
+  transform = optax.contrib.muon(
     learning_rate=1.0,
     beta=cfg.muon_beta,
     muon_weight_dimension_numbers=_muon_dimensions(names),
     consistent_rms=0.2,
   )
-  muon = optax.chain(muon, optax.scale(-1.0))  # optax's muon has its sign turned already
+  transform = optax.chain(transform, optax.scale(-1.0))  # optax's muon has its sign turned already
   # Not optax's own Adam for the rest: that is Nesterov's variant, and deaf to adam_eps.
   kinds = jax.tree.map(lambda leaf: "muon" if matrix_axes(leaf) else "adam", names)
-  return optax.partition({"muon": muon, "adam": _adam(cfg)}, kinds)
+  return optax.partition({"muon": transform, "adam": _adam(cfg)}, kinds)
 
 
 def _muon_dimensions(names: Any) -> Any:
@@ -59,9 +60,6 @@ def _muon_dimensions(names: Any) -> Any:
     return axes and optax.contrib.MuonDimensionNumbers(*axes)
 
   return jax.tree.map(of_param, names)
-
-
-OPTIMIZERS = {"adamw": _adamw, "lion": _lion, "adafactor": _adafactor, "muon": _muon}
 
 
 def build_optimizer(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:

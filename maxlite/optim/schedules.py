@@ -4,16 +4,17 @@ import dataclasses
 
 import optax
 
+from maxlite.config.registry import SCHEDULES
 from maxlite.config.schema import OptimizerConfig
 
 
-def _cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+def cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   return optax.cosine_decay_schedule(
     cfg.learning_rate, max(steps, 1), alpha=cfg.learning_rate_final_fraction
   )
 
 
-def _wsd(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+def wsd(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   """Constant, then linear decay. Source: Hu et al., MiniCPM (2024), section 4.2."""
   total = cfg.learning_rate_schedule_steps
   decay_steps = min(round(total * cfg.wsd_decay_steps_fraction), steps)
@@ -24,12 +25,9 @@ def _wsd(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   )
 
 
-def _constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   del steps
   return optax.constant_schedule(cfg.learning_rate)
-
-
-SCHEDULES = {"cosine": _cosine, "wsd": _wsd, "constant": _constant}
 
 
 def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:

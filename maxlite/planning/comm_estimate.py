@@ -18,8 +18,7 @@ import numpy as np
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import num_moe_layers
-from maxlite.models import MODELS
-from maxlite.models.decoder import kept_by_remat
+from maxlite.models.decoder import saved_by_remat
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective
 from maxlite.sharding.rules import Sharder
 from maxlite.sharding.sharding_report import ParameterSharding
@@ -86,7 +85,7 @@ class StepShape:
 
   def is_kept(self, name: str) -> bool:
     """Whether the backward pass finds what the forward pass named so."""
-    kept = kept_by_remat(self.model)
+    kept = saved_by_remat(self.model)
     return kept is None or name in kept
 
 
@@ -253,7 +252,7 @@ def _gather_keys(traffic: _Traffic, step: StepShape) -> None:
   """Keys and values of all positions, where positions are cut, and their gradients back."""
   axes = step.axes("activation_length")
   model = step.model
-  if MODELS[model.decoder_block].latent_attention:
+  if model.family.latent_attention:
     heads, mla = model.base_num_query_heads, model.mla
     channels = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
     shards = step.sharder.num_shards("activation_q_heads")

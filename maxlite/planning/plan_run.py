@@ -17,7 +17,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.plots.timeline import timeline_lines
-from maxlite.models import build_model
+from maxlite.models import Decoder
 from maxlite.optim.partition import path_of
 from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import StepShape, expected_collectives
@@ -197,7 +197,7 @@ def _of_one_layer(kept: Activation, model: ModelConfig) -> float:
 
 def _activations(trainer: Trainer, cfg: ModelConfig) -> list[Activation]:
   """What a model of `cfg` keeps on a device for the backward pass of one micro-batch."""
-  model = build_model(cfg, trainer.sharder)
+  model = Decoder(cfg, trainer.sharder)
   rows, length = trainer.batch_shape
 
   def residuals_of(rows: int) -> Any:

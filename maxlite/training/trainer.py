@@ -19,8 +19,7 @@ from maxlite.data.batch import Batch, to_global
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops_per_step
-from maxlite.models import MODELS, build_model
-from maxlite.models.decoder import Decoder
+from maxlite.models import Decoder
 from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps
 from maxlite.optim.partition import logical_names, path_of, state_names
 from maxlite.phases.phase_programs import PhasePrograms, switch_step
@@ -50,7 +49,7 @@ class Trainer:
 
   @property
   def is_moe(self) -> bool:
-    return MODELS[self.cfg.model.decoder_block].is_moe
+    return self.cfg.model.family.is_moe
 
   @property
   def batch_shape(self) -> tuple[int, int]:
@@ -210,11 +209,11 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
   global_batch_size = _global_batch_size(cfg.data, cfg.training, sharder)
-  model = build_model(cfg.model, sharder)
+  model = Decoder(cfg.model, sharder)
   batch_shape = (global_batch_size, cfg.data.max_target_length)
   # Shapes come of a model on one device: on the mesh, what does not fit would fail in JAX's words.
   one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))
-  whole = build_model(cfg.model, one)
+  whole = Decoder(cfg.model, one)
   boxed = jax.eval_shape(lambda seed: _init_params(whole, seed, batch_shape), jnp.uint32(0))
   names = logical_names(boxed)
   params = meta.unbox(boxed)

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.config import load_config
 from maxlite.data.batch import Batch
-from maxlite.models import build_model
+from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.state import TrainState
 from maxlite.training.step import all_parameters, build_train_step
@@ -128,7 +128,7 @@ def batch_of() -> Batch:
 @functools.cache
 def params_of(family: str) -> dict:
   """Flat {path: array} of scanned layers, each weight random."""
-  model = build_model(config_of(family).model, sharder_of((1,) * len(MESH_AXES)))
+  model = Decoder(config_of(family).model, sharder_of((1,) * len(MESH_AXES)))
   flat = flatten_dict(_init(model), sep="/")
   draw = np.random.default_rng(1)
   return {
@@ -172,7 +172,7 @@ def _step(variant: Variant) -> Any:
   if "sparse_matmul" not in keys:
     keys["grouped_matmul"] = variant.backend
   cfg, sharder = config_of(variant.family, **keys), sharder_of(variant.mesh)
-  model = build_model(cfg.model, sharder)
+  model = Decoder(cfg.model, sharder)
   keep = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda updates, state, params: (jax.tree.map(jnp.zeros_like, updates), updates),

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import test_models as families
 
+from maxlite.config.model_families import MODELS
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
-from maxlite.models import MODELS
 
 FAST = ("mixtral", "deepseek", "gemma2", "gpt_oss")  # every way to attend and to build a layer
 NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8

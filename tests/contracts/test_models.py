@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
-from maxlite.config.model_sections import DENSE_FAMILIES, MIXTURES
+from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
-from maxlite.config.validate import LATENT_ATTENTION, LOCAL_AND_GLOBAL, WITH_SINKS
-from maxlite.models import MODELS, build_model
+from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 NUM_POSITIONS = 12
@@ -99,7 +98,7 @@ def sharder_of(**degrees):
 def model_of(family, sharder=None, **changes):
   own = OWN.get(family, {}) | changes
   cfg = build(Config, DEFAULTS | TINY | {"decoder_block": family} | own).model
-  return build_model(cfg, sharder or sharder_of())
+  return Decoder(cfg, sharder or sharder_of())
 
 
 def abstract_params(family, **changes):
@@ -147,15 +146,6 @@ def assert_trees_close(got, want, rtol):
     assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b), path
 
   jax.tree_util.tree_map_with_path(check, got, want)
-
-
-def test_the_config_knows_what_the_blocks_say():
-  says = lambda field: {family for family, block in MODELS.items() if getattr(block, field)}
-  assert set(DENSE_FAMILIES + MIXTURES) == set(MODELS)
-  assert set(MIXTURES) == says("is_moe")
-  assert set(LATENT_ATTENTION) == says("latent_attention")
-  assert set(LOCAL_AND_GLOBAL) == says("global_layer_every")
-  assert set(WITH_SINKS) == says("sinks")
 
 
 @every_family

@@ -6,8 +6,8 @@ import pytest
 
 from maxlite.config import load_config
 from maxlite.config.files import CONFIGS
+from maxlite.config.model_families import MODELS
 from maxlite.metrics.flops import active_parameter_count, parameter_count
-from maxlite.models import MODELS
 from maxlite.training.trainer import build_trainer
 
 # All, and those of one token.

@@ -13,13 +13,13 @@ from safetensors.numpy import load_file, save_file
 from maxlite.checkpoint import chunked_array
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
+from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, ModelConfig, build, flatten
 from maxlite.hf.axis_layout import layout
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_checkpoint import streams_from_hf, write_weights
 from maxlite.hf.hf_config import EXECUTION, family_that_says, model_keys
 from maxlite.hf.load_model import abstract_params, trainer_of_model
-from maxlite.models import MODELS
 
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 

@@ -15,7 +15,7 @@ from maxlite.inference.detokenizer import stream_texts
 from maxlite.inference.engine import Engine, Request
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import Rules
-from maxlite.models import build_model
+from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 SIZE, LONGEST = 10, 24
@@ -55,7 +55,7 @@ def config_of(**keys):
 @functools.cache
 def params_of(**keys):
   """Larger than at the start of training, so that the choice depends on what came before."""
-  model, draw = build_model(config_of(**keys), sharder_of()), np.random.default_rng(1)
+  model, draw = Decoder(config_of(**keys), sharder_of()), np.random.default_rng(1)
   abstract = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 4), np.int32))
   fill = lambda leaf: draw.normal(size=leaf.shape).astype(np.float32) / 2
   return jax.tree.map(fill, meta.unbox(abstract)["params"])
@@ -65,7 +65,7 @@ def params_of(**keys):
 def greedy_texts():
   """What the model without a cache finds likeliest after each of PROMPTS."""
   variables = {"params": params_of()}
-  logits_of = jax.jit(build_model(config_of(), sharder_of()).apply)
+  logits_of = jax.jit(Decoder(config_of(), sharder_of()).apply)
   texts = []
   for prompt in PROMPTS:
     tokens = list(prompt)
@@ -194,7 +194,7 @@ def test_parameters_made_ready_are_the_same_model(dtype, own):
     )
   tokens_BT = np.arange(8, dtype=np.int32)[None]
   logits = lambda model, params: jax.jit(model.apply)({"params": params}, tokens_BT)
-  want_BTV = logits(build_model(cfg, sharder_of()), params)
+  want_BTV = logits(Decoder(cfg, sharder_of()), params)
   ready = inference_params(cfg, params)
   got_BTV = logits(inference_model(cfg, sharder_of()), ready)
   rounding = 0.15 if own else 0.02

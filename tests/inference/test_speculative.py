@@ -14,7 +14,7 @@ from maxlite.inference.engine import NONE, Engine, Request
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import RowRules, Rules, log_probs
 from maxlite.inference.speculative import propose, verify
-from maxlite.models import build_model
+from maxlite.models import Decoder
 
 VOCAB, NUM_DRAFTS, NUM_TEXTS, SIZE = 5, 2, 20_000, 3
 RULES = (
@@ -172,7 +172,7 @@ def accepted_lengths(prompt, text):
   """Of each greedy step, drafts taken, by a forward pass over the whole text without a cache."""
   tokens_BT = np.zeros((1, tiny.LONGEST), np.int32)
   tokens_BT[0, : len(prompt) + len(text)] = [*prompt, *text]
-  model = build_model(tiny.config_of(**HEADS), tiny.sharder_of())
+  model = Decoder(tiny.config_of(**HEADS), tiny.sharder_of())
 
   @jax.jit
   def guess(params):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
+from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
-from maxlite.models import MODELS, build_model
+from maxlite.models import Decoder
+from maxlite.models.block import DecoderLayer
 from maxlite.sharding import Sharder, build_mesh
 
 TINY = {
@@ -45,7 +47,7 @@ PLANS = {
 
 def model_of(**changes):
   sharder = Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1]))
-  return build_model(build(Config, DEFAULTS | TINY | changes).model, sharder)
+  return Decoder(build(Config, DEFAULTS | TINY | changes).model, sharder)
 
 
 def params_of(model):
@@ -68,7 +70,7 @@ def test_layers_run_in_the_order_of_the_plan(plan):
   model = model_of(first_num_dense_layers=num_dense, interleave_moe_layer_step=step, scan_unroll=2)
   params = params_of(model)
   block = functools.cache(
-    lambda moe: jax.jit(MODELS["mixtral"](model.cfg, model.sharder, moe=moe).apply)
+    lambda moe: jax.jit(DecoderLayer(model.cfg, model.sharder, moe=moe).apply)
   )
   x_BTD, every = jnp.asarray(params["embed"]["embedding"][TOKENS_BT]), []
   rope = rope_tables(ROWS[1], 4, model.cfg.rope)

@@ -10,7 +10,7 @@ from maxlite.config.schema import DEFAULTS, Config, LoraConfig, build
 from maxlite.layers.linear import Linear
 from maxlite.layers.lora import merge_lora
 from maxlite.metrics.flops import parameter_count
-from maxlite.models import build_model
+from maxlite.models import Decoder
 from maxlite.optim.partition import path_of
 from maxlite.sharding import Sharder, build_mesh
 
@@ -51,7 +51,7 @@ def sharder_of(ici, num_devices):
 
 def build_decoder(lora_rank, family):
   cfg = build(Config, DEFAULTS | TINY | FAMILIES[family] | {"lora_rank": lora_rank}).model
-  return build_model(cfg, sharder_of((1,) * 6, 1))
+  return Decoder(cfg, sharder_of((1,) * 6, 1))
 
 
 def by_path(tree):

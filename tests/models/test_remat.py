@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from flax.linen import meta
 
+from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
-from maxlite.models import MODELS, build_model
+from maxlite.models import Decoder
 from maxlite.models.decoder import MATMUL_OUTPUTS
 from maxlite.sharding import Sharder, build_mesh
 
@@ -15,7 +16,7 @@ def num_matmuls(family, policy, *saved):
   """Matmuls in the program of a gradient; those in a loop's body count once."""
   changes = {"decoder_block": family, "remat_policy": policy, "remat_saved_names": saved}
   sharder = Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1]))
-  model = build_model(build(Config, DEFAULTS | changes).model, sharder)
+  model = Decoder(build(Config, DEFAULTS | changes).model, sharder)
   tokens_BT = jnp.zeros((1, 8), jnp.int32)
   params = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens_BT))["params"]
   total = jax.grad(lambda params: jnp.sum(model.apply({"params": params}, tokens_BT)))

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
-from maxlite.optim import OPTIMIZERS, build_optimizer
+from maxlite.optim import build_optimizer
 
 # h_TF = x_TD wi, y_TD = h_TF * scale wo: two hidden matrices and something that is none.
 NAMES = {"wi": jax.P("embed", "mlp"), "norm": {"scale": jax.P("norm")}, "wo": jax.P("mlp", "embed")}

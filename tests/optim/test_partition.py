@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
+from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, Config, build
-from maxlite.models import build_model
-from maxlite.optim import OPTIMIZERS, build_optimizer
+from maxlite.models import Decoder
+from maxlite.optim import build_optimizer
 from maxlite.optim.partition import decay_mask, logical_names, matrix_axes, path_of, state_names
 from maxlite.sharding import Sharder, build_mesh
 
@@ -48,7 +49,7 @@ MATRICES = {
 def shapes_and_names(family):
   """(parameters as shapes, their logical names)."""
   mesh = build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1])
-  model = build_model(build(Config, DEFAULTS | {"decoder_block": family}).model, Sharder(mesh))
+  model = Decoder(build(Config, DEFAULTS | {"decoder_block": family}).model, Sharder(mesh))
   tokens_BT = jnp.zeros((1, 4), jnp.int32)
   boxed = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)["params"]
   return meta.unbox(boxed), logical_names(boxed)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from maxlite.config.registry import SCHEDULES
 from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
-from maxlite.optim import SCHEDULES, build_schedule
+from maxlite.optim import build_schedule
 
 PEAK, STEPS, WARMUP, FINAL = 0.02, 100, 10, 0.002
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
+from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, OptimizerConfig, build
-from maxlite.optim import OPTIMIZERS, build_optimizer
+from maxlite.optim import build_optimizer
 from maxlite.phases.phase_optimizers import partition_params, paths_in
 from maxlite.training.alternation import Alternation, Phase, Plateau, Threshold
 

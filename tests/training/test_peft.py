@@ -16,12 +16,12 @@ from maxlite import convert
 from maxlite.checkpoint.chunked_array import Stream
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config import load_config, save_resolved
+from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_checkpoint import streams_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.load_model import abstract_params
-from maxlite.models import MODELS
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 RANK, ALPHA = 2, 3.0

@@ -10,7 +10,7 @@ import optax
 import pytest
 from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 
-from maxlite.models import build_model
+from maxlite.models import Decoder
 from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory import bytes_per_device
 from maxlite.planning.plan_run import compile_step
@@ -85,7 +85,7 @@ def test_the_step_follows_the_gradient_of_the_total_loss():
   cfg = trainer_of(**MESH, **BALANCED).cfg
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     model_cfg = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
-    model = build_model(model_cfg, trainer_of(**MESH, **BALANCED).sharder)
+    model = Decoder(model_cfg, trainer_of(**MESH, **BALANCED).sharder)
     tx = optax.sgd(1.0)  # parameters less their gradient
     step = jax.jit(
       build_train_step(model, all_parameters(tx, lambda _: 1.0), cfg.training, model_cfg.moe)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from maxlite.config.registry import DISPATCHES
 from maxlite.config.schema import LoraConfig, MoeConfig
 from maxlite.layers.mlp import MLP, build_activation
-from maxlite.layers.moe.dispatch import DISPATCHES, choose_dispatch
+from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertWeights
 from maxlite.layers.moe.router import Router, RouterSums
 from maxlite.sharding import Sharder

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.registry import ROUTERS
 from maxlite.config.schema import MoeConfig
 
 
@@ -82,14 +83,6 @@ def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig)
   choice_BTE = _limit_to_groups(_biased(affinity_BTE, bias_E), 2, cfg)
   expert_BTK = _best(choice_BTE, cfg)
   return _normalized(affinity_BTE), expert_BTK, _weights(affinity_BTE, expert_BTK, cfg)
-
-
-ROUTERS = {
-  "softmax_topk": softmax_topk,
-  "topk_softmax": topk_softmax,
-  "group_limited_greedy": group_limited_greedy,
-  "sigmoid_group_topk": sigmoid_group_topk,
-}
 
 
 def _biased(score_BTE: jax.Array, bias_E: jax.Array) -> jax.Array:

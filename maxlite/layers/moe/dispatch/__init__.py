@@ -5,14 +5,6 @@ each token's weighted sum over its experts, with the number of assignments that 
 """
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.dispatch import all_gather, capacity, dense, ragged
-
-DISPATCHES = {
-  "ragged": ragged.dispatch,
-  "ring": all_gather.dispatch,
-  "dense": dense.dispatch,
-  "capacity": capacity.dispatch,
-}
 
 
 def choose_dispatch(cfg: MoeConfig) -> str:

@@ -1,0 +1,51 @@
+"""The MODELS table: what distinguishes the decoder layers of each model family."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFamily:
+  """Structure of a family's decoder layers that no config key sets (models/block.py)."""
+
+  is_moe: bool = False  # MoE layers, except those that the config makes dense
+  latent_attention: bool = False  # multi-head latent attention (layers/mla.py)
+  qk_norm: str = ""  # RMSNorm of queries and keys: "head" per head, "projection" over all heads
+  qkv_bias: bool = False
+  out_bias: bool = False  # of attention's output projection
+  router_bias: bool = False
+  sinks: bool = False  # a learned attention sink per query head
+  zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter
+  post_norms: bool = False  # also normalise the outputs of attention and MLP
+  scaled_embedding: bool = False  # multiply embeddings by sqrt(base_emb_dim)
+  # Every n-th layer attends globally. The others attend within sliding_window_size and use
+  # local_rope_max_timescale. 0: all layers are alike.
+  global_layer_every: int = 0
+
+
+_GEMMA2 = ModelFamily(
+  zero_centred_norms=True, post_norms=True, scaled_embedding=True, global_layer_every=2
+)
+MODELS: dict[str, ModelFamily] = {
+  # Touvron et al., LLaMA (2023), section 2.2; Llama 2 (2023) for grouped queries.
+  "llama": ModelFamily(),
+  # Qwen2 Technical Report (2024), section 2.2.1; also Qwen2.5.
+  "qwen2": ModelFamily(qkv_bias=True),
+  # Qwen3 Technical Report (2025), section 2.
+  "qwen3": ModelFamily(qk_norm="head"),
+  # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
+  "gemma2": _GEMMA2,
+  # Gemma 3 Technical Report (2025), section 2.
+  "gemma3": dataclasses.replace(_GEMMA2, qk_norm="head", global_layer_every=6),
+  # Jiang et al., Mixtral of Experts (2024), section 2.
+  "mixtral": ModelFamily(is_moe=True),
+  # DeepSeek-V2 (2024), section 2; also DeepSeek-V3 and Kimi K2.
+  "deepseek": ModelFamily(is_moe=True, latent_attention=True),
+  # Qwen3 Technical Report (2025), section 2.
+  "qwen3_moe": ModelFamily(is_moe=True, qk_norm="head"),
+  # Muennighoff et al., OLMoE (2024), section 2 and appendix B.
+  "olmoe": ModelFamily(is_moe=True, qk_norm="projection"),
+  # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.
+  "gpt_oss": ModelFamily(
+    is_moe=True, qkv_bias=True, out_bias=True, router_bias=True, sinks=True, global_layer_every=2
+  ),
+}
