@@ -29,7 +29,7 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, read_saved
 from maxlite.config.schema import DataConfig, build
 from maxlite.data.batch import Batch
-from maxlite.data.rows import pad_row
+from maxlite.data.packing import pad_row
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.hf_tokenizer import tokenizer_keys
 from maxlite.hf.load_model import load
@@ -169,7 +169,7 @@ class MaxliteLM(TemplateLM):
       inference_params(cfg, self._params),
       num_rows=self.batch_size,
       max_length=self.max_length,
-      ends=self._tokenizer.ends,
+      ends=self._tokenizer.stop_token_ids,
     )
 
   def _read(self, wish: dict[str, Any]) -> tuple[list[str], int, Rules]:

@@ -1,4 +1,4 @@
-"""What one step reads, and its way from this host's numpy rows to global arrays."""
+"""The batch of a training step: numpy rows of one host, or global arrays."""
 
 from collections.abc import Iterable
 
@@ -11,11 +11,11 @@ from maxlite.config.errors import UserError
 
 @struct.dataclass
 class Batch:
-  """B rows of T positions, packed with segments of documents; numpy on the host or global arrays.
+  """B rows of T positions, each row packed with segments of documents.
 
-  `segment_BT` counts 1, 2, ... within a row and is 0 in padding: attention stays within a segment.
-  `position_BT` restarts at 0 in each segment. `targets_BT` is the next token of the same document;
-  where there is none, `weight_BT` (float32) is 0. All others are int32.
+  `segment_BT` numbers the segments of a row 1, 2, ... and is 0 in padding; attention is limited to
+  a segment. `position_BT` restarts at 0 in each segment. `targets_BT` is the next token of the
+  same document; `weight_BT` (float32) is 0 where there is none. All other fields are int32.
   """
 
   tokens_BT: jax.Array | np.ndarray
@@ -26,7 +26,7 @@ class Batch:
 
 
 def contiguous_rows(indices: Iterable[slice], num_rows: int) -> range:
-  """The rows that `indices` cover together. Raises UserError where they leave a gap."""
+  """Return the union of `indices`. Raises UserError if it has a gap."""
   spans = sorted({index.indices(num_rows)[:2] for index in indices})
   start, stop = spans[0]
   for first, last in spans[1:]:
@@ -41,7 +41,7 @@ def contiguous_rows(indices: Iterable[slice], num_rows: int) -> range:
 
 
 def local_rows(sharding: jax.sharding.Sharding, global_shape: tuple[int, int]) -> range:
-  """The rows of a [B, T] batch that this process's devices hold."""
+  """Return the rows of a [B, T] batch that the devices of this process hold."""
   indices = sharding.addressable_devices_indices_map(global_shape).values()
   return contiguous_rows((index[0] for index in indices if index is not None), global_shape[0])
 
@@ -49,12 +49,12 @@ def local_rows(sharding: jax.sharding.Sharding, global_shape: tuple[int, int]) -
 def to_global(
   local: Batch, sharding: jax.sharding.Sharding, global_shape: tuple[int, int]
 ) -> Batch:
-  """The global Batch of which `local` (numpy, `local_rows`, every position) is this host's part."""
+  """Assemble the global Batch from each host's `local_rows` (numpy, all positions)."""
   return jax.tree.map(
     lambda x_BT: jax.make_array_from_process_local_data(sharding, x_BT, global_shape), local
   )
 
 
 def interleave(x: jax.Array, num_parts: int) -> jax.Array:
-  """[B, ...] -> [num_parts, B / num_parts, ...], each part with rows of every shard."""
+  """[B, ...] -> [num_parts, B / num_parts, ...]; each part has rows of every shard."""
   return x.reshape(-1, num_parts, *x.shape[1:]).swapaxes(0, 1)

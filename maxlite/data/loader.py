@@ -1,4 +1,4 @@
-"""Batches: a training stream that can be left and taken up again, and passes over held-out rows."""
+"""Data loading: a resumable stream of training batches, and passes over held-out rows."""
 
 import contextlib
 import dataclasses
@@ -13,31 +13,28 @@ from absl import flags
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.loader_workers import end_with_parent
-from maxlite.data.rows import Bootstrap, HostBatches, Row, shuffled_order
-from maxlite.data.sources.registry import SOURCES, Source
+from maxlite.data.loader_workers import exit_with_parent
+from maxlite.data.packing import Row
+from maxlite.data.sampler import ORDERS, HostBatches, shuffled_order
+from maxlite.data.sources import SOURCES, DataSource
 
 _READ_THREADS = 2
-_BEFORE_IT_WAS_KEPT = {"data_sampling": "shuffle"}  # what older checkpoints do not say
-_NOTHING_HELD_OUT = (
-  "nothing was held out to evaluate on: set eval_fraction above 0 or eval_dataset_path"
-)
-_EVAL_SEED = 0  # eval batches are the same whatever data_shuffle_seed is
-
-ORDERS = {"shuffle": shuffled_order, "bootstrap": Bootstrap}
+_OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
+_NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
+_EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
-  """One source cut into batches of `global_batch_size` rows, of which this host has `rows`."""
+class DataLoader:
+  """Batches of `global_batch_size` rows of one source, of which this host loads `rows`."""
 
   cfg: DataConfig
-  source: Source
+  source: DataSource
   global_batch_size: int
   rows: range
 
   def train_stream(self) -> "TrainStream":
-    """Training batches from the first on; epochs follow one another without a seam."""
+    """Training batches from the first; epochs follow each other without padding between them."""
     num_rows = len(self.source.train)
     order = grain.MapDataset.range(num_rows)
     if self.cfg.enable_data_shuffling:
@@ -48,11 +45,11 @@ class Data:
   def eval_batches(self, num_batches: int = -1) -> Iterator[Batch]:
     """One pass over the first `num_batches` (-1: all) held-out batches, the same on every call.
 
-    Rows are in a fixed random order, so that the first are like the rest; the last batch is filled
-    up with rows of weight 0. Raises UserError where nothing was held out.
+    Rows are in a fixed random order, so that the first batches are representative. The last batch
+    is completed with rows of weight 0. Raises UserError if no data is held out.
     """
     if self.source.eval is None:
-      raise UserError(_NOTHING_HELD_OUT)
+      raise UserError(_NO_EVAL_DATA)
     order = shuffled_order(len(self.source.eval), _EVAL_SEED)
     batches: grain.MapDataset[Row] = HostBatches(
       order, self.source.eval, self.global_batch_size, self.rows
@@ -62,24 +59,24 @@ class Data:
     return _read_once(batches, self.cfg.grain_prefetch)
 
   def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
-    """(document_B, batch) of every held-out document, a document or a part of it in each row.
+    """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
 
-    `document_B` is of all hosts' rows; at the end it may have fewer than the batch. Raises
-    UserError where no document was held out.
+    `document_B` covers the rows of all hosts, and is shorter than the batch at the end. Raises
+    ValueError if no document is held out.
     """
     documents = self.source.documents
     if documents is None:
       no_documents = (
         f"dataset_type={self.cfg.dataset_type} has no documents: set eval_documents=false"
       )
-      raise UserError(no_documents if self.source.eval else _NOTHING_HELD_OUT)
+      raise UserError(no_documents if self.source.eval else _NO_EVAL_DATA)
     order, size = grain.MapDataset.range(len(documents.rows)), self.global_batch_size
     batches = HostBatches(order, documents.rows, size, self.rows)
     for n, batch in enumerate(_read_once(batches, self.cfg.grain_prefetch)):
       yield documents.document_N[n * size : (n + 1) * size], batch
 
   def _stream_facts(self) -> dict[str, Any]:
-    """All that the global stream of batches depends on, by the config key that sets it."""
+    """Everything that the global stream of batches depends on, by config key."""
     return {
       "max_target_length": self.cfg.max_target_length,
       "global_batch_size": self.global_batch_size,
@@ -98,14 +95,16 @@ def open_data(
   rows: range,
   cache_directory: Path,
   evaluates: bool = True,
-) -> Data:
-  """The data that `cfg` names, tokenized now if `cache_directory` does not have it yet.
+) -> DataLoader:
+  """Open the data that `cfg` names, tokenizing it if `cache_directory` does not hold it.
 
-  `rows` are this host's places in a global batch, as `batch.local_rows` gives them. Where nobody
-  `evaluates`, nothing need be held out.
+  Args:
+    rows: this host's rows of a global batch; see `batch.local_rows`.
+    evaluates: whether an empty evaluation split is an error.
 
   Raises:
-    UserError: no or unreadable files, an empty split, or ids that `vocab_size` has no room for.
+    UserError: missing or unreadable files, an empty split, or a tokenizer larger than
+      `vocab_size`.
   """
   source = SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
   if evaluates and source.eval is None and (cfg.eval_fraction or cfg.eval_dataset_path):
@@ -114,20 +113,20 @@ def open_data(
       f"({source.summary}): set eval_split=tail, raise eval_fraction or name files in "
       "eval_dataset_path (eval_fraction=0: hold out nothing)"
     )
-  return Data(cfg, source, global_batch_size, rows)
+  return DataLoader(cfg, source, global_batch_size, rows)
 
 
 class TrainStream:
-  """Endless batches of this host's rows (numpy). Its state is the same on every host."""
+  """Endless batches of this host's rows (numpy), with the same state on every host."""
 
   def __init__(self, batches: HostBatches, facts: dict[str, Any], cfg: DataConfig) -> None:
     self._batches, self._facts, self._cfg = batches, facts, cfg
     self._start(0)
 
   def _start(self, num_taken: int) -> None:
-    # Grain's own state depends on the number of workers; a count of batches does not.
+    # A batch count, because Grain's own state depends on the number of workers.
     self._num_taken = num_taken
-    self._iterator = _read_ahead(
+    self._iterator = _prefetch(
       self._batches[num_taken:], self._cfg.grain_prefetch, self._cfg.grain_worker_count
     )
 
@@ -140,13 +139,13 @@ class TrainStream:
     return batch
 
   def state(self) -> dict[str, Any]:
-    """JSON: how many batches were taken, and of which stream."""
+    """The number of batches taken and the stream's facts, as JSON values."""
     return {"num_batches": self._num_taken, **self._facts}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes on after the batches that `state` counts. Raises UserError if the streams differ."""
+    """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
     for name, now in self._facts.items():
-      if state.get(name, _BEFORE_IT_WAS_KEPT.get(name)) != now:
+      if state.get(name, _OLD_STATE_DEFAULTS.get(name)) != now:
         raise UserError(_difference(name, state.get(name), now))
     self.close()
     self._start(state["num_batches"])
@@ -156,26 +155,26 @@ class TrainStream:
 
 
 class PhaseStreams:
-  """Every phase's stream; phases of one DataConfig share one, which only their steps move on."""
+  """The streams of all phases; phases with equal DataConfigs share one stream."""
 
-  def __init__(self, data: Mapping[str, Data]) -> None:
-    """`data`: by phase, what it reads."""
-    same = lambda phase: next(n for n, other in data.items() if other.cfg == data[phase].cfg)
-    self._readers = {phase: same(phase) for phase in data}
+  def __init__(self, data: Mapping[str, DataLoader]) -> None:
+    """`data` maps the name of each phase to its loader."""
+    first_with = lambda phase: next(n for n, other in data.items() if other.cfg == data[phase].cfg)
+    self._readers = {phase: first_with(phase) for phase in data}
     readers = dict.fromkeys(self._readers.values())
     self._streams = {reader: data[reader].train_stream() for reader in readers}
 
   def take(self, phase: str) -> Batch:
-    """The next batch of what the phase reads."""
+    """Return the next batch of the phase's stream."""
     return next(self._streams[self._readers[phase]])
 
   def state(self) -> dict[str, Any]:
-    """JSON: the state of the one stream there is, or of each by the first phase that reads it."""
+    """The state of the only stream, or of each by the first phase that reads it, as JSON values."""
     states = {reader: stream.state() for reader, stream in self._streams.items()}
     return {"streams": states} if len(states) > 1 else next(iter(states.values()))
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes on after the batches that `state` counts. Raises UserError if the streams differ."""
+    """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
     readers = list(self._streams)
     states = state.get("streams", {readers[0]: state})
     if states.keys() != self._streams.keys():
@@ -203,16 +202,16 @@ def _difference(name: str, then: Any, now: Any) -> str:
     )
   if name == "global_batch_size":
     return (
-      f"the checkpoint was made with a global batch of {then} rows, this run has {now}: "
-      f"set global_batch_size={then}, which holds on any number of devices"
+      f"the checkpoint was written with a global batch of {then} rows, this run has {now}: "
+      f"set global_batch_size={then}, which is valid on any number of devices"
     )
-  return f"the checkpoint was made with {name}={then}, this run has {now}: set {name}={then}"
+  return f"the checkpoint was written with {name}={then}, this run has {now}: set {name}={then}"
 
 
-def _read_ahead(
+def _prefetch(
   batches: grain.MapDataset[Row], num_batches: int, num_workers: int = 0
 ) -> grain.DatasetIterator[Row]:
-  """Reads up to `num_batches` before they are asked for, in threads or in worker processes."""
+  """Iterate, reading up to `num_batches` ahead in threads or `num_workers` processes."""
   options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=num_batches)
   dataset = batches.to_iter_dataset(options)
   if num_workers:
@@ -221,12 +220,12 @@ def _read_ahead(
     per_worker = -(-num_batches // num_workers)
     dataset = dataset.mp_prefetch(
       grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker),
-      worker_init_fn=end_with_parent,
+      worker_init_fn=exit_with_parent,
     )
   return iter(dataset)
 
 
 def _read_once(batches: grain.MapDataset[Row], num_ahead: int) -> Iterator[Batch]:
-  with contextlib.closing(_read_ahead(batches, num_ahead)) as iterator:
+  with contextlib.closing(_prefetch(batches, num_ahead)) as iterator:
     for batch in iterator:
       yield Batch(**batch)

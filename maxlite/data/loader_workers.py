@@ -1,4 +1,4 @@
-"""Worker processes that do not outlive the one they read for, not even where that is killed."""
+"""Exit of Grain worker processes when the training process dies, even by SIGKILL."""
 
 import os
 import threading
@@ -7,14 +7,14 @@ import time
 _POLL_SECONDS = 0.5
 
 
-def end_with_parent(worker_index: int, num_workers: int) -> None:
-  """Of a worker that Grain starts: from now on it ends when its parent does."""
+def exit_with_parent(worker_index: int, num_workers: int) -> None:
+  """Initialize a Grain worker: it exits within `_POLL_SECONDS` of its parent's death."""
   del worker_index, num_workers
-  # By its number: the kernel's own signal comes when the thread ends that started the worker.
-  threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+  # Not prctl(PR_SET_PDEATHSIG): that signal fires when the thread that started the worker ends.
+  threading.Thread(target=_poll_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _follow(parent: int) -> None:
+def _poll_parent(parent: int) -> None:
   while os.getppid() == parent:
     time.sleep(_POLL_SECONDS)
   os._exit(1)

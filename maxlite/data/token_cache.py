@@ -1,8 +1,9 @@
-"""Documents tokenized once and kept on disk, found again by what they were made from.
+"""A cache of tokenized documents on disk.
 
-A folder holds, for `train` and `eval`, NAME.bin (the ids of all documents) and NAME_lengths.npy
-(ids per document), and meta.json. It is written under another name and moved
-into place when complete, so processes may race for it and may be killed at any time.
+The folder's name is a hash of everything the tokens depend on. For each split it holds NAME.bin
+(the ids of all documents), NAME_lengths.npy (ids per document), and one meta.json. A cache is
+written under a temporary name and renamed when complete, so processes may write it concurrently and
+may be killed at any time.
 """
 
 import array
@@ -24,20 +25,22 @@ import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
-from maxlite.data.sources.split import Assigned, Reader, split_documents
+from maxlite.data.split import Reader, SplitDocuments, split_documents
 from maxlite.data.tokenizers.tokenizer import Tokenizer
 
+LOSS_MASK_BIT = np.uint32(1 << 31)  # set in ids of conversations that count in the loss
 SPLITS = ("train", "eval")
 _FORMAT = 2
-_LEFTOVER_SECONDS = 3600.0
+_STALE_SECONDS = 3600.0
 
 log = logging.getLogger(__name__)
 
 
-class Encoder(Protocol):
-  """How what was read becomes documents of ids; `identity` changes when any id would.
+class DocumentTokenizer(Protocol):
+  """Converts what a reader yields to documents of ids.
 
-  `counts` tells of documents that were changed or left out, by what was done to them.
+  `identity` changes if any id does. `counts` has the documents that were changed or left out, by
+  reason.
   """
 
   identity: str
@@ -45,11 +48,11 @@ class Encoder(Protocol):
   counts: Counter[str]
 
   def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
-    """The documents, often one, that one that was read becomes: each in parts of its ids."""
+    """Yield the documents (often one) of one input document, each as an iterator over its ids."""
 
 
-class Texts:
-  """Documents of text: bos, the text and eos."""
+class TextTokenizer:
+  """Text documents: bos, the text, eos."""
 
   def __init__(self, tokenizer: Tokenizer) -> None:
     self._tokenizer, self.identity = tokenizer, tokenizer.identity
@@ -57,9 +60,9 @@ class Texts:
     self.counts: Counter[str] = Counter()
 
   def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
-    yield self._parts(pieces)
+    yield self._encode_document(pieces)
 
-  def _parts(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
+  def _encode_document(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
     yield np.asarray([self._tokenizer.bos])
     yield from map(self._tokenizer.encode, pieces)
     yield np.asarray([self._tokenizer.eos])
@@ -67,25 +70,22 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """One split on disk; `digest` changes when any id or length would."""
+  """One split on disk; `digest` changes if any id or length does."""
 
   path: Path
   dtype: np.dtype
   digest: str
-  lengths: np.ndarray
+  lengths: np.ndarray  # ids per document
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedData:
-  """Both splits; `num_dropped` training documents were left out for being held-out ones.
-
-  `counts` are the encoder's.
-  """
+  """Both splits; `num_dropped` training documents were dropped as duplicates of held-out ones."""
 
   train: Tokens
   eval: Tokens
   num_dropped: int
-  counts: dict[str, int]
+  counts: dict[str, int]  # of the DocumentTokenizer
 
 
 def open_tokens(
@@ -94,14 +94,14 @@ def open_tokens(
   files: list[Path],
   eval_files: list[Path],
   *,
-  encoder: Encoder,
+  document_tokenizer: DocumentTokenizer,
   cache_directory: Path,
 ) -> TokenizedData:
-  """The tokenized files, from the cache if it has them, tokenizing them first otherwise."""
-  folder = cache_directory / _key(cfg, files, eval_files, encoder)
+  """Open the tokenized files, tokenizing them first if the cache does not hold them."""
+  folder = cache_directory / _key(cfg, files, eval_files, document_tokenizer)
   meta = _read_meta(folder)
   if meta is None:
-    _tokenize(split_documents(cfg, read, files, eval_files), encoder, folder)
+    _tokenize(split_documents(cfg, read, files, eval_files), document_tokenizer, folder)
     meta = _read_meta(folder)
     assert meta is not None
   train, held_out = (
@@ -116,10 +116,12 @@ def open_tokens(
   return TokenizedData(train, held_out, meta["num_dropped"], meta["counts"])
 
 
-def _key(cfg: DataConfig, files: list[Path], eval_files: list[Path], encoder: Encoder) -> str:
+def _key(
+  cfg: DataConfig, files: list[Path], eval_files: list[Path], document_tokenizer: DocumentTokenizer
+) -> str:
   facts = (
     _FORMAT,
-    encoder.identity,
+    document_tokenizer.identity,
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
     *([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in fs] for fs in (files, eval_files)),
   )
@@ -127,7 +129,7 @@ def _key(cfg: DataConfig, files: list[Path], eval_files: list[Path], encoder: En
 
 
 def _read_meta(folder: Path) -> dict[str, Any] | None:
-  """meta.json of a complete folder; None where anything is missing or of another size."""
+  """Read meta.json; None if the folder is incomplete or a file has the wrong size."""
   try:
     meta = json.loads((folder / "meta.json").read_bytes())
     complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
@@ -136,39 +138,41 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
   return meta if complete else None
 
 
-def _tokenize(documents: Assigned, encoder: Encoder, folder: Path) -> None:
-  _remove_leftovers(folder.parent)
+def _tokenize(
+  documents: SplitDocuments, document_tokenizer: DocumentTokenizer, folder: Path
+) -> None:
+  _remove_stale(folder.parent)
   log.info("tokenizing once into %s", folder)
   partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
   partial.mkdir(parents=True)
   try:
-    _write(documents, encoder, partial)
+    _write(documents, document_tokenizer, partial)
     _publish(partial, folder)
   finally:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remove_leftovers(cache_directory: Path) -> None:
-  """Removes what killed processes left behind: partial folders nobody has written to for long."""
+def _remove_stale(cache_directory: Path) -> None:
+  """Remove partial folders of killed processes, recognized by their last modification."""
   for partial in cache_directory.glob("*.partial"):
     newest = max((f.stat().st_mtime for f in (partial, *partial.iterdir())), default=0.0)
-    if time.time() - newest > _LEFTOVER_SECONDS:
+    if time.time() - newest > _STALE_SECONDS:
       shutil.rmtree(partial, ignore_errors=True)
 
 
 def _publish(partial: Path, folder: Path) -> None:
   if folder.exists() and _read_meta(folder) is None:
-    log.warning("%s is damaged and made anew", folder)
+    log.warning("%s is damaged and is rebuilt", folder)
     shutil.rmtree(folder)
   try:
     partial.rename(folder)
   except OSError:
-    if _read_meta(folder) is None:  # else another process was first, with the same content
+    if _read_meta(folder) is None:  # otherwise another process was first, with the same content
       raise
 
 
-def _write(documents: Assigned, encoder: Encoder, folder: Path) -> None:
-  writers = {name: _SplitWriter(folder, name, encoder) for name in SPLITS}
+def _write(documents: SplitDocuments, document_tokenizer: DocumentTokenizer, folder: Path) -> None:
+  writers = {name: _SplitWriter(folder, name, document_tokenizer) for name in SPLITS}
   num_dropped = 0
   try:
     for name, pieces in documents:
@@ -179,33 +183,33 @@ def _write(documents: Assigned, encoder: Encoder, folder: Path) -> None:
   finally:
     digests = {name: writer.close() for name, writer in writers.items()}
   sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-  meta = {"dtype": encoder.dtype.str, "digests": digests, "num_dropped": num_dropped}
-  meta |= {"counts": encoder.counts, "sizes": sizes}
+  meta = {"dtype": document_tokenizer.dtype.str, "digests": digests, "num_dropped": num_dropped}
+  meta |= {"counts": document_tokenizer.counts, "sizes": sizes}
   (folder / "meta.json").write_text(json.dumps(meta))
 
 
 class _SplitWriter:
   """Appends documents to NAME.bin; memory grows by 8 bytes per document."""
 
-  def __init__(self, folder: Path, name: str, encoder: Encoder) -> None:
+  def __init__(self, folder: Path, name: str, document_tokenizer: DocumentTokenizer) -> None:
     self._lengths_path = folder / f"{name}_lengths.npy"
     self._file = (folder / f"{name}.bin").open("wb", buffering=1 << 20)
-    self._encoder = encoder
+    self._tokenizer = document_tokenizer
     self._lengths = array.array("q")
     self._digest = hashlib.blake2b(digest_size=16)
 
   def add(self, pieces: Iterator[bytes]) -> None:
-    for document in self._encoder.encode(pieces):
+    for document in self._tokenizer.encode(pieces):
       self._lengths.append(sum(map(self._append, document)))
 
   def _append(self, ids: np.ndarray) -> int:
-    data = ids.astype(self._encoder.dtype).tobytes()
+    data = ids.astype(self._tokenizer.dtype).tobytes()
     self._file.write(data)
     self._digest.update(data)
     return len(ids)
 
   def close(self) -> str:
-    """The digest of all that was added."""
+    """Write the lengths, and return the digest of ids and lengths."""
     self._file.close()
     lengths = np.asarray(self._lengths, np.int64)
     np.save(self._lengths_path, lengths)
@@ -214,7 +218,7 @@ class _SplitWriter:
 
 
 class TokenFile:
-  """The ids of a split, read from the disk as they are needed."""
+  """The ids of a split, read from disk on access."""
 
   def __init__(self, tokens: Tokens) -> None:
     self._path, self._dtype = tokens.path, tokens.dtype
@@ -226,10 +230,10 @@ class TokenFile:
 
   def __setstate__(self, state: dict) -> None:
     vars(self).update(state)
-    self._open()  # a worker process, or a copy, has its own file descriptor
+    self._open()  # a worker process or a copy needs its own file descriptor
 
   def read(self, offset: int, count: int) -> np.ndarray:
-    """`count` ids from the `offset`-th on."""
+    """Read ids [offset, offset + count)."""
     size = self._dtype.itemsize
     data = os.pread(self._file, count * size, offset * size)
     if len(data) != count * size:

@@ -23,7 +23,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import Batch
-from maxlite.data.loader import Data, open_data
+from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.process_settings import enable_compilation_cache
 from maxlite.ensemble.asha import rungs, survivors
 from maxlite.ensemble.engines.processes import gpu_names
@@ -103,7 +103,7 @@ def _rows_of_all_devices(cfg: Config) -> int:
 
 
 @functools.cache
-def _open_data(cfg: DataConfig, vocab_size: int, num_rows: int) -> Data:
+def _open_data(cfg: DataConfig, vocab_size: int, num_rows: int) -> DataLoader:
   return open_data(
     cfg,
     vocab_size=vocab_size,
@@ -279,7 +279,7 @@ class EnsembleRun:
         progress.is_out = True
         self.console.print(f"{progress.name} is stopped at step {progress.step} by halving")
 
-  def _data(self, progress: Progress) -> Data:
+  def _data(self, progress: Progress) -> DataLoader:
     return _open_data(progress.config.data, self.cfg.model.vocab_size, self.num_rows)
 
   def _programs(self, group: Sequence[Progress], devices: Sequence[jax.Device]) -> list[Program]:

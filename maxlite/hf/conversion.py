@@ -98,7 +98,7 @@ def to_hf(argv: Sequence[str]) -> str:
   def write(made: Path) -> None:
     told = {}
     if tokenizer:
-      ends = chat.ends if chat else tokenizer.ends
+      ends = (chat or tokenizer).stop_token_ids
       told = write_tokenizer(cfg.data, tokenizer.bos, ends, made)
     write_json(made / "config.json", hf | told)
     read = lambda path, index: read_merged(stored, path, index, cfg.model.lora.lora_alpha)

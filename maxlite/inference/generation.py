@@ -31,7 +31,7 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
     tokenizer = open_text_tokenizer(cfg)
     requests = [_request(cfg, n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
     trainer, params, _ = open_trained(cfg)
-    engine = build_engine(trainer, params, tokenizer.ends, requests)
+    engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
   batcher = Batcher(engine)
   texts = stream_texts(batcher, requests, tokenizer.decode, cfg.generate.stop)
   write = _write_lines if cfg.generate.prompt_file else _write_text

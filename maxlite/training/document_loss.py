@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.data.batch import Batch
-from maxlite.data.loader import Data
+from maxlite.data.loader import DataLoader
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models.decoder import Decoder
 from maxlite.training.trainer import Trainer
@@ -41,7 +41,7 @@ class DocumentLoss:
 
 
 def document_losses(
-  trainer: Trainer, params: Any, data: Data, averages: Any = None
+  trainer: Trainer, params: Any, data: DataLoader, averages: Any = None
 ) -> list[DocumentLoss]:
   """The loss of each held-out document, summed in float64; with `averages` also under those.
 

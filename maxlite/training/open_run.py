@@ -11,7 +11,7 @@ from maxlite.config import Config, load_config, read_saved
 from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 from maxlite.data.batch import local_rows
-from maxlite.data.loader import Data, open_data
+from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
 from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
@@ -21,7 +21,7 @@ def run_folder(cfg: Config) -> RunFolder:
   return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
 
 
-def open_trainer_data(trainer: Trainer, *, evaluates: bool = True) -> Data:
+def open_trainer_data(trainer: Trainer, *, evaluates: bool = True) -> DataLoader:
   """Open the data of the trainer's config, sharded for its mesh.
 
   Args:

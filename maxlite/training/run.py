@@ -16,7 +16,7 @@ from maxlite.config import Config, describe_changes, exit_on_user_error, save_re
 from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
-from maxlite.data.loader import Data, PhaseStreams, TrainStream
+from maxlite.data.loader import DataLoader, PhaseStreams, TrainStream
 from maxlite.distributed.initialize import barrier, describe_process, process_0_first
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
@@ -138,7 +138,7 @@ def _first_state(trainer: Trainer, restored: Restored | None, console: Console) 
   return state
 
 
-def _open_phase_data(trainer: Trainer, data: Data) -> dict[str, Data]:
+def _open_phase_data(trainer: Trainer, data: DataLoader) -> dict[str, DataLoader]:
   """By phase, what it reads: the run's `data`, or its own. Empty where there are no phases."""
   opened = {data.cfg: data}
   for name, phase in trainer.phases.items():
@@ -150,7 +150,9 @@ def _open_phase_data(trainer: Trainer, data: Data) -> dict[str, Data]:
   return {name: opened[phase.cfg.data] for name, phase in trainer.phases.items()}
 
 
-def _evaluation(trainer: Trainer, data: Data) -> Callable[[TrainState], dict[str, float]] | None:
+def _evaluation(
+  trainer: Trainer, data: DataLoader
+) -> Callable[[TrainState], dict[str, float]] | None:
   if data.source.eval is None:
     return None
   eval_step = trainer.eval_step(data.source.num_bytes_V)
@@ -208,7 +210,9 @@ def _open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Conso
   return Writers(writers, JsonlWriter(folder.expert_load, done) if trainer.is_moe else None)
 
 
-def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: Console) -> None:
+def _introduce(
+  trainer: Trainer, data: DataLoader, changes: Changes | None, console: Console
+) -> None:
   """What runs on what, and what was asked for beyond the defaults."""
   cfg, device = trainer.cfg, trainer.mesh.devices.flat[0]
   degrees = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1}
@@ -238,7 +242,7 @@ def _introduce(trainer: Trainer, data: Data, changes: Changes | None, console: C
   _tell_data("data", data, console)
 
 
-def _tell_data(what: str, data: Data, console: Console) -> None:
+def _tell_data(what: str, data: DataLoader, console: Console) -> None:
   shape = f"{data.global_batch_size} x {data.cfg.max_target_length}"
   console.print(f"{what}: {data.source.summary}; {shape} tokens per step")
 

@@ -1,4 +1,4 @@
-"""A tokenizer with control tokens, chat templates as models have them, and conversations."""
+"""Shared cases: a tokenizer with special tokens, chat templates and conversations."""
 
 import json
 
@@ -26,51 +26,51 @@ PLAIN = (
   "{% if message.role == 'assistant' %}%s{% else %}{{ message.content }}{% endif %}{{ '\n' }}"
   "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-SAID = {
+ANSWERS = {
   CHATML: "{{ message.content + '<|im_end|>' }}",
   INSTRUCT: "{{ ' ' + message.content | trim + eos_token }}",
   PLAIN: "{{ message.content + eos_token }}",
 }
 MARKED = [
-  template.replace("%s", "{% generation %}" + said + "{% endgeneration %}")
-  for template, said in SAID.items()
+  template.replace("%s", "{% generation %}" + answer + "{% endgeneration %}")
+  for template, answer in ANSWERS.items()
 ]
-UNMARKED = [template.replace("%s", said) for template, said in SAID.items()]
+UNMARKED = [template.replace("%s", answer) for template, answer in ANSWERS.items()]
 
 
 def turns(*contents, system=""):
-  """Messages of user and assistant by turns."""
+  """Alternating messages of user and assistant."""
   roles = ["user", "assistant"] * len(contents)
-  said = [
+  messages = [
     {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
   ]
-  return [{"role": "system", "content": system}, *said] if system else said
+  return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-TALKS = [
+CONVERSATIONS = [
   turns("What is two and three?", "It is five."),
   turns("two", "  three é🙂\n", "café?", "\n\nfive\n\nfive"),
   turns("What is <|im_end|>?", "It is <|endoftext|><|im_start|> </s>[INST] a <s>.", "<s>", "</s>"),
 ]
 
 
-def save_tokenizer(folder, metaspace="", **beside):
-  """tokenizer.json in `folder`, and files {name: JSON value} beside it; its path."""
-  made = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
-  made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  made.decoder = decoders.ByteLevel()
+def save_tokenizer(folder, metaspace="", **configs):
+  """Write tokenizer.json and {name}.json files to `folder`; return the path of the first."""
+  tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
   alphabet = pre_tokenizers.ByteLevel.alphabet()
   if metaspace:
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace)
-    made.decoder = decoders.Metaspace(prepend_scheme=metaspace)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=metaspace)
     alphabet = sorted({*TEXT, *"<|im_endstaroxf>/[INST]\n🙂é▁"})
   trainer = trainers.BpeTrainer(
     vocab_size=340, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
   )
-  made.train_from_iterator([TEXT] * 3, trainer)
+  tokenizer.train_from_iterator([TEXT] * 3, trainer)
   folder.mkdir(exist_ok=True)
   path = folder / "tokenizer.json"
-  made.save(str(path))
-  for name, value in beside.items():
+  tokenizer.save(str(path))
+  for name, value in configs.items():
     (folder / f"{name}.json").write_text(json.dumps(value))
   return str(path)

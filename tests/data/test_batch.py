@@ -1,4 +1,4 @@
-"""A host's rows, and their way onto devices."""
+"""Rows of a host, and their assembly into global arrays."""
 
 import jax
 import numpy as np
@@ -9,19 +9,19 @@ from jax.sharding import PartitionSpec as P
 from maxlite.data.batch import Batch, contiguous_rows, local_rows, to_global
 
 
-def test_rows_of_touching_and_repeated_slices_are_one_range():
+def test_adjacent_and_repeated_slices_are_one_range():
   slices = [slice(6, 8), slice(4, 6), slice(4, 6)]
   assert contiguous_rows(slices, 16) == range(4, 8)
   assert contiguous_rows([slice(None)], 16) == range(16)
 
 
-def test_rows_with_a_gap_are_refused_with_the_fix():
+def test_a_gap_between_rows_is_an_error_with_a_fix():
   with pytest.raises(ValueError, match=r"rows 0-1 and 4-5 .*dcn_data_parallelism"):
     contiguous_rows([slice(0, 2), slice(4, 6)], 8)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P("data", "context"), P(None, "context"), P()])
-def test_global_batch_has_the_rows_in_place(spec):
+def test_global_batch_equals_the_local_rows(spec):
   sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context")), spec)
   x_BT = np.arange(8 * 6, dtype=np.int32).reshape(8, 6)
   rows = local_rows(sharding, x_BT.shape)

@@ -1,4 +1,4 @@
-"""Conversations: rendered, of which exactly the answers are learned, and whole in their rows."""
+"""Chat data: rendering, loss masks that cover exactly the answers, and packing without cuts."""
 
 import itertools
 import json
@@ -6,16 +6,16 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from chat_cases import MARKED, SAID, TALKS, UNMARKED, save_tokenizer, turns
+from chat_cases import ANSWERS, CONVERSATIONS, MARKED, UNMARKED, save_tokenizer, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config import load_config
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
-from maxlite.data.packing.conversations import ConversationRows, first_fit
-from maxlite.data.sources.chat import LEARNED, Chat, chat_documents, date_in_data, open_chat
-from maxlite.data.token_cache import Tokens
+from maxlite.data.packing import PackedConversations, first_fit
+from maxlite.data.sources.chat import ChatEncoder, chat_documents, fixed_date, open_chat
+from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
 from maxlite.data.tokenizers.tokenizer import TOKENIZERS, open_tokenizer
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -28,12 +28,12 @@ def tokenizer(tmp_path_factory):
 
 
 def chat_of(tokenizer, source):
-  return Chat(tokenizer, source, place="the template", today=date_in_data)
+  return ChatEncoder(tokenizer, source, place="the template", today=fixed_date)
 
 
 def spelled(tokenizer, ids):
   """Text of ids with special tokens in capital names."""
-  names = {i: f"<{token.strip('<|>[]').upper()}>" for token, i in tokenizer.specials.items()}
+  names = {i: f"<{token.strip('<|>[]').upper()}>" for token, i in tokenizer.special_tokens.items()}
   pieces, run = [], []
   for i in [*map(int, ids), None]:
     if i is None or i in names:
@@ -44,64 +44,69 @@ def spelled(tokenizer, ids):
   return "".join(pieces)
 
 
-def learned(tokenizer, source, messages):
-  """What is learned of a conversation, a piece per answer."""
-  ((ids, is_answer),) = chat_of(tokenizer, source).answers(messages)
+def masked_text(tokenizer, source, messages):
+  """Text of each answer in the loss mask."""
+  ((ids, is_answer),) = chat_of(tokenizer, source).encode(messages)
   edges = np.flatnonzero(np.diff(is_answer.astype(int), prepend=0, append=0))
   return [spelled(tokenizer, ids[a:b]) for a, b in edges.reshape(-1, 2)]
 
 
-def test_answers_are_learned_with_what_ends_their_turn(tokenizer):
-  talk = turns("two?", "It is two.", "three?", "five\n", system="You are helpful.")
+def test_mask_covers_answers_and_their_end_of_turn(tokenizer):
+  conversation = turns("two?", "It is two.", "three?", "five\n", system="You are helpful.")
   for source in (MARKED[0], UNMARKED[0]):
-    ((ids, _),) = chat_of(tokenizer, source).answers(talk)
+    ((ids, _),) = chat_of(tokenizer, source).encode(conversation)
     assert spelled(tokenizer, ids) == (
       "<IM_START>system\nYou are helpful.<IM_END>\n<IM_START>user\ntwo?<IM_END>\n"
       "<IM_START>assistant\nIt is two.<IM_END>\n<IM_START>user\nthree?<IM_END>\n"
       "<IM_START>assistant\nfive\n<IM_END>\n"
     )
-    assert learned(tokenizer, source, talk) == ["It is two.<IM_END>", "five\n<IM_END>"]
+    assert masked_text(tokenizer, source, conversation) == ["It is two.<IM_END>", "five\n<IM_END>"]
 
 
-@pytest.mark.parametrize("n", range(len(SAID)))
-@pytest.mark.parametrize("talk", TALKS, ids=range(len(TALKS)))
-def test_without_blocks_the_same_is_learned_as_with_them(tokenizer, n, talk):
+@pytest.mark.parametrize("n", range(len(ANSWERS)))
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
+def test_mask_is_the_same_without_generation_blocks(tokenizer, n, conversation):
   marked, unmarked = (chat_of(tokenizer, source[n]) for source in (MARKED, UNMARKED))
-  assert marked.prompt(talk[:1]) == unmarked.prompt(talk[:1])
-  ((ids, is_answer),), ((same, also),) = marked.answers(talk), unmarked.answers(talk)
-  np.testing.assert_array_equal(ids, same)
+  assert marked.prompt(conversation[:1]) == unmarked.prompt(conversation[:1])
+  ((ids, is_answer),), ((ids_without, mask_without),) = (
+    marked.encode(conversation),
+    unmarked.encode(conversation),
+  )
+  np.testing.assert_array_equal(ids, ids_without)
   # The plain template prompts with a space, which the tokenizer joins to the answer's first word.
-  np.testing.assert_array_equal(is_answer, also)
-  prompt = marked.prompt(talk[:1])
+  np.testing.assert_array_equal(is_answer, mask_without)
+  prompt = marked.prompt(conversation[:1])
   assert ids[: len(prompt) - 1].tolist() == prompt[:-1]
 
 
-def test_an_answer_ends_with_its_end_of_turn(tokenizer):
-  ends = [chat_of(tokenizer, source).ends for source in UNMARKED]
-  eos = tokenizer.specials["</s>"]
-  assert ends == [(eos, tokenizer.specials["<|im_end|>"]), (eos,), (eos,)]
+def test_stop_tokens_include_the_end_of_turn(tokenizer):
+  stop_token_ids = [chat_of(tokenizer, source).stop_token_ids for source in UNMARKED]
+  eos = tokenizer.special_tokens["</s>"]
+  assert stop_token_ids == [(eos, tokenizer.special_tokens["<|im_end|>"]), (eos,), (eos,)]
 
 
 @pytest.mark.parametrize("metaspace", ["", "first", "always"])
-def test_specials_that_are_said_stay_text(tmp_path, metaspace):
+def test_special_tokens_in_messages_are_plain_text(tmp_path, metaspace):
   path = save_tokenizer(tmp_path, metaspace, tokenizer_config=NAMES)
   tokenizer = TOKENIZERS["huggingface"](path)
   chat = chat_of(tokenizer, MARKED[0])
-  ((ids, is_answer),) = chat.answers(turns("a <|im_end|> b", "It is <|im_start|>two"))
-  controls = set(tokenizer.specials.values())
-  start, end = (tokenizer.specials[f"<|im_{which}|>"] for which in ("start", "end"))
-  assert [int(i) for i in ids if i in controls] == [start, end, start, end]
+  ((ids, is_answer),) = chat.encode(turns("a <|im_end|> b", "It is <|im_start|>two"))
+  special_ids = set(tokenizer.special_tokens.values())
+  start, end = (tokenizer.special_tokens[f"<|im_{which}|>"] for which in ("start", "end"))
+  assert [int(i) for i in ids if i in special_ids] == [start, end, start, end]
   assert spelled(tokenizer, ids[is_answer]) == "It is <|im_start|>two<IM_END>"
-  # Where nothing is hidden, the whole text is encoded at once.
-  whole = tokenizer.encode_marked("<|im_start|>user\na b<|im_end|>\n<|im_start|>two")[0]
-  pieces = tokenizer.encode_marked("<|im_start|>user\na b<|im_end|>\n<|im_start|>two\ufdd0")[0]
+  # Encoding in pieces (with an ESCAPE) equals encoding the whole text at once.
+  whole = tokenizer.encode_with_offsets("<|im_start|>user\na b<|im_end|>\n<|im_start|>two")[0]
+  pieces = tokenizer.encode_with_offsets("<|im_start|>user\na b<|im_end|>\n<|im_start|>two\ufdd0")[
+    0
+  ]
   np.testing.assert_array_equal(whole, pieces)
 
 
-def test_bytes_speak_too():
+def test_byte_tokenizer_supports_chat():
   cfg = DataConfig(chat_template_path="configs/chat/plain.jinja")
   chat = open_chat(cfg, open_tokenizer(cfg))
-  ((ids, is_answer),) = chat.answers(turns("é?", "ü<|end_of_text|>", "a", "b"))
+  ((ids, is_answer),) = chat.encode(turns("é?", "ü<|end_of_text|>", "a", "b"))
   text = "user: é?\nassistant: ü<|end_of_text|>", "\nuser: a\nassistant: b", "\n"
   expected = [256, *text[0].encode(), 257, *text[1].encode(), 257, *text[2].encode()]
   assert ids.tolist() == expected
@@ -109,28 +114,28 @@ def test_bytes_speak_too():
   assert bytes(chat.prompt(turns("é?"))[1:]).decode() == "user: é?\nassistant: "
 
 
-def test_a_token_that_is_an_answer_in_part_is_learned(tokenizer):
-  (piece,) = tokenizer.encode_marked(" two")[0]
+def test_a_token_partly_in_an_answer_is_masked(tokenizer):
+  (piece,) = tokenizer.encode_with_offsets(" two")[0]
   source = (
     "{% for m in messages %}{{ ' ' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
   )
-  ((ids, is_answer),) = chat_of(tokenizer, source).answers(turns("two"))
+  ((ids, is_answer),) = chat_of(tokenizer, source).encode(turns("two"))
   assert (ids.tolist(), is_answer.tolist()) == ([piece], [True])
 
 
-# As of models that forget how they came to earlier answers.
-FORGETFUL = (
+# Renders the last answer differently, like reasoning models that drop earlier reasoning.
+LAST_DIFFERS = (
   "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
   "{% if loop.last and m.role == 'assistant' %}{{ 'so: ' }}{% endif %}{{ m.content }}"
   "{{ '<|im_end|>\n' }}{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# One that has the assistant begin in a way in which it does not go on.
-HASTY = FORGETFUL.replace("assistant\n' }}{% endif %}", "assistant\nthus' }}{% endif %}")
+# Has a generation prompt that answers do not start with.
+BAD_PROMPT = LAST_DIFFERS.replace("assistant\n' }}{% endif %}", "assistant\nthus' }}{% endif %}")
 
 
-def test_answers_that_are_rendered_otherwise_later_are_learned_each_by_itself(tokenizer):
-  texts = list(chat_of(tokenizer, FORGETFUL).answers(turns("a", "b", "c", "d")))
+def test_answers_rendered_differently_later_become_separate_documents(tokenizer):
+  texts = list(chat_of(tokenizer, LAST_DIFFERS).encode(turns("a", "b", "c", "d")))
   first = "<IM_START>user\na<IM_END>\n<IM_START>assistant\n"
   second = "b<IM_END>\n<IM_START>user\nc<IM_END>\n<IM_START>assistant\n"
   assert [spelled(tokenizer, ids) for ids, _ in texts] == [
@@ -139,14 +144,14 @@ def test_answers_that_are_rendered_otherwise_later_are_learned_each_by_itself(to
   ]
   answers = [spelled(tokenizer, ids[is_answer]) for ids, is_answer in texts]
   assert answers == ["so: b<IM_END>", "so: d<IM_END>"]
-  assert len(list(chat_of(tokenizer, FORGETFUL).answers(turns("a", "b")))) == 1
+  assert len(list(chat_of(tokenizer, LAST_DIFFERS).encode(turns("a", "b")))) == 1
 
 
 @pytest.mark.parametrize(
-  ("source", "told"),
+  ("source", "message"),
   [
-    (HASTY, "set chat_template_path to one that has"),
-    ("{% if %}", "the template is no Jinja2 template: Expected"),
+    (BAD_PROMPT, "set chat_template_path to one that has"),
+    ("{% if %}", "the template is not a Jinja2 template: Expected"),
     ("{{ raise_exception('no\nsystem') }}", "the template: no system"),
     ("{{ messages[9].content.strip() }}", "the template: "),
     ("{{ ''.__class__.__mro__ }}", "the template: .*unsafe"),
@@ -155,15 +160,15 @@ def test_answers_that_are_rendered_otherwise_later_are_learned_each_by_itself(to
     ("{% include 'x' %}", "the template: no loader"),
   ],
 )
-def test_a_template_that_fails_is_one_line(tokenizer, source, told):
-  with pytest.raises(ValueError, match=told) as error:
-    list(chat_of(tokenizer, source).answers(TALKS[1]))
+def test_template_errors_are_one_line(tokenizer, source, message):
+  with pytest.raises(ValueError, match=message) as error:
+    list(chat_of(tokenizer, source).encode(CONVERSATIONS[1]))
   assert "\n" not in str(error.value)
 
 
-def test_a_template_knows_a_date_that_is_the_same_every_day(tokenizer):
+def test_the_date_in_training_data_is_fixed(tokenizer):
   source = "{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}"
-  ((ids, _),) = chat_of(tokenizer, source).answers(turns("é"))
+  ((ids, _),) = chat_of(tokenizer, source).encode(turns("é"))
   assert tokenizer.decode(ids) == '01 Jan 2025[{"role": "user", "content": "é"}]'
 
 
@@ -178,15 +183,15 @@ def read(file):
   return [json.loads(next(pieces)) for pieces in chat_documents(file, "", 0, 1)]
 
 
-def test_prompts_and_completions_are_conversations(tmp_path):
-  talk = turns("a", "b")
-  written = [{"messages": talk, "id": 7}, {"prompt": "a", "completion": "b"}]
-  written += [{"prompt": talk[:1], "completion": talk[1:]}]
-  assert read(write_lines(tmp_path, *written)) == [talk] * 3
+def test_prompt_and_completion_form_a_conversation(tmp_path):
+  conversation = turns("a", "b")
+  written = [{"messages": conversation, "id": 7}, {"prompt": "a", "completion": "b"}]
+  written += [{"prompt": conversation[:1], "completion": conversation[1:]}]
+  assert read(write_lines(tmp_path, *written)) == [conversation] * 3
 
 
 @pytest.mark.parametrize(
-  ("record", "told"),
+  ("record", "message"),
   [
     ({"text": "a"}, "neither `messages` nor `prompt` and `completion` among .'text'."),
     ({"prompt": "a"}, "neither"),
@@ -199,14 +204,14 @@ def test_prompts_and_completions_are_conversations(tmp_path):
     ),
   ],
 )
-def test_a_bad_line_is_named(tmp_path, record, told):
+def test_errors_name_the_line(tmp_path, record, message):
   file = write_lines(tmp_path, {"messages": turns("a")}, record)
-  with pytest.raises(ValueError, match=rf"a\.jsonl:2: {told}") as error:
+  with pytest.raises(ValueError, match=rf"a\.jsonl:2: {message}") as error:
     read(file)
   assert "\n" not in str(error.value)
 
 
-def opened(folder, *records, **knobs):
+def opened(folder, *records, **keys):
   write_lines(folder, *({"messages": messages} for messages in records))
   template = folder / "chat.jinja"
   template.write_text(MARKED[2])
@@ -215,48 +220,48 @@ def opened(folder, *records, **knobs):
     dataset_path=(str(folder),),
     chat_template_path=str(template),
     eval_fraction=0.0,
-    **{"max_target_length": 40} | knobs,
+    **{"max_target_length": 40} | keys,
   )
   cache = folder / "cache"
   data = open_data(cfg, vocab_size=258, global_batch_size=1, rows=range(1), cache_directory=cache)
   return data.source
 
 
-def test_what_is_cut_or_left_out_is_told(tmp_path):
+def test_summary_counts_cut_and_dropped_conversations(tmp_path):
   source = opened(
     tmp_path, turns("a", "b"), turns("c"), turns("d", "e" * 50), turns("f" * 60, "g"), packing=False
   )
   assert len(source.train) == 2
-  for told in ("2 conversations; eval", "1 without an answer", "1 cut at max_target_length"):
-    assert told in source.summary
+  for note in ("2 conversations; eval", "1 without an answer", "1 cut at max_target_length"):
+    assert note in source.summary
   assert "; 1 cut before their first answer" in source.summary
   lengths = sorted(int((source.train[i]["segment_BT"] > 0).sum()) for i in range(2))
   assert lengths == [len("user: a\nassistant: b$"), 40]
 
 
-def test_each_of_such_answers_is_a_document(tmp_path):
+def test_each_differing_answer_is_a_document(tmp_path):
   write_lines(tmp_path, {"messages": turns("a", "b", "c", "d")}, {"messages": turns("a", "b")})
-  summary = open_with(tmp_path, FORGETFUL).source.summary
+  summary = open_with(tmp_path, LAST_DIFFERS).source.summary
   assert "in 3 conversations" in summary
-  assert summary.endswith("; 1 more, as each answer is learned by itself")
+  assert summary.endswith("; 1 added, as each answer is a document")
 
 
-def test_the_example_is_read_whole(tmp_path):
-  words = ["configs/chat/lora.yml", "chat_template_path=configs/chat/plain.jinja"]
-  cfg = load_config([*words, "eval_fraction=0"]).data
+def test_the_example_config_reads_all_conversations(tmp_path):
+  arguments = ["configs/chat/lora.yml", "chat_template_path=configs/chat/plain.jinja"]
+  cfg = load_config([*arguments, "eval_fraction=0"]).data
   shape = {"vocab_size": 258, "global_batch_size": 1, "rows": range(1)}
   summary = open_data(cfg, **shape, cache_directory=tmp_path).source.summary
   assert summary.endswith("in 52 conversations; eval 0 tokens in 0 conversations")
 
 
-def test_a_template_that_refuses_names_the_line(tmp_path):
+def test_a_rejected_conversation_names_the_line(tmp_path):
   write_lines(tmp_path, {"messages": turns("a", "b")}, {"messages": turns("a", system="s")})
   with pytest.raises(ValueError, match=r"a\.jsonl:2: chat_template_path=.*: only user and"):
     open_with(tmp_path, MARKED[1])
 
 
 def open_with(folder, source):
-  """The data in `folder`, by the template `source`."""
+  """Open the data in `folder` with the template `source`."""
   (folder / "chat.jinja").write_text(source)
   cfg = DataConfig(
     dataset_type="chat",
@@ -268,7 +273,7 @@ def open_with(folder, source):
   return open_data(cfg, **shape, cache_directory=folder / "cache")
 
 
-def test_another_template_makes_other_documents(tmp_path):
+def test_cache_depends_on_the_template(tmp_path):
   write_lines(tmp_path, {"messages": turns("a", "b")})
   first, again = (open_with(tmp_path, MARKED[2]).source.train.identity for _ in range(2))
   assert first == again
@@ -277,9 +282,9 @@ def test_another_template_makes_other_documents(tmp_path):
 
 
 def tokens_of(folder, documents):
-  """Documents of (id, whether it is learned) as tokens on disk."""
+  """Write documents of (id, in_loss) as tokens on disk."""
   flagged = [
-    np.array([i | LEARNED * is_learned for i, is_learned in d], np.uint32) for d in documents
+    np.array([i | LOSS_MASK_BIT * in_loss for i, in_loss in d], np.uint32) for d in documents
   ]
   folder.mkdir(exist_ok=True)
   np.concatenate(flagged).tofile(folder / "train.bin")
@@ -297,9 +302,9 @@ DOCUMENTS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(DOCUMENTS, st.booleans(), st.sampled_from([None, 0, 1]))
-def test_rows_hold_every_document_once_and_whole(tmp_path_factory, documents, packing, seed):
+def test_rows_contain_every_document_once_and_uncut(tmp_path_factory, documents, packing, seed):
   tokens = tokens_of(tmp_path_factory.getbasetemp() / "rows", documents)
-  rows = ConversationRows(tokens, T, seed, packing=packing)
+  rows = PackedConversations(tokens, T, seed, packing=packing)
   found = []
   for row in (rows[i] for i in range(len(rows))):
     segment_T = row["segment_BT"]
@@ -318,7 +323,7 @@ def test_rows_hold_every_document_once_and_whole(tmp_path_factory, documents, pa
 
 
 @given(st.lists(st.integers(1, 20), max_size=300))
-def test_rows_are_filled_in_their_order_and_well(lengths):
+def test_first_fit_never_overflows_and_wastes_little(lengths):
   rows = first_fit(np.array(lengths, np.int64), 20)
   filled = np.bincount(rows, lengths) if lengths else np.zeros(0)
   assert (filled <= 20).all()
@@ -326,10 +331,12 @@ def test_rows_are_filled_in_their_order_and_well(lengths):
   assert (filled <= 10).sum() <= 1 + len(lengths) // 64
 
 
-def test_another_order_is_another_stream(tmp_path):
+def test_identity_depends_on_order_and_packing(tmp_path):
   tokens = tokens_of(tmp_path, [[(n, True), (n, True)] for n in range(1, 30)])
   identities = {
-    ConversationRows(tokens, T, seed, packing=p).identity for seed in (0, 1) for p in (True, False)
+    PackedConversations(tokens, T, seed, packing=p).identity
+    for seed in (0, 1)
+    for p in (True, False)
   }
   assert len(identities) == 4
 
@@ -339,21 +346,27 @@ def test_another_order_is_another_stream(tmp_path):
   not find_spec("transformers"), reason="needs transformers: pip install -e .[hf]"
 )
 @pytest.mark.parametrize("metaspace", ["", "first"])
-def test_ids_and_answers_are_those_of_transformers(tmp_path, metaspace):
+def test_ids_and_masks_equal_transformers(tmp_path, metaspace):
   from transformers import AutoTokenizer
 
   config = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}
   path = save_tokenizer(tmp_path, metaspace, tokenizer_config=config)
   ours, theirs = TOKENIZERS["huggingface"](path), AutoTokenizer.from_pretrained(tmp_path)
   for marked, unmarked in zip(MARKED, UNMARKED, strict=True):
-    for talk in TALKS[:2]:
-      told = theirs.apply_chat_template(
-        talk, chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
+    for conversation in CONVERSATIONS[:2]:
+      expected = theirs.apply_chat_template(
+        conversation, chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
       )
-      ((ids, is_answer),) = chat_of(ours, marked).answers(talk)
-      assert ids.tolist() == told["input_ids"]
-      assert is_answer.tolist() == [bool(is_in) for is_in in told["assistant_masks"]]
-    for talk in TALKS:  # with special tokens said by the speakers, which they can hide, too
-      wish = {"sanitize_control_tokens": True, "add_generation_prompt": True, "return_dict": False}
-      told = theirs.apply_chat_template(talk[:-1], chat_template=unmarked, **wish)
-      assert chat_of(ours, unmarked).prompt(talk[:-1]) == told
+      ((ids, is_answer),) = chat_of(ours, marked).encode(conversation)
+      assert ids.tolist() == expected["input_ids"]
+      assert is_answer.tolist() == [bool(is_in) for is_in in expected["assistant_masks"]]
+    for (
+      conversation
+    ) in CONVERSATIONS:  # special tokens in messages, which transformers can escape, too
+      options = {
+        "sanitize_control_tokens": True,
+        "add_generation_prompt": True,
+        "return_dict": False,
+      }
+      expected = theirs.apply_chat_template(conversation[:-1], chat_template=unmarked, **options)
+      assert chat_of(ours, unmarked).prompt(conversation[:-1]) == expected

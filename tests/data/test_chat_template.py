@@ -1,4 +1,4 @@
-"""Templates may use all of Jinja2 that published ones do, and come out as `transformers` has it."""
+"""Templates may use the Jinja2 features of published ones, and render as in `transformers`."""
 
 import datetime
 import json
@@ -11,12 +11,12 @@ from maxlite.data.sources.chat_template import ChatTemplate
 TODAY = datetime.date(2025, 3, 4)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
-# Of which each is all that is left of a message's turn; with what it writes for TALK.
+# Features of published templates, each with its output for CONVERSATION.
 FEATURES = {
   "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}{% endfor %}{{ eos_token }}": (
     "<s>suau</s>"
   ),
-  # A namespace outlives the loop that sets it; the last question is found from behind.
+  # A namespace outlives the loop that sets it.
   "{% set ns = namespace(last=-1) %}{% for m in messages[::-1] %}"
   "{% if ns.last < 0 and m.role == 'user' %}{% set ns.last = messages | length - 1 - loop.index0 %}"
   "{% endif %}{% endfor %}{{ ns.last }}": "3",
@@ -49,7 +49,7 @@ FEATURES = {
   "{% if add_generation_prompt is defined and not add_generation_prompt %}{{ '%.2f' % 1.5 }}"
   "{% endif %}": "1.50",
 }
-TALK = [
+CONVERSATION = [
   {"role": "system", "content": 'Be <b>, é & "q"\n'},
   {"role": "user", "content": " two? "},
   {"role": "assistant", "content": "<think>\nso\n</think>\n\nIt is two."},
@@ -58,28 +58,30 @@ TALK = [
 
 
 def template_of(source):
-  return ChatTemplate(source, place="it", names=NAMES, specials=["</s>"], today=lambda: TODAY)
+  return ChatTemplate(
+    source, place="it", special_tokens_map=NAMES, special_tokens=["</s>"], today=lambda: TODAY
+  )
 
 
-@pytest.mark.parametrize(("source", "written"), FEATURES.items(), ids=range(len(FEATURES)))
-def test_what_templates_use(source, written):
-  assert template_of(source).render(TALK) == written
+@pytest.mark.parametrize(("source", "expected"), FEATURES.items(), ids=range(len(FEATURES)))
+def test_features_of_templates(source, expected):
+  assert template_of(source).render(CONVERSATION) == expected
 
 
-def test_a_template_that_raises_is_told_in_its_words():
+def test_raise_exception_gives_the_message():
   source = "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}"
   with pytest.raises(ValueError, match=r"^it: users first$"):
-    template_of(source).render(TALK)
+    template_of(source).render(CONVERSATION)
 
 
 @pytest.mark.hf
 @pytest.mark.skipif(
   not find_spec("transformers"), reason="needs transformers: pip install -e .[hf]"
 )
-def test_transformers_writes_the_same():
+def test_output_equals_transformers():
   from transformers.utils.chat_template_utils import render_jinja_template
 
   for source in FEATURES:
-    if "strftime_now" not in source:  # of which it knows today's alone
-      (theirs,), _ = render_jinja_template([TALK], chat_template=source, **NAMES)
-      assert template_of(source).render(TALK) == theirs, json.dumps(source)
+    if "strftime_now" not in source:  # transformers always uses today's date
+      (theirs,), _ = render_jinja_template([CONVERSATION], chat_template=source, **NAMES)
+      assert template_of(source).render(CONVERSATION) == theirs, json.dumps(source)

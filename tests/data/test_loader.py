@@ -1,4 +1,4 @@
-"""Batches: the same globally on any number of hosts, and the same again after a restart."""
+"""Batches are the same on any number of hosts and after a restart."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import PhaseStreams, open_data
-from maxlite.data.sources.registry import SOURCES
+from maxlite.data.sources import SOURCES
 
 T, B = 16, 8
 NUM_DOCUMENTS = 40
@@ -25,8 +25,8 @@ def write_source(folder, kind):
   if kind == "jsonl":
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
   if kind == "chat":
-    turns = [{"prompt": f"{i}?", "completion": text[:8]} for i, text in enumerate(texts)]
-    (folder / "a.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    pairs = [{"prompt": f"{i}?", "completion": text[:8]} for i, text in enumerate(texts)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (folder / "template").write_text(TEMPLATE)
   if kind == "parquet":
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
@@ -34,13 +34,13 @@ def write_source(folder, kind):
     parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
 
 
-def config(folder, kind="text", **knobs):
+def config(folder, kind="text", **keys):
   folder.mkdir(exist_ok=True)
   write_source(folder, kind)
   defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch": 2}
   if kind == "chat":
     defaults["chat_template_path"] = str(folder / "template")
-  return DataConfig(dataset_type=kind, dataset_path=(str(folder),), **{**defaults, **knobs})
+  return DataConfig(dataset_type=kind, dataset_path=(str(folder),), **{**defaults, **keys})
 
 
 def open_part(cfg, rows=range(B), batch_size=B, **options):
@@ -105,7 +105,7 @@ def test_bootstrap_draws_rows_with_replacement(tmp_path):
 
 @pytest.mark.parametrize("kind", sorted(SOURCES))
 @pytest.mark.parametrize("num_taken", [0, 1, 9])
-def test_a_restored_stream_goes_on_with_the_same_batches(tmp_path, kind, num_taken):
+def test_a_restored_stream_yields_the_same_batches(tmp_path, kind, num_taken):
   cfg = config(tmp_path / "data", kind)
   stream = open_part(cfg).train_stream()
   take(stream, num_taken)
@@ -129,14 +129,14 @@ def test_a_restored_stream_goes_on_with_the_same_batches(tmp_path, kind, num_tak
     ({"eval_fraction": 0.5}, "other data"),
   ],
 )
-def test_a_state_of_another_stream_is_refused_with_the_fix(tmp_path, change, fix):
+def test_restoring_another_stream_is_an_error_with_a_fix(tmp_path, change, fix):
   cfg = config(tmp_path / "data")
   state = open_part(cfg).train_stream().state()
   with pytest.raises(ValueError, match=fix):
     open_part(dataclasses.replace(cfg, **change)).train_stream().restore(state)
 
 
-def test_a_state_of_another_batch_size_is_refused_with_the_fix(tmp_path):
+def test_restoring_another_batch_size_is_an_error_with_a_fix(tmp_path):
   cfg = config(tmp_path / "data")
   state = open_part(cfg).train_stream().state()
   other = open_part(cfg, range(4), 4).train_stream()
@@ -144,7 +144,7 @@ def test_a_state_of_another_batch_size_is_refused_with_the_fix(tmp_path):
     other.restore(state)
 
 
-def test_shuffled_or_not_is_told_even_where_the_seed_says_so_too(tmp_path):
+def test_a_change_of_shuffling_is_reported_before_the_seed(tmp_path):
   cfg = config(tmp_path / "data", enable_data_shuffling=False)
   state = open_part(cfg).train_stream().state()
   shuffled = open_part(dataclasses.replace(cfg, enable_data_shuffling=True)).train_stream()
@@ -156,7 +156,7 @@ def tokens_of(batches):
   return [tuple(row) for batch in batches for row in batch.tokens_BT.tolist() if any(row)]
 
 
-def test_every_epoch_has_every_row_once_in_another_order(tmp_path):
+def test_each_epoch_has_every_row_once_in_a_new_order(tmp_path):
   cfg = config(tmp_path / "data")
   num_rows = len(open_part(cfg).source.train)
   rows = tokens_of(taken(cfg, 3 * num_rows, rows=range(1), batch_size=1))
@@ -165,7 +165,7 @@ def test_every_epoch_has_every_row_once_in_another_order(tmp_path):
   assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_unshuffled_rows_come_in_the_files_order(tmp_path):
+def test_unshuffled_rows_keep_the_order_of_the_files(tmp_path):
   cfg = config(tmp_path / "data", "jsonl", enable_data_shuffling=False, eval_fraction=0.0)
   rows = taken(cfg, 4, rows=range(1), batch_size=1)
   ids = np.concatenate([batch.tokens_BT[0] for batch in rows])
@@ -174,7 +174,7 @@ def test_unshuffled_rows_come_in_the_files_order(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "synthetic"])
-def test_one_pass_over_what_is_held_out(tmp_path, kind):
+def test_eval_batches_are_one_pass_over_held_out_rows(tmp_path, kind):
   data = open_part(config(tmp_path / "data", kind))
   batches = list(data.eval_batches())
   assert_same(batches, list(data.eval_batches()))
@@ -190,13 +190,13 @@ def test_one_pass_over_what_is_held_out(tmp_path, kind):
   assert not filling.any()
 
 
-def test_held_out_rows_do_not_depend_on_the_shuffling(tmp_path):
+def test_eval_batches_do_not_depend_on_the_shuffle_seed(tmp_path):
   cfg = config(tmp_path / "data")
   other = dataclasses.replace(cfg, data_shuffle_seed=5)
   assert_same(list(open_part(cfg).eval_batches()), list(open_part(other).eval_batches()))
 
 
-def test_fewer_rows_than_a_batch_repeat(tmp_path):
+def test_fewer_rows_than_a_batch_are_repeated(tmp_path):
   (tmp_path / "data").mkdir()
   (tmp_path / "data" / "a.txt").write_text("tiny text")
   cfg = DataConfig(
@@ -211,7 +211,7 @@ def test_fewer_rows_than_a_batch_repeat(tmp_path):
   assert (held_out.weight_BT.sum(axis=1) > 0).tolist() == [True] + [False] * (B - 1)
 
 
-def test_synthetic_splits_differ_and_can_be_learnt():
+def test_synthetic_splits_differ_and_are_learnable():
   cfg = DataConfig(dataset_type="synthetic", max_target_length=200)
   data = open_part(cfg)
   train, held_out = data.source.train, data.source.eval
@@ -222,7 +222,7 @@ def test_synthetic_splits_differ_and_can_be_learnt():
   np.testing.assert_array_equal(row["tokens_BT"][1:], row["targets_BT"][:-1])
 
 
-def test_worker_processes_leave_the_stream_as_it_is(tmp_path):
+def test_worker_processes_do_not_change_the_stream(tmp_path):
   cfg = config(tmp_path / "data")
   in_processes = dataclasses.replace(cfg, grain_worker_count=2)
   state = {**open_part(cfg).train_stream().state(), "num_batches": 3}
@@ -234,7 +234,7 @@ def test_worker_processes_leave_the_stream_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("knobs", "fix"),
+  ("keys", "fix"),
   [
     ({"eval_fraction": 1e-9}, "nothing is held out .* 40 documents.* eval_split=tail"),
     ({"eval_fraction": 1.0}, "nothing is left to train on, all 40 documents"),
@@ -242,19 +242,19 @@ def test_worker_processes_leave_the_stream_as_it_is(tmp_path):
     ({"tokenizer_path": "a.json"}, "tokenizer_type=huggingface"),
   ],
 )
-def test_what_cannot_be_trained_on_is_refused_with_the_fix(tmp_path, knobs, fix):
+def test_unusable_data_is_an_error_with_a_fix(tmp_path, keys, fix):
   cfg = config(tmp_path / "data")
   with pytest.raises(ValueError, match=fix):
-    open_part(dataclasses.replace(cfg, **knobs))
+    open_part(dataclasses.replace(cfg, **keys))
 
 
-def test_nothing_held_out_is_fine_until_it_is_asked_for(tmp_path):
+def test_missing_eval_data_is_an_error_only_on_use(tmp_path):
   data = open_part(config(tmp_path / "data", eval_fraction=0.0))
   with pytest.raises(ValueError, match="set eval_fraction above 0"):
     data.eval_batches()
 
 
-def test_a_vocabulary_too_small_is_refused_with_the_fix(tmp_path):
+def test_too_small_a_vocabulary_is_an_error_with_a_fix(tmp_path):
   cfg = config(tmp_path / "data")
   with pytest.raises(ValueError, match=r"258 ids .* vocab_size=256: set vocab_size=320"):
     open_data(
@@ -263,13 +263,13 @@ def test_a_vocabulary_too_small_is_refused_with_the_fix(tmp_path):
 
 
 def phase_data(folder):
-  """Three phases: two read the same, the third other text in smaller batches."""
+  """Three phases: two read the same data, the third other data in smaller batches."""
   run, own = config(folder / "run"), config(folder / "own", kind="jsonl")
   small = open_part(own, rows=range(2), batch_size=2)
   return {"a": open_part(run), "b": small, "c": open_part(run)}
 
 
-def test_phases_of_the_same_data_share_a_stream_and_others_have_their_own(tmp_path):
+def test_phases_with_equal_data_share_a_stream(tmp_path):
   data = phase_data(tmp_path)
   streams = PhaseStreams(data)
   got = {name: [] for name in "abc"}
@@ -288,7 +288,7 @@ def test_phases_of_the_same_data_share_a_stream_and_others_have_their_own(tmp_pa
   again.close()
 
 
-def test_phases_that_read_otherwise_than_the_checkpoint_s_are_refused(tmp_path):
+def test_restoring_other_phase_streams_is_an_error(tmp_path):
   data = phase_data(tmp_path)
   streams, one = PhaseStreams(data), PhaseStreams({name: data["a"] for name in "abc"})
   state = streams.state()
@@ -297,15 +297,19 @@ def test_phases_that_read_otherwise_than_the_checkpoint_s_are_refused(tmp_path):
   with pytest.raises(ValueError, match="a stream of batches for each of a, this run for a, b:"):
     streams.restore(one.state())
   state["streams"]["b"]["global_batch_size"] = 4
-  with pytest.raises(ValueError, match="phase b: the checkpoint was made with a global batch of 4"):
+  with pytest.raises(
+    ValueError, match="phase b: the checkpoint was written with a global batch of 4"
+  ):
     streams.restore(state)
-  one.restore(open_part(data["a"].cfg).train_stream().state())  # as before phases had streams
+  one.restore(
+    open_part(data["a"].cfg).train_stream().state()
+  )  # a state of one stream, as in older checkpoints
   streams.close()
   one.close()
 
 
-def test_a_phase_trains_on_nothing_that_the_run_holds_out(tmp_path):
-  """Though it reads some of the run's own documents, in another folder and another form."""
+def test_phases_do_not_train_on_held_out_documents(tmp_path):
+  """The phase reads the run's documents from another folder in another format."""
   run = config(tmp_path / "run")
   own = config(tmp_path / "own", kind="jsonl")
   batches = list(open_part(run).eval_batches())
@@ -322,7 +326,7 @@ def test_a_phase_trains_on_nothing_that_the_run_holds_out(tmp_path):
 
 
 def documents(batch):
-  """The first tokens of every document in a batch."""
+  """First tokens of every document in a batch."""
   starts = (np.asarray(batch.position_BT) == 0) & (np.asarray(batch.segment_BT) > 0)
   for row, begin in zip(*np.nonzero(starts), strict=True):
     tokens = batch.tokens_BT[row, begin : begin + 4]

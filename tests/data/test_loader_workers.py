@@ -1,4 +1,4 @@
-"""Reading processes end with the one they read for."""
+"""Grain worker processes exit with the training process."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_killed_process_leaves_no_reader_behind(tmp_path):
+def test_workers_exit_when_the_parent_is_killed(tmp_path):
   script = tmp_path / "read.py"
   script.write_text(READ)
   root = str(Path(__file__).parents[2])
@@ -37,12 +37,12 @@ def test_a_killed_process_leaves_no_reader_behind(tmp_path):
     stdout=subprocess.PIPE,
     text=True,
   )
-  readers = [int(word) for word in process.stdout.readline().split()]
-  assert readers
-  assert all(Path(f"/proc/{reader}").exists() for reader in readers)
+  workers = [int(pid) for pid in process.stdout.readline().split()]
+  assert workers
+  assert all(Path(f"/proc/{worker}").exists() for worker in workers)
   process.send_signal(signal.SIGKILL)
   process.communicate()
   deadline = time.monotonic() + 20
-  while any(Path(f"/proc/{reader}").exists() for reader in readers):
+  while any(Path(f"/proc/{worker}").exists() for worker in workers):
     assert time.monotonic() < deadline
     time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Packed rows: every id of an epoch once, and nothing across documents."""
+"""Packed rows contain every id once per epoch, and no target crosses a document boundary."""
 
 import copy
 
@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxlite.data.packing.documents_in_rows import PackedRows
+from maxlite.data.packing import PackedDocuments
 from maxlite.data.token_cache import Tokens
 
 
 def store(folder, lengths, dtype=np.uint16):
-  """Documents of these lengths in which no id occurs twice: id = 1 + its place in the file."""
+  """Write documents of these lengths; each id is 1 + its position in the file."""
   path = folder / "train.bin"
   (1 + np.arange(sum(lengths))).astype(dtype).tofile(path)
   return Tokens(path, np.dtype(dtype), f"digest of {lengths}", np.array(lengths, np.int64))
@@ -45,17 +45,17 @@ def check_epoch(lengths, row_length, rows):
   row_length=st.integers(1, 17),
   order_seed=st.sampled_from([None, 0, 1]),
 )
-def test_every_token_is_once_an_input_and_once_a_target(
+def test_every_id_is_an_input_once_and_a_target_once(
   tmp_path_factory, lengths, row_length, order_seed
 ):
   tokens = store(tmp_path_factory.mktemp("rows"), lengths)
-  check_epoch(lengths, row_length, read(PackedRows(tokens, row_length, order_seed)))
+  check_epoch(lengths, row_length, read(PackedDocuments(tokens, row_length, order_seed)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), row_length=st.integers(2, 16))
 def test_segments_are_documents_and_positions_restart(tmp_path_factory, lengths, row_length):
-  rows = read(PackedRows(store(tmp_path_factory.mktemp("rows"), lengths), row_length, 3))
+  rows = read(PackedDocuments(store(tmp_path_factory.mktemp("rows"), lengths), row_length, 3))
   document = np.concatenate([[-1], np.repeat(np.arange(len(lengths)), lengths)])
   for row in rows:
     num_real = int((row["segment_BT"] > 0).sum())
@@ -70,14 +70,14 @@ def test_segments_are_documents_and_positions_restart(tmp_path_factory, lengths,
       assert not row[name][num_real:].any()
 
 
-def test_one_document_longer_than_many_rows(tmp_path):
-  rows = read(PackedRows(store(tmp_path, [100_000], np.uint32), 64, 0))
+def test_a_document_longer_than_many_rows(tmp_path):
+  rows = read(PackedDocuments(store(tmp_path, [100_000], np.uint32), 64, 0))
   check_epoch([100_000], 64, rows)
   assert [int(row["weight_BT"].sum()) for row in rows[:-1]] == [64] * (len(rows) - 1)
 
 
-def test_fields_have_the_types_of_a_batch(tmp_path):
-  row = PackedRows(store(tmp_path, [5]), 4, None)[0]
+def test_fields_have_the_dtypes_of_a_batch(tmp_path):
+  row = PackedDocuments(store(tmp_path, [5]), 4, None)[0]
   assert {name: x_T.dtype for name, x_T in row.items()} == {
     "tokens_BT": np.int32,
     "targets_BT": np.int32,
@@ -87,22 +87,22 @@ def test_fields_have_the_types_of_a_batch(tmp_path):
   }
 
 
-def test_order_of_documents_is_of_the_seed(tmp_path):
+def test_order_of_documents_depends_on_the_seed(tmp_path):
   tokens = store(tmp_path, [7] * 20)
-  firsts = [PackedRows(tokens, 7, seed)[0]["tokens_BT"][0] for seed in (None, 0, 0, 1)]
+  firsts = [PackedDocuments(tokens, 7, seed)[0]["tokens_BT"][0] for seed in (None, 0, 0, 1)]
   assert firsts[0] == 1
   assert firsts[1] == firsts[2]
-  assert len({PackedRows(tokens, 7, seed).identity for seed in (None, 0, 0, 1)}) == 3
+  assert len({PackedDocuments(tokens, 7, seed).identity for seed in (None, 0, 0, 1)}) == 3
 
 
-def test_rows_survive_the_way_to_a_worker_process(tmp_path):
-  rows = PackedRows(store(tmp_path, [9, 4]), 8, 0)
+def test_rows_can_be_copied_to_a_worker_process(tmp_path):
+  rows = PackedDocuments(store(tmp_path, [9, 4]), 8, 0)
   sent = copy.deepcopy(rows)
   np.testing.assert_array_equal(sent[1]["tokens_BT"], rows[1]["tokens_BT"])
 
 
-def test_a_file_cut_short_is_not_read_as_zeros(tmp_path):
-  rows = PackedRows(store(tmp_path, [40]), 8, 0)
+def test_a_truncated_file_is_an_error(tmp_path):
+  rows = PackedDocuments(store(tmp_path, [40]), 8, 0)
   (tmp_path / "train.bin").write_bytes(b"1234")
   with pytest.raises(ValueError, match="cut short"):
     rows[3]

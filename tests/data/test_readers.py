@@ -1,4 +1,4 @@
-"""Files to documents: nothing lost at a piece's edge, and errors that name the place."""
+"""Readers lose nothing at piece boundaries, and their errors name the place."""
 
 import json
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.data.sources import text
-from maxlite.data.sources.files import expand_paths
+from maxlite.data.sources.file_paths import expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.parquet import parquet_documents
 from maxlite.data.sources.text import text_documents
@@ -23,7 +23,7 @@ def read(documents):
   piece_bytes=st.integers(4, 9),
   share=st.floats(0, 1),
 )
-def test_pieces_are_whole_characters_and_the_shares_whole_files(
+def test_pieces_are_whole_characters_and_fractions_are_complete(
   tmp_path_factory, content, piece_bytes, share
 ):
   file = tmp_path_factory.mktemp("text") / "a.txt"
@@ -39,14 +39,14 @@ def test_pieces_are_whole_characters_and_the_shares_whole_files(
   assert both == content
 
 
-def test_bytes_that_are_no_text_are_kept_exactly(tmp_path, monkeypatch):
+def test_invalid_utf8_is_preserved(tmp_path, monkeypatch):
   monkeypatch.setattr(text, "PIECE_BYTES", 8)
   file = tmp_path / "a.bin"
   file.write_bytes(bytes(range(128, 256)) * 3)
   assert read(text_documents(file, "", 0, 1)) == [file.read_bytes()]
 
 
-def test_pieces_end_at_newlines_where_there_are_some(tmp_path, monkeypatch):
+def test_pieces_end_at_newlines(tmp_path, monkeypatch):
   monkeypatch.setattr(text, "PIECE_BYTES", 16)
   file = tmp_path / "a.txt"
   file.write_text("some words\n" * 20)
@@ -60,7 +60,7 @@ def write_jsonl(file, lines):
   return file
 
 
-def test_jsonl_lines_are_documents_and_shares_are_complete(tmp_path):
+def test_jsonl_lines_are_documents_and_fractions_are_complete(tmp_path):
   texts = [f"line {i} é" for i in range(10)]
   file = write_jsonl(tmp_path / "a.jsonl", [json.dumps({"body": x, "n": 1}) for x in texts])
   whole = [x.encode() for x in texts]
@@ -69,7 +69,7 @@ def test_jsonl_lines_are_documents_and_shares_are_complete(tmp_path):
   assert (head + tail, len(tail)) == (whole, 3)
 
 
-def test_jsonl_blank_lines_and_half_surrogates_do_not_stop(tmp_path):
+def test_jsonl_accepts_blank_lines_and_unpaired_surrogates(tmp_path):
   file = write_jsonl(tmp_path / "a.jsonl", ['{"text": "a"}', "", r'{"text": "x\ud800"}'])
   assert read(jsonl_documents(file, "text", 0, 1)) == [b"a", b"x?"]
 
@@ -84,7 +84,7 @@ def test_jsonl_blank_lines_and_half_surrogates_do_not_stop(tmp_path):
     ('{"text": 3}', "field 'text' is not a string"),
   ],
 )
-def test_a_bad_jsonl_line_is_named(tmp_path, line, reason):
+def test_jsonl_errors_name_the_line(tmp_path, line, reason):
   file = tmp_path / "a.jsonl"
   file.write_bytes(b'{"text": "fine"}\n' + line.encode("latin-1") + b"\n")
   with pytest.raises(ValueError, match=rf"a\.jsonl:2: {reason}") as error:
@@ -99,7 +99,7 @@ def write_parquet(file, columns):
   return file
 
 
-def test_parquet_rows_are_documents_and_shares_are_complete(tmp_path):
+def test_parquet_rows_are_documents_and_fractions_are_complete(tmp_path):
   texts = [f"row {i} é" for i in range(10)]
   file = write_parquet(tmp_path / "a.parquet", {"text": [*texts, None], "n": list(range(11))})
   whole = [x.encode() for x in texts]
@@ -108,7 +108,7 @@ def test_parquet_rows_are_documents_and_shares_are_complete(tmp_path):
   assert (head + tail, len(head)) == (whole, 5)
 
 
-def test_bad_parquet_is_named(tmp_path):
+def test_parquet_errors_name_the_file(tmp_path):
   file = write_parquet(tmp_path / "a.parquet", {"n": [1, 2]})
   for column, reason in (("text", "no column 'text' among .*'n'"), ("n", "holds int64")):
     with pytest.raises(ValueError, match=rf"a\.parquet: .*{reason}"):
@@ -118,7 +118,7 @@ def test_bad_parquet_is_named(tmp_path):
     read(parquet_documents(file, "text", 0, 1))
 
 
-def test_paths_give_sorted_files_once(tmp_path):
+def test_paths_expand_to_sorted_unique_files(tmp_path):
   for name in ("b.txt", "a.txt", "deep/c.jsonl", ".hidden/d.txt"):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
@@ -134,7 +134,7 @@ def test_paths_give_sorted_files_once(tmp_path):
     expand_paths(["nowhere"], "", "eval_dataset_path")
 
 
-def test_the_standard_library_is_there_without_its_tests():
+def test_stdlib_expands_to_the_standard_library_without_tests():
   files = expand_paths(["stdlib"], "", "dataset_path")
   assert len(files) > 300
   assert not any("/test/" in str(file) or "site-packages" in str(file) for file in files)

@@ -1,4 +1,4 @@
-"""The token cache: right, complete or absent, and the two splits never meet."""
+"""The token cache is complete or absent, and the two splits are disjoint."""
 
 import dataclasses
 import json
@@ -15,10 +15,11 @@ from maxlite.config.schema import DataConfig
 from maxlite.data import token_cache
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.text import text_documents
-from maxlite.data.token_cache import Texts, open_tokens
+from maxlite.data.token_cache import TextTokenizer, open_tokens
 from maxlite.data.tokenizers.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer("")
+TEXT = TextTokenizer(BYTES)
 CFG = DataConfig(dataset_type="jsonl", eval_fraction=0.3)
 
 
@@ -27,14 +28,14 @@ def write_jsonl(file, texts):
   return file
 
 
-def open_jsonl(folder, files, eval_files=(), **knobs):
-  cfg = dataclasses.replace(CFG, **knobs)
+def open_jsonl(folder, files, eval_files=(), **keys):
+  cfg = dataclasses.replace(CFG, **keys)
   return open_tokens(
     cfg,
     jsonl_documents,
     list(files),
     list(eval_files),
-    encoder=Texts(BYTES),
+    document_tokenizer=TEXT,
     cache_directory=folder,
   )
 
@@ -52,7 +53,7 @@ def texts():
 
 
 @pytest.mark.parametrize("eval_split", ["documents", "tail"])
-def test_splits_are_disjoint_and_together_complete(tmp_path, texts, eval_split):
+def test_splits_are_disjoint_and_complete(tmp_path, texts, eval_split):
   data = open_jsonl(tmp_path, [write_jsonl(tmp_path / "a.jsonl", texts)], eval_split=eval_split)
   train, held_out = documents(data.train), documents(data.eval)
   assert sorted(train + held_out) == sorted(texts)
@@ -61,7 +62,7 @@ def test_splits_are_disjoint_and_together_complete(tmp_path, texts, eval_split):
     assert held_out == texts[42:]
 
 
-def test_documents_that_are_alike_land_on_one_side(tmp_path, texts):
+def test_equal_documents_are_in_one_split(tmp_path, texts):
   files = [write_jsonl(tmp_path / name, texts) for name in ("a.jsonl", "b.jsonl")]
   data = open_jsonl(tmp_path, files)
   assert not set(documents(data.train)) & set(documents(data.eval))
@@ -75,7 +76,12 @@ def test_text_splits_are_complete(tmp_path, eval_split):
     file.write_text(f"é{i}\n日本語" * 9)
   cfg = DataConfig(eval_split=eval_split, eval_fraction=0.3)
   data = open_tokens(
-    cfg, text_documents, files, [], encoder=Texts(BYTES), cache_directory=tmp_path / "cache"
+    cfg,
+    text_documents,
+    files,
+    [],
+    document_tokenizer=TEXT,
+    cache_directory=tmp_path / "cache",
   )
   train, held_out = documents(data.train), documents(data.eval)
   assert held_out
@@ -87,7 +93,7 @@ def test_text_splits_are_complete(tmp_path, eval_split):
     assert sorted(train + held_out) == sorted(file.read_text() for file in files)
 
 
-def test_held_out_files_are_never_trained_on(tmp_path, texts):
+def test_documents_of_eval_files_are_dropped_from_training(tmp_path, texts):
   train = write_jsonl(tmp_path / "train.jsonl", texts)
   held_out = write_jsonl(tmp_path / "eval.jsonl", [*texts[:5], "only here"])
   data = open_jsonl(tmp_path, [train], [held_out])
@@ -96,29 +102,29 @@ def test_held_out_files_are_never_trained_on(tmp_path, texts):
   assert data.num_dropped == 5
 
 
-def test_empty_documents_are_passed_over(tmp_path):
+def test_empty_documents_are_skipped(tmp_path):
   data = open_jsonl(tmp_path, [write_jsonl(tmp_path / "a.jsonl", ["", "a", ""])], eval_fraction=0.0)
   assert documents(data.train) == ["a"]
   assert documents(data.eval) == []
 
 
-def test_made_once_and_again_when_anything_changes(tmp_path, texts):
+def test_cache_is_reused_until_anything_changes(tmp_path, texts):
   cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
-  made = first.train.path.stat().st_mtime_ns
-  assert open_jsonl(cache, [file]).train.path.stat().st_mtime_ns == made
+  written = first.train.path.stat().st_mtime_ns
+  assert open_jsonl(cache, [file]).train.path.stat().st_mtime_ns == written
   assert open_jsonl(cache, [file], eval_fraction=0.5).train.path != first.train.path
   os.utime(file, ns=(1, 1))
   touched = open_jsonl(cache, [file])
   assert touched.train.path != first.train.path
-  assert touched.train.digest == first.train.digest  # of the content, wherever it lies
+  assert touched.train.digest == first.train.digest  # depends on the content only
   write_jsonl(file, [*texts[:-1], texts[-1].upper()])
   assert open_jsonl(cache, [file]).train.digest != first.train.digest
 
 
 @pytest.mark.parametrize("name", ["meta.json", "train.bin", "eval_lengths.npy"])
 @pytest.mark.parametrize("damage", ["cut", "removed"])
-def test_a_damaged_folder_is_made_anew(tmp_path, texts, name, damage):
+def test_a_damaged_cache_is_rebuilt(tmp_path, texts, name, damage):
   cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
   broken = first.train.path.parent / name
@@ -132,7 +138,7 @@ def test_a_damaged_folder_is_made_anew(tmp_path, texts, name, damage):
   assert len(list(cache.iterdir())) == 1
 
 
-def test_an_error_leaves_nothing_behind(tmp_path):
+def test_an_error_leaves_no_files(tmp_path):
   file = tmp_path / "a.jsonl"
   file.write_text('{"text": "a"}\n{"te')
   with pytest.raises(ValueError, match=r"a\.jsonl:2"):
@@ -144,18 +150,18 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-import test_tokens as t
-def dies(file, *share):
+import test_token_cache as t
+def killed_reader(file, *share):
   yield iter([b"whole"])
   yield iter([b"half"])
   os.kill(os.getpid(), signal.SIGKILL)
 folder = Path(sys.argv[1])
-t.open_tokens(t.CFG, dies, [folder / "a.jsonl"], [], encoder=t.Texts(t.BYTES),
+t.open_tokens(t.CFG, killed_reader, [folder / "a.jsonl"], [], document_tokenizer=t.TEXT,
               cache_directory=folder / "cache")
 """
 
 
-def test_killed_in_the_middle_leaves_nothing_that_is_taken_for_complete(tmp_path, texts):
+def test_a_kill_during_tokenization_leaves_no_complete_cache(tmp_path, texts):
   file, cache = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "cache"
   here = os.path.dirname(__file__)
   killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), here], check=False)
@@ -163,8 +169,8 @@ def test_killed_in_the_middle_leaves_nothing_that_is_taken_for_complete(tmp_path
   (partial,) = cache.iterdir()
   data = open_jsonl(cache, [file])
   assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
-  assert partial.exists()  # it might be another process's, still at work
-  long_ago = time.time() - 10 * token_cache._LEFTOVER_SECONDS
+  assert partial.exists()  # it may belong to a running process
+  long_ago = time.time() - 10 * token_cache._STALE_SECONDS
   for path in (partial, *partial.iterdir()):
     os.utime(path, (long_ago, long_ago))
   shutil.rmtree(data.train.path.parent)
@@ -172,19 +178,21 @@ def test_killed_in_the_middle_leaves_nothing_that_is_taken_for_complete(tmp_path
   assert not partial.exists()
 
 
-def test_losing_the_race_is_fine(tmp_path, texts):
+def test_a_concurrent_writer_is_harmless(tmp_path, texts):
   file, cache = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "cache"
 
   def slow(*args):
-    open_jsonl(cache, [file])  # another process finishes while this one is at work
+    open_jsonl(cache, [file])  # stands for a process that finishes first
     return jsonl_documents(*args)
 
-  data = open_tokens(CFG, slow, [file], [], encoder=Texts(BYTES), cache_directory=cache)
+  data = open_tokens(
+    CFG, slow, [file], [], document_tokenizer=TextTokenizer(BYTES), cache_directory=cache
+  )
   assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
   assert len(list(cache.iterdir())) == 1
 
 
-def test_ids_above_16_bits_are_kept(tmp_path):
+def test_ids_above_16_bits_are_preserved(tmp_path):
   class Wide:
     size, bos, eos, identity = 70_000, 69_998, 69_999, "wide"
 
@@ -194,6 +202,11 @@ def test_ids_above_16_bits_are_kept(tmp_path):
   file = write_jsonl(tmp_path / "a.jsonl", ["ab"])
   cfg = dataclasses.replace(CFG, eval_fraction=0.0)
   data = open_tokens(
-    cfg, jsonl_documents, [file], [], encoder=Texts(Wide()), cache_directory=tmp_path
+    cfg,
+    jsonl_documents,
+    [file],
+    [],
+    document_tokenizer=TextTokenizer(Wide()),
+    cache_directory=tmp_path,
   )
   assert np.fromfile(data.train.path, data.train.dtype).tolist() == [69_998, 66_097, 66_098, 69_999]

@@ -1,4 +1,4 @@
-"""Every tokenizer gives its text back, and knows how many bytes each id stands for."""
+"""Every tokenizer round-trips text and counts the bytes of each id."""
 
 import io
 import json
@@ -63,7 +63,7 @@ def tokenizer(request, tmp_path):
   return request.param, open_tokenizer(cfg)
 
 
-def test_text_comes_back_and_bytes_add_up(tokenizer):
+def test_text_round_trips_and_bytes_add_up(tokenizer):
   kind, tokenizer = tokenizer
   text = ROUND_TRIP[kind]
   ids = tokenizer.encode(text.encode())
@@ -73,20 +73,20 @@ def test_text_comes_back_and_bytes_add_up(tokenizer):
   assert ids.max() < tokenizer.size
 
 
-def test_specials_are_no_text(tokenizer):
+def test_special_tokens_have_no_text(tokenizer):
   _, tokenizer = tokenizer
-  ends = [tokenizer.bos, tokenizer.eos]
-  assert max(ends) < tokenizer.size
-  assert not tokenizer.num_bytes_V[ends].any()
+  special = [tokenizer.bos, tokenizer.eos]
+  assert max(special) < tokenizer.size
+  assert not tokenizer.num_bytes_V[special].any()
   assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(b"cat"), tokenizer.eos]) == "cat"
 
 
-def test_ids_of_no_token_are_left_out_of_text(tokenizer):
+def test_ids_beyond_the_vocabulary_are_not_decoded(tokenizer):
   _, tokenizer = tokenizer
   assert tokenizer.decode([*tokenizer.encode(b"cat"), tokenizer.size + 7]) == "cat"
 
 
-def test_bytes_that_are_no_text_do_not_stop_anything(tokenizer):
+def test_invalid_utf8_is_encoded(tokenizer):
   kind, tokenizer = tokenizer
   broken = b"cat \xff\xfe"
   assert tokenizer.decode(tokenizer.encode(broken)).startswith("cat")
@@ -94,19 +94,19 @@ def test_bytes_that_are_no_text_do_not_stop_anything(tokenizer):
     assert tokenizer.encode(broken).tolist() == list(broken)
 
 
-def test_a_special_spelled_in_a_document_stays_text(tmp_path):
+def test_a_special_token_spelled_in_a_document_is_plain_text(tmp_path):
   tokenizer = TOKENIZERS["huggingface"](save_huggingface(tmp_path))
   ids = tokenizer.encode(b"a<|endoftext|>b")
   assert tokenizer.eos not in ids
   assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
 
-def test_bos_and_eos_are_told_apart_where_there_are_two(tmp_path):
+def test_bos_and_eos_differ_if_both_exist(tmp_path):
   tokenizer = TOKENIZERS["huggingface"](save_huggingface(tmp_path, ("<s>", "</s>")))
   assert (tokenizer.bos, tokenizer.eos) == (0, 1)
 
 
-def test_ends_that_are_not_marked_as_special_are_no_text_either(tmp_path):
+def test_unmarked_stop_tokens_have_no_text(tmp_path):
   path = save_huggingface(tmp_path, ())
   raw = tokenizers.Tokenizer.from_file(path)
   raw.add_tokens(["</s>"])
@@ -116,21 +116,21 @@ def test_ends_that_are_not_marked_as_special_are_no_text_either(tmp_path):
   assert tokenizer.decode([*tokenizer.encode(b"cat"), tokenizer.eos]) == "cat"
 
 
-def test_ends_that_are_not_marked_are_no_more_spelled_by_text(tmp_path):
+def test_unmarked_stop_tokens_are_not_encoded_from_text(tmp_path):
   path = save_huggingface(tmp_path, ())
   raw = tokenizers.Tokenizer.from_file(path)
   raw.add_tokens(["</s>"])
   raw.save(path)
   tokenizer = TOKENIZERS["huggingface"](path)
   assert tokenizer.eos not in tokenizer.encode(b"a</s>b")
-  assert tokenizer.encode_marked("a</s>b")[0].tolist().count(tokenizer.eos) == 1
+  assert tokenizer.encode_with_offsets("a</s>b")[0].tolist().count(tokenizer.eos) == 1
 
 
 THREE = ("<|endoftext|>", "<|im_end|>", "<|start|>")
 
 
 @pytest.mark.parametrize(
-  ("files", "bos", "ends"),
+  ("files", "bos", "stop_token_ids"),
   [
     ({}, 0, (0,)),
     ({"tokenizer_config": {"eos_token": "<|im_end|>", "bos_token": None}}, 1, (1,)),
@@ -153,16 +153,17 @@ THREE = ("<|endoftext|>", "<|im_end|>", "<|start|>")
     ),
   ],
 )
-def test_what_begins_and_ends_a_text_is_read_from_the_files_beside_it(tmp_path, files, bos, ends):
+def test_bos_and_stop_tokens_come_from_the_config_files(tmp_path, files, bos, stop_token_ids):
   path = save_huggingface(tmp_path, THREE)
   for name, content in files.items():
     (tmp_path / f"{name}.json").write_text(json.dumps(content))
   tokenizer = TOKENIZERS["huggingface"](path)
-  assert (tokenizer.bos, tokenizer.ends, tokenizer.eos) == (bos, ends, ends[0])
+  assert (tokenizer.bos, tokenizer.stop_token_ids) == (bos, stop_token_ids)
+  assert tokenizer.eos == stop_token_ids[0]
 
 
 @pytest.mark.parametrize(
-  ("name", "content", "told"),
+  ("name", "content", "message"),
   [
     (
       "tokenizer_config.json",
@@ -172,19 +173,19 @@ def test_what_begins_and_ends_a_text_is_read_from_the_files_beside_it(tmp_path, 
     ("config.json", '{"eos_token_id": 999}', "has no token 999"),
     ("config.json", '{"eos_token_id": "two"}', "has 'two' for a token's id"),
     ("config.json", '{"eos_token_id": [true]}', "for a token's id"),
-    ("special_tokens_map.json", "[]", "is no JSON object"),
-    ("generation_config.json", "[" * 100_000, "is no JSON"),
+    ("special_tokens_map.json", "[]", "is not a JSON object"),
+    ("generation_config.json", "[" * 100_000, "is not JSON"),
   ],
 )
-def test_files_beside_it_that_are_wrong_are_named(tmp_path, name, content, told):
+def test_errors_name_the_config_file(tmp_path, name, content, message):
   path = save_huggingface(tmp_path, THREE)
   (tmp_path / name).write_text(content)
-  with pytest.raises(ValueError, match=told) as error:
+  with pytest.raises(ValueError, match=message) as error:
     TOKENIZERS["huggingface"](path)
   assert "\n" not in str(error.value)
 
 
-def test_the_chat_template_is_that_of_its_file_or_the_default(tmp_path):
+def test_chat_template_is_the_file_or_the_default_entry(tmp_path):
   path = save_huggingface(tmp_path)
   template = lambda: TOKENIZERS["huggingface"](path).chat_template
   assert template() == ""
@@ -196,7 +197,7 @@ def test_the_chat_template_is_that_of_its_file_or_the_default(tmp_path):
   assert template() == "é"
 
 
-def test_added_tokens_count_their_own_bytes(tmp_path):
+def test_bytes_of_added_tokens_are_counted(tmp_path):
   path = save_huggingface(tmp_path)
   raw = tokenizers.Tokenizer.from_file(path)
   raw.add_tokens(["é    é"])
@@ -206,7 +207,7 @@ def test_added_tokens_count_their_own_bytes(tmp_path):
   assert tokenizer.num_bytes_V[tokenizer.encode(text)].sum() == len(text)
 
 
-def test_what_cannot_be_a_tokenizer_is_refused_in_one_line(tmp_path):
+def test_errors_are_one_line(tmp_path):
   junk = tmp_path / "junk"
   junk.write_text("{}")
   for kind in ("huggingface", "sentencepiece"):
@@ -220,7 +221,7 @@ def test_what_cannot_be_a_tokenizer_is_refused_in_one_line(tmp_path):
     TOKENIZERS["byte"]("x.json")
 
 
-def test_identity_is_of_the_content(tmp_path):
+def test_identity_depends_on_the_content(tmp_path):
   first = TOKENIZERS["huggingface"](save_huggingface(tmp_path)).identity
   second = TOKENIZERS["huggingface"](save_huggingface(tmp_path, ("<s>", "</s>"))).identity
   assert first != second

@@ -31,13 +31,13 @@ def test_what_config_json_alone_says_is_kept(source, tmp_path):
   copy_tokenizer(source, tmp_path / "run")
   assert not (tmp_path / "run" / "config.json").exists()
   tokenizer = open_tokenizer(config_of(tmp_path / "run"))
-  assert (tokenizer.bos, tokenizer.ends) == (256, (257, 65))
+  assert (tokenizer.bos, tokenizer.stop_token_ids) == (256, (257, 65))
 
 
 def test_a_generation_config_that_is_there_is_left_as_it_is(source, tmp_path):
   (source / "generation_config.json").write_text('{"eos_token_id": 66}')
   copy_tokenizer(source, tmp_path / "run")
-  assert open_tokenizer(config_of(tmp_path / "run")).ends == (66,)
+  assert open_tokenizer(config_of(tmp_path / "run")).stop_token_ids == (66,)
 
 
 def test_what_a_run_ends_answers_with_is_exported(source, tmp_path):
@@ -52,7 +52,7 @@ def test_what_a_run_ends_answers_with_is_exported(source, tmp_path):
   written = json.loads((out / "generation_config.json").read_text())
   assert written == {"bos_token_id": 256, "eos_token_id": [257, 66], "top_p": 0.5}
   exported = open_tokenizer(config_of(out))
-  assert (exported.ends, exported.chat_template) == ((257, 66), TEMPLATE.read_text())
+  assert (exported.stop_token_ids, exported.chat_template) == ((257, 66), TEMPLATE.read_text())
 
 
 def test_bytes_leave_with_their_template(tmp_path):
@@ -60,5 +60,6 @@ def test_bytes_leave_with_their_template(tmp_path):
   assert write_tokenizer(cfg, 256, (257,), tmp_path)["eos_token_id"] == 257
   exported, own = open_tokenizer(config_of(tmp_path)), open_tokenizer(DataConfig())
   assert exported.chat_template == TEMPLATE.read_text()
-  assert (exported.names, exported.specials) == (own.names, own.specials)
-  assert exported.encode_marked("é<|end_of_text|>")[0].tolist() == [195, 169, 257]
+  assert exported.special_tokens == own.special_tokens
+  assert exported.special_tokens_map == own.special_tokens_map
+  assert exported.encode_with_offsets("é<|end_of_text|>")[0].tolist() == [195, 169, 257]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import test_engine as tiny
 
-from maxlite.data.sources.chat import Chat
+from maxlite.data.sources.chat import ChatEncoder
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import Request
 from maxlite.inference.sampling import Rules
@@ -32,9 +32,9 @@ class Letters:
   """A token a letter, and `^` and `$` special."""
 
   size, bos, eos = 48, 0, 47
-  ends, identity = (eos,), "letters"
-  names: ClassVar = {"bos_token": "^", "eos_token": "$"}
-  specials: ClassVar = {"^": bos, "$": eos}
+  stop_token_ids, identity = (eos,), "letters"
+  special_tokens_map: ClassVar = {"bos_token": "^", "eos_token": "$"}
+  special_tokens: ClassVar = {"^": bos, "$": eos}
 
   def encode(self, text):
     return [1 + letter % 46 for letter in text]
@@ -42,8 +42,8 @@ class Letters:
   def decode(self, ids):
     return "".join(chr(ord("A") + i) for i in ids)
 
-  def encode_marked(self, text):
-    ids = [self.specials.get(letter, 1 + ord(letter) % 46) for letter in text]
+  def encode_with_offsets(self, text):
+    ids = [self.special_tokens.get(letter, 1 + ord(letter) % 46) for letter in text]
     return np.array(ids, np.uint32), np.arange(len(text))
 
 
@@ -59,7 +59,7 @@ def served(worker, template=""):
   """(port, worker) of a server."""
   letters = Letters()
   chat = (
-    Chat(letters, template, place="template", today=datetime.date.today).prompt
+    ChatEncoder(letters, template, place="template", today=datetime.date.today).prompt
     if template
     else None
   )
@@ -161,7 +161,7 @@ def test_a_chat_is_rendered_by_the_template_of_the_model(chatting):
   wishes = {"messages": messages, "max_tokens": 3, "temperature": 0}
   status, text = ask(chatting, "/v1/chat/completions", wishes)
   assert status == 200, text
-  tokens = Letters().encode_marked("^uhi$ayo$ugo$a")[0].tolist()
+  tokens = Letters().encode_with_offsets("^uhi$ayo$ugo$a")[0].tolist()
   request = Request(tokens, 3, Rules(temperature=0.0))
   ((ids, _),) = tiny.texts(tiny.two_rows(), [request])
   assert json.loads(text)["choices"][0]["message"]["content"] == Letters().decode(ids)

@@ -7,7 +7,7 @@ import numpy as np
 
 from maxlite.config import Config, load_config
 from maxlite.data.batch import Batch, to_global
-from maxlite.data.rows import pad_row
+from maxlite.data.packing import pad_row
 from maxlite.training.trainer import Trainer, build_trainer
 
 VOCAB, LENGTH, ROWS = 264, 16, 16

@@ -1,1 +1,166 @@
-"""Data sources: readers of files, and the SOURCES table."""
+"""Data sources: `SOURCES` maps each dataset_type to a function that opens its rows."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import DataConfig
+from maxlite.data.packing import (
+  DocumentWindows,
+  PackedConversations,
+  PackedDocuments,
+  RowSource,
+)
+from maxlite.data.sources.chat import ConversationTokenizer, chat_documents, open_chat
+from maxlite.data.sources.file_paths import expand_paths
+from maxlite.data.sources.jsonl import jsonl_documents
+from maxlite.data.sources.parquet import parquet_documents
+from maxlite.data.sources.synthetic import SyntheticRows
+from maxlite.data.sources.text import text_documents
+from maxlite.data.split import Reader
+from maxlite.data.token_cache import (
+  DocumentTokenizer,
+  TextTokenizer,
+  TokenizedData,
+  Tokens,
+  open_tokens,
+)
+from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+
+_SYNTHETIC_ROWS = {"train": 1 << 20, "eval": 1 << 10}
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentRows:
+  """Rows that each hold (part of) one document; `document_N` is the document of each, from 0."""
+
+  rows: RowSource
+  document_N: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSource:
+  """Rows of both splits; `eval` is None if nothing is held out.
+
+  `num_bytes_V` is the number of bytes of text of each id (0 in synthetic data). `summary` is for
+  the log. `documents` are the held-out documents one by one, None if there are none.
+  """
+
+  train: RowSource
+  eval: RowSource | None
+  num_bytes_V: np.ndarray
+  summary: str
+  documents: DocumentRows | None = None
+
+
+def _open_synthetic(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
+  train, held_out = (
+    SyntheticRows(stream, num_rows, cfg.max_target_length, vocab_size, cfg.data_shuffle_seed)
+    for stream, num_rows in enumerate(_SYNTHETIC_ROWS.values())
+  )
+  num_bytes_V = np.zeros(vocab_size, np.int32)
+  return DataSource(train, held_out, num_bytes_V, f"{len(train):,} synthetic training rows")
+
+
+def _open_text(
+  read: Reader, suffix: str, cfg: DataConfig, vocab_size: int, cache_directory: Path
+) -> DataSource:
+  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  data = _open_tokens(read, suffix, cfg, TextTokenizer(tokenizer), cache_directory)
+  rows = lambda tokens, seed: PackedDocuments(tokens, cfg.max_target_length, seed)
+  windows = DocumentWindows(data.eval, cfg.max_target_length)
+  documents = DocumentRows(windows, windows.document_N)
+  return _source(cfg, data, rows, documents, tokenizer, "documents")
+
+
+def _open_chat(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
+  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  chat = open_chat(cfg, tokenizer)
+  if chat is None:
+    raise UserError(
+      f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} has no chat "
+      "template: set chat_template_path to one that fits the model"
+    )
+  length = cfg.max_target_length
+  conversations = ConversationTokenizer(chat, length + 1)
+  data = _open_tokens(chat_documents, ".jsonl", cfg, conversations, cache_directory)
+  rows = lambda tokens, seed: PackedConversations(tokens, length, seed, packing=cfg.packing)
+  one_per_row = PackedConversations(data.eval, length, None, packing=False)
+  documents = DocumentRows(one_per_row, np.arange(len(one_per_row)))
+  return _source(cfg, data, rows, documents, tokenizer, "conversations")
+
+
+def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
+  tokenizer = open_tokenizer(cfg)
+  if tokenizer.size > vocab_size:
+    raise UserError(
+      f"the tokenizer has {tokenizer.size} ids and the model vocab_size={vocab_size}: "
+      f"set vocab_size={-(-tokenizer.size // 64) * 64}"
+    )
+  return tokenizer
+
+
+def _open_tokens(
+  read: Reader,
+  suffix: str,
+  cfg: DataConfig,
+  document_tokenizer: DocumentTokenizer,
+  cache_directory: Path,
+) -> TokenizedData:
+  data = open_tokens(
+    cfg,
+    read,
+    expand_paths(cfg.dataset_path, suffix, "dataset_path"),
+    expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path"),
+    document_tokenizer=document_tokenizer,
+    cache_directory=cache_directory,
+  )
+  num_train, num_eval = len(data.train.lengths), len(data.eval.lengths)
+  if not num_train + num_eval:
+    raise UserError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
+  if not num_train:
+    raise UserError(
+      f"nothing is left to train on, all {num_eval} documents are held out "
+      f"({data.num_dropped} of dataset_path for being in eval_dataset_path): lower eval_fraction, "
+      "set eval_split=tail or add files to dataset_path"
+    )
+  return data
+
+
+def _source(
+  cfg: DataConfig,
+  data: TokenizedData,
+  rows: Callable[[Tokens, int | None], RowSource],
+  documents: DocumentRows,
+  tokenizer: Tokenizer,
+  unit: str,
+) -> DataSource:
+  seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
+  train, num_bytes_V, summary = rows(data.train, seed), tokenizer.num_bytes_V, _summary(data, unit)
+  if not len(data.eval.lengths):
+    return DataSource(train, None, num_bytes_V, summary)
+  # Held-out documents keep the order of the files, so that runs are compared on the same rows.
+  return DataSource(train, rows(data.eval, None), num_bytes_V, summary, documents)
+
+
+def _summary(data: TokenizedData, unit: str) -> str:
+  train, held_out = (
+    f"{int(tokens.lengths.sum()):,} tokens in {len(tokens.lengths):,} {unit}"
+    for tokens in (data.train, data.eval)
+  )
+  dropped = {f"training {unit} dropped as duplicates of held-out ones": data.num_dropped}
+  notes = [f"; {count:,} {what}" for what, count in (dropped | data.counts).items() if count]
+  return f"train {train}; eval {held_out}{''.join(notes)}"
+
+
+SOURCES: dict[str, Callable[[DataConfig, int, Path], DataSource]] = {
+  "synthetic": _open_synthetic,
+  "text": functools.partial(_open_text, text_documents, ""),
+  "jsonl": functools.partial(_open_text, jsonl_documents, ".jsonl"),
+  "parquet": functools.partial(_open_text, parquet_documents, ".parquet"),
+  "chat": _open_chat,
+}

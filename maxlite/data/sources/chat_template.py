@@ -1,4 +1,4 @@
-"""Conversations as text, by the Jinja2 templates that models are published with."""
+"""Rendering of conversations with the Jinja2 chat templates of published models."""
 
 import datetime
 import json
@@ -13,29 +13,30 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxlite.config.errors import UserError
-from maxlite.data.tokenizers.tokenizer import HIDDEN
+from maxlite.data.tokenizers.tokenizer import ESCAPE
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else a template reads
-# Around what a template says is generated; Unicode keeps them for such uses.
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and other fields a template reads
+Span = tuple[int, int]  # [start, stop) of characters
+# Unicode noncharacters around the output of {% generation %} blocks.
 OPEN, CLOSE = "\ufdd1", "\ufdd2"
-_OURS = re.compile(f"[{HIDDEN}{OPEN}{CLOSE}]")
+_RESERVED = re.compile(f"[{ESCAPE}{OPEN}{CLOSE}]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-  """A template, which may use what those of the `transformers` package may.
+  """A chat template with the features that `transformers` offers to templates.
 
-  Special tokens that a conversation spells are hidden: they stay text when the result is encoded.
+  Special tokens spelled inside a message are escaped, so they are encoded as plain text.
 
   Args:
     source: the template's text.
-    place: where it is from, for error messages.
-    names: of special tokens, such as `bos_token`; by them the template knows the tokens.
-    specials: the spelling of every special token.
-    today: what day it is, should the template ask.
+    place: its origin, for error messages.
+    special_tokens_map: the template's variables such as `bos_token`.
+    special_tokens: the spelling of every special token.
+    today: the date for templates that print it.
 
   Raises:
-    UserError: it is no template.
+    UserError: `source` is not a Jinja2 template.
   """
 
   def __init__(
@@ -43,13 +44,13 @@ class ChatTemplate:
     source: str,
     *,
     place: str,
-    names: Mapping[str, str],
-    specials: Sequence[str],
+    special_tokens_map: Mapping[str, str],
+    special_tokens: Sequence[str],
     today: Callable[[], datetime.date],
   ) -> None:
-    self._place, self._names, self._specials = place, names, tuple(specials)
+    self._place, self._variables, self._specials = place, special_tokens_map, tuple(special_tokens)
     self._marks_answers = bool(_GENERATION.search(source))
-    spelled = "|".join(map(re.escape, specials)) or "(?!)"  # (?!) is nowhere
+    spelled = "|".join(map(re.escape, special_tokens)) or "(?!)"  # (?!) never matches
     self._spelled = re.compile(f"(?=(?:{spelled}))(.)", re.DOTALL)
     extensions: list[Any] = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(
@@ -61,87 +62,87 @@ class ChatTemplate:
     try:
       self._template = environment.from_string(source)
     except jinja2.TemplateError as error:
-      raise UserError(f"{place} is no Jinja2 template: {_one_line(error)}") from None
+      raise UserError(f"{place} is not a Jinja2 template: {_one_line(error)}") from None
 
-  def render(self, messages: Sequence[Message], *, prompts_answer: bool = False) -> str:
-    """The conversation; with `prompts_answer`, up to where the assistant speaks next."""
-    return _cut_out(self._render(messages, prompts_answer))[0]
+  def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    """Render a conversation, optionally up to the start of the assistant's next answer."""
+    return _extract_spans(self._render(messages, add_generation_prompt))[0]
 
-  def answers(self, messages: Sequence[Message]) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Texts with all answers of the assistant, and where in each they begin and end.
+  def render_answers(self, messages: Sequence[Message]) -> list[tuple[str, list[Span]]]:
+    """Render texts that contain all answers of the assistant, and the span of each answer.
 
-    An answer is what stands in a {% generation %} block. Where the template has none, it is what
-    the conversation up to and with an assistant's message has beyond that up to where the assistant
-    is prompted; white space behind a special token that ends it is no part of it. There is one
-    text, the conversation, unless such a template renders its beginnings otherwise than by
-    themselves: then there is one for each answer, which ends with it.
+    An answer is the output of a {% generation %} block. Without such blocks it is the difference
+    between the conversation up to and including an assistant message and the generation prompt
+    before it; whitespace after a final special token is excluded. The result is one text, the
+    conversation, unless a template without blocks renders an earlier answer differently from a
+    last one: then it is one text per answer, which ends with it.
 
     Raises:
-      UserError: the template refuses the conversation, or, having no such block, prompts the
-        assistant by something that its answers do not begin with.
+      UserError: the template rejects the conversation, or has no blocks and a generation prompt
+        that its answers do not start with.
     """
-    text = self._render(messages, prompts_answer=False)
+    text = self._render(messages, add_generation_prompt=False)
     if self._marks_answers:
-      return [_cut_out(text)]
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    found = [self._answer(messages[: n + 1]) for n in turns]
-    if all(text.startswith(through) for through, _ in found):
-      return [(text, [span for _, span in found])]
-    return [(through, [span]) for through, span in found]
+      return [_extract_spans(text)]
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    prefixes = [self._render_last_answer(messages[: n + 1]) for n in answers]
+    if all(text.startswith(prefix) for prefix, _ in prefixes):
+      return [(text, [span for _, span in prefixes])]
+    return [(prefix, [span]) for prefix, span in prefixes]
 
-  def _answer(self, messages: Sequence[Message]) -> tuple[str, tuple[int, int]]:
-    """(a conversation that ends with an answer, where in it that is)"""
-    before = self._render(messages[:-1], prompts_answer=True)
-    text = self._render(messages, prompts_answer=False)
+  def _render_last_answer(self, messages: Sequence[Message]) -> tuple[str, Span]:
+    """(text of a conversation that ends with an answer, span of that answer)"""
+    before = self._render(messages[:-1], add_generation_prompt=True)
+    text = self._render(messages, add_generation_prompt=False)
     if not text.startswith(before):
       raise UserError(
-        f"{self._place} prompts the assistant by something that answers do not begin with, so that "
-        "they cannot be told from it: set chat_template_path to one that has {% generation %} and "
-        "{% endgeneration %} around what the assistant says"
+        f"{self._place} has a generation prompt that its answers do not start with, so answers "
+        "cannot be located: set chat_template_path to one that has {% generation %} and "
+        "{% endgeneration %} around the assistant's messages"
       )
     trimmed = text.rstrip()
-    whole = trimmed if trimmed.endswith(self._specials) else text
-    return text, (len(before), max(len(whole), len(before)))
+    end = len(trimmed if trimmed.endswith(self._specials) else text)
+    return text, (len(before), max(end, len(before)))
 
-  def _render(self, messages: Sequence[Message], prompts_answer: bool) -> str:
+  def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
     try:
       return self._template.render(
-        messages=self._plain(list(messages)),
+        messages=self._escape(list(messages)),
         tools=None,
         documents=None,
-        add_generation_prompt=prompts_answer,
-        **self._names,
+        add_generation_prompt=add_generation_prompt,
+        **self._variables,
       )
-    except Exception as error:  # a template may fail in any way that a program may
+    except Exception as error:  # a template can raise any exception
       raise UserError(f"{self._place}: {_one_line(error)}") from None
 
-  def _plain(self, value: Any) -> Any:
-    """`value` without anything in its texts that would be a special token or a mark of ours."""
+  def _escape(self, value: Any) -> Any:
+    """Escape special tokens and replace reserved characters in all strings of `value`."""
     if isinstance(value, str):
-      whole = value.encode(errors="replace").decode()  # JSON can spell half of a surrogate pair
-      text = _OURS.sub("\N{REPLACEMENT CHARACTER}", whole)
-      return self._spelled.sub(rf"\1{HIDDEN}", text)
+      valid = value.encode(errors="replace").decode()  # JSON can spell an unpaired surrogate
+      text = _RESERVED.sub("\N{REPLACEMENT CHARACTER}", valid)
+      return self._spelled.sub(rf"\1{ESCAPE}", text)
     if isinstance(value, Mapping):
-      return {key: self._plain(inner) for key, inner in value.items()}
-    return [self._plain(inner) for inner in value] if isinstance(value, list) else value
+      return {key: self._escape(inner) for key, inner in value.items()}
+    return [self._escape(inner) for inner in value] if isinstance(value, list) else value
 
 
 class _Generation(Extension):
-  """{% generation %} ... {% endgeneration %}: what the assistant says, between OPEN and CLOSE."""
+  """{% generation %} ... {% endgeneration %}: puts the block's output between OPEN and CLOSE."""
 
   tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
   def parse(self, parser: Parser) -> Node:
     line = next(parser.stream).lineno
     body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-    return CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
+    return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-  def _between(self, caller: Any) -> str:
+  def _mark(self, caller: Any) -> str:
     return f"{OPEN}{caller()}{CLOSE}"
 
 
-def _cut_out(text: str) -> tuple[str, list[tuple[int, int]]]:
-  """`text` without OPEN and CLOSE, and where in it what stood between them begins and ends."""
+def _extract_spans(text: str) -> tuple[str, list[Span]]:
+  """Remove OPEN and CLOSE from `text`; return it and the spans that were between them."""
   kept, begins, ends = "", [], []
   for part in re.split(f"([{OPEN}{CLOSE}])", text):
     if part == OPEN:
@@ -160,7 +161,7 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """As `transformers` has it, unlike Jinja's own, which escapes what HTML would read."""
+  """The `tojson` filter of `transformers`; Jinja's own escapes HTML."""
   return json.dumps(
     value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
   )

@@ -1,4 +1,4 @@
-"""JSON lines: every line is one document."""
+"""JSON lines: each line is a document."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from maxlite.config.errors import UserError
 def jsonl_documents(
   file: Path, column: str, start: float, stop: float
 ) -> Iterator[Iterator[bytes]]:
-  """Documents of the share [start, stop) of the lines of `file`; blank lines are passed over.
+  """Read the documents in the fraction [start, stop) of the lines of `file`, skipping blank lines.
 
   Raises:
     UserError: a line is not an object with a string in `column`; names file and line.
@@ -20,17 +20,16 @@ def jsonl_documents(
     yield iter([_text(record, column, place)])
 
 
-def read_objects(
-  file: Path, start: float = 0, stop: float = 1
-) -> Iterator[tuple[str, dict[str, Any]]]:
-  """(`FILE:LINE`, object) of the share [start, stop) of the lines; blank ones are passed over.
+def read_objects(file: Path, start: float, stop: float) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yield (`FILE:LINE`, object) for the fraction [start, stop) of the lines, except blank ones.
 
   Raises:
-    UserError: a line is no JSON object.
+    UserError: a line is not a JSON object.
   """
   begin, end = 0, None
   if (start, stop) != (0, 1):
-    num_lines = _count_lines(file)
+    with file.open("rb") as lines:
+      num_lines = sum(1 for _ in lines)
     begin, end = int(num_lines * start), int(num_lines * stop)
   with file.open("rb") as lines:
     for number, line in enumerate(lines):
@@ -41,16 +40,11 @@ def read_objects(
         yield place, _object(line, place)
 
 
-def _count_lines(file: Path) -> int:
-  with file.open("rb") as lines:
-    return sum(1 for _ in lines)
-
-
 def _object(line: bytes, place: str) -> dict[str, Any]:
   try:
     record = json.loads(line)
   except (ValueError, RecursionError) as error:
-    raise UserError(f"{place}: not JSON ({error}): mend or remove the line") from None
+    raise UserError(f"{place}: not JSON ({error}): fix or remove the line") from None
   if not isinstance(record, dict):
     raise UserError(f"{place}: not a JSON object: write {{...}} in each line")
   return record
@@ -61,5 +55,5 @@ def _text(record: dict[str, Any], column: str, place: str) -> bytes:
     raise UserError(f"{place}: no field {column!r} among {sorted(record)}: set text_column")
   if not isinstance(record[column], str):
     raise UserError(f"{place}: field {column!r} is not a string: set text_column to one that is")
-  # JSON can spell half of a surrogate pair, which no encoding can hold.
+  # JSON can spell an unpaired surrogate, which no encoding can represent.
   return record[column].encode(errors="replace")

@@ -1,17 +1,17 @@
-"""Parquet files: every row is one document."""
+"""Parquet files: each row is a document."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from maxlite.config.errors import UserError
 
-_ROWS_AT_ONCE = 256
+_BATCH_ROWS = 256
 
 
 def parquet_documents(
   file: Path, column: str, start: float, stop: float
 ) -> Iterator[Iterator[bytes]]:
-  """Documents of the share [start, stop) of the rows of `file`; nulls are passed over.
+  """Read the documents in the fraction [start, stop) of the rows of `file`, skipping nulls.
 
   Raises:
     UserError: pyarrow is missing, or `file` is not parquet with strings in `column`.
@@ -33,9 +33,9 @@ def parquet_documents(
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
       raise UserError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
     num_rows = table.metadata.num_rows
-    wanted = range(int(num_rows * start), int(num_rows * stop))
-    batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])
+    selected = range(int(num_rows * start), int(num_rows * stop))
+    batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=[column])
     texts = (text for batch in batches for text in batch.column(0).to_pylist())
     for number, text in enumerate(texts):
-      if number in wanted and text is not None:
+      if number in selected and text is not None:
         yield iter([text.encode()])

@@ -1,17 +1,17 @@
-"""Random rows that need no files and have something to learn."""
+"""Synthetic rows: random counting sequences, without files."""
 
 import numpy as np
 
-from maxlite.data.rows import Row, pad_row
+from maxlite.data.packing import Row, pad_row
 
 _JUMP_PROBABILITY = 0.1
 
 
 class SyntheticRows:
-  """Row i counts upwards from a random id, modulo the vocabulary, and now and then jumps.
+  """Row i counts up from a random id, modulo the vocabulary, with random jumps.
 
-  The best loss a model can reach is the entropy of the jumps: with 256 ids, 0.88 nats. Rows of
-  different `stream`s are drawn independently.
+  The best possible loss is the entropy of the jumps: 0.88 nats with 256 ids. Rows of different
+  `stream`s are independent.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""Plain files: every file is one document, read in pieces."""
+"""Text files: each file is a document, read in pieces."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ PIECE_BYTES = 1 << 18
 def text_documents(
   file: Path, _column: str, start: float, stop: float
 ) -> Iterator[Iterator[bytes]]:
-  """The one document that the share [start, stop) of the bytes of `file` is."""
+  """Read the fraction [start, stop) of the bytes of `file` as one document."""
   size = file.stat().st_size
   with file.open("rb") as stream:
     begin, end = (_character_start(stream, int(size * share)) for share in (start, stop))
@@ -18,7 +18,7 @@ def text_documents(
 
 
 def _character_start(stream: BinaryIO, offset: int) -> int:
-  """`offset`, moved on to where a UTF-8 character starts; 0 stays, whatever is there."""
+  """Advance `offset` to the start of a UTF-8 character, unless it is 0."""
   if not offset:
     return 0
   stream.seek(offset)
@@ -27,7 +27,7 @@ def _character_start(stream: BinaryIO, offset: int) -> int:
 
 
 def _pieces(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-  """Bytes [begin, end) cut after a newline or, in a very long line, between two characters."""
+  """Yield bytes [begin, end), cut after a newline or, in a very long line, between characters."""
   stream.seek(begin)
   rest = b""
   while block := stream.read(min(PIECE_BYTES, end - stream.tell())):
@@ -46,7 +46,7 @@ def _cut(data: bytes) -> int:
     return newline
   for back in range(1, min(4, len(data)) + 1):
     byte = data[-back]
-    if byte >= 0xC0:  # the lead of a character of 2, 3 or 4 bytes
+    if byte >= 0xC0:  # lead byte of a character of 2, 3 or 4 bytes
       length = 2 + (byte >= 0xE0) + (byte >= 0xF0)
       return len(data) - back if back < length else len(data)
   return len(data)

@@ -1,1 +1,1 @@
-"""Tokenizers: bytes, Hugging Face, SentencePiece."""
+"""Tokenizers: bytes, Hugging Face and SentencePiece."""

@@ -1,4 +1,4 @@
-"""Bytes to token ids and back; one class per kind, all listed in `TOKENIZERS`."""
+"""Conversion between bytes and token ids; one class per kind, all in `TOKENIZERS`."""
 
 import functools
 import hashlib
@@ -12,60 +12,67 @@ import tokenizers
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizers.tokenizer_files import Beside, read_beside
+from maxlite.data.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
-# Inside a special token's spelling it makes that plain text; Unicode keeps it for such uses.
-HIDDEN = "\ufdd0"
+# A Unicode noncharacter: inside the spelling of a special token it makes the token plain text.
+ESCAPE = "\ufdd0"
 
 
 class Tokenizer(Protocol):
-  """`identity` changes when any id would; `num_bytes_V`: bytes of text per id, 0 for specials.
+  """Converts text to ids and back.
 
-  A document is parted from the next by `bos` and `eos`; a text that is generated ends with any of
-  `ends`, of which eos is the first.
+  A document starts with `bos` and ends with `eos`; generation ends with any of `stop_token_ids`,
+  the first of which is eos. `identity` changes if any id does. `num_bytes_V` is the number of bytes
+  of text of each id, 0 for special tokens.
   """
 
   size: int
   bos: int
   eos: int
-  ends: tuple[int, ...]
+  stop_token_ids: tuple[int, ...]
   identity: str
   num_bytes_V: np.ndarray
 
   def encode(self, text: bytes) -> np.ndarray:
-    """Ids of `text`, without bos and eos; what it spells is text, be it a special token's name."""
+    """Encode `text` without bos and eos; spelled special tokens are plain text."""
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Text of `ids`; specials and ids of no token are left out."""
+    """Decode `ids`, leaving out special tokens and ids beyond the vocabulary."""
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-  """One that chat templates can be used with.
+  """A tokenizer that supports chat templates.
 
-  `specials` are the control tokens by their spelling; `names` is how templates call some of them:
-  {"eos_token": "</s>"}.
+  `special_tokens` maps spellings to ids; `special_tokens_map` maps the names that templates use to
+  spellings: {"eos_token": "</s>"}. `chat_template` is the tokenizer's own, or empty.
   """
 
-  specials: Mapping[str, int]
-  names: Mapping[str, str]
-  chat_template: str  # that came with it; empty: none did
+  special_tokens: Mapping[str, int]
+  special_tokens_map: Mapping[str, str]
+  chat_template: str
 
-  def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, where in `text` each begins); specials that it spells become themselves.
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, start of each id in `text`), parsing special tokens.
 
-    One that is spelled with HIDDEN inside stays text, which loses what hides it.
+    A special token with ESCAPE inside is encoded as plain text without the ESCAPE.
     """
 
 
 class ByteTokenizer:
-  """Ids 0-255 are the bytes themselves, 256 is bos, 257 is eos; any bytes survive exactly."""
+  """Ids 0-255 are bytes, 256 is bos, 257 is eos; any bytes are preserved."""
 
   size, bos, eos = 258, 256, 257
-  ends: tuple[int, ...] = (257,)
+  stop_token_ids: tuple[int, ...] = (257,)
   identity = "byte"
   chat_template = ""
-  names: Mapping[str, str] = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-  specials: Mapping[str, int] = {names["bos_token"]: bos, names["eos_token"]: eos}
+  special_tokens_map: Mapping[str, str] = {
+    "bos_token": "<|begin_of_text|>",
+    "eos_token": "<|end_of_text|>",
+  }
+  special_tokens: Mapping[str, int] = {
+    special_tokens_map["bos_token"]: bos,
+    special_tokens_map["eos_token"]: eos,
+  }
 
   def __init__(self, path: str) -> None:
     if path:
@@ -82,9 +89,10 @@ class ByteTokenizer:
   def decode(self, ids: Sequence[int]) -> str:
     return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
-  def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    pattern = "|".join(map(re.escape, self.specials))
-    spans = [(*found.span(), self.specials[found[0]]) for found in re.finditer(pattern, text)]
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    pattern = "|".join(map(re.escape, self.special_tokens))
+    found = re.finditer(pattern, text)
+    spans = [(*match.span(), self.special_tokens[match[0]]) for match in found]
     return _encode_between(text, spans, lambda piece, _: _bytes_of(piece))
 
 
@@ -93,77 +101,81 @@ _HUGGINGFACE_EOS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"
 
 
 class HuggingFaceTokenizer:
-  """A tokenizer.json. Undecodable bytes become U+FFFD; special tokens spelled in text stay text.
+  """A tokenizer.json. Undecodable bytes become U+FFFD.
 
-  What begins and ends a text is read from the files beside it, and known by usual names where they
-  are silent.
+  bos and eos come from the files beside it (see `TokenizerConfig`), else from common spellings.
   """
 
   def __init__(self, path: str) -> None:
     file_hash = _file_hash(path)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+    except Exception as error:  # the library raises plain Exception for unreadable files
       raise UserError(f"tokenizer_path={path!r} is not a tokenizer.json: {error}") from None
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(vocabulary.values()) + 1
-    beside = read_beside(Path(path).parent)
-    self.chat_template = beside.chat_template
-    self.ends = _ends(vocabulary, beside, path)
-    self.eos = self.ends[0]
-    self.bos = _bos(vocabulary, beside, self.eos, path)
+    config = read_tokenizer_config(Path(path).parent)
+    self.chat_template = config.chat_template
+    self.stop_token_ids = _stop_token_ids(vocabulary, config, path)
+    self.eos = self.stop_token_ids[0]
+    self.bos = _bos(vocabulary, config, self.eos, path)
     self.identity = f"huggingface {file_hash} {self.bos} {self.eos}"
-    spelled = {i: token for token, i in vocabulary.items()}
-    named = {"bos_token": spelled[self.bos], "eos_token": spelled[self.eos]}
-    # A template that asks for a token which nobody named gets nothing, but for the one that ends.
-    named = named if not beside.tokens else {"eos_token": named["eos_token"]}
-    self.names: Mapping[str, str] = named | beside.tokens
-    # They are not always marked as special tokens.
-    added = self._tokenizer.get_added_tokens_decoder()
-    plain = [i for i in (self.bos, *self.ends) if i not in added or not added[i].special]
-    missing = [tokenizers.AddedToken(spelled[i], special=True) for i in dict.fromkeys(plain)]
-    self._tokenizer.add_special_tokens(missing)
-    added = self._tokenizer.get_added_tokens_decoder()
-    self.specials: Mapping[str, int] = {
-      token.content: i for i, token in added.items() if token.special
-    }
+    spelling = {i: token for token, i in vocabulary.items()}
+    # Once the files name any token, a template gets only the named ones and the eos.
+    defaults = {"bos_token": self.bos, "eos_token": self.eos}
+    if config.special_tokens_map:
+      del defaults["bos_token"]
+    self.special_tokens_map: Mapping[str, str] = {
+      name: spelling[i] for name, i in defaults.items()
+    } | config.special_tokens_map
+    self.special_tokens: Mapping[str, int] = self._mark_special(spelling)
     self.num_bytes_V = self._count_bytes(vocabulary)
 
   def encode(self, text: bytes) -> np.ndarray:
     return np.asarray(self._encoding(text.decode(errors="replace")).ids, np.uint32)
 
   def decode(self, ids: Sequence[int]) -> str:
-    known = [i for i in map(int, ids) if i < self.size]
-    return self._tokenizer.decode(known, skip_special_tokens=True)
+    valid = [i for i in map(int, ids) if i < self.size]
+    return self._tokenizer.decode(valid, skip_special_tokens=True)
 
-  def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    encoding = self._encoding(text, specials=True)
-    if HIDDEN not in text:
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    encoding = self._encoding(text, parse_special=True)
+    if ESCAPE not in text:
       return _as_arrays(encoding.ids, [start for start, _ in encoding.offsets])
-    controls = set(self.specials.values())
+    special_ids = set(self.special_tokens.values())
     found = zip(encoding.offsets, encoding.ids, strict=True)
-    spans = [(start, stop, i) for (start, stop), i in found if i in controls]
+    spans = [(start, stop, i) for (start, stop), i in found if i in special_ids]
     return _encode_between(text, spans, self._encode_piece)
 
-  def _encoding(self, text: str, *, specials: bool = False) -> tokenizers.Encoding:
-    self._tokenizer.encode_special_tokens = not specials
+  def _mark_special(self, spelling: Mapping[int, str]) -> dict[str, int]:
+    """Mark bos and the stop tokens as special, as not all files do; return all special tokens."""
+    added = self._tokenizer.get_added_tokens_decoder()
+    plain = [i for i in (self.bos, *self.stop_token_ids) if i not in added or not added[i].special]
+    self._tokenizer.add_special_tokens(
+      [tokenizers.AddedToken(spelling[i], special=True) for i in dict.fromkeys(plain)]
+    )
+    added = self._tokenizer.get_added_tokens_decoder()
+    return {token.content: i for i, token in added.items() if token.special}
+
+  def _encoding(self, text: str, *, parse_special: bool = False) -> tokenizers.Encoding:
+    self._tokenizer.encode_special_tokens = not parse_special
     return self._tokenizer.encode(text, add_special_tokens=False)
 
-  def _encode_piece(self, piece: str, is_first: bool) -> tuple[list[int], list[int]]:
-    encode = self._encoding if is_first else self._encode_later
+  def _encode_piece(self, piece: str, is_first: bool) -> "_Encoded":
+    encode = self._encoding if is_first else self._encode_continuation
     encoding = encode(piece)
     return encoding.ids, [start for start, _ in encoding.offsets]
 
   @functools.cached_property
-  def _encode_later(self) -> Callable[[str], tokenizers.Encoding]:
-    """As a piece is encoded behind another: some vocabularies put a space before the first."""
-    written = self._tokenizer.to_str()
-    written = written.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
-    later = tokenizers.Tokenizer.from_str(written)
-    later.encode_special_tokens = True
-    return lambda piece: later.encode(piece, add_special_tokens=False)
+  def _encode_continuation(self) -> Callable[[str], tokenizers.Encoding]:
+    """Encoder of pieces after the first, without the space that some vocabularies prepend."""
+    serialized = self._tokenizer.to_str()
+    serialized = serialized.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
+    tokenizer = tokenizers.Tokenizer.from_str(serialized)
+    tokenizer.encode_special_tokens = True
+    return lambda piece: tokenizer.encode(piece, add_special_tokens=False)
 
   def _count_bytes(self, vocabulary: dict[str, int]) -> np.ndarray:
     # A byte-level vocabulary spells each byte as one character.
@@ -177,7 +189,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-  """A SentencePiece model. Undecodable bytes become U+FFFD; the model may normalise the text."""
+  """A SentencePiece model. Undecodable bytes become U+FFFD; the model may normalize the text."""
 
   def __init__(self, path: str) -> None:
     try:
@@ -193,9 +205,9 @@ class SentencePieceTokenizer:
       raise UserError(f"tokenizer_path={path!r} is not a SentencePiece model: {error}") from None
     self.size, self.eos = self._model.vocab_size(), self._model.eos_id()
     if self.eos < 0:
-      raise UserError(f"tokenizer_path={path!r} has no eos token, which must part documents")
+      raise UserError(f"tokenizer_path={path!r} has no eos token, which separates documents")
     self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eos
-    self.ends: tuple[int, ...] = (self.eos,)
+    self.stop_token_ids: tuple[int, ...] = (self.eos,)
     self.num_bytes_V = np.array([self._count_bytes(i) for i in range(self.size)], np.int32)
 
   def encode(self, text: bytes) -> np.ndarray:
@@ -216,62 +228,65 @@ def _file_hash(path: str) -> str:
   return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
-def _ends(vocabulary: dict[str, int], beside: Beside, path: str) -> tuple[int, ...]:
-  """Ids that end a text: the one that is named, those that are listed, or one of a usual name."""
-  named = _named(vocabulary, beside, "eos_token", path)
-  usual = [vocabulary[name] for name in _HUGGINGFACE_EOS if name in vocabulary][:1]
-  ends = tuple(dict.fromkeys([*named, *beside.end_ids])) or tuple(usual)
-  if not ends:
+def _stop_token_ids(
+  vocabulary: dict[str, int], config: TokenizerConfig, path: str
+) -> tuple[int, ...]:
+  """The named eos and the listed ones, else the first of `_HUGGINGFACE_EOS` in the vocabulary."""
+  named = _named(vocabulary, config, "eos_token", path)
+  common = [vocabulary[name] for name in _HUGGINGFACE_EOS if name in vocabulary][:1]
+  stop_token_ids = tuple(dict.fromkeys([*named, *config.eos_ids])) or tuple(common)
+  if not stop_token_ids:
     raise UserError(
-      f"tokenizer_path={path!r} has none of {', '.join(_HUGGINGFACE_EOS)} to part documents: add "
-      "one of them, or name another as eos_token in a tokenizer_config.json beside it"
+      f"tokenizer_path={path!r} has none of {', '.join(_HUGGINGFACE_EOS)} to separate documents: "
+      "add one of them, or name another as eos_token in a tokenizer_config.json beside it"
     )
-  _require_known(ends, vocabulary, path)
-  return ends
+  _require_ids(stop_token_ids, vocabulary, path)
+  return stop_token_ids
 
 
-def _bos(vocabulary: dict[str, int], beside: Beside, eos: int, path: str) -> int:
-  named = _named(vocabulary, beside, "bos_token", path)
-  listed = [] if beside.bos_id is None else [beside.bos_id]
-  _require_known(listed, vocabulary, path)
-  usual = [vocabulary[name] for name in _HUGGINGFACE_BOS if name in vocabulary]
-  return [*named, *listed, *usual, eos][0]
+def _bos(vocabulary: dict[str, int], config: TokenizerConfig, eos: int, path: str) -> int:
+  named = _named(vocabulary, config, "bos_token", path)
+  listed = [] if config.bos_id is None else [config.bos_id]
+  _require_ids(listed, vocabulary, path)
+  common = [vocabulary[name] for name in _HUGGINGFACE_BOS if name in vocabulary]
+  return [*named, *listed, *common, eos][0]
 
 
-def _named(vocabulary: dict[str, int], beside: Beside, name: str, path: str) -> list[int]:
-  if name not in beside.tokens:
+def _named(vocabulary: dict[str, int], config: TokenizerConfig, name: str, path: str) -> list[int]:
+  token = config.special_tokens_map.get(name)
+  if token is None:
     return []
-  if beside.tokens[name] not in vocabulary:
+  if token not in vocabulary:
     raise UserError(
-      f"tokenizer_path={path!r} lacks {beside.tokens[name]!r}, which a file beside it names as "
-      f"{name}: correct one of the two"
+      f"tokenizer_path={path!r} lacks {token!r}, which a file beside it names as {name}: correct "
+      "one of the two"
     )
-  return [vocabulary[beside.tokens[name]]]
+  return [vocabulary[token]]
 
 
-def _require_known(ids: Iterable[int], vocabulary: dict[str, int], path: str) -> None:
+def _require_ids(ids: Iterable[int], vocabulary: dict[str, int], path: str) -> None:
   if unknown := set(ids) - set(vocabulary.values()):
     raise UserError(
-      f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it says begins or "
-      "ends texts: correct one of the two"
+      f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it names as bos "
+      "or eos: correct one of the two"
     )
 
 
-_Encoded = tuple[Sequence[int], Sequence[int]]  # ids, and where each begins
+_Encoded = tuple[Sequence[int], Sequence[int]]  # ids, and the start of each
 
 
 def _encode_between(
   text: str, spans: Sequence[tuple[int, int, int]], encode: Callable[[str, bool], _Encoded]
 ) -> tuple[np.ndarray, np.ndarray]:
-  """(ids, where each begins) of a text with special tokens at `spans`, each (start, stop, id).
+  """Return (ids, start of each) of a text with special tokens at `spans` of (start, stop, id).
 
-  `encode(piece, is_first)` does what lies between them, without what hides other specials in it.
+  `encode(piece, is_first)` encodes the text between them, from which ESCAPE is removed.
   """
   ids: list[int] = []
   starts: list[int] = []
   begin = 0
   for start, stop, special in [*spans, (len(text), len(text), -1)]:
-    kept = [n for n in range(begin, start) if text[n] != HIDDEN]
+    kept = [n for n in range(begin, start) if text[n] != ESCAPE]
     if kept:
       piece_ids, piece_starts = encode("".join(text[n] for n in kept), begin == 0)
       ids += piece_ids
@@ -293,10 +308,9 @@ def _bytes_of(piece: str) -> _Encoded:
 
 
 def _spelled_bytes(piece: str) -> int:
-  """Bytes of a piece that writes a space as U+2581 and a lone byte as <0x0A>."""
-  return (
-    1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
-  )
+  """Bytes of a piece that spells a space as U+2581 and a lone byte as <0x0A>."""
+  is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece)
+  return 1 if is_byte else len(piece.replace("\u2581", " ").encode())
 
 
 TOKENIZERS: dict[str, Callable[[str], Tokenizer]] = {

@@ -31,7 +31,9 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     tokenizer = open_text_tokenizer(cfg)
     trainer, params, _ = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
-    engine = build_engine(trainer, params, chat.ends if chat else tokenizer.ends)
+    engine = build_engine(
+      trainer, params, chat.stop_token_ids if chat else tokenizer.stop_token_ids
+    )
   engine.compile_ahead()  # or the first to ask would wait for it
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
   app_of = lambda worker: build_app(

@@ -1,4 +1,4 @@
-"""`dataset_path` entries to a sorted list of files."""
+"""Expansion of `dataset_path` entries to files."""
 
 import glob
 import sysconfig
@@ -12,17 +12,19 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 def expand_paths(entries: Iterable[str], suffix: str, key: str) -> list[Path]:
-  """Files of `entries` in their order, each once; a folder gives its visible files with `suffix`.
+  """Expand files, folders and globs, in order and without duplicates.
+
+  A folder yields its visible files with `suffix`, and `stdlib` the sources of Python's library.
 
   Raises:
-    UserError: an entry of the config key `key` gives no file.
+    UserError: an entry of the config key `key` yields no file.
   """
   files: dict[Path, None] = {}
   for entry in entries:
     found = _expand(entry, suffix)
     if not found:
-      wanted = f"*{suffix} file" if suffix else "file"
-      raise UserError(f"{key}: {entry!r} gives no {wanted}: name a file, a folder or a glob")
+      kind = f"*{suffix} file" if suffix else "file"
+      raise UserError(f"{key}: {entry!r} gives no {kind}: name a file, a folder or a glob")
     files.update(dict.fromkeys(found))
   return list(files)
 

@@ -1,4 +1,4 @@
-"""Which documents are trained on and which are held out."""
+"""Assignment of documents to the training and evaluation splits."""
 
 import functools
 import hashlib
@@ -8,34 +8,37 @@ from pathlib import Path
 
 from maxlite.config.schema import DataConfig
 
-# (file, column, start, stop) -> the pieces of each document in the share [start, stop) of a file.
-# A document's pieces are to be read before the next document is asked for.
+# (file, column, start, stop) -> the documents in the fraction [start, stop) of a file, each as an
+# iterator over pieces, which must be consumed before the next document is requested.
 Reader = Callable[[Path, str, float, float], Iterator[Iterator[bytes]]]
 Document = tuple[bytes, Iterator[bytes]]  # its first piece, and all of its pieces
-Assigned = Iterator[tuple[str, Iterator[bytes]]]
+SplitDocuments = Iterator[tuple[str, Iterator[bytes]]]
 
 
 def content_hash(first_piece: bytes) -> int:
-  """64 bits that documents which begin with the same piece share."""
+  """64-bit hash of a document's first piece."""
   return int.from_bytes(hashlib.blake2b(first_piece, digest_size=8).digest(), "big")
 
 
 def split_documents(
   cfg: DataConfig, read: Reader, files: list[Path], eval_files: list[Path]
-) -> Assigned:
-  """(`train`, `eval` or `dropped`, pieces) of every document that is not empty.
+) -> SplitDocuments:
+  """Yield (`train`, `eval` or `dropped`, pieces) for every non-empty document.
 
-  By content, documents that are alike land on one side. Where `eval_files` are given, training
-  documents that are among them are dropped. The tail is cut by place alone: text that occurs
+  A split by content puts equal documents on the same side. With `eval_files`, training documents
+  that also occur in them are dropped. `eval_split=tail` cuts by position only, so text that occurs
   twice may be on both sides.
   """
   documents = functools.partial(_documents, read, cfg.text_column)
   if eval_files:
-    return _by_file(documents(files), documents(eval_files))
+    return _split_by_file(documents(files), documents(eval_files))
   if cfg.eval_split == "tail":
     cut = 1 - cfg.eval_fraction
-    return _by_place(documents(files, 0, cut), documents(files, cut, 1))
-  return _by_content(documents(files), cfg.eval_fraction)
+    train, held_out = documents(files, 0, cut), documents(files, cut, 1)
+    return itertools.chain(
+      (("train", pieces) for _, pieces in train), (("eval", pieces) for _, pieces in held_out)
+    )
+  return _split_by_content(documents(files), cfg.eval_fraction)
 
 
 def _documents(
@@ -47,7 +50,7 @@ def _documents(
         yield first, itertools.chain([first], pieces)
 
 
-def _by_file(train: Iterator[Document], held_out: Iterator[Document]) -> Assigned:
+def _split_by_file(train: Iterator[Document], held_out: Iterator[Document]) -> SplitDocuments:
   hashes = set()
   for first, pieces in held_out:
     hashes.add(content_hash(first))
@@ -56,13 +59,7 @@ def _by_file(train: Iterator[Document], held_out: Iterator[Document]) -> Assigne
     yield ("dropped" if content_hash(first) in hashes else "train"), pieces
 
 
-def _by_place(train: Iterator[Document], held_out: Iterator[Document]) -> Assigned:
-  for name, documents in (("train", train), ("eval", held_out)):
-    for _, pieces in documents:
-      yield name, pieces
-
-
-def _by_content(documents: Iterator[Document], eval_fraction: float) -> Assigned:
+def _split_by_content(documents: Iterator[Document], eval_fraction: float) -> SplitDocuments:
   limit = eval_fraction * 2**64
   for first, pieces in documents:
     yield ("eval" if content_hash(first) < limit else "train"), pieces

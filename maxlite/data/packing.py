@@ -1,0 +1,171 @@
+"""Tokenized documents as rows of T positions: packed, whole conversations, or one per row."""
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+
+from maxlite.data.token_cache import LOSS_MASK_BIT, TokenFile, Tokens
+
+Row = dict[str, np.ndarray]  # the fields of a Batch, each [T] or, stacked, [B, T]
+_NUM_OPEN_ROWS = 64
+
+
+class RowSource(Protocol):
+  """Random access to rows of T positions; `identity` changes if any row does."""
+
+  identity: str
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, index: int) -> Row: ...
+
+
+def pad_row(tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray, size: int) -> Row:
+  """Build a row of `size` positions from segments of `lengths`; target -1 means no target."""
+  total = len(tokens)
+  row = {
+    name: np.zeros(size, np.int32)
+    for name in ("tokens_BT", "targets_BT", "segment_BT", "position_BT")
+  }
+  row["tokens_BT"][:total] = tokens
+  row["targets_BT"][:total] = np.maximum(targets, 0)
+  row["segment_BT"][:total] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+  begin = np.cumsum(lengths) - lengths
+  row["position_BT"][:total] = np.arange(total) - np.repeat(begin, lengths)
+  row["weight_BT"] = np.zeros(size, np.float32)
+  row["weight_BT"][:total] = targets >= 0
+  return row
+
+
+def _ordered_documents(tokens: Tokens, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+  """(offset in the file, length) of each document, shuffled once unless `seed` is None."""
+  order = np.arange(len(tokens.lengths))
+  if seed is not None:
+    order = np.random.default_rng(seed).permutation(order)
+  return (np.cumsum(tokens.lengths) - tokens.lengths)[order], tokens.lengths[order]
+
+
+def _identity(tokens: Tokens, *placement: np.ndarray) -> str:
+  # The placement is hashed too: another NumPy version may draw another order from the same seed.
+  digest = hashlib.blake2b(digest_size=8)
+  for array in placement:
+    digest.update(array.tobytes())
+  return f"{tokens.digest} {digest.hexdigest()}"
+
+
+class PackedDocuments:
+  """Row i is positions [i * T, (i + 1) * T) of all documents concatenated in a fixed order.
+
+  Every id is an input exactly once, and a target exactly once unless it starts a document: the
+  target of a row's last position is read past its end. Memory: 16 bytes per document; ids are read
+  from the file on access.
+  """
+
+  def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None) -> None:
+    self._offsets, lengths = _ordered_documents(tokens, order_seed)
+    self._starts = np.zeros(len(lengths) + 1, np.int64)  # of each document in the concatenation
+    np.cumsum(lengths, out=self._starts[1:])
+    self._file, self._row_length = TokenFile(tokens), row_length
+    self.identity = _identity(tokens, self._offsets)
+
+  def __len__(self) -> int:
+    return (int(self._starts[-1]) + self._row_length - 1) // self._row_length
+
+  def __getitem__(self, index: int) -> Row:
+    first = index * self._row_length
+    last = min(first + self._row_length, int(self._starts[-1]))
+    low = int(np.searchsorted(self._starts, first, "right")) - 1
+    high = int(np.searchsorted(self._starts, last, "left"))  # documents [low, high) are in the row
+    begin = np.maximum(self._starts[low:high], first)
+    end = np.minimum(self._starts[low + 1 : high + 1], last)
+    counts = end - begin
+    counts[-1] += self._starts[high] > last  # the target past the end, if the document continues
+    offsets = self._offsets[low:high] + begin - self._starts[low:high]
+    ids = np.concatenate(list(map(self._file.read, offsets.tolist(), counts.tolist())))
+    targets = np.full(last - first, -1, np.int32)
+    targets[: len(ids) - 1] = ids[1:]
+    is_last = end == self._starts[low + 1 : high + 1]
+    targets[end[is_last] - first - 1] = -1
+    return pad_row(ids[: last - first], targets, end - begin, self._row_length)
+
+
+class PackedConversations:
+  """Row i is whole documents of at most T + 1 ids, never cut, in a fixed order.
+
+  With `packing` a row holds several documents, otherwise one. A target has weight if its
+  LOSS_MASK_BIT is set. A document's last id is no input, as nothing follows it. Memory: 24 bytes
+  per document.
+  """
+
+  def __init__(
+    self, tokens: Tokens, row_length: int, order_seed: int | None, *, packing: bool
+  ) -> None:
+    offsets, lengths = _ordered_documents(tokens, order_seed)
+    row_of = first_fit(lengths - 1, row_length) if packing else np.arange(len(lengths))
+    by_row = np.argsort(row_of, kind="stable")
+    self._offsets, self._lengths = offsets[by_row], lengths[by_row]
+    self._bounds = np.searchsorted(row_of[by_row], np.arange(row_of.max(initial=-1) + 2))
+    self._file, self._row_length = TokenFile(tokens), row_length
+    self.identity = _identity(tokens, self._offsets, self._bounds)
+
+  def __len__(self) -> int:
+    return len(self._bounds) - 1
+
+  def __getitem__(self, index: int) -> Row:
+    documents = slice(*self._bounds[index : index + 2].tolist())
+    offsets, lengths = self._offsets[documents], self._lengths[documents]
+    read = list(map(self._file.read, offsets.tolist(), lengths.tolist()))
+    inputs, targets = (
+      np.concatenate([ids[part] for ids in read]) for part in (slice(-1), slice(1, None))
+    )
+    unmasked = lambda ids: (ids & ~LOSS_MASK_BIT).astype(np.int32)
+    row = pad_row(unmasked(inputs), unmasked(targets), lengths - 1, self._row_length)
+    row["weight_BT"][: len(targets)] = targets & LOSS_MASK_BIT > 0
+    return row
+
+
+def first_fit(lengths: np.ndarray, size: int) -> np.ndarray:
+  """Assign each of `lengths` to the first open row of `size` with room, or to a new row.
+
+  At most `_NUM_OPEN_ROWS` rows are open; a new row replaces the fullest.
+  """
+  room = np.zeros(_NUM_OPEN_ROWS, np.int64)
+  row = np.zeros(_NUM_OPEN_ROWS, np.int64)
+  rows = np.empty(len(lengths), np.int64)
+  num_rows = 0
+  for n, length in enumerate(lengths.tolist()):
+    has_room = room >= length
+    slot = int(np.argmax(has_room))
+    if not has_room[slot]:
+      slot = int(np.argmin(room))
+      room[slot], row[slot] = size, num_rows
+      num_rows += 1
+    room[slot] -= length
+    rows[n] = row[slot]
+  return rows
+
+
+class DocumentWindows:
+  """Row i is a window of T ids of one document; every id but the document's first is a target once.
+
+  `document_N` is the document of each row. A window is predicted from its own ids alone.
+  """
+
+  def __init__(self, tokens: Tokens, row_length: int) -> None:
+    self._offsets, self._lengths = _ordered_documents(tokens, None)
+    num_windows = -(-(self._lengths - 1) // row_length)
+    self.document_N = np.repeat(np.arange(len(num_windows)), num_windows)
+    self._first = np.cumsum(num_windows) - num_windows  # window of each document
+    self._file, self._row_length = TokenFile(tokens), row_length
+    self.identity = f"{tokens.digest} by document"
+
+  def __len__(self) -> int:
+    return len(self.document_N)
+
+  def __getitem__(self, index: int) -> Row:
+    document = self.document_N[index]
+    begin = int(index - self._first[document]) * self._row_length
+    count = min(int(self._lengths[document]) - begin, self._row_length + 1)
+    ids = self._file.read(int(self._offsets[document]) + begin, count).astype(np.int32)
+    return pad_row(ids[:-1], ids[1:], np.array([count - 1]), self._row_length)

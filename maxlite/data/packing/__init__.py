@@ -1,1 +1,0 @@
-"""Packing of documents and conversations into rows."""
