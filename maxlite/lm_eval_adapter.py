@@ -1,7 +1,9 @@
-"""`python -m maxlite.lm_eval_adapter run --model maxlite --model_args path=runs/mine --tasks ...`
+"""Adapter for EleutherAI's `lm_eval`: evaluate a run or a Hugging Face folder on its tasks.
 
-The command line of EleutherAI's `lm_eval`, with a model of its that is a run or a folder in Hugging
-Face's format; and from Python `lm_eval.simple_evaluate(model=MaxliteLM("runs/mine"), tasks=...)`.
+  python -m maxlite.lm_eval_adapter run --model maxlite --model_args path=runs/mine --tasks ...
+
+is the command line of `lm_eval` with the model `maxlite` registered. From Python:
+`lm_eval.simple_evaluate(model=MaxliteLM("runs/mine"), tasks=...)`.
 """
 
 import functools
@@ -14,8 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlite.config.errors import UserError
-
 try:
   from lm_eval.api.model import TemplateLM
   from lm_eval.api.registry import register_model
@@ -27,6 +27,7 @@ except ImportError as error:
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, read_saved
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig, build
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row
@@ -34,36 +35,35 @@ from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.hf_tokenizer import tokenizer_keys
 from maxlite.hf.load_model import load
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.detokenizer import stream_texts
-from maxlite.inference.engine import Engine, Request
+from maxlite.inference.detokenizer import stream_completions
+from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import Rules
+from maxlite.inference.sampling import SamplingParams
 from maxlite.training.document_loss import row_sums
 
-_SHORTEST = 16  # rows are padded to this length, or the next power of two
+_MIN_LENGTH = 16  # rows are padded to this length, or to the next power of two
 _CHUNK_TOKENS = 2048
 
-_Scored = tuple[list[int], list[int]]  # context, and what is scored behind it
+_ScoredIds = tuple[list[int], list[int]]  # context, and the continuation that is scored
 
 
 @register_model("maxlite")
 class MaxliteLM(TemplateLM):
-  """A model as `lm_eval` sees it.
+  """A model for `lm_eval`.
 
-  Texts begin with the tokenizer's bos, as all documents do in training.
+  Sequences begin with the tokenizer's bos, as all documents do in training.
 
   Args:
-    path: as of `maxlite.load`, and so are `dtype` and `mesh`.
-    batch_size: rows that are computed at once.
-    max_length: of a text with its context; by default the longest in training, or of a folder in
-      Hugging Face's format its max_position_embeddings. What is before is not seen.
-    max_gen_toks: tokens generated where a task does not say.
-    add_bos_token: False for models that were trained on texts without.
-    device: given by `lm_eval`'s command line, like `max_batch_size`, and not read: JAX_PLATFORMS
-      chooses the platform.
+    path, dtype, mesh: see `maxlite.load`.
+    batch_size: rows per forward pass.
+    max_length: limit of a sequence with its context, which is truncated on the left; by default
+      max_target_length of the run, or max_position_embeddings of a Hugging Face folder.
+    max_gen_toks: default number of tokens to generate, for tasks that do not set it.
+    add_bos_token: False for models trained without bos.
+    device, max_batch_size: passed by `lm_eval` and ignored; JAX_PLATFORMS selects the platform.
 
   Raises:
-    UserError: the folder has no tokenizer, or says no length.
+    UserError: the folder has no tokenizer, or does not define a length.
   """
 
   def __init__(
@@ -81,16 +81,16 @@ class MaxliteLM(TemplateLM):
   ) -> None:
     super().__init__()
     del device, max_batch_size
-    self._loaded, self._params = load(path, dtype=dtype, mesh=mesh)
-    data, longest = _data_of(Path(path).expanduser())
+    self._model, self._params = load(path, dtype=dtype, mesh=mesh)
+    data, trained_length = _data_config(Path(path).expanduser())
     self._tokenizer = open_tokenizer(data)
-    self.max_length, self.max_gen_toks = max_length or longest, max_gen_toks
+    self.max_length, self.max_gen_toks = max_length or trained_length, max_gen_toks
     if not self.max_length:
-      raise UserError(f"{path}/config.json has no max_position_embeddings: give max_length")
-    num_shards = self._loaded.sharder.num_shards("activation_batch")
+      raise UserError(f"{path}/config.json has no max_position_embeddings: set max_length")
+    num_shards = self._model.sharder.num_shards("activation_batch")
     self.batch_size = -(-int(batch_size) // num_shards) * num_shards
     self._add_bos = add_bos_token
-    score = functools.partial(row_sums, self._loaded.decoder, chunk_tokens=_CHUNK_TOKENS)
+    score = functools.partial(row_sums, self._model.decoder, chunk_tokens=_CHUNK_TOKENS)
     self._score = jax.jit(score)
 
   @property
@@ -106,30 +106,30 @@ class MaxliteLM(TemplateLM):
     return self._tokenizer.identity
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-    """Ids, behind bos unless `add_special_tokens` is False."""
+    """Encode `string`, with bos first unless `add_special_tokens` is False."""
     ids = self._tokenizer.encode(string.encode()).tolist()
-    begins = self._add_bos if add_special_tokens is None else add_special_tokens
-    return [self._tokenizer.bos, *ids] if begins else ids
+    add_bos = self._add_bos if add_special_tokens is None else add_special_tokens
+    return [self._tokenizer.bos, *ids] if add_bos else ids
 
   def _loglikelihood_tokens(
     self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
   ) -> list[tuple[float, bool]]:
-    """(log-likelihood [nats], whether greedy decoding would say it) of each continuation."""
-    found = self._scores([(context, scored) for _, context, scored in requests])
-    for (texts, _, _), score in zip(requests, found, strict=True):
-      if texts is not None:
-        self.cache_hook.add_partial("loglikelihood", texts, score)
-    return found
+    """Return (log-likelihood [nats], whether it is the greedy completion) per continuation."""
+    scores = self._scores([(context, scored) for _, context, scored in requests])
+    for (cache_key, _, _), score in zip(requests, scores, strict=True):
+      if cache_key is not None:
+        self.cache_hook.add_partial("loglikelihood", cache_key, score)
+    return scores
 
   def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-    """Log-likelihood [nats] of each text, in windows as `lm_eval` cuts them."""
+    """Return the log-likelihood [nats] of each string, in the windows that `lm_eval` defines."""
     del disable_tqdm
-    windows: list[_Scored] = []
+    windows: list[_ScoredIds] = []
     owners: list[int] = []
     for n, request in enumerate(requests):
       ids = self.tok_encode(request.args[0], add_special_tokens=False)
-      cut = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-      windows += map(make_disjoint_window, cut)
+      rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+      windows += map(make_disjoint_window, rolling)
       owners += [n] * (len(windows) - len(owners))
     sums = np.zeros(len(requests))
     np.add.at(sums, owners, [score for score, _ in self._scores(windows)])
@@ -138,82 +138,82 @@ class MaxliteLM(TemplateLM):
     return sums.tolist()
 
   def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-    """What is generated behind each context, up to any of its stop strings."""
+    """Complete each context up to any of its stop strings."""
     del disable_tqdm
-    texts = [""] * len(requests)
-    wishes = [json.dumps(request.args[1], sort_keys=True) for request in requests]
-    for wish in dict.fromkeys(wishes):  # those that share their stop strings
-      places = [n for n, other in enumerate(wishes) if other == wish]
-      stops, num_tokens, rules = self._read(json.loads(wish))
-      room = self._engine.max_length - num_tokens
-      if room < 1:
+    completions = [""] * len(requests)
+    kwargs = [json.dumps(request.args[1], sort_keys=True) for request in requests]
+    for shared in dict.fromkeys(kwargs):  # requests with the same generation_kwargs
+      indices = [n for n, other in enumerate(kwargs) if other == shared]
+      stop_strings, num_tokens, sampling = self._parse(json.loads(shared))
+      max_context = self._engine.max_length - num_tokens
+      if max_context < 1:
         raise UserError(
           f"max_gen_toks={num_tokens} leaves no room for a context in max_length={self.max_length}"
         )
-      prompts = [self.tok_encode(requests[n].args[0])[-room:] for n in places]
-      asked = {
-        Request(ids, num_tokens, rules, n): n for n, ids in zip(places, prompts, strict=True)
+      prompts = [self.tok_encode(requests[n].args[0])[-max_context:] for n in indices]
+      index_of = {
+        GenerationRequest(ids, num_tokens, sampling, n): n
+        for n, ids in zip(indices, prompts, strict=True)
       }
-      batcher = Batcher(self._engine)
-      for request, text, _ in stream_texts(batcher, asked, self._tokenizer.decode, stops):
-        texts[asked[request]] += text
-    for request, text in zip(requests, texts, strict=True):
+      batcher, decode = Batcher(self._engine), self._tokenizer.decode
+      for request, text, _ in stream_completions(batcher, index_of, decode, stop_strings):
+        completions[index_of[request]] += text
+    for request, text in zip(requests, completions, strict=True):
       self.cache_hook.add_partial("generate_until", request.args, text)
-    return texts
+    return completions
 
   @functools.cached_property
   def _engine(self) -> Engine:
-    cfg = self._loaded.cfg
     return Engine(
-      inference_model(cfg, self._loaded.sharder),
-      inference_params(cfg, self._params),
+      inference_model(self._model.cfg, self._model.sharder),
+      inference_params(self._model.cfg, self._params),
       num_rows=self.batch_size,
       max_length=self.max_length,
-      ends=self._tokenizer.stop_token_ids,
+      stop_token_ids=self._tokenizer.stop_token_ids,
     )
 
-  def _read(self, wish: dict[str, Any]) -> tuple[list[str], int, Rules]:
-    """(stop strings, tokens, rules) of a task's generation_kwargs."""
-    until = wish.pop("until", None) or []
-    stops = [until] if isinstance(until, str) else list(until)
-    num_tokens = wish.pop("max_gen_toks", self.max_gen_toks)
-    is_sampled = wish.pop("do_sample", wish.get("temperature", 0) > 0)
-    temperature = wish.pop("temperature", 1.0)
+  def _parse(self, kwargs: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
+    """Return (stop strings, max new tokens, sampling parameters) of generation_kwargs."""
+    until = kwargs.pop("until", None) or []
+    stop_strings = [until] if isinstance(until, str) else list(until)
+    num_tokens = kwargs.pop("max_gen_toks", self.max_gen_toks)
+    do_sample = kwargs.pop("do_sample", kwargs.get("temperature", 0) > 0)
+    temperature = kwargs.pop("temperature", 1.0)
     try:
-      rules = Rules(temperature=temperature if is_sampled else 0.0, **wish)
+      sampling = SamplingParams(temperature=temperature if do_sample else 0.0, **kwargs)
     except TypeError:
       raise UserError(
-        f"generation_kwargs has {', '.join(wish)}; known beside until, max_gen_toks, do_sample and "
-        "temperature are top_k, top_p, min_p and repetition_penalty"
+        f"generation_kwargs has {', '.join(kwargs)}; supported are until, max_gen_toks, do_sample, "
+        "temperature, top_k, top_p, min_p and repetition_penalty"
       ) from None
-    return stops, num_tokens, rules
+    return stop_strings, num_tokens, sampling
 
-  def _scores(self, scored: Sequence[_Scored]) -> list[tuple[float, bool]]:
-    """Of each pair; those of like length are computed together."""
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(scored)
-    order = sorted(range(len(scored)), key=lambda n: -len(scored[n][0]) - len(scored[n][1]))
+  def _scores(self, pairs: Sequence[_ScoredIds]) -> list[tuple[float, bool]]:
+    """Score the pairs in batches of similar length."""
+    scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    order = sorted(range(len(pairs)), key=lambda n: -len(pairs[n][0]) - len(pairs[n][1]))
     for start in range(0, len(order), self.batch_size):
-      places = order[start : start + self.batch_size]
-      batch = self._batch([scored[n] for n in places])
-      nll_B, likeliest_B = jax.device_get(self._score(self._params, batch))
-      for n, nll, likeliest in zip(places, nll_B.tolist(), likeliest_B.tolist(), strict=False):
-        found[n] = (-nll, likeliest == len(scored[n][1]))
-    return found
+      indices = order[start : start + self.batch_size]
+      batch = self._batch([pairs[n] for n in indices])
+      nll_B, num_greedy_B = jax.device_get(self._score(self._params, batch))
+      for n, nll, num_greedy in zip(indices, nll_B.tolist(), num_greedy_B.tolist(), strict=False):
+        scores[n] = (-nll, num_greedy == len(pairs[n][1]))
+    return scores
 
-  def _batch(self, scored: Sequence[_Scored]) -> Batch:
-    longest = max(len(context) + len(targets) for context, targets in scored) - 1
-    size = min(max(_SHORTEST, 1 << (longest - 1).bit_length()), self.max_length)
-    rows = [self._row(*pair, size) for pair in scored]
+  def _batch(self, pairs: Sequence[_ScoredIds]) -> Batch:
+    longest = max(len(context) + len(scored) for context, scored in pairs) - 1
+    size = min(max(_MIN_LENGTH, 1 << (longest - 1).bit_length()), self.max_length)
+    rows = [self._row(*pair, size) for pair in pairs]
     rows += [self._row([0], [], size)] * (self.batch_size - len(rows))
     stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    sharding = self._loaded.sharder.sharding(("activation_batch", "activation_length"))
+    sharding = self._model.sharder.sharding(("activation_batch", "activation_length"))
     return jax.device_put(Batch(**stacked), sharding)
 
   def _row(self, context: list[int], scored: list[int], size: int) -> dict[str, np.ndarray]:
-    """A row that predicts `scored`, with as much of the context as there is room for."""
+    """Build a row that predicts `scored`, with as much of the context as fits."""
     if len(scored) > self.max_length:
       raise UserError(
-        f"{len(scored)} tokens are to be scored at once, more than max_length={self.max_length}"
+        f"a continuation of {len(scored)} tokens exceeds max_length={self.max_length}"
       )
     ids = np.asarray([*context, *scored], np.int32)[-size - 1 :]
     targets = ids[1:].copy()
@@ -221,16 +221,16 @@ class MaxliteLM(TemplateLM):
     return pad_row(ids[:-1], targets, np.array([len(targets)]), size)
 
 
-def _data_of(folder: Path) -> tuple[DataConfig, int]:
-  """(what tells the tokenizer, the longest text; 0: not said)."""
+def _data_config(folder: Path) -> tuple[DataConfig, int]:
+  """Return (data config with the tokenizer, maximum length or 0 if undefined)."""
   if RunFolder(folder).config.is_file():
     cfg: Config = build(Config, read_saved(RunFolder(folder).config))
     return cfg.data, cfg.data.max_target_length
   keys = tokenizer_keys(folder)
   if not keys:
     raise UserError(f"{folder} has no tokenizer.json or tokenizer.model")
-  told = json.loads((folder / "config.json").read_bytes())
-  return DataConfig(**keys), told.get("max_position_embeddings", 0)
+  hf = json.loads((folder / "config.json").read_bytes())
+  return DataConfig(**keys), hf.get("max_position_embeddings", 0)
 
 
 def main() -> int:

@@ -1,1 +1,1 @@
-"""Text from a trained decoder: prompts in, tokens out, many rows at once."""
+"""Text generation: cached decoding, sampling, continuous batching and an HTTP server."""

@@ -1,4 +1,4 @@
-"""Continuous batching: requests share an engine's rows, and take one as soon as it is free."""
+"""Continuous batching: requests share an engine's rows and take one as soon as it is idle."""
 
 import collections
 import dataclasses
@@ -8,32 +8,32 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from maxlite.inference.engine import MAX_STEPS, NONE, Engine, Request
+from maxlite.inference.engine import MAX_STEPS, NO_TOKEN, Engine, GenerationRequest
 
-END, LENGTH = "stop", "length"  # why a text ended: the end token, or max_new_tokens
-# What is asked of the engine at once: of short steps many, for each call costs time of its own; and
-# not more than may pass until the next tokens are seen, and the next request gets a row.
+STOP, LENGTH = "stop", "length"  # finish reasons: a stop token or string, or max_new_tokens
+# Decode steps per engine call amortise dispatch overhead, but take at most this long, since tokens
+# are returned and new requests admitted between calls.
 _CALL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
-  """One more token of a request's text; None for the end token, which is no part of it."""
+class TokenEvent:
+  """A new token of a request; None for a stop token, which is not part of the completion."""
 
-  request: Request
+  request: GenerationRequest
   token: int | None
-  reason: str = ""  # why the text ends with this token; "" while it goes on
+  finish_reason: str = ""  # set if this is the last token
 
 
 @dataclasses.dataclass
-class Meter:
-  """How many tokens took how long, compiling aside; a text's first token counts as prefill."""
+class Throughput:
+  """Tokens and seconds without compilation; the first token of a completion counts as prefill."""
 
   num_drafts: int = 0
   prompt_tokens: int = 0
   new_tokens: int = 0
   num_steps: int = 0
-  row_steps: int = 0  # of a step, one for each row that drew a token
+  row_steps: int = 0  # summed over steps: rows that generated a token
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
 
@@ -51,20 +51,20 @@ class Meter:
 
   @property
   def accepted_length(self) -> float:
-    """Drafts that a step adds to a row's text, on average."""
+    """Mean number of accepted drafts per step and row."""
     return self.new_tokens / self.row_steps - 1 if self.row_steps else 0.0
 
 
 class Batcher:
-  """Requests in the rows of an engine; not for more than one thread."""
+  """Assigns requests to the rows of an engine; not thread-safe."""
 
   def __init__(self, engine: Engine) -> None:
-    self.engine, self.meter = engine, Meter(engine.num_drafts)
-    self._request_by_row: list[Request | None] = [None] * engine.num_rows
-    self._num_left: dict[Request, int] = {}
-    # Tokens that are being computed, with the requests of their rows. Some are always under way, so
-    # that the device need not wait for what is done with the tokens.
-    self._under_way: collections.deque[tuple[jax.Array, list]] = collections.deque()
+    self.engine, self.throughput = engine, Throughput(engine.num_drafts)
+    self._request_by_row: list[GenerationRequest | None] = [None] * engine.num_rows
+    self._remaining: dict[GenerationRequest, int] = {}
+    # Tokens still being computed, with the requests of their rows. Two calls are in flight, so that
+    # the device does not wait while the host processes tokens.
+    self._in_flight: collections.deque[tuple[jax.Array, list]] = collections.deque()
 
   @property
   def num_free(self) -> int:
@@ -72,84 +72,88 @@ class Batcher:
 
   @property
   def is_idle(self) -> bool:
-    return not self._num_left
+    return not self._remaining
 
-  def add(self, requests: Sequence[Request]) -> list[Event]:
-    """The first tokens of `requests`, at most `num_free`, whose rows they take.
+  def add(self, requests: Sequence[GenerationRequest]) -> list[TokenEvent]:
+    """Assign at most `num_free` requests to free rows and return their first tokens.
 
     Raises:
-      UserError: a request that no row can hold; then none is added.
+      UserError: no row can hold a request; then none is added.
     """
     if not requests:
       return []
     free = [row for row, request in enumerate(self._request_by_row) if request is None]
     rows = free[: len(requests)]
     start, compiled = time.perf_counter(), self.engine.compile_seconds
-    tokens = np.asarray(self.engine.admit(requests, rows))
+    tokens = np.asarray(self.engine.prefill(requests, rows))
     compiling = self.engine.compile_seconds - compiled
-    self.meter.prefill_seconds += time.perf_counter() - start - compiling
-    self.meter.prompt_tokens += sum(len(request.prompt) for request in requests)
+    self.throughput.prefill_seconds += time.perf_counter() - start - compiling
+    self.throughput.prompt_tokens += sum(len(request.prompt) for request in requests)
     for row, request in zip(rows, requests, strict=True):
       self._request_by_row[row] = request
-      self._num_left[request] = request.max_new_tokens
+      self._remaining[request] = request.max_new_tokens
     return self._events(tokens[:, None], requests)
 
-  def step(self) -> list[Event]:
-    """What the next steps draw for all rows that are taken."""
+  def step(self) -> list[TokenEvent]:
+    """Return the next tokens of all active requests."""
     start, compiled = time.perf_counter(), self.engine.compile_seconds
-    while len(self._under_way) < 2:
-      tokens = self.engine.step(self._num_steps())
-      self._under_way.append((tokens, list(self._request_by_row)))
-    tokens, requests = self._under_way.popleft()
+    while len(self._in_flight) < 2:
+      tokens = self.engine.step(self._steps_per_call())
+      self._in_flight.append((tokens, list(self._request_by_row)))
+    tokens, requests = self._in_flight.popleft()
     events = []
     for token_BT in np.asarray(tokens):
-      of_step = self._events(token_BT, requests)
-      self.meter.num_steps += bool(np.any(token_BT != NONE))
-      self.meter.row_steps += len({event.request for event in of_step})
-      events += of_step
+      step_events = self._events(token_BT, requests)
+      self.throughput.num_steps += bool(np.any(token_BT != NO_TOKEN))
+      self.throughput.row_steps += len({event.request for event in step_events})
+      events += step_events
     if self.is_idle:
-      self._under_way.clear()
+      self._in_flight.clear()
     compiling = self.engine.compile_seconds - compiled
-    self.meter.decode_seconds += time.perf_counter() - start - compiling
-    self.meter.new_tokens += len(events)
+    self.throughput.decode_seconds += time.perf_counter() - start - compiling
+    self.throughput.new_tokens += len(events)
     return events
 
-  def _num_steps(self) -> int:
-    meter = self.meter
-    if jax.process_count() > 1:  # processes must ask alike, and their clocks differ
-      return 1
-    at_once = _CALL_SECONDS * meter.num_steps / meter.decode_seconds if meter.num_steps else 1
-    return int(np.clip(at_once, 1, MAX_STEPS))
+  def cancel(self, request: GenerationRequest) -> None:
+    """Free the row of an unfinished request."""
+    if request in self._remaining:
+      self.engine.cancel(self._request_by_row.index(request))
+      self._free(request)
 
-  def drop(self, request: Request) -> None:
-    """Ends a request before its time."""
-    if request in self._num_left:
-      self.engine.stop(self._request_by_row.index(request))
-      self._end(request)
-
-  def clear(self) -> None:
-    """Ends all requests, whatever state a failure left them and the engine in."""
+  def reset(self) -> None:
+    """Remove all requests and recover from any state that a failure left."""
     self._request_by_row = [None] * self.engine.num_rows
-    self._num_left.clear()
-    self._under_way.clear()
-    self.engine.clear()
+    self._remaining.clear()
+    self._in_flight.clear()
+    self.engine.reset()
 
-  def _events(self, token_BT: np.ndarray, requests: Sequence[Request | None]) -> list[Event]:
+  def _steps_per_call(self) -> int:
+    measured = self.throughput
+    if jax.process_count() > 1:  # processes must make the same calls, and their clocks differ
+      return 1
+    if not measured.num_steps:
+      return 1
+    num_steps = _CALL_SECONDS * measured.num_steps / measured.decode_seconds
+    return int(np.clip(num_steps, 1, MAX_STEPS))
+
+  def _events(
+    self, token_BT: np.ndarray, requests: Sequence[GenerationRequest | None]
+  ) -> list[TokenEvent]:
     events = []
     for tokens, request in zip(token_BT.tolist(), requests, strict=True):
-      if tokens[0] == NONE or request not in self._num_left:  # or it was dropped meanwhile
+      if tokens[0] == NO_TOKEN or request not in self._remaining:  # cancelled in the meantime
         continue
-      events += [self._event(token, request) for token in tokens if token != NONE]
+      events += [self._event(token, request) for token in tokens if token != NO_TOKEN]
     return events
 
-  def _event(self, token: int, request: Request) -> Event:
-    self._num_left[request] -= 1
-    is_end = token in self.engine.ends
-    reason = END if is_end else "" if self._num_left[request] else LENGTH
-    if reason:
-      self._end(request)
-    return Event(request, None if is_end else token, reason)
+  def _event(self, token: int, request: GenerationRequest) -> TokenEvent:
+    self._remaining[request] -= 1
+    is_stop = token in self.engine.stop_token_ids
+    finish_reason = STOP if is_stop else "" if self._remaining[request] else LENGTH
+    if finish_reason:
+      self._free(request)
+    return TokenEvent(request, None if is_stop else token, finish_reason)
 
-  def _end(self, request: Request) -> None:
-    del self._num_left[request]
+  def _free(self, request: GenerationRequest) -> None:
+    del self._remaining[request]
     self._request_by_row[self._request_by_row.index(request)] = None

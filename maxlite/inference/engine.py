@@ -1,14 +1,13 @@
-"""The programs of generation: prompts into rows of a cache, and then tokens, a row a text.
+"""Compiled programs of generation: prefill prompts into rows of a cache, then decode row by row.
 
-Two pure functions do the work. `admit` reads prompts, all at once, and draws the first token of
-each; a step draws one more for every row that is not done, or several where draft heads have
-guessed well. Prompts may come at any time: rows are independent of each other, and a text is the
-same whatever is generated beside it.
+Both are pure functions. Prefill processes prompts in parallel and samples the first token of each.
+A decode step samples one more token for every active row, or several if drafts are accepted. Rows
+are independent: a completion does not depend on the requests that share the batch.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -17,53 +16,53 @@ import numpy as np
 from flax import struct
 
 from maxlite.config.errors import UserError
-from maxlite.inference.sampling import RowRules, Rules, draw, log_probs
+from maxlite.inference.sampling import BatchSamplingParams, SamplingParams, log_probs, sample
 from maxlite.inference.speculative import keys_at, propose, verify
 from maxlite.layers import cache
 from maxlite.models.decoder import Decoder
 
-NONE = -1  # in place of a token, for a row that has none left
-MAX_STEPS = 16  # of one call
-_SHORTEST = 16  # prompts are padded to this length, or the next power of two
+NO_TOKEN = -1  # padding in the output of rows that have finished
+MAX_STEPS = 16  # decode steps per call
+_MIN_PROMPT_LENGTH = 16  # prompts are padded to this length, or to the next power of two
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-  """A text to be continued: until the end token, or max_new_tokens."""
+class GenerationRequest:
+  """A prompt to complete, up to a stop token or `max_new_tokens`."""
 
   prompt: Sequence[int]
   max_new_tokens: int
-  rules: Rules = dataclasses.field(default_factory=Rules)
+  sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
   seed: int = 0
 
 
 @struct.dataclass
-class Rows:
-  """The state between steps."""
+class DecodeState:
+  """The state of all rows between decode steps."""
 
   cache: Any
   token_B: jax.Array  # newest token, not in the cache yet
   length_B: jax.Array  # positions in the cache
-  left_B: jax.Array  # tokens that may still come; 0: the row is idle
+  remaining_B: jax.Array  # tokens that may still be generated; 0: the row is idle
   key_B: jax.Array
-  seen_BV: jax.Array  # whether the text has the token
-  rules: RowRules
-  x_BD: jax.Array | None = None  # for draft heads: the state that `token_B` was drawn from
+  seen_BV: jax.Array  # whether the token occurs in the prompt or completion
+  sampling: BatchSamplingParams
+  x_BD: jax.Array | None = None  # for draft heads: the hidden state that `token_B` was sampled from
 
 
 class Engine:
-  """`num_rows` texts at a time, each of at most `max_length` tokens with its prompt.
+  """Decodes `num_rows` sequences at a time, each of at most `max_length` tokens with its prompt.
 
   Args:
-    model: as of `weights.inference_model`.
-    params: as of `weights.inference_params`.
-    ends: the tokens that end a text, each by itself.
-    num_drafts: how many tokens the model's draft heads guess for it to read in one step.
-    first_block: how many places of the cache are read at least; twice as many, and so on, when a
-      row has reached them. A GPU, which would have to ask the host each time, reads all.
+    model: from `inference_params.inference_model`.
+    params: from `inference_params.inference_params`.
+    stop_token_ids: tokens that end a completion.
+    num_drafts: tokens that the model's draft heads propose per decode step.
+    first_block: cache positions read at least; doubled whenever a row has reached them. GPUs, which
+      would have to synchronize with the host each time, read all.
 
   Raises:
-    UserError: rows do not divide by the shards of a batch, or there are fewer draft heads.
+    UserError: the shards of a batch do not divide num_rows, or there are fewer draft heads.
   """
 
   def __init__(
@@ -73,7 +72,7 @@ class Engine:
     *,
     num_rows: int,
     max_length: int,
-    ends: Sequence[int],
+    stop_token_ids: Sequence[int],
     num_drafts: int = 0,
     first_block: int = 128,
   ) -> None:
@@ -81,67 +80,89 @@ class Engine:
     if num_rows % self.num_shards:
       rounded = -(-num_rows // self.num_shards) * self.num_shards
       raise UserError(
-        f"{num_rows} rows do not divide by the {self.num_shards} shards of a batch: take {rounded}"
+        f"{num_rows} rows are not divisible by the {self.num_shards} shards of a batch: use "
+        f"{rounded}"
       )
     if num_drafts > model.cfg.num_draft_heads:
       raise UserError(
-        f"{num_drafts} tokens cannot be guessed by num_draft_heads={model.cfg.num_draft_heads}: "
-        "take at most as many"
+        f"num_draft_heads={model.cfg.num_draft_heads} cannot propose {num_drafts} tokens: use at "
+        "most as many"
       )
-    self._model, self._params, self.ends = model, params, tuple(ends)
+    self._model, self._params, self.stop_token_ids = model, params, tuple(stop_token_ids)
     self.num_rows, self.max_length, self.num_drafts = num_rows, max_length, num_drafts
     self._first_block = 0 if model.sharder.platform == "gpu" else first_block
     self.compile_seconds = 0.0
-    self._programs: dict[Any, Callable] = {}
-    self._shardings = self._row_shardings()
-    self._new_rows = jax.jit(self._empty_rows, out_shardings=self._shardings)
-    self._rows = self._new_rows()
-    self._stop = jax.jit(_without, donate_argnums=0, out_shardings=self._shardings)
+    self._programs: dict[Hashable, Callable] = {}
+    self._shardings = self._state_shardings()
+    self._init_state = jax.jit(self._empty_state, out_shardings=self._shardings)
+    self._state = self._init_state()
+    self._cancel = jax.jit(
+      lambda state, row: state.replace(remaining_B=state.remaining_B.at[row].set(0)),
+      donate_argnums=0,
+      out_shardings=self._shardings,
+    )
 
-  def check(self, request: Request) -> None:
-    """Raises UserError for a request that no row can hold."""
-    num_tokens, most = len(request.prompt), self.max_length
+  def check(self, request: GenerationRequest) -> None:
+    """Raise UserError if no row can hold the request."""
+    num_tokens, limit = len(request.prompt), self.max_length
     if not num_tokens:
-      raise UserError("the prompt has no token: begin it with the tokenizer's first token")
+      raise UserError("the prompt has no tokens: begin it with the tokenizer's bos token")
     if request.max_new_tokens < 1:
       raise UserError(f"max_new_tokens={request.max_new_tokens} must be 1 or more")
-    if num_tokens + request.max_new_tokens > most:
+    if num_tokens + request.max_new_tokens > limit:
       raise UserError(
-        f"a prompt of {num_tokens} tokens and max_new_tokens={request.max_new_tokens} are more "
-        f"than the {most} tokens a text may have: ask for at most {max(most - num_tokens, 0)}"
+        f"a prompt of {num_tokens} tokens and max_new_tokens={request.max_new_tokens} exceed the "
+        f"maximum length of {limit} tokens: request at most {max(limit - num_tokens, 0)}"
       )
 
   def compile_ahead(self) -> None:
-    """Compiles what a request may need, but for prompts that fill all rows at once."""
+    """Compile all programs that a request may need, except prefill of all rows at once."""
     self._program("step", self._steps, np.int32(0))
     for length in sorted({self._padded(1 << n) for n in range(self.max_length.bit_length() + 1)}):
-      args = self._admit_args([Request([0] * length, 0)], [0], self.num_shards)
-      self._program(args[0].shape, self._admit, *args)
+      args = self._prefill_args([GenerationRequest([0] * length, 0)], [0], self.num_shards)
+      self._program(args[0].shape, self._prefill, *args)
 
-  def admit(self, requests: Sequence[Request], rows: Sequence[int]) -> np.ndarray:
-    """The first token of each of `requests`, which go into the idle rows `rows`.
+  def prefill(self, requests: Sequence[GenerationRequest], rows: Sequence[int]) -> np.ndarray:
+    """Insert `requests` into the idle rows `rows` and return the first token of each.
 
-    For every length they are padded to there are two programs: one fills all rows at once, one as
-    few as the mesh allows.
+    There are two programs for each padded length: one fills all rows at once, the other as few as
+    the mesh allows.
     """
     for request in requests:
       self.check(request)
     size = self.num_rows if len(requests) == self.num_rows else self.num_shards
-    parts = [slice(start, start + size) for start in range(0, len(requests), size)]
-    tokens = [self._admit_some(requests[part], rows[part], size) for part in parts]
+    tokens = []
+    for start in range(0, len(requests), size):
+      batch, batch_rows = requests[start : start + size], rows[start : start + size]
+      args = self._prefill_args(batch, batch_rows, size)
+      tokens.append(np.asarray(self._run(args[0].shape, self._prefill, *args))[: len(batch)])
     return np.concatenate(tokens)
 
-  def _admit_some(self, requests: Sequence[Request], rows: Sequence[int], size: int) -> np.ndarray:
-    args = self._admit_args(requests, rows, size)
-    return np.asarray(self._run(args[0].shape, self._admit, *args))[: len(requests)]
+  def step(self, num_steps: int = 1) -> jax.Array:
+    """Run `num_steps` decode steps, at most MAX_STEPS, and return their token_NBT.
+
+    Entries are padded with NO_TOKEN, also within a row and step after its tokens. The array is
+    returned asynchronously.
+    """
+    return self._run("step", self._steps, np.int32(num_steps))
+
+  def cancel(self, row: int) -> None:
+    """Make a row idle."""
+    self._state = self._cancel(self._state, row)
+
+  def reset(self) -> None:
+    """Make all rows idle with a new state, since a failed program may have consumed the old one."""
+    self._state = self._init_state()
 
   def _padded(self, length: int) -> int:
-    """What prompts of `length` tokens are padded to."""
-    return min(max(_SHORTEST, 1 << (length - 1).bit_length()), self.max_length)
+    """Return the length to which prompts of `length` tokens are padded."""
+    return min(max(_MIN_PROMPT_LENGTH, 1 << (length - 1).bit_length()), self.max_length)
 
-  def _admit_args(self, requests: Sequence[Request], rows: Sequence[int], size: int) -> tuple:
+  def _prefill_args(
+    self, requests: Sequence[GenerationRequest], rows: Sequence[int], size: int
+  ) -> tuple:
     num_padding = size - len(requests)
-    padded = [*requests, *[Request((), 0)] * num_padding]
+    padded = [*requests, *[GenerationRequest((), 0)] * num_padding]
     lengths = [len(request.prompt) for request in padded]
     tokens_BT = np.zeros((size, self._padded(max(lengths))), np.int32)
     for row_T, request in zip(tokens_BT, padded, strict=True):
@@ -152,59 +173,45 @@ class Engine:
       np.asarray([*rows, *[self.num_rows] * num_padding], np.int32),
       np.asarray([request.seed for request in padded], np.uint32),
       np.asarray([request.max_new_tokens for request in padded], np.int32),
-      RowRules.of([request.rules for request in padded]),
+      BatchSamplingParams.stack([request.sampling for request in padded]),
     )
 
-  def step(self, num_steps: int = 1) -> jax.Array:
-    """token_NBT: what each row draws in steps 1, ..., num_steps, at most MAX_STEPS of them.
-
-    NONE where there is nothing; of a row and step tokens come before NONE. Being computed still.
-    """
-    return self._run("step", self._steps, np.int32(num_steps))
-
-  def stop(self, row: int) -> None:
-    """Makes a row idle, whatever it still had to come."""
-    self._rows = self._stop(self._rows, row)
-
-  def clear(self) -> None:
-    """Makes all rows idle and new: a program that failed may have left none."""
-    self._rows = self._new_rows()
-
-  def _run(self, name: Any, function: Callable, *args: Any) -> jax.Array:
-    """The tokens that function(params, rows, *args) draws; its rows take the place of the old."""
+  def _run(self, name: Hashable, function: Callable, *args: Any) -> jax.Array:
+    """Run function(params, state, *args), store the new state and return the tokens."""
     program = self._program(name, function, *args)
-    self._rows, tokens = program(self._params, self._rows, *args)
+    self._state, tokens = program(self._params, self._state, *args)
     return tokens
 
-  def _program(self, name: Any, function: Callable, *args: Any) -> Callable:
-    """The compiled `function`, of which `name` and the arguments' shapes are those of before."""
+  def _program(self, name: Hashable, function: Callable, *args: Any) -> Callable:
+    """Return the compiled `function`; `name` must determine the shapes of the arguments."""
     if name not in self._programs:
       start = time.perf_counter()
-      whole = self._model.sharder.sharding(())
-      jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._shardings, whole))
-      self._programs[name] = jitted.lower(self._params, self._rows, *args).compile()
+      replicated = self._model.sharder.sharding(())
+      jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._shardings, replicated))
+      self._programs[name] = jitted.lower(self._params, self._state, *args).compile()
       self.compile_seconds += time.perf_counter() - start
     return self._programs[name]
 
-  def _empty_rows(self) -> Rows:
+  def _empty_state(self) -> DecodeState:
     shape = (self.num_shards, self.max_length)
     tokens_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
-    rows_BT = (tokens_BT, tokens_BT, tokens_BT)
-    x_BTD, prefix = jax.eval_shape(self._hidden, self._params, None, *rows_BT)
+    x_BTD, prefix = jax.eval_shape(
+      self._hidden, self._params, None, tokens_BT, tokens_BT, tokens_BT
+    )
     zeros_B = jnp.zeros(self.num_rows, jnp.int32)
-    return Rows(
+    return DecodeState(
       cache=cache.init_cache(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
       token_B=zeros_B,
       length_B=zeros_B,
-      left_B=zeros_B,
+      remaining_B=zeros_B,
       key_B=jax.random.split(jax.random.key(0), self.num_rows),
       seen_BV=jnp.zeros((self.num_rows, self._model.cfg.vocab_size), bool),
-      rules=RowRules.of([Rules()] * self.num_rows),
-      x_BD=self._kept(jnp.zeros((self.num_rows, x_BTD.shape[-1]), x_BTD.dtype)),
+      sampling=BatchSamplingParams.stack([SamplingParams()] * self.num_rows),
+      x_BD=self._if_drafting(jnp.zeros((self.num_rows, x_BTD.shape[-1]), x_BTD.dtype)),
     )
 
-  def _row_shardings(self) -> Rows:
-    """Rows lie where their part of a batch does, and entries of key/value heads where those do."""
+  def _state_shardings(self) -> DecodeState:
+    """Rows use the batch sharding; cache entries also that of the key/value heads."""
     sharder = self._model.sharder
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> jax.NamedSharding:
@@ -213,39 +220,47 @@ class Engine:
         names[1] = "activation_kv_heads"
       return sharder.sharding(names)
 
-    return jax.tree.map(sharding, jax.eval_shape(self._empty_rows))
+    return jax.tree.map(sharding, jax.eval_shape(self._empty_state))
 
   def _hidden(
     self, params: Any, entries: Any, tokens_BT, segment_BT, position_BT
   ) -> tuple[jax.Array, Any]:
-    """(x_BTD, the new entries of the cache)."""
+    """Return (x_BTD, the new cache entries)."""
     variables = {"params": params} | ({} if entries is None else {cache.COLLECTION: entries})
-    (x_BTD, _), kept = self._model.apply(
+    (x_BTD, _), updated = self._model.apply(
       variables,
       *(tokens_BT, segment_BT, position_BT),
       method=self._model.hidden,
       mutable=[cache.COLLECTION],
     )
-    return x_BTD, kept[cache.COLLECTION]
+    return x_BTD, updated[cache.COLLECTION]
 
   def _logits(self, params: Any, x: jax.Array) -> jax.Array:
     return self._model.apply({"params": params}, x, method=self._model.logits)
 
   def _draft_logits(self, params: Any, x_BD: jax.Array | None) -> jax.Array:
-    """logits_BJV of the tokens behind the newest."""
+    """Return logits_BJV of the tokens after the newest one."""
     if x_BD is None:
       return jnp.zeros((self.num_rows, 0, self._model.cfg.vocab_size))
     model, x_B1D = self._model, x_BD[:, None]
     y_B1JD = model.apply({"params": params}, x_B1D, method=model.draft_hidden)
     return self._logits(params, y_B1JD[:, :, : self.num_drafts])[:, 0]
 
-  def _kept(self, x_BD: jax.Array) -> jax.Array | None:
+  def _if_drafting(self, x_BD: jax.Array) -> jax.Array | None:
     return x_BD if self.num_drafts else None
 
-  def _admit(
-    self, params: Any, rows: Rows, tokens_BT, length_B, row_B, seed_B, left_B, rules: RowRules
-  ) -> tuple[Rows, jax.Array]:
-    """(rows, token_B)"""
+  def _prefill(
+    self,
+    params: Any,
+    state: DecodeState,
+    tokens_BT: jax.Array,
+    length_B: jax.Array,
+    row_B: jax.Array,
+    seed_B: jax.Array,
+    remaining_B: jax.Array,
+    sampling: BatchSamplingParams,
+  ) -> tuple[DecodeState, jax.Array]:
+    """Return (state, token_B) after inserting prompts as the rows `row_B`."""
     column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     is_real_BT = column_BT < length_B[:, None]
     x_BTD, prefix = self._hidden(params, None, tokens_BT, is_real_BT.astype(jnp.int32), column_BT)
@@ -255,65 +270,66 @@ class Engine:
     batch_B1 = jnp.arange(len(length_B))[:, None]
     seen_BV = jnp.zeros(logits_BV.shape, bool).at[batch_B1, tokens_BT].max(is_real_BT)
     key_B = jax.vmap(jax.random.key)(seed_B)
-    token_B = draw(keys_at(key_B, length_B), log_probs(logits_BV, seen_BV, rules))
-    new = Rows(None, token_B, length_B, left_B, key_B, seen_BV, rules, self._kept(x_B1D[:, 0]))
-    new, token_B1 = self._with_tokens(new, token_B[:, None])
-    put = lambda into, of: into.at[row_B].set(of, mode="drop")
-    placed = jax.tree.map(put, rows.replace(cache=None), new)
-    entries = cache.insert(rows.cache, prefix, row_B, length_B)
-    return placed.replace(cache=entries), token_B1[:, 0]
+    token_B = sample(keys_at(key_B, length_B), log_probs(logits_BV, seen_BV, sampling))
+    x_BD = self._if_drafting(x_B1D[:, 0])
+    new = DecodeState(None, token_B, length_B, remaining_B, key_B, seen_BV, sampling, x_BD)
+    new, token_B1 = self._append_tokens(new, token_B[:, None])
+    insert = lambda old, rows: old.at[row_B].set(rows, mode="drop")
+    inserted = jax.tree.map(insert, state.replace(cache=None), new)
+    entries = cache.insert(state.cache, prefix, row_B, length_B)
+    return inserted.replace(cache=entries), token_B1[:, 0]
 
-  def _steps(self, params: Any, rows: Rows, num_steps: jax.Array) -> tuple[Rows, jax.Array]:
-    """(rows, token_NBT) after so many steps, or as soon as no row has a token left."""
-    token_NBT = jnp.full((MAX_STEPS, self.num_rows, 1 + self.num_drafts), NONE, jnp.int32)
+  def _steps(
+    self, params: Any, state: DecodeState, num_steps: jax.Array
+  ) -> tuple[DecodeState, jax.Array]:
+    """Return (state, token_NBT) after `num_steps`, or as soon as all rows are idle."""
+    token_NBT = jnp.full((MAX_STEPS, self.num_rows, 1 + self.num_drafts), NO_TOKEN, jnp.int32)
 
-    def goes_on(carry: tuple) -> jax.Array:
-      n, rows, _ = carry
-      return (n < num_steps) & jnp.any(rows.left_B > 0)
+    def is_unfinished(carry: tuple) -> jax.Array:
+      n, state, _ = carry
+      return (n < num_steps) & jnp.any(state.remaining_B > 0)
 
     def step(carry: tuple) -> tuple:
-      n, rows, token_NBT = carry
-      rows, token_BT = self._step(params, rows)
-      return n + 1, rows, token_NBT.at[n].set(token_BT)
+      n, state, token_NBT = carry
+      state, token_BT = self._step(params, state)
+      return n + 1, state, token_NBT.at[n].set(token_BT)
 
-    return jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows, token_NBT))[1:]
+    return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, token_NBT))[1:]
 
-  def _step(self, params: Any, rows: Rows) -> tuple[Rows, jax.Array]:
-    """(rows, token_BT): what the model makes of the newest token and of drafts behind it."""
-    is_live_B1, first_B = (rows.left_B > 0)[:, None], rows.length_B + 1
-    draft_logits_BJV = self._draft_logits(params, rows.x_BD)
-    drafts = propose(draft_logits_BJV, rows.seen_BV, rows.rules, rows.key_B, first_B)
-    tokens_BT = jnp.concatenate([rows.token_B[:, None], drafts.token_BJ], axis=1)
+  def _step(self, params: Any, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+    """Return (state, token_BT) after a forward pass over the newest tokens and their drafts."""
+    is_active_B1, first_B = (state.remaining_B > 0)[:, None], state.length_B + 1
+    draft_logits_BJV = self._draft_logits(params, state.x_BD)
+    drafts = propose(draft_logits_BJV, state.seen_BV, state.sampling, state.key_B, first_B)
+    tokens_BT = jnp.concatenate([state.token_B[:, None], drafts.token_BJ], axis=1)
     column_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-    is_live_BT = jnp.broadcast_to(is_live_B1, tokens_BT.shape).astype(jnp.int32)
-    position_BT = rows.length_B[:, None] + column_1T
-    x_BTD, entries = self._hidden(params, rows.cache, tokens_BT, is_live_BT, position_BT)
+    is_active_BT = jnp.broadcast_to(is_active_B1, tokens_BT.shape).astype(jnp.int32)
+    position_BT = state.length_B[:, None] + column_1T
+    x_BTD, entries = self._hidden(params, state.cache, tokens_BT, is_active_BT, position_BT)
     process = jax.vmap(log_probs, (1, 1, None), 1)
-    log_p_BTV = process(self._logits(params, x_BTD), drafts.seen_BTV, rows.rules)
-    num_taken_B, token_B = verify(drafts, log_p_BTV, rows.key_B, first_B)
-    num_taken_B1 = num_taken_B[:, None]
-    length_B = rows.length_B + jnp.where(is_live_B1[:, 0], 1 + num_taken_B, 0)
+    log_p_BTV = process(self._logits(params, x_BTD), drafts.seen_BTV, state.sampling)
+    num_accepted_B, token_B = verify(drafts, log_p_BTV, state.key_B, first_B)
+    num_accepted_B1 = num_accepted_B[:, None]
+    length_B = state.length_B + jnp.where(is_active_B1[:, 0], 1 + num_accepted_B, 0)
     if self.num_drafts:
       entries = cache.rewind(entries, length_B)
-    x_BD = jnp.take_along_axis(x_BTD, num_taken_B1[..., None], axis=1)[:, 0]
-    rows = rows.replace(cache=entries, token_B=token_B, length_B=length_B, x_BD=self._kept(x_BD))
+    x_BD = jnp.take_along_axis(x_BTD, num_accepted_B1[..., None], axis=1)[:, 0]
+    x_BD = self._if_drafting(x_BD)
+    state = state.replace(cache=entries, token_B=token_B, length_B=length_B, x_BD=x_BD)
     drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
-    new_BT = jnp.where(column_1T < num_taken_B1, drafted_BT, token_B[:, None])
-    return self._with_tokens(rows, jnp.where(column_1T <= num_taken_B1, new_BT, NONE))
+    new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, token_B[:, None])
+    return self._append_tokens(state, jnp.where(column_1T <= num_accepted_B1, new_BT, NO_TOKEN))
 
-  def _with_tokens(self, rows: Rows, new_BT: jax.Array) -> tuple[Rows, jax.Array]:
-    """(rows with these tokens in their texts, those of them that a row had left, up to an end)."""
+  def _append_tokens(self, state: DecodeState, new_BT: jax.Array) -> tuple[DecodeState, jax.Array]:
+    """Count tokens as generated; return (state, those up to the first stop token or the limit)."""
     column_1T = jnp.arange(new_BT.shape[1], dtype=jnp.int32)[None]
-    is_new_BT = (new_BT != NONE) & (column_1T < rows.left_B[:, None])
-    is_end_BT = jnp.isin(new_BT, jnp.asarray(self.ends)) & is_new_BT
-    num_ends_BT = jnp.cumsum(is_end_BT.astype(jnp.int32), axis=1)
-    is_new_BT &= (num_ends_BT == 0) | ((num_ends_BT == 1) & is_end_BT)
-    num_left_B = rows.left_B - jnp.sum(is_new_BT, axis=1, dtype=jnp.int32)
-    left_B = jnp.where(jnp.any(is_end_BT, axis=1), 0, num_left_B)
-    batch_B1 = jnp.arange(len(left_B))[:, None]
-    seen_BV = rows.seen_BV.at[batch_B1, jnp.maximum(new_BT, 0)].max(is_new_BT)
-    return rows.replace(left_B=left_B, seen_BV=seen_BV), jnp.where(is_new_BT, new_BT, NONE)
-
-
-def _without(rows: Rows, row: jax.Array) -> Rows:
-  return rows.replace(left_B=rows.left_B.at[row].set(0))
+    is_new_BT = (new_BT != NO_TOKEN) & (column_1T < state.remaining_B[:, None])
+    is_stop_BT = jnp.isin(new_BT, jnp.asarray(self.stop_token_ids)) & is_new_BT
+    num_stops_BT = jnp.cumsum(is_stop_BT.astype(jnp.int32), axis=1)
+    is_new_BT &= (num_stops_BT == 0) | ((num_stops_BT == 1) & is_stop_BT)
+    num_left_B = state.remaining_B - jnp.sum(is_new_BT, axis=1, dtype=jnp.int32)
+    remaining_B = jnp.where(jnp.any(is_stop_BT, axis=1), 0, num_left_B)
+    batch_B1 = jnp.arange(len(remaining_B))[:, None]
+    seen_BV = state.seen_BV.at[batch_B1, jnp.maximum(new_BT, 0)].max(is_new_BT)
+    state = state.replace(remaining_B=remaining_B, seen_BV=seen_BV)
+    return state, jnp.where(is_new_BT, new_BT, NO_TOKEN)

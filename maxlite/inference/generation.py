@@ -1,4 +1,4 @@
-"""A trained run, evaluated or made to write text."""
+"""`maxlite.generate`: complete prompts with the latest checkpoint of a run."""
 
 import collections
 import dataclasses
@@ -13,38 +13,39 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import GenerateConfig
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.detokenizer import stream_texts
-from maxlite.inference.engine import Engine, Request
+from maxlite.inference.detokenizer import stream_completions
+from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import Rules
+from maxlite.inference.sampling import SamplingParams
 from maxlite.training.open_run import config_of_run, open_trained
 from maxlite.training.trainer import Trainer
 
-_LENGTH_MULTIPLE = 64
+_LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reuse the programs
+Completions = Iterable[tuple[GenerationRequest, str, str]]  # as of `stream_completions`
 
 
 def run_generation(cfg: Config, argv: Sequence[str]) -> int:
-  """Writes what the run's newest checkpoint makes of the prompt, as it comes, or of many."""
+  """Stream the completion of a prompt, or write those of a file of prompts as JSON lines."""
   with exit_on_user_error("maxlite.generate"):
     cfg = config_of_run(cfg, argv)
     prompts = _prompts(cfg.generate)
     tokenizer = open_text_tokenizer(cfg)
-    requests = [_request(cfg, n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
+    requests = [_request(cfg.generate, n, p, tokenizer) for n, p in enumerate(prompts)]
     trainer, params, _ = open_trained(cfg)
     engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
   batcher = Batcher(engine)
-  texts = stream_texts(batcher, requests, tokenizer.decode, cfg.generate.stop)
+  completions = stream_completions(batcher, requests, tokenizer.decode, cfg.generate.stop)
   write = _write_lines if cfg.generate.prompt_file else _write_text
-  write(dict(zip(requests, prompts, strict=True)), texts)
-  _to_stderr(f"{batcher.meter}; compiled in {engine.compile_seconds:.1f} s")
+  write(dict(zip(requests, prompts, strict=True)), completions)
+  sys.stderr.write(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s\n")
   return 0
 
 
 def open_text_tokenizer(cfg: Config) -> Tokenizer:
-  """The tokenizer of the run's data.
+  """Open the tokenizer of the run's data.
 
   Raises:
-    UserError: the run's data are no text.
+    UserError: the data are synthetic.
   """
   if cfg.data.dataset_type == "synthetic":
     raise UserError("a run on dataset_type=synthetic has no tokenizer to write text with")
@@ -52,23 +53,29 @@ def open_text_tokenizer(cfg: Config) -> Tokenizer:
 
 
 def build_engine(
-  trainer: Trainer, params: Any, ends: Sequence[int], requests: Sequence[Request] = ()
+  trainer: Trainer,
+  params: Any,
+  stop_token_ids: Sequence[int],
+  requests: Sequence[GenerationRequest] = (),
 ) -> Engine:
-  """An engine for `requests`, or for any of max_target_length where there are none.
-
-  A text ends with any token of `ends`.
+  """Build an engine for `requests`, or for any of up to max_target_length tokens if empty.
 
   Raises:
-    UserError: a request is longer than that, or more is to be drafted than there are heads.
+    UserError: a request exceeds max_target_length, or num_speculative_tokens the draft heads.
   """
-  cfg, longest = trainer.cfg, trainer.cfg.data.max_target_length
-  num_drafts = _num_drafts(cfg)
-  needed = max((len(r.prompt) + r.max_new_tokens for r in requests), default=longest)
-  if needed > longest:
+  cfg, max_length = trainer.cfg, trainer.cfg.data.max_target_length
+  num_heads, num_drafts = cfg.model.num_draft_heads, cfg.generate.num_speculative_tokens
+  if num_drafts > num_heads:
+    raise UserError(
+      f"num_speculative_tokens={num_drafts} exceeds num_draft_heads={num_heads}, and each head "
+      f"proposes one token: set num_speculative_tokens={num_heads} or less"
+    )
+  needed = max((len(r.prompt) + r.max_new_tokens for r in requests), default=max_length)
+  if needed > max_length:
     raise UserError(
       f"prompt and max_new_tokens={cfg.generate.max_new_tokens} are up to {needed} tokens, but "
-      f"max_target_length={longest}, the longest text in training: lower max_new_tokens, or give "
-      f"max_target_length={needed} to go beyond that"
+      f"max_target_length={max_length}, the longest sequence in training: lower max_new_tokens, or "
+      f"set max_target_length={needed} to exceed it"
     )
   num_shards = trainer.sharder.num_shards("activation_batch")
   num_rows = min(len(requests) or cfg.generate.decode_batch_size, cfg.generate.decode_batch_size)
@@ -76,22 +83,10 @@ def build_engine(
     inference_model(cfg.model, trainer.sharder),
     inference_params(cfg.model, params),
     num_rows=-(-num_rows // num_shards) * num_shards,
-    # Rounded up, so that another prompt seldom means another program.
-    max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, longest),
-    ends=ends,
-    num_drafts=num_drafts,
+    max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, max_length),
+    stop_token_ids=stop_token_ids,
+    num_drafts=num_heads if num_drafts < 0 else num_drafts,
   )
-
-
-def _num_drafts(cfg: Config) -> int:
-  """Tokens drafted for each step. Raises UserError where there are fewer draft heads."""
-  num_heads, wanted = cfg.model.num_draft_heads, cfg.generate.num_speculative_tokens
-  if wanted > num_heads:
-    raise UserError(
-      f"num_speculative_tokens={wanted} are more than num_draft_heads={num_heads}, and each is "
-      f"proposed by a head of its own: write num_speculative_tokens={num_heads} or less"
-    )
-  return num_heads if wanted < 0 else wanted
 
 
 def _prompts(cfg: GenerateConfig) -> list[str]:
@@ -99,10 +94,10 @@ def _prompts(cfg: GenerateConfig) -> list[str]:
     return [cfg.prompt]
   path = Path(cfg.prompt_file)
   if not path.is_file():
-    raise UserError(f"prompt_file={cfg.prompt_file} is no file")
+    raise UserError(f"prompt_file={cfg.prompt_file} is not a file")
   lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
   if not lines:
-    raise UserError(f"prompt_file={cfg.prompt_file} has no line")
+    raise UserError(f"prompt_file={cfg.prompt_file} has no lines")
   return [_prompt(cfg.prompt_file, number, line) for number, line in enumerate(lines, start=1)]
 
 
@@ -112,41 +107,41 @@ def _prompt(file: str, number: int, line: str) -> str:
   except json.JSONDecodeError:
     row = None
   if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-    raise UserError(f'prompt_file={file}, text {number}: write {{"prompt": "..."}}')
+    raise UserError(f'prompt_file={file}, prompt {number}: write {{"prompt": "..."}}')
   return row["prompt"]
 
 
-def _request(cfg: Config, n: int, prompt: str, tokenizer: Tokenizer) -> Request:
-  own = cfg.generate
-  rules = Rules(**{field.name: getattr(own, field.name) for field in dataclasses.fields(Rules)})
+def _request(cfg: GenerateConfig, n: int, prompt: str, tokenizer: Tokenizer) -> GenerationRequest:
+  names = [field.name for field in dataclasses.fields(SamplingParams)]
+  sampling = SamplingParams(**{name: getattr(cfg, name) for name in names})
   tokens = [tokenizer.bos, *map(int, tokenizer.encode(prompt.encode()))]
-  seed = (own.decode_sampling_seed + n) % 2**32
-  return Request(tokens, own.max_new_tokens, rules, seed)
+  seed = (cfg.decode_sampling_seed + n) % 2**32
+  return GenerationRequest(tokens, cfg.max_new_tokens, sampling, seed)
 
 
-def _write_text(prompts: Mapping[Request, str], texts: Iterable[tuple[Request, str, str]]) -> None:
-  """The prompt and, as it comes, the text behind it."""
+def _write_text(prompts: Mapping[GenerationRequest, str], completions: Completions) -> None:
+  """Write the prompt, then its completion as it is generated."""
   sys.stdout.write(*prompts.values())
-  for _, text, _ in texts:
+  for _, text, _ in completions:
     sys.stdout.write(text)
     sys.stdout.flush()
   sys.stdout.write("\n")
 
 
-def _write_lines(prompts: Mapping[Request, str], texts: Iterable[tuple[Request, str, str]]) -> None:
-  """A JSON line per prompt, in their order, each as soon as those before it are written."""
-  text_of, done = dict.fromkeys(prompts, ""), {}
+def _write_lines(prompts: Mapping[GenerationRequest, str], completions: Completions) -> None:
+  """Write a JSON line per prompt in order, each as soon as all before it are finished."""
+  texts, finish_reasons = dict.fromkeys(prompts, ""), {}
   waiting = collections.deque(prompts)
-  for request, text, reason in texts:
-    text_of[request] += text
-    if reason:
-      done[request] = reason
-    while waiting and waiting[0] in done:
+  for request, text, finish_reason in completions:
+    texts[request] += text
+    if finish_reason:
+      finish_reasons[request] = finish_reason
+    while waiting and waiting[0] in finish_reasons:
       first = waiting.popleft()
-      row = {"prompt": prompts[first], "text": text_of[first], "finish_reason": done[first]}
+      row = {
+        "prompt": prompts[first],
+        "text": texts[first],
+        "finish_reason": finish_reasons[first],
+      }
       sys.stdout.write(f"{json.dumps(row, ensure_ascii=False)}\n")
       sys.stdout.flush()
-
-
-def _to_stderr(line: str) -> None:
-  sys.stderr.write(f"{line}\n")

@@ -1,4 +1,4 @@
-"""A trained model made ready to generate: its config, its layout and its parameters."""
+"""Convert a trained model for generation: its config, layout and parameters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ from maxlite.layers.lora import merge_lora
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 
-STACKS = ("dense_layers", "layers")  # of a decoder that scans over its layers
-NOT_TRANSPOSED = ("kv_up", "router", "unembed")  # modules whose kernel not only `Linear` reads
+STACKS = ("dense_layers", "layers")  # parameters of the layers that a decoder scans over
+NOT_TRANSPOSED = ("kv_up", "router", "unembed")  # kernels with readers other than `Linear`
 
 
 def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
-  """The decoder of `cfg` for generation.
+  """Build the decoder of `cfg` for generation.
 
-  Layers stand side by side, each with weights and cache of its own: a scan would copy them out of
-  its stack for every token. No expert drops a token.
+  Layers are not scanned: each has its own weights and cache, because a scan would copy them out of
+  the stack for every token. No expert drops a token.
 
   Raises:
-    UserError: the mesh cuts rows, of which generation has one position at a time.
+    UserError: the mesh shards sequences; generation processes one position at a time.
   """
   if sharder.num_shards("activation_length") > 1:
     raise UserError(
-      "generation cannot cut rows over the context axis: set ici_context_parallelism=1 and "
+      "generation cannot shard sequences over the context axis: set ici_context_parallelism=1 and "
       "dcn_context_parallelism=1 (and ici_fsdp_parallelism=-1 to use the devices)"
     )
   moe = dataclasses.replace(
@@ -41,39 +41,39 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
 
 
 def inference_params(cfg: ModelConfig, params: Any) -> Any:
-  """`params` of a model of `cfg` as `inference_model` takes them.
+  """Convert `params` of a model of `cfg` to those of `inference_model`.
 
-  Adapters are merged, layers are taken out of their stacks, and matrices are rounded to the type
-  that activations have, as every use of them would. The router, which may compute in another type,
-  keeps its own. On a CPU, float32 kernels are transposed (`linear.matmul_few_rows`).
+  Adapters are merged, stacked layers are unstacked, and matrices are cast to the activation dtype,
+  as each use would cast them; the router, which may compute in another dtype, keeps its own. On
+  CPU, float32 kernels are transposed (`linear.matmul_few_rows`).
   """
   if cfg.lora.lora_rank:
     params = merge_lora(params, cfg.lora.lora_alpha)
-  rounded = jax.tree_util.tree_map_with_path(
-    lambda path, leaf: _rounded(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers), params
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, leaf: _cast(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers), params
   )
   if not cfg.scan_layers:
-    return _transposed(rounded)
-  apart = {name: tree for name, tree in rounded.items() if name not in STACKS}
+    return _transpose(params)
+  unstacked = {name: tree for name, tree in params.items() if name not in STACKS}
   for name in STACKS:
-    leaves, tree = jax.tree.flatten(rounded.get(name, {}))
+    leaves, tree = jax.tree.flatten(params.get(name, {}))
     for i, layer in enumerate(zip(*map(jnp.unstack, leaves), strict=True)):
-      apart[f"{name}_{i}"] = _transposed(jax.tree.unflatten(tree, layer))
-  return apart
+      unstacked[f"{name}_{i}"] = _transpose(jax.tree.unflatten(tree, layer))
+  return unstacked
 
 
-def _transposed(params: Any, name: str = "") -> Any:
-  """`params` of the module `name`, with its kernels transposed where that is faster."""
+def _transpose(params: Any, name: str = "") -> Any:
+  """Transpose the kernels of the module `name` if that is faster."""
   if not isinstance(params, Mapping) or jax.default_backend() != "cpu":
     return params
   if name in NOT_TRANSPOSED or "kernel" not in params or params["kernel"].dtype != jnp.float32:
-    return {name: _transposed(node, name) for name, node in params.items()}
+    return {name: _transpose(node, name) for name, node in params.items()}
   others = {name: leaf for name, leaf in params.items() if name != "kernel"}
-  num_in = 2 if name == "out" else 1  # axes that are contracted
+  num_in = 2 if name == "out" else 1  # contracted axes
   return others | {TRANSPOSED: jnp.moveaxis(params["kernel"], range(num_in), range(-num_in, 0))}
 
 
-def _rounded(path: tuple, leaf: jax.Array, dtype: jnp.dtype, scanned: bool) -> jax.Array:
+def _cast(path: tuple, leaf: jax.Array, dtype: jnp.dtype, scanned: bool) -> jax.Array:
   names = [entry.key for entry in path]
   is_matrix = leaf.ndim - (scanned and names[0] in STACKS) > 1 and "bias" not in names[-1]
   return leaf.astype(dtype) if is_matrix and "router" not in names else leaf

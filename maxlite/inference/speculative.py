@@ -1,12 +1,12 @@
-"""Speculative sampling: drafts are taken or not so that texts are distributed as without them.
+"""Speculative sampling: accept draft tokens without changing the distribution of the output.
 
-The drafts of a row are the next tokens as its draft heads guess them, drawn from distributions q
-that the row's rules have made of theirs. The model reads all at once, and says with p how it would
-have drawn each.
+The draft heads propose the next tokens of a row, sampled from distributions q to which the row's
+sampling parameters are applied. The model scores all drafts in one forward pass, which gives its
+own distributions p.
 
 Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (2023), section
-2.3, whose appendix A.1 has the proof; Chen et al., Accelerating Large Language Model Decoding with
-Speculative Sampling (2023), algorithm 2.
+2.3, proof in appendix A.1; Chen et al., Accelerating Large Language Model Decoding with Speculative
+Sampling (2023), algorithm 2.
 """
 
 import jax
@@ -14,40 +14,44 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from maxlite.inference.sampling import RowRules, draw, log_probs
+from maxlite.inference.sampling import BatchSamplingParams, log_probs, sample
 
-# Draws for drafts, and whether these are taken, have keys of their own beside a row's.
-_DRAFT, _TAKE = np.uint32(2**32 - 1), np.uint32(2**32 - 2)
+# Folded into a row's key, for sampling drafts and for accepting them.
+_DRAFT, _ACCEPT = np.uint32(2**32 - 1), np.uint32(2**32 - 2)
 
 
 @struct.dataclass
 class Drafts:
-  """Tokens that may follow the newest of each row, as many as there are J."""
+  """J proposed tokens after the newest token of each row."""
 
   token_BJ: jax.Array
-  log_q_BJV: jax.Array  # what each was drawn from
-  seen_BTV: jax.Array  # what the text has before each, and (T = J + 1) behind the last
+  log_q_BJV: jax.Array  # distribution that each draft was sampled from
+  seen_BTV: jax.Array  # tokens seen before each draft, and (T = J + 1) after the last
 
 
 def keys_at(key_B: jax.Array, position_B: jax.Array) -> jax.Array:
-  """The keys that draw the tokens at these positions of the rows' texts."""
+  """Return the keys that sample the tokens at these positions of the rows."""
   return jax.vmap(jax.random.fold_in)(key_B, position_B)
 
 
 def propose(
-  logits_BJV: jax.Array, seen_BV: jax.Array, rules: RowRules, key_B: jax.Array, first_B: jax.Array
+  logits_BJV: jax.Array,
+  seen_BV: jax.Array,
+  params: BatchSamplingParams,
+  key_B: jax.Array,
+  first_B: jax.Array,
 ) -> Drafts:
-  """Drafts for the positions from `first_B` on, from the logits of the draft heads."""
-  key_B = _own_keys(key_B, _DRAFT)
+  """Sample drafts for the positions from `first_B`, given the logits of the draft heads."""
+  key_B = _fold_in_all(key_B, _DRAFT)
   tokens, log_qs, seen = [], [], [seen_BV]
   for j in range(logits_BJV.shape[1]):
-    log_qs.append(log_probs(logits_BJV[:, j], seen[-1], rules))
-    tokens.append(draw(keys_at(key_B, first_B + j), log_qs[-1]))
+    log_qs.append(log_probs(logits_BJV[:, j], seen[-1], params))
+    tokens.append(sample(keys_at(key_B, first_B + j), log_qs[-1]))
     seen.append(seen[-1].at[jnp.arange(len(key_B)), tokens[-1]].set(True))
-  stacked = lambda of, empty: jnp.stack(of, axis=1) if of else empty
+  stack = lambda arrays, empty: jnp.stack(arrays, axis=1) if arrays else empty
   return Drafts(
-    stacked(tokens, jnp.zeros((len(key_B), 0), jnp.int32)),
-    stacked(log_qs, logits_BJV),
+    stack(tokens, jnp.zeros((len(key_B), 0), jnp.int32)),
+    stack(log_qs, logits_BJV),
     jnp.stack(seen, axis=1),
   )
 
@@ -55,35 +59,36 @@ def propose(
 def verify(
   drafts: Drafts, log_p_BTV: jax.Array, key_B: jax.Array, first_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """(how many drafts of each row are taken, the token behind these).
+  """Return (number of accepted drafts of each row, the token after them).
 
-  A draft x is taken with probability min(1, p(x) / q(x)), up to the first that is not. In its place
-  comes a token drawn from max(p - q, 0); behind drafts that are all taken, one from p.
+  A draft x is accepted with probability min(1, p(x) / q(x)); the first rejected draft ends the
+  sequence and is replaced by a sample from max(p - q, 0). If all are accepted, one more token is
+  sampled from p.
 
   Args:
-    log_p_BTV: the model's distribution for every draft's position, and for the one behind the last.
-    first_B: position of the first draft in its text.
+    log_p_BTV: the model's distribution at the position of each draft and at the one after them.
+    first_B: position of the first draft in its row.
   """
   num_drafts, index_BJ1 = drafts.token_BJ.shape[1], drafts.token_BJ[..., None]
   of_draft = lambda log_BJV: jnp.take_along_axis(log_BJV, index_BJ1, axis=-1)[..., 0]
   log_ratio_BJ = of_draft(log_p_BTV[:, :num_drafts]) - of_draft(drafts.log_q_BJV)
-  take_key_B = keys_at(_own_keys(key_B, _TAKE), first_B)
-  uniform_BJ = jax.vmap(lambda key: jax.random.uniform(key, num_drafts))(take_key_B)
-  is_taken_BJ = uniform_BJ < jnp.exp(log_ratio_BJ)
-  num_taken_B = jnp.sum(jnp.cumprod(is_taken_BJ.astype(jnp.int32), axis=1), axis=1)
-  # Behind the last draft q is nowhere, and what is left of p is p.
+  accept_key_B = keys_at(_fold_in_all(key_B, _ACCEPT), first_B)
+  uniform_BJ = jax.vmap(lambda key: jax.random.uniform(key, num_drafts))(accept_key_B)
+  is_accepted_BJ = uniform_BJ < jnp.exp(log_ratio_BJ)
+  num_accepted_B = jnp.sum(jnp.cumprod(is_accepted_BJ.astype(jnp.int32), axis=1), axis=1)
+  # After the last draft q is zero, so p - q is p.
   log_q_BTV = jnp.pad(drafts.log_q_BJV, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)
-  at = lambda log_BTV: jnp.take_along_axis(log_BTV, num_taken_B[:, None, None], axis=1)[:, 0]
+  at = lambda log_BTV: jnp.take_along_axis(log_BTV, num_accepted_B[:, None, None], axis=1)[:, 0]
   log_p_BV, log_q_BV = at(log_p_BTV), at(log_q_BTV)
-  left_BV = jnp.maximum(jnp.exp(log_p_BV) - jnp.exp(log_q_BV), 0)
-  # Of equal distributions nothing is left but rounding, by which a draft may still not be taken.
-  has_left_B1 = jnp.any(left_BV > 0, axis=-1, keepdims=True)
-  is_whole_B1 = (num_taken_B == num_drafts)[:, None] | ~has_left_B1
-  token_B = draw(
-    keys_at(key_B, first_B + num_taken_B), jnp.where(is_whole_B1, log_p_BV, jnp.log(left_BV))
+  residual_BV = jnp.maximum(jnp.exp(log_p_BV) - jnp.exp(log_q_BV), 0)
+  # If p equals q, rounding may still reject a draft and leave no residual: sample from p.
+  has_residual_B1 = jnp.any(residual_BV > 0, axis=-1, keepdims=True)
+  use_p_B1 = (num_accepted_B == num_drafts)[:, None] | ~has_residual_B1
+  token_B = sample(
+    keys_at(key_B, first_B + num_accepted_B), jnp.where(use_p_B1, log_p_BV, jnp.log(residual_BV))
   )
-  return num_taken_B, token_B
+  return num_accepted_B, token_B
 
 
-def _own_keys(key_B: jax.Array, purpose: np.uint32) -> jax.Array:
-  return jax.vmap(jax.random.fold_in, (0, None))(key_B, purpose)
+def _fold_in_all(key_B: jax.Array, data: np.uint32) -> jax.Array:
+  return jax.vmap(jax.random.fold_in, (0, None))(key_B, data)

@@ -1,4 +1,4 @@
-"""Texts by a cache are those without one, whatever else the rows hold and the mesh is."""
+"""Cached decoding equals uncached decoding, for any mesh and any other requests in the batch."""
 
 import functools
 import itertools
@@ -10,15 +10,15 @@ import pytest
 from flax.linen import meta
 
 from maxlite.config.schema import DEFAULTS, Config, build
-from maxlite.inference.batcher import END, LENGTH, Batcher
-from maxlite.inference.detokenizer import stream_texts
-from maxlite.inference.engine import Engine, Request
+from maxlite.inference.batcher import LENGTH, STOP, Batcher
+from maxlite.inference.detokenizer import stream_completions
+from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import Rules
+from maxlite.inference.sampling import SamplingParams
 from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
-SIZE, LONGEST = 10, 24
+SIZE, MAX_LENGTH = 10, 24
 KEYS = {
   "decoder_block": "mixtral",
   "vocab_size": 48,
@@ -31,11 +31,11 @@ KEYS = {
   "base_moe_mlp_dim": 8,
 }
 PROMPTS = ([3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 9, 8, 1, 2, 3, 4, 5, 6], [1, 2], [1, 2, 3])
-GREEDY = Rules(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compiled_fast():
+def _fast_compilation():
   before = jax.config.values["jax_disable_most_optimizations"]
   jax.config.update("jax_disable_most_optimizations", True)
   yield
@@ -54,39 +54,39 @@ def config_of(**keys):
 
 @functools.cache
 def params_of(**keys):
-  """Larger than at the start of training, so that the choice depends on what came before."""
-  model, draw = Decoder(config_of(**keys), sharder_of()), np.random.default_rng(1)
+  """Parameters larger than initial ones, so that the argmax depends on the context."""
+  model, rng = Decoder(config_of(**keys), sharder_of()), np.random.default_rng(1)
   abstract = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 4), np.int32))
-  fill = lambda leaf: draw.normal(size=leaf.shape).astype(np.float32) / 2
+  fill = lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 2
   return jax.tree.map(fill, meta.unbox(abstract)["params"])
 
 
 @functools.cache
-def greedy_texts():
-  """What the model without a cache finds likeliest after each of PROMPTS."""
+def greedy_completions():
+  """Greedy completion of each of PROMPTS without a cache."""
   variables = {"params": params_of()}
   logits_of = jax.jit(Decoder(config_of(), sharder_of()).apply)
-  texts = []
+  completions = []
   for prompt in PROMPTS:
     tokens = list(prompt)
     for _ in range(SIZE):
-      tokens_BT = np.zeros((1, LONGEST), np.int32)
+      tokens_BT = np.zeros((1, MAX_LENGTH), np.int32)
       tokens_BT[0, : len(tokens)] = tokens
       tokens.append(int(np.argmax(logits_of(variables, tokens_BT)[0, len(tokens) - 1])))
-    texts.append(tokens[len(prompt) :])
-  return texts
+    completions.append(tokens[len(prompt) :])
+  return completions
 
 
-def end_token():
-  """One that ends the second text, and not too early."""
-  return greedy_texts()[1][4]
+def stop_token():
+  """A token that ends the second completion, though not at once."""
+  return greedy_completions()[1][4]
 
 
 def engine_of(num_rows, **degrees):
   sharder = sharder_of(**degrees)
   model, params = inference_model(config_of(), sharder), inference_params(config_of(), params_of())
-  keys = {"num_rows": num_rows, "max_length": LONGEST, "first_block": 8}
-  return Engine(model, params, ends=[end_token()], **keys)
+  keys = {"num_rows": num_rows, "max_length": MAX_LENGTH, "first_block": 8}
+  return Engine(model, params, stop_token_ids=[stop_token()], **keys)
 
 
 @functools.cache
@@ -94,46 +94,52 @@ def two_rows():
   return engine_of(2)
 
 
-def texts(engine, requests):
-  """(tokens of each request, why it ended), all sent at once."""
+def completions_of(engine, requests):
+  """(tokens, finish reason) of each request, all submitted at once."""
   batcher, found = Batcher(engine), {request: ([], []) for request in requests}
-  write = lambda ids: "".join(map(chr, ids))
-  for request, text, reason in stream_texts(batcher, requests, write):
+  decode = lambda ids: "".join(map(chr, ids))
+  for request, text, finish_reason in stream_completions(batcher, requests, decode):
     found[request][0].extend(map(ord, text))
-    found[request][1].extend([reason] if reason else [])
+    found[request][1].extend([finish_reason] if finish_reason else [])
   return [(tokens, *reasons) for tokens, reasons in found.values()]
 
 
-def until_end(tokens):
-  shown = list(itertools.takewhile(lambda token: token != end_token(), tokens))
-  return shown, LENGTH if len(shown) == SIZE else END
+def until_stop(tokens):
+  kept = list(itertools.takewhile(lambda token: token != stop_token(), tokens))
+  return kept, LENGTH if len(kept) == SIZE else STOP
 
 
 def greedy_requests():
-  return [Request(prompt, SIZE, GREEDY) for prompt in PROMPTS]
+  return [GenerationRequest(prompt, SIZE, GREEDY) for prompt in PROMPTS]
 
 
-def test_greedy_texts_are_those_without_a_cache_though_rows_are_fewer():
-  expected = [until_end(text) for text in greedy_texts()]
-  assert {reason for _, reason in expected} == {END, LENGTH}
-  assert texts(two_rows(), greedy_requests()) == expected
+def test_greedy_decoding_equals_uncached_decoding_with_more_requests_than_rows():
+  expected = [until_stop(completion) for completion in greedy_completions()]
+  assert {reason for _, reason in expected} == {STOP, LENGTH}
+  assert completions_of(two_rows(), greedy_requests()) == expected
 
 
-def test_a_mesh_changes_nothing():
+def test_a_sharded_engine_gives_the_same_completions():
   sharded = engine_of(4, fsdp=2, expert=2, tensor=2)
-  assert texts(sharded, greedy_requests()) == [until_end(text) for text in greedy_texts()]
+  assert completions_of(sharded, greedy_requests()) == [
+    until_stop(completion) for completion in greedy_completions()
+  ]
 
 
-def test_a_text_is_its_seeds_and_its_rules_alone():
-  requests = [Request(PROMPTS[0], SIZE, Rules(temperature=1.5), seed) for seed in (0, 0, 1)]
-  beside = Request(PROMPTS[2], SIZE, Rules(temperature=0.7, top_k=4, repetition_penalty=1.3), 5)
-  (alone,) = texts(two_rows(), requests[:1])
-  together = texts(two_rows(), [beside, *requests])[1:]
+def test_a_completion_depends_only_on_its_seed_and_sampling_parameters():
+  requests = [
+    GenerationRequest(PROMPTS[0], SIZE, SamplingParams(temperature=1.5), seed) for seed in (0, 0, 1)
+  ]
+  other = GenerationRequest(
+    PROMPTS[2], SIZE, SamplingParams(temperature=0.7, top_k=4, repetition_penalty=1.3), 5
+  )
+  (alone,) = completions_of(two_rows(), requests[:1])
+  together = completions_of(two_rows(), [other, *requests])[1:]
   assert together[:2] == [alone, alone]
   assert together[2] != alone
 
 
-def test_a_text_that_is_dropped_makes_room_and_disturbs_no_other():
+def test_a_cancelled_request_frees_its_row_and_affects_no_other():
   batcher = Batcher(two_rows())
   first, second, third = greedy_requests()[2:]
   tokens = {request: [] for request in (first, second, third)}
@@ -143,62 +149,62 @@ def test_a_text_that_is_dropped_makes_room_and_disturbs_no_other():
     for event in events:
       tokens[event.request] += [] if event.token is None else [event.token]
     if len(tokens[first]) == 2 and waiting:
-      batcher.drop(first)
+      batcher.cancel(first)
       assert batcher.num_free
       events = batcher.add([waiting.pop()])
     else:
       events = [] if batcher.is_idle else batcher.step()
-  assert tokens[first] == greedy_texts()[2][:2]
-  assert tokens[second] == until_end(greedy_texts()[3])[0]
-  assert tokens[third] == until_end(greedy_texts()[4])[0]
+  assert tokens[first] == greedy_completions()[2][:2]
+  assert tokens[second] == until_stop(greedy_completions()[3])[0]
+  assert tokens[third] == until_stop(greedy_completions()[4])[0]
 
 
-def test_a_request_needs_nothing_but_what_is_compiled_ahead():
+def test_requests_compile_nothing_after_compile_ahead():
   engine = two_rows()
   engine.compile_ahead()
   seconds = engine.compile_seconds
-  for length in (1, 16, 17, LONGEST - 1):
-    texts(engine, [Request([1] * length, 1, GREEDY)])
+  for length in (1, 16, 17, MAX_LENGTH - 1):
+    completions_of(engine, [GenerationRequest([1] * length, 1, GREEDY)])
   assert engine.compile_seconds == seconds
 
 
 @pytest.mark.parametrize(
   ("prompt", "size", "message"),
   [
-    ([], 3, "no token"),
+    ([], 3, "no tokens"),
     ([1], 0, "max_new_tokens=0"),
-    ([1] * 20, 5, "more than the 24 tokens .* ask for at most 4"),
+    ([1] * 20, 5, "maximum length of 24 tokens: request at most 4"),
   ],
 )
-def test_a_request_that_no_row_can_hold_is_refused(prompt, size, message):
+def test_a_request_that_no_row_can_hold_raises(prompt, size, message):
   with pytest.raises(ValueError, match=message):
-    Batcher(two_rows()).add([Request(prompt, size)])
+    Batcher(two_rows()).add([GenerationRequest(prompt, size)])
 
 
-def test_what_cannot_be_laid_out_is_told():
-  with pytest.raises(ValueError, match=r"3 rows do not divide by the 2 shards .* take 4"):
+def test_unsupported_meshes_raise():
+  with pytest.raises(ValueError, match=r"3 rows are not divisible by the 2 shards .* use 4"):
     engine_of(3, fsdp=2)
   with pytest.raises(ValueError, match="ici_context_parallelism=1"):
     inference_model(config_of(), sharder_of(context=2))
 
 
-@pytest.mark.parametrize("own", [{}, {"lora_rank": 2}], ids=["plain", "adapters"])
+@pytest.mark.parametrize("extra", [{}, {"lora_rank": 2}], ids=["plain", "adapters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parameters_made_ready_are_the_same_model(dtype, own):
-  """Rounded to bfloat16 once, or at every use; merged, or beside; transposed, or not."""
-  keys = {"decoder_block": "llama", "dtype": dtype, "weight_dtype": "float32"} | own
+def test_inference_params_compute_the_same_logits(dtype, extra):
+  """After the cast to bfloat16, merging of adapters and transposition of kernels."""
+  keys = {"decoder_block": "llama", "dtype": dtype, "weight_dtype": "float32"} | extra
   cfg, params = config_of(**keys), params_of(**keys)
-  if own:  # away from zero, where adapters start
+  if extra:  # adapters are initialized to zero
     params = jax.tree_util.tree_map_with_path(
       lambda path, leaf: leaf + 0.1 if "lora_b" in str(path) else leaf, params
     )
   tokens_BT = np.arange(8, dtype=np.int32)[None]
   logits = lambda model, params: jax.jit(model.apply)({"params": params}, tokens_BT)
   want_BTV = logits(Decoder(cfg, sharder_of()), params)
-  ready = inference_params(cfg, params)
-  got_BTV = logits(inference_model(cfg, sharder_of()), ready)
-  rounding = 0.15 if own else 0.02
+  converted = inference_params(cfg, params)
+  got_BTV = logits(inference_model(cfg, sharder_of()), converted)
+  rounding = 0.15 if extra else 0.02
   np.testing.assert_allclose(got_BTV, want_BTV, atol=rounding if dtype == "bfloat16" else 2e-5)
-  kernels = {name: leaf.dtype for name, leaf in ready["layers_0"]["mlp"]["wo"].items()}
+  kernels = {name: leaf.dtype for name, leaf in converted["layers_0"]["mlp"]["wo"].items()}
   assert kernels == {"kernel" if dtype == "bfloat16" else "transposed": np.dtype(dtype)}
-  assert ready["layers_1"]["mlp_norm"]["scale"].dtype == np.float32
+  assert converted["layers_1"]["mlp_norm"]["scale"].dtype == np.float32

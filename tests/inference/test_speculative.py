@@ -1,4 +1,4 @@
-"""Speculative decoding writes what would be written without it: the same, or as likely."""
+"""Speculative decoding preserves the distribution of completions."""
 
 import functools
 
@@ -9,67 +9,69 @@ import pytest
 import test_engine as tiny
 
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.detokenizer import stream_texts
-from maxlite.inference.engine import NONE, Engine, Request
+from maxlite.inference.detokenizer import stream_completions
+from maxlite.inference.engine import NO_TOKEN, Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import RowRules, Rules, log_probs
+from maxlite.inference.sampling import BatchSamplingParams, SamplingParams, log_probs
 from maxlite.inference.speculative import propose, verify
 from maxlite.models import Decoder
 
-VOCAB, NUM_DRAFTS, NUM_TEXTS, SIZE = 5, 2, 20_000, 3
-RULES = (
-  Rules(),
-  Rules(temperature=0.6, top_k=3),
-  Rules(temperature=1.5, top_p=0.8, repetition_penalty=1.6),
-  Rules(min_p=0.25, repetition_penalty=0.7),
+VOCAB, NUM_DRAFTS, NUM_SEQUENCES, SIZE = 5, 2, 20_000, 3
+SAMPLING = (
+  SamplingParams(),
+  SamplingParams(temperature=0.6, top_k=3),
+  SamplingParams(temperature=1.5, top_p=0.8, repetition_penalty=1.6),
+  SamplingParams(min_p=0.25, repetition_penalty=0.7),
 )
-# What comes after each token, and what draft heads make of it: near that, but no more.
-OWN_VV = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.5
+# Logits of the model given the previous token, and noisy estimates of them by the draft heads.
+TARGET_VV = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.5
 NOISE_JVV = np.random.default_rng(1).normal(size=(NUM_DRAFTS, VOCAB, VOCAB))
-GUESS_JVV = OWN_VV + NOISE_JVV.astype(np.float32)
+DRAFT_JVV = TARGET_VV + NOISE_JVV.astype(np.float32)
 
 
 @jax.jit
-def _written(rules, seed_B, guess_JVV):
+def _generate(sampling, seed_B, draft_JVV):
   batch, num_rows = jnp.arange(len(seed_B)), len(seed_B)
   key_B = jax.vmap(jax.random.key)(seed_B)
   token_B, length_B = jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, jnp.int32)
-  text_BT = jnp.zeros((num_rows, SIZE + NUM_DRAFTS + 1), jnp.int32)
+  token_BT = jnp.zeros((num_rows, SIZE + NUM_DRAFTS + 1), jnp.int32)
   seen_BV = jnp.zeros((num_rows, VOCAB), bool).at[:, 0].set(True)
-  taken = []
+  accepted = []
   for _ in range(SIZE):
-    guess_BJV = guess_JVV[:, token_B].swapaxes(0, 1)
-    drafts = propose(guess_BJV, seen_BV, rules, key_B, length_B + 1)
+    draft_BJV = draft_JVV[:, token_B].swapaxes(0, 1)
+    drafts = propose(draft_BJV, seen_BV, sampling, key_B, length_B + 1)
     tokens_BT = jnp.concatenate([token_B[:, None], drafts.token_BJ], axis=1)
     process = jax.vmap(log_probs, (1, 1, None), 1)
-    log_p_BTV = process(jnp.asarray(OWN_VV)[tokens_BT], drafts.seen_BTV, rules)
-    num_taken_B, token_B = verify(drafts, log_p_BTV, key_B, length_B + 1)
+    log_p_BTV = process(jnp.asarray(TARGET_VV)[tokens_BT], drafts.seen_BTV, sampling)
+    num_accepted_B, token_B = verify(drafts, log_p_BTV, key_B, length_B + 1)
     for j in range(NUM_DRAFTS):
-      where_B = jnp.where(j < num_taken_B, length_B + j, text_BT.shape[1])
-      text_BT = text_BT.at[batch, where_B].set(drafts.token_BJ[:, j], mode="drop")
-    text_BT = text_BT.at[batch, length_B + num_taken_B].set(token_B, mode="drop")
-    seen_BV = drafts.seen_BTV[batch, num_taken_B].at[batch, token_B].set(True)
-    length_B += 1 + num_taken_B
-    taken.append(num_taken_B)
-  return text_BT[:, :SIZE], taken[0]
+      where_B = jnp.where(j < num_accepted_B, length_B + j, token_BT.shape[1])
+      token_BT = token_BT.at[batch, where_B].set(drafts.token_BJ[:, j], mode="drop")
+    token_BT = token_BT.at[batch, length_B + num_accepted_B].set(token_B, mode="drop")
+    seen_BV = drafts.seen_BTV[batch, num_accepted_B].at[batch, token_B].set(True)
+    length_B += 1 + num_accepted_B
+    accepted.append(num_accepted_B)
+  return token_BT[:, :SIZE], accepted[0]
 
 
-def written(rules, guess_JVV=GUESS_JVV):
-  """(the first SIZE tokens of each text, how many drafts the first step takes), from token 0 on."""
-  seed_B = np.arange(NUM_TEXTS, dtype=np.uint32)
-  text_BT, taken_B = _written(RowRules.of([rules] * NUM_TEXTS), seed_B, guess_JVV)
-  return np.asarray(text_BT), np.asarray(taken_B)
+def generate(sampling, draft_JVV=DRAFT_JVV):
+  """(first SIZE tokens of each sequence after token 0, drafts accepted in the first step)."""
+  seed_B = np.arange(NUM_SEQUENCES, dtype=np.uint32)
+  token_BT, accepted_B = _generate(
+    BatchSamplingParams.stack([sampling] * NUM_SEQUENCES), seed_B, draft_JVV
+  )
+  return np.asarray(token_BT), np.asarray(accepted_B)
 
 
-def exact(rules):
-  """{text: its probability}, by going through all of them."""
-  rules, probs = RowRules.of([rules]), {(): 1.0}
+def exact(sampling):
+  """{sequence: probability} by enumeration."""
+  sampling, probs = BatchSamplingParams.stack([sampling]), {(): 1.0}
   for _ in range(SIZE):
     longer = {}
-    for text, prob in probs.items():
-      seen_1V = np.isin(np.arange(VOCAB), (0, *text))[None]
-      p_V = np.exp(jitted_log_probs(OWN_VV[[(0, *text)[-1]]], seen_1V, rules)[0])
-      longer |= {(*text, token): prob * p for token, p in enumerate(p_V)}
+    for prefix, prob in probs.items():
+      seen_1V = np.isin(np.arange(VOCAB), (0, *prefix))[None]
+      p_V = np.exp(jitted_log_probs(TARGET_VV[[(0, *prefix)[-1]]], seen_1V, sampling)[0])
+      longer |= {(*prefix, token): prob * p for token, p in enumerate(p_V)}
     probs = longer
   return probs
 
@@ -77,15 +79,15 @@ def exact(rules):
 jitted_log_probs = jax.jit(log_probs)
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_texts_are_as_likely_as_without(rules):
-  text_BT, taken_B = written(rules)
-  assert 0.3 < np.mean(taken_B) < 1.9  # drafts of all kinds are met
-  cell_B = np.ravel_multi_index(text_BT.T, (VOCAB,) * SIZE)
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_sequences_have_the_exact_distribution(sampling):
+  token_BT, accepted_B = generate(sampling)
+  assert 0.3 < np.mean(accepted_B) < 1.9  # accepted and rejected drafts occur
+  cell_B = np.ravel_multi_index(token_BT.T, (VOCAB,) * SIZE)
   counts = np.bincount(cell_B, minlength=VOCAB**SIZE)
-  expected = NUM_TEXTS * np.array(list(exact(rules).values()))
+  expected = NUM_SEQUENCES * np.array(list(exact(sampling).values()))
   assert not counts[expected == 0].any()
-  # Pearson's chi-square, of cells with fewer than five expected as one.
+  # Pearson's chi-square; cells with fewer than five expected counts are pooled.
   rare = expected < 5
   cells = [np.append(x[~rare], x[rare].sum()) for x in (counts, expected)]
   counts, expected = (x[cells[1] > 0] for x in cells)
@@ -95,19 +97,19 @@ def test_texts_are_as_likely_as_without(rules):
   assert chi_square < num_free + 4 * np.sqrt(2 * num_free)
 
 
-def test_greedy_drafts_are_taken_up_to_the_first_wrong_one():
-  text_BT, taken_B = written(Rules(temperature=0.0))
-  likeliest, want = np.argmax(OWN_VV, axis=-1), [0]
+def test_greedy_drafts_are_accepted_up_to_the_first_mismatch():
+  token_BT, accepted_B = generate(SamplingParams(temperature=0.0))
+  argmax_V, want = np.argmax(TARGET_VV, axis=-1), [0]
   for _ in range(SIZE):
-    want.append(int(likeliest[want[-1]]))
-  np.testing.assert_array_equal(text_BT, np.tile(want[1:], (NUM_TEXTS, 1)))
-  is_right = np.argmax(GUESS_JVV[:, 0], axis=-1) == want[1 : 1 + NUM_DRAFTS]
-  np.testing.assert_array_equal(taken_B, np.cumprod(is_right).sum())
+    want.append(int(argmax_V[want[-1]]))
+  np.testing.assert_array_equal(token_BT, np.tile(want[1:], (NUM_SEQUENCES, 1)))
+  is_match = np.argmax(DRAFT_JVV[:, 0], axis=-1) == want[1 : 1 + NUM_DRAFTS]
+  np.testing.assert_array_equal(accepted_B, np.cumprod(is_match).sum())
 
 
-def test_a_draft_of_the_model_s_own_distribution_is_always_taken():
-  _, taken_B = written(Rules(temperature=0.7), np.stack([OWN_VV, GUESS_JVV[1]]))
-  assert taken_B.min() == 1
+def test_drafts_from_the_model_s_distribution_are_always_accepted():
+  _, accepted_B = generate(SamplingParams(temperature=0.7), np.stack([TARGET_VV, DRAFT_JVV[1]]))
+  assert accepted_B.min() == 1
 
 
 HEADS = {"num_draft_heads": 3}
@@ -119,15 +121,15 @@ def engine_of(num_rows, num_drafts, **degrees):
     inference_model(cfg, sharder),
     inference_params(cfg, params()),
     num_rows=num_rows,
-    max_length=tiny.LONGEST,
-    ends=[tiny.end_token()],
+    max_length=tiny.MAX_LENGTH,
+    stop_token_ids=[tiny.stop_token()],
     num_drafts=num_drafts,
   )
 
 
 @functools.cache
 def params():
-  """Those of the engine's tests, and draft heads that guess now and then."""
+  """Parameters of the engine's tests, with draft heads that are right now and then."""
   heads = tiny.params_of(**HEADS)["draft_head"]
   return tiny.params_of() | {"draft_head": jax.tree.map(lambda leaf: leaf / 8, heads)}
 
@@ -137,89 +139,92 @@ def three_drafts():
   return engine_of(2, 3)
 
 
-def test_greedy_texts_are_those_without():
-  expected = [tiny.until_end(text) for text in tiny.greedy_texts()]
-  assert tiny.texts(three_drafts(), tiny.greedy_requests()) == expected
+def test_greedy_completions_equal_those_without_drafts():
+  expected = [tiny.until_stop(tokens) for tokens in tiny.greedy_completions()]
+  assert tiny.completions_of(three_drafts(), tiny.greedy_requests()) == expected
 
 
 @pytest.mark.slow
-def test_and_on_a_mesh_and_with_fewer_drafts_than_heads():
-  expected = [tiny.until_end(text) for text in tiny.greedy_texts()]
+def test_greedy_completions_on_a_mesh_and_with_fewer_drafts_than_heads():
+  expected = [tiny.until_stop(tokens) for tokens in tiny.greedy_completions()]
   for engine in (engine_of(4, 2, fsdp=2, expert=2, tensor=2), engine_of(3, 1)):
-    assert tiny.texts(engine, tiny.greedy_requests()) == expected
+    assert tiny.completions_of(engine, tiny.greedy_requests()) == expected
 
 
-def test_a_text_is_its_seeds_and_its_rules_alone():
-  requests = [Request(tiny.PROMPTS[0], 9, Rules(temperature=1.5), seed) for seed in (0, 0, 1)]
-  beside = Request(tiny.PROMPTS[2], 7, Rules(temperature=0.7, top_k=4), 5)
-  (alone,) = tiny.texts(three_drafts(), requests[:1])
-  together = tiny.texts(three_drafts(), [beside, *requests])[1:]
+def test_a_completion_depends_only_on_its_seed_and_sampling_parameters():
+  requests = [
+    GenerationRequest(tiny.PROMPTS[0], 9, SamplingParams(temperature=1.5), seed)
+    for seed in (0, 0, 1)
+  ]
+  other = GenerationRequest(tiny.PROMPTS[2], 7, SamplingParams(temperature=0.7, top_k=4), 5)
+  (alone,) = tiny.completions_of(three_drafts(), requests[:1])
+  together = tiny.completions_of(three_drafts(), [other, *requests])[1:]
   assert together[:2] == [alone, alone]
   assert together[2] != alone
 
 
-def test_a_stop_string_ends_a_text_in_the_middle_of_a_step():
-  write = lambda ids: "".join(map(chr, ids))
-  whole = [write(tiny.until_end(text)[0]) for text in tiny.greedy_texts()]
-  requests, stop = tiny.greedy_requests(), whole[2][3]
+def test_a_stop_string_can_end_a_completion_within_a_step():
+  decode = lambda ids: "".join(map(chr, ids))
+  completions = [decode(tiny.until_stop(tokens)[0]) for tokens in tiny.greedy_completions()]
+  requests, stop = tiny.greedy_requests(), completions[2][3]
   found = dict.fromkeys(requests, "")
-  for request, text, _ in stream_texts(Batcher(three_drafts()), requests, write, [stop]):
+  for request, text, _ in stream_completions(Batcher(three_drafts()), requests, decode, [stop]):
     found[request] += text
-  assert list(found.values()) == [text.split(stop)[0] for text in whole]
+  assert list(found.values()) == [text.split(stop)[0] for text in completions]
 
 
-def accepted_lengths(prompt, text):
-  """Of each greedy step, drafts taken, by a forward pass over the whole text without a cache."""
-  tokens_BT = np.zeros((1, tiny.LONGEST), np.int32)
-  tokens_BT[0, : len(prompt) + len(text)] = [*prompt, *text]
+def accepted_lengths(prompt, completion):
+  """Drafts that each greedy step accepts, from an uncached forward pass over the sequence."""
+  tokens_BT = np.zeros((1, tiny.MAX_LENGTH), np.int32)
+  tokens_BT[0, : len(prompt) + len(completion)] = [*prompt, *completion]
   model = Decoder(tiny.config_of(**HEADS), tiny.sharder_of())
 
   @jax.jit
-  def guess(params):
+  def predict(params):
     ones_BT = np.ones_like(tokens_BT)
-    where_BT = np.arange(tiny.LONGEST)[None]
-    x_BTD, _ = model.apply({"params": params}, tokens_BT, ones_BT, where_BT, method=model.hidden)
+    position_BT = np.arange(tiny.MAX_LENGTH)[None]
+    x_BTD, _ = model.apply({"params": params}, tokens_BT, ones_BT, position_BT, method=model.hidden)
     logits_BTJV = model.apply({"params": params}, x_BTD, method=model.draft_logits)
     return jnp.argmax(logits_BTJV[0], axis=-1)
 
-  guess_TJ, newest, lengths = np.asarray(guess(params())), len(prompt), []
-  while newest + 1 < len(prompt) + len(text):
-    # The newest token was drawn from the state before it, from which the heads look beyond it.
-    behind = tokens_BT[0, newest + 1 : len(prompt) + len(text)][: guess_TJ.shape[1]]
-    right = guess_TJ[newest - 1][: len(behind)] == behind
-    lengths.append(int(np.cumprod(right).sum()))
+  predicted_TJ, newest, lengths = np.asarray(predict(params())), len(prompt), []
+  while newest + 1 < len(prompt) + len(completion):
+    # The heads read the hidden state that the newest token was sampled from.
+    following = tokens_BT[0, newest + 1 : len(prompt) + len(completion)][: predicted_TJ.shape[1]]
+    is_right = predicted_TJ[newest - 1][: len(following)] == following
+    lengths.append(int(np.cumprod(is_right).sum()))
     newest += 1 + lengths[-1]
   return lengths
 
 
-def test_a_step_takes_the_drafts_that_the_heads_get_right():
-  prompt, text = tiny.PROMPTS[2], tiny.greedy_texts()[2]
+def test_a_step_accepts_the_drafts_that_the_heads_get_right():
+  prompt, completion = tiny.PROMPTS[2], tiny.greedy_completions()[2]
   batcher = Batcher(three_drafts())
-  batcher.add([Request(prompt, len(text), tiny.GREEDY)])
+  batcher.add([GenerationRequest(prompt, len(completion), tiny.GREEDY)])
   by_step = []
   while not batcher.is_idle:
-    before = batcher.meter.row_steps, batcher.meter.new_tokens
+    before = batcher.throughput.row_steps, batcher.throughput.new_tokens
     batcher.step()
-    by_step.append(batcher.meter.new_tokens - before[1])
-  lengths = accepted_lengths(prompt, text)
-  assert batcher.meter.row_steps == len(lengths)
+    by_step.append(batcher.throughput.new_tokens - before[1])
+  lengths = accepted_lengths(prompt, completion)
+  assert batcher.throughput.row_steps == len(lengths)
   assert sum(lengths) > 0
-  assert batcher.meter.new_tokens == sum(by_step) == len(text) - 1
-  assert f"{batcher.meter.accepted_length:.2f} of 3 drafts accepted" in str(batcher.meter)
+  assert batcher.throughput.new_tokens == sum(by_step) == len(completion) - 1
+  assert f"{batcher.throughput.accepted_length:.2f} of 3 drafts accepted" in str(batcher.throughput)
 
 
-def test_as_many_tokens_come_as_are_wanted_and_none_behind_an_end():
+def test_steps_return_max_new_tokens_and_none_after_a_stop_token():
   for size in range(1, 6):
-    for prompt, text in zip(tiny.PROMPTS, tiny.greedy_texts(), strict=True):
+    for prompt, completion in zip(tiny.PROMPTS, tiny.greedy_completions(), strict=True):
       engine = three_drafts()
-      first = engine.admit([Request(prompt, size, tiny.GREEDY)], [0])
+      first = engine.prefill([GenerationRequest(prompt, size, tiny.GREEDY)], [0])
       rest = np.asarray(engine.step(16))[:, 0].ravel()
-      got = [int(first[0]), *(int(token) for token in rest if token != NONE)]
-      want = text[:size]
-      ends = [n for n, token in enumerate(want) if token == tiny.end_token()]
-      assert got == want[: ends[0] + 1 if ends else size]
+      got = [int(first[0]), *(int(token) for token in rest if token != NO_TOKEN)]
+      want = completion[:size]
+      stops = [n for n, token in enumerate(want) if token == tiny.stop_token()]
+      assert got == want[: stops[0] + 1 if stops else size]
 
 
-def test_more_drafts_than_heads_are_refused():
-  with pytest.raises(ValueError, match="4 tokens cannot be guessed by num_draft_heads=3"):
+def test_more_drafts_than_heads_raise():
+  with pytest.raises(ValueError, match="num_draft_heads=3 cannot propose 4 tokens"):
     engine_of(1, 4)

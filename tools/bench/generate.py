@@ -1,23 +1,23 @@
-"""What a token costs: decode tokens/s with a cache against `transformers` on the same weights.
+"""Benchmark decoding: tokens/s with a cache, against `transformers` on the same weights.
 
   python tools/bench/generate.py [FOLDER ...] [--rounds 5] [--batch 1 16] [--tokens 128]
 
-Each FOLDER is a model in Hugging Face's format, such as those of tests/hf/hf_fixtures; without
-one it is a Llama of random weights, 4 layers, 256 wide, 8 heads, vocabulary 512. `transformers` and
-maxlite read the same float32 weights and continue the same prompts of 64 tokens greedily, in turns,
-round by round, so that a drift of the machine's speed falls on each alike; torch with one thread,
-which for so small a model may be faster, and with all it takes by itself, or as --threads says;
-maxlite on one device, and cut along `tensor` over as many as --tensor says. Figures are the best of
-all rounds, and time to the first token is left out; ratios are to the faster of `transformers`.
-"products alone" are the matrix products of the Llama's step with nothing around them: no cache
-makes them fewer. --processor counts the process's own time, which others on the machine disturb
-less: for one core and thread. Rows of maxlite's cache have places for the texts, or --length 2048,
-as a server's would. Needs `pip install -e .[hf]`.
+Each FOLDER is a model in Hugging Face's format, such as those of tests/hf/hf_fixtures; the default
+is a Llama with random weights: 4 layers, width 256, 8 heads, vocabulary 512. `transformers` and
+maxlite load the same float32 weights and complete the same prompts of 64 tokens greedily. They
+alternate round by round, so that drifts of the machine's speed affect both. torch runs with one
+thread, which can be faster for a small model, and with its default number, or with --threads;
+maxlite runs on one device, or sharded along `tensor` over the numbers in --tensor. Times are the
+best of all rounds without the time to the first token; ratios are to the faster `transformers`.
+"matmuls alone" are the matrix products of the Llama's step and nothing else, a lower bound for any
+cache. --processor measures CPU time of the process, which other processes disturb less; use it with
+one core and thread. Rows of maxlite's cache have as many positions as needed, or --length 2048 as
+in a server. Needs `pip install -e .[hf]`.
 
   python tools/bench/generate.py --run runs/draft_head [--temperature 0.8] [--rounds 5] [...]
 
-compares a run that has draft heads with itself: every number of tokens that they may propose for a
-step, in turns, and none; behind prompts of Python, of which the longest text is --tokens longer.
+compares a run with draft heads with itself, for every number of proposed tokens and for none, on
+prompts of Python code completed by --tokens tokens.
 """
 
 import argparse
@@ -43,9 +43,9 @@ from maxlite.config import Config, read_saved
 from maxlite.config.schema import build
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.engine import Engine, Request
+from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import Rules
+from maxlite.inference.sampling import SamplingParams
 from maxlite.layers.linear import matmul_few_rows
 
 PYTHON = b"def |class |import |    return |for i in |if not |try:\n|# ".split(b"|")
@@ -61,18 +61,18 @@ SHAPE = LlamaConfig(
 )
 
 Clock = Callable[[], float]
-CLOCKS = {False: time.perf_counter, True: time.process_time}  # whether of the processor
-GREEDY = Rules(temperature=0.0)
+CLOCKS = {False: time.perf_counter, True: time.process_time}  # by --processor
+GREEDY = SamplingParams(temperature=0.0)
 
-# (seconds per token of every row, tokens of the first row, tokens a step)
+# Returns (seconds per decoded token of every row, tokens of the first row, tokens per step).
 Run = Callable[[], tuple[float, list[int], float]]
 
 
-def ours(
+def maxlite_run(
   folder: str,
   prompts: list[list[int]],
   num_tokens: int,
-  rules: Rules = GREEDY,
+  sampling: SamplingParams = GREEDY,
   num_drafts: int = 0,
   length: int = 0,
   clock: Clock = time.perf_counter,
@@ -84,24 +84,26 @@ def ours(
     inference_params(loaded.cfg, params),
     num_rows=len(prompts),
     max_length=length or max(map(len, prompts)) + num_tokens,
-    ends=[loaded.cfg.vocab_size],  # no token: texts do not end
+    stop_token_ids=[loaded.cfg.vocab_size],  # outside the vocabulary: no completion stops early
     num_drafts=num_drafts,
   )
 
   def run() -> tuple[float, list[int], float]:
-    requests = [Request(prompt, num_tokens, rules, seed) for seed, prompt in enumerate(prompts)]
+    requests = [
+      GenerationRequest(prompt, num_tokens, sampling, seed) for seed, prompt in enumerate(prompts)
+    ]
     batcher = Batcher(engine)
     events, start = batcher.add(requests), clock()
     while not batcher.is_idle:
       events += batcher.step()
     seconds = clock() - start
     tokens = [event.token for event in events if event.request is requests[0]]
-    return seconds / (num_tokens - 1), tokens, 1 + batcher.meter.accepted_length
+    return seconds / (num_tokens - 1), tokens, 1 + batcher.throughput.accepted_length
 
   return run
 
 
-def theirs(
+def transformers_run(
   folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int, clock: Clock
 ) -> Run:
   model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -110,7 +112,7 @@ def theirs(
   @torch.inference_mode()
   def run() -> tuple[float, list[int], float]:
     torch.set_num_threads(num_threads)
-    stamps = Stamps(clock)
+    stamps = Timestamps(clock)
     text_BT = model.generate(
       tokens_BT,
       attention_mask=torch.ones_like(tokens_BT),
@@ -127,23 +129,23 @@ def theirs(
   return run
 
 
-def products_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
-  """The matrix products of a step and nothing else, in the form that XLA:CPU is fastest with."""
+def matmuls_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
+  """Run only the matrix products of a decode step, in the layout that is fastest on XLA:CPU."""
   wide, hidden = SHAPE.hidden_size, SHAPE.intermediate_size
   shapes = [*[(wide, wide)] * 4, (wide, hidden), (wide, hidden), (hidden, wide)]
   shapes = [*shapes * SHAPE.num_hidden_layers, (wide, VOCAB)]
-  draw = np.random.default_rng(0).standard_normal
-  weights = [jnp.asarray(draw(s[::-1]) / s[0] ** 0.5, jnp.float32) for s in shapes]
-  times = matmul_few_rows
+  normal = np.random.default_rng(0).standard_normal
+  weights = [jnp.asarray(normal(s[::-1]) / s[0] ** 0.5, jnp.float32) for s in shapes]
+  matmul = matmul_few_rows
 
   @jax.jit
   def step(x_BD: jax.Array, weights: list[jax.Array]) -> jax.Array:
     *layers, unembed = weights
     for n in range(0, len(layers), 7):
       q, k, v, out, gate, up, down = layers[n : n + 7]
-      x_BD = times(times(x_BD, q) + times(x_BD, k) + times(x_BD, v), out)
-      x_BD = times(times(x_BD, gate) + times(x_BD, up), down)
-    return times(x_BD, unembed)
+      x_BD = matmul(matmul(x_BD, q) + matmul(x_BD, k) + matmul(x_BD, v), out)
+      x_BD = matmul(matmul(x_BD, gate) + matmul(x_BD, up), down)
+    return matmul(x_BD, unembed)
 
   def run() -> tuple[float, list[int], float]:
     x_BD, start = jnp.ones((num_rows, wide)), clock()
@@ -154,8 +156,8 @@ def products_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
   return run
 
 
-class Stamps(BaseStreamer):
-  """When the prompt and each token behind it were there."""
+class Timestamps(BaseStreamer):
+  """Records when the prompt and each token were processed."""
 
   def __init__(self, clock: Clock) -> None:
     self._clock, self.seconds = clock, []
@@ -169,7 +171,7 @@ class Stamps(BaseStreamer):
 
 
 def measure(candidates: dict[str, Run], rounds: int) -> dict[str, float]:
-  """{candidate: best seconds}, in turns."""
+  """Return {candidate: best seconds}, alternating between candidates."""
   best = dict.fromkeys(candidates, float("inf"))
   for _ in range(rounds):
     for name, run in candidates.items():
@@ -179,15 +181,15 @@ def measure(candidates: dict[str, Run], rounds: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def llama() -> Iterator[str]:
-  """The folder of the Llama that is compared by default."""
+  """Create the folder of the default Llama."""
   with tempfile.TemporaryDirectory() as folder:
     torch.manual_seed(0)
     LlamaForCausalLM(SHAPE).save_pretrained(folder)
     yield folder
 
 
-def against_transformers(args: argparse.Namespace) -> Table:
-  table = Table("model", "batch", "candidate, cores", "ms a step", "tokens/s", "ratio")
+def compare_with_transformers(args: argparse.Namespace) -> Table:
+  table = Table("model", "batch", "candidate, cores", "ms per step", "tokens/s", "ratio")
   clock, differ = CLOCKS[args.processor], []
   for path in args.folder or [None]:
     with contextlib.nullcontext(path) if path else llama() as folder:
@@ -195,48 +197,50 @@ def against_transformers(args: argparse.Namespace) -> Table:
       vocab_size = AutoConfig.from_pretrained(folder).vocab_size
       for num_rows in args.batch:
         prompts_BT = np.random.default_rng(0).integers(vocab_size, size=(num_rows, NUM_PROMPT))
-        rivals = {
-          f"transformers, {n}": theirs(folder, prompts_BT, args.tokens, n, clock)
+        references = {
+          f"transformers, {n}": transformers_run(folder, prompts_BT, args.tokens, n, clock)
           for n in args.threads
         }
-        own = functools.partial(ours, folder, prompts_BT.tolist(), args.tokens, clock=clock)
-        candidates = rivals | {
-          f"maxlite, {n}": own(length=args.length, tensor=n) for n in args.tensor
+        ours = functools.partial(maxlite_run, folder, prompts_BT.tolist(), args.tokens, clock=clock)
+        candidates = references | {
+          f"maxlite, {n}": ours(length=args.length, tensor=n) for n in args.tensor
         }
-        texts = [run()[1] for run in candidates.values()]  # also compiles
-        if any(text != texts[0] for text in texts):
+        completions = [run()[1] for run in candidates.values()]  # also compiles
+        if any(tokens != completions[0] for tokens in completions):
           differ.append(f"{name} at batch {num_rows}")
         if not path:
-          candidates["products alone"] = products_alone(num_rows, args.tokens, clock)
-          candidates["products alone"]()
+          candidates["matmuls alone"] = matmuls_alone(num_rows, args.tokens, clock)
+          candidates["matmuls alone"]()
         best = measure(candidates, args.rounds)
-        fastest = min(best[rival] for rival in rivals)
+        fastest = min(best[reference] for reference in references)
         for candidate, seconds in best.items():
-          ratio = "" if candidate in rivals else f"{fastest / seconds:.1f}"
+          ratio = "" if candidate in references else f"{fastest / seconds:.1f}"
           figures = (f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
           table.add_row(name, str(num_rows), candidate, *figures)
   table.caption = f"greedy tokens {'differ: ' + ', '.join(differ) if differ else 'are the same'}"
   return table
 
 
-def with_drafts(args: argparse.Namespace) -> Table:
+def compare_drafts(args: argparse.Namespace) -> Table:
   cfg: Config = build(Config, read_saved(RunFolder(args.run).config))
   tokenizer = open_tokenizer(cfg.data)
   prompts = [[tokenizer.bos, *map(int, tokenizer.encode(text))] for text in PYTHON]
-  rules = Rules(temperature=args.temperature)
-  table = Table("batch", "drafts", "tokens a step", "ms per token", "tokens/s", "speed-up")
+  sampling = SamplingParams(temperature=args.temperature)
+  table = Table("batch", "drafts", "tokens per step", "ms per token", "tokens/s", "speed-up")
   for num_rows in args.batch:
     rows = [prompts[n % len(prompts)] for n in range(num_rows)]
     candidates = {
-      str(n): ours(args.run, rows, args.tokens, rules, n)
+      str(n): maxlite_run(args.run, rows, args.tokens, sampling, n)
       for n in range(cfg.model.num_draft_heads + 1)
     }
-    by_step = {name: run()[2] for name, run in candidates.items()}  # also compiles
+    tokens_per_step = {name: run()[2] for name, run in candidates.items()}  # also compiles
     best = measure(candidates, args.rounds)
     for name, seconds in best.items():
       speed = (f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}")
       table.add_row(
-        *(str(num_rows), name, f"{by_step[name]:.2f}"), *speed, f"{best['0'] / seconds:.2f} x"
+        *(str(num_rows), name, f"{tokens_per_step[name]:.2f}"),
+        *speed,
+        f"{best['0'] / seconds:.2f} x",
       )
   return table
 
@@ -256,7 +260,7 @@ def main() -> None:
   parser.add_argument("--temperature", type=float, default=0.0)
   args = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", max(args.tensor))
-  Console().print(with_drafts(args) if args.run else against_transformers(args))
+  Console().print(compare_drafts(args) if args.run else compare_with_transformers(args))
 
 
 if __name__ == "__main__":

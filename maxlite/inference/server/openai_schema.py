@@ -1,14 +1,16 @@
-"""What a client may ask for, in the words of OpenAI's interface, read and checked."""
+"""The schema of OpenAI's completions API: parse and validate requests, build responses."""
 
 import dataclasses
 import math
+import time
+import uuid
 from typing import Any
 
 from maxlite.config.errors import UserError
-from maxlite.inference.engine import Request
-from maxlite.inference.sampling import Rules
+from maxlite.inference.engine import GenerationRequest
+from maxlite.inference.sampling import SamplingParams
 
-# Names that mean nothing here but at this value, which clients send.
+# Parameters that clients send but that are not supported, with the values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
   "n": (1, None),
   "best_of": (1, None),
@@ -27,14 +29,14 @@ _NUMBERS: dict[str, tuple[type, ...]] = {
   "repetition_penalty": (int, float),
   "top_k": (int,),
 }
-LARGEST = 2**31 - 1  # of what becomes numbers of 32 bits
-MOST_STOPS, LONGEST_STOP = 16, 1000  # each is looked for at every token
+MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000  # each is searched for after every token
 _ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclasses.dataclass(frozen=True)
-class Wishes:
-  """The texts to write and how: after each of `prompts`, or the answer in a conversation.
+class CompletionRequest:
+  """A parsed request: complete each of `prompts`, or the conversation `messages`.
 
   `messages` are {"role": ..., "content": ...}.
   """
@@ -42,118 +44,144 @@ class Wishes:
   prompts: tuple[str | tuple[int, ...], ...]
   messages: tuple[dict[str, str], ...]
   max_tokens: int
-  rules: Rules
+  sampling: SamplingParams
   seed: int
-  stops: tuple[str, ...]
+  stop_strings: tuple[str, ...]
   stream: bool
   include_usage: bool
 
-  def request(self, tokens: list[int], n: int) -> Request:
-    return Request(tokens, self.max_tokens, self.rules, (self.seed + n) % 2**32)
+  def generation_request(self, tokens: list[int], n: int) -> GenerationRequest:
+    return GenerationRequest(tokens, self.max_tokens, self.sampling, (self.seed + n) % 2**32)
 
 
-def read_wishes(body: Any, *, is_chat: bool, max_tokens: int) -> Wishes:
-  """The wishes in a request's JSON.
+def parse_request(body: Any, *, is_chat: bool, max_tokens: int) -> CompletionRequest:
+  """Parse the JSON of a request.
 
   Args:
-    max_tokens: how many, where the client does not say.
+    max_tokens: default, for clients that do not set it.
 
   Raises:
-    UserError: a name that is unknown or cannot be granted, or a value of the wrong kind.
+    UserError: a parameter is unknown, unsupported or of the wrong type.
   """
   if not isinstance(body, dict):
     raise UserError("the body must be a JSON object")
   body = {name: value for name, value in body.items() if name not in IGNORED}
-  prompts = () if is_chat else _prompts(body.pop("prompt", ""))
-  messages = _messages(body.pop("messages", None)) if is_chat else ()
+  prompts = () if is_chat else _parse_prompts(body.pop("prompt", ""))
+  messages = _parse_messages(body.pop("messages", None)) if is_chat else ()
   given = {name: _number(name, body.pop(name)) for name in _NUMBERS if body.get(name) is not None}
-  most = [body.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
-  stops = _stops(body.pop("stop", None))
+  limits = [body.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
+  stop_strings = _parse_stop(body.pop("stop", None))
   options = body.pop("stream_options", None) or {}
   if not isinstance(options, dict):
     raise UserError("stream_options must be an object")
-  wishes = Wishes(
+  request = CompletionRequest(
     prompts,
     messages,
-    _whole("max_tokens", next((value for value in most if value is not None), max_tokens)),
-    Rules(**given),
-    _whole("seed", body.pop("seed", None) or 0) % 2**32,
-    stops,
-    _truth("stream", body.pop("stream", None)),
-    _truth("include_usage", options.get("include_usage")),
+    _integer("max_tokens", next((limit for limit in limits if limit is not None), max_tokens)),
+    SamplingParams(**given),
+    _integer("seed", body.pop("seed", None) or 0) % 2**32,
+    stop_strings,
+    _boolean("stream", body.pop("stream", None)),
+    _boolean("include_usage", options.get("include_usage")),
   )
   for name, value in body.items():
     if name not in NEUTRAL and name not in _NUMBERS:
-      raise UserError(f"{name} is not known here")
+      raise UserError(f"{name} is not a known parameter")
     if name in NEUTRAL and value not in NEUTRAL[name]:
-      raise UserError(f"{name}={value} is not granted here; leave it out")
-  return wishes
-
-
-def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-  """One prompt or many, each a string or a list of tokens."""
-  is_tokens = lambda x: isinstance(x, list) and x and all(type(i) is int and i >= 0 for i in x)
-  if isinstance(given, str) or is_tokens(given):
-    given = [given]
-  if not isinstance(given, list) or not given:
-    raise UserError("prompt must be a string, a list of tokens, or a list of such")
-  if not all(isinstance(one, str) or is_tokens(one) for one in given):
-    raise UserError("prompt must be a string, a list of tokens, or a list of such")
-  return tuple(one if isinstance(one, str) else tuple(one) for one in given)
+      raise UserError(f"{name}={value} is not supported; leave it out")
+  return request
 
 
 def transcript(messages: tuple[dict[str, str], ...]) -> str:
-  """A conversation as text, a `role: content` a line, up to where the assistant goes on."""
+  """Format a conversation as lines of `role: content`, up to the assistant's answer."""
   lines = [f"{message['role']}: {message['content']}\n" for message in messages]
   return "".join(lines) + "assistant:"
 
 
-def _messages(given: Any) -> tuple[dict[str, str], ...]:
+class ResponseSchema:
+  """Builds the JSON objects of one response, whole or in chunks."""
+
+  def __init__(self, model: str, is_chat: bool) -> None:
+    kind = "chatcmpl" if is_chat else "cmpl"
+    self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    self._is_chat = is_chat
+
+  def response(self, choices: list[dict], *, is_chunk: bool = False) -> dict:
+    kind = "text_completion"
+    if self._is_chat:
+      kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+    return self._head | {"object": kind, "choices": choices}
+
+  def choice(self, index: int, text: str, finish_reason: str, *, is_chunk: bool = False) -> dict:
+    content: dict[str, Any] = {"text": text}
+    if self._is_chat:
+      content = {"delta" if is_chunk else "message": {"role": "assistant", "content": text}}
+    return {"index": index, "logprobs": None, "finish_reason": finish_reason or None} | content
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict:
+  total = prompt_tokens + completion_tokens
+  counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+  return {"usage": counts | {"total_tokens": total}}
+
+
+def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
+  """Parse one prompt or a list of them, each a string or a list of token ids."""
+  is_tokens = lambda x: isinstance(x, list) and x and all(type(i) is int and i >= 0 for i in x)
+  prompts = [given] if isinstance(given, str) or is_tokens(given) else given
+  is_list = isinstance(prompts, list) and prompts
+  if not is_list or not all(isinstance(prompt, str) or is_tokens(prompt) for prompt in prompts):
+    raise UserError("prompt must be a string, a list of tokens, or a list of such")
+  return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+
+
+def _parse_messages(given: Any) -> tuple[dict[str, str], ...]:
   if not isinstance(given, list) or not given:
     raise UserError("messages must be a list of at least one")
-  return tuple(map(_message, given))
+  return tuple(map(_parse_message, given))
 
 
-def _message(given: Any) -> dict[str, str]:
-  """A message's role and its text, which may come in parts."""
+def _parse_message(given: Any) -> dict[str, str]:
+  """Parse a message's role and its content, a string or a list of text parts."""
   message = given if isinstance(given, dict) else {}
   role, content = message.get("role"), message.get("content")
   parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
   texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
   if role not in _ROLES or not all(isinstance(text, str) for text in texts):
-    raise UserError('a message must be {"role": "user", "content": "..."}, with text alone')
+    raise UserError('a message must be {"role": "user", "content": "..."}, with text only')
   for name, value in message.items():
     if name not in ("role", "content") and value:
-      raise UserError(f"a message with {name} is not granted here; leave it out")
+      raise UserError(f"a message with {name} is not supported; leave it out")
   return {"role": role, "content": "".join(texts)}
 
 
-def _stops(given: Any) -> tuple[str, ...]:
+def _parse_stop(given: Any) -> tuple[str, ...]:
   stops = [given] if isinstance(given, str) else given or []
   if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
     raise UserError("stop must be a string or a list of strings")
-  if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
-    raise UserError(f"stop may be {MOST_STOPS} strings of {LONGEST_STOP} characters")
+  if len(stops) > MAX_STOP_STRINGS or max(map(len, stops), default=0) > MAX_STOP_LENGTH:
+    raise UserError(
+      f"stop may have at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters"
+    )
   return tuple(stops)
 
 
 def _number(name: str, value: Any) -> float:
   if isinstance(value, bool) or not isinstance(value, _NUMBERS[name]):
-    raise UserError(
-      f"{name}={value!r} must be a {'number' if float in _NUMBERS[name] else 'whole number'}"
-    )
-  if abs(value) > LARGEST or not math.isfinite(value):
-    raise UserError(f"{name} must be a number up to {LARGEST}")
+    kind = "a number" if float in _NUMBERS[name] else "an integer"
+    raise UserError(f"{name}={value!r} must be {kind}")
+  if abs(value) > MAX_NUMBER or not math.isfinite(value):
+    raise UserError(f"{name} must be a number up to {MAX_NUMBER}")
   return value
 
 
-def _truth(name: str, value: Any) -> bool:
+def _boolean(name: str, value: Any) -> bool:
   if value is not None and not isinstance(value, bool):
     raise UserError(f"{name} must be true or false")
   return bool(value)
 
 
-def _whole(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
   if type(value) is not int:
-    raise UserError(f"{name}={value!r} must be a whole number")
+    raise UserError(f"{name}={value!r} must be an integer")
   return value

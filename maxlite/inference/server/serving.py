@@ -1,4 +1,4 @@
-"""A trained run that answers over HTTP."""
+"""`maxlite.serve`: serve the latest checkpoint of a run over HTTP."""
 
 import datetime
 import ipaddress
@@ -10,14 +10,14 @@ from maxlite.config.errors import UserError
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine, open_text_tokenizer
-from maxlite.inference.server.engine_thread import Worker
+from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.training.open_run import config_of_run, open_trained
 
-_MORE_CONNECTIONS = 200
+_EXTRA_CONNECTIONS = 200  # to answer requests that the full queue rejects
 
 
 def run_serving(cfg: Config, argv: Sequence[str]) -> int:
-  """Answers with the run's newest checkpoint until it is interrupted."""
+  """Serve until interrupted."""
   with exit_on_user_error("maxlite.serve"):
     try:
       import uvicorn
@@ -34,32 +34,31 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     engine = build_engine(
       trainer, params, chat.stop_token_ids if chat else tokenizer.stop_token_ids
     )
-  engine.compile_ahead()  # or the first to ask would wait for it
+  engine.compile_ahead()  # not while the first client waits
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
-  app_of = lambda worker: build_app(
-    worker,
-    tokenizer,
-    chat.prompt if chat else None,
-    name=cfg.run.run_name,
-    max_length=engine.max_length,
-    hosts=allowed_hosts(cfg.serve.serve_host),
-  )
-  with Worker(Batcher(engine), cfg.serve.serve_queue_size).running() as worker:
+  with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
+    app = build_app(
+      engine_thread,
+      tokenizer,
+      chat.prompt if chat else None,
+      name=cfg.run.run_name,
+      max_length=engine.max_length,
+      hosts=allowed_hosts(cfg.serve.serve_host),
+    )
     uvicorn.run(
-      app_of(worker),
+      app,
       host=cfg.serve.serve_host,
       port=cfg.serve.serve_port,
-      # Those who are told that too many wait need a connection for it.
-      limit_concurrency=engine.num_rows + cfg.serve.serve_queue_size + _MORE_CONNECTIONS,
-      timeout_graceful_shutdown=5,  # [seconds] for streams that are under way at an interrupt
+      limit_concurrency=engine.num_rows + cfg.serve.serve_queue_size + _EXTRA_CONNECTIONS,
+      timeout_graceful_shutdown=5,  # [seconds] for open streams after an interrupt
     )
   return 0
 
 
 def allowed_hosts(host: str) -> list[str]:
-  """Names under which clients may ask for what listens on `host`.
+  """Return the Host headers to accept if the server listens on `host`.
 
-  On this machine alone, no name that some web page may point here (DNS rebinding).
+  On a loopback address other names are rejected: a web page could point them here (DNS rebinding).
   """
   try:
     is_local = ipaddress.ip_address(host).is_loopback

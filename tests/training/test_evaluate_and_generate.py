@@ -1,4 +1,4 @@
-"""A trained run, evaluated and made to write."""
+"""Evaluation of a run and generation with it."""
 
 import contextlib
 import json
@@ -14,17 +14,17 @@ from maxlite.training.evaluation import evaluate, run_evaluation
 from maxlite.training.open_run import config_of_run
 
 
-def evaluated(folder, *words):
-  """What `maxlite.evaluate` prints for the run in `folder`."""
+def evaluated(folder, *overrides):
+  """Output of `maxlite.evaluate` for the run in `folder`."""
   names = ("run_name", "base_output_directory", "jax_cache_dir")
-  argv = [f"{name}={keys_in(folder)[name]}" for name in names] + list(words)
+  argv = [f"{name}={keys_in(folder)[name]}" for name in names] + list(overrides)
   output = Output()
   with contextlib.redirect_stdout(output):
     assert run_evaluation(load_config(argv, needs_data=False), argv) == 0
   return output.getvalue()
 
 
-def test_an_evaluation_is_that_of_the_run_every_time(finished):
+def test_evaluation_equals_that_of_the_run(finished):
   folder, _ = finished
   first = evaluated(folder)
   last = logged(folder)[-1]
@@ -35,25 +35,25 @@ def test_an_evaluation_is_that_of_the_run_every_time(finished):
   assert evaluated(folder, "eval_steps=-1") != first
 
 
-def test_an_evaluation_writes_the_loss_of_each_document_if_asked_for(copy):
+def test_eval_documents_writes_the_loss_of_each_document(copy):
   text = copy / "text.txt"
   text.write_text("to be or not to be\n" * 99)
-  words = ("dataset_type=text", f"dataset_path={text}", "eval_split=tail", "eval_fraction=0.2")
-  printed = evaluated(copy, *words, "eval_documents=true").splitlines()[-1]
+  overrides = ("dataset_type=text", f"dataset_path={text}", "eval_split=tail", "eval_fraction=0.2")
+  printed = evaluated(copy, *overrides, "eval_documents=true").splitlines()[-1]
   row = json.loads((copy / "run/eval_documents.jsonl").read_text())
   assert list(row)[:4] == ["document", "tokens", "bytes", "nll"]
   assert f"1 documents  tokens {row['tokens']}  bytes {row['bytes']}  nll" in printed
   assert row["nll"] != row["ema_nll"]
 
 
-def test_documents_that_are_none_are_one_line(finished, capsys):
+def test_synthetic_data_without_documents_exits_with_one_line(finished, capsys):
   argv = [f"base_output_directory={finished[0]}", "run_name=run", "eval_documents=true"]
   with pytest.raises(SystemExit, match="2"):
     run_evaluation(load_config(argv, needs_data=False), argv)
   assert "dataset_type=synthetic has no documents: set" in capsys.readouterr().err
 
 
-def test_many_batches_are_added_up_without_rounding():
+def test_sums_over_many_batches_are_not_rounded():
   trainer, batch = trainer_of(decoder_block="llama"), uneven_batch(0)
   eval_step = trainer.eval_step(np.ones(trainer.cfg.model.vocab_size, np.int32))
   once, often = (evaluate(trainer, eval_step, init_params(), [batch] * n) for n in (1, 99))
@@ -62,7 +62,7 @@ def test_many_batches_are_added_up_without_rounding():
     np.testing.assert_allclose(often[name], once[name], rtol=1e-12)
 
 
-def test_only_typed_keys_change_the_config_of_a_run(finished, tmp_path):
+def test_only_keys_on_the_command_line_change_the_config_of_a_run(finished, tmp_path):
   file = tmp_path / "other.yml"
   file.write_text(f"base_output_directory: {finished[0]}\nrun_name: run\neval_steps: 7\n")
   argv = [str(file), "temperature=0.25"]
@@ -74,11 +74,11 @@ def test_only_typed_keys_change_the_config_of_a_run(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("word", "message"),
+  ("override", "message"),
   [("run_name=none", "there is no run"), ("num_experts=8", "was made with num_experts=4")],
 )
-def test_another_run_or_model_is_one_line(finished, capsys, word, message):
-  argv = [f"base_output_directory={finished[0]}", "run_name=run", word]
+def test_a_missing_run_or_another_model_exits_with_one_line(finished, capsys, override, message):
+  argv = [f"base_output_directory={finished[0]}", "run_name=run", override]
   with pytest.raises(SystemExit, match="2"):
     run_evaluation(load_config(argv, needs_data=False), argv)
   (line,) = capsys.readouterr().err.splitlines()
@@ -86,16 +86,16 @@ def test_another_run_or_model_is_one_line(finished, capsys, word, message):
   assert message in line
 
 
-def test_synthetic_data_has_no_text_to_generate(finished, capsys):
+def test_generation_needs_a_tokenizer(finished, capsys):
   argv = [f"base_output_directory={finished[0]}", "run_name=run"]
   with pytest.raises(SystemExit, match="2"):
     run_generation(load_config(argv, needs_data=False), argv)
   assert "has no tokenizer" in capsys.readouterr().err
 
 
-def generation_fails(finished, capsys, *words):
-  """The one line that `maxlite.generate` ends in, for a run that is said to be on text."""
-  argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text", *words]
+def generation_error(finished, capsys, *overrides):
+  """Error line of `maxlite.generate`, for a run declared to be on text."""
+  argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text", *overrides]
   with pytest.raises(SystemExit, match="2"):
     run_generation(load_config(argv, needs_data=False), argv)
   (line,) = capsys.readouterr().err.splitlines()
@@ -103,28 +103,28 @@ def generation_fails(finished, capsys, *words):
 
 
 @pytest.mark.parametrize(
-  ("word", "message"),
+  ("override", "message"),
   [
     ("top_p=0", "top_p=0.0 must be above 0"),
-    ("prompt_file=none.jsonl", "prompt_file=none.jsonl is no file"),
-    ("num_speculative_tokens=1", "are more than num_draft_heads=0"),
-    ("max_new_tokens=99", "max_target_length=16, the longest text in training"),
+    ("prompt_file=none.jsonl", "prompt_file=none.jsonl is not a file"),
+    ("num_speculative_tokens=1", "exceeds num_draft_heads=0"),
+    ("max_new_tokens=99", "max_target_length=16, the longest sequence in training"),
   ],
 )
-def test_what_cannot_be_generated_is_one_line(finished, capsys, word, message):
-  assert message in generation_fails(finished, capsys, word)
+def test_invalid_generation_settings_exit_with_one_line(finished, capsys, override, message):
+  assert message in generation_error(finished, capsys, override)
 
 
-def test_a_file_of_prompts_is_checked_line_by_line(finished, capsys, tmp_path):
+def test_prompt_files_are_validated_line_by_line(finished, capsys, tmp_path):
   file = tmp_path / "prompts.jsonl"
   for content, message in (
-    ("", "has no line"),
-    ('{"prompt": "a"}\n\n{"text": "b"}', "text 2: write"),
-    ("[", "text 1: write"),
-    ('{"prompt": 7}', "text 1: write"),
+    ("", "has no lines"),
+    ('{"prompt": "a"}\n\n{"text": "b"}', "prompt 2: write"),
+    ("[", "prompt 1: write"),
+    ('{"prompt": 7}', "prompt 1: write"),
   ):
     file.write_text(content)
-    assert message in generation_fails(finished, capsys, f"prompt_file={file}")
+    assert message in generation_error(finished, capsys, f"prompt_file={file}")
 
 
 def init_params():
