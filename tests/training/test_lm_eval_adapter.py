@@ -1,4 +1,4 @@
-"""What `lm_eval` is told of a run is what a plain forward pass over each text gives."""
+"""Scores and completions that `lm_eval` receives equal those of plain forward passes."""
 
 import json
 
@@ -18,10 +18,10 @@ from maxlite.lm_eval_adapter import MaxliteLM  # noqa: E402
 BOS, EOS = 256, 257
 PAIRS = [
   ("to be or", " not"),
-  ("", "to be"),  # behind bos alone
-  ("a ", "b"),  # a space at the end goes to what is scored
-  ("to be or not to be, that is the question", "?"),  # longer than what the model sees
-  ("x", "abcdefghijklmno"),  # as many as it can score at once
+  ("", "to be"),  # after bos only
+  ("a ", "b"),  # a trailing space moves to the continuation
+  ("to be or not to be, that is the question", "?"),  # longer than max_length
+  ("x", "abcdefghijklmno"),  # the longest continuation
 ]
 
 
@@ -32,7 +32,7 @@ def lm(finished):
 
 @pytest.fixture(scope="module")
 def log_probs(finished):
-  """run(ids) -> log_p_TV after each of at most LENGTH ids, by a forward pass over one row."""
+  """Function from at most LENGTH ids to log_p_TV, by a forward pass over one row."""
   model, params = maxlite.load(finished[0] / "run")
   forward = jax.jit(lambda tokens_BT: jax.nn.log_softmax(model.apply(params, tokens_BT)[0]))
   pad = lambda ids: np.array([[*ids, *[0] * (LENGTH - len(ids))]], np.int32)
@@ -44,7 +44,7 @@ def requests(kind, arguments):
 
 
 def expected(log_probs, context, continuation):
-  """(log-likelihood, whether each token is the likeliest) of bytes behind bos and bytes."""
+  """(log-likelihood, whether each token is the argmax) of a continuation."""
   ids = [BOS, *(context + continuation).encode()]
   num_scored = len(continuation.encode())
   inputs = ids[:-1][-LENGTH:]
@@ -53,7 +53,7 @@ def expected(log_probs, context, continuation):
   return total, bool((log_p_TV.argmax(-1) == targets).all())
 
 
-def test_a_continuation_is_as_likely_as_by_a_forward_pass(lm, log_probs):
+def test_log_likelihoods_equal_those_of_a_forward_pass(lm, log_probs):
   found = lm.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
   for (context, continuation), (score, is_greedy) in zip(PAIRS, found, strict=True):
     space = " " if context.endswith(" ") else ""
@@ -62,21 +62,21 @@ def test_a_continuation_is_as_likely_as_by_a_forward_pass(lm, log_probs):
     assert is_greedy == want[1]
 
 
-def test_what_greedy_decoding_would_say_is_known_as_such(lm, log_probs):
-  likeliest = int(log_probs([BOS, *b"ab"])[2].argmax())
+def test_greedy_continuations_are_recognized(lm, log_probs):
+  argmax = int(log_probs([BOS, *b"ab"])[2].argmax())
   (_, yes), (_, no) = lm._loglikelihood_tokens(
-    [(None, [BOS, *b"ab"], [token]) for token in (likeliest, (likeliest + 1) % 256)]
+    [(None, [BOS, *b"ab"], [token]) for token in (argmax, (argmax + 1) % 256)]
   )
   assert (yes, no) == (True, False)
 
 
-def test_more_than_can_be_scored_at_once_is_refused(lm):
-  with pytest.raises(ValueError, match="17 tokens are to be scored at once"):
+def test_a_continuation_longer_than_max_length_raises(lm):
+  with pytest.raises(ValueError, match="a continuation of 17 tokens exceeds max_length"):
     lm.loglikelihood(requests("loglikelihood", [("a", "b" * 17)]), disable_tqdm=True)
 
 
 def rolling(log_probs, text):
-  """Each byte once, in windows of LENGTH of which the last is filled with what is before it."""
+  """Log-likelihood of all bytes in windows of LENGTH; the last is filled up on the left."""
   ids, total = [BOS, *text.encode()], 0.0
   for done in range(0, len(ids) - 1, LENGTH):
     stop = min(done + LENGTH, len(ids) - 1)
@@ -86,21 +86,21 @@ def rolling(log_probs, text):
   return total
 
 
-def test_a_text_longer_than_the_model_sees_is_read_in_windows(lm, log_probs):
+def test_long_strings_are_scored_in_rolling_windows(lm, log_probs):
   texts = ["to be", "to be or not to be", "x" * 2 * LENGTH, ""]
   found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in texts]))
   np.testing.assert_allclose(found, [rolling(log_probs, text) for text in texts], rtol=1e-5)
 
 
-def test_texts_are_generated_up_to_their_stop_strings(lm, log_probs):
+def test_completions_end_at_their_stop_strings(lm, log_probs):
   ids = [BOS, *b"to be"]
   while len(ids) < 10:
     ids.append(int(log_probs(ids)[len(ids) - 1].argmax()))
-  whole = lm._tokenizer.decode(ids[6:])
-  asked = [("to be", {"until": []}), ("to be", {"until": [whole[2]], "max_gen_toks": 3})]
+  completion = lm._tokenizer.decode(ids[6:])
+  asked = [("to be", {"until": []}), ("to be", {"until": [completion[2]], "max_gen_toks": 3})]
   texts = lm.generate_until(requests("generate_until", asked))
-  assert texts == [whole, whole[: whole.index(whole[2])]]
-  with pytest.raises(ValueError, match="generation_kwargs has num_beams; known beside"):
+  assert texts == [completion, completion[: completion.index(completion[2])]]
+  with pytest.raises(ValueError, match="generation_kwargs has num_beams; supported are"):
     lm.generate_until(requests("generate_until", [("a", {"num_beams": 2})]))
   with pytest.raises(ValueError, match="max_gen_toks=16 leaves no room"):
     lm.generate_until(requests("generate_until", [("a", {"max_gen_toks": 16})]))
@@ -130,7 +130,7 @@ metric_list: [{{metric: bits_per_byte}}]
 """
 
 
-@pytest.mark.filterwarnings("ignore")  # of the packages that it is made of
+@pytest.mark.filterwarnings("ignore")  # of its dependencies
 def test_tasks_of_local_files_are_evaluated(lm, log_probs, tmp_path, monkeypatch):
   monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
   rows = [{"text": "to be", "choices": ["or", "zz"], "label": n % 2} for n in range(3)] + [
