@@ -24,7 +24,6 @@ from maxlite.config.members import members_of
 from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, open_data
-from maxlite.distributed.process_settings import enable_compilation_cache
 from maxlite.ensemble.asha import rungs, survivors
 from maxlite.ensemble.engines.processes import gpu_names
 from maxlite.ensemble.finalize import LEADERBOARD, conclude
@@ -34,6 +33,7 @@ from maxlite.ensemble.member_run import Book, MemberCheckpoints, MembersLog, Str
 from maxlite.ensemble.planner import choose
 from maxlite.ensemble.strategies import Request
 from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, run_workers, share_out
+from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.profiler import Profiler
 from maxlite.training.evaluation import held_out_row

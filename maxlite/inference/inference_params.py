@@ -45,7 +45,7 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
 
   Adapters are merged, stacked layers are unstacked, and matrices are cast to the activation dtype,
   as each use would cast them; the router, which may compute in another dtype, keeps its own. On
-  CPU, float32 kernels are transposed (`linear.matmul_few_rows`).
+  CPU, float32 kernels are transposed (`matmul_few_rows`).
   """
   if cfg.lora.lora_rank:
     params = merge_lora(params, cfg.lora.lora_alpha)

@@ -1,1 +1,1 @@
-"""Operations with several implementations each: a folder with its api, oracle and backends."""
+"""Operations with several implementations: one folder each, with api, reference and backends."""

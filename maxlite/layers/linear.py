@@ -1,34 +1,28 @@
-"""Linear layers over one or more axes, with a matmul that stays fast on every backend."""
+"""Linear layers over one or more axes, and their matmul."""
 
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import LoraConfig
+from maxlite.kernels.numerics import accumulator_dtype, dot
+from maxlite.kernels.xla_cpu import materialized_transpose, matmul_few_rows
 from maxlite.sharding import Sharder
 
-TRANSPOSED = "transposed"  # a kernel in place of `kernel`, features first: see `matmul_few_rows`
-
-
-def _dot(x: jax.Array, w: jax.Array, contract: tuple[int, int]) -> jax.Array:
-  accumulator = np.promote_types(x.dtype, jnp.float32)
-  dims = (((contract[0],), (contract[1],)), ((), ()))
-  return jax.lax.dot_general(x, w, dims, preferred_element_type=accumulator)
+TRANSPOSED = "transposed"  # replaces `kernel`, with features first; see `matmul_few_rows`
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x_TD: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
   """y_TF = x w, computed in x's type, accumulated in float32, returned as `out_dtype` (x's type).
 
-  The gradient of w is never rounded to x's type. Gradients are written out because XLA:CPU keeps a
-  bfloat16 product in bfloat16 only when the left operand contracts its last axis and the result is
-  float32; three times faster there.
+  The gradient of w is never rounded to x's type. Gradients are written out in the form that XLA:CPU
+  computes in bfloat16 (kernels/xla_cpu.py).
   """
-  return _dot(x_TD, w_DF.astype(x_TD.dtype), (1, 0)).astype(out_dtype or x_TD.dtype)
+  return dot(x_TD, w_DF.astype(x_TD.dtype), (1, 0)).astype(out_dtype or x_TD.dtype)
 
 
 def _matmul_forward(x_TD: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype | None) -> tuple:
@@ -39,34 +33,23 @@ def _matmul_backward(out_dtype: jnp.dtype | None, residuals: tuple, dy_TF: jax.A
   del out_dtype
   x_TD, w_DF = residuals
   dy_TF = dy_TF.astype(x_TD.dtype)
-  dx_TD = _dot(dy_TF, w_DF.astype(x_TD.dtype), (1, 1)).astype(x_TD.dtype)
-  x_DT = x_TD.T
-  if x_TD.dtype == jnp.bfloat16 or x_DT.shape[0] > dy_TF.shape[1]:
-    # Kept out of the product, into which XLA would fold it: a third faster on a CPU in these cases.
-    x_DT = jax.lax.optimization_barrier(x_DT)
-  dw_DF = _dot(x_DT, dy_TF, (1, 0)).astype(w_DF.dtype)
+  dx_TD = dot(dy_TF, w_DF.astype(x_TD.dtype), (1, 1)).astype(x_TD.dtype)
+  # In these cases a third faster on a CPU.
+  materialize = x_TD.dtype == jnp.bfloat16 or x_TD.shape[1] > dy_TF.shape[1]
+  x_DT = materialized_transpose(x_TD) if materialize else x_TD.T
+  dw_DF = dot(x_DT, dy_TF, (1, 0)).astype(w_DF.dtype)
   return dx_TD, dw_DF
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def matmul_few_rows(x_TD: jax.Array, w_FD: jax.Array) -> jax.Array:
-  """y_TF = x w^T, with the weights on the left side: for generation, gradients are not its concern.
-
-  XLA:CPU packs all of a product's right operand anew, which for a few rows takes as long as the
-  product. Here that is x. The barrier keeps XLA from swapping the two back.
-  """
-  y_FT = _dot(w_FD.astype(x_TD.dtype), x_TD, (1, 1)).astype(x_TD.dtype)
-  return jax.lax.optimization_barrier(y_FT).T
-
-
 class Linear(nn.Module):
-  """A kernel that maps the last axes of x_BT... to new ones.
+  """Maps the last `num_in` axes of x to `features`.
 
-  `kernel_names` are the logical names of the kernel's axes: first the `num_in` axes of x that are
-  contracted, then those of `features`. With a `lora_rank`, what two narrow layers make of x is
-  added; the second starts at zero, so nothing changes before it is trained.
+  `kernel_names` are the logical axes of the kernel: those of x that are contracted, then those of
+  `features`. With a `lora_rank`, a low-rank product is added; its second factor is initialised to
+  zero, so the module computes the same until it is trained.
 
   Source: Hu et al., LoRA (2021), section 4.1.
   """
@@ -96,7 +79,7 @@ class Linear(nn.Module):
     kernel = self.param("kernel", init, shape, self.weight_dtype)
     w_DF = kernel.reshape(math.prod(shape_in), math.prod(self.features))
     if self.sharder.num_shards("activation_length") > 1:
-      # Rows of [B, T] that are cut along both axes cannot become one axis without moving data.
+      # If both B and T are sharded, merging them would move data.
       y = jax.vmap(matmul, (0, None))(x.reshape(*lead, -1), w_DF)
     else:
       y = matmul(x.reshape(math.prod(lead), -1), w_DF)
@@ -106,14 +89,14 @@ class Linear(nn.Module):
   def _biased(self, y: jax.Array) -> jax.Array:
     if not self.use_bias:
       return y
-    # One whose axis would be that of the residual stream is too small to be cut.
+    # The bias of the residual stream's axis is too small to be sharded.
     names = ["norm" if name == "embed" else name for name in self.kernel_names[self.num_in :]]
     init = nn.with_logical_partitioning(nn.initializers.zeros, tuple(names))
     bias = self.param("bias", init, self.features, self.weight_dtype)
-    # Added, and so its gradient summed, in float32.
-    accumulator = np.promote_types(y.dtype, np.float32)
-    bias = bias.astype(accumulator).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-    return (y.astype(accumulator) + bias).astype(y.dtype)
+    # Added in float32, so that its gradient is summed in float32.
+    dtype = accumulator_dtype(y.dtype)
+    bias = bias.astype(dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return (y.astype(dtype) + bias).astype(y.dtype)
 
   def _adapter(self, x: jax.Array) -> jax.Array:
     rank, kinds = self.lora.lora_rank, (self.weight_dtype, self.sharder)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
-from maxlite.kernels.soft_cap import apply_soft_cap
+from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm

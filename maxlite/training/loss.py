@@ -17,7 +17,7 @@ from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
-from maxlite.kernels.soft_cap import apply_soft_cap
+from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.linear import matmul
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder

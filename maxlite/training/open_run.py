@@ -12,7 +12,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
-from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
+from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 

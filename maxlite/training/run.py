@@ -19,9 +19,9 @@ from maxlite.config.values import show
 from maxlite.data.loader import DataLoader, PhaseStreams, TrainStream
 from maxlite.distributed.initialize import barrier, describe_process, process_0_first
 from maxlite.distributed.object_collectives import all_gather_object
-from maxlite.distributed.process_settings import enable_compilation_cache, keep_freed_memory
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
+from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.flops import active_parameter_count, parameter_count
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.goodput import describe as describe_goodput

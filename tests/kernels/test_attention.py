@@ -141,7 +141,9 @@ def test_the_reference_is_a_softmax_over_the_visible_keys(options):
 
 @pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}], ids=str)
 def test_a_backend_refuses_what_it_cannot_do(options):
-  with pytest.raises(ValueError, match=r"attention=dot_product knows no .*; write attention="):
+  with pytest.raises(
+    ValueError, match=r"attention=dot_product does not support .*; write attention="
+  ):
     attend("dot_product", make_case(dtype=np.float32), **options)
 
 
@@ -225,5 +227,7 @@ def test_memory_of_chunked_grows_linearly_with_length():
 def test_auto_is_chunked_and_an_unknown_name_is_refused():
   assert api.resolve_backend("auto", "cpu") == "chunked"
   assert all(api.resolve_backend(name, "cpu") == name for name in api.BACKENDS)
-  with pytest.raises(ValueError, match="'flush' is no backend; choose auto or one of: reference"):
+  with pytest.raises(
+    ValueError, match="'flush' is not a backend; choose auto or one of: reference"
+  ):
     api.resolve_backend("flush", "cpu")

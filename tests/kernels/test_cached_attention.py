@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.kernels.attention import cached, reference
+from maxlite.kernels.attention import api, cached
 
 B, T, H, C, S = 3, 2, 4, 8, 11
 CUTS = {"one block": [], "three blocks": [4, 9]}
@@ -32,7 +32,7 @@ def test_agrees_with_the_reference(cuts, num_groups, sinks):
   got_BTHC = jax.jit(lambda *args: cached.attention(*args, **options))(q_BTHC, keys, values, seen)
   for b, length in enumerate(LENGTH_B):
     ones = np.ones((1, length), np.int32)
-    want_1THC = reference.attention(
+    want_1THC = api.attention(
       q_BTHC[b : b + 1],
       k_BGSC[b : b + 1, :, :length].swapaxes(1, 2),
       v_BGSC[b : b + 1, :, :length].swapaxes(1, 2),
@@ -40,7 +40,7 @@ def test_agrees_with_the_reference(cuts, num_groups, sinks):
       kv_segment_BS=ones,
       q_start=length - T,
       block_q=1,
-      window=None,
+      backend="reference",
       **options,
     )
     np.testing.assert_allclose(got_BTHC[b : b + 1], want_1THC, atol=2e-6)

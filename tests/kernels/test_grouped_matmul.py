@@ -99,5 +99,7 @@ def test_auto_follows_the_platform_and_an_unknown_name_is_refused():
   assert resolve_backend("auto", "cpu") == "tiled"
   assert resolve_backend("auto", "tpu") == "megablox"
   assert all(resolve_backend(name, "cpu") == name for name in BACKENDS)
-  with pytest.raises(ValueError, match="'tyled' is no backend; choose auto or one of: reference"):
+  with pytest.raises(
+    ValueError, match="'tyled' is not a backend; choose auto or one of: reference"
+  ):
     resolve_backend("tyled", "cpu")

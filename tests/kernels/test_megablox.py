@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec as P
 from megablox_compiles import CHIPS, SHAPES
 
 from maxlite.kernels.grouped_matmul import megablox
-from maxlite.kernels.grouped_matmul.tiles import CHIPS as TABLE
-from maxlite.kernels.grouped_matmul.tiles import Tiles, choose_tiles
+from maxlite.kernels.grouped_matmul.tiles import TPU_SPECS, Tiles, choose_tiles
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="compiles for TPUs want libtpu"
@@ -99,7 +98,7 @@ def test_jax_s_kernels_still_refuse_a_checked_shard_map():
 
 
 def test_tiles_are_whole_or_multiples_of_lanes_and_waste_little():
-  for kind in TABLE:
+  for kind in TPU_SPECS:
     for rows, groups, *dims in SHAPES.values():
       for num_in, num_out in (dims, dims[::-1]):
         for m, d, f in choose_tiles(rows, groups, num_in, num_out, 2, 4, kind):

@@ -244,7 +244,7 @@ print(code, found["compile_requests_use_cache"], found["cache_hits"])
 
 
 def test_a_restart_compiles_nothing(folder):
-  """On one device: of several XLA:CPU cannot load a program (distributed/process_settings.py)."""
+  """On one device: of several XLA:CPU cannot load a program (kernels/xla_cpu.py)."""
   words = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT)).items() if n != "steps"]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
   counts = []

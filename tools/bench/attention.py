@@ -14,8 +14,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from maxlite.distributed.process_settings import keep_freed_memory
 from maxlite.kernels.attention import api as attention_api
+from maxlite.kernels.xla_cpu import keep_freed_memory
 
 ROUNDS = 7
 # (sequences, positions, query heads, key/value heads, channels)

@@ -46,7 +46,7 @@ from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
-from maxlite.layers.linear import matmul_few_rows
+from maxlite.kernels.xla_cpu import matmul_few_rows
 
 PYTHON = b"def |class |import |    return |for i in |if not |try:\n|# ".split(b"|")
 NUM_PROMPT, VOCAB = 64, 512

@@ -39,8 +39,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step import SHAPE, tokens_of, trainer_candidate
 
 from maxlite.config import load_config
-from maxlite.distributed.process_settings import keep_freed_memory
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
+from maxlite.kernels.xla_cpu import keep_freed_memory
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.block import MoeBlock
 from maxlite.optim.partition import logical_names

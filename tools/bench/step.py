@@ -28,7 +28,7 @@ from rich.table import Table
 from maxlite.config import Config, load_config
 from maxlite.config.schema import ModelConfig
 from maxlite.data.batch import Batch, to_global
-from maxlite.distributed.process_settings import keep_freed_memory
+from maxlite.kernels.xla_cpu import keep_freed_memory
 from maxlite.training.trainer import build_trainer
 
 SHAPE = [

@@ -1,1 +1,1 @@
-"""Causal attention within documents."""
+"""Causal attention within documents: training (api.py) and generation (cached.py)."""

@@ -1,13 +1,15 @@
-"""Causal grouped-query attention within documents, on every backend alike.
+"""Causal grouped-query attention within the documents of packed rows.
 
-`BACKENDS` share one contract. Row t of the queries is row `q_start + t` of the sequence the keys
-span; it attends every key up to and including its own row that carries its own segment number.
-Padding is segment 0: it attends padding only, and stays finite. Query heads share a key/value head
-in runs of H / G. Values, and with them the result, may have other channels than queries and keys.
-A `window` hides all keys but those of the query's own row and the window - 1 rows before it. Scores
-are scaled, then bent by `soft_cap` (kernels/soft_cap.py). The sinks `sink_H` are one more score per
-head and query whose value is zero, so that a query may attend to nothing; padding has them too.
-Scores, softmax and sums are in float32 (in float64 if that is the operands' type).
+All `BACKENDS` implement one contract:
+- Query t is row `q_start + t` of the sequence that the keys span. It attends keys up to and
+  including its own row that have its segment number. With a `window`, it attends only its own row
+  and the window - 1 rows before it.
+- Padding is segment 0. It attends padding only, and its output is finite.
+- Each group of H / G consecutive query heads shares a key/value head. Values may have a different
+  number of channels than queries and keys; the output has the channels of the values.
+- Scores are scaled, then soft-capped (kernels/numerics.py). The sinks `sink_H` add one score per
+  query and head whose value is zero, so that a query can attend nothing; padding has them too.
+- Scores, softmax and sums are float32 (float64 if the operands are).
 """
 
 import jax
@@ -15,28 +17,27 @@ import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
 from maxlite.kernels.attention import chunked, dot_product, reference
+from maxlite.kernels.attention.reference import AttentionMask
 
 BACKENDS = {
   "reference": reference.attention,
   "chunked": chunked.attention,
   "dot_product": dot_product.attention,
 }
-
-
-AUTO: dict[str, str] = {}  # by platform; `chunked` where none is named
+AUTO: dict[str, str] = {}  # by platform; `chunked` on all others
 
 
 def resolve_backend(name: str, platform: str) -> str:
-  """The backend that `name` stands for on `platform` (`cpu`, `gpu`, `tpu`).
+  """The entry of `BACKENDS` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
 
   Raises:
-    UserError: if there is no such backend.
+    UserError: there is no such backend.
   """
   if name == "auto":
     return AUTO.get(platform, "chunked")
   if name not in BACKENDS:
     known = ", ".join(BACKENDS)
-    raise UserError(f"attention={name!r} is no backend; choose auto or one of: {known}")
+    raise UserError(f"attention={name!r} is not a backend; choose auto or one of: {known}")
   return name
 
 
@@ -55,14 +56,14 @@ def attention(
   soft_cap: float = 0.0,
   sink_H: jax.Array | None = None,
 ) -> jax.Array:
-  """o_BTHC in q's type, with the channels of v.
+  """o_BTHC in q's type.
 
   Args:
-    block_q: queries scored at once by `chunked`; the other backends score all at once.
+    block_q: queries per block of `chunked`; the other backends compute all scores at once.
     q_start: row of the first query among the keys. May be traced, as on a shard of the context
-      axis that holds some of the queries and all keys; a plain 0 with T == S lets `chunked` skip
-      what lies in the future.
-    window: may be traced, as in a scan over layers that differ in it; None: all keys.
+      axis that holds a part of the queries and all keys. With the int 0 and T == S, `chunked`
+      skips blocks in the future.
+    window: may be traced, as in a scan over layers with different windows; None: all keys.
 
   Source: Beltagy et al., Longformer (2020), section 3.1, for windows; gpt-oss model card (2025),
   section 2.2, for sinks.
@@ -74,16 +75,6 @@ def attention(
   assert v_BSGC.shape[:3] == k_BSGC.shape[:3], f"{v_BSGC.shape} for {k_BSGC.shape}"
   assert jnp.ndim(q_start) == 0, f"q_start has shape {jnp.shape(q_start)}"
   assert sink_H is None or sink_H.shape == (num_query_heads,), f"{sink_H.shape} {num_query_heads=}"
-  return BACKENDS[backend](
-    q_BTHC,
-    k_BSGC,
-    v_BSGC,
-    q_segment_BT=q_segment_BT,
-    kv_segment_BS=kv_segment_BS,
-    q_start=q_start,
-    scale=scale,
-    block_q=block_q,
-    window=window,
-    soft_cap=soft_cap,
-    sink_H=sink_H,
-  )
+  mask = AttentionMask(q_segment_BT, kv_segment_BS, q_start, window)
+  options = {"scale": scale, "block_q": block_q, "soft_cap": soft_cap, "sink_H": sink_H}
+  return BACKENDS[backend](q_BTHC, k_BSGC, v_BSGC, mask, **options)

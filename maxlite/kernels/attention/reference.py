@@ -1,14 +1,34 @@
-"""The oracle: every score at once, and the definition of what a query may see."""
+"""Reference implementation: all scores at once, and the definition of which keys are visible."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from maxlite.kernels.soft_cap import apply_soft_cap
+from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
+
+
+class AttentionMask(NamedTuple):
+  """What decides which keys a query attends; see api.py."""
+
+  q_segment_BT: jax.Array
+  kv_segment_BS: jax.Array
+  q_start: int | jax.Array
+  window: int | jax.Array | None
+
+  @property
+  def q_row_BT(self) -> jax.Array:
+    """Row of each query among the keys."""
+    row_T = self.q_start + jnp.arange(self.q_segment_BT.shape[1], dtype=jnp.int32)
+    return jnp.broadcast_to(row_T[None], self.q_segment_BT.shape)
+
+  @property
+  def visible_BTS(self) -> jax.Array:
+    return visible(self.q_row_BT, self.q_segment_BT, self.kv_segment_BS, self.window)
 
 
 def visible(q_row_BT, q_segment_BT, kv_segment_BS, window=None) -> jax.Array:
-  """[B, T, S] which keys each query attends, the queries being rows `q_row_BT` of the keys."""
+  """[B, T, S] which keys each query attends; the queries are rows `q_row_BT` of the keys."""
   kv_row_11S = jnp.arange(kv_segment_BS.shape[1], dtype=jnp.int32)[None, None, :]
   same_segment_BTS = q_segment_BT[:, :, None] == kv_segment_BS[:, None, :]
   distance_BTS = q_row_BT[:, :, None] - kv_row_11S
@@ -17,37 +37,21 @@ def visible(q_row_BT, q_segment_BT, kv_segment_BS, window=None) -> jax.Array:
 
 
 def attention(
-  q_BTHC,
-  k_BSGC,
-  v_BSGC,
-  *,
-  q_segment_BT,
-  kv_segment_BS,
-  q_start,
-  scale,
-  block_q,
-  window,
-  soft_cap,
-  sink_H,
+  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, sink_H
 ) -> jax.Array:
   """o_BTHC in q's type."""
   del block_q
-  num_queries, num_heads = q_BTHC.shape[1:3]
-  accumulate = np.promote_types(q_BTHC.dtype, np.float32)
+  dtype, num_heads = accumulator_dtype(q_BTHC.dtype), q_BTHC.shape[2]
   k_BSHC, v_BSHC = (
-    jnp.repeat(x.astype(accumulate), num_heads // k_BSGC.shape[2], axis=2) for x in (k_BSGC, v_BSGC)
+    jnp.repeat(x.astype(dtype), num_heads // k_BSGC.shape[2], axis=2) for x in (k_BSGC, v_BSGC)
   )
-  score_BHTS = jnp.einsum("BTHC,BSHC->BHTS", q_BTHC.astype(accumulate), k_BSHC) * scale
-  q_row_BT = q_start + jnp.arange(num_queries, dtype=jnp.int32)[None]
-  visible_B1TS = visible(q_row_BT, q_segment_BT, kv_segment_BS, window)[:, None]
-  score_BHTS = jnp.where(
-    visible_B1TS, apply_soft_cap(score_BHTS, soft_cap), jnp.finfo(accumulate).min
-  )
+  score_BHTS = jnp.einsum("BTHC,BSHC->BHTS", q_BTHC.astype(dtype), k_BSHC) * scale
+  score_BHTS = apply_soft_cap(score_BHTS, soft_cap)
+  score_BHTS = jnp.where(mask.visible_BTS[:, None], score_BHTS, jnp.finfo(dtype).min)
   if sink_H is None:
     p_BHTS = jax.nn.softmax(score_BHTS)
   else:
-    sink_1H11 = sink_H.astype(accumulate)[None, :, None, None]
+    sink_1H11 = sink_H.astype(dtype)[None, :, None, None]
     sink_BHT1 = jnp.broadcast_to(sink_1H11, (*score_BHTS.shape[:3], 1))
     p_BHTS = jax.nn.softmax(jnp.concatenate([score_BHTS, sink_BHT1], axis=-1))[..., :-1]
-  o_BTHC = jnp.einsum("BHTS,BSHC->BTHC", p_BHTS, v_BSHC)
-  return o_BTHC.astype(q_BTHC.dtype)
+  return jnp.einsum("BHTS,BSHC->BTHC", p_BHTS, v_BSHC).astype(q_BTHC.dtype)

@@ -1,9 +1,9 @@
-"""One matrix per group of rows: `y[m] = x[m] @ w[group of m]`, on every backend alike.
+"""One matrix per group of rows: `y[m] = x[m] @ w[group of m]`.
 
-`BACKENDS` share one contract. The rows of group g are the `group_sizes_G[g]` rows after those of
-the groups before it. Rows past the last group may hold anything, NaN included, in `x_MD` and in
-the cotangent: they are zero in the result and in the gradient. Sums are accumulated in float32 (in
-float64 if that is the operands' type).
+All `BACKENDS` implement one contract. Group g has the `group_sizes_G[g]` rows that follow those of
+group g - 1. Rows past the last group may contain anything, including NaN, in `x_MD` and in the
+cotangent; they are zero in the result and in the gradient. Sums are accumulated in float32 (in
+float64 if the operands are float64).
 """
 
 import jax
@@ -20,26 +20,23 @@ BACKENDS = {
   "triton": triton.grouped_matmul,
   "ragged_dot": ragged_dot.grouped_matmul,
 }
+AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton"}  # by platform; else `ragged_dot`
 
-
-# By platform; `ragged_dot` where none is named.
-AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton"}
-
-# Backends whose kernels carry no types that say which values differ between shards.
+# Backends whose results do not carry varying mesh axes, so that shard_map needs check_vma=False.
 WITHOUT_VMA = frozenset({"megablox"})
 
 
 def resolve_backend(name: str, platform: str) -> str:
-  """The backend that `name` stands for on `platform` (`cpu`, `gpu`, `tpu`).
+  """The entry of `BACKENDS` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
 
   Raises:
-    UserError: if there is no such backend.
+    UserError: there is no such backend.
   """
   if name == "auto":
     return AUTO.get(platform, "ragged_dot")
   if name not in BACKENDS:
     known = ", ".join(BACKENDS)
-    raise UserError(f"grouped_matmul={name!r} is no backend; choose auto or one of: {known}")
+    raise UserError(f"grouped_matmul={name!r} is not a backend; choose auto or one of: {known}")
   return name
 
 
@@ -51,9 +48,9 @@ def grouped_matmul(
   backend: str,
   tiles: Tiles = DEFAULT_TILES,
 ) -> jax.Array:
-  """y_MF in x's type, each row of x times the matrix of its group; zero past the last group.
+  """y_MF in x's type: each row of x times its group's matrix; zero past the last group.
 
-  The gradient of `w_GDF` comes in w's type. `sum(group_sizes_G)` must not exceed M.
+  The gradient of `w_GDF` has w's type. `sum(group_sizes_G)` must not exceed M.
   """
   num_groups, num_in, _ = w_GDF.shape
   assert x_MD.ndim == 2, f"x_MD has shape {x_MD.shape}"

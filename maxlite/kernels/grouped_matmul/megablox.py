@@ -1,12 +1,12 @@
-"""Grouped matmul for TPUs: JAX's Megablox kernels under a gradient of our own.
+"""Grouped matmul for TPUs: JAX's Megablox kernels with the gradient rule of gradient.py.
 
-`gmm` multiplies rows and leaves those past the last group as memory was, so they are cut off here;
-`tgmm` sums outer products within the groups alone, and zeros for an empty group. Both mask what a
-tile reaches beyond the matrices, and want rows in whole tiles: any other number of them is copied
-to be padded.
+`gmm` multiplies rows and leaves the rows past the last group uninitialised; they are zeroed here.
+`tgmm` sums outer products within the groups only, and returns zeros for an empty group. Both mask
+the part of a tile beyond the matrices. They require a whole number of row tiles, so other numbers
+of rows are copied into a padded buffer.
 
-The kernels do not say over which mesh axes their results vary, so `jax.shard_map` around them
-needs check_vma=False.
+The kernels do not declare over which mesh axes their results vary, so `jax.shard_map` around them
+needs check_vma=False; tests/kernels/test_megablox.py checks their gradients there.
 """
 
 import functools
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from maxlite.config.errors import UserError
+from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import Tile, Tiles, choose_tiles
 
 
@@ -30,21 +31,22 @@ def grouped_matmul(
   """y_MF in x's type, which must be float32 or bfloat16; `interpret` is for tests without a TPU.
 
   Raises:
-    UserError: if a tile of `tiles` is not one that a TPU can hold.
+    UserError: a tile in `tiles` that TPUs do not support.
   """
   if x_MD.size == 0:
     return jnp.zeros_like(x_MD, shape=(x_MD.shape[0], w_GDF.shape[2]))
-  chosen = choose_tiles(
-    x_MD.shape[0], *w_GDF.shape, x_MD.dtype.itemsize, w_GDF.dtype.itemsize, _device_kind()
+  num_rows, itemsizes = x_MD.shape[0], (x_MD.dtype.itemsize, w_GDF.dtype.itemsize)
+  chosen = choose_tiles(num_rows, *w_GDF.shape, *itemsizes, _device_kind())
+  fitted = [_fit(tile or own, num_rows, w_GDF) for tile, own in zip(tiles, chosen, strict=True)]
+  kernels = GroupedKernels(
+    functools.partial(_multiply_rows, interpret=interpret),
+    functools.partial(_sum_outer_products, interpret=interpret),
   )
-  fitted = Tiles(
-    *(_fit(asked or own, x_MD.shape[0], w_GDF) for asked, own in zip(tiles, chosen, strict=True))
-  )
-  return _grouped_matmul(x_MD, w_GDF, group_sizes_G, fitted, interpret)
+  return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, Tiles(*fitted))
 
 
 def _device_kind() -> str:
-  """Kind of the devices that the enclosing `shard_map` compiles for; empty outside of one."""
+  """Kind of the devices that the enclosing `shard_map` is compiled for; empty outside of one."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return device.device_kind if device else ""
 
@@ -62,35 +64,13 @@ def _fit(tile: Tile, num_rows: int, w_GDF: jax.Array) -> Tile:
   return min(m, -(-num_rows // 16) * 16), min(d, num_in), min(f, num_out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles: Tiles, interpret: bool):
-  return _multiply_rows(x_MD, w_GDF, group_sizes_G, tiles.fwd, interpret)
-
-
-def _forward(x_MD, w_GDF, group_sizes_G, tiles: Tiles, interpret: bool):
-  y_MF = _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, interpret)
-  return y_MF, (x_MD, w_GDF, group_sizes_G)
-
-
-def _backward(tiles: Tiles, interpret: bool, saved, dy_MF):
-  x_MD, w_GDF, group_sizes_G = saved
-  m, d, f = tiles.dlhs
-  dx_MD = _multiply_rows(dy_MF, w_GDF, group_sizes_G, (m, f, d), interpret, transpose=True)
-  dw_GDF = _sum_outer_products(x_MD, dy_MF, group_sizes_G, w_GDF.dtype, tiles.drhs, interpret)
-  return dx_MD, dw_GDF, None
-
-
-_grouped_matmul.defvjp(_forward, _backward)
-
-
-def _multiply_rows(x_MD, w_GDF, group_sizes_G, tiling: Tile, interpret: bool, transpose=False):
-  """Rows times their group's matrix, or its transpose; `tiling` is of rows, x's axis, y's axis."""
+def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile: Tile, transpose: bool, interpret: bool):
   y_MF = gmm(
-    _pad_rows(x_MD, tiling[0]),
+    _pad_rows(x_MD, tile[0]),
     w_GDF.astype(x_MD.dtype),
     group_sizes_G,
     preferred_element_type=x_MD.dtype,
-    tiling=tiling,
+    tiling=tile,
     transpose_rhs=transpose,
     interpret=interpret,
   )[: x_MD.shape[0]]
@@ -98,19 +78,18 @@ def _multiply_rows(x_MD, w_GDF, group_sizes_G, tiling: Tile, interpret: bool, tr
   return jnp.where(live_M[:, None], y_MF, 0)
 
 
-def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tiling: Tile, interpret: bool):
-  """dw_GDF in `dtype`."""
+def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile, interpret: bool):
   with jax.numpy_dtype_promotion("standard"):  # `tgmm` mixes int and bool
     return tgmm(
-      _pad_rows(x_MD, tiling[0]).T,
-      _pad_rows(dy_MF, tiling[0]),
+      _pad_rows(x_MD, tile[0]).T,
+      _pad_rows(dy_MF, tile[0]),
       group_sizes_G,
       preferred_element_type=dtype,
-      tiling=tiling,
+      tiling=tile,
       interpret=interpret,
     )
 
 
 def _pad_rows(x_MD, tile: int):
-  """The rows and as many zeros as fill the last tile."""
+  """The rows, padded with zeros to whole tiles."""
   return jnp.pad(x_MD, ((0, -x_MD.shape[0] % tile), (0, 0)))

@@ -1,8 +1,9 @@
-"""XLA's ragged dot: native on TPU but for its weight gradient, dense in the groups elsewhere."""
+"""`jax.lax.ragged_dot`: native on TPU except for the weight gradient; elsewhere dense in groups."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from maxlite.kernels.numerics import accumulator_dtype
 
 
 def grouped_matmul(
@@ -10,15 +11,13 @@ def grouped_matmul(
 ) -> jax.Array:
   """y_MF in x's type."""
   del tiles
-  accumulate = np.promote_types(x_MD.dtype, np.float32)
-  # XLA leaves open what becomes of rows past the last group, so they are cut off on both sides.
-  live_M1 = (jnp.arange(x_MD.shape[0], dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32))[
-    :, None
-  ]
+  row_M = jnp.arange(x_MD.shape[0], dtype=jnp.int32)
+  live_M1 = (row_M < group_sizes_G.sum(dtype=jnp.int32))[:, None]
+  # XLA does not define the rows past the last group, so they are masked on both sides.
   y_MF = jax.lax.ragged_dot(
     jnp.where(live_M1, x_MD, 0),
     w_GDF.astype(x_MD.dtype),
     group_sizes_G,
-    preferred_element_type=accumulate,
+    preferred_element_type=accumulator_dtype(x_MD.dtype),
   )
   return jnp.where(live_M1, y_MF, 0).astype(x_MD.dtype)

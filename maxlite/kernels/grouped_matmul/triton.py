@@ -1,10 +1,10 @@
 """Grouped matmul for NVIDIA GPUs: Pallas Triton kernels, forward and both gradients grouped.
 
-y and dx: every group is cut into tiles of rows that begin where the group begins, and the rows past
-the last group into tiles of zeros. How many tiles that takes is known on the device only, so the
-grid has as many as any sizes can need; those left over store nothing. dw: one program per tile of a
-group's matrix goes over the rows of its group, the largest group first. No operand is copied, but
-weights are converted to the type of the rows.
+y and dx: each group is split into tiles of rows that start at the group's first row, and the rows
+past the last group into tiles of zeros. The number of tiles is known only on the device, so the
+grid has as many as any group sizes can need; unused ones store nothing. dw: one program per tile of
+a group's matrix loops over the rows of its group, the largest group first. Operands are not copied,
+but weights are converted to the type of the rows.
 """
 
 import functools
@@ -12,29 +12,30 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.grouped_matmul.tiles import Tiles
+from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
+from maxlite.kernels.grouped_matmul.tiles import Tile, Tiles
+from maxlite.kernels.numerics import accumulator_dtype, ceil_div
 
-_STRIPE = 16  # tiles: programs that run together share what a stripe of them reads in the L2 cache
-_SHARED_BYTES = 224 * 1024  # of a Hopper multiprocessor, which eight warps are to fill
+_STRIPE = 16  # tiles; concurrent programs share the operands of a stripe in the L2 cache
+_SHARED_BYTES = 224 * 1024  # shared memory of a Hopper multiprocessor, filled by eight warps
 
 
 class _Block(NamedTuple):
-  """What one program computes: `tall` x `wide` sums, `deep` terms at a time."""
+  """One program computes m x n sums, k terms at a time."""
 
-  tall: int
-  deep: int
-  wide: int
+  m: int
+  k: int
+  n: int
 
 
-class _Span(NamedTuple):
-  """The indices from `start` to `start + size`; those not below `end` are masked.
+class _Range(NamedTuple):
+  """Indices from `start` to `start + size`; those from `end` on are masked.
 
-  Where `end` is an int, that of an axis, spans begin at multiples of their size.
+  An int `end` is the size of an axis; ranges along it start at multiples of their size.
   """
 
   start: jax.Array | int
@@ -53,193 +54,169 @@ def grouped_matmul(
   """y_MF in x's type; `interpret` is for tests without a GPU.
 
   Raises:
-    UserError: if a side of a tile is not a power of two, 16 or more.
+    UserError: a side of a tile is not a power of two, 16 or more.
   """
   for tile in tiles:
     if tile is not None and any(side < 16 or side & (side - 1) for side in tile):
       raise UserError(f"tile {list(tile)}: on a GPU each side must be a power of two, 16 or more")
   if 0 in (*x_MD.shape, *w_GDF.shape):
     return jnp.zeros_like(x_MD, shape=(x_MD.shape[0], w_GDF.shape[2]))
-  return _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, interpret)
+  kernels = GroupedKernels(
+    functools.partial(_multiply_rows, interpret=interpret),
+    functools.partial(_sum_outer_products, interpret=interpret),
+  )
+  return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, tiles)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles: Tiles, interpret: bool):
-  block = _Block(*tiles.fwd) if tiles.fwd else _default_block(x_MD.dtype, w_GDF.shape[2])
-  return _multiply_rows(x_MD, w_GDF, group_sizes_G, 0, block, interpret)
-
-
-def _forward(x_MD, w_GDF, group_sizes_G, tiles: Tiles, interpret: bool):
-  y_MF = _grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, interpret)
-  return y_MF, (x_MD, w_GDF, group_sizes_G)
-
-
-def _backward(tiles: Tiles, interpret: bool, saved, dy_MF):
-  x_MD, w_GDF, group_sizes_G = saved
-  default = functools.partial(_default_block, x_MD.dtype)
-  dlhs, drhs = tiles.dlhs, tiles.drhs
-  dx_block = _Block(dlhs[0], dlhs[2], dlhs[1]) if dlhs else default(w_GDF.shape[1])
-  dw_block = _Block(drhs[1], drhs[0], drhs[2]) if drhs else default(w_GDF.shape[2])
-  dx_MD = _multiply_rows(dy_MF, w_GDF, group_sizes_G, 1, dx_block, interpret)
-  dw_GDF = _sum_outer_products(x_MD, dy_MF, group_sizes_G, w_GDF.dtype, dw_block, interpret)
-  return dx_MD, dw_GDF, None
-
-
-_grouped_matmul.defvjp(_forward, _backward)
-
-
-def _multiply_rows(x_MD, w_GDF, group_sizes_G, contract: int, block, interpret) -> jax.Array:
-  """Rows times their group's matrix, of which axis `contract` is summed over."""
-  num_rows, num_out = x_MD.shape[0], w_GDF.shape[2 - contract]
-  tiles_T3 = _row_tiles(group_sizes_G, num_rows, block.tall)
-  kernel = functools.partial(_multiply_rows_kernel, contract=contract, block=block)
-  num_programs = tiles_T3.shape[0] * _ceil_div(num_out, block.wide)
+def _multiply_rows(
+  x_MD, w_GDF, group_sizes_G, tile: Tile | None, transpose: bool, interpret: bool
+) -> jax.Array:
+  w_axis = 1 if transpose else 0
+  num_rows, num_out = x_MD.shape[0], w_GDF.shape[2 - w_axis]
+  block = _Block(*tile) if tile else _default_block(x_MD.dtype, num_out)
+  tiles_T3 = _row_tiles(group_sizes_G, num_rows, block.m)
+  kernel = functools.partial(_multiply_rows_kernel, w_axis=w_axis, block=block)
+  num_programs = tiles_T3.shape[0] * ceil_div(num_out, block.n)
   shape = _shape_like(x_MD, (num_rows, num_out), x_MD.dtype)
   operands = tiles_T3, x_MD, w_GDF.astype(x_MD.dtype)
   return _call(kernel, num_programs, shape, block, x_MD.dtype, interpret)(*operands)
 
 
-def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, block, interpret) -> jax.Array:
-  """Per group the sum of its rows' outer products, in `dtype`."""
+def _sum_outer_products(
+  x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, interpret: bool
+) -> jax.Array:
   num_groups, num_in, num_out = group_sizes_G.shape[0], x_MD.shape[1], dy_MF.shape[1]
+  block = _Block(tile[1], tile[0], tile[2]) if tile else _default_block(x_MD.dtype, num_out)
   largest_first_G = jnp.argsort(group_sizes_G, descending=True)
   ends_G = jnp.cumsum(group_sizes_G)
   index_G = jnp.arange(num_groups, dtype=jnp.int32)
   groups_G3 = jnp.stack([index_G, ends_G - group_sizes_G, ends_G], axis=1)
   kernel = functools.partial(_outer_products_kernel, block=block)
-  num_programs = num_groups * _ceil_div(num_in, block.tall) * _ceil_div(num_out, block.wide)
+  num_programs = num_groups * ceil_div(num_in, block.m) * ceil_div(num_out, block.n)
   shape = _shape_like(x_MD, (num_groups, num_in, num_out), dtype)
   operands = groups_G3[largest_first_G], x_MD, dy_MF
   return _call(kernel, num_programs, shape, block, x_MD.dtype, interpret)(*operands)
 
 
 def _row_tiles(group_sizes_G: jax.Array, num_rows: int, tile: int) -> jax.Array:
-  """[T, 3] of each tile of rows: its group, its first row, and the first past its group.
+  """[T, 3] for each tile of rows: its group, its first row, and the end of its group.
 
-  Group G is that of the rows past the last group. Tiles left over begin past the last row.
+  The rows past the last group are group G. Unused tiles start past the last row.
   """
   # H: the groups and the rows past them, each of which may leave all but one row of a tile empty.
   ends_H = jnp.pad(jnp.cumsum(group_sizes_G), (0, 1), constant_values=num_rows)
   starts_H = jnp.pad(ends_H[:-1], (1, 0))
-  num_tiles_H = _ceil_div(ends_H - starts_H, tile)
+  num_tiles_H = ceil_div(ends_H - starts_H, tile)
   tile_ends_H = jnp.cumsum(num_tiles_H)
-  most = (num_rows + ends_H.size * (tile - 1)) // tile
-  tiles_T = jnp.arange(most, dtype=jnp.int32)
+  max_tiles = (num_rows + ends_H.size * (tile - 1)) // tile
+  tiles_T = jnp.arange(max_tiles, dtype=jnp.int32)
   groups_T = (tiles_T[:, None] >= tile_ends_H[None, :-1]).sum(1, dtype=jnp.int32)
   rows_T = (starts_H - tile * (tile_ends_H - num_tiles_H))[groups_T] + tile * tiles_T
   return jnp.stack([groups_T, rows_T, ends_H[groups_T]], axis=1)
 
 
-def _multiply_rows_kernel(tiles_ref, x_ref, w_ref, y_ref, *, contract: int, block: _Block):
+def _multiply_rows_kernel(tiles_ref, x_ref, w_ref, y_ref, *, w_axis: int, block: _Block):
   num_groups, num_out = w_ref.shape[0], y_ref.shape[1]
-  tile, column = _place(pl.program_id(0), tiles_ref.shape[0], _ceil_div(num_out, block.wide))
+  tile, column = _tile_index(pl.program_id(0), tiles_ref.shape[0], ceil_div(num_out, block.n))
   group, row, end = (tiles_ref[tile, i] for i in range(3))
-  rows = _Span(row, block.tall, end)
-  outer = _Span(column * block.wide, block.wide, num_out)
+  rows = _Range(row, block.m, end)
+  columns = _Range(column * block.n, block.n, num_out)
 
-  def add_terms(step, y_mo):
-    inner = _Span(step * block.deep, block.deep, x_ref.shape[1])
-    w_spans = (inner, outer) if contract == 0 else (outer, inner)
-    return y_mo + _dot(_load(x_ref, rows, inner), _load(w_ref, group, *w_spans), 1, contract)
+  def add_terms(step, y_mn):
+    inner = _Range(step * block.k, block.k, x_ref.shape[1])
+    w_ranges = (inner, columns) if w_axis == 0 else (columns, inner)
+    return y_mn + _dot(_load(x_ref, rows, inner), _load(w_ref, group, *w_ranges), 1, w_axis)
 
-  num_steps = (group < num_groups).astype(jnp.int32) * _ceil_div(x_ref.shape[1], block.deep)
-  y_mo = jax.lax.fori_loop(0, num_steps, add_terms, _zeros(x_ref.dtype, block))
-  _store(y_ref, y_mo, rows, outer)
+  num_steps = (group < num_groups).astype(jnp.int32) * ceil_div(x_ref.shape[1], block.k)
+  y_mn = jax.lax.fori_loop(0, num_steps, add_terms, _zeros(x_ref.dtype, block))
+  _store(y_ref, y_mn, rows, columns)
 
 
 def _outer_products_kernel(groups_ref, x_ref, dy_ref, dw_ref, *, block: _Block):
   _, num_in, num_out = dw_ref.shape
-  num_tall, num_wide = _ceil_div(num_in, block.tall), _ceil_div(num_out, block.wide)
-  program, per_group = pl.program_id(0), num_tall * num_wide
+  num_m, num_n = ceil_div(num_in, block.m), ceil_div(num_out, block.n)
+  program, per_group = pl.program_id(0), num_m * num_n
   group, start, end = (groups_ref[program // per_group, i] for i in range(3))
-  d, f = _place(program % per_group, num_tall, num_wide)
-  ins = _Span(d * block.tall, block.tall, num_in)
-  outs = _Span(f * block.wide, block.wide, num_out)
+  m, n = _tile_index(program % per_group, num_m, num_n)
+  ins = _Range(m * block.m, block.m, num_in)
+  outs = _Range(n * block.n, block.n, num_out)
 
-  def add_terms(step, dw_df):
-    # Masked on both sides: a row beyond the group may hold NaN, and 0 * NaN is NaN.
-    rows = _Span(start + step * block.deep, block.deep, end)
-    return dw_df + _dot(_load(x_ref, rows, ins), _load(dy_ref, rows, outs), 0, 0)
+  def add_terms(step, dw_mn):
+    # Masked on both sides: a row beyond the group may contain NaN, and 0 * NaN is NaN.
+    rows = _Range(start + step * block.k, block.k, end)
+    return dw_mn + _dot(_load(x_ref, rows, ins), _load(dy_ref, rows, outs), 0, 0)
 
-  num_steps = _ceil_div(end - start, block.deep)
-  dw_df = jax.lax.fori_loop(0, num_steps, add_terms, _zeros(x_ref.dtype, block))
-  _store(dw_ref, dw_df, group, ins, outs)
-
-
-def _ceil_div(a, b: int):
-  return (a + b - 1) // b  # `pl.cdiv` of an int32 array fails where 64-bit types are enabled
+  num_steps = ceil_div(end - start, block.k)
+  dw_mn = jax.lax.fori_loop(0, num_steps, add_terms, _zeros(x_ref.dtype, block))
+  _store(dw_ref, dw_mn, group, ins, outs)
 
 
-def _place(program, num_tall: int, num_wide: int):
-  """(tall, wide) tile of a program: stripe by stripe of tall tiles, in each down the columns."""
-  stripe = program // (_STRIPE * num_wide)
-  within = program % (_STRIPE * num_wide)
-  height = jnp.minimum(num_tall - stripe * _STRIPE, _STRIPE)
+def _tile_index(program, num_m: int, num_n: int):
+  """(m, n) tile of a program: in stripes of m tiles, down the columns within each stripe."""
+  stripe = program // (_STRIPE * num_n)
+  within = program % (_STRIPE * num_n)
+  height = jnp.minimum(num_m - stripe * _STRIPE, _STRIPE)
   return stripe * _STRIPE + within % height, within // height
 
 
-def _load(ref, *where: jax.Array | _Span) -> jax.Array:
-  """The values of `ref` at `where`, zero where masked."""
+def _load(ref, *where: jax.Array | _Range) -> jax.Array:
+  """The values of `ref` at `where`; masked ones are zero."""
   mask = _mask(where)
   view = ref.at[_indices(where)]
   return plt.load(view) if mask is None else plt.load(view, mask=mask, other=0)
 
 
-def _store(ref, values: jax.Array, *where: jax.Array | _Span) -> None:
+def _store(ref, values: jax.Array, *where: jax.Array | _Range) -> None:
   plt.store(ref.at[_indices(where)], values.astype(ref.dtype), mask=_mask(where))
 
 
 def _indices(where):
-  return tuple(pl.ds(i.start, i.size) if isinstance(i, _Span) else i for i in where)
+  return tuple(pl.ds(i.start, i.size) if isinstance(i, _Range) else i for i in where)
 
 
 def _mask(where) -> jax.Array | None:
-  """[tall, wide] which elements of the last two spans count; None if all always do."""
-  shape = tuple(span.size for span in where[-2:])
+  """[m, n] the unmasked elements of the last two ranges; None if all are."""
+  shape = tuple(indices.size for indices in where[-2:])
   masks = []
-  for axis, span in enumerate(where[-2:]):
-    whole = isinstance(span.end, int) and span.end % span.size == 0
-    if not whole:
-      inside = span.start + jnp.arange(span.size, dtype=jnp.int32) < span.end
+  for axis, indices in enumerate(where[-2:]):
+    is_whole = isinstance(indices.end, int) and indices.end % indices.size == 0
+    if not is_whole:
+      inside = indices.start + jnp.arange(indices.size, dtype=jnp.int32) < indices.end
       masks.append(jnp.broadcast_to(jnp.expand_dims(inside, 1 - axis), shape))
   return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def _dot(a, b, a_axis: int, b_axis: int) -> jax.Array:
-  """Product summed over these axes, in the accumulator's type; never in TensorFloat-32."""
+  """Product over these axes in the accumulator type, never in TensorFloat-32."""
   return jax.lax.dot_general(
     a,
     b,
     (((a_axis,), (b_axis,)), ((), ())),
     precision=jax.lax.Precision.HIGHEST,
-    preferred_element_type=_accumulator(a.dtype),
+    preferred_element_type=accumulator_dtype(a.dtype),
   )
 
 
 def _zeros(dtype, block: _Block) -> jax.Array:
-  return jnp.zeros((block.tall, block.wide), _accumulator(dtype))
+  return jnp.zeros((block.m, block.n), accumulator_dtype(dtype))
 
 
-def _accumulator(dtype) -> np.dtype:
-  return np.promote_types(dtype, np.float32)
-
-
-def _default_block(dtype, num_wide: int) -> _Block:
-  """For Hopper; `num_wide`: columns of the result, which a block of 256 must not pad in vain."""
+def _default_block(dtype, num_out: int) -> _Block:
+  """Block for Hopper; n = 256 only if it pads the `num_out` columns by less than half a block."""
   if jnp.dtype(dtype).itemsize > 2:
     return _Block(64, 32, 64)
-  return _Block(128, 64, 256 if -num_wide % 256 < 128 else 128)
+  return _Block(128, 64, 256 if -num_out % 256 < 128 else 128)
 
 
 def _shape_like(x: jax.Array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-  """A result that varies over the mesh axes over which `x` does."""
+  """A result that varies over the same mesh axes as `x`."""
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def _call(kernel, num_programs: int, shape, block: _Block, dtype, interpret: bool):
   """The kernel as a function of arrays, with as many pipeline stages as shared memory holds."""
-  num_warps = 8 if block.tall * block.wide > 128 * 128 else 4
-  stage_bytes = (block.tall + block.wide) * block.deep * jnp.dtype(dtype).itemsize
+  num_warps = 8 if block.m * block.n > 128 * 128 else 4
+  stage_bytes = (block.m + block.n) * block.k * jnp.dtype(dtype).itemsize
   num_stages = min(max(_SHARED_BYTES * num_warps // 8 // stage_bytes, 1), 4)
   return pl.pallas_call(
     kernel,

@@ -1,9 +1,8 @@
 """One feed-forward network per group of rows, on every backend of `grouped_matmul`.
 
-The contract is that of `kernels/grouped_matmul/api.py`: the rows of group g are the
-`group_sizes_G[g]` rows after those of the groups before it, and rows past the last group may hold
-anything, NaN included, in `x_MD`, in `weight_M` and in the cotangent: they are zero in the result
-and in the gradients.
+The contract is that of kernels/grouped_matmul/api.py: group g has the `group_sizes_G[g]` rows that
+follow those of group g - 1. Rows past the last group may contain anything, including NaN, in
+`x_MD`, in `weight_M` and in the cotangent; they are zero in the result and in the gradients.
 """
 
 from collections.abc import Callable
@@ -36,12 +35,15 @@ def grouped_mlp(
   wi_tiles: Tiles = DEFAULT_TILES,
   wo_tiles: Tiles = DEFAULT_TILES,
 ) -> jax.Array:
-  """y_MD = weight (activation(x wi[0] + bi[0], ...) wo + bo), with the matrices of a row's group.
+  """y_MD = weight (activation(x wi[0] + bi[0], ...) wo + bo), with each row's group's matrices.
 
-  In x's type, sums in float32. `activation` maps len(wi) arrays of one shape to one, elementwise.
-  Gradients of matrices and biases come in their own type. For the backward pass x, weight and the
-  activation's operands (named "mlpwi") are kept, nothing else. `backend` is one of
-  `grouped_matmul.api.BACKENDS`; `sum(group_sizes_G)` must not exceed M.
+  In x's type, with float32 sums. Gradients of matrices and biases have the types of those. Saved
+  for the backward pass: x, weight and the operands of the activation (named "mlpwi").
+
+  Args:
+    group_sizes_G: the sum must not exceed M.
+    activation: maps len(wi) arrays of one shape to one array, elementwise.
+    backend: one of `grouped_matmul.api.BACKENDS`.
   """
   group_sizes_G, wi_GDF = group_sizes_G.astype(jnp.int32), tuple(wi_GDF)
   num_rows, dim = x_MD.shape

@@ -1,15 +1,15 @@
-"""The feed-forward networks made of grouped matmuls, whatever their backend."""
+"""The feed-forward networks as grouped matmuls of any backend."""
 
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
 from maxlite.kernels.grouped_matmul.tiles import Tiles
+from maxlite.kernels.numerics import accumulator_dtype
 
 
 def grouped_mlp(
@@ -26,10 +26,10 @@ def grouped_mlp(
 ) -> jax.Array:
   """y_MD in x's type."""
   multiply = functools.partial(grouped_matmul, group_sizes_G=group_sizes_G, backend=backend)
-  # In one product, so that there is but one gradient of x, and x is read once.
+  # As one product, so that x is read once and has one gradient.
   up_MF = multiply(x_MD, jnp.concatenate(wi_GDF, axis=2), tiles=wi_tiles)
   if biases is not None:
-    # As grouped products with a column, which leave out rows past the groups, forward and backward.
+    # As grouped products with a column of ones, which exclude rows past the groups in both passes.
     ones_M1 = jnp.ones_like(x_MD[:, :1])
     up_MF += multiply(ones_M1, jnp.concatenate(biases.bi_GF, axis=1)[:, None])
   up_MF = checkpoint_name(up_MF, "mlpwi")
@@ -41,21 +41,21 @@ def grouped_mlp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _down(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend: str, tiles: Tiles):
-  """y_MD; its gradient keeps the operands and not the weighted hidden rows between."""
+  """y_MD; the gradient saves the operands, and recomputes the weighted hidden rows."""
   h_MF = _hidden(activation, wo_GFD.shape[1], up_MF, weight_M)
   return grouped_matmul(h_MF, wo_GFD, group_sizes_G, backend=backend, tiles=tiles)
 
 
 def _hidden(activation, width: int, up_MF, weight_M) -> jax.Array:
-  """h_MF of the activation's operands, which stand side by side in up_MF, each `width` wide."""
+  """h_MF of the activation's operands, concatenated in up_MF, each of `width` columns."""
   return weighted(activation, jnp.split(up_MF, up_MF.shape[1] // width, axis=1), weight_M)
 
 
 def weighted(activation, up_MF, weight_M) -> jax.Array:
-  """h_MF, the hidden rows, each times its weight in float32."""
+  """h_MF: the hidden rows, each multiplied by its weight in float32."""
   h_MF = activation(*up_MF)
-  accumulate = np.promote_types(h_MF.dtype, np.float32)
-  return (h_MF.astype(accumulate) * weight_M.astype(accumulate)[:, None]).astype(h_MF.dtype)
+  dtype = accumulator_dtype(h_MF.dtype)
+  return (h_MF.astype(dtype) * weight_M.astype(dtype)[:, None]).astype(h_MF.dtype)
 
 
 def _down_forward(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend, tiles):
@@ -63,10 +63,10 @@ def _down_forward(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend, t
   return _down(*operands, activation, backend, tiles), operands
 
 
-def _down_backward(activation, backend, tiles, saved, dy_MD):
-  # Behind the barrier the hidden rows are computed anew, which is cheaper than to keep them from
-  # the forward pass, as XLA would to share them.
-  up_MF, weight_M, wo_GFD, group_sizes_G = jax.lax.optimization_barrier(saved)
+def _down_backward(activation, backend, tiles, residuals, dy_MD):
+  # The barrier makes XLA recompute the hidden rows, which is cheaper than saving them; without it,
+  # XLA would reuse those of the forward pass.
+  up_MF, weight_M, wo_GFD, group_sizes_G = jax.lax.optimization_barrier(residuals)
   hidden = functools.partial(_hidden, activation, wo_GFD.shape[1])
   h_MF, hidden_vjp = jax.vjp(hidden, up_MF, weight_M)
   multiply = functools.partial(

@@ -1,8 +1,8 @@
-"""The feed-forward networks for CPUs: what a tile of rows needs is done while it is in the cache.
+"""The feed-forward networks for CPUs: everything for a tile of rows while it is in the cache.
 
-The activation's operands are the only hidden rows that are ever in memory as a whole, and of them
-only the tiles that groups reach are touched. Forward, they are computed in a loop of their own, so
-that nothing else is run again where they are rematerialised.
+The activation's operands are the only hidden rows stored as whole arrays, and only the tiles of
+groups are touched. The forward pass computes them in a separate loop, so that rematerialization
+does not repeat the rest.
 """
 
 import functools
@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.grouped_matmul import row_tiles
-from maxlite.kernels.grouped_matmul.row_tiles import dot, pack, unpack
+from maxlite.kernels.grouped_matmul.row_tiles import for_tiles
 from maxlite.kernels.grouped_mlp.composed import weighted
+from maxlite.kernels.numerics import accumulator_dtype, dot
+from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -38,10 +39,10 @@ def _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation) -> tuple
   return y_MD, (x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G)
 
 
-def _backward(activation, saved, dy_MD) -> tuple:
-  *_, wi_GDF, wo_GFD, _ = saved
+def _backward(activation, residuals, dy_MD) -> tuple:
+  *_, wi_GDF, wo_GFD, _ = residuals
   gradients = jax.custom_batching.sequential_vmap(functools.partial(_gradients, activation))
-  dx_MD, dweight_M, dwi_GDF, dwo_GFD = gradients(*saved, dy_MD)
+  dx_MD, dweight_M, dwi_GDF, dwo_GFD = gradients(*residuals, dy_MD)
   dwi_GDF = tuple(dw.astype(w.dtype) for dw, w in zip(dwi_GDF, wi_GDF, strict=True))
   return dx_MD, dweight_M, dwi_GDF, dwo_GFD.astype(wo_GFD.dtype), None
 
@@ -50,18 +51,18 @@ grouped_mlp.defvjp(_forward, _backward)
 
 
 def _up(x_MD, wi_GDF, group_sizes_G) -> tuple[jax.Array, ...]:
-  """up_MF, the activation's operands."""
+  """up_MF: the activation's operands."""
   dtype, num_rows = x_MD.dtype, x_MD.shape[0]
   x_MD = pack(x_MD)
 
   def body(tile, wi_DF, up_MF):
     x_mD = tile.read(x_MD, dtype)
-    up_mF = (dot(x_mD, unpack(w_DF, dtype)).astype(dtype) for w_DF in wi_DF)
+    up_mF = (dot(x_mD, unpack(w_DF, dtype), (1, 0)).astype(dtype) for w_DF in wi_DF)
     return tuple(map(tile.write, up_MF, up_mF))
 
   up_MF = tuple(jnp.zeros_like(x_MD, shape=(num_rows, w.shape[2])) for w in wi_GDF)
   wi_GDF = tuple(pack(w.astype(dtype)) for w in wi_GDF)
-  up_MF = row_tiles.for_tiles(body, up_MF, wi_GDF, group_sizes_G, num_rows)
+  up_MF = for_tiles(body, up_MF, wi_GDF, group_sizes_G, num_rows)
   return tuple(unpack(up, dtype) for up in up_MF)
 
 
@@ -73,17 +74,17 @@ def _down(activation, up_MF, weight_M, wo_GFD, group_sizes_G) -> jax.Array:
   def body(tile, matrices, y_MD):
     up_mF = [tile.read(up, dtype) for up in up_MF]
     h_mF = weighted(activation, up_mF, tile.read(weight_M, weight_M.dtype))
-    return tile.write(y_MD, dot(h_mF, unpack(matrices[0], dtype)).astype(dtype))
+    return tile.write(y_MD, dot(h_mF, unpack(matrices[0], dtype), (1, 0)).astype(dtype))
 
   y_MD = jnp.zeros_like(up_MF[0], shape=(num_rows, wo_GFD.shape[2]))
   wo_GFD = pack(wo_GFD.astype(dtype))
-  return unpack(row_tiles.for_tiles(body, y_MD, (wo_GFD,), group_sizes_G, num_rows), dtype)
+  return unpack(for_tiles(body, y_MD, (wo_GFD,), group_sizes_G, num_rows), dtype)
 
 
 def _gradients(
   activation, x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G, dy_MD
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array]:
-  """(dx_MD, dweight_M, dwi_GDF, dwo_GFD), those of matrices in the accumulator's type."""
+  """(dx_MD, dweight_M, dwi_GDF, dwo_GFD); those of matrices in the accumulator type."""
   dtype, num_rows = x_MD.dtype, x_MD.shape[0]
   x_MD, dy_MD, up_MF = pack(x_MD), pack(dy_MD), tuple(map(pack, up_MF))
   hidden = functools.partial(weighted, activation)
@@ -94,18 +95,18 @@ def _gradients(
     x_mD, dy_mD = tile.read(x_MD, dtype), tile.read(dy_MD, dtype)
     up_mF = tuple(tile.read(up, dtype) for up in up_MF)
     h_mF, hidden_vjp = jax.vjp(hidden, up_mF, tile.read(weight_M, weight_M.dtype))
-    dup_mF, dweight_m = hidden_vjp(dot(dy_mD, wo_FD, 1).astype(dtype))
-    dx_mD = sum(map(functools.partial(dot, contract=1), dup_mF, wi_DF)).astype(dtype)
-    x_Dm, h_Fm = row_tiles.transpose(x_mD), row_tiles.transpose(h_mF)
+    dup_mF, dweight_m = hidden_vjp(dot(dy_mD, wo_FD, (1, 1)).astype(dtype))
+    dx_mD = sum(map(functools.partial(dot, contract=(1, 1)), dup_mF, wi_DF)).astype(dtype)
+    x_Dm, h_Fm = materialized_transpose(x_mD), materialized_transpose(h_mF)
     return (
       tile.write(dx_MD, dx_mD),
       tile.write(dweight_M, dweight_m),
-      tuple(tile.add(dw, dot(x_Dm, dup)) for dw, dup in zip(dwi_GDF, dup_mF, strict=True)),
-      tile.add(dwo_GFD, dot(h_Fm, dy_mD)),
+      tuple(tile.add(dw, dot(x_Dm, dup, (1, 0))) for dw, dup in zip(dwi_GDF, dup_mF, strict=True)),
+      tile.add(dwo_GFD, dot(h_Fm, dy_mD, (1, 0))),
     )
 
-  sums = functools.partial(jnp.zeros_like, dtype=row_tiles.accumulator(dtype))
+  sums = functools.partial(jnp.zeros_like, dtype=accumulator_dtype(dtype))
   gradients = jnp.zeros_like(x_MD), jnp.zeros_like(weight_M), tuple(map(sums, wi_GDF)), sums(wo_GFD)
   matrices = tuple(pack(w.astype(dtype)) for w in (*wi_GDF, wo_GFD))
-  dx_MD, *others = row_tiles.for_tiles(body, gradients, matrices, group_sizes_G, num_rows)
+  dx_MD, *others = for_tiles(body, gradients, matrices, group_sizes_G, num_rows)
   return unpack(dx_MD, dtype), *others

@@ -1,0 +1,51 @@
+"""The gradient rule of grouped matmul, for backends that implement its two products as kernels."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from maxlite.kernels.grouped_matmul.tiles import Tiles
+
+
+class GroupedKernels(NamedTuple):
+  """The two products. A tile is in the order of the operands' axes, or None: the kernel's choice.
+
+  - multiply_rows(x_MD, w_GDF, group_sizes_G, tile, transpose): y_MF in x's type, each row times its
+    group's matrix; with `transpose`, y_MD of x_MF times the transposed matrix. Tile: (M, x's axis,
+    y's axis).
+  - sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile): dw_GDF in `dtype`, the sum over
+    each group's rows of the outer products of x and dy. Tile: (M, D, F).
+  """
+
+  multiply_rows: Callable[..., jax.Array]
+  sum_outer_products: Callable[..., jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def grouped_matmul_of(
+  kernels: GroupedKernels,
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  tiles: Tiles,
+) -> jax.Array:
+  """y_MF in x's type; the weight gradient has w's type."""
+  return kernels.multiply_rows(x_MD, w_GDF, group_sizes_G, tiles.fwd, transpose=False)
+
+
+def _forward(kernels, x_MD, w_GDF, group_sizes_G, tiles):
+  operands = x_MD, w_GDF, group_sizes_G
+  return grouped_matmul_of(kernels, *operands, tiles), operands
+
+
+def _backward(kernels, tiles, operands, dy_MF):
+  x_MD, w_GDF, group_sizes_G = operands
+  tile = tiles.dlhs and (tiles.dlhs[0], tiles.dlhs[2], tiles.dlhs[1])
+  dx_MD = kernels.multiply_rows(dy_MF, w_GDF, group_sizes_G, tile, transpose=True)
+  dw_GDF = kernels.sum_outer_products(x_MD, dy_MF, group_sizes_G, w_GDF.dtype, tiles.drhs)
+  return dx_MD, dw_GDF, None
+
+
+grouped_matmul_of.defvjp(_forward, _backward)

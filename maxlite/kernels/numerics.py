@@ -1,0 +1,35 @@
+"""Numeric conventions shared by all kernels: accumulation type, products, soft cap."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def accumulator_dtype(dtype: jnp.dtype) -> np.dtype:
+  """The type in which products of `dtype` are summed: float32, or `dtype` if it is wider."""
+  return np.promote_types(dtype, np.float32)
+
+
+def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int], num_batch: int = 0) -> jax.Array:
+  """Product of x and y, in the accumulator type.
+
+  Args:
+    contract: the axis of x and the axis of y that are summed over.
+    num_batch: number of leading axes that are batch axes.
+  """
+  batch = tuple(range(num_batch))
+  dims = (((contract[0],), (contract[1],)), (batch, batch))
+  return jax.lax.dot_general(x, y, dims, preferred_element_type=accumulator_dtype(x.dtype))
+
+
+def apply_soft_cap(x: jax.Array, soft_cap: float) -> jax.Array:
+  """soft_cap tanh(x / soft_cap), in x's type; x if soft_cap is 0.
+
+  Source: Gemma 2 (2024), section 2.
+  """
+  return soft_cap * jnp.tanh(x / soft_cap) if soft_cap else x
+
+
+def ceil_div(a: int, b: int) -> int:
+  """a / b rounded up; also for int32 arrays, where `pl.cdiv` fails if 64-bit types are enabled."""
+  return (a + b - 1) // b

@@ -1,0 +1,95 @@
+"""Workarounds for XLA:CPU (jaxlib 0.10.2), with the reason for each.
+
+Here:
+- `materialized_transpose`, `matmul_few_rows`: faster operands for a product.
+- `pack`, `unpack`: 16-bit arrays carried through loops without conversion.
+- `keep_freed_memory`, `enable_compilation_cache`: process settings.
+
+Elsewhere, because the workaround is the form of the code:
+- layers/linear.py, kernels/attention/chunked.py, kernels/grouped_matmul/tiled.py: gradients are
+  written out because XLA:CPU computes a bfloat16 dot in bfloat16 hardware only if its result is
+  float32 and its left operand contracts its last axis; three times faster.
+- kernels/grouped_matmul/tiled.py, kernels/grouped_mlp/tiled.py: loops over tiles of rows, because
+  `ragged_dot` is dense over the groups.
+- sharding/all_to_all.py: `ragged_all_to_all` is not implemented; a padded all-to-all replaces it.
+- models/decoder.py: layer scans are unrolled by 4, because XLA:CPU copies what a loop carries.
+- optim/adam.py: a barrier saves one pass over memory.
+- checkpoint/checksum.py: more than 32 independent collectives in flight deadlock.
+- ensemble/ensemble_metrics.py: a logsumexp over the first axis is 300 times slower than a loop.
+"""
+
+import ctypes
+import os
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from maxlite.kernels.numerics import dot
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # constants of glibc's malloc.h
+
+
+def materialized_transpose(x_TD: jax.Array) -> jax.Array:
+  """x_DT, kept out of the dot that reads it: XLA would fold it into the dot, which is slower."""
+  return jax.lax.optimization_barrier(x_TD.T)
+
+
+def matmul_few_rows(x_TD: jax.Array, w_FD: jax.Array) -> jax.Array:
+  """y_TF = x w^T with the weight as the left operand, for inference: it has no gradient rule.
+
+  XLA:CPU repacks the whole right operand for every dot, which for few rows takes as long as the
+  dot. Here the right operand is x. The barrier keeps XLA from swapping the operands back.
+  """
+  y_FT = dot(w_FD.astype(x_TD.dtype), x_TD, (1, 1)).astype(x_TD.dtype)
+  return jax.lax.optimization_barrier(y_FT).T
+
+
+def pack(x: jax.Array) -> jax.Array:
+  """16-bit floats as uint16 bits, other types unchanged.
+
+  XLA:CPU converts a bfloat16 array that a loop carries in every iteration.
+  """
+  return jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else x.dtype)
+
+
+def unpack(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """The inverse of `pack`."""
+  return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def enable_compilation_cache(directory: str) -> None:
+  """Enables JAX's persistent compilation cache in `directory`; disabled if empty.
+
+  Also disabled with multiple CPU devices: the collectives of a program that XLA:CPU loads instead
+  of compiling block all its threads on each other, and the step hangs.
+  """
+  if directory and (jax.default_backend() != "cpu" or jax.device_count() == 1):
+    jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def keep_freed_memory() -> None:
+  """Makes glibc keep freed memory for the next allocation instead of returning it to the kernel.
+
+  XLA:CPU allocates the buffers of every step anew; page faults on memory fresh from the kernel take
+  a sixth of a small model's step. Only memory allocated after this call is kept, so call it before
+  JAX initialises its devices. No effect with another C library, or with multiple CPU devices, whose
+  interleaved buffers fragment the heap: a step on eight devices grew from 7 to 19 GB. Do not use it
+  for programs with many small buffers such as ensembles: threads contend for the lock of the single
+  arena, and 24 fused MLPs took twice as long.
+  """
+  if not sys.platform.startswith("linux") or _simulates_devices():
+    return
+  libc = ctypes.CDLL(None)
+  if hasattr(libc, "gnu_get_libc_version"):
+    libc.mallopt(_M_ARENA_MAX, 1)  # only the main arena can grow past 64 MiB without mmap
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _simulates_devices() -> bool:
+  flag = re.findall(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+  return jax.config.values["jax_num_cpu_devices"] > 1 or bool(flag and int(flag[-1]) > 1)
