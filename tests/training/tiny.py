@@ -22,6 +22,9 @@ KEYS = {
   "base_mlp_dim": 32,
   "num_experts": 4,
   "base_moe_mlp_dim": 16,
+  # The programs of these two compile fastest; contracts/test_moe_net.py has the other dispatches.
+  "sparse_matmul": False,
+  "scan_unroll": 1,
   "max_target_length": LENGTH,
   "per_device_batch_size": ROWS // 8,
   "logits_chunk_tokens": 24,
