@@ -7,6 +7,7 @@ from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.config.files import read_preset
+from maxlite.config.frozen_mapping import FrozenMapping
 from maxlite.config.phases import SOURCE_KEYS, phases_of, warmup_of
 from maxlite.config.schema import (
   DEFAULTS,
@@ -21,7 +22,6 @@ from maxlite.config.schema import (
 from maxlite.config.sweep import Point, sweep_points
 from maxlite.config.validate import SHARED, is_folder_name, validate
 from maxlite.config.values import Setting, parse
-from maxlite.config.written import Table
 
 # What a member may have for itself; all other keys are the ensemble's.
 MEMBER_KEYS = frozenset(
@@ -82,7 +82,7 @@ def _drafts(ensemble: EnsembleConfig) -> list[_Draft]:
   ]
 
 
-def _of_table(index: int, table: Table, points: list[Point]) -> Iterator[_Draft]:
+def _of_table(index: int, table: FrozenMapping, points: list[Point]) -> Iterator[_Draft]:
   """The drafts of one entry of `members`: one, or one for each point; unnamed where it is."""
   place = f"members[{index}]" + (f" ({table.source})" if table.source else "")
   name = _given_name(table, place)
@@ -95,7 +95,7 @@ def _of_table(index: int, table: Table, points: list[Point]) -> Iterator[_Draft]
     yield _Draft(full_name, place, (*own, *point))
 
 
-def _given_name(table: Table, place: str) -> str:
+def _given_name(table: FrozenMapping, place: str) -> str:
   """The name that an entry of `members` gives; empty: none."""
   if "name" not in table:
     return ""

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.frozen_mapping import FrozenMapping, Raw
 from maxlite.config.schema import (
   KEYS,
   Config,
@@ -14,7 +15,6 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.values import Setting, did_you_mean, parse
-from maxlite.config.written import Raw, Table
 
 DRAFT_LOSSES = ("match_head", "next_token_and_draft")  # those of draft heads
 LOSSES = ("next_token", *DRAFT_LOSSES)  # as training/loss.py has them
@@ -81,10 +81,11 @@ def warmup_of(cfg: Config) -> dict[str, int]:
   return {setting.name: _count(setting) for setting in settings}
 
 
-def without_data(phases: tuple[Table, ...]) -> tuple[Table, ...]:
+def without_data(phases: tuple[FrozenMapping, ...]) -> tuple[FrozenMapping, ...]:
   """`phases` as they are written, but for what they read: it may be elsewhere at the next start."""
   return tuple(
-    Table((key, raw) for key, raw in table.items() if key not in DATA_KEYS) for table in phases
+    FrozenMapping((key, raw) for key, raw in table.items() if key not in DATA_KEYS)
+    for table in phases
   )
 
 
@@ -94,7 +95,7 @@ def place_of(cfg: Config, n: int) -> str:
   return f"phases[{n}]" + (f" ({source})" if source else "")
 
 
-def _phase(cfg: Config, n: int, table: Table) -> PhaseConfig:
+def _phase(cfg: Config, n: int, table: FrozenMapping) -> PhaseConfig:
   place = place_of(cfg, n)
   settings = {word: Setting(word, raw, place) for word, raw in table.items()}
   words = [_OPTIMIZER if word == _OPT_TYPE else word for word in _WORDS + OWN_KEYS]
@@ -190,7 +191,7 @@ def _number(setting: Setting) -> float:
 def _until(setting: Setting) -> UntilConfig:
   raw: Raw = setting.raw
   form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
-  if not isinstance(raw, Table) or set(raw) - set(_UNTIL_WORDS):
+  if not isinstance(raw, FrozenMapping) or set(raw) - set(_UNTIL_WORDS):
     raise setting.error(f"is no condition; {form}")
   ends = [word for word in ("patience", "below", "above") if word in raw]
   if "metric" not in raw or "max_steps" not in raw or len(ends) != 1:

@@ -23,29 +23,75 @@ def with_auto(registry: Registry) -> Mapping[str, Any]:
   return ChainMap(registry, {"auto": None})
 
 
-_OPTIM, _MOE = "maxlite.optim", "maxlite.layers.moe"
+def _entries(module: str, *names: str) -> dict[str, str]:
+  """Entries whose attribute in `module` has the entry's name."""
+  return {name: f"maxlite.{module}:{name}" for name in names}
 
-# opt_type -> (OptimizerConfig, logical names of the parameters) -> optax.GradientTransformation
-OPTIMIZERS = Registry(
-  {name: f"{_OPTIM}.build:{name}" for name in ("adamw", "lion", "adafactor", "muon")}
-)
-# lr_schedule_type -> (OptimizerConfig, steps after the warm-up) -> optax.Schedule
-SCHEDULES = Registry({name: f"{_OPTIM}.schedules:{name}" for name in ("cosine", "wsd", "constant")})
-# router -> see layers/moe/router.py
-ROUTERS = Registry(
+
+# dataset_type -> (DataConfig, vocab_size, token cache directory) -> DataSource
+SOURCES = Registry(
   {
-    "softmax_topk": f"{_MOE}.router:softmax_topk",
-    "topk_softmax": f"{_MOE}.router:topk_softmax",
-    "group_limited_greedy": f"{_MOE}.router:group_limited_greedy",
-    "sigmoid_group_topk": f"{_MOE}.router:sigmoid_group_topk",
+    "synthetic": "maxlite.data.sources:open_synthetic",
+    "text": "maxlite.data.sources:open_text",
+    "jsonl": "maxlite.data.sources:open_jsonl",
+    "parquet": "maxlite.data.sources:open_parquet",
+    "chat": "maxlite.data.sources:open_chat",
   }
 )
-# How tokens reach their experts; see layers/moe/dispatch.
+# tokenizer_type -> (tokenizer_path) -> Tokenizer
+TOKENIZERS = Registry(
+  {
+    "byte": "maxlite.data.tokenizers.tokenizer:ByteTokenizer",
+    "huggingface": "maxlite.data.tokenizers.tokenizer:HuggingFaceTokenizer",
+    "sentencepiece": "maxlite.data.tokenizers.tokenizer:SentencePieceTokenizer",
+  }
+)
+# opt_type -> (OptimizerConfig, logical names of the parameters) -> optax.GradientTransformation
+OPTIMIZERS = Registry(_entries("optim.build", "adamw", "lion", "adafactor", "muon"))
+# lr_schedule_type -> (OptimizerConfig, steps after the warm-up) -> optax.Schedule
+SCHEDULES = Registry(_entries("optim.schedules", "cosine", "wsd", "constant"))
+# router: see layers/moe/router.py.
+ROUTERS = Registry(
+  _entries(
+    "layers.moe.router",
+    *("softmax_topk", "topk_softmax", "group_limited_greedy", "sigmoid_group_topk"),
+  )
+)
+# How tokens reach their experts: see layers/moe/dispatch.
 DISPATCHES = Registry(
   {
-    "ragged": f"{_MOE}.dispatch.ragged:dispatch",
-    "ring": f"{_MOE}.dispatch.all_gather:dispatch",
-    "dense": f"{_MOE}.dispatch.dense:dispatch",
-    "capacity": f"{_MOE}.dispatch.capacity:dispatch",
+    "ragged": "maxlite.layers.moe.dispatch.ragged:dispatch",
+    "ring": "maxlite.layers.moe.dispatch.all_gather:dispatch",
+    "dense": "maxlite.layers.moe.dispatch.dense:dispatch",
+    "capacity": "maxlite.layers.moe.dispatch.capacity:dispatch",
+  }
+)
+# attention: see kernels/attention/api.py.
+ATTENTION_BACKENDS = Registry(
+  {
+    "reference": "maxlite.kernels.attention.reference:attention",
+    "chunked": "maxlite.kernels.attention.chunked:attention",
+    "dot_product": "maxlite.kernels.attention.dot_product:attention",
+  }
+)
+# grouped_matmul: see kernels/grouped_matmul/api.py.
+GROUPED_MATMUL_BACKENDS = Registry(
+  {
+    "reference": "maxlite.kernels.grouped_matmul.reference:grouped_matmul",
+    "tiled": "maxlite.kernels.grouped_matmul.tiled:grouped_matmul",
+    "megablox": "maxlite.kernels.grouped_matmul.megablox:grouped_matmul",
+    "triton": "maxlite.kernels.grouped_matmul.triton:grouped_matmul",
+    "ragged_dot": "maxlite.kernels.grouped_matmul.ragged_dot:grouped_matmul",
+  }
+)
+# ensemble_strategy, simplest first: (EngineRequest) -> Engine; see ensemble/strategies.py.
+ENSEMBLE_STRATEGIES = Registry(
+  {
+    "stacked": "maxlite.ensemble.strategies:build_stacked",
+    "fused": "maxlite.ensemble.strategies:build_fused",
+    "padded": "maxlite.ensemble.strategies:build_padded",
+    "switched": "maxlite.ensemble.strategies:build_switched",
+    "submesh": "maxlite.ensemble.strategies:build_submesh",
+    "processes": "maxlite.ensemble.strategies:build_processes",
   }
 )

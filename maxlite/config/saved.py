@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from maxlite.config.files import read_file
+from maxlite.config.frozen_mapping import FrozenMapping, Raw
 from maxlite.config.schema import DEFAULTS, KEYS, RENAMED_KEYS, Config, Key, flatten
 from maxlite.config.values import Setting, parse, show
-from maxlite.config.written import Raw, Table
 
 _HEADER = "# Every key of one command, resolved. On a command line, model_name would apply again.\n"
 
@@ -71,9 +71,9 @@ def _rename_keys(raw: Raw) -> Raw:
   """`raw` with the current names of renamed keys in all its mappings."""
   if isinstance(raw, tuple):
     return tuple(map(_rename_keys, raw))
-  if isinstance(raw, Table):
+  if isinstance(raw, FrozenMapping):
     entries = ((RENAMED_KEYS.get(key, key), _rename_keys(part)) for key, part in raw.items())
-    return Table(entries, raw.source)
+    return FrozenMapping(entries, raw.source)
   return raw
 
 
@@ -88,6 +88,6 @@ def _line(name: str, value: Any) -> str:
 
 def _builtin(value: Any) -> Any:
   """`value` with lists and dicts in place of the schema's own types."""
-  if isinstance(value, Table):
+  if isinstance(value, FrozenMapping):
     return {key: _builtin(part) for key, part in value.items()}
   return [_builtin(part) for part in value] if isinstance(value, tuple) else value

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.frozen_mapping import FrozenMapping, Raw
 from maxlite.config.schema import KEYS
 from maxlite.config.values import Setting, find_key, parse
-from maxlite.config.written import Raw, Table
 
 Point = tuple[Setting, ...]
 _WORDS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})
@@ -20,7 +20,7 @@ _RULES = "{log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values
 _PATIENCE = 100  # draws per member before the rules are held to have no more points
 
 
-def sweep_points(sweep: Table) -> list[Point]:
+def sweep_points(sweep: FrozenMapping) -> list[Point]:
   """The points in the order of writing, the last key of a grid changing fastest; none: empty.
 
   A random number depends on the seed, its key and its place in the row only: more members, and but
@@ -40,14 +40,14 @@ def sweep_points(sweep: Table) -> list[Point]:
   return _distinct(zip(*(_draws(key, seed) for key in _keys(sweep, "draw")), strict=True), sweep)
 
 
-def _place(sweep: Table, kind: str = "") -> str:
+def _place(sweep: FrozenMapping, kind: str = "") -> str:
   return f"sweep{kind and '.'}{kind}" + (f" ({sweep.source})" if sweep.source else "")
 
 
-def _keys(sweep: Table, kind: str) -> list[Setting]:
+def _keys(sweep: FrozenMapping, kind: str) -> list[Setting]:
   """What is written for each key of the grid or draw."""
   whole = Setting(kind, sweep[kind], _place(sweep))
-  if not isinstance(whole.raw, Table) or not whole.raw:
+  if not isinstance(whole.raw, FrozenMapping) or not whole.raw:
     raise whole.error(f"names no keys; write {kind}: {{key: ...}}")
   settings = [Setting(key, raw, _place(sweep, kind)) for key, raw in whole.raw.items()]
   for setting in settings:
@@ -55,7 +55,7 @@ def _keys(sweep: Table, kind: str) -> list[Setting]:
   return settings
 
 
-def _count(sweep: Table, word: str, low: int) -> int:
+def _count(sweep: FrozenMapping, word: str, low: int) -> int:
   setting = Setting(word, sweep.get(word, "0"), _place(sweep))
   number = int(setting.raw) if isinstance(setting.raw, str) and setting.raw.isdecimal() else -1
   if number < low:
@@ -70,7 +70,7 @@ def _listed(setting: Setting) -> list[Setting]:
   return [Setting(setting.name, value, setting.source) for value in setting.raw]
 
 
-def _distinct(draws: Iterator[Point], sweep: Table) -> list[Point]:
+def _distinct(draws: Iterator[Point], sweep: FrozenMapping) -> list[Point]:
   """The first num_members points that differ."""
   num_members = _count(sweep, "num_members", low=1)
   points: dict[Point, None] = {}
@@ -93,7 +93,7 @@ def _draws(setting: Setting, seed: int) -> Iterator[Setting]:
 def _rule(setting: Setting) -> Callable[[float], Raw]:
   """From a uniform number in [0, 1) to what is written for the key."""
   name, raw = "", setting.raw
-  if isinstance(setting.raw, Table) and len(setting.raw) == 1:
+  if isinstance(setting.raw, FrozenMapping) and len(setting.raw) == 1:
     [(name, raw)] = setting.raw.items()
   if name not in ("log_uniform", "uniform", "choice"):
     raise setting.error(f"is no rule; write {setting.name}: {_RULES}")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from maxlite.config.errors import UserError
+from maxlite.config.frozen_mapping import FrozenMapping, Raw
 from maxlite.config.schema import KEYS, RENAMED_KEYS, AxisRules, Key
-from maxlite.config.written import Raw, Table
 
 BASE_CONFIG = "base_config"  # the one key that YAML files have beyond the schema's
 _BARE = re.compile(r"-?[\w./][\w./+*-]*")  # a word that needs no quotes within [] and {}
@@ -56,7 +56,7 @@ def plain(node: yaml.Node | None, file: str = "") -> Raw:
   return str(node.value)
 
 
-def _plain_table(node: yaml.MappingNode, file: str) -> Table:
+def _plain_table(node: yaml.MappingNode, file: str) -> FrozenMapping:
   entries: dict[str, Raw] = {}
   for key_node, value_node in node.value:
     key = plain(key_node)
@@ -68,7 +68,7 @@ def _plain_table(node: yaml.MappingNode, file: str) -> Table:
       entries[key] = plain(value_node, file)
     except NotPlainError as error:
       raise NotPlainError(f"has a mapping whose {key} {error}") from None
-  return Table(entries.items(), f"{file}:{node.start_mark.line + 1}" if file else "")
+  return FrozenMapping(entries.items(), f"{file}:{node.start_mark.line + 1}" if file else "")
 
 
 def parse(setting: Setting) -> Any:
@@ -78,7 +78,7 @@ def parse(setting: Setting) -> Any:
     UserError: the key does not exist, or the value is not one of its type, choices or range.
   """
   known = KEYS.get(setting.name)
-  if isinstance(setting.raw, Table) and (known is None or known.type is not Table):
+  if isinstance(setting.raw, FrozenMapping) and (known is None or known.type is not FrozenMapping):
     raise setting.error("is a mapping; keys are flat, write one `key: value` per line")
   key = find_key(setting)
   kind = _KINDS[key.type]
@@ -120,7 +120,7 @@ def show(value: Any) -> str:
     return str(value).lower()
   if isinstance(value, tuple):
     return f"[{', '.join(map(_show_part, value))}]"
-  if isinstance(value, Table):
+  if isinstance(value, FrozenMapping):
     parts = (f"{_show_part(key)}: {_show_part(part)}" for key, part in value.items())
     return "{" + ", ".join(parts) + "}"
   text = str(value)
@@ -194,7 +194,7 @@ def _read_list(raw: Raw) -> tuple[Raw, ...]:
   """A list as YAML or the command line gives it: `[a, b]`, or `a,b` without brackets."""
   if isinstance(raw, tuple):
     return raw
-  if isinstance(raw, Table):
+  if isinstance(raw, FrozenMapping):
     raise ValueError(raw)
   if raw.startswith("[") and raw.endswith("]"):
     return _read_list(_read_yaml(raw))
@@ -208,14 +208,14 @@ def _read_yaml(text: str) -> Raw:
     raise ValueError(text) from error
 
 
-def _read_table(raw: Raw) -> Table:
+def _read_table(raw: Raw) -> FrozenMapping:
   table = _read_yaml(raw) if isinstance(raw, str) and raw.startswith("{") else raw
-  if not isinstance(table, Table):
+  if not isinstance(table, FrozenMapping):
     raise ValueError(raw)
   return table
 
 
-def _read_tables(raw: Raw) -> tuple[Table, ...]:
+def _read_tables(raw: Raw) -> tuple[FrozenMapping, ...]:
   if isinstance(raw, str) and raw.startswith("{"):
     raise ValueError(raw)
   return tuple(_read_table(item) for item in _read_list(raw))
@@ -252,7 +252,7 @@ _KINDS: dict[Any, _Kind] = {
   str: _Kind(_read_str, "text", "name"),
   tuple[int, ...]: _Kind(_read_ints, "a list of whole numbers", "[512, 1024, 1024]"),
   tuple[str, ...]: _Kind(_read_strings, "a list of texts", "[a, b]"),
-  Table: _Kind(_read_table, "a mapping {key: value}", "{key: value}"),
-  tuple[Table, ...]: _Kind(_read_tables, "a list of {key: value}", "[{key: value}]"),
+  FrozenMapping: _Kind(_read_table, "a mapping {key: value}", "{key: value}"),
+  tuple[FrozenMapping, ...]: _Kind(_read_tables, "a list of {key: value}", "[{key: value}]"),
   AxisRules: _Kind(_read_axis_rules, "a list of [name, [mesh axes]]", "[[embed, [fsdp]]]"),
 }

@@ -19,9 +19,9 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.checkpoint.safetensors import DTYPES
 from maxlite.config import Config, read_saved
 from maxlite.config.errors import UserError
-from maxlite.config.model_sections import FLOAT_TYPES
 from maxlite.config.schema import (
   DEFAULTS,
+  FLOAT_TYPES,
   MESH_AXES,
   DataConfig,
   MeshConfig,

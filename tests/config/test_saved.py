@@ -16,27 +16,27 @@ from maxlite.config import (
   read_saved,
   save_resolved,
 )
+from maxlite.config.frozen_mapping import FrozenMapping
 from maxlite.config.members import members_of
 from maxlite.config.schema import DEFAULTS, KEYS, MESH_AXES, AxisRules, Key, build, flatten
 from maxlite.config.values import Setting, parse, show
-from maxlite.config.written import Table
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 RAWS = st.recursive(
   TEXT,
   lambda inner: (
     st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(TEXT, inner, max_size=3).map(lambda entries: Table(entries.items()))
+    | st.dictionaries(TEXT, inner, max_size=3).map(lambda entries: FrozenMapping(entries.items()))
   ),
   max_leaves=6,
 )
-TABLES = st.dictionaries(TEXT, RAWS, max_size=3).map(lambda entries: Table(entries.items()))
+TABLES = st.dictionaries(TEXT, RAWS, max_size=3).map(lambda entries: FrozenMapping(entries.items()))
 
 
 WHOLE = {
   bool: st.booleans(),
-  Table: TABLES,
-  tuple[Table, ...]: st.lists(TABLES, max_size=3).map(tuple),
+  FrozenMapping: TABLES,
+  tuple[FrozenMapping, ...]: st.lists(TABLES, max_size=3).map(tuple),
 }
 
 
@@ -53,7 +53,7 @@ def _values(key: Key) -> st.SearchStrategy:
   if key.type == AxisRules:
     axes = st.lists(st.sampled_from(MESH_AXES), unique=True).map(tuple)
     return st.lists(st.tuples(TEXT.filter(bool), axes), max_size=3).map(tuple)
-  one = st.sampled_from(field.choices) if field.choices else TEXT
+  one = st.sampled_from([*field.choices]) if field.choices else TEXT
   return one if key.type is str else st.lists(one.filter(bool), max_size=3).map(tuple)
 
 
@@ -83,14 +83,14 @@ def test_any_text_is_read_back_exactly(text, tmp_path_factory):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(tables=st.lists(TABLES, max_size=3).map(tuple))
-@example(tables=(Table([("a", "null"), ("b", "~"), ("c", "3e-4, 1"), ("d", "#")]),))
+@example(tables=(FrozenMapping([("a", "null"), ("b", "~"), ("c", "3e-4, 1"), ("d", "#")]),))
 def test_mappings_are_read_back_as_they_are_shown(tables):
   assert parse(Setting("members", show(tables), "command line")) == tables
 
 
 def test_a_mapping_is_equal_by_what_it_says_and_in_which_order():
-  table = Table([("a", "1"), ("b", "2")], source="a.yml:1")
-  same, swapped = Table([("a", "1"), ("b", "2")]), Table([("b", "2"), ("a", "1")])
+  table = FrozenMapping([("a", "1"), ("b", "2")], source="a.yml:1")
+  same, swapped = FrozenMapping([("a", "1"), ("b", "2")]), FrozenMapping([("b", "2"), ("a", "1")])
   assert (table, hash(table)) == (same, hash(same))
   assert table != swapped
 
@@ -126,7 +126,7 @@ def test_old_names_of_renamed_keys_are_read(tmp_path):
   members = "members:\n- {phase_warmup: {a: 1}}\n"
   (tmp_path / "config.yml").write_text(f"output: x\nremat_save: [mlpwi]\n{members}")
   new_names = {"output_path": "x", "remat_saved_names": ("mlpwi",)}
-  new_members = (Table([("initial_phases", Table([("a", "1")]))]),)
+  new_members = (FrozenMapping([("initial_phases", FrozenMapping([("a", "1")]))]),)
   assert read_saved(tmp_path / "config.yml") == DEFAULTS | new_names | {"members": new_members}
 
 

@@ -15,7 +15,7 @@ COMMAND = "python tools/inspect/config_reference.py"
 INTRODUCTION = f"""\
 # Every key
 
-Made from `maxlite/config/schema.py` by `{COMMAND}`; do not edit.
+Made from `maxlite/config/schema` by `{COMMAND}`; do not edit.
 
 Keys are flat. Write `key: value` in a YAML file, `key=value` or `--key=value` on the command line
 (`--key` and `--nokey` where the value is true or false). What counts, the later the more: the

@@ -1,0 +1,108 @@
+"""The schema: every config key with its type, default, range and doc. No default lives elsewhere.
+
+Keys are flat on the command line and in YAML; `Config` groups them in sections. From `layers` up,
+code takes a section such as `ModelConfig`, never the root. Keys have MaxText's name where MaxText
+has the key. Importing the schema does not import JAX, so mistakes are reported within 0.1 s.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+from maxlite.config.config_field import ConfigField
+from maxlite.config.schema.data_config import DataConfig
+from maxlite.config.schema.ensemble_config import EnsembleConfig
+from maxlite.config.schema.entry_point_config import (
+  ConvertConfig,
+  GenerateConfig,
+  PlanConfig,
+  ServeConfig,
+)
+from maxlite.config.schema.model_config import FLOAT_TYPES as FLOAT_TYPES
+from maxlite.config.schema.model_config import LatentAttentionConfig as LatentAttentionConfig
+from maxlite.config.schema.model_config import LoraConfig as LoraConfig
+from maxlite.config.schema.model_config import ModelConfig
+from maxlite.config.schema.model_config import RopeConfig as RopeConfig
+from maxlite.config.schema.moe_config import MoeConfig as MoeConfig
+from maxlite.config.schema.moe_config import TilesConfig as TilesConfig
+from maxlite.config.schema.run_config import MESH_AXES as MESH_AXES
+from maxlite.config.schema.run_config import AxisRules as AxisRules
+from maxlite.config.schema.run_config import (
+  CheckpointConfig,
+  HostsConfig,
+  MeshConfig,
+  ObserveConfig,
+  RunConfig,
+)
+from maxlite.config.schema.training_config import OptimizerConfig, PhasesConfig, TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """The resolved configuration of one command."""
+
+  run: RunConfig = RunConfig()
+  hosts: HostsConfig = HostsConfig()
+  mesh: MeshConfig = MeshConfig()
+  model: ModelConfig = ModelConfig()
+  data: DataConfig = DataConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  training: TrainingConfig = TrainingConfig()
+  phasing: PhasesConfig = PhasesConfig()
+  ensemble: EnsembleConfig = EnsembleConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  observe: ObserveConfig = ObserveConfig()
+  generate: GenerateConfig = GenerateConfig()
+  serve: ServeConfig = ServeConfig()
+  plan: PlanConfig = PlanConfig()
+  convert: ConvertConfig = ConvertConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """One flat key of the schema."""
+
+  name: str
+  type: Any
+  default: Any
+  field: ConfigField
+  section: type
+
+
+def _walk(section: Any) -> Iterator[Key]:
+  hints = get_type_hints(section)
+  for entry in dataclasses.fields(section):
+    hint = hints[entry.name]
+    if dataclasses.is_dataclass(hint):
+      yield from _walk(hint)
+    else:
+      yield Key(entry.name, hint, entry.default, entry.metadata["config"], section)
+
+
+def build(section: type, values: dict[str, Any]) -> Any:
+  """An instance of the (nested) section from flat `values`, which holds all of its keys."""
+  hints = get_type_hints(section)
+  sections = {name for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+  value_of = lambda name: build(hints[name], values) if name in sections else values[name]
+  return section(**{name: value_of(name) for name in hints})
+
+
+def flatten(config: Any) -> dict[str, Any]:
+  """Flat {key: value} of a (nested) section, in schema order."""
+  flat: dict[str, Any] = {}
+  for entry in dataclasses.fields(config):
+    value = getattr(config, entry.name)
+    flat.update(flatten(value) if dataclasses.is_dataclass(value) else {entry.name: value})
+  return flat
+
+
+KEYS: dict[str, Key] = {key.name: key for key in _walk(Config)}
+DEFAULTS: dict[str, Any] = {key.name: key.default for key in KEYS.values()}
+# Old name -> new name. A run's saved config.yml may have either; elsewhere the old name is an error
+# that gives the new one.
+RENAMED_KEYS: dict[str, str] = {
+  "local_checkpoint_peer_copies": "local_checkpoint_replication",
+  "output": "output_path",
+  "phase_warmup": "initial_phases",
+  "remat_save": "remat_saved_names",
+}

@@ -1,0 +1,63 @@
+"""Data: sources, tokenizer and batches."""
+
+import dataclasses
+
+from maxlite.config.config_field import field, model_field
+from maxlite.config.registry import SOURCES, TOKENIZERS
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where tokens come from and how they fill batches."""
+
+  dataset_type: str = field(
+    "text",
+    "Data source; `chat` reads conversations from JSON lines and trains on the assistant's answers "
+    "(data/sources/chat.py).",
+    choices=SOURCES,
+  )
+  dataset_path: tuple[str, ...] = field(
+    ("stdlib",),
+    "Files, folders or globs; `stdlib` is Python's own standard library source.",
+  )
+  eval_dataset_path: tuple[str, ...] = field(
+    (), "Held-out files, folders or globs; empty: a part of dataset_path is held out."
+  )
+  eval_fraction: float = field(0.05, "Fraction of dataset_path that is held out.", low=0, high=0.9)
+  eval_split: str = field(
+    "documents",
+    "What is held out: whole `documents`, by a hash of their content, or the `tail` of the data.",
+    choices=("documents", "tail"),
+  )
+  text_column: str = field("text", "Field or column with the text of jsonl and parquet data.")
+  tokenizer_type: str = model_field("byte", "Tokenizer.", choices=TOKENIZERS)
+  tokenizer_path: str = model_field("", "tokenizer.json or SentencePiece model file.")
+  chat_template_path: str = field(
+    "", "Jinja2 template that renders conversations; empty: the tokenizer's own."
+  )
+  packing: bool = field(
+    True, "Pack several conversations of dataset_type=chat into a row; false: one per row."
+  )
+  token_cache_directory: str = field(
+    "", "Folder of tokenized data; empty: base_output_directory/.tokens."
+  )
+  max_target_length: int = field(256, "Sequence length.", unit="tokens", low=1)
+  per_device_batch_size: float = field(
+    8.0, "Rows per device and step; the product with all devices must be whole.", unit="rows", low=0
+  )
+  global_batch_size: int = field(
+    0,
+    "Rows per step on any number of devices; 0: per_device_batch_size x devices.",
+    unit="rows",
+    low=0,
+  )
+  enable_data_shuffling: bool = field(True, "Shuffle documents, and rows in every epoch.")
+  data_shuffle_seed: int = field(0, "Seed of the shuffling.", low=0, high=2**32 - 1)
+  data_sampling: str = field(
+    "shuffle",
+    "Rows of an epoch: `shuffle` reads each once; `bootstrap` draws as many with replacement by "
+    "data_shuffle_seed.",
+    choices=("shuffle", "bootstrap"),
+  )
+  grain_worker_count: int = field(0, "Grain worker processes; 0: threads of this process.", low=0)
+  grain_prefetch: int = field(16, "Batches prefetched.", unit="batches", low=1)

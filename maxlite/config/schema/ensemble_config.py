@@ -1,0 +1,55 @@
+"""Ensembles: many members trained by one command."""
+
+import dataclasses
+
+from maxlite.config.config_field import field
+from maxlite.config.frozen_mapping import FrozenMapping
+from maxlite.config.registry import ENSEMBLE_STRATEGIES, with_auto
+
+
+@dataclasses.dataclass(frozen=True)
+class EnsembleConfig:
+  """Many members trained by one command; read if `members` or `sweep` is set."""
+
+  members: tuple[FrozenMapping, ...] = field(
+    (),
+    "Members, each {key: value} with an optional `name`. Allowed keys: those of model (except "
+    "vocab_size), optimizer and training; phases, initial_phases, phase_optimizer_state, "
+    "init_weights_seed, data_shuffle_seed, data_sampling; and model_name, which applies the "
+    "allowed keys of that preset.",
+  )
+  sweep: FrozenMapping = field(
+    FrozenMapping(),
+    "Generated members: {grid: {key: [values]}} gives every combination; {draw: {key: rule}, "
+    "num_members: N, seed: 0} random ones, where a rule is {log_uniform: [low, high]} (for "
+    "learning rates), {uniform: [low, high]} or {choice: [values]}. With `members`: the product.",
+  )
+  ensemble_strategy: str = field(
+    "auto",
+    "How members are trained: `stacked` as arrays of one program; `fused` one stack per "
+    "architecture in one program; `padded` to the largest; `switched` one per device; `submesh` "
+    "some devices each; `processes` in separate processes.",
+    choices=with_auto(ENSEMBLE_STRATEGIES),
+  )
+  ensemble_data: str = field(
+    "shared",
+    "Batches: `shared` by all members; `independent` order per member; `bootstrap` also samples "
+    "with replacement.",
+    choices=("shared", "independent", "bootstrap"),
+  )
+  ensemble_executor: str = field(
+    "local", "Starts the workers of ensemble_strategy=processes.", choices=("local", "ray")
+  )
+  ensemble_memory_gb: float = field(
+    0.0, "Memory budget per device for all members' state; 0: all of it.", unit="GB", low=0
+  )
+  ensemble_num_workers: int = field(
+    0, "Workers of ensemble_strategy=processes; 0: one per member, up to the CPU cores.", low=0
+  )
+  halving_factor: int = field(
+    0,
+    "Reduction factor of asynchronous successive halving (ASHA's eta): at each rung one in this "
+    "many members continues, and the next rung has this many times the steps. 0: no halving.",
+    low=0,
+  )
+  halving_first_rung: int = field(100, "Steps before the first rung.", unit="steps", low=1)

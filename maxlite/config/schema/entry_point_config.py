@@ -1,0 +1,74 @@
+"""Sections that a single entry point reads: generate, serve, plan, convert."""
+
+import dataclasses
+
+from maxlite.config.config_field import field
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+  """Sampling in `maxlite.generate`."""
+
+  prompt: str = field("def ", "Prompt.")
+  prompt_file: str = field(
+    "", 'Prompts as JSON lines {"prompt": "..."}, instead of `prompt`; prints JSON lines.'
+  )
+  max_new_tokens: int = field(200, "Maximum number of generated tokens.", unit="tokens", low=1)
+  temperature: float = field(0.8, "Softmax temperature; 0: greedy.", low=0)
+  top_k: int = field(0, "Sample from the k most likely tokens; 0: from all.", low=0)
+  top_p: float = field(
+    1.0, "Sample from the smallest set of tokens with this total probability.", low=0, high=1
+  )
+  min_p: float = field(
+    0.0, "Minimum probability, as a fraction of the most likely token's.", low=0, high=1
+  )
+  repetition_penalty: float = field(
+    1.0, "Divides positive and multiplies negative logits of tokens already in the text.", low=0
+  )
+  stop: tuple[str, ...] = field((), "Stop strings; the completion ends before the first.")
+  decode_sampling_seed: int = field(
+    0, "Seed of the sampling; the n-th prompt of prompt_file adds n.", low=0, high=2**32 - 1
+  )
+  decode_batch_size: int = field(8, "Maximum sequences decoded at once.", unit="rows", low=1)
+  num_speculative_tokens: int = field(
+    -1,
+    "Tokens that draft heads propose per step (speculative decoding), up to num_draft_heads; 0: "
+    "none; -1: one per head.",
+    unit="tokens",
+    low=-1,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+  """The server of `maxlite.serve`."""
+
+  serve_host: str = field("127.0.0.1", "Address to bind; by default only this machine has access.")
+  serve_port: int = field(8000, "Port to bind; 0: any free port.", low=0, high=65535)
+  serve_queue_size: int = field(
+    32, "Maximum number of waiting requests; more are rejected with status 429.", low=0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+  """Compilation target of `maxlite.plan`."""
+
+  compile_topology: str = field(
+    "",
+    "Accelerators to plan for. `v5p-64` is a TPU slice by its number of TensorCores (v4, v5p, "
+    "tpu7x: two per chip) or chips (v5e, v6e); `h200-8` is eight GPUs. Empty: this machine's "
+    "devices.",
+  )
+  compile_topology_num_slices: int = field(1, "Number of such slices.", low=1)
+  gpu_target_config: str = field(
+    "", "GpuTargetConfigProto text file of the GPU to compile for; empty: estimate only."
+  )
+  save_hlo: str = field("", "Folder for the compiled program's text; empty: not written.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+  """Output of `maxlite.convert`."""
+
+  output_path: str = field("", "Folder that to_hf writes; name of the run that upcycle creates.")

@@ -1,0 +1,159 @@
+"""Architecture, number formats and memory policy of the decoder."""
+
+import dataclasses
+
+from maxlite.config.config_field import field, model_field
+from maxlite.config.model_families import MODELS, ModelFamily
+from maxlite.config.registry import ATTENTION_BACKENDS, with_auto
+from maxlite.config.schema.moe_config import MoeConfig
+
+FLOAT_TYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttentionConfig:
+  """DeepSeek's multi-head latent attention; read if the model family has it."""
+
+  q_lora_rank: int = model_field(0, "Width of the query latent; 0: no query latent.", low=0)
+  kv_lora_rank: int = model_field(512, "Width of the key/value latent.", low=1)
+  qk_nope_head_dim: int = model_field(128, "Channels per head without rotary embedding.", low=1)
+  qk_rope_head_dim: int = model_field(64, "Channels per head with rotary embedding.", low=2)
+  v_head_dim: int = model_field(128, "Value channels per head.", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+  """Rotary position embedding."""
+
+  rope_max_timescale: float = model_field(10_000.0, "Base of the rotary embedding (theta).", low=1)
+  rope_type: str = model_field(
+    "default",
+    "Context extension by rope_factor: `default` none, `linear` scales all frequencies, "
+    "`llama3.1` and `yarn` the low ones.",
+    choices=("default", "linear", "llama3.1", "yarn"),
+  )
+  local_rope_max_timescale: float = model_field(
+    0.0,
+    "Base of the rotary embedding of layers with a sliding window, without context extension "
+    "(gemma3); 0: the same as in the other layers.",
+    low=0,
+  )
+  rope_factor: float = model_field(40.0, "Factor of context extension.", low=1)
+  original_max_position_embeddings: int = model_field(
+    4096, "Context length before extension.", unit="tokens", low=1
+  )
+  beta_fast: float = model_field(
+    32.0, "yarn keeps frequencies with at least this many rotations in that context.", low=1
+  )
+  rope_truncate: bool = model_field(
+    True, "Round the ends of yarn's ramp to whole channel pairs; false in gpt_oss."
+  )
+  mscale: float = model_field(
+    0.0,
+    "yarn multiplies all attention scores by (0.1 mscale ln(rope_factor) + 1)^2, as in DeepSeek; "
+    "0: only the rotated channels are scaled, with mscale 1.",
+    low=0,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Low-rank adapters of attention and MLP projections."""
+
+  lora_rank: int = model_field(
+    0,
+    "Rank of the adapters (`lora_a`, `lora_b`) of attention, dense MLP and shared expert "
+    "projections. To train only them, write a phase with train: ['.*lora_.*']. 0: no adapters.",
+    low=0,
+  )
+  lora_alpha: float = field(16.0, "Adapter outputs are scaled by lora_alpha / lora_rank.", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The decoder's architecture, number formats and memory policy."""
+
+  decoder_block: str = model_field(
+    "mixtral",
+    "Model family (config/model_families.py): the first five are dense, the others mixtures of "
+    "experts.",
+    choices=MODELS,
+  )
+  vocab_size: int = model_field(
+    320, "Rows of the token embedding; at least the tokenizer's size.", low=1
+  )
+  base_emb_dim: int = model_field(256, "Width of the residual stream.", low=1)
+  base_num_decoder_layers: int = model_field(4, "Number of decoder layers.", low=1)
+  base_num_query_heads: int = model_field(8, "Query heads.", low=1)
+  base_num_kv_heads: int = model_field(4, "Key/value heads, each shared by query heads.", low=1)
+  head_dim: int = model_field(32, "Channels per attention head.", low=2)
+  base_mlp_dim: int = model_field(1024, "Hidden width of the dense MLP.", low=1)
+  mlp_activations: tuple[str, ...] = model_field(
+    ("silu", "linear"),
+    "Activation of the MLP (`gelu` is the tanh form, `quick_gelu` x sigmoid(1.702 x)). With "
+    "`linear` or `linear_plus_one` second, the MLP is gated.",
+    choices=("silu", "gelu", "quick_gelu", "relu", "linear", "linear_plus_one"),
+  )
+  logits_via_embedding: bool = model_field(False, "Tie the output projection to the embedding.")
+  num_draft_heads: int = model_field(
+    0,
+    "Heads that predict further tokens, for speculative decoding; trained in phases with loss: "
+    "match_head or next_token_and_draft.",
+    low=0,
+  )
+  normalization_layer_epsilon: float = model_field(1e-5, "Epsilon of RMSNorm.", low=0)
+  scan_layers: bool = model_field(True, "Stack layers and scan over them: one compilation for all.")
+  scan_unroll: int = field(
+    0,
+    "Layers per scan iteration; larger values need more compile time and memory. 0: 4 on CPU, "
+    "where it is faster, else 1.",
+    low=0,
+  )
+  dtype: str = field("float32", "Type of activations.", choices=FLOAT_TYPES)
+  weight_dtype: str = field("float32", "Type of stored weights.", choices=FLOAT_TYPES)
+  attention: str = field("auto", "Backend of attention.", choices=with_auto(ATTENTION_BACKENDS))
+  sliding_window_size: int = model_field(
+    0,
+    "Keys that a query attends, including its own: in every layer, or in the local layers of "
+    "gemma2, gemma3 and gpt_oss; 0: all.",
+    unit="positions",
+    low=0,
+  )
+  attn_logits_soft_cap: float = model_field(0.0, "Soft cap of attention scores; 0: none.", low=0)
+  final_logits_soft_cap: float = model_field(0.0, "Soft cap of the logits; 0: none.", low=0)
+  query_pre_attn_scalar: float = model_field(
+    0.0, "Attention scores are divided by its square root; 0: head_dim.", low=0
+  )
+  attention_block_q: int = field(
+    64, "Query block size of the chunked backend.", unit="positions", low=1
+  )
+  remat_policy: str = field(
+    "none",
+    "What the backward pass recomputes: `full` everything, `minimal` all except matmul outputs, "
+    "`custom` all except remat_saved_names, `none` nothing.",
+    choices=("none", "minimal", "full", "custom"),
+  )
+  remat_saved_names: tuple[str, ...] = field(
+    (),
+    "Activations saved by remat_policy=custom.",
+    choices=(
+      *("query_proj", "key_proj", "value_proj", "attention_out", "out_proj", "mlpwi", "mlpwo"),
+      *("query_latent", "kv_latent", "moe_route", "moe_rows"),
+    ),
+  )
+  lora: LoraConfig = LoraConfig()
+  rope: RopeConfig = RopeConfig()
+  mla: LatentAttentionConfig = LatentAttentionConfig()
+  moe: MoeConfig = MoeConfig()
+
+  @property
+  def family(self) -> ModelFamily:
+    """The entry of MODELS that decoder_block names."""
+    return MODELS[self.decoder_block]
+
+  @property
+  def layer_plan(self) -> tuple[int, int]:
+    """(leading dense layers, layers per unit after them); only the last of a unit may be MoE."""
+    if not self.family.is_moe:
+      return 0, 1
+    return self.moe.first_num_dense_layers, self.moe.interleave_moe_layer_step

@@ -1,0 +1,101 @@
+"""The mixture-of-experts block."""
+
+import dataclasses
+from typing import Any
+
+from maxlite.config.config_field import field, model_field
+from maxlite.config.registry import GROUPED_MATMUL_BACKENDS, ROUTERS, with_auto
+
+
+def _tiles(projection: str, pass_: str) -> Any:
+  what = {"fwd": "forward pass", "dlhs": "gradient of rows", "drhs": "gradient of weights"}[pass_]
+  doc = f"Megablox tile of {projection} in the {what}: [rows, embed, mlp]; []: by chip and shape."
+  return field((), doc, low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TilesConfig:
+  """Tiles of the Megablox kernels, per projection and pass."""
+
+  wi_tile_fwd: tuple[int, ...] = _tiles("wi", "fwd")
+  wi_tile_dlhs: tuple[int, ...] = _tiles("wi", "dlhs")
+  wi_tile_drhs: tuple[int, ...] = _tiles("wi", "drhs")
+  wo_tile_fwd: tuple[int, ...] = _tiles("wo", "fwd")
+  wo_tile_dlhs: tuple[int, ...] = _tiles("wo", "dlhs")
+  wo_tile_drhs: tuple[int, ...] = _tiles("wo", "drhs")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+  """The mixture-of-experts block; read if the model family is a mixture."""
+
+  num_experts: int = model_field(8, "Experts per MoE layer.", low=1)
+  num_experts_per_tok: int = model_field(2, "Experts per token (top-k).", low=1)
+  base_moe_mlp_dim: int = model_field(384, "Hidden width of one expert.", low=1)
+  shared_experts: int = model_field(
+    0, "Shared experts, computed as one MLP of shared_experts x base_moe_mlp_dim.", low=0
+  )
+  first_num_dense_layers: int = model_field(0, "Dense layers before the first MoE layer.", low=0)
+  interleave_moe_layer_step: int = model_field(
+    1, "After the leading dense layers, every n-th layer is MoE and the others are dense.", low=1
+  )
+  expert_bias: bool = model_field(False, "Biases in the experts' projections.")
+  mlp_activations_limit: float = field(
+    0.0, "Clamp the gate from above and the linear part on both sides at this; 0: no clamp.", low=0
+  )
+  router: str = field(
+    "softmax_topk",
+    "How experts are selected and weighted (layers/moe/router.py): `softmax_topk` Mixtral; "
+    "`topk_softmax` Qwen3-MoE, OLMoE and DeepSeek-V2 greedy; `group_limited_greedy` DeepSeek-V2; "
+    "`sigmoid_group_topk` DeepSeek-V3.",
+    choices=ROUTERS,
+  )
+  norm_topk_prob: bool = field(True, "Normalize the weights of the selected experts to sum 1.")
+  routed_scaling_factor: float = field(1.0, "Factor on the selected experts' weights.", low=0)
+  n_routing_groups: int = field(1, "Groups of experts for group-limited routing.", low=1)
+  topk_routing_group: int = field(1, "Groups that a token may be routed to.", low=1)
+  routed_bias: bool = model_field(
+    False, "Add a bias per expert to the selection only, updated to balance the load."
+  )
+  routed_bias_update_rate: float = field(0.001, "Change of that bias per optimizer step.", low=0)
+  float32_gate_logits: bool = field(True, "Compute the router in float32, whatever dtype is.")
+  router_jitter: float = field(
+    0.0, "In training, scale the router's input by uniform noise in 1 +- this.", low=0, high=1
+  )
+  use_random_routing: bool = field(
+    False, "Assign tokens to random experts with an even load, for benchmarks."
+  )
+  load_balance_loss_weight: float = field(0.01, "Weight of the load-balance loss.", low=0)
+  load_balance_loss_scope: str = field(
+    "batch",
+    "Balance the load over the global `batch`, or within each `sequence`.",
+    choices=("batch", "sequence"),
+  )
+  router_z_loss_weight: float = field(0.001, "Weight of the router z-loss.", low=0)
+  sparse_matmul: bool = field(
+    True, "Grouped matmuls over each token's own experts; false: see capacity_factor."
+  )
+  capacity_factor: float = field(
+    -1.0,
+    "With sparse_matmul=false: slots per expert and sequence, as a multiple of an even load; "
+    "tokens beyond it are dropped. -1: compute every expert on every token and drop nothing.",
+    low=-1,
+  )
+  use_ring_of_experts: bool = field(
+    False,
+    "All-gather tokens over the expert axis and reduce-scatter results, instead of the ragged "
+    "all-to-all.",
+  )
+  ragged_buffer_factor: float = field(
+    -1.0,
+    "Receive buffer of the ragged all-to-all, as a multiple of an even load; rows beyond it are "
+    "dropped. -1: the worst case, nothing is dropped.",
+    low=-1,
+  )
+  megablox: bool = field(
+    True, "Let grouped_matmul=auto select the Megablox kernels on TPU; false: XLA's ragged dot."
+  )
+  grouped_matmul: str = field(
+    "auto", "Backend of the experts' matmuls.", choices=with_auto(GROUPED_MATMUL_BACKENDS)
+  )
+  tiles: TilesConfig = TilesConfig()

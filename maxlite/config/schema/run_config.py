@@ -1,0 +1,128 @@
+"""The run: processes, mesh, checkpoints and metrics."""
+
+import dataclasses
+from typing import Any
+
+from maxlite.config.config_field import field
+
+MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outermost first
+AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def _degree(kind: str, mesh_axis: str, default: int) -> Any:
+  where = "within a slice" if kind == "ici" else "across slices"
+  doc = f"Shards of the mesh axis `{mesh_axis}` {where}; -1: all remaining devices."
+  return field(default, doc, low=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+  """Name, length and seed of the run."""
+
+  run_name: str = field("base", "Name of the run; its folder is base_output_directory/run_name.")
+  base_output_directory: str = field("runs", "Folder of all runs.")
+  model_name: str = field("", "Preset from configs/models/NAME.yml, applied after the YAML files.")
+  steps: int = field(300, "Optimizer steps of the run.", unit="steps", low=1)
+  init_weights_seed: int = field(0, "Seed of the initial weights and of random draws.", low=0)
+  step_timeout_seconds: int = field(
+    0,
+    "Time limit of a step (the first includes compilation), an evaluation or a save. When it is "
+    "exceeded, the process prints the stacks of all threads and exits. 0: none.",
+    unit="seconds",
+    low=0,
+  )
+  jax_cache_dir: str = field(
+    "~/.cache/maxlite/jax",
+    "Persistent compilation cache; disabled if empty, or with multiple CPU devices.",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsConfig:
+  """Processes of the run; detected under SLURM, Open MPI, Kubernetes and Cloud TPU."""
+
+  coordinator_address: str = field("", "HOST:PORT of process 0; empty: auto-detect.")
+  num_processes: int = field(
+    -1, "Processes of the run; 1: only this process; -1: auto-detect.", low=-1
+  )
+  process_id: int = field(-1, "Index of this process, from 0; -1: auto-detect.", low=-1)
+  jax_distributed_initialization_timeout: int = field(
+    300, "Time limit for all processes to connect.", unit="seconds", low=1
+  )
+  jax_distributed_heartbeat_timeout_seconds: int = field(
+    100, "Silence after which a process counts as lost and all others exit.", unit="seconds", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """The device mesh and the sharding of arrays."""
+
+  ici_ensemble_parallelism: int = _degree("ici", "ensemble", 1)
+  ici_data_parallelism: int = _degree("ici", "data", 1)
+  ici_fsdp_parallelism: int = _degree("ici", "fsdp", -1)
+  ici_context_parallelism: int = _degree("ici", "context", 1)
+  ici_expert_parallelism: int = _degree("ici", "expert", 1)
+  ici_tensor_parallelism: int = _degree("ici", "tensor", 1)
+  dcn_ensemble_parallelism: int = _degree("dcn", "ensemble", 1)
+  dcn_data_parallelism: int = _degree("dcn", "data", -1)
+  dcn_fsdp_parallelism: int = _degree("dcn", "fsdp", 1)
+  dcn_context_parallelism: int = _degree("dcn", "context", 1)
+  dcn_expert_parallelism: int = _degree("dcn", "expert", 1)
+  dcn_tensor_parallelism: int = _degree("dcn", "tensor", 1)
+  logical_axis_rules: AxisRules = field(
+    (),
+    "Replaces rows of the sharding table (sharding/rules.py): [[logical axis, [mesh axes]], ...].",
+  )
+  sharding_tolerance: float = field(
+    0.02, "Maximum fraction of parameter bytes left unsharded on a sharded mesh.", low=0, high=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """Checkpoints: what is saved, when and where."""
+
+  enable_checkpointing: bool = field(True, "Save checkpoints, and resume from the latest.")
+  checkpoint_period: int = field(100, "Steps between checkpoints.", unit="steps", low=1)
+  async_checkpointing: bool = field(True, "Save while training continues.")
+  max_num_checkpoints_to_keep: int = field(3, "Latest checkpoints that are kept.", low=1)
+  checkpoint_keep_period: int = field(
+    0, "Also keep checkpoints at multiples of this; 0: none.", unit="steps", low=0
+  )
+  local_checkpoint_directory: str = field(
+    "",
+    "Folder on each host, such as /dev/shm/maxlite, for checkpoints between the shared ones; "
+    "empty: none.",
+  )
+  local_checkpoint_period: int = field(
+    10, "Steps between checkpoints in local_checkpoint_directory.", unit="steps", low=1
+  )
+  local_checkpoint_replication: bool = field(
+    False,
+    "Each process also stores the local checkpoint of a process on another host, unless another "
+    "host has the same part of the state.",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ObserveConfig:
+  """Metrics, evaluation and profiling."""
+
+  log_period: int = field(10, "Steps between log lines and metrics.", unit="steps", low=1)
+  enable_tensorboard: bool = field(True, "Also write TensorBoard event files.")
+  eval_period: int = field(
+    100, "Steps between evaluations; 0: only at the end.", unit="steps", low=0
+  )
+  eval_steps: int = field(16, "Batches per evaluation; -1: all held out.", unit="batches", low=-1)
+  eval_documents: bool = field(
+    False,
+    "maxlite.evaluate also writes the loss of every held-out document to eval_documents.jsonl in "
+    "the run folder.",
+  )
+  replica_check_period: int = field(
+    0, "Steps between bitwise comparisons of replicated state; 0: none.", unit="steps", low=0
+  )
+  profiler: str = field("", "Write a trace of some steps.", choices=("", "xplane"))
+  skip_first_n_steps_for_profiler: int = field(5, "Steps before the trace.", unit="steps", low=0)
+  profiler_steps: int = field(3, "Steps in the trace.", unit="steps", low=1)

@@ -1,0 +1,91 @@
+"""Optimizer, training step and phases."""
+
+import dataclasses
+
+from maxlite.config.config_field import field, model_field
+from maxlite.config.frozen_mapping import FrozenMapping
+from maxlite.config.registry import OPTIMIZERS, SCHEDULES
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """Optimizer and learning-rate schedule."""
+
+  opt_type: str = model_field("adamw", "Optimizer.", choices=OPTIMIZERS)
+  learning_rate: float = field(2e-3, "Peak learning rate.", low=0)
+  lr_schedule_type: str = field("cosine", "Schedule after the warm-up.", choices=SCHEDULES)
+  learning_rate_schedule_steps: int = field(
+    -1, "Length of the schedule; -1: `steps`.", unit="steps", low=-1
+  )
+  warmup_steps_fraction: float = field(0.1, "Warm-up, as a part of the schedule.", low=0, high=1)
+  learning_rate_final_fraction: float = field(
+    0.1, "Final learning rate, as a fraction of the peak.", low=0, high=1
+  )
+  wsd_decay_steps_fraction: float = field(
+    0.1, "Decay of the wsd schedule, as a fraction of the schedule.", low=0, high=1
+  )
+  adam_b1: float = field(0.9, "Decay rate of the first moment; Lion's b1.", low=0, high=1)
+  adam_b2: float = field(0.95, "Decay rate of the second moment; Lion's b2.", low=0, high=1)
+  adam_eps: float = field(1e-8, "Added to the root of the second moment.", low=0)
+  adam_weight_decay: float = field(
+    0.1, "Decoupled weight decay of every optimizer, except on norms and biases.", low=0
+  )
+  muon_beta: float = field(0.95, "Momentum of Muon.", low=0, high=1)
+  gradient_clipping_threshold: float = field(
+    1.0, "Maximum global gradient norm; 0: no clipping.", low=0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+  """The training step."""
+
+  gradient_accumulation_steps: int = field(
+    1,
+    "Micro-batches per step. Results do not depend on it, except through router_jitter's noise.",
+    low=1,
+  )
+  logits_chunk_tokens: int = field(
+    2048, "Tokens per device whose logits are in memory at once.", unit="tokens", low=1
+  )
+  z_loss_multiplier: float = field(0.0, "Weight of the logits' z-loss.", low=0)
+  ema_decay: float = model_field(
+    0.0,
+    "Decay of an exponential moving average of the weights (0.999 is usual). The average is "
+    "evaluated alongside the weights, and generate uses it. 0: no average.",
+    low=0,
+    high=1,
+  )
+  draft_loss_weight: float = field(
+    0.2, "Weight of the draft heads' loss in phases with loss: next_token_and_draft.", low=0
+  )
+  max_skipped_steps: int = field(
+    10, "Consecutive steps with a non-finite loss or gradient before the run stops.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class PhasesConfig:
+  """Alternating training: phases that each train a part of the model; read if `phases` is set."""
+
+  phases: tuple[FrozenMapping, ...] = model_field(
+    (),
+    "Phases in order, each {name: N, train: [path regexes], loss: L, steps: N}. Losses: "
+    "`next_token` (default); for draft heads `match_head` or `next_token_and_draft`. Instead of "
+    "steps: `until: {metric: M, max_steps: N, patience: N}` (or below: X, above: X). A phase may "
+    "also set optimizer keys, gradient_accumulation_steps and data keys such as dataset_path and "
+    "per_device_batch_size (not tokenizer_*, eval_*, max_target_length).",
+  )
+  initial_phases: FrozenMapping = model_field(
+    FrozenMapping(), "{phase: steps}: phases that run once, in order, before the alternation."
+  )
+  phase_strategy: str = field(
+    "auto",
+    "`separate`: one program per phase; `switch`: one program for all; `auto`: by their number.",
+    choices=("auto", "separate", "switch"),
+  )
+  phase_optimizer_state: str = model_field(
+    "own",
+    "Phases that train the same parameter keep their `own` optimizer state for it, or `shared`.",
+    choices=("own", "shared"),
+  )
