@@ -94,8 +94,7 @@ class PackedConversations:
   """Row i is whole documents of at most T + 1 ids, never cut, in a fixed order.
 
   With `packing` a row holds several documents, otherwise one. A target has weight if its
-  LOSS_MASK_BIT is set. A document's last id is no input, as nothing follows it. Memory: 24 bytes
-  per document.
+  LOSS_MASK_BIT is set. A document's last id is only a target. Memory: 24 bytes per document.
   """
 
   def __init__(

@@ -1,1 +1,1 @@
-"""What a run tells of itself: numbers, where they are written, curves and traces."""
+"""Metrics of a run: values, writers, plots and profiler traces."""

@@ -1,26 +1,26 @@
-"""Sizes of a model and the floating-point operations of a training step, by arithmetic alone."""
+"""Parameter counts and FLOPs of a training step, from the config alone."""
 
 import dataclasses
 from typing import NamedTuple
 
 from maxlite.config.schema import LoraConfig, ModelConfig
 
-TRAIN_OVER_FORWARD = 3  # the backward pass multiplies twice for each multiplication of the forward
+TRAIN_OVER_FORWARD = 3  # the backward pass has two multiplications for each of the forward pass
 FLOPS_PER_MAC = 2  # one multiplication, one addition
 
 
 class Flops(NamedTuple):
-  """Floating-point operations of one training step, over all devices."""
+  """FLOPs of one training step, over all devices."""
 
   total: float
-  attention: float  # the part of `total` that scores keys and mixes values
+  attention: float  # the part of `total` in attention scores and weighted values
 
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-  """Numbers of weights."""
+  """Numbers of parameters."""
 
-  matmul: int  # that a token is multiplied with
+  matmul: int  # multiplied with each token
   other: int  # norms and biases
 
   def __add__(self, more: "_Weights") -> "_Weights":
@@ -31,11 +31,11 @@ class _Weights:
 
 
 def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Flops:
-  """FLOPs of one step on `tokens` tokens in rows of `row_length`, training all on the next token.
+  """FLOPs of one step that trains all parameters on `tokens` tokens in rows of `row_length`.
 
-  Counted are the matmuls: projections, MLP or active experts, router and logits (tied or not), and
-  causal attention at half of its square, less what windows hide. Not counted are the embedding
-  lookup, elementwise work and whatever rematerialization computes twice.
+  Counts the matmuls: projections, MLP or active experts, router and logits (tied or not), and
+  causal attention at half of its square, less what sliding windows exclude. Does not count the
+  embedding lookup, elementwise operations and rematerialization.
   """
   macs_per_token = _layers(model, active_only=True).matmul + model.vocab_size * model.base_emb_dim
   score_channels, value_channels = _head_channels(model)
@@ -47,7 +47,7 @@ def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Fl
 
 
 def _keys_per_query(model: ModelConfig, row_length: int) -> float:
-  """Keys that a query attends, on average over a row, summed over layers."""
+  """Mean number of keys per query over a row, summed over layers."""
   num_layers, every = model.base_num_decoder_layers, model.family.global_layer_every
   num_global = num_layers // every if every else 0
   window = min(model.sliding_window_size or row_length, row_length)
@@ -56,17 +56,17 @@ def _keys_per_query(model: ModelConfig, row_length: int) -> float:
 
 
 def parameter_count(model: ModelConfig) -> int:
-  """Weights the model holds."""
+  """Number of parameters of the model."""
   return _parameters(model, active_only=False)
 
 
 def active_parameter_count(model: ModelConfig) -> int:
-  """Weights that take part in the computation of one token: all but the experts not chosen."""
+  """Number of parameters used per token: all except the experts that are not chosen."""
   return _parameters(model, active_only=True)
 
 
 def num_moe_layers(model: ModelConfig) -> int:
-  """Decoder layers that are mixtures of experts."""
+  """Number of decoder layers that are mixtures of experts."""
   if not model.family.is_moe:
     return 0
   num_dense, step = model.layer_plan
@@ -81,7 +81,7 @@ def _parameters(model: ModelConfig, active_only: bool) -> int:
 
 
 def _layers(model: ModelConfig, active_only: bool) -> _Weights:
-  """Weights of all decoder layers."""
+  """Parameters of all decoder layers."""
   num_layers, num_moe = model.base_num_decoder_layers, num_moe_layers(model)
   latent = model.family.latent_attention
   attention = _latent_attention(model) if latent else _attention(model)
@@ -91,7 +91,7 @@ def _layers(model: ModelConfig, active_only: bool) -> _Weights:
 
 
 def _head_channels(model: ModelConfig) -> tuple[int, int]:
-  """(channels that score, channels that are mixed) of one head."""
+  """(channels of queries and keys, channels of values) of one head."""
   if model.family.latent_attention:
     return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
   return model.head_dim, model.head_dim
@@ -123,18 +123,18 @@ def _latent_attention(model: ModelConfig) -> _Weights:
 
 
 def _linears(model: ModelConfig, *sides: tuple[int, int]) -> int:
-  """Weights of matrices of these sides, each with its adapter."""
+  """Parameters of matrices with these (inputs, outputs), each with its LoRA adapter."""
   return sum(a * b + model.lora.lora_rank * (a + b) for a, b in sides)
 
 
 def _mlp(model: ModelConfig, hidden_dim: int) -> _Weights:
-  num_matrices = len(model.mlp_activations) + 1  # one in for each activation, one out
+  num_matrices = len(model.mlp_activations) + 1  # an input matrix per activation, one output matrix
   sides = [(model.base_emb_dim, hidden_dim)] * num_matrices
   return _Weights(_linears(model, *sides) if hidden_dim else 0, 0)
 
 
 def _moe(model: ModelConfig, active_only: bool) -> _Weights:
-  """Weights of a router and its experts: all, or those of one token."""
+  """Parameters of a router and all experts, or those used per token."""
   moe, dim = model.moe, model.base_emb_dim
   num_biases = moe.routed_bias + model.family.router_bias
   router = _Weights(dim * moe.num_experts, num_biases * moe.num_experts)

@@ -1,8 +1,8 @@
-"""Where the wall time of a run goes, over all its starts: plain arithmetic.
+"""Wall time of a run by activity, accumulated over all restarts.
 
-Goodput is the share that went into steps which the run still has. What else took time is told
-apart: starting (of later starts: with all that was lost since the checkpoint they went on from, as
-`restart`), compiling, waiting for data, evaluating, saving.
+Goodput is the share of time spent in steps that the run kept. The rest is divided into startup,
+restart (startup after an interruption, and the time since the checkpoint that was restored),
+compilation, waiting for data, evaluation and checkpointing.
 """
 
 import contextlib
@@ -18,27 +18,27 @@ ELAPSED, GOODPUT = "elapsed_seconds", "goodput"
 
 
 class Stopwatch:
-  """Charges every second to one of KINDS."""
+  """Attributes every second to one of KINDS."""
 
   def __init__(self, kind: str = "startup", clock: Callable[[], float] = time.perf_counter):
-    """`kind` is what takes time now; `clock` gives seconds."""
+    """`kind` is the current activity; `clock` returns seconds."""
     self._seconds = dict.fromkeys(KINDS, 0.0)
     self._kind, self._clock, self._since = kind, clock, clock()
 
-  def go_on(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Adds what earlier starts took, of which this one goes on after `step`.
+  def resume(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Add the times of the interrupted run that this process continues after `step`.
 
-    `rows` are all that was logged, also of steps that are lost. What this start took so far is, as
-    they are, the cost of a restart.
+    `rows` are all logged rows. The time of steps after `step`, and of this process so far, counts
+    as `restart`.
     """
-    before = _earlier_starts(rows, step)
+    before = _logged_seconds(rows, step)
     if before:
       self.switch("restart")
       self._seconds["restart"] += self._seconds.pop("startup")
       self._seconds = {k: self._seconds.get(k, 0.0) + before[k] for k in KINDS}
 
   def switch(self, kind: str) -> str:
-    """From now on time is charged to `kind`; returns what it was charged to."""
+    """Attribute time to `kind` from now on; return the previous kind."""
     now, before = self._clock(), self._kind
     self._seconds[before] += now - self._since
     self._kind, self._since = kind, now
@@ -53,15 +53,15 @@ class Stopwatch:
       self.switch(before)
 
   def row(self) -> Row:
-    """`elapsed_seconds` of all starts, `goodput`, and each other kind's share of them."""
+    """Total `elapsed_seconds`, `goodput`, and the share of each other kind."""
     self.switch(self._kind)
     elapsed = sum(self._seconds.values())
     shares = {_share(kind): self._seconds[kind] / max(elapsed, 1e-9) for kind in KINDS}
     return {ELAPSED: elapsed, **shares}
 
 
-def _earlier_starts(rows: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-  """Seconds of each kind in earlier starts; those after `step` are `restart`'s."""
+def _logged_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
+  """Seconds of each kind in logged rows; time after `step` counts as `restart`."""
   timed = [row for row in rows if row.get(ELAPSED)]
   if not timed:
     return {}
@@ -70,11 +70,11 @@ def _earlier_starts(rows: Sequence[Mapping[str, Any]], step: int) -> dict[str, f
   return seconds | {"restart": seconds["restart"] + timed[-1][ELAPSED] - kept[ELAPSED]}
 
 
-def describe(row: Mapping[str, Any]) -> str:
-  """One line of what `Stopwatch.row` gives, the largest shares first."""
+def describe_goodput(row: Mapping[str, Any]) -> str:
+  """Format `Stopwatch.row` as one line, largest shares first."""
   others = sorted((kind for kind in KINDS if kind != STEP), key=lambda kind: -row[_share(kind)])
-  told = ", ".join(f"{kind} {row[_share(kind)]:.1%}" for kind in others)
-  return f"goodput {row[GOODPUT]:.1%} of {row[ELAPSED]:,.0f} s; {told}"
+  shares = ", ".join(f"{kind} {row[_share(kind)]:.1%}" for kind in others)
+  return f"goodput {row[GOODPUT]:.1%} of {row[ELAPSED]:,.0f} s; {shares}"
 
 
 def _share(kind: str) -> str:

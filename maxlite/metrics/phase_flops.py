@@ -1,4 +1,4 @@
-"""The floating-point operations of a step that trains a part of a model, by arithmetic alone."""
+"""FLOPs of a training step of a phase, which trains some of the parameters."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.flops import FLOPS_PER_MAC, TRAIN_OVER_FORWARD, train_flops_per_step
 
-# In the order of the forward pass; the numbered layers of an unscanned stack belong to it.
+# In forward order; an unscanned stack includes its numbered layers.
 STAGES = ("embed", "dense_layers", "layers", "final_norm", "draft_head", "unembed")
 STACKS = ("dense_layers", "layers")
-MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of what tokens are multiplied with
+MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of matrices that tokens are multiplied with
 EXPERT = r".*moe/w[io](_\d)?"
-# By loss: whether the model's own logits get a gradient, and whether there are draft heads' logits.
+# loss -> (the model's logits have a gradient, there are draft-head logits)
 LOGITS = {
   "next_token": (True, False),
   "match_head": (False, True),
@@ -29,16 +29,16 @@ def phase_flops(
 ) -> float:
   """FLOPs of one step on `tokens` tokens that trains the parameters `trained` on `loss`.
 
-  Counted is what `train_flops_per_step` counts, and so is the whole model's step where all is
-  trained: a product forward, one for the gradient of each trained matrix, and one for the gradient
-  of an input that depends on something trained. That flows through what is frozen: all layers of a
-  stack need it as soon as anything in the stack or before it is trained.
+  Counts what `train_flops_per_step` counts, and equals it if all parameters are trained: a forward
+  product, one for the gradient of each trained matrix, and one for the gradient of each input that
+  depends on a trained parameter. Gradients flow through frozen layers: all layers of a stack need
+  them if anything in the stack or before it is trained.
 
   Args:
-    sizes: by path, the number of weights of every parameter.
+    sizes: the number of elements of every parameter, by path.
   """
   first = min(_stage(path) for path in trained)
-  own_gradient, has_drafts = LOGITS[loss]
+  has_logit_gradient, has_drafts = LOGITS[loss]
   unread = () if has_drafts else ("draft_head",)
   macs = 0.0
   for path, size in sizes.items():
@@ -48,8 +48,8 @@ def phase_flops(
   num_drafts = model.num_draft_heads if has_drafts else 0
   after = _needs_input_gradient("unembed", first)
   weight = "embed/embedding" if model.logits_via_embedding else "unembed/kernel"
-  # The embedding's other use, the lookup, makes all that follows need gradients, but is no product.
-  passes = (1 + own_gradient * (after + (weight in trained))) + num_drafts * (
+  # A trained embedding makes all later layers need gradients, but its lookup is not a product.
+  passes = (1 + has_logit_gradient * (after + (weight in trained))) + num_drafts * (
     1 + after + (weight in trained)
   )
   macs += passes * model.vocab_size * model.base_emb_dim
@@ -57,7 +57,7 @@ def phase_flops(
 
 
 def _attention(model: ModelConfig, tokens: int, row_length: int, first: int) -> float:
-  """Of scores and mixing, both of whose operands are activations."""
+  """FLOPs of attention scores and weighted values, products of two activations."""
   whole = train_flops_per_step(model, tokens, row_length).attention
   num_layers = model.base_num_decoder_layers
   dense = model.moe.first_num_dense_layers / num_layers

@@ -1,4 +1,4 @@
-"""A trace of a few steps, for XProf or Perfetto."""
+"""Profiler traces of a few steps, for XProf or Perfetto."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from maxlite.config.schema import ObserveConfig
 
 
 class Profiler:
-  """Traces the steps the config asks for, counted from the first step this process executes.
+  """Traces the configured steps, counted from the first step of this process.
 
-  The loop calls `before_step` and `after_step` around every step, and `close` however it ends.
+  The loop calls `before_step` and `after_step` around every step, and `close` on every exit.
   """
 
   def __init__(self, cfg: ObserveConfig, directory: Path):
@@ -28,14 +28,14 @@ class Profiler:
       self._tracing = True
 
   def after_step(self, outputs: Any) -> None:
-    """Counts the step; `outputs` are waited for when the trace ends, so that it holds all of it."""
+    """Count the step; at the end of the trace, first wait for `outputs` so that it is complete."""
     self._num_steps += 1
     if self._tracing and self._num_steps == self._end:
       jax.block_until_ready(outputs)
       self.close()
 
   def close(self) -> None:
-    """Ends a trace that is running, and keeps it."""
+    """Stop and save a running trace."""
     if self._tracing:
       self._tracing = False
       jax.profiler.stop_trace()

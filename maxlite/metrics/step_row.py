@@ -1,4 +1,4 @@
-"""From the raw numbers of a step to the row that is logged: plain arithmetic on the host."""
+"""The row that is logged for a step, computed on the host."""
 
 import math
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ def training_row(
   flops_per_step: float,
   peak_tflops: float | None,
 ) -> Row:
-  """The row logged for `step`: every scalar of `metrics`, the speed and the balance of the experts.
+  """Build the row of `step`: the scalars of `metrics`, throughput and expert balance.
 
-  `metrics` holds host numbers: scalars, and of a mixture of experts `expert_load` [N, E], the
-  assignments each expert of each MoE layer got, and `expert_dropped` [N], those without room.
-  Speeds are per device; `flops_per_step` and `num_tokens` are of all devices.
+  `metrics` holds host values: scalars and, for a mixture of experts, `expert_load` [N, E], the
+  assignments per expert and MoE layer, and `expert_dropped` [N], the dropped assignments.
+  Throughput is per device; `flops_per_step` and `num_tokens` are over all devices.
   """
   row: Row = {"step": step, "step_seconds": step_seconds}
   for name, value in metrics.items():
@@ -38,11 +38,11 @@ def training_row(
 
 
 def expert_row(load_NE: np.ndarray, dropped_N: np.ndarray) -> Row:
-  """How evenly the experts are used; NaN where a layer has no assignments.
+  """Expert balance over layers; NaN if a layer has no assignments.
 
-  `expert_imbalance` is the largest over the mean load, and `expert_entropy` the load's entropy over
-  that of an even one: 1 is even in both, and both are the worst layer's. `expert_dead` is the share
-  of experts without a single token, `expert_dropped` that of assignments dropped, over all layers.
+  `expert_imbalance` (max / mean load) and `expert_entropy` (entropy / entropy of a uniform load)
+  are 1 for a uniform load and are those of the worst layer. `expert_dead` is the share of experts
+  without tokens, `expert_dropped` the share of assignments dropped, over all layers.
   """
   share_NE = np.asarray(load_NE, np.float64)
   total_N = share_NE.sum(axis=-1)
@@ -60,5 +60,5 @@ def expert_row(load_NE: np.ndarray, dropped_N: np.ndarray) -> Row:
 
 
 def bits_per_byte(nll_sum_nats: float, num_bytes: float) -> float:
-  """Bits spent per byte of text, whatever the tokenizer; `num_bytes` is the text's UTF-8 size."""
+  """Bits per byte of text, independent of the tokenizer; `num_bytes` is the UTF-8 size."""
   return nll_sum_nats / math.log(2) / num_bytes

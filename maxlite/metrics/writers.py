@@ -1,7 +1,7 @@
-"""Where rows of metrics go: a JSONL file, TensorBoard, the console.
+"""Writers of metric rows: JSONL files, TensorBoard and the console.
 
-A row is a flat dict of numbers with a `step`; where held-out data was evaluated, with `eval_loss`.
-The load of every expert goes to a file of its own.
+A row is a flat dict of numbers with a `step`, and with `eval_loss` after an evaluation. Expert
+loads go to a separate file.
 """
 
 import itertools
@@ -22,18 +22,18 @@ from maxlite.metrics.step_row import Row
 
 
 class Writer(Protocol):
-  """Takes rows in the order of their steps."""
+  """Writes rows in order of steps."""
 
   def write(self, row: Row) -> None: ...
 
   def flush(self) -> None:
-    """Returns when all rows written so far would survive a crash."""
+    """Return once all rows written so far survive a crash."""
 
   def close(self) -> None: ...
 
 
 class Writers:
-  """Several writers as one, and the file of the experts' loads."""
+  """A group of writers, and the optional file of expert loads."""
 
   def __init__(self, writers: Sequence[Writer], expert_load: "JsonlWriter | None" = None):
     self._writers = writers
@@ -41,7 +41,7 @@ class Writers:
     self._all = [*writers, *([expert_load] if expert_load else [])]
 
   def write(self, row: Row, load_NE: np.ndarray | None = None) -> None:
-    """Writes `row`, and with it the assignments that each expert of each MoE layer got."""
+    """Write `row` and the assignments per expert and MoE layer."""
     for writer in self._writers:
       writer.write(row)
     if self._expert_load and load_NE is not None:
@@ -57,26 +57,26 @@ class Writers:
 
 
 class JsonlWriter:
-  """Appends rows to a file, one strict JSON object per line: `step` first, other keys sorted.
+  """Appends rows to a file as one strict JSON object per line: `step` first, other keys sorted.
 
-  JSON has no NaN or infinity: such a value is null.
+  NaN and infinity, which JSON lacks, become null.
   """
 
   def __init__(self, path: Path, resume_step: int):
-    """Opens `path` and keeps its rows up to `resume_step`, the step training goes on from."""
+    """Open `path` and drop its rows after `resume_step`, the step training resumes from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
       _keep_rows(path, resume_step)
     self._file = path.open("a", encoding="utf-8")
 
   def write(self, row: Mapping[str, Any]) -> None:
-    """Appends `row`, whose values are numbers or lists of whole numbers."""
+    """Append `row`, whose values are numbers or lists of integers."""
     ordered = {"step": row["step"]} | dict(sorted(row.items()))
     finite = {
       name: v if isinstance(v, list) or math.isfinite(v) else None for name, v in ordered.items()
     }
     self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-    self._file.flush()  # for whoever follows the file; only flush() below outlives a crash
+    self._file.flush()  # for readers such as `tail -f`; only flush() below survives a crash
 
   def flush(self) -> None:
     os.fsync(self._file.fileno())
@@ -87,7 +87,7 @@ class JsonlWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-  """The rows of a file of `JsonlWriter`, less an unfinished last line; None was not finite.
+  """Read a file of `JsonlWriter` without an incomplete last line; None means not finite.
 
   Raises:
     UserError: a line before the last is not a row.
@@ -100,17 +100,17 @@ def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
   for number, line in enumerate(lines, start=1):
     try:
       row = json.loads(line)
-      whole = line.endswith("\n") and isinstance(row, dict) and "step" in row
+      complete = line.endswith("\n") and isinstance(row, dict) and "step" in row
     except json.JSONDecodeError:
-      whole = False
-    if whole:
+      complete = False
+    if complete:
       yield line, row
     elif number < len(lines):
-      raise UserError(f"{path} line {number} is not a row of metrics: mend or move the file away")
+      raise UserError(f"{path} line {number} is not a row of metrics: fix or move the file")
 
 
 def _keep_rows(path: Path, last_step: int) -> None:
-  """Drops rows after `last_step` and a torn last line; a crash leaves the old file or the new."""
+  """Drop rows after `last_step` and an incomplete last line, by an atomic replacement."""
   kept = "".join(line for line, row in _lines_and_rows(path) if row["step"] <= last_step)
   unfinished = path.with_name(f".{path.name}.{os.getpid()}")
   with unfinished.open("w", encoding="utf-8") as file:
@@ -121,10 +121,10 @@ def _keep_rows(path: Path, last_step: int) -> None:
 
 
 class TensorBoardWriter:
-  """Writes every value of a row as a TensorBoard scalar."""
+  """Writes the values of a row as TensorBoard scalars."""
 
   def __init__(self, directory: Path, resume_step: int):
-    """TensorBoard hides what an earlier start wrote in `directory` after `resume_step`."""
+    """Have TensorBoard hide earlier events in `directory` after `resume_step`."""
     self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
 
   def write(self, row: Row) -> None:
@@ -140,14 +140,14 @@ class TensorBoardWriter:
 
 
 class ConsoleWriter:
-  """Prints a line per row; on a terminal also a progress bar with the time that is left."""
+  """Prints a line per row and, on a terminal, a progress bar with the remaining time."""
 
   def __init__(
     self, num_steps: int, resume_step: int, console: Console, phases: Sequence[str] = ()
   ):
-    """`num_steps` are the whole run's; the time that is left is judged from `resume_step` on.
+    """`num_steps` is the run's total; the remaining time is estimated from `resume_step` on.
 
-    `phases` are the names that a row's `phase` is an index of.
+    `phases` are the names of phases; a row's `phase` is an index.
     """
     self._num_steps = num_steps
     longest = max(map(len, phases), default=0)
@@ -174,7 +174,7 @@ class ConsoleWriter:
 
   def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
     done = f"{kind} {step:>{len(str(self._num_steps))}}/{self._num_steps}"
-    # soft_wrap: a line stays whole in a log file, whatever width Rich takes it to have
+    # soft_wrap keeps a line whole in a log file, whatever its assumed width
     self._console.print("  ".join([done, *cells]), soft_wrap=True, markup=False, highlight=False)
 
   def flush(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxlite.metrics.chips import Chip
+from maxlite.metrics.chips import ChipSpec
 from maxlite.planning.hlo_collectives import Collective
 
 
@@ -20,7 +20,7 @@ class Bound(NamedTuple):
 
 
 def step_bounds(
-  chip: Chip, flops: float, hbm_bytes: float | None, collectives: Sequence[Collective]
+  chip: ChipSpec, flops: float, hbm_bytes: float | None, collectives: Sequence[Collective]
 ) -> list[Bound]:
   """What bounds the step; it takes at least as long as the longest, when all overlap perfectly.
 

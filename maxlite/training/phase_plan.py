@@ -12,7 +12,7 @@ from maxlite.config.phases import DATA_KEYS, PhaseConfig, UntilConfig, phases_of
 from maxlite.config.schema import flatten
 from maxlite.config.values import show
 from maxlite.metrics.phase_flops import phase_flops
-from maxlite.metrics.plots.timeline import Span, spans_of_rows
+from maxlite.metrics.plots.timeline import PhaseSpan, spans_of_rows
 from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps
 from maxlite.phases.phase_optimizers import PhaseOptimizers, merge, partition_params, paths_in
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
@@ -97,7 +97,7 @@ class Turns:
       lines[-1] += f", with {own}" if own else ""
     return lines
 
-  def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[Span]:
+  def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[PhaseSpan]:
     """(first step, last step, phase) of each turn in `num_steps` steps, counted from 1.
 
     Where a phase ends by a condition, only the logged `rows` can tell.

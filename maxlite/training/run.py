@@ -23,8 +23,7 @@ from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.flops import active_parameter_count, parameter_count
-from maxlite.metrics.goodput import Stopwatch
-from maxlite.metrics.goodput import describe as describe_goodput
+from maxlite.metrics.goodput import Stopwatch, describe_goodput
 from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
 from maxlite.metrics.plots.timeline import draw_timeline
 from maxlite.metrics.profiler import Profiler
@@ -85,7 +84,7 @@ def run_training(cfg: Config) -> int:
     folder.save_config(changes, lambda path: save_resolved(cfg, path))
   state = _first_state(trainer, restored, console)
   if folder.metrics.exists():  # also rows that the writers are about to drop
-    stopwatch.go_on(read_rows(folder.metrics), done)
+    stopwatch.resume(read_rows(folder.metrics), done)
   writers = _open_writers(trainer, folder, done, console)
   profiler = Profiler(cfg.observe, folder.profile)
   run = Run(

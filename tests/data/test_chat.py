@@ -360,13 +360,8 @@ def test_ids_and_masks_equal_transformers(tmp_path, metaspace):
       ((ids, is_answer),) = chat_of(ours, marked).encode(conversation)
       assert ids.tolist() == expected["input_ids"]
       assert is_answer.tolist() == [bool(is_in) for is_in in expected["assistant_masks"]]
-    for (
-      conversation
-    ) in CONVERSATIONS:  # special tokens in messages, which transformers can escape, too
-      options = {
-        "sanitize_control_tokens": True,
-        "add_generation_prompt": True,
-        "return_dict": False,
-      }
+    # Also special tokens in messages, which transformers can escape.
+    options = {"sanitize_control_tokens": True, "add_generation_prompt": True, "return_dict": False}
+    for conversation in CONVERSATIONS:
       expected = theirs.apply_chat_template(conversation[:-1], chat_template=unmarked, **options)
       assert chat_of(ours, unmarked).prompt(conversation[:-1]) == expected

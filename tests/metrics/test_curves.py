@@ -1,4 +1,4 @@
-"""The picture of a run's curves is drawn from whatever the metrics file has."""
+"""Plots of a run show what its metrics file has."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def draw(folder, rows):
   return imread(folder / "curves.png")
 
 
-def test_every_metric_adds_to_the_picture(tmp_path):
+def test_every_metric_adds_to_the_plot(tmp_path):
   rows = [training_row(step) for step in range(0, 301, 5)]
   rows += [eval_row(step) for step in (0, 100, 200, 300)]
   pictures = []
@@ -61,12 +61,12 @@ def test_every_metric_adds_to_the_picture(tmp_path):
     [{"step": 1, "loss": 2.0, "grad_norm": 0.0}, {"step": 2, "loss": math.inf, "grad_norm": 1.0}],
   ],
 )
-def test_odd_runs_are_drawn_without_a_warning(tmp_path, rows):
+def test_edge_cases_are_drawn_without_a_warning(tmp_path, rows):
   assert draw(tmp_path, rows).ndim == 3
 
 
 def draw_load(folder, steps, load_SNE):
-  """The picture, or None where nothing was drawn."""
+  """The plot, or None if none was drawn."""
   folder.mkdir()
   writer = JsonlWriter(folder / "expert_load.jsonl", -1)
   for step, load_NE in zip(steps, load_SNE, strict=True):
@@ -78,22 +78,22 @@ def draw_load(folder, steps, load_SNE):
 
 
 def reds(picture):
-  """How many pixels are of the colours of a crowded expert."""
+  """Number of pixels with the color of an overloaded expert."""
   red, green, blue = (picture[..., i] for i in range(3))
   return int(((red > 0.35) & (green < 0.1) & (blue < 0.2)).sum())
 
 
-def test_a_crowded_expert_is_red_as_long_as_it_is_crowded(tmp_path):
-  even, crowded = np.full((2, 8), 10), np.full((2, 8), 10)
-  crowded[1, 5] = 200
-  loads = {"never": [even] * 8, "half": [even] * 4 + [crowded] * 4, "always": [crowded] * 8}
+def test_an_overloaded_expert_is_red_while_overloaded(tmp_path):
+  even, overloaded = np.full((2, 8), 10), np.full((2, 8), 10)
+  overloaded[1, 5] = 200
+  loads = {"never": [even] * 8, "half": [even] * 4 + [overloaded] * 4, "always": [overloaded] * 8}
   pictures = {n: draw_load(tmp_path / n, range(0, 80, 10), load) for n, load in loads.items()}
   never, half, always = (reds(pictures[name]) for name in loads)
   assert always - never == pytest.approx(2 * (half - never), rel=0.05)
   assert half - never > 500
 
 
-def test_of_many_layers_and_steps_a_part_is_drawn(tmp_path):
+def test_number_of_layers_and_steps_is_limited(tmp_path):
   load_SNE = np.random.default_rng(0).integers(1, 9, (1000, 40, 3))
   picture = draw_load(tmp_path / "many", range(1000), load_SNE)
   few = draw_load(tmp_path / "few", range(1000), load_SNE[:, :16])
@@ -110,6 +110,6 @@ def test_of_many_layers_and_steps_a_part_is_drawn(tmp_path):
   ],
   ids=str,
 )
-def test_odd_loads_are_drawn_without_a_warning(tmp_path, steps, load_SNE):
+def test_edge_cases_of_loads_are_drawn_without_a_warning(tmp_path, steps, load_SNE):
   picture = draw_load(tmp_path / "run", steps, load_SNE)
   assert (picture is None) == (not steps)

@@ -1,4 +1,4 @@
-"""The pictures of an ensemble: what must be seen in them is, and odd ensembles are drawn too."""
+"""Plots of an ensemble show ranks and divergence, and edge cases are drawn without a warning."""
 
 import math
 
@@ -17,15 +17,15 @@ from maxlite.metrics.plots.ensemble_curves import (
 )
 
 
-def picture(folder, draw, *arguments):
+def plot(folder, draw, *arguments):
   folder.mkdir(exist_ok=True)
-  draw(*arguments, folder / "picture.png")
-  assert [path.name for path in folder.iterdir()] == ["picture.png"]
-  return imread(folder / "picture.png")[..., :3]
+  draw(*arguments, folder / "plot.png")
+  assert [path.name for path in folder.iterdir()] == ["plot.png"]
+  return imread(folder / "plot.png")[..., :3]
 
 
 def count(image, color):
-  """How many pixels are of the RGB color."""
+  """Number of pixels of the RGB color."""
   return int((np.abs(image - np.asarray(color)[:3]).max(axis=-1) < 0.02).sum())
 
 
@@ -37,9 +37,9 @@ def learning(floor, steps=100, broken=False):
   return [*rows, {"step": steps + 10, "loss": None}] if broken else rows
 
 
-def test_learning_curves_show_who_is_best_who_diverged_and_who_is_there(tmp_path):
+def test_learning_curves_show_ranks_divergence_and_members(tmp_path):
   curves = {"a": learning(1.0), "b": learning(2.0), "c": learning(3.0)}
-  draw = lambda name, curves: picture(tmp_path / name, draw_learning_curves, curves)
+  draw = lambda name, curves: plot(tmp_path / name, draw_learning_curves, curves)
   whole = draw("whole", curves)
   assert count(whole, BEST_TO_WORST(0.0)) > 200
   assert count(whole, BEST_TO_WORST(1.0)) > 200
@@ -53,15 +53,15 @@ def test_learning_curves_show_who_is_best_who_diverged_and_who_is_there(tmp_path
   for name, others in changed.items():
     drawn = draw(name, others)
     assert not np.array_equal(drawn, whole), name
-    if name == "diverged":  # the cross, of the member's color
+    if name == "diverged":  # the cross, in the member's color
       assert count(drawn, BEST_TO_WORST(1.0)) > count(whole, BEST_TO_WORST(1.0)) + 20
 
 
-def test_colors_go_by_rank_whatever_the_order(tmp_path):
+def test_colors_depend_on_rank_not_on_order(tmp_path):
   curves = {f"m{i}": learning(1 + i / 10) for i in range(8)}
   backwards = dict(reversed(curves.items()))
   first, second = (
-    picture(tmp_path / name, draw_learning_curves, c)
+    plot(tmp_path / name, draw_learning_curves, c)
     for name, c in (("one", curves), ("other", backwards))
   )
   np.testing.assert_array_equal(first, second)
@@ -74,7 +74,7 @@ def test_a_spike_does_not_hide_the_other_members(tmp_path):
   best = BEST_TO_WORST(0.0)[:3]
   heights = []
   for rows in (spike, spike[:-1]):
-    drawn = picture(tmp_path, draw_learning_curves, calm | {"c": rows})
+    drawn = plot(tmp_path, draw_learning_curves, calm | {"c": rows})
     heights.append(np.ptp(np.nonzero(np.abs(drawn - best).max(axis=-1) < 0.02)[0]))
   assert heights[0] > 0.7 * heights[1]
 
@@ -84,7 +84,7 @@ def test_a_spike_does_not_hide_the_other_members(tmp_path):
   [[], [0.5], [0.1] * 6, [1.0] * 6, [0.0, 0.02, 0.5, 0.51, 0.99, 1.0], [0.9, 0.1, 0.9, 0.95]],
   ids=str,
 )
-def test_labels_keep_apart_and_in_order(heights):
+def test_labels_do_not_overlap_and_keep_their_order(heights):
   placed = np.asarray(spread(heights, 0.1))
   order = np.argsort(heights, kind="stable")
   assert np.all(np.diff(placed[order]) >= 0.1 - 1e-9)
@@ -92,7 +92,7 @@ def test_labels_keep_apart_and_in_order(heights):
   assert spread([0.2, 0.9, 0.5], 0.1) == [0.2, 0.9, 0.5]
 
 
-def test_a_scale_is_logarithmic_where_values_span_much():
+def test_a_large_range_has_a_log_scale():
   assert scale_of([0.1, 0.001, 0.01]).heights == pytest.approx([1, 0, 0.5])
   assert scale_of([1, 5, 9]).heights == pytest.approx([0, 0.5, 1])
   assert scale_of([0, 50, 100]).heights == pytest.approx([0, 0.5, 1])
@@ -100,7 +100,7 @@ def test_a_scale_is_logarithmic_where_values_span_much():
   assert scale_of([3, 3]).heights == [0.5, 0.5]
 
 
-def test_a_scale_of_names_is_evenly_spaced():
+def test_names_are_evenly_spaced():
   found = scale_of(["llama", "olmoe", "mixtral", "olmoe"])
   assert found.heights == [0, 0.5, 1, 0.5]
   assert found.ticks == [(0, "llama"), (0.5, "olmoe"), (1, "mixtral")]
@@ -109,7 +109,7 @@ def test_a_scale_of_names_is_evenly_spaced():
 
 
 @pytest.mark.parametrize("values", [range(1, 65), np.geomspace(1e-4, 0.3, 64), [64, 65, 66, 4096]])
-def test_ticks_stand_where_their_number_is_and_apart(values):
+def test_ticks_match_their_values_and_do_not_overlap(values):
   found = scale_of(list(map(float, values)))
   heights = [height for height, _ in found.ticks]
   assert (heights[0], heights[-1]) == (0, 1)
@@ -118,22 +118,22 @@ def test_ticks_stand_where_their_number_is_and_apart(values):
   np.testing.assert_allclose(drawn, heights, atol=0.01)
 
 
-def test_the_best_member_lies_on_top(tmp_path):
+def test_the_best_member_is_drawn_on_top(tmp_path):
   rows = [{"depth": 1, "width": 8, "best_loss": loss} for loss in (3.0, 1.0, 2.0)]
   for name, members in {"one": rows, "other": rows[::-1]}.items():
-    drawn = picture(tmp_path / name, draw_parallel_coordinates, members, ["depth", "width"])
+    drawn = plot(tmp_path / name, draw_parallel_coordinates, members, ["depth", "width"])
     between = drawn[:, drawn.shape[1] // 5 : drawn.shape[1] // 3]  # where their lines coincide
     best, worst = (np.abs(between - BEST_TO_WORST(x)[:3]).max(axis=-1) for x in (0.0, 1.0))
     assert (best < 0.2).sum() > 100
     assert not (worst < 0.2).any()
 
 
-def test_every_key_is_an_axis_and_every_member_a_line(tmp_path):
+def test_each_key_has_an_axis_and_each_member_a_line(tmp_path):
   rows = [
     {"learning_rate": 10.0**-i, "decoder_block": kind, "best_loss": 2 + i / 10}
     for i, kind in enumerate(["llama", "mixtral", "llama"])
   ]
-  draw = lambda rows, keys: picture(tmp_path, draw_parallel_coordinates, rows, keys)
+  draw = lambda rows, keys: plot(tmp_path, draw_parallel_coordinates, rows, keys)
   both = draw(rows, ["learning_rate", "decoder_block"])
   assert both.shape[1] > draw(rows, ["learning_rate"]).shape[1]
   lost = [rows[0], rows[1], rows[2] | {"best_loss": None}]
@@ -142,7 +142,7 @@ def test_every_key_is_an_axis_and_every_member_a_line(tmp_path):
 
 
 def bins(confidence, accuracy, weight=10.0):
-  """A method with all its tokens in the bin of `confidence`."""
+  """A method with all tokens in the bin of `confidence`."""
   weight_C = np.zeros(15)
   weight_C[min(int(confidence * 15), 14)] = weight
   return {
@@ -153,11 +153,11 @@ def bins(confidence, accuracy, weight=10.0):
   }
 
 
-def test_overconfidence_lies_below_the_diagonal(tmp_path):
+def test_overconfidence_is_below_the_diagonal(tmp_path):
   blue = tuple(int(METHOD_COLORS[0][i : i + 2], 16) / 255 for i in (1, 3, 5))
   rows = {}
   for accuracy in (0.1, 0.9):
-    drawn = picture(tmp_path, draw_calibration, {"one": bins(0.9, accuracy)})
+    drawn = plot(tmp_path, draw_calibration, {"one": bins(0.9, accuracy)})
     above = drawn[: int(0.68 * len(drawn)), drawn.shape[1] // 2 :]  # right of the legend
     rows[accuracy] = np.mean(np.nonzero(np.abs(above - blue).max(axis=-1) < 0.05)[0])
   assert rows[0.1] > rows[0.9] + 300
@@ -175,8 +175,8 @@ def test_overconfidence_lies_below_the_diagonal(tmp_path):
   ],
   ids=len,
 )
-def test_odd_curves_are_drawn_without_a_warning(tmp_path, curves):
-  assert picture(tmp_path, draw_learning_curves, curves).ndim == 3
+def test_edge_cases_of_curves_are_drawn(tmp_path, curves):
+  assert plot(tmp_path, draw_learning_curves, curves).ndim == 3
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_odd_curves_are_drawn_without_a_warning(tmp_path, curves):
   ],
   ids=str,
 )
-def test_odd_sweeps_are_drawn_without_a_warning(tmp_path, rows, keys):
-  assert picture(tmp_path, draw_parallel_coordinates, rows, keys).ndim == 3
+def test_edge_cases_of_sweeps_are_drawn(tmp_path, rows, keys):
+  assert plot(tmp_path, draw_parallel_coordinates, rows, keys).ndim == 3
 
 
 @pytest.mark.parametrize(
@@ -198,5 +198,5 @@ def test_odd_sweeps_are_drawn_without_a_warning(tmp_path, rows, keys):
   [{}, {"empty": bins(0.5, 0.5, weight=0)}, {f"method {i}": bins(i / 8, 0.5) for i in range(8)}],
   ids=len,
 )
-def test_odd_calibrations_are_drawn_without_a_warning(tmp_path, methods):
-  assert picture(tmp_path, draw_calibration, methods).ndim == 3
+def test_edge_cases_of_calibration_are_drawn(tmp_path, methods):
+  assert plot(tmp_path, draw_calibration, methods).ndim == 3

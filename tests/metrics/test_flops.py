@@ -1,4 +1,4 @@
-"""FLOPs and sizes against published figures and hand-counted small models."""
+"""FLOPs and parameter counts against published figures and hand-counted small models."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ MIXTRAL_8X7B = dataclasses.replace(
   base_num_kv_heads=8,
   moe=MoeConfig(num_experts=8, num_experts_per_tok=2, base_moe_mlp_dim=14336),
 )
-# Widths are distinct primes, so that no two terms can stand in for each other.
+# Widths are distinct primes, so that no two terms can be confused.
 TINY = ModelConfig(
   vocab_size=13,
   base_emb_dim=7,
@@ -42,14 +42,14 @@ TINY = ModelConfig(
 )
 
 
-def test_published_sizes():
+def test_published_parameter_counts():
   assert parameter_count(LLAMA2_7B) == 6_738_415_616
   assert active_parameter_count(LLAMA2_7B) == 6_738_415_616
   assert parameter_count(MIXTRAL_8X7B) == 46_702_792_704
   assert active_parameter_count(MIXTRAL_8X7B) == 12_879_925_248
 
 
-def test_tied_embeddings_are_one_parameter_but_still_a_matmul():
+def test_tied_embeddings_are_counted_once_and_still_a_matmul():
   tied = dataclasses.replace(TINY, logits_via_embedding=True)
   assert parameter_count(TINY) - parameter_count(tied) == 13 * 7
   assert train_flops_per_step(tied, 100, 10) == train_flops_per_step(TINY, 100, 10)
@@ -74,7 +74,7 @@ def test_every_matmul_is_counted_once(family, activations, feed_forward):
 
 
 @pytest.mark.parametrize(("q_lora_rank", "query"), [(0, 7 * 3 * 28), (29, 7 * 29 + 29 * 3 * 28)])
-def test_latent_attention_and_a_plan_of_layers_are_counted(q_lora_rank, query):
+def test_latent_attention_and_dense_layers_are_counted(q_lora_rank, query):
   """Layers: one dense, then twice a dense one and a mixture with two shared experts."""
   mla = LatentAttentionConfig(
     q_lora_rank, 31, qk_nope_head_dim=5, qk_rope_head_dim=23, v_head_dim=2
@@ -94,7 +94,7 @@ def test_latent_attention_and_a_plan_of_layers_are_counted(q_lora_rank, query):
   assert num_moe_layers(model) == 2
 
 
-def test_deepseek2_16b_costs_what_maxtext_counts():
+def test_deepseek2_16b_equals_maxtext():
   model = load_config(["model_name=deepseek2-16b"]).model
   flops = train_flops_per_step(model, 24 * 2048, 2048)
   assert round(flops.total / 1e12, 2) == 764.67
@@ -102,7 +102,7 @@ def test_deepseek2_16b_costs_what_maxtext_counts():
 
 
 @pytest.mark.parametrize(("family", "num_local"), [("llama", 4), ("gemma2", 2), ("gpt_oss", 2)])
-def test_a_window_takes_its_scores_off_the_layers_that_have_it(family, num_local):
+def test_a_window_reduces_scores_of_local_layers_only(family, num_local):
   model = dataclasses.replace(TINY, decoder_block=family, base_num_decoder_layers=4)
   length, window = 8, 3
   seen = [min(t + 0.5, window) for t in range(length)]  # halves, as the causal square is halved

@@ -1,12 +1,12 @@
-"""Every second of a run is charged to one kind, over all its starts."""
+"""The stopwatch attributes every second of a run to one kind, over all restarts."""
 
 import pytest
 
-from maxlite.metrics.goodput import KINDS, Stopwatch, describe
+from maxlite.metrics.goodput import KINDS, Stopwatch, describe_goodput
 
 
 class Clock:
-  """A clock that is moved by hand."""
+  """A clock with a settable time."""
 
   now = 0.0
 
@@ -14,8 +14,8 @@ class Clock:
     return self.now
 
 
-def first_start():
-  """Rows of a start of 100 s: 10 to start, 5 to compile, then a step a second, 1 of them data."""
+def first_run():
+  """Rows of 100 s: 10 s startup, 5 s compilation, then steps of 1 s with 0.25 s of data each."""
   clock = Clock()
   watch, rows = Stopwatch(clock=clock), []
   clock.now = 10
@@ -31,8 +31,8 @@ def first_start():
   return rows
 
 
-def test_shares_are_of_all_time_and_add_up_to_it():
-  row = first_start()[-1]
+def test_shares_add_up_to_one():
+  row = first_run()[-1]
   assert row["elapsed_seconds"] == 100
   assert row["goodput"] == pytest.approx((85 - 85 * 0.25) / 100)
   assert row["data_share"] == pytest.approx(85 * 0.25 / 100)
@@ -42,7 +42,7 @@ def test_shares_are_of_all_time_and_add_up_to_it():
   assert sum(shares) == pytest.approx(1)
 
 
-def test_kinds_may_lie_in_one_another():
+def test_kinds_may_be_nested():
   clock = Clock()
   watch = Stopwatch("step", clock=clock)
   with watch.during("checkpoint"):
@@ -58,12 +58,12 @@ def test_kinds_may_lie_in_one_another():
 
 
 @pytest.mark.parametrize("step", [0, 60])
-def test_what_a_crash_cost_is_told_as_restart(step):
-  """All after the step that the run goes on from is lost, and the new start's way there."""
-  rows, clock = first_start(), Clock()
+def test_lost_time_counts_as_restart(step):
+  """Time after the restored step is lost, as is the startup of the new process."""
+  rows, clock = first_run(), Clock()
   watch = Stopwatch(clock=clock)
   clock.now = 7
-  watch.go_on(rows, step)
+  watch.resume(rows, step)
   watch.switch("step")
   clock.now = 20
   row = watch.row()
@@ -74,12 +74,12 @@ def test_what_a_crash_cost_is_told_as_restart(step):
   assert row["startup_share"] == pytest.approx(10 / 120 if step else 0)
 
 
-def test_rows_that_know_no_time_count_for_nothing():
+def test_rows_without_times_are_ignored():
   watch = Stopwatch(clock=Clock())
-  watch.go_on([{"step": 1, "loss": 2.0}], 1)
+  watch.resume([{"step": 1, "loss": 2.0}], 1)
   assert watch.row()["restart_share"] == 0
 
 
-def test_the_line_begins_with_the_goodput_and_goes_on_with_what_costs_most():
-  line = describe(first_start()[-1])
+def test_description_starts_with_goodput_then_largest_shares():
+  line = describe_goodput(first_run()[-1])
   assert line.startswith("goodput 63.7% of 100 s; data 21.2%, startup 10.0%, compile 5.0%")

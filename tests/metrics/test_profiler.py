@@ -1,4 +1,4 @@
-"""The profiler traces the steps asked for, and keeps what it has when a run ends early."""
+"""The profiler traces the configured steps, and saves a partial trace if the run ends early."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def run_steps(profiler, num_steps):
 
 
 @pytest.mark.parametrize(("num_steps", "closed"), [(4, True), (3, False), (2, False)])
-def test_the_trace_ends_with_its_last_step_or_with_the_run(tmp_path, num_steps, closed):
+def test_the_trace_ends_with_its_last_step_or_the_run(tmp_path, num_steps, closed):
   cfg = ObserveConfig(profiler="xplane", skip_first_n_steps_for_profiler=1, profiler_steps=3)
   profiler = Profiler(cfg, tmp_path)
   run_steps(profiler, num_steps)
@@ -32,7 +32,7 @@ def test_the_trace_ends_with_its_last_step_or_with_the_run(tmp_path, num_steps, 
 
 
 @pytest.mark.parametrize("cfg", [ObserveConfig(), ObserveConfig(profiler="xplane")])
-def test_no_trace_unless_asked_for_and_reached(tmp_path, cfg):
+def test_no_trace_unless_enabled_and_reached(tmp_path, cfg):
   profiler = Profiler(cfg, tmp_path)
   run_steps(profiler, 3)
   profiler.close()

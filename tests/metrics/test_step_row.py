@@ -1,4 +1,4 @@
-"""Rows of metrics: speeds per device, the balance of experts, bits per byte."""
+"""Rows of metrics: throughput per device, expert balance, bits per byte."""
 
 import math
 
@@ -20,19 +20,19 @@ def row(metrics, peak_tflops=None):
   )
 
 
-def test_speeds_are_per_device():
+def test_throughput_is_per_device():
   found = row({}, peak_tflops=40.0)
   assert found["tokens_per_second_per_device"] == 500
   assert found["tflops_per_device"] == 4
   assert found["mfu"] == pytest.approx(0.1)
 
 
-def test_no_utilization_where_the_peak_is_unknown():
+def test_no_mfu_if_the_peak_is_unknown():
   assert peak_bf16_tflops("cpu") is None
   assert "mfu" not in row({}, peak_bf16_tflops("cpu"))
 
 
-def test_scalars_are_passed_on_as_python_numbers():
+def test_scalars_become_python_numbers():
   found = row({"loss": np.float32(2.5), "skipped": np.int32(1), "grad_norm": np.float32("nan")})
   assert found["step"] == 5
   assert found["loss"] == 2.5
@@ -46,7 +46,7 @@ def experts(*load_NE, dropped=None):
   return expert_row(load_NE, np.zeros(len(load_NE)) if dropped is None else np.asarray(dropped))
 
 
-def test_an_even_load_is_one():
+def test_a_uniform_load_gives_one():
   assert experts([5, 5, 5], [2, 2, 2]) == {
     "expert_imbalance": 1,
     "expert_entropy": pytest.approx(1),
@@ -68,11 +68,11 @@ def test_dead_experts_and_dropped_assignments_are_shares_over_all_layers():
   assert found["expert_dropped"] == pytest.approx(9 / 60)
 
 
-def test_a_step_of_padding_has_no_balance():
+def test_a_step_of_padding_has_nan_balance():
   assert all(math.isnan(value) for value in experts([0, 0], [0, 0]).values())
 
 
-def test_the_row_has_the_experts_figures_and_not_their_loads():
+def test_the_row_has_expert_balance_but_not_loads():
   load_NE = np.asarray([[1, 3], [2, 2]], np.float32)
   found = row({"expert_load": load_NE, "expert_dropped": np.asarray([2, 0], np.float32)})
   assert found["expert_imbalance"] == 1.5

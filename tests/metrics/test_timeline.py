@@ -1,4 +1,4 @@
-"""Whose turn it is, in text and in a picture; what rows tell is what the schedule would say."""
+"""The timeline of phases: spans from rows, text and plot."""
 
 import json
 
@@ -19,7 +19,7 @@ def rows_of(spans, every=1):
   ]
 
 
-def test_rows_of_every_step_tell_the_turns():
+def test_spans_of_rows():
   assert spans_of_rows(rows_of(SPANS), NAMES) == SPANS
   assert spans_of_rows(rows_of(SPANS, every=2), NAMES) == [
     (1, 2, "fit"),
@@ -30,7 +30,7 @@ def test_rows_of_every_step_tell_the_turns():
   assert spans_of_rows([{"step": 1, "loss": 2.0}], NAMES) == []
 
 
-def test_every_step_of_the_text_is_in_its_phase_s_row_alone():
+def test_each_step_has_one_bar():
   ruler, *bars = timeline_lines(SPANS)
   assert ruler.split() == ["1", "8"]
   rows = {row.split()[0]: row.split()[1] for row in bars}
@@ -40,7 +40,7 @@ def test_every_step_of_the_text_is_in_its_phase_s_row_alone():
   assert {len(row) for row in timeline_lines([(1, 999, "a"), (1000, 1000, "b")])} == {63}
 
 
-def test_the_picture_is_drawn_where_groups_are_shared(tmp_path):
+def test_groups_shared_by_phases_are_drawn(tmp_path):
   metrics = tmp_path / "metrics.jsonl"
   metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(SPANS)))
   groups = {"fit": ["trunk/.*", "head/.*"], "match": ["head/.*", "draft/.*"]}

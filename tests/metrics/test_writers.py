@@ -1,4 +1,4 @@
-"""Writers: every row arrives once, whenever the process was killed, and lines stay readable."""
+"""Writers keep every row exactly once across kills, and console lines are readable."""
 
 import io
 import json
@@ -33,13 +33,13 @@ def write_rows(path, resume_step, steps):
   writer.close()
 
 
-def test_rows_come_back_exactly_and_in_order(tmp_path):
+def test_rows_round_trip_in_order(tmp_path):
   write_rows(tmp_path / "run" / "metrics.jsonl", -1, range(5))
   rows = read_rows(tmp_path / "run" / "metrics.jsonl")
   assert rows == [{"step": step, "loss": step / 3} for step in range(5)]
 
 
-def test_resuming_drops_exactly_the_rows_to_be_written_again(tmp_path):
+def test_resuming_drops_the_rows_after_the_step(tmp_path):
   path = tmp_path / "metrics.jsonl"
   write_rows(path, -1, range(10))
   whole = path.read_bytes()
@@ -49,7 +49,7 @@ def test_resuming_drops_exactly_the_rows_to_be_written_again(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 15])
-def test_a_torn_last_line_is_dropped_and_no_other(tmp_path, cut):
+def test_only_an_incomplete_last_line_is_dropped(tmp_path, cut):
   path = tmp_path / "metrics.jsonl"
   write_rows(path, -1, range(10))
   whole = path.read_bytes()
@@ -59,7 +59,7 @@ def test_a_torn_last_line_is_dropped_and_no_other(tmp_path, cut):
   assert path.read_bytes() == whole
 
 
-def test_a_foreign_line_is_an_error_and_the_file_is_kept(tmp_path):
+def test_an_invalid_line_is_an_error_and_the_file_is_kept(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
   with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a row of metrics"):
@@ -67,7 +67,7 @@ def test_a_foreign_line_is_an_error_and_the_file_is_kept(tmp_path):
   assert path.read_text() == '{"step": 1}\nnonsense\n{"step": 3}\n'
 
 
-def test_json_is_strict_and_keys_have_one_order(tmp_path):
+def test_json_is_strict_and_keys_are_sorted(tmp_path):
   writer = JsonlWriter(tmp_path / "metrics.jsonl", -1)
   writer.write({"b": float("nan"), "a": float("-inf"), "step": 1})
   writer.write({"a": 1.0, "step": 2, "b": 2})
@@ -77,7 +77,7 @@ def test_json_is_strict_and_keys_have_one_order(tmp_path):
   writer.close()
 
 
-def test_flushed_rows_survive_a_process_that_never_closes(tmp_path):
+def test_flushed_rows_survive_a_kill(tmp_path):
   writer = JsonlWriter(tmp_path / "metrics.jsonl", -1)
   writer.write({"step": 1})
   writer.flush()
@@ -95,7 +95,7 @@ def console_text(rows, *, terminal=False, phases=()):
   return file.getvalue()
 
 
-def test_console_lines_are_whole_aligned_and_plain_where_there_is_no_terminal():
+def test_console_lines_without_a_terminal_are_plain_and_aligned():
   later = TRAINING | {"step": 300, "loss": 12.25, "grad_norm": 1234.5, "skipped": 0}
   text = console_text([TRAINING, later])
   first, second = text.splitlines()
@@ -108,7 +108,7 @@ def test_console_lines_are_whole_aligned_and_plain_where_there_is_no_terminal():
   ]
 
 
-def test_console_shows_what_a_row_has():
+def test_console_shows_the_metrics_of_a_row():
   row = TRAINING | {"mfu": 0.415, "expert_imbalance": 1.25, "skipped": 2, "loss": float("nan")}
   line = console_text([row])
   for cell in ("loss     nan", "MFU 41.5%", "imbalance  1.25", "skipped 2"):
@@ -134,7 +134,7 @@ def test_console_names_phases_and_counts_accepted_drafts():
   assert evaluation.endswith("loss  1.5000  drafts accepted 50.0% 25.0%  0.62 in a chain")
 
 
-def test_a_terminal_has_a_progress_bar_below_whole_lines():
+def test_a_terminal_has_a_progress_bar_below_the_lines():
   text = console_text([TRAINING], terminal=True)
   assert "\x1b" in text
   assert "10/300" in text
@@ -150,7 +150,7 @@ def tensorboard_events(directory):
       content = content[12 + length + 4 :]
 
 
-def test_tensorboard_gets_every_value_and_is_told_what_a_resume_replaces(tmp_path):
+def test_tensorboard_has_every_value_and_purges_on_resume(tmp_path):
   writer = TensorBoardWriter(tmp_path, 4)
   writer.write({"step": 5, "loss": 2.5, "skipped": 1})
   writer.close()
@@ -162,7 +162,7 @@ def test_tensorboard_gets_every_value_and_is_told_what_a_resume_replaces(tmp_pat
   assert [event.step for event in events if event.session_log.status == SessionLog.START] == [5]
 
 
-def test_writers_pass_everything_on(tmp_path):
+def test_writers_forward_all_calls(tmp_path):
   paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
   writers = Writers([JsonlWriter(path, -1) for path in paths])
   writers.write({"step": 1})
@@ -172,7 +172,7 @@ def test_writers_pass_everything_on(tmp_path):
   assert json.loads(paths[1].read_text()) == {"step": 1}
 
 
-def test_loads_of_experts_go_to_their_own_file_and_resume_like_rows(tmp_path):
+def test_expert_loads_have_a_separate_file_that_resumes_like_rows(tmp_path):
   def write(resume_step, steps):
     paths = (tmp_path / "metrics.jsonl", tmp_path / "expert_load.jsonl")
     rows, loads = (JsonlWriter(path, resume_step) for path in paths)

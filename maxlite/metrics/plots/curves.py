@@ -1,4 +1,4 @@
-"""The curves of a run and its experts' loads as pictures, drawn from the files of its rows."""
+"""Plots of one run: loss curves, and the load of each expert."""
 
 import math
 from collections.abc import Sequence
@@ -9,19 +9,25 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import TwoSlopeNorm
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from maxlite.metrics.plots.figure import (
+  BLUE,
+  GRAY,
+  ORANGE,
+  curve_of,
+  new_figure,
+  save_figure,
+  style_axes,
+)
 from maxlite.metrics.writers import read_rows
 
-MAX_LAYERS, MAX_STEPS = 16, 400  # of the experts' map: more would not be seen
-MAX_LOAD = 3  # times an even share, where the map's colours end
-BLUE, ORANGE, GRAY = "#2a6fbb", "#d95f02", "#555555"
+MAX_LAYERS, MAX_STEPS = 16, 400  # of the expert load plot; more would not be visible
+MAX_LOAD = 3  # upper end of the color scale, in multiples of a uniform load
 
 
 class Panel(NamedTuple):
-  """One small plot below the loss, drawn where a run has the metric."""
+  """A small plot below the loss, drawn if the run has the metric."""
 
   metric: str
   title: str
@@ -38,36 +44,33 @@ PANELS = (
 
 
 def draw_curves(metrics_path: Path, png_path: Path) -> None:
-  """Draws training and held-out loss, and below them the panels the run has metrics for."""
+  """Draw training and held-out loss, and below them a panel per metric that the run has."""
   rows = read_rows(metrics_path)
-  panels = [panel for panel in PANELS if curve(rows, panel.metric)[0].size]
-  layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
-  figure = Figure(figsize=(10, 6.2 if panels else 4), layout=layout, dpi=150)
-  grid = figure.add_gridspec(
-    2 if panels else 1, max(len(panels), 1), height_ratios=[2, 1][: 2 if panels else 1]
-  )
+  panels = [panel for panel in PANELS if curve_of(rows, panel.metric).size]
+  figure = new_figure(10, 6.2 if panels else 4, w_pad=0.12, h_pad=0.1)
+  heights = [2, 1] if panels else [2]
+  grid = figure.add_gridspec(len(heights), max(len(panels), 1), height_ratios=heights)
   _draw_loss(figure.add_subplot(grid[0, :]), rows)
   for column, panel in enumerate(panels):
     _draw_panel(figure.add_subplot(grid[1, column]), rows, panel)
-  save(figure, png_path)
+  save_figure(figure, png_path)
 
 
 def draw_expert_load(load_path: Path, png_path: Path) -> None:
-  """Draws, for each MoE layer, the load of every expert over the steps; nothing without rows.
+  """Draw the load of every expert over the steps for each MoE layer; nothing without rows.
 
-  Of many layers or steps a part is drawn, evenly chosen.
+  Draws at most MAX_LAYERS evenly spaced layers and MAX_STEPS evenly spaced steps.
   """
   rows = read_rows(load_path)
   if not rows:
     return
-  rows = [rows[i] for i in _evenly(len(rows), MAX_STEPS)]
+  rows = [rows[i] for i in _evenly_spaced(len(rows), MAX_STEPS)]
   steps = np.asarray([row["step"] for row in rows])
   num_layers = len(rows[0]["expert_load"])
-  layers = _evenly(num_layers, MAX_LAYERS)
+  layers = _evenly_spaced(num_layers, MAX_LAYERS)
   columns = min(math.ceil(math.sqrt(len(layers))), 4)
   lines = math.ceil(len(layers) / columns)
-  layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
-  figure = Figure(figsize=(1.5 + 3.2 * columns, 0.5 + 2.3 * lines), layout=layout, dpi=150)
+  figure = new_figure(1.5 + 3.2 * columns, 0.5 + 2.3 * lines, w_pad=0.08, h_pad=0.08)
   panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
   for axes in panels.flat[len(layers) :]:
     axes.set_visible(False)
@@ -81,24 +84,23 @@ def draw_expert_load(load_path: Path, png_path: Path) -> None:
   bar.set_label("tokens / even share", fontsize=9)
   bar.set_ticks(list(range(MAX_LOAD + 1)))
   bar.ax.tick_params(labelsize=8)
-  save(figure, png_path)
+  save_figure(figure, png_path)
 
 
-def _evenly(number: int, limit: int) -> list[int]:
-  """At most `limit` of the indices below `number`, the first and the last among them."""
+def _evenly_spaced(number: int, limit: int) -> list[int]:
+  """At most `limit` of the indices below `number`, including the first and the last."""
   return np.unique(np.linspace(0, number - 1, min(number, limit)).round().astype(int)).tolist()
 
 
 def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
-  """One layer's map: blue where an expert has less than its even share, red where more."""
+  """Draw one layer: blue below a uniform load, red above."""
   mean_S1 = load_SE.mean(axis=1, keepdims=True)
   relative_ES = (load_SE / np.where(mean_S1 > 0, mean_S1, np.nan)).T
   between = (steps[1:] + steps[:-1]) / 2
   left = steps[0] - (between[0] - steps[0] if between.size else 0.5)
   right = steps[-1] + (steps[-1] - between[-1] if between.size else 0.5)
-  edges = np.concatenate([[left], between, [right]])
   mesh = axes.pcolormesh(
-    edges,
+    np.concatenate([[left], between, [right]]),
     np.arange(load_SE.shape[1] + 1) - 0.5,
     relative_ES,
     cmap="RdBu_r",
@@ -111,22 +113,15 @@ def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
   return mesh
 
 
-def save(figure: Figure, png_path: Path) -> None:
-  unfinished = png_path.with_name(f".{png_path.name}")
-  figure.savefig(unfinished, format="png")
-  unfinished.replace(png_path)
-
-
 def _draw_loss(axes: Axes, rows: Sequence[dict]) -> None:
-  steps, loss = curve(rows, "loss")
-  axes.plot(steps, loss, color=BLUE, linewidth=1.2, label="training")
-  steps, loss = curve(rows, "eval_loss")
+  axes.plot(*curve_of(rows, "loss").T, color=BLUE, linewidth=1.2, label="training")
+  steps, loss = curve_of(rows, "eval_loss").T
   if steps.size:
     label = f"held out (last: {loss[-1]:.3f})"
     axes.plot(steps, loss, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label=label)
-  _, bits = curve(rows, "eval_bits_per_byte")
+  _, bits = curve_of(rows, "eval_bits_per_byte").T
   if bits.size and 0 < bits[-1] < np.inf and 0 < loss[-1] < np.inf:
-    # Both count the same text, so they differ by a factor: a second scale, not a second curve.
+    # Both measure the same text and differ by a constant factor: a second scale is enough.
     factor = bits[-1] / loss[-1]
     right = axes.secondary_yaxis("right", functions=(lambda y: y * factor, lambda y: y / factor))
     right.set_ylabel("bits per byte (held out)")
@@ -134,12 +129,11 @@ def _draw_loss(axes: Axes, rows: Sequence[dict]) -> None:
   axes.set_xlabel("step")
   axes.set_ylabel("loss (nats per token)")
   axes.legend(frameon=False)
-  tidy(axes)
+  style_axes(axes)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[dict], panel: Panel) -> None:
-  steps, values = curve(rows, panel.metric)
-  axes.plot(steps, values, color=BLUE, linewidth=1.2)
+  axes.plot(*curve_of(rows, panel.metric).T, color=BLUE, linewidth=1.2)
   if panel.log_scale:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(LogFormatter())
@@ -148,17 +142,4 @@ def _draw_panel(axes: Axes, rows: Sequence[dict], panel: Panel) -> None:
     axes.set_ylim(bottom=0)
   axes.set_title(panel.title, fontsize=9, color=GRAY)
   axes.set_xlabel("step")
-  tidy(axes)
-
-
-def curve(rows: Sequence[dict], metric: str) -> tuple[np.ndarray, np.ndarray]:
-  """(steps, values) of the rows that have the metric; null is a gap in the curve."""
-  points = [(row["step"], row[metric]) for row in rows if metric in row]
-  steps, values = np.asarray(points, np.float64).reshape(-1, 2).T
-  return steps, values
-
-
-def tidy(axes: Axes) -> None:
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.grid(alpha=0.25, linewidth=0.6)
-  axes.tick_params(which="both", labelsize=8)
+  style_axes(axes)

@@ -1,25 +1,23 @@
-"""When which phase of a run trains what: as text, and as a picture with the losses under it."""
+"""The schedule of a phased run: as text, and as a plot above the loss curves."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from maxlite.metrics.plots.curves import GRAY, curve, save, tidy
+from maxlite.metrics.plots.figure import GRAY, curve_of, new_figure, save_figure, style_axes
 from maxlite.metrics.writers import read_rows
 
-Span = tuple[int, int, str]  # first and last step of a turn, and its phase
+PhaseSpan = tuple[int, int, str]  # first and last step of a span, and its phase
 BAR, NO_BAR = "█", "·"
 LOSSES = {"loss": ".", "draft_loss": "x"}  # with their markers
-MANY_TURNS = 60  # above that, lines between turns would hide the curves
+MAX_SPAN_LINES = 60  # with more spans, the lines between them would hide the curves
 
 
-def timeline_lines(spans: Sequence[Span], width: int = 60) -> list[str]:
-  """A row of bars per phase, in the order of their first turns, under a ruler of steps."""
+def timeline_lines(spans: Sequence[PhaseSpan], width: int = 60) -> list[str]:
+  """Render a row of bars per phase, in order of first occurrence, under a ruler of steps."""
   num_steps = spans[-1][1]
   width = min(width, num_steps)
   names = list(dict.fromkeys(name for _, _, name in spans))
@@ -27,17 +25,17 @@ def timeline_lines(spans: Sequence[Span], width: int = 60) -> list[str]:
   lines = [" " * indent + "1" + str(num_steps).rjust(width - 1)]
   for name in names:
     bars = [NO_BAR] * width
-    for first, last, of in spans:
+    for first, last, phase in spans:
       columns = range((first - 1) * width // num_steps, (last - 1) * width // num_steps + 1)
-      for column in columns if of == name else ():
+      for column in columns if phase == name else ():
         bars[column] = BAR
     lines.append(name.ljust(indent) + "".join(bars))
   return lines
 
 
-def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[Span]:
-  """The turns as far as logged rows tell them: each begins after the last row of the one before."""
-  spans: list[Span] = []
+def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[PhaseSpan]:
+  """Derive spans from logged rows; each starts after the last row of the previous one."""
+  spans: list[PhaseSpan] = []
   for row in (row for row in rows if "phase" in row):
     name, step = names[int(row["phase"])], int(row["step"])
     if spans and spans[-1][2] == name:
@@ -48,61 +46,63 @@ def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[Span]:
 
 
 def draw_timeline(
-  metrics_path: Path, png_path: Path, groups: Mapping[str, Sequence[str]], spans: Sequence[Span]
+  metrics_path: Path,
+  png_path: Path,
+  groups: Mapping[str, Sequence[str]],
+  spans: Sequence[PhaseSpan],
 ) -> None:
-  """Draws which group moves when, coloured by the phase that moves it, and the losses below.
+  """Draw when each group of parameters is trained, coloured by phase, and the losses below.
 
-  `groups` are by phase the regexes of what it trains.
+  Args:
+    groups: phase -> regexes of the parameters it trains.
   """
-  rows = read_rows(metrics_path)
-  regexes = list(dict.fromkeys(regex for own in groups.values() for regex in own))
+  regexes = list(dict.fromkeys(regex for trained in groups.values() for regex in trained))
   height = 0.8 + 0.32 * len(regexes)
-  layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
-  figure = Figure(figsize=(10, height + 3.6), layout=layout, dpi=150)
+  figure = new_figure(10, height + 3.6, w_pad=0.12, h_pad=0.08)
   top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[height, 3.2])
   palette = colormaps["tab10"]
-  colours = {name: palette(n % palette.N) for n, name in enumerate(groups)}
-  _draw_groups(top, regexes, groups, spans, colours)
-  _draw_losses(bottom, rows, spans, colours)
-  save(figure, png_path)
+  colors = {name: palette(n % palette.N) for n, name in enumerate(groups)}
+  _draw_groups(top, regexes, groups, spans, colors)
+  _draw_losses(bottom, read_rows(metrics_path), spans, colors)
+  save_figure(figure, png_path)
 
 
 def _draw_groups(
   axes: Axes,
   regexes: Sequence[str],
   groups: Mapping[str, Sequence[str]],
-  spans: Sequence[Span],
-  colours: Mapping[str, tuple],
+  spans: Sequence[PhaseSpan],
+  colors: Mapping[str, tuple],
 ) -> None:
-  for row, regex in enumerate(regexes):
-    for name, own in groups.items():
-      turns = [(first - 0.5, last - first + 1) for first, last, of in spans if of == name]
-      if regex in own:
-        axes.broken_barh(turns, (row - 0.38, 0.76), color=colours[name], label=name)
+  for line, regex in enumerate(regexes):
+    for name, trained in groups.items():
+      bars = [(first - 0.5, last - first + 1) for first, last, phase in spans if phase == name]
+      if regex in trained:
+        axes.broken_barh(bars, (line - 0.38, 0.76), color=colors[name], label=name)
   axes.set_yticks(range(len(regexes)), regexes, fontsize=8)
   axes.set_ylim(len(regexes) - 0.5, -0.5)
-  axes.set_title("what is trained, and by which phase", fontsize=9, color=GRAY)
+  axes.set_title("trained parameters by phase", fontsize=9, color=GRAY)
   handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
   axes.legend(handles.values(), handles, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
   axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_losses(
-  axes: Axes, rows: Sequence[dict], spans: Sequence[Span], colours: Mapping[str, tuple]
+  axes: Axes, rows: Sequence[dict], spans: Sequence[PhaseSpan], colors: Mapping[str, tuple]
 ) -> None:
-  steps, loss = curve(rows, "loss")
-  axes.plot(steps, loss, color=GRAY, linewidth=0.8, alpha=0.5)
-  for name, colour in colours.items():
-    own = [row for row in rows if any(a <= row["step"] <= b for a, b, of in spans if of == name)]
+  axes.plot(*curve_of(rows, "loss").T, color=GRAY, linewidth=0.8, alpha=0.5)
+  for name, color in colors.items():
+    steps = [range(first, last + 1) for first, last, phase in spans if phase == name]
+    of_phase = [row for row in rows if any(row["step"] in span for span in steps)]
     for metric, marker in LOSSES.items():
-      axes.plot(*curve(own, metric), marker, color=colour, markersize=4)
-  for first, _, name in spans if len(spans) <= MANY_TURNS else ():
-    axes.axvline(first - 0.5, color=colours[name], linewidth=0.6, alpha=0.4)
-  steps, loss = curve(rows, "eval_loss")
-  if steps.size:
-    axes.plot(steps, loss, "o-", color="black", markersize=4, linewidth=1, label="held out")
+      axes.plot(*curve_of(of_phase, metric).T, marker, color=color, markersize=4)
+  for first, _, name in spans if len(spans) <= MAX_SPAN_LINES else ():
+    axes.axvline(first - 0.5, color=colors[name], linewidth=0.6, alpha=0.4)
+  eval_S2 = curve_of(rows, "eval_loss")
+  if eval_S2.size:
+    axes.plot(*eval_S2.T, "o-", color="black", markersize=4, linewidth=1, label="held out")
     axes.legend(frameon=False)
   axes.set_xlabel("step")
   axes.set_ylabel("loss (nats per token)")
   axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-  tidy(axes)
+  style_axes(axes)

@@ -1,0 +1,37 @@
+"""Creation, style and saving of figures, and the data of one curve."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+BLUE, ORANGE, GRAY = "#2a6fbb", "#d95f02", "#555555"
+
+
+def new_figure(width: float, height: float, *, w_pad: float, h_pad: float | None = None) -> Figure:
+  """Create a figure of `width` x `height` inches with padding between its plots."""
+  layout = ConstrainedLayoutEngine(w_pad=w_pad, h_pad=h_pad)
+  return Figure(figsize=(width, height), layout=layout, dpi=150)
+
+
+def save_figure(figure: Figure, png_path: Path) -> None:
+  """Save atomically."""
+  partial = png_path.with_name(f".{png_path.name}")
+  figure.savefig(partial, format="png")
+  partial.replace(png_path)
+
+
+def style_axes(axes: Axes) -> None:
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.grid(alpha=0.25, linewidth=0.6)
+  axes.tick_params(which="both", labelsize=8)
+
+
+def curve_of(rows: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:
+  """[S, 2] array of (step, value) of the rows that have the metric; null becomes NaN."""
+  points = [(row["step"], row[metric]) for row in rows if metric in row]
+  return np.asarray(points, np.float64).reshape(-1, 2)
