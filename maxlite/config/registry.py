@@ -31,11 +31,11 @@ def _entries(module: str, *names: str) -> dict[str, str]:
 # dataset_type -> (DataConfig, vocab_size, token cache directory) -> DataSource
 SOURCES = Registry(
   {
-    "synthetic": "maxlite.data.sources:open_synthetic",
-    "text": "maxlite.data.sources:open_text",
-    "jsonl": "maxlite.data.sources:open_jsonl",
-    "parquet": "maxlite.data.sources:open_parquet",
-    "chat": "maxlite.data.sources:open_chat",
+    "synthetic": "maxlite.data.sources:synthetic_source",
+    "text": "maxlite.data.sources:text_source",
+    "jsonl": "maxlite.data.sources:jsonl_source",
+    "parquet": "maxlite.data.sources:parquet_source",
+    "chat": "maxlite.data.sources:chat_source",
   }
 )
 # tokenizer_type -> (tokenizer_path) -> Tokenizer

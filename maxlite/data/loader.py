@@ -11,12 +11,13 @@ import numpy as np
 from absl import flags
 
 from maxlite.config.errors import UserError
+from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.loader_workers import exit_with_parent
 from maxlite.data.packing import Row
 from maxlite.data.sampler import ORDERS, HostBatches, shuffled_order
-from maxlite.data.sources import SOURCES, DataSource
+from maxlite.data.sources import DataSource
 
 _READ_THREADS = 2
 _OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack

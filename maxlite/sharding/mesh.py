@@ -12,8 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from maxlite.config.errors import UserError
-
-MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outermost first
+from maxlite.config.schema import MESH_AXES
 
 
 def build_mesh(

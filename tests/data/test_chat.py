@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config import load_config
+from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.packing import PackedConversations, first_fit
 from maxlite.data.sources.chat import ChatEncoder, chat_documents, fixed_date, open_chat
 from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
-from maxlite.data.tokenizers.tokenizer import TOKENIZERS, open_tokenizer
+from maxlite.data.tokenizers.tokenizer import open_tokenizer
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 

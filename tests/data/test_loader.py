@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import PhaseStreams, open_data
-from maxlite.data.sources import SOURCES
 
 T, B = 16, 8
 NUM_DOCUMENTS = 40

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels.attention import api
 
 NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
-OTHERS = [name for name in api.BACKENDS if name != "reference"]
+OTHERS = [name for name in ATTENTION_BACKENDS if name != "reference"]
 # Three documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 3, 0], [7, 20, 6, 7]), np.ones(40)]).astype(np.int32)
 
@@ -110,7 +111,7 @@ def test_backends_agree_in_narrow_types(backend, dtype, atol):
     assert_all_close(results, [np.asarray(a) for a in expected], atol)
 
 
-@pytest.mark.parametrize("backend", api.BACKENDS)
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_a_token_draws_on_its_own_document_up_to_itself_and_on_nothing_else(backend):
   case = make_case(dtype=np.float32)
   query = 20  # of the second document, which is rows 7 to 26
@@ -147,7 +148,7 @@ def test_a_backend_refuses_what_it_cannot_do(options):
     attend("dot_product", make_case(dtype=np.float32), **options)
 
 
-@pytest.mark.parametrize("backend", api.BACKENDS)
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_large_scores_and_padding_stay_finite(backend):
   case = make_case(dtype=np.float32)
   case = case._replace(q_BTHC=case.q_BTHC * 1e4)
@@ -156,7 +157,7 @@ def test_large_scores_and_padding_stay_finite(backend):
   assert np.isfinite(o_BTHC).all(), "queries that see no key at all"
 
 
-@pytest.mark.parametrize("backend", api.BACKENDS)
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_a_slice_of_the_queries_gets_its_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
   mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -191,7 +192,7 @@ def test_a_slice_of_the_queries_gets_its_slice_of_the_result(backend):
   assert_all_close([np.asarray(a) for a in together], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", api.BACKENDS)
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_vmap_and_checkpoint_change_nothing(backend):
   case = make_case(dtype=np.float32)
   stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
@@ -226,7 +227,7 @@ def test_memory_of_chunked_grows_linearly_with_length():
 
 def test_auto_is_chunked_and_an_unknown_name_is_refused():
   assert api.resolve_backend("auto", "cpu") == "chunked"
-  assert all(api.resolve_backend(name, "cpu") == name for name in api.BACKENDS)
+  assert all(api.resolve_backend(name, "cpu") == name for name in ATTENTION_BACKENDS)
   with pytest.raises(
     ValueError, match="'flush' is not a backend; choose auto or one of: reference"
   ):

@@ -20,30 +20,33 @@ from grouped_cases import (
 )
 from jax.sharding import PartitionSpec as P
 
-from maxlite.kernels.grouped_matmul.api import BACKENDS, resolve_backend
+from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
+from maxlite.kernels.grouped_matmul.api import resolve_backend
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in NARROW_ONLY])
+@pytest.mark.parametrize(
+  "backend", [name for name in GROUPED_MATMUL_BACKENDS if name not in NARROW_ONLY]
+)
 def test_agrees_with_one_product_per_group_in_float64(backend, case):
   with jax.enable_x64(True):
     arrays = make_case(case)
     assert_close(run(multiplier(backend), *arrays), oracle(*arrays), unit=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 @pytest.mark.parametrize("dtype", NARROW_UNITS)
 def test_narrow_types_lose_only_their_own_rounding(backend, dtype):
   assert_right_for_every_routing(multiplier(backend), 6, 10, dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 @pytest.mark.parametrize("case", ["no_rows", "one_row", "few_rows"])
 def test_few_rows(backend, case):
   assert_right(multiplier(backend), *make_case(case, "float32"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 def test_weight_gradient_comes_in_the_type_of_the_weights_and_as_precise(backend):
   x_MD, w_GDF, sizes_G, dy_MF = make_case("tail", jnp.bfloat16)
   arrays = x_MD, w_GDF.astype(np.float32), sizes_G, dy_MF
@@ -54,7 +57,7 @@ def test_weight_gradient_comes_in_the_type_of_the_weights_and_as_precise(backend
   assert_close([dw_GDF], oracle(*arrays)[2:], unit)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 def test_members_of_an_ensemble_get_what_each_would_alone(backend):
   first = make_case("tail", np.float32)
   second = [a[::-1].copy() for a in (first[0][:99], first[1], first[2], first[3][:99])]
@@ -71,7 +74,7 @@ def test_members_of_an_ensemble_get_what_each_would_alone(backend):
     assert_close([np.asarray(a[member]) for a in together], oracle(*arrays), unit=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
   mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
   num_shards, num_rows = 8, 40
@@ -98,7 +101,7 @@ def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
 def test_auto_follows_the_platform_and_an_unknown_name_is_refused():
   assert resolve_backend("auto", "cpu") == "tiled"
   assert resolve_backend("auto", "tpu") == "megablox"
-  assert all(resolve_backend(name, "cpu") == name for name in BACKENDS)
+  assert all(resolve_backend(name, "cpu") == name for name in GROUPED_MATMUL_BACKENDS)
   with pytest.raises(
     ValueError, match="'tyled' is not a backend; choose auto or one of: reference"
   ):

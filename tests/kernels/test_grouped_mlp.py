@@ -10,11 +10,11 @@ from grouped_cases import INTERPRETED, ROUTINGS, assert_close
 from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec as P
 
-from maxlite.kernels.grouped_matmul.api import BACKENDS
+from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
 from maxlite.layers.mlp import build_activation
 
-HERE = [name for name in BACKENDS if name not in INTERPRETED]
+HERE = [name for name in GROUPED_MATMUL_BACKENDS if name not in INTERPRETED]
 NUM_ROWS, DIM, HIDDEN, NUM_GROUPS = 200, 6, 10, 4
 GATED = build_activation(("silu", "linear"))
 

@@ -15,8 +15,7 @@ def degrees(**given):
   return [given.get(mesh_axis, 1) for mesh_axis in MESH_AXES]
 
 
-def test_axes_are_those_of_the_schema():
-  assert MESH_AXES == schema.MESH_AXES
+def test_every_axis_has_its_degrees_in_the_schema():
   for group in ("ici", "dcn"):
     assert all(f"{group}_{mesh_axis}_parallelism" in schema.KEYS for mesh_axis in MESH_AXES)
 

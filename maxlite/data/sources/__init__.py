@@ -57,7 +57,7 @@ class DataSource:
   documents: DocumentRows | None = None
 
 
-def _open_synthetic(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
+def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
   train, held_out = (
     SyntheticRows(stream, num_rows, cfg.max_target_length, vocab_size, cfg.data_shuffle_seed)
     for stream, num_rows in enumerate(_SYNTHETIC_ROWS.values())
@@ -66,7 +66,7 @@ def _open_synthetic(cfg: DataConfig, vocab_size: int, _cache_directory: Path) ->
   return DataSource(train, held_out, num_bytes_V, f"{len(train):,} synthetic training rows")
 
 
-def _open_text(
+def _text_source(
   read: Reader, suffix: str, cfg: DataConfig, vocab_size: int, cache_directory: Path
 ) -> DataSource:
   tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
@@ -77,7 +77,7 @@ def _open_text(
   return _source(cfg, data, rows, documents, tokenizer, "documents")
 
 
-def _open_chat(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
+def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
   tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
   chat = open_chat(cfg, tokenizer)
   if chat is None:
@@ -157,10 +157,6 @@ def _summary(data: TokenizedData, unit: str) -> str:
   return f"train {train}; eval {held_out}{''.join(notes)}"
 
 
-SOURCES: dict[str, Callable[[DataConfig, int, Path], DataSource]] = {
-  "synthetic": _open_synthetic,
-  "text": functools.partial(_open_text, text_documents, ""),
-  "jsonl": functools.partial(_open_text, jsonl_documents, ".jsonl"),
-  "parquet": functools.partial(_open_text, parquet_documents, ".parquet"),
-  "chat": _open_chat,
-}
+text_source = functools.partial(_text_source, text_documents, "")
+jsonl_source = functools.partial(_text_source, jsonl_documents, ".jsonl")
+parquet_source = functools.partial(_text_source, parquet_documents, ".parquet")

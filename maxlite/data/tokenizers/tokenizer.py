@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 
 from maxlite.config.errors import UserError
+from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
@@ -311,13 +312,6 @@ def _spelled_bytes(piece: str) -> int:
   """Bytes of a piece that spells a space as U+2581 and a lone byte as <0x0A>."""
   is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece)
   return 1 if is_byte else len(piece.replace("\u2581", " ").encode())
-
-
-TOKENIZERS: dict[str, Callable[[str], Tokenizer]] = {
-  "byte": ByteTokenizer,
-  "huggingface": HuggingFaceTokenizer,
-  "sentencepiece": SentencePieceTokenizer,
-}
 
 
 def open_tokenizer(cfg: DataConfig) -> Tokenizer:

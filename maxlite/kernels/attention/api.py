@@ -1,6 +1,6 @@
 """Causal grouped-query attention within the documents of packed rows.
 
-All `BACKENDS` implement one contract:
+All `ATTENTION_BACKENDS` implement one contract:
 - Query t is row `q_start + t` of the sequence that the keys span. It attends keys up to and
   including its own row that have its segment number. With a `window`, it attends only its own row
   and the window - 1 rows before it.
@@ -16,27 +16,22 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.attention import chunked, dot_product, reference
+from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels.attention.reference import AttentionMask
 
-BACKENDS = {
-  "reference": reference.attention,
-  "chunked": chunked.attention,
-  "dot_product": dot_product.attention,
-}
 AUTO: dict[str, str] = {}  # by platform; `chunked` on all others
 
 
 def resolve_backend(name: str, platform: str) -> str:
-  """The entry of `BACKENDS` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
+  """The backend that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
 
   Raises:
     UserError: there is no such backend.
   """
   if name == "auto":
     return AUTO.get(platform, "chunked")
-  if name not in BACKENDS:
-    known = ", ".join(BACKENDS)
+  if name not in ATTENTION_BACKENDS:
+    known = ", ".join(ATTENTION_BACKENDS)
     raise UserError(f"attention={name!r} is not a backend; choose auto or one of: {known}")
   return name
 
@@ -77,4 +72,4 @@ def attention(
   assert sink_H is None or sink_H.shape == (num_query_heads,), f"{sink_H.shape} {num_query_heads=}"
   mask = AttentionMask(q_segment_BT, kv_segment_BS, q_start, window)
   options = {"scale": scale, "block_q": block_q, "soft_cap": soft_cap, "sink_H": sink_H}
-  return BACKENDS[backend](q_BTHC, k_BSGC, v_BSGC, mask, **options)
+  return ATTENTION_BACKENDS[backend](q_BTHC, k_BSGC, v_BSGC, mask, **options)

@@ -1,25 +1,18 @@
 """One matrix per group of rows: `y[m] = x[m] @ w[group of m]`.
 
-All `BACKENDS` implement one contract. Group g has the `group_sizes_G[g]` rows that follow those of
-group g - 1. Rows past the last group may contain anything, including NaN, in `x_MD` and in the
-cotangent; they are zero in the result and in the gradient. Sums are accumulated in float32 (in
-float64 if the operands are float64).
+All `GROUPED_MATMUL_BACKENDS` implement one contract. Group g has the `group_sizes_G[g]` rows that
+follow those of group g - 1. Rows past the last group may contain anything, including NaN, in `x_MD`
+and in the cotangent; they are zero in the result and in the gradient. Sums are accumulated in
+float32 (in float64 if the operands are float64).
 """
 
 import jax
 import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.grouped_matmul import megablox, ragged_dot, reference, tiled, triton
+from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
-BACKENDS = {
-  "reference": reference.grouped_matmul,
-  "tiled": tiled.grouped_matmul,
-  "megablox": megablox.grouped_matmul,
-  "triton": triton.grouped_matmul,
-  "ragged_dot": ragged_dot.grouped_matmul,
-}
 AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton"}  # by platform; else `ragged_dot`
 
 # Backends whose results do not carry varying mesh axes, so that shard_map needs check_vma=False.
@@ -27,15 +20,15 @@ WITHOUT_VMA = frozenset({"megablox"})
 
 
 def resolve_backend(name: str, platform: str) -> str:
-  """The entry of `BACKENDS` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
+  """The backend that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
 
   Raises:
     UserError: there is no such backend.
   """
   if name == "auto":
     return AUTO.get(platform, "ragged_dot")
-  if name not in BACKENDS:
-    known = ", ".join(BACKENDS)
+  if name not in GROUPED_MATMUL_BACKENDS:
+    known = ", ".join(GROUPED_MATMUL_BACKENDS)
     raise UserError(f"grouped_matmul={name!r} is not a backend; choose auto or one of: {known}")
   return name
 
@@ -57,4 +50,4 @@ def grouped_matmul(
   assert x_MD.shape[1] == num_in, f"x_MD {x_MD.shape} does not fit w_GDF {w_GDF.shape}"
   assert group_sizes_G.shape == (num_groups,), f"{num_groups} groups, sizes {group_sizes_G.shape}"
   assert jnp.issubdtype(group_sizes_G.dtype, jnp.integer), group_sizes_G.dtype
-  return BACKENDS[backend](x_MD, w_GDF, group_sizes_G.astype(jnp.int32), tiles)
+  return GROUPED_MATMUL_BACKENDS[backend](x_MD, w_GDF, group_sizes_G.astype(jnp.int32), tiles)

@@ -43,7 +43,7 @@ def grouped_mlp(
   Args:
     group_sizes_G: the sum must not exceed M.
     activation: maps len(wi) arrays of one shape to one array, elementwise.
-    backend: one of `grouped_matmul.api.BACKENDS`.
+    backend: one of `GROUPED_MATMUL_BACKENDS`.
   """
   group_sizes_G, wi_GDF = group_sizes_G.astype(jnp.int32), tuple(wi_GDF)
   num_rows, dim = x_MD.shape
