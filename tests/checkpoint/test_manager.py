@@ -267,7 +267,7 @@ SCRIPT_START = """
 import sys
 sys.path[:0] = sys.argv[1:3]
 import conftest
-import test_checkpoint as t
+import test_manager as t
 folder, argument = t.Path(sys.argv[3]), sys.argv[4]
 """
 
