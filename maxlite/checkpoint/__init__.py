@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its folder and its checkpoints."""
+"""What a run keeps on disk: its folder, checkpoints and weight files."""

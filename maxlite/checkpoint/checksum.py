@@ -1,4 +1,4 @@
-"""Checksums of arrays that say "the same bits" on any mesh, sharding or number of devices."""
+"""Checksums of arrays that do not depend on mesh, sharding or number of devices."""
 
 import functools
 import hashlib
@@ -11,31 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes per element
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by itemsize
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-  """The name of a leaf: `params/decoder/embedding`."""
+  """Return the name of a leaf: `params/decoder/embedding`."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-  """{name: leaf} of every leaf of a pytree."""
+  """Return {name: leaf} of a pytree."""
   return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def tree_checksums(tree: Any) -> dict[str, int]:
-  """{name: 32-bit checksum} of every array of a pytree.
+  """Return {name: 32-bit checksum} of all arrays of a pytree.
 
-  A changed element always changes its leaf's checksum; elements that trade places, or any other
-  damage to several, do but for one case in 2**32.
+  A changed element always changes the checksum of its array. Swapped elements or damage to several
+  elements go unnoticed with probability 2**-32.
   """
-  # Each is waited for: XLA:CPU deadlocks on more than 32 independent collectives in flight.
+  # Synchronous: XLA:CPU deadlocks on more than 32 independent collectives in flight.
   return {name: int(_checksum(leaf)) for name, leaf in leaves_by_path(tree).items()}
 
 
 def tree_hash(tree: Any) -> str:
-  """Hexadecimal SHA-256 of all names, shapes, types and checksums of a pytree of arrays."""
+  """Return the hexadecimal SHA-256 of all names, shapes, dtypes and checksums of a pytree."""
   leaves = leaves_by_path(tree)
   lines = [
     f"{name} {leaves[name].dtype}{list(leaves[name].shape)} {checksum}"
@@ -44,28 +44,28 @@ def tree_hash(tree: Any) -> str:
   return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def part_checksum(part: np.ndarray, start: Sequence[int], shape: tuple[int, ...]) -> int:
-  """What the part at `start` of an array of `shape` adds to that array's checksum, modulo 2**32."""
-  return int(_part_checksum(part, jnp.asarray(np.asarray(start, np.uint32)), shape))
+def chunk_checksum(chunk: np.ndarray, start: Sequence[int], shape: tuple[int, ...]) -> int:
+  """Return the summand, modulo 2**32, of the chunk at `start` of an array of `shape`."""
+  return int(_chunk_checksum(chunk, jnp.asarray(np.asarray(start, np.uint32)), shape))
 
 
-def part_bits_sum(part: Array) -> Array:
-  """A checksum of a part by itself, wherever in an array it lies."""
-  return _part_checksum(part, jnp.zeros(part.ndim, jnp.uint32), part.shape)
+def array_checksum(x: Array) -> Array:
+  """Return the checksum of an array, uint32."""
+  return _chunk_checksum(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
 
 
-@jax.jit  # one leaf at a time: moments share the compiled function of their parameter
-def _checksum(x: Array) -> Array:
-  return part_bits_sum(x)
+_checksum = jax.jit(
+  array_checksum
+)  # per leaf, so that moments reuse the program of their parameter
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _part_checksum(x: Array, start: Array, shape: tuple[int, ...]) -> Array:
-  """Sum modulo 2**32 of each element's bits, mixed with its position.
+def _chunk_checksum(x: Array, start: Array, shape: tuple[int, ...]) -> Array:
+  """Sum each element's bits, mixed with its position, modulo 2**32.
 
-  Integer addition is exact and commutes, so the order in which shards are summed is free. The
-  mixing is a bijection of the bits at each position: one changed element cannot go unseen, and
-  unlike bits times a weight it tells x, -x from -x, x.
+  Integer addition is exact and commutative, so shards can be summed in any order. At each position
+  the mixing is a bijection of the bits, so one changed element always changes the sum. Unlike bits
+  times a weight, it distinguishes (x, -x) from (-x, x).
   """
   bits = _bits(x)
   position = jnp.zeros(bits.shape, jnp.uint32)
@@ -78,7 +78,7 @@ def _part_checksum(x: Array, start: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _bits(x: Array) -> Array:
-  """The bits of `x` as uint32, with a further axis of two where an element has 64."""
+  """Return the bits of `x` as uint32, with an extra axis of size 2 for 64-bit elements."""
   if x.dtype == jnp.bool_:
     return x.astype(jnp.uint32)
   unsigned = UNSIGNED[x.dtype.itemsize]
@@ -86,7 +86,7 @@ def _bits(x: Array) -> Array:
 
 
 def _mix(x: Array) -> Array:
-  """A fixed bijection of uint32 that spreads every bit over all others.
+  """Apply a fixed bijection of uint32 in which every input bit affects all output bits.
 
   Source: the 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
   """

@@ -1,11 +1,11 @@
-"""Checkpoints on the hosts themselves: cheap enough to be written often, lost with the host.
+"""Local checkpoints: on each host's own disk or RAM disk, cheap to write and lost with the host.
 
-Every process writes what its own devices hold, a file per step, to a folder that need not be
-shared, such as a RAM disk. Its name says the step, the start of the run that wrote it, and, by a
-hash, which parts of the state are in it. Processes that hold the same parts write the same file,
-so one that has lost its own takes that of another; with `local_checkpoint_replication` each also
-writes the file of a process on another host. A run goes on from a step of which, on one host or
-another, all parts of one start are whole; parts of different steps never meet.
+Every process writes the slices of the state on its own devices, one file per step, to a folder that
+need not be shared. The file name has the step, the start of the run that wrote it, and a hash of
+the slices it holds. Processes with the same slices write the same file, so one that has lost its
+file receives another's; with `local_checkpoint_replication` each process also writes the file of a
+process on another host. A run resumes from a step if, over all hosts, all slices of one start of
+the run are valid; slices of different snapshots are never combined.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from maxlite.checkpoint.checksum import leaves_by_path
-from maxlite.checkpoint.manager import Restored, checked, sealed
+from maxlite.checkpoint.manager import Restored, seal_manifest, verify_manifest
 from maxlite.checkpoint.safetensors import TensorFile, read_metadata
 from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
@@ -36,12 +36,13 @@ from maxlite.distributed.object_collectives import all_gather_object, broadcast_
 
 _FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(safetensors|\d+\.tmp)")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis
-File = tuple[dict[str, Any], np.ndarray]  # manifest's body, bytes of the parts
+Content = tuple[dict[str, Any], np.ndarray]  # body of a file's manifest, bytes of its slices
+Snapshot = tuple[int, str]  # step, start of the run
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-  """A part of an array of the state, and where in a file's bytes it lies."""
+class StateSlice:
+  """A slice of an array of the state, and its offset in the bytes of a file."""
 
   leaf: str
   bounds: Bounds
@@ -61,29 +62,28 @@ class Part:
     return self.start + math.prod(self.shape) * self.dtype.itemsize
 
   def view(self, data: np.ndarray) -> np.ndarray:
-    """This part of a file's bytes, as an array."""
+    """Return this slice of a file's bytes as an array."""
     return data[self.start : self.stop].view(self.dtype).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Name:
-  """What a file's name says."""
+class FileName:
+  """The parts of a file's name."""
 
   step: int
   run_start: str
-  parts: str
+  slices_key: str
 
   @property
-  def moment(self) -> tuple[int, str]:
+  def snapshot(self) -> Snapshot:
     return self.step, self.run_start
 
-  @property
-  def file(self) -> str:
-    return f"{self.step}-{self.run_start}-{self.parts}.safetensors"
+  def __str__(self) -> str:
+    return f"{self.step}-{self.run_start}-{self.slices_key}.safetensors"
 
 
 class LocalCheckpoints:
-  """This process's part in a run's local checkpoints. All processes call every method together."""
+  """This process's local checkpoints. In a multi-process run all processes call every method."""
 
   def __init__(
     self,
@@ -92,175 +92,185 @@ class LocalCheckpoints:
     abstract_state: Any,
     report: Callable[[str], None],
   ):
-    """`run_id` tells the run from others, also from an earlier one of the same name.
+    """Create the folder and determine which slices this process writes.
 
-    Of `abstract_state` shapes, types and shardings are read; `report` gets a line where files of
-    local checkpoints are not used or cannot be written.
+    Args:
+      run_id: distinguishes the run from others, also from an earlier one of the same name.
+      abstract_state: shapes, dtypes and shardings of the state.
+      report: receives a line if files are not used or cannot be written.
 
     Raises:
-      UserError: local_checkpoint_directory is no folder that can be written.
+      UserError: local_checkpoint_directory is not writable.
     """
     self._shown = cfg.local_checkpoint_directory
     self._directory = Path(self._shown).expanduser().absolute() / run_id
     self._abstract, self._report = abstract_state, report
-    self._me = jax.process_index()
-    self._parts = _parts_of(self._me, abstract_state)
-    self._keys: list[str] = all_gather_object(_key(self._parts))
+    self._rank = jax.process_index()
+    self._slices = _slices_of(self._rank, abstract_state)
+    self._keys: list[str] = all_gather_object(_slices_key(self._slices))
     self._run_start: str = all_gather_object(secrets.token_hex(4))[0]
-    self._distance = _distance(self._keys) if cfg.local_checkpoint_replication else 0
-    self._peer = (self._me - self._distance) % jax.process_count()
-    self._peer_parts = _parts_of(self._peer, abstract_state) if self._distance else []
-    self._data = np.empty(_num_bytes(self._parts), np.uint8)
+    self._distance = _peer_distance(self._keys) if cfg.local_checkpoint_replication else 0
+    self._peer = (self._rank - self._distance) % jax.process_count()
+    self._peer_slices = _slices_of(self._peer, abstract_state) if self._distance else []
+    self._data = np.empty(_num_bytes(self._slices), np.uint8)
     self._writer = concurrent.futures.ThreadPoolExecutor(1, "local checkpoints")
     self._writing: concurrent.futures.Future[None] | None = None
-    self._newest: tuple[int, str] = (-1, "")  # moment whose files are all there
-    self._started = self._newest  # moment whose files are being written
-    self._is_open = True
+    self._latest: Snapshot = (-1, "")  # all of its files are written
+    self._started = self._latest  # its files are being written
+    self._is_enabled = True
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
       raise UserError(
         f"local_checkpoint_directory={self._shown}: {error.strerror}: name a folder that every "
-        "host can make and write, such as /dev/shm/maxlite"
+        "host can create and write, such as /dev/shm/maxlite"
       ) from None
 
   def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
-    """Copies this process's parts of `state` to host memory, and writes them while it goes on.
+    """Copy this process's slices of `state` to host memory and write them in the background.
 
-    Where one process could not write its last, none writes any more, and a line says so.
+    After a failed write on any process, a line is reported and nothing is written any more.
     """
-    self._settle()
-    if not self._is_open:
+    self._finish_write()
+    if not self._is_enabled:
       return
     leaves = leaves_by_path(state)
-    shards = {leaf: _shards(leaves[leaf]) for leaf in leaves}
-    for part in self._parts:
+    shards = {
+      name: {_bounds(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+      for name, leaf in leaves.items()
+    }
+    for part in self._slices:
       shards[part.leaf][part.bounds].copy_to_host_async()
-    for part in self._parts:
+    for part in self._slices:
       part.view(self._data)[...] = np.asarray(shards[part.leaf][part.bounds])
     body = {"step": step, "data": dict(data_state)}
-    files = [(Name(step, self._run_start, self._keys[self._me]), self._parts, self._data)]
+    files = [(FileName(step, self._run_start, self._keys[self._rank]), self._slices, self._data)]
     if self._distance:
-      copy = shift_bytes(self._data, _num_bytes(self._peer_parts), self._distance)
-      name = Name(step, self._run_start, self._keys[self._peer])
-      files.append((name, self._peer_parts, copy))
+      copy = shift_bytes(self._data, _num_bytes(self._peer_slices), self._distance)
+      name = FileName(step, self._run_start, self._keys[self._peer])
+      files.append((name, self._peer_slices, copy))
     self._started = (step, self._run_start)
     self._writing = self._writer.submit(self._write, files, body)
 
   def restore(self, newer_than: int) -> Restored | None:
-    """(state, data state, step) of the newest step above `newer_than` that is whole; or None.
+    """Return (state, data state, step) of the latest valid snapshot after step `newer_than`.
 
-    What is not taken is deleted.
+    Returns None if there is none. All other snapshots are deleted.
     """
-    held = [[Name(*name) for name in names] for names in all_gather_object(self._held())]
-    moments = sorted({name.moment for names in held for name in names}, reverse=True)
+    files = [[FileName(*name) for name in names] for names in all_gather_object(self._files())]
+    snapshots = sorted({name.snapshot for names in files for name in names}, reverse=True)
     newer_than = max(all_gather_object(newer_than))
-    newer, found = [moment for moment in moments if moment[0] > newer_than], None
-    for moment in newer:
-      if found := self._load(moment, held):
-        self._newest = moment
+    candidates, found = [s for s in snapshots if s[0] > newer_than], None
+    for snapshot in candidates:
+      if found := self._load(snapshot, files):
+        self._latest = snapshot
         break
-    if newer and found is None:
+    if candidates and found is None:
       self._report(
-        f"the local checkpoints in {self._shown}, up to step {moments[0][0]}, are not whole on "
-        "these hosts and this mesh: the shared one is taken"
+        f"the local checkpoints in {self._shown}, up to step {snapshots[0][0]}, are incomplete on "
+        "these hosts and this mesh: using the shared one"
       )
-    all_gather_object(None)  # all have read
-    self._delete_all_but(self._newest)
+    all_gather_object(None)  # all processes have read
+    self._delete_all_but(self._latest)
     return found
 
   def remove(self) -> None:
-    """Deletes all files of the run on this host, when it does not need them any more."""
+    """Delete all files of the run on this host."""
     if self._writing is not None:
       concurrent.futures.wait([self._writing])
     self._writer.shutdown()
     shutil.rmtree(self._directory, ignore_errors=True)
 
-  def _settle(self) -> None:
-    """Waits for the last write of every process; then what is older can go."""
+  def _finish_write(self) -> None:
+    """Wait for the last write of every process, then delete older snapshots."""
     if self._writing is None:
       return
     error = self._writing.exception()
     self._writing = None
-    failed = {n: why for n, why in enumerate(all_gather_object(str(error) if error else "")) if why}
+    errors = enumerate(all_gather_object(str(error) if error else ""))
+    failed = next(((rank, reason) for rank, reason in errors if reason), None)
     if failed:
-      process, why = next(iter(failed.items()))
       self._report(
-        f"process {process} cannot write local checkpoints to {self._shown}: {why}; going on "
-        "without them"
+        f"process {failed[0]} cannot write local checkpoints to {self._shown}: {failed[1]}; "
+        "continuing without them"
       )
-      self._is_open = False
+      self._is_enabled = False
       return
-    self._newest = self._started
-    self._delete_all_but(self._newest)
+    self._latest = self._started
+    self._delete_all_but(self._latest)
 
   def _write(
-    self, files: Sequence[tuple[Name, list[Part], np.ndarray]], body: Mapping[str, Any]
+    self, files: Sequence[tuple[FileName, list[StateSlice], np.ndarray]], body: Mapping[str, Any]
   ) -> None:
-    for name, parts, data in files:
-      path = self._directory / name.file
+    for name, slices, data in files:
+      path = self._directory / str(name)
       temporary = path.with_suffix(f".{os.getpid()}.tmp")
-      manifest = sealed({**body, "file": name.file, "crc32": zlib.crc32(data.data)})
-      tensors = {part.name: (part.dtype, part.shape) for part in parts}
+      manifest = seal_manifest({**body, "file": str(name), "crc32": zlib.crc32(data.data)})
+      tensors = {part.name: (part.dtype, part.shape) for part in slices}
       try:
         with contextlib.closing(
           TensorFile(temporary, tensors, {"manifest": json.dumps(manifest)})
         ) as file:
-          for part in parts:
+          for part in slices:
             file.write_rows(part.name, 0, part.view(data))
         temporary.rename(path)
       except OSError:
         temporary.unlink(missing_ok=True)
         raise
 
-  def _load(self, moment: tuple[int, str], held: Sequence[Sequence[Name]]) -> Restored | None:
-    """The state of a moment, each process's parts from its own file or another's; or None."""
-    of_moment = [{name.parts for name in names if name.moment == moment} for names in held]
-    if not set(self._keys) <= set.union(*of_moment):
+  def _load(self, snapshot: Snapshot, files: Sequence[Sequence[FileName]]) -> Restored | None:
+    """Load a snapshot: each process reads its own file or receives it; None if one is missing."""
+    held = [{name.slices_key for name in names if name.snapshot == snapshot} for names in files]
+    if not set(self._keys) <= set.union(*held):
       return None
-    found = self._read(Name(*moment, self._keys[self._me]))
-    has = all_gather_object(found is not None)
-    for key in sorted({key for key, there in zip(self._keys, has, strict=True) if not there}):
-      sources = [n for n, keys in enumerate(of_moment) if key in keys]
-      sources.sort(key=lambda n: not (has[n] and self._keys[n] == key))  # those that have read it
-      own = found if self._keys[self._me] == key else None
-      received = self._receive(Name(*moment, key), own, sources)
+    own_key = self._keys[self._rank]
+    content = self._read(FileName(*snapshot, own_key))
+    has = all_gather_object(content is not None)
+    for key in sorted({key for key, found in zip(self._keys, has, strict=True) if not found}):
+      sources = [rank for rank, keys in enumerate(held) if key in keys]
+      # First those that have read the file already.
+      sources.sort(key=lambda rank: not (has[rank] and self._keys[rank] == key))
+      already_read = content if own_key == key else None
+      received = self._receive(FileName(*snapshot, key), already_read, sources)
       if received is None:
         return None
-      if self._keys[self._me] == key:
-        found = found or received
-    assert found is not None
-    body, data = found
-    lost = [str(process) for process, there in enumerate(has) if not there]
-    told = f"; what process {', '.join(lost)} has lost, others sent" if lost else ""
-    self._report(f"step {moment[0]} is whole in the local checkpoints{told}")
-    return self._state(data), body["data"], moment[0]
+      if own_key == key:
+        content = content or received
+    assert content is not None
+    body, data = content
+    lost = [str(rank) for rank, found in enumerate(has) if not found]
+    note = f"; process {', '.join(lost)} received its slices from others" if lost else ""
+    self._report(f"step {snapshot[0]} is complete in the local checkpoints{note}")
+    return self._state(data), body["data"], snapshot[0]
 
-  def _receive(self, name: Name, own: File | None, sources: Sequence[int]) -> File | None:
-    """A file, from the first of `sources` that has it whole, `own` being what this one has read."""
+  def _receive(
+    self, name: FileName, already_read: Content | None, sources: Sequence[int]
+  ) -> Content | None:
+    """Broadcast a file from the first of `sources` that can read it."""
     for source in sources:
-      file = (own or self._read(name)) if source == self._me else None
-      body, num_bytes = all_gather_object((file[0], file[1].size) if file else (None, 0))[source]
+      content = (already_read or self._read(name)) if source == self._rank else None
+      description = (content[0], content[1].size) if content else (None, 0)
+      body, num_bytes = all_gather_object(description)[source]
       if body is not None:
-        return body, broadcast_bytes(file[1] if file else None, source, num_bytes)
+        return body, broadcast_bytes(content[1] if content else None, source, num_bytes)
     return None
 
-  def _read(self, name: Name) -> File | None:
-    """A file; None where it is not there, or not what was written."""
-    path = self._directory / name.file
+  def _read(self, name: FileName) -> Content | None:
+    """Read a file; None if it is missing or damaged."""
+    path = self._directory / str(name)
     try:
       metadata, start = read_metadata(path)
-      body = checked(json.loads(metadata["manifest"]))["body"]
+      body = verify_manifest(json.loads(metadata["manifest"]))["body"]
       data = np.fromfile(path, np.uint8, offset=start)
-    # Damage surfaces as whatever JSON, Unicode or the disk trip over, and is answered alike.
+    # A damaged file raises any error of JSON, Unicode or the file system.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
       return None
-    whole = body["file"] == name.file and body["crc32"] == zlib.crc32(data.data)
-    return (body, data) if whole else None
+    is_valid = body["file"] == str(name) and body["crc32"] == zlib.crc32(data.data)
+    return (body, data) if is_valid else None
 
   def _state(self, data: np.ndarray) -> Any:
-    """The state on this process's devices, from the bytes of its file."""
-    views = {(part.leaf, part.bounds): part.view(data) for part in self._parts}
+    """Build the state on this process's devices from the bytes of its file."""
+    views = {(part.leaf, part.bounds): part.view(data) for part in self._slices}
     leaves = {
       leaf: jax.make_array_from_single_device_arrays(
         like.shape,
@@ -274,29 +284,29 @@ class LocalCheckpoints:
     }
     return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves.values())
 
-  def _held(self) -> list[tuple[int, str, str]]:
-    """The names of all files of the run on this host."""
+  def _files(self) -> list[tuple[int, str, str]]:
+    """Return the parts of the names of all files of the run on this host."""
     found = [_FILE.fullmatch(path.name) for path in self._directory.iterdir()]
     return sorted((int(f[1]), f[2], f[3]) for f in found if f and f[4] == "safetensors")
 
-  def _delete_all_but(self, moment: tuple[int, str]) -> None:
-    """Deletes files of other moments, of any process on this host, but those of a later save.
+  def _delete_all_but(self, snapshot: Snapshot) -> None:
+    """Delete the files of other snapshots on this host, except those of a later save.
 
-    Another process on this host may be there already, and may delete the same.
+    Another process on this host may have started a later save, or delete the same files.
     """
     for path in self._directory.iterdir():
       if found := _FILE.fullmatch(path.name):
-        of_file = int(found[1]), found[2]
-        is_later = of_file[1] == self._run_start and of_file > moment
-        if of_file != moment and not is_later:
+        other = int(found[1]), found[2]
+        is_later = other[1] == self._run_start and other > snapshot
+        if other != snapshot and not is_later:
           path.unlink(missing_ok=True)
 
 
-def _parts_of(process: int, abstract_state: Any) -> list[Part]:
-  """What a process's devices hold of the state, each part once."""
-  parts: list[Part] = []
+def _slices_of(process: int, abstract_state: Any) -> list[StateSlice]:
+  """Return the slices of the state on a process's devices, each once."""
+  slices: list[StateSlice] = []
   leaves = sorted(leaves_by_path(abstract_state).items(), key=lambda item: -item[1].dtype.itemsize)
-  for leaf, like in leaves:  # the widest first, so that each is aligned
+  for leaf, like in leaves:  # widest dtype first, so that each slice is aligned
     indices = like.sharding.devices_indices_map(like.shape)
     own = {
       _bounds(index, like.shape)
@@ -304,31 +314,27 @@ def _parts_of(process: int, abstract_state: Any) -> list[Part]:
       if device.process_index == process
     }
     for bounds in sorted(own):
-      parts.append(Part(leaf, bounds, np.dtype(like.dtype), _num_bytes(parts)))
-  return parts
+      slices.append(StateSlice(leaf, bounds, np.dtype(like.dtype), _num_bytes(slices)))
+  return slices
 
 
-def _num_bytes(parts: Sequence[Part]) -> int:
-  return parts[-1].stop if parts else 0
+def _num_bytes(slices: Sequence[StateSlice]) -> int:
+  return slices[-1].stop if slices else 0
 
 
-def _key(parts: Sequence[Part]) -> str:
-  """Tells whether processes hold the same parts."""
-  text = "\n".join(f"{part.name} {part.dtype}" for part in parts)
+def _slices_key(slices: Sequence[StateSlice]) -> str:
+  """Return a hash that is equal for processes with the same slices."""
+  text = "\n".join(f"{part.name} {part.dtype}" for part in slices)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _distance(keys: Sequence[str]) -> int:
-  """How many places on the process is that keeps a copy; 0 where all parts are on two hosts."""
+def _peer_distance(keys: Sequence[str]) -> int:
+  """Return the rank offset of the process that keeps a copy; 0 if two hosts have every slice."""
   hosts, count = all_gather_object(socket.gethostname()), len(keys)
   if all(len({h for h, k in zip(hosts, keys, strict=True) if k == key}) > 1 for key in keys):
     return 0
-  apart = lambda distance: all(hosts[n] != hosts[(n + distance) % count] for n in range(count))
-  return next(filter(apart, range(1, count)), 1 % count)
-
-
-def _shards(leaf: jax.Array) -> dict[Bounds, jax.Array]:
-  return {_bounds(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+  is_other_host = lambda d: all(hosts[rank] != hosts[(rank + d) % count] for rank in range(count))
+  return next(filter(is_other_host, range(1, count)), 1 % count)
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:

@@ -1,7 +1,7 @@
-"""The parameters of a checkpoint, written and read in parts and by the folder Orbax keeps them in.
+"""Read and write the parameters of a checkpoint in chunks, in Orbax's format on disk.
 
-A checkpoint that is made of parts holds parameters and no other state: its manifest says
-`"data": null`, and training starts from them with an optimizer state of its own.
+A checkpoint written here has parameters and no other state: its manifest has `"data": null`, and
+training starts from it with a new optimizer state.
 """
 
 import functools
@@ -15,43 +15,34 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from flax import traverse_util
 
-from maxlite.checkpoint.checksum import part_checksum
-from maxlite.checkpoint.chunked_array import Index, Stream, cuts
-from maxlite.checkpoint.manager import PARAMS, Manifest, sealed
+from maxlite.checkpoint.checksum import chunk_checksum
+from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split
+from maxlite.checkpoint.manager import PARAMS, Manifest, manifest_leaves, seal_manifest
 from maxlite.config.errors import UserError
 
 METADATA = "_CHECKPOINT_METADATA"
 
 
-def write_parameters(directory: Path, streams: Mapping[str, Stream]) -> None:
-  """Writes the checkpoint `directory`, which is new, from {path: Stream} of all parameters."""
-  handler = _StreamHandler()
-  tree: dict[str, Any] = {}
-  for path, stream in streams.items():
-    *parents, name = path.split("/")
-    functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[name] = stream
-  arrays = (jax.Array, ocp.type_handlers.ArrayHandler())  # there are none, yet Orbax asks for it
-  registry = ocp.type_handlers.create_type_handler_registry((Stream, handler), arrays)
+def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> None:
+  """Write a new checkpoint `directory` with {path: ChunkedArray} of all parameters."""
+  handler = _ChunkedArrayHandler()
+  arrays = (jax.Array, ocp.type_handlers.ArrayHandler())  # unused, but Orbax requires it
+  registry = ocp.type_handlers.create_type_handler_registry((ChunkedArray, handler), arrays)
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as writer:
-    writer.save(directory / "state", args=ocp.args.PyTreeSave({"params": tree}))
-  leaves = {
-    PARAMS + path: {
-      "shape": list(stream.shape),
-      "dtype": str(stream.dtype),
-      "checksum": handler.checksums[PARAMS + path],
-    }
-    for path, stream in streams.items()
-  }
-  manifest = sealed({"leaves": leaves, "data": None})
+    tree = {"params": traverse_util.unflatten_dict(dict(params), sep="/")}
+    writer.save(directory / "state", args=ocp.args.PyTreeSave(tree))
+  leaves = {PARAMS + path: chunked for path, chunked in params.items()}
+  body = {"leaves": manifest_leaves(leaves, handler.checksums), "data": None}
   with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
-    writer.save(directory / "manifest", args=ocp.args.JsonSave(manifest))
-  # Orbax's manager of checkpoints, which writes both at once, looks for this in each of its own.
+    writer.save(directory / "manifest", args=ocp.args.JsonSave(seal_manifest(body)))
+  # Orbax's CheckpointManager, which writes both items at once, expects this file in a checkpoint.
   shutil.copyfile(directory / "manifest" / METADATA, directory / METADATA)
 
 
 class StoredParameters:
-  """The parameters of the checkpoint in `directory`, whose manifest is given, read in parts."""
+  """Reads the parameters of the checkpoint in `directory` in chunks."""
 
   def __init__(self, directory: Path, manifest: Manifest):
     self.directory = directory
@@ -63,30 +54,30 @@ class StoredParameters:
     self._open = functools.cache(self._open_array)
 
   def read(self, path: str, index: Index) -> np.ndarray:
-    """The part of a parameter at `index`.
+    """Read the part of a parameter at `index`.
 
     Raises:
       UserError: it cannot be read.
     """
     try:
       part = self._open(path)[index].read().result()
-    except ValueError as error:  # as TensorStore raises it for whatever it cannot read
+    except ValueError as error:  # TensorStore raises it whenever it cannot read
       first = str(error).split("\n", 1)[0].split(" See full", 1)[0][:200]
       raise UserError(f"checkpoint {self.directory} is damaged: {path}: {first}") from None
     shape = tuple(self.leaves[path]["shape"])
-    for cut in cuts(index, part.dtype):
+    for chunk in split(index, part.dtype):
       inside = tuple(
-        slice(c.start - i.start, c.stop - i.start) for c, i in zip(cut, index, strict=True)
+        slice(c.start - i.start, c.stop - i.start) for c, i in zip(chunk, index, strict=True)
       )
-      added = part_checksum(part[inside], [axis.start for axis in cut], shape)
+      added = chunk_checksum(part[inside], [axis.start for axis in chunk], shape)
       self._checksums[path] = (self._checksums.get(path, 0) + added) % 2**32
     return part
 
-  def require_whole(self) -> None:
-    """Checks what was read since it was opened, every element of a parameter once.
+  def verify(self) -> None:
+    """Verify all that was read, if every element of these parameters was read once.
 
     Raises:
-      UserError: these are not the bits that were saved.
+      UserError: the bits are not those that were saved.
     """
     for path, checksum in self._checksums.items():
       if checksum != self.leaves[path]["checksum"]:
@@ -101,8 +92,8 @@ class StoredParameters:
     return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
 
-class _StreamHandler(ocp.type_handlers.TypeHandler):
-  """Has Orbax write Streams as the arrays they are, and keeps their checksums by name."""
+class _ChunkedArrayHandler(ocp.type_handlers.TypeHandler):
+  """Lets Orbax write a ChunkedArray like an array, and collects checksums by name."""
 
   def __init__(self) -> None:
     self.checksums: dict[str, int] = {}
@@ -112,18 +103,18 @@ class _StreamHandler(ocp.type_handlers.TypeHandler):
 
   async def serialize(
     self,
-    values: Sequence[Stream],
+    values: Sequence[ChunkedArray],
     infos: Sequence[ocp.type_handlers.ParamInfo],
     args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
   ) -> Sequence[Future]:
-    for stream, info in zip(values, infos, strict=True):
+    for chunked, info in zip(values, infos, strict=True):
       await info.await_path_creation()
-      store = await _create(stream, info)
+      store = await _create_store(chunked, info)
       checksum = 0
-      for index, part in stream.parts():
+      for index, chunk in chunked.chunks():
         start = [axis.start for axis in index]
-        checksum = (checksum + part_checksum(part, start, stream.shape)) % 2**32
-        await store[index].write(part)
+        checksum = (checksum + chunk_checksum(chunk, start, chunked.shape)) % 2**32
+        await store[index].write(chunk)
       self.checksums[info.name.replace(".", "/")] = checksum
     return []
 
@@ -134,14 +125,14 @@ class _StreamHandler(ocp.type_handlers.TypeHandler):
     raise NotImplementedError("arrays are read by Orbax's own handler")
 
 
-async def _create(stream: Stream, info: ocp.type_handlers.ParamInfo) -> ts.TensorStore:
-  """The store of `stream` in an unfinished checkpoint, in chunks of its parts."""
+async def _create_store(chunked: ChunkedArray, info: ocp.type_handlers.ParamInfo) -> ts.TensorStore:
+  """Create the array in an unfinished checkpoint, with the array's chunks."""
   spec = ocp.type_handlers.get_json_tspec_write(
     info,
     use_ocdbt=info.is_ocdbt_checkpoint,
-    global_shape=stream.shape,
-    local_shape=stream.part_shape,
-    dtype=stream.dtype,
+    global_shape=chunked.shape,
+    local_shape=chunked.chunk_shape,
+    dtype=chunked.dtype,
     process_index=0,
   )
   return await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)

@@ -1,4 +1,4 @@
-"""The folder of a run: where its files are, and which config it was made with."""
+"""The folder of a run: the paths of its files, and its saved config."""
 
 import itertools
 import secrets
@@ -18,26 +18,26 @@ Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
 
 
 class RunFolder:
-  """The paths of one run's files; nothing is created before it is written."""
+  """The paths of a run's files; creates nothing until something is written."""
 
   def __init__(self, directory: Path):
     self.directory = Path(directory)
     self.config = self.directory / "config.yml"
-    self.model = self.directory / MODEL_FILE  # of a run that was imported
-    self.tokenizer = self.directory / "tokenizer"  # likewise
+    self.model = self.directory / MODEL_FILE  # the model's keys, of an imported run
+    self.tokenizer = self.directory / "tokenizer"  # of an imported run
     self.metrics = self.directory / "metrics.jsonl"
     self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"
-    self.timeline = self.directory / "timeline.png"  # of a run that has phases
+    self.timeline = self.directory / "timeline.png"  # of a run with phases
     self.expert_load = self.directory / "expert_load.jsonl"
     self.expert_map = self.directory / "expert_load.png"
     self.tensorboard = self.directory / "tensorboard"
     self.checkpoints = self.directory / "checkpoints"
     self.profile = self.directory / "profile"
-    self._run_id = self.directory / "run_id"  # of a run that has local checkpoints
+    self._run_id = self.directory / "run_id"  # of a run with local checkpoints
 
   def run_id(self) -> str:
-    """Tells this run from an earlier one in a folder of this name; made where there is none."""
+    """Return the id, created if missing, that distinguishes this run from earlier ones."""
     if not self._run_id.exists():
       self.directory.mkdir(parents=True, exist_ok=True)
       new = self._run_id.with_suffix(".tmp")
@@ -46,13 +46,13 @@ class RunFolder:
     return self._run_id.read_text()
 
   def config_changes(self, values: Mapping[str, Any]) -> Changes | None:
-    """What `values`, of all keys, change in the config this run was last started with.
+    """Return how `values`, of all keys, differ from the saved config; None at the first start.
 
-    None where this is its first start. Of an imported run that has not been trained, all may change
-    but the model that was imported.
+    Keys that shape the model may not change. An imported run that has not been trained may change
+    all keys except those of the imported model.
 
     Raises:
-      UserError: a key that shapes the model differs: the run's weights would not fit.
+      UserError: such a key differs, so that the run's weights would not fit.
     """
     if not self.config.exists():
       return None
@@ -62,7 +62,7 @@ class RunFolder:
       for name, pair in changes.items()
       if KEYS[name].field.shapes_model and not _only_data(name, *pair)
     }
-    if self.model.exists() and not self.metrics.exists():  # imported, and not trained yet
+    if self.model.exists() and not self.metrics.exists():  # imported but not trained yet
       imported = {setting.name for setting in read_file(self.model, "run folder")}
       fixed = {name: pair for name, pair in fixed.items() if name in imported}
     if fixed:
@@ -75,7 +75,7 @@ class RunFolder:
     return changes
 
   def save_config(self, changes: Changes | None, save: Callable[[Path], None]) -> None:
-    """Has `save(path)` write config.yml, if it is new; the one before is kept as config.N.yml."""
+    """Write config.yml with `save(path)` if it changed; the previous is kept as config.N.yml."""
     if changes is not None and not changes:
       return
     if changes is not None:
@@ -85,5 +85,5 @@ class RunFolder:
 
 
 def _only_data(name: str, before: Any, now: Any) -> bool:
-  """Whether two values of `phases` differ only in what is read: weights do not depend on that."""
+  """Return whether two values of `phases` differ only in their data, which shape no weights."""
   return name == "phases" and without_data(before) == without_data(now)

@@ -1,7 +1,7 @@
-"""safetensors files by the byte range, so that a tensor is never whole in host memory.
+"""Read and write safetensors files by byte range, so that no tensor is whole in host memory.
 
-The library maps a file into memory to read it and takes all tensors at once to write it; here it
-only checks what is read.
+The safetensors library memory-maps a file to read it and writes all tensors at once. Here it only
+validates headers.
 """
 
 import contextlib
@@ -27,24 +27,24 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
   np.dtype(name): short
   for name, short in (("float64", "F64"), ("int32", "I32"), ("uint32", "U32"), ("bool", "BOOL"))
 }
-PACKED = {"U8": np.dtype("uint8")}  # of what is not weights as it lies (mxfp4.py)
-ALIGNMENT = 8  # [bytes] of where tensors start in a file
+PACKED = {"U8": np.dtype("uint8")}  # of packed weights (mxfp4.py)
+ALIGNMENT = 8  # [bytes] of the first tensor in a file
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-  """Where a tensor lies."""
+class TensorEntry:
+  """The location of a tensor in a file."""
 
   path: Path
-  dtype: str  # as the file spells it
+  dtype: str  # as spelled in the file
   shape: tuple[int, ...]
   start: int  # [bytes] from the beginning of the file
 
   def read_rows(self, low: int, high: int) -> np.ndarray:
-    """Rows [low, high) along the first axis.
+    """Read rows [low, high) along the first axis.
 
     Raises:
-      UserError: the file ends before them.
+      UserError: the file is truncated.
     """
     dtype, shape = (DTYPES | PACKED)[self.dtype], (high - low, *self.shape[1:])
     rows = np.empty(shape, dtype)
@@ -59,30 +59,31 @@ class Tensor:
     return rows
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
-  """{name: Tensor} of a file, checked: tensors lie within it, and cover it without a gap.
+def read_header(path: Path) -> dict[str, TensorEntry]:
+  """Return {name: entry} of a file, after validating that tensors cover it without gaps.
 
   Raises:
-    UserError: the file is none of safetensors, or damaged.
+    UserError: the file is not in safetensors format, or damaged.
   """
   try:
     with safe_open(path, framework="np"):
       pass
   except (SafetensorError, OSError) as error:
-    raise UserError(f"{path} is no whole safetensors file ({error}): copy it again") from None
+    raise UserError(f"{path} is not a complete safetensors file ({error}): copy it again") from None
   with path.open("rb") as file:
     num_bytes = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(num_bytes))
   header.pop("__metadata__", None)
   return {
-    name: Tensor(path, entry["dtype"], tuple(entry["shape"]), 8 + num_bytes + offset)
+    name: TensorEntry(
+      path, entry["dtype"], tuple(entry["shape"]), 8 + num_bytes + entry["data_offsets"][0]
+    )
     for name, entry in header.items()
-    for offset in entry["data_offsets"][:1]
   }
 
 
 def read_metadata(path: Path) -> tuple[dict[str, str], int]:
-  """(what `TensorFile` was told beside the tensors, where they start [bytes]), unchecked."""
+  """Return (metadata of a TensorFile, offset of its tensors [bytes]) without validation."""
   with path.open("rb") as file:
     num_bytes = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(min(num_bytes, path.stat().st_size)))
@@ -90,7 +91,7 @@ def read_metadata(path: Path) -> tuple[dict[str, str], int]:
 
 
 class TensorFile:
-  """A file of `tensors`, {name: (dtype, shape)}, written in any order once it is opened."""
+  """A file with `tensors`, {name: (dtype, shape)}, which can be written in any order."""
 
   def __init__(
     self,
@@ -118,14 +119,14 @@ class TensorFile:
       raise
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
-    """Writes rows of a tensor from the row `low` on."""
+    """Write rows of a tensor, starting at row `low`."""
     rows = np.ascontiguousarray(rows)
     bytes_each = math.prod(rows.shape[1:]) * rows.itemsize
     self._file.seek(self._first + self._offsets[name] + low * bytes_each)
     self._file.write(rows.reshape(-1).view(np.uint8).data)
 
   def close(self) -> None:
-    """Returns when all is on disk."""
+    """Return when all is on disk."""
     self._file.flush()
     os.fsync(self._file.fileno())
     self._file.close()

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlite.checkpoint.chunked_array import Index, Stream
+from maxlite.checkpoint.chunked_array import ChunkedArray, Index
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
@@ -103,7 +103,7 @@ def to_hf(argv: Sequence[str]) -> str:
     write_json(made / "config.json", hf | told)
     read = lambda path, index: read_merged(stored, path, index, cfg.model.lora.lora_alpha)
     write_weights(made, family, model, params, read)
-    stored.require_whole()
+    stored.verify()
 
   _write_whole(target, write)
   line = f"{target}: {_count(params):,} parameters of {stored.directory} as {family.model_type}"
@@ -134,7 +134,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   def write(made: Path) -> None:
     write_adapter(made, family, model, folder, adapters, stored.read)
     _require_untrained(streams, stored, directory)
-    stored.require_whole()
+    stored.verify()
 
   _write_whole(target, write)
   return f"{target}: {_count(adapters):,} parameters of {stored.directory} for {directory}"
@@ -155,11 +155,11 @@ def _of_effect(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
 
 
 def _require_untrained(
-  streams: Mapping[str, Stream], stored: StoredParameters, directory: Path
+  streams: Mapping[str, ChunkedArray], stored: StoredParameters, directory: Path
 ) -> None:
   """Raises UserError unless the stored parameters are those of `streams`, to the bit."""
   for path, stream in streams.items():
-    for index, part in stream.parts():
+    for index, part in stream.chunks():
       if stored.read(path, index).tobytes() != part.tobytes():
         raise UserError(
           f"{directory} has other weights than those the adapters stand beside ({path}): name the "
@@ -185,7 +185,7 @@ def upcycle(argv: Sequence[str]) -> str:
 
   def write(made: Path) -> None:
     _write_run(RunFolder(made), cfg, {name: flat[name] for name in (*fixed, *TOKENIZER)}, streams)
-    stored.require_whole()
+    stored.verify()
 
   _write_whole(target.directory, write)
   return f"{target.directory}: {_count(params):,} parameters of {stored.directory}"
@@ -218,7 +218,7 @@ def _new_run(cfg: Config) -> RunFolder:
 def _stored(cfg: Config) -> StoredParameters:
   """The newest checkpoint's parameters of the run that `cfg` names."""
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=lambda line: None)
-  return StoredParameters(*checkpoints.newest())
+  return StoredParameters(*checkpoints.latest())
 
 
 def _require_kept(keys: Mapping[str, Any], flat: Mapping[str, Any], file: str) -> None:
@@ -232,7 +232,7 @@ def _require_kept(keys: Mapping[str, Any], flat: Mapping[str, Any], file: str) -
 
 
 def _write_run(
-  folder: RunFolder, cfg: Config, fixed: Mapping[str, Any], streams: Mapping[str, Stream]
+  folder: RunFolder, cfg: Config, fixed: Mapping[str, Any], streams: Mapping[str, ChunkedArray]
 ) -> None:
   """Writes a run that starts from `streams`, and keeps the keys `fixed` whatever files say."""
   save_resolved(cfg, folder.config)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlite.checkpoint.chunked_array import Index, Stream, cuts
-from maxlite.checkpoint.safetensors import DTYPES, Tensor, TensorFile
+from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split
+from maxlite.checkpoint.safetensors import DTYPES, TensorEntry, TensorFile
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import Family
@@ -23,8 +23,8 @@ VOCAB = "v"  # the axis along which ours may have more than theirs
 
 def streams_from_hf(
   directory: Path, family: Family, cfg: ModelConfig, vocab_size: int, params: Mapping[str, Any]
-) -> dict[str, Stream]:
-  """{path: Stream} of `params`, {path: shape and type}, from the weights in `directory`.
+) -> dict[str, ChunkedArray]:
+  """{path: ChunkedArray} of `params`, {path: shape and type}, from the weights in `directory`.
 
   Weights have `vocab_size` rows; what ours have beyond them is zero. Nothing is read yet but the
   files' headers.
@@ -131,7 +131,7 @@ def _narrowed(tie: Tie, vocab_size: int) -> Tie:
 
 
 def _copies_of_the_embedding(
-  family: Family, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tie]
+  family: Family, tensors: Mapping[str, TensorEntry], wanted: Mapping[str, Tie]
 ) -> set[str]:
   """Output projections that a tied model's files hold though they are the embedding, bit by bit."""
   outer = {row.paths[0]: row.theirs for row in family.outer}
@@ -145,7 +145,7 @@ def _copies_of_the_embedding(
   return {copy}
 
 
-def _require_fit(tie: Tie, tensor: Tensor) -> None:
+def _require_fit(tie: Tie, tensor: TensorEntry) -> None:
   if tensor.shape != tie.shape:
     raise UserError(
       f"{tensor.path} has {tie.tensor} of shape {list(tensor.shape)}, and config.json makes it "
@@ -158,7 +158,9 @@ def _require_fit(tie: Tie, tensor: Tensor) -> None:
     )
 
 
-def _stream(path: str, made: list[Tie], tensors: Mapping[str, Tensor], leaf: Any) -> Stream:
+def _stream(
+  path: str, made: list[Tie], tensors: Mapping[str, TensorEntry], leaf: Any
+) -> ChunkedArray:
   shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
 
   def parts() -> Iterator[tuple[Index, np.ndarray]]:
@@ -169,11 +171,11 @@ def _stream(path: str, made: list[Tie], tensors: Mapping[str, Tensor], leaf: Any
 
   first = next(made[0].blocks())
   index = dict(first.targets())[path]
-  return Stream(shape, dtype, tuple(axis.stop - axis.start for axis in index), parts)
+  return ChunkedArray(shape, dtype, tuple(axis.stop - axis.start for axis in index), parts)
 
 
 def _read(
-  path: str, block: Block, tensor: Tensor, dtype: np.dtype
+  path: str, block: Block, tensor: TensorEntry, dtype: np.dtype
 ) -> Iterator[tuple[Index, np.ndarray]]:
   targets = block.targets()
   if path in dict(targets):
@@ -192,5 +194,5 @@ def _padding(
   axis = tie.layout.ours.index(VOCAB)
   whole: list[slice] = [slice(0, size) for size in shape]
   whole[axis] = slice(tie.sizes[axis], shape[axis])
-  for cut in cuts(tuple(whole), dtype):
+  for cut in split(tuple(whole), dtype):
     yield cut, np.zeros([span.stop - span.start for span in cut], dtype)

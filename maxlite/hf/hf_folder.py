@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlite.checkpoint.safetensors import Tensor, TensorFile, read_header
+from maxlite.checkpoint.safetensors import TensorEntry, TensorFile, read_header
 from maxlite.config.errors import UserError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -26,8 +26,8 @@ def read_config(directory: Path) -> dict[str, Any]:
   return read_object(directory / CONFIG)
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-  """{name: Tensor} of all weights of the folder.
+def read_tensors(directory: Path) -> dict[str, TensorEntry]:
+  """{name: TensorEntry} of all weights of the folder.
 
   Raises:
     UserError: weights are missing, damaged, or not where the index says they are.
@@ -42,7 +42,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
   file_of = read_object(index).get("weight_map")
   if not isinstance(file_of, dict) or not all(isinstance(v, str) for v in file_of.values()):
     raise UserError(f'{index} has no "weight_map" from tensors to files: copy it again')
-  tensors: dict[str, Tensor] = {}
+  tensors: dict[str, TensorEntry] = {}
   for name in sorted(set(file_of.values())):
     if Path(name).name != name or not (directory / name).is_file():
       raise UserError(f"{index} names the file {name!r}, which is not in {directory}")

@@ -139,7 +139,8 @@ def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer,
   stored = trainer_of_model(cfg.model, mesh).abstract_state.params
   trainer = trainer_of_model(_with_dtype(cfg.model, dtype) if dtype else cfg.model, mesh)
   checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=_to_stderr)
-  params, _ = checkpoints.restore_params(stored)
+  parts, _ = checkpoints.restore_parts({"params": stored})
+  params = parts["params"]
   wanted = trainer.abstract_state.params
   return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, wanted)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlite.checkpoint.safetensors import DTYPES, Tensor
+from maxlite.checkpoint.safetensors import DTYPES, TensorEntry
 from maxlite.config.errors import UserError
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -19,17 +19,17 @@ NUMBERS = np.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(Tensor):
+class Packed(TensorEntry):
   """What reads like a tensor [E, D, F] of bfloat16, and lies as blocks [E, F, D / 32, 16]."""
 
-  scales: Tensor  # [E, F, D / 32]
+  scales: TensorEntry  # [E, F, D / 32]
 
   def read_rows(self, low: int, high: int) -> np.ndarray:
     """Experts [low, high)."""
     num_experts, num_channels, num_rows = self.shape
     shape = (num_experts, num_rows, num_channels // 32, 16)
     # Two numbers a byte, the lower four bits first.
-    packed = Tensor(self.path, "U8", shape, self.start).read_rows(low, high)
+    packed = TensorEntry(self.path, "U8", shape, self.start).read_rows(low, high)
     numbers = np.stack([NUMBERS[packed & 15], NUMBERS[packed >> 4]], axis=-1)
     exponents = self.scales.read_rows(low, high).astype(np.int32) - BIAS
     numbers = np.ldexp(numbers, exponents[..., None, None])
@@ -37,7 +37,7 @@ class Packed(Tensor):
     return rows_EFD.swapaxes(1, 2)
 
 
-def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
   """`tensors` with one X for every X_blocks that has an X_scales.
 
   Raises:
@@ -51,7 +51,7 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
   return made
 
 
-def _packed(name: str, blocks: Tensor, scales: Tensor) -> Packed:
+def _packed(name: str, blocks: TensorEntry, scales: TensorEntry) -> Packed:
   fit = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, 16)
   if not fit or {blocks.dtype, scales.dtype} != {"U8"}:
     raise UserError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlite.checkpoint.chunked_array import Index, steps
+from maxlite.checkpoint.chunked_array import Index, split_range
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.axis_layout import Layout, layout
@@ -42,7 +42,7 @@ class Tie:
     size = self.sizes[axis]
     rows_each = self.shape[0] // size if size else 0
     bytes_each = math.prod(self.sizes) // max(size, 1) * self.dtype.itemsize
-    for low, high in steps(size, bytes_each):
+    for low, high in split_range(size, bytes_each):
       sizes = (*self.sizes[:axis], high - low, *self.sizes[axis + 1 :])
       yield Block(self, axis, low, sizes, (low * rows_each, high * rows_each))
 

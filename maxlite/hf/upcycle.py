@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlite.checkpoint.chunked_array import Index, Stream
+from maxlite.checkpoint.chunked_array import ChunkedArray, Index
 from maxlite.checkpoint.parameters import StoredParameters
 from maxlite.config import Config, load_config
 from maxlite.config.errors import UserError
@@ -78,22 +78,22 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
 
 def upcycled_streams(
   stored: StoredParameters, params: Mapping[str, Any], cfg: Config
-) -> dict[str, Stream]:
-  """{path: Stream} of the mixture's `params`, {path: shape and type}."""
+) -> dict[str, ChunkedArray]:
+  """{path: ChunkedArray} of the mixture's `params`, {path: shape and type}."""
   streams = {}
   for path, leaf in params.items():
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     num_layers = shape[0] if cfg.model.scan_layers and path.startswith("layers/") else 0
     if path.endswith(ROUTER):
       parts = functools.partial(_random, path, shape, dtype, cfg.run.init_weights_seed)
-      streams[path] = Stream(shape, dtype, shape, parts)
+      streams[path] = ChunkedArray(shape, dtype, shape, parts)
     else:
       ours = next((end for end in SOURCES if path.endswith(end)), "")
       source = path.removesuffix(ours) + SOURCES.get(ours, "")
       num_experts = cfg.model.moe.num_experts if ours in EXPERTS else 0
       parts = functools.partial(_copies, stored, source, num_layers, num_experts)
       fixed = (num_layers > 0) + (num_experts > 0)
-      streams[path] = Stream(shape, dtype, (1,) * fixed + shape[fixed:], parts)
+      streams[path] = ChunkedArray(shape, dtype, (1,) * fixed + shape[fixed:], parts)
   return streams
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from maxlite import __version__
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
-from maxlite.checkpoint.manager import Checkpoints, NotWritten, Restored
+from maxlite.checkpoint.manager import Checkpoints, CheckpointWriteError, Restored
 from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, describe_changes, exit_on_user_error, save_resolved
@@ -120,7 +120,7 @@ def _train_and_save(run: Run, state: TrainState, stream: TrainStream, first_step
       if run.checkpoints and (jax.process_count() == 1 or sys.exception() is None):
         with run.stopwatch.during("checkpoint"):
           run.checkpoints.close()
-  except NotWritten as error:
+  except CheckpointWriteError as error:
     sys.stderr.write(f"maxlite.train: {error}; the checkpoints before it are whole\n")
     raise SystemExit(1) from error
 

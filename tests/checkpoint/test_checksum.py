@@ -1,4 +1,4 @@
-"""Checksums: the same wherever an array lies, another for any other bits."""
+"""Checksums do not depend on the sharding and change with any bit."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def bits_of(dtype):
 
 def array(dtype):
   x = bits_of(dtype).view(dtype)
-  if dtype == jnp.bfloat16:  # as tests are compiled, not all programs keep odd NaNs and subnormals
+  if dtype == jnp.bfloat16:  # unoptimized programs may change NaNs and subnormals
     x = bits_of(jnp.float32).view(np.int32).astype(dtype)
   return jnp.asarray(x)
 
@@ -37,8 +37,8 @@ def test_every_single_bit_changes_the_checksum(dtype):
   flips = np.eye(8 * bits.size, dtype=np.uint8).reshape(8 * bits.size, bits.size, 8)
   damaged = bits ^ np.packbits(flips, axis=-1)[..., 0]
   rows = {str(i): jnp.asarray(row.view(jnp.dtype(dtype))) for i, row in enumerate(damaged)}
-  whole = tree_checksums(jnp.asarray(bits.view(jnp.dtype(dtype))))[""]
-  assert whole not in tree_checksums(rows).values()
+  undamaged = tree_checksums(jnp.asarray(bits.view(jnp.dtype(dtype))))[""]
+  assert undamaged not in tree_checksums(rows).values()
 
 
 def test_swapping_any_two_elements_changes_the_checksum():
@@ -63,7 +63,7 @@ def test_names_are_paths_and_scalars_and_empty_arrays_have_checksums():
   assert list(tree_checksums(tree)) == ["a/0", "a/1/b", "c"]
 
 
-def test_hash_tells_names_shapes_types_and_bits_apart():
+def test_the_hash_depends_on_names_shapes_dtypes_and_bits():
   x = jnp.zeros((2, 3))
   trees = [
     {"a": x},

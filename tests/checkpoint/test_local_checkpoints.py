@@ -1,4 +1,4 @@
-"""Local checkpoints: what comes back is what was saved, or nothing; of one step and one start."""
+"""Local checkpoints restore exactly one saved snapshot, or nothing."""
 
 import resource
 import shutil
@@ -18,22 +18,22 @@ SPECS = {"a": jax.P("fsdp"), "b": jax.P(None, "tensor"), "c": jax.P(), "d": jax.
 
 
 def sharded(step, fsdp=4, tensor=2):
-  """A state that differs with the step, of several types, scalars and replicas."""
+  """A state that depends on the step, with several dtypes, a scalar and replicas."""
   degrees = {"fsdp": fsdp, "tensor": tensor}
   mesh = build_mesh([degrees.get(axis, 1) for axis in MESH_AXES], (1,) * len(MESH_AXES))
-  draw = np.random.default_rng(step)
-  bits = draw.integers(2**16, size=(4, 4), dtype=np.uint16)
+  rng = np.random.default_rng(step)
+  bits = rng.integers(2**16, size=(4, 4), dtype=np.uint16)
   host = {
-    "a": draw.standard_normal(8).astype(np.float32),
+    "a": rng.standard_normal(8).astype(np.float32),
     "b": jax.lax.bitcast_convert_type(bits, jnp.bfloat16),  # NaNs too
     "c": np.asarray(step, np.int32),
-    "d": draw.integers(2, size=(8, 8)).astype(bool),
+    "d": rng.integers(2, size=(8, 8)).astype(bool),
   }
   return {name: jax.device_put(host[name], NamedSharding(mesh, SPECS[name])) for name in host}
 
 
 class Start:
-  """A start of the run whose local checkpoints lie in `folder`, and what it reports."""
+  """A start of the run with local checkpoints in `folder`, and the lines it reports."""
 
   def __init__(self, folder, like=None, run_id="run", **keys):
     self.lines = []
@@ -45,14 +45,14 @@ class Start:
     self.local = LocalCheckpoints(cfg, run_id, abstract, self.lines.append)
 
   def save(self, *steps):
-    """Saves these, and waits until the last is written, as a later save would."""
+    """Save these steps and wait until the last is written, as a later save would."""
     for step in steps:
       self.local.save(step, sharded(step), {"num_batches": step})
     self.local._writer.submit(lambda: None).result()
     return self
 
   def restored(self, newer_than=0):
-    """The step that comes back, whose state and place in the data are those saved; or None."""
+    """Restore; return the step, after checking the state and data position, or None."""
     found = self.local.restore(newer_than)
     if found is None:
       return None
@@ -79,16 +79,16 @@ def files(folder):
   return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-def test_the_newest_comes_back_bit_for_bit_and_two_are_kept(tmp_path):
+def test_the_latest_is_restored_bitwise_and_two_are_kept(tmp_path):
   Start(tmp_path).save(1, 2, 3)
   assert [name.split("-")[0] for name in files(tmp_path)] == ["2", "3"]
   again = Start(tmp_path)
   assert again.restored() == 3
-  assert again.lines == ["step 3 is whole in the local checkpoints"]
+  assert again.lines == ["step 3 is complete in the local checkpoints"]
   assert [name.split("-")[0] for name in files(tmp_path)] == ["3"]
 
 
-def test_the_state_may_change_as_soon_as_save_returns(tmp_path):
+def test_the_state_may_be_donated_once_save_returns(tmp_path):
   local, state = Start(tmp_path).local, sharded(1)
   local.save(1, state, {"num_batches": 1})
   change = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf ^ leaf, state), donate_argnums=0)
@@ -98,14 +98,14 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path):
 
 
 @pytest.mark.parametrize("where", [0.0, 0.1, 0.999])
-def test_a_damaged_file_is_not_taken_but_the_one_before_it(tmp_path, where):
+def test_a_damaged_file_is_skipped(tmp_path, where):
   Start(tmp_path).save(1, 2)
   (newest,) = tmp_path.rglob("2-*")
   flip_byte(newest, where)
   assert Start(tmp_path).restored() == 1
 
 
-def test_a_file_cut_short_or_unfinished_is_not_taken(tmp_path):
+def test_a_truncated_or_unfinished_file_is_skipped(tmp_path):
   Start(tmp_path).save(1, 2)
   (newest,) = tmp_path.rglob("2-*")
   newest.write_bytes(newest.read_bytes()[:-1])
@@ -115,7 +115,7 @@ def test_a_file_cut_short_or_unfinished_is_not_taken(tmp_path):
   assert len(files(tmp_path)) == 1
 
 
-def test_a_file_is_of_the_step_that_its_name_says(tmp_path):
+def test_a_renamed_file_is_skipped(tmp_path):
   Start(tmp_path).save(1)
   (path,) = tmp_path.rglob("1-*")
   path.rename(path.with_name(path.name.replace("1-", "9-", 1)))
@@ -123,25 +123,25 @@ def test_a_file_is_of_the_step_that_its_name_says(tmp_path):
 
 
 @pytest.mark.parametrize("degrees", [{"fsdp": 8, "tensor": 1}, {"fsdp": 2, "tensor": 4}], ids=str)
-def test_on_another_mesh_the_shared_one_is_taken(tmp_path, degrees):
-  """Also where it cuts the state into as many parts."""
+def test_another_mesh_uses_the_shared_checkpoint(tmp_path, degrees):
+  """Also if the mesh has the same number of shards."""
   Start(tmp_path).save(1)
   again = Start(tmp_path, sharded(0, **degrees))
   assert again.restored() is None
   (line,) = again.lines
-  assert "up to step 1, are not whole on these hosts and this mesh: the shared one" in line
+  assert "up to step 1, are incomplete on these hosts and this mesh: using the shared one" in line
   assert not files(tmp_path)
 
 
 @pytest.mark.parametrize("shared", [2, 3])
-def test_a_shared_one_that_is_as_new_comes_first(tmp_path, shared):
+def test_a_shared_checkpoint_of_the_same_or_a_later_step_takes_precedence(tmp_path, shared):
   Start(tmp_path).save(2)
   again = Start(tmp_path)
   assert again.restored(newer_than=shared) is None
   assert again.lines == []
 
 
-def test_each_run_has_its_own(tmp_path):
+def test_runs_do_not_share_local_checkpoints(tmp_path):
   Start(tmp_path).save(2)
   assert Start(tmp_path, run_id="other").restored() is None
   again = Start(tmp_path)
@@ -150,7 +150,7 @@ def test_each_run_has_its_own(tmp_path):
   assert not files(tmp_path)
 
 
-def test_a_run_made_anew_is_another(tmp_path):
+def test_a_recreated_run_has_another_id(tmp_path):
   folder = RunFolder(tmp_path / "run")
   first = folder.run_id()
   assert folder.run_id() == first
@@ -158,7 +158,7 @@ def test_a_run_made_anew_is_another(tmp_path):
   assert folder.run_id() != first
 
 
-def test_where_there_is_no_room_a_line_says_so_and_the_last_stays(tmp_path):
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(tmp_path):
   start = Start(tmp_path).save(1)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -169,11 +169,11 @@ def test_where_there_is_no_room_a_line_says_so_and_the_last_stays(tmp_path):
   start.save(3, 4)
   (line,) = start.lines
   assert line.startswith("process 0 cannot write local checkpoints to ")
-  assert line.endswith("File too large; going on without them")
+  assert line.endswith("File too large; continuing without them")
   assert Start(tmp_path).restored() == 1
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_created_raises(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ValueError, match=r"local_checkpoint_directory=.*Not a directory: name a"):
     Start(tmp_path / "file")

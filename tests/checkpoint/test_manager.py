@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back bit for bit, and what is damaged never does."""
+"""Checkpoints restore the saved bits, and damaged ones are never restored."""
 
 import shutil
 import signal
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlite.checkpoint.checksum import tree_hash
-from maxlite.checkpoint.manager import Checkpoints, NotWritten  # noqa: F401 (of the scripts)
+from maxlite.checkpoint.manager import Checkpoints, CheckpointWriteError  # noqa: F401 (for the scripts)
 from maxlite.config.schema import CheckpointConfig
 
 
@@ -51,13 +51,13 @@ def abstract(state, mesh):
   )
 
 
-def open_checkpoints(folder, reports=None, **knobs):
+def open_checkpoints(folder, reports=None, **keys):
   report = reports.append if reports is not None else pytest.fail
-  return Checkpoints(CheckpointConfig(**knobs), folder, report)
+  return Checkpoints(CheckpointConfig(**keys), folder, report)
 
 
-def save_steps(folder, steps, **knobs):
-  checkpoints = open_checkpoints(folder, **knobs)
+def save_steps(folder, steps, **keys):
+  checkpoints = open_checkpoints(folder, **keys)
   for step in steps:
     checkpoints.save(step, make_state(step, mesh_of(2, 4)), {"epoch": 0, "row": 10 * step})
   checkpoints.close()
@@ -65,7 +65,7 @@ def save_steps(folder, steps, **knobs):
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-  """A folder with checkpoints of steps 1 and 2; tests damage copies of it."""
+  """A folder with checkpoints of steps 1 and 2; tests modify copies of it."""
   folder = tmp_path_factory.mktemp("run") / "checkpoints"
   save_steps(folder, [1, 2])
   return folder
@@ -78,8 +78,8 @@ def folder(two_steps, tmp_path):
 
 def assert_restores(checkpoints, step, mesh_shape=(2, 4)):
   expected = make_state(step, mesh_of(2, 4))
-  wanted = abstract(expected, mesh_of(*mesh_shape))
-  state, data_state, restored_step = checkpoints.restore(wanted)
+  target = abstract(expected, mesh_of(*mesh_shape))
+  state, data_state, restored_step = checkpoints.restore(target)
   assert (restored_step, data_state) == (step, {"epoch": 0, "row": 10 * step})
   assert jax.tree.structure(state) == jax.tree.structure(expected)
   assert tree_hash(state) == tree_hash(expected)
@@ -89,11 +89,11 @@ def assert_restores(checkpoints, step, mesh_shape=(2, 4)):
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 4), (8, 1), (1, 8)])
-def test_restores_the_newest_bit_for_bit_on_any_mesh(two_steps, mesh_shape):
+def test_restore_is_bitwise_identical_on_any_mesh(two_steps, mesh_shape):
   assert_restores(open_checkpoints(two_steps), 2, mesh_shape)
 
 
-def test_restores_nothing_and_creates_nothing_where_nothing_was_saved(tmp_path):
+def test_restore_from_a_missing_folder_gives_none_and_creates_nothing(tmp_path):
   checkpoints = open_checkpoints(tmp_path / "none")
   assert checkpoints.restore(abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4))) is None
   checkpoints.wait()
@@ -102,10 +102,10 @@ def test_restores_nothing_and_creates_nothing_where_nothing_was_saved(tmp_path):
   assert not (tmp_path / "none").exists()
 
 
-def test_restores_the_parameters_alone(folder):
+def test_restores_only_the_parameters(folder):
   shutil.rmtree(folder / "1")
   expected = make_state(2, mesh_of(2, 4))
-  params, step = open_checkpoints(folder).restore_params(abstract(expected, mesh_of(8, 1)).params)
+  params, step = restore_params(open_checkpoints(folder), abstract(expected, mesh_of(8, 1)))
   assert step == 2
   assert tree_hash(params) == tree_hash(expected.params)
 
@@ -119,11 +119,16 @@ def test_the_saved_arrays_may_be_donated_while_they_are_written(tmp_path):
   assert_restores(open_checkpoints(tmp_path / "checkpoints"), 1)
 
 
+def restore_params(checkpoints, abstract_state):
+  parts, step = checkpoints.restore_parts({"params": abstract_state.params})
+  return parts["params"], step
+
+
 def all_files(folder):
   return sorted(path.relative_to(folder) for path in (folder / "2").rglob("*") if path.is_file())
 
 
-def test_a_flipped_byte_anywhere_is_harmless_or_costs_one_checkpoint(two_steps, tmp_path):
+def test_a_flipped_byte_in_any_file_is_harmless_or_costs_one_checkpoint(two_steps, tmp_path):
   rng = np.random.default_rng(0)
   num_damaged = 0
   for i, path in enumerate(all_files(two_steps)):
@@ -146,7 +151,7 @@ def test_a_flipped_byte_anywhere_is_harmless_or_costs_one_checkpoint(two_steps, 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "remove"])
 @pytest.mark.parametrize("part", ["state/**/d/*", "state/manifest.ocdbt", "manifest/metadata"])
-def test_a_damaged_file_is_reported_kept_and_the_checkpoint_before_it_used(folder, part, damage):
+def test_a_damaged_checkpoint_is_reported_moved_and_the_previous_one_restored(folder, part, damage):
   for path in (folder / "2").glob(part):
     content = path.read_bytes()
     path.unlink()
@@ -157,14 +162,14 @@ def test_a_damaged_file_is_reported_kept_and_the_checkpoint_before_it_used(folde
   assert_restores(open_checkpoints(folder, reports), 1)
   assert len(reports) == 2
   assert f"checkpoint {folder}/2 is damaged: " in reports[0]
-  assert reports[0].endswith("; going on from 1")
+  assert reports[0].endswith("; falling back to 1")
   assert all("\n" not in report for report in reports)
   assert not (folder / "2").exists()
   kept = folder.parent / "checkpoints_damaged"
   assert [path.relative_to(kept) for path in sorted(kept.rglob("*")) if path.is_file()] == left
 
 
-def test_arrays_of_another_step_are_damage(folder):
+def test_arrays_of_another_step_count_as_damage(folder):
   shutil.rmtree(folder / "2/state")
   shutil.copytree(folder / "1/state", folder / "2/state")
   reports = []
@@ -172,13 +177,13 @@ def test_arrays_of_another_step_are_damage(folder):
   assert "are not those that were saved" in reports[0]
 
 
-def test_another_data_state_than_was_saved_is_damage(folder):
+def test_a_modified_data_state_counts_as_damage(folder):
   path = folder / "2/manifest/metadata"
   path.write_text(path.read_text().replace('"row": 20', '"row": 21'))
   assert_restores(open_checkpoints(folder, []), 1)
 
 
-def test_training_goes_on_over_a_damaged_checkpoint_twice(folder):
+def test_a_damaged_step_can_be_saved_again_twice(folder):
   for name in ("2", "2.1"):
     (folder / "2/state/manifest.ocdbt").write_bytes(b"")
     checkpoints = open_checkpoints(folder, reports := [])
@@ -189,7 +194,7 @@ def test_training_goes_on_over_a_damaged_checkpoint_twice(folder):
   assert_restores(open_checkpoints(folder), 2)
 
 
-def test_all_damaged_is_an_error_every_time_and_nothing_moves(folder):
+def test_damage_to_all_checkpoints_raises_and_moves_nothing(folder):
   for step in ("1", "2"):
     (folder / step / "manifest/metadata").unlink()
   for _ in range(2):
@@ -198,44 +203,44 @@ def test_all_damaged_is_an_error_every_time_and_nothing_moves(folder):
   assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
 
-@pytest.mark.parametrize("read", ["restore", "restore_params"])
-def test_another_model_is_an_error_that_names_the_first_difference(folder, read):
+@pytest.mark.parametrize("only_params", [False, True])
+def test_another_model_raises_with_the_first_difference(folder, only_params):
   other = abstract(make_state(1, mesh_of(2, 4), width=16), mesh_of(2, 4))
   checkpoints = open_checkpoints(folder)
   message = r"params/layer/kernel is float32\[8, 8\] in it and float32\[8, 16\] here"
-  with pytest.raises(ValueError, match="kernel is" if read == "restore" else message):
-    checkpoints.restore(other) if read == "restore" else checkpoints.restore_params(other.params)
+  with pytest.raises(ValueError, match=message if only_params else "kernel is"):
+    restore_params(checkpoints, other) if only_params else checkpoints.restore(other)
   assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
 
-def test_another_optimizer_is_an_error_that_names_a_leaf(folder):
+def test_another_optimizer_raises_with_a_leaf(folder):
   state = make_state(1, mesh_of(2, 4))
   other = abstract(state.replace(opt_state=optax.sgd(1e-3).init(state.params)), mesh_of(2, 4))
   with pytest.raises(ValueError, match=r"opt_state/.* is .* in it and missing here"):
     open_checkpoints(folder).restore(other)
 
 
-def test_parameters_are_read_around_damage_without_touching_the_folder(folder):
+def test_restore_parts_skips_damage_without_modifying_the_folder(folder):
   (folder / "2/state/manifest.ocdbt").write_bytes(b"")
   (folder / "3.orbax-checkpoint-tmp").mkdir()
   before = sorted(folder.rglob("*"))
   expected = make_state(1, mesh_of(2, 4))
   checkpoints = open_checkpoints(folder, reports := [])
-  params, step = checkpoints.restore_params(abstract(expected, mesh_of(2, 4)).params)
+  params, step = restore_params(checkpoints, abstract(expected, mesh_of(2, 4)))
   assert (step, tree_hash(params)) == (1, tree_hash(expected.params))
   assert len(reports) == 1
   assert sorted(folder.rglob("*")) == before
 
 
-def test_parameters_of_no_checkpoint_are_an_error(tmp_path):
-  params = abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4)).params
+def test_restore_parts_of_a_missing_checkpoint_raises(tmp_path):
+  target = abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4))
   with pytest.raises(ValueError, match=r"there is no checkpoint in .*: train first"):
-    open_checkpoints(tmp_path / "none").restore_params(params)
+    restore_params(open_checkpoints(tmp_path / "none"), target)
 
 
-def test_keeps_the_newest_and_those_of_the_period(tmp_path):
-  knobs = {"max_num_checkpoints_to_keep": 2, "checkpoint_keep_period": 3}
-  save_steps(tmp_path / "checkpoints", range(1, 9), **knobs)
+def test_keeps_the_latest_and_those_of_the_keep_period(tmp_path):
+  keys = {"max_num_checkpoints_to_keep": 2, "checkpoint_keep_period": 3}
+  save_steps(tmp_path / "checkpoints", range(1, 9), **keys)
   assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [3, 6, 7, 8]
 
 
@@ -246,19 +251,19 @@ def test_saving_a_step_again_keeps_the_first(folder, async_checkpointing):
   assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_saving_another_state_over_a_step_is_an_error(folder):
+def test_saving_another_state_of_a_saved_step_raises(folder):
   checkpoints = open_checkpoints(folder)
   with pytest.raises(ValueError, match="2 holds another state of this step and is kept"):
     checkpoints.save(2, make_state(1, mesh_of(2, 4)), {"epoch": 0, "row": 20})
   checkpoints.close()
 
 
-def test_saving_over_a_damaged_step_keeps_both(folder):
+def test_saving_a_damaged_step_keeps_both(folder):
   (folder / "2/manifest/metadata").unlink()
   checkpoints = open_checkpoints(folder, reports := [])
   checkpoints.save(2, make_state(2, mesh_of(2, 4)), {"epoch": 0, "row": 20})
   checkpoints.close()
-  assert "writing it anew" in reports[0]
+  assert "rewriting it" in reports[0]
   assert_restores(open_checkpoints(folder), 2)
   assert (folder.parent / "checkpoints_damaged/2").is_dir()
 
@@ -271,8 +276,8 @@ import test_manager as t
 folder, argument = t.Path(sys.argv[3]), sys.argv[4]
 """
 
-# The write fails as on a full disk. Orbax drops its other threads then, which print tracebacks at
-# any time later: a process of its own keeps them from the tests that follow.
+# The write fails as on a full disk. Orbax then abandons its other threads, which print tracebacks
+# at any later time, hence a separate process.
 FILL_DISK = """
 import resource
 checkpoints = t.open_checkpoints(folder)
@@ -283,7 +288,7 @@ checkpoints.save(2, t.make_state(2, t.mesh_of(2, 4)), {"epoch": 0, "row": 20})
 state = t.make_state(3, t.mesh_of(2, 4))
 try:
   checkpoints.save(3, state, {}) if argument == "save" else getattr(checkpoints, argument)()
-except t.NotWritten as error:
+except t.CheckpointWriteError as error:
   print(error)
 """
 
@@ -314,7 +319,7 @@ def test_a_failed_write_surfaces_at_the_next_call(tmp_path):
     assert_restores(open_checkpoints(folder, []), 1)
 
 
-def test_a_process_killed_while_it_saves_loses_no_finished_checkpoint(tmp_path):
+def test_killing_a_process_during_a_save_loses_no_finished_checkpoint(tmp_path):
   folders = [tmp_path / str(i) / "checkpoints" for i in range(3)]
   processes = [
     start_process(SAVE_UNTIL_KILLED, folder, str(0.03 * i)) for i, folder in enumerate(folders)

@@ -1,4 +1,4 @@
-"""A copy that is not like the others is found, wherever it is; shards are not taken for copies."""
+"""A differing replica is found on any device; shards are not compared with each other."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ SPECS = {"cut": ("fsdp",), "both": (("data", "fsdp"),), "rows": ("data",), "whol
 
 
 def state():
-  draw = np.random.default_rng(0)
-  arrays = {name: draw.normal(size=(8, 3)).astype(np.float32) for name in SPECS}
+  rng = np.random.default_rng(0)
+  arrays = {name: rng.normal(size=(8, 3)).astype(np.float32) for name in SPECS}
   arrays |= {"count": np.int32(7), "rows": arrays["rows"].astype(jnp.bfloat16)}
-  place = lambda name: NamedSharding(MESH, PartitionSpec(*SPECS[name]))
-  return {name: jax.device_put(array, place(name)) for name, array in arrays.items()}
+  sharding = lambda name: NamedSharding(MESH, PartitionSpec(*SPECS[name]))
+  return {name: jax.device_put(array, sharding(name)) for name, array in arrays.items()}
 
 
 @pytest.fixture(scope="module")
@@ -27,26 +27,26 @@ def check():
   return ReplicaCheck(state())
 
 
-def test_equal_copies_are_not_complained_of(check):
+def test_equal_replicas_give_no_message(check):
   assert check.difference(state()) == ""
 
 
 @pytest.mark.parametrize(
-  ("name", "place", "says"),
+  ("name", "device", "message"),
   [
     ("whole", 5, "whole is not the same on all devices that hold it: device 5 of process 0"),
     ("count", 0, "count is not the same on all devices that hold it: device 0 of process 0"),
     ("rows", 6, "rows is not the same on all devices that hold it: device 6 of process 0"),
-    # One of two: nobody knows which.
+    # Two replicas: there is no majority.
     ("cut", 1, "cut is not the same on all devices that hold it: device 1 of process 0, device 5"),
   ],
 )
-def test_a_bit_that_flips_on_one_device_is_found(check, name, place, says):
+def test_a_flipped_bit_on_one_device_is_found(check, name, device, message):
   good = state()
-  assert check.difference(good | {name: corrupted(good[name], place)}).startswith(says)
+  assert check.difference(good | {name: corrupted(good[name], device)}).startswith(message)
 
 
-def test_what_only_one_device_holds_has_no_copy_to_differ_from(check):
+def test_an_array_without_replicas_is_not_compared(check):
   good = state()
   assert check.difference(good | {"both": corrupted(good["both"], 3)}) == ""
 
@@ -57,8 +57,8 @@ def test_the_first_array_is_named(check):
   assert check.difference(good | bad).startswith("count is")
 
 
-def test_no_device_waits_for_another(check):
-  """The comparison is the host's: where a device is broken, a collective may be as well."""
+def test_the_check_uses_no_collectives(check):
+  """Hosts compare the checksums: on a faulty device collectives may fail too."""
   arrays = leaves_by_path(state()).values()
   text = check._checksums.lower(*arrays).compile().as_text()
   for collective in ("all-reduce", "all-gather", "collective-permute", "all-to-all"):

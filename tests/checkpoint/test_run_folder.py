@@ -1,4 +1,4 @@
-"""The run folder refuses another model, and keeps every config it was started with."""
+"""The run folder rejects another model and keeps all configs of the run."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from maxlite.config.schema import Config, flatten
 
 
 def start(folder, **changes):
-  """What a start of the run does with its config: the changes it found."""
+  """Check and save the config as a start of the run does; return the changes."""
   base = Config()
   sections = {
     field.name: dataclasses.replace(
@@ -37,7 +37,7 @@ def test_the_first_start_saves_the_config(folder):
   assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
 
 
-def test_the_same_config_again_changes_nothing(folder):
+def test_the_same_config_writes_nothing(folder):
   start(folder, steps=7)
   before = folder.config.stat().st_mtime_ns
   assert start(folder, steps=7) == {}
@@ -56,7 +56,7 @@ def test_changes_are_returned_and_every_config_is_kept(folder):
   assert steps == {"config.1.yml": 7, "config.2.yml": 8, "config.yml": 9}
 
 
-def test_another_model_is_refused_in_one_line_and_nothing_is_written(folder):
+def test_another_model_raises_and_writes_nothing(folder):
   start(folder)
   before = folder.config.read_text()
   message = (
@@ -69,7 +69,7 @@ def test_another_model_is_refused_in_one_line_and_nothing_is_written(folder):
   assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
 
 
-def test_an_imported_run_may_be_given_more_before_it_is_trained(folder):
+def test_an_imported_run_fixes_only_its_model_before_training(folder):
   start(folder)
   folder.model.write_text("base_emb_dim: 256\n")
   with pytest.raises(ValueError, match="base_emb_dim=256"):

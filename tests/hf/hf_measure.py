@@ -16,7 +16,7 @@ import optax
 from safetensors.numpy import load_file
 
 from maxlite.checkpoint.checksum import leaves_by_path
-from maxlite.checkpoint.chunked_array import Stream
+from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.config.schema import DEFAULTS, ModelConfig, OptimizerConfig, build
 from maxlite.hf.hf_checkpoint import streams_from_hf
 from maxlite.hf.hf_config import model_keys
@@ -113,10 +113,10 @@ def opened(folder: Path) -> tuple[Trainer, Any, Any]:
   return trainer, read(folder), read(folder / "gradients")
 
 
-def as_numpy(stream: Stream) -> np.ndarray:
+def as_numpy(stream: ChunkedArray) -> np.ndarray:
   """The array, all of whose elements must be given."""
   array = np.full(stream.shape, np.nan, stream.dtype)
-  for index, part in stream.parts():
+  for index, part in stream.chunks():
     array[index] = part
   return array
 

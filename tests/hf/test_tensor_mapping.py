@@ -27,7 +27,7 @@ every_family = pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.fixture
 def small_parts(monkeypatch):
   """Parts of a few rows, so that tensors come in many."""
-  monkeypatch.setattr(chunked_array, "PART_BYTES", 600)
+  monkeypatch.setattr(chunked_array, "CHUNK_BYTES", 600)
 
 
 def model_of(folder, **changes):

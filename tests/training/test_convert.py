@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import maxlite
 from maxlite import convert
 from maxlite.checkpoint.checksum import leaves_by_path
-from maxlite.checkpoint.chunked_array import Stream
+from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.config import load_config
@@ -160,7 +160,7 @@ def test_adapters_are_merged_on_the_way_out(tmp_path):
   shapes = {"kernel": (2, 6, 3, 4), "lora_a/kernel": (2, 6, 2), "lora_b/kernel": (2, 2, 3, 4)}
   arrays = {f"q/{name}": draw.normal(size=s).astype(np.float32) for name, s in shapes.items()}
   write_parameters(tmp_path / "0", {path: whole(array) for path, array in arrays.items()})
-  stored = StoredParameters(*Checkpoints(CheckpointConfig(), tmp_path, print).newest())
+  stored = StoredParameters(*Checkpoints(CheckpointConfig(), tmp_path, print).latest())
   second = (slice(1, 2), slice(0, 6), slice(0, 3), slice(0, 4))
   got = read_merged(stored, "q/kernel", second, lora_alpha=3.0)[0]
   kernel, a, b = (array[1] for array in arrays.values())
@@ -169,7 +169,7 @@ def test_adapters_are_merged_on_the_way_out(tmp_path):
 
 def whole(array):
   index = tuple(slice(0, size) for size in array.shape)
-  return Stream(array.shape, array.dtype, array.shape, lambda: iter([(index, array)]))
+  return ChunkedArray(array.shape, array.dtype, array.shape, lambda: iter([(index, array)]))
 
 
 def truncated(folder):

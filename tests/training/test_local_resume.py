@@ -1,6 +1,6 @@
-"""A run goes on from its hosts' own checkpoints as if nothing had happened.
+"""Resuming from local checkpoints is bitwise identical to an uninterrupted run.
 
-With real processes, of which one is killed, it takes minutes.
+The tests with several processes, one of which is killed, take minutes.
 """
 
 import os
@@ -31,16 +31,16 @@ from maxlite.metrics.writers import read_rows
 
 @pytest.fixture
 def folder(runs_folder, request):
-  """A folder of this test's own; of many processes Orbax wants no brackets in its path."""
+  """A folder per test; Orbax with several processes does not support brackets in the path."""
   return runs_folder / re.sub(r"\W+", "_", request.node.name)
 
 
 class CrashError(Exception):
-  """The end of a process, as far as a run can tell."""
+  """Stands for the end of the process."""
 
 
 class Crashing(Output):
-  """Ends the run at the line of a step."""
+  """Raises when the line of a step is printed."""
 
   def __init__(self, at):
     super().__init__()
@@ -52,7 +52,7 @@ class Crashing(Output):
     return super().write(text)
 
 
-def test_a_crashed_run_goes_on_from_its_local_checkpoint(finished, folder):
+def test_a_crashed_run_resumes_from_its_local_checkpoint(finished, folder):
   keys = {"local_checkpoint_directory": folder / "local", "local_checkpoint_period": 1}
   keys |= {"checkpoint_period": 6}
   with pytest.raises(CrashError):
@@ -60,37 +60,40 @@ def test_a_crashed_run_goes_on_from_its_local_checkpoint(finished, folder):
   assert not (folder / "run/checkpoints").exists()
   code, output = start(folder, **keys)
   assert code == 0
-  assert "step 4 is whole in the local checkpoints" in output
+  assert "step 4 is complete in the local checkpoints" in output
   assert "going on from the checkpoint of step 4" in output
   assert_as_if_nothing_had_happened(folder, output, finished)
   assert checkpoint_steps(folder) == [6, STEPS]
   assert not list((folder / "local").iterdir())
 
 
-# ---- hosts, each with a folder of its own ----
+# ---- several hosts with separate folders ----
 
-SHARED, KILLED, END = 150, 180, 400  # steps; there is time to kill before the end
+SHARED, KILLED, END = 150, 180, 400  # steps, with enough time to kill the run before the end
 SHORT = LIGHT | {"steps": END, "learning_rate_schedule_steps": END, "eval_period": 0}
 SHORT |= {"checkpoint_period": SHARED, "global_batch_size": 16}
 LOCAL = {"local_checkpoint_directory": "local", "local_checkpoint_period": 3}
-BY_DATA = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": -1}  # both hold the whole state
+BY_DATA = {
+  "ici_fsdp_parallelism": 1,
+  "ici_data_parallelism": -1,
+}  # both have the whole state
 BY_FSDP = {}
 COPIES = {"local_checkpoint_replication": "true"}
 
 
 class Hosts:
-  """One start of the run in `folder` on several hosts, whose own folders are `folder`/RANK."""
+  """A start of the run in `folder` with a process per host, in the folders `folder`/RANK."""
 
   def __init__(self, folder, count=2, **keys):
     self._folder = folder
-    words = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT | LOCAL | keys)).items()]
-    words += [f"num_processes={count}", f"coordinator_address=127.0.0.1:{free_port()}"]
+    overrides = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT | LOCAL | keys)).items()]
+    overrides += [f"num_processes={count}", f"coordinator_address=127.0.0.1:{free_port()}"]
     more = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
     more |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     self.processes = []
     for rank in range(count):
       (folder / str(rank)).mkdir(parents=True, exist_ok=True)
-      command = [sys.executable, "-u", "-m", "maxlite.train", *words, f"process_id={rank}"]
+      command = [sys.executable, "-u", "-m", "maxlite.train", *overrides, f"process_id={rank}"]
       self.processes.append(
         subprocess.Popen(
           command,
@@ -102,9 +105,9 @@ class Hosts:
         )
       )
 
-  def kill_when(self, is_so, rank=1):
-    """Ends the start by kill -9 of one process."""
-    while not is_so():
+  def kill_when(self, condition, rank=1):
+    """Kill one process with SIGKILL once `condition()` holds."""
+    while not condition():
       assert self.processes[rank].poll() is None, self.outputs()
       time.sleep(0.001)
     self.processes[rank].kill()
@@ -124,93 +127,95 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def in_peace(runs_folder):
-  """By mesh, (rows, hash of the parameters) of a run to which nothing happens."""
+def uninterrupted(runs_folder):
+  """Function from a mesh to (rows, parameter hash) of an uninterrupted run."""
   found = {}
 
-  def ends(mesh):
-    name = "_".join(["local_peace", *mesh])
+  def result(mesh):
+    name = "_".join(["local_uninterrupted", *mesh])
     if name not in found:
-      found[name] = ending(runs_folder / name, Hosts(runs_folder / name, **mesh).outputs()[0])
+      found[name] = final(runs_folder / name, Hosts(runs_folder / name, **mesh).outputs()[0])
     return found[name]
 
-  return ends
+  return result
 
 
-def ending(folder, output):
+def final(folder, output):
   last = [line for line in output.splitlines() if "parameters " in line]
   assert last, output
   return logged(folder), parameter_hash(last[-1])
 
 
-def nothing(folder):
+def keep_files(folder):
   pass
 
 
-def host_1_is_new(folder):
+def lose_host_1(folder):
   shutil.rmtree(folder / "1")
 
 
-def files_of_host_1_are_wrong(folder):
+def damage_host_1(folder):
   for path in (folder / "1/local").rglob("*.safetensors"):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def hosts_trade_places(folder):
+def swap_hosts(folder):
   (folder / "0").rename(folder / "2")
   (folder / "1").rename(folder / "0")
   (folder / "2").rename(folder / "1")
 
 
-SENT = "; what process 1 has lost, others sent"
+RECEIVED = "; process 1 received its slices from others"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("mesh", "copies", "happens", "says"),
+  ("mesh", "copies", "event", "message"),
   [
-    (BY_FSDP, {}, nothing, "is whole in the local checkpoints"),
-    (BY_DATA, {}, host_1_is_new, SENT),
-    (BY_DATA, {}, files_of_host_1_are_wrong, SENT),
-    (BY_FSDP, COPIES, host_1_is_new, SENT),
-    (BY_FSDP, COPIES, files_of_host_1_are_wrong, SENT),
-    (BY_FSDP, COPIES, hosts_trade_places, "is whole in the local checkpoints"),
-    (BY_FSDP, {}, host_1_is_new, "are not whole on these hosts and this mesh: the shared one"),
+    (BY_FSDP, {}, keep_files, "is complete in the local checkpoints"),
+    (BY_DATA, {}, lose_host_1, RECEIVED),
+    (BY_DATA, {}, damage_host_1, RECEIVED),
+    (BY_FSDP, COPIES, lose_host_1, RECEIVED),
+    (BY_FSDP, COPIES, damage_host_1, RECEIVED),
+    (BY_FSDP, COPIES, swap_hosts, "is complete in the local checkpoints"),
+    (BY_FSDP, {}, lose_host_1, "are incomplete on these hosts and this mesh: using the shared one"),
   ],
 )
-def test_what_a_host_has_lost_another_has(in_peace, folder, mesh, copies, happens, says):
+def test_lost_files_are_received_from_another_host(
+  uninterrupted, folder, mesh, copies, event, message
+):
   killed = Hosts(folder, **mesh, **copies)
   killed.kill_when(killed.has_logged(KILLED))
-  happens(folder)
+  event(folder)
   output = Hosts(folder, **mesh, **copies).outputs()[0]
-  assert says in output, output
+  assert message in output, output
   step = int(re.search(r"going on from the checkpoint of step (\d+)", output)[1])
-  assert step == SHARED if "shared" in says else SHARED < step < END
-  assert ending(folder, output) == in_peace(mesh)
+  assert step == SHARED if "shared" in message else SHARED < step < END
+  assert final(folder, output) == uninterrupted(mesh)
 
 
 @pytest.mark.slow
-def test_a_save_that_kill_ends_in_the_middle_was_none(in_peace, folder):
+def test_a_save_interrupted_by_a_kill_is_ignored(uninterrupted, folder):
   killed = Hosts(folder, **BY_FSDP)
   after, own = killed.has_logged(4), folder / "1/local"
   killed.kill_when(lambda: after() and any(own.rglob("*.tmp")))
   output = Hosts(folder, **BY_FSDP).outputs()[0]
   assert "going on from the checkpoint of step" in output
-  assert ending(folder, output) == in_peace(BY_FSDP)
+  assert final(folder, output) == uninterrupted(BY_FSDP)
   assert not list((folder / "1/local").rglob("*.*"))
 
 
 @pytest.mark.slow
-def test_on_fewer_hosts_the_shared_one_is_taken(in_peace, folder):
+def test_fewer_hosts_resume_from_the_shared_checkpoint(uninterrupted, folder):
   killed = Hosts(folder, **BY_FSDP)
   killed.kill_when(killed.has_logged(KILLED))
   (output,) = Hosts(folder, count=1, **BY_FSDP).outputs()
-  assert "are not whole on these hosts and this mesh: the shared one is taken" in output
+  assert "are incomplete on these hosts and this mesh: using the shared one" in output
   assert f"going on from the checkpoint of step {SHARED}" in output
-  rows, _ = ending(folder, output)
-  expected, _ = in_peace(BY_FSDP)
+  rows, _ = final(folder, output)
+  expected, _ = uninterrupted(BY_FSDP)
   assert len(rows) == len(expected) == END
-  for row, other in zip(rows[: SHARED + 9], expected, strict=False):  # later, last bits add up
+  for row, other in zip(rows[: SHARED + 9], expected, strict=False):
     assert row["loss"] == pytest.approx(other["loss"], rel=LAST_BITS)

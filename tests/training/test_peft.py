@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 import maxlite
 from maxlite import convert
-from maxlite.checkpoint.chunked_array import Stream
+from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config import load_config, save_resolved
 from maxlite.config.model_families import MODELS
@@ -49,7 +49,7 @@ def drawn(path, leaf, trained):
     values *= 0
   index = tuple(slice(0, size) for size in leaf.shape)
   parts = [(index, values.astype(leaf.dtype))]
-  return Stream(leaf.shape, leaf.dtype, leaf.shape, lambda: iter(parts))
+  return ChunkedArray(leaf.shape, leaf.dtype, leaf.shape, lambda: iter(parts))
 
 
 def make_run(root, family, name, trained="lora"):

@@ -35,7 +35,7 @@ from tiny_run import (
 )
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
-from maxlite.checkpoint.chunked_array import Stream
+from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config.phases import phases_of
@@ -161,7 +161,9 @@ def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
   adapted = trainer_of(**keys, lora_rank=2, phases=lora, ema_decay=0.5)
   given = jax.device_get(trainer_of(**keys).init_state().params)
   whole = lambda leaf: (tuple(slice(0, size) for size in leaf.shape), leaf)
-  as_stream = lambda leaf: Stream(leaf.shape, leaf.dtype, leaf.shape, lambda: iter([whole(leaf)]))
+  as_stream = lambda leaf: ChunkedArray(
+    leaf.shape, leaf.dtype, leaf.shape, lambda: iter([whole(leaf)])
+  )
   streams = {path: as_stream(leaf) for path, leaf in leaves_by_path(given).items()}
   write_parameters(tmp_path / "0", streams)
   checkpoints = Checkpoints(adapted.cfg.checkpoint, tmp_path, report=print)
