@@ -273,14 +273,14 @@ def _ensemble(c: Config) -> Complaints:
         yield Complaint((key, "ensemble_strategy"), text)
 
 
-def _halving(c: Config) -> Complaints:
-  factor, first_rung = c.ensemble.halving_factor, c.ensemble.halving_first_rung
+def _asha(c: Config) -> Complaints:
+  factor, min_steps = c.ensemble.asha_reduction_factor, c.ensemble.asha_min_steps
   if factor == 1:
-    text = "would stop no member; write halving_factor=2 or more, or 0 for no early stopping"
-    yield Complaint(("halving_factor",), text)
-  if factor > 1 and first_rung >= c.run.steps:
-    text = f"the run ends before that rung; write halving_first_rung={max(c.run.steps // 4, 1)}"
-    yield Complaint(("halving_first_rung", "steps"), text)
+    text = "would stop no member; write asha_reduction_factor=2 or more, or 0 for no early stopping"
+    yield Complaint(("asha_reduction_factor",), text)
+  if factor > 1 and min_steps >= c.run.steps:
+    text = f"the run ends before that rung; write asha_min_steps={max(c.run.steps // 4, 1)}"
+    yield Complaint(("asha_min_steps", "steps"), text)
 
 
 def _schedule(c: Config) -> Complaints:
@@ -422,7 +422,7 @@ RULES: tuple[Rule, ...] = (
   data_rules.batch,
   data_rules.sampling,
   _ensemble,
-  _halving,
+  _asha,
   _schedule,
   _phases,
   _draft_heads,

@@ -1,4 +1,4 @@
-"""Ensembles: many members, of one architecture or of many, trained at once."""
+"""Ensembles: members of one or several architectures, trained together."""
 
 from maxlite.ensemble.ensemble import Ensemble
 from maxlite.ensemble.ensemble_metrics import Prediction

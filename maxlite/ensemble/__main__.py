@@ -1,11 +1,89 @@
-"""`python -m maxlite.ensemble export RUN member=NAME [run_name=NEW]`: a member as a plain run.
+"""`python -m maxlite.ensemble export RUN member=NAME [run_name=NEW]`: a member as a solo run.
 
-`python -m maxlite.ensemble worker RUN ROWS NAME ...` is what strategy `processes` starts.
+`python -m maxlite.ensemble worker RUN BATCH_SIZE NAME ...` is started by the strategy `processes`.
 """
 
+import dataclasses
+import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from maxlite.ensemble.cli import main
+from maxlite.config import Config, exit_on_user_error, read_saved, save_resolved
+from maxlite.config.errors import UserError
+from maxlite.config.members import members_of
+from maxlite.config.schema import MESH_AXES, MeshConfig, build
+from maxlite.config.values import did_you_mean
+from maxlite.ensemble.ensemble_run import run_ensemble
+
+_USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME [run_name=NEW_NAME]"
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Runs a subcommand and returns the exit code."""
+  with exit_on_user_error("maxlite.ensemble"):
+    if arguments[:1] == ["export"]:
+      return _export(arguments[1:])
+    if arguments[:1] == ["worker"]:
+      return _train_members(*arguments[1:])
+    raise UserError(_USAGE)
+
+
+def _export(arguments: Sequence[str]) -> int:
+  """Copies a member's folder to a run folder next to the ensemble's, and prints its path."""
+  given = dict(argument.split("=", 1) for argument in arguments[1:] if "=" in argument)
+  if not arguments or "member" not in given or given.keys() - {"member", "run_name"}:
+    raise UserError(_USAGE)
+  ensemble = _read_config(Path(arguments[0]))
+  members = {member.name: member.config for member in members_of(ensemble)}
+  name = given["member"]
+  if name not in members:
+    hint = did_you_mean(name, members) or f"choose one of {', '.join(members)}"
+    raise UserError(f"{arguments[0]} has no member {name}; {hint}")
+  cfg = members[name]
+  source = Path(cfg.run.base_output_directory) / name
+  if not (source / "checkpoints").is_dir():
+    raise UserError(f"{source} has no checkpoint: train the ensemble first")
+  root, new_name = ensemble.run.base_output_directory, given.get("run_name", name)
+  target = Path(root) / new_name
+  if target.exists():
+    raise UserError(f"{target} exists: write run_name=ANOTHER_NAME")
+  shutil.copytree(source, target, ignore=shutil.ignore_patterns("config*.yml"))
+  run = dataclasses.replace(cfg.run, run_name=new_name, base_output_directory=root)
+  cfg = dataclasses.replace(cfg, run=run, mesh=_solo_mesh(cfg.mesh))
+  save_resolved(cfg, target / "config.yml")
+  sys.stdout.write(f"{target}: resume with python -m maxlite.train {target / 'config.yml'}\n")
+  return 0
+
+
+def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
+  """A mesh without members; `fsdp` takes the devices of the axis `ensemble`."""
+  changes = {}
+  for kind in ("ici", "dcn"):
+    degrees = {axis: getattr(mesh, f"{kind}_{axis}_parallelism") for axis in MESH_AXES}
+    if degrees.pop("ensemble") != 1:
+      changes[f"{kind}_ensemble_parallelism"] = 1
+      if -1 not in degrees.values():
+        changes[f"{kind}_fsdp_parallelism"] = -1
+  return dataclasses.replace(mesh, **changes)
+
+
+def _train_members(folder: str, batch_size: str, *names: str) -> int:
+  """Trains some of the members in this process."""
+  cfg = _read_config(Path(folder))
+  ensemble = dataclasses.replace(cfg.ensemble, ensemble_strategy="auto", ensemble_num_workers=0)
+  return run_ensemble(dataclasses.replace(cfg, ensemble=ensemble), names, int(batch_size))
+
+
+def _read_config(folder: Path) -> Config:
+  path = folder / "config.yml"
+  if not path.exists():
+    raise UserError(f"{folder} is no run folder: it has no config.yml")
+  config: Config = build(Config, read_saved(path))
+  if not config.ensemble.members and not config.ensemble.sweep:
+    raise UserError(f"{folder} is a run of one model, not an ensemble")
+  return config
+
 
 if __name__ == "__main__":
   sys.exit(main(sys.argv[1:]))

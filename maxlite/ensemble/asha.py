@@ -1,48 +1,45 @@
-"""Early stopping of weak members, by what they had reached at the same step.
+"""Asynchronous successive halving (ASHA): early stopping of members by their loss at equal steps.
 
-Source: Jamieson and Talwalkar, Non-stochastic best arm identification and hyperparameter
-optimization (2016), successive halving; Li et al., A system for massively parallel hyperparameter
-tuning (2020), ASHA, whose rungs and promotion rule these are.
+Sources: Jamieson and Talwalkar, Non-stochastic best arm identification and hyperparameter
+optimization (2016); Li et al., A system for massively parallel hyperparameter tuning (2020), for
+the rungs and the promotion rule.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
 
-def rungs(first: int, factor: int, num_steps: int) -> list[int]:
-  """Steps at which members are judged: `first` times powers of `factor`, before the last step."""
-  if factor == 0:
-    return []
-  steps = []
-  while first < num_steps:
-    steps.append(first)
-    first *= factor
+def rungs(min_steps: int, reduction_factor: int, num_steps: int) -> list[int]:
+  """The rungs: `min_steps` times powers of `reduction_factor`, below `num_steps`."""
+  steps, rung = [], min_steps
+  while reduction_factor and rung < num_steps:
+    steps.append(rung)
+    rung *= reduction_factor
   return steps
 
 
-def promoted(loss: Mapping[str, float | None], factor: int) -> list[str]:
-  """The best 1 / factor of the members, at least one; a loss that is not finite is the worst."""
-
-  def rank(name: str) -> float:
-    value = loss[name]
-    return math.inf if value is None or math.isnan(value) else value
-
-  return sorted(loss, key=rank)[: max(len(loss) // factor, 1)]
+def promoted(loss: Mapping[str, float | None], reduction_factor: int) -> list[str]:
+  """The best 1 / reduction_factor of the members, at least one; a missing loss or NaN is last."""
+  rank = lambda name: math.inf if loss[name] is None or math.isnan(loss[name]) else loss[name]
+  return sorted(loss, key=rank)[: max(len(loss) // reduction_factor, 1)]
 
 
 def survivors(
   losses: Mapping[str, Mapping[int, float | None]],
   reached: Mapping[str, int],
   steps: Sequence[int],
-  factor: int,
+  reduction_factor: int,
 ) -> list[str]:
-  """Who still trains, judged at each of the rungs `steps` that all who had come so far `reached`.
+  """The members that continue after all rungs that the members in question have reached.
 
-  `losses` are {name: {step: held-out loss}}; who has none at a rung had diverged before it.
+  Args:
+    losses: {name: {step: held-out loss}}; a member without a loss at a rung diverged before it.
+    reached: {name: step}
+    steps: the rungs.
   """
   alive = list(losses)
   for rung in steps:
     if any(reached[name] < rung for name in alive):
       break
-    alive = promoted({name: losses[name].get(rung) for name in alive}, factor)
+    alive = promoted({name: losses[name].get(rung) for name in alive}, reduction_factor)
   return alive

@@ -1,6 +1,7 @@
-"""The Python API: any Linen modules, each with its optimizer and seed, trained at once."""
+"""The Python API: any Linen modules, each with its optimizer and seed, trained together."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,18 +10,26 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
+from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
 from maxlite.ensemble.ensemble_metrics import Prediction, summarize, uniform_weights
-from maxlite.ensemble.factory import Factory, call_factory, call_model
-from maxlite.ensemble.member_program import Loss, Member, build_programs
+from maxlite.ensemble.member_program import (
+  Loss,
+  Member,
+  MemberFactory,
+  abstract_tree,
+  build_programs,
+  call_factory,
+  call_model,
+)
 from maxlite.ensemble.planner import Plan, choose
-from maxlite.ensemble.strategies import STRATEGIES, Request
+from maxlite.ensemble.strategies import STRATEGIES
 
 
 class Ensemble:
-  """Members that get in every strategy what each would get alone.
+  """Members that get the same training as in solo runs, with every strategy.
 
-  The state is whatever suits the strategy; `member_params` and `member_states` tell what of it is
-  whose. Every step donates the state it is given.
+  The form of the state depends on the strategy; `member_params` and `member_states` return the
+  members' parts of it. Every step donates its state.
   """
 
   def __init__(
@@ -37,13 +46,13 @@ class Ensemble:
     """
     Args:
       loss: of a bound module and a batch; a scalar, or (scalar, {name: scalar} to be logged).
-      predict: what members are compared and combined by; of a bound module and inputs.
+      predict: of a bound module and inputs; the output that is compared and combined.
       strategy: a name of STRATEGIES, or `auto`.
-      own_batches: whether `step` gets a batch per member, stacked along a first axis.
-      memory_gb: for the members' states on one device; 0: no bound.
+      own_batches: whether `step` takes a batch per member, stacked along a first axis.
+      memory_gb: for the members' states on one device; 0: no limit.
 
     Raises:
-      UserError: no members, a name twice, or no such strategy.
+      UserError: no members, a duplicate name, or no such strategy.
     """
     width = len(str(max(len(members) - 1, 0)))
     self.members = [
@@ -55,47 +64,44 @@ class Ensemble:
     self._devices = list(devices or jax.local_devices())
     self._own_batches, self._memory_gb = own_batches, memory_gb
     self.plan: Plan | None = None
-    self._engine: Any = None
-    self._factory: Factory | None = None
+    self._engine: Engine | None = None
+    self._factory: MemberFactory | None = None
     if not members:
       raise UserError("an ensemble needs members; give a list of Member")
-    twice = {name for name in self.names if self.names.count(name) > 1}
-    if twice:
-      raise UserError(f"two members are called {min(twice)}; give each a name of its own")
+    name, count = Counter(self.names).most_common(1)[0]
+    if count > 1:
+      raise UserError(f"two members are called {name}; give each a different name")
     if strategy not in ("auto", *STRATEGIES):
       known = ", ".join(("auto", *STRATEGIES))
       raise UserError(f"no strategy {strategy!r}; choose one of {known}")
 
   @classmethod
   def from_factory(
-    cls, path: str, *, num_workers: int = 0, checkpoint_period: int = 100, **keywords: Any
+    cls, path: str, *, num_workers: int = 0, checkpoint_period: int = 100, **options: Any
   ) -> "Ensemble":
-    """An ensemble that processes can make anew, so that strategy `processes` can serve it.
+    """An ensemble that other processes can build, as the strategy `processes` requires.
 
-    The worker processes import the factory's module: what a script does must stand under its
+    The worker processes import the factory's module, so a script must guard its own code with
     `if __name__ == "__main__":`.
 
     Args:
       path: `package.module:function` of a function that returns {members, loss, predict}.
       num_workers: of strategy `processes`; 0: one per member, up to the cores or GPUs.
-      checkpoint_period: steps between the files that a worker which dies goes on from.
-      keywords: as of `Ensemble`.
+      checkpoint_period: steps between the files from which a restarted worker resumes.
+      options: keyword arguments of `Ensemble`.
     """
-    ensemble = cls(**call_factory(path), **keywords)
-    ensemble._factory = Factory(path, num_workers, checkpoint_period)
+    ensemble = cls(**call_factory(path), **options)
+    ensemble._factory = MemberFactory(path, num_workers, checkpoint_period)
     return ensemble
 
   def init(self, example_batch: Any) -> Any:
-    """The state before the first step; chooses how to run, which `plan` tells."""
+    """The state before the first step; chooses the strategy and sets `plan`."""
     if self._own_batches:
       example_batch = jax.tree.map(lambda leaf: leaf[0], example_batch)
     programs = build_programs(self.members, self._loss, self._predict, example_batch)
-    batch = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example_batch
-    )
-    request = Request(
+    request = EngineRequest(
       build=lambda devices: programs,
-      batch=batch,
+      batch=abstract_tree(example_batch),
       devices=self._devices,
       own_batches=self._own_batches,
       finish=stack_common,
@@ -105,25 +111,25 @@ class Ensemble:
     return self._engine.init()
 
   def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-    """(state, {metric: [Z]}): every member's loss, whether it diverged, and what all log."""
+    """(state, {metric: [Z]}): the members' losses, `diverged`, and what all members log."""
     return self._engine.step(state, batch)
 
   def member_states(self, state: Any) -> dict[str, Any]:
-    """Every member's state, as it would be alone."""
+    """Every member's state, in the form of a solo run."""
     return dict(zip(self.names, self._engine.unpack(state), strict=True))
 
   def member_params(self, state: Any, name: str) -> Any:
-    """The tree that the member's `module.init` would give, trained."""
+    """The member's variables, in the form of its `module.init`."""
     if name not in self.names:
       raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
     return self.member_states(state)[name].variables
 
   def load_states(self, states: dict[str, Any]) -> Any:
-    """The state made of the members' own, as `member_states` gives them."""
+    """The state built from the members' states, as `member_states` returns them."""
     return self._engine.pack([states[name] for name in self.names])
 
   def predict(self, state: Any, inputs: Any) -> Prediction:
-    """The members' mean, each one's own, and the standard deviation between them."""
+    """The members' predictions, their mean and their standard deviation."""
     values = self._engine.predict(state, inputs)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
     return summarize(stacked, uniform_weights(len(self.names)))

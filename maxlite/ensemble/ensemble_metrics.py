@@ -1,8 +1,8 @@
-"""What members say together, how good and how sure it is, and how much they differ.
+"""Combined predictions of the members, their scores and calibration, and the members' disagreement.
 
-Pure functions of float32 arrays: Z members, T tokens (or examples), V classes, C bins of
-confidence. A token of weight 0 (padding) counts nowhere. Nor does a member of weight 0, where
-members have weights, be its numbers finite or not: so a diverged one is left out.
+Pure functions of float32 arrays: Z members, T tokens (or examples), V classes, C confidence bins.
+Tokens of weight 0 (padding) are ignored, and so are members of weight 0 (such as diverged ones),
+even if their values are not finite.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,15 @@ from flax import struct
 from maxlite.config.errors import UserError
 from maxlite.metrics.step_row import bits_per_byte
 
-NUM_BINS = 15  # of confidence, as many as Guo et al. 2017 take
+NUM_BINS = 15  # of confidence, as in Guo et al. 2017
 
 
 def combine_log_probs(log_prob_ZTV: jax.Array, weight_Z: jax.Array, how: str) -> jax.Array:
-  """log_prob_TV of the members combined as `how`, a name of `COMBINATIONS`, says.
+  """log_prob_TV of a combination of the members.
 
-  Weights need not sum to 1.
+  Args:
+    weight_Z: need not sum to 1.
+    how: a key of `COMBINATIONS`.
 
   Raises:
     UserError: there is no such combination.
@@ -44,26 +46,23 @@ def mean_of_probabilities(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.A
     share, log_prob_TV = member
     return jnp.where(share > 0, jnp.logaddexp(sum_TV, jnp.log(share) + log_prob_TV), sum_TV), None
 
-  # Member by member: a logsumexp over the first axis takes XLA:CPU 300 times as long.
-  nothing_TV = jnp.full_like(log_prob_ZTV[0], -jnp.inf)
-  return jax.lax.scan(add, nothing_TV, (share_Z, log_prob_ZTV))[0]
+  # A scan over members: on XLA:CPU, a logsumexp over the first axis takes 300 times as long.
+  zero_TV = jnp.full_like(log_prob_ZTV[0], -jnp.inf)
+  return jax.lax.scan(add, zero_TV, (share_Z, log_prob_ZTV))[0]
 
 
 def mean_of_logits(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
   """log_prob_TV of the softmax of the weighted mean of logits, a geometric mean of probabilities.
 
-  Log-probabilities serve as logits: they differ by a number per member and token, which the
-  softmax takes away.
+  Log-probabilities replace logits: they differ by a constant per member and token, which cancels in
+  the softmax.
 
   Source: Heskes 1998, Selecting weighting factors in logarithmic opinion pools, section 2.
   """
   return jax.nn.log_softmax(_mean_over_members(log_prob_ZTV, weight_Z), axis=-1)
 
 
-COMBINATIONS = {
-  "probabilities": mean_of_probabilities,
-  "logits": mean_of_logits,
-}
+COMBINATIONS = {"probabilities": mean_of_probabilities, "logits": mean_of_logits}
 
 
 def _mean_over_members(values_Z: jax.Array, weight_Z: jax.Array) -> jax.Array:
@@ -72,16 +71,16 @@ def _mean_over_members(values_Z: jax.Array, weight_Z: jax.Array) -> jax.Array:
 
 
 def uniform_weights(num_members: int) -> jax.Array:
-  """weight_Z, the same for every member, with sum 1."""
+  """Equal weight_Z with sum 1."""
   return jnp.full(num_members, 1 / num_members, jnp.float32)
 
 
 def loss_weights(nll_Z: jax.Array, temperature: float) -> jax.Array:
-  """weight_Z that falls with a member's held-out loss `nll_Z` [nats per token], with sum 1.
+  """weight_Z that decreases with the held-out loss `nll_Z` [nats per token], with sum 1.
 
-  A member worse by `temperature` nats per token has 1/e of the weight. A temperature of 1 over the
-  number of tokens is the rule of the source, which on a long text is the best member alone: it
-  takes tokens for independent draws. A loss that is not finite gets no weight.
+  A member worse by `temperature` nats per token has 1/e of the weight; a loss that is not finite
+  has weight 0. The source's temperature is 1 / number of tokens, as if tokens were independent; on
+  a long text it selects the best member.
 
   Source: Yao et al. 2018, Using stacking to average Bayesian predictive distributions, section 3.4
   (pseudo-BMA).
@@ -99,9 +98,9 @@ def greedy_weights(
 ) -> jax.Array:
   """weight_Z of greedy selection with replacement for the mean of probabilities, with sum 1.
 
-  Each of `num_rounds` rounds adds the member that makes the loss of the mean smallest; of all
-  rounds the one with the smallest loss counts. So the first round is the best single member, and
-  on these tokens the result is never worse. Only the target's log-probability is needed.
+  Each of `num_rounds` rounds adds the member that minimizes the loss of the mean; the round with
+  the smallest loss is returned. The first round selects the best single member, so on these tokens
+  the result is never worse. Only the targets' log-probabilities are needed.
 
   Source: Caruana et al. 2004, Ensemble selection from libraries of models, sections 2 and 2.1.
   """
@@ -126,12 +125,12 @@ def greedy_weights(
 def score_sums(
   log_prob_TV: jax.Array, target_T: jax.Array, weight_T: jax.Array
 ) -> dict[str, jax.Array]:
-  """Sums over tokens of how good a prediction is, which add up over batches; see `finish`.
+  """Sums over tokens of a prediction's scores, which add up over batches; see `mean_scores`.
 
-  `weight`; `nll` [nats]; `correct`, where the likeliest class is the target; `brier`, the squared
-  distance of the probabilities to the target's one-hot vector, 0 to 2; and of every bin of
-  confidence, the likeliest class's probability, `bin_weight`, `bin_confidence` and `bin_correct`.
-  Add them up in Python or NumPy: float32 stops counting at 2**24 tokens.
+  `weight`; `nll` [nats]; `correct`, whether the argmax is the target; `brier`, the squared distance
+  of the probabilities from the target's one-hot vector, 0 to 2; and for every bin of confidence,
+  the largest probability, `bin_weight`, `bin_confidence` and `bin_correct`. Add them up in Python or
+  NumPy: float32 cannot count beyond 2**24 tokens.
 
   Source: Brier 1950, Verification of forecasts expressed in terms of probability (score P);
   Guo et al. 2017, On calibration of modern neural networks, section 2 (bins).
@@ -156,13 +155,12 @@ def score_sums(
 
 
 def disagreement_sums(log_prob_ZTV: jax.Array, weight_T: jax.Array) -> dict[str, jax.Array]:
-  """Sums over tokens of how much the members differ, which add up over batches; see `finish`.
+  """Sums over tokens of the members' disagreement, which add up over batches; see `mean_scores`.
 
-  Members are of equal weight here: leave out what diverged. `weight`; `disagreement`, the share of
-  pairs of members whose likeliest classes differ; and `mutual_information` [nats] of class and
-  member, the entropy of the mean of probabilities minus the mean of entropies. It is summed as the
-  mean divergence of a member from the mean, which is the same number without the difference of two
-  large ones.
+  Members have equal weight: omit diverged ones. `weight`; `disagreement`, the share of pairs of
+  members whose argmax differs; and `mutual_information` [nats] of class and member, the entropy of
+  the mean of probabilities minus the mean of entropies. It is computed as the mean divergence of a
+  member from the mean, which avoids the difference of two large numbers.
 
   Source: Fort et al. 2019, Deep ensembles: a loss landscape perspective (disagreement);
   Houlsby et al. 2011, Bayesian active learning for classification and preference learning, eq. 2.
@@ -183,15 +181,15 @@ def disagreement_sums(log_prob_ZTV: jax.Array, weight_T: jax.Array) -> dict[str,
 
 
 def _weighted(values_T: jax.Array, weight_T: jax.Array) -> jax.Array:
-  """Values times weights; padding is 0 even where its value is not finite."""
+  """Values times weights; 0 for padding, even if its value is not finite."""
   return jnp.where(weight_T > 0, values_T * weight_T, 0)
 
 
-def finish(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
+def mean_scores(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
   """Means per token of `score_sums`, of `disagreement_sums`, or of both merged.
 
-  `nll` [nats per token], `bits_per_byte` where the text has bytes, `accuracy`, `brier`, `ece`: the
-  expected calibration error, the mean distance of a bin's accuracy to its confidence;
+  `nll` [nats per token], `bits_per_byte` if the text has bytes, `accuracy`, `brier`, `ece`: the
+  expected calibration error, the mean distance between a bin's accuracy and its confidence;
   `disagreement`, `mutual_information` [nats per token].
 
   Source: Guo et al. 2017, On calibration of modern neural networks, eq. 3 (ECE).
@@ -200,35 +198,29 @@ def finish(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
     UserError: no token has a weight.
   """
   totals = {name: np.asarray(value, np.float64) for name, value in sums.items()}
-  weight = totals["weight"]
-  if not weight > 0:
+  if not totals["weight"] > 0:
     raise UserError("no held-out token to score: give more held-out data")
-  means: dict[str, Any] = {}
   if "nll" in totals:
-    means["nll"] = totals["nll"] / weight
-    if num_bytes:
-      means["bits_per_byte"] = bits_per_byte(float(totals["nll"]), num_bytes)
-    means["accuracy"] = totals["correct"] / weight
-    means["brier"] = totals["brier"] / weight
-    gap_C = np.abs(totals["bin_correct"] - totals["bin_confidence"])
-    means["ece"] = gap_C.sum() / weight
-  for name in ("disagreement", "mutual_information"):
-    if name in totals:
-      means[name] = totals[name] / weight
-  return {name: float(value) for name, value in means.items()}
+    totals["accuracy"] = totals["correct"]
+    totals["ece"] = np.abs(totals["bin_correct"] - totals["bin_confidence"]).sum()
+  names = ("nll", "accuracy", "brier", "ece", "disagreement", "mutual_information")
+  means = {name: float(totals[name] / totals["weight"]) for name in names if name in totals}
+  if "nll" in totals and num_bytes:
+    means["bits_per_byte"] = bits_per_byte(float(totals["nll"]), num_bytes)
+  return means
 
 
 @struct.dataclass
 class Prediction:
-  """What the members of an ensemble predict for one input."""
+  """Predictions of an ensemble; every field has the tree structure of one member's."""
 
   mean: Any  # weighted mean over the members
-  members: Any  # every member's own, with a leading axis Z
-  disagreement: Any  # weighted standard deviation over the members, of the shape of the mean
+  members: Any  # with a leading axis Z
+  disagreement: Any  # weighted standard deviation over the members
 
 
 def summarize(members: Any, weight_Z: jax.Array) -> Prediction:
-  """The prediction of `members`, an array or a tree of arrays of any shape with a leading axis Z.
+  """The prediction of `members`, a tree of arrays with a leading axis Z.
 
   Source: Lakshminarayanan et al. 2017, section 2.4 (members as a mixture of equal weights).
   """

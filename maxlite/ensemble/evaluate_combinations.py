@@ -1,4 +1,4 @@
-"""How good the members are together, on held-out text: every way of combining them, scored."""
+"""Scores of every combination of the members' predictions on held-out text."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +12,14 @@ from maxlite.data.batch import Batch
 from maxlite.ensemble.ensemble_metrics import (
   combine_log_probs,
   disagreement_sums,
-  finish,
   greedy_weights,
   loss_weights,
+  mean_scores,
   score_sums,
   uniform_weights,
 )
 
-LOSS_TEMPERATURE = 0.1  # [nats per token] by which a member that is worse has 1/e of the weight
+LOSS_TEMPERATURE = 0.1  # [nats per token] a member worse by this has 1/e of the weight
 GREEDY_ROUNDS = 50
 
 
@@ -28,40 +28,40 @@ def score_combinations(
   batches: Callable[[], Iterator[Batch]],
   num_bytes_V: np.ndarray,
 ) -> dict[str, dict[str, Any]]:
-  """{way of combining: sums and figures of `combine.finish`}, the best member alone first.
+  """{combination: its sums and `mean_scores`}, the best single member first.
 
-  Weights are chosen on every other batch from the first on and scored on the rest, as `batches`
-  gives them anew each time; with a single batch, there is only what needs no choice.
+  Weights are chosen on every other batch from the first on, and scored on the rest. With a single
+  batch, combinations that need a choice are left out.
 
   Args:
     predict: per member, log-probabilities [B, T, V] of a batch's targets.
+    batches: iterates over the same batches on every call.
   """
-  num_batches = sum(1 for _ in batches())
-  alone = num_batches < 2
-  choosing = (batch for n, batch in enumerate(batches()) if alone or n % 2 == 0)
-  weights = _choose_weights(predict, choosing, alone)
+  is_single = sum(1 for _ in batches()) < 2
+  choosing = (batch for n, batch in enumerate(batches()) if is_single or n % 2 == 0)
+  weights = _choose_weights(predict, choosing, is_single)
   totals: dict[str, dict] = {}
   num_bytes = 0.0
   for n, batch in enumerate(batches()):
-    if alone or n % 2:
-      log_prob_ZTV, target_T, weight_T = _flat(predict(batch), batch)
-      num_bytes += float(
-        np.sum(num_bytes_V[np.asarray(batch.targets_BT)][np.asarray(batch.weight_BT) > 0])
-      )
+    if is_single or n % 2:
+      log_prob_ZTV, target_T, weight_T = _flatten_rows(predict(batch), batch)
+      counted_BT = np.asarray(batch.weight_BT) > 0
+      num_bytes += float(np.sum(num_bytes_V[np.asarray(batch.targets_BT)][counted_BT]))
       for name, (how, weight_Z) in weights.items():
         _add(totals, name, _score(how, log_prob_ZTV, weight_Z, target_T, weight_T))
       _add(totals, "disagreement", _disagreement(log_prob_ZTV, weight_T))
-  spread = totals.pop("disagreement")
-  spread = finish(spread, 0.0)
-  return {name: sums | finish(sums, num_bytes) | spread for name, sums in totals.items()}
+  disagreement = mean_scores(totals.pop("disagreement"), 0.0)
+  return {name: sums | mean_scores(sums, num_bytes) | disagreement for name, sums in totals.items()}
 
 
-def _choose_weights(predict: Callable, batches: Iterator[Batch], alone: bool) -> dict[str, tuple]:
-  """{name: (how, weight_Z)} from the members' losses."""
+def _choose_weights(
+  predict: Callable, batches: Iterator[Batch], is_single: bool
+) -> dict[str, tuple[str, jax.Array]]:
+  """{name: (how to combine, weight_Z)}"""
   target_ZT, weight_T = [], []
   for batch in batches:
-    log_prob_ZTV, target, weight = _flat(predict(batch), batch)
-    target_ZT.append(_of_target(log_prob_ZTV, target))
+    log_prob_ZTV, target, weight = _flatten_rows(predict(batch), batch)
+    target_ZT.append(_target_log_probs(log_prob_ZTV, target))
     weight_T.append(weight)
   target_ZT, weight_T = jnp.concatenate(target_ZT, axis=1), jnp.concatenate(weight_T)
   nll_Z = -jnp.sum(target_ZT * weight_T[None], axis=1) / jnp.sum(weight_T)
@@ -72,21 +72,23 @@ def _choose_weights(predict: Callable, batches: Iterator[Batch], alone: bool) ->
     "mean of probabilities": ("probabilities", equal_Z),
     "mean of logits": ("logits", equal_Z),
   }
-  if not alone:
+  if not is_single:
     weights["weighted by held-out loss"] = ("probabilities", loss_weights(nll_Z, LOSS_TEMPERATURE))
     chosen_Z = greedy_weights(target_ZT, weight_T, GREEDY_ROUNDS)
     weights["greedy selection"] = ("probabilities", chosen_Z)
   return weights
 
 
-def _flat(log_prob: Sequence[jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """(log_prob_ZTV, target_T, weight_T) with all rows one after the other."""
+def _flatten_rows(
+  log_prob: Sequence[jax.Array], batch: Batch
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """(log_prob_ZTV, target_T, weight_T) with all rows concatenated."""
   stacked = jnp.stack([own.reshape(-1, own.shape[-1]) for own in log_prob])
   return stacked, jnp.ravel(batch.targets_BT), jnp.ravel(batch.weight_BT)
 
 
 @jax.jit
-def _of_target(log_prob_ZTV: jax.Array, target_T: jax.Array) -> jax.Array:
+def _target_log_probs(log_prob_ZTV: jax.Array, target_T: jax.Array) -> jax.Array:
   return jnp.take_along_axis(log_prob_ZTV, target_T[None, :, None], axis=2)[..., 0]
 
 
@@ -99,7 +101,7 @@ _disagreement = jax.jit(disagreement_sums)
 
 
 def _add(totals: dict[str, dict], name: str, sums: dict) -> None:
-  """Adds on the host: in float32 counting ends at 2**24 tokens."""
+  """Adds in float64 on the host: float32 cannot count beyond 2**24 tokens."""
   exact = {key: np.asarray(value, np.float64) for key, value in jax.device_get(sums).items()}
   before = totals.get(name)
   totals[name] = exact if before is None else {key: before[key] + exact[key] for key in exact}

@@ -1,13 +1,18 @@
-"""The end of an ensemble's run: who did best, how good all are together, and the pictures of it."""
+"""The end of an ensemble run: leaderboard, combined predictions and plots."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import flatten
-from maxlite.ensemble.evaluate_combinations import score_combinations
-from maxlite.ensemble.leaderboard import Entry, leaderboard, write_leaderboard, write_members
+from maxlite.ensemble.leaderboard import (
+  LeaderboardEntry,
+  leaderboard_table,
+  write_leaderboard,
+  write_members,
+)
+from maxlite.ensemble.member_run import MemberRun
 from maxlite.metrics.flops import parameter_count
 from maxlite.metrics.plots.ensemble_curves import (
   draw_calibration,
@@ -15,76 +20,59 @@ from maxlite.metrics.plots.ensemble_curves import (
   draw_parallel_coordinates,
 )
 
-LEADERBOARD = "leaderboard.md"  # the last file that is written
+LEADERBOARD = "leaderboard.md"  # written last
 
 
-def conclude(run: Any, folder: RunFolder, console: Console) -> None:
-  """Writes leaderboard, members.jsonl and pictures into the ensemble's folder, and prints them."""
-  entries = [_entry(progress) for progress in run.progress]
-  combinations = _combinations(run)
-  directory = folder.directory
+def finalize(
+  members: Sequence[MemberRun], scores: Mapping[str, dict], directory: Path, console: Console
+) -> None:
+  """Writes members.jsonl, plots and leaderboard into the ensemble's folder, and prints them.
+
+  Args:
+    scores: of the combinations by `score_combinations`; may be empty.
+  """
+  entries = [_entry(member) for member in members]
   write_members(entries, directory / "members.jsonl")
-  pictures = ["learning_curves.png"]
-  rows = {progress.name: progress.book.rows for progress in run.progress}
-  draw_learning_curves(rows, directory / pictures[0])
+  plots = ["learning_curves.png"]
+  draw_learning_curves({member.name: member.rows for member in members}, directory / plots[0])
   points = [
-    flatten(progress.config) | {"best_loss": entry.best_loss}
-    for progress, entry in zip(run.progress, entries, strict=True)
+    flatten(member.config) | {"best_loss": entry.best_loss}
+    for member, entry in zip(members, entries, strict=True)
   ]
   overridden = dict.fromkeys(key for entry in entries for key in entry.overrides)
-  for key in ("phases", "initial_phases"):  # whose values no scale could show
+  for key in ("phases", "initial_phases"):  # their values have no scale
     overridden.pop(key, None)
   keys = [key for key in overridden if len({point[key] for point in points}) > 1]
   if keys:
-    pictures.append("parallel_coordinates.png")
-    draw_parallel_coordinates(points, keys, directory / pictures[-1])
-  if combinations:
-    pictures.append("calibration.png")
-    draw_calibration(combinations, directory / pictures[-1])
-  write_leaderboard(entries, combinations, directory / LEADERBOARD)
-  console.print(leaderboard(entries), soft_wrap=False)
-  for name, scores in combinations.items():
+    plots.append("parallel_coordinates.png")
+    draw_parallel_coordinates(points, keys, directory / plots[-1])
+  if scores:
+    plots.append("calibration.png")
+    draw_calibration(scores, directory / plots[-1])
+  write_leaderboard(entries, scores, directory / LEADERBOARD)
+  console.print(leaderboard_table(entries), soft_wrap=False)
+  for name, own in scores.items():
     console.print(
-      f"{name}: nll {scores['nll']:.4f}, accuracy {scores['accuracy']:.4f}, "
-      f"Brier {scores['brier']:.4f}, calibration error {scores['ece']:.4f}"
+      f"{name}: nll {own['nll']:.4f}, accuracy {own['accuracy']:.4f}, "
+      f"Brier {own['brier']:.4f}, calibration error {own['ece']:.4f}"
     )
-  files = ", ".join(["members.jsonl", LEADERBOARD, *pictures])
-  console.print(f"{directory}: {files}; each member's own run in {directory / 'members'}")
+  files = ", ".join(["members.jsonl", LEADERBOARD, *plots])
+  console.print(f"{directory}: {files}; run folders of the members in {directory / 'members'}")
 
 
-def _combinations(run: Any) -> dict[str, dict]:
-  """Scores of the members that came to the end; none without held-out data."""
-  finished = [p for p in run.progress if p.step >= run.cfg.run.steps and not p.diverged]
-  if run.data.source.eval is None or len(finished) < 2:
-    return {}
-  engine, state = run.engine(finished), run.packed_state(finished)
-  source, num_batches = run.data.source, run.cfg.observe.eval_steps
-  scores = score_combinations(
-    lambda batch: engine.predict(state, batch),
-    lambda: run.data.eval_batches(num_batches),
-    source.num_bytes_V,
-  )
-  for progress, own in zip(finished, engine.unpack(state), strict=True):
-    progress.state = own
-  return scores
-
-
-def _entry(progress: Any) -> Entry:
-  rows = progress.book.rows
+def _entry(member: MemberRun) -> LeaderboardEntry:
+  rows, status = member.rows, "finished"
   held_out = [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
-  speed = [row["num_tokens"] / row["step_seconds"] for row in rows]
-  status = "finished"
-  last = rows[-1]["step"] if rows else 0
-  if progress.is_out:
-    status = f"stopped at step {progress.step} by halving"
-  elif progress.diverged:
-    status = f"diverged at step {last}"
-  return Entry(
-    name=progress.name,
-    overrides=progress.book.member.overrides,
-    num_parameters=parameter_count(progress.config.model),
+  if member.is_stopped:
+    status = f"stopped at step {member.step} by halving"
+  elif member.diverged:
+    status = f"diverged at step {rows[-1]['step'] if rows else 0}"
+  return LeaderboardEntry(
+    name=member.name,
+    overrides=member.member.overrides,
+    num_parameters=parameter_count(member.config.model),
     final_loss=held_out[-1] if held_out else None,
     best_loss=min(held_out, default=None),
-    tokens_per_second=speed[-1] if speed else 0.0,
+    tokens_per_second=rows[-1]["num_tokens"] / rows[-1]["step_seconds"] if rows else 0.0,
     status=status,
   )

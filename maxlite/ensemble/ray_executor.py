@@ -1,6 +1,6 @@
-"""Workers on whatever machines of a Ray cluster have room for them.
+"""Workers on the machines of a Ray cluster.
 
-Every machine must have maxlite installed and see the run's folder under the same path.
+Every machine must have maxlite installed and see the run folder under the same path.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.worker_process import LocalHost, Worker
+from maxlite.ensemble.worker_process import LocalExecutor, WorkerCommand
 
 try:
   import ray
@@ -18,58 +18,58 @@ except ImportError as error:
     "ensemble_executor=ray needs Ray, which is not installed: pip install maxlite[ray]"
   ) from error
 
-_MOVES = 3  # to another machine, where one is lost with all that runs on it
-_LOST = -int(signal.SIGKILL)  # the exit code of what was lost more often
-_KILL_SECONDS = 5.0  # for a machine to answer that it killed a worker
+_MAX_MOVES = 3  # to another machine, when a machine is lost with all its processes
+_LOST = -int(signal.SIGKILL)  # exit code of a worker that was lost more often
+_KILL_SECONDS = 5.0  # for a machine to confirm that it killed a worker
 
 
-class RayHost:
-  """The Ray cluster that runs here or at RAY_ADDRESS, or else this machine as one."""
+class RayExecutor:
+  """The Ray cluster that is running or at RAY_ADDRESS, otherwise this machine as a cluster."""
 
   def __init__(self) -> None:
-    self._is_ours = not ray.is_initialized()
-    if self._is_ours:
+    self._owns_cluster = not ray.is_initialized()
+    if self._owns_cluster:
       ray.init(log_to_driver=False, logging_level="error")
-    # An actor, so that its worker can be told to stop; a task can only be cancelled, at best.
-    self._remote = ray.remote(max_concurrency=2, max_restarts=_MOVES, max_task_retries=_MOVES)(
-      LocalHost
-    )
+    # An actor can forward a signal to its worker; a task can at best be cancelled.
+    options = {"max_restarts": _MAX_MOVES, "max_task_retries": _MAX_MOVES}
+    self._actor_class = ray.remote(max_concurrency=2, **options)(LocalExecutor)
     self._running: set[Any] = set()
     self._stopped_by: signal.Signals | None = None
 
-  def run(self, worker: Worker) -> int:
-    """The worker gets as many cores and GPUs as it says; which ones, Ray decides."""
-    host = self._remote.options(num_cpus=len(worker.cores), num_gpus=_num_gpus(worker)).remote()
-    self._running.add(host)
+  def run(self, worker: WorkerCommand) -> int:
+    """Ray chooses the cores and GPUs; their number is the worker's."""
+    num_gpus = _num_gpus(worker)
+    actor = self._actor_class.options(num_cpus=len(worker.cores), num_gpus=num_gpus).remote()
+    self._running.add(actor)
     try:
-      end = host.run.remote(
+      exit_code = actor.run.remote(
         dataclasses.replace(worker, log=worker.log.absolute(), cores=(), gpus=())
       )
       if self._stopped_by:
-        host.stop.remote(self._stopped_by)
-      return ray.get(end)
+        actor.stop.remote(self._stopped_by)
+      return ray.get(exit_code)
     except ray.exceptions.RayActorError:
       return _LOST
     finally:
-      self._running.discard(host)
-      ray.kill(host)
+      self._running.discard(actor)
+      ray.kill(actor)
 
   def stop(self, number: signal.Signals) -> None:
     self._stopped_by = number
-    hosts = list(self._running)
-    told = [host.stop.remote(number) for host in hosts]
-    if number == signal.SIGKILL and hosts:
-      ray.wait(told, num_returns=len(told), timeout=_KILL_SECONDS)
-      for host in hosts:  # also those that no machine had room for yet
-        ray.kill(host)
+    actors = list(self._running)
+    stopped = [actor.stop.remote(number) for actor in actors]
+    if number == signal.SIGKILL and actors:
+      ray.wait(stopped, num_returns=len(stopped), timeout=_KILL_SECONDS)
+      for actor in actors:  # including those that wait for a machine
+        ray.kill(actor)
 
   def close(self) -> None:
-    if self._is_ours:
+    if self._owns_cluster:
       ray.shutdown()
 
 
-def _num_gpus(worker: Worker) -> float:
-  """Of a GPU that several share, Ray is told the worker's part."""
+def _num_gpus(worker: WorkerCommand) -> float:
+  """The worker's fraction of a GPU that several workers share, or its number of GPUs."""
   if len(worker.gpus) == 1 and worker.memory_fraction:
     return worker.memory_fraction
   return len(worker.gpus)

@@ -1,50 +1,34 @@
-"""Trees of arrays as bytes, for other processes and for files; nothing in them can run."""
+"""Trees of arrays as bytes, for other processes and for files; reading them runs no code."""
 
 from typing import Any
 
 import jax
-import numpy as np
 from flax import serialization
 
 from maxlite.config.errors import UserError
 
-_SEQUENCES = {"list()": list, "tuple()": tuple}
-
 
 def to_bytes(tree: Any) -> bytes:
-  """Arrays, numbers, texts and None in dicts, lists and tuples.
+  """Bytes of a tree of dicts, lists and tuples with arrays, numbers, strings and None.
 
   Raises:
-    UserError: the tree holds something else.
+    UserError: the tree holds anything else.
   """
-  return serialization.msgpack_serialize(_plain(tree), in_place=True)
+  leaves, structure = jax.tree.flatten(tree)
+  by_index = {str(n): leaf for n, leaf in enumerate(leaves)}  # flax splits large arrays in dicts
+  try:
+    content = {"structure": structure.serialize_using_proto(), "leaves": by_index}
+    return serialization.msgpack_serialize(content, in_place=True)
+  except (TypeError, ValueError) as error:
+    raise UserError(
+      "a tree cannot be sent to another process; use arrays in dicts (with strings as keys), "
+      f"lists and tuples ({error})"
+    ) from error
 
 
 def from_bytes(data: bytes) -> Any:
-  """The tree again, with NumPy arrays."""
-  return _tree(serialization.msgpack_restore(data))
-
-
-def _plain(tree: Any) -> Any:
-  if type(tree) is dict and all(isinstance(key, str) for key in tree):
-    return {key: _plain(value) for key, value in tree.items()}
-  for name, kind in _SEQUENCES.items():
-    if type(tree) is kind:
-      return {name: {str(place): _plain(value) for place, value in enumerate(tree)}}
-  if isinstance(tree, jax.Array | np.ndarray | np.generic):
-    return np.asarray(tree)
-  if tree is None or type(tree) in (bool, int, float, str):
-    return tree
-  raise UserError(
-    f"a {type(tree).__name__} cannot be sent to another process; use arrays in dicts (with names "
-    "as keys), lists and tuples"
-  )
-
-
-def _tree(plain: Any) -> Any:
-  if not isinstance(plain, dict):
-    return plain
-  for name, kind in _SEQUENCES.items():
-    if list(plain) == [name]:
-      return kind(_tree(plain[name][str(place)]) for place in range(len(plain[name])))
-  return {key: _tree(value) for key, value in plain.items()}
+  """The tree, with NumPy arrays."""
+  content = serialization.msgpack_restore(data)
+  registry = jax.tree_util.default_registry
+  structure = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, content["structure"])
+  return jax.tree.unflatten(structure, content["leaves"].values())

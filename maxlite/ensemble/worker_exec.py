@@ -1,8 +1,8 @@
-"""Becomes a worker: `worker_exec.py PARENT CORES COMMAND...`, run by its path.
+"""Turns its process into a worker: `worker_exec.py PARENT CORES COMMAND...`, run by its path.
 
-PARENT is the process whose end is to end the worker too, 0 for none; CORES are those the worker
-keeps to, by commas, nothing for all. Both must be settled before the command's first thread, and
-the code between fork and exec is no place for it in a parent that has threads.
+The worker gets SIGTERM when process PARENT dies (0: none) and is bound to CORES, separated by
+commas (empty: all). Both must happen before the command starts a thread, and a parent with threads
+cannot run code between fork and exec.
 """
 
 import ctypes
@@ -10,17 +10,17 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+_PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 
 
 def main(parent: int, cores: str, command: list[str]) -> None:
-  """Never returns. Other systems than Linux offer neither; there a worker outlives its parent."""
+  """Never returns. Only Linux offers both; on other systems a worker outlives its parent."""
   if sys.platform == "linux":
     if cores:
       os.sched_setaffinity(0, map(int, cores.split(",")))
     if parent:
       ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-      if os.getppid() != parent:  # which died before it could be watched
+      if os.getppid() != parent:  # the parent died before the call
         sys.exit(128 + signal.SIGTERM)
   os.execvp(command[0], command)
 

@@ -1,4 +1,4 @@
-"""Members dealt out over worker processes, and the supervisor that keeps these going."""
+"""Assignment of members to worker processes, and the supervisor that restarts these."""
 
 import contextlib
 import dataclasses
@@ -10,29 +10,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.submesh import deal
-from maxlite.ensemble.worker_process import LocalHost, Worker, available_cores, describe_end
+from maxlite.ensemble.engines.submesh import assign_lpt
+from maxlite.ensemble.worker_process import (
+  LocalExecutor,
+  WorkerCommand,
+  available_cores,
+  describe_exit,
+)
 
-USER_MISTAKE = 2  # the exit code of what would go wrong again
-GPU_MEMORY_SHARE = 0.9  # what is left is for the GPU's own libraries
+USER_ERROR = 2  # an exit code after which a restart would fail again
+GPU_MEMORY_SHARE = 0.9  # the rest is for the GPU's libraries
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-  """What one worker is to train, and with what of the machine."""
+class WorkerAssignment:
+  """The members and the resources of one worker."""
 
   names: tuple[str, ...]
   cores: tuple[int, ...]
   gpus: tuple[str, ...]
   memory_fraction: float | None
 
-  def worker(self, argv: Sequence[str], log: Path) -> Worker:
-    """The worker of this share, named after its members."""
+  def command(self, argv: Sequence[str], log: Path) -> WorkerCommand:
+    """The worker's command, named after its members."""
     name = " ".join(self.names)
-    return Worker(name, tuple(argv), log, self.cores, self.gpus, self.memory_fraction)
+    return WorkerCommand(name, tuple(argv), log, self.cores, self.gpus, self.memory_fraction)
 
 
-def share_out(
+def assign_workers(
   names: Sequence[str],
   costs: Sequence[float],
   num_workers: int = 0,
@@ -40,123 +45,123 @@ def share_out(
   gpus: Sequence[str] = (),
   memory_fraction: float = GPU_MEMORY_SHARE,
   cores: Sequence[int] | None = None,
-) -> list[Share]:
-  """Members dealt out by cost, and the machine by number; no worker is left without members.
+) -> list[WorkerAssignment]:
+  """Assigns members by cost, and resources in equal numbers; every worker has a member.
 
-  Several workers share a core or a GPU where there are fewer of them. All have equally many GPUs,
-  because what a step computes may depend on it.
+  Workers share cores or GPUs if there are fewer of them. All have the same number of GPUs, because
+  results may depend on it.
 
   Args:
-    num_workers: at most; 0: as many as there are GPUs or, without any, cores.
+    num_workers: at most; 0: the number of GPUs or, without any, of cores.
     memory_fraction: of one GPU, for all workers on it.
-    cores: instead of those this process may use.
+    cores: default: those this process may use.
   """
   if num_workers < 0:
     raise UserError(f"{num_workers} workers cannot train anything: give 1 or more, or 0 to choose")
   cores = available_cores() if cores is None else cores
   count = min(num_workers or len(gpus or cores), len(names))
-  places = deal(costs, count)
-  per_gpu = -(-count // len(gpus)) if gpus else 1
+  worker_of = assign_lpt(costs, count)
+  workers_per_gpu = -(-count // len(gpus)) if gpus else 1
   even = gpus[: len(gpus) // count * count] or gpus
   return [
-    Share(
-      tuple(name for name, place in zip(names, places, strict=True) if place == worker),
+    WorkerAssignment(
+      tuple(name for name, own in zip(names, worker_of, strict=True) if own == worker),
       _part(cores, worker, count),
       _part(even, worker, count),
-      memory_fraction / per_gpu if gpus else None,
+      memory_fraction / workers_per_gpu if gpus else None,
     )
     for worker in range(count)
   ]
 
 
-def _part(things: Sequence[Any], place: int, count: int) -> tuple[Any, ...]:
-  """Part `place` of `count`; one thing, in turn, where there are too few for all."""
-  if len(things) < count:
-    return tuple(things[place % len(things)] for _ in things[:1])
-  return tuple(things[place * len(things) // count : (place + 1) * len(things) // count])
+def _part(resources: Sequence[Any], index: int, count: int) -> tuple[Any, ...]:
+  """Part `index` of `count`; one resource, used by several parts, if there are too few."""
+  if len(resources) < count:
+    return tuple(resources[index % len(resources)] for _ in resources[:1])
+  return tuple(resources[index * len(resources) // count : (index + 1) * len(resources) // count])
 
 
 def run_workers(
-  workers: Sequence[Worker],
+  workers: Sequence[WorkerCommand],
   *,
   executor: str = "local",
   max_restarts: int,
   report: Callable[[str], None],
 ) -> dict[str, int]:
-  """Every worker's exit code, minus the signal's number where one killed it.
+  """Every worker's exit code, negative for a signal, as in `subprocess`.
 
-  A worker that dies is reported and started again, up to `max_restarts` times, unless it ended for
-  the user's mistake; the others go on untouched. SIGINT and SIGTERM are handed on to all of them,
-  whose ends are waited for; a second one kills them. To be called from the main thread.
+  A worker that dies is reported and restarted, up to `max_restarts` times, unless it exited with
+  USER_ERROR; the others are not affected. SIGINT and SIGTERM are forwarded to all workers, and
+  their exit is awaited; a second signal kills them. Must be called from the main thread.
 
   Raises:
-    UserError: no such executor, or it is not installed.
+    UserError: there is no such executor, or it is not installed.
   """
-  host = _open_host(executor)
-  supervisor = _Supervisor(host, max_restarts, report)
-  with contextlib.closing(host), _handed_on(supervisor.stop):
-    with ThreadPoolExecutor(len(workers)) as pool:
-      codes = list(pool.map(supervisor.keep_going, workers))
+  pool = _open_executor(executor)
+  supervisor = _Supervisor(pool, max_restarts, report)
+  with contextlib.closing(pool), _forward_signals(supervisor.stop):
+    with ThreadPoolExecutor(len(workers)) as threads:
+      codes = list(threads.map(supervisor.keep_running, workers))
     return {worker.name: code for worker, code in zip(workers, codes, strict=True)}
 
 
-class Host(Protocol):
-  """Where workers run. All its methods may be called from several threads at once."""
+class WorkerExecutor(Protocol):
+  """Where workers run; thread-safe."""
 
-  def run(self, worker: Worker) -> int:
-    """The exit code of one run from start to end."""
+  def run(self, worker: WorkerCommand) -> int:
+    """Runs the worker to its end; returns the exit code."""
 
   def stop(self, number: signal.Signals) -> None:
-    """Sends a signal to all that run, SIGKILL to whatever they started too."""
+    """Sends a signal to all workers; SIGKILL also to their child processes."""
 
   def close(self) -> None: ...
 
 
-def _open_host(executor: str) -> Host:
-  if executor == "ray":
-    from maxlite.ensemble.ray_executor import RayHost
+def _open_executor(name: str) -> WorkerExecutor:
+  if name == "ray":
+    from maxlite.ensemble.ray_executor import RayExecutor  # an optional dependency
 
-    return RayHost()
-  if executor != "local":
-    raise UserError(f"no executor {executor!r}; choose one of local, ray")
-  return LocalHost()
+    return RayExecutor()
+  if name != "local":
+    raise UserError(f"no executor {name!r}; choose one of local, ray")
+  return LocalExecutor()
 
 
 class _Supervisor:
-  """Keeps workers going, each from a thread of its own, until they end or are stopped."""
+  """Restarts workers, each in a thread, until they finish or are stopped."""
 
-  def __init__(self, host: Host, max_restarts: int, report: Callable[[str], None]):
-    self._host, self._max_restarts, self._report = host, max_restarts, report
-    self._reporting = threading.Lock()
+  def __init__(self, executor: WorkerExecutor, max_restarts: int, report: Callable[[str], None]):
+    self._executor, self._max_restarts, self._report = executor, max_restarts, report
+    self._report_lock = threading.Lock()
     self._stopped_by: signal.Signals | None = None
 
-  def keep_going(self, worker: Worker) -> int:
-    """The last exit code of a worker that is started again when it dies."""
+  def keep_running(self, worker: WorkerCommand) -> int:
+    """The last exit code."""
     for restarts in range(self._max_restarts + 1):
       if self._stopped_by:
         return -self._stopped_by
-      code = self._host.run(worker)
+      code = self._executor.run(worker)
       if code == 0:
         break
-      final = self._stopped_by or code == USER_MISTAKE or restarts == self._max_restarts
-      then = "" if final else f"; starting it again ({restarts + 1} of {self._max_restarts})"
-      with self._reporting:
-        self._report(describe_end(worker, code) + then)
+      final = self._stopped_by or code == USER_ERROR or restarts == self._max_restarts
+      then = "" if final else f"; restarting it ({restarts + 1} of {self._max_restarts})"
+      with self._report_lock:
+        self._report(describe_exit(worker, code) + then)
       if final:
         break
     return code
 
   def stop(self, number: signal.Signals) -> None:
     again, self._stopped_by = self._stopped_by is not None, number
-    self._host.stop(signal.SIGKILL if again else number)
+    self._executor.stop(signal.SIGKILL if again else number)
 
 
 @contextlib.contextmanager
-def _handed_on(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
+def _forward_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
   handler = lambda number, frame: stop(signal.Signals(number))
-  before = {each: signal.signal(each, handler) for each in (signal.SIGINT, signal.SIGTERM)}
+  previous = {each: signal.signal(each, handler) for each in (signal.SIGINT, signal.SIGTERM)}
   try:
     yield
   finally:
-    for each, former in before.items():
+    for each, former in previous.items():
       signal.signal(each, former)

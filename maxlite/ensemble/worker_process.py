@@ -1,4 +1,4 @@
-"""A worker process: a command that goes on where it left off when it is started again."""
+"""A worker process: a command that resumes its work when it is restarted."""
 
 import contextlib
 import dataclasses
@@ -14,26 +14,26 @@ _LAUNCHER = str(Path(__file__).with_name("worker_exec.py"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Worker:
-  """A command, where its output goes and what of the machine is its own."""
+class WorkerCommand:
+  """A command, its log and its resources."""
 
   name: str
   argv: tuple[str, ...]
-  log: Path  # appended to
-  cores: tuple[int, ...] = ()  # none: all
-  gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES; none: whatever there is
+  log: Path  # stdout and stderr are appended
+  cores: tuple[int, ...] = ()  # empty: all
+  gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES; empty: all
   memory_fraction: float | None = None  # of each of its GPUs
 
 
-class LocalHost:
-  """Runs workers on this machine; its methods may be called from several threads at once."""
+class LocalExecutor:
+  """Runs workers on this machine; thread-safe."""
 
   def __init__(self) -> None:
     self._running: set[subprocess.Popen] = set()
     self._stopped_by: signal.Signals | None = None
-    self._lock = threading.RLock()  # a second signal may come while the first one is handled
+    self._lock = threading.RLock()  # a second signal may arrive while the first one is handled
 
-  def run(self, worker: Worker) -> int:
+  def run(self, worker: WorkerCommand) -> int:
     process = start(worker)
     with self._lock:
       self._running.add(process)
@@ -47,7 +47,7 @@ class LocalHost:
 
   def stop(self, number: signal.Signals) -> None:
     with self._lock:
-      if number != self._stopped_by:  # one that is stopping would take a second one for impatience
+      if number != self._stopped_by:  # a worker that is stopping would exit on a second signal
         for process in self._running:
           send_signal(process, number)
       self._stopped_by = number
@@ -57,20 +57,20 @@ class LocalHost:
 
 
 def start(
-  worker: Worker,
+  worker: WorkerCommand,
   *,
   follow: bool = True,
   pass_fds: Sequence[int] = (),
   more_environment: dict[str, str] | None = None,
 ) -> subprocess.Popen:
-  """The worker's process, in a process group of its own: Ctrl-C does not reach it by itself.
+  """Starts the worker in a separate process group, so that Ctrl-C does not reach it directly.
 
-  `follow`: it gets SIGTERM as soon as the thread ends that calls this, whatever ends that.
+  `follow`: it gets SIGTERM when the calling thread ends, for whatever reason.
   """
   environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(more_environment or {})}
   if worker.cores:
-    # XLA cuts a matrix product by its number of threads, which rounds the sum: as many as one
-    # process alone would have give the same bits, at little cost on fewer cores.
+    # XLA splits a matrix product by its number of threads, which affects rounding. With as many
+    # threads as a single process would use, results are bitwise equal, at little cost.
     environment.setdefault("NPROC", str(len(available_cores())))
   if worker.gpus:
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
@@ -91,14 +91,12 @@ def start(
 
 
 def available_cores() -> list[int]:
-  """The cores this process may use; none where the system does not tell."""
-  if hasattr(os, "sched_getaffinity"):
-    return sorted(os.sched_getaffinity(0))
-  return []
+  """The cores that this process may use; empty if the system does not report them."""
+  return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
-  """SIGKILL is for all that the process started as well, which a killed one cannot end itself."""
+  """Sends a signal; SIGKILL goes to the whole process group, which cannot clean up after itself."""
   if process.poll() is not None:
     return
   if number == signal.SIGKILL:
@@ -108,9 +106,9 @@ def send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
     process.send_signal(number)
 
 
-def describe_end(worker: Worker, code: int) -> str:
-  """One line on how a worker ended that should not have."""
-  how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+def describe_exit(worker: WorkerCommand, code: int) -> str:
+  """One line on an unexpected exit, with the last line of the log."""
+  how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
   line = _last_line(worker.log)
   return f"worker {worker.name} {how}" + (f": {line}" if line else "") + f" ({worker.log})"
 

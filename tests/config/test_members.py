@@ -80,7 +80,11 @@ def test_the_command_line_replaces_the_files_members(tmp_path):
 
 def test_a_members_config_is_what_it_would_be_alone():
   shared = ["steps=9", "run_name=all", "base_output_directory=out", "head_dim=16"]
-  words = ["members=[{name: a, learning_rate: 1e-3}]", "halving_factor=2", "halving_first_rung=3"]
+  words = [
+    "members=[{name: a, learning_rate: 1e-3}]",
+    "asha_reduction_factor=2",
+    "asha_min_steps=3",
+  ]
   [member] = members_from(*shared, *words, "ensemble_strategy=processes", "ensemble_num_workers=3")
   alone = load_config(["steps=9", "head_dim=16", "learning_rate=1e-3"])
   places = {

@@ -148,10 +148,13 @@ MISTAKES = {
     "ensemble_num_workers=2",
     "ensemble_strategy=processes",
   ),
-  ("members=[{}]", "halving_factor=1"): ("halving_factor=1", "halving_factor=2"),
-  ("members=[{}]", "halving_factor=2", "steps=100"): (
-    "halving_first_rung=100 (default)",
-    "halving_first_rung=25",
+  ("members=[{}]", "asha_reduction_factor=1"): (
+    "asha_reduction_factor=1",
+    "asha_reduction_factor=2",
+  ),
+  ("members=[{}]", "asha_reduction_factor=2", "steps=100"): (
+    "asha_min_steps=100 (default)",
+    "asha_min_steps=25",
   ),
   ("local_checkpoint_directory=/dev/shm/x", "enable_checkpointing=false"): (
     "local_checkpoint_directory=/dev/shm/x",

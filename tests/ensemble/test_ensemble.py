@@ -89,7 +89,7 @@ def _init(strategy="auto", devices=8, **keywords):
     (lambda: Ensemble([], loss), "an ensemble needs members; give a list"),
     (
       lambda: Ensemble([Member(Line(), optax.sgd(0.1), name="a")] * 2, loss),
-      "two members are called a; give each a name of its own",
+      "two members are called a; give each a different name",
     ),
     (
       lambda: Ensemble([Member(Line(), optax.sgd(0.1))], loss, strategy="stack"),

@@ -11,8 +11,8 @@ from maxlite.ensemble import ensemble_metrics
 from maxlite.ensemble.ensemble_metrics import (
   COMBINATIONS,
   NUM_BINS,
-  finish,
   loss_weights,
+  mean_scores,
   uniform_weights,
 )
 
@@ -49,7 +49,7 @@ def targets(log_prob_ZTV, target_T):
 
 
 def score(log_prob_TV, target_T, weight_T):
-  return finish(score_sums(log_prob_TV, target_T, weight_T), num_bytes=0)
+  return mean_scores(score_sums(log_prob_TV, target_T, weight_T), num_bytes=0)
 
 
 def spoil(values, where):
@@ -151,7 +151,7 @@ def test_greedy_leaves_out_padding_and_what_diverged(members):
 
 def test_scores_agree_with_float64(members):
   log_prob_TV, target_T, weight_T = members[0][0], members[1], members[2]
-  found = finish(score_sums(log_prob_TV, target_T, weight_T), num_bytes=60)
+  found = mean_scores(score_sums(log_prob_TV, target_T, weight_T), num_bytes=60)
   kept = np.asarray(weight_T) > 0
   prob, target = np.exp(np.asarray(log_prob_TV, np.float64))[kept], np.asarray(target_T)[kept]
   confidence, correct = prob.max(axis=-1), prob.argmax(axis=-1) == target
@@ -177,7 +177,7 @@ def test_scores_by_hand():
   sums = score_sums(log_prob_TV, np.asarray([0, 1, 0]), np.ones(3))
   assert (sums["nll"], sums["correct"], sums["brier"]) == (np.inf, 2, 0 + 2 + 0.5)
   assert {b: float(n) for b, n in enumerate(sums["bin_weight"]) if n} == {7: 1, 14: 2}
-  found = finish(sums, num_bytes=0)
+  found = mean_scores(sums, num_bytes=0)
   assert found["ece"] == pytest.approx((abs(1 - 2) + abs(1 - 0.5)) / 3)
   assert "bits_per_byte" not in found
 
@@ -200,14 +200,14 @@ def test_disagreement_agrees_with_float64(members):
   votes = prob.argmax(axis=-1)
   pairs = [(votes[i] != votes[j]).mean() for i in range(Z) for j in range(i)]
   information = entropy(prob.mean(axis=0)) - entropy(prob).mean(axis=0)
-  found = finish(disagreement_sums(log_prob_ZTV, weight_T), num_bytes=0)
+  found = mean_scores(disagreement_sums(log_prob_ZTV, weight_T), num_bytes=0)
   expected = {"disagreement": np.mean(pairs), "mutual_information": information.mean()}
   assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_opposite_members_disagree_by_one_bit():
   certain = jnp.log(np.float32([[[1, 0]], [[0, 1]]]))
-  found = finish(disagreement_sums(certain, np.ones(1)), num_bytes=0)
+  found = mean_scores(disagreement_sums(certain, np.ones(1)), num_bytes=0)
   assert found == pytest.approx({"disagreement": 1, "mutual_information": np.log(2)})
 
 
@@ -218,9 +218,9 @@ def test_identical_members_are_as_good_as_one(members, how):
   combined_TV = combine_log_probs(same_ZTV, np.asarray([1.0, 5, 2]), how)
   one = score(log_prob_ZTV[0], target_T, weight_T)
   assert score(combined_TV, target_T, weight_T) == pytest.approx(one, rel=1e-5)
-  apart = finish(disagreement_sums(same_ZTV, weight_T), num_bytes=0)
+  apart = mean_scores(disagreement_sums(same_ZTV, weight_T), num_bytes=0)
   assert apart == pytest.approx({"disagreement": 0, "mutual_information": 0}, abs=1e-6)
-  alone = finish(disagreement_sums(same_ZTV[:1], weight_T), num_bytes=0)
+  alone = mean_scores(disagreement_sums(same_ZTV[:1], weight_T), num_bytes=0)
   assert alone == pytest.approx({"disagreement": 0, "mutual_information": 0}, abs=1e-6)
 
 

@@ -21,7 +21,7 @@ from tiny_run import CLOCK, Output, keys_in
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.ensemble import STRATEGIES
-from maxlite.ensemble.cli import main
+from maxlite.ensemble.__main__ import main
 from maxlite.ensemble.ensemble_run import run_ensemble
 from maxlite.metrics.writers import read_rows
 from maxlite.training.run import run_training
@@ -247,7 +247,7 @@ def test_a_member_that_diverges_is_frozen_and_the_others_go_on(root):
 
 def test_halving_frees_the_weak(root, fused):
   folder = root / "halving"
-  keys = FUSED | {"halving_factor": 2, "halving_first_rung": 2}
+  keys = FUSED | {"asha_reduction_factor": 2, "asha_min_steps": 2}
   code, output = start(folder, MEMBERS, **keys)
   assert code == 0
   at_rung = {name: rows_of(fused[0], name)[1]["eval_loss"] for name in ("slow", "fast", "deep")}

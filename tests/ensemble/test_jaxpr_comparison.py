@@ -5,24 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.ensemble.engines.batched_jaxpr import group_alike, run_together
-from maxlite.ensemble.engines.jaxpr_comparison import NotAlikeError, compare, trace
+from maxlite.ensemble.engines.batched_jaxpr import group_by_jaxpr, vmap_programs
+from maxlite.ensemble.engines.jaxpr_comparison import JaxprMismatchError, align_jaxprs
 
 X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 
 def compared(f, g, x=X, y=X, *, sizes=False):
-  return compare([trace(f, x)[0], trace(g, y)[0]], ["f", "g"], sizes=sizes)
+  return align_jaxprs([jax.make_jaxpr(f)(x), jax.make_jaxpr(g)(y)], ["f", "g"], sizes=sizes)
 
 
 def test_numbers_are_collected_where_they_differ_and_nowhere_else():
-  alike = compared(lambda x: x * 2.0 + 1.0, lambda x: x * 3.0 + 1.0)
-  assert [number.tolist() for number in alike.numbers] == [[2.0, 3.0]]
+  _, literals = compared(lambda x: x * 2.0 + 1.0, lambda x: x * 3.0 + 1.0)
+  assert [values.tolist() for values in literals] == [[2.0, 3.0]]
 
 
 def test_arrays_that_programs_close_over_are_numbers_too():
   a, b = np.array([1.0, 2.0, 3.0], np.float32), np.array([4.0, 5.0, 6.0], np.float32)
-  run = run_together([lambda x, _: x * a, lambda x, _: x * b], ["f", "g"], [X, X], None)
+  run = vmap_programs([lambda x, _: x * a, lambda x, _: x * b], ["f", "g"], [X, X], None)
   np.testing.assert_array_equal(run(jnp.ones((2, 3)), None), [a, b])
 
 
@@ -30,7 +30,7 @@ def test_arrays_that_programs_close_over_are_numbers_too():
 def test_numbers_are_found_inside_inner_programs(wrap):
   inner = [wrap(lambda x, n=n: jnp.sin(x) * n) for n in (2.0, 3.0)]
   functions = [lambda x, _, f=f: f(x) for f in inner]
-  run = run_together(functions, ["f", "g"], [X, X], None)
+  run = vmap_programs(functions, ["f", "g"], [X, X], None)
   want = [function(jnp.arange(3.0), None) for function in functions]
   np.testing.assert_allclose(run(jnp.stack([jnp.arange(3.0)] * 2), None), want, rtol=1e-6)
 
@@ -41,7 +41,7 @@ def test_a_branch_and_a_loop_take_each_program_s_own_numbers():
     return jax.lax.cond(x.sum() > 1, lambda: x * limit, lambda: -x), count
 
   functions = [lambda x, _, n=n: function(n, x, _) for n in (2, 5)]
-  run = run_together(functions, ["f", "g"], [X, X], None)
+  run = vmap_programs(functions, ["f", "g"], [X, X], None)
   x_ZD = jnp.array([[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
   with jax.numpy_dtype_promotion("standard"):
     got, count = run(x_ZD, None)
@@ -61,19 +61,19 @@ def test_a_branch_and_a_loop_take_each_program_s_own_numbers():
   ],
 )
 def test_other_differences_are_named(f, g, message):
-  with pytest.raises(NotAlikeError, match=message):
+  with pytest.raises(JaxprMismatchError, match=message):
     compared(f, g)
 
 
 def test_sizes_may_differ_only_where_that_is_asked_for():
   longer = jax.ShapeDtypeStruct((4,), jnp.float32)
-  with pytest.raises(NotAlikeError, match=r"shape: \(3,\) in f, \(4,\) in g"):
+  with pytest.raises(JaxprMismatchError, match=r"shape: \(3,\) in f, \(4,\) in g"):
     compared(jnp.sin, jnp.sin, X, longer)
   compared(jnp.sin, jnp.sin, X, longer, sizes=True)
 
 
 def test_the_number_of_axes_may_never_differ():
-  with pytest.raises(NotAlikeError, match="number of axes: 1 in f, 2 in g"):
+  with pytest.raises(JaxprMismatchError, match="number of axes: 1 in f, 2 in g"):
     compared(jnp.sin, jnp.sin, X, jax.ShapeDtypeStruct((4, 1), jnp.float32), sizes=True)
 
 
@@ -81,5 +81,5 @@ def test_functions_are_grouped_by_what_they_compute():
   double, triple = (lambda x, _: x * 2.0), (lambda x, _: x * 3.0)
   sine, nested = (lambda x, _: jnp.sin(x)), (lambda x, _: [x * 2.0])
   functions = [double, sine, triple, double, nested]
-  groups = group_alike(functions, list("abcde"), [X] * 5, None)
+  groups = group_by_jaxpr(functions, list("abcde"), [X] * 5, None)
   assert groups == [[0, 2, 3], [1], [4]]

@@ -9,16 +9,18 @@ import pytest
 from rich.console import Console
 
 from maxlite.ensemble.leaderboard import (
-  Entry,
-  leaderboard,
+  LeaderboardEntry,
   leaderboard_markdown,
+  leaderboard_table,
   write_leaderboard,
   write_members,
 )
 
 ENTRIES = [
-  Entry("slow", {"learning_rate": 1e-4, "steps": 50}, 1_234_567, 3.5, 3.25, 9876.4, "finished"),
-  Entry(
+  LeaderboardEntry(
+    "slow", {"learning_rate": 1e-4, "steps": 50}, 1_234_567, 3.5, 3.25, 9876.4, "finished"
+  ),
+  LeaderboardEntry(
     "lost",
     {"learning_rate": 1.0, "steps": 50},
     999_949,
@@ -27,15 +29,19 @@ ENTRIES = [
     0,
     "diverged at step 3",
   ),
-  Entry("good", {"learning_rate": 0.01, "steps": 50}, 999_950, 3.75, 2.25, 12345.6, "finished"),
-  Entry("unseen", {"learning_rate": 0.02, "steps": 50}, 123, None, None, math.nan, "finished"),
+  LeaderboardEntry(
+    "good", {"learning_rate": 0.01, "steps": 50}, 999_950, 3.75, 2.25, 12345.6, "finished"
+  ),
+  LeaderboardEntry(
+    "unseen", {"learning_rate": 0.02, "steps": 50}, 123, None, None, math.nan, "finished"
+  ),
 ]
 BEST_FIRST = ["good", "slow", "lost", "unseen"]
 
 
 def printed(entries, width):
   console = Console(file=io.StringIO(), width=width)
-  console.print(leaderboard(entries))
+  console.print(leaderboard_table(entries))
   return console.file.getvalue()
 
 
@@ -70,7 +76,7 @@ def test_what_all_members_share_is_said_once():
   for text in (leaderboard_markdown(ENTRIES, {}), printed(ENTRIES, 200)):
     assert text.count("steps=50") == 1
     assert text.count("learning_rate=") == len(ENTRIES)
-  some_lack_it = [*ENTRIES, Entry("odd", {}, 1, 2.0, 2.0, 1.0, "finished")]
+  some_lack_it = [*ENTRIES, LeaderboardEntry("odd", {}, 1, 2.0, 2.0, 1.0, "finished")]
   assert leaderboard_markdown(some_lack_it, {}).count("steps=50") == len(ENTRIES)
   assert "All members" not in leaderboard_markdown(ENTRIES[:1], {})
 

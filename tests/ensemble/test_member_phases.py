@@ -9,8 +9,9 @@ import pytest
 from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
 
 from maxlite.config.members import members_of
-from maxlite.ensemble.member_program import Program
-from maxlite.ensemble.strategies import STRATEGIES, Request
+from maxlite.ensemble.engines.engine_base import EngineRequest
+from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.strategies import STRATEGIES
 from maxlite.training.run import run_training
 
 TURNS = (
@@ -45,12 +46,12 @@ def test_members_with_phases_of_their_own_get_what_they_would_alone(tmp_path, st
 def toy(name, *flops):
   init = lambda seed: {"x": jnp.zeros(()) + seed.astype(jnp.float32)}
   step = lambda state, batch: ({"x": state["x"] + batch}, {"loss": state["x"]})
-  return Program(name, 0, init, step, lambda state, batch: state["x"], flops=flops)
+  return MemberProgram(name, 0, init, step, lambda state, batch: state["x"], flops=flops)
 
 
 def request_of(*programs):
   batch = jax.ShapeDtypeStruct((), jnp.float32)
-  return Request(lambda devices: list(programs), batch, jax.devices()[: len(programs)])
+  return EngineRequest(lambda devices: list(programs), batch, jax.devices()[: len(programs)])
 
 
 @pytest.mark.parametrize("strategy", ["stacked", "padded", "switched"])

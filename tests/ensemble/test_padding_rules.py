@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.ensemble.engines.batched_jaxpr import run_together
-from maxlite.ensemble.engines.jaxpr_comparison import BODIES, NotAlikeError
+from maxlite.ensemble.engines.batched_jaxpr import vmap_programs
+from maxlite.ensemble.engines.jaxpr_comparison import SUBJAXPRS, JaxprMismatchError
 from maxlite.ensemble.engines.padding_rules import RULES
 
 SIZES = (2, 5)
@@ -139,7 +139,7 @@ def run_all(functions, arrays):
   wrapped = [lambda x, _, f=f: f(x) for f in functions]
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   names = [f"m{z}" for z in range(len(arrays))]
-  run = run_together(wrapped, names, shapes, None, sizes=True)
+  run = vmap_programs(wrapped, names, shapes, None, sizes=True)
   most = np.max([x.shape for x in arrays], axis=0)
   padded = [np.pad(x, [(0, m - n) for n, m in zip(x.shape, most, strict=True)]) for x in arrays]
   together = jax.jit(run, compiler_options=FAST_COMPILE)(np.stack(padded), None)
@@ -167,7 +167,7 @@ def test_every_rule_is_tried():
   def operations(jaxpr):
     for eqn in jaxpr.eqns:
       yield eqn.primitive.name
-      for key in BODIES.get(eqn.primitive.name, ()):
+      for key in SUBJAXPRS.get(eqn.primitive.name, ()):
         yield from operations(eqn.params[key].jaxpr)
 
   tried = set()
@@ -203,12 +203,12 @@ def test_elements_are_found_whatever_the_sizes(shapes, data):
   [
     (lambda x: jnp.sort(x, axis=0), "sort"),
     (lambda x: jax.random.bits(jax.random.key(0), x.shape), "random_bits"),
-    (lambda x: jnp.take(x, jnp.array([1]), axis=0, mode="clip"), "gather looks up"),
+    (lambda x: jnp.take(x, jnp.array([1]), axis=0, mode="clip"), "gather indexes"),
     (lambda x: jax.lax.pad(x, jnp.float32(0), ((0, 0, 1), (0, 0, 0))), "interior padding"),
   ],
 )
 def test_what_has_no_rule_is_refused(function, message):
-  with pytest.raises(NotAlikeError, match=message) as error:
+  with pytest.raises(JaxprMismatchError, match=message) as error:
     run_all([function] * 2, inputs((2, 5)))
   assert "\n" not in str(error.value)
 

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.jaxpr_comparison import trace
-from maxlite.ensemble.engines.stacked import Groups
-from maxlite.ensemble.engines.step_cost import cost_of
-from maxlite.ensemble.engines.submesh import cut_devices, deal
-from maxlite.ensemble.member_program import Program
+from maxlite.ensemble.engines.engine_base import EngineRequest
+from maxlite.ensemble.engines.stacked import VmapEngine
+from maxlite.ensemble.engines.step_cost import program_cost
+from maxlite.ensemble.engines.submesh import assign_lpt, split_devices
+from maxlite.ensemble.member_program import MemberProgram
 
 BATCH = np.ones((4, 3), np.float32)
 
@@ -49,7 +49,7 @@ def test_flops_are_those_of_matrix_products_loops_included():
     return y @ w
 
   shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-  cost = cost_of(trace(step, shape(4, 3), shape(3, 3))[0])
+  cost = program_cost(jax.make_jaxpr(step)(shape(4, 3), shape(3, 3)))
   assert cost.flops == 6 * 2 * 4 * 3 * 3
   assert cost.operations == 11
   assert cost.bytes == 11 * 4 * 3 * 4
@@ -67,11 +67,13 @@ def test_work_on_a_mesh_is_that_of_all_its_devices():
   init = lambda seed: jnp.full((3, 2), seed, jnp.float32)
   for step in (whole, cut):
     place = {"shardings": jax.NamedSharding(mesh, jax.P()), "batch_sharding": home}
-    program = Program("m", 0, init, step, step, **place)
-    load = Groups([program], jax.ShapeDtypeStruct((16, 3), jnp.float32), [[0]]).load()
-    assert load.total.flops == 2 * 16 * 3 * 2
-    assert load.on_device.flops == load.total.flops / 8
-    assert load.total.operations == 8 * load.on_device.operations > 0
+    program = MemberProgram("m", 0, init, step, step, **place)
+    batch = jax.ShapeDtypeStruct((16, 3), jnp.float32)
+    request = EngineRequest(lambda devices, program=program: [program], batch, jax.devices())
+    cost = VmapEngine(request, [program], [[0]]).step_cost()
+    assert cost.total.flops == 2 * 16 * 3 * 2
+    assert cost.on_device.flops == cost.total.flops / 8
+    assert cost.total.operations == 8 * cost.on_device.operations > 0
 
 
 def test_many_small_members_of_one_shape_are_stacked():
@@ -134,14 +136,14 @@ def test_the_table_shows_every_strategy_and_why_one_cannot_serve():
 
 
 def test_the_dearest_members_are_dealt_out_first():
-  assert deal([1, 5, 4, 3, 3], 2) == [1, 0, 1, 1, 0]
-  costs, places = [7, 1, 3, 2, 5, 4], deal([7, 1, 3, 2, 5, 4], 3)
+  assert assign_lpt([1, 5, 4, 3, 3], 2) == [1, 0, 1, 1, 0]
+  costs, places = [7, 1, 3, 2, 5, 4], assign_lpt([7, 1, 3, 2, 5, 4], 3)
   loads = [sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(3)]
   assert max(loads) <= 8
 
 
 @pytest.mark.parametrize(("members", "parts"), [(1, 1), (2, 2), (3, 2), (7, 4), (9, 8)])
 def test_devices_are_cut_evenly(members, parts):
-  cut = cut_devices(list(range(8)), members)
+  cut = split_devices(list(range(8)), members)
   assert len(cut) == parts
   assert [device for part in cut for device in part] == list(range(8))

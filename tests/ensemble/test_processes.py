@@ -13,10 +13,10 @@ import pytest
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines import processes
-from maxlite.ensemble.factory import Factory, call_factory
-from maxlite.ensemble.member_program import build_programs
+from maxlite.ensemble.engines.engine_base import EngineRequest
+from maxlite.ensemble.member_program import MemberFactory, build_programs, call_factory
 from maxlite.ensemble.serialization import from_bytes, to_bytes
-from maxlite.ensemble.strategies import STRATEGIES, Request
+from maxlite.ensemble.strategies import STRATEGIES
 
 FACTORY = f"{__name__}:make"
 NUM_STEPS = 8
@@ -76,11 +76,11 @@ def engines(stream):
   """The members on one device of this process, and in two workers."""
   made, batch = call_factory(FACTORY), stream[0]
   programs = build_programs(made["members"], made["loss"], made["predict"], batch)
-  request = Request(
+  request = EngineRequest(
     build=lambda devices: programs,
     batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
     devices=jax.devices()[:1],
-    factory=Factory(FACTORY, num_workers=2, checkpoint_period=3, example_batch=batch),
+    factory=MemberFactory(FACTORY, num_workers=2, checkpoint_period=3, example_batch=batch),
   )
   return STRATEGIES["submesh"](request), STRATEGIES["processes"](request)
 
@@ -133,7 +133,7 @@ def test_own_batches_and_states_from_elsewhere():
 def test_a_worker_that_cannot_live_is_given_up(monkeypatch):
   monkeypatch.setattr(processes, "MAX_RESTARTS", 0)
   made = Ensemble.from_factory(f"{__name__}:make_only_here", strategy="processes", num_workers=1)
-  with pytest.raises(RuntimeError, match="worker of m0, m1, m2 ended with code 1: no such file"):
+  with pytest.raises(RuntimeError, match="worker of m0, m1, m2 exited with code 1: no such file"):
     made.init(batches()[0])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlite.ensemble.worker_pool import Worker, run_workers, share_out
+from maxlite.ensemble.worker_pool import WorkerCommand, assign_workers, run_workers
 
 # Says `up`; at a signal takes a moment to save, and says so.
 STOPPABLE = """
@@ -41,9 +41,9 @@ print("up again")
 """
 
 
-def python(tmp_path: Path, name: str, code: str, *args: str, **share) -> Worker:
+def python(tmp_path: Path, name: str, code: str, *args: str, **share) -> WorkerCommand:
   argv = (sys.executable, "-c", code, *args)
-  return Worker(name, argv, tmp_path / "logs" / f"{name}.log", **share)
+  return WorkerCommand(name, argv, tmp_path / "logs" / f"{name}.log", **share)
 
 
 def wait_for(text: str, *logs: Path) -> None:
@@ -53,7 +53,9 @@ def wait_for(text: str, *logs: Path) -> None:
     time.sleep(0.01)
 
 
-def signal_when_up(number: signal.Signals, *workers: Worker, times: int = 1) -> threading.Thread:
+def signal_when_up(
+  number: signal.Signals, *workers: WorkerCommand, times: int = 1
+) -> threading.Thread:
   def run() -> None:
     wait_for("up", *(worker.log for worker in workers))
     for _ in range(times):
@@ -85,7 +87,7 @@ def test_restarts_are_bounded_and_a_users_mistake_is_not_tried_again(tmp_path, c
   assert run_workers([worker], max_restarts=2, report=lines.append) == {"wrong": code}
   assert worker.log.read_text().count("started") == starts
   assert len(lines) == starts
-  assert "starting it again" not in lines[-1]
+  assert "restarting it" not in lines[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -115,7 +117,7 @@ def test_no_worker_outlives_its_supervisor(tmp_path):
   log = tmp_path / "log"
   code = (
     "import sys; from pathlib import Path; from maxlite.ensemble.worker_pool import *; "
-    f"worker = Worker('w', (sys.executable, '-c', {STOPPABLE!r}), Path({str(log)!r})); "
+    f"worker = WorkerCommand('w', (sys.executable, '-c', {STOPPABLE!r}), Path({str(log)!r})); "
     "run_workers([worker], max_restarts=0, report=print)"
   )
   supervisor = subprocess.Popen([sys.executable, "-c", code])
@@ -142,7 +144,7 @@ def test_a_worker_keeps_to_its_share_of_the_machine(tmp_path, monkeypatch):
 
 
 def test_members_are_dealt_out_by_cost_and_the_machine_by_number():
-  shares = share_out("abcd", [4, 1, 2, 1], 2, cores=range(5), gpus=["x", "y", "z"])
+  shares = assign_workers("abcd", [4, 1, 2, 1], 2, cores=range(5), gpus=["x", "y", "z"])
   assert [share.names for share in shares] == [("a",), ("b", "c", "d")]
   assert [share.cores for share in shares] == [(0, 1), (2, 3, 4)]
   assert [share.gpus for share in shares] == [("x",), ("y",)]
@@ -150,18 +152,18 @@ def test_members_are_dealt_out_by_cost_and_the_machine_by_number():
 
 
 def test_workers_share_cores_and_gpus_where_there_are_too_few():
-  shares = share_out("abc", [1, 1, 1], 3, cores=[4, 5], gpus=["x"], memory_fraction=0.6)
+  shares = assign_workers("abc", [1, 1, 1], 3, cores=[4, 5], gpus=["x"], memory_fraction=0.6)
   assert [share.cores for share in shares] == [(4,), (5,), (4,)]
   assert {share.gpus for share in shares} == {("x",)}
   assert [share.memory_fraction for share in shares] == pytest.approx([0.2] * 3)
 
 
 def test_no_more_workers_than_members_nor_unasked_than_cores():
-  assert len(share_out("ab", [1, 1], 7, cores=[0])) == 2
-  assert len(share_out("abcd", [1] * 4, cores=[0, 1])) == 2
-  assert len(share_out("abcd", [1] * 4, cores=[0, 1], gpus=["0", "1", "2"])) == 3
+  assert len(assign_workers("ab", [1, 1], 7, cores=[0])) == 2
+  assert len(assign_workers("abcd", [1] * 4, cores=[0, 1])) == 2
+  assert len(assign_workers("abcd", [1] * 4, cores=[0, 1], gpus=["0", "1", "2"])) == 3
   with pytest.raises(ValueError, match="-1 workers"):
-    share_out("ab", [1, 1], -1)
+    assign_workers("ab", [1, 1], -1)
 
 
 def test_an_executor_that_is_unknown_or_not_installed_is_one_line(tmp_path, monkeypatch):

@@ -101,6 +101,8 @@ DEFAULTS: dict[str, Any] = {key.name: key.default for key in KEYS.values()}
 # Old name -> new name. A run's saved config.yml may have either; elsewhere the old name is an error
 # that gives the new one.
 RENAMED_KEYS: dict[str, str] = {
+  "halving_factor": "asha_reduction_factor",
+  "halving_first_rung": "asha_min_steps",
   "local_checkpoint_peer_copies": "local_checkpoint_replication",
   "output": "output_path",
   "phase_warmup": "initial_phases",

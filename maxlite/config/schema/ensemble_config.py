@@ -46,10 +46,10 @@ class EnsembleConfig:
   ensemble_num_workers: int = field(
     0, "Workers of ensemble_strategy=processes; 0: one per member, up to the CPU cores.", low=0
   )
-  halving_factor: int = field(
+  asha_reduction_factor: int = field(
     0,
     "Reduction factor of asynchronous successive halving (ASHA's eta): at each rung one in this "
     "many members continues, and the next rung has this many times the steps. 0: no halving.",
     low=0,
   )
-  halving_first_rung: int = field(100, "Steps before the first rung.", unit="steps", low=1)
+  asha_min_steps: int = field(100, "Steps before the first rung of ASHA.", unit="steps", low=1)

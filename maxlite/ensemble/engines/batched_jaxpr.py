@@ -1,4 +1,4 @@
-"""Programs that are alike, run as one: a program with the members' numbers and sizes as arrays."""
+"""Programs that differ in literals, and optionally in sizes, evaluated as one under `jax.vmap`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,333 +10,339 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from maxlite.ensemble.engines.jaxpr_comparison import (
-  BODIES,
-  Body,
-  Line,
-  NotAlikeError,
-  compare,
-  trace,
+  SUBJAXPRS,
+  AlignedEqn,
+  AlignedJaxpr,
+  JaxprMismatchError,
+  align_jaxprs,
+  differ,
 )
-from maxlite.ensemble.engines.padding_rules import RULES, Member, Value, bind, zero_padding
-
-# On a mesh of one device these hand on what they are given.
-_PLACING = (
-  "all_gather",
-  "pcast",
-  "pmax",
-  "pmin",
-  "psum",
-  "psum_invariant",
-  "pvary",
-  "reduce_scatter",
-  "reshard",
-  "sharding_constraint",
+from maxlite.ensemble.engines.padding_rules import (
+  RULES,
+  Args,
+  MemberContext,
+  PaddedArray,
+  bind,
+  zero_padding,
 )
 
+# On a mesh of one device, these return their operands.
+# fmt: off
+_NO_OPS_ON_ONE_DEVICE = frozenset([
+  "all_gather", "pcast", "pmax", "pmin", "psum", "psum_invariant", "pvary", "reduce_scatter",
+  "reshard", "sharding_constraint",
+])
+# fmt: on
 
-def run_together(
+
+def vmap_programs(
   functions: Sequence[Callable],
   names: Sequence[str],
-  stacked: Sequence[Any],
-  shared: Sequence[Any],
+  member_args: Sequence[Any],
+  shared_args: Any,
   *,
   sizes: bool = False,
   shared_axis: int | None = None,
   spmd_axis_name: str | None = None,
   mesh: Mesh | None = None,
 ) -> Callable:
-  """run(stacked, shared): what function z returns for (stacked z, shared), stacked over members.
+  """run(member_args, shared_args): what function z returns for member z, stacked over members.
 
-  Results come padded with zeros to the largest member's shape. Equal functions are traced once.
+  `run` takes the members' arguments stacked and pads results with zeros to the largest member's
+  shape. Arguments given here may be abstract (`jax.ShapeDtypeStruct`). Equal function objects are
+  traced once.
 
   Args:
-    stacked: per member, the tree of its own arguments, which need only be described.
-    shared: the arguments that all members get alike, as one member gets them.
+    member_args: per member, the tree of its first argument.
+    shared_args: the second argument of one member.
     sizes: whether members may differ in array sizes.
-    shared_axis: 0 where every member gets its own of `shared` after all, stacked.
-    spmd_axis_name: mesh axis that members are cut over, each of them cut over others.
-    mesh: of one axis, over which members are cut, each of them on one device.
+    shared_axis: 0 if `run` takes a second argument per member, stacked.
+    spmd_axis_name: mesh axis over which members that themselves use several devices are sharded.
+    mesh: of one axis, over which members are sharded, each on one device.
 
   Raises:
-    NotAlikeError: the functions differ in more than numbers (and sizes).
+    JaxprMismatchError: the functions differ in more than literals (and sizes).
   """
-  distinct = {id(function): z for z, function in reversed(list(enumerate(functions)))}
-  firsts = sorted(distinct.values())
-  which_Z = np.array([firsts.index(distinct[id(function)]) for function in functions], np.int32)
-  traced = [trace(functions[z], stacked[z], shared) for z in firsts]
-  alike = compare([closed for closed, _ in traced], [names[z] for z in firsts], sizes=sizes)
-  result_tree = jax.tree.structure(traced[0][1])
-  trees = [jax.tree.structure(shapes) for _, shapes in traced]
-  if any(tree != result_tree for tree in trees):
-    raise NotAlikeError("the results have different structures")
-  num_stacked = len(jax.tree.leaves(stacked[0]))
+  first_of = {id(function): z for z, function in reversed(list(enumerate(functions)))}
+  firsts = sorted(first_of.values())
+  program_Z = np.array([firsts.index(first_of[id(function)]) for function in functions], np.int32)
+  traced = [_trace(functions[z], member_args[z], shared_args) for z in firsts]
+  jaxpr, literals = align_jaxprs(
+    [closed for closed, _ in traced], [names[z] for z in firsts], sizes=sizes
+  )
+  result_tree, *others = (jax.tree.structure(shapes) for _, shapes in traced)
+  if any(tree != result_tree for tree in others):
+    raise JaxprMismatchError("the results have different structures")
   out_dims = [
     tuple(zip(*(leaf.shape for leaf in leaves), strict=True))
     for leaves in zip(*(jax.tree.leaves(shapes) for _, shapes in traced), strict=True)
   ]
 
-  def one(number, own, common):
-    which, *numbers = number
-    member = Member(which, numbers, spmd_axis_name)
-    given = [Value(leaf) for leaf in (*own, *common)]
-    results = evaluate(alike.body, member, given, placed=mesh is not None)
-    return [
-      zero_padding(member, result, dims) for result, dims in zip(results, out_dims, strict=True)
-    ]
+  def one(own_literals: list, own: list, shared: list) -> list[jax.Array]:
+    index, *values = own_literals
+    member = MemberContext(index, values, spmd_axis_name)
+    args = [PaddedArray(leaf) for leaf in (*own, *shared)]
+    return zero_padding(member, evaluate(jaxpr, member, args, mesh is not None), out_dims)
 
-  def run(stacked_args: Any, shared_args: Any) -> Any:
-    own, common = jax.tree.leaves(stacked_args), jax.tree.leaves(shared_args)
-    assert len(own) == num_stacked
-    numbers = [which_Z, *(number[which_Z] for number in alike.numbers)]
-    along = jax.vmap(one, in_axes=(0, 0, shared_axis), spmd_axis_name=spmd_axis_name)
+  def run(member_args: Any, shared_args: Any) -> Any:
+    by_member = [jnp.asarray(values) for values in (program_Z, *(x[program_Z] for x in literals))]
+    batched = jax.vmap(one, in_axes=(0, 0, shared_axis), spmd_axis_name=spmd_axis_name)
     if mesh is not None:
-      (axis,) = mesh.axis_names
-      along = jax.shard_map(
-        along,
-        mesh=mesh,
-        in_specs=(jax.P(axis), jax.P(axis), jax.P() if shared_axis is None else jax.P(axis)),
-        out_specs=jax.P(axis),
-        check_vma=False,  # members exchange nothing; their gradients were taken before
-      )
-    return jax.tree.unflatten(result_tree, along(list(map(jnp.asarray, numbers)), own, common))
+      batched = _shard_members(batched, mesh, shared=shared_axis is None)
+    results = batched(by_member, jax.tree.leaves(member_args), jax.tree.leaves(shared_args))
+    return jax.tree.unflatten(result_tree, results)
 
   return run
 
 
-def group_alike(
-  functions: Sequence[Callable], names: Sequence[str], stacked: Sequence[Any], shared: Any
+def _shard_members(batched: Callable, mesh: Mesh, *, shared: bool) -> Callable:
+  members = jax.P(mesh.axis_names[0])
+  return jax.shard_map(
+    batched,
+    mesh=mesh,
+    in_specs=(members, members, jax.P() if shared else members),
+    out_specs=members,
+    check_vma=False,  # no communication between members; gradients were taken before
+  )
+
+
+def group_by_jaxpr(
+  functions: Sequence[Callable], names: Sequence[str], member_args: Sequence[Any], shared_args: Any
 ) -> list[list[int]]:
-  """Places of the functions that differ in numbers only, group by group; arguments as above."""
+  """Indices of the functions that differ in literals only, by group; arguments as above."""
   leaders: list[tuple[int, Any, Any]] = []
   groups: dict[int, list[int]] = {}
-  known: dict[int, int] = {}
+  leader_of: dict[int, int] = {}
   for z, function in enumerate(functions):
-    if id(function) not in known:
-      closed, shapes = trace(function, stacked[z], shared)
+    if id(function) not in leader_of:
+      closed, shapes = _trace(function, member_args[z], shared_args)
       tree = jax.tree.structure(shapes)
-      known[id(function)] = z
+      leader_of[id(function)] = z
       for leader, other, other_tree in leaders:
-        if tree == other_tree and _differ_in_numbers([other, closed], [names[leader], names[z]]):
-          known[id(function)] = leader
+        if tree == other_tree and _differ_in_literals([other, closed], [names[leader], names[z]]):
+          leader_of[id(function)] = leader
           break
       else:
         leaders.append((z, closed, tree))
-    groups.setdefault(known[id(function)], []).append(z)
+    groups.setdefault(leader_of[id(function)], []).append(z)
   return list(groups.values())
 
 
-def _differ_in_numbers(programs: Sequence[Any], names: Sequence[str]) -> bool:
+def _differ_in_literals(programs: Sequence[Any], names: Sequence[str]) -> bool:
   try:
-    compare(programs, names, sizes=False)
-  except NotAlikeError:
+    align_jaxprs(programs, names, sizes=False)
+  except JaxprMismatchError:
     return False
   return True
 
 
-def on_one_device(function: Callable, *args: Any) -> Callable:
-  """`function` without its placements on a mesh of one device, to run anywhere on any mesh.
+def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
+  """`function` without its sharding over a mesh of one device; it can run inside any other mesh.
 
-  `args` are examples, which need only be described.
+  `args` are example arguments, which may be abstract.
   """
-  closed, shapes = trace(function, *args)
-  body = compare([closed], ["it"], sizes=False).body
+  closed, shapes = _trace(function, *args)
+  jaxpr, _ = align_jaxprs([closed], [""], sizes=False)
 
   def run(*args: Any) -> Any:
-    member = Member(jnp.zeros((), jnp.int32), [])
-    values = evaluate(body, member, [Value(leaf) for leaf in jax.tree.leaves(args)], placed=True)
-    return jax.tree.unflatten(jax.tree.structure(shapes), [value.array for value in values])
+    member = MemberContext(jnp.zeros((), jnp.int32), [])
+    values = list(map(PaddedArray, jax.tree.leaves(args)))
+    results = evaluate(jaxpr, member, values, one_device=True)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [value.array for value in results])
 
   return run
 
 
-def evaluate(body: Body, member: Member, args: list[Value], placed: bool = False) -> list[Value]:
-  """The results of `body` for one member, whose arrays are padded.
+def _trace(function: Callable, *args: Any) -> tuple[Any, Any]:
+  """(jaxpr, shapes of the result)"""
+  closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+  return closed, shapes
 
-  `placed` says that a mesh of one device, which the program was made for, is taken away.
+
+def evaluate(
+  jaxpr: AlignedJaxpr, member: MemberContext, args: Args, one_device: bool = False
+) -> Args:
+  """The results of `jaxpr` for one member.
+
+  `one_device`: the programs were traced on a mesh of one device, which is removed.
   """
-  jaxpr = body.jaxprs[0]
-  consts = [member.numbers[c] if isinstance(c, int) else member.vary(c) for c in body.consts]
-  consts = list(map(Value, consts))
-  known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+  first = jaxpr.jaxprs[0]
+  consts = [member.literals[c] if isinstance(c, int) else member.pvary(c) for c in jaxpr.consts]
+  consts = list(map(PaddedArray, consts))
+  values = dict(zip((*first.constvars, *first.invars), (*consts, *args), strict=True))
 
-  def read(atom: Any, place: int | None) -> Value:
-    if place is not None:
-      return Value(member.numbers[place])
+  def read(atom: Any, literal: int | None) -> PaddedArray:
+    if literal is not None:
+      return PaddedArray(member.literals[literal])
     if isinstance(atom, Literal):
-      return Value(member.vary(jnp.asarray(atom.val, atom.aval.dtype)))
-    return known[atom]
+      return PaddedArray(member.pvary(jnp.asarray(atom.val, atom.aval.dtype)))
+    return values[atom]
 
-  for line in body.lines:
-    eqn = line.eqns[0]
-    values = [read(atom, line.numbers.get(i)) for i, atom in enumerate(eqn.invars)]
-    results = _apply(line, member, values, placed)
-    known.update(zip(eqn.outvars, results, strict=True))
-  return [read(atom, body.results.get(i)) for i, atom in enumerate(jaxpr.outvars)]
-
-
-def _apply(line: Line, member: Member, values: list[Value], placed: bool) -> list[Value]:
-  if line.name == "shard_map" and member.spmd_axis_name and not line.is_open:
-    return _spread(line, member, values)
-  everywhere = placed or member.spmd_axis_name or member.inside_axis
-  opened = line.is_open or (everywhere and line.name in BODIES)
-  if line.name in _PLACING and (placed or opened):
-    return values
-  if placed and line.name == "axis_index":
-    return [Value(jnp.zeros((), jnp.int32))]
-  if opened and line.name in _HIGHER:
-    return _HIGHER[line.name](line, member, values, placed)
-  if opened and line.name not in RULES:
-    raise NotAlikeError(f"sizes differ in {line.name}, which has no rule for padding")
-  if opened:
-    return RULES[line.name](line, member, values)
-  return [Value(member.vary(array)) for array in bind(line, values)]
+  for aligned in jaxpr.eqns:
+    eqn = aligned.eqns[0]
+    operands = [read(atom, aligned.literals.get(i)) for i, atom in enumerate(eqn.invars)]
+    results = _apply(aligned, member, operands, one_device)
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(atom, jaxpr.literal_results.get(i)) for i, atom in enumerate(first.outvars)]
 
 
-def _inline(line: Line, member: Member, values: list[Value], placed: bool) -> list[Value]:
-  ((body,),) = line.bodies.values()
-  placed = placed or line.name == "shard_map"
-  if line.name == "shard_map" and not line.places_on_one_device:
-    raise NotAlikeError(
-      f"programs differ inside a shard_map over {line.params['mesh'].size} devices"
+def _apply(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+  if eqn.name == "shard_map" and member.spmd_axis_name and not eqn.needs_rule:
+    return _shard_map_of_members(eqn, member, args)
+  descend = one_device or member.spmd_axis_name or member.manual_axis_name
+  needs_rule = eqn.needs_rule or (descend and eqn.name in SUBJAXPRS)
+  if eqn.name in _NO_OPS_ON_ONE_DEVICE and (one_device or needs_rule):
+    return args
+  if one_device and eqn.name == "axis_index":
+    return [PaddedArray(jnp.zeros((), jnp.int32))]
+  if needs_rule and eqn.name in _HIGHER_ORDER_RULES:
+    return _HIGHER_ORDER_RULES[eqn.name](eqn, member, args, one_device)
+  if needs_rule and eqn.name not in RULES:
+    raise JaxprMismatchError(f"sizes differ in {eqn.name}, which has no rule for padding")
+  if needs_rule:
+    return RULES[eqn.name](eqn, member, args)
+  return [PaddedArray(member.pvary(result.array)) for result in bind(eqn, args)]
+
+
+def _inline(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+  ((jaxpr,),) = eqn.subjaxprs.values()
+  if eqn.name == "shard_map" and not eqn.places_on_one_device:
+    raise JaxprMismatchError(
+      f"programs differ inside a shard_map over {eqn.params['mesh'].size} devices"
     )
-  return evaluate(body, member, values, placed)
+  return evaluate(jaxpr, member, args, one_device or eqn.name == "shard_map")
 
 
-def _in_turn(line: Line, member: Member, values: list[Value], placed: bool) -> list[Value]:
-  """What has a vmap rule of its own, because JAX's would be slow: one member after the other."""
-  (body,) = line.bodies["call"]
-  if line.is_ragged or body.has_numbers:
-    return evaluate(body, member, values, placed)
+class _OnArrays:
+  """`evaluate` of an inner jaxpr as a function of arrays, for JAX's control flow.
 
-  @jax.custom_batching.sequential_vmap
-  def run(*arrays: jax.Array) -> list[jax.Array]:
-    return [v.array for v in evaluate(body, member, list(map(Value, arrays)), placed)]
-
-  return [Value(array) for array in run(*(value.array for value in values))]
-
-
-def _spread(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  """A shard_map of members that are cut over one more mesh axis beside it.
-
-  JAX's own rule has only what is batched vary over that axis, and then finds operands of one
-  operation that vary over different axes. Here everything inside does.
+  After it was traced, `zero_padded` has by call the flags of its results.
   """
-  axis, (body,) = member.spmd_axis_name, line.bodies["jaxpr"]
-  inside = Member(member.which, member.numbers, inside_axis=axis)
+
+  def __init__(self, jaxpr: AlignedJaxpr, member: MemberContext, args: Args, one_device: bool):
+    """Of `args`, only the flags count."""
+    self._flags = [arg.zero_padded for arg in args]
+    self._evaluate = lambda values: evaluate(jaxpr, member, values, one_device)
+    self.zero_padded: list[bool] = []
+
+  def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+    results = self._evaluate(list(map(PaddedArray, arrays, self._flags)))
+    self.zero_padded = [result.zero_padded for result in results]
+    return [result.array for result in results]
+
+
+def _custom_vmap(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+  """Functions with a vmap rule: one member after the other, since JAX's rule would be slow."""
+  (jaxpr,) = eqn.subjaxprs["call"]
+  if eqn.is_ragged or jaxpr.has_literals:
+    return evaluate(jaxpr, member, args, one_device)
+  arrays = [arg.array for arg in args]
+  function = _OnArrays(jaxpr, member, list(map(PaddedArray, arrays)), one_device)
+  run = jax.custom_batching.sequential_vmap(function)
+  return list(map(PaddedArray, run(*arrays)))
+
+
+def _shard_map_of_members(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  """A shard_map whose members are also sharded over another mesh axis.
+
+  In JAX's own rule only batched arrays vary over that axis, so that operands of one primitive vary
+  over different axes. Here, everything inside varies over it.
+  """
+  axis, (jaxpr,) = member.spmd_axis_name, eqn.subjaxprs["jaxpr"]
+  inside = MemberContext(member.program_index, member.literals, manual_axis_name=axis)
 
   @jax.custom_batching.custom_vmap
   def run(*arrays: jax.Array) -> list[jax.Array]:
-    return bind(line, list(map(Value, arrays)))
+    return [result.array for result in bind(eqn, list(map(PaddedArray, arrays)))]
 
   def one(*arrays: jax.Array) -> list[jax.Array]:
-    given = [Value(inside.vary(array)) for array in arrays]
-    return [value.array for value in evaluate(body, inside, given)]
+    results = evaluate(jaxpr, inside, [PaddedArray(inside.pvary(array)) for array in arrays])
+    return [result.array for result in results]
 
   @run.def_vmap
   def run_members(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple:
-    del axis_size
-    of = lambda spec, batched: jax.P(axis, *spec) if batched else spec
+    specs = zip(eqn.params["in_specs"], in_batched, strict=True)
     results = jax.shard_map(
       jax.vmap(one, in_axes=[0 if batched else None for batched in in_batched], out_axes=0),
-      mesh=line.params["mesh"],
-      in_specs=tuple(map(of, line.params["in_specs"], in_batched)),
-      out_specs=[jax.P(axis, *spec) for spec in line.params["out_specs"]],
+      mesh=eqn.params["mesh"],
+      in_specs=tuple(jax.P(axis, *spec) if batched else spec for spec, batched in specs),
+      out_specs=[jax.P(axis, *spec) for spec in eqn.params["out_specs"]],
     )(*arrays)
     return results, [True] * len(results)
 
-  return [Value(array) for array in run(*(value.array for value in values))]
+  return list(map(PaddedArray, run(*(arg.array for arg in args))))
 
 
-def _remat(line: Line, member: Member, values: list[Value], placed: bool) -> list[Value]:
-  (body,) = line.bodies["jaxpr"]
-  clean: list[bool] = []
-
-  def run(*arrays: jax.Array) -> list[jax.Array]:
-    given = [Value(a, v.clean) for a, v in zip(arrays, values, strict=True)]
-    results = evaluate(body, member, given, placed)
-    clean[:] = [result.clean for result in results]
-    return [result.array for result in results]
-
-  kept = jax.checkpoint(run, prevent_cse=line.params["prevent_cse"], policy=line.params["policy"])
-  return [Value(a, c) for a, c in zip(kept(*(v.array for v in values)), clean, strict=True)]
+def _remat(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+  (jaxpr,) = eqn.subjaxprs["jaxpr"]
+  function = _OnArrays(jaxpr, member, args, one_device)
+  options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
+  remat = jax.checkpoint(function, **options)
+  results = remat(*(arg.array for arg in args))
+  return list(map(PaddedArray, results, function.zero_padded))
 
 
-def _cond(line: Line, member: Member, values: list[Value], placed: bool) -> list[Value]:
-  index, *operands = values
-  clean: list[list[bool]] = []
-
-  def branch(body: Body) -> Callable:
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-      given = [Value(a, v.clean) for a, v in zip(arrays, operands, strict=True)]
-      results = evaluate(body, member, given, placed)
-      clean.append([result.clean for result in results])
-      return [result.array for result in results]
-
-    return run
-
-  choices = [branch(body) for body in line.bodies["branches"]]
-  results = jax.lax.switch(index.array, choices, *(value.array for value in operands))
-  return [Value(a, all(c)) for a, c in zip(results, zip(*clean, strict=True), strict=True)]
+def _cond(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+  index, *operands = args
+  branches = [_OnArrays(b, member, operands, one_device) for b in eqn.subjaxprs["branches"]]
+  results = jax.lax.switch(index.array, branches, *(arg.array for arg in operands))
+  flags = zip(*(branch.zero_padded for branch in branches), strict=True)
+  return list(map(PaddedArray, results, map(all, flags)))
 
 
-def _while(line: Line, member: Member, values: list[Value], placed: bool) -> list[Value]:
-  num_cond, num_body = line.params["cond_nconsts"], line.params["body_nconsts"]
-  cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
-  start = values[num_cond + num_body :]
-  (cond,), (body,) = line.bodies["cond_jaxpr"], line.bodies["body_jaxpr"]
-  dims = line.out_dims
+def _while(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+  num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+  cond_consts, body_consts = args[:num_cond], args[num_cond : num_cond + num_body]
+  (cond,), (body,) = eqn.subjaxprs["cond_jaxpr"], eqn.subjaxprs["body_jaxpr"]
 
-  def go_on(carry: list[jax.Array]) -> jax.Array:
-    return evaluate(cond, member, [*cond_consts, *map(Value, carry)], placed)[0].array
+  def condition(carry: list[jax.Array]) -> jax.Array:
+    return evaluate(cond, member, [*cond_consts, *map(PaddedArray, carry)], one_device)[0].array
 
-  def turn(carry: list[jax.Array]) -> list[jax.Array]:
-    results = evaluate(body, member, [*body_consts, *map(Value, carry)], placed)
-    return [zero_padding(member, r, d) for r, d in zip(results, dims, strict=True)]
+  def step(carry: list[jax.Array]) -> list[jax.Array]:
+    results = evaluate(body, member, [*body_consts, *map(PaddedArray, carry)], one_device)
+    return zero_padding(member, results, eqn.out_dims)
 
-  first = [zero_padding(member, value, d) for value, d in zip(start, dims, strict=True)]
-  return [Value(array) for array in jax.lax.while_loop(go_on, turn, first)]
+  init = zero_padding(member, args[num_cond + num_body :], eqn.out_dims)
+  return list(map(PaddedArray, jax.lax.while_loop(condition, step, init)))
 
 
-def _scan(line: Line, member: Member, values: list[Value], placed: bool) -> list[Value]:
-  """A shorter member's carry stands still past its last turn; what it stacks there is padding."""
-  params, (body,) = line.params, line.bodies["jaxpr"]
+def _scan(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+  """A shorter member keeps its carry after its last iteration; what it stacks then is padding."""
+  params, (body,) = eqn.params, eqn.subjaxprs["jaxpr"]
   num_consts, num_carry = params["num_consts"], params["num_carry"]
-  consts, start = values[:num_consts], values[num_consts : num_consts + num_carry]
-  stacked = values[num_consts + num_carry :]
-  lengths = tuple(eqn.params["length"] for eqn in line.eqns)
-  dims, same_length = line.out_dims, len(set(lengths)) == 1
-  clean: list[bool] = []
+  consts, xs = args[:num_consts], args[num_consts + num_carry :]
+  lengths = tuple(eqn.params["length"] for eqn in eqn.eqns)
+  carry_dims, same_length = eqn.out_dims[:num_carry], not differ(lengths)
+  zero_padded: list[bool] = []
 
-  def turn(carry: list[jax.Array], inputs: tuple) -> tuple[list[jax.Array], list[jax.Array]]:
-    step, slices = inputs
-    given = [Value(a, v.clean) for a, v in zip(slices, stacked, strict=True)]
-    results = evaluate(body, member, [*consts, *map(Value, carry), *given], placed)
-    after = [zero_padding(member, r, d) for r, d in zip(results, dims[:num_carry], strict=False)]
+  def iterate(carry: list[jax.Array], inputs: tuple) -> tuple[list[jax.Array], list[jax.Array]]:
+    index, slices = inputs
+    own = [PaddedArray(a, x.zero_padded) for a, x in zip(slices, xs, strict=True)]
+    results = evaluate(body, member, [*consts, *map(PaddedArray, carry), *own], one_device)
+    new = zero_padding(member, results[:num_carry], carry_dims)
     if not same_length:
-      alive = step < member.size(lengths)
-      after = [jnp.where(alive, new, old) for new, old in zip(after, carry, strict=True)]
-    clean[:] = [same_length and result.clean for result in results[num_carry:]]
-    return after, [result.array for result in results[num_carry:]]
+      running = index < member.size(lengths)
+      new = [jnp.where(running, after, before) for after, before in zip(new, carry, strict=True)]
+    zero_padded[:] = [same_length and result.zero_padded for result in results[num_carry:]]
+    return new, [result.array for result in results[num_carry:]]
 
-  first = [zero_padding(member, value, d) for value, d in zip(start, dims, strict=False)]
-  steps = jnp.arange(max(lengths))
-  last, slices = jax.lax.scan(
-    turn,
-    first,
-    (steps, [value.array for value in stacked]),
+  last, ys = jax.lax.scan(
+    iterate,
+    zero_padding(member, args[num_consts : num_consts + num_carry], carry_dims),
+    (jnp.arange(max(lengths)), [x.array for x in xs]),
     length=max(lengths),
     reverse=params["reverse"],
     unroll=min(params["unroll"], max(*lengths, 1)),
   )
-  return [*map(Value, last), *(Value(a, c) for a, c in zip(slices, clean, strict=True))]
+  return [*map(PaddedArray, last), *map(PaddedArray, ys, zero_padded)]
 
 
-_HIGHER = {
+_HIGHER_ORDER_RULES = {
   "jit": _inline,
   "closed_call": _inline,
   "custom_jvp_call": _inline,
   "custom_vjp_call": _inline,
-  "custom_vmap_call": _in_turn,
+  "custom_vmap_call": _custom_vmap,
   "shard_map": _inline,
   "remat2": _remat,
   "checkpoint": _remat,
@@ -344,4 +350,4 @@ _HIGHER = {
   "while": _while,
   "scan": _scan,
 }
-assert set(_HIGHER) == set(BODIES)
+assert set(_HIGHER_ORDER_RULES) == set(SUBJAXPRS)

@@ -1,13 +1,13 @@
-"""Whether several members' programs are one program but for numbers and sizes.
+"""Alignment of several members' programs, equation by equation.
 
-Every member's step is traced to a jaxpr, and the jaxprs are read side by side. Where only literals
-differ (a learning rate, an epsilon), the members can run as one program with these numbers as
-arrays; where array sizes differ too, as one padded program. No member has to declare anything, and
-any Linen module, loss and optax optimizer will do.
+Every member's step is traced to a jaxpr. Jaxprs that differ only in literals (a learning rate, an
+epsilon) can run as one program whose literals are arrays with an entry per member. Jaxprs that also
+differ in array sizes can run as one padded program. Members declare nothing: any Linen module, loss
+and optax optimizer works.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from maxlite.config.errors import UserError
 
-Sizes = tuple[int, ...]  # of one axis, by program
-Dims = tuple[Sizes, ...]  # of one array, by axis
+Sizes = tuple[int, ...]  # one axis: its size in each program
+Dims = tuple[Sizes, ...]  # one array: `Sizes` of each axis
 
-# Parameters that hold an inner program; nothing else of these operations has to be compared.
-BODIES = {
+# Primitives with inner jaxprs: the parameters that hold them.
+SUBJAXPRS = {
   "jit": ("jaxpr",),
   "closed_call": ("call_jaxpr",),
   "custom_jvp_call": ("call_jaxpr",),
@@ -33,14 +33,14 @@ BODIES = {
   "scan": ("jaxpr",),
   "shard_map": ("jaxpr",),
 }
-# Of operations with inner programs, parameters that matter beside them.
-FACTS = {
+# Their other parameters that must be equal.
+_COMPARED_PARAMS = {
   "while": ("cond_nconsts", "body_nconsts"),
   "scan": ("num_consts", "num_carry", "reverse"),
   "shard_map": ("mesh", "in_specs", "out_specs"),
 }
-# Parameters that are sizes or follow from them.
-SIZES = {
+# Parameters that are array sizes or follow from them.
+_SIZE_PARAMS = {
   "broadcast_in_dim": ("shape",),
   "dynamic_slice": ("slice_sizes",),
   "gather": ("slice_sizes",),
@@ -54,17 +54,17 @@ SIZES = {
 }
 
 
-class NotAlikeError(UserError):
-  """Why programs cannot run as one; the message names what differs first."""
+class JaxprMismatchError(UserError):
+  """Programs cannot run as one; the message names the first difference."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-  """One operation, as each program has it."""
+class AlignedEqn:
+  """One equation, with its form in each program."""
 
   eqns: tuple[JaxprEqn, ...]
-  numbers: dict[int, int]  # operand -> place in Alike.numbers, where literals differ
-  bodies: dict[str, tuple["Body", ...]]  # parameter -> its inner programs, compared
+  literals: dict[int, int]  # operand -> index of its varying literal
+  subjaxprs: dict[str, tuple["AlignedJaxpr", ...]]  # by parameter
 
   @property
   def name(self) -> str:
@@ -82,21 +82,25 @@ class Line:
   def out_dims(self) -> list[Dims]:
     return [_dims(atoms) for atoms in zip(*(eqn.outvars for eqn in self.eqns), strict=True)]
 
+  def param_dims(self, key: str) -> tuple[tuple, ...]:
+    """A parameter with an entry per axis: by axis, its value in each program."""
+    return tuple(zip(*(eqn.params[key] for eqn in self.eqns), strict=True))
+
   @property
   def is_ragged(self) -> bool:
-    """Whether a size differs; a scan may differ in nothing but its length."""
+    """Whether an array size or the length of a scan differs between programs."""
     ragged = any(is_ragged(dims) for dims in (*self.in_dims, *self.out_dims))
     return ragged or len({eqn.params.get("length") for eqn in self.eqns}) > 1
 
   @property
-  def is_open(self) -> bool:
-    """Whether the operation cannot be bound as the first program has it."""
-    inner = any(body.is_open for bodies in self.bodies.values() for body in bodies)
+  def needs_rule(self) -> bool:
+    """Whether the first program's equation cannot be bound as it is."""
+    inner = any(jaxpr.needs_rules for jaxprs in self.subjaxprs.values() for jaxpr in jaxprs)
     return self.is_ragged or inner or self.places_on_one_device
 
   @property
   def places_on_one_device(self) -> bool:
-    """Whether it says where an array lies on a mesh of one device, and so says nothing."""
+    """Whether it shards over a mesh of one device, which has no effect."""
     if self.name == "shard_map":
       return self.params["mesh"].size == 1
     if self.name in ("sharding_constraint", "reshard"):
@@ -106,146 +110,150 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
-  """A program or an inner one, as each member has it."""
+class AlignedJaxpr:
+  """A jaxpr, outer or inner, with its form in each program.
+
+  Varying literals are numbered over the outermost jaxpr, which `align_jaxprs` returns with their
+  values.
+  """
 
   jaxprs: tuple[Jaxpr, ...]
-  consts: list[Any]  # an array that all share, or an int: place in Alike.numbers
-  lines: list[Line]
-  results: dict[int, int]  # result -> place in Alike.numbers, where literal results differ
-  has_numbers: bool
+  consts: list[Any]  # an array that all programs share, or the index (int) of a varying literal
+  eqns: list[AlignedEqn]
+  literal_results: dict[int, int]  # result -> index of its varying literal
+  has_literals: bool
 
   @property
-  def is_open(self) -> bool:
-    return self.has_numbers or any(line.is_open for line in self.lines)
+  def needs_rules(self) -> bool:
+    return self.has_literals or any(eqn.needs_rule for eqn in self.eqns)
 
 
-@dataclasses.dataclass(frozen=True)
-class Alike:
-  """Programs that are one but for `numbers` (stacked over programs) and sizes."""
+def align_jaxprs(
+  programs: Sequence[ClosedJaxpr], names: Sequence[str], *, sizes: bool
+) -> tuple[AlignedJaxpr, list[np.ndarray]]:
+  """The aligned programs, and their varying literals, each stacked over programs.
 
-  body: Body
-  numbers: list[np.ndarray]
-
-
-def compare(programs: Sequence[ClosedJaxpr], names: Sequence[str], *, sizes: bool) -> Alike:
-  """The programs side by side; `names` are for messages, `sizes` allows array sizes to differ.
+  Args:
+    names: of the programs, for messages.
+    sizes: whether array sizes may differ.
 
   Raises:
-    NotAlikeError: they differ in more than that.
+    JaxprMismatchError: the programs differ in anything else.
   """
-  reader = _Reader(names, sizes)
-  return Alike(reader.body(programs), reader.numbers)
+  aligner = _Aligner(names, sizes)
+  return aligner.align(programs), aligner.literals
+
+
+def differ(sizes: Sequence[Any]) -> bool:
+  return len(set(sizes)) > 1
 
 
 def is_ragged(dims: Dims) -> bool:
-  return any(len(set(sizes)) > 1 for sizes in dims)
+  return any(map(differ, dims))
 
 
-def padded(dims: Dims) -> tuple[int, ...]:
-  """The shape that holds every program's array."""
-  return tuple(max(sizes) for sizes in dims)
+def padded_shape(dims: Dims) -> tuple[int, ...]:
+  """The smallest shape that holds every program's array."""
+  return tuple(map(max, dims))
 
 
-def _dims(atoms: Sequence[Any]) -> Dims:
+def _dims(atoms: Iterable[Any]) -> Dims:
   return tuple(zip(*(atom.aval.shape for atom in atoms), strict=True))
 
 
-class _Reader:
-  """Reads programs side by side and collects the numbers they differ in."""
+class _Aligner:
+  """Walks the programs in parallel and collects the literals in which they differ."""
 
   def __init__(self, names: Sequence[str], sizes: bool):
     self._names, self._sizes = names, sizes
-    self.numbers: list[np.ndarray] = []
+    self.literals: list[np.ndarray] = []
 
-  def body(self, programs: Sequence[Any]) -> Body:
+  def align(self, programs: Sequence[Any]) -> AlignedJaxpr:
     jaxprs = tuple(p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in programs)
     consts = [p.consts if isinstance(p, ClosedJaxpr) else [] for p in programs]
-    first = len(self.numbers)
+    num_literals = len(self.literals)
     if self._sizes:
       jaxprs = tuple(map(_without_barriers, jaxprs))
-    self._same("operations", [len(jaxpr.eqns) for jaxpr in jaxprs])
-    self._same("inputs", [len(jaxpr.invars) for jaxpr in jaxprs])
-    self._same("constants", [len(c) for c in consts])
-    places: list[dict[Any, int]] = [{} for _ in jaxprs]
+    self._require_same("operations", [len(jaxpr.eqns) for jaxpr in jaxprs])
+    self._require_same("inputs", [len(jaxpr.invars) for jaxpr in jaxprs])
+    self._require_same("constants", [len(c) for c in consts])
+    var_ids: list[dict[Any, int]] = [{} for _ in jaxprs]  # by program, in order of definition
     for variables in zip(*((*j.constvars, *j.invars) for j in jaxprs), strict=True):
-      self._define(variables, places)
+      self._define(variables, var_ids)
     values = [self._const(group) for group in zip(*consts, strict=True)]
-    lines = [self._line(eqns, places) for eqns in zip(*(j.eqns for j in jaxprs), strict=True)]
-    results = self._atoms(list(zip(*(j.outvars for j in jaxprs), strict=True)), places)
-    return Body(jaxprs, values, lines, results, len(self.numbers) > first)
+    eqns = [self._align_eqns(eqns, var_ids) for eqns in zip(*(j.eqns for j in jaxprs), strict=True)]
+    results = self._align_atoms([j.outvars for j in jaxprs], var_ids)
+    return AlignedJaxpr(jaxprs, values, eqns, results, len(self.literals) > num_literals)
 
-  def _line(self, eqns: tuple[JaxprEqn, ...], places: list[dict]) -> Line:
-    self._same("operation", [eqn.primitive.name for eqn in eqns])
+  def _align_eqns(self, eqns: tuple[JaxprEqn, ...], var_ids: list[dict]) -> AlignedEqn:
+    self._require_same("operation", [eqn.primitive.name for eqn in eqns])
     name = eqns[0].primitive.name
-    self._same(f"operands of {name}", [len(eqn.invars) for eqn in eqns])
-    self._same(f"results of {name}", [len(eqn.outvars) for eqn in eqns])
-    numbers = self._atoms(list(zip(*(eqn.invars for eqn in eqns), strict=True)), places)
-    bodies = {key: self._bodies(eqns, key) for key in BODIES.get(name, ())}
-    facts = FACTS.get(name, ()) if bodies else eqns[0].params
-    for key in facts:
-      if not (self._sizes and key in SIZES.get(name, ())):
-        self._same(f"{key} of {name}", [eqn.params[key] for eqn in eqns])
-    if not self._sizes and name == "scan":
-      self._same("length of scan", [eqn.params["length"] for eqn in eqns])
+    self._require_same(f"operands of {name}", [len(eqn.invars) for eqn in eqns])
+    self._require_same(f"results of {name}", [len(eqn.outvars) for eqn in eqns])
+    literals = self._align_atoms([eqn.invars for eqn in eqns], var_ids)
+    subjaxprs = {key: self._align_subjaxprs(eqns, key) for key in SUBJAXPRS.get(name, ())}
+    params = [*_COMPARED_PARAMS.get(name, ())] if subjaxprs else [*eqns[0].params]
+    params += ["length"] if name == "scan" else []
+    for key in params:
+      if not (self._sizes and key in _SIZE_PARAMS.get(name, ())):
+        self._require_same(f"{key} of {name}", [eqn.params[key] for eqn in eqns])
     for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
-      self._define(variables, places)
-    return Line(eqns, numbers, bodies)
+      self._define(variables, var_ids)
+    return AlignedEqn(eqns, literals, subjaxprs)
 
-  def _bodies(self, eqns: tuple[JaxprEqn, ...], key: str) -> tuple[Body, ...]:
+  def _align_subjaxprs(self, eqns: tuple[JaxprEqn, ...], key: str) -> tuple[AlignedJaxpr, ...]:
     inner = [eqn.params[key] for eqn in eqns]
     inner = [value if isinstance(value, tuple) else (value,) for value in inner]
-    self._same(f"branches of {eqns[0].primitive.name}", [len(value) for value in inner])
-    return tuple(self.body(group) for group in zip(*inner, strict=True))
+    self._require_same(f"branches of {eqns[0].primitive.name}", [len(value) for value in inner])
+    return tuple(self.align(group) for group in zip(*inner, strict=True))
 
-  def _define(self, variables: Sequence[Any], places: list[dict]) -> None:
+  def _define(self, variables: Sequence[Any], var_ids: list[dict]) -> None:
     avals = [variable.aval for variable in variables]
-    self._same("type", [str(aval.dtype) for aval in avals])
-    self._same("number of axes", [aval.ndim for aval in avals])
+    self._require_same("type", [str(aval.dtype) for aval in avals])
+    self._require_same("number of axes", [aval.ndim for aval in avals])
     if not self._sizes:
-      self._same("shape", [aval.shape for aval in avals])
-    for variable, known in zip(variables, places, strict=True):
-      known[variable] = len(known)
+      self._require_same("shape", [aval.shape for aval in avals])
+    for variable, ids in zip(variables, var_ids, strict=True):
+      ids[variable] = len(ids)
 
-  def _atoms(self, groups: list[tuple], places: list[dict]) -> dict[int, int]:
-    """Where literals differ; a variable must come of the same operation in every program."""
-    numbers = {}
-    for position, atoms in enumerate(groups):
-      literal = [isinstance(atom, Literal) for atom in atoms]
-      self._same("kind of operand", literal)
-      if not literal[0]:
-        self._same("operand", [known[a] for a, known in zip(atoms, places, strict=True)])
-      elif any(not _equal(atoms[0].val, atom.val) for atom in atoms):
-        self._same("type of a number", [str(atom.aval.dtype) for atom in atoms])
-        numbers[position] = self._number([np.asarray(a.val, a.aval.dtype) for a in atoms])
-    return numbers
+  def _align_atoms(self, atoms: Sequence[Sequence], var_ids: list[dict]) -> dict[int, int]:
+    """{position: index of the varying literal}; `atoms` are by program.
+
+    A variable must be defined by the same equation in every program.
+    """
+    literals = {}
+    for position, group in enumerate(zip(*atoms, strict=True)):
+      is_literal = [isinstance(atom, Literal) for atom in group]
+      self._require_same("kind of operand", is_literal)
+      if not is_literal[0]:
+        self._require_same("operand", [ids[a] for a, ids in zip(group, var_ids, strict=True)])
+      elif any(not _equal(group[0].val, atom.val) for atom in group):
+        self._require_same("type of a number", [str(atom.aval.dtype) for atom in group])
+        literals[position] = self._add_literal([np.asarray(a.val, a.aval.dtype) for a in group])
+    return literals
 
   def _const(self, values: tuple) -> Any:
     if all(value is values[0] or _equal(value, values[0]) for value in values):
       return values[0]
     arrays = [np.asarray(value) for value in values]
-    shape = padded(tuple(zip(*(array.shape for array in arrays), strict=True)))
-    if any(array.shape != shape for array in arrays):
-      room = [
-        tuple(zip((0,) * len(shape), np.subtract(shape, a.shape), strict=True)) for a in arrays
-      ]
-      arrays = [np.pad(array, pads) for array, pads in zip(arrays, room, strict=True)]
-    return self._number(arrays)
+    shape = np.max([array.shape for array in arrays], axis=0, initial=0)
+    room = lambda a: [(0, most - n) for n, most in zip(a.shape, shape, strict=True)]
+    return self._add_literal([np.pad(a, room(a)) if a.ndim else a for a in arrays])
 
-  def _number(self, values: list[np.ndarray]) -> int:
-    self.numbers.append(np.stack(values))
-    return len(self.numbers) - 1
+  def _add_literal(self, values: list[np.ndarray]) -> int:
+    self.literals.append(np.stack(values))
+    return len(self.literals) - 1
 
-  def _same(self, what: str, values: Sequence[Any]) -> None:
+  def _require_same(self, what: str, values: Sequence[Any]) -> None:
     for name, value in zip(self._names, values, strict=True):
       if not _equal(values[0], value):
-        raise NotAlikeError(
+        raise JaxprMismatchError(
           f"{what}: {_short(values[0])} in {self._names[0]}, {_short(value)} in {name}"
         )
 
 
 def _without_barriers(jaxpr: Jaxpr) -> Jaxpr:
-  """Where they stand may depend on sizes; they change no value."""
+  """Removes optimization barriers: they change no value, and their place may depend on sizes."""
   source: dict[Var, Any] = {}
   follow = lambda atoms: [source.get(a, a) if isinstance(a, Var) else a for a in atoms]
   eqns = []
@@ -266,9 +274,3 @@ def _equal(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
   text = " ".join(str(value).split())
   return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def trace(function: Callable, *args: Any) -> tuple[ClosedJaxpr, Any]:
-  """(jaxpr, shapes of the result) of `function`, whose arguments need only be described."""
-  closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  return closed, shapes

@@ -1,14 +1,14 @@
-"""Rules of single operations on padded arrays: what lies beyond a member's sizes never matters.
+"""Padding rules of single primitives: the padding of an array never affects a member's results.
 
-Padding may hold anything (also infinities and NaN). An operation that works element by element may
-run over it; one that brings elements together (a sum, a matrix product) first gets what does not
-count there; one that moves elements finds each at its place by the member's own sizes. Arrays known
-to be zero in their padding are marked `clean`, which saves the masks.
+Padding may hold any value, also infinities and NaN. Elementwise primitives run over it; reductions
+and matrix products first replace it by their neutral element; primitives that move elements find
+each one by the member's own sizes. Arrays whose padding is known to be zero carry a flag, which
+saves masks.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,171 +16,167 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.ensemble.engines.jaxpr_comparison import (
+  AlignedEqn,
   Dims,
-  Line,
-  NotAlikeError,
+  JaxprMismatchError,
   Sizes,
+  differ,
   is_ragged,
-  padded,
+  padded_shape,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-  """A padded array; `clean` where its padding is zero (or there is none)."""
+class PaddedArray:
+  """An array padded to the largest member's shape."""
 
   array: jax.Array
-  clean: bool = True
+  zero_padded: bool = True  # its padding is zero, or it has none
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
-  """What one member knows of itself while programs run together."""
+class MemberContext:
+  """One member in the evaluation under vmap."""
 
-  which: jax.Array  # its program, int32
-  numbers: list[jax.Array]
-  spmd_axis_name: str | None = None  # mesh axis that members are cut over, each over others
-  inside_axis: str | None = None  # the same, inside a shard_map
+  program_index: jax.Array  # of its program among the aligned ones, int32
+  literals: list[jax.Array]  # its values of the varying literals
+  spmd_axis_name: str | None = None  # mesh axis over which members of several devices are sharded
+  manual_axis_name: str | None = None  # the same inside a shard_map
 
-  def vary(self, array: Any) -> Any:
-    """`array` as one that varies over the members, where a shard_map has to know."""
-    axis = self.inside_axis
+  def pvary(self, array: Any) -> Any:
+    """Marks `array` as varying over the members' mesh axis, inside a shard_map."""
+    axis = self.manual_axis_name
     if axis is None or axis in jax.typeof(array).manual_axis_type.varying:
       return array
     return jax.lax.pcast(array, axis, to="varying")
 
   def size(self, sizes: Sequence[int]) -> jax.Array | int:
-    """This member's of the programs' `sizes`."""
-    return sizes[0] if len(set(sizes)) == 1 else jnp.asarray(sizes, jnp.int32)[self.which]
+    """This member's entry of the programs' `sizes`."""
+    return jnp.asarray(sizes, jnp.int32)[self.program_index] if differ(sizes) else sizes[0]
 
 
-def bind(line: Line, values: Sequence[Value], **changed: Any) -> list[jax.Array]:
-  """Results of the operation as the first program has it, but for the `changed` parameters."""
-  primitive, arrays = line.eqns[0].primitive, [value.array for value in values]
-  params = primitive.get_bind_params(line.params | changed)
-  if line.name != "sharding_constraint":  # what an inlined shard_map's mesh left behind
+Args = list[PaddedArray]
+PaddingRule = Callable[[AlignedEqn, MemberContext, Args], Args]
+
+
+def bind(
+  eqn: AlignedEqn, args: Sequence[PaddedArray], zero_padded: bool = True, **params: Any
+) -> list[PaddedArray]:
+  """Results of the first program's equation, with these of its parameters replaced."""
+  primitive = eqn.eqns[0].primitive
+  params = primitive.get_bind_params(eqn.params | params)
+  if eqn.name != "sharding_constraint":  # left by the mesh of an inlined shard_map
     params |= {key: None for key in ("sharding", "out_sharding") if key in params}
-  results = primitive.bind(*arrays, **params)
-  return list(results) if primitive.multiple_results else [results]
+  results = primitive.bind(*(arg.array for arg in args), **params)
+  results = results if primitive.multiple_results else [results]
+  return [PaddedArray(result, zero_padded) for result in results]
 
 
 def fill_padding(
-  member: Member, array: jax.Array, dims: Dims, axes: Sequence[int], fill: Any
+  member: MemberContext, array: jax.Array, dims: Dims, axes: Sequence[int], fill: Any
 ) -> jax.Array:
   """`array` with `fill` beyond the member's sizes along `axes`."""
   for axis in axes:
-    if len(set(dims[axis])) > 1:
+    if differ(dims[axis]):
       index = jax.lax.broadcasted_iota(jnp.int32, array.shape, axis)
       array = jnp.where(index < member.size(dims[axis]), array, jnp.asarray(fill, array.dtype))
   return array
 
 
-def zero_padding(member: Member, value: Value, dims: Dims) -> jax.Array:
-  if value.clean:
-    return value.array
-  return fill_padding(member, value.array, dims, range(len(dims)), 0)
-
-
-def _elementwise(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  ragged = [
-    value.clean for value, dims in zip(values, line.in_dims, strict=True) if is_ragged(dims)
+def zero_padding(
+  member: MemberContext, args: Sequence[PaddedArray], dims: Sequence[Dims]
+) -> list[jax.Array]:
+  """The arrays with zeros in their padding."""
+  return [
+    arg.array if arg.zero_padded else fill_padding(member, arg.array, d, range(len(d)), 0)
+    for arg, d in zip(args, dims, strict=True)
   ]
-  if line.name == "select_n" and is_ragged(line.in_dims[0]):
-    ragged = ragged[1:]  # cases that are zero there make a zero whichever is taken
-    ragged += [False] * (len(ragged) < len(values) - 1)
-  elif len(ragged) < len(values) and line.name != "mul":
-    ragged.append(False)  # a number is added
-  clean = line.name in _ZERO_TO_ZERO and all(ragged)
-  return [Value(array, clean) for array in bind(line, values)]
 
 
-def _quotient(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  clean = values[0].clean and is_ragged(line.in_dims[0]) and not is_ragged(line.in_dims[1])
-  return [Value(array, clean) for array in bind(line, values)]
+def _elementwise(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  ragged = [arg.zero_padded for arg, dims in zip(args, eqn.in_dims, strict=True) if is_ragged(dims)]
+  if eqn.name == "select_n" and is_ragged(eqn.in_dims[0]):
+    ragged = ragged[1:]  # where all cases are zero, the predicate does not matter
+    ragged += [False] * (len(ragged) < len(args) - 1)
+  elif len(ragged) < len(args) and eqn.name != "mul":
+    ragged.append(False)  # a scalar may be added to the zeros
+  return bind(eqn, args, eqn.name in _ZERO_TO_ZERO and all(ragged))
 
 
-def _each_its_own(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  """Operations that hand on their operands one by one."""
-  del member
-  return [Value(a, v.clean) for a, v in zip(bind(line, values), values, strict=True)]
+def _div(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  numerator, denominator = map(is_ragged, eqn.in_dims)
+  return bind(eqn, args, args[0].zero_padded and numerator and not denominator)
+
+
+def _each_operand(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  """Primitives that return their operands."""
+  results = zip(bind(eqn, args), args, strict=True)
+  return [PaddedArray(result.array, arg.zero_padded) for result, arg in results]
 
 
 def _lowest(dtype: Any) -> Any:
-  if jnp.issubdtype(dtype, jnp.floating):
-    return -np.inf
-  return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+  if dtype == jnp.bool_:
+    return False
+  return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def _highest(dtype: Any) -> Any:
-  if jnp.issubdtype(dtype, jnp.floating):
-    return np.inf
-  return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+  if dtype == jnp.bool_:
+    return True
+  return np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
-def _reduction(neutral: Callable[[Any], Any]) -> Callable:
-  def rule(line: Line, member: Member, values: list[Value]) -> list[Value]:
-    (value,), (dims,) = values, line.in_dims
-    fill = neutral(value.array.dtype)
-    array = value.array
-    if not value.clean or fill != 0:
-      array = fill_padding(member, array, dims, line.params["axes"], fill)
-    clean = value.clean and line.name == "reduce_sum"
-    return [Value(result, clean) for result in bind(line, [Value(array)])]
+def _reduction(neutral: Callable[[Any], Any]) -> PaddingRule:
+  def rule(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+    (arg,), (dims,) = args, eqn.in_dims
+    fill, array = neutral(arg.array.dtype), arg.array
+    if not arg.zero_padded or fill != 0:
+      array = fill_padding(member, array, dims, eqn.params["axes"], fill)
+    return bind(eqn, [PaddedArray(array)], arg.zero_padded and eqn.name == "reduce_sum")
 
   return rule
 
 
-def _broadcast(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  (dims,), placed = line.out_dims, line.params["broadcast_dimensions"]
-  (own,) = line.in_dims
-  kept = {axis for axis, sizes in zip(placed, own, strict=True) if len(set(sizes)) > 1}
-  new = any(len(set(sizes)) > 1 and axis not in kept for axis, sizes in enumerate(dims))
-  results = bind(line, values, shape=padded(dims))
-  return [Value(results[0], values[0].clean and not new)]
+def _broadcast(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  (own,), (dims,) = eqn.in_dims, eqn.out_dims
+  axes = zip(eqn.params["broadcast_dimensions"], own, strict=True)
+  kept = {axis for axis, sizes in axes if differ(sizes)}
+  new = any(differ(sizes) and axis not in kept for axis, sizes in enumerate(dims))
+  return bind(eqn, args, args[0].zero_padded and not new, shape=padded_shape(dims))
 
 
-def _iota(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  results = bind(line, values, shape=padded(line.out_dims[0]))
-  return [Value(results[0], clean=False)]
+def _iota(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  return bind(eqn, args, zero_padded=False, shape=padded_shape(eqn.out_dims[0]))
 
 
-def _dot_general(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  contracted, _ = line.params["dimension_numbers"]
-  operands = [
-    value if value.clean else Value(fill_padding(member, value.array, dims, axes, 0), clean=False)
-    for value, dims, axes in zip(values, line.in_dims, contracted, strict=True)
+def _dot_general(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  contracted, _ = eqn.params["dimension_numbers"]
+  masked = [
+    arg if arg.zero_padded else PaddedArray(fill_padding(member, arg.array, dims, axes, 0))
+    for arg, dims, axes in zip(args, eqn.in_dims, contracted, strict=True)
   ]
-  clean = all(value.clean for value in values)
-  return [Value(array, clean) for array in bind(line, operands)]
+  return bind(eqn, masked, all(arg.zero_padded for arg in args))
 
 
-def _reshape(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  """Axes that are cut or merged with differing sizes: every element is looked up by its number."""
-  (value,), (own,), (dims,) = values, line.in_dims, line.out_dims
-  array = value.array
+def _reshape(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  """Where ragged axes are split or merged, elements are gathered by their number."""
+  (arg,), (own,), (dims,) = args, eqn.in_dims, eqn.out_dims
+  array, zero_padded = arg.array, arg.zero_padded
   for before, after in reversed(_common_factors(own, dims)):
-    shape = padded(tuple(dims[axis] for axis in after))
     if len(before) == len(after) == 1:
       continue
-    sizes = [own[axis] for axis in before]
-    lead = array.shape[: before.start]
-    rest = array.shape[before.stop :]
-    if is_ragged((*sizes, *(dims[axis] for axis in after))):
-      number = _number(member, [dims[axis] for axis in after])
-      source = _place(member, number, sizes)
-      flat = array.reshape(*lead, -1, *rest)
-      array = jnp.take(flat, source, axis=len(lead), mode="clip")
-      value = Value(array, clean=False)
-    array = array.reshape(*lead, *shape, *rest)
-  return [Value(array, value.clean)]
+    old, new = own[before.start : before.stop], dims[after.start : after.stop]
+    lead, rest = array.shape[: before.start], array.shape[before.stop :]
+    if is_ragged((*old, *new)):
+      source = _flat_index(member, _element_number(member, new), old)
+      array = jnp.take(array.reshape(*lead, -1, *rest), source, axis=len(lead), mode="clip")
+      zero_padded = False
+    array = array.reshape(*lead, *padded_shape(new), *rest)
+  return [PaddedArray(array, zero_padded)]
 
 
 def _common_factors(own: Dims, dims: Dims) -> list[tuple[range, range]]:
-  """Smallest runs of axes, before and after a reshape, that hold the same elements."""
+  """Shortest runs of axes, before and after a reshape, that hold the same elements."""
   runs, i, j = [], 0, 0
   while i < len(own) or j < len(dims):
     start, first = i, j
@@ -196,255 +192,182 @@ def _common_factors(own: Dims, dims: Dims) -> list[tuple[range, range]]:
   return runs
 
 
-def _products(dims: Dims) -> Sizes | int:
+def _products(dims: Dims) -> Sizes:
   products = tuple(math.prod(sizes) for sizes in zip(*dims, strict=True))
   return products if any(product != 1 for product in products) else ()
 
 
-def _number(member: Member, sizes: Sequence[Sizes]) -> jax.Array:
-  """For every place of a padded array, flat: its element's number in the member's own array."""
-  shape = padded(tuple(sizes))
+def _element_number(member: MemberContext, dims: Dims) -> jax.Array:
+  """By flat index of a padded array: the element's number in the member's own array."""
+  shape = padded_shape(dims)
   number = jnp.zeros(shape, jnp.int32)
-  for axis, of_axis in enumerate(sizes):
+  for axis, sizes in enumerate(dims):
     index = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    number = number * member.size(of_axis) + index
+    number = number * member.size(sizes) + index
   return number.reshape(-1)
 
 
-def _place(member: Member, number: jax.Array, sizes: Sequence[Sizes]) -> jax.Array:
-  """The flat place in a padded array of the member's elements by number."""
-  place, stride = jnp.zeros_like(number), 1
-  for of_axis in reversed(sizes):
-    size = member.size(of_axis)
-    place, number = place + number % size * stride, number // size
-    stride *= max(of_axis)
-  return place
+def _flat_index(member: MemberContext, number: jax.Array, dims: Dims) -> jax.Array:
+  """The flat index in a padded array of the member's elements by number."""
+  index, stride = jnp.zeros_like(number), 1
+  for sizes in reversed(dims):
+    size = member.size(sizes)
+    index, number = index + number % size * stride, number // size
+    stride *= max(sizes)
+  return index
 
 
-def _taken(array: jax.Array, source: jax.Array, axis: int, fill: Any = 0) -> jax.Array:
+def _take(array: jax.Array, source: jax.Array, axis: int, fill: Any = 0) -> jax.Array:
   """`array` at the indices `source` of one axis, and `fill` where they are negative."""
   found = jnp.take(array, source, axis=axis, mode="clip")
   valid = jnp.expand_dims(source >= 0, [a for a in range(array.ndim) if a != axis])
   return jnp.where(valid, found, fill)
 
 
-def _slice(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  (value,), (own,), (dims,) = values, line.in_dims, line.out_dims
-  array = value.array
-  start = tuple(zip(*(eqn.params["start_indices"] for eqn in line.eqns), strict=True))
-  limit = tuple(zip(*(eqn.params["limit_indices"] for eqn in line.eqns), strict=True))
-  strides = line.params["strides"] or (1,) * array.ndim
-  for axis in range(array.ndim):
-    if start[axis] == (0,) * len(start[axis]) and limit[axis] == own[axis] and strides[axis] == 1:
-      continue
-    if len(set(start[axis])) == len(set(limit[axis])) == 1:
-      array = jax.lax.slice_in_dim(array, start[axis][0], limit[axis][0], strides[axis], axis)
-      continue
-    index = jnp.arange(max(dims[axis]), dtype=jnp.int32)
-    source = member.size(start[axis]) + index * strides[axis]
-    array = _taken(array, jnp.where(index < member.size(dims[axis]), source, -1), axis)
-  return [Value(array, value.clean)]
+def _window(
+  member: MemberContext, array: jax.Array, axis: int, start: Sizes, sizes: Sizes, stride: int = 1
+) -> jax.Array:
+  """A strided slice of one axis from the member's `start`, with zeros beyond its size."""
+  index = jnp.arange(max(sizes), dtype=jnp.int32)
+  source = member.size(start) + index * stride
+  return _take(array, jnp.where(index < member.size(sizes), source, -1), axis)
 
 
-def _split(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  (value,), axis, results = values, line.params["axis"], []
-  ends = tuple(tuple(np.cumsum(eqn.params["sizes"]).tolist()) for eqn in line.eqns)
-  for part, dims in enumerate(line.out_dims):
-    starts = tuple(
-      end[part] - eqn.params["sizes"][part] for end, eqn in zip(ends, line.eqns, strict=True)
-    )
-    index = jnp.arange(max(dims[axis]), dtype=jnp.int32)
-    source = jnp.where(index < member.size(dims[axis]), member.size(starts) + index, -1)
-    results.append(Value(_taken(value.array, source, axis), value.clean))
+def _slice(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  (arg,), (own,), (dims,) = args, eqn.in_dims, eqn.out_dims
+  array = arg.array
+  starts, limits = eqn.param_dims("start_indices"), eqn.param_dims("limit_indices")
+  strides = eqn.params["strides"] or (1,) * array.ndim
+  for axis, (start, limit, stride) in enumerate(zip(starts, limits, strides, strict=True)):
+    if not any(start) and limit == own[axis] and stride == 1:
+      continue
+    if differ(start) or differ(limit):
+      array = _window(member, array, axis, start, dims[axis], stride)
+    else:
+      array = jax.lax.slice_in_dim(array, start[0], limit[0], stride, axis)
+  return [PaddedArray(array, arg.zero_padded)]
+
+
+def _split(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  (arg,), axis, results = args, eqn.params["axis"], []
+  start = np.zeros(len(eqn.eqns), int)
+  for sizes, dims in zip(eqn.param_dims("sizes"), eqn.out_dims, strict=True):
+    array = _window(member, arg.array, axis, tuple(start.tolist()), dims[axis])
+    results.append(PaddedArray(array, arg.zero_padded))
+    start = start + sizes
   return results
 
 
-def _pad(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  (value, fill), (own, _), (dims,) = values, line.in_dims, line.out_dims
-  array = value.array
-  for axis, configs in enumerate(
-    zip(*(eqn.params["padding_config"] for eqn in line.eqns), strict=True)
-  ):
+def _pad(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  (arg, fill), (own, _), (dims,) = args, eqn.in_dims, eqn.out_dims
+  array = arg.array
+  for axis, configs in enumerate(eqn.param_dims("padding_config")):
     if all(config == (0, 0, 0) for config in configs):
       continue
     if any(interior for _, _, interior in configs):
-      raise NotAlikeError("sizes differ in pad with interior padding, which has no rule")
+      raise JaxprMismatchError("sizes differ in pad with interior padding, which has no rule")
     index = jnp.arange(max(dims[axis]), dtype=jnp.int32)
     source = index - member.size([low for low, _, _ in configs])
     source = jnp.where(source < member.size(own[axis]), source, -1)
-    array = _taken(array, source, axis, fill.array)
-  return [Value(array, clean=False)]
+    array = _take(array, source, axis, fill.array)
+  return [PaddedArray(array, zero_padded=False)]
 
 
-def _concatenate(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  axis, (dims,) = line.params["dimension"], line.out_dims
-  clean = all(value.clean for value in values)
-  parts = [own[axis] for own in line.in_dims]
-  whole = jax.lax.concatenate([value.array for value in values], axis)
+def _concatenate(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  axis, (dims,) = eqn.params["dimension"], eqn.out_dims
+  zero_padded = all(arg.zero_padded for arg in args)
+  parts = [own[axis] for own in eqn.in_dims]
+  whole = jax.lax.concatenate([arg.array for arg in args], axis)
   if not is_ragged(parts):
-    return [Value(whole, clean)]
+    return [PaddedArray(whole, zero_padded)]
   index = jnp.arange(max(dims[axis]), dtype=jnp.int32)
-  source, start, place = jnp.full_like(index, -1), 0, 0
+  source, start, padded_start = jnp.full_like(index, -1), 0, 0
   for sizes in parts:
     end = start + member.size(sizes)
-    source = jnp.where((index >= start) & (index < end), place + index - start, source)
-    start, place = end, place + max(sizes)
-  return [Value(_taken(whole, source, axis), clean)]
+    source = jnp.where((index >= start) & (index < end), padded_start + index - start, source)
+    start, padded_start = end, padded_start + max(sizes)
+  return [PaddedArray(_take(whole, source, axis), zero_padded)]
 
 
-def _gather(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  numbers, (own, _) = line.params["dimension_numbers"], line.in_dims
-  slices = tuple(zip(*(eqn.params["slice_sizes"] for eqn in line.eqns), strict=True))
-  looked_up = {*numbers.start_index_map, *numbers.collapsed_slice_dims}
-  for axis, (sizes, taken) in enumerate(zip(own, slices, strict=True)):
-    if len(set(sizes)) > 1 and (axis in looked_up or taken != sizes):
-      raise NotAlikeError("sizes differ along an axis that gather looks up, which has no rule")
-  results = bind(line, values, slice_sizes=padded(slices))
-  return [Value(results[0], values[0].clean)]
+def _require_whole_axes(eqn: AlignedEqn, window: Dims, looked_up: Collection[int] = ()) -> None:
+  """Requires that the windows span ragged axes, and that none of these is `looked_up`."""
+  for axis, (sizes, taken) in enumerate(zip(eqn.in_dims[0], window, strict=True)):
+    if differ(sizes) and (axis in looked_up or taken != sizes):
+      raise JaxprMismatchError(
+        f"sizes differ along an axis that {eqn.name} indexes, which has no rule"
+      )
 
 
-def _scatter_add(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  numbers, (own, *_) = line.params["dimension_numbers"], line.in_dims
-  for axis in (*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims):
-    if len(set(own[axis])) > 1:
-      raise NotAlikeError("sizes differ along an axis that scatter-add looks up, which has no rule")
-  return [Value(bind(line, values)[0], values[0].clean and values[2].clean)]
+def _gather(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  numbers, window = eqn.params["dimension_numbers"], eqn.param_dims("slice_sizes")
+  _require_whole_axes(eqn, window, {*numbers.start_index_map, *numbers.collapsed_slice_dims})
+  return bind(eqn, args, args[0].zero_padded, slice_sizes=padded_shape(window))
 
 
-def _dynamic_slice(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  (own, *_) = line.in_dims
-  slices = tuple(zip(*(eqn.params["slice_sizes"] for eqn in line.eqns), strict=True))
-  if any(len(set(s)) > 1 and s != t for s, t in zip(own, slices, strict=True)):
-    raise NotAlikeError("sizes differ along an axis that dynamic_slice cuts, which has no rule")
-  return [Value(bind(line, values, slice_sizes=padded(slices))[0], values[0].clean)]
+def _scatter_add(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  numbers = eqn.params["dimension_numbers"]
+  looked_up = {*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims}
+  _require_whole_axes(eqn, eqn.in_dims[0], looked_up)
+  return bind(eqn, args, args[0].zero_padded and args[2].zero_padded)
 
 
-def _dynamic_update_slice(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  own, new = line.in_dims[:2]
-  if any(len(set(s)) > 1 and s != t for s, t in zip(own, new, strict=True)):
-    raise NotAlikeError("sizes differ along an axis that dynamic_update_slice cuts, without a rule")
-  return [Value(bind(line, values)[0], values[0].clean and values[1].clean)]
+def _dynamic_slice(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  window = eqn.param_dims("slice_sizes")
+  _require_whole_axes(eqn, window)
+  return bind(eqn, args, args[0].zero_padded, slice_sizes=padded_shape(window))
 
 
-def _moved(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  del member
-  return [Value(bind(line, values)[0], values[0].clean)]
+def _dynamic_update_slice(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  _require_whole_axes(eqn, eqn.in_dims[1])
+  return bind(eqn, args, args[0].zero_padded and args[1].zero_padded)
 
 
-def _random_split(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  """A key's n-th child does not depend on how many there are, since JAX counts them in one axis."""
-  del member
-  (dims,) = line.out_dims
+def _permute(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  return bind(eqn, args, args[0].zero_padded)
+
+
+def _random_split(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  """JAX derives the n-th of a single axis of keys independently of their number."""
+  (dims,) = eqn.out_dims
   if len(dims) > 1 or not jax.config.jax_threefry_partitionable:
-    raise NotAlikeError("sizes differ in random_split of several axes, which has no rule")
-  return [Value(bind(line, values, shape=padded(dims))[0], clean=False)]
+    raise JaxprMismatchError("sizes differ in random_split of several axes, which has no rule")
+  return bind(eqn, args, zero_padded=False, shape=padded_shape(dims))
 
 
-def _running(line: Line, member: Member, values: list[Value]) -> list[Value]:
-  """A prefix never sees the padding behind it; a suffix does."""
-  (value,), (dims,) = values, line.in_dims
-  array = value.array
-  if line.params["reverse"] and not value.clean:
-    array = fill_padding(member, array, dims, [line.params["axis"]], 0)
-  return [Value(bind(line, [Value(array)])[0], clean=False)]
+def _cumsum(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+  """Padding follows the elements, so only a reversed sum would include it."""
+  (arg,), (dims,) = args, eqn.in_dims
+  array = arg.array
+  if eqn.params["reverse"] and not arg.zero_padded:
+    array = fill_padding(member, array, dims, [eqn.params["axis"]], 0)
+  return bind(eqn, [PaddedArray(array)], zero_padded=False)
 
 
-_ZERO_TO_ZERO = frozenset(
-  [
-    "abs",
-    "add",
-    "add_any",
-    "convert_element_type",
-    "copy",
-    "expm1",
-    "log1p",
-    "mul",
-    "name",
-    "neg",
-    "reduce_precision",
-    "select_n",
-    "sign",
-    "sin",
-    "sqrt",
-    "square",
-    "stop_gradient",
-    "sub",
-    "tanh",
-  ]
-)
-_ELEMENTWISE = [
-  "abs",
-  "add",
-  "add_any",
-  "and",
-  "atan2",
-  "cbrt",
-  "clamp",
-  "convert_element_type",
-  "copy",
-  "cos",
-  "eq",
-  "erf",
-  "erf_inv",
-  "erfc",
-  "exp",
-  "exp2",
-  "expm1",
-  "floor",
-  "ceil",
-  "ge",
-  "gt",
-  "integer_pow",
-  "is_finite",
-  "le",
-  "log",
-  "log1p",
-  "logistic",
-  "lt",
-  "max",
-  "min",
-  "mul",
-  "name",
-  "ne",
-  "neg",
-  "nextafter",
-  "not",
-  "or",
-  "pow",
-  "reduce_precision",
-  "rem",
-  "round",
-  "rsqrt",
-  "select_n",
-  "sign",
-  "sin",
-  "sqrt",
-  "square",
-  "stop_gradient",
-  "sub",
-  "tan",
-  "tanh",
-  "xor",
-]
+# fmt: off
+_ZERO_TO_ZERO = frozenset([
+  "abs", "add", "add_any", "convert_element_type", "copy", "expm1", "log1p", "mul", "name", "neg",
+  "reduce_precision", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh",
+])
+_ELEMENTWISE = _ZERO_TO_ZERO | {
+  "and", "atan2", "cbrt", "ceil", "clamp", "cos", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+  "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "logistic", "lt", "max", "min",
+  "ne", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "tan", "xor",
+}
+# fmt: on
 
-Rule = Callable[[Line, Member, list[Value]], list[Value]]
-RULES: dict[str, Rule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
+RULES: dict[str, PaddingRule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
   "argmax": _reduction(_lowest),
   "argmin": _reduction(_highest),
   "broadcast_in_dim": _broadcast,
   "concatenate": _concatenate,
-  "cumsum": _running,
-  "div": _quotient,
+  "cumsum": _cumsum,
+  "div": _div,
   "dot_general": _dot_general,
   "dynamic_slice": _dynamic_slice,
   "dynamic_update_slice": _dynamic_update_slice,
   "gather": _gather,
   "iota": _iota,
-  "optimization_barrier": _each_its_own,
+  "optimization_barrier": _each_operand,
   "pad": _pad,
   "random_split": _random_split,
   "reduce_and": _reduction(lambda _: True),
@@ -457,6 +380,6 @@ RULES: dict[str, Rule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
   "scatter-add": _scatter_add,
   "slice": _slice,
   "split": _split,
-  "squeeze": _moved,
-  "transpose": _moved,
+  "squeeze": _permute,
+  "transpose": _permute,
 }

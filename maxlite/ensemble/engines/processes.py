@@ -1,8 +1,8 @@
 """Members in worker processes: the parent's end of `maxlite.ensemble.engines.process_server`.
 
-A worker writes its members' states to a file now and then, and the parent keeps what it asked for
-since. So a worker that dies is started again, goes on from the file, and is asked again: the
-numbers are those it would have given.
+A worker saves its members' states to a file every few steps, and the parent keeps the requests sent
+since. A worker that dies is restarted, loads the file and gets these requests again, so that the
+results do not change.
 """
 
 import contextlib
@@ -15,28 +15,25 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.stacked import abstract_states
-from maxlite.ensemble.engines.step_cost import Cost, Load, dearest, tree_bytes
-from maxlite.ensemble.factory import Factory
-from maxlite.ensemble.member_program import Program
+from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
+from maxlite.ensemble.engines.step_cost import StepCost, sum_costs, tree_bytes
 from maxlite.ensemble.serialization import from_bytes, to_bytes
-from maxlite.ensemble.worker_pool import share_out
-from maxlite.ensemble.worker_process import Worker, describe_end, start
+from maxlite.ensemble.worker_pool import assign_workers
+from maxlite.ensemble.worker_process import WorkerCommand, describe_exit, start
 
 MAX_RESTARTS = 3
-_END_SECONDS = 10.0  # for a worker to notice that nobody asks any more
+_EXIT_SECONDS = 10.0  # for a worker to exit after its connection was closed
 _ARGV = (sys.executable, "-m", "maxlite.ensemble.engines.process_server")
-# What decides numbers, and may have been set by code that a worker does not run.
-_JAX_CONFIG = (
+# Options that affect results, and that code which a worker does not run may have set.
+_JAX_OPTIONS = (
   "jax_default_matmul_precision",
   "jax_default_prng_impl",
   "jax_enable_x64",
@@ -45,166 +42,141 @@ _JAX_CONFIG = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Handle:
-  """Names the states that the workers hold after so many changes."""
+class RemoteState:
+  """Stands for the states that the workers hold after a number of changes."""
 
   num_changes: int
 
 
-class Processes:
-  """Programs in worker processes; the state is a `Handle`."""
+class ProcessEngine(Engine):
+  """Programs in worker processes; the state is a `RemoteState`."""
 
-  def __init__(
-    self,
-    programs: Sequence[Program],
-    batch: Any,
-    factory: Factory,
-    *,
-    costs: Sequence[Cost],
-    devices: Sequence[jax.Device] = (),
-    own_batches: bool = False,
-    finish: Callable[[list], Any] = lambda metrics: metrics,
-  ):
-    """Arguments as of `Groups`, but:
-
-    Args:
-      factory: makes the same members in a worker.
-      costs: of the members' steps; the dearest are dealt out first.
-      devices: where these are GPUs, the workers share them.
-    """
-    self.programs, self.abstract = list(programs), abstract_states(programs)
-    self._own_batches, self._finish = own_batches, jax.jit(finish)
-    self._costs = costs
-    self._metrics = [
-      jax.tree.structure(jax.eval_shape(program.step, state, batch)[1])
-      for program, state in zip(self.programs, self.abstract, strict=True)
-    ]
-    names = list(map(str, range(len(programs))))
-    flops = [cost.flops for cost in costs]
-    shares = share_out(names, flops, factory.num_workers, gpus=gpu_names(devices))
-    self._places = [[int(name) for name in share.names] for share in shares]
+  def __init__(self, request: EngineRequest):
+    """Raises UserError if the request has no factory."""
+    if request.factory is None:
+      raise UserError(
+        "another process cannot make members that are given as objects; use Ensemble.from_factory"
+      )
+    super().__init__(request, request.build(request.devices[:1]))
+    self._finish = jax.jit(request.finish)
+    self._metrics = [shapes[1] for shapes in self.result_shapes("step", request.batch)]
+    assignments = assign_workers(
+      list(map(str, range(len(self.programs)))),
+      [cost.flops for cost in request.costs],
+      request.factory.num_workers,
+      gpus=gpu_names(request.devices),
+    )
+    self._parts = [[int(name) for name in assignment.names] for assignment in assignments]
     self._num_changes = 0
-    self._links: list[_Link] = []
+    self._workers: list[_WorkerConnection] = []
     folder = Path(tempfile.mkdtemp(prefix="maxlite-"))
-    weakref.finalize(self, _close, self._links, folder)
-    for share, places in zip(shares, self._places, strict=True):
-      title = ", ".join(programs[place].name for place in places)
-      worker = share.worker(_ARGV, folder / f"{places[0]}.log")
-      greeting = self._greeting(factory, places, folder / f"{places[0]}.msgpack")
-      self._links.append(_Link(dataclasses.replace(worker, name=f"of {title}"), greeting))
+    weakref.finalize(self, _close, self._workers, folder)
+    for assignment, part in zip(assignments, self._parts, strict=True):
+      title = ", ".join(self.programs[z].name for z in part)
+      command = assignment.command(_ARGV, folder / f"{part[0]}.log")
+      handshake = self._handshake(part, folder / f"{part[0]}.msgpack")
+      command = dataclasses.replace(command, name=f"of {title}")
+      self._workers.append(_WorkerConnection(command, handshake))
 
   @property
   def process_ids(self) -> list[int | None]:
-    """Of the workers; None of one that was not started yet."""
-    return [link.process_id for link in self._links]
+    """Of the workers; None for one that was not started yet."""
+    return [worker.process_id for worker in self._workers]
 
-  def load(self) -> Load:
-    """What a step asks of the machine; a worker counts as a device."""
-    per_worker = [sum((self._costs[z] for z in part), Cost()) for part in self._places]
-    return Load(
-      dearest(per_worker),
-      total=sum(per_worker, Cost()),
-      num_devices=len(self._places),
+  def step_cost(self) -> StepCost:
+    """Each worker counts as a device."""
+    costs = self.request.costs
+    by_worker = [sum_costs([costs[z] for z in part]) for part in self._parts]
+    return StepCost(
+      max(by_worker),
+      total=sum_costs(by_worker),
+      num_devices=len(self._parts),
       num_programs=len(self.programs),
-      operations_compiled=sum(cost.operations for cost in self._costs),
-      state_bytes=max(sum(tree_bytes(self.abstract[z]) for z in part) for part in self._places),
+      operations_compiled=sum(cost.operations for cost in costs),
+      state_bytes=max(sum(tree_bytes(self.abstract[z]) for z in part) for part in self._parts),
     )
 
-  def init(self) -> Handle:
-    """The state before the first step; starts the workers."""
-    self._ask("init", [None] * len(self._links))
-    return Handle(self._num_changes)
+  def init(self) -> RemoteState:
+    """Starts the workers."""
+    self._call("init", [None] * len(self._workers))
+    return RemoteState(self._num_changes)
 
-  def step(self, state: Handle, batch: Any) -> tuple[Handle, Any]:
-    """(new state, metrics); all workers have the batch before the first is waited for."""
-    self._check(state)
+  def step(self, state: RemoteState, batch: Any) -> tuple[RemoteState, Any]:
+    """Sends the batch to all workers before it waits for the first."""
+    self._require_current(state)
     batch = jax.device_get(batch)
-    contents = [
-      jax.tree.map(lambda leaf, part=part: leaf[np.asarray(part)], batch)
-      if self._own_batches
-      else batch
-      for part in self._places
-    ]
-    metrics = self._in_order(self._ask("step", contents), self._metrics)
-    return Handle(self._num_changes), self._finish(metrics)
+    contents = [batch] * len(self._parts)
+    if self.request.own_batches:
+      contents = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in self._parts]
+    metrics = self._by_member(self._call("step", contents), self._metrics)
+    return RemoteState(self._num_changes), self._finish(metrics)
 
-  def predict(self, state: Handle, inputs: Any, method: str = "predict") -> list[Any]:
-    """Per member, what its `method` makes of the same `inputs`."""
-    self._check(state)
-    trees = [
-      jax.tree.structure(jax.eval_shape(getattr(program, method), own, inputs))
-      for program, own in zip(self.programs, self.abstract, strict=True)
-    ]
-    answers = self._ask("predict", [jax.device_get(inputs)] * len(self._links), method)
-    return jax.device_put(self._in_order(answers, trees))
+  def predict(self, state: RemoteState, inputs: Any, method: str = "predict") -> list[Any]:
+    self._require_current(state)
+    shapes = self.result_shapes(method, inputs)
+    replies = self._call("predict", [jax.device_get(inputs)] * len(self._workers), method)
+    return jax.device_put(self._by_member(replies, shapes))
 
-  def pack(self, states: Sequence[Any]) -> Handle:
-    """The state made of every member's own."""
-    contents = [
-      jax.device_get(jax.tree.leaves([states[place] for place in part])) for part in self._places
-    ]
-    self._ask("load", contents)
-    return Handle(self._num_changes)
+  def pack(self, states: Sequence[Any]) -> RemoteState:
+    leaves = [jax.device_get(jax.tree.leaves([states[z] for z in part])) for part in self._parts]
+    self._call("load", leaves)
+    return RemoteState(self._num_changes)
 
-  def unpack(self, state: Handle) -> list[Any]:
-    """Per member, its state as it would be alone."""
-    self._check(state)
-    answers = self._ask("unpack", [None] * len(self._links))
-    return jax.device_put(self._in_order(answers, list(map(jax.tree.structure, self.abstract))))
+  def unpack(self, state: RemoteState) -> list[Any]:
+    self._require_current(state)
+    replies = self._call("unpack", [None] * len(self._workers))
+    return jax.device_put(self._by_member(replies, self.abstract))
 
-  def _greeting(self, factory: Factory, places: list[int], file: Path) -> bytes:
-    """What a worker must know before it is asked for anything."""
+  def _handshake(self, part: list[int], file: Path) -> bytes:
+    factory = self.request.factory
     return to_bytes(
       {
         "factory": factory.path,
         "example_batch": jax.device_get(factory.example_batch),
         "checkpoint_period": factory.checkpoint_period,
-        "places": places,
-        "flops": [self._costs[place].flops for place in places],
-        "own_batches": self._own_batches,
+        "members": part,
+        "own_batches": self.request.own_batches,
         "file": str(file),
-        "jax_config": {name: getattr(jax.config, name) for name in _JAX_CONFIG},
+        "jax_config": {name: getattr(jax.config, name) for name in _JAX_OPTIONS},
       }
     )
 
-  def _check(self, state: Handle) -> None:
-    if state != Handle(self._num_changes):
-      raise UserError("this state was donated to a later step; go on from what that returned")
+  def _require_current(self, state: RemoteState) -> None:
+    if state != RemoteState(self._num_changes):
+      raise UserError("this state was donated to a later step; use what that step returned")
 
-  def _ask(self, kind: str, contents: Sequence[Any], method: str = "") -> list[list[Any]]:
-    """Every worker's answer, after all of them were asked."""
+  def _call(self, kind: str, contents: Sequence[Any], method: str = "") -> list[list[Any]]:
+    """Every worker's reply; all requests are sent before the first reply is read."""
     changes = kind in ("init", "load", "step")
     self._num_changes += changes
-    requests: dict[int, bytes] = {}  # what all get alike is written, and kept, once
-    for link, content in zip(self._links, contents, strict=True):
+    requests: dict[int, bytes] = {}  # equal contents are serialized, and kept, once
+    for worker, content in zip(self._workers, contents, strict=True):
       if id(content) not in requests:
         message = {"kind": kind, "content": content, "method": method}
         requests[id(content)] = to_bytes(message)
-      link.send(requests[id(content)], changes=changes)
-    return [link.receive() for link in self._links]
+      worker.send(requests[id(content)], changes=changes)
+    return [worker.receive() for worker in self._workers]
 
-  def _in_order(self, answers: list[list[Any]], trees: Sequence[Any]) -> list[Any]:
-    """Per member, the tree of its part of the workers' answers."""
-    by_member = {}
-    for part, leaves in zip(self._places, answers, strict=True):
-      rest = iter(leaves)
-      for place in part:
-        own = [next(rest) for _ in range(trees[place].num_leaves)]
-        by_member[place] = jax.tree.unflatten(trees[place], own)
-    return [by_member[place] for place in range(len(self.programs))]
+  def _by_member(self, replies: list[list[Any]], shapes: Sequence[Any]) -> list[Any]:
+    """Per member, the tree of its leaves in the workers' replies."""
+    trees = {}
+    for part, leaves in zip(self._parts, replies, strict=True):
+      structure = jax.tree.structure([shapes[z] for z in part])
+      trees.update(zip(part, jax.tree.unflatten(structure, leaves), strict=True))
+    return [trees[z] for z in range(len(self.programs))]
 
 
-class _Link:
-  """A worker that is started when it is first asked, and again whenever it died."""
+class _WorkerConnection:
+  """A worker, started on the first request and restarted whenever it dies."""
 
-  def __init__(self, worker: Worker, greeting: bytes):
-    self._worker, self._greeting = worker, greeting
+  def __init__(self, command: WorkerCommand, handshake: bytes):
+    self._command, self._handshake = command, handshake
     self._process: subprocess.Popen | None = None
     self._connection: Connection | None = None
-    self._is_greeted = False
+    self._is_ready = False  # the handshake was answered
     self._num_restarts = 0
-    self._pending, self._is_due = b"", False  # the request sent last, its answer not yet read
-    self._num_saved = 0  # changes that the worker's file holds, as far as is known here
+    self._request, self._is_pending = b"", False  # sent last; its reply was not read
+    self._num_saved = 0  # changes in the worker's file, according to its last reply
     self._journal: list[bytes] = []  # the requests for all changes since
 
   @property
@@ -212,42 +184,42 @@ class _Link:
     return None if self._process is None else self._process.pid
 
   def send(self, request: bytes, *, changes: bool) -> None:
-    """Has the worker begin; `changes` says that its states are not the same afterwards."""
-    if self._is_due:  # an interrupt came before it was read
+    """Starts a request; `changes`: it changes the worker's states."""
+    if self._is_pending:  # an interrupt came before the reply was read
       self.receive()
-    self._pending, self._is_due = request, True
+    self._request, self._is_pending = request, True
     if changes:
       self._journal.append(request)
-    with contextlib.suppress(OSError):  # a dead worker is found when its answer is read
+    with contextlib.suppress(OSError):  # `receive` handles a dead worker
       if self._process is None:
         self._start()
       self._connection.send_bytes(request)
 
   def receive(self) -> list[Any]:
-    """The answer to what was sent last.
+    """The reply to the last request.
 
     Raises:
-      RuntimeError: the worker died more often than it is started again.
+      RuntimeError: the worker died after MAX_RESTARTS restarts.
     """
     while True:
       try:
-        self._greet()
-        answer = from_bytes(self._connection.recv_bytes())
+        self._finish_handshake()
+        reply = from_bytes(self._connection.recv_bytes())
         break
       except (EOFError, OSError):
-        self._revive()
-    self._is_due = False
-    del self._journal[: answer["num_saved"] - self._num_saved]
-    self._num_saved = answer["num_saved"]
-    return answer["leaves"]
+        self._restart()
+    self._is_pending = False
+    del self._journal[: reply["num_saved"] - self._num_saved]
+    self._num_saved = reply["num_saved"]
+    return reply["leaves"]
 
   def close(self) -> None:
-    """Returns when the worker has ended."""
+    """Returns when the worker has exited."""
     if self._process is None:
       return
     self._connection.close()
     try:
-      self._process.wait(_END_SECONDS)
+      self._process.wait(_EXIT_SECONDS)
     except subprocess.TimeoutExpired:
       self._process.kill()
       self._process.wait()
@@ -255,39 +227,39 @@ class _Link:
   def _start(self) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-      worker = dataclasses.replace(self._worker, argv=(*self._worker.argv, str(theirs.fileno())))
+      fd = theirs.fileno()
       self._process = start(
-        worker,
-        follow=False,  # it ends when the connection does
-        pass_fds=(theirs.fileno(),),
+        dataclasses.replace(self._command, argv=(*self._command.argv, str(fd))),
+        follow=False,  # it exits when the connection is closed
+        pass_fds=(fd,),
         more_environment={"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
       )
-    self._connection, self._is_greeted = Connection(ours.detach()), False
-    self._connection.send_bytes(self._greeting)
+    self._connection, self._is_ready = Connection(ours.detach()), False
+    self._connection.send_bytes(self._handshake)
 
-  def _greet(self) -> int | None:
-    """The number of changes that a new worker's file holds."""
-    if self._is_greeted:
+  def _finish_handshake(self) -> int | None:
+    """The number of changes in a new worker's file; None if it was ready before."""
+    if self._is_ready:
       return None
     num_changes = from_bytes(self._connection.recv_bytes())["num_changes"]
-    self._is_greeted = True
+    self._is_ready = True
     return num_changes
 
-  def _revive(self) -> None:
-    """Has a new worker catch up with the dead one, up to the answer that is still due."""
+  def _restart(self) -> None:
+    """Starts a new worker and repeats what the dead one had done, up to the pending request."""
     self._connection.close()
-    end = describe_end(self._worker, self._process.wait())
+    exit_line = describe_exit(self._command, self._process.wait())
     if self._num_restarts == MAX_RESTARTS:
-      raise RuntimeError(f"{end}; it was started again {MAX_RESTARTS} times before")
+      raise RuntimeError(f"{exit_line}; it was restarted {MAX_RESTARTS} times before")
     self._num_restarts += 1
     logging.getLogger(__name__).warning(
-      "%s; starting it again (%d of %d)", end, self._num_restarts, MAX_RESTARTS
+      "%s; restarting it (%d of %d)", exit_line, self._num_restarts, MAX_RESTARTS
     )
-    with contextlib.suppress(EOFError, OSError):  # it died again, as the next read will find
+    with contextlib.suppress(EOFError, OSError):  # `receive` handles another death
       self._start()
-      requests = self._journal[self._greet() - self._num_saved :]
-      if not (self._journal and self._pending is self._journal[-1]):
-        requests = [*requests, self._pending]
+      requests = self._journal[self._finish_handshake() - self._num_saved :]
+      if not (self._journal and self._request is self._journal[-1]):
+        requests = [*requests, self._request]
       for request in requests[:-1]:
         self._connection.send_bytes(request)
         self._connection.recv_bytes()
@@ -295,23 +267,23 @@ class _Link:
 
 
 def gpu_names(devices: Sequence[jax.Device]) -> list[str]:
-  """The GPUs among `devices`, as CUDA_VISIBLE_DEVICES calls them.
+  """The GPUs among `devices` by their names in CUDA_VISIBLE_DEVICES.
 
   Raises:
-    UserError: this process has taken the memory that the workers are to have.
+    UserError: this process has preallocated the memory that the workers need.
   """
-  places = [device.local_hardware_id for device in devices if device.platform == "gpu"]
-  if places and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):
+  indices = [device.local_hardware_id for device in devices if device.platform == "gpu"]
+  if indices and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):
     raise UserError(
       "this process holds the GPU memory that its workers need; start it with "
       "XLA_PYTHON_CLIENT_PREALLOCATE=false"
     )
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
   names = visible.split(",") if visible else None
-  return [names[place] if names else str(place) for place in places]
+  return [names[index] if names else str(index) for index in indices]
 
 
-def _close(links: Sequence[_Link], folder: Path) -> None:
-  for link in links:
-    link.close()
+def _close(workers: Sequence[_WorkerConnection], folder: Path) -> None:
+  for worker in workers:
+    worker.close()
   shutil.rmtree(folder, ignore_errors=True)

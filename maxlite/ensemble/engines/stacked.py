@@ -1,8 +1,7 @@
-"""Members on the same devices in one compiled step: stacked, padded and fused are its three forms.
+"""Members in one compiled step: the engine of the strategies stacked, padded and fused.
 
-Members of one group run together under `jax.vmap`, their states stacked along axis `ensemble` (Z)
-and, where sizes differ, padded with zeros. A member alone in its group runs its own function as it
-is, so that nothing about it changes but the program it is compiled into.
+Members of one group run under `jax.vmap`. Their states are stacked along axis `ensemble` (Z) and,
+if sizes differ, padded with zeros. A group of one member runs that member's function unchanged.
 """
 
 import functools
@@ -15,70 +14,66 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.batched_jaxpr import group_alike, on_one_device, run_together
-from maxlite.ensemble.engines.step_cost import Load, cost_of, tree_bytes
-from maxlite.ensemble.member_program import Program, abstract_states
+from maxlite.ensemble.engines.batched_jaxpr import (
+  group_by_jaxpr,
+  vmap_programs,
+  without_one_device_mesh,
+)
+from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
+from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
+from maxlite.ensemble.member_program import MemberProgram
 from maxlite.phases.phase_programs import compile_at_once
 
 
-class Groups:
-  """Programs in one compiled step; the state is one tree per group."""
+class VmapEngine(Engine):
+  """Groups of members under vmap; the state is one tree per group."""
 
   def __init__(
     self,
-    programs: Sequence[Program],
-    batch: Any,
+    request: EngineRequest,
+    programs: Sequence[MemberProgram],
     groups: list[list[int]],
     *,
     sizes: bool = False,
     mesh: Mesh | None = None,
-    own_batches: bool = False,
-    finish: Callable[[list], Any] = lambda metrics: metrics,
   ):
     """
     Args:
-      batch: what one member gets at a step; it need only be described.
-      groups: places of programs, group by group.
-      sizes: whether members of one group may differ in array sizes.
-      mesh: of one axis `ensemble`, over which groups are cut; members keep to one device each.
-      own_batches: whether `step` gets a batch per member, stacked.
-      finish: makes what `step` returns of the members' metrics, inside the compiled step.
+      groups: indices of programs, by group.
+      sizes: whether members of a group may differ in array sizes.
+      mesh: of one axis `ensemble`, over which groups are sharded, each member on one device.
 
     Raises:
-      NotAlikeError: the members of a group cannot run as one.
+      JaxprMismatchError: the members of a group cannot run as one.
     """
-    self.programs, self.groups = list(programs), groups
-    self._sizes, self._mesh, self._own_batches, self._finish = sizes, mesh, own_batches, finish
-    self.abstract = abstract_states(programs)
-    self._calls = [self._call(g, "step", batch, 0 if own_batches else None) for g in groups]
-    self._shardings = shardings = [self._sharding(group) for group in groups]
-    self._batch = batch
-    self._predicts: dict[str, Callable] = {}
+    super().__init__(request, programs)
+    self.groups, self._sizes, self._mesh = groups, sizes, mesh
+    axis = 0 if request.own_batches else None
+    self._steps = [self._group_function(group, "step", request.batch, axis) for group in groups]
+    self._shardings = [self._sharding(group) for group in groups]
     self.step = jax.jit(
       self._step,
-      in_shardings=(shardings, self._batch_sharding()),
-      out_shardings=(shardings, None),
+      in_shardings=(self._shardings, self._batch_sharding()),
+      out_shardings=(self._shardings, None),
       donate_argnums=0,
     )
-    self._pack = jax.jit(self._pack_groups, out_shardings=shardings)
-    self._unpack = jax.jit(lambda state: self._in_order(state, self.abstract))
+    self._pack = jax.jit(self._pack_groups, out_shardings=self._shardings)
+    self.unpack = jax.jit(lambda state: self._by_member(state, self.abstract))
+    self.predict = jax.jit(self._predict, static_argnames="method")
 
-  def load(self) -> Load:
-    """What a step asks of the devices."""
-    state = jax.eval_shape(self._pack_groups, self.abstract)
-    batch = self._batch
-    if self._own_batches:
+  def step_cost(self) -> StepCost:
+    state, batch = jax.eval_shape(self._pack_groups, self.abstract), self.request.batch
+    if self.request.own_batches:
       stack = lambda leaf: jax.ShapeDtypeStruct((len(self.programs), *leaf.shape), leaf.dtype)
       batch = jax.tree.map(stack, batch)
-    cost = cost_of(jax.make_jaxpr(self._step)(state, batch))
-    batch_sharding = self.programs[0].batch_sharding
-    num_devices = 1 if batch_sharding is None else batch_sharding.mesh.size
-    if self._mesh is not None:
-      num_devices = self._mesh.size
-    own = cost.on_one_of(num_devices)
-    return Load(
-      own,
-      total=own.times(num_devices),
+    cost = program_cost(jax.make_jaxpr(self._step)(state, batch))
+    sharding = self.programs[0].batch_sharding
+    mesh = self._mesh if sharding is None else sharding.mesh
+    num_devices = 1 if mesh is None else mesh.size
+    on_device = cost.per_device(num_devices)
+    return StepCost(
+      on_device,
+      total=on_device.times(num_devices),
       num_devices=num_devices,
       num_programs=1,
       operations_compiled=cost.operations,
@@ -86,40 +81,19 @@ class Groups:
     )
 
   def pack(self, states: Sequence[Any]) -> list[Any]:
-    """The state made of every member's own."""
-    if self._mesh is not None:  # they may lie on other devices than its own
+    if self._mesh is not None:  # the states may be on other devices
       states = jax.device_get(states)
     return self._pack(list(states))
 
-  def unpack(self, state: list[Any]) -> list[Any]:
-    """Per member, its state as it would be alone."""
-    return self._unpack(state)
-
-  def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
-    """Per member, what its `method` makes of the same `inputs`."""
-    if method not in self._predicts:
-      self._predicts[method] = jax.jit(functools.partial(self._predict, method))
-    return self._predicts[method](state, inputs)
-
-  def _predict(self, method: str, state: list[Any], inputs: Any) -> list[Any]:
-    calls = [self._call(group, method, inputs, None) for group in self.groups]
-    results = [call(own, inputs) for call, own in zip(calls, state, strict=True)]
-    shapes = [
-      jax.eval_shape(getattr(program, method), own, inputs)
-      for program, own in zip(self.programs, self.abstract, strict=True)
-    ]
-    return self._in_order(results, shapes)
-
   def init(self) -> list[Any]:
-    """The state before the first step."""
-    runs = [
+    lowered = [
       jax.jit(functools.partial(self._init_group, group), out_shardings=sharding).lower()
       for group, sharding in zip(self.groups, self._shardings, strict=True)
     ]
-    return [run() for run in compile_at_once(runs)]
+    return [compiled() for compiled in compile_at_once(lowered)]
 
   def _init_group(self, group: list[int]) -> Any:
-    """State of one group; members whose inits are alike run together."""
+    """The state of one group; members whose init functions differ in literals only share one."""
     inits = {id(self.programs[z].init): self._init_of(z) for z in group}
     functions = [inits[id(self.programs[z].init)] for z in group]
     seed_Z = np.array([self.programs[z].seed for z in group], np.uint32)
@@ -127,53 +101,60 @@ class Groups:
       return functions[0](seed_Z[0], None)
     seeds = [jax.ShapeDtypeStruct((), jnp.uint32)] * len(group)
     names = [self.programs[z].name for z in group]
-    sets = group_alike(functions, names, seeds, None)
-    parts = [
-      run_together([functions[n] for n in own], [names[n] for n in own], seeds[: len(own)], None)(
-        jnp.asarray(seed_Z[own]), None
+    subsets = group_by_jaxpr(functions, names, seeds, None)
+    parts = []
+    for subset in subsets:
+      init = vmap_programs(
+        [functions[n] for n in subset], [names[n] for n in subset], seeds[: len(subset)], None
       )
-      for own in sets
-    ]
-    order_Z = np.argsort(np.concatenate(sets))
-    return jax.tree.map(lambda *leaves: _join(leaves)[order_Z], *parts)
+      parts.append(init(jnp.asarray(seed_Z[subset]), None))
+    order_Z = np.argsort(np.concatenate(subsets))
+    return jax.tree.map(lambda *leaves: _concatenate(leaves)[order_Z], *parts)
 
   def _init_of(self, z: int) -> Callable:
     init = self.programs[z].init
-    init = init if self._mesh is None else on_one_device(init, jnp.uint32(0))
+    init = init if self._mesh is None else without_one_device_mesh(init, jnp.uint32(0))
     return lambda seed, _: init(seed)
 
   def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
     results = [
-      call(own, self._batch_of(group, batch))
-      for call, group, own in zip(self._calls, self.groups, state, strict=True)
+      step(own, self._batch_of(group, batch))
+      for step, group, own in zip(self._steps, self.groups, state, strict=True)
     ]
-    metrics = self._in_order([metrics for _, metrics in results])
-    return [new for new, _ in results], self._finish(metrics)
+    metrics = self._by_member([metrics for _, metrics in results])
+    return [new for new, _ in results], self.request.finish(metrics)
+
+  def _predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
+    functions = [self._group_function(group, method, inputs, None) for group in self.groups]
+    results = [call(own, inputs) for call, own in zip(functions, state, strict=True)]
+    return self._by_member(results, self.result_shapes(method, inputs))
 
   def _batch_of(self, group: list[int], batch: Any) -> Any:
-    if not self._own_batches:
+    if not self.request.own_batches:
       return batch
-    places = group[0] if len(group) == 1 else np.asarray(group)
-    return jax.tree.map(lambda leaf: leaf[places], batch)
+    members = group[0] if len(group) == 1 else np.asarray(group)
+    return jax.tree.map(lambda leaf: leaf[members], batch)
 
-  def _call(self, group: list[int], name: str, shared: Any, shared_axis: int | None) -> Callable:
-    """f(state of the group, shared) for method `name` of its programs."""
-    functions = [getattr(self.programs[z], name) for z in group]
+  def _group_function(
+    self, group: list[int], method: str, inputs: Any, inputs_axis: int | None
+  ) -> Callable:
+    """f(state of the group, inputs) for a method of its programs."""
+    functions = [getattr(self.programs[z], method) for z in group]
     if len(group) == 1:
       return functions[0]
-    return run_together(
+    return vmap_programs(
       functions,
       [self.programs[z].name for z in group],
       [self.abstract[z] for z in group],
-      shared,
+      inputs,
       sizes=self._sizes,
-      shared_axis=shared_axis,
+      shared_axis=inputs_axis,
       spmd_axis_name=self._ensemble_axis(group),
       mesh=self._mesh,
     )
 
   def _ensemble_axis(self, group: list[int]) -> str | None:
-    """The mesh axis that members which are themselves cut over a mesh are dealt over, if any."""
+    """The mesh axis over which members that use several devices are sharded, if any."""
     own = self.programs[group[0]].batch_sharding
     degree = 1 if own is None else own.mesh.shape["ensemble"]
     if len(group) % degree:
@@ -183,10 +164,10 @@ class Groups:
     return "ensemble" if degree > 1 else None
 
   def _batch_sharding(self) -> Any:
-    own = self.programs[0].batch_sharding
+    own, own_batches = self.programs[0].batch_sharding, self.request.own_batches
     if self._mesh is not None:
-      return NamedSharding(self._mesh, jax.P("ensemble") if self._own_batches else jax.P())
-    if own is None or not self._own_batches:
+      return NamedSharding(self._mesh, jax.P("ensemble") if own_batches else jax.P())
+    if own is None or not own_batches:
       return own
     return NamedSharding(own.mesh, jax.P(None, *own.spec))
 
@@ -199,40 +180,31 @@ class Groups:
     return jax.tree.map(lambda s: NamedSharding(s.mesh, jax.P(axis, *s.spec)), own)
 
   def _pack_groups(self, states: list[Any]) -> list[Any]:
+    stack = lambda *leaves: _concatenate([leaf[None] for leaf in leaves])
     packed = []
     for group in self.groups:
       own = [states[z] for z in group]
-      packed.append(own[0] if len(own) == 1 else jax.tree.map(_stack, *own))
+      packed.append(own[0] if len(own) == 1 else jax.tree.map(stack, *own))
     return packed
 
-  def _in_order(self, by_group: list[Any], shapes: Sequence[Any] | None = None) -> list[Any]:
-    """Per member, its part of what is stacked by group, cut to the member's own `shapes`."""
+  def _by_member(self, by_group: list[Any], shapes: Sequence[Any] | None = None) -> list[Any]:
+    """Per member, its entry of the stacked trees, sliced to the member's `shapes`."""
+    own_part = lambda leaf, own: leaf[tuple(map(slice, own.shape))]
     parts: dict[int, Any] = {}
     for group, tree in zip(self.groups, by_group, strict=True):
-      for place, z in enumerate(group):
-        own = tree if len(group) == 1 else jax.tree.map(lambda leaf, place=place: leaf[place], tree)
-        parts[z] = jax.tree.map(_cut, own, shapes[z]) if shapes else own
+      for n, z in enumerate(group):
+        own = tree if len(group) == 1 else jax.tree.map(lambda leaf, n=n: leaf[n], tree)
+        parts[z] = jax.tree.map(own_part, own, shapes[z]) if shapes else own
     return [parts[z] for z in range(len(self.programs))]
 
 
-def _stack(*leaves: jax.Array) -> jax.Array:
-  return _join([leaf[None] for leaf in leaves])
-
-
-def _join(stacks: Sequence[jax.Array]) -> jax.Array:
-  """One after the other along the first axis, padded with zeros to the largest in all others."""
-  shape = tuple(map(max, zip(*(stack.shape[1:] for stack in stacks), strict=True)))
-  room = [
-    [(0, 0), *((0, most - own) for own, most in zip(stack.shape[1:], shape, strict=True))]
-    for stack in stacks
-  ]
+def _concatenate(stacks: Sequence[jax.Array]) -> jax.Array:
+  """Concatenation along axis 0; the other axes are padded with zeros to the largest."""
+  shape = np.max([stack.shape[1:] for stack in stacks], axis=0)
+  room = lambda own: [(0, 0), *((0, most - n) for n, most in zip(own, shape, strict=True))]
   return jnp.concatenate(
     [
-      jnp.pad(stack, pads) if stack.shape[1:] != shape else stack
-      for stack, pads in zip(stacks, room, strict=True)
+      jnp.pad(stack, room(stack.shape[1:])) if np.any(stack.shape[1:] != shape) else stack
+      for stack in stacks
     ]
   )
-
-
-def _cut(leaf: jax.Array, shape: Any) -> jax.Array:
-  return leaf[tuple(map(slice, shape.shape))]

@@ -1,7 +1,6 @@
-"""Members dealt out over parts of the devices, each its own program on its own part.
+"""Members assigned to equal parts of the devices, each compiled and run as on its part alone.
 
-Nothing about a member changes: it is compiled and run as it would be alone on so many devices.
-Steps are dispatched without waiting, so that the parts work at the same time.
+Steps are dispatched without waiting, so that all parts work at the same time.
 """
 
 import functools
@@ -11,153 +10,127 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from maxlite.ensemble.engines.jaxpr_comparison import trace
-from maxlite.ensemble.engines.step_cost import Cost, Load, cost_of, dearest, tree_bytes
-from maxlite.ensemble.member_program import Program, abstract_states
+from maxlite.ensemble.engines.engine_base import Engine, EngineRequest, step_costs
+from maxlite.ensemble.engines.step_cost import StepCost, sum_costs, tree_bytes
 from maxlite.phases.phase_programs import compile_at_once
 
-Build = Callable[[Sequence[jax.Device]], Sequence[Program]]  # all members, for these devices
 
+class SubmeshEngine(Engine):
+  """Programs, each on a part of the devices; the state is a list of solo states."""
 
-class Submesh:
-  """Programs each on a part of the devices; the state is a list of the members' own."""
-
-  def __init__(
-    self,
-    build: Build,
-    batch: Any,
-    *,
-    devices: Sequence[jax.Device],
-    costs: Sequence[Cost],
-    own_batches: bool = False,
-    finish: Callable[[list], Any] = lambda metrics: metrics,
-  ):
-    """Arguments as of `Groups`, but:
-
-    Args:
-      build: makes the programs for one part of the devices.
-      costs: of the members' steps; the dearest are dealt out first.
-    """
-    parts = cut_devices(devices, len(costs))
-    self.places = deal([cost.flops for cost in costs], len(parts))
-    on_part = [build(part) for part in parts]
-    self.programs = [on_part[place][z] for z, place in enumerate(self.places)]
-    self.abstract = abstract_states(self.programs)
-    self._homes = [
-      program.batch_sharding or jax.sharding.SingleDeviceSharding(parts[place][0])
-      for program, place in zip(self.programs, self.places, strict=True)
+  def __init__(self, request: EngineRequest):
+    parts = split_devices(request.devices, len(request.build(request.devices[:1])))
+    by_part = [request.build(part) for part in parts]
+    flops = [cost.flops for cost in request.costs] if len(parts) > 1 else [0.0] * len(by_part[0])
+    self.part_of = assign_lpt(flops, len(parts))
+    super().__init__(request, [by_part[part][z] for z, part in enumerate(self.part_of)])
+    self._batch_shardings = [
+      program.batch_sharding or SingleDeviceSharding(parts[part][0])
+      for program, part in zip(self.programs, self.part_of, strict=True)
     ]
-    self._own_batches = own_batches
-    self._first = jax.sharding.SingleDeviceSharding(devices[0])
-    self._finish = jax.jit(finish)
-    self._batch = batch
-    self._predicts: dict[str, list[Callable]] = {}
+    self._state_shardings = [
+      program.shardings or sharding
+      for program, sharding in zip(self.programs, self._batch_shardings, strict=True)
+    ]
+    self._first_device = SingleDeviceSharding(request.devices[0])
+    self._finish = jax.jit(request.finish)
+    self._jitted = functools.cache(
+      lambda method: [jax.jit(getattr(program, method)) for program in self.programs]
+    )
 
   @functools.cached_property
   def _steps(self) -> list[jax.stages.Compiled]:
-    return self._compiled("step", self._lowered_step)
+    return self._compiled("step", self._lower_step)
 
-  def load(self) -> Load:
-    """What a step asks of the devices: of the busiest, all that was dealt to it."""
-    parts: list[list[int]] = [[] for _ in range(max(self.places) + 1)]
-    for z, place in enumerate(self.places):
-      parts[place].append(z)
-    costs = [
-      cost_of(trace(program.step, state, self._batch)[0])
-      for program, state in zip(self.programs, self.abstract, strict=True)
-    ]
-    size = 1 if self.programs[0].batch_sharding is None else self._homes[0].mesh.size
-    on_part = [sum((costs[z] for z in part), Cost()).on_one_of(size) for part in parts]
-    return Load(
-      dearest(on_part),
-      total=sum(on_part, Cost()).times(size),
+  def step_cost(self) -> StepCost:
+    parts: list[list[int]] = [[] for _ in range(max(self.part_of) + 1)]
+    for z, part in enumerate(self.part_of):
+      parts[part].append(z)
+    costs = step_costs(self.programs, self.request.batch)
+    sharding = self.programs[0].batch_sharding
+    size = 1 if sharding is None else sharding.mesh.size
+    by_part = [sum_costs([costs[z] for z in part]).per_device(size) for part in parts]
+    return StepCost(
+      max(by_part),
+      total=sum_costs(by_part).times(size),
       num_devices=len(parts) * size,
       num_programs=len(costs),
       operations_compiled=sum(cost.operations for cost in costs),
       state_bytes=max(sum(tree_bytes(self.abstract[z]) for z in part) for part in parts) / size,
     )
 
-  def _state_home(self, z: int) -> Any:
-    return self.programs[z].shardings or self._homes[z]
-
-  def _compiled(self, name: str, lower: Callable[[int], Any]) -> list[jax.stages.Compiled]:
-    """Every member's method `name`; members that share function and devices share the program."""
-    keys = [(id(getattr(p, name)), self._homes[z]) for z, p in enumerate(self.programs)]
+  def _compiled(self, method: str, lower: Callable[[int], Any]) -> list[jax.stages.Compiled]:
+    """Every member's compiled method; members with the same function and devices share it."""
+    keys = [(id(getattr(p, method)), self._batch_shardings[z]) for z, p in enumerate(self.programs)]
     firsts = {key: z for z, key in reversed(list(enumerate(keys)))}
-    made = dict(zip(firsts, compile_at_once([lower(z) for z in firsts.values()]), strict=True))
-    return [made[key] for key in keys]
+    compiled = compile_at_once([lower(z) for z in firsts.values()])
+    by_key = dict(zip(firsts, compiled, strict=True))
+    return [by_key[key] for key in keys]
 
-  def _lowered_step(self, z: int) -> jax.stages.Lowered:
-    home = self._state_home(z)
+  def _lower_step(self, z: int) -> jax.stages.Lowered:
+    sharding = self._state_shardings[z]
     step = jax.jit(
       self.programs[z].step,
-      in_shardings=(home, self._homes[z]),
-      out_shardings=(home, None),
+      in_shardings=(sharding, self._batch_shardings[z]),
+      out_shardings=(sharding, None),
       donate_argnums=0,
     )
-    return step.lower(self.abstract[z], self._batch)
+    return step.lower(self.abstract[z], self.request.batch)
 
-  def _lowered_init(self, z: int) -> jax.stages.Lowered:
-    init = jax.jit(self.programs[z].init, out_shardings=self._state_home(z))
+  def _lower_init(self, z: int) -> jax.stages.Lowered:
+    init = jax.jit(self.programs[z].init, out_shardings=self._state_shardings[z])
     return init.lower(jax.ShapeDtypeStruct((), jnp.uint32))
 
   def init(self) -> list[Any]:
-    """Per member, its state."""
-    inits = self._compiled("init", self._lowered_init)
-    return [
-      init(np.uint32(program.seed)) for init, program in zip(inits, self.programs, strict=True)
-    ]
+    inits = self._compiled("init", self._lower_init)
+    return [init(np.uint32(p.seed)) for init, p in zip(inits, self.programs, strict=True)]
 
   def step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
-    """(new states, metrics); every member's step is under way when this returns."""
-    arrived: dict[Any, Any] = {}
+    """Dispatches every member's step and returns without waiting."""
+    placed: dict[Any, Any] = {}
     results = []
     for z, (step, own) in enumerate(zip(self._steps, state, strict=True)):
-      home = self._homes[z]
-      if self._own_batches:
-        given = jax.device_put(jax.tree.map(lambda leaf, z=z: leaf[z], batch), home)
+      sharding = self._batch_shardings[z]
+      if self.request.own_batches:
+        own_batch = jax.device_put(jax.tree.map(lambda leaf, z=z: leaf[z], batch), sharding)
       else:
-        if home not in arrived:
-          arrived[home] = jax.device_put(batch, home)
-        given = arrived[home]
-      results.append(step(own, given))
-    metrics = jax.device_put([metrics for _, metrics in results], self._first)
+        if sharding not in placed:
+          placed[sharding] = jax.device_put(batch, sharding)
+        own_batch = placed[sharding]
+      results.append(step(own, own_batch))
+    metrics = jax.device_put([metrics for _, metrics in results], self._first_device)
     return [new for new, _ in results], self._finish(metrics)
 
   def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
-    """Per member, what its `method` makes of the same `inputs`."""
-    if method not in self._predicts:
-      self._predicts[method] = [jax.jit(getattr(program, method)) for program in self.programs]
-    results = [
-      run(own, jax.device_put(inputs, home))
-      for run, own, home in zip(self._predicts[method], state, self._homes, strict=True)
-    ]
-    return jax.device_put(results, self._first)
+    calls = zip(self._jitted(method), state, self._batch_shardings, strict=True)
+    results = [call(own, jax.device_put(inputs, sharding)) for call, own, sharding in calls]
+    return jax.device_put(results, self._first_device)
 
   def pack(self, states: Sequence[Any]) -> list[Any]:
-    """The state made of every member's own."""
-    return [jax.device_put(state, self._state_home(z)) for z, state in enumerate(states)]
+    return list(map(jax.device_put, states, self._state_shardings))
 
   def unpack(self, state: list[Any]) -> list[Any]:
-    """Per member, its state as it would be alone; a copy, since the next step takes the state."""
-    return jax.tree.map(jnp.copy, list(state))
+    return jax.tree.map(jnp.copy, list(state))  # a copy, since the next step donates the state
 
 
-def cut_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:
-  """Parts of equal size, as many as divide the devices and as there are members for."""
+def split_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:
+  """Parts of equal size: the largest number that divides the devices, at most one per member."""
   num_parts = max(n for n in range(1, num_members + 1) if len(devices) % n == 0)
   size = len(devices) // num_parts
   return [devices[n * size : (n + 1) * size] for n in range(num_parts)]
 
 
-def deal(costs: Sequence[float], num_parts: int) -> list[int]:
-  """The part of each member: dearest first, each to the part with the least so far.
+def assign_lpt(costs: Sequence[float], num_parts: int) -> list[int]:
+  """The part of each member by the longest-processing-time rule.
 
-  Source: Graham, Bounds on multiprocessing timing anomalies (1969), the LPT rule.
+  Members are taken by decreasing cost, each to the part with the least cost so far.
+
+  Source: Graham, Bounds on multiprocessing timing anomalies (1969).
   """
-  load, places = [0.0] * num_parts, [0] * len(costs)
+  load, part_of = [0.0] * num_parts, [0] * len(costs)
   for z in sorted(range(len(costs)), key=lambda z: -costs[z]):
-    places[z] = load.index(min(load))
-    load[places[z]] += costs[z]
-  return places
+    part_of[z] = load.index(min(load))
+    load[part_of[z]] += costs[z]
+  return part_of

@@ -1,8 +1,8 @@
-"""One member per device in one compiled step, each device holding and computing its own only.
+"""One member per device in one compiled step; each device holds and computes only its own member.
 
-Members of different structure have no array in common that could be cut over devices. So every
-member's state is laid into one vector per number format, as long as the longest member's, and the
-vectors are cut along axis `ensemble`. A device finds its member by `axis_index` and `lax.switch`.
+Members of different structure have no array in common that could be sharded. Every member's state
+is therefore flattened into one vector per dtype, padded to the longest member's, and the vectors
+are sharded along axis `ensemble`. A device selects its member by `axis_index` and `lax.switch`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,164 +14,141 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.batched_jaxpr import on_one_device
-from maxlite.ensemble.engines.jaxpr_comparison import trace
-from maxlite.ensemble.engines.step_cost import Cost, Load, cost_of, dearest, tree_bytes
-from maxlite.ensemble.member_program import Program, abstract_states
+from maxlite.ensemble.engines.batched_jaxpr import without_one_device_mesh
+from maxlite.ensemble.engines.engine_base import (
+  Engine,
+  EngineRequest,
+  require_no_phases,
+  step_costs,
+)
+from maxlite.ensemble.engines.step_cost import StepCost, sum_costs, tree_bytes
 
-Vectors = dict[str, jax.Array]  # [Z, L] by number format
+Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
 
 
-class Switched:
-  """Programs in one compiled step; the state is `Vectors`, a row on each device."""
+class SwitchEngine(Engine):
+  """Programs in one compiled step; the state is `Vectors`, sharded over the members."""
 
-  def __init__(
-    self,
-    programs: Sequence[Program],
-    batch: Any,
-    *,
-    devices: Sequence[jax.Device],
-    own_batches: bool = False,
-    finish: Callable[[list], Any] = lambda metrics: metrics,
-  ):
-    """Arguments as of `Groups`.
-
-    Raises:
-      UserError: there are fewer devices than members.
-    """
-    if len(devices) < len(programs):
+  def __init__(self, request: EngineRequest):
+    """Raises UserError if there are fewer devices than members, or a member has phases."""
+    super().__init__(request, request.build(request.devices[:1]))
+    require_no_phases(self.programs)
+    num_members, num_devices = len(self.programs), len(request.devices)
+    if num_devices < num_members:
       raise UserError(
-        f"it takes a device per member, and there are {len(programs)} members and {len(devices)} "
+        f"it takes a device per member, and there are {num_members} members and {num_devices} "
         "devices; take strategy auto, or fewer members"
       )
-    self.programs, self.abstract = list(programs), abstract_states(programs)
-    self._mesh = Mesh(np.array(devices[: len(programs)]), ("ensemble",))
-    self._states, self._finish = _Layout(self.abstract), finish
-    shapes = [
-      jax.eval_shape(program.step, state, batch)[1]
-      for program, state in zip(self.programs, self.abstract, strict=True)
-    ]
-    self._metrics, self._own_batches, self._batch = _Layout(shapes), own_batches, batch
-    own, whole = NamedSharding(self._mesh, jax.P("ensemble")), NamedSharding(self._mesh, jax.P())
+    self._mesh = Mesh(np.array(request.devices[:num_members]), ("ensemble",))
+    self._states = _VectorLayout(self.abstract)
+    metrics = [shapes[1] for shapes in self.result_shapes("step", request.batch)]
+    self._metrics = _VectorLayout(metrics)
+    sharded, replicated = (NamedSharding(self._mesh, spec) for spec in (jax.P("ensemble"), jax.P()))
     self.step = jax.jit(
       self._step,
-      in_shardings=(own, own if own_batches else whole),
-      out_shardings=(own, whole),
+      in_shardings=(sharded, sharded if request.own_batches else replicated),
+      out_shardings=(sharded, replicated),
       donate_argnums=0,
     )
-    self.init = jax.jit(self._init, out_shardings=own)
-    self._pack = jax.jit(self._states.lay, out_shardings=own)
-    self.unpack = jax.jit(self._states.take_apart, out_shardings=whole)
-    self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=whole)
+    self.init = jax.jit(self._init, out_shardings=sharded)
+    self._pack = jax.jit(self._states.flatten_all, out_shardings=sharded)
+    self.unpack = jax.jit(self._states.unflatten_all, out_shardings=replicated)
+    self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
 
   def pack(self, states: Sequence[Any]) -> Vectors:
-    """The state made of every member's own, wherever they lie."""
-    return self._pack(jax.device_get(list(states)))
+    return self._pack(jax.device_get(list(states)))  # which may be on other devices
 
-  def load(self) -> Load:
-    """What a step asks of the devices: of the busiest, as of the largest member."""
-    costs = [
-      cost_of(trace(program.step, state, self._batch)[0])
-      for program, state in zip(self.programs, self.abstract, strict=True)
-    ]
-    total = sum(costs, Cost())
-    row_bytes = tree_bytes(jax.eval_shape(self._init)) / len(costs)
-    return Load(dearest(costs), total, len(costs), 1, total.operations, row_bytes)
+  def step_cost(self) -> StepCost:
+    costs = step_costs(self.programs, self.request.batch)
+    total = sum_costs(costs)
+    state_bytes = tree_bytes(jax.eval_shape(self._init)) / len(costs)
+    return StepCost(max(costs), total, len(costs), 1, total.operations, state_bytes)
 
   def _init(self) -> Vectors:
     seed_Z = jnp.asarray([program.seed for program in self.programs], jnp.uint32)
-    inits = [on_one_device(program.init, seed_Z[0]) for program in self.programs]
-    functions = [lambda _, seed, init=init: self._states.row(init(seed)) for init in inits]
-    return self._on_devices(functions, {}, seed_Z, own=True)
+    inits = [without_one_device_mesh(program.init, seed_Z[0]) for program in self.programs]
+    functions = [lambda _, seed, init=init: self._states.flatten(init(seed)) for init in inits]
+    return self._on_devices(functions, {}, seed_Z, own_inputs=True)
 
   def _step(self, vectors: Vectors, batch: Any) -> tuple[Vectors, Any]:
-    """(new states, metrics)."""
-
-    def write(results: tuple[Any, Any]) -> tuple[Vectors, Vectors]:
-      return self._states.row(results[0]), self._metrics.row(results[1])
-
-    functions = self._of_states("step", self._batch, write)
-    vectors, metrics = self._on_devices(functions, vectors, batch, own=self._own_batches)
-    return vectors, self._finish(self._metrics.take_apart(metrics))
+    flatten = lambda result: (self._states.flatten(result[0]), self._metrics.flatten(result[1]))
+    functions = self._on_vectors("step", self.request.batch, flatten)
+    own_batches = self.request.own_batches
+    vectors, metrics = self._on_devices(functions, vectors, batch, own_inputs=own_batches)
+    return vectors, self.request.finish(self._metrics.unflatten_all(metrics))
 
   def _predict(self, vectors: Vectors, inputs: Any, method: str = "predict") -> list[Any]:
-    """Per member, what its `method` makes of the same `inputs`."""
-    results = [
-      jax.eval_shape(getattr(program, method), state, inputs)
-      for program, state in zip(self.programs, self.abstract, strict=True)
-    ]
-    layout = _Layout(results)
-    functions = self._of_states(method, inputs, layout.row)
-    return layout.take_apart(self._on_devices(functions, vectors, inputs, own=False))
+    layout = _VectorLayout(self.result_shapes(method, inputs))
+    functions = self._on_vectors(method, inputs, layout.flatten)
+    return layout.unflatten_all(self._on_devices(functions, vectors, inputs, own_inputs=False))
 
-  def _of_states(self, name: str, shared: Any, write: Callable) -> list[Callable]:
-    """Per member, its method `name` from a row of `Vectors` to what `write` makes of the result."""
+  def _on_vectors(self, method: str, inputs: Any, flatten: Callable) -> list[Callable]:
+    """Per member, its method as a function of (`Vectors`, inputs) whose result is flattened."""
     methods = [
-      on_one_device(getattr(program, name), state, shared)
+      without_one_device_mesh(getattr(program, method), state, inputs)
       for program, state in zip(self.programs, self.abstract, strict=True)
     ]
     return [
-      lambda row, shared, z=z, method=method: write(method(self._states.read(row, z), shared))
-      for z, method in enumerate(methods)
+      lambda own, inputs, z=z, call=call: flatten(call(self._states.unflatten(own, z), inputs))
+      for z, call in enumerate(methods)
     ]
 
   def _on_devices(
-    self, functions: list[Callable], vectors: Vectors, shared: Any, *, own: bool
+    self, functions: list[Callable], vectors: Vectors, inputs: Any, *, own_inputs: bool
   ) -> Any:
-    """functions[z](row z, shared) on device z, stacked; `own`: each gets a row of `shared`."""
+    """functions[z](vectors of member z, inputs) on device z, stacked over members."""
+    own = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)
 
-    def local(vectors: Vectors, shared: Any) -> Any:
-      first = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)
-      place = jax.lax.axis_index("ensemble")
-      result = jax.lax.switch(place, functions, first(vectors), first(shared) if own else shared)
+    def local(vectors: Vectors, inputs: Any) -> Any:
+      member = jax.lax.axis_index("ensemble")
+      inputs = own(inputs) if own_inputs else inputs
+      result = jax.lax.switch(member, functions, own(vectors), inputs)
       return jax.tree.map(lambda leaf: leaf[None], result)
 
     run = jax.shard_map(
       local,
       mesh=self._mesh,
-      in_specs=(jax.P("ensemble"), jax.P("ensemble") if own else jax.P()),
+      in_specs=(jax.P("ensemble"), jax.P("ensemble") if own_inputs else jax.P()),
       out_specs=jax.P("ensemble"),
-      check_vma=False,  # members exchange nothing; their gradients were taken before
+      check_vma=False,  # no communication between members; gradients were taken before
     )
-    return run(vectors, shared)
+    return run(vectors, inputs)
 
 
-class _Layout:
-  """Trees of different structure as rows of one length."""
+class _VectorLayout:
+  """Trees of different structure as vectors of equal length."""
 
   def __init__(self, trees: Sequence[Any]):
-    """The trees need only be described."""
-    self._trees = [jax.tree.structure(tree) for tree in trees]
+    """The trees may be abstract."""
+    self._structures = [jax.tree.structure(tree) for tree in trees]
     self._leaves = [jax.tree.leaves(tree) for tree in trees]
     self._lengths: dict[str, int] = {}
     for leaves in self._leaves:
-      for name in {str(leaf.dtype) for leaf in leaves}:
-        length = sum(leaf.size for leaf in leaves if str(leaf.dtype) == name)
-        self._lengths[name] = max(length, self._lengths.get(name, 0))
+      for dtype in {str(leaf.dtype) for leaf in leaves}:
+        length = sum(leaf.size for leaf in leaves if str(leaf.dtype) == dtype)
+        self._lengths[dtype] = max(length, self._lengths.get(dtype, 0))
 
-  def row(self, tree: Any) -> Vectors:
-    """One tree as a row."""
-    row = {}
-    for name, length in self._lengths.items():
-      parts = [leaf.ravel() for leaf in jax.tree.leaves(tree) if str(leaf.dtype) == name]
-      filling = jnp.zeros(length - sum(part.size for part in parts), name)
-      row[name] = jnp.concatenate([*parts, filling])
-    return row
+  def flatten(self, tree: Any) -> Vectors:
+    vectors = {}
+    for dtype, length in self._lengths.items():
+      parts = [leaf.ravel() for leaf in jax.tree.leaves(tree) if str(leaf.dtype) == dtype]
+      padding = jnp.zeros(length - sum(part.size for part in parts), dtype)
+      vectors[dtype] = jnp.concatenate([*parts, padding])
+    return vectors
 
-  def read(self, row: Vectors, z: int) -> Any:
-    """Tree z from its row."""
+  def unflatten(self, vectors: Vectors, z: int) -> Any:
+    """Tree `z` from its vectors."""
     start, leaves = dict.fromkeys(self._lengths, 0), []
     for leaf in self._leaves[z]:
-      name = str(leaf.dtype)
-      leaves.append(row[name][start[name] : start[name] + leaf.size].reshape(leaf.shape))
-      start[name] += leaf.size
-    return jax.tree.unflatten(self._trees[z], leaves)
+      dtype = str(leaf.dtype)
+      own = vectors[dtype][start[dtype] : start[dtype] + leaf.size]
+      leaves.append(own.reshape(leaf.shape))
+      start[dtype] += leaf.size
+    return jax.tree.unflatten(self._structures[z], leaves)
 
-  def lay(self, trees: Sequence[Any]) -> Vectors:
-    """All trees, stacked."""
-    return jax.tree.map(lambda *rows: jnp.stack(rows), *map(self.row, trees))
+  def flatten_all(self, trees: Sequence[Any]) -> Vectors:
+    return jax.tree.map(lambda *vectors: jnp.stack(vectors), *map(self.flatten, trees))
 
-  def take_apart(self, vectors: Vectors) -> list[Any]:
-    """All trees from stacked rows."""
-    rows = [{name: v[z] for name, v in vectors.items()} for z in range(len(self._trees))]
-    return [self.read(row, z) for z, row in enumerate(rows)]
+  def unflatten_all(self, vectors: Vectors) -> list[Any]:
+    own = [{dtype: v[z] for dtype, v in vectors.items()} for z in range(len(self._structures))]
+    return [self.unflatten(vectors, z) for z, vectors in enumerate(own)]

@@ -1,0 +1,156 @@
+"""An engine and its members in the roles that the training loop needs: trainer, data and log."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from maxlite.config import Config
+from maxlite.config.phases import DRAFT_LOSSES, phases_of
+from maxlite.data.batch import Batch
+from maxlite.data.loader import TrainStream
+from maxlite.ensemble.engines.engine_base import Engine
+from maxlite.ensemble.ensemble import stack_common
+from maxlite.ensemble.member_run import MemberRun
+from maxlite.metrics.chips import peak_bf16_tflops
+from maxlite.metrics.step_row import training_row
+from maxlite.metrics.writers import Writers
+from maxlite.training.evaluation import held_out_row
+from maxlite.training.loop import describe_divergence, due
+from maxlite.training.phase_plan import losses_of
+
+
+class EnsembleTrainer:
+  """The adapter from an engine to the training loop, also as its `checkpoints`."""
+
+  def __init__(self, cfg: Config, engine: Engine, runs: Sequence[MemberRun]):
+    self.cfg, self.engine, self.runs = cfg, engine, runs
+
+  def train_step(self, state: Any, batch: Batch) -> tuple[Any, Any]:
+    return self.engine.step(state, batch)
+
+  def next_batch(self, stream: "MemberStreams", _state: Any) -> Batch:
+    """The next batch, on the host: the engine places it on the members' devices."""
+    return next(stream)
+
+  def evaluate(self, state: Any, batches: Sequence[Batch]) -> list[dict[str, float]]:
+    """Per member, its held-out loss and figures on the same batches."""
+    sums = [jax.device_get(self.engine.predict(state, batch, "evaluate")) for batch in batches]
+    return [held_out_row(batch[z] for batch in sums) for z in range(len(self.runs))]
+
+  def save(self, step: int, state: Any, data_states: list[dict]) -> None:
+    """Starts to write a checkpoint of every member, all at the same time."""
+    states = self.engine.unpack(state)
+    for run, own, data_state in zip(self.runs, states, data_states, strict=True):
+      if run.checkpoints is not None:
+        run.checkpoints.save(step, own, data_state)
+
+
+class MemberStreams:
+  """The members' batches: of one stream that all share, or of a stream each, stacked."""
+
+  def __init__(self, streams: Sequence[TrainStream], num_members: int):
+    self._streams, self._num_members = streams, num_members
+
+  def __next__(self) -> Batch:
+    if len(self._streams) == 1:
+      return next(self._streams[0])
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *map(next, self._streams))
+
+  def state(self) -> list[dict]:
+    states = [stream.state() for stream in self._streams]
+    return states * self._num_members if len(states) == 1 else states
+
+  def close(self) -> None:
+    for stream in self._streams:
+      stream.close()
+
+
+def gather_metrics(metrics: list[dict]) -> tuple[dict, list[dict]]:
+  """({name: [Z]} of the scalars that all members have, the other metrics of each)."""
+  common = stack_common(metrics)
+  return common, [{k: v for k, v in own.items() if k not in common} for own in metrics]
+
+
+class EnsembleLog:
+  """Writes every member's rows, and prints one line, while the devices run the next step."""
+
+  def __init__(self, trainer: EnsembleTrainer, writers: Sequence[Writers], console: Console):
+    self._cfg, self._runs = trainer.cfg, trainer.runs
+    self._writers, self._console = writers, console
+    self._flops = [program.flops for program in trainer.engine.programs]
+    self._phases = [phases_of(run.config) for run in self._runs]
+    devices = trainer.engine.request.devices
+    self._speed = {
+      "num_devices": len(devices),
+      "peak_tflops": peak_bf16_tflops(devices[0].device_kind),
+    }
+    self._pending: tuple[int, Any] | None = None
+    self._since, self._steps_since = time.perf_counter(), 0
+    self._diverged: set[int] = set()
+
+  @property
+  def diverged(self) -> str:
+    if len(self._diverged) < len(self._runs):
+      return ""
+    return "all members diverged: " + describe_divergence(self._cfg.training.max_skipped_steps)
+
+  def add(self, step: int, metrics: Any) -> None:
+    self.settle()
+    self._pending = (step, metrics)
+
+  def settle(self, evaluation: Callable[[], list[dict]] | None = None) -> None:
+    if self._pending is None:
+      return
+    (step, metrics), self._pending = self._pending, None
+    common, own = jax.device_get(metrics)
+    self._steps_since += 1
+    self._print_diverged(step, common["skipped_in_a_row"])
+    observe, last = self._cfg.observe, self._cfg.run.steps
+    if not evaluation and step not in (1, last) and not due(step, observe.log_period):
+      return
+    seconds = (time.perf_counter() - self._since) / self._steps_since
+    evaluated = evaluation() if evaluation else [{}] * len(self._runs)
+    rows = {}
+    for z, run in enumerate(self._runs):
+      if z not in self._diverged:
+        metrics = {name: value[z] for name, value in common.items()} | own[z]
+        rows[run.name] = self._row(z, step, metrics, seconds) | evaluated[z]
+        self._writers[z].write(rows[run.name], metrics.get("expert_load"))
+    self._print_step(step, seconds, rows)
+    self._since, self._steps_since = time.perf_counter(), 0
+
+  def _row(self, z: int, step: int, metrics: dict, seconds: float) -> dict:
+    """The row that the member's solo run would log."""
+    index = int(metrics.get("phase", 0))
+    phase = self._phases[z][index] if self._phases[z] else None
+    if phase is not None and phase.loss not in DRAFT_LOSSES:
+      metrics = {name: x for name, x in metrics.items() if name != "draft_loss"}
+    flops = self._flops[z][index]
+    row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._speed)
+    return row | (losses_of(phase, row) if phase is not None else {})
+
+  def flush(self) -> None:
+    for writers in self._writers:
+      writers.flush()
+
+  def _print_diverged(self, step: int, skipped_Z: np.ndarray) -> None:
+    for z, run in enumerate(self._runs):
+      limit = run.config.training.max_skipped_steps
+      if z not in self._diverged and skipped_Z[z] >= limit:
+        self._diverged.add(z)
+        self._console.print(f"{run.name} diverged by step {step}: {describe_divergence(limit)}")
+
+  def _print_step(self, step: int, seconds: float, rows: dict[str, dict]) -> None:
+    for name in ("eval_loss", "loss"):
+      if any(name in row for row in rows.values()):
+        ranked = sorted(rows, key=lambda member: rows[member][name])
+        values = [rows[member][name] for member in ranked]
+        self._console.print(
+          f"step {step}/{self._cfg.run.steps}  {name.replace('_', ' ')}: best {values[0]:.4f} "
+          f"({ranked[0]}), median {values[len(values) // 2]:.4f}, worst {values[-1]:.4f} "
+          f"({ranked[-1]})  {len(rows)} members  {seconds:.3f} s"
+        )
