@@ -129,8 +129,8 @@ def score_sums(
 
   `weight`; `nll` [nats]; `correct`, whether the argmax is the target; `brier`, the squared distance
   of the probabilities from the target's one-hot vector, 0 to 2; and for every bin of confidence,
-  the largest probability, `bin_weight`, `bin_confidence` and `bin_correct`. Add them up in Python or
-  NumPy: float32 cannot count beyond 2**24 tokens.
+  the largest probability, `bin_weight`, `bin_confidence` and `bin_correct`. Add them up in Python
+  or NumPy: float32 cannot count beyond 2**24 tokens.
 
   Source: Brier 1950, Verification of forecasts expressed in terms of probability (score P);
   Guo et al. 2017, On calibration of modern neural networks, section 2 (bins).
