@@ -297,7 +297,7 @@ def test_restoring_other_phase_streams_is_an_error(tmp_path):
   with pytest.raises(ValueError, match="a stream of batches for each of a, this run for a, b:"):
     streams.restore(one.state())
   state["streams"]["b"]["global_batch_size"] = 4
-  with pytest.raises(ValueError, match="phase b: .* was written with a global batch of 4"):
+  with pytest.raises(ValueError, match=r"phase b: .* was written with a global batch of 4"):
     streams.restore(state)
   older_state = open_part(data["a"].cfg).train_stream().state()  # of a single stream
   one.restore(older_state)
