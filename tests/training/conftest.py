@@ -1,5 +1,6 @@
-"""Programs of these tests are compiled fast rather than compiled to be fast, and once."""
+"""Settings of these tests, which share compiled programs, and a finished run."""
 
+import os
 import shutil
 
 import jax
@@ -15,23 +16,25 @@ SETTINGS = (
 
 
 @pytest.fixture(autouse=True, scope="package")
-def _settings():
+def _settings(tmp_path_factory):
+  """Fast compilation, and a compilation cache that the workers of this test run share."""
   before = {name: jax.config.values[name] for name in SETTINGS}
-  jax.config.update("jax_disable_most_optimizations", True)
+  folder = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    folder = folder.parent
+  after = True, str(folder / "jax_cache"), 0.3
+  for name, value in zip(SETTINGS, after, strict=True):
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
   yield
   for name, value in before.items():
     jax.config.update(name, value)
+  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="package")
 def runs_folder(tmp_path_factory):
-  """A folder for runs, and a cache of their programs, which a run on CPU devices has not."""
-  compilation_cache.reset_cache()
-  folder = tmp_path_factory.mktemp("runs")
-  jax.config.update("jax_compilation_cache_dir", str(folder / "jax_cache"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-  yield folder
-  compilation_cache.reset_cache()
+  return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="package")

@@ -40,7 +40,7 @@ def payloads(found, kinds):
   [
     ("fsdp=4 tensor=2", LLAMA),
     ("data=2 fsdp=4", LLAMA),
-    ("fsdp=2 expert=4", {}),
+    ("fsdp=2 expert=4", {"sparse_matmul": True}),
   ],
 )
 def test_the_compiled_step_sends_what_is_expected(mesh, keys):
