@@ -27,7 +27,7 @@ DENSE = {
   "ici_fsdp_parallelism": 2,
   "ici_tensor_parallelism": -1,
 }
-MOE = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": -1}
+MOE = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": -1, "sparse_matmul": True}
 
 
 @pytest.fixture

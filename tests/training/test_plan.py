@@ -110,7 +110,8 @@ def test_without_a_compiler(words, code, told):
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_the_plan_of_a_tpu_slice():
-  code, out, err = plan("compile_topology=v5p-8", "ici_expert_parallelism=2", "dtype=bfloat16")
+  words = ("ici_expert_parallelism=2", "sparse_matmul=true", "dtype=bfloat16")
+  code, out, err = plan("compile_topology=v5p-8", *words)
   assert (code, err) == (0, "")
   assert out.startswith("mixtral on 4 x TPU v5, fsdp=2 x expert=2; 8 x 16 tokens per step")
   assert re.search(r"^ragged-all-to-all +expert +\d+", out, re.MULTILINE)
