@@ -1,9 +1,8 @@
-"""`python -m maxlite.plan configs/base.yml compile_topology=v5p-64`: what a step would need.
+"""Plan a training step: memory, FLOPs and communication, without the hardware.
 
-`python -m maxlite.plan configs/base.yml compile_topology=v5p-2048 estimate`: the same by arithmetic
-on shapes, without a compiler.
-
-`python -m maxlite.plan configs/alternating/router.yml phases`: which phase trains what, and when.
+python -m maxlite.plan configs/base.yml compile_topology=v5p-64
+python -m maxlite.plan configs/base.yml compile_topology=v5p-2048 estimate  # without compiling
+python -m maxlite.plan configs/alternating/router.yml phases  # the schedule of the phases
 """
 
 import os
@@ -12,9 +11,9 @@ import sys
 from maxlite.config import main_config
 
 PHASES, ESTIMATE = "phases", "estimate"
-# Nothing is run, so the accelerators of this machine, if any, are left alone; libtpu is kept from
-# asking a metadata server what it runs on, and from refusing a second process.
-DESCRIBED_ONLY = {
+# Nothing runs, so this machine's accelerators are not used. libtpu must not query the metadata
+# server, and must allow a second process.
+COMPILE_ONLY_ENV = {
   "JAX_PLATFORMS": "cpu",
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
@@ -24,11 +23,11 @@ DESCRIBED_ONLY = {
 
 
 def main() -> int:
-  words = [word for word in sys.argv[1:] if word not in (PHASES, ESTIMATE)]
-  cfg = main_config(words, "maxlite.plan", needs_data=False)
+  arguments = [argument for argument in sys.argv[1:] if argument not in (PHASES, ESTIMATE)]
+  cfg = main_config(arguments, "maxlite.plan", needs_data=False)
   if cfg.plan.compile_topology:
-    os.environ.update(DESCRIBED_ONLY)
-  # JAX is loaded only for a command line that is right, and reads the environment when it is.
+    os.environ.update(COMPILE_ONLY_ENV)
+  # Importing JAX reads the environment, and is slow: only after the command line is validated.
   from maxlite.planning.plan_run import run_phase_plan, run_plan
 
   if PHASES in sys.argv:

@@ -140,7 +140,7 @@ def test_shardings_prints_every_parameter_once():
     assert spec == str(placement.spec)
     assert shape.split() == [str(size) for size in placement.shape]
     assert num_bytes == f"{placement.bytes_per_device:,}"
-  assert lines[-1][1] == f"{sum(p.num_bytes for p in placements):,} bytes in all"
+  assert lines[-1][1] == f"{sum(p.num_bytes for p in placements):,} bytes in total"
 
 
 @pytest.mark.slow

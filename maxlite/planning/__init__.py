@@ -1,1 +1,1 @@
-"""Memory, FLOPs and communication of a step, estimated or read from the compiled program."""
+"""Memory, FLOPs and communication of a training step, estimated or from its compiled program."""

@@ -1,4 +1,4 @@
-"""Compiled programs as text, taken apart: instructions, and how often each computation runs."""
+"""Parser of HLO text: instructions, and how often each computation runs."""
 
 import dataclasses
 import math
@@ -17,15 +17,15 @@ _CALLING = ("fusion", "call", "call-start", "async-start", "conditional")
 
 
 class Array(NamedTuple):
-  """One array of an instruction's type."""
+  """An array of an instruction's type."""
 
   dtype: str
   shape: tuple[int, ...]
-  on_chip: bool  # lies in the memory next to the compute units (TPU: VMEM), not in HBM
+  on_chip: bool  # in the memory next to the compute units (TPU: VMEM), not in HBM
 
   @property
   def num_bytes(self) -> float:
-    bits = re.search(r"\d+", self.dtype)  # bf16, f8e4m3fn; `pred` takes a byte, a token none
+    bits = re.search(r"\d+", self.dtype)  # bf16, f8e4m3fn; `pred` is a byte, a token nothing
     per_element = int(bits[0]) / 8 if bits else float(self.dtype == "pred")
     return math.prod(self.shape) * per_element
 
@@ -43,14 +43,14 @@ class Instruction:
 
   @cached_property
   def arrays(self) -> list[Array]:
-    """The arrays of its result, a tuple's in order."""
+    """The arrays of its result; of a tuple, in order."""
     return [
       Array(dtype, tuple(map(int, filter(None, dims.split(",")))), bool(re.search(r"S\(", layout)))
       for dtype, dims, layout in _ARRAY.findall(self.type)
     ]
 
   def attribute(self, name: str) -> str | None:
-    """The text of `name={...}` or `name=word`."""
+    """The value of `name={...}` or `name=value`."""
     found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
     return found and found[1]
 
@@ -70,11 +70,11 @@ class Computation:
     return [self.instructions[name] for name in instruction.operands]
 
 
-class Runs(NamedTuple):
-  """How often one computation runs in a step."""
+class Executions(NamedTuple):
+  """How often a computation runs in a step."""
 
   times: float
-  fused: bool  # inside a fusion: what its instructions make does not reach memory
+  fused: bool  # inside a fusion, so that its results are not written to memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +85,13 @@ class Module:
   computations: dict[str, Computation]
 
   @cached_property
-  def runs(self) -> dict[str, Runs]:
-    """How often each computation runs; a loop of unknown length counts once, both branches do."""
-    runs: dict[str, Runs] = {}
+  def runs(self) -> dict[str, Executions]:
+    """How often each computation runs; loops of unknown length and all branches count once."""
+    runs: dict[str, Executions] = {}
 
     def visit(name: str, times: float, fused: bool) -> None:
-      before = runs.get(name, Runs(0.0, fused))
-      runs[name] = Runs(before.times + times, fused)
+      before = runs.get(name, Executions(0.0, fused))
+      runs[name] = Executions(before.times + times, fused)
       computation = self.computations[name]
       for instruction in computation.instructions.values():
         for callee, per_run in self._callees(computation, instruction):
@@ -102,7 +102,7 @@ class Module:
 
   @cached_property
   def unknown_loops(self) -> int:
-    """Loops whose length the text does not tell."""
+    """Number of loops whose length is not in the text."""
     return sum(
       self._trip_count(self.computations[name], instruction) is None
       for name in self.runs
@@ -110,14 +110,14 @@ class Module:
       if instruction.opcode == "while"
     )
 
-  def executed(self) -> Iterator[tuple[Computation, Instruction, Runs]]:
-    """Every instruction that runs."""
+  def executed(self) -> Iterator[tuple[Computation, Instruction, Executions]]:
+    """Yield every instruction that runs."""
     for name, runs in self.runs.items():
       for instruction in self.computations[name].instructions.values():
         yield self.computations[name], instruction, runs
 
   def called(self, instruction: Instruction) -> list[Computation]:
-    """Computations that `instruction` runs as a whole, not once per element."""
+    """Computations that `instruction` calls as a whole, not once per element."""
     names = _CALLS.findall(instruction.attributes)
     for branches in _BRANCHES.findall(instruction.attributes):
       names += [name.strip().lstrip("%") for name in branches.split(",")]
@@ -132,9 +132,9 @@ class Module:
     return []
 
   def _trip_count(self, within: Computation, loop: Instruction) -> float | None:
-    """Iterations of a `while`; from its condition `i < n` where the compiler did not note them.
+    """Iterations of a `while`, from its annotation or its condition `i < n`; None if unknown.
 
-    XLA:TPU unrolls its rings of collective-permutes, so that i may grow by more than 1.
+    XLA:TPU unrolls rings of collective-permutes, so i may grow by more than 1.
     """
     if known := _KNOWN_TRIPS.search(loop.attributes):
       return float(known[1])
@@ -156,7 +156,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """The program that `jax.stages.Compiled.as_text` prints."""
+  """Parse the output of `jax.stages.Compiled.as_text`."""
   computations: dict[str, Computation] = {}
   current: dict[str, Instruction] = {}
   entry = ""
@@ -194,7 +194,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _step(body: Computation, index: int) -> float:
-  """By how much one turn of a loop raises its counter, element `index` of the loop's tuple."""
+  """The increment per iteration of a loop's counter, element `index` of its tuple."""
   if body.root.opcode != "tuple":
     return 1.0
   counter, step = body.operands(body.root)[index], 0.0

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: over which mesh axes, how often, how many bytes."""
+"""The collectives of a compiled program: mesh axes, count and bytes."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ import numpy as np
 
 from maxlite.planning.hlo import Computation, Instruction, Module
 
-# Bytes that a device of a group of n must send for each byte of payload, by the best algorithm.
+# Bytes that a device in a group of n sends per byte of payload with the best algorithm.
 SENT_PER_BYTE = {
   "all-gather": lambda n: (n - 1) / n,
   "reduce-scatter": lambda n: (n - 1) / n,
@@ -28,18 +28,19 @@ class Collective(NamedTuple):
   kind: str
   mesh_axes: tuple[str, ...]
   times: float
-  payload_bytes: float  # of the whole operand, for an all-gather of the whole result
-  sent_bytes: float  # that a device puts on its links
-  between_slices: bool = False  # over the data center's network
+  payload_bytes: float  # of the operand; for an all-gather, of the result
+  sent_bytes: float  # that a device sends over its links
+  between_slices: bool = False  # over the data center network
 
 
 def collectives(
   module: Module, mesh_shape: Mapping[str, int], slices: Mapping[str, int] | None = None
 ) -> list[Collective]:
-  """The collectives of one step, loops counted by their length, those that send most first.
+  """The collectives of one step, largest first; those in loops count once per iteration.
 
-  Devices are numbered in the order of the mesh, as jit numbers them. `slices` has the mesh axes
-  that lie across slices, each with its degree between them.
+  Args:
+    mesh_shape: the mesh, in whose order jit numbers the devices.
+    slices: mesh axes that span slices -> number of slices along the axis.
   """
   sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
   for computation, instruction, runs in module.executed():
@@ -71,7 +72,7 @@ def _kind(computation: Computation, instruction: Instruction) -> str | None:
 
 
 def _kind_between_slices(instruction: Instruction) -> str | None:
-  """What XLA:TPU has its runtime do between slices: a send to the host, and a receipt of it."""
+  """The collective between slices that XLA:TPU implements as a send to the host, if any."""
   found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
   kind = found[1].lower().replace("_", "-") if found and instruction.opcode == "send" else None
   return kind if kind in SENT_PER_BYTE else None
@@ -86,7 +87,7 @@ def _payload_bytes(
     if operand.opcode != "after-all"
   ]
   if kind == "ragged-all-to-all":
-    # Rows to send and buffer to receive; of the larger one, a part stays empty.
+    # The rows to send and the receive buffer, the larger of which is partly empty.
     return min(sizes[:2])
   if kind == "collective-permute":
     return sizes[0]
@@ -94,7 +95,7 @@ def _payload_bytes(
 
 
 def _groups(instruction: Instruction, num_devices: int) -> np.ndarray:
-  """Devices that talk to one another, a row per group."""
+  """The devices of each group, a row per group."""
   text = instruction.attributes
   if pairs := re.search(r"source_target_pairs=\{((?:\{[\d,]*\},?)+)\}", text):
     return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", pairs[1])], int)
@@ -114,7 +115,7 @@ def _ints(text: str) -> list[int]:
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
-  """The numbers 0, 1, ... laid out as `dims`, with the axes in another `order`, and flattened."""
+  """0, 1, ... reshaped to `dims`, transposed by `order` and flattened."""
   shape = _ints(dims)
   return np.arange(prod(shape)).reshape(shape).transpose(_ints(order) if order else None).ravel()
 
@@ -141,7 +142,7 @@ def _mesh_groups(axes: str, devices: str | None, grouped: str) -> np.ndarray:
 
 
 def _mesh_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-  """Mesh axes along which devices of one group differ."""
+  """Mesh axes along which the devices of a group differ."""
   coordinates = np.unravel_index(groups, tuple(mesh_shape.values()))
   return tuple(
     mesh_axis

@@ -1,4 +1,4 @@
-"""What one step of a compiled program costs a device: matmul FLOPs and bytes moved in HBM."""
+"""Cost of one step of a compiled program on a device: matmul FLOPs and HBM bytes."""
 
 import re
 from typing import NamedTuple
@@ -11,7 +11,7 @@ _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _GEMMS = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul)')
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla[^"]*)"')
-# Their result is their operand, or was counted where it was made.
+# No cost: the result is an operand, or is counted elsewhere.
 _FREE = {
   "parameter",
   "constant",
@@ -35,17 +35,17 @@ _FREE = {
 
 
 class MatmulFlops(NamedTuple):
-  """FLOPs of one device and step, loops counted by their length."""
+  """FLOPs of one device and step; loops count once per iteration."""
 
   total: float
-  kernels_unknown: int  # custom kernels that state no FLOPs; they are missing in `total`
+  kernels_unknown: int  # kernels without a cost estimate, which `total` excludes
 
 
 def matmul_flops(module: Module) -> MatmulFlops:
-  """FLOPs of dots, convolutions, library matmuls and of kernels that state theirs.
+  """FLOPs of dots, convolutions, library matmuls, and kernels with a cost estimate.
 
-  A kernel on the receive buffer of a ragged all-to-all counts for as many rows as are sent, which
-  is an even load: the buffer may be several times larger, but such kernels skip its empty part.
+  A kernel on the receive buffer of a ragged all-to-all counts the rows that a uniform load sends:
+  the buffer may be several times larger, but such kernels skip its empty part.
   """
   total, unknown, filled = 0.0, 0, _filled_shares(module)
   for computation, instruction, runs in module.executed():
@@ -58,7 +58,7 @@ def matmul_flops(module: Module) -> MatmulFlops:
 
 
 def _filled_shares(module: Module) -> dict[int, float]:
-  """By rows of a receive buffer, the share of them that an even load fills."""
+  """Rows of a receive buffer -> share of them that a uniform load fills."""
   shares: dict[int, float] = {}
   for computation, instruction, _ in module.executed():
     if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
@@ -79,7 +79,7 @@ def _share_of_kernel(
 def _flops(
   computation: Computation, instruction: Instruction, filled: dict[int, float]
 ) -> float | None:
-  """FLOPs of one run; None for a kernel of our own that does not state them."""
+  """FLOPs of one execution; None for a kernel without a cost estimate."""
   if instruction.opcode == "convolution":
     return _convolution_flops(computation, instruction)
   if instruction.opcode == "dot":
@@ -102,7 +102,7 @@ def _dot_flops(computation: Computation, instruction: Instruction) -> float:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
-  """2 x multiplications by what is no padding; the form that XLA:TPU gives every matmul."""
+  """2 x multiplications of non-padding elements; XLA:TPU writes every matmul as a convolution."""
   lhs, rhs = (operand.arrays[0].shape for operand in computation.operands(instruction)[:2])
   lhs_labels, rhs_labels, out_labels = re.split("_|->", instruction.attribute("dim_labels") or "")
   out = instruction.arrays[0].shape
@@ -121,7 +121,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 def _positions(num_out: int, num_kernel: int, num_in: int, step: dict[str, int], pad: int) -> int:
-  """(output, kernel) positions of one spatial axis that meet an element of the input."""
+  """Number of (output, kernel) positions of one spatial axis that read an input element."""
   out, kernel = np.arange(num_out)[:, None], np.arange(num_kernel)[None]
   position = out * step["stride"] + kernel * step["rhs_dilate"] - pad
   inside = (position >= 0) & (position <= (num_in - 1) * step["lhs_dilate"])
@@ -129,11 +129,11 @@ def _positions(num_out: int, num_kernel: int, num_in: int, step: dict[str, int],
 
 
 def hbm_bytes(module: Module) -> float:
-  """Bytes that instructions read from and write to HBM in one step of one device.
+  """Bytes read from and written to HBM in one step of one device.
 
-  Operands are read and results written once per instruction; of what is sliced or updated in
-  place only the slice counts, of kernels what `matmul_flops` counts of them. Arrays that the
-  compiler placed in on-chip memory do not count.
+  Each instruction reads its operands and writes its result once. Slices and in-place updates count
+  the slice only, and kernels the rows that `matmul_flops` counts. Arrays in on-chip memory do not
+  count.
   """
   filled = _filled_shares(module)
   return sum(
@@ -158,7 +158,7 @@ def _traffic(
   if instruction.opcode in ("dynamic-update-slice", "scatter"):
     return 2 * sum(_in_hbm(operand) for operand in operands[1:])
   if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
-    return 2 * min(map(_in_hbm, operands[:2]))  # the rest of the larger side stays empty
+    return 2 * min(map(_in_hbm, operands[:2]))  # the rest of the larger side is empty
   # The type of a copy-start is (copy, original, token).
   return sum(map(_in_hbm, operands)) + _in_hbm(instruction, instruction.opcode == "copy-start")
 
@@ -169,7 +169,7 @@ def _in_hbm(instruction: Instruction, first: bool = False) -> float:
 
 
 def _share_read(fused: Computation, index: int) -> float:
-  """Of operand `index` of a fusion, the share that is read."""
+  """The share of operand `index` of a fusion that is read."""
   for parameter in fused.instructions.values():
     if parameter.opcode == "parameter" and parameter.operands == (str(index),):
       size = sum(array.num_bytes for array in parameter.arrays) or 1
@@ -178,7 +178,7 @@ def _share_read(fused: Computation, index: int) -> float:
 
 
 def _bytes_used(fused: Computation, value: Instruction) -> list[float]:
-  """Bytes of `value` that each of its users in a fusion touches."""
+  """Bytes of `value` that each of its users in a fusion reads."""
   used: list[float] = []
   for user in fused.instructions.values():
     if value.name not in user.operands or user.opcode == "parameter":
@@ -194,7 +194,7 @@ def _bytes_used(fused: Computation, value: Instruction) -> list[float]:
 
 
 def _share_written(fused: Computation) -> float:
-  """Of a fusion's result, the share that is new and not updated in place."""
+  """The share of a fusion's result that is written, not updated in place."""
   root = fused.root
   parts = fused.operands(root) if root.opcode == "tuple" else [root]
   total = sum(array.num_bytes for part in parts for array in part.arrays) or 1

@@ -1,4 +1,4 @@
-"""A plan as lines of text."""
+"""Formatting of a plan as lines of text."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,25 +6,25 @@ from typing import Any
 
 from maxlite.planning.hlo_collectives import Collective
 from maxlite.planning.hlo_cost import MatmulFlops
-from maxlite.planning.memory import MemoryEstimate
+from maxlite.planning.memory_estimate import MemoryEstimate
 from maxlite.planning.roofline import Bound
 
 GB = 1e9
 
 
 def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
-  """What a device holds: the estimate, and beside it the compiler's `CompiledMemoryStats`."""
+  """Memory of a device: the estimate and, if given, the compiler's `CompiledMemoryStats`."""
   state = {"parameters": estimate.parameters, "optimizer state": estimate.optimizer}
   parts = {
     "  saved activations": estimate.saved_activations,
     "  gradients": estimate.gradients,
-    "  a layer's activations": estimate.layer_activations,
-    "  widest one's gradient": estimate.layer_gradient,
-    "  a layer's weights": estimate.layer_weights,
+    "  activations of a layer": estimate.layer_activations,
+    "  largest gradient": estimate.layer_gradient,
+    "  weights of a layer": estimate.layer_weights,
     "  unembedding": estimate.unembedding,
     "  logits": estimate.logits,
   }
-  guessed = state | {"temporaries": estimate.temporaries} | parts | {"live at once": estimate.total}
+  estimated = state | {"temporaries": estimate.temporaries} | parts | {"peak": estimate.total}
   compiled = {}
   if stats:
     rest = stats.argument_size_in_bytes - sum(state.values())
@@ -34,31 +34,32 @@ def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
       "program": stats.generated_code_size_in_bytes,
     }
     compiled["total"] = sum(compiled.values())
-    if stats.peak_memory_in_bytes > 1.01 * stats.argument_size_in_bytes:  # XLA:CPU does not tell
-      compiled["live at once"] = stats.peak_memory_in_bytes
-  names = [*state, "batch, padding", "temporaries", *parts, "program", "total", "live at once"]
+    if stats.peak_memory_in_bytes > 1.01 * stats.argument_size_in_bytes:  # XLA:CPU omits it
+      compiled["peak"] = stats.peak_memory_in_bytes
+  names = [*state, "batch, padding", "temporaries", *parts, "program", "total", "peak"]
   lines = [f"{'GB per device':<26}{'estimate':>10}{'compiled' if stats else '':>10}".rstrip()]
   for name in names:
-    if name in guessed or name in compiled:
-      cells = [f"{table[name] / GB:.3f}" if name in table else "" for table in (guessed, compiled)]
+    if name in estimated or name in compiled:
+      cells = [f"{t[name] / GB:.3f}" if name in t else "" for t in (estimated, compiled)]
       lines.append(f"{name:<26}{cells[0]:>10}{cells[1]:>10}".rstrip())
   return lines
 
 
-def matmul_lines(flops: MatmulFlops, needed: float, unknown_loops: int) -> list[str]:
-  """FLOPs of one device, against what the model needs without recomputing or padding anything."""
+def matmul_lines(flops: MatmulFlops, model_flops: float, unknown_loops: int) -> list[str]:
+  """FLOPs of one device against the model's, which exclude rematerialization and padding."""
   compiled = f"matmuls: {flops.total / 1e12:.3f} TFLOP per step and device"
-  lines = [f"{compiled}, {flops.total / needed:.2f} x the {needed / 1e12:.3f} the model needs"]
+  ratio = flops.total / model_flops
+  lines = [f"{compiled}, {ratio:.2f} x the {model_flops / 1e12:.3f} of the model"]
   if flops.kernels_unknown:
-    lines.append(f"  not counted: {flops.kernels_unknown} kernels that do not state their FLOPs")
+    lines.append(f"  not counted: {flops.kernels_unknown} kernels that do not report their FLOPs")
   if unknown_loops:
-    lines.append(f"  counted for one turn: {unknown_loops} loops whose length depends on the data")
+    lines.append(f"  counted as one iteration: {unknown_loops} loops of data-dependent length")
   return lines
 
 
-def traffic_lines(guessed: Sequence[Collective], found: Sequence[Collective] | None) -> list[str]:
-  """GB that a device sends in a step, by mesh axes: the estimate, and beside it the compiler's."""
-  tables = [sent_by_axes(guessed)] + ([] if found is None else [sent_by_axes(found)])
+def comm_lines(estimated: Sequence[Collective], found: Sequence[Collective] | None) -> list[str]:
+  """GB sent per device and step by mesh axes: the estimate and, if given, the compiled program."""
+  tables = [sent_by_axes(estimated)] + ([] if found is None else [sent_by_axes(found)])
   names = sorted({*tables[0], *tables[-1]}, key=lambda name: -tables[-1].get(name, 0.0))
   titles = ("estimate", "compiled")[: len(tables)]
   lines = [f"{'GB sent per device':<26}" + "".join(f"{title:>10}" for title in titles)]
@@ -80,7 +81,7 @@ def _axes_of(collective: Collective) -> str:
 
 
 def collective_lines(found: Sequence[Collective]) -> list[str]:
-  """Collectives of one device and step."""
+  """A table of the collectives of one device and step."""
   lines = [f"{'collective':<20}{'mesh axes':<24}{'per step':>9}{'GB':>10}{'GB sent':>10}"]
   for c in found:
     name = f"{c.kind:<20}{_axes_of(c):<24}"
@@ -88,20 +89,24 @@ def collective_lines(found: Sequence[Collective]) -> list[str]:
   return lines
 
 
-def bound_lines(bounds: Sequence[Bound], useful_share: float | None) -> list[str]:
-  """The least time of a step; `useful_share` of its FLOPs are what the model needs.
+def roofline_lines(bounds: Sequence[Bound], useful_share: float | None) -> list[str]:
+  """Lower bounds of the step time.
 
-  None: nothing was compiled, so neither HBM nor what is recomputed is known.
+  Args:
+    useful_share: the model's share of the compiled FLOPs; None if nothing was compiled, so that
+      HBM traffic and rematerialization are unknown.
   """
-  lines = ["least time of a step, if all overlap and each runs at its published peak:"]
+  lines = ["lower bounds of the step time, with perfect overlap at published peak rates:"]
   for bound in bounds:
     unit = "TFLOP" if bound.resource == "matmuls" else "TB"
     amount = f"{bound.amount / 1e12:.3f} {unit} at {bound.rate / 1e12:g} {unit}/s"
     lines.append(f"  {bound.resource:<10}{bound.seconds * 1e3:>10.2f} ms   {amount}")
-  longest = max(bounds, key=lambda bound: bound.seconds)
+  bottleneck = max(bounds, key=lambda bound: bound.seconds)
+  label = f"  bottleneck: {bottleneck.resource}"
   if useful_share is None:
-    return [*lines, f"  bound by {longest.resource}; HBM and what is recomputed are not counted"]
+    return [*lines, f"{label}; HBM and rematerialization are not counted"]
   matmuls = next(bound for bound in bounds if bound.resource == "matmuls")
-  mfu = useful_share * matmuls.seconds / longest.seconds
-  lines.append(f"  {longest.resource} bind: MFU is at most {mfu:.1%}")
-  return lines
+  return [
+    *lines,
+    f"{label}; MFU is at most {useful_share * matmuls.seconds / bottleneck.seconds:.1%}",
+  ]

@@ -1,4 +1,4 @@
-"""The least time a compiled step can take on a chip, from what it computes and moves."""
+"""Lower bounds of the time of a step from its FLOPs and the bytes it moves."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from maxlite.planning.hlo_collectives import Collective
 
 
 class Bound(NamedTuple):
-  """Seconds that one resource of a device needs by itself."""
+  """Use of one resource of a device."""
 
   resource: str
   amount: float
@@ -22,10 +22,10 @@ class Bound(NamedTuple):
 def step_bounds(
   chip: ChipSpec, flops: float, hbm_bytes: float | None, collectives: Sequence[Collective]
 ) -> list[Bound]:
-  """What bounds the step; it takes at least as long as the longest, when all overlap perfectly.
+  """The bound of each resource; with perfect overlap the step takes as long as the largest.
 
-  Matmuls run at the bfloat16 peak, and bytes leave over all links of a device at once;
-  what goes between slices leaves over its share of the host's network.
+  Assumes matmuls at the bfloat16 peak, sends over all links of a device at once, and sends between
+  slices over the device's share of the host's network.
   """
   sent = sum(c.sent_bytes for c in collectives if not c.between_slices)
   between = sum(c.sent_bytes for c in collectives if c.between_slices)

@@ -1,4 +1,4 @@
-"""Accelerators that are described and not there, to compile for."""
+"""Descriptions of accelerators for ahead-of-time compilation without the hardware."""
 
 import dataclasses
 import importlib.util
@@ -16,25 +16,25 @@ from maxlite.config.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-  """A generation of accelerators, as its slices are named and its compilers know it."""
+class AcceleratorKind:
+  """A generation of accelerators: the names of its slices and its limits."""
 
   device_kind: str  # jax.Device.device_kind
   platform: str  # "tpu" or "cuda"
-  counted: int = 1  # what the number in a slice's name counts, per chip
+  counted: int = 1  # units per chip that the number in a slice's name counts
   devices: int = 1  # JAX devices per chip
-  grid: int = 3  # dimensions of a slice
-  largest: int = 8  # chips of a slice
+  grid: int = 3  # dimensions of a slice's torus
+  largest: int = 8  # chips per slice
 
 
-KINDS: dict[str, Kind] = {
-  "v4": Kind("TPU v4", "tpu", counted=2, largest=4096),
-  "v5p": Kind("TPU v5", "tpu", counted=2, largest=8960),
-  "v5e": Kind("TPU v5 lite", "tpu", grid=2, largest=256),
-  "v6e": Kind("TPU v6 lite", "tpu", grid=2, largest=256),
-  "tpu7x": Kind("TPU7x", "tpu", counted=2, devices=2, largest=9216),
-  "h100": Kind("NVIDIA H100 80GB HBM3", "cuda"),
-  "h200": Kind("NVIDIA H200", "cuda"),
+KINDS: dict[str, AcceleratorKind] = {
+  "v4": AcceleratorKind("TPU v4", "tpu", counted=2, largest=4096),
+  "v5p": AcceleratorKind("TPU v5", "tpu", counted=2, largest=8960),
+  "v5e": AcceleratorKind("TPU v5 lite", "tpu", grid=2, largest=256),
+  "v6e": AcceleratorKind("TPU v6 lite", "tpu", grid=2, largest=256),
+  "tpu7x": AcceleratorKind("TPU7x", "tpu", counted=2, devices=2, largest=9216),
+  "h100": AcceleratorKind("NVIDIA H100 80GB HBM3", "cuda"),
+  "h200": AcceleratorKind("NVIDIA H200", "cuda"),
 }
 _OTHER_NAMES = {"v5litepod": "v5e", "tpu7": "tpu7x"}
 
@@ -48,7 +48,7 @@ class Topology:
   num_slices: int
 
   @property
-  def kind(self) -> Kind:
+  def kind(self) -> AcceleratorKind:
     return KINDS[self.generation]
 
   @property
@@ -57,13 +57,13 @@ class Topology:
 
   @property
   def grid(self) -> tuple[int, ...]:
-    """How the chips of a slice are arranged; () for GPUs."""
+    """The arrangement of a slice's chips; () for GPUs."""
     if self.kind.platform != "tpu":
       return ()
     return (1,) * self.kind.grid if self.chips == 1 else next(_grids(self.chips, self.kind.grid))
 
   def missing(self, target_config: str) -> str:
-    """What is needed to compile for it and is not there; empty: nothing."""
+    """A requirement for compilation that is not met, or ""."""
     if self.kind.platform == "tpu":
       return "" if importlib.util.find_spec("libtpu") else "libtpu (pip install 'maxlite[tpu]')"
     if not target_config:
@@ -72,10 +72,10 @@ class Topology:
     return "" if plugin else "the CUDA plugin (pip install 'maxlite[cuda]')"
 
   def describe(self, target_config: str) -> list[jax.Device]:
-    """Devices that can be compiled for, not run on.
+    """Return abstract devices for compilation.
 
     Args:
-      target_config: path of a GpuTargetConfigProto in text form, for GPUs.
+      target_config: path of a GpuTargetConfigProto in text format, for GPUs.
 
     Raises:
       UserError: that file cannot be read.
@@ -83,7 +83,7 @@ class Topology:
     return topologies.get_topology_desc(**self.request(target_config)).devices
 
   def request(self, target_config: str) -> dict[str, Any]:
-    """What `describe` asks JAX for."""
+    """The arguments of `jax.experimental.topologies.get_topology_desc`."""
     if self.kind.platform == "cuda":
       path = Path(target_config).expanduser()
       if not path.is_file():
@@ -105,18 +105,18 @@ class Topology:
 
 
 def parse_topology(name: str, num_slices: int) -> Topology:
-  """The accelerators that `v5p-64` and its like name.
+  """Parse a name such as `v5p-64`.
 
   Raises:
-    UserError: there is no such thing.
+    UserError: no such accelerator or slice exists.
   """
   found = re.fullmatch(r"([a-z]\w*?)-(\d+)", name.lower())
   generation = found and _OTHER_NAMES.get(found[1], found[1])
   if not found or generation not in KINDS:
     known = ", ".join(f"{known}-N" for known in KINDS)
     raise UserError(
-      f"compile_topology={name} is not known; write one of {known}, where N counts TensorCores "
-      "(two a chip) of v4, v5p and tpu7x, chips of the others"
+      f"compile_topology={name} is unknown; write one of {known}, where N counts TensorCores "
+      "(two per chip) of v4, v5p and tpu7x, chips of the others"
     )
   kind, number = KINDS[generation], int(found[2])
   chips, rest = divmod(number, kind.counted)
@@ -132,7 +132,7 @@ def parse_topology(name: str, num_slices: int) -> Topology:
 
 
 def _grids(chips: int, num_dims: int) -> Iterator[tuple[int, ...]]:
-  """Arrangements of `chips` in hosts of 2 x 2, the most compact first."""
+  """Arrangements of `chips` with hosts of 2 x 2 chips, most compact first."""
   sizes = [size for size in range(1, chips + 1) if chips % size == 0]
   even = [size for size in sizes if size % 2 == 0]
   grids = {

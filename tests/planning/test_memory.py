@@ -1,27 +1,27 @@
-"""Memory by arithmetic, against hand-counted arrays."""
+"""Estimated memory against hand-counted arrays."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.planning.memory import MemoryEstimate, activations, bytes_per_device
+from maxlite.planning.memory_estimate import MemoryEstimate, activations, bytes_per_device
 
 
-def test_a_device_holds_its_shards_and_all_that_is_whole():
+def test_bytes_per_device_of_sharded_and_replicated_arrays():
   mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "fsdp"))
   array = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(
     shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*axes))
   )
   tree = {
-    "whole": array((3,), jnp.float32),
-    "halved": array((4, 6), jnp.bfloat16, "data"),
-    "in eight": array((16, 5), jnp.float32, ("data", "fsdp")),
+    "replicated": array((3,), jnp.float32),
+    "sharded in 2": array((4, 6), jnp.bfloat16, "data"),
+    "sharded in 8": array((16, 5), jnp.float32, ("data", "fsdp")),
   }
   assert bytes_per_device(tree) == 3 * 4 + 2 * 6 * 2 + 2 * 5 * 4
 
 
-def test_activations_are_what_grows_with_the_rows():
+def test_activations_are_the_residuals_that_grow_with_rows():
   weight = jax.ShapeDtypeStruct((1000,), jnp.float32)
 
   def residuals_of(rows):
@@ -37,7 +37,7 @@ def test_activations_are_what_grows_with_the_rows():
 @pytest.mark.parametrize(
   ("logits", "temporaries"), [(5.0, 10 + 8 + 3 + 4 + 2 + 6), (50.0, 10 + 8 + 50)]
 )
-def test_the_peak_is_in_the_layers_or_in_the_loss(logits, temporaries):
+def test_the_peak_is_in_the_layers_or_the_loss(logits, temporaries):
   estimate = MemoryEstimate(
     parameters=1,
     optimizer=2,

@@ -1,4 +1,4 @@
-"""What a step is expected to send, against what the compiler makes it send."""
+"""Estimated communication of a step against that of the compiled program."""
 
 import dataclasses
 import importlib.util
@@ -12,22 +12,25 @@ from pathlib import Path
 import pytest
 from tiny import LENGTH, ROWS, mesh_keys, trainer_of
 
+from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo_collectives import collectives
+from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_report import sent_by_axes
-from maxlite.planning.plan_run import Target, compile_step, estimate_memory, estimate_traffic
+from maxlite.planning.plan_run import compile_step
+from maxlite.planning.plan_target import PlanTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {"decoder_block": "llama"}
 GATHERS, EXCHANGES = ("all-gather",), ("all-to-all", "ragged-all-to-all")
-REDUCTIONS = ("all-reduce", "reduce-scatter")  # XLA:CPU makes the first of some of the second
+REDUCTIONS = ("all-reduce", "reduce-scatter")  # XLA:CPU replaces some of the second by the first
 
 
 def target_of(mesh, slices=None, **keys):
-  return Target(trainer_of(**mesh_keys(mesh), **keys), "cpu", slices or {})
+  return PlanTarget(trainer_of(**mesh_keys(mesh), **keys), "cpu", slices or {})
 
 
 def payloads(found, kinds):
-  """By mesh axes, bytes that take part in collectives of these kinds; less than 1 % left out."""
+  """Payload bytes of collectives of these kinds by mesh axes, without those below 1 %."""
   sums = defaultdict(float)
   for c in found:
     if c.kind in kinds:
@@ -43,40 +46,40 @@ def payloads(found, kinds):
     ("fsdp=2 expert=4", {"sparse_matmul": True}),
   ],
 )
-def test_the_compiled_step_sends_what_is_expected(mesh, keys):
+def test_the_estimate_matches_the_compiled_step(mesh, keys):
   target = target_of(mesh, remat_policy="full", scan_unroll=1, **keys)
   trainer = target.trainer
   compiled = collectives(compile_step(trainer).module, dict(trainer.mesh.shape))
-  expected = estimate_traffic(target)
+  expected = estimate_collectives(target)
   assert payloads(compiled, REDUCTIONS) == pytest.approx(payloads(expected, REDUCTIONS), rel=0.03)
   gathered = payloads(compiled, GATHERS)
   if trainer.is_moe:
-    # For top_k, XLA:CPU gathers the logits of all tokens: in two layers, each of them twice.
+    # For top_k, XLA:CPU gathers the router logits of all tokens twice in each of two layers.
     gathered[("fsdp", "expert")] -= 2 * 2 * ROWS * LENGTH * trainer.cfg.model.moe.num_experts * 4
-    # XLA:CPU has no ragged all-to-all; each shard sends a block of full length to each of the four.
+    # XLA:CPU has no ragged all-to-all: each shard sends a full block to each of the four.
     blocks = {axes: size / 4 for axes, size in payloads(compiled, EXCHANGES).items()}
     assert blocks == pytest.approx(payloads(expected, EXCHANGES), rel=0.01)
-  # XLA:CPU shares the gather of a recomputed projection with that for its gradient.
+  # XLA:CPU gathers a recomputed projection and its gradient's weight only once.
   assert gathered == pytest.approx(payloads(expected, GATHERS), rel=0.15)
 
 
-def test_between_two_slices_go_the_gradients_of_a_devices_own_shards():
+def test_slices_exchange_the_gradients_of_a_devices_shards():
   one, two = target_of("data=2 fsdp=4", **LLAMA), target_of("data=2 fsdp=4", {"data": 2}, **LLAMA)
-  sent = {n: sent_by_axes(estimate_traffic(target)) for n, target in enumerate((one, two), 1)}
-  # All-reduce of two: each sends as many bytes as there are.
+  sent = {n: sent_by_axes(estimate_collectives(target)) for n, target in enumerate((one, two), 1)}
+  # In an all-reduce of two devices each sends the payload once.
   parameters = estimate_memory(two.trainer).parameters
   assert sent[2].pop("data (network)") == pytest.approx(parameters, rel=0.05)
   assert set(sent[2]) == {"fsdp"}
-  # Lookups' gradients and norms', summed over both axes at once, are summed within slices now.
+  # Gradients of lookups and norms, reduced over both axes at once, are now reduced within slices.
   assert sent[2]["fsdp"] > sent[1]["fsdp"]
   assert set(sent[1]) == {"fsdp", "data", "data x fsdp"}
 
 
 @pytest.mark.parametrize(("num_slices", "is_whole"), [(2, False), (4, True)])
-def test_a_gradient_scattered_over_a_whole_slice_of_tpus_is_summed(num_slices, is_whole):
+def test_a_gradient_over_a_whole_tpu_slice_is_all_reduced(num_slices, is_whole):
   cpu = target_of("data=4 fsdp=2", {"data": num_slices}, **LLAMA)
   tpu = dataclasses.replace(cpu, kind="TPU v5", grid=(1, 2, 4 // num_slices))
-  found = (payloads(estimate_traffic(target), ["all-reduce"]) for target in (cpu, tpu))
+  found = (payloads(estimate_collectives(target), ["all-reduce"]) for target in (cpu, tpu))
   summed = [sums.get(("fsdp",), 0) for sums in found]
   model = cpu.trainer.cfg.model
   unembedding = model.vocab_size * model.base_emb_dim * 4  # linear layers are pipelined
@@ -88,16 +91,16 @@ def test_frozen_parameters_send_no_gradient():
   whole = target_of("fsdp=8", **LLAMA, phases=phases)
   reduced = []
   for trainer in whole.trainer.phases.values():
-    expected = estimate_traffic(Target(trainer, "cpu", {}))
+    expected = estimate_collectives(PlanTarget(trainer, "cpu", {}))
     reduced.append(sum(payloads(expected, REDUCTIONS).values()))
   model = whole.trainer.cfg.model
   assert reduced[1] == model.vocab_size * model.base_emb_dim * 4 < reduced[0] / 2
 
 
-def planned(*words):
-  """By mesh axes, the columns of the GB that are sent, as the command prints them."""
+def planned(*arguments):
+  """The columns of GB sent that the command prints, by mesh axes."""
   result = subprocess.run(
-    [sys.executable, "-m", "maxlite.plan", "configs/base.yml", *words],
+    [sys.executable, "-m", "maxlite.plan", "configs/base.yml", *arguments],
     env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
     cwd=ROOT,
     capture_output=True,
@@ -123,7 +126,7 @@ def test_slices_are_planned_without_compiler_or_devices():
 @pytest.mark.parametrize(
   ("decoder_block", "mesh_axis"), [("llama", "tensor"), ("mixtral", "expert")]
 )
-def test_two_slices_of_tpus_send_what_is_expected(decoder_block, mesh_axis):
+def test_the_estimate_matches_two_compiled_tpu_slices(decoder_block, mesh_axis):
   model = "base_emb_dim=1024 base_mlp_dim=2048 base_moe_mlp_dim=2048 head_dim=128 num_experts=4"
   batch = "max_target_length=256 per_device_batch_size=8 dtype=bfloat16 remat_policy=full"
   pod = f"compile_topology=v5p-8 compile_topology_num_slices=2 ici_{mesh_axis}_parallelism=2"

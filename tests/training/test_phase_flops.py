@@ -1,4 +1,4 @@
-"""What a phase is counted to cost is what its compiled step multiplies."""
+"""Estimated FLOPs of phases against their compiled steps."""
 
 import jax
 import pytest
@@ -38,7 +38,7 @@ def trainer():
 
 
 def counted(trainer):
-  """FLOPs of a step, by phase."""
+  """Estimated FLOPs of a step by phase."""
   return dict(zip(PHASES, trainer.flops_per_step, strict=True))
 
 
@@ -47,7 +47,7 @@ def of_all(trainer):
   return train_flops_per_step(trainer.cfg.model, tokens, LENGTH)
 
 
-def test_a_phase_of_everything_costs_a_step_and_others_less(trainer):
+def test_a_phase_of_all_parameters_equals_a_step_and_others_cost_less(trainer):
   flops = counted(trainer)
   assert flops["all"] == of_all(trainer).total
   assert (
@@ -63,8 +63,8 @@ def test_a_phase_of_everything_costs_a_step_and_others_less(trainer):
     for name in PHASES
   ],
 )
-def test_the_compiled_step_multiplies_what_is_counted(trainer, name):
-  """The reference attention computes the whole square, of which half is counted."""
+def test_flops_equal_those_of_the_compiled_step(trainer, name):
+  """The reference attention computes the full square, of which the estimate counts half."""
   part, cfg = trainer.turns.part(list(PHASES).index(name)), trainer.cfg
   step = jax.jit(build_train_step(trainer.model, part, cfg.training, cfg.model.moe))
   program = step.lower(trainer.abstract_state, trainer.abstract_batch).compile()

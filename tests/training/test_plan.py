@@ -1,4 +1,4 @@
-"""Plans of tiny models: on the devices at hand, and for accelerators that are not there."""
+"""Plans of tiny models, on available devices and for accelerators without the hardware."""
 
 import functools
 import importlib.util
@@ -14,17 +14,18 @@ from tiny import KEYS, config_of, mesh_keys, trainer_of
 
 from maxlite.metrics.flops import train_flops_per_step
 from maxlite.planning.hlo_cost import matmul_flops
-from maxlite.planning.plan_run import compile_step, estimate_memory, run_plan
+from maxlite.planning.memory_estimate import estimate_memory
+from maxlite.planning.plan_run import compile_step, run_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def plan(*words):
+def plan(*arguments):
   """(exit code, stdout, stderr) of the command."""
   inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-  typed = [f"{key}={value}" for key, value in KEYS.items()]
+  keys = [f"{key}={value}" for key, value in KEYS.items()]
   result = subprocess.run(
-    [sys.executable, "-m", "maxlite.plan", *typed, *words],
+    [sys.executable, "-m", "maxlite.plan", *keys, *arguments],
     env=inherited | {"PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,
@@ -46,12 +47,12 @@ def flops_of_llama(**keys):
   return matmul_flops(compile_step(trainer_of_llama(**keys)).module).total
 
 
-def test_layers_in_a_loop_cost_what_layers_in_a_row_cost():
-  row = flops_of_llama(scan_layers="false")
-  assert flops_of_llama() == pytest.approx(row, rel=0.02)  # in a row some products are left out
+def test_scanned_and_unscanned_layers_have_equal_flops():
+  unscanned = flops_of_llama(scan_layers="false")  # XLA removes some unused products
+  assert flops_of_llama() == pytest.approx(unscanned, rel=0.02)
 
 
-def test_recomputation_costs_flops_and_saves_memory():
+def test_remat_increases_flops_and_reduces_memory():
   needed = train_flops_per_step(trainer_of_llama().cfg.model, 16 * 16, 16).total / 8
   assert needed <= flops_of_llama() < flops_of_llama(remat_policy="full") < 4 / 3 * flops_of_llama()
   kept, saved = (
@@ -61,16 +62,16 @@ def test_recomputation_costs_flops_and_saves_memory():
   assert kept > 3 * saved
 
 
-def test_the_widest_activation_has_a_gradient_of_its_size():
+def test_the_largest_activation_has_a_gradient_of_its_size():
   trainer = trainer_of_llama(remat_policy="full")
   tokens_per_device = 16 * 16 / 8
   hidden_bytes = tokens_per_device * trainer.cfg.model.base_mlp_dim * 4
   estimate = estimate_memory(trainer)
   assert estimate.layer_gradient == hidden_bytes
-  assert estimate.layer_activations > 3 * hidden_bytes  # of which there are two, and narrower ones
+  assert estimate.layer_activations > 3 * hidden_bytes  # two of these, and smaller ones
 
 
-def test_the_plan_of_the_devices_at_hand(capsys, tmp_path):
+def test_the_plan_of_available_devices(capsys, tmp_path):
   keys = LLAMA | mesh_keys("fsdp=4 tensor=2") | {"remat_policy": "full", "save_hlo": tmp_path / "a"}
   assert run_plan(config_of(**keys)) == 0
   out = capsys.readouterr().out
@@ -80,7 +81,7 @@ def test_the_plan_of_the_devices_at_hand(capsys, tmp_path):
   assert "HloModule" in (tmp_path / "a/train_step.hlo.txt").read_text()
 
 
-def test_the_state_of_the_estimate_is_the_compilers_to_the_byte():
+def test_the_estimated_state_equals_the_compiled_state():
   trainer = trainer_of(**LLAMA, **mesh_keys("fsdp=4 tensor=2"), remat_policy="full")
   estimate, compiled = estimate_memory(trainer), compile_step(trainer)
   batch_bytes = 5 * 4 * math.prod(trainer.batch_shape) / 4
@@ -90,9 +91,9 @@ def test_the_state_of_the_estimate_is_the_compilers_to_the_byte():
 
 
 @pytest.mark.parametrize(
-  ("words", "code", "told"),
+  ("arguments", "code", "message"),
   [
-    (["compile_topology=v9-8"], 2, "maxlite.plan: compile_topology=v9-8 is not known; write one"),
+    (["compile_topology=v9-8"], 2, "maxlite.plan: compile_topology=v9-8 is unknown; write one"),
     (["compile_topology=h200-8"], 0, "estimate only: compiling for h200-8 needs gpu_target_config"),
     (
       ["compile_topology=h200-8", "base_emb_dim=65536", "base_moe_mlp_dim=262144"],
@@ -101,10 +102,10 @@ def test_the_state_of_the_estimate_is_the_compilers_to_the_byte():
     ),
   ],
 )
-def test_without_a_compiler(words, code, told):
-  exit_code, out, err = plan(*words)
+def test_without_a_compiler(arguments, code, message):
+  exit_code, out, err = plan(*arguments)
   assert exit_code == code
-  assert told in (err if code == 2 else out)
+  assert message in (err if code == 2 else out)
   assert (err.count("\n"), out) == (1, "") if code == 2 else err == ""
 
 
@@ -119,18 +120,18 @@ def test_the_plan_of_a_tpu_slice():
   assert re.search(r"MFU is at most \d+\.\d%", out)
 
 
-def test_every_phase_has_a_plan_of_its_own(capsys):
-  """The phase that trains less, on smaller batches, needs less of everything but parameters."""
+def test_every_phase_has_a_plan(capsys):
+  """A phase that trains less, on smaller batches, needs less memory except for parameters."""
   phases = (
     "[{name: all, train: .*, steps: 1}, "
     "{name: out, train: unembed/.*, steps: 1, per_device_batch_size: 1}]"
   )
   assert run_plan(config_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases)) == 0
-  whole, part = capsys.readouterr().out.split("phase out: ")
-  assert "16 x 16 tokens per step" in whole
-  assert "8 x 16 tokens per step" in part
+  full, partial = capsys.readouterr().out.split("phase out: ")
+  assert "16 x 16 tokens per step" in full
+  assert "8 x 16 tokens per step" in partial
   trainer = trainer_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases)
-  whole, part = (estimate_memory(phase) for phase in trainer.phases.values())
-  assert part.parameters == whole.parameters
-  assert part.gradients < whole.gradients / 2
-  assert part.saved_activations == 0 < whole.saved_activations
+  full, partial = (estimate_memory(phase) for phase in trainer.phases.values())
+  assert partial.parameters == full.parameters
+  assert partial.gradients < full.gradients / 2
+  assert partial.saved_activations == 0 < full.saved_activations

@@ -12,7 +12,7 @@ from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batc
 
 from maxlite.models import Decoder
 from maxlite.planning.hlo_collectives import collectives
-from maxlite.planning.memory import bytes_per_device
+from maxlite.planning.memory_estimate import bytes_per_device
 from maxlite.planning.plan_run import compile_step
 from maxlite.training.state import init_state
 from maxlite.training.step import all_parameters, build_train_step

@@ -1,9 +1,9 @@
-"""Writes the tables of docs/scaling.md: plans of two mixtures of experts for 16 to 1,024 chips.
+"""Write the tables of docs/scaling.md: plans of two mixtures of experts for 16 to 1,024 chips.
 
-  python tools/inspect/scaling.py                  # the estimates, in a minute
-  python tools/inspect/scaling.py --programs DIR   # also compiled, minutes and up to 8 GB each
+  python tools/inspect/scaling.py                  # estimates; takes a minute
+  python tools/inspect/scaling.py --programs DIR   # and compiled; minutes and up to 8 GB each
 
-Programs that DIR holds already are read from there; it needs libtpu.
+Programs already in DIR are reused. Compiling needs libtpu.
 """
 
 import argparse
@@ -17,24 +17,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlite.config import Config, load_config
-from maxlite.plan import DESCRIBED_ONLY
+from maxlite.plan import COMPILE_ONLY_ENV
 
-os.environ.update(DESCRIBED_ONLY)
+os.environ.update(COMPILE_ONLY_ENV)
 
 import jax
 
 from maxlite.metrics.chips import CHIPS
+from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_collectives import Collective, collectives
-from maxlite.planning.memory import MemoryEstimate, bytes_per_device
+from maxlite.planning.memory_estimate import MemoryEstimate, bytes_per_device, estimate_memory
 from maxlite.planning.plan_report import GB, sent_by_axes
-from maxlite.planning.plan_run import (
-  Target,
-  build_target,
-  compile_step,
-  estimate_memory,
-  estimate_traffic,
-)
+from maxlite.planning.plan_run import compile_step
+from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import step_bounds
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
@@ -56,7 +52,7 @@ class Row(NamedTuple):
   """One plan."""
 
   model: str
-  chips: int  # of a slice
+  chips: int  # per slice
   slices: int = 1
   keys: tuple[str, ...] = ()
 
@@ -65,14 +61,14 @@ class Row(NamedTuple):
     return f"{self.model}_{self.chips * self.slices}" + f"_{self.slices}" * (self.slices > 1)
 
   @property
-  def words(self) -> list[str]:
+  def arguments(self) -> list[str]:
     slices = [f"compile_topology_num_slices={self.slices}"] * (self.slices > 1)
     topology = f"compile_topology=v5p-{2 * self.chips}"
     return [*KEYS, f"model_name={self.model}", topology, *slices, *self.keys]
 
   @property
   def cfg(self) -> Config:
-    return load_config(self.words)
+    return load_config(self.arguments)
 
 
 SIZES: tuple[tuple[int, int, tuple[str, ...]], ...] = (
@@ -80,27 +76,31 @@ SIZES: tuple[tuple[int, int, tuple[str, ...]], ...] = (
   (64, 1, ()),
   (64, 4, ()),
   (256, 1, ()),
-  (1024, 1, ("ici_data_parallelism=4",)),  # deepseek2-16b's latents of 512 cannot be cut in 1,024
+  (
+    1024,
+    1,
+    ("ici_data_parallelism=4",),
+  ),  # deepseek2-16b's latent of 512 limits fsdp
   (256, 4, ()),
   (64, 16, ()),
 )
 COMPILED = [Row(MODELS[0], 16), Row(MODELS[0], 64), Row(MODELS[0], 64, 4)]
 COMPILED += [Row(MODELS[1], 16), Row(MODELS[1], 64)]
 CHANGES = (
-  ("as above: 4 rows per device, 4 shards of experts", ()),
+  ("as above: 4 rows per device, 4 expert shards", ()),
   ("1 row per device", ("per_device_batch_size=1",)),
   ("16 rows per device", ("per_device_batch_size=16",)),
   ("16 rows, 4 micro-batches", ("per_device_batch_size=16", "gradient_accumulation_steps=4")),
-  ("8 shards of experts", ("ici_expert_parallelism=8",)),
-  ("1 shard of experts", ("ici_expert_parallelism=1",)),
-  ("2 shards by tensor", ("ici_tensor_parallelism=2",)),
+  ("8 expert shards", ("ici_expert_parallelism=8",)),
+  ("1 expert shard", ("ici_expert_parallelism=1",)),
+  ("2 tensor shards", ("ici_tensor_parallelism=2",)),
 )
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--programs", type=Path, help="folder of compiled programs")
-  parser.add_argument("--compile", metavar="NAME", help="compile this row alone")
+  parser.add_argument("--compile", metavar="NAME", help="compile only this row")
   args = parser.parse_args()
   rows = {row.name: row for row in COMPILED}
   if args.compile:
@@ -120,9 +120,9 @@ def main() -> None:
 
 def _plans() -> Iterator[str]:
   yield (
-    "| model | chips | mesh | state | live at once | "
+    "| model | chips | mesh | state | peak | "
     + " | ".join(AXES)
-    + " | matmuls | links | network | bound by |"
+    + " | matmuls | links | network | bottleneck |"
   )
   yield "|---" * (len(AXES) + 9) + "|"
   for row in [Row(model, *size) for model in MODELS for size in SIZES]:
@@ -138,8 +138,8 @@ def _smallest(model: str) -> MemoryEstimate:
   return estimate_memory(build_target(Row(model, *SIZES[0]).cfg, compiles=False).trainer)
 
 
-def _memory(row: Row, target: Target) -> MemoryEstimate:
-  """Memory of a row of SIZES: but for the state and its gradients, that of the smallest."""
+def _memory(row: Row, target: PlanTarget) -> MemoryEstimate:
+  """Memory of a row of SIZES: that of the smallest row except for the state and its gradients."""
   state = target.trainer.abstract_state
   parameters = bytes_per_device(state.params)
   return _smallest(row.model)._replace(
@@ -151,7 +151,7 @@ def _changes() -> Iterator[str]:
   yield (
     "| model, 4 x 64 chips | change | "
     + " | ".join((*AXES, "tensor"))
-    + " | matmuls | links | network | bound by |"
+    + " | matmuls | links | network | bottleneck |"
   )
   yield "|---" * (len(AXES) + 7) + "|"
   for model in MODELS:
@@ -164,15 +164,15 @@ def _chips(row: Row) -> str:
   return f"{row.slices} x {row.chips}" if row.slices > 1 else f"{row.chips:,}"
 
 
-def _mesh(target: Target) -> str:
+def _mesh(target: PlanTarget) -> str:
   return " x ".join(
     f"{axis}={size}" for axis, size in target.trainer.mesh.shape.items() if size > 1
   )
 
 
-def _sent_and_times(target: Target, axes: tuple[str, ...] = AXES) -> str:
-  """Cells: GB sent by mesh axes, milliseconds that each resource needs, and which needs most."""
-  expected = estimate_traffic(target)
+def _sent_and_times(target: PlanTarget, axes: tuple[str, ...] = AXES) -> str:
+  """Cells: GB sent by mesh axes, milliseconds of each resource, and the bottleneck."""
+  expected = estimate_collectives(target)
   sent = _by_axes(expected)
   cells = [f"{sent.pop(axis) / GB:.1f}" if sent.get(axis) else "" for axis in axes]
   assert not any(size > 0.02 * GB for size in sent.values()), sent
@@ -186,7 +186,7 @@ def _sent_and_times(target: Target, axes: tuple[str, ...] = AXES) -> str:
 
 
 def _by_axes(found: list[Collective]) -> dict[str, float]:
-  """Bytes sent, by mesh axes; `data` and whatever goes with it as one, so too the `network`."""
+  """Bytes sent by mesh axes; combinations with `data` are one entry, and `network` another."""
   sent: dict[str, float] = {}
   for axes, size in sent_by_axes(found).items():
     name = "network" if axes.endswith("(network)") else "data" if "data" in axes else axes
@@ -195,7 +195,7 @@ def _by_axes(found: list[Collective]) -> dict[str, float]:
 
 
 def _comparison(programs: Path) -> Iterator[str]:
-  """Estimates beside what was compiled; what is not there yet is compiled by its own process."""
+  """Estimates against compiled programs; missing ones are compiled in subprocesses."""
   yield "| model | chips | GB | estimate | compiled | error | compiled in |"
   yield "|---|---|---|---|---|---|---|"
   for row in COMPILED:
@@ -208,18 +208,18 @@ def _comparison(programs: Path) -> Iterator[str]:
     target = build_target(row.cfg, compiles=False)
     module = parse((folder / "train_step.hlo.txt").read_text())
     found = _by_axes(collectives(module, dict(target.trainer.mesh.shape), target.slices))
-    guess = _by_axes(estimate_traffic(target))
-    pairs = {"live at once": (_memory(row, target).total, stats["peak_memory_in_bytes"])}
+    guess = _by_axes(estimate_collectives(target))
+    pairs = {"peak": (_memory(row, target).total, stats["peak_memory_in_bytes"])}
     pairs |= {f"sent, {axes}": (guess.get(axes, 0.0), found.get(axes, 0.0)) for axes in AXES}
     for name, (estimate, compiled) in pairs.items():
       if compiled > 0.02 * GB or estimate > 0.02 * GB:
-        error = f"{estimate / compiled - 1:+.1%}" if compiled else "no such"
+        error = f"{estimate / compiled - 1:+.1%}" if compiled else "missing"
         cells = f"{estimate / GB:.2f} | {compiled / GB:.2f} | {error} | {stats['seconds']:.0f} s"
         yield f"| {row.model} | {_chips(row)} | {name} | {cells} |"
 
 
 def _compile(row: Row, folder: Path) -> None:
-  """Leaves the program's text, its memory and the seconds it took in `folder`."""
+  """Write the program's text, memory and compilation time to `folder`."""
   target = build_target(row.cfg, compiles=True)
   if target.missing:
     sys.exit(f"scaling.py: --programs needs {target.missing}")

@@ -1,9 +1,9 @@
-"""How every parameter lies on the mesh.
+"""Print the sharding of every parameter.
 
   python tools/inspect/shardings.py configs/base.yml [key=value ...]
 
-One line per parameter with its logical axes, its spec, its shape and its bytes on each device. Give
-a mesh larger than this machine with JAX_NUM_CPU_DEVICES=N.
+One line per parameter: logical axes, PartitionSpec, shape and bytes per device. For a mesh larger
+than this machine, set JAX_NUM_CPU_DEVICES=N.
 """
 
 import sys
@@ -16,7 +16,7 @@ from maxlite.config import exit_on_user_error, main_config
 
 def main() -> int:
   cfg = main_config(sys.argv[1:], "shardings", needs_data=False)
-  # JAX is loaded only for a command line that is right.
+  # Importing JAX is slow: only after the command line is validated.
   from maxlite.training.trainer import build_trainer
 
   with exit_on_user_error("shardings"):
@@ -36,8 +36,8 @@ def main() -> int:
     )
   total = sum(placement.num_bytes for placement in trainer.placements)
   local = sum(placement.bytes_per_device for placement in trainer.placements)
-  table.add_row("all", "", "", f"{total:,} bytes in all", f"{local:,}", style="bold")
-  # The width of the table, not of the terminal: nothing is cut off.
+  table.add_row("all", "", "", f"{total:,} bytes in total", f"{local:,}", style="bold")
+  # Wide enough that nothing is truncated, whatever the terminal.
   Console(width=200, highlight=False, markup=False).print(table)
   return 0
 

@@ -1,0 +1,142 @@
+"""Memory of one device in a training step, estimated from shapes without a compiler."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.config.schema import ModelConfig
+from maxlite.models import Decoder
+from maxlite.sharding.rules import Sharder
+from maxlite.training.trainer import Trainer
+
+_FLOAT32_BYTES = 4
+
+
+class MemoryEstimate(NamedTuple):
+  """Bytes on one device."""
+
+  parameters: float
+  optimizer: float  # and the rest of the state
+  saved_activations: float  # for the backward pass, under the model's remat policy
+  gradients: float
+  layer_activations: float  # of one layer, during its backward pass
+  layer_gradient: float  # of the largest of these activations
+  layer_weights: float  # of one layer, gathered, and their gradients before the reduce-scatter
+  unembedding: float  # gathered, and its gradient, which is live until the update
+  logits: float  # one chunk, and its gradient
+
+  @property
+  def temporaries(self) -> float:
+    """The peak: either in the loss, before any gradient, or in the layers, after the logits."""
+    in_layers = self.gradients + self.layer_activations + self.layer_gradient + self.layer_weights
+    return self.saved_activations + self.unembedding + max(self.logits, in_layers)
+
+  @property
+  def total(self) -> float:
+    return self.parameters + self.optimizer + self.temporaries
+
+
+class Activation(NamedTuple):
+  """One array saved by the forward pass for the backward pass."""
+
+  length: int  # of its leading axis: layers, if they are stacked
+  num_bytes: float  # per shard
+
+
+def estimate_memory(trainer: Trainer) -> MemoryEstimate:
+  """Estimate the memory of one device in a step of `trainer`."""
+  cfg, state = trainer.cfg, trainer.abstract_state
+  model, num_micro = cfg.model, cfg.training.gradient_accumulation_steps
+  save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
+  weight_and_gradient_bytes = jnp.dtype(model.dtype).itemsize + _FLOAT32_BYTES
+  parameters = bytes_per_device(state.params)
+  trained, _ = trainer.part.split(state.params)
+  saved, in_layers = _activations(trainer, model), _activations(trainer, save_all)
+  num_layers = model.base_num_decoder_layers
+  vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
+  tokens = math.prod(trainer.batch_shape) // num_token_shards(trainer.sharder)
+  return MemoryEstimate(
+    parameters=parameters,
+    optimizer=bytes_per_device(state) - parameters,
+    saved_activations=sum(activation.num_bytes for activation in saved),
+    gradients=bytes_per_device(trained) * (1 if num_micro == 1 else 2),
+    layer_activations=sum(activation.num_bytes for activation in in_layers) / num_layers,
+    layer_gradient=max(
+      (a.num_bytes / (a.length if model.scan_layers else 1) for a in in_layers), default=0.0
+    ),
+    layer_weights=_largest_layer(trainer) * weight_and_gradient_bytes,
+    unembedding=model.base_emb_dim * vocab * weight_and_gradient_bytes,
+    logits=2 * _FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
+  )
+
+
+def num_token_shards(sharder: Sharder) -> int:
+  """Number of devices that a batch's tokens are divided over."""
+  return math.prod(map(sharder.num_shards, ("activation_batch", "activation_length")))
+
+
+def bytes_per_device(tree: Any) -> int:
+  """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
+def activations(residuals_of: Callable[[int], Any], rows: int, num_shards: int) -> list[Activation]:
+  """The activations that a forward pass over `rows` rows saves for its backward pass.
+
+  Args:
+    residuals_of: rows -> pytree of the shapes that are saved. Those that grow with the rows are
+      activations, the others weights.
+  """
+  once, twice = (jax.tree.leaves(residuals_of(n)) for n in (rows, 2 * rows))
+  growth = [
+    Activation(leaf.shape[0], (_num_bytes(larger) - _num_bytes(leaf)) / num_shards)
+    for leaf, larger in zip(once, twice, strict=True)
+    if leaf.shape
+  ]
+  return [activation for activation in growth if activation.num_bytes]
+
+
+def _num_bytes(leaf: Any) -> int:
+  return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+def _activations(trainer: Trainer, cfg: ModelConfig) -> list[Activation]:
+  """The activations that a model of `cfg` saves on a device for one micro-batch."""
+  model = Decoder(cfg, trainer.sharder)
+  rows, length = trainer.batch_shape
+
+  def residuals_of(rows: int) -> Any:
+    tokens_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+
+    def residuals(params: Any, tokens_BT: jax.Array) -> Any:
+      inputs = (tokens_BT, tokens_BT, tokens_BT)
+      forward = lambda params: model.apply({"params": params}, *inputs, method=model.hidden)[0]
+      trained, frozen = trainer.part.split(params)
+      return jax.vjp(lambda trained: forward(trainer.part.join(trained, frozen)), trained)[1]
+
+    return jax.eval_shape(residuals, trainer.abstract_state.params, tokens_BT)
+
+  rows //= trainer.cfg.training.gradient_accumulation_steps
+  return activations(residuals_of, rows, num_token_shards(trainer.sharder))
+
+
+def _largest_layer(trainer: Trainer) -> float:
+  """Parameters of the largest layer on one device after the all-gather over `fsdp`."""
+  num_weights: dict[str, float] = defaultdict(float)
+  for placement in trainer.placements:
+    stack = placement.path.split("/")[0]
+    if "layers" in stack:
+      sharded = [name for name in placement.names if name not in ("embed", "embed_no_exp")]
+      shards = math.prod(map(trainer.sharder.num_shards, sharded))
+      shape = placement.shape[1:] if "layers" in placement.names else placement.shape
+      num_weights[stack] += math.prod(shape) / shards
+  return max(num_weights.values())
