@@ -106,7 +106,5 @@ def roofline_lines(bounds: Sequence[Bound], useful_share: float | None) -> list[
   if useful_share is None:
     return [*lines, f"{label}; HBM and rematerialization are not counted"]
   matmuls = next(bound for bound in bounds if bound.resource == "matmuls")
-  return [
-    *lines,
-    f"{label}; MFU is at most {useful_share * matmuls.seconds / bottleneck.seconds:.1%}",
-  ]
+  mfu = useful_share * matmuls.seconds / bottleneck.seconds
+  return [*lines, f"{label}; MFU is at most {mfu:.1%}"]
