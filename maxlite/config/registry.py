@@ -60,10 +60,10 @@ ROUTERS = Registry(
 # How tokens reach their experts: see layers/moe/dispatch.
 DISPATCHES = Registry(
   {
-    "ragged": "maxlite.layers.moe.dispatch.ragged:dispatch",
-    "ring": "maxlite.layers.moe.dispatch.all_gather:dispatch",
-    "dense": "maxlite.layers.moe.dispatch.dense:dispatch",
-    "capacity": "maxlite.layers.moe.dispatch.capacity:dispatch",
+    "ragged": "maxlite.layers.moe.dispatch.ragged:apply_experts",
+    "all_gather": "maxlite.layers.moe.dispatch.all_gather:apply_experts",
+    "dense": "maxlite.layers.moe.dispatch.dense:apply_experts",
+    "capacity": "maxlite.layers.moe.dispatch.capacity:apply_experts",
   }
 )
 # attention: see kernels/attention/api.py.

@@ -1,4 +1,4 @@
-"""Token embedding and the projection to logits."""
+"""Token embedding and output projection."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from maxlite.sharding import Sharder
 
 
 class Embed(nn.Module):
-  """x_BTD: rows of the embedding table for tokens_BT; `scaled`, times the root of their width."""
+  """x_BTD: the embeddings of tokens_BT; with `scaled`, multiplied by sqrt(emb_dim)."""
 
   vocab_size: int
   emb_dim: int
@@ -24,7 +24,7 @@ class Embed(nn.Module):
     self.embedding = self.param("embedding", init, shape, self.weight_dtype)
 
   def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-    # Gathered first: a lookup in a table cut along D makes XLA rematerialize the result whole.
+    # All-gathered along D first: for a lookup in a sharded table, XLA fully rematerializes x_BTD.
     table_VD = self.sharder.constrain(self.embedding.astype(self.dtype), ("vocab", None))
     x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
     x_BTD = x_BTD * jnp.asarray(self.emb_dim**0.5, x_BTD.dtype) if self.scaled else x_BTD
@@ -37,7 +37,7 @@ class Embed(nn.Module):
 
 
 class Unembed(nn.Module):
-  """w_DV: an output projection of its own."""
+  """w_DV: an output projection that is not tied to the embedding."""
 
   vocab_size: int
   emb_dim: int

@@ -1,4 +1,4 @@
-"""Modules that are added to a trained model; adapters folded into the kernels they stand beside."""
+"""Modules added to a trained model (LoRA adapters, draft heads), and merging of adapters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 ADAPTER = ("lora_a", "lora_b")
-# Modules that a model may be given after it was trained without them.
+# Modules that can be added to a model that was trained without them.
 OPTIONAL_MODULES = (*ADAPTER, "draft_head")
-OPTIONAL_MODULE_KEYS = {"lora_rank", "num_draft_heads"}  # of the config that do so
+OPTIONAL_MODULE_KEYS = {"lora_rank", "num_draft_heads"}  # the config keys that add them
 
 
 def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
-  """`params` of a model with adapters as those of one without, which computes the same.
+  """Adds the product of each adapter to its kernel; returns params without adapters.
 
-  Products are summed in float32 before they are rounded to the kernel's type.
+  The sum is computed in float32 before it is rounded to the kernel's type.
 
   Source: Hu et al., LoRA (2021), section 4.1.
   """
@@ -34,7 +34,7 @@ def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
 def drop_modules(
   params: Mapping[str, Any], names: Sequence[str] = OPTIONAL_MODULES
 ) -> dict[str, Any]:
-  """`params` of the same model before it was given the modules `names`."""
+  """`params` without the modules `names`."""
   return {
     name: drop_modules(node, names) if isinstance(node, Mapping) else node
     for name, node in params.items()
@@ -43,7 +43,7 @@ def drop_modules(
 
 
 def add_missing_modules(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-  """`params`, and what they lack of the additions in `fresh`, the same model's."""
+  """`params`, completed with the optional modules that only `fresh` (of the same model) has."""
   given = {
     name: add_missing_modules(node, fresh[name]) if isinstance(node, Mapping) else node
     for name, node in params.items()
@@ -52,7 +52,7 @@ def add_missing_modules(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> 
 
 
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, lora_alpha: float) -> jax.Array:
-  """kernel + a b lora_alpha / rank, each under the axes that scans and ensembles stack."""
+  """kernel + a b lora_alpha / rank, where scans and ensembles may have stacked leading axes."""
   num_stacked = a.ndim + b.ndim - kernel.ndim - 2
   stacked, rank = a.shape[:num_stacked], a.shape[-1]
   float32 = lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32))

@@ -8,20 +8,20 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.schema import LoraConfig
+from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import Linear
 from maxlite.sharding import Sharder
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
-  "gelu": jax.nn.gelu,  # by tanh
+  "gelu": jax.nn.gelu,  # the tanh approximation
   "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
   "relu": jax.nn.relu,
 }
 
 
 def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., jax.Array]:
-  """The function of the hidden projections, one for each of `names`, that makes the hidden layer.
+  """The function of the input projections, one for each of `names`, that gives the hidden layer.
 
   With a `limit`, the activation's input is clamped from above and the linear part on both sides.
   """
@@ -35,49 +35,46 @@ def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Callable[...
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def checkpointed_activation(activation: Callable[..., jax.Array], *up: jax.Array) -> jax.Array:
-  """activation(*up); its gradient keeps the operands and nothing else."""
+  """activation(*up); the backward pass saves only the operands and recomputes the result."""
   return activation(*up)
 
 
-def _checkpointed_activation_backward(activation: Callable, up: tuple, dh: jax.Array) -> tuple:
-  # Behind the barrier the activation is computed anew, which is cheaper than to write it to memory
-  # in the forward pass, as XLA would to share it.
+def _backward(activation: Callable, up: tuple, dh: jax.Array) -> tuple:
+  # The barrier makes XLA recompute the activation, which is cheaper than writing it to memory in
+  # the forward pass; without it, XLA would reuse that of the forward pass.
   return jax.vjp(activation, *jax.lax.optimization_barrier(up))[1](dh)
 
 
-checkpointed_activation.defvjp(
-  lambda activation, *up: (activation(*up), up), _checkpointed_activation_backward
-)
+checkpointed_activation.defvjp(lambda activation, *up: (activation(*up), up), _backward)
 
 
 class MLP(nn.Module):
-  """act(x wi_0) * (x wi_1) wo where `activations` is gated, act(x wi_0) wo otherwise.
+  """act(x wi_0) * (x wi_1) wo if the activations are gated, else act(x wi_0) wo.
 
   Source: Shazeer, GLU Variants Improve Transformer (2020), eq. 5.
   """
 
-  hidden_dim: int
-  activations: tuple[str, ...]
-  weight_dtype: jnp.dtype
+  cfg: ModelConfig
   sharder: Sharder
+  hidden_dim: int
   limit: float = 0.0  # of the activation's input, see `build_activation`
-  lora: LoraConfig = LoraConfig()
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    projected = [self._project(x_BTD, f"wi_{i}") for i in range(len(self.activations))]
-    h_BTF = checkpointed_activation(build_activation(self.activations, self.limit), *projected)
+    names = self.cfg.mlp_activations
+    up = [self._up(x_BTD, f"wi_{i}") for i in range(len(names))]
+    h_BTF = checkpointed_activation(build_activation(names, self.limit), *up)
     wo = self._linear("wo", x_BTD.shape[-1], ("mlp", "embed"))
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
     names = ("activation_batch", "activation_length", "activation_embed")
     return self.sharder.constrain(y_BTD, names)
 
-  def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
+  def _up(self, x_BTD: jax.Array, name: str) -> jax.Array:
     wi = self._linear(name, self.hidden_dim, ("embed", "mlp"))
     h_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
-    return self.sharder.constrain(
-      h_BTF, ("activation_batch", "activation_length", "activation_mlp")
-    )
+    names = ("activation_batch", "activation_length", "activation_mlp")
+    return self.sharder.constrain(h_BTF, names)
 
   def _linear(self, name: str, features: int, names: tuple[str, str]) -> Linear:
-    return Linear((features,), names, self.weight_dtype, self.sharder, lora=self.lora, name=name)
+    dtype, lora = jnp.dtype(self.cfg.weight_dtype), self.cfg.lora
+    return Linear((features,), names, dtype, self.sharder, lora=lora, name=name)

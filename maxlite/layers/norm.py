@@ -9,7 +9,7 @@ from flax import linen as nn
 class RMSNorm(nn.Module):
   """x / rms(x) * scale over the last axis, computed in float32, returned in x's type.
 
-  With `zero_centred` the parameter is what scale is above 1, so that weight decay draws it there.
+  With `zero_centred`, the parameter is scale - 1, so that weight decay pulls the scale towards 1.
 
   Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019), eq. 4.
   """

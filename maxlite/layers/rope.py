@@ -1,4 +1,4 @@
-"""Rotary position embedding, as it is or stretched to longer contexts."""
+"""Rotary position embedding, with optional context extension."""
 
 import math
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from maxlite.config.schema import RopeConfig
 
-# Turns within the original context below which a frequency is interpolated.
-SLOW = 1.0
-LLAMA_FAST = 4.0  # and above which Llama 3.1 keeps it; of YaRN that is cfg.beta_fast
+# In rotations over the original context: frequencies below the first are interpolated, those above
+# the second are kept by Llama 3.1 (YaRN: cfg.beta_fast).
+SLOW, LLAMA_FAST = 1.0, 4.0
 
 
 def rope_tables(
@@ -18,9 +18,9 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:
   """(cos_BTC, sin_BTC), float32, C = num_channels / 2: the rotation of each channel pair.
 
-  YaRN lowers attention's temperature. With mscale = 0 it does so as published: both tables are
-  0.1 ln(factor) + 1 times as large, which reaches the rotated channels only. Otherwise the tables
-  only rotate, and `score_factor` holds the temperature.
+  YaRN lowers the temperature of attention. With mscale = 0, as published: both tables are scaled
+  by 0.1 ln(factor) + 1, which affects the rotated channels only. Otherwise `score_factor` applies
+  the temperature.
 
   Source: Peng et al., YaRN (2023), sections 2.2 (linear) and 3.4.
   """
@@ -31,9 +31,9 @@ def rope_tables(
 
 
 def score_factor(cfg: RopeConfig) -> float:
-  """What attention's scores are multiplied with, beside the root of the number of channels.
+  """The factor of attention scores in addition to 1 / sqrt(channels).
 
-  YaRN with mscale > 0 lowers the temperature of all channels, rotated or not.
+  With mscale > 0, YaRN lowers the temperature of all channels, rotated or not.
 
   Source: DeepSeek-V2 (2024), section 3.1.4 and the published configuration's mscale_all_dim.
   """
@@ -53,9 +53,9 @@ def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax
 
 
 def deinterleave(x_BTHC: jax.Array) -> jax.Array:
-  """Channel 2c moved to c and 2c + 1 to C/2 + c: interleaved pairs as `apply_rope` wants them.
+  """Moves channel 2c to c and 2c + 1 to C/2 + c: interleaved pairs to the layout of `apply_rope`.
 
-  Scores are the same in either order, so what was rotated needs no way back.
+  The order of channels does not affect the scores, so there is no inverse.
   """
   pairs = x_BTHC.reshape(*x_BTHC.shape[:-1], -1, 2)
   return pairs.swapaxes(-1, -2).reshape(x_BTHC.shape)
@@ -68,21 +68,20 @@ def _growth(cfg: RopeConfig, mscale: float) -> float:
 def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
   """frequency_C [radians per position] of each channel pair, float64.
 
-  A pair that turns often within the original context is kept, the frequency of one that hardly
-  turns is divided by the factor, and between them lies a ramp.
+  High frequencies are kept, low ones are divided by the factor, with a ramp in between.
   """
   pair_C = np.arange(num_channels // 2, dtype=np.float64)
   frequency_C = cfg.rope_max_timescale ** (-2 * pair_C / num_channels)
-  stretched_C = np.clip(STRETCHES[cfg.rope_type](pair_C, frequency_C, cfg), 0, 1)
-  return frequency_C * (1 - stretched_C + stretched_C / cfg.rope_factor)
+  degree_C = np.clip(INTERPOLATIONS[cfg.rope_type](pair_C, frequency_C, cfg), 0, 1)
+  return frequency_C * (1 - degree_C + degree_C / cfg.rope_factor)
 
 
 def _yarn(pair_C: np.ndarray, frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
-  """A ramp over pairs."""
+  """A ramp over channel pairs."""
   del frequency_C
   num_channels = 2 * len(pair_C)
-  first = _pair_that_turns(cfg.beta_fast, num_channels, cfg)
-  last = _pair_that_turns(SLOW, num_channels, cfg)
+  first = _pair_with_rotations(cfg.beta_fast, num_channels, cfg)
+  last = _pair_with_rotations(SLOW, num_channels, cfg)
   if cfg.rope_truncate:
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, num_channels - 1)
@@ -90,14 +89,14 @@ def _yarn(pair_C: np.ndarray, frequency_C: np.ndarray, cfg: RopeConfig) -> np.nd
 
 
 def _llama(pair_C: np.ndarray, frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
-  """A ramp over turns. Source: the code published with Grattafiori et al., Llama 3 (2024)."""
+  """A ramp over rotations. Source: the code published with Grattafiori et al., Llama 3 (2024)."""
   del pair_C
-  turns_C = cfg.original_max_position_embeddings * frequency_C / (2 * math.pi)
-  return (LLAMA_FAST - turns_C) / (LLAMA_FAST - SLOW)
+  rotations_C = cfg.original_max_position_embeddings * frequency_C / (2 * math.pi)
+  return (LLAMA_FAST - rotations_C) / (LLAMA_FAST - SLOW)
 
 
-# By rope_type: how much of the way from its own frequency to the stretched one each pair goes.
-STRETCHES = {
+# By rope_type: each pair's degree of interpolation, from 0 (kept) to 1 (divided by the factor).
+INTERPOLATIONS = {
   "default": lambda pair_C, frequency_C, cfg: np.zeros_like(pair_C),
   "linear": lambda pair_C, frequency_C, cfg: np.ones_like(pair_C),
   "llama3.1": _llama,
@@ -105,7 +104,7 @@ STRETCHES = {
 }
 
 
-def _pair_that_turns(turns: float, num_channels: int, cfg: RopeConfig) -> float:
-  """The (fractional) channel pair that turns so often within the original context."""
-  per_radian = cfg.original_max_position_embeddings / (2 * math.pi * turns)
+def _pair_with_rotations(rotations: float, num_channels: int, cfg: RopeConfig) -> float:
+  """The (fractional) channel pair with this many rotations over the original context."""
+  per_radian = cfg.original_max_position_embeddings / (2 * math.pi * rotations)
   return num_channels * math.log(per_radian) / (2 * math.log(cfg.rope_max_timescale))

@@ -12,7 +12,7 @@ from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.block import MoeBlock
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import rope_tables, score_factor
+from maxlite.layers.rope import rope_tables
 from maxlite.sharding import Sharder
 
 # (cos_BTC, sin_BTC) of global layers, followed by those of local layers where they differ.
@@ -51,15 +51,19 @@ class DecoderLayer(nn.Module):
     """`is_local` is given if the family has local and global layers; it may be traced."""
     normed_BTD = self._norm("attention_norm")(x_BTD)
     if self.cfg.family.latent_attention:
-      y_BTD = self._latent_attention()(normed_BTD, segment_BT, rope)
+      attention = LatentAttention(self.cfg, self.sharder, name="attention")
+      y_BTD = attention(normed_BTD, segment_BT, rope)
     else:
       tables, window = self._rope_and_window(rope, is_local)
-      y_BTD = self._attention()(normed_BTD, segment_BT, tables, window)
+      attention = Attention(self.cfg, self.sharder, name="attention")
+      y_BTD = attention(normed_BTD, segment_BT, tables, window)
     x_BTD += self._post_norm("attention_post_norm", y_BTD)
     if not self.moe:
-      y_BTD = self._mlp()(self._norm("mlp_norm")(x_BTD))
+      mlp = MLP(self.cfg, self.sharder, self.cfg.base_mlp_dim, name="mlp")
+      y_BTD = mlp(self._norm("mlp_norm")(x_BTD))
       return x_BTD + self._post_norm("mlp_post_norm", y_BTD), {}
-    y_BTD, sums = self._moe()(self._norm("moe_norm")(x_BTD), segment_BT)
+    moe = MoeBlock(self.cfg, self.sharder, name="moe")
+    y_BTD, sums = moe(self._norm("moe_norm")(x_BTD), segment_BT)
     return x_BTD + self._post_norm("moe_post_norm", y_BTD), {"moe": sums}
 
   def _rope_and_window(
@@ -74,66 +78,6 @@ class DecoderLayer(nn.Module):
     if size is None or isinstance(is_local, bool):
       return rope, size if is_local is True else None
     return rope, jnp.where(is_local, size, jnp.iinfo(jnp.int32).max)
-
-  def _mlp(self) -> MLP:
-    cfg = self.cfg
-    return MLP(
-      cfg.base_mlp_dim,
-      cfg.mlp_activations,
-      jnp.dtype(cfg.weight_dtype),
-      self.sharder,
-      lora=cfg.lora,
-      name="mlp",
-    )
-
-  def _moe(self) -> MoeBlock:
-    cfg = self.cfg
-    return MoeBlock(
-      cfg.moe,
-      cfg.mlp_activations,
-      jnp.dtype(cfg.weight_dtype),
-      self.sharder,
-      cfg.lora,
-      cfg.family.router_bias,
-      name="moe",
-    )
-
-  def _attention(self) -> Attention:
-    cfg = self.cfg
-    return Attention(
-      cfg.base_num_query_heads,
-      cfg.base_num_kv_heads,
-      cfg.head_dim,
-      (cfg.query_pre_attn_scalar or cfg.head_dim) ** -0.5 * score_factor(cfg.rope),
-      cfg.family.qk_norm,
-      cfg.normalization_layer_epsilon,
-      cfg.attention,
-      cfg.attention_block_q,
-      jnp.dtype(cfg.weight_dtype),
-      self.sharder,
-      cfg.lora,
-      cfg.family.zero_centred_norms,
-      cfg.family.qkv_bias,
-      cfg.family.out_bias,
-      cfg.attn_logits_soft_cap,
-      cfg.family.sinks,
-      name="attention",
-    )
-
-  def _latent_attention(self) -> LatentAttention:
-    cfg = self.cfg
-    channels = cfg.mla.qk_nope_head_dim + cfg.mla.qk_rope_head_dim
-    return LatentAttention(
-      cfg.mla,
-      cfg.base_num_query_heads,
-      channels**-0.5 * score_factor(cfg.rope),
-      cfg.attention,
-      cfg.attention_block_q,
-      jnp.dtype(cfg.weight_dtype),
-      self.sharder,
-      cfg.lora,
-      name="attention",
-    )
 
   def _norm(self, name: str) -> RMSNorm:
     cfg = self.cfg

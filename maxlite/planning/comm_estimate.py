@@ -297,6 +297,6 @@ def _dispatch_tokens(sums: _Collectives, step: _Step) -> None:
     weights = step.tokens * num_chosen * lanes * _FLOAT32_BYTES
     sums.add("ragged-all-to-all", axes, layers * (4 + recomputed), payload * num_chosen)
     sums.add("ragged-all-to-all", axes, layers * (2 + recomputed), weights)
-  if dispatch == "ring":
+  if dispatch == "all_gather":
     sums.add("all-gather", axes, layers * (2 + recomputed), payload * step.size(axes))
     sums.add("reduce-scatter", axes, layers * 2, payload * step.size(axes))

@@ -1,4 +1,4 @@
-"""Devices as a mesh, and the one table that says which array axis lies on which mesh axis."""
+"""The device mesh, and the sharding table from logical axes to mesh axes."""
 
 from maxlite.sharding.mesh import MESH_AXES, build_mesh
 from maxlite.sharding.rules import DEFAULT_RULES, Sharder

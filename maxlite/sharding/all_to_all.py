@@ -95,7 +95,7 @@ def _exchange(
   mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
 ) -> jax.Array:
   """Rows [num_rows, ...] received when every shard sends `chunks` of its x; zero elsewhere."""
-  x, chunks = _varying_over(mesh_axes, x, chunks)
+  x, chunks, _ = pvary(x, chunks, jax.lax.axis_index(mesh_axes))
   return jax.lax.platform_dependent(
     x,
     chunks,
@@ -200,14 +200,6 @@ def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
 def _before(sizes: jax.Array, axis: int) -> jax.Array:
   """Sum of what stands before each element along `axis`."""
   return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes
-
-
-def _varying_over(mesh_axes: MeshAxes, x: jax.Array, chunks: Chunks) -> tuple:
-  """Both marked as differing between all shards, as what comes of an exchange does."""
-  index = jax.lax.axis_index(mesh_axes)
-  leaves, tree = jax.tree.flatten((x, chunks))
-  *leaves, _ = pvary(*leaves, index)
-  return jax.tree.unflatten(tree, leaves)
 
 
 def check_all_to_all(mesh: Mesh, mesh_axes: MeshAxes) -> None:

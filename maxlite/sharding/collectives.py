@@ -1,6 +1,7 @@
-"""Sharded weights made whole inside `jax.shard_map`, for the time they are used."""
+"""Collectives and casts inside `jax.shard_map`: weight gathering, and varying mesh axes."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +10,18 @@ import jax.numpy as jnp
 def gather_weight(
   w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int
 ) -> jax.Array:
-  """All shards' w along `axis`, rounded to `dtype` but of w's type, as its gradient is.
+  """All shards of w along `axis`, rounded to `dtype` but in w's type.
 
-  The link carries `dtype`, and XLA drops the cast back where the value is cast to `dtype` again.
-  The gradient is summed over shards in w's type. Where nothing is cut, w is what it was.
+  The collective transfers `dtype`; XLA drops the cast back if the value is cast to `dtype` again.
+  The gradient is summed over shards in w's type. Without sharding, w is returned unchanged.
   """
-  cut = tuple(mesh_axis for mesh_axis in mesh_axes if jax.lax.axis_size(mesh_axis) > 1)
-  return _gather(w, dtype, cut, axis) if cut else w
+  mesh_axes = tuple(mesh_axis for mesh_axis in mesh_axes if jax.lax.axis_size(mesh_axis) > 1)
+  return _gather(w, dtype, mesh_axes, axis) if mesh_axes else w
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int) -> jax.Array:
-  # Rounded before it is cast: a bare cast XLA makes for all layers before the loop over layers.
+  # Rounded before the cast: XLA would hoist a bare cast of all layers out of the loop over layers.
   precision = jnp.finfo(dtype)
   rounded = jax.lax.reduce_precision(w, precision.nexp, precision.nmant)
   return jax.lax.all_gather(rounded.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
@@ -37,20 +38,21 @@ def _backward(dtype, mesh_axes, axis, _, dw):
 _gather.defvjp(_forward, _backward)
 
 
-def pvary(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """`arrays`, each marked as varying over every mesh axis that any of them varies over.
+def pvary(*trees: Any) -> tuple:
+  """The pytrees, every array cast to vary over all mesh axes that any of the arrays varies over.
 
-  A weight that is the same on all shards, multiplied with rows that are not, has a gradient that
-  is a sum over shards; the transpose of this cast is that sum. Kernels with a gradient rule of
-  their own need it made explicit.
+  If rows vary between shards and the weight they are multiplied by does not, the gradient of the
+  weight is a sum over shards, which is the transpose of this cast. Functions with a custom gradient
+  rule need the cast to be explicit.
   """
-  axes = frozenset().union(*(_varying(array) for array in arrays))
-  return tuple(
-    jax.lax.pcast(array, tuple(sorted(axes - _varying(array))), to="varying")
-    if axes - _varying(array)
-    else array
-    for array in arrays
-  )
+  leaves, structure = jax.tree.flatten(trees)
+  axes = frozenset().union(*map(_varying, leaves))
+  missing = [tuple(sorted(axes - _varying(leaf))) for leaf in leaves]
+  cast = [
+    jax.lax.pcast(leaf, names, to="varying") if names else leaf
+    for leaf, names in zip(leaves, missing, strict=True)
+  ]
+  return jax.tree.unflatten(structure, cast)
 
 
 def _varying(array: jax.Array) -> frozenset[str]:

@@ -1,6 +1,6 @@
-"""Devices arranged as a mesh with named axes.
+"""The device mesh.
 
-Every mesh has all six axes; those of size 1 stay, so one code path serves a laptop and a pod.
+Every mesh has all six axes, including those of size 1, so one code path serves a laptop and a pod.
 """
 
 import math
@@ -18,10 +18,11 @@ from maxlite.config.schema import MESH_AXES
 def build_mesh(
   ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-  """Mesh over `devices` (default: all) with the axes of `MESH_AXES`.
+  """Mesh over `devices` (default: all) with the axes `MESH_AXES`.
 
-  `ici` and `dcn` are the degrees within and between slices, in the order of `MESH_AXES`; one -1
-  in each is filled with what is left. The size of a mesh axis is the product of its two degrees.
+  Args:
+    ici, dcn: degrees within and between slices, in the order of `MESH_AXES`. One -1 in each is
+      auto-detected. The size of a mesh axis is the product of its two degrees.
 
   Raises:
     UserError: the degrees do not multiply to the number of devices.
@@ -40,7 +41,7 @@ def build_mesh(
 def resolve_degrees(
   ici: Sequence[int], dcn: Sequence[int], num_devices: int, num_slices: int
 ) -> tuple[list[int], dict[str, int]]:
-  """(sizes of the mesh axes, what `dcn_degrees` would tell) of devices that are not described.
+  """(sizes of the mesh axes, their `dcn_degrees`) for a number of devices instead of devices.
 
   Raises:
     UserError: the degrees do not multiply to the number of devices.
@@ -53,7 +54,7 @@ def resolve_degrees(
 
 
 def dcn_degrees(mesh: Mesh) -> dict[str, int]:
-  """The mesh axes that lie across TPU slices, each with its degree between them."""
+  """{mesh axis: degree between TPU slices} of the axes that span slices."""
   slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0), otypes=[int])
   index = slice_of(mesh.devices)
   degrees = {}
@@ -64,16 +65,16 @@ def dcn_degrees(mesh: Mesh) -> dict[str, int]:
 
 
 def _granules(devices: Sequence[jax.Device], dcn: Sequence[int]) -> tuple[int, bool]:
-  """(number of slices, whether processes stand for slices).
+  """(number of slices, whether each process counts as a slice).
 
-  Only TPU devices know their slice; elsewhere each process is one where dcn degrees ask for it.
+  Only TPU devices have a slice index; on other platforms processes are slices if `dcn` has degrees.
   """
   num_slices = len({getattr(device, "slice_index", 0) for device in devices})
   if num_slices > 1:
     return num_slices, False
   num_processes = len({device.process_index for device in devices})
-  asked = math.prod(degree for degree in dcn if degree != -1)
-  return (num_processes, True) if asked > 1 else (1, False)
+  requested = math.prod(degree for degree in dcn if degree != -1)
+  return (num_processes, True) if requested > 1 else (1, False)
 
 
 def _fill(group: str, degrees: Sequence[int], total: int, things: str) -> list[int]:

@@ -1,8 +1,8 @@
 """The sharding table: logical axis -> mesh axes, and the `Sharder` that applies it.
 
-Parameters and activations name their axes; this table alone says where those lie. Parameters are
-sharded over `fsdp`, `context` and `expert` (and split by `tensor`); rows of a batch lie on `data`,
-`fsdp` and `expert`, since outside the MoE block the `expert` axis is one more data axis.
+Parameters and activations name their axes, and only this table maps the names to mesh axes.
+Parameters are sharded over `fsdp`, `context`, `expert` and `tensor`; rows of a batch over `data`,
+`fsdp` and `expert`, because outside the MoE block the `expert` axis is another data axis.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharder:
-  """Turns logical axis names into shardings on one mesh; passed explicitly, never global.
+  """Maps logical axis names to shardings on one mesh; passed explicitly, never global.
 
   `overrides` replaces rows of `DEFAULT_RULES`.
 
   Raises:
-    UserError: a row that names an unknown logical axis or mesh axis.
+    UserError: an override names an unknown logical axis or mesh axis.
   """
 
   mesh: Mesh
@@ -74,12 +74,12 @@ class Sharder:
 
   @property
   def platform(self) -> str:
-    """Where the mesh's devices are: `cpu`, `tpu` or `gpu`; also of devices only compiled for."""
+    """`cpu`, `tpu` or `gpu`; also for devices of a topology that is only compiled for."""
     platform = self.mesh.devices.flat[0].platform
     return "gpu" if platform in ("cuda", "rocm") else platform
 
   def inside_shard_map(self, mesh_axis: str) -> "Sharder":
-    """The same for code in a shard_map over `mesh_axis`, where nothing is left to cut by it."""
+    """The sharder for code inside a shard_map over `mesh_axis`, which no rule uses any more."""
     kinds = [
       AxisType.Manual if axis == mesh_axis else kind
       for axis, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
@@ -90,7 +90,7 @@ class Sharder:
     return Sharder(mesh, rest)
 
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
-    """The mesh axes a logical axis lies on; none for None."""
+    """The mesh axes of a logical axis; none for None."""
     if name is None:
       return ()
     if name not in DEFAULT_RULES:
@@ -98,14 +98,14 @@ class Sharder:
     return tuple(self.overrides.get(name, DEFAULT_RULES[name]))
 
   def num_shards(self, name: str | None) -> int:
-    """Into how many parts a logical axis is cut."""
+    """Number of shards along a logical axis."""
     return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(name))
 
   def spec(self, names: LogicalNames) -> PartitionSpec:
     """PartitionSpec of an array whose axes have these logical names.
 
     Raises:
-      UserError: an unknown name, or a mesh axis that would cut two axes of the array.
+      UserError: an unknown name, or a mesh axis that would shard two axes of the array.
     """
     entries = [self.mesh_axes(name) for name in names]
     used = [mesh_axis for entry in entries for mesh_axis in entry]
@@ -121,10 +121,10 @@ class Sharder:
     return NamedSharding(self.mesh, self.spec(names))
 
   def constrain(self, x: jax.Array, names: LogicalNames) -> jax.Array:
-    """`x`, laid out as its logical names say.
+    """`x`, constrained to the sharding of its logical names.
 
     Raises:
-      UserError: as many names as `x` has axes are needed.
+      UserError: the number of names is not the number of axes.
     """
     if x.ndim != len(names):
       raise UserError(f"{len(names)} logical names {tuple(names)} for an array of shape {x.shape}")

@@ -1,4 +1,4 @@
-"""How parameters lie on a mesh, and whether they can and should lie so."""
+"""The sharding of each parameter on a mesh, and checks of it."""
 
 import dataclasses
 import math
@@ -35,10 +35,10 @@ class ParameterSharding:
 def parameter_sharding(
   path: str, leaf: jax.ShapeDtypeStruct, names: LogicalNames, sharder: Sharder
 ) -> ParameterSharding:
-  """Where a parameter lies.
+  """The sharding of a parameter whose axes have these logical names.
 
   Raises:
-    UserError: an axis that its mesh axes do not divide.
+    UserError: the size of an axis is not divisible by its number of shards.
   """
   for axis, name in enumerate(names):
     shards = sharder.num_shards(name)
@@ -48,7 +48,7 @@ def parameter_sharding(
       keys = " or ".join(f"ici_{axis}_parallelism" for axis in degrees)
       raise UserError(
         f"parameter {path} of shape {tuple(leaf.shape)}: its axis {name!r} of {leaf.shape[axis]} "
-        f"does not divide by {product}: change {keys}, or that dimension of the model"
+        f"is not divisible by {product}: change {keys}, or that dimension of the model"
       )
   shards = math.prod(sharder.num_shards(name) for name in names)
   return ParameterSharding(
@@ -57,19 +57,22 @@ def parameter_sharding(
 
 
 def check_sharded(
-  placements: Iterable[ParameterSharding], sharder: Sharder, tolerance: float
+  parameters: Iterable[ParameterSharding], sharder: Sharder, tolerance: float
 ) -> None:
-  """Raises UserError if a larger share of bytes than `tolerance` is whole on a mesh that cuts."""
-  placements = list(placements)
+  """Checks that at most the share `tolerance` of the parameter bytes is unsharded.
+
+  Raises:
+    UserError: the share is larger, on a mesh that shards parameters.
+  """
+  parameters = list(parameters)
   if math.prod(sharder.num_shards(name) for name in ("embed", "mlp")) == 1:
     return
-  total = sum(placement.num_bytes for placement in placements)
-  whole = [placement for placement in placements if placement.num_shards == 1]
-  share = sum(placement.num_bytes for placement in whole) / total
+  unsharded = [parameter for parameter in parameters if parameter.num_shards == 1]
+  share = sum(p.num_bytes for p in unsharded) / sum(p.num_bytes for p in parameters)
   if share > tolerance:
-    largest = max(whole, key=lambda placement: placement.num_bytes)
+    largest = max(unsharded, key=lambda parameter: parameter.num_bytes)
     raise UserError(
-      f"{share:.1%} of parameter bytes lie whole on every device, the largest {largest.path} "
+      f"{share:.1%} of parameter bytes are unsharded on every device, the largest {largest.path} "
       f"{largest.shape}; sharding_tolerance allows {tolerance:.1%}: change logical_axis_rules or "
       "raise sharding_tolerance"
     )

@@ -63,7 +63,7 @@ FAMILIES = {
 }
 DISPATCHES = {
   "ragged": {},
-  "ring": {"use_ring_of_experts": True},
+  "all_gather": {"use_ring_of_experts": True},
   "dense": {"sparse_matmul": False},
   "capacity": {"sparse_matmul": False, "capacity_factor": 8.0},
 }

@@ -1,5 +1,6 @@
 """The attention layer: what a position can draw on, how heads share keys, and its formula."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.config.schema import RopeConfig
+from maxlite.config.model_families import MODELS, ModelFamily
+from maxlite.config.schema import ModelConfig, RopeConfig
 from maxlite.layers.attention import Attention
 from maxlite.layers.rope import rope_tables
 
@@ -34,22 +36,23 @@ def make_params(num_kv_heads):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything"))
 def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
-  layer = Attention(
-    num_heads=NUM_HEADS,
-    num_kv_heads=num_kv_heads,
-    head_dim=HEAD_DIM,
-    scale=SCALE,
-    qk_norm=qk_norm,
-    norm_epsilon=EPSILON,
-    backend="chunked",
-    block_q=4,
-    weight_dtype=jnp.float32,
-    sharder=sharder,
-    qkv_bias=everything,
-    out_bias=everything,
-    soft_cap=SOFT_CAP if everything else 0.0,
-    sinks=everything,
+  family = f"toy {qk_norm} {everything}"
+  MODELS[family] = ModelFamily(
+    qk_norm=qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything
   )
+  cfg = dataclasses.replace(
+    ModelConfig(),
+    decoder_block=family,
+    base_num_query_heads=NUM_HEADS,
+    base_num_kv_heads=num_kv_heads,
+    head_dim=HEAD_DIM,
+    query_pre_attn_scalar=SCALE**-2,
+    normalization_layer_epsilon=EPSILON,
+    attention="chunked",
+    attention_block_q=4,
+    attn_logits_soft_cap=SOFT_CAP if everything else 0.0,
+  )
+  layer = Attention(cfg, sharder)
   rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
   window = jnp.int32(WINDOW) if everything else None
   return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, window)

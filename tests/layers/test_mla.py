@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.config.schema import LatentAttentionConfig
+from maxlite.config.schema import LatentAttentionConfig, ModelConfig
 from maxlite.layers.mla import LatentAttention
 
-NUM_SEQS, NUM_POSITIONS, DIM, NUM_HEADS, SCALE = 4, 8, 8, 4, 0.7
+NUM_SEQS, NUM_POSITIONS, DIM, NUM_HEADS = 4, 8, 8, 4
 NOPE, ROPE, VALUE, LATENT = 3, 4, 5, 8
+SCALE = (NOPE + ROPE) ** -0.5
 # Two documents and padding in the first row, one document in each of the others.
 SEGMENT_BT = np.ones((NUM_SEQS, NUM_POSITIONS), np.int32)
 SEGMENT_BT[0] = np.repeat([1, 2, 0], [3, 4, 1])
@@ -46,8 +47,11 @@ def make_input(dtype=np.float64):
 
 
 def layer(sharder, q_lora_rank, params, x_BTD):
-  cfg = LatentAttentionConfig(q_lora_rank, LATENT, NOPE, ROPE, VALUE)
-  module = LatentAttention(cfg, NUM_HEADS, SCALE, "chunked", 4, jnp.float32, sharder)
+  mla = LatentAttentionConfig(q_lora_rank, LATENT, NOPE, ROPE, VALUE)
+  cfg = ModelConfig(
+    decoder_block="deepseek", base_num_query_heads=NUM_HEADS, attention_block_q=4, mla=mla
+  )
+  module = LatentAttention(cfg, sharder)
   rope = (jnp.cos(ANGLE_BTR), jnp.sin(ANGLE_BTR))
   return module.apply({"params": params}, x_BTD, SEGMENT_BT, rope)
 

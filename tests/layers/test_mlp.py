@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlite.config.schema import ModelConfig
 from maxlite.layers.mlp import MLP, build_activation, checkpointed_activation
 
 FORMULAS = {
@@ -34,7 +35,8 @@ def formula(activations, params, x_BTD):
 )
 def test_gated_and_ungated(sharders, activations):
   with jax.enable_x64(True):
-    mlp = MLP(6, activations, jnp.float64, sharders["one device"])
+    cfg = ModelConfig(mlp_activations=activations, weight_dtype="float64")
+    mlp = MLP(cfg, sharders["one device"], hidden_dim=6)
     names = [f"wi_{i}" for i in range(len(activations))]
     shapes = {**dict.fromkeys(names, (4, 6)), "wo": (6, 4)}
     params = {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}

@@ -155,8 +155,8 @@ def test_a_diverging_run_stops_by_itself(folder):
       {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 3},
       "ici_data_parallelism=3 x ici_fsdp_parallelism=2 multiply to 6, but there are 8 devices",
     ),
-    ({"base_emb_dim": 20}, "does not divide by fsdp=8"),
-    ({"sharding_tolerance": 0}, "of parameter bytes lie whole on every device"),
+    ({"base_emb_dim": 20}, "is not divisible by fsdp=8"),
+    ({"sharding_tolerance": 0}, "of parameter bytes are unsharded on every device"),
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -46,7 +46,6 @@ from maxlite.layers.moe.block import MoeBlock
 from maxlite.optim.partition import logical_names
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
-ACTIVATIONS = ("silu", "linear")
 NUM_SIMULATED = 4  # devices of the section `exchange`
 LAYER = ["num_experts=16", "num_experts_per_tok=2", "base_moe_mlp_dim=1024"]
 WARM_ROUNDS = 8  # until the allocator holds what all runs need: a page fault costs microseconds
@@ -141,7 +140,7 @@ def layer(timer: Timer, platform: str) -> None:
   del platform
   for dtype in ("float32", "bfloat16"):
     sharder = one_axis_mesh("data", jax.devices()[:1])
-    mlp = MLP(2048, ACTIVATIONS, jnp.dtype("float32"), sharder)
+    mlp = MLP(load_config(LAYER).model, sharder, 2048)
     runs = {"dense": layer_run(mlp, sharder, dtype), "moe": layer_run(moe(sharder), sharder, dtype)}
     seconds = timer.median_seconds(runs)
     goal = 1.7 if dtype == "float32" else None
@@ -171,7 +170,7 @@ def one_axis_mesh(mesh_axis: str, devices: list[jax.Device]) -> Sharder:
 
 
 def moe(sharder: Sharder) -> MoeBlock:
-  return MoeBlock(load_config(LAYER).model.moe, ACTIVATIONS, jnp.dtype("float32"), sharder)
+  return MoeBlock(load_config(LAYER).model, sharder)
 
 
 def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], Any]:

@@ -1,1 +1,1 @@
-"""The mixture-of-experts block: router -> send -> grouped matmuls -> return -> weighted sum."""
+"""Mixture of experts: router -> dispatch -> grouped matmuls -> combine -> weighted sum."""

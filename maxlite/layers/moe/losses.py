@@ -1,4 +1,4 @@
-"""Auxiliary losses of the router, from sums over all tokens of the global batch."""
+"""Auxiliary losses of the router, computed from sums over all tokens of the global batch."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from maxlite.layers.moe.router import RouterSums
 
 
 def load_balance_loss(sums_N: RouterSums, cfg: MoeConfig) -> jax.Array:
-  """Mean over layers of how uneven the load is in the batch, or in its rows: 1 is even."""
+  """Mean over layers of the load imbalance, over the batch or per row; 1 for an even load."""
   return BALANCE_BY_SCOPE[cfg.load_balance_loss_scope](sums_N, cfg.num_experts_per_tok)
 
 
@@ -24,11 +24,11 @@ def _batch_balance(sums_N: RouterSums, num_chosen: int) -> jax.Array:
 
 
 def _sequence_balance(sums_N: RouterSums, num_chosen: int) -> jax.Array:
-  """The same of each row by itself, mean over the rows that hold a token.
+  """The same within each row, averaged over the rows with at least one token.
 
   Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 17 to 20.
   """
-  del num_chosen  # the rows' sums are shares already
+  del num_chosen  # row_balance contains shares already
   return jnp.mean(sums_N.row_balance / jnp.maximum(sums_N.rows, 1))
 
 

@@ -1,7 +1,7 @@
-"""Tokens laid out as rows of experts and back, by gathers in both directions.
+"""Permutation of tokens into rows sorted by expert and back, by gathers in both directions.
 
-`permute` and `unpermute` are linear maps and each other's adjoint, so no scatter-add appears in the
-backward pass.
+`permute` and `unpermute` are linear and adjoint to each other, so the backward pass has no
+scatter-add.
 """
 
 import jax
@@ -12,7 +12,7 @@ from flax import struct
 
 @struct.dataclass
 class Permutation:
-  """Which assignment (t * K + k) each of M rows holds, and which row each assignment has.
+  """The assignment (t * K + k) of each of M rows, and the row of each assignment.
 
   Rows without an assignment, and assignments without a row, point past the end of the other.
   """
@@ -22,61 +22,67 @@ class Permutation:
 
 
 def sort_by_expert(expert_TK: jax.Array, num_experts: int, num_rows: int) -> tuple:
-  """(Permutation, group_sizes_E): the assignments sorted by expert, stably, in `num_rows` rows.
+  """(Permutation, group_sizes_E): a stable counting sort of the assignments into `num_rows` rows.
 
-  An assignment to no expert (`expert_TK` out of range) gets no row. Sorts by counting.
+  Masked expert ids (out of range) get no row.
   """
-  expert_A = expert_TK.reshape(-1)
-  chosen_AE = (expert_A[:, None] == jnp.arange(num_experts, dtype=expert_A.dtype)[None]).astype(
-    jnp.int32
-  )
+  chosen_AE, before_AE = rank_by_expert(expert_TK.reshape(-1), num_experts)
   group_sizes_E = jnp.sum(chosen_AE, axis=0, dtype=jnp.int32)
   start_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32) - group_sizes_E
-  before_AE = jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32) - chosen_AE
   row_A = jnp.sum((start_E[None] + before_AE) * chosen_AE, axis=1, dtype=jnp.int32)
   row_A = jnp.where(jnp.any(chosen_AE > 0, axis=1), row_A, num_rows)
   return Permutation(invert(row_A, num_rows), row_A.reshape(expert_TK.shape)), group_sizes_E
 
 
+def rank_by_expert(expert_A: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+  """(1 if assignment a is to expert e, number of earlier assignments to e), int32 [A, E] each."""
+  experts_E = jnp.arange(num_experts, dtype=expert_A.dtype)
+  chosen_AE = (expert_A[:, None] == experts_E[None]).astype(jnp.int32)
+  return chosen_AE, jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32) - chosen_AE
+
+
 def invert(row_A: jax.Array, num_rows: int) -> jax.Array:
-  """assignment_M: which element of `row_A` names each row; `row_A.size` where none does."""
+  """assignment_M: the index in `row_A` of each row; `row_A.size` if there is none."""
   assignment_A = jnp.arange(row_A.size, dtype=row_A.dtype)
   none_M = jnp.full_like(row_A, row_A.size, shape=(num_rows,))
   return none_M.at[row_A].set(assignment_A, mode="drop")
 
 
 @jax.custom_vjp
-def permute(x_TD: jax.Array, layout: Permutation) -> jax.Array:
-  """x_MD: every token's row, once for each of its assignments; zero in rows without one."""
-  token_M = layout.assignment_M // layout.row_TK.shape[1]
+def permute(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
+  """x_MD: each token's row, once per assignment; zero in rows without an assignment."""
+  token_M = permutation.assignment_M // permutation.row_TK.shape[1]
   return jnp.take(x_TD, token_M, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def unpermute(y_MD: jax.Array, layout: Permutation) -> jax.Array:
+def unpermute(y_MD: jax.Array, permutation: Permutation) -> jax.Array:
   """y_TD: the sum of each token's rows, accumulated in float32."""
-  y_TKD = jnp.take(y_MD, layout.row_TK, axis=0, mode="fill", fill_value=0)
+  y_TKD = jnp.take(y_MD, permutation.row_TK, axis=0, mode="fill", fill_value=0)
   accumulator = np.promote_types(y_MD.dtype, jnp.float32)
   return jnp.sum(y_TKD, axis=1, dtype=accumulator).astype(y_MD.dtype)
 
 
 permute.defvjp(
-  lambda x_TD, layout: (permute(x_TD, layout), layout),
-  lambda layout, dx_MD: (unpermute(dx_MD, layout), None),
+  lambda x_TD, permutation: (permute(x_TD, permutation), permutation),
+  lambda permutation, dx_MD: (unpermute(dx_MD, permutation), None),
 )
 unpermute.defvjp(
-  lambda y_MD, layout: (unpermute(y_MD, layout), layout),
-  lambda layout, dy_TD: (permute(dy_TD, layout), None),
+  lambda y_MD, permutation: (unpermute(y_MD, permutation), permutation),
+  lambda permutation, dy_TD: (permute(dy_TD, permutation), None),
 )
 
 
 @jax.custom_vjp
-def permute_weights(weight_TK: jax.Array, layout: Permutation) -> jax.Array:
-  """weight_M: each row's assignment's weight; zero in rows without one."""
-  return jnp.take(weight_TK.reshape(-1), layout.assignment_M, mode="fill", fill_value=0)
+def permute_weights(weight_TK: jax.Array, permutation: Permutation) -> jax.Array:
+  """weight_M: the weight of each row's assignment; zero in rows without one."""
+  return jnp.take(weight_TK.reshape(-1), permutation.assignment_M, mode="fill", fill_value=0)
 
 
 permute_weights.defvjp(
-  lambda weight_TK, layout: (permute_weights(weight_TK, layout), layout),
-  lambda layout, dw_M: (jnp.take(dw_M, layout.row_TK, mode="fill", fill_value=0), None),
+  lambda weight_TK, permutation: (permute_weights(weight_TK, permutation), permutation),
+  lambda permutation, dw_M: (
+    jnp.take(dw_M, permutation.row_TK, mode="fill", fill_value=0),
+    None,
+  ),
 )

@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and with what weight.
+"""Routers: the experts of each token, and their weights.
 
-A router is a function of the logits, of a bias per expert that takes part in the choice alone, and
-of the config; it returns (probability_BTE, expert_BTK, weight_BTK), where the probabilities are
-what losses see and sum to one over the experts. ROUTERS lists them.
+A router is a function (logits_BTE, bias_E, cfg) -> (probability_BTE, expert_BTK, weight_BTK) in
+`config.registry.ROUTERS`. The bias affects the choice of experts only. The probabilities are for
+the auxiliary losses and sum to one over the experts.
 """
 
 import jax
@@ -18,32 +18,32 @@ from maxlite.config.schema import MoeConfig
 
 @struct.dataclass
 class RouterSums:
-  """Sums over real tokens (padding excluded) from which losses and metrics are made.
+  """Sums over tokens (without padding) for losses and metrics, in float32.
 
-  Being sums they add up over micro-batches and devices, so whatever is made of them is a global
-  figure. All float32; stacked by layer they gain a leading N.
+  Because sums add up over micro-batches and devices, losses and metrics computed from them are
+  global. Stacked over layers, they have a leading N.
   """
 
-  tokens: jax.Array  # how many there are
+  tokens: jax.Array  # number of tokens
   count_E: jax.Array  # assignments per expert; no gradient
   prob_E: jax.Array  # router probability per expert
   z: jax.Array  # squared log-partition of the router's logits
-  rows: jax.Array  # rows that hold a token
-  row_balance: jax.Array  # over those rows, E * sum_e (share of assignments) * (mean probability)
-  dropped: jax.Array  # assignments that found no room; the router knows of none
+  rows: jax.Array  # rows with at least one token
+  row_balance: jax.Array  # over these rows, E * sum_e (share of assignments) * (mean probability)
+  dropped: jax.Array  # assignments dropped by the dispatch; 0 from the router
 
 
 @struct.dataclass
 class Route:
-  """The router's decision for every token."""
+  """The experts of every token."""
 
-  expert_BTK: jax.Array  # int32, all different along K
+  expert_BTK: jax.Array  # int32, distinct along K
   weight_BTK: jax.Array  # float32
   sums: RouterSums
 
 
 def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
-  """The best experts, weighted by a softmax over their logits alone.
+  """The experts with the highest logits, weighted by a softmax over these logits.
 
   Source: Jiang et al., Mixtral of Experts (2024), section 2.1.
   """
@@ -53,7 +53,7 @@ def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tu
 
 
 def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
-  """The most probable experts, weighted by their probability.
+  """The most probable experts, weighted by their probabilities.
 
   Source: Muennighoff et al., OLMoE (2024), section 2; with norm_topk_prob, Yang et al., Qwen3
   Technical Report (2025).
@@ -64,7 +64,7 @@ def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tu
 
 
 def group_limited_greedy(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
-  """The most probable experts of the groups whose best expert is most probable.
+  """The most probable experts within the groups whose best expert is most probable.
 
   Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.2.2.
   """
@@ -75,7 +75,7 @@ def group_limited_greedy(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfi
 
 
 def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
-  """The experts of highest affinity in the groups whose two best add up to most.
+  """The experts with the highest affinity within the groups with the highest sum of the two best.
 
   Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 13 to 16; probabilities as in eq. 19.
   """
@@ -86,14 +86,14 @@ def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig)
 
 
 def _biased(score_BTE: jax.Array, bias_E: jax.Array) -> jax.Array:
-  """choice_BTE: what is highest for the experts to be chosen; no gradient."""
+  """choice_BTE: the scores by which experts are chosen; no gradient."""
   return jax.lax.stop_gradient(score_BTE + bias_E[None, None])
 
 
 def _limit_to_groups(choice_BTE: jax.Array, num_best: int, cfg: MoeConfig) -> jax.Array:
-  """`choice_BTE`, minus infinity outside the topk_routing_group best of the groups.
+  """`choice_BTE`, with -inf outside the topk_routing_group best groups.
 
-  A group, which is a run of neighbouring experts, scores the sum of its `num_best` best.
+  A group consists of adjacent experts; its score is the sum of its `num_best` best.
   """
   num_groups, num_kept = cfg.n_routing_groups, cfg.topk_routing_group
   if num_kept >= num_groups:
@@ -105,16 +105,16 @@ def _limit_to_groups(choice_BTE: jax.Array, num_best: int, cfg: MoeConfig) -> ja
 
 
 def _best(choice_BTE: jax.Array, cfg: MoeConfig) -> jax.Array:
-  """expert_BTK: where `choice_BTE` is highest, the highest first."""
+  """expert_BTK: the experts with the highest `choice_BTE`, best first."""
   if cfg.use_random_routing:
-    expert_BTK = _spread(choice_BTE.shape, cfg.num_experts_per_tok)
+    expert_BTK = _round_robin(choice_BTE.shape, cfg.num_experts_per_tok)
   else:
     expert_BTK = jax.lax.top_k(choice_BTE, cfg.num_experts_per_tok)[1]
   return checkpoint_name(expert_BTK, "moe_route")
 
 
-def _spread(shape_BTE: tuple[int, ...], num_chosen: int) -> jax.Array:
-  """expert_BTK that gives every expert the same load over any E neighbouring tokens."""
+def _round_robin(shape_BTE: tuple[int, ...], num_chosen: int) -> jax.Array:
+  """expert_BTK with the same load for every expert over any E consecutive tokens."""
   num_rows, num_positions, num_experts = shape_BTE
   offset_K = np.random.default_rng(0).permutation(num_experts)[:num_chosen].astype(np.int32)
   token_BT = jnp.arange(num_rows * num_positions, dtype=jnp.int32).reshape(num_rows, -1)
@@ -127,7 +127,7 @@ def _is_chosen(index_BTK: jax.Array, size: int) -> jax.Array:
 
 
 def _at(expert_BTK: jax.Array, value_BTE: jax.Array) -> jax.Array:
-  """value_BTK of the chosen experts; not by a gather, whose gradient would be a scatter."""
+  """value_BTK of the chosen experts, without a gather, whose gradient would be a scatter."""
   chosen_BTKE = _is_chosen(expert_BTK, value_BTE.shape[-1])
   return jnp.sum(jnp.where(chosen_BTKE, value_BTE[:, :, None], 0), axis=-1)
 
@@ -142,15 +142,14 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 
 class Router(nn.Module):
-  """Route of every token.
+  """Computes the `Route` of every token.
 
-  With cfg.routed_bias it has a parameter `bias` that no gradient reaches: training moves it
-  (training/routed_bias.py).
+  With cfg.routed_bias, the parameter `bias` has no gradient; training/routed_bias.py updates it.
   """
 
   cfg: MoeConfig
   weight_dtype: jnp.dtype
-  use_bias: bool = False  # of the logits, and so of choice and weights alike
+  use_bias: bool = False  # a bias of the logits, which affects both choice and weights
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> Route:
@@ -158,7 +157,7 @@ class Router(nn.Module):
     logits_BTE = self._logits(x_BTD)
     bias_E = jnp.zeros(cfg.num_experts, logits_BTE.dtype)
     if cfg.routed_bias:
-      # float32 whatever weight_dtype: its steps would be lost in bfloat16.
+      # float32 regardless of weight_dtype: bfloat16 would round its small updates away.
       zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("router",))
       bias_E += self.param("bias", zeros, (cfg.num_experts,), jnp.float32).astype(bias_E.dtype)
     probability_BTE, expert_BTK, weight_BTK = ROUTERS[cfg.router](logits_BTE, bias_E, cfg)
@@ -166,13 +165,13 @@ class Router(nn.Module):
     return Route(expert_BTK, weight_BTK, _sums(logits_BTE, probability_BTE, expert_BTK, segment_BT))
 
   def _logits(self, x_BTD: jax.Array) -> jax.Array:
-    """logits_BTE, float32: from float32 products, or from products in x's type."""
+    """logits_BTE in float32, from float32 operands or from operands in x's type."""
     cfg = self.cfg
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
     init = nn.with_logical_partitioning(init, ("embed", "router"))
     kernel_DE = self.param("kernel", init, (x_BTD.shape[-1], cfg.num_experts), self.weight_dtype)
     dtype = np.promote_types(x_BTD.dtype, jnp.float32)
-    # An accelerator's default precision would round float32 factors to bfloat16 or TF32.
+    # The default precision of accelerators would round float32 operands to bfloat16 or TF32.
     precision = "highest" if cfg.float32_gate_logits else None
     x_BTD = x_BTD.astype(dtype) if cfg.float32_gate_logits else x_BTD
     if cfg.router_jitter and self.has_rng("jitter"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
-from maxlite.config.schema import DEFAULTS, MoeConfig, build
+from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
 from maxlite.layers.moe.block import MoeBlock
 from maxlite.layers.moe.dispatch import ragged
 from maxlite.layers.moe.router import RouterSums
@@ -35,7 +35,7 @@ EMPTY_EXPERTS["a shard that gets nothing"] = [0, 1, 6]
 DISPATCHES = {
   "ragged": {},
   "ragged buffer": {"ragged_buffer_factor": 8.0},  # large enough, and larger than the worst case
-  "ring": {"use_ring_of_experts": True},
+  "all_gather": {"use_ring_of_experts": True},
   "dense": {"sparse_matmul": False},
   "capacity": {"sparse_matmul": False, "capacity_factor": 8.0},
 }
@@ -50,13 +50,15 @@ MESHES = {"one device": {}} | {
 }
 # Every dispatch on every mesh is the full net's (tests/contracts); here each meets what it is for.
 CASES = [("ragged", mesh) for mesh in MESHES]
-CASES += [("ragged buffer", "expert=4 tensor=2"), ("ring", "context=2 expert=2 fsdp=2")]
+CASES += [("ragged buffer", "expert=4 tensor=2"), ("all_gather", "context=2 expert=2 fsdp=2")]
 CASES += [("dense", "data=2 fsdp=2 tensor=2"), ("capacity", "context=2 expert=2 fsdp=2")]
 
 
-def config(**changes):
+def block_of(sharder, dtype="float32", activations=("silu", "linear"), **changes):
   sizes = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN}
-  return build(MoeConfig, DEFAULTS | sizes | {"base_moe_mlp_dim": HIDDEN} | changes)
+  moe = build(MoeConfig, DEFAULTS | sizes | {"base_moe_mlp_dim": HIDDEN} | changes)
+  cfg = ModelConfig(weight_dtype=dtype, mlp_activations=activations, moe=moe)
+  return MoeBlock(cfg, sharder)
 
 
 def draw(shape, seed, scale=1.0):
@@ -130,10 +132,10 @@ def expected():
     return {routing: jax.tree.map(np.asarray, oracle(*make_case(routing))) for routing in ROUTINGS}
 
 
-def runner(cfg, sharder, activations=("silu", "linear")):
+def runner(sharder, **changes):
   """The block's value_and_gradients on a mesh, on which everything lies as in training."""
   with jax.enable_x64(True):
-    block = MoeBlock(cfg, activations, jnp.dtype(jnp.float64), sharder)
+    block = block_of(sharder, "float64", **changes)
     boxed = jax.eval_shape(block.init, jax.random.key(0), *make_case("uniform")[1:2], SEGMENT_BT)
     shardings = jax.tree.map(
       lambda box: sharder.sharding(box.names),
@@ -149,7 +151,7 @@ def runner(cfg, sharder, activations=("silu", "linear")):
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
 def run(request, build_sharder):
   dispatch, mesh = request.param
-  return runner(config(**DISPATCHES[dispatch]), build_sharder(MESHES[mesh]))
+  return runner(build_sharder(MESHES[mesh]), **DISPATCHES[dispatch])
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -167,7 +169,7 @@ def test_agrees_with_the_dense_oracle_in_float64(run, expected, routing):
 
 
 def test_bfloat16_is_close_and_its_weights_keep_their_gradient_type(sharders, expected):
-  block = MoeBlock(config(), ("silu", "linear"), jnp.dtype(jnp.float32), sharders["one device"])
+  block = block_of(sharders["one device"])
   params, x_BTD, (dy_BTD, _) = make_case("skewed")
   params = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
 
@@ -184,7 +186,7 @@ def test_bfloat16_is_close_and_its_weights_keep_their_gradient_type(sharders, ex
 
 
 def test_ungated_experts_and_fresh_weights(sharders):
-  block = MoeBlock(config(), ("relu",), jnp.dtype(jnp.float32), sharders["one device"])
+  block = block_of(sharders["one device"], activations=("relu",))
   x_BTD = draw((1, 3, 64), 0).astype(np.float32)
   segment_BT = np.ones((1, 3), np.int32)
   params = meta.unbox(jax.jit(block.init)(jax.random.key(0), x_BTD, segment_BT))["params"]
@@ -224,10 +226,10 @@ def drop_by_capacity(params, x_BTD, capacity_factor):
 
 
 def test_a_capacity_drops_what_does_not_fit_and_says_how_much(build_sharder):
-  cfg = config(sparse_matmul=False, capacity_factor=1.0)
+  keys = {"sparse_matmul": False, "capacity_factor": 1.0}
   params, x_BTD, cotangents = make_case("skewed")
   with jax.enable_x64(True):
-    run = runner(cfg, build_sharder(MESHES["context=2 expert=2 fsdp=2"]))
+    run = runner(build_sharder(MESHES["context=2 expert=2 fsdp=2"]), **keys)
     (y_BTD, sums), _, _ = run(params, x_BTD, cotangents)
   want_BTD, num_dropped = drop_by_capacity(params, x_BTD, 1.0)
   np.testing.assert_allclose(y_BTD, want_BTD, atol=1e-12)
@@ -240,7 +242,7 @@ def test_a_short_buffer_drops_whole_rows_and_says_how_many(build_sharder, expect
   params, x_BTD, cotangents = make_case("hot")
   sharder = build_sharder({"expert": 4})
   with jax.enable_x64(True):
-    run = runner(config(ragged_buffer_factor=0.6), sharder)
+    run = runner(sharder, ragged_buffer_factor=0.6)
     (y_BTD, sums), dparams, dx_BTD = run(params, x_BTD, cotangents)
   num_buffer = int(0.6 * NUM_SEQS * NUM_POSITIONS * NUM_CHOSEN / 4)
   count_e = expected["hot"][0][1].count_E.reshape(4, 2).sum(1)
@@ -263,8 +265,8 @@ def test_shared_experts_serve_every_token(build_sharder):
   sharder = build_sharder({"expert": 2, "fsdp": 2, "tensor": 2})
 
   def output(params, **changes):
-    cfg = config(mlp_activations_limit=0.5, sparse_matmul=False, **changes)
-    block = MoeBlock(cfg, ("silu", "linear"), jnp.dtype(jnp.float64), sharder)
+    keys = {"mlp_activations_limit": 0.5, "sparse_matmul": False}
+    block = block_of(sharder, "float64", **keys, **changes)
     return jax.jit(block.apply)({"params": params}, x_BTD, SEGMENT_BT)[0]
 
   with jax.enable_x64(True):
@@ -276,15 +278,15 @@ def test_shared_experts_serve_every_token(build_sharder):
   np.testing.assert_allclose(with_shared - without, want_BTD, atol=1e-12)
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "ring", "dense", "capacity"])
+@pytest.mark.parametrize("dispatch", ["ragged", "all_gather", "dense", "capacity"])
 def test_expert_biases_agree_with_the_oracle(build_sharder, dispatch):
   """A bias after a sharded hidden axis is added once."""
-  cfg = config(expert_bias=True, **DISPATCHES[dispatch])
+  keys = {"expert_bias": True, **DISPATCHES[dispatch]}
   params, x_BTD, cotangents = make_case("empty")
   shapes = {"wi_0_bias": HIDDEN, "wi_1_bias": HIDDEN, "wo_bias": DIM}
   params |= {name: draw((NUM_EXPERTS, n), 7 + i) for i, (name, n) in enumerate(shapes.items())}
   with jax.enable_x64(True):
-    run = runner(cfg, build_sharder(MESHES["expert=4 tensor=2"]))
+    run = runner(build_sharder(MESHES["expert=4 tensor=2"]), **keys)
     got = run(params, x_BTD, cotangents)
     want = oracle(params, x_BTD, cotangents)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), got, want)

@@ -1,4 +1,4 @@
-"""What the dispatches that run shard by shard have in common: the shard_map and its weights."""
+"""The shard_map and the weight gathering shared by the strategies that run shard by shard."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertWeights
+from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pvary
@@ -15,40 +15,37 @@ ROWS = ("activation_batch", "activation_length")
 _GATHERED = "moe_gathered"
 
 
-def on_shards(
-  local: Callable,
-  sharder: Sharder,
+def apply_on_shards(
+  local: Callable[..., tuple[jax.Array, jax.Array]],
+  mlp: ExpertMlp,
   x_BTD: jax.Array,
   route: Route,
   weights: ExpertWeights,
-  checked: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """(y_BTD, assignments dropped) of `local(x_TD, expert_TK, weight_TK, weights)` on every shard.
+  """(y_BTD, number of assignments dropped), computed by `local` on every shard.
 
-  `local` is given its shard's tokens and, of the experts, those that lie on it, whole but for the
-  hidden axis; what it returns is summed over the shards of that axis.
-
-  Args:
-    checked: whether shard_map follows which values differ between shards (check_vma).
+  `local(x_TD, expert_TK, weight_TK, weights)` gets its shard's tokens and the weights of its
+  shard's experts, sharded along the hidden axis only. Its result is summed over that axis.
   """
+  sharder = mlp.sharder
   rows_D = sharder.spec((*ROWS, None))
-  is_cut = sharder.num_shards("embed_no_exp") > 1
+  is_sharded = sharder.num_shards("embed_no_exp") > 1
   row_axes = tuple(axis for name in ROWS for axis in sharder.mesh_axes(name))
 
   def on_shard(x_btD, expert_btK, weight_btK, weights):
-    if is_cut:
-      # Also between their gradients: those of weights are cut before the backward pass goes on.
+    if is_sharded:
+      # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
       x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
     gathered = _gather(weights, sharder, x_btD.dtype)
     x_TD, expert_TK, weight_TK = map(_rows, (x_btD, expert_btK, weight_btK))
-    x_TD, weight_TK, gathered = _same_type(x_TD, weight_TK, gathered)
+    x_TD, weight_TK, gathered = pvary(x_TD, weight_TK, gathered)
     gathered = _bias_once(gathered, sharder)
     y_TD, num_dropped = local(x_TD, expert_TK, weight_TK, gathered)
     y_btD = jax.lax.psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
     return y_btD, jax.lax.psum(num_dropped, row_axes)
 
-  if is_cut:
-    # Gathered weights are gathered again in the backward pass rather than kept by every layer.
+  if is_sharded:
+    # The backward pass gathers the weights again instead of saving them for every layer.
     policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
     on_shard = jax.checkpoint(on_shard, policy=policy)
   return jax.shard_map(
@@ -56,7 +53,7 @@ def on_shards(
     mesh=sharder.mesh,
     in_specs=(rows_D, rows_D, rows_D, _specs(weights, sharder)),
     out_specs=(rows_D, jax.P()),
-    check_vma=checked,
+    check_vma=mlp.supports_vma,  # False only for kernels in WITHOUT_VMA
   )(x_BTD, route.expert_BTK, route.weight_BTK, weights)
 
 
@@ -75,7 +72,7 @@ def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> Exper
 
 
 def _bias_once(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
-  """The bias of the result on the first shard of the hidden axis alone: results are summed."""
+  """The output bias on the first shard of the hidden axis only, because outputs are summed."""
   if weights.bo_ED is None:
     return weights
   is_first = jax.lax.axis_index(sharder.mesh_axes("mlp")) == 0
@@ -84,9 +81,3 @@ def _bias_once(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
 
 def _rows(x_btD: jax.Array) -> jax.Array:
   return x_btD.reshape(-1, x_btD.shape[-1])
-
-
-def _same_type(*trees) -> list:
-  """All arrays marked as differing between the same shards; kernels' own gradients need it."""
-  leaves, tree = jax.tree.flatten(trees)
-  return jax.tree.unflatten(tree, pvary(*leaves))
