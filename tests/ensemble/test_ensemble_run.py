@@ -15,7 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
-from tiny import KEYS
+from tiny import KEYS, fast_compilation
 from tiny_run import CLOCK, Output, keys_in
 
 from maxlite.config import load_config
@@ -79,7 +79,9 @@ def checksums(folder: Path, name: str, step: int = STEPS) -> dict:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-  return tmp_path_factory.mktemp("ensembles")
+  folder = tmp_path_factory.mktemp("ensembles")
+  with fast_compilation(folder / "jax_cache"):
+    yield folder
 
 
 @pytest.fixture(scope="module")

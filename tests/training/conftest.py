@@ -1,35 +1,16 @@
 """Settings of these tests, which share compiled programs, and a finished run."""
 
-import os
 import shutil
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from tiny import fast_compilation
 from tiny_run import start
-
-SETTINGS = (
-  "jax_disable_most_optimizations",
-  "jax_compilation_cache_dir",
-  "jax_persistent_cache_min_compile_time_secs",
-)
 
 
 @pytest.fixture(autouse=True, scope="package")
 def _settings(tmp_path_factory):
-  """Fast compilation, and a compilation cache that the workers of this test run share."""
-  before = {name: jax.config.values[name] for name in SETTINGS}
-  folder = tmp_path_factory.getbasetemp()
-  if "PYTEST_XDIST_WORKER" in os.environ:
-    folder = folder.parent
-  after = True, str(folder / "jax_cache"), 0.3
-  for name, value in zip(SETTINGS, after, strict=True):
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
+  with fast_compilation(tmp_path_factory.mktemp("jax_cache")):
+    yield
 
 
 @pytest.fixture(scope="package")

@@ -1,9 +1,13 @@
 """The tiny model that the tests of training share, and batches that are hard on it."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from maxlite.config import Config, load_config
 from maxlite.data.batch import Batch, to_global
@@ -70,6 +74,26 @@ def uneven_batch(seed: int) -> Batch:
     targets[np.cumsum(lengths) - 1] = -1
     rows.append(pad_row(ids[:num_tokens], targets[:num_tokens], lengths, LENGTH))
   return Batch(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+@contextlib.contextmanager
+def fast_compilation(cache: Path) -> Iterator[None]:
+  """Compiles with few optimizations, and a program that takes longer than a second only once."""
+  settings = {
+    "jax_disable_most_optimizations": True,
+    "jax_compilation_cache_dir": str(cache),
+    "jax_persistent_cache_min_compile_time_secs": 1.0,
+  }
+  before = {name: jax.config.values[name] for name in settings}
+
+  def apply(values: dict) -> None:
+    for name, value in values.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+  apply(settings)
+  yield
+  apply(before)
 
 
 def place(trainer: Trainer, batch: Batch) -> Batch:
