@@ -35,7 +35,6 @@ setup(
     "grain>=0.2.18",
     "numpy>=2.1",
     "absl-py>=2.3",
-    "ml-collections>=1.1",
     "pyyaml>=6.0.2",
     "tokenizers>=0.22",
     "safetensors>=0.6",

@@ -10,9 +10,9 @@ from typing import Any
 from maxlite.config.errors import UserError
 from maxlite.config.files import MODEL_FILE, read_file
 from maxlite.config.phases import without_data
+from maxlite.config.raw_values import show
 from maxlite.config.saved import differences, read_saved
 from maxlite.config.schema import KEYS
-from maxlite.config.values import show
 
 Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
 

@@ -1,4 +1,4 @@
-"""Configuration: the knobs (`schema`), how values are found (`load`), what fits (`validate`)."""
+"""Configuration: the schema, its sources (files, command line, saved runs) and its rules."""
 
 from maxlite.config.errors import UserError, exit_on_user_error
 from maxlite.config.load import load_config, main_config

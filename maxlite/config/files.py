@@ -1,29 +1,33 @@
-"""Settings from YAML files: one file, the chain of its base_config, a preset of configs/models."""
+"""Settings from YAML files: a file, its base_config chain, and presets of configs/models."""
 
 from pathlib import Path
 
 import yaml
 
 from maxlite.config.errors import UserError
-from maxlite.config.values import BASE_CONFIG, NotPlainError, Setting, did_you_mean, plain
+from maxlite.config.raw_values import YamlValueError, from_yaml
+from maxlite.config.values import BASE_CONFIG, Setting, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parent / "configs"
-MODEL_FILE = "model.yml"  # of a run folder: the keys of a model that was imported
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+MODEL_FILE = "model.yml"  # in the folder of an imported run: the keys of its model
 
 
-def read_file(path: Path, asked_by: str) -> list[Setting]:
-  """The settings of one YAML file in its order; `asked_by` says who named the file.
+def read_file(path: Path, referrer: str) -> list[Setting]:
+  """Read the settings of one YAML file, in order.
+
+  Args:
+    referrer: what names the file, for error messages.
 
   Raises:
-    UserError: the file cannot be read, is no flat mapping, or has a key twice.
+    UserError: the file cannot be read, is not a flat mapping, or has a duplicate key.
   """
-  root = _compose(path, asked_by)
+  root = _compose(path, referrer)
   if root is None:
     return []
   if not isinstance(root, yaml.MappingNode):
-    raise UserError(f"{path}:1: the file is no mapping; write one `key: value` per line")
+    raise UserError(f"{path}:1: the file is not a mapping; write one `key: value` per line")
   settings: dict[str, Setting] = {}
   for name_node, node in root.value:
     source = f"{path}:{name_node.start_mark.line + 1}"
@@ -32,53 +36,57 @@ def read_file(path: Path, asked_by: str) -> list[Setting]:
       first = settings[name].source
       raise UserError(f"{source}: {name} is already set at {first}; remove one of the two")
     try:
-      settings[name] = Setting(name, plain(node, str(path)), source)
-    except NotPlainError as error:
+      settings[name] = Setting(name, from_yaml(node, str(path)), source)
+    except YamlValueError as error:
       raise UserError(f"{source}: {name} {error}") from None
   return list(settings.values())
 
 
-def read_chain(path: Path, asked_by: str, users: tuple[Path, ...] = ()) -> list[list[Setting]]:
-  """The settings of every file on the base_config chain of `path`, its own last.
+def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[list[Setting]]:
+  """Read each file of the base_config chain of `path`, the file itself last.
+
+  Args:
+    users: files whose base_config led here.
 
   Raises:
-    UserError: as `read_file`, or the chain comes back to one of its `users`.
+    UserError: as `read_file`, or the chain is a cycle.
   """
   chain = (*users, path.resolve())
-  own = read_file(path, asked_by)
+  own = read_file(path, referrer)
   base = next((setting for setting in own if setting.name == BASE_CONFIG), None)
   if base is None:
     return [own]
   if not isinstance(base.raw, str):
-    raise base.error("is no file's name; write base_config: FILE.yml")
+    raise base.error("is not a file name; write base_config: FILE.yml")
   base_path = path.parent / base.raw
   if base_path.resolve() in chain:
-    raise base.error("comes back to a file that builds on it; remove one base_config of the cycle")
+    raise base.error("is a cycle: that file is built on this one; remove one base_config")
   own.remove(base)
   return [*read_chain(base_path, f"{base.source}: {BASE_CONFIG}", chain), own]
 
 
-def read_preset(chosen: Setting) -> list[Setting]:
-  """The settings of configs/models/NAME.yml and of its bases, NAME being what `chosen` says."""
+def read_preset(model_name: Setting) -> list[Setting]:
+  """Read the preset configs/models/NAME.yml that `model_name` selects, after its bases."""
   names = sorted(path.stem for path in (CONFIGS / "models").glob("*.yml"))
-  if chosen.raw not in names:
-    hint = did_you_mean(str(chosen.raw), names) or f"choose one of {', '.join(names)}"
-    raise chosen.error(f"has no file in {CONFIGS / 'models'}; {hint}")
-  path = CONFIGS / "models" / f"{chosen.raw}.yml"
-  settings = [setting for file in read_chain(path, chosen.source) for setting in file]
+  name = model_name.raw
+  if name not in names:
+    hint = did_you_mean(str(name), names) or f"choose one of {', '.join(names)}"
+    raise model_name.error(f"has no file in {CONFIGS / 'models'}; {hint}")
+  chain = read_chain(CONFIGS / "models" / f"{name}.yml", model_name.source)
+  settings = [setting for file in chain for setting in file]
   for setting in settings:
-    if setting.name == chosen.name:
-      raise setting.error("is itself inside a preset; remove it, or use base_config")
+    if setting.name == model_name.name:
+      raise setting.error("cannot be set in a preset; remove it, or use base_config")
   return settings
 
 
-def _compose(path: Path, asked_by: str) -> yaml.Node | None:
+def _compose(path: Path, referrer: str) -> yaml.Node | None:
   try:
     return yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
   except OSError as error:
     near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")))
     hint = near or "name an existing YAML file"
-    raise UserError(f"{asked_by}: {path} cannot be read ({error.strerror}); {hint}") from None
+    raise UserError(f"{referrer}: {path} cannot be read ({error.strerror}); {hint}") from None
   except yaml.MarkedYAMLError as error:
     line = error.problem_mark.line + 1 if error.problem_mark else 1
     raise UserError(f"{path}:{line}: bad YAML, {error.problem}; write `key: value`") from None

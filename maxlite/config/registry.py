@@ -95,3 +95,12 @@ ENSEMBLE_STRATEGIES = Registry(
     "processes": "maxlite.ensemble.strategies:build_processes",
   }
 )
+# Losses of a phase: see training/loss.py. DRAFT_LOSSES are those that need draft heads.
+TOKEN_LOSSES = Registry({"next_token": "maxlite.training.loss:NEXT_TOKEN"})
+DRAFT_LOSSES = Registry(
+  {
+    "match_head": "maxlite.training.loss:MATCH_HEAD",
+    "next_token_and_draft": "maxlite.training.loss:NEXT_TOKEN_AND_DRAFT",
+  }
+)
+LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TOKEN_LOSSES)

@@ -1,4 +1,4 @@
-"""The resolved config of a run on disk: written, read back, compared."""
+"""The resolved config of a run on disk: save, read, compare."""
 
 import itertools
 import os
@@ -9,38 +9,37 @@ from typing import Any
 import yaml
 
 from maxlite.config.files import read_file
-from maxlite.config.frozen_mapping import FrozenMapping, Raw
-from maxlite.config.schema import DEFAULTS, KEYS, RENAMED_KEYS, Config, Key, flatten
-from maxlite.config.values import Setting, parse, show
-
-_HEADER = "# Every key of one command, resolved. On a command line, model_name would apply again.\n"
+from maxlite.config.raw_values import FrozenMapping, Raw, show
+from maxlite.config.schema import DEFAULTS, KEYS, RENAMED_KEYS, Config, flatten
+from maxlite.config.values import Setting, parse
 
 
 def save_resolved(config: Config, path: Path) -> None:
-  """Writes all keys as YAML in the schema's order, by section; the file is never half written."""
+  """Write all keys as YAML in schema order, by section; the file is replaced atomically."""
   values = flatten(config)
-  text = _HEADER
-  for section, keys in itertools.groupby(KEYS.values(), _section):
-    text += f"\n# {section}\n" + "".join(_line(key.name, values[key.name]) for key in keys)
+  text = "# All keys of one command, resolved. A model_name would be applied again when loaded.\n"
+  for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
+    title = section.__name__.removesuffix("Config").lower()
+    text += f"\n# {title}\n" + "".join(_line(key.name, values[key.name]) for key in keys)
   path.parent.mkdir(parents=True, exist_ok=True)
-  unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-  unfinished.write_text(text, encoding="utf-8")
-  unfinished.replace(path)
+  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  temporary.write_text(text, encoding="utf-8")
+  temporary.replace(path)
 
 
 def save_keys(values: Mapping[str, Any], path: Path) -> None:
-  """Writes these keys as YAML."""
+  """Write these keys as YAML."""
   lines = "".join(_line(name, value) for name, value in values.items())
-  path.write_text(f"# What this run's weights were made with.\n{lines}", encoding="utf-8")
+  path.write_text(f"# The keys that this run's weights depend on.\n{lines}", encoding="utf-8")
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-  """Typed values of all keys from a file of `save_resolved`.
+  """Read typed values of all keys from a file of `save_resolved`.
 
   A key that the file lacks has its default; old names of renamed keys are accepted.
 
   Raises:
-    UserError: the file cannot be read, or holds what the schema does not know.
+    UserError: the file cannot be read, or has an unknown key or a bad value.
   """
   settings = map(_with_current_names, read_file(path, "resolved config"))
   return DEFAULTS | {setting.name: parse(setting) for setting in settings}
@@ -49,21 +48,20 @@ def read_saved(path: Path) -> dict[str, Any]:
 def differences(
   values_a: Mapping[str, Any], values_b: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-  """{key: (value in a, value in b)} where two sets of all keys' values differ, in schema order."""
+  """{key: (value in a, value in b)} of the keys whose values differ, in schema order."""
   pairs = {name: (values_a[name], values_b[name]) for name in KEYS}
   return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
 
 def describe_changes(config: Config) -> list[str]:
-  """One `key=value (default ...)` per key that is not at its default, in schema order."""
+  """`key=value (default ...)` of each key that differs from its default, in schema order."""
   changed = differences(DEFAULTS, flatten(config))
-  return [f"{name}={show(b)} (default {show(a)})" for name, (a, b) in changed.items()]
+  return [f"{name}={show(value)} (default {show(old)})" for name, (old, value) in changed.items()]
 
 
 def _with_current_names(setting: Setting) -> Setting:
-  raw = setting.raw
-  if setting.name in ("members", "sweep"):
-    raw = _rename_keys(raw)
+  in_members = setting.name in ("members", "sweep")
+  raw = _rename_keys(setting.raw) if in_members else setting.raw
   return Setting(RENAMED_KEYS.get(setting.name, setting.name), raw, setting.source)
 
 
@@ -77,17 +75,13 @@ def _rename_keys(raw: Raw) -> Raw:
   return raw
 
 
-def _section(key: Key) -> str:
-  return key.section.__name__.removesuffix("Config").lower()
-
-
 def _line(name: str, value: Any) -> str:
-  # All but ASCII is escaped: PyYAML's Unicode output turns some line separators into spaces.
-  return yaml.safe_dump({name: _builtin(value)}, width=float("inf"), sort_keys=False)
+  # Escapes non-ASCII text: PyYAML's Unicode output turns some line separators into spaces.
+  return yaml.safe_dump({name: _to_builtin(value)}, width=float("inf"), sort_keys=False)
 
 
-def _builtin(value: Any) -> Any:
-  """`value` with lists and dicts in place of the schema's own types."""
+def _to_builtin(value: Any) -> Any:
+  """Replace tuples and FrozenMappings by lists and dicts."""
   if isinstance(value, FrozenMapping):
-    return {key: _builtin(part) for key, part in value.items()}
-  return [_builtin(part) for part in value] if isinstance(value, tuple) else value
+    return {key: _to_builtin(part) for key, part in value.items()}
+  return [_to_builtin(part) for part in value] if isinstance(value, tuple) else value

@@ -1,7 +1,4 @@
-"""The points of a sweep: every combination of a grid, or seeded random draws.
-
-A point is what one member is given by it, as settings: their words are typed like any others.
-"""
+"""The points of a sweep: every combination of a grid, or seeded random draws."""
 
 import itertools
 import math
@@ -10,113 +7,107 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxlite.config.errors import UserError
-from maxlite.config.frozen_mapping import FrozenMapping, Raw
-from maxlite.config.schema import KEYS
+from maxlite.config.raw_values import FrozenMapping, Raw
 from maxlite.config.values import Setting, find_key, parse
 
-Point = tuple[Setting, ...]
-_WORDS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})
+Point = tuple[Setting, ...]  # what one member of the sweep sets
+_FORMS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})
 _RULES = "{log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}"
-_PATIENCE = 100  # draws per member before the rules are held to have no more points
+_MAX_DRAWS = 100  # per member, before the rules count as having no further points
 
 
 def sweep_points(sweep: FrozenMapping) -> list[Point]:
-  """The points in the order of writing, the last key of a grid changing fastest; none: empty.
+  """The distinct points in order, the last key of a grid varying fastest; empty without a sweep.
 
-  A random number depends on the seed, its key and its place in the row only: more members, and but
-  for points that come up again also more keys, leave it as it is.
+  A random value depends only on the seed, its key and its row. More members, or more keys, do not
+  change it, except that duplicate points are skipped.
 
   Raises:
     UserError: the sweep is neither a grid nor a draw, or a value does not fit its key.
   """
   if not sweep:
     return []
-  if set(sweep) not in _WORDS:
+  source = "sweep" + (f" ({sweep.source})" if sweep.source else "")
+  if set(sweep) not in _FORMS:
     fix = "write {grid: {key: [values]}} or {draw: {key: rule}, num_members: 16, seed: 0}"
-    raise UserError(f"{_place(sweep)}: has {', '.join(sweep)}, no whole grid or draw; {fix}")
-  if "grid" in sweep:
-    return list(itertools.product(*map(_listed, _keys(sweep, "grid"))))
-  seed = _count(sweep, "seed", low=0)
-  return _distinct(zip(*(_draws(key, seed) for key in _keys(sweep, "draw")), strict=True), sweep)
-
-
-def _place(sweep: FrozenMapping, kind: str = "") -> str:
-  return f"sweep{kind and '.'}{kind}" + (f" ({sweep.source})" if sweep.source else "")
-
-
-def _keys(sweep: FrozenMapping, kind: str) -> list[Setting]:
-  """What is written for each key of the grid or draw."""
-  whole = Setting(kind, sweep[kind], _place(sweep))
+    raise UserError(f"{source}: has {', '.join(sweep)}, not a complete grid or draw; {fix}")
+  kind = "grid" if "grid" in sweep else "draw"
+  whole = Setting(kind, sweep[kind], source)
   if not isinstance(whole.raw, FrozenMapping) or not whole.raw:
-    raise whole.error(f"names no keys; write {kind}: {{key: ...}}")
-  settings = [Setting(key, raw, _place(sweep, kind)) for key, raw in whole.raw.items()]
-  for setting in settings:
-    find_key(setting)
-  return settings
+    raise whole.error(f"has no keys; write {kind}: {{key: ...}}")
+  source_of_keys = source.replace("sweep", f"sweep.{kind}", 1)
+  keys = [Setting(key, raw, source_of_keys) for key, raw in whole.raw.items()]
+  for key in keys:
+    find_key(key)
+  if kind == "grid":
+    return list(itertools.product(*map(_values, keys)))
+  num_members = Setting("num_members", sweep["num_members"], source)
+  seed = _count(Setting("seed", sweep.get("seed", "0"), source), low=0)
+  draws = zip(*(_draws(key, seed) for key in keys), strict=True)
+  return _distinct(draws, num_members)
 
 
-def _count(sweep: FrozenMapping, word: str, low: int) -> int:
-  setting = Setting(word, sweep.get(word, "0"), _place(sweep))
+def _count(setting: Setting, low: int) -> int:
   number = int(setting.raw) if isinstance(setting.raw, str) and setting.raw.isdecimal() else -1
   if number < low:
-    raise setting.error(f"is no whole number from {low}; write {word}: 16")
+    raise setting.error(f"is not a whole number from {low}; write {setting.name}: 16")
   return number
 
 
-def _listed(setting: Setting) -> list[Setting]:
-  """One setting for each value in the list that `setting` has for its key."""
+def _values(setting: Setting) -> list[Setting]:
+  """One setting per value of a key's list."""
   if not isinstance(setting.raw, tuple) or not setting.raw:
-    raise setting.error(f"is no list of values; write {setting.name}: [value, value]")
+    raise setting.error(f"is not a list of values; write {setting.name}: [value, value]")
   return [Setting(setting.name, value, setting.source) for value in setting.raw]
 
 
-def _distinct(draws: Iterator[Point], sweep: FrozenMapping) -> list[Point]:
-  """The first num_members points that differ."""
-  num_members = _count(sweep, "num_members", low=1)
+def _distinct(draws: Iterator[Point], num_members: Setting) -> list[Point]:
+  """The first `num_members` distinct points."""
+  count = _count(num_members, low=1)
   points: dict[Point, None] = {}
-  for point in itertools.islice(draws, _PATIENCE * num_members):
+  for point in itertools.islice(draws, _MAX_DRAWS * count):
     points[point] = None
-    if len(points) == num_members:
+    if len(points) == count:
       return list(points)
-  whole = Setting("num_members", str(num_members), _place(sweep))
-  raise whole.error(f"is more than the rules can tell apart; write num_members: {len(points)}")
+  raise num_members.error(f"is more than the distinct points; write num_members: {len(points)}")
 
 
 def _draws(setting: Setting, seed: int) -> Iterator[Setting]:
-  """Endless draws by the rule that `setting` has for its key."""
+  """Endless draws by a key's rule."""
   draw = _rule(setting)
-  dice = random.Random(f"{seed} {setting.name}")
+  generator = random.Random(f"{seed} {setting.name}")
   while True:
-    yield Setting(setting.name, draw(dice.random()), setting.source)
+    yield Setting(setting.name, draw(generator.random()), setting.source)
 
 
 def _rule(setting: Setting) -> Callable[[float], Raw]:
-  """From a uniform number in [0, 1) to what is written for the key."""
+  """A function from a uniform number in [0, 1) to a raw value of the key."""
   name, raw = "", setting.raw
   if isinstance(setting.raw, FrozenMapping) and len(setting.raw) == 1:
     [(name, raw)] = setting.raw.items()
   if name not in ("log_uniform", "uniform", "choice"):
-    raise setting.error(f"is no rule; write {setting.name}: {_RULES}")
-  values = _listed(Setting(setting.name, raw, setting.source))
+    raise setting.error(f"is not a rule; write {setting.name}: {_RULES}")
+  values = _values(Setting(setting.name, raw, setting.source))
   if name == "choice":
     return lambda share: values[int(share * len(values))].raw
-  if find_key(setting).type not in (int, float):
-    raise setting.error(f"draws numbers; write {setting.name}: {{choice: [values]}}")
+  kind = find_key(setting).type
+  if kind not in (int, float):
+    raise setting.error(f"is not a number; write {setting.name}: {{choice: [values]}}")
   bounds = [parse(value) for value in values]
   if len(bounds) != 2 or bounds[0] >= bounds[1]:
     raise setting.error(f"needs a low and a higher bound; write {{{name}: [low, high]}}")
   if name == "log_uniform" and bounds[0] <= 0:
     raise setting.error("has no logarithm at its low end; write a bound above 0, or uniform")
-  return _between(bounds[0], bounds[1], KEYS[setting.name].type, logarithmic=name == "log_uniform")
+  return _between(bounds[0], bounds[1], kind, logarithmic=name == "log_uniform")
 
 
 def _between(low: Any, high: Any, kind: type, *, logarithmic: bool) -> Callable[[float], str]:
-  """Draws between two bounds, as text: whole numbers, or 4 significant digits."""
+  """Draw text between two bounds: whole numbers, or 4 significant digits."""
   if logarithmic:
     number = lambda share: low * math.pow(high / low, share)
   elif kind is int:
-    number = lambda share: low - 0.5 + share * (high - low + 1)  # the bounds as often as others
+    number = lambda share: low - 0.5 + share * (high - low + 1)  # all integers equally often
   else:
     number = lambda share: low + share * (high - low)
-  digits = round if kind is int else lambda exact: float(f"{exact:.4g}")
-  return lambda share: str(min(max(digits(number(share)), low), high))
+  rounded = round if kind is int else lambda exact: float(f"{exact:.4g}")
+  return lambda share: str(min(max(rounded(number(share)), low), high))

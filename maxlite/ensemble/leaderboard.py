@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from maxlite.config.values import show
+from maxlite.config.raw_values import show
 
 NO_VALUE = "-"
 MAX_OVERRIDES_WIDTH = 60  # [characters]

@@ -25,8 +25,8 @@ from maxlite.config import (
   save_resolved,
 )
 from maxlite.config.errors import UserError
+from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
-from maxlite.config.values import show
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import streams_from_hf, write_weights

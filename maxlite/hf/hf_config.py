@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, ModelConfig, TilesConfig, flatten
-from maxlite.config.values import Setting, parse, show
+from maxlite.config.values import Setting, parse
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import Family
 from maxlite.hf.hf_folder import CONFIG, listed, read_config, read_tensors

@@ -18,8 +18,8 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index
 from maxlite.checkpoint.parameters import StoredParameters
 from maxlite.config import Config, load_config
 from maxlite.config.errors import UserError
+from maxlite.config.raw_values import show
 from maxlite.config.schema import flatten
-from maxlite.config.values import show
 from maxlite.hf.hf_config import EXECUTION
 
 # decoder_block of the dense model: that of the mixture, and its router.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from maxlite.config import Config
 from maxlite.config.errors import UserError
 from maxlite.config.phases import DATA_KEYS, PhaseConfig, UntilConfig, phases_of, warmup_of
+from maxlite.config.raw_values import show
 from maxlite.config.schema import flatten
-from maxlite.config.values import show
 from maxlite.metrics.phase_flops import phase_flops
 from maxlite.metrics.plots.timeline import PhaseSpan, spans_of_rows
 from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps

@@ -14,8 +14,8 @@ from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, describe_changes, exit_on_user_error, save_resolved
 from maxlite.config.errors import UserError
+from maxlite.config.raw_values import show
 from maxlite.config.schema import flatten
-from maxlite.config.values import show
 from maxlite.data.loader import DataLoader, PhaseStreams, TrainStream
 from maxlite.distributed.initialize import barrier, describe_process, process_0_first
 from maxlite.distributed.object_collectives import all_gather_object

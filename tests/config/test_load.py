@@ -1,4 +1,4 @@
-"""A command line becomes a config: what counts most, how values are written, where presets lie."""
+"""Loading a config: precedence of sources, syntax of values, presets."""
 
 import itertools
 
@@ -7,41 +7,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config import files, load_config
+from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, Config, flatten
-from maxlite.config.values import Setting, domain, parse, show
+from maxlite.config.values import Setting, domain, parse
 
 TEXT = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs", "Cc")))
 
 
 @pytest.fixture
 def presets(tmp_path, monkeypatch):
-  """A folder of presets in place of the shipped ones; holds `small`."""
+  """A folder with the preset `small`, in place of the shipped presets."""
   (tmp_path / "models").mkdir()
   (tmp_path / "models" / "small.yml").write_text("steps: 30\n")
   monkeypatch.setattr(files, "CONFIGS", tmp_path)
   return tmp_path / "models"
 
 
-def test_no_words_give_the_defaults():
+def test_no_arguments_give_the_defaults():
   assert load_config([]) == Config()
 
 
 @pytest.mark.parametrize("kept", list(itertools.product([False, True], repeat=5)))
-def test_the_highest_layer_that_speaks_wins(kept, tmp_path, presets):
+def test_precedence_of_sources(kept, tmp_path, presets):
   base, own = tmp_path / "base.yml", tmp_path / "own.yml"
   base.write_text("steps: 10\n" if kept[0] else "")
   own.write_text("base_config: base.yml\n" + ("steps: 20\n" if kept[1] else ""))
-  words = [
+  argv = [
     *(["--steps=50"] if kept[4] else []),
     *(["steps=40"] if kept[3] else []),
     str(own),
     *(["model_name=small"] if kept[2] else []),
   ]
-  said = [steps for steps, layer in zip((10, 20, 30, 40, 50), kept, strict=True) if layer]
-  assert load_config(words).run.steps == (said[-1] if said else DEFAULTS["steps"])
+  given = [steps for steps, layer in zip((10, 20, 30, 40, 50), kept, strict=True) if layer]
+  assert load_config(argv).run.steps == (given[-1] if given else DEFAULTS["steps"])
 
 
-def test_files_count_from_left_to_right_and_above_every_base(tmp_path):
+def test_later_files_override_earlier_ones_and_all_bases(tmp_path):
   for name, text in {
     "deep.yml": "steps: 1\nlog_period: 1\neval_period: 1\n",
     "base.yml": "base_config: deep.yml\nsteps: 2\nlog_period: 2\n",
@@ -54,7 +55,7 @@ def test_files_count_from_left_to_right_and_above_every_base(tmp_path):
   assert config.model.head_dim == 8
 
 
-def test_a_base_is_found_relative_to_its_file(tmp_path, monkeypatch):
+def test_base_config_is_relative_to_its_file(tmp_path, monkeypatch):
   (tmp_path / "deep").mkdir()
   (tmp_path / "base.yml").write_text("steps: 7\n")
   (tmp_path / "deep" / "own.yml").write_text("base_config: ../base.yml\n")
@@ -62,28 +63,28 @@ def test_a_base_is_found_relative_to_its_file(tmp_path, monkeypatch):
   assert load_config(["own.yml"]).run.steps == 7
 
 
-@pytest.mark.parametrize("word", ["model_name=small", "--model_name=small", "own.yml"])
-def test_a_preset_is_named_from_anywhere(word, presets, tmp_path, monkeypatch):
+@pytest.mark.parametrize("argument", ["model_name=small", "--model_name=small", "own.yml"])
+def test_model_name_works_in_every_source(argument, presets, tmp_path, monkeypatch):
   (tmp_path / "own.yml").write_text("model_name: small\nsteps: 9\n")
   monkeypatch.chdir(tmp_path)
-  assert load_config([word]).run.steps == 30
+  assert load_config([argument]).run.steps == 30
 
 
-def test_the_preset_is_the_one_named_last(presets, tmp_path):
+def test_last_model_name_wins(presets, tmp_path):
   (presets / "large.yml").write_text("steps: 99\n")
   (tmp_path / "own.yml").write_text("model_name: small\n")
   assert load_config(["model_name=large", str(tmp_path / "own.yml")]).run.steps == 99
   assert load_config(["model_name=", str(tmp_path / "own.yml")]).run.steps == 300
 
 
-def test_defaults_of_a_run_are_not_overruled_by_its_own_preset(presets):
+def test_saved_model_name_does_not_apply_its_preset_again(presets):
   values = flatten(load_config(["model_name=small", "steps=5"]))
   assert load_config(["log_period=2"], defaults=values).run.steps == 5
 
 
-def test_missing_data_matters_only_where_data_is_read():
-  words = ["dataset_path=nowhere.txt"]
-  assert load_config(words, needs_data=False).data.dataset_path == ("nowhere.txt",)
+def test_missing_data_matters_only_if_data_is_read():
+  argv = ["dataset_path=nowhere.txt"]
+  assert load_config(argv, needs_data=False).data.dataset_path == ("nowhere.txt",)
 
 
 @pytest.mark.parametrize(
@@ -105,33 +106,33 @@ def test_missing_data_matters_only_where_data_is_read():
     ),
   ],
 )
-def test_a_yaml_value_means_what_is_written(written, value, tmp_path):
+def test_yaml_values_are_parsed_by_the_type_of_the_key(written, value, tmp_path):
   (tmp_path / "own.yml").write_text(written)
   found = flatten(load_config([str(tmp_path / "own.yml")]))[written.split(":")[0]]
   assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize("word", ["{}=false", "--{}=False", "--no{}"])
-def test_a_boolean_is_switched_off_in_every_form(word):
-  assert not load_config([word.format("scan_layers")]).model.scan_layers
+@pytest.mark.parametrize("argument", ["{}=false", "--{}=False", "--no{}"])
+def test_every_form_of_false(argument):
+  assert not load_config([argument.format("scan_layers")]).model.scan_layers
 
 
-def test_a_flag_may_stand_apart_from_its_value():
+def test_flag_and_value_as_two_arguments():
   assert load_config(["--learning_rate_schedule_steps", "-1", "--steps", "4"]).run.steps == 4
 
 
 @pytest.mark.parametrize("text", ["a,b", "[a, b]", '["a", b]', "a, b"])
-def test_a_list_is_written_with_or_without_brackets(text):
+def test_lists_with_and_without_brackets(text):
   assert parse(Setting("dataset_path", text, "command line")) == ("a", "b")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(text=TEXT)
-def test_text_arrives_as_it_is_typed(text):
+def test_text_is_kept_verbatim(text):
   assert load_config([f"prompt={text}"]).generate.prompt == text
 
 
-def test_every_default_is_within_its_own_rules():
+def test_defaults_are_valid():
   for key in KEYS.values():
     if key.type is not str:
       assert parse(Setting(key.name, show(key.default), "default")) == key.default
@@ -140,9 +141,9 @@ def test_every_default_is_within_its_own_rules():
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("file", sorted(files.CONFIGS.rglob("*.yml")), ids=lambda path: path.stem)
-def test_a_shipped_file_loads(file):
+def test_shipped_files_load(file):
   preset = file.parent.name == "models"
-  words = [f"model_name={file.stem}" if preset else str(file)]
-  if file.parent.name == "chat":  # the imported run that it tunes may come with its own
-    words.append(f"chat_template_path={file.with_name('plain.jinja')}")
-  assert load_config(words, needs_data=False)
+  argv = [f"model_name={file.stem}" if preset else str(file)]
+  if file.parent.name == "chat":  # an imported run may have its own template
+    argv.append(f"chat_template_path={file.with_name('plain.jinja')}")
+  assert load_config(argv, needs_data=False)

@@ -1,4 +1,4 @@
-"""Every mistake ends in one line that names its source, the key and what to write instead."""
+"""Every user error is one line with its source, the key and the fix."""
 
 import resource
 import subprocess
@@ -10,7 +10,7 @@ from maxlite.config import UserError, exit_on_user_error, main_config
 from maxlite.config.schema import KEYS
 
 GROUPED = "router=group_limited_greedy"
-# What is typed -> what the line must say: its source, the key with its value, and the fix.
+# Arguments -> what the line must contain: the source, the key with its value, the fix.
 MISTAKES = {
   ("ici_fsdp_paralelism=2",): ("command line", "ici_fsdp_paralelism=2", "ici_fsdp_parallelism?"),
   ("--ici_fsdp_paralelism=2",): ("--ici_fsdp_paralelism", "ici_fsdp_parallelism?"),
@@ -32,7 +32,7 @@ MISTAKES = {
   ("scan_layers=1",): ("scan_layers=1", "true or false", "scan_layers=true"),
   ("dtype=float8",): ("dtype=float8", "float32, bfloat16", "float32?"),
   ("remat_saved_names=[query_prj]",): ("remat_saved_names=[query_prj]", "query_proj?"),
-  ("dataset_path=a,,b",): ("dataset_path=a,,b", "a list of texts", "[a, b]"),
+  ("dataset_path=a,,b",): ("dataset_path=a,,b", "a list of text", "[a, b]"),
   ("logical_axis_rules=[embed]",): ("logical_axis_rules=[embed]", "[[embed, [fsdp]]]"),
   ("logical_axis_rules=[[embed, [fsdb]]]",): ("logical_axis_rules=", "fsdb", "fsdp?"),
   ("logical_axis_rules=[[embed, [fsdp, fsdp]]]",): ("logical_axis_rules=", "once"),
@@ -83,8 +83,8 @@ MISTAKES = {
   ("rope_type=linear", "rope_factor=1"): ("rope_factor=1.0", "rope_type=default"),
   ("local_rope_max_timescale=10",): ("decoder_block=mixtral", "local_rope_max_timescale=0"),
   ("decoder_block=deepseek", "sliding_window_size=4"): ("latent", "sliding_window_size=0"),
-  ("decoder_block=gpt_oss", "attention=dot_product"): ("no sinks", "attention=chunked"),
-  ("attn_logits_soft_cap=2", "attention=dot_product"): ("no soft cap", "attention=chunked"),
+  ("decoder_block=gpt_oss", "attention=dot_product"): ("sinks", "attention=chunked"),
+  ("attn_logits_soft_cap=2", "attention=dot_product"): ("soft cap", "attention=chunked"),
   ("mlp_activations=[linear_plus_one]",): ("one activation", "mlp_activations=[silu, linear]"),
   ("rope_type=yarn", "rope_factor=1"): ("rope_factor=1.0", "rope_type=default"),
   ("rope_type=yarn", "rope_max_timescale=1"): ("rope_max_timescale=10000",),
@@ -165,10 +165,12 @@ MISTAKES = {
     "local_checkpoint_period=10",
   ),
   ("local_checkpoint_directory=/dev/shm/x", "checkpoint_period=1"): (
-    "a shared one is written at every step; write local_checkpoint_directory=",
+    "a shared one is saved at every step; write local_checkpoint_directory=",
   ),
   ("local_checkpoint_replication=true",): ("local_checkpoint_directory=/dev/shm/maxlite",),
-  ("local_checkpoint_directory=/dev/shm/x", "members=[{}]"): ("an ensemble has none",),
+  ("local_checkpoint_directory=/dev/shm/x", "members=[{}]"): (
+    "an ensemble has no local checkpoints",
+  ),
   ("members={name: a}",): ("members='{name: a}'", "a list of {key: value}", "[{key: value}]"),
   ("members=[a]",): ("members=[a]", "a list of {key: value}"),
   ("members=[{name: a, name: b}]",): ("members=", "name twice", "remove one"),
@@ -209,7 +211,7 @@ MISTAKES = {
   ("sweep=grid",): ("sweep=grid", "a mapping {key: value}", "sweep={key: value}"),
   ("sweep={gird: {head_dim: [8]}}",): ("sweep: has gird", "{grid: {key: [values]}}"),
   ("sweep={draw: {head_dim: {choice: [8]}}}",): ("sweep: has draw", "num_members: 16"),
-  ("sweep={grid: {}}",): ("sweep: grid={}", "names no keys"),
+  ("sweep={grid: {}}",): ("sweep: grid={}", "has no keys"),
   ("sweep={grid: {steps: [1, 2]}}",): ("sweep.grid: steps=1", "is shared"),
   ("sweep={grid: {stepz: [1, 2]}}",): ("sweep.grid: stepz=[1, 2]", "steps?"),
   ("sweep={grid: {head_dim: 8}}",): ("sweep.grid: head_dim=8", "[value, value]"),
@@ -269,25 +271,25 @@ def _line_of(capsys, argv) -> str:
 
 
 @pytest.mark.parametrize("argv", MISTAKES, ids=" ".join)
-def test_a_wrong_command_line_is_one_line_with_source_key_and_fix(argv, capsys):
+def test_command_line_errors_have_source_key_and_fix(argv, capsys):
   line = _line_of(capsys, argv)
   assert all(part in line for part in MISTAKES[argv]), line
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
-def test_a_wrong_file_is_one_line_with_file_line_key_and_fix(text, capsys, tmp_path):
+def test_file_errors_have_line_key_and_fix(text, capsys, tmp_path):
   file = tmp_path / "bad.yml"
   file.write_text(text)
   line = _line_of(capsys, [str(file)])
   assert all(part in line for part in BAD_FILES[text]), line
 
 
-def test_a_misspelt_file_is_answered_with_its_neighbour(capsys, tmp_path):
+def test_misspelt_file_gets_suggestion(capsys, tmp_path):
   (tmp_path / "tiny.yml").write_text("")
   assert "did you mean tiny.yml?" in _line_of(capsys, [str(tmp_path / "tny.yml")])
 
 
-def test_a_file_that_is_no_text_is_one_line(capsys, tmp_path):
+def test_binary_file_is_an_error(capsys, tmp_path):
   (tmp_path / "bad.yml").write_bytes(b"steps: \xff\x00")
   assert "UTF-8" in _line_of(capsys, [str(tmp_path / "bad.yml")])
 
@@ -296,23 +298,21 @@ MEMBER_MISTAKE = ("members=[{}, {vocab_size: 512}]",)
 
 
 @pytest.mark.parametrize("argv", [*list(MISTAKES)[:4], MEMBER_MISTAKE], ids=" ".join)
-def test_the_program_exits_with_2_within_a_second_and_without_jax(argv):
+def test_program_exits_with_2_within_a_second_without_jax(argv):
   command = [sys.executable, "-X", "importtime", "-m", "maxlite.train", *argv]
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
-  said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+  messages = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
   modules = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
   assert done.returncode == 2
-  assert len(said) == 1
-  assert all(part in said[0] for part in MISTAKES[argv])
+  assert len(messages) == 1
+  assert all(part in messages[0] for part in MISTAKES[argv])
   assert modules.isdisjoint({"jax", "flax", "numpy"})
-  assert (
-    after.ru_utime - before.ru_utime < 1
-  )  # [seconds] of processor time: the machine may be busy
+  assert after.ru_utime - before.ru_utime < 1  # [s] of CPU time: the machine may be busy
 
 
-def test_help_lists_every_key_and_exits_with_0(capsys):
+def test_help_lists_every_key(capsys):
   with pytest.raises(SystemExit) as stop:
     main_config(["--help"], "maxlite.train")
   out, err = capsys.readouterr()
@@ -327,7 +327,7 @@ def test_other_exceptions_propagate():
     int("bug")
 
 
-def test_a_user_error_is_one_line_and_exit_code_2(capsys):
+def test_user_error_is_one_line_and_exit_code_2(capsys):
   with pytest.raises(SystemExit) as stop, exit_on_user_error("maxlite.train"):
     raise UserError("steps=0 is below 1;\n  write steps=1")
   assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""Phases as they are written, and what is wrong with those that do not work."""
+"""Parsing of phases, and the errors of wrong ones."""
 
 import dataclasses
 
@@ -26,19 +26,19 @@ SMALL = "{name: small, train: x, steps: 1, per_device_batch_size: 2}"
   ("eval_keys", "fraction"),
   [({}, 0.05), ({"eval_split": "tail"}, 0.0), ({"eval_dataset_path": "held.txt"}, 0.0)],
 )
-def test_a_phase_has_data_of_its_own_and_else_the_run_s(eval_keys, fraction):
+def test_phase_data_overrides_the_data_of_the_run(eval_keys, fraction):
   cfg = load(f"{FIT}, {CHAT}, {SMALL}", eval_fraction=0.05, **eval_keys)
   fit, chat, small = (phase.data for phase in phases_of(cfg))
   assert fit == cfg.data
   assert (chat.dataset_type, chat.dataset_path) == ("jsonl", ("a.jsonl", "b.jsonl"))
-  # Nobody evaluates on it, but what the run holds out by content stays held out.
+  # Not evaluated, but documents that the run holds out by content stay held out.
   assert (chat.eval_fraction, chat.eval_dataset_path) == (fraction, ())
   assert small == dataclasses.replace(cfg.data, per_device_batch_size=2.0)
   sized = load(f"{FIT}, {SMALL}", global_batch_size=24)
   assert [phase.data.global_batch_size for phase in phases_of(sized)] == [24, 0]
 
 
-def test_what_a_phase_reads_may_move(tmp_path):
+def test_data_of_a_phase_may_change(tmp_path):
   moved = CHAT.replace("a.jsonl", "c.jsonl")
   longer = CHAT.replace("steps: 1", "steps: 2")
   before, other, no_more = (load(phase).phasing.phases for phase in (CHAT, moved, longer))
@@ -46,7 +46,7 @@ def test_what_a_phase_reads_may_move(tmp_path):
   assert without_data(before) == without_data(other) != without_data(no_more)
 
 
-def test_a_phase_has_its_own_keys_and_else_the_run_s():
+def test_phase_keys_override_those_of_the_run():
   turn = "{name: turn, train: x, steps: 1, optimizer: muon}"
   cfg = load(f"{FIT}, {TUNE}, {turn}", initial_phases="{fit: 7}", opt_type="lion")
   fit, tune, turn = phases_of(cfg)
@@ -62,23 +62,27 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
 @pytest.mark.parametrize(
   ("phases", "keys", "says"),
   [
-    ("{name: a, train: [x], steps: 0}", {}, "steps=0 is no number of steps from 1"),
-    ("{name: a, train: ['(x'], steps: 1}", {}, "'(x', which is no regex: missing )"),
-    ("{name: a, train: [x]}", {}, "needs steps or until"),
+    ("{name: a, train: [x], steps: 0}", {}, "steps=0 is not a number of steps from 1"),
+    ("{name: a, train: ['(x'], steps: 1}", {}, "'(x', which is not a regex: missing )"),
+    ("{name: a, train: [x]}", {}, "needs either steps or until"),
     ("{train: [x], steps: 1}", {}, "has no name; write name: fit"),
     ("{name: a, steps: 1}", {}, "has no train"),
-    ("{name: a, train: [], steps: 1}", {}, "is no list of regexes"),
+    ("{name: a, train: [], steps: 1}", {}, "is not a list of regexes"),
     ("{name: a, train: [x], steps: 1, lerning_rate: 1}", {}, "did you mean learning_rate?"),
     ("{name: a, train: [x], steps: 1, opt_type: lion}", {}, "did you mean optimizer?"),
     ("{name: a, train: [x], steps: 1, optimizer: lino}", {}, "did you mean lion?"),
     ("{name: a, train: [x], steps: 1, learning_rate: fast}", {}, "is not a finite number"),
     ("{name: a, train: [x], steps: 1, loss: next_tokn}", {}, "did you mean next_token?"),
-    (f"{FIT}, {FIT}", {}, "name=fit is also that of phases[0]"),
+    (f"{FIT}, {FIT}", {}, "name=fit is also the name of phases[0]"),
     (FIT, {"initial_phases": "{fti: 3}"}, "did you mean fit?"),
-    (FIT, {"initial_phases": "{fit: 0}"}, "fit=0 is no number of steps from 1"),
+    (FIT, {"initial_phases": "{fit: 0}"}, "fit=0 is not a number of steps from 1"),
     ("", {"initial_phases": "{fit: 3}"}, "there are no phases"),
-    ("{name: a, train: [x], until: {metric: loss}}", {}, "is no whole condition"),
-    ("{name: a, train: [x], until: {metric: loss, max_steps: 2, below: low}}", {}, "is no number"),
+    ("{name: a, train: [x], until: {metric: loss}}", {}, "is not a complete condition"),
+    (
+      "{name: a, train: [x], until: {metric: loss, max_steps: 2, below: low}}",
+      {},
+      "is not a number",
+    ),
     (DRAFT, {}, "is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3"),
     (FIT, {"num_draft_heads": 2}, "no phase trains them; write phases with loss: match_head"),
     (DRAFT, {"num_draft_heads": 9, "max_target_length": 8}, "write num_draft_heads=3"),
@@ -102,22 +106,22 @@ def test_a_phase_has_its_own_keys_and_else_the_run_s():
     (
       "{name: a, train: x, steps: 1, tokenizer_type: huggingface}",
       {},
-      "is no key of a phase; it is the whole run's: write it once, outside of phases",
+      "applies to the whole run; write it once, outside of phases",
     ),
     (
       f"{FIT}, {SMALL}",
       {"phase_strategy": "switch"},
-      "one program takes batches of one size, and phase fit has 8; write phase_strategy=",
+      "one program needs batches of one size, and phase fit has 8; write phase_strategy=",
     ),
     (
       f"{FIT}, {SMALL}",
       {"members": "[{learning_rate: 1}]"},
-      "members[0]: phase small reads data of its own, but all members read the same batches",
+      "members[0]: phase small has its own data, but all members read the same batches",
     ),
     (
       FIT,
       {"members": "[{phases: [{name: a, train: x, steps: 0}]}]"},
-      "steps=0 is no number of steps from 1",
+      "steps=0 is not a number of steps from 1",
     ),
   ],
 )
@@ -129,7 +133,7 @@ def test_mistakes(phases, keys, says):
   assert "\n" not in message
 
 
-def test_the_files_of_a_phase_must_exist_where_data_is_read(tmp_path):
+def test_data_files_of_a_phase_must_exist(tmp_path):
   with pytest.raises(UserError, match=r"phases\[0\]: dataset_path=.* a.jsonl matches no file"):
     load_config([f"phases=[{CHAT}]"])
   files = [tmp_path / name for name in "ab"]

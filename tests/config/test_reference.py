@@ -1,4 +1,4 @@
-"""docs/config.md says what the schema says."""
+"""docs/config.md is generated from the schema."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_reference_of_keys_is_fresh():
+def test_config_reference_is_up_to_date():
   command = [sys.executable, "tools/inspect/config_reference.py", "--check"]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-  assert done.returncode == 0, done.stdout + done.stderr
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""The resolved config of a run survives the disk and can be compared."""
+"""Save, read and compare resolved configs."""
 
 import math
 
@@ -16,10 +16,10 @@ from maxlite.config import (
   read_saved,
   save_resolved,
 )
-from maxlite.config.frozen_mapping import FrozenMapping
 from maxlite.config.members import members_of
+from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.schema import DEFAULTS, KEYS, MESH_AXES, AxisRules, Key, build, flatten
-from maxlite.config.values import Setting, parse, show
+from maxlite.config.values import Setting, parse
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 RAWS = st.recursive(
@@ -64,7 +64,7 @@ CONFIGS = st.fixed_dictionaries({key.name: _values(key) for key in KEYS.values()
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(config=CONFIGS)
-def test_what_is_saved_is_read_back_exactly(config, tmp_path_factory):
+def test_saved_config_is_read_back_exactly(config, tmp_path_factory):
   path = tmp_path_factory.mktemp("run") / "config.yml"
   save_resolved(config, path)
   assert build(Config, read_saved(path)) == config
@@ -75,7 +75,7 @@ def test_what_is_saved_is_read_back_exactly(config, tmp_path_factory):
 @example(text="\x85")
 @example(text="null")
 @example(text="3e-4\n")
-def test_any_text_is_read_back_exactly(text, tmp_path_factory):
+def test_text_is_read_back_exactly(text, tmp_path_factory):
   path = tmp_path_factory.mktemp("run") / "config.yml"
   save_resolved(load_config([f"prompt={text}"]), path)
   assert read_saved(path)["prompt"] == text
@@ -84,18 +84,18 @@ def test_any_text_is_read_back_exactly(text, tmp_path_factory):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(tables=st.lists(TABLES, max_size=3).map(tuple))
 @example(tables=(FrozenMapping([("a", "null"), ("b", "~"), ("c", "3e-4, 1"), ("d", "#")]),))
-def test_mappings_are_read_back_as_they_are_shown(tables):
+def test_shown_mappings_parse_to_themselves(tables):
   assert parse(Setting("members", show(tables), "command line")) == tables
 
 
-def test_a_mapping_is_equal_by_what_it_says_and_in_which_order():
+def test_mappings_are_equal_by_entries_and_order():
   table = FrozenMapping([("a", "1"), ("b", "2")], source="a.yml:1")
   same, swapped = FrozenMapping([("a", "1"), ("b", "2")]), FrozenMapping([("b", "2"), ("a", "1")])
   assert (table, hash(table)) == (same, hash(same))
   assert table != swapped
 
 
-def test_a_saved_ensemble_and_a_saved_member_load_as_they_were(tmp_path):
+def test_saved_ensemble_and_members_load_unchanged(tmp_path):
   members = "members=[{model_name: mixtral-8x7b, head_dim: 16}, {learning_rate: 1e-3}]"
   config = load_config([members, "sweep={grid: {init_weights_seed: [1, 2]}}"])
   for saved in (config, *(member.config for member in members_of(config))):
@@ -103,7 +103,7 @@ def test_a_saved_ensemble_and_a_saved_member_load_as_they_were(tmp_path):
     assert load_config([str(tmp_path / "config.yml")]) == saved
 
 
-def test_the_file_is_plain_yaml_of_every_key_in_order(tmp_path):
+def test_saved_file_is_yaml_of_every_key_in_order(tmp_path):
   save_resolved(load_config(["steps=7"]), tmp_path / "run" / "config.yml")
   text = (tmp_path / "run" / "config.yml").read_text()
   assert list(yaml.safe_load(text)) == list(KEYS)
@@ -111,13 +111,13 @@ def test_the_file_is_plain_yaml_of_every_key_in_order(tmp_path):
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yml"]
 
 
-def test_a_saved_file_loads_as_a_config_file(tmp_path):
+def test_saved_file_loads_as_a_config_file(tmp_path):
   config = load_config(["steps=7", "remat_policy=custom", "remat_saved_names=mlpwi,mlpwo"])
   save_resolved(config, tmp_path / "config.yml")
   assert load_config([str(tmp_path / "config.yml")]) == config
 
 
-def test_a_key_the_file_lacks_has_its_default(tmp_path):
+def test_missing_keys_have_their_defaults(tmp_path):
   (tmp_path / "config.yml").write_text("steps: 7\n")
   assert read_saved(tmp_path / "config.yml") == DEFAULTS | {"steps": 7}
 
@@ -131,14 +131,14 @@ def test_old_names_of_renamed_keys_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "stepz: 7\n", "steps: seven\n"])
-def test_a_damaged_file_is_a_config_error(text, tmp_path):
+def test_damaged_file_is_a_user_error(text, tmp_path):
   if text is not None:
     (tmp_path / "config.yml").write_text(text)
   with pytest.raises(UserError, match=r"config\.yml"):
     read_saved(tmp_path / "config.yml")
 
 
-def test_differences_are_those_of_the_values():
+def test_differences_and_describe_changes():
   config = load_config(["steps=7", "head_dim=16"])
   expected = {"steps": (300, 7), "head_dim": (32, 16)}
   assert differences(DEFAULTS, flatten(config)) == expected

@@ -1,4 +1,4 @@
-"""Writes docs/config.md, the reference of every key, from the schema; --check only compares.
+"""Generate docs/config.md, the reference of all keys, from the schema; --check only compares.
 
 python tools/inspect/config_reference.py [--check]
 """
@@ -7,36 +7,35 @@ import itertools
 import sys
 from pathlib import Path
 
+from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, Key
-from maxlite.config.values import domain, show
+from maxlite.config.values import domain
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 COMMAND = "python tools/inspect/config_reference.py"
 INTRODUCTION = f"""\
-# Every key
+# Configuration reference
 
-Made from `maxlite/config/schema` by `{COMMAND}`; do not edit.
+Generated from `maxlite/config/schema` by `{COMMAND}`; do not edit.
 
 Keys are flat. Write `key: value` in a YAML file, `key=value` or `--key=value` on the command line
-(`--key` and `--nokey` where the value is true or false). What counts, the later the more: the
-defaults below, the `base_config` of the YAML files, the files from left to right, the preset that
-`model_name` names, `key=value`, `--key=value`. A run keeps the keys marked * for life, because its
-weights depend on them. A mapping is written on the command line as in YAML, in quotes:
+(`--key` and `--nokey` for true and false). Later sources override earlier ones: the defaults below,
+the `base_config` chain of each YAML file, the YAML files from left to right, the preset that
+`model_name` selects, `key=value`, `--key=value`. Keys marked * are fixed for the lifetime of a run
+folder, because its weights depend on them. Mappings use YAML syntax on the command line, in quotes:
 `'members=[{{learning_rate: 1e-3}}, {{base_emb_dim: 64}}]'`.
 """
 
 
 def reference() -> str:
-  """The page as Markdown: one table per section of the schema."""
+  """The page in Markdown, one table per section of the schema."""
   sections = itertools.groupby(KEYS.values(), lambda key: key.section)
   return INTRODUCTION + "".join(_table(section, list(keys)) for section, keys in sections)
 
 
 def _table(section: type, keys: list[Key]) -> str:
   head = f"\n## {section.__name__.removesuffix('Config')}\n\n{section.__doc__}\n\n"
-  return (
-    head + "| key | value | default | meaning |\n|---|---|---|---|\n" + "".join(map(_row, keys))
-  )
+  return head + "| key | value | default | doc |\n|---|---|---|---|\n" + "".join(map(_row, keys))
 
 
 def _row(key: Key) -> str:
@@ -45,13 +44,12 @@ def _row(key: Key) -> str:
   return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def main(arguments: list[str]) -> int:
-  """The exit code: 1 where --check finds the page stale."""
-  if arguments == ["--check"]:
-    fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == reference()
-    print(f"{PAGE.name} is fresh" if fresh else f"{PAGE.name} is stale; run {COMMAND}")
-    return 0 if fresh else 1
-  PAGE.parent.mkdir(exist_ok=True)
+def main(argv: list[str]) -> int:
+  """Returns the exit code: 1 if --check finds the page out of date."""
+  if argv == ["--check"]:
+    is_current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == reference()
+    print(f"{PAGE.name} is {'up to date' if is_current else f'out of date; run {COMMAND}'}")
+    return 0 if is_current else 1
   PAGE.write_text(reference(), encoding="utf-8")
   return 0
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from maxlite.config.config_field import field
-from maxlite.config.frozen_mapping import FrozenMapping
+from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import ENSEMBLE_STRATEGIES, with_auto
 
 

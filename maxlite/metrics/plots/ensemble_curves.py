@@ -18,7 +18,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from maxlite.config.values import show
+from maxlite.config.raw_values import show
 from maxlite.metrics.plots.figure import GRAY, curve_of, new_figure, save_figure, style_axes
 
 CROWD = 12  # with more members, lines are thinner

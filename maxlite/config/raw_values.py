@@ -1,0 +1,98 @@
+"""Values as the user wrote them, before they have a type: strings, lists and mappings."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from maxlite.config.errors import UserError
+
+
+class FrozenMapping(Mapping[str, "Raw"]):
+  """A hashable mapping that keeps its order; equal if entries and order are equal."""
+
+  __slots__ = ("_entries", "source")
+
+  def __init__(self, entries: Iterable[tuple[str, "Raw"]] = (), source: str = "") -> None:
+    self._entries = dict(entries)
+    self.source = source  # `FILE:LINE`; empty if not from a file
+
+  def __getitem__(self, key: str) -> "Raw":
+    return self._entries[key]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._entries)
+
+  def __len__(self) -> int:
+    return len(self._entries)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, FrozenMapping) and [*self.items()] == [*other.items()]
+
+  def __hash__(self) -> int:
+    return hash(tuple(self.items()))
+
+  def __repr__(self) -> str:
+    return f"FrozenMapping({[*self.items()]!r})"
+
+
+Raw = str | tuple["Raw", ...] | FrozenMapping
+_UNQUOTED = re.compile(r"-?[\w./][\w./+*-]*")  # text that needs no quotes within [] and {}
+
+
+class YamlValueError(UserError):
+  """YAML without one clear value; the message continues a line that begins with the key."""
+
+
+def from_yaml(node: yaml.Node | None, file: str = "") -> Raw:
+  """Convert a YAML node, keeping its scalars as they are written.
+
+  Args:
+    file: the file of the node, for the `source` of mappings; empty: none.
+
+  Raises:
+    YamlValueError: a scalar is null, or a mapping has a duplicate key or one that is not text.
+  """
+  if isinstance(node, yaml.SequenceNode):
+    return tuple(from_yaml(child, file) for child in node.value)
+  if isinstance(node, yaml.MappingNode):
+    return _mapping_from_yaml(node, file)
+  if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null":
+    raise YamlValueError("has no value; write one, or remove the line to keep the default")
+  return str(node.value)
+
+
+def _mapping_from_yaml(node: yaml.MappingNode, file: str) -> FrozenMapping:
+  entries: dict[str, Raw] = {}
+  for key_node, value_node in node.value:
+    key = from_yaml(key_node)
+    if not isinstance(key, str):
+      raise YamlValueError(f"has {show(key)} for a key; write `key: value`")
+    if key in entries:
+      raise YamlValueError(f"has {key} twice in one mapping; remove one of the two")
+    try:
+      entries[key] = from_yaml(value_node, file)
+    except YamlValueError as error:
+      raise YamlValueError(f"has a mapping whose {key} {error}") from None
+  return FrozenMapping(entries.items(), f"{file}:{node.start_mark.line + 1}" if file else "")
+
+
+def show(value: Any) -> str:
+  """Format a value, typed or raw, as in YAML and on the command line."""
+  if isinstance(value, bool):
+    return str(value).lower()
+  if isinstance(value, tuple):
+    return f"[{', '.join(map(_show_element, value))}]"
+  if isinstance(value, FrozenMapping):
+    entries = (f"{_show_element(key)}: {_show_element(part)}" for key, part in value.items())
+    return "{" + ", ".join(entries) + "}"
+  text = str(value)
+  return text if text.isprintable() and text and " " not in text else repr(text)
+
+
+def _show_element(value: Any) -> str:
+  """`show` within a list or mapping, where YAML needs quotes around some text."""
+  if not isinstance(value, str) or (_UNQUOTED.fullmatch(value) and value.lower() != "null"):
+    return show(value)
+  return str(yaml.safe_dump(value, default_style='"', width=float("inf"))).rstrip("\n")
