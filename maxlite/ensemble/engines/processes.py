@@ -24,7 +24,7 @@ import jax
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
-from maxlite.ensemble.engines.step_cost import StepCost, sum_costs, tree_bytes
+from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 from maxlite.ensemble.worker_pool import assign_workers
 from maxlite.ensemble.worker_process import WorkerCommand, describe_exit, start
@@ -84,17 +84,7 @@ class ProcessEngine(Engine):
     return [worker.process_id for worker in self._workers]
 
   def step_cost(self) -> StepCost:
-    """Each worker counts as a device."""
-    costs = self.request.costs
-    by_worker = [sum_costs([costs[z] for z in part]) for part in self._parts]
-    return StepCost(
-      max(by_worker),
-      total=sum_costs(by_worker),
-      num_devices=len(self._parts),
-      num_programs=len(self.programs),
-      operations_compiled=sum(cost.operations for cost in costs),
-      state_bytes=max(sum(tree_bytes(self.abstract[z]) for z in part) for part in self._parts),
-    )
+    return separate_programs_cost(self.request.costs, self.abstract, self._parts)
 
   def init(self) -> RemoteState:
     """Starts the workers."""

@@ -45,6 +45,27 @@ class StepCost:
   state_bytes: float  # on the fullest device
 
 
+def separate_programs_cost(
+  costs: Sequence[ProgramCost], states: Sequence[Any], parts: Sequence[Sequence[int]], size: int = 1
+) -> StepCost:
+  """The cost of a program per member, on separate parts of the devices.
+
+  Args:
+    costs, states: by member.
+    parts: the members on each part.
+    size: number of devices in a part.
+  """
+  by_part = [sum((costs[z] for z in part), ProgramCost()).per_device(size) for part in parts]
+  return StepCost(
+    max(by_part),
+    total=sum(by_part, ProgramCost()).times(size),
+    num_devices=len(parts) * size,
+    num_programs=len(costs),
+    operations_compiled=sum(cost.operations for cost in costs),
+    state_bytes=max(sum(tree_bytes(states[z]) for z in part) for part in parts) / size,
+  )
+
+
 def tree_bytes(tree: Any) -> float:
   return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
 
@@ -60,7 +81,7 @@ def program_cost(program: ClosedJaxpr | Any) -> ProgramCost:
     if name == "cond":
       total += max(program_cost(branch) for branch in eqn.params["branches"])
     elif name in SUBJAXPRS:
-      inner = sum_costs([program_cost(eqn.params[key]) for key in SUBJAXPRS[name]])
+      inner = sum((program_cost(eqn.params[key]) for key in SUBJAXPRS[name]), ProgramCost())
       inner = inner.times(eqn.params.get("length", 1))
       size = eqn.params["mesh"].size if name == "shard_map" else 1
       total += ProgramCost(inner.flops * size, inner.operations, inner.bytes * size)
@@ -70,10 +91,6 @@ def program_cost(program: ClosedJaxpr | Any) -> ProgramCost:
       )
       total += ProgramCost(_dot_flops(eqn) if name == "dot_general" else 0.0, 1, written)
   return total
-
-
-def sum_costs(costs: Sequence[ProgramCost]) -> ProgramCost:
-  return sum(costs, ProgramCost())
 
 
 def _dot_flops(eqn: JaxprEqn) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from maxlite.ensemble.engines.engine_base import Engine, EngineRequest, step_costs
-from maxlite.ensemble.engines.step_cost import StepCost, sum_costs, tree_bytes
+from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
 from maxlite.phases.phase_programs import compile_at_once
 
 
@@ -45,21 +45,11 @@ class SubmeshEngine(Engine):
     return self._compiled("step", self._lower_step)
 
   def step_cost(self) -> StepCost:
-    parts: list[list[int]] = [[] for _ in range(max(self.part_of) + 1)]
-    for z, part in enumerate(self.part_of):
-      parts[part].append(z)
     costs = step_costs(self.programs, self.request.batch)
+    parts = [[z for z, own in enumerate(self.part_of) if own == p] for p in set(self.part_of)]
     sharding = self.programs[0].batch_sharding
     size = 1 if sharding is None else sharding.mesh.size
-    by_part = [sum_costs([costs[z] for z in part]).per_device(size) for part in parts]
-    return StepCost(
-      max(by_part),
-      total=sum_costs(by_part).times(size),
-      num_devices=len(parts) * size,
-      num_programs=len(costs),
-      operations_compiled=sum(cost.operations for cost in costs),
-      state_bytes=max(sum(tree_bytes(self.abstract[z]) for z in part) for part in parts) / size,
-    )
+    return separate_programs_cost(costs, self.abstract, parts, size)
 
   def _compiled(self, method: str, lower: Callable[[int], Any]) -> list[jax.stages.Compiled]:
     """Every member's compiled method; members with the same function and devices share it."""

@@ -5,6 +5,7 @@ is therefore flattened into one vector per dtype, padded to the longest member's
 are sharded along axis `ensemble`. A device selects its member by `axis_index` and `lax.switch`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from maxlite.ensemble.engines.engine_base import (
   require_no_phases,
   step_costs,
 )
-from maxlite.ensemble.engines.step_cost import StepCost, sum_costs, tree_bytes
+from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost, tree_bytes
 
 Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
 
@@ -60,9 +61,9 @@ class SwitchEngine(Engine):
 
   def step_cost(self) -> StepCost:
     costs = step_costs(self.programs, self.request.batch)
-    total = sum_costs(costs)
+    separate = separate_programs_cost(costs, self.abstract, [[z] for z in range(len(costs))])
     state_bytes = tree_bytes(jax.eval_shape(self._init)) / len(costs)
-    return StepCost(max(costs), total, len(costs), 1, total.operations, state_bytes)
+    return dataclasses.replace(separate, num_programs=1, state_bytes=state_bytes)
 
   def _init(self) -> Vectors:
     seed_Z = jnp.asarray([program.seed for program in self.programs], jnp.uint32)
