@@ -1,4 +1,4 @@
-"""16 MLPs of different depth and width on one regression task, and their mean against each alone.
+"""Trains 16 MLPs of different depth and width on one regression task and compares their mean.
 
 python docs/examples/different_mlps.py [--steps 500]
 """
@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
 
 def draw(key: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-  """Noisy values of a function of four numbers."""
+  """Inputs and noisy targets of a regression task."""
   x_BD = jax.random.normal(key, (num_rows, 4))
   y_BD = jnp.sin(2 * x_BD[:, :1]) + x_BD[:, 1:2] * x_BD[:, 2:3]
   return x_BD, y_BD + 0.1 * jax.random.normal(jax.random.fold_in(key, 1), y_BD.shape)

@@ -78,7 +78,7 @@ def _train_members(folder: str, batch_size: str, *names: str) -> int:
 def _read_config(folder: Path) -> Config:
   path = folder / "config.yml"
   if not path.exists():
-    raise UserError(f"{folder} is no run folder: it has no config.yml")
+    raise UserError(f"{folder} is not a run folder: it has no config.yml")
   config: Config = build(Config, read_saved(path))
   if not config.ensemble.members and not config.ensemble.sweep:
     raise UserError(f"{folder} is a run of one model, not an ensemble")

@@ -1,4 +1,4 @@
-"""Small members of three kinds, and what each gets alone."""
+"""Three families of small members, and the results of training each member alone."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 class Normed(nn.Module):
-  """Keeps running statistics and draws random numbers."""
+  """Has running statistics and random numbers."""
 
   @nn.compact
   def __call__(self, x_BTD, train=True):
@@ -27,7 +27,7 @@ class Normed(nn.Module):
 
 
 class Layer(nn.Module):
-  """What sizes go through in a transformer: norm, heads, softmax, concatenation, gelu."""
+  """The primitives of a transformer: norm, heads, softmax, concatenation, gelu."""
 
   heads: int
 
@@ -106,7 +106,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Trained(NamedTuple):
-  """Of every member: values by step, and what it ends with."""
+  """Results of every member."""
 
   losses_SZ: np.ndarray
   start: list[Any]  # variables
@@ -119,7 +119,7 @@ class Trained(NamedTuple):
 @functools.cache
 @jax.numpy_dtype_promotion("standard")  # optax.adam needs it
 def alone(family: str) -> Trained:
-  """Members trained with nothing of ours, one after the other."""
+  """Members trained one after the other with plain JAX, Flax and Optax."""
   results = [train_alone(member) for member in FAMILIES[family]]
   losses_SZ = np.stack([losses for losses, *_ in results], axis=1)
   return Trained(losses_SZ, *map(list, list(zip(*results, strict=True))[1:]))
@@ -148,7 +148,7 @@ def _alone_step(member: Member) -> Callable:
 
 @jax.numpy_dtype_promotion("standard")
 def train_alone(member: Member, first: int = 0) -> tuple:
-  """(losses, first variables, last ones, prediction), on batches from the `first` on."""
+  """(losses, first variables, last variables, prediction), from batch `first` on."""
   step, losses = _alone_step(member), []
   variables = start = jax.jit(member.model.init)(jax.random.key(member.seed), batch(0)[0])
   opt_state = member.optimizer.init(variables["params"])
@@ -176,7 +176,7 @@ def together(family: str, strategy: str, num_devices: int) -> Trained:
 
 
 def largest_error(a: Any, b: Any) -> float:
-  """Of all leaves, relative to each leaf's largest value; trees and shapes must agree."""
+  """The largest error of all leaves, relative to the leaf's largest value; shapes must agree."""
   assert jax.tree.structure(a) == jax.tree.structure(b)
   errors = [0.0]
   for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):

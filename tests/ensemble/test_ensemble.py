@@ -1,4 +1,4 @@
-"""The Python API: divergence, sharing, mistakes, and the scripts of the documentation."""
+"""The Python API: divergence, user errors, and the example scripts."""
 
 import runpy
 from pathlib import Path
@@ -16,7 +16,7 @@ from maxlite.ensemble import Ensemble, Member
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-class Line(nn.Module):
+class Mlp(nn.Module):
   width: int = 3
 
   @nn.compact
@@ -32,7 +32,7 @@ BATCH = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
 
 
 def trained(rates, strategy, num_steps=4):
-  members = [Member(Line(), optax.sgd(rate), seed=z, name=f"lr{rate}") for z, rate in rates]
+  members = [Member(Mlp(), optax.sgd(rate), seed=z, name=f"lr{rate}") for z, rate in rates]
   ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
   state = ensemble.init(BATCH)
   for _ in range(num_steps):
@@ -40,7 +40,7 @@ def trained(rates, strategy, num_steps=4):
   return ensemble.member_states(state), metrics
 
 
-def test_a_member_that_diverges_stands_still_and_the_others_see_nothing_of_it():
+def test_a_diverging_member_is_frozen_and_does_not_affect_the_others():
   sound = [(0, 0.1), (1, 0.01), (2, 0.03)]
   with_it, metrics = trained([*sound[:1], (7, 1e30), *sound[1:]], "stacked")
   without, _ = trained(sound, "stacked")
@@ -51,9 +51,9 @@ def test_a_member_that_diverges_stands_still_and_the_others_see_nothing_of_it():
   assert 0 < int(broken.step) < 4
 
 
-def test_what_was_handed_out_outlives_the_next_step():
-  members = [Member(Line(), optax.sgd(0.1))] * 2 + [Member(Line(4), optax.sgd(0.1))]
-  for strategy in ("fused", "submesh"):  # two stacked and one as it is; each as it is
+def test_returned_states_stay_valid_after_the_next_step():
+  members = [Member(Mlp(), optax.sgd(0.1))] * 2 + [Member(Mlp(4), optax.sgd(0.1))]
+  for strategy in ("fused", "submesh"):  # two stacked, one not; none stacked
     ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
     state = ensemble.init(BATCH)
     states = ensemble.member_states(state)
@@ -62,8 +62,8 @@ def test_what_was_handed_out_outlives_the_next_step():
     assert largest_error(states, before) == 0
 
 
-def test_a_prediction_tells_mean_members_and_their_disagreement():
-  members = [Member(Line(width), optax.sgd(0.1), seed=width) for width in (2, 3)]
+def test_a_prediction_has_mean_members_and_disagreement():
+  members = [Member(Mlp(width), optax.sgd(0.1), seed=width) for width in (2, 3)]
   ensemble = Ensemble(members, loss, devices=jax.devices()[:2])
   state = ensemble.init(BATCH)
   own = [
@@ -77,7 +77,7 @@ def test_a_prediction_tells_mean_members_and_their_disagreement():
 
 
 def _init(strategy="auto", devices=8, **keywords):
-  members = [Member(Line(width), optax.sgd(0.1)) for width in (2, 3)]
+  members = [Member(Mlp(width), optax.sgd(0.1)) for width in (2, 3)]
   return Ensemble(
     members, loss, strategy=strategy, devices=jax.devices()[:devices], **keywords
   ).init(BATCH)
@@ -88,11 +88,11 @@ def _init(strategy="auto", devices=8, **keywords):
   [
     (lambda: Ensemble([], loss), "an ensemble needs members; give a list"),
     (
-      lambda: Ensemble([Member(Line(), optax.sgd(0.1), name="a")] * 2, loss),
+      lambda: Ensemble([Member(Mlp(), optax.sgd(0.1), name="a")] * 2, loss),
       "two members are called a; give each a different name",
     ),
     (
-      lambda: Ensemble([Member(Line(), optax.sgd(0.1))], loss, strategy="stack"),
+      lambda: Ensemble([Member(Mlp(), optax.sgd(0.1))], loss, strategy="stack"),
       "no strategy 'stack'; choose one of auto, stacked",
     ),
     (lambda: _init("switched", devices=1), "2 members and 1 devices; take strategy auto"),
@@ -100,21 +100,21 @@ def _init(strategy="auto", devices=8, **keywords):
     (lambda: _init(memory_gb=1e-9), "need .* GB on a device, and 1e-09 GB are given: train fewer"),
   ],
 )
-def test_a_mistake_gets_one_line(mistake, message):
+def test_a_user_error_is_one_line(mistake, message):
   with pytest.raises(ValueError, match=message) as error:
     mistake()
   assert "\n" not in str(error.value)
 
 
-def test_an_unknown_member_is_named():
-  ensemble = Ensemble([Member(Line(), optax.sgd(0.1), name="a")], loss)
+def test_an_unknown_member_is_an_error_that_names_it():
+  ensemble = Ensemble([Member(Mlp(), optax.sgd(0.1), name="a")], loss)
   state = ensemble.init(BATCH)
   with pytest.raises(ValueError, match="no member 'b'; there are a"):
     ensemble.member_params(state, "b")
 
 
 @pytest.mark.parametrize("script", ["different_mlps.py", "learning_rates.py"])
-def test_the_documentation_s_scripts_run(script, monkeypatch, capsys):
+def test_example_scripts_run(script, monkeypatch, capsys):
   monkeypatch.setattr("sys.argv", [script, "--steps", "3"])
   with jax.numpy_dtype_promotion("standard"):
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")

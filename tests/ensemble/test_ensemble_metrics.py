@@ -1,4 +1,4 @@
-"""Combined predictions and their scores: against float64 NumPy, by hand, and by what must hold."""
+"""Combined predictions and their scores: against float64 NumPy, by hand, and by properties."""
 
 import functools
 
@@ -52,10 +52,10 @@ def score(log_prob_TV, target_T, weight_T):
   return mean_scores(score_sums(log_prob_TV, target_T, weight_T), num_bytes=0)
 
 
-def spoil(values, where):
-  spoilt = values.copy()
-  spoilt[where] = np.nan
-  return spoilt
+def with_nan(values, where):
+  with_nans = values.copy()
+  with_nans[where] = np.nan
+  return with_nans
 
 
 @pytest.mark.parametrize("how", COMBINATIONS)
@@ -82,7 +82,7 @@ def test_probabilities_too_small_for_float32_keep_their_ratio(how):
 @pytest.mark.parametrize("how", COMBINATIONS)
 def test_a_diverged_member_without_weight_changes_nothing(members, how):
   weight_Z = np.float32([1, 0, 2, 1])
-  found = combine_log_probs(spoil(members[0], 1), weight_Z, how)
+  found = combine_log_probs(with_nan(members[0], 1), weight_Z, how)
   np.testing.assert_array_equal(found, combine_log_probs(members[0], weight_Z, how))
 
 
@@ -100,7 +100,7 @@ def test_loss_weights_fall_by_e_per_temperature():
 
 
 def greedy64(prob_ZT, weight_T, num_rounds):
-  """Greedy selection as it is told: lists of members, the mean of their probabilities, its loss."""
+  """Greedy selection as in the paper: lists of members and the loss of their mean probability."""
   loss = lambda chosen: -np.sum(weight_T * np.log(np.mean(prob_ZT[chosen], axis=0)))
   chosen, path = [], []
   for _ in range(num_rounds):
@@ -111,7 +111,7 @@ def greedy64(prob_ZT, weight_T, num_rounds):
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2, 5, 20])
-def test_greedy_selection_agrees_with_its_telling(members, num_rounds):
+def test_greedy_selection_agrees_with_float64(members, num_rounds):
   log_prob_ZTV, target_T, weight_T = members
   log_prob_ZT = targets(log_prob_ZTV, target_T)
   found = greedy_weights(log_prob_ZT, weight_T, num_rounds)
@@ -121,7 +121,7 @@ def test_greedy_selection_agrees_with_its_telling(members, num_rounds):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_greedy_is_never_worse_than_the_best_single_member(seed):
-  # The second round must add one of the worse members or the best again, so it may well be worse.
+  # The second round adds a worse member or the best one again, so it may be worse than the first.
   log_prob_ZT = -np.float32(np.random.default_rng(seed).exponential(1, (3, 6)))
   weight_Z = greedy_weights(log_prob_ZT, np.ones(6), num_rounds=7)
   mean_T = jax.nn.logsumexp(log_prob_ZT, axis=0, b=weight_Z[:, None])
@@ -130,23 +130,23 @@ def test_greedy_is_never_worse_than_the_best_single_member(seed):
 
 
 def test_greedy_returns_the_best_round_not_the_last():
-  # Two halves mend each other; a third choice can only tip the balance.
+  # The mean of both members is best; a third choice makes it worse.
   log_prob_ZT = np.log(np.float32([[0.9, 0.1], [0.1, 0.9]]))
   for num_rounds in (2, 3, 5):
     np.testing.assert_allclose(greedy_weights(log_prob_ZT, np.ones(2), num_rounds), [0.5, 0.5])
 
 
-def test_greedy_tells_targets_apart_that_are_too_unlikely_for_float32():
+def test_greedy_distinguishes_targets_too_unlikely_for_float32():
   log_prob_ZT = np.float32([[-201, -150], [-200, -150]])
   np.testing.assert_array_equal(greedy_weights(log_prob_ZT, np.ones(2), num_rounds=3), [0, 1])
 
 
-def test_greedy_leaves_out_padding_and_what_diverged(members):
+def test_greedy_ignores_padding_and_diverged_members(members):
   log_prob_ZTV, target_T, weight_T = members
   log_prob_ZT = targets(log_prob_ZTV, target_T)
   without = greedy_weights(log_prob_ZT[:3], weight_T, 8)
-  spoilt = spoil(spoil(log_prob_ZT, 3), (slice(None), weight_T == 0))
-  np.testing.assert_array_equal(greedy_weights(spoilt, weight_T, 8), [*without, 0])
+  with_nans = with_nan(with_nan(log_prob_ZT, 3), (slice(None), weight_T == 0))
+  np.testing.assert_array_equal(greedy_weights(with_nans, weight_T, 8), [*without, 0])
 
 
 def test_scores_agree_with_float64(members):
@@ -172,7 +172,7 @@ def test_scores_agree_with_float64(members):
 
 
 def test_scores_by_hand():
-  # Sure and right; sure and wrong; a fair coin, called right: argmax takes the first.
+  # Certain and right; certain and wrong; a tie, of which argmax takes the first, which is right.
   log_prob_TV = jnp.log(np.float32([[1, 0], [1, 0], [0.5, 0.5]]))
   sums = score_sums(log_prob_TV, np.asarray([0, 1, 0]), np.ones(3))
   assert (sums["nll"], sums["correct"], sums["brier"]) == (np.inf, 2, 0 + 2 + 0.5)
@@ -182,7 +182,7 @@ def test_scores_by_hand():
   assert "bits_per_byte" not in found
 
 
-def test_a_forecaster_who_says_the_true_odds_is_calibrated():
+def test_true_probabilities_are_calibrated():
   rng = np.random.default_rng(1)
   prob_TV = rng.dirichlet(np.ones(3), 20_000)
   target_T = (rng.random(20_000)[:, None] > prob_TV.cumsum(axis=-1)).sum(axis=-1)
@@ -225,7 +225,7 @@ def test_identical_members_are_as_good_as_one(members, how):
 
 
 @pytest.mark.parametrize("how", COMBINATIONS)
-def test_combining_is_never_worse_than_the_members_mean(members, how):
+def test_a_combination_is_never_worse_than_the_mean_loss_of_members(members, how):
   """By Jensen for probabilities; for logits as the partition function is convex."""
   log_prob_ZTV, target_T, weight_T = members
   weight_Z = np.asarray([0.1, 0.2, 0.3, 0.4])
@@ -241,7 +241,7 @@ def test_sums_add_up_over_batches_and_padding_counts_nowhere(members, name):
     "score_sums": lambda log_prob, part: score_sums(log_prob[0], target_T[part], weight_T[part]),
     "disagreement_sums": lambda log_prob, part: disagreement_sums(log_prob, weight_T[part]),
   }[name]
-  padded_ZTV = spoil(log_prob_ZTV, (slice(None), weight_T == 0))
+  padded_ZTV = with_nan(log_prob_ZTV, (slice(None), weight_T == 0))
   whole = sums_of(log_prob_ZTV, slice(None))
   parts = [sums_of(padded_ZTV[:, p], p) for p in (slice(0, 25), slice(25, T))]
   added = functools.reduce(functools.partial(jax.tree.map, np.add), parts)
@@ -250,7 +250,7 @@ def test_sums_add_up_over_batches_and_padding_counts_nowhere(members, name):
     np.testing.assert_allclose(added[key], value, rtol=1e-5, err_msg=key)
 
 
-def test_the_mean_of_nothing_is_a_mistake(members):
+def test_scores_without_tokens_are_rejected(members):
   with pytest.raises(ValueError, match="give more held-out data"):
     score(members[0][0], members[1], np.zeros(T))
 
@@ -267,7 +267,7 @@ def test_predictions_have_the_members_mean_and_spread():
     np.testing.assert_allclose(found.mean[name], mean, rtol=1e-5)
     np.testing.assert_allclose(found.disagreement[name], np.sqrt(variance), rtol=1e-4)
     np.testing.assert_array_equal(found.members[name], members[name])
-  spoilt = summarize(jax.tree.map(lambda v: spoil(v, 2), members), np.asarray([1.0, 3, 0]))
+  with_nans = summarize(jax.tree.map(lambda v: with_nan(v, 2), members), np.asarray([1.0, 3, 0]))
   assert all(
-    np.isfinite(leaf).all() for leaf in jax.tree.leaves((spoilt.mean, spoilt.disagreement))
+    np.isfinite(leaf).all() for leaf in jax.tree.leaves((with_nans.mean, with_nans.disagreement))
   )

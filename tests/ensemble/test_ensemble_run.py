@@ -1,4 +1,4 @@
-"""Ensembles from the command line: every member gets what a run of its own would have got."""
+"""Ensembles from the command line: every member gets the results of its solo run."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ ALIKE = "{name: slow, learning_rate: 1e-3}, {name: fast, learning_rate: 1e-2, in
 SIZES = "{name: deep, base_num_decoder_layers: 2, base_emb_dim: 24, init_weights_seed: 2}"
 MOE = "{name: moe, decoder_block: mixtral, init_weights_seed: 3}"
 ONE_EACH = {"ici_ensemble_parallelism": 8, "ici_fsdp_parallelism": 1}
-# Members and mesh that suit a strategy; tolerance of losses, relative to a run alone on 8 devices.
+# Members and mesh for each strategy.
 CASES = {
   "stacked": (f"[{ALIKE}]", {"ici_ensemble_parallelism": 2}),
   "fused": (f"[{ALIKE}, {SIZES}]", ONE_EACH),
@@ -56,8 +56,8 @@ TOLERANCE = 2e-5
 
 def config(folder: Path, members: str, **keys: object):
   keys = KEYS | keys_in(folder, **(TINY | {"run_name": "ens"} | keys))
-  words = [f"{name}={value}" for name, value in keys.items()]
-  return load_config([*words, f"members={members}"], needs_data=False)
+  arguments = [f"{name}={value}" for name, value in keys.items()]
+  return load_config([*arguments, f"members={members}"], needs_data=False)
 
 
 def start(folder: Path, members: str, output: Output | None = None, **keys: object):
@@ -86,7 +86,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(root):
-  """The rows of a member trained alone, by its name; trained when it is asked for."""
+  """A function from a member's name to the rows of its solo run, which it runs on demand."""
   folder = root / "alone"
   members = {m.name: m for m in members_of(config(folder, f"[{ALIKE}, {SIZES}, {MOE}]"))}
 
@@ -101,7 +101,7 @@ def alone(root):
 
 @pytest.fixture(scope="module")
 def fused(root):
-  """The folder of a finished ensemble, and what it printed."""
+  """(folder, output) of a finished ensemble."""
   folder = root / "fused"
   code, output = start(folder, MEMBERS, **FUSED)
   assert code == 0
@@ -112,7 +112,7 @@ def test_every_strategy_has_a_case():
   assert set(CASES) == set(STRATEGIES) - {"processes"}
 
 
-# Of alike members one will do; one that keeps its own program has a test of its bits elsewhere.
+# One of the stacked members is enough; test_strategies.py tests the bits of members that are not.
 PROBED = {
   "stacked": ("slow", "fast"),
   "fused": ("fast",),
@@ -120,13 +120,13 @@ PROBED = {
   "switched": ("fast", "moe"),
   "submesh": ("fast", "moe"),
 }
-SLOW = set(CASES) - {"fused"}  # to compile; test_strategies.py has them all, small
+SLOW = set(CASES) - {"fused"}  # to compile; test_strategies.py tests all of them
 
 
 @pytest.mark.parametrize(
   "strategy", [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in CASES]
 )
-def test_members_get_what_they_would_alone(root, alone, fused, strategy):
+def test_members_equal_their_solo_runs(root, alone, fused, strategy):
   members, mesh = CASES[strategy]
   folder = root / strategy
   if strategy != "fused":
@@ -141,7 +141,7 @@ def test_members_get_what_they_would_alone(root, alone, fused, strategy):
           np.testing.assert_allclose(row[key], expected[key], rtol=TOLERANCE, err_msg=key)
 
 
-def test_what_a_finished_ensemble_leaves(fused):
+def test_output_of_a_finished_ensemble(fused):
   folder, output = fused
   directory = folder / "ens"
   lines = (directory / "members.jsonl").read_text().splitlines()
@@ -157,7 +157,7 @@ def test_what_a_finished_ensemble_leaves(fused):
   assert "nothing to do" in start(folder, MEMBERS, **FUSED)[1]
   board = directory / names[-1]
   before = board.read_text()
-  board.unlink()  # as if it had been stopped before
+  board.unlink()  # as if the run had been interrupted before
   code, output = start(folder, MEMBERS, **FUSED)
   assert code == 0
   assert "greedy selection" in output
@@ -170,7 +170,7 @@ def stop_after_3(folder):
   assert "stopped by SIGTERM" in output
 
 
-def test_an_interrupted_ensemble_ends_as_if_it_had_not_been(root, fused):
+def test_resuming_an_interrupted_ensemble_is_bitwise_exact(root, fused):
   folder = root / "interrupted"
   stop_after_3(folder)
   assert start(folder, MEMBERS, **FUSED)[0] == 0
@@ -180,7 +180,7 @@ def test_an_interrupted_ensemble_ends_as_if_it_had_not_been(root, fused):
 
 
 @pytest.mark.slow
-def test_a_member_whose_last_save_is_lost_catches_up(root, fused):
+def test_a_member_whose_last_checkpoint_is_lost_catches_up(root, fused):
   folder = root / "behind"
   stop_after_3(folder)
   saved = sorted(int(p.name) for p in (folder / "ens/members/deep/checkpoints").iterdir())
@@ -189,13 +189,13 @@ def test_a_member_whose_last_save_is_lost_catches_up(root, fused):
   for name in ("slow", "fast", "deep"):
     here, there = rows_of(folder, name), rows_of(fused[0], name)
     assert [row.keys() for row in here] == [row.keys() for row in there]
-    # It catches up by a program of its own, which may round differently.
+    # It catches up with a separate program, which may round differently.
     for row, expected in zip(here, there, strict=True):
       np.testing.assert_allclose(list(row.values()), list(expected.values()), rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_member_can_be_added_and_another_dropped(root, fused):
+def test_members_can_be_added_and_removed(root, fused):
   folder = root / "changed"
   assert start(folder, f"[{ALIKE}]", steps=2, **FUSED)[0] == 0
   without_slow = MEMBERS.replace("{name: slow, learning_rate: 1e-3}, ", "")
@@ -209,18 +209,18 @@ def test_a_member_can_be_added_and_another_dropped(root, fused):
   assert rows_of(folder, "slow")[-1]["step"] == 2
 
 
-def test_an_exported_member_is_a_run(root, fused, capsys):
+def test_an_exported_member_is_a_solo_run(root, fused, capsys):
   folder = fused[0]
   assert main(["export", str(folder / "ens"), "member=deep", "run_name=mine"]) == 0
   exported = folder / "mine"
-  words = [str(exported / "config.yml"), f"steps={STEPS + 1}"]
-  cfg = load_config(words, needs_data=False)
+  arguments = [str(exported / "config.yml"), f"steps={STEPS + 1}"]
+  cfg = load_config(arguments, needs_data=False)
   assert (cfg.mesh.ici_ensemble_parallelism, cfg.mesh.ici_fsdp_parallelism) == (1, -1)
   with contextlib.redirect_stdout(Output()):
     assert run_training(cfg) == 0
   rows = read_rows(exported / "metrics.jsonl")
   assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-  for wrong, says in (
+  for wrong, message in (
     (["export", str(folder / "ens"), "member=dee"], "did you mean deep?"),
     (["export", str(folder / "ens"), "member=deep", "run_name=mine"], "exists"),
     (["export", str(exported), "member=deep"], "not an ensemble"),
@@ -228,11 +228,11 @@ def test_an_exported_member_is_a_run(root, fused, capsys):
   ):
     with pytest.raises(SystemExit, match="2"):
       main(wrong)
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_member_that_diverges_is_frozen_and_the_others_go_on(root):
+def test_a_diverging_member_is_frozen_and_does_not_affect_the_others(root):
   folder = root / "diverging"
   members = f"[{ALIKE}, {{name: wild, learning_rate: 1e30}}]"
   keys = FUSED | {"max_skipped_steps": 1, "warmup_steps_fraction": 0}
@@ -247,7 +247,7 @@ def test_a_member_that_diverges_is_frozen_and_the_others_go_on(root):
     assert checksums(folder, name) == checksums(calm, name)
 
 
-def test_halving_frees_the_weak(root, fused):
+def test_halving_stops_all_but_the_best_members(root, fused):
   folder = root / "halving"
   keys = FUSED | {"asha_reduction_factor": 2, "asha_min_steps": 2}
   code, output = start(folder, MEMBERS, **keys)
@@ -262,7 +262,7 @@ def test_halving_frees_the_weak(root, fused):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["independent", "bootstrap"])
-def test_members_may_read_batches_of_their_own(root, data):
+def test_members_may_read_separate_batches(root, data):
   folder = root / data
   keys = {"ensemble_strategy": "stacked", "ensemble_data": data, **ONE_EACH}
   assert start(folder, f"[{ALIKE}]", **keys)[0] == 0
@@ -275,7 +275,7 @@ def test_members_may_read_batches_of_their_own(root, data):
 
 
 @pytest.mark.slow
-def test_workers_train_what_one_process_would(root, tmp_path):
+def test_worker_processes_equal_one_process(root, tmp_path):
   words = [f"{name}={value}" for name, value in (KEYS | TINY).items()]
   words += [f"base_output_directory={tmp_path}", "run_name=ens", "jax_cache_dir="]
   command = [sys.executable, "-m", "maxlite.train", *words, f"members=[{ALIKE}]"]

@@ -1,4 +1,4 @@
-"""Programs side by side: what may differ, and what is said of what may not."""
+"""Alignment of programs: which differences are allowed, and errors for the others."""
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,19 @@ def compared(f, g, x=X, y=X, *, sizes=False):
   return align_jaxprs([jax.make_jaxpr(f)(x), jax.make_jaxpr(g)(y)], ["f", "g"], sizes=sizes)
 
 
-def test_numbers_are_collected_where_they_differ_and_nowhere_else():
+def test_only_literals_that_differ_are_collected():
   _, literals = compared(lambda x: x * 2.0 + 1.0, lambda x: x * 3.0 + 1.0)
   assert [values.tolist() for values in literals] == [[2.0, 3.0]]
 
 
-def test_arrays_that_programs_close_over_are_numbers_too():
+def test_closed_over_arrays_are_varying_literals():
   a, b = np.array([1.0, 2.0, 3.0], np.float32), np.array([4.0, 5.0, 6.0], np.float32)
   run = vmap_programs([lambda x, _: x * a, lambda x, _: x * b], ["f", "g"], [X, X], None)
   np.testing.assert_array_equal(run(jnp.ones((2, 3)), None), [a, b])
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x)])
-def test_numbers_are_found_inside_inner_programs(wrap):
+def test_literals_in_inner_jaxprs_are_found(wrap):
   inner = [wrap(lambda x, n=n: jnp.sin(x) * n) for n in (2.0, 3.0)]
   functions = [lambda x, _, f=f: f(x) for f in inner]
   run = vmap_programs(functions, ["f", "g"], [X, X], None)
@@ -35,7 +35,7 @@ def test_numbers_are_found_inside_inner_programs(wrap):
   np.testing.assert_allclose(run(jnp.stack([jnp.arange(3.0)] * 2), None), want, rtol=1e-6)
 
 
-def test_a_branch_and_a_loop_take_each_program_s_own_numbers():
+def test_branches_and_loops_use_the_literals_of_each_program():
   def function(limit, x, _):
     count = jax.lax.while_loop(lambda n: n < limit, lambda n: n + 1, 0)
     return jax.lax.cond(x.sum() > 1, lambda: x * limit, lambda: -x), count
@@ -60,24 +60,24 @@ def test_a_branch_and_a_loop_take_each_program_s_own_numbers():
     (lambda x: x.astype(jnp.int32), lambda x: x.astype(jnp.int8), "new_dtype of convert_element"),
   ],
 )
-def test_other_differences_are_named(f, g, message):
+def test_other_differences_are_errors_that_name_them(f, g, message):
   with pytest.raises(JaxprMismatchError, match=message):
     compared(f, g)
 
 
-def test_sizes_may_differ_only_where_that_is_asked_for():
+def test_sizes_may_differ_only_if_allowed():
   longer = jax.ShapeDtypeStruct((4,), jnp.float32)
   with pytest.raises(JaxprMismatchError, match=r"shape: \(3,\) in f, \(4,\) in g"):
     compared(jnp.sin, jnp.sin, X, longer)
   compared(jnp.sin, jnp.sin, X, longer, sizes=True)
 
 
-def test_the_number_of_axes_may_never_differ():
+def test_the_number_of_axes_must_not_differ():
   with pytest.raises(JaxprMismatchError, match="number of axes: 1 in f, 2 in g"):
     compared(jnp.sin, jnp.sin, X, jax.ShapeDtypeStruct((4, 1), jnp.float32), sizes=True)
 
 
-def test_functions_are_grouped_by_what_they_compute():
+def test_functions_that_differ_in_literals_form_a_group():
   double, triple = (lambda x, _: x * 2.0), (lambda x, _: x * 3.0)
   sine, nested = (lambda x, _: jnp.sin(x)), (lambda x, _: [x * 2.0])
   functions = [double, sine, triple, double, nested]

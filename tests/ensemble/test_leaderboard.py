@@ -1,4 +1,4 @@
-"""The leaderboard and members.jsonl tell the same story, best member first."""
+"""The leaderboard and members.jsonl, best member first."""
 
 import dataclasses
 import io
@@ -46,7 +46,7 @@ def printed(entries, width):
 
 
 def markdown_rows(text):
-  """[[cell, ...], ...] of every line that is a table's row, titles and rules included."""
+  """[[cell, ...], ...] of every table row, including titles and rules."""
   lines = [line for line in text.splitlines() if line.startswith("|")]
   return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
@@ -72,7 +72,7 @@ def test_markdown_has_a_row_per_member_best_first():
   assert (rows[1][3], rows[3][3:7]) == ("1.2M", ["123", "-", "-", "-"])
 
 
-def test_what_all_members_share_is_said_once():
+def test_shared_overrides_are_shown_once():
   for text in (leaderboard_markdown(ENTRIES, {}), printed(ENTRIES, 200)):
     assert text.count("steps=50") == 1
     assert text.count("learning_rate=") == len(ENTRIES)
@@ -81,7 +81,7 @@ def test_what_all_members_share_is_said_once():
   assert "All members" not in leaderboard_markdown(ENTRIES[:1], {})
 
 
-def test_combinations_are_a_table_of_their_own():
+def test_combinations_are_a_separate_table():
   scores = {"nll": 2.0, "bits_per_byte": 1.5, "accuracy": 0.5, "brier": 0.25, "ece": 0.0625}
   without_bytes = {name: score for name, score in scores.items() if name != "bits_per_byte"}
   text = leaderboard_markdown(ENTRIES, {"best member": scores, "mean of probs": without_bytes})
@@ -91,7 +91,7 @@ def test_combinations_are_a_table_of_their_own():
   assert mean[2] == "-"
 
 
-def test_cells_are_shown_as_they_are():
+def test_cells_are_shown_verbatim():
   overrides = {"remat_saved_names": ("bold", "moe_rows"), "prompt": "two words"}
   entries = [dataclasses.replace(ENTRIES[0], name="a|[red]", overrides=overrides), ENTRIES[1]]
   table, markdown = printed(entries, 300), leaderboard_markdown(entries, {})
@@ -101,7 +101,7 @@ def test_cells_are_shown_as_they_are():
     assert "remat_saved_names=[bold, moe_rows] prompt='two words'" in text
 
 
-def test_long_overrides_are_left_to_the_file():
+def test_long_overrides_are_only_in_the_file():
   long = {f"a_rather_long_key_number_{i}": i for i in range(6)}
   entries = [dataclasses.replace(ENTRIES[0], overrides=long), ENTRIES[1]]
   table, markdown = printed(entries, 110), leaderboard_markdown(entries, {})
@@ -111,7 +111,7 @@ def test_long_overrides_are_left_to_the_file():
   assert all(cell in table for cell in ("3.2500", "9,876", "1.2M"))
 
 
-def test_markdown_is_written_whole(tmp_path):
+def test_markdown_is_written_atomically(tmp_path):
   write_leaderboard(ENTRIES, {}, tmp_path / "leaderboard.md")
   assert (tmp_path / "leaderboard.md").read_text() == leaderboard_markdown(ENTRIES, {})
   assert len(list(tmp_path.iterdir())) == 1

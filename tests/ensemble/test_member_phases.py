@@ -1,4 +1,4 @@
-"""Members with phases of their own: each gets what it would alone, or is refused."""
+"""Members with phases: each equals its solo run, or the strategy rejects it."""
 
 import contextlib
 
@@ -14,21 +14,21 @@ from maxlite.ensemble.member_program import MemberProgram
 from maxlite.ensemble.strategies import STRATEGIES
 from maxlite.training.run import run_training
 
-TURNS = (
+PHASES = (
   "{name: a, train: [layers/.*], steps: 1}, {name: b, train: [unembed/.*], steps: 1, "
   "optimizer: lion, gradient_accumulation_steps: 2}"
 )
 PHASED = (
-  f"{{name: turns, phases: [{TURNS}]}}, "
-  f"{{name: later, phases: [{TURNS}], initial_phases: {{a: 2}}, ema_decay: 0.5}}"
+  f"{{name: phased, phases: [{PHASES}]}}, "
+  f"{{name: later, phases: [{PHASES}], initial_phases: {{a: 2}}, ema_decay: 0.5}}"
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fused", "submesh", "processes"])
-def test_members_with_phases_of_their_own_get_what_they_would_alone(tmp_path, strategy):
+def test_members_with_phases_equal_their_solo_runs(tmp_path, strategy):
   members = f"[{ALIKE}, {PHASED}]"
-  folder, solo = tmp_path / "together", tmp_path / "alone"
+  folder, solo = tmp_path / "ensemble", tmp_path / "alone"
   keys = ONE_EACH if strategy == "fused" else {}
   keys |= {"ensemble_num_workers": 2} if strategy == "processes" else {}
   assert start(folder, members, ensemble_strategy=strategy, **keys)[0] == 0
@@ -55,13 +55,13 @@ def request_of(*programs):
 
 
 @pytest.mark.parametrize("strategy", ["stacked", "padded", "switched"])
-def test_a_strategy_that_would_compute_all_phases_refuses(strategy):
-  request = request_of(toy("plain", 1.0), toy("turns", 1.0, 2.0))
-  with pytest.raises(ValueError, match="turns has phases; use fused, submesh or processes"):
+def test_strategies_that_would_compute_all_phases_reject_members_with_phases(strategy):
+  request = request_of(toy("plain", 1.0), toy("phased", 1.0, 2.0))
+  with pytest.raises(ValueError, match="phased has phases; use fused, submesh or processes"):
     STRATEGIES[strategy](request)
 
 
-def test_who_has_phases_is_stacked_with_nobody():
-  names = ("a", "turns", "b", "later")
+def test_members_with_phases_are_not_stacked():
+  names = ("a", "phased", "b", "later")
   request = request_of(*(toy(name, *(1.0,) * (1 + (len(name) > 1))) for name in names))
   assert STRATEGIES["fused"](request).groups == [[0, 2], [1], [3]]

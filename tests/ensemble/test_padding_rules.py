@@ -1,4 +1,4 @@
-"""Programs whose arrays differ in size, run together, compared with each run by itself."""
+"""Programs whose arrays differ in size: evaluation under vmap against separate evaluation."""
 
 import functools
 
@@ -15,7 +15,7 @@ from maxlite.ensemble.engines.jaxpr_comparison import SUBJAXPRS, JaxprMismatchEr
 from maxlite.ensemble.engines.padding_rules import RULES
 
 SIZES = (2, 5)
-# What is compiled here runs once.
+# Programs here run once.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _UNARY = {
   "abs": jnp.abs,
@@ -63,7 +63,7 @@ _BINARY = {
   "rem": jax.lax.rem,
   "sub": jnp.subtract,
 }
-_MOVING = {
+_OTHER = {
   "add_any": jax.grad(lambda x: jnp.sum(jnp.sin(x) * jnp.exp(x))),
   "argmax": lambda x: (jnp.argmax(x, axis=0), jnp.argmax(-jnp.abs(x))),
   "argmin": lambda x: (jnp.argmin(x, axis=1), jnp.argmin(jnp.abs(x))),
@@ -107,19 +107,19 @@ _LOGICAL = {
   "xor": lambda x: (x > 0) ^ (x > 1),
 }
 FUNCTIONS = (
-  _UNARY | {name: lambda x, f=f: f(x, 1 - x) for name, f in _BINARY.items()} | _MOVING | _LOGICAL
+  _UNARY | {name: lambda x, f=f: f(x, 1 - x) for name, f in _BINARY.items()} | _OTHER | _LOGICAL
 )
-NEVER_SEEN = {"stop_gradient"}  # JAX takes it away before there is a jaxpr
+NOT_TRACED = {"stop_gradient"}  # JAX removes it before tracing
 
 
 def poisoned(x):
-  """x, and NaN in its padding, where it is zero."""
+  """x, with NaN wherever it is zero, as in its padding."""
   return x + 0 / x
 
 
 @functools.cache
 def results() -> dict[str, tuple[list, list[list]]]:
-  """By function: results of all members together, and of each alone; all of it one program."""
+  """By function: (stacked results, results of each member); computed in one program."""
 
   def everything(x):
     return {name: (f(x), f(poisoned(x))) for name, f in FUNCTIONS.items()}
@@ -135,7 +135,7 @@ def inputs(sizes):
 
 
 def run_all(functions, arrays):
-  """(results of all together, stacked; results of each by itself)."""
+  """(stacked results, results of each member by itself)."""
   wrapped = [lambda x, _, f=f: f(x) for f in functions]
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
   names = [f"m{z}" for z in range(len(arrays))]
@@ -148,7 +148,7 @@ def run_all(functions, arrays):
   ]
 
 
-def assert_each_gets_its_own(together, alone):
+def assert_members_equal(together, alone):
   for z, own in enumerate(alone):
     for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(own), strict=True):
       inside = tuple(map(slice, want.shape))
@@ -159,21 +159,21 @@ def assert_each_gets_its_own(together, alone):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_no_garbage_in_padding_reaches_a_member(name):
-  assert_each_gets_its_own(*results()[name])
+def test_padding_does_not_affect_members(name):
+  assert_members_equal(*results()[name])
 
 
-def test_every_rule_is_tried():
+def test_every_rule_is_tested():
   def operations(jaxpr):
     for eqn in jaxpr.eqns:
       yield eqn.primitive.name
       for key in SUBJAXPRS.get(eqn.primitive.name, ()):
         yield from operations(eqn.params[key].jaxpr)
 
-  tried = set()
+  tested = set()
   for function in FUNCTIONS.values():
-    tried |= set(operations(jax.make_jaxpr(function)(inputs(SIZES)[0]).jaxpr))
-  assert set(RULES) - tried == NEVER_SEEN
+    tested |= set(operations(jax.make_jaxpr(function)(inputs(SIZES)[0]).jaxpr))
+  assert set(RULES) - tested == NOT_TRACED
 
 
 sizes = st.integers(1, 6)
@@ -181,7 +181,7 @@ sizes = st.integers(1, 6)
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(sizes, sizes, sizes), min_size=2, max_size=3), st.data())
-def test_elements_are_found_whatever_the_sizes(shapes, data):
+def test_moved_elements_are_found_for_any_sizes(shapes, data):
   cut = st.integers(0, min(2, *(shape[0] for shape in shapes)))
   first, low, high = data.draw(cut), data.draw(cut), data.draw(cut)
 
@@ -195,7 +195,7 @@ def test_elements_are_found_whatever_the_sizes(shapes, data):
 
   draw = np.random.default_rng(0)
   arrays = [draw.normal(size=shape).astype(np.float32) for shape in shapes]
-  assert_each_gets_its_own(*run_all([move] * len(arrays), arrays))
+  assert_members_equal(*run_all([move] * len(arrays), arrays))
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,13 @@ def test_elements_are_found_whatever_the_sizes(shapes, data):
     (lambda x: jax.lax.pad(x, jnp.float32(0), ((0, 0, 1), (0, 0, 0))), "interior padding"),
   ],
 )
-def test_what_has_no_rule_is_refused(function, message):
+def test_primitives_without_a_rule_are_rejected(function, message):
   with pytest.raises(JaxprMismatchError, match=message) as error:
     run_all([function] * 2, inputs((2, 5)))
   assert "\n" not in str(error.value)
 
 
-def test_loops_of_own_length_over_own_sizes():
+def test_loops_of_different_length_over_different_sizes():
   def loops(x):
     last, rows = jax.lax.scan(lambda c, row: (c * 0.5 + row, c.sum()), x[0], x)
     _, back = jax.lax.scan(lambda c, row: (c + row, c), x[0], x, reverse=True)
@@ -222,4 +222,4 @@ def test_loops_of_own_length_over_own_sizes():
     kept = jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.sin(x) ** 2)))(x)
     return last, rows, back, count, chosen, kept
 
-  assert_each_gets_its_own(*run_all([loops] * 2, inputs(SIZES)))
+  assert_members_equal(*run_all([loops] * 2, inputs(SIZES)))

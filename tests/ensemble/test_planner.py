@@ -1,4 +1,4 @@
-"""The planner's figures, and its choice by them."""
+"""The planner's estimates and its choice."""
 
 import io
 
@@ -43,7 +43,7 @@ def of(plan, strategy):
   return next(e for e in plan.estimates if e.strategy == strategy)
 
 
-def test_flops_are_those_of_matrix_products_loops_included():
+def test_flops_are_of_matrix_products_including_loops():
   def step(x, w):
     y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y @ w), None), x, None, length=5)
     return y @ w
@@ -55,17 +55,17 @@ def test_flops_are_those_of_matrix_products_loops_included():
   assert cost.bytes == 11 * 4 * 3 * 4
 
 
-def test_work_on_a_mesh_is_that_of_all_its_devices():
-  """However much of a program says itself how it is cut, and however much the compiler cuts."""
+def test_cost_on_a_mesh_is_of_all_its_devices():
+  """With explicit shard_map, and with sharding by the compiler."""
   mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (1, 8)), ("ensemble", "data"))
   home = jax.NamedSharding(mesh, jax.P("data"))
-  whole = lambda state, batch: (state, {"loss": jnp.sum(batch @ state)})
+  by_compiler = lambda state, batch: (state, {"loss": jnp.sum(batch @ state)})
   product = jax.shard_map(
     jnp.dot, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=home.spec
   )
-  cut = lambda state, batch: (state, {"loss": jnp.sum(product(batch, state))})
+  by_shard_map = lambda state, batch: (state, {"loss": jnp.sum(product(batch, state))})
   init = lambda seed: jnp.full((3, 2), seed, jnp.float32)
-  for step in (whole, cut):
+  for step in (by_compiler, by_shard_map):
     place = {"shardings": jax.NamedSharding(mesh, jax.P()), "batch_sharding": home}
     program = MemberProgram("m", 0, init, step, step, **place)
     batch = jax.ShapeDtypeStruct((16, 3), jnp.float32)
@@ -89,7 +89,7 @@ def test_members_of_different_structure_are_fused_on_one_device():
   assert of(plan, "stacked").why_not.startswith("operations: ")
 
 
-def test_of_those_as_fast_what_starts_first_is_chosen():
+def test_among_equally_fast_strategies_the_fastest_to_compile_is_chosen():
   plan = planned([MLP(1024, 4), MLP(2048, 2)], 1)
   serving = [e for e in plan.estimates if not e.why_not]
   least = min(e.step_seconds for e in serving)
@@ -99,20 +99,20 @@ def test_of_those_as_fast_what_starts_first_is_chosen():
   assert of(plan, plan.strategy).compile_seconds == first
 
 
-def test_padding_shows_in_the_useful_share():
+def test_padding_reduces_the_useful_share():
   plan = planned([MLP(4), MLP(16)], 1)
   assert of(plan, "fused").useful_share == 1
   assert of(plan, "padded").useful_share == pytest.approx((4 + 16) / (2 * 16))
 
 
-def test_state_bytes_are_those_of_the_fullest_device():
+def test_state_bytes_are_of_the_fullest_device():
   alone, shared = (of(planned([MLP(4)] * 4, n), "stacked") for n in (1, 4))
   assert alone.state_bytes == 4 * shared.state_bytes
   params = 4 * (3 * 4 + 4)
   assert shared.state_bytes == pytest.approx(params, abs=32)  # step, key, whether it diverged
 
 
-def test_what_does_not_fit_is_not_chosen():
+def test_a_strategy_that_does_not_fit_is_not_chosen():
   models, smallest = [MLP(4), MLP(64)], 4
   free = planned(models, smallest)
   padded, submesh = of(free, "padded"), of(free, "submesh")
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_not_chosen():
   assert padded.state_bytes <= 1e9 * bound or held.strategy != "padded"
 
 
-def test_the_table_shows_every_strategy_and_why_one_cannot_serve():
+def test_the_table_shows_every_strategy_and_why_one_is_unsupported():
   plan = planned([MLP(4), MLP(4, 2)], 1)
   out = io.StringIO()
   Console(file=out, width=200).print(plan.table())
@@ -135,7 +135,7 @@ def test_the_table_shows_every_strategy_and_why_one_cannot_serve():
   assert "it takes a device per member" in text
 
 
-def test_the_dearest_members_are_dealt_out_first():
+def test_the_most_expensive_members_are_assigned_first():
   assert assign_lpt([1, 5, 4, 3, 3], 2) == [1, 0, 1, 1, 0]
   costs, places = [7, 1, 3, 2, 5, 4], assign_lpt([7, 1, 3, 2, 5, 4], 3)
   loads = [sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(3)]
@@ -143,7 +143,7 @@ def test_the_dearest_members_are_dealt_out_first():
 
 
 @pytest.mark.parametrize(("members", "parts"), [(1, 1), (2, 2), (3, 2), (7, 4), (9, 8)])
-def test_devices_are_cut_evenly(members, parts):
+def test_devices_are_split_evenly(members, parts):
   cut = split_devices(list(range(8)), members)
   assert len(cut) == parts
   assert [device for part in cut for device in part] == list(range(8))

@@ -1,4 +1,4 @@
-"""Members in worker processes: the numbers of solo runs, whatever dies on the way."""
+"""Members in worker processes: results equal solo runs, even if workers die."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def make_nothing():
 
 
 def make_only_here():
-  """Serves a parent; a worker ends in its first line."""
+  """Works in the parent; a worker exits on the first line."""
   if "serve" in sys.argv[0]:
     sys.exit("no such file")
   return make()
@@ -73,7 +73,7 @@ def same(a, b):
 
 
 def engines(stream):
-  """The members on one device of this process, and in two workers."""
+  """(engine on one device of this process, engine with two workers)"""
   made, batch = call_factory(FACTORY), stream[0]
   programs = build_programs(made["members"], made["loss"], made["predict"], batch)
   request = EngineRequest(
@@ -85,8 +85,8 @@ def engines(stream):
   return STRATEGIES["submesh"](request), STRATEGIES["processes"](request)
 
 
-def test_killed_workers_change_no_bit_and_none_is_left_over(caplog):
-  """One dies before its first file, one goes on from its second."""
+def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):
+  """One dies before its first file is written, one resumes from its second file."""
   stream = batches()
   alone, engine = engines(stream)
   state, expected = engine.init(), alone.init()
@@ -108,8 +108,8 @@ def test_killed_workers_change_no_bit_and_none_is_left_over(caplog):
       os.kill(process_id, 0)
 
 
-def test_own_batches_and_states_from_elsewhere():
-  """Half of the way in this process, the other half in workers."""
+def test_own_batches_and_states_of_another_engine():
+  """The first steps in this process, the others in workers."""
   stream = batches(3)
   one_device = {"own_batches": True, "devices": jax.devices()[:1]}
   here = Ensemble.from_factory(FACTORY, strategy="submesh", **one_device)
@@ -130,14 +130,14 @@ def test_own_batches_and_states_from_elsewhere():
     there.member_states(former)
 
 
-def test_a_worker_that_cannot_live_is_given_up(monkeypatch):
+def test_a_worker_that_keeps_dying_is_an_error(monkeypatch):
   monkeypatch.setattr(processes, "MAX_RESTARTS", 0)
   made = Ensemble.from_factory(f"{__name__}:make_only_here", strategy="processes", num_workers=1)
   with pytest.raises(RuntimeError, match="worker of m0, m1, m2 exited with code 1: no such file"):
     made.init(batches()[0])
 
 
-def test_members_given_as_objects_cannot_be_sent():
+def test_members_without_a_factory_are_rejected():
   made = make()
   with pytest.raises(ValueError, match=r"Ensemble\.from_factory"):
     Ensemble(made["members"], made["loss"], strategy="processes").init(batches()[0])
@@ -152,12 +152,12 @@ def test_members_given_as_objects_cannot_be_sent():
     (f"{__name__}:make_nothing", "must return a dict of members, loss"),
   ],
 )
-def test_a_factory_that_is_none_is_one_line(path, message):
+def test_an_invalid_factory_is_a_user_error(path, message):
   with pytest.raises(ValueError, match=message):
     Ensemble.from_factory(path)
 
 
-def test_messages_keep_trees_types_and_bits():
+def test_serialization_keeps_trees_types_and_bits():
   tree = {
     "a": [np.float32(np.nan), jnp.arange(3, dtype=jnp.bfloat16), ()],
     "b": (1, 0.1, None, "x", True, {"c": np.zeros((0, 2), np.int8)}),
@@ -170,6 +170,6 @@ def test_messages_keep_trees_types_and_bits():
 
 
 @pytest.mark.parametrize("tree", [{1: 2.0}, {"x": {1, 2}}, optax.EmptyState()])
-def test_what_cannot_be_sent_is_one_line(tree):
+def test_serialization_rejects_other_types(tree):
   with pytest.raises(ValueError, match="cannot be sent to another process"):
     to_bytes(tree)

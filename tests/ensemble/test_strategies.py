@@ -1,4 +1,4 @@
-"""Every strategy gives each member what it would have got alone."""
+"""With every strategy, each member equals the member trained alone."""
 
 import functools
 
@@ -24,13 +24,13 @@ from maxlite.ensemble.member_program import build_programs
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
 TOLERANCE = 1e-6
-# Of initial values, by strategy. As tests are compiled, a product and a sum may be rounded once in
-# one program and twice in another.
+# Of initial values, by strategy. With the tests' compiler options, a product and a sum may be
+# rounded once in one program and twice in another.
 START_TOLERANCE = {"padded": 2e-7}
 
 
 def why_not(family: str, strategy: str, num_devices: int) -> str:
-  """What a strategy says that cannot serve."""
+  """The message of a strategy that does not support the members."""
   if strategy == "processes":
     return "objects; use Ensemble.from_factory"
   if strategy == "switched" and num_devices == 1:
@@ -42,11 +42,11 @@ def why_not(family: str, strategy: str, num_devices: int) -> str:
   return ""
 
 
-# Members that are not spread over a mesh are fused on the first device, whatever else there is.
+# Members that are not sharded over a mesh are fused on the first device.
 ON = [(strategy, n) for strategy in STRATEGIES for n in (1, 8) if (strategy, n) != ("fused", 8)]
 
 
-# What runs through the same code as another of its family.
+# Cases that run the same code as another case of the family.
 SLOW = {
   ("numbers", "switched", 8),
   ("numbers", "submesh", 1),
@@ -62,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "strategy", "num_devices"), CASES)
-def test_members_get_what_they_would_get_alone(family, strategy, num_devices):
+def test_members_equal_members_trained_alone(family, strategy, num_devices):
   if message := why_not(family, strategy, num_devices):
     with pytest.raises(ValueError, match=message) as error:
       together(family, strategy, num_devices)
@@ -77,7 +77,7 @@ def test_members_get_what_they_would_get_alone(family, strategy, num_devices):
 
 @functools.cache
 def own_programs() -> list:
-  """Of the members of different structure, (losses, last state) of each one's compiled step."""
+  """(losses, last state) of each member of different structure, with its own compiled step."""
   ensemble = Ensemble(FAMILIES["structures"], loss, predict=predict)
   programs = build_programs(ensemble.members, loss, predict, batch(0))
   with jax.numpy_dtype_promotion("standard"):
@@ -93,7 +93,7 @@ def _run(program):
 
 
 @pytest.mark.parametrize(("strategy", "num_devices"), [("fused", 1), ("submesh", 8)])
-def test_a_member_that_keeps_its_program_gets_the_same_bits(strategy, num_devices):
+def test_members_that_are_not_stacked_are_bitwise_equal(strategy, num_devices):
   got = together("structures", strategy, num_devices)
   for z, (losses, state) in enumerate(own_programs()):
     np.testing.assert_array_equal(got.losses_SZ[:, z], losses)
@@ -101,15 +101,15 @@ def test_a_member_that_keeps_its_program_gets_the_same_bits(strategy, num_device
 
 
 @pytest.mark.parametrize(("source", "target"), [("padded", "submesh"), ("switched", "padded")])
-def test_a_state_goes_from_one_strategy_to_another(source, target):
-  giver, taker = together("sizes", source, 8), together("sizes", target, 8)
-  given = giver.ensemble.member_states(giver.state)
+def test_states_move_between_strategies(source, target):
+  source, target = (together("sizes", strategy, 8) for strategy in (source, target))
+  given = source.ensemble.member_states(source.state)
   with jax.numpy_dtype_promotion("standard"):
-    taken = taker.ensemble.load_states(given)
-    back = taker.ensemble.member_states(taken)
+    taken = target.ensemble.load_states(given)
+    back = target.ensemble.member_states(taken)
     assert largest_error(back, given) == 0
-    _, metrics = taker.ensemble.step(taken, batch(STEPS))
-    _, expected = giver.ensemble.step(giver.ensemble.load_states(back), batch(STEPS))
+    _, metrics = target.ensemble.step(taken, batch(STEPS))
+    _, expected = source.ensemble.step(source.ensemble.load_states(back), batch(STEPS))
   assert largest_error(metrics, expected) <= TOLERANCE
 
 
@@ -130,8 +130,8 @@ def test_own_batches(family, strategy):
   assert largest_error(np.stack(losses, axis=1), np.stack(want)) <= TOLERANCE
 
 
-def test_dropout_of_differing_sizes_is_refused():
-  """Bits are drawn by the array's own size: those of a padded one would be others."""
+def test_dropout_of_different_sizes_is_rejected():
+  """Random bits depend on the array size, so a padded array would have different ones."""
 
   class Dropped(nn.Module):
     width: int

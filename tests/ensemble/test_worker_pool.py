@@ -1,4 +1,4 @@
-"""Supervised worker processes: tiny commands that die, are stopped, or say where they run."""
+"""Supervised worker processes: small commands that die, are stopped, or print their resources."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from maxlite.ensemble.worker_pool import WorkerCommand, assign_workers, run_workers
 
-# Says `up`; at a signal takes a moment to save, and says so.
+# Prints `up`; on a signal, takes a moment to save and prints the signal.
 STOPPABLE = """
 import signal, sys, time
 def stop(number, frame):
@@ -67,7 +67,7 @@ def signal_when_up(
   return thread
 
 
-def test_a_dead_worker_is_started_again_while_the_rest_go_on(tmp_path):
+def test_a_dead_worker_is_restarted_while_the_others_continue(tmp_path):
   dying = python(tmp_path, "dying", DIES_ONCE, str(tmp_path / "died"))
   steady = python(tmp_path, "steady", "import time; print('once'); time.sleep(0.5)")
   lines = []
@@ -81,7 +81,7 @@ def test_a_dead_worker_is_started_again_while_the_rest_go_on(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "starts"), [(1, 3), (2, 1)])
-def test_restarts_are_bounded_and_a_users_mistake_is_not_tried_again(tmp_path, code, starts):
+def test_restarts_are_limited_and_a_user_error_is_final(tmp_path, code, starts):
   worker = python(tmp_path, "wrong", f"import sys; print('started'); sys.exit({code})")
   lines = []
   assert run_workers([worker], max_restarts=2, report=lines.append) == {"wrong": code}
@@ -91,7 +91,7 @@ def test_restarts_are_bounded_and_a_users_mistake_is_not_tried_again(tmp_path, c
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_every_worker_once_and_its_end_is_waited_for(tmp_path, number):
+def test_a_signal_reaches_every_worker_once_and_its_exit_is_awaited(tmp_path, number):
   workers = [python(tmp_path, name, STOPPABLE) for name in ("a", "b")]
   before = signal.getsignal(number)
   thread = signal_when_up(number, *workers)
@@ -127,8 +127,8 @@ def test_no_worker_outlives_its_supervisor(tmp_path):
   wait_for("saved at SIGTERM", log)
 
 
-def test_a_worker_keeps_to_its_share_of_the_machine(tmp_path, monkeypatch):
-  monkeypatch.delenv("NPROC", raising=False)  # the tests' own
+def test_a_worker_uses_only_its_resources(tmp_path, monkeypatch):
+  monkeypatch.delenv("NPROC", raising=False)  # set for the tests
   code = (
     "import os; print(sorted(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES'], "
     "os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'], os.environ['NPROC'])"
@@ -143,7 +143,7 @@ def test_a_worker_keeps_to_its_share_of_the_machine(tmp_path, monkeypatch):
     assert worker.log.read_text() == f"[{cores[n]}] {n} 0.250 {len(cores)}\n"
 
 
-def test_members_are_dealt_out_by_cost_and_the_machine_by_number():
+def test_members_are_assigned_by_cost_and_resources_by_number():
   shares = assign_workers("abcd", [4, 1, 2, 1], 2, cores=range(5), gpus=["x", "y", "z"])
   assert [share.names for share in shares] == [("a",), ("b", "c", "d")]
   assert [share.cores for share in shares] == [(0, 1), (2, 3, 4)]
@@ -151,14 +151,14 @@ def test_members_are_dealt_out_by_cost_and_the_machine_by_number():
   assert {share.memory_fraction for share in shares} == {0.9}
 
 
-def test_workers_share_cores_and_gpus_where_there_are_too_few():
+def test_workers_share_cores_and_gpus_if_there_are_too_few():
   shares = assign_workers("abc", [1, 1, 1], 3, cores=[4, 5], gpus=["x"], memory_fraction=0.6)
   assert [share.cores for share in shares] == [(4,), (5,), (4,)]
   assert {share.gpus for share in shares} == {("x",)}
   assert [share.memory_fraction for share in shares] == pytest.approx([0.2] * 3)
 
 
-def test_no_more_workers_than_members_nor_unasked_than_cores():
+def test_workers_are_at_most_members_and_by_default_cores():
   assert len(assign_workers("ab", [1, 1], 7, cores=[0])) == 2
   assert len(assign_workers("abcd", [1] * 4, cores=[0, 1])) == 2
   assert len(assign_workers("abcd", [1] * 4, cores=[0, 1], gpus=["0", "1", "2"])) == 3
@@ -166,7 +166,7 @@ def test_no_more_workers_than_members_nor_unasked_than_cores():
     assign_workers("ab", [1, 1], -1)
 
 
-def test_an_executor_that_is_unknown_or_not_installed_is_one_line(tmp_path, monkeypatch):
+def test_an_unknown_or_missing_executor_is_a_user_error(tmp_path, monkeypatch):
   worker = python(tmp_path, "w", "")
   with pytest.raises(ValueError, match="choose one of local, ray"):
     run_workers([worker], executor="slurm", max_restarts=0, report=print)
@@ -176,7 +176,7 @@ def test_an_executor_that_is_unknown_or_not_installed_is_one_line(tmp_path, monk
     run_workers([worker], executor="ray", max_restarts=0, report=print)
 
 
-# Ray forks; that JAX, which other tests of this process have started, warns of it is in order.
+# Ray forks, and JAX, which other tests in this process have started, warns of that.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ray_runs_restarts_and_stops_workers(tmp_path, monkeypatch):
   pytest.importorskip("ray", reason="Ray is an optional extra: pip install maxlite[ray]")

@@ -1,21 +1,21 @@
-"""What training many small models at once saves, as ratios to references timed in the same run.
+"""Benchmark of ensembles of small models against references timed in the same run.
 
   python tools/bench/ensemble.py [--rounds 7] [--processor-time] [section ...]
 
-alike      64 MLPs of one shape with learning rates of their own (3 layers 8, 32 or 128 wide, 64
-           rows, Adam): stacked against a Python loop over one jitted step, and, where torch is
-           installed, against `torch.func` on stacked parameters
+alike      64 MLPs of one shape with different learning rates (3 layers 8, 32 or 128 wide, 64 rows,
+           Adam): stacked against a Python loop over one jitted step and, if torch is installed,
+           against `torch.func` on stacked parameters
 different  24 MLPs (1, 2, 4 or 6 hidden layers, 8 to 256 wide): every strategy against a loop over
-           24 jitted steps, against padding all to the largest by hand under `vmap`, and against one
-           program of the bare 24 steps, which is all that fusing could reach
+           24 jitted steps, against padding by hand under `vmap`, and against one program of the
+           bare 24 steps, an upper bound for fusing
 simulated  the same on 8 simulated CPU devices
 grouped    the matrix products of one hidden layer of those 24 members, forward and backward: a dot
            per member against one grouped matmul whose groups are the members' widths
 
-Each candidate has a process of its own, as users would run it. They take turns, round by round, and
-the least of each counts: what else a machine does can only add. "start" is everything from the
-members to the end of the first step: tracing, compiling, initial values. Processor time adds up the
-cores', and so leaves out what a strategy gains by using them.
+Each candidate runs in a separate process. Candidates alternate, and the minimum time of each is
+reported, because other load can only add time. "start" is the time from the members to the end of
+the first step: tracing, compilation, initialization. CPU time is summed over cores, so it does not
+show the gain of using several.
 """
 
 import argparse
@@ -46,14 +46,14 @@ from maxlite.ensemble import STRATEGIES, Ensemble, Member
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
 
 NUM_FEATURES, NUM_ROWS = 16, 64
-WIDTHS, DEPTHS = (8, 16, 32, 64, 128, 256), (1, 2, 4, 6)  # by one more layer deep
+WIDTHS, DEPTHS = (8, 16, 32, 64, 128, 256), (1, 2, 4, 6)  # plus one layer
 NUM_SIMULATED = 8
 STEPS = 10  # of one timed run
 WARM_ROUNDS = 3
 
 
 class MLP(nn.Module):
-  """`depth` layers between the first and the last; `scan` keeps them in stacked arrays."""
+  """`depth` layers between the first and the last one; `scan` stacks their parameters."""
 
   width: int
   depth: int
@@ -80,16 +80,16 @@ class Hidden(nn.Module):
 
 
 class Candidate(NamedTuple):
-  """One way to train all members; `run` does STEPS steps and waits for them."""
+  """One way to train all members; `run` takes STEPS steps and waits for the results."""
 
   run: Callable[[], Any]
   useful_share: float = 1.0
-  strategy: str = ""  # that `auto` chose
+  strategy: str = ""  # chosen by `auto`
 
 
 @dataclasses.dataclass
 class Timed:
-  """A candidate in its process, and what it took so far."""
+  """A candidate's process and its measurements."""
 
   process: subprocess.Popen
   start_seconds: float
@@ -99,8 +99,8 @@ class Timed:
   seconds: float = float("inf")  # per step
   processor_seconds: float = float("inf")
 
-  def turn(self) -> None:
-    seconds, processor_seconds = _ask(self.process)
+  def measure(self) -> None:
+    seconds, processor_seconds = _request(self.process)
     self.seconds = min(self.seconds, seconds)
     self.processor_seconds = min(self.processor_seconds, processor_seconds)
 
@@ -155,7 +155,7 @@ def grouped(options: argparse.Namespace) -> None:
 def compare(
   title: str, names: Sequence[str], width: int, num_devices: int, options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, float]]:
-  """({candidate: seconds per step}, {candidate: seconds to start}), printed as a table too."""
+  """Prints a table; returns ({candidate: seconds per step}, {candidate: seconds to start})."""
   with contextlib.ExitStack() as processes:
     timed: dict[str, Timed] = {}
     for name in names:
@@ -164,9 +164,9 @@ def compare(
         timed |= {name: candidate} if candidate else {}
     for _ in range(WARM_ROUNDS + options.rounds):
       for candidate in timed.values():
-        candidate.turn()
+        candidate.measure()
   table = Table(title=title, title_justify="left")
-  columns = ("", "start s", "of processor", "step ms", "of processor", "useful FLOPs")
+  columns = ("", "start s", "CPU time", "step ms", "CPU time", "useful FLOPs")
   for n, column in enumerate(columns):
     table.add_column(column, justify="right" if n else "left")
   for name, t in timed.items():
@@ -185,16 +185,16 @@ def compare(
 
 @contextlib.contextmanager
 def started(name: str, width: int, num_devices: int) -> Iterator[Timed | None]:
-  """A candidate that is ready to take turns; None, and its reason printed, if it cannot serve."""
+  """A candidate that is ready to be measured; prints the reason and yields None if it cannot."""
   flag = f"--xla_force_host_platform_device_count={num_devices}"
-  # On a busy machine, threads that wait by spinning make PyTorch 20 times slower.
+  # On a busy machine, spinning threads make PyTorch 20 times slower.
   environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
   environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag} if num_devices > 1 else {}
   command = [sys.executable, *sys.argv[:1], "--candidate", name, str(width)]
   pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
   with subprocess.Popen(command, env=environment, **pipes) as process:
     assert process.stdin
-    ready = _ask(process)
+    ready = _request(process)
     if isinstance(ready, str):
       print(ready)
       yield None
@@ -203,19 +203,19 @@ def started(name: str, width: int, num_devices: int) -> Iterator[Timed | None]:
     process.stdin.close()
 
 
-def _ask(process: subprocess.Popen) -> Any:
+def _request(process: subprocess.Popen) -> Any:
   assert process.stdin
   assert process.stdout
   process.stdin.write("\n")
   process.stdin.flush()
   answer = process.stdout.readline()
   if not answer:
-    raise RuntimeError(f"{' '.join(process.args)} ended with exit code {process.wait()}")
+    raise RuntimeError(f"{' '.join(process.args)} exited with code {process.wait()}")
   return json.loads(answer)
 
 
 def serve(name: str, width: str) -> int:
-  """A candidate's process: for each line it gets it takes a turn and answers with the seconds."""
+  """A candidate's process: answers each line on stdin with the time of one run."""
   sys.stdin.readline()
   clocks = lambda: np.array([time.perf_counter(), time.process_time()])
   start = clocks()
@@ -252,7 +252,7 @@ def loss(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def unrolled() -> dict[str, Any]:
-  """The different members, in a form that worker processes can make, too."""
+  """The different members, as a factory that worker processes can import."""
   return {"members": grid(scan=False), "loss": loss}
 
 
@@ -285,7 +285,7 @@ def rates() -> list[float]:
 
 
 def one_step_loop(width: int) -> Candidate:
-  """Members one after the other through one program that is handed their learning rates."""
+  """A loop over the members with one program, which takes the learning rate as an input."""
   optimizer = optax.inject_hyperparams(optax.adam)(0.0)
   init, step = solo_functions(MLP(width, 2), optimizer)
   states = []
@@ -293,7 +293,7 @@ def one_step_loop(width: int) -> Candidate:
     params, opt_state = init(z)
     opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
     states.append((params, opt_state))
-  return Candidate(repeated(in_turn([step] * len(states)), states))
+  return Candidate(repeated(one_after_another([step] * len(states)), states))
 
 
 def by_torch(width: int) -> Candidate:
@@ -309,13 +309,13 @@ def loop_of_steps() -> Candidate:
   members = grid(scan=False)
   functions = [solo_functions(member.model, member.optimizer) for member in members]
   states = [init(m.seed) for (init, _), m in zip(functions, members, strict=True)]
-  return Candidate(repeated(in_turn([step for _, step in functions]), states))
+  return Candidate(repeated(one_after_another([step for _, step in functions]), states))
 
 
 def solo_functions(
   model: nn.Module, optimizer: optax.GradientTransformation
 ) -> tuple[Callable, Callable]:
-  """(init, step) of one model, jitted, with nothing but what training it takes."""
+  """(init, step) of one model, jitted, without any checks."""
 
   @jax.jit
   def init(seed):
@@ -331,7 +331,7 @@ def solo_functions(
   return init, jax.jit(step, donate_argnums=0)
 
 
-def in_turn(steps: Sequence[Callable]) -> Callable:
+def one_after_another(steps: Sequence[Callable]) -> Callable:
   def step(states, batch):
     results = [step(state, batch) for step, state in zip(steps, states, strict=True)]
     return [state for state, _ in results], [value for _, value in results]
@@ -340,33 +340,33 @@ def in_turn(steps: Sequence[Callable]) -> Callable:
 
 
 def one_bare_program() -> Candidate:
-  """The loop's steps in one program."""
+  """The steps of the loop in one program."""
   members = grid(scan=False)
   functions = [solo_functions(member.model, member.optimizer) for member in members]
   states = [init(m.seed) for (init, _), m in zip(functions, members, strict=True)]
-  step = jax.jit(in_turn([step for _, step in functions]), donate_argnums=0)
+  step = jax.jit(one_after_another([step for _, step in functions]), donate_argnums=0)
   return Candidate(repeated(step, states))
 
 
 def pad_and_vmap() -> Candidate:
-  """All members as wide and deep as the largest, units and layers that are too many masked."""
+  """All members padded to the largest, with surplus units and layers masked."""
   members = grid(scan=False)
   width_Z = jnp.asarray([member.model.width for member in members])
   depth_Z = jnp.asarray([member.model.depth for member in members])
-  most_wide, most_deep = max(WIDTHS), max(DEPTHS)
+  max_width, max_depth = max(WIDTHS), max(DEPTHS)
   optimizer = members[0].optimizer
 
   def init(seed):
-    keys = jax.random.split(jax.random.key(seed), most_deep + 2)
+    keys = jax.random.split(jax.random.key(seed), max_depth + 2)
     scaled = nn.initializers.lecun_normal()
-    sizes = [NUM_FEATURES, *[most_wide] * (most_deep + 1), 1]
+    sizes = [NUM_FEATURES, *[max_width] * (max_depth + 1), 1]
     shapes = list(itertools.pairwise(sizes))
     params = [(scaled(k, s), jnp.zeros(s[1])) for k, s in zip(keys, shapes, strict=True)]
     return params, optimizer.init(params)
 
   def masked_loss(params, width, depth, batch):
     x_BD, y_BD = batch
-    unit_D = (jnp.arange(most_wide) < width).astype(x_BD.dtype)
+    unit_D = (jnp.arange(max_width) < width).astype(x_BD.dtype)
     for layer, (w_DF, b_F) in enumerate(params[:-1]):
       y_BF = nn.relu(x_BD @ w_DF + b_F) * unit_D
       x_BD = y_BF if layer == 0 else jnp.where(layer <= depth, y_BF, x_BD)
@@ -383,7 +383,7 @@ def pad_and_vmap() -> Candidate:
   states = jax.jit(jax.vmap(init))(jnp.arange(len(members)))
   run = repeated(lambda state, batch: along(state, width_Z, depth_Z, batch), states)
   useful = sum(products(member.model.width, member.model.depth) for member in members)
-  share = useful / (len(members) * products(most_wide, most_deep))
+  share = useful / (len(members) * products(max_width, max_depth))
   return Candidate(run, share)
 
 
@@ -407,9 +407,8 @@ def a_dot_each() -> Candidate:
 def one_grouped_matmul() -> Candidate:
   """The three products as the forward and backward pass of one grouped matmul.
 
-  Rows are the members' input units M, cut into groups by width; units of the output are padded to
-  the largest width F: dw_MF = x_MB dy_ZBF, and its gradients for a cotangent w_MF are dx_MB and
-  y_ZBF.
+  Rows are the members' input units M, grouped by member; output units are padded to the largest
+  width F: dw_MF = x_MB dy_ZBF, and its gradients for a cotangent w_MF are dx_MB and y_ZBF.
   """
   layers = hidden_layers()
   size_Z = jnp.asarray([w_DF.shape[0] for _, w_DF, _ in layers])
@@ -429,12 +428,12 @@ def one_grouped_matmul() -> Candidate:
 
 
 def products(width: int, depth: int) -> int:
-  """Weights of all matrices, to which FLOPs are in proportion."""
+  """The number of weights of all matrices, to which FLOPs are proportional."""
   return NUM_FEATURES * width + depth * width**2 + width
 
 
 def repeated(step: Callable, state: Any) -> Callable[[], Any]:
-  """A run of STEPS steps from where the last one ended; takes one step first."""
+  """A function that takes STEPS more steps; the first step is taken here."""
   data = batch()
   kept = [jax.block_until_ready(step(state, data))[0]]
 

@@ -1,4 +1,4 @@
-"""The stacked MLPs of ensemble.py by `torch.func`: what a user would write there today."""
+"""The stacked MLPs of ensemble.py with `torch.func`."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ B1, B2, EPS = 0.9, 0.999, 1e-8
 def stacked_steps(
   sizes: Sequence[int], rates: Sequence[float], x_BD: np.ndarray, y_BD: np.ndarray, num_steps: int
 ) -> Callable[[], Any]:
-  """A run of `num_steps` Adam steps of a member per learning rate, from where the last one ended.
+  """A function that takes `num_steps` more Adam steps of a member per learning rate.
 
-  `torch.optim` knows no learning rate per member, so Adam is written out.
+  Adam is written out, because `torch.optim` has no learning rate per member.
   """
   models = [mlp(sizes) for _ in rates]
   params, buffers = stack_module_state(models)

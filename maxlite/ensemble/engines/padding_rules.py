@@ -2,8 +2,7 @@
 
 Padding may hold any value, also infinities and NaN. Elementwise primitives run over it; reductions
 and matrix products first replace it by their neutral element; primitives that move elements find
-each one by the member's own sizes. Arrays whose padding is known to be zero carry a flag, which
-saves masks.
+each one by the member's own sizes. A flag marks arrays whose padding is zero, which saves masks.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ class PaddedArray:
   """An array padded to the largest member's shape."""
 
   array: jax.Array
-  zero_padded: bool = True  # its padding is zero, or it has none
+  zero_padded: bool = True  # or without padding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """`python -m maxlite.ensemble.engines.process_server SOCKET`: a worker of `ProcessEngine`.
 
-SOCKET is the number of an inherited socket. The handshake says what to serve; the reply is the
-number of changes that the worker's file already holds. Requests and replies then alternate until
-the other end is closed.
+SOCKET is the number of an inherited socket. The handshake describes the members to serve; its reply
+is the number of changes in the worker's file. Requests and replies then alternate until the other
+end is closed.
 """
 
 import sys
