@@ -90,9 +90,9 @@ ENSEMBLE_STRATEGIES = Registry(
     "stacked": "maxlite.ensemble.strategies:build_stacked",
     "fused": "maxlite.ensemble.strategies:build_fused",
     "padded": "maxlite.ensemble.strategies:build_padded",
-    "switched": "maxlite.ensemble.strategies:build_switched",
-    "submesh": "maxlite.ensemble.strategies:build_submesh",
-    "processes": "maxlite.ensemble.strategies:build_processes",
+    "switched": "maxlite.ensemble.engines.switched:SwitchEngine",
+    "submesh": "maxlite.ensemble.engines.submesh:SubmeshEngine",
+    "processes": "maxlite.ensemble.engines.processes:ProcessEngine",
   }
 )
 # Losses of a phase: see training/loss.py. DRAFT_LOSSES are those that need draft heads.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
 from maxlite.ensemble.ensemble_metrics import Prediction, summarize, uniform_weights
 from maxlite.ensemble.member_program import (
@@ -22,7 +23,6 @@ from maxlite.ensemble.member_program import (
   call_model,
 )
 from maxlite.ensemble.planner import Plan, choose
-from maxlite.ensemble.strategies import STRATEGIES
 
 
 class Ensemble:
@@ -47,7 +47,7 @@ class Ensemble:
     Args:
       loss: of a bound module and a batch; a scalar, or (scalar, {name: scalar} to be logged).
       predict: of a bound module and inputs; the output that is compared and combined.
-      strategy: a name of STRATEGIES, or `auto`.
+      strategy: a name of ENSEMBLE_STRATEGIES, or `auto`.
       own_batches: whether `step` takes a batch per member, stacked along a first axis.
       memory_gb: for the members' states on one device; 0: no limit.
 
@@ -71,8 +71,8 @@ class Ensemble:
     name, count = Counter(self.names).most_common(1)[0]
     if count > 1:
       raise UserError(f"two members are called {name}; give each a different name")
-    if strategy not in ("auto", *STRATEGIES):
-      known = ", ".join(("auto", *STRATEGIES))
+    if strategy not in ("auto", *ENSEMBLE_STRATEGIES):
+      known = ", ".join(("auto", *ENSEMBLE_STRATEGIES))
       raise UserError(f"no strategy {strategy!r}; choose one of {known}")
 
   @classmethod

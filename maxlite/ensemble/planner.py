@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from maxlite.config.errors import UserError
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
-from maxlite.ensemble.strategies import STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +91,9 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
     UserError: the strategy does not support these members, or none fits `memory_gb`.
   """
   estimates, engines = [], {}
-  for name in STRATEGIES if strategy == "auto" else [strategy]:
+  for name in ENSEMBLE_STRATEGIES if strategy == "auto" else [strategy]:
     try:
-      engines[name] = STRATEGIES[name](request)
+      engines[name] = ENSEMBLE_STRATEGIES[name](request)
       estimates.append(estimate(name, engines[name], request))
     except ValueError as error:
       if strategy != "auto":
@@ -108,7 +108,9 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
       "train fewer members, use more devices, or raise the limit"
     )
   least = min(e.step_seconds for e in fitting)
-  fastest = [e for e in fitting if e.step_seconds <= least * CLOSE]  # STRATEGIES: simplest first
+  fastest = [
+    e for e in fitting if e.step_seconds <= least * CLOSE
+  ]  # ENSEMBLE_STRATEGIES: simplest first
   best = min(fastest, key=lambda e: e.compile_seconds)
   reason = "as configured" if strategy != "auto" else _reason(best, fitting)
   return Plan(estimates, best.strategy, reason), engines[best.strategy]

@@ -1,16 +1,11 @@
 """The strategies: each builds an engine for the same members."""
 
-from collections.abc import Callable
-
 import numpy as np
 from jax.sharding import Mesh
 
 from maxlite.ensemble.engines.batched_jaxpr import group_by_jaxpr
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest, require_no_phases
-from maxlite.ensemble.engines.processes import ProcessEngine
+from maxlite.ensemble.engines.engine_base import EngineRequest, require_no_phases
 from maxlite.ensemble.engines.stacked import VmapEngine
-from maxlite.ensemble.engines.submesh import SubmeshEngine
-from maxlite.ensemble.engines.switched import SwitchEngine
 from maxlite.ensemble.member_program import abstract_states
 
 
@@ -50,13 +45,3 @@ def build_fused(request: EngineRequest) -> VmapEngine:
   return VmapEngine(
     request, programs, [[plain[n] for n in group] for group in groups] + with_phases
   )
-
-
-STRATEGIES: dict[str, Callable[[EngineRequest], Engine]] = {
-  "stacked": build_stacked,
-  "fused": build_fused,
-  "padded": build_padded,
-  "switched": SwitchEngine,
-  "submesh": SubmeshEngine,
-  "processes": ProcessEngine,
-}

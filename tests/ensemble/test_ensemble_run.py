@@ -20,7 +20,7 @@ from tiny_run import CLOCK, Output, keys_in
 
 from maxlite.config import load_config
 from maxlite.config.members import members_of
-from maxlite.ensemble import STRATEGIES
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.__main__ import main
 from maxlite.ensemble.ensemble_run import run_ensemble
 from maxlite.metrics.writers import read_rows
@@ -109,7 +109,7 @@ def fused(root):
 
 
 def test_every_strategy_has_a_case():
-  assert set(CASES) == set(STRATEGIES) - {"processes"}
+  assert set(CASES) == set(ENSEMBLE_STRATEGIES) - {"processes"}
 
 
 # One of the stacked members is enough; test_strategies.py tests the bits of members that are not.

@@ -9,9 +9,9 @@ import pytest
 from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
 
 from maxlite.config.members import members_of
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.member_program import MemberProgram
-from maxlite.ensemble.strategies import STRATEGIES
 from maxlite.training.run import run_training
 
 PHASES = (
@@ -58,10 +58,10 @@ def request_of(*programs):
 def test_strategies_that_would_compute_all_phases_reject_members_with_phases(strategy):
   request = request_of(toy("plain", 1.0), toy("phased", 1.0, 2.0))
   with pytest.raises(ValueError, match="phased has phases; use fused, submesh or processes"):
-    STRATEGIES[strategy](request)
+    ENSEMBLE_STRATEGIES[strategy](request)
 
 
 def test_members_with_phases_are_not_stacked():
   names = ("a", "phased", "b", "later")
   request = request_of(*(toy(name, *(1.0,) * (1 + (len(name) > 1))) for name in names))
-  assert STRATEGIES["fused"](request).groups == [[0, 2], [1], [3]]
+  assert ENSEMBLE_STRATEGIES["fused"](request).groups == [[0, 2], [1], [3]]

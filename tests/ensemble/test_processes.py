@@ -11,12 +11,12 @@ import numpy as np
 import optax
 import pytest
 
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines import processes
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.member_program import MemberFactory, build_programs, call_factory
 from maxlite.ensemble.serialization import from_bytes, to_bytes
-from maxlite.ensemble.strategies import STRATEGIES
 
 FACTORY = f"{__name__}:make"
 NUM_STEPS = 8
@@ -82,7 +82,7 @@ def engines(stream):
     devices=jax.devices()[:1],
     factory=MemberFactory(FACTORY, num_workers=2, checkpoint_period=3, example_batch=batch),
   )
-  return STRATEGIES["submesh"](request), STRATEGIES["processes"](request)
+  return ENSEMBLE_STRATEGIES["submesh"](request), ENSEMBLE_STRATEGIES["processes"](request)
 
 
 def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):

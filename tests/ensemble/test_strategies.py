@@ -19,7 +19,8 @@ from families import (
   train_alone,
 )
 
-from maxlite.ensemble import STRATEGIES, Ensemble, Member
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.member_program import build_programs
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
@@ -43,7 +44,9 @@ def why_not(family: str, strategy: str, num_devices: int) -> str:
 
 
 # Members that are not sharded over a mesh are fused on the first device.
-ON = [(strategy, n) for strategy in STRATEGIES for n in (1, 8) if (strategy, n) != ("fused", 8)]
+ON = [
+  (strategy, n) for strategy in ENSEMBLE_STRATEGIES for n in (1, 8) if (strategy, n) != ("fused", 8)
+]
 
 
 # Cases that run the same code as another case of the family.

@@ -42,7 +42,8 @@ from moe import judge
 from rich.console import Console
 from rich.table import Table
 
-from maxlite.ensemble import STRATEGIES, Ensemble, Member
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.ensemble import Ensemble, Member
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
 
 NUM_FEATURES, NUM_ROWS = 16, 64
@@ -139,7 +140,7 @@ def different(options: argparse.Namespace, num_devices: int = 1) -> None:
   judge(f"{title}: loop / one bare program", step["loop"] / step["one bare program"])
   judge(f"{title}: pad + vmap / auto", step["pad + vmap"] / step["auto"], at_least=10)
   judge(f"{title}: start, auto / loop", start["auto"] / start["loop"], at_most=1)
-  fastest = min(seconds for name, seconds in step.items() if name in ("auto", *STRATEGIES))
+  fastest = min(seconds for name, seconds in step.items() if name in ("auto", *ENSEMBLE_STRATEGIES))
   judge(f"{title}: auto / fastest strategy", step["auto"] / fastest, at_most=1.2)
 
 
@@ -456,7 +457,7 @@ DIFFERENT: dict[str, Callable[[], Candidate]] = {
   "loop": loop_of_steps,
   "one bare program": one_bare_program,
   "pad + vmap": pad_and_vmap,
-} | {name: functools.partial(different_candidate, name) for name in ("auto", *STRATEGIES)}
+} | {name: functools.partial(different_candidate, name) for name in ("auto", *ENSEMBLE_STRATEGIES)}
 GROUPED = {"dots": a_dot_each, "grouped matmul": one_grouped_matmul}
 SECTIONS = {"alike": alike, "different": different, "simulated": simulated, "grouped": grouped}
 
