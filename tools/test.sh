@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and all tests, from a bare machine with Python >= 3.11. Arguments go to pytest.
+# Run lint, type checks and all tests. Needs only Python >= 3.11. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/venv.sh

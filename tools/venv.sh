@@ -1,6 +1,6 @@
-# Sourced by test.sh and quickstart.sh: finds a Python and fills a virtual environment.
+# Sourced by test.sh and quickstart.sh: finds Python and installs into a virtual environment.
 
-# Prints the newest Python from 3.$1 on that really runs ($PYTHON, where set, is the only choice).
+# Prints the newest working Python >= 3.$1 ($PYTHON, if set, is the only candidate).
 newest_python() {
   local oldest=$1 candidate
   local candidates=(python3.{20..11} python3)
@@ -15,15 +15,15 @@ newest_python() {
   return 1
 }
 
-# Makes the virtual environment $1 with Python $2 unless it exists, and installs maxlite with the
-# extras $3 (`[test]`, or empty) unless that was done since setup.py last changed.
+# Creates the virtual environment $1 with Python $2 unless it exists, and installs maxlite with the
+# extras $3 (`[test]` or empty) if setup.py has changed since the last installation.
 fill_venv() {
   local venv=$1 python=$2 extras=$3
   local stamp="$venv/installed$extras"
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return
   if ! cmp -s setup.py "$stamp"; then
     "$venv/bin/python" -m pip install --quiet --upgrade pip || return
-    # setuptools warns of folders beside the package, which configs/ is meant to be.
+    # setuptools warns about folders beside the package, such as configs/.
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --editable ".$extras" || return
     cp setup.py "$stamp"
   fi

@@ -1,4 +1,4 @@
-"""The planted bugs of tools/inspect/mutants.py still fit the sources."""
+"""The bugs of tools/inspect/mutants.py can be planted in the current sources."""
 
 import ast
 import runpy
@@ -14,10 +14,10 @@ MUTANTS = runpy.run_path(str(ROOT / "tools" / "inspect" / "mutants.py"))["read_m
 def test_a_mutant_can_be_planted(mutant):
   source = (ROOT / mutant.file).read_text("utf-8")
   assert ast.dump(ast.parse(mutant.planted(source))) != ast.dump(ast.parse(source))
-  named = [word.split("::")[0] for word in mutant.tests.split() if word.startswith("tests/")]
-  assert named
-  assert all((ROOT / path).exists() for path in named)
+  paths = [part.split("::")[0] for part in mutant.tests.split() if part.startswith("tests/")]
+  assert paths
+  assert all((ROOT / path).exists() for path in paths)
 
 
-def test_there_are_many():
+def test_number_of_mutants():
   assert len(MUTANTS) >= 25

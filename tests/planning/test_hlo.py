@@ -1,4 +1,4 @@
-"""Programs of known content, compiled for 8 CPU devices, and read back from their text."""
+"""HLO analysis of small programs compiled for 8 CPU devices, and of a TPU program."""
 
 import math
 from pathlib import Path
@@ -15,9 +15,9 @@ from maxlite.planning.hlo_cost import hbm_bytes, matmul_flops
 MESH_SHAPE = {"data": 2, "fsdp": 4}
 PAYLOAD = 8 * 16 * 4  # bytes of a shard of `local_program`'s argument
 
-# What XLA:CPU never prints: asynchronous pairs, XLA:TPU's reduce-scatter, its memory next to the
-# compute units, its matmuls as convolutions, loops unrolled by a counter that grows by 2, the third
-# way to write groups of devices, and transfers between slices.
+# Forms that XLA:CPU never prints: asynchronous pairs, XLA:TPU's reduce-scatter, on-chip memory and
+# matmuls as convolutions, loops whose counter grows by 2, the third notation of device groups, and
+# transfers between slices.
 TPU_STEP = Path(__file__).with_name("tpu_step.hlo.txt")
 
 
@@ -36,9 +36,9 @@ def module_of(function, *shapes):
 
 
 def on_shards(mesh, local):
-  """`local` on shards of [8, 16], one per device, of [8 * 8, 16]."""
+  """`local` on the [8, 16] shards of an [8 * 8, 16] array."""
   spec = jax.P(("data", "fsdp"))
-  # Unchecked, so that a loop may carry what is a sum after its first turn; nothing is run here.
+  # Unchecked, so that a loop may carry a value that its first iteration reduces; not executed.
   return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
@@ -52,7 +52,7 @@ def repeated(local, times):
 @pytest.mark.parametrize(
   ("mesh_axes", "size"), [(("fsdp",), 4), (("data",), 2), (("data", "fsdp"), 8)]
 )
-def test_a_sum_in_a_loop_counts_once_per_turn(mesh, mesh_axes, size):
+def test_a_collective_in_a_loop_counts_once_per_iteration(mesh, mesh_axes, size):
   local = repeated(lambda x: jnp.sin(jax.lax.psum(x, mesh_axes)), 5)
   found = collectives(module_of(on_shards(mesh, local), (64, 16)), MESH_SHAPE)
   sent = 5 * PAYLOAD * 2 * (size - 1) / size
@@ -101,7 +101,7 @@ def test_matmuls_in_nested_loops():
   assert module.unknown_loops == 0
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_told():
+def test_a_loop_of_unknown_length_counts_once_and_is_reported():
   def program(x, w):
     return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: jnp.tanh(x @ w), x)
 
@@ -118,20 +118,20 @@ def test_a_convolution_does_not_multiply_by_padding(dilate, padding):
 
   shapes = (2, 3, 9, 8), (5, 3, 4, 2)
   ones = [jnp.ones(shape) for shape in shapes]
-  products = float(jnp.sum(program(*ones)))  # of ones: each adds one to the sum
+  products = float(jnp.sum(program(*ones)))  # with ones as inputs, each product adds one
   assert matmul_flops(module_of(program, *shapes)) == (2 * products, 0)
 
 
-def test_bytes_in_memory_are_those_of_the_compiler():
+def test_hbm_bytes_equal_the_compilers():
   program = compiled(lambda x, w: jnp.tanh(x @ w).sum(axis=0) + 1, (256, 512), (512, 128))
   assert hbm_bytes(parse(program.as_text())) == pytest.approx(
     program.cost_analysis()["bytes accessed"], rel=0.05
   )
 
 
-def test_a_loop_moves_what_it_slices_not_what_it_slices_from():
+def test_a_loop_counts_its_slices_only():
   rows = lambda x: jax.lax.scan(lambda total, row: (total + row, jnp.sin(row)), x[0], x)
-  once = 64 * 4096 * 4  # bytes of x: read once, and its sine written once
+  once = 64 * 4096 * 4  # bytes of x, which is read once; its sine is written once
   assert 2 * once <= hbm_bytes(module_of(rows, (64, 4096))) < 8 * once
 
 

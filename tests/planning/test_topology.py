@@ -1,4 +1,4 @@
-"""Names of accelerators, and what they stand for."""
+"""Topology names and their devices."""
 
 import importlib.util
 
@@ -40,7 +40,7 @@ def test_gpus_need_a_target_config(tmp_path):
   ("name", "fix"),
   [("v5p", "v5p-N"), ("v9-8", "h200-N"), ("v5p-7", "v5p-16"), ("v6e-512", "v6e-256")],
 )
-def test_what_there_is_not_is_told_with_what_there_is(name, fix):
+def test_an_unknown_topology_is_an_error_that_lists_the_known(name, fix):
   with pytest.raises(ValueError, match=f"compile_topology={name}.*{fix}") as raised:
     parse_topology(name, 1)
   assert "\n" not in str(raised.value)
@@ -58,7 +58,7 @@ def test_the_table_agrees_with_libtpu(generation, monkeypatch):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-def test_dcn_degrees_lie_across_slices(monkeypatch):
+def test_dcn_axes_span_slices(monkeypatch):
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   devices = parse_topology("v5e-4", 4).describe("")

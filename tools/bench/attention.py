@@ -1,8 +1,8 @@
-"""Prints forward+backward times of attention's backends on this machine, as ratios to a yardstick.
+"""Forward and backward times of the attention backends, as ratios to a baseline.
 
   python tools/bench/attention.py [float32 | bfloat16]
 
-The candidates of a table take turns, and medians are compared: a busy machine slows all alike.
+Candidates alternate, so that a busy machine slows them equally; medians are compared.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from maxlite.kernels.xla_cpu import keep_freed_memory
 ROUNDS = 7
 # (sequences, positions, query heads, key/value heads, channels)
 ATTENTIONS = [(4, 256, 8, 8, 32), (8, 256, 8, 4, 32), (1, 2048, 8, 4, 32)]
-NUM_LAYERS = 4  # a scan, as in a model: else XLA would reuse forward's scores in backward
+NUM_LAYERS = 4  # in a scan, as in a model: otherwise XLA reuses the scores of the forward pass
 
 
 def median_seconds(candidates: dict[str, Callable], *operands) -> dict[str, float]:
-  """Median time of each candidate, all compiled first and then run in turns."""
+  """Median time of each candidate, all compiled first and then alternating."""
   compiled = {name: jax.jit(f).lower(*operands).compile() for name, f in candidates.items()}
   seconds: dict[str, list[float]] = {name: [] for name in compiled}
   for _ in range(1 + ROUNDS):
@@ -35,10 +35,10 @@ def median_seconds(candidates: dict[str, Callable], *operands) -> dict[str, floa
   return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
-def print_row(title: str, seconds: dict[str, float], yardstick: str) -> None:
-  unit = seconds[yardstick]
-  ratios = ", ".join(f"{name} {s / unit:.2f}" for name, s in seconds.items() if name != yardstick)
-  print(f"{title}: {yardstick} {unit * 1e3:.1f} ms; times that: {ratios}", flush=True)
+def print_row(title: str, seconds: dict[str, float], baseline: str) -> None:
+  unit = seconds[baseline]
+  ratios = ", ".join(f"{name} {s / unit:.2f}" for name, s in seconds.items() if name != baseline)
+  print(f"{title}: {baseline} {unit * 1e3:.1f} ms; times that: {ratios}", flush=True)
 
 
 def value_and_gradients(function: Callable, *operands) -> tuple:

@@ -1,21 +1,23 @@
-"""What experts cost on this machine, as ratios to references timed in the same run, and the goals.
+"""Cost of mixture-of-experts layers, as ratios to references timed in the same run, against goals.
 
   python tools/bench/moe.py [--rounds 7] [--processor-time] [section ...]
 
-matmul    a grouped matmul, forward and backward, against the dense one of equal FLOPs and against
+matmul    a grouped matmul, forward and backward, against a dense matmul of equal FLOPs and against
           `lax.ragged_dot`: 8192 rows, 256 x 512, groups of very different sizes
-layer     a mixture-of-experts layer with its router against the dense gated MLP of equal active
-          FLOPs: 4096 tokens, 512 wide, 16 experts of 1024, top-2
-exchange  that layer on 4 simulated CPU devices, experts exchanged (expert=4) or not (data=4)
-step      the trainer's step: decoders of 4 layers, 256 wide, on 4 x 256 tokens, full remat, 8
-          experts of 512 and top-2 against a dense MLP of 1024, and, where torch and transformers
-          are installed, against the tokens/s of `MixtralForCausalLM` with grouped matmuls
+layer     an MoE layer with its router against a dense gated MLP of equal active FLOPs: 4096 tokens,
+          width 512, 16 experts of 1024, top-2
+exchange  that layer on 4 simulated CPU devices, with expert parallelism (expert=4) or without
+          (data=4)
+step      the training step: decoders of width 256 and 4 layers on 4 x 256 tokens, full remat, 8
+          experts of 512 with top-2 against a dense MLP of 1024, and, if torch and transformers are
+          installed, against the tokens/s of `MixtralForCausalLM` with grouped matmuls
 rates     a grouped matmul of a large model on an accelerator: TFLOP/s and memory
 
-By default all but `rates` on a CPU, and all on an accelerator; the goals of the first four are for
-CPUs. Candidates take turns, round by round, and medians are compared: a busy machine slows all
-alike. Where it does not (a matmul on all cores waits for the busiest), compare the processor's time
-on one of them: `taskset -c 0 python tools/bench/moe.py --processor-time`.
+The default is all sections on an accelerator, and all except `rates` on a CPU. The goals of the
+first four are for CPUs. Candidates alternate within each round, so that a busy machine slows them
+equally, and medians are compared. A matmul on all cores waits for the busiest core; to exclude
+that, compare processor time on one core:
+`taskset -c 0 python tools/bench/moe.py --processor-time`.
 """
 
 import argparse
@@ -48,20 +50,20 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 NUM_SIMULATED = 4  # devices of the section `exchange`
 LAYER = ["num_experts=16", "num_experts_per_tok=2", "base_moe_mlp_dim=1024"]
-WARM_ROUNDS = 8  # until the allocator holds what all runs need: a page fault costs microseconds
-REPEATS = 10  # on an accelerator, where starting a program takes as long as a small one runs
+WARM_ROUNDS = 8  # until the allocator holds all pages; a page fault takes microseconds
+REPEATS = 10  # on an accelerator, where launching a small program takes as long as running it
 
 Runs = dict[str, Callable[[], Any]]
 
 
 class Timer(NamedTuple):
-  """How runs are timed against each other."""
+  """Times runs against each other."""
 
   rounds: int
   processor_time: bool
 
   def median_seconds(self, runs: Runs) -> dict[str, float]:
-    """Median time of each run; they take turns, after rounds that do not count."""
+    """Median time of each run, alternating, after warm-up rounds."""
     clock = time.process_time if self.processor_time else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(WARM_ROUNDS + self.rounds):
@@ -78,7 +80,7 @@ def main() -> int:
   )
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--processor-time", action="store_true")
-  sections = [*SECTIONS, []]  # argparse checks an empty list like any other choice
+  sections = [*SECTIONS, []]  # argparse checks the empty default against the choices
   parser.add_argument("sections", nargs="*", choices=sections, metavar="section")
   options = parser.parse_args()
   keep_freed_memory()
@@ -102,14 +104,14 @@ def matmul(timer: Timer, platform: str) -> None:
       backend: compiled(grouped(backend), sizes_G, *operands),
     }
     seconds = timer.median_seconds(runs)
-    judge(f"{title}: {backend} / dense", seconds[backend] / seconds["dense"], at_most=at_most)
-    # After a ragged dot, what follows has gigabytes of memory to fetch anew: a run that is not
-    # compared goes in between.
+    print_ratio(f"{title}: {backend} / dense", seconds[backend] / seconds["dense"], at_most=at_most)
+    # The program after a ragged dot must allocate gigabytes of memory again, so an untimed run
+    # separates them.
     ragged = compiled(grouped("ragged_dot"), sizes_G, *operands)
     between = {"ragged_dot": ragged, "between": runs[backend], backend: runs[backend]}
     seconds = timer.median_seconds(between)
     speedup = seconds["ragged_dot"] / seconds[backend]
-    judge(f"{title}: ragged_dot / {backend}", speedup, at_least=at_least)
+    print_ratio(f"{title}: ragged_dot / {backend}", speedup, at_least=at_least)
 
 
 def grouped(backend: str) -> Callable:
@@ -128,7 +130,7 @@ def skewed_sizes(num_rows: int, num_groups: int) -> np.ndarray:
 
 
 def dense(dtype, x_MD, w_GDF, dy_MF) -> tuple:
-  """One matmul of as many FLOPs, with its gradients."""
+  """One matmul of equal FLOPs, with its gradients."""
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   y_MF = dot("MD,DF->MF", x_MD, w_GDF[0])
   dx_MD = dot("MF,DF->MD", dy_MF, w_GDF[0])
@@ -144,7 +146,7 @@ def layer(timer: Timer, platform: str) -> None:
     runs = {"dense": layer_run(mlp, sharder, dtype), "moe": layer_run(moe(sharder), sharder, dtype)}
     seconds = timer.median_seconds(runs)
     goal = 1.7 if dtype == "float32" else None
-    judge(f"layer, {dtype}: moe / dense", seconds["moe"] / seconds["dense"], at_most=goal)
+    print_ratio(f"layer, {dtype}: moe / dense", seconds["moe"] / seconds["dense"], at_most=goal)
 
 
 def exchange(timer: Timer, platform: str) -> None:
@@ -161,7 +163,7 @@ def exchange(timer: Timer, platform: str) -> None:
     runs[mesh_axis] = layer_run(moe(sharder), sharder, "float32")
   seconds = timer.median_seconds(runs)
   title = f"exchange, {NUM_SIMULATED} devices: expert / data"
-  judge(title, seconds["expert"] / seconds["data"], at_most=1.5)
+  print_ratio(title, seconds["expert"] / seconds["data"], at_most=1.5)
 
 
 def one_axis_mesh(mesh_axis: str, devices: list[jax.Device]) -> Sharder:
@@ -174,7 +176,7 @@ def moe(sharder: Sharder) -> MoeBlock:
 
 
 def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], Any]:
-  """Forward and backward of a layer, on 4096 tokens and its own random weights."""
+  """Forward and backward of a layer with random weights on 4096 tokens."""
   rows = sharder.sharding(("activation_batch", "activation_length"))
   shape_BTD = (4, 1024, 512)
   x_BTD, dy_BTD = (jax.device_put(x, rows) for x in draw([shape_BTD] * 2, dtype))
@@ -197,9 +199,9 @@ def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], A
 
 
 def step(timer: Timer, platform: str) -> None:
-  words = [*SHAPE, "remat_policy=full", f"ici_data_parallelism={len(jax.devices())}"]
-  moe_cfg = load_config([*words, "decoder_block=mixtral"])
-  dense_cfg = load_config([*words, "decoder_block=llama"])
+  keys = [*SHAPE, "remat_policy=full", f"ici_data_parallelism={len(jax.devices())}"]
+  moe_cfg = load_config([*keys, "decoder_block=mixtral"])
+  dense_cfg = load_config([*keys, "decoder_block=llama"])
   runs: Runs = {
     "dense": trainer_candidate("dense", dense_cfg).run,
     "moe": trainer_candidate("moe", moe_cfg).run,
@@ -207,7 +209,7 @@ def step(timer: Timer, platform: str) -> None:
   if platform == "cpu" and all(
     importlib.util.find_spec(name) for name in ("torch", "transformers")
   ):
-    # On a busy machine, threads that wait by spinning make PyTorch 20 times slower.
+    # On a busy machine, spinning threads make PyTorch 20 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from torch_moe import mixtral_step
 
@@ -216,9 +218,9 @@ def step(timer: Timer, platform: str) -> None:
   num_tokens = tokens_of(moe_cfg) * len(jax.devices())
   for name, value in seconds.items():
     print(f"step: {name} {value * 1e3:.0f} ms, {num_tokens / value:,.0f} tokens/s")
-  judge("step: moe / dense", seconds["moe"] / seconds["dense"], at_most=1.5)
+  print_ratio("step: moe / dense", seconds["moe"] / seconds["dense"], at_most=1.5)
   if "mixtral" in seconds:
-    judge("step: tokens/s, moe / mixtral", seconds["mixtral"] / seconds["moe"], at_least=1)
+    print_ratio("step: tokens/s, moe / mixtral", seconds["mixtral"] / seconds["moe"], at_least=1)
 
 
 def rates(timer: Timer, platform: str) -> None:
@@ -235,13 +237,13 @@ def rates(timer: Timer, platform: str) -> None:
   num_flops = 6 * num_rows * num_in * num_out
   for name, value in seconds.items():
     print(f"rates: {name} {num_flops / value / 1e12:,.0f} TFLOP/s, forward and backward, bfloat16")
-  judge(f"rates: {backend} / dense", seconds["dense"] / seconds[backend], at_least=0.8)
+  print_ratio(f"rates: {backend} / dense", seconds["dense"] / seconds[backend], at_least=0.8)
   memory = jax.jit(grouped(backend)).lower(sizes_G, *operands).compile().memory_analysis()
-  # What must be there: the operands, and as much again for the result and the gradients.
+  # The minimum: the operands, and the same size for the result and the gradients.
   need = 2 * sum(x.nbytes for x in operands)
   total = need + memory.temp_size_in_bytes
   print(f"rates: {total / 2**20:,.0f} MiB, of which operands and results {need / 2**20:,.0f}")
-  judge("rates: memory / analytic need", total / need, at_most=1.15)
+  print_ratio("rates: memory / analytic need", total / need, at_most=1.15)
 
 
 def compiled(function: Callable, *operands, **options) -> Callable[[], Any]:
@@ -250,7 +252,7 @@ def compiled(function: Callable, *operands, **options) -> Callable[[], Any]:
   return lambda: jax.block_until_ready([program(*operands) for _ in range(repeats)][-1])
 
 
-def judge(
+def print_ratio(
   title: str, value: float, at_most: float | None = None, at_least: float | None = None
 ) -> None:
   line = f"{title} {value:.2f}"

@@ -1,11 +1,12 @@
-"""What each phase of alternating training costs: matmul FLOPs as compiled and counted, and memory.
+"""Cost of each phase of alternating training: compiled and expected matmul FLOPs, and memory.
 
   python tools/bench/phases.py [--width 256] [--tokens 1024]
 
-A decoder of matmuls alone (residual blocks and an unembedding) with a draft head of one per cent of
-its parameters, all under Adam. Phase `fit` trains all but the head, `match` the head alone. Beside
-it stands what others do: gradients of everything, and an optimizer that moves the head alone
-(`optax.set_to_zero` for the rest), with clipping by the global norm and without.
+The model is a decoder of matmuls (residual blocks and an unembedding) with a draft head of one
+percent of its parameters, trained with Adam. Phase `fit` trains all parameters except the head,
+`match` only the head. The comparison is the usual alternative: gradients of all parameters, and an
+optimizer that updates only the head (`optax.set_to_zero` for the rest), with and without clipping
+by the global norm.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def match_loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def counted_flops(width: int, num_tokens: int) -> dict[str, float]:
-  """By phase: a product forward, one for a trained weight, one for an input that needs gradient."""
+  """By phase: a forward product, one per trained weight, one per input that needs a gradient."""
   block, unembed, head = 4 * width * width, 2 * width * width, width * (width // 5)
   fit = NUM_BLOCKS * 2 * block * 3 - block + unembed * 3  # the first input needs no gradient
   match = NUM_BLOCKS * 2 * block + unembed + head * (2 + 3) + unembed * 2
@@ -72,7 +73,7 @@ def counted_flops(width: int, num_tokens: int) -> dict[str, float]:
 
 
 def compile_phases(params: Any, batch: Any, phases: list[Phase]) -> dict[str, Any]:
-  """By phase, its compiled step and the bytes of its optimizer's state."""
+  """The compiled step and the bytes of optimizer state of each phase."""
   alternation = Alternation(phases, strategy="separate")
   state = alternation.abstract_state(params)
   alternation.compile(state, batch)
@@ -81,7 +82,7 @@ def compile_phases(params: Any, batch: Any, phases: list[Phase]) -> dict[str, An
 
 
 def compile_masked(params: Any, batch: Any, *, clip: bool) -> tuple[Any, int]:
-  """The step that takes all gradients, of which an optimizer uses the head's, and its state."""
+  """A step that computes all gradients and updates only the head, and its optimizer state."""
   labels = {name: "adam" if name == "draft" else "frozen" for name in params}
   tx = optax.multi_transform({"adam": optax.adam(1e-3), "frozen": optax.set_to_zero()}, labels)
   tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
@@ -117,7 +118,7 @@ def main() -> int:
   match = Phase("match", HEAD, match_loss, optax.adam(1e-3), steps=10)
   counted = counted_flops(width, num_tokens)
   rows = {"phase fit": (*compile_phases(params, batch, [fit, match])["fit"], counted["fit"])}
-  # Alone, so that the program holds no other phase's optimizer state.
+  # Compiled separately, so that the program has no optimizer state of another phase.
   rows["phase match"] = (*compile_phases(params, batch, [match])["match"], counted["match"])
   for name, clip in (("set_to_zero", False), ("clip, set_to_zero", True)):
     rows[name] = (*compile_masked(params, batch, clip=clip), counted["match"])

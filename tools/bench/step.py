@@ -1,12 +1,12 @@
-"""What a training step costs: tokens/s, peak memory, and ratios to references in the same process.
+"""Time and memory of a training step, and ratios to references timed in the same process.
 
   python tools/bench/step.py [--rounds 10] [key=value ...]
 
-Dense and mixture-of-experts decoders of 4 layers, 256 wide, 8 heads, vocabulary 512, on 4 x 256
-tokens, full step with AdamW and clipping. References: a plain JAX function of the dense model's
-matmuls, forward and backward, with nothing between them (no norm, softmax, activation, optimizer);
-and, where torch is installed, the dense model as eager PyTorch. All are timed in turn, round by
-round, so that a drift of the machine's speed falls on each alike; figures are medians.
+Dense and mixture-of-experts decoders of width 256, 4 layers, 8 heads and vocabulary 512, on 4 x 256
+tokens with AdamW and clipping. References: a plain JAX function of only the dense model's matmuls,
+forward and backward (no norm, softmax, activation or optimizer), and, if torch is installed, the
+dense model in eager PyTorch. All alternate within each round, so that changes of the machine's
+speed affect them equally; figures are medians.
 """
 
 import argparse
@@ -50,11 +50,11 @@ SHAPE = [
 
 @dataclasses.dataclass
 class Candidate:
-  """One thing that is timed: `run` does one step and waits for it."""
+  """A timed program: `run` executes one step and waits for it."""
 
   name: str
   run: Callable[[], Any]
-  num_bytes: Callable[[], int] | None = None  # of arguments and temporaries, as compiled
+  num_bytes: Callable[[], int] | None = None  # of arguments and temporaries of the compiled step
   seconds: list[float] = dataclasses.field(default_factory=list)
 
   @property
@@ -67,16 +67,16 @@ def main() -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--rounds", type=int, default=10)
-  parser.add_argument("words", nargs="*", help="key=value of the config")
+  parser.add_argument("keys", nargs="*", help="key=value of the config")
   options = parser.parse_args()
   keep_freed_memory()
-  dense = load_config([*SHAPE, "decoder_block=llama", *options.words])
+  dense = load_config([*SHAPE, "decoder_block=llama", *options.keys])
   candidates = {
     "plain": Candidate("plain JAX, dense matmuls alone", plain_step(dense)),
     "dense": trainer_candidate("maxlite dense, float32", dense),
     "dense_bf16": trainer_candidate("maxlite dense, bfloat16", with_dtype(dense, "bfloat16")),
     "moe": trainer_candidate(
-      "maxlite MoE, float32", load_config([*SHAPE, "decoder_block=mixtral", *options.words])
+      "maxlite MoE, float32", load_config([*SHAPE, "decoder_block=mixtral", *options.keys])
     ),
   }
   if importlib.util.find_spec("torch"):
@@ -104,7 +104,7 @@ def tokens_of(cfg: Config) -> int:
 
 
 def trainer_candidate(name: str, cfg: Config) -> Candidate:
-  """The trainer's own compiled step on one batch, over and over."""
+  """The trainer's compiled step, repeated on one batch."""
   trainer = build_trainer(cfg)
   rng = np.random.default_rng(0)
   shape = trainer.batch_shape
@@ -113,21 +113,21 @@ def trainer_candidate(name: str, cfg: Config) -> Candidate:
   ones = np.ones(shape, np.int32)
   local = Batch(tokens_BT, np.roll(tokens_BT, -1, 1), ones, position_BT, ones.astype(np.float32))
   batch = to_global(local, trainer.batch_sharding, shape)
-  held = [trainer.init_state()]
+  state = [trainer.init_state()]
 
   def step() -> None:
-    held[0], metrics = trainer.train_step(held[0], batch)
-    jax.block_until_ready((held[0], metrics))
+    state[0], metrics = trainer.train_step(state[0], batch)
+    jax.block_until_ready((state[0], metrics))
 
   def num_bytes() -> int:
-    memory = trainer.train_step.lower(held[0], batch).compile().memory_analysis()
+    memory = trainer.train_step.lower(state[0], batch).compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
   return Candidate(name, step, num_bytes)
 
 
 def plain_step(cfg: Config) -> Callable[[], Any]:
-  """Forward and backward through the dense model's matmuls, one after the other."""
+  """Forward and backward through only the matmuls of the dense model."""
   model, num_tokens = cfg.model, tokens_of(cfg)
   rows = int(cfg.data.per_device_batch_size)
   params = plain_params(model)
@@ -143,7 +143,7 @@ def plain_step(cfg: Config) -> Callable[[], Any]:
       )
       o = (q @ k.swapaxes(2, 3)) @ v
       x_TD = o.swapaxes(1, 2).reshape(num_tokens, -1) @ layer["out"]
-      # Products of matrices alone; the sum of two keeps both in the gradient.
+      # The sum keeps both products in the gradient without an activation.
       x_TD = (x_TD @ layer["wi_0"] + x_TD @ layer["wi_1"]) @ layer["wo"]
     return jnp.sum(x_TD @ params["unembed"])
 

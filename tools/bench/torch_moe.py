@@ -1,4 +1,4 @@
-"""The mixture-of-experts model of moe.py as `transformers` has it: Mixtral with grouped matmuls."""
+"""The mixture-of-experts model of moe.py in `transformers`: Mixtral with grouped matmuls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from maxlite.config import Config
 
 
 def mixtral_step(cfg: Config) -> Callable[[], Any]:
-  """One full training step on one batch: forward, backward, clip, AdamW."""
+  """A training step on one batch: forward, backward, clipping, AdamW."""
   model_cfg, length = cfg.model, cfg.data.max_target_length
   mixtral = MixtralConfig(
     vocab_size=model_cfg.vocab_size,
@@ -24,7 +24,7 @@ def mixtral_step(cfg: Config) -> Callable[[], Any]:
     max_position_embeddings=length,
     num_local_experts=model_cfg.moe.num_experts,
     num_experts_per_tok=model_cfg.moe.num_experts_per_tok,
-    output_router_logits=True,  # and with them the load-balance loss
+    output_router_logits=True,  # adds the load-balancing loss
     use_cache=False,
     experts_implementation="grouped_mm",
   )

@@ -1,4 +1,4 @@
-"""The dense model of step.py as eager PyTorch: what a user would write there today."""
+"""The dense model of step.py in idiomatic eager PyTorch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +63,7 @@ def rotate(x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch
 
 
 def torch_step(cfg: Config) -> Callable[[], Any]:
-  """One full training step of the dense model on one batch: forward, backward, clip, AdamW."""
+  """A training step of the dense model on one batch: forward, backward, clipping, AdamW."""
   length = cfg.data.max_target_length
   model = Decoder(cfg.model, length)
   optimizer = torch.optim.AdamW(

@@ -1,6 +1,6 @@
-"""Prints by how much reading a large data set raises this process's memory.
+"""Print the growth of this process's memory while reading a large dataset.
 
-Run it from the repository's root: python -m tools.inspect.data_memory --megabytes 300 --kind jsonl
+From the root of the repository: python -m tools.inspect.data_memory --megabytes 300 --kind jsonl
 """
 
 import argparse
@@ -16,7 +16,7 @@ _BATCH_SIZE, _NUM_BATCHES = 32, 200
 
 
 def write_data(file: Path, kind: str, num_bytes: int) -> None:
-  """Writes about `num_bytes` of words: one text file, or lines of some 800 bytes each."""
+  """Write about `num_bytes` of random words, in lines of some 800 bytes."""
   words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs"]
   draw = random.Random(0)
   with file.open("w") as stream:
@@ -26,8 +26,8 @@ def write_data(file: Path, kind: str, num_bytes: int) -> None:
 
 
 def peak_megabytes() -> float:
-  """The most memory this process has held so far [MB]; of Linux only."""
-  # Not getrusage: its figure begins at what the process that started this one held.
+  """Peak memory of this process so far [MB], on Linux."""
+  # Not getrusage, whose peak includes that of the parent process.
   status = Path("/proc/self/status").read_text()
   return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 

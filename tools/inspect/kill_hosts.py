@@ -1,16 +1,15 @@
-"""Kills a process of a run on many hosts, again and again, and compares with a run left in peace.
+"""Kill processes of a multi-host run repeatedly and compare it with an uninterrupted run.
 
   python tools/inspect/kill_hosts.py --kills 20 --processes 2 --devices 2 configs/base.yml steps=200
 
-The ranks are killed in turn, by SIGKILL at moments drawn at random from start-up to some steps on,
-under tools/launch/local.py, which starts all again. Afterwards the hash of the parameters and every
-logged loss must be those of the run left in peace, and no process may be left. Exits 1 where that
-is not so. What a kill cost is the time that the run took longer than the one left in peace, by
-kills. With
+The ranks are killed alternately by SIGKILL at random times, during startup or steps, under
+tools/launch/local.py, which restarts all of them. At the end the parameter hash and all logged
+losses must equal those of the uninterrupted run, and no process may remain; otherwise the exit code
+is 1. The cost of a kill is the additional time of the run divided by the number of kills. With
 
   --again "local_checkpoint_directory=/dev/shm/maxlite local_checkpoint_period=10"
 
-the same is done once more, with the same draws, by a run that has these keys too.
+the test is repeated at the same random times with these keys added.
 """
 
 import argparse
@@ -34,7 +33,7 @@ NAMES = ("step", "loss", "total_loss", "grad_norm", "eval_loss")
 
 
 class Launch:
-  """A run under the launcher: its lines so far, and the processes of its newest start."""
+  """A run under the launcher: its output so far, and the processes of its latest start."""
 
   def __init__(
     self,
@@ -43,11 +42,11 @@ class Launch:
     name: str,
     *,
     restarts: int = 0,
-    more: Sequence[str] = (),
+    keys: Sequence[str] = (),
   ):
     size = ["--processes", str(options.processes), "--devices", str(options.devices)]
-    words = [*options.words, *more, f"base_output_directory={folder}", f"run_name={name}"]
-    command = [sys.executable, str(LAUNCHER), *size, "--restarts", str(restarts), "--", *words]
+    arguments = [*options.config, *keys, f"base_output_directory={folder}", f"run_name={name}"]
+    command = [sys.executable, str(LAUNCHER), *size, "--restarts", str(restarts), "--", *arguments]
     self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     self.lines: list[str] = []
     self.began, self.first_step, self.ended = time.monotonic(), 0.0, 0.0
@@ -62,29 +61,34 @@ class Launch:
         self.first_step = time.monotonic()
 
   def wait(self) -> str:
-    """The hash of the parameters, when the run is done."""
+    """Wait for the end of the run; return the parameter hash."""
     code = self.process.wait()
     self.ended = time.monotonic()
     self._reader.join()
     found = re.search(r"parameters (\w+)$", "\n".join(self.lines), re.M)
     if not code and not found:
-      sys.exit("the run was done before it was killed so often: give it more steps")
+      sys.exit("the run ended before all kills: increase steps")
     if code or not found:
       sys.exit("\n".join(["the run failed:", *self.lines[-50:]]))
     return found[1]
 
   def wait_for_step(self) -> None:
-    """Returns at the next line of a step, or when there will be none."""
+    """Wait for the next step's line, or the end of the run."""
     so_far = self.num_steps
     while self.num_steps == so_far and self.process.poll() is None:
       time.sleep(0.02)
+
+  @property
+  def seconds(self) -> tuple[float, float]:
+    """(seconds until the first step, seconds after it) of a finished run."""
+    return self.first_step - self.began, self.ended - self.first_step
 
   @property
   def num_steps(self) -> int:
     return sum(line.startswith("[0] step") for line in list(self.lines))
 
   def workers(self) -> list[int]:
-    """Its processes' numbers by rank; empty between two starts."""
+    """Process ids by rank; empty during a restart."""
     found = subprocess.run(
       ["ps", "-o", "pid=", "--ppid", str(self.process.pid)],
       check=False,
@@ -97,9 +101,9 @@ class Launch:
 def kill_often(
   launch: Launch, options: argparse.Namespace, startup: float, steps: float
 ) -> list[int]:
-  """Kills ranks in turn until so many are, or the run is done; returns all processes there were.
+  """Kill ranks alternately, `options.kills` times or until the run ends; return all process ids.
 
-  Half of the kills fall into the `startup` seconds, half into the `steps` seconds after the first.
+  Half of the kills are in the `startup` seconds, half in the `steps` seconds after the first step.
   """
   draw, seen = random.Random(options.seed), set()
   for kill in range(options.kills):
@@ -122,32 +126,36 @@ def kill_often(
 
 
 def losses(run: Path) -> list[tuple]:
-  """What was logged of every step, less what depends on the clock."""
+  """The logged values of every step that do not depend on time."""
   return [tuple(row.get(name) for name in NAMES) for row in read_rows(run / "metrics.jsonl")]
 
 
 def kill_and_compare(
-  peace: Launch, expected: str, options: argparse.Namespace, folder: str, more: Sequence[str] = ()
+  reference: Launch,
+  expected: str,
+  options: argparse.Namespace,
+  folder: str,
+  keys: Sequence[str] = (),
 ) -> bool:
-  """Whether a run that is killed again and again ends as `peace` did, with its parameters."""
-  name = "again" if more else "killed"
-  launch = Launch(options, folder, name, restarts=options.kills, more=more)
-  startup, steps = peace.first_step - peace.began, peace.ended - peace.first_step
+  """Whether a run that is killed repeatedly ends like the uninterrupted one."""
+  name = "again" if keys else "killed"
+  launch = Launch(options, folder, name, restarts=options.kills, keys=keys)
+  startup, steps = reference.seconds
   seen = kill_often(launch, options, startup, steps)
   killed = launch.wait()
   num_kills = sum(line.endswith("ended with code 137") for line in launch.lines)
   num_restarts = sum(line.startswith("restart ") for line in launch.lines)
   if num_kills < options.kills:
-    sys.exit(f"the run was done after {num_kills} kills: give it more steps")
-  same = losses(Path(folder) / "peace") == losses(Path(folder) / name)
+    sys.exit(f"the run ended after {num_kills} kills: increase steps")
+  same = losses(Path(folder) / "uninterrupted") == losses(Path(folder) / name)
   alive = [number for number in seen if Path(f"/proc/{number}").exists()]
   goodput = next(line for line in launch.lines if line.startswith("[0] goodput"))
-  lost = launch.ended - launch.began - (peace.ended - peace.began)
-  steps_lost = launch.num_steps - peace.num_steps
+  lost = launch.ended - launch.began - (reference.ended - reference.began)
+  steps_lost = launch.num_steps - reference.num_steps
   print(
     f"killed {num_kills} times, {num_restarts} restarts: parameters {killed}, logged losses "
-    f"equal: {same}, processes left: {len(alive)}; a kill cost {lost / num_kills:.1f} s, of it "
-    f"{steps_lost / num_kills:.1f} steps taken again"
+    f"equal: {same}, processes left: {len(alive)}; cost per kill {lost / num_kills:.1f} s, with "
+    f"{steps_lost / num_kills:.1f} steps repeated"
   )
   print(goodput.removeprefix("[0] "), flush=True)
   return killed == expected and same and not alive
@@ -161,18 +169,18 @@ def main() -> int:
   parser.add_argument("--processes", type=int, default=2)
   parser.add_argument("--devices", type=int, default=2)
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--again", default="", metavar="KEYS", help="once more, with these too")
-  options, options.words = parser.parse_known_args()
+  parser.add_argument("--again", default="", metavar="KEYS", help="repeat with these keys added")
+  options, options.config = parser.parse_known_args()
   with tempfile.TemporaryDirectory() as folder:
-    peace = Launch(options, folder, "peace")
-    parameters = peace.wait()
-    startup, steps = peace.first_step - peace.began, peace.ended - peace.first_step
+    reference = Launch(options, folder, "uninterrupted")
+    parameters = reference.wait()
+    startup, steps = reference.seconds
     seconds = f"{startup:.0f} s to start and {steps:.0f} s of steps"
-    print(f"left in peace: parameters {parameters}, {seconds}", flush=True)
-    is_same = kill_and_compare(peace, parameters, options, folder)
+    print(f"uninterrupted: parameters {parameters}, {seconds}", flush=True)
+    is_same = kill_and_compare(reference, parameters, options, folder)
     if options.again:
-      print(f"once more, with {options.again}", flush=True)
-      is_same &= kill_and_compare(peace, parameters, options, folder, options.again.split())
+      print(f"repeated with {options.again}", flush=True)
+      is_same &= kill_and_compare(reference, parameters, options, folder, options.again.split())
   return 0 if is_same else 1
 
 

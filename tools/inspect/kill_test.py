@@ -1,10 +1,10 @@
-"""Kills a run at random moments until it is done, and compares it with one left in peace.
+"""Kill a run at random times until it ends and compare it with an uninterrupted run.
 
   python tools/inspect/kill_test.py --kills 20 configs/base.yml steps=200 [key=value ...]
 
-`kill -9` falls at moments drawn uniformly from start-up to some steps on, so into compilation,
-steps, evaluations and checkpoints alike. Afterwards the hash of the parameters and every logged
-loss must be those of the run left in peace. Exits 1 where they are not.
+`kill -9` is sent at uniformly random times from startup to some steps later, so it interrupts
+compilation, steps, evaluations and checkpoints. At the end the parameter hash and all logged losses
+must equal those of the uninterrupted run; otherwise the exit code is 1.
 """
 
 import argparse
@@ -25,26 +25,28 @@ def main() -> int:
   )
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
-  options, words = parser.parse_known_args()
+  options, arguments = parser.parse_known_args()
   draw = random.Random(options.seed)
   with tempfile.TemporaryDirectory() as folder:
-    command = [sys.executable, "-m", "maxlite.train", *words, f"base_output_directory={folder}"]
-    peace, *_ = run_to_end([*command, "run_name=peace"])
-    # Once more for its times: the first may have compiled what no later one does.
+    command = [sys.executable, "-m", "maxlite.train", *arguments, f"base_output_directory={folder}"]
+    expected, *_ = run_to_end([*command, "run_name=uninterrupted"])
+    # Again for its times: the first run may have compiled programs that later runs load.
     again, startup, steps = run_to_end([*command, "run_name=again"])
-    print(f"left in peace: parameters {peace}, {startup:.0f} s to start and {steps:.0f} s of steps")
+    print(
+      f"uninterrupted: parameters {expected}, {startup:.0f} s to start and {steps:.0f} s of steps"
+    )
     longest = startup + steps / options.kills
     num_kills = kill_often([*command, "run_name=killed"], options.kills, longest, draw)
     if num_kills < options.kills:
-      sys.exit(f"the run was done after {num_kills} kills: give it more steps")
+      sys.exit(f"the run ended after {num_kills} kills: increase steps")
     killed, *_ = run_to_end([*command, "run_name=killed"])
-    same_losses = losses(Path(folder) / "peace") == losses(Path(folder) / "killed")
+    same_losses = losses(Path(folder) / "uninterrupted") == losses(Path(folder) / "killed")
   print(f"killed {num_kills} times: parameters {killed}, logged losses equal: {same_losses}")
-  return 0 if killed == again == peace and same_losses else 1
+  return 0 if killed == again == expected and same_losses else 1
 
 
 def run_to_end(command: list[str]) -> tuple[str, float, float]:
-  """(hash of the parameters, seconds until the first step's line, seconds after that)."""
+  """Run `command`; return (parameter hash, seconds until the first step, seconds after it)."""
   began = time.monotonic()
   process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
   assert process.stdout is not None
@@ -60,7 +62,7 @@ def run_to_end(command: list[str]) -> tuple[str, float, float]:
 
 
 def kill_often(command: list[str], num_kills: int, longest: float, draw: random.Random) -> int:
-  """Starts and kills the run; returns how often, which is less if it was done before."""
+  """Start and kill the run `num_kills` times or until it ends; return the number of kills."""
   for kill in range(num_kills):
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     delay = draw.uniform(0, longest)
@@ -76,7 +78,7 @@ def kill_often(command: list[str], num_kills: int, longest: float, draw: random.
 
 
 def losses(run: Path) -> list[tuple]:
-  """What was logged of every step, less what depends on the clock."""
+  """The logged values of every step that do not depend on time."""
   names = ("step", "loss", "total_loss", "grad_norm", "eval_loss")
   return [tuple(row.get(name) for name in names) for row in read_rows(run / "metrics.jsonl")]
 

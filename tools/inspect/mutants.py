@@ -1,11 +1,11 @@
-"""Plants bugs one at a time, and asks of each whether the tests find it.
+"""Mutation test: plant one bug at a time and check that the tests find it.
 
   python tools/inspect/mutants.py [NAME ...] [--jobs 2] [--write]
 
-tests/mutants/mutants.yml holds the bugs, most of which have shipped in some trainer without anybody
-noticing: each a small change to one file, with the tests that must fail of it. Every one is applied
-to a copy of the sources. A mutant counts as killed where a test fails, not where the sources no
-longer import. Exits 1 if one survives. `--write` puts the table into docs/correctness.md.
+tests/mutants/mutants.yml lists the bugs, most of which have shipped in a trainer: each is a small
+change to one file, with the tests that should find it. Each is applied to a copy of the sources. A
+mutant is killed if a test fails, but not if the sources fail to import. The exit code is 1 if a
+mutant survives. `--write` writes the table of docs/correctness.md.
 """
 
 import argparse
@@ -27,25 +27,25 @@ MUTANTS = ROOT / "tests" / "mutants" / "mutants.yml"
 PAGE = ROOT / "docs" / "correctness.md"
 MARKS = ("<!-- mutants -->\n", "<!-- end of mutants -->\n")
 COPIED = ("maxlite", "configs", "tests", "tools", "pyproject.toml", "setup.py", "README.md")
-PASSED, FAILED = 0, 1  # pytest's exit codes; others mean that no verdict was reached
+PASSED, FAILED = 0, 1  # pytest's exit codes; others are errors
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-  """A bug: `find`, which stands once in `file`, becomes `replace`; one of `tests` must fail."""
+  """A bug: `find`, which occurs once in `file`, is replaced; one of `tests` must fail."""
 
   name: str
   bug: str
   file: str
   find: str
   replace: str
-  tests: str  # pytest's arguments
+  tests: str  # arguments of pytest
 
   def planted(self, source: str) -> str:
-    """The source with the bug.
+    """Return the source with the bug.
 
     Raises:
-      ValueError: the place to plant it is not there, or not once.
+      ValueError: `find` does not occur exactly once.
     """
     count = source.count(self.find)
     if count != 1:
@@ -55,25 +55,25 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What became of a mutant."""
+  """The result for a mutant."""
 
   mutant: Mutant
-  killer: str  # the first test that failed; empty: none did
+  killer: str  # the first failed test, or ""
   seconds: float
 
 
 def read_mutants() -> list[Mutant]:
-  """All mutants, in the file's order."""
+  """Read all mutants, in order."""
   mutants = [Mutant(**entry) for entry in yaml.safe_load(MUTANTS.read_text("utf-8"))]
   names = [mutant.name for mutant in mutants]
   twice = {name for name in names if names.count(name) > 1}
   if twice:
-    raise ValueError(f"{MUTANTS}: {sorted(twice)} stand there more than once")
+    raise ValueError(f"{MUTANTS}: {sorted(twice)} occur more than once")
   return mutants
 
 
 def try_mutant(mutant: Mutant) -> Verdict:
-  """Runs the mutant's tests on sources with the bug in them."""
+  """Run the mutant's tests on sources with the bug."""
   start = time.monotonic()
   with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
     copy_sources(Path(folder))
@@ -97,7 +97,7 @@ def copy_sources(folder: Path) -> None:
 
 
 def run_tests(folder: Path, tests: str) -> tuple[int, str]:
-  """pytest's exit code and output, on the sources in `folder`."""
+  """Run pytest on the sources in `folder`; return its exit code and output."""
   command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
   environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
   done = subprocess.run(
@@ -107,7 +107,7 @@ def run_tests(folder: Path, tests: str) -> tuple[int, str]:
 
 
 def table(verdicts: list[Verdict]) -> str:
-  """The verdicts in Markdown."""
+  """Format the verdicts as a Markdown table."""
   lines = ["| bug | planted in | found by |", "|---|---|---|"]
   for verdict in verdicts:
     killer = f"`{verdict.killer.split('[')[0]}`" if verdict.killer else "**nothing**"
@@ -123,14 +123,14 @@ def write(verdicts: list[Verdict]) -> None:
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("names", nargs="*", help="mutants to try; none: all")
-  parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants tried at once")
+  parser.add_argument("names", nargs="*", help="mutants to test; default: all")
+  parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of parallel mutants")
   parser.add_argument("--write", action="store_true", help="write the table to docs/correctness.md")
   options = parser.parse_args()
   mutants = [m for m in read_mutants() if not options.names or m.name in options.names]
   unknown = set(options.names) - {mutant.name for mutant in mutants}
   if unknown:
-    parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+    parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
   verdicts = []
   with ThreadPoolExecutor(options.jobs) as pool:
     for verdict in pool.map(try_mutant, mutants):
