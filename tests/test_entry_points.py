@@ -125,7 +125,7 @@ def test_help_and_mistakes_are_answered_without_loading_jax(program):
 def test_shardings_prints_every_parameter_once():
   words = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
   tool = open_process("tools/inspect/shardings.py", *words, JAX_NUM_CPU_DEVICES="8")
-  placements = build_trainer(load_config(words)).placements
+  placements = build_trainer(load_config(words)).parameter_shardings
   code, out, _ = finish(tool)
   lines = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
   assert (code, lines[0][0]) == (

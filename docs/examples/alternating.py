@@ -60,7 +60,7 @@ alternation = Alternation(
     Phase("fit", train=["a/.*", "b/.*"], loss=fit_loss, optimizer=optax.adam(3e-3), steps=20),
     Phase("match", train=["c/.*"], loss=match_loss, optimizer=optax.adam(3e-3), steps=10),
   ],
-  warmup={"fit": 200},
+  initial_phases={"fit": 200},
 )
 state = alternation.init(params)
 for step in range(1, steps + 1):

@@ -30,7 +30,7 @@ MEMBER_KEYS = frozenset(
     *flatten(ModelConfig()),
     *flatten(OptimizerConfig()),
     *flatten(TrainingConfig()),
-    *("phases", "initial_phases", "phase_optimizer_state"),
+    *("phases", "initial_phases"),
     *("init_weights_seed", "model_name", "data_shuffle_seed", "data_sampling"),
   }
 ) - {"vocab_size"}

@@ -10,7 +10,7 @@ import yaml
 
 from maxlite.config.files import read_file
 from maxlite.config.raw_values import FrozenMapping, Raw, show
-from maxlite.config.schema import DEFAULTS, KEYS, RENAMED_KEYS, Config, flatten
+from maxlite.config.schema import DEFAULTS, KEYS, REMOVED_KEYS, RENAMED_KEYS, Config, flatten
 from maxlite.config.values import Setting, parse
 
 
@@ -41,7 +41,9 @@ def read_saved(path: Path) -> dict[str, Any]:
   Raises:
     UserError: the file cannot be read, or has an unknown key or a bad value.
   """
-  settings = map(_with_current_names, read_file(path, "resolved config"))
+  saved = read_file(path, "resolved config")
+  kept = (setting for setting in saved if REMOVED_KEYS.get(setting.name) != setting.raw)
+  settings = map(_with_current_names, kept)
   return DEFAULTS | {setting.name: parse(setting) for setting in settings}
 
 
@@ -66,11 +68,12 @@ def _with_current_names(setting: Setting) -> Setting:
 
 
 def _rename_keys(raw: Raw) -> Raw:
-  """`raw` with the current names of renamed keys in all its mappings."""
+  """`raw` with renamed keys renamed and removed keys dropped in all its mappings."""
   if isinstance(raw, tuple):
     return tuple(map(_rename_keys, raw))
   if isinstance(raw, FrozenMapping):
-    entries = ((RENAMED_KEYS.get(key, key), _rename_keys(part)) for key, part in raw.items())
+    kept = ((key, part) for key, part in raw.items() if REMOVED_KEYS.get(key) != part)
+    entries = ((RENAMED_KEYS.get(key, key), _rename_keys(part)) for key, part in kept)
     return FrozenMapping(entries, raw.source)
   return raw
 

@@ -14,7 +14,7 @@ import yaml
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, Raw, YamlValueError, from_yaml, show
-from maxlite.config.schema import KEYS, RENAMED_KEYS, AxisRules, Key
+from maxlite.config.schema import KEYS, REMOVED_KEYS, RENAMED_KEYS, AxisRules, Key
 
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
@@ -80,6 +80,8 @@ def find_key(setting: Setting) -> Key:
     )
   if name in RENAMED_KEYS:
     raise setting.error(f"was renamed; write {RENAMED_KEYS[name]}={show(setting.raw)}")
+  if name in REMOVED_KEYS:
+    raise setting.error(f"was removed; every run behaves as with {name}={REMOVED_KEYS[name]}")
   if name not in KEYS:
     raise setting.error(f"is not a key; {did_you_mean(name, KEYS) or '--help lists all keys'}")
   return KEYS[name]

@@ -21,6 +21,7 @@ from maxlite.ensemble.member_program import (
   build_programs,
   call_factory,
   call_model,
+  variables_of,
 )
 from maxlite.ensemble.planner import Plan, choose
 
@@ -122,7 +123,7 @@ class Ensemble:
     """The member's variables, in the form of its `module.init`."""
     if name not in self.names:
       raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
-    return self.member_states(state)[name].variables
+    return variables_of(self.member_states(state)[name])
 
   def load_states(self, states: dict[str, Any]) -> Any:
     """The state built from the members' states, as `member_states` returns them."""

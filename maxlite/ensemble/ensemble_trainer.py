@@ -18,9 +18,9 @@ from maxlite.ensemble.member_run import MemberRun
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.step_row import training_row
 from maxlite.metrics.writers import Writers
+from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.training.evaluation import held_out_row
 from maxlite.training.loop import describe_divergence, due
-from maxlite.training.phase_plan import losses_of
 
 
 class EnsembleTrainer:
@@ -131,7 +131,7 @@ class EnsembleLog:
       metrics = {name: x for name, x in metrics.items() if name != "draft_loss"}
     flops = self._flops[z][index]
     row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._speed)
-    return row | (losses_of(phase, row) if phase is not None else {})
+    return row | (losses_by_phase(phase, row) if phase is not None else {})
 
   def flush(self) -> None:
     for writers in self._writers:

@@ -12,8 +12,8 @@ from maxlite.config.members import MemberConfig
 from maxlite.config.schema import MESH_AXES
 from maxlite.data.batch import Batch
 from maxlite.ensemble.member_program import MemberProgram, trace_once
+from maxlite.training.eval_step import build_eval_step
 from maxlite.training.state import TrainState, averaged_params
-from maxlite.training.step import build_eval_step
 from maxlite.training.trainer import Trainer, build_trainer
 
 
@@ -87,7 +87,7 @@ def _trainer_program(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberProgram
     name="",
     seed=0,
     init=trace_once(trainer.init),
-    step=trace_once(trainer.build_step(stays_diverged=True)),
+    step=trace_once(trainer.build_step(freeze_diverged=True)),
     predict=trace_once(predict),
     evaluate=trace_once(evaluate),
     shardings=trainer.state_shardings if is_sharded else None,

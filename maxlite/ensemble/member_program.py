@@ -10,9 +10,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
 from maxlite.config.errors import UserError
+from maxlite.training.state import TrainState, init_state
+from maxlite.training.step import (
+  GradientFunction,
+  LossFunction,
+  SkipRule,
+  Step,
+  build_gradients,
+  build_train_step,
+)
 
 # (bound module, batch) -> scalar or (scalar, {name: scalar})
 Loss = Callable[[nn.Module, Any], Any]
@@ -51,17 +59,6 @@ class MemberProgram:
   @property
   def has_phases(self) -> bool:
     return len(self.flops) > 1
-
-
-@struct.dataclass
-class MemberState:
-  """The training state of a `Member`."""
-
-  step: jax.Array  # steps taken
-  variables: Any  # the tree of module.init: params and all other collections
-  opt_state: Any
-  rng: jax.Array  # raw key; step n draws from fold_in(rng, n)
-  diverged: jax.Array  # a loss was not finite; the variables do not change any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,61 +116,66 @@ def build_programs(
     if model not in by_model:
       by_model[model] = (
         trace_once(lambda key, model=model: nn.init(loss, model)(key, example_batch)),
-        trace_once(_build_gradient(model, loss)),
-        trace_once(lambda state, x, model=model: nn.apply(predict, model)(state.variables, x)),
+        trace_once(build_gradients(_LinenLoss(model, loss))),
+        trace_once(lambda state, x, model=model: nn.apply(predict, model)(variables_of(state), x)),
       )
-    init_variables, gradient, predict_one = by_model[model]
+    init_variables, gradients_of, predict_one = by_model[model]
     key = (model, id(optimizer))
     if key not in functions:
-      init, step = _build_init(init_variables, optimizer), _build_step(gradient, optimizer)
+      init, step = _build_init(init_variables, optimizer), _build_step(gradients_of, optimizer)
       functions[key] = (trace_once(init), trace_once(step), predict_one)
     programs.append(MemberProgram(member.name, member.seed, *functions[key]))
   return programs
 
 
 def _build_init(init_variables: Callable, optimizer: optax.GradientTransformation) -> Callable:
-  def init(seed: jax.Array) -> MemberState:
+  def init(seed: jax.Array) -> TrainState:
     key = jax.random.key(seed)
-    variables = init_variables(key)
-    return MemberState(
-      step=jnp.zeros((), jnp.int32),
-      variables=variables,
-      opt_state=optimizer.init(variables["params"]),
-      rng=jax.random.key_data(jax.random.fold_in(key, 1)),
-      diverged=jnp.zeros((), jnp.bool_),
-    )
+    variables = dict(init_variables(key))
+    params = variables.pop("params")
+    rng = jax.random.key_data(jax.random.fold_in(key, 1))
+    return init_state(params, optimizer.init(params), rng, collections=variables)
 
   return init
 
 
-def _build_gradient(model: nn.Module, loss: Loss) -> Callable:
-  def loss_of(params: Any, rest: Any, batch: Any, rng: jax.Array) -> tuple[jax.Array, tuple]:
-    run = nn.apply(loss, model, mutable=list(rest))
-    result, changed = run({"params": params, **rest}, batch, rngs={"params": rng})
-    value, metrics = result if isinstance(result, tuple) else (result, {})
-    return value, ({"loss": value, **metrics}, changed)
+@dataclasses.dataclass(frozen=True)
+class _LinenLoss(LossFunction):
+  """A loss of a bound Linen module."""
 
-  return jax.grad(loss_of, has_aux=True)
+  model: nn.Module
+  loss: Loss
+
+  def forward(
+    self, params: Any, collections: Any, batch: Any, key: jax.Array
+  ) -> tuple[tuple[jax.Array, dict], Any]:
+    run = nn.apply(self.loss, self.model, mutable=list(collections))
+    result, updated = run({"params": params, **collections}, batch, rngs={"params": key})
+    return result if isinstance(result, tuple) else (result, {}), dict(updated)
+
+  def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
+    loss, metrics = sums
+    return loss, {"loss": loss, **metrics}
 
 
-def _build_step(gradient: Callable, optimizer: optax.GradientTransformation) -> Callable:
-  def step(state: MemberState, batch: Any) -> tuple[MemberState, dict]:
-    rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    params = state.variables["params"]
-    rest = {name: value for name, value in state.variables.items() if name != "params"}
-    gradients, (metrics, changed) = gradient(params, rest, batch, rng)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, params)
-    diverged = state.diverged | ~jnp.isfinite(metrics["loss"])
-    # Only the variables are frozen. Selecting the optimizer state, which is not used any more, or
-    # computing the gradient norm would cost a small member a third of its step.
-    freeze = lambda old, new: jnp.where(diverged, old, new)
-    updated = {"params": optax.apply_updates(params, updates), **changed}
-    variables = jax.tree.map(freeze, dict(state.variables), updated)
-    step = state.step + jnp.where(diverged, 0, 1).astype(jnp.int32)
-    state = MemberState(step, variables, opt_state, state.rng, diverged)
-    return state, metrics | {"diverged": diverged}
+def _build_step(gradients_of: GradientFunction, optimizer: optax.GradientTransformation) -> Step:
+  """Build a member's step, which freezes it from the first loss that is not finite."""
+  # Its optimizer state is not used any more; to select it, or to compute the gradient norm, would
+  # cost a small member a third of its step.
+  rule = SkipRule(grad_norm=False, keep_opt_state=False, freeze_after=1)
+  train_step = build_train_step(gradients_of, optimizer, skip=rule)
+
+  def step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    state, metrics = train_step(state, batch)
+    del metrics["skipped"], metrics["skipped_in_a_row"]
+    return state, metrics | {"diverged": state.skipped > 0}
 
   return step
+
+
+def variables_of(state: TrainState) -> dict[str, Any]:
+  """A member's variables, in the form of its `module.init`."""
+  return {"params": state.params, **state.collections}
 
 
 def abstract_states(programs: Sequence[MemberProgram]) -> list[Any]:

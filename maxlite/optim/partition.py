@@ -1,13 +1,18 @@
-"""Which parameters get what, decided by their paths and by the logical names of their axes."""
+"""Groups of parameters, selected by their paths and by the logical names of their axes."""
 
+import dataclasses
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from flax import linen as nn
 
+from maxlite.config.errors import UserError
+
 NO_DECAY = r"(^|/|_)(scale|bias)$"  # norms and biases
-STACKED = ("layers", "exp", "ensemble")  # axes that number matrices instead of being a side of one
+STACKED = ("layers", "exp", "ensemble")  # axes that stack matrices and are not a side of one
 
 
 def path_of(key_path: tuple) -> str:
@@ -15,15 +20,67 @@ def path_of(key_path: tuple) -> str:
   return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in key_path)
 
 
+def paths_in(tree: Any) -> list[str]:
+  """Paths of all leaves."""
+  return [path_of(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+  """The parameters that a step trains, by path; None: all of them.
+
+  A part of a tree has None in place of the other leaves, so every leaf keeps its path. Optax's
+  transformations treat None as an empty subtree: they neither update it nor keep state for it.
+  """
+
+  trained: frozenset[str] | None = None
+
+  @classmethod
+  def matching(cls, params: Any, regexes: Iterable[str]) -> "Partition":
+    """Select the parameters whose whole path matches one of `regexes`.
+
+    Raises:
+      UserError: a regex is invalid, or matches no path.
+    """
+    paths, trained = paths_in(params), set()
+    for regex in regexes:
+      try:
+        matched = {path for path in paths if re.fullmatch(regex, path)}
+      except re.error as error:
+        raise UserError(f"{regex!r} is not a valid regex: {error}") from None
+      if not matched:
+        near = ", ".join(difflib.get_close_matches(regex, paths, n=3, cutoff=0))
+        raise UserError(f"{regex!r} matches no parameter's whole path; the nearest are {near}")
+      trained |= matched
+    return cls(frozenset(trained))
+
+  def split(self, tree: Any) -> tuple[Any, Any]:
+    """Split a tree like the parameters into (trained, frozen)."""
+    is_trained = lambda key_path: self.trained is None or path_of(key_path) in self.trained
+    keep = lambda wanted: jax.tree_util.tree_map_with_path(
+      lambda key_path, leaf: leaf if is_trained(key_path) == wanted else None, tree
+    )
+    return keep(True), keep(False)
+
+
+ALL_PARAMETERS = Partition()
+
+
+def merge(*parts: Any) -> Any:
+  """Merge parts of one tree; where several have a leaf, the first one's is taken."""
+  first = lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None)
+  return jax.tree.map(first, *parts, is_leaf=lambda node: node is None)
+
+
 def decay_mask(params: Any) -> Any:
-  """True for each parameter that weight decay applies to: all but norms and biases."""
+  """True for each parameter that decays: all except norms and biases."""
   return jax.tree_util.tree_map_with_path(
     lambda key_path, _: re.search(NO_DECAY, path_of(key_path)) is None, params
   )
 
 
 def logical_names(boxed_params: Any) -> Any:
-  """Tree like the unboxed parameters; each leaf a `jax.P` of logical axis names."""
+  """Logical axis names of every parameter: a tree of `jax.P` like the unboxed parameters."""
   return jax.tree.map(
     lambda box: jax.P(*box.names),
     boxed_params,
@@ -32,10 +89,10 @@ def logical_names(boxed_params: Any) -> Any:
 
 
 def state_names(opt_state: Any, params: Any, names: Any) -> Any:
-  """Logical names for every leaf of an optimizer state.
+  """Logical axis names for every leaf of an optimizer state.
 
-  A slot that ends in a parameter's path and has its shape lies like the parameter; whatever else
-  (counts, factored moments) is small and lies whole on every device.
+  A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter.
+  All others (counts, factored moments) are small and replicated.
   """
   shapes = jax.tree_util.tree_leaves_with_path(params)
   by_path = {
@@ -46,16 +103,16 @@ def state_names(opt_state: Any, params: Any, names: Any) -> Any:
   def of_leaf(key_path: tuple, leaf: Any) -> jax.P:
     ends = (key_path[start:] for start in range(len(key_path)))
     shape, leaf_names = next((by_path[end] for end in ends if end in by_path), (None, None))
-    whole = jax.P(*(None,) * leaf.ndim)
-    return leaf_names if leaf_names is not None and leaf.shape == shape else whole
+    replicated = jax.P(*(None,) * leaf.ndim)
+    return leaf_names if leaf_names is not None and leaf.shape == shape else replicated
 
   return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
 
 
 def matrix_axes(names: jax.P) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-  """(input axes, output axes) of a hidden weight matrix; None for anything else.
+  """(input axes, output axes) of a hidden weight matrix; None for all other parameters.
 
-  One side of every hidden matrix is the model's width. Embeddings and unembeddings (which have a
+  One side of every hidden matrix is the model width. Embeddings and unembeddings (which have a
   vocabulary side), norms, biases and low-rank adapters are not hidden matrices.
   """
   sides = [axis for axis, name in enumerate(names) if name not in STACKED]

@@ -1,4 +1,4 @@
-"""Compiled steps of phases that take turns; a switch of phase compiles nothing."""
+"""The compiled steps of alternating training; changing the phase compiles nothing."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from flax import struct
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
@@ -17,10 +19,35 @@ STRATEGIES = ("auto", "separate", "switch")
 MANY_PROGRAMS = 8
 
 
-class PhasePrograms:
-  """The phases' steps, compiled: strategy `separate` one program each, `switch` one for all.
+@struct.dataclass
+class PhaseOptStates:
+  """The optimizer states of all phases, each for the parameters that its phase trains."""
 
-  The state needs a PhaseClock called `clock`; it is donated to the step that it is given to.
+  own: dict[str, optax.OptState]  # by phase
+
+
+def build_phase_step(step: Step, index: int, schedule: PhaseSchedule) -> Step:
+  """Make `step`, which trains the parameters of one phase, a step of alternating training.
+
+  It updates the optimizer state of this phase only, advances the clock, and reports `phase`.
+  """
+  name = schedule.names[index]
+
+  def phase_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    own, clock = state.opt_state.own, state.clock
+    state, metrics = step(state.replace(opt_state=own[name]), batch)
+    metrics["phase"] = jnp.array(index, jnp.int32)
+    opt_state = PhaseOptStates(own | {name: state.opt_state})
+    clock = schedule.advance(clock, index, metrics)
+    return state.replace(opt_state=opt_state, clock=clock), metrics
+
+  return phase_step
+
+
+class PhasePrograms:
+  """The phases' steps, compiled: one program each (`separate`), or one for all (`switch`).
+
+  The state has a PhaseClock called `clock`. A step donates the state.
   """
 
   def __init__(
@@ -34,10 +61,11 @@ class PhasePrograms:
     """
     Args:
       steps: by phase, a pure function (state, batch) -> (state, metrics) that advances the clock.
-      state, batches: arrays, or shapes and shardings of them; a batch for each phase.
+      state: arrays, or shapes and shardings.
+      batches: by phase, likewise.
 
     Raises:
-      UserError: `switch` is given batches, or metrics of one name, of different shapes.
+      UserError: `switch` with batches, or with metrics of one name, of different shapes.
     """
     self.strategy, self.reason = choose_strategy(strategy, list(batches.values()))
     self._schedule = schedule
@@ -48,30 +76,26 @@ class PhasePrograms:
       list(jax.eval_shape(step, state, batches[name])[1]) for name, step in steps.items()
     ]
     if self.strategy == "switch":
-      steps = {"switch": switch_step(steps, schedule, state, next(iter(batches.values())))}
-      batches = {"switch": next(iter(batches.values()))}
+      batch = next(iter(batches.values()))
+      steps = {"switch": switch_step(steps, schedule, state, batch)}
+      batches = {"switch": batch}
     lowered = [
       jax.jit(_with_last(step), donate_argnums=0, out_shardings=(shardings, None, None)).lower(
         state, batches[name]
       )
       for name, step in steps.items()
     ]
-    self.compiled = dict(zip(steps, compile_at_once(lowered), strict=True))
-
-  @property
-  def num_compiled(self) -> int:
-    """Programs compiled so far, which stays what it was before the first step."""
-    return len(self.compiled)
+    self.compiled = dict(zip(steps, compile_in_parallel(lowered), strict=True))
 
   def phase(self, state: Any) -> str:
-    """The phase of the next step; waits for the device only if `state` is not what `step` gave."""
+    """The phase of the next step; waits for the device unless `step` returned `state`."""
     return self._names[self._schedule.phase_at(self._position(state))]
 
   def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-    """(state, metrics of its phase) after one step.
+    """Take a step of the phase that is due: (state, metrics).
 
     Raises:
-      UserError: the batch is shaped unlike the one that the phase was compiled for.
+      UserError: the phase was compiled for a batch of another shape.
     """
     position = self._position(state)
     phase = self._schedule.phase_at(position)
@@ -79,10 +103,10 @@ class PhasePrograms:
     program = self.compiled["switch" if self.strategy == "switch" else name]
     try:
       state, metrics, last = program(state, batch)
-    except (TypeError, ValueError) as error:  # what JAX raises for arguments of another kind
+    except (TypeError, ValueError) as error:  # raised by JAX for arguments of another type
       raise UserError(
         f"phase {name} was compiled for another batch or state (shape, type or sharding): give "
-        "compile() a batch like those to come, in own_batches where phases differ"
+        "compile() batches like those to come, in own_batches where phases differ"
       ) from error
     self._latest = (state.clock.step, position, last)
     return state, {key: metrics[key] for key in self._metrics[phase]}
@@ -94,28 +118,28 @@ class PhasePrograms:
 
 
 def choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
-  """(`separate` or `switch`, why) for one batch per phase.
+  """Choose (`separate` or `switch`, reason) for one batch per phase.
 
   Raises:
-    UserError: no such strategy, or one program cannot take such different batches.
+    UserError: an unknown strategy, or `switch` with different batches.
   """
   if strategy not in STRATEGIES:
     raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
-  alike = len({str(jax.tree.map(jax.typeof, batch)) for batch in batches}) == 1
-  if strategy == "switch" and not alike:
+  same_batch = len({str(jax.tree.map(jax.typeof, batch)) for batch in batches}) == 1
+  if strategy == "switch" and not same_batch:
     raise UserError("phases whose batches differ cannot be one program: use strategy='separate'")
   if strategy != "auto":
-    return strategy, "asked for"
+    return strategy, "as configured"
   platform, num_phases = jax.default_backend(), len(batches)
-  if not alike:
+  if not same_batch:
     return "separate", "the phases' batches differ"
   if platform == "cpu" or num_phases <= MANY_PROGRAMS:
-    return "separate", f"{num_phases} programs compile at once in threads and stay small each"
-  return "switch", f"{num_phases} programs would each lie in the memory of the {platform}"
+    return "separate", f"{num_phases} small programs compile in parallel threads"
+  return "switch", f"{num_phases} programs would each occupy memory of the {platform}"
 
 
 def _with_last(step: Step) -> Callable[[Any, Any], tuple[Any, dict, jax.Array]]:
-  """The step with the clock's `last` apart from the state, which will have been donated."""
+  """Return a copy of the clock's `last` besides the state, which the next step donates."""
 
   def run(state: Any, batch: Any) -> tuple[Any, dict, jax.Array]:
     state, metrics = step(state, batch)
@@ -125,7 +149,7 @@ def _with_last(step: Step) -> Callable[[Any, Any], tuple[Any, dict, jax.Array]]:
 
 
 def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, batch: Any) -> Step:
-  """One step of all phases; what a phase does not report is zero in the metrics.
+  """Build one step of all phases; metrics that a phase does not report are zero.
 
   Raises:
     UserError: metrics of one name have different shapes.
@@ -153,12 +177,12 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
 
 
 def _sharding(leaf: Any) -> NamedSharding | None:
-  """That of an array on a mesh; None leaves the compiler free."""
+  """The sharding of an array on a mesh; None lets the compiler choose."""
   sharding = getattr(leaf, "sharding", None)
   return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def compile_at_once(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-  """All programs, compiled in as many threads as there are cores."""
+def compile_in_parallel(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+  """Compile all programs, in one thread per core."""
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     return list(pool.map(lambda program: program.compile(), lowered))

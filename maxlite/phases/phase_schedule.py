@@ -1,6 +1,6 @@
-"""When which phase trains: lengths and conditions, the clock in the state, its copy on the host.
+"""The schedule of phases: lengths and conditions, the clock in the state, its copy on the host.
 
-A schedule is a list of segments: those of the warm-up, once, and then one per phase, over and over.
+A schedule is a list of segments: the initial phases, once, then a cycle of one segment per phase.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from maxlite.config.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Plateau:
-  """Ends a phase when its metric has not fallen by `min_delta` for `patience` steps."""
+  """End a phase when its metric has not fallen by `min_delta` for `patience` steps."""
 
   metric: str
   patience: int
@@ -24,7 +24,7 @@ class Plateau:
   min_delta: float = 0.0
 
   def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> tuple:
-    """(whether it is met, lowest value so far, steps since)."""
+    """Return (whether it is met, lowest value so far, steps since then)."""
     better = value < best - self.min_delta
     stale = jnp.where(better, 0, stale + 1)
     return stale >= self.patience, jnp.where(better, value, best), stale
@@ -32,7 +32,7 @@ class Plateau:
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-  """Ends a phase when its metric is below (or above) a value."""
+  """End a phase when its metric is below (or above) a value."""
 
   metric: str
   max_steps: int
@@ -44,27 +44,27 @@ class Threshold:
       raise UserError(f"Threshold of {self.metric!r} needs below= or above=, one of the two")
 
   def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> tuple:
-    """(whether it is met, and what Plateau would need, as it was)."""
+    """Return (whether it is met, `best` and `stale` unchanged)."""
     met = value < self.below if self.above is None else value > self.above
     return met, best, stale
 
 
 @struct.dataclass
 class PhaseClock:
-  """Where a run stands in its schedule, before the next step."""
+  """Position in the schedule, before the next step."""
 
-  step: jax.Array  # steps taken in all
+  step: jax.Array  # steps taken by all phases
   segment: jax.Array
   step_in_segment: jax.Array
   last: jax.Array  # whether the next step is the segment's last
-  round: jax.Array  # times all phases were gone through, after the warm-up
-  taken_P: jax.Array  # steps each phase has taken
-  best: jax.Array  # what the segment's condition remembers
+  round: jax.Array  # complete cycles
+  taken_P: jax.Array  # steps taken by each phase
+  best: jax.Array  # state of the segment's condition
   stale: jax.Array
 
 
 class Position(NamedTuple):
-  """The host's copy of what tells the phase; `last` may still be on its way from the device."""
+  """Position of the next step, on the host; the device may not have computed `last` yet."""
 
   segment: int
   step_in_segment: int
@@ -72,32 +72,32 @@ class Position(NamedTuple):
 
 
 class PhaseSchedule:
-  """The order of phases as a pure function of the step, and of metrics where a phase has `until`.
+  """The order of phases: a function of the step, and of metrics for phases with `until`.
 
-  A condition that a step's metric meets lets one more step follow in its phase. So the host, which
-  starts a step before the one before has ended, knows the phase without waiting.
+  When a step's metric meets the condition, the phase takes one more step. So the host can dispatch
+  a step before the previous one ends.
   """
 
   def __init__(
     self,
     lengths: Mapping[str, int | Plateau | Threshold],
-    warmup: Mapping[str, int] | None = None,
+    initial_phases: Mapping[str, int] | None = None,
   ):
     """
     Args:
-      lengths: by phase in their order, its steps or the condition that ends it.
-      warmup: by phase, steps that it takes alone before the others begin.
+      lengths: by phase, in order, its steps or the condition that ends it.
+      initial_phases: by phase, steps that it takes alone before the cycle begins.
 
     Raises:
-      UserError: no phases, or a length or a name is wrong.
+      UserError: there are no phases, or a length or name is invalid.
     """
-    warmup = warmup or {}
-    _check(lengths, warmup)
+    initial = initial_phases or {}
+    _check(lengths, initial)
     self.names = list(lengths)
     self._until = [None if isinstance(ends, int) else ends for ends in lengths.values()]
     steps = [ends if isinstance(ends, int) else ends.max_steps for ends in lengths.values()]
-    self._num_warmup = len(warmup)
-    self._segments = [(self.names.index(name), n) for name, n in warmup.items()]
+    self._num_initial = len(initial)
+    self._segments = [(self.names.index(name), n) for name, n in initial.items()]
     self._segments += enumerate(steps)
 
   def start(self) -> PhaseClock:
@@ -119,15 +119,15 @@ class PhaseSchedule:
     return jnp.array([phase for phase, _ in self._segments], jnp.int32)[clock.segment]
 
   def advance(self, clock: PhaseClock, phase: int, metrics: Mapping[str, Any]) -> PhaseClock:
-    """The clock after a step of `phase`, the one that is due.
+    """The clock after a step of `phase`, which must be the phase that is due.
 
     Raises:
-      UserError: the metrics lack the one that the phase waits for.
+      UserError: the metrics lack the one in the phase's condition.
     """
     met, best, stale = self._condition(clock, phase, metrics)
     num_segments = len(self._segments)
     wraps = clock.last & (clock.segment + 1 == num_segments)
-    following = jnp.where(wraps, self._num_warmup, clock.segment + 1)
+    following = jnp.where(wraps, self._num_initial, clock.segment + 1)
     segment = jnp.where(clock.last, following, clock.segment)
     step_in_segment = jnp.where(clock.last, 0, clock.step_in_segment + 1)
     lengths = jnp.array([length for _, length in self._segments], jnp.int32)
@@ -149,25 +149,28 @@ class PhaseSchedule:
     if until.metric not in metrics:
       raise UserError(
         f"phase {self.names[phase]} waits for the metric {until.metric!r}, which its loss does not "
-        f"report; it has {', '.join(metrics)}"
+        f"report; it reports {', '.join(metrics)}"
       )
     value = metrics[until.metric].astype(jnp.float32)
     met, best, stale = until.update(value, clock.best, clock.stale)
-    return met & (clock.segment >= self._num_warmup), best, stale
+    return met & (clock.segment >= self._num_initial), best, stale
 
   def position(self, clock: PhaseClock) -> Position:
-    """The host's copy of the clock, for which it waits."""
+    """Copy the position from the clock; waits for the device."""
     at = jax.device_get((clock.segment, clock.step_in_segment, clock.last))
     return Position(int(at[0]), int(at[1]), bool(at[2]))
 
   def follow(self, position: Position, last: jax.Array) -> Position:
-    """The position after one more step, of whose clock `last` is; it is not waited for."""
+    """The position after one more step; `last` is from the clock after that step.
+
+    Waits for the device only if `position.last` depends on a metric.
+    """
     segment, step = position.segment, position.step_in_segment + 1
     if bool(position.last):
       segment, step = segment + 1, 0
-      segment = self._num_warmup if segment == len(self._segments) else segment
+      segment = self._num_initial if segment == len(self._segments) else segment
     phase, length = self._segments[segment]
-    waits = segment >= self._num_warmup and self._until[phase] is not None
+    waits = segment >= self._num_initial and self._until[phase] is not None
     return Position(segment, step, last if waits else step + 1 == length)
 
   def phase_at(self, position: Position) -> int:
@@ -178,22 +181,24 @@ class PhaseSchedule:
     """(first step, last step, phase) of each segment in `num_steps` steps, counted from 1.
 
     Raises:
-      UserError: a phase ends by a condition.
+      UserError: a phase ends on a condition.
     """
     waiting = [n for n, until in zip(self.names, self._until, strict=True) if until is not None]
     if waiting:
-      raise UserError(f"phase {waiting[0]} ends when its metric says so: nobody knows the timeline")
+      raise UserError(
+        f"phase {waiting[0]} ends on a condition: the timeline is not known in advance"
+      )
     spans, segment, first = [], 0, 1
     while first <= num_steps:
       phase, length = self._segments[segment]
       spans.append((first, min(first + length - 1, num_steps), self.names[phase]))
       first += length
-      segment = self._num_warmup if segment + 1 == len(self._segments) else segment + 1
+      segment = self._num_initial if segment + 1 == len(self._segments) else segment + 1
     return spans
 
 
-def _check(lengths: Mapping[str, Any], warmup: Mapping[str, int]) -> None:
-  """Raises UserError for what no schedule can be made of."""
+def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
+  """Raise UserError for an invalid schedule."""
   if not lengths:
     raise UserError("there are no phases; give at least one")
   for name, ends in lengths.items():
@@ -202,8 +207,10 @@ def _check(lengths: Mapping[str, Any], warmup: Mapping[str, int]) -> None:
       raise UserError(f"phase {name} takes {steps} steps; give it at least 1, or leave it out")
     if isinstance(ends, Plateau) and ends.patience < 1:
       raise UserError(f"phase {name} has patience={ends.patience}; give it at least 1")
-  for name, steps in warmup.items():
+  for name, steps in initial.items():
     if name not in lengths:
-      raise UserError(f"warmup names {name!r}, which is no phase; there are {', '.join(lengths)}")
+      raise UserError(
+        f"initial_phases: no phase is called {name!r}; there are {', '.join(lengths)}"
+      )
     if steps < 1:
-      raise UserError(f"warmup of {name} takes {steps} steps; give it at least 1, or leave it out")
+      raise UserError(f"initial_phases: {name} takes {steps} steps; give it at least 1, or omit it")

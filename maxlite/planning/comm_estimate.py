@@ -15,7 +15,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,7 +22,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import num_moe_layers
 from maxlite.models.decoder import saved_by_remat
-from maxlite.optim.partition import path_of
+from maxlite.optim.partition import paths_in
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective
 from maxlite.planning.memory_estimate import num_token_shards
 from maxlite.planning.plan_target import PlanTarget
@@ -135,25 +134,24 @@ class _Collectives:
     return sorted(found, key=lambda collective: -collective.sent_bytes)
 
 
-def estimate_collectives(target: PlanTarget) -> list[Collective]:
+def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]:
   """Estimate the collectives of one device and step, largest first.
 
   Excludes scalars such as metrics, and the collectives that XLA inserts for the dispatches `dense`
   and `capacity`.
   """
-  trainer = target.trainer
+  trainer, objective = target.trainer, target.trainer.objectives[phase]
   step = _Step(
     model=trainer.cfg.model,
     sharder=trainer.sharder,
-    tokens=math.prod(trainer.batch_shape) // num_token_shards(trainer.sharder),
-    num_micro=trainer.cfg.training.gradient_accumulation_steps,
+    tokens=math.prod(objective.batch_shape) // num_token_shards(trainer.sharder),
+    num_micro=objective.training.gradient_accumulation_steps,
     slices=target.slices,
     grid=target.grid,
   )
-  trained, _ = trainer.part.split(trainer.abstract_state.params)
-  trained_paths = {path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)}
+  trained_paths = set(paths_in(objective.partition.split(trainer.abstract_state.params)[0]))
   sums = _Collectives(step)
-  for placement in trainer.placements:
+  for placement in trainer.parameter_shardings:
     weight = _Weight.of(step, placement)
     _gather_weight(sums, step, weight)
     if placement.path in trained_paths:

@@ -12,7 +12,9 @@ import numpy as np
 
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
+from maxlite.optim.partition import merge
 from maxlite.sharding.rules import Sharder
+from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
 
 _FLOAT32_BYTES = 4
@@ -49,18 +51,18 @@ class Activation(NamedTuple):
   num_bytes: float  # per shard
 
 
-def estimate_memory(trainer: Trainer) -> MemoryEstimate:
-  """Estimate the memory of one device in a step of `trainer`."""
-  cfg, state = trainer.cfg, trainer.abstract_state
-  model, num_micro = cfg.model, cfg.training.gradient_accumulation_steps
+def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
+  """Estimate the memory of one device in a step of a phase."""
+  cfg, state, objective = trainer.cfg, trainer.abstract_state, trainer.objectives[phase]
+  model, num_micro = cfg.model, objective.training.gradient_accumulation_steps
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
   weight_and_gradient_bytes = jnp.dtype(model.dtype).itemsize + _FLOAT32_BYTES
   parameters = bytes_per_device(state.params)
-  trained, _ = trainer.part.split(state.params)
-  saved, in_layers = _activations(trainer, model), _activations(trainer, save_all)
+  trained, _ = objective.partition.split(state.params)
+  saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
   num_layers = model.base_num_decoder_layers
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
-  tokens = math.prod(trainer.batch_shape) // num_token_shards(trainer.sharder)
+  tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
   return MemoryEstimate(
     parameters=parameters,
     optimizer=bytes_per_device(state) - parameters,
@@ -109,10 +111,10 @@ def _num_bytes(leaf: Any) -> int:
   return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
-def _activations(trainer: Trainer, cfg: ModelConfig) -> list[Activation]:
+def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> list[Activation]:
   """The activations that a model of `cfg` saves on a device for one micro-batch."""
   model = Decoder(cfg, trainer.sharder)
-  rows, length = trainer.batch_shape
+  rows, length = objective.batch_shape
 
   def residuals_of(rows: int) -> Any:
     tokens_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32)
@@ -120,19 +122,19 @@ def _activations(trainer: Trainer, cfg: ModelConfig) -> list[Activation]:
     def residuals(params: Any, tokens_BT: jax.Array) -> Any:
       inputs = (tokens_BT, tokens_BT, tokens_BT)
       forward = lambda params: model.apply({"params": params}, *inputs, method=model.hidden)[0]
-      trained, frozen = trainer.part.split(params)
-      return jax.vjp(lambda trained: forward(trainer.part.join(trained, frozen)), trained)[1]
+      trained, frozen = objective.partition.split(params)
+      return jax.vjp(lambda trained: forward(merge(trained, frozen)), trained)[1]
 
     return jax.eval_shape(residuals, trainer.abstract_state.params, tokens_BT)
 
-  rows //= trainer.cfg.training.gradient_accumulation_steps
+  rows //= objective.training.gradient_accumulation_steps
   return activations(residuals_of, rows, num_token_shards(trainer.sharder))
 
 
 def _largest_layer(trainer: Trainer) -> float:
   """Parameters of the largest layer on one device after the all-gather over `fsdp`."""
   num_weights: dict[str, float] = defaultdict(float)
-  for placement in trainer.placements:
+  for placement in trainer.parameter_shardings:
     stack = placement.path.split("/")[0]
     if "layers" in stack:
       sharded = [name for name in placement.names if name not in ("embed", "embed_no_exp")]

@@ -45,15 +45,11 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
       f"estimate only: compiling for {cfg.plan.compile_topology} needs {target.missing}"
     )
     compiles = False
-  trainer = target.trainer
-  flops = trainer.flops_per_step
-  if trainer.turns is None:
-    return 0 if _plan_step(target, flops[0], console, compiles=compiles) else 1
-  lines, successes = trainer.turns.describe_phases(), []
-  for n, phase in enumerate(trainer.phases.values()):
-    console.print(lines[n])
-    phase_target = dataclasses.replace(target, trainer=phase)
-    successes.append(_plan_step(phase_target, flops[n], console, compiles=compiles, phase=n))
+  trainer, successes = target.trainer, []
+  for n, flops in enumerate(trainer.flops_per_step):
+    if plan := trainer.phase_plan:
+      console.print(plan.describe_phase(plan.phases[n], trainer.cfg.data))
+    successes.append(_plan_step(target, flops, console, compiles=compiles, phase=n))
   return 0 if all(successes) else 1
 
 
@@ -61,11 +57,11 @@ def run_phase_plan(cfg: Config) -> int:
   """Print what each phase of `cfg` trains and when, without compiling. Returns 0."""
   console = _console()
   with exit_on_user_error("maxlite.plan"):
-    turns = build_trainer(cfg).turns
-    if turns is None:
+    plan = build_trainer(cfg).phase_plan
+    if plan is None:
       raise UserError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
-  spans = turns.spans(cfg.run.steps)
-  console.print(*turns.describe(cfg.run.steps), "", sep="\n")
+  spans = plan.spans(cfg.run.steps)
+  console.print(*plan.describe(cfg.run.steps, cfg.data), "", sep="\n")
   if spans:
     console.print(*timeline_lines(spans), sep="\n")
   else:
@@ -74,13 +70,13 @@ def run_phase_plan(cfg: Config) -> int:
 
 
 def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> CompiledStep:
-  """Compile the training step for the trainer's devices; write its HLO to folder `save_hlo`.
+  """Compile the step of a phase for the trainer's devices; write its HLO to folder `save_hlo`.
 
   Raises:
     jax.errors.JaxRuntimeError: compilation failed, such as for lack of memory.
   """
   start = time.perf_counter()
-  program = trainer.train_step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
+  program = trainer.lower_step(phase).compile()
   seconds = time.perf_counter() - start
   text = program.as_text()
   if save_hlo:
@@ -99,28 +95,28 @@ def _plan_step(
 ) -> bool:
   """Print the plan of one step of `flops` model FLOPs; return whether it compiles and fits."""
   trainer = target.trainer
-  console.print(_title(trainer, target.kind))
+  console.print(_title(trainer, target.kind, phase))
   compiled = None
   if compiles:
     try:
       compiled = compile_step(trainer, trainer.cfg.plan.save_hlo, phase)
     except jax.errors.JaxRuntimeError as error:
       console.print(f"does not compile: {' '.join(str(error).split())}")
-  estimate = estimate_memory(trainer)
+  estimate = estimate_memory(trainer, phase)
   console.print("", *plan_report.memory_lines(estimate, compiled and compiled.memory), sep="\n")
   needed = compiled.memory.peak_memory_in_bytes if compiled else estimate.total
   fits = _print_fit(needed, target.kind, console)
-  for lines in _cost_paragraphs(target, compiled, flops):
+  for lines in _cost_paragraphs(target, compiled, flops, phase):
     console.print("", *lines, sep="\n")
   if compiled:
     console.print(f"\ncompiled in {compiled.seconds:.0f} s")
   return fits and bool(compiled or not compiles)
 
 
-def _title(trainer: Trainer, kind: str) -> str:
+def _title(trainer: Trainer, kind: str, phase: int) -> str:
   cfg = trainer.cfg
   degrees = [f"{axis}={size}" for axis, size in trainer.mesh.shape.items() if size > 1]
-  rows, length = trainer.batch_shape
+  rows, length = trainer.objectives[phase].batch_shape
   return (
     f"{cfg.run.model_name or cfg.model.decoder_block} on {trainer.mesh.size} x {kind}, "
     f"{' x '.join(degrees) or 'no sharding'}; {rows} x {length} tokens per step, "
@@ -142,12 +138,12 @@ def _print_fit(needed: float, kind: str, console: Console) -> bool:
 
 
 def _cost_paragraphs(
-  target: PlanTarget, compiled: CompiledStep | None, model_flops: float
+  target: PlanTarget, compiled: CompiledStep | None, model_flops: float, phase: int
 ) -> list[list[str]]:
   """Paragraphs about FLOPs, communication and the roofline; `model_flops` is over all devices."""
   mesh, kind = target.trainer.mesh, target.kind
   model_flops /= mesh.size
-  estimated = estimate_collectives(target)
+  estimated = estimate_collectives(target, phase)
   found, flops, moved, paragraphs = estimated, model_flops, None, []
   if compiled:
     module = compiled.module

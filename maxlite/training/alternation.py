@@ -4,12 +4,11 @@
     state = alternation.init(params)
     state, metrics = alternation.step(state, batch)
 
-A leaf that a phase does not train gets no gradient, no decay, no share in the clipping norm and no
-EMA, and comes out of the phase with the bits it went in with.
+A frozen leaf gets no gradient, weight decay, share of the clipping norm or EMA update: it keeps its
+bits.
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,34 +16,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.data.batch import interleave
-from maxlite.optim.partition import path_of, state_names
-from maxlite.phases.phase_optimizers import (
-  PhaseOptimizers,
-  PhaseStates,
-  merge,
-  partition_params,
-  paths_in,
+from maxlite.optim.partition import Partition, merge, path_of, paths_in, state_names
+from maxlite.phases.phase_programs import (
+  STRATEGIES,
+  PhaseOptStates,
+  PhasePrograms,
+  build_phase_step,
 )
-from maxlite.phases.phase_programs import STRATEGIES, PhasePrograms
-from maxlite.phases.phase_schedule import PhaseClock, PhaseSchedule, Plateau, Threshold
+from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
+from maxlite.training.state import TrainState, averaged_params, init_state
+from maxlite.training.step import LossFunction, Step, build_gradients, build_train_step
 
-__all__ = ["Alternation", "AlternationState", "Phase", "Plateau", "Threshold"]
+__all__ = ["Alternation", "Phase", "Plateau", "Threshold"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-  """What is trained on which loss, how and for how long: `steps`, or `until` a condition.
+  """What a phase trains, on which loss, and for how long: `steps`, or `until` a condition.
 
-  `loss(params, batch)` gets the whole tree and returns a scalar, or (scalar, {name: scalar}). If it
-  takes `key=`, it gets a random key, a new one in every step. If it takes `collections=`, it gets
-  the state's collections (such as batch statistics) and returns (scalar, {name: scalar},
-  collections). With `accumulate`, the batch goes through in so many parts, and the loss is the mean
-  of theirs. The optimizer, with its schedule, counts this phase's steps only.
+  `loss(params, batch)` gets all parameters and returns a scalar, or (scalar, {name: scalar}). If it
+  has an argument `key`, it gets a random key, a new one in every step. If it has an argument
+  `collections`, it gets the state's collections (such as batch statistics) and returns (scalar,
+  {name: scalar}, collections). `accumulate` divides the batch into that many micro-batches, whose
+  losses are averaged. The optimizer, with its schedule, counts only the steps of its phase.
   """
 
   name: str
@@ -64,69 +61,54 @@ class Phase:
       raise UserError(f"phase {self.name} has accumulate={self.accumulate}; give at least 1")
 
 
-@struct.dataclass
-class AlternationState:
-  """All that training changes; a run goes on from it bit for bit."""
-
-  params: Any
-  collections: Any  # trees of other variables, by collection; frozen with their modules
-  optimizers: PhaseStates
-  ema: Any  # of the leaves that some phase trains; None without ema_decay
-  clock: PhaseClock
-  rng: jax.Array  # raw key; step n draws from fold_in(rng, n)
-
-
 class Alternation:
-  """Phases that take turns on one tree of parameters.
+  """Phases that train one tree of parameters alternately.
 
-  Every step donates the state it is given. It runs wherever the parameters lie, on a mesh too.
+  The state is a `TrainState`; every step donates it. It has the sharding of the parameters, also on
+  a mesh.
   """
 
   def __init__(
     self,
     phases: Sequence[Phase],
     *,
-    warmup: Mapping[str, int] | None = None,
+    initial_phases: Mapping[str, int] | None = None,
     strategy: str = "auto",
-    optimizer_state: str = "own",
     ema_decay: float | None = None,
   ):
     """
     Args:
-      warmup: by phase, steps that it takes alone before all take turns.
+      initial_phases: by phase, steps that it takes alone before the cycle begins.
       strategy: `separate`, a program per phase; `switch`, one for all; or `auto`.
-      optimizer_state: `own`, or `shared` by the phases that train the same leaf.
-      ema_decay: keeps a moving average of the parameters, one step of it per step of their phase.
+      ema_decay: keeps a moving average of the parameters, updated in steps that train them.
 
     Raises:
-      UserError: no phases, a name twice, or a length, name or choice that cannot be.
+      UserError: no phases, a duplicate name, or an invalid length, name or choice.
     """
     names = [phase.name for phase in phases]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-      raise UserError(f"two phases are called {min(twice)}; give each a name of its own")
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+      raise UserError(f"two phases are called {min(duplicates)}; give each its own name")
     if strategy not in STRATEGIES:
       raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
-    if optimizer_state not in ("own", "shared"):
-      raise UserError(f"no optimizer_state {optimizer_state!r}; choose own or shared")
     if ema_decay is not None and not 0 <= ema_decay < 1:
       raise UserError(f"ema_decay={ema_decay} is not from 0 to below 1; 0.999 is usual")
     self.phases, self.names = list(phases), names
     lengths = {phase.name: phase.until or phase.steps for phase in phases}
-    self._schedule = PhaseSchedule(lengths, warmup)
-    self._strategy, self._share = strategy, optimizer_state == "shared"
+    self._schedule = PhaseSchedule(lengths, initial_phases)
+    self._strategy = strategy
     self._ema_decay = ema_decay
     self._programs: PhasePrograms | None = None
 
   @property
   def reason(self) -> str:
-    """The strategy in use and why; empty before anything is compiled."""
+    """The strategy in use and its reason; empty before anything is compiled."""
     return f"{self._programs.strategy}: {self._programs.reason}" if self._programs else ""
 
   @property
   def num_compiled(self) -> int:
-    """Programs compiled so far."""
-    return self._programs.num_compiled if self._programs else 0
+    """Number of programs compiled so far."""
+    return len(self.programs)
 
   @property
   def programs(self) -> dict[str, jax.stages.Compiled]:
@@ -134,32 +116,32 @@ class Alternation:
     return dict(self._programs.compiled) if self._programs else {}
 
   def timeline(self, num_steps: int) -> list[tuple[int, int, str]]:
-    """(first step, last step, phase) of each turn in `num_steps` steps, counted from 1.
+    """(first step, last step, phase) of each span in `num_steps` steps, counted from 1.
 
     Raises:
-      UserError: a phase ends by a condition.
+      UserError: a phase ends on a condition.
     """
     return self._schedule.timeline(num_steps)
 
   def untrained(self, params: Any) -> list[str]:
     """Paths of the parameters that no phase trains."""
-    trained = {path for part in self._parts(params).values() for path in paths_in(part)}
+    trained = frozenset().union(*(part.trained for part in self._partitions(params)))
     return [path for path in paths_in(params) if path not in trained]
 
-  def init(self, params: Any, collections: Any = None, seed: int = 0) -> AlternationState:
-    """The state before the first step, of copies of `params`.
+  def init(self, params: Any, collections: Any = None, seed: int = 0) -> TrainState:
+    """Initialize the state from copies of `params`.
 
     Raises:
-      UserError: a regex matches no parameter, or optimizers that share state differ in kind.
+      UserError: a regex is invalid or matches no parameter.
     """
     shapes = self.abstract_state(params, collections)
     init = jax.jit(self._init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))
     return init(params, collections, jnp.uint32(seed))
 
-  def abstract_state(self, params: Any, collections: Any = None) -> AlternationState:
-    """Shapes, types and shardings of the state: what restoring takes.
+  def abstract_state(self, params: Any, collections: Any = None) -> TrainState:
+    """Shapes, types and shardings of the state, for restoring a checkpoint.
 
-    The state lies on the mesh that `params` lie on, an optimizer's slots as their parameters.
+    The state is on the mesh of `params`; an optimizer's slots are sharded like their parameters.
     """
     shapes = jax.eval_shape(self._init, params, collections, jnp.uint32(0))
     specs = state_names(shapes, params, jax.tree.map(_spec, params))
@@ -174,132 +156,109 @@ class Alternation:
     )
 
   def compile(self, state: Any, batch: Any, own_batches: Mapping[str, Any] | None = None) -> None:
-    """Compiles all phases for a state and batches of such shapes; else the first step does.
+    """Compile all phases for a state and batches of these shapes; by default the first step does.
 
-    `own_batches` has, by phase, a batch where it is not shaped like `batch`.
+    `own_batches` has, by phase, batches that are not shaped like `batch`.
     """
     batches = dict.fromkeys(self.names, batch) | dict(own_batches or {})
-    optimizers = self._optimizers(state.params)
     steps = {
-      phase.name: functools.partial(self._step, index, optimizers)
-      for index, phase in enumerate(self.phases)
+      phase.name: self._build_step(index, partition)
+      for index, (phase, partition) in enumerate(
+        zip(self.phases, self._partitions(state.params), strict=True)
+      )
     }
     self._programs = PhasePrograms(steps, self._schedule, self._strategy, state, batches)
 
-  def step(self, state: AlternationState, batch: Any) -> tuple[AlternationState, dict]:
-    """(state, metrics) after a step of the phase that is due.
+  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    """Take a step of the phase that is due: (state, metrics).
 
-    The metrics are `loss`, what the loss reports, and `phase`, an index into `names`.
+    The metrics are `loss`, those of the phase's loss, and `phase`, an index into `names`.
     """
     if self._programs is None:
       self.compile(state, batch)
     return self._programs.step(state, batch)
 
-  def next_phase(self, state: AlternationState) -> str:
+  def next_phase(self, state: TrainState) -> str:
     """Name of the phase whose step is due."""
     if self._programs is None:
       return self.names[int(self._schedule.phase(state.clock))]
     return self._programs.phase(state)
 
-  def ema_params(self, state: AlternationState) -> Any:
-    """The parameters' moving averages; those that no phase trains are as they are."""
+  def ema_params(self, state: TrainState) -> Any:
+    """The parameters' moving averages; parameters that no phase trains are unchanged."""
     if self._ema_decay is None:
       raise UserError("there is no moving average: give Alternation an ema_decay")
-    return merge(state.ema, state.params)
+    return averaged_params(state)
 
-  def _parts(self, params: Any) -> dict[str, Any]:
-    """By phase, its part of `params`."""
-    parts = {}
+  def _partitions(self, params: Any) -> list[Partition]:
+    partitions = []
     for phase in self.phases:
       try:
-        parts[phase.name] = partition_params(params, phase.train)[0]
-      except ValueError as error:
+        partitions.append(Partition.matching(params, phase.train))
+      except UserError as error:
         raise UserError(f"phase {phase.name}: {error}") from None
-    return parts
+    return partitions
 
-  def _optimizers(self, params: Any) -> PhaseOptimizers:
-    optimizers = {phase.name: phase.optimizer for phase in self.phases}
-    return PhaseOptimizers(optimizers, self._parts(params), share=self._share)
-
-  def _init(self, params: Any, collections: Any, seed: jax.Array) -> AlternationState:
-    parts = self._parts(params)
-    trained = merge(*parts.values())
-    return AlternationState(
-      params=jax.tree.map(jnp.copy, params),  # the caller's own are not to be donated
+  def _init(self, params: Any, collections: Any, seed: jax.Array) -> TrainState:
+    parts = [partition.split(params)[0] for partition in self._partitions(params)]
+    txs = [phase.optimizer for phase in self.phases]
+    opt_states = {n: tx.init(part) for n, tx, part in zip(self.names, txs, parts, strict=True)}
+    return init_state(
+      jax.tree.map(jnp.copy, params),  # the caller's own must not be donated
+      PhaseOptStates(opt_states),
+      jax.random.key_data(jax.random.key(seed)),
+      self._schedule.start(),
+      averaged=None if self._ema_decay is None else merge(*parts),
       collections=jax.tree.map(jnp.copy, collections),
-      optimizers=self._optimizers(params).init(parts),
-      ema=None if self._ema_decay is None else jax.tree.map(jnp.copy, trained),
-      clock=self._schedule.start(),
-      rng=jax.random.key_data(jax.random.key(seed)),
     )
 
-  def _step(
-    self, index: int, optimizers: PhaseOptimizers, state: AlternationState, batch: Any
-  ) -> tuple[AlternationState, dict]:
+  def _build_step(self, index: int, partition: Partition) -> Step:
     phase = self.phases[index]
-    trained, frozen = partition_params(state.params, phase.train)
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.clock.step)
-    gradients, metrics, collections = _gradients(
-      phase, trained, frozen, state.collections, batch, key
+    step = build_train_step(
+      build_gradients(_PhaseLoss(phase), phase.accumulate),
+      phase.optimizer,
+      partition=partition,
+      ema_decay=self._ema_decay or 0.0,
+      skip=None,
     )
-    trained, opt_states = optimizers.update(phase.name, gradients, state.optimizers, trained)
-    metrics["phase"] = jnp.array(index, jnp.int32)
-    moved = state.replace(
-      params=merge(trained, frozen),
-      collections=_move_with_modules(state.collections, collections, trained, frozen),
-      optimizers=opt_states,
-      ema=self._average(state.ema, trained),
-      clock=self._schedule.advance(state.clock, index, metrics),
-    )
-    return moved, metrics
 
-  def _average(self, ema: Any, trained: Any) -> Any:
-    if self._ema_decay is None:
-      return None
-    decay = self._ema_decay
-    move = lambda old, new: old if new is None else decay * old + (1 - decay) * new
-    return jax.tree.map(move, ema, trained, is_leaf=lambda leaf: leaf is None)
+    def step_and_freeze(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+      _check_divides(phase, batch)
+      before = state.collections
+      state, metrics = step(state, batch)
+      collections = _freeze_collections(before, state.collections, state.params, partition)
+      return state.replace(collections=collections), metrics
+
+    return build_phase_step(step_and_freeze, index, self._schedule)
 
 
-def _gradients(
-  phase: Phase, trained: Any, frozen: Any, collections: Any, batch: Any, key: jax.Array
-) -> tuple[Any, dict, Any]:
-  """(gradients of the trained leaves alone, metrics, collections)."""
+@dataclasses.dataclass(frozen=True)
+class _PhaseLoss(LossFunction):
+  """The mean of a phase's loss over its micro-batches."""
 
-  def loss(trained: Any, collections: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple]:
-    result = _call(phase, merge(trained, frozen), batch, key, collections)
-    return result[0], ({"loss": result[0], **result[1]}, result[2])
+  phase: Phase
 
-  gradients_of = jax.grad(loss, has_aux=True)
-  if phase.accumulate == 1:
-    gradients, (metrics, collections) = gradients_of(trained, collections, batch, key)
-    return gradients, metrics, collections
-  micro = jax.tree.map(functools.partial(_in_parts, phase), batch)
-  inputs = (micro, jax.random.split(key, phase.accumulate))
+  def forward(
+    self, params: Any, collections: Any, batch: Any, key: jax.Array
+  ) -> tuple[tuple[jax.Array, dict], Any]:
+    loss, metrics, collections = _call(self.phase, params, batch, key, collections)
+    return (loss, jax.lax.stop_gradient({"loss": loss, **metrics})), collections
 
-  def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
-    sums, collections = carry
-    gradients, (metrics, collections) = gradients_of(trained, collections, *inputs)
-    return (jax.tree.map(jnp.add, sums, (gradients, metrics)), collections), None
-
-  first = jax.tree.map(lambda x: x[0], inputs)
-  gradients, (metrics, _) = jax.eval_shape(gradients_of, trained, collections, *first)
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (gradients, metrics))
-  (sums, collections), _ = jax.lax.scan(accumulate, (zeros, collections), inputs)
-  return *jax.tree.map(lambda x: x / phase.accumulate, sums), collections
+  def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
+    return jax.tree.map(lambda x: x / self.phase.accumulate, sums)
 
 
-def _in_parts(phase: Phase, x: Any) -> jax.Array:
-  if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
-    raise UserError(
-      f"phase {phase.name}: a batch of shape {jnp.shape(x)} does not divide into "
-      f"accumulate={phase.accumulate} parts along its first axis"
-    )
-  return interleave(x, phase.accumulate)
+def _check_divides(phase: Phase, batch: Any) -> None:
+  for x in jax.tree.leaves(batch) if phase.accumulate > 1 else ():
+    if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
+      raise UserError(
+        f"phase {phase.name}: a batch of shape {jnp.shape(x)} does not divide into "
+        f"accumulate={phase.accumulate} parts along its first axis"
+      )
 
 
 def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: Any) -> tuple:
-  """(scalar, metrics, collections) of the phase's loss.
+  """Call the phase's loss: (scalar, metrics, collections).
 
   Raises:
     UserError: the loss returns something else.
@@ -321,25 +280,25 @@ def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: An
   return value, metrics, collections
 
 
-def _move_with_modules(before: Any, after: Any, trained: Any, frozen: Any) -> Any:
-  """Collections after a step: as they were, but for the modules of which something is trained.
+def _freeze_collections(before: Any, after: Any, params: Any, partition: Partition) -> Any:
+  """The collections after a step, unchanged for modules of which no parameter is trained.
 
-  A module without parameters goes with the nearest one around it that has some.
+  A module without parameters follows the nearest enclosing module that has some.
   """
-  moving, standing = ([f"{path}/" for path in paths_in(part)] for part in (trained, frozen))
+  trained, frozen = ([f"{path}/" for path in paths_in(x)] for x in partition.split(params))
 
   def leaf(key_path: tuple, old: Any, new: Any) -> Any:
     module = path_of(key_path[1:-1]).split("/")  # without the collection and the variable
     around = (f"{'/'.join(module[:depth])}/" for depth in range(len(module), 0, -1))
     below = lambda paths, module: any(path.startswith(module) for path in paths)
-    nearest = next((m for m in around if below(moving + standing, m)), "")
-    return new if below(moving, nearest) else old
+    nearest = next((m for m in around if below(trained + frozen, m)), "")
+    return new if below(trained, nearest) else old
 
   return jax.tree_util.tree_map_with_path(leaf, before, after)
 
 
 def _mesh_of(params: Any) -> jax.sharding.Mesh:
-  """The mesh that the parameters lie on; for those that lie on none, one of their device."""
+  """The mesh of the parameters; if they have none, a mesh of their device."""
   shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params)]
   for sharding in shardings:
     if isinstance(sharding, NamedSharding):

@@ -14,7 +14,7 @@ from maxlite.data.batch import Batch
 from maxlite.layers.linear import matmul
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight
-from maxlite.training.loss import Hidden, ahead, draft_weight
+from maxlite.training.loss import Hidden, draft_weight, shift_left
 
 
 def acceptance_sums(hidden: Hidden, batch: Batch, chunk_tokens: int, sharder: Sharder) -> dict:
@@ -30,7 +30,7 @@ def acceptance_sums(hidden: Hidden, batch: Batch, chunk_tokens: int, sharder: Sh
   drafted_BTJ = likeliest(hidden.y_BTJD, hidden.w_DV, chunk_tokens, sharder)
   num_heads = drafted_BTJ.shape[-1]
   counts_BTJ = draft_weight(batch, num_heads) > 0
-  agrees_BTJ = (drafted_BTJ == ahead(own_BT, num_heads)) & counts_BTJ
+  agrees_BTJ = (drafted_BTJ == shift_left(own_BT, num_heads)) & counts_BTJ
   whole_BT = jnp.all(counts_BTJ, axis=-1)
   length_BT = jnp.sum(jnp.cumprod(agrees_BTJ.astype(jnp.int32), axis=-1), axis=-1)
   return {

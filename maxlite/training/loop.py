@@ -14,6 +14,7 @@ from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.step_row import training_row
 from maxlite.metrics.writers import Writers
+from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.training.trainer import Trainer
 
 
@@ -137,8 +138,8 @@ class StepLog:
     seconds = (self._settled - self._since) / self._steps_since
     flops = self._flops[self._phase]
     row = training_row(step, numbers, step_seconds=seconds, flops_per_step=flops, **self._speed)
-    if self._trainer.turns:
-      row |= self._trainer.turns.by_phase(row)
+    if plan := self._trainer.phase_plan:
+      row |= losses_by_phase(plan.phases[self._phase], row)
     if evaluation:
       with self._stopwatch.during("evaluation"):
         row |= evaluation()

@@ -1,28 +1,27 @@
-"""The training loss: sums over tokens, and what is made of them.
+"""The losses of a decoder.
 
-A forward pass returns nothing but sums over tokens (`Sums`), which add up over micro-batches and
-devices; `combine` makes the loss of their totals. So every loss is the same number on any mesh, any
+A forward pass returns only sums over tokens (`Sums`), which add up over micro-batches and devices;
+`combine` computes the loss from their totals. So every loss is the same number on any mesh, any
 number of hosts and any number of gradient-accumulation steps.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
-from maxlite.kernels.numerics import apply_soft_cap
-from maxlite.layers.linear import matmul
+from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
-from maxlite.sharding.collectives import gather_weight, pvary
+from maxlite.sharding.rules import DEFAULT_RULES
+from maxlite.training.cross_entropy import cross_entropy_sums, distillation_sums
+from maxlite.training.step import LossFunction
 
 
 @struct.dataclass
@@ -41,12 +40,12 @@ class Sums:
   nll: jax.Array  # [nats]
   logits_z: jax.Array  # squared log-partition of the logits
   layers: Any  # what the blocks return, stacked by layer
-  draft: DraftSums | None = None  # of a loss that has draft heads
+  draft: DraftSums | None = None  # for losses of draft heads
 
 
 @struct.dataclass
 class Hidden:
-  """What a forward pass gives all losses."""
+  """Result of the forward pass, before the unembedding."""
 
   x_BTD: jax.Array
   layers: Any
@@ -55,164 +54,10 @@ class Hidden:
   soft_cap: float = struct.field(pytree_node=False, default=0.0)  # of the logits
 
 
-class _Head(NamedTuple):
-  """What makes logits, on one shard."""
-
-  w_DV: jax.Array
-  vocab_axes: tuple[str, ...]
-  soft_cap: float
-
-
-def cross_entropy_sums(
-  x: jax.Array,
-  w_DV: jax.Array,
-  targets: jax.Array,
-  weight: jax.Array,
-  chunk_tokens: int,
-  sharder: Sharder,
-  soft_cap: float = 0.0,
-) -> tuple[jax.Array, jax.Array]:
-  """(weighted sum of -log p(target) [nats], of the squared log-partition), softmax in float32.
-
-  x is [B, T, D], or [B, T, J, D] with as many targets and weights.
-  """
-  rows = (targets, weight)
-  return _token_sums(_cross_entropy, (x,), rows, w_DV, chunk_tokens, sharder, soft_cap)
-
-
-def match_sums(
-  x_BTD: jax.Array,
-  y_BTJD: jax.Array,
-  w_DV: jax.Array,
-  batch: Batch,
-  weight_BTJ: jax.Array,
-  chunk_tokens: int,
-  sharder: Sharder,
-  soft_cap: float = 0.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Cross-entropy's two sums, without gradient, and the weighted sum of KL(p || q_j) [nats].
-
-  p is what the model's own head makes of x_BTD at a position, and has no gradient; q_j what it
-  makes of y_BTJD there.
-  """
-  rows = (batch.targets_BT, batch.weight_BT, weight_BTJ)
-  states = (x_BTD, y_BTJD)
-  return _token_sums(_divergence, states, rows, w_DV, chunk_tokens, sharder, soft_cap)
-
-
-def _token_sums(
-  chunk: Callable[..., tuple],
-  states: tuple[jax.Array, ...],
-  rows: tuple[jax.Array, ...],
-  w_DV: jax.Array,
-  chunk_tokens: int,
-  sharder: Sharder,
-  soft_cap: float,
-) -> tuple:
-  """Sums of chunk(*states, *rows, head) over all tokens.
-
-  Every shard goes through its tokens in chunks and recomputes a chunk's logits in the backward
-  pass, so no more than `chunk_tokens` x V / (shards of V) logits exist at once. V is cut over the
-  mesh axes of `vocab`: partitions meet in one sum per token.
-  """
-  row_names = ("activation_batch", "activation_length")
-  row_axes = tuple(axis for name in row_names for axis in sharder.mesh_axes(name))
-  vocab_axes = sharder.mesh_axes("vocab")
-  embed_axes = sharder.mesh_axes("embed")
-  by_row = lambda x: sharder.spec((*row_names, *(None,) * (x.ndim - 2)))
-  logits_per_token = sum(math.prod(x.shape[2:-1]) for x in states)
-  chunk_length = max(chunk_tokens // logits_per_token, 1)
-
-  def local(states, rows, w_dv):
-    # Also between their gradients: that of w is cut to this shard before the backward pass goes on.
-    states, w_dv = jax.lax.optimization_barrier((states, w_dv))
-    *states, w_Dv = pvary(*states, gather_weight(w_dv, states[0].dtype, embed_axes, 0))
-    by_token = [x.reshape(-1, *x.shape[2:]) for x in (*states, *rows)]
-    head = _Head(w_Dv, vocab_axes, soft_cap)
-    sums = _chunked_sums(lambda args: chunk(*args, head), by_token, chunk_length)
-    return _before_gradients(jax.lax.psum(sums, row_axes))
-
-  return jax.shard_map(
-    local,
-    mesh=sharder.mesh,
-    in_specs=(*jax.tree.map(by_row, (states, rows)), sharder.spec(("embed", "vocab"))),
-    out_specs=jax.P(),
-  )(states, rows, w_DV)
-
-
-@jax.custom_vjp
-def _before_gradients(sums: Any) -> Any:
-  """The sums, made before any gradient is: else XLA may keep all that they are made of for last."""
-  return sums
-
-
-def _forward(sums: Any) -> tuple[Any, Any]:
-  return sums, sums
-
-
-def _backward(sums: Any, cotangents: Any) -> tuple[Any]:
-  # A dependence that no compiler sees through, as it does through a barrier.
-  return (jax.tree.map(lambda s, ct: jnp.where(jnp.isnan(s), s, ct), sums, cotangents),)
-
-
-_before_gradients.defvjp(_forward, _backward)
-
-
-def _chunked_sums(chunk: Callable, by_token: list[jax.Array], chunk_length: int) -> tuple:
-  num_tokens = by_token[0].shape[0]
-  num_chunks = math.ceil(num_tokens / chunk_length)
-  if num_chunks == 1:
-    return chunk(by_token)
-  padding = num_chunks * chunk_length - num_tokens
-  by_chunk = [
-    jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)).reshape(num_chunks, -1, *a.shape[1:])
-    for a in by_token
-  ]
-  per_chunk = jax.lax.map(jax.checkpoint(chunk), by_chunk)
-  return jax.tree.map(jnp.sum, per_chunk)
-
-
-def _logits(x_TD, head: _Head) -> tuple[jax.Array, jax.Array]:
-  """(logits_TV of this shard's columns, log-partition_T over all)."""
-  accumulator = np.promote_types(x_TD.dtype, jnp.float32)
-  logits_TV = apply_soft_cap(matmul(x_TD, head.w_DV, accumulator), head.soft_cap)
-  top_T = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1)), head.vocab_axes)
-  exp_TV = jnp.exp(logits_TV - top_T[:, None])
-  return logits_TV, top_T + jnp.log(jax.lax.psum(jnp.sum(exp_TV, axis=-1), head.vocab_axes))
-
-
-def _target_sums(logits_TV, partition_T, targets_T, weight_T, vocab_axes) -> tuple:
-  """Cross-entropy's two sums."""
-  first = jax.lax.axis_index(vocab_axes) * logits_TV.shape[1]
-  column_TV = jnp.arange(logits_TV.shape[1], dtype=targets_T.dtype)[None]
-  is_target_TV = column_TV == (targets_T - first)[:, None]
-  target_T = jax.lax.psum(jnp.sum(jnp.where(is_target_TV, logits_TV, 0), axis=-1), vocab_axes)
-  weight_T = weight_T.astype(logits_TV.dtype)
-  return jnp.sum(weight_T * (partition_T - target_T)), jnp.sum(weight_T * jnp.square(partition_T))
-
-
-def _cross_entropy(x, targets, weight, head: _Head) -> tuple[jax.Array, jax.Array]:
-  logits_TV, partition_T = _logits(x.reshape(-1, x.shape[-1]), head)
-  rows = targets.reshape(-1), weight.reshape(-1)
-  return _target_sums(logits_TV, partition_T, *rows, head.vocab_axes)
-
-
-def _divergence(x_TD, y_TJD, targets_T, weight_T, weight_TJ, head: _Head) -> tuple:
-  x_TD, w_DV = jax.lax.stop_gradient((x_TD, head.w_DV))
-  own_TV, partition_T = _logits(x_TD, head._replace(w_DV=w_DV))
-  own_sums = _target_sums(own_TV, partition_T, targets_T, weight_T, head.vocab_axes)
-  log_p_TV = own_TV - partition_T[:, None]
-  drafted, partition = _logits(y_TJD.reshape(-1, y_TJD.shape[-1]), head)
-  log_q_TJV = (drafted - partition[:, None]).reshape(*y_TJD.shape[:-1], -1)
-  excess_TJV = jnp.exp(log_p_TV)[:, None] * (log_p_TV[:, None] - log_q_TJV)
-  divergence_TJ = jax.lax.psum(jnp.sum(excess_TJV, axis=-1), head.vocab_axes)
-  return *own_sums, jnp.sum(weight_TJ.astype(divergence_TJ.dtype) * divergence_TJ)
-
-
 def run_forward(
   model: Decoder, params: Any, batch: Batch, jitter_key: jax.Array | None, *, drafts: bool
 ) -> Hidden:
-  """One forward pass, `drafts` with the draft heads; `jitter_key` is given in training only."""
+  """Run the forward pass, with the draft heads if `drafts`; `jitter_key` only in training."""
   x_BTD, layers, w_DV = model.apply(
     {"params": params},
     batch.tokens_BT,
@@ -226,7 +71,7 @@ def run_forward(
 
 
 def next_token(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
-  """Sums of the model's own head against the next token."""
+  """Cross-entropy of the main head against the next token."""
   rows = (batch.targets_BT, batch.weight_BT)
   nll, logits_z = cross_entropy_sums(
     hidden.x_BTD, hidden.w_DV, *rows, cfg.logits_chunk_tokens, sharder, hidden.soft_cap
@@ -235,16 +80,16 @@ def next_token(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
 
 
 def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
-  """Sums of the draft heads against what the model's own head makes of the same token."""
-  # Draft states are moved to the position whose own state predicts the same token: there the own
-  # logits, computed once, serve all heads.
+  """Divergence of the draft heads from the main head's prediction of the same token."""
+  # Draft states are shifted to the position where the main head predicts the same token, so its
+  # logits, computed once, serve all draft heads.
   weight_BTJ = draft_weight(batch, hidden.y_BTJD.shape[2])
-  nll, logits_z, loss = match_sums(
+  nll, logits_z, loss = distillation_sums(
     hidden.x_BTD,
-    _behind(hidden.y_BTJD),
+    _shift_right(hidden.y_BTJD),
     hidden.w_DV,
     batch,
-    _behind(weight_BTJ),
+    _shift_right(weight_BTJ),
     cfg.logits_chunk_tokens,
     sharder,
     hidden.soft_cap,
@@ -256,10 +101,10 @@ def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
 def next_token_and_draft(
   hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder
 ) -> Sums:
-  """Sums of the model's own head and of the draft heads, all against the tokens they predict."""
+  """Cross-entropy of the main head and of the draft heads against the tokens they predict."""
   num_heads = hidden.y_BTJD.shape[2]
   weight_BTJ = draft_weight(batch, num_heads)
-  targets_BTJ = ahead(batch.targets_BT, num_heads)
+  targets_BTJ = shift_left(batch.targets_BT, num_heads)
   nll, _ = cross_entropy_sums(
     hidden.y_BTJD,
     hidden.w_DV,
@@ -271,29 +116,29 @@ def next_token_and_draft(
   return next_token(hidden, batch, cfg, sharder).replace(draft=DraftSums(jnp.sum(weight_BTJ), nll))
 
 
-def ahead(x_BT: jax.Array, num_heads: int) -> jax.Array:
-  """x_BTJ: by draft head j, what lies 1 + j positions further on, and 0 past the row's end."""
-  moved = (jnp.pad(x_BT[:, n:], ((0, 0), (0, n))) for n in range(1, num_heads + 1))
-  return jnp.stack(list(moved), axis=-1)
+def shift_left(x_BT: jax.Array, num_heads: int) -> jax.Array:
+  """x_BTJ: for draft head j, the value 1 + j positions later, and 0 past the end of the row."""
+  shifted = (jnp.pad(x_BT[:, n:], ((0, 0), (0, n))) for n in range(1, num_heads + 1))
+  return jnp.stack(list(shifted), axis=-1)
 
 
-def draft_weight(batch: Batch, num_heads: int) -> jax.Array:
-  """weight_BTJ of what draft head j predicts at each position; 0 past the document's end."""
-  same_BTJ = ahead(batch.segment_BT, num_heads) == batch.segment_BT[..., None]
-  return jnp.where(same_BTJ, ahead(batch.weight_BT, num_heads), 0)
+def _shift_right(x_BTJ: jax.Array) -> jax.Array:
+  """Draft head j's [B, T, ...], 1 + j positions later: the inverse of `shift_left`.
 
-
-def _behind(x_BTJ: jax.Array) -> jax.Array:
-  """Draft head j's [B, T, ...] moved on by 1 + j positions; what passes the row's end comes first.
-
-  The undoing of `ahead`, whose weights are 0 where a row ends.
+  What passes the end of the row wraps around to its start, where the shifted weights are 0.
   """
   heads = range(x_BTJ.shape[2])
   return jnp.stack([jnp.roll(x_BTJ[:, :, j], 1 + j, axis=1) for j in heads], axis=2)
 
 
+def draft_weight(batch: Batch, num_heads: int) -> jax.Array:
+  """weight_BTJ of the token that draft head j predicts; 0 past the end of the document."""
+  same_BTJ = shift_left(batch.segment_BT, num_heads) == batch.segment_BT[..., None]
+  return jnp.where(same_BTJ, shift_left(batch.weight_BT, num_heads), 0)
+
+
 def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
-  """(total loss, {name: value} of its parts): a weighted mean over tokens plus auxiliary losses."""
+  """Compute (total loss, its parts by name): a mean over tokens plus auxiliary losses."""
   weight = jnp.maximum(sums.weight, 1)
   parts = {"loss": sums.nll / weight}
   total = parts["loss"]
@@ -310,13 +155,14 @@ def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array,
 
 
 def _combine_match(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
-  """(the draft heads' loss, which is all that is trained on, the same parts)."""
+  """As `combine`, where the draft heads' loss is the total loss."""
   _, parts = combine(sums, cfg, moe)
   draft_loss = _draft_loss(sums)
   return draft_loss, parts | {"draft_loss": draft_loss, "total_loss": draft_loss}
 
 
 def _combine_joint(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
+  """As `combine`, with the draft heads' loss added."""
   total, parts = combine(sums, cfg, moe)
   draft_loss = _draft_loss(sums)
   total += cfg.draft_loss_weight * draft_loss
@@ -329,23 +175,11 @@ def _draft_loss(sums: Sums) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-  """What a phase is trained on."""
+  """One loss of the table: the sums of a forward pass, and the loss of their totals."""
 
   sums: Callable[[Hidden, Batch, TrainingConfig, Sharder], Sums]
   combine: Callable[[Sums, TrainingConfig, MoeConfig], tuple[jax.Array, dict]]
   drafts: bool = False  # whether it needs the draft heads
-
-  def forward(
-    self,
-    model: Decoder,
-    params: Any,
-    batch: Batch,
-    cfg: TrainingConfig,
-    jitter_key: jax.Array | None,
-  ) -> Sums:
-    """Sums of one forward pass; `jitter_key` is given in training only."""
-    hidden = run_forward(model, params, batch, jitter_key, drafts=self.drafts)
-    return self.sums(hidden, batch, cfg, model.sharder)
 
 
 LOSSES = {
@@ -353,3 +187,80 @@ LOSSES = {
   "match_head": Loss(match_head, _combine_match, drafts=True),
   "next_token_and_draft": Loss(next_token_and_draft, _combine_joint, drafts=True),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderLoss(LossFunction):
+  """A loss of a decoder, for the training step."""
+
+  model: Decoder
+  loss: Loss
+  cfg: TrainingConfig
+  moe: MoeConfig
+
+  def forward(
+    self, params: Any, collections: Any, batch: Batch, key: jax.Array
+  ) -> tuple[Sums, Any]:
+    hidden = run_forward(self.model, params, batch, key, drafts=self.loss.drafts)
+    return self.loss.sums(hidden, batch, self.cfg, self.model.sharder), collections
+
+  def combine(self, sums: Sums) -> tuple[jax.Array, dict]:
+    """Compute the loss; the metrics are its parts, the number of tokens and the experts' load."""
+    total, parts = self.loss.combine(sums, self.cfg, self.moe)
+    metrics = parts | {"num_tokens": sums.weight}
+    if "moe" in sums.layers:
+      routers = sums.layers["moe"]
+      metrics |= {"expert_load": routers.count_E, "expert_dropped": routers.dropped}
+    return total, metrics
+
+  def linearization_point(self, zeros: Sums, batch: Batch, sum_batch: Callable[[], Sums]) -> Sums:
+    """Count tokens and rows, which the batch determines.
+
+    The loss is linear in every other sum except the experts' load over the batch, which takes a
+    forward pass over all micro-batches.
+    """
+    over_batch = self.moe.load_balance_loss_weight and self.moe.load_balance_loss_scope == "batch"
+    if "moe" in zeros.layers and over_batch:
+      totals = sum_batch()
+    else:
+      totals = zeros.replace(weight=jnp.sum(batch.weight_BT))
+      if "moe" in zeros.layers:
+        routers = zeros.layers["moe"]
+        real_BT = batch.segment_BT > 0
+        tokens = jnp.full_like(routers.tokens, jnp.sum(real_BT))
+        rows = jnp.full_like(routers.rows, jnp.sum(jnp.any(real_BT, axis=1)))
+        totals = totals.replace(layers={"moe": routers.replace(tokens=tokens, rows=rows)})
+    if totals.draft is None:
+      return totals
+    weight = jnp.sum(draft_weight(batch, self.model.cfg.num_draft_heads))
+    return totals.replace(draft=totals.draft.replace(weight=weight))
+
+  def sum_over_slices(
+    self, function: Callable[..., Any], trained: Any, frozen: Any, inputs: tuple, *rest: Any
+  ) -> Any:
+    """Call `function` on every slice along mesh axis `data` with its rows, and add up.
+
+    `data` spans the slow links between slices, over which XLA would reduce gradients in every
+    micro-batch. XLA still does so where `data` shards other arrays than rows, with jitter, which is
+    drawn for all rows of a micro-batch together, and with dispatch `capacity`, whose gathers XLA
+    cannot partition in here (it ends the process).
+    """
+    sharder = self.model.sharder
+    rows = {"activation_batch", "activation_batch_no_exp"}
+    sharded = {name for name in DEFAULT_RULES if "data" in sharder.mesh_axes(name)}
+    jointly = self.moe.router_jitter or choose_dispatch(self.moe) == "capacity"
+    if sharder.mesh.shape["data"] == 1 or sharded != rows or jointly:
+      return function(self, trained, frozen, inputs, *rest)
+    model = self.model.clone(sharder=sharder.inside_shard_map("data"))
+    local = dataclasses.replace(self, model=model)
+    per_slice = jax.shard_map(
+      lambda *args: jax.lax.psum(function(local, *args), "data"),
+      mesh=sharder.mesh,
+      in_specs=(jax.P(), jax.P(), (jax.P(None, "data"), jax.P()), *(jax.P() for _ in rest)),
+      out_specs=jax.P(),
+      axis_names={"data"},
+      # With it, JAX cannot lower gradients of the shard_maps inside. They are taken inside too,
+      # and nothing there communicates over `data`; tests/training/test_step.py checks the values.
+      check_vma=False,
+    )
+    return per_slice(trained, frozen, inputs, *rest)

@@ -13,6 +13,7 @@ from maxlite.config.schema import flatten
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
+from maxlite.training.objective import Objective
 from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -21,21 +22,17 @@ def run_folder(cfg: Config) -> RunFolder:
   return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
 
 
-def open_trainer_data(trainer: Trainer, *, evaluates: bool = True) -> DataLoader:
-  """Open the data of the trainer's config, sharded for its mesh.
-
-  Args:
-    evaluates: whether to hold out data for evaluation.
-  """
-  cfg = trainer.cfg
+def open_trainer_data(trainer: Trainer, phase: Objective | None = None) -> DataLoader:
+  """Open the data of the run, or of a phase (without held-out data), sharded for the mesh."""
+  cfg, batch_shape = trainer.cfg, (phase or trainer).batch_shape
   cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
   return open_data(
-    cfg.data,
+    phase.data if phase else cfg.data,
     vocab_size=cfg.model.vocab_size,
-    global_batch_size=trainer.global_batch_size,
-    rows=local_rows(trainer.batch_sharding, trainer.batch_shape),
+    global_batch_size=batch_shape[0],
+    rows=local_rows(trainer.batch_sharding, batch_shape),
     cache_directory=Path(cache).expanduser(),
-    evaluates=evaluates,
+    evaluates=phase is None,
   )
 
 

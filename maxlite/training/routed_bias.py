@@ -1,21 +1,36 @@
-"""The routers' biases, which even out the load without a loss."""
+"""The routers' biases, which balance the experts' load without a loss."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.schema import MoeConfig
 from maxlite.optim.partition import path_of
 
 BIAS = r"(^|/)router/bias$"
 
 
-def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any:
-  """`params` with every router's bias moved by `rate`: up where an expert got too little.
+def build_routed_bias_update(cfg: MoeConfig) -> Callable[[Any, dict, jax.Array], Any] | None:
+  """Build the step's `post_update` that moves routers' biases; None without `routed_bias`."""
+  if not cfg.routed_bias:
+    return None
 
-  `count_NE` holds the assignments of the whole step by MoE layer, the first layer first; a bias is
-  [E], or [N, E] of layers that are stacked.
+  def update(params: Any, metrics: dict, finite: jax.Array) -> Any:
+    rate = jnp.where(finite, cfg.routed_bias_update_rate, 0)
+    return move_routed_biases(params, metrics["expert_load"], rate)
+
+  return update
+
+
+def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any:
+  """Move every router's bias by `rate`: up for experts with less than the mean load.
+
+  Args:
+    count_NE: assignments of the whole step by MoE layer, the first layer first. A bias is [E], or
+      [N, E] in stacked layers.
 
   Source: Wang et al., Auxiliary-Loss-Free Load Balancing (2024), algorithm 1.
   """
@@ -37,5 +52,5 @@ def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any
 
 
 def _order(path: str) -> list[tuple[int, str]]:
-  """Sorts paths as a reader would: layers_10 comes after layers_2."""
+  """Sort key with numbers in numeric order: layers_10 comes after layers_2."""
   return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]

@@ -75,7 +75,7 @@ def run_training(cfg: Config) -> int:
       "steps, or choose another run_name."
     )
     return 0
-  if trainer.turns:
+  if trainer.phase_plan:
     with exit_on_user_error("maxlite.train"), stopwatch.during("compile"):
       programs = trainer.phase_programs
     console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
@@ -139,14 +139,16 @@ def _first_state(trainer: Trainer, restored: Restored | None, console: Console) 
 
 def _open_phase_data(trainer: Trainer, data: DataLoader) -> dict[str, DataLoader]:
   """By phase, what it reads: the run's `data`, or its own. Empty where there are no phases."""
+  if trainer.phase_plan is None:
+    return {}
   opened = {data.cfg: data}
-  for name, phase in trainer.phases.items():
-    if phase.cfg.data not in opened:
+  for objective in trainer.objectives:
+    if objective.data not in opened:
       try:
-        opened[phase.cfg.data] = open_trainer_data(phase, evaluates=False)
-      except ValueError as error:
-        raise UserError(f"phase {name}: {error}") from None
-  return {name: opened[phase.cfg.data] for name, phase in trainer.phases.items()}
+        opened[objective.data] = open_trainer_data(trainer, objective)
+      except UserError as error:
+        raise UserError(f"phase {objective.name}: {error}") from None
+  return {objective.name: opened[objective.data] for objective in trainer.objectives}
 
 
 def _evaluation(
@@ -202,7 +204,7 @@ def _open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Conso
   cfg = trainer.cfg
   if jax.process_index() > 0:
     return Writers([])
-  phases = [phase.name for phase in trainer.turns.phases] if trainer.turns else []
+  phases = [phase.name for phase in trainer.phase_plan.phases] if trainer.phase_plan else []
   writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console, phases)]
   if cfg.observe.enable_tensorboard:
     writers.append(TensorBoardWriter(folder.tensorboard, done))
@@ -233,11 +235,11 @@ def _introduce(
     f"attention by {resolve_attention(cfg.model.attention, platform)}"
     + (f", experts by {experts}" if trainer.is_moe else "")
   )
-  for line in trainer.turns.describe(cfg.run.steps) if trainer.turns else ():
-    console.print(line)
-  untrained = trainer.turns.untrained(trainer.abstract_state.params) if trainer.turns else []
-  if untrained:
-    console.print(f"no phase trains {', '.join(untrained)}")
+  if plan := trainer.phase_plan:
+    for line in plan.describe(cfg.run.steps, cfg.data):
+      console.print(line)
+    if plan.untrained_paths:
+      console.print(f"no phase trains {', '.join(plan.untrained_paths)}")
   _tell_data("data", data, console)
 
 
@@ -263,9 +265,9 @@ def _conclude(
   if folder.expert_load.exists():
     draw_expert_load(folder.expert_load, folder.expert_map)
     pictures.append(folder.expert_map.name)
-  if trainer.turns is not None:
-    spans = trainer.turns.spans(ending.step, read_rows(folder.metrics))
-    groups = {phase.name: phase.train for phase in trainer.turns.phases}
+  if plan := trainer.phase_plan:
+    spans = plan.spans(ending.step, read_rows(folder.metrics))
+    groups = {phase.name: phase.train for phase in plan.phases}
     draw_timeline(folder.metrics, folder.timeline, groups, spans)
     pictures.append(folder.timeline.name)
   files = ", ".join([folder.metrics.name, *pictures])

@@ -1,4 +1,4 @@
-"""All that a step changes."""
+"""The state that a training step updates."""
 
 from typing import Any
 
@@ -9,30 +9,36 @@ from flax import struct
 
 @struct.dataclass
 class TrainState:
-  """What a checkpoint holds of the model; a run goes on from it bit for bit."""
+  """All that a step changes; training resumes from it bit for bit."""
 
   step: jax.Array  # steps taken, skipped ones included
   params: Any
   opt_state: Any
   rng: jax.Array  # raw key; step n draws from fold_in(rng, n)
-  skipped: jax.Array  # steps skipped in all for a non-finite loss or gradient
+  skipped: jax.Array  # steps skipped because a loss or gradient was not finite
   skipped_in_a_row: jax.Array
-  clock: Any = None  # PhaseClock of a run that has phases
-  ema: Any = None  # averages of the leaves that are ever trained, at least float32; with ema_decay
+  clock: Any = None  # PhaseClock of alternating training
+  ema: Any = None  # moving averages of the parameters that are ever trained, at least float32
+  collections: Any = None  # other variables of the model, such as batch statistics
 
 
 def init_state(
-  params: Any, opt_state: Any, rng: jax.Array, clock: Any = None, averaged: Any = None
+  params: Any,
+  opt_state: Any,
+  rng: jax.Array,
+  clock: Any = None,
+  averaged: Any = None,
+  collections: Any = None,
 ) -> TrainState:
-  """State before the first step; averages are kept of the leaves `averaged`."""
+  """The state before the first step; `averaged` has the parameters that the EMA follows."""
   zero = jnp.zeros((), jnp.int32)
   start = lambda leaf: jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
   ema = jax.tree.map(start, averaged)
-  return TrainState(zero, params, opt_state, rng, zero, zero, clock, ema)
+  return TrainState(zero, params, opt_state, rng, zero, zero, clock, ema, collections)
 
 
 def averaged_params(state: TrainState) -> Any:
-  """The parameters with the averages, in their types, of those that have one; None without."""
+  """The parameters, with their moving averages where there are any; None without EMA."""
   if state.ema is None:
     return None
   take = lambda mean, leaf: leaf if mean is None else mean.astype(leaf.dtype)

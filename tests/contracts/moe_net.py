@@ -21,8 +21,9 @@ from maxlite.config import load_config
 from maxlite.data.batch import Batch
 from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.training.loss import LOSSES, DecoderLoss
 from maxlite.training.state import TrainState
-from maxlite.training.step import all_parameters, build_train_step
+from maxlite.training.step import build_gradients, build_train_step
 
 NUM_ROWS, LENGTH, VOCAB, NUM_EXPERTS, NUM_CHOSEN, NUM_MOE_LAYERS = 24, 8, 32, 8, 3, 2
 KEYS = {
@@ -177,7 +178,8 @@ def _step(variant: Variant) -> Any:
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda updates, state, params: (jax.tree.map(jnp.zeros_like, updates), updates),
   )
-  step = build_train_step(model, all_parameters(keep, jnp.zeros_like), cfg.training, cfg.model.moe)
+  loss = DecoderLoss(model, LOSSES["next_token"], cfg.training, cfg.model.moe)
+  step = build_train_step(build_gradients(loss, cfg.training.gradient_accumulation_steps), keep)
 
   def run(params: dict, batch: Batch) -> tuple:
     params = unflatten_dict(params, sep="/")

@@ -64,6 +64,6 @@ def test_a_preset_has_the_published_number_of_parameters(name):
 @pytest.mark.parametrize("family", MODELS)
 def test_the_count_is_that_of_the_initialised_parameters(family, words):
   cfg = load_config([f"decoder_block={family}", *words], needs_data=False)
-  placements = build_trainer(cfg).placements
+  placements = build_trainer(cfg).parameter_shardings
   counted = parameter_count(cfg.model)
   assert sum(math.prod(placement.shape) for placement in placements) == counted

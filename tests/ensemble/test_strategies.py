@@ -21,7 +21,7 @@ from families import (
 
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.member_program import build_programs
+from maxlite.ensemble.member_program import build_programs, variables_of
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
 TOLERANCE = 1e-6
@@ -100,7 +100,7 @@ def test_members_that_are_not_stacked_are_bitwise_equal(strategy, num_devices):
   got = together("structures", strategy, num_devices)
   for z, (losses, state) in enumerate(own_programs()):
     np.testing.assert_array_equal(got.losses_SZ[:, z], losses)
-    assert largest_error(got.end[z], state.variables) == 0
+    assert largest_error(got.end[z], variables_of(state)) == 0
 
 
 @pytest.mark.parametrize(("source", "target"), [("padded", "submesh"), ("switched", "padded")])

@@ -136,7 +136,7 @@ def compiled_step(trainer: Trainer) -> Any:
   def step(params: Any, opt_state: Any, batch: tuple) -> tuple:
     of_params = functools.partial(loss_of, trainer)
     found, gradients = jax.value_and_grad(of_params, has_aux=True)(params, batch)
-    updates, opt_state = trainer.tx.update(gradients, opt_state, params)
+    updates, opt_state = trainer.objectives[0].tx.update(gradients, opt_state, params)
     return found, gradients, optax.apply_updates(params, updates), opt_state
 
   return jit(step)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.linen import meta
 
@@ -12,7 +13,17 @@ from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer
-from maxlite.optim.partition import decay_mask, logical_names, matrix_axes, path_of, state_names
+from maxlite.optim.partition import (
+  ALL_PARAMETERS,
+  Partition,
+  decay_mask,
+  logical_names,
+  matrix_axes,
+  merge,
+  path_of,
+  paths_in,
+  state_names,
+)
 from maxlite.sharding import Sharder, build_mesh
 
 # (input axes, output axes) of every parameter; None: no hidden matrix. Axis 0 stacks layers.
@@ -133,3 +144,38 @@ def test_a_moment_lies_like_its_parameter_and_the_rest_lies_whole(opt_type):
     if owner:
       found[owner.split("/")[-1]] += 1
   assert found == NUM_MOMENTS[opt_type]
+
+
+NESTED = {
+  "a": {"kernel": np.ones((2, 3)), "bias": np.ones(3)},
+  "b": [np.ones(4)],
+  "none": None,
+}
+
+
+def test_the_parts_of_a_tree_merge_into_the_whole():
+  trained, frozen = Partition.matching(NESTED, ["a/.*l", "b/.*"]).split(NESTED)
+  assert paths_in(trained) == ["a/kernel", "b/[0]"]
+  assert paths_in(frozen) == ["a/bias"]
+  assert jax.tree.structure(merge(trained, frozen)) == jax.tree.structure(NESTED)
+  assert all(
+    x is y for x, y in zip(*map(jax.tree.leaves, (merge(frozen, trained), NESTED)), strict=True)
+  )
+
+
+def test_all_parameters_are_trained_by_default():
+  trained, frozen = ALL_PARAMETERS.split(NESTED)
+  assert paths_in(trained) == paths_in(NESTED)
+  assert paths_in(frozen) == []
+
+
+def test_a_regex_matches_whole_paths_and_the_error_names_the_nearest():
+  with pytest.raises(ValueError, match=r"^'a/kern' matches no .* nearest are a/kernel") as error:
+    Partition.matching(NESTED, ["b/.*", "a/kern"])
+  assert "\n" not in str(error.value)
+
+
+def test_an_optimizer_keeps_state_for_the_trained_leaves_only():
+  trained, _ = Partition.matching(NESTED, ["a/kernel", "b/.*"]).split(NESTED)
+  state = optax.adam(1e-3).init(trained)
+  assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim) == 2 * (6 + 4)

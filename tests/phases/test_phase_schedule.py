@@ -31,15 +31,15 @@ def runs_of(names):
 
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.lists(st.integers(1, 3), max_size=3))
-def test_fixed_lengths_are_a_pure_function_of_the_step(lengths, warmup):
+def test_fixed_lengths_are_a_pure_function_of_the_step(lengths, initial):
   lengths = {f"p{i}": n for i, n in enumerate(lengths)}
-  schedule = PhaseSchedule(lengths, dict(zip(lengths, warmup, strict=False)))
+  schedule = PhaseSchedule(lengths, dict(zip(lengths, initial, strict=False)))
   timeline = schedule.timeline(20)
   names, clock = walk(schedule, [0.0] * 20)
   assert names == [name for first, last, name in timeline for _ in range(first, last + 1)]
   assert clock.step == 20
   assert clock.taken_P.tolist() == [names.count(name) for name in lengths]
-  warm = sum(steps for _, steps in zip(lengths, warmup, strict=False))
+  warm = sum(steps for _, steps in zip(lengths, initial, strict=False))
   assert clock.round == max(20 - warm, 0) // sum(lengths.values())
 
 
@@ -72,9 +72,9 @@ def test_a_plateau_counts_steps_without_progress_and_forgets_them():
 
 def test_a_metric_that_nobody_reports():
   schedule = PhaseSchedule({"a": Plateau("gap", patience=2, max_steps=9)})
-  with pytest.raises(ValueError, match=r"waits for the metric 'gap'.* has loss$"):
+  with pytest.raises(ValueError, match=r"waits for the metric 'gap'.* reports loss$"):
     schedule.advance(schedule.start(), 0, {"loss": jnp.float32(0)})
-  with pytest.raises(ValueError, match="nobody knows the timeline"):
+  with pytest.raises(ValueError, match="timeline is not known in advance"):
     schedule.timeline(3)
 
 
@@ -92,19 +92,19 @@ def test_the_clock_advances_within_a_program():
 
 
 @pytest.mark.parametrize(
-  ("lengths", "warmup", "message"),
+  ("lengths", "initial", "message"),
   [
     ({}, {}, "there are no phases"),
     ({"a": 0}, {}, "phase a takes 0 steps"),
     ({"a": Plateau("loss", patience=0, max_steps=3)}, {}, "patience=0"),
     ({"a": Plateau("loss", patience=1, max_steps=0)}, {}, "phase a takes 0 steps"),
-    ({"a": 1}, {"b": 1}, "warmup names 'b', which is no phase; there are a"),
-    ({"a": 1}, {"a": 0}, "warmup of a takes 0 steps"),
+    ({"a": 1}, {"b": 1}, "initial_phases: no phase is called 'b'; there are a"),
+    ({"a": 1}, {"a": 0}, "initial_phases: a takes 0 steps"),
   ],
 )
-def test_mistakes_get_one_line(lengths, warmup, message):
+def test_mistakes_get_one_line(lengths, initial, message):
   with pytest.raises(ValueError, match=message) as error:
-    PhaseSchedule(lengths, warmup)
+    PhaseSchedule(lengths, initial)
   assert "\n" not in str(error.value)
 
 

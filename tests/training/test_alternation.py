@@ -19,7 +19,7 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
-from maxlite.phases.phase_optimizers import partition_params, paths_in
+from maxlite.optim.partition import Partition
 from maxlite.training.alternation import Alternation, Phase, Plateau, Threshold
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -68,7 +68,7 @@ def a_to_b_and_c(strategy="separate", match=match_loss, **keys):
       Phase("fit", ["a/.*", "b/.*"], fit_loss, adams()[0], steps=3),
       Phase("match", ["c/.*"], match, adams()[1], steps=2),
     ],
-    warmup={"fit": 2},
+    initial_phases={"fit": 2},
     strategy=strategy,
     **keys,
   )
@@ -215,7 +215,7 @@ def test_on_a_mesh_as_on_one_device(strategy):
   mesh = jax.make_mesh((8,), ("x",))
   alternation = a_to_b_and_c(strategy, ema_decay=0.5)
   state = alternation.init(sharded(make_params(), mesh))
-  for tree in (state.params, state.optimizers.own["fit"][0].mu, state.ema):
+  for tree in (state.params, state.opt_state.own["fit"][0].mu, state.ema):
     assert tree["a"]["kernel"].sharding.spec == jax.P("x")
   rows_of = jax.NamedSharding(mesh, jax.P("x"))
   stream = (jax.device_put(batch, rows_of) for batch in batches(12))
@@ -223,7 +223,7 @@ def test_on_a_mesh_as_on_one_device(strategy):
   want, _ = uninterrupted()
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   jax.tree.map(close, jax.device_get(state.params), want.params)
-  jax.tree.map(close, jax.device_get(state.optimizers), want.optimizers)
+  jax.tree.map(close, jax.device_get(state.opt_state), want.opt_state)
 
 
 def save_and_restore(folder, alternation, state, params):
@@ -254,7 +254,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
   four, eight = (jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]) for n in (4, 8))
   state, _ = take(before, before.init(sharded(make_params(), four)), batches(6))
   state = save_and_restore(tmp_path, after, state, sharded(make_params(), eight))
-  assert state.optimizers.own["fit"][0].mu["a"]["kernel"].sharding.mesh == eight
+  assert state.opt_state.own["fit"][0].mu["a"]["kernel"].sharding.mesh == eight
   state, _ = take(after, state, batches(6, first=6))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   jax.tree.map(close, jax.device_get(state), uninterrupted()[0])
@@ -284,9 +284,8 @@ partitions = st.lists(
   kinds=st.sampled_from(["kernel", "bias", ".*"]),
   accumulate=st.permutations([1, 1, 4, 4]),
   strategy=st.sampled_from(["separate", "switch"]),
-  share=st.booleans(),
 )
-def test_what_is_frozen_keeps_its_bits(tmp_path_factory, parts, kinds, accumulate, strategy, share):
+def test_what_is_frozen_keeps_its_bits(tmp_path_factory, parts, kinds, accumulate, strategy):
   """A phase for every optimizer, under decay, clipping, averaging, accumulation and a restart."""
   params = make_params()
   names = {name: {"kernel": jax.P("embed", "mlp"), "bias": jax.P("norm")} for name in params}
@@ -294,15 +293,12 @@ def test_what_is_frozen_keeps_its_bits(tmp_path_factory, parts, kinds, accumulat
   phases = []
   for opt_type, part, parts_of_batch in zip(OPTIMIZERS, parts, accumulate, strict=True):
     train = [f"{name}/{kinds}" for name in sorted(part)]
-    # Where state is shared, optimizers are of one kind.
-    tx = optimizer_of("adamw" if share else opt_type, partition_params(names, train)[0])
+    tx = optimizer_of(opt_type, Partition.matching(names, train).split(names)[0])
     phases.append(Phase(opt_type, train, loss, tx, steps=1, accumulate=parts_of_batch))
-  alternation = Alternation(
-    phases, strategy=strategy, optimizer_state="shared" if share else "own", ema_decay=0.5
-  )
+  alternation = Alternation(phases, strategy=strategy, ema_decay=0.5)
   state = alternation.init(params)
   for step, batch in enumerate(batches(len(phases) + 1)):
-    trained = set(paths_in(partition_params(params, phases[step % len(phases)].train)[0]))
+    trained = Partition.matching(params, phases[step % len(phases)].train).trained
     before = jax.device_get((state.params, state.ema))
     if step == 2:
       folder = tmp_path_factory.mktemp("checkpoints")
@@ -310,22 +306,22 @@ def test_what_is_frozen_keeps_its_bits(tmp_path_factory, parts, kinds, accumulat
     state, _ = alternation.step(state, batch)
     for old, new in zip(before, jax.device_get((state.params, state.ema)), strict=True):
       assert moved(old, new) == trained
-  slots = leaves_by_path(state.optimizers)
+  slots = leaves_by_path(state.opt_state)
   assert not [slot for slot in slots for path in alternation.untrained(params) if path in slot]
 
 
-@pytest.mark.parametrize("optimizer_state", ["own", "shared"])
-def test_two_phases_may_train_one_leaf(optimizer_state):
-  """With shared state they are one phase; with state of their own each knows half the steps."""
+def test_phases_that_train_the_same_leaf_have_separate_optimizer_states():
+  """Each counts half of the steps, so the parameters differ from those of one phase."""
   adam = lambda: optax.adam(1e-2)
   halves = [Phase(name, ["a/.*", "b/.*"], fit_loss, adam(), steps=1) for name in ("one", "two")]
   whole = [Phase("whole", ["a/.*", "b/.*"], fit_loss, adam(), steps=1)]
   states = []
   for phases in (halves, whole):
-    alternation = Alternation(phases, optimizer_state=optimizer_state)
+    alternation = Alternation(phases)
     states.append(take(alternation, alternation.init(make_params()), batches(4))[0])
-  same = np.array_equal(*(state.params["a"]["kernel"] for state in states))
-  assert same == (optimizer_state == "shared")
+  counts = [[int(own[0].count) for own in state.opt_state.own.values()] for state in states]
+  assert counts == [[2, 2], [4]]
+  assert not np.array_equal(*(state.params["a"]["kernel"] for state in states))
 
 
 def test_accumulation_changes_nothing_but_the_memory():
@@ -461,7 +457,6 @@ def test_mistakes_get_one_line(changes, message):
   ("keys", "message"),
   [
     ({"strategy": "both"}, "no strategy 'both'; choose one of auto, separate, switch"),
-    ({"optimizer_state": "none"}, "choose own or shared"),
     ({"ema_decay": 1.0}, "ema_decay=1.0"),
     ({"match": lambda params, batch: (fit_loss(params, batch), {"loss": jnp.zeros(3)})}, "'loss'"),
   ],

@@ -12,13 +12,13 @@ from tiny import uneven_batch as batch_of
 from maxlite.config.phases import DRAFT_LOSSES
 from maxlite.config.phases import LOSSES as LOSSES_OF_CONFIG
 from maxlite.data.batch import Batch
+from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.draft_acceptance import acceptance_sums, likeliest
 from maxlite.training.evaluation import held_out_row
 from maxlite.training.loss import LOSSES, Hidden, run_forward
-from maxlite.training.step import build_train_step
 from maxlite.training.trainer import build_trainer
 
 D, J = 8, 3
@@ -239,7 +239,8 @@ def test_each_phase_moves_its_own_part_and_no_bit_of_others(whole):
     assert moved.pop("draft_head") == {"kernel": True}
     assert set(jax.tree.leaves(moved)) == {trunk_moves}
   assert [int(row["phase"]) for row in rows] == [0, 1]
-  named = trainer_of(**KEYS, **WHOLE).turns.by_phase(rows[0])
+  phase = trainer_of(**KEYS, **WHOLE).phase_plan.phases[0]
+  named = losses_by_phase(phase, rows[0])
   assert named == {f"match/{loss}": rows[0][loss] for loss in ("loss", "draft_loss", "total_loss")}
 
 
@@ -315,12 +316,9 @@ def test_the_match_phase_holds_no_backward_pass_of_the_trunk():
   trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
   state, batch = trainer.abstract_state, trainer.abstract_batch
   forward = lambda state, batch: run_forward(trainer.model, state.params, batch, None, drafts=False)
-  part, cfg = trainer.turns.part(0), trainer.cfg
-  steps = (forward, build_train_step(trainer.model, part, cfg.training, cfg.model.moe))
-  trunk, match = (
-    matmul_flops(parse(jax.jit(step).lower(state, batch).compile().as_text())).total
-    for step in steps
-  )
+  lowered = (jax.jit(forward).lower(state, batch), trainer.lower_step(0))
+  trunk, match = (matmul_flops(parse(step.compile().as_text())).total for step in lowered)
+  cfg = trainer.cfg
   dim, vocab = cfg.model.base_emb_dim, cfg.model.vocab_size
   head, logits = dim * dim, dim * vocab
   # Forward, and a head's by its weights; of logits those of the trunk, and the drafts' both ways.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.training.loss import cross_entropy_sums
+from maxlite.training.cross_entropy import cross_entropy_sums
 
 B, T, D, V = 8, 12, 8, 40
 ONE = {}

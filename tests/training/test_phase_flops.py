@@ -7,7 +7,6 @@ from tiny import config_of
 from maxlite.metrics.flops import train_flops_per_step
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
-from maxlite.training.step import build_train_step
 from maxlite.training.trainer import build_trainer
 
 LENGTH = 16
@@ -65,9 +64,7 @@ def test_a_phase_of_all_parameters_equals_a_step_and_others_cost_less(trainer):
 )
 def test_flops_equal_those_of_the_compiled_step(trainer, name):
   """The reference attention computes the full square, of which the estimate counts half."""
-  part, cfg = trainer.turns.part(list(PHASES).index(name)), trainer.cfg
-  step = jax.jit(build_train_step(trainer.model, part, cfg.training, cfg.model.moe))
-  program = step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
+  program = trainer.lower_step(list(PHASES).index(name)).compile()
   has_backward = name not in ("head", "unembed")
   square = of_all(trainer).attention / (1 if has_backward else 3)
   compiled = matmul_flops(parse(program.as_text())).total

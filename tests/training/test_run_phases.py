@@ -151,8 +151,8 @@ def test_a_regex_that_matches_nothing_is_told_with_what_is_near():
 
 
 def test_the_start_of_a_run_tells_whose_turn_it_is():
-  lines = trainer_of(**MESH, **KEYS).turns.describe(8)
-  assert lines[-1] == "turns: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
+  lines = trainer_of(**MESH, **KEYS).phase_plan.describe(8, config_of(**KEYS).data)
+  assert lines[-1] == "schedule: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
 
 
 def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
@@ -182,7 +182,7 @@ def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
   whole = tmp_path / "whole"
   code, output = start(whole, **keys)
   assert code == 0
-  assert "turns: experts 1-2, router 3-3, experts 4-5" in output
+  assert "schedule: experts 1-2, router 3-3, experts 4-5" in output
   folder = tmp_path / "cut"
   assert start(folder, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM
   code, again = start(folder, **keys)

@@ -14,8 +14,9 @@ from maxlite.models import Decoder
 from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory_estimate import bytes_per_device
 from maxlite.planning.plan_run import compile_step
+from maxlite.training.loss import LOSSES, DecoderLoss
 from maxlite.training.state import init_state
-from maxlite.training.step import all_parameters, build_train_step
+from maxlite.training.step import build_gradients, build_train_step
 
 MESH = mesh_keys("fsdp=4 tensor=2")
 BALANCED = {"z_loss_multiplier": 1e-3, "load_balance_loss_weight": 0.5}
@@ -87,9 +88,8 @@ def test_the_step_follows_the_gradient_of_the_total_loss():
     model_cfg = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
     model = Decoder(model_cfg, trainer_of(**MESH, **BALANCED).sharder)
     tx = optax.sgd(1.0)  # parameters less their gradient
-    step = jax.jit(
-      build_train_step(model, all_parameters(tx, lambda _: 1.0), cfg.training, model_cfg.moe)
-    )
+    loss = DecoderLoss(model, LOSSES["next_token"], cfg.training, model_cfg.moe)
+    step = jax.jit(build_train_step(build_gradients(loss), tx))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), first_state().params)
     batch = uneven_batch(0)
     batch = batch.replace(weight_BT=batch.weight_BT.astype(np.float64))
@@ -148,7 +148,7 @@ def test_the_learning_rate_counts_updates_and_not_steps():
   trainer, before = start(**BALANCED)
   batch = uneven_batch(0)
   _, rows = take_steps(trainer, before, [batch, spoiled(batch), batch, batch])
-  expected = [float(trainer.schedule(jnp.float32(update))) for update in (0, 1, 1, 2)]
+  expected = [float(trainer.objectives[0].schedule(jnp.float32(update))) for update in (0, 1, 1, 2)]
   np.testing.assert_allclose([row["learning_rate"] for row in rows], expected, rtol=1e-6)
   assert len(set(expected)) == 3
 

@@ -77,7 +77,7 @@ def compile_phases(params: Any, batch: Any, phases: list[Phase]) -> dict[str, An
   alternation = Alternation(phases, strategy="separate")
   state = alternation.abstract_state(params)
   alternation.compile(state, batch)
-  slots = state.optimizers.own
+  slots = state.opt_state.own
   return {name: (step, num_bytes(slots[name])) for name, step in alternation.programs.items()}
 
 

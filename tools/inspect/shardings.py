@@ -26,7 +26,7 @@ def main() -> int:
   for column in ("parameter", "logical axes", "spec", "shape"):
     table.add_column(column)
   table.add_column("bytes per device", justify="right")
-  for placement in trainer.placements:
+  for placement in trainer.parameter_shardings:
     table.add_row(
       placement.path,
       " ".join(placement.names),
@@ -34,8 +34,8 @@ def main() -> int:
       " ".join(map(str, placement.shape)),
       f"{placement.bytes_per_device:,}",
     )
-  total = sum(placement.num_bytes for placement in trainer.placements)
-  local = sum(placement.bytes_per_device for placement in trainer.placements)
+  total = sum(placement.num_bytes for placement in trainer.parameter_shardings)
+  local = sum(placement.bytes_per_device for placement in trainer.parameter_shardings)
   table.add_row("all", "", "", f"{total:,} bytes in total", f"{local:,}", style="bold")
   # Wide enough that nothing is truncated, whatever the terminal.
   Console(width=200, highlight=False, markup=False).print(table)

@@ -108,3 +108,6 @@ RENAMED_KEYS: dict[str, str] = {
   "phase_warmup": "initial_phases",
   "remat_save": "remat_saved_names",
 }
+# Removed key -> the value whose behaviour remains. A saved config.yml may have it with that value;
+# elsewhere it is an error.
+REMOVED_KEYS: dict[str, str] = {"phase_optimizer_state": "own"}

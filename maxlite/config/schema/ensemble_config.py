@@ -14,7 +14,7 @@ class EnsembleConfig:
   members: tuple[FrozenMapping, ...] = field(
     (),
     "Members, each {key: value} with an optional `name`. Allowed keys: those of model (except "
-    "vocab_size), optimizer and training; phases, initial_phases, phase_optimizer_state, "
+    "vocab_size), optimizer and training; phases, initial_phases, "
     "init_weights_seed, data_shuffle_seed, data_sampling; and model_name, which applies the "
     "allowed keys of that preset.",
   )

@@ -84,8 +84,3 @@ class PhasesConfig:
     "`separate`: one program per phase; `switch`: one program for all; `auto`: by their number.",
     choices=("auto", "separate", "switch"),
   )
-  phase_optimizer_state: str = model_field(
-    "own",
-    "Phases that train the same parameter keep their `own` optimizer state for it, or `shared`.",
-    choices=("own", "shared"),
-  )

@@ -22,7 +22,7 @@ from maxlite.ensemble.engines.batched_jaxpr import (
 from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
 from maxlite.ensemble.member_program import MemberProgram
-from maxlite.phases.phase_programs import compile_at_once
+from maxlite.phases.phase_programs import compile_in_parallel
 
 
 class VmapEngine(Engine):
@@ -90,7 +90,7 @@ class VmapEngine(Engine):
       jax.jit(functools.partial(self._init_group, group), out_shardings=sharding).lower()
       for group, sharding in zip(self.groups, self._shardings, strict=True)
     ]
-    return [compiled() for compiled in compile_at_once(lowered)]
+    return [compiled() for compiled in compile_in_parallel(lowered)]
 
   def _init_group(self, group: list[int]) -> Any:
     """The state of one group; members whose init functions differ in literals only share one."""

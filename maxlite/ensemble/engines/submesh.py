@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from maxlite.ensemble.engines.engine_base import Engine, EngineRequest, step_costs
 from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
-from maxlite.phases.phase_programs import compile_at_once
+from maxlite.phases.phase_programs import compile_in_parallel
 
 
 class SubmeshEngine(Engine):
@@ -55,7 +55,7 @@ class SubmeshEngine(Engine):
     """Every member's compiled method; members with the same function and devices share it."""
     keys = [(id(getattr(p, method)), self._batch_shardings[z]) for z, p in enumerate(self.programs)]
     firsts = {key: z for z, key in reversed(list(enumerate(keys)))}
-    compiled = compile_at_once([lower(z) for z in firsts.values()])
+    compiled = compile_in_parallel([lower(z) for z in firsts.values()])
     by_key = dict(zip(firsts, compiled, strict=True))
     return [by_key[key] for key in keys]
 
