@@ -81,23 +81,18 @@ def build_train_step(
   def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     trained, frozen = partition.split(state.params)
-    gradients, loss, metrics, collections = gradients_of(
-      trained, frozen, state.collections, batch, key
-    )
+    inputs = (trained, frozen, state.collections, batch, key)
+    gradients, loss, metrics, collections = gradients_of(*inputs)
     if learning_rate is not None:
       metrics["learning_rate"] = learning_rate(state)
-    finite, counters = _check_finite(skip, state, loss, gradients, metrics)
+    finite, state = _check_finite(skip, state, loss, gradients, metrics)
     trained, opt_state = _update(tx, gradients, state.opt_state, trained, finite, skip)
     if post_update is not None:
       trained, _ = partition.split(post_update(merge(trained, frozen), metrics, finite))
-    return state.replace(
-      step=state.step + 1,
-      params=merge(trained, frozen),
-      opt_state=opt_state,
-      ema=_update_ema(state.ema, trained, partition, finite, ema_decay),
-      collections=_select(skip, finite, collections, state.collections),
-      **counters,
-    ), metrics
+    ema = _update_ema(state.ema, trained, partition, finite, ema_decay)
+    new = {"params": merge(trained, frozen), "opt_state": opt_state, "ema": ema}
+    collections = _select(skip, finite, collections, state.collections)
+    return state.replace(step=state.step + 1, collections=collections, **new), metrics
 
   return train_step
 
@@ -176,10 +171,10 @@ def _accumulated_gradients(
 
 def _check_finite(
   skip: SkipRule | None, state: TrainState, loss: jax.Array, gradients: Any, metrics: dict
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """(whether to apply the update, new counters of skipped steps); adds both to the metrics."""
+) -> tuple[jax.Array, TrainState]:
+  """(whether to apply the update, state with skipped steps counted); adds to the metrics."""
   if skip is None:
-    return jnp.array(True), {}
+    return jnp.array(True), state
   finite = jnp.isfinite(loss)
   if skip.grad_norm:
     metrics["grad_norm"] = global_norm(gradients)
@@ -190,7 +185,7 @@ def _check_finite(
   in_a_row = (state.skipped_in_a_row + skipped) * skipped
   counters = {"skipped": state.skipped + skipped, "skipped_in_a_row": in_a_row}
   metrics |= counters
-  return finite, counters
+  return finite, state.replace(**counters)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -133,6 +133,19 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
   assert row["loss"] == expected_row["loss"]
 
 
+def test_a_skipped_step_leaves_the_moving_average_as_it_is():
+  trainer = trainer_of(**MESH, **BALANCED, ema_decay=0.5)
+  before = jax.device_get(trainer.init_state())
+  bad, good = spoiled(uneven_batch(0)), uneven_batch(1)
+  moved, _ = take_steps(trainer, before, [good])
+  assert any(
+    (a != b).any() for a, b in zip(*map(jax.tree.leaves, (moved.ema, moved.params)), strict=True)
+  )
+  after, _ = take_steps(trainer, moved, [bad])
+  assert after.skipped == 1
+  assert_same_bits(after.ema, moved.ema)
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step_of_a_finite_loss():
   trainer, before = start(**UNBALANCED)
   scale = np.full_like(before.params["final_norm"]["scale"], 1e15)
