@@ -7,8 +7,8 @@ import jax
 
 from maxlite.config.errors import UserError
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
+from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.config.values import show
 from maxlite.metrics.plots.timeline import PhaseSpan, spans_of_rows
 from maxlite.optim.partition import Partition, paths_in
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
