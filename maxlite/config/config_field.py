@@ -10,7 +10,6 @@ class ConfigField:
   """Metadata of one config field, beyond its name, type and default."""
 
   doc: str
-  unit: str = ""
   choices: Collection[Any] = ()  # of the value, or of each element where the type is a tuple
   low: float | None = None  # smallest allowed value
   high: float | None = None  # largest allowed value

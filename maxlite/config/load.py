@@ -10,8 +10,8 @@ from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.phases import validate_phase_data, warmup_of
+from maxlite.config.rules import validate
 from maxlite.config.schema import DEFAULTS, Config, build
-from maxlite.config.validate import validate
 from maxlite.config.values import Setting, parse
 
 

@@ -9,7 +9,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.files import read_preset
 from maxlite.config.phases import SOURCE_KEYS, phases_of, warmup_of
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.rules import is_folder_name
+from maxlite.config.rules import SHARED, is_folder_name, validate
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -21,7 +21,6 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.sweep import Point, sweep_points
-from maxlite.config.validate import SHARED, validate
 from maxlite.config.values import Setting, parse
 
 # Keys that a member may set; all others are shared.

@@ -5,9 +5,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import DRAFT_LOSSES, LOSSES
+from maxlite.config.rules import validate
 from maxlite.config.schema import (
   DEFAULTS,
   KEYS,
@@ -17,8 +19,7 @@ from maxlite.config.schema import (
   TrainingConfig,
   flatten,
 )
-from maxlite.config.validate import validate
-from maxlite.config.values import Setting, did_you_mean, parse
+from maxlite.config.values import Setting, did_you_mean, parse, parse_as
 
 _PHASE_KEYS = ("name", "train", "loss", "steps", "until")
 _UNTIL_KEYS = {"metric", "max_steps", "patience", "min_delta", "below", "above"}
@@ -78,7 +79,7 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
 def warmup_of(cfg: Config) -> dict[str, int]:
   """{phase: steps} of the phases that run before the alternation."""
   raws = cfg.phasing.initial_phases
-  return {name: _count(Setting(name, raw, "initial_phases")) for name, raw in raws.items()}
+  return {name: _steps(Setting(name, raw, "initial_phases")) for name, raw in raws.items()}
 
 
 def without_data(phases: tuple[FrozenMapping, ...]) -> tuple[FrozenMapping, ...]:
@@ -129,10 +130,10 @@ def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   own = {key: parse(setting) for key, setting in settings.items() if key in _SCHEMA_KEYS}
   keys_of = lambda section: {key: own[key] for key in flatten(section) if key in own}
   return PhaseConfig(
-    name=_text(settings["name"]),
+    name=parse_as(settings["name"], str),
     train=_regexes(settings["train"]),
     loss=_loss(settings.get("loss"), cfg.model.num_draft_heads),
-    steps=_count(settings["steps"]) if "steps" in settings else None,
+    steps=_steps(settings["steps"]) if "steps" in settings else None,
     until=_until(settings["until"]) if "until" in settings else None,
     optimizer=dataclasses.replace(cfg.optimizer, **keys_of(cfg.optimizer)),
     training=dataclasses.replace(cfg.training, **keys_of(cfg.training)),
@@ -172,23 +173,17 @@ def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:
   return dataclasses.replace(data, eval_dataset_path=(), eval_fraction=fraction)
 
 
-def _text(setting: Setting) -> str:
-  if not isinstance(setting.raw, str):
-    example = _EXAMPLES.get(setting.name, "text")
-    raise setting.error(f"is not text; write {setting.name}: {example}")
-  return setting.raw
-
-
 def _regexes(setting: Setting) -> tuple[str, ...]:
-  regexes = (setting.raw,) if isinstance(setting.raw, str) else setting.raw
-  if not isinstance(regexes, tuple) or not regexes or not all(isinstance(r, str) for r in regexes):
+  raw = setting.raw
+  regexes = (raw,) if isinstance(raw, str) else tuple(parse_as(setting, tuple[str, ...]))
+  if not regexes:
     raise setting.error(f"is not a list of regexes; write train: {_EXAMPLES['train']}")
   for regex in regexes:
     try:
-      re.compile(str(regex))
+      re.compile(regex)
     except re.error as error:
       raise setting.error(f"contains {regex!r}, which is not a regex: {error}") from None
-  return tuple(map(str, regexes))
+  return regexes
 
 
 def _loss(setting: Setting | None, num_draft_heads: int) -> str:
@@ -202,19 +197,6 @@ def _loss(setting: Setting | None, num_draft_heads: int) -> str:
   return str(setting.raw)
 
 
-def _count(setting: Setting) -> int:
-  if not isinstance(setting.raw, str) or not setting.raw.isdecimal() or int(setting.raw) < 1:
-    raise setting.error(f"is not a number of steps from 1; write {setting.name}: 20")
-  return int(setting.raw)
-
-
-def _number(setting: Setting) -> float:
-  try:
-    return float(_text(setting))
-  except ValueError:
-    raise setting.error(f"is not a number; write {setting.name}: 0.5") from None
-
-
 def _until(setting: Setting) -> UntilConfig:
   raw = setting.raw
   form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
@@ -222,6 +204,13 @@ def _until(setting: Setting) -> UntilConfig:
     raise setting.error(f"is not a condition; {form}")
   if not {"metric", "max_steps"} <= set(raw) or len({"patience", "below", "above"} & set(raw)) != 1:
     raise setting.error(f"is not a complete condition; {form}")
-  convert: dict[str, Any] = {"metric": _text, "max_steps": _count, "patience": _count}
-  settings = [Setting(key, value, setting.source) for key, value in raw.items()]
-  return UntilConfig(**{s.name: convert.get(s.name, _number)(s) for s in settings})
+  values: dict[str, Any] = {}
+  for key, value in raw.items():
+    one = Setting(key, value, setting.source)
+    is_steps = key in ("max_steps", "patience")
+    values[key] = _steps(one) if is_steps else parse_as(one, str if key == "metric" else float)
+  return UntilConfig(**values)
+
+
+def _steps(setting: Setting) -> int:
+  return parse_as(setting, int, ConfigField("", low=1))

@@ -6,16 +6,19 @@ violates it, the keys that it is about, and the rule with what to write instead.
 
 import glob
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
 from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
 from maxlite.config.values import did_you_mean
 
 Rules = Iterator[tuple[Any, str, str]]
+# Sources that are not at fault: defaults are consistent, and so are the keys that members share.
+DEFAULT, SHARED = "default", "shared"
 _GROUP_ROUTERS = ("group_limited_greedy", "sigmoid_group_topk")
 _LINEAR = ("linear", "linear_plus_one")
 
@@ -380,3 +383,30 @@ RULES: tuple[Callable[[Config], Rules], ...] = (
   *(_degrees, _axis_rules, _divisibility, _local_checkpoints),
 )
 DATA_RULES = (_datasets, _evaluation)  # of commands that read data
+
+
+def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> None:
+  """Raise an error for the first rule that is violated.
+
+  Args:
+    source: where each key that is not at its default was set.
+    needs_data: whether data files must exist.
+
+  Raises:
+    UserError: one line with the keys, their values and sources, the rule and the fix.
+  """
+  for rules in RULES + DATA_RULES if needs_data else RULES:
+    for violated, keys, text in rules(config):
+      if violated:
+        raise UserError(f"{_describe(keys.split(), flatten(config), source)}: {text}")
+
+
+def _describe(keys: list[str], values: Mapping[str, object], source: Mapping[str, str]) -> str:
+  """`SOURCE: key=value with key=value (its source, if it is another)`."""
+  sources = [source.get(key, DEFAULT) for key in keys]
+  first = next((s for s in sources if s not in (DEFAULT, SHARED)), sources[0])
+  shown = [
+    f"{key}={show(values[key])}" + (f" ({s})" if s != first else "")
+    for key, s in zip(keys, sources, strict=True)
+  ]
+  return f"{first}: {' with '.join(shown)}"

@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, Raw
-from maxlite.config.values import Setting, find_key, parse
+from maxlite.config.values import Setting, find_key, parse, parse_as
 
 Point = tuple[Setting, ...]  # what one member of the sweep sets
 _FORMS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})
@@ -42,16 +43,9 @@ def sweep_points(sweep: FrozenMapping) -> list[Point]:
   if kind == "grid":
     return list(itertools.product(*map(_values, keys)))
   num_members = Setting("num_members", sweep["num_members"], source)
-  seed = _count(Setting("seed", sweep.get("seed", "0"), source), low=0)
+  seed = parse_as(Setting("seed", sweep.get("seed", "0"), source), int, ConfigField("", low=0))
   draws = zip(*(_draws(key, seed) for key in keys), strict=True)
   return _distinct(draws, num_members)
-
-
-def _count(setting: Setting, low: int) -> int:
-  number = int(setting.raw) if isinstance(setting.raw, str) and setting.raw.isdecimal() else -1
-  if number < low:
-    raise setting.error(f"is not a whole number from {low}; write {setting.name}: 16")
-  return number
 
 
 def _values(setting: Setting) -> list[Setting]:
@@ -63,7 +57,7 @@ def _values(setting: Setting) -> list[Setting]:
 
 def _distinct(draws: Iterator[Point], num_members: Setting) -> list[Point]:
   """The first `num_members` distinct points."""
-  count = _count(num_members, low=1)
+  count = parse_as(num_members, int, ConfigField("", low=1))
   points: dict[Point, None] = {}
   for point in itertools.islice(draws, _MAX_DRAWS * count):
     points[point] = None

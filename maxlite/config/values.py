@@ -12,12 +12,14 @@ from typing import Any, get_args
 
 import yaml
 
+from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, Raw, YamlValueError, from_yaml, show
 from maxlite.config.schema import KEYS, REMOVED_KEYS, RENAMED_KEYS, AxisRules, Key
 
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
+_ANY_VALUE = ConfigField("")  # no choices and no range
 # Of each type: what error messages call it, and an example.
 _TYPE_DOCS: dict[Any, tuple[str, str]] = {
   int: ("a whole number", "4"),
@@ -45,7 +47,7 @@ class Setting:
 
 
 def parse(setting: Setting) -> Any:
-  """Convert a raw value to the key's type and check its choices and range.
+  """Convert a raw value to the type of its key and check its choices and range.
 
   Raises:
     UserError: the key does not exist, or the value has the wrong type or is not allowed.
@@ -54,15 +56,20 @@ def parse(setting: Setting) -> Any:
   if isinstance(setting.raw, FrozenMapping) and (known is None or known.type is not FrozenMapping):
     raise setting.error("is a mapping; keys are flat, write one `key: value` per line")
   key = find_key(setting)
+  return parse_as(setting, key.type, key.field)
+
+
+def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> Any:
+  """`parse` of a value that need not belong to a key: `kind` is a type of the schema."""
   try:
-    value = _convert(key.type, setting.raw)
+    value = _convert(kind, setting.raw)
   except YamlValueError as error:
     raise setting.error(str(error)) from None
   except ValueError:
-    noun, example = _TYPE_DOCS[key.type]
-    raise setting.error(f"is not {noun}; write for example {key.name}={example}") from None
+    noun, example = _TYPE_DOCS[kind]
+    raise setting.error(f"is not {noun}; write for example {setting.name}={example}") from None
   for element in value if isinstance(value, tuple) else (value,):
-    if violation := _violation(key, element):
+    if violation := _violation(setting.name, kind, field, element):
       raise setting.error(violation)
   return value
 
@@ -88,14 +95,14 @@ def find_key(setting: Setting) -> Key:
 
 
 def domain(key: Key) -> str:
-  """Describe the allowed values of a key: type or choices, range and unit."""
+  """Describe the allowed values of a key: type or choices, and range."""
   field, (noun, _) = key.field, _TYPE_DOCS[key.type]
   if field.choices:
     head = "any of" if key.type == tuple[str, ...] else "one of"
     noun = f"{head} {', '.join(map(show, field.choices))}"
   low = "" if field.low is None else f" from {show(field.low)}"
   high = "" if field.high is None else f" up to {show(field.high)}"
-  return noun + low + high + (f" [{field.unit}]" if field.unit else "")
+  return noun + low + high
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
@@ -104,9 +111,8 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
   return f"did you mean {near[0]}?" if near else ""
 
 
-def _violation(key: Key, value: Any) -> str:
+def _violation(name: str, kind: Any, field: ConfigField, value: Any) -> str:
   """Why a value (or an element of it) of the right type is not allowed; empty if it is."""
-  field, name = key.field, key.name
   if field.choices and value not in field.choices:
     known = ", ".join(map(show, field.choices))
     return f"is not one of {known}; {did_you_mean(value, field.choices) or 'choose one of them'}"
@@ -114,7 +120,7 @@ def _violation(key: Key, value: Any) -> str:
     return f"is below {show(field.low)}; write {name}={show(field.low)} or more"
   if field.high is not None and value > field.high:
     return f"is above {show(field.high)}; write {name}={show(field.high)} or less"
-  if key.type is int and value > _MAX_INT:
+  if kind is int and value > _MAX_INT:
     return f"is above {_MAX_INT}; write {name}={_MAX_INT} or less"
   return ""
 

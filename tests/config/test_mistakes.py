@@ -217,8 +217,8 @@ MISTAKES = {
   ("sweep={grid: {head_dim: 8}}",): ("sweep.grid: head_dim=8", "[value, value]"),
   ("sweep={grid: {head_dim: [x]}}",): ("sweep.grid: head_dim=x", "a whole number"),
   ("sweep={grid: {head_dim: [8, 8]}}",): ("member m01", "m00 of sweep.grid"),
-  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 0}",): ("num_members=0", "from 1"),
-  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 1, seed: -1}",): ("seed=-1", "from 0"),
+  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 0}",): ("num_members=0", "below 1"),
+  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 1, seed: -1}",): ("seed=-1", "below 0"),
   ("sweep={draw: {head_dim: {choice: [8, 16]}}, num_members: 3}",): (
     "num_members=3",
     "num_members: 2",

@@ -41,14 +41,13 @@ class DataConfig:
   token_cache_directory: str = field(
     "", "Folder of tokenized data; empty: base_output_directory/.tokens."
   )
-  max_target_length: int = field(256, "Sequence length.", unit="tokens", low=1)
+  max_target_length: int = field(256, "Sequence length in tokens.", low=1)
   per_device_batch_size: float = field(
-    8.0, "Rows per device and step; the product with all devices must be whole.", unit="rows", low=0
+    8.0, "Rows per device and step; the product with all devices must be whole.", low=0
   )
   global_batch_size: int = field(
     0,
     "Rows per step on any number of devices; 0: per_device_batch_size x devices.",
-    unit="rows",
     low=0,
   )
   enable_data_shuffling: bool = field(True, "Shuffle documents, and rows in every epoch.")
@@ -60,4 +59,4 @@ class DataConfig:
     choices=("shuffle", "bootstrap"),
   )
   grain_worker_count: int = field(0, "Grain worker processes; 0: threads of this process.", low=0)
-  grain_prefetch: int = field(16, "Batches prefetched.", unit="batches", low=1)
+  grain_prefetch: int = field(16, "Batches prefetched.", low=1)

@@ -41,7 +41,7 @@ class EnsembleConfig:
     "local", "Starts the workers of ensemble_strategy=processes.", choices=("local", "ray")
   )
   ensemble_memory_gb: float = field(
-    0.0, "Memory budget per device for all members' state; 0: all of it.", unit="GB", low=0
+    0.0, "Memory per device for all members' state, in GB; 0: all of it.", low=0
   )
   ensemble_num_workers: int = field(
     0, "Workers of ensemble_strategy=processes; 0: one per member, up to the CPU cores.", low=0
@@ -52,4 +52,4 @@ class EnsembleConfig:
     "many members continues, and the next rung has this many times the steps. 0: no halving.",
     low=0,
   )
-  asha_min_steps: int = field(100, "Steps before the first rung of ASHA.", unit="steps", low=1)
+  asha_min_steps: int = field(100, "Steps before the first rung of ASHA.", low=1)

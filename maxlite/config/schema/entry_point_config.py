@@ -13,7 +13,7 @@ class GenerateConfig:
   prompt_file: str = field(
     "", 'Prompts as JSON lines {"prompt": "..."}, instead of `prompt`; prints JSON lines.'
   )
-  max_new_tokens: int = field(200, "Maximum number of generated tokens.", unit="tokens", low=1)
+  max_new_tokens: int = field(200, "Maximum number of generated tokens.", low=1)
   temperature: float = field(0.8, "Softmax temperature; 0: greedy.", low=0)
   top_k: int = field(0, "Sample from the k most likely tokens; 0: from all.", low=0)
   top_p: float = field(
@@ -29,12 +29,11 @@ class GenerateConfig:
   decode_sampling_seed: int = field(
     0, "Seed of the sampling; the n-th prompt of prompt_file adds n.", low=0, high=2**32 - 1
   )
-  decode_batch_size: int = field(8, "Maximum sequences decoded at once.", unit="rows", low=1)
+  decode_batch_size: int = field(8, "Maximum number of sequences decoded at once.", low=1)
   num_speculative_tokens: int = field(
     -1,
     "Tokens that draft heads propose per step (speculative decoding), up to num_draft_heads; 0: "
     "none; -1: one per head.",
-    unit="tokens",
     low=-1,
   )
 

@@ -40,7 +40,7 @@ class RopeConfig:
   )
   rope_factor: float = model_field(40.0, "Factor of context extension.", low=1)
   original_max_position_embeddings: int = model_field(
-    4096, "Context length before extension.", unit="tokens", low=1
+    4096, "Context length before extension, in tokens.", low=1
   )
   beta_fast: float = model_field(
     32.0, "yarn keeps frequencies with at least this many rotations in that context.", low=1
@@ -116,7 +116,6 @@ class ModelConfig:
     0,
     "Keys that a query attends, including its own: in every layer, or in the local layers of "
     "gemma2, gemma3 and gpt_oss; 0: all.",
-    unit="positions",
     low=0,
   )
   attn_logits_soft_cap: float = model_field(0.0, "Soft cap of attention scores; 0: none.", low=0)
@@ -124,9 +123,7 @@ class ModelConfig:
   query_pre_attn_scalar: float = model_field(
     0.0, "Attention scores are divided by its square root; 0: head_dim.", low=0
   )
-  attention_block_q: int = field(
-    64, "Query block size of the chunked backend.", unit="positions", low=1
-  )
+  attention_block_q: int = field(64, "Queries per block of the chunked backend.", low=1)
   remat_policy: str = field(
     "none",
     "What the backward pass recomputes: `full` everything, `minimal` all except matmul outputs, "

@@ -22,13 +22,12 @@ class RunConfig:
   run_name: str = field("base", "Name of the run; its folder is base_output_directory/run_name.")
   base_output_directory: str = field("runs", "Folder of all runs.")
   model_name: str = field("", "Preset from configs/models/NAME.yml, applied after the YAML files.")
-  steps: int = field(300, "Optimizer steps of the run.", unit="steps", low=1)
+  steps: int = field(300, "Optimizer steps of the run.", low=1)
   init_weights_seed: int = field(0, "Seed of the initial weights and of random draws.", low=0)
   step_timeout_seconds: int = field(
     0,
     "Time limit of a step (the first includes compilation), an evaluation or a save. When it is "
     "exceeded, the process prints the stacks of all threads and exits. 0: none.",
-    unit="seconds",
     low=0,
   )
   jax_cache_dir: str = field(
@@ -47,10 +46,10 @@ class HostsConfig:
   )
   process_id: int = field(-1, "Index of this process, from 0; -1: auto-detect.", low=-1)
   jax_distributed_initialization_timeout: int = field(
-    300, "Time limit for all processes to connect.", unit="seconds", low=1
+    300, "Seconds to wait for all processes to connect.", low=1
   )
   jax_distributed_heartbeat_timeout_seconds: int = field(
-    100, "Silence after which a process counts as lost and all others exit.", unit="seconds", low=1
+    100, "Seconds of silence after which a process counts as lost and all others exit.", low=1
   )
 
 
@@ -84,11 +83,11 @@ class CheckpointConfig:
   """Checkpoints: what is saved, when and where."""
 
   enable_checkpointing: bool = field(True, "Save checkpoints, and resume from the latest.")
-  checkpoint_period: int = field(100, "Steps between checkpoints.", unit="steps", low=1)
+  checkpoint_period: int = field(100, "Steps between checkpoints.", low=1)
   async_checkpointing: bool = field(True, "Save while training continues.")
   max_num_checkpoints_to_keep: int = field(3, "Latest checkpoints that are kept.", low=1)
   checkpoint_keep_period: int = field(
-    0, "Also keep checkpoints at multiples of this; 0: none.", unit="steps", low=0
+    0, "Also keep checkpoints at multiples of this many steps; 0: none.", low=0
   )
   local_checkpoint_directory: str = field(
     "",
@@ -96,7 +95,7 @@ class CheckpointConfig:
     "empty: none.",
   )
   local_checkpoint_period: int = field(
-    10, "Steps between checkpoints in local_checkpoint_directory.", unit="steps", low=1
+    10, "Steps between checkpoints in local_checkpoint_directory.", low=1
   )
   local_checkpoint_replication: bool = field(
     False,
@@ -109,20 +108,18 @@ class CheckpointConfig:
 class ObserveConfig:
   """Metrics, evaluation and profiling."""
 
-  log_period: int = field(10, "Steps between log lines and metrics.", unit="steps", low=1)
+  log_period: int = field(10, "Steps between log lines and metrics.", low=1)
   enable_tensorboard: bool = field(True, "Also write TensorBoard event files.")
-  eval_period: int = field(
-    100, "Steps between evaluations; 0: only at the end.", unit="steps", low=0
-  )
-  eval_steps: int = field(16, "Batches per evaluation; -1: all held out.", unit="batches", low=-1)
+  eval_period: int = field(100, "Steps between evaluations; 0: only at the end.", low=0)
+  eval_steps: int = field(16, "Batches per evaluation; -1: all held out.", low=-1)
   eval_documents: bool = field(
     False,
     "maxlite.evaluate also writes the loss of every held-out document to eval_documents.jsonl in "
     "the run folder.",
   )
   replica_check_period: int = field(
-    0, "Steps between bitwise comparisons of replicated state; 0: none.", unit="steps", low=0
+    0, "Steps between bitwise comparisons of replicated state; 0: none.", low=0
   )
   profiler: str = field("", "Write a trace of some steps.", choices=("", "xplane"))
-  skip_first_n_steps_for_profiler: int = field(5, "Steps before the trace.", unit="steps", low=0)
-  profiler_steps: int = field(3, "Steps in the trace.", unit="steps", low=1)
+  skip_first_n_steps_for_profiler: int = field(5, "Steps before the trace.", low=0)
+  profiler_steps: int = field(3, "Steps in the trace.", low=1)

@@ -14,9 +14,7 @@ class OptimizerConfig:
   opt_type: str = model_field("adamw", "Optimizer.", choices=OPTIMIZERS)
   learning_rate: float = field(2e-3, "Peak learning rate.", low=0)
   lr_schedule_type: str = field("cosine", "Schedule after the warm-up.", choices=SCHEDULES)
-  learning_rate_schedule_steps: int = field(
-    -1, "Length of the schedule; -1: `steps`.", unit="steps", low=-1
-  )
+  learning_rate_schedule_steps: int = field(-1, "Length of the schedule; -1: `steps`.", low=-1)
   warmup_steps_fraction: float = field(0.1, "Warm-up, as a part of the schedule.", low=0, high=1)
   learning_rate_final_fraction: float = field(
     0.1, "Final learning rate, as a fraction of the peak.", low=0, high=1
@@ -46,7 +44,7 @@ class TrainingConfig:
     low=1,
   )
   logits_chunk_tokens: int = field(
-    2048, "Tokens per device whose logits are in memory at once.", unit="tokens", low=1
+    2048, "Tokens per device whose logits are in memory at once.", low=1
   )
   z_loss_multiplier: float = field(0.0, "Weight of the logits' z-loss.", low=0)
   ema_decay: float = model_field(
