@@ -1,6 +1,11 @@
-"""A worker process: a command that resumes its work when it is restarted."""
+"""A worker process: a command that resumes its work when it is restarted.
+
+The file is also the worker's launcher: `worker_process.py PARENT CORES COMMAND...`, run by its path
+without loading the package.
+"""
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
@@ -10,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-_LAUNCHER = str(Path(__file__).with_name("worker_exec.py"))
+_PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +81,7 @@ def start(
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
   if worker.memory_fraction is not None:
     environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{worker.memory_fraction:.3f}"
-  launcher = [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid() if follow else 0)]
+  launcher = [sys.executable, "-I", "-S", __file__, str(os.getpid() if follow else 0)]
   worker.log.parent.mkdir(parents=True, exist_ok=True)
   with worker.log.open("ab") as log:
     return subprocess.Popen(
@@ -120,3 +125,24 @@ def _last_line(log: Path) -> str:
     file.seek(max(log.stat().st_size - 4096, 0))
     lines = file.read().decode(errors="replace").split("\n")
   return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def exec_worker(parent: int, cores: str, command: list[str]) -> None:
+  """Replaces this process by a command that gets SIGTERM when `parent` dies (0: no parent).
+
+  `cores`, separated by commas, are those to which it is bound (empty: all). Both must be set before
+  the command starts a thread, and a parent with threads cannot run code between fork and exec. Only
+  Linux offers both; on other systems a worker outlives its parent.
+  """
+  if sys.platform == "linux":
+    if cores:
+      os.sched_setaffinity(0, map(int, cores.split(",")))
+    if parent:
+      ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+      if os.getppid() != parent:  # the parent died before the call
+        sys.exit(128 + signal.SIGTERM)
+  os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+  exec_worker(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

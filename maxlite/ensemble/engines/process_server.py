@@ -1,8 +1,7 @@
 """`python -m maxlite.ensemble.engines.process_server SOCKET`: a worker of `ProcessEngine`.
 
-SOCKET is the number of an inherited socket. The handshake describes the members to serve; its reply
-is the number of changes in the worker's file. Requests and replies then alternate until the other
-end is closed.
+SOCKET is the number of an inherited socket. The first message describes the members to serve; then
+requests and replies alternate until the other end is closed.
 """
 
 import sys
@@ -29,15 +28,19 @@ class ProcessServer:
     self._engine = _build_engine(handshake)
     self._structure = jax.tree.structure(self._engine.abstract)
     self._state: Any = None
-    self.num_changes = self.num_saved = 0
+    self._num_changes = self._num_saved = 0
     if self._file.exists():
       saved = from_bytes(self._file.read_bytes())
       self._load(saved["leaves"])
-      self.num_changes = self.num_saved = saved["num_changes"]
+      self._num_changes = self._num_saved = saved["num_changes"]
 
   def reply(self, request: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of the result, and how many changes the file holds."""
-    kind = request["kind"]
+    """The leaves of the result, and how many changes the file holds.
+
+    A change that the states already contain is skipped.
+    """
+    if 0 < request["change"] <= self._num_changes:
+      return {"leaves": [], "num_saved": self._num_saved}
     actions: dict[str, Callable[[Any], Any]] = {
       "init": self._init,
       "load": self._load,
@@ -45,20 +48,19 @@ class ProcessServer:
       "unpack": lambda _: self._engine.unpack(self._state),
       "predict": lambda inputs: self._engine.predict(self._state, inputs, request["method"]),
     }
-    leaves = jax.device_get(jax.tree.leaves(actions[kind](request["content"])))
-    if kind in ("init", "load", "step"):
-      self.num_changes += 1
-    return {"leaves": leaves, "num_saved": self.num_saved}
+    result = actions[request["kind"]](request["content"])
+    self._num_changes = max(self._num_changes, request["change"])
+    return {"leaves": jax.device_get(jax.tree.leaves(result)), "num_saved": self._num_saved}
 
   def save_if_due(self) -> None:
     """Replaces the file atomically."""
-    if self.num_changes - self.num_saved < self._period:
+    if self._num_changes - self._num_saved < self._period:
       return
     leaves = jax.device_get(jax.tree.leaves(self._engine.unpack(self._state)))
     unfinished = self._file.with_suffix(".unfinished")
-    unfinished.write_bytes(to_bytes({"leaves": leaves, "num_changes": self.num_changes}))
+    unfinished.write_bytes(to_bytes({"leaves": leaves, "num_changes": self._num_changes}))
     unfinished.rename(self._file)
-    self.num_saved = self.num_changes
+    self._num_saved = self._num_changes
 
   def _init(self, _: None) -> None:
     self._state = self._engine.init()
@@ -92,7 +94,6 @@ def main(connection: Connection) -> None:
     for name, value in handshake["jax_config"].items():
       jax.config.update(name, value)
     server = ProcessServer(handshake)
-    connection.send_bytes(to_bytes({"num_changes": server.num_changes}))
     while True:
       connection.send_bytes(to_bytes(server.reply(from_bytes(connection.recv_bytes()))))
       server.save_if_due()

@@ -1,8 +1,8 @@
 """Members in worker processes: the parent's end of `maxlite.ensemble.engines.process_server`.
 
 A worker saves its members' states to a file every few steps, and the parent keeps the requests sent
-since. A worker that dies is restarted, loads the file and gets these requests again, so that the
-results do not change.
+since. A worker that dies is restarted, loads the file and gets these requests again; it skips those
+whose changes are in the file. The results do not change.
 """
 
 import contextlib
@@ -142,8 +142,8 @@ class ProcessEngine(Engine):
     requests: dict[int, bytes] = {}  # equal contents are serialized, and kept, once
     for worker, content in zip(self._workers, contents, strict=True):
       if id(content) not in requests:
-        message = {"kind": kind, "content": content, "method": method}
-        requests[id(content)] = to_bytes(message)
+        request = {"kind": kind, "content": content, "method": method}
+        requests[id(content)] = to_bytes(request | {"change": self._num_changes if changes else 0})
       worker.send(requests[id(content)], changes=changes)
     return [worker.receive() for worker in self._workers]
 
@@ -163,7 +163,6 @@ class _WorkerConnection:
     self._command, self._handshake = command, handshake
     self._process: subprocess.Popen | None = None
     self._connection: Connection | None = None
-    self._is_ready = False  # the handshake was answered
     self._num_restarts = 0
     self._request, self._is_pending = b"", False  # sent last; its reply was not read
     self._num_saved = 0  # changes in the worker's file, according to its last reply
@@ -193,7 +192,6 @@ class _WorkerConnection:
     """
     while True:
       try:
-        self._finish_handshake()
         reply = from_bytes(self._connection.recv_bytes())
         break
       except (EOFError, OSError):
@@ -224,16 +222,8 @@ class _WorkerConnection:
         pass_fds=(fd,),
         more_environment={"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
       )
-    self._connection, self._is_ready = Connection(ours.detach()), False
+    self._connection = Connection(ours.detach())
     self._connection.send_bytes(self._handshake)
-
-  def _finish_handshake(self) -> int | None:
-    """The number of changes in a new worker's file; None if it was ready before."""
-    if self._is_ready:
-      return None
-    num_changes = from_bytes(self._connection.recv_bytes())["num_changes"]
-    self._is_ready = True
-    return num_changes
 
   def _restart(self) -> None:
     """Starts a new worker and repeats what the dead one had done, up to the pending request."""
@@ -247,13 +237,11 @@ class _WorkerConnection:
     )
     with contextlib.suppress(EOFError, OSError):  # `receive` handles another death
       self._start()
-      requests = self._journal[self._finish_handshake() - self._num_saved :]
-      if not (self._journal and self._request is self._journal[-1]):
-        requests = [*requests, self._request]
-      for request in requests[:-1]:
+      repeated = [request for request in self._journal if request is not self._request]
+      for request in repeated:
         self._connection.send_bytes(request)
         self._connection.recv_bytes()
-      self._connection.send_bytes(requests[-1])
+      self._connection.send_bytes(self._request)
 
 
 def gpu_names(devices: Sequence[jax.Device]) -> list[str]:
