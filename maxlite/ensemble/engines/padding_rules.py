@@ -144,10 +144,6 @@ def _broadcast(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
   return bind(eqn, args, args[0].zero_padded and not new, shape=padded_shape(dims))
 
 
-def _iota(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
-  return bind(eqn, args, zero_padded=False, shape=padded_shape(eqn.out_dims[0]))
-
-
 def _dot_general(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
   contracted, _ = eqn.params["dimension_numbers"]
   masked = [
@@ -321,10 +317,6 @@ def _dynamic_update_slice(eqn: AlignedEqn, member: MemberContext, args: Args) ->
   return bind(eqn, args, args[0].zero_padded and args[1].zero_padded)
 
 
-def _permute(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
-  return bind(eqn, args, args[0].zero_padded)
-
-
 def _random_split(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
   """JAX derives the n-th of a single axis of keys independently of their number."""
   (dims,) = eqn.out_dims
@@ -365,7 +357,7 @@ RULES: dict[str, PaddingRule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
   "dynamic_slice": _dynamic_slice,
   "dynamic_update_slice": _dynamic_update_slice,
   "gather": _gather,
-  "iota": _iota,
+  "iota": lambda eqn, _, args: bind(eqn, args, False, shape=padded_shape(eqn.out_dims[0])),
   "optimization_barrier": _each_operand,
   "pad": _pad,
   "random_split": _random_split,
@@ -379,6 +371,6 @@ RULES: dict[str, PaddingRule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
   "scatter-add": _scatter_add,
   "slice": _slice,
   "split": _split,
-  "squeeze": _permute,
-  "transpose": _permute,
+  "squeeze": lambda eqn, _, args: bind(eqn, args, args[0].zero_padded),
+  "transpose": lambda eqn, _, args: bind(eqn, args, args[0].zero_padded),
 }
