@@ -84,12 +84,12 @@ GROUPED_MATMUL_BACKENDS = Registry(
     "ragged_dot": "maxlite.kernels.grouped_matmul.ragged_dot:grouped_matmul",
   }
 )
-# ensemble_strategy, simplest first: (EngineRequest) -> Engine; see ensemble/strategies.py.
+# ensemble_strategy, simplest first: (EngineRequest) -> Engine; see ensemble/engines/engine_base.py.
 ENSEMBLE_STRATEGIES = Registry(
   {
-    "stacked": "maxlite.ensemble.strategies:build_stacked",
-    "fused": "maxlite.ensemble.strategies:build_fused",
-    "padded": "maxlite.ensemble.strategies:build_padded",
+    "stacked": "maxlite.ensemble.engines.stacked:build_stacked",
+    "fused": "maxlite.ensemble.engines.stacked:build_fused",
+    "padded": "maxlite.ensemble.engines.stacked:build_padded",
     "switched": "maxlite.ensemble.engines.switched:SwitchEngine",
     "submesh": "maxlite.ensemble.engines.submesh:SubmeshEngine",
     "processes": "maxlite.ensemble.engines.processes:ProcessEngine",

@@ -108,9 +108,7 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
       "train fewer members, use more devices, or raise the limit"
     )
   least = min(e.step_seconds for e in fitting)
-  fastest = [
-    e for e in fitting if e.step_seconds <= least * CLOSE
-  ]  # ENSEMBLE_STRATEGIES: simplest first
+  fastest = [e for e in fitting if e.step_seconds <= least * CLOSE]  # in order of simplicity
   best = min(fastest, key=lambda e: e.compile_seconds)
   reason = "as configured" if strategy != "auto" else _reason(best, fitting)
   return Plan(estimates, best.strategy, reason), engines[best.strategy]

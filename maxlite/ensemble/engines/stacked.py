@@ -19,9 +19,9 @@ from maxlite.ensemble.engines.batched_jaxpr import (
   vmap_programs,
   without_one_device_mesh,
 )
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
+from maxlite.ensemble.engines.engine_base import Engine, EngineRequest, require_no_phases
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.member_program import MemberProgram, abstract_states
 from maxlite.phases.phase_programs import compile_in_parallel
 
 
@@ -196,6 +196,43 @@ class VmapEngine(Engine):
         own = tree if len(group) == 1 else jax.tree.map(lambda leaf, n=n: leaf[n], tree)
         parts[z] = jax.tree.map(own_part, own, shapes[z]) if shapes else own
     return [parts[z] for z in range(len(self.programs))]
+
+
+def build_stacked(request: EngineRequest, *, sizes: bool = False) -> VmapEngine:
+  """All members as one program; several devices get an equal number of members each.
+
+  Raises:
+    JaxprMismatchError: the members differ in more than literals (and `sizes`).
+  """
+  devices, mesh = request.devices, None
+  num_members = len(request.costs)
+  if not request.spread:
+    num_parts = max(n for n in range(1, len(devices) + 1) if num_members % n == 0)
+    mesh = Mesh(np.array(devices[:num_parts]), ("ensemble",)) if num_parts > 1 else None
+    devices = devices[:1]
+  programs = request.build(devices)
+  require_no_phases(programs)
+  return VmapEngine(request, programs, [list(range(num_members))], sizes=sizes, mesh=mesh)
+
+
+def build_padded(request: EngineRequest) -> VmapEngine:
+  """All members as one program on padded arrays; raises as `build_stacked`."""
+  return build_stacked(request, sizes=True)
+
+
+def build_fused(request: EngineRequest) -> VmapEngine:
+  """Groups of members that differ in literals only, and each member with phases alone."""
+  programs = request.build(request.devices if request.spread else request.devices[:1])
+  plain = [z for z, program in enumerate(programs) if not program.has_phases]
+  groups = group_by_jaxpr(
+    [programs[z].step for z in plain],
+    [programs[z].name for z in plain],
+    abstract_states([programs[z] for z in plain]),
+    request.batch,
+  )
+  groups = [[plain[n] for n in group] for group in groups]
+  with_phases = [[z] for z, program in enumerate(programs) if program.has_phases]
+  return VmapEngine(request, programs, groups + with_phases)
 
 
 def _concatenate(stacks: Sequence[jax.Array]) -> jax.Array:
