@@ -62,7 +62,7 @@ def test_phase_keys_override_those_of_the_run():
 @pytest.mark.parametrize(
   ("phases", "keys", "says"),
   [
-    ("{name: a, train: [x], steps: 0}", {}, "steps=0 is not a number of steps from 1"),
+    ("{name: a, train: [x], steps: 0}", {}, "steps=0 is below 1; write steps=1"),
     ("{name: a, train: ['(x'], steps: 1}", {}, "'(x', which is not a regex: missing )"),
     ("{name: a, train: [x]}", {}, "needs either steps or until"),
     ("{train: [x], steps: 1}", {}, "has no name; write name: fit"),
@@ -75,13 +75,13 @@ def test_phase_keys_override_those_of_the_run():
     ("{name: a, train: [x], steps: 1, loss: next_tokn}", {}, "did you mean next_token?"),
     (f"{FIT}, {FIT}", {}, "name=fit is also the name of phases[0]"),
     (FIT, {"initial_phases": "{fti: 3}"}, "did you mean fit?"),
-    (FIT, {"initial_phases": "{fit: 0}"}, "fit=0 is not a number of steps from 1"),
+    (FIT, {"initial_phases": "{fit: 0}"}, "fit=0 is below 1; write fit=1"),
     ("", {"initial_phases": "{fit: 3}"}, "there are no phases"),
     ("{name: a, train: [x], until: {metric: loss}}", {}, "is not a complete condition"),
     (
       "{name: a, train: [x], until: {metric: loss, max_steps: 2, below: low}}",
       {},
-      "is not a number",
+      "is not a finite number",
     ),
     (DRAFT, {}, "is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3"),
     (FIT, {"num_draft_heads": 2}, "no phase trains them; write phases with loss: match_head"),
@@ -121,7 +121,7 @@ def test_phase_keys_override_those_of_the_run():
     (
       FIT,
       {"members": "[{phases: [{name: a, train: x, steps: 0}]}]"},
-      "steps=0 is not a number of steps from 1",
+      "steps=0 is below 1; write steps=1",
     ),
   ],
 )
