@@ -1,1 +1,1 @@
-"""Many processes as one run: start-up, failure detection, signals."""
+"""Runs of multiple processes: initialization, failure detection, signals."""

@@ -1,8 +1,8 @@
-"""No process of a run waits for one that is gone: whoever is lost is told to all, and all leave.
+"""Failure detection: if a process dies, hangs or fails, all others exit and name it.
 
-The connections of the meeting stay open, as a star around process 0. A process that dies closes its
-own, which the other end hears at once; one that hangs is not heard any more; one that fails says
-why. JAX would let the others wait in a collective, and end them with a trace.
+The connections of the rendezvous stay open, as a star around process 0. The connection of a dead
+process closes, which its peer sees at once; a hung process stops sending heartbeats; a failed one
+sends the reason. JAX alone would block the others in a collective and end them with a stack trace.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
-EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process that left because another was lost
-_BYE, _ALIVE, _GONE = "bye", "alive", "gone "
-_GRACE_SECONDS = 3.0  # for the news why a collective failed
+EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
+_BYE, _ALIVE, _FAILED = "bye", "alive", "failed "
+_GRACE_SECONDS = 3.0  # for a message that explains why a collective failed
 
 
 class Heartbeat:
-  """A context: while it is open, this process ends as soon as one of its peers is lost.
+  """While the context is open, this process exits as soon as one of its peers is lost.
 
-  An exception that leaves the context ends this process, and with its reason all others.
+  An exception that leaves the context ends this process, and all others with its reason.
   """
 
   def __init__(self, process_id: int, peers: Mapping[int, socket.socket], timeout: float):
-    """`peers` are the connections of `rendezvous`; who is silent for `timeout` seconds is lost."""
-    self._me, self._timeout, self._interval = process_id, timeout, timeout / 5
+    """`peers` are the result of `rendezvous`; one that is silent for `timeout` seconds is lost."""
+    self._process_id, self._timeout, self._interval = process_id, timeout, timeout / 5
     self._peers = dict(peers)
     self._unread = dict.fromkeys(peers, b"")
-    self._heard = dict.fromkeys(peers, time.monotonic())
+    self._last_seen = dict.fromkeys(peers, time.monotonic())
     self._selector = selectors.DefaultSelector()
     for peer, connection in peers.items():
       self._selector.register(connection, selectors.EVENT_READ, peer)
-    self._lock = threading.Lock()  # held by whoever ends this process
-    self._is_over = False
-    self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+    self._exiting = threading.Lock()  # held by the thread that ends this process
+    self._is_closed = False
+    self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
   def __enter__(self) -> "Heartbeat":
     self._thread.start()
@@ -52,75 +52,76 @@ class Heartbeat:
   ) -> None:
     if error is not None:
       self._fail(error)
-    self._is_over = True
-    self._tell(_BYE)
+    self._is_closed = True
+    self._broadcast(_BYE)
 
   def _fail(self, error: BaseException) -> None:
-    """Ends this process for `error`, which all others are told."""
+    """Ends this process because of `error`, and sends the reason to all others."""
     if isinstance(error, SystemExit):
       code = error.code if isinstance(error.code, int) else int(error.code is not None)
-      reason = str(error.__context__ or "")  # what exit_on_user_error has written
+      reason = str(error.__context__ or "")  # the line that exit_on_user_error has printed
     else:
-      time.sleep(_GRACE_SECONDS)  # were it another's loss, the watch would end this process here
+      time.sleep(_GRACE_SECONDS)  # if a lost peer is the cause, the heartbeat thread exits here
       traceback.print_exception(error)
       interrupted = isinstance(error, KeyboardInterrupt)
       code = 128 + signal.SIGINT if interrupted else 1
       reason = f"{type(error).__name__}: {error}"
     if code:
-      self._end(f"process {self._me} failed: {' '.join(reason.split())[:500]}", code, show=False)
+      reason = " ".join(reason.split())[:500]
+      self._exit(f"process {self._process_id} failed: {reason}", code, show=False)
 
-  def _end(self, reason: str, code: int, *, show: bool = True) -> None:
-    self._lock.acquire()  # for good
-    self._tell(_GONE + reason)
+  def _exit(self, reason: str, code: int, *, show: bool = True) -> None:
+    self._exiting.acquire()  # never released
+    self._broadcast(_FAILED + reason)
     if show:
-      sys.stderr.write(f"process {self._me} leaves: {reason}\n")
+      sys.stderr.write(f"process {self._process_id} exits: {reason}\n")
     exit_process(code)
 
   def _run(self) -> None:
     due = time.monotonic()
-    while self._peers and not self._is_over:
+    while self._peers and not self._is_closed:
       for key, _ in self._selector.select(max(due - time.monotonic(), 0)):
-        if not self._is_over:
-          self._hear(key.data)
+        if not self._is_closed:
+          self._receive(key.data)
       now = time.monotonic()
       if now < due:
         continue
-      if now - due > self._interval:  # it was this process that was stopped
-        self._heard = dict.fromkeys(self._heard, now)
+      if now - due > self._interval:  # this process itself was stopped
+        self._last_seen = dict.fromkeys(self._last_seen, now)
       due = now + self._interval
-      self._tell(_ALIVE)
+      self._broadcast(_ALIVE)
       for peer in self._peers:
-        if now - self._heard[peer] > self._timeout:
-          self._end(
+        if now - self._last_seen[peer] > self._timeout:
+          self._exit(
             f"process {peer} was silent for {self._timeout:g} s "
             "(jax_distributed_heartbeat_timeout_seconds)",
             EXIT_PEER_LOST,
           )
 
-  def _hear(self, peer: int) -> None:
+  def _receive(self, peer: int) -> None:
     try:
       text = self._peers[peer].recv(4096)
     except OSError:
       text = b""
-    self._heard[peer] = time.monotonic()
+    self._last_seen[peer] = time.monotonic()
     *messages, self._unread[peer] = (self._unread[peer] + text).split(b"\n")
     for message in map(bytes.decode, messages):
       if message == _BYE:
         self._selector.unregister(self._peers.pop(peer))
         return
-      if message.startswith(_GONE):
-        self._end(message.removeprefix(_GONE), EXIT_PEER_LOST)
+      if message.startswith(_FAILED):
+        self._exit(message.removeprefix(_FAILED), EXIT_PEER_LOST)
     if not text:
-      self._end(f"process {peer} died", EXIT_PEER_LOST)
+      self._exit(f"process {peer} died", EXIT_PEER_LOST)
 
-  def _tell(self, message: str) -> None:
+  def _broadcast(self, message: str) -> None:
     for connection in list(self._peers.values()):
       with contextlib.suppress(OSError):
         connection.sendall(message.encode() + b"\n")
 
 
 def exit_process(code: int) -> NoReturn:
-  """Ends this process and those it started; the usual way out would wait for its peers."""
+  """Ends this process and its children without the exit handlers, which would wait for peers."""
   for child in multiprocessing.active_children():
     child.kill()
   for stream in (sys.stdout, sys.stderr):

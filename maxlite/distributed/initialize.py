@@ -1,7 +1,8 @@
-"""Processes on many hosts as one run: which of them this is, and how they come together.
+"""Start-up of a run with multiple processes: process discovery, rendezvous, JAX's initialization.
 
-All processes rendezvous (meeting.py) before JAX connects them, since JAX ends a process that misses
-another with a trace of its own; afterwards they watch (watch.py) that none waits for the dead.
+The rendezvous (rendezvous.py) precedes `jax.distributed.initialize`, which ends a process with a
+stack trace if another one is missing. Afterwards the heartbeat (heartbeat.py) detects lost
+processes.
 """
 
 import contextlib
@@ -13,28 +14,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import jax
-from jax._src.clusters import ClusterEnv  # who asks Kubernetes and the Cloud TPU has no other name
 from jax.experimental import multihost_utils
 
 from maxlite.config.errors import UserError
 from maxlite.distributed.heartbeat import Heartbeat
+from maxlite.distributed.jax_private import detect_cluster
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
 
 T = TypeVar("T")
-# What starts processes: how many there are, which one this is; the last two, on its host.
-_OPEN_MPI = tuple(
-  f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
-)
+# Environment variables: number of processes, process id; the last two, on this host.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{n}" for n in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
-_SLURM_NODES = "SLURM_STEP_NODELIST"  # there only in a step, which srun starts
+_SLURM_NODES = "SLURM_STEP_NODELIST"  # set only within a step, which srun starts
 _POD_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Kubernetes job
-_BY_HAND = "write coordinator_address=HOST:PORT num_processes=N process_id=I"
-_FIRST_PORT, _NUM_PORTS = 61440, 4096  # a job's is chosen by its number
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # the port is derived from the job id
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchEnvironment:
-  """What an environment tells of the processes; -1 and empty: nothing."""
+  """What the launcher's environment variables specify; -1 and empty: not specified."""
 
   num_processes: int = -1
   process_id: int = -1
@@ -52,41 +50,41 @@ def distributed_runtime(
   jax_distributed_initialization_timeout: int,
   jax_distributed_heartbeat_timeout_seconds: int,
 ) -> Iterator[None]:
-  """While open, this process is one of the run's. To be entered before JAX is asked for a device.
+  """Connects this process to the other processes of its run while the context is open.
 
-  Arguments are the keys of the config; by default SLURM, Open MPI, Kubernetes and Cloud TPU are
-  asked, and where none of them started this process it is alone. Where another process is lost,
-  this one ends at once (watch.py); where this one fails, so do all others.
+  Enter it before JAX initialises its devices. The arguments are config keys; by default, SLURM,
+  Open MPI, Kubernetes and Cloud TPU are detected, and without any of them the process is alone. If
+  a process is lost or fails, all others exit (heartbeat.py).
 
   Raises:
     UserError: the processes do not find each other in time, or do not agree on their number.
   """
-  started = read_environment(os.environ)
+  environment = read_environment(os.environ)
   timeout = jax_distributed_initialization_timeout
-  place = resolve_process(coordinator_address, num_processes, process_id, started)
-  place = place or detect_process(started.address, timeout)
-  if place.num_processes == 1:
+  spec = resolve_process(coordinator_address, num_processes, process_id, environment)
+  spec = spec or detect_process(environment.address, timeout)
+  if spec.num_processes == 1:
     yield
     return
-  devices = local_devices(started, os.environ)
+  devices = local_devices(environment, os.environ)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  peers = rendezvous(place, timeout)
-  with Heartbeat(place.process_id, peers, jax_distributed_heartbeat_timeout_seconds):
+  peers = rendezvous(spec, timeout)
+  with Heartbeat(spec.process_id, peers, jax_distributed_heartbeat_timeout_seconds):
     jax.distributed.initialize(
-      place.address,
-      place.num_processes,
-      place.process_id,
+      spec.address,
+      spec.num_processes,
+      spec.process_id,
       local_device_ids=devices,
       cluster_detection_method="deactivate",
       initialization_timeout=timeout,
-      # The watch is quicker than JAX and tells who; this is for a watch that hangs.
+      # A fallback if our heartbeat, which is faster and names the lost process, hangs.
       heartbeat_timeout_seconds=2 * jax_distributed_heartbeat_timeout_seconds,
     )
     yield
 
 
 def describe_process() -> str:
-  """Who this process is; empty where it is alone."""
+  """One line about this process and its devices; empty for a single process."""
   if jax.process_count() == 1:
     return ""
   return (
@@ -96,39 +94,38 @@ def describe_process() -> str:
 
 
 def barrier(name: str) -> None:
-  """Returns when all processes have come to this point, which has a `name` of its own."""
+  """Returns when all processes have called it with this `name`, which must be unique."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(name)
 
 
-def process_0_first(do: Callable[[], T], name: str) -> T:
-  """What `do()` returns, done by process 0 before the others, who find what it left on disk."""
+def process_0_first(function: Callable[[], T], name: str) -> T:
+  """Calls `function` on process 0 first; the other processes can use the files it wrote."""
   if jax.process_index() > 0:
     barrier(name)
-  done = do()
+  result = function()
   if jax.process_index() == 0:
     barrier(name)
-  return done
+  return result
 
 
 def resolve_process(
-  address: str, num_processes: int, process_id: int, started: LaunchEnvironment
+  address: str, num_processes: int, process_id: int, environment: LaunchEnvironment
 ) -> ProcessSpec | None:
-  """This process's place by the keys (empty or -1: not given) and by what started it.
+  """This process according to the keys (empty or -1: not given) and the environment.
 
-  None where neither tells: JAX may know more.
+  None if neither specifies it; `detect_process` may.
 
   Raises:
-    UserError: only a part of it is told, or it contradicts itself.
+    UserError: the specification is incomplete or inconsistent.
   """
   if num_processes == 1:
     return ProcessSpec("", 1, 0)
-  told = bool(address) or num_processes > 1 or process_id >= 0 or started.num_processes > 0
-  if not told:
+  if not (address or num_processes > 1 or process_id >= 0 or environment.num_processes > 0):
     return None
-  address = address or started.address
-  num_processes = started.num_processes if num_processes == -1 else num_processes
-  process_id = started.process_id if process_id == -1 else process_id
+  address = address or environment.address
+  num_processes = environment.num_processes if num_processes == -1 else num_processes
+  process_id = environment.process_id if process_id == -1 else process_id
   if num_processes == 1:
     return ProcessSpec("", 1, 0)
   if not re.fullmatch(r".+:\d{1,5}", address):
@@ -140,8 +137,8 @@ def resolve_process(
   if -1 in (num_processes, process_id):
     raise UserError(
       f"coordinator_address={address} with num_processes={num_processes} process_id={process_id}: "
-      "nothing else tells how many processes there are and which of them this is; write "
-      "num_processes=N process_id=I, I from 0 to N-1"
+      "the environment does not specify the missing one; write num_processes=N process_id=I, I "
+      "from 0 to N-1"
     )
   if process_id >= num_processes:
     raise UserError(
@@ -151,81 +148,80 @@ def resolve_process(
   return ProcessSpec(address, num_processes, process_id)
 
 
-def detect_process(told: str, timeout: int) -> ProcessSpec:
-  """This process's place in a Kubernetes job or a Cloud TPU; alone where it is in neither.
+def detect_process(address: str, timeout: int) -> ProcessSpec:
+  """This process in a Kubernetes job or a Cloud TPU, as JAX detects it; alone if in neither.
 
-  `told` is the address that the environment names; empty: none.
+  Args:
+    address: JAX_COORDINATOR_ADDRESS of the environment; empty: not set.
 
   Raises:
-    UserError: Kubernetes or the Cloud TPU do not tell it, or not in `timeout` seconds.
+    UserError: the detection fails, is incomplete or takes longer than `timeout` seconds.
   """
+  alone = "or num_processes=1 to train with one process"
+  by_hand = f"write coordinator_address=HOST:PORT num_processes=N process_id=I, {alone}"
   try:
-    address, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
-      told or None, None, None, None, None, timeout
-    )
-  # Whatever the clients of Kubernetes and of the metadata server raise.
+    found, num_processes, process_id = detect_cluster(address, timeout)
+  except UserError:
+    raise
+  # The clients of Kubernetes and of the metadata server raise many types.
   except Exception as error:
-    why = f"{type(error).__name__}: {error}"
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    raise UserError(f"JAX does not find the other processes ({why}): {by_hand}") from None
+  if found is not None and num_processes is not None and process_id is not None:
+    return ProcessSpec(found, num_processes, process_id)
+  if address:
     raise UserError(
-      f"JAX does not find the other processes ({' '.join(why.split())[:500]}): {_BY_HAND}, or "
-      "num_processes=1 to train alone"
-    ) from None
-  if address is not None and num_processes is not None and process_id is not None:
-    return ProcessSpec(address, num_processes, process_id)
-  if told:
-    raise UserError(
-      f"JAX_COORDINATOR_ADDRESS={told}, but nothing tells how many processes there are and which "
-      "of them this is: write num_processes=N process_id=I, or num_processes=1 to train alone"
+      f"JAX_COORDINATOR_ADDRESS={address} without the number of processes and the id of this one: "
+      f"write num_processes=N process_id=I, {alone}"
     )
   if _POD_INDEX in os.environ:
     raise UserError(
-      f"this is pod {os.environ[_POD_INDEX]} of an indexed job, whose others JAX finds by the "
-      f"kubernetes package: pip install 'jax[k8s]'; or {_BY_HAND}, or num_processes=1 to train "
-      "alone"
+      f"this is pod {os.environ[_POD_INDEX]} of an indexed job, and JAX needs the kubernetes "
+      f"package to find the others: pip install 'jax[k8s]'; or {by_hand}"
     )
   return ProcessSpec("", 1, 0)
 
 
 def read_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
-  """What SLURM, Open MPI or a Kubernetes job say of this process."""
+  """This process according to the variables of SLURM, Open MPI or a Kubernetes job."""
   address = environment.get("JAX_COORDINATOR_ADDRESS", "")
   if all(name in environment for name in (*_SLURM, _SLURM_NODES, "SLURM_JOB_ID")):
-    size, rank, on_nodes, local_rank = (environment[name] for name in _SLURM)
-    local_size = _per_node(on_nodes, int(environment.get("SLURM_NODEID", "0")))
+    size, rank, tasks_per_node, local_rank = (environment[name] for name in _SLURM)
+    local_size = _tasks_of_node(tasks_per_node, int(environment.get("SLURM_NODEID", "0")))
     address = address or _slurm_address(environment)
     return LaunchEnvironment(int(size), int(rank), address, local_size, int(local_rank))
   if all(name in environment for name in _OPEN_MPI):
-    count, index, on_host, among_them = (int(environment[name]) for name in _OPEN_MPI)
+    count, index, on_host, local_index = (int(environment[name]) for name in _OPEN_MPI)
     address = address or _open_mpi_address(environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    return LaunchEnvironment(count, index, address, on_host, among_them)
+    return LaunchEnvironment(count, index, address, on_host, local_index)
   return LaunchEnvironment(process_id=int(environment.get(_POD_INDEX, -1)), address=address)
 
 
-def local_devices(started: LaunchEnvironment, environment: Mapping[str, str]) -> list[int] | None:
-  """Which GPUs of those that this process sees are its own; empty: all; None: JAX is told.
+def local_devices(launch: LaunchEnvironment, environment: Mapping[str, str]) -> list[int] | None:
+  """Indices of this process's GPUs among the visible ones; empty: all; None: set by JAX's variable.
 
-  Processes on one host share what they see, unless each sees only its own already.
+  Processes on one host divide the visible GPUs evenly, unless each one sees only its own.
 
   Raises:
-    UserError: they cannot share it evenly.
+    UserError: they cannot be divided evenly.
   """
   if environment.get("JAX_LOCAL_DEVICE_IDS"):
     return None
-  size, seen = started.local_size, environment.get("CUDA_VISIBLE_DEVICES", "")
-  num_seen = len(seen.split(",")) if seen else 0
-  if size == 1 or 0 < num_seen < size:
+  size, visible = launch.local_size, environment.get("CUDA_VISIBLE_DEVICES", "")
+  num_visible = len(visible.split(",")) if visible else 0
+  if size == 1 or 0 < num_visible < size:
     return []
-  if num_seen % size:
+  if num_visible % size:
     raise UserError(
-      f"{size} processes on this host do not share {num_seen} GPUs (CUDA_VISIBLE_DEVICES={seen}) "
-      f"evenly: start {num_seen} processes, or one"
+      f"{size} processes on this host cannot share {num_visible} GPUs "
+      f"(CUDA_VISIBLE_DEVICES={visible}) evenly: start {num_visible} processes, or one"
     )
-  each = max(num_seen // size, 1)
-  return list(range(started.local_id * each, (started.local_id + 1) * each))
+  per_process = max(num_visible // size, 1)
+  return list(range(launch.local_id * per_process, (launch.local_id + 1) * per_process))
 
 
-def _per_node(tasks: str, node: int) -> int:
-  """Tasks of a node; SLURM writes 4,4,2 as `4(x2),2`."""
+def _tasks_of_node(tasks: str, node: int) -> int:
+  """Number of tasks on a node; SLURM writes 4,4,2 as `4(x2),2`."""
   counts: list[int] = []
   for part in tasks.split(","):
     count, _, times = part.partition("(x")
@@ -234,14 +230,14 @@ def _per_node(tasks: str, node: int) -> int:
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str:
-  """The first node of the step; nodes are written `a7`, `a7,b2` or `a[007-011,15],b2`."""
+  """The first node of the step; node lists are `a7`, `a7,b2` or `a[007-011,15],b2`."""
   found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", environment[_SLURM_NODES])
   assert found is not None
   return f"{found[1]}{found[2] or ''}:{_port(environment['SLURM_JOB_ID'])}"
 
 
 def _open_mpi_address(uri: str) -> str:
-  """The host that mpirun runs on, where process 0 is too; Open MPI 5 does not tell it."""
+  """The host of mpirun, on which process 0 runs too; empty for Open MPI 5, which has no URI."""
   found = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
   return f"{found[2] or found[3]}:{_port(str(int(found[1]) >> 12))}" if found else ""
 

@@ -1,4 +1,4 @@
-"""A request to stop, from Ctrl-C or a scheduler, that lets the step in progress finish."""
+"""Stop requests by Ctrl-C or a scheduler, which let the step in progress finish."""
 
 import contextlib
 import signal
@@ -12,13 +12,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-  """Whether, and by which signal, the run was asked to stop."""
+  """The signal, if any, that requested the run to stop."""
 
   def __init__(self) -> None:
     self._received: signal.Signals | None = None
 
   def after(self, step: int) -> signal.Signals | None:
-    """The signal to stop for after `step`; to be asked after every step."""
+    """The signal to stop for after `step`; call it after every step."""
     return self._received
 
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -29,9 +29,9 @@ class StopRequest:
 
 
 class SharedStopRequest(StopRequest):
-  """A request to any of many processes, which all of them take after the same step.
+  """A request to any of multiple processes, on which all of them stop after the same step.
 
-  JAX watches for SIGTERM and agrees on a step that none of the processes has taken yet.
+  JAX handles SIGTERM and agrees on a step that no process has finished yet.
   """
 
   def after(self, step: int) -> signal.Signals | None:
@@ -45,13 +45,13 @@ class SharedStopRequest(StopRequest):
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-  """While open, SIGTERM and SIGINT (Ctrl-C) are noted instead of ending the process."""
+  """While open, SIGTERM and SIGINT (Ctrl-C) are recorded instead of ending the process."""
   shared = jax.process_count() > 1
   request = SharedStopRequest() if shared else StopRequest()
-  handled = (signal.SIGINT,) if shared else SIGNALS  # the other one is JAX's
-  before = {each: signal.signal(each, request._on_signal) for each in handled}
+  handled = (signal.SIGINT,) if shared else SIGNALS  # JAX handles SIGTERM if shared
+  previous = {each: signal.signal(each, request._on_signal) for each in handled}
   try:
     yield request
   finally:
-    for each, handler in before.items():
+    for each, handler in previous.items():
       signal.signal(each, handler)

@@ -1,4 +1,4 @@
-"""An end to a step that hangs."""
+"""A timeout for steps that hang."""
 
 import faulthandler
 import sys
@@ -8,26 +8,26 @@ from types import TracebackType
 
 from maxlite.distributed.heartbeat import exit_process
 
-_NET_SECONDS = 10.0
+_FALLBACK_SECONDS = 10.0
 
 
 class Watchdog:
-  """A context: while it is open, what was expected must come in time, or this process ends.
+  """While the context is open, an operation that exceeds its timeout ends this process.
 
-  The stacks of all threads are written first.
+  The stacks of all threads are printed first.
   """
 
   def __init__(self, seconds: float):
-    """0 seconds: nothing ever takes too long."""
+    """`seconds` is the timeout of each operation; 0: none."""
     self._seconds = seconds
-    self._what, self._deadline = "", float("inf")
+    self._operation, self._deadline = "", float("inf")
     self._closed = threading.Event()
 
-  def expect(self, what: str) -> None:
-    """From now on `what` has the seconds that there are."""
-    self._what, self._deadline = what, time.monotonic() + self._seconds
-    if self._seconds:  # a net for when the interpreter itself is held, and no thread of it can run
-      faulthandler.dump_traceback_later(self._seconds + _NET_SECONDS, exit=True)
+  def expect(self, operation: str) -> None:
+    """Starts the timeout of the next operation."""
+    self._operation, self._deadline = operation, time.monotonic() + self._seconds
+    if self._seconds:  # a fallback if the GIL is held and no Python thread can run
+      faulthandler.dump_traceback_later(self._seconds + _FALLBACK_SECONDS, exit=True)
 
   def __enter__(self) -> "Watchdog":
     if self._seconds:
@@ -45,7 +45,8 @@ class Watchdog:
     while not self._closed.wait(min(self._deadline - time.monotonic(), self._seconds)):
       if time.monotonic() >= self._deadline:
         sys.stderr.write(
-          f"{self._what} took longer than {self._seconds:g} s (step_timeout_seconds); threads:\n"
+          f"{self._operation} took longer than {self._seconds:g} s (step_timeout_seconds); "
+          "threads:\n"
         )
         faulthandler.dump_traceback(all_threads=True)
         exit_process(1)

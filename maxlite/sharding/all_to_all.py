@@ -1,17 +1,16 @@
-"""Ragged all-to-all between the shards of the expert axis, and its adjoint.
+"""Dispatch and combine of rows over the expert axis: a ragged all-to-all and its adjoint.
 
-Shard p holds S[p, g] rows for expert g, sorted by expert; expert g lives on shard g // (E / P). All
+Shard p holds S[p, g] rows for expert g, sorted by expert; expert g is on shard g // (E / P). All
 shards all-gather the count matrix S, so each computes locally where its rows arrive: one chunk per
 pair of shard and expert, sorted by expert on arrival too, so that rows are never moved again.
 `combine` is the same call with source and destination of every chunk swapped, which is also the
-gradient: `dispatch` and `combine` are adjoint, and neither needs a collective beyond its own.
+gradient: `dispatch` and `combine` are adjoint, and neither needs another collective.
 
 Everything here runs inside `jax.shard_map`. XLA:CPU does not implement the ragged collective; there
-the same rows travel in an ordinary all-to-all of padded blocks.
+the same rows are sent by an ordinary all-to-all of padded blocks.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -26,50 +25,50 @@ MeshAxes = tuple[str, ...]
 
 @struct.dataclass
 class Chunks:
-  """What one shard sends, chunk by chunk and sorted by peer, and how much each chunk it gets has.
+  """The chunks that one shard sends, sorted by peer, and the sizes of those that it receives.
 
   The arguments of `jax.lax.ragged_all_to_all`, in rows.
   """
 
   input_offsets: jax.Array
   send_sizes: jax.Array
-  output_offsets: jax.Array  # in the buffer of the peer
+  output_offsets: jax.Array  # in the peer's buffer
   recv_sizes: jax.Array
 
 
 @struct.dataclass
 class DispatchPlan:
-  """Where a shard's rows go and how they come back."""
+  """Where a shard's rows go, and how they return."""
 
-  there: Chunks
-  back: Chunks
+  to_experts: Chunks
+  to_tokens: Chunks
   group_sizes_e: jax.Array  # rows that arrive for each expert of this shard
-  num_dropped: jax.Array  # rows of this shard that found no room
+  num_dropped: jax.Array  # rows of this shard that do not fit in a buffer
   mesh_axes: MeshAxes = struct.field(pytree_node=False)
-  num_sent: int = struct.field(pytree_node=False)  # rows of the buffer on the sending side
-  num_received: int = struct.field(pytree_node=False)  # rows of the buffer on the receiving side
+  num_sent: int = struct.field(pytree_node=False)  # rows of the sender's buffer
+  num_received: int = struct.field(pytree_node=False)  # rows of the receiver's buffer
 
 
 def plan_dispatch(
   counts_E: jax.Array, mesh_axes: MeshAxes, *, num_sent: int, num_received: int
 ) -> DispatchPlan:
-  """The plan for rows sorted by expert, of which this shard has `counts_E`.
+  """The plan for rows sorted by expert; this shard has `counts_E` rows per expert.
 
-  What exceeds the `num_received` rows of a shard's buffer is dropped, from the experts with most
-  rows first.
+  Rows in excess of a buffer's `num_received` rows are dropped, from the largest experts first.
   """
   counts_PE = jax.lax.all_gather(counts_E, mesh_axes)
   kept_PE = _bounded(counts_PE, num_received)
-  me, num_shards = jax.lax.axis_index(mesh_axes), counts_PE.shape[0]
-  # First row of every chunk: in its sender's buffer, and in its receiver's.
-  sent_PE = _before(counts_PE, axis=1)
+  shard, num_shards = jax.lax.axis_index(mesh_axes), counts_PE.shape[0]
+  # First row of every chunk, in the sender's buffer and in the receiver's.
+  sent_PE = _exclusive_cumsum(counts_PE, axis=1)
   per_shard_Pe = jnp.sum(kept_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1)
-  landed_PE = _before(per_shard_Pe, axis=1).reshape(1, -1) + _before(kept_PE, axis=0)
-  mine = lambda x_PE: jax.lax.dynamic_index_in_dim(x_PE, me, keepdims=False)
+  group_start_1E = _exclusive_cumsum(per_shard_Pe, axis=1).reshape(1, -1)
+  landed_PE = group_start_1E + _exclusive_cumsum(kept_PE, axis=0)
+  mine = lambda x_PE: jax.lax.dynamic_index_in_dim(x_PE, shard, keepdims=False)
   for_me = lambda x_PE: mine(x_PE.reshape(num_shards, num_shards, -1).swapaxes(0, 1)).reshape(-1)
   return DispatchPlan(
-    there=Chunks(mine(sent_PE), mine(kept_PE), mine(landed_PE), for_me(kept_PE)),
-    back=Chunks(for_me(landed_PE), for_me(kept_PE), for_me(sent_PE), mine(kept_PE)),
+    to_experts=Chunks(mine(sent_PE), mine(kept_PE), mine(landed_PE), for_me(kept_PE)),
+    to_tokens=Chunks(for_me(landed_PE), for_me(kept_PE), for_me(sent_PE), mine(kept_PE)),
     group_sizes_e=mine(per_shard_Pe),
     num_dropped=jnp.sum(mine(counts_PE) - mine(kept_PE), dtype=jnp.int32),
     mesh_axes=mesh_axes,
@@ -79,22 +78,22 @@ def plan_dispatch(
 
 
 def dispatch(x: jax.Array, plan: DispatchPlan) -> jax.Array:
-  """Rows [num_received, ...] that arrive at this shard, sorted by expert, zero past the last."""
+  """Rows [num_received, ...] that arrive at this shard, sorted by expert; zero past the last."""
   assert x.shape[0] == plan.num_sent, f"{x.shape} for a plan of {plan.num_sent} rows"
-  return _exchange(plan.mesh_axes, plan.num_received, x, plan.there, plan.back)
+  return _exchange(plan.mesh_axes, plan.num_received, x, plan.to_experts, plan.to_tokens)
 
 
 def combine(y: jax.Array, plan: DispatchPlan) -> jax.Array:
-  """Rows [num_sent, ...] where `dispatch` took them from; zero for those that were dropped."""
+  """Rows [num_sent, ...] at their positions before `dispatch`; zero for dropped ones."""
   assert y.shape[0] == plan.num_received, f"{y.shape} for a plan of {plan.num_received} rows"
-  return _exchange(plan.mesh_axes, plan.num_sent, y, plan.back, plan.there)
+  return _exchange(plan.mesh_axes, plan.num_sent, y, plan.to_tokens, plan.to_experts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _exchange(
   mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
 ) -> jax.Array:
-  """Rows [num_rows, ...] received when every shard sends `chunks` of its x; zero elsewhere."""
+  """Rows [num_rows, ...] received if every shard sends `chunks` of its x; zero elsewhere."""
   x, chunks, _ = pvary(x, chunks, jax.lax.axis_index(mesh_axes))
   return jax.lax.platform_dependent(
     x,
@@ -123,11 +122,10 @@ _exchange.defvjp(_exchange_forward, _exchange_backward)
 def native_all_to_all(
   mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks
 ) -> jax.Array:
-  """The collective of XLA:TPU and XLA:GPU, into a buffer of zeros."""
-  output = jnp.zeros_like(x, shape=(num_rows, *x.shape[1:]))
+  """The ragged collective of XLA:TPU and XLA:GPU, into a buffer of zeros."""
   return jax.lax.ragged_all_to_all(
     x,
-    output,
+    jnp.zeros_like(x, shape=(num_rows, *x.shape[1:])),
     chunks.input_offsets,
     chunks.send_sizes,
     chunks.output_offsets,
@@ -139,9 +137,9 @@ def native_all_to_all(
 def emulated_all_to_all(
   mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks
 ) -> jax.Array:
-  """The same rows by an ordinary all-to-all: one block per pair of shards, padded to the longest.
+  """The same rows by an ordinary all-to-all of one padded block per pair of shards.
 
-  No shard has more rows for another than either of the two buffers holds.
+  A block has the size of the smaller buffer, which bounds the rows between two shards.
   """
   num_shards = jax.lax.axis_size(mesh_axes)
   block = min(x.shape[0], num_rows)
@@ -149,28 +147,28 @@ def emulated_all_to_all(
     jax.lax.all_to_all, axis_name=mesh_axes, split_axis=0, concat_axis=0, tiled=True
   )
   by_peer = lambda sizes: sizes.reshape(num_shards, -1)
-  # Chunks of a peer follow one another in its block; row r of it lies in x at `source`.
+  # A peer's chunks are contiguous in its block; row r of the block is row `source` of x.
   sizes_Pc = by_peer(chunks.send_sizes)
-  source_Pr = jax.vmap(functools.partial(_rows_of_chunks, block))(
-    _before(sizes_Pc, axis=1), sizes_Pc, by_peer(chunks.input_offsets)
+  source_Pr = jax.vmap(functools.partial(_source_rows, block))(
+    _exclusive_cumsum(sizes_Pc, axis=1), sizes_Pc, by_peer(chunks.input_offsets)
   )
   blocks = swap(jnp.take(x, source_Pr.reshape(-1), axis=0, mode="clip"))
   sizes_Pc = by_peer(chunks.recv_sizes)
   first_P1 = block * jnp.arange(num_shards, dtype=jnp.int32)[:, None]
-  arrived = (_before(sizes_Pc, axis=1) + first_P1).reshape(-1)
+  arrived = (_exclusive_cumsum(sizes_Pc, axis=1) + first_P1).reshape(-1)
   landed = swap(chunks.output_offsets)
-  source = _rows_of_chunks(num_rows, landed, chunks.recv_sizes, arrived)
+  source = _source_rows(num_rows, landed, chunks.recv_sizes, arrived)
   return jnp.take(blocks, source, axis=0, mode="fill", fill_value=0)
 
 
-def _rows_of_chunks(
+def _source_rows(
   num_rows: int, starts_c: jax.Array, sizes_c: jax.Array, sources_c: jax.Array
 ) -> jax.Array:
-  """For each of `num_rows` rows the source of what lies there; past any array in the gaps.
+  """[num_rows] the source of each row; past any array for rows outside of all chunks.
 
-  Chunk c fills `sizes_c` rows from `starts_c`, from as many after `sources_c`.
+  Chunk c fills `sizes_c` rows from `starts_c` on, with as many rows from `sources_c` on.
   """
-  ends_c = jnp.where(sizes_c > 0, starts_c + sizes_c, 0)  # an empty chunk is no row's
+  ends_c = jnp.where(sizes_c > 0, starts_c + sizes_c, 0)  # an empty chunk contains no row
   order = jnp.argsort(ends_c)
   starts_c, ends_c, sources_c = starts_c[order], ends_c[order], sources_c[order]
   row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -181,42 +179,34 @@ def _rows_of_chunks(
 
 
 def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
-  """The counts, cut so that no shard gets more than `num_received` rows.
+  """The counts, reduced so that no shard receives more than `num_received` rows.
 
-  Experts of a full shard get at most as many rows as leaves it just full, earlier senders first.
+  All experts of a full shard get the largest common limit that fits; earlier senders come first.
   """
   num_shards = counts_PE.shape[0]
   ascending_Pe = jnp.sort(
     jnp.sum(counts_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1), axis=1
   )
   num_larger_e = jnp.arange(ascending_Pe.shape[1], 0, -1, dtype=counts_PE.dtype)
-  # If the i smallest get all of theirs and the others share the rest, nobody's buffer overflows.
-  limit_Pe = (num_received - _before(ascending_Pe, axis=1)) // num_larger_e[None]
+  # If the i smallest are complete and the others share the rest evenly, the buffer is full.
+  limit_Pe = (num_received - _exclusive_cumsum(ascending_Pe, axis=1)) // num_larger_e[None]
   limit_P1 = jnp.max(limit_Pe, axis=1, keepdims=True)
   limit_E = jnp.broadcast_to(limit_P1, ascending_Pe.shape).reshape(-1)
-  return jnp.clip(limit_E[None] - _before(counts_PE, axis=0), 0, counts_PE)
+  return jnp.clip(limit_E[None] - _exclusive_cumsum(counts_PE, axis=0), 0, counts_PE)
 
 
-def _before(sizes: jax.Array, axis: int) -> jax.Array:
-  """Sum of what stands before each element along `axis`."""
+def _exclusive_cumsum(sizes: jax.Array, axis: int) -> jax.Array:
   return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes
 
 
 def check_all_to_all(mesh: Mesh, mesh_axes: MeshAxes) -> None:
-  """Exchanges random rows on the devices of `mesh`, to compare with the emulation bit by bit.
+  """Compares the collective with its emulation, bit by bit, on random rows on all devices.
 
   Raises:
     UserError: the platform's collective moved rows wrongly.
   """
-  num_shards = math.prod(mesh.shape[axis] for axis in mesh_axes)
-  wrong = jax.jit(
-    jax.shard_map(
-      functools.partial(_count_wrong_rows, mesh_axes, num_shards),
-      mesh=mesh,
-      in_specs=(),
-      out_specs=jax.P(),
-    )
-  )()
+  count = functools.partial(_count_wrong_rows, mesh_axes)
+  wrong = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=jax.P()))()
   if wrong:
     raise UserError(
       f"the ragged all-to-all of {mesh.devices.flat[0].device_kind} moved {wrong} rows wrongly in "
@@ -225,24 +215,23 @@ def check_all_to_all(mesh: Mesh, mesh_axes: MeshAxes) -> None:
     )
 
 
-def _count_wrong_rows(mesh_axes: MeshAxes, num_shards: int) -> jax.Array:
-  """Rows that `dispatch` and `combine` move otherwise than the emulation, over all devices."""
+def _count_wrong_rows(mesh_axes: MeshAxes) -> jax.Array:
+  """Number of rows, over all devices, that `dispatch` or `combine` move unlike the emulation."""
+  num_shards, index = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
   num_experts, num_sent, width = 2 * num_shards, 64, 128
-  index = jax.lax.axis_index(mesh_axes)
   key = jax.random.fold_in(jax.random.key(0), index)
-  # Shares that differ widely, with experts and whole shards that get nothing.
+  # Widely different loads, with experts and whole shards without rows.
   share_E = jax.random.uniform(key, (num_experts,)) ** 4
   counts_E = jnp.floor(share_E / jnp.sum(share_E) * num_sent).astype(jnp.int32)
   counts_E *= (jnp.arange(num_experts, dtype=jnp.int32) % 5 != index % 5).astype(jnp.int32)
   num_received = num_sent * num_shards
   plan = plan_dispatch(counts_E, mesh_axes, num_sent=num_sent, num_received=num_received)
   wrong = jnp.zeros((), jnp.int32)
-  for rows, num_rows, chunks, reverse in (
-    (num_sent, num_received, plan.there, plan.back),
-    (num_received, num_sent, plan.back, plan.there),
+  for move, chunks, num_in, num_out in (
+    (dispatch, plan.to_experts, num_sent, num_received),
+    (combine, plan.to_tokens, num_received, num_sent),
   ):
-    x = jax.random.normal(jax.random.fold_in(key, rows), (rows, width))
-    got = _exchange(mesh_axes, num_rows, x, chunks, reverse)
-    want = emulated_all_to_all(mesh_axes, num_rows, x, chunks)
-    wrong += jnp.sum(jnp.any(got != want, axis=1), dtype=jnp.int32)
+    x = jax.random.normal(jax.random.fold_in(key, num_in), (num_in, width))
+    expected = emulated_all_to_all(mesh_axes, num_out, x, chunks)
+    wrong += jnp.sum(jnp.any(move(x, plan) != expected, axis=1), dtype=jnp.int32)
   return jax.lax.psum(wrong, mesh_axes)

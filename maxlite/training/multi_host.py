@@ -1,4 +1,4 @@
-"""A command on all hosts of a run."""
+"""The multi-host context of the entry points."""
 
 import contextlib
 import dataclasses
@@ -11,9 +11,9 @@ from maxlite.distributed.initialize import distributed_runtime
 
 @contextlib.contextmanager
 def join_hosts(cfg: Config, program: str) -> Iterator[Config]:
-  """While open, this process and those that `cfg` tells of are one run (distributed/initialize.py).
+  """Connects the processes of one run while the context is open (distributed/initialize.py).
 
-  The config that comes back is the same on all of them: which one this is, is no part of the run.
+  Yields a config that is the same on all processes: without the keys that identify this one.
   """
   with contextlib.ExitStack() as stack:
     with exit_on_user_error(program):

@@ -1,6 +1,7 @@
 """Process discovery, the rendezvous and the heartbeat."""
 
 import concurrent.futures
+import re
 import signal
 import socket
 import subprocess
@@ -8,8 +9,9 @@ import sys
 import time
 
 import pytest
-from jax._src.clusters import ClusterEnv
 
+from maxlite.config.errors import UserError
+from maxlite.distributed import jax_private
 from maxlite.distributed.heartbeat import EXIT_PEER_LOST
 from maxlite.distributed.initialize import (
   LaunchEnvironment,
@@ -39,7 +41,7 @@ URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
 
 
 @pytest.mark.parametrize(
-  ("environment", "started"),
+  ("environment", "launch"),
   [
     ({}, LaunchEnvironment()),
     (SLURM, LaunchEnvironment(10, 5, "gpu007:61441", 4, 1)),
@@ -48,22 +50,22 @@ URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
       LaunchEnvironment(10, 5, "a7:61441", 2, 1),
     ),
     (SLURM | {"JAX_COORDINATOR_ADDRESS": "b:1"}, LaunchEnvironment(10, 5, "b:1", 4, 1)),
-    # Of a batch script, which srun did not start: it is alone.
+    # In a batch script, without srun: a single process.
     ({k: v for k, v in SLURM.items() if "STEP" not in k}, LaunchEnvironment()),
     (OPEN_MPI | URI, LaunchEnvironment(4, 3, "10.96.0.1:62624", 2, 1)),
     (OPEN_MPI, LaunchEnvironment(4, 3, "", 2, 1)),
     ({"JOB_COMPLETION_INDEX": "2"}, LaunchEnvironment(process_id=2)),
   ],
 )
-def test_what_an_environment_tells(environment, started):
-  assert read_environment(environment) == started
+def test_launchers_are_read_from_the_environment(environment, launch):
+  assert read_environment(environment) == launch
 
 
 @pytest.mark.parametrize(
-  ("keys", "started", "place"),
+  ("keys", "launch", "spec"),
   [
     (("", -1, -1), LaunchEnvironment(), None),
-    (("", -1, -1), LaunchEnvironment(process_id=2), None),  # JAX asks Kubernetes
+    (("", -1, -1), LaunchEnvironment(process_id=2), None),  # JAX detects Kubernetes
     (("", 1, -1), LaunchEnvironment(10, 5, "a:1"), ProcessSpec("", 1, 0)),
     (("", -1, -1), LaunchEnvironment(1, 0, "a:1"), ProcessSpec("", 1, 0)),
     (("a:1", 4, 2), LaunchEnvironment(), ProcessSpec("a:1", 4, 2)),
@@ -72,12 +74,12 @@ def test_what_an_environment_tells(environment, started):
     (("b:2", 4, -1), LaunchEnvironment(process_id=2), ProcessSpec("b:2", 4, 2)),
   ],
 )
-def test_keys_come_before_the_environment(keys, started, place):
-  assert resolve_process(*keys, started) == place
+def test_keys_override_the_environment(keys, launch, spec):
+  assert resolve_process(*keys, launch) == spec
 
 
 @pytest.mark.parametrize(
-  ("keys", "started", "says"),
+  ("keys", "launch", "message"),
   [
     (("", 4, 2), LaunchEnvironment(), "coordinator_address=HOST:PORT of process 0"),
     (("", -1, -1), LaunchEnvironment(4, 3), "(not given) for process_id=3 of num_processes=4"),
@@ -87,14 +89,13 @@ def test_keys_come_before_the_environment(keys, started, place):
     (("a:1", 4, 4), LaunchEnvironment(), "from 0 to 3, or num_processes=5"),
   ],
 )
-def test_half_a_place_is_refused(keys, started, says):
-  with pytest.raises(ValueError, match=r".") as refused:
-    resolve_process(*keys, started)
-  assert says in str(refused.value)
+def test_an_incomplete_process_spec_is_an_error(keys, launch, message):
+  with pytest.raises(UserError, match=re.escape(message)):
+    resolve_process(*keys, launch)
 
 
 class Cluster:
-  """Stands for Kubernetes or a Cloud TPU, as JAX asks them."""
+  """A stand-in for Kubernetes or Cloud TPU in JAX's cluster detection."""
 
   __name__, name, opt_in_only_method = "Cluster", "test", False
 
@@ -114,13 +115,13 @@ class Cluster:
   get_local_process_id = lambda self: None
 
 
-def test_whom_jax_finds_is_asked_where_nothing_else_tells(monkeypatch):
-  monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster()])
+def test_jax_detects_a_cluster_that_no_key_specifies(monkeypatch):
+  monkeypatch.setattr(jax_private.ClusterEnv, "_cluster_types", [Cluster()])
   assert detect_process("", 1) == ProcessSpec("a:8482", 4, 3)
   assert detect_process("b:1", 1) == ProcessSpec("b:1", 4, 3)
-  monkeypatch.setattr(ClusterEnv, "_cluster_types", [])
+  monkeypatch.setattr(jax_private.ClusterEnv, "_cluster_types", [])
   assert detect_process("", 1) == ProcessSpec("", 1, 0)
-  with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS=b:1, but nothing tells how many"):
+  with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS=b:1 without the number of"):
     detect_process("b:1", 1)
   monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
   with pytest.raises(ValueError, match="this is pod 2 of an indexed job"):
@@ -128,18 +129,24 @@ def test_whom_jax_finds_is_asked_where_nothing_else_tells(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such\nservice"), KeyError("job-name")])
-def test_whom_jax_does_not_find_is_told_in_one_line(monkeypatch, error):
-  monkeypatch.setattr(ClusterEnv, "_cluster_types", [Cluster(broken=error)])
+def test_a_failed_detection_is_an_error_of_one_line(monkeypatch, error):
+  monkeypatch.setattr(jax_private.ClusterEnv, "_cluster_types", [Cluster(broken=error)])
   with pytest.raises(ValueError, match="JAX does not find the other processes") as refused:
     detect_process("", 1)
   assert "\n" not in str(refused.value)
-  assert "num_processes=1 to train alone" in str(refused.value)
+  assert "num_processes=1 to train with one process" in str(refused.value)
+
+
+def test_jax_without_cluster_detection_is_an_error(monkeypatch):
+  monkeypatch.setattr(jax_private, "ClusterEnv", None)
+  with pytest.raises(UserError, match=r"has no jax\._src\.clusters.* num_processes=1 for"):
+    detect_process("", 1)
 
 
 FOUND_BY_JAX = """
 import sys
-from jax._src.clusters import ClusterEnv
 from maxlite.distributed.initialize import distributed_runtime
+from maxlite.distributed.jax_private import ClusterEnv
 class Cluster(ClusterEnv):
   is_env_present = classmethod(lambda cls: True)
   get_coordinator_address = classmethod(lambda cls, **_: sys.argv[1])
@@ -155,20 +162,22 @@ except ValueError as error:
 
 
 @pytest.mark.slow
-def test_one_that_is_missing_where_jax_finds_them_is_told_to_all():
+def test_a_missing_process_of_a_detected_cluster_is_named_on_all():
   address = free_address()
   command = [sys.executable, "-c", FOUND_BY_JAX, address]
   running = [
     subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in ("0", "2")
   ]
   for process in running:
-    said = process.communicate(timeout=120)[1].splitlines()
+    written = process.communicate(timeout=120)[1].splitlines()
     assert process.returncode == 1
-    assert said[-1].startswith(f"1 of 3 processes did not come to coordinator_address={address}")
+    assert written[-1].startswith(
+      f"1 of 3 processes did not connect to coordinator_address={address}"
+    )
 
 
 @pytest.mark.parametrize(
-  ("started", "environment", "devices"),
+  ("launch", "environment", "devices"),
   [
     (LaunchEnvironment(), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
     (LaunchEnvironment(2, 1, "", 1, 0), {}, []),
@@ -182,12 +191,12 @@ def test_one_that_is_missing_where_jax_finds_them_is_told_to_all():
     (LaunchEnvironment(8, 5, "", 4, 1), {"JAX_LOCAL_DEVICE_IDS": "7"}, None),
   ],
 )
-def test_processes_of_a_host_share_its_devices(started, environment, devices):
-  assert local_devices(started, environment) == devices
+def test_processes_of_a_host_divide_its_devices(launch, environment, devices):
+  assert local_devices(launch, environment) == devices
 
 
-def test_devices_that_cannot_be_shared_are_not_left_idle():
-  with pytest.raises(ValueError, match="3 processes on this host do not share 4 GPUs"):
+def test_devices_that_cannot_be_divided_are_an_error():
+  with pytest.raises(UserError, match="3 processes on this host cannot share 4 GPUs"):
     local_devices(LaunchEnvironment(3, 0, "", 3, 0), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
 
@@ -196,19 +205,19 @@ def free_address():
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def meeting(*places, timeout=10.0):
-  """Per place, the peers it found or the error it got."""
-  with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-    futures = [pool.submit(rendezvous, place, timeout) for place in places]
+def rendezvous_of(*specs, timeout=10.0):
+  """For each process, its peers or its exception."""
+  with concurrent.futures.ThreadPoolExecutor(len(specs)) as pool:
+    futures = [pool.submit(rendezvous, spec, timeout) for spec in specs]
   return [future.exception() or future.result() for future in futures]
 
 
-def test_all_meet_at_process_0_and_the_port_is_free_again():
+def test_all_connect_to_process_0_and_the_port_is_free_again():
   address = free_address()
   for _ in range(2):
-    found = meeting(*(ProcessSpec(address, 3, n) for n in (2, 0, 1)))
+    found = rendezvous_of(*(ProcessSpec(address, 3, n) for n in (2, 0, 1)))
     assert [sorted(peers) for peers in found] == [[0], [1, 2], [0]]
-    for peer in (1, 2):  # the connection of each is its own
+    for peer in (1, 2):  # each has a separate connection
       found[1][peer].sendall(str(peer).encode())
     assert [found[n][0].recv(1) for n in (2, 0)] == [b"1", b"2"]
     for peers in found:
@@ -217,23 +226,23 @@ def test_all_meet_at_process_0_and_the_port_is_free_again():
 
 
 @pytest.mark.parametrize(
-  ("ranks", "says"),
+  ("ranks", "message"),
   [
-    ([(4, 0), (4, 2)], "2 of 4 processes did not come to"),
+    ([(4, 0), (4, 2)], "2 of 4 processes did not connect to"),
     ([(4, 1)], "process 0 is not at coordinator_address="),
     ([(2, 0), (3, 2)], "process_id=2 was started with num_processes=3, process_id=0 with"),
     ([(3, 0), (3, 1), (3, 1)], "two processes were started with process_id=1"),
   ],
 )
-def test_who_does_not_fit_is_told_to_all_in_time(ranks, says):
+def test_an_inconsistent_rendezvous_fails_on_all_in_time(ranks, message):
   address, began = free_address(), time.monotonic()
-  for error in meeting(*(ProcessSpec(address, *rank) for rank in ranks), timeout=1.0):
-    assert isinstance(error, ValueError)
-    assert says in str(error)
+  for error in rendezvous_of(*(ProcessSpec(address, *rank) for rank in ranks), timeout=1.0):
+    assert isinstance(error, UserError)
+    assert message in str(error)
   assert time.monotonic() - began < 5
 
 
-def test_a_stranger_does_not_disturb_the_meeting():
+def test_other_connections_do_not_disturb_the_rendezvous():
   address = free_address()
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 10.0)
@@ -250,14 +259,14 @@ def test_a_stranger_does_not_disturb_the_meeting():
     peers.popitem()[1].close()
 
 
-def test_a_port_in_use_is_refused():
+def test_a_port_in_use_is_an_error():
   with socket.create_server(("127.0.0.1", 0)) as listener:
     port = listener.getsockname()[1]
     with pytest.raises(ValueError, match="cannot listen at that port"):
       rendezvous(ProcessSpec(f"127.0.0.1:{port}", 2, 0), 1.0)
 
 
-MEMBER = """
+PROCESS = """
 import os, signal, sys, time
 from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
@@ -279,10 +288,10 @@ with Heartbeat(rank, peers, 1.5):
 """
 
 
-def members(*acts):
-  """(exit code, what it wrote) of processes that do these things; one that stops is killed."""
+def processes(*acts):
+  """(exit code, stderr) of processes with these actions; a stopped one is killed."""
   address = free_address()
-  command = [sys.executable, "-c", MEMBER, address, str(len(acts))]
+  command = [sys.executable, "-c", PROCESS, address, str(len(acts))]
   running = [
     subprocess.Popen([*command, str(rank), act], stderr=subprocess.PIPE, text=True)
     for rank, act in enumerate(acts)
@@ -298,7 +307,7 @@ def members(*acts):
 
 @pytest.mark.parametrize("lost", [0, 2])
 @pytest.mark.parametrize(
-  ("act", "code", "says"),
+  ("act", "code", "message"),
   [
     ("kill", -signal.SIGKILL, "process {} died"),
     ("stop", -signal.SIGKILL, "process {} was silent for 1.5 s"),
@@ -306,16 +315,16 @@ def members(*acts):
     ("refuse", 2, "process {} failed: wrong key"),
   ],
 )
-def test_when_one_is_lost_all_leave_in_one_line_that_names_it(act, code, says, lost):
+def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, code, message, lost):
   acts = ["work"] * 3
   acts[lost] = act
-  ended = members(*acts)
+  ended = processes(*acts)
   assert ended.pop(lost)[0] == code
-  for leaver, (left, written) in zip([n for n in range(3) if n != lost], ended, strict=True):
-    assert left == EXIT_PEER_LOST
-    assert written.startswith(f"process {leaver} leaves: {says.format(lost)}")
+  for survivor, (exit_code, written) in zip([n for n in range(3) if n != lost], ended, strict=True):
+    assert exit_code == EXIT_PEER_LOST
+    assert written.startswith(f"process {survivor} exits: {message.format(lost)}")
     assert written.count("\n") == 1
 
 
-def test_who_is_done_may_leave_before_the_others():
-  assert members("end", "late", "end") == [(0, "")] * 3
+def test_a_finished_process_may_exit_before_the_others():
+  assert processes("end", "late", "end") == [(0, "")] * 3

@@ -1,4 +1,4 @@
-"""The exchange between expert shards: where every row lands, its adjoint, and what is dropped."""
+"""Dispatch and combine: destination of every row, gradients, and dropped rows."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from maxlite.sharding import all_to_all as exchange_module
+from maxlite.sharding import all_to_all
 from maxlite.sharding.all_to_all import check_all_to_all, combine, dispatch, plan_dispatch
 
 NUM_SHARDS, NUM_EXPERTS, NUM_ROWS, DIM = 4, 8, 12, 3
@@ -27,7 +27,7 @@ def counts(name):
     "a shard that gets nothing": np.array([1, 2, 0, 0, 1, 1, 3, 1]),
   }[name]
   rows = rng.integers(0, NUM_ROWS + 1, (2, NUM_SHARDS))
-  rows[0, 1], rows[1, 2] = 0, NUM_ROWS  # one that sends nothing, one that is full
+  rows[0, 1], rows[1, 2] = 0, NUM_ROWS  # one shard without rows, one with a full buffer
   draw = functools.partial(rng.multinomial, pvals=shares_E / shares_E.sum())
   return np.array([[draw(n) for n in row] for row in rows], np.int32)
 
@@ -36,7 +36,7 @@ ROUTINGS = ("uniform", "skewed", "one hot", "empty experts", "a shard that gets 
 
 
 def expected_rows(counts_PE, num_received):
-  """For each shard the (sender, row in its buffer) of every row that lands; and what is kept."""
+  """(for each shard the (sender, row in its buffer) of every received row, kept counts_PE)"""
   kept_PE = np.zeros_like(counts_PE)
   for mine in np.arange(NUM_EXPERTS).reshape(NUM_SHARDS, -1):
     total_e = counts_PE[:, mine].sum(0)
@@ -76,25 +76,27 @@ def draw(num_rows, seed):
 
 
 @pytest.fixture(scope="module", params=[WHOLE, 10])
-def exchange(request):
-  """(rows of a receive buffer, what runs dispatch, combine and both gradients)."""
+def round_trip(request):
+  """(rows of a receive buffer, function that runs dispatch, combine and both gradients)"""
 
   def both(plan, x, y, dx, dy):
-    received, send_back = jax.vjp(lambda x: dispatch(x, plan), x)
-    returned, give_on = jax.vjp(lambda y: combine(y, plan), y)
-    figures = plan.group_sizes_e, plan.num_dropped
-    return received, send_back(dy)[0], returned, give_on(dx)[0], figures
+    received, dispatch_vjp = jax.vjp(lambda x: dispatch(x, plan), x)
+    returned, combine_vjp = jax.vjp(lambda y: combine(y, plan), y)
+    counts = plan.group_sizes_e, plan.num_dropped
+    return received, dispatch_vjp(dy)[0], returned, combine_vjp(dx)[0], counts
 
   return request.param, on_shards(both, request.param)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_row_lands_sorted_by_expert_and_comes_back(exchange, routing):
-  num_received, run = exchange
+def test_rows_arrive_sorted_by_expert_and_return(round_trip, routing):
+  num_received, run = round_trip
   counts_ZPE = counts(routing)
   x, dx = draw(NUM_ROWS, 0), draw(NUM_ROWS, 1)
   y, dy = draw(num_received, 2), draw(num_received, 3)
-  received, dx_of_send, returned, dy_of_return, (sizes, dropped) = run(counts_ZPE, x, y, dx, dy)
+  received, dx_of_dispatch, returned, dy_of_combine, (sizes, dropped) = run(
+    counts_ZPE, x, y, dx, dy
+  )
   for z in range(2):
     landed, kept_PE = expected_rows(counts_ZPE[z], num_received)
     back, dback = np.zeros_like(x[z]), np.zeros_like(x[z])
@@ -104,15 +106,15 @@ def test_every_row_lands_sorted_by_expert_and_comes_back(exchange, routing):
         there[row], dthere[row] = x[z, sender, source], dx[z, sender, source]
         back[sender, source], dback[sender, source] = y[z, p, row], dy[z, p, row]
       np.testing.assert_array_equal(received[z, p], there)
-      np.testing.assert_array_equal(dy_of_return[z, p], dthere)
+      np.testing.assert_array_equal(dy_of_combine[z, p], dthere)
       np.testing.assert_array_equal(sizes[z, p], kept_PE[:, 2 * p : 2 * p + 2].sum(0))
     np.testing.assert_array_equal(returned[z], back)
-    np.testing.assert_array_equal(dx_of_send[z], dback)
+    np.testing.assert_array_equal(dx_of_dispatch[z], dback)
     np.testing.assert_array_equal(dropped[z], (counts_ZPE[z] - kept_PE).sum(1))
   assert (num_received < WHOLE) or not np.any(dropped)
 
 
-def test_what_is_sent_past_a_full_buffer_comes_from_the_fullest_experts():
+def test_a_full_buffer_drops_rows_of_the_largest_experts():
   counts_ZPE = np.zeros((2, NUM_SHARDS, NUM_EXPERTS), np.int32)
   counts_ZPE[:, :, 0], counts_ZPE[:, :, 1] = 8, 1
   run = on_shards(lambda plan, x: (plan.group_sizes_e, plan.num_dropped), 10)
@@ -121,18 +123,18 @@ def test_what_is_sent_past_a_full_buffer_comes_from_the_fullest_experts():
   assert dropped[0].tolist() == [2, 8, 8, 8]
 
 
-def test_the_check_before_a_run_passes_here():
+def test_the_check_before_a_run_passes_on_cpu():
   check_all_to_all(MESH, ("expert",))
 
 
-def test_the_check_before_a_run_finds_one_row_in_the_wrong_place(monkeypatch):
-  """As on a platform whose collective is wrong for the way back of one chunk."""
-  exchange = exchange_module._exchange
+def test_the_check_before_a_run_finds_misplaced_rows(monkeypatch):
+  """As on a platform whose collective is wrong in `combine`."""
+  exchange = all_to_all._exchange
 
   def wrong(mesh_axes, num_rows, x, chunks, reverse):
     y = exchange(mesh_axes, num_rows, x, chunks, reverse)
     return y if num_rows > NUM_ROWS * NUM_SHARDS + 16 else jnp.roll(y, 1, axis=0)
 
-  monkeypatch.setattr(exchange_module, "_exchange", wrong)
+  monkeypatch.setattr(all_to_all, "_exchange", wrong)
   with pytest.raises(ValueError, match="write use_ring_of_experts=true"):
     check_all_to_all(MESH, ("expert",))

@@ -1,4 +1,4 @@
-"""Degrees to a mesh: what is filled in, what is refused, and with which words."""
+"""Mesh degrees: auto-detection, and errors."""
 
 import jax
 import pytest
@@ -30,13 +30,13 @@ def test_every_axis_has_its_degrees_in_the_schema():
   ],
 )
 @pytest.mark.parametrize("dcn", [ONES, FREE_DATA])
-def test_what_is_left_is_filled_in_and_axes_of_one_stay(given, filled, dcn):
+def test_minus_one_is_filled_in_and_axes_of_size_one_remain(given, filled, dcn):
   mesh = build_mesh(degrees(**given), dcn)
   assert dict(mesh.shape) == dict(zip(MESH_AXES, degrees(**filled), strict=True))
   assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
 
 
-def test_some_of_the_devices_make_a_mesh():
+def test_a_mesh_of_some_devices():
   chosen = jax.devices()[2:6]
   mesh = build_mesh(degrees(data=2, fsdp=-1), ONES, chosen)
   assert set(mesh.devices.flat) == set(chosen)
@@ -56,17 +56,17 @@ def test_some_of_the_devices_make_a_mesh():
     ({"fsdp": 4}, r"JAX_NUM_CPU_DEVICES"),
   ],
 )
-def test_degrees_that_do_not_fit_are_named_with_their_numbers(given, message):
+def test_errors_name_the_degrees_and_numbers_of_devices(given, message):
   with pytest.raises(ValueError, match=message):
     build_mesh(degrees(**given), ONES)
 
 
-def test_slices_are_counted_where_dcn_degrees_ask_for_them():
+def test_dcn_degrees_must_match_the_number_of_slices():
   with pytest.raises(ValueError, match=r"dcn_data_parallelism=2 multiply to 2.* 1 slices"):
     build_mesh(degrees(fsdp=-1), degrees(data=2))
 
 
-def test_the_same_rule_fills_slices():
+def test_minus_one_is_filled_in_for_slices():
   assert _fill("dcn", degrees(data=-1, fsdp=2), 6, "slices") == degrees(data=3, fsdp=2)
   with pytest.raises(ValueError, match=r"dcn_fsdp_parallelism=4.* 6 slices: make 4 divide 6$"):
     _fill("dcn", degrees(data=-1, fsdp=4), 6, "slices")

@@ -1,4 +1,4 @@
-"""The sharding table and the Sharder: names in, specs out, mistakes refused."""
+"""The sharding table and the Sharder: specs, constraints and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_overrides_replace_rows_and_leave_the_others(mesh):
   assert sharder.spec(("vocab",)) == Sharder(mesh).spec(("vocab",))
 
 
-def test_constrain_lays_an_array_out(mesh):
+def test_constrain_shards_an_array(mesh):
   sharder = Sharder(mesh)
   names = ("activation_batch", "activation_mlp")
   x = jax.jit(lambda x: sharder.constrain(x, names))(jnp.ones((4, 6)))
@@ -47,12 +47,12 @@ def test_constrain_lays_an_array_out(mesh):
     ({"embed": ("fsdp", "tensr")}, "embed: no mesh axis 'tensr'; use .*tensor"),
   ],
 )
-def test_an_override_must_name_what_exists(mesh, overrides, message):
+def test_an_override_must_name_existing_axes(mesh, overrides, message):
   with pytest.raises(ValueError, match=message):
     Sharder(mesh, overrides)
 
 
-def test_a_mesh_axis_cuts_only_one_axis_of_an_array(mesh):
+def test_a_mesh_axis_shards_only_one_axis_of_an_array(mesh):
   with pytest.raises(ValueError, match="put mesh axis 'tensor' on two axes"):
     Sharder(mesh).spec(("vocab", "mlp"))
   with pytest.raises(ValueError, match="put mesh axis 'fsdp' on two axes"):

@@ -49,7 +49,7 @@ def test_a_killed_process_ends_all_and_a_restart_changes_nothing(in_peace, folde
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(rank), signal.SIGKILL)
   assert launch.wait() == 0, launch.output
-  assert f"[{1 - rank}] process {1 - rank} leaves: process {rank} died" in launch.output
+  assert f"[{1 - rank}] process {1 - rank} exits: process {rank} died" in launch.output
   assert "restart 1 of 1 after code 137" in launch.output
   assert "going on from the checkpoint of step" in launch.output
   assert logged(folder) == logged(in_peace[0])
@@ -74,7 +74,7 @@ def test_a_process_that_hangs_is_lost_after_the_heartbeat(folder):
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(0), signal.SIGSTOP)
   assert launch.wait() == EXIT_PEER_LOST
-  assert "[1] process 1 leaves: process 0 was silent for 5 s" in launch.output
+  assert "[1] process 1 exits: process 0 was silent for 5 s" in launch.output
 
 
 def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(folder):

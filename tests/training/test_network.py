@@ -113,7 +113,7 @@ def test_a_cut_link_ends_both_hosts_and_they_go_on_when_it_is_back(network, fold
     print(f"left {time.monotonic() - cut_at:.1f} s after the cut, with codes {codes}")
     assert 0 not in codes
     for rank, (_, log) in enumerate(started):
-      lost = rf"process {rank} leaves: process {1 - rank} .*"
+      lost = rf"process {rank} exits: process {1 - rank} .*"
       assert re.search(lost, log.read_text()), log.read_text()
 
   ip("-n", HOSTS[0], "link", "set", link_of(HOSTS[0]), "up")

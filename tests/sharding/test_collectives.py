@@ -1,4 +1,4 @@
-"""The gradient of a weight that all shards share is the sum over shards."""
+"""pvary: the gradient of a weight shared by all shards is the sum over shards."""
 
 import jax
 import numpy as np
@@ -12,11 +12,11 @@ MESH_DEGREES = (1, 2, 2, 1, 1, 2)
 ROWS = P(("data", "fsdp"), None)
 
 
-def test_gradients_inside_shard_map_are_those_of_the_whole():
+def test_gradients_inside_shard_map_equal_those_without_it():
   draw = np.random.default_rng(0).normal
   x_TD, w_DF, dy_TF = (draw(size=s).astype(np.float32) for s in ((8, 5), (5, 6), (8, 6)))
 
-  # `matmul` has a gradient rule of its own, which knows nothing of meshes.
+  # `matmul` has a custom gradient rule, which does not sum over mesh axes.
   sharded = jax.shard_map(
     lambda x_tD, w_Df: matmul(*pvary(x_tD, w_Df)),
     mesh=build_mesh(MESH_DEGREES, (1,) * 6),
@@ -29,7 +29,7 @@ def test_gradients_inside_shard_map_are_those_of_the_whole():
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_every_operand_varies_over_the_axes_of_all():
+def test_all_operands_vary_over_the_union_of_their_axes():
   def local(x_t, w, z_d):
     marked = pvary(x_t, w, z_d)
     kinds = {jax.typeof(array).manual_axis_type.varying for array in marked}
