@@ -9,7 +9,7 @@ from maxlite.config.command_line import CommandLine, help_text
 from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
-from maxlite.config.phases import validate_phase_data, warmup_of
+from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.rules import validate
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.config.values import Setting, parse
@@ -56,7 +56,7 @@ def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -
   validate(config, sources, needs_data=needs_data)
   members_of(config)  # raises on their mistakes
   validate_phase_data(config, needs_data=needs_data)
-  warmup_of(config)
+  initial_phases_of(config)
   return config
 
 

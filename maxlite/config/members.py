@@ -7,7 +7,7 @@ from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.config.files import read_preset
-from maxlite.config.phases import SOURCE_KEYS, phases_of, warmup_of
+from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import SHARED, is_folder_name, validate
 from maxlite.config.schema import (
@@ -123,7 +123,7 @@ def _member(cfg: Config, index: int, raw: _RawMember) -> MemberConfig:
         f"phase {phase.name} has its own data, but all members read the same batches: write "
         f"{', '.join(SOURCE_KEYS)} and per_device_batch_size outside of phases"
       )
-  warmup_of(config)
+  initial_phases_of(config)
   return MemberConfig(raw.name, overrides, config)
 
 

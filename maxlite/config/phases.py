@@ -76,7 +76,7 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
   return phases
 
 
-def warmup_of(cfg: Config) -> dict[str, int]:
+def initial_phases_of(cfg: Config) -> dict[str, int]:
   """{phase: steps} of the phases that run before the alternation."""
   raws = cfg.phasing.initial_phases
   return {name: _steps(Setting(name, raw, "initial_phases")) for name, raw in raws.items()}

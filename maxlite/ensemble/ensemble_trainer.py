@@ -9,7 +9,8 @@ import numpy as np
 from rich.console import Console
 
 from maxlite.config import Config
-from maxlite.config.phases import DRAFT_LOSSES, phases_of
+from maxlite.config.phases import phases_of
+from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.data.batch import Batch
 from maxlite.data.loader import TrainStream
 from maxlite.ensemble.engines.engine_base import Engine

@@ -182,11 +182,10 @@ class Loss:
   drafts: bool = False  # whether it needs the draft heads
 
 
-LOSSES = {
-  "next_token": Loss(next_token, combine),
-  "match_head": Loss(match_head, _combine_match, drafts=True),
-  "next_token_and_draft": Loss(next_token_and_draft, _combine_joint, drafts=True),
-}
+# Entries of the LOSSES table (config/registry.py).
+NEXT_TOKEN = Loss(next_token, combine)
+MATCH_HEAD = Loss(match_head, _combine_match, drafts=True)
+NEXT_TOKEN_AND_DRAFT = Loss(next_token_and_draft, _combine_joint, drafts=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Objective:
   name: str  # of the phase; "train" in a run without phases
   data: DataConfig
   training: TrainingConfig
-  loss: str  # a name in training/loss.py's LOSSES
+  loss: str  # a name in LOSSES
   partition: Partition
   tx: optax.GradientTransformation
   schedule: optax.Schedule  # learning rate by updates

@@ -12,7 +12,8 @@ from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.config.phases import phases_of, warmup_of
+from maxlite.config.phases import initial_phases_of, phases_of
+from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, to_global
 from maxlite.layers.lora import add_missing_modules
@@ -32,7 +33,7 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.training.eval_step import build_eval_step
-from maxlite.training.loss import LOSSES, DecoderLoss
+from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective, build_objectives, global_batch_size
 from maxlite.training.routed_bias import build_routed_bias_update
 from maxlite.training.state import TrainState, init_state
@@ -234,7 +235,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   names, params = logical_names(boxed), meta.unbox(boxed)
   shardings = _parameter_shardings(params, names, sharder)
   check_sharded(shardings, sharder, cfg.mesh.sharding_tolerance)
-  plan = PhasePlan(phases_of(cfg), warmup_of(cfg), params) if cfg.phasing.phases else None
+  plan = PhasePlan(phases_of(cfg), initial_phases_of(cfg), params) if cfg.phasing.phases else None
   objectives = build_objectives(cfg, plan, names, sharder)
   first_state = lambda params: _first_state(params, jnp.uint32(0), cfg, objectives, plan)
   trainer = Trainer(

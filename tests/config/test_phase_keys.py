@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxlite.config import UserError, load_config
-from maxlite.config.phases import phases_of, warmup_of, without_data
+from maxlite.config.phases import initial_phases_of, phases_of, without_data
 
 FIT = "{name: fit, train: [layers/.*], steps: 20, learning_rate: 1e-3}"
 TUNE = "{name: tune, train: '.*norm.*', until: {metric: loss, max_steps: 9, patience: 3}}"
@@ -56,7 +56,7 @@ def test_phase_keys_override_those_of_the_run():
   assert fit.optimizer.opt_type == tune.optimizer.opt_type == "lion"
   assert tune.train == (".*norm.*",)
   assert (tune.until.metric, tune.until.max_steps, tune.until.patience) == ("loss", 9, 3)
-  assert warmup_of(cfg) == {"fit": 7}
+  assert initial_phases_of(cfg) == {"fit": 7}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from maxlite.config import load_config
 from maxlite.data.batch import Batch
 from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.training.loss import LOSSES, DecoderLoss
+from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 from maxlite.training.state import TrainState
 from maxlite.training.step import build_gradients, build_train_step
 
@@ -178,7 +178,7 @@ def _step(variant: Variant) -> Any:
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda updates, state, params: (jax.tree.map(jnp.zeros_like, updates), updates),
   )
-  loss = DecoderLoss(model, LOSSES["next_token"], cfg.training, cfg.model.moe)
+  loss = DecoderLoss(model, NEXT_TOKEN, cfg.training, cfg.model.moe)
   step = build_train_step(build_gradients(loss, cfg.training.gradient_accumulation_steps), keep)
 
   def run(params: dict, batch: Batch) -> tuple:

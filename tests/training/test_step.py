@@ -14,7 +14,7 @@ from maxlite.models import Decoder
 from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory_estimate import bytes_per_device
 from maxlite.planning.plan_run import compile_step
-from maxlite.training.loss import LOSSES, DecoderLoss
+from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 from maxlite.training.state import init_state
 from maxlite.training.step import build_gradients, build_train_step
 
@@ -88,7 +88,7 @@ def test_the_step_follows_the_gradient_of_the_total_loss():
     model_cfg = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
     model = Decoder(model_cfg, trainer_of(**MESH, **BALANCED).sharder)
     tx = optax.sgd(1.0)  # parameters less their gradient
-    loss = DecoderLoss(model, LOSSES["next_token"], cfg.training, model_cfg.moe)
+    loss = DecoderLoss(model, NEXT_TOKEN, cfg.training, model_cfg.moe)
     step = jax.jit(build_train_step(build_gradients(loss), tx))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), first_state().params)
     batch = uneven_batch(0)
