@@ -1,4 +1,4 @@
-"""`python -m maxlite.convert from_hf FOLDER run_name=mine`: models in and out; see USAGE."""
+"""`python -m maxlite.convert from_hf FOLDER run_name=NAME`: import and export; see USAGE."""
 
 import sys
 
@@ -8,47 +8,47 @@ from maxlite.config.errors import UserError
 
 USAGE = """\
 usage: python -m maxlite.convert from_hf FOLDER run_name=NAME [key=value ...]
-         makes a run of a folder in Hugging Face's format
+         import a Hugging Face folder as a run
        python -m maxlite.convert to_hf run_name=NAME output_path=FOLDER
-         makes such a folder of a run's newest checkpoint, adapters merged
+         export a run's latest checkpoint to a Hugging Face folder, with adapters merged
        python -m maxlite.convert to_peft FOLDER run_name=NAME output_path=FOLDER
-         makes a folder of the peft package of a run's adapters, which add to the weights in FOLDER
+         export a run's adapters in the format of peft, for the base model in FOLDER
        python -m maxlite.convert upcycle run_name=NAME output_path=NEW_NAME num_experts=8 [...]
-         makes a run with a mixture of experts of a dense one, which computes the same at first
+         create a mixture-of-experts run that computes the same function as a dense run
 """
-VERBS = ("from_hf", "to_hf", "to_peft", "upcycle")
-OF_FOLDERS = ("from_hf", "to_peft")
+COMMANDS = ("from_hf", "to_hf", "to_peft", "upcycle")
+NEED_FOLDER = ("from_hf", "to_peft")
 
 
 def main() -> int:
-  verb, words = sys.argv[1:2], sys.argv[2:]
-  if {"--help", "-h"} & {*verb, *words}:
+  command, argv = sys.argv[1:2], sys.argv[2:]
+  if {"--help", "-h"} & {*command, *argv}:
     sys.stdout.write(USAGE + "\n" + help_text("maxlite.convert"))
     return 0
   with exit_on_user_error("maxlite.convert"):
-    folder = _folder(verb, words)
-    load_config(words, needs_data=False)  # told of a mistake before JAX is loaded
+    folder = _pop_folder(command, argv)
+    load_config(argv, needs_data=False)  # report mistakes before JAX is imported
     from maxlite.hf.conversion import run_conversion
 
-    return run_conversion(verb[0], folder, words)
+    return run_conversion(command[0], folder, argv)
 
 
-def _folder(verb: list[str], words: list[str]) -> str:
-  """The FOLDER of OF_FOLDERS, taken from `words`; empty for the others.
+def _pop_folder(command: list[str], argv: list[str]) -> str:
+  """Remove FOLDER from `argv` and return it; empty for commands without one.
 
   Raises:
-    UserError: the words are none of USAGE.
+    UserError: the arguments do not match USAGE.
   """
-  if not verb or verb[0] not in VERBS:
-    raise UserError(f"command line: write one of {', '.join(VERBS)} first; --help tells more")
-  for word in words:
-    if word.endswith((".yml", ".yaml")):
-      raise UserError(f"command line: {word} is no word of {verb[0]}, which takes key=value only")
-  if verb[0] not in OF_FOLDERS:
+  if not command or command[0] not in COMMANDS:
+    raise UserError(f"command line: write one of {', '.join(COMMANDS)} first; see --help")
+  for argument in argv:
+    if argument.endswith((".yml", ".yaml")):
+      raise UserError(f"command line: {command[0]} takes only key=value, not {argument}")
+  if command[0] not in NEED_FOLDER:
     return ""
-  if not words or "=" in words[0]:
-    raise UserError(f"command line: {verb[0]} FOLDER is missing; name the one with config.json")
-  return words.pop(0)
+  if not argv or "=" in argv[0]:
+    raise UserError(f"command line: {command[0]} FOLDER is missing; name the one with config.json")
+  return argv.pop(0)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,30 @@
-"""What maxlite knows of a family of published models: its config.json and its tensors' names."""
+"""A Hugging Face model family as data: the keys of its config.json and the names of its tensors."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxlite.config.schema import ModelConfig
+from maxlite.config.model_families import MODELS
+from maxlite.config.schema import ModelConfig, flatten
+from maxlite.hf.config_keys import Key, read_keys, require, write_keys
+from maxlite.hf.rope_config import rope_from_hf, rope_to_hf
+
+ConfigJson = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-  """A parameter and the tensor that holds it.
+class TensorRule:
+  """Maps a parameter to a tensor of a checkpoint.
 
-  `ours` is a parameter's path, within its layer for the rows of a block; several where one tensor
-  holds as many parameters of one shape. `theirs` is the tensor's name, in which {expert} counts
-  experts. `axes` says how one lies in the other (axes.py): by any letters, but that `e` counts
-  {expert} and comes first, as does `g`, which counts those several parameters:
+  `ours` is the path of the parameter, in rules of a block relative to the layer; several paths of
+  one shape if a tensor holds several parameters. `theirs` is the name of the tensor, with {expert}
+  for the number of the expert. `axes` describes the layout in the notation of tensor_mapping.py:
+  axes have any letters, except that `e` counts {expert} and `g` the several parameters, and both
+  come first:
 
-    Row("attention/query/kernel", "self_attn.q_proj.weight", "d h c -> (h c) d")
-    Row("moe/wi_0", "mlp.experts.{expert}.gate_proj.weight", "e d f -> f d")
-    Row(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e d (f g)")
+    TensorRule("attention/query/kernel", "self_attn.q_proj.weight", "d h c -> (h c) d")
+    TensorRule("moe/wi_0", "mlp.experts.{expert}.gate_proj.weight", "e d f -> f d")
+    TensorRule(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e d (f g)")
   """
 
   ours: str | tuple[str, ...]
@@ -31,30 +37,100 @@ class Row:
 
 
 OUTER = (
-  Row("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
-  Row("final_norm/scale", "model.norm.weight", "d -> d"),
-  Row("unembed/kernel", "lm_head.weight", "d v -> v d"),
+  TensorRule("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
+  TensorRule("final_norm/scale", "model.norm.weight", "d -> d"),
+  TensorRule("unembed/kernel", "lm_head.weight", "d v -> v d"),
+)
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+DECODER_KEYS = (
+  Key("vocab_size", "vocab_size"),
+  Key("base_emb_dim", "hidden_size"),
+  Key("base_num_decoder_layers", "num_hidden_layers"),
+  Key("base_num_query_heads", "num_attention_heads"),
+  Key("normalization_layer_epsilon", "rms_norm_eps"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class HfFamily:
   """One `model_type` of config.json.
 
-  `config_from_hf` makes our flat keys of config.json, `config_to_hf` is its inverse: each key that
-  changes what the model computes comes back as it was, or the export is refused. model_type,
-  architectures, dtype, lengths and token ids are the exporter's to write. Rows that name no
-  parameter of a config's model are passed over, so `block` may list what only some models have.
+  Its keys are read by `config_from_hf` and written by `config_to_hf`, its inverse: keys that change
+  what the model computes must survive the round trip, otherwise the export is refused. The exporter
+  writes model_type, architectures, dtype, lengths and token ids. Rules for parameters that a model
+  does not have are skipped.
   """
 
   model_type: str
   architecture: str  # of config.json's `architectures`
   decoder_block: str  # of MODELS
-  config_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
-  config_to_hf: Callable[[ModelConfig], dict[str, Any]]
-  block: Callable[[ModelConfig, bool], Sequence[Row]]  # rows of a layer; True: of a mixture
-  outer: Sequence[Row] = OUTER  # of what is no layer
-  layer_prefix: str = "model.layers.{layer}."  # before the names of `block`
-  ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors that hold no weights
-  unread: Sequence[str] = ()  # keys of config.json that change nothing in this family
-  quantized: str = ""  # the quant_method of config.json that it is read from, as MXFP4 is
+  block: Sequence[TensorRule]  # rules of a layer
+  keys: Sequence[Key] = ()  # in addition to DECODER_KEYS
+  ours: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our keys of all its models
+  # Keys that config.json must have with these values, or lack.
+  required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  activation: str = "silu"
+  activation_key: str = "hidden_act"
+  tied: bool = False  # default of tie_word_embeddings
+  checks_layer_types: bool = False  # whether local and global layers must follow MODELS
+  aux_loss_key: str = ""  # load balance loss weight, written but not read
+  # What keys cannot express: (config.json, our keys) -> more of our keys, config -> more of theirs.
+  extra_from_hf: Callable[[ConfigJson, Mapping[str, Any]], dict[str, Any]] = lambda hf, keys: {}
+  extra_to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda cfg: {}
+  rope_from_hf: Callable[[ConfigJson], dict[str, Any]] = rope_from_hf
+  rope_to_hf: Callable[[ModelConfig], dict[str, Any]] = rope_to_hf
+  extra_block: Callable[[ModelConfig], Sequence[TensorRule]] = lambda cfg: ()
+  outer: Sequence[TensorRule] = OUTER  # rules outside of layers
+  layer_prefix: str = "model.layers.{layer}."  # of the tensors of `block`
+  ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors without weights
+  unread: Sequence[str] = ()  # keys of config.json without effect in this family
+  quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
+
+  def config_from_hf(self, hf: ConfigJson) -> dict[str, Any]:
+    """Convert config.json to our keys."""
+    require(hf, hidden_act=self.activation, hidden_activation=self.activation)
+    require(hf, attention_bias=MODELS[self.decoder_block].out_bias, mlp_bias=False)
+    require(hf, **self.required)
+    if self.checks_layer_types:
+      self._require_layer_types(hf)
+    heads = hf["num_attention_heads"]
+    keys = read_keys(DECODER_KEYS, hf) | {
+      "base_num_kv_heads": hf.get("num_key_value_heads") or heads,
+      "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+      "mlp_activations": (ACTIVATIONS[self.activation], "linear"),
+      "logits_via_embedding": hf.get("tie_word_embeddings", self.tied),
+    }
+    keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf) | self.ours
+    return keys | self.extra_from_hf(hf, keys)
+
+  def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:
+    """Convert our config to config.json."""
+    flat, model = flatten(cfg), MODELS[self.decoder_block]
+    hf = write_keys((*DECODER_KEYS, *self.keys), flat) | {
+      "num_key_value_heads": cfg.base_num_kv_heads,
+      "head_dim": cfg.head_dim,
+      self.activation_key: self.activation,
+      "attention_bias": model.out_bias,
+      "tie_word_embeddings": cfg.logits_via_embedding,
+      **self.rope_to_hf(cfg),
+      **self.required,
+    }
+    if self.checks_layer_types and model.global_layer_every:
+      hf["layer_types"] = self._layer_types(cfg.base_num_decoder_layers)
+    if self.aux_loss_key:
+      hf[self.aux_loss_key] = cfg.moe.load_balance_loss_weight
+    return hf | self.extra_to_hf(cfg)
+
+  def block_rules(self, cfg: ModelConfig) -> list[TensorRule]:
+    return [*self.block, *self.extra_block(cfg)]
+
+  def _layer_types(self, num_layers: int) -> list[str]:
+    every = MODELS[self.decoder_block].global_layer_every
+    is_local = [bool(every and (i + 1) % every) for i in range(num_layers)]
+    return ["sliding_attention" if local else "full_attention" for local in is_local]
+
+  def _require_layer_types(self, hf: ConfigJson) -> None:
+    every = MODELS[self.decoder_block].global_layer_every
+    require(hf, sliding_window_pattern=every, _sliding_window_pattern=every)
+    if hf.get("layer_types"):
+      require(hf, layer_types=self._layer_types(hf["num_hidden_layers"]))

@@ -1,4 +1,4 @@
-"""A model of ours as a checkpoint of theirs, and back."""
+"""Convert parameters from and to the weights of a Hugging Face checkpoint, in chunks."""
 
 import dataclasses
 import re
@@ -9,190 +9,184 @@ from typing import Any
 
 import numpy as np
 
-from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split
+from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
 from maxlite.checkpoint.safetensors import DTYPES, TensorEntry, TensorFile
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
-from maxlite.hf.family import Family
-from maxlite.hf.hf_folder import FolderWriter, listed, read_tensors
-from maxlite.hf.mxfp4 import unpacked
-from maxlite.hf.tensor_mapping import Block, Tie, ties
+from maxlite.hf.family import HfFamily
+from maxlite.hf.hf_folder import FolderWriter, read_tensors, shorten_list
+from maxlite.hf.mxfp4 import unpack
+from maxlite.hf.tensor_mapping import TensorMapping, tensor_mappings
 
-VOCAB = "v"  # the axis along which ours may have more than theirs
+VOCAB = "v"  # the axis along which our arrays may be larger
+Read = Callable[[str, Index], np.ndarray]  # reads the part of the parameter `path` at an index
 
 
-def streams_from_hf(
-  directory: Path, family: Family, cfg: ModelConfig, vocab_size: int, params: Mapping[str, Any]
+def params_from_hf(
+  directory: Path, family: HfFamily, cfg: ModelConfig, vocab_size: int, params: Mapping[str, Any]
 ) -> dict[str, ChunkedArray]:
-  """{path: ChunkedArray} of `params`, {path: shape and type}, from the weights in `directory`.
+  """Return {path: ChunkedArray} for `params`, {path: abstract array}, of the weights.
 
-  Weights have `vocab_size` rows; what ours have beyond them is zero. Nothing is read yet but the
-  files' headers.
+  The weights have `vocab_size` rows; our further rows are zero. Only headers are read here.
 
   Raises:
-    UserError: a file is damaged, or weights are missing, left over, of another shape or type.
+    UserError: a file is damaged, or tensors are missing, unexpected, or of another shape or dtype.
   """
-  tensors = unpacked(read_tensors(directory)) if family.quantized else read_tensors(directory)
-  wanted = [_narrowed(tie, vocab_size) for tie in ties(family, cfg, params)]
-  by_name = {tie.tensor: tie for tie in wanted}
+  tensors = read_tensors(directory)
+  if family.quantized:
+    tensors = unpack(tensors)
+  mappings = [
+    _with_vocab_size(mapping, vocab_size) for mapping in tensor_mappings(family, cfg, params)
+  ]
+  by_name = {mapping.tensor: mapping for mapping in mappings}
   ignored = {name for name in tensors if any(re.fullmatch(p, name) for p in family.ignored)}
-  left_over = set(tensors) - set(by_name) - ignored
+  unexpected = set(tensors) - set(by_name) - ignored
   if cfg.logits_via_embedding:
-    left_over -= _copies_of_the_embedding(family, tensors, by_name)
+    unexpected -= _copies_of_embedding(family, tensors, by_name)
   if missing := set(by_name) - set(tensors):
-    raise UserError(f"{directory} lacks {len(missing)} tensors: {listed(missing)}")
-  if left_over:
+    raise UserError(f"{directory} lacks {len(missing)} tensors: {shorten_list(missing)}")
+  if unexpected:
     raise UserError(
-      f"{directory} holds {len(left_over)} tensors that model_type {family.model_type!r} does not "
-      f"have: {listed(left_over)}"
+      f"{directory} has {len(unexpected)} tensors that model_type {family.model_type!r} does not "
+      f"have: {shorten_list(unexpected)}"
     )
-  for tie in wanted:
-    _require_fit(tie, tensors[tie.tensor])
-  by_path: dict[str, list[Tie]] = defaultdict(list)
-  for tie in wanted:
-    for path in tie.paths:
-      by_path[path].append(tie)
-  return {path: _stream(path, by_path[path], tensors, leaf) for path, leaf in params.items()}
+  by_path: dict[str, list[TensorMapping]] = defaultdict(list)
+  for mapping in mappings:
+    _require_fit(mapping, tensors[mapping.tensor])
+    for path in mapping.paths:
+      by_path[path].append(mapping)
+  return {path: _chunked(path, by_path[path], tensors, leaf) for path, leaf in params.items()}
 
 
 def write_weights(
   directory: Path,
-  family: Family,
+  family: HfFamily,
   cfg: ModelConfig,
   params: Mapping[str, Any],
-  read: Callable[[str, Index], np.ndarray],
+  read: Read,
   **options: int,
 ) -> None:
-  """Writes the weights of `params`, {path: shape and type}, into the existing `directory`.
+  """Write the weights of `params`, {path: abstract array}, into the existing `directory`.
 
-  `read(path, index)` gives a layer of a parameter, or one that is not stacked; each once.
+  `read` is called once for each layer of a parameter, or for a parameter that is not stacked.
   """
-  made = ties(family, cfg, params)
-  writer = FolderWriter(directory, {tie.tensor: (tie.dtype, tie.shape) for tie in made}, **options)
-  write_ties(writer, made, params, read)
+  mappings = tensor_mappings(family, cfg, params)
+  tensors = {mapping.tensor: (mapping.dtype, mapping.shape) for mapping in mappings}
+  write_tensors(FolderWriter(directory, tensors, **options), mappings, params, read)
 
 
-def write_ties(
+def write_tensors(
   writer: FolderWriter | TensorFile,
-  made: Sequence[Tie],
+  mappings: Sequence[TensorMapping],
   params: Mapping[str, Any],
-  read: Callable[[str, Index], np.ndarray],
+  read: Read,
 ) -> None:
-  """Writes the tensors of `made` and closes the writer; the rest is as of write_weights."""
-  layers = _Layers(params, read)
+  """Write the tensors of `mappings` and close the writer; see write_weights."""
+  layers = _LayerCache(params, read)
   try:
-    for tie in made:
-      _write_tensor(writer, tie, layers.of(tie))
+    for mapping in mappings:
+      _write_tensor(writer, mapping, layers.load(mapping))
   finally:
     writer.close()
 
 
 def _write_tensor(
-  writer: FolderWriter | TensorFile, tie: Tie, arrays: Mapping[str, np.ndarray]
+  writer: FolderWriter | TensorFile, mapping: TensorMapping, arrays: Mapping[str, np.ndarray]
 ) -> None:
-  # A function of its own, so that nothing holds `arrays` while the next are read.
-  for block in tie.blocks():
-    parts = [arrays[path][_in_layer(tie, index)] for path, index in block.targets()]
-    writer.write_rows(tie.tensor, block.rows[0], block.to_theirs(parts))
+  # A separate function, so that no variable holds `arrays` while the next are read.
+  for block in mapping.blocks():
+    targets = block.targets()
+    if mapping.index:  # `arrays` has only the layer
+      targets = [(path, (slice(0, 1), *index[1:])) for path, index in targets]
+    parts = [arrays[path][index] for path, index in targets]
+    writer.write_rows(mapping.tensor, block.rows[0], block.to_theirs(parts))
 
 
-class _Layers:
-  """The parameters of one row of the mapping at a time: of a layer, or of what is no layer."""
+class _LayerCache:
+  """Holds the parameters of one mapping: of one layer, or of a parameter that is not stacked."""
 
-  def __init__(self, params: Mapping[str, Any], read: Callable[[str, Index], np.ndarray]):
+  def __init__(self, params: Mapping[str, Any], read: Read):
     self._shapes = {path: tuple(leaf.shape) for path, leaf in params.items()}
     self._read = read
-    self._held: tuple[Any, dict[str, np.ndarray]] = (None, {})
+    self._key: tuple | None = None
+    self._arrays: dict[str, np.ndarray] = {}
 
-  def of(self, tie: Tie) -> dict[str, np.ndarray]:
-    """{path: array} of the tie's layer; its experts, which come one after the other, share it."""
-    key = (tie.paths, tie.index[:1])
-    if self._held[0] != key:
-      self._held = (None, {})  # freed before more is read
-      self._held = (key, {path: self._load(path, tie.index[:1]) for path in tie.paths})
-    return self._held[1]
-
-  def _load(self, path: str, layer: tuple[int, ...]) -> np.ndarray:
-    shape = self._shapes[path]
-    spans = [slice(i, i + 1) for i in layer] + [slice(0, size) for size in shape[len(layer) :]]
-    return self._read(path, tuple(spans))
-
-
-def _in_layer(tie: Tie, index: Index) -> Index:
-  """`index` of a parameter as one of its part that _Layers holds."""
-  return (slice(0, 1), *index[1:]) if tie.index else index
+  def load(self, mapping: TensorMapping) -> dict[str, np.ndarray]:
+    """Return {path: array} of the mapping's layer; consecutive experts share it."""
+    key = (mapping.paths, mapping.index[:1])
+    if self._key != key:
+      self._arrays.clear()  # free memory before more is read
+      layer = tuple(slice(i, i + 1) for i in mapping.index[:1])
+      self._arrays = {
+        path: self._read(path, (*layer, *whole(self._shapes[path][len(layer) :])))
+        for path in mapping.paths
+      }
+      self._key = key
+    return self._arrays
 
 
-def _narrowed(tie: Tie, vocab_size: int) -> Tie:
-  """`tie` with the vocabulary that their tensor has."""
-  axes = zip(tie.layout.ours, tie.sizes, strict=True)
+def _with_vocab_size(mapping: TensorMapping, vocab_size: int) -> TensorMapping:
+  axes = zip(mapping.layout.ours, mapping.sizes, strict=True)
   sizes = tuple(vocab_size if axis == VOCAB else size for axis, size in axes)
-  return dataclasses.replace(tie, sizes=sizes)
+  return dataclasses.replace(mapping, sizes=sizes)
 
 
-def _copies_of_the_embedding(
-  family: Family, tensors: Mapping[str, TensorEntry], wanted: Mapping[str, Tie]
+def _copies_of_embedding(
+  family: HfFamily, tensors: Mapping[str, TensorEntry], mappings: Mapping[str, TensorMapping]
 ) -> set[str]:
-  """Output projections that a tied model's files hold though they are the embedding, bit by bit."""
-  outer = {row.paths[0]: row.theirs for row in family.outer}
+  """Return the output projection if a tied model's files have one that equals the embedding."""
+  outer = {rule.paths[0]: rule.theirs for rule in family.outer}
   table, copy = outer["embed/embedding"], outer["unembed/kernel"]
   if table not in tensors or copy not in tensors or tensors[table].shape != tensors[copy].shape:
     return set()
-  for block in wanted[table].blocks():
-    ours, theirs = (tensors[name].read_rows(*block.rows) for name in (table, copy))
-    if ours.tobytes() != theirs.tobytes():
+  for block in mappings[table].blocks():
+    embedding, projection = (tensors[name].read_rows(*block.rows) for name in (table, copy))
+    if embedding.tobytes() != projection.tobytes():
       return set()
   return {copy}
 
 
-def _require_fit(tie: Tie, tensor: TensorEntry) -> None:
-  if tensor.shape != tie.shape:
+def _require_fit(mapping: TensorMapping, tensor: TensorEntry) -> None:
+  if tensor.shape != mapping.shape:
     raise UserError(
-      f"{tensor.path} has {tie.tensor} of shape {list(tensor.shape)}, and config.json makes it "
-      f"{list(tie.shape)}: one of the two is of another model"
+      f"{tensor.path} has {mapping.tensor} of shape {list(tensor.shape)}, but config.json implies "
+      f"{list(mapping.shape)}: one of the two is of another model"
     )
   if tensor.dtype not in DTYPES:
     raise UserError(
-      f"{tensor.path} has {tie.tensor} of type {tensor.dtype}; maxlite reads {', '.join(DTYPES)}: "
-      "save the weights as one of these"
+      f"{tensor.path} has {mapping.tensor} of type {tensor.dtype}; maxlite reads "
+      f"{', '.join(DTYPES)}: save the weights as one of these"
     )
 
 
-def _stream(
-  path: str, made: list[Tie], tensors: Mapping[str, TensorEntry], leaf: Any
+def _chunked(
+  path: str, mappings: list[TensorMapping], tensors: Mapping[str, TensorEntry], leaf: Any
 ) -> ChunkedArray:
+  """Return the parameter `path`, read from the tensors of `mappings`."""
   shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
 
-  def parts() -> Iterator[tuple[Index, np.ndarray]]:
-    for tie in made:
-      for block in tie.blocks():
-        yield from _read(path, block, tensors[tie.tensor], dtype)
-    yield from _padding(made[0], shape, dtype)
+  def chunks() -> Iterator[tuple[Index, np.ndarray]]:
+    for mapping in mappings:
+      for block in mapping.blocks():
+        targets = block.targets()
+        if path in dict(targets):
+          parts = block.to_ours(tensors[mapping.tensor].read_rows(*block.rows))
+          n = [name for name, _ in targets].index(path)
+          yield targets[n][1], np.ascontiguousarray(parts[n], dtype)
+    yield from _padding(mappings[0], shape, dtype)
 
-  first = next(made[0].blocks())
-  index = dict(first.targets())[path]
-  return ChunkedArray(shape, dtype, tuple(axis.stop - axis.start for axis in index), parts)
-
-
-def _read(
-  path: str, block: Block, tensor: TensorEntry, dtype: np.dtype
-) -> Iterator[tuple[Index, np.ndarray]]:
-  targets = block.targets()
-  if path in dict(targets):
-    arrays = block.to_ours(tensor.read_rows(*block.rows))
-    for (name, index), part in zip(targets, arrays, strict=True):
-      if name == path:
-        yield index, np.ascontiguousarray(part, dtype)
+  first = dict(next(mappings[0].blocks()).targets())[path]
+  return ChunkedArray(shape, dtype, tuple(axis.stop - axis.start for axis in first), chunks)
 
 
 def _padding(
-  tie: Tie, shape: tuple[int, ...], dtype: np.dtype
+  mapping: TensorMapping, shape: tuple[int, ...], dtype: np.dtype
 ) -> Iterator[tuple[Index, np.ndarray]]:
-  """Zeros past the vocabulary of their tensor, where ours has more."""
-  if VOCAB not in tie.layout.ours:
+  """Yield zeros for the rows beyond the vocabulary of the tensor."""
+  if VOCAB not in mapping.layout.ours:
     return
-  axis = tie.layout.ours.index(VOCAB)
-  whole: list[slice] = [slice(0, size) for size in shape]
-  whole[axis] = slice(tie.sizes[axis], shape[axis])
-  for cut in split(tuple(whole), dtype):
-    yield cut, np.zeros([span.stop - span.start for span in cut], dtype)
+  axis = mapping.layout.ours.index(VOCAB)
+  index = list(whole(shape))
+  index[axis] = slice(mapping.sizes[axis], shape[axis])
+  for chunk in split(tuple(index), dtype):
+    yield chunk, np.zeros([span.stop - span.start for span in chunk], dtype)

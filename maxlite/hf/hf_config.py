@@ -1,8 +1,8 @@
-"""config.json: which family a model is of, and what of ours says the same."""
+"""config.json: find the model's family and convert between its keys and ours."""
 
+import collections
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, ModelConfig, TilesConfig, flatten
 from maxlite.config.values import Setting, parse
 from maxlite.hf.families import FAMILIES
-from maxlite.hf.family import Family
-from maxlite.hf.hf_folder import CONFIG, listed, read_config, read_tensors
+from maxlite.hf.family import HfFamily
+from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors, shorten_list
 
-# Keys that change nothing of what a model computes from its weights. Those of losses and dropout
-# concern training, where ours are asked for.
+# Keys without effect on what a model computes from its weights. Keys of losses and dropout concern
+# training, which uses our own keys.
 HARMLESS = {
   "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "auto_map",
   "bos_token_id", "dtype", "eos_token_id", "ep_size", "initializer_range",
@@ -23,8 +23,8 @@ HARMLESS = {
   "pretraining_tp", "qk_head_dim", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
   "sliding_window", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
 }  # fmt: skip
-LARGE = 10**6  # no size up to this is suspect
-# Keys of ModelConfig that say how to compute or train, and not what.
+LARGE = 10**6  # sizes up to this are plausible
+# Keys of ModelConfig that determine how to compute or train the model, not which function it is.
 EXECUTION = {
   "dtype", "weight_dtype", "attention", "attention_block_q", "remat_policy", "remat_saved_names",
   "scan_layers", "scan_unroll", "routed_bias_update_rate", "float32_gate_logits",
@@ -34,124 +34,110 @@ EXECUTION = {
 }  # fmt: skip
 
 
-class _Noted(Mapping[str, Any]):
-  """A config.json that notes which of its keys were asked for."""
+class _RecordingDict(collections.UserDict[str, Any]):
+  """A config.json that records which of its keys are read."""
 
   def __init__(self, values: Mapping[str, Any]):
-    self._values = values
+    super().__init__(values)
     self.read: set[str] = set()
 
   def __getitem__(self, key: str) -> Any:
     self.read.add(key)
-    return self._values[key]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._values)
-
-  def __len__(self) -> int:
-    return len(self._values)
+    return super().__getitem__(key)
 
 
-def model_keys(directory: Path) -> tuple[Family, dict[str, Any], str]:
-  """(family, our keys, what of config.json nobody reads) of a folder of Hugging Face's.
+def model_keys(directory: Path) -> tuple[HfFamily, dict[str, Any], str]:
+  """Return (family, our keys, unread keys of config.json) for a Hugging Face folder.
 
   Raises:
-    UserError: config.json is missing, of no known family, or says what ours cannot.
+    UserError: config.json is missing, of an unknown family, or has unsupported values.
   """
   values = read_config(directory)
   file = directory / CONFIG
   model_type = values.get("model_type")
   if str(model_type) not in FAMILIES:
-    raise UserError(f"{file} has model_type={model_type!r}; maxlite knows {', '.join(FAMILIES)}")
+    raise UserError(f"{file} has model_type={model_type!r}; supported are {', '.join(FAMILIES)}")
   family = FAMILIES[str(model_type)]
   quantization = values.get("quantization_config")
   method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
   if quantization and method != family.quantized:
     raise UserError(f"{file} has quantization_config: save the weights as bfloat16 first")
-  noted = _Noted(values)
+  recorded = _RecordingDict(values)
   try:
-    keys = family.config_from_hf(noted)
+    keys = family.config_from_hf(recorded)
   except KeyError as error:
     raise UserError(f"{file} lacks {error}: copy it again") from None
   except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
     raise UserError(f"{file}: {error}") from None
   keys = {"decoder_block": family.decoder_block, **keys}
-  typed = {name: parse(Setting(name, _written(value), str(file))) for name, value in keys.items()}
+  typed = {name: parse(Setting(name, _as_text(value), str(file))) for name, value in keys.items()}
   _require_plausible(typed, directory)
-  unread = set(values) - noted.read - HARMLESS - set(family.unread)
-  return family, typed, listed(unread) if unread else ""
+  unread = set(values) - recorded.read - HARMLESS - set(family.unread)
+  return family, typed, shorten_list(unread) if unread else ""
 
 
-def family_that_says(cfg: ModelConfig) -> tuple[Family, dict[str, Any]]:
-  """(family, its config.json) by which a reader gets `cfg`'s model back.
+def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:
+  """Return (family, config.json) from which the model of `cfg` can be read back.
 
   Raises:
-    UserError: there is none; with the keys that would be lost.
+    UserError: there is none; lists the keys that would be lost.
   """
   lost = f"decoder_block={cfg.decoder_block}"
-  for family in _by_block()[cfg.decoder_block]:
+  for family in FAMILIES.values():
+    if family.decoder_block != cfg.decoder_block:
+      continue
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.config_to_hf(cfg)
-    said = family.config_from_hf(hf)
+    read_back = family.config_from_hf(hf)
     different = {
       name: value
-      for name, value in _function_of(cfg).items()
-      if said.get(name, DEFAULTS[name]) != value
+      for name, value in _function_keys(cfg).items()
+      if read_back.get(name, DEFAULTS[name]) != value
     }
     if not different:
       return family, hf
     lost = " ".join(f"{name}={show(value)}" for name, value in different.items())
-  raise UserError(
-    f"no family of Hugging Face that maxlite writes has {lost}: this model cannot be exported"
-  )
+  raise UserError(f"no supported Hugging Face family has {lost}: this model cannot be exported")
 
 
-def _by_block() -> Mapping[str, list[Family]]:
-  """The families of each decoder_block, in the table's order."""
-  families: defaultdict[str, list[Family]] = defaultdict(list)
-  for family in FAMILIES.values():
-    families[family.decoder_block].append(family)
-  return families
-
-
-def _function_of(cfg: ModelConfig) -> dict[str, Any]:
-  """{key: value} of the keys that say what the model computes, of those that it reads."""
-  block = cfg.family
+def _function_keys(cfg: ModelConfig) -> dict[str, Any]:
+  """Return {key: value} of the keys that determine the model's function and are in use."""
+  model = cfg.family
   flat = flatten(cfg)
-  named = set(flat) - EXECUTION - {"decoder_block"}
-  if not block.is_moe:
-    named -= set(flatten(cfg.moe))
+  names = set(flat) - EXECUTION - {"decoder_block"}
+  if not model.is_moe:
+    names -= set(flatten(cfg.moe))
   elif cfg.moe.first_num_dense_layers == 0 and cfg.moe.interleave_moe_layer_step == 1:
-    named -= {"base_mlp_dim"}
+    names -= {"base_mlp_dim"}
   if "group" not in cfg.moe.router:
-    named -= {"n_routing_groups", "topk_routing_group"}
-  if block.latent_attention:
-    named -= {"base_num_kv_heads", "head_dim"}
+    names -= {"n_routing_groups", "topk_routing_group"}
+  if model.latent_attention:
+    names -= {"base_num_kv_heads", "head_dim"}
   else:
-    named -= set(flatten(cfg.mla))
+    names -= set(flatten(cfg.mla))
   bases = {"rope_max_timescale", "local_rope_max_timescale"}
   if cfg.rope.rope_type == "default":
-    named -= set(flatten(cfg.rope)) - {"rope_type", *bases}
-    if len({flat[base] for base in bases}) == 1:  # then all layers turn alike
+    names -= set(flatten(cfg.rope)) - {"rope_type", *bases}
+    if len({flat[base] for base in bases}) == 1:  # all layers have the same rotary embedding
       flat["local_rope_max_timescale"] = 0.0
-  return {name: value for name, value in flat.items() if name in named}
+  return {name: value for name, value in flat.items() if name in names}
 
 
 def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
-  """Raises UserError for a size beyond all weights, before anything is made of that size."""
+  """Raise UserError for a size larger than all weights, before anything of that size is built."""
   num_weights = sum(math.prod(tensor.shape) for tensor in read_tensors(directory).values())
   for name, value in keys.items():
     if isinstance(value, int) and value > max(num_weights, LARGE):
       raise UserError(
-        f"{directory / CONFIG} makes {name}={value}, but its weights are {num_weights} in all: one "
-        "of the two is of another model"
+        f"{directory / CONFIG} implies {name}={value}, but there are {num_weights} weights in all: "
+        "one of the two is of another model"
       )
 
 
-def _written(value: Any) -> Any:
-  """`value` as a config file would have it."""
+def _as_text(value: Any) -> Any:
+  """Return `value` as written in a config file."""
   if isinstance(value, bool):
     return str(value).lower()
   if isinstance(value, tuple | list):
-    return tuple(map(_written, value))
+    return tuple(map(_as_text, value))
   return str(value)

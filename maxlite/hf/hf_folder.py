@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's format: config.json, *.safetensors, and their index."""
+"""A Hugging Face folder: config.json, *.safetensors and their index."""
 
 import json
 import math
@@ -12,25 +12,25 @@ from maxlite.checkpoint.safetensors import TensorEntry, TensorFile, read_header
 from maxlite.config.errors import UserError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000  # of a file that is written; a larger tensor gets one for itself
+SHARD_BYTES = 5_000_000_000  # maximum of a file; a larger tensor gets its own
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-  """config.json.
+  """Read config.json.
 
   Raises:
-    UserError: there is none, or it is no JSON object.
+    UserError: it is missing or not a JSON object.
   """
   if not (directory / CONFIG).is_file():
     raise UserError(f"{directory} has no {CONFIG}: name the folder that holds it")
-  return read_object(directory / CONFIG)
+  return read_json_object(directory / CONFIG)
 
 
 def read_tensors(directory: Path) -> dict[str, TensorEntry]:
-  """{name: TensorEntry} of all weights of the folder.
+  """Return {name: entry} of all weights of the folder.
 
   Raises:
-    UserError: weights are missing, damaged, or not where the index says they are.
+    UserError: weights are missing, damaged, or do not match the index.
   """
   if not (directory / INDEX).exists():
     if not (directory / SINGLE).is_file():
@@ -39,22 +39,27 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
       )
     return read_header(directory / SINGLE)
   index = directory / INDEX
-  file_of = read_object(index).get("weight_map")
+  file_of = read_json_object(index).get("weight_map")
   if not isinstance(file_of, dict) or not all(isinstance(v, str) for v in file_of.values()):
     raise UserError(f'{index} has no "weight_map" from tensors to files: copy it again')
   tensors: dict[str, TensorEntry] = {}
   for name in sorted(set(file_of.values())):
     if Path(name).name != name or not (directory / name).is_file():
       raise UserError(f"{index} names the file {name!r}, which is not in {directory}")
-    there = read_header(directory / name)
+    found = read_header(directory / name)
     expected = {tensor for tensor, file in file_of.items() if file == name}
-    _require_same(expected, set(there), str(index), str(directory / name))
-    tensors |= there
+    if missing := expected - set(found):
+      raise UserError(f"{directory / name} lacks tensors of {index}: {shorten_list(missing)}")
+    if unexpected := set(found) - expected:
+      raise UserError(
+        f"{directory / name} has unexpected tensors, not in {index}: {shorten_list(unexpected)}"
+      )
+    tensors |= found
   return tensors
 
 
 class FolderWriter:
-  """Writes weights of {name: (dtype, shape)} into an existing folder, cut into files by size."""
+  """Writes weights, {name: (dtype, shape)}, into an existing folder, in files of limited size."""
 
   def __init__(
     self,
@@ -63,15 +68,14 @@ class FolderWriter:
     shard_bytes: int = SHARD_BYTES,
   ):
     shards: list[list[str]] = [[]]
-    room = shard_bytes
-    total = 0
+    remaining, total = shard_bytes, 0
     for name, (dtype, shape) in tensors.items():
       num_bytes = math.prod(shape) * dtype.itemsize
-      if num_bytes > room and shards[-1]:
+      if num_bytes > remaining and shards[-1]:
         shards.append([])
-        room = shard_bytes
+        remaining = shard_bytes
       shards[-1].append(name)
-      room -= num_bytes
+      remaining -= num_bytes
       total += num_bytes
     names = [SINGLE]
     if len(shards) > 1:
@@ -88,44 +92,37 @@ class FolderWriter:
     }
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
-    """Writes rows of a tensor from the row `low` on."""
+    """Write rows of a tensor, starting at row `low`."""
     self._file_of[name].write_rows(name, low, rows)
 
   def close(self) -> None:
-    """Returns when all is on disk."""
+    """Return when all is on disk."""
     for file in self._files:
       file.close()
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Writes `value` as indented JSON."""
+  """Write `value` as indented JSON."""
   path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def listed(names: set[str]) -> str:
-  """The first few of `names`, and how many more there are."""
+def shorten_list(names: set[str]) -> str:
+  """Return the first few of `names` and the number of others."""
   shown = sorted(names)[:8]
   rest = len(names) - len(shown)
   return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
-def _require_same(expected: set[str], there: set[str], asker: str, place: str) -> None:
-  if expected - there:
-    raise UserError(f"{place} lacks what {asker} says it holds: {listed(expected - there)}")
-  if there - expected:
-    raise UserError(f"{place} holds what {asker} does not know: {listed(there - expected)}")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-  """A file's JSON object.
+def read_json_object(path: Path) -> dict[str, Any]:
+  """Read a file with a JSON object.
 
   Raises:
-    UserError: it holds none.
+    UserError: the file is missing or of another kind.
   """
   try:
     value = json.loads(path.read_bytes())
   except (OSError, ValueError, RecursionError) as error:
-    raise UserError(f"{path} is no JSON ({error}): copy it again") from None
+    raise UserError(f"{path} is not JSON ({error}): copy it again") from None
   if not isinstance(value, dict):
-    raise UserError(f"{path} is no JSON object: copy it again")
+    raise UserError(f"{path} is not a JSON object: copy it again")
   return value

@@ -1,4 +1,4 @@
-"""A model and its parameters, from a run folder or from a folder in Hugging Face's format."""
+"""Load a model and its parameters from a run folder or a Hugging Face folder."""
 
 import dataclasses
 import sys
@@ -29,7 +29,7 @@ from maxlite.config.schema import (
   ModelConfig,
   build,
 )
-from maxlite.hf.hf_checkpoint import streams_from_hf
+from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import read_tensors
 from maxlite.models.decoder import Decoder
@@ -38,7 +38,7 @@ from maxlite.training.trainer import Trainer, build_trainer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Model:
+class LoadedModel:
   """A decoder on its mesh."""
 
   cfg: ModelConfig
@@ -53,10 +53,13 @@ class Model:
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
   ) -> jax.Array:
-    """logits_BTV, float32; `params` as `load` returns them, or as {"params": them}.
+    """Return logits_BTV, float32.
 
-    Documents packed into a row have different `segment_ids` from 1 on, and padding 0; by default a
-    row is one document. `positions` count from 0 within a document.
+    Args:
+      params: from `load`, also as {"params": params}.
+      segment_ids: [B, T], numbers from 1 for packed documents and 0 for padding; by default a row
+        is one document.
+      positions: [B, T], from 0 within each document.
     """
     bare = params["params"] if set(params) == {"params"} else params
     arrays = (tokens_BT, segment_ids, positions)
@@ -67,16 +70,16 @@ class Model:
 
 def load(
   path: str | Path, *, dtype: str | None = None, mesh: Mesh | Mapping[str, int] | None = None
-) -> tuple[Model, dict[str, Any]]:
-  """(model, parameters) of a run's newest checkpoint, or of a folder with config.json.
+) -> tuple[LoadedModel, dict[str, Any]]:
+  """Return (model, parameters) of a run's latest checkpoint or of a folder with config.json.
 
   Args:
-    dtype: of parameters and activations, `float32` or `bfloat16`; by default those of the run, and
-      of a folder float32 if a weight is of that type, else bfloat16.
-    mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; by default one device.
+    dtype: `float32` or `bfloat16`, of parameters and activations. The default is that of the run;
+      of a Hugging Face folder float32 if any weight has it, else bfloat16.
+    mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; default: one device.
 
   Raises:
-    UserError: the folder is none of both, or damaged.
+    UserError: the folder is neither, or damaged.
   """
   folder = Path(path).expanduser()
   if dtype is not None and jnp.dtype(dtype).name not in FLOAT_TYPES:
@@ -87,22 +90,22 @@ def load(
   elif (folder / "config.json").is_file():
     trainer, params = _load_hf(folder, name, mesh)
   else:
-    raise UserError(f"{path} is no run folder (config.yml) and has no config.json: correct it")
-  return Model(trainer.cfg.model, trainer.model, trainer.sharder), params
+    raise UserError(f"{path} is not a run folder (config.yml) and has no config.json: correct it")
+  return LoadedModel(trainer.cfg.model, trainer.model, trainer.sharder), params
 
 
 def trainer_of_model(
   model: ModelConfig, mesh: Mesh | Mapping[str, int] | None = None, **sections: Any
 ) -> Trainer:
-  """The Trainer of `model` on `mesh` or one device; `sections` are others of Config."""
+  """Build a Trainer of `model` on `mesh` or one device, with other `sections` of Config."""
   degrees, devices = _devices(mesh)
-  of_mesh = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
+  ici = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
   cfg: Config = build(Config, DEFAULTS)
   length = 2 * max(degrees.get("context", 1), model.num_draft_heads + 1)
   cfg = dataclasses.replace(
     cfg,
     model=model,
-    mesh=dataclasses.replace(MeshConfig(dcn_data_parallelism=1, sharding_tolerance=1), **of_mesh),
+    mesh=dataclasses.replace(MeshConfig(dcn_data_parallelism=1, sharding_tolerance=1), **ici),
     data=DataConfig(max_target_length=length, per_device_batch_size=1),
     **sections,
   )
@@ -110,12 +113,12 @@ def trainer_of_model(
 
 
 def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-  """{path: shape and type} of the model's parameters."""
+  """Return {path: abstract array} of the model's parameters."""
   return leaves_by_path(trainer_of_model(model).abstract_state.params)
 
 
 def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Sequence[jax.Device]]:
-  """(size of each mesh axis, devices)"""
+  """Return ({mesh axis: size}, devices)."""
   degrees = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
   unknown = set(degrees) - set(MESH_AXES)
   if unknown:
@@ -138,27 +141,24 @@ def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer,
   cfg: Config = build(Config, read_saved(folder.config))
   stored = trainer_of_model(cfg.model, mesh).abstract_state.params
   trainer = trainer_of_model(_with_dtype(cfg.model, dtype) if dtype else cfg.model, mesh)
-  checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=_to_stderr)
+  checkpoints = Checkpoints(
+    cfg.checkpoint, folder.checkpoints, report=lambda line: sys.stderr.write(f"{line}\n")
+  )
   parts, _ = checkpoints.restore_parts({"params": stored})
-  params = parts["params"]
-  wanted = trainer.abstract_state.params
-  return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, wanted)
+  target = trainer.abstract_state.params
+  return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), parts["params"], target)
 
 
 def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
   family, keys, _ = model_keys(folder)
   if dtype is None:
-    types = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
-    dtype = "float32" if np.dtype("float32") in types else "bfloat16"
+    dtypes = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
+    dtype = "float32" if np.dtype("float32") in dtypes else "bfloat16"
   cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
   validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
   model = _with_dtype(cfg.model, dtype)
   trainer = trainer_of_model(model, mesh)
-  wanted = leaves_by_path(trainer.abstract_state.params)
-  streams = streams_from_hf(folder, family, model, model.vocab_size, wanted)
-  arrays = {path: to_array(stream, wanted[path].sharding) for path, stream in streams.items()}
+  abstract = leaves_by_path(trainer.abstract_state.params)
+  params = params_from_hf(folder, family, model, model.vocab_size, abstract)
+  arrays = {path: to_array(chunked, abstract[path].sharding) for path, chunked in params.items()}
   return trainer, traverse_util.unflatten_dict(arrays, sep="/")
-
-
-def _to_stderr(line: str) -> None:
-  sys.stderr.write(f"{line}\n")

@@ -1,4 +1,4 @@
-"""Tensors in MXFP4: blocks of 32 numbers of four bits, each block with a power of two.
+"""Read tensors in MXFP4: blocks of 32 four-bit numbers, each block with a power of two as scale.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0 (2023), sections 5.3.3 and 6.3.
 """
@@ -13,22 +13,22 @@ from maxlite.config.errors import UserError
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127  # of a scale's exponent
-# By their four bits: sign, two of exponent, one of mantissa.
+# Values of the four bits: sign, two bits of exponent, one of mantissa.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NUMBERS = np.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(TensorEntry):
-  """What reads like a tensor [E, D, F] of bfloat16, and lies as blocks [E, F, D / 32, 16]."""
+class Mxfp4Entry(TensorEntry):
+  """A tensor [E, D, F] that is read as bfloat16 and stored as blocks [E, F, D / 32, 16]."""
 
   scales: TensorEntry  # [E, F, D / 32]
 
   def read_rows(self, low: int, high: int) -> np.ndarray:
-    """Experts [low, high)."""
+    """Read experts [low, high)."""
     num_experts, num_channels, num_rows = self.shape
     shape = (num_experts, num_rows, num_channels // 32, 16)
-    # Two numbers a byte, the lower four bits first.
+    # Two numbers per byte, the lower four bits first.
     packed = TensorEntry(self.path, "U8", shape, self.start).read_rows(low, high)
     numbers = np.stack([NUMBERS[packed & 15], NUMBERS[packed >> 4]], axis=-1)
     exponents = self.scales.read_rows(low, high).astype(np.int32) - BIAS
@@ -37,26 +37,27 @@ class Packed(TensorEntry):
     return rows_EFD.swapaxes(1, 2)
 
 
-def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-  """`tensors` with one X for every X_blocks that has an X_scales.
+def unpack(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+  """Replace every pair X_blocks and X_scales by one entry X.
 
   Raises:
-    UserError: the two do not belong together.
+    UserError: their shapes or dtypes do not match.
   """
-  made = dict(tensors)
+  entries = dict(tensors)
   for name in [name for name in tensors if name.endswith(BLOCKS)]:
-    whole = name.removesuffix(BLOCKS)
-    if whole + SCALES in tensors:
-      made[whole] = _packed(name, made.pop(name), made.pop(whole + SCALES))
-  return made
+    unpacked = name.removesuffix(BLOCKS)
+    if unpacked + SCALES in tensors:
+      entries[unpacked] = _entry(name, entries.pop(name), entries.pop(unpacked + SCALES))
+  return entries
 
 
-def _packed(name: str, blocks: TensorEntry, scales: TensorEntry) -> Packed:
+def _entry(name: str, blocks: TensorEntry, scales: TensorEntry) -> Mxfp4Entry:
   fit = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, 16)
   if not fit or {blocks.dtype, scales.dtype} != {"U8"}:
     raise UserError(
       f"{blocks.path} has {name} of shape {list(blocks.shape)} and {blocks.dtype}, with scales of "
-      f"{list(scales.shape)} and {scales.dtype}: that is no MXFP4; copy it again"
+      f"{list(scales.shape)} and {scales.dtype}: this is not MXFP4; copy it again"
     )
   num_experts, num_rows, num_blocks, _ = blocks.shape
-  return Packed(blocks.path, "BF16", (num_experts, num_blocks * 32, num_rows), blocks.start, scales)
+  shape = (num_experts, num_blocks * 32, num_rows)
+  return Mxfp4Entry(blocks.path, "BF16", shape, blocks.start, scales)

@@ -1,59 +1,59 @@
-"""Low-rank adapters in the files of the peft package."""
+"""Write LoRA adapters in the format of the peft package."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from maxlite.checkpoint.chunked_array import Index
 from maxlite.checkpoint.safetensors import TensorFile
 from maxlite.config.errors import UserError
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
-from maxlite.hf.axis_layout import layout
-from maxlite.hf.family import Family, Row
-from maxlite.hf.hf_checkpoint import write_ties
+from maxlite.hf.family import HfFamily, TensorRule
+from maxlite.hf.hf_checkpoint import Read, write_tensors
 from maxlite.hf.hf_folder import write_json
-from maxlite.hf.tensor_mapping import ties
+from maxlite.hf.tensor_mapping import axis_layout, tensor_mappings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of every tensor's name, as peft wraps a model
+_PREFIX = "base_model.model."  # of every tensor, since peft wraps the model
 _KERNEL, _WEIGHT = "kernel", ".weight"
 _RANK = "z"  # its axis
-_OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
+_EXPERT_MODULES = (".gate_proj", ".up_proj", ".down_proj")
 
 
 def write_adapter(
   directory: Path,
-  family: Family,
+  family: HfFamily,
   cfg: ModelConfig,
   base: str,
   params: Mapping[str, Any],
-  read: Callable[[str, Index], np.ndarray],
+  read: Read,
 ) -> None:
-  """Writes the adapters `params`, {path: shape and type}, into the existing `directory`.
+  """Write the adapters `params`, {path: abstract array}, into the existing `directory`.
 
   Args:
-    base: the folder or name of the model that they are added to.
-    read: as of checkpoint.write_weights.
+    base: folder or name of the base model.
+    read: see hf_checkpoint.write_weights.
 
   Raises:
     UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
-  by_layer = lambda cfg, moe: [own for row in family.block(cfg, moe) for own in _rows(row)]
-  prefix = _PREFIX + family.layer_prefix
-  made = ties(
-    dataclasses.replace(family, outer=(), block=by_layer, layer_prefix=prefix), cfg, params
+  rules = family.block_rules(cfg)
+  adapters = dataclasses.replace(
+    family,
+    outer=(),
+    block=[adapter for rule in rules for adapter in _adapter_rules(rule)],
+    extra_block=lambda cfg: (),
+    layer_prefix=_PREFIX + family.layer_prefix,
   )
-  _require_loadable(family, [tie.tensor for tie in made])
-  file = TensorFile(directory / WEIGHTS, {tie.tensor: (tie.dtype, tie.shape) for tie in made})
-  write_ties(file, made, params, read)
-  in_layer = {_module(row) for moe in (False, True) for row in family.block(cfg, moe)}
-  named = {tie.tensor.rpartition(".lora_")[0] for tie in made}
-  targets = sorted(m for m in in_layer if any(name.endswith(f".{m}") for name in named))
-  rank, alpha = cfg.lora.lora_rank, cfg.lora.lora_alpha
+  mappings = tensor_mappings(adapters, cfg, params)
+  _require_loadable(family, [mapping.tensor for mapping in mappings])
+  tensors = {mapping.tensor: (mapping.dtype, mapping.shape) for mapping in mappings}
+  write_tensors(TensorFile(directory / WEIGHTS, tensors), mappings, params, read)
+  modules = {mapping.tensor.rpartition(".lora_")[0] for mapping in mappings}
+  targets = {rule.theirs.removesuffix(_WEIGHT) for rule in rules}
+  targets = {target for target in targets if any(name.endswith(f".{target}") for name in modules)}
+  alpha = cfg.lora.lora_alpha
   write_json(
     directory / CONFIG,
     {
@@ -61,52 +61,48 @@ def write_adapter(
       "task_type": "CAUSAL_LM",
       "base_model_name_or_path": base,
       "inference_mode": True,
-      "r": rank,
+      "r": cfg.lora.lora_rank,
       "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
       "lora_dropout": 0.0,
-      "target_modules": targets,
+      "target_modules": sorted(targets),
       "bias": "none",
       "fan_in_fan_out": False,
     },
   )
 
 
-def _require_loadable(family: Family, tensors: Sequence[str]) -> None:
-  """Raises UserError for adapters that peft takes for those of experts, whatever their names."""
+def _require_loadable(family: HfFamily, tensors: Sequence[str]) -> None:
+  """Raise UserError for adapters that peft, by their names, would apply to experts."""
   modules = [tensor.partition(".lora_")[0] for tensor in tensors]
-  taken = [module for module in modules if module.endswith(_OF_EXPERTS)]
-  if taken and MODELS[family.decoder_block].is_moe:
+  of_experts = [module for module in modules if module.endswith(_EXPERT_MODULES)]
+  if of_experts and MODELS[family.decoder_block].is_moe:
     raise UserError(
-      f"peft takes {taken[0].removeprefix(_PREFIX)} for a projection of experts and cannot load "
-      "it: train adapters of attention alone, by train: ['.*attention/.*lora_.*'], or write to_hf, "
-      "which merges them"
+      f"peft takes {of_experts[0].removeprefix(_PREFIX)} for a projection of experts and cannot "
+      "load it: train adapters of attention alone, with train: ['.*attention/.*lora_.*'], or use "
+      "to_hf, which merges them"
     )
 
 
-def _module(row: Row) -> str:
-  return row.theirs.removesuffix(_WEIGHT)
+def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
+  """Return the rules of a kernel's adapter; none for other parameters.
 
-
-def _rows(row: Row) -> list[Row]:
-  """Rows of the adapter beside a kernel; none beside what can have none.
-
-  Of a kernel's axes the tensor's last group is what comes in: lora_a maps it to the rank, lora_b
-  the rank to the others.
+  The last group of the tensor's axes is the input: lora_a maps it to the rank, lora_b maps the rank
+  to the other axes.
   """
-  if not isinstance(row.ours, str) or not row.ours.endswith(f"/{_KERNEL}"):
+  if not isinstance(rule.ours, str) or not rule.ours.endswith(f"/{_KERNEL}"):
     return []
-  own = layout(row.axes)
-  coming, going = ([axis for axis in own.ours if axis in own.theirs[n]] for n in (1, 0))
-  beside, module = row.ours.removesuffix(_KERNEL), _module(row)
+  layout = axis_layout(rule.axes)
+  inputs, outputs = ([axis for axis in layout.ours if axis in layout.theirs[n]] for n in (1, 0))
+  parent, module = rule.ours.removesuffix(_KERNEL), rule.theirs.removesuffix(_WEIGHT)
   return [
-    Row(
-      f"{beside}lora_a/{_KERNEL}",
+    TensorRule(
+      f"{parent}lora_a/{_KERNEL}",
       f"{module}.lora_A{_WEIGHT}",
-      f"{' '.join(coming)} {_RANK} -> {_RANK} ({' '.join(own.theirs[1])})",
+      f"{' '.join(inputs)} {_RANK} -> {_RANK} ({' '.join(layout.theirs[1])})",
     ),
-    Row(
-      f"{beside}lora_b/{_KERNEL}",
+    TensorRule(
+      f"{parent}lora_b/{_KERNEL}",
       f"{module}.lora_B{_WEIGHT}",
-      f"{_RANK} {' '.join(going)} -> ({' '.join(own.theirs[0])}) {_RANK}",
+      f"{_RANK} {' '.join(outputs)} -> ({' '.join(layout.theirs[0])}) {_RANK}",
     ),
   ]

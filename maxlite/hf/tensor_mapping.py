@@ -1,7 +1,9 @@
-"""Which tensors of a family hold which parameters of a config's model."""
+"""Which tensors of a family hold which parameters of a model, and in which layout."""
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,146 +12,187 @@ import numpy as np
 from maxlite.checkpoint.chunked_array import Index, split_range
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
-from maxlite.hf.axis_layout import Layout, layout
-from maxlite.hf.family import Family, Row
+from maxlite.hf.family import HfFamily, TensorRule
 
 EXPERT = "e"  # the axis that counts {expert}
 
 
 @dataclasses.dataclass(frozen=True)
-class Tie:
-  """One tensor of theirs, and where in parameters of ours it lies.
+class AxisLayout:
+  """Named axes of an array, `ours`, and of a tensor, `theirs`, whose groups are merged axes."""
 
-  `layout` and `sizes` are of the array that our parameters at `index` make: of one, or of several
-  stacked along a new first axis `g`.
+  ours: tuple[str, ...]
+  theirs: tuple[tuple[str, ...], ...]
+
+  @property
+  def order(self) -> tuple[int, ...]:
+    """Positions in `ours` of the axes of `theirs`, with groups flattened."""
+    return tuple(self.ours.index(name) for group in self.theirs for name in group)
+
+  def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+    """Return the shape of the tensor."""
+    return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
+
+  def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Convert a tensor to an array of `shape`, a view if possible."""
+    split = tensor.reshape([shape[axis] for axis in self.order])
+    return split.transpose(np.argsort(self.order))
+
+  def to_theirs(self, array: np.ndarray) -> np.ndarray:
+    """Convert an array to a tensor."""
+    sizes = dict(zip(self.ours, array.shape, strict=True))
+    return array.transpose(self.order).reshape(self.shape(sizes))
+
+
+@functools.cache
+def axis_layout(notation: str) -> AxisLayout:
+  """Parse a layout such as `d h c -> (h c) d`."""
+  ours, _, theirs = notation.partition("->")
+  groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", theirs)]
+  layout = AxisLayout(tuple(ours.split()), tuple(map(tuple, groups)))
+  names = [name for group in layout.theirs for name in group]
+  assert sorted(names) == sorted(layout.ours), f"{notation}: both sides need the same axes"
+  assert len(set(names)) == len(names), f"{notation}: an axis occurs twice"
+  return layout
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMapping:
+  """A tensor and the part of our parameters that it holds.
+
+  `layout` and `sizes` describe the array at `index` of the parameter, or the arrays of several
+  parameters stacked along a new first axis `g`.
   """
 
   tensor: str
   paths: tuple[str, ...]
-  index: tuple[int, ...]  # layer and expert, where ours are stacked by them
-  layout: Layout
+  index: tuple[int, ...]  # layer and expert, if our parameters are stacked along them
+  layout: AxisLayout
   sizes: tuple[int, ...]
   dtype: np.dtype
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """The shape of their tensor."""
+    """The shape of the tensor."""
     return self.layout.shape(dict(zip(self.layout.ours, self.sizes, strict=True)))
 
-  def blocks(self) -> Iterator["Block"]:
-    """The tensor in pieces of bounded size, each some of its rows."""
+  def blocks(self) -> Iterator["TensorBlock"]:
+    """Split the tensor into blocks of rows of bounded size."""
     axis = self.layout.order[0]
     size = self.sizes[axis]
     rows_each = self.shape[0] // size if size else 0
     bytes_each = math.prod(self.sizes) // max(size, 1) * self.dtype.itemsize
     for low, high in split_range(size, bytes_each):
       sizes = (*self.sizes[:axis], high - low, *self.sizes[axis + 1 :])
-      yield Block(self, axis, low, sizes, (low * rows_each, high * rows_each))
+      yield TensorBlock(self, axis, low, sizes, (low * rows_each, high * rows_each))
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-  """Rows of a tensor: `sizes` of the array, from `low` on along `axis`."""
+class TensorBlock:
+  """Rows of a tensor: an array of `sizes` that starts at `low` along `axis`."""
 
-  tie: Tie
+  mapping: TensorMapping
   axis: int
   low: int
   sizes: tuple[int, ...]
   rows: tuple[int, int]
 
   def targets(self) -> list[tuple[str, Index]]:
-    """(path, index) of each of our parameters that the block has a part of."""
-    tie = self.tie
+    """Return (path, index) for each parameter that the block holds a part of."""
+    mapping = self.mapping
     starts = [self.low if axis == self.axis else 0 for axis in range(len(self.sizes))]
     spans = tuple(slice(a, a + n) for a, n in zip(starts, self.sizes, strict=True))
-    fixed = tuple(slice(i, i + 1) for i in tie.index)
-    if len(tie.paths) == 1:
-      return [(tie.paths[0], fixed + spans)]
-    return [(path, fixed + spans[1:]) for path in tie.paths[spans[0]]]
+    fixed = tuple(slice(i, i + 1) for i in mapping.index)
+    if len(mapping.paths) == 1:
+      return [(mapping.paths[0], fixed + spans)]
+    return [(path, fixed + spans[1:]) for path in mapping.paths[spans[0]]]
 
   def to_ours(self, tensor: np.ndarray) -> list[np.ndarray]:
-    """The block as parts of `targets`."""
-    array = self.tie.layout.to_ours(tensor, self.sizes)
-    arrays = [array] if len(self.tie.paths) == 1 else list(array)
-    return [part.reshape((1,) * len(self.tie.index) + part.shape) for part in arrays]
+    """Convert the rows of the tensor to the parts at `targets`."""
+    array = self.mapping.layout.to_ours(tensor, self.sizes)
+    arrays = [array] if len(self.mapping.paths) == 1 else list(array)
+    return [part.reshape((1,) * len(self.mapping.index) + part.shape) for part in arrays]
 
   def to_theirs(self, parts: list[np.ndarray]) -> np.ndarray:
-    """The inverse of to_ours."""
-    arrays = [part.reshape(part.shape[len(self.tie.index) :]) for part in parts]
-    array = arrays[0] if len(self.tie.paths) == 1 else np.stack(arrays)
-    return self.tie.layout.to_theirs(array)
+    """Convert the parts at `targets` to the rows of the tensor."""
+    arrays = [part.reshape(part.shape[len(self.mapping.index) :]) for part in parts]
+    array = arrays[0] if len(self.mapping.paths) == 1 else np.stack(arrays)
+    return self.mapping.layout.to_theirs(array)
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
-  """Layers of one kind: the path of their parameters, their numbers, and whether they are stacked.
-
-  `numbers` count all layers of the model from 0.
-  """
+class LayerStack:
+  """Layers of one kind: the path of their parameters and the numbers of the layers in the model."""
 
   path: str
   numbers: tuple[int, ...]
-  moe: bool
-  stacked: bool
+  is_stacked: bool
 
 
-def stacks(cfg: ModelConfig) -> list[Stack]:
-  """The layers of models.Decoder."""
-  num_dense, step = cfg.layer_plan
-  every = range(cfg.base_num_decoder_layers)
-  kinds = [("", cfg.family.is_moe)]
-  if step > 1:
-    kinds = [*((f"/dense_{i}", False) for i in range(step - 1)), ("/mixture", True)]
-  found = [("dense_layers", "", every[:num_dense], False)] if num_dense else []
-  for i, (name, moe) in enumerate(kinds):
-    found.append(("layers", name, every[num_dense + i :: step], moe))
+def layer_stacks(cfg: ModelConfig) -> list[LayerStack]:
+  """Return the layers of models.Decoder."""
+  is_moe = cfg.family.is_moe
+  num_dense = cfg.moe.first_num_dense_layers if is_moe else 0
+  step = cfg.moe.interleave_moe_layer_step if is_moe else 1
+  numbers = range(cfg.base_num_decoder_layers)
+  names = [""] if step == 1 else [*(f"/dense_{i}" for i in range(step - 1)), "/mixture"]
+  groups = [("dense_layers", "", numbers[:num_dense])] if num_dense else []
+  groups += [("layers", name, numbers[num_dense + i :: step]) for i, name in enumerate(names)]
   if cfg.scan_layers:
-    return [Stack(path + name, tuple(numbers), moe, True) for path, name, numbers, moe in found]
+    return [LayerStack(path + name, tuple(group), True) for path, name, group in groups]
   return [
-    Stack(f"{path}_{i}{name}", (number,), moe, False)
-    for path, name, numbers, moe in found
-    for i, number in enumerate(numbers)
+    LayerStack(f"{path}_{i}{name}", (number,), False)
+    for path, name, group in groups
+    for i, number in enumerate(group)
   ]
 
 
-def ties(family: Family, cfg: ModelConfig, params: Mapping[str, Any]) -> list[Tie]:
-  """All tensors of a model with `params`, {path: array, or its shape and type}, layer by layer.
+def tensor_mappings(
+  family: HfFamily, cfg: ModelConfig, params: Mapping[str, Any]
+) -> list[TensorMapping]:
+  """Map all tensors of a model with `params`, {path: abstract array}, layer by layer.
 
   Raises:
-    UserError: a parameter has no tensor in this family.
+    UserError: the family has no tensor for a parameter.
   """
-  made = [tie for row in family.outer for tie in _of_row(row, "", (), params)]
-  by_layer: list[tuple[int, list[Tie]]] = []
-  for stack in stacks(cfg):
-    rows = family.block(cfg, stack.moe)
+  by_layer: list[tuple[int, list[TensorMapping]]] = []
+  rules = family.block_rules(cfg)
+  for stack in layer_stacks(cfg):
     for i, number in enumerate(stack.numbers):
       prefix = family.layer_prefix.format(layer=number)
-      index = (i,) if stack.stacked else ()
-      placed = [dataclasses.replace(row, theirs=prefix + row.theirs) for row in rows]
-      of_layer = [t for row in placed for t in _of_row(row, f"{stack.path}/", index, params)]
-      by_layer.append((number, of_layer))
-  made += [tie for _, of_layer in sorted(by_layer, key=lambda pair: pair[0]) for tie in of_layer]
-  homeless = sorted(set(params) - {path for tie in made for path in tie.paths})
-  if homeless:
+      index = (i,) if stack.is_stacked else ()
+      layer_rules = [dataclasses.replace(rule, theirs=prefix + rule.theirs) for rule in rules]
+      layer = [m for rule in layer_rules for m in _mappings(rule, f"{stack.path}/", index, params)]
+      by_layer.append((number, layer))
+  mappings = [m for rule in family.outer for m in _mappings(rule, "", (), params)]
+  mappings += [m for _, layer in sorted(by_layer, key=lambda pair: pair[0]) for m in layer]
+  unmapped = sorted(set(params) - {path for mapping in mappings for path in mapping.paths})
+  if unmapped:
     raise UserError(
-      f"model_type {family.model_type!r} of Hugging Face has no tensor for {', '.join(homeless)}: "
-      "this model cannot be written so"
+      f"Hugging Face's model_type {family.model_type!r} has no tensor for {', '.join(unmapped)}: "
+      "this model cannot be exported"
     )
-  return made
+  return mappings
 
 
-def _of_row(row: Row, prefix: str, index: tuple[int, ...], params: Mapping[str, Any]) -> list[Tie]:
-  """The tensors of one row; none where the model lacks its parameters."""
-  paths = tuple(prefix + path for path in row.paths)
+def _mappings(
+  rule: TensorRule, prefix: str, index: tuple[int, ...], params: Mapping[str, Any]
+) -> list[TensorMapping]:
+  """Return the mappings of one rule; none if the model does not have its parameters."""
+  paths = tuple(prefix + path for path in rule.paths)
   if paths[0] not in params:
     return []
   shape, dtype = params[paths[0]].shape[len(index) :], np.dtype(params[paths[0]].dtype)
   assert all(params[path].shape[len(index) :] == shape for path in paths), paths
-  if "{expert}" not in row.theirs:
+  if "{expert}" not in rule.theirs:
     sizes = shape if len(paths) == 1 else (len(paths), *shape)
-    return [Tie(row.theirs, paths, index, layout(row.axes), sizes, dtype)]
-  assert len(paths) == 1, row
-  assert row.axes.startswith(f"{EXPERT} "), row
-  one = layout(row.axes.removeprefix(f"{EXPERT} "))
-  names = [row.theirs.format(expert=expert) for expert in range(shape[0])]
-  return [Tie(name, paths, (*index, e), one, shape[1:], dtype) for e, name in enumerate(names)]
+    return [TensorMapping(rule.theirs, paths, index, axis_layout(rule.axes), sizes, dtype)]
+  assert len(paths) == 1, rule
+  assert rule.axes.startswith(f"{EXPERT} "), rule
+  layout = axis_layout(rule.axes.removeprefix(f"{EXPERT} "))
+  return [
+    TensorMapping(
+      rule.theirs.format(expert=expert), paths, (*index, expert), layout, shape[1:], dtype
+    )
+    for expert in range(shape[0])
+  ]

@@ -1,4 +1,4 @@
-"""How far a tiny model is from what `transformers` computes with it; see tools/fixtures/hf_parity.
+"""Measure the differences from `transformers` for tiny models; see tools/fixtures/hf_parity.py.
 
 python tests/hf/hf_measure.py [FOLDER ...] prints a row of docs/models.md for each fixture.
 """
@@ -18,13 +18,13 @@ from safetensors.numpy import load_file
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.config.schema import DEFAULTS, ModelConfig, OptimizerConfig, build
-from maxlite.hf.hf_checkpoint import streams_from_hf
+from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.load_model import trainer_of_model
 from maxlite.training.trainer import Trainer
 
 FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
-# As torch has it in the script.
+# As in tools/fixtures/hf_parity.py.
 ADAMW = OptimizerConfig(
   learning_rate=1e-2,
   lr_schedule_type="constant",
@@ -35,45 +35,45 @@ ADAMW = OptimizerConfig(
   adam_weight_decay=0.1,
   gradient_clipping_threshold=1.0,
 )
-# Compiled fast rather than compiled to be fast.
+# Optimized for compile time, not run time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-# Backends that compile fastest; tests of their own hold them equal to the others.
+# Backends that compile fastest; other tests compare them with the rest.
 SIMPLEST = {"attention": "reference", "grouped_matmul": "reference", "scan_unroll": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-  """Of logits, relative to the largest; of the worst gradient, to its norm; of losses, absolute."""
+  """Errors of logits, relative to the largest; of the worst gradient, to its norm; of losses."""
 
   logits: float
   gradient: float
-  worst: str  # the parameter of that gradient
+  worst: str  # its parameter
   loss: float
-  losses: float  # after AdamW's steps
+  losses: float  # after AdamW steps
 
 
 def measure(folder: Path) -> Errors:
-  """The Errors of the fixture in `folder`."""
+  """Return the Errors of the fixture in `folder`."""
   trainer, params, gradients = opened(folder)
   expected = load_file(folder / "expected.safetensors")
   batch = batch_of(expected)
   step = compiled_step(trainer)
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.abstract_state.opt_state)
   losses = []
-  (loss, logits), made, params, opt_state = step(params, zeros, batch)
+  (loss, logits), grads, params, opt_state = step(params, zeros, batch)
   losses.append(loss)
   for _ in expected["losses"][1:]:
     (loss, _), _, params, opt_state = step(params, opt_state, batch)
     losses.append(loss)
-  apart = {
+  relative = {
     path: float(np.linalg.norm(ours - theirs) / max(np.linalg.norm(theirs), 1e-6))
-    for path, ours, theirs in pairs(made, gradients)
+    for path, ours, theirs in pairs(grads, gradients)
   }
-  worst = max(apart, key=apart.__getitem__)
+  worst = max(relative, key=relative.__getitem__)
   differences = np.abs(np.asarray(losses) - expected["losses"])
   return Errors(
     logits_error(logits, expected),
-    apart[worst],
+    relative[worst],
     worst,
     float(differences[0]),
     float(differences[1:].max()),
@@ -81,7 +81,7 @@ def measure(folder: Path) -> Errors:
 
 
 def logits_and_loss(folder: Path) -> tuple[float, float]:
-  """Errors.logits and Errors.loss alone, for a fraction of the time."""
+  """Return only Errors.logits and Errors.loss, in a fraction of the time."""
   trainer, params, _ = opened(folder)
   expected = load_file(folder / "expected.safetensors")
   loss, logits = jit(functools.partial(loss_of, trainer))(params, batch_of(expected))
@@ -98,31 +98,31 @@ def logits_error(logits: Any, expected: Any) -> float:
 
 
 def opened(folder: Path) -> tuple[Trainer, Any, Any]:
-  """(trainer, parameters, gradients by them as `transformers` has them), on one device."""
+  """Return (trainer, parameters, gradients from `transformers`), on one device."""
   family, keys, unread = model_keys(folder)
-  assert not unread, f"config.json has {unread}, which nothing reads"
+  assert not unread, f"unread keys of config.json: {unread}"
   model = build(ModelConfig, DEFAULTS | keys | SIMPLEST)
   trainer = trainer_of_model(model, optimizer=ADAMW)
   leaves = leaves_by_path(trainer.abstract_state.params)
   like = jax.tree.structure(trainer.abstract_state.params)
 
   def read(directory: Path) -> Any:
-    streams = streams_from_hf(directory, family, model, model.vocab_size, leaves)
-    return like.unflatten([as_numpy(streams[path]) for path in leaves])
+    arrays = params_from_hf(directory, family, model, model.vocab_size, leaves)
+    return like.unflatten([as_numpy(arrays[path]) for path in leaves])
 
   return trainer, read(folder), read(folder / "gradients")
 
 
-def as_numpy(stream: ChunkedArray) -> np.ndarray:
-  """The array, all of whose elements must be given."""
-  array = np.full(stream.shape, np.nan, stream.dtype)
-  for index, part in stream.chunks():
-    array[index] = part
+def as_numpy(chunked: ChunkedArray) -> np.ndarray:
+  """Read all chunks; elements without data are NaN."""
+  array = np.full(chunked.shape, np.nan, chunked.dtype)
+  for index, chunk in chunked.chunks():
+    array[index] = chunk
   return array
 
 
 def loss_of(trainer: Trainer, params: Any, batch: tuple) -> tuple:
-  """(mean over the tokens that have a next one in their document, logits_BTV)"""
+  """Return (mean loss over tokens with a next token in their document, logits_BTV)."""
   tokens_BT, segment_BT, _ = batch
   logits_BTV = trainer.model.apply({"params": params}, *batch)
   same_BT = (segment_BT[:, 1:] == segment_BT[:, :-1]).astype(jnp.float32)
@@ -131,25 +131,25 @@ def loss_of(trainer: Trainer, params: Any, batch: tuple) -> tuple:
 
 
 def compiled_step(trainer: Trainer) -> Any:
-  """step(params, opt_state, batch) -> ((loss, logits), gradients, params, opt_state)"""
+  """Return step(params, opt_state, batch) -> ((loss, logits), gradients, params, opt_state)."""
 
   def step(params: Any, opt_state: Any, batch: tuple) -> tuple:
-    of_params = functools.partial(loss_of, trainer)
-    found, gradients = jax.value_and_grad(of_params, has_aux=True)(params, batch)
+    loss_fn = functools.partial(loss_of, trainer)
+    outputs, gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
     updates, opt_state = trainer.objectives[0].tx.update(gradients, opt_state, params)
-    return found, gradients, optax.apply_updates(params, updates), opt_state
+    return outputs, gradients, optax.apply_updates(params, updates), opt_state
 
   return jit(step)
 
 
 def pairs(ours: Any, theirs: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
-  """(path, leaf of ours, leaf of theirs)"""
+  """Return [(path, our leaf, their leaf)]."""
   there = leaves_by_path(theirs)
   return [(p, np.asarray(leaf), np.asarray(there[p])) for p, leaf in leaves_by_path(ours).items()]
 
 
 def main() -> None:
-  folders = [Path(word) for word in sys.argv[1:]] or sorted(FIXTURES.iterdir())
+  folders = [Path(arg) for arg in sys.argv[1:]] or sorted(FIXTURES.iterdir())
   print("| model_type | logits | worst gradient | of | loss | six AdamW steps |")
   print("|---|---|---|---|---|---|")
   for folder in folders:

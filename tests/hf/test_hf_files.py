@@ -1,4 +1,4 @@
-"""Files in Hugging Face's format: read as the library reads them, and never trusted."""
+"""Hugging Face files: compatible with the safetensors library, and validated before use."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SPECS = {name: (array.dtype, array.shape) for name, array in ARRAYS.items()}
 
 
 def write(folder, **options):
-  """The arrays, written in pieces and out of order."""
+  """Write ARRAYS row by row in reverse order."""
   writer = FolderWriter(folder, SPECS, **options)
   for name in reversed(ARRAYS):
     for row in reversed(range(len(ARRAYS[name]))):
@@ -44,19 +44,19 @@ def assert_arrays(found):
     assert found[name].tobytes() == array.tobytes()
 
 
-def test_what_is_written_is_what_the_library_reads(tmp_path):
+def test_the_library_reads_written_files(tmp_path):
   write(tmp_path)
   assert_arrays(load_file(tmp_path / "model.safetensors"))
 
 
-def test_what_the_library_writes_is_what_is_read(tmp_path):
+def test_files_of_the_library_are_read(tmp_path):
   save_file(ARRAYS, tmp_path / "model.safetensors")
   assert_arrays(values(tmp_path))
   part = read_tensors(tmp_path)["b.weight"].read_rows(1, 3)
   np.testing.assert_array_equal(part, ARRAYS["b.weight"][1:3])
 
 
-def test_files_are_cut_by_size_and_found_by_their_index(tmp_path):
+def test_files_are_split_by_size_and_indexed(tmp_path):
   write(tmp_path, shard_bytes=100)
   index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
   assert len(set(index["weight_map"].values())) == 2
@@ -72,10 +72,10 @@ def change_index(folder, change):
 
 
 @pytest.mark.parametrize(
-  ("change", "told"),
+  ("change", "message"),
   [
-    (lambda m: m.pop("c"), "holds what .* does not know: c"),
-    (lambda m: m.update(d=m["a"]), "lacks what .* says it holds: d"),
+    (lambda m: m.pop("c"), "has unexpected tensors, .*: c"),
+    (lambda m: m.update(d=m["a"]), "lacks tensors of .*: d"),
     (lambda m: m.update(a="../outside.safetensors"), "names the file '../outside.safetensors'"),
     (lambda m: m.update(a="/etc/passwd"), "names the file '/etc/passwd'"),
     (lambda m: m.update(a=".."), "names the file '..'"),
@@ -83,13 +83,13 @@ def change_index(folder, change):
     (lambda m: m.update(a=7), 'no "weight_map"'),
   ],
 )
-def test_an_index_that_lies_is_told_in_one_line(tmp_path, change, told):
+def test_an_inconsistent_index_raises_one_line(tmp_path, change, message):
   folder = tmp_path / "model"
   folder.mkdir()
   write(folder, shard_bytes=100)
   shutil.copyfile(next(folder.glob("*.safetensors")), tmp_path / "outside.safetensors")
   change_index(folder, change)
-  with pytest.raises(ValueError, match=told) as caught:
+  with pytest.raises(ValueError, match=message) as caught:
     read_tensors(folder)
   assert "\n" not in str(caught.value)
 
@@ -97,7 +97,7 @@ def test_an_index_that_lies_is_told_in_one_line(tmp_path, change, told):
 @pytest.mark.parametrize(
   "text", ["", "{", "[]", "[" * 100_000, '"x"', "\xff", '{"weight_map": []}']
 )
-def test_an_index_that_is_none(tmp_path, text):
+def test_an_invalid_index_raises(tmp_path, text):
   write(tmp_path, shard_bytes=100)
   (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin1"))
   with pytest.raises(ValueError, match="copy it again"):
@@ -105,7 +105,7 @@ def test_an_index_that_is_none(tmp_path, text):
 
 
 def packed(header, num_bytes=8, length=None):
-  """A file with this header and so many bytes of data."""
+  """Content of a file with this header and `num_bytes` bytes of data."""
   text = header if isinstance(header, bytes) else json.dumps(header).encode()
   length = len(text) if length is None else length
   return length.to_bytes(8, "little") + text + bytes(num_bytes)
@@ -136,16 +136,16 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     packed({"a": {}}),
   ],
 )
-def test_a_file_that_lies_is_told_in_one_line(tmp_path, content):
+def test_an_invalid_file_raises_one_line(tmp_path, content):
   (tmp_path / "model.safetensors").write_bytes(content)
-  with pytest.raises(ValueError, match="no whole safetensors file") as caught:
+  with pytest.raises(ValueError, match="not a complete safetensors file") as caught:
     read_tensors(tmp_path)
   assert "\n" not in str(caught.value)
 
 
 @hypothesis.settings(max_examples=150, deadline=None, database=None)
 @hypothesis.given(st.integers(0, 511), st.integers(0, 255), st.integers(0, 600))
-def test_damage_anywhere_is_found_or_in_values_alone(tmp_path_factory, where, byte, length):
+def test_damage_is_detected_or_affects_only_values(tmp_path_factory, where, byte, length):
   folder = tmp_path_factory.getbasetemp() / "damaged"
   folder.mkdir(exist_ok=True)
   path = folder / "model.safetensors"
@@ -153,14 +153,14 @@ def test_damage_anywhere_is_found_or_in_values_alone(tmp_path_factory, where, by
   content = bytearray(path.read_bytes())
   content[where % len(content)] = byte
   path.write_bytes(content[:length] if length < len(content) else content)
-  told = complaint_of(lambda: read_header(path))
-  assert not told or "no whole safetensors file" in told
-  for tensor in () if told else read_header(path).values():
+  message = error_of(lambda: read_header(path))
+  assert not message or "not a complete safetensors file" in message
+  for tensor in () if message else read_header(path).values():
     if tensor.dtype in DTYPES:
       assert tensor.read_rows(0, tensor.shape[0]).shape == tensor.shape
 
 
-def complaint_of(read):
+def error_of(read):
   try:
     read()
   except ValueError as error:
@@ -168,7 +168,7 @@ def complaint_of(read):
   return ""
 
 
-def test_a_file_that_ends_after_it_was_checked(tmp_path):
+def test_a_file_truncated_after_validation_raises(tmp_path):
   save_file(ARRAYS, tmp_path / "model.safetensors")
   tensor = read_tensors(tmp_path)["a"]
   (tmp_path / "model.safetensors").write_bytes(b"short")
@@ -192,15 +192,15 @@ CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
 
 
 @pytest.mark.parametrize(
-  ("change", "told"),
+  ("change", "message"),
   [
-    ({"model_type": "mamba"}, "model_type='mamba'; maxlite knows llama, "),
-    ({"model_type": ["llama"]}, "maxlite knows llama, "),
+    ({"model_type": "mamba"}, "model_type='mamba'; supported are llama, "),
+    ({"model_type": ["llama"]}, "supported are llama, "),
     ({"hidden_size": "wide"}, "base_emb_dim=wide"),
     ({"hidden_size": None}, "base_emb_dim=None"),
     ({"hidden_size": 10**30}, "base_emb_dim"),
-    ({"hidden_size": 2**30}, "its weights are .* in all"),
-    ({"num_hidden_layers": 2**30}, "its weights are .* in all"),
+    ({"hidden_size": 2**30}, "there are .* weights in all"),
+    ({"num_hidden_layers": 2**30}, "there are .* weights in all"),
     ({"num_hidden_layers": -1}, "base_num_decoder_layers=-1"),
     ({"num_attention_heads": 0, "head_dim": None}, "config.json: "),
     ({"rms_norm_eps": "tiny"}, "normalization_layer_epsilon=tiny"),
@@ -210,15 +210,15 @@ CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
   ],
 )
-def test_a_config_that_lies_is_told_in_one_line(llama, change, told):
-  with pytest.raises(ValueError, match=told) as caught:
+def test_an_invalid_config_raises_one_line(llama, change, message):
+  with pytest.raises(ValueError, match=message) as caught:
     keys_of(llama, CONFIG | change)
   assert "config.json" in str(caught.value)
   assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["vocab_size", "num_hidden_layers", "rms_norm_eps"])
-def test_a_config_that_lacks_something(llama, missing):
+def test_a_config_without_a_required_key_raises(llama, missing):
   with pytest.raises(ValueError, match=f"lacks '{missing}'"):
     keys_of(llama, {name: value for name, value in CONFIG.items() if name != missing})
 
@@ -232,11 +232,11 @@ def test_a_config_that_lacks_something(llama, missing):
     max_leaves=4,
   ),
 )
-def test_any_value_is_read_or_told_by_the_name_of_the_file(llama, name, value):
-  told = complaint_of(lambda: keys_of(llama, CONFIG | {name: value}))
-  assert not told or "config.json" in told
+def test_any_value_is_read_or_raises_with_the_file_name(llama, name, value):
+  message = error_of(lambda: keys_of(llama, CONFIG | {name: value}))
+  assert not message or "config.json" in message
 
 
-def test_what_nothing_reads_is_told(llama):
+def test_unread_keys_are_reported(llama):
   (llama / "config.json").write_text(json.dumps(CONFIG | {"num_wings": 2}))
   assert model_keys(llama)[2] == "num_wings"

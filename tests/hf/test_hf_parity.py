@@ -1,4 +1,4 @@
-"""Tiny models of every family compute what `transformers` does: committed figures, or live."""
+"""Tiny models of every family match `transformers`: stored results, or computed live."""
 
 import subprocess
 import sys
@@ -11,13 +11,13 @@ from hf_measure import FIXTURES, logits_and_loss, measure
 from maxlite.hf.families import FAMILIES
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "fixtures" / "hf_parity.py"
-# Mistakes are orders of magnitude above, float32's rounding one below.
+# Errors from mistakes are orders of magnitude larger, those of float32 rounding one smaller.
 LOGITS, GRADIENT, LOSS, LOSSES = 1e-5, 1e-4, 1e-5, 1e-4
-FAST = ("mixtral",)  # all at once; the others' gradients take a few seconds each to compile
-SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2")  # whose parts others have, too
+FAST = ("mixtral",)  # the others' gradients take a few seconds each to compile
+SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2")  # other families cover their parts
 
 
-def test_every_family_has_a_fixture_of_modest_size():
+def test_every_family_has_a_small_fixture():
   for family in FAMILIES:
     files = [path for path in (FIXTURES / family).rglob("*") if path.is_file()]
     assert 0 < sum(path.stat().st_size for path in files) < 300_000, family
@@ -44,7 +44,7 @@ def test_every_gradient_and_six_steps_of_adamw(family):
   assert_close(measure(FIXTURES / family))
 
 
-# Dense, a mixture, and latent attention: of DeepSeek-V2 the form that has no latent of queries.
+# Dense, mixture of experts, and latent attention (DeepSeek-V2 without a query latent).
 LIVE = ("qwen3", "mixtral", "deepseek_v2_lite")
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer's files: what ends a text, and how a conversation is rendered, goes in and out."""
+"""Tokenizer files: stop tokens and chat templates survive import and export."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "chat" / "plain.jin
 
 @pytest.fixture
 def source(tmp_path):
-  """A folder as of a published model, whose config.json alone tells what ends a text."""
+  """A folder like a published model's, with stop tokens only in config.json."""
   folder = tmp_path / "source"
   folder.mkdir()
   byte_tokenizer(256, 257).save(str(folder / "tokenizer.json"))
@@ -27,20 +27,20 @@ def config_of(folder, **keys):
   return DataConfig(tokenizer_type="huggingface", tokenizer_path=path, **keys)
 
 
-def test_what_config_json_alone_says_is_kept(source, tmp_path):
+def test_stop_tokens_of_config_json_are_kept(source, tmp_path):
   copy_tokenizer(source, tmp_path / "run")
   assert not (tmp_path / "run" / "config.json").exists()
   tokenizer = open_tokenizer(config_of(tmp_path / "run"))
   assert (tokenizer.bos, tokenizer.stop_token_ids) == (256, (257, 65))
 
 
-def test_a_generation_config_that_is_there_is_left_as_it_is(source, tmp_path):
+def test_an_existing_generation_config_is_not_modified(source, tmp_path):
   (source / "generation_config.json").write_text('{"eos_token_id": 66}')
   copy_tokenizer(source, tmp_path / "run")
   assert open_tokenizer(config_of(tmp_path / "run")).stop_token_ids == (66,)
 
 
-def test_what_a_run_ends_answers_with_is_exported(source, tmp_path):
+def test_stop_tokens_and_template_of_a_run_are_exported(source, tmp_path):
   (source / "generation_config.json").write_text('{"eos_token_id": 257, "top_p": 0.5}')
   out = tmp_path / "out"
   out.mkdir()
@@ -55,7 +55,7 @@ def test_what_a_run_ends_answers_with_is_exported(source, tmp_path):
   assert (exported.stop_token_ids, exported.chat_template) == ((257, 66), TEMPLATE.read_text())
 
 
-def test_bytes_leave_with_their_template(tmp_path):
+def test_the_byte_tokenizer_is_exported_with_its_template(tmp_path):
   cfg = DataConfig(chat_template_path=str(TEMPLATE))
   assert write_tokenizer(cfg, 256, (257,), tmp_path)["eos_token_id"] == 257
   exported, own = open_tokenizer(config_of(tmp_path)), open_tokenizer(DataConfig())

@@ -1,21 +1,21 @@
-"""MXFP4 weights are read as the numbers they stand for."""
+"""MXFP4 weights are decoded to the numbers they represent."""
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from maxlite.checkpoint.safetensors import read_header
-from maxlite.hf.mxfp4 import unpacked
+from maxlite.hf.mxfp4 import unpack
 
 SHAPE_EF = (3, 5)
 NUM_BLOCKS = 2  # of 32 numbers
 
 
 def saved(folder, **changes):
-  draw = np.random.default_rng(0).integers
+  integers = np.random.default_rng(0).integers
   tensors = {
-    "x_blocks": draw(256, size=(*SHAPE_EF, NUM_BLOCKS, 16)).astype(np.uint8),
-    "x_scales": draw(110, 140, size=(*SHAPE_EF, NUM_BLOCKS)).astype(np.uint8),
+    "x_blocks": integers(256, size=(*SHAPE_EF, NUM_BLOCKS, 16)).astype(np.uint8),
+    "x_scales": integers(110, 140, size=(*SHAPE_EF, NUM_BLOCKS)).astype(np.uint8),
     "other": np.ones((2, 3), np.float32),
   } | changes
   save_file(tensors, folder / "model.safetensors")
@@ -23,16 +23,16 @@ def saved(folder, **changes):
 
 
 def number(bits):
-  """Sign, two bits of exponent with bias 1, one of mantissa; subnormal where the exponent is 0."""
+  """Decode sign, two bits of exponent with bias 1 and one of mantissa; exponent 0 is subnormal."""
   sign, exponent, mantissa = bits >> 3, bits >> 1 & 3, bits & 1
   return (-1) ** sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
 
 
-def test_each_number_is_its_four_bits_times_the_power_of_its_block(tmp_path):
+def test_each_number_is_its_four_bits_times_the_scale_of_its_block(tmp_path):
   tensors, header = saved(tmp_path)
-  made = unpacked(header)
-  assert made.keys() == {"x", "other"}
-  x = made["x"]
+  entries = unpack(header)
+  assert entries.keys() == {"x", "other"}
+  x = entries["x"]
   assert (x.shape, x.dtype) == ((3, 32 * NUM_BLOCKS, 5), "BF16")
   got_EDF = x.read_rows(1, 3).astype(np.float64)
   for e, d, f in np.ndindex(got_EDF.shape):
@@ -46,7 +46,7 @@ def test_each_number_is_its_four_bits_times_the_power_of_its_block(tmp_path):
   [np.zeros((*SHAPE_EF, 3), np.uint8), np.zeros((*SHAPE_EF, NUM_BLOCKS), np.float32)],
   ids=["shape", "type"],
 )
-def test_blocks_and_scales_that_do_not_belong_together_are_refused(tmp_path, scales):
+def test_blocks_and_scales_that_do_not_match_raise(tmp_path, scales):
   _, header = saved(tmp_path, x_scales=scales)
-  with pytest.raises(ValueError, match=r"x_blocks of shape .* that is no MXFP4"):
-    unpacked(header)
+  with pytest.raises(ValueError, match=r"x_blocks of shape .* this is not MXFP4"):
+    unpack(header)

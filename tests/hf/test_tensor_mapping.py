@@ -1,4 +1,4 @@
-"""Weights of every family, there and back: each element once, to the bit."""
+"""Weights of every family are imported and exported bitwise, each element once."""
 
 import json
 import math
@@ -15,38 +15,38 @@ from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, ModelConfig, build, flatten
-from maxlite.hf.axis_layout import layout
 from maxlite.hf.families import FAMILIES
-from maxlite.hf.hf_checkpoint import streams_from_hf, write_weights
-from maxlite.hf.hf_config import EXECUTION, family_that_says, model_keys
+from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
+from maxlite.hf.hf_config import EXECUTION, find_family, model_keys
 from maxlite.hf.load_model import abstract_params, trainer_of_model
+from maxlite.hf.tensor_mapping import axis_layout
 
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
 @pytest.fixture
-def small_parts(monkeypatch):
-  """Parts of a few rows, so that tensors come in many."""
+def small_chunks(monkeypatch):
+  """Chunks of a few rows, so that tensors have many."""
   monkeypatch.setattr(chunked_array, "CHUNK_BYTES", 600)
 
 
 def model_of(folder, **changes):
-  """(family, model, {path: shape and type}) of a fixture."""
+  """(family, model config, {path: abstract array}) of a fixture."""
   family, keys, _ = model_keys(folder)
   model = build(ModelConfig, DEFAULTS | keys | changes)
   return family, model, abstract_params(model)
 
 
 def arrays_of(folder, **changes):
-  """{path: array} of a fixture, NaN where no part gave anything."""
+  """{path: array} of a fixture, NaN where no chunk has data."""
   family, model, params = model_of(folder, **changes)
   vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-  found = streams_from_hf(folder, family, model, vocab_size, params)
+  found = params_from_hf(folder, family, model, vocab_size, params)
   return {path: as_numpy(stream) for path, stream in found.items()}
 
 
 def copied(model_type, target, change):
-  """A fixture with its {tensor: array} changed."""
+  """Copy a fixture with `change` applied to {tensor: array}."""
   shutil.copytree(FIXTURES / model_type, target, dirs_exist_ok=True)
   tensors = load_file(target / "model.safetensors")
   save_file(change(tensors), target / "model.safetensors")
@@ -62,21 +62,21 @@ def copied(model_type, target, change):
     ("d -> d", (3,), (3,)),
   ],
 )
-def test_a_layout_is_undone(notation, shape, theirs):
+def test_layouts_are_invertible(notation, shape, theirs):
   array = np.arange(math.prod(shape)).reshape(shape)
-  tensor = layout(notation).to_theirs(array)
+  tensor = axis_layout(notation).to_theirs(array)
   assert tensor.shape == theirs
-  np.testing.assert_array_equal(layout(notation).to_ours(tensor, shape), array)
+  np.testing.assert_array_equal(axis_layout(notation).to_ours(tensor, shape), array)
 
 
-def test_gates_and_linear_parts_alternate_where_f_comes_before_g():
+def test_gate_and_up_columns_alternate_if_f_precedes_g():
   gate, linear = np.zeros((1, 2, 3)), np.ones((1, 2, 3))
-  tensor = layout("g e d f -> e d (f g)").to_theirs(np.stack([gate, linear]))
+  tensor = axis_layout("g e d f -> e d (f g)").to_theirs(np.stack([gate, linear]))
   np.testing.assert_array_equal(tensor[0, 0], [0, 1, 0, 1, 0, 1])
 
 
 @every_family
-def test_weights_come_back_to_the_bit(model_type, tmp_path, small_parts):
+def test_weights_survive_the_round_trip_bitwise(model_type, tmp_path, small_chunks):
   folder = FIXTURES / model_type
   family, model, params = model_of(folder)
   arrays = arrays_of(folder)
@@ -92,57 +92,57 @@ def test_weights_come_back_to_the_bit(model_type, tmp_path, small_parts):
 
 
 @every_family
-def test_a_config_comes_back_key_by_key(model_type):
+def test_configs_survive_the_round_trip(model_type):
   keys = model_keys(FIXTURES / model_type)[1]
   model = build(ModelConfig, DEFAULTS | keys)
-  found, hf = family_that_says(model)  # perhaps another with the same config.json
+  found, hf = find_family(model)  # possibly another with the same config.json
   keys = {"decoder_block": found.decoder_block} | found.config_from_hf(hf)
   again = build(ModelConfig, DEFAULTS | keys)
   same = {name for name, value in flatten(model).items() if flatten(again)[name] == value}
   assert set(flatten(model)) - EXECUTION <= same
 
 
-def test_what_no_family_says_is_refused_by_name():
+def test_a_config_that_no_family_supports_raises():
   keys = model_keys(FIXTURES / "mixtral")[1]
   for change in ({"shared_experts": 1}, {"router": "topk_softmax"}, {"mlp_activations": ("relu",)}):
     with pytest.raises(ValueError, match=next(iter(change))):
-      family_that_says(build(ModelConfig, DEFAULTS | keys | change))
+      find_family(build(ModelConfig, DEFAULTS | keys | change))
 
 
 @pytest.mark.parametrize("local", [0.0, 50.0, 5000.0])
-def test_the_local_rotary_base_is_said_or_the_export_refused(local):
+def test_the_local_rotary_base_is_exported_or_refused(local):
   change = {"rope_type": "default", "rope_max_timescale": 5000.0, "local_rope_max_timescale": local}
   models = {
     name: build(ModelConfig, DEFAULTS | model_keys(FIXTURES / name)[1] | change)
     for name in ("gemma2", "gemma3_text")
   }
-  found, hf = family_that_says(models["gemma3_text"])
-  said = found.config_from_hf(hf)["local_rope_max_timescale"]
-  assert said == (50.0 if local == 50.0 else 0.0)
+  found, hf = find_family(models["gemma3_text"])
+  exported = found.config_from_hf(hf)["local_rope_max_timescale"]
+  assert exported == (50.0 if local == 50.0 else 0.0)
   if local == 50.0:
     with pytest.raises(ValueError, match="local_rope_max_timescale=50"):
-      family_that_says(models["gemma2"])
+      find_family(models["gemma2"])
   else:
-    assert family_that_says(models["gemma2"])[0].model_type == "gemma2"
+    assert find_family(models["gemma2"])[0].model_type == "gemma2"
 
 
-def test_layers_that_are_not_stacked_get_the_same_weights(small_parts):
+def test_unstacked_layers_get_the_same_weights(small_chunks):
   folder = FIXTURES / "deepseek_v2"
-  stacked, apart = arrays_of(folder), arrays_of(folder, scan_layers=False)
+  stacked, unstacked = arrays_of(folder), arrays_of(folder, scan_layers=False)
   for path, array in stacked.items():
     top, _, rest = path.partition("/")
     if "layers" not in top:
-      np.testing.assert_array_equal(apart[path], array)
+      np.testing.assert_array_equal(unstacked[path], array)
     for i in range(len(array) if "layers" in top else 0):
-      np.testing.assert_array_equal(apart[f"{top}_{i}/{rest}"], array[i])
+      np.testing.assert_array_equal(unstacked[f"{top}_{i}/{rest}"], array[i])
 
 
-def test_arrays_lie_on_a_mesh_as_they_are_whole(small_parts):
+def test_sharded_arrays_equal_unsharded_ones(small_chunks):
   folder = FIXTURES / "mixtral"
   family, model, _ = model_of(folder)
   mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
   params = leaves_by_path(trainer_of_model(model, mesh).abstract_state.params)
-  found = streams_from_hf(folder, family, model, model.vocab_size, params)
+  found = params_from_hf(folder, family, model, model.vocab_size, params)
   path = "layers/moe/wi_0"
   placed = to_array(found[path], params[path].sharding)
   assert placed.sharding == params[path].sharding
@@ -150,7 +150,7 @@ def test_arrays_lie_on_a_mesh_as_they_are_whole(small_parts):
   np.testing.assert_array_equal(placed, as_numpy(found[path]))
 
 
-def test_a_larger_vocabulary_gets_rows_of_zeros(small_parts):
+def test_a_larger_vocabulary_gets_rows_of_zeros(small_chunks):
   folder = FIXTURES / "llama"
   plain, padded = arrays_of(folder), arrays_of(folder, vocab_size=64)
   for path, axis in (("embed/embedding", 0), ("unembed/kernel", 1)):
@@ -160,7 +160,7 @@ def test_a_larger_vocabulary_gets_rows_of_zeros(small_parts):
     assert not new.any()
 
 
-def test_a_copy_of_a_tied_embedding_is_let_pass_and_another_matrix_is_not(tmp_path):
+def test_a_copy_of_a_tied_embedding_is_ignored_and_another_matrix_raises(tmp_path):
   def tied(folder, head):
     copied("llama", folder, lambda t: t | {"lm_head.weight": head(t["model.embed_tokens.weight"])})
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -168,7 +168,7 @@ def test_a_copy_of_a_tied_embedding_is_let_pass_and_another_matrix_is_not(tmp_pa
     return folder
 
   assert "unembed/kernel" not in arrays_of(tied(tmp_path / "same", lambda e: e.copy()))
-  with pytest.raises(ValueError, match=r"holds 1 tensors .*: lm_head.weight"):
+  with pytest.raises(ValueError, match=r"has 1 tensors .*: lm_head.weight"):
     arrays_of(tied(tmp_path / "other", lambda e: e + 1))
 
 
@@ -176,27 +176,27 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-  ("change", "told"),
+  ("change", "message"),
   [
     (lambda t: {n: a for n, a in t.items() if n != NAME}, f"lacks 1 tensors: {NAME}"),
-    (lambda t: t | {"model.layers.2.x": t[NAME]}, "holds 1 tensors .*: model.layers.2.x"),
+    (lambda t: t | {"model.layers.2.x": t[NAME]}, "has 1 tensors .*: model.layers.2.x"),
     (lambda t: t | {NAME: t[NAME].T.copy()}, rf"{NAME} of shape \[16, 24\], .* \[24, 16\]"),
     (lambda t: t | {NAME: t[NAME].astype(np.int32)}, f"{NAME} of type I32"),
     (lambda t: t | {NAME: t[NAME].astype(np.float64)}, f"{NAME} of type F64"),
   ],
 )
-def test_weights_of_another_model_are_told_by_name(tmp_path, change, told):
-  with pytest.raises(ValueError, match=told) as caught:
+def test_weights_of_another_model_raise_with_a_name(tmp_path, change, message):
+  with pytest.raises(ValueError, match=message) as caught:
     arrays_of(copied("llama", tmp_path, change))
   assert "\n" not in str(caught.value)
 
 
-def test_buffers_that_hold_no_weights_are_let_pass(tmp_path):
+def test_buffers_without_weights_are_ignored(tmp_path):
   name = "model.layers.0.self_attn.rotary_emb.inv_freq"
   arrays_of(copied("llama", tmp_path, lambda t: t | {name: np.ones(2, np.float32)}))
 
 
-def test_half_precision_is_read_into_either_type(tmp_path):
+def test_half_precision_is_read_as_either_dtype(tmp_path):
   half = lambda t: {name: array.astype(np.float16) for name, array in t.items()}
   folder = copied("llama", tmp_path, half)
   want = load_file(folder / "model.safetensors")["model.norm.weight"]

@@ -1,4 +1,4 @@
-"""`maxlite.convert` and `maxlite.load`: models in, on, and out again."""
+"""`maxlite.convert` and `maxlite.load`: import, load, upcycle and export."""
 
 import functools
 import json
@@ -21,18 +21,18 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.config import load_config
 from maxlite.config.schema import CheckpointConfig
 from maxlite.hf.conversion import read_merged
-from maxlite.hf.hf_checkpoint import streams_from_hf
+from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.load_model import trainer_of_model
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
-# Compiled fast rather than compiled to be fast.
+# Optimized for compile time, not run time.
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
 
 
-def converted(monkeypatch, *words):
-  """The exit code of `maxlite.convert` with these words; tiny vocabularies have no bytes."""
-  monkeypatch.setattr(sys, "argv", ["convert", *map(str, words), "dataset_type=synthetic"])
+def converted(monkeypatch, *args):
+  """Run `maxlite.convert` and return its exit code; tiny vocabularies have no byte tokens."""
+  monkeypatch.setattr(sys, "argv", ["convert", *map(str, args), "dataset_type=synthetic"])
   try:
     return convert.main()
   except SystemExit as error:
@@ -41,12 +41,12 @@ def converted(monkeypatch, *words):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-  """A folder with the runs `mixtral` and `llama`, made of fixtures."""
+  """A folder with the runs `mixtral` and `llama`, imported from fixtures."""
   folder = tmp_path_factory.mktemp("runs")
   with pytest.MonkeyPatch.context() as patch:
     for name in ("mixtral", "llama"):
-      words = (f"run_name={name}", f"base_output_directory={folder}")
-      assert converted(patch, "from_hf", FIXTURES / name, *words) == 0
+      overrides = (f"run_name={name}", f"base_output_directory={folder}")
+      assert converted(patch, "from_hf", FIXTURES / name, *overrides) == 0
   return folder
 
 
@@ -55,9 +55,9 @@ def logits_of(folder, **options):
   return np.asarray(jax.jit(model.apply, **FAST)(params, TOKENS_BT))
 
 
-def test_a_run_goes_out_as_it_came_in_to_the_bit(root, monkeypatch):
-  words = ("run_name=mixtral", f"base_output_directory={root}", f"output_path={root}/out")
-  assert converted(monkeypatch, "to_hf", *words) == 0
+def test_import_and_export_are_bitwise_inverse(root, monkeypatch):
+  overrides = ("run_name=mixtral", f"base_output_directory={root}", f"output_path={root}/out")
+  assert converted(monkeypatch, "to_hf", *overrides) == 0
   got, want = (load_file(f / "model.safetensors") for f in (root / "out", FIXTURES / "mixtral"))
   assert got.keys() == want.keys()
   assert all(got[name].tobytes() == array.tobytes() for name, array in want.items())
@@ -68,10 +68,10 @@ def test_a_run_goes_out_as_it_came_in_to_the_bit(root, monkeypatch):
   assert changed <= {"head_dim", "max_position_embeddings", "router_aux_loss_coef"}
 
 
-def test_load_takes_either_folder(root):
-  of_run = leaves_by_path(maxlite.load(root / "mixtral")[1])
+def test_load_accepts_either_folder(root):
+  from_run = leaves_by_path(maxlite.load(root / "mixtral")[1])
   for path, leaf in leaves_by_path(maxlite.load(FIXTURES / "mixtral")[1]).items():
-    np.testing.assert_array_equal(of_run[path], leaf)
+    np.testing.assert_array_equal(from_run[path], leaf)
 
 
 def test_load_onto_a_mesh(root):
@@ -85,13 +85,13 @@ def test_load_onto_a_mesh(root):
   np.testing.assert_allclose(got, expected["logits_BTV"][:2], rtol=1e-4, atol=1e-4)
 
 
-def test_load_gives_what_a_notebook_needs(root):
+def test_loaded_models_support_packing_and_gradients(root):
   model, params = maxlite.load(root / "llama")
   packed = {"segment_ids": np.repeat([[1, 2]], 6, 1), "positions": np.tile(np.arange(6), 2)[None]}
   packed = {name: np.tile(array, (2, 1)).astype(np.int32) for name, array in packed.items()}
 
   @functools.partial(jax.jit, **FAST)
-  def all_of_it(params):
+  def outputs(params):
     total = lambda params: jnp.sum(model.apply(params, TOKENS_BT) ** 2)
     return (
       model.apply({"params": params}, TOKENS_BT, **packed),
@@ -99,7 +99,7 @@ def test_load_gives_what_a_notebook_needs(root):
       jax.grad(total)(params),
     )
 
-  in_row, alone, gradients = all_of_it(params)
+  in_row, alone, gradients = outputs(params)
   np.testing.assert_allclose(in_row[:, 6:], alone, atol=1e-5)
   assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
   half = maxlite.load(root / "llama", dtype="bfloat16")[1]
@@ -107,20 +107,20 @@ def test_load_gives_what_a_notebook_needs(root):
 
 
 @pytest.mark.parametrize(
-  ("path", "options", "told"),
+  ("path", "options", "message"),
   [
-    ("nowhere", {}, "no run folder"),
+    ("nowhere", {}, "not a run folder"),
     ("llama", {"dtype": "float16"}, "choose one of float32, bfloat16"),
     ("llama", {"mesh": {"model": 2}}, "mesh has the axes model"),
     ("llama", {"mesh": {"fsdp": 64}}, "needs 64 devices"),
   ],
 )
-def test_load_says_what_is_wrong(root, path, options, told):
-  with pytest.raises(ValueError, match=told):
+def test_invalid_arguments_of_load_raise(root, path, options, message):
+  with pytest.raises(ValueError, match=message):
     maxlite.load(root / path, **options)
 
 
-def test_training_starts_from_the_weights_with_a_state_of_its_own(root):
+def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
   folder = root / "llama"
   cfg = load_config(
     ["run_name=llama", f"base_output_directory={root}", "base_emb_dim=16", "dataset_type=synthetic"]
@@ -140,26 +140,26 @@ def test_training_starts_from_the_weights_with_a_state_of_its_own(root):
 
 
 @pytest.mark.parametrize("dense", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_an_upcycled_model_computes_what_the_dense_one_did(root, monkeypatch, dense):
-  words, mixture = (f"run_name={dense}", f"base_output_directory={root}"), f"mixture_of_{dense}"
+def test_an_upcycled_model_computes_the_same_function(root, monkeypatch, dense):
+  overrides, mixture = (f"run_name={dense}", f"base_output_directory={root}"), f"mixture_of_{dense}"
   if not (root / dense).exists():
-    assert converted(monkeypatch, "from_hf", FIXTURES / dense, *words) == 0
-  made = (f"output_path={mixture}", "num_experts=4")
-  assert converted(monkeypatch, "upcycle", *words, *made) == 0
+    assert converted(monkeypatch, "from_hf", FIXTURES / dense, *overrides) == 0
+  target = (f"output_path={mixture}", "num_experts=4")
+  assert converted(monkeypatch, "upcycle", *overrides, *target) == 0
   np.testing.assert_allclose(logits_of(root / mixture), logits_of(root / dense), atol=1e-5)
-  words = (f"run_name={mixture}", words[1], f"output_path={root / mixture}_out")
-  assert converted(monkeypatch, "to_hf", *words) == 0
+  overrides = (f"run_name={mixture}", overrides[1], f"output_path={root / mixture}_out")
+  assert converted(monkeypatch, "to_hf", *overrides) == 0
   params = leaves_by_path(maxlite.load(root / mixture)[1])
   router = np.asarray(params["layers/moe/router/kernel"])
   assert router.shape == (2, 16, 4)
   assert np.std(router) == pytest.approx(0.25, rel=0.3)
 
 
-def test_adapters_are_merged_on_the_way_out(tmp_path):
-  draw = np.random.default_rng(0)
+def test_adapters_are_merged_on_export(tmp_path):
+  rng = np.random.default_rng(0)
   shapes = {"kernel": (2, 6, 3, 4), "lora_a/kernel": (2, 6, 2), "lora_b/kernel": (2, 2, 3, 4)}
-  arrays = {f"q/{name}": draw.normal(size=s).astype(np.float32) for name, s in shapes.items()}
-  write_parameters(tmp_path / "0", {path: whole(array) for path, array in arrays.items()})
+  arrays = {f"q/{name}": rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+  write_parameters(tmp_path / "0", {path: chunked(array) for path, array in arrays.items()})
   stored = StoredParameters(*Checkpoints(CheckpointConfig(), tmp_path, print).latest())
   second = (slice(1, 2), slice(0, 6), slice(0, 3), slice(0, 4))
   got = read_merged(stored, "q/kernel", second, lora_alpha=3.0)[0]
@@ -167,7 +167,7 @@ def test_adapters_are_merged_on_the_way_out(tmp_path):
   np.testing.assert_allclose(got, kernel + 1.5 * np.einsum("dr,rhc->dhc", a, b), rtol=1e-5)
 
 
-def whole(array):
+def chunked(array):
   index = tuple(slice(0, size) for size in array.shape)
   return ChunkedArray(array.shape, array.dtype, array.shape, lambda: iter([(index, array)]))
 
@@ -183,62 +183,64 @@ def renamed(folder):
 
 
 @pytest.mark.parametrize(
-  ("damage", "told"),
+  ("damage", "message"),
   [
-    (truncated, "no whole safetensors file"),
+    (truncated, "not a complete safetensors file"),
     (renamed, "lacks 1 tensors"),
-    (lambda folder: (folder / "config.json").write_text("{"), "no JSON"),
+    (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
     (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     (lambda folder: (folder / "model.safetensors").unlink(), "has neither"),
   ],
 )
-def test_damage_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, damage, told):
+def test_damage_exits_with_one_line_and_creates_nothing(
+  tmp_path, monkeypatch, capsys, damage, message
+):
   folder = tmp_path / "hf"
   shutil.copytree(FIXTURES / "llama", folder)
   damage(folder)
-  words = ("run_name=new", f"base_output_directory={tmp_path}/runs")
-  assert converted(monkeypatch, "from_hf", folder, *words) == 2
+  overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs")
+  assert converted(monkeypatch, "from_hf", folder, *overrides) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("maxlite.convert: ")
-  assert told in line
+  assert message in line
   assert not list((tmp_path / "runs").rglob("*"))
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_a_failed_import_leaves_nothing(tmp_path, monkeypatch, capsys):
   folder = tmp_path / "hf"
   shutil.copytree(FIXTURES / "llama", folder)
 
-  # Cut after its headers were checked, before its weights are read.
-  cut_after = lambda *args: (streams_from_hf(*args), truncated(folder))[0]
-  monkeypatch.setattr("maxlite.hf.conversion.streams_from_hf", cut_after)
-  words = ("run_name=new", f"base_output_directory={tmp_path}/runs")
-  assert converted(monkeypatch, "from_hf", folder, *words) == 2
+  # Truncate after the headers were validated, before the weights are read.
+  truncate_after = lambda *args: (params_from_hf(*args), truncated(folder))[0]
+  monkeypatch.setattr("maxlite.hf.conversion.params_from_hf", truncate_after)
+  overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs")
+  assert converted(monkeypatch, "from_hf", folder, *overrides) == 2
   assert "bytes early" in capsys.readouterr().err
   assert not list((tmp_path / "runs").rglob("*"))
 
 
 @pytest.mark.parametrize(
-  ("words", "told"),
+  ("args", "message"),
   [
     ((), "write one of from_hf, to_hf, to_peft, upcycle"),
     (("from_hf",), "from_hf FOLDER is missing"),
     (("to_peft", "run_name=llama"), "to_peft FOLDER is missing"),
-    (("from_hf", FIXTURES / "llama", "run_name=llama"), "is there already"),
-    (("from_hf", FIXTURES / "llama", "run_name=new", "base_emb_dim=8"), "says 16"),
+    (("from_hf", FIXTURES / "llama", "run_name=llama"), "already exists"),
+    (("from_hf", FIXTURES / "llama", "run_name=new", "base_emb_dim=8"), "has 16"),
     (
       ("from_hf", FIXTURES / "llama", "run_name=new", "vocab_size=39"),
-      "says 40: write that or more",
+      "has 40: use that or more",
     ),
     (("to_hf", "run_name=llama"), "output_path is missing"),
     (("to_hf", "run_name=none", "output_path=x"), "there is no run"),
-    (("to_hf", "run_name=llama", f"output_path={FIXTURES}"), "is there already"),
+    (("to_hf", "run_name=llama", f"output_path={FIXTURES}"), "already exists"),
     (("upcycle", "run_name=mixtral", "output_path=new"), "cannot be upcycled"),
     (("upcycle", "run_name=llama", "output_path=new", "head_dim=8"), "keeps head_dim=4"),
-    (("to_hf", "configs/base.yml", "run_name=llama"), "takes key=value only"),
+    (("to_hf", "configs/base.yml", "run_name=llama"), "takes only key=value"),
   ],
 )
-def test_a_mistaken_command_is_one_line(root, monkeypatch, capsys, words, told):
-  assert converted(monkeypatch, *words, f"base_output_directory={root}") == 2
+def test_an_invalid_command_exits_with_one_line(root, monkeypatch, capsys, args, message):
+  assert converted(monkeypatch, *args, f"base_output_directory={root}") == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert told in line
+  assert message in line
   assert not (root / "new").exists()

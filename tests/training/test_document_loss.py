@@ -1,4 +1,4 @@
-"""The loss of each held-out document is that of the document alone."""
+"""The loss of each held-out document equals that of the document alone."""
 
 import functools
 
@@ -13,25 +13,25 @@ from maxlite.training.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 BOS, EOS = 256, 257
-# Bytes of documents: shorter than a row, as long, and longer, with and without a rest.
+# Bytes per document: shorter than a row, of equal length, and longer, with and without remainder.
 SIZES = (1, 5, LENGTH - 2, LENGTH - 1, LENGTH, 3 * LENGTH - 1, 3 * LENGTH, 40)
 KEYS = {"decoder_block": "llama", "base_num_decoder_layers": 1, "logits_chunk_tokens": 24}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A text to train on, and folders of documents held out: of SIZES, and that fill a row each."""
-  folder, draw = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
+  """A training text and folders of held-out documents: of SIZES, and of one row each."""
+  folder, rng = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
   (folder / "train.txt").write_text("to be or not to be\n" * 9)
   for name, sizes in (("mixed", SIZES), ("rows", (LENGTH - 2,) * 7)):
     (folder / name).mkdir()
     for n, size in enumerate(sizes):
-      (folder / name / f"{n}.txt").write_bytes(draw.integers(32, 127, size, np.uint8).tobytes())
+      (folder / name / f"{n}.txt").write_bytes(rng.integers(32, 127, size, np.uint8).tobytes())
   return folder
 
 
 def opened(folder, name="mixed", **keys):
-  """(trainer, parameters, data) with the documents of one of those folders held out."""
+  """(trainer, parameters, data) with the held-out documents of one of the folders."""
   data = {"dataset_type": "text", "dataset_path": folder / "train.txt"}
   data |= {"eval_dataset_path": folder / name, "base_output_directory": folder}
   trainer = build_trainer(config_of(**(KEYS | data | keys)))
@@ -45,13 +45,13 @@ def first_state():
 
 @functools.cache
 def log_probs():
-  """run(params, tokens_1T) -> log_p_TV of a row that is one document."""
+  """Function (params, tokens_1T) -> log_p_TV for a row with one document."""
   model = build_trainer(config_of(**KEYS, **mesh_keys("")), jax.devices()[:1]).model
   return jax.jit(lambda params, ids: jax.nn.log_softmax(model.apply({"params": params}, ids)[0]))
 
 
 def alone(folder, n, params):
-  """NLL of a document, window by window, with nothing of the rest behind it."""
+  """NLL of a document, summed over windows without context from other documents."""
   ids = np.array([BOS, *(folder / "mixed" / f"{n}.txt").read_bytes(), EOS], np.int32)
   total = 0.0
   for begin in range(0, len(ids) - 1, LENGTH):
@@ -62,7 +62,7 @@ def alone(folder, n, params):
   return total
 
 
-def test_each_document_is_as_if_alone_on_any_mesh_and_in_any_batch(folder):
+def test_document_losses_do_not_depend_on_mesh_and_batch(folder):
   params = first_state().params
   halved = jax.tree.map(lambda leaf: leaf / 2, params)
   trainer, placed, data = opened(folder)
@@ -70,7 +70,12 @@ def test_each_document_is_as_if_alone_on_any_mesh_and_in_any_batch(folder):
   losses = document_losses(trainer, placed, data, averages)
   assert [loss.tokens for loss in losses] == [size + 1 for size in SIZES]
   assert [loss.num_bytes for loss in losses] == list(SIZES)
-  for n in (0, 2, 5, 6):  # a window, a full one, two with a rest of one id, and of two
+  for n in (
+    0,
+    2,
+    5,
+    6,
+  ):  # part of a window, a full one, remainders of one and two ids
     want = [alone(folder, n, params), alone(folder, n, halved)]
     np.testing.assert_allclose(losses[n].nll, want, rtol=1e-5)
   row = losses[0].row()
@@ -83,8 +88,8 @@ def test_each_document_is_as_if_alone_on_any_mesh_and_in_any_batch(folder):
     np.testing.assert_allclose(got.nll, want.nll[:1], rtol=1e-5, err_msg=n)
 
 
-def test_documents_add_up_to_the_held_out_loss(folder):
-  """Where no document is cut, so that both read the same."""
+def test_document_losses_sum_to_the_held_out_loss(folder):
+  """If no document is split, both use the same rows."""
   trainer, params, data = opened(folder, "rows")
   losses = document_losses(trainer, params, data)
   held_out = evaluate(

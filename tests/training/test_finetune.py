@@ -1,4 +1,4 @@
-"""From a folder to another: trained on conversations, wholly and by adapters, and out again."""
+"""Import, fine-tune on conversations, in full and with adapters, and export."""
 
 import json
 
@@ -12,7 +12,7 @@ import maxlite
 from maxlite.config import load_config
 from maxlite.training.run import run_training
 
-TALKS = [
+CONVERSATIONS = [
   {
     "messages": [
       {"role": "user", "content": f"{n}?"},
@@ -24,11 +24,13 @@ TALKS = [
 
 
 @pytest.mark.slow
-def test_imported_weights_are_tuned_on_conversations_and_leave_as_what_the_run_computes(tmp_path):
-  (tmp_path / "talks.jsonl").write_text("".join(f"{json.dumps(talk)}\n" for talk in TALKS))
+def test_fine_tuned_exports_compute_what_the_runs_do(tmp_path):
+  (tmp_path / "conversations.jsonl").write_text(
+    "".join(f"{json.dumps(row)}\n" for row in CONVERSATIONS)
+  )
   data = (
     "dataset_type=chat",
-    f"dataset_path={tmp_path}/talks.jsonl",
+    f"dataset_path={tmp_path}/conversations.jsonl",
     "chat_template_path=configs/chat/plain.jinja",
     "max_target_length=64",
     "per_device_batch_size=1",
@@ -38,11 +40,11 @@ def test_imported_weights_are_tuned_on_conversations_and_leave_as_what_the_run_c
     "steps=2",
   )
   run = lambda name: (f"run_name={name}", f"base_output_directory={tmp_path}")
-  train = lambda *words: run_training(load_config(words))
-  # A tiny vocabulary has no bytes; rows beyond it are zero.
-  assert converted("from_hf", FIXTURES / "llama", *run("whole"), "vocab_size=320") == 0
-  assert train(*run("whole"), *data) == 0
-  assert converted("to_hf", *run("whole"), f"output_path={tmp_path}/base") == 0
+  train = lambda *args: run_training(load_config(args))
+  # The vocabulary is extended with zeros to hold byte tokens.
+  assert converted("from_hf", FIXTURES / "llama", *run("full"), "vocab_size=320") == 0
+  assert train(*run("full"), *data) == 0
+  assert converted("to_hf", *run("full"), f"output_path={tmp_path}/base") == 0
   assert converted("from_hf", tmp_path / "base", *run("tuned")) == 0
   assert train("configs/chat/lora.yml", *run("tuned"), *data) == 0
   assert (

@@ -1,4 +1,4 @@
-"""Adapters out: what peft makes of them and the folder they belong to is what the run computes."""
+"""Exported adapters with their base model compute what the run does, also in peft."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from maxlite.config import load_config, save_resolved
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS
 from maxlite.hf.families import FAMILIES
-from maxlite.hf.hf_checkpoint import streams_from_hf
+from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.load_model import abstract_params
 
@@ -29,57 +29,57 @@ RANK, ALPHA = 2, 3.0
 FAST = ("llama",)
 
 
-def converted(*words):
+def converted(*args):
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sys, "argv", ["convert", *map(str, words)])
+    patch.setattr(sys, "argv", ["convert", *map(str, args)])
     try:
       return convert.main()
     except SystemExit as error:
       return error.code
 
 
-def words_of(root, name):
+def overrides_of(root, name):
   return (f"run_name={name}", f"base_output_directory={root}", "dataset_type=synthetic")
 
 
-def drawn(path, leaf, trained):
-  """A parameter of the size that trained adapters have, or as it is before."""
+def random_adapter(path, leaf, trained):
+  """An adapter with random values, and lora_b zero unless its path matches `trained`."""
   values = np.random.default_rng(len(path)).normal(size=leaf.shape, scale=0.3)
   if "/lora_b/" in path and not re.search(trained, path):
     values *= 0
   index = tuple(slice(0, size) for size in leaf.shape)
-  parts = [(index, values.astype(leaf.dtype))]
-  return ChunkedArray(leaf.shape, leaf.dtype, leaf.shape, lambda: iter(parts))
+  chunks = [(index, values.astype(leaf.dtype))]
+  return ChunkedArray(leaf.shape, leaf.dtype, leaf.shape, lambda: iter(chunks))
 
 
 def make_run(root, family, name, trained="lora"):
-  """A run of the fixture's weights with adapters beside them, of which some were trained."""
+  """Create a run with the fixture's weights and adapters, some of which are trained."""
   hf, keys, _ = model_keys(FIXTURES / family)
-  words = (*words_of(root, name), f"lora_rank={RANK}", f"lora_alpha={ALPHA}")
-  cfg = load_config(words, defaults=DEFAULTS | keys, needs_data=False)
+  overrides = (*overrides_of(root, name), f"lora_rank={RANK}", f"lora_alpha={ALPHA}")
+  cfg = load_config(overrides, defaults=DEFAULTS | keys, needs_data=False)
   params = abstract_params(cfg.model)
   adapters = {path: leaf for path, leaf in params.items() if "/lora_" in path}
   kept = {path: leaf for path, leaf in params.items() if path not in adapters}
-  streams = streams_from_hf(FIXTURES / family, hf, cfg.model, keys["vocab_size"], kept)
-  streams |= {path: drawn(path, leaf, trained) for path, leaf in adapters.items()}
+  weights = params_from_hf(FIXTURES / family, hf, cfg.model, keys["vocab_size"], kept)
+  weights |= {path: random_adapter(path, leaf, trained) for path, leaf in adapters.items()}
   folder = root / name
   folder.mkdir(parents=True)
   save_resolved(cfg, folder / "config.yml")
-  write_parameters(folder / "checkpoints" / "0", streams)
+  write_parameters(folder / "checkpoints" / "0", weights)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def exported(request, tmp_path_factory):
-  """(family, root) with the run `tuned`, its adapters in `adapter` and all of it in `merged`."""
+  """(family, root) with the run `tuned`, exported to `adapter` and `merged`."""
   family = request.param
   root = tmp_path_factory.mktemp(family)
-  # Those of the MLPs of a mixture cannot be loaded.
+  # peft cannot load adapters of the MLPs of a mixture.
   make_run(
     root, family, "tuned", "attention" if MODELS[FAMILIES[family].decoder_block].is_moe else "lora"
   )
-  words = words_of(root, "tuned")
-  assert converted("to_peft", FIXTURES / family, *words, f"output_path={root}/adapter") == 0
-  assert converted("to_hf", *words, f"output_path={root}/merged") == 0
+  overrides = overrides_of(root, "tuned")
+  assert converted("to_peft", FIXTURES / family, *overrides, f"output_path={root}/adapter") == 0
+  assert converted("to_hf", *overrides, f"output_path={root}/merged") == 0
   return family, root
 
 
@@ -88,7 +88,7 @@ def some_slow(families):
 
 
 @pytest.mark.parametrize("exported", some_slow(FAMILIES), indirect=True)
-def test_adapters_and_their_base_are_the_merged_model(exported):
+def test_base_and_adapters_equal_the_merged_model(exported):
   family, root = exported
   config = json.loads((root / "adapter" / "adapter_config.json").read_text())
   adapters = load_file(root / "adapter" / "adapter_model.safetensors")
@@ -117,7 +117,7 @@ def test_adapters_and_their_base_are_the_merged_model(exported):
   not all(map(find_spec, ("torch", "transformers", "peft"))),
   reason="needs torch, transformers and peft: pip install -e .[hf]",
 )
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by older names
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses deprecated names of transformers
 @pytest.mark.parametrize(
   "exported",
   [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in FAMILIES],
@@ -132,7 +132,7 @@ def test_peft_computes_what_the_run_does(exported):
   tokens_BT = np.arange(24).reshape(2, 12).astype(np.int32) % 40
   model, params = maxlite.load(root / "tuned")
   expected = np.asarray(jax.jit(model.apply)(params, tokens_BT))
-  # transformers knows some families by the name of the one that they are written as.
+  # Some families are exported as another, whose name transformers needs.
   config = AutoConfig.from_pretrained(root / "merged")
   base = AutoModelForCausalLM.from_pretrained(FIXTURES / family, config=config).eval()
   whole = AutoModelForCausalLM.from_pretrained(root / "merged").eval()
@@ -149,34 +149,34 @@ def test_peft_computes_what_the_run_does(exported):
 
 @pytest.mark.parametrize("exported", ["llama"], indirect=True)
 @pytest.mark.parametrize(
-  ("folder", "run", "told"),
+  ("folder", "run", "message"),
   [
-    (FIXTURES / "llama", "plain", "has no adapters (lora_rank=0): write to_hf"),
+    (FIXTURES / "llama", "plain", "has no adapters (lora_rank=0): use to_hf"),
     (FIXTURES / "llama", "untrained", "was trained: train it first"),
-    (FIXTURES / "mistral", "tuned", "config.json says"),
-    ("{root}/merged", "tuned", "has other weights than those the adapters stand beside"),
+    (FIXTURES / "mistral", "tuned", "config.json has"),
+    ("{root}/merged", "tuned", "differ from those the adapters were trained on"),
     ("{root}/none", "tuned", "has no config.json"),
   ],
 )
-def test_what_cannot_be_an_adapter_is_refused_in_one_line(exported, capsys, folder, run, told):
+def test_an_invalid_export_exits_with_one_line(exported, capsys, folder, run, message):
   _, root = exported
   if run == "plain":
-    assert converted("from_hf", FIXTURES / "llama", *words_of(root, "plain")) == 0
+    assert converted("from_hf", FIXTURES / "llama", *overrides_of(root, "plain")) == 0
   if run == "untrained":
     make_run(root, "llama", "untrained", trained="none")
   capsys.readouterr()
-  assert_refused(capsys, str(folder).format(root=root), root, run, told)
+  assert_fails(capsys, str(folder).format(root=root), root, run, message)
 
 
-def assert_refused(capsys, folder, root, run, told):
-  assert converted("to_peft", folder, *words_of(root, run), f"output_path={root}/out") == 2
+def assert_fails(capsys, folder, root, run, message):
+  assert converted("to_peft", folder, *overrides_of(root, run), f"output_path={root}/out") == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert told in line
+  assert message in line
   assert not (root / "out").exists()
 
 
 @pytest.mark.slow
-def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path, capsys):
+def test_adapters_that_peft_would_apply_to_experts_raise(tmp_path, capsys):
   make_run(tmp_path, "deepseek_v3", "shared")
-  told = "cannot load it: train adapters of attention alone"
-  assert_refused(capsys, FIXTURES / "deepseek_v3", tmp_path, "shared", told)
+  message = "cannot load it: train adapters of attention alone"
+  assert_fails(capsys, FIXTURES / "deepseek_v3", tmp_path, "shared", message)

@@ -1,9 +1,9 @@
 """Hugging Face model families: one file per `model_type`, listed in FAMILIES.
 
 To add a family, write `hf/families/NAME.py` with a FAMILY and add it to FAMILIES. `hf/family.py`
-defines its parts, `hf/shared_mappings.py` what families share; `mixtral.py` is a short example.
-tests/hf/test_hf_parity.py runs over the table and compares with fixtures that
-tools/fixtures/hf_parity.py writes.
+defines its fields, `hf/shared_mappings.py` has rules that families share; `mixtral.py` is a short
+example. tests/hf/test_hf_parity.py runs for every family and compares with fixtures written by
+tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
@@ -20,11 +20,11 @@ from maxlite.hf.families import (
   qwen3,
   qwen3_moe,
 )
-from maxlite.hf.family import Family
+from maxlite.hf.family import HfFamily
 
-# By config.json's `model_type`. Where several have one decoder_block, an export takes the first
-# whose config.json says all that the config does.
-FAMILIES: dict[str, Family] = {
+# By config.json's `model_type`. If several have the same decoder_block, an export uses the first
+# that can express the config.
+FAMILIES: dict[str, HfFamily] = {
   family.model_type: family
   for family in (
     llama.FAMILY,

@@ -1,44 +1,29 @@
-"""DeepSeek-V3 and R1, and Kimi-K2, which is one."""
+"""DeepSeek-V3 and R1, and Kimi-K2, which has the same architecture."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from maxlite.config.schema import ModelConfig
-from maxlite.hf import shared_mappings
+from maxlite.hf.config_keys import Key
 from maxlite.hf.families import deepseek_v2
-from maxlite.hf.family import Family, Row
+from maxlite.hf.family import TensorRule
 
-BIAS = Row("moe/router/bias", "mlp.gate.e_score_correction_bias", "e -> e")
-ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+BIAS = TensorRule("moe/router/bias", "mlp.gate.e_score_correction_bias", "e -> e")
 
-
-def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-  shared_mappings.require(hf, **ROUTER, rope_interleave=True)
-  return deepseek_v2.shared_from_hf(hf) | {
-    "router": "sigmoid_group_topk",
-    "routed_bias": True,
-    "norm_topk_prob": hf.get("norm_topk_prob", True),
-  }
-
-
-def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-  keys = deepseek_v2.config_to_hf(cfg) | ROUTER | {"norm_topk_prob": cfg.moe.norm_topk_prob}
-  return keys | {"rope_interleave": True, "num_nextn_predict_layers": 0}
-
-
-def block(cfg: ModelConfig, moe: bool) -> shared_mappings.Rows:
-  return (*deepseek_v2.block(cfg, moe), BIAS)
-
-
-FAMILY = Family(
-  "deepseek_v3",
-  "DeepseekV3ForCausalLM",
-  "deepseek",
-  config_from_hf,
-  config_to_hf,
-  block,
-  # A draft model that is published as one more layer; transformers passes it over, too.
+FAMILY = dataclasses.replace(
+  deepseek_v2.FAMILY,
+  model_type="deepseek_v3",
+  architecture="DeepseekV3ForCausalLM",
+  block=(*deepseek_v2.FAMILY.block, BIAS),
+  keys=(*deepseek_v2.KEYS, Key("norm_topk_prob", "norm_topk_prob", True)),
+  ours={"router": "sigmoid_group_topk", "routed_bias": True},
+  required={
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+  },
+  extra_from_hf=lambda hf, keys: {},
+  extra_to_hf=lambda cfg: deepseek_v2.shared_extra_to_hf(cfg) | {"num_nextn_predict_layers": 0},
+  # The published draft model is one more layer, which transformers ignores too.
   ignored=(*deepseek_v2.FAMILY.ignored, r"model\.layers\.61\..*"),
   unread=("num_nextn_predict_layers",),
 )

@@ -1,21 +1,9 @@
-"""Qwen3 without experts: its config.json says what Qwen2's does."""
+"""Qwen3, the dense models, with the config.json of Qwen2."""
 
-from maxlite.config.schema import ModelConfig
-from maxlite.hf import shared_mappings
-from maxlite.hf.families import llama, qwen2
-from maxlite.hf.family import Family
+import dataclasses
 
+from maxlite.hf.families import qwen2
 
-def block(cfg: ModelConfig, moe: bool) -> shared_mappings.Rows:
-  return (*llama.block(cfg, moe), *shared_mappings.QK_NORM)
-
-
-FAMILY = Family(
-  "qwen3",
-  "Qwen3ForCausalLM",
-  "qwen3",
-  qwen2.config_from_hf,
-  qwen2.config_to_hf,
-  block,
-  unread=qwen2.FAMILY.unread,
+FAMILY = dataclasses.replace(
+  qwen2.FAMILY, model_type="qwen3", architecture="Qwen3ForCausalLM", decoder_block="qwen3"
 )

@@ -3,49 +3,41 @@
 from collections.abc import Mapping
 from typing import Any
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
-from maxlite.hf import shared_mappings
-from maxlite.hf.family import Family
+from maxlite.hf.config_keys import Key
+from maxlite.hf.family import HfFamily
+from maxlite.hf.shared_mappings import ATTENTION, NORM_TOPK_PROB, NORMS, QK_NORM, experts
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-  shared_mappings.require(hf, use_sliding_window=False)
-  shared_mappings.every_layer_is_moe(hf)
-  return shared_mappings.decoder_from_hf(hf) | {
-    "base_moe_mlp_dim": hf["moe_intermediate_size"],
-    "num_experts": hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],
-    "num_experts_per_tok": hf["num_experts_per_tok"],
-    "router": "topk_softmax",
-    "norm_topk_prob": hf.get("norm_topk_prob", False),
-  }
+def _extra_from_hf(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+  if hf.get("mlp_only_layers"):
+    raise UserError("config.json has mlp_only_layers, which maxlite does not support")
+  return {"num_experts": hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]}
 
 
-def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-  return shared_mappings.decoder_to_hf(cfg) | {
-    # Of dense layers, which this family could have and ours has not.
-    "intermediate_size": cfg.moe.base_moe_mlp_dim,
-    "moe_intermediate_size": cfg.moe.base_moe_mlp_dim,
+def _extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  return {
     "num_experts": cfg.moe.num_experts,
-    "num_experts_per_tok": cfg.moe.num_experts_per_tok,
-    "norm_topk_prob": cfg.moe.norm_topk_prob,
-    "router_aux_loss_coef": cfg.moe.load_balance_loss_weight,
-    "decoder_sparse_step": 1,
+    "intermediate_size": cfg.moe.base_moe_mlp_dim,  # of dense layers; maxlite's has none
     "mlp_only_layers": [],
-    "use_sliding_window": False,
   }
 
 
-def block(cfg: ModelConfig, moe: bool) -> shared_mappings.Rows:
-  experts = shared_mappings.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-  return (*shared_mappings.NORMS, *shared_mappings.ATTENTION, *shared_mappings.QK_NORM, *experts)
-
-
-FAMILY = Family(
+FAMILY = HfFamily(
   "qwen3_moe",
   "Qwen3MoeForCausalLM",
   "qwen3_moe",
-  config_from_hf,
-  config_to_hf,
-  block,
-  unread=("intermediate_size",),  # of dense layers, of which there are none
+  (*NORMS, *ATTENTION, *QK_NORM, *experts("mlp")),
+  (
+    Key("base_moe_mlp_dim", "moe_intermediate_size"),
+    Key("num_experts_per_tok", "num_experts_per_tok"),
+    NORM_TOPK_PROB,
+  ),
+  ours={"router": "topk_softmax"},
+  required={"use_sliding_window": False, "decoder_sparse_step": 1},
+  aux_loss_key="router_aux_loss_coef",
+  extra_from_hf=_extra_from_hf,
+  extra_to_hf=_extra_to_hf,
+  unread=("intermediate_size",),  # of dense layers
 )
