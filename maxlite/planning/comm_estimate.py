@@ -12,18 +12,16 @@ estimate with them.
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
-import numpy as np
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import num_moe_layers
 from maxlite.models.decoder import saved_by_remat
 from maxlite.optim.partition import paths_in
-from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective
+from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, CollectiveSums
 from maxlite.planning.memory_estimate import num_token_shards
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.sharding.rules import Sharder
@@ -73,32 +71,18 @@ class _Step:
     """Number of devices along mesh axes."""
     return math.prod(self.sharder.mesh.shape[axis] for axis in mesh_axes)
 
-  def weight_collective(self, kind: str, mesh_axes: Collection[str], *, is_linear: bool) -> str:
-    """The collective that XLA:TPU uses for an all-gather or reduce-scatter of weights.
-
-    Over a whole slice it uses an all-reduce, which uses all links of the torus where a ring uses
-    two. Over few devices, weights of linear layers are pipelined with their matmuls in a ring.
-    """
-    size = self.size(mesh_axes)
-    if not self.grid or size * math.prod(self.slices.values()) != self.sharder.mesh.size:
-      return kind
-    if is_linear and size <= _LARGEST_RING:
-      return kind
-    is_torus = len(self.grid) == 3 and min(self.grid) >= 4
-    return "all-reduce" if kind == "reduce-scatter" or is_torus else kind
-
   def is_saved(self, name: str) -> bool:
     """Whether remat saves the activation `name` for the backward pass."""
     saved = saved_by_remat(self.model)
     return saved is None or name in saved
 
 
-class _Collectives:
-  """Sums of collectives by kind and mesh axes."""
+class _Estimate:
+  """The collectives of a step, summed."""
 
   def __init__(self, step: _Step):
     self._step = step
-    self._sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    self.sums = CollectiveSums()
 
   def add(self, kind: str, mesh_axes: Collection[str], times: float, payload: float) -> None:
     """Add `times` collectives of `payload` bytes each (see `Collective.payload_bytes`).
@@ -121,17 +105,9 @@ class _Collectives:
     if kind.endswith("all-to-all"):  # every peer gets different bytes
       sent_within, share = sent_within / between, payload
     if within > 1:
-      self._sums[kind, inside, False] += times * np.array([1, payload, sent_within * payload])
+      self.sums.add(kind, inside, times, payload, sent_within * payload)
     if between > 1:
-      self._sums[kind, across, True] += times * np.array([1, share, sent_between * share])
-
-  def sorted(self) -> list[Collective]:
-    found = [
-      Collective(kind, mesh_axes, float(times), float(payload), float(sent), across)
-      for (kind, mesh_axes, across), (times, payload, sent) in self._sums.items()
-      if sent >= _NEGLIGIBLE_BYTES
-    ]
-    return sorted(found, key=lambda collective: -collective.sent_bytes)
+      self.sums.add(kind, across, times, share, sent_between * share, between_slices=True)
 
 
 def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]:
@@ -150,16 +126,17 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
     grid=target.grid,
   )
   trained_paths = set(paths_in(objective.partition.split(trainer.abstract_state.params)[0]))
-  sums = _Collectives(step)
+  estimate = _Estimate(step)
   for placement in trainer.parameter_shardings:
     weight = _Weight.of(step, placement)
-    _gather_weight(sums, step, weight)
+    _gather_weight(estimate, step, weight)
     if placement.path in trained_paths:
-      _reduce_gradient(sums, step, weight)
-    _reduce_products(sums, step, weight)
-  _gather_keys(sums, step)
-  _dispatch_tokens(sums, step)
-  return sums.sorted()
+      _reduce_gradient(estimate, step, weight)
+    _reduce_products(estimate, step, weight)
+  _gather_keys(estimate, step)
+  _dispatch_tokens(estimate, step)
+  found = estimate.sums.largest_first()
+  return [collective for collective in found if collective.sent_bytes >= _NEGLIGIBLE_BYTES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +144,7 @@ class _Weight:
   """A parameter, or a stack of one per layer."""
 
   path: list[str]
+  kind: str  # "table" (embedding or unembedding), "expert" or "linear"
   itemsize: int
   num_layers: int
   size: float  # elements per layer, sharded over `tensor` and `expert` only
@@ -178,13 +156,16 @@ class _Weight:
   @classmethod
   def of(cls, step: _Step, placement: ParameterSharding) -> "_Weight":
     names, shape, batch_axes = placement.names, placement.shape, step.axes(*_BATCH_AXES)
+    path = placement.path.split("/")
+    is_table, is_expert = path[0] in ("embed", "unembed"), path[-2] == "moe"
     num_layers = shape[0] if names[0] == "layers" else 1
     at = next((i for i, name in enumerate(names) if name in _GATHERED), None)
     gathered = () if at is None else tuple(a for a in step.axes(names[at]) if a in batch_axes)
     experts = step.axes("exp") if "exp" in names else ()
     sharded = [i for i, name in enumerate(names) if i != at and name != "exp" and step.axes(name)]
     return cls(
-      path=placement.path.split("/"),
+      path=path,
+      kind="table" if is_table else "expert" if is_expert else "linear",
       itemsize=placement.dtype.itemsize,
       num_layers=num_layers,
       size=math.prod(shape) / num_layers * step.size(gathered) / placement.num_shards,
@@ -194,39 +175,41 @@ class _Weight:
       product="" if at is None or not sharded else "in" if sharded[0] < at else "out",
     )
 
-  @property
-  def is_table(self) -> bool:
-    """Whether it is the embedding or the unembedding."""
-    return self.path[0] in ("embed", "unembed")
-
-  @property
-  def is_expert(self) -> bool:
-    return self.path[-2] == "moe"
-
-  @property
-  def is_linear(self) -> bool:
-    return not (self.is_table or self.is_expert)
-
   def is_recomputed(self, step: _Step) -> bool:
     """Whether the backward pass recomputes its output separately."""
     name = next((_OUTPUTS[part] for part in self.path if part in _OUTPUTS), None)
     return name is not None and not step.is_saved(name)
 
 
-def _gather_weight(sums: _Collectives, step: _Step, weight: _Weight) -> None:
+def _weight_collective(step: _Step, weight: _Weight, kind: str) -> str:
+  """The collective that XLA:TPU uses for an all-gather or reduce-scatter of a weight.
+
+  Over a whole slice it uses an all-reduce, which uses all links of the torus where a ring uses two.
+  Over few devices, weights of linear layers are pipelined with their matmuls in a ring.
+  """
+  size = step.size(weight.gathered)
+  if not step.grid or size * math.prod(step.slices.values()) != step.sharder.mesh.size:
+    return kind
+  if weight.kind == "linear" and size <= _LARGEST_RING:
+    return kind
+  is_torus = len(step.grid) == 3 and min(step.grid) >= 4
+  return "all-reduce" if kind == "reduce-scatter" or is_torus else kind
+
+
+def _gather_weight(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
   """All-gathers for the forward pass and the input gradient; one per use for tables.
 
   XLA gathers a recomputed attention projection again, but not that of an MLP.
   """
   uses = 2 + weight.is_recomputed(step)
-  if weight.is_table:
+  if weight.kind == "table":
     uses = 2 if step.model.logits_via_embedding else 1
   times = weight.num_layers * uses * step.num_micro
-  kind = step.weight_collective("all-gather", weight.gathered, is_linear=weight.is_linear)
-  sums.add(kind, weight.gathered, times, weight.size * step.compute_bytes)
+  kind = _weight_collective(step, weight, "all-gather")
+  estimate.add(kind, weight.gathered, times, weight.size * step.compute_bytes)
 
 
-def _reduce_gradient(sums: _Collectives, step: _Step, weight: _Weight) -> None:
+def _reduce_gradient(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
   """Reduce-scatter over the gathered axes, and all-reduce over the other axes of the batch.
 
   Gradients have the dtype of the weight; that of a lookup has the dtype of activations and is
@@ -238,30 +221,30 @@ def _reduce_gradient(sums: _Collectives, step: _Step, weight: _Weight) -> None:
   each = tuple(axis for axis in weight.replicated if axis not in once)
   if weight.path[0] == "embed":
     payload = weight.size * step.compute_bytes
-    sums.add("all-reduce", (*weight.gathered, *each), times, payload)
+    estimate.add("all-reduce", (*weight.gathered, *each), times, payload)
   else:
     payload = weight.size * weight.itemsize
-    kind = step.weight_collective("reduce-scatter", weight.gathered, is_linear=weight.is_linear)
-    sums.add(kind, weight.gathered, times, payload)
-    sums.add("all-reduce", each, times, payload / step.size(weight.gathered))
-  sums.add("all-reduce", once, weight.num_layers, payload / step.size(weight.gathered))
+    kind = _weight_collective(step, weight, "reduce-scatter")
+    estimate.add(kind, weight.gathered, times, payload)
+    estimate.add("all-reduce", each, times, payload / step.size(weight.gathered))
+  estimate.add("all-reduce", once, weight.num_layers, payload / step.size(weight.gathered))
 
 
-def _reduce_products(sums: _Collectives, step: _Step, weight: _Weight) -> None:
+def _reduce_products(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
   """All-reduces over `tensor`: of outputs if a weight's input is sharded, else of input gradients.
 
   Products of linear layers are summed in float32, those of tables and experts in the dtype of
   activations. The two or three input weights of an expert share one sum.
   """
-  if not weight.product or (weight.is_expert and weight.path[-1] not in ("wi_0", "wo")):
+  if not weight.product or (weight.kind == "expert" and weight.path[-1] not in ("wi_0", "wo")):
     return
-  recomputed = weight.is_linear and weight.product == "in" and weight.is_recomputed(step)
-  itemsize = _FLOAT32_BYTES if weight.is_linear else step.compute_bytes
+  recomputed = weight.kind == "linear" and weight.product == "in" and weight.is_recomputed(step)
+  itemsize = _FLOAT32_BYTES if weight.kind == "linear" else step.compute_bytes
   payload = step.tokens * weight.width * itemsize
-  sums.add("all-reduce", step.axes("mlp"), weight.num_layers * (1 + recomputed), payload)
+  estimate.add("all-reduce", step.axes("mlp"), weight.num_layers * (1 + recomputed), payload)
 
 
-def _gather_keys(sums: _Collectives, step: _Step) -> None:
+def _gather_keys(estimate: _Estimate, step: _Step) -> None:
   """All-gathers of keys and values over sharded positions, and reduce-scatters of gradients."""
   axes = step.axes("activation_length")
   model = step.model
@@ -275,11 +258,11 @@ def _gather_keys(sums: _Collectives, step: _Step) -> None:
   positions = step.tokens * step.size(axes)
   payload = positions * channels / shards * step.compute_bytes
   layers = model.base_num_decoder_layers
-  sums.add("all-gather", axes, layers * (1 + (not step.is_saved("attention_out"))), payload)
-  sums.add("reduce-scatter", axes, layers, payload)
+  estimate.add("all-gather", axes, layers * (1 + (not step.is_saved("attention_out"))), payload)
+  estimate.add("reduce-scatter", axes, layers, payload)
 
 
-def _dispatch_tokens(sums: _Collectives, step: _Step) -> None:
+def _dispatch_tokens(estimate: _Estimate, step: _Step) -> None:
   """Dispatch and combine of tokens, forward and backward, and again if recomputed.
 
   Assumes a uniform load: a device sends the same number of rows to each peer. TPUs send each
@@ -293,8 +276,8 @@ def _dispatch_tokens(sums: _Collectives, step: _Step) -> None:
   if dispatch == "ragged":
     lanes = _TPU_LANES if step.grid else 1
     weights = step.tokens * num_chosen * lanes * _FLOAT32_BYTES
-    sums.add("ragged-all-to-all", axes, layers * (4 + recomputed), payload * num_chosen)
-    sums.add("ragged-all-to-all", axes, layers * (2 + recomputed), weights)
+    estimate.add("ragged-all-to-all", axes, layers * (4 + recomputed), payload * num_chosen)
+    estimate.add("ragged-all-to-all", axes, layers * (2 + recomputed), weights)
   if dispatch == "all_gather":
-    sums.add("all-gather", axes, layers * (2 + recomputed), payload * step.size(axes))
-    sums.add("reduce-scatter", axes, layers * 2, payload * step.size(axes))
+    estimate.add("all-gather", axes, layers * (2 + recomputed), payload * step.size(axes))
+    estimate.add("reduce-scatter", axes, layers * 2, payload * step.size(axes))

@@ -33,6 +33,33 @@ class Collective(NamedTuple):
   between_slices: bool = False  # over the data center network
 
 
+class CollectiveSums:
+  """Sums of collectives by kind, mesh axes and network."""
+
+  def __init__(self) -> None:
+    self._sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+
+  def add(
+    self,
+    kind: str,
+    mesh_axes: tuple[str, ...],
+    times: float,
+    payload: float,
+    sent: float,
+    *,
+    between_slices: bool = False,
+  ) -> None:
+    """Add `times` collectives of `payload` bytes, for each of which a device sends `sent` bytes."""
+    self._sums[kind, mesh_axes, between_slices] += times * np.array([1, payload, sent])
+
+  def largest_first(self) -> list[Collective]:
+    found = [
+      Collective(kind, mesh_axes, *map(float, sums), between_slices)
+      for (kind, mesh_axes, between_slices), sums in self._sums.items()
+    ]
+    return sorted(found, key=lambda collective: -collective.sent_bytes)
+
+
 def collectives(
   module: Module, mesh_shape: Mapping[str, int], slices: Mapping[str, int] | None = None
 ) -> list[Collective]:
@@ -42,25 +69,23 @@ def collectives(
     mesh_shape: the mesh, in whose order jit numbers the devices.
     slices: mesh axes that span slices -> number of slices along the axis.
   """
-  sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+  sums = CollectiveSums()
   for computation, instruction, runs in module.executed():
-    if slices and (kind := _kind_between_slices(instruction)):
-      payload = _payload_bytes(computation, instruction, kind, prod(slices.values()))
-      sent = payload * SENT_PER_BYTE[kind](prod(slices.values()))
-      sums[kind, tuple(slices), True] += runs.times * np.array([1, payload, sent])
+    between_slices = _kind_between_slices(instruction) if slices else None
+    kind = between_slices or _kind(computation, instruction)
+    if not kind:
       continue
-    kind = _kind(computation, instruction)
-    groups = _groups(instruction, prod(mesh_shape.values())) if kind else np.zeros((0, 0))
-    if kind and groups.shape[-1] > 1:
-      payload = _payload_bytes(computation, instruction, kind, groups.shape[-1])
-      sent = payload * SENT_PER_BYTE[kind](groups.shape[-1])
-      mesh_axes = _mesh_axes(groups, mesh_shape)
-      sums[kind, mesh_axes, False] += runs.times * np.array([1, payload, sent])
-  found = [
-    Collective(kind, mesh_axes, float(times), float(payload), float(sent), between_slices)
-    for (kind, mesh_axes, between_slices), (times, payload, sent) in sums.items()
-  ]
-  return sorted(found, key=lambda collective: -collective.sent_bytes)
+    if slices and between_slices:
+      size, mesh_axes = prod(slices.values()), tuple(slices)
+    else:
+      groups = _groups(instruction, prod(mesh_shape.values()))
+      size, mesh_axes = groups.shape[-1], _mesh_axes(groups, mesh_shape)
+    if size > 1:
+      payload = _payload_bytes(computation, instruction, kind, size)
+      sent = payload * SENT_PER_BYTE[kind](size)
+      is_between = between_slices is not None
+      sums.add(kind, mesh_axes, runs.times, payload, sent, between_slices=is_between)
+  return sums.largest_first()
 
 
 def _kind(computation: Computation, instruction: Instruction) -> str | None:

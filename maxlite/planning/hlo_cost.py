@@ -12,26 +12,10 @@ _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(
 _GEMMS = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul)')
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla[^"]*)"')
 # No cost: the result is an operand, or is counted elsewhere.
-_FREE = {
-  "parameter",
-  "constant",
-  "tuple",
-  "get-tuple-element",
-  "bitcast",
-  "while",
-  "conditional",
-  "call",
-  "call-start",
-  "call-done",
-  "async-start",
-  "async-update",
-  "async-done",
-  "copy-done",
-  "after-all",
-  "add-dependency",
-  "opt-barrier",
-  "partition-id",
-}
+_FREE = re.compile(
+  "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call(-start|-done)?|"
+  "async-(start|update|done)|copy-done|after-all|add-dependency|opt-barrier|partition-id"
+)
 
 
 class MatmulFlops(NamedTuple):
@@ -139,7 +123,7 @@ def hbm_bytes(module: Module) -> float:
   return sum(
     runs.times * _traffic(module, computation, instruction, filled)
     for computation, instruction, runs in module.executed()
-    if not runs.fused and instruction.opcode not in _FREE
+    if not runs.fused and not _FREE.fullmatch(instruction.opcode)
   )
 
 

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -119,9 +119,8 @@ class HuggingFaceTokenizer:
     self.size = max(vocabulary.values()) + 1
     config = read_tokenizer_config(Path(path).parent)
     self.chat_template = config.chat_template
-    self.stop_token_ids = _stop_token_ids(vocabulary, config, path)
+    self.bos, self.stop_token_ids = _special_ids(vocabulary, config, path)
     self.eos = self.stop_token_ids[0]
-    self.bos = _bos(vocabulary, config, self.eos, path)
     self.identity = f"huggingface {file_hash} {self.bos} {self.eos}"
     spelling = {i: token for token, i in vocabulary.items()}
     # Once the files name any token, a template gets only the named ones and the eos.
@@ -229,28 +228,33 @@ def _file_hash(path: str) -> str:
   return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
-def _stop_token_ids(
+def _special_ids(
   vocabulary: dict[str, int], config: TokenizerConfig, path: str
-) -> tuple[int, ...]:
-  """The named eos and the listed ones, else the first of `_HUGGINGFACE_EOS` in the vocabulary."""
-  named = _named(vocabulary, config, "eos_token", path)
-  common = [vocabulary[name] for name in _HUGGINGFACE_EOS if name in vocabulary][:1]
-  stop_token_ids = tuple(dict.fromkeys([*named, *config.eos_ids])) or tuple(common)
+) -> tuple[int, tuple[int, ...]]:
+  """(bos, stop token ids): those the files name, else the first common spelling in the vocabulary.
+
+  The stop tokens are the named eos and the listed ones. Without a bos, it is the eos.
+  """
+  named_bos, named_eos = (
+    _named(vocabulary, config, name, path) for name in ("bos_token", "eos_token")
+  )
+  listed_bos = [] if config.bos_id is None else [config.bos_id]
+  common_bos, common_eos = (
+    [vocabulary[name] for name in names if name in vocabulary][:1]
+    for names in (_HUGGINGFACE_BOS, _HUGGINGFACE_EOS)
+  )
+  stop_token_ids = tuple(dict.fromkeys([*named_eos, *config.eos_ids])) or tuple(common_eos)
   if not stop_token_ids:
     raise UserError(
       f"tokenizer_path={path!r} has none of {', '.join(_HUGGINGFACE_EOS)} to separate documents: "
       "add one of them, or name another as eos_token in a tokenizer_config.json beside it"
     )
-  _require_ids(stop_token_ids, vocabulary, path)
-  return stop_token_ids
-
-
-def _bos(vocabulary: dict[str, int], config: TokenizerConfig, eos: int, path: str) -> int:
-  named = _named(vocabulary, config, "bos_token", path)
-  listed = [] if config.bos_id is None else [config.bos_id]
-  _require_ids(listed, vocabulary, path)
-  common = [vocabulary[name] for name in _HUGGINGFACE_BOS if name in vocabulary]
-  return [*named, *listed, *common, eos][0]
+  if unknown := {*stop_token_ids, *listed_bos} - set(vocabulary.values()):
+    raise UserError(
+      f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it names as bos "
+      "or eos: correct one of the two"
+    )
+  return [*named_bos, *listed_bos, *common_bos, stop_token_ids[0]][0], stop_token_ids
 
 
 def _named(vocabulary: dict[str, int], config: TokenizerConfig, name: str, path: str) -> list[int]:
@@ -263,14 +267,6 @@ def _named(vocabulary: dict[str, int], config: TokenizerConfig, name: str, path:
       "one of the two"
     )
   return [vocabulary[token]]
-
-
-def _require_ids(ids: Iterable[int], vocabulary: dict[str, int], path: str) -> None:
-  if unknown := set(ids) - set(vocabulary.values()):
-    raise UserError(
-      f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it names as bos "
-      "or eos: correct one of the two"
-    )
 
 
 _Encoded = tuple[Sequence[int], Sequence[int]]  # ids, and the start of each
