@@ -16,12 +16,9 @@ from maxlite.data.loader import TrainStream
 from maxlite.ensemble.engines.engine_base import Engine
 from maxlite.ensemble.ensemble import stack_common
 from maxlite.ensemble.member_run import MemberRun
-from maxlite.metrics.chips import peak_bf16_tflops
-from maxlite.metrics.step_row import training_row
 from maxlite.metrics.writers import Writers
-from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.training.evaluation import held_out_row
-from maxlite.training.loop import describe_divergence, due
+from maxlite.training.loop import Log, describe_divergence
 
 
 class EnsembleTrainer:
@@ -76,20 +73,14 @@ def gather_metrics(metrics: list[dict]) -> tuple[dict, list[dict]]:
   return common, [{k: v for k, v in own.items() if k not in common} for own in metrics]
 
 
-class EnsembleLog:
-  """Writes every member's rows, and prints one line, while the devices run the next step."""
+class EnsembleLog(Log):
+  """The log of all members: a row of each, and one line on the console."""
 
   def __init__(self, trainer: EnsembleTrainer, writers: Sequence[Writers], console: Console):
-    self._cfg, self._runs = trainer.cfg, trainer.runs
-    self._writers, self._console = writers, console
+    super().__init__(trainer.cfg, writers, trainer.engine.request.devices)
+    self._runs, self._console = trainer.runs, console
     self._flops = [program.flops for program in trainer.engine.programs]
     self._phases = [phases_of(run.config) for run in self._runs]
-    devices = trainer.engine.request.devices
-    self._speed = {
-      "num_devices": len(devices),
-      "peak_tflops": peak_bf16_tflops(devices[0].device_kind),
-    }
-    self._pending: tuple[int, Any] | None = None
     self._since, self._steps_since = time.perf_counter(), 0
     self._diverged: set[int] = set()
 
@@ -99,51 +90,40 @@ class EnsembleLog:
       return ""
     return "all members diverged: " + describe_divergence(self._cfg.training.max_skipped_steps)
 
-  def add(self, step: int, metrics: Any) -> None:
-    self.settle()
-    self._pending = (step, metrics)
-
-  def settle(self, evaluation: Callable[[], list[dict]] | None = None) -> None:
-    if self._pending is None:
-      return
-    (step, metrics), self._pending = self._pending, None
-    common, own = jax.device_get(metrics)
+  def _count_step(self, step: int, metrics: tuple[dict, list[dict]]) -> None:
     self._steps_since += 1
-    self._print_diverged(step, common["skipped_in_a_row"])
-    observe, last = self._cfg.observe, self._cfg.run.steps
-    if not evaluation and step not in (1, last) and not due(step, observe.log_period):
-      return
+    for z, skipped in enumerate(metrics[0]["skipped_in_a_row"]):
+      run = self._runs[z]
+      limit = run.config.training.max_skipped_steps
+      if z not in self._diverged and skipped >= limit:
+        self._diverged.add(z)
+        self._console.print(f"{run.name} diverged by step {step}: {describe_divergence(limit)}")
+
+  def _write(
+    self,
+    step: int,
+    metrics: tuple[dict, list[dict]],
+    evaluation: Callable[[], list[dict]] | None,
+  ) -> None:
+    common, own = metrics
     seconds = (time.perf_counter() - self._since) / self._steps_since
     evaluated = evaluation() if evaluation else [{}] * len(self._runs)
     rows = {}
     for z, run in enumerate(self._runs):
       if z not in self._diverged:
-        metrics = {name: value[z] for name, value in common.items()} | own[z]
-        rows[run.name] = self._row(z, step, metrics, seconds) | evaluated[z]
-        self._writers[z].write(rows[run.name], metrics.get("expert_load"))
+        of_member = {name: value[z] for name, value in common.items()} | own[z]
+        rows[run.name] = self._member_row(z, step, of_member, seconds) | evaluated[z]
+        self._writers[z].write(rows[run.name], of_member.get("expert_load"))
     self._print_step(step, seconds, rows)
     self._since, self._steps_since = time.perf_counter(), 0
 
-  def _row(self, z: int, step: int, metrics: dict, seconds: float) -> dict:
+  def _member_row(self, z: int, step: int, metrics: dict, seconds: float) -> dict:
     """The row that the member's solo run would log."""
     index = int(metrics.get("phase", 0))
     phase = self._phases[z][index] if self._phases[z] else None
     if phase is not None and phase.loss not in DRAFT_LOSSES:
       metrics = {name: x for name, x in metrics.items() if name != "draft_loss"}
-    flops = self._flops[z][index]
-    row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._speed)
-    return row | (losses_by_phase(phase, row) if phase is not None else {})
-
-  def flush(self) -> None:
-    for writers in self._writers:
-      writers.flush()
-
-  def _print_diverged(self, step: int, skipped_Z: np.ndarray) -> None:
-    for z, run in enumerate(self._runs):
-      limit = run.config.training.max_skipped_steps
-      if z not in self._diverged and skipped_Z[z] >= limit:
-        self._diverged.add(z)
-        self._console.print(f"{run.name} diverged by step {step}: {describe_divergence(limit)}")
+    return self._row(step, metrics, seconds, self._flops[z][index], phase)
 
   def _print_step(self, step: int, seconds: float, rows: dict[str, dict]) -> None:
     for name in ("eval_loss", "loss"):

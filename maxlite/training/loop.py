@@ -2,11 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
+from maxlite.config import Config
+from maxlite.config.phases import PhaseConfig
 from maxlite.distributed.signals import stop_on_signals
 from maxlite.distributed.watchdog import Watchdog
 from maxlite.metrics.chips import peak_bf16_tflops
@@ -18,21 +20,54 @@ from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.training.trainer import Trainer
 
 
-class Log(Protocol):
-  """Takes the metrics of steps in their order."""
+class Log:
+  """Writes the metrics of a step while the devices run the next one."""
 
-  def add(self, step: int, metrics: Any) -> None:
-    """Takes the metrics of `step`, which is under way, and settles those of the step before."""
-
-  def settle(self, evaluation: Callable[[], dict] | None = None) -> None:
-    """Waits for the pending step and writes its row, if it is due, with `evaluation`'s figures."""
-
-  def flush(self) -> None:
-    """Returns when all rows written so far would survive a crash."""
+  def __init__(self, cfg: Config, writers: Sequence[Writers], devices: Sequence[jax.Device]):
+    self._cfg, self._writers = cfg, writers
+    self._pending: tuple[int, Any] | None = None
+    self._speed = {
+      "num_devices": len(devices),
+      "peak_tflops": peak_bf16_tflops(devices[0].device_kind),
+    }
 
   @property
   def diverged(self) -> str:
-    """Why there is no sense in going on; empty: there is."""
+    """Why training cannot continue; empty if it can."""
+    raise NotImplementedError
+
+  def add(self, step: int, metrics: Any) -> None:
+    """Take the metrics of `step`, which is running, and settle those of the step before."""
+    self.settle()
+    self._pending = (step, metrics)
+
+  def settle(self, evaluation: Callable[[], Any] | None = None) -> None:
+    """Wait for the pending step and write its row, if it is due, with the held-out results."""
+    if self._pending is None:
+      return
+    (step, metrics), self._pending = self._pending, None
+    metrics = jax.device_get(metrics)
+    self._count_step(step, metrics)
+    observe, last = self._cfg.observe, self._cfg.run.steps
+    if evaluation or step in (1, last) or due(step, observe.log_period):
+      self._write(step, metrics, evaluation)
+
+  def flush(self) -> None:
+    """Return when all rows written so far would survive a crash."""
+    for writers in self._writers:
+      writers.flush()
+
+  def _row(
+    self, step: int, metrics: dict, seconds: float, flops: float, phase: PhaseConfig | None
+  ) -> dict[str, Any]:
+    row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._speed)
+    return row | (losses_by_phase(phase, row) if phase else {})
+
+  def _count_step(self, step: int, metrics: Any) -> None:
+    raise NotImplementedError
+
+  def _write(self, step: int, metrics: Any, evaluation: Callable[[], Any] | None) -> None:
+    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,64 +134,44 @@ def train(run: Run, state: Any, stream: Any, first_step: int, last_step: int) ->
   return Ending(state, step, reason, exit_code)
 
 
-class StepLog:
-  """Writes a step's metrics while the device works on the next one."""
+class StepLog(Log):
+  """The log of one model."""
 
   def __init__(self, trainer: Trainer, writers: Writers, stopwatch: Stopwatch | None = None):
-    self._trainer, self._writers = trainer, writers
+    super().__init__(trainer.cfg, [writers], list(trainer.mesh.devices.flat))
+    self._plan, self._flops = trainer.phase_plan, trainer.flops_per_step
     self._stopwatch = stopwatch or Stopwatch(STEP)
-    self._pending: tuple[int, dict[str, Any]] | None = None
     self._settled = self._since = time.perf_counter()
     self._steps_since, self._phase = 0, 0
     self._skipped_in_a_row = 0
-    self._flops = trainer.flops_per_step
-    self._speed = {
-      "num_devices": trainer.mesh.size,
-      "peak_tflops": peak_bf16_tflops(trainer.mesh.devices.flat[0].device_kind),
-    }
 
   @property
   def diverged(self) -> str:
-    over = self._skipped_in_a_row >= self._trainer.cfg.training.max_skipped_steps
+    over = self._skipped_in_a_row >= self._cfg.training.max_skipped_steps
     return describe_divergence(self._skipped_in_a_row) if over else ""
 
-  def add(self, step: int, metrics: dict[str, Any]) -> None:
-    self.settle()
-    self._pending = (step, metrics)
-
-  def settle(self, evaluation: Callable[[], dict[str, float]] | None = None) -> None:
-    if self._pending is None:
-      return
-    step, metrics = self._pending
-    self._pending = None
-    numbers = jax.device_get(metrics)
-    self._count_step(int(numbers.get("phase", 0)))
-    self._skipped_in_a_row = int(numbers["skipped_in_a_row"])
-    cfg = self._trainer.cfg
-    if not evaluation and step not in (1, cfg.run.steps) and not due(step, cfg.observe.log_period):
-      return
-    seconds = (self._settled - self._since) / self._steps_since
-    flops = self._flops[self._phase]
-    row = training_row(step, numbers, step_seconds=seconds, flops_per_step=flops, **self._speed)
-    if plan := self._trainer.phase_plan:
-      row |= losses_by_phase(plan.phases[self._phase], row)
-    if evaluation:
-      with self._stopwatch.during("evaluation"):
-        row |= evaluation()
-    row |= self._stopwatch.row()
-    self._writers.write(row, numbers.get("expert_load"))
-    self._settled = self._since = time.perf_counter()
-    self._steps_since = 0
-
-  def _count_step(self, phase: int) -> None:
-    """A phase's speed is that of its own steps: a switch starts the count anew."""
+  def _count_step(self, step: int, metrics: dict[str, Any]) -> None:
+    """Count a step for the speed of its phase, which starts anew when the phase changes."""
+    phase = int(metrics.get("phase", 0))
     if phase != self._phase:
       self._since, self._steps_since, self._phase = self._settled, 0, phase
     self._settled = time.perf_counter()
     self._steps_since += 1
+    self._skipped_in_a_row = int(metrics["skipped_in_a_row"])
 
-  def flush(self) -> None:
-    self._writers.flush()
+  def _write(
+    self, step: int, metrics: dict[str, Any], evaluation: Callable[[], dict[str, float]] | None
+  ) -> None:
+    seconds = (self._settled - self._since) / self._steps_since
+    phase = self._plan.phases[self._phase] if self._plan else None
+    row = self._row(step, metrics, seconds, self._flops[self._phase], phase)
+    if evaluation:
+      with self._stopwatch.during("evaluation"):
+        row |= evaluation()
+    row |= self._stopwatch.row()
+    self._writers[0].write(row, metrics.get("expert_load"))
+    self._settled = self._since = time.perf_counter()
+    self._steps_since = 0
 
 
 def due(step: int, period: int) -> bool:
