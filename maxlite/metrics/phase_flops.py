@@ -11,12 +11,6 @@ STAGES = ("embed", "dense_layers", "layers", "final_norm", "draft_head", "unembe
 STACKS = ("dense_layers", "layers")
 MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of matrices that tokens are multiplied with
 EXPERT = r".*moe/w[io](_\d)?"
-# loss -> (the model's logits have a gradient, there are draft-head logits)
-LOGITS = {
-  "next_token": (True, False),
-  "match_head": (False, True),
-  "next_token_and_draft": (True, True),
-}
 
 
 def phase_flops(
@@ -25,9 +19,11 @@ def phase_flops(
   row_length: int,
   sizes: Mapping[str, int],
   trained: Collection[str],
-  loss: str = "next_token",
+  *,
+  logits: bool = True,
+  drafts: bool = False,
 ) -> float:
-  """FLOPs of one step on `tokens` tokens that trains the parameters `trained` on `loss`.
+  """FLOPs of one step on `tokens` tokens that trains the parameters `trained`.
 
   Counts what `train_flops_per_step` counts, and equals it if all parameters are trained: a forward
   product, one for the gradient of each trained matrix, and one for the gradient of each input that
@@ -36,20 +32,21 @@ def phase_flops(
 
   Args:
     sizes: the number of elements of every parameter, by path.
+    logits: whether the gradient of the loss flows through the model's own logits.
+    drafts: whether the loss uses the draft heads.
   """
   first = min(_stage(path) for path in trained)
-  has_logit_gradient, has_drafts = LOGITS[loss]
-  unread = () if has_drafts else ("draft_head",)
+  unread = () if drafts else ("draft_head",)
   macs = 0.0
   for path, size in sizes.items():
     if re.fullmatch(MATRIX, path) and path.split("/")[0] not in ("unembed", *unread):
       passes = 1 + _needs_input_gradient(STAGES[_stage(path)], first) + (path in trained)
       macs += passes * size * _share_of_tokens(path, model)
-  num_drafts = model.num_draft_heads if has_drafts else 0
+  num_drafts = model.num_draft_heads if drafts else 0
   after = _needs_input_gradient("unembed", first)
   weight = "embed/embedding" if model.logits_via_embedding else "unembed/kernel"
   # A trained embedding makes all later layers need gradients, but its lookup is not a product.
-  passes = (1 + has_logit_gradient * (after + (weight in trained))) + num_drafts * (
+  passes = (1 + logits * (after + (weight in trained))) + num_drafts * (
     1 + after + (weight in trained)
   )
   macs += passes * model.vocab_size * model.base_emb_dim

@@ -179,12 +179,13 @@ class Loss:
 
   sums: Callable[[Hidden, Batch, TrainingConfig, Sharder], Sums]
   combine: Callable[[Sums, TrainingConfig, MoeConfig], tuple[jax.Array, dict]]
+  logits: bool = True  # whether its gradient flows through the model's own logits
   drafts: bool = False  # whether it needs the draft heads
 
 
 # Entries of the LOSSES table (config/registry.py).
 NEXT_TOKEN = Loss(next_token, combine)
-MATCH_HEAD = Loss(match_head, _combine_match, drafts=True)
+MATCH_HEAD = Loss(match_head, _combine_match, logits=False, drafts=True)
 NEXT_TOKEN_AND_DRAFT = Loss(next_token_and_draft, _combine_joint, drafts=True)
 
 

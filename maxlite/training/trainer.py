@@ -171,9 +171,13 @@ class Trainer:
       return [train_flops_per_step(model, math.prod(self.batch_shape), length).total]
     leaves = jax.tree_util.tree_leaves_with_path(self.abstract_state.params)
     sizes = {path_of(key_path): leaf.size for key_path, leaf in leaves}
+    flops = functools.partial(phase_flops, model, row_length=length, sizes=sizes)
     return [
-      phase_flops(
-        model, math.prod(each.batch_shape), length, sizes, each.partition.trained, each.loss
+      flops(
+        math.prod(each.batch_shape),
+        trained=each.partition.trained,
+        logits=LOSSES[each.loss].logits,
+        drafts=LOSSES[each.loss].drafts,
       )
       for each in self.objectives
     ]
