@@ -38,6 +38,13 @@ SOURCES = Registry(
     "chat": "maxlite.data.sources:chat_source",
   }
 )
+# data_sampling -> (number of rows, seed) -> order of one epoch
+ROW_ORDERS = Registry(
+  {
+    "shuffle": "maxlite.data.sampler:shuffled_order",
+    "bootstrap": "maxlite.data.sampler:BootstrapOrder",
+  }
+)
 # tokenizer_type -> (tokenizer_path) -> Tokenizer
 TOKENIZERS = Registry(
   {

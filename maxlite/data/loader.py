@@ -11,12 +11,12 @@ import numpy as np
 from absl import flags
 
 from maxlite.config.errors import UserError
-from maxlite.config.registry import SOURCES
+from maxlite.config.registry import ROW_ORDERS, SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.loader_workers import exit_with_parent
 from maxlite.data.packing import Row
-from maxlite.data.sampler import ORDERS, HostBatches, shuffled_order
+from maxlite.data.sampler import HostBatches, shuffled_order
 from maxlite.data.sources import DataSource
 
 _READ_THREADS = 2
@@ -39,7 +39,7 @@ class DataLoader:
     num_rows = len(self.source.train)
     order = grain.MapDataset.range(num_rows)
     if self.cfg.enable_data_shuffling:
-      order = ORDERS[self.cfg.data_sampling](num_rows, self.cfg.data_shuffle_seed)
+      order = ROW_ORDERS[self.cfg.data_sampling](num_rows, self.cfg.data_shuffle_seed)
     batches = HostBatches(order.repeat(), self.source.train, self.global_batch_size, self.rows)
     return TrainStream(batches, self._stream_facts(), self.cfg)
 

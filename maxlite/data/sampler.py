@@ -1,7 +1,5 @@
 """The order of rows, and the batches of one host in that order."""
 
-from collections.abc import Callable
-
 import grain
 import numpy as np
 
@@ -60,10 +58,3 @@ class BootstrapOrder(grain.MapDataset[int]):
       return self.slice(index)
     bits = np.random.Philox(key=self._seed, counter=index)
     return int(np.random.Generator(bits).integers(self._num_rows))
-
-
-# data_sampling -> (num_rows, seed) -> order of one epoch
-ORDERS: dict[str, Callable[[int, int], grain.MapDataset[int]]] = {
-  "shuffle": shuffled_order,
-  "bootstrap": BootstrapOrder,
-}

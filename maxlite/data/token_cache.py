@@ -9,6 +9,7 @@ may be killed at any time.
 import array
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -60,12 +61,8 @@ class TextTokenizer:
     self.counts: Counter[str] = Counter()
 
   def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
-    yield self._encode_document(pieces)
-
-  def _encode_document(self, pieces: Iterator[bytes]) -> Iterator[np.ndarray]:
-    yield np.asarray([self._tokenizer.bos])
-    yield from map(self._tokenizer.encode, pieces)
-    yield np.asarray([self._tokenizer.eos])
+    bos, eos = ([np.asarray([i])] for i in (self._tokenizer.bos, self._tokenizer.eos))
+    yield itertools.chain(bos, map(self._tokenizer.encode, pieces), eos)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,10 +127,10 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
   )
   trained_paths = set(paths_in(objective.partition.split(trainer.abstract_state.params)[0]))
   estimate = _Estimate(step)
-  for placement in trainer.parameter_shardings:
-    weight = _Weight.of(step, placement)
+  for parameter in trainer.parameter_shardings:
+    weight = _Weight.of(step, parameter)
     _gather_weight(estimate, step, weight)
-    if placement.path in trained_paths:
+    if parameter.path in trained_paths:
       _reduce_gradient(estimate, step, weight)
     _reduce_products(estimate, step, weight)
   _gather_keys(estimate, step)
@@ -154,9 +154,9 @@ class _Weight:
   product: str  # "in" or "out": which side of the gathered axis `tensor` shards; "" for neither
 
   @classmethod
-  def of(cls, step: _Step, placement: ParameterSharding) -> "_Weight":
-    names, shape, batch_axes = placement.names, placement.shape, step.axes(*_BATCH_AXES)
-    path = placement.path.split("/")
+  def of(cls, step: _Step, parameter: ParameterSharding) -> "_Weight":
+    names, shape, batch_axes = parameter.names, parameter.shape, step.axes(*_BATCH_AXES)
+    path = parameter.path.split("/")
     is_table, is_expert = path[0] in ("embed", "unembed"), path[-2] == "moe"
     num_layers = shape[0] if names[0] == "layers" else 1
     at = next((i for i, name in enumerate(names) if name in _GATHERED), None)
@@ -166,9 +166,9 @@ class _Weight:
     return cls(
       path=path,
       kind="table" if is_table else "expert" if is_expert else "linear",
-      itemsize=placement.dtype.itemsize,
+      itemsize=parameter.dtype.itemsize,
       num_layers=num_layers,
-      size=math.prod(shape) / num_layers * step.size(gathered) / placement.num_shards,
+      size=math.prod(shape) / num_layers * step.size(gathered) / parameter.num_shards,
       width=0 if at is None else shape[at],
       gathered=gathered,
       replicated=tuple(axis for axis in batch_axes if axis not in (*gathered, *experts)),

@@ -49,6 +49,10 @@ class Instruction:
       for dtype, dims, layout in _ARRAY.findall(self.type)
     ]
 
+  @property
+  def num_bytes(self) -> float:
+    return sum(array.num_bytes for array in self.arrays)
+
   def attribute(self, name: str) -> str | None:
     """The value of `name={...}` or `name=value`."""
     found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)

@@ -107,7 +107,7 @@ def _payload_bytes(
   computation: Computation, instruction: Instruction, kind: str, group_size: int
 ) -> float:
   sizes = [
-    sum(array.num_bytes for array in operand.arrays)
+    operand.num_bytes
     for operand in computation.operands(instruction)
     if operand.opcode != "after-all"
   ]
@@ -122,9 +122,7 @@ def _payload_bytes(
 def _groups(instruction: Instruction, num_devices: int) -> np.ndarray:
   """The devices of each group, a row per group."""
   text = instruction.attributes
-  if pairs := re.search(r"source_target_pairs=\{((?:\{[\d,]*\},?)+)\}", text):
-    return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", pairs[1])], int)
-  if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}", text):
+  if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]*\},?)+)\}", text):
     return np.array([group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1])], int)
   if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
     return _iota(*iota.groups()[1:]).reshape(_ints(iota[1]))

@@ -156,8 +156,7 @@ def _share_read(fused: Computation, index: int) -> float:
   """The share of operand `index` of a fusion that is read."""
   for parameter in fused.instructions.values():
     if parameter.opcode == "parameter" and parameter.operands == (str(index),):
-      size = sum(array.num_bytes for array in parameter.arrays) or 1
-      return min(sum(_bytes_used(fused, parameter)) / size, 1.0)
+      return min(sum(_bytes_used(fused, parameter)) / (parameter.num_bytes or 1), 1.0)
   return 0.0
 
 
@@ -171,9 +170,9 @@ def _bytes_used(fused: Computation, value: Instruction) -> list[float]:
     if user.opcode in ("bitcast", "reshape"):
       used += _bytes_used(fused, user)
     elif sliced and user.opcode in ("dynamic-slice", "gather", "slice"):
-      used.append(sum(array.num_bytes for array in user.arrays))
+      used.append(user.num_bytes)
     elif not (sliced and user.opcode == "dynamic-update-slice"):
-      used.append(sum(array.num_bytes for array in value.arrays))
+      used.append(value.num_bytes)
   return used
 
 
@@ -181,7 +180,7 @@ def _share_written(fused: Computation) -> float:
   """The share of a fusion's result that is written, not updated in place."""
   root = fused.root
   parts = fused.operands(root) if root.opcode == "tuple" else [root]
-  total = sum(array.num_bytes for part in parts for array in part.arrays) or 1
+  total = sum(part.num_bytes for part in parts) or 1
   return sum(_bytes_written(fused, part) for part in parts) / total
 
 
@@ -190,4 +189,4 @@ def _bytes_written(fused: Computation, part: Instruction) -> float:
     (part,) = fused.operands(part)
   if part.opcode == "dynamic-update-slice":
     part = fused.operands(part)[1]
-  return sum(array.num_bytes for array in part.arrays)
+  return part.num_bytes

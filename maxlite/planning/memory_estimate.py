@@ -134,11 +134,11 @@ def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> li
 def _largest_layer(trainer: Trainer) -> float:
   """Parameters of the largest layer on one device after the all-gather over `fsdp`."""
   num_weights: dict[str, float] = defaultdict(float)
-  for placement in trainer.parameter_shardings:
-    stack = placement.path.split("/")[0]
+  for parameter in trainer.parameter_shardings:
+    stack = parameter.path.split("/")[0]
     if "layers" in stack:
-      sharded = [name for name in placement.names if name not in ("embed", "embed_no_exp")]
+      sharded = [name for name in parameter.names if name not in ("embed", "embed_no_exp")]
       shards = math.prod(map(trainer.sharder.num_shards, sharded))
-      shape = placement.shape[1:] if "layers" in placement.names else placement.shape
+      shape = parameter.shape[1:] if "layers" in parameter.names else parameter.shape
       num_weights[stack] += math.prod(shape) / shards
   return max(num_weights.values())

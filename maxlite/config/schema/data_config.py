@@ -3,7 +3,7 @@
 import dataclasses
 
 from maxlite.config.config_field import field, model_field
-from maxlite.config.registry import SOURCES, TOKENIZERS
+from maxlite.config.registry import ROW_ORDERS, SOURCES, TOKENIZERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DataConfig:
     "shuffle",
     "Rows of an epoch: `shuffle` reads each once; `bootstrap` draws as many with replacement by "
     "data_shuffle_seed.",
-    choices=("shuffle", "bootstrap"),
+    choices=ROW_ORDERS,
   )
   grain_worker_count: int = field(0, "Grain worker processes; 0: threads of this process.", low=0)
   grain_prefetch: int = field(16, "Batches prefetched.", low=1)

@@ -1,4 +1,4 @@
-"""Data sources: `SOURCES` maps each dataset_type to a function that opens its rows."""
+"""Data sources: functions that open the rows of a dataset_type (`config.registry.SOURCES`)."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from maxlite.data.token_cache import (
 )
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
-_SYNTHETIC_ROWS = {"train": 1 << 20, "eval": 1 << 10}
+_SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DataSource:
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
   train, held_out = (
     SyntheticRows(stream, num_rows, cfg.max_target_length, vocab_size, cfg.data_shuffle_seed)
-    for stream, num_rows in enumerate(_SYNTHETIC_ROWS.values())
+    for stream, num_rows in enumerate(_SYNTHETIC_ROWS)
   )
   num_bytes_V = np.zeros(vocab_size, np.int32)
   return DataSource(train, held_out, num_bytes_V, f"{len(train):,} synthetic training rows")

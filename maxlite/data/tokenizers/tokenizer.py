@@ -1,4 +1,4 @@
-"""Conversion between bytes and token ids; one class per kind, all in `TOKENIZERS`."""
+"""Conversion between text and token ids: one class per `config.registry.TOKENIZERS` entry."""
 
 import functools
 import hashlib
