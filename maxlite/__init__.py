@@ -7,11 +7,11 @@ __all__ = ["load"]
 
 
 def load(path: Any, *, dtype: Any = None, mesh: Any = None) -> tuple[Any, Any]:
-  """(model, params) of a run folder or of a folder in Hugging Face's format; for notebooks.
+  """Load (model, params) from a run folder or a Hugging Face folder, for notebooks.
 
-  `model.apply(params, tokens_BT)` gives logits_BTV; hf/load_model.py tells the rest.
+  `model.apply(params, tokens_BT)` returns logits_BTV. See hf/load_model.py.
   """
-  # JAX is loaded only for who needs it: the commands import this package to read their config.
+  # JAX is not imported with the package, so that commands can report config errors fast.
   from maxlite.hf.load_model import load as load_weights
 
   return load_weights(path, dtype=dtype, mesh=mesh)

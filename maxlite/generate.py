@@ -1,4 +1,4 @@
-"""`python -m maxlite.generate configs/base.yml run_name=mine prompt="def "`: text by a run."""
+"""`python -m maxlite.generate configs/base.yml run_name=mine prompt="def "`: generate text."""
 
 import sys
 
@@ -8,7 +8,7 @@ from maxlite.config import main_config
 def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.generate", needs_data=False)
-  # JAX is loaded only for a command line that is right.
+  # JAX is imported only after the command line is validated.
   from maxlite.inference.generation import run_generation
 
   return run_generation(cfg, argv)

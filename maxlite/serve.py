@@ -1,4 +1,4 @@
-"""`python -m maxlite.serve configs/base.yml run_name=mine`: a run answers over HTTP."""
+"""`python -m maxlite.serve configs/base.yml run_name=mine`: serve a run over HTTP."""
 
 import sys
 
@@ -8,7 +8,7 @@ from maxlite.config import main_config
 def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.serve", needs_data=False)
-  # JAX is loaded only for a command line that is right.
+  # JAX is imported only after the command line is validated.
   from maxlite.inference.server.serving import run_serving
 
   return run_serving(cfg, argv)

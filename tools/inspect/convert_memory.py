@@ -1,9 +1,9 @@
-"""Prints the peak memory of converting a checkpoint of random weights, and what bounds it.
+"""Measure the peak memory of converting a checkpoint with random weights.
 
 python tools/inspect/convert_memory.py [--layers 3] [--width 4096]
 
-Both directions run in processes of their own, once on two layers of a tiny model, whose peak is
-the constant that Python and JAX need, and once on the large one. With the defaults it has 2.1 GB.
+Each direction runs in a separate process, once with two layers of a tiny model, whose peak is the
+memory of Python and JAX, and once with the large model, which has 2.1 GB with the defaults.
 """
 
 import argparse
@@ -36,38 +36,38 @@ def hf_config(layers: int, width: int) -> dict:
 
 
 def shapes(layers: int, width: int) -> dict[str, tuple[int, ...]]:
-  """{tensor: shape}"""
+  """Return {tensor: shape}."""
   square, up, down = (width, width), (4 * width, width), (width, 4 * width)
   block = {f"self_attn.{name}_proj.weight": square for name in "qkvo"}
   block |= {"mlp.gate_proj.weight": up, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
   block |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
-  found = {"model.embed_tokens.weight": (VOCAB, width), "model.norm.weight": (width,)}
-  found["lm_head.weight"] = (VOCAB, width)
+  tensors = {"model.embed_tokens.weight": (VOCAB, width), "model.norm.weight": (width,)}
+  tensors["lm_head.weight"] = (VOCAB, width)
   for layer in range(layers):
-    found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
-  return found
+    tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+  return tensors
 
 
 def write_checkpoint(folder: Path, layers: int, width: int) -> None:
   folder.mkdir()
   write_json(folder / "config.json", hf_config(layers, width))
-  wanted = shapes(layers, width)
-  writer = FolderWriter(folder, {name: (BFLOAT16, shape) for name, shape in wanted.items()}, 10**9)
-  draw = np.random.default_rng(0)
-  for name, shape in wanted.items():
+  tensors = shapes(layers, width)
+  writer = FolderWriter(folder, {name: (BFLOAT16, shape) for name, shape in tensors.items()}, 10**9)
+  rng = np.random.default_rng(0)
+  for name, shape in tensors.items():
     for low in range(0, shape[0], 1024):
       rows = (min(low + 1024, shape[0]) - low, *shape[1:])
-      writer.write_rows(name, low, draw.normal(0, 0.02, rows).astype(BFLOAT16))
+      writer.write_rows(name, low, rng.normal(0, 0.02, rows).astype(BFLOAT16))
   writer.close()
 
 
-def peak(*words: str) -> float:
-  """Peak resident memory of `python -m maxlite.convert WORDS` [bytes]."""
+def peak(*arguments: str) -> float:
+  """Return the peak resident memory of `python -m maxlite.convert ARGUMENTS` [bytes]."""
   code = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
     "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
   )
-  command = [sys.executable, "-c", code, sys.executable, "-m", "maxlite.convert", *words]
+  command = [sys.executable, "-c", code, sys.executable, "-m", "maxlite.convert", *arguments]
   return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout) * 1024
 
 
@@ -75,24 +75,24 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
   parser.add_argument("--layers", type=int, default=3)
   parser.add_argument("--width", type=int, default=4096)
-  words = parser.parse_args()
+  args = parser.parse_args()
   with tempfile.TemporaryDirectory() as root:
     peaks = {}
-    for name, layers, width in (("small", 2, 64), ("large", words.layers, words.width)):
+    for name, layers, width in (("small", 2, 64), ("large", args.layers, args.width)):
       folder, run = Path(root) / name, [f"base_output_directory={root}", f"run_name={name}_run"]
       write_checkpoint(folder, layers, width)
       run.append("weight_dtype=bfloat16")
       peaks[name, "from_hf"] = peak("from_hf", str(folder), *run)
       peaks[name, "to_hf"] = peak("to_hf", *run, f"output_path={folder}_again")
-  sizes = {name: 2 * np.prod(s) for name, s in shapes(words.layers, words.width).items()}
+  sizes = {name: 2 * np.prod(s) for name, s in shapes(args.layers, args.width).items()}
   layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
   largest = max(layer, sizes["lm_head.weight"])
   print(f"checkpoint {sum(sizes.values()) / MB:,.0f} MB, largest layer {largest / MB:,.0f} MB")
-  for verb in ("from_hf", "to_hf"):
-    constant, all_of_it = peaks["small", verb], peaks["large", verb]
+  for command in ("from_hf", "to_hf"):
+    constant, total = peaks["small", command], peaks["large", command]
     print(
-      f"{verb}: peak {all_of_it / MB:,.0f} MB, of which {constant / MB:,.0f} MB are Python's and "
-      f"JAX's; the rest is {(all_of_it - constant) / largest:.2f} x the largest layer"
+      f"{command}: peak {total / MB:,.0f} MB, of which {constant / MB:,.0f} MB for Python and JAX; "
+      f"the rest is {(total - constant) / largest:.2f} x the largest layer"
     )
 
 

@@ -1,9 +1,8 @@
-"""Exports a run and prints what `transformers` makes of it beside what maxlite does.
+"""Export a run and compare loss and greedy decoding between `transformers` and maxlite.
 
 python tools/inspect/hf_agreement.py run_name=NAME [key=value ...]
 
-The loss is of the first rows of the run's held-out data, the text a greedy continuation of
-`prompt`. Needs `pip install -e .[hf]`.
+The loss is computed on the first rows of the run's held-out data; `prompt` is completed greedily. Needs `pip install -e .[hf]`.
 """
 
 import sys
@@ -26,7 +25,7 @@ def main() -> None:
   argv = ["max_new_tokens=100", *sys.argv[1:]]
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
   with tempfile.TemporaryDirectory() as root:
-    to_hf([*argv, f"output_path={root}/out"])
+    to_hf("", [*argv, f"output_path={root}/out"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(f"{root}/out")
   model, params = maxlite.load(run_folder(cfg).directory)
@@ -46,24 +45,24 @@ def main() -> None:
       input_ids=torch.tensor(np.asarray(tokens_BT)).long(), position_ids=positions, use_cache=False
     ).logits
   targets = torch.tensor(np.asarray(targets_BT)).long().flatten()
-  real = targets >= 0
+  is_target = targets >= 0
   for name, logits_BTV in (("maxlite", ours_BTV), ("transformers", theirs_BTV)):
-    logits = logits_BTV.flatten(0, 1)[real]
-    loss = torch.nn.functional.cross_entropy(logits, targets[real])
-    print(f"{name}: loss {loss:.6f} of {int(real.sum())} tokens")
+    logits = logits_BTV.flatten(0, 1)[is_target]
+    loss = torch.nn.functional.cross_entropy(logits, targets[is_target])
+    print(f"{name}: loss {loss:.6f} of {int(is_target.sum())} tokens")
 
-  text = list(ids)
+  tokens = list(ids)
   length = len(ids) + cfg.generate.max_new_tokens
   for n in range(len(ids), length):
     row = np.zeros((1, length), np.int32)
-    row[0, :n] = text
-    text.append(int(np.argmax(apply(params, row)[0, n - 1])))
+    row[0, :n] = tokens
+    tokens.append(int(np.argmax(apply(params, row)[0, n - 1])))
   with torch.no_grad():
-    made = theirs.generate(
+    generated = theirs.generate(
       torch.tensor([ids]), max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0].tolist()
-  print(f"greedy continuation of {cfg.generate.prompt!r}: the same: {made == text}")
-  print(tokenizer.decode(made, skip_special_tokens=True))
+  print(f"greedy completion of {cfg.generate.prompt!r}: equal: {generated == tokens}")
+  print(tokenizer.decode(generated, skip_special_tokens=True))
 
 
 if __name__ == "__main__":
