@@ -47,7 +47,7 @@ class Throughput:
     if not self.num_drafts:
       return rates
     drafted = f"{self.accepted_length:.2f} of {self.num_drafts} drafts accepted"
-    return f"{rates}; {drafted}, {1 + self.accepted_length:.2f} tokens a step"
+    return f"{rates}; {drafted}, {1 + self.accepted_length:.2f} tokens per step"
 
   @property
   def accepted_length(self) -> float:

@@ -2,7 +2,8 @@
 
 python tools/inspect/hf_agreement.py run_name=NAME [key=value ...]
 
-The loss is computed on the first rows of the run's held-out data; `prompt` is completed greedily. Needs `pip install -e .[hf]`.
+The loss is computed on the first rows of the run's held-out data; `prompt` is completed greedily.
+Needs `pip install -e .[hf]`.
 """
 
 import sys

@@ -19,7 +19,7 @@ def _extra_from_hf(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, 
 def _extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   return {
     "num_experts": cfg.moe.num_experts,
-    "intermediate_size": cfg.moe.base_moe_mlp_dim,  # of dense layers, which maxlite does not have here
+    "intermediate_size": cfg.moe.base_moe_mlp_dim,  # of dense layers, unsupported
     "mlp_only_layers": [],
   }
 
