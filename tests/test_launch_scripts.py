@@ -1,4 +1,4 @@
-"""The launch scripts, read by the parsers and programs that they are written for."""
+"""The launch scripts, checked by the parsers and programs that consume them."""
 
 import shutil
 import string
@@ -28,23 +28,23 @@ def lines_of(*command):
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "tpu_vm.sh"])
-def test_shell_scripts_are_right(name):
+def test_shell_scripts_pass_shellcheck(name):
   checker = shutil.which("shellcheck")
   lines_of(*([checker] if checker else ["bash", "-n"]), LAUNCH / name)
 
 
-def test_the_jobset_is_one_to_kubernetes():
+def test_the_jobset_is_valid_for_kubernetes():
   models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api")
   template = string.Template((LAUNCH / "gke_jobset.yaml").read_text())
   written = yaml.safe_load(template.substitute(JOBSET))
   read = models.JobsetV1alpha2JobSet.from_dict(written)
-  assert read.to_dict() == written  # a field that Kubernetes does not know would be missing
+  assert read.to_dict() == written  # an unknown field would be missing
 
 
-def test_all_workers_of_a_tpu_get_the_command_word_by_word():
+def test_all_workers_of_a_tpu_get_the_arguments_unchanged():
   words = ["configs/base.yml", "run_name=a b"]
-  told = lines_of(LAUNCH / "tpu_vm.sh", "--dry-run", "t1", "us-east5-a", *words)
-  copy, install, train = told
+  commands = lines_of(LAUNCH / "tpu_vm.sh", "--dry-run", "t1", "us-east5-a", *words)
+  copy, install, train = commands
   assert copy.startswith("gcloud compute tpus tpu-vm scp ")
   assert "pip" in install
   to_gcloud = lines_of("bash", "-c", f"gcloud() {{ printf '%s\\n' \"$@\"; }}; {train}")
@@ -54,7 +54,7 @@ def test_all_workers_of_a_tpu_get_the_command_word_by_word():
   assert lines_of("bash", "-c", f"printf '%s\\n' {on_worker}") == ["-m", "maxlite.train", *words]
 
 
-def test_too_few_words_are_answered_with_how_to_call_it():
+def test_too_few_arguments_print_the_usage():
   result = subprocess.run([LAUNCH / "tpu_vm.sh", "t1"], capture_output=True, text=True, check=False)
   assert result.returncode == 2
   assert "tools/launch/tpu_vm.sh [--dry-run] NAME ZONE" in result.stderr

@@ -133,7 +133,7 @@ def _first_state(trainer: Trainer, restored: Restored | None, console: Console) 
   if data_state is None:
     console.print("starting from the weights of step 0, with a new optimizer state")
     return trainer.start_from(state["params"])
-  console.print(f"going on from the checkpoint of step {step}")
+  console.print(f"resuming from the checkpoint of step {step}")
   return state
 
 

@@ -1,9 +1,8 @@
-"""Whole training steps of tiny decoders in float64, to be compared with the dense oracle.
+"""Training steps of tiny decoders in float64, for comparison with a dense reference.
 
-The oracle computes every expert on every token on one device, without remat or accumulation. What
-is compared is all that a step makes of a batch: each loss, the gradient of every parameter, the
-gradient's norm and the load of every expert. Every token has a random weight in the loss, so that
-no cotangent is 1.
+The reference computes every expert on every token on one device, without remat or accumulation. All
+results of a step are compared: each loss, the gradient of every parameter, the gradient norm and
+the load of every expert. Every token has a random weight in the loss, so that no cotangent is 1.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ KEYS = {
   "num_experts_per_tok": NUM_CHOSEN,
   "base_moe_mlp_dim": 8,
   "router": "sigmoid_group_topk",
-  "routed_bias": True,  # by which the routing is forced
+  "routed_bias": True,  # forces the routing
   "routed_bias_update_rate": 0,
   "load_balance_loss_weight": 0.3,
   "router_z_loss_weight": 0.2,
@@ -70,7 +69,7 @@ DISPATCHES = {
 }
 ORACLE = {"sparse_matmul": False, "grouped_matmul": "auto", "attention": "reference"}
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# What the routers' biases add to each expert's score, of which the three highest are chosen.
+# Bias added to each expert's score, of which the three highest are chosen.
 ROUTINGS = {
   "uniform": (0, 0, 0, 0, 0, 0, 0, 0),
   "skewed": (0.3, 0.2, 0.1, 0, 0, -0.1, -0.2, 0.1),
@@ -82,7 +81,7 @@ ROUTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """One way to compute a step: where, and by what path through the code."""
+  """One way to compute a step: a mesh and a path through the code."""
 
   mesh: tuple[int, ...]  # degrees, in the order of MESH_AXES
   dispatch: str
@@ -101,7 +100,7 @@ class Variant:
 
 
 def config_of(family: str, **keys: Any) -> Any:
-  """The config; its types are float64, which is not for users to choose."""
+  """The config with float64 types, which users cannot select."""
   words = [f"{name}={value}" for name, value in (KEYS | FAMILIES[family] | keys).items()]
   cfg = load_config(words)
   model = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
@@ -110,7 +109,7 @@ def config_of(family: str, **keys: Any) -> Any:
 
 @functools.cache
 def batch_of() -> Batch:
-  """Rows of several documents and unequal length, some of nothing but padding."""
+  """Rows with several documents and unequal lengths, some with padding only."""
   draw = np.random.default_rng(0)
   segment_BT = np.sort(draw.integers(1, 4, (NUM_ROWS, LENGTH)), axis=1)
   length_B = draw.integers(1, LENGTH + 1, NUM_ROWS)
@@ -128,7 +127,7 @@ def batch_of() -> Batch:
 
 @functools.cache
 def params_of(family: str) -> dict:
-  """Flat {path: array} of scanned layers, each weight random."""
+  """Flat {path: array} of scanned layers with random weights."""
   model = Decoder(config_of(family).model, sharder_of((1,) * len(MESH_AXES)))
   flat = flatten_dict(_init(model), sep="/")
   draw = np.random.default_rng(1)
@@ -144,7 +143,7 @@ def sharder_of(mesh: tuple[int, ...]) -> Sharder:
 
 
 def results_of(variant: Variant, routing: str) -> dict[str, np.ndarray]:
-  """Flat {name: value} of what one step makes of the batch."""
+  """Flat {name: value} of all results of one step."""
   params = params_of(variant.family)
   bias = next(path for path in params if path.endswith("router/bias"))
   forced_NE = np.tile(np.float32(ROUTINGS[routing]), (NUM_MOE_LAYERS, 1))
@@ -163,7 +162,7 @@ def oracle_of(family: str, routing: str) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _step(variant: Variant) -> Any:
-  """The compiled train step, with an optimizer that keeps the gradient for its state."""
+  """The compiled train step, with an optimizer whose state is the gradient."""
   keys = ORACLE if variant.dispatch == "oracle" else DISPATCHES[variant.dispatch]
   keys = keys | {
     "scan_layers": variant.scan,
@@ -205,7 +204,7 @@ def _init(model: Any, boxed: bool = False) -> dict:
 
 
 def _restacked(params: dict, scan: bool) -> dict:
-  """Parameters as layers that are scanned have them, or as layers of their own."""
+  """Parameters of scanned layers, or of separate layers."""
   if scan:
     return params
   flat = {}

@@ -1,7 +1,7 @@
-"""The net: every mesh, dispatch, backend and routing gives the dense oracle's losses and gradients.
+"""Losses and gradients equal the dense reference for every mesh, dispatch, backend and routing.
 
-The fast form takes a few meshes; the full one, every mesh of eight devices with every dispatch,
-while the other choices take turns:
+The fast tests use a few meshes. The slow test covers every mesh of eight devices with every
+dispatch, and cycles through the other choices:
 
   tools/test.sh -m slow tests/contracts/test_moe_net.py
 """
@@ -40,7 +40,7 @@ FAST = [
 
 
 def full() -> list[Variant]:
-  """Every mesh with every dispatch; the i-th takes the i-th of the shuffled other choices."""
+  """Every mesh with every dispatch; the i-th has the i-th of the shuffled other choices."""
   order = np.random.default_rng(0).permutation(len(CHOICES))
   turns = itertools.cycle(CHOICES[i] for i in order)
   return [Variant(degrees, dispatch, *next(turns)) for degrees in MESHES for dispatch in DISPATCHES]
@@ -60,19 +60,19 @@ def check(variant: Variant, routing: str) -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("variant", FAST, ids=str)
-def test_a_step_equals_the_dense_oracle(variant, routing):
+def test_a_step_equals_the_dense_reference(variant, routing):
   check(variant, routing)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", full(), ids=str)
-def test_every_mesh_and_dispatch_equals_the_dense_oracle(variant):
+def test_every_mesh_and_dispatch_equals_the_dense_reference(variant):
   for routing in ROUTINGS:
     check(variant, routing)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
-def test_the_routings_are_what_their_names_say(family):
+def test_the_routings_match_their_names(family):
   load = {name: oracle_of(family, name)["expert_load"] for name in ROUTINGS}
   assert (load["uniform"] > 0).all()
   assert (load["hot"] > 0).sum() == 2 * 3

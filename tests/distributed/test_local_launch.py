@@ -1,4 +1,4 @@
-"""tools/launch/local.py: processes that live and end together; here those of a small module."""
+"""tools/launch/local.py with processes of a small module."""
 
 import os
 import re
@@ -22,7 +22,7 @@ if act in ("child", "orphan"):
   child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
   print("number", child.pid, "is a child", flush=True)
 if act == "polite":
-  signal.signal(signal.SIGTERM, lambda *_: (print("asked"), sys.exit(143)))
+  signal.signal(signal.SIGTERM, lambda *_: (print("terminating"), sys.exit(143)))
 if act == "deaf":
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if act == "once" and os.path.exists(words["file"]):
@@ -52,7 +52,7 @@ class Run:
       self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
   def end(self):
-    """(exit code, what was written), after which no process is left."""
+    """(exit code, output), after checking that no process is left."""
     code = self.process.wait(30)
     deadline = time.monotonic() + 5
     while (left := [n for n in self.numbers() if is_running(n)]) and time.monotonic() < deadline:
@@ -75,7 +75,7 @@ def is_running(number):
   return status.exists() and not re.search(r"State:\s+[ZX]", status.read_text())
 
 
-def test_output_is_passed_on_with_the_rank_in_front(tmp_path):
+def test_output_is_prefixed_with_the_rank(tmp_path):
   code, text = Run(tmp_path, "--processes", 3, "--devices", 2).end()
   assert code == 0
   for rank in range(3):
@@ -88,20 +88,20 @@ def test_output_is_passed_on_with_the_rank_in_front(tmp_path):
   [
     ({"act1": "7", "act0": "sleep"}, 7),
     ({"act1": "kill", "act0": "deaf"}, 128 + signal.SIGKILL),
-    ({"act0": "75", "act1": "9"}, 9),  # 75: it left because another was lost
+    ({"act0": "75", "act1": "9"}, 9),  # 75: it exited because its peer was lost
     ({"act0": "child", "act1": "3"}, 3),
     ({"act0": "orphan", "act1": "3"}, 3),
   ],
   ids=str,
 )
-def test_when_one_fails_all_end_and_its_code_is_the_answer(tmp_path, acts, code):
+def test_if_one_fails_all_end_and_its_exit_code_is_returned(tmp_path, acts, code):
   run = Run(tmp_path, "--grace", 0.5, **acts)
   found, text = run.end()
   assert found == code
   assert f"ended with code {code}" in text
 
 
-def test_a_restart_may_be_of_fewer_and_only_of_what_may_get_better(tmp_path):
+def test_restarts_with_fewer_processes_but_not_of_wrong_commands(tmp_path):
   file = tmp_path / "file"
   code, text = Run(tmp_path, "--processes", "3,2", "--restarts", 2, act2="once", file=file).end()
   assert code == 0
@@ -113,12 +113,12 @@ def test_a_restart_may_be_of_fewer_and_only_of_what_may_get_better(tmp_path):
   assert (code, text.count("restart ")) == (2, 0)  # the command is wrong
 
 
-def test_a_signal_goes_to_all_and_a_second_one_kills(tmp_path):
+def test_a_signal_is_forwarded_to_all_and_a_second_one_kills(tmp_path):
   run = Run(tmp_path, "--restarts", 3, act0="polite", act1="polite")
   run.wait_for_ready(2)
   run.process.send_signal(signal.SIGTERM)
   code, text = run.end()
-  assert (code, text.count("asked"), text.count("restart ")) == (128 + signal.SIGTERM, 2, 0)
+  assert (code, text.count("terminating"), text.count("restart ")) == (128 + signal.SIGTERM, 2, 0)
   run = Run(tmp_path, act0="deaf", act1="deaf")
   run.wait_for_ready(2)
   run.process.send_signal(signal.SIGTERM)
@@ -128,9 +128,9 @@ def test_a_signal_goes_to_all_and_a_second_one_kills(tmp_path):
   assert run.end()[0] == 128 + signal.SIGKILL
 
 
-def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
+def test_no_process_outlives_a_killed_launcher(tmp_path):
   if sys.platform != "linux":
-    pytest.skip("only Linux tells a process that its parent ended")
+    pytest.skip("only Linux signals the end of the parent process")
   run = Run(tmp_path, act0="deaf", act1="sleep")
   run.wait_for_ready(2)
   run.process.kill()

@@ -1,7 +1,6 @@
-"""What every backend of grouped_matmul is held to: shared cases, and the oracle of their results.
+"""Test cases and a NumPy reference shared by the tests of all grouped_matmul backends.
 
-A backend under test is a function `multiply(x_MD, w_GDF, group_sizes_G) -> y_MF` that `multiplier`
-makes from its name.
+A backend under test is a function `multiply(x_MD, w_GDF, group_sizes_G) -> y_MF` from `multiplier`.
 """
 
 import functools
@@ -12,14 +11,14 @@ import numpy as np
 from maxlite.kernels.grouped_matmul import megablox, triton
 from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, grouped_matmul
 
-# Kernels for hardware, in the form that runs without it.
+# Hardware kernels in interpret mode.
 INTERPRETED = {
   "megablox": functools.partial(megablox.grouped_matmul, interpret=True),
   "triton": functools.partial(triton.grouped_matmul, interpret=True),
 }
 NARROW_ONLY = frozenset(INTERPRETED)  # Megablox has no float64; Triton's is tested with its tiles
 
-# (rows M, inner D, outer F, sizes): the rows that no group takes hold NaN.
+# (rows M, inner D, outer F, sizes); rows past the last group are NaN.
 CASES = {
   "uniform": (96, 8, 16, (32, 32, 32)),
   "skewed": (1200, 5, 7, (3, 1090, 0, 90, 17)),
@@ -31,7 +30,7 @@ CASES = {
   "few_rows": (42, 5, 7, (0, 11, 0, 3, 16, 0, 8, 1)),
   "no_rows": (0, 4, 6, (0, 0)),
 }
-# Sizes of four groups of up to 200 rows: an array's values, so that one program runs them all.
+# Sizes of four groups with up to 200 rows: values of an array, so that one program runs them all.
 ROUTINGS = {
   "uniform": (50, 50, 50, 50),
   "skewed": (3, 180, 0, 17),
@@ -45,7 +44,7 @@ ROUTINGS = {
 NARROW_UNITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 
 
-@functools.cache  # so that a program is compiled once
+@functools.cache  # compiles each program once
 def multiplier(backend, tiles=DEFAULT_TILES):
   if backend in INTERPRETED:
     return functools.partial(INTERPRETED[backend], tiles=tiles)
@@ -53,7 +52,7 @@ def multiplier(backend, tiles=DEFAULT_TILES):
 
 
 def make_case(name, dtype=np.float64):
-  """(x_MD, w_GDF, sizes_G, dy_MF) with NaN and infinities wherever nothing may be read."""
+  """(x_MD, w_GDF, sizes_G, dy_MF) with NaN and infinity in rows that must not be read."""
   return fill_case(*CASES[name], dtype)
 
 
@@ -83,7 +82,7 @@ def _all_three(multiply, x_MD, w_GDF, sizes_G, dy_MF):
 
 
 def oracle(x_MD, w_GDF, sizes_G, dy_MF):
-  """The same by one NumPy product per group, in float64."""
+  """The same results from one NumPy product per group, in float64."""
   x_MD, w_GDF, dy_MF = (np.asarray(a, np.float64) for a in (x_MD, w_GDF, dy_MF))
   y_MF, dx_MD, dw_GDF = np.zeros_like(dy_MF), np.zeros_like(x_MD), np.zeros_like(w_GDF)
   end = 0
@@ -96,7 +95,7 @@ def oracle(x_MD, w_GDF, sizes_G, dy_MF):
 
 
 def assert_close(actual, expected, unit):
-  """Within `unit` of the largest entry: a sum is rounded like its largest terms."""
+  """Within `unit` of the largest entry, because a sum is rounded like its largest terms."""
   for got, want in zip(actual, expected, strict=True):
     assert got.shape == want.shape
     bound = unit * max(np.abs(want).max(initial=0), 1)
@@ -109,7 +108,7 @@ def assert_right_for_every_routing(multiply, num_in, num_out, dtype):
 
 
 def assert_right(multiply, x_MD, w_GDF, sizes_G, dy_MF):
-  """Value and gradients in narrow types: right but for one rounding, and exactly zero where due."""
+  """Value and gradients are exact up to one rounding, and exactly zero outside of groups."""
   y_MF, dx_MD, dw_GDF = results = run(multiply, x_MD, w_GDF, sizes_G, dy_MF)
   assert (y_MF.dtype, dx_MD.dtype, dw_GDF.dtype) == (x_MD.dtype, x_MD.dtype, w_GDF.dtype)
   unit = NARROW_UNITS[x_MD.dtype.name]

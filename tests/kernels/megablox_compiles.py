@@ -1,7 +1,7 @@
-"""Compiles Megablox for TPUs that are not there: `python megablox_compiles.py CHIPS SHAPES`.
+"""Compiles Megablox for absent TPUs: `python megablox_compiles.py CHIPS SHAPES`.
 
-Prints one JSON line per program: what was compiled, its tiles and the seconds it took, or what the
-compiler had against it. Wants libtpu, but no TPU.
+Prints one JSON line per program: chip, shape, kernels and compile time, or the compiler's error.
+Requires libtpu, but no TPU.
 """
 
 import functools
@@ -27,7 +27,7 @@ CHIPS = {
   "v6e": {"topology_name": "v6e:2x2"},
   "tpu7x": {"topology_name": "tpu7x:2x2x1"},
 }
-# Rows, groups and the axes of the weights, of what one shard of the experts multiplies.
+# Rows, groups and weight axes of the matmul of one expert shard.
 SHAPES = {
   "odd": (1000, 3, 200, 136),
   "deepseek2-16b": (49152, 16, 2048, 1408),
@@ -48,7 +48,7 @@ def compile_for(chip: str, num_rows: int, num_groups: int, num_in: int, num_out:
   mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("expert",))
   whole = PartitionSpec()
   multiply = functools.partial(grouped_matmul, backend="megablox")
-  # Unchecked: JAX's kernels name no mesh axes for their results.
+  # check_vma=False: JAX's kernels do not declare the varying axes of their results.
   sharded = jax.shard_map(multiply, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
   def all_three(x_MD, w_GDF, sizes_G, dy_MF):

@@ -1,4 +1,4 @@
-"""Every backend of attention against the reference, and what the reference itself must obey."""
+"""Attention backends against the reference, and properties of the reference."""
 
 import functools
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def make_cotangent(case):
   return np.random.default_rng(1).normal(size=shape).astype(case.q_BTHC.dtype)
 
 
-# What a family may have beside: far from doing nothing, for keys and scores of this size.
+# All optional features, with values that matter for keys and scores of this size.
 EVERYTHING = {"window": 9, "soft_cap": 0.8, "sinks": True}
 SINK_H = np.array([-1.5, 0.5, 2, 0])
 
@@ -83,7 +83,7 @@ def assert_all_close(actual, expected, atol):
   ("num_kv_heads", "block_q", "num_value_channels", "options"),
   [(1, 16, 8, {}), (2, 2, 11, EVERYTHING), (4, 64, 5, {"window": 9, "sinks": True})],
 )
-def test_chunked_is_exact_whatever_the_block(num_kv_heads, block_q, num_value_channels, options):
+def test_chunked_is_exact_for_any_block_size(num_kv_heads, block_q, num_value_channels, options):
   with jax.enable_x64(True):
     case = make_case(num_kv_heads, num_value_channels)
     expected = run("reference", case, **options)
@@ -100,7 +100,7 @@ def test_values_may_have_more_channels_than_keys():
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.06)])
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
   case, options = make_case(dtype=dtype), EVERYTHING if backend == "chunked" else {}
-  # Ours must hold under strict promotion; JAX's own function mixes types.
+  # Our backends must pass with strict promotion; JAX's function mixes types.
   with jax.numpy_dtype_promotion("standard" if backend == "dot_product" else "strict"):
     results = run(backend, case, **options)
   assert [a.dtype for a in results] == [dtype] * 5
@@ -112,7 +112,7 @@ def test_backends_agree_in_narrow_types(backend, dtype, atol):
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
-def test_a_token_draws_on_its_own_document_up_to_itself_and_on_nothing_else(backend):
+def test_a_token_depends_on_earlier_tokens_of_its_document_only(backend):
   case = make_case(dtype=np.float32)
   query = 20  # of the second document, which is rows 7 to 26
 
@@ -141,7 +141,7 @@ def test_the_reference_is_a_softmax_over_the_visible_keys(options):
 
 
 @pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}], ids=str)
-def test_a_backend_refuses_what_it_cannot_do(options):
+def test_an_unsupported_feature_is_an_error(options):
   with pytest.raises(
     ValueError, match=r"attention=dot_product does not support .*; write attention="
   ):
@@ -158,7 +158,7 @@ def test_large_scores_and_padding_stay_finite(backend):
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
-def test_a_slice_of_the_queries_gets_its_slice_of_the_result(backend):
+def test_sharded_queries_get_their_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
   mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
   case = make_case(dtype=np.float32)
@@ -225,7 +225,7 @@ def test_memory_of_chunked_grows_linearly_with_length():
   assert temporary_bytes("chunked", 2048) < temporary_bytes("reference", 2048) / 8
 
 
-def test_auto_is_chunked_and_an_unknown_name_is_refused():
+def test_auto_is_chunked_and_an_unknown_name_is_an_error():
   assert api.resolve_backend("auto", "cpu") == "chunked"
   assert all(api.resolve_backend(name, "cpu") == name for name in ATTENTION_BACKENDS)
   with pytest.raises(

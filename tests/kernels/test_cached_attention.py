@@ -1,4 +1,4 @@
-"""Attention to a cache in blocks is the reference's, and reads no block that nothing reached."""
+"""Attention to a cache in blocks equals the reference, and skips blocks without visible keys."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ from maxlite.kernels.attention import api, cached
 
 B, T, H, C, S = 3, 2, 4, 8, 11
 CUTS = {"one block": [], "three blocks": [4, 9]}
-LENGTH_B = np.array([3, 8, 9])  # of keys, the queries' own included: the last block has none
+LENGTH_B = np.array(
+  [3, 8, 9]
+)  # number of keys including those of the queries; the last block has no visible key
 
 
 def drawn(*shape):
@@ -25,11 +27,11 @@ def test_agrees_with_the_reference(cuts, num_groups, sinks):
   query_BT = LENGTH_B[:, None] - T + np.arange(T)[None]
   visible_BTS = np.arange(S)[None, None] <= query_BT[..., None]
   blocks = lambda x, axis: [jnp.asarray(part) for part in np.split(x, cuts, axis=axis)]
-  seen = [cached.BlockMask(part, jnp.any(part)) for part in blocks(visible_BTS, 2)]
+  masks = [cached.BlockMask(part, jnp.any(part)) for part in blocks(visible_BTS, 2)]
   keys, values = blocks(k_BGSC, 2), blocks(v_BGSC, 2)
-  if cuts:  # what is not read may be anything
+  if cuts:  # a skipped block may contain anything
     keys[-1], values[-1] = keys[-1] * jnp.nan, values[-1] * jnp.nan
-  got_BTHC = jax.jit(lambda *args: cached.attention(*args, **options))(q_BTHC, keys, values, seen)
+  got_BTHC = jax.jit(lambda *args: cached.attention(*args, **options))(q_BTHC, keys, values, masks)
   for b, length in enumerate(LENGTH_B):
     ones = np.ones((1, length), np.int32)
     want_1THC = api.attention(

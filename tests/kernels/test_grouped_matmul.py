@@ -36,7 +36,7 @@ def test_agrees_with_one_product_per_group_in_float64(backend, case):
 
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 @pytest.mark.parametrize("dtype", NARROW_UNITS)
-def test_narrow_types_lose_only_their_own_rounding(backend, dtype):
+def test_narrow_types_are_exact_up_to_their_rounding(backend, dtype):
   assert_right_for_every_routing(multiplier(backend), 6, 10, dtype)
 
 
@@ -47,18 +47,18 @@ def test_few_rows(backend, case):
 
 
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
-def test_weight_gradient_comes_in_the_type_of_the_weights_and_as_precise(backend):
+def test_the_weight_gradient_has_the_type_and_precision_of_the_weights(backend):
   x_MD, w_GDF, sizes_G, dy_MF = make_case("tail", jnp.bfloat16)
   arrays = x_MD, w_GDF.astype(np.float32), sizes_G, dy_MF
   y_MF, dx_MD, dw_GDF = run(multiplier(backend), *arrays)
   assert (y_MF.dtype, dx_MD.dtype, dw_GDF.dtype) == (jnp.bfloat16, jnp.bfloat16, np.float32)
-  # XLA's own gradient rule rounds to x's type.
+  # XLA's gradient rule rounds to x's type.
   unit = NARROW_UNITS["bfloat16" if backend == "ragged_dot" else "float32"]
   assert_close([dw_GDF], oracle(*arrays)[2:], unit)
 
 
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
-def test_members_of_an_ensemble_get_what_each_would_alone(backend):
+def test_vmap_equals_separate_calls(backend):
   first = make_case("tail", np.float32)
   second = [a[::-1].copy() for a in (first[0][:99], first[1], first[2], first[3][:99])]
   second[0], second[3] = (np.pad(a, ((0, 101), (0, 0))) for a in (second[0], second[3]))
@@ -75,7 +75,7 @@ def test_members_of_an_ensemble_get_what_each_would_alone(backend):
 
 
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
-def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
+def test_shards_multiply_their_rows_inside_shard_map(backend):
   mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
   num_shards, num_rows = 8, 40
   draw = np.random.default_rng(1).normal
@@ -87,7 +87,7 @@ def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
   def multiply(x_pMD, w_pGDF, sizes_pG):
     return multiplier(backend)(x_pMD[0], w_pGDF[0], sizes_pG[0])[None]
 
-  # Interpreted kernels do not carry the types that say what differs between shards.
+  # check_vma=False: interpreted kernels do not carry varying axes.
   split, checked = P("expert"), backend not in INTERPRETED
   sharded = jax.shard_map(multiply, mesh=mesh, in_specs=split, out_specs=split, check_vma=checked)
   together = jax.jit(
@@ -98,7 +98,7 @@ def test_each_shard_multiplies_its_own_rows_inside_shard_map(backend):
     assert_close([np.asarray(a[shard]) for a in together], alone, unit=1e-5)
 
 
-def test_auto_follows_the_platform_and_an_unknown_name_is_refused():
+def test_auto_depends_on_the_platform_and_an_unknown_name_is_an_error():
   assert resolve_backend("auto", "cpu") == "tiled"
   assert resolve_backend("auto", "tpu") == "megablox"
   assert all(resolve_backend(name, "cpu") == name for name in GROUPED_MATMUL_BACKENDS)

@@ -1,4 +1,4 @@
-"""Experts' networks over grouped rows against one dense network per group, values and gradients."""
+"""grouped_mlp against one dense network per group, values and gradients."""
 
 import functools
 
@@ -28,7 +28,7 @@ def make_params(rng, *, biased, num_in=2, dtype=np.float64):
 
 
 def make_rows(rng, sizes, dtype=np.float64):
-  """(x_MD, weight_M, dy_MD) with NaN wherever nothing may be read."""
+  """(x_MD, weight_M, dy_MD) with NaN in rows that must not be read."""
   rows = [rng.normal(size=(NUM_ROWS, *shape)) for shape in ((DIM,), (), (DIM,))]
   for array in rows:
     array[sum(sizes) :] = np.nan
@@ -50,7 +50,7 @@ def run(backend, sizes_G, x_MD, weight_M, params, dy_MD, activation=GATED):
 
 
 def oracle(sizes, x_MD, weight_M, params, dy_MD, activation=GATED):
-  """The same by one dense network per group, on the rows of the groups alone."""
+  """The same results from one dense network per group, on the rows of the groups only."""
 
   def apply(x_MD, weight_M, params):
     wi, wo, biases = params
@@ -80,9 +80,9 @@ def assert_equal_trees(actual, expected, unit):
   assert_close(list(actual), list(expected), unit)
 
 
-@functools.cache  # the oracle compiles anew for every routing
+@functools.cache  # the reference compiles separately for every routing
 def solved_case(routing, biased):
-  """(sizes_G, x_MD, weight_M, params, dy_MD) and what `run` must return."""
+  """((sizes_G, x_MD, weight_M, params, dy_MD), expected results of `run`)"""
   rng, sizes = np.random.default_rng(0), ROUTINGS[routing]
   params = make_params(rng, biased=biased)
   x_MD, weight_M, dy_MD = make_rows(rng, sizes)
@@ -115,7 +115,7 @@ def test_without_a_gate(backend):
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("backend", HERE)
-def test_bfloat16_rows_leave_weights_their_own_precision(backend, biased):
+def test_bfloat16_rows_keep_the_precision_of_weight_gradients(backend, biased):
   sizes = ROUTINGS["skewed"]
   rng = np.random.default_rng(2)
   params = make_params(rng, biased=biased, dtype=np.float32)
@@ -124,13 +124,13 @@ def test_bfloat16_rows_leave_weights_their_own_precision(backend, biased):
   results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD)
   types = [jnp.bfloat16, jnp.bfloat16, *[np.float32] * (1 + len(jax.tree.leaves(params)))]
   assert [leaf.dtype for leaf in jax.tree.leaves(results)] == types
-  if backend != "ragged_dot":  # XLA's own gradient rule rounds to x's type
+  if backend != "ragged_dot":  # XLA's gradient rule rounds to x's type
     for gradient in jax.tree.leaves(results[3]):
       assert (gradient != gradient.astype(jnp.bfloat16).astype(np.float32)).any()
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda a: a.astype(np.float64), (x_MD, weight_M, params, dy_MD))
     expected = oracle(sizes, *wide)
-  # Operands, hidden rows and their gradients are rounded to 8 bits, one after the other.
+  # Operands, hidden rows and their gradients are each rounded to 8 bits.
   assert_equal_trees(results, expected, unit=2.0**-6)
 
 
@@ -143,14 +143,14 @@ def test_no_rows(backend):
   assert not any(leaf.any() for leaf in jax.tree.leaves(results[3]))
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])  # `ragged_dot` keeps masks besides
-def test_backward_keeps_no_hidden_rows_but_the_activations_operands(backend, capsys):
+@pytest.mark.parametrize("backend", ["reference", "tiled"])  # `ragged_dot` also saves masks
+def test_of_hidden_rows_only_the_activations_operands_are_saved(backend, capsys):
   rng = np.random.default_rng(4)
   params = make_params(rng, biased=False, dtype=np.float32)
   x_MD, weight_M, _ = make_rows(rng, ROUTINGS["uniform"], np.float32)
   apply = functools.partial(network, backend, np.array(ROUTINGS["uniform"]))
   print_saved_residuals(apply, x_MD, weight_M.astype(np.float32), params)
-  hidden = (f"[{NUM_ROWS},{HIDDEN}]", f"[{NUM_ROWS},{2 * HIDDEN}]")  # apart or side by side
+  hidden = (f"[{NUM_ROWS},{HIDDEN}]", f"[{NUM_ROWS},{2 * HIDDEN}]")  # separate or concatenated
   lines = capsys.readouterr().out.splitlines()
   kept = [line for line in lines if any(shape in line for shape in hidden)]
   assert all("named 'mlpwi'" in line for line in kept)
@@ -158,8 +158,8 @@ def test_backward_keeps_no_hidden_rows_but_the_activations_operands(backend, cap
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_full_remat_runs_only_the_products_with_wi_again(backend):
-  """Of 9 products, forward and backward, that is 2 more."""
+def test_full_remat_recomputes_only_the_products_with_wi(backend):
+  """Two more than the 9 products of forward and backward pass."""
   num_layers, num_rows, dim = 3, 20, 64
 
   def flops(remake):
@@ -180,7 +180,7 @@ def test_full_remat_runs_only_the_products_with_wi_again(backend):
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_members_of_an_ensemble_get_what_each_would_alone(backend):
+def test_vmap_equals_separate_calls(backend):
   members = []
   for seed, routing in enumerate(("tail", "skewed")):
     rng = np.random.default_rng(seed)
@@ -196,7 +196,7 @@ def test_members_of_an_ensemble_get_what_each_would_alone(backend):
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_each_shard_has_its_own_experts_inside_shard_map(backend):
+def test_shards_have_separate_experts_inside_shard_map(backend):
   mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
   shards = []
   for seed, routing in enumerate(("tail", "skewed")):

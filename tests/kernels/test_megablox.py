@@ -1,4 +1,4 @@
-"""What is Megablox' own: its tiles, its mesh types, its programs for TPUs."""
+"""Megablox: tiles, varying axes and compilation for TPUs."""
 
 import functools
 import importlib.util
@@ -26,17 +26,17 @@ from maxlite.kernels.grouped_matmul import megablox
 from maxlite.kernels.grouped_matmul.tiles import TPU_SPECS, Tiles, choose_tiles
 
 needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="compiles for TPUs want libtpu"
+  importlib.util.find_spec("libtpu") is None, reason="compilation for TPUs requires libtpu"
 )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiles_that_divide_neither_axis_change_nothing(dtype):
+def test_tiles_that_divide_no_axis_give_the_same_result(dtype):
   tiles = Tiles(fwd=(64, 128, 128), dlhs=(32, 256, 128), drhs=(64, 128, 256))
   assert_right_for_every_routing(multiplier("megablox", tiles), 200, 136, dtype)
 
 
-def test_each_pass_takes_its_own_tile_in_the_order_of_the_weights_axes():
+def test_each_pass_uses_its_tile_in_the_order_of_the_weights_axes():
   tiles = Tiles(fwd=(16, 128, 512), dlhs=(32, 512, 128), drhs=(64, 256, 256))
   x_MD, w_GDF, sizes_G, dy_MF = fill_case(64, 512, 1024, (64,), np.float32)
 
@@ -45,7 +45,7 @@ def test_each_pass_takes_its_own_tile_in_the_order_of_the_weights_axes():
     return value_and_gradients(multiply, x_MD, w_GDF, dy_MF)
 
   text = str(jax.make_jaxpr(all_three)(x_MD, w_GDF, dy_MF))
-  # The kernels' grids: cuts of N, visits, cuts of K; of the sum, cuts of N, cuts of K, visits.
+  # Grids: (tiles of N, visits, tiles of K); for the sum (tiles of N, tiles of K, visits).
   grids = re.findall(r"grid=\(([\w, ]*)\).*?block_size=(\d+)", text)
   assert sorted(grids) == [
     ("1, DynamicGridDim, 8", "32"),
@@ -55,7 +55,7 @@ def test_each_pass_takes_its_own_tile_in_the_order_of_the_weights_axes():
 
 
 @pytest.mark.parametrize("tile", [(100, 128, 128), (128, 100, 128), (128, 128, 130)])
-def test_a_tile_that_no_tpu_can_hold_is_refused(tile):
+def test_an_unsupported_tile_is_an_error(tile):
   x_MD, w_GDF, sizes_G, _ = fill_case(128, 256, 256, (128,), np.float32)
   with pytest.raises(ValueError, match=r"Megablox tile \[1.*rows must be a multiple of 16"):
     megablox.grouped_matmul(x_MD, w_GDF, sizes_G, Tiles(drhs=tile))
@@ -73,7 +73,7 @@ def sharded_multiply(check_vma):
   )
 
 
-def test_weights_that_all_shards_share_get_the_sum_of_their_gradients():
+def test_the_gradient_of_a_shared_weight_is_the_sum_over_shards():
   cases = [fill_case(20, 6, 10, sizes, np.float32) for sizes in ((3, 9), (0, 0), (20, 0), (1, 19))]
   x_MD, dy_MF = (np.concatenate([case[i] for case in cases]) for i in (0, 3))
   w_GDF, sizes_PG = cases[0][1], np.stack([case[2] for case in cases])
@@ -90,14 +90,14 @@ def test_weights_that_all_shards_share_get_the_sum_of_their_gradients():
   assert_close(results, expected, unit=1e-5)
 
 
-def test_jax_s_kernels_still_refuse_a_checked_shard_map():
-  """Should this fail, take Megablox out of WITHOUT_VMA."""
+def test_jax_s_kernels_do_not_support_check_vma():
+  """If this fails, remove Megablox from WITHOUT_VMA."""
   x_MD, w_GDF, sizes_G, _ = fill_case(80, 6, 10, (3, 9), np.float32)
   with pytest.raises(ValueError, match="check_vma=False"):
     sharded_multiply(check_vma=True)(x_MD, w_GDF, np.stack([sizes_G] * 4))
 
 
-def test_tiles_are_whole_or_multiples_of_lanes_and_waste_little():
+def test_default_tiles_are_whole_axes_or_multiples_of_lanes_with_little_waste():
   for kind in TPU_SPECS:
     for rows, groups, *dims in SHAPES.values():
       for num_in, num_out in (dims, dims[::-1]):
@@ -108,8 +108,8 @@ def test_tiles_are_whole_or_multiples_of_lanes_and_waste_little():
             assert -(-dim // width) * width <= 1.15 * dim or dim < 1024
 
 
-def compile_elsewhere(chips, shapes):
-  """Reports of programs compiled in a process of their own, as libtpu's settings want it."""
+def compile_in_subprocess(chips, shapes):
+  """Reports of programs compiled in a separate process, which libtpu's settings require."""
   script = Path(__file__).with_name("megablox_compiles.py")
   command = [sys.executable, str(script), ",".join(chips), ";".join(shapes)]
   done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -124,12 +124,12 @@ def assert_only_kernels(reports):
 
 @needs_libtpu
 def test_compiles_to_three_kernels_and_no_dense_product():
-  assert_only_kernels(compile_elsewhere(["v5p"], ["odd"]))
+  assert_only_kernels(compile_in_subprocess(["v5p"], ["odd"]))
 
 
 @pytest.mark.slow
 @needs_libtpu
 def test_default_tiles_fit_every_chip_at_published_sizes():
-  reports = compile_elsewhere(CHIPS, SHAPES)
+  reports = compile_in_subprocess(CHIPS, SHAPES)
   assert len(reports) == len(CHIPS) * len(SHAPES) * 2
   assert_only_kernels(reports)

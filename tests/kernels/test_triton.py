@@ -1,4 +1,4 @@
-"""The Triton kernels: interpreted against the oracle, lowered and compiled for absent GPUs."""
+"""The Triton kernels: interpreted, and lowered and compiled for absent GPUs."""
 
 import functools
 import importlib.util
@@ -21,7 +21,7 @@ from maxlite.sharding.collectives import pvary
 # JAX 0.12 warns whenever it lowers such a kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
-# The three sides differ wherever swapping two of them could go unnoticed.
+# The three sides differ so that swapping two of them is detected.
 TILES = Tiles(fwd=(16, 32, 64), dlhs=(32, 64, 16), drhs=(64, 16, 32))
 
 interpreted = functools.partial(triton.grouped_matmul, tiles=TILES, interpret=True)
@@ -34,14 +34,14 @@ def test_many_ragged_tiles_of_every_axis_in_float64():
 
 
 def test_tiles_of_rows_may_be_stored_in_any_order(monkeypatch):
-  """The interpreter runs programs one by one, and the next would hide what a tile stores beside."""
+  """The interpreter runs programs sequentially, so a later one would hide stores out of bounds."""
   in_order = triton._row_tiles
   monkeypatch.setattr(triton, "_row_tiles", lambda *arguments: in_order(*arguments)[::-1])
   arrays = fill_case(90, 20, 24, (33, 0, 50), np.float32)
   assert_close(run(interpreted, *arrays), oracle(*arrays), unit=1e-5)
 
 
-def test_shards_add_up_their_gradients_of_a_shared_weight():
+def test_the_gradient_of_a_shared_weight_is_the_sum_over_shards():
   mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
   sizes_PG = np.array([[5, 0, 11], [0, 24, 0], [0, 0, 0], [1, 2, 3]], np.int32)
   shards = [fill_case(24, 6, 5, sizes, np.float32) for sizes in sizes_PG]
@@ -52,7 +52,7 @@ def test_shards_add_up_their_gradients_of_a_shared_weight():
     mesh=mesh,
     in_specs=(P("expert"), P(), P("expert")),
     out_specs=P("expert"),
-    # Types are checked where the kernels are lowered: an interpreter's slices do not carry them.
+    # The interpreter's slices do not carry varying axes; the lowering test checks them.
     check_vma=False,
   )
   y_PMF, dx_PMD, dw_GDF = jax.jit(
@@ -64,7 +64,7 @@ def test_shards_add_up_their_gradients_of_a_shared_weight():
 
 
 def lowered_text(num_rows, num_groups, row_dtype, tiles=DEFAULT_TILES):
-  """Forward and backward of eight shards with one weight, with checked types, for an H200."""
+  """Forward and backward pass of eight shards with a shared weight, check_vma=True, for an H200."""
   device = AbstractDevice("NVIDIA H200", 132, "gpu")
   mesh = AbstractMesh((8,), ("expert",), (jax.sharding.AxisType.Auto,), abstract_device=device)
 
@@ -93,39 +93,39 @@ def lowered_text(num_rows, num_groups, row_dtype, tiles=DEFAULT_TILES):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("row_dtype", [jnp.bfloat16, jnp.float32])
-def test_lowers_to_three_triton_kernels_in_checked_shards(row_dtype):
+def test_lowers_to_three_triton_kernels_with_check_vma(row_dtype):
   text = lowered_text(4096, 16, row_dtype)
   assert text.count("__gpu$xla.gpu.triton") == 3
   assert "stablehlo.dot_general" not in text
-  assert text.count('"stablehlo.all_reduce"') == 1  # of the shared weight's gradient
+  assert text.count('"stablehlo.all_reduce"') == 1  # for the gradient of the shared weight
 
 
 def num_programs(num_groups, tiles):
-  """Of y, dx and dw with 4096 rows and weights of 256 x 384."""
+  """Grid sizes of y, dx and dw for 4096 rows and weights of 256 x 384."""
   text = lowered_text(4096, num_groups, jnp.bfloat16, tiles)
   return [int(x) for x in re.findall(r"grid_x = (\d+)", text)]
 
 
 def test_programs_grow_with_rows_plus_groups_not_rows_times_groups():
   one, many = (num_programs(num_groups, DEFAULT_TILES) for num_groups in (1, 129))
-  # A group more is a tile of rows more, of at most 3 columns, and a matrix of 2 x 3 tiles.
+  # Another group adds a tile of rows with at most 3 columns, and a matrix of 2 x 3 tiles.
   assert all(b - a <= 128 * 2 * 3 for a, b in zip(one, many, strict=True))
 
 
-def test_tiles_are_those_asked_for():
+def test_requested_tiles_are_used():
   tiles = Tiles(fwd=(32, 64, 128), dlhs=(64, 128, 32), drhs=(16, 512, 128))
   rows_of_32, rows_of_64 = (4096 + 2 * 31) // 32, (4096 + 2 * 63) // 64
   assert num_programs(1, tiles) == [rows_of_32 * 3, rows_of_64 * 2, 1 * 3]
 
 
 @pytest.mark.parametrize("side", [8, 48])
-def test_a_tile_that_triton_cannot_have_is_refused(side):
+def test_an_unsupported_tile_is_an_error(side):
   x_MD, w_GDF, sizes_G, _ = make_case("uniform", np.float32)
   with pytest.raises(ValueError, match="each side must be a power of two"):
     triton.grouped_matmul(x_MD, w_GDF, sizes_G, Tiles(dlhs=(16, side, 16)))
 
 
-# A GpuTargetConfigProto in text form, as XLA's sources hold for each GPU.
+# A GpuTargetConfigProto in text form, from XLA's sources.
 TARGET_CONFIG = os.environ.get("MAXLITE_GPU_TARGET_CONFIG", "")
 
 
@@ -138,7 +138,7 @@ TARGET_CONFIG = os.environ.get("MAXLITE_GPU_TARGET_CONFIG", "")
 @pytest.mark.parametrize(
   ("num_in", "num_out", "num_groups"), [(2048, 1408, 16), (2048, 1408, 64), (4096, 14_336, 8)]
 )
-def test_compiles_for_the_gpu_without_temporaries_but_the_converted_weight(
+def test_compiles_with_the_converted_weight_as_only_temporary(
   num_rows, num_in, num_out, num_groups
 ):
   from jax.experimental import topologies

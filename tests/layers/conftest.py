@@ -1,4 +1,4 @@
-"""The meshes that layers are tested on."""
+"""Meshes for the tests of layers."""
 
 import math
 
@@ -23,7 +23,7 @@ def sharders(build_sharder):
 
 @pytest.fixture(scope="session")
 def build_sharder():
-  """From {mesh axis: degree}, 1 where none is given, to the Sharder."""
+  """A function from {mesh axis: degree} (default 1) to a Sharder."""
   return _sharder
 
 

@@ -1,4 +1,4 @@
-"""The attention layer: what a position can draw on, how heads share keys, and its formula."""
+"""The attention layer: dependencies of a position, grouped heads, and its formula."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
 
 
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])
-def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(sharders, mesh):
+def test_a_position_depends_on_earlier_positions_of_its_document_only(sharders, mesh):
   params, x_BTD = make_params(2), draw((2, NUM_POSITIONS, DIM), 7)
   cotangent_D = draw(DIM, 8)
 
@@ -79,7 +79,7 @@ def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(s
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_grouped_queries_are_many_heads_whose_keys_and_values_repeat(sharders, num_kv_heads):
+def test_grouped_queries_equal_multi_head_attention_with_repeated_keys(sharders, num_kv_heads):
   params, x_BTD = make_params(num_kv_heads), draw((2, NUM_POSITIONS, DIM), 7)
   repeated = {
     name: {"kernel": np.repeat(leaf["kernel"], NUM_HEADS // num_kv_heads, axis=1)}
@@ -103,7 +103,7 @@ def test_grouped_queries_are_many_heads_whose_keys_and_values_repeat(sharders, n
     ("projection", (NUM_HEADS * HEAD_DIM,), "context tensor", False),
   ],
 )
-def test_many_heads_are_the_textbook_formula(sharders, qk_norm, normed_shape, mesh, everything):
+def test_multi_head_attention_equals_its_formula(sharders, qk_norm, normed_shape, mesh, everything):
   """Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.
 
   `everything` is biases, a window, a soft cap and sinks.
@@ -142,7 +142,7 @@ def test_many_heads_are_the_textbook_formula(sharders, qk_norm, normed_shape, me
 
 
 def normed(x_HTC, scale):
-  """RMSNorm over as many of a position's channels as there are scales."""
+  """RMSNorm over groups of a position's channels, each of the size of `scale`."""
   x_THC = x_HTC.swapaxes(0, 1)
   x = x_THC.reshape(NUM_POSITIONS, -1, scale.size)
   x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale

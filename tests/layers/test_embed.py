@@ -1,4 +1,4 @@
-"""Looking up tokens, and the way back to logits."""
+"""Token embedding and output projection."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from maxlite.layers.embed import Embed, Unembed
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_lookup_returns_rows_in_the_type_of_activations(sharders, scaled):
+def test_embeddings_have_the_activation_type(sharders, scaled):
   embed = Embed(10, 4, jnp.bfloat16, jnp.float32, sharders["one device"], scaled)
   tokens_BT = np.array([[3, 0, 9], [3, 3, 1]], np.int32)
   table_VD = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
@@ -23,8 +23,8 @@ def test_a_lookup_returns_rows_in_the_type_of_activations(sharders, scaled):
 
 
 @pytest.mark.parametrize("mesh", ["data fsdp tensor", "context expert fsdp"])
-def test_a_lookup_and_its_gradient_rematerialize_nothing_on_a_mesh(sharders, mesh, capfd):
-  """XLA tells of an "Involuntary full rematerialization" on stderr, as it compiles."""
+def test_a_lookup_and_its_gradient_are_not_rematerialized_on_a_mesh(sharders, mesh, capfd):
+  """XLA prints "Involuntary full rematerialization" on stderr during compilation."""
   sharder = sharders[mesh]
   embed = Embed(16, 8, jnp.float32, jnp.float32, sharder)
   table_names = ("vocab", "embed")
@@ -49,8 +49,8 @@ def test_a_lookup_and_its_gradient_rematerialize_nothing_on_a_mesh(sharders, mes
   np.testing.assert_allclose(got_VD, want_VD, atol=1e-5)
 
 
-def test_fresh_tables_make_logits_of_unit_size(sharders):
-  """Of hidden states that a norm brought to unit size."""
+def test_initial_tables_give_logits_of_unit_variance(sharders):
+  """For normalised hidden states."""
   embed = Embed(32, 256, jnp.float32, jnp.float32, sharders["one device"])
   table = embed.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]["embedding"]
   kernel = Unembed(32, 256, jnp.float32).init(jax.random.key(0))["params"]["kernel"]

@@ -1,4 +1,4 @@
-"""matmul and Linear: values and gradients against float64, in every type and on a cut sequence."""
+"""matmul and Linear: values and gradients against float64, in all types and with sharded rows."""
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,18 @@ def draw(shape, seed, dtype):
 
 
 def assert_close(got, want, unit):
-  """Within `unit` of the largest entry: a sum is rounded like its largest terms."""
+  """Within `unit` of the largest entry, because a sum is rounded like its largest terms."""
   assert np.abs(np.asarray(got, np.float64) - want).max() <= unit * np.abs(want).max()
 
 
 @pytest.mark.parametrize(
   ("dtype", "unit"), [(jnp.float64, 1e-14), (jnp.float32, 1e-6), (jnp.bfloat16, 2.0**-8)]
 )
-def test_matmul_and_its_gradients_are_exact_up_to_the_types_they_come_in(dtype, unit):
+def test_matmul_and_its_gradients_are_exact_up_to_their_types(dtype, unit):
   with jax.enable_x64(dtype == jnp.float64):
     weight_dtype = np.promote_types(dtype, np.float32)
     x_TD, dy_TF = draw((600, 500), 0, dtype), draw((600, 6), 1, dtype)
-    # A weight that bfloat16 holds exactly, so that only what matmul itself rounds is seen.
+    # A weight that is exact in bfloat16, so that only matmul's own rounding matters.
     w_DF = draw((500, 6), 2, jnp.bfloat16).astype(weight_dtype)
     y_TF, pull_back = jax.vjp(jax.jit(matmul), x_TD, w_DF)
     dx_TD, dw_DF = pull_back(dy_TF)
@@ -55,7 +55,7 @@ def test_a_wider_result_is_not_rounded_to_the_type_of_x():
   assert [a.dtype for a in (y_TF, *pull_back(y_TF))] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
 
 
-# (features, names of the kernel's axes, axes contracted, shape of x, the same as an einsum)
+# (features, logical axes of the kernel, contracted axes, shape of x, equivalent einsum)
 CASES = {
   "into heads": ((2, 4), ("embed", "q_heads", "kv"), 1, (2, 8, 8), "btd,dhc->bthc"),
   "out of heads": ((8,), ("q_heads", "kv", "embed"), 2, (2, 8, 2, 4), "bthc,hcd->btd"),
@@ -90,7 +90,7 @@ def test_linear_contracts_the_last_axes_on_every_mesh(sharders, mesh, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fresh_kernel_keeps_the_variance_of_its_input(sharders, case):
+def test_an_initial_kernel_preserves_the_variance_of_its_input(sharders, case):
   features, names, num_in, _, _ = CASES[case]
   shape_in = (128,) if num_in == 1 else (8, 16)
   linear = Linear(features, names, jnp.float32, sharders["one device"], num_in=num_in)

@@ -1,4 +1,4 @@
-"""Latent attention against its formulas, written out naively in float64."""
+"""Latent attention against a naive float64 implementation of its formulas."""
 
 import functools
 
@@ -42,7 +42,7 @@ def make_params(q_lora_rank):
 
 
 def make_input(dtype=np.float64):
-  # So small that the epsilon of the latents' norms shows.
+  # Small, so that the epsilon of the latents' norms matters.
   return (1e-3 * draw((NUM_SEQS, NUM_POSITIONS, DIM), 7)).astype(dtype)
 
 
@@ -81,13 +81,13 @@ def rms(x_TL, norm):
 
 
 def turn(x_TR, angle_TR):
-  """Neighbouring channels as complex numbers, turned."""
+  """Adjacent channels as complex numbers, rotated."""
   by = jax.lax.complex(jnp.cos(angle_TR), jnp.sin(angle_TR))
   return jax.lax.complex(x_TR[:, 0::2], x_TR[:, 1::2]) * by
 
 
 def value_and_gradients(function, params, x_BTD):
-  """(y_BTD, gradients of parameters, of x) for a cotangent drawn at random."""
+  """(y_BTD, gradients of parameters, gradient of x) for a random cotangent."""
   y_BTD, pull_back = jax.vjp(function, params, x_BTD)
   return y_BTD, *pull_back(jnp.asarray(draw(y_BTD.shape, 9), y_BTD.dtype))
 
@@ -101,7 +101,7 @@ def value_and_gradients(function, params, x_BTD):
     (0, "context tensor"),
   ],
 )
-def test_values_and_gradients_are_those_of_the_formulas(sharders, q_lora_rank, mesh):
+def test_values_and_gradients_equal_the_formulas(sharders, q_lora_rank, mesh):
   with jax.enable_x64(True):
     function = functools.partial(layer, sharders[mesh], q_lora_rank)
     run = jax.jit(functools.partial(value_and_gradients, function))
@@ -116,11 +116,11 @@ def expected(q_lora_rank):
 
 
 def assert_close(a, b, rtol):
-  """Within `rtol` of the largest."""
+  """Within `rtol` of the largest entry."""
   np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
 
 
-def test_bfloat16_stays_bfloat16_and_close(sharders):
+def test_bfloat16_is_close_and_stays_bfloat16(sharders):
   params = jax.tree.map(np.float32, make_params(4))
   run = jax.jit(functools.partial(layer, sharders["one device"], 4))
   y_BTD = run(params, make_input(jnp.bfloat16))

@@ -51,10 +51,10 @@ def test_gated_and_ungated(sharders, activations):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), *results)
 
 
-def test_a_gate_keeps_nothing_for_its_gradient_but_its_operands():
+def test_a_gate_saves_only_its_operands():
   gate, up = draw((5, 4), 0).astype(np.float32), draw((5, 4), 1).astype(np.float32)
   _, pull_back = jax.vjp(
     functools.partial(checkpointed_activation, build_activation(("silu", "linear"))), gate, up
   )
-  kept = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back) if np.shape(leaf) == gate.shape]
-  assert sorted(leaf.sum() for leaf in kept) == sorted((gate.sum(), up.sum()))
+  saved = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back) if np.shape(leaf) == gate.shape]
+  assert sorted(leaf.sum() for leaf in saved) == sorted((gate.sum(), up.sum()))

@@ -11,10 +11,10 @@ from maxlite.layers.norm import RMSNorm
 # bfloat16: computed in float32 and rounded once, by at most 2**-8 of the result.
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1.01 * 2.0**-8)])
-def test_divides_by_the_root_mean_square_and_rounds_once(dtype, rtol, shift):
+def test_equals_its_formula_with_one_rounding(dtype, rtol, shift):
   draw = np.random.default_rng(0).normal
   x_BTD, scale_D = draw(size=(3, 4, 64)).astype(dtype), draw(size=64).astype(np.float32)
-  x_BTD[0] *= 0.01  # where epsilon matters
+  x_BTD[0] *= 0.01  # so that epsilon matters
   norm = RMSNorm(epsilon=1e-4, weight_dtype=jnp.float32, zero_centred=bool(shift))
   y_BTD = norm.apply({"params": {"scale": scale_D}}, x_BTD)
   assert y_BTD.dtype == dtype
@@ -24,7 +24,7 @@ def test_divides_by_the_root_mean_square_and_rounds_once(dtype, rtol, shift):
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])
-def test_starts_as_a_plain_normalisation(zero_centred):
+def test_the_initial_scale_is_one(zero_centred):
   norm = RMSNorm(1e-5, jnp.float32, zero_centred)
   boxed = norm.init(jax.random.key(0), jnp.ones((1, 2, 8)))
   assert boxed["params"]["scale"].names == ("norm",)

@@ -1,4 +1,4 @@
-"""Rotary embedding: a rotation by position times frequency, and what follows from it."""
+"""Rotary embedding: rotation by position times frequency, and context extension."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def draw(seed, dtype=np.float32):
 
 # bfloat16: computed in float32 and rounded once, by at most 2**-8 of the result.
 @pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 0), (jnp.bfloat16, 2.0**-8)])
-def test_pairs_turn_like_complex_numbers(dtype, rtol):
+def test_pairs_rotate_like_complex_numbers(dtype, rtol):
   position_BT = np.array([[0, 1, 2, 3, 50], [7, 0, 1, 300, 2]], np.int32)
   x_BTHC = draw(0, dtype)
   y_BTHC = rotate(x_BTHC, position_BT)
@@ -40,7 +40,7 @@ def test_pairs_turn_like_complex_numbers(dtype, rtol):
   np.testing.assert_allclose(np.asarray(y_BTHC, np.float64), expected, rtol=rtol, atol=5e-5)
 
 
-def test_a_score_depends_on_the_distance_of_positions_alone():
+def test_a_score_depends_only_on_the_distance_of_positions():
   q_BTHC, k_BTHC = draw(1), draw(2)
   position_BT = np.array([[0, 1, 2, 3, 4], [3, 9, 0, 0, 8]], np.int32)
 
@@ -53,8 +53,8 @@ def test_a_score_depends_on_the_distance_of_positions_alone():
   assert np.abs(far - scores(0)).max() > 0.1
 
 
-def test_yarn_stretches_the_slow_pairs_and_keeps_the_fast_ones():
-  """A pair's turns in 4096 tokens: over 32 up to pair 10, under 1 from pair 23."""
+def test_yarn_interpolates_low_frequencies_and_keeps_high_ones():
+  """Rotations of a pair in 4096 tokens: over 32 up to pair 10, under 1 from pair 23."""
   plain_C = 10_000.0 ** -(np.arange(32) / 32)
   turns_C = 4096 * plain_C / (2 * np.pi)
   assert (turns_C > 32).sum() == 11
@@ -77,15 +77,15 @@ def test_yarn_stretches_the_slow_pairs_and_keeps_the_fast_ones():
   ],
   ids=["plain", "mscale=0", "mscale=0.707"],
 )
-def test_yarn_lowers_the_temperature_in_one_place(changes, size, factor):
+def test_yarn_applies_the_temperature_once(changes, size, factor):
   cfg = dataclasses.replace(DEEPSEEK, **changes)
   cos, sin = rope_tables(jnp.arange(9, dtype=jnp.int32)[None], 64, cfg)
   np.testing.assert_allclose(np.hypot(cos, sin), size, rtol=1e-6)
   assert score_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
-def test_llama_stretches_by_turns_and_linear_stretches_all():
-  """A pair's turns in 8192 tokens: over 4 up to pair 17, under 1 from pair 21."""
+def test_llama_interpolates_by_rotations_and_linear_interpolates_all():
+  """Rotations of a pair in 8192 tokens: over 4 up to pair 17, under 1 from pair 21."""
   cfg = RopeConfig(rope_max_timescale=5e5, rope_factor=8.0, original_max_position_embeddings=8192)
   plain_C = 5e5 ** -(np.arange(32) / 32)
   turns_C = 8192 * plain_C / (2 * np.pi)
@@ -99,7 +99,7 @@ def test_llama_stretches_by_turns_and_linear_stretches_all():
     np.testing.assert_allclose(np.hypot(cos, sin), 1, rtol=1e-6)
 
 
-def test_yarn_s_ramp_may_begin_within_a_pair_and_at_fewer_turns():
+def test_yarn_s_ramp_may_begin_within_a_pair_and_at_fewer_rotations():
   def angles(**changes):
     cfg = dataclasses.replace(DEEPSEEK, **changes)
     cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, cfg)
@@ -115,7 +115,7 @@ def test_yarn_s_ramp_may_begin_within_a_pair_and_at_fewer_turns():
   np.testing.assert_allclose(angles(beta_fast=1.0)[[22, 23]], [1, 1 / 40], rtol=1e-4)
 
 
-def test_where_all_channels_turn_mscale_1_is_yarn_as_published():
+def test_if_all_channels_rotate_mscale_1_is_published_yarn():
   q_BTHC, k_BTHC = draw(1), draw(2)
   position_BT = np.array([[0, 1, 2, 3, 4], [3, 9, 0, 0, 8]], np.int32)
 
@@ -127,6 +127,6 @@ def test_where_all_channels_turn_mscale_1_is_yarn_as_published():
   np.testing.assert_allclose(scores(1.0), scores(0.0), rtol=1e-4, atol=1e-5)
 
 
-def test_interleaved_pairs_become_halves():
+def test_deinterleave_moves_pairs_to_halves():
   pairs = np.arange(8, dtype=np.float32).reshape(1, 1, 1, 8)
   np.testing.assert_array_equal(deinterleave(pairs)[0, 0, 0], [0, 2, 4, 6, 1, 3, 5, 7])

@@ -1,4 +1,4 @@
-"""Runs of several processes on this machine, by tools/launch/local.py."""
+"""Runs with multiple processes on this machine, by tools/launch/local.py."""
 
 import os
 import re
@@ -16,7 +16,7 @@ LOCAL = ROOT / "tools/launch/local.py"
 
 
 class Launch:
-  """A launch under way: what it wrote so far, and its processes."""
+  """A launch in progress: its output so far, and its processes."""
 
   def __init__(self, folder: Path, *options: str, **keys: object):
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,23 +39,23 @@ class Launch:
       self.process.kill()
 
   def wait_for(self, text: str, times: int = 1, seconds: float = 900) -> None:
-    """Returns when `text`, a regular expression, was written so often."""
+    """Returns when the regular expression `text` matches the output `times` times."""
     self.wait_until(lambda: len(re.findall(text, self.output, re.M)) >= times, seconds)
 
-  def wait_until(self, is_so: Callable[[], bool], seconds: float = 900) -> None:
+  def wait_until(self, condition: Callable[[], bool], seconds: float = 900) -> None:
     deadline = time.monotonic() + seconds
-    while not is_so():
+    while not condition():
       assert self.process.poll() is None, self.output
       assert time.monotonic() < deadline, self.output
       time.sleep(0.05)
 
   def process_id(self, rank: int) -> int:
-    """Of the newest process of this rank."""
+    """OS process id of the latest process of this rank."""
     return int(re.findall(rf"process {rank} of .* with process number (\d+)", self.output)[-1])
 
 
 def run(folder: Path, *options: str, **keys: object) -> str:
-  """The output of a launch that must end well."""
+  """The output of a launch, which must succeed."""
   launch = Launch(folder, *options, **keys)
   assert launch.wait() == 0, launch.output
   return launch.output

@@ -61,7 +61,7 @@ def test_a_crashed_run_resumes_from_its_local_checkpoint(finished, folder):
   code, output = start(folder, **keys)
   assert code == 0
   assert "step 4 is complete in the local checkpoints" in output
-  assert "going on from the checkpoint of step 4" in output
+  assert "resuming from the checkpoint of step 4" in output
   assert_as_if_nothing_had_happened(folder, output, finished)
   assert checkpoint_steps(folder) == [6, STEPS]
   assert not list((folder / "local").iterdir())
@@ -191,7 +191,7 @@ def test_lost_files_are_received_from_another_host(
   event(folder)
   output = Hosts(folder, **mesh, **copies).outputs()[0]
   assert message in output, output
-  step = int(re.search(r"going on from the checkpoint of step (\d+)", output)[1])
+  step = int(re.search(r"resuming from the checkpoint of step (\d+)", output)[1])
   assert step == SHARED if "shared" in message else SHARED < step < END
   assert final(folder, output) == uninterrupted(mesh)
 
@@ -202,7 +202,7 @@ def test_a_save_interrupted_by_a_kill_is_ignored(uninterrupted, folder):
   after, own = killed.has_logged(4), folder / "1/local"
   killed.kill_when(lambda: after() and any(own.rglob("*.tmp")))
   output = Hosts(folder, **BY_FSDP).outputs()[0]
-  assert "going on from the checkpoint of step" in output
+  assert "resuming from the checkpoint of step" in output
   assert final(folder, output) == uninterrupted(BY_FSDP)
   assert not list((folder / "1/local").rglob("*.*"))
 
@@ -213,7 +213,7 @@ def test_fewer_hosts_resume_from_the_shared_checkpoint(uninterrupted, folder):
   killed.kill_when(killed.has_logged(KILLED))
   (output,) = Hosts(folder, count=1, **BY_FSDP).outputs()
   assert "are incomplete on these hosts and this mesh: using the shared one" in output
-  assert f"going on from the checkpoint of step {SHARED}" in output
+  assert f"resuming from the checkpoint of step {SHARED}" in output
   rows, _ = final(folder, output)
   expected, _ = uninterrupted(BY_FSDP)
   assert len(rows) == len(expected) == END

@@ -1,6 +1,6 @@
-"""Whatever happens to one host, none is left waiting, and a restart goes on as if it had not been.
+"""If one host fails, no other is left waiting, and a restart gives the results of no failure.
 
-All of it with real processes, which takes minutes.
+With real processes, which takes minutes.
 """
 
 import contextlib
@@ -32,44 +32,44 @@ ENDLESS = SHORT | {"steps": 10**6, "max_num_checkpoints_to_keep": 3}
 
 @pytest.fixture
 def folder(runs_folder, request):
-  """A folder of this test's own; of many processes Orbax wants no brackets in its path."""
+  """A separate folder per test; with multiple processes Orbax rejects brackets in its path."""
   return runs_folder / re.sub(r"\W+", "_", request.node.name)
 
 
 @pytest.fixture(scope="module")
-def in_peace(runs_folder):
-  """(folder, output) of the run on two hosts to which nothing happens."""
+def uninterrupted(runs_folder):
+  """(folder, output) of the run on two hosts without a failure."""
   folder = runs_folder / "peace"
   return folder, run(folder, *TWO, **SHORT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_ends_all_and_a_restart_changes_nothing(in_peace, folder, rank):
+def test_a_killed_process_ends_all_and_a_restart_gives_the_same_result(uninterrupted, folder, rank):
   launch = Launch(folder, *TWO, "--restarts", 1, **SHORT)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(rank), signal.SIGKILL)
   assert launch.wait() == 0, launch.output
   assert f"[{1 - rank}] process {1 - rank} exits: process {rank} died" in launch.output
   assert "restart 1 of 1 after code 137" in launch.output
-  assert "going on from the checkpoint of step" in launch.output
-  assert logged(folder) == logged(in_peace[0])
+  assert "resuming from the checkpoint of step" in launch.output
+  assert logged(folder) == logged(uninterrupted[0])
   output = launch.output.splitlines()
   last = [line for line in output if "parameters" in line][-1]
-  assert parameter_hash(last) == parameter_hash(in_peace[1].splitlines()[-1])
+  assert parameter_hash(last) == parameter_hash(uninterrupted[1].splitlines()[-1])
   lost = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[-1])["restart_share"]
   assert lost > 0
 
 
-def test_a_restart_on_fewer_hosts_goes_on_with_the_same_batches(in_peace, folder):
+def test_a_restart_on_fewer_hosts_uses_the_same_batches(uninterrupted, folder):
   launch = Launch(folder, "--processes", "4,2", "--devices", 1, "--restarts", 1, **SHORT)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(3), signal.SIGKILL)
   assert launch.wait() == 0, launch.output
   assert "process 1 of 2: 1 of 2 devices" in launch.output
-  assert largest_difference(folder, in_peace[0]) < LAST_BITS
+  assert largest_difference(folder, uninterrupted[0]) < LAST_BITS
 
 
-def test_a_process_that_hangs_is_lost_after_the_heartbeat(folder):
+def test_a_hung_process_is_lost_after_the_heartbeat_timeout(folder):
   launch = Launch(folder, *TWO, **ENDLESS, jax_distributed_heartbeat_timeout_seconds=5)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(0), signal.SIGSTOP)
@@ -77,7 +77,7 @@ def test_a_process_that_hangs_is_lost_after_the_heartbeat(folder):
   assert "[1] process 1 exits: process 0 was silent for 5 s" in launch.output
 
 
-def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(folder):
+def test_a_hung_step_ends_with_the_stacks_of_all_threads(folder):
   launch = Launch(folder, *TWO, **ENDLESS, step_timeout_seconds=60)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(1), signal.SIGSTOP)
@@ -89,7 +89,7 @@ def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_process_saves_on_all_at_one_step(folder, number):
+def test_a_signal_to_one_process_saves_on_all_at_the_same_step(folder, number):
   launch = Launch(folder, *TWO, "--restarts", 3, **ENDLESS)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(1), number)
@@ -98,11 +98,11 @@ def test_a_signal_to_one_process_saves_on_all_at_one_step(folder, number):
   step = int(re.search(r"stopped by SIGTERM; left after step (\d+) of", launch.output)[1])
   assert checkpoint_steps(folder)[-1] == step
   output = run(folder, *TWO, **ENDLESS | {"steps": step + 2})
-  assert f"going on from the checkpoint of step {step}" in output
+  assert f"resuming from the checkpoint of step {step}" in output
   assert [row["step"] for row in logged(folder)] == list(range(1, step + 3))
 
 
-def test_a_signal_to_the_launcher_is_one_to_all(folder):
+def test_a_signal_to_the_launcher_reaches_all_processes(folder):
   launch = Launch(folder, *TWO, "--restarts", 3, **ENDLESS)
   launch.wait_for(r"^\[0\] step +9/")
   launch.process.send_signal(signal.SIGTERM)
@@ -110,7 +110,7 @@ def test_a_signal_to_the_launcher_is_one_to_all(folder):
   assert "stopped by SIGTERM; left after step" in launch.output
 
 
-def test_no_process_outlives_a_launcher_that_is_killed(folder):
+def test_no_process_outlives_a_killed_launcher(folder):
   launch = Launch(folder, *TWO, **ENDLESS, grain_worker_count=1)
   launch.wait_for(r"^\[0\] step +9/")
   processes = [launch.process_id(rank) for rank in range(2)]
@@ -136,8 +136,8 @@ def is_running(process):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_that_cannot_write_ends_all_and_what_was_written_before_is_whole(folder, rank):
-  """A limit on the size of files stands for a full disk, of this host alone."""
+def test_a_host_that_cannot_write_ends_all_and_earlier_checkpoints_are_intact(folder, rank):
+  """A limit on the file size of one host simulates a full disk."""
   saved = lambda: [int(p.name) for p in folder.glob("run/checkpoints/*") if p.name.isdigit()]
   launch = Launch(folder, *TWO, **ENDLESS | {"log_period": 10**6})
   launch.wait_until(lambda: len(saved()) > 1)
@@ -147,11 +147,11 @@ def test_a_host_that_cannot_write_ends_all_and_what_was_written_before_is_whole(
   assert re.search(said, launch.output, re.M)
   last = max(saved())
   output = run(folder, *TWO, **ENDLESS | {"steps": last + 9})
-  assert f"going on from the checkpoint of step {last}" in output
+  assert f"resuming from the checkpoint of step {last}" in output
 
 
 class Apart:
-  """Two processes, each in a folder of its own as on hosts that share no file system."""
+  """Two processes with separate folders, as on hosts without a shared file system."""
 
   def __init__(self, folder, **keys):
     with subprocess.Popen(["true"]) as _:
@@ -183,14 +183,14 @@ class Apart:
 
 
 @pytest.fixture
-def apart(in_peace, folder):
+def apart(uninterrupted, folder):
   """Two folders, each with a copy of the run."""
   for rank in range(2):
-    shutil.copytree(in_peace[0], folder / str(rank) / "runs")
+    shutil.copytree(uninterrupted[0], folder / str(rank) / "runs")
   return folder
 
 
-def test_a_checkpoint_that_one_host_cannot_read_ends_all_in_one_line(apart):
+def test_a_checkpoint_that_one_host_cannot_read_ends_all_with_one_line(apart):
   for data in (apart / "1/runs/run/checkpoints").rglob("manifest.ocdbt"):
     data.unlink()
   for code, line in Apart(apart, **SHORT | {"steps": 50}).ends():
@@ -198,14 +198,14 @@ def test_a_checkpoint_that_one_host_cannot_read_ends_all_in_one_line(apart):
     assert re.search("all checkpoints in .* are damaged", line)
 
 
-def test_hosts_that_do_not_share_their_runs_are_told(apart):
+def test_hosts_without_a_shared_folder_end_with_an_error(apart):
   shutil.rmtree(apart / "1/runs/run/checkpoints")
   for code, line in Apart(apart, **SHORT | {"steps": 50}).ends():
     assert code in (2, EXIT_PEER_LOST)
     assert "base_output_directory must be a folder that all hosts share" in line
 
 
-def test_a_path_that_looks_like_a_pattern_is_refused(folder):
+def test_a_path_that_looks_like_a_pattern_is_an_error(folder):
   for rank in range(2):
     (folder / str(rank)).mkdir(parents=True)
   for code, line in Apart(folder, **SHORT | {"run_name": "run[1]"}).ends():
@@ -213,7 +213,7 @@ def test_a_path_that_looks_like_a_pattern_is_refused(folder):
     assert "whose path has one of *?[ in it" in line
 
 
-def test_what_is_wrong_on_one_host_is_told_on_all(folder):
+def test_an_error_on_one_host_is_reported_on_all(folder):
   for rank, text in ((0, "to be or not to be\n" * 99), (1, "")):
     (folder / str(rank)).mkdir(parents=True)
     (folder / str(rank) / "text.txt").write_text(text)
@@ -223,7 +223,7 @@ def test_what_is_wrong_on_one_host_is_told_on_all(folder):
     assert "text.txt" in line
 
 
-def test_an_ensemble_is_no_work_for_many_processes(folder):
+def test_an_ensemble_with_multiple_processes_is_an_error(folder):
   members = {"members": "[{learning_rate: 1e-3}, {}]"}
   for rank in range(2):
     (folder / str(rank)).mkdir(parents=True)
@@ -244,7 +244,7 @@ print(code, found["compile_requests_use_cache"], found["cache_hits"])
 
 
 def test_a_restart_compiles_nothing(folder):
-  """On one device: of several XLA:CPU cannot load a program (kernels/xla_cpu.py)."""
+  """On one device: XLA:CPU hangs in loaded programs of several (kernels/xla_cpu.py)."""
   words = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT)).items() if n != "steps"]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
   counts = []
@@ -257,7 +257,7 @@ def test_a_restart_compiles_nothing(folder):
   assert counts[1][1] == counts[1][2] > 10
 
 
-def test_ranks_killed_in_turn_leave_no_trace():
+def test_alternately_killed_ranks_change_no_result():
   command = [sys.executable, "tools/inspect/kill_hosts.py", "--kills", "3", "--devices", "1"]
   words = [f"{n}={v}" for n, v in (KEYS | LIGHT).items() if n not in ("steps", "jax_cache_dir")]
   command += [*words, "steps=300", "checkpoint_period=20", "jax_cache_dir="]

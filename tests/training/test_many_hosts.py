@@ -1,4 +1,4 @@
-"""A run of many processes is the run of one: same numbers, same checkpoints, one set of files."""
+"""A run with multiple processes equals one with a single process: numbers, checkpoints, files."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from host_runs import run
 from tiny_run import logged, start
 
-LAST_BITS = 2e-5  # relative; of float32 sums in another order
+LAST_BITS = 2e-5  # relative; float32 sums in a different order
 LIGHT = {
   "decoder_block": "llama",
   "base_num_decoder_layers": 1,
@@ -18,7 +18,7 @@ LIGHT = {
   "steps": 4,
   "checkpoint_period": 2,
 }
-# Compiling takes the time, in each of eight processes on as many cores as there are.
+# Compilation dominates, in each of up to eight processes on the same cores.
 SPREAD = {key: LIGHT[key] for key in LIGHT if key != "decoder_block"}
 SPREAD |= {"steps": 6, "global_batch_size": 16}
 DENSE = {
@@ -32,7 +32,7 @@ MOE = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": -1, "sparse_matmul":
 
 @pytest.fixture
 def folder(runs_folder, request):
-  """A folder of this test's own; of many processes Orbax wants no brackets in its path."""
+  """A separate folder per test; with multiple processes Orbax rejects brackets in its path."""
   return runs_folder / re.sub(r"\W+", "_", request.node.name)
 
 
@@ -44,7 +44,7 @@ def on_two_hosts(runs_folder):
 
 
 def largest_difference(folder, expected_folder):
-  """Relative, of all numbers of all rows; asserts that there are the same ones."""
+  """Largest relative difference over all numbers of all rows, which must have the same keys."""
   rows, expected_rows = logged(folder), logged(expected_folder)
   assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
   values, expected = ([[*row.values()] for row in each] for each in (rows, expected_rows))
@@ -52,34 +52,34 @@ def largest_difference(folder, expected_folder):
   return max(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-3)) for a, b in pairs)
 
 
-def test_two_hosts_take_the_steps_of_one_and_one_goes_on_from_theirs(on_two_hosts, folder):
+def test_two_hosts_equal_one_and_one_resumes_from_their_checkpoint(on_two_hosts, folder):
   assert start(folder, **LIGHT)[0] == 0
   assert 0 < largest_difference(on_two_hosts[0], folder) < LAST_BITS
   moved = folder.with_name("moved")
   shutil.copytree(on_two_hosts[0], moved)
   shutil.rmtree(moved / "run/checkpoints/4")
   code, output = start(moved, **LIGHT)
-  assert (code, "going on from the checkpoint of step 2" in output) == (0, True)
+  assert (code, "resuming from the checkpoint of step 2" in output) == (0, True)
   assert largest_difference(moved, folder) < LAST_BITS
 
 
-def test_only_process_0_writes_and_each_says_who_it_is(on_two_hosts):
+def test_only_process_0_writes_and_each_identifies_itself(on_two_hosts):
   folder, output = on_two_hosts
   assert sorted(path.name for path in (folder / "run").iterdir()) == [
     *("checkpoints", "config.yml", "curves.png", "metrics.jsonl")
   ]
   assert [row["step"] for row in logged(folder)] == [1, 2, 3, 4]
-  who = r"^\[{0}\] process {0} of 2: 4 of 8 devices, on \S+ with process number \d+$"
+  identity = r"^\[{0}\] process {0} of 2: 4 of 8 devices, on \S+ with process number \d+$"
   for rank in range(2):
-    assert re.search(who.format(rank), output, re.M)
+    assert re.search(identity.format(rank), output, re.M)
   assert not re.search(r"^\[1\] (step|maxlite|eval)", output, re.M)
   assert len(re.findall(r"^\[0\] step", output, re.M)) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [DENSE, MOE], ids=["dense", "moe"])
-def test_however_devices_are_spread_over_hosts_the_numbers_are_the_same(keys, folder):
-  """Also from checkpoints in the middle, of 4 hosts to 1 and to 2 with half the devices."""
+def test_numbers_do_not_depend_on_the_distribution_of_devices_over_hosts(keys, folder):
+  """Also when 1 host, or 2 with half the devices, resume from a checkpoint of 4 hosts."""
   base = folder / "1x8"
   keys = SPREAD | keys
   run(base, "--processes", 1, "--devices", 8, **keys)
@@ -94,7 +94,7 @@ def test_however_devices_are_spread_over_hosts_the_numbers_are_the_same(keys, fo
     for step in (4, 6):
       shutil.rmtree(there / f"run/checkpoints/{step}")
     output = run(there, "--processes", processes, "--devices", devices, **keys)
-    assert "going on from the checkpoint of step 2" in output
+    assert "resuming from the checkpoint of step 2" in output
     assert [row["step"] for row in logged(there)] == list(range(1, 7))
     differences[there.name] = largest_difference(there, base)
   print(json.dumps(differences))

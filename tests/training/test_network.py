@@ -1,4 +1,4 @@
-"""Two hosts on a network of their own: namespaces of Linux, joined by a link that can be cut."""
+"""Two hosts in separate Linux network namespaces, connected by a link that can be cut."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def ip(*words):
 
 @pytest.fixture(scope="module")
 def network():
-  """Both hosts are there, each with its own address and name."""
+  """Two hosts, each with an address and a name."""
   if os.geteuid() or not shutil.which("ip"):
     pytest.skip("network namespaces need root and iproute2's ip")
   remove()
@@ -53,7 +53,7 @@ def network():
     ip("-n", host, "address", "add", f"{address}/24", "dev", link_of(host))
     ip("-n", host, "link", "set", "lo", "up")
     ip("-n", host, "link", "set", link_of(host), "up")
-    folder = Path("/etc/netns", host)  # its files are seen in /etc there
+    folder = Path("/etc/netns", host)  # the namespace sees its files in /etc
     folder.mkdir(parents=True)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {os.uname().nodename}\n")
   yield
@@ -72,7 +72,7 @@ def link_of(host):
 
 @contextlib.contextmanager
 def on_both(folder, port):
-  """[(process, log) of each host] of one start of the run in `folder`."""
+  """[(process, log) of each host] for one start of the run in `folder`."""
   folder.mkdir(parents=True, exist_ok=True)
   words = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **LONG)).items()]
   words += [f"coordinator_address={ADDRESSES[0]}:{port}", "num_processes=2"]
@@ -97,8 +97,8 @@ def codes_of(started, seconds):
 
 
 @pytest.mark.slow
-def test_a_cut_link_ends_both_hosts_and_they_go_on_when_it_is_back(network, folder):
-  with on_both(folder / "in_peace", 7001) as started:
+def test_a_cut_link_ends_both_hosts_and_a_restart_resumes(network, folder):
+  with on_both(folder / "uninterrupted", 7001) as started:
     assert codes_of(started, 600) == [0, 0], started[0][1].read_text()
     (expected,) = re.findall(r"parameters (\w+)", started[0][1].read_text())
 
@@ -120,5 +120,5 @@ def test_a_cut_link_ends_both_hosts_and_they_go_on_when_it_is_back(network, fold
   with on_both(folder / "cut", 7003) as started:
     assert codes_of(started, 600) == [0, 0], started[0][1].read_text()
     output = started[0][1].read_text()
-  assert "going on from the checkpoint of step 100" in output
+  assert "resuming from the checkpoint of step 100" in output
   assert re.findall(r"parameters (\w+)", output) == [expected]

@@ -46,6 +46,6 @@ def test_phases_with_streams_of_their_own_are_the_same_on_two_hosts(runs_folder)
     launch.wait_for(rf"^\[0\] step +{step}/")
     os.kill(launch.process_id(rank), signal.SIGKILL)
   assert launch.wait() == 0, launch.output
-  assert "going on from the checkpoint of step" in launch.output
+  assert "resuming from the checkpoint of step" in launch.output
   assert logged(folders[2]) == logged(folders[1])
   assert last_hash(launch.output) == last_hash(output)

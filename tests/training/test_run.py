@@ -44,7 +44,7 @@ def test_a_run_in_two_parts_is_one_run(finished, folder):
   code, output = start(folder)
   assert code == 0
   assert "since the last start: steps=8 (was 4)" in output
-  assert "going on from the checkpoint of step 4" in output
+  assert "resuming from the checkpoint of step 4" in output
   configs = [(folder / "run" / name).read_text() for name in ("config.1.yml", "config.yml")]
   assert ["\nsteps: 4\n" in text for text in configs] == [True, False]
   assert ["\nsteps: 8\n" in text for text in configs] == [False, True]
@@ -60,7 +60,7 @@ def test_signals_stop_a_run_with_a_checkpoint_and_it_goes_on_later(finished, fol
     assert checkpoint_steps(folder)[-1] == at + 1
   assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
   code, output = start(folder)
-  assert (code, "going on from the checkpoint of step 6" in output) == (0, True)
+  assert (code, "resuming from the checkpoint of step 6" in output) == (0, True)
   assert_as_if_nothing_had_happened(folder, output, finished)
 
 
@@ -68,7 +68,7 @@ def test_a_run_that_crashed_after_its_last_checkpoint_repeats_no_row_and_loses_n
   for step in (6, 8):
     shutil.rmtree(copy / f"run/checkpoints/{step}")
   code, output = start(copy)
-  assert (code, "going on from the checkpoint of step 4" in output) == (0, True)
+  assert (code, "resuming from the checkpoint of step 4" in output) == (0, True)
   assert_as_if_nothing_had_happened(copy, output, finished)
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(finished, c
   index = copy / "run/checkpoints/8/state/manifest.ocdbt"
   index.write_bytes(index.read_bytes()[:-20])
   code, output = start(copy)
-  assert (code, "going on from the checkpoint of step 6" in output) == (0, True)
+  assert (code, "resuming from the checkpoint of step 6" in output) == (0, True)
   assert "checkpoints/8 is damaged" in output
   assert_as_if_nothing_had_happened(copy, output, finished)
 
@@ -85,7 +85,7 @@ def test_a_run_goes_on_on_another_mesh(finished, copy):
   for step in (6, 8):
     shutil.rmtree(copy / f"run/checkpoints/{step}")
   code, output = start(copy, **mesh_keys("fsdp=2 tensor=2 data=2"))
-  assert (code, "going on from the checkpoint of step 4" in output) == (0, True)
+  assert (code, "resuming from the checkpoint of step 4" in output) == (0, True)
   rows, expected_rows = logged(copy), logged(finished[0])
   assert rows[:4] == expected_rows[:4]
   assert rows != expected_rows

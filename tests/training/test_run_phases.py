@@ -293,7 +293,7 @@ def test_a_run_with_data_of_a_phase_goes_on_where_every_stream_was(with_own_data
   assert last_manifest(cut) == last_manifest(folder)
   assert parameter_hash(again) == parameter_hash(output)
   code, again = start(moved, **keys, **MESH)
-  assert (code, "going on from the checkpoint of step 4" in again) == (0, True)
+  assert (code, "resuming from the checkpoint of step 4" in again) == (0, True)
   for row, there in zip(logged(moved), logged(folder), strict=True):
     assert row["num_tokens"] == there["num_tokens"]
     np.testing.assert_allclose(row["loss"], there["loss"], rtol=1e-5)

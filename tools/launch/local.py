@@ -1,17 +1,17 @@
-"""Starts a run of several processes on this machine.
+"""Starts a run with multiple processes on this machine.
 
   python tools/launch/local.py --processes 4 --devices 2 -- configs/base.yml steps=50
 
-Each process has its share of the devices: simulated ones of the CPU, or with --platform gpu the
-next so many GPUs. What they write is passed on with the process's number in front. When one fails,
-the others have --grace seconds to say why they leave too, and then all are killed; with
---restarts N all start again, up to N times, and go on from the newest checkpoint. SIGINT and
-SIGTERM go to all processes, a second one kills them. However this program ends, so do they.
+Each process gets its share of the devices: simulated CPU devices, or with --platform gpu the next
+GPUs. The output of the processes is prefixed with their ids. If one fails, the others have --grace
+seconds to report the reason, then all are killed. With --restarts N, all restart up to N times
+and resume from the latest checkpoint. SIGINT and SIGTERM are forwarded to all processes; a second
+one kills them. The processes end when this program ends, for any reason.
 
---processes 4,2 starts four at first and two after a restart, as when a host is lost; give
-global_batch_size, so that the run stays the same.
+--processes 4,2 starts four processes, and two after a restart, as after the loss of a host; set
+global_batch_size, so that the run is the same.
 
-Returns the exit code of the first process that failed; 128 + N where signal N killed it.
+Exit code: that of the first process that failed; 128 + N if signal N killed it.
 """
 
 import argparse
@@ -30,29 +30,29 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
-ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 WRONG_COMMAND = 2
-LEFT_FOR_ANOTHER = os.EX_TEMPFAIL  # maxlite/distributed/heartbeat.py
+EXIT_PEER_LOST = os.EX_TEMPFAIL  # maxlite/distributed/heartbeat.py
 SIMULATED = r"--xla_force_host_platform_device_count=\S*"
 
 
 @dataclasses.dataclass
-class Worker:
-  """One process, and the line that it has begun to write."""
+class LaunchedProcess:
+  """A process, and the unfinished last line of its output."""
 
   rank: int
   process: subprocess.Popen
-  begun: bytes = b""
+  partial: bytes = b""
 
   @property
   def code(self) -> int | None:
-    """Exit code as a shell gives it; None while it runs."""
+    """Exit code as in a shell; None while it runs."""
     code = self.process.poll()
     return 128 - code if code is not None and code < 0 else code
 
 
-class Group:
-  """Processes that live and end together."""
+class ProcessGroup:
+  """Processes that run and end together."""
 
   def __init__(self, commands: Sequence[list[str]], environments: Sequence[dict[str, str]]):
     self._selector = selectors.DefaultSelector()
@@ -65,16 +65,16 @@ class Group:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment,
-        process_group=0,  # Ctrl-C reaches it through this program alone
+        process_group=0,  # Ctrl-C reaches it only through this program
         preexec_fn=end_with_parent(),  # noqa: PLW1509 (this program has no threads)
       )
       assert process.stdout is not None
       os.set_blocking(process.stdout.fileno(), False)
-      self.workers.append(Worker(rank, process))
+      self.workers.append(LaunchedProcess(rank, process))
       self._selector.register(process.stdout, selectors.EVENT_READ, self.workers[-1])
 
   def send(self, number: int) -> None:
-    """SIGKILL is for all that a process started as well."""
+    """Sends a signal to all; SIGKILL also to their children."""
     for worker in self.workers:
       with contextlib.suppress(ProcessLookupError):
         if number == signal.SIGKILL:
@@ -83,41 +83,41 @@ class Group:
           worker.process.send_signal(number)
 
   def wait(self, grace: float) -> int:
-    """Passes output on until all have ended, `grace` seconds after the first fails at the latest.
+    """Forwards output until all have ended, at most `grace` seconds after the first failure.
 
-    Returns the first failure's code, or 0.
+    Returns the exit code of the first failure, or 0.
     """
-    failed: list[tuple[bool, int]] = []  # (whether it left for another, code)
+    failed: list[tuple[bool, int]] = []  # (whether it exited because of a peer, code)
     killed_at = float("inf")
     seen: set[int] = set()
     while len(seen) < len(self.workers):
-      self._pass_on(timeout=0.1)
+      self._forward_output(timeout=0.1)
       for worker in self.workers:
         if worker.code is None or worker.rank in seen:
           continue
         seen.add(worker.rank)
         if worker.code:
-          if worker.code not in ASKED_TO_STOP:  # those save first
+          if worker.code not in STOP_CODES:  # these save first
             killed_at = min(killed_at, time.monotonic() + grace)
-          failed.append((worker.code == LEFT_FOR_ANOTHER, worker.code))
+          failed.append((worker.code == EXIT_PEER_LOST, worker.code))
           self._write(worker.rank, f"ended with code {worker.code}".encode())
       if time.monotonic() > killed_at:
         self.send(signal.SIGKILL)
         break
     for worker in self.workers:
       worker.process.wait()
-    self.send(signal.SIGKILL)  # what they left behind
-    self._pass_on(timeout=0)
+    self.send(signal.SIGKILL)  # their remaining children
+    self._forward_output(timeout=0)
     return min(failed, key=lambda found: found[0])[1] if failed else 0
 
-  def _pass_on(self, timeout: float) -> None:
+  def _forward_output(self, timeout: float) -> None:
     for key, _ in self._selector.select(timeout):
       worker = key.data
       text = worker.process.stdout.read()
       if not text and text is not None:
         self._selector.unregister(worker.process.stdout)
-        text = b"\n" if worker.begun else b""
-      *lines, worker.begun = (worker.begun + (text or b"")).split(b"\n")
+        text = b"\n" if worker.partial else b""
+      *lines, worker.partial = (worker.partial + (text or b"")).split(b"\n")
       for line in lines:
         self._write(worker.rank, line)
 
@@ -128,7 +128,7 @@ class Group:
 
 
 def end_with_parent() -> Callable[[], None]:
-  """What a new process does first: it is killed when this one ends, whatever ends that."""
+  """A function for a new process that has it killed when this one ends for any reason."""
   parent, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
 
   def in_child() -> None:
@@ -140,8 +140,8 @@ def end_with_parent() -> Callable[[], None]:
   return in_child
 
 
-def environment_of(rank: int, platform: str, devices: int) -> dict[str, str]:
-  """This environment with the devices of one process."""
+def process_environment(rank: int, platform: str, devices: int) -> dict[str, str]:
+  """The environment of one process, with its devices."""
   environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
   if platform == "gpu":
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -161,12 +161,12 @@ def free_port() -> int:
 def launch(options: argparse.Namespace, num_processes: int, on_start: Callable) -> int:
   """One attempt; returns its exit code."""
   address = f"127.0.0.1:{free_port()}"
-  told = [f"coordinator_address={address}", f"num_processes={num_processes}"]
-  command = [sys.executable, "-m", options.module, *options.words]
+  keys = [f"coordinator_address={address}", f"num_processes={num_processes}"]
+  command = [sys.executable, "-m", options.module, *options.arguments]
   ranks = range(num_processes)
-  group = Group(
-    [[*command, *told, f"process_id={rank}"] for rank in ranks],
-    [environment_of(rank, options.platform, options.devices) for rank in ranks],
+  group = ProcessGroup(
+    [[*command, *keys, f"process_id={rank}"] for rank in ranks],
+    [process_environment(rank, options.platform, options.devices) for rank in ranks],
   )
   on_start(group)
   try:
@@ -175,38 +175,38 @@ def launch(options: argparse.Namespace, num_processes: int, on_start: Callable) 
     group.send(signal.SIGKILL)
 
 
-class Signals:
-  """Passes SIGINT and SIGTERM on to the group of the moment."""
+class SignalForwarder:
+  """Forwards SIGINT and SIGTERM to the current group."""
 
   def __init__(self) -> None:
     self.received: signal.Signals | None = None
-    self._group: Group | None = None
+    self._group: ProcessGroup | None = None
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._handle)
 
-  def attach(self, group: Group) -> None:
+  def attach(self, group: ProcessGroup) -> None:
     self._group = group
-    if self.received is not None:  # while it was started
+    if self.received is not None:  # received while the group was starting
       group.send(self.received)
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     del frame
-    again, self.received = self.received is not None, signal.Signals(number)
+    is_second, self.received = self.received is not None, signal.Signals(number)
     if self._group is not None:
-      self._group.send(signal.SIGKILL if again else number)
+      self._group.send(signal.SIGKILL if is_second else number)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
   )
-  parser.add_argument("--processes", default="2", help="how many; N,M: M after a restart")
-  parser.add_argument("--devices", type=int, default=1, help="of each process")
+  parser.add_argument("--processes", default="2", help="number; N,M: M after a restart")
+  parser.add_argument("--devices", type=int, default=1, help="per process")
   parser.add_argument("--platform", choices=("cpu", "gpu"), default="cpu")
-  parser.add_argument("--restarts", type=int, default=0, help="after a failure, at most")
+  parser.add_argument("--restarts", type=int, default=0, help="maximum after failures")
   parser.add_argument("--grace", type=float, default=20.0, help="seconds [%(default)s]")
   parser.add_argument("--module", default="maxlite.train", help="[%(default)s]")
-  parser.add_argument("words", nargs="*", help="after --: of the command line")
+  parser.add_argument("arguments", nargs="*", help="after --: arguments of the module")
   options = parser.parse_args(argv)
   if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.processes):
     parser.error(f"--processes {options.processes}: write a number, or several as 4,2")
@@ -217,12 +217,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-  options, signals = parse(sys.argv[1:]), Signals()
+  options, signals = parse(sys.argv[1:]), SignalForwarder()
   for attempt in range(options.restarts + 1):
     num_processes = options.processes[min(attempt, len(options.processes) - 1)]
     code = launch(options, num_processes, signals.attach)
     last = attempt == options.restarts or signals.received is not None
-    if last or code in (0, WRONG_COMMAND, *ASKED_TO_STOP):
+    if last or code in (0, WRONG_COMMAND, *STOP_CODES):
       break
     print(f"restart {attempt + 1} of {options.restarts} after code {code}", flush=True)
   return code

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A run on all workers of a Cloud TPU VM.
+# Runs maxlite.train on all workers of a Cloud TPU VM.
 #
 #   tools/launch/tpu_vm.sh [--dry-run] NAME ZONE configs/base.yml base_output_directory=/shared/runs ...
 #
-# Copies the last commit of this checkout to every worker, installs it there with its `tpu` extra, and
-# starts the same command on all; what they write comes here. They find each other by themselves, and
-# need one folder that all of them see for base_output_directory (Filestore, or a bucket mounted by
-# gcsfuse). After a failure the same command goes on from the newest checkpoint. Needs gcloud, logged in.
-# --dry-run prints its commands instead.
+# Copies the last commit of this checkout to every worker, installs it with its `tpu` extra, and runs
+# the same command on all workers, with their output here. The workers find each other. They need a
+# shared folder for base_output_directory (Filestore, or a bucket mounted by gcsfuse). After a failure,
+# rerunning the command resumes from the latest checkpoint. Requires gcloud, logged in.
+# --dry-run prints the commands instead.
 set -euo pipefail
 
 dry_run=false

@@ -1,4 +1,4 @@
-"""Auxiliary losses where their values are known in closed form."""
+"""Auxiliary losses against closed-form values."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def cfg_of(num_chosen=1, scope="batch"):
 
 
 def layers(*shares_and_probabilities, num_chosen=1, z=0.0, balance=0.0):
-  """Sums of one layer per pair (share of assignments, mean probability) of each expert."""
+  """Sums of one layer per pair (share of assignments, mean probability), each per expert."""
   num_layers = len(shares_and_probabilities)
   return RouterSums(
     tokens=jnp.full(num_layers, NUM_TOKENS),
@@ -43,7 +43,7 @@ EVEN, ONE, TWO = [0.25] * 4, [0.0, 1.0, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0]
   [
     (EVEN, EVEN, 1, 1),
     (EVEN, EVEN, 3, 1),
-    (ONE, EVEN, 1, 1),  # the choice alone costs nothing: it has no gradient
+    (ONE, EVEN, 1, 1),  # the choice alone adds no loss: it has no gradient
     (EVEN, ONE, 1, 1),
     (ONE, ONE, 1, NUM_EXPERTS),
     (TWO, TWO, 2, NUM_EXPERTS / 2),
@@ -60,7 +60,7 @@ def test_layers_are_averaged_after_their_products():
   assert load_balance_loss(sums_N, cfg_of()) == pytest.approx((NUM_EXPERTS + 1) / 2)
 
 
-def test_the_gradient_lowers_the_probability_of_crowded_experts():
+def test_the_gradient_lowers_the_probability_of_overloaded_experts():
   share = [0.1, 0.6, 0.3, 0.0]
   gradient = jax.grad(load_balance_loss)(layers((share, EVEN)), cfg_of())
   expected_E = NUM_EXPERTS * np.array(share) / NUM_TOKENS
@@ -71,7 +71,7 @@ def test_z_loss_is_a_mean_over_tokens_and_layers():
   assert router_z_loss(layers((EVEN, EVEN), (ONE, ONE), z=90.0)) == pytest.approx(1.5)
 
 
-def test_a_batch_of_padding_costs_nothing():
+def test_a_batch_of_padding_has_no_loss():
   nothing = jax.tree.map(jnp.zeros_like, layers((EVEN, EVEN)))
   for scope in BALANCE_BY_SCOPE:
     assert load_balance_loss(nothing, cfg_of(2, scope)) == router_z_loss(nothing) == 0
@@ -81,15 +81,15 @@ def test_the_schema_names_the_scopes_of_the_table():
   assert set(KEYS["load_balance_loss_scope"].field.choices) == set(BALANCE_BY_SCOPE)
 
 
-def test_over_sequences_it_is_a_mean_over_rows_and_layers():
+def test_the_sequence_scope_averages_over_rows_and_layers():
   sums_N = layers((EVEN, EVEN), (ONE, ONE), balance=1.0)
   sums_N = sums_N.replace(row_balance=NUM_ROWS * jnp.array([1.0, 2.0]))
   assert load_balance_loss(sums_N, cfg_of(2, "sequence")) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("router", ["softmax_topk", "sigmoid_group_topk"])
-def test_rows_that_are_each_uneven_may_make_an_even_batch(router):
-  """Row b holds three tokens of which all choose expert b, and one position of padding."""
+def test_uneven_rows_may_form_an_even_batch(router):
+  """Row b has three tokens, which all choose expert b, and one position of padding."""
   cfg = dataclasses.replace(cfg_of(), router=router)
   logits_EE = 20 * np.eye(NUM_EXPERTS, dtype=np.float32) - 20
   x_BTD = np.tile(np.eye(NUM_EXPERTS, dtype=np.float32)[:, None], (1, 4, 1))

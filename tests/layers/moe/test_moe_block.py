@@ -1,7 +1,7 @@
-"""The MoE block against a dense oracle in float64: every expert on every token, then masked.
+"""The MoE block against a dense reference in float64: every expert on every token, then masked.
 
-Value, router sums, and the gradient of the input and of every parameter, with random cotangents,
-for every dispatch on every mesh and every kind of routing.
+Compares output, router sums, and the gradients of the input and of every parameter, with random
+cotangents, for all dispatches, meshes and routings.
 """
 
 import functools
@@ -22,16 +22,16 @@ SEGMENT_BT = np.array(
   [[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0], [1, 2, 3, 3, 0, 0], [1] * 6] * 2, np.int32
 )
 SEGMENT_BT[6] = 0
-# What each expert's logit gains for every token.
+# Added to each expert's logit for every token.
 ROUTINGS = {
   "uniform": (0, 0, 0, 0, 0, 0, 0, 0),
   "skewed": (2, 1, 0, -1, 0, 0, 1, -1),
   "hot": (0, 0, 0, 30, 0, 28, 0, 26),
   "empty": (-30, 0, 0, -30, 0, -30, 0, 0),
-  "a shard that gets nothing": (-30, -30, 0, 0, 0, 0, -30, 0),
+  "a shard without rows": (-30, -30, 0, 0, 0, 0, -30, 0),
 }
 EMPTY_EXPERTS = {"uniform": [], "skewed": [], "hot": [0, 1, 2, 4, 6], "empty": [0, 3, 5]}
-EMPTY_EXPERTS["a shard that gets nothing"] = [0, 1, 6]
+EMPTY_EXPERTS["a shard without rows"] = [0, 1, 6]
 DISPATCHES = {
   "ragged": {},
   "ragged buffer": {"ragged_buffer_factor": 8.0},  # large enough, and larger than the worst case
@@ -48,7 +48,7 @@ MESHES = {"one device": {}} | {
     "expert=4 tensor=2",
   )
 }
-# Every dispatch on every mesh is the full net's (tests/contracts); here each meets what it is for.
+# tests/contracts covers every dispatch on every mesh; here each runs on meshes that matter for it.
 CASES = [("ragged", mesh) for mesh in MESHES]
 CASES += [("ragged buffer", "expert=4 tensor=2"), ("all_gather", "context=2 expert=2 fsdp=2")]
 CASES += [("dense", "data=2 fsdp=2 tensor=2"), ("capacity", "context=2 expert=2 fsdp=2")]
@@ -133,7 +133,7 @@ def expected():
 
 
 def runner(sharder, **changes):
-  """The block's value_and_gradients on a mesh, on which everything lies as in training."""
+  """The block's value_and_gradients on a mesh, sharded as in training."""
   with jax.enable_x64(True):
     block = block_of(sharder, "float64", **changes)
     boxed = jax.eval_shape(block.init, jax.random.key(0), *make_case("uniform")[1:2], SEGMENT_BT)
@@ -155,7 +155,7 @@ def run(request, build_sharder):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_agrees_with_the_dense_oracle_in_float64(run, expected, routing):
+def test_equals_the_dense_reference_in_float64(run, expected, routing):
   with jax.enable_x64(True):
     got = run(*make_case(routing))
   jax.tree_util.tree_map_with_path(
@@ -168,7 +168,7 @@ def test_agrees_with_the_dense_oracle_in_float64(run, expected, routing):
     assert np.flatnonzero(~reached_E).tolist() == EMPTY_EXPERTS[routing]
 
 
-def test_bfloat16_is_close_and_its_weights_keep_their_gradient_type(sharders, expected):
+def test_bfloat16_is_close_and_weight_gradients_stay_float32(sharders, expected):
   block = block_of(sharders["one device"])
   params, x_BTD, (dy_BTD, _) = make_case("skewed")
   params = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
@@ -185,7 +185,7 @@ def test_bfloat16_is_close_and_its_weights_keep_their_gradient_type(sharders, ex
     assert np.abs(np.float64(got) - want).max() < 0.03 * np.abs(want).max()
 
 
-def test_ungated_experts_and_fresh_weights(sharders):
+def test_ungated_experts_and_initial_weights(sharders):
   block = block_of(sharders["one device"], activations=("relu",))
   x_BTD = draw((1, 3, 64), 0).astype(np.float32)
   segment_BT = np.ones((1, 3), np.int32)
@@ -206,7 +206,7 @@ def test_ungated_experts_and_fresh_weights(sharders):
 
 
 def drop_by_capacity(params, x_BTD, capacity_factor):
-  """y_BTD where each row's experts serve so many tokens, earlier ones first; and how many miss."""
+  """(y_BTD with a limited number of tokens per expert and row, earlier first; number dropped)"""
   num_slots = int(np.ceil(capacity_factor * NUM_POSITIONS * NUM_CHOSEN / NUM_EXPERTS))
   y_BTD, num_dropped = np.zeros_like(x_BTD), 0
   for b, t in np.argwhere(SEGMENT_BT > 0):
@@ -225,7 +225,7 @@ def drop_by_capacity(params, x_BTD, capacity_factor):
   return y_BTD, num_dropped
 
 
-def test_a_capacity_drops_what_does_not_fit_and_says_how_much(build_sharder):
+def test_capacity_drops_the_excess_and_reports_it(build_sharder):
   keys = {"sparse_matmul": False, "capacity_factor": 1.0}
   params, x_BTD, cotangents = make_case("skewed")
   with jax.enable_x64(True):
@@ -236,8 +236,8 @@ def test_a_capacity_drops_what_does_not_fit_and_says_how_much(build_sharder):
   assert float(sums.dropped) == num_dropped > 10
 
 
-def test_a_short_buffer_drops_whole_rows_and_says_how_many(build_sharder, expected, monkeypatch):
-  """Each token loses some of its experts' outputs or none; gradients are those of what is left."""
+def test_a_bounded_buffer_drops_whole_rows_and_reports_them(build_sharder, expected, monkeypatch):
+  """A token loses the outputs of some of its experts; gradients are those of the remaining ones."""
   monkeypatch.setattr(ragged, "_ROW_MULTIPLE", 1)
   params, x_BTD, cotangents = make_case("hot")
   sharder = build_sharder({"expert": 4})
@@ -252,13 +252,13 @@ def test_a_short_buffer_drops_whole_rows_and_says_how_many(build_sharder, expect
   assert np.isfinite(dx_BTD).all()
   close_BT = np.isclose(y_BTD, want_BTD, atol=1e-12).all(-1)
   assert 0 < (~close_BT).sum() <= num_dropped
-  # The experts that serve fewer rows than they are sent learn from those alone.
+  # Experts that drop rows have gradients from the remaining ones only.
   same_E = np.isclose(dparams["wo"], want_params["wo"], atol=1e-11).all((1, 2))
   assert same_E[EMPTY_EXPERTS["hot"]].all()
   assert not same_E[[3, 5, 7]].any()
 
 
-def test_shared_experts_serve_every_token(build_sharder):
+def test_shared_experts_process_every_token(build_sharder):
   params, x_BTD, _ = make_case("uniform")
   shapes = {"wi_0": (DIM, 2 * HIDDEN), "wi_1": (DIM, 2 * HIDDEN), "wo": (2 * HIDDEN, DIM)}
   shared = {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
@@ -279,7 +279,7 @@ def test_shared_experts_serve_every_token(build_sharder):
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "all_gather", "dense", "capacity"])
-def test_expert_biases_agree_with_the_oracle(build_sharder, dispatch):
+def test_expert_biases_equal_the_reference(build_sharder, dispatch):
   """A bias after a sharded hidden axis is added once."""
   keys = {"expert_bias": True, **DISPATCHES[dispatch]}
   params, x_BTD, cotangents = make_case("empty")

@@ -1,4 +1,4 @@
-"""Every router against its paper in plain numpy: choice, weights, sums; and its gradients."""
+"""Routers against NumPy implementations of their papers: experts, weights, sums and gradients."""
 
 import dataclasses
 import functools
@@ -53,12 +53,12 @@ def softmax(logits):
 
 
 def best(scores, number, among):
-  """The `number` experts of highest score, best first."""
+  """The `number` experts with the highest scores, best first."""
   return sorted(among, key=lambda e: -scores[e])[:number]
 
 
 def groups_best(scores, num_best):
-  """Experts of the groups whose `num_best` best scores add up to most."""
+  """Experts of the groups with the highest sums of their `num_best` best scores."""
   size = NUM_EXPERTS // NUM_GROUPS
   groups = [range(g * size, (g + 1) * size) for g in range(NUM_GROUPS)]
   groups.sort(key=lambda group: -sum(sorted(scores[e] for e in group)[-num_best:]))
@@ -66,7 +66,7 @@ def groups_best(scores, num_best):
 
 
 def expected_token(router, logits, bias, norm_topk_prob):
-  """(probability of every expert, chosen experts, their weights) of one token, in float64."""
+  """(probabilities of all experts, chosen experts, their weights) of one token, in float64."""
   every = range(NUM_EXPERTS)
   if router == "softmax_topk":
     chosen = best(logits + bias, NUM_CHOSEN, every)
@@ -84,7 +84,7 @@ def expected_token(router, logits, bias, norm_topk_prob):
 
 
 def expected(router, x_BTD=X_BTD, bias_E=0.0, norm_topk_prob=True):
-  """The same of every token: probability_TE, expert_TK, weight_TK."""
+  """The same for all tokens: probability_TE, expert_TK, weight_TK."""
   logits_TE = (np.float64(x_BTD) @ np.float64(KERNEL_DE)).reshape(-1, NUM_EXPERTS)
   tokens = [expected_token(router, logits, bias_E, norm_topk_prob) for logits in logits_TE]
   return tuple(np.stack(parts) for parts in zip(*tokens, strict=True))
@@ -93,7 +93,7 @@ def expected(router, x_BTD=X_BTD, bias_E=0.0, norm_topk_prob=True):
 @every_router
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("bias_E", [None, BIAS_E], ids=["unbiased", "biased"])
-def test_choice_and_weights_are_the_paper_s(router, norm_topk_prob, bias_E):
+def test_choice_and_weights_equal_the_paper(router, norm_topk_prob, bias_E):
   got = route(router=router, norm_topk_prob=norm_topk_prob, bias_E=bias_E)
   _, expert_TK, weight_TK = expected(
     router, bias_E=0.0 if bias_E is None else bias_E, norm_topk_prob=norm_topk_prob
@@ -105,8 +105,8 @@ def test_choice_and_weights_are_the_paper_s(router, norm_topk_prob, bias_E):
     np.testing.assert_allclose(got.weight_BTK.sum(-1), 1, rtol=1e-6)
 
 
-def test_the_kinds_of_routing_differ_on_these_tokens():
-  """So that the test above tells them apart."""
+def test_the_routers_differ_on_these_tokens():
+  """So that the test above distinguishes them."""
   choices = {
     name: expected(name, bias_E=bias_E)[1].tobytes()
     for bias_E in (0.0, BIAS_E)
@@ -118,8 +118,8 @@ def test_the_kinds_of_routing_differ_on_these_tokens():
 
 
 @every_router
-def test_the_bias_has_a_say_in_the_choice_and_none_in_the_weights(router):
-  """A bias that is the same for all, or that lifts the chosen, changes nothing at all."""
+def test_the_bias_affects_the_choice_but_not_the_weights(router):
+  """A bias that is equal for all, or that raises the chosen experts, changes nothing."""
   one = {"x_BTD": X_BTD[:1, :1], "segment_BT": SEGMENT_BT[:1, :1], "router": router}
   plain = route(**one)
   lifted_E = np.zeros(NUM_EXPERTS, np.float32)
@@ -132,14 +132,14 @@ def test_the_bias_has_a_say_in_the_choice_and_none_in_the_weights(router):
 
 
 @every_router
-def test_the_scaling_factor_scales_the_weights_and_nothing_else(router):
+def test_the_scaling_factor_scales_only_the_weights(router):
   plain, scaled = route(router=router), route(router=router, routed_scaling_factor=16.0)
   np.testing.assert_array_equal(scaled.weight_BTK, 16 * plain.weight_BTK)
   jax.tree.map(np.testing.assert_array_equal, scaled.sums, plain.sums)
 
 
 @pytest.mark.parametrize("router", ["group_limited_greedy", "sigmoid_group_topk"])
-def test_tokens_stay_in_their_groups_and_one_group_of_all_is_no_limit(router):
+def test_tokens_stay_in_their_groups_and_a_single_group_is_unlimited(router):
   group_BTK = np.asarray(route(router=router).expert_BTK) // (NUM_EXPERTS // NUM_GROUPS)
   assert max(len(set(groups)) for groups in group_BTK.reshape(-1, NUM_CHOSEN)) == NUM_KEPT
   free = route(router=router, n_routing_groups=1, topk_routing_group=1)
@@ -148,7 +148,7 @@ def test_tokens_stay_in_their_groups_and_one_group_of_all_is_no_limit(router):
   assert (free.expert_BTK != route(router=router).expert_BTK).any()
 
 
-def test_negative_biases_never_send_a_token_out_of_its_groups():
+def test_negative_biases_do_not_route_a_token_out_of_its_groups():
   got = route(router="sigmoid_group_topk", bias_E=BIAS_E - 5)
   np.testing.assert_array_equal(
     got.expert_BTK, route(router="sigmoid_group_topk", bias_E=BIAS_E).expert_BTK
@@ -156,8 +156,8 @@ def test_negative_biases_never_send_a_token_out_of_its_groups():
 
 
 @every_router
-def test_gradients_are_central_differences_in_float64(router):
-  """Of the weights and of the sums, by the router's input and its kernel."""
+def test_gradients_equal_central_differences_in_float64(router):
+  """Gradients of weights and sums with respect to the router's input and kernel."""
   cfg = dataclasses.replace(
     CFG, router=router, routed_bias=True, routed_scaling_factor=2.5, norm_topk_prob=False
   )
@@ -180,10 +180,10 @@ def test_gradients_are_central_differences_in_float64(router):
       np.testing.assert_allclose(np.vdot(gradient[name], direction), (up - down) / 2e-6, rtol=1e-7)
 
 
-def test_a_bias_of_the_logits_has_a_say_in_choice_and_weights():
+def test_a_bias_of_the_logits_affects_choice_and_weights():
   router = Router(CFG, jnp.dtype(jnp.float32), use_bias=True)
   got = router.apply({"params": {"kernel": KERNEL_DE, "logits_bias": BIAS_E}}, X_BTD, SEGMENT_BT)
-  # The same as one more channel that is 1 in every token.
+  # Equivalent to an additional channel that is 1 for every token.
   x_BTD = np.concatenate([X_BTD, np.ones_like(X_BTD[..., :1])], axis=-1)
   want = route(x_BTD, kernel_DE=np.concatenate([KERNEL_DE, BIAS_E[None]]))
   np.testing.assert_array_equal(got.expert_BTK, want.expert_BTK)
@@ -192,7 +192,7 @@ def test_a_bias_of_the_logits_has_a_say_in_choice_and_weights():
 
 
 @every_router
-def test_no_gradient_reaches_the_bias(router):
+def test_the_bias_has_no_gradient(router):
   cfg = dataclasses.replace(CFG, router=router, routed_bias=True)
 
   def value(params):
@@ -204,7 +204,7 @@ def test_no_gradient_reaches_the_bias(router):
   assert (gradient["kernel"] != 0).all()
 
 
-def test_a_fresh_bias_is_zero_and_float32_whatever_the_weights_are():
+def test_the_initial_bias_is_zero_and_float32_for_any_weight_type():
   cfg = dataclasses.replace(CFG, routed_bias=True)
   router = Router(cfg, jnp.dtype(jnp.bfloat16))
   params = jax.eval_shape(router.init, jax.random.key(0), X_BTD, SEGMENT_BT)["params"]
@@ -215,7 +215,7 @@ def test_a_fresh_bias_is_zero_and_float32_whatever_the_weights_are():
 
 
 @every_router
-def test_sums_leave_padding_out(router):
+def test_sums_exclude_padding(router):
   sums = route(router=router).sums
   p_TE, expert_TK, _ = expected(router)
   shape = (*REAL_BT.shape, -1)
@@ -240,7 +240,7 @@ def test_sums_leave_padding_out(router):
   jax.tree.map(np.testing.assert_array_equal, sums, route(other, router=router).sums)
 
 
-def test_sums_of_parts_of_a_batch_add_up():
+def test_sums_of_batch_parts_add_up():
   rows = [slice(0, 1), slice(1, 3), slice(3, 4)]
   parts = [route(X_BTD[r], SEGMENT_BT[r]).sums for r in rows]
   total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
@@ -250,7 +250,7 @@ def test_sums_of_parts_of_a_batch_add_up():
 
 
 @every_router
-def test_random_routing_is_even_and_still_learns(router):
+def test_random_routing_is_even_and_has_gradients(router):
   num_tokens = 2 * NUM_EXPERTS
   x_BTD = draw((2, NUM_EXPERTS, DIM), 3)
   segment_BT = np.ones((2, NUM_EXPERTS), np.int32)
@@ -265,14 +265,14 @@ def test_random_routing_is_even_and_still_learns(router):
   assert (jax.grad(weight)(KERNEL_DE) != 0).any()
 
 
-def test_routes_in_float32_whatever_comes_in():
+def test_routes_in_float32_for_any_input_type():
   x_BTD = X_BTD.astype(jnp.bfloat16)
   jax.tree.map(np.testing.assert_array_equal, route(x_BTD), route(x_BTD.astype(np.float32)))
   assert route(x_BTD).weight_BTK.dtype == jnp.float32
 
 
-def test_routes_in_the_input_s_type_where_asked():
-  """Factors are rounded to it, products are not; the softmax stays in float32."""
+def test_routes_in_the_input_s_type_without_float32_gate_logits():
+  """Operands are rounded to it, products are not; the softmax stays in float32."""
   rounded = KERNEL_DE.astype(jnp.bfloat16).astype(np.float32)
   coarse = route(X_BTD.astype(jnp.bfloat16), float32_gate_logits=False)
   fine = route(X_BTD.astype(jnp.bfloat16).astype(np.float32), kernel_DE=rounded)
@@ -283,7 +283,7 @@ def test_routes_in_the_input_s_type_where_asked():
   assert jax.grad(lambda k: weight(k).sums.z)(KERNEL_DE).dtype == jnp.float32
 
 
-def test_jitter_acts_only_where_a_draw_is_given():
+def test_jitter_requires_an_rng():
   plain, noisy = route(), route(router_jitter=0.1, rng=0)
   jax.tree.map(np.testing.assert_array_equal, route(router_jitter=0.1), plain)
   jax.tree.map(np.testing.assert_array_equal, route(router_jitter=0.0, rng=0), plain)
@@ -293,7 +293,7 @@ def test_jitter_acts_only_where_a_draw_is_given():
 
 
 @pytest.mark.parametrize(("kept", "num_choices"), [((), 2), (("moe_route",), 1)])
-def test_a_kept_routing_is_not_chosen_again_in_the_backward_pass(kept, num_choices):
+def test_a_saved_routing_is_not_recomputed_in_the_backward_pass(kept, num_choices):
   policy = jax.checkpoint_policies.save_only_these_names(*kept)
 
   @functools.partial(jax.checkpoint, policy=policy)
