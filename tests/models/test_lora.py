@@ -25,6 +25,7 @@ TINY = {
   "base_mlp_dim": 8,
   "num_experts": 4,
   "base_moe_mlp_dim": 8,
+  "sparse_matmul": False,
   "kv_lora_rank": 8,
   "q_lora_rank": 8,
   "qk_nope_head_dim": 2,
