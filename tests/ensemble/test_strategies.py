@@ -51,6 +51,8 @@ ON = [
 
 # Cases that run the same code as another case of the family.
 SLOW = {
+  ("numbers", "stacked", 1),
+  ("sizes", "padded", 1),
   ("numbers", "switched", 8),
   ("numbers", "submesh", 1),
   ("sizes", "fused", 1),

@@ -49,6 +49,7 @@ def run(backend, sizes_G, x_MD, weight_M, params, dy_MD, activation=GATED):
   return y_MD, *vjp(dy_MD)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def oracle(sizes, x_MD, weight_M, params, dy_MD, activation=GATED):
   """The same results from one dense network per group, on the rows of the groups only."""
 
@@ -67,11 +68,10 @@ def oracle(sizes, x_MD, weight_M, params, dy_MD, activation=GATED):
       outputs.append(weight_M[rows, None] * y_mD)
     return jnp.concatenate(outputs)
 
-  params = jax.tree.map(jnp.asarray, params)
   used = sum(sizes)
   y_MD, vjp = jax.vjp(apply, x_MD[:used], weight_M[:used], params)
-  *rows, dparams = y_MD, *vjp(jnp.asarray(dy_MD[:used]))
-  pad = lambda a: np.pad(a, ((0, NUM_ROWS - used), *((0, 0),) * (a.ndim - 1)))
+  *rows, dparams = y_MD, *vjp(dy_MD[:used])
+  pad = lambda a: jnp.pad(a, ((0, NUM_ROWS - used), *((0, 0),) * (a.ndim - 1)))
   return *map(pad, rows), dparams
 
 
