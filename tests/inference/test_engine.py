@@ -29,6 +29,7 @@ KEYS = {
   "head_dim": 4,
   "num_experts": 4,
   "base_moe_mlp_dim": 8,
+  "sparse_matmul": False,  # compiles fastest
 }
 PROMPTS = ([3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 9, 8, 1, 2, 3, 4, 5, 6], [1, 2], [1, 2, 3])
 GREEDY = SamplingParams(temperature=0.0)
