@@ -102,6 +102,13 @@ ENSEMBLE_STRATEGIES = Registry(
     "processes": "maxlite.ensemble.engines.processes:ProcessEngine",
   }
 )
+# ensemble_executor -> () -> WorkerExecutor; see ensemble/worker_pool.py.
+ENSEMBLE_EXECUTORS = Registry(
+  {
+    "local": "maxlite.ensemble.worker_process:LocalExecutor",
+    "ray": "maxlite.ensemble.ray_executor:RayExecutor",
+  }
+)
 # Losses of a phase: see training/loss.py. DRAFT_LOSSES are those that need draft heads.
 TOKEN_LOSSES = Registry({"next_token": "maxlite.training.loss:NEXT_TOKEN"})
 DRAFT_LOSSES = Registry(

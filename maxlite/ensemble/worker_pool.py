@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maxlite.config.errors import UserError
+from maxlite.config.registry import ENSEMBLE_EXECUTORS
 from maxlite.ensemble.engines.submesh import assign_lpt
-from maxlite.ensemble.worker_process import (
-  LocalExecutor,
-  WorkerCommand,
-  available_cores,
-  describe_exit,
-)
+from maxlite.ensemble.worker_process import WorkerCommand, available_cores, describe_exit
 
 USER_ERROR = 2  # an exit code after which a restart would fail again
 GPU_MEMORY_SHARE = 0.9  # the rest is for the GPU's libraries
@@ -97,7 +93,10 @@ def run_workers(
   Raises:
     UserError: there is no such executor, or it is not installed.
   """
-  pool = _open_executor(executor)
+  if executor not in ENSEMBLE_EXECUTORS:
+    known = ", ".join(ENSEMBLE_EXECUTORS)
+    raise UserError(f"no executor {executor!r}; choose one of {known}")
+  pool = ENSEMBLE_EXECUTORS[executor]()
   supervisor = _Supervisor(pool, max_restarts, report)
   with contextlib.closing(pool), _forward_signals(supervisor.stop):
     with ThreadPoolExecutor(len(workers)) as threads:
@@ -115,16 +114,6 @@ class WorkerExecutor(Protocol):
     """Sends a signal to all workers; SIGKILL also to their child processes."""
 
   def close(self) -> None: ...
-
-
-def _open_executor(name: str) -> WorkerExecutor:
-  if name == "ray":
-    from maxlite.ensemble.ray_executor import RayExecutor  # an optional dependency
-
-    return RayExecutor()
-  if name != "local":
-    raise UserError(f"no executor {name!r}; choose one of local, ray")
-  return LocalExecutor()
 
 
 class _Supervisor:

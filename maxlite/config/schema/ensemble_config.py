@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import ENSEMBLE_STRATEGIES, with_auto
+from maxlite.config.registry import ENSEMBLE_EXECUTORS, ENSEMBLE_STRATEGIES, with_auto
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EnsembleConfig:
     choices=("shared", "independent", "bootstrap"),
   )
   ensemble_executor: str = field(
-    "local", "Starts the workers of ensemble_strategy=processes.", choices=("local", "ray")
+    "local", "Starts the workers of ensemble_strategy=processes.", choices=ENSEMBLE_EXECUTORS
   )
   ensemble_memory_gb: float = field(
     0.0, "Memory per device for all members' state, in GB; 0: all of it.", low=0

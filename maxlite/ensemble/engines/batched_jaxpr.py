@@ -1,12 +1,13 @@
 """Programs that differ in literals, and optionally in sizes, evaluated as one under `jax.vmap`."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh
 
 from maxlite.ensemble.engines.jaxpr_comparison import (
@@ -25,6 +26,8 @@ from maxlite.ensemble.engines.padding_rules import (
   bind,
   zero_padding,
 )
+
+Traced = tuple[ClosedJaxpr, jax.tree_util.PyTreeDef]  # a function, and the structure of its result
 
 # On a mesh of one device, these return their operands.
 # fmt: off
@@ -67,22 +70,14 @@ def vmap_programs(
   firsts = sorted(first_of.values())
   program_Z = np.array([firsts.index(first_of[id(function)]) for function in functions], np.int32)
   traced = [_trace(functions[z], member_args[z], shared_args) for z in firsts]
-  jaxpr, literals = align_jaxprs(
-    [closed for closed, _ in traced], [names[z] for z in firsts], sizes=sizes
-  )
-  result_tree, *others = (jax.tree.structure(shapes) for _, shapes in traced)
-  if any(tree != result_tree for tree in others):
-    raise JaxprMismatchError("the results have different structures")
-  out_dims = [
-    tuple(zip(*(leaf.shape for leaf in leaves), strict=True))
-    for leaves in zip(*(jax.tree.leaves(shapes) for _, shapes in traced), strict=True)
-  ]
+  jaxpr, literals = _align(traced, [names[z] for z in firsts], sizes=sizes)
+  _, result_tree = traced[0]
 
   def one(own_literals: list, own: list, shared: list) -> list[jax.Array]:
     index, *values = own_literals
     member = MemberContext(index, values, spmd_axis_name)
     args = [PaddedArray(leaf) for leaf in (*own, *shared)]
-    return zero_padding(member, evaluate(jaxpr, member, args, mesh is not None), out_dims)
+    return zero_padding(member, evaluate(jaxpr, member, args, mesh is not None), jaxpr.out_dims)
 
   def run(member_args: Any, shared_args: Any) -> Any:
     by_member = [jnp.asarray(values) for values in (program_Z, *(x[program_Z] for x in literals))]
@@ -110,30 +105,22 @@ def group_by_jaxpr(
   functions: Sequence[Callable], names: Sequence[str], member_args: Sequence[Any], shared_args: Any
 ) -> list[list[int]]:
   """Indices of the functions that differ in literals only, by group; arguments as above."""
-  leaders: list[tuple[int, Any, Any]] = []
+  leaders: list[tuple[int, Traced]] = []
   groups: dict[int, list[int]] = {}
   leader_of: dict[int, int] = {}
   for z, function in enumerate(functions):
     if id(function) not in leader_of:
-      closed, shapes = _trace(function, member_args[z], shared_args)
-      tree = jax.tree.structure(shapes)
+      traced = _trace(function, member_args[z], shared_args)
       leader_of[id(function)] = z
-      for leader, other, other_tree in leaders:
-        if tree == other_tree and _differ_in_literals([other, closed], [names[leader], names[z]]):
+      for leader, other in leaders:
+        with contextlib.suppress(JaxprMismatchError):
+          _align([other, traced], [names[leader], names[z]], sizes=False)
           leader_of[id(function)] = leader
           break
       else:
-        leaders.append((z, closed, tree))
+        leaders.append((z, traced))
     groups.setdefault(leader_of[id(function)], []).append(z)
   return list(groups.values())
-
-
-def _differ_in_literals(programs: Sequence[Any], names: Sequence[str]) -> bool:
-  try:
-    align_jaxprs(programs, names, sizes=False)
-  except JaxprMismatchError:
-    return False
-  return True
 
 
 def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
@@ -141,22 +128,30 @@ def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
 
   `args` are example arguments, which may be abstract.
   """
-  closed, shapes = _trace(function, *args)
-  jaxpr, _ = align_jaxprs([closed], [""], sizes=False)
+  traced = _trace(function, *args)
+  jaxpr, _ = _align([traced], [""], sizes=False)
 
   def run(*args: Any) -> Any:
     member = MemberContext(jnp.zeros((), jnp.int32), [])
     values = list(map(PaddedArray, jax.tree.leaves(args)))
     results = evaluate(jaxpr, member, values, one_device=True)
-    return jax.tree.unflatten(jax.tree.structure(shapes), [value.array for value in results])
+    return jax.tree.unflatten(traced[1], [value.array for value in results])
 
   return run
 
 
-def _trace(function: Callable, *args: Any) -> tuple[Any, Any]:
-  """(jaxpr, shapes of the result)"""
-  closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  return closed, shapes
+def _trace(function: Callable, *args: Any) -> Traced:
+  jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+  return jaxpr, jax.tree.structure(shapes)
+
+
+def _align(
+  traced: Sequence[Traced], names: Sequence[str], *, sizes: bool
+) -> tuple[AlignedJaxpr, list[np.ndarray]]:
+  aligned = align_jaxprs([jaxpr for jaxpr, _ in traced], names, sizes=sizes)
+  if differ([tree for _, tree in traced]):
+    raise JaxprMismatchError("the results have different structures")
+  return aligned
 
 
 def evaluate(

@@ -124,6 +124,10 @@ class AlignedJaxpr:
   has_literals: bool
 
   @property
+  def out_dims(self) -> list[Dims]:
+    return [_dims(atoms) for atoms in zip(*(j.outvars for j in self.jaxprs), strict=True)]
+
+  @property
   def needs_rules(self) -> bool:
     return self.has_literals or any(eqn.needs_rule for eqn in self.eqns)
 
