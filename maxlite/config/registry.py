@@ -23,20 +23,14 @@ def with_auto(registry: Registry) -> Mapping[str, Any]:
   return ChainMap(registry, {"auto": None})
 
 
-def _entries(module: str, *names: str) -> dict[str, str]:
-  """Entries whose attribute in `module` has the entry's name."""
-  return {name: f"maxlite.{module}:{name}" for name in names}
+def _registry(template: str, *names: str) -> Registry:
+  """A registry whose entries are `template` with {} replaced by their names."""
+  return Registry({name: template.format(name) for name in names})
 
 
 # dataset_type -> (DataConfig, vocab_size, token cache directory) -> DataSource
-SOURCES = Registry(
-  {
-    "synthetic": "maxlite.data.sources:synthetic_source",
-    "text": "maxlite.data.sources:text_source",
-    "jsonl": "maxlite.data.sources:jsonl_source",
-    "parquet": "maxlite.data.sources:parquet_source",
-    "chat": "maxlite.data.sources:chat_source",
-  }
+SOURCES = _registry(
+  "maxlite.data.sources:{}_source", "synthetic", "text", "jsonl", "parquet", "chat"
 )
 # data_sampling -> (number of rows, seed) -> order of one epoch
 ROW_ORDERS = Registry(
@@ -54,42 +48,26 @@ TOKENIZERS = Registry(
   }
 )
 # opt_type -> (OptimizerConfig, logical names of the parameters) -> optax.GradientTransformation
-OPTIMIZERS = Registry(_entries("optim.build", "adamw", "lion", "adafactor", "muon"))
+OPTIMIZERS = _registry("maxlite.optim.build:{}", "adamw", "lion", "adafactor", "muon")
 # lr_schedule_type -> (OptimizerConfig, steps after the warm-up) -> optax.Schedule
-SCHEDULES = Registry(_entries("optim.schedules", "cosine", "wsd", "constant"))
+SCHEDULES = _registry("maxlite.optim.schedules:{}", "cosine", "wsd", "constant")
 # router: see layers/moe/router.py.
-ROUTERS = Registry(
-  _entries(
-    "layers.moe.router",
-    *("softmax_topk", "topk_softmax", "group_limited_greedy", "sigmoid_group_topk"),
-  )
+ROUTERS = _registry(
+  "maxlite.layers.moe.router:{}",
+  *("softmax_topk", "topk_softmax", "group_limited_greedy", "sigmoid_group_topk"),
 )
 # How tokens reach their experts: see layers/moe/dispatch.
-DISPATCHES = Registry(
-  {
-    "ragged": "maxlite.layers.moe.dispatch.ragged:apply_experts",
-    "all_gather": "maxlite.layers.moe.dispatch.all_gather:apply_experts",
-    "dense": "maxlite.layers.moe.dispatch.dense:apply_experts",
-    "capacity": "maxlite.layers.moe.dispatch.capacity:apply_experts",
-  }
+DISPATCHES = _registry(
+  "maxlite.layers.moe.dispatch.{}:apply_experts", "ragged", "all_gather", "dense", "capacity"
 )
 # attention: see kernels/attention/api.py.
-ATTENTION_BACKENDS = Registry(
-  {
-    "reference": "maxlite.kernels.attention.reference:attention",
-    "chunked": "maxlite.kernels.attention.chunked:attention",
-    "dot_product": "maxlite.kernels.attention.dot_product:attention",
-  }
+ATTENTION_BACKENDS = _registry(
+  "maxlite.kernels.attention.{}:attention", "reference", "chunked", "dot_product"
 )
 # grouped_matmul: see kernels/grouped_matmul/api.py.
-GROUPED_MATMUL_BACKENDS = Registry(
-  {
-    "reference": "maxlite.kernels.grouped_matmul.reference:grouped_matmul",
-    "tiled": "maxlite.kernels.grouped_matmul.tiled:grouped_matmul",
-    "megablox": "maxlite.kernels.grouped_matmul.megablox:grouped_matmul",
-    "triton": "maxlite.kernels.grouped_matmul.triton:grouped_matmul",
-    "ragged_dot": "maxlite.kernels.grouped_matmul.ragged_dot:grouped_matmul",
-  }
+GROUPED_MATMUL_BACKENDS = _registry(
+  "maxlite.kernels.grouped_matmul.{}:grouped_matmul",
+  *("reference", "tiled", "megablox", "triton", "ragged_dot"),
 )
 # ensemble_strategy, simplest first: (EngineRequest) -> Engine; see ensemble/engines/engine_base.py.
 ENSEMBLE_STRATEGIES = Registry(

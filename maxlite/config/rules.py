@@ -41,11 +41,9 @@ def _run(c: Config) -> Rules:
   text = "must name one folder; write run_name=NAME without slashes or a leading dot"
   yield not is_folder_name(c.run.run_name), "run_name", text
   end = c.observe.skip_first_n_steps_for_profiler + c.observe.profiler_steps
-  yield (
-    c.observe.profiler and end > c.run.steps,
-    "profiler skip_first_n_steps_for_profiler profiler_steps steps",
-    f"the trace ends after the run; write steps={end} or more",
-  )
+  keys = "profiler skip_first_n_steps_for_profiler profiler_steps steps"
+  text = f"the trace ends after the run; write steps={end} or more"
+  yield c.observe.profiler and end > c.run.steps, keys, text
 
 
 def _attention(c: Config) -> Rules:
@@ -61,11 +59,9 @@ def _attention(c: Config) -> Rules:
   for key in ("sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar"):
     text = f"not supported by latent attention; write {key}=0"
     yield latent and flatten(m)[key], f"{key} decoder_block", text
-  yield (
-    m.rope.local_rope_max_timescale and not m.family.global_layer_every,
-    "local_rope_max_timescale decoder_block",
-    "this family has no local layers; write local_rope_max_timescale=0",
-  )
+  is_unused = m.rope.local_rope_max_timescale and not m.family.global_layer_every
+  text = "this family has no local layers; write local_rope_max_timescale=0"
+  yield is_unused, "local_rope_max_timescale decoder_block", text
   key, what = "attn_logits_soft_cap", "a soft cap"
   if m.family.sinks:
     key, what = "decoder_block", "sinks"
@@ -80,16 +76,11 @@ def _rope(c: Config) -> Rules:
     is_set = flatten(rope)[key] != DEFAULTS[key]
     text = f"is only read by yarn; write {key}={show(DEFAULTS[key])}"
     yield rope.rope_type != "yarn" and is_set, f"{key} rope_type", text
-  yield (
-    rope.rope_factor == 1 and rope.rope_type != "default",
-    "rope_factor rope_type",
-    "extends nothing; write rope_type=default, or a larger rope_factor",
-  )
-  yield (
-    rope.rope_max_timescale == 1 and rope.rope_type == "yarn",
-    "rope_max_timescale rope_type",
-    "all channels have the same frequency; write rope_max_timescale=10000",
-  )
+  text = "extends nothing; write rope_type=default, or a larger rope_factor"
+  yield rope.rope_factor == 1 and rope.rope_type != "default", "rope_factor rope_type", text
+  text = "all channels have the same frequency; write rope_max_timescale=10000"
+  is_constant = rope.rope_max_timescale == 1 and rope.rope_type == "yarn"
+  yield is_constant, "rope_max_timescale rope_type", text
 
 
 def _layers(c: Config) -> Rules:
@@ -126,11 +117,8 @@ def _router(c: Config) -> Rules:
     keys = "num_experts_per_tok topk_routing_group n_routing_groups num_experts"
     text = f"the groups of a token hold {eligible} experts; {fix}"
     yield eligible < moe.num_experts_per_tok, keys, text
-  yield (
-    moe.router == "softmax_topk" and not moe.norm_topk_prob,
-    "norm_topk_prob router",
-    "its weights always sum to one; write router=topk_softmax or norm_topk_prob=true",
-  )
+  text = "its weights always sum to one; write router=topk_softmax or norm_topk_prob=true"
+  yield moe.router == "softmax_topk" and not moe.norm_topk_prob, "norm_topk_prob router", text
   text = f"this router has no groups; write router={_GROUP_ROUTERS[0]} or n_routing_groups=1"
   yield num_groups > 1 and moe.router not in _GROUP_ROUTERS, "n_routing_groups router", text
 
@@ -148,11 +136,9 @@ def _dispatch(c: Config) -> Rules:
   text = "only the ragged all-to-all has that buffer; write ragged_buffer_factor=-1"
   is_ragged = moe.sparse_matmul and not moe.use_ring_of_experts
   yield moe.ragged_buffer_factor != -1 and not is_ragged, f"ragged_buffer_factor {key}", text
-  yield (
-    moe.use_ring_of_experts and not moe.sparse_matmul,
-    "use_ring_of_experts sparse_matmul",
-    "needs sparse matmuls; write sparse_matmul=true or use_ring_of_experts=false",
-  )
+  text = "needs sparse matmuls; write sparse_matmul=true or use_ring_of_experts=false"
+  keys = "use_ring_of_experts sparse_matmul"
+  yield moe.use_ring_of_experts and not moe.sparse_matmul, keys, text
   text = "megablox=false forbids it; write megablox=true or grouped_matmul=auto"
   is_forbidden = moe.grouped_matmul == "megablox" and not moe.megablox
   yield is_forbidden, "grouped_matmul megablox", text
@@ -170,12 +156,8 @@ def _tiles(c: Config) -> Rules:
 def _plan(c: Config) -> Rules:
   plan, target = c.plan, c.plan.gpu_target_config
   text = "slices need a topology; write compile_topology=v5p-64 or another"
-  has_slices = plan.compile_topology_num_slices > 1
-  yield (
-    has_slices and not plan.compile_topology,
-    "compile_topology_num_slices compile_topology",
-    text,
-  )
+  is_missing = plan.compile_topology_num_slices > 1 and not plan.compile_topology
+  yield is_missing, "compile_topology_num_slices compile_topology", text
   text = "no such file; write gpu_target_config=FILE, or omit it for the estimate only"
   yield target and not _is_file(target), "gpu_target_config", text
 
@@ -225,16 +207,10 @@ def _batches(c: Config) -> Rules:
   text = "a step needs rows; write per_device_batch_size=1, or a fraction of it"
   yield d.per_device_batch_size <= 0, "per_device_batch_size", text
   ordered, fix = not d.enable_data_shuffling, "write enable_data_shuffling=true"
-  yield (
-    ordered and d.data_sampling == "bootstrap",
-    "data_sampling enable_data_shuffling",
-    f"draws rows at random; {fix}",
-  )
-  yield (
-    ordered and c.ensemble.ensemble_data != "shared",
-    "ensemble_data enable_data_shuffling",
-    f"members would read the same order; {fix}",
-  )
+  keys = "data_sampling enable_data_shuffling"
+  yield ordered and d.data_sampling == "bootstrap", keys, f"draws rows at random; {fix}"
+  keys, text = "ensemble_data enable_data_shuffling", f"members would read the same order; {fix}"
+  yield ordered and c.ensemble.ensemble_data != "shared", keys, text
 
 
 def _ensemble(c: Config) -> Rules:
@@ -257,12 +233,11 @@ def _optimizer(c: Config) -> Rules:
   o = c.optimizer
   text = "has no length; write 1 or more, or learning_rate_schedule_steps=-1 for all steps"
   yield o.learning_rate_schedule_steps == 0, "learning_rate_schedule_steps", text
+  overlaps = o.warmup_steps_fraction + o.wsd_decay_steps_fraction > 1
   rest = round(1 - o.warmup_steps_fraction, 6)
-  yield (
-    o.lr_schedule_type == "wsd" and o.warmup_steps_fraction + o.wsd_decay_steps_fraction > 1,
-    "warmup_steps_fraction wsd_decay_steps_fraction",
-    f"warm-up and decay overlap; write wsd_decay_steps_fraction={rest} or less",
-  )
+  text = f"warm-up and decay overlap; write wsd_decay_steps_fraction={rest} or less"
+  keys = "warmup_steps_fraction wsd_decay_steps_fraction"
+  yield o.lr_schedule_type == "wsd" and overlaps, keys, text
   for key in ("adam_b1", "adam_b2", "muon_beta"):
     yield flatten(o)[key] == 1, key, f"would never change; write {key}={DEFAULTS[key]}"
   text = "the average would never change; write ema_decay=0.999, or 0"

@@ -46,6 +46,10 @@ def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
   return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)
 
 
+def _at(is_local: Any, index: int) -> Any:
+  return None if is_local is None else is_local[index]
+
+
 class InterleavedLayers(nn.Module):
   """interleave_moe_layer_step - 1 dense layers, then an MoE layer.
 
@@ -57,15 +61,15 @@ class InterleavedLayers(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope, *is_local: jax.Array
+    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope, is_local: Any
   ) -> tuple[jax.Array, Any]:
-    """`is_local`, if given, has one element per layer."""
+    """`is_local` has one element per layer, or is None."""
     layer = remat(DecoderLayer, self.cfg)
     for i in range(self.cfg.moe.interleave_moe_layer_step - 1):
       dense = layer(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
-      x_BTD, _ = dense(x_BTD, segment_BT, rope, *(local[i] for local in is_local))
+      x_BTD, _ = dense(x_BTD, segment_BT, rope, _at(is_local, i))
     mixture = layer(self.cfg, self.sharder, moe=True, name="mixture")
-    return mixture(x_BTD, segment_BT, rope, *(local[-1] for local in is_local))
+    return mixture(x_BTD, segment_BT, rope, _at(is_local, -1))
 
 
 class Decoder(nn.Module):
@@ -113,19 +117,17 @@ class Decoder(nn.Module):
     """`length` instances of layer(*args): one scanned module, or a list."""
     if not self.cfg.scan_layers:
       return [layer(*args) for _ in range(length)]
+    unroll = self.cfg.scan_unroll or (4 if self.sharder.platform == "cpu" else 1)
     scanned = nn.scan(
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
-      in_axes=(nn.broadcast, nn.broadcast, *(0,) * bool(self.cfg.family.global_layer_every)),
+      in_axes=(nn.broadcast, nn.broadcast, 0),
       length=length,
-      unroll=min(self._unroll(), length),
+      unroll=min(unroll, length),
       metadata_params={nn.PARTITION_NAME: "layers"},
     )
     return scanned(*args)
-
-  def _unroll(self) -> int:
-    return self.cfg.scan_unroll or (4 if self.sharder.platform == "cpu" else 1)
 
   def hidden(
     self, tokens_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
@@ -150,23 +152,25 @@ class Decoder(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    is_local: tuple[np.ndarray, ...],
+    is_local: np.ndarray | None,
   ) -> tuple[jax.Array, Any]:
     if self.cfg.scan_layers:
-      return stack(x_BTD, segment_BT, rope, *map(jnp.asarray, is_local))
+      return stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, is_local))
     sums_by_layer = []
     for i, layer in enumerate(stack):
-      x_BTD, sums = layer(x_BTD, segment_BT, rope, *(local[i].tolist() for local in is_local))
+      x_BTD, sums = layer(
+        x_BTD, segment_BT, rope, None if is_local is None else is_local[i].tolist()
+      )
       sums_by_layer.append(sums)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums_by_layer)
 
-  def _is_local(self, layers: slice, step: int = 1) -> tuple[np.ndarray, ...]:
-    """Which layers attend locally, one row per unit if step > 1; () if all layers are alike."""
+  def _is_local(self, layers: slice, step: int = 1) -> np.ndarray | None:
+    """Which layers attend locally, one row per unit if step > 1; None if all layers are alike."""
     every = self.cfg.family.global_layer_every
     if not every:
-      return ()
+      return None
     is_local_N = np.arange(1, self.cfg.base_num_decoder_layers + 1)[layers] % every != 0
-    return (is_local_N.reshape(-1, step) if step > 1 else is_local_N,)
+    return is_local_N.reshape(-1, step) if step > 1 else is_local_N
 
   def unembedding(self) -> jax.Array:
     """w_DV: the projection from hidden states to logits."""
