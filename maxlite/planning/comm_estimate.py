@@ -21,7 +21,7 @@ from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import num_moe_layers
 from maxlite.models.decoder import saved_by_remat
 from maxlite.optim.partition import paths_in
-from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, CollectiveSums
+from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
 from maxlite.planning.memory_estimate import num_token_shards
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.sharding.rules import Sharder
@@ -49,7 +49,7 @@ _OUTPUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-  """Properties of a step that determine its communication."""
+  """Properties of a step that determine its communication, and its collectives so far."""
 
   model: ModelConfig
   sharder: Sharder
@@ -57,6 +57,7 @@ class _Step:
   num_micro: int
   slices: Mapping[str, int]  # mesh axes that span slices -> number of slices along the axis
   grid: tuple[int, ...]  # chips of a TPU slice; () for other devices
+  found: list[Collective] = dataclasses.field(default_factory=list)
 
   @property
   def compute_bytes(self) -> int:
@@ -76,14 +77,6 @@ class _Step:
     saved = saved_by_remat(self.model)
     return saved is None or name in saved
 
-
-class _Estimate:
-  """The collectives of a step, summed."""
-
-  def __init__(self, step: _Step):
-    self._step = step
-    self.sums = CollectiveSums()
-
   def add(self, kind: str, mesh_axes: Collection[str], times: float, payload: float) -> None:
     """Add `times` collectives of `payload` bytes each (see `Collective.payload_bytes`).
 
@@ -93,21 +86,23 @@ class _Estimate:
     Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
     MPICH (2005), section 4, for the bytes a device sends (`SENT_PER_BYTE`).
     """
-    sizes, degrees = self._step.sharder.mesh.shape, self._step.slices
+    sizes, degrees = self.sharder.mesh.shape, self.slices
     across = tuple(axis for axis in sizes if axis in mesh_axes and degrees.get(axis, 1) > 1)
     inside = tuple(
       axis for axis in sizes if axis in mesh_axes and sizes[axis] > degrees.get(axis, 1)
     )
     between = math.prod(degrees[axis] for axis in across)
-    within = self._step.size(mesh_axes) // between
+    within = self.size(mesh_axes) // between
     share = payload / within
     sent_within, sent_between = (SENT_PER_BYTE[kind](size) for size in (within, between))
     if kind.endswith("all-to-all"):  # every peer gets different bytes
       sent_within, share = sent_within / between, payload
     if within > 1:
-      self.sums.add(kind, inside, times, payload, sent_within * payload)
+      total = (times, times * payload, times * sent_within * payload)
+      self.found.append(Collective(kind, inside, *total))
     if between > 1:
-      self.sums.add(kind, across, times, share, sent_between * share, between_slices=True)
+      total = (times, times * share, times * sent_between * share)
+      self.found.append(Collective(kind, across, *total, between_slices=True))
 
 
 def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]:
@@ -126,17 +121,16 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
     grid=target.grid,
   )
   trained_paths = set(paths_in(objective.partition.split(trainer.abstract_state.params)[0]))
-  estimate = _Estimate(step)
   for parameter in trainer.parameter_shardings:
     weight = _Weight.of(step, parameter)
-    _gather_weight(estimate, step, weight)
+    _gather_weight(step, weight)
     if parameter.path in trained_paths:
-      _reduce_gradient(estimate, step, weight)
-    _reduce_products(estimate, step, weight)
-  _gather_keys(estimate, step)
-  _dispatch_tokens(estimate, step)
-  found = estimate.sums.largest_first()
-  return [collective for collective in found if collective.sent_bytes >= _NEGLIGIBLE_BYTES]
+      _reduce_gradient(step, weight)
+    _reduce_products(step, weight)
+  _gather_keys(step)
+  _dispatch_tokens(step)
+  merged = merge_collectives(step.found)
+  return [collective for collective in merged if collective.sent_bytes >= _NEGLIGIBLE_BYTES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +190,7 @@ def _weight_collective(step: _Step, weight: _Weight, kind: str) -> str:
   return "all-reduce" if kind == "reduce-scatter" or is_torus else kind
 
 
-def _gather_weight(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
+def _gather_weight(step: _Step, weight: _Weight) -> None:
   """All-gathers for the forward pass and the input gradient; one per use for tables.
 
   XLA gathers a recomputed attention projection again, but not that of an MLP.
@@ -206,10 +200,10 @@ def _gather_weight(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
     uses = 2 if step.model.logits_via_embedding else 1
   times = weight.num_layers * uses * step.num_micro
   kind = _weight_collective(step, weight, "all-gather")
-  estimate.add(kind, weight.gathered, times, weight.size * step.compute_bytes)
+  step.add(kind, weight.gathered, times, weight.size * step.compute_bytes)
 
 
-def _reduce_gradient(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
+def _reduce_gradient(step: _Step, weight: _Weight) -> None:
   """Reduce-scatter over the gathered axes, and all-reduce over the other axes of the batch.
 
   Gradients have the dtype of the weight; that of a lookup has the dtype of activations and is
@@ -221,16 +215,16 @@ def _reduce_gradient(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
   each = tuple(axis for axis in weight.replicated if axis not in once)
   if weight.path[0] == "embed":
     payload = weight.size * step.compute_bytes
-    estimate.add("all-reduce", (*weight.gathered, *each), times, payload)
+    step.add("all-reduce", (*weight.gathered, *each), times, payload)
   else:
     payload = weight.size * weight.itemsize
     kind = _weight_collective(step, weight, "reduce-scatter")
-    estimate.add(kind, weight.gathered, times, payload)
-    estimate.add("all-reduce", each, times, payload / step.size(weight.gathered))
-  estimate.add("all-reduce", once, weight.num_layers, payload / step.size(weight.gathered))
+    step.add(kind, weight.gathered, times, payload)
+    step.add("all-reduce", each, times, payload / step.size(weight.gathered))
+  step.add("all-reduce", once, weight.num_layers, payload / step.size(weight.gathered))
 
 
-def _reduce_products(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
+def _reduce_products(step: _Step, weight: _Weight) -> None:
   """All-reduces over `tensor`: of outputs if a weight's input is sharded, else of input gradients.
 
   Products of linear layers are summed in float32, those of tables and experts in the dtype of
@@ -241,10 +235,10 @@ def _reduce_products(estimate: _Estimate, step: _Step, weight: _Weight) -> None:
   recomputed = weight.kind == "linear" and weight.product == "in" and weight.is_recomputed(step)
   itemsize = _FLOAT32_BYTES if weight.kind == "linear" else step.compute_bytes
   payload = step.tokens * weight.width * itemsize
-  estimate.add("all-reduce", step.axes("mlp"), weight.num_layers * (1 + recomputed), payload)
+  step.add("all-reduce", step.axes("mlp"), weight.num_layers * (1 + recomputed), payload)
 
 
-def _gather_keys(estimate: _Estimate, step: _Step) -> None:
+def _gather_keys(step: _Step) -> None:
   """All-gathers of keys and values over sharded positions, and reduce-scatters of gradients."""
   axes = step.axes("activation_length")
   model = step.model
@@ -258,11 +252,11 @@ def _gather_keys(estimate: _Estimate, step: _Step) -> None:
   positions = step.tokens * step.size(axes)
   payload = positions * channels / shards * step.compute_bytes
   layers = model.base_num_decoder_layers
-  estimate.add("all-gather", axes, layers * (1 + (not step.is_saved("attention_out"))), payload)
-  estimate.add("reduce-scatter", axes, layers, payload)
+  step.add("all-gather", axes, layers * (1 + (not step.is_saved("attention_out"))), payload)
+  step.add("reduce-scatter", axes, layers, payload)
 
 
-def _dispatch_tokens(estimate: _Estimate, step: _Step) -> None:
+def _dispatch_tokens(step: _Step) -> None:
   """Dispatch and combine of tokens, forward and backward, and again if recomputed.
 
   Assumes a uniform load: a device sends the same number of rows to each peer. TPUs send each
@@ -276,8 +270,8 @@ def _dispatch_tokens(estimate: _Estimate, step: _Step) -> None:
   if dispatch == "ragged":
     lanes = _TPU_LANES if step.grid else 1
     weights = step.tokens * num_chosen * lanes * _FLOAT32_BYTES
-    estimate.add("ragged-all-to-all", axes, layers * (4 + recomputed), payload * num_chosen)
-    estimate.add("ragged-all-to-all", axes, layers * (2 + recomputed), weights)
+    step.add("ragged-all-to-all", axes, layers * (4 + recomputed), payload * num_chosen)
+    step.add("ragged-all-to-all", axes, layers * (2 + recomputed), weights)
   if dispatch == "all_gather":
-    estimate.add("all-gather", axes, layers * (2 + recomputed), payload * step.size(axes))
-    estimate.add("reduce-scatter", axes, layers * 2, payload * step.size(axes))
+    step.add("all-gather", axes, layers * (2 + recomputed), payload * step.size(axes))
+    step.add("reduce-scatter", axes, layers * 2, payload * step.size(axes))

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -33,31 +33,13 @@ class Collective(NamedTuple):
   between_slices: bool = False  # over the data center network
 
 
-class CollectiveSums:
-  """Sums of collectives by kind, mesh axes and network."""
-
-  def __init__(self) -> None:
-    self._sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
-
-  def add(
-    self,
-    kind: str,
-    mesh_axes: tuple[str, ...],
-    times: float,
-    payload: float,
-    sent: float,
-    *,
-    between_slices: bool = False,
-  ) -> None:
-    """Add `times` collectives of `payload` bytes, for each of which a device sends `sent` bytes."""
-    self._sums[kind, mesh_axes, between_slices] += times * np.array([1, payload, sent])
-
-  def largest_first(self) -> list[Collective]:
-    found = [
-      Collective(kind, mesh_axes, *map(float, sums), between_slices)
-      for (kind, mesh_axes, between_slices), sums in self._sums.items()
-    ]
-    return sorted(found, key=lambda collective: -collective.sent_bytes)
+def merge_collectives(found: Iterable[Collective]) -> list[Collective]:
+  """Add up collectives of the same kind over the same mesh axes; sort them, largest first."""
+  sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+  for c in found:
+    sums[c.kind, c.mesh_axes, c.between_slices] += (c.times, c.payload_bytes, c.sent_bytes)
+  merged = [Collective(*key[:2], *map(float, total), key[2]) for key, total in sums.items()]
+  return sorted(merged, key=lambda collective: -collective.sent_bytes)
 
 
 def collectives(
@@ -69,7 +51,7 @@ def collectives(
     mesh_shape: the mesh, in whose order jit numbers the devices.
     slices: mesh axes that span slices -> number of slices along the axis.
   """
-  sums = CollectiveSums()
+  found = []
   for computation, instruction, runs in module.executed():
     between_slices = _kind_between_slices(instruction) if slices else None
     kind = between_slices or _kind(computation, instruction)
@@ -83,9 +65,9 @@ def collectives(
     if size > 1:
       payload = _payload_bytes(computation, instruction, kind, size)
       sent = payload * SENT_PER_BYTE[kind](size)
-      is_between = between_slices is not None
-      sums.add(kind, mesh_axes, runs.times, payload, sent, between_slices=is_between)
-  return sums.largest_first()
+      total = (runs.times, runs.times * payload, runs.times * sent)
+      found.append(Collective(kind, mesh_axes, *total, between_slices is not None))
+  return merge_collectives(found)
 
 
 def _kind(computation: Computation, instruction: Instruction) -> str | None:
