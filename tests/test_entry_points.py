@@ -1,4 +1,4 @@
-"""The commands, as typed: each in a process of its own, on one device."""
+"""The command-line programs, each in a separate process, on one device."""
 
 import json
 import os
@@ -29,13 +29,13 @@ TINY = [
   "sharding_tolerance=1",
   "jax_cache_dir=",
 ]
-# Compiled fast rather than compiled to be fast.
+# Shortens compilation.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-TESTS_OWN = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+TEST_VARIABLES = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
 
 
 def open_process(*command, **environment):
-  inherited = {name: value for name, value in os.environ.items() if name not in TESTS_OWN}
+  inherited = {name: value for name, value in os.environ.items() if name not in TEST_VARIABLES}
   return subprocess.Popen(
     [sys.executable, *map(str, command)],
     cwd=ROOT,
@@ -52,13 +52,13 @@ def finish(process):
   return process.returncode, out, err
 
 
-def maxlite(program, *words):
-  return open_process("-m", f"maxlite.{program}", *words)
+def maxlite(program, *argv):
+  return open_process("-m", f"maxlite.{program}", *argv)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-  """Words that name a run, which `trained` has trained, and its data."""
+def run_keys(tmp_path_factory):
+  """Arguments with the run's folder and data; `trained` trains it."""
   folder = tmp_path_factory.mktemp("entry")
   text = "".join(f"def f{n}(x):\n  return x + {n}\n\n" for n in range(400))
   (folder / "data.txt").write_text(text)
@@ -66,31 +66,31 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(place):
-  """(folder of the run, what training it printed)."""
-  words = ["eval_split=tail", "eval_steps=2", "log_period=1", "steps=4"]
-  code, out, err = finish(maxlite("train", BASE, *TINY, *place, *words))
+def trained(run_keys):
+  """(run folder, stdout of training)."""
+  argv = ["eval_split=tail", "eval_steps=2", "log_period=1", "steps=4"]
+  code, out, err = finish(maxlite("train", BASE, *TINY, *run_keys, *argv))
   assert (code, err) == (0, "")
-  return Path(place[0].partition("=")[2]) / "tiny", out
+  return Path(run_keys[0].partition("=")[2]) / "tiny", out
 
 
-def test_train_tells_what_it_does_and_leaves_a_run_folder(trained):
+def test_train_prints_progress_and_writes_the_run_folder(trained):
   folder, out = trained
   for step in range(1, 4):
     assert re.search(rf"^step {step}/4  loss +\d\.\d{{4}}  lr ", out, re.MULTILINE)
   assert re.search(r"^eval 4/4  loss +\d\.\d{4}  bits/byte \d\.\d{4}$", out, re.MULTILINE)
   assert re.search(r"^model: mixtral, [\d,]+ parameters, [\d,]+ active", out, re.MULTILINE)
   assert "  base_emb_dim=16 (default 256)\n" in out
-  left = {"config.yml", "metrics.jsonl", "curves.png", "checkpoints", "tensorboard"}
-  left |= {"expert_load.jsonl", "expert_load.png"}
-  assert {path.name for path in folder.iterdir()} == left
+  expected = {"config.yml", "metrics.jsonl", "curves.png", "checkpoints", "tensorboard"}
+  expected |= {"expert_load.jsonl", "expert_load.png"}
+  assert {path.name for path in folder.iterdir()} == expected
 
 
-def test_evaluate_and_generate_take_the_run_as_it_was_trained(trained, place, tmp_path):
+def test_evaluate_and_generate_use_the_config_of_the_run(trained, run_keys, tmp_path):
   folder, _ = trained
   other = tmp_path / "other.yml"
   other.write_text("base_emb_dim: 32\nmax_target_length: 64\neval_steps: 1\n")
-  run = [BASE, other, *place[:2], "jax_cache_dir="]
+  run = [BASE, other, *run_keys[:2], "jax_cache_dir="]
   prompt = ["prompt=def f", "max_new_tokens=20", "temperature=0"]
   evaluation = maxlite("evaluate", *run)
   generation = maxlite("generate", *run, *prompt)
@@ -106,14 +106,17 @@ def test_evaluate_and_generate_take_the_run_as_it_was_trained(trained, place, tm
 
 
 @pytest.mark.parametrize("program", ["train", "evaluate", "generate", "serve", "plan", "convert"])
-def test_help_and_mistakes_are_answered_without_loading_jax(program):
-  words = ["-X", "importtime", "-m", f"maxlite.{program}"]
-  word = "to_hf" if program == "convert" else BASE
-  helped, mistaken = open_process(*words, "--help"), open_process(*words, word, "stepz=3")
-  code, out, imports = finish(helped)
+def test_help_and_errors_do_not_import_jax(program):
+  argv = ["-X", "importtime", "-m", f"maxlite.{program}"]
+  argument = "to_hf" if program == "convert" else BASE
+  help_process, error_process = (
+    open_process(*argv, "--help"),
+    open_process(*argv, argument, "stepz=3"),
+  )
+  code, out, imports = finish(help_process)
   assert (code, "--learning_rate" in out) == (0, True)
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
-  code, out, imports = finish(mistaken)
+  code, out, imports = finish(error_process)
   errors = [line for line in imports.splitlines() if not line.startswith("import time:")]
   assert (code, out, len(errors)) == (2, "", 1)
   assert errors[0].startswith(f"maxlite.{program}: command line: ")
@@ -123,9 +126,9 @@ def test_help_and_mistakes_are_answered_without_loading_jax(program):
 
 
 def test_shardings_prints_every_parameter_once():
-  words = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
-  tool = open_process("tools/inspect/shardings.py", *words, JAX_NUM_CPU_DEVICES="8")
-  placements = build_trainer(load_config(words)).parameter_shardings
+  argv = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
+  tool = open_process("tools/inspect/shardings.py", *argv, JAX_NUM_CPU_DEVICES="8")
+  placements = build_trainer(load_config(argv)).parameter_shardings
   code, out, _ = finish(tool)
   lines = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
   assert (code, lines[0][0]) == (
@@ -144,9 +147,9 @@ def test_shardings_prints_every_parameter_once():
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(place, tmp_path):
-  words = [f"jax_cache_dir={tmp_path}", "steps=40", "checkpoint_period=5", "log_period=1"]
-  words += ["eval_split=tail", "eval_period=10", "eval_steps=2", "router_jitter=0.1", place[2]]
-  tool = open_process("tools/inspect/kill_test.py", "--kills", "3", BASE, *TINY, *words)
+def test_killed_run_resumes_to_identical_results(run_keys, tmp_path):
+  argv = [f"jax_cache_dir={tmp_path}", "steps=40", "checkpoint_period=5", "log_period=1"]
+  argv += ["eval_split=tail", "eval_period=10", "eval_steps=2", "router_jitter=0.1", run_keys[2]]
+  tool = open_process("tools/inspect/kill_test.py", "--kills", "3", BASE, *TINY, *argv)
   code, out, err = finish(tool)
   assert (code, "killed 3 times" in out, "losses equal: True" in out) == (0, True, True), out + err

@@ -1,4 +1,4 @@
-"""Numbers of parameters: the published model's for every preset; the initialised one's."""
+"""Parameter counts: of presets against published figures, and against initialized parameters."""
 
 import math
 
@@ -10,7 +10,7 @@ from maxlite.config.model_families import MODELS
 from maxlite.metrics.flops import active_parameter_count, parameter_count
 from maxlite.training.trainer import build_trainer
 
-# All, and those of one token.
+# Total and active parameters.
 PUBLISHED = {
   "deepseek2-16b": (15_706_484_224, 2_661_150_208),
   "deepseek2-236b": (235_741_434_880, 21_375_800_320),
@@ -47,23 +47,23 @@ EVERYTHING = [
 ]
 
 
-def test_every_preset_is_checked():
+def test_every_preset_is_covered():
   presets = {path.stem for path in (CONFIGS / "models").glob("*.yml")}
   assert presets == PUBLISHED.keys() | OURS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_has_the_published_number_of_parameters(name):
+def test_presets_have_the_published_parameter_counts(name):
   model = load_config([f"model_name={name}"]).model
   assert (parameter_count(model), active_parameter_count(model)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
-  "words", [["logits_via_embedding=true", "mlp_activations=[relu]"], EVERYTHING], ids=len
+  "argv", [["logits_via_embedding=true", "mlp_activations=[relu]"], EVERYTHING], ids=len
 )
 @pytest.mark.parametrize("family", MODELS)
-def test_the_count_is_that_of_the_initialised_parameters(family, words):
-  cfg = load_config([f"decoder_block={family}", *words], needs_data=False)
+def test_count_equals_initialized_parameters(family, argv):
+  cfg = load_config([f"decoder_block={family}", *argv], needs_data=False)
   placements = build_trainer(cfg).parameter_shardings
   counted = parameter_count(cfg.model)
   assert sum(math.prod(placement.shape) for placement in placements) == counted

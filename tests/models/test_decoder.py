@@ -1,4 +1,4 @@
-"""The decoder is its blocks one after another, in the order that the plan of layers says."""
+"""The decoder applies its layers in the order of the layer plan."""
 
 import functools
 import zlib
@@ -36,7 +36,7 @@ TINY = {
 }
 TOKENS_BT = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
 ROWS = (np.ones_like(TOKENS_BT), np.tile(np.arange(12, dtype=np.int32), (2, 1)))
-# Plan of layers -> whether each is a mixture, and the place of its parameters (and row of a stack).
+# Layer plan -> of each layer: whether it is MoE, the path of its parameters, its row in the stack.
 PLANS = {
   (0, 1): [(True, "layers", i) for i in range(5)],
   (2, 1): [(False, "dense_layers", 0), (False, "dense_layers", 1)]
@@ -66,7 +66,7 @@ def hidden(model, params, tokens_BT=TOKENS_BT):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_layers_run_in_the_order_of_the_plan(plan):
+def test_layers_run_in_order(plan):
   num_dense, step = plan
   model = model_of(first_num_dense_layers=num_dense, interleave_moe_layer_step=step, scan_unroll=2)
   params = params_of(model)
@@ -92,8 +92,8 @@ def test_layers_run_in_the_order_of_the_plan(plan):
   ("family", "num_layers", "plan"),
   [("gemma2", 2, {}), ("gemma3", 6, {}), ("gpt_oss", 4, {"interleave_moe_layer_step": 2})],
 )
-def test_every_so_many_layers_the_last_sees_beyond_the_window(family, num_layers, plan):
-  """Each layer in turn is the only one whose attention adds anything; local ones see one row."""
+def test_every_nth_layer_attends_beyond_the_window(family, num_layers, plan):
+  """One layer at a time has a non-zero attention output; local layers attend one row."""
   options = {"sliding_window_size": 1, "base_num_decoder_layers": num_layers} | plan
   model = model_of(decoder_block=family, **options)
   params, step = params_of(model), plan.get("interleave_moe_layer_step", 1)
@@ -116,7 +116,7 @@ def test_every_so_many_layers_the_last_sees_beyond_the_window(family, num_layers
     np.testing.assert_array_equal(reached_T[[2, 3, 11]], [False, True, is_global])
 
 
-def test_a_dense_family_knows_no_plan():
+def test_dense_family_ignores_the_layer_plan():
   plan = {"first_num_dense_layers": 1, "interleave_moe_layer_step": 2}
   dense = params_of(model_of(decoder_block="llama", **plan))
   assert jax.tree.map(np.shape, dense) == jax.tree.map(
@@ -125,8 +125,8 @@ def test_a_dense_family_knows_no_plan():
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
-def test_mscale_scales_the_scores_of_all_channels(family):
-  """As would queries that are larger by the same factor."""
+def test_mscale_scales_all_channels_of_scores(family):
+  """Equivalent to scaling the queries."""
   base = {"decoder_block": family, "base_num_decoder_layers": 1, "rope_type": "yarn"}
   scaled, unscaled = (model_of(mscale=mscale, **base) for mscale in (1.0, 1e-12))
   params = params_of(scaled)

@@ -1,4 +1,4 @@
-"""Adapters: silent until they are trained, exact on every mesh, and foldable into the kernels."""
+"""LoRA adapters: zero before training, exact on a mesh, and mergeable into the kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ FAMILIES = {
   "llama": {"decoder_block": "llama"},
   "deepseek": {"decoder_block": "deepseek", "shared_experts": 2, "first_num_dense_layers": 1},
 }
-NUM_LINEARS = {"llama": 7, "deepseek": 2 * 5 + 3 + 3}  # where layers are stacked, in all stacks
+NUM_LINEARS = {"llama": 7, "deepseek": 2 * 5 + 3 + 3}  # in all stacks together
 TOKENS_BT = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
 
 
@@ -60,7 +60,7 @@ def by_path(tree):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_projection_gets_two_matrices_and_nothing_else_changes(family):
+def test_every_projection_has_two_adapter_matrices(family):
   base, model = (build_decoder(rank, family) for rank in (0, 2))
   shapes, base_shapes = (
     by_path(meta.unbox(jax.eval_shape(of.init, jax.random.key(0), TOKENS_BT))["params"])
@@ -82,7 +82,7 @@ def fast_to_compile():
 
 
 @pytest.mark.usefixtures("fast_to_compile")
-def test_a_fresh_adapter_changes_no_bit_and_a_merged_one_is_gone():
+def test_initial_adapters_change_nothing_and_merged_ones_are_equivalent():
   base, model = (build_decoder(rank, "deepseek") for rank in (0, 2))
   base_params, params = (
     meta.unbox(jax.jit(of.init)(jax.random.key(0), TOKENS_BT))["params"] for of in (base, model)
@@ -104,7 +104,7 @@ def test_a_fresh_adapter_changes_no_bit_and_a_merged_one_is_gone():
   np.testing.assert_allclose(base_logits({"params": merged}, TOKENS_BT), moved, atol=1e-5 * scale)
 
 
-# (features, names of the kernel's axes, axes contracted, shape of x, the same as einsums)
+# (features, logical axes of the kernel, contracted axes, shape of x, the einsums of x and adapters)
 CASES = {
   "into heads": ((2, 4), ("embed", "q_heads", "kv"), 1, (2, 8, 8), "btd,dhc->bthc", "dr,rhc->dhc"),
   "out of heads": (
@@ -119,7 +119,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_on_a_mesh_are_those_of_the_formula(case):
+def test_values_and_gradients_on_a_mesh_match_the_formula(case):
   features, names, num_in, shape, of_x, of_adapter = CASES[case]
   rank = 2
   sharder = sharder_of((1, 1, 2, 2, 1, 2), 8)
