@@ -69,7 +69,7 @@ GROUPED_MATMUL_BACKENDS = _registry(
   "maxlite.kernels.grouped_matmul.{}:grouped_matmul",
   *("reference", "tiled", "megablox", "triton", "ragged_dot"),
 )
-# ensemble_strategy, simplest first: (EngineRequest) -> Engine; see ensemble/engines/engine_base.py.
+# ensemble_strategy, simplest first: (EngineRequest) -> EnsembleEngine; see ensemble/engines.
 ENSEMBLE_STRATEGIES = Registry(
   {
     "stacked": "maxlite.ensemble.engines.stacked:build_stacked",

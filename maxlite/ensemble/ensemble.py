@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.ensemble_metrics import Prediction, summarize, uniform_weights
 from maxlite.ensemble.member_program import (
   Loss,
@@ -65,7 +65,7 @@ class Ensemble:
     self._devices = list(devices or jax.local_devices())
     self._own_batches, self._memory_gb = own_batches, memory_gb
     self.plan: Plan | None = None
-    self._engine: Engine | None = None
+    self._engine: EnsembleEngine | None = None
     self._factory: MemberFactory | None = None
     if not members:
       raise UserError("an ensemble needs members; give a list of Member")

@@ -25,7 +25,7 @@ from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.ensemble.asha import rungs, survivors
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.processes import gpu_names
 from maxlite.ensemble.ensemble_trainer import (
   EnsembleLog,
@@ -124,7 +124,7 @@ class EnsembleRun:
     ensemble = cfg.ensemble
     self._in_workers = ensemble.ensemble_strategy == "processes"
     self._rungs = rungs(ensemble.asha_min_steps, ensemble.asha_reduction_factor, cfg.run.steps)
-    self._engine_of: tuple[tuple[str, ...], Plan, Engine] | None = None
+    self._engine_of: tuple[tuple[str, ...], Plan, EnsembleEngine] | None = None
     if self._rungs and self._in_workers:
       raise UserError(
         "ASHA compares members at the same step, which separate processes do not keep: write "
@@ -280,7 +280,7 @@ class EnsembleRun:
   def _has_own_batches(self, group: Sequence[MemberRun]) -> bool:
     return len({member.config.data for member in group}) > 1
 
-  def _plan(self, group: Sequence[MemberRun]) -> tuple[Plan, Engine]:
+  def _plan(self, group: Sequence[MemberRun]) -> tuple[Plan, EnsembleEngine]:
     names = tuple(member.name for member in group)
     if self._engine_of is None or self._engine_of[0] != names:
       self._engine_of = None  # frees the memory of the former engine

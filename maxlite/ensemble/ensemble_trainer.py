@@ -13,7 +13,7 @@ from maxlite.config.phases import phases_of
 from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.data.batch import Batch
 from maxlite.data.loader import TrainStream
-from maxlite.ensemble.engines.engine_base import Engine
+from maxlite.ensemble.engines.engine_base import EnsembleEngine
 from maxlite.ensemble.ensemble import stack_common
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.metrics.writers import Writers
@@ -24,7 +24,7 @@ from maxlite.training.loop import Log, describe_divergence
 class EnsembleTrainer:
   """The adapter from an engine to the training loop, also as its `checkpoints`."""
 
-  def __init__(self, cfg: Config, engine: Engine, runs: Sequence[MemberRun]):
+  def __init__(self, cfg: Config, engine: EnsembleEngine, runs: Sequence[MemberRun]):
     self.cfg, self.engine, self.runs = cfg, engine, runs
 
   def train_step(self, state: Any, batch: Batch) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ CLOSE = 1.05  # estimates within this factor are equal
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class StrategyEstimate:
   """Of one strategy."""
 
   strategy: str
@@ -55,7 +55,7 @@ class Estimate:
 class Plan:
   """The chosen strategy and the estimates behind the choice."""
 
-  estimates: list[Estimate]
+  estimates: list[StrategyEstimate]
   strategy: str
   reason: str
 
@@ -84,7 +84,7 @@ class Plan:
     return table
 
 
-def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Plan, Engine]:
+def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Plan, EnsembleEngine]:
   """(plan, engine) of `strategy`; `auto` takes the fastest that fits.
 
   Raises:
@@ -98,7 +98,7 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
     except ValueError as error:
       if strategy != "auto":
         raise UserError(f"strategy {name} cannot serve these members: {error}") from None
-      estimates.append(Estimate(name, why_not=str(error)))
+      estimates.append(StrategyEstimate(name, why_not=str(error)))
   supported = [e for e in estimates if not e.why_not]
   fitting = [e for e in supported if e.state_bytes <= (memory_gb * 1e9 or math.inf)]
   if not fitting:
@@ -114,7 +114,7 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
   return Plan(estimates, best.strategy, reason), engines[best.strategy]
 
 
-def estimate(name: str, engine: Engine, request: EngineRequest) -> Estimate:
+def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> StrategyEstimate:
   """The estimate for a step of `engine` on the devices of the request."""
   platform, cores = request.devices[0].platform, os.cpu_count() or 1
   costs, step = DEVICE_COSTS[platform], engine.step_cost()
@@ -131,7 +131,7 @@ def estimate(name: str, engine: Engine, request: EngineRequest) -> Estimate:
     seconds += costs.message_seconds
   useful = sum(cost.flops for cost in request.costs)
   compile_seconds = step.operations_compiled * costs.compile_seconds
-  return Estimate(
+  return StrategyEstimate(
     name,
     state_bytes=step.state_bytes,
     useful_share=min(useful / max(step.num_devices * step.on_device.flops, 1.0), 1.0),
@@ -141,7 +141,7 @@ def estimate(name: str, engine: Engine, request: EngineRequest) -> Estimate:
   )
 
 
-def _reason(best: Estimate, fitting: Sequence[Estimate]) -> str:
+def _reason(best: StrategyEstimate, fitting: Sequence[StrategyEstimate]) -> str:
   others = sorted((e for e in fitting if e is not best), key=lambda e: e.step_seconds)
   if not others:
     return "the only one that supports these members"

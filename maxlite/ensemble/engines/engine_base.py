@@ -30,7 +30,7 @@ class EngineRequest:
     return step_costs(self.build(self.devices[:1]), self.batch)
 
 
-class Engine:
+class EnsembleEngine:
   """Runs the members' programs; subclasses define the methods below and the form of the state."""
 
   init: Callable[[], Any]  # () -> state

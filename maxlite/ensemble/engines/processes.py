@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 from maxlite.ensemble.worker_pool import assign_workers
@@ -48,7 +48,7 @@ class RemoteState:
   num_changes: int
 
 
-class ProcessEngine(Engine):
+class ProcessEngine(EnsembleEngine):
   """Programs in worker processes; the state is a `RemoteState`."""
 
   def __init__(self, request: EngineRequest):

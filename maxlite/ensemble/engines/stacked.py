@@ -19,13 +19,13 @@ from maxlite.ensemble.engines.batched_jaxpr import (
   vmap_programs,
   without_one_device_mesh,
 )
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest, require_no_phases
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, require_no_phases
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
 from maxlite.ensemble.member_program import MemberProgram, abstract_states
 from maxlite.phases.phase_programs import compile_in_parallel
 
 
-class VmapEngine(Engine):
+class VmapEngine(EnsembleEngine):
   """Groups of members under vmap; the state is one tree per group."""
 
   def __init__(

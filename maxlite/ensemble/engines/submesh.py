@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from maxlite.ensemble.engines.engine_base import Engine, EngineRequest, step_costs
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, step_costs
 from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
 from maxlite.phases.phase_programs import compile_in_parallel
 
 
-class SubmeshEngine(Engine):
+class SubmeshEngine(EnsembleEngine):
   """Programs, each on a part of the devices; the state is a list of solo states."""
 
   def __init__(self, request: EngineRequest):

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.batched_jaxpr import without_one_device_mesh
 from maxlite.ensemble.engines.engine_base import (
-  Engine,
   EngineRequest,
+  EnsembleEngine,
   require_no_phases,
   step_costs,
 )
@@ -27,7 +27,7 @@ from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost,
 Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
 
 
-class SwitchEngine(Engine):
+class SwitchEngine(EnsembleEngine):
   """Programs in one compiled step; the state is `Vectors`, sharded over the members."""
 
   def __init__(self, request: EngineRequest):
