@@ -18,19 +18,16 @@ def rungs(min_steps: int, reduction_factor: int, num_steps: int) -> list[int]:
   return steps
 
 
-def promoted(loss: Mapping[str, float | None], reduction_factor: int) -> list[str]:
-  """The best 1 / reduction_factor of the members, at least one; a missing loss or NaN is last."""
-  rank = lambda name: math.inf if loss[name] is None or math.isnan(loss[name]) else loss[name]
-  return sorted(loss, key=rank)[: max(len(loss) // reduction_factor, 1)]
-
-
 def survivors(
   losses: Mapping[str, Mapping[int, float | None]],
   reached: Mapping[str, int],
   steps: Sequence[int],
   reduction_factor: int,
 ) -> list[str]:
-  """The members that continue after all rungs that the members in question have reached.
+  """The members that continue after the rungs reached so far.
+
+  At a rung that all remaining members have reached, the best 1 / reduction_factor of them continue,
+  at least one.
 
   Args:
     losses: {name: {step: held-out loss}}; a member without a loss at a rung diverged before it.
@@ -41,5 +38,10 @@ def survivors(
   for rung in steps:
     if any(reached[name] < rung for name in alive):
       break
-    alive = promoted({name: losses[name].get(rung) for name in alive}, reduction_factor)
+    rank = {name: _or_infinity(losses[name].get(rung)) for name in alive}
+    alive = sorted(alive, key=rank.get)[: max(len(alive) // reduction_factor, 1)]
   return alive
+
+
+def _or_infinity(loss: float | None) -> float:
+  return math.inf if loss is None or math.isnan(loss) else loss

@@ -294,8 +294,10 @@ def _require_whole_axes(eqn: AlignedEqn, window: Dims, looked_up: Collection[int
 
 
 def _gather(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
-  numbers, window = eqn.params["dimension_numbers"], eqn.param_dims("slice_sizes")
-  _require_whole_axes(eqn, window, {*numbers.start_index_map, *numbers.collapsed_slice_dims})
+  """gather and dynamic_slice"""
+  window, numbers = eqn.param_dims("slice_sizes"), eqn.params.get("dimension_numbers")
+  looked_up = {*numbers.start_index_map, *numbers.collapsed_slice_dims} if numbers else ()
+  _require_whole_axes(eqn, window, looked_up)
   return bind(eqn, args, args[0].zero_padded, slice_sizes=padded_shape(window))
 
 
@@ -304,12 +306,6 @@ def _scatter_add(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
   looked_up = {*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims}
   _require_whole_axes(eqn, eqn.in_dims[0], looked_up)
   return bind(eqn, args, args[0].zero_padded and args[2].zero_padded)
-
-
-def _dynamic_slice(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
-  window = eqn.param_dims("slice_sizes")
-  _require_whole_axes(eqn, window)
-  return bind(eqn, args, args[0].zero_padded, slice_sizes=padded_shape(window))
 
 
 def _dynamic_update_slice(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
@@ -354,7 +350,7 @@ RULES: dict[str, PaddingRule] = dict.fromkeys(_ELEMENTWISE, _elementwise) | {
   "cumsum": _cumsum,
   "div": _div,
   "dot_general": _dot_general,
-  "dynamic_slice": _dynamic_slice,
+  "dynamic_slice": _gather,
   "dynamic_update_slice": _dynamic_update_slice,
   "gather": _gather,
   "iota": lambda eqn, _, args: bind(eqn, args, False, shape=padded_shape(eqn.out_dims[0])),
