@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from moe import judge
+from moe import print_ratio
 from rich.console import Console
 from rich.table import Table
 
@@ -127,21 +127,25 @@ def alike(options: argparse.Namespace) -> None:
   for width in (8, 32, 128):
     step, _ = compare(f"64 MLPs, 3 layers of {width}", names, width, 1, options)
     goal = 6 if width <= 32 else None
-    judge(f"alike, width {width}: loop / stacked", step["loop"] / step["stacked"], at_least=goal)
+    print_ratio(
+      f"alike, width {width}: loop / stacked", step["loop"] / step["stacked"], at_least=goal
+    )
     if "torch.func" in step:
-      judge(f"alike, width {width}: torch.func / stacked", step["torch.func"] / step["stacked"])
+      print_ratio(
+        f"alike, width {width}: torch.func / stacked", step["torch.func"] / step["stacked"]
+      )
 
 
 def different(options: argparse.Namespace, num_devices: int = 1) -> None:
   title = f"different, {num_devices} devices"
   names = ["auto", *(name for name in DIFFERENT if name != "auto")]
   step, start = compare(f"24 MLPs, {num_devices} devices", names, 0, num_devices, options)
-  judge(f"{title}: loop / auto", step["loop"] / step["auto"], at_least=1.5)
-  judge(f"{title}: loop / one bare program", step["loop"] / step["one bare program"])
-  judge(f"{title}: pad + vmap / auto", step["pad + vmap"] / step["auto"], at_least=10)
-  judge(f"{title}: start, auto / loop", start["auto"] / start["loop"], at_most=1)
+  print_ratio(f"{title}: loop / auto", step["loop"] / step["auto"], at_least=1.5)
+  print_ratio(f"{title}: loop / one bare program", step["loop"] / step["one bare program"])
+  print_ratio(f"{title}: pad + vmap / auto", step["pad + vmap"] / step["auto"], at_least=10)
+  print_ratio(f"{title}: start, auto / loop", start["auto"] / start["loop"], at_most=1)
   fastest = min(seconds for name, seconds in step.items() if name in ("auto", *ENSEMBLE_STRATEGIES))
-  judge(f"{title}: auto / fastest strategy", step["auto"] / fastest, at_most=1.2)
+  print_ratio(f"{title}: auto / fastest strategy", step["auto"] / fastest, at_most=1.2)
 
 
 def simulated(options: argparse.Namespace) -> None:
@@ -150,7 +154,7 @@ def simulated(options: argparse.Namespace) -> None:
 
 def grouped(options: argparse.Namespace) -> None:
   step, _ = compare("One hidden layer of 24 members", list(GROUPED), 0, 1, options)
-  judge("grouped: a dot per member / grouped", step["dots"] / step["grouped matmul"])
+  print_ratio("grouped: a dot per member / grouped", step["dots"] / step["grouped matmul"])
 
 
 def compare(
