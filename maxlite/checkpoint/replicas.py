@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from maxlite.checkpoint.checksum import array_checksum, leaves_by_path
+from maxlite.sharding.collectives import pvary
 
 
 class ReplicaCheck:
@@ -30,7 +31,7 @@ class ReplicaCheck:
     axes = self._mesh.axis_names
 
     def device_checksums(*shards: jax.Array) -> jax.Array:
-      sums = [_vary_over_all(array_checksum(shard), axes) for shard in shards]
+      *sums, _ = pvary(*map(array_checksum, shards), jax.lax.axis_index(axes))
       return jnp.stack(sums).reshape((1,) * len(axes) + (len(sums),))
 
     self._checksums = jax.jit(
@@ -70,8 +71,3 @@ class ReplicaCheck:
       majority = copies[row] == value if 2 * count > num_copies else np.zeros(num_copies, bool)
       odd += devices[row][~majority].tolist()
     return odd
-
-
-def _vary_over_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
-  return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -70,24 +71,25 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
       pass
   except (SafetensorError, OSError) as error:
     raise UserError(f"{path} is not a complete safetensors file ({error}): copy it again") from None
-  with path.open("rb") as file:
-    num_bytes = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(num_bytes))
+  header, start = _read_header(path)
   header.pop("__metadata__", None)
   return {
-    name: TensorEntry(
-      path, entry["dtype"], tuple(entry["shape"]), 8 + num_bytes + entry["data_offsets"][0]
-    )
+    name: TensorEntry(path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
     for name, entry in header.items()
   }
 
 
 def read_metadata(path: Path) -> tuple[dict[str, str], int]:
   """Return (metadata of a TensorFile, offset of its tensors [bytes]) without validation."""
+  header, start = _read_header(path)
+  return header["__metadata__"], start
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
   with path.open("rb") as file:
     num_bytes = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(min(num_bytes, path.stat().st_size)))
-  return header["__metadata__"], 8 + num_bytes
+  return header, 8 + num_bytes
 
 
 class TensorFile:

@@ -58,7 +58,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   tokenizer = tokenizer_keys(directory)
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
-  target = _new_run(cfg)
+  target = RunFolder(_require_new(run_folder(cfg).directory, "run_name"))
   abstract = abstract_params(cfg.model)
   params = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
   path = cfg.data.tokenizer_path
@@ -144,7 +144,7 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   dense: Config = build(Config, read_saved(folder.config))
   stored = _stored_parameters(requested)
   cfg = upcycled_config(dense, argv, _output_path(requested))
-  target = _new_run(cfg)
+  target = RunFolder(_require_new(run_folder(cfg).directory, "run_name"))
   abstract = abstract_params(cfg.model)
   params = upcycled_params(stored, abstract, cfg)
   names = [name for name in flatten(cfg.model) if name not in EXECUTION | OPTIONAL_MODULE_KEYS]
@@ -221,17 +221,13 @@ def _output_path(cfg: Config) -> str:
 
 
 def _new_folder(cfg: Config) -> Path:
-  target = Path(_output_path(cfg)).expanduser()
-  if target.exists():
-    raise UserError(f"output_path={target} already exists: choose another, or move it away")
-  return target
+  return _require_new(Path(_output_path(cfg)).expanduser(), "output_path")
 
 
-def _new_run(cfg: Config) -> RunFolder:
-  folder = run_folder(cfg)
-  if folder.directory.exists():
-    raise UserError(f"{folder.directory} already exists: choose another run_name")
-  return folder
+def _require_new(path: Path, key: str) -> Path:
+  if path.exists():
+    raise UserError(f"{path} already exists: choose another {key}, or move it away")
+  return path
 
 
 def _stored_parameters(cfg: Config) -> StoredParameters:

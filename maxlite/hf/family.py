@@ -6,8 +6,14 @@ from typing import Any
 
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig, flatten
-from maxlite.hf.config_keys import Key, read_keys, require, write_keys
-from maxlite.hf.rope_config import rope_from_hf, rope_to_hf
+from maxlite.hf.config_keys import (
+  Key,
+  read_keys,
+  require,
+  rope_from_hf,
+  rope_to_hf,
+  write_keys,
+)
 
 ConfigJson = Mapping[str, Any]
 

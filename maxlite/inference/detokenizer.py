@@ -53,11 +53,10 @@ class Detokenizer:
 
   def _num_held_back(self) -> int:
     """Return how many characters at the end of the held text may begin a stop string."""
-    longest = max(map(len, self._stop_strings), default=1) - 1
-    for num in range(min(longest, len(self._held)), 0, -1):
-      if any(stop.startswith(self._held[-num:]) for stop in self._stop_strings):
-        return num
-    return 0
+    lengths = (
+      n for stop in self._stop_strings for n in range(1, len(stop)) if self._held.endswith(stop[:n])
+    )
+    return max(lengths, default=0)
 
 
 def stream_completions(

@@ -25,7 +25,7 @@ from maxlite.inference.server.serving import allowed_hosts
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 uvicorn = pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
-from maxlite.inference.server.http_api import build_app  # noqa: E402
+from maxlite.inference.server.http_api import Api  # noqa: E402
 
 
 class Letters:
@@ -63,8 +63,8 @@ def served(engine_thread, template=""):
     if template
     else None
   )
-  names = {"name": "tiny", "max_length": tiny.MAX_LENGTH, "hosts": allowed_hosts("127.0.0.1")}
-  app = build_app(engine_thread, letters, chat, **names)
+  api = Api(engine_thread, letters, chat, name="tiny", max_length=tiny.MAX_LENGTH)
+  app = api.build_app(allowed_hosts("127.0.0.1"))
   server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
   with socket.create_server(("127.0.0.1", 0)) as listening:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

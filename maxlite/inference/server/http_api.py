@@ -52,7 +52,13 @@ class _Completion:
 
 
 class Api:
-  """The request handlers for one model."""
+  """The HTTP API of one model.
+
+  Args:
+    chat_prompt: applies the model's chat template; without one a chat becomes a transcript.
+    name: of the model.
+    max_length: of a prompt with its completion.
+  """
 
   def __init__(
     self,
@@ -68,17 +74,26 @@ class Api:
     self._start = int(time.time())
     self._tokenizer_lock = asyncio.Lock()  # tokenizers are not thread-safe
 
-  async def models(self, http: Request) -> Response:
+  def build_app(self, hosts: Sequence[str]) -> Starlette:
+    """Build the ASGI application, which accepts requests to `hosts`; `*`: any."""
+    page = (files("maxlite.inference.server") / "page.html").read_text("utf-8")
+    completions = functools.partial(self._respond, is_chat=False)
+    chat = functools.partial(self._respond, is_chat=True)
+    return Starlette(
+      routes=[
+        Route("/", lambda http: HTMLResponse(page)),
+        Route("/v1/models", self._models),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+      ],
+      middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+    )
+
+  async def _models(self, http: Request) -> Response:
     del http
     model = {"id": self._name, "object": "model", "created": self._start, "owned_by": "maxlite"}
     model["has_chat_template"] = self._chat_prompt is not None
     return JSONResponse({"object": "list", "data": [model]})
-
-  async def completions(self, http: Request) -> Response:
-    return await self._respond(http, is_chat=False)
-
-  async def chat(self, http: Request) -> Response:
-    return await self._respond(http, is_chat=True)
 
   async def _respond(self, http: Request, is_chat: bool) -> Response:
     received: asyncio.Queue = asyncio.Queue()
@@ -261,32 +276,3 @@ def _error_response(status: int, message: str) -> JSONResponse:
   message = message[:_MAX_ERROR_LENGTH].encode(errors="replace").decode()
   error = {"message": message, "type": kind, "param": None, "code": None}
   return JSONResponse({"error": error}, status)
-
-
-def build_app(
-  engine_thread: EngineThread,
-  tokenizer: Tokenizer,
-  chat_prompt: ChatPrompt | None = None,
-  *,
-  name: str,
-  max_length: int,
-  hosts: Sequence[str],
-) -> Starlette:
-  """Build the ASGI application.
-
-  Args:
-    chat_prompt: applies the model's chat template; without one a chat becomes a transcript.
-    name: of the model.
-    hosts: accepted Host headers; `*`: any.
-  """
-  api = Api(engine_thread, tokenizer, chat_prompt, name=name, max_length=max_length)
-  page = (files("maxlite.inference.server") / "page.html").read_text("utf-8")
-  return Starlette(
-    routes=[
-      Route("/", lambda http: HTMLResponse(page)),
-      Route("/v1/models", api.models),
-      Route("/v1/completions", api.completions, methods=["POST"]),
-      Route("/v1/chat/completions", api.chat, methods=["POST"]),
-    ],
-    middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
-  )

@@ -22,7 +22,7 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     try:
       import uvicorn
 
-      from maxlite.inference.server.http_api import build_app
+      from maxlite.inference.server.http_api import Api
     except ImportError as error:
       raise UserError(
         f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
@@ -37,16 +37,10 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
   engine.compile_ahead()  # not while the first client waits
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
   with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
-    app = build_app(
-      engine_thread,
-      tokenizer,
-      chat.prompt if chat else None,
-      name=cfg.run.run_name,
-      max_length=engine.max_length,
-      hosts=allowed_hosts(cfg.serve.serve_host),
-    )
+    prompt, max_length = chat.prompt if chat else None, engine.max_length
+    api = Api(engine_thread, tokenizer, prompt, name=cfg.run.run_name, max_length=max_length)
     uvicorn.run(
-      app,
+      api.build_app(allowed_hosts(cfg.serve.serve_host)),
       host=cfg.serve.serve_host,
       port=cfg.serve.serve_port,
       limit_concurrency=engine.num_rows + cfg.serve.serve_queue_size + _EXTRA_CONNECTIONS,
