@@ -48,8 +48,8 @@ class Attention(nn.Module):
     v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
     q_BTHC, k_BTGC = apply_rope(q_BTHC, *rope), apply_rope(k_BTGC, *rope)
     o_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, segment_BT, window)
-    names, use_bias = ("q_heads", "kv", "embed"), self.cfg.family.out_bias
-    out = self._linear("out", x_BTD.shape[-1:], names, num_in=2, use_bias=use_bias)
+    linear = functools.partial(Linear, num_in=2, use_bias=self.cfg.family.out_bias, name="out")
+    out = linear(self.cfg, self.sharder, x_BTD.shape[-1:], ("q_heads", "kv", "embed"))
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
     return self.sharder.constrain(y_BTD, (*ROW_NAMES, "activation_embed"))
 
@@ -85,13 +85,10 @@ class Attention(nn.Module):
 
   def _project(self, x_BTD: jax.Array, name: str, num_heads: int, heads: str) -> jax.Array:
     features, use_bias = (num_heads, self.cfg.head_dim), self.cfg.family.qkv_bias
-    linear = self._linear(name, features, ("embed", heads, "kv"), use_bias=use_bias)
+    names = ("embed", heads, "kv")
+    linear = Linear(self.cfg, self.sharder, features, names, use_bias=use_bias, name=name)
     y_BTHC = checkpoint_name(linear(x_BTD), f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROW_NAMES, f"activation_{heads}", "activation_kv"))
-
-  def _linear(self, name: str, features: tuple, names: tuple[str, ...], **options) -> Linear:
-    dtype, lora = jnp.dtype(self.cfg.weight_dtype), self.cfg.lora
-    return Linear(features, names, dtype, self.sharder, lora=lora, name=name, **options)
 
   def _norm(self, x_BTHC: jax.Array, name: str) -> jax.Array:
     cfg, family = self.cfg, self.cfg.family

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.schema import LoraConfig
+from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, matmul_few_rows
 from maxlite.sharding import Sharder
@@ -48,35 +48,36 @@ class Linear(nn.Module):
   """Maps the last `num_in` axes of x to `features`.
 
   `kernel_names` are the logical axes of the kernel: those of x that are contracted, then those of
-  `features`. With a `lora_rank`, a low-rank product is added; its second factor is initialised to
-  zero, so the module computes the same until it is trained.
+  `features`. With cfg.lora, a low-rank product is added; its second factor is initialised to zero,
+  so the module computes the same until it is trained.
 
   Source: Hu et al., LoRA (2021), section 4.1.
   """
 
+  cfg: ModelConfig
+  sharder: Sharder
   features: tuple[int, ...]
   kernel_names: tuple[str, ...]
-  weight_dtype: jnp.dtype
-  sharder: Sharder
   num_in: int = 1
-  zero_init: bool = False
-  lora: LoraConfig = LoraConfig()
   use_bias: bool = False
+  zero_init: bool = False
+  has_adapter: bool = True  # if cfg.lora is enabled
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
+    dtype = jnp.dtype(self.cfg.weight_dtype)
     lead, shape_in = x.shape[: -self.num_in], x.shape[-self.num_in :]
     shape = (*shape_in, *self.features)
     in_axes, out_axes = range(self.num_in), range(self.num_in, len(shape))
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axes, out_axes)
     init = nn.initializers.zeros if self.zero_init else init
     if self.has_variable("params", TRANSPOSED):
-      kernel = self.param(TRANSPOSED, init, (*self.features, *shape_in), self.weight_dtype)
+      kernel = self.param(TRANSPOSED, init, (*self.features, *shape_in), dtype)
       w_FD = kernel.reshape(math.prod(self.features), math.prod(shape_in))
       y = matmul_few_rows(x.reshape(math.prod(lead), -1), w_FD)
       return self._biased(y.reshape(*lead, *self.features))
     init = nn.with_logical_partitioning(init, self.kernel_names)
-    kernel = self.param("kernel", init, shape, self.weight_dtype)
+    kernel = self.param("kernel", init, shape, dtype)
     w_DF = kernel.reshape(math.prod(shape_in), math.prod(self.features))
     if self.sharder.num_shards("activation_length") > 1:
       # If both B and T are sharded, merging them would move data.
@@ -84,7 +85,7 @@ class Linear(nn.Module):
     else:
       y = matmul(x.reshape(math.prod(lead), -1), w_DF)
     y = self._biased(y.reshape(*lead, *self.features))
-    return y + self._adapter(x) if self.lora.lora_rank else y
+    return y + self._adapter(x) if self.has_adapter and self.cfg.lora.lora_rank else y
 
   def _biased(self, y: jax.Array) -> jax.Array:
     if not self.use_bias:
@@ -92,16 +93,16 @@ class Linear(nn.Module):
     # The bias of the residual stream's axis is too small to be sharded.
     names = ["norm" if name == "embed" else name for name in self.kernel_names[self.num_in :]]
     init = nn.with_logical_partitioning(nn.initializers.zeros, tuple(names))
-    bias = self.param("bias", init, self.features, self.weight_dtype)
+    bias = self.param("bias", init, self.features, jnp.dtype(self.cfg.weight_dtype))
     # Added in float32, so that its gradient is summed in float32.
     dtype = accumulator_dtype(y.dtype)
     bias = bias.astype(dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return (y.astype(dtype) + bias).astype(y.dtype)
 
   def _adapter(self, x: jax.Array) -> jax.Array:
-    rank, kinds = self.lora.lora_rank, (self.weight_dtype, self.sharder)
-    names_in, names_out = self.kernel_names[: self.num_in], self.kernel_names[self.num_in :]
-    down = Linear((rank,), (*names_in, "lora_rank"), *kinds, num_in=self.num_in, name="lora_a")
-    names = ("lora_rank", *names_out)
-    up = Linear(self.features, names, *kinds, zero_init=True, name="lora_b")
-    return up(down(x)) * jnp.asarray(self.lora.lora_alpha / rank, x.dtype)
+    lora, num_in = self.cfg.lora, self.num_in
+    names_in, names_out = self.kernel_names[:num_in], self.kernel_names[num_in:]
+    linear = functools.partial(Linear, self.cfg, self.sharder, has_adapter=False)
+    down = linear((lora.lora_rank,), (*names_in, "lora_rank"), num_in=num_in, name="lora_a")
+    up = linear(self.features, ("lora_rank", *names_out), zero_init=True, name="lora_b")
+    return up(down(x)) * jnp.asarray(lora.lora_alpha / lora.lora_rank, x.dtype)

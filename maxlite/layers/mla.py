@@ -112,8 +112,7 @@ class LatentAttention(nn.Module):
     return self._linear("kv_up", features, ("kv_lora", "q_heads", "kv"))
 
   def _linear(self, name: str, features: tuple, names: tuple[str, ...], num_in: int = 1) -> Linear:
-    dtype, lora = jnp.dtype(self.cfg.weight_dtype), self.cfg.lora
-    return Linear(features, names, dtype, self.sharder, num_in=num_in, lora=lora, name=name)
+    return Linear(self.cfg, self.sharder, features, names, num_in, name=name)
 
   def _norm(self, name: str) -> RMSNorm:
     return RMSNorm(EPSILON, jnp.dtype(self.cfg.weight_dtype), name=name)

@@ -62,19 +62,13 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     names = self.cfg.mlp_activations
-    up = [self._up(x_BTD, f"wi_{i}") for i in range(len(names))]
+    linear = functools.partial(Linear, self.cfg, self.sharder)
+    h_names = ("activation_batch", "activation_length", "activation_mlp")
+    up = []
+    for i in range(len(names)):
+      wi = linear((self.hidden_dim,), ("embed", "mlp"), name=f"wi_{i}")
+      up.append(self.sharder.constrain(checkpoint_name(wi(x_BTD), "mlpwi"), h_names))
     h_BTF = checkpointed_activation(build_activation(names, self.limit), *up)
-    wo = self._linear("wo", x_BTD.shape[-1], ("mlp", "embed"))
-    y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
-    names = ("activation_batch", "activation_length", "activation_embed")
-    return self.sharder.constrain(y_BTD, names)
-
-  def _up(self, x_BTD: jax.Array, name: str) -> jax.Array:
-    wi = self._linear(name, self.hidden_dim, ("embed", "mlp"))
-    h_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
-    names = ("activation_batch", "activation_length", "activation_mlp")
-    return self.sharder.constrain(h_BTF, names)
-
-  def _linear(self, name: str, features: int, names: tuple[str, str]) -> Linear:
-    dtype, lora = jnp.dtype(self.cfg.weight_dtype), self.cfg.lora
-    return Linear((features,), names, dtype, self.sharder, lora=lora, name=name)
+    y_BTD = linear(x_BTD.shape[-1:], ("mlp", "embed"), name="wo")(h_BTF)
+    y_names = ("activation_batch", "activation_length", "activation_embed")
+    return self.sharder.constrain(checkpoint_name(y_BTD, "mlpwo"), y_names)

@@ -11,6 +11,7 @@ the same rows are sent by an ordinary all-to-all of padded blocks.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,10 @@ from maxlite.sharding.collectives import pvary
 MeshAxes = tuple[str, ...]
 
 
-@struct.dataclass
-class Chunks:
+class Chunks(NamedTuple):
   """The chunks that one shard sends, sorted by peer, and the sizes of those that it receives.
 
-  The arguments of `jax.lax.ragged_all_to_all`, in rows.
+  The arguments of `jax.lax.ragged_all_to_all` in their order, in rows.
   """
 
   input_offsets: jax.Array
@@ -123,15 +123,8 @@ def native_all_to_all(
   mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks
 ) -> jax.Array:
   """The ragged collective of XLA:TPU and XLA:GPU, into a buffer of zeros."""
-  return jax.lax.ragged_all_to_all(
-    x,
-    jnp.zeros_like(x, shape=(num_rows, *x.shape[1:])),
-    chunks.input_offsets,
-    chunks.send_sizes,
-    chunks.output_offsets,
-    chunks.recv_sizes,
-    axis_name=mesh_axes,
-  )
+  output = jnp.zeros_like(x, shape=(num_rows, *x.shape[1:]))
+  return jax.lax.ragged_all_to_all(x, output, *chunks, axis_name=mesh_axes)
 
 
 def emulated_all_to_all(

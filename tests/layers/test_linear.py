@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
+from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import Linear, matmul
+
+CFG = ModelConfig()
 
 
 def draw(shape, seed, dtype):
@@ -38,7 +41,7 @@ def test_matmul_and_its_gradients_are_exact_up_to_their_types(dtype, unit):
 
 
 def test_a_bias_and_its_gradient_are_summed_in_float32(sharders):
-  linear = Linear((6,), ("embed", "mlp"), jnp.float32, sharders["one device"], use_bias=True)
+  linear = Linear(CFG, sharders["one device"], (6,), ("embed", "mlp"), use_bias=True)
   boxed = linear.init(jax.random.key(0), jnp.zeros((1, 1, 4)))["params"]
   assert boxed["bias"].names == ("mlp",)
   assert not meta.unbox(boxed)["bias"].any()
@@ -66,7 +69,7 @@ CASES = {
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])
 def test_linear_contracts_the_last_axes_on_every_mesh(sharders, mesh, case):
   features, names, num_in, shape, einsum = CASES[case]
-  linear = Linear(features, names, jnp.float32, sharders[mesh], num_in=num_in, use_bias=True)
+  linear = Linear(CFG, sharders[mesh], features, names, num_in=num_in, use_bias=True)
   arrays = [
     draw(size, i, np.float32) for i, size in enumerate((shape, (*shape[2:], *features), features))
   ]
@@ -93,7 +96,7 @@ def test_linear_contracts_the_last_axes_on_every_mesh(sharders, mesh, case):
 def test_an_initial_kernel_preserves_the_variance_of_its_input(sharders, case):
   features, names, num_in, _, _ = CASES[case]
   shape_in = (128,) if num_in == 1 else (8, 16)
-  linear = Linear(features, names, jnp.float32, sharders["one device"], num_in=num_in)
+  linear = Linear(CFG, sharders["one device"], features, names, num_in=num_in)
   boxed = linear.init(jax.random.key(0), jnp.zeros((1, 1, *shape_in)))["params"]["kernel"]
   assert boxed.names == names
   assert np.std(meta.unbox(boxed)) == pytest.approx(128**-0.5, rel=0.1)

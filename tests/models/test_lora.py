@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
-from maxlite.config.schema import DEFAULTS, Config, LoraConfig, build
+from maxlite.config.schema import DEFAULTS, Config, LoraConfig, ModelConfig, build
 from maxlite.layers.linear import Linear
 from maxlite.layers.lora import merge_lora
 from maxlite.metrics.flops import parameter_count
@@ -124,7 +124,7 @@ def test_values_and_gradients_on_a_mesh_match_the_formula(case):
   rank = 2
   sharder = sharder_of((1, 1, 2, 2, 1, 2), 8)
   lora = LoraConfig(lora_rank=rank, lora_alpha=ALPHA)
-  linear = Linear(features, names, jnp.float32, sharder, num_in=num_in, lora=lora)
+  linear = Linear(ModelConfig(lora=lora), sharder, features, names, num_in=num_in)
   x = draw(shape, 0)
   boxed = jax.eval_shape(linear.init, jax.random.key(0), x)["params"]
   is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)

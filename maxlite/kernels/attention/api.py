@@ -12,28 +12,18 @@ All `ATTENTION_BACKENDS` implement one contract:
 - Scores, softmax and sums are float32 (float64 if the operands are).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from maxlite.config.errors import UserError
 from maxlite.config.registry import ATTENTION_BACKENDS
+from maxlite.kernels import backends
 from maxlite.kernels.attention.reference import AttentionMask
 
-AUTO: dict[str, str] = {}  # by platform; `chunked` on all others
+AUTO = {"other": "chunked"}  # by platform
 
-
-def resolve_backend(name: str, platform: str) -> str:
-  """The backend that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
-
-  Raises:
-    UserError: there is no such backend.
-  """
-  if name == "auto":
-    return AUTO.get(platform, "chunked")
-  if name not in ATTENTION_BACKENDS:
-    known = ", ".join(ATTENTION_BACKENDS)
-    raise UserError(f"attention={name!r} is not a backend; choose auto or one of: {known}")
-  return name
+resolve_backend = functools.partial(backends.resolve_backend, "attention", ATTENTION_BACKENDS, AUTO)
 
 
 def attention(

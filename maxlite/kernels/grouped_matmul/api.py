@@ -6,31 +6,25 @@ and in the cotangent; they are zero in the result and in the gradient. Sums are 
 float32 (in float64 if the operands are float64).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from maxlite.config.errors import UserError
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
+from maxlite.kernels import backends
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
-AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton"}  # by platform; else `ragged_dot`
+# By platform.
+AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton", "other": "ragged_dot"}
 
 # Backends whose results do not carry varying mesh axes, so that shard_map needs check_vma=False.
 WITHOUT_VMA = frozenset({"megablox"})
 
 
-def resolve_backend(name: str, platform: str) -> str:
-  """The backend that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
-
-  Raises:
-    UserError: there is no such backend.
-  """
-  if name == "auto":
-    return AUTO.get(platform, "ragged_dot")
-  if name not in GROUPED_MATMUL_BACKENDS:
-    known = ", ".join(GROUPED_MATMUL_BACKENDS)
-    raise UserError(f"grouped_matmul={name!r} is not a backend; choose auto or one of: {known}")
-  return name
+resolve_backend = functools.partial(
+  backends.resolve_backend, "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO
+)
 
 
 def grouped_matmul(

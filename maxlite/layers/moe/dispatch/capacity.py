@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from maxlite.layers.moe.dispatch.dense import dense_mlp
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.permutation import (
   Permutation,
@@ -38,7 +39,8 @@ def apply_experts(
   by_expert = lambda x: x.reshape(num_rows, cfg.num_experts, num_slots, -1)
   x_BECD = sharder.constrain(by_expert(jax.vmap(permute)(x_BTD, order)), _SLOTS)
   weight_BEC1 = by_expert(jax.vmap(permute_weights)(route.weight_BTK, order)).astype(x_BTD.dtype)
-  y_BECD = sharder.constrain(_mlp(x_BECD, weight_BEC1, weights, mlp.activation), _SLOTS)
+  y_BECD = dense_mlp(mlp, x_BECD, weight_BEC1[..., 0], weights, "becd", "becf", "becd")
+  y_BECD = sharder.constrain(y_BECD, _SLOTS)
   y_BTD = jax.vmap(unpermute)(y_BECD.reshape(num_rows, -1, x_BTD.shape[-1]), order)
   return y_BTD, jnp.sum(num_dropped_B, dtype=jnp.int32)
 
@@ -53,15 +55,3 @@ def _assign_slots(expert_TK: jax.Array, num_experts: int, num_slots: int) -> tup
   row_A = jnp.where(fits_A, expert_A * num_slots + rank_A, num_experts * num_slots)
   order = Permutation(invert(row_A, num_experts * num_slots), row_A.reshape(expert_TK.shape))
   return order, jnp.sum(real_A & ~fits_A, dtype=jnp.int32)
-
-
-def _mlp(x_BECD, weight_BEC1, weights: ExpertWeights, activation) -> jax.Array:
-  dtype = x_BECD.dtype
-  up = [jnp.einsum("becd,edf->becf", x_BECD, w_EDF.astype(dtype)) for w_EDF in weights.wi_EDF]
-  if weights.bo_ED is not None:
-    up = [h + b[None, :, None].astype(dtype) for h, b in zip(up, weights.bi_EF, strict=True)]
-  h_BECF = activation(*up) * weight_BEC1
-  y_BECD = jnp.einsum("becf,efd->becd", h_BECF, weights.wo_EFD.astype(dtype))
-  if weights.bo_ED is not None:
-    y_BECD += weight_BEC1 * weights.bo_ED[None, :, None].astype(dtype)
-  return y_BECD
