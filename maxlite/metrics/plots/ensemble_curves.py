@@ -246,19 +246,14 @@ def _number_scale(values: np.ndarray) -> Scale:
   height = lambda value: (measure(value) - low) / (high - low) if high > low else value * 0 + 0.5
   marked = np.unique(values)
   if len(marked) > MAX_TICKS:
-    marked = _round_numbers(values.min(), values.max(), is_log)
+    ends, locator = (
+      marked[[0, -1]],
+      LogLocator(numticks=99) if is_log else MaxNLocator(MAX_TICKS - 2),
+    )
+    inner = [v for v in locator.tick_values(*ends) if ends[0] < v < ends[1]]
+    marked = np.array([ends[0], *inner, ends[1]])
   ticks = [(float(height(v)), f"{v:.7g}" if v == round(v) else f"{v:.4g}") for v in marked]
   return Scale(height(values).tolist(), _without_overlap(ticks))
-
-
-def _round_numbers(low: float, high: float, is_log: bool) -> np.ndarray:
-  """Tick values: both ends and the round numbers between them."""
-  if is_log:
-    exponents = np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    between = 10.0**exponents
-  else:
-    between = np.asarray(MaxNLocator(MAX_TICKS - 2).tick_values(low, high))
-  return np.unique([low, *between[(between > low) & (between < high)], high])
 
 
 def _without_overlap(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
