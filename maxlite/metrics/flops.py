@@ -1,9 +1,8 @@
 """Parameter counts and FLOPs of a training step, from the config alone."""
 
-import dataclasses
 from typing import NamedTuple
 
-from maxlite.config.schema import LoraConfig, ModelConfig
+from maxlite.config.schema import ModelConfig
 
 TRAIN_OVER_FORWARD = 3  # the backward pass has two multiplications for each of the forward pass
 FLOPS_PER_MAC = 2  # one multiplication, one addition
@@ -16,20 +15,6 @@ class Flops(NamedTuple):
   attention: float  # the part of `total` in attention scores and weighted values
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weights:
-  """Numbers of parameters."""
-
-  matmul: int  # multiplied with each token
-  other: int  # norms and biases
-
-  def __add__(self, more: "_Weights") -> "_Weights":
-    return _Weights(self.matmul + more.matmul, self.other + more.other)
-
-  def times(self, number: int) -> "_Weights":
-    return _Weights(number * self.matmul, number * self.other)
-
-
 def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Flops:
   """FLOPs of one step that trains all parameters on `tokens` tokens in rows of `row_length`.
 
@@ -37,7 +22,8 @@ def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Fl
   causal attention at half of its square, less what sliding windows exclude. Does not count the
   embedding lookup, elementwise operations and rematerialization.
   """
-  macs_per_token = _layers(model, active_only=True).matmul + model.vocab_size * model.base_emb_dim
+  macs_per_token = _matmul_parameters(model, active_only=True)
+  macs_per_token += model.vocab_size * model.base_emb_dim
   score_channels, value_channels = _head_channels(model)
   channels = model.base_num_query_heads * (score_channels + value_channels)
   attention_macs_per_token = channels * _keys_per_query(model, row_length)
@@ -75,19 +61,39 @@ def num_moe_layers(model: ModelConfig) -> int:
 
 def _parameters(model: ModelConfig, active_only: bool) -> int:
   embeddings = (1 if model.logits_via_embedding else 2) * model.vocab_size * model.base_emb_dim
-  layers = _layers(model, active_only)
   draft_heads = model.num_draft_heads * model.base_emb_dim**2
-  return layers.matmul + layers.other + embeddings + model.base_emb_dim + draft_heads
+  layers = _matmul_parameters(model, active_only) + _other_parameters(model, active_only)
+  return layers + embeddings + model.base_emb_dim + draft_heads
 
 
-def _layers(model: ModelConfig, active_only: bool) -> _Weights:
-  """Parameters of all decoder layers."""
+def _matmul_parameters(model: ModelConfig, active_only: bool) -> int:
+  """Parameters of all layers that are multiplied with each token."""
   num_layers, num_moe = model.base_num_decoder_layers, num_moe_layers(model)
-  latent = model.family.latent_attention
-  attention = _latent_attention(model) if latent else _attention(model)
-  norms = _Weights(0, (4 if model.family.post_norms else 2) * model.base_emb_dim)
-  dense = _mlp(model, model.base_mlp_dim).times(num_layers - num_moe)
-  return (attention + norms).times(num_layers) + dense + _moe(model, active_only).times(num_moe)
+  dense = _mlp(model, model.base_mlp_dim, model.lora.lora_rank)
+  moe_layers = num_moe * _moe(model, active_only)
+  return num_layers * _attention(model) + (num_layers - num_moe) * dense + moe_layers
+
+
+def _other_parameters(model: ModelConfig, active_only: bool) -> int:
+  """Norms and biases of all layers."""
+  family, mla, moe, dim = model.family, model.mla, model.moe, model.base_emb_dim
+  query_heads, kv_heads = model.base_num_query_heads, model.base_num_kv_heads
+  per_layer = (4 if family.post_norms else 2) * dim
+  if family.latent_attention:
+    per_layer += mla.q_lora_rank + mla.kv_lora_rank
+  else:
+    normed_heads = {"": 0, "head": 2, "projection": query_heads + kv_heads}[family.qk_norm]
+    biased_heads = (query_heads + 2 * kv_heads) * family.qkv_bias
+    per_layer += (normed_heads + biased_heads) * model.head_dim
+    per_layer += dim * family.out_bias + query_heads * family.sinks
+  per_moe_layer = (moe.routed_bias + family.router_bias) * moe.num_experts
+  expert_biases = len(model.mlp_activations) * moe.base_moe_mlp_dim + dim
+  per_moe_layer += _num_experts(model, active_only) * expert_biases * moe.expert_bias
+  return model.base_num_decoder_layers * per_layer + num_moe_layers(model) * per_moe_layer
+
+
+def _num_experts(model: ModelConfig, active_only: bool) -> int:
+  return model.moe.num_experts_per_tok if active_only else model.moe.num_experts
 
 
 def _head_channels(model: ModelConfig) -> tuple[int, int]:
@@ -97,51 +103,36 @@ def _head_channels(model: ModelConfig) -> tuple[int, int]:
   return model.head_dim, model.head_dim
 
 
-def _attention(model: ModelConfig) -> _Weights:
-  query_heads, kv_heads = model.base_num_query_heads, model.base_num_kv_heads
-  block = model.family
-  normed = {"": 0, "head": 2, "projection": query_heads + kv_heads}
-  queries, keys = query_heads * model.head_dim, kv_heads * model.head_dim
-  sides = [(model.base_emb_dim, heads) for heads in (queries, keys, keys, queries)]
-  other = model.head_dim * normed[block.qk_norm]
-  other += queries + 2 * keys if block.qkv_bias else 0
-  other += model.base_emb_dim if block.out_bias else 0
-  other += query_heads if block.sinks else 0
-  return _Weights(_linears(model, *sides), other)
-
-
-def _latent_attention(model: ModelConfig) -> _Weights:
+def _attention(model: ModelConfig) -> int:
   mla, dim, num_heads = model.mla, model.base_emb_dim, model.base_num_query_heads
+  if not model.family.latent_attention:
+    queries, keys = num_heads * model.head_dim, model.base_num_kv_heads * model.head_dim
+    return _linears(model.lora.lora_rank, *((dim, out) for out in (queries, keys, keys, queries)))
   score_channels, value_channels = _head_channels(model)
-  sides = [(mla.q_lora_rank or dim, num_heads * score_channels)]
-  if mla.q_lora_rank:
-    sides.append((dim, mla.q_lora_rank))
-  sides.append((dim, mla.kv_lora_rank + mla.qk_rope_head_dim))
-  sides.append((mla.kv_lora_rank, num_heads * (mla.qk_nope_head_dim + value_channels)))
-  sides.append((num_heads * value_channels, dim))
-  return _Weights(_linears(model, *sides), mla.q_lora_rank + mla.kv_lora_rank)
+  return _linears(
+    model.lora.lora_rank,
+    *([(dim, mla.q_lora_rank)] if mla.q_lora_rank else []),
+    (mla.q_lora_rank or dim, num_heads * score_channels),
+    (dim, mla.kv_lora_rank + mla.qk_rope_head_dim),
+    (mla.kv_lora_rank, num_heads * (mla.qk_nope_head_dim + value_channels)),
+    (num_heads * value_channels, dim),
+  )
 
 
-def _linears(model: ModelConfig, *sides: tuple[int, int]) -> int:
-  """Parameters of matrices with these (inputs, outputs), each with its LoRA adapter."""
-  return sum(a * b + model.lora.lora_rank * (a + b) for a, b in sides)
-
-
-def _mlp(model: ModelConfig, hidden_dim: int) -> _Weights:
+def _mlp(model: ModelConfig, hidden_dim: int, lora_rank: int) -> int:
   num_matrices = len(model.mlp_activations) + 1  # an input matrix per activation, one output matrix
   sides = [(model.base_emb_dim, hidden_dim)] * num_matrices
-  return _Weights(_linears(model, *sides) if hidden_dim else 0, 0)
+  return _linears(lora_rank, *sides) if hidden_dim else 0
 
 
-def _moe(model: ModelConfig, active_only: bool) -> _Weights:
-  """Parameters of a router and all experts, or those used per token."""
-  moe, dim = model.moe, model.base_emb_dim
-  num_biases = moe.routed_bias + model.family.router_bias
-  router = _Weights(dim * moe.num_experts, num_biases * moe.num_experts)
-  bare = dataclasses.replace(model, lora=LoraConfig())  # experts have no adapters
-  expert = _mlp(bare, moe.base_moe_mlp_dim)
-  if moe.expert_bias:
-    expert += _Weights(0, len(model.mlp_activations) * moe.base_moe_mlp_dim + dim)
-  num_experts = moe.num_experts_per_tok if active_only else moe.num_experts
-  shared = _mlp(model, moe.shared_experts * moe.base_moe_mlp_dim)
-  return router + expert.times(num_experts) + shared
+def _moe(model: ModelConfig, active_only: bool) -> int:
+  """A router, its experts (all or those of a token, without adapters) and shared experts."""
+  moe = model.moe
+  experts = _num_experts(model, active_only) * _mlp(model, moe.base_moe_mlp_dim, lora_rank=0)
+  shared = _mlp(model, moe.shared_experts * moe.base_moe_mlp_dim, model.lora.lora_rank)
+  return model.base_emb_dim * moe.num_experts + experts + shared
+
+
+def _linears(lora_rank: int, *sides: tuple[int, int]) -> int:
+  """Parameters of matrices with these (inputs, outputs), each with its LoRA adapter."""
+  return sum(a * b + lora_rank * (a + b) for a, b in sides)
