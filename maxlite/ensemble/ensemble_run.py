@@ -42,7 +42,7 @@ from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, run_w
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.profiler import Profiler
-from maxlite.training.loop import Ending, Run, train
+from maxlite.training.loop import LoopContext, TrainResult, train
 from maxlite.training.open_run import run_folder
 
 MAX_RESTARTS = 3  # of a worker process that dies
@@ -310,7 +310,7 @@ class EnsembleRun:
       streams.append(stream)
     return MemberStreams(streams, len(group))
 
-  def _train_segment(self, group: list[MemberRun], last_step: int) -> Ending:
+  def _train_segment(self, group: list[MemberRun], last_step: int) -> TrainResult:
     trainer = EnsembleTrainer(self.cfg, self._plan(group)[1], group)
     streams = self._open_streams(group)
     for member in group:
@@ -323,7 +323,7 @@ class EnsembleRun:
       eval_steps = self.cfg.observe.eval_steps
       evaluate = lambda state: trainer.evaluate(state, self.data.eval_batches(eval_steps))
     try:
-      context = Run(trainer, trainer, log, profiler, evaluate)
+      context = LoopContext(trainer, trainer, log, profiler, evaluate)
       result = train(context, self._packed_state(group), streams, group[0].step + 1, last_step)
       states = trainer.engine.unpack(result.state)
       for member, state, data_state in zip(group, states, streams.state(), strict=True):

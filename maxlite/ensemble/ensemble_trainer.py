@@ -18,7 +18,7 @@ from maxlite.ensemble.ensemble import stack_common
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.metrics.writers import Writers
 from maxlite.training.evaluation import held_out_row
-from maxlite.training.loop import Log, describe_divergence
+from maxlite.training.step_log import Log, describe_divergence
 
 
 class EnsembleTrainer:

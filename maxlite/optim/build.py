@@ -7,13 +7,12 @@ import optax
 
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import OptimizerConfig
-from maxlite.optim.adam import scale_by_adam
 from maxlite.optim.partition import decay_mask, matrix_axes
 from maxlite.optim.schedules import build_schedule
 
 
 def _adam(cfg: OptimizerConfig) -> optax.GradientTransformation:
-  return scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
+  return optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
 
 
 def adamw(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
@@ -37,35 +36,31 @@ def adafactor(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
 
 
 def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
-  """Muon for hidden matrices, Adam for the rest; one learning rate serves both.
+  """Muon for hidden matrices and Adam for the rest, with one learning rate.
 
-  Source: Jordan et al., Muon (2024); updates brought to the size of Adam's as in Liu et al., Muon
-  is Scalable for LLM Training (2025), section 2.2.
+  Source: Jordan et al., Muon (2024); updates scaled to the size of Adam's as in Liu et al., Muon is
+  Scalable for LLM Training (2025), section 2.2.
   """
+  axes = jax.tree.map(matrix_axes, names)
+  is_axes = lambda node: node is None or isinstance(node, tuple)
   transform = optax.contrib.muon(
     learning_rate=1.0,
     beta=cfg.muon_beta,
-    muon_weight_dimension_numbers=_muon_dimensions(names),
+    muon_weight_dimension_numbers=jax.tree.map(
+      lambda leaf: leaf and optax.contrib.MuonDimensionNumbers(*leaf), axes, is_leaf=is_axes
+    ),
     consistent_rms=0.2,
   )
-  transform = optax.chain(transform, optax.scale(-1.0))  # optax's muon has its sign turned already
-  # Not optax's own Adam for the rest: that is Nesterov's variant, and deaf to adam_eps.
-  kinds = jax.tree.map(lambda leaf: "muon" if matrix_axes(leaf) else "adam", names)
+  transform = optax.chain(transform, optax.scale(-1.0))  # optax's muon already negates updates
+  # Its Adam for other parameters is not used: it has Nesterov momentum and ignores adam_eps.
+  kinds = jax.tree.map(lambda leaf: "muon" if leaf else "adam", axes, is_leaf=is_axes)
   return optax.partition({"muon": transform, "adam": _adam(cfg)}, kinds)
 
 
-def _muon_dimensions(names: Any) -> Any:
-  def of_param(param_names: jax.P) -> optax.contrib.MuonDimensionNumbers | None:
-    axes = matrix_axes(param_names)
-    return axes and optax.contrib.MuonDimensionNumbers(*axes)
-
-  return jax.tree.map(of_param, names)
-
-
 def build_optimizer(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
-  """The optimizer of `cfg` for parameters whose axes have the logical `names` (a tree of `jax.P`).
+  """Build the optimizer for parameters with the logical axis `names` (a tree of `jax.P`).
 
-  Its state counts the updates made, by which the learning rate is scheduled.
+  Its learning rate follows the number of updates, which its state counts.
   """
   parts = [
     OPTIMIZERS[cfg.opt_type](cfg, names),
@@ -74,14 +69,4 @@ def build_optimizer(cfg: OptimizerConfig, names: Any) -> optax.GradientTransform
   ]
   if cfg.gradient_clipping_threshold:
     parts.insert(0, optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
-  return _with_standard_promotion(optax.chain(*parts))
-
-
-def _with_standard_promotion(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """`tx` as it is; optax mixes types, which our own code may not where promotion is strict."""
-
-  def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    with jax.numpy_dtype_promotion("standard"):
-      return tx.update(updates, state, params)
-
-  return optax.GradientTransformation(tx.init, update)
+  return optax.chain(*parts)

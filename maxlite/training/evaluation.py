@@ -12,9 +12,11 @@ import numpy as np
 
 from maxlite.config import Config, exit_on_user_error
 from maxlite.data.batch import Batch
+from maxlite.data.loader import DataLoader
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.training.document_loss import DocumentLoss, document_losses
 from maxlite.training.open_run import config_of_run, open_trainer_data, open_weights, run_folder
+from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer
 
 
@@ -50,6 +52,21 @@ def _format(row: Mapping[str, float]) -> str:
   return "  ".join(f"{name} {value:.6g}" for name, value in row.items())
 
 
+def build_evaluation(
+  trainer: Trainer, data: DataLoader
+) -> Callable[[TrainState], dict[str, float]] | None:
+  """Build the evaluation of a state in a run; None without held-out data."""
+  if data.source.eval is None:
+    return None
+  eval_step = trainer.eval_step(data.source.num_bytes_V)
+
+  def evaluate_state(state: TrainState) -> dict[str, float]:
+    batches = data.eval_batches(trainer.cfg.observe.eval_steps)
+    return evaluate(trainer, eval_step, state.params, batches, averaged_params(state))
+
+  return evaluate_state
+
+
 def evaluate(
   trainer: Trainer,
   eval_step: Callable[[Any, Batch], dict],
@@ -57,9 +74,9 @@ def evaluate(
   batches: Iterable[Batch],
   averages: Any = None,
 ) -> dict[str, float]:
-  """`eval_loss` [nats per token], `eval_bits_per_byte`, `eval_tokens` over all `batches`.
+  """Compute `eval_loss` [nats per token], `eval_bits_per_byte` and `eval_tokens` of `batches`.
 
-  With moving averages of the parameters also `eval_ema_loss` and its like, of those.
+  With moving averages of the parameters also `eval_ema_loss` and `eval_ema_bits_per_byte`.
   """
 
   def sums(batch: Batch) -> dict:
@@ -71,12 +88,12 @@ def evaluate(
 
 
 def held_out_row(batches: Iterable[dict]) -> dict[str, float]:
-  """The same figures from the evaluation step's sums over every batch.
+  """The results of `evaluate` from the evaluation step's sums of every batch.
 
-  With draft heads also `eval_acceptance_1`, ... , the share of each head's drafts that are
-  accepted, and `eval_accepted_length`, how many of a chain of drafts are.
+  With draft heads also `eval_acceptance_1`, ..., the share of each head's drafts that are accepted,
+  and `eval_accepted_length`, the mean number of accepted drafts in a chain.
   """
-  # Added up in float64: in float32 every batch would round, and counting end at 2**24 tokens.
+  # In float64: float32 rounds every sum, and cannot count beyond 2**24 tokens.
   in_float64 = lambda sums: jax.tree.map(np.float64, jax.device_get(sums))
   sums = functools.reduce(functools.partial(jax.tree.map, np.add), map(in_float64, batches))
   row = _figures(sums) | {"eval_tokens": int(sums["weight"])}

@@ -1,39 +1,111 @@
-"""An existing run: its folder, config, data and trained parameters."""
+"""The parts of a run: its folder, data, checkpoints, writers, and trained parameters."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlite.checkpoint.manager import Checkpoints
+import jax
+from rich.console import Console
+
+from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
+from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, load_config, read_saved
 from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
+from maxlite.distributed.initialize import process_0_first
+from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
+from maxlite.metrics.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
 from maxlite.training.objective import Objective
 from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
+
+Report = Callable[[str], None]  # receives a line for the console
 
 
 def run_folder(cfg: Config) -> RunFolder:
   return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
 
 
-def open_trainer_data(trainer: Trainer, phase: Objective | None = None) -> DataLoader:
-  """Open the data of the run, or of a phase (without held-out data), sharded for the mesh."""
-  cfg, batch_shape = trainer.cfg, (phase or trainer).batch_shape
+def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> DataLoader:
+  """Open the data of the run, or of an objective (no held-out data), sharded for the mesh."""
+  cfg, batch_shape = trainer.cfg, (objective or trainer).batch_shape
   cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
-  return open_data(
-    phase.data if phase else cfg.data,
+  open_sharded = lambda: open_data(
+    objective.data if objective else cfg.data,
     vocab_size=cfg.model.vocab_size,
     global_batch_size=batch_shape[0],
     rows=local_rows(trainer.batch_sharding, batch_shape),
     cache_directory=Path(cache).expanduser(),
-    evaluates=phase is None,
+    evaluates=objective is None,
   )
+  return process_0_first(open_sharded, "the data is tokenized")
+
+
+def open_objective_data(trainer: Trainer, data: DataLoader) -> dict[str, DataLoader]:
+  """By objective, the run's `data`, or its own."""
+  opened = {data.cfg: data}
+  for objective in trainer.objectives:
+    if objective.data not in opened:
+      try:
+        opened[objective.data] = open_trainer_data(trainer, objective)
+      except UserError as error:
+        raise UserError(f"phase {objective.name}: {error}") from None
+  return {objective.name: opened[objective.data] for objective in trainer.objectives}
+
+
+def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoints | None:
+  """Open the checkpoints; None if they are disabled.
+
+  Raises:
+    UserError: a run without checkpoints would overwrite an earlier run.
+  """
+  if cfg.checkpoint.enable_checkpointing:
+    return Checkpoints(cfg.checkpoint, folder.checkpoints, report=report)
+  if folder.directory.exists():
+    raise UserError(
+      f"{folder.directory} holds an earlier run, which enable_checkpointing=false would start anew "
+      "and overwrite: choose another run_name or move the folder away"
+    )
+  return None
+
+
+def open_local_checkpoints(
+  trainer: Trainer, folder: RunFolder, report: Report
+) -> LocalCheckpoints | None:
+  cfg = trainer.cfg.checkpoint
+  if not cfg.local_checkpoint_directory:
+    return None
+  run_id = all_gather_object(folder.run_id() if jax.process_index() == 0 else None)[0]
+  return LocalCheckpoints(cfg, run_id, trainer.abstract_state, report)
+
+
+def restore(
+  trainer: Trainer, checkpoints: Checkpoints | None, local: LocalCheckpoints | None
+) -> Restored | None:
+  """Restore the latest checkpoint, from local checkpoints if those are newer."""
+  if checkpoints is None:
+    return None
+  if local and (restored := local.restore(newer_than=checkpoints.latest_step() or 0)):
+    checkpoints.remove_unfinished()
+    return restored
+  return checkpoints.restore(trainer.abstract_state)
+
+
+def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Console) -> Writers:
+  """Open the writers of process 0, which drop rows after step `done`."""
+  cfg, plan = trainer.cfg, trainer.phase_plan
+  if jax.process_index() > 0:
+    return Writers([])
+  phases = [phase.name for phase in plan.phases] if plan else []
+  writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console, phases)]
+  if cfg.observe.enable_tensorboard:
+    writers.append(TensorBoardWriter(folder.tensorboard, done))
+  return Writers(writers, JsonlWriter(folder.expert_load, done) if trainer.is_moe else None)
 
 
 def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:

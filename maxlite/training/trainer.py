@@ -16,6 +16,7 @@ from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, to_global
+from maxlite.data.loader import PhaseStreams
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops_per_step
@@ -186,13 +187,11 @@ class Trainer:
     """Make a global batch of the run's size from this host's rows (numpy)."""
     return to_global(batch, self.batch_sharding, self.batch_shape)
 
-  def next_batch(self, stream: Any, state: TrainState) -> Batch:
-    """The global batch of the next step, from a TrainStream, or PhaseStreams of phases."""
-    if self.phase_plan is None:
-      return self.place(next(stream))
-    phase = self.phase_programs.phase(state)
-    shape = next(each.batch_shape for each in self.objectives if each.name == phase)
-    return to_global(stream.take(phase), self.batch_sharding, shape)
+  def next_batch(self, stream: PhaseStreams, state: TrainState) -> Batch:
+    """The global batch of the next step."""
+    name = self.phase_programs.phase(state) if self.phase_plan else "train"
+    shape = next(each.batch_shape for each in self.objectives if each.name == name)
+    return to_global(stream.take(name), self.batch_sharding, shape)
 
   def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
     """The compiled evaluation step."""

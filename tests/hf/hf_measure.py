@@ -136,7 +136,8 @@ def compiled_step(trainer: Trainer) -> Any:
   def step(params: Any, opt_state: Any, batch: tuple) -> tuple:
     loss_fn = functools.partial(loss_of, trainer)
     outputs, gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-    updates, opt_state = trainer.objectives[0].tx.update(gradients, opt_state, params)
+    with jax.numpy_dtype_promotion("standard"):
+      updates, opt_state = trainer.objectives[0].tx.update(gradients, opt_state, params)
     return outputs, gradients, optax.apply_updates(params, updates), opt_state
 
   return jit(step)

@@ -17,6 +17,13 @@ NAMES = {"wi": jax.P("embed", "mlp"), "norm": {"scale": jax.P("norm")}, "wo": ja
 LEARNING_RATE, DECAY = 0.02, 0.1
 
 
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+  """Optax mixes types; the training step allows it too."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
 def draw(shape, seed):
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 

@@ -15,7 +15,7 @@ from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.training.draft_acceptance import acceptance_sums, likeliest
+from maxlite.training.eval_step import acceptance_sums, argmax_token
 from maxlite.training.evaluation import held_out_row
 from maxlite.training.loss import Hidden, run_forward
 from maxlite.training.trainer import build_trainer
@@ -188,7 +188,7 @@ def test_the_first_of_the_likeliest_tokens_is_taken():
   x_BTD = np.ones(SHAPES["x_BTD"], np.float32)
   for degrees in DEGREES[::2]:
     sharder = sharder_on(degrees)
-    tokens = jax.jit(lambda x, w, sharder=sharder: likeliest(x, w, 5, sharder))(x_BTD, w_DV)
+    tokens = jax.jit(lambda x, w, sharder=sharder: argmax_token(x, w, 5, sharder))(x_BTD, w_DV)
     np.testing.assert_array_equal(tokens, 7)
 
 

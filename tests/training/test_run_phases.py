@@ -43,8 +43,8 @@ from maxlite.data.batch import to_global
 from maxlite.data.loader import open_data
 from maxlite.layers.lora import drop_modules
 from maxlite.metrics.writers import read_rows
-from maxlite.training.loop import StepLog
 from maxlite.training.state import averaged_params
+from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import build_trainer
 
 EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \

@@ -11,10 +11,12 @@ from tiny_run import keys_in
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck
+from maxlite.data.loader import PhaseStreams
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
-from maxlite.training.loop import Run, StepLog, train
+from maxlite.training.loop import LoopContext, train
 from maxlite.training.open_run import open_trainer_data
+from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import build_trainer
 
 HANG = """
@@ -45,14 +47,14 @@ def test_a_run_whose_copies_differ_stops_and_keeps_nothing_of_it(tmp_path):
   cfg = config_of(**keys_in(tmp_path, decoder_block="llama", checkpoint_period=1, **keys))
   trainer = build_trainer(cfg)
   checkpoints = Checkpoints(cfg.checkpoint, tmp_path / "checkpoints", pytest.fail)
-  check = ReplicaCheck(trainer.abstract_state).difference
+  check = ReplicaCheck(trainer.abstract_state)
   log, profiler = StepLog(trainer, Writers([])), Profiler(cfg.observe, tmp_path)
-  run = Run(trainer, checkpoints, log, profiler, None, difference=check)
+  context = LoopContext(trainer, checkpoints, log, profiler, None, replica_check=check)
   state = trainer.init_state()
   norm = state.params["final_norm"]
   norm["scale"] = corrupted(norm["scale"], 3)
-  stream = open_trainer_data(trainer).train_stream()
-  ending = train(run, state, stream, 1, 8)
+  stream = PhaseStreams({"train": open_trainer_data(trainer)})
+  ending = train(context, state, stream, 1, 8)
   stream.close()
   checkpoints.close()
   assert (ending.step, ending.exit_code, ending.is_saved) == (2, 1, False)
