@@ -39,6 +39,8 @@ from maxlite.training.state import TrainState
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import Trainer, build_trainer
 
+MORE = "Give it more steps, or choose another run_name."
+
 
 def run_training(cfg: Config) -> int:
   """Train to the last step, resuming from the latest checkpoint; return the exit code."""
@@ -57,10 +59,7 @@ def run_training(cfg: Config) -> int:
   log_header(trainer, data, data_by_objective, changes, console)
   done = restored[2] if restored else 0
   if done >= cfg.run.steps:
-    console.print(
-      f"{folder.directory} is at step {done} of {cfg.run.steps}: nothing to do. Give it more "
-      "steps, or choose another run_name."
-    )
+    console.print(f"{folder.directory} is at step {done} of {cfg.run.steps}: nothing to do. {MORE}")
     return 0
   _compile_phases(trainer, timer, console)
   _save_config(cfg, folder, changes)
