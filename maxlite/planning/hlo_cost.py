@@ -31,14 +31,13 @@ def matmul_flops(module: Module) -> MatmulFlops:
   A kernel on the receive buffer of a ragged all-to-all counts the rows that a uniform load sends:
   the buffer may be several times larger, but such kernels skip its empty part.
   """
-  total, unknown, filled = 0.0, 0, _filled_shares(module)
-  for computation, instruction, runs in module.executed():
-    flops = _flops(computation, instruction, filled)
-    if flops is None:
-      unknown += 1
-    else:
-      total += runs.times * flops
-  return MatmulFlops(total, unknown)
+  filled = _filled_shares(module)
+  executed = [
+    (runs.times, _flops(computation, instruction, filled))
+    for computation, instruction, runs in module.executed()
+  ]
+  total = sum(times * flops for times, flops in executed if flops is not None)
+  return MatmulFlops(total, sum(flops is None for _, flops in executed))
 
 
 def _filled_shares(module: Module) -> dict[int, float]:

@@ -94,7 +94,11 @@ class ByteTokenizer:
     pattern = "|".join(map(re.escape, self.special_tokens))
     found = re.finditer(pattern, text)
     spans = [(*match.span(), self.special_tokens[match[0]]) for match in found]
-    return _encode_between(text, spans, lambda piece, _: _bytes_of(piece))
+    return _encode_between(text, spans, self._encode_piece)
+
+  def _encode_piece(self, piece: str, _is_first: bool) -> "_Encoded":
+    starts = [n for n, character in enumerate(piece) for _ in character.encode()]
+    return list(piece.encode()), starts
 
 
 _HUGGINGFACE_BOS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]")
@@ -143,7 +147,8 @@ class HuggingFaceTokenizer:
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
     encoding = self._encoding(text, parse_special=True)
     if ESCAPE not in text:
-      return _as_arrays(encoding.ids, [start for start, _ in encoding.offsets])
+      starts = [start for start, _ in encoding.offsets]
+      return np.asarray(encoding.ids, np.uint32), np.asarray(starts, np.int64)
     special_ids = set(self.special_tokens.values())
     found = zip(encoding.offsets, encoding.ids, strict=True)
     spans = [(start, stop, i) for (start, stop), i in found if i in special_ids]
@@ -292,16 +297,7 @@ def _encode_between(
       ids.append(special)
       starts.append(start)
     begin = stop
-  return _as_arrays(ids, starts)
-
-
-def _as_arrays(ids: Sequence[int], starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
   return np.asarray(ids, np.uint32), np.asarray(starts, np.int64)
-
-
-def _bytes_of(piece: str) -> _Encoded:
-  widths = [len(character.encode()) for character in piece]
-  return list(piece.encode()), np.repeat(np.arange(len(piece)), widths).tolist()
 
 
 def _spelled_bytes(piece: str) -> int:
