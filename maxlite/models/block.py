@@ -10,7 +10,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.layers.attention import Attention
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
-from maxlite.layers.moe.block import MoeBlock
+from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.sharding import Sharder

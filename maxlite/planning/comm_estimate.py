@@ -24,7 +24,7 @@ from maxlite.optim.partition import paths_in
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
 from maxlite.planning.memory_estimate import num_token_shards
 from maxlite.planning.plan_target import PlanTarget
-from maxlite.sharding.rules import Sharder
+from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.sharding.sharding_report import ParameterSharding
 
 _FLOAT32_BYTES = 4

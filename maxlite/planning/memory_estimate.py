@@ -13,7 +13,7 @@ import numpy as np
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
 from maxlite.optim.partition import merge
-from maxlite.sharding.rules import Sharder
+from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from maxlite.config.errors import UserError
-from maxlite.sharding.rules import LogicalNames, Sharder
+from maxlite.sharding.logical_axis_rules import LogicalNames, Sharder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
-from maxlite.sharding.rules import DEFAULT_RULES
+from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.training.cross_entropy import cross_entropy_sums, distillation_sums
 from maxlite.training.step import LossFunction
 

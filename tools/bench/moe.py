@@ -44,7 +44,7 @@ from maxlite.config import load_config
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
 from maxlite.kernels.xla_cpu import keep_freed_memory
 from maxlite.layers.mlp import MLP
-from maxlite.layers.moe.block import MoeBlock
+from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.optim.partition import logical_names
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 

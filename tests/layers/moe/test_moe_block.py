@@ -13,8 +13,8 @@ import pytest
 from flax.linen import meta
 
 from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
-from maxlite.layers.moe.block import MoeBlock
 from maxlite.layers.moe.dispatch import ragged
+from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.moe.router import RouterSums
 
 NUM_SEQS, NUM_POSITIONS, DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 8, 6, 8, 4, 8, 3

@@ -94,7 +94,9 @@ class Sharder:
     if name is None:
       return ()
     if name not in DEFAULT_RULES:
-      raise UserError(f"no logical axis {name!r} in the sharding table (sharding/rules.py)")
+      raise UserError(
+        f"no logical axis {name!r} in the sharding table (sharding/logical_axis_rules.py)"
+      )
     return tuple(self.overrides.get(name, DEFAULT_RULES[name]))
 
   def num_shards(self, name: str | None) -> int:
