@@ -1,4 +1,4 @@
-"""What the backward pass recomputes under each remat_policy, counted in matmuls."""
+"""The number of matmuls that the backward pass recomputes under each remat_policy."""
 
 import functools
 
@@ -15,7 +15,7 @@ from maxlite.models.decoder import MATMUL_OUTPUTS
 from maxlite.sharding import Sharder, build_mesh
 
 TOKENS_BT = np.zeros((1, 8), np.int32)
-# Between them they have every kind of layer; the others differ in fields of its parts.
+# Together they have every kind of layer.
 FAST = ("llama", "mixtral", "deepseek", "gemma2", "gpt_oss")
 
 
@@ -32,7 +32,7 @@ def abstract_params(family):
 
 
 def num_matmuls(family, policy, *saved):
-  """Matmuls in the program of a gradient; those in a loop's body count once."""
+  """Matmuls in the jaxpr of a gradient; a loop body counts once."""
   model = model_of(family, policy, *saved)
   total = jax.grad(lambda params: jnp.sum(model.apply({"params": params}, TOKENS_BT)))
   return str(jax.make_jaxpr(total)(abstract_params(family))).count("dot_general[")
@@ -41,7 +41,7 @@ def num_matmuls(family, policy, *saved):
 @pytest.mark.parametrize(
   "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 )
-def test_more_is_recomputed_the_less_is_kept(family):
+def test_saving_less_recomputes_more(family):
   none, full = num_matmuls(family, "none"), num_matmuls(family, "full")
   minimal = num_matmuls(family, "minimal")
   some = num_matmuls(family, "custom", "query_proj", "out_proj")
