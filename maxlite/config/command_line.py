@@ -8,7 +8,7 @@ from absl import flags
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
-from maxlite.config.schema import KEYS, Key
+from maxlite.config.schema import KEYS, SchemaKey
 from maxlite.config.values import Setting, did_you_mean, domain
 
 _USAGE = """\
@@ -68,7 +68,7 @@ def help_text(program: str) -> str:
   return _USAGE.format(program=program) + "\n".join(map(defined.module_help, titles)) + "\n"
 
 
-def _title(key: Key) -> str:
+def _title(key: SchemaKey) -> str:
   doc = (key.section.__doc__ or "").removesuffix(".")
   return f"{key.section.__name__.removesuffix('Config')}: {doc}"
 

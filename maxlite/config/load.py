@@ -10,8 +10,8 @@ from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.phases import initial_phases_of, validate_phase_data
-from maxlite.config.rules import validate
 from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 
 

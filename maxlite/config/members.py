@@ -9,7 +9,6 @@ from maxlite.config.errors import UserError
 from maxlite.config.files import read_preset
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.rules import SHARED, is_folder_name, validate
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -21,6 +20,7 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.sweep import Point, sweep_points
+from maxlite.config.validation import SHARED, is_folder_name, validate
 from maxlite.config.values import Setting, parse
 
 # Keys that a member may set; all others are shared.

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ModelFamily:
-  """Structure of a family's decoder layers that no config key sets (models/block.py)."""
+  """Structure of a family's decoder layers that no config key sets (models/decoder_layer.py)."""
 
   is_moe: bool = False  # MoE layers, except those that the config makes dense
   latent_attention: bool = False  # multi-head latent attention (layers/mla.py)

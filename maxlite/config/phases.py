@@ -9,7 +9,6 @@ from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import DRAFT_LOSSES, LOSSES
-from maxlite.config.rules import validate
 from maxlite.config.schema import (
   DEFAULTS,
   KEYS,
@@ -19,6 +18,7 @@ from maxlite.config.schema import (
   TrainingConfig,
   flatten,
 )
+from maxlite.config.validation import validate
 from maxlite.config.values import Setting, did_you_mean, parse, parse_as
 
 _PHASE_KEYS = ("name", "train", "loss", "steps", "until")

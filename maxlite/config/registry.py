@@ -51,11 +51,12 @@ TOKENIZERS = Registry(
 OPTIMIZERS = _registry("maxlite.optim.build:{}", "adamw", "lion", "adafactor", "muon")
 # lr_schedule_type -> (OptimizerConfig, steps after the warm-up) -> optax.Schedule
 SCHEDULES = _registry("maxlite.optim.schedules:{}", "cosine", "wsd", "constant")
-# router: see layers/moe/router.py.
-ROUTERS = _registry(
-  "maxlite.layers.moe.router:{}",
-  *("softmax_topk", "topk_softmax", "group_limited_greedy", "sigmoid_group_topk"),
+# router: see layers/moe/router.py. GROUP_ROUTERS read n_routing_groups and topk_routing_group.
+PLAIN_ROUTERS = _registry("maxlite.layers.moe.router:{}", "softmax_topk", "topk_softmax")
+GROUP_ROUTERS = _registry(
+  "maxlite.layers.moe.router:{}", "group_limited_greedy", "sigmoid_group_topk"
 )
+ROUTERS: Mapping[str, Any] = ChainMap(GROUP_ROUTERS, PLAIN_ROUTERS)
 # How tokens reach their experts: see layers/moe/dispatch.
 DISPATCHES = _registry(
   "maxlite.layers.moe.dispatch.{}:apply_experts", "ragged", "all_gather", "dense", "capacity"

@@ -15,7 +15,7 @@ import yaml
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, Raw, YamlValueError, from_yaml, show
-from maxlite.config.schema import KEYS, REMOVED_KEYS, RENAMED_KEYS, AxisRules, Key
+from maxlite.config.schema import KEYS, REMOVED_KEYS, RENAMED_KEYS, AxisRules, SchemaKey
 
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
@@ -74,7 +74,7 @@ def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> An
   return value
 
 
-def find_key(setting: Setting) -> Key:
+def find_key(setting: Setting) -> SchemaKey:
   """The schema's entry for a setting.
 
   Raises:
@@ -94,7 +94,7 @@ def find_key(setting: Setting) -> Key:
   return KEYS[name]
 
 
-def domain(key: Key) -> str:
+def domain(key: SchemaKey) -> str:
   """Describe the allowed values of a key: type or choices, and range."""
   field, (noun, _) = key.field, _TYPE_DOCS[key.type]
   if field.choices:

@@ -8,6 +8,7 @@ from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
+from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.schema import DEFAULTS, ModelConfig, TilesConfig, flatten
 from maxlite.config.values import Setting, parse
 from maxlite.hf.families import FAMILIES
@@ -109,7 +110,7 @@ def _function_keys(cfg: ModelConfig) -> dict[str, Any]:
     names -= set(flatten(cfg.moe))
   elif cfg.moe.first_num_dense_layers == 0 and cfg.moe.interleave_moe_layer_step == 1:
     names -= {"base_mlp_dim"}
-  if "group" not in cfg.moe.router:
+  if cfg.moe.router not in GROUP_ROUTERS:
     names -= {"n_routing_groups", "topk_routing_group"}
   if model.latent_attention:
     names -= {"base_num_kv_heads", "head_dim"}

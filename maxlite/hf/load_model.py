@@ -19,7 +19,6 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.checkpoint.safetensors import DTYPES
 from maxlite.config import Config, read_saved
 from maxlite.config.errors import UserError
-from maxlite.config.rules import validate
 from maxlite.config.schema import (
   DEFAULTS,
   FLOAT_TYPES,
@@ -29,6 +28,7 @@ from maxlite.config.schema import (
   ModelConfig,
   build,
 )
+from maxlite.config.validation import validate
 from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import read_tensors

@@ -12,7 +12,7 @@ from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
-from maxlite.models.block import DecoderLayer, Rope, build_rope
+from maxlite.models.decoder_layer import DecoderLayer, Rope, build_rope
 from maxlite.models.draft import DraftHeads
 from maxlite.sharding import Sharder
 

@@ -18,7 +18,7 @@ from maxlite.config import (
 )
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import FrozenMapping, show
-from maxlite.config.schema import DEFAULTS, KEYS, MESH_AXES, AxisRules, Key, build, flatten
+from maxlite.config.schema import DEFAULTS, KEYS, MESH_AXES, AxisRules, SchemaKey, build, flatten
 from maxlite.config.values import Setting, parse
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -40,7 +40,7 @@ WHOLE = {
 }
 
 
-def _values(key: Key) -> st.SearchStrategy:
+def _values(key: SchemaKey) -> st.SearchStrategy:
   field = key.field
   if key.type in WHOLE:
     return WHOLE[key.type]

@@ -18,7 +18,7 @@ from maxlite.training.run import run_training
 
 # Of each kind: the table, and the entry that the toy calls.
 KINDS = {
-  "router": (tables.ROUTERS, "topk_softmax"),
+  "router": (tables.PLAIN_ROUTERS, "topk_softmax"),
   "dispatch": (tables.DISPATCHES, "ragged"),
   "attention": (tables.ATTENTION_BACKENDS, "reference"),
   "grouped_matmul": (tables.GROUPED_MATMUL_BACKENDS, "ragged_dot"),

@@ -14,7 +14,7 @@ from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.models import Decoder
-from maxlite.models.block import DecoderLayer
+from maxlite.models.decoder_layer import DecoderLayer
 from maxlite.sharding import Sharder, build_mesh
 
 TINY = {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from maxlite.config.raw_values import show
-from maxlite.config.schema import KEYS, Key
+from maxlite.config.schema import KEYS, SchemaKey
 from maxlite.config.values import domain
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
@@ -33,12 +33,12 @@ def reference() -> str:
   return INTRODUCTION + "".join(_table(section, list(keys)) for section, keys in sections)
 
 
-def _table(section: type, keys: list[Key]) -> str:
+def _table(section: type, keys: list[SchemaKey]) -> str:
   head = f"\n## {section.__name__.removesuffix('Config')}\n\n{section.__doc__}\n\n"
   return head + "| key | value | default | doc |\n|---|---|---|---|\n" + "".join(map(_row, keys))
 
 
-def _row(key: Key) -> str:
+def _row(key: SchemaKey) -> str:
   name = f"`{key.name}`" + ("*" if key.field.shapes_model else "")
   cells = (name, domain(key), f"`{show(key.default)}`", key.field.doc)
   return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

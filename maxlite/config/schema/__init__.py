@@ -59,7 +59,7 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class SchemaKey:
   """One flat key of the schema."""
 
   name: str
@@ -69,14 +69,14 @@ class Key:
   section: type
 
 
-def _walk(section: Any) -> Iterator[Key]:
+def _walk(section: Any) -> Iterator[SchemaKey]:
   hints = get_type_hints(section)
   for entry in dataclasses.fields(section):
     hint = hints[entry.name]
     if dataclasses.is_dataclass(hint):
       yield from _walk(hint)
     else:
-      yield Key(entry.name, hint, entry.default, entry.metadata["config"], section)
+      yield SchemaKey(entry.name, hint, entry.default, entry.metadata["config"], section)
 
 
 def build(section: type, values: dict[str, Any]) -> Any:
@@ -96,7 +96,7 @@ def flatten(config: Any) -> dict[str, Any]:
   return flat
 
 
-KEYS: dict[str, Key] = {key.name: key for key in _walk(Config)}
+KEYS: dict[str, SchemaKey] = {key.name: key for key in _walk(Config)}
 DEFAULTS: dict[str, Any] = {key.name: key.default for key in KEYS.values()}
 # Old name -> new name. A run's saved config.yml may have either; elsewhere the old name is an error
 # that gives the new one.

@@ -1,4 +1,4 @@
-"""Rules between keys that need no devices.
+"""Validate a config: the rules between keys that need no devices.
 
 A rule function yields `(violated, keys, text)` for each of its rules, in order: whether the config
 violates it, the keys that it is about, and the rule with what to write instead.
@@ -12,14 +12,13 @@ from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
-from maxlite.config.registry import DRAFT_LOSSES
+from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
 from maxlite.config.values import did_you_mean
 
 Rules = Iterator[tuple[Any, str, str]]
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
 DEFAULT, SHARED = "default", "shared"
-_GROUP_ROUTERS = ("group_limited_greedy", "sigmoid_group_topk")
 _LINEAR = ("linear", "linear_plus_one")
 
 
@@ -106,7 +105,7 @@ def _router(c: Config) -> Rules:
   moe, num_groups = c.model.moe, c.model.moe.n_routing_groups
   if not c.model.family.is_moe:
     return
-  if moe.router in _GROUP_ROUTERS:
+  if moe.router in GROUP_ROUTERS:
     divisor = _largest_divisor(moe.num_experts, num_groups)
     text = f"groups must have equal size; write n_routing_groups={divisor}"
     yield moe.num_experts % num_groups, "n_routing_groups num_experts", text
@@ -119,8 +118,9 @@ def _router(c: Config) -> Rules:
     yield eligible < moe.num_experts_per_tok, keys, text
   text = "its weights always sum to one; write router=topk_softmax or norm_topk_prob=true"
   yield moe.router == "softmax_topk" and not moe.norm_topk_prob, "norm_topk_prob router", text
-  text = f"this router has no groups; write router={_GROUP_ROUTERS[0]} or n_routing_groups=1"
-  yield num_groups > 1 and moe.router not in _GROUP_ROUTERS, "n_routing_groups router", text
+  grouped = next(iter(GROUP_ROUTERS))
+  text = f"this router has no groups; write router={grouped} or n_routing_groups=1"
+  yield num_groups > 1 and moe.router not in GROUP_ROUTERS, "n_routing_groups router", text
 
 
 def _dispatch(c: Config) -> Rules:
