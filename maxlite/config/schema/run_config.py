@@ -71,7 +71,7 @@ class MeshConfig:
   dcn_tensor_parallelism: int = _degree("dcn", "tensor", 1)
   logical_axis_rules: AxisRules = field(
     (),
-    "Replaces rows of the sharding table (sharding/logical_axis_rules.py): [[logical axis, [mesh axes]], ...].",
+    "Replacements of rows in sharding/logical_axis_rules.py: [[logical axis, [mesh axes]], ...].",
   )
   sharding_tolerance: float = field(
     0.02, "Maximum fraction of parameter bytes left unsharded on a sharded mesh.", low=0, high=1
