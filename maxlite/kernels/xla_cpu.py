@@ -13,6 +13,7 @@ Elsewhere, because the workaround is the form of the code:
   `ragged_dot` is dense over the groups.
 - sharding/all_to_all.py: `ragged_all_to_all` is not implemented; a padded all-to-all replaces it.
 - models/decoder.py: layer scans are unrolled by 4, because XLA:CPU copies what a loop carries.
+- inference/inference_params.py: kernels are transposed for `matmul_few_rows`.
 - checkpoint/checksum.py: more than 32 independent collectives in flight deadlock.
 - ensemble/ensemble_metrics.py: a logsumexp over the first axis is 300 times slower than a loop.
 """
