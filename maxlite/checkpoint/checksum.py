@@ -14,14 +14,10 @@ from jax import Array
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by itemsize
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-  """Return the name of a leaf: `params/decoder/embedding`."""
-  return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-  """Return {name: leaf} of a pytree."""
-  return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  """Return {name: leaf} of a pytree, with names such as `params/decoder/embedding`."""
+  name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+  return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def tree_checksums(tree: Any) -> dict[str, int]:

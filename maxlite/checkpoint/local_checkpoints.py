@@ -22,7 +22,7 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -66,8 +66,7 @@ class StateSlice:
     return data[self.start : self.stop].view(self.dtype).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class FileName:
+class FileName(NamedTuple):
   """The parts of a file's name."""
 
   step: int
@@ -284,10 +283,10 @@ class LocalCheckpoints:
     }
     return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves.values())
 
-  def _files(self) -> list[tuple[int, str, str]]:
-    """Return the parts of the names of all files of the run on this host."""
+  def _files(self) -> list[FileName]:
+    """Return the names of all files of the run on this host."""
     found = [_FILE.fullmatch(path.name) for path in self._directory.iterdir()]
-    return sorted((int(f[1]), f[2], f[3]) for f in found if f and f[4] == "safetensors")
+    return sorted(FileName(int(f[1]), f[2], f[3]) for f in found if f and f[4] == "safetensors")
 
   def _delete_all_but(self, snapshot: Snapshot) -> None:
     """Delete the files of other snapshots on this host, except those of a later save.

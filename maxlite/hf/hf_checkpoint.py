@@ -1,6 +1,7 @@
 """Convert parameters from and to the weights of a Hugging Face checkpoint, in chunks."""
 
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,47 +83,33 @@ def write_tensors(
   read: Read,
 ) -> None:
   """Write the tensors of `mappings` and close the writer; see write_weights."""
-  layers = _LayerCache(params, read)
   try:
-    for mapping in mappings:
-      _write_tensor(writer, mapping, layers.load(mapping))
+    # One group per layer of the same parameters, such as all of its experts.
+    for _, group in itertools.groupby(mappings, key=lambda m: (m.paths, m.index[:1])):
+      _write_layer(writer, list(group), params, read)
   finally:
     writer.close()
 
 
-def _write_tensor(
-  writer: FolderWriter | TensorFile, mapping: TensorMapping, arrays: Mapping[str, np.ndarray]
+def _write_layer(
+  writer: FolderWriter | TensorFile,
+  mappings: Sequence[TensorMapping],
+  params: Mapping[str, Any],
+  read: Read,
 ) -> None:
-  # A separate function, so that no variable holds `arrays` while the next are read.
-  for block in mapping.blocks():
-    targets = block.targets()
-    if mapping.index:  # `arrays` has only the layer
-      targets = [(path, (slice(0, 1), *index[1:])) for path, index in targets]
-    parts = [arrays[path][index] for path, index in targets]
-    writer.write_rows(mapping.tensor, block.rows[0], block.to_theirs(parts))
-
-
-class _LayerCache:
-  """Holds the parameters of one mapping: of one layer, or of a parameter that is not stacked."""
-
-  def __init__(self, params: Mapping[str, Any], read: Read):
-    self._shapes = {path: tuple(leaf.shape) for path, leaf in params.items()}
-    self._read = read
-    self._key: tuple | None = None
-    self._arrays: dict[str, np.ndarray] = {}
-
-  def load(self, mapping: TensorMapping) -> dict[str, np.ndarray]:
-    """Return {path: array} of the mapping's layer; consecutive experts share it."""
-    key = (mapping.paths, mapping.index[:1])
-    if self._key != key:
-      self._arrays.clear()  # free memory before more is read
-      layer = tuple(slice(i, i + 1) for i in mapping.index[:1])
-      self._arrays = {
-        path: self._read(path, (*layer, *whole(self._shapes[path][len(layer) :])))
-        for path in mapping.paths
-      }
-      self._key = key
-    return self._arrays
+  """Write the tensors of one layer of the same parameters."""
+  layer = tuple(slice(i, i + 1) for i in mappings[0].index[:1])
+  arrays = {
+    path: read(path, (*layer, *whole(params[path].shape[len(layer) :])))
+    for path in mappings[0].paths
+  }
+  for mapping in mappings:
+    for block in mapping.blocks():
+      targets = block.targets()
+      if layer:  # `arrays` start at it
+        targets = [(path, (slice(0, 1), *index[1:])) for path, index in targets]
+      parts = [arrays[path][index] for path, index in targets]
+      writer.write_rows(mapping.tensor, block.rows[0], block.to_theirs(parts))
 
 
 def _with_vocab_size(mapping: TensorMapping, vocab_size: int) -> TensorMapping:

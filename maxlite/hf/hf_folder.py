@@ -83,13 +83,11 @@ class FolderWriter:
       weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
       index = {"metadata": {"total_size": total}, "weight_map": weight_map}
       write_json(directory / INDEX, index)
-    self._files = [
-      TensorFile(directory / file, {name: tensors[name] for name in shard})
-      for file, shard in zip(names, shards, strict=True)
-    ]
-    self._file_of = {
-      name: file for file, shard in zip(self._files, shards, strict=True) for name in shard
-    }
+    self._files: list[TensorFile] = []
+    self._file_of: dict[str, TensorFile] = {}
+    for file, shard in zip(names, shards, strict=True):
+      self._files.append(TensorFile(directory / file, {name: tensors[name] for name in shard}))
+      self._file_of |= dict.fromkeys(shard, self._files[-1])
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
     """Write rows of a tensor, starting at row `low`."""

@@ -120,31 +120,20 @@ class TensorBlock:
     return self.mapping.layout.to_theirs(array)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerStack:
-  """Layers of one kind: the path of their parameters and the numbers of the layers in the model."""
-
-  path: str
-  numbers: tuple[int, ...]
-  is_stacked: bool
-
-
-def layer_stacks(cfg: ModelConfig) -> list[LayerStack]:
-  """Return the layers of models.Decoder."""
-  is_moe = cfg.family.is_moe
-  num_dense = cfg.moe.first_num_dense_layers if is_moe else 0
-  step = cfg.moe.interleave_moe_layer_step if is_moe else 1
-  numbers = range(cfg.base_num_decoder_layers)
+def layers(cfg: ModelConfig) -> list[tuple[int, str, tuple[int, ...]]]:
+  """Return (number, path of the parameters, index in their stack if scanned) of each layer."""
+  num_dense, step = 0, 1
+  if cfg.family.is_moe:
+    num_dense, step = cfg.moe.first_num_dense_layers, cfg.moe.interleave_moe_layer_step
   names = [""] if step == 1 else [*(f"/dense_{i}" for i in range(step - 1)), "/mixture"]
-  groups = [("dense_layers", "", numbers[:num_dense])] if num_dense else []
+  numbers = range(cfg.base_num_decoder_layers)
+  groups = [("dense_layers", "", numbers[:num_dense])]
   groups += [("layers", name, numbers[num_dense + i :: step]) for i, name in enumerate(names)]
-  if cfg.scan_layers:
-    return [LayerStack(path + name, tuple(group), True) for path, name, group in groups]
-  return [
-    LayerStack(f"{path}_{i}{name}", (number,), False)
+  return sorted(
+    (number, f"{path}{name}", (i,)) if cfg.scan_layers else (number, f"{path}_{i}{name}", ())
     for path, name, group in groups
     for i, number in enumerate(group)
-  ]
+  )
 
 
 def tensor_mappings(
@@ -155,17 +144,12 @@ def tensor_mappings(
   Raises:
     UserError: the family has no tensor for a parameter.
   """
-  by_layer: list[tuple[int, list[TensorMapping]]] = []
-  rules = family.block_rules(cfg)
-  for stack in layer_stacks(cfg):
-    for i, number in enumerate(stack.numbers):
-      prefix = family.layer_prefix.format(layer=number)
-      index = (i,) if stack.is_stacked else ()
-      layer_rules = [dataclasses.replace(rule, theirs=prefix + rule.theirs) for rule in rules]
-      layer = [m for rule in layer_rules for m in _mappings(rule, f"{stack.path}/", index, params)]
-      by_layer.append((number, layer))
-  mappings = [m for rule in family.outer for m in _mappings(rule, "", (), params)]
-  mappings += [m for _, layer in sorted(by_layer, key=lambda pair: pair[0]) for m in layer]
+  mappings = [mapping for rule in family.outer for mapping in _mappings(rule, "", (), params)]
+  for number, path, index in layers(cfg):
+    prefix = family.layer_prefix.format(layer=number)
+    for rule in family.block_rules(cfg):
+      layer_rule = dataclasses.replace(rule, theirs=prefix + rule.theirs)
+      mappings += _mappings(layer_rule, f"{path}/", index, params)
   unmapped = sorted(set(params) - {path for mapping in mappings for path in mapping.paths})
   if unmapped:
     raise UserError(

@@ -11,6 +11,7 @@ from typing import Any
 from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
 from maxlite.config.schema import GenerateConfig
+from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import stream_completions
@@ -95,20 +96,14 @@ def _prompts(cfg: GenerateConfig) -> list[str]:
   path = Path(cfg.prompt_file)
   if not path.is_file():
     raise UserError(f"prompt_file={cfg.prompt_file} is not a file")
-  lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-  if not lines:
+  prompts = []
+  for place, record in read_objects(path, 0, 1):
+    if not isinstance(record.get("prompt"), str):
+      raise UserError(f'prompt_file={place}: write {{"prompt": "..."}}')
+    prompts.append(record["prompt"])
+  if not prompts:
     raise UserError(f"prompt_file={cfg.prompt_file} has no lines")
-  return [_prompt(cfg.prompt_file, number, line) for number, line in enumerate(lines, start=1)]
-
-
-def _prompt(file: str, number: int, line: str) -> str:
-  try:
-    row = json.loads(line)
-  except json.JSONDecodeError:
-    row = None
-  if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-    raise UserError(f'prompt_file={file}, prompt {number}: write {{"prompt": "..."}}')
-  return row["prompt"]
+  return prompts
 
 
 def _request(cfg: GenerateConfig, n: int, prompt: str, tokenizer: Tokenizer) -> GenerationRequest:

@@ -119,9 +119,9 @@ def test_prompt_files_are_validated_line_by_line(finished, capsys, tmp_path):
   file = tmp_path / "prompts.jsonl"
   for content, message in (
     ("", "has no lines"),
-    ('{"prompt": "a"}\n\n{"text": "b"}', "prompt 2: write"),
-    ("[", "prompt 1: write"),
-    ('{"prompt": 7}', "prompt 1: write"),
+    ('{"prompt": "a"}\n\n{"text": "b"}', "prompts.jsonl:3: write"),
+    ("[", "prompts.jsonl:1: not JSON"),
+    ('{"prompt": 7}', "prompts.jsonl:1: write"),
   ):
     file.write_text(content)
     assert message in generation_error(finished, capsys, f"prompt_file={file}")

@@ -23,11 +23,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 IGNORED = ("model", "user")
 _NUMBERS: dict[str, tuple[type, ...]] = {
-  "temperature": (int, float),
-  "top_p": (int, float),
-  "min_p": (int, float),
-  "repetition_penalty": (int, float),
-  "top_k": (int,),
+  field.name: (int,) if field.type is int else (int, float)
+  for field in dataclasses.fields(SamplingParams)
 }
 MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000  # each is searched for after every token
