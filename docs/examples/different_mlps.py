@@ -1,4 +1,4 @@
-"""Trains 16 MLPs of different depth and width on one regression task and compares their mean.
+"""Train 16 MLPs of different depth and width on one regression task and compare their mean.
 
 python docs/examples/different_mlps.py [--steps 500]
 """

@@ -1,4 +1,4 @@
-"""Trains 64 MLPs of one shape with different learning rates and prints the best rates.
+"""Train 64 MLPs of one shape with different learning rates and print the best rates.
 
 python docs/examples/learning_rates.py [--steps 500]
 """

@@ -20,7 +20,7 @@ _USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME [run_n
 
 
 def main(arguments: Sequence[str]) -> int:
-  """Runs a subcommand and returns the exit code."""
+  """Run a subcommand and return the exit code."""
   with exit_on_user_error("maxlite.ensemble"):
     if arguments[:1] == ["export"]:
       return _export(arguments[1:])
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-  """Copies a member's folder to a run folder next to the ensemble's, and prints its path."""
+  """Copy a member's folder to a run folder next to the ensemble's, and print its path."""
   given = dict(argument.split("=", 1) for argument in arguments[1:] if "=" in argument)
   if not arguments or "member" not in given or given.keys() - {"member", "run_name"}:
     raise UserError(_USAGE)
@@ -69,7 +69,7 @@ def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
 
 
 def _train_members(folder: str, batch_size: str, *names: str) -> int:
-  """Trains some of the members in this process."""
+  """Train some of the members in this process."""
   cfg = _read_config(Path(folder))
   ensemble = dataclasses.replace(cfg.ensemble, ensemble_strategy="auto", ensemble_num_workers=0)
   return run_ensemble(dataclasses.replace(cfg, ensemble=ensemble), names, int(batch_size))

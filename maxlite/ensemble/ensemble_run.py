@@ -49,7 +49,7 @@ MAX_RESTARTS = 3  # of a worker process that dies
 
 
 def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) -> int:
-  """Trains all members, or those of these `names`, to the last step; returns the exit code.
+  """Train all members, or those in `names`, to the last step; return the exit code.
 
   The default batch size is that of a run on all devices.
   """
@@ -112,7 +112,7 @@ class EnsembleRun:
   """The members of one command, trained by engines or in worker processes."""
 
   def __init__(self, cfg: Config, names: Sequence[str], batch_size: int, console: Console):
-    """With all members, or those of these `names`."""
+    """`names`: of the members to train; empty: all."""
     self.cfg, self.console, self.batch_size = cfg, console, batch_size
     self.devices = jax.devices()
     members = [m for m in members_of(cfg) if not names or m.name in names]
@@ -138,7 +138,7 @@ class EnsembleRun:
     return not self._unfinished()
 
   def open(self) -> None:
-    """Restores all members; if workers will train them, only finds their steps."""
+    """Restore all members; if workers will train them, only find their steps."""
     if self._in_workers:
       for member in self.members:  # without using the devices, which the workers need
         member.find_step()
@@ -146,7 +146,7 @@ class EnsembleRun:
       self._restore()
 
   def print_header(self) -> None:
-    """Prints versions, devices and data, and chooses and prints the strategy."""
+    """Print versions, devices and data; choose and print the strategy."""
     self.console.print(
       f"maxlite {__version__}, jax {jax.__version__}: {len(self.devices)} x "
       f"{self.devices[0].device_kind}, {len(self.members)} members; {self.data.source.summary}; "
@@ -157,7 +157,7 @@ class EnsembleRun:
       self.console.print(self._plan(group)[0].table(), soft_wrap=False)
 
   def train(self) -> int:
-    """Trains until all members are at the last step or stopped; returns the exit code."""
+    """Train until all members are at the last step or stopped; return the exit code."""
     if self._in_workers:
       return self._train_in_workers()
     while not self.is_done:
@@ -170,7 +170,7 @@ class EnsembleRun:
     return 0
 
   def score_combinations(self) -> dict[str, dict]:
-    """Scores of the members that completed all steps; empty without held-out data."""
+    """Score combinations of the members that completed all steps; empty without held-out data."""
     members = [m for m in self.members if m.step >= self.cfg.run.steps and not m.diverged]
     if self.data.source.eval is None or len(members) < 2:
       return {}
@@ -245,7 +245,7 @@ class EnsembleRun:
     return code if code >= 0 else 128 - code
 
   def _memory_fraction(self) -> float:
-    """Of a GPU, for all its workers: ensemble_memory_gb, at most GPU_MEMORY_SHARE."""
+    """The fraction of a GPU's memory for all its workers, from ensemble_memory_gb."""
     limit, stats = self.cfg.ensemble.ensemble_memory_gb * 1e9, self.devices[0].memory_stats()
     if not limit or not stats:
       return GPU_MEMORY_SHARE
@@ -263,7 +263,7 @@ class EnsembleRun:
     return group, min(end for end in ends if end > first)
 
   def _apply_halving(self) -> None:
-    """Stops the members that ASHA does not promote."""
+    """Stop the members that ASHA does not promote."""
     if not self._rungs:
       return
     losses = {m.name: {row["step"]: row.get("eval_loss") for row in m.rows} for m in self.members}

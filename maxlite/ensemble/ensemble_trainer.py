@@ -40,7 +40,7 @@ class EnsembleTrainer:
     return [held_out_row(batch[z] for batch in sums) for z in range(len(self.runs))]
 
   def save(self, step: int, state: Any, data_states: list[dict]) -> None:
-    """Starts to write a checkpoint of every member, all at the same time."""
+    """Start to write a checkpoint of every member, all at the same time."""
     states = self.engine.unpack(state)
     for run, own, data_state in zip(self.runs, states, data_states, strict=True):
       if run.checkpoints is not None:

@@ -101,7 +101,7 @@ _disagreement = jax.jit(disagreement_sums)
 
 
 def _add(totals: dict[str, dict], name: str, sums: dict) -> None:
-  """Adds in float64 on the host: float32 cannot count beyond 2**24 tokens."""
+  """Add in float64 on the host: float32 cannot count beyond 2**24 tokens."""
   exact = {key: np.asarray(value, np.float64) for key, value in jax.device_get(sums).items()}
   before = totals.get(name)
   totals[name] = exact if before is None else {key: before[key] + exact[key] for key in exact}

@@ -26,7 +26,7 @@ LEADERBOARD = "leaderboard.md"  # written last
 def finalize(
   members: Sequence[MemberRun], scores: Mapping[str, dict], directory: Path, console: Console
 ) -> None:
-  """Writes members.jsonl, plots and leaderboard into the ensemble's folder, and prints them.
+  """Write members.jsonl, plots and leaderboard into the ensemble's folder, and print the results.
 
   Args:
     scores: of the combinations by `score_combinations`; may be empty.

@@ -56,7 +56,7 @@ def ranked(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
 
 
 def write_members(entries: Sequence[LeaderboardEntry], path: Path) -> None:
-  """Writes one strict JSON object per member, best first; non-finite numbers become null."""
+  """Write one strict JSON object per member, best first; non-finite numbers become null."""
   finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
   rows = [
     {name: finite(value) for name, value in dataclasses.asdict(entry).items()}
@@ -187,7 +187,7 @@ def _markdown_table(
 
 
 def _write(path: Path, text: str) -> None:
-  """Writes a file atomically."""
+  """Write a file atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
   unfinished = path.with_name(f".{path.name}")
   unfinished.write_text(text, encoding="utf-8")

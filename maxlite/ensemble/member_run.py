@@ -19,7 +19,7 @@ class MemberRun:
   """A member's run folder, step and state; while it trains, the engine holds the state."""
 
   def __init__(self, member: MemberConfig, report: Callable[[str], None]):
-    """Raises UserError if the folder holds a run of another model."""
+    """Raise UserError if the folder holds a run of another model."""
     self.member, self.folder = member, run_folder(member.config)
     self._changes = self.folder.config_changes(flatten(member.config))
     self.checkpoints: Checkpoints | None = None
@@ -48,11 +48,11 @@ class MemberRun:
     return read_rows(self.folder.metrics) if self.folder.metrics.exists() else []
 
   def find_step(self) -> None:
-    """Sets the step of the latest checkpoint without reading it."""
+    """Set the step to that of the latest checkpoint without reading it."""
     self.step = (self.checkpoints.latest_step() or 0) if self.checkpoints else 0
 
   def restore(self, program: MemberProgram, device: jax.Device) -> None:
-    """Restores the latest complete checkpoint, if any; `device`: of a program without shardings."""
+    """Restore the latest complete checkpoint, if any; to `device` if the program has no shardings."""
     if self.checkpoints is None:
       return
     abstract = jax.eval_shape(program.init, jnp.uint32(0))
@@ -70,7 +70,7 @@ class MemberRun:
     self._changes = {}
 
   def open_writers(self) -> Writers:
-    """Writers that keep the rows up to the current step."""
+    """Open writers that keep the rows up to the current step."""
     writers: list[Writer] = [JsonlWriter(self.folder.metrics, self.step)]
     if self.config.observe.enable_tensorboard:
       writers.append(TensorBoardWriter(self.folder.tensorboard, self.step))
@@ -78,6 +78,6 @@ class MemberRun:
     return Writers(writers, JsonlWriter(self.folder.expert_load, self.step) if is_moe else None)
 
   def close(self) -> None:
-    """Waits until all checkpoints are written."""
+    """Wait until all checkpoints are written."""
     if self.checkpoints is not None:
       self.checkpoints.close()

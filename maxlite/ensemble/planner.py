@@ -19,7 +19,7 @@ from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCosts:
-  """Of one device; on a CPU, whose cores are shared: of one program that runs alone."""
+  """Speeds and times of a device; on a CPU, those of one program that runs alone."""
 
   flops_per_second: float
   bytes_per_second: float
@@ -40,7 +40,7 @@ CLOSE = 1.05  # estimates within this factor are equal
 
 @dataclasses.dataclass(frozen=True)
 class StrategyEstimate:
-  """Of one strategy."""
+  """The estimated cost of one strategy."""
 
   strategy: str
   why_not: str = ""  # empty: it supports these members

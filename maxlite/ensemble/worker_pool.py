@@ -42,7 +42,7 @@ def assign_workers(
   memory_fraction: float = GPU_MEMORY_SHARE,
   cores: Sequence[int] | None = None,
 ) -> list[WorkerAssignment]:
-  """Assigns members by cost, and resources in equal numbers; every worker has a member.
+  """Assign members by cost, and resources in equal numbers; every worker has a member.
 
   Workers share cores or GPUs if there are fewer of them. All have the same number of GPUs, because
   results may depend on it.
@@ -108,16 +108,16 @@ class WorkerExecutor(Protocol):
   """Where workers run; thread-safe."""
 
   def run(self, worker: WorkerCommand) -> int:
-    """Runs the worker to its end; returns the exit code."""
+    """Run the worker to its end; return the exit code."""
 
   def stop(self, number: signal.Signals) -> None:
-    """Sends a signal to all workers; SIGKILL also to their child processes."""
+    """Send a signal to all workers; SIGKILL also to their child processes."""
 
   def close(self) -> None: ...
 
 
 class _Supervisor:
-  """Restarts workers, each in a thread, until they finish or are stopped."""
+  """Supervisor that restarts workers, each in a thread, until they finish or are stopped."""
 
   def __init__(self, executor: WorkerExecutor, max_restarts: int, report: Callable[[str], None]):
     self._executor, self._max_restarts, self._report = executor, max_restarts, report

@@ -31,7 +31,7 @@ class WorkerCommand:
 
 
 class LocalExecutor:
-  """Runs workers on this machine; thread-safe."""
+  """Executor of workers on this machine; thread-safe."""
 
   def __init__(self) -> None:
     self._running: set[subprocess.Popen] = set()
@@ -68,7 +68,7 @@ def start(
   pass_fds: Sequence[int] = (),
   more_environment: dict[str, str] | None = None,
 ) -> subprocess.Popen:
-  """Starts the worker in a separate process group, so that Ctrl-C does not reach it directly.
+  """Start the worker in a separate process group, so that Ctrl-C does not reach it directly.
 
   `follow`: it gets SIGTERM when the calling thread ends, for whatever reason.
   """
@@ -101,7 +101,7 @@ def available_cores() -> list[int]:
 
 
 def send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
-  """Sends a signal; SIGKILL goes to the whole process group, which cannot clean up after itself."""
+  """Send a signal; SIGKILL goes to the process group, since a killed worker cannot clean up."""
   if process.poll() is not None:
     return
   if number == signal.SIGKILL:
@@ -128,7 +128,7 @@ def _last_line(log: Path) -> str:
 
 
 def exec_worker(parent: int, cores: str, command: list[str]) -> None:
-  """Replaces this process by a command that gets SIGTERM when `parent` dies (0: no parent).
+  """Replace this process by a command that gets SIGTERM when `parent` dies (0: no parent).
 
   `cores`, separated by commas, are those to which it is bound (empty: all). Both must be set before
   the command starts a thread, and a parent with threads cannot run code between fork and exec. Only

@@ -16,7 +16,7 @@ STEPS = 3
 
 
 class Normed(nn.Module):
-  """Has running statistics and random numbers."""
+  """A module with running statistics and random numbers."""
 
   @nn.compact
   def __call__(self, x_BTD, train=True):

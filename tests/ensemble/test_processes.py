@@ -48,7 +48,7 @@ def make_nothing():
 
 
 def make_only_here():
-  """Works in the parent; a worker exits on the first line."""
+  """A factory that works in the parent; a worker exits on its first line."""
   if "serve" in sys.argv[0]:
     sys.exit("no such file")
   return make()

@@ -160,7 +160,7 @@ def grouped(options: argparse.Namespace) -> None:
 def compare(
   title: str, names: Sequence[str], width: int, num_devices: int, options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, float]]:
-  """Prints a table; returns ({candidate: seconds per step}, {candidate: seconds to start})."""
+  """Print a table; return ({candidate: seconds per step}, {candidate: seconds to start})."""
   with contextlib.ExitStack() as processes:
     timed: dict[str, Timed] = {}
     for name in names:

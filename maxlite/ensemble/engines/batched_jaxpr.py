@@ -215,7 +215,7 @@ class _OnArrays:
   """
 
   def __init__(self, jaxpr: AlignedJaxpr, member: MemberContext, args: Args, one_device: bool):
-    """Of `args`, only the flags count."""
+    """`args`: only their flags are used."""
     self._flags = [arg.zero_padded for arg in args]
     self._evaluate = lambda values: evaluate(jaxpr, member, values, one_device)
     self.zero_padded: list[bool] = []

@@ -31,7 +31,7 @@ class EngineRequest:
 
 
 class EnsembleEngine:
-  """Runs the members' programs; subclasses define the methods below and the form of the state."""
+  """Base of engines; subclasses define the methods below and the form of the state."""
 
   init: Callable[[], Any]  # () -> state
   step: Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, metrics); donates state
@@ -61,7 +61,7 @@ def step_costs(programs: Sequence[MemberProgram], batch: Any) -> list[ProgramCos
 
 
 def require_no_phases(programs: Sequence[MemberProgram]) -> None:
-  """Raises UserError if a member has phases: under vmap or switch it would compute all of them."""
+  """Raise UserError if a member has phases: under vmap or switch it would compute all of them."""
   for program in programs:
     if program.has_phases:
       raise UserError(f"{program.name} has phases; use fused, submesh or processes")

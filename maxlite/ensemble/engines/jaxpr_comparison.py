@@ -55,7 +55,7 @@ _SIZE_PARAMS = {
 
 
 class JaxprMismatchError(UserError):
-  """Programs cannot run as one; the message names the first difference."""
+  """Error for programs that cannot run as one; the message names the first difference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _dims(atoms: Iterable[Any]) -> Dims:
 
 
 class _Aligner:
-  """Walks the programs in parallel and collects the literals in which they differ."""
+  """A parallel walk over programs that collects the literals in which they differ."""
 
   def __init__(self, names: Sequence[str], sizes: bool):
     self._names, self._sizes = names, sizes
@@ -257,7 +257,7 @@ class _Aligner:
 
 
 def _without_barriers(jaxpr: Jaxpr) -> Jaxpr:
-  """Removes optimization barriers: they change no value, and their place may depend on sizes."""
+  """Remove optimization barriers: they change no value, and their place may depend on sizes."""
   source: dict[Var, Any] = {}
   follow = lambda atoms: [source.get(a, a) if isinstance(a, Var) else a for a in atoms]
   eqns = []

@@ -43,7 +43,7 @@ class MemberContext:
   manual_axis_name: str | None = None  # the same inside a shard_map
 
   def pvary(self, array: Any) -> Any:
-    """Marks `array` as varying over the members' mesh axis, inside a shard_map."""
+    """Mark `array` as varying over the members' mesh axis, inside a shard_map."""
     axis = self.manual_axis_name
     if axis is None or axis in jax.typeof(array).manual_axis_type.varying:
       return array
@@ -285,7 +285,7 @@ def _concatenate(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
 
 
 def _require_whole_axes(eqn: AlignedEqn, window: Dims, looked_up: Collection[int] = ()) -> None:
-  """Requires that the windows span ragged axes, and that none of these is `looked_up`."""
+  """Require that the windows span ragged axes, and that none of these is `looked_up`."""
   for axis, (sizes, taken) in enumerate(zip(eqn.in_dims[0], window, strict=True)):
     if differ(sizes) and (axis in looked_up or taken != sizes):
       raise JaxprMismatchError(

@@ -53,7 +53,7 @@ class ProcessServer:
     return {"leaves": jax.device_get(jax.tree.leaves(result)), "num_saved": self._num_saved}
 
   def save_if_due(self) -> None:
-    """Replaces the file atomically."""
+    """Replace the file atomically."""
     if self._num_changes - self._num_saved < self._period:
       return
     leaves = jax.device_get(jax.tree.leaves(self._engine.unpack(self._state)))
@@ -88,7 +88,7 @@ def _build_engine(handshake: dict[str, Any]) -> SubmeshEngine:
 
 
 def main(connection: Connection) -> None:
-  """Serves until the other end is closed."""
+  """Serve until the other end is closed."""
   try:
     handshake = from_bytes(connection.recv_bytes())
     for name, value in handshake["jax_config"].items():

@@ -43,7 +43,7 @@ _JAX_OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class RemoteState:
-  """Stands for the states that the workers hold after a number of changes."""
+  """A handle for the states that the workers hold after a number of changes."""
 
   num_changes: int
 
@@ -52,7 +52,7 @@ class ProcessEngine(EnsembleEngine):
   """Programs in worker processes; the state is a `RemoteState`."""
 
   def __init__(self, request: EngineRequest):
-    """Raises UserError if the request has no factory."""
+    """Raise UserError if the request has no factory."""
     if request.factory is None:
       raise UserError(
         "another process cannot make members that are given as objects; use Ensemble.from_factory"
@@ -80,19 +80,19 @@ class ProcessEngine(EnsembleEngine):
 
   @property
   def process_ids(self) -> list[int | None]:
-    """Of the workers; None for one that was not started yet."""
+    """The workers' process ids; None for one that was not started yet."""
     return [worker.process_id for worker in self._workers]
 
   def step_cost(self) -> StepCost:
     return separate_programs_cost(self.request.costs, self.abstract, self._parts)
 
   def init(self) -> RemoteState:
-    """Starts the workers."""
+    """Start the workers."""
     self._call("init", [None] * len(self._workers))
     return RemoteState(self._num_changes)
 
   def step(self, state: RemoteState, batch: Any) -> tuple[RemoteState, Any]:
-    """Sends the batch to all workers before it waits for the first."""
+    """Send the batch to all workers before waiting for the first."""
     self._require_current(state)
     batch = jax.device_get(batch)
     contents = [batch] * len(self._parts)
@@ -173,7 +173,7 @@ class _WorkerConnection:
     return None if self._process is None else self._process.pid
 
   def send(self, request: bytes, *, changes: bool) -> None:
-    """Starts a request; `changes`: it changes the worker's states."""
+    """Start a request; `changes`: whether it changes the worker's states."""
     if self._is_pending:  # an interrupt came before the reply was read
       self.receive()
     self._request, self._is_pending = request, True
@@ -202,7 +202,7 @@ class _WorkerConnection:
     return reply["leaves"]
 
   def close(self) -> None:
-    """Returns when the worker has exited."""
+    """Return when the worker has exited."""
     if self._process is None:
       return
     self._connection.close()
@@ -226,7 +226,7 @@ class _WorkerConnection:
     self._connection.send_bytes(self._handshake)
 
   def _restart(self) -> None:
-    """Starts a new worker and repeats what the dead one had done, up to the pending request."""
+    """Start a new worker and repeat what the dead one had done, up to the pending request."""
     self._connection.close()
     exit_line = describe_exit(self._command, self._process.wait())
     if self._num_restarts == MAX_RESTARTS:

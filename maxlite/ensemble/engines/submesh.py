@@ -78,7 +78,7 @@ class SubmeshEngine(EnsembleEngine):
     return [init(np.uint32(p.seed)) for init, p in zip(inits, self.programs, strict=True)]
 
   def step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
-    """Dispatches every member's step and returns without waiting."""
+    """Dispatch every member's step and return without waiting."""
     placed: dict[Any, Any] = {}
     results = []
     for z, (step, own) in enumerate(zip(self._steps, state, strict=True)):
@@ -106,7 +106,7 @@ class SubmeshEngine(EnsembleEngine):
 
 
 def split_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:
-  """Parts of equal size: the largest number that divides the devices, at most one per member."""
+  """Split devices into equal parts, as many as divide them and at most one per member."""
   num_parts = max(n for n in range(1, num_members + 1) if len(devices) % n == 0)
   size = len(devices) // num_parts
   return [devices[n * size : (n + 1) * size] for n in range(num_parts)]

@@ -31,7 +31,7 @@ class SwitchEngine(EnsembleEngine):
   """Programs in one compiled step; the state is `Vectors`, sharded over the members."""
 
   def __init__(self, request: EngineRequest):
-    """Raises UserError if there are fewer devices than members, or a member has phases."""
+    """Raise UserError if there are fewer devices than members, or a member has phases."""
     super().__init__(request, request.build(request.devices[:1]))
     require_no_phases(self.programs)
     num_members, num_devices = len(self.programs), len(request.devices)
