@@ -52,7 +52,7 @@ class MemberRun:
     self.step = (self.checkpoints.latest_step() or 0) if self.checkpoints else 0
 
   def restore(self, program: MemberProgram, device: jax.Device) -> None:
-    """Restore the latest complete checkpoint, if any; to `device` if the program has no shardings."""
+    """Restore the latest complete checkpoint, if any; `device` replaces missing shardings."""
     if self.checkpoints is None:
       return
     abstract = jax.eval_shape(program.init, jnp.uint32(0))
