@@ -1,4 +1,4 @@
-"""A feeds B and C: A and B learn the data, then C learns to match B; they take turns.
+"""A feeds B and C: A and B learn the data and C learns to match B, alternately.
 
 python docs/examples/alternating.py [--steps 800]
 """

@@ -1,4 +1,4 @@
-"""The loss of every held-out document by itself."""
+"""The loss of each held-out document."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models.decoder import Decoder
 from maxlite.training.trainer import Trainer
 
-NAMES = ("nll", "ema_nll")  # of the weights, and of their averages
+NAMES = ("nll", "ema_nll")  # of the parameters, and of their moving averages
 
 
 @dataclasses.dataclass
 class DocumentLoss:
-  """Sums over what is predicted of a document; `nll` [nats] under the weights, and averages."""
+  """Sums over the predicted tokens of a document; `nll` [nats] by NAMES."""
 
   tokens: int
   num_bytes: int
@@ -31,7 +31,7 @@ class DocumentLoss:
     return DocumentLoss(self.tokens + other.tokens, self.num_bytes + other.num_bytes, nll)
 
   def row(self) -> dict[str, Any]:
-    """Its figures by name."""
+    """The sums by name, and bits per byte."""
     row: dict[str, Any] = {"tokens": self.tokens, "bytes": self.num_bytes}
     for name, nll in zip(NAMES, self.nll, strict=False):
       row[name] = nll
@@ -43,9 +43,9 @@ class DocumentLoss:
 def document_losses(
   trainer: Trainer, params: Any, data: DataLoader, averages: Any = None
 ) -> list[DocumentLoss]:
-  """The loss of each held-out document, summed in float64; with `averages` also under those.
+  """Compute the loss of each held-out document in float64, also with `averages` if given.
 
-  How documents that are longer than a row are read is told in data/sources/documents.py.
+  data/sources/documents.py documents how documents longer than a row are read.
 
   Raises:
     UserError: no document was held out.
@@ -54,7 +54,7 @@ def document_losses(
   chunk_tokens = trainer.cfg.training.logits_chunk_tokens
 
   def step(params: Any, batch: Batch) -> jax.Array:
-    """[B, 3]: of each row tokens predicted, their bytes, their NLL."""
+    """[B, 3]: of each row the number of predicted tokens, their bytes and their NLL."""
     is_target_BT = batch.weight_BT > 0
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
     nll_B, _ = row_sums(trainer.model, params, batch, chunk_tokens)
@@ -62,7 +62,7 @@ def document_losses(
     counts = [jnp.sum(x_BT, axis=1, where=is_target_BT) for x_BT in counted]
     return jnp.stack([*counts, nll_B], axis=1)
 
-  # Whole on every host, each of which has but a part of the rows.
+  # Replicated: every host needs all rows, and has only some.
   step = jax.jit(step, out_shardings=trainer.sharder.sharding(()))
   documents, sums = [], []
   for document_B, host_batch in data.document_batches():
@@ -81,9 +81,9 @@ def document_losses(
 def row_sums(
   model: Decoder, params: Any, batch: Batch, chunk_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-  """(NLL [nats] of what each row predicts, how many of these targets are the likeliest token).
+  """Return (nll_B [nats] of the targets, number of targets that are the most likely token).
 
-  Logits of `chunk_tokens` tokens per device exist at once.
+  At most `chunk_tokens` tokens per device have logits at once.
   """
   inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
   x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
@@ -101,9 +101,9 @@ def row_sums(
     logits_BtV = model.apply({"params": params}, x_BtD, method=model.logits)
     target_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
     nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt
-    is_likeliest_Bt = jnp.argmax(logits_BtV, axis=-1) == targets_Bt
+    is_argmax_Bt = jnp.argmax(logits_BtV, axis=-1) == targets_Bt
     add = functools.partial(jnp.sum, axis=1, where=weight_Bt > 0)
-    return add(nll_Bt), add(is_likeliest_Bt.astype(jnp.int32))
+    return add(nll_Bt), add(is_argmax_Bt.astype(jnp.int32))
 
   by_chunk = jax.lax.map(sums, jax.tree.map(chunks, (x_BTD, batch.targets_BT, batch.weight_BT)))
   return jax.tree.map(lambda sums_NB: jnp.sum(sums_NB, axis=0), by_chunk)

@@ -1,4 +1,4 @@
-"""Training is what it was: base_10_steps.json says when that may change, and how to say so."""
+"""Ten steps of training equal the recorded ones; base_10_steps.json states when they may change."""
 
 import json
 

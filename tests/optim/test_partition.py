@@ -1,4 +1,4 @@
-"""Which parameters of real models decay, which are matrices, and how optimizer state lies."""
+"""Partitions, weight decay, matrix axes, and the sharding of optimizer state."""
 
 import functools
 
@@ -99,7 +99,7 @@ def test_a_bias_does_not_decay_and_what_only_sounds_like_one_does():
   }
 
 
-# No two shapes are equal, so a moment's shape tells whose it is.
+# No two shapes are equal, so a moment's shape identifies its parameter.
 STATE_SHAPES = {
   "embed": {"embedding": (7, 16)},
   "layers": {"norm": {"scale": (2, 16)}, "wi": (2, 4, 160, 150), "out": {"kernel": (2, 5, 6, 16)}},

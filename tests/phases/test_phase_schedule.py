@@ -65,7 +65,7 @@ def test_a_plateau_counts_steps_without_progress_and_forgets_them():
   lengths = {"a": Plateau("loss", patience=2, min_delta=0.1, max_steps=50), "b": 1}
   losses = [3, 2, 1, 0.95, 0.94, 9, 9, 8, 7, 6.95, 6.91, 9, 0]
   names, clock = walk(PhaseSchedule(lengths), losses)
-  # The loss stands still in steps 4 and 5; after b, what was reached before does not count.
+  # The loss does not fall in steps 4 and 5; after b, the earlier minimum does not count.
   assert runs_of(names) == [("a", 6), ("b", 1), ("a", 5), ("b", 1)]
   assert clock.round == 2
 
