@@ -1,4 +1,4 @@
-"""A small GAN: generator and critic are trained alternately, until points are on a circle of radius 2.
+"""A small GAN: generator and critic, trained alternately, learn points on a circle of radius 2.
 
 python docs/examples/gan.py [--steps 3000]
 """

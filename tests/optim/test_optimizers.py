@@ -1,4 +1,4 @@
-"""Every optimizer of the table: it learns, decays only what decays, and clips what it is given."""
+"""Every optimizer of the table: convergence, weight decay and clipping."""
 
 import functools
 
@@ -53,7 +53,7 @@ def loss(params, x_TD, y_TD):
 
 
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
-def test_finds_the_weights_behind_the_data(opt_type):
+def test_optimizers_fit_the_data(opt_type):
   x_TD, tx, params = draw((64, 6), 9), optimizer(opt_type), make_params()
   data = (x_TD, x_TD @ draw((6, 6), 10))
 
@@ -92,7 +92,7 @@ OF_OPTAX = {
 
 
 @pytest.mark.parametrize("opt_type", OF_OPTAX)
-def test_updates_are_those_of_optax(opt_type):
+def test_updates_equal_those_of_optax(opt_type):
   knobs = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "muon_beta": 0.7}
   ours = optimizer(opt_type, gradient_clipping_threshold=0.0, **knobs)
   steps = [make_params(seed) for seed in (20, 30, 40)]
@@ -105,7 +105,7 @@ def test_updates_are_those_of_optax(opt_type):
 
 
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
-def test_without_gradients_only_weight_decay_moves_and_only_what_decays(opt_type):
+def test_weight_decay_changes_only_decayed_parameters(opt_type):
   params = make_params()
   after, _ = updates_of(optimizer(opt_type), params, [jax.tree.map(np.zeros_like, params)])
   np.testing.assert_array_equal(after["norm"]["scale"], params["norm"]["scale"])
@@ -133,7 +133,7 @@ def test_the_learning_rate_follows_the_updates_made():
   np.testing.assert_allclose(np.abs(twice - once), LEARNING_RATE, rtol=1e-4)
 
 
-def test_muon_makes_matrices_orthogonal_and_leaves_the_rest_to_adam():
+def test_muon_orthogonalizes_matrices_and_uses_adam_for_the_rest():
   params, gradients = make_params(), make_params(60)
   plain = {"adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0, "adam_eps": 0.5}
   moved = {

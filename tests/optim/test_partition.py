@@ -83,14 +83,14 @@ def test_matrix_axes_do_not_depend_on_scan():
 
 
 @pytest.mark.parametrize("family", MATRICES)
-def test_all_decays_but_norms_and_biases(family):
+def test_all_parameters_except_norms_and_biases_decay(family):
   decays = by_path(decay_mask(shapes_and_names(family)[0]))
   assert {path for path, decay in decays.items() if not decay} == {
     path for path in MATRICES[family] if path.endswith("/scale")
   }
 
 
-def test_a_bias_does_not_decay_and_what_only_sounds_like_one_does():
+def test_only_true_biases_do_not_decay():
   params = {"layers": {"bias": 0, "rescale": 0}, "scale": 0, "bias_table": {"kernel": 0}}
   assert decay_mask(params) == {
     "layers": {"bias": False, "rescale": True},
@@ -122,7 +122,7 @@ NUM_MOMENTS = {
 
 
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
-def test_a_moment_lies_like_its_parameter_and_the_rest_lies_whole(opt_type):
+def test_moments_are_sharded_like_parameters_and_the_rest_replicated(opt_type):
   cfg = build(
     Config, DEFAULTS | {"opt_type": opt_type, "learning_rate_schedule_steps": 10}
   ).optimizer

@@ -1,4 +1,4 @@
-"""Learning rates by number of updates: where they start, peak, rest and end."""
+"""Learning rates by number of updates."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_after_warm_up_it_never_rises_and_keeps_its_last_value(kind):
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 1.0])
-def test_warm_up_may_be_none_one_update_or_all(kind, fraction):
+def test_warm_up_of_zero_one_or_all_updates(kind, fraction):
   rate = rates(kind, warmup_steps_fraction=fraction)
   assert rate.min() > 0
   assert rate.max() == np.float32(PEAK)
@@ -56,13 +56,13 @@ def test_cosine_is_a_cosine():
   np.testing.assert_allclose(rates("cosine")[WARMUP:], expected, rtol=1e-5)
 
 
-def test_wsd_rests_at_the_peak_and_then_falls_in_a_line():
+def test_wsd_is_constant_and_then_linear():
   rate = rates("wsd")
   assert (rate[WARMUP:81] == np.float32(PEAK)).all()
   np.testing.assert_allclose(rate[80:], np.linspace(PEAK, FINAL, 21), rtol=1e-5)
 
 
-def test_wsd_whose_decay_reaches_into_the_warm_up_falls_at_once():
+def test_wsd_decay_limited_by_warm_up():
   rate = rates("wsd", warmup_steps_fraction=0.9)
   assert rate[89] == rate[90] == np.float32(PEAK)
   assert rate[-1] == pytest.approx(FINAL, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Schedules: the clock on the device, its copy on the host and the timeline say the same."""
+"""Schedules: the clock on the device, its copy on the host and the timeline agree."""
 
 import itertools
 
@@ -43,25 +43,25 @@ def test_fixed_lengths_are_a_pure_function_of_the_step(lengths, initial):
   assert clock.round == max(20 - warm, 0) // sum(lengths.values())
 
 
-def test_the_warm_up_comes_once_and_first():
+def test_initial_phases_come_once_and_first():
   schedule = PhaseSchedule({"a": 2, "b": 1}, {"b": 3})
   assert schedule.timeline(9) == [(1, 3, "b"), (4, 5, "a"), (6, 6, "b"), (7, 8, "a"), (9, 9, "b")]
   assert schedule.timeline(2) == [(1, 2, "b")]
 
 
-def test_a_threshold_lets_one_more_step_follow():
+def test_a_threshold_allows_one_more_step():
   lengths = {"a": Threshold("loss", below=0.5, max_steps=5), "b": 2}
   names, _ = walk(PhaseSchedule(lengths), [1, 0.4, 0.4, 0, 0, 9, 9, 9, 9, 0, 9, 9, 9])
   # Met in step 2, so the phase ends with step 3; the second time at its maximum.
   assert runs_of(names) == [("a", 3), ("b", 2), ("a", 5), ("b", 2), ("a", 1)]
 
 
-def test_a_threshold_from_above_and_not_in_the_warm_up():
+def test_a_threshold_from_above_and_not_in_initial_phases():
   schedule = PhaseSchedule({"a": Threshold("loss", above=0.5, max_steps=9), "b": 1}, {"a": 4})
   assert runs_of(walk(schedule, [1.0] * 8)[0]) == [("a", 6), ("b", 1), ("a", 1)]
 
 
-def test_a_plateau_counts_steps_without_progress_and_forgets_them():
+def test_a_plateau_counts_steps_without_progress():
   lengths = {"a": Plateau("loss", patience=2, min_delta=0.1, max_steps=50), "b": 1}
   losses = [3, 2, 1, 0.95, 0.94, 9, 9, 8, 7, 6.95, 6.91, 9, 0]
   names, clock = walk(PhaseSchedule(lengths), losses)
@@ -70,7 +70,7 @@ def test_a_plateau_counts_steps_without_progress_and_forgets_them():
   assert clock.round == 2
 
 
-def test_a_metric_that_nobody_reports():
+def test_missing_metric_is_an_error():
   schedule = PhaseSchedule({"a": Plateau("gap", patience=2, max_steps=9)})
   with pytest.raises(ValueError, match=r"waits for the metric 'gap'.* reports loss$"):
     schedule.advance(schedule.start(), 0, {"loss": jnp.float32(0)})
@@ -102,7 +102,7 @@ def test_the_clock_advances_within_a_program():
     ({"a": 1}, {"a": 0}, "initial_phases: a takes 0 steps"),
   ],
 )
-def test_mistakes_get_one_line(lengths, initial, message):
+def test_mistakes_are_one_line_errors(lengths, initial, message):
   with pytest.raises(ValueError, match=message) as error:
     PhaseSchedule(lengths, initial)
   assert "\n" not in str(error.value)

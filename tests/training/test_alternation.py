@@ -1,4 +1,4 @@
-"""Phases: each trains its part as if there were no other, and what stands still keeps its bits."""
+"""The Python API of alternating training."""
 
 import functools
 import runpy
@@ -89,7 +89,7 @@ def assert_same(got, want):
 
 
 def by_hand(num_steps):
-  """What two jitted functions make of the A to B and C case: (params, losses)."""
+  """The A to B and C case as two jitted functions: (params, losses)."""
   params = make_params()
   moving = {"fit": {name: params[name] for name in "ab"}, "match": {"c": params["c"]}}
   optimizers = dict(zip(moving, adams(), strict=True))
@@ -121,7 +121,7 @@ def uninterrupted():
   return jax.device_get(state), rows
 
 
-def test_a_to_b_and_c_is_what_two_functions_by_hand_give():
+def test_a_to_b_and_c_equals_two_handwritten_functions():
   params, losses = by_hand(12)
   state, rows = uninterrupted()
   assert_same(state.params, params)
@@ -130,7 +130,7 @@ def test_a_to_b_and_c_is_what_two_functions_by_hand_give():
   assert ["gap" in row for row in rows] == [row["phase"] == 1 for row in rows]
 
 
-def test_one_program_for_all_gives_the_same_numbers():
+def test_switch_gives_the_same_numbers():
   alternation = a_to_b_and_c("switch")
   state, rows = take(alternation, alternation.init(make_params()), batches(12))
   want, want_rows = uninterrupted()
@@ -157,7 +157,7 @@ def test_untrained_parameters_are_listed():
 
 
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
-def test_a_thousand_switches_compile_nothing(strategy, monkeypatch):
+def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   compiled = []
   listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
   tiny = {"a": jnp.ones(()), "b": jnp.ones(())}
@@ -182,7 +182,7 @@ def test_a_thousand_switches_compile_nothing(strategy, monkeypatch):
   assert alternation.num_compiled == num_compiled == (2 if strategy == "separate" else 1)
 
 
-def test_the_backward_pass_of_what_is_frozen_is_not_in_the_program():
+def test_frozen_parameters_have_no_backward_pass():
   """A chain of four square layers of which the first or the last is trained."""
   width, rows, names = 64, 32, "abcd"
   params = {name: jnp.ones((width, width)) for name in names}
@@ -211,7 +211,7 @@ def sharded(params, mesh):
 
 
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
-def test_on_a_mesh_as_on_one_device(strategy):
+def test_mesh_equals_one_device(strategy):
   mesh = jax.make_mesh((8,), ("x",))
   alternation = a_to_b_and_c(strategy, ema_decay=0.5)
   state = alternation.init(sharded(make_params(), mesh))
@@ -236,7 +236,7 @@ def save_and_restore(folder, alternation, state, params):
 
 
 @pytest.mark.parametrize("killed_after", [3, 6])
-def test_a_killed_run_goes_on_bit_for_bit(killed_after, tmp_path):
+def test_restored_state_resumes_bit_for_bit(killed_after, tmp_path):
   before, after = a_to_b_and_c(), a_to_b_and_c()
   mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[1:2])
   state, _ = take(before, before.init(make_params()), batches(killed_after))
@@ -249,7 +249,7 @@ def test_a_killed_run_goes_on_bit_for_bit(killed_after, tmp_path):
   assert_same(rows, want_rows[killed_after:])
 
 
-def test_a_run_goes_on_on_another_mesh(tmp_path):
+def test_resumes_on_another_mesh(tmp_path):
   before, after = a_to_b_and_c("switch"), a_to_b_and_c()
   four, eight = (jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]) for n in (4, 8))
   state, _ = take(before, before.init(sharded(make_params(), four)), batches(6))
@@ -261,7 +261,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 
 
 def optimizer_of(opt_type, names):
-  """Of the table, with clipping, decay and steps large enough to be seen."""
+  """An optimizer with clipping, decay and large steps."""
   keys = {"opt_type": opt_type, "learning_rate": 0.1, "learning_rate_schedule_steps": 100}
   return build_optimizer(build(OptimizerConfig, DEFAULTS | keys), names)
 
@@ -285,7 +285,7 @@ partitions = st.lists(
   accumulate=st.permutations([1, 1, 4, 4]),
   strategy=st.sampled_from(["separate", "switch"]),
 )
-def test_what_is_frozen_keeps_its_bits(tmp_path_factory, parts, kinds, accumulate, strategy):
+def test_frozen_parameters_keep_their_bits(tmp_path_factory, parts, kinds, accumulate, strategy):
   """A phase for every optimizer, under decay, clipping, averaging, accumulation and a restart."""
   params = make_params()
   names = {name: {"kernel": jax.P("embed", "mlp"), "bias": jax.P("norm")} for name in params}
@@ -324,7 +324,7 @@ def test_phases_that_train_the_same_leaf_have_separate_optimizer_states():
   assert not np.array_equal(*(state.params["a"]["kernel"] for state in states))
 
 
-def test_accumulation_changes_nothing_but_the_memory():
+def test_accumulation_gives_the_same_numbers():
   results = []
   for accumulate in (1, 4):
     phase = Phase("fit", ["a/.*"], fit_loss, optax.sgd(0.1), steps=1, accumulate=accumulate)
@@ -364,7 +364,7 @@ class Two(nn.Module):
     return self.b(self.a(x_BD))
 
 
-def test_statistics_are_frozen_with_their_module_and_losses_get_keys():
+def test_collections_are_frozen_with_their_module_and_losses_get_keys():
   model = Two()
 
   def loss(params, batch, collections, key):
@@ -396,7 +396,7 @@ def test_statistics_are_frozen_with_their_module_and_losses_get_keys():
   assert len(set(rows)) == 3
 
 
-def test_a_phase_may_have_batches_of_its_own_shape():
+def test_a_phase_may_have_batches_of_another_shape():
   alternation = a_to_b_and_c("auto")
   state = alternation.init(make_params())
   large, small = (tuple(x[:n] for x in next(batches(1))) for n in (ROWS, 4))
@@ -411,7 +411,7 @@ def test_a_phase_may_have_batches_of_its_own_shape():
     a_to_b_and_c("switch").compile(state, large, own_batches={"match": small})
 
 
-def test_the_caller_s_parameters_outlive_the_steps():
+def test_the_callers_parameters_are_not_donated():
   params = sharded(make_params(), jax.make_mesh((8,), ("x",)))
   alternation = a_to_b_and_c()
   take(alternation, alternation.init(params), batches(2))
@@ -445,7 +445,7 @@ def first_step(build_alternation):
     ({"until": Threshold("m", below=1.0, max_steps=9), "steps": None}, "waits for the metric 'm'"),
   ],
 )
-def test_mistakes_get_one_line(changes, message):
+def test_mistakes_are_one_line_errors(changes, message):
   fit = {"name": "fit", "train": ["a/.*"], "loss": fit_loss, "optimizer": adams()[0], "steps": 1}
   match = {"name": "match", "train": ["c/.*"], "loss": match_loss, "optimizer": adams()[1]}
   with pytest.raises(ValueError, match=message) as error:
@@ -461,7 +461,7 @@ def test_mistakes_get_one_line(changes, message):
     ({"match": lambda params, batch: (fit_loss(params, batch), {"loss": jnp.zeros(3)})}, "'loss'"),
   ],
 )
-def test_choices_that_do_not_exist_get_one_line(keys, message):
+def test_unknown_choices_are_one_line_errors(keys, message):
   with pytest.raises(ValueError, match=message) as error:
     first_step(lambda: a_to_b_and_c(**keys))
   assert "\n" not in str(error.value)
@@ -472,7 +472,7 @@ def test_no_phases():
     Alternation([])
 
 
-def test_the_documentation_shows_the_script_as_it_is():
+def test_the_documentation_contains_the_script():
   script = (DOCS / "examples" / "alternating.py").read_text("utf-8")
   assert script[script.index("import argparse") :] in (DOCS / "alternating.md").read_text("utf-8")
 
@@ -480,7 +480,7 @@ def test_the_documentation_shows_the_script_as_it_is():
 @pytest.mark.parametrize(
   ("script", "says"), [("alternating.py", "2 programs"), ("gan.py", "radius")]
 )
-def test_the_documentation_s_scripts_run(script, says, monkeypatch, capsys):
+def test_the_scripts_of_the_documentation_run(script, says, monkeypatch, capsys):
   monkeypatch.setattr("sys.argv", [script, "--steps", "4"])
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     runpy.run_path(str(DOCS / "examples" / script), run_name="__main__")

@@ -1,4 +1,4 @@
-"""Draft heads: their losses against float64, alone and in turns with the trunk, on any mesh."""
+"""Draft heads: losses against float64, jointly and alternately with the trunk, on any mesh."""
 
 import itertools
 
@@ -118,7 +118,7 @@ def test_the_joint_loss_adds_the_drafts_cross_entropy(degrees, next_token):
   assert_close(gradients["x_BTD"], alone["x_BTD"])
 
 
-def test_of_no_weight_the_joint_loss_is_the_next_token_s(next_token):
+def test_joint_loss_without_weight_equals_next_token(next_token):
   training = config_of(logits_chunk_tokens=20, z_loss_multiplier=0.1, draft_loss_weight=0).training
   gradients, parts = loss_and_gradients("next_token_and_draft", {}, training)
   alone, alone_parts = next_token
@@ -132,7 +132,7 @@ def test_losses_that_need_draft_heads():
   assert tuple(name for name, loss in LOSSES.items() if loss.drafts) == tuple(DRAFT_LOSSES)
 
 
-def test_drafts_logits_are_in_memory_a_chunk_at_a_time():
+def test_only_one_chunk_of_draft_logits_is_in_memory():
   num_rows, length, vocab = 8, 64, 4096
   array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
   ints = array(num_rows, length, dtype=jnp.int32)
@@ -156,9 +156,9 @@ def test_drafts_logits_are_in_memory_a_chunk_at_a_time():
 
 
 @pytest.mark.parametrize("degrees", DEGREES[2:], ids=str)
-def test_acceptance_is_counted_draft_by_draft(degrees):
+def test_acceptance_equals_a_count_by_draft(degrees):
   states, batch, sharder = draw_states(), batch_of(0), sharder_on(degrees)
-  # Half of the drafts are right, and some tokens are likeliest twice.
+  # Half of the drafts are correct, and some maxima occur twice.
   right = np.random.default_rng(1).random((ROWS, LENGTH, J)) < 0.5
   for b, t, j, s in drafts_of(batch):
     if right[b, t, j]:
@@ -182,7 +182,7 @@ def test_acceptance_is_counted_draft_by_draft(degrees):
   assert 0 < sum(lengths) < J * len(chains)
 
 
-def test_the_first_of_the_likeliest_tokens_is_taken():
+def test_argmax_takes_the_first_of_equal_logits():
   w_DV = np.zeros((D, VOCAB), np.float32)
   w_DV[0, [7, 200]] = 1
   x_BTD = np.ones(SHAPES["x_BTD"], np.float32)
@@ -192,7 +192,7 @@ def test_the_first_of_the_likeliest_tokens_is_taken():
     np.testing.assert_array_equal(tokens, 7)
 
 
-def test_held_out_figures_are_shares_over_all_batches():
+def test_held_out_row_is_over_all_batches():
   drafts = lambda accepted, drafts, length, chains: {
     "accepted_J": np.array(accepted),
     "drafts_J": np.array(drafts),
@@ -230,7 +230,7 @@ def whole():
   return two_phases(**WHOLE)
 
 
-def test_each_phase_moves_its_own_part_and_no_bit_of_others(whole):
+def test_each_phase_changes_only_its_part(whole):
   states, rows = whole
   for (before, after), trunk_moves in zip(itertools.pairwise(states), (False, True), strict=True):
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before.params, after.params)
@@ -265,12 +265,12 @@ def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(whole)
     ("data=2 expert=2 tensor=2", {"gradient_accumulation_steps": 4}),
   ],
 )
-def test_and_of_a_mixture(mesh, keys):
+def test_steps_of_draft_heads_in_a_mixture_are_the_same(mesh, keys):
   expected = two_phases("mixtral", **WHOLE)
   assert_same_steps(two_phases("mixtral", **mesh_keys(mesh), **keys), expected)
 
 
-def test_draft_heads_start_as_the_model_s_own_and_evaluation_counts_their_logits(whole):
+def test_draft_heads_start_as_copies_of_the_head(whole):
   trainer, batch = trainer_of(**KEYS, **WHOLE), batch_of(0)
   placed = place(trainer, batch)
   inputs = (placed.tokens_BT, placed.segment_BT, placed.position_BT)
@@ -292,7 +292,7 @@ def test_draft_heads_start_as_the_model_s_own_and_evaluation_counts_their_logits
   np.testing.assert_array_equal(sums["draft"]["accepted_J"], expected)
 
 
-def test_draft_heads_change_nothing_of_the_rest_s_start(whole):
+def test_draft_heads_do_not_change_other_initial_parameters(whole):
   without = trainer_of(decoder_block="llama", base_num_decoder_layers=1, **WHOLE).init_state()
   params = {name: leaf for name, leaf in whole[0][0].params.items() if name != "draft_head"}
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(without.params), params)
@@ -308,8 +308,8 @@ def _optimized():
 
 
 @pytest.mark.usefixtures("_optimized")
-def test_the_match_phase_holds_no_backward_pass_of_the_trunk():
-  """Beside the trunk's forward products it has those of the heads and of all logits alone."""
+def test_match_phase_has_no_backward_pass_of_the_trunk():
+  """Its only other matmuls are those of the heads and of all logits."""
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
   trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
   state, batch = trainer.abstract_state, trainer.abstract_batch

@@ -1,4 +1,4 @@
-"""`kill -9` across switches of phase: the run ends with the parameters of the one left in peace."""
+"""`kill -9` across changes of phase: final parameters equal those of an uninterrupted run."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ TINY = [
 
 
 @pytest.mark.slow
-def test_a_run_killed_across_switches_ends_as_if_it_had_not_been(tmp_path):
+def test_run_killed_across_phases_equals_uninterrupted_run(tmp_path):
   command = [sys.executable, "tools/inspect/kill_test.py", "--kills", "3"]
   command += ["configs/alternating/router.yml", *TINY, f"jax_cache_dir={tmp_path}"]
   one_device = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}

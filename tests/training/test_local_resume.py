@@ -18,7 +18,7 @@ from tiny import KEYS
 from tiny_run import (
   STEPS,
   Output,
-  assert_as_if_nothing_had_happened,
+  assert_equals_uninterrupted,
   checkpoint_steps,
   keys_in,
   logged,
@@ -62,7 +62,7 @@ def test_a_crashed_run_resumes_from_its_local_checkpoint(finished, folder):
   assert code == 0
   assert "step 4 is complete in the local checkpoints" in output
   assert "resuming from the checkpoint of step 4" in output
-  assert_as_if_nothing_had_happened(folder, output, finished)
+  assert_equals_uninterrupted(folder, output, finished)
   assert checkpoint_steps(folder) == [6, STEPS]
   assert not list((folder / "local").iterdir())
 

@@ -77,7 +77,7 @@ def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap):
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_of_any_size_are_no_overflow():
+def test_large_logits_do_not_overflow():
   x_BTD, w_DV, targets_BT, weight_BT = draw_inputs()
   sums = functools.partial(cross_entropy_sums, chunk_tokens=24, sharder=sharder_on(ONE))
   nll, _ = jax.jit(sums)(x_BTD * 1e4, w_DV, targets_BT, weight_BT)
@@ -86,7 +86,7 @@ def test_logits_of_any_size_are_no_overflow():
   assert nll > expected
 
 
-def test_bfloat16_hidden_states_are_scored_in_float32():
+def test_bfloat16_hidden_states_have_float32_logits():
   x_BTD, *rest = draw_inputs()
   x_BTD = jnp.asarray(x_BTD, jnp.bfloat16)
   sums = functools.partial(cross_entropy_sums, chunk_tokens=24, sharder=sharder_on(ONE))
@@ -97,7 +97,7 @@ def test_bfloat16_hidden_states_are_scored_in_float32():
   np.testing.assert_allclose((nll, logits_z), (expected, expected_z), rtol=1e-6)
 
 
-def test_no_more_logits_than_a_chunk_s_are_in_memory():
+def test_only_one_chunk_of_logits_is_in_memory():
   num_rows, length, vocab = 8, 64, 4096
   shapes = [((num_rows, length, 8), jnp.float32), ((8, vocab), jnp.float32)]
   shapes += [((num_rows, length), jnp.int32), ((num_rows, length), jnp.float32)]

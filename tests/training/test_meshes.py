@@ -1,4 +1,4 @@
-"""A step is the same on every mesh, up to float32's rounding."""
+"""A step is the same on every mesh up to float32 rounding."""
 
 import functools
 
@@ -41,7 +41,7 @@ def whole(family):
 @pytest.mark.parametrize(
   ("family", "mesh"), [(family, mesh) for family in MESHES for mesh in MESHES[family]]
 )
-def test_three_steps_are_those_of_the_whole(family, mesh):
+def test_three_steps_equal_those_on_one_device(family, mesh):
   before, expected, expected_rows = whole(family)
   state, rows = three_steps(trainer_on(mesh, family), before)
   for row, expected_row in zip(rows, expected_rows, strict=True):
@@ -82,7 +82,7 @@ def test_the_total_loss_is_the_weighted_sum_of_its_parts(family):
 
 
 @pytest.mark.parametrize("family", MESHES)
-def test_weights_are_born_the_same_on_every_mesh(family):
+def test_initial_parameters_are_the_same_on_every_mesh(family):
   before, *_ = whole(family)
   born = trainer_on("data=2 fsdp=2 context=2", family).init_state()
   assert tree_hash(born) == tree_hash(before)

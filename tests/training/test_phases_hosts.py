@@ -1,4 +1,4 @@
-"""Phases with data of their own on two hosts: the run of one, killed or not."""
+"""Phases with separate data on two hosts equal one host, also after a kill."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def last_hash(output):
   return parameter_hash([line for line in output.splitlines() if "parameters " in line][-1])
 
 
-def test_phases_with_streams_of_their_own_are_the_same_on_two_hosts(runs_folder):
+def test_phases_with_separate_streams_are_the_same_on_two_hosts(runs_folder):
   keys, folders = keys_of(runs_folder), [runs_folder / f"turns_{n}" for n in range(3)]
   run(folders[0], "--processes", 1, "--devices", 2, **keys)
   output = run(folders[1], "--processes", 2, "--devices", 1, **keys)

@@ -1,4 +1,4 @@
-"""The routers' biases move by their rule alone, from the global load, bit for bit on every mesh."""
+"""Routers' biases follow their rule for the global load, bitwise equal on every mesh."""
 
 import functools
 
@@ -28,7 +28,7 @@ BATCHES = [uneven_batch(seed) for seed in range(3)]
 
 @functools.cache
 def first_state():
-  """Of biases that are not zero, so that weight decay would show."""
+  """With nonzero biases, to detect weight decay."""
   state = jax.device_get(trainer_of(**mesh_keys(MESHES[0]), **KEYS).init_state())
   return with_bias(state, 0.05 * np.random.default_rng(0).normal(size=bias_of(state).shape))
 
@@ -57,7 +57,7 @@ def three_steps(mesh=MESHES[0], **keys):
   return take_steps(trainer_of(**mesh_keys(mesh), **KEYS, **keys), first_state(), BATCHES)
 
 
-def test_a_bias_moves_towards_the_experts_that_got_too_little():
+def test_bias_increases_for_underloaded_experts():
   state, rows = three_steps()
   np.testing.assert_array_equal(bias_of(state), expected_bias(bias_of(first_state()), rows))
   assert bias_of(state).dtype == np.float32
@@ -67,7 +67,7 @@ def test_a_bias_moves_towards_the_experts_that_got_too_little():
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:])
-def test_every_mesh_and_every_device_has_the_same_bits(mesh):
+def test_bias_is_bitwise_equal_on_every_mesh_and_device(mesh):
   expected, _ = three_steps()
   trainer = trainer_of(**mesh_keys(mesh), **KEYS)
   state = state_on(trainer, first_state())
@@ -79,7 +79,7 @@ def test_every_mesh_and_every_device_has_the_same_bits(mesh):
     np.testing.assert_array_equal(shard.data, bias_of(expected))
 
 
-def test_micro_batches_make_one_load():
+def test_micro_batches_share_one_load():
   keys = {"gradient_accumulation_steps": 4, "load_balance_loss_scope": "sequence"}
   state, rows = three_steps("fsdp=4 tensor=2", **keys)
   expected, expected_rows = three_steps()
@@ -89,7 +89,7 @@ def test_micro_batches_make_one_load():
 
 
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
-def test_no_optimizer_moves_what_has_no_gradient(opt_type):
+def test_no_optimizer_updates_parameters_without_gradient(opt_type):
   names = {"router": {"kernel": jax.P("embed", "router"), "bias": jax.P("router")}}
   draw = np.random.default_rng(0)
   params = {"kernel": draw.normal(size=(8, 4)), "bias": draw.normal(size=4)}
@@ -106,7 +106,7 @@ def test_no_optimizer_moves_what_has_no_gradient(opt_type):
   assert (now["router"]["kernel"] != params["router"]["kernel"]).all()
 
 
-def test_a_skipped_step_leaves_it():
+def test_skipped_step_leaves_the_bias_unchanged():
   trainer = trainer_of(**mesh_keys(MESHES[0]), **KEYS)
   weight_BT = BATCHES[0].weight_BT.copy()
   weight_BT[0, 0] = np.nan
@@ -116,7 +116,7 @@ def test_a_skipped_step_leaves_it():
   np.testing.assert_array_equal(bias_of(state), bias_of(first_state()))
 
 
-def test_layers_that_are_not_stacked_are_found_in_their_order():
+def test_unstacked_layers_are_matched_in_order():
   """Twelve of them, so that layers_10 could come before layers_2, and dense ones between."""
   count_NE = np.random.default_rng(0).integers(0, 9, (7, 4)).astype(np.float32)
   apart = {f"layers_{i}": {"mlp": {"bias": np.zeros(3)}} for i in range(13)}
@@ -133,8 +133,8 @@ def test_layers_that_are_not_stacked_are_found_in_their_order():
   np.testing.assert_array_equal(expected_NE, np.float32(RATE) * short_NE.astype(np.float32))
 
 
-def test_in_the_long_run_the_load_is_even():
-  """Of a router that does not learn, whose tokens all lean to the first experts."""
+def test_load_becomes_balanced():
+  """With a frozen router that prefers the first experts."""
   values = DEFAULTS | {"num_experts": 8, "router": "sigmoid_group_topk", "routed_bias": True}
   router = Router(build(MoeConfig, values), jnp.dtype(jnp.float32))
   draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A run from its first start to its last step: stopped, resumed, damaged, moved, refused."""
+"""Runs: stopped, resumed, damaged, moved to another mesh, and invalid ones."""
 
 import shutil
 import signal
@@ -9,7 +9,7 @@ from tiny import mesh_keys
 from tiny_run import (
   STEPS,
   Output,
-  assert_as_if_nothing_had_happened,
+  assert_equals_uninterrupted,
   checkpoint_steps,
   expert_loads,
   logged,
@@ -26,7 +26,7 @@ def test_every_step_is_logged_once_and_evaluations_when_due(finished):
   assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_the_load_of_every_expert_is_kept_and_drawn(finished):
+def test_expert_load_is_logged_and_plotted(finished):
   folder, output = finished
   rows, loads = logged(folder), expert_loads(folder)
   assert [load["step"] for load in loads] == [row["step"] for row in rows]
@@ -39,7 +39,7 @@ def test_the_load_of_every_expert_is_kept_and_drawn(finished):
   assert "metrics.jsonl, curves.png, expert_load.png" in output
 
 
-def test_a_run_in_two_parts_is_one_run(finished, folder):
+def test_resumed_run_equals_uninterrupted_run(finished, folder):
   assert start(folder, steps=4)[0] == 0
   code, output = start(folder)
   assert code == 0
@@ -48,10 +48,10 @@ def test_a_run_in_two_parts_is_one_run(finished, folder):
   configs = [(folder / "run" / name).read_text() for name in ("config.1.yml", "config.yml")]
   assert ["\nsteps: 4\n" in text for text in configs] == [True, False]
   assert ["\nsteps: 8\n" in text for text in configs] == [False, True]
-  assert_as_if_nothing_had_happened(folder, output, finished)
+  assert_equals_uninterrupted(folder, output, finished)
 
 
-def test_signals_stop_a_run_with_a_checkpoint_and_it_goes_on_later(finished, folder):
+def test_signals_stop_a_run_with_a_checkpoint_and_it_resumes(finished, folder):
   handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
   for number, at in ((signal.SIGTERM, 2), (signal.SIGINT, 5)):
     code, output = start(folder, Output(at, number))
@@ -61,27 +61,27 @@ def test_signals_stop_a_run_with_a_checkpoint_and_it_goes_on_later(finished, fol
   assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
   code, output = start(folder)
   assert (code, "resuming from the checkpoint of step 6" in output) == (0, True)
-  assert_as_if_nothing_had_happened(folder, output, finished)
+  assert_equals_uninterrupted(folder, output, finished)
 
 
-def test_a_run_that_crashed_after_its_last_checkpoint_repeats_no_row_and_loses_none(finished, copy):
+def test_crash_after_a_checkpoint_duplicates_and_loses_no_row(finished, copy):
   for step in (6, 8):
     shutil.rmtree(copy / f"run/checkpoints/{step}")
   code, output = start(copy)
   assert (code, "resuming from the checkpoint of step 4" in output) == (0, True)
-  assert_as_if_nothing_had_happened(copy, output, finished)
+  assert_equals_uninterrupted(copy, output, finished)
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(finished, copy):
+def test_damaged_checkpoint_is_reported_and_the_previous_one_used(finished, copy):
   index = copy / "run/checkpoints/8/state/manifest.ocdbt"
   index.write_bytes(index.read_bytes()[:-20])
   code, output = start(copy)
   assert (code, "resuming from the checkpoint of step 6" in output) == (0, True)
   assert "checkpoints/8 is damaged" in output
-  assert_as_if_nothing_had_happened(copy, output, finished)
+  assert_equals_uninterrupted(copy, output, finished)
 
 
-def test_a_run_goes_on_on_another_mesh(finished, copy):
+def test_resumes_on_another_mesh(finished, copy):
   for step in (6, 8):
     shutil.rmtree(copy / f"run/checkpoints/{step}")
   code, output = start(copy, **mesh_keys("fsdp=2 tensor=2 data=2"))
@@ -95,7 +95,7 @@ def test_a_run_goes_on_on_another_mesh(finished, copy):
       np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
 
 
-def test_a_finished_run_has_nothing_to_do_and_changes_no_file(finished):
+def test_finished_run_changes_no_file(finished):
   folder, _ = finished
   before = snapshot(folder)
   code, output = start(folder)
@@ -103,7 +103,7 @@ def test_a_finished_run_has_nothing_to_do_and_changes_no_file(finished):
   assert snapshot(folder) == before
 
 
-def test_a_run_of_another_architecture_is_refused(finished, capsys):
+def test_another_architecture_is_an_error(finished, capsys):
   folder, _ = finished
   before = snapshot(folder)
   with pytest.raises(SystemExit, match="2"):
@@ -115,7 +115,7 @@ def test_a_run_of_another_architecture_is_refused(finished, capsys):
   assert snapshot(folder) == before
 
 
-def test_a_run_that_is_not_checkpointed_does_not_overwrite_one_that_is(finished, capsys):
+def test_run_without_checkpoints_does_not_overwrite_a_run(finished, capsys):
   folder, _ = finished
   before = snapshot(folder)
   with pytest.raises(SystemExit, match="2"):
@@ -125,7 +125,7 @@ def test_a_run_that_is_not_checkpointed_does_not_overwrite_one_that_is(finished,
   assert snapshot(folder) == before
 
 
-def test_a_diverging_run_stops_by_itself(folder):
+def test_diverging_run_stops(folder):
   keys = {"decoder_block": "llama", "learning_rate": 1e30, "gradient_accumulation_steps": 1}
   code, output = start(folder, max_skipped_steps=3, **keys)
   assert code == 1
@@ -160,7 +160,7 @@ def test_a_diverging_run_stops_by_itself(folder):
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit_ends_in_one_line(folder, capsys, keys, message):
+def test_invalid_configs_are_one_line_errors(folder, capsys, keys, message):
   with pytest.raises(SystemExit, match="2"):
     start(folder, **({"gradient_accumulation_steps": 1} | keys))
   (line,) = capsys.readouterr().err.splitlines()

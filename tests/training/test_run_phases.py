@@ -1,4 +1,4 @@
-"""Phases of a run: what is frozen keeps its bits, and turns change nothing but what is trained."""
+"""Phases of a run: frozen parameters keep their bits, and resuming is exact."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ from tiny import (
 from tiny_run import (
   STEPS,
   Output,
-  assert_as_if_nothing_had_happened,
+  assert_equals_uninterrupted,
   keys_in,
   last_manifest,
   logged,
@@ -76,54 +76,54 @@ def history(**keys):
 
 
 @pytest.fixture(scope="module")
-def by_turns():
+def alternated():
   return history(**KEYS)
 
 
-def test_a_phase_moves_its_own_parameters_and_no_bit_of_others(by_turns):
+def test_a_phase_changes_only_its_parameters(alternated):
   trains = ["w", "w", "router", "w"]  # experts, experts, router, experts
-  for (before, after), word in zip(itertools.pairwise(by_turns), trains, strict=True):
+  for (before, after), word in zip(itertools.pairwise(alternated), trains, strict=True):
     expected = {p for p in paths(after.params) if ("router" if word == "router" else "moe/w") in p}
     for trees in ((before.params, after.params), (before.ema, after.ema)):
       old, new = map(paths, trees)
       assert {path for path in old if (old[path] != new[path]).any()} == expected
 
 
-def test_averages_follow_what_is_trained_and_are_of_nothing_else(by_turns):
-  start, end = paths(by_turns[0].params), paths(by_turns[1].params)
-  averages = paths(by_turns[1].ema)
+def test_moving_averages_exist_only_for_trained_parameters(alternated):
+  start, end = paths(alternated[0].params), paths(alternated[1].params)
+  averages = paths(alternated[1].ema)
   assert all("moe/w" in path or "router" in path for path in averages)
   for path, mean in averages.items():
     np.testing.assert_allclose(mean, 0.75 * start[path] + 0.25 * end[path], rtol=1e-6, atol=1e-8)
-  whole = averaged_params(by_turns[1])
+  whole = averaged_params(alternated[1])
   assert paths(whole).keys() == end.keys()
   assert all((leaf == averages.get(path, end[path])).all() for path, leaf in paths(whole).items())
 
 
 @pytest.mark.parametrize("done", [1, 2])
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(by_turns, done, tmp_path):
-  """In the middle of a turn, and between two."""
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(alternated, done, tmp_path):
+  """Within a phase, and between two."""
   trainer = trainer_of(**MESH, **KEYS)
   checkpoints = Checkpoints(trainer.cfg.checkpoint, tmp_path, report=print)
-  checkpoints.save(done, state_on(trainer, by_turns[done]), {})
+  checkpoints.save(done, state_on(trainer, alternated[done]), {})
   checkpoints.wait()
   state = checkpoints.restore(trainer.abstract_state)[0]
   checkpoints.close()
   for batch in BATCHES[done:]:
     state, _ = trainer.train_step(state, place(trainer, batch))
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), by_turns[-1])
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), alternated[-1])
 
 
 @pytest.mark.slow
-def test_one_program_of_all_phases_gives_the_same_numbers(by_turns):
+def test_switch_strategy_gives_the_same_numbers(alternated):
   switched = history(**KEYS, phase_strategy="switch")
-  got, want = (paths(states[-1].params) for states in (switched, by_turns))
+  got, want = (paths(states[-1].params) for states in (switched, alternated))
   for path, leaf in want.items():
     np.testing.assert_allclose(got[path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
 
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_phase_of_everything_is_the_run_without_phases(accumulate):
+def test_a_phase_of_all_parameters_equals_a_run_without_phases(accumulate):
   keys = MESH | SMALL | {"gradient_accumulation_steps": accumulate}
   keys |= {"gradient_clipping_threshold": 0.5}
   plain = trainer_of(**keys)
@@ -131,31 +131,31 @@ def test_a_phase_of_everything_is_the_run_without_phases(accumulate):
   host = jax.device_get(plain.init_state())
   expected, rows = take_steps(plain, host, BATCHES)
   state, own_rows = take_steps(phased, jax.device_get(phased.init_state()), BATCHES)
-  # Two programs: as tests are compiled they may round differently.
+  # Two programs may round differently.
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
   jax.tree.map(close, state.params, expected.params)
   for row, own in zip(rows, own_rows, strict=True):
     jax.tree.map(close, {name: own[name] for name in row}, row)
 
 
-def test_optimizer_state_is_kept_for_what_some_phase_trains_only():
+def test_optimizer_state_exists_only_for_trained_parameters():
   state = trainer_of(**MESH, **KEYS).abstract_state
   slots = [path for path in paths(state.opt_state) if "kernel" in path or "/w" in path]
   assert slots
   assert all("moe/w" in path or "router" in path for path in slots)
 
 
-def test_a_regex_that_matches_nothing_is_told_with_what_is_near():
+def test_unmatched_regex_names_the_nearest_paths():
   with pytest.raises(ValueError, match=r"phase fit: 'layers/moe/w' .* nearest are layers/moe/w"):
     trainer_of(**MESH, phases="[{name: fit, train: [layers/moe/w], steps: 1}]")
 
 
-def test_the_start_of_a_run_tells_whose_turn_it_is():
+def test_the_schedule_is_described():
   lines = trainer_of(**MESH, **KEYS).phase_plan.describe(8, config_of(**KEYS).data)
   assert lines[-1] == "schedule: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
 
 
-def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
+def test_adapters_start_from_given_weights(tmp_path):
   keys = MESH | SMALL | {"decoder_block": "llama", "init_weights_seed": 1}
   lora = "[{name: lora, train: ['.*lora_.*'], steps: 1}]"
   adapted = trainer_of(**keys, lora_rank=2, phases=lora, ema_decay=0.5)
@@ -177,7 +177,7 @@ def test_adapters_begin_where_the_weights_they_are_given_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
+def test_run_interrupted_between_phases_equals_uninterrupted_run(tmp_path):
   keys = KEYS | {"router_jitter": 0.2, "gradient_accumulation_steps": 1}
   whole = tmp_path / "whole"
   code, output = start(whole, **keys)
@@ -187,7 +187,7 @@ def test_a_run_interrupted_between_turns_ends_as_if_it_had_not_been(tmp_path):
   assert start(folder, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM
   code, again = start(folder, **keys)
   assert code == 0
-  assert_as_if_nothing_had_happened(folder, again, (whole, output))
+  assert_equals_uninterrupted(folder, again, (whole, output))
   assert ["router/loss" in row for row in logged(folder)] == [step % 3 == 2 for step in range(8)]
   rates = [row["learning_rate"] for row in logged(folder)]
   assert len({rates[2], rates[5]}) == 2  # the router's own clock
@@ -208,15 +208,15 @@ def own_data(folder):
 
 @pytest.fixture(scope="module")
 def with_own_data(runs_folder):
-  """(folder, output, keys) of such a run, undisturbed."""
+  """(folder, output, keys) of such an uninterrupted run."""
   folder, keys = runs_folder / "own_data", own_data(runs_folder)
   code, output = start(folder, **keys)
   assert code == 0
   return folder, output, keys
 
 
-def test_a_phase_reads_its_own_stream_which_its_own_steps_move_on(with_own_data):
-  """As a loop over streams by hand does, in which nothing is compiled after the first step."""
+def test_a_phase_reads_a_separate_stream(with_own_data):
+  """Equal to a handwritten loop, in which nothing is compiled after the first step."""
   folder, output, keys = with_own_data
   trainer = build_trainer(config_of(**keys_in(folder, **keys)))
   cache, own = folder / ".tokens", phases_of(trainer.cfg)[1].data
@@ -252,14 +252,14 @@ def test_a_phase_reads_its_own_stream_which_its_own_steps_move_on(with_own_data)
 
 @contextlib.contextmanager
 def compilations(found):
-  """Has `found` grow by the name of what happens whenever a program is compiled."""
+  """Append an event to `found` whenever a program is compiled."""
   listen = lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
   jax.monitoring.register_event_duration_secs_listener(listen)
   yield
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_a_batch_that_a_phase_cannot_cut_is_told_with_the_phase():
+def test_indivisible_batch_names_the_phase():
   phases = "[{name: all, train: .*, steps: 1}, {name: own, train: .*, steps: 1, KEY: 3}]"
   for key, says in (("gradient_accumulation_steps", 24), ("per_device_batch_size", 16)):
     keys = MESH | {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
@@ -267,7 +267,7 @@ def test_a_batch_that_a_phase_cannot_cut_is_told_with_the_phase():
       trainer_of(**keys, phases=phases.replace("KEY", key))
 
 
-def test_the_speed_of_a_phase_is_that_of_its_own_steps(monkeypatch):
+def test_speed_is_measured_per_phase(monkeypatch):
   """Three steps of one second and then three of ten, logged every other step."""
   clock, rows = [0.0], []
   monkeypatch.setattr("time.perf_counter", lambda: clock[0])
@@ -282,7 +282,7 @@ def test_the_speed_of_a_phase_is_that_of_its_own_steps(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_with_data_of_a_phase_goes_on_where_every_stream_was(with_own_data, tmp_path):
+def test_every_stream_resumes_at_its_position(with_own_data, tmp_path):
   folder, output, keys = with_own_data
   cut = tmp_path / "cut"
   assert start(cut, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""One step: its gradient, its micro-batches, its random draws, and what a bad batch does."""
+"""The training step: gradients, micro-batches, random keys, and non-finite batches."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def start(**keys):
 
 
 def spoiled(batch):
-  """`batch` with one token that counts NaN times."""
+  """`batch` with a token of weight NaN."""
   weight_BT = batch.weight_BT.copy()
   weight_BT[0, 0] = np.nan
   return batch.replace(weight_BT=weight_BT)
@@ -62,7 +62,7 @@ def test_micro_batches_add_up_to_the_batch(keys, num_micro):
 
 
 @pytest.mark.parametrize("keys", [BALANCED, {"decoder_block": "llama"}], ids=str)
-def test_micro_batches_on_slices_add_up_to_the_batch_and_meet_once(keys):
+def test_slices_reduce_accumulated_gradients_once(keys):
   mesh = mesh_keys("data=2 fsdp=2 tensor=2")
   before = jax.device_get(trainer_of(**MESH, **keys).init_state())
   batches = [uneven_batch(seed) for seed in range(2)]
@@ -81,7 +81,7 @@ def test_micro_batches_on_slices_add_up_to_the_batch_and_meet_once(keys):
   assert shard_bytes <= across < 1.2 * shard_bytes  # the gradient once, and scalars
 
 
-def test_the_step_follows_the_gradient_of_the_total_loss():
+def test_gradient_equals_finite_differences():
   """In float64, against central differences along random directions through all parameters."""
   cfg = trainer_of(**MESH, **BALANCED).cfg
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -117,7 +117,7 @@ def test_bfloat16_activations_give_nearly_the_same_step():
       assert row[name] != expected_row[name]
 
 
-def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
+def test_nonfinite_step_changes_only_the_counters():
   trainer, before = start(**BALANCED)
   bad, good = spoiled(uneven_batch(0)), uneven_batch(1)
   after, rows = take_steps(trainer, before, [bad, bad])
@@ -133,7 +133,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
   assert row["loss"] == expected_row["loss"]
 
 
-def test_a_skipped_step_leaves_the_moving_average_as_it_is():
+def test_skipped_step_leaves_the_moving_average_unchanged():
   trainer = trainer_of(**MESH, **BALANCED, ema_decay=0.5)
   before = jax.device_get(trainer.init_state())
   bad, good = spoiled(uneven_batch(0)), uneven_batch(1)
@@ -146,7 +146,7 @@ def test_a_skipped_step_leaves_the_moving_average_as_it_is():
   assert_same_bits(after.ema, moved.ema)
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_of_a_finite_loss():
+def test_nonfinite_gradient_skips_the_step():
   trainer, before = start(**UNBALANCED)
   scale = np.full_like(before.params["final_norm"]["scale"], 1e15)
   huge = before.replace(params=before.params | {"final_norm": {"scale": scale}})
@@ -166,7 +166,7 @@ def test_the_learning_rate_counts_updates_and_not_steps():
   assert len(set(expected)) == 3
 
 
-def test_router_jitter_draws_anew_at_every_step():
+def test_router_jitter_differs_between_steps():
   trainer = trainer_of(**MESH, **JITTER)
   before, batch = first_state(), uneven_batch(0)
   states = (before, before.replace(step=before.step + 1), before)
@@ -174,7 +174,7 @@ def test_router_jitter_draws_anew_at_every_step():
   assert losses[0] == losses[2] != losses[1]
 
 
-def test_evaluation_draws_nothing_and_sums_what_the_step_averages():
+def test_evaluation_has_no_jitter_and_equals_the_training_loss():
   batch, (trainer, before) = uneven_batch(0), start(**BALANCED)
   _, (row,) = take_steps(trainer, before, [batch])
   jittery = trainer_of(**MESH, **JITTER)

@@ -1,4 +1,4 @@
-"""A run that hangs, or whose devices disagree, ends and says so."""
+"""A run that hangs, or whose replicas differ, stops with an error."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ with Watchdog(1) as watchdog:
 """
 
 
-def test_what_hangs_is_ended_with_the_stacks_of_all_threads():
+def test_watchdog_exits_with_the_stacks_of_all_threads():
   began = time.monotonic()
   done = subprocess.run([sys.executable, "-c", HANG], check=False, capture_output=True, text=True)
   assert done.returncode == 1
@@ -42,7 +42,7 @@ def test_what_hangs_is_ended_with_the_stacks_of_all_threads():
   assert time.monotonic() - began < 30
 
 
-def test_a_run_whose_copies_differ_stops_and_keeps_nothing_of_it(tmp_path):
+def test_run_with_differing_replicas_stops_without_a_checkpoint(tmp_path):
   keys = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": -1, "replica_check_period": 2}
   cfg = config_of(**keys_in(tmp_path, decoder_block="llama", checkpoint_period=1, **keys))
   trainer = build_trainer(cfg)

@@ -1,4 +1,4 @@
-"""The tiny model that the tests of training share, and batches that are hard on it."""
+"""The tiny model of the training tests, and batches with difficult shapes."""
 
 import contextlib
 import functools

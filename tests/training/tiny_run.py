@@ -1,4 +1,4 @@
-"""Whole runs in this process, and what they leave on disk."""
+"""Runs in this process, and their files."""
 
 import contextlib
 import io
@@ -85,8 +85,8 @@ def parameter_hash(output: str) -> str:
   return re.search(r"parameters (\w{16})$", output.strip())[1]
 
 
-def assert_as_if_nothing_had_happened(folder: Path, output: str, finished: tuple) -> None:
-  """The run in `folder` is `finished`, bit for bit, whatever happened on the way."""
+def assert_equals_uninterrupted(folder: Path, output: str, finished: tuple) -> None:
+  """Assert that the run in `folder` equals `finished` bit for bit."""
   finished_folder, finished_output = finished
   assert logged(folder) == logged(finished_folder)
   assert expert_loads(folder) == expert_loads(finished_folder)
