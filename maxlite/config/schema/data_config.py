@@ -33,14 +33,10 @@ class DataConfig:
   tokenizer_type: str = model_field("byte", "Tokenizer.", choices=TOKENIZERS)
   tokenizer_path: str = model_field("", "tokenizer.json or SentencePiece model file.")
   chat_template_path: str = field(
-    "", "Jinja2 template that renders conversations; empty: the tokenizer's own."
+    "", "Jinja2 template of conversations; empty: the tokenizer's own."
   )
-  packing: bool = field(
-    True, "Pack several conversations of dataset_type=chat into a row; false: one per row."
-  )
-  token_cache_directory: str = field(
-    "", "Folder of tokenized data; empty: base_output_directory/.tokens."
-  )
+  packing: bool = field(True, "Pack conversations of dataset_type=chat; false: one per row.")
+  token_cache_directory: str = field("", "Tokenized data; empty: base_output_directory/.tokens.")
   max_target_length: int = field(256, "Sequence length in tokens.", low=1)
   per_device_batch_size: float = field(
     8.0, "Rows per device and step; the product with all devices must be whole.", low=0

@@ -41,7 +41,7 @@ class EnsembleConfig:
     "local", "Starts the workers of ensemble_strategy=processes.", choices=ENSEMBLE_EXECUTORS
   )
   ensemble_memory_gb: float = field(
-    0.0, "Memory per device for all members' state, in GB; 0: all of it.", low=0
+    0.0, "GB per device for all members' state; 0: all of it.", low=0
   )
   ensemble_num_workers: int = field(
     0, "Workers of ensemble_strategy=processes; 0: one per member, up to the CPU cores.", low=0

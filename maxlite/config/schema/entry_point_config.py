@@ -16,12 +16,8 @@ class GenerateConfig:
   max_new_tokens: int = field(200, "Maximum number of generated tokens.", low=1)
   temperature: float = field(0.8, "Softmax temperature; 0: greedy.", low=0)
   top_k: int = field(0, "Sample from the k most likely tokens; 0: from all.", low=0)
-  top_p: float = field(
-    1.0, "Sample from the smallest set of tokens with this total probability.", low=0, high=1
-  )
-  min_p: float = field(
-    0.0, "Minimum probability, as a fraction of the most likely token's.", low=0, high=1
-  )
+  top_p: float = field(1.0, "Sample from the smallest set with this probability.", low=0, high=1)
+  min_p: float = field(0.0, "Minimum probability, relative to the most likely.", low=0, high=1)
   repetition_penalty: float = field(
     1.0, "Divides positive and multiplies negative logits of tokens already in the text.", low=0
   )
@@ -44,9 +40,7 @@ class ServeConfig:
 
   serve_host: str = field("127.0.0.1", "Address to bind; by default only this machine has access.")
   serve_port: int = field(8000, "Port to bind; 0: any free port.", low=0, high=65535)
-  serve_queue_size: int = field(
-    32, "Maximum number of waiting requests; more are rejected with status 429.", low=0
-  )
+  serve_queue_size: int = field(32, "Waiting requests; more are rejected with status 429.", low=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,13 +40,13 @@ class RopeConfig:
   )
   rope_factor: float = model_field(40.0, "Factor of context extension.", low=1)
   original_max_position_embeddings: int = model_field(
-    4096, "Context length before extension, in tokens.", low=1
+    4096, "Tokens of context before extension.", low=1
   )
   beta_fast: float = model_field(
     32.0, "yarn keeps frequencies with at least this many rotations in that context.", low=1
   )
   rope_truncate: bool = model_field(
-    True, "Round the ends of yarn's ramp to whole channel pairs; false in gpt_oss."
+    True, "Round yarn's ramp to whole channel pairs; not in gpt_oss."
   )
   mscale: float = model_field(
     0.0,
@@ -79,9 +79,7 @@ class ModelConfig:
     "experts.",
     choices=MODELS,
   )
-  vocab_size: int = model_field(
-    320, "Rows of the token embedding; at least the tokenizer's size.", low=1
-  )
+  vocab_size: int = model_field(320, "Rows of the embedding; at least the tokenizer's size.", low=1)
   base_emb_dim: int = model_field(256, "Width of the residual stream.", low=1)
   base_num_decoder_layers: int = model_field(4, "Number of decoder layers.", low=1)
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)

@@ -62,9 +62,7 @@ class MoeConfig:
   router_jitter: float = field(
     0.0, "In training, scale the router's input by uniform noise in 1 +- this.", low=0, high=1
   )
-  use_random_routing: bool = field(
-    False, "Assign tokens to random experts with an even load, for benchmarks."
-  )
+  use_random_routing: bool = field(False, "Route randomly with an even load, for benchmarks.")
   load_balance_loss_weight: float = field(0.01, "Weight of the load-balance loss.", low=0)
   load_balance_loss_scope: str = field(
     "batch",
@@ -73,7 +71,7 @@ class MoeConfig:
   )
   router_z_loss_weight: float = field(0.001, "Weight of the router z-loss.", low=0)
   sparse_matmul: bool = field(
-    True, "Grouped matmuls over each token's own experts; false: see capacity_factor."
+    True, "Compute only a token's own experts; false: see capacity_factor."
   )
   capacity_factor: float = field(
     -1.0,

@@ -41,9 +41,7 @@ class HostsConfig:
   """Processes of the run; detected under SLURM, Open MPI, Kubernetes and Cloud TPU."""
 
   coordinator_address: str = field("", "HOST:PORT of process 0; empty: auto-detect.")
-  num_processes: int = field(
-    -1, "Processes of the run; 1: only this process; -1: auto-detect.", low=-1
-  )
+  num_processes: int = field(-1, "Processes of the run; 1: this one only; -1: auto-detect.", low=-1)
   process_id: int = field(-1, "Index of this process, from 0; -1: auto-detect.", low=-1)
   jax_distributed_initialization_timeout: int = field(
     300, "Seconds to wait for all processes to connect.", low=1
@@ -87,16 +85,14 @@ class CheckpointConfig:
   async_checkpointing: bool = field(True, "Save while training continues.")
   max_num_checkpoints_to_keep: int = field(3, "Latest checkpoints that are kept.", low=1)
   checkpoint_keep_period: int = field(
-    0, "Also keep checkpoints at multiples of this many steps; 0: none.", low=0
+    0, "Also keep every multiple of this many steps; 0: none.", low=0
   )
   local_checkpoint_directory: str = field(
     "",
     "Folder on each host, such as /dev/shm/maxlite, for checkpoints between the shared ones; "
     "empty: none.",
   )
-  local_checkpoint_period: int = field(
-    10, "Steps between checkpoints in local_checkpoint_directory.", low=1
-  )
+  local_checkpoint_period: int = field(10, "Steps between local checkpoints.", low=1)
   local_checkpoint_replication: bool = field(
     False,
     "Each process also stores the local checkpoint of a process on another host, unless another "
@@ -117,9 +113,7 @@ class ObserveConfig:
     "maxlite.evaluate also writes the loss of every held-out document to eval_documents.jsonl in "
     "the run folder.",
   )
-  replica_check_period: int = field(
-    0, "Steps between bitwise comparisons of replicated state; 0: none.", low=0
-  )
+  replica_check_period: int = field(0, "Steps between bitwise checks of replicas; 0: none.", low=0)
   profiler: str = field("", "Write a trace of some steps.", choices=("", "xplane"))
   skip_first_n_steps_for_profiler: int = field(5, "Steps before the trace.", low=0)
   profiler_steps: int = field(3, "Steps in the trace.", low=1)

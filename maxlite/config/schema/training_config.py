@@ -17,7 +17,7 @@ class OptimizerConfig:
   learning_rate_schedule_steps: int = field(-1, "Length of the schedule; -1: `steps`.", low=-1)
   warmup_steps_fraction: float = field(0.1, "Warm-up, as a part of the schedule.", low=0, high=1)
   learning_rate_final_fraction: float = field(
-    0.1, "Final learning rate, as a fraction of the peak.", low=0, high=1
+    0.1, "Final rate, relative to the peak.", low=0, high=1
   )
   wsd_decay_steps_fraction: float = field(
     0.1, "Decay of the wsd schedule, as a fraction of the schedule.", low=0, high=1
@@ -29,9 +29,7 @@ class OptimizerConfig:
     0.1, "Decoupled weight decay of every optimizer, except on norms and biases.", low=0
   )
   muon_beta: float = field(0.95, "Momentum of Muon.", low=0, high=1)
-  gradient_clipping_threshold: float = field(
-    1.0, "Maximum global gradient norm; 0: no clipping.", low=0
-  )
+  gradient_clipping_threshold: float = field(1.0, "Maximum global gradient norm; 0: none.", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +41,7 @@ class TrainingConfig:
     "Micro-batches per step. Results do not depend on it, except through router_jitter's noise.",
     low=1,
   )
-  logits_chunk_tokens: int = field(
-    2048, "Tokens per device whose logits are in memory at once.", low=1
-  )
+  logits_chunk_tokens: int = field(2048, "Tokens per device with logits in memory at once.", low=1)
   z_loss_multiplier: float = field(0.0, "Weight of the logits' z-loss.", low=0)
   ema_decay: float = model_field(
     0.0,
