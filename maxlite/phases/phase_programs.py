@@ -12,10 +12,10 @@ from flax import struct
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
+from maxlite.config.schema import PHASE_STRATEGIES
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
-STRATEGIES = ("auto", "separate", "switch")
 MANY_PROGRAMS = 8
 
 
@@ -123,8 +123,8 @@ def choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
   Raises:
     UserError: an unknown strategy, or `switch` with different batches.
   """
-  if strategy not in STRATEGIES:
-    raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+  if strategy not in PHASE_STRATEGIES:
+    raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(PHASE_STRATEGIES)}")
   same_batch = len({str(jax.tree.map(jax.typeof, batch)) for batch in batches}) == 1
   if strategy == "switch" and not same_batch:
     raise UserError("phases whose batches differ cannot be one program: use strategy='separate'")

@@ -19,9 +19,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
+from maxlite.config.schema import PHASE_STRATEGIES
 from maxlite.optim.partition import Partition, merge, path_of, paths_in, state_names
 from maxlite.phases.phase_programs import (
-  STRATEGIES,
   PhaseOptStates,
   PhasePrograms,
   build_phase_step,
@@ -89,8 +89,8 @@ class Alternation:
     duplicates = {name for name in names if names.count(name) > 1}
     if duplicates:
       raise UserError(f"two phases are called {min(duplicates)}; give each its own name")
-    if strategy not in STRATEGIES:
-      raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+    if strategy not in PHASE_STRATEGIES:
+      raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(PHASE_STRATEGIES)}")
     if ema_decay is not None and not 0 <= ema_decay < 1:
       raise UserError(f"ema_decay={ema_decay} is not from 0 to below 1; 0.999 is usual")
     self.phases, self.names = list(phases), names

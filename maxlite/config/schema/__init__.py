@@ -34,6 +34,7 @@ from maxlite.config.schema.run_config import (
   ObserveConfig,
   RunConfig,
 )
+from maxlite.config.schema.training_config import PHASE_STRATEGIES as PHASE_STRATEGIES
 from maxlite.config.schema.training_config import OptimizerConfig, PhasesConfig, TrainingConfig
 
 

@@ -6,6 +6,8 @@ from maxlite.config.config_field import field, model_field
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import OPTIMIZERS, SCHEDULES
 
+PHASE_STRATEGIES = ("auto", "separate", "switch")
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -76,5 +78,5 @@ class PhasesConfig:
   phase_strategy: str = field(
     "auto",
     "`separate`: one program per phase; `switch`: one program for all; `auto`: by their number.",
-    choices=("auto", "separate", "switch"),
+    choices=PHASE_STRATEGIES,
   )
