@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from tiny import LENGTH, ROWS, mesh_keys, trainer_of
 
-from maxlite.config import load_config
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_report import sent_by_axes
-from maxlite.planning.plan_run import compile_step, run_plan
+from maxlite.planning.plan_run import compile_step
 from maxlite.planning.plan_target import PlanTarget
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,26 +95,8 @@ def test_frozen_parameters_send_no_gradient():
   assert reduced[1] == model.vocab_size * model.base_emb_dim * 4 < reduced[0] / 2
 
 
-def sent_by_axes_of(report):
-  """The columns of GB sent that the command prints, by mesh axes."""
-  table = report.split("GB sent per device")[1].split("\n\n")[0].splitlines()[1:]
-  rows = (re.split(" {2,}", line) for line in table)
-  return {axes: [float(size) for size in sizes] for axes, *sizes in rows}
-
-
-def test_slices_are_planned_without_compiler_or_devices(capsys):
-  pod = ("compile_topology=v5p-8", "compile_topology_num_slices=4")
-  model = ("model_name=mixtral-8x7b", "ici_expert_parallelism=4")
-  cfg = load_config([str(ROOT / "configs/base.yml"), *model, *pod], needs_data=False)
-  assert run_plan(cfg, compiles=False) == 1  # does not fit
-  sent = sent_by_axes_of(capsys.readouterr().out)
-  assert set(sent) == {"expert", "data (network)"}
-  shard_bytes = 46.70e9 / 4 * 4  # float32, on four devices
-  assert sent["data (network)"] == [pytest.approx(2 * 3 / 4 * shard_bytes / 1e9, rel=0.02)]
-
-
 def planned(*arguments):
-  """`sent_by_axes_of` the command in a process of its own, where TPU compilation is set up."""
+  """The columns of GB sent that the command prints, by mesh axes."""
   result = subprocess.run(
     [sys.executable, "-m", "maxlite.plan", "configs/base.yml", *arguments],
     env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
@@ -125,7 +106,17 @@ def planned(*arguments):
     check=False,
   )
   assert result.stderr == ""
-  return sent_by_axes_of(result.stdout)
+  table = result.stdout.split("GB sent per device")[1].split("\n\n")[0].splitlines()[1:]
+  rows = (re.split(" {2,}", line) for line in table)
+  return {axes: [float(size) for size in sizes] for axes, *sizes in rows}
+
+
+def test_slices_are_planned_without_compiler_or_devices():
+  pod = ("compile_topology=v5p-8", "compile_topology_num_slices=4")
+  sent = planned("model_name=mixtral-8x7b", "ici_expert_parallelism=4", *pod, "estimate")
+  assert set(sent) == {"expert", "data (network)"}
+  shard_bytes = 46.70e9 / 4 * 4  # float32, on four devices
+  assert sent["data (network)"] == [pytest.approx(2 * 3 / 4 * shard_bytes / 1e9, rel=0.02)]
 
 
 @pytest.mark.slow
