@@ -1,6 +1,8 @@
 """The batch of a training step: numpy rows of one host, or global arrays."""
 
+import functools
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +25,13 @@ class Batch:
   segment_BT: jax.Array | np.ndarray
   position_BT: jax.Array | np.ndarray
   weight_BT: jax.Array | np.ndarray
+
+
+def abstract_batch(shape: tuple[int, int], sharding: jax.sharding.Sharding | None = None) -> Batch:
+  """Return the shapes, dtypes and sharding of a [B, T] batch."""
+  leaf: Any = functools.partial(jax.ShapeDtypeStruct, shape, sharding=sharding)
+  ids = ("tokens_BT", "targets_BT", "segment_BT", "position_BT")
+  return Batch(**{name: leaf(np.int32) for name in ids}, weight_BT=leaf(np.float32))
 
 
 def contiguous_rows(indices: Iterable[slice], num_rows: int) -> range:

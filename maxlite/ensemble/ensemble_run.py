@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 from maxlite import __version__
@@ -22,7 +21,7 @@ from maxlite.config import Config, exit_on_user_error, save_resolved
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.data.batch import Batch
+from maxlite.data.batch import abstract_batch
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.ensemble.asha import rungs, survivors
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
@@ -284,12 +283,9 @@ class EnsembleRun:
     names = tuple(member.name for member in group)
     if self._engine_of is None or self._engine_of[0] != names:
       self._engine_of = None  # frees the memory of the former engine
-      shape = (self.batch_size, self.cfg.data.max_target_length)
-      dtype_of = lambda field: jnp.float32 if field.name == "weight_BT" else jnp.int32
-      fields = dataclasses.fields(Batch)
       request = EngineRequest(
         build=functools.partial(self._programs.build, [run.member for run in group]),
-        batch=Batch(**{f.name: jax.ShapeDtypeStruct(shape, dtype_of(f)) for f in fields}),
+        batch=abstract_batch((self.batch_size, self.cfg.data.max_target_length)),
         devices=self.devices,
         spread=self._spread,
         own_batches=self._has_own_batches(group),

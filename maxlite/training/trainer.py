@@ -15,7 +15,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
-from maxlite.data.batch import Batch, to_global
+from maxlite.data.batch import Batch, abstract_batch, to_global
 from maxlite.data.loader import PhaseStreams
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
@@ -88,9 +88,7 @@ class Trainer:
     return self._abstract_batch(self.batch_shape)
 
   def _abstract_batch(self, shape: tuple[int, int]) -> Batch:
-    of = lambda field: jnp.float32 if field.name == "weight_BT" else jnp.int32
-    leaf = functools.partial(jax.ShapeDtypeStruct, shape, sharding=self.batch_sharding)
-    return Batch(**{field.name: leaf(dtype=of(field)) for field in dataclasses.fields(Batch)})
+    return abstract_batch(shape, self.batch_sharding)
 
   def build_step(self, *, freeze_diverged: bool = False) -> Step:
     """Build the training step as one pure function, also for all phases.
