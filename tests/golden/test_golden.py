@@ -9,7 +9,7 @@ from ten_steps import FILE, NOTE, ten_losses
 pytestmark = pytest.mark.smoke
 
 
-def test_ten_steps_of_the_default_run_have_the_losses_they_had():
+def test_ten_steps_give_the_recorded_losses():
   golden = json.loads(FILE.read_text())
   assert golden["note"] == NOTE
   np.testing.assert_allclose(ten_losses(), golden["total_loss"], rtol=1e-5)

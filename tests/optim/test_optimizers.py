@@ -82,7 +82,7 @@ def updates_of(tx, params, gradients_of_steps):
 
 
 MASK = {"wi": True, "norm": {"scale": False}, "wo": True}
-OF_OPTAX = {
+OPTAX = {
   "adamw": optax.adamw(LEARNING_RATE, b1=0.8, b2=0.9, eps=1e-3, weight_decay=DECAY, mask=MASK),
   "lion": optax.lion(LEARNING_RATE, b1=0.8, b2=0.9, weight_decay=DECAY, mask=MASK),
   "muon": optax.contrib.muon(
@@ -91,14 +91,14 @@ OF_OPTAX = {
 }
 
 
-@pytest.mark.parametrize("opt_type", OF_OPTAX)
+@pytest.mark.parametrize("opt_type", OPTAX)
 def test_updates_equal_those_of_optax(opt_type):
-  knobs = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "muon_beta": 0.7}
-  ours = optimizer(opt_type, gradient_clipping_threshold=0.0, **knobs)
+  keys = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "muon_beta": 0.7}
+  ours = optimizer(opt_type, gradient_clipping_threshold=0.0, **keys)
   steps = [make_params(seed) for seed in (20, 30, 40)]
   got = updates_of(ours, make_params(), steps)[0]
   with jax.numpy_dtype_promotion("standard"):
-    want = updates_of(OF_OPTAX[opt_type], make_params(), steps)[0]
+    want = updates_of(OPTAX[opt_type], make_params(), steps)[0]
   if opt_type == "muon":  # which leaves the rest to another Adam
     del got["norm"], want["norm"]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), got, want)
@@ -125,7 +125,7 @@ def test_the_global_norm_of_gradients_is_clipped(threshold, kept):
   jax.tree.map(lambda m, g: np.testing.assert_allclose(m, scale * g, rtol=1e-5), moment, gradients)
 
 
-def test_the_learning_rate_follows_the_updates_made():
+def test_the_learning_rate_schedule_counts_updates():
   params = make_params()
   tx = optimizer("lion", warmup_steps_fraction=0.02, adam_weight_decay=0.0)
   once, twice = (updates_of(tx, params, [params] * n)[0]["wi"] for n in (1, 2))

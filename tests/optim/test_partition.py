@@ -153,7 +153,7 @@ NESTED = {
 }
 
 
-def test_the_parts_of_a_tree_merge_into_the_whole():
+def test_merge_inverts_split():
   trained, frozen = Partition.matching(NESTED, ["a/.*l", "b/.*"]).split(NESTED)
   assert paths_in(trained) == ["a/kernel", "b/[0]"]
   assert paths_in(frozen) == ["a/bias"]

@@ -28,14 +28,14 @@ def rates(kind, **changes):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_warm_up_starts_above_zero_and_rises_evenly_to_the_peak(kind):
+def test_warmup_rises_linearly_from_above_zero_to_the_peak(kind):
   rate = rates(kind)
   np.testing.assert_allclose(rate[:WARMUP], PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
   assert rate[WARMUP] == rate.max() == np.float32(PEAK)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_after_warm_up_it_never_rises_and_keeps_its_last_value(kind):
+def test_the_rate_never_rises_after_warmup_and_ends_at_the_final_value(kind):
   rate = rates(kind)
   assert (np.diff(rate[WARMUP:]) <= 0).all()
   assert rate[-1] == pytest.approx(PEAK if kind == "constant" else FINAL, rel=1e-6)

@@ -78,7 +78,7 @@ def test_missing_metric_is_an_error():
     schedule.timeline(3)
 
 
-def test_the_clock_advances_within_a_program():
+def test_the_clock_advances_in_a_compiled_program():
   schedule = PhaseSchedule({"a": 1, "b": 2})
 
   def body(clock, _):

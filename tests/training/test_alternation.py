@@ -140,7 +140,7 @@ def test_switch_gives_the_same_numbers():
   assert alternation.num_compiled == 1
 
 
-def test_the_schedule_of_a_phase_counts_its_own_steps():
+def test_the_learning_rate_schedule_counts_steps_of_its_phase():
   """The fit phase's rate is zero after ten of its steps, of which the match phase takes none."""
   alternation = a_to_b_and_c()
   state, _ = take(alternation, alternation.init(make_params()), batches(15))

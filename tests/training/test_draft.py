@@ -32,7 +32,7 @@ KEYS = {
   "num_draft_heads": J,
   "phases": f"[{MATCH}, {JOINT}]",
 }
-WHOLE = mesh_keys("ensemble=8")  # every device computes all
+REPLICATED = mesh_keys("ensemble=8")  # every device computes all
 
 
 def sharder_on(degrees):
@@ -216,7 +216,7 @@ def test_held_out_row_is_over_all_batches():
 def two_phases(family="llama", **keys):
   """(state before, states after a step of each phase, their metrics)."""
   keys = KEYS | {"decoder_block": family} | keys
-  before = jax.device_get(trainer_of(**KEYS | {"decoder_block": family}, **WHOLE).init_state())
+  before = jax.device_get(trainer_of(**KEYS | {"decoder_block": family}, **REPLICATED).init_state())
   states, rows = [before], []
   for seed in range(2):
     state, (row,) = take_steps(trainer_of(**keys), states[-1], [batch_of(seed)])
@@ -226,18 +226,18 @@ def two_phases(family="llama", **keys):
 
 
 @pytest.fixture(scope="module")
-def whole():
-  return two_phases(**WHOLE)
+def replicated():
+  return two_phases(**REPLICATED)
 
 
-def test_each_phase_changes_only_its_part(whole):
-  states, rows = whole
+def test_each_phase_changes_only_its_part(replicated):
+  states, rows = replicated
   for (before, after), trunk_moves in zip(itertools.pairwise(states), (False, True), strict=True):
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before.params, after.params)
     assert moved.pop("draft_head") == {"kernel": True}
     assert set(jax.tree.leaves(moved)) == {trunk_moves}
   assert [int(row["phase"]) for row in rows] == [0, 1]
-  phase = trainer_of(**KEYS, **WHOLE).phase_plan.phases[0]
+  phase = trainer_of(**KEYS, **REPLICATED).phase_plan.phases[0]
   named = losses_by_phase(phase, rows[0])
   assert named == {f"match/{loss}": rows[0][loss] for loss in ("loss", "draft_loss", "total_loss")}
 
@@ -252,9 +252,9 @@ def assert_same_steps(got, want):
     np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(whole):
+def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(replicated):
   mesh = mesh_keys("data=2 context=2 tensor=2")
-  assert_same_steps(two_phases(**mesh, gradient_accumulation_steps=2), whole)
+  assert_same_steps(two_phases(**mesh, gradient_accumulation_steps=2), replicated)
 
 
 @pytest.mark.slow
@@ -266,12 +266,12 @@ def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(whole)
   ],
 )
 def test_steps_of_draft_heads_in_a_mixture_are_the_same(mesh, keys):
-  expected = two_phases("mixtral", **WHOLE)
+  expected = two_phases("mixtral", **REPLICATED)
   assert_same_steps(two_phases("mixtral", **mesh_keys(mesh), **keys), expected)
 
 
-def test_draft_heads_start_as_copies_of_the_head(whole):
-  trainer, batch = trainer_of(**KEYS, **WHOLE), batch_of(0)
+def test_draft_heads_start_as_copies_of_the_head(replicated):
+  trainer, batch = trainer_of(**KEYS, **REPLICATED), batch_of(0)
   placed = place(trainer, batch)
   inputs = (placed.tokens_BT, placed.segment_BT, placed.position_BT)
 
@@ -281,7 +281,7 @@ def test_draft_heads_start_as_copies_of_the_head(whole):
     drafted = trainer.model.apply({"params": params}, x_BTD, method=trainer.model.draft_logits)
     return trainer.model.apply({"params": params}, *inputs), drafted
 
-  first, second = (state.params for state in whole[0][:2])
+  first, second = (state.params for state in replicated[0][:2])
   own_BTV, drafted_BTJV = both(first)
   for j in range(J):
     np.testing.assert_allclose(drafted_BTJV[:, :, j], own_BTV, rtol=1e-5, atol=1e-6)
@@ -292,9 +292,9 @@ def test_draft_heads_start_as_copies_of_the_head(whole):
   np.testing.assert_array_equal(sums["draft"]["accepted_J"], expected)
 
 
-def test_draft_heads_do_not_change_other_initial_parameters(whole):
-  without = trainer_of(decoder_block="llama", base_num_decoder_layers=1, **WHOLE).init_state()
-  params = {name: leaf for name, leaf in whole[0][0].params.items() if name != "draft_head"}
+def test_draft_heads_do_not_change_other_initial_parameters(replicated):
+  without = trainer_of(decoder_block="llama", base_num_decoder_layers=1, **REPLICATED).init_state()
+  params = {name: leaf for name, leaf in replicated[0][0].params.items() if name != "draft_head"}
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(without.params), params)
 
 

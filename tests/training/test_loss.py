@@ -12,9 +12,9 @@ from maxlite.training.cross_entropy import cross_entropy_sums
 
 B, T, D, V = 8, 12, 8, 40
 ONE = {}
-VOCAB_CUT = {"tensor": 4, "data": 2}
-ROWS_CUT = {"data": 2, "fsdp": 2, "context": 2}
-ALL_CUT = {"expert": 2, "context": 2, "tensor": 2}
+VOCAB_SHARDED = {"tensor": 4, "data": 2}
+TOKENS_SHARDED = {"data": 2, "fsdp": 2, "context": 2}
+ALL_SHARDED = {"expert": 2, "context": 2, "tensor": 2}
 
 
 def sharder_on(degrees):
@@ -56,9 +56,9 @@ def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
     (ONE, 36, 0),
     (ONE, 1, 0),
     (ONE, 500, 0),
-    (VOCAB_CUT, 10, 0),
-    (ROWS_CUT, 6, 0),
-    (ALL_CUT, 5, 2.0),
+    (VOCAB_SHARDED, 10, 0),
+    (TOKENS_SHARDED, 6, 0),
+    (ALL_SHARDED, 5, 2.0),
   ],
   ids=str,
 )

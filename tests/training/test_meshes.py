@@ -9,7 +9,7 @@ from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
 
 from maxlite.checkpoint.checksum import tree_hash
 
-WHOLE = "ensemble=8"  # every device computes all: what one device would get
+REPLICATED = "ensemble=8"  # every device computes all: what one device would get
 # Every mesh axis for one family; the other family's own layers on the meshes that shard them.
 MESHES = {
   "llama": ("data=8", "fsdp=4 tensor=2", "ensemble=2 fsdp=4"),
@@ -31,9 +31,9 @@ def three_steps(trainer, host_state):
 
 
 @functools.cache
-def whole(family):
+def replicated(family):
   """(state before, state after and metrics of three steps) where nothing is sharded."""
-  trainer = trainer_on(WHOLE, family)
+  trainer = trainer_on(REPLICATED, family)
   before = jax.device_get(trainer.init_state())
   return before, *three_steps(trainer, before)
 
@@ -42,7 +42,7 @@ def whole(family):
   ("family", "mesh"), [(family, mesh) for family in MESHES for mesh in MESHES[family]]
 )
 def test_three_steps_equal_those_on_one_device(family, mesh):
-  before, expected, expected_rows = whole(family)
+  before, expected, expected_rows = replicated(family)
   state, rows = three_steps(trainer_on(mesh, family), before)
   for row, expected_row in zip(rows, expected_rows, strict=True):
     assert row.keys() == expected_row.keys() > LOSSES[family] | {"grad_norm"}
@@ -53,7 +53,7 @@ def test_three_steps_equal_those_on_one_device(family, mesh):
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_all_rows():
-  trainer, batch = trainer_on(WHOLE, "llama"), uneven_batch(0)
+  trainer, batch = trainer_on(REPLICATED, "llama"), uneven_batch(0)
   placed, before = place(trainer, batch), jax.device_get(trainer.init_state())
   _, (row,) = take_steps(trainer, before, [batch])
   logits_BTV = jax.jit(trainer.model.apply)(
@@ -69,7 +69,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_rows():
 
 @pytest.mark.parametrize("family", MESHES)
 def test_the_total_loss_is_the_weighted_sum_of_its_parts(family):
-  _, _, rows = whole(family)
+  _, _, rows = replicated(family)
   weights = {
     "loss": 1.0,
     "z_loss": 1e-3,
@@ -83,6 +83,6 @@ def test_the_total_loss_is_the_weighted_sum_of_its_parts(family):
 
 @pytest.mark.parametrize("family", MESHES)
 def test_initial_parameters_are_the_same_on_every_mesh(family):
-  before, *_ = whole(family)
+  before, *_ = replicated(family)
   born = trainer_on("data=2 fsdp=2 context=2", family).init_state()
   assert tree_hash(born) == tree_hash(before)

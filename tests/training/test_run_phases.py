@@ -101,7 +101,7 @@ def test_moving_averages_exist_only_for_trained_parameters(alternated):
 
 
 @pytest.mark.parametrize("done", [1, 2])
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(alternated, done, tmp_path):
+def test_resume_is_bitwise_identical(alternated, done, tmp_path):
   """Within a phase, and between two."""
   trainer = trainer_of(**MESH, **KEYS)
   checkpoints = Checkpoints(trainer.cfg.checkpoint, tmp_path, report=print)
@@ -193,7 +193,7 @@ def test_run_interrupted_between_phases_equals_uninterrupted_run(tmp_path):
   assert len({rates[2], rates[5]}) == 2  # the router's own clock
 
 
-def own_data(folder):
+def phase_data_keys(folder):
   """Keys of a run whose phase `chat` reads a file of its own, in batches of half the size."""
   path = folder / "chat.jsonl"
   path.write_text("".join(json.dumps({"text": f"{n} is {n}"}) + "\n" for n in range(99)))
@@ -207,17 +207,17 @@ def own_data(folder):
 
 
 @pytest.fixture(scope="module")
-def with_own_data(runs_folder):
+def with_phase_data(runs_folder):
   """(folder, output, keys) of such an uninterrupted run."""
-  folder, keys = runs_folder / "own_data", own_data(runs_folder)
+  folder, keys = runs_folder / "phase_data_keys", phase_data_keys(runs_folder)
   code, output = start(folder, **keys)
   assert code == 0
   return folder, output, keys
 
 
-def test_a_phase_reads_a_separate_stream(with_own_data):
+def test_a_phase_reads_a_separate_stream(with_phase_data):
   """Equal to a handwritten loop, in which nothing is compiled after the first step."""
-  folder, output, keys = with_own_data
+  folder, output, keys = with_phase_data
   trainer = build_trainer(config_of(**keys_in(folder, **keys)))
   cache, own = folder / ".tokens", phases_of(trainer.cfg)[1].data
   of = lambda data, rows: open_data(
@@ -282,8 +282,8 @@ def test_speed_is_measured_per_phase(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_stream_resumes_at_its_position(with_own_data, tmp_path):
-  folder, output, keys = with_own_data
+def test_every_stream_resumes_at_its_position(with_phase_data, tmp_path):
+  folder, output, keys = with_phase_data
   cut = tmp_path / "cut"
   assert start(cut, Output(at=3, number=signal.SIGTERM), **keys)[0] == 128 + signal.SIGTERM
   moved = shutil.copytree(cut, tmp_path / "moved")

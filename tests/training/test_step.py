@@ -35,7 +35,7 @@ def start(**keys):
   return trainer_of(**MESH, **keys), first_state()
 
 
-def spoiled(batch):
+def with_nan(batch):
   """`batch` with a token of weight NaN."""
   weight_BT = batch.weight_BT.copy()
   weight_BT[0, 0] = np.nan
@@ -119,7 +119,7 @@ def test_bfloat16_activations_give_nearly_the_same_step():
 
 def test_nonfinite_step_changes_only_the_counters():
   trainer, before = start(**BALANCED)
-  bad, good = spoiled(uneven_batch(0)), uneven_batch(1)
+  bad, good = with_nan(uneven_batch(0)), uneven_batch(1)
   after, rows = take_steps(trainer, before, [bad, bad])
   assert not np.isfinite(rows[0]["loss"])
   assert_same_bits((after.params, after.opt_state), (before.params, before.opt_state))
@@ -136,7 +136,7 @@ def test_nonfinite_step_changes_only_the_counters():
 def test_skipped_step_leaves_the_moving_average_unchanged():
   trainer = trainer_of(**MESH, **BALANCED, ema_decay=0.5)
   before = jax.device_get(trainer.init_state())
-  bad, good = spoiled(uneven_batch(0)), uneven_batch(1)
+  bad, good = with_nan(uneven_batch(0)), uneven_batch(1)
   moved, _ = take_steps(trainer, before, [good])
   assert any(
     (a != b).any() for a, b in zip(*map(jax.tree.leaves, (moved.ema, moved.params)), strict=True)
@@ -157,10 +157,10 @@ def test_nonfinite_gradient_skips_the_step():
   assert after.skipped == 1
 
 
-def test_the_learning_rate_counts_updates_and_not_steps():
+def test_the_learning_rate_schedule_counts_updates_not_steps():
   trainer, before = start(**BALANCED)
   batch = uneven_batch(0)
-  _, rows = take_steps(trainer, before, [batch, spoiled(batch), batch, batch])
+  _, rows = take_steps(trainer, before, [batch, with_nan(batch), batch, batch])
   expected = [float(trainer.objectives[0].schedule(jnp.float32(update))) for update in (0, 1, 1, 2)]
   np.testing.assert_allclose([row["learning_rate"] for row in rows], expected, rtol=1e-6)
   assert len(set(expected)) == 3

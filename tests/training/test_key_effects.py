@@ -20,7 +20,7 @@ def one_step(**keys):
 
 
 @pytest.mark.parametrize("same", [{"scan_unroll": 2}, {"attention_block_q": 5}], ids=str)
-def test_how_it_is_computed_changes_nothing(same):
+def test_implementation_keys_do_not_change_the_step(same):
   (expected, expected_params), (metrics, params) = one_step(), one_step(**same)
   for name in ("total_loss", "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
@@ -39,11 +39,11 @@ def test_how_it_is_computed_changes_nothing(same):
   ],
   ids=str,
 )
-def test_what_is_computed_changes_the_loss(other):
+def test_model_keys_change_the_loss(other):
   assert abs(one_step(**other)[0]["loss"] / one_step()[0]["loss"] - 1) > 1e-6
 
 
-def test_each_auxiliary_loss_enters_with_its_weight():
+def test_auxiliary_losses_are_weighted():
   without = one_step(router_z_loss_weight=0, load_balance_loss_weight=0)[0]
   both = one_step(router_z_loss_weight=0.5, load_balance_loss_weight=0.25)[0]
   assert without["total_loss"] == without["loss"]
@@ -52,7 +52,7 @@ def test_each_auxiliary_loss_enters_with_its_weight():
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_tokens_are_kept_where_the_config_says(tmp_path, named):
+def test_the_token_cache_is_in_the_configured_directory(tmp_path, named):
   keys = {"token_cache_directory": tmp_path / "tokens"} if named else {}
   text = tmp_path / "text.txt"
   text.write_text("to be or not to be\n" * 99)
