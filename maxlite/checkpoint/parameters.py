@@ -54,11 +54,7 @@ class StoredParameters:
     self._open = functools.cache(self._open_array)
 
   def read(self, path: str, index: Index) -> np.ndarray:
-    """Read the part of a parameter at `index`.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """Read the part of a parameter at `index`; raise UserError if it cannot be read."""
     try:
       part = self._open(path)[index].read().result()
     except ValueError as error:  # TensorStore raises it whenever it cannot read
@@ -74,11 +70,7 @@ class StoredParameters:
     return part
 
   def verify(self) -> None:
-    """Verify all that was read, if every element of these parameters was read once.
-
-    Raises:
-      UserError: the bits are not those that were saved.
-    """
+    """Raise UserError if the parameters read, each element once, are not those saved."""
     for path, checksum in self._checksums.items():
       if checksum != self.leaves[path]["checksum"]:
         raise UserError(

@@ -42,11 +42,7 @@ class TensorEntry:
   start: int  # [bytes] from the beginning of the file
 
   def read_rows(self, low: int, high: int) -> np.ndarray:
-    """Read rows [low, high) along the first axis.
-
-    Raises:
-      UserError: the file is truncated.
-    """
+    """Read rows [low, high) along the first axis; raise UserError if the file is truncated."""
     dtype, shape = (DTYPES | PACKED)[self.dtype], (high - low, *self.shape[1:])
     rows = np.empty(shape, dtype)
     offset = self.start + low * math.prod(self.shape[1:]) * dtype.itemsize

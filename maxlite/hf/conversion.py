@@ -66,11 +66,11 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   if copies_tokenizer:
     path = str(target.tokenizer / Path(path).name)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=path))
-  with _created_at(target.directory) as made:
+  with _created_at(target.directory) as temporary:
     fixed = {name: flatten(cfg)[name] for name in (*keys, *TOKENIZER)}
-    _write_run(RunFolder(made), cfg, fixed, params)
+    _write_run(RunFolder(temporary), cfg, fixed, params)
     if copies_tokenizer:
-      copy_tokenizer(directory, RunFolder(made).tokenizer)
+      copy_tokenizer(directory, RunFolder(temporary).tokenizer)
   notes = [f"{target.directory}: {_count(abstract):,} parameters of {family.model_type}"]
   if cfg.model.vocab_size > keys["vocab_size"]:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
@@ -96,12 +96,12 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   }
   tokenizer = None if cfg.data.dataset_type == "synthetic" else open_tokenizer(cfg.data)
   chat = open_chat(cfg.data, tokenizer) if tokenizer else None
-  with _created_at(target) as made:
+  with _created_at(target) as temporary:
     if tokenizer:
-      hf |= write_tokenizer(cfg.data, tokenizer.bos, (chat or tokenizer).stop_token_ids, made)
-    write_json(made / "config.json", hf)
+      hf |= write_tokenizer(cfg.data, tokenizer.bos, (chat or tokenizer).stop_token_ids, temporary)
+    write_json(temporary / "config.json", hf)
     read = lambda path, index: read_merged(stored, path, index, cfg.model.lora.lora_alpha)
-    write_weights(made, family, model, abstract, read)
+    write_weights(temporary, family, model, abstract, read)
     stored.verify()
   line = f"{target}: {_count(abstract):,} parameters of {stored.directory} as {family.model_type}"
   if cfg.model.num_draft_heads:
@@ -128,8 +128,8 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   adapters = {path: leaf for path, leaf in abstract.items() if path not in base_leaves}
   adapters = _trained(adapters, cfg)
   base_params = params_from_hf(directory, family, base, keys["vocab_size"], base_leaves)
-  with _created_at(target) as made:
-    write_adapter(made, family, model, folder, adapters, stored.read)
+  with _created_at(target) as temporary:
+    write_adapter(temporary, family, model, folder, adapters, stored.read)
     _require_same_weights(base_params, stored, directory)
     stored.verify()
   return f"{target}: {_count(adapters):,} parameters of {stored.directory} for {directory}"
@@ -148,9 +148,9 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   abstract = abstract_params(cfg.model)
   params = upcycled_params(stored, abstract, cfg)
   names = [name for name in flatten(cfg.model) if name not in EXECUTION | OPTIONAL_MODULE_KEYS]
-  with _created_at(target.directory) as made:
+  with _created_at(target.directory) as temporary:
     fixed = {name: flatten(cfg)[name] for name in (*names, *TOKENIZER)}
-    _write_run(RunFolder(made), cfg, fixed, params)
+    _write_run(RunFolder(temporary), cfg, fixed, params)
     stored.verify()
   return f"{target.directory}: {_count(abstract):,} parameters of {stored.directory}"
 
@@ -248,13 +248,13 @@ def _write_run(
 @contextlib.contextmanager
 def _created_at(target: Path) -> Iterator[Path]:
   """Yield a new folder that is renamed to `target` on success and removed on failure."""
-  made = target.with_name(f".{target.name}.{os.getpid()}")
+  temporary = target.with_name(f".{target.name}.{os.getpid()}")
   try:
-    made.mkdir(parents=True)
-    yield made
-    made.rename(target)
+    temporary.mkdir(parents=True)
+    yield temporary
+    temporary.rename(target)
   except BaseException:
-    shutil.rmtree(made, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
     raise
 
 

@@ -16,11 +16,7 @@ SHARD_BYTES = 5_000_000_000  # maximum of a file; a larger tensor gets its own
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-  """Read config.json.
-
-  Raises:
-    UserError: it is missing or not a JSON object.
-  """
+  """Read config.json; raise UserError if it is missing or not a JSON object."""
   if not (directory / CONFIG).is_file():
     raise UserError(f"{directory} has no {CONFIG}: name the folder that holds it")
   return read_json_object(directory / CONFIG)
@@ -112,11 +108,7 @@ def shorten_list(names: set[str]) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-  """Read a file with a JSON object.
-
-  Raises:
-    UserError: the file is missing or of another kind.
-  """
+  """Read a JSON object; raise UserError if the file is missing or has none."""
   try:
     value = json.loads(path.read_bytes())
   except (OSError, ValueError, RecursionError) as error:

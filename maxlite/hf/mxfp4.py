@@ -38,11 +38,7 @@ class Mxfp4Entry(TensorEntry):
 
 
 def unpack(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-  """Replace every pair X_blocks and X_scales by one entry X.
-
-  Raises:
-    UserError: their shapes or dtypes do not match.
-  """
+  """Replace every pair X_blocks and X_scales by one entry X; raise UserError on a mismatch."""
   entries = dict(tensors)
   for name in [name for name in tensors if name.endswith(BLOCKS)]:
     unpacked = name.removesuffix(BLOCKS)

@@ -43,11 +43,7 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
 
 
 def open_text_tokenizer(cfg: Config) -> Tokenizer:
-  """Open the tokenizer of the run's data.
-
-  Raises:
-    UserError: the data are synthetic.
-  """
+  """Open the tokenizer of the run's data; raise UserError if they are synthetic."""
   if cfg.data.dataset_type == "synthetic":
     raise UserError("a run on dataset_type=synthetic has no tokenizer to write text with")
   return open_tokenizer(cfg.data)
