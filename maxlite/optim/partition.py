@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -53,6 +53,21 @@ class Partition:
         raise UserError(f"{regex!r} matches no parameter's whole path; the nearest are {near}")
       trained |= matched
     return cls(frozenset(trained))
+
+  @classmethod
+  def by_phase(cls, params: Any, regexes: Mapping[str, Iterable[str]]) -> "dict[str, Partition]":
+    """Select the parameters of every phase, as `matching`; errors name the phase."""
+    partitions = {}
+    for name, of_phase in regexes.items():
+      try:
+        partitions[name] = cls.matching(params, of_phase)
+      except UserError as error:
+        raise UserError(f"phase {name}: {error}") from None
+    return partitions
+
+  @classmethod
+  def union(cls, partitions: Iterable["Partition"]) -> "Partition":
+    return cls(frozenset().union(*(partition.trained for partition in partitions)))
 
   def split(self, tree: Any) -> tuple[Any, Any]:
     """Split a tree like the parameters into (trained, frozen)."""

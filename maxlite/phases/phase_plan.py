@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from maxlite.config.errors import UserError
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
@@ -30,17 +29,12 @@ class PhasePlan:
     """
     self.phases, self._params = phases, params
     self.schedule = PhaseSchedule({p.name: _length(p) for p in phases}, initial_phases)
-    self.partitions: dict[str, Partition] = {}
-    for phase in phases:
-      try:
-        self.partitions[phase.name] = Partition.matching(params, phase.train)
-      except ValueError as error:
-        raise UserError(f"phase {phase.name}: {error}") from None
+    self.partitions = Partition.by_phase(params, {phase.name: phase.train for phase in phases})
 
   @property
   def trained(self) -> Partition:
     """The parameters that some phase trains."""
-    return Partition(frozenset().union(*(p.trained for p in self.partitions.values())))
+    return Partition.union(self.partitions.values())
 
   @property
   def untrained_paths(self) -> list[str]:

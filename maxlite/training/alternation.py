@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import PHASE_STRATEGIES
-from maxlite.optim.partition import Partition, merge, path_of, paths_in, state_names
+from maxlite.optim.partition import Partition, path_of, paths_in, state_names
 from maxlite.phases.phase_programs import (
   PhaseOptStates,
   PhasePrograms,
@@ -125,8 +125,7 @@ class Alternation:
 
   def untrained(self, params: Any) -> list[str]:
     """Paths of the parameters that no phase trains."""
-    trained = frozenset().union(*(part.trained for part in self._partitions(params)))
-    return [path for path in paths_in(params) if path not in trained]
+    return paths_in(Partition.union(self._partitions(params).values()).split(params)[1])
 
   def init(self, params: Any, collections: Any = None, seed: int = 0) -> TrainState:
     """Initialize the state from copies of `params`.
@@ -161,12 +160,8 @@ class Alternation:
     `own_batches` has, by phase, batches that are not shaped like `batch`.
     """
     batches = dict.fromkeys(self.names, batch) | dict(own_batches or {})
-    steps = {
-      phase.name: self._build_step(index, partition)
-      for index, (phase, partition) in enumerate(
-        zip(self.phases, self._partitions(state.params), strict=True)
-      )
-    }
+    partitions = self._partitions(state.params)
+    steps = {name: self._build_step(n, partitions[name]) for n, name in enumerate(self.names)}
     self._programs = PhasePrograms(steps, self._schedule, self._strategy, state, batches)
 
   def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
@@ -190,25 +185,22 @@ class Alternation:
       raise UserError("there is no moving average: give Alternation an ema_decay")
     return averaged_params(state)
 
-  def _partitions(self, params: Any) -> list[Partition]:
-    partitions = []
-    for phase in self.phases:
-      try:
-        partitions.append(Partition.matching(params, phase.train))
-      except UserError as error:
-        raise UserError(f"phase {phase.name}: {error}") from None
-    return partitions
+  def _partitions(self, params: Any) -> dict[str, Partition]:
+    return Partition.by_phase(params, {phase.name: phase.train for phase in self.phases})
 
   def _init(self, params: Any, collections: Any, seed: jax.Array) -> TrainState:
-    parts = [partition.split(params)[0] for partition in self._partitions(params)]
-    txs = [phase.optimizer for phase in self.phases]
-    opt_states = {n: tx.init(part) for n, tx, part in zip(self.names, txs, parts, strict=True)}
+    partitions = self._partitions(params)
+    opt_states = {
+      phase.name: phase.optimizer.init(partitions[phase.name].split(params)[0])
+      for phase in self.phases
+    }
+    trained, _ = Partition.union(partitions.values()).split(params)
     return init_state(
       jax.tree.map(jnp.copy, params),  # the caller's own must not be donated
       PhaseOptStates(opt_states),
       jax.random.key_data(jax.random.key(seed)),
       self._schedule.start(),
-      averaged=None if self._ema_decay is None else merge(*parts),
+      averaged=None if self._ema_decay is None else trained,
       collections=jax.tree.map(jnp.copy, collections),
     )
 

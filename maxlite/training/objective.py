@@ -8,7 +8,7 @@ import optax
 
 from maxlite.config.errors import UserError
 from maxlite.config.phases import PhaseConfig
-from maxlite.config.schema import Config, DataConfig, OptimizerConfig, TrainingConfig
+from maxlite.config.schema import Config, DataConfig, TrainingConfig
 from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps
 from maxlite.optim.partition import ALL_PARAMETERS, Partition
 from maxlite.phases.phase_plan import PhasePlan
@@ -44,37 +44,33 @@ def build_objectives(
   Raises:
     UserError: a batch does not divide by the mesh and the micro-batches.
   """
-  if plan is None:
-    optimizer = with_schedule_steps(cfg.optimizer, cfg.run.steps)
-    parts = (cfg.data, cfg.training, "next_token", ALL_PARAMETERS)
-    return [_build_objective("train", *parts, optimizer, names, sharder)]
-  return [_phase_objective(phase, plan, cfg.run.steps, names, sharder) for phase in plan.phases]
-
-
-def _phase_objective(
-  phase: PhaseConfig, plan: PhasePlan, run_steps: int, names: Any, sharder: Sharder
-) -> Objective:
-  optimizer = with_schedule_steps(phase.optimizer, plan.num_steps(phase, run_steps))
-  parts = (phase.data, phase.training, phase.loss, plan.partitions[phase.name])
-  try:
-    return _build_objective(phase.name, *parts, optimizer, names, sharder)
-  except UserError as error:
-    raise UserError(f"phase {phase.name}: {error}") from None
+  if plan is not None:
+    return [_build_objective(phase, cfg, plan, names, sharder) for phase in plan.phases]
+  sections = {"optimizer": cfg.optimizer, "training": cfg.training, "data": cfg.data}
+  whole = PhaseConfig("train", (".*",), "next_token", cfg.run.steps, None, **sections)
+  return [_build_objective(whole, cfg, None, names, sharder)]
 
 
 def _build_objective(
-  name: str,
-  data: DataConfig,
-  training: TrainingConfig,
-  loss: str,
-  partition: Partition,
-  optimizer: OptimizerConfig,
-  names: Any,
-  sharder: Sharder,
+  phase: PhaseConfig, cfg: Config, plan: PhasePlan | None, names: Any, sharder: Sharder
 ) -> Objective:
-  tx = build_optimizer(optimizer, partition.split(names)[0])
-  rows = global_batch_size(data, training, sharder)
-  return Objective(name, data, training, loss, partition, tx, build_schedule(optimizer), rows)
+  num_steps = plan.num_steps(phase, cfg.run.steps) if plan else cfg.run.steps
+  partition = plan.partitions[phase.name] if plan else ALL_PARAMETERS
+  optimizer = with_schedule_steps(phase.optimizer, num_steps)
+  try:
+    num_rows = global_batch_size(phase.data, phase.training, sharder)
+  except UserError as error:
+    raise UserError(f"phase {phase.name}: {error}") from None
+  return Objective(
+    phase.name,
+    phase.data,
+    phase.training,
+    phase.loss,
+    partition,
+    build_optimizer(optimizer, partition.split(names)[0]),
+    build_schedule(optimizer),
+    num_rows,
+  )
 
 
 def global_batch_size(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> int:

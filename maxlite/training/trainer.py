@@ -234,7 +234,8 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   init = functools.partial(_init_params, Decoder(cfg.model, one))
   boxed = jax.eval_shape(lambda: init(jnp.uint32(0), (num_rows, cfg.data.max_target_length)))
   names, params = logical_names(boxed), meta.unbox(boxed)
-  shardings = _parameter_shardings(params, names, sharder)
+  leaves = zip(paths_in(params), jax.tree.leaves(params), jax.tree.leaves(names), strict=True)
+  shardings = [parameter_sharding(*leaf, sharder) for leaf in leaves]
   check_sharded(shardings, sharder, cfg.mesh.sharding_tolerance)
   plan = PhasePlan(phases_of(cfg), initial_phases_of(cfg), params) if cfg.phasing.phases else None
   objectives = build_objectives(cfg, plan, names, sharder)
@@ -274,11 +275,6 @@ def _init_params(model: Decoder, seed: jax.Array, batch_shape: tuple[int, int]) 
   key = jax.random.fold_in(jax.random.key(seed), 0)
   inputs = (tokens_BT, tokens_BT, tokens_BT)
   return model.init({"params": key}, *inputs, method=model.hidden_and_unembedding)["params"]
-
-
-def _parameter_shardings(params: Any, names: Any, sharder: Sharder) -> list[ParameterSharding]:
-  leaves = zip(paths_in(params), jax.tree.leaves(params), jax.tree.leaves(names), strict=True)
-  return [parameter_sharding(*leaf, sharder) for leaf in leaves]
 
 
 def _first_state(
