@@ -67,7 +67,7 @@ class Partition:
 
   @classmethod
   def union(cls, partitions: Iterable["Partition"]) -> "Partition":
-    return cls(frozenset().union(*(partition.trained for partition in partitions)))
+    return cls(frozenset().union(*(partition.trained or () for partition in partitions)))
 
   def split(self, tree: Any) -> tuple[Any, Any]:
     """Split a tree like the parameters into (trained, frozen)."""
