@@ -1,4 +1,4 @@
-"""With a cache, every family computes what it does without: token by token, row by row."""
+"""Cached decoding gives the logits of the uncached model, for every family."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from maxlite.layers import cache
 FAST = ("mixtral", "deepseek", "gemma2", "gpt_oss")  # every way to attend and to build a layer
 NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window
-ROW_B = np.array([2, 0, 3], np.int32)  # where they are put; row 1 stays idle
+ROW_B = np.array([2, 0, 3], np.int32)  # rows of the cache; row 1 stays idle
 NUM_STEPS = NUM_TOKENS - NUM_PROMPT
 FIRST_BLOCK = 3  # so that rows reach the last block while they are decoded
 TAKEN_nB = np.array([[1, 3, 2], [2, 1, 3], [3, 2, 1]], np.int32)
@@ -22,7 +22,7 @@ TOKENS_BT = np.random.default_rng(1).integers(48, size=(3, NUM_TOKENS)).astype(n
 
 
 def prefilled(model, params, num_new):
-  """(logits_BV of each prompt's last token, a cache that has the prompts in it)."""
+  """(logits_BV of each prompt's last token, a cache filled with the prompts)."""
   position_1T = np.arange(NUM_PROMPT)[None]
   is_real_BT = (position_1T < LENGTH_B[:, None]).astype(np.int32)
   prompts = TOKENS_BT[:, :NUM_PROMPT], is_real_BT, np.tile(position_1T, (3, 1))
@@ -35,7 +35,7 @@ def prefilled(model, params, num_new):
 
 
 def appended(model, params, entries, tokens_BT, length_B):
-  """(logits_BTV, the cache) of tokens that go behind the `length_B` ones of ROW_B."""
+  """(logits_BTV, updated cache) of tokens appended after the `length_B` cached tokens of ROW_B."""
   place = lambda x_BT: jnp.zeros((NUM_ROWS, x_BT.shape[1]), jnp.int32).at[ROW_B].set(x_BT)
   position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
   rows = (place(tokens_BT), place(jnp.ones_like(position_BT)), place(position_BT))
@@ -45,7 +45,7 @@ def appended(model, params, entries, tokens_BT, length_B):
 
 
 def decoded(model, params):
-  """logits_nBV: of each prompt's last token, and of each of the NUM_STEPS tokens after it."""
+  """logits_nBV of each prompt's last token and of the NUM_STEPS tokens after it."""
   first_BV, entries = prefilled(model, params, 1)
 
   def step(carry, _):
@@ -59,7 +59,7 @@ def decoded(model, params):
 
 
 def decoded_with_drafts(model, params):
-  """The same, three tokens at a time, of which TAKEN_nB are right and the others taken back."""
+  """The same, three tokens per step, of which TAKEN_nB are accepted and the others removed."""
   first_BV, entries = prefilled(model, params, 3)
 
   def step(carry, taken_B):
@@ -85,7 +85,7 @@ CASES = [pytest.param(name, False, marks=() if name in FAST else SLOW) for name 
 
 
 @pytest.mark.parametrize(("family", "scanned"), [*CASES, ("deepseek", True)])
-def test_a_cache_changes_no_logits(family, scanned):
+def test_cached_decoding_gives_the_uncached_logits(family, scanned):
   assert_same_logits(family, scanned, decoded)
 
 
@@ -96,7 +96,7 @@ DRAFTED = ("deepseek", "gpt_oss")
 @pytest.mark.parametrize(
   "family", [pytest.param(name, marks=() if name in DRAFTED else SLOW) for name in MODELS]
 )
-def test_tokens_read_at_once_and_taken_back_change_no_logits(family):
+def test_rejected_draft_tokens_change_no_logits(family):
   assert_same_logits(family, False, decoded_with_drafts)
 
 
@@ -117,7 +117,7 @@ def assert_same_logits(family, scanned, decode):
   assert np.ptp(want_nBV, axis=0).min() > 0
 
 
-def test_a_window_takes_no_more_places_than_it_has_positions():
+def test_a_sliding_window_bounds_the_cache():
   family = next(name for name, block in MODELS.items() if block.global_layer_every)
   model = families.model_of(family)
   window = model.cfg.sliding_window_size
@@ -131,7 +131,7 @@ def test_a_window_takes_no_more_places_than_it_has_positions():
   assert {leaf.shape[2] for leaf in keys} == {window, NUM_TOKENS}
 
 
-def test_latent_attention_keeps_the_latent_alone():
+def test_latent_attention_caches_only_the_latent():
   model = families.model_of("deepseek")
   params = families.params_of("deepseek")
   _, kept = jax.eval_shape(

@@ -1,4 +1,4 @@
-"""What every family of the MODELS table must do; a new one is tested once it is registered."""
+"""Properties of every family in the MODELS table; a registered family is tested automatically."""
 
 import functools
 import math
@@ -35,8 +35,8 @@ TINY = {
   "qk_rope_head_dim": 2,
   "v_head_dim": 6,
 }
-# What a family has beyond that.
-OWN = {
+# Changes to TINY per family.
+FAMILY_KEYS = {
   "gemma2": {
     "base_num_decoder_layers": 2,
     "mlp_activations": ("gelu", "linear"),
@@ -67,7 +67,7 @@ OWN = {
     "mscale": 0.7,
   },
 }
-# Every token once: the gradient of a row of the embedding is that of one position.
+# Each token occurs once, so the gradient of an embedding row is that of one position.
 TOKENS_BT = np.random.default_rng(0).permutation(48).reshape(SHAPE_BT).astype(np.int32)
 # Two documents and padding in the first row, one document in each of the others.
 SEGMENT_BT = np.ones(SHAPE_BT, np.int32)
@@ -76,10 +76,10 @@ POSITION_BT = np.tile(np.arange(NUM_POSITIONS, dtype=np.int32), (4, 1))
 POSITION_BT[0] = np.r_[0:5, 0:4, 0, 0, 0]
 BATCH = (TOKENS_BT, SEGMENT_BT, POSITION_BT)
 
-# What is compiled here runs once: LLVM's optimizations would take longer than they save.
+# Programs here run once: LLVM's optimizations would take longer than they save.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
-# Between them they have every way to build a layer; the others differ in fields of its parts.
+# Together these have every kind of layer; the other families differ in fields of its parts.
 STRUCTURES = ("mixtral", "deepseek", "gemma2", "gpt_oss")
 every_family = pytest.mark.parametrize("family", MODELS)
 every_structure = pytest.mark.parametrize("family", STRUCTURES)
@@ -97,20 +97,20 @@ def sharder_of(**degrees):
 
 
 def model_of(family, sharder=None, **changes):
-  own = OWN.get(family, {}) | changes
+  own = FAMILY_KEYS.get(family, {}) | changes
   cfg = build(Config, DEFAULTS | TINY | {"decoder_block": family} | own).model
   return Decoder(cfg, sharder or sharder_of())
 
 
 def abstract_params(family, **changes):
-  """Parameters with their logical names, as shapes."""
+  """Shapes of the parameters, boxed with their logical axis names."""
   model = model_of(family, **changes)
   return jax.eval_shape(model.init, jax.random.key(0), *BATCH)["params"]
 
 
 @functools.cache
 def params_of(family, **changes):
-  """Random parameters, of about the size that training starts with."""
+  """Random parameters of about the scale of initialized ones."""
   centre = 0 if MODELS[family].zero_centred_norms else 1
 
   def fill(path, leaf):
@@ -121,7 +121,7 @@ def params_of(family, **changes):
 
 
 def loss(model, params, batch):
-  """A random linear function of the logits and of the sums that blocks return."""
+  """A random linear function of the logits and the sums returned by blocks."""
   x_BTD, sums, w_DV = model.apply({"params": params}, *batch, method=model.hidden_and_unembedding)
   logits_BTV = jnp.einsum("btd,dv->btv", x_BTD.astype(jnp.float32), w_DV.astype(jnp.float32))
   parts = [logits_BTV, *jax.tree.leaves(sums)]
@@ -130,18 +130,18 @@ def loss(model, params, batch):
 
 @functools.cache
 def compiled(family, **changes):
-  """run(params, batch) -> (loss, gradients), on one device."""
+  """The jitted run(params, batch) -> (loss, gradients) on one device."""
   return jit(jax.value_and_grad(functools.partial(loss, model_of(family, **changes))))
 
 
 @functools.cache
 def base_results(family):
-  """(loss, gradients) of the family as TINY has it."""
+  """(loss, gradients) of the family with the keys of TINY."""
   return jax.tree.map(np.asarray, compiled(family)(params_of(family), BATCH))
 
 
 def assert_trees_close(got, want, rtol):
-  """Each leaf within `rtol` of its norm."""
+  """Assert that each leaf differs by at most `rtol` times its norm."""
 
   def check(path, a, b):
     assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b), path
@@ -150,7 +150,7 @@ def assert_trees_close(got, want, rtol):
 
 
 @every_family
-def test_every_parameter_has_names_that_the_sharding_table_knows(family):
+def test_every_parameter_has_logical_axes_of_the_sharding_table(family):
   boxed = abstract_params(family)
   for path, leaf in jax.tree_util.tree_leaves_with_path(
     boxed, is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned)
@@ -169,7 +169,7 @@ def test_every_parameter_gets_a_gradient(family):
     assert (leaf != 0).any(), path
 
 
-def test_layers_start_different_from_each_other():
+def test_layers_are_initialized_differently():
   key = jax.random.key(0, impl="unsafe_rbg")  # compiles fastest
   params = meta.unbox(jit(model_of("deepseek").init)(key, *BATCH)["params"])
   for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
@@ -184,7 +184,7 @@ def test_layers_start_different_from_each_other():
 def test_separate_layers_remat_and_a_tied_embedding_give_the_same_gradients(family, remat):
   """All three in one program, since each program takes seconds to compile.
 
-  The gradient of a tied embedding is that of the table plus that of the projection, were they two.
+  The gradient of a tied embedding is the sum of the gradients of separate table and projection.
   """
   changes = {
     "scan_layers": False,
@@ -205,7 +205,7 @@ def test_separate_layers_remat_and_a_tied_embedding_give_the_same_gradients(fami
 
 
 def unstacked(params):
-  """The same parameters as a model without scan has them."""
+  """The parameters in the tree of a model without scanned layers."""
   apart = {}
   for name, tree in params.items():
     if name in ("dense_layers", "layers"):
@@ -219,7 +219,7 @@ def unstacked(params):
 
 @pytest.mark.parametrize("family", [name for name in STRUCTURES if name != "mixtral"])
 def test_bfloat16_is_close_to_float32(family):
-  """Mixtral's parts are tested as those of the other families."""
+  """Mixtral is left out: the other families contain its parts."""
   # With all experts chosen, rounding cannot choose another one.
   every = {"num_experts_per_tok": 4} if MODELS[family].is_moe else {}
   value, gradients = jax.tree.map(np.asarray, compiled(family, **every)(params_of(family), BATCH))
@@ -234,7 +234,7 @@ def test_bfloat16_is_close_to_float32(family):
   "family",
   [pytest.param(name, marks=() if name in STRUCTURES else pytest.mark.slow) for name in MODELS],
 )
-def test_a_mesh_and_remat_change_nothing_and_rematerialize_nothing_involuntarily(family, capfd):
+def test_mesh_and_remat_change_no_gradient_and_avoid_involuntary_rematerialization(family, capfd):
   """XLA reports an "Involuntary full rematerialization" on stderr when it compiles."""
   sharder = sharder_of(fsdp=2, context=2, tensor=2)
   model = model_of(family, sharder, remat_policy="full", sparse_matmul=True)
@@ -255,7 +255,7 @@ def test_a_mesh_and_remat_change_nothing_and_rematerialize_nothing_involuntarily
 
 @functools.cache
 def forward(family):
-  """run(batch) -> (x_BTD, sums that blocks return, reach_TV), on one device.
+  """The jitted run(batch) -> (x_BTD, sums returned by blocks, reach_TV) on one device.
 
   reach_TV[t, v] is the largest derivative of the first row's t-th logits by token v's embedding.
   """
@@ -276,7 +276,7 @@ def forward(family):
 
 
 @every_structure
-def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(family):
+def test_attention_is_causal_within_the_document(family):
   reached_TV = np.asarray(forward(family)(BATCH)[2]) > 0
   same_TS = SEGMENT_BT[0][:, None] == SEGMENT_BT[0][None]
   np.testing.assert_array_equal(reached_TV[:, TOKENS_BT[0]], np.tril(same_TS))
@@ -284,7 +284,7 @@ def test_a_position_draws_on_its_own_document_up_to_itself_and_on_nothing_else(f
 
 
 @every_structure
-def test_a_document_is_read_as_if_alone_whatever_is_packed_around_it(family):
+def test_hidden_states_do_not_depend_on_other_packed_documents(family):
   packed_BTD, *_ = forward(family)(BATCH)
   alone = tuple(np.zeros(SHAPE_BT, np.int32) for _ in BATCH)
   for ours, theirs in zip(alone, BATCH, strict=True):
@@ -295,7 +295,7 @@ def test_a_document_is_read_as_if_alone_whatever_is_packed_around_it(family):
 
 
 @every_structure
-def test_padding_changes_nothing(family):
+def test_padding_tokens_do_not_affect_others(family):
   tokens_BT = np.where(SEGMENT_BT > 0, TOKENS_BT, 7)
   (got_BTD, got, _), (want_BTD, want, _) = (
     forward(family)((t, *BATCH[1:])) for t in (tokens_BT, TOKENS_BT)
