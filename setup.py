@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "maxlite/__init__.py").read_text()).group(1)
-# The YAML files lie beside the package in a checkout, and inside it once it is installed.
+# The YAML files are next to the package in a checkout, and inside the package once installed.
 CONFIGS = ["maxlite.configs"] + [
   "maxlite.configs." + ".".join(path.relative_to(ROOT / "configs").parts)
   for path in sorted((ROOT / "configs").rglob("*"))
@@ -35,6 +35,7 @@ setup(
     "grain>=0.2.18",
     "numpy>=2.1",
     "absl-py>=2.3",
+    "ml-collections>=1.1",
     "pyyaml>=6.0.2",
     "tokenizers>=0.22",
     "safetensors>=0.6",

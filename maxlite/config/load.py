@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from maxlite.config.command_line import CommandLine, help_text
 from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
@@ -47,12 +49,12 @@ def main_config(
 
 
 def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -> Config:
-  values = dict(defaults)
+  values = ConfigDict(dict(defaults)).lock()
   sources: dict[str, str] = {}
   for setting in _settings(line, defaults):
     values[setting.name] = parse(setting)
     sources[setting.name] = setting.source
-  config: Config = build(Config, values)
+  config: Config = build(Config, dict(values.items()))
   validate(config, sources, needs_data=needs_data)
   members_of(config)  # raises on their mistakes
   validate_phase_data(config, needs_data=needs_data)

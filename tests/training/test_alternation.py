@@ -170,7 +170,7 @@ def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   num_compiled = alternation.num_compiled
   state, _ = alternation.step(state, batch)  # what JAX compiles to start any program at all
   jax.monitoring.register_event_duration_secs_listener(listen)
-  monkeypatch.setattr(jax, "device_get", None)  # the host knows the phase without the device
+  monkeypatch.setattr(jax, "device_get", None)  # the host computes the phase without the device
   try:
     for _ in range(1000):
       state, metrics = alternation.step(state, batch)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def keys_of(folder):
-  """A phase on all, one on a file of its own in half as large batches, one that ends by itself."""
+  """One phase trains all; one reads a separate file in smaller batches; one ends on a condition."""
   path = folder / "own.jsonl"
   path.write_text("".join(json.dumps({"text": f"{n} is {n}"}) + "\n" for n in range(99)))
   phases = [

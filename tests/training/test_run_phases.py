@@ -194,7 +194,7 @@ def test_run_interrupted_between_phases_equals_uninterrupted_run(tmp_path):
 
 
 def phase_data_keys(folder):
-  """Keys of a run whose phase `chat` reads a file of its own, in batches of half the size."""
+  """Keys of a run whose phase `chat` reads a separate file, in batches of half the size."""
   path = folder / "chat.jsonl"
   path.write_text("".join(json.dumps({"text": f"{n} is {n}"}) + "\n" for n in range(99)))
   fit = "{name: fit, train: [layers/.*], steps: 2}"
