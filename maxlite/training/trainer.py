@@ -85,10 +85,7 @@ class Trainer:
   @property
   def abstract_batch(self) -> Batch:
     """Shapes, types and sharding of the run's batches; a phase may have batches of another size."""
-    return self._abstract_batch(self.batch_shape)
-
-  def _abstract_batch(self, shape: tuple[int, int]) -> Batch:
-    return abstract_batch(shape, self.batch_sharding)
+    return abstract_batch(self.batch_shape, self.batch_sharding)
 
   def build_step(self, *, freeze_diverged: bool = False) -> Step:
     """Build the training step as one pure function, also for all phases.
@@ -143,7 +140,7 @@ class Trainer:
 
   def lower_step(self, index: int = 0) -> jax.stages.Lowered:
     """Lower the step of one objective for its batches."""
-    batch = self._abstract_batch(self.objectives[index].batch_shape)
+    batch = abstract_batch(self.objectives[index].batch_shape, self.batch_sharding)
     return self.jit_step(index).lower(self.abstract_state, batch)
 
   @functools.cached_property
@@ -159,7 +156,9 @@ class Trainer:
       self.phase_plan.schedule,
       self.cfg.phasing.phase_strategy,
       self.abstract_state,
-      {each.name: self._abstract_batch(each.batch_shape) for each in self.objectives},
+      {
+        each.name: abstract_batch(each.batch_shape, self.batch_sharding) for each in self.objectives
+      },
     )
 
   @property

@@ -1,0 +1,85 @@
+"""What a run prints at its start and at its end, and its plots."""
+
+import jax
+from rich.console import Console
+
+from maxlite import __version__
+from maxlite.checkpoint.checksum import tree_hash
+from maxlite.checkpoint.run_folder import Changes, RunFolder
+from maxlite.config import describe_changes
+from maxlite.config.raw_values import show
+from maxlite.data.loader import DataLoader
+from maxlite.kernels.attention.api import resolve_backend as resolve_attention
+from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
+from maxlite.metrics.flops import active_parameter_count, parameter_count
+from maxlite.metrics.goodput import Stopwatch, describe_goodput
+from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
+from maxlite.metrics.plots.timeline import draw_timeline
+from maxlite.metrics.writers import read_rows
+from maxlite.training.loop import TrainResult
+from maxlite.training.trainer import Trainer
+
+
+def log_header(
+  trainer: Trainer,
+  data: DataLoader,
+  data_by_objective: dict[str, DataLoader],
+  changes: Changes | None,
+  console: Console,
+) -> None:
+  """Print devices, config changes, model, phases and data."""
+  cfg, device = trainer.cfg, trainer.mesh.devices.flat[0]
+  degrees = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1}
+  mesh = " x ".join(f"{axis}={size}" for axis, size in degrees.items()) or "no sharding"
+  console.print(
+    f"maxlite {__version__}, jax {jax.__version__}: "
+    f"{trainer.mesh.size} x {device.device_kind}, {mesh}"
+  )
+  for line in describe_changes(cfg):
+    console.print(f"  {line}")
+  for name, (before, now) in (changes or {}).items():
+    console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
+  platform = trainer.sharder.platform
+  experts = resolve_grouped_matmul(cfg.model.moe.grouped_matmul, platform)
+  console.print(
+    f"model: {cfg.model.decoder_block}, {parameter_count(cfg.model):,} parameters, "
+    f"{active_parameter_count(cfg.model):,} active per token; "
+    f"attention by {resolve_attention(cfg.model.attention, platform)}"
+    + (f", experts by {experts}" if trainer.is_moe else "")
+  )
+  if plan := trainer.phase_plan:
+    for line in plan.describe(cfg.run.steps, cfg.data):
+      console.print(line)
+    if plan.untrained_paths:
+      console.print(f"no phase trains {', '.join(plan.untrained_paths)}")
+  own = {f"data of {name}": each for name, each in data_by_objective.items() if each is not data}
+  for name, each in {"data": data, **own}.items():
+    shape = f"{each.global_batch_size} x {each.cfg.max_target_length}"
+    console.print(f"{name}: {each.source.summary}; {shape} tokens per step")
+
+
+def finalize(
+  trainer: Trainer, folder: RunFolder, result: TrainResult, console: Console, timer: Stopwatch
+) -> None:
+  """Print why training ended and its goodput; draw the plots; print the hash of the parameters."""
+  cfg = trainer.cfg
+  if result.reason:
+    is_saved = result.is_saved and cfg.checkpoint.enable_checkpointing
+    saved = ", with a checkpoint" if is_saved else ""
+    console.print(f"{result.reason}; left after step {result.step} of {cfg.run.steps}{saved}")
+  console.print(describe_goodput(timer.row()))
+  parameters = tree_hash(result.state.params)
+  if jax.process_index() > 0:
+    return
+  draw_curves(folder.metrics, folder.curves)
+  plots = [folder.curves.name]
+  if folder.expert_load.exists():
+    draw_expert_load(folder.expert_load, folder.expert_map)
+    plots.append(folder.expert_map.name)
+  if plan := trainer.phase_plan:
+    spans = plan.spans(result.step, read_rows(folder.metrics))
+    groups = {phase.name: phase.train for phase in plan.phases}
+    draw_timeline(folder.metrics, folder.timeline, groups, spans)
+    plots.append(folder.timeline.name)
+  files = ", ".join([folder.metrics.name, *plots])
+  console.print(f"{folder.directory}: {files}, parameters {parameters[:16]}")
