@@ -126,7 +126,6 @@ class Decoder(nn.Module):
       length=length,
       unroll=min(unroll, length),
       metadata_params={nn.PARTITION_NAME: "layers"},
-      check_constancy_invariants=False,  # traces a layer once instead of twice
     )
     return scanned(*args)
 
