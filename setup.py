@@ -1,4 +1,4 @@
-"""Packaging of maxlite; `pip install -e .[test]` for work on it."""
+"""Packaging of maxlite. To develop it: `pip install -e .[test]`."""
 
 import re
 from pathlib import Path

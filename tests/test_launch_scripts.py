@@ -42,16 +42,20 @@ def test_the_jobset_is_valid_for_kubernetes():
 
 
 def test_all_workers_of_a_tpu_get_the_arguments_unchanged():
-  words = ["configs/base.yml", "run_name=a b"]
-  commands = lines_of(LAUNCH / "tpu_vm.sh", "--dry-run", "t1", "us-east5-a", *words)
+  arguments = ["configs/base.yml", "run_name=a b"]
+  commands = lines_of(LAUNCH / "tpu_vm.sh", "--dry-run", "t1", "us-east5-a", *arguments)
   copy, install, train = commands
   assert copy.startswith("gcloud compute tpus tpu-vm scp ")
   assert "pip" in install
   to_gcloud = lines_of("bash", "-c", f"gcloud() {{ printf '%s\\n' \"$@\"; }}; {train}")
   assert {"--zone=us-east5-a", "--worker=all", "t1"} <= set(to_gcloud)
-  (command,) = (word for word in to_gcloud if word.startswith("--command="))
+  (command,) = (argument for argument in to_gcloud if argument.startswith("--command="))
   on_worker = command.removeprefix("--command=cd maxlite && exec .venv/bin/python")
-  assert lines_of("bash", "-c", f"printf '%s\\n' {on_worker}") == ["-m", "maxlite.train", *words]
+  assert lines_of("bash", "-c", f"printf '%s\\n' {on_worker}") == [
+    "-m",
+    "maxlite.train",
+    *arguments,
+  ]
 
 
 def test_too_few_arguments_print_the_usage():

@@ -1,4 +1,4 @@
-"""The losses of ten steps that must not change unless someone means them to."""
+"""The losses of ten training steps, which must not change unintentionally."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from maxlite.training.trainer import build_trainer
 FILE = Path(__file__).with_name("base_10_steps.json")
 CONFIG = Path(__file__).resolve().parents[2] / "configs/base.yml"
 STEPS = 10
-# The default run, made small; two rows for each of eight devices.
-WORDS = [
+# The default run at a small size, with two rows for each of eight devices.
+ARGUMENTS = [
   str(CONFIG),
   f"steps={STEPS}",
   "dataset_type=synthetic",
@@ -28,16 +28,16 @@ WORDS = [
   "sharding_tolerance=1",
 ]
 NOTE = (
-  "Losses of ten steps of the default run made small (tests/golden/ten_steps.py), in float32. A "
-  "change that is meant to leave training as it is must not change them. Where another "
-  "initialisation, architecture, loss, optimizer, default or data order is meant to, say so in the "
-  "changelog and write them anew: python tests/golden/rewrite.py"
+  "Losses of ten steps of the default run at a small size (tests/golden/ten_steps.py), in float32. "
+  "A change that does not intend to affect training must not change them. If initialisation, "
+  "architecture, loss, optimizer, a default or the data order changes on purpose, state so in the "
+  "changelog and rewrite them: python tests/golden/rewrite.py"
 )
 
 
 def ten_losses() -> list[float]:
   """The total loss of each step."""
-  trainer = build_trainer(load_config(WORDS))
+  trainer = build_trainer(load_config(ARGUMENTS))
   state, stream = trainer.init_state(), open_trainer_data(trainer).train_stream()
   losses = []
   for _ in range(STEPS):

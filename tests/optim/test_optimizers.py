@@ -12,14 +12,14 @@ from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
 from maxlite.optim import build_optimizer
 
-# h_TF = x_TD wi, y_TD = h_TF * scale wo: two hidden matrices and something that is none.
+# h_TF = x_TD wi, y_TD = h_TF * scale wo: two hidden matrices and a vector.
 NAMES = {"wi": jax.P("embed", "mlp"), "norm": {"scale": jax.P("norm")}, "wo": jax.P("mlp", "embed")}
 LEARNING_RATE, DECAY = 0.02, 0.1
 
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-  """Optax mixes types; the training step allows it too."""
+  """Optax mixes types, which the training step also allows."""
   with jax.numpy_dtype_promotion("standard"):
     yield
 
@@ -99,7 +99,7 @@ def test_updates_equal_those_of_optax(opt_type):
   got = updates_of(ours, make_params(), steps)[0]
   with jax.numpy_dtype_promotion("standard"):
     want = updates_of(OPTAX[opt_type], make_params(), steps)[0]
-  if opt_type == "muon":  # which leaves the rest to another Adam
+  if opt_type == "muon":  # optax's muon uses another Adam for the rest
     del got["norm"], want["norm"]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), got, want)
 
@@ -145,7 +145,8 @@ def test_muon_orthogonalizes_matrices_and_uses_adam_for_the_rest():
     for opt_type in ("muon", "adamw")
   }
   np.testing.assert_allclose(moved["muon"]["norm"]["scale"], moved["adamw"]["norm"]["scale"], 1e-4)
-  # Five Newton-Schulz steps bring singular values near to one, times 0.2 sqrt(larger side).
+  # Five Newton-Schulz steps bring singular values close to 1; updates are scaled by
+  # 0.2 sqrt(larger side).
   unit = 2 * LEARNING_RATE * 0.2 * np.sqrt(8)
   for name in ("wi", "wo"):
     singular = np.linalg.svd(moved["muon"][name], compute_uv=False)

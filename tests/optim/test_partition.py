@@ -26,7 +26,8 @@ from maxlite.optim.partition import (
 )
 from maxlite.sharding import Sharder, build_mesh
 
-# (input axes, output axes) of every parameter; None: no hidden matrix. Axis 0 stacks layers.
+# (input axes, output axes) of every parameter; None for others than hidden matrices. Axis 0 stacks
+# layers.
 ATTENTION = {
   "embed/embedding": None,
   "final_norm/scale": None,
@@ -116,7 +117,7 @@ STATE_NAMES = {
 NUM_MOMENTS = {
   "adamw": {"embedding": 2, "scale": 2, "wi": 2, "kernel": 2},
   "lion": {"embedding": 1, "scale": 1, "wi": 1, "kernel": 1},
-  "adafactor": {"embedding": 1, "scale": 1, "wi": 0, "kernel": 1},  # wi's is factored
+  "adafactor": {"embedding": 1, "scale": 1, "wi": 0, "kernel": 1},  # factored for wi
   "muon": {"embedding": 2, "scale": 2, "wi": 1, "kernel": 1},
 }
 

@@ -11,7 +11,7 @@ PEAK, STEPS, WARMUP, FINAL = 0.02, 100, 10, 0.002
 
 
 def rates(kind, **changes):
-  """Learning rate of updates 0 to STEPS, the last being that after the schedule's end."""
+  """Learning rates of updates 0 to STEPS; the last one is after the schedule's end."""
   cfg = build(
     OptimizerConfig,
     DEFAULTS
@@ -43,14 +43,14 @@ def test_the_rate_never_rises_after_warmup_and_ends_at_the_final_value(kind):
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 1.0])
-def test_warm_up_of_zero_one_or_all_updates(kind, fraction):
+def test_warmup_of_zero_one_or_all_updates(kind, fraction):
   rate = rates(kind, warmup_steps_fraction=fraction)
   assert rate.min() > 0
   assert rate.max() == np.float32(PEAK)
   assert rate[STEPS - 1 if fraction == 1 else 0] == np.float32(PEAK)
 
 
-def test_cosine_is_a_cosine():
+def test_cosine_schedule_follows_a_cosine():
   progress = np.arange(STEPS - WARMUP + 1) / (STEPS - WARMUP)
   expected = FINAL + (PEAK - FINAL) * (1 + np.cos(np.pi * progress)) / 2
   np.testing.assert_allclose(rates("cosine")[WARMUP:], expected, rtol=1e-5)
@@ -62,7 +62,7 @@ def test_wsd_is_constant_and_then_linear():
   np.testing.assert_allclose(rate[80:], np.linspace(PEAK, FINAL, 21), rtol=1e-5)
 
 
-def test_wsd_decay_limited_by_warm_up():
+def test_wsd_decay_limited_by_warmup():
   rate = rates("wsd", warmup_steps_fraction=0.9)
   assert rate[89] == rate[90] == np.float32(PEAK)
   assert rate[-1] == pytest.approx(FINAL, rel=1e-6)

@@ -12,7 +12,7 @@ from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 
 
 def walk(schedule, losses):
-  """[phase name of each step], of a device that gives its metrics a step late to the host."""
+  """(phase name of each step, clock), where metrics reach the host one step late."""
   clock = schedule.start()
   position, names = schedule.position(clock), []
   for loss in losses:

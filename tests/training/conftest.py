@@ -1,4 +1,4 @@
-"""Settings of these tests, which share compiled programs, and a finished run."""
+"""Fixtures: compiler settings, a shared finished run, and folders for runs."""
 
 import shutil
 
@@ -20,7 +20,7 @@ def runs_folder(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def finished(runs_folder):
-  """(folder, output) of a run that nothing disturbed; not to be changed."""
+  """(folder, output) of an uninterrupted run; tests must not modify it."""
   folder = runs_folder / "finished"
   code, output = start(folder)
   assert code == 0
@@ -29,11 +29,11 @@ def finished(runs_folder):
 
 @pytest.fixture
 def folder(runs_folder, request):
-  """A folder of this test's own, beside the others."""
+  """A separate folder for this test."""
   return runs_folder / request.node.name
 
 
 @pytest.fixture
 def copy(finished, folder):
-  """A copy of the finished run, to be damaged."""
+  """A copy of the finished run, which the test may damage."""
   return shutil.copytree(finished[0], folder)

@@ -16,13 +16,13 @@ LOCAL = ROOT / "tools/launch/local.py"
 
 
 class Launch:
-  """A launch in progress: its output so far, and its processes."""
+  """A launch with its output and processes."""
 
   def __init__(self, folder: Path, *options: str, **keys: object):
     folder.mkdir(parents=True, exist_ok=True)
     self._log = folder / f"launch{time.monotonic_ns()}.txt"
-    words = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **keys)).items()]
-    command = [sys.executable, str(LOCAL), *map(str, options), "--", *words]
+    arguments = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **keys)).items()]
+    command = [sys.executable, str(LOCAL), *map(str, options), "--", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     with self._log.open("wb") as log:
       self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -32,14 +32,14 @@ class Launch:
     return self._log.read_text()
 
   def wait(self, seconds: float = 900) -> int:
-    """The exit code."""
+    """Wait for the exit code; kill the launch after `seconds`."""
     try:
       return self.process.wait(seconds)
     finally:
       self.process.kill()
 
   def wait_for(self, text: str, times: int = 1, seconds: float = 900) -> None:
-    """Returns when the regular expression `text` matches the output `times` times."""
+    """Wait until the regular expression `text` matches the output `times` times."""
     self.wait_until(lambda: len(re.findall(text, self.output, re.M)) >= times, seconds)
 
   def wait_until(self, condition: Callable[[], bool], seconds: float = 900) -> None:
@@ -55,7 +55,7 @@ class Launch:
 
 
 def run(folder: Path, *options: str, **keys: object) -> str:
-  """The output of a launch, which must succeed."""
+  """Run a launch, which must succeed, and return its output."""
   launch = Launch(folder, *options, **keys)
   assert launch.wait() == 0, launch.output
   return launch.output

@@ -168,7 +168,7 @@ def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   state, batch = alternation.init(tiny), np.float32(0.5)
   alternation.compile(state, batch)
   num_compiled = alternation.num_compiled
-  state, _ = alternation.step(state, batch)  # what JAX compiles to start any program at all
+  state, _ = alternation.step(state, batch)  # includes what JAX compiles for any first program
   jax.monitoring.register_event_duration_secs_listener(listen)
   monkeypatch.setattr(jax, "device_get", None)  # the host computes the phase without the device
   try:
@@ -178,12 +178,12 @@ def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
   assert state.clock.step == 1001
-  assert len(compiled) == 1  # the one after the loop, which shows that this hears of them
+  assert len(compiled) == 1  # the program after the loop, which shows that the listener works
   assert alternation.num_compiled == num_compiled == (2 if strategy == "separate" else 1)
 
 
 def test_frozen_parameters_have_no_backward_pass():
-  """A chain of four square layers of which the first or the last is trained."""
+  """In a chain of four square layers, of which only the first or the last is trained."""
   width, rows, names = 64, 32, "abcd"
   params = {name: jnp.ones((width, width)) for name in names}
 
@@ -196,7 +196,7 @@ def test_frozen_parameters_have_no_backward_pass():
   phases = [Phase(name, [name], loss, sgd, steps=1) for name in "ad"]
   alternation = Alternation(phases, strategy="separate")
   alternation.compile(alternation.init(params), jnp.ones((rows, width)))
-  matmuls = {"a": 4 + 3 + 1, "d": 4 + 1}  # forward, back to the layer, and its own gradient
+  matmuls = {"a": 4 + 3 + 1, "d": 4 + 1}  # forward, backward to the layer, and its weight gradient
   for name, number in matmuls.items():
     flops = alternation.programs[name].cost_analysis()["flops"]
     assert flops == pytest.approx(number * 2 * rows * width**2, rel=0.1), name
@@ -267,7 +267,7 @@ def optimizer_of(opt_type, names):
 
 
 def moved(old, new):
-  """Paths of the leaves that are not the same bits in both trees."""
+  """Paths of the leaves whose bits differ between the trees."""
   old, new = leaves_by_path(old), leaves_by_path(new)
   return {path for path in old if not np.array_equal(old[path], new[path])}
 
@@ -277,7 +277,7 @@ partitions = st.lists(
 )
 
 
-# Every example compiles, so a failing one is shown as it was found rather than made smaller.
+# No shrinking of failing examples: every example compiles.
 @settings(max_examples=3, deadline=None, derandomize=True, phases=[Stage.generate])
 @given(
   parts=partitions,
@@ -383,7 +383,7 @@ def test_collections_are_frozen_with_their_module_and_losses_get_keys():
   ]
   alternation = Alternation(phases)
   state, rows = alternation.init(params, statistics), []
-  for moves in ({"a"}, set(), {"b"}):  # a norm that is not trained keeps its statistics
+  for moves in ({"a"}, set(), {"b"}):  # an untrained norm keeps its statistics
     before = jax.device_get(state.collections["batch_stats"])
     state, metrics = alternation.step(state, draw((ROWS, 4), len(rows)))
     after = jax.device_get(state.collections["batch_stats"])

@@ -58,7 +58,7 @@ def log_softmax(logits):
 
 
 def exact_draft_loss(name, states, batch):
-  """(mean loss of the drafts, its gradients by y and w) in float64, one draft after the other."""
+  """(mean loss of the drafts, its gradients by y and w) in float64, summed draft by draft."""
   x_BTD, y_BTJD, w_DV = (np.float64(states[key]) for key in SHAPES)
   loss, dy_BTJD, dw_DV = 0.0, np.zeros_like(y_BTJD), np.zeros_like(w_DV)
   drafts = list(drafts_of(batch))
@@ -101,7 +101,7 @@ def test_match_head_is_the_mean_divergence_with_its_gradient(degrees, next_token
   assert parts["total_loss"] == parts["draft_loss"]
   assert_close(gradients["y_BTJD"], dy_BTJD)
   assert_close(gradients["w_DV"], dw_DV)
-  assert not np.any(gradients["x_BTD"])  # what is matched stands still
+  assert not np.any(gradients["x_BTD"])  # the target gets no gradient
   for name in ("loss", "z_loss"):
     np.testing.assert_allclose(parts[name], next_token[1][name], rtol=1e-6)
 
@@ -309,7 +309,7 @@ def _optimized():
 
 @pytest.mark.usefixtures("_optimized")
 def test_match_phase_has_no_backward_pass_of_the_trunk():
-  """Its only other matmuls are those of the heads and of all logits."""
+  """Besides the trunk's forward matmuls, it has only those of the heads and the logits."""
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
   trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
   state, batch = trainer.abstract_state, trainer.abstract_batch
@@ -319,6 +319,7 @@ def test_match_phase_has_no_backward_pass_of_the_trunk():
   cfg = trainer.cfg
   dim, vocab = cfg.model.base_emb_dim, cfg.model.vocab_size
   head, logits = dim * dim, dim * vocab
-  # Forward, and a head's by its weights; of logits those of the trunk, and the drafts' both ways.
+  # Heads: forward and weight gradient. Logits: forward for the trunk; forward and backward for the
+  # drafts.
   macs = J * 2 * head + logits + J * 2 * logits
   np.testing.assert_allclose(match, trunk + 2 * trainer.batch_shape[0] * LENGTH * macs, rtol=0.02)

@@ -1,4 +1,4 @@
-"""Knobs that may not change a number do not, and those that must do."""
+"""Config keys of the implementation change no number; keys of the model do."""
 
 import functools
 
@@ -13,7 +13,7 @@ from maxlite.training.trainer import build_trainer
 
 @functools.cache
 def one_step(**keys):
-  """Metrics of the first step, and the parameters after it."""
+  """(metrics of the first step, parameters after it)."""
   trainer = trainer_of(decoder_block="mixtral", **keys)
   state, metrics = trainer.train_step(trainer.init_state(), place(trainer, uneven_batch(0)))
   return jax.device_get((metrics, state.params))

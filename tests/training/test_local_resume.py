@@ -36,11 +36,11 @@ def folder(runs_folder, request):
 
 
 class CrashError(Exception):
-  """Stands for the end of the process."""
+  """Simulates the death of the process."""
 
 
 class Crashing(Output):
-  """Raises when the line of a step is printed."""
+  """Output that raises CrashError when the line of a step is printed."""
 
   def __init__(self, at):
     super().__init__()

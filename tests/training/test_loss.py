@@ -1,4 +1,4 @@
-"""The cross-entropy over chunks of tokens: its value, its gradient, its memory."""
+"""The cross-entropy over chunks of tokens: value, gradients, memory."""
 
 import functools
 
@@ -23,7 +23,7 @@ def sharder_on(degrees):
 
 
 def draw_inputs(num_real=B):
-  """x, w, targets and weights; some weights are 0, and rows past `num_real` are all padding."""
+  """(x, w, targets, weights); some weights are 0, and rows from `num_real` on are padding."""
   draw = np.random.default_rng(0)
   x_BTD, w_DV = draw.standard_normal((B, T, D)), draw.standard_normal((D, V))
   targets_BT = draw.integers(V, size=(B, T))
@@ -34,7 +34,7 @@ def draw_inputs(num_real=B):
 
 
 def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
-  """Both sums, and the gradients by x and w of their sum with `factors`, in float64."""
+  """Both sums, and the gradients by x and w of their weighted sum, in float64."""
   x_BTD, w_DV, weight_BT = (np.asarray(a, np.float64) for a in (x_BTD, w_DV, weight_BT))
   logits_BTV = x_BTD @ w_DV
   logits_BTV = soft_cap * np.tanh(logits_BTV / soft_cap) if soft_cap else logits_BTV
@@ -113,6 +113,5 @@ def test_only_one_chunk_of_logits_is_in_memory():
   wide, narrow = temporary_bytes(64), temporary_bytes(16)
   assert wide < 5 * all_logits * 64 / (num_rows * length)
   assert narrow < wide / 2 < all_logits / 4
-  assert (
-    temporary_bytes(num_rows * length) > all_logits / 2
-  )  # so that the bounds above say something
+  # Without chunks all logits exist, so the bounds above are meaningful.
+  assert temporary_bytes(num_rows * length) > all_logits / 2

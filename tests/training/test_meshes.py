@@ -9,8 +9,8 @@ from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
 
 from maxlite.checkpoint.checksum import tree_hash
 
-REPLICATED = "ensemble=8"  # every device computes all: what one device would get
-# Every mesh axis for one family; the other family's own layers on the meshes that shard them.
+REPLICATED = "ensemble=8"  # every device computes the whole batch, as one device would
+# Every mesh axis for one family; for the other, the meshes that shard its special layers.
 MESHES = {
   "llama": ("data=8", "fsdp=4 tensor=2", "ensemble=2 fsdp=4"),
   "mixtral": ("fsdp=8", "fsdp=4 tensor=2", "data=2 fsdp=2 context=2", "expert=4 fsdp=2"),

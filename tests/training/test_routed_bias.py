@@ -44,7 +44,7 @@ def with_bias(state, bias_NE):
 
 
 def expected_bias(bias_NE, rows):
-  """The rule in numpy, from the loads that the steps reported."""
+  """The rule in numpy, from the reported loads."""
   for row in rows:
     count_NE = row["expert_load"]
     short_NE = np.sign(count_NE.mean(-1, keepdims=True) - count_NE)
@@ -117,7 +117,7 @@ def test_skipped_step_leaves_the_bias_unchanged():
 
 
 def test_unstacked_layers_are_matched_in_order():
-  """Twelve of them, so that layers_10 could come before layers_2, and dense ones between."""
+  """With twelve layers, where layers_10 sorts before layers_2, and dense layers between."""
   count_NE = np.random.default_rng(0).integers(0, 9, (7, 4)).astype(np.float32)
   apart = {f"layers_{i}": {"mlp": {"bias": np.zeros(3)}} for i in range(13)}
   for layer in range(0, 13, 2):

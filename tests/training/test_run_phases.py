@@ -102,7 +102,7 @@ def test_moving_averages_exist_only_for_trained_parameters(alternated):
 
 @pytest.mark.parametrize("done", [1, 2])
 def test_resume_is_bitwise_identical(alternated, done, tmp_path):
-  """Within a phase, and between two."""
+  """From a checkpoint within a phase, and from one between two."""
   trainer = trainer_of(**MESH, **KEYS)
   checkpoints = Checkpoints(trainer.cfg.checkpoint, tmp_path, report=print)
   checkpoints.save(done, state_on(trainer, alternated[done]), {})
@@ -190,7 +190,7 @@ def test_run_interrupted_between_phases_equals_uninterrupted_run(tmp_path):
   assert_equals_uninterrupted(folder, again, (whole, output))
   assert ["router/loss" in row for row in logged(folder)] == [step % 3 == 2 for step in range(8)]
   rates = [row["learning_rate"] for row in logged(folder)]
-  assert len({rates[2], rates[5]}) == 2  # the router's own clock
+  assert len({rates[2], rates[5]}) == 2  # the schedule counts the router's steps
 
 
 def phase_data_keys(folder):
@@ -208,7 +208,7 @@ def phase_data_keys(folder):
 
 @pytest.fixture(scope="module")
 def with_phase_data(runs_folder):
-  """(folder, output, keys) of such an uninterrupted run."""
+  """(folder, output, keys) of an uninterrupted run with these keys."""
   folder, keys = runs_folder / "phase_data_keys", phase_data_keys(runs_folder)
   code, output = start(folder, **keys)
   assert code == 0
@@ -268,7 +268,7 @@ def test_indivisible_batch_names_the_phase():
 
 
 def test_speed_is_measured_per_phase(monkeypatch):
-  """Three steps of one second and then three of ten, logged every other step."""
+  """Three steps of one second, then three of ten, logged every other step."""
   clock, rows = [0.0], []
   monkeypatch.setattr("time.perf_counter", lambda: clock[0])
   trainer = trainer_of(**MESH, **KEYS, log_period=2)

@@ -78,7 +78,7 @@ def test_slices_reduce_accumulated_gradients_once(keys):
   found = collectives(compile_step(trainer).module, dict(trainer.mesh.shape))
   shard_bytes = bytes_per_device(trainer.abstract_state.params)
   across = sum(one.payload_bytes for one in found if "data" in one.mesh_axes)
-  assert shard_bytes <= across < 1.2 * shard_bytes  # the gradient once, and scalars
+  assert shard_bytes <= across < 1.2 * shard_bytes  # the gradient once, plus scalars
 
 
 def test_gradient_equals_finite_differences():
@@ -87,7 +87,7 @@ def test_gradient_equals_finite_differences():
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     model_cfg = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
     model = Decoder(model_cfg, trainer_of(**MESH, **BALANCED).sharder)
-    tx = optax.sgd(1.0)  # parameters less their gradient
+    tx = optax.sgd(1.0)  # subtracts the gradient from the parameters
     loss = DecoderLoss(model, NEXT_TOKEN, cfg.training, model_cfg.moe)
     step = jax.jit(build_train_step(build_gradients(loss), tx))
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), first_state().params)

@@ -26,7 +26,7 @@ KEYS = {
   "base_mlp_dim": 32,
   "num_experts": 4,
   "base_moe_mlp_dim": 16,
-  # The programs of these two compile fastest; contracts/test_moe_net.py has the other dispatches.
+  # Fastest to compile; contracts/test_moe_net.py covers the other dispatches.
   "sparse_matmul": False,
   "scan_unroll": 1,
   "max_target_length": LENGTH,
@@ -34,7 +34,7 @@ KEYS = {
   "logits_chunk_tokens": 24,
   "steps": 8,
   "warmup_steps_fraction": 0.5,
-  # As large as gradients are: an update is smooth in the gradient, and not blind to its scale.
+  # As large as the gradients, so updates are smooth in the gradient and depend on its scale.
   "adam_eps": 1e-2,
   "gradient_clipping_threshold": 0,
   "sharding_tolerance": 1,
@@ -48,18 +48,18 @@ def config_of(**keys: object) -> Config:
 
 @functools.cache
 def trainer_of(**keys: object) -> Trainer:
-  """The trainer of the tiny config with `keys`; every test that asks for it shares its programs."""
+  """The trainer of the tiny config with `keys`, cached so that tests share its programs."""
   return build_trainer(config_of(**keys))
 
 
 def mesh_keys(mesh: str) -> dict[str, int]:
-  """Keys of `data=2 fsdp=4`; what it does not name is 1."""
+  """Config keys of a mesh such as `data=2 fsdp=4`; other degrees are 1."""
   degrees = {"fsdp": 1} | dict(degree.split("=") for degree in mesh.split())
   return {f"ici_{mesh_axis}_parallelism": int(degree) for mesh_axis, degree in degrees.items()}
 
 
 def uneven_batch(seed: int) -> Batch:
-  """Rows of several documents and unequal length; every fourth row, and one more, is all padding.
+  """Rows of several documents and unequal length; every fourth row and one more are padding.
 
   So the rows of one shard of eight, and one of four micro-batches, hold not a single token.
   """
@@ -78,7 +78,7 @@ def uneven_batch(seed: int) -> Batch:
 
 @contextlib.contextmanager
 def fast_compilation(cache: Path) -> Iterator[None]:
-  """Compiles with few optimizations, and a program that takes longer than a second only once."""
+  """Disable most compiler optimizations, and cache programs that take over a second to compile."""
   settings = {
     "jax_disable_most_optimizations": True,
     "jax_compilation_cache_dir": str(cache),
@@ -101,7 +101,7 @@ def place(trainer: Trainer, batch: Batch) -> Batch:
 
 
 def state_on(trainer: Trainer, host_state: object) -> object:
-  """A copy of `host_state` (numpy) that the trainer's step may consume."""
+  """A copy of `host_state` (numpy) on the mesh, which the trainer's step may donate."""
   return jax.tree.map(
     lambda leaf, like: jax.device_put(leaf, like.sharding), host_state, trainer.abstract_state
   )

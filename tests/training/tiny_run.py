@@ -33,7 +33,7 @@ CLOCK = {"step_seconds", "tokens_per_second_per_device", "tflops_per_device", *S
 
 
 class Output(io.StringIO):
-  """What a run prints; the line of step `at` sends a signal to this process."""
+  """Captured output of a run; the line of step `at` sends a signal to this process."""
 
   def __init__(self, at: int = 0, number: signal.Signals = signal.SIGTERM):
     super().__init__()
@@ -46,7 +46,7 @@ class Output(io.StringIO):
 
 
 def keys_in(folder: Path, **keys: object) -> dict[str, object]:
-  """Keys of a run in `folder`; its programs are compiled once for all runs beside it."""
+  """Keys of a run in `folder`; runs in sibling folders share a compilation cache."""
   cache = folder.parent / "jax_cache"
   return KEYS | {"base_output_directory": folder, "jax_cache_dir": cache} | keys
 
@@ -60,7 +60,7 @@ def start(folder: Path, output: Output | None = None, **keys: object) -> tuple[i
 
 
 def logged(folder: Path) -> list[dict]:
-  """The rows of metrics.jsonl, less what depends on the clock."""
+  """The rows of metrics.jsonl without timings."""
   return [
     {name: value for name, value in row.items() if name not in CLOCK}
     for row in read_rows(folder / "run/metrics.jsonl")
@@ -76,7 +76,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def last_manifest(folder: Path) -> dict:
-  """Checksums of every array of the last step's state, and the data's position."""
+  """Checksums of the arrays in the last checkpoint, and its data position."""
   path = folder / f"run/checkpoints/{STEPS}/manifest/metadata"
   return json.loads(path.read_text())["body"]
 
