@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,46 +153,6 @@ class TrainStream:
 
   def close(self) -> None:
     self._iterator.close()
-
-
-class PhaseStreams:
-  """The streams of all phases; phases with equal DataConfigs share one stream."""
-
-  def __init__(self, data: Mapping[str, DataLoader]) -> None:
-    """`data` maps the name of each phase to its loader."""
-    first_with = lambda phase: next(n for n, other in data.items() if other.cfg == data[phase].cfg)
-    self._readers = {phase: first_with(phase) for phase in data}
-    readers = dict.fromkeys(self._readers.values())
-    self._streams = {reader: data[reader].train_stream() for reader in readers}
-
-  def take(self, phase: str) -> Batch:
-    """Return the next batch of the phase's stream."""
-    return next(self._streams[self._readers[phase]])
-
-  def state(self) -> dict[str, Any]:
-    """The state of the only stream, or of each by the first phase that reads it, as JSON values."""
-    states = {reader: stream.state() for reader, stream in self._streams.items()}
-    return {"streams": states} if len(states) > 1 else next(iter(states.values()))
-
-  def restore(self, state: dict[str, Any]) -> None:
-    """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
-    readers = list(self._streams)
-    states = state.get("streams", {readers[0]: state})
-    if states.keys() != self._streams.keys():
-      raise UserError(
-        f"the checkpoint has a stream of batches for each of {', '.join(states)}, this run for "
-        f"{', '.join(readers)}: have the same phases read the same data, or choose a new run_name"
-      )
-    for reader, stream in self._streams.items():
-      try:
-        stream.restore(states[reader])
-      except ValueError as error:
-        where = f"phase {reader}: " if len(readers) > 1 else ""
-        raise UserError(f"{where}{error}") from None
-
-  def close(self) -> None:
-    for stream in self._streams.values():
-      stream.close()
 
 
 def _difference(name: str, then: Any, now: Any) -> str:

@@ -14,62 +14,9 @@ from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
 from maxlite.models.decoder_layer import DecoderLayer, Rope, build_rope
 from maxlite.models.draft import DraftHeads
+from maxlite.models.interleaved_layers import InterleavedLayers
+from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
-
-# Saved by remat_policy=minimal. moe_route and moe_rows are not matmul outputs; moe_rows is as large
-# as mlpwo. Both are saved only by remat_policy=custom.
-MATMUL_OUTPUTS = (
-  "query_latent",
-  "kv_latent",
-  "query_proj",
-  "key_proj",
-  "value_proj",
-  "attention_out",
-  "out_proj",
-  "mlpwi",
-  "mlpwo",
-)
-
-
-def saved_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
-  """Names of the activations that the forward pass saves; None: all of them."""
-  saved = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_saved_names}
-  return saved[cfg.remat_policy]
-
-
-def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
-  """`layer` with rematerialization by cfg.remat_policy."""
-  names = saved_by_remat(cfg)
-  if names is None:
-    return layer
-  policy = jax.checkpoint_policies.save_only_these_names(*names)
-  return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)
-
-
-def _at(is_local: Any, index: int) -> Any:
-  return None if is_local is None else is_local[index]
-
-
-class InterleavedLayers(nn.Module):
-  """interleave_moe_layer_step - 1 dense layers, then an MoE layer.
-
-  Returns (y_BTD, sums of the MoE layer).
-  """
-
-  cfg: ModelConfig
-  sharder: Sharder
-
-  @nn.compact
-  def __call__(
-    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope, is_local: Any
-  ) -> tuple[jax.Array, Any]:
-    """`is_local` has one element per layer, or is None."""
-    layer = remat(DecoderLayer, self.cfg)
-    for i in range(self.cfg.moe.interleave_moe_layer_step - 1):
-      dense = layer(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
-      x_BTD, _ = dense(x_BTD, segment_BT, rope, _at(is_local, i))
-    mixture = layer(self.cfg, self.sharder, moe=True, name="mixture")
-    return mixture(x_BTD, segment_BT, rope, _at(is_local, -1))
 
 
 class Decoder(nn.Module):

@@ -10,7 +10,8 @@ from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, exit_on_user_error, save_resolved
 from maxlite.config.schema import flatten
-from maxlite.data.loader import DataLoader, PhaseStreams
+from maxlite.data.loader import DataLoader
+from maxlite.data.phase_streams import PhaseStreams
 from maxlite.distributed.initialize import barrier, describe_process
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.goodput import Stopwatch

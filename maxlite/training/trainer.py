@@ -16,7 +16,7 @@ from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, abstract_batch, to_global
-from maxlite.data.loader import PhaseStreams
+from maxlite.data.phase_streams import PhaseStreams
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops_per_step

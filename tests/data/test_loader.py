@@ -10,7 +10,8 @@ import pytest
 
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
-from maxlite.data.loader import PhaseStreams, open_data
+from maxlite.data.loader import open_data
+from maxlite.data.phase_streams import PhaseStreams
 
 T, B = 16, 8
 NUM_DOCUMENTS = 40

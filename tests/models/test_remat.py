@@ -11,7 +11,7 @@ from flax.linen import meta
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.models import Decoder
-from maxlite.models.decoder import MATMUL_OUTPUTS
+from maxlite.models.remat import MATMUL_OUTPUTS
 from maxlite.sharding import Sharder, build_mesh
 
 TOKENS_BT = np.zeros((1, 8), np.int32)

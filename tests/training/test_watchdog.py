@@ -11,7 +11,7 @@ from tiny_run import keys_in
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck
-from maxlite.data.loader import PhaseStreams
+from maxlite.data.phase_streams import PhaseStreams
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
 from maxlite.training.loop import LoopContext, train

@@ -1,0 +1,35 @@
+"""Rematerialization: which activations the forward pass saves."""
+
+import jax
+from flax import linen as nn
+
+from maxlite.config.schema import ModelConfig
+
+# Saved by remat_policy=minimal. moe_route and moe_rows are not matmul outputs; moe_rows is as large
+# as mlpwo. Both are saved only by remat_policy=custom.
+MATMUL_OUTPUTS = (
+  "query_latent",
+  "kv_latent",
+  "query_proj",
+  "key_proj",
+  "value_proj",
+  "attention_out",
+  "out_proj",
+  "mlpwi",
+  "mlpwo",
+)
+
+
+def saved_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
+  """Names of the activations that the forward pass saves; None: all of them."""
+  saved = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_saved_names}
+  return saved[cfg.remat_policy]
+
+
+def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
+  """`layer` with rematerialization by cfg.remat_policy."""
+  names = saved_by_remat(cfg)
+  if names is None:
+    return layer
+  policy = jax.checkpoint_policies.save_only_these_names(*names)
+  return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)
