@@ -1,4 +1,4 @@
-"""`python -m maxlite.evaluate configs/base.yml run_name=mine`: the held-out loss of a run."""
+"""`python -m maxlite.evaluate configs/base.yml run_name=mine`: print the held-out loss of a run."""
 
 import sys
 
@@ -8,7 +8,7 @@ from maxlite.config import main_config
 def main() -> int:
   argv = sys.argv[1:]
   cfg = main_config(argv, "maxlite.evaluate", needs_data=False)
-  # JAX is loaded only for a command line that is right.
+  # Imports JAX: only after the command line is checked.
   from maxlite.training.evaluation import run_evaluation
   from maxlite.training.multi_host import join_hosts
 

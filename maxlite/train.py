@@ -1,4 +1,4 @@
-"""`python -m maxlite.train configs/base.yml key=value`: trains a model, or many."""
+"""`python -m maxlite.train configs/base.yml key=value`: train a model or an ensemble."""
 
 import sys
 
@@ -7,7 +7,7 @@ from maxlite.config import main_config
 
 def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
-  # JAX is loaded only for a command line that is right.
+  # Imports JAX: only after the command line is checked.
   from maxlite.training.multi_host import join_hosts
 
   with join_hosts(cfg, "maxlite.train") as cfg:

@@ -1,4 +1,4 @@
-"""From gradients to new weights: schedules, which parameters get what, and the optimizers table."""
+"""Optimizers, learning-rate schedules and partitions of the parameters."""
 
 from maxlite.optim.build import build_optimizer
 from maxlite.optim.schedules import build_schedule, with_schedule_steps

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: warm-up, then a shape from the table."""
+"""Learning-rate schedules: a linear warm-up, then a schedule from the table."""
 
 import dataclasses
 
@@ -31,9 +31,9 @@ def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
-  """Learning rate by number of updates made; cfg.learning_rate_schedule_steps is resolved (> 0).
+  """Build the learning rate by number of updates; `learning_rate_schedule_steps` must be > 0.
 
-  The first update already has a rate above zero: warm-up update i of w has (i + 1) / w of the peak.
+  The rate of the first update is above zero: warm-up update i of w has (i + 1) / w of the peak.
   """
   total = cfg.learning_rate_schedule_steps
   warmup = round(total * cfg.warmup_steps_fraction)
@@ -45,7 +45,7 @@ def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
 
 
 def with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
-  """`cfg` with a schedule of `steps` updates, where it gives no length itself."""
+  """Return `cfg` with a schedule of `steps` updates if `learning_rate_schedule_steps` is -1."""
   if cfg.learning_rate_schedule_steps != -1:
     return cfg
   return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)

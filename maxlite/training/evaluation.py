@@ -96,19 +96,19 @@ def held_out_row(batches: Iterable[dict]) -> dict[str, float]:
   # In float64: float32 rounds every sum, and cannot count beyond 2**24 tokens.
   in_float64 = lambda sums: jax.tree.map(np.float64, jax.device_get(sums))
   sums = functools.reduce(functools.partial(jax.tree.map, np.add), map(in_float64, batches))
-  row = _figures(sums) | {"eval_tokens": int(sums["weight"])}
-  averaged = _figures(sums["ema"]) if "ema" in sums else {}
+  row = _results(sums) | {"eval_tokens": int(sums["weight"])}
+  averaged = _results(sums["ema"]) if "ema" in sums else {}
   return row | {name.replace("eval_", "eval_ema_", 1): x for name, x in averaged.items()}
 
 
-def _figures(sums: dict) -> dict[str, float]:
-  figures = {"eval_loss": float(sums["nll"] / sums["weight"])}
+def _results(sums: dict) -> dict[str, float]:
+  results = {"eval_loss": float(sums["nll"] / sums["weight"])}
   if sums["num_bytes"]:
-    figures["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
-  return figures | (_draft_figures(sums["draft"]) if "draft" in sums else {})
+    results["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
+  return results | (_draft_results(sums["draft"]) if "draft" in sums else {})
 
 
-def _draft_figures(sums: dict) -> dict[str, float]:
+def _draft_results(sums: dict) -> dict[str, float]:
   shares_J = sums["accepted_J"] / np.maximum(sums["drafts_J"], 1)
-  figures = {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
-  return figures | {"eval_accepted_length": float(sums["length"] / np.maximum(sums["chains"], 1))}
+  results = {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
+  return results | {"eval_accepted_length": float(sums["length"] / np.maximum(sums["chains"], 1))}
