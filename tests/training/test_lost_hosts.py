@@ -156,8 +156,10 @@ class Apart:
   def __init__(self, folder, **keys):
     with subprocess.Popen(["true"]) as _:
       port = 20_000 + os.getpid() % 20_000
-    words = [f"{name}={value}" for name, value in (KEYS | keys_in(Path("runs"), **keys)).items()]
-    command = [sys.executable, "-m", "maxlite.train", *words, "num_processes=2"]
+    arguments = [
+      f"{name}={value}" for name, value in (KEYS | keys_in(Path("runs"), **keys)).items()
+    ]
+    command = [sys.executable, "-m", "maxlite.train", *arguments, "num_processes=2"]
     command += [f"coordinator_address=127.0.0.1:{port}", f"jax_cache_dir={folder / 'cache'}"]
     environment = os.environ | {
       "PYTHONPATH": str(ROOT),
@@ -245,11 +247,11 @@ print(code, found["compile_requests_use_cache"], found["cache_hits"])
 
 def test_a_restart_compiles_nothing(folder):
   """On one device: XLA:CPU hangs in loaded programs of several (kernels/xla_cpu.py)."""
-  words = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT)).items() if n != "steps"]
+  arguments = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT)).items() if n != "steps"]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
   counts = []
   for steps in (4, 8):
-    command = [sys.executable, "-c", COUNT, *words, f"steps={steps}"]
+    command = [sys.executable, "-c", COUNT, *arguments, f"steps={steps}"]
     done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
     counts.append([*map(int, done.stdout.split()[-3:])])
   assert counts[0][1] > 10
@@ -259,8 +261,8 @@ def test_a_restart_compiles_nothing(folder):
 
 def test_alternately_killed_ranks_change_no_result():
   command = [sys.executable, "tools/inspect/kill_hosts.py", "--kills", "3", "--devices", "1"]
-  words = [f"{n}={v}" for n, v in (KEYS | LIGHT).items() if n not in ("steps", "jax_cache_dir")]
-  command += [*words, "steps=300", "checkpoint_period=20", "jax_cache_dir="]
+  arguments = [f"{n}={v}" for n, v in (KEYS | LIGHT).items() if n not in ("steps", "jax_cache_dir")]
+  command += [*arguments, "steps=300", "checkpoint_period=20", "jax_cache_dir="]
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
   done = subprocess.run(
     command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True

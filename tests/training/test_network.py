@@ -31,8 +31,8 @@ LONG = {
 }
 
 
-def ip(*words):
-  subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def ip(*arguments):
+  subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +74,15 @@ def link_of(host):
 def on_both(folder, port):
   """[(process, log) of each host] for one start of the run in `folder`."""
   folder.mkdir(parents=True, exist_ok=True)
-  words = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **LONG)).items()]
-  words += [f"coordinator_address={ADDRESSES[0]}:{port}", "num_processes=2"]
+  arguments = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **LONG)).items()]
+  arguments += [f"coordinator_address={ADDRESSES[0]}:{port}", "num_processes=2"]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
   with contextlib.ExitStack() as stack:
     started = []
     for rank, host in enumerate(HOSTS):
       path = folder / f"{host}.{time.monotonic_ns()}.log"
       log = stack.enter_context(path.open("wb"))
-      train = [sys.executable, "-u", "-m", "maxlite.train", *words, f"process_id={rank}"]
+      train = [sys.executable, "-u", "-m", "maxlite.train", *arguments, f"process_id={rank}"]
       process = subprocess.Popen(
         ["ip", "netns", "exec", host, *train], stdout=log, stderr=log, env=environment
       )

@@ -111,8 +111,8 @@ def test_without_a_compiler(arguments, code, message):
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_the_plan_of_a_tpu_slice():
-  words = ("ici_expert_parallelism=2", "sparse_matmul=true", "dtype=bfloat16")
-  code, out, err = plan("compile_topology=v5p-8", *words)
+  arguments = ("ici_expert_parallelism=2", "sparse_matmul=true", "dtype=bfloat16")
+  code, out, err = plan("compile_topology=v5p-8", *arguments)
   assert (code, err) == (0, "")
   assert out.startswith("mixtral on 4 x TPU v5, fsdp=2 x expert=2; 8 x 16 tokens per step")
   assert re.search(r"^ragged-all-to-all +expert +\d+", out, re.MULTILINE)

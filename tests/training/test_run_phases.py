@@ -81,9 +81,9 @@ def alternated():
 
 
 def test_a_phase_changes_only_its_parameters(alternated):
-  trains = ["w", "w", "router", "w"]  # experts, experts, router, experts
-  for (before, after), word in zip(itertools.pairwise(alternated), trains, strict=True):
-    expected = {p for p in paths(after.params) if ("router" if word == "router" else "moe/w") in p}
+  trained = ["moe/w", "moe/w", "router", "moe/w"]  # experts, experts, router, experts
+  for (before, after), part in zip(itertools.pairwise(alternated), trained, strict=True):
+    expected = {path for path in paths(after.params) if part in path}
     for trees in ((before.params, after.params), (before.ema, after.ema)):
       old, new = map(paths, trees)
       assert {path for path in old if (old[path] != new[path]).any()} == expected
