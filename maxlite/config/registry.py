@@ -51,10 +51,10 @@ TOKENIZERS = Registry(
 OPTIMIZERS = _registry("maxlite.optim.build:{}", "adamw", "lion", "adafactor", "muon")
 # lr_schedule_type -> (OptimizerConfig, steps after the warm-up) -> optax.Schedule
 SCHEDULES = _registry("maxlite.optim.schedules:{}", "cosine", "wsd", "constant")
-# router: see layers/moe/router.py. GROUP_ROUTERS read n_routing_groups and topk_routing_group.
-PLAIN_ROUTERS = _registry("maxlite.layers.moe.router:{}", "softmax_topk", "topk_softmax")
+# router: see layers/moe/expert_choice.py. GROUP_ROUTERS use n_routing_groups.
+PLAIN_ROUTERS = _registry("maxlite.layers.moe.expert_choice:{}", "softmax_topk", "topk_softmax")
 GROUP_ROUTERS = _registry(
-  "maxlite.layers.moe.router:{}", "group_limited_greedy", "sigmoid_group_topk"
+  "maxlite.layers.moe.expert_choice:{}", "group_limited_greedy", "sigmoid_group_topk"
 )
 ROUTERS: Mapping[str, Any] = ChainMap(GROUP_ROUTERS, PLAIN_ROUTERS)
 # How tokens reach their experts: see layers/moe/dispatch.

@@ -45,7 +45,7 @@ class MoeConfig:
   )
   router: str = field(
     "softmax_topk",
-    "How experts are selected and weighted (layers/moe/router.py): `softmax_topk` Mixtral; "
+    "How experts are selected and weighted (layers/moe/expert_choice.py): `softmax_topk` Mixtral; "
     "`topk_softmax` Qwen3-MoE, OLMoE and DeepSeek-V2 greedy; `group_limited_greedy` DeepSeek-V2; "
     "`sigmoid_group_topk` DeepSeek-V3.",
     choices=ROUTERS,
