@@ -92,8 +92,8 @@ ENSEMBLE_EXECUTORS = Registry(
 TOKEN_LOSSES = Registry({"next_token": "maxlite.training.loss:NEXT_TOKEN"})
 DRAFT_LOSSES = Registry(
   {
-    "match_head": "maxlite.training.loss:MATCH_HEAD",
-    "next_token_and_draft": "maxlite.training.loss:NEXT_TOKEN_AND_DRAFT",
+    "match_head": "maxlite.training.draft_loss:MATCH_HEAD",
+    "next_token_and_draft": "maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
   }
 )
 LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TOKEN_LOSSES)

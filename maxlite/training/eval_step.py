@@ -19,7 +19,8 @@ from maxlite.layers.linear import matmul
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight
-from maxlite.training.loss import Hidden, draft_weight, next_token, run_forward, shift_left
+from maxlite.training.draft_targets import draft_weight, shift_left
+from maxlite.training.loss import Hidden, next_token, run_forward
 
 
 def build_eval_step(

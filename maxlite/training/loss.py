@@ -20,7 +20,8 @@ from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
-from maxlite.training.cross_entropy import cross_entropy_sums, distillation_sums
+from maxlite.training.cross_entropy import cross_entropy_sums
+from maxlite.training.draft_targets import draft_weight
 from maxlite.training.step import LossFunction
 
 
@@ -79,64 +80,6 @@ def next_token(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
   return Sums(jnp.sum(batch.weight_BT), nll, logits_z, hidden.layers)
 
 
-def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
-  """Divergence of the draft heads from the main head's prediction of the same token."""
-  # Draft states are shifted to the position where the main head predicts the same token, so its
-  # logits, computed once, serve all draft heads.
-  weight_BTJ = draft_weight(batch, hidden.y_BTJD.shape[2])
-  nll, logits_z, loss = distillation_sums(
-    hidden.x_BTD,
-    _shift_right(hidden.y_BTJD),
-    hidden.w_DV,
-    batch,
-    _shift_right(weight_BTJ),
-    cfg.logits_chunk_tokens,
-    sharder,
-    hidden.soft_cap,
-  )
-  draft = DraftSums(jnp.sum(weight_BTJ), loss)
-  return Sums(jnp.sum(batch.weight_BT), nll, logits_z, hidden.layers, draft)
-
-
-def next_token_and_draft(
-  hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder
-) -> Sums:
-  """Cross-entropy of the main head and of the draft heads against the tokens they predict."""
-  num_heads = hidden.y_BTJD.shape[2]
-  weight_BTJ = draft_weight(batch, num_heads)
-  targets_BTJ = shift_left(batch.targets_BT, num_heads)
-  nll, _ = cross_entropy_sums(
-    hidden.y_BTJD,
-    hidden.w_DV,
-    *(targets_BTJ, weight_BTJ),
-    cfg.logits_chunk_tokens,
-    sharder,
-    hidden.soft_cap,
-  )
-  return next_token(hidden, batch, cfg, sharder).replace(draft=DraftSums(jnp.sum(weight_BTJ), nll))
-
-
-def shift_left(x_BT: jax.Array, num_heads: int) -> jax.Array:
-  """x_BTJ: for draft head j, the value 1 + j positions later, and 0 past the end of the row."""
-  shifted = (jnp.pad(x_BT[:, n:], ((0, 0), (0, n))) for n in range(1, num_heads + 1))
-  return jnp.stack(list(shifted), axis=-1)
-
-
-def _shift_right(x_BTJ: jax.Array) -> jax.Array:
-  """Draft head j's [B, T, ...], 1 + j positions later: the inverse of `shift_left`.
-
-  What passes the end of the row wraps around to its start, where the shifted weights are 0.
-  """
-  heads = range(x_BTJ.shape[2])
-  return jnp.stack([jnp.roll(x_BTJ[:, :, j], 1 + j, axis=1) for j in heads], axis=2)
-
-
-def draft_weight(batch: Batch, num_heads: int) -> jax.Array:
-  """weight_BTJ of the token that draft head j predicts; 0 past the end of the document."""
-  same_BTJ = shift_left(batch.segment_BT, num_heads) == batch.segment_BT[..., None]
-  return jnp.where(same_BTJ, shift_left(batch.weight_BT, num_heads), 0)
-
-
 def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
   """Compute (total loss, its parts by name): a mean over tokens plus auxiliary losses."""
   weight = jnp.maximum(sums.weight, 1)
@@ -154,25 +97,6 @@ def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array,
   return total, parts | {"total_loss": total}
 
 
-def _combine_match(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
-  """As `combine`, where the draft heads' loss is the total loss."""
-  _, parts = combine(sums, cfg, moe)
-  draft_loss = _draft_loss(sums)
-  return draft_loss, parts | {"draft_loss": draft_loss, "total_loss": draft_loss}
-
-
-def _combine_joint(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
-  """As `combine`, with the draft heads' loss added."""
-  total, parts = combine(sums, cfg, moe)
-  draft_loss = _draft_loss(sums)
-  total += cfg.draft_loss_weight * draft_loss
-  return total, parts | {"draft_loss": draft_loss, "total_loss": total}
-
-
-def _draft_loss(sums: Sums) -> jax.Array:
-  return sums.draft.loss / jnp.maximum(sums.draft.weight, 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Loss:
   """One loss of the table: the sums of a forward pass, and the loss of their totals."""
@@ -183,10 +107,7 @@ class Loss:
   drafts: bool = False  # whether it needs the draft heads
 
 
-# Entries of the LOSSES table (config/registry.py).
-NEXT_TOKEN = Loss(next_token, combine)
-MATCH_HEAD = Loss(match_head, _combine_match, logits=False, drafts=True)
-NEXT_TOKEN_AND_DRAFT = Loss(next_token_and_draft, _combine_joint, drafts=True)
+NEXT_TOKEN = Loss(next_token, combine)  # an entry of LOSSES, as those of draft_loss.py
 
 
 @dataclasses.dataclass(frozen=True)
