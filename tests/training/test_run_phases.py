@@ -124,7 +124,7 @@ def test_switch_strategy_gives_the_same_numbers(alternated):
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_phase_of_all_parameters_equals_a_run_without_phases(accumulate):
-  keys = MESH | SMALL | {"gradient_accumulation_steps": accumulate}
+  keys = MESH | SMALL | {"gradient_accumulation_steps": accumulate, "decoder_block": "llama"}
   keys |= {"gradient_clipping_threshold": 0.5}
   plain = trainer_of(**keys)
   phased = trainer_of(**keys, phases="[{name: all, train: ['.*'], steps: 8}]")
@@ -203,6 +203,7 @@ def phase_data_keys(folder):
     "per_device_batch_size: 1}"
   )
   keys = {"decoder_block": "llama", "gradient_accumulation_steps": 1, "router_jitter": 0}
+  keys |= {"ema_decay": 0}
   return SMALL | keys | {"phases": f"[{fit}, {chat}]"}
 
 
