@@ -49,9 +49,12 @@ ON = [
 ]
 
 
-# Cases that run the same code as another case of the family.
+# Cases that run the same code as another case of the family or strategy.
 SLOW = {
   ("numbers", "stacked", 1),
+  ("numbers", "padded", 8),
+  ("numbers", "fused", 1),
+  ("numbers", "submesh", 8),
   ("sizes", "padded", 1),
   ("numbers", "switched", 8),
   ("numbers", "submesh", 1),
