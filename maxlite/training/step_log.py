@@ -1,5 +1,6 @@
 """The log of training steps: metrics become rows while the devices run the next step."""
 
+import abc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.training.trainer import Trainer
 
 
-class Log:
+class Log(abc.ABC):
   """Writes the metrics of a step while the devices run the next one."""
 
   def __init__(self, cfg: Config, writers: Sequence[Writers], devices: Sequence[jax.Device]):
@@ -28,9 +29,9 @@ class Log:
     }
 
   @property
+  @abc.abstractmethod
   def diverged(self) -> str:
     """Why training cannot continue; empty if it can."""
-    raise NotImplementedError
 
   def add(self, step: int, metrics: Any) -> None:
     """Take the metrics of `step`, which is running, and settle those of the step before."""
@@ -59,11 +60,13 @@ class Log:
     row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._speed)
     return row | (losses_by_phase(phase, row) if phase else {})
 
+  @abc.abstractmethod
   def _count_step(self, step: int, metrics: Any) -> None:
-    raise NotImplementedError
+    """Count a finished step, whether or not its row is due."""
 
+  @abc.abstractmethod
   def _write(self, step: int, metrics: Any, evaluation: Callable[[], Any] | None) -> None:
-    raise NotImplementedError
+    """Write the row or rows of a step, with the held-out results."""
 
 
 class StepLog(Log):
