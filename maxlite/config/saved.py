@@ -1,13 +1,13 @@
 """The resolved config of a run on disk: save, read, compare."""
 
 import itertools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from maxlite.config.file_io import write_atomically
 from maxlite.config.files import read_file
 from maxlite.config.raw_values import FrozenMapping, Raw, show
 from maxlite.config.schema import DEFAULTS, KEYS, REMOVED_KEYS, RENAMED_KEYS, Config, flatten
@@ -21,10 +21,7 @@ def save_resolved(config: Config, path: Path) -> None:
   for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
     title = section.__name__.removesuffix("Config").lower()
     text += f"\n# {title}\n" + "".join(_line(key.name, values[key.name]) for key in keys)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_name(f".{path.name}.{os.getpid()}")
-  temporary.write_text(text, encoding="utf-8")
-  temporary.replace(path)
+  write_atomically(path, text)
 
 
 def save_keys(values: Mapping[str, Any], path: Path) -> None:

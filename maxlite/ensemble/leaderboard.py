@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from maxlite.config.file_io import write_atomically
 from maxlite.config.raw_values import show
 
 NO_VALUE = "-"
@@ -62,7 +63,9 @@ def write_members(entries: Sequence[LeaderboardEntry], path: Path) -> None:
     {name: finite(value) for name, value in dataclasses.asdict(entry).items()}
     for entry in ranked(entries)
   ]
-  _write(path, "".join(json.dumps(row, allow_nan=False, default=dict) + "\n" for row in rows))
+  write_atomically(
+    path, "".join(json.dumps(row, allow_nan=False, default=dict) + "\n" for row in rows)
+  )
 
 
 def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
@@ -120,7 +123,7 @@ def leaderboard_markdown(
 def write_leaderboard(
   entries: Sequence[LeaderboardEntry], scores: Mapping[str, Mapping[str, float]], path: Path
 ) -> None:
-  _write(path, leaderboard_markdown(entries, scores))
+  write_atomically(path, leaderboard_markdown(entries, scores))
 
 
 def _rows(entries: Sequence[LeaderboardEntry]) -> list[list[str]]:
@@ -184,11 +187,3 @@ def _markdown_table(
   align = lambda cell, width, left: cell.ljust(width) if left else cell.rjust(width)
   lines = [map(align, row, widths, is_left) for row in (cells[0], rule, *cells[1:])]
   return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _write(path: Path, text: str) -> None:
-  """Write a file atomically."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  unfinished = path.with_name(f".{path.name}")
-  unfinished.write_text(text, encoding="utf-8")
-  unfinished.replace(path)

@@ -10,8 +10,10 @@ import numpy as np
 
 from maxlite.checkpoint.safetensors import TensorEntry, TensorFile, read_header
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import read_json_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+COPY_AGAIN = "copy it again"  # the fix of a damaged file
 SHARD_BYTES = 5_000_000_000  # maximum of a file; a larger tensor gets its own
 
 
@@ -19,7 +21,7 @@ def read_config(directory: Path) -> dict[str, Any]:
   """Read config.json; raise UserError if it is missing or not a JSON object."""
   if not (directory / CONFIG).is_file():
     raise UserError(f"{directory} has no {CONFIG}: name the folder that holds it")
-  return read_json_object(directory / CONFIG)
+  return read_json_object(directory / CONFIG, COPY_AGAIN)
 
 
 def read_tensors(directory: Path) -> dict[str, TensorEntry]:
@@ -35,7 +37,7 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
       )
     return read_header(directory / SINGLE)
   index = directory / INDEX
-  file_of = read_json_object(index).get("weight_map")
+  file_of = read_json_object(index, COPY_AGAIN).get("weight_map")
   if not isinstance(file_of, dict) or not all(isinstance(v, str) for v in file_of.values()):
     raise UserError(f'{index} has no "weight_map" from tensors to files: copy it again')
   tensors: dict[str, TensorEntry] = {}
@@ -105,14 +107,3 @@ def shorten_list(names: set[str]) -> str:
   shown = sorted(names)[:8]
   rest = len(names) - len(shown)
   return ", ".join(shown) + (f" and {rest} more" if rest else "")
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-  """Read a JSON object; raise UserError if the file is missing or has none."""
-  try:
-    value = json.loads(path.read_bytes())
-  except (OSError, ValueError, RecursionError) as error:
-    raise UserError(f"{path} is not JSON ({error}): copy it again") from None
-  if not isinstance(value, dict):
-    raise UserError(f"{path} is not a JSON object: copy it again")
-  return value

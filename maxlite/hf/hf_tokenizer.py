@@ -8,9 +8,10 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from maxlite.config.file_io import read_json_object
 from maxlite.config.schema import DataConfig
 from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG
-from maxlite.hf.hf_folder import read_config, read_json_object, write_json
+from maxlite.hf.hf_folder import COPY_AGAIN, read_config, write_json
 
 MAIN, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 GENERATION, CHAT = "generation_config.json", "chat_template.jinja"
@@ -55,7 +56,7 @@ def write_tokenizer(
   if cfg.chat_template_path:
     shutil.copyfile(Path(cfg.chat_template_path).expanduser(), target / CHAT)
   if (target / GENERATION).exists():
-    write_json(target / GENERATION, read_json_object(target / GENERATION) | ids)
+    write_json(target / GENERATION, read_json_object(target / GENERATION, COPY_AGAIN) | ids)
   return ids
 
 

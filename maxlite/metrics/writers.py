@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorboardX import SummaryWriter
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import write_atomically
 from maxlite.metrics.step_row import Row
 
 
@@ -111,13 +112,8 @@ def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _keep_rows(path: Path, last_step: int) -> None:
   """Drop rows after `last_step` and an incomplete last line, by an atomic replacement."""
-  kept = "".join(line for line, row in _lines_and_rows(path) if row["step"] <= last_step)
-  unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-  with unfinished.open("w", encoding="utf-8") as file:
-    file.write(kept)
-    file.flush()
-    os.fsync(file.fileno())
-  unfinished.replace(path)
+  rows = _lines_and_rows(path)
+  write_atomically(path, "".join(line for line, row in rows if row["step"] <= last_step))
 
 
 class TensorBoardWriter:

@@ -1,11 +1,11 @@
 """Special tokens and chat template from the files beside a tokenizer.json."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import read_json_object
 
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
 _ID_FILES = ("generation_config.json", "config.json")  # tokens by id
@@ -46,15 +46,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-  if not path.is_file():
-    return {}
-  try:
-    values = json.loads(path.read_bytes())
-  except (OSError, ValueError, RecursionError) as error:
-    raise UserError(f"{path} is not JSON ({error}): fix or remove it") from None
-  if not isinstance(values, dict):
-    raise UserError(f"{path} is not a JSON object: fix or remove it")
-  return values
+  return read_json_object(path, "fix or remove it") if path.is_file() else {}
 
 
 def _spelling(value: Any) -> str:
