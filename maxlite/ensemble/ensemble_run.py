@@ -39,7 +39,7 @@ from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import Plan, choose
 from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, run_workers
 from maxlite.kernels.xla_cpu import enable_compilation_cache
-from maxlite.metrics.flops import active_parameter_count
+from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.metrics.profiler import Profiler
 from maxlite.training.loop import LoopContext, TrainResult, train
 from maxlite.training.open_run import run_folder
@@ -221,9 +221,10 @@ class EnsembleRun:
 
   def _run_workers(self, members: Sequence[MemberRun]) -> int:
     ensemble, folder = self.cfg.ensemble, run_folder(self.cfg).directory.absolute()
+    models = [member.config.model for member in members]
     assignments = assign_workers(
       [member.name for member in members],
-      [float(active_parameter_count(member.config.model)) for member in members],
+      [float(active_parameter_count(parameter_sizes(model), model)) for model in models],
       ensemble.ensemble_num_workers,
       gpus=gpu_names(self.devices),
       memory_fraction=self._memory_fraction(),

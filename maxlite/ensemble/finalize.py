@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from maxlite.config.schema import flatten
@@ -13,7 +14,6 @@ from maxlite.ensemble.leaderboard import (
   write_members,
 )
 from maxlite.ensemble.member_run import MemberRun
-from maxlite.metrics.flops import parameter_count
 from maxlite.metrics.plots.ensemble_curves import (
   draw_calibration,
   draw_learning_curves,
@@ -70,7 +70,7 @@ def _entry(member: MemberRun) -> LeaderboardEntry:
   return LeaderboardEntry(
     name=member.name,
     overrides=member.member.overrides,
-    num_parameters=parameter_count(member.config.model),
+    num_parameters=sum(leaf.size for leaf in jax.tree.leaves(member.state.params)),
     final_loss=held_out[-1] if held_out else None,
     best_loss=min(held_out, default=None),
     tokens_per_second=rows[-1]["num_tokens"] / rows[-1]["step_seconds"] if rows else 0.0,

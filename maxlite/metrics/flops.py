@@ -1,11 +1,28 @@
-"""Parameter counts and FLOPs of a training step, from the config alone."""
+"""Parameter counts, and FLOPs of a training step, from the sizes of the parameters.
 
+`sizes` is the number of elements of every parameter, by path.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from maxlite.config.schema import ModelConfig
+import jax
+import jax.numpy as jnp
+from flax.linen import meta
 
-TRAIN_OVER_FORWARD = 3  # the backward pass has two multiplications for each of the forward pass
+from maxlite.config.schema import ModelConfig
+from maxlite.models import Decoder
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+
+BACKWARD_OVER_FORWARD = 2  # the backward pass has two multiplications for each of the forward pass
 FLOPS_PER_MAC = 2  # one multiplication, one addition
+# In forward order; an unscanned stack includes its numbered layers.
+STAGES = ("embed", "dense_layers", "layers", "final_norm", "draft_head", "unembed")
+STACKS = ("dense_layers", "layers")
+MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of matrices that tokens are multiplied with
+EXPERT = r".*moe/w[io](_\d)?(_bias)?"
 
 
 class Flops(NamedTuple):
@@ -15,124 +32,95 @@ class Flops(NamedTuple):
   attention: float  # the part of `total` in attention scores and weighted values
 
 
-def train_flops_per_step(model: ModelConfig, tokens: int, row_length: int) -> Flops:
-  """FLOPs of one step that trains all parameters on `tokens` tokens in rows of `row_length`.
+@functools.cache
+def parameter_sizes(model: ModelConfig) -> dict[str, int]:
+  """`sizes` of a model, by an abstract initialization."""
+  one = (1,) * len(MESH_AXES)
+  decoder = Decoder(model, Sharder(build_mesh(one, one, jax.devices()[:1])))
+  tokens_BT = jnp.zeros((1, model.num_draft_heads + 1), jnp.int32)
+  variables = jax.eval_shape(decoder.init, jax.random.key(0), tokens_BT)
+  leaves = jax.tree_util.tree_leaves_with_path(meta.unbox(variables)["params"])
+  path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+  return {path_of(key_path): leaf.size for key_path, leaf in leaves}
+
+
+def active_parameter_count(sizes: Mapping[str, int], model: ModelConfig) -> int:
+  """Number of parameters used per token: all except the experts that are not chosen."""
+  return sum(_active(path, size, model) for path, size in sizes.items())
+
+
+def train_flops(
+  model: ModelConfig,
+  sizes: Mapping[str, int],
+  batch_shape: tuple[int, int],
+  trained: Collection[str] | None = None,
+  *,
+  logits: bool = True,
+  drafts: bool = False,
+) -> Flops:
+  """FLOPs of one step on a batch [rows, row length] that trains the parameters `trained`.
 
   Counts the matmuls: projections, MLP or active experts, router and logits (tied or not), and
   causal attention at half of its square, less what sliding windows exclude. Does not count the
-  embedding lookup, elementwise operations and rematerialization.
+  embedding lookup, elementwise operations and rematerialization. A matrix has a forward product,
+  one for its gradient if it is trained, and one for the gradient of its input if that depends on a
+  trained parameter. Gradients flow through frozen layers: all layers of a stack need them if
+  anything in the stack or before it is trained.
+
+  Args:
+    trained: paths; None: all.
+    logits: whether the gradient of the loss flows through the model's own logits.
+    drafts: whether the loss uses the draft heads.
   """
-  macs_per_token = _matmul_parameters(model, active_only=True)
-  macs_per_token += model.vocab_size * model.base_emb_dim
-  score_channels, value_channels = _head_channels(model)
-  channels = model.base_num_query_heads * (score_channels + value_channels)
-  attention_macs_per_token = channels * _keys_per_query(model, row_length)
-  flops_per_mac = TRAIN_OVER_FORWARD * FLOPS_PER_MAC * tokens
-  attention = flops_per_mac * attention_macs_per_token
-  return Flops(flops_per_mac * macs_per_token + attention, attention)
+  trained = sizes.keys() if trained is None else trained
+  first = min(map(_stage, trained))
+  unread = ("unembed",) if drafts else ("unembed", "draft_head")
+  macs = 0
+  for path, size in sizes.items():
+    if re.fullmatch(MATRIX, path) and path.split("/")[0] not in unread:
+      passes = 1 + _needs_input_gradient(STAGES[_stage(path)], first) + (path in trained)
+      macs += passes * _active(path, size, model)
+  weight = "embed/embedding" if model.logits_via_embedding else "unembed/kernel"
+  # A trained embedding makes all later layers need gradients, but its lookup is not a product.
+  backward = _needs_input_gradient("unembed", first) + (weight in trained)
+  passes = 1 + logits * backward + drafts * model.num_draft_heads * (1 + backward)
+  macs += passes * model.vocab_size * model.base_emb_dim
+  flops_per_mac = FLOPS_PER_MAC * batch_shape[0] * batch_shape[1]
+  attention = flops_per_mac * _attention_macs_per_token(model, batch_shape[1], first)
+  return Flops(flops_per_mac * macs + attention, attention)
 
 
-def _keys_per_query(model: ModelConfig, row_length: int) -> float:
-  """Mean number of keys per query over a row, summed over layers."""
-  num_layers, every = model.base_num_decoder_layers, model.family.global_layer_every
-  num_global = num_layers // every if every else 0
-  window = min(model.sliding_window_size or row_length, row_length)
-  hidden = (row_length - window) ** 2 / (2 * row_length)
-  return num_layers * row_length / 2 - (num_layers - num_global) * hidden
-
-
-def parameter_count(model: ModelConfig) -> int:
-  """Number of parameters of the model."""
-  return _parameters(model, active_only=False)
-
-
-def active_parameter_count(model: ModelConfig) -> int:
-  """Number of parameters used per token: all except the experts that are not chosen."""
-  return _parameters(model, active_only=True)
-
-
-def num_moe_layers(model: ModelConfig) -> int:
-  """Number of decoder layers that are mixtures of experts."""
-  if not model.family.is_moe:
-    return 0
-  num_dense, step = model.layer_plan
-  return (model.base_num_decoder_layers - num_dense) // step
-
-
-def _parameters(model: ModelConfig, active_only: bool) -> int:
-  embeddings = (1 if model.logits_via_embedding else 2) * model.vocab_size * model.base_emb_dim
-  draft_heads = model.num_draft_heads * model.base_emb_dim**2
-  layers = _matmul_parameters(model, active_only) + _other_parameters(model, active_only)
-  return layers + embeddings + model.base_emb_dim + draft_heads
-
-
-def _matmul_parameters(model: ModelConfig, active_only: bool) -> int:
-  """Parameters of all layers that are multiplied with each token."""
-  num_layers, num_moe = model.base_num_decoder_layers, num_moe_layers(model)
-  dense = _mlp(model, model.base_mlp_dim, model.lora.lora_rank)
-  moe_layers = num_moe * _moe(model, active_only)
-  return num_layers * _attention(model) + (num_layers - num_moe) * dense + moe_layers
-
-
-def _other_parameters(model: ModelConfig, active_only: bool) -> int:
-  """Norms and biases of all layers."""
-  family, mla, moe, dim = model.family, model.mla, model.moe, model.base_emb_dim
-  query_heads, kv_heads = model.base_num_query_heads, model.base_num_kv_heads
-  per_layer = (4 if family.post_norms else 2) * dim
-  if family.latent_attention:
-    per_layer += mla.q_lora_rank + mla.kv_lora_rank
-  else:
-    normed_heads = {"": 0, "head": 2, "projection": query_heads + kv_heads}[family.qk_norm]
-    biased_heads = (query_heads + 2 * kv_heads) * family.qkv_bias
-    per_layer += (normed_heads + biased_heads) * model.head_dim
-    per_layer += dim * family.out_bias + query_heads * family.sinks
-  per_moe_layer = (moe.routed_bias + family.router_bias) * moe.num_experts
-  expert_biases = len(model.mlp_activations) * moe.base_moe_mlp_dim + dim
-  per_moe_layer += _num_experts(model, active_only) * expert_biases * moe.expert_bias
-  return model.base_num_decoder_layers * per_layer + num_moe_layers(model) * per_moe_layer
-
-
-def _num_experts(model: ModelConfig, active_only: bool) -> int:
-  return model.moe.num_experts_per_tok if active_only else model.moe.num_experts
-
-
-def _head_channels(model: ModelConfig) -> tuple[int, int]:
-  """(channels of queries and keys, channels of values) of one head."""
+def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
+  """Products of queries with keys, and of scores with values, over all layers."""
+  mla, num_layers = model.mla, model.base_num_decoder_layers
+  channels = 2 * model.head_dim
   if model.family.latent_attention:
-    return model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
-  return model.head_dim, model.head_dim
-
-
-def _attention(model: ModelConfig) -> int:
-  mla, dim, num_heads = model.mla, model.base_emb_dim, model.base_num_query_heads
-  if not model.family.latent_attention:
-    queries, keys = num_heads * model.head_dim, model.base_num_kv_heads * model.head_dim
-    return _linears(model.lora.lora_rank, *((dim, out) for out in (queries, keys, keys, queries)))
-  score_channels, value_channels = _head_channels(model)
-  return _linears(
-    model.lora.lora_rank,
-    *([(dim, mla.q_lora_rank)] if mla.q_lora_rank else []),
-    (mla.q_lora_rank or dim, num_heads * score_channels),
-    (dim, mla.kv_lora_rank + mla.qk_rope_head_dim),
-    (mla.kv_lora_rank, num_heads * (mla.qk_nope_head_dim + value_channels)),
-    (num_heads * value_channels, dim),
+    channels = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+  every = model.family.global_layer_every
+  num_local = num_layers - (num_layers // every if every else 0)
+  window = min(model.sliding_window_size or row_length, row_length)
+  hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number of keys outside the window
+  keys_per_query = num_layers * row_length / 2 - num_local * hidden  # summed over layers
+  dense = model.layer_plan[0] / num_layers
+  needed = sum(
+    share * _needs_input_gradient(stack, first)
+    for stack, share in zip(STACKS, (dense, 1 - dense), strict=True)
   )
+  forward = model.base_num_query_heads * channels * keys_per_query
+  return forward * (1 + BACKWARD_OVER_FORWARD * needed)
 
 
-def _mlp(model: ModelConfig, hidden_dim: int, lora_rank: int) -> int:
-  num_matrices = len(model.mlp_activations) + 1  # an input matrix per activation, one output matrix
-  sides = [(model.base_emb_dim, hidden_dim)] * num_matrices
-  return _linears(lora_rank, *sides) if hidden_dim else 0
+def _stage(path: str) -> int:
+  return STAGES.index(re.sub(r"_\d+$", "", path.split("/", maxsplit=1)[0]))
 
 
-def _moe(model: ModelConfig, active_only: bool) -> int:
-  """A router, its experts (all or those of a token, without adapters) and shared experts."""
+def _needs_input_gradient(stage: str, first: int) -> bool:
+  index = STAGES.index(stage)
+  return first < index or (stage in STACKS and first == index)
+
+
+def _active(path: str, size: int, model: ModelConfig) -> int:
+  """Elements of a parameter that each token uses."""
   moe = model.moe
-  experts = _num_experts(model, active_only) * _mlp(model, moe.base_moe_mlp_dim, lora_rank=0)
-  shared = _mlp(model, moe.shared_experts * moe.base_moe_mlp_dim, model.lora.lora_rank)
-  return model.base_emb_dim * moe.num_experts + experts + shared
-
-
-def _linears(lora_rank: int, *sides: tuple[int, int]) -> int:
-  """Parameters of matrices with these (inputs, outputs), each with its LoRA adapter."""
-  return sum(a * b + lora_rank * (a + b) for a, b in sides)
+  is_expert = re.fullmatch(EXPERT, path)
+  return size * moe.num_experts_per_tok // moe.num_experts if is_expert else size

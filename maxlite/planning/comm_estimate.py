@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
-from maxlite.metrics.flops import num_moe_layers
 from maxlite.models.remat import saved_by_remat
 from maxlite.optim.partition import paths_in
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
@@ -263,7 +262,7 @@ def _dispatch_tokens(step: _Step) -> None:
   routing weight as a full row of lanes.
   """
   model, axes = step.model, step.axes("exp")
-  layers, dispatch = num_moe_layers(model), choose_dispatch(model.moe)
+  layers, dispatch = model.num_moe_layers, choose_dispatch(model.moe)
   payload = step.tokens * model.base_emb_dim * step.compute_bytes
   num_chosen = model.moe.num_experts_per_tok
   recomputed = not step.is_saved("moe_rows")

@@ -11,7 +11,7 @@ from maxlite.config.raw_values import show
 from maxlite.data.loader import DataLoader
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
-from maxlite.metrics.flops import active_parameter_count, parameter_count
+from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
 from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
 from maxlite.metrics.plots.timeline import draw_timeline
@@ -40,10 +40,11 @@ def log_header(
   for name, (before, now) in (changes or {}).items():
     console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
   platform = trainer.sharder.platform
+  sizes = trainer.parameter_sizes
   experts = resolve_grouped_matmul(cfg.model.moe.grouped_matmul, platform)
   console.print(
-    f"model: {cfg.model.decoder_block}, {parameter_count(cfg.model):,} parameters, "
-    f"{active_parameter_count(cfg.model):,} active per token; "
+    f"model: {cfg.model.decoder_block}, {sum(sizes.values()):,} parameters, "
+    f"{active_parameter_count(sizes, cfg.model):,} active per token; "
     f"attention by {resolve_attention(cfg.model.attention, platform)}"
     + (f", experts by {experts}" if trainer.is_moe else "")
   )

@@ -19,10 +19,9 @@ from maxlite.data.batch import Batch, abstract_batch, to_global
 from maxlite.data.phase_streams import PhaseStreams
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
-from maxlite.metrics.flops import train_flops_per_step
-from maxlite.metrics.phase_flops import phase_flops
+from maxlite.metrics.flops import train_flops
 from maxlite.models import Decoder
-from maxlite.optim.partition import logical_names, path_of, paths_in, state_names
+from maxlite.optim.partition import logical_names, paths_in, state_names
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.phases.phase_programs import (
   PhaseOptStates,
@@ -62,6 +61,11 @@ class Trainer:
   @property
   def batch_shape(self) -> tuple[int, int]:
     return self.global_batch_size, self.cfg.data.max_target_length
+
+  @property
+  def parameter_sizes(self) -> dict[str, int]:
+    """The number of elements of every parameter, by path."""
+    return {each.path: math.prod(each.shape) for each in self.parameter_shardings}
 
   @property
   def uses_all_to_all(self) -> bool:
@@ -164,19 +168,14 @@ class Trainer:
   @property
   def flops_per_step(self) -> list[float]:
     """FLOPs of a step over all devices, by objective."""
-    model, length = self.cfg.model, self.cfg.data.max_target_length
-    if self.phase_plan is None:
-      return [train_flops_per_step(model, math.prod(self.batch_shape), length).total]
-    leaves = jax.tree_util.tree_leaves_with_path(self.abstract_state.params)
-    sizes = {path_of(key_path): leaf.size for key_path, leaf in leaves}
-    flops = functools.partial(phase_flops, model, row_length=length, sizes=sizes)
+    flops = functools.partial(train_flops, self.cfg.model, self.parameter_sizes)
     return [
       flops(
-        math.prod(each.batch_shape),
-        trained=each.partition.trained,
+        each.batch_shape,
+        each.partition.trained,
         logits=LOSSES[each.loss].logits,
         drafts=LOSSES[each.loss].drafts,
-      )
+      ).total
       for each in self.objectives
     ]
 

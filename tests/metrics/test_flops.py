@@ -6,12 +6,7 @@ import pytest
 
 from maxlite.config import load_config
 from maxlite.config.schema import LatentAttentionConfig, ModelConfig, MoeConfig
-from maxlite.metrics.flops import (
-  active_parameter_count,
-  num_moe_layers,
-  parameter_count,
-  train_flops_per_step,
-)
+from maxlite.metrics.flops import active_parameter_count, parameter_sizes, train_flops
 
 LLAMA2_7B = ModelConfig(
   decoder_block="llama",
@@ -29,30 +24,38 @@ MIXTRAL_8X7B = dataclasses.replace(
   base_num_kv_heads=8,
   moe=MoeConfig(num_experts=8, num_experts_per_tok=2, base_moe_mlp_dim=14336),
 )
-# Widths are distinct primes, so that no two terms can be confused.
+# Widths are distinct primes, or twice one if they must be even, so that no terms can be confused.
 TINY = ModelConfig(
   vocab_size=13,
   base_emb_dim=7,
   base_num_decoder_layers=2,
   base_num_query_heads=3,
   base_num_kv_heads=1,
-  head_dim=5,
+  head_dim=10,
   base_mlp_dim=11,
   moe=MoeConfig(num_experts=17, num_experts_per_tok=2, base_moe_mlp_dim=19),
 )
 
 
+def flops_of(model, *batch_shape):
+  return train_flops(model, parameter_sizes(model), batch_shape)
+
+
+def counts_of(model):
+  """(all parameters, active ones)"""
+  sizes = parameter_sizes(model)
+  return sum(sizes.values()), active_parameter_count(sizes, model)
+
+
 def test_published_parameter_counts():
-  assert parameter_count(LLAMA2_7B) == 6_738_415_616
-  assert active_parameter_count(LLAMA2_7B) == 6_738_415_616
-  assert parameter_count(MIXTRAL_8X7B) == 46_702_792_704
-  assert active_parameter_count(MIXTRAL_8X7B) == 12_879_925_248
+  assert counts_of(LLAMA2_7B) == (6_738_415_616, 6_738_415_616)
+  assert counts_of(MIXTRAL_8X7B) == (46_702_792_704, 12_879_925_248)
 
 
 def test_tied_embeddings_are_counted_once_and_still_a_matmul():
   tied = dataclasses.replace(TINY, logits_via_embedding=True)
-  assert parameter_count(TINY) - parameter_count(tied) == 13 * 7
-  assert train_flops_per_step(tied, 100, 10) == train_flops_per_step(TINY, 100, 10)
+  assert counts_of(TINY)[0] - counts_of(tied)[0] == 13 * 7
+  assert flops_of(tied, 10, 10) == flops_of(TINY, 10, 10)
 
 
 @pytest.mark.parametrize(
@@ -66,18 +69,18 @@ def test_tied_embeddings_are_counted_once_and_still_a_matmul():
 )
 def test_every_matmul_is_counted_once(family, activations, feed_forward):
   model = dataclasses.replace(TINY, decoder_block=family, mlp_activations=activations)
-  projections = 7 * 15 + 2 * (7 * 5) + 15 * 7
-  attention = 3 * 2 * 2 * 100 * 10 * 15 / 2 * 2
-  flops = train_flops_per_step(model, 100, 10)
+  projections = 7 * 30 + 2 * (7 * 10) + 30 * 7
+  attention = 3 * 2 * 2 * 100 * 10 * 30 / 2 * 2
+  flops = flops_of(model, 10, 10)
   assert flops.attention == attention
   assert flops.total == 6 * 100 * (2 * (projections + feed_forward) + 7 * 13) + attention
 
 
-@pytest.mark.parametrize(("q_lora_rank", "query"), [(0, 7 * 3 * 28), (29, 7 * 29 + 29 * 3 * 28)])
+@pytest.mark.parametrize(("q_lora_rank", "query"), [(0, 7 * 3 * 51), (29, 7 * 29 + 29 * 3 * 51)])
 def test_latent_attention_and_dense_layers_are_counted(q_lora_rank, query):
   """Layers: one dense, then twice a dense one and a mixture with two shared experts."""
   mla = LatentAttentionConfig(
-    q_lora_rank, 31, qk_nope_head_dim=5, qk_rope_head_dim=23, v_head_dim=2
+    q_lora_rank, 31, qk_nope_head_dim=5, qk_rope_head_dim=46, v_head_dim=2
   )
   plan = dataclasses.replace(
     TINY.moe, shared_experts=2, first_num_dense_layers=1, interleave_moe_layer_step=2
@@ -85,18 +88,17 @@ def test_latent_attention_and_dense_layers_are_counted(q_lora_rank, query):
   model = dataclasses.replace(
     TINY, decoder_block="deepseek", base_num_decoder_layers=5, mla=mla, moe=plan
   )
-  projections = query + 7 * (31 + 23) + 31 * 3 * (5 + 2) + 3 * 2 * 7
+  projections = query + 7 * (31 + 46) + 31 * 3 * (5 + 2) + 3 * 2 * 7
   feed_forward = 3 * (3 * 7 * 11) + 2 * ((2 + 2) * 3 * 7 * 19 + 7 * 17)
-  attention = 6 * 100 * 5 * 3 * (5 + 23 + 2) * 10 / 2
-  flops = train_flops_per_step(model, 100, 10)
+  attention = 6 * 100 * 5 * 3 * (5 + 46 + 2) * 10 / 2
+  flops = flops_of(model, 10, 10)
   assert flops.attention == attention
   assert flops.total == 6 * 100 * (5 * projections + feed_forward + 7 * 13) + attention
-  assert num_moe_layers(model) == 2
 
 
 def test_deepseek2_16b_equals_maxtext():
   model = load_config(["model_name=deepseek2-16b"]).model
-  flops = train_flops_per_step(model, 24 * 2048, 2048)
+  flops = flops_of(model, 24, 2048)
   assert round(flops.total / 1e12, 2) == 764.67
   assert round(100 * flops.attention / flops.total, 2) == 5.46
 
@@ -107,7 +109,7 @@ def test_a_window_reduces_scores_of_local_layers_only(family, num_local):
   length, window = 8, 3
   seen = [min(t + 0.5, window) for t in range(length)]  # halves, as the causal square is halved
   whole, local = (
-    train_flops_per_step(changed, 16, length).attention
+    flops_of(changed, 2, length).attention
     for changed in (model, dataclasses.replace(model, sliding_window_size=window))
   )
   hidden = length**2 / 2 - (length * window - window**2 / 2)

@@ -4,12 +4,11 @@ import jax
 import pytest
 from tiny import config_of
 
-from maxlite.metrics.flops import train_flops_per_step
+from maxlite.metrics.flops import train_flops
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.training.trainer import build_trainer
 
-LENGTH = 16
 PHASES = {
   "all": ".*",
   "lora": ".*lora_.*",
@@ -42,8 +41,7 @@ def counted(trainer):
 
 
 def of_all(trainer):
-  tokens = trainer.batch_shape[0] * LENGTH
-  return train_flops_per_step(trainer.cfg.model, tokens, LENGTH)
+  return train_flops(trainer.cfg.model, trainer.parameter_sizes, trainer.batch_shape)
 
 
 def test_a_phase_of_all_parameters_equals_a_step_and_others_cost_less(trainer):

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from tiny import KEYS, config_of, mesh_keys, trainer_of
 
-from maxlite.metrics.flops import train_flops_per_step
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_run import compile_step, run_plan
@@ -53,7 +52,7 @@ def test_scanned_and_unscanned_layers_have_equal_flops():
 
 
 def test_remat_increases_flops_and_reduces_memory():
-  needed = train_flops_per_step(trainer_of_llama().cfg.model, 16 * 16, 16).total / 8
+  needed = trainer_of_llama().flops_per_step[0] / 8
   assert needed <= flops_of_llama() < flops_of_llama(remat_policy="full") < 4 / 3 * flops_of_llama()
   kept, saved = (
     estimate_memory(trainer_of_llama(remat_policy=policy)).saved_activations

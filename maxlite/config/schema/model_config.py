@@ -152,3 +152,8 @@ class ModelConfig:
     if not self.family.is_moe:
       return 0, 1
     return self.moe.first_num_dense_layers, self.moe.interleave_moe_layer_step
+
+  @property
+  def num_moe_layers(self) -> int:
+    num_dense, step = self.layer_plan
+    return (self.base_num_decoder_layers - num_dense) // step if self.family.is_moe else 0
