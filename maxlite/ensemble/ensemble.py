@@ -88,7 +88,7 @@ class Ensemble:
     Args:
       path: `package.module:function` of a function that returns {members, loss, predict}.
       num_workers: of strategy `processes`; 0: one per member, up to the cores or GPUs.
-      checkpoint_period: steps between the files from which a restarted worker resumes.
+      checkpoint_period: steps between the snapshots from which a restarted worker resumes.
       options: keyword arguments of `Ensemble`.
     """
     ensemble = cls(**call_factory(path), **options)

@@ -25,7 +25,6 @@ from maxlite.data.batch import abstract_batch
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.ensemble.asha import rungs, survivors
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.engines.processes import gpu_names
 from maxlite.ensemble.ensemble_trainer import (
   EnsembleLog,
   EnsembleTrainer,
@@ -37,7 +36,7 @@ from maxlite.ensemble.finalize import LEADERBOARD, finalize
 from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import Plan, choose
-from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, run_workers
+from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, gpu_names, run_workers
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.metrics.profiler import Profiler
@@ -223,17 +222,17 @@ class EnsembleRun:
     ensemble, folder = self.cfg.ensemble, run_folder(self.cfg).directory.absolute()
     models = [member.config.model for member in members]
     assignments = assign_workers(
-      [member.name for member in members],
       [float(active_parameter_count(parameter_sizes(model), model)) for model in models],
       ensemble.ensemble_num_workers,
       gpus=gpu_names(self.devices),
       memory_fraction=self._memory_fraction(),
     )
     argv = [sys.executable, "-m", "maxlite.ensemble", "worker", str(folder), str(self.batch_size)]
-    workers = [
-      assignment.command([*argv, *assignment.names], folder / "workers" / f"{n}.log")
-      for n, assignment in enumerate(assignments)
-    ]
+    workers = []
+    for n, assignment in enumerate(assignments):
+      names = [members[z].name for z in assignment.members]
+      log = folder / "workers" / f"{n}.log"
+      workers.append(assignment.command(" ".join(names), [*argv, *names], log))
     self.console.print(f"{len(workers)} workers: {folder / 'workers'}")
     codes = run_workers(
       workers,

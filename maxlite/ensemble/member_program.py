@@ -67,7 +67,7 @@ class MemberFactory:
 
   path: str  # package.module:function
   num_workers: int  # 0: one per member, up to the cores
-  checkpoint_period: int  # steps between the files from which a restarted worker resumes
+  checkpoint_period: int  # steps between the snapshots from which a restarted worker resumes
   example_batch: Any = None
 
   def __post_init__(self) -> None:

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
+
+import jax
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_EXECUTORS
@@ -20,21 +23,18 @@ GPU_MEMORY_SHARE = 0.9  # the rest is for the GPU's libraries
 
 @dataclasses.dataclass(frozen=True)
 class WorkerAssignment:
-  """The members and the resources of one worker."""
+  """The members, by index, and the resources of one worker."""
 
-  names: tuple[str, ...]
+  members: tuple[int, ...]
   cores: tuple[int, ...]
   gpus: tuple[str, ...]
   memory_fraction: float | None
 
-  def command(self, argv: Sequence[str], log: Path) -> WorkerCommand:
-    """The worker's command, named after its members."""
-    name = " ".join(self.names)
+  def command(self, name: str, argv: Sequence[str], log: Path) -> WorkerCommand:
     return WorkerCommand(name, tuple(argv), log, self.cores, self.gpus, self.memory_fraction)
 
 
 def assign_workers(
-  names: Sequence[str],
   costs: Sequence[float],
   num_workers: int = 0,
   *,
@@ -48,6 +48,7 @@ def assign_workers(
   results may depend on it.
 
   Args:
+    costs: of the members.
     num_workers: at most; 0: the number of GPUs or, without any, of cores.
     memory_fraction: of one GPU, for all workers on it.
     cores: default: those this process may use.
@@ -55,16 +56,16 @@ def assign_workers(
   if num_workers < 0:
     raise UserError(f"{num_workers} workers cannot train anything: give 1 or more, or 0 to choose")
   cores = available_cores() if cores is None else cores
-  count = min(num_workers or len(gpus or cores), len(names))
+  count = min(num_workers or len(gpus or cores), len(costs))
   worker_of = assign_lpt(costs, count)
-  workers_per_gpu = -(-count // len(gpus)) if gpus else 1
   even = gpus[: len(gpus) // count * count] or gpus
+  share = memory_fraction / -(-count // len(gpus)) if gpus else None
   return [
     WorkerAssignment(
-      tuple(name for name, own in zip(names, worker_of, strict=True) if own == worker),
+      tuple(z for z, own in enumerate(worker_of) if own == worker),
       _part(cores, worker, count),
       _part(even, worker, count),
-      memory_fraction / workers_per_gpu if gpus else None,
+      share,
     )
     for worker in range(count)
   ]
@@ -75,6 +76,23 @@ def _part(resources: Sequence[Any], index: int, count: int) -> tuple[Any, ...]:
   if len(resources) < count:
     return tuple(resources[index % len(resources)] for _ in resources[:1])
   return tuple(resources[index * len(resources) // count : (index + 1) * len(resources) // count])
+
+
+def gpu_names(devices: Sequence[jax.Device]) -> list[str]:
+  """The GPUs among `devices` by their names in CUDA_VISIBLE_DEVICES.
+
+  Raises:
+    UserError: this process has preallocated the memory that the workers need.
+  """
+  indices = [device.local_hardware_id for device in devices if device.platform == "gpu"]
+  if indices and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):
+    raise UserError(
+      "this process holds the GPU memory that its workers need; start it with "
+      "XLA_PYTHON_CLIENT_PREALLOCATE=false"
+    )
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+  names = visible.split(",") if visible else None
+  return [names[index] if names else str(index) for index in indices]
 
 
 def run_workers(

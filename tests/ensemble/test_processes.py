@@ -86,7 +86,7 @@ def engines(stream):
 
 
 def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):
-  """One dies before its first file is written, one resumes from its second file."""
+  """One dies before its first snapshot, one resumes from its second snapshot."""
   stream = batches()
   alone, engine = engines(stream)
   state, expected = engine.init(), alone.init()

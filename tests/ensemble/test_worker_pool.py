@@ -144,26 +144,26 @@ def test_a_worker_uses_only_its_resources(tmp_path, monkeypatch):
 
 
 def test_members_are_assigned_by_cost_and_resources_by_number():
-  shares = assign_workers("abcd", [4, 1, 2, 1], 2, cores=range(5), gpus=["x", "y", "z"])
-  assert [share.names for share in shares] == [("a",), ("b", "c", "d")]
+  shares = assign_workers([4, 1, 2, 1], 2, cores=range(5), gpus=["x", "y", "z"])
+  assert [share.members for share in shares] == [(0,), (1, 2, 3)]
   assert [share.cores for share in shares] == [(0, 1), (2, 3, 4)]
   assert [share.gpus for share in shares] == [("x",), ("y",)]
   assert {share.memory_fraction for share in shares} == {0.9}
 
 
 def test_workers_share_cores_and_gpus_if_there_are_too_few():
-  shares = assign_workers("abc", [1, 1, 1], 3, cores=[4, 5], gpus=["x"], memory_fraction=0.6)
+  shares = assign_workers([1, 1, 1], 3, cores=[4, 5], gpus=["x"], memory_fraction=0.6)
   assert [share.cores for share in shares] == [(4,), (5,), (4,)]
   assert {share.gpus for share in shares} == {("x",)}
   assert [share.memory_fraction for share in shares] == pytest.approx([0.2] * 3)
 
 
 def test_workers_are_at_most_members_and_by_default_cores():
-  assert len(assign_workers("ab", [1, 1], 7, cores=[0])) == 2
-  assert len(assign_workers("abcd", [1] * 4, cores=[0, 1])) == 2
-  assert len(assign_workers("abcd", [1] * 4, cores=[0, 1], gpus=["0", "1", "2"])) == 3
+  assert len(assign_workers([1, 1], 7, cores=[0])) == 2
+  assert len(assign_workers([1] * 4, cores=[0, 1])) == 2
+  assert len(assign_workers([1] * 4, cores=[0, 1], gpus=["0", "1", "2"])) == 3
   with pytest.raises(ValueError, match="-1 workers"):
-    assign_workers("ab", [1, 1], -1)
+    assign_workers([1, 1], -1)
 
 
 def test_an_unknown_or_missing_executor_is_a_user_error(tmp_path, monkeypatch):

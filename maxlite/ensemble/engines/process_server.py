@@ -4,10 +4,9 @@ SOCKET is the number of an inherited socket. The first message describes the mem
 requests and replies alternate until the other end is closed.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,58 +18,28 @@ from maxlite.ensemble.member_program import abstract_tree, build_programs, call_
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 
 
-class ProcessServer:
-  """Some of a factory's members, their states, and a file of these."""
-
-  def __init__(self, handshake: dict[str, Any]):
-    """`handshake`: see `ProcessEngine._handshake`."""
-    self._file, self._period = Path(handshake["file"]), handshake["checkpoint_period"]
-    self._engine = _build_engine(handshake)
-    self._structure = jax.tree.structure(self._engine.abstract)
-    self._state: Any = None
-    self._num_changes = self._num_saved = 0
-    if self._file.exists():
-      saved = from_bytes(self._file.read_bytes())
-      self._load(saved["leaves"])
-      self._num_changes = self._num_saved = saved["num_changes"]
-
-  def reply(self, request: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of the result, and how many changes the file holds.
-
-    A change that the states already contain is skipped.
-    """
-    if 0 < request["change"] <= self._num_changes:
-      return {"leaves": [], "num_saved": self._num_saved}
-    actions: dict[str, Callable[[Any], Any]] = {
-      "init": self._init,
-      "load": self._load,
-      "step": self._step,
-      "unpack": lambda _: self._engine.unpack(self._state),
-      "predict": lambda inputs: self._engine.predict(self._state, inputs, request["method"]),
-    }
-    result = actions[request["kind"]](request["content"])
-    self._num_changes = max(self._num_changes, request["change"])
-    return {"leaves": jax.device_get(jax.tree.leaves(result)), "num_saved": self._num_saved}
-
-  def save_if_due(self) -> None:
-    """Replace the file atomically."""
-    if self._num_changes - self._num_saved < self._period:
-      return
-    leaves = jax.device_get(jax.tree.leaves(self._engine.unpack(self._state)))
-    unfinished = self._file.with_suffix(".unfinished")
-    unfinished.write_bytes(to_bytes({"leaves": leaves, "num_changes": self._num_changes}))
-    unfinished.rename(self._file)
-    self._num_saved = self._num_changes
-
-  def _init(self, _: None) -> None:
-    self._state = self._engine.init()
-
-  def _load(self, leaves: list[Any]) -> None:
-    self._state = self._engine.pack(jax.tree.unflatten(self._structure, map(jnp.asarray, leaves)))
-
-  def _step(self, batch: Any) -> Any:
-    self._state, metrics = self._engine.step(self._state, batch)
-    return metrics
+def serve(connection: Connection) -> None:
+  """Reply to every request with the leaves of its result; raise EOFError after the last one."""
+  handshake = from_bytes(connection.recv_bytes())
+  for name, value in handshake["jax_config"].items():
+    jax.config.update(name, value)
+  engine, state = _build_engine(handshake), None
+  while True:
+    request, result = from_bytes(connection.recv_bytes()), None
+    content = request["content"]
+    match request["kind"]:
+      case "init":
+        state = engine.init()
+      case "load":
+        leaves = map(jnp.asarray, content)
+        state = engine.pack(jax.tree.unflatten(jax.tree.structure(engine.abstract), leaves))
+      case "step":
+        state, result = engine.step(state, content)
+      case "unpack":
+        result = engine.unpack(state)
+      case method:
+        result = engine.predict(state, content, method)
+    connection.send_bytes(to_bytes(jax.device_get(jax.tree.leaves(result))))
 
 
 def _build_engine(handshake: dict[str, Any]) -> SubmeshEngine:
@@ -87,20 +56,6 @@ def _build_engine(handshake: dict[str, Any]) -> SubmeshEngine:
   return SubmeshEngine(request)
 
 
-def main(connection: Connection) -> None:
-  """Serve until the other end is closed."""
-  try:
-    handshake = from_bytes(connection.recv_bytes())
-    for name, value in handshake["jax_config"].items():
-      jax.config.update(name, value)
-    server = ProcessServer(handshake)
-    while True:
-      connection.send_bytes(to_bytes(server.reply(from_bytes(connection.recv_bytes()))))
-      server.save_if_due()
-  except (EOFError, ConnectionError):
-    return
-
-
 if __name__ == "__main__":
-  with Connection(int(sys.argv[1])) as connection:
-    main(connection)
+  with Connection(int(sys.argv[1])) as own_end, contextlib.suppress(EOFError, ConnectionError):
+    serve(own_end)

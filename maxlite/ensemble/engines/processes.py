@@ -1,8 +1,7 @@
 """Members in worker processes: the parent's end of `maxlite.ensemble.engines.process_server`.
 
-A worker saves its members' states to a file every few steps, and the parent keeps the requests sent
-since. A worker that dies is restarted, loads the file and gets these requests again; it skips those
-whose changes are in the file. The results do not change.
+The parent keeps, of every worker, a snapshot of its members' states and the requests since. A
+worker that dies is restarted and gets them again, so the results do not change.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
 from maxlite.ensemble.serialization import from_bytes, to_bytes
-from maxlite.ensemble.worker_pool import assign_workers
+from maxlite.ensemble.worker_pool import assign_workers, gpu_names
 from maxlite.ensemble.worker_process import WorkerCommand, describe_exit, start
 
 MAX_RESTARTS = 3
@@ -59,24 +58,21 @@ class ProcessEngine(EnsembleEngine):
       )
     super().__init__(request, request.build(request.devices[:1]))
     self._finish = jax.jit(request.finish)
-    self._metrics = [shapes[1] for shapes in self.result_shapes("step", request.batch)]
+    self._metrics = [metrics for _, metrics in self.result_shapes("step", request.batch)]
     assignments = assign_workers(
-      list(map(str, range(len(self.programs)))),
       [cost.flops for cost in request.costs],
       request.factory.num_workers,
       gpus=gpu_names(request.devices),
     )
-    self._parts = [[int(name) for name in assignment.names] for assignment in assignments]
+    self._parts = [assignment.members for assignment in assignments]
     self._num_changes = 0
     self._workers: list[_WorkerConnection] = []
-    folder = Path(tempfile.mkdtemp(prefix="maxlite-"))
-    weakref.finalize(self, _close, self._workers, folder)
-    for assignment, part in zip(assignments, self._parts, strict=True):
-      title = ", ".join(self.programs[z].name for z in part)
-      command = assignment.command(_ARGV, folder / f"{part[0]}.log")
-      handshake = self._handshake(part, folder / f"{part[0]}.msgpack")
-      command = dataclasses.replace(command, name=f"of {title}")
-      self._workers.append(_WorkerConnection(command, handshake))
+    logs = Path(tempfile.mkdtemp(prefix="maxlite-"))
+    weakref.finalize(self, _close, self._workers, logs)
+    for assignment in assignments:
+      name = "of " + ", ".join(self.programs[z].name for z in assignment.members)
+      command = assignment.command(name, _ARGV, logs / f"{assignment.members[0]}.log")
+      self._workers.append(_WorkerConnection(command, self._handshake(assignment.members)))
 
   @property
   def process_ids(self) -> list[int | None]:
@@ -88,7 +84,7 @@ class ProcessEngine(EnsembleEngine):
 
   def init(self) -> RemoteState:
     """Start the workers."""
-    self._call("init", [None] * len(self._workers))
+    self._change("init", [None] * len(self._workers))
     return RemoteState(self._num_changes)
 
   def step(self, state: RemoteState, batch: Any) -> tuple[RemoteState, Any]:
@@ -97,36 +93,39 @@ class ProcessEngine(EnsembleEngine):
     batch = jax.device_get(batch)
     contents = [batch] * len(self._parts)
     if self.request.own_batches:
-      contents = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in self._parts]
-    metrics = self._by_member(self._call("step", contents), self._metrics)
+      contents = [jax.tree.map(lambda x, part=part: x[list(part)], batch) for part in self._parts]
+    metrics = self._by_member(self._change("step", contents), self._metrics)
+    if self._num_changes % self.request.factory.checkpoint_period == 0:
+      for worker, leaves in zip(self._workers, self._call_unpack(), strict=True):
+        worker.journal = [_request("load", leaves)]
     return RemoteState(self._num_changes), self._finish(metrics)
 
   def predict(self, state: RemoteState, inputs: Any, method: str = "predict") -> list[Any]:
     self._require_current(state)
     shapes = self.result_shapes(method, inputs)
-    replies = self._call("predict", [jax.device_get(inputs)] * len(self._workers), method)
+    replies = self._call(method, [jax.device_get(inputs)] * len(self._workers))
     return jax.device_put(self._by_member(replies, shapes))
 
   def pack(self, states: Sequence[Any]) -> RemoteState:
     leaves = [jax.device_get(jax.tree.leaves([states[z] for z in part])) for part in self._parts]
-    self._call("load", leaves)
+    self._change("load", leaves)
     return RemoteState(self._num_changes)
 
   def unpack(self, state: RemoteState) -> list[Any]:
     self._require_current(state)
-    replies = self._call("unpack", [None] * len(self._workers))
-    return jax.device_put(self._by_member(replies, self.abstract))
+    return jax.device_put(self._by_member(self._call_unpack(), self.abstract))
 
-  def _handshake(self, part: list[int], file: Path) -> bytes:
+  def _call_unpack(self) -> list[list[Any]]:
+    return self._call("unpack", [None] * len(self._workers))
+
+  def _handshake(self, members: Sequence[int]) -> bytes:
     factory = self.request.factory
     return to_bytes(
       {
         "factory": factory.path,
         "example_batch": jax.device_get(factory.example_batch),
-        "checkpoint_period": factory.checkpoint_period,
-        "members": part,
+        "members": list(members),
         "own_batches": self.request.own_batches,
-        "file": str(file),
         "jax_config": {name: getattr(jax.config, name) for name in _JAX_OPTIONS},
       }
     )
@@ -135,16 +134,16 @@ class ProcessEngine(EnsembleEngine):
     if state != RemoteState(self._num_changes):
       raise UserError("this state was donated to a later step; use what that step returned")
 
-  def _call(self, kind: str, contents: Sequence[Any], method: str = "") -> list[list[Any]]:
+  def _change(self, kind: str, contents: Sequence[Any]) -> list[list[Any]]:
+    self._num_changes += 1  # before an interrupt, which would leave some workers changed
+    return self._call(kind, contents)
+
+  def _call(self, kind: str, contents: Sequence[Any]) -> list[list[Any]]:
     """Every worker's reply; all requests are sent before the first reply is read."""
-    changes = kind in ("init", "load", "step")
-    self._num_changes += changes
-    requests: dict[int, bytes] = {}  # equal contents are serialized, and kept, once
+    unique = {id(content): content for content in contents}  # equal ones are serialized once
+    requests = {key: _request(kind, content) for key, content in unique.items()}
     for worker, content in zip(self._workers, contents, strict=True):
-      if id(content) not in requests:
-        request = {"kind": kind, "content": content, "method": method}
-        requests[id(content)] = to_bytes(request | {"change": self._num_changes if changes else 0})
-      worker.send(requests[id(content)], changes=changes)
+      worker.send(kind, requests[id(content)])
     return [worker.receive() for worker in self._workers]
 
   def _by_member(self, replies: list[list[Any]], shapes: Sequence[Any]) -> list[Any]:
@@ -156,6 +155,10 @@ class ProcessEngine(EnsembleEngine):
     return [trees[z] for z in range(len(self.programs))]
 
 
+def _request(kind: str, content: Any) -> bytes:
+  return to_bytes({"kind": kind, "content": content})
+
+
 class _WorkerConnection:
   """A worker, started on the first request and restarted whenever it dies."""
 
@@ -164,21 +167,18 @@ class _WorkerConnection:
     self._process: subprocess.Popen | None = None
     self._connection: Connection | None = None
     self._num_restarts = 0
-    self._request, self._is_pending = b"", False  # sent last; its reply was not read
-    self._num_saved = 0  # changes in the worker's file, according to its last reply
-    self._journal: list[bytes] = []  # the requests for all changes since
+    self._pending: bytes | None = None  # the request whose reply was not read
+    self.journal: list[bytes] = []  # the finished requests that lead to the worker's states
 
   @property
   def process_id(self) -> int | None:
     return None if self._process is None else self._process.pid
 
-  def send(self, request: bytes, *, changes: bool) -> None:
-    """Start a request; `changes`: whether it changes the worker's states."""
-    if self._is_pending:  # an interrupt came before the reply was read
+  def send(self, kind: str, request: bytes) -> None:
+    """Start a request."""
+    if self._pending is not None:  # an interrupt came before the reply was read
       self.receive()
-    self._request, self._is_pending = request, True
-    if changes:
-      self._journal.append(request)
+    self._kind, self._pending = kind, request
     with contextlib.suppress(OSError):  # `receive` handles a dead worker
       if self._process is None:
         self._start()
@@ -196,10 +196,12 @@ class _WorkerConnection:
         break
       except (EOFError, OSError):
         self._restart()
-    self._is_pending = False
-    del self._journal[: reply["num_saved"] - self._num_saved]
-    self._num_saved = reply["num_saved"]
-    return reply["leaves"]
+    if self._kind in ("init", "load"):
+      self.journal = [self._pending]
+    elif self._kind == "step":
+      self.journal.append(self._pending)
+    self._pending = None
+    return reply
 
   def close(self) -> None:
     """Return when the worker has exited."""
@@ -237,31 +239,13 @@ class _WorkerConnection:
     )
     with contextlib.suppress(EOFError, OSError):  # `receive` handles another death
       self._start()
-      repeated = [request for request in self._journal if request is not self._request]
-      for request in repeated:
+      for request in self.journal:
         self._connection.send_bytes(request)
         self._connection.recv_bytes()
-      self._connection.send_bytes(self._request)
+      self._connection.send_bytes(self._pending)
 
 
-def gpu_names(devices: Sequence[jax.Device]) -> list[str]:
-  """The GPUs among `devices` by their names in CUDA_VISIBLE_DEVICES.
-
-  Raises:
-    UserError: this process has preallocated the memory that the workers need.
-  """
-  indices = [device.local_hardware_id for device in devices if device.platform == "gpu"]
-  if indices and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0"):
-    raise UserError(
-      "this process holds the GPU memory that its workers need; start it with "
-      "XLA_PYTHON_CLIENT_PREALLOCATE=false"
-    )
-  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-  names = visible.split(",") if visible else None
-  return [names[index] if names else str(index) for index in indices]
-
-
-def _close(workers: Sequence[_WorkerConnection], folder: Path) -> None:
+def _close(workers: Sequence[_WorkerConnection], logs: Path) -> None:
   for worker in workers:
     worker.close()
-  shutil.rmtree(folder, ignore_errors=True)
+  shutil.rmtree(logs, ignore_errors=True)
