@@ -1,7 +1,8 @@
-"""An engine and its members in the roles that the training loop needs: trainer, data and log."""
+"""Members that train together, in the roles that the training loop needs."""
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,32 +13,55 @@ from maxlite.config import Config
 from maxlite.config.phases import phases_of
 from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.data.batch import Batch
-from maxlite.data.loader import TrainStream
+from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine
 from maxlite.ensemble.ensemble import stack_common
 from maxlite.ensemble.member_run import MemberRun
+from maxlite.ensemble.planner import Plan
+from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
 from maxlite.training.evaluation import held_out_row
+from maxlite.training.loop import LoopContext, TrainResult, train
+from maxlite.training.open_run import run_folder
 from maxlite.training.step_log import Log, describe_divergence
 
 
+@dataclasses.dataclass(frozen=True)
 class EnsembleTrainer:
-  """The adapter from an engine to the training loop, also as its `checkpoints`."""
+  """Members at the same step and their engine, as the loop's trainer and its checkpoints."""
 
-  def __init__(self, cfg: Config, engine: EnsembleEngine, runs: Sequence[MemberRun]):
-    self.cfg, self.engine, self.runs = cfg, engine, runs
+  cfg: Config
+  plan: Plan
+  engine: EnsembleEngine
+  runs: list[MemberRun]
+  loaders: list[DataLoader]  # of the members
 
-  def train_step(self, state: Any, batch: Batch) -> tuple[Any, Any]:
-    return self.engine.step(state, batch)
+  @property
+  def train_step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
+    return self.engine.step
 
   def next_batch(self, stream: "MemberStreams", _state: Any) -> Batch:
     """The next batch, on the host: the engine places it on the members' devices."""
     return next(stream)
 
-  def evaluate(self, state: Any, batches: Sequence[Batch]) -> list[dict[str, float]]:
+  def open_streams(self) -> "MemberStreams":
+    """The members' batches, from their current step on."""
+    streams = []
+    readers = self.runs if self.engine.request.own_batches else self.runs[:1]
+    for run, loader in zip(readers, self.loaders, strict=False):
+      stream = loader.train_stream()
+      if run.data_state is not None:
+        stream.restore(run.data_state)
+      streams.append(stream)
+    return MemberStreams(streams, len(self.runs))
+
+  def eval_batches(self) -> Iterator[Batch]:
+    return self.loaders[0].eval_batches(self.cfg.observe.eval_steps)
+
+  def evaluate(self, state: Any) -> list[dict[str, float]]:
     """Per member, its held-out loss and figures on the same batches."""
-    sums = [jax.device_get(self.engine.predict(state, batch, "evaluate")) for batch in batches]
-    return [held_out_row(batch[z] for batch in sums) for z in range(len(self.runs))]
+    results = [self.engine.predict(state, batch, "evaluate") for batch in self.eval_batches()]
+    return list(map(held_out_row, zip(*jax.device_get(results), strict=True)))
 
   def save(self, step: int, state: Any, data_states: list[dict]) -> None:
     """Start to write a checkpoint of every member, all at the same time."""
@@ -45,6 +69,38 @@ class EnsembleTrainer:
     for run, own, data_state in zip(self.runs, states, data_states, strict=True):
       if run.checkpoints is not None:
         run.checkpoints.save(step, own, data_state)
+
+  def pack(self) -> Any:
+    """The engine's state of the members, which give theirs up or are new."""
+    states = [run.state for run in self.runs]
+    for run in self.runs:
+      run.state = None
+    return self.engine.init() if states[0] is None else self.engine.pack(states)
+
+  def unpack(self, state: Any) -> None:
+    for run, own in zip(self.runs, self.engine.unpack(state), strict=True):
+      run.state = own
+
+
+def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) -> TrainResult:
+  """Train up to `last_step`; the members take their states, and the result has none."""
+  cfg, runs, streams = trainer.cfg, trainer.runs, trainer.open_streams()
+  for run in runs:
+    run.save_config()
+  writers = [run.open_writers() for run in runs]
+  log = EnsembleLog(trainer, writers, console)
+  profiler = Profiler(cfg.observe, run_folder(cfg).profile)
+  evaluate = None if trainer.loaders[0].source.eval is None else trainer.evaluate
+  try:
+    context = LoopContext(trainer, trainer, log, profiler, evaluate)
+    result = train(context, trainer.pack(), streams, runs[0].step + 1, last_step)
+    trainer.unpack(result.state)
+    for run, data_state in zip(runs, streams.state(), strict=True):
+      run.step, run.data_state = result.step, data_state
+  finally:
+    for each in (profiler, streams, *writers):
+      each.close()
+  return dataclasses.replace(result, state=None)
 
 
 class MemberStreams:
