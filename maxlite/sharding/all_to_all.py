@@ -77,81 +77,69 @@ def plan_dispatch(
   )
 
 
+@jax.custom_vjp
 def dispatch(x: jax.Array, plan: DispatchPlan) -> jax.Array:
   """Rows [num_received, ...] that arrive at this shard, sorted by expert; zero past the last."""
   assert x.shape[0] == plan.num_sent, f"{x.shape} for a plan of {plan.num_sent} rows"
-  return _exchange(plan.mesh_axes, plan.num_received, x, plan.to_experts, plan.to_tokens)
+  return _exchange(x, plan.num_received, plan.to_experts, plan.mesh_axes)
 
 
+@jax.custom_vjp
 def combine(y: jax.Array, plan: DispatchPlan) -> jax.Array:
   """Rows [num_sent, ...] at their positions before `dispatch`; zero for dropped ones."""
   assert y.shape[0] == plan.num_received, f"{y.shape} for a plan of {plan.num_received} rows"
-  return _exchange(plan.mesh_axes, plan.num_sent, y, plan.to_tokens, plan.to_experts)
+  return _exchange(y, plan.num_sent, plan.to_tokens, plan.mesh_axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _exchange(
-  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
-) -> jax.Array:
+dispatch.defvjp(
+  lambda x, plan: (dispatch(x, plan), plan), lambda plan, dy: (combine(dy, plan), None)
+)
+combine.defvjp(
+  lambda y, plan: (combine(y, plan), plan), lambda plan, dx: (dispatch(dx, plan), None)
+)
+
+
+def _exchange(x: jax.Array, num_rows: int, chunks: Chunks, mesh_axes: MeshAxes) -> jax.Array:
   """Rows [num_rows, ...] received if every shard sends `chunks` of its x; zero elsewhere."""
   x, chunks, _ = pvary(x, chunks, jax.lax.axis_index(mesh_axes))
-  return jax.lax.platform_dependent(
-    x,
-    chunks,
-    cpu=functools.partial(emulated_all_to_all, mesh_axes, num_rows),
-    default=functools.partial(native_all_to_all, mesh_axes, num_rows),
+  native, emulated = (
+    functools.partial(all_to_all, num_rows=num_rows, mesh_axes=mesh_axes)
+    for all_to_all in (_native_all_to_all, _emulated_all_to_all)
   )
+  return jax.lax.platform_dependent(x, chunks, cpu=emulated, default=native)
 
 
-def _exchange_forward(
-  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks, reverse: Chunks
-) -> tuple:
-  return _exchange(mesh_axes, num_rows, x, chunks, reverse), (x.shape[0], chunks, reverse)
-
-
-def _exchange_backward(
-  mesh_axes: MeshAxes, num_rows: int, residuals: tuple, dy: jax.Array
-) -> tuple:
-  num_sent, chunks, reverse = residuals
-  return _exchange(mesh_axes, num_sent, dy, reverse, chunks), None, None
-
-
-_exchange.defvjp(_exchange_forward, _exchange_backward)
-
-
-def native_all_to_all(
-  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks
+def _native_all_to_all(
+  x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes
 ) -> jax.Array:
   """The ragged collective of XLA:TPU and XLA:GPU, into a buffer of zeros."""
   output = jnp.zeros_like(x, shape=(num_rows, *x.shape[1:]))
   return jax.lax.ragged_all_to_all(x, output, *chunks, axis_name=mesh_axes)
 
 
-def emulated_all_to_all(
-  mesh_axes: MeshAxes, num_rows: int, x: jax.Array, chunks: Chunks
+def _emulated_all_to_all(
+  x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes
 ) -> jax.Array:
   """The same rows by an ordinary all-to-all of one padded block per pair of shards.
 
   A block has the size of the smaller buffer, which bounds the rows between two shards.
   """
-  num_shards = jax.lax.axis_size(mesh_axes)
-  block = min(x.shape[0], num_rows)
+  num_shards, block = jax.lax.axis_size(mesh_axes), min(x.shape[0], num_rows)
   swap = functools.partial(
     jax.lax.all_to_all, axis_name=mesh_axes, split_axis=0, concat_axis=0, tiled=True
   )
-  by_peer = lambda sizes: sizes.reshape(num_shards, -1)
-  # A peer's chunks are contiguous in its block; row r of the block is row `source` of x.
-  sizes_Pc = by_peer(chunks.send_sizes)
-  source_Pr = jax.vmap(functools.partial(_source_rows, block))(
-    _exclusive_cumsum(sizes_Pc, axis=1), sizes_Pc, by_peer(chunks.input_offsets)
-  )
-  blocks = swap(jnp.take(x, source_Pr.reshape(-1), axis=0, mode="clip"))
-  sizes_Pc = by_peer(chunks.recv_sizes)
-  first_P1 = block * jnp.arange(num_shards, dtype=jnp.int32)[:, None]
-  arrived = (_exclusive_cumsum(sizes_Pc, axis=1) + first_P1).reshape(-1)
-  landed = swap(chunks.output_offsets)
-  source = _source_rows(num_rows, landed, chunks.recv_sizes, arrived)
-  return jnp.take(blocks, source, axis=0, mode="fill", fill_value=0)
+
+  def packed(sizes: jax.Array) -> jax.Array:
+    """The first row of each chunk if the chunks of a peer are contiguous in its block."""
+    first_P1 = block * jnp.arange(num_shards, dtype=jnp.int32)[:, None]
+    return (first_P1 + _exclusive_cumsum(sizes.reshape(num_shards, -1), axis=1)).reshape(-1)
+
+  sizes = chunks.send_sizes
+  sent = _source_rows(num_shards * block, packed(sizes), sizes, chunks.input_offsets)
+  blocks = swap(jnp.take(x, sent, axis=0, mode="clip"))
+  sizes = chunks.recv_sizes
+  landed = _source_rows(num_rows, swap(chunks.output_offsets), sizes, packed(sizes))
+  return jnp.take(blocks, landed, axis=0, mode="fill", fill_value=0)
 
 
 def _source_rows(
@@ -161,14 +149,11 @@ def _source_rows(
 
   Chunk c fills `sizes_c` rows from `starts_c` on, with as many rows from `sources_c` on.
   """
-  ends_c = jnp.where(sizes_c > 0, starts_c + sizes_c, 0)  # an empty chunk contains no row
-  order = jnp.argsort(ends_c)
-  starts_c, ends_c, sources_c = starts_c[order], ends_c[order], sources_c[order]
-  row = jnp.arange(num_rows, dtype=jnp.int32)
-  chunk = jnp.searchsorted(ends_c, row, side="right")
-  start = starts_c.at[chunk].get(mode="fill", fill_value=num_rows)
-  source = row - start + sources_c.at[chunk].get(mode="clip")
-  return jnp.where(row >= start, source, jnp.iinfo(jnp.int32).max)
+  offset_Mc = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - starts_c[None]
+  inside_Mc = (offset_Mc >= 0) & (offset_Mc < sizes_c[None])
+  source_Mc = jnp.where(inside_Mc, offset_Mc + sources_c[None], 0)
+  source_M = jnp.sum(source_Mc, axis=1, dtype=jnp.int32)
+  return jnp.where(jnp.any(inside_Mc, axis=1), source_M, jnp.iinfo(jnp.int32).max)
 
 
 def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
@@ -225,6 +210,6 @@ def _count_wrong_rows(mesh_axes: MeshAxes) -> jax.Array:
     (combine, plan.to_tokens, num_received, num_sent),
   ):
     x = jax.random.normal(jax.random.fold_in(key, num_in), (num_in, width))
-    expected = emulated_all_to_all(mesh_axes, num_out, x, chunks)
+    expected = _emulated_all_to_all(x, chunks, num_out, mesh_axes)
     wrong += jnp.sum(jnp.any(move(x, plan) != expected, axis=1), dtype=jnp.int32)
   return jax.lax.psum(wrong, mesh_axes)

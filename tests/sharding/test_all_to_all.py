@@ -131,8 +131,8 @@ def test_the_check_before_a_run_finds_misplaced_rows(monkeypatch):
   """As on a platform whose collective is wrong in `combine`."""
   exchange = all_to_all._exchange
 
-  def wrong(mesh_axes, num_rows, x, chunks, reverse):
-    y = exchange(mesh_axes, num_rows, x, chunks, reverse)
+  def wrong(x, num_rows, chunks, mesh_axes):
+    y = exchange(x, num_rows, chunks, mesh_axes)
     return y if num_rows > NUM_ROWS * NUM_SHARDS + 16 else jnp.roll(y, 1, axis=0)
 
   monkeypatch.setattr(all_to_all, "_exchange", wrong)
