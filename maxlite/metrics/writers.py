@@ -4,7 +4,6 @@ A row is a flat dict of numbers with a `step`, and with `eval_loss` after an eva
 loads go to a separate file.
 """
 
-import itertools
 import json
 import math
 import os
@@ -20,6 +19,24 @@ from tensorboardX import SummaryWriter
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
 from maxlite.metrics.step_row import Row
+
+# Console cells by metric, in order; of a metric that the row has, `skipped` only if not zero.
+TRAINING_CELLS = {
+  "loss": "loss {:7.4f}",
+  "draft_loss": "drafts {:7.4f}",
+  "learning_rate": "lr {:.2e}",
+  "grad_norm": "|grad| {:8.3g}",
+  "tokens_per_second_per_device": "{:9,.0f} tok/s/device",
+  "tflops_per_device": "{:7.3f} TFLOP/s/device",
+  "mfu": "MFU {:5.1%}",
+  "expert_imbalance": "imbalance {:5.2f}",
+  "skipped": "skipped {}",
+}
+EVAL_CELLS = {
+  "eval_loss": "loss {:7.4f}",
+  "eval_bits_per_byte": "bits/byte {:.4f}",
+  "eval_accepted_length": "drafts accepted {accepted}  {:.2f} in a chain",
+}
 
 
 class Writer(Protocol):
@@ -37,8 +54,7 @@ class Writers:
   """A group of writers, and the optional file of expert loads."""
 
   def __init__(self, writers: Sequence[Writer], expert_load: "JsonlWriter | None" = None):
-    self._writers = writers
-    self._expert_load = expert_load
+    self._writers, self._expert_load = writers, expert_load
     self._all = [*writers, *([expert_load] if expert_load else [])]
 
   def write(self, row: Row, load_NE: np.ndarray | None = None) -> None:
@@ -64,19 +80,18 @@ class JsonlWriter:
   """
 
   def __init__(self, path: Path, resume_step: int):
-    """Open `path` and drop its rows after `resume_step`, the step training resumes from."""
+    """Open `path` and drop its rows after `resume_step`, and an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-      _keep_rows(path, resume_step)
+      kept = (line for line, row in _lines_and_rows(path) if row["step"] <= resume_step)
+      write_atomically(path, "".join(kept))
     self._file = path.open("a", encoding="utf-8")
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Append `row`, whose values are numbers or lists of integers."""
-    ordered = {"step": row["step"]} | dict(sorted(row.items()))
-    finite = {
-      name: v if isinstance(v, list) or math.isfinite(v) else None for name, v in ordered.items()
-    }
-    self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+    finite = {k: v if isinstance(v, list) or math.isfinite(v) else None for k, v in row.items()}
+    ordered = {"step": row["step"]} | dict(sorted(finite.items()))
+    self._file.write(json.dumps(ordered, allow_nan=False) + "\n")
     self._file.flush()  # for readers such as `tail -f`; only flush() below survives a crash
 
   def flush(self) -> None:
@@ -110,12 +125,6 @@ def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
       raise UserError(f"{path} line {number} is not a row of metrics: fix or move the file")
 
 
-def _keep_rows(path: Path, last_step: int) -> None:
-  """Drop rows after `last_step` and an incomplete last line, by an atomic replacement."""
-  rows = _lines_and_rows(path)
-  write_atomically(path, "".join(line for line, row in rows if row["step"] <= last_step))
-
-
 class TensorBoardWriter:
   """Writes the values of a row as TensorBoard scalars."""
 
@@ -146,26 +155,19 @@ class ConsoleWriter:
     `phases` are the names of phases; a row's `phase` is an index.
     """
     self._num_steps = num_steps
-    longest = max(map(len, phases), default=0)
-    self._phases = [phase.ljust(longest) for phase in phases]
+    self._phases = [phase.ljust(max(map(len, phases))) for phase in phases]
     self._console = console
-    self._progress = Progress(
-      MofNCompleteColumn(),
-      BarColumn(),
-      TimeRemainingColumn(),
-      TextColumn("left"),
-      console=console,
-      transient=True,
-      disable=not console.is_terminal,
-    )
+    columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("left")
+    is_piped = not console.is_terminal
+    self._progress = Progress(*columns, console=console, transient=True, disable=is_piped)
     self._task = self._progress.add_task("", total=num_steps, completed=max(resume_step, 0))
     self._progress.start()
 
   def write(self, row: Row) -> None:
     phase = [self._phases[int(row["phase"])]] if "phase" in row else []
-    self._print("step", row["step"], phase + _training_cells(row))
+    self._print("step", row["step"], phase + _cells(row, TRAINING_CELLS))
     if "eval_loss" in row:
-      self._print("eval", row["step"], _eval_cells(row))
+      self._print("eval", row["step"], _cells(row, EVAL_CELLS))
     self._progress.update(self._task, completed=row["step"])
 
   def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
@@ -181,33 +183,11 @@ class ConsoleWriter:
     self.flush()
 
 
-def _training_cells(row: Row) -> list[str]:
-  drafts = [f"drafts {row['draft_loss']:7.4f}"] if "draft_loss" in row else []
-  cells = [
-    f"loss {row['loss']:7.4f}",
-    *drafts,
-    f"lr {row['learning_rate']:.2e}",
-    f"|grad| {row['grad_norm']:8.3g}",
-    f"{row['tokens_per_second_per_device']:9,.0f} tok/s/device",
-    f"{row['tflops_per_device']:7.3f} TFLOP/s/device",
+def _cells(row: Row, formats: Mapping[str, str]) -> list[str]:
+  heads = [share for name, share in row.items() if name.startswith("eval_acceptance_")]
+  accepted = " ".join(f"{share:.1%}" for share in heads)
+  return [
+    text.format(row[name], accepted=accepted)
+    for name, text in formats.items()
+    if name in row and (row[name] or name != "skipped")
   ]
-  if "mfu" in row:
-    cells.append(f"MFU {row['mfu']:5.1%}")
-  if "expert_imbalance" in row:
-    cells.append(f"imbalance {row['expert_imbalance']:5.2f}")
-  if row.get("skipped"):
-    cells.append(f"skipped {row['skipped']}")
-  return cells
-
-
-def _eval_cells(row: Row) -> list[str]:
-  cells = [f"loss {row['eval_loss']:7.4f}"]
-  if "eval_bits_per_byte" in row:
-    cells.append(f"bits/byte {row['eval_bits_per_byte']:.4f}")
-  if "eval_accepted_length" in row:
-    heads = itertools.takewhile(
-      row.__contains__, map("eval_acceptance_{}".format, itertools.count(1))
-    )
-    cells.append(f"drafts accepted {' '.join(f'{row[head]:.1%}' for head in heads)}")
-    cells.append(f"{row['eval_accepted_length']:.2f} in a chain")
-  return cells
