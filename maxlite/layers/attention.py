@@ -14,10 +14,8 @@ from maxlite.layers import cache
 from maxlite.layers.linear import Linear
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope, score_factor
-from maxlite.sharding import Sharder
+from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import pvary
-
-ROW_NAMES = ("activation_batch", "activation_length")
 
 
 class Attention(nn.Module):
@@ -51,7 +49,7 @@ class Attention(nn.Module):
     linear = functools.partial(Linear, num_in=2, use_bias=self.cfg.family.out_bias, name="out")
     out = linear(self.cfg, self.sharder, x_BTD.shape[-1:], ("q_heads", "kv", "embed"))
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
-    return self.sharder.constrain(y_BTD, (*ROW_NAMES, "activation_embed"))
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
 
   def _attend(
     self,
@@ -88,7 +86,7 @@ class Attention(nn.Module):
     names = ("embed", heads, "kv")
     linear = Linear(self.cfg, self.sharder, features, names, use_bias=use_bias, name=name)
     y_BTHC = checkpoint_name(linear(x_BTD), f"{name}_proj")
-    return self.sharder.constrain(y_BTHC, (*ROW_NAMES, f"activation_{heads}", "activation_kv"))
+    return self.sharder.constrain(y_BTHC, (*ROWS, f"activation_{heads}", "activation_kv"))
 
   def _norm(self, x_BTHC: jax.Array, name: str) -> jax.Array:
     cfg, family = self.cfg, self.cfg.family
@@ -109,30 +107,32 @@ def attend(
   v_BTGC: jax.Array,
   segment_BT: jax.Array,
   *,
-  scale: float,
   window: int | jax.Array | None = None,
-  soft_cap: float = 0.0,
   sink_H: jax.Array | None = None,
+  **options: float,
 ) -> jax.Array:
   """o_BTHC: attention of each shard's queries to all keys of their rows, named "attention_out".
 
-  Values, and the output, may have a different number of channels than queries and keys.
+  `options` are `scale` and `soft_cap`; for them and the rest see kernels/attention/api.py.
   """
   kv_rows = ("activation_batch", "activation_kv_length")
-  q_spec = sharder.spec((*ROW_NAMES, "activation_q_heads", None))
+  q_spec = sharder.spec((*ROWS, "activation_q_heads", None))
   kv_spec = sharder.spec((*kv_rows, "activation_kv_heads", None))
   sink_spec = sharder.spec(("activation_q_heads",))
-  segment_specs = sharder.spec(ROW_NAMES), sharder.spec(kv_rows)
-  local = functools.partial(
-    _attend_shard,
-    sharder,
-    scale=scale,
-    soft_cap=soft_cap,
-    backend=resolve_backend(cfg.attention, sharder.platform),
-    block_q=cfg.attention_block_q,
-  )
+  segment_specs = sharder.spec(ROWS), sharder.spec(kv_rows)
+  backend = resolve_backend(cfg.attention, sharder.platform)
+  local = functools.partial(attention, backend=backend, block_q=cfg.attention_block_q, **options)
+
+  def on_shard(*shards: jax.Array | None) -> jax.Array:
+    q_bthc, k_bsgc, v_bsgc, segment_bt, segment_bs, window, sink_h = pvary(*shards)
+    is_sharded = sharder.num_shards("activation_length") > 1
+    shard = jax.lax.axis_index(sharder.mesh_axes("activation_length")) if is_sharded else 0
+    segments = {"q_segment_BT": segment_bt, "kv_segment_BS": segment_bs}
+    start = shard * q_bthc.shape[1]
+    return local(q_bthc, k_bsgc, v_bsgc, **segments, q_start=start, window=window, sink_H=sink_h)
+
   sharded = jax.shard_map(
-    local,
+    on_shard,
     mesh=sharder.mesh,
     in_specs=(q_spec, kv_spec, kv_spec, *segment_specs, jax.P(), sink_spec),
     out_specs=q_spec,
@@ -140,20 +140,3 @@ def attend(
   window = None if window is None else jnp.asarray(window)
   o_BTHC = sharded(q_BTHC, k_BTGC, v_BTGC, segment_BT, segment_BT, window, sink_H)
   return checkpoint_name(o_BTHC, "attention_out")
-
-
-def _attend_shard(sharder: Sharder, *shards: jax.Array | None, **options) -> jax.Array:
-  q_bthc, k_bsgc, v_bsgc, q_segment_bt, kv_segment_bs, window, sink_h = pvary(*shards)
-  is_sharded = sharder.num_shards("activation_length") > 1
-  shard = jax.lax.axis_index(sharder.mesh_axes("activation_length")) if is_sharded else 0
-  return attention(
-    q_bthc,
-    k_bsgc,
-    v_bsgc,
-    q_segment_BT=q_segment_bt,
-    kv_segment_BS=kv_segment_bs,
-    q_start=shard * q_bthc.shape[1],
-    window=window,
-    sink_H=sink_h,
-    **options,
-  )

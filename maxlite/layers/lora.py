@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 ADAPTER = ("lora_a", "lora_b")
 # Modules that can be added to a model that was trained without them.
@@ -35,20 +36,14 @@ def drop_modules(
   params: Mapping[str, Any], names: Sequence[str] = OPTIONAL_MODULES
 ) -> dict[str, Any]:
   """`params` without the modules `names`."""
-  return {
-    name: drop_modules(node, names) if isinstance(node, Mapping) else node
-    for name, node in params.items()
-    if name not in names
-  }
+  leaves = flatten_dict(params).items()
+  return unflatten_dict({path: leaf for path, leaf in leaves if not set(path) & set(names)})
 
 
 def add_missing_modules(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
   """`params`, completed with the optional modules that only `fresh` (of the same model) has."""
-  given = {
-    name: add_missing_modules(node, fresh[name]) if isinstance(node, Mapping) else node
-    for name, node in params.items()
-  }
-  return {name: fresh[name] for name in OPTIONAL_MODULES if name in fresh} | given
+  optional = {p: leaf for p, leaf in flatten_dict(fresh).items() if set(p) & set(OPTIONAL_MODULES)}
+  return unflatten_dict(optional | flatten_dict(params))
 
 
 def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, lora_alpha: float) -> jax.Array:

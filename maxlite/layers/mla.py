@@ -8,15 +8,15 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
-from maxlite.layers.attention import ROW_NAMES, attend
+from maxlite.layers.attention import attend
 from maxlite.layers.linear import Linear
 from maxlite.layers.lora import merge_lora
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope, deinterleave, score_factor
-from maxlite.sharding import Sharder
+from maxlite.sharding import ROWS, Sharder
 
 EPSILON = 1e-6  # of the latents' norms, independent of the epsilon of the other norms
-HEAD_NAMES = (*ROW_NAMES, "activation_q_heads", "activation_kv")
+HEAD_NAMES = (*ROWS, "activation_q_heads", "activation_kv")
 
 Rope = tuple[jax.Array, jax.Array]  # cos_BTC, sin_BTC
 
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
       o_BTHC = attend(self.cfg, self.sharder, q_BTHC, k_BTHC, v_BTHC, segment_BT, scale=scale)
     out = self._linear("out", x_BTD.shape[-1:], ("q_heads", "kv", "embed"), num_in=2)
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
-    return self.sharder.constrain(y_BTD, (*ROW_NAMES, "activation_embed"))
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
 
   def _queries(self, x_BTD: jax.Array, rope: Rope) -> jax.Array:
     """q_BTHC, rotated."""

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import Linear
-from maxlite.sharding import Sharder
+from maxlite.sharding import ROWS, Sharder
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -63,12 +63,12 @@ class MLP(nn.Module):
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     names = self.cfg.mlp_activations
     linear = functools.partial(Linear, self.cfg, self.sharder)
-    h_names = ("activation_batch", "activation_length", "activation_mlp")
     up = []
     for i in range(len(names)):
       wi = linear((self.hidden_dim,), ("embed", "mlp"), name=f"wi_{i}")
-      up.append(self.sharder.constrain(checkpoint_name(wi(x_BTD), "mlpwi"), h_names))
+      up.append(
+        self.sharder.constrain(checkpoint_name(wi(x_BTD), "mlpwi"), (*ROWS, "activation_mlp"))
+      )
     h_BTF = checkpointed_activation(build_activation(names, self.limit), *up)
     y_BTD = linear(x_BTD.shape[-1:], ("mlp", "embed"), name="wo")(h_BTF)
-    y_names = ("activation_batch", "activation_length", "activation_embed")
-    return self.sharder.constrain(checkpoint_name(y_BTD, "mlpwo"), y_names)
+    return self.sharder.constrain(checkpoint_name(y_BTD, "mlpwo"), (*ROWS, "activation_embed"))

@@ -35,14 +35,7 @@ class Decoder(nn.Module):
 
   def setup(self) -> None:
     cfg, weight_dtype = self.cfg, jnp.dtype(self.cfg.weight_dtype)
-    self.embed = Embed(
-      cfg.vocab_size,
-      cfg.base_emb_dim,
-      jnp.dtype(cfg.dtype),
-      weight_dtype,
-      self.sharder,
-      cfg.family.scaled_embedding,
-    )
+    self.embed = Embed(cfg, self.sharder)
     layer = remat(DecoderLayer, cfg)
     num_dense, step = cfg.layer_plan
     if num_dense:
@@ -56,7 +49,7 @@ class Decoder(nn.Module):
       cfg.normalization_layer_epsilon, weight_dtype, cfg.family.zero_centred_norms
     )
     if not cfg.logits_via_embedding:
-      self.unembed = Unembed(cfg.vocab_size, cfg.base_emb_dim, weight_dtype)
+      self.unembed = Unembed(cfg)
     if cfg.num_draft_heads:
       self.draft_head = DraftHeads(cfg.num_draft_heads, weight_dtype, self.sharder)
 

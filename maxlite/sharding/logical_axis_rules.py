@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from maxlite.config.errors import UserError
 
 LogicalNames = Sequence[str | None]
+ROWS = ("activation_batch", "activation_length")  # the axes B and T of an activation
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   # Parameters

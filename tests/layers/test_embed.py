@@ -6,17 +6,22 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
+from maxlite.config.schema import ModelConfig
 from maxlite.layers.embed import Embed, Unembed
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_embeddings_have_the_activation_type(sharders, scaled):
-  embed = Embed(10, 4, jnp.bfloat16, jnp.float32, sharders["one device"], scaled)
+def config_of(vocab_size, emb_dim, family="llama", dtype="float32"):
+  return ModelConfig(family, vocab_size=vocab_size, base_emb_dim=emb_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(("family", "scale"), [("llama", 1), ("gemma2", 2)])
+def test_embeddings_have_the_activation_type(sharders, family, scale):
+  embed = Embed(config_of(10, 4, family, "bfloat16"), sharders["one device"])
   tokens_BT = np.array([[3, 0, 9], [3, 3, 1]], np.int32)
   table_VD = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
   variables = {"params": {"embedding": table_VD}}
   x_BTD = embed.apply(variables, tokens_BT)
-  expected_BTD = table_VD[tokens_BT] * (2 if scaled else 1)
+  expected_BTD = table_VD[tokens_BT] * scale
   np.testing.assert_array_equal(x_BTD, expected_BTD.astype(jnp.bfloat16))
   w_DV = embed.apply(variables, method=embed.unembedding)
   np.testing.assert_array_equal(w_DV, table_VD.T)
@@ -26,7 +31,7 @@ def test_embeddings_have_the_activation_type(sharders, scaled):
 def test_a_lookup_and_its_gradient_are_not_rematerialized_on_a_mesh(sharders, mesh, capfd):
   """XLA prints "Involuntary full rematerialization" on stderr during compilation."""
   sharder = sharders[mesh]
-  embed = Embed(16, 8, jnp.float32, jnp.float32, sharder)
+  embed = Embed(config_of(16, 8), sharder)
   table_names = ("vocab", "embed")
   rows = ("activation_batch", "activation_length")
   tokens_BT = np.random.default_rng(0).integers(0, 16, (4, 6), np.int32)
@@ -51,9 +56,9 @@ def test_a_lookup_and_its_gradient_are_not_rematerialized_on_a_mesh(sharders, me
 
 def test_initial_tables_give_logits_of_unit_variance(sharders):
   """For normalised hidden states."""
-  embed = Embed(32, 256, jnp.float32, jnp.float32, sharders["one device"])
+  embed = Embed(config_of(32, 256), sharders["one device"])
   table = embed.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]["embedding"]
-  kernel = Unembed(32, 256, jnp.float32).init(jax.random.key(0))["params"]["kernel"]
+  kernel = Unembed(config_of(32, 256)).init(jax.random.key(0))["params"]["kernel"]
   assert table.names == ("vocab", "embed")
   assert kernel.names == ("embed", "vocab")
   for boxed in (table, kernel):

@@ -26,18 +26,10 @@ def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tu
 def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
   """The most probable experts, weighted by their probabilities.
 
+  With groups (`group_limited_greedy`), only those whose best expert is most probable.
+
   Source: Muennighoff et al., OLMoE (2024), section 2; with norm_topk_prob, Yang et al., Qwen3
-  Technical Report (2025).
-  """
-  probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-  expert_BTK = _best(_biased(probability_BTE, bias_E), cfg)
-  return probability_BTE, expert_BTK, _weights(probability_BTE, expert_BTK, cfg)
-
-
-def group_limited_greedy(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
-  """The most probable experts within the groups whose best expert is most probable.
-
-  Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.2.2.
+  Technical Report (2025); with groups, DeepSeek-AI, DeepSeek-V2 (2024), section 2.2.2.
   """
   probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
   choice_BTE = _limit_to_groups(_biased(probability_BTE, bias_E), 1, cfg)

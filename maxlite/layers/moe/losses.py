@@ -8,31 +8,21 @@ from maxlite.layers.moe.router import RouterSums
 
 
 def load_balance_loss(sums_N: RouterSums, cfg: MoeConfig) -> jax.Array:
-  """Mean over layers of the load imbalance, over the batch or per row; 1 for an even load."""
-  return BALANCE_BY_SCOPE[cfg.load_balance_loss_scope](sums_N, cfg.num_experts_per_tok)
+  """Mean over layers of the load imbalance; 1 for an even load.
 
+  By load_balance_loss_scope, `batch`: E * sum_e (share of assignments to e) * (mean probability of
+  e) over the global batch; `sequence`: the same within each row, averaged over the rows with at
+  least one token.
 
-def _batch_balance(sums_N: RouterSums, num_chosen: int) -> jax.Array:
-  """E * sum_e (share of assignments to e) * (mean probability of e), over the global batch.
-
-  Source: Fedus et al., Switch Transformers (2021), eq. 4 to 6, for top-k.
+  Source: Fedus et al., Switch Transformers (2021), eq. 4 to 6, for top-k; for `sequence`
+  DeepSeek-AI, DeepSeek-V3 (2024), eq. 17 to 20.
   """
+  if cfg.load_balance_loss_scope == "sequence":
+    return jnp.mean(sums_N.row_balance / jnp.maximum(sums_N.rows, 1))
   num_experts = sums_N.count_E.shape[-1]
   tokens_N1 = jnp.maximum(sums_N.tokens, 1)[:, None]
-  share_NE = sums_N.count_E / (tokens_N1 * num_chosen)
+  share_NE = sums_N.count_E / (tokens_N1 * cfg.num_experts_per_tok)
   return num_experts * jnp.mean(jnp.sum(share_NE * sums_N.prob_E / tokens_N1, axis=-1))
-
-
-def _sequence_balance(sums_N: RouterSums, num_chosen: int) -> jax.Array:
-  """The same within each row, averaged over the rows with at least one token.
-
-  Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 17 to 20.
-  """
-  del num_chosen  # row_balance contains shares already
-  return jnp.mean(sums_N.row_balance / jnp.maximum(sums_N.rows, 1))
-
-
-BALANCE_BY_SCOPE = {"batch": _batch_balance, "sequence": _sequence_balance}
 
 
 def router_z_loss(sums_N: RouterSums) -> jax.Array:

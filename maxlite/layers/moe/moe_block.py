@@ -8,7 +8,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.experts import Experts
 from maxlite.layers.moe.router import Router, RouterSums
-from maxlite.sharding import Sharder
+from maxlite.sharding import ROWS, Sharder
 
 
 class MoeBlock(nn.Module):
@@ -36,6 +36,5 @@ class MoeBlock(nn.Module):
     y_BTD, num_dropped = self.experts(x_BTD, route.replace(expert_BTK=masked_BTK))
     if moe.shared_experts:
       y_BTD += self.shared_experts(x_BTD)
-    names = ("activation_batch", "activation_length", "activation_embed")
     sums = route.sums.replace(dropped=num_dropped.astype(route.sums.tokens.dtype))
-    return self.sharder.constrain(y_BTD, names), sums
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), sums

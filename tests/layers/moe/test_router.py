@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlite.config.registry import PLAIN_ROUTERS
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.router import ROUTERS, Router
 
@@ -41,6 +42,8 @@ def apply(params, x_BTD, segment_BT, cfg, rngs=None):
 
 
 def route(x_BTD=X_BTD, segment_BT=SEGMENT_BT, kernel_DE=KERNEL_DE, bias_E=None, rng=None, **keys):
+  if keys.get("router") in PLAIN_ROUTERS:
+    keys |= {"n_routing_groups": 1, "topk_routing_group": 1}
   cfg = dataclasses.replace(CFG, **keys, routed_bias=bias_E is not None)
   params = {"kernel": kernel_DE} | ({} if bias_E is None else {"bias": bias_E})
   rngs = None if rng is None else {"jitter": jax.random.key(rng)}

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from maxlite.layers.moe.expert_choice import is_chosen
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
 
@@ -11,8 +12,7 @@ def apply_experts(
   mlp: ExpertMlp, x_BTD: jax.Array, route: Route, weights: ExpertWeights
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, 0); work and memory grow with the number of experts."""
-  experts_E = jnp.arange(mlp.cfg.num_experts, dtype=route.expert_BTK.dtype)
-  chosen_BTKE = route.expert_BTK[..., None] == experts_E[None, None, None]
+  chosen_BTKE = is_chosen(route.expert_BTK, mlp.cfg.num_experts)
   weight_BTE = jnp.sum(jnp.where(chosen_BTKE, route.weight_BTK[..., None], 0), axis=2)
   weight_BTE = weight_BTE.astype(x_BTD.dtype)
   y_BTD = dense_mlp(mlp, x_BTD, weight_BTE, weights, "btd", "btef", "btd")

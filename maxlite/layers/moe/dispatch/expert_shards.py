@@ -8,10 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
-from maxlite.sharding import Sharder
+from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import gather_weight, pvary
 
-ROWS = ("activation_batch", "activation_length")
 _GATHERED = "moe_gathered"
 
 
@@ -32,12 +31,14 @@ def apply_on_shards(
   is_sharded = sharder.num_shards("embed_no_exp") > 1
   row_axes = tuple(axis for name in ROWS for axis in sharder.mesh_axes(name))
 
+  merge_rows = lambda x_btD: x_btD.reshape(-1, x_btD.shape[-1])
+
   def on_shard(x_btD, expert_btK, weight_btK, weights):
     if is_sharded:
       # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
       x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
     gathered = _gather(weights, sharder, x_btD.dtype)
-    x_TD, expert_TK, weight_TK = map(_rows, (x_btD, expert_btK, weight_btK))
+    x_TD, expert_TK, weight_TK = map(merge_rows, (x_btD, expert_btK, weight_btK))
     x_TD, weight_TK, gathered = pvary(x_TD, weight_TK, gathered)
     gathered = _bias_once(gathered, sharder)
     y_TD, num_dropped = local(x_TD, expert_TK, weight_TK, gathered)
@@ -77,7 +78,3 @@ def _bias_once(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
     return weights
   is_first = jax.lax.axis_index(sharder.mesh_axes("mlp")) == 0
   return weights.replace(bo_ED=jnp.where(is_first, weights.bo_ED, 0))
-
-
-def _rows(x_btD: jax.Array) -> jax.Array:
-  return x_btD.reshape(-1, x_btD.shape[-1])
