@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax
 import numpy as np
@@ -38,12 +39,9 @@ class Throughput:
   decode_seconds: float = 0.0
 
   def __str__(self) -> str:
-    prefill = self.prompt_tokens / self.prefill_seconds if self.prompt_tokens else 0
-    decode = self.new_tokens / self.decode_seconds if self.new_tokens else 0
-    rates = (
-      f"prefill {self.prompt_tokens:,} tokens, {prefill:,.0f} tok/s; "
-      f"decode {self.new_tokens:,} tokens, {decode:,.0f} tok/s"
-    )
+    rate = lambda n, seconds: f"{n:,} tokens, {n / seconds if n else 0:,.0f} tok/s"
+    prefill = rate(self.prompt_tokens, self.prefill_seconds)
+    rates = f"prefill {prefill}; decode {rate(self.new_tokens, self.decode_seconds)}"
     if not self.num_drafts:
       return rates
     drafted = f"{self.accepted_length:.2f} of {self.num_drafts} drafts accepted"
@@ -74,6 +72,11 @@ class Batcher:
   def is_idle(self) -> bool:
     return not self._remaining
 
+  @property
+  def active(self) -> Set[GenerationRequest]:
+    """The requests that have a row."""
+    return self._remaining.keys()
+
   def add(self, requests: Sequence[GenerationRequest]) -> list[TokenEvent]:
     """Assign at most `num_free` requests to free rows and return their first tokens.
 
@@ -82,8 +85,8 @@ class Batcher:
     """
     if not requests:
       return []
-    free = [row for row, request in enumerate(self._request_by_row) if request is None]
-    rows = free[: len(requests)]
+    free = (row for row, request in enumerate(self._request_by_row) if request is None)
+    rows = list(itertools.islice(free, len(requests)))
     start, compiled = time.perf_counter(), self.engine.compile_seconds
     tokens = np.asarray(self.engine.prefill(requests, rows))
     compiling = self.engine.compile_seconds - compiled
@@ -129,9 +132,8 @@ class Batcher:
 
   def _steps_per_call(self) -> int:
     measured = self.throughput
-    if jax.process_count() > 1:  # processes must make the same calls, and their clocks differ
-      return 1
-    if not measured.num_steps:
+    # Several processes must make the same calls, and their clocks differ.
+    if jax.process_count() > 1 or not measured.num_steps:
       return 1
     num_steps = _CALL_SECONDS * measured.num_steps / measured.decode_seconds
     return int(np.clip(num_steps, 1, MAX_STEPS))
@@ -139,12 +141,13 @@ class Batcher:
   def _events(
     self, token_BT: np.ndarray, requests: Sequence[GenerationRequest | None]
   ) -> list[TokenEvent]:
-    events = []
-    for tokens, request in zip(token_BT.tolist(), requests, strict=True):
-      if tokens[0] == NO_TOKEN or request not in self._remaining:  # cancelled in the meantime
-        continue
-      events += [self._event(token, request) for token in tokens if token != NO_TOKEN]
-    return events
+    return [
+      self._event(token, request)
+      for tokens, request in zip(token_BT.tolist(), requests, strict=True)
+      if request in self._remaining  # else cancelled in the meantime
+      for token in tokens
+      if token != NO_TOKEN
+    ]
 
   def _event(self, token: int, request: GenerationRequest) -> TokenEvent:
     self._remaining[request] -= 1

@@ -47,7 +47,7 @@ class DecodeState:
   key_B: jax.Array
   seen_BV: jax.Array  # whether the token occurs in the prompt or completion
   sampling: BatchSamplingParams
-  x_BD: jax.Array | None = None  # for draft heads: the hidden state that `token_B` was sampled from
+  x_BD: jax.Array  # for draft heads: the hidden state that `token_B` was sampled from
 
 
 class Engine:
@@ -78,15 +78,14 @@ class Engine:
   ) -> None:
     self.num_shards = model.sharder.num_shards("activation_batch")
     if num_rows % self.num_shards:
-      rounded = -(-num_rows // self.num_shards) * self.num_shards
       raise UserError(
         f"{num_rows} rows are not divisible by the {self.num_shards} shards of a batch: use "
-        f"{rounded}"
+        f"{num_rows + -num_rows % self.num_shards}"
       )
-    if num_drafts > model.cfg.num_draft_heads:
+    num_heads = model.cfg.num_draft_heads
+    if num_drafts > num_heads:
       raise UserError(
-        f"num_draft_heads={model.cfg.num_draft_heads} cannot propose {num_drafts} tokens: use at "
-        "most as many"
+        f"num_draft_heads={num_heads} cannot propose {num_drafts} tokens: use at most as many"
       )
     self._model, self._params, self.stop_token_ids = model, params, tuple(stop_token_ids)
     self.num_rows, self.max_length, self.num_drafts = num_rows, max_length, num_drafts
@@ -96,11 +95,8 @@ class Engine:
     self._shardings = self._state_shardings()
     self._init_state = jax.jit(self._empty_state, out_shardings=self._shardings)
     self._state = self._init_state()
-    self._cancel = jax.jit(
-      lambda state, row: state.replace(remaining_B=state.remaining_B.at[row].set(0)),
-      donate_argnums=0,
-      out_shardings=self._shardings,
-    )
+    make_idle = lambda state, row: state.replace(remaining_B=state.remaining_B.at[row].set(0))
+    self._cancel = jax.jit(make_idle, donate_argnums=0, out_shardings=self._shardings)
 
   def check(self, request: GenerationRequest) -> None:
     """Raise UserError if no row can hold the request."""
@@ -163,16 +159,17 @@ class Engine:
   ) -> tuple:
     num_padding = size - len(requests)
     padded = [*requests, *[GenerationRequest((), 0)] * num_padding]
+    int32 = lambda values: np.asarray(list(values), np.int32)
     lengths = [len(request.prompt) for request in padded]
     tokens_BT = np.zeros((size, self._padded(max(lengths))), np.int32)
     for row_T, request in zip(tokens_BT, padded, strict=True):
       row_T[: len(request.prompt)] = request.prompt
     return (
       tokens_BT,
-      np.asarray(lengths, np.int32),
-      np.asarray([*rows, *[self.num_rows] * num_padding], np.int32),
+      int32(lengths),
+      int32([*rows, *[self.num_rows] * num_padding]),
       np.asarray([request.seed for request in padded], np.uint32),
-      np.asarray([request.max_new_tokens for request in padded], np.int32),
+      int32(request.max_new_tokens for request in padded),
       BatchSamplingParams.stack([request.sampling for request in padded]),
     )
 
@@ -193,11 +190,8 @@ class Engine:
     return self._programs[name]
 
   def _empty_state(self) -> DecodeState:
-    shape = (self.num_shards, self.max_length)
-    tokens_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
-    x_BTD, prefix = jax.eval_shape(
-      self._hidden, self._params, None, tokens_BT, tokens_BT, tokens_BT
-    )
+    tokens_BT = jax.ShapeDtypeStruct((self.num_shards, self.max_length), jnp.int32)
+    x_BTD, prefix = jax.eval_shape(self._hidden, self._params, None, *[tokens_BT] * 3)
     zeros_B = jnp.zeros(self.num_rows, jnp.int32)
     return DecodeState(
       cache=cache.init_cache(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
@@ -207,7 +201,7 @@ class Engine:
       key_B=jax.random.split(jax.random.key(0), self.num_rows),
       seen_BV=jnp.zeros((self.num_rows, self._model.cfg.vocab_size), bool),
       sampling=BatchSamplingParams.stack([SamplingParams()] * self.num_rows),
-      x_BD=self._if_drafting(jnp.zeros((self.num_rows, x_BTD.shape[-1]), x_BTD.dtype)),
+      x_BD=jnp.zeros((self.num_rows, x_BTD.shape[-1]), x_BTD.dtype),
     )
 
   def _state_shardings(self) -> DecodeState:
@@ -227,27 +221,20 @@ class Engine:
   ) -> tuple[jax.Array, Any]:
     """Return (x_BTD, the new cache entries)."""
     variables = {"params": params} | ({} if entries is None else {cache.COLLECTION: entries})
-    (x_BTD, _), updated = self._model.apply(
-      variables,
-      *(tokens_BT, segment_BT, position_BT),
-      method=self._model.hidden,
-      mutable=[cache.COLLECTION],
-    )
-    return x_BTD, updated[cache.COLLECTION]
+    options = {"method": self._model.hidden, "mutable": [cache.COLLECTION]}
+    (x_BTD, _), new = self._model.apply(variables, tokens_BT, segment_BT, position_BT, **options)
+    return x_BTD, new[cache.COLLECTION]
 
   def _logits(self, params: Any, x: jax.Array) -> jax.Array:
     return self._model.apply({"params": params}, x, method=self._model.logits)
 
-  def _draft_logits(self, params: Any, x_BD: jax.Array | None) -> jax.Array:
+  def _draft_logits(self, params: Any, x_BD: jax.Array) -> jax.Array:
     """Return logits_BJV of the tokens after the newest one."""
-    if x_BD is None:
+    if not self.num_drafts:
       return jnp.zeros((self.num_rows, 0, self._model.cfg.vocab_size))
-    model, x_B1D = self._model, x_BD[:, None]
-    y_B1JD = model.apply({"params": params}, x_B1D, method=model.draft_hidden)
+    method = self._model.draft_hidden
+    y_B1JD = self._model.apply({"params": params}, x_BD[:, None], method=method)
     return self._logits(params, y_B1JD[:, :, : self.num_drafts])[:, 0]
-
-  def _if_drafting(self, x_BD: jax.Array) -> jax.Array | None:
-    return x_BD if self.num_drafts else None
 
   def _prefill(
     self,
@@ -271,8 +258,9 @@ class Engine:
     seen_BV = jnp.zeros(logits_BV.shape, bool).at[batch_B1, tokens_BT].max(is_real_BT)
     key_B = jax.vmap(jax.random.key)(seed_B)
     token_B = sample(keys_at(key_B, length_B), log_probs(logits_BV, seen_BV, sampling))
-    x_BD = self._if_drafting(x_B1D[:, 0])
-    new = DecodeState(None, token_B, length_B, remaining_B, key_B, seen_BV, sampling, x_BD)
+    new = DecodeState(
+      None, token_B, length_B, remaining_B, key_B, seen_BV, sampling, x_BD=x_B1D[:, 0]
+    )
     new, token_B1 = self._append_tokens(new, token_B[:, None])
     insert = lambda old, rows: old.at[row_B].set(rows, mode="drop")
     inserted = jax.tree.map(insert, state.replace(cache=None), new)
@@ -314,7 +302,6 @@ class Engine:
     if self.num_drafts:
       entries = cache.rewind(entries, length_B)
     x_BD = jnp.take_along_axis(x_BTD, num_accepted_B1[..., None], axis=1)[:, 0]
-    x_BD = self._if_drafting(x_BD)
     state = state.replace(cache=entries, token_B=token_B, length_B=length_B, x_BD=x_BD)
     drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
     new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, token_B[:, None])

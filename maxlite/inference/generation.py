@@ -128,11 +128,7 @@ def _write_lines(prompts: Mapping[GenerationRequest, str], completions: Completi
     if finish_reason:
       finish_reasons[request] = finish_reason
     while waiting and waiting[0] in finish_reasons:
-      first = waiting.popleft()
-      row = {
-        "prompt": prompts[first],
-        "text": texts[first],
-        "finish_reason": finish_reasons[first],
-      }
+      r = waiting.popleft()
+      row = {"prompt": prompts[r], "text": texts[r], "finish_reason": finish_reasons[r]}
       sys.stdout.write(f"{json.dumps(row, ensure_ascii=False)}\n")
       sys.stdout.flush()

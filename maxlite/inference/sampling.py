@@ -49,13 +49,10 @@ class BatchSamplingParams:
 
   @classmethod
   def stack(cls, params: Sequence[SamplingParams]) -> "BatchSamplingParams":
-    fields = {
-      f"{field.name}_B": np.asarray(
-        [getattr(row, field.name) for row in params], np.int32 if field.type is int else np.float32
-      )
-      for field in dataclasses.fields(SamplingParams)
-    }
-    return cls(**fields)
+    fields = dataclasses.fields(SamplingParams)
+    dtypes = {int: np.int32, float: np.float32}
+    column = lambda field: np.asarray([getattr(p, field.name) for p in params], dtypes[field.type])
+    return cls(*map(column, fields))
 
 
 def log_probs(logits_BV: jax.Array, seen_BV: jax.Array, params: BatchSamplingParams) -> jax.Array:

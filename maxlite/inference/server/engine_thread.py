@@ -1,6 +1,5 @@
 """The thread that runs the engine: it takes requests from other threads and returns tokens."""
 
-import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -24,10 +23,8 @@ class EngineThread:
   def __init__(self, batcher: Batcher, queue_size: int) -> None:
     self._batcher, self._max_active = batcher, batcher.engine.num_rows + queue_size
     self._changed = threading.Condition()
-    # Guarded by the condition:
-    self._waiting: collections.deque[GenerationRequest] = collections.deque()
-    self._cancelled: list[GenerationRequest] = []
-    self._on_event: dict[GenerationRequest, OnEvent] = {}  # of accepted, unfinished requests
+    # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
+    self._on_event: dict[GenerationRequest, OnEvent] = {}
     self._is_closing = False
 
   @contextlib.contextmanager
@@ -56,7 +53,6 @@ class EngineThread:
       if len(self._on_event) + len(on_event) > self._max_active:
         raise QueueFullError
       self._on_event |= on_event
-      self._waiting.extend(on_event)
       self._changed.notify()
 
   @property
@@ -67,54 +63,39 @@ class EngineThread:
   def cancel(self, request: GenerationRequest) -> None:
     """End a request if it has not finished; it receives no further events."""
     with self._changed:
-      if self._on_event.pop(request, None):
-        self._cancelled.append(request)
-        self._changed.notify()
+      self._on_event.pop(request, None)
+      self._changed.notify()
 
   def _run(self) -> None:
-    while self._wait():
+    has_work = lambda: self._is_closing or self._on_event or not self._batcher.is_idle
+    while True:
+      with self._changed:
+        self._changed.wait_for(has_work)
+        if self._is_closing:
+          return
+        requests = list(self._on_event)[: self._batcher.engine.num_rows]
       try:
-        for request in self._take_cancelled():
-          self._batcher.cancel(request)
-        events = self._batcher.add(self._take_waiting(self._batcher.num_free))
-        if not events and not self._batcher.is_idle:
-          events = self._batcher.step()
+        events = self._advance(requests)
       except Exception as error:  # of any kind: the waiting clients need an answer
-        self._fail(error)
-        events = []
+        with contextlib.suppress(Exception):  # the next requests then fail and report an error too
+          self._batcher.reset()
+        for request in requests:
+          self._send(request, error, is_last=True)
+        continue
       for event in events:
-        self._send(event)
+        self._send(event.request, event, is_last=bool(event.finish_reason))
 
-  def _wait(self) -> bool:
-    """Wait for work; return False if the thread must end."""
-    with self._changed:
-      has_work = lambda: self._waiting or self._cancelled or not self._batcher.is_idle
-      self._changed.wait_for(lambda: self._is_closing or has_work())
-      return not self._is_closing
+  def _advance(self, requests: list[GenerationRequest]) -> list[TokenEvent]:
+    """Give rows to exactly these requests, and return their next tokens."""
+    for request in self._batcher.active - set(requests):
+      self._batcher.cancel(request)
+    events = self._batcher.add([r for r in requests if r not in self._batcher.active])
+    return self._batcher.step() if requests and not events else events
 
-  def _take_cancelled(self) -> list[GenerationRequest]:
+  def _send(
+    self, request: GenerationRequest, event: TokenEvent | Exception, *, is_last: bool
+  ) -> None:
     with self._changed:
-      taken, self._cancelled = self._cancelled, []
-      self._waiting = collections.deque(r for r in self._waiting if r in self._on_event)
-      return taken
-
-  def _take_waiting(self, limit: int) -> list[GenerationRequest]:
-    with self._changed:
-      return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
-
-  def _send(self, event: TokenEvent) -> None:
-    with self._changed:
-      take = self._on_event.pop if event.finish_reason else self._on_event.get
-      on_event = take(event.request, None)
+      on_event = (self._on_event.pop if is_last else self._on_event.get)(request, None)
     if on_event:
       on_event(event)
-
-  def _fail(self, error: Exception) -> None:
-    with self._changed:
-      failed = [(r, e) for r, e in self._on_event.items() if r not in self._waiting]
-      for request, _ in failed:
-        del self._on_event[request]
-    with contextlib.suppress(Exception):  # the next requests then fail and report an error too
-      self._batcher.reset()
-    for _, on_event in failed:
-      on_event(error)

@@ -28,7 +28,6 @@ from maxlite.inference.server.openai_schema import (
   ResponseSchema,
   parse_request,
   transcript,
-  usage,
 )
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -112,11 +111,14 @@ class Api:
     if request.stream:
       events = _events(schema, completions, pieces, include_usage=request.include_usage)
       return _EventStream(events, cancel)
+    watching = asyncio.create_task(_watch_for_disconnect(http, received))
     try:
-      await _exhaust_unless_disconnected(pieces, http)
+      async for _ in pieces:
+        pass
     except RuntimeError as error:
       return _error_response(500, str(error))
     finally:
+      watching.cancel()
       cancel()
     choices = [schema.choice(n, c.text, c.finish_reason) for n, c in enumerate(completions)]
     return JSONResponse(schema.response(choices) | _usage(completions))
@@ -187,8 +189,10 @@ class Api:
 
 
 def _usage(completions: list[_Completion]) -> dict:
-  prompt_tokens = sum(len(completion.request.prompt) for completion in completions)
-  return usage(prompt_tokens, sum(completion.num_tokens for completion in completions))
+  prompt = sum(len(completion.request.prompt) for completion in completions)
+  new = sum(completion.num_tokens for completion in completions)
+  counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+  return {"usage": counts}
 
 
 async def _events(
@@ -226,25 +230,11 @@ class _EventStream(StreamingResponse):
       self._on_end()
 
 
-async def _exhaust_unless_disconnected(pieces: AsyncIterator, http: Request) -> None:
-  """Return when `pieces` is exhausted or the client has disconnected."""
-
-  async def exhaust() -> None:
-    async for _ in pieces:
-      pass
-
-  async def wait_for_disconnect() -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-      pass
-
-  tasks = [asyncio.create_task(exhaust()), asyncio.create_task(wait_for_disconnect())]
-  try:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    if tasks[0].done():
-      tasks[0].result()
-  finally:
-    for task in tasks:
-      task.cancel()
+async def _watch_for_disconnect(http: Request, received: asyncio.Queue) -> None:
+  """Put an error into the queue `received` when the client disconnects."""
+  while (await http.receive())["type"] != "http.disconnect":
+    pass
+  received.put_nowait((None, ConnectionError("the client has disconnected")))
 
 
 async def _read_json(http: Request) -> Any:

@@ -22,24 +22,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
   "logit_bias": (None, {}),
 }
 IGNORED = ("model", "user")
-_NUMBERS: dict[str, tuple[type, ...]] = {
-  field.name: (int,) if field.type is int else (int, float)
-  for field in dataclasses.fields(SamplingParams)
-}
+_NUMBERS = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
 MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000  # each is searched for after every token
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES, _MESSAGE_KEYS = ("system", "developer", "user", "assistant"), ("role", "content")
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-  """A parsed request: complete each of `prompts`, or the conversation `messages`.
-
-  `messages` are {"role": ..., "content": ...}.
-  """
+  """A parsed request: complete each of `prompts`, or the conversation `messages`."""
 
   prompts: tuple[str | tuple[int, ...], ...]
-  messages: tuple[dict[str, str], ...]
+  messages: tuple[dict[str, str], ...]  # {"role": ..., "content": ...}
   max_tokens: int
   sampling: SamplingParams
   seed: int
@@ -66,18 +60,19 @@ def parse_request(body: Any, *, is_chat: bool, max_tokens: int) -> CompletionReq
   prompts = () if is_chat else _parse_prompts(body.pop("prompt", ""))
   messages = _parse_messages(body.pop("messages", None)) if is_chat else ()
   given = {name: _number(name, body.pop(name)) for name in _NUMBERS if body.get(name) is not None}
-  limits = [body.pop(name, None) for name in ("max_tokens", "max_completion_tokens")]
-  stop_strings = _parse_stop(body.pop("stop", None))
+  for name in ("max_completion_tokens", "max_tokens"):
+    given_limit = body.pop(name, None)
+    max_tokens = max_tokens if given_limit is None else _integer("max_tokens", given_limit)
   options = body.pop("stream_options", None) or {}
   if not isinstance(options, dict):
     raise UserError("stream_options must be an object")
   request = CompletionRequest(
     prompts,
     messages,
-    _integer("max_tokens", next((limit for limit in limits if limit is not None), max_tokens)),
+    max_tokens,
     SamplingParams(**given),
     _integer("seed", body.pop("seed", None) or 0) % 2**32,
-    stop_strings,
+    _parse_stop(body.pop("stop", None)),
     _boolean("stream", body.pop("stream", None)),
     _boolean("include_usage", options.get("include_usage")),
   )
@@ -116,12 +111,6 @@ class ResponseSchema:
     return {"index": index, "logprobs": None, "finish_reason": finish_reason or None} | content
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict:
-  total = prompt_tokens + completion_tokens
-  counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-  return {"usage": counts | {"total_tokens": total}}
-
-
 def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
   """Parse one prompt or a list of them, each a string or a list of token ids."""
   is_tokens = lambda x: isinstance(x, list) and x and all(type(i) is int and i >= 0 for i in x)
@@ -146,9 +135,8 @@ def _parse_message(given: Any) -> dict[str, str]:
   texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
   if role not in _ROLES or not all(isinstance(text, str) for text in texts):
     raise UserError('a message must be {"role": "user", "content": "..."}, with text only')
-  for name, value in message.items():
-    if name not in ("role", "content") and value:
-      raise UserError(f"a message with {name} is not supported; leave it out")
+  if unsupported := [name for name in message if message[name] and name not in _MESSAGE_KEYS]:
+    raise UserError(f"a message with {unsupported[0]} is not supported; leave it out")
   return {"role": role, "content": "".join(texts)}
 
 
@@ -164,9 +152,10 @@ def _parse_stop(given: Any) -> tuple[str, ...]:
 
 
 def _number(name: str, value: Any) -> float:
-  if isinstance(value, bool) or not isinstance(value, _NUMBERS[name]):
-    kind = "a number" if float in _NUMBERS[name] else "an integer"
-    raise UserError(f"{name}={value!r} must be {kind}")
+  if _NUMBERS[name] is int:
+    _integer(name, value)
+  if type(value) not in (int, float):
+    raise UserError(f"{name}={value!r} must be a number")
   if abs(value) > MAX_NUMBER or not math.isfinite(value):
     raise UserError(f"{name} must be a number up to {MAX_NUMBER}")
   return value
