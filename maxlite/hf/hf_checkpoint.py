@@ -36,9 +36,7 @@ def params_from_hf(
   tensors = read_tensors(directory)
   if family.quantized:
     tensors = unpack(tensors)
-  mappings = [
-    _with_vocab_size(mapping, vocab_size) for mapping in tensor_mappings(family, cfg, params)
-  ]
+  mappings = [_with_vocab_size(m, vocab_size) for m in tensor_mappings(family, cfg, params)]
   by_name = {mapping.tensor: mapping for mapping in mappings}
   ignored = {name for name in tensors if any(re.fullmatch(p, name) for p in family.ignored)}
   unexpected = set(tensors) - set(by_name) - ignored
@@ -99,16 +97,13 @@ def _write_layer(
 ) -> None:
   """Write the tensors of one layer of the same parameters."""
   layer = tuple(slice(i, i + 1) for i in mappings[0].index[:1])
-  arrays = {
-    path: read(path, (*layer, *whole(params[path].shape[len(layer) :])))
-    for path in mappings[0].paths
-  }
+  shapes = {path: params[path].shape[len(layer) :] for path in mappings[0].paths}
+  arrays = {path: read(path, (*layer, *whole(shape))) for path, shape in shapes.items()}
+  first = tuple(slice(0, 1) for _ in layer)  # `arrays` start at the layer
   for mapping in mappings:
     for block in mapping.blocks():
-      targets = block.targets()
-      if layer:  # `arrays` start at it
-        targets = [(path, (slice(0, 1), *index[1:])) for path, index in targets]
-      parts = [arrays[path][index] for path, index in targets]
+      targets = block.targets().items()
+      parts = [arrays[path][first + index[len(first) :]] for path, index in targets]
       writer.write_rows(mapping.tensor, block.rows[0], block.to_theirs(parts))
 
 
@@ -155,14 +150,12 @@ def _chunked(
   def chunks() -> Iterator[tuple[Index, np.ndarray]]:
     for mapping in mappings:
       for block in mapping.blocks():
-        targets = block.targets()
-        if path in dict(targets):
+        if index := block.targets().get(path):
           parts = block.to_ours(tensors[mapping.tensor].read_rows(*block.rows))
-          n = [name for name, _ in targets].index(path)
-          yield targets[n][1], np.ascontiguousarray(parts[n], dtype)
+          yield index, np.ascontiguousarray(parts[path], dtype)
     yield from _padding(mappings[0], shape, dtype)
 
-  first = dict(next(mappings[0].blocks()).targets())[path]
+  first = next(mappings[0].blocks()).targets()[path]
   return ChunkedArray(shape, dtype, tuple(axis.stop - axis.start for axis in first), chunks)
 
 

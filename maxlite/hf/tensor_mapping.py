@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def axis_layout(notation: str) -> AxisLayout:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-  """A tensor and the part of our parameters that it holds.
+  """A tensor, or a block of its rows, and the part of our parameters that it holds.
 
   `layout` and `sizes` describe the array at `index` of the parameter, or the arrays of several
   parameters stacked along a new first axis `g`.
@@ -70,54 +70,50 @@ class TensorMapping:
   layout: AxisLayout
   sizes: tuple[int, ...]
   dtype: np.dtype
+  low: int = 0  # start of the array along the axis that is the first of the tensor's
 
   @property
   def shape(self) -> tuple[int, ...]:
     """The shape of the tensor."""
     return self.layout.shape(dict(zip(self.layout.ours, self.sizes, strict=True)))
 
-  def blocks(self) -> Iterator["TensorBlock"]:
+  @property
+  def rows(self) -> tuple[int, int]:
+    """The range of the tensor's rows."""
+    size = self.sizes[self.layout.order[0]]
+    rows_each = self.shape[0] // size
+    return self.low * rows_each, (self.low + size) * rows_each
+
+  def blocks(self) -> Iterator["TensorMapping"]:
     """Split the tensor into blocks of rows of bounded size."""
     axis = self.layout.order[0]
     size = self.sizes[axis]
-    rows_each = self.shape[0] // size if size else 0
     bytes_each = math.prod(self.sizes) // max(size, 1) * self.dtype.itemsize
     for low, high in split_range(size, bytes_each):
       sizes = (*self.sizes[:axis], high - low, *self.sizes[axis + 1 :])
-      yield TensorBlock(self, axis, low, sizes, (low * rows_each, high * rows_each))
+      yield dataclasses.replace(self, sizes=sizes, low=low)
 
-
-@dataclasses.dataclass(frozen=True)
-class TensorBlock:
-  """Rows of a tensor: an array of `sizes` that starts at `low` along `axis`."""
-
-  mapping: TensorMapping
-  axis: int
-  low: int
-  sizes: tuple[int, ...]
-  rows: tuple[int, int]
-
-  def targets(self) -> list[tuple[str, Index]]:
-    """Return (path, index) for each parameter that the block holds a part of."""
-    mapping = self.mapping
-    starts = [self.low if axis == self.axis else 0 for axis in range(len(self.sizes))]
+  def targets(self) -> dict[str, Index]:
+    """Return {path: index} of the parameters that the block holds a part of."""
+    starts = [self.low if n == self.layout.order[0] else 0 for n in range(len(self.sizes))]
     spans = tuple(slice(a, a + n) for a, n in zip(starts, self.sizes, strict=True))
-    fixed = tuple(slice(i, i + 1) for i in mapping.index)
-    if len(mapping.paths) == 1:
-      return [(mapping.paths[0], fixed + spans)]
-    return [(path, fixed + spans[1:]) for path in mapping.paths[spans[0]]]
+    fixed = tuple(slice(i, i + 1) for i in self.index)
+    if len(self.paths) == 1:
+      return {self.paths[0]: fixed + spans}
+    return {path: fixed + spans[1:] for path in self.paths[spans[0]]}
 
-  def to_ours(self, tensor: np.ndarray) -> list[np.ndarray]:
-    """Convert the rows of the tensor to the parts at `targets`."""
-    array = self.mapping.layout.to_ours(tensor, self.sizes)
-    arrays = [array] if len(self.mapping.paths) == 1 else list(array)
-    return [part.reshape((1,) * len(self.mapping.index) + part.shape) for part in arrays]
+  def to_ours(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Convert the rows of the tensor to {path: part at its target}."""
+    array = self.layout.to_ours(tensor, self.sizes)
+    parts = [array] if len(self.paths) == 1 else list(array)
+    stacked = (1,) * len(self.index)
+    reshaped = (part.reshape(stacked + part.shape) for part in parts)
+    return dict(zip(self.targets(), reshaped, strict=True))
 
-  def to_theirs(self, parts: list[np.ndarray]) -> np.ndarray:
+  def to_theirs(self, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Convert the parts at `targets` to the rows of the tensor."""
-    arrays = [part.reshape(part.shape[len(self.mapping.index) :]) for part in parts]
-    array = arrays[0] if len(self.mapping.paths) == 1 else np.stack(arrays)
-    return self.mapping.layout.to_theirs(array)
+    arrays = [part.reshape(part.shape[len(self.index) :]) for part in parts]
+    return self.layout.to_theirs(arrays[0] if len(self.paths) == 1 else np.stack(arrays))
 
 
 def layers(cfg: ModelConfig) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -173,10 +169,9 @@ def _mappings(
     return [TensorMapping(rule.theirs, paths, index, axis_layout(rule.axes), sizes, dtype)]
   assert len(paths) == 1, rule
   assert rule.axes.startswith(f"{EXPERT} "), rule
-  layout = axis_layout(rule.axes.removeprefix(f"{EXPERT} "))
+  layout, sizes = axis_layout(rule.axes.removeprefix(f"{EXPERT} ")), shape[1:]
+  names = [rule.theirs.format(expert=expert) for expert in range(shape[0])]
   return [
-    TensorMapping(
-      rule.theirs.format(expert=expert), paths, (*index, expert), layout, shape[1:], dtype
-    )
-    for expert in range(shape[0])
+    TensorMapping(name, paths, (*index, expert), layout, sizes, dtype)
+    for expert, name in enumerate(names)
   ]
