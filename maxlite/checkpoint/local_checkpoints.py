@@ -138,10 +138,11 @@ class LocalCheckpoints:
       name: {_bounds(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
       for name, leaf in leaves.items()
     }
-    for part in self._slices:
-      shards[part.leaf][part.bounds].copy_to_host_async()
-    for part in self._slices:
-      part.view(self._data)[...] = np.asarray(shards[part.leaf][part.bounds])
+    own = [shards[part.leaf][part.bounds] for part in self._slices]
+    for shard in own:
+      shard.copy_to_host_async()
+    for part, shard in zip(self._slices, own, strict=True):
+      part.view(self._data)[...] = shard
     body = {"step": step, "data": dict(data_state)}
     files = [(FileName(step, self._run_start, self._keys[self._rank]), self._slices, self._data)]
     if self._distance:
@@ -159,12 +160,12 @@ class LocalCheckpoints:
     files = [[FileName(*name) for name in names] for names in all_gather_object(self._files())]
     snapshots = sorted({name.snapshot for names in files for name in names}, reverse=True)
     newer_than = max(all_gather_object(newer_than))
-    candidates, found = [s for s in snapshots if s[0] > newer_than], None
-    for snapshot in candidates:
+    found = None
+    for snapshot in (s for s in snapshots if s[0] > newer_than):
       if found := self._load(snapshot, files):
         self._latest = snapshot
         break
-    if candidates and found is None:
+    if found is None and snapshots and snapshots[0][0] > newer_than:
       self._report(
         f"the local checkpoints in {self._shown}, up to step {snapshots[0][0]}, are incomplete on "
         "these hosts and this mesh: using the shared one"
@@ -186,15 +187,14 @@ class LocalCheckpoints:
       return
     error = self._writing.exception()
     self._writing = None
-    errors = enumerate(all_gather_object(str(error) if error else ""))
-    failed = next(((rank, reason) for rank, reason in errors if reason), None)
-    if failed:
-      self._report(
-        f"process {failed[0]} cannot write local checkpoints to {self._shown}: {failed[1]}; "
-        "continuing without them"
-      )
-      self._is_enabled = False
-      return
+    for rank, reason in enumerate(all_gather_object(str(error or ""))):
+      if reason:
+        self._report(
+          f"process {rank} cannot write local checkpoints to {self._shown}: {reason}; continuing "
+          "without them"
+        )
+        self._is_enabled = False
+        return
     self._latest = self._started
     self._delete_all_but(self._latest)
 

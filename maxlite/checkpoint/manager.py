@@ -16,20 +16,18 @@ import logging
 import re
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
 from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.initialize import barrier
+from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
 
 Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
@@ -127,9 +125,8 @@ class Checkpoints:
       UserError: all checkpoints are damaged, or the latest valid one is of another model.
     """
     found = self._restore_latest_valid(abstract_state, prefix="")
-    damaged = [] if found is None else [step for step in self._steps() if step > found[2]]
     self.remove_unfinished()
-    self._move_aside(damaged)
+    self._move_aside([step for step in self._steps() if found and step > found[2]])
     return found
 
   def restore_parts(self, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -176,7 +173,7 @@ class Checkpoints:
     return UserError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
 
   def _restore_latest_valid(self, abstract: Any, prefix: str | tuple[str, ...]) -> Restored | None:
-    steps = sorted(self._steps(), reverse=True)
+    steps = self._steps()[::-1]
     self._require_shared(steps)
     for step, earlier in itertools.zip_longest(steps, steps[1:]):
       manifest, damage = _on_all_processes(self._read_manifest, step)
@@ -200,9 +197,9 @@ class Checkpoints:
     return None
 
   def _read_manifest(self, step: int) -> Manifest:
-    path = self._directory / str(step) / "manifest"
     # A Checkpointer would let all processes wait for one that cannot read.
-    return verify_manifest(ocp.JsonCheckpointHandler().restore(path))
+    handler = ocp.JsonCheckpointHandler()
+    return verify_manifest(handler.restore(self._directory / str(step) / "manifest"))
 
   def _read_state(self, step: int, abstract: Any) -> Any:
     """Read the arrays of `abstract`, which may be part of the saved state."""
@@ -215,36 +212,28 @@ class Checkpoints:
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _DrainingArrayHandler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry).restore(path, args=args)
 
-  def _require_shared(self, steps: Sequence[int]) -> None:
+  def _require_shared(self, steps: list[int]) -> None:
     """Raise UserError on all processes if they do not see the same checkpoints."""
-    if jax.process_count() == 1:
-      return
-    seen = np.asarray(zlib.crc32(repr(steps).encode()), np.uint32)
-    others = np.flatnonzero(multihost_utils.process_allgather(seen) != seen)
-    if others.size:
-      raise UserError(
-        f"process {jax.process_index()} sees the checkpoints {list(steps)} in {self._directory}, "
-        f"process {others[0]} others: base_output_directory must be a folder that all hosts share"
-      )
+    for other, seen in enumerate(all_gather_object(steps)):
+      if seen != steps:
+        raise UserError(
+          f"process {jax.process_index()} sees the checkpoints {steps} in {self._directory}, "
+          f"process {other} others: base_output_directory must be a folder that all hosts share"
+        )
 
   def _require_same_structure(
     self, step: int, manifest: Manifest, abstract: Any, prefix: str | tuple[str, ...]
   ) -> None:
     """Raise UserError with the first leaf that differs from the checkpoint's."""
-    saved = {
-      name: f"{leaf['dtype']}{leaf['shape']}"
-      for name, leaf in manifest["body"]["leaves"].items()
-      if name.startswith(prefix)
-    }
-    expected = {
-      name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves_by_path(abstract).items()
-    }
-    for name in sorted(saved.keys() | expected.keys()):
-      there, here = saved.get(name, "missing"), expected.get(name, "missing")
-      if there != here:
+    leaves = manifest["body"]["leaves"].items()
+    saved = {name: f"{x['dtype']}{x['shape']}" for name, x in leaves if name.startswith(prefix)}
+    here = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves_by_path(abstract).items()}
+    for name in sorted(saved.keys() | here.keys()):
+      a, b = saved.get(name, "missing"), here.get(name, "missing")
+      if a != b:
         raise UserError(
-          f"checkpoint {self._shown / str(step)} is of another model or optimizer: {name} is "
-          f"{there} in it and {here} here; use the config it was made with, or another run_name"
+          f"checkpoint {self._shown / str(step)} is of another model or optimizer: {name} is {a} "
+          f"in it and {b} here; use the config it was made with, or another run_name"
         )
 
   def _is_saved(self, step: int, manifest: Manifest) -> bool:
@@ -262,10 +251,10 @@ class Checkpoints:
     return True
 
   def _steps(self) -> list[int]:
-    return [int(name) for name in self._names() if name.isdigit()]
+    return sorted(int(name) for name in self._names() if name.isdigit())
 
   def _names(self) -> list[str]:
-    return sorted(p.name for p in self._directory.iterdir()) if self._directory.is_dir() else []
+    return [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
 
   def _move_aside(self, steps: Iterable[int]) -> None:
     """Move checkpoints into the folder `checkpoints_damaged`, under unused names."""
@@ -353,10 +342,9 @@ class _DrainingArrayHandler(ocp.type_handlers.ArrayHandler):
 
 def _damaged_leaf(state: Any, manifest: Manifest) -> str:
   """Describe the first leaf that differs from what was saved; empty if none does."""
-  for name, checksum in tree_checksums(state).items():
-    if checksum != manifest["body"]["leaves"][name]["checksum"]:
-      return f"the bits of {name} are not those that were saved"
-  return ""
+  saved = manifest["body"]["leaves"]
+  damaged = (name for name, x in tree_checksums(state).items() if x != saved[name]["checksum"])
+  return next((f"the bits of {name} are not those that were saved" for name in damaged), "")
 
 
 def _drop_missing(params: Any, manifest: Manifest) -> Any:
@@ -399,12 +387,16 @@ def _digest(body: Any) -> str:
 
 def _one_line(error: Exception) -> str:
   """Shorten an error of TensorStore or Orbax to one line."""
-  # TensorStore appends its internals after "See full"; a reason from the operating system comes
-  # after the names of many files.
-  first_line = f"{type(error).__name__}: {error}".split("\n", 1)[0].split(" See full", 1)[0]
-  if found := re.search(r"[^:]*\[os_error_code='\d+'", first_line):
+  line = f"{type(error).__name__}: {first_line(error)}"
+  # A reason from the operating system comes after the names of many files.
+  if found := re.search(r"[^:]*\[os_error_code='\d+'", line):
     return found[0].split(" [")[0].strip()
-  return first_line[:200]
+  return line[:200]
+
+
+def first_line(error: Exception) -> str:
+  """Return the first line of an error, without the internals that TensorStore appends."""
+  return str(error).split("\n", 1)[0].split(" See full", 1)[0]
 
 
 def _on_all_processes(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
@@ -415,7 +407,7 @@ def _on_all_processes(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
   # reporting the checkpoint and using an earlier one.
   except Exception as error:
     value, damage = None, _one_line(error)
-  if jax.process_count() > 1:
-    failed = multihost_utils.process_allgather(np.asarray(damage != ""))
-    damage = damage or ("another process cannot read it" if failed.any() else "")
-  return (None if damage else value), damage
+  is_damaged = any(all_gather_object(damage))
+  if is_damaged and not damage:
+    value, damage = None, "another process cannot read it"
+  return value, damage

@@ -19,7 +19,13 @@ from flax import traverse_util
 
 from maxlite.checkpoint.checksum import chunk_checksum
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split
-from maxlite.checkpoint.manager import PARAMS, Manifest, manifest_leaves, seal_manifest
+from maxlite.checkpoint.manager import (
+  PARAMS,
+  Manifest,
+  first_line,
+  manifest_leaves,
+  seal_manifest,
+)
 from maxlite.config.errors import UserError
 
 METADATA = "_CHECKPOINT_METADATA"
@@ -28,8 +34,10 @@ METADATA = "_CHECKPOINT_METADATA"
 def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> None:
   """Write a new checkpoint `directory` with {path: ChunkedArray} of all parameters."""
   handler = _ChunkedArrayHandler()
-  arrays = (jax.Array, ocp.type_handlers.ArrayHandler())  # unused, but Orbax requires it
-  registry = ocp.type_handlers.create_type_handler_registry((ChunkedArray, handler), arrays)
+  # Orbax requires a handler of arrays too.
+  registry = ocp.type_handlers.create_type_handler_registry(
+    (ChunkedArray, handler), (jax.Array, handler)
+  )
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as writer:
     tree = {"params": traverse_util.unflatten_dict(dict(params), sep="/")}
     writer.save(directory / "state", args=ocp.args.PyTreeSave(tree))
@@ -58,8 +66,8 @@ class StoredParameters:
     try:
       part = self._open(path)[index].read().result()
     except ValueError as error:  # TensorStore raises it whenever it cannot read
-      first = str(error).split("\n", 1)[0].split(" See full", 1)[0][:200]
-      raise UserError(f"checkpoint {self.directory} is damaged: {path}: {first}") from None
+      reason = first_line(error)[:200]
+      raise UserError(f"checkpoint {self.directory} is damaged: {path}: {reason}") from None
     shape = tuple(self.leaves[path]["shape"])
     for chunk in split(index, part.dtype):
       inside = tuple(
@@ -78,20 +86,17 @@ class StoredParameters:
         )
 
   def _open_array(self, path: str) -> ts.TensorStore:
-    name = ".".join(["params", *path.split("/")])
     base = f"file://{(self.directory / 'state').absolute()}/"
-    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    store = {"driver": "ocdbt", "base": base, "path": f"params.{path.replace('/', '.')}/"}
     return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
 
-class _ChunkedArrayHandler(ocp.type_handlers.TypeHandler):
+class _ChunkedArrayHandler(ocp.type_handlers.ArrayHandler):
   """Lets Orbax write a ChunkedArray like an array, and collects checksums by name."""
 
   def __init__(self) -> None:
+    super().__init__()
     self.checksums: dict[str, int] = {}
-
-  def typestr(self) -> str:
-    return "jax.Array"
 
   async def serialize(
     self,
@@ -109,12 +114,6 @@ class _ChunkedArrayHandler(ocp.type_handlers.TypeHandler):
         await store[index].write(chunk)
       self.checksums[info.name.replace(".", "/")] = checksum
     return []
-
-  async def deserialize(self, infos: Any, args: Any = None) -> Any:
-    raise NotImplementedError("arrays are read by Orbax's own handler")
-
-  async def metadata(self, infos: Any) -> Any:
-    raise NotImplementedError("arrays are read by Orbax's own handler")
 
 
 async def _create_store(chunked: ChunkedArray, info: ocp.type_handlers.ParamInfo) -> ts.TensorStore:

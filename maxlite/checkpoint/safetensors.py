@@ -24,10 +24,9 @@ DTYPES: dict[str, np.dtype] = {
   "F16": np.dtype("float16"),
   "BF16": np.dtype(jnp.bfloat16),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-  np.dtype(name): short
-  for name, short in (("float64", "F64"), ("int32", "I32"), ("uint32", "U32"), ("bool", "BOOL"))
-}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES |= {np.dtype("float64"): "F64", np.dtype("int32"): "I32"}
+NAMES |= {np.dtype("uint32"): "U32", np.dtype("bool"): "BOOL"}
 PACKED = {"U8": np.dtype("uint8")}  # of packed weights (mxfp4.py)
 ALIGNMENT = 8  # [bytes] of the first tensor in a file
 
