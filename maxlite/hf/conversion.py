@@ -62,8 +62,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   abstract = abstract_params(cfg.model)
   params = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
   path = cfg.data.tokenizer_path
-  copies_tokenizer = bool(path) and path == tokenizer.get("tokenizer_path")
-  if copies_tokenizer:
+  if copies_tokenizer := path and path == tokenizer.get("tokenizer_path"):
     path = str(target.tokenizer / Path(path).name)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=path))
   with _created_at(target.directory) as temporary:
@@ -84,16 +83,13 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
 def to_hf(_: str, argv: Sequence[str]) -> str:
   """Export the latest checkpoint of the run named in `argv` to the folder `output_path`."""
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
-  target = _new_folder(cfg)
+  target = _require_new(Path(_output_path(cfg)).expanduser(), "output_path")
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   family, hf = find_family(model)
   stored = _stored_parameters(cfg)
   abstract = abstract_params(model)
-  hf = {
-    "dtype": model.weight_dtype,
-    "max_position_embeddings": cfg.data.max_target_length,
-    **hf,
-  }
+  length = cfg.data.max_target_length
+  hf = {"dtype": model.weight_dtype, "max_position_embeddings": length, **hf}
   tokenizer = None if cfg.data.dataset_type == "synthetic" else open_tokenizer(cfg.data)
   chat = open_chat(cfg.data, tokenizer) if tokenizer else None
   with _created_at(target) as temporary:
@@ -113,7 +109,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   """Export the adapters of the run named in `argv`, for the base model in `folder`."""
   directory = Path(folder).expanduser()
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
-  target = _new_folder(cfg)
+  target = _require_new(Path(_output_path(cfg)).expanduser(), "output_path")
   if not cfg.model.lora.lora_rank:
     raise UserError(
       f"the run {run_folder(cfg).directory} has no adapters (lora_rank=0): use to_hf, or train it "
@@ -180,11 +176,9 @@ def _trained(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
   """Return the adapters that were trained: their second matrix is not zero."""
   stored = _stored_parameters(cfg)  # a separate reader, since `verify` counts every read
 
-  def is_trained(path: str) -> bool:
-    second = path.replace("/lora_a/", "/lora_b/")
-    return bool(stored.read(second, whole(adapters[second].shape)).any())
-
-  found = {path: leaf for path, leaf in adapters.items() if is_trained(path)}
+  second = {path: path.replace("/lora_a/", "/lora_b/") for path in adapters}
+  is_trained = lambda path: stored.read(path, whole(adapters[path].shape)).any()
+  found = {path: leaf for path, leaf in adapters.items() if is_trained(second[path])}
   if not found:
     raise UserError(f"no adapter of {run_folder(cfg).directory} was trained: train it first")
   return found
@@ -207,10 +201,9 @@ def _require_same_weights(
 def _require_unchanged(keys: Mapping[str, Any], flat: Mapping[str, Any], file: str) -> None:
   """Raise UserError if the command line changes the model of the weights."""
   for name, value in keys.items():
-    if name == "vocab_size" and flat[name] >= value:
-      continue
-    if flat[name] != value:
-      more = " or more" if name == "vocab_size" else ""
+    is_size = name == "vocab_size"
+    if flat[name] != value and not (is_size and flat[name] > value):
+      more = " or more" if is_size else ""
       raise UserError(f"{name}={show(flat[name])}, but {file} has {show(value)}: use that{more}")
 
 
@@ -218,10 +211,6 @@ def _output_path(cfg: Config) -> str:
   if not cfg.convert.output_path:
     raise UserError("output_path is missing: write output_path=NAME for the result")
   return cfg.convert.output_path
-
-
-def _new_folder(cfg: Config) -> Path:
-  return _require_new(Path(_output_path(cfg)).expanduser(), "output_path")
 
 
 def _require_new(path: Path, key: str) -> Path:

@@ -6,14 +6,7 @@ from typing import Any
 
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig, flatten
-from maxlite.hf.config_keys import (
-  Key,
-  read_keys,
-  require,
-  rope_from_hf,
-  rope_to_hf,
-  write_keys,
-)
+from maxlite.hf.config_keys import Key, read_keys, require, rope_from_hf, rope_to_hf, write_keys
 
 ConfigJson = Mapping[str, Any]
 

@@ -89,12 +89,8 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:
       continue
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.config_to_hf(cfg)
-    read_back = family.config_from_hf(hf)
-    different = {
-      name: value
-      for name, value in _function_keys(cfg).items()
-      if read_back.get(name, DEFAULTS[name]) != value
-    }
+    read_back = DEFAULTS | family.config_from_hf(hf)
+    different = {n: value for n, value in _function_keys(cfg).items() if read_back[n] != value}
     if not different:
       return family, hf
     lost = " ".join(f"{name}={show(value)}" for name, value in different.items())
@@ -103,8 +99,7 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:
 
 def _function_keys(cfg: ModelConfig) -> dict[str, Any]:
   """Return {key: value} of the keys that determine the model's function and are in use."""
-  model = cfg.family
-  flat = flatten(cfg)
+  model, flat = cfg.family, flatten(cfg)
   names = set(flat) - EXECUTION - {"decoder_block"}
   if not model.is_moe:
     names -= set(flatten(cfg.moe))
@@ -137,8 +132,6 @@ def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
 
 def _as_text(value: Any) -> Any:
   """Return `value` as written in a config file."""
-  if isinstance(value, bool):
-    return str(value).lower()
   if isinstance(value, tuple | list):
     return tuple(map(_as_text, value))
-  return str(value)
+  return str(value).lower() if isinstance(value, bool) else str(value)

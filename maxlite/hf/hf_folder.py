@@ -42,16 +42,15 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
     raise UserError(f'{index} has no "weight_map" from tensors to files: copy it again')
   tensors: dict[str, TensorEntry] = {}
   for name in sorted(set(file_of.values())):
-    if Path(name).name != name or not (directory / name).is_file():
+    path = directory / name
+    if Path(name).name != name or not path.is_file():
       raise UserError(f"{index} names the file {name!r}, which is not in {directory}")
-    found = read_header(directory / name)
+    found = read_header(path)
     expected = {tensor for tensor, file in file_of.items() if file == name}
     if missing := expected - set(found):
-      raise UserError(f"{directory / name} lacks tensors of {index}: {shorten_list(missing)}")
+      raise UserError(f"{path} lacks tensors of {index}: {shorten_list(missing)}")
     if unexpected := set(found) - expected:
-      raise UserError(
-        f"{directory / name} has unexpected tensors, not in {index}: {shorten_list(unexpected)}"
-      )
+      raise UserError(f"{path} has unexpected tensors, not in {index}: {shorten_list(unexpected)}")
     tensors |= found
   return tensors
 
@@ -81,11 +80,10 @@ class FolderWriter:
       weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
       index = {"metadata": {"total_size": total}, "weight_map": weight_map}
       write_json(directory / INDEX, index)
-    self._files: list[TensorFile] = []
-    self._file_of: dict[str, TensorFile] = {}
+    self._file_of: dict[str, TensorFile] = {}  # by tensor
     for file, shard in zip(names, shards, strict=True):
-      self._files.append(TensorFile(directory / file, {name: tensors[name] for name in shard}))
-      self._file_of |= dict.fromkeys(shard, self._files[-1])
+      opened = TensorFile(directory / file, {name: tensors[name] for name in shard})
+      self._file_of |= dict.fromkeys(shard, opened)
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
     """Write rows of a tensor, starting at row `low`."""
@@ -93,7 +91,7 @@ class FolderWriter:
 
   def close(self) -> None:
     """Return when all is on disk."""
-    for file in self._files:
+    for file in set(self._file_of.values()):
       file.close()
 
 

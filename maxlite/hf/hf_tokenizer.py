@@ -33,16 +33,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
   Without a generation_config.json, one is written with the bos and eos ids of config.json.
   """
-  found = [
-    source / name for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES) if (source / name).is_file()
-  ]
+  paths = (source / name for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES))
+  found = [path for path in paths if path.is_file()]
   for path in found:
     target.mkdir(exist_ok=True)
     shutil.copyfile(path, target / path.name)
   if found and not (target / GENERATION).exists() and (source / FOLDER_CONFIG).is_file():
     config = read_config(source)
-    ids = {name: config[name] for name in (_BOS, _EOS) if config.get(name) is not None}
-    if ids:
+    if ids := {name: config[name] for name in (_BOS, _EOS) if config.get(name) is not None}:
       write_json(target / GENERATION, ids)
 
 
@@ -73,10 +71,7 @@ def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
     shutil.copyfile(path, target / MAIN)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if not (target / CONFIG).exists():
-    tokens = {
-      "bos_token": tokenizer.id_to_token(bos),
-      "eos_token": tokenizer.id_to_token(eos),
-    }
+    tokens = {"bos_token": tokenizer.id_to_token(bos), "eos_token": tokenizer.id_to_token(eos)}
     write_json(target / CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
 
 

@@ -61,11 +61,9 @@ class LoadedModel:
         is one document.
       positions: [B, T], from 0 within each document.
     """
-    bare = params["params"] if set(params) == {"params"} else params
-    arrays = (tokens_BT, segment_ids, positions)
-    return self.decoder.apply(
-      {"params": bare}, *(None if array is None else jnp.asarray(array) for array in arrays)
-    )
+    variables = params if set(params) == {"params"} else {"params": params}
+    arrays = jax.tree.map(jnp.asarray, (tokens_BT, segment_ids, positions))  # None stays None
+    return self.decoder.apply(variables, *arrays)
 
 
 def load(
@@ -82,9 +80,9 @@ def load(
     UserError: the folder is neither, or damaged.
   """
   folder = Path(path).expanduser()
-  if dtype is not None and jnp.dtype(dtype).name not in FLOAT_TYPES:
-    raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
   name = None if dtype is None else jnp.dtype(dtype).name
+  if name not in (None, *FLOAT_TYPES):
+    raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
   if RunFolder(folder).config.is_file():
     trainer, params = _load_run(RunFolder(folder), name, mesh)
   elif (folder / "config.json").is_file():
@@ -141,10 +139,10 @@ def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer,
   cfg: Config = build(Config, read_saved(folder.config))
   stored = trainer_of_model(cfg.model, mesh).abstract_state.params
   trainer = trainer_of_model(_with_dtype(cfg.model, dtype) if dtype else cfg.model, mesh)
-  checkpoints = Checkpoints(
-    cfg.checkpoint, folder.checkpoints, report=lambda line: sys.stderr.write(f"{line}\n")
+  report = lambda line: sys.stderr.write(f"{line}\n")
+  parts, _ = Checkpoints(cfg.checkpoint, folder.checkpoints, report).restore_parts(
+    {"params": stored}
   )
-  parts, _ = checkpoints.restore_parts({"params": stored})
   target = trainer.abstract_state.params
   return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), parts["params"], target)
 

@@ -58,12 +58,8 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
   block = dense.model.decoder_block
   if block not in MIXTURES:
     raise UserError(f"decoder_block={block} cannot be upcycled, only {', '.join(MIXTURES)} can")
-  keys = {
-    "base_moe_mlp_dim": dense.model.base_mlp_dim,
-    "model_name": "",
-    **KEYS,
-    **MIXTURES[block],
-  }
+  keys = {"base_moe_mlp_dim": dense.model.base_mlp_dim, "model_name": ""}
+  keys |= KEYS | MIXTURES[block]
   defaults = flatten(dense) | keys
   cfg = load_config([*argv, f"run_name={run_name}"], defaults=defaults, needs_data=False)
   now, before = flatten(cfg.model), flatten(dense.model) | keys
