@@ -15,6 +15,7 @@ from rich.table import Table
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
+from maxlite.ensemble.engines.jaxpr_comparison import JaxprMismatchError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ DEVICE_COSTS = {
 }
 CORES_PER_PROGRAM = 1.5  # of two, that XLA:CPU keeps busy with one program
 CLOSE = 1.05  # estimates within this factor are equal
+ONLY_BY_NAME = ("padded",)  # slower than `fused`, and does not support all operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +87,21 @@ class Plan:
 
 
 def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Plan, EnsembleEngine]:
-  """(plan, engine) of `strategy`; `auto` takes the fastest that fits.
+  """(plan, engine) of `strategy`; `auto` takes the fastest that fits, but none of ONLY_BY_NAME.
 
   Raises:
     UserError: the strategy does not support these members, or none fits `memory_gb`.
   """
   estimates, engines = [], {}
-  for name in ENSEMBLE_STRATEGIES if strategy == "auto" else [strategy]:
+  automatic = [name for name in ENSEMBLE_STRATEGIES if name not in ONLY_BY_NAME]
+  for name in automatic if strategy == "auto" else [strategy]:
     try:
       engines[name] = ENSEMBLE_STRATEGIES[name](request)
       estimates.append(estimate(name, engines[name], request))
     except ValueError as error:
       if strategy != "auto":
-        raise UserError(f"strategy {name} cannot serve these members: {error}") from None
+        remedy = "; use fused" if isinstance(error, JaxprMismatchError) else ""
+        raise UserError(f"strategy {name} cannot serve these members: {error}{remedy}") from None
       estimates.append(StrategyEstimate(name, why_not=str(error)))
   supported = [e for e in estimates if not e.why_not]
   fitting = [e for e in supported if e.state_bytes <= (memory_gb * 1e9 or math.inf)]

@@ -4,6 +4,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -153,3 +154,44 @@ def test_dropout_of_different_sizes_is_rejected():
   with pytest.raises(ValueError, match=r"strategy padded cannot serve.*random_bits") as error:
     Ensemble(members, loss, strategy="padded").init(batch(0))
   assert "\n" not in str(error.value)
+
+
+class Slots(nn.Module):
+  """A table that is indexed by as many numbers as `size`."""
+
+  size: int
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    slots_ND = nn.Embed(9, 4)(jnp.arange(self.size))
+    return nn.Dense(1)(nn.Dense(4)(x_BTD[:, 0]) + slots_ND.sum(0, keepdims=True))
+
+
+class Segments(nn.Module):
+  """Sums over groups of units."""
+
+  size: int
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    x_DB = nn.Dense(self.size)(x_BTD[:, 0]).T
+    return nn.Dense(1)(jax.ops.segment_sum(x_DB, jnp.arange(self.size) % 2, 2).T)
+
+
+@pytest.mark.parametrize("module", [Slots, Segments])
+def test_members_that_index_by_different_sizes(module):
+  members = [Member(module(size), optax.adam(1e-2), seed=size) for size in (3, 5)]
+  with pytest.raises(ValueError, match=r"padded cannot serve.* of iota.*; use fused") as error:
+    Ensemble(members, loss, strategy="padded").init(batch(0))
+  assert "\n" not in str(error.value)
+  ensemble, losses = Ensemble(members, loss, devices=jax.devices()[:1]), []
+  state = ensemble.init(batch(0))
+  assert ensemble.plan.strategy == "fused"
+  with jax.numpy_dtype_promotion("standard"):
+    for n in range(STEPS):
+      state, metrics = ensemble.step(state, batch(n))
+      losses.append(np.asarray(metrics["loss"]))
+  want = [train_alone(member)[0] for member in members]
+  assert largest_error(np.stack(losses, axis=1), np.stack(want)) <= TOLERANCE

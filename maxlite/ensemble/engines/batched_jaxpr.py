@@ -1,6 +1,7 @@
 """Programs that differ in literals, and optionally in sizes, evaluated as one under `jax.vmap`."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +19,7 @@ from maxlite.ensemble.engines.jaxpr_comparison import (
   align_jaxprs,
   differ,
 )
-from maxlite.ensemble.engines.padding_rules import (
-  RULES,
-  Args,
-  MemberContext,
-  PaddedArray,
-  bind,
-  zero_padding,
-)
+from maxlite.ensemble.engines.padding_rules import apply_rule, bind, zero_padding
 
 Traced = tuple[ClosedJaxpr, jax.tree_util.PyTreeDef]  # a function, and the structure of its result
 
@@ -36,6 +30,28 @@ _NO_OPS_ON_ONE_DEVICE = frozenset([
   "reshard", "sharding_constraint",
 ])
 # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class MemberContext:
+  """One member in the evaluation under vmap."""
+
+  program_index: jax.Array  # of its program among the aligned ones, int32
+  literals: Sequence[jax.Array]  # its values of the varying literals
+  spmd_axis_name: str | None = None  # mesh axis over which members of several devices are sharded
+  manual_axis_name: str | None = None  # the same inside a shard_map
+  one_device: bool = False  # the programs were traced on a mesh of one device, which is removed
+
+  def pvary(self, array: Any) -> Any:
+    """Mark `array` as varying over the members' mesh axis, inside a shard_map."""
+    axis = self.manual_axis_name
+    if axis is None or axis in jax.typeof(array).manual_axis_type.varying:
+      return array
+    return jax.lax.pcast(array, axis, to="varying")
+
+  def size(self, sizes: Sequence[int]) -> Any:
+    """This member's entry of the programs' `sizes`, a number if all are equal."""
+    return jnp.asarray(sizes, jnp.int32)[self.program_index] if differ(sizes) else sizes[0]
 
 
 def vmap_programs(
@@ -75,9 +91,8 @@ def vmap_programs(
 
   def one(own_literals: list, own: list, shared: list) -> list[jax.Array]:
     index, *values = own_literals
-    member = MemberContext(index, values, spmd_axis_name)
-    args = [PaddedArray(leaf) for leaf in (*own, *shared)]
-    return zero_padding(member, evaluate(jaxpr, member, args, mesh is not None), jaxpr.out_dims)
+    member = MemberContext(index, values, spmd_axis_name, one_device=mesh is not None)
+    return evaluate(jaxpr, member, [*own, *shared])
 
   def run(member_args: Any, shared_args: Any) -> Any:
     by_member = [jnp.asarray(values) for values in (program_Z, *(x[program_Z] for x in literals))]
@@ -132,10 +147,8 @@ def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
   jaxpr, _ = _align([traced], [""], sizes=False)
 
   def run(*args: Any) -> Any:
-    member = MemberContext(jnp.zeros((), jnp.int32), [])
-    values = list(map(PaddedArray, jax.tree.leaves(args)))
-    results = evaluate(jaxpr, member, values, one_device=True)
-    return jax.tree.unflatten(traced[1], [value.array for value in results])
+    member = MemberContext(jnp.zeros((), jnp.int32), [], one_device=True)
+    return jax.tree.unflatten(traced[1], evaluate(jaxpr, member, jax.tree.leaves(args)))
 
   return run
 
@@ -155,89 +168,71 @@ def _align(
 
 
 def evaluate(
-  jaxpr: AlignedJaxpr, member: MemberContext, args: Args, one_device: bool = False
-) -> Args:
-  """The results of `jaxpr` for one member.
-
-  `one_device`: the programs were traced on a mesh of one device, which is removed.
-  """
+  jaxpr: AlignedJaxpr, member: MemberContext, args: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """The results of `jaxpr` for one member."""
   first = jaxpr.jaxprs[0]
   consts = [member.literals[c] if isinstance(c, int) else member.pvary(c) for c in jaxpr.consts]
-  consts = list(map(PaddedArray, consts))
   values = dict(zip((*first.constvars, *first.invars), (*consts, *args), strict=True))
 
-  def read(atom: Any, literal: int | None) -> PaddedArray:
+  def read(atom: Any, literal: int | None) -> jax.Array:
     if literal is not None:
-      return PaddedArray(member.literals[literal])
+      return member.literals[literal]
     if isinstance(atom, Literal):
-      return PaddedArray(member.pvary(jnp.asarray(atom.val, atom.aval.dtype)))
+      return member.pvary(jnp.asarray(atom.val, atom.aval.dtype))
     return values[atom]
 
   for aligned in jaxpr.eqns:
     eqn = aligned.eqns[0]
     operands = [read(atom, aligned.literals.get(i)) for i, atom in enumerate(eqn.invars)]
-    results = _apply(aligned, member, operands, one_device)
-    values.update(zip(eqn.outvars, results, strict=True))
+    values.update(zip(eqn.outvars, _apply(aligned, member, operands), strict=True))
   return [read(atom, jaxpr.literal_results.get(i)) for i, atom in enumerate(first.outvars)]
 
 
-def _apply(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+def _apply(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   if eqn.name == "shard_map" and member.spmd_axis_name and not eqn.needs_rule:
     return _shard_map_of_members(eqn, member, args)
-  descend = one_device or member.spmd_axis_name or member.manual_axis_name
-  needs_rule = eqn.needs_rule or (descend and eqn.name in SUBJAXPRS)
-  if eqn.name in _NO_OPS_ON_ONE_DEVICE and (one_device or needs_rule):
+  if eqn.name in _NO_OPS_ON_ONE_DEVICE and (member.one_device or eqn.needs_rule):
     return args
-  if one_device and eqn.name == "axis_index":
-    return [PaddedArray(jnp.zeros((), jnp.int32))]
-  if needs_rule and eqn.name in _HIGHER_ORDER_RULES:
-    return _HIGHER_ORDER_RULES[eqn.name](eqn, member, args, one_device)
-  if needs_rule and eqn.name not in RULES:
-    raise JaxprMismatchError(f"sizes differ in {eqn.name}, which has no rule for padding")
-  if needs_rule:
-    return RULES[eqn.name](eqn, member, args)
-  return [PaddedArray(member.pvary(result.array)) for result in bind(eqn, args)]
+  if member.one_device and eqn.name == "axis_index":
+    return [jnp.zeros((), jnp.int32)]
+  descend = member.one_device or member.spmd_axis_name or member.manual_axis_name
+  if eqn.name in _HIGHER_ORDER_RULES and (eqn.needs_rule or descend):
+    return _HIGHER_ORDER_RULES[eqn.name](eqn, member, args)
+  if eqn.is_ragged:
+    return apply_rule(eqn, member.size, args)
+  return [member.pvary(result) for result in bind(eqn, args)]
 
 
-def _inline(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+def _inline(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   ((jaxpr,),) = eqn.subjaxprs.values()
-  if eqn.name == "shard_map" and not eqn.places_on_one_device:
+  if eqn.name != "shard_map":
+    return evaluate(jaxpr, member, args)
+  if not eqn.places_on_one_device:
     raise JaxprMismatchError(
       f"programs differ inside a shard_map over {eqn.params['mesh'].size} devices"
     )
-  return evaluate(jaxpr, member, args, one_device or eqn.name == "shard_map")
+  return evaluate(jaxpr, dataclasses.replace(member, one_device=True), args)
 
 
-class _OnArrays:
-  """`evaluate` of an inner jaxpr as a function of arrays, for JAX's control flow.
-
-  After it was traced, `zero_padded` has by call the flags of its results.
-  """
-
-  def __init__(self, jaxpr: AlignedJaxpr, member: MemberContext, args: Args, one_device: bool):
-    """`args`: only their flags are used."""
-    self._flags = [arg.zero_padded for arg in args]
-    self._evaluate = lambda values: evaluate(jaxpr, member, values, one_device)
-    self.zero_padded: list[bool] = []
-
-  def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-    results = self._evaluate(list(map(PaddedArray, arrays, self._flags)))
-    self.zero_padded = [result.zero_padded for result in results]
-    return [result.array for result in results]
+def _remat(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
+  """The barriers keep XLA from reusing the values that are to be recomputed."""
+  if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+    args = list(map(jax.lax.optimization_barrier, args))  # one of all would unify their mesh axes
+  return _inline(eqn, member, args)
 
 
-def _custom_vmap(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+def _custom_vmap(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   """Functions with a vmap rule: one member after the other, since JAX's rule would be slow."""
   (jaxpr,) = eqn.subjaxprs["call"]
   if eqn.is_ragged or jaxpr.has_literals:
-    return evaluate(jaxpr, member, args, one_device)
-  arrays = [arg.array for arg in args]
-  function = _OnArrays(jaxpr, member, list(map(PaddedArray, arrays)), one_device)
-  run = jax.custom_batching.sequential_vmap(function)
-  return list(map(PaddedArray, run(*arrays)))
+    return evaluate(jaxpr, member, args)
+  return jax.custom_batching.sequential_vmap(lambda *args: evaluate(jaxpr, member, args))(*args)
 
 
-def _shard_map_of_members(eqn: AlignedEqn, member: MemberContext, args: Args) -> Args:
+def _shard_map_of_members(
+  eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]
+) -> Sequence:
   """A shard_map whose members are also sharded over another mesh axis.
 
   In JAX's own rule only batched arrays vary over that axis, so that operands of one primitive vary
@@ -247,89 +242,68 @@ def _shard_map_of_members(eqn: AlignedEqn, member: MemberContext, args: Args) ->
   inside = MemberContext(member.program_index, member.literals, manual_axis_name=axis)
 
   @jax.custom_batching.custom_vmap
-  def run(*arrays: jax.Array) -> list[jax.Array]:
-    return [result.array for result in bind(eqn, list(map(PaddedArray, arrays)))]
-
-  def one(*arrays: jax.Array) -> list[jax.Array]:
-    results = evaluate(jaxpr, inside, [PaddedArray(inside.pvary(array)) for array in arrays])
-    return [result.array for result in results]
+  def run(*args: jax.Array) -> list[jax.Array]:
+    return bind(eqn, args)
 
   @run.def_vmap
-  def run_members(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple:
+  def run_members(axis_size: int, in_batched: list[bool], *args: jax.Array) -> tuple:
     specs = zip(eqn.params["in_specs"], in_batched, strict=True)
+    one = lambda *args: evaluate(jaxpr, inside, list(map(inside.pvary, args)))
     results = jax.shard_map(
       jax.vmap(one, in_axes=[0 if batched else None for batched in in_batched], out_axes=0),
       mesh=eqn.params["mesh"],
       in_specs=tuple(jax.P(axis, *spec) if batched else spec for spec, batched in specs),
       out_specs=[jax.P(axis, *spec) for spec in eqn.params["out_specs"]],
-    )(*arrays)
+    )(*args)
     return results, [True] * len(results)
 
-  return list(map(PaddedArray, run(*(arg.array for arg in args))))
+  return run(*args)
 
 
-def _remat(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
-  (jaxpr,) = eqn.subjaxprs["jaxpr"]
-  function = _OnArrays(jaxpr, member, args, one_device)
-  options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
-  remat = jax.checkpoint(function, **options)
-  results = remat(*(arg.array for arg in args))
-  return list(map(PaddedArray, results, function.zero_padded))
+def _cond(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
+  branches = [
+    lambda *operands, branch=branch: evaluate(branch, member, operands)
+    for branch in eqn.subjaxprs["branches"]
+  ]
+  return jax.lax.switch(args[0], branches, *args[1:])
 
 
-def _cond(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
-  index, *operands = args
-  branches = [_OnArrays(b, member, operands, one_device) for b in eqn.subjaxprs["branches"]]
-  results = jax.lax.switch(index.array, branches, *(arg.array for arg in operands))
-  flags = zip(*(branch.zero_padded for branch in branches), strict=True)
-  return list(map(PaddedArray, results, map(all, flags)))
-
-
-def _while(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+def _while(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
   cond_consts, body_consts = args[:num_cond], args[num_cond : num_cond + num_body]
   (cond,), (body,) = eqn.subjaxprs["cond_jaxpr"], eqn.subjaxprs["body_jaxpr"]
-
-  def condition(carry: list[jax.Array]) -> jax.Array:
-    return evaluate(cond, member, [*cond_consts, *map(PaddedArray, carry)], one_device)[0].array
-
-  def step(carry: list[jax.Array]) -> list[jax.Array]:
-    results = evaluate(body, member, [*body_consts, *map(PaddedArray, carry)], one_device)
-    return zero_padding(member, results, eqn.out_dims)
-
-  init = zero_padding(member, args[num_cond + num_body :], eqn.out_dims)
-  return list(map(PaddedArray, jax.lax.while_loop(condition, step, init)))
+  return jax.lax.while_loop(
+    lambda carry: evaluate(cond, member, [*cond_consts, *carry])[0],
+    lambda carry: evaluate(body, member, [*body_consts, *carry]),
+    list(args[num_cond + num_body :]),
+  )
 
 
-def _scan(eqn: AlignedEqn, member: MemberContext, args: Args, one_device: bool) -> Args:
+def _scan(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   """A shorter member keeps its carry after its last iteration; what it stacks then is padding."""
   params, (body,) = eqn.params, eqn.subjaxprs["jaxpr"]
   num_consts, num_carry = params["num_consts"], params["num_carry"]
-  consts, xs = args[:num_consts], args[num_consts + num_carry :]
-  lengths = tuple(eqn.params["length"] for eqn in eqn.eqns)
-  carry_dims, same_length = eqn.out_dims[:num_carry], not differ(lengths)
-  zero_padded: list[bool] = []
+  consts, init, xs = args[:num_consts], args[num_consts:][:num_carry], args[num_consts:][num_carry:]
+  lengths = [own.params["length"] for own in eqn.eqns]
 
-  def iterate(carry: list[jax.Array], inputs: tuple) -> tuple[list[jax.Array], list[jax.Array]]:
+  def iterate(carry: Sequence[jax.Array], inputs: tuple) -> tuple[Sequence, Sequence]:
     index, slices = inputs
-    own = [PaddedArray(a, x.zero_padded) for a, x in zip(slices, xs, strict=True)]
-    results = evaluate(body, member, [*consts, *map(PaddedArray, carry), *own], one_device)
-    new = zero_padding(member, results[:num_carry], carry_dims)
-    if not same_length:
+    results = evaluate(body, member, [*consts, *carry, *slices])
+    new, stacked = results[:num_carry], results[num_carry:]
+    if differ(lengths):
       running = index < member.size(lengths)
       new = [jnp.where(running, after, before) for after, before in zip(new, carry, strict=True)]
-    zero_padded[:] = [same_length and result.zero_padded for result in results[num_carry:]]
-    return new, [result.array for result in results[num_carry:]]
+    return new, stacked
 
   last, ys = jax.lax.scan(
     iterate,
-    zero_padding(member, args[num_consts : num_consts + num_carry], carry_dims),
-    (jnp.arange(max(lengths)), [x.array for x in xs]),
+    list(init),
+    (jnp.arange(max(lengths)), list(xs)),
     length=max(lengths),
     reverse=params["reverse"],
     unroll=min(params["unroll"], max(*lengths, 1)),
   )
-  return [*map(PaddedArray, last), *map(PaddedArray, ys, zero_padded)]
+  return [*last, *zero_padding(member.size, ys, eqn.out_dims[num_carry:])]
 
 
 _HIGHER_ORDER_RULES = {

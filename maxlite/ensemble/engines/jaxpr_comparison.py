@@ -42,9 +42,7 @@ _COMPARED_PARAMS = {
 # Parameters that are array sizes or follow from them.
 _SIZE_PARAMS = {
   "broadcast_in_dim": ("shape",),
-  "dynamic_slice": ("slice_sizes",),
   "gather": ("slice_sizes",),
-  "iota": ("shape",),
   "pad": ("padding_config",),
   "random_split": ("shape",),
   "reshape": ("new_sizes",),
@@ -88,9 +86,9 @@ class AlignedEqn:
 
   @property
   def is_ragged(self) -> bool:
-    """Whether an array size or the length of a scan differs between programs."""
-    ragged = any(is_ragged(dims) for dims in (*self.in_dims, *self.out_dims))
-    return ragged or len({eqn.params.get("length") for eqn in self.eqns}) > 1
+    """Whether an array size, or a parameter that follows from sizes, differs between programs."""
+    values = [[eqn.params[key] for eqn in self.eqns] for key in _SIZE_PARAMS.get(self.name, ())]
+    return any(map(is_ragged, (*self.in_dims, *self.out_dims))) or any(map(differ, values))
 
   @property
   def needs_rule(self) -> bool:
