@@ -2,6 +2,7 @@
 
 from maxlite.ensemble.ensemble import Ensemble
 from maxlite.ensemble.ensemble_metrics import Prediction
+from maxlite.ensemble.lift import lift
 from maxlite.ensemble.member_program import Member
 
-__all__ = ["Ensemble", "Member", "Prediction"]
+__all__ = ["Ensemble", "Member", "Prediction", "lift"]

@@ -1,0 +1,119 @@
+"""N copies of a module as one: values, logical axes and gradients, also of MoE on a mesh."""
+
+import functools
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import meta
+from jax.sharding import Mesh
+
+from maxlite.config import load_config
+from maxlite.ensemble import lift
+from maxlite.models import Decoder
+from maxlite.sharding import DEFAULT_RULES, MESH_AXES, Sharder
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_MEMBERS = 2
+
+
+class Net(nn.Module):
+  """A module with a list field, statistics, random numbers, a sown value and a named parameter."""
+
+  widths: list
+
+  @nn.compact
+  def __call__(self, x_BD, train=True):
+    for width in self.widths:
+      x_BD = nn.tanh(nn.Dense(width)(x_BD))
+    x_BD = nn.BatchNorm(use_running_average=not train)(x_BD)
+    x_BD = nn.Dropout(0.5, deterministic=not train)(x_BD)
+    self.sow("losses", "sum", jnp.sum(x_BD))
+    scale = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
+    return x_BD * self.param("scale", scale, x_BD.shape[-1:])[None]
+
+
+def member_of(variables, z):
+  return jax.tree.map(lambda leaf: leaf[z], nn.unbox(variables))
+
+
+def test_every_copy_computes_what_its_module_does():
+  module = Net([4, 3])
+  members, x_BD = lift(module, 3), np.sin(np.arange(10, dtype=np.float32)).reshape(2, 5)
+  keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+  variables = members.init(keys, x_BD)
+  outputs = members.apply(variables, x_BD, train=False)
+  trained, updated = members.apply(variables, x_BD, mutable=["batch_stats", "losses"], rngs=keys)
+  assert len({float(jnp.sum(own)) for own in trained}) == 3  # random numbers differ
+  for z in range(3):
+    own = member_of(variables, z)
+    expected = jax.eval_shape(module.init, keys, x_BD)
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, nn.unbox(expected))
+    np.testing.assert_array_equal(outputs[z], module.apply(own, x_BD, train=False))
+    assert jax.tree.map(jnp.shape, member_of(updated, z)["batch_stats"]) == jax.tree.map(
+      jnp.shape, own["batch_stats"]
+    )
+  kernels = nn.unbox(variables)["params"]["Dense_0"]["kernel"]
+  assert len({float(jnp.sum(own)) for own in kernels}) == 3  # initial values differ
+
+
+def test_parameters_have_the_logical_axis_ensemble():
+  names = nn.get_partition_spec(lift(Net([4]), 2).init(jax.random.key(0), np.ones((2, 5))))
+  assert names["params"]["scale"] == jax.P("ensemble", "embed")
+  assert names["params"]["Dense_0"]["kernel"] == jax.P("ensemble", None, None)
+
+
+def decoder(mesh_shape, family):
+  keys = (
+    "base_emb_dim=16 base_mlp_dim=32 base_moe_mlp_dim=16 num_experts=4 vocab_size=32 scan_unroll=1"
+  )
+  keys += " base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8"
+  cfg = load_config([f"decoder_block={family}", "dataset_type=synthetic", *keys.split()])
+  devices = np.array(jax.devices()[: int(np.prod(mesh_shape))]).reshape(mesh_shape)
+  return Decoder(cfg.model, Sharder(Mesh(devices, MESH_AXES)))
+
+
+@pytest.mark.parametrize(
+  "mesh_shape", [(1,) * 6, pytest.param((2, 1, 2, 1, 2, 1), marks=pytest.mark.slow)]
+)
+def test_moe_decoders_are_lifted_with_their_gradients(mesh_shape):
+  module, tokens_BT = decoder(mesh_shape, "mixtral"), np.arange(32, dtype=np.int32).reshape(4, 8)
+  arrays = (tokens_BT, np.ones_like(tokens_BT), np.tile(np.arange(8, dtype=np.int32), (4, 1)))
+  members = lift(module, NUM_MEMBERS)
+  init = functools.partial(members.init, jax.random.key(0), *arrays)
+  mesh = module.sharder.mesh
+  specs = nn.get_partition_spec(jax.eval_shape(init))
+  shardings = nn.logical_to_mesh_sharding(specs, mesh, [*DEFAULT_RULES.items()])
+  params = meta.unbox(jax.jit(init, out_shardings=shardings)())["params"]
+  assert all(leaf.sharding.spec[0] == "ensemble" for leaf in jax.tree.leaves(params))
+
+  def gradients(model, params):
+    total = lambda params: jnp.sum(jnp.sin(model.apply({"params": params}, *arrays)))
+    return jax.jit(jax.value_and_grad(total))(params)
+
+  value, together = gradients(members, params)
+  alone = [gradients(module, member_of(params, z)) for z in range(NUM_MEMBERS)]
+  np.testing.assert_allclose(value, sum(value for value, _ in alone), rtol=1e-5)
+  for z, (_, expected) in enumerate(alone):
+    for got, want in zip(
+      jax.tree.leaves(member_of(together, z)), jax.tree.leaves(expected), strict=True
+    ):
+      np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.max(jnp.abs(want))))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ensembles.md"])
+def test_the_documented_lines_run(page, tmp_path):
+  text = (ROOT / page).read_text("utf-8")
+  block = re.search(r"(?:^    .*\n|^\n)*^    members = lift\((?:.*\n)(?:    .*\n|\n)*", text, re.M)
+  script = tmp_path / "example.py"
+  script.write_text(textwrap.dedent(block.group()))
+  inputs = {"module": nn.Dense(3), "key": jax.random.key(0), "x": np.ones((2, 4), np.float32)}
+  names = runpy.run_path(str(script), inputs)
+  np.testing.assert_array_equal(names["outputs"][3], names["output"])
+  assert len(jax.tree.leaves(names["variables"])[0].sharding.device_set) == 8
