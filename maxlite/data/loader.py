@@ -52,12 +52,9 @@ class DataLoader:
     if self.source.eval is None:
       raise UserError(_NO_EVAL_DATA)
     order = shuffled_order(len(self.source.eval), _EVAL_SEED)
-    batches: grain.MapDataset[Row] = HostBatches(
-      order, self.source.eval, self.global_batch_size, self.rows
-    )
-    if num_batches >= 0:
-      batches = batches[:num_batches]
-    return _read_once(batches, self.cfg.grain_prefetch)
+    batches = HostBatches(order, self.source.eval, self.global_batch_size, self.rows)
+    selected = batches[: num_batches if num_batches >= 0 else None]
+    return _read_once(selected, self.cfg.grain_prefetch)
 
   def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
@@ -71,8 +68,8 @@ class DataLoader:
         f"dataset_type={self.cfg.dataset_type} has no documents: set eval_documents=false"
       )
       raise UserError(no_documents if self.source.eval else _NO_EVAL_DATA)
-    order, size = grain.MapDataset.range(len(documents.rows)), self.global_batch_size
-    batches = HostBatches(order, documents.rows, size, self.rows)
+    order, size = grain.MapDataset.range(len(documents)), self.global_batch_size
+    batches = HostBatches(order, documents, size, self.rows)
     for n, batch in enumerate(_read_once(batches, self.cfg.grain_prefetch)):
       yield documents.document_N[n * size : (n + 1) * size], batch
 

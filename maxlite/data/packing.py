@@ -24,10 +24,8 @@ class RowSource(Protocol):
 def pad_row(tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray, size: int) -> Row:
   """Build a row of `size` positions from segments of `lengths`; target -1 means no target."""
   total = len(tokens)
-  row = {
-    name: np.zeros(size, np.int32)
-    for name in ("tokens_BT", "targets_BT", "segment_BT", "position_BT")
-  }
+  names = ("tokens_BT", "targets_BT", "segment_BT", "position_BT")
+  row = {name: np.zeros(size, np.int32) for name in names}
   row["tokens_BT"][:total] = tokens
   row["targets_BT"][:total] = np.maximum(targets, 0)
   row["segment_BT"][:total] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
@@ -95,6 +93,7 @@ class PackedConversations:
 
   With `packing` a row holds several documents, otherwise one. A target has weight if its
   LOSS_MASK_BIT is set. A document's last id is only a target. Memory: 24 bytes per document.
+  Without `packing`, `document_N` is the document of each row.
   """
 
   def __init__(
@@ -110,6 +109,10 @@ class PackedConversations:
 
   def __len__(self) -> int:
     return len(self._bounds) - 1
+
+  @property
+  def document_N(self) -> np.ndarray:
+    return np.arange(len(self))
 
   def __getitem__(self, index: int) -> Row:
     documents = slice(*self._bounds[index : index + 2].tolist())

@@ -90,7 +90,6 @@ def open_tokens(
   read: Reader,
   files: list[Path],
   eval_files: list[Path],
-  *,
   document_tokenizer: DocumentTokenizer,
   cache_directory: Path,
 ) -> TokenizedData:
@@ -101,13 +100,9 @@ def open_tokens(
     _tokenize(split_documents(cfg, read, files, eval_files), document_tokenizer, folder)
     meta = _read_meta(folder)
     assert meta is not None
+  dtype, digests = np.dtype(meta["dtype"]), meta["digests"]
   train, held_out = (
-    Tokens(
-      folder / f"{name}.bin",
-      np.dtype(meta["dtype"]),
-      meta["digests"][name],
-      np.load(folder / f"{name}_lengths.npy"),
-    )
+    Tokens(folder / f"{name}.bin", dtype, digests[name], np.load(folder / f"{name}_lengths.npy"))
     for name in SPLITS
   )
   return TokenizedData(train, held_out, meta["num_dropped"], meta["counts"])

@@ -99,16 +99,11 @@ def activations(residuals_of: Callable[[int], Any], rows: int, num_shards: int) 
       activations, the others weights.
   """
   once, twice = (jax.tree.leaves(residuals_of(n)) for n in (rows, 2 * rows))
-  growth = [
-    Activation(leaf.shape[0], (_num_bytes(larger) - _num_bytes(leaf)) / num_shards)
+  return [
+    Activation(leaf.shape[0], (larger.size - leaf.size) * leaf.dtype.itemsize / num_shards)
     for leaf, larger in zip(once, twice, strict=True)
-    if leaf.shape
+    if larger.size > leaf.size
   ]
-  return [activation for activation in growth if activation.num_bytes]
-
-
-def _num_bytes(leaf: Any) -> int:
-  return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> list[Activation]:

@@ -4,17 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
-from maxlite.data.packing import (
-  DocumentWindows,
-  PackedConversations,
-  PackedDocuments,
-  RowSource,
-)
+from maxlite.data.packing import DocumentWindows, PackedConversations, PackedDocuments, RowSource
 from maxlite.data.sources.chat import ConversationTokenizer, chat_documents, open_chat
 from maxlite.data.sources.file_paths import expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
@@ -34,11 +30,9 @@ from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 _SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
 
 
-@dataclasses.dataclass(frozen=True)
-class DocumentRows:
-  """Rows that each hold (part of) one document; `document_N` is the document of each, from 0."""
+class DocumentRows(RowSource, Protocol):
+  """Rows that each hold (part of) one document: row i of document `document_N[i]`, from 0."""
 
-  rows: RowSource
   document_N: np.ndarray
 
 
@@ -69,29 +63,25 @@ def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -
 def _text_source(
   read: Reader, suffix: str, cfg: DataConfig, vocab_size: int, cache_directory: Path
 ) -> DataSource:
-  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  length, tokenizer = cfg.max_target_length, _open_fitting_tokenizer(cfg, vocab_size)
   data = _open_tokens(read, suffix, cfg, TextTokenizer(tokenizer), cache_directory)
-  rows = lambda tokens, seed: PackedDocuments(tokens, cfg.max_target_length, seed)
-  windows = DocumentWindows(data.eval, cfg.max_target_length)
-  documents = DocumentRows(windows, windows.document_N)
-  return _source(cfg, data, rows, documents, tokenizer, "documents")
+  rows = lambda tokens, seed: PackedDocuments(tokens, length, seed)
+  return _source(cfg, data, rows, DocumentWindows(data.eval, length), tokenizer, "documents")
 
 
 def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
-  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  length, tokenizer = cfg.max_target_length, _open_fitting_tokenizer(cfg, vocab_size)
   chat = open_chat(cfg, tokenizer)
   if chat is None:
     raise UserError(
       f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} has no chat "
       "template: set chat_template_path to one that fits the model"
     )
-  length = cfg.max_target_length
   conversations = ConversationTokenizer(chat, length + 1)
   data = _open_tokens(chat_documents, ".jsonl", cfg, conversations, cache_directory)
   rows = lambda tokens, seed: PackedConversations(tokens, length, seed, packing=cfg.packing)
   one_per_row = PackedConversations(data.eval, length, None, packing=False)
-  documents = DocumentRows(one_per_row, np.arange(len(one_per_row)))
-  return _source(cfg, data, rows, documents, tokenizer, "conversations")
+  return _source(cfg, data, rows, one_per_row, tokenizer, "conversations")
 
 
 def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
@@ -111,14 +101,9 @@ def _open_tokens(
   document_tokenizer: DocumentTokenizer,
   cache_directory: Path,
 ) -> TokenizedData:
-  data = open_tokens(
-    cfg,
-    read,
-    expand_paths(cfg.dataset_path, suffix, "dataset_path"),
-    expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path"),
-    document_tokenizer=document_tokenizer,
-    cache_directory=cache_directory,
-  )
+  files = expand_paths(cfg.dataset_path, suffix, "dataset_path")
+  eval_files = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
+  data = open_tokens(cfg, read, files, eval_files, document_tokenizer, cache_directory)
   num_train, num_eval = len(data.train.lengths), len(data.eval.lengths)
   if not num_train + num_eval:
     raise UserError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
@@ -140,11 +125,11 @@ def _source(
   unit: str,
 ) -> DataSource:
   seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
-  train, num_bytes_V, summary = rows(data.train, seed), tokenizer.num_bytes_V, _summary(data, unit)
+  source = DataSource(rows(data.train, seed), None, tokenizer.num_bytes_V, _summary(data, unit))
   if not len(data.eval.lengths):
-    return DataSource(train, None, num_bytes_V, summary)
+    return source
   # Held-out documents keep the order of the files, so that runs are compared on the same rows.
-  return DataSource(train, rows(data.eval, None), num_bytes_V, summary, documents)
+  return dataclasses.replace(source, eval=rows(data.eval, None), documents=documents)
 
 
 def _summary(data: TokenizedData, unit: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
-from maxlite.data.sources.chat_template import ChatTemplate, Message, Span
+from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenizers.tokenizer import (
@@ -63,15 +63,12 @@ class ChatEncoder:
       UserError: see `ChatTemplate.render_answers`.
     """
     for text, spans in self._template.render_answers(messages):
-      yield self._encode_masked(text, spans)
-
-  def _encode_masked(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    ids, starts = self._tokenizer.encode_with_offsets(text)
-    stops = np.append(starts[1:], len(text))
-    is_answer = np.zeros(len(ids), bool)
-    for start, stop in spans:
-      is_answer |= (starts < stop) & ((starts >= start) | (stops > start)) & (start < stop)
-    return ids, is_answer
+      ids, starts = self._tokenizer.encode_with_offsets(text)
+      stops = np.append(starts[1:], len(text))
+      is_answer = np.zeros(len(ids), bool)
+      for start, stop in spans:
+        is_answer |= (starts < stop) & ((starts >= start) | (stops > start)) & (start < stop)
+      yield ids, is_answer
 
   def _end_of_turn(self) -> list[int]:
     """The special token that the template puts after an answer, or []."""
@@ -100,15 +97,13 @@ def open_chat(
   """
   if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):
     return None
-  if not cfg.chat_template_path:
-    place = f"the chat template of {cfg.tokenizer_path}"
-    source = tokenizer.chat_template
-    return ChatEncoder(tokenizer, source, place=place, today=today) if source else None
-  path = Path(cfg.chat_template_path).expanduser()
-  if not path.is_file():
-    raise UserError(f"chat_template_path={path} is not a file: name a Jinja2 template")
-  place = f"chat_template_path={path}"
-  return ChatEncoder(tokenizer, path.read_text("utf-8"), place=place, today=today)
+  source, place = tokenizer.chat_template, f"the chat template of {cfg.tokenizer_path}"
+  if cfg.chat_template_path:
+    path = Path(cfg.chat_template_path).expanduser()
+    if not path.is_file():
+      raise UserError(f"chat_template_path={path} is not a file: name a Jinja2 template")
+    source, place = path.read_text("utf-8"), f"chat_template_path={path}"
+  return ChatEncoder(tokenizer, source, place=place, today=today) if source else None
 
 
 class ConversationTokenizer:

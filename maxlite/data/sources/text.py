@@ -1,5 +1,6 @@
 """Text files: each file is a document, read in pieces."""
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -32,8 +33,7 @@ def _pieces(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
   rest = b""
   while block := stream.read(min(PIECE_BYTES, end - stream.tell())):
     rest += block
-    cut = _cut(rest)
-    if cut:
+    if cut := _cut(rest):
       yield rest[:cut]
     rest = rest[cut:]
   if rest:
@@ -41,12 +41,9 @@ def _pieces(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _cut(data: bytes) -> int:
-  newline = data.rfind(b"\n") + 1
-  if newline:
+  if newline := data.rfind(b"\n") + 1:
     return newline
-  for back in range(1, min(4, len(data)) + 1):
-    byte = data[-back]
-    if byte >= 0xC0:  # lead byte of a character of 2, 3 or 4 bytes
-      length = 2 + (byte >= 0xE0) + (byte >= 0xF0)
-      return len(data) - back if back < length else len(data)
-  return len(data)
+  decoder = codecs.getincrementaldecoder("utf-8")("replace")
+  decoder.decode(data)
+  incomplete, _ = decoder.getstate()
+  return len(data) - len(incomplete)

@@ -81,8 +81,7 @@ class ByteTokenizer:
         f"tokenizer_path={path!r} is not read by tokenizer_type=byte: set "
         "tokenizer_type=huggingface or sentencepiece, or drop tokenizer_path"
       )
-    self.num_bytes_V = np.ones(self.size, np.int32)
-    self.num_bytes_V[256:] = 0
+    self.num_bytes_V = (np.arange(self.size) < 256).astype(np.int32)
 
   def encode(self, text: bytes) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
@@ -101,8 +100,10 @@ class ByteTokenizer:
     return list(piece.encode()), starts
 
 
-_HUGGINGFACE_BOS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]")
-_HUGGINGFACE_EOS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
+_COMMON_SPELLINGS = {
+  "bos_token": ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]"),
+  "eos_token": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"),
+}
 
 
 class HuggingFaceTokenizer:
@@ -128,24 +129,22 @@ class HuggingFaceTokenizer:
     self.identity = f"huggingface {file_hash} {self.bos} {self.eos}"
     spelling = {i: token for token, i in vocabulary.items()}
     # Once the files name any token, a template gets only the named ones and the eos.
-    defaults = {"bos_token": self.bos, "eos_token": self.eos}
-    if config.special_tokens_map:
-      del defaults["bos_token"]
-    self.special_tokens_map: Mapping[str, str] = {
-      name: spelling[i] for name, i in defaults.items()
-    } | config.special_tokens_map
+    bos = {} if config.special_tokens_map else {"bos_token": spelling[self.bos]}
+    self.special_tokens_map: Mapping[str, str] = (
+      bos | {"eos_token": spelling[self.eos]} | config.special_tokens_map
+    )
     self.special_tokens: Mapping[str, int] = self._mark_special(spelling)
     self.num_bytes_V = self._count_bytes(vocabulary)
 
   def encode(self, text: bytes) -> np.ndarray:
-    return np.asarray(self._encoding(text.decode(errors="replace")).ids, np.uint32)
+    return np.asarray(_encoding(self._tokenizer, text.decode(errors="replace")).ids, np.uint32)
 
   def decode(self, ids: Sequence[int]) -> str:
     valid = [i for i in map(int, ids) if i < self.size]
     return self._tokenizer.decode(valid, skip_special_tokens=True)
 
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    encoding = self._encoding(text, parse_special=True)
+    encoding = _encoding(self._tokenizer, text, parse_special=True)
     if ESCAPE not in text:
       starts = [start for start, _ in encoding.offsets]
       return np.asarray(encoding.ids, np.uint32), np.asarray(starts, np.int64)
@@ -164,23 +163,16 @@ class HuggingFaceTokenizer:
     added = self._tokenizer.get_added_tokens_decoder()
     return {token.content: i for i, token in added.items() if token.special}
 
-  def _encoding(self, text: str, *, parse_special: bool = False) -> tokenizers.Encoding:
-    self._tokenizer.encode_special_tokens = not parse_special
-    return self._tokenizer.encode(text, add_special_tokens=False)
-
   def _encode_piece(self, piece: str, is_first: bool) -> "_Encoded":
-    encode = self._encoding if is_first else self._encode_continuation
-    encoding = encode(piece)
+    encoding = _encoding(self._tokenizer if is_first else self._continuation, piece)
     return encoding.ids, [start for start, _ in encoding.offsets]
 
   @functools.cached_property
-  def _encode_continuation(self) -> Callable[[str], tokenizers.Encoding]:
-    """Encoder of pieces after the first, without the space that some vocabularies prepend."""
+  def _continuation(self) -> tokenizers.Tokenizer:
+    """For pieces after the first: without the space that some vocabularies prepend."""
     serialized = self._tokenizer.to_str()
     serialized = serialized.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
-    tokenizer = tokenizers.Tokenizer.from_str(serialized)
-    tokenizer.encode_special_tokens = True
-    return lambda piece: tokenizer.encode(piece, add_special_tokens=False)
+    return tokenizers.Tokenizer.from_str(serialized)
 
   def _count_bytes(self, vocabulary: dict[str, int]) -> np.ndarray:
     # A byte-level vocabulary spells each byte as one character.
@@ -191,6 +183,13 @@ class HuggingFaceTokenizer:
     for i, token in self._tokenizer.get_added_tokens_decoder().items():
       num_bytes_V[i] = 0 if token.special else len(token.content.encode())
     return num_bytes_V
+
+
+def _encoding(
+  tokenizer: tokenizers.Tokenizer, text: str, *, parse_special: bool = False
+) -> tokenizers.Encoding:
+  tokenizer.encode_special_tokens = not parse_special
+  return tokenizer.encode(text, add_special_tokens=False)
 
 
 class SentencePieceTokenizer:
@@ -240,38 +239,30 @@ def _special_ids(
 
   The stop tokens are the named eos and the listed ones. Without a bos, it is the eos.
   """
-  named_bos, named_eos = (
-    _named(vocabulary, config, name, path) for name in ("bos_token", "eos_token")
-  )
-  listed_bos = [] if config.bos_id is None else [config.bos_id]
-  common_bos, common_eos = (
-    [vocabulary[name] for name in names if name in vocabulary][:1]
-    for names in (_HUGGINGFACE_BOS, _HUGGINGFACE_EOS)
-  )
-  stop_token_ids = tuple(dict.fromkeys([*named_eos, *config.eos_ids])) or tuple(common_eos)
+  found: dict[str, list[int]] = {}
+  for name, common in _COMMON_SPELLINGS.items():
+    token = config.special_tokens_map.get(name)
+    if token is not None and token not in vocabulary:
+      raise UserError(
+        f"tokenizer_path={path!r} lacks {token!r}, which a file beside it names as {name}: correct "
+        "one of the two"
+      )
+    if unknown := set(config.ids[name]) - set(vocabulary.values()):
+      raise UserError(
+        f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it names as bos "
+        "or eos: correct one of the two"
+      )
+    named = [] if token is None else [vocabulary[token]]
+    spelled = [vocabulary[spelling] for spelling in common if spelling in vocabulary]
+    found[name] = [*named, *config.ids[name]] or spelled[:1]
+  stop_token_ids = tuple(dict.fromkeys(found["eos_token"]))
   if not stop_token_ids:
     raise UserError(
-      f"tokenizer_path={path!r} has none of {', '.join(_HUGGINGFACE_EOS)} to separate documents: "
-      "add one of them, or name another as eos_token in a tokenizer_config.json beside it"
+      f"tokenizer_path={path!r} has none of {', '.join(_COMMON_SPELLINGS['eos_token'])} to "
+      "separate documents: add one of them, or name another as eos_token in a "
+      "tokenizer_config.json beside it"
     )
-  if unknown := {*stop_token_ids, *listed_bos} - set(vocabulary.values()):
-    raise UserError(
-      f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it names as bos "
-      "or eos: correct one of the two"
-    )
-  return [*named_bos, *listed_bos, *common_bos, stop_token_ids[0]][0], stop_token_ids
-
-
-def _named(vocabulary: dict[str, int], config: TokenizerConfig, name: str, path: str) -> list[int]:
-  token = config.special_tokens_map.get(name)
-  if token is None:
-    return []
-  if token not in vocabulary:
-    raise UserError(
-      f"tokenizer_path={path!r} lacks {token!r}, which a file beside it names as {name}: correct "
-      "one of the two"
-    )
-  return [vocabulary[token]]
+  return (*found["bos_token"], *stop_token_ids)[0], stop_token_ids
 
 
 _Encoded = tuple[Sequence[int], Sequence[int]]  # ids, and the start of each

@@ -13,14 +13,10 @@ _ID_FILES = ("generation_config.json", "config.json")  # tokens by id
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-  """Contents of the files; empty or None where they have no entry.
-
-  `special_tokens_map` is by the names of chat templates: `bos_token`, `eos_token` and the like.
-  """
+  """Contents of the files, by the names that chat templates use: `bos_token`, `eos_token`, ..."""
 
   special_tokens_map: dict[str, str]
-  bos_id: int | None
-  eos_ids: tuple[int, ...]
+  ids: dict[str, list[int]]  # of bos_token and eos_token; empty if no file has them
   chat_template: str
 
 
@@ -35,14 +31,11 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     values = _read(folder / name)
     named = {key: _spelling(value) for key, value in values.items() if key.endswith("_token")}
     tokens = {key: token for key, token in named.items() if token} | tokens
-  bos_ids: list[int] = []
-  eos_ids: list[int] = []
+  ids: dict[str, list[int]] = {"bos_token": [], "eos_token": []}
   for name in _ID_FILES:
     values = _read(folder / name)
-    bos_ids = bos_ids or _ids(values.get("bos_token_id"), folder / name)
-    eos_ids = eos_ids or _ids(values.get("eos_token_id"), folder / name)
-  bos = bos_ids[0] if bos_ids else None
-  return TokenizerConfig(tokens, bos, tuple(dict.fromkeys(eos_ids)), _chat_template(folder))
+    ids = {key: ids[key] or _ids(values.get(f"{key}_id"), folder / name) for key in ids}
+  return TokenizerConfig(tokens, ids, _chat_template(folder))
 
 
 def _read(path: Path) -> dict[str, Any]:
