@@ -53,10 +53,10 @@ class Instruction:
   def num_bytes(self) -> float:
     return sum(array.num_bytes for array in self.arrays)
 
-  def attribute(self, name: str) -> str | None:
-    """The value of `name={...}` or `name=value`."""
-    found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
-    return found and found[1]
+  def attribute(self, name: str) -> str:
+    """The value of `name={...}` or `name=value`, without a leading %; "" if there is none."""
+    found = re.search(rf"\b{name}=%?(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
+    return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +129,7 @@ class Module:
 
   def _callees(self, within: Computation, instruction: Instruction) -> list[tuple[str, float]]:
     if instruction.opcode == "while":
-      body = (instruction.attribute("body") or "").lstrip("%")
-      return [(body, self._trip_count(within, instruction) or 1.0)]
+      return [(instruction.attribute("body"), self._trip_count(within, instruction) or 1.0)]
     if instruction.opcode in _CALLING:
       return [(computation.name, 1.0) for computation in self.called(instruction)]
     return []
@@ -142,7 +141,7 @@ class Module:
     """
     if known := _KNOWN_TRIPS.search(loop.attributes):
       return float(known[1])
-    condition = self.computations[(loop.attribute("condition") or "").lstrip("%")]
+    condition = self.computations[loop.attribute("condition")]
     compare = condition.root
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
       return None
@@ -155,8 +154,8 @@ class Module:
     start = within.operands(initial)[index] if initial.opcode == "tuple" else initial
     while start.opcode in ("copy", "bitcast"):
       (start,) = within.operands(start)
-    body = self.computations[(loop.attribute("body") or "").lstrip("%")]
-    return float(math.ceil((stop - (_constant(start) or 0)) / _step(body, index)))
+    step = _step(self.computations[loop.attribute("body")], index)
+    return float(math.ceil((stop - (_constant(start) or 0)) / step))
 
 
 def parse(text: str) -> Module:
@@ -181,9 +180,8 @@ def _instruction(named: re.Match[str], rest: str) -> Instruction:
   closing = _closing(rest, opening)
   inside = rest[opening + 1 : closing - 1]
   opcode = rest[:opening]
-  operands = (
-    (inside,) if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.-]+)", inside))
-  )
+  is_leaf = opcode in ("constant", "parameter")
+  operands = (inside,) if is_leaf else tuple(re.findall(r"%([\w.-]+)", inside))
   return Instruction(named[2], type_, opcode, operands, rest[closing:], bool(named[1]))
 
 

@@ -88,11 +88,8 @@ def _kind_between_slices(instruction: Instruction) -> str | None:
 def _payload_bytes(
   computation: Computation, instruction: Instruction, kind: str, group_size: int
 ) -> float:
-  sizes = [
-    operand.num_bytes
-    for operand in computation.operands(instruction)
-    if operand.opcode != "after-all"
-  ]
+  operands = computation.operands(instruction)
+  sizes = [operand.num_bytes for operand in operands if operand.opcode != "after-all"]
   if kind == "ragged-all-to-all":
     # The rows to send and the receive buffer, the larger of which is partly empty.
     return min(sizes[:2])
@@ -136,14 +133,13 @@ def _mesh_groups(axes: str, devices: str | None, grouped: str) -> np.ndarray:
     name: (int(before or 1), int(size or sizes[name]))
     for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)
   }
-  shape, inside = [], []
+  shape: list[int] = []  # each axis as (before, part, after), of which `part` is in the groups
   for name, size in sizes.items():
     before, part = parts.get(name, (1, 1))
     shape += [before, part, size // (before * part)]
-    inside.append(len(shape) - 2)
-  group_size = prod(shape[axis] for axis in inside)
-  outside = [axis for axis in range(len(shape)) if axis not in inside]
-  return ids.reshape(shape).transpose(*outside, *inside).reshape(-1, group_size)
+  axes = range(len(shape))
+  grouped_last = [*(axis for axis in axes if axis % 3 != 1), *axes[1::3]]
+  return ids.reshape(shape).transpose(grouped_last).reshape(-1, prod(shape[1::3]))
 
 
 def _mesh_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:

@@ -31,13 +31,12 @@ def matmul_flops(module: Module) -> MatmulFlops:
   A kernel on the receive buffer of a ragged all-to-all counts the rows that a uniform load sends:
   the buffer may be several times larger, but such kernels skip its empty part.
   """
-  filled = _filled_shares(module)
-  executed = [
-    (runs.times, _flops(computation, instruction, filled))
-    for computation, instruction, runs in module.executed()
-  ]
-  total = sum(times * flops for times, flops in executed if flops is not None)
-  return MatmulFlops(total, sum(flops is None for _, flops in executed))
+  filled, total, kernels_unknown = _filled_shares(module), 0.0, 0
+  for computation, instruction, runs in module.executed():
+    flops = _flops(computation, instruction, filled)
+    kernels_unknown += flops is None
+    total += runs.times * (flops or 0.0)
+  return MatmulFlops(total, kernels_unknown)
 
 
 def _filled_shares(module: Module) -> dict[int, float]:
@@ -87,10 +86,10 @@ def _dot_flops(computation: Computation, instruction: Instruction) -> float:
 def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
   """2 x multiplications of non-padding elements; XLA:TPU writes every matmul as a convolution."""
   lhs, rhs = (operand.arrays[0].shape for operand in computation.operands(instruction)[:2])
-  lhs_labels, rhs_labels, out_labels = re.split("_|->", instruction.attribute("dim_labels") or "")
+  lhs_labels, rhs_labels, out_labels = re.split("_|->", instruction.attribute("dim_labels"))
   out = instruction.arrays[0].shape
   flops = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
-  window = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window") or ""))
+  window = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window")))
   for axis, label in enumerate(sorted(set(out_labels) - {"b", "f"})):
     at = {name: numbers.split("x")[axis] for name, numbers in window.items()}
     flops *= _positions(

@@ -22,6 +22,8 @@ from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import step_bounds
 from maxlite.training.trainer import Trainer, build_trainer
 
+_CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
@@ -37,35 +39,30 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
 
   With `compiles=False` the plan has estimates only.
   """
-  console = _console()
   with exit_on_user_error("maxlite.plan"):
     target = build_target(cfg, compiles=compiles)
   if target.missing:
-    console.print(
-      f"estimate only: compiling for {cfg.plan.compile_topology} needs {target.missing}"
-    )
+    topology = cfg.plan.compile_topology
+    _CONSOLE.print(f"estimate only: compiling for {topology} needs {target.missing}")
     compiles = False
-  trainer, successes = target.trainer, []
-  for n, flops in enumerate(trainer.flops_per_step):
-    if plan := trainer.phase_plan:
-      console.print(plan.describe_phase(plan.phases[n], trainer.cfg.data))
-    successes.append(_plan_step(target, flops, console, compiles=compiles, phase=n))
+  successes = [
+    _plan_step(target, n, compiles=compiles) for n in range(len(target.trainer.objectives))
+  ]
   return 0 if all(successes) else 1
 
 
 def run_phase_plan(cfg: Config) -> int:
   """Print what each phase of `cfg` trains and when, without compiling. Returns 0."""
-  console = _console()
   with exit_on_user_error("maxlite.plan"):
     plan = build_trainer(cfg).phase_plan
     if plan is None:
       raise UserError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
   spans = plan.spans(cfg.run.steps)
-  console.print(*plan.describe(cfg.run.steps, cfg.data), "", sep="\n")
+  _CONSOLE.print(*plan.describe(cfg.run.steps, cfg.data), "", sep="\n")
   if spans:
-    console.print(*timeline_lines(spans), sep="\n")
+    _CONSOLE.print(*timeline_lines(spans), sep="\n")
   else:
-    console.print("phases end on conditions, so their steps are known only during the run")
+    _CONSOLE.print("phases end on conditions, so their steps are known only during the run")
   return 0
 
 
@@ -86,30 +83,26 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
   return CompiledStep(parse(text), program.memory_analysis(), seconds)
 
 
-def _console() -> Console:
-  return Console(highlight=False, markup=False, soft_wrap=True)
-
-
-def _plan_step(
-  target: PlanTarget, flops: float, console: Console, *, compiles: bool, phase: int = 0
-) -> bool:
-  """Print the plan of one step of `flops` model FLOPs; return whether it compiles and fits."""
-  trainer = target.trainer
-  console.print(_title(trainer, target.kind, phase))
-  compiled = None
+def _plan_step(target: PlanTarget, phase: int, *, compiles: bool) -> bool:
+  """Print the plan of the step of a phase; return whether it compiles and fits."""
+  trainer, compiled = target.trainer, None
+  if plan := trainer.phase_plan:
+    _CONSOLE.print(plan.describe_phase(plan.phases[phase], trainer.cfg.data))
+  _CONSOLE.print(_title(trainer, target.kind, phase))
   if compiles:
     try:
       compiled = compile_step(trainer, trainer.cfg.plan.save_hlo, phase)
     except jax.errors.JaxRuntimeError as error:
-      console.print(f"does not compile: {' '.join(str(error).split())}")
+      _CONSOLE.print(f"does not compile: {' '.join(str(error).split())}")
   estimate = estimate_memory(trainer, phase)
-  console.print("", *plan_report.memory_lines(estimate, compiled and compiled.memory), sep="\n")
-  needed = compiled.memory.peak_memory_in_bytes if compiled else estimate.total
-  fits = _print_fit(needed, target.kind, console)
-  for lines in _cost_paragraphs(target, compiled, flops, phase):
-    console.print("", *lines, sep="\n")
+  _CONSOLE.print("", *plan_report.memory_lines(estimate, compiled and compiled.memory), sep="\n")
+  fits = _print_fit(
+    compiled.memory.peak_memory_in_bytes if compiled else estimate.total, target.kind
+  )
+  for lines in _cost_paragraphs(target, compiled, phase):
+    _CONSOLE.print("", *lines, sep="\n")
   if compiled:
-    console.print(f"\ncompiled in {compiled.seconds:.0f} s")
+    _CONSOLE.print(f"\ncompiled in {compiled.seconds:.0f} s")
   return fits and bool(compiled or not compiles)
 
 
@@ -124,7 +117,7 @@ def _title(trainer: Trainer, kind: str, phase: int) -> str:
   )
 
 
-def _print_fit(needed: float, kind: str, console: Console) -> bool:
+def _print_fit(needed: float, kind: str) -> bool:
   """Print whether `needed` bytes fit a device, if its memory is known.
 
   TPU compilers also reject a step that fits only without gaps between its arrays.
@@ -133,16 +126,16 @@ def _print_fit(needed: float, kind: str, console: Console) -> bool:
   if hbm is None:
     return True
   verdict = "fits" if needed <= hbm else "does not fit"
-  console.print(f"{verdict}: {needed / hbm:.1%} of the {hbm / plan_report.GB:.1f} GB of a device")
+  _CONSOLE.print(f"{verdict}: {needed / hbm:.1%} of the {hbm / plan_report.GB:.1f} GB of a device")
   return needed <= hbm
 
 
 def _cost_paragraphs(
-  target: PlanTarget, compiled: CompiledStep | None, model_flops: float, phase: int
+  target: PlanTarget, compiled: CompiledStep | None, phase: int
 ) -> list[list[str]]:
-  """Paragraphs about FLOPs, communication and the roofline; `model_flops` is over all devices."""
+  """Paragraphs about FLOPs, communication and the roofline of a device."""
   mesh, kind = target.trainer.mesh, target.kind
-  model_flops /= mesh.size
+  model_flops = target.trainer.flops_per_step[phase] / mesh.size
   estimated = estimate_collectives(target, phase)
   found, flops, moved, paragraphs = estimated, model_flops, None, []
   if compiled:
