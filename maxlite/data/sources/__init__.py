@@ -33,7 +33,8 @@ _SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
 class DocumentRows(RowSource, Protocol):
   """Rows that each hold (part of) one document: row i of document `document_N[i]`, from 0."""
 
-  document_N: np.ndarray
+  @property
+  def document_N(self) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
