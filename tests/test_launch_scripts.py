@@ -1,5 +1,6 @@
 """The launch scripts, checked by the parsers and programs that consume them."""
 
+import re
 import shutil
 import string
 import subprocess
@@ -19,6 +20,7 @@ JOBSET = {
   "TOPOLOGY": "2x4x4",
   "RESTARTS": "20",
   "CLAIM": "runs",
+  "TOKEN": "0123456789abcdef",
   "COMMAND": "configs/base.yml run_name=big",
 }
 
@@ -50,7 +52,10 @@ def test_all_workers_of_a_tpu_get_the_arguments_unchanged():
   to_gcloud = lines_of("bash", "-c", f"gcloud() {{ printf '%s\\n' \"$@\"; }}; {train}")
   assert {"--zone=us-east5-a", "--worker=all", "t1"} <= set(to_gcloud)
   (command,) = (argument for argument in to_gcloud if argument.startswith("--command="))
-  on_worker = command.removeprefix("--command=cd maxlite && exec .venv/bin/python")
+  setup, on_worker = command.split(" && exec .venv/bin/python")
+  assert re.fullmatch(
+    "--command=cd maxlite && export MAXLITE_COORDINATOR_TOKEN=[0-9a-f]{32}", setup
+  )
   assert lines_of("bash", "-c", f"printf '%s\\n' {on_worker}") == [
     "-m",
     "maxlite.train",

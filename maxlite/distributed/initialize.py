@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from maxlite.config.errors import UserError
 from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.jax_private import detect_cluster
-from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
+from maxlite.distributed.rendezvous import TOKEN, ProcessSpec, bind_address, rendezvous
 
 T = TypeVar("T")
 # Environment variables: number of processes, process id; the last two, on this host.
@@ -68,7 +68,7 @@ def distributed_runtime(
     return
   devices = local_devices(environment, os.environ)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  peers = rendezvous(spec, timeout)
+  peers = rendezvous(spec, timeout, os.environ.get(TOKEN, ""))
   with Heartbeat(spec.process_id, peers, jax_distributed_heartbeat_timeout_seconds):
     jax.distributed.initialize(
       spec.address,
@@ -76,6 +76,7 @@ def distributed_runtime(
       spec.process_id,
       local_device_ids=devices,
       cluster_detection_method="deactivate",
+      coordinator_bind_address=bind_address(spec),
       initialization_timeout=timeout,
       # A fallback if our heartbeat, which is faster and names the lost process, hangs.
       heartbeat_timeout_seconds=2 * jax_distributed_heartbeat_timeout_seconds,
@@ -119,15 +120,13 @@ def resolve_process(
   Raises:
     UserError: the specification is incomplete or inconsistent.
   """
+  num_processes = environment.num_processes if num_processes == -1 else num_processes
   if num_processes == 1:
     return ProcessSpec("", 1, 0)
-  if not (address or num_processes > 1 or process_id >= 0 or environment.num_processes > 0):
+  if not (address or num_processes > 1 or process_id >= 0):
     return None
   address = address or environment.address
-  num_processes = environment.num_processes if num_processes == -1 else num_processes
   process_id = environment.process_id if process_id == -1 else process_id
-  if num_processes == 1:
-    return ProcessSpec("", 1, 0)
   if not re.fullmatch(r".+:\d{1,5}", address):
     raise UserError(
       f"coordinator_address={address or '(not given)'} for process_id={process_id} of "

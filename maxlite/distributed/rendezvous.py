@@ -1,17 +1,27 @@
-"""Rendezvous of all processes of a run at process 0: all are present and agree, or all fail."""
+"""Rendezvous of all processes of a run at process 0: all are present and agree, or all fail.
+
+Process 0 sends a random challenge to whatever connects. A process answers with the number of
+processes, its id, and a proof: the HMAC of all three with the run's token. Connections without the
+proof are ignored. At the end, process 0 sends the outcome: a line with an error, or an empty line.
+"""
 
 import contextlib
 import dataclasses
-import json
+import hmac
+import ipaddress
+import re
+import secrets
+import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator
 
 from maxlite.config.errors import UserError
 
-_MESSAGE_BYTES = 4096
-_RETRY_SECONDS = 0.2
-_HELLO_SECONDS = 5.0  # for a connected peer to identify itself
+TOKEN = "MAXLITE_COORDINATOR_TOKEN"  # environment variable: a secret that a run's processes share
+_LINE_BYTES = 4096
+_CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.2
+_HELLO = r"(\d{1,9}) (\d{1,9}) ([0-9a-f]{64})\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +38,7 @@ class ProcessSpec:
     return host.strip("[]"), int(port)
 
 
-def rendezvous(spec: ProcessSpec, timeout: float) -> dict[int, socket.socket]:
+def rendezvous(spec: ProcessSpec, timeout: float, token: str = "") -> dict[int, socket.socket]:
   """{process id: connection} from process 0 to all others, or from another process to process 0.
 
   The port is free again afterwards, for JAX's coordinator.
@@ -38,65 +48,139 @@ def rendezvous(spec: ProcessSpec, timeout: float) -> dict[int, socket.socket]:
       they disagree on the number of processes.
   """
   deadline = time.monotonic() + timeout
-  if spec.process_id == 0:
-    return _accept_all(spec, deadline, timeout)
-  connection = _connect(spec, deadline, timeout)
-  _send(connection, {"num_processes": spec.num_processes, "process_id": spec.process_id})
-  answer = _read(connection, deadline + timeout)  # process 0 may have started later
-  error = (
-    answer["error"]
-    if answer
-    else (
-      f"process 0 at coordinator_address={spec.address} exited before all {spec.num_processes} "
-      "processes were connected: see its output"
-    )
-  )
-  if error:
-    connection.close()
-    raise UserError(error)
-  return {0: connection}
-
-
-def _accept_all(spec: ProcessSpec, deadline: float, timeout: float) -> dict[int, socket.socket]:
-  """On process 0: waits for all others, and sends them the outcome."""
+  if spec.process_id > 0:
+    return {0: _join(spec, deadline, timeout, token)}
   peers: dict[int, socket.socket] = {}
-  rejected: list[socket.socket] = []
-  error = ""
+  joined, error = [], ""
   with _listen(spec) as listener:
-    while len(peers) < spec.num_processes - 1 and not error:
-      connection = _accept(listener, deadline)
-      if connection is None:
-        error = _missing_error(spec, peers, timeout)
+    for count, rank, connection in _hellos(listener, deadline, token):
+      joined.append(connection)
+      error = _hello_error(spec, peers, count, rank)
+      peers.setdefault(rank, connection)
+      if error or len(peers) == spec.num_processes - 1:
         break
-      hello = _read(connection, time.monotonic() + _HELLO_SECONDS)
-      error = _hello_error(spec, peers, hello) if hello else ""
-      if hello and not error:
-        peers[hello["process_id"]] = connection
-      else:
-        rejected.append(connection)
-  for connection in (*peers.values(), *rejected):
+    else:
+      error = _missing_error(spec, peers, timeout)
+  for connection in joined:
     with contextlib.suppress(OSError):
-      _send(connection, {"error": error})
-  for connection in (*peers.values(), *rejected) if error else rejected:
-    connection.close()
+      connection.sendall(f"{error}\n".encode())
+    if error:
+      connection.close()
   if error:
     raise UserError(error)
   return peers
 
 
-def _missing_error(spec: ProcessSpec, peers: Mapping[int, object], timeout: float) -> str:
-  missing = [str(n) for n in range(1, spec.num_processes) if n not in peers]
-  shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-  return (
-    f"{len(missing)} of {spec.num_processes} processes did not connect to coordinator_address="
-    f"{spec.address} in {timeout:g} s (jax_distributed_initialization_timeout): process_id "
-    f"{shown}; start them, or correct num_processes"
-  )
+def _join(spec: ProcessSpec, deadline: float, timeout: float, token: str) -> socket.socket:
+  """The connection of another process to process 0."""
+  connection = _connect(spec, deadline, timeout)
+  challenge = _read_line(connection, timeout) or ""
+  count, rank = spec.num_processes, spec.process_id
+  with contextlib.suppress(OSError):
+    proof = _proof(token, challenge, count, rank)
+    connection.sendall(f"{count} {rank} {proof}\n".encode())
+  error = _read_line(connection, 2 * timeout)  # process 0 may have started later
+  if error is None:
+    error = (
+      f"process 0 at coordinator_address={spec.address} closed the connection before all {count} "
+      f"processes were connected: see its output, and give all processes the same {TOKEN}"
+    )
+  if error:
+    connection.close()
+    raise UserError(error)
+  return connection
 
 
-def _hello_error(spec: ProcessSpec, peers: Mapping[int, object], hello: Mapping[str, int]) -> str:
-  """What is inconsistent in a peer's message; empty: nothing."""
-  count, rank = hello["num_processes"], hello["process_id"]
+def bind_address(spec: ProcessSpec) -> str | None:
+  """HOST:PORT at which process 0 listens, and JAX's coordinator after it; None: on all interfaces.
+
+  The latter if HOST is not an address of this host, but is translated to one.
+  """
+  host, port = _listening_host(spec.endpoint[0]), spec.endpoint[1]
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if host else None
+
+
+def _listening_host(host: str) -> str:
+  """The address of this host that `host` names; empty if it names none.
+
+  Loopback counts only if it is meant: Debian resolves a host's own name to 127.0.1.1, where other
+  hosts cannot connect.
+  """
+  with contextlib.suppress(OSError, UnicodeError):
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+      ip = str(address[0])
+      is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+      if not is_loopback or host in ("localhost", ip):
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+          probe.bind(address)
+          return ip
+  return ""
+
+
+def _listen(spec: ProcessSpec) -> socket.socket:
+  host, port = _listening_host(spec.endpoint[0]), spec.endpoint[1]
+  dual = not host and socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+  try:
+    return socket.create_server(
+      (host, port), family=family, dualstack_ipv6=dual, backlog=spec.num_processes
+    )
+  except (OSError, OverflowError) as error:
+    raise UserError(
+      f"coordinator_address={spec.address}: process 0 cannot listen at that port ({error}); "
+      "choose another"
+    ) from None
+
+
+def _hellos(
+  listener: socket.socket, deadline: float, token: str
+) -> Iterator[tuple[int, int, socket.socket]]:
+  """(number of processes, process id, connection) of each process that connects in time."""
+  with selectors.DefaultSelector() as selector, contextlib.ExitStack() as visitors:
+    selector.register(listener, selectors.EVENT_READ)
+    while (seconds := deadline - time.monotonic()) > 0:
+      for key, _ in selector.select(seconds):
+        if key.fileobj is listener:
+          with contextlib.suppress(OSError):
+            visitor = visitors.enter_context(listener.accept()[0])
+            challenge = secrets.token_hex(16)
+            visitor.sendall(f"{challenge}\n".encode())
+            selector.register(visitor, selectors.EVENT_READ, (visitor, challenge, bytearray()))
+          continue
+        visitor, challenge, text = key.data
+        received = _receive(visitor)
+        text += received
+        if received and not text.endswith(b"\n") and len(text) < _LINE_BYTES:
+          continue
+        selector.unregister(visitor)
+        if hello := _verify(text.decode("ascii", "replace"), challenge, token):
+          yield *hello, socket.socket(fileno=visitor.detach())
+        visitor.close()
+
+
+def _receive(connection: socket.socket) -> bytes:
+  try:
+    return connection.recv(_LINE_BYTES)
+  except OSError:
+    return b""
+
+
+def _verify(text: str, challenge: str, token: str) -> tuple[int, int] | None:
+  """(number of processes, process id) of a hello with the right proof, else None."""
+  found = re.fullmatch(_HELLO, text)
+  if found is None:
+    return None
+  count, rank = int(found[1]), int(found[2])
+  is_proven = hmac.compare_digest(found[3], _proof(token, challenge, count, rank))
+  return (count, rank) if is_proven and 0 < rank < count else None
+
+
+def _proof(token: str, challenge: str, count: int, rank: int) -> str:
+  return hmac.new(token.encode(), f"{challenge} {count} {rank}".encode(), "sha256").hexdigest()
+
+
+def _hello_error(spec: ProcessSpec, peers: Collection[int], count: int, rank: int) -> str:
+  """What is inconsistent in a process's message; empty: nothing."""
   if count != spec.num_processes:
     return (
       f"process_id={rank} was started with num_processes={count}, process_id=0 with "
@@ -107,34 +191,20 @@ def _hello_error(spec: ProcessSpec, peers: Mapping[int, object], hello: Mapping[
   return ""
 
 
-def _listen(spec: ProcessSpec) -> socket.socket:
-  _, port = spec.endpoint
-  dual = socket.has_dualstack_ipv6()
-  family = socket.AF_INET6 if dual else socket.AF_INET
-  try:
-    return socket.create_server(
-      ("", port), family=family, dualstack_ipv6=dual, backlog=spec.num_processes
-    )
-  except (OSError, OverflowError) as error:
-    raise UserError(
-      f"coordinator_address={spec.address}: process 0 cannot listen at that port ({error}); "
-      "choose another"
-    ) from None
-
-
-def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
-  """The next connection; None if there is none until the deadline."""
-  listener.settimeout(max(deadline - time.monotonic(), 0.001))
-  try:
-    return listener.accept()[0]
-  except TimeoutError:
-    return None
+def _missing_error(spec: ProcessSpec, peers: Collection[int], timeout: float) -> str:
+  missing = [str(n) for n in range(1, spec.num_processes) if n not in peers]
+  shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+  return (
+    f"{len(missing)} of {spec.num_processes} processes did not connect to coordinator_address="
+    f"{spec.address} in {timeout:g} s (jax_distributed_initialization_timeout): process_id "
+    f"{shown}; start them, or correct num_processes"
+  )
 
 
 def _connect(spec: ProcessSpec, deadline: float, timeout: float) -> socket.socket:
   while True:
     try:
-      return socket.create_connection(spec.endpoint, timeout=_HELLO_SECONDS)
+      return socket.create_connection(spec.endpoint, timeout=_CONNECT_SECONDS)
     except (OSError, OverflowError) as error:
       if time.monotonic() > deadline:
         raise UserError(
@@ -144,26 +214,11 @@ def _connect(spec: ProcessSpec, deadline: float, timeout: float) -> socket.socke
     time.sleep(_RETRY_SECONDS)
 
 
-def _send(connection: socket.socket, message: Mapping[str, object]) -> None:
-  connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _read(connection: socket.socket, deadline: float) -> dict | None:
-  """One message; None if there is none until the deadline, or it is malformed."""
-  text = b""
-  while not text.endswith(b"\n") and len(text) < _MESSAGE_BYTES:
-    connection.settimeout(max(deadline - time.monotonic(), 0.001))
-    try:
-      byte = connection.recv(1)  # bytes after the message belong to the heartbeat
-    except OSError:
-      return None
-    if not byte:
-      return None
-    text += byte
+def _read_line(connection: socket.socket, timeout: float) -> str | None:
+  """A line; None if it does not arrive. Bytes after it are left for the heartbeat."""
+  connection.settimeout(timeout)
+  line = b""
+  with contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as unbuffered:
+    line = unbuffered.readline(_LINE_BYTES)
   connection.settimeout(None)
-  try:
-    message = json.loads(text)
-  except ValueError:
-    return None
-  is_valid = isinstance(message, dict) and message.keys() & {"process_id", "error"}
-  return message if is_valid else None
+  return line.decode(errors="replace").strip() if line.endswith(b"\n") else None

@@ -1,6 +1,7 @@
 """Process discovery, the rendezvous and the heartbeat."""
 
 import concurrent.futures
+import contextlib
 import re
 import signal
 import socket
@@ -20,7 +21,7 @@ from maxlite.distributed.initialize import (
   read_environment,
   resolve_process,
 )
-from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
+from maxlite.distributed.rendezvous import ProcessSpec, bind_address, rendezvous
 
 SLURM = {
   "SLURM_JOB_ID": "4097",
@@ -242,21 +243,76 @@ def test_an_inconsistent_rendezvous_fails_on_all_in_time(ranks, message):
   assert time.monotonic() - began < 5
 
 
-def test_other_connections_do_not_disturb_the_rendezvous():
-  address = free_address()
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 10.0)
-    while True:
-      try:
-        with socket.create_connection(ProcessSpec(address, 2, 0).endpoint) as stranger:
-          stranger.sendall(b"GET / HTTP/1.1\n")
-        break
-      except ConnectionRefusedError:
-        time.sleep(0.01)
-    second = pool.submit(rendezvous, ProcessSpec(address, 2, 1), 10.0)
+def connect(address):
+  """A connection to process 0 as soon as it listens."""
+  while True:
+    try:
+      return socket.create_connection(ProcessSpec(address, 2, 0).endpoint, timeout=10)
+    except ConnectionRefusedError:
+      time.sleep(0.01)
+
+
+STRANGERS = (
+  b"GET / HTTP/1.1\n",
+  b'{"process_id": 1}\n',
+  b"[" * 4096,
+  b"2 1 " + b"0" * 64 + b"\n",  # a wrong proof
+  b"no line",  # and nothing more, while the connection stays open
+)
+
+
+def test_strangers_are_ignored_and_delay_nothing():
+  address, began = free_address(), time.monotonic()
+  with concurrent.futures.ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as strangers:
+    first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 60.0, "secret")
+    for text in STRANGERS:
+      stranger = strangers.enter_context(connect(address))
+      stranger.sendall(text)
+      if text != STRANGERS[-1]:
+        assert stranger.makefile("rb").read().count(b"\n") == 1  # the challenge, then the end
+    second = pool.submit(rendezvous, ProcessSpec(address, 2, 1), 60.0, "secret")
   assert (list(first.result()), list(second.result())) == ([1], [0])
   for peers in (first.result(), second.result()):
     peers.popitem()[1].close()
+  assert time.monotonic() - began < 5
+
+
+def test_a_process_with_another_token_is_ignored():
+  address = free_address()
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 1.0, "secret")
+    second = pool.submit(rendezvous, ProcessSpec(address, 2, 1), 1.0, "another")
+  assert "1 of 2 processes did not connect" in str(first.exception())
+  assert "give all processes the same MAXLITE_COORDINATOR_TOKEN" in str(second.exception())
+
+
+def test_process_0_listens_on_the_address_of_the_coordinator_only():
+  address = free_address()
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    alone = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 1.0)
+    connect(address).close()
+    with pytest.raises(ConnectionRefusedError):
+      socket.create_connection(("127.0.0.2", ProcessSpec(address, 2, 0).endpoint[1])).close()
+    assert isinstance(alone.exception(), UserError)
+
+
+@pytest.mark.parametrize(
+  ("address", "found", "bound"),
+  [
+    ("127.0.0.1:1", "127.0.0.1", "127.0.0.1:1"),
+    ("localhost:1", "127.0.0.1", "127.0.0.1:1"),
+    ("[::1]:1", "::1", "[::1]:1"),
+    ("me:1", "127.0.1.1", None),  # a host's own name in Debian's /etc/hosts
+    ("gateway:1", "192.0.2.1", None),  # translated to an address of this host
+  ],
+)
+def test_all_interfaces_only_if_the_address_is_none_of_this_host(
+  address, found, bound, monkeypatch
+):
+  family = socket.AF_INET6 if ":" in found else socket.AF_INET
+  found = [(family, socket.SOCK_STREAM, 0, "", (found, 0))]
+  monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+  assert bind_address(ProcessSpec(address, 2, 0)) == bound
 
 
 def test_a_port_in_use_is_an_error():

@@ -20,6 +20,7 @@ import ctypes
 import dataclasses
 import os
 import re
+import secrets
 import selectors
 import signal
 import socket
@@ -140,9 +141,9 @@ def end_with_parent() -> Callable[[], None]:
   return in_child
 
 
-def process_environment(rank: int, platform: str, devices: int) -> dict[str, str]:
+def process_environment(rank: int, platform: str, devices: int, token: str) -> dict[str, str]:
   """The environment of one process, with its devices."""
-  environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+  environment = {**os.environ, "PYTHONUNBUFFERED": "1", "MAXLITE_COORDINATOR_TOKEN": token}
   if platform == "gpu":
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     own = range(rank * devices, (rank + 1) * devices)
@@ -163,10 +164,10 @@ def launch(options: argparse.Namespace, num_processes: int, on_start: Callable) 
   address = f"127.0.0.1:{free_port()}"
   keys = [f"coordinator_address={address}", f"num_processes={num_processes}"]
   command = [sys.executable, "-m", options.module, *options.arguments]
-  ranks = range(num_processes)
+  ranks, token = range(num_processes), secrets.token_hex(16)
   group = ProcessGroup(
     [[*command, *keys, f"process_id={rank}"] for rank in ranks],
-    [process_environment(rank, options.platform, options.devices) for rank in ranks],
+    [process_environment(rank, options.platform, options.devices, token) for rank in ranks],
   )
   on_start(group)
   try:

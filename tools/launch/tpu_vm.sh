@@ -40,4 +40,5 @@ gcloud_tpu scp "$archive" "$name:"
 gcloud_tpu ssh "$name" --command="rm -rf maxlite && mkdir maxlite && tar -xzf maxlite.tar.gz -C maxlite \
 && cd maxlite && python3 -m venv .venv && .venv/bin/pip install --quiet --editable '.[tpu]'"
 printf -v words ' %q' "$@"
-gcloud_tpu ssh "$name" --command="cd maxlite && exec .venv/bin/python -m maxlite.train$words"
+token=$(openssl rand -hex 16) # without it, no process can join this run
+gcloud_tpu ssh "$name" --command="cd maxlite && export MAXLITE_COORDINATOR_TOKEN=$token && exec .venv/bin/python -m maxlite.train$words"
