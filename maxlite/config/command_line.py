@@ -9,7 +9,7 @@ from absl import flags
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, SchemaKey
-from maxlite.config.values import Setting, did_you_mean, domain
+from maxlite.config.values import Setting, domain, suggest
 
 _USAGE = """\
 usage: python -m {program} [FILE.yml ...] [key=value ...] [--key=value ...]
@@ -57,7 +57,7 @@ class CommandLine:
     elif argument.endswith((".yml", ".yaml")):
       self.files.append(Path(argument))
     else:
-      hint = did_you_mean(argument, KEYS) or "write FILE.yml, key=value or --key=value"
+      hint = suggest(argument, KEYS, "write FILE.yml, key=value or --key=value")
       raise UserError(f"command line: {argument} is neither a YAML file nor key=value; {hint}")
 
 

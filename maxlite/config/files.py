@@ -6,7 +6,7 @@ import yaml
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import YamlValueError, from_yaml
-from maxlite.config.values import BASE_CONFIG, Setting, did_you_mean
+from maxlite.config.values import BASE_CONFIG, Setting, suggest
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parent / "configs"
@@ -70,8 +70,8 @@ def read_preset(model_name: Setting) -> list[Setting]:
   names = sorted(path.stem for path in (CONFIGS / "models").glob("*.yml"))
   name = model_name.raw
   if name not in names:
-    hint = did_you_mean(str(name), names) or f"choose one of {', '.join(names)}"
-    raise model_name.error(f"has no file in {CONFIGS / 'models'}; {hint}")
+    folder = CONFIGS / "models"
+    raise model_name.error(f"has no file in {folder}; {suggest(str(name), names)}")
   chain = read_chain(CONFIGS / "models" / f"{name}.yml", model_name.source)
   settings = [setting for file in chain for setting in file]
   for setting in settings:
@@ -84,8 +84,8 @@ def _compose(path: Path, referrer: str) -> yaml.Node | None:
   try:
     return yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
   except OSError as error:
-    near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")))
-    hint = near or "name an existing YAML file"
+    names = (file.name for file in path.parent.glob("*.y*ml"))
+    hint = suggest(path.name, names, "name an existing YAML file")
     raise UserError(f"{referrer}: {path} cannot be read ({error.strerror}); {hint}") from None
   except yaml.MarkedYAMLError as error:
     line = error.problem_mark.line + 1 if error.problem_mark else 1

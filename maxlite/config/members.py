@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxlite.config.errors import UserError
 from maxlite.config.files import read_preset
@@ -23,16 +23,11 @@ from maxlite.config.sweep import Point, sweep_points
 from maxlite.config.validation import SHARED, is_folder_name, validate
 from maxlite.config.values import Setting, parse
 
+_SECTIONS = (ModelConfig, OptimizerConfig, TrainingConfig)
+_SINGLE_KEYS = ("init_weights_seed", "model_name", "data_shuffle_seed", "data_sampling")
 # Keys that a member may set; all others are shared.
-MEMBER_KEYS = frozenset(
-  {
-    *flatten(ModelConfig()),
-    *flatten(OptimizerConfig()),
-    *flatten(TrainingConfig()),
-    *("phases", "initial_phases"),
-    *("init_weights_seed", "model_name", "data_shuffle_seed", "data_sampling"),
-  }
-) - {"vocab_size"}
+MEMBER_KEYS = {key for section in _SECTIONS for key in flatten(section())} - {"vocab_size"}
+MEMBER_KEYS |= {"phases", "initial_phases", *_SINGLE_KEYS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +39,7 @@ class MemberConfig:
   config: Config
 
 
-@dataclasses.dataclass(frozen=True)
-class _RawMember:
+class _RawMember(NamedTuple):
   """The settings of a member, not parsed yet."""
 
   name: str
@@ -70,20 +64,15 @@ def members_of(cfg: Config) -> tuple[MemberConfig, ...]:
 
 def _raw_members(ensemble: EnsembleConfig) -> list[_RawMember]:
   points = sweep_points(ensemble.sweep)
-  if ensemble.members:
-    entries = enumerate(ensemble.members)
-    raws = [raw for index, entry in entries for raw in _combine(index, entry, points)]
-  else:
-    raws = [_RawMember("", point[0].source, point) for point in points]
-  return [
-    raw if raw.name else dataclasses.replace(raw, name=_numbered("m", index, len(raws)))
-    for index, raw in enumerate(raws)
-  ]
+  raws = [raw for n, entry in enumerate(ensemble.members) for raw in _combine(n, entry, points)]
+  raws = raws or [_RawMember("", point[0].source, point) for point in points]
+  numbered = enumerate(raws)
+  return [raw._replace(name=raw.name or _numbered("m", n, len(raws))) for n, raw in numbered]
 
 
 def _combine(index: int, entry: FrozenMapping, points: list[Point]) -> Iterator[_RawMember]:
   """An entry of `members`, once per point of the sweep; the name is empty if none is given."""
-  source = f"members[{index}]" + (f" ({entry.source})" if entry.source else "")
+  source = entry.located(f"members[{index}]")
   name = Setting("name", entry.get("name", ""), source)
   if "name" in entry and not (isinstance(name.raw, str) and is_folder_name(name.raw)):
     raise name.error("must name one folder; write a name without slashes or a leading dot")
@@ -107,8 +96,8 @@ def _member(cfg: Config, index: int, raw: _RawMember) -> MemberConfig:
     if setting.name not in MEMBER_KEYS:
       raise setting.error("is shared by all members; set it once, outside of members")
   chosen = [setting for setting in raw.settings if setting.name == "model_name"]
-  preset = read_preset(chosen[-1]) if chosen else []
-  preset = [setting for setting in preset if setting.name in MEMBER_KEYS]
+  whole_preset = read_preset(chosen[-1]) if chosen else []
+  preset = [setting for setting in whole_preset if setting.name in MEMBER_KEYS]
   shared = flatten(cfg)
   values = shared | _own_run(cfg, index, raw.name)
   values |= {setting.name: parse(setting) for setting in preset} | overrides

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from maxlite.config.config_field import ConfigField
@@ -14,21 +13,28 @@ from maxlite.config.schema import (
   KEYS,
   Config,
   DataConfig,
+  ModelConfig,
   OptimizerConfig,
   TrainingConfig,
   flatten,
 )
 from maxlite.config.validation import validate
-from maxlite.config.values import Setting, did_you_mean, parse, parse_as
+from maxlite.config.values import Setting, parse, parse_as, suggest
 
-_PHASE_KEYS = ("name", "train", "loss", "steps", "until")
-_UNTIL_KEYS = {"metric", "max_steps", "patience", "min_delta", "below", "above"}
-_OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the name in the schema, and in a phase
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length")  # not per phase
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
 SOURCE_KEYS = ("dataset_type", "dataset_path", "text_column")  # which documents are read
 _SCHEMA_KEYS = (*flatten(OptimizerConfig()), "gradient_accumulation_steps", *DATA_KEYS)
+_PHASE_KEYS = ("name", "train", "loss", "steps", "until")
+_OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the name in the schema, and in a phase
+_KEYS = (*_PHASE_KEYS, _OPTIMIZER, *(key for key in _SCHEMA_KEYS if key != _OPT_TYPE))
 _EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}
+_STEPS, _NUMBER = (int, ConfigField("", low=1)), (float, ConfigField(""))
+# Type and range of the keys of `until`.
+_UNTIL_KEYS: dict[str, tuple[type, ConfigField]] = {
+  **{"metric": (str, ConfigField("")), "max_steps": _STEPS, "patience": _STEPS},
+  **dict.fromkeys(("min_delta", "below", "above"), _NUMBER),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +77,15 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
       raise UserError(f"{_source(cfg, n)}: name={name} is also the name of {other}")
   for name in cfg.phasing.initial_phases:
     if name not in names:
-      hint = did_you_mean(name, names) or f"choose from {', '.join(names)}"
-      raise UserError(f"initial_phases: {name} is not a phase; {hint}")
+      raise UserError(f"initial_phases: {name} is not a phase; {suggest(name, names)}")
   return phases
 
 
 def initial_phases_of(cfg: Config) -> dict[str, int]:
   """{phase: steps} of the phases that run before the alternation."""
   raws = cfg.phasing.initial_phases
-  return {name: _steps(Setting(name, raw, "initial_phases")) for name, raw in raws.items()}
+  settings = (Setting(name, raw, "initial_phases") for name, raw in raws.items())
+  return {setting.name: parse_as(setting, *_STEPS) for setting in settings}
 
 
 def without_data(phases: tuple[FrozenMapping, ...]) -> tuple[FrozenMapping, ...]:
@@ -117,23 +123,22 @@ def validate_phase_data(cfg: Config, *, needs_data: bool) -> None:
 
 def _source(cfg: Config, n: int) -> str:
   """Where phase `n` is written, for error messages."""
-  source = cfg.phasing.phases[n].source
-  return f"phases[{n}]" + (f" ({source})" if source else "")
+  return cfg.phasing.phases[n].located(f"phases[{n}]")
 
 
 def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   source = _source(cfg, n)
-  settings = {key: Setting(key, value, source) for key, value in raw.items()}
-  _require_phase_keys(settings, source)
-  if _OPTIMIZER in settings:
-    settings[_OPT_TYPE] = dataclasses.replace(settings.pop(_OPTIMIZER), name=_OPT_TYPE)
+  _require_phase_keys(raw, source)
+  names = {_OPTIMIZER: _OPT_TYPE}
+  written = (Setting(names.get(key, key), value, source) for key, value in raw.items())
+  settings = {setting.name: setting for setting in written}
   own = {key: parse(setting) for key, setting in settings.items() if key in _SCHEMA_KEYS}
   keys_of = lambda section: {key: own[key] for key in flatten(section) if key in own}
   return PhaseConfig(
     name=parse_as(settings["name"], str),
     train=_regexes(settings["train"]),
-    loss=_loss(settings.get("loss"), cfg.model.num_draft_heads),
-    steps=_steps(settings["steps"]) if "steps" in settings else None,
+    loss=_loss(settings["loss"], cfg.model) if "loss" in settings else "next_token",
+    steps=parse_as(settings["steps"], *_STEPS) if "steps" in settings else None,
     until=_until(settings["until"]) if "until" in settings else None,
     optimizer=dataclasses.replace(cfg.optimizer, **keys_of(cfg.optimizer)),
     training=dataclasses.replace(cfg.training, **keys_of(cfg.training)),
@@ -141,19 +146,18 @@ def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   )
 
 
-def _require_phase_keys(settings: Mapping[str, Setting], source: str) -> None:
-  known = [_OPTIMIZER if key == _OPT_TYPE else key for key in _PHASE_KEYS + _SCHEMA_KEYS]
-  for key, setting in settings.items():
-    if key in known:
-      continue
+def _require_phase_keys(raw: FrozenMapping, source: str) -> None:
+  for setting in (Setting(key, value, source) for key, value in raw.items() if key not in _KEYS):
+    key = setting.name
     if key in KEYS and key != _OPT_TYPE:
       raise setting.error("applies to the whole run; write it once, outside of phases")
-    near = did_you_mean(_OPTIMIZER if key == _OPT_TYPE else key, known)
-    raise setting.error(f"is not a phase key; {near or 'a phase has ' + ', '.join(_PHASE_KEYS)}")
-  for key in ("name", "train"):
-    if key not in settings:
-      raise UserError(f"{source}: has no {key}; write {key}: {_EXAMPLES[key]}")
-  if ("steps" in settings) == ("until" in settings):
+    word = _OPTIMIZER if key == _OPT_TYPE else key
+    hint = suggest(word, _KEYS, f"a phase has {', '.join(_PHASE_KEYS)}")
+    raise setting.error(f"is not a phase key; {hint}")
+  for key, example in _EXAMPLES.items():
+    if key not in raw:
+      raise UserError(f"{source}: has no {key}; write {key}: {example}")
+  if ("steps" in raw) == ("until" in raw):
     raise UserError(f"{source}: needs either steps or until; write steps: 20")
 
 
@@ -186,31 +190,19 @@ def _regexes(setting: Setting) -> tuple[str, ...]:
   return regexes
 
 
-def _loss(setting: Setting | None, num_draft_heads: int) -> str:
-  if setting is None:
-    return "next_token"
-  if setting.raw not in LOSSES:
-    hint = did_you_mean(str(setting.raw), LOSSES) or f"choose one of {', '.join(LOSSES)}"
-    raise setting.error(f"is not a loss; {hint}")
-  if setting.raw in DRAFT_LOSSES and not num_draft_heads:
+def _loss(setting: Setting, model: ModelConfig) -> str:
+  loss: str = parse_as(setting, str, ConfigField("", choices=LOSSES))
+  if loss in DRAFT_LOSSES and not model.num_draft_heads:
     raise setting.error("is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3")
-  return str(setting.raw)
+  return loss
 
 
 def _until(setting: Setting) -> UntilConfig:
   raw = setting.raw
   form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
-  if not isinstance(raw, FrozenMapping) or set(raw) - _UNTIL_KEYS:
+  if not isinstance(raw, FrozenMapping) or set(raw) - set(_UNTIL_KEYS):
     raise setting.error(f"is not a condition; {form}")
   if not {"metric", "max_steps"} <= set(raw) or len({"patience", "below", "above"} & set(raw)) != 1:
     raise setting.error(f"is not a complete condition; {form}")
-  values: dict[str, Any] = {}
-  for key, value in raw.items():
-    one = Setting(key, value, setting.source)
-    is_steps = key in ("max_steps", "patience")
-    values[key] = _steps(one) if is_steps else parse_as(one, str if key == "metric" else float)
-  return UntilConfig(**values)
-
-
-def _steps(setting: Setting) -> int:
-  return parse_as(setting, int, ConfigField("", low=1))
+  values = (Setting(key, value, setting.source) for key, value in raw.items())
+  return UntilConfig(**{value.name: parse_as(value, *_UNTIL_KEYS[value.name]) for value in values})

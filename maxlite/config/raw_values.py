@@ -33,6 +33,10 @@ class FrozenMapping(Mapping[str, "Raw"]):
   def __hash__(self) -> int:
     return hash(tuple(self.items()))
 
+  def located(self, name: str) -> str:
+    """`name (FILE:LINE)`, or `name` if it is not from a file."""
+    return f"{name} ({self.source})" if self.source else name
+
   def __repr__(self) -> str:
     return f"FrozenMapping({[*self.items()]!r})"
 

@@ -25,7 +25,7 @@ def with_auto(registry: Registry) -> Mapping[str, Any]:
 
 def _registry(template: str, *names: str) -> Registry:
   """A registry whose entries are `template` with {} replaced by their names."""
-  return Registry({name: template.format(name) for name in names})
+  return Registry((name, template.format(name)) for name in names)
 
 
 # dataset_type -> (DataConfig, vocab_size, token cache directory) -> DataSource
@@ -34,18 +34,13 @@ SOURCES = _registry(
 )
 # data_sampling -> (number of rows, seed) -> order of one epoch
 ROW_ORDERS = Registry(
-  {
-    "shuffle": "maxlite.data.sampler:shuffled_order",
-    "bootstrap": "maxlite.data.sampler:BootstrapOrder",
-  }
+  shuffle="maxlite.data.sampler:shuffled_order", bootstrap="maxlite.data.sampler:BootstrapOrder"
 )
 # tokenizer_type -> (tokenizer_path) -> Tokenizer
 TOKENIZERS = Registry(
-  {
-    "byte": "maxlite.data.tokenizers.tokenizer:ByteTokenizer",
-    "huggingface": "maxlite.data.tokenizers.tokenizer:HuggingFaceTokenizer",
-    "sentencepiece": "maxlite.data.tokenizers.tokenizer:SentencePieceTokenizer",
-  }
+  byte="maxlite.data.tokenizers.tokenizer:ByteTokenizer",
+  huggingface="maxlite.data.tokenizers.tokenizer:HuggingFaceTokenizer",
+  sentencepiece="maxlite.data.tokenizers.tokenizer:SentencePieceTokenizer",
 )
 # opt_type -> (OptimizerConfig, logical names of the parameters) -> optax.GradientTransformation
 OPTIMIZERS = _registry("maxlite.optim.build:{}", "adamw", "lion", "adafactor", "muon")
@@ -75,28 +70,22 @@ GROUPED_MATMUL_BACKENDS = _registry(
 )
 # ensemble_strategy, simplest first: (EngineRequest) -> EnsembleEngine; see ensemble/engines.
 ENSEMBLE_STRATEGIES = Registry(
-  {
-    "stacked": "maxlite.ensemble.engines.stacked:build_stacked",
-    "fused": "maxlite.ensemble.engines.stacked:build_fused",
-    "padded": "maxlite.ensemble.engines.stacked:build_padded",
-    "switched": "maxlite.ensemble.engines.switched:SwitchEngine",
-    "submesh": "maxlite.ensemble.engines.submesh:SubmeshEngine",
-    "processes": "maxlite.ensemble.engines.processes:ProcessEngine",
-  }
+  stacked="maxlite.ensemble.engines.stacked:build_stacked",
+  fused="maxlite.ensemble.engines.stacked:build_fused",
+  padded="maxlite.ensemble.engines.stacked:build_padded",
+  switched="maxlite.ensemble.engines.switched:SwitchEngine",
+  submesh="maxlite.ensemble.engines.submesh:SubmeshEngine",
+  processes="maxlite.ensemble.engines.processes:ProcessEngine",
 )
 # ensemble_executor -> () -> WorkerExecutor; see ensemble/worker_pool.py.
 ENSEMBLE_EXECUTORS = Registry(
-  {
-    "local": "maxlite.ensemble.worker_process:LocalExecutor",
-    "ray": "maxlite.ensemble.ray_executor:RayExecutor",
-  }
+  local="maxlite.ensemble.worker_process:LocalExecutor",
+  ray="maxlite.ensemble.ray_executor:RayExecutor",
 )
 # Losses of a phase: see training/loss.py. DRAFT_LOSSES are those that need draft heads.
-TOKEN_LOSSES = Registry({"next_token": "maxlite.training.loss:NEXT_TOKEN"})
+TOKEN_LOSSES = Registry(next_token="maxlite.training.loss:NEXT_TOKEN")
 DRAFT_LOSSES = Registry(
-  {
-    "match_head": "maxlite.training.draft_loss:MATCH_HEAD",
-    "next_token_and_draft": "maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
-  }
+  match_head="maxlite.training.draft_loss:MATCH_HEAD",
+  next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
 LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TOKEN_LOSSES)

@@ -28,7 +28,7 @@ def sweep_points(sweep: FrozenMapping) -> list[Point]:
   """
   if not sweep:
     return []
-  source = "sweep" + (f" ({sweep.source})" if sweep.source else "")
+  source = sweep.located("sweep")
   if set(sweep) not in _FORMS:
     fix = "write {grid: {key: [values]}} or {draw: {key: rule}, num_members: 16, seed: 0}"
     raise UserError(f"{source}: has {', '.join(sweep)}, not a complete grid or draw; {fix}")
@@ -36,8 +36,7 @@ def sweep_points(sweep: FrozenMapping) -> list[Point]:
   whole = Setting(kind, sweep[kind], source)
   if not isinstance(whole.raw, FrozenMapping) or not whole.raw:
     raise whole.error(f"has no keys; write {kind}: {{key: ...}}")
-  source_of_keys = source.replace("sweep", f"sweep.{kind}", 1)
-  keys = [Setting(key, raw, source_of_keys) for key, raw in whole.raw.items()]
+  keys = [Setting(key, raw, sweep.located(f"sweep.{kind}")) for key, raw in whole.raw.items()]
   for key in keys:
     find_key(key)
   if kind == "grid":

@@ -90,7 +90,7 @@ def find_key(setting: Setting) -> SchemaKey:
   if name in REMOVED_KEYS:
     raise setting.error(f"was removed; every run behaves as with {name}={REMOVED_KEYS[name]}")
   if name not in KEYS:
-    raise setting.error(f"is not a key; {did_you_mean(name, KEYS) or '--help lists all keys'}")
+    raise setting.error(f"is not a key; {suggest(name, KEYS, '--help lists all keys')}")
   return KEYS[name]
 
 
@@ -105,17 +105,20 @@ def domain(key: SchemaKey) -> str:
   return noun + low + high
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-  """`did you mean OPTION?` for the closest option; empty if none is close."""
-  near = difflib.get_close_matches(word, list(options), n=1)
-  return f"did you mean {near[0]}?" if near else ""
+def suggest(word: str, options: Iterable[str], otherwise: str = "") -> str:
+  """`did you mean OPTION?` for the closest option; if none is close, `otherwise` or a list."""
+  options = list(options)
+  near = difflib.get_close_matches(word, options, n=1)
+  if near:
+    return f"did you mean {near[0]}?"
+  return otherwise or f"choose one of {', '.join(options)}"
 
 
 def _violation(name: str, kind: Any, field: ConfigField, value: Any) -> str:
   """Why a value (or an element of it) of the right type is not allowed; empty if it is."""
   if field.choices and value not in field.choices:
     known = ", ".join(map(show, field.choices))
-    return f"is not one of {known}; {did_you_mean(value, field.choices) or 'choose one of them'}"
+    return f"is not one of {known}; {suggest(value, field.choices, 'choose one of them')}"
   if field.low is not None and value < field.low:
     return f"is below {show(field.low)}; write {name}={show(field.low)} or more"
   if field.high is not None and value > field.high:

@@ -13,7 +13,7 @@ from maxlite.config import Config, exit_on_user_error, read_saved, save_resolved
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.schema import MESH_AXES, MeshConfig, build
-from maxlite.config.values import did_you_mean
+from maxlite.config.values import suggest
 from maxlite.ensemble.ensemble_run import run_ensemble
 
 _USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME [run_name=NEW_NAME]"
@@ -38,8 +38,7 @@ def _export(arguments: Sequence[str]) -> int:
   members = {member.name: member.config for member in members_of(ensemble)}
   name = given["member"]
   if name not in members:
-    hint = did_you_mean(name, members) or f"choose one of {', '.join(members)}"
-    raise UserError(f"{arguments[0]} has no member {name}; {hint}")
+    raise UserError(f"{arguments[0]} has no member {name}; {suggest(name, members)}")
   cfg = members[name]
   source = Path(cfg.run.base_output_directory) / name
   if not (source / "checkpoints").is_dir():

@@ -17,8 +17,7 @@ class DataConfig:
     choices=SOURCES,
   )
   dataset_path: tuple[str, ...] = field(
-    ("stdlib",),
-    "Files, folders or globs; `stdlib` is Python's own standard library source.",
+    ("stdlib",), "Files, folders or globs; `stdlib` is Python's own standard library source."
   )
   eval_dataset_path: tuple[str, ...] = field(
     (), "Held-out files, folders or globs; empty: a part of dataset_path is held out."
@@ -42,16 +41,13 @@ class DataConfig:
     8.0, "Rows per device and step; the product with all devices must be whole.", low=0
   )
   global_batch_size: int = field(
-    0,
-    "Rows per step on any number of devices; 0: per_device_batch_size x devices.",
-    low=0,
+    0, "Rows per step on any number of devices; 0: per_device_batch_size x devices.", low=0
   )
   enable_data_shuffling: bool = field(True, "Shuffle documents, and rows in every epoch.")
   data_shuffle_seed: int = field(0, "Seed of the shuffling.", low=0, high=2**32 - 1)
   data_sampling: str = field(
     "shuffle",
-    "Rows of an epoch: `shuffle` reads each once; `bootstrap` draws as many with replacement by "
-    "data_shuffle_seed.",
+    "Rows of an epoch: `shuffle` reads each once; `bootstrap` draws as many with replacement.",
     choices=ROW_ORDERS,
   )
   grain_worker_count: int = field(0, "Grain worker processes; 0: threads of this process.", low=0)

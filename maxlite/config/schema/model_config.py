@@ -75,8 +75,7 @@ class ModelConfig:
 
   decoder_block: str = model_field(
     "mixtral",
-    "Model family (config/model_families.py): the first five are dense, the others mixtures of "
-    "experts.",
+    "Model family (config/model_families.py): the first five are dense, the others MoE.",
     choices=MODELS,
   )
   vocab_size: int = model_field(320, "Rows of the embedding; at least the tokenizer's size.", low=1)

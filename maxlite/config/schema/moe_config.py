@@ -7,22 +7,20 @@ from maxlite.config.config_field import field, model_field
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS, ROUTERS, with_auto
 
 
-def _tiles(projection: str, pass_: str) -> Any:
-  what = {"fwd": "forward pass", "dlhs": "gradient of rows", "drhs": "gradient of weights"}[pass_]
-  doc = f"Megablox tile of {projection} in the {what}: [rows, embed, mlp]; []: by chip and shape."
-  return field((), doc, low=1)
+def _tile(what: str) -> Any:
+  return field((), f"Megablox tile of {what}: [rows, embed, mlp]; []: by chip and shape.", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TilesConfig:
   """Tiles of the Megablox kernels, per projection and pass."""
 
-  wi_tile_fwd: tuple[int, ...] = _tiles("wi", "fwd")
-  wi_tile_dlhs: tuple[int, ...] = _tiles("wi", "dlhs")
-  wi_tile_drhs: tuple[int, ...] = _tiles("wi", "drhs")
-  wo_tile_fwd: tuple[int, ...] = _tiles("wo", "fwd")
-  wo_tile_dlhs: tuple[int, ...] = _tiles("wo", "dlhs")
-  wo_tile_drhs: tuple[int, ...] = _tiles("wo", "drhs")
+  wi_tile_fwd: tuple[int, ...] = _tile("wi in the forward pass")
+  wi_tile_dlhs: tuple[int, ...] = _tile("wi in the gradient of rows")
+  wi_tile_drhs: tuple[int, ...] = _tile("wi in the gradient of weights")
+  wo_tile_fwd: tuple[int, ...] = _tile("wo in the forward pass")
+  wo_tile_dlhs: tuple[int, ...] = _tile("wo in the gradient of rows")
+  wo_tile_drhs: tuple[int, ...] = _tile("wo in the gradient of weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +78,7 @@ class MoeConfig:
     low=-1,
   )
   use_ring_of_experts: bool = field(
-    False,
-    "All-gather tokens over the expert axis and reduce-scatter results, instead of the ragged "
-    "all-to-all.",
+    False, "All-gather tokens and reduce-scatter results, instead of the ragged all-to-all."
   )
   ragged_buffer_factor: float = field(
     -1.0,
