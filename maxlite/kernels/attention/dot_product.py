@@ -28,9 +28,6 @@ def attention(
     jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q_BTHC, k_BSGC, v_BSGC)
   )
   o_BTHC = jax.nn.dot_product_attention(
-    *(q_BTHC, k_BSGC, v_BSGC),
-    mask=mask.visible_BTS[:, None],
-    scale=scale,
-    implementation="xla",
+    *(q_BTHC, k_BSGC, v_BSGC), mask=mask.visible_BTS[:, None], scale=scale, implementation="xla"
   )
   return o_BTHC[..., :num_channels]

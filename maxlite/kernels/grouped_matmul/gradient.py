@@ -25,11 +25,7 @@ class GroupedKernels(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
 def grouped_matmul_of(
-  kernels: GroupedKernels,
-  x_MD: jax.Array,
-  w_GDF: jax.Array,
-  group_sizes_G: jax.Array,
-  tiles: Tiles,
+  kernels: GroupedKernels, x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: Tiles
 ) -> jax.Array:
   """y_MF in x's type; the weight gradient has w's type."""
   return kernels.multiply_rows(x_MD, w_GDF, group_sizes_G, tiles.fwd, transpose=False)

@@ -38,10 +38,8 @@ def grouped_matmul(
   num_rows, itemsizes = x_MD.shape[0], (x_MD.dtype.itemsize, w_GDF.dtype.itemsize)
   chosen = choose_tiles(num_rows, *w_GDF.shape, *itemsizes, _device_kind())
   fitted = [_fit(tile or own, num_rows, w_GDF) for tile, own in zip(tiles, chosen, strict=True)]
-  kernels = GroupedKernels(
-    functools.partial(_multiply_rows, interpret=interpret),
-    functools.partial(_sum_outer_products, interpret=interpret),
-  )
+  products = (_multiply_rows, _sum_outer_products)
+  kernels = GroupedKernels(*(functools.partial(f, interpret=interpret) for f in products))
   return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, Tiles(*fitted))
 
 
@@ -65,29 +63,17 @@ def _fit(tile: Tile, num_rows: int, w_GDF: jax.Array) -> Tile:
 
 
 def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile: Tile, transpose: bool, interpret: bool):
-  y_MF = gmm(
-    _pad_rows(x_MD, tile[0]),
-    w_GDF.astype(x_MD.dtype),
-    group_sizes_G,
-    preferred_element_type=x_MD.dtype,
-    tiling=tile,
-    transpose_rhs=transpose,
-    interpret=interpret,
-  )[: x_MD.shape[0]]
-  live_M = jnp.arange(x_MD.shape[0], dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32)
+  num_rows, dtype, x_MD = x_MD.shape[0], x_MD.dtype, _pad_rows(x_MD, tile[0])
+  options = {"tiling": tile, "transpose_rhs": transpose, "interpret": interpret}
+  y_MF = gmm(x_MD, w_GDF.astype(dtype), group_sizes_G, dtype, **options)[:num_rows]
+  live_M = jnp.arange(num_rows, dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32)
   return jnp.where(live_M[:, None], y_MF, 0)
 
 
 def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile, interpret: bool):
+  x_MD, dy_MF = _pad_rows(x_MD, tile[0]), _pad_rows(dy_MF, tile[0])
   with jax.numpy_dtype_promotion("standard"):  # `tgmm` mixes int and bool
-    return tgmm(
-      _pad_rows(x_MD, tile[0]).T,
-      _pad_rows(dy_MF, tile[0]),
-      group_sizes_G,
-      preferred_element_type=dtype,
-      tiling=tile,
-      interpret=interpret,
-    )
+    return tgmm(x_MD.T, dy_MF, group_sizes_G, dtype, tiling=tile, interpret=interpret)
 
 
 def _pad_rows(x_MD, tile: int):

@@ -61,10 +61,8 @@ def grouped_matmul(
       raise UserError(f"tile {list(tile)}: on a GPU each side must be a power of two, 16 or more")
   if 0 in (*x_MD.shape, *w_GDF.shape):
     return jnp.zeros_like(x_MD, shape=(x_MD.shape[0], w_GDF.shape[2]))
-  kernels = GroupedKernels(
-    functools.partial(_multiply_rows, interpret=interpret),
-    functools.partial(_sum_outer_products, interpret=interpret),
-  )
+  products = (_multiply_rows, _sum_outer_products)
+  kernels = GroupedKernels(*(functools.partial(f, interpret=interpret) for f in products))
   return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, tiles)
 
 
@@ -178,23 +176,17 @@ def _mask(where) -> jax.Array | None:
   """[m, n] the unmasked elements of the last two ranges; None if all are."""
   shape = tuple(indices.size for indices in where[-2:])
   masks = []
-  for axis, indices in enumerate(where[-2:]):
-    is_whole = isinstance(indices.end, int) and indices.end % indices.size == 0
-    if not is_whole:
-      inside = indices.start + jnp.arange(indices.size, dtype=jnp.int32) < indices.end
+  for axis, (start, size, end) in enumerate(where[-2:]):
+    if not isinstance(end, int) or end % size:
+      inside = start + jnp.arange(size, dtype=jnp.int32) < end
       masks.append(jnp.broadcast_to(jnp.expand_dims(inside, 1 - axis), shape))
   return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def _dot(a, b, a_axis: int, b_axis: int) -> jax.Array:
   """Product over these axes in the accumulator type, never in TensorFloat-32."""
-  return jax.lax.dot_general(
-    a,
-    b,
-    (((a_axis,), (b_axis,)), ((), ())),
-    precision=jax.lax.Precision.HIGHEST,
-    preferred_element_type=accumulator_dtype(a.dtype),
-  )
+  dims, dtype = (((a_axis,), (b_axis,)), ((), ())), accumulator_dtype(a.dtype)
+  return jax.lax.dot_general(a, b, dims, jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
 
 
 def _zeros(dtype, block: _Block) -> jax.Array:
@@ -218,10 +210,6 @@ def _call(kernel, num_programs: int, shape, block: _Block, dtype, interpret: boo
   num_warps = 8 if block.m * block.n > 128 * 128 else 4
   stage_bytes = (block.m + block.n) * block.k * jnp.dtype(dtype).itemsize
   num_stages = min(max(_SHARED_BYTES * num_warps // 8 // stage_bytes, 1), 4)
-  return pl.pallas_call(
-    kernel,
-    grid=(num_programs,),
-    out_shape=shape,
-    compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-    interpret=interpret,
-  )
+  params = plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+  options = {"grid": (num_programs,), "compiler_params": params, "interpret": interpret}
+  return pl.pallas_call(kernel, out_shape=shape, **options)
