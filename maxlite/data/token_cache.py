@@ -1,12 +1,13 @@
 """A cache of tokenized documents on disk.
 
 The folder's name is a hash of everything the tokens depend on. For each split it holds NAME.bin
-(the ids of all documents), NAME_lengths.npy (ids per document), and one meta.json. A cache is
-written under a temporary name and renamed when complete, so processes may write it concurrently and
-may be killed at any time.
+(the ids of all documents), NAME_lengths.npy (ids per document), and one meta.json with digests of
+them and of the tokenized files. A cache is written under a temporary name and renamed when
+complete, so processes may write it concurrently and may be killed at any time.
 """
 
 import array
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -20,11 +21,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import write_atomically
 from maxlite.config.schema import DataConfig
 from maxlite.data.split import Reader, SplitDocuments, split_documents
 from maxlite.data.tokenizers.tokenizer import Tokenizer
@@ -95,15 +97,17 @@ def open_tokens(
 ) -> TokenizedData:
   """Open the tokenized files, tokenizing them first if the cache does not hold them."""
   folder = cache_directory / _key(cfg, files, eval_files, document_tokenizer)
-  meta = _read_meta(folder)
-  if meta is None:
-    _tokenize(split_documents(cfg, read, files, eval_files), document_tokenizer, folder)
-    meta = _read_meta(folder)
-    assert meta is not None
-  dtype, digests = np.dtype(meta["dtype"]), meta["digests"]
+  sources = [*files, *eval_files]
+  if damage := _damage(folder, sources):
+    if folder.exists():
+      log.warning("%s is rebuilt: %s", folder, damage)
+    _tokenize(split_documents(cfg, read, files, eval_files), document_tokenizer, folder, sources)
+    if damage := _damage(folder, sources):
+      raise UserError(f"{folder} has just been written: {damage}: check the disk")
+  meta = json.loads((folder / "meta.json").read_bytes())
   train, held_out = (
-    Tokens(folder / f"{name}.bin", dtype, digests[name], np.load(folder / f"{name}_lengths.npy"))
-    for name in SPLITS
+    Tokens(path, document_tokenizer.dtype, meta["digests"][name], np.load(lengths_path))
+    for name, (path, lengths_path) in _split_files(folder).items()
   )
   return TokenizedData(train, held_out, meta["num_dropped"], meta["counts"])
 
@@ -120,26 +124,68 @@ def _key(
   return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
 
 
-def _read_meta(folder: Path) -> dict[str, Any] | None:
-  """Read meta.json; None if the folder is incomplete or a file has the wrong size."""
+def _split_files(folder: Path) -> dict[str, tuple[Path, Path]]:
+  """The files of the ids and of the lengths of each split."""
+  return {name: (folder / f"{name}.bin", folder / f"{name}_lengths.npy") for name in SPLITS}
+
+
+def _damage(folder: Path, sources: list[Path]) -> str:
+  """Return why the cache of `sources` cannot be used, or "".
+
+  All files are compared with the digests of meta.json if any was touched since the last comparison.
+  st_ctime_ns shows that: unlike the time of modification, it cannot be set.
+  """
+  meta_path, verified_path = folder / "meta.json", folder / "verified"
+  files = [meta_path, *itertools.chain(*_split_files(folder).values()), *sources]
   try:
-    meta = json.loads((folder / "meta.json").read_bytes())
-    complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-  except (OSError, ValueError):
-    return None
-  return meta if complete else None
+    stamp = str([(str(file), file.stat().st_ctime_ns) for file in files])
+    if verified_path.exists() and verified_path.read_text() == stamp:
+      return ""
+    meta = json.loads(meta_path.read_bytes())
+    digests = {Path(file): digest for file, digest in meta.get("sources", {}).items()}
+    changed = [file for file, digest in digests.items() if _digest(file) != digest]
+    changed += [
+      path
+      for name, (path, lengths_path) in _split_files(folder).items()
+      if _digest(path, np.load(lengths_path).tobytes()) != meta["digests"][name]
+    ]
+  except Exception as error:  # damaged files can raise anything
+    return f"it is incomplete or damaged ({error})"
+  if changed:
+    return f"{changed[0]} has changed since the cache was written"
+  with contextlib.suppress(OSError):  # a folder that cannot be written is compared every time
+    write_atomically(verified_path, stamp)
+  return ""
+
+
+def _digest(file: Path, end: bytes = b"") -> str:
+  """The digest of the content of `file` and `end`."""
+  with file.open("rb") as content:
+    digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))
+  digest.update(end)
+  return digest.hexdigest()
 
 
 def _tokenize(
-  documents: SplitDocuments, document_tokenizer: DocumentTokenizer, folder: Path
+  documents: SplitDocuments,
+  document_tokenizer: DocumentTokenizer,
+  folder: Path,
+  sources: list[Path],
 ) -> None:
   _remove_stale(folder.parent)
   log.info("tokenizing once into %s", folder)
   partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
   partial.mkdir(parents=True)
   try:
-    _write(documents, document_tokenizer, partial)
-    _publish(partial, folder)
+    digests = {str(file): _digest(file) for file in sources}
+    _write(documents, document_tokenizer, partial, digests)
+    if folder.exists() and _damage(folder, sources):
+      shutil.rmtree(folder)
+    try:
+      partial.rename(folder)
+    except OSError:
+      if _damage(folder, sources):  # otherwise another process was first, with the same content
+        raise
   finally:
     shutil.rmtree(partial, ignore_errors=True)
 
@@ -152,18 +198,12 @@ def _remove_stale(cache_directory: Path) -> None:
       shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish(partial: Path, folder: Path) -> None:
-  if folder.exists() and _read_meta(folder) is None:
-    log.warning("%s is damaged and is rebuilt", folder)
-    shutil.rmtree(folder)
-  try:
-    partial.rename(folder)
-  except OSError:
-    if _read_meta(folder) is None:  # otherwise another process was first, with the same content
-      raise
-
-
-def _write(documents: SplitDocuments, document_tokenizer: DocumentTokenizer, folder: Path) -> None:
+def _write(
+  documents: SplitDocuments,
+  document_tokenizer: DocumentTokenizer,
+  folder: Path,
+  source_digests: dict[str, str],
+) -> None:
   writers = {name: _SplitWriter(folder, name, document_tokenizer) for name in SPLITS}
   num_dropped = 0
   try:
@@ -174,9 +214,8 @@ def _write(documents: SplitDocuments, document_tokenizer: DocumentTokenizer, fol
         writers[name].add(pieces)
   finally:
     digests = {name: writer.close() for name, writer in writers.items()}
-  sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-  meta = {"dtype": document_tokenizer.dtype.str, "digests": digests, "num_dropped": num_dropped}
-  meta |= {"counts": document_tokenizer.counts, "sizes": sizes}
+  counts = {"num_dropped": num_dropped, "counts": document_tokenizer.counts}
+  meta = {"digests": digests, "sources": source_digests, **counts}
   (folder / "meta.json").write_text(json.dumps(meta))
 
 

@@ -138,6 +138,51 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, texts, name, damage):
   assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.parametrize("name", ["train.bin", "eval_lengths.npy"])
+def test_a_flipped_bit_is_found_and_named(tmp_path, texts, name, caplog):
+  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  first = open_jsonl(cache, [file])
+  broken = first.train.path.parent / name
+  before, content = broken.stat(), bytearray(broken.read_bytes())
+  content[-1] ^= 1
+  broken.write_bytes(content)
+  os.utime(broken, ns=(before.st_atime_ns, before.st_mtime_ns))
+  again = open_jsonl(cache, [file])
+  assert sorted(documents(again.train) + documents(again.eval)) == sorted(texts)
+  assert "is rebuilt: " in caplog.text
+  assert name.split("_")[0].removesuffix(".bin") in caplog.text
+
+
+def test_other_content_of_the_same_size_and_time_is_tokenized(tmp_path, texts, caplog):
+  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  first, before = open_jsonl(cache, [file]), file.stat()
+  write_jsonl(file, [text.upper() for text in texts])
+  os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+  again = open_jsonl(cache, [file])
+  assert again.train.path == first.train.path
+  assert sorted(documents(again.train) + documents(again.eval)) == sorted(map(str.upper, texts))
+  assert "a.jsonl has changed" in caplog.text
+
+
+def test_untouched_files_are_not_read_again(tmp_path, texts, monkeypatch):
+  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  first = open_jsonl(cache, [file])
+  monkeypatch.setattr(token_cache, "_digest", None)
+  assert open_jsonl(cache, [file]).train.digest == first.train.digest
+
+
+def test_a_cache_of_an_older_version_is_verified_and_used(tmp_path, texts):
+  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  folder = open_jsonl(cache, [file]).train.path.parent
+  (folder / "verified").unlink()
+  meta = json.loads((folder / "meta.json").read_text())
+  del meta["sources"]
+  (folder / "meta.json").write_text(json.dumps(meta | {"dtype": "<u2", "sizes": {}}))
+  written = (folder / "train.bin").stat().st_mtime_ns
+  assert open_jsonl(cache, [file]).train.path.stat().st_mtime_ns == written
+  assert (folder / "verified").exists()
+
+
 def test_an_error_leaves_no_files(tmp_path):
   file = tmp_path / "a.jsonl"
   file.write_text('{"text": "a"}\n{"te')
