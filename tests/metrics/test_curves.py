@@ -1,12 +1,14 @@
 """Plots of a run show what its metrics file has."""
 
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from maxlite.metrics.plots import curves
 from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
 from maxlite.metrics.writers import JsonlWriter
 
@@ -51,6 +53,16 @@ def test_every_metric_adds_to_the_plot(tmp_path):
     assert not np.array_equal(more, fewer)
 
 
+def test_ticks_are_whole_steps(tmp_path, monkeypatch):
+  figures = []
+  monkeypatch.setattr(curves, "save_figure", lambda figure, _: figures.append(figure))
+  rows = [training_row(step) | eval_row(step) for step in range(4)]
+  (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+  for axes in figures[0].axes:
+    assert [tick for tick in axes.get_xticks() if 0 <= tick <= 3] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
   "rows",
   [
@@ -91,6 +103,18 @@ def test_an_overloaded_expert_is_red_while_overloaded(tmp_path):
   never, half, always = (reds(pictures[name]) for name in loads)
   assert always - never == pytest.approx(2 * (half - never), rel=0.05)
   assert half - never > 500
+
+
+@pytest.mark.parametrize(
+  ("steps", "ticks"),
+  [([1], [1]), ([1, 2, 3], [1, 2, 3]), ([1, *range(10, 101, 10)], [1, 20, 40, 60, 80, 100])],
+  ids=str,
+)
+def test_ticks_of_loads_are_logged_steps(tmp_path, monkeypatch, steps, ticks):
+  figures = []
+  monkeypatch.setattr(curves, "save_figure", lambda figure, _: figures.append(figure))
+  draw_load(tmp_path / "run", steps, [[[3, 1]]] * len(steps))
+  assert figures[0].axes[0].get_xticks().tolist() == ticks
 
 
 def test_number_of_layers_and_steps_is_limited(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from maxlite.metrics.plots import ensemble_curves
 from maxlite.metrics.plots.ensemble_curves import (
   BEST_TO_WORST,
   METHOD_COLORS,
@@ -55,6 +56,22 @@ def test_learning_curves_show_ranks_divergence_and_members(tmp_path):
     assert not np.array_equal(drawn, whole), name
     if name == "diverged":  # the cross, in the member's color
       assert count(drawn, BEST_TO_WORST(1.0)) > count(whole, BEST_TO_WORST(1.0)) + 20
+
+
+def figure_of(monkeypatch, draw, *arguments):
+  figures = []
+  monkeypatch.setattr(ensemble_curves, "save_figure", lambda figure, _: figures.append(figure))
+  draw(*arguments, None)
+  return figures[0]
+
+
+def test_a_label_has_the_last_loss_where_its_line_points(monkeypatch):
+  rises = [{"step": s, "eval_loss": loss} for s, loss in ((0, 3.0), (1, 1.0), (2, 2.0))]
+  falls = [{"step": s, "eval_loss": loss} for s, loss in ((0, 3.0), (1, 2.0), (2, 1.5))]
+  axes = figure_of(monkeypatch, draw_learning_curves, {"a": rises, "b": falls}).axes[0]
+  found = {label.get_text(): label.xy for label in axes.texts}
+  assert found == {"1. a  2.000 (best 1.000)": (2.0, 2.0), "2. b  1.500": (2.0, 1.5)}
+  assert [tick for tick in axes.get_xticks() if 0 <= tick <= 2] == [0, 1, 2]
 
 
 def test_colors_depend_on_rank_not_on_order(tmp_path):
@@ -141,7 +158,7 @@ def test_each_key_has_an_axis_and_each_member_a_line(tmp_path):
     assert not np.array_equal(draw(others, ["learning_rate", "decoder_block"]), both)
 
 
-def bins(confidence, accuracy, weight=10.0):
+def bins(confidence, accuracy, weight=100.0):
   """A method with all tokens in the bin of `confidence`."""
   weight_C = np.zeros(15)
   weight_C[min(int(confidence * 15), 14)] = weight
@@ -151,6 +168,15 @@ def bins(confidence, accuracy, weight=10.0):
     "bin_correct": weight_C * accuracy,
     "ece": abs(confidence - accuracy),
   }
+
+
+def test_bins_with_few_tokens_have_no_accuracy(monkeypatch):
+  many, few = bins(0.5, 0.4, weight=1000.0), bins(0.9, 0.0, weight=3.0)
+  method = {key: many[key] + few[key] for key in many}
+  above, below = figure_of(monkeypatch, draw_calibration, {"one": method}).axes
+  _, curve = above.lines
+  np.testing.assert_allclose(np.transpose(curve.get_data()), [(0.5, 0.4)])
+  assert (below.patches[0].get_data().values > 0).sum() == 2
 
 
 def test_overconfidence_is_below_the_diagonal(tmp_path):

@@ -18,11 +18,12 @@ from maxlite.metrics.plots.figure import (
   curve_of,
   new_figure,
   save_figure,
-  style_axes,
+  style_steps,
 )
 from maxlite.metrics.writers import read_rows
 
 MAX_LAYERS, MAX_STEPS = 16, 400  # of the expert load plot; more would not be visible
+MAX_TICKS = 6
 MAX_LOAD = 3  # upper end of the color scale, in multiples of a uniform load
 
 
@@ -107,8 +108,8 @@ def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
     norm=TwoSlopeNorm(1, 0, MAX_LOAD),
     rasterized=True,
   )
-  for axis in (axes.xaxis, axes.yaxis):
-    axis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+  axes.set_xticks(steps[_evenly_spaced(len(steps), MAX_TICKS)])
+  axes.yaxis.set_major_locator(MaxNLocator(MAX_TICKS, integer=True, min_n_ticks=1))
   axes.tick_params(labelsize=8)
   return mesh
 
@@ -126,10 +127,9 @@ def _draw_loss(axes: Axes, rows: Sequence[dict]) -> None:
     right = axes.secondary_yaxis("right", functions=(lambda y: y * factor, lambda y: y / factor))
     right.set_ylabel("bits per byte (held out)")
     right.tick_params(labelsize=8)
-  axes.set_xlabel("step")
   axes.set_ylabel("loss (nats per token)")
   axes.legend(frameon=False)
-  style_axes(axes)
+  style_steps(axes)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[dict], panel: Panel) -> None:
@@ -141,5 +141,4 @@ def _draw_panel(axes: Axes, rows: Sequence[dict], panel: Panel) -> None:
   if panel.from_zero:
     axes.set_ylim(bottom=0)
   axes.set_title(panel.title, fontsize=9, color=GRAY)
-  axes.set_xlabel("step")
-  style_axes(axes)
+  style_steps(axes)

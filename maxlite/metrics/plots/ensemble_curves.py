@@ -19,7 +19,14 @@ from matplotlib.path import Path as Curve
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from maxlite.config.raw_values import show
-from maxlite.metrics.plots.figure import GRAY, curve_of, new_figure, save_figure, style_axes
+from maxlite.metrics.plots.figure import (
+  GRAY,
+  curve_of,
+  new_figure,
+  save_figure,
+  style_axes,
+  style_steps,
+)
 
 CROWD = 12  # with more members, lines are thinner
 NUM_LABELLED = 5  # best members with a label; the worst has one, too
@@ -27,6 +34,9 @@ LARGE_RANGE = 10  # a larger ratio of values gives a log scale
 MAX_TICKS = 8  # per axis of the parallel coordinates
 # From dark to light, without the lightest fifth, which is invisible on white.
 BEST_TO_WORST = ListedColormap(colormaps["viridis"](np.linspace(0, 0.82, 256)))
+MIN_BIN_TOKENS = (
+  30  # a bin with fewer is not drawn: the standard error of its accuracy is up to 0.1
+)
 METHOD_COLORS = ("#2a6fbb", "#d95f02", "#1b9e77", "#b5338a", "#8c6d1f", "#555555")
 
 
@@ -72,9 +82,8 @@ def draw_learning_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], png_
   members = sorted(itertools.starmap(_MemberCurves.of, curves.items()), key=lambda m: m.best)
   figure = new_figure(10, 5.6, w_pad=0.12, h_pad=0.1)
   axes = figure.add_subplot()
-  axes.set_xlabel("step")
   axes.set_ylabel("loss (nats per token)")
-  style_axes(axes)
+  style_steps(axes)
   _set_limits(axes, members)
   colors = BEST_TO_WORST(np.linspace(0, 1, len(members)))
   for rank, (member, color) in enumerate(zip(members, colors, strict=True)):
@@ -118,15 +127,20 @@ def _draw_member(
 
 
 def _draw_labels(axes: Axes, members: Sequence[_MemberCurves], colors: np.ndarray) -> None:
-  """Label the best members and the worst at the right, each with a line to the end of its curve."""
+  """Label the best members and the worst, each with a line to its last loss.
+
+  A label shows the last loss, and the best one if that is another.
+  """
   drawn = [(rank, member) for rank, member in enumerate(members) if len(member.main_S2)]
   chosen = drawn[:NUM_LABELLED] + drawn[NUM_LABELLED:][-1:]
   to_fraction = axes.transData + axes.transAxes.inverted()
   heights = [to_fraction.transform(member.end(axes))[1] for _, member in chosen]
   arrow = {"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 0, "linewidth": 0.6, "alpha": 0.6}
   for (rank, member), height in zip(chosen, spread(heights, 0.055), strict=True):
+    last = float(member.main_S2[-1, 1])
+    best = f" (best {member.best:#.4g})" if member.best < last else ""
     axes.annotate(
-      f"{rank + 1}. {_shorten(member.name)}  {member.best:#.4g}",
+      f"{rank + 1}. {_shorten(member.name)}  {last:#.4g}{best}",
       member.end(axes),
       (1.05, height),
       xycoords="data",
@@ -299,6 +313,8 @@ def _draw_axis(axes: Axes, x: int, title: str, scale: Scale, is_loss: bool) -> N
 def draw_calibration(methods: Mapping[str, Mapping[str, Any]], png_path: Path) -> None:
   """Draw accuracy over confidence for each method, and below it the histogram of confidences.
 
+  The accuracy of bins with fewer than `MIN_BIN_TOKENS` tokens is not drawn.
+
   Args:
     methods: name -> `bin_weight`, `bin_confidence` and `bin_correct`, sums over the tokens of each
       bin of equal width, and `ece`, the expected calibration error.
@@ -308,7 +324,7 @@ def draw_calibration(methods: Mapping[str, Mapping[str, Any]], png_path: Path) -
   above.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", label="calibrated")
   for i, (name, method) in enumerate(methods.items()):
     weight_C = np.asarray(method["bin_weight"], np.float64)
-    used = weight_C > 0
+    used = weight_C >= MIN_BIN_TOKENS
     confidence_C, accuracy_C = (
       np.asarray(method[key], np.float64)[used] / weight_C[used]
       for key in ("bin_confidence", "bin_correct")

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GRAY = "#2a6fbb", "#d95f02", "#555555"
 
@@ -29,6 +30,15 @@ def style_axes(axes: Axes) -> None:
   axes.spines[["top", "right"]].set_visible(False)
   axes.grid(alpha=0.25, linewidth=0.6)
   axes.tick_params(which="both", labelsize=8)
+
+
+def style_steps(axes: Axes) -> None:
+  """Style a plot over steps."""
+  axes.set_xlabel("step")
+  axes.xaxis.set_major_locator(
+    MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+  )
+  style_axes(axes)
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]], metric: str) -> np.ndarray:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from maxlite.metrics.plots.figure import GRAY, curve_of, new_figure, save_figure, style_axes
+from maxlite.metrics.plots.figure import GRAY, curve_of, new_figure, save_figure, style_steps
 from maxlite.metrics.writers import read_rows
 
 PhaseSpan = tuple[int, int, str]  # first and last step of a span, and its phase
@@ -102,7 +101,5 @@ def _draw_losses(
   if eval_S2.size:
     axes.plot(*eval_S2.T, "o-", color="black", markersize=4, linewidth=1, label="held out")
     axes.legend(frameon=False)
-  axes.set_xlabel("step")
   axes.set_ylabel("loss (nats per token)")
-  axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-  style_axes(axes)
+  style_steps(axes)
