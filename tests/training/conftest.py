@@ -22,7 +22,7 @@ def runs_folder(tmp_path_factory):
 def finished(runs_folder):
   """(folder, output) of an uninterrupted run; tests must not modify it."""
   folder = runs_folder / "finished"
-  code, output = start(folder)
+  code, output = start(folder, plots=True)
   assert code == 0
   return folder, output
 

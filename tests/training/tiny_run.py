@@ -6,13 +6,20 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from tiny import config_of
 
+from maxlite.config import Config
+from maxlite.config.schema import flatten
+from maxlite.ensemble import finalize
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.writers import read_rows
+from maxlite.training import run, run_report
 from maxlite.training.run import run_training
+from maxlite.training.trainer import Trainer, build_trainer
 
 STEPS = 8
 KEYS = {
@@ -51,11 +58,47 @@ def keys_in(folder: Path, **keys: object) -> dict[str, object]:
   return KEYS | {"base_output_directory": folder, "jax_cache_dir": cache} | keys
 
 
-def start(folder: Path, output: Output | None = None, **keys: object) -> tuple[int, str]:
+@contextlib.contextmanager
+def empty_plots() -> Iterator[None]:
+  """Make runs write empty files instead of plots, which take a quarter of a tiny run."""
+
+  def touch(*arguments: object) -> None:
+    for path in arguments:
+      if isinstance(path, Path) and path.suffix == ".png":
+        path.touch()
+
+  with pytest.MonkeyPatch.context() as patch:
+    for module in (run_report, finalize):
+      for name in vars(module).copy():
+        if name.startswith("draw_"):
+          patch.setattr(module, name, touch)
+    yield
+
+
+_trainers: dict[tuple, Trainer] = {}
+
+
+def trainer_with_shared_step(cfg: Config) -> Trainer:
+  """A new trainer with the compiled step of the first one whose config differs only in folders."""
+  trainer = build_trainer(cfg)
+  keys = flatten(cfg)
+  for name in ("base_output_directory", "jax_cache_dir", "local_checkpoint_directory"):
+    del keys[name]
+  first = _trainers.setdefault(tuple(map(str, keys.items())), trainer)
+  if trainer.phase_plan is None:
+    vars(trainer)["train_step"] = first.train_step
+  return trainer
+
+
+def start(
+  folder: Path, output: Output | None = None, *, plots: bool = False, **keys: object
+) -> tuple[int, str]:
   """(exit code, output) of one start of the run in `folder`."""
   output = output or Output()
-  with contextlib.redirect_stdout(output):
-    code = run_training(config_of(**keys_in(folder, **keys)))
+  with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+    patch.setattr(run, "build_trainer", trainer_with_shared_step)
+    with contextlib.nullcontext() if plots else empty_plots():
+      code = run_training(config_of(**keys_in(folder, **keys)))
   return code, output.getvalue()
 
 
