@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxlite.config.errors import UserError
@@ -24,6 +25,8 @@ from maxlite.training.step import (
 
 # (bound module, batch) -> scalar or (scalar, {name: scalar})
 Loss = Callable[[nn.Module, Any], Any]
+
+_FLAX_INTERNALS = ("_id", "_state", "_parent_ref", "scope")  # attributes of modules, not fields
 
 # A jitted function that is traced once and whose equations are inlined wherever it is called.
 trace_once = functools.partial(jax.jit, inline=True)
@@ -59,6 +62,12 @@ class MemberProgram:
   @property
   def has_phases(self) -> bool:
     return len(self.flops) > 1
+
+  @property
+  def seed_array(self) -> np.ndarray:
+    """The seed as an argument of `init`: the bits that `jax.random.key` keeps of any integer."""
+    dtype = jax.dtypes.canonicalize_dtype(np.uint64)
+    return np.array(self.seed % 2**64, np.uint64).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,23 +113,20 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 def build_programs(
   members: Sequence[Member], loss: Loss, predict: Loss, example_batch: Any
 ) -> list[MemberProgram]:
-  """The members' programs; members with equal modules and the same optimizer share functions.
+  """The members' programs; members with identical modules and the same optimizer share functions.
 
   What depends only on the module is traced once for all members that have it.
   """
-  by_model: dict[nn.Module, tuple[Callable, Callable, Callable]] = {}
-  functions: dict[Any, tuple[Callable, Callable, Callable]] = {}
+  by_model: dict[Hashable, tuple[Callable, Callable, Callable]] = {}
+  functions: dict[Hashable, tuple[Callable, Callable, Callable]] = {}
   programs = []
   for member in members:
     model, optimizer = member.model, member.optimizer
-    if model not in by_model:
-      by_model[model] = (
-        trace_once(lambda key, model=model: nn.init(loss, model)(key, example_batch)),
-        trace_once(build_gradients(_LinenLoss(model, loss))),
-        trace_once(lambda state, x, model=model: nn.apply(predict, model)(variables_of(state), x)),
-      )
-    init_variables, gradients_of, predict_one = by_model[model]
-    key = (model, id(optimizer))
+    fields = _identity(model)
+    if fields not in by_model:
+      by_model[fields] = _model_functions(model, loss, predict, example_batch)
+    init_variables, gradients_of, predict_one = by_model[fields]
+    key = (fields, id(optimizer))
     if key not in functions:
       init, step = _build_init(init_variables, optimizer), _build_step(gradients_of, optimizer)
       functions[key] = (trace_once(init), trace_once(step), predict_one)
@@ -128,10 +134,53 @@ def build_programs(
   return programs
 
 
+def _model_functions(
+  model: nn.Module, loss: Loss, predict: Loss, batch: Any
+) -> tuple[Callable, Callable, Callable]:
+  """(init of the variables, gradients, prediction), each traced once."""
+  init = trace_once(lambda key: nn.init(loss, model)(key, batch))
+  sown = _sown_collections(model, loss, jax.eval_shape(init, jax.random.key(0)), batch)
+  return (
+    lambda key: {name: tree for name, tree in init(key).items() if name not in sown},
+    trace_once(build_gradients(_LinenLoss(model, loss, sown))),
+    trace_once(lambda state, inputs: nn.apply(predict, model)(variables_of(state), inputs)),
+  )
+
+
+def _sown_collections(model: nn.Module, loss: Loss, variables: Any, batch: Any) -> tuple[str, ...]:
+  """The collections that grow with every call, as by `Module.sow`: not part of the state."""
+  mutable = [name for name in variables if name != "params"]
+  if not mutable:
+    return ()
+  run = lambda variables, key: nn.apply(loss, model, mutable=mutable)(variables, batch, rngs=key)
+  _, updated = jax.eval_shape(run, variables, {"params": jax.random.key(0)})
+  shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+  return tuple(name for name in mutable if shapes(updated[name]) != shapes(variables[name]))
+
+
+def _identity(value: Any) -> Hashable:
+  """A key that only values share with which a module computes the same.
+
+  Equality does not suffice: 1 == 1.0 == True, 0.0 == -0.0, and a dataclass may leave fields out of
+  it. Values whose type is not known here are compared by identity, and must live as long as the
+  key.
+  """
+  if isinstance(value, nn.Module):
+    own = {name: x for name, x in vars(value).items() if name not in _FLAX_INTERNALS}
+    return type(value), _identity(own)
+  if isinstance(value, tuple | list):
+    return type(value), *map(_identity, value)
+  if isinstance(value, Mapping):
+    return type(value), *((_identity(key), _identity(x)) for key, x in value.items())
+  if type(value) in (bool, int, float, str, bytes, type(None)):
+    return type(value), repr(value)
+  return id(value)
+
+
 def _build_init(init_variables: Callable, optimizer: optax.GradientTransformation) -> Callable:
   def init(seed: jax.Array) -> TrainState:
     key = jax.random.key(seed)
-    variables = dict(init_variables(key))
+    variables = init_variables(key)
     params = variables.pop("params")
     rng = jax.random.key_data(jax.random.fold_in(key, 1))
     return init_state(params, optimizer.init(params), rng, collections=variables)
@@ -145,13 +194,15 @@ class _LinenLoss(LossFunction):
 
   model: nn.Module
   loss: Loss
+  sown: tuple[str, ...]  # collections that are empty before each step
 
   def forward(
     self, params: Any, collections: Any, batch: Any, key: jax.Array
   ) -> tuple[tuple[jax.Array, dict], Any]:
-    run = nn.apply(self.loss, self.model, mutable=list(collections))
+    run = nn.apply(self.loss, self.model, mutable=[*collections, *self.sown])
     result, updated = run({"params": params, **collections}, batch, rngs={"params": key})
-    return result if isinstance(result, tuple) else (result, {}), dict(updated)
+    updated = {name: updated[name] for name in collections}
+    return result if isinstance(result, tuple) else (result, {}), updated
 
   def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
     loss, metrics = sums

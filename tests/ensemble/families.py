@@ -125,8 +125,16 @@ def alone(family: str) -> Trained:
   return Trained(losses_SZ, *map(list, list(zip(*results, strict=True))[1:]))
 
 
-@functools.cache
+_STEPS: dict[int, tuple[Member, Callable]] = {}  # by identity: equal members may differ
+
+
 def _alone_step(member: Member) -> Callable:
+  if id(member) not in _STEPS:
+    _STEPS[id(member)] = (member, _build_step(member))
+  return _STEPS[id(member)][1]
+
+
+def _build_step(member: Member) -> Callable:
   key = jax.random.key(member.seed)
 
   @jax.jit

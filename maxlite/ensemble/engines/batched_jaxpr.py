@@ -160,7 +160,7 @@ def _trace(function: Callable, *args: Any) -> Traced:
 
 def _align(
   traced: Sequence[Traced], names: Sequence[str], *, sizes: bool
-) -> tuple[AlignedJaxpr, list[np.ndarray]]:
+) -> tuple[AlignedJaxpr, list[Any]]:
   aligned = align_jaxprs([jaxpr for jaxpr, _ in traced], names, sizes=sizes)
   if differ([tree for _, tree in traced]):
     raise JaxprMismatchError("the results have different structures")
@@ -201,7 +201,10 @@ def _apply(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) ->
     return _HIGHER_ORDER_RULES[eqn.name](eqn, member, args)
   if eqn.is_ragged:
     return apply_rule(eqn, member.size, args)
-  return [member.pvary(result) for result in bind(eqn, args)]
+  run = lambda *args: bind(eqn, args)
+  if eqn.draws_together:
+    run = jax.custom_batching.sequential_vmap(run)
+  return [member.pvary(result) for result in run(*args)]
 
 
 def _inline(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
@@ -210,7 +213,8 @@ def _inline(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -
     return evaluate(jaxpr, member, args)
   if not eqn.places_on_one_device:
     raise JaxprMismatchError(
-      f"programs differ inside a shard_map over {eqn.params['mesh'].size} devices"
+      f"programs differ, or draw numbers by another generator than threefry, inside a shard_map "
+      f"over {eqn.params['mesh'].size} devices"
     )
   return evaluate(jaxpr, dataclasses.replace(member, one_device=True), args)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -94,7 +95,14 @@ class AlignedEqn:
   def needs_rule(self) -> bool:
     """Whether the first program's equation cannot be bound as it is."""
     inner = any(jaxpr.needs_rules for jaxprs in self.subjaxprs.values() for jaxpr in jaxprs)
-    return self.is_ragged or inner or self.places_on_one_device
+    return self.is_ragged or inner or self.places_on_one_device or self.draws_together
+
+  @property
+  def draws_together(self) -> bool:
+    """Whether `jax.vmap` would draw other random numbers: from the first member's key."""
+    if self.name in ("random_bits", "random_split", "random_fold_in"):
+      return str(self.eqns[0].invars[0].aval.dtype) != "key<fry>"  # threefry
+    return self.name == "rng_bit_generator"
 
   @property
   def places_on_one_device(self) -> bool:
@@ -132,8 +140,8 @@ class AlignedJaxpr:
 
 def align_jaxprs(
   programs: Sequence[ClosedJaxpr], names: Sequence[str], *, sizes: bool
-) -> tuple[AlignedJaxpr, list[np.ndarray]]:
-  """The aligned programs, and their varying literals, each stacked over programs.
+) -> tuple[AlignedJaxpr, list[Any]]:
+  """The aligned programs, and their varying literals, each an array stacked over programs.
 
   Args:
     names: of the programs, for messages.
@@ -143,7 +151,8 @@ def align_jaxprs(
     JaxprMismatchError: the programs differ in anything else.
   """
   aligner = _Aligner(names, sizes)
-  return aligner.align(programs), aligner.literals
+  with jax.ensure_compile_time_eval():  # of random keys among the constants
+    return aligner.align(programs), aligner.literals
 
 
 def differ(sizes: Sequence[Any]) -> bool:
@@ -168,7 +177,7 @@ class _Aligner:
 
   def __init__(self, names: Sequence[str], sizes: bool):
     self._names, self._sizes = names, sizes
-    self.literals: list[np.ndarray] = []
+    self.literals: list[Any] = []
 
   def align(self, programs: Sequence[Any]) -> AlignedJaxpr:
     jaxprs = tuple(p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in programs)
@@ -229,21 +238,26 @@ class _Aligner:
       self._require_same("kind of operand", is_literal)
       if not is_literal[0]:
         self._require_same("operand", [ids[a] for a, ids in zip(group, var_ids, strict=True)])
-      elif any(not _equal(group[0].val, atom.val) for atom in group):
-        self._require_same("type of a number", [str(atom.aval.dtype) for atom in group])
-        literals[position] = self._add_literal([np.asarray(a.val, a.aval.dtype) for a in group])
+        continue
+      self._require_same("type of a number", [str(atom.aval.dtype) for atom in group])
+      values = [np.asarray(atom.val, atom.aval.dtype) for atom in group]
+      if any(not _equal(values[0], value) for value in values):
+        literals[position] = self._add_literal(values)
     return literals
 
   def _const(self, values: tuple) -> Any:
-    if all(value is values[0] or _equal(value, values[0]) for value in values):
+    if all(_equal(values[0], value) for value in values):
       return values[0]
+    if _is_key(values[0]):
+      self._require_same("shape of random keys", [value.shape for value in values])
+      return self._add_literal(values)
     arrays = [np.asarray(value) for value in values]
     shape = np.max([array.shape for array in arrays], axis=0, initial=0)
     room = lambda a: [(0, most - n) for n, most in zip(a.shape, shape, strict=True)]
     return self._add_literal([np.pad(a, room(a)) if a.ndim else a for a in arrays])
 
-  def _add_literal(self, values: list[np.ndarray]) -> int:
-    self.literals.append(np.stack(values))
+  def _add_literal(self, values: Sequence[Any]) -> int:
+    self.literals.append(jnp.stack(values) if _is_key(values[0]) else np.stack(values))
     return len(self.literals) - 1
 
   def _require_same(self, what: str, values: Sequence[Any]) -> None:
@@ -268,9 +282,20 @@ def _without_barriers(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equal(a: Any, b: Any) -> bool:
-  if isinstance(a, np.ndarray | jax.Array) or isinstance(b, np.ndarray | jax.Array):
-    return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
-  return a is b or a == b
+  """Whether two parameters, or the bits of two arrays, are equal."""
+  if a is b:
+    return True
+  if not all(isinstance(value, np.ndarray | np.generic | jax.Array) for value in (a, b)):
+    return type(a) is type(b) and bool(a == b)
+  return (a.shape, a.dtype) == (b.shape, b.dtype) and _bits(a) == _bits(b)
+
+
+def _bits(array: Any) -> bytes:
+  return np.asarray(jax.random.key_data(array) if _is_key(array) else array).tobytes()
+
+
+def _is_key(array: Any) -> bool:
+  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def _short(value: Any) -> str:

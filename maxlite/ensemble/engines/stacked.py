@@ -96,10 +96,10 @@ class VmapEngine(EnsembleEngine):
     """The state of one group; members whose init functions differ in literals only share one."""
     inits = {id(self.programs[z].init): self._init_of(z) for z in group}
     functions = [inits[id(self.programs[z].init)] for z in group]
-    seed_Z = np.array([self.programs[z].seed for z in group], np.uint32)
+    seed_Z = np.stack([self.programs[z].seed_array for z in group])
     if len(group) == 1:
       return functions[0](seed_Z[0], None)
-    seeds = [jax.ShapeDtypeStruct((), jnp.uint32)] * len(group)
+    seeds = [jax.ShapeDtypeStruct((), seed_Z.dtype)] * len(group)
     names = [self.programs[z].name for z in group]
     subsets = group_by_jaxpr(functions, names, seeds, None)
     parts = []
@@ -113,7 +113,9 @@ class VmapEngine(EnsembleEngine):
 
   def _init_of(self, z: int) -> Callable:
     init = self.programs[z].init
-    init = init if self._mesh is None else without_one_device_mesh(init, jnp.uint32(0))
+    init = (
+      init if self._mesh is None else without_one_device_mesh(init, self.programs[z].seed_array)
+    )
     return lambda seed, _: init(seed)
 
   def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:

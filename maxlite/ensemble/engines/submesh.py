@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, step_costs
@@ -71,11 +70,11 @@ class SubmeshEngine(EnsembleEngine):
 
   def _lower_init(self, z: int) -> jax.stages.Lowered:
     init = jax.jit(self.programs[z].init, out_shardings=self._state_shardings[z])
-    return init.lower(jax.ShapeDtypeStruct((), jnp.uint32))
+    return init.lower(self.programs[z].seed_array)
 
   def init(self) -> list[Any]:
     inits = self._compiled("init", self._lower_init)
-    return [init(np.uint32(p.seed)) for init, p in zip(inits, self.programs, strict=True)]
+    return [init(p.seed_array) for init, p in zip(inits, self.programs, strict=True)]
 
   def step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
     """Dispatch every member's step and return without waiting."""

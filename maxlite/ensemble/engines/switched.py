@@ -66,7 +66,7 @@ class SwitchEngine(EnsembleEngine):
     return dataclasses.replace(separate, num_programs=1, state_bytes=state_bytes)
 
   def _init(self) -> Vectors:
-    seed_Z = jnp.asarray([program.seed for program in self.programs], jnp.uint32)
+    seed_Z = jnp.stack([program.seed_array for program in self.programs])
     inits = [without_one_device_mesh(program.init, seed_Z[0]) for program in self.programs]
     functions = [lambda _, seed, init=init: self._states.flatten(init(seed)) for init in inits]
     return self._on_devices(functions, {}, seed_Z, own_inputs=True)

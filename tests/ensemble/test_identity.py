@@ -1,0 +1,156 @@
+"""Members whose modules or programs compare equal without being the same."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import batch, largest_error, loss, train_alone
+
+from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines.batched_jaxpr import vmap_programs
+
+
+class Fields(nn.Module):
+  """A dense layer and a function of fields of every kind."""
+
+  scale: Any = 1.0
+  features: list[int] | tuple[int, ...] = (3,)
+  options: dict[str, Any] | None = None
+  act: Callable = nn.tanh
+  offset: float = dataclasses.field(default=0.0, compare=False)
+  key: Any = None
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    x_BD = x_BTD[:, 0]
+    for width in self.features:
+      x_BD = self.act(nn.Dense(width)(x_BD))
+    x_BD = x_BD / self.scale + self.offset
+    if isinstance(self.scale, int):
+      x_BD = -x_BD
+    if self.options:
+      x_BD = x_BD * self.options["gain"] + (next(iter(self.options)) == "gain")
+    if self.key is not None:
+      x_BD = x_BD + jax.random.normal(self.key, (1, x_BD.shape[1]))
+    return nn.Dense(1)(x_BD)
+
+
+PAIRS = {
+  "int and float": ({"scale": 1}, {"scale": 1.0}),
+  "bool and int": ({"scale": True}, {"scale": 1}),
+  "zeros of both signs": ({"scale": np.inf, "offset": 0.0}, {"scale": np.inf, "offset": -0.0}),
+  "a field without comparison": ({"offset": 0.5}, {"offset": -0.5}),
+  "list and tuple": ({"features": [4, 3]}, {"features": (4, 3)}),
+  "lists of other sizes": ({"features": [4, 3]}, {"features": [3, 4]}),
+  "dicts of other order": ({"options": {"gain": 2.0, "b": 1}}, {"options": {"b": 1, "gain": 2.0}}),
+  "functions": ({"act": nn.relu}, {"act": nn.gelu}),
+  "random keys": ({"key": jax.random.key(1)}, {"key": jax.random.key(2)}),
+  "equal modules": ({"features": [3]}, {"features": [3]}),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_members_with_different_fields_equal_solo_runs(pair):
+  optimizer = optax.sgd(0.1)
+  members = [Member(Fields(**fields), optimizer, seed=3) for fields in PAIRS[pair]]
+  ensemble = Ensemble(members, loss, strategy="fused", devices=jax.devices()[:1])
+  with jax.numpy_dtype_promotion("standard"):
+    state = ensemble.init(batch(0))
+    state, metrics = ensemble.step(state, batch(0))
+    want = [train_alone(member)[0][0] for member in members]
+  assert largest_error(np.asarray(metrics["loss"]), np.stack(want)) <= 1e-6
+
+
+def test_programs_that_differ_in_the_sign_of_zero_are_not_merged():
+  x = jax.ShapeDtypeStruct((), jnp.float32)
+  functions = [lambda x, _, zero=zero: 1 / (x * zero) for zero in (0.0, -0.0)]
+  run = vmap_programs(functions, ["f", "g"], [x, x], None)
+  np.testing.assert_array_equal(run(jnp.ones(2), None), [np.inf, -np.inf])
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
+  class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x_BTD, train=True):
+      x_BD = nn.Dropout(0.5, deterministic=not train)(nn.Dense(8)(x_BTD[:, 0]))
+      return nn.Dense(1)(x_BD)
+
+  with jax.default_prng_impl(impl), jax.numpy_dtype_promotion("standard"):
+    members = [Member(Noisy(), optax.sgd(rate), seed=z) for z, rate in enumerate((0.1, 0.2, 0.1))]
+    ensemble = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
+    state = ensemble.init(batch(0))
+    losses, start, *_ = zip(*map(train_alone, members), strict=True)
+    assert (
+      largest_error(list(ensemble.member_states(state).values())[2].params, start[2]["params"]) == 0
+    )
+    for n in range(2):
+      state, metrics = ensemble.step(state, batch(n))
+      assert largest_error(np.asarray(metrics["loss"]), np.stack(losses)[:, n]) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+def test_any_integer_is_a_seed(strategy):
+  seeds = (-1, 2**40 + 5, 2**32 - 2)
+  members = [Member(Fields(), optax.sgd(0.1), seed=seed) for seed in seeds]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:3])
+  state = ensemble.init(batch(0))
+  for member, own in zip(members, ensemble.member_states(state).values(), strict=True):
+    want = member.model.init(jax.random.key(member.seed), batch(0)[0])
+    assert largest_error(own.params, want["params"]) == 0
+
+
+class Sowing(nn.Module):
+  """A module whose loss has a term that it sows, and with statistics."""
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    x_BD = nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x_BTD[:, 0]))
+    self.sow("losses", "size", jnp.mean(x_BD**2))
+    self.sow("losses", "size", jnp.mean(jnp.abs(x_BD)))
+    return nn.Dense(1)(x_BD)
+
+
+def sown_loss(model, batch):
+  error = jnp.mean((model(batch[0]) - batch[1]) ** 2)
+  return error + sum(jax.tree.leaves(model.variables.get("losses", {})))
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "submesh"])
+def test_sown_values_live_for_one_step(strategy):
+  rates = (0.1, 0.01)
+  members = [Member(Sowing(), optax.sgd(rate)) for rate in rates]
+  ensemble = Ensemble(members, sown_loss, strategy=strategy, devices=jax.devices()[:1])
+  state, losses = ensemble.init(batch(0)), []
+  for n in range(3):
+    state, metrics = ensemble.step(state, batch(n))
+    losses.append(np.asarray(metrics["loss"]))
+  assert set(ensemble.member_params(state, "m0")) == {"params", "batch_stats"}
+  for z, rate in enumerate(rates):
+    np.testing.assert_allclose(np.stack(losses)[:, z], sown_losses_of_solo_run(rate), rtol=1e-6)
+
+
+def sown_losses_of_solo_run(rate):
+  model, losses = Sowing(), []
+  variables = model.init(jax.random.key(0), batch(0)[0])
+  params, stats = variables["params"], variables["batch_stats"]
+
+  def value(params, stats, inputs, targets):
+    variables = {"params": params, "batch_stats": stats}
+    y, new = model.apply(variables, inputs, mutable=["batch_stats", "losses"])
+    penalty = sum(jax.tree.leaves(new["losses"]))
+    return jnp.mean((y - targets) ** 2) + penalty, new["batch_stats"]
+
+  for n in range(3):
+    compute = jax.value_and_grad(value, has_aux=True)
+    (loss, stats), gradients = compute(params, stats, *batch(n))
+    params = jax.tree.map(lambda p, g: p - rate * g, params, gradients)
+    losses.append(loss)
+  return np.stack(losses)
