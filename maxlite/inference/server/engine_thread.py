@@ -51,7 +51,7 @@ class EngineThread:
       self._batcher.engine.check(request)
     with self._changed:
       if len(self._on_event) + len(on_event) > self._max_active:
-        raise QueueFullError
+        raise QueueFullError("too many requests are waiting: try again later")
       self._on_event |= on_event
       self._changed.notify()
 

@@ -39,6 +39,17 @@ _MAX_ERROR_LENGTH = 500  # [characters]
 ChatPrompt = Callable[[Sequence[Mapping[str, str]]], list[int]]
 
 
+class GenerationError(Exception):
+  """The engine failed."""
+
+
+_ERRORS: dict[type[Exception], tuple[int, str]] = {  # status and type of the response
+  ValueError: (400, "invalid_request_error"),
+  QueueFullError: (429, "rate_limit_error"),
+  GenerationError: (500, "server_error"),
+}
+
+
 @dataclasses.dataclass
 class _Completion:
   """A completion in progress."""
@@ -86,6 +97,7 @@ class Api:
         Route("/v1/chat/completions", chat, methods=["POST"]),
       ],
       middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+      exception_handlers=dict.fromkeys(_ERRORS, _respond_with_error),
     )
 
   async def _models(self, http: Request) -> Response:
@@ -96,15 +108,10 @@ class Api:
 
   async def _respond(self, http: Request, is_chat: bool) -> Response:
     received: asyncio.Queue = asyncio.Queue()
-    try:
-      body = await _read_json(http)
-      async with self._tokenizer_lock:  # in a thread, so that long prompts do not block others
-        request, completions = await asyncio.to_thread(self._parse, body, is_chat)
-      self._submit(completions, received)
-    except ValueError as error:
-      return _error_response(400, str(error))
-    except QueueFullError:
-      return _error_response(429, "too many requests are waiting: try again later")
+    body = await _read_json(http)
+    async with self._tokenizer_lock:  # in a thread, so that long prompts do not block others
+      request, completions = await asyncio.to_thread(self._parse, body, is_chat)
+    self._submit(completions, received)
     schema = ResponseSchema(self._name, is_chat)
     pieces = self._pieces(completions, received)
     cancel = functools.partial(self._cancel, completions)
@@ -115,8 +122,6 @@ class Api:
     try:
       async for _ in pieces:
         pass
-    except RuntimeError as error:
-      return _error_response(500, str(error))
     finally:
       watching.cancel()
       cancel()
@@ -172,7 +177,7 @@ class Api:
     while not all(completion.finish_reason for completion in completions):
       completion, event = await received.get()
       if isinstance(event, Exception):
-        raise RuntimeError(f"generation failed: {event}")
+        raise GenerationError(f"generation failed: {event}")
       if completion.finish_reason:
         continue
       piece, completion.finish_reason = completion.detokenizer.push(event)
@@ -208,7 +213,7 @@ async def _events(
     async for n, piece in pieces:
       choice = schema.choice(n, piece, completions[n].finish_reason, is_chunk=True)
       yield event(schema.response([choice], is_chunk=True))
-  except RuntimeError as error:
+  except GenerationError as error:
     yield event({"error": {"message": str(error), "type": "server_error"}})
     return
   if include_usage:
@@ -260,9 +265,10 @@ async def _read_json(http: Request) -> Any:
     raise UserError("the body is not JSON") from None
 
 
-def _error_response(status: int, message: str) -> JSONResponse:
-  kind = {400: "invalid_request_error", 429: "rate_limit_error", 500: "server_error"}[status]
+def _respond_with_error(_: Request, error: Exception) -> Response:
+  status, kind = next(found for of, found in _ERRORS.items() if isinstance(error, of))
   # The message may quote the request, and JSON can encode half of a surrogate pair.
-  message = message[:_MAX_ERROR_LENGTH].encode(errors="replace").decode()
-  error = {"message": message, "type": kind, "param": None, "code": None}
-  return JSONResponse({"error": error}, status)
+  message = str(error)[:_MAX_ERROR_LENGTH].encode(errors="replace").decode()
+  return JSONResponse(
+    {"error": {"message": message, "type": kind, "param": None, "code": None}}, status
+  )
