@@ -32,11 +32,9 @@ def tree_checksums(tree: Any) -> dict[str, int]:
 
 def tree_hash(tree: Any) -> str:
   """Return the hexadecimal SHA-256 of all names, shapes, dtypes and checksums of a pytree."""
-  leaves = leaves_by_path(tree)
-  lines = [
-    f"{name} {leaves[name].dtype}{list(leaves[name].shape)} {checksum}"
-    for name, checksum in sorted(tree_checksums(tree).items())
-  ]
+  leaves, checksums = leaves_by_path(tree), tree_checksums(tree)
+  line = lambda name, leaf: f"{name} {leaf.dtype}{list(leaf.shape)} {checksums[name]}"
+  lines = [line(name, leaves[name]) for name in sorted(leaves)]
   return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -50,9 +48,8 @@ def array_checksum(x: Array) -> Array:
   return _chunk_checksum(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
 
 
-_checksum = jax.jit(
-  array_checksum
-)  # per leaf, so that moments reuse the program of their parameter
+# Compiled per leaf, so that moments reuse the program of their parameter.
+_checksum = jax.jit(array_checksum)
 
 
 @functools.partial(jax.jit, static_argnums=2)

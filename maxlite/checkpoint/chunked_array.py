@@ -54,11 +54,10 @@ def split(index: Index, dtype: np.dtype) -> Iterator[Index]:
   sizes = [axis.stop - axis.start for axis in index]
   if not math.prod(sizes):
     return
-  longest = int(np.argmax(sizes))
-  bytes_each = math.prod(sizes) // sizes[longest] * dtype.itemsize
-  for low, high in split_range(sizes[longest], bytes_each):
-    first = index[longest].start
-    yield (*index[:longest], slice(first + low, first + high), *index[longest + 1 :])
+  n = int(np.argmax(sizes))
+  first, bytes_each = index[n].start, math.prod(sizes) // sizes[n] * dtype.itemsize
+  for low, high in split_range(sizes[n], bytes_each):
+    yield (*index[:n], slice(first + low, first + high), *index[n + 1 :])
 
 
 def split_range(size: int, bytes_each: int) -> Iterator[tuple[int, int]]:

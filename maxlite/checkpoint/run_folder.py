@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import write_atomically
 from maxlite.config.files import MODEL_FILE, read_file
 from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
@@ -39,10 +40,7 @@ class RunFolder:
   def run_id(self) -> str:
     """Return the id, created if missing, that distinguishes this run from earlier ones."""
     if not self._run_id.exists():
-      self.directory.mkdir(parents=True, exist_ok=True)
-      new = self._run_id.with_suffix(".tmp")
-      new.write_text(secrets.token_hex(8))
-      new.rename(self._run_id)
+      write_atomically(self._run_id, secrets.token_hex(8))
     return self._run_id.read_text()
 
   def config_changes(self, values: Mapping[str, Any]) -> Changes | None:

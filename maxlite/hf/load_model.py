@@ -1,6 +1,7 @@
 """Load a model and its parameters from a run folder or a Hugging Face folder."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,14 +119,13 @@ def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Sequence[jax.Device]]:
   """Return ({mesh axis: size}, devices)."""
   degrees = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
-  unknown = set(degrees) - set(MESH_AXES)
-  if unknown:
+  if unknown := set(degrees) - set(MESH_AXES):
     raise UserError(
       f"mesh has the axes {', '.join(sorted(unknown))}; choose from {', '.join(MESH_AXES)}"
     )
   if isinstance(mesh, Mesh):
     return degrees, list(mesh.devices.flat)
-  num_devices = int(np.prod(list(degrees.values()) or [1]))
+  num_devices = math.prod(degrees.values())
   if num_devices > len(jax.devices()):
     raise UserError(f"mesh={degrees} needs {num_devices} devices, of {len(jax.devices())} here")
   return degrees, jax.devices()[:num_devices]

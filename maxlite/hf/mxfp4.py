@@ -40,9 +40,9 @@ class Mxfp4Entry(TensorEntry):
 def unpack(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
   """Replace every pair X_blocks and X_scales by one entry X; raise UserError on a mismatch."""
   entries = dict(tensors)
-  for name in [name for name in tensors if name.endswith(BLOCKS)]:
+  for name in tensors:
     unpacked = name.removesuffix(BLOCKS)
-    if unpacked + SCALES in tensors:
+    if name.endswith(BLOCKS) and unpacked + SCALES in tensors:
       entries[unpacked] = _entry(name, entries.pop(name), entries.pop(unpacked + SCALES))
   return entries
 

@@ -39,12 +39,10 @@ def write_adapter(
     UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
   rules = family.block_rules(cfg)
+  block = [adapter for rule in rules for adapter in _adapter_rules(rule)]
+  prefix = _PREFIX + family.layer_prefix
   adapters = dataclasses.replace(
-    family,
-    outer=(),
-    block=[adapter for rule in rules for adapter in _adapter_rules(rule)],
-    extra_block=lambda cfg: (),
-    layer_prefix=_PREFIX + family.layer_prefix,
+    family, outer=(), block=block, extra_block=lambda cfg: (), layer_prefix=prefix
   )
   mappings = tensor_mappings(adapters, cfg, params)
   _require_loadable(family, [mapping.tensor for mapping in mappings])
@@ -94,15 +92,9 @@ def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
   layout = axis_layout(rule.axes)
   inputs, outputs = ([axis for axis in layout.ours if axis in layout.theirs[n]] for n in (1, 0))
   parent, module = rule.ours.removesuffix(_KERNEL), rule.theirs.removesuffix(_WEIGHT)
+  axes_a = f"{' '.join(inputs)} {_RANK} -> {_RANK} ({' '.join(layout.theirs[1])})"
+  axes_b = f"{_RANK} {' '.join(outputs)} -> ({' '.join(layout.theirs[0])}) {_RANK}"
   return [
-    TensorRule(
-      f"{parent}lora_a/{_KERNEL}",
-      f"{module}.lora_A{_WEIGHT}",
-      f"{' '.join(inputs)} {_RANK} -> {_RANK} ({' '.join(layout.theirs[1])})",
-    ),
-    TensorRule(
-      f"{parent}lora_b/{_KERNEL}",
-      f"{module}.lora_B{_WEIGHT}",
-      f"{_RANK} {' '.join(outputs)} -> ({' '.join(layout.theirs[0])}) {_RANK}",
-    ),
+    TensorRule(f"{parent}lora_a/{_KERNEL}", f"{module}.lora_A{_WEIGHT}", axes_a),
+    TensorRule(f"{parent}lora_b/{_KERNEL}", f"{module}.lora_B{_WEIGHT}", axes_b),
   ]

@@ -79,8 +79,8 @@ def build_engine(
   return Engine(
     inference_model(cfg.model, trainer.sharder),
     inference_params(cfg.model, params),
-    num_rows=-(-num_rows // num_shards) * num_shards,
-    max_length=min(-(-needed // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, max_length),
+    num_rows=num_rows + -num_rows % num_shards,
+    max_length=min(needed + -needed % _LENGTH_MULTIPLE, max_length),
     stop_token_ids=stop_token_ids,
     num_drafts=num_heads if num_drafts < 0 else num_drafts,
   )

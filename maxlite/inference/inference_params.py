@@ -32,9 +32,8 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
       "generation cannot shard sequences over the context axis: set ici_context_parallelism=1 and "
       "dcn_context_parallelism=1 (and ici_fsdp_parallelism=-1 to use the devices)"
     )
-  moe = dataclasses.replace(
-    cfg.moe, capacity_factor=-1.0, ragged_buffer_factor=-1.0, router_jitter=0.0
-  )
+  no_drops = {"capacity_factor": -1.0, "ragged_buffer_factor": -1.0}
+  moe = dataclasses.replace(cfg.moe, **no_drops, router_jitter=0.0)
   lora = dataclasses.replace(cfg.lora, lora_rank=0)
   cfg = dataclasses.replace(cfg, scan_layers=False, remat_policy="none", moe=moe, lora=lora)
   return Decoder(cfg, sharder)
