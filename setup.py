@@ -25,7 +25,7 @@ setup(
   packages=find_packages(include=["maxlite", "maxlite.*"]) + CONFIGS,
   package_dir={"maxlite.configs": "configs"},
   package_data={package: ["*.yml", "*.jinja", "*.jsonl"] for package in CONFIGS}
-  | {"maxlite.inference": ["*.html"]},
+  | {"maxlite.inference.server": ["*.html"]},
   install_requires=[
     "jax>=0.10.2",
     "flax>=0.12.8",

@@ -105,10 +105,15 @@ class Engine:
       raise UserError("the prompt has no tokens: begin it with the tokenizer's bos token")
     if request.max_new_tokens < 1:
       raise UserError(f"max_new_tokens={request.max_new_tokens} must be 1 or more")
+    if num_tokens >= limit:
+      raise UserError(
+        f"the prompt has {num_tokens} tokens, but the maximum length of a prompt with its "
+        f"completion is {limit}: shorten it to at most {limit - 1}"
+      )
     if num_tokens + request.max_new_tokens > limit:
       raise UserError(
         f"a prompt of {num_tokens} tokens and max_new_tokens={request.max_new_tokens} exceed the "
-        f"maximum length of {limit} tokens: request at most {max(limit - num_tokens, 0)}"
+        f"maximum length of {limit} tokens: request at most {limit - num_tokens}"
       )
 
   def compile_ahead(self) -> None:

@@ -5,6 +5,8 @@ import contextlib
 import datetime
 import http.client
 import json
+import logging
+import re
 import socket
 import threading
 import time
@@ -20,12 +22,12 @@ from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
 from maxlite.inference.server.engine_thread import EngineThread
-from maxlite.inference.server.serving import allowed_hosts
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
-uvicorn = pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
-from maxlite.inference.server.http_api import Api  # noqa: E402
+from maxlite.inference.server import http_server
+from maxlite.inference.server.http_api import Api
 
 
 class Letters:
@@ -55,7 +57,7 @@ TEMPLATE = (
 
 
 @contextlib.contextmanager
-def served(engine_thread, template=""):
+def served(engine_thread, template="", **keys):
   """(port, engine_thread) of a running server."""
   letters = Letters()
   chat = (
@@ -63,10 +65,10 @@ def served(engine_thread, template=""):
     if template
     else None
   )
-  api = Api(engine_thread, letters, chat, name="tiny", max_length=tiny.MAX_LENGTH)
-  app = api.build_app(allowed_hosts("127.0.0.1"))
-  server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-  with socket.create_server(("127.0.0.1", 0)) as listening:
+  api = Api(engine_thread, letters, chat, name="tiny", max_length=tiny.MAX_LENGTH, **keys)
+  app = api.build_app(http_server.allowed_hosts("127.0.0.1"))
+  server = http_server.HttpServer(app, engine_thread, log_level="error")
+  with http_server.listen("127.0.0.1", 0) as listening:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     yield listening.getsockname()[1], engine_thread
@@ -239,6 +241,7 @@ def test_a_waiting_client_that_disconnects_leaves_the_queue(service, monkeypatch
     ({"prompt": 7}, "prompt must be"),
     ({"prompt": [[1], [99]]}, "99 is outside the vocabulary of 48"),
     ({"prompt": "a", "max_tokens": 99}, "request at most 22"),
+    ({"prompt": "a" * 24}, "25 tokens, .* is 24: shorten it to at most 23"),
     ({"prompt": "a", "max_tokens": 0.5}, "max_tokens=0.5 must be an integer"),
     ({"prompt": "a", "max_tokens": -1}, "max_new_tokens=-1"),
     ({"prompt": "a", "temperature": -1}, "temperature=-1 must be"),
@@ -262,7 +265,7 @@ def test_a_waiting_client_that_disconnects_leaves_the_queue(service, monkeypatch
 def test_an_invalid_parameter_is_named(service, body, message):
   status, text = ask(service, "/v1/completions", body)
   assert status == 400
-  assert message in json.loads(text)["error"]["message"]
+  assert re.search(re.escape(message).replace(r"\.\*", ".*"), json.loads(text)["error"]["message"])
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"9" * 5000, b"\xff", b"a" * 2**23])
@@ -280,6 +283,112 @@ def test_a_body_that_does_not_arrive_times_out(service, monkeypatch):
   with socket.create_connection(("127.0.0.1", service[0])) as connection:
     connection.sendall(f"{head}content-length: 9\r\n\r\n".encode())
     assert connection.recv(999).startswith(b"HTTP/1.1 400")
+
+
+def is_closed_within(connection, seconds):
+  """Whether the server closes the connection, while single bytes of headers arrive."""
+  end = time.monotonic() + seconds
+  connection.settimeout(0.05)
+  while time.monotonic() < end:
+    try:
+      connection.sendall(b"x")
+      if not connection.recv(1):
+        return True
+    except TimeoutError:
+      continue
+    except ConnectionError:
+      return True
+  return False
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["first", "next"])
+def test_headers_that_arrive_byte_by_byte_time_out(service, monkeypatch, answered):
+  monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.3)
+  with socket.create_connection(("127.0.0.1", service[0])) as connection:
+    if answered:
+      connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+      assert connection.recv(999).startswith(b"HTTP/1.1 200")
+    connection.sendall(b"GET / HTTP/1.1\r\nx-slow: ")
+    assert is_closed_within(connection, 5)
+
+
+def test_a_stream_may_take_longer_than_the_headers(service, monkeypatch):
+  monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.05)
+  step = tiny.two_rows().step
+  with monkeypatch.context() as patch:
+    patch.setattr(tiny.two_rows(), "step", lambda *args: (time.sleep(0.1), step(*args))[1])
+    assert complete(service, prompt="a", max_tokens=4)["choices"]
+
+
+@pytest.fixture
+def errors(caplog):
+  """Captures the log of uvicorn, which does not propagate."""
+  logger = logging.getLogger("uvicorn.error")
+  logger.addHandler(caplog.handler)
+  yield caplog
+  logger.removeHandler(caplog.handler)
+
+
+def test_a_body_that_is_aborted_leaves_no_error(service, errors):
+  head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+  with socket.create_connection(("127.0.0.1", service[0])) as connection:
+    connection.sendall(f"{head}content-length: 9\r\n\r\n{{".encode())
+    time.sleep(0.2)
+  complete(service, prompt="a", max_tokens=2)
+  assert not errors.records
+
+
+def test_unknown_paths_and_methods_are_answered_in_json(service):
+  for path, body, status in [("/v2", None, 404), ("/v1/models", {}, 405)]:
+    got, text = ask(service, path, body)
+    assert (got, json.loads(text)["error"]["type"]) == (status, "invalid_request_error")
+
+
+def test_requests_need_the_api_key_if_there_is_one(engine_thread):
+  with served(engine_thread, api_key="secret") as service:
+    for path, body in [("/v1/models", None), ("/metrics", None), ("/v1/completions", {})]:
+      assert ask(service, path, body)[0] == 401
+      assert ask(service, path, body, authorization="Bearer sécret".encode())[0] == 401
+      assert ask(service, path, body, authorization="Bearer secret")[0] in (200, 400)
+    assert ask(service, "/health") == (200, '{"status":"ok"}')
+    assert ask(service, "/")[0] == 200
+
+
+def test_metrics_count_tokens(service):
+  complete(service, prompt="abc", max_tokens=3, temperature=0)
+  before = dict(line.split() for line in ask(service, "/metrics")[1].splitlines())
+  complete(service, prompt="abc", max_tokens=3, temperature=0)
+  after = dict(line.split() for line in ask(service, "/metrics")[1].splitlines())
+  name = "maxlite_prompt_tokens_total"
+  assert int(after[name]) - int(before[name]) == 4
+  assert after["maxlite_active_requests"] == "0"
+
+
+def test_the_server_stops_within_two_seconds_with_open_streams(engine_thread, monkeypatch, errors):
+  step = tiny.two_rows().step
+  monkeypatch.setattr(tiny.two_rows(), "step", lambda *args: (time.sleep(0.1), step(*args))[1])
+  body = json.dumps({"prompt": "a", "max_tokens": 20, "stream": True})
+  with contextlib.ExitStack() as stack:
+    with served(engine_thread) as (port, _):
+      connection = http.client.HTTPConnection("127.0.0.1", port)
+      stack.enter_context(contextlib.closing(connection))
+      connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+      answer = stack.enter_context(connection.getresponse())
+      answer.read(1)
+      slow = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+      slow.sendall(b"GET / HTTP/1.1\r\n")
+      start = time.monotonic()
+    assert time.monotonic() - start < 2
+    assert "the server is shutting down" in answer.read().decode()
+  assert not errors.records
+  wait_for_active(engine_thread, 0)
+
+
+def test_a_port_in_use_is_reported():
+  with socket.create_server(("127.0.0.1", 0)) as other:
+    port = other.getsockname()[1]
+    with pytest.raises(ValueError, match=f"serve_port={port}: Address already in use: choose"):
+      http_server.listen("127.0.0.1", port)
 
 
 def test_half_a_surrogate_pair_is_accepted(service):

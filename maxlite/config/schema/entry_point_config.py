@@ -41,6 +41,9 @@ class ServeConfig:
   serve_host: str = field("127.0.0.1", "Address to bind; by default only this machine has access.")
   serve_port: int = field(8000, "Port to bind; 0: any free port.", low=0, high=65535)
   serve_queue_size: int = field(32, "Waiting requests; more are rejected with status 429.", low=0)
+  serve_api_key: str = field(
+    "", "Key that clients must send; empty: that in MAXLITE_SERVE_API_KEY, or none."
+  )
 
 
 @dataclasses.dataclass(frozen=True)

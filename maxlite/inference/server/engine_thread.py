@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from maxlite.inference.batcher import Batcher, TokenEvent
+from maxlite.inference.batcher import Batcher, Throughput, TokenEvent
 from maxlite.inference.engine import GenerationRequest
 
 OnEvent = Callable[[TokenEvent | Exception], None]  # called in the engine's thread
@@ -21,7 +21,7 @@ class EngineThread:
   """
 
   def __init__(self, batcher: Batcher, queue_size: int) -> None:
-    self._batcher, self._max_active = batcher, batcher.engine.num_rows + queue_size
+    self._batcher, self.max_active = batcher, batcher.engine.num_rows + queue_size
     self._changed = threading.Condition()
     # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
     self._on_event: dict[GenerationRequest, OnEvent] = {}
@@ -50,7 +50,7 @@ class EngineThread:
     for request in on_event:
       self._batcher.engine.check(request)
     with self._changed:
-      if len(self._on_event) + len(on_event) > self._max_active:
+      if len(self._on_event) + len(on_event) > self.max_active:
         raise QueueFullError("too many requests are waiting: try again later")
       self._on_event |= on_event
       self._changed.notify()
@@ -59,6 +59,14 @@ class EngineThread:
   def num_active(self) -> int:
     """Number of requests waiting or in progress."""
     return len(self._on_event)
+
+  @property
+  def throughput(self) -> Throughput:
+    return self._batcher.throughput
+
+  def fail_all(self, error: Exception) -> None:
+    """End all requests with `error`."""
+    self._fail(list(self._on_event), error)
 
   def cancel(self, request: GenerationRequest) -> None:
     """End a request if it has not finished; it receives no further events."""
@@ -79,8 +87,7 @@ class EngineThread:
       except Exception as error:  # of any kind: the waiting clients need an answer
         with contextlib.suppress(Exception):  # the next requests then fail and report an error too
           self._batcher.reset()
-        for request in requests:
-          self._send(request, error, is_last=True)
+        self._fail(requests, error)
         continue
       for event in events:
         self._send(event.request, event, is_last=bool(event.finish_reason))
@@ -91,6 +98,10 @@ class EngineThread:
       self._batcher.cancel(request)
     events = self._batcher.add([r for r in requests if r not in self._batcher.active])
     return self._batcher.step() if requests and not events else events
+
+  def _fail(self, requests: list[GenerationRequest], error: Exception) -> None:
+    for request in requests:
+      self._send(request, error, is_last=True)
 
   def _send(
     self, request: GenerationRequest, event: TokenEvent | Exception, *, is_last: bool

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -11,10 +12,17 @@ from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import (
+  HTMLResponse,
+  JSONResponse,
+  PlainTextResponse,
+  Response,
+  StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -43,11 +51,13 @@ class GenerationError(Exception):
   """The engine failed."""
 
 
-_ERRORS: dict[type[Exception], tuple[int, str]] = {  # status and type of the response
-  ValueError: (400, "invalid_request_error"),
-  QueueFullError: (429, "rate_limit_error"),
-  GenerationError: (500, "server_error"),
+_STATUS: dict[type[Exception], int] = {
+  ValueError: 400,
+  ClientDisconnect: 400,  # while the body is sent; no client receives this
+  QueueFullError: 429,
+  GenerationError: 500,
 }
+_TYPES = {429: "rate_limit_error", 500: "server_error"}  # by status; others: a bad request
 
 
 @dataclasses.dataclass
@@ -68,6 +78,7 @@ class Api:
     chat_prompt: applies the model's chat template; without one a chat becomes a transcript.
     name: of the model.
     max_length: of a prompt with its completion.
+    api_key: that requests to the model and for metrics must have; empty: none.
   """
 
   def __init__(
@@ -78,9 +89,11 @@ class Api:
     *,
     name: str,
     max_length: int,
+    api_key: str = "",
   ) -> None:
     self._engine_thread, self._tokenizer = engine_thread, tokenizer
     self._chat_prompt, self._name, self._max_length = chat_prompt, name, max_length
+    self._authorization = f"Bearer {api_key}" if api_key else ""
     self._start = int(time.time())
     self._tokenizer_lock = asyncio.Lock()  # tokenizers are not thread-safe
 
@@ -92,21 +105,38 @@ class Api:
     return Starlette(
       routes=[
         Route("/", lambda http: HTMLResponse(page)),
+        Route("/health", lambda http: JSONResponse({"status": "ok"})),
+        Route("/metrics", self._metrics),
         Route("/v1/models", self._models),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
       ],
       middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
-      exception_handlers=dict.fromkeys(_ERRORS, _respond_with_error),
+      exception_handlers=dict.fromkeys((*_STATUS, HTTPException), _respond_with_error),
     )
 
+  def _require_key(self, http: Request) -> None:
+    given = http.headers.get("authorization", "").encode()
+    if self._authorization and not hmac.compare_digest(given, self._authorization.encode()):
+      raise HTTPException(401, "send the server's API key as authorization: Bearer KEY")
+
+  async def _metrics(self, http: Request) -> Response:
+    """Return counters in Prometheus' text format."""
+    self._require_key(http)
+    counts = dataclasses.asdict(self._engine_thread.throughput)
+    del counts["num_drafts"]
+    lines = [f"maxlite_{name}_total {value}\n" for name, value in counts.items()]
+    lines.append(f"maxlite_active_requests {self._engine_thread.num_active}\n")
+    return PlainTextResponse("".join(lines))
+
   async def _models(self, http: Request) -> Response:
-    del http
+    self._require_key(http)
     model = {"id": self._name, "object": "model", "created": self._start, "owned_by": "maxlite"}
     model["has_chat_template"] = self._chat_prompt is not None
     return JSONResponse({"object": "list", "data": [model]})
 
   async def _respond(self, http: Request, is_chat: bool) -> Response:
+    self._require_key(http)
     received: asyncio.Queue = asyncio.Queue()
     body = await _read_json(http)
     async with self._tokenizer_lock:  # in a thread, so that long prompts do not block others
@@ -266,9 +296,12 @@ async def _read_json(http: Request) -> Any:
 
 
 def _respond_with_error(_: Request, error: Exception) -> Response:
-  status, kind = next(found for of, found in _ERRORS.items() if isinstance(error, of))
+  if isinstance(error, HTTPException):
+    status, text = error.status_code, error.detail
+  else:
+    status, text = next(_STATUS[of] for of in _STATUS if isinstance(error, of)), str(error)
   # The message may quote the request, and JSON can encode half of a surrogate pair.
-  message = str(error)[:_MAX_ERROR_LENGTH].encode(errors="replace").decode()
-  return JSONResponse(
-    {"error": {"message": message, "type": kind, "param": None, "code": None}}, status
-  )
+  message = text[:_MAX_ERROR_LENGTH].encode(errors="replace").decode()
+  kind = _TYPES.get(status, "invalid_request_error")
+  content = {"message": message, "type": kind, "param": None, "code": None}
+  return JSONResponse({"error": content}, status)
