@@ -1,18 +1,29 @@
 """Packaging of maxlite. To develop it: `pip install -e .[test]`."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "maxlite/__init__.py").read_text()).group(1)
-# The YAML files are next to the package in a checkout, and inside the package once installed.
-CONFIGS = ["maxlite.configs"] + [
-  "maxlite.configs." + ".".join(path.relative_to(ROOT / "configs").parts)
-  for path in sorted((ROOT / "configs").rglob("*"))
-  if path.is_dir()
-]
+
+
+class BuildPackage(build_py):
+  """Copies configs/, which is beside the package in a checkout, into an installed package."""
+
+  def get_source_files(self) -> list[str]:
+    configs = (path for path in (ROOT / "configs").rglob("*") if path.is_file())
+    return super().get_source_files() + [str(path.relative_to(ROOT)) for path in configs]
+
+  def run(self) -> None:
+    super().run()
+    if not self.editable_mode:
+      target = Path(self.build_lib) / "maxlite" / "configs"
+      shutil.copytree(ROOT / "configs", target, dirs_exist_ok=True)
+
 
 setup(
   name="maxlite",
@@ -22,10 +33,13 @@ setup(
   long_description_content_type="text/markdown",
   license="Apache-2.0",
   python_requires=">=3.11",
-  packages=find_packages(include=["maxlite", "maxlite.*"]) + CONFIGS,
-  package_dir={"maxlite.configs": "configs"},
-  package_data={package: ["*.yml", "*.jinja", "*.jsonl"] for package in CONFIGS}
-  | {"maxlite.inference.server": ["*.html"]},
+  packages=find_packages(include=["maxlite", "maxlite.*"]),
+  # With this entry alone, an editable install is a .pth file with this folder. Otherwise it is an
+  # import hook, and a script beside a clone would find the clone's folder first, which has the name
+  # of the package: a namespace package without contents.
+  package_dir={"": "."},
+  package_data={"maxlite.inference.server": ["*.html"]},
+  cmdclass={"build_py": BuildPackage},
   install_requires=[
     "jax>=0.10.2",
     "flax>=0.12.8",
@@ -68,6 +82,7 @@ setup(
       "starlette>=0.49",
       "uvicorn>=0.38",
       "openai>=2",
+      "setuptools>=77",
     ],
   },
   entry_points={
