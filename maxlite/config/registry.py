@@ -61,7 +61,7 @@ DISPATCHES = _registry(
 )
 # attention: see kernels/attention/api.py.
 ATTENTION_BACKENDS = _registry(
-  "maxlite.kernels.attention.{}:attention", "reference", "chunked", "dot_product"
+  "maxlite.kernels.attention.{}:attention", "reference", "chunked", "dot_product", "splash"
 )
 # grouped_matmul: see kernels/grouped_matmul/api.py.
 GROUPED_MATMUL_BACKENDS = _registry(

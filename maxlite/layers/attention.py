@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
-from maxlite.kernels.attention.api import attention, resolve_backend
+from maxlite.kernels.attention.api import WITHOUT_VMA, attention, resolve_backend
 from maxlite.layers import cache
 from maxlite.layers.linear import Linear
 from maxlite.layers.norm import RMSNorm
@@ -38,14 +38,15 @@ class Attention(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    window: int | jax.Array | None = None,
+    is_local: bool | jax.Array | None = None,
   ) -> jax.Array:
+    """`is_local`: whether `sliding_window_size` applies (None: it does); may be traced."""
     num_heads, num_kv_heads = self.cfg.base_num_query_heads, self.cfg.base_num_kv_heads
     q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
     k_BTGC = self._norm(self._project(x_BTD, "key", num_kv_heads, "kv_heads"), "key")
     v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
     q_BTHC, k_BTGC = apply_rope(q_BTHC, *rope), apply_rope(k_BTGC, *rope)
-    o_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, segment_BT, window)
+    o_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, segment_BT, is_local)
     linear = functools.partial(Linear, num_in=2, use_bias=self.cfg.family.out_bias, name="out")
     out = linear(self.cfg, self.sharder, x_BTD.shape[-1:], ("q_heads", "kv", "embed"))
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
@@ -57,22 +58,24 @@ class Attention(nn.Module):
     k_BTGC: jax.Array,
     v_BTGC: jax.Array,
     segment_BT: jax.Array,
-    window: int | jax.Array | None,
+    is_local: bool | jax.Array | None,
   ) -> jax.Array:
     cfg = self.cfg
+    window = 0 if is_local is False else cfg.sliding_window_size
+    is_local = is_local if window and isinstance(is_local, jax.Array) else None
     scale = (cfg.query_pre_attn_scalar or cfg.head_dim) ** -0.5 * score_factor(cfg.rope)
     options = {"scale": scale, "soft_cap": cfg.attn_logits_soft_cap, "sink_H": self._sinks()}
     new = {"key": k_BTGC, "value": v_BTGC}
     if cache.is_filled(self):
-      limit = 0 if window is None else window
+      limit = window if is_local is None else jnp.where(is_local, window, jnp.iinfo(jnp.int32).max)
       (k_blocks, v_blocks), masks = cache.update(self, segment_BT, limit, **new)
       names = ("activation_batch", "activation_kv_heads", "activation_kv_length", "activation_kv")
       constrain = lambda blocks: [self.sharder.constrain(block, names) for block in blocks]
       return cached.attention(q_BTHC, constrain(k_blocks), constrain(v_blocks), masks, **options)
-    # A traced window differs between scanned layers, which therefore all have slots for all keys.
-    cache.store_prefill(self, segment_BT, window if isinstance(window, int) else 0, **new)
+    # Scanned layers have equal shapes: where only some are local, all have slots for all keys.
+    cache.store_prefill(self, segment_BT, window if is_local is None else 0, **new)
     operands = q_BTHC, k_BTGC, v_BTGC, segment_BT
-    return attend(cfg, self.sharder, *operands, window=window, **options)
+    return attend(cfg, self.sharder, *operands, window=window, is_local=is_local, **options)
 
   def _sinks(self) -> jax.Array | None:
     if not self.cfg.family.sinks:
@@ -107,13 +110,18 @@ def attend(
   v_BTGC: jax.Array,
   segment_BT: jax.Array,
   *,
-  window: int | jax.Array | None = None,
+  window: int = 0,
+  is_local: jax.Array | None = None,
   sink_H: jax.Array | None = None,
   **options: float,
 ) -> jax.Array:
-  """o_BTHC: attention of each shard's queries to all keys of their rows, named "attention_out".
+  """o_BTHC: attention of each shard's queries to all keys of their rows.
 
   `options` are `scale` and `soft_cap`; for them and the rest see kernels/attention/api.py.
+
+  Args:
+    window: 0: all keys.
+    is_local: whether the window applies, where scanned layers differ in it; None: it does.
   """
   kv_rows = ("activation_batch", "activation_kv_length")
   q_spec = sharder.spec((*ROWS, "activation_q_heads", None))
@@ -124,19 +132,22 @@ def attend(
   local = functools.partial(attention, backend=backend, block_q=cfg.attention_block_q, **options)
 
   def on_shard(*shards: jax.Array | None) -> jax.Array:
-    q_bthc, k_bsgc, v_bsgc, segment_bt, segment_bs, window, sink_h = pvary(*shards)
+    q_bthc, k_bsgc, v_bsgc, segment_bt, segment_bs, is_local, sink_h = pvary(*shards)
     is_sharded = sharder.num_shards("activation_length") > 1
     shard = jax.lax.axis_index(sharder.mesh_axes("activation_length")) if is_sharded else 0
     segments = {"q_segment_BT": segment_bt, "kv_segment_BS": segment_bs}
-    start = shard * q_bthc.shape[1]
-    return local(q_bthc, k_bsgc, v_bsgc, **segments, q_start=start, window=window, sink_H=sink_h)
+    rest = segments | {"q_start": shard * q_bthc.shape[1], "sink_H": sink_h}
+    within = lambda window: local(q_bthc, k_bsgc, v_bsgc, window=window, **rest)
+    if is_local is None:
+      return within(window or None)
+    # Only one branch runs, so that a local layer does not compute the scores it hides.
+    return jax.lax.cond(is_local, lambda: within(window), lambda: within(None))
 
   sharded = jax.shard_map(
     on_shard,
     mesh=sharder.mesh,
     in_specs=(q_spec, kv_spec, kv_spec, *segment_specs, jax.P(), sink_spec),
     out_specs=q_spec,
+    check_vma=backend not in WITHOUT_VMA,
   )
-  window = None if window is None else jnp.asarray(window)
-  o_BTHC = sharded(q_BTHC, k_BTGC, v_BTGC, segment_BT, segment_BT, window, sink_H)
-  return checkpoint_name(o_BTHC, "attention_out")
+  return sharded(q_BTHC, k_BTGC, v_BTGC, segment_BT, segment_BT, is_local, sink_H)

@@ -54,9 +54,8 @@ class DecoderLayer(nn.Module):
       attention = LatentAttention(self.cfg, self.sharder, name="attention")
       y_BTD = attention(normed_BTD, segment_BT, rope)
     else:
-      tables, window = self._rope_and_window(rope, is_local)
       attention = Attention(self.cfg, self.sharder, name="attention")
-      y_BTD = attention(normed_BTD, segment_BT, tables, window)
+      y_BTD = attention(normed_BTD, segment_BT, _select_rope(rope, is_local), is_local)
     x_BTD += self._post_norm("attention_post_norm", y_BTD)
     if not self.moe:
       mlp = MLP(self.cfg, self.sharder, self.cfg.base_mlp_dim, name="mlp")
@@ -66,19 +65,6 @@ class DecoderLayer(nn.Module):
     y_BTD, sums = moe(self._norm("moe_norm")(x_BTD), segment_BT)
     return x_BTD + self._post_norm("moe_post_norm", y_BTD), {"moe": sums}
 
-  def _rope_and_window(
-    self, rope: Rope, is_local: bool | jax.Array | None
-  ) -> tuple[Rope, int | jax.Array | None]:
-    """(rope tables, window) of this layer; a traced `is_local` selects them at run time."""
-    size = self.cfg.sliding_window_size or None
-    if is_local is None:
-      return rope, size
-    if len(rope) > 2:
-      rope = tuple(jnp.where(is_local, *pair) for pair in zip(rope[2:], rope[:2], strict=True))
-    if size is None or isinstance(is_local, bool):
-      return rope, size if is_local is True else None
-    return rope, jnp.where(is_local, size, jnp.iinfo(jnp.int32).max)
-
   def _norm(self, name: str) -> RMSNorm:
     cfg = self.cfg
     dtype, zero_centred = jnp.dtype(cfg.weight_dtype), cfg.family.zero_centred_norms
@@ -86,3 +72,10 @@ class DecoderLayer(nn.Module):
 
   def _post_norm(self, name: str, y_BTD: jax.Array) -> jax.Array:
     return self._norm(name)(y_BTD) if self.cfg.family.post_norms else y_BTD
+
+
+def _select_rope(rope: Rope, is_local: bool | jax.Array | None) -> Rope:
+  """The tables of a local or a global layer."""
+  if len(rope) == 2:
+    return rope
+  return tuple(jnp.where(is_local, *pair) for pair in zip(rope[2:], rope[:2], strict=True))

@@ -1,6 +1,7 @@
 """Attention backends against the reference, and properties of the reference."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import jax
@@ -10,12 +11,22 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxlite.config.registry import ATTENTION_BACKENDS
-from maxlite.kernels.attention import api
+from maxlite.kernels.attention import api, splash
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.sharding.collectives import pvary
 
 NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
 OTHERS = [name for name in ATTENTION_BACKENDS if name != "reference"]
 # Three documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 3, 0], [7, 20, 6, 7]), np.ones(40)]).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+  """Kernels for TPUs run in interpret mode."""
+  kernel = functools.partial(splash.attention, interpret=True)
+  monkeypatch.setitem(ATTENTION_BACKENDS, "splash", kernel)
 
 
 class Case(NamedTuple):
@@ -25,12 +36,12 @@ class Case(NamedTuple):
   sink_H: np.ndarray
 
 
-def make_case(num_kv_heads=2, num_value_channels=6, dtype=np.float64):
+def make_case(num_kv_heads=2, num_value_channels=6, dtype=np.float64, num_positions=NUM_POSITIONS):
   draw = np.random.default_rng(0).normal
   shapes = (
-    (NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS),
-    (NUM_SEQS, NUM_POSITIONS, num_kv_heads, NUM_CHANNELS),
-    (NUM_SEQS, NUM_POSITIONS, num_kv_heads, num_value_channels),
+    (NUM_SEQS, num_positions, NUM_QUERY_HEADS, NUM_CHANNELS),
+    (NUM_SEQS, num_positions, num_kv_heads, NUM_CHANNELS),
+    (NUM_SEQS, num_positions, num_kv_heads, num_value_channels),
   )
   return Case(*(draw(size=shape).astype(dtype) for shape in shapes), SINK_H.astype(dtype))
 
@@ -46,13 +57,21 @@ SINK_H = np.array([-1.5, 0.5, 2, 0])
 
 
 def attend(
-  backend, case, *, block_q=16, q_segment_BT=SEGMENT_BT, q_start=0, sinks=False, **options
+  backend,
+  case,
+  *,
+  block_q=16,
+  segment_BT=SEGMENT_BT,
+  q_segment_BT=None,
+  q_start=0,
+  sinks=False,
+  **options,
 ):
   *case, sink_H = case
   return api.attention(
     *case,
-    q_segment_BT=q_segment_BT,
-    kv_segment_BS=SEGMENT_BT,
+    q_segment_BT=segment_BT if q_segment_BT is None else q_segment_BT,
+    kv_segment_BS=segment_BT,
     scale=0.3,
     q_start=q_start,
     backend=backend,
@@ -99,7 +118,7 @@ def test_values_may_have_more_channels_than_keys():
 @pytest.mark.parametrize("backend", OTHERS)
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.06)])
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
-  case, options = make_case(dtype=dtype), EVERYTHING if backend == "chunked" else {}
+  case, options = make_case(dtype=dtype), {} if backend == "dot_product" else EVERYTHING
   # Our backends must pass with strict promotion; JAX's function mixes types.
   with jax.numpy_dtype_promotion("standard" if backend == "dot_product" else "strict"):
     results = run(backend, case, **options)
@@ -160,14 +179,16 @@ def test_large_scores_and_padding_stay_finite(backend):
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_sharded_queries_get_their_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
-  mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
-  case = make_case(dtype=np.float32)
+  is_splash = backend == "splash"  # its shards have a multiple of 128 queries
+  segment_BT = np.repeat(SEGMENT_BT, 8, axis=1)[:, :256] if is_splash else SEGMENT_BT
+  case = make_case(dtype=np.float32, num_positions=segment_BT.shape[1])
+  axis_types = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((2 if is_splash else 8,), ("context",), axis_types=axis_types)
 
   options = {} if backend == "dot_product" else {"window": 9, "soft_cap": 0.8}
 
   def shard(q_BtHC, k_BSGC, v_BSGC, sink_H, q_segment_Bt):
-    whole = k_BSGC, v_BSGC, SEGMENT_BT, sink_H
-    whole = [jax.lax.pcast(a, "context", to="varying") for a in whole]
+    whole = pvary(q_BtHC, k_BSGC, v_BSGC, segment_BT, sink_H)[1:]
     return api.attention(
       q_BtHC,
       *whole[:2],
@@ -183,12 +204,16 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
 
   split = P(None, "context")
   sharded = jax.shard_map(
-    shard, mesh=mesh, in_specs=(split, P(), P(), P(), split), out_specs=split, check_vma=True
+    shard,
+    mesh=mesh,
+    in_specs=(split, P(), P(), P(), split),
+    out_specs=split,
+    check_vma=backend not in api.WITHOUT_VMA,
   )
   together = jax.jit(
-    functools.partial(value_and_gradients, lambda case: sharded(*case, SEGMENT_BT))
+    functools.partial(value_and_gradients, lambda case: sharded(*case, segment_BT))
   )(case, make_cotangent(case))
-  expected = run("reference", case, sinks=bool(options), **options)
+  expected = run("reference", case, segment_BT=segment_BT, sinks=bool(options), **options)
   assert_all_close([np.asarray(a) for a in together], expected, atol=1e-5)
 
 
@@ -225,8 +250,46 @@ def test_memory_of_chunked_grows_linearly_with_length():
   assert temporary_bytes("chunked", 2048) < temporary_bytes("reference", 2048) / 8
 
 
-def test_auto_is_chunked_and_an_unknown_name_is_an_error():
+def multiplications(window):
+  """FLOPs of the gradient's program at 1,024 positions."""
+  q_BTHC = jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)
+  segment_BT = np.ones((1, 1024), np.int32)
+
+  def total(case):
+    segments = {"q_segment_BT": segment_BT, "kv_segment_BS": segment_BT}
+    options = {"backend": "chunked", "block_q": 32, "window": window}
+    return api.attention(*case, **segments, scale=1.0, **options).sum()
+
+  compiled = jax.jit(jax.grad(total)).lower((q_BTHC,) * 3).compile()
+  return matmul_flops(parse(compiled.as_text())).total
+
+
+def test_chunked_does_not_multiply_keys_before_the_window():
+  # Each of the 8 spans of 128 queries attends at most 128 + 63 keys, of up to 1,024 without window.
+  assert multiplications(64) < 1.01 * multiplications(None) * (128 + 7 * 191) / (36 * 128)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "splash"])
+def test_a_saved_output_is_not_computed_again(backend):
+  case, function = make_case(dtype=np.float32), functools.partial(attend, backend)
+  policy = jax.checkpoint_policies.save_only_these_names("attention_out")
+
+  def num_products(function):
+    # Over two cases in a loop, since XLA would merge a second forward pass with the first.
+    total = lambda case: jax.lax.map(
+      function, jax.tree.map(lambda x: jnp.stack([x, x]), case)
+    ).sum()
+    compiled = jax.jit(jax.value_and_grad(total)).lower(case).compile()
+    return len(re.findall(r" dot\(|__onednn\$matmul", compiled.as_text()))
+
+  plain = num_products(function)
+  assert num_products(jax.checkpoint(function, policy=policy)) == plain
+  assert num_products(jax.checkpoint(function)) > plain
+
+
+def test_auto_depends_on_the_platform_and_an_unknown_name_is_an_error():
   assert api.resolve_backend("auto", "cpu") == "chunked"
+  assert api.resolve_backend("auto", "tpu") == "splash"
   assert all(api.resolve_backend(name, "cpu") == name for name in ATTENTION_BACKENDS)
   with pytest.raises(
     ValueError, match="'flush' is not a backend; choose auto or one of: reference"

@@ -10,6 +10,8 @@ All `ATTENTION_BACKENDS` implement one contract:
 - Scores are scaled, then soft-capped (kernels/numerics.py). The sinks `sink_H` add one score per
   query and head whose value is zero, so that a query can attend nothing; padding has them too.
 - Scores, softmax and sums are float32 (float64 if the operands are).
+- The output, and what the backward pass reads beside the operands, is named "attention_out" for
+  rematerialization policies.
 """
 
 import functools
@@ -21,7 +23,9 @@ from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels import backends
 from maxlite.kernels.attention.reference import AttentionMask
 
-AUTO = {"other": "chunked"}  # by platform
+AUTO = {"tpu": "splash", "other": "chunked"}  # by platform
+# Backends that need jax.shard_map(check_vma=False); see their modules.
+WITHOUT_VMA = frozenset({"splash"})
 
 resolve_backend = functools.partial(backends.resolve_backend, "attention", ATTENTION_BACKENDS, AUTO)
 
@@ -37,7 +41,7 @@ def attention(
   backend: str,
   block_q: int,
   q_start: int | jax.Array = 0,
-  window: int | jax.Array | None = None,
+  window: int | None = None,
   soft_cap: float = 0.0,
   sink_H: jax.Array | None = None,
 ) -> jax.Array:
@@ -47,8 +51,8 @@ def attention(
     block_q: queries per block of `chunked`; the other backends compute all scores at once.
     q_start: row of the first query among the keys. May be traced, as on a shard of the context
       axis that holds a part of the queries and all keys. With the int 0 and T == S, `chunked`
-      skips blocks in the future.
-    window: may be traced, as in a scan over layers with different windows; None: all keys.
+      skips blocks in the future and before the window.
+    window: None: all keys.
 
   Source: Beltagy et al., Longformer (2020), section 3.1, for windows; gpt-oss model card (2025),
   section 2.2, for sinks.

@@ -2,9 +2,9 @@
 
 The forward pass saves the output and the log-sum-exp of each row; the backward pass recomputes a
 block's scores from them. Queries aligned with the keys are split into spans; a span attends only
-the keys up to its end and is a loop over its blocks of queries. Within a block, the query heads
-that share a key/value head are stacked along the rows: lower-case `r` counts the H/G * t rows of
-its t queries.
+the keys from its first query's window to its end, and is a loop over its blocks of queries. Within
+a block, the query heads that share a key/value head are stacked along the rows: lower-case `r`
+counts the H/G * t rows of its t queries.
 
 Every dot has the form that XLA:CPU executes in bfloat16 (kernels/xla_cpu.py): a float32 result, and
 a left operand that contracts its last axis. The gradients of k and v are therefore computed
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.attention.reference import AttentionMask, visible
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, visible
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap, ceil_div, dot
 
 _MAX_SPANS = 8  # compile time grows with it; 8 spans compute 56 % of all scores, 16 would 53 %
@@ -28,6 +29,8 @@ class _Options(NamedTuple):
   soft_cap: float
   block: int
   is_aligned: bool  # queries and keys are the same rows
+  window: int | None
+  first_key: int = 0  # row of the first of the given keys
 
 
 class _Queries(NamedTuple):
@@ -40,26 +43,26 @@ class _Keys(NamedTuple):
   k_BGSC: jax.Array
   v_BGSC: jax.Array
   segment_BS: jax.Array
-  window: jax.Array | int | None
   sink_H: jax.Array | None
 
 
 class _Span(NamedTuple):
-  """Queries [start, stop) and the first `num_keys` keys, which are all they can attend."""
+  """Queries [start, stop) and the only keys that they can attend."""
 
   start: int
   stop: int
-  num_keys: int
+  first_key: int
+  stop_key: int
 
   def queries(self, tree: Any) -> Any:
     return jax.tree.map(lambda x_BT: x_BT[:, self.start : self.stop], tree)
 
   def keys(self, keys: _Keys) -> _Keys:
-    first = slice(0, self.num_keys)
+    rows = slice(self.first_key, self.stop_key)
     return keys._replace(
-      k_BGSC=keys.k_BGSC[:, :, first],
-      v_BGSC=keys.v_BGSC[:, :, first],
-      segment_BS=keys.segment_BS[:, first],
+      k_BGSC=keys.k_BGSC[:, :, rows],
+      v_BGSC=keys.v_BGSC[:, :, rows],
+      segment_BS=keys.segment_BS[:, rows],
     )
 
 
@@ -71,8 +74,9 @@ def attention(
   is_aligned = isinstance(mask.q_start, int) and mask.q_start == 0 and num_queries == num_keys
   queries = _Queries(q_BTHC, mask.q_segment_BT, mask.q_row_BT)
   k_BGSC, v_BGSC = k_BSGC.swapaxes(1, 2), v_BSGC.swapaxes(1, 2)
-  keys = _Keys(k_BGSC, v_BGSC, mask.kv_segment_BS, mask.window, sink_H)
-  return _attend(_Options(scale, soft_cap, min(block_q, num_queries), is_aligned), queries, keys)
+  keys = _Keys(k_BGSC, v_BGSC, mask.kv_segment_BS, sink_H)
+  options = _Options(scale, soft_cap, min(block_q, num_queries), is_aligned, mask.window)
+  return _attend(options, queries, keys)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,11 +88,13 @@ def _forward(options, queries, keys):
   """(o_BTHC, residuals)"""
   o_spans, lse_spans = [], []
   for span in _spans(options, queries, keys):
-    body = functools.partial(_forward_block, options, span.keys(keys))
+    own_options = options._replace(first_key=span.first_key)
+    body = functools.partial(_forward_block, own_options, span.keys(keys))
     _, (o_nBtHC, lse_nBGr1) = _scan(body, (), _split(span.queries(queries), options.block))
     o_spans.append(_join(o_nBtHC, span))
     lse_spans.append(lse_nBGr1)
   o_BTHC = jnp.concatenate(o_spans, axis=1)
+  o_BTHC, lse_spans = checkpoint_name((o_BTHC, lse_spans), RESIDUAL_NAME)
   return o_BTHC, (queries, keys, o_BTHC, lse_spans)
 
 
@@ -102,15 +108,16 @@ def _backward(options, residuals, do_BTHC):
     visible_keys = span.keys(keys)
     zeros = [jnp.zeros_like(x, dtype=sum_dtype) for x in (visible_keys.k_BGSC, visible_keys.v_BGSC)]
     blocks = _split(span.queries((queries, o_BTHC, do_BTHC)), options.block)
-    body = functools.partial(_backward_block, options, visible_keys)
+    own_options = options._replace(first_key=span.first_key)
+    body = functools.partial(_backward_block, own_options, visible_keys)
     (dkv, dsink_H), dq_nBtHC = _scan(body, (zeros, dsink_H), (*blocks, lse_nBGr1))
-    missing = keys.k_BGSC.shape[2] - span.num_keys
-    dkv_spans.append([jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) for x in dkv])
+    missing = (span.first_key, keys.k_BGSC.shape[2] - span.stop_key)
+    dkv_spans.append([jnp.pad(x, ((0, 0), (0, 0), missing, (0, 0))) for x in dkv])
     dq_spans.append(_join(dq_nBtHC, span))
   dk_BGSC, dv_BGSC = (sum(parts).astype(do_BTHC.dtype) for parts in zip(*dkv_spans, strict=True))
   dsink_H = None if dsink_H is None else dsink_H.astype(keys.sink_H.dtype)
   dqueries = _Queries(jnp.concatenate(dq_spans, axis=1), None, None)
-  return dqueries, _Keys(dk_BGSC, dv_BGSC, None, None, dsink_H)
+  return dqueries, _Keys(dk_BGSC, dv_BGSC, None, dsink_H)
 
 
 _attend.defvjp(_forward, _backward)
@@ -169,7 +176,8 @@ def _scores(options: _Options, queries: _Queries, keys: _Keys) -> tuple:
   score_BGrS = dot(_fold(queries.q_BTHC, keys), keys.k_BGSC, (3, 3), 2)
   num_seqs, num_kv_heads, _, num_keys = score_BGrS.shape
   score_BGhtS = score_BGrS.reshape(num_seqs, num_kv_heads, -1, queries.row_BT.shape[1], num_keys)
-  visible_BtS = visible(queries.row_BT, queries.segment_BT, keys.segment_BS, keys.window)
+  row_BT = queries.row_BT - options.first_key
+  visible_BtS = visible(row_BT, queries.segment_BT, keys.segment_BS, options.window)
   slope = options.scale
   score_BGhtS = apply_soft_cap(score_BGhtS * options.scale, options.soft_cap)
   if options.soft_cap:
@@ -182,11 +190,15 @@ def _scores(options: _Options, queries: _Queries, keys: _Keys) -> tuple:
 def _spans(options: _Options, queries: _Queries, keys: _Keys) -> list[_Span]:
   num_queries, num_keys = queries.row_BT.shape[1], keys.segment_BS.shape[1]
   if not options.is_aligned:
-    return [_Span(0, num_queries, num_keys)]
+    return [_Span(0, num_queries, 0, num_keys)]
   num_blocks = ceil_div(num_queries, options.block)
   length = ceil_div(num_blocks, _MAX_SPANS) * options.block
-  stops = [min(start + length, num_queries) for start in range(0, num_queries, length)]
-  return [_Span(length * i, stop, stop) for i, stop in enumerate(stops)]
+  reach = num_queries if options.window is None else options.window - 1  # keys before a query
+  spans = []
+  for start in range(0, num_queries, length):
+    stop = min(start + length, num_queries)
+    spans.append(_Span(start, stop, max(start - reach, 0), stop))
+  return spans
 
 
 def _scan(body, carry, blocks):

@@ -5,9 +5,10 @@ In bfloat16 JAX's function mixes types, which strict dtype promotion rejects.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.attention.reference import AttentionMask
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
 
 
 def attention(
@@ -30,4 +31,4 @@ def attention(
   o_BTHC = jax.nn.dot_product_attention(
     *(q_BTHC, k_BSGC, v_BSGC), mask=mask.visible_BTS[:, None], scale=scale, implementation="xla"
   )
-  return o_BTHC[..., :num_channels]
+  return checkpoint_name(o_BTHC[..., :num_channels], RESIDUAL_NAME)

@@ -4,8 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
+
+RESIDUAL_NAME = "attention_out"  # for rematerialization policies; see api.py
 
 
 class AttentionMask(NamedTuple):
@@ -14,7 +17,7 @@ class AttentionMask(NamedTuple):
   q_segment_BT: jax.Array
   kv_segment_BS: jax.Array
   q_start: int | jax.Array
-  window: int | jax.Array | None
+  window: int | None
 
   @property
   def q_row_BT(self) -> jax.Array:
@@ -54,4 +57,5 @@ def attention(
     sink_1H11 = sink_H.astype(dtype)[None, :, None, None]
     sink_BHT1 = jnp.broadcast_to(sink_1H11, (*score_BHTS.shape[:3], 1))
     p_BHTS = jax.nn.softmax(jnp.concatenate([score_BHTS, sink_BHT1], axis=-1))[..., :-1]
-  return jnp.einsum("BHTS,BSHC->BTHC", p_BHTS, v_BSHC).astype(q_BTHC.dtype)
+  o_BTHC = jnp.einsum("BHTS,BSHC->BTHC", p_BHTS, v_BSHC).astype(q_BTHC.dtype)
+  return checkpoint_name(o_BTHC, RESIDUAL_NAME)

@@ -1,0 +1,88 @@
+"""Compiles splash attention for absent TPUs: `python splash_compiles.py CHIPS SHAPES`.
+
+Prints one JSON line per program: chip, shape, kernels and compile time, or the compiler's error.
+Requires libtpu, but no TPU.
+"""
+
+import json
+import os
+import sys
+import time
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from megablox_compiles import CHIPS
+
+from maxlite.kernels.attention.api import attention
+
+# Positions, query heads, key/value heads, channels of keys and of values, further options.
+SHAPES = {
+  "small": (256, 2, 1, 64, 64, {"window": 100, "soft_cap": 50.0, "sinks": True}),
+  "llama3.1-8b": (8192, 32, 8, 128, 128, {}),
+  "deepseek2-16b": (2048, 16, 16, 192, 128, {}),
+  "gemma2-9b": (8192, 16, 8, 256, 256, {"window": 4096, "soft_cap": 50.0}),
+  "gpt-oss-20b": (8192, 64, 8, 64, 64, {"window": 128, "sinks": True}),
+  "gemma3-4b": (1536, 8, 4, 256, 256, {"window": 1024}),
+  "float32": (2048, 2, 2, 256, 256, {"dtype": "float32", "soft_cap": 50.0, "sinks": True}),
+}
+
+
+def compile_for(chip: str, shape: str) -> str:
+  """The program's HLO: value and all gradients."""
+  topology = topologies.get_topology_desc(platform="tpu", **CHIPS[chip])
+  mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("data",))
+  num_positions, num_heads, num_groups, num_channels, num_values, options = SHAPES[shape]
+  options = dict(options)
+  has_sinks, dtype = options.pop("sinks", False), jnp.dtype(options.pop("dtype", "bfloat16"))
+
+  def attend(q_BTHC, k_BSGC, v_BSGC, sink_H, segment_BT):
+    return attention(
+      *(q_BTHC, k_BSGC, v_BSGC),
+      q_segment_BT=segment_BT,
+      kv_segment_BS=segment_BT,
+      scale=num_channels**-0.5,
+      backend="splash",
+      block_q=64,
+      sink_H=sink_H if has_sinks else None,
+      **options,
+    )
+
+  whole = PartitionSpec()
+  # check_vma=False: JAX's kernels do not declare the varying axes of their results.
+  sharded = jax.shard_map(attend, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+
+  def value_and_gradients(do_BTHC, segment_BT, *operands):
+    o_BTHC, vjp = jax.vjp(lambda *operands: sharded(*operands, segment_BT), *operands)
+    return o_BTHC, vjp(do_BTHC)
+
+  arrays = (
+    ((1, num_positions, num_heads, num_values), dtype),
+    ((1, num_positions), jnp.int32),
+    ((1, num_positions, num_heads, num_channels), dtype),
+    ((1, num_positions, num_groups, num_channels), dtype),
+    ((1, num_positions, num_groups, num_values), dtype),
+    ((num_heads,), jnp.float32),
+  )
+  structs = [jax.ShapeDtypeStruct(*a, sharding=NamedSharding(mesh, whole)) for a in arrays]
+  return jax.jit(value_and_gradients).lower(*structs).compile().as_text()
+
+
+def main(chips: list[str], shapes: list[str]) -> None:
+  for chip in chips:
+    for shape in shapes:
+      start = time.perf_counter()
+      report = {"chip": chip, "shape": shape}
+      try:
+        report["kernels"] = compile_for(chip, shape).count('custom_call_target="tpu_custom_call"')
+      except jax.errors.JaxRuntimeError as error:
+        report["error"] = str(error)[:2000]
+      print(json.dumps(report | {"seconds": round(time.perf_counter() - start, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1].split(","), sys.argv[2].split(";"))
