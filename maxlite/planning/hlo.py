@@ -87,10 +87,12 @@ class Module:
 
   entry: str
   computations: dict[str, Computation]
+  true_share: float | None = None  # how often conditionals take their true branch, if known
 
   @cached_property
   def runs(self) -> dict[str, Executions]:
-    """How often each computation runs; loops of unknown length and all branches count once."""
+    """How often each computation runs; loops of unknown length count once, as do branches without
+    `true_share`."""
     runs: dict[str, Executions] = {}
 
     def visit(name: str, times: float, fused: bool) -> None:
@@ -131,7 +133,12 @@ class Module:
     if instruction.opcode == "while":
       return [(instruction.attribute("body"), self._trip_count(within, instruction) or 1.0)]
     if instruction.opcode in _CALLING:
-      return [(computation.name, 1.0) for computation in self.called(instruction)]
+      names = [computation.name for computation in self.called(instruction)]
+      if instruction.opcode != "conditional" or self.true_share is None:
+        return [(name, 1.0) for name in names]
+      is_indexed = "branch_computations" in instruction.attributes  # in the order false, true
+      true, false = reversed(names) if is_indexed else names
+      return [(true, self.true_share), (false, 1.0 - self.true_share)]
     return []
 
   def _trip_count(self, within: Computation, loop: Instruction) -> float | None:
@@ -158,8 +165,8 @@ class Module:
     return float(math.ceil((stop - (_constant(start) or 0)) / step))
 
 
-def parse(text: str) -> Module:
-  """Parse the output of `jax.stages.Compiled.as_text`."""
+def parse(text: str, true_share: float | None = None) -> Module:
+  """Parse the output of `jax.stages.Compiled.as_text`; `true_share` as in `Module`."""
   computations: dict[str, Computation] = {}
   current: dict[str, Instruction] = {}
   entry = ""
@@ -170,7 +177,7 @@ def parse(text: str) -> Module:
       entry = header[2] if header[1] else entry
     elif named := _NAMED.match(line):
       current[named[2]] = _instruction(named, line[named.end() :])
-  return Module(entry, computations)
+  return Module(entry, computations, true_share)
 
 
 def _instruction(named: re.Match[str], rest: str) -> Instruction:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlite.planning.hlo import Computation, Instruction, Module
+from maxlite.planning.kernel_cost import kernel_cost
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)')
-_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _GEMMS = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul)')
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla[^"]*)"')
 # No cost: the result is an operand, or is counted elsewhere.
@@ -67,8 +67,8 @@ def _flops(
   if instruction.opcode == "dot":
     return _dot_flops(computation, instruction)
   if instruction.opcode == "custom-call":
-    if estimate := _ESTIMATE.search(instruction.attributes):
-      return float(estimate[1]) * _share_of_kernel(computation, instruction, filled)
+    if cost := kernel_cost(computation, instruction):
+      return cost.flops * _share_of_kernel(computation, instruction, filled)
     if _GEMMS.search(instruction.attributes):
       return _dot_flops(computation, instruction)
     if _KERNELS.search(instruction.attributes) and len(instruction.operands) > 1:
@@ -128,8 +128,8 @@ def hbm_bytes(module: Module) -> float:
 def _traffic(
   module: Module, computation: Computation, instruction: Instruction, filled: dict[int, float]
 ) -> float:
-  if estimate := _ESTIMATE.search(instruction.attributes):
-    return float(estimate[2]) * _share_of_kernel(computation, instruction, filled)
+  if cost := kernel_cost(computation, instruction):
+    return cost.num_bytes * _share_of_kernel(computation, instruction, filled)
   operands = computation.operands(instruction)
   if instruction.opcode == "fusion":
     (fused,) = module.called(instruction)

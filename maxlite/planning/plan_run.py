@@ -10,6 +10,7 @@ from rich.console import Console
 
 from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
+from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.plots.timeline import timeline_lines
 from maxlite.planning import plan_report
@@ -80,7 +81,14 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
     folder = Path(save_hlo).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"train_step{f'_{phase}' * (phase > 0)}.hlo.txt").write_text(text)
-  return CompiledStep(parse(text), program.memory_analysis(), seconds)
+  module = parse(text, true_share=_local_share(trainer.cfg.model))
+  return CompiledStep(module, program.memory_analysis(), seconds)
+
+
+def _local_share(model: ModelConfig) -> float | None:
+  """The share of local layers, which take the true branch of their scan's only conditional."""
+  num_layers, every = model.base_num_decoder_layers, model.family.global_layer_every
+  return 1 - num_layers // every / num_layers if every else None
 
 
 def _plan_step(target: PlanTarget, phase: int, *, compiles: bool) -> bool:

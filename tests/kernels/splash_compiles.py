@@ -19,10 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from megablox_compiles import CHIPS
 
 from maxlite.kernels.attention.api import attention
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_cost import hbm_bytes, matmul_flops
 
 # Positions, query heads, key/value heads, channels of keys and of values, further options.
 SHAPES = {
-  "small": (256, 2, 1, 64, 64, {"window": 100, "soft_cap": 50.0, "sinks": True}),
+  "small": (2304, 4, 2, 192, 128, {"window": 100, "soft_cap": 50.0, "sinks": True}),
   "llama3.1-8b": (8192, 32, 8, 128, 128, {}),
   "deepseek2-16b": (2048, 16, 16, 192, 128, {}),
   "gemma2-9b": (8192, 16, 8, 256, 256, {"window": 4096, "soft_cap": 50.0}),
@@ -78,7 +80,10 @@ def main(chips: list[str], shapes: list[str]) -> None:
       start = time.perf_counter()
       report = {"chip": chip, "shape": shape}
       try:
-        report["kernels"] = compile_for(chip, shape).count('custom_call_target="tpu_custom_call"')
+        hlo = compile_for(chip, shape)
+        report["kernels"] = hlo.count('custom_call_target="tpu_custom_call"')
+        report["flops"] = matmul_flops(parse(hlo)).total
+        report["hbm_bytes"] = hbm_bytes(parse(hlo))
       except jax.errors.JaxRuntimeError as error:
         report["error"] = str(error)[:2000]
       print(json.dumps(report | {"seconds": round(time.perf_counter() - start, 1)}), flush=True)

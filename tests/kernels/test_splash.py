@@ -26,22 +26,27 @@ def test_a_shard_needs_whole_blocks():
     attention(x_BTHC[:, :20], x_BTHC, x_BTHC, **segments, **options)
 
 
-def assert_three_kernels(chips, shapes):
-  """Compile in a separate process, which libtpu's settings require."""
+def compile_to_three_kernels(chips, shapes):
+  """The reports of programs compiled in a separate process, which libtpu's settings require."""
   script = Path(__file__).with_name("splash_compiles.py")
   command = [sys.executable, str(script), ",".join(chips), ";".join(shapes)]
   done = subprocess.run(command, capture_output=True, text=True, check=True)
   reports = [json.loads(line) for line in done.stdout.splitlines()]
   assert len(reports) == len(chips) * len(shapes)
   assert all(report.get("kernels") == 3 for report in reports), reports
+  return reports
 
 
 @needs_libtpu
-def test_compiles_to_a_forward_and_two_backward_kernels():
-  assert_three_kernels(["v5p"], ["small"])
+def test_the_plan_counts_the_blocks_that_are_visited():
+  (report,) = compile_to_three_kernels(["v5p"], ["small"])
+  num_positions, num_heads, _, key_channels, value_channels, _ = SHAPES["small"]
+  block, visited = num_positions // 3, 3 + 2  # the window reaches one block before the diagonal
+  per_score = 5 * key_channels + 4 * value_channels  # two products forward, seven backward
+  assert report["flops"] == 2 * visited * block**2 * num_heads * per_score
 
 
 @pytest.mark.slow
 @needs_libtpu
 def test_blocks_fit_every_chip_at_published_sizes():
-  assert_three_kernels(CHIPS, SHAPES)
+  compile_to_three_kernels(CHIPS, SHAPES)

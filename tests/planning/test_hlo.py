@@ -101,6 +101,19 @@ def test_matmuls_in_nested_loops():
   assert module.unknown_loops == 0
 
 
+@pytest.mark.parametrize("branch", ["pred", "index"])
+def test_branches_count_by_their_share(branch):
+  multiply = lambda times: repeated(lambda x: jnp.tanh(x @ x), times)
+  if branch == "pred":
+    program = lambda x: jax.lax.cond(x[0, 0] > 0, multiply(3), multiply(7), x)
+  else:
+    program = lambda x: jax.lax.switch(x[0, 0].astype(int), [multiply(7), multiply(3)], x)
+  text = compiled(program, (16, 16)).as_text()
+  product = 2 * 16**3
+  assert matmul_flops(parse(text)).total == (3 + 7) * product
+  assert matmul_flops(parse(text, true_share=0.75)).total == (0.75 * 3 + 0.25 * 7) * product
+
+
 def test_a_loop_of_unknown_length_counts_once_and_is_reported():
   def program(x, w):
     return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: jnp.tanh(x @ w), x)
