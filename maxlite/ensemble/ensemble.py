@@ -108,6 +108,7 @@ class Ensemble:
       finish=stack_common,
       factory=self._factory and dataclasses.replace(self._factory, example_batch=example_batch),
     )
+    _ = request.costs  # an error in a member's step is not a strategy's reason
     self.plan, self._engine = choose(request, self._strategy, self._memory_gb)
     return self._engine.init()
 

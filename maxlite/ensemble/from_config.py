@@ -90,6 +90,7 @@ def _trainer_program(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberProgram
     step=trace_once(trainer.build_step(freeze_diverged=True)),
     predict=trace_once(predict),
     evaluate=trace_once(evaluate),
+    sharder=trainer.sharder if is_sharded else None,
     shardings=trainer.state_shardings if is_sharded else None,
     batch_sharding=trainer.batch_sharding if is_sharded else None,
     flops=trainer.flops_per_step,

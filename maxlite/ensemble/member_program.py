@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from maxlite.config.errors import UserError
+from maxlite.sharding import Sharder
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import (
   GradientFunction,
@@ -55,7 +56,8 @@ class MemberProgram:
   step: Callable[[Any, Any], tuple[Any, dict]]  # (state, batch) -> (state, metrics)
   predict: Callable[[Any, Any], Any]  # (state, inputs) -> what is compared between members
   evaluate: Callable[[Any, Any], Any] | None = None  # (state, batch) -> sums, if supported
-  shardings: Any = None  # of the state, if the member is sharded over a mesh
+  sharder: Sharder | None = None  # of a member that is sharded over a mesh, as the next two
+  shardings: Any = None  # of the state
   batch_sharding: Any = None
   flops: Sequence[float] = ()  # of a step, by the `phase` in its metrics; empty: unknown
 

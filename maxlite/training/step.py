@@ -11,9 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxlite.config.errors import UserError
 from maxlite.data.batch import interleave
 from maxlite.optim.partition import ALL_PARAMETERS, Partition, merge
 from maxlite.training.state import TrainState
+
+_NEEDS_LOSS = (
+  "an optimizer that needs the loss value, such as lbfgs, is not supported: choose one whose "
+  "update takes gradients, state and parameters ({})"
+)
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 GradientFunction = Callable[..., tuple[Any, jax.Array, dict, Any]]  # from `build_gradients`
@@ -206,8 +212,13 @@ def _update(
   """(trained parameters, optimizer state) after the update, if it is applied."""
 
   def apply(opt_state: Any, trained: Any) -> tuple[Any, Any]:
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes types
-      updates, opt_state = tx.update(gradients, opt_state, trained)
+    try:
+      with jax.numpy_dtype_promotion("standard"):  # optax mixes types
+        updates, opt_state = tx.update(gradients, opt_state, trained)
+    except TypeError as error:
+      if "required keyword-only argument" not in str(error):
+        raise
+      raise UserError(_NEEDS_LOSS.format(error)) from None
     return optax.apply_updates(trained, updates), opt_state
 
   if skip is not None and skip.keep_opt_state:

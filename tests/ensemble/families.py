@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines.engine_base import jit_init
 
 STEPS = 3
 
@@ -158,7 +159,8 @@ def _build_step(member: Member) -> Callable:
 def train_alone(member: Member, first: int = 0) -> tuple:
   """(losses, first variables, last variables, prediction), from batch `first` on."""
   step, losses = _alone_step(member), []
-  variables = start = jax.jit(member.model.init)(jax.random.key(member.seed), batch(0)[0])
+  init = jit_init(member.model.init)
+  variables = start = init(jax.random.key(member.seed), batch(0)[0])
   opt_state = member.optimizer.init(variables["params"])
   for n in range(STEPS):
     variables, opt_state, value = step(variables, opt_state, n, batch(first + n))

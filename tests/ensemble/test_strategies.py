@@ -22,6 +22,7 @@ from families import (
 
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines.engine_base import jit_init
 from maxlite.ensemble.member_program import build_programs, variables_of
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
@@ -94,7 +95,7 @@ def own_programs() -> list:
 
 
 def _run(program):
-  state, step, losses = jax.jit(program.init)(np.uint32(program.seed)), jax.jit(program.step), []
+  state, step, losses = jit_init(program.init)(np.uint32(program.seed)), jax.jit(program.step), []
   for n in range(STEPS):
     state, metrics = step(state, batch(n))
     losses.append(np.asarray(metrics["loss"]))

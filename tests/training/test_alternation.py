@@ -411,6 +411,13 @@ def test_a_phase_may_have_batches_of_another_shape():
     a_to_b_and_c("switch").compile(state, large, own_batches={"match": small})
 
 
+def test_an_optimizer_that_needs_the_loss_value_is_a_user_error():
+  alternation = Alternation([Phase("fit", ["a/.*", "b/.*"], fit_loss, optax.lbfgs(), steps=1)])
+  with pytest.raises(ValueError, match="such as lbfgs, is not supported") as error:
+    take(alternation, alternation.init(make_params()), batches(1))
+  assert "\n" not in str(error.value)
+
+
 def test_the_callers_parameters_are_not_donated():
   params = sharded(make_params(), jax.make_mesh((8,), ("x",)))
   alternation = a_to_b_and_c()

@@ -1,7 +1,8 @@
 """Members in one compiled step: the engine of the strategies stacked, padded and fused.
 
-Members of one group run under `jax.vmap`. Their states are stacked along axis `ensemble` (Z) and,
-if sizes differ, padded with zeros. A group of one member runs that member's function unchanged.
+Members of one group run under `jax.vmap`. Their states are stacked along the logical axis
+`ensemble` (Z), which the sharding table places, and padded with zeros if sizes differ. A group of
+one member runs that member's function unchanged.
 """
 
 import functools
@@ -19,10 +20,16 @@ from maxlite.ensemble.engines.batched_jaxpr import (
   vmap_programs,
   without_one_device_mesh,
 )
-from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, require_no_phases
+from maxlite.ensemble.engines.engine_base import (
+  EngineRequest,
+  EnsembleEngine,
+  jit_init,
+  require_no_phases,
+)
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
 from maxlite.ensemble.member_program import MemberProgram, abstract_states
 from maxlite.phases.phase_programs import compile_in_parallel
+from maxlite.sharding import Sharder
 
 
 class VmapEngine(EnsembleEngine):
@@ -86,36 +93,33 @@ class VmapEngine(EnsembleEngine):
     return self._pack(list(states))
 
   def init(self) -> list[Any]:
+    """One program per group."""
     lowered = [
-      jax.jit(functools.partial(self._init_group, group), out_shardings=sharding).lower()
+      jit_init(functools.partial(self._init_group, group), out_shardings=sharding).lower()
       for group, sharding in zip(self.groups, self._shardings, strict=True)
     ]
     return [compiled() for compiled in compile_in_parallel(lowered)]
 
   def _init_group(self, group: list[int]) -> Any:
     """The state of one group; members whose init functions differ in literals only share one."""
-    inits = {id(self.programs[z].init): self._init_of(z) for z in group}
-    functions = [inits[id(self.programs[z].init)] for z in group]
-    seed_Z = np.stack([self.programs[z].seed_array for z in group])
-    if len(group) == 1:
-      return functions[0](seed_Z[0], None)
-    seeds = [jax.ShapeDtypeStruct((), seed_Z.dtype)] * len(group)
-    names = [self.programs[z].name for z in group]
-    subsets = group_by_jaxpr(functions, names, seeds, None)
-    parts = []
+    programs = [self.programs[z] for z in group]
+    seed_Z = np.stack([program.seed_array for program in programs])
+    if len(group) == 1 and self._mesh is None:
+      return programs[0].init(seed_Z[0])
+    inits = {id(program.init): self._init_of(program) for program in programs}
+    functions = [inits[id(program.init)] for program in programs]
+    names, seeds = [program.name for program in programs], [seed_Z[0]] * len(group)
+    subsets, parts = group_by_jaxpr(functions, names, seeds, None), []
     for subset in subsets:
-      init = vmap_programs(
-        [functions[n] for n in subset], [names[n] for n in subset], seeds[: len(subset)], None
-      )
+      own = [functions[n] for n in subset], [names[n] for n in subset]
+      init = vmap_programs(*own, seeds[: len(subset)], None)
       parts.append(init(jnp.asarray(seed_Z[subset]), None))
     order_Z = np.argsort(np.concatenate(subsets))
     return jax.tree.map(lambda *leaves: _concatenate(leaves)[order_Z], *parts)
 
-  def _init_of(self, z: int) -> Callable:
-    init = self.programs[z].init
-    init = (
-      init if self._mesh is None else without_one_device_mesh(init, self.programs[z].seed_array)
-    )
+  def _init_of(self, program: MemberProgram) -> Callable:
+    init = program.init
+    init = init if self._mesh is None else without_one_device_mesh(init, program.seed_array)
     return lambda seed, _: init(seed)
 
   def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
@@ -157,25 +161,25 @@ class VmapEngine(EnsembleEngine):
 
   def _ensemble_axis(self, group: list[int]) -> str | None:
     """The mesh axis over which members that use several devices are sharded, if any."""
-    own = self.programs[group[0]].batch_sharding
-    degree = 1 if own is None else own.mesh.shape["ensemble"]
+    sharder = self.programs[group[0]].sharder
+    degree = sharder.num_shards("ensemble") if sharder else 1
     if len(group) % degree:
       raise UserError(
         f"{len(group)} members that are alike do not divide over ici_ensemble_parallelism={degree}"
       )
-    return "ensemble" if degree > 1 else None
+    return sharder.mesh_axes("ensemble")[0] if degree > 1 else None
 
   def _batch_sharding(self) -> Any:
     own, own_batches = self.programs[0].batch_sharding, self.request.own_batches
     if self._mesh is not None:
-      return NamedSharding(self._mesh, jax.P("ensemble") if own_batches else jax.P())
+      return Sharder(self._mesh).sharding(("ensemble",) if own_batches else ())
     if own is None or not own_batches:
       return own
     return NamedSharding(own.mesh, jax.P(None, *own.spec))
 
   def _sharding(self, group: list[int]) -> Any:
     if self._mesh is not None:
-      return NamedSharding(self._mesh, jax.P("ensemble"))
+      return Sharder(self._mesh).sharding(("ensemble",))
     own, axis = self.programs[group[0]].shardings, self._ensemble_axis(group)
     if len(group) == 1 or own is None:
       return own
@@ -183,11 +187,8 @@ class VmapEngine(EnsembleEngine):
 
   def _pack_groups(self, states: list[Any]) -> list[Any]:
     stack = lambda *leaves: _concatenate([leaf[None] for leaf in leaves])
-    packed = []
-    for group in self.groups:
-      own = [states[z] for z in group]
-      packed.append(own[0] if len(own) == 1 else jax.tree.map(stack, *own))
-    return packed
+    own = [[states[z] for z in group] for group in self.groups]
+    return [group[0] if len(group) == 1 else jax.tree.map(stack, *group) for group in own]
 
   def _by_member(self, by_group: list[Any], shapes: Sequence[Any] | None = None) -> list[Any]:
     """Per member, its entry of the stacked trees, sliced to the member's `shapes`."""

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, step_costs
+from maxlite.ensemble.engines.engine_base import (
+  EngineRequest,
+  EnsembleEngine,
+  jit_init,
+  step_costs,
+)
 from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
 from maxlite.phases.phase_programs import compile_in_parallel
 
@@ -25,14 +30,10 @@ class SubmeshEngine(EnsembleEngine):
     flops = [cost.flops for cost in request.costs] if len(parts) > 1 else [0.0] * len(by_part[0])
     self.part_of = assign_lpt(flops, len(parts))
     super().__init__(request, [by_part[part][z] for z, part in enumerate(self.part_of)])
-    self._batch_shardings = [
-      program.batch_sharding or SingleDeviceSharding(parts[part][0])
-      for program, part in zip(self.programs, self.part_of, strict=True)
-    ]
-    self._state_shardings = [
-      program.shardings or sharding
-      for program, sharding in zip(self.programs, self._batch_shardings, strict=True)
-    ]
+    devices = [SingleDeviceSharding(parts[part][0]) for part in self.part_of]
+    placed = list(zip(self.programs, devices, strict=True))
+    self._batch_shardings = [program.batch_sharding or device for program, device in placed]
+    self._state_shardings = [program.shardings or device for program, device in placed]
     self._first_device = SingleDeviceSharding(request.devices[0])
     self._finish = jax.jit(request.finish)
     self._jitted = functools.cache(
@@ -41,7 +42,26 @@ class SubmeshEngine(EnsembleEngine):
 
   @functools.cached_property
   def _steps(self) -> list[jax.stages.Compiled]:
-    return self._compiled("step", self._lower_step)
+    def lower(z: int) -> jax.stages.Lowered:
+      sharding = self._state_shardings[z]
+      step = jax.jit(
+        self.programs[z].step,
+        in_shardings=(sharding, self._batch_shardings[z]),
+        out_shardings=(sharding, None),
+        donate_argnums=0,
+      )
+      return step.lower(self.abstract[z], self.request.batch)
+
+    return self._compiled([program.step for program in self.programs], lower)
+
+  def _compiled(
+    self, functions: list[Callable], lower: Callable[[int], Any]
+  ) -> list[jax.stages.Compiled]:
+    """Every member's compiled function; members with the same function and devices share it."""
+    keys = list(zip(map(id, functions), self._batch_shardings, strict=True))
+    firsts = {key: z for z, key in reversed(list(enumerate(keys)))}
+    by_key = dict(zip(firsts, compile_in_parallel(list(map(lower, firsts.values()))), strict=True))
+    return [by_key[key] for key in keys]
 
   def step_cost(self) -> StepCost:
     costs = step_costs(self.programs, self.request.batch)
@@ -50,45 +70,22 @@ class SubmeshEngine(EnsembleEngine):
     size = 1 if sharding is None else sharding.mesh.size
     return separate_programs_cost(costs, self.abstract, parts, size)
 
-  def _compiled(self, method: str, lower: Callable[[int], Any]) -> list[jax.stages.Compiled]:
-    """Every member's compiled method; members with the same function and devices share it."""
-    keys = [(id(getattr(p, method)), self._batch_shardings[z]) for z, p in enumerate(self.programs)]
-    firsts = {key: z for z, key in reversed(list(enumerate(keys)))}
-    compiled = compile_in_parallel([lower(z) for z in firsts.values()])
-    by_key = dict(zip(firsts, compiled, strict=True))
-    return [by_key[key] for key in keys]
-
-  def _lower_step(self, z: int) -> jax.stages.Lowered:
-    sharding = self._state_shardings[z]
-    step = jax.jit(
-      self.programs[z].step,
-      in_shardings=(sharding, self._batch_shardings[z]),
-      out_shardings=(sharding, None),
-      donate_argnums=0,
-    )
-    return step.lower(self.abstract[z], self.request.batch)
-
-  def _lower_init(self, z: int) -> jax.stages.Lowered:
-    init = jax.jit(self.programs[z].init, out_shardings=self._state_shardings[z])
-    return init.lower(self.programs[z].seed_array)
-
   def init(self) -> list[Any]:
-    inits = self._compiled("init", self._lower_init)
-    return [init(p.seed_array) for init, p in zip(inits, self.programs, strict=True)]
+    seeds = [program.seed_array for program in self.programs]
+    functions = [program.init for program in self.programs]
+    lower = lambda z: jit_init(functions[z], out_shardings=self._state_shardings[z]).lower(seeds[z])
+    inits = self._compiled(functions, lower)
+    return [init(seed) for init, seed in zip(inits, seeds, strict=True)]
 
   def step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
     """Dispatch every member's step and return without waiting."""
-    placed: dict[Any, Any] = {}
-    results = []
-    for z, (step, own) in enumerate(zip(self._steps, state, strict=True)):
-      sharding = self._batch_shardings[z]
-      if self.request.own_batches:
-        own_batch = jax.device_put(jax.tree.map(lambda leaf, z=z: leaf[z], batch), sharding)
-      else:
-        if sharding not in placed:
-          placed[sharding] = jax.device_put(batch, sharding)
-        own_batch = placed[sharding]
-      results.append(step(own, own_batch))
+    if self.request.own_batches:
+      batches = [jax.tree.map(lambda leaf, z=z: leaf[z], batch) for z in range(len(state))]
+      batches = jax.device_put(batches, self._batch_shardings)
+    else:
+      placed = {sharding: jax.device_put(batch, sharding) for sharding in self._batch_shardings}
+      batches = [placed[sharding] for sharding in self._batch_shardings]
+    results = [step(*args) for step, *args in zip(self._steps, state, batches, strict=True)]
     metrics = jax.device_put([metrics for _, metrics in results], self._first_device)
     return [new for new, _ in results], self._finish(metrics)
 

@@ -19,6 +19,7 @@ from maxlite.ensemble.engines.batched_jaxpr import without_one_device_mesh
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
+  jit_init,
   require_no_phases,
   step_costs,
 )
@@ -51,7 +52,7 @@ class SwitchEngine(EnsembleEngine):
       out_shardings=(sharded, replicated),
       donate_argnums=0,
     )
-    self.init = jax.jit(self._init, out_shardings=sharded)
+    self.init = jit_init(self._init, out_shardings=sharded)
     self._pack = jax.jit(self._states.flatten_all, out_shardings=sharded)
     self.unpack = jax.jit(self._states.unflatten_all, out_shardings=replicated)
     self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
