@@ -25,12 +25,7 @@ def matmul(x_TD: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype | None = None)
   return dot(x_TD, w_DF.astype(x_TD.dtype), (1, 0)).astype(out_dtype or x_TD.dtype)
 
 
-def _matmul_forward(x_TD: jax.Array, w_DF: jax.Array, out_dtype: jnp.dtype | None) -> tuple:
-  return matmul(x_TD, w_DF, out_dtype), (x_TD, w_DF)
-
-
-def _matmul_backward(out_dtype: jnp.dtype | None, residuals: tuple, dy_TF: jax.Array) -> tuple:
-  del out_dtype
+def _matmul_backward(_: jnp.dtype | None, residuals: tuple, dy_TF: jax.Array) -> tuple:
   x_TD, w_DF = residuals
   dy_TF = dy_TF.astype(x_TD.dtype)
   dx_TD = dot(dy_TF, w_DF.astype(x_TD.dtype), (1, 1)).astype(x_TD.dtype)
@@ -41,7 +36,7 @@ def _matmul_backward(out_dtype: jnp.dtype | None, residuals: tuple, dy_TF: jax.A
   return dx_TD, dw_DF
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(lambda x, w, out_dtype: (matmul(x, w, out_dtype), (x, w)), _matmul_backward)
 
 
 class Linear(nn.Module):

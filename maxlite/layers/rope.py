@@ -72,39 +72,35 @@ def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
   """
   pair_C = np.arange(num_channels // 2, dtype=np.float64)
   frequency_C = cfg.rope_max_timescale ** (-2 * pair_C / num_channels)
-  degree_C = np.clip(INTERPOLATIONS[cfg.rope_type](pair_C, frequency_C, cfg), 0, 1)
+  degree_C = np.clip(INTERPOLATIONS[cfg.rope_type](frequency_C, cfg), 0, 1)
   return frequency_C * (1 - degree_C + degree_C / cfg.rope_factor)
 
 
-def _yarn(pair_C: np.ndarray, frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
-  """A ramp over channel pairs."""
-  del frequency_C
-  num_channels = 2 * len(pair_C)
-  first = _pair_with_rotations(cfg.beta_fast, num_channels, cfg)
-  last = _pair_with_rotations(SLOW, num_channels, cfg)
+def _yarn(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+  """A ramp over channel pairs, between those with beta_fast and SLOW rotations."""
+  num_channels = 2 * len(frequency_C)
+  first, last = (
+    num_channels
+    * math.log(cfg.original_max_position_embeddings / (2 * math.pi * rotations))
+    / (2 * math.log(cfg.rope_max_timescale))
+    for rotations in (cfg.beta_fast, SLOW)
+  )
   if cfg.rope_truncate:
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, num_channels - 1)
-  return (pair_C - first) / max(last - first, 1e-3)
+  return (np.arange(len(frequency_C)) - first) / max(last - first, 1e-3)
 
 
-def _llama(pair_C: np.ndarray, frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+def _llama(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
   """A ramp over rotations. Source: the code published with Grattafiori et al., Llama 3 (2024)."""
-  del pair_C
   rotations_C = cfg.original_max_position_embeddings * frequency_C / (2 * math.pi)
   return (LLAMA_FAST - rotations_C) / (LLAMA_FAST - SLOW)
 
 
 # By rope_type: each pair's degree of interpolation, from 0 (kept) to 1 (divided by the factor).
 INTERPOLATIONS = {
-  "default": lambda pair_C, frequency_C, cfg: np.zeros_like(pair_C),
-  "linear": lambda pair_C, frequency_C, cfg: np.ones_like(pair_C),
+  "default": lambda frequency_C, cfg: np.zeros_like(frequency_C),
+  "linear": lambda frequency_C, cfg: np.ones_like(frequency_C),
   "llama3.1": _llama,
   "yarn": _yarn,
 }
-
-
-def _pair_with_rotations(rotations: float, num_channels: int, cfg: RopeConfig) -> float:
-  """The (fractional) channel pair with this many rotations over the original context."""
-  per_radian = cfg.original_max_position_embeddings / (2 * math.pi * rotations)
-  return num_channels * math.log(per_radian) / (2 * math.log(cfg.rope_max_timescale))

@@ -27,15 +27,11 @@ def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: in
   return jax.lax.all_gather(rounded.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
 
 
-def _forward(w, dtype, mesh_axes, axis):
-  return _gather(w, dtype, mesh_axes, axis), None
-
-
-def _backward(dtype, mesh_axes, axis, _, dw):
+def _scatter(dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int, _: None, dw: jax.Array):
   return (jax.lax.psum_scatter(dw, mesh_axes, scatter_dimension=axis, tiled=True),)
 
 
-_gather.defvjp(_forward, _backward)
+_gather.defvjp(lambda *args: (_gather(*args), None), _scatter)
 
 
 def pvary(*trees: Any) -> tuple:
