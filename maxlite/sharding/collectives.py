@@ -27,7 +27,9 @@ def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: in
   return jax.lax.all_gather(rounded.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
 
 
-def _scatter(dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int, _: None, dw: jax.Array):
+def _scatter(
+  dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int, _: None, dw: jax.Array
+) -> tuple[jax.Array]:
   return (jax.lax.psum_scatter(dw, mesh_axes, scatter_dimension=axis, tiled=True),)
 
 

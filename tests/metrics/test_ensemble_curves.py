@@ -106,7 +106,7 @@ def test_labels_do_not_overlap_and_keep_their_order(heights):
   order = np.argsort(heights, kind="stable")
   assert np.all(np.diff(placed[order]) >= 0.1 - 1e-9)
   assert np.all((placed >= 0) & (placed <= 1))
-  assert spread([0.2, 0.9, 0.5], 0.1) == [0.2, 0.9, 0.5]
+  assert spread([0.2, 0.9, 0.5], 0.1) == pytest.approx([0.2, 0.9, 0.5])
 
 
 def test_a_large_range_has_a_log_scale():

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import PathPatch
@@ -160,15 +160,10 @@ def _shorten(name: str, limit: int = 28) -> str:
 def spread(heights: Sequence[float], gap: float) -> list[float]:
   """Move heights up, in order, until they are `gap` apart, and down from 1 if they exceed it."""
   order = np.argsort(heights, kind="stable")
-  placed = np.asarray(heights, np.float64)[order]
-  for i in range(1, len(placed)):
-    placed[i] = max(placed[i], placed[i - 1] + gap)
-  limit = 1.0
-  for i in reversed(range(len(placed))):
-    placed[i] = min(placed[i], limit)
-    limit = placed[i] - gap
+  offset = gap * np.arange(len(heights))
+  placed = np.maximum.accumulate(np.asarray(heights, np.float64)[order] - offset)
   result = np.empty_like(placed)
-  result[order] = placed
+  result[order] = np.minimum(placed, 1 - gap * (len(heights) - 1)) + offset
   return result.tolist()
 
 
@@ -245,41 +240,33 @@ def scale_of(values: Sequence[Any]) -> Scale:
     return _number_scale(np.asarray(values, np.float64))
   names = [show(value) for value in values]
   unique = list(dict.fromkeys(names))
-  heights = dict(zip(unique, np.linspace(0, 1, len(unique)).tolist(), strict=True))
-  if len(unique) == 1:
-    heights = {unique[0]: 0.5}
+  evenly = np.linspace(0, 1, len(unique)).tolist() if len(unique) > 1 else [0.5]
+  heights = dict(zip(unique, evenly, strict=True))
   return Scale([heights[n] for n in names], [(heights[n], _shorten(n, 14)) for n in unique])
 
 
 def _number_scale(values: np.ndarray) -> Scale:
   if not len(values):
     return Scale([], [])
-  is_log = values.min() > 0 and values.max() > LARGE_RANGE * values.min()
-  measure = np.log if is_log else np.asarray
-  low, high = float(measure(values.min())), float(measure(values.max()))
-  height = lambda value: (measure(value) - low) / (high - low) if high > low else value * 0 + 0.5
-  marked = np.unique(values)
+  low, high = values.min(), values.max()
+  is_log = low > 0 and high > LARGE_RANGE * low
+  norm = LogNorm(low, high) if is_log else Normalize(low, high)
+  height = lambda value: float(norm(value)) if high > low else 0.5
+  marked = np.unique(values).tolist()
   if len(marked) > MAX_TICKS:
-    ends, locator = (
-      marked[[0, -1]],
-      LogLocator(numticks=99) if is_log else MaxNLocator(MAX_TICKS - 2),
-    )
-    inner = [v for v in locator.tick_values(*ends) if ends[0] < v < ends[1]]
-    marked = np.array([ends[0], *inner, ends[1]])
-  ticks = [(float(height(v)), f"{v:.7g}" if v == round(v) else f"{v:.4g}") for v in marked]
-  return Scale(height(values).tolist(), _without_overlap(ticks))
+    locator = LogLocator(numticks=99) if is_log else MaxNLocator(MAX_TICKS - 2)
+    marked = [low, *(v for v in locator.tick_values(low, high) if low < v < high), high]
+  ticks = [(height(v), f"{v:.7g}" if v == round(v) else f"{v:.4g}") for v in marked]
+  return Scale([height(value) for value in values], _without_overlap(ticks))
 
 
 def _without_overlap(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
   """Keep the first tick, the last, and those between whose labels do not overlap."""
-  if len(ticks) < 2:
-    return list(ticks)
-  first, *between, last = ticks
-  kept = [first]
-  for tick in between:
-    if tick[0] - kept[-1][0] > 0.04 and last[0] - tick[0] > 0.04:
+  kept = [ticks[0]]
+  for tick in ticks[1:-1]:
+    if tick[0] - kept[-1][0] > 0.04 and ticks[-1][0] - tick[0] > 0.04:
       kept.append(tick)
-  return [*kept, last]
+  return [*kept, *ticks[1:][-1:]]
 
 
 def _draw_line(
@@ -291,12 +278,9 @@ def _draw_line(
   for x, (left, right) in enumerate(itertools.pairwise(ends)):
     points += [(x + 0.4, left), (x + 0.6, right), (x + 1, right)]
     codes += [Curve.CURVE4] * 3
-  color = GRAY if loss_height is None else BEST_TO_WORST(loss_height)
-  dashes = ":" if loss_height is None else "-"
-  curve = Curve(points, codes)
-  axes.add_patch(
-    PathPatch(curve, fill=False, edgecolor=color, linestyle=dashes, alpha=0.85, **style)
-  )
+  color, dashes = (GRAY, ":") if loss_height is None else (BEST_TO_WORST(loss_height), "-")
+  style = {"fill": False, "edgecolor": color, "linestyle": dashes, "alpha": 0.85, **style}
+  axes.add_patch(PathPatch(Curve(points, codes), **style))
 
 
 def _draw_axis(axes: Axes, x: int, title: str, scale: Scale, is_loss: bool) -> None:
