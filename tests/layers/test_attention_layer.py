@@ -51,11 +51,12 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
     attention="chunked",
     attention_block_q=4,
     attn_logits_soft_cap=SOFT_CAP if everything else 0.0,
+    sliding_window_size=WINDOW,
   )
   layer = Attention(cfg, sharder)
   rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
-  window = jnp.int32(WINDOW) if everything else None
-  return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, window)
+  is_local = jnp.bool_(everything)  # traced, as in a scan over local and global layers
+  return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, is_local)
 
 
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])
