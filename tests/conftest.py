@@ -10,10 +10,11 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most of a test's time is XLA compiling, which takes a quarter of it without optimizations, and
-# a fifth less again if it does not split each program over threads.
+# a fifth less again if it does not split each program over threads. AVX has no fused multiply-add,
+# which would round the same formula differently in two programs.
 os.environ["XLA_FLAGS"] = (
   "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-  "--xla_cpu_parallel_codegen_split_count=1"
+  "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX"
   + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "")
 )
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a twentieth of compiling
