@@ -39,6 +39,8 @@ class Heartbeat:
     self._selector = selectors.DefaultSelector()
     for peer, connection in peers.items():
       self._selector.register(connection, selectors.EVENT_READ, peer)
+      # Without delay: a message that waits for an acknowledgement is lost when this process exits.
+      connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     self._exiting = threading.Lock()  # held by the thread that ends this process
     self._is_closed = False
     self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)

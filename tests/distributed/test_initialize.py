@@ -13,7 +13,7 @@ import pytest
 
 from maxlite.config.errors import UserError
 from maxlite.distributed import jax_private
-from maxlite.distributed.heartbeat import EXIT_PEER_LOST
+from maxlite.distributed.heartbeat import EXIT_PEER_LOST, Heartbeat
 from maxlite.distributed.initialize import (
   LaunchEnvironment,
   detect_process,
@@ -320,6 +320,23 @@ def test_a_port_in_use_is_an_error():
     port = listener.getsockname()[1]
     with pytest.raises(ValueError, match="cannot listen at that port"):
       rendezvous(ProcessSpec(f"127.0.0.1:{port}", 2, 0), 1.0)
+
+
+def test_a_reason_arrives_from_a_process_that_exits_with_unread_messages():
+  address = free_address()
+  first, second = rendezvous_of(*(ProcessSpec(address, 2, n) for n in (0, 1)))
+  Heartbeat(0, first, 60.0)  # not started
+  with second[0] as peer:
+    with first[1] as connection:
+      connection.sendall(b"alive\n")
+      peer.sendall(b"alive\n")
+      for message in (b"alive\n", b"failed disk full\n"):
+        connection.sendall(message)
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+      while text := peer.recv(100):
+        received += text
+  assert received.endswith(b"failed disk full\n")
 
 
 PROCESS = """
