@@ -2,44 +2,70 @@
 
   python tools/inspect/shardings.py configs/base.yml [key=value ...]
 
-One line per parameter: logical axes, PartitionSpec, shape and bytes per device. For a mesh larger
-than this machine, set JAX_NUM_CPU_DEVICES=N.
+One line per parameter: logical axes, PartitionSpec, shape and bytes per device. Members of an
+ensemble that have the same model are one table, whose parameters are stacked along the logical axis
+`ensemble`. For a mesh larger than this machine, set JAX_NUM_CPU_DEVICES=N.
 """
 
 import sys
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
-from maxlite.config import exit_on_user_error, main_config
+from maxlite.config import Config, exit_on_user_error, main_config
+from maxlite.config.members import members_of
+from maxlite.sharding.sharding_report import parameter_sharding
+from maxlite.training.trainer import Trainer, build_trainer
 
 
 def main() -> int:
   cfg = main_config(sys.argv[1:], "shardings", needs_data=False)
-  # Importing JAX is slow: only after the command line is validated.
-  from maxlite.training.trainer import build_trainer
-
   with exit_on_user_error("shardings"):
-    trainer = build_trainer(cfg)
-  degrees = " x ".join(f"{axis}={size}" for axis, size in trainer.mesh.shape.items())
-  table = Table(title=f"{trainer.mesh.size} devices: {degrees}", box=None, title_justify="left")
+    tables = [table(build_trainer(group[0]), len(group)) for group in groups_of(cfg)]
+  for each in tables:
+    # Wide enough that nothing is truncated, whatever the terminal.
+    Console(width=200, highlight=False, markup=False).print(each)
+  return 0
+
+
+def groups_of(cfg: Config) -> list[list[Config]]:
+  """The configs of the members, by model; of a run of one model, its config."""
+  groups: dict[object, list[Config]] = {}
+  for member in [member.config for member in members_of(cfg)] or [cfg]:
+    groups.setdefault(member.model, []).append(member)
+  return list(groups.values())
+
+
+def table(trainer: Trainer, num_members: int) -> Table:
+  mesh, placements = trainer.mesh, trainer.parameter_shardings
+  if num_members > 1:
+    placements = [
+      parameter_sharding(
+        each.path,
+        jax.ShapeDtypeStruct((num_members, *each.shape), each.dtype),
+        ("ensemble", *each.names),
+        trainer.sharder,
+      )
+      for each in placements
+    ]
+  degrees = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+  result = Table(title=f"{mesh.size} devices: {degrees}", box=None, title_justify="left")
   for column in ("parameter", "logical axes", "spec", "shape"):
-    table.add_column(column)
-  table.add_column("bytes per device", justify="right")
-  for placement in trainer.parameter_shardings:
-    table.add_row(
+    result.add_column(column)
+  result.add_column("bytes per device", justify="right")
+  for placement in placements:
+    result.add_row(
       placement.path,
-      " ".join(placement.names),
+      " ".join(map(str, placement.names)),
       str(placement.spec),
       " ".join(map(str, placement.shape)),
       f"{placement.bytes_per_device:,}",
     )
-  total = sum(placement.num_bytes for placement in trainer.parameter_shardings)
-  local = sum(placement.bytes_per_device for placement in trainer.parameter_shardings)
-  table.add_row("all", "", "", f"{total:,} bytes in total", f"{local:,}", style="bold")
-  # Wide enough that nothing is truncated, whatever the terminal.
-  Console(width=200, highlight=False, markup=False).print(table)
-  return 0
+  total = sum(placement.num_bytes for placement in placements)
+  local = sum(placement.bytes_per_device for placement in placements)
+  result.add_row("all", "", "", f"{total:,} bytes in total", f"{local:,}", style="bold")
+  return result
 
 
 if __name__ == "__main__":
