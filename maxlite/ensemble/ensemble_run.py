@@ -32,6 +32,7 @@ from maxlite.ensemble.planner import choose
 from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, gpu_names, run_workers
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
+from maxlite.training.objective import global_batch_size
 from maxlite.training.open_run import run_folder
 
 MAX_RESTARTS = 3  # of a worker process that dies
@@ -48,7 +49,8 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) ->
     enable_compilation_cache(cfg.run.jax_cache_dir)
     folder = run_folder(cfg)
     changes = folder.config_changes(flatten(cfg))
-    run = EnsembleRun(cfg, names, batch_size or _batch_size(cfg), console)
+    batch_size = batch_size or global_batch_size(cfg.data, jax.device_count())
+    run = EnsembleRun(cfg, names, batch_size, console)
     run.open()
     if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
       console.print(
@@ -65,17 +67,6 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) ->
     finalize(run.members, run.score_combinations(), folder.directory, console)
   run.close()
   return exit_code
-
-
-def _batch_size(cfg: Config) -> int:
-  num_devices, per_device = jax.device_count(), cfg.data.per_device_batch_size
-  rows = cfg.data.global_batch_size or per_device * num_devices
-  if rows != round(rows):
-    raise UserError(
-      f"per_device_batch_size={per_device:g} x {num_devices} devices = {rows:g} rows: set "
-      f"per_device_batch_size={max(round(rows), 1) / num_devices:g}"
-    )
-  return round(rows)
 
 
 class EnsembleRun:

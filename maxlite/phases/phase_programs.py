@@ -1,5 +1,6 @@
 """The compiled steps of alternating training; changing the phase compiles nothing."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,6 @@ from flax import struct
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.config.schema import PHASE_STRATEGIES
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
@@ -67,24 +67,19 @@ class PhasePrograms:
     Raises:
       UserError: `switch` with batches, or with metrics of one name, of different shapes.
     """
-    self.strategy, self.reason = choose_strategy(strategy, list(batches.values()))
+    self.strategy, self.reason = _choose_strategy(strategy, list(batches.values()))
     self._schedule = schedule
     self._names = list(steps)
     self._latest: tuple[jax.Array, Position, jax.Array] | None = None
     shardings = jax.tree.map(_sharding, state)
-    self._metrics = [
-      list(jax.eval_shape(step, state, batches[name])[1]) for name, step in steps.items()
-    ]
+    metrics_of = lambda name: list(jax.eval_shape(steps[name], state, batches[name])[1])
+    self._metrics = [metrics_of(name) for name in self._names]
     if self.strategy == "switch":
       batch = next(iter(batches.values()))
       steps = {"switch": switch_step(steps, schedule, state, batch)}
       batches = {"switch": batch}
-    lowered = [
-      jax.jit(_with_last(step), donate_argnums=0, out_shardings=(shardings, None, None)).lower(
-        state, batches[name]
-      )
-      for name, step in steps.items()
-    ]
+    jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None, None))
+    lowered = [jit(_with_last(step)).lower(state, batches[name]) for name, step in steps.items()]
     self.compiled = dict(zip(steps, compile_in_parallel(lowered), strict=True))
 
   def phase(self, state: Any) -> str:
@@ -117,14 +112,8 @@ class PhasePrograms:
     return self._schedule.position(state.clock)
 
 
-def choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
-  """Choose (`separate` or `switch`, reason) for one batch per phase.
-
-  Raises:
-    UserError: an unknown strategy, or `switch` with different batches.
-  """
-  if strategy not in PHASE_STRATEGIES:
-    raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(PHASE_STRATEGIES)}")
+def _choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
+  """Choose (`separate` or `switch`, reason) for one batch per phase."""
   same_batch = len({str(jax.tree.map(jax.typeof, batch)) for batch in batches}) == 1
   if strategy == "switch" and not same_batch:
     raise UserError("phases whose batches differ cannot be one program: use strategy='separate'")
@@ -164,20 +153,16 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
           "rename one of them, or use strategy='separate'"
         )
 
-  def branch(step: Step) -> Step:
-    def run(state: Any, batch: Any) -> tuple[Any, dict]:
-      state, metrics = step(state, batch)
-      zeros = {key: jnp.zeros(value.shape, value.dtype) for key, value in shapes.items()}
-      return state, zeros | metrics
+  def branch(step: Step, state: Any, batch: Any) -> tuple[Any, dict]:
+    state, metrics = step(state, batch)
+    return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | metrics
 
-    return run
-
-  branches = [branch(step) for step in steps.values()]
+  branches = [functools.partial(branch, step) for step in steps.values()]
   return lambda state, batch: jax.lax.switch(schedule.phase(state.clock), branches, state, batch)
 
 
 def _sharding(leaf: Any) -> NamedSharding | None:
-  """The sharding of an array on a mesh; None lets the compiler choose."""
+  # None lets the compiler choose.
   sharding = getattr(leaf, "sharding", None)
   return sharding if isinstance(sharding, NamedSharding) else None
 

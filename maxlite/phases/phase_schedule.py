@@ -4,6 +4,7 @@ A schedule is a list of segments: the initial phases, once, then a cycle of one 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -188,12 +189,13 @@ class PhaseSchedule:
       raise UserError(
         f"phase {waiting[0]} ends on a condition: the timeline is not known in advance"
       )
-    spans, segment, first = [], 0, 1
+    cycle = itertools.cycle(self._segments[self._num_initial :])
+    segments = itertools.chain(self._segments, cycle)
+    spans, first = [], 1
     while first <= num_steps:
-      phase, length = self._segments[segment]
+      phase, length = next(segments)
       spans.append((first, min(first + length - 1, num_steps), self.names[phase]))
       first += length
-      segment = self._num_initial if segment + 1 == len(self._segments) else segment + 1
     return spans
 
 

@@ -21,11 +21,7 @@ from jax.sharding import NamedSharding
 from maxlite.config.errors import UserError
 from maxlite.config.schema import PHASE_STRATEGIES
 from maxlite.optim.partition import Partition, path_of, paths_in, state_names
-from maxlite.phases.phase_programs import (
-  PhaseOptStates,
-  PhasePrograms,
-  build_phase_step,
-)
+from maxlite.phases.phase_programs import PhaseOptStates, PhasePrograms, build_phase_step
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 from maxlite.training.state import TrainState, averaged_params, init_state
 from maxlite.training.step import LossFunction, Step, build_gradients, build_train_step
@@ -146,13 +142,8 @@ class Alternation:
     specs = state_names(shapes, params, jax.tree.map(_spec, params))
     specs = specs.replace(collections=jax.tree.map(_spec, collections))
     mesh = _mesh_of(params)
-    return jax.tree.map(
-      lambda leaf, spec: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-      ),
-      shapes,
-      specs,
-    )
+    place = lambda leaf, spec: leaf.update(sharding=NamedSharding(mesh, spec))
+    return jax.tree.map(place, shapes, specs)
 
   def compile(self, state: Any, batch: Any, own_batches: Mapping[str, Any] | None = None) -> None:
     """Compile all phases for a state and batches of these shapes; by default the first step does.
@@ -190,10 +181,8 @@ class Alternation:
 
   def _init(self, params: Any, collections: Any, seed: jax.Array) -> TrainState:
     partitions = self._partitions(params)
-    opt_states = {
-      phase.name: phase.optimizer.init(partitions[phase.name].split(params)[0])
-      for phase in self.phases
-    }
+    init = lambda phase: phase.optimizer.init(partitions[phase.name].split(params)[0])
+    opt_states = {phase.name: init(phase) for phase in self.phases}
     trained, _ = Partition.union(partitions.values()).split(params)
     return init_state(
       jax.tree.map(jnp.copy, params),  # the caller's own must not be donated

@@ -107,30 +107,25 @@ def _before_gradients(sums: Any) -> Any:
   return sums
 
 
-def _forward(sums: Any) -> tuple[Any, Any]:
-  return sums, sums
-
-
 def _backward(sums: Any, cotangents: Any) -> tuple[Any]:
   # A data dependence that the compiler cannot remove, as it removes a barrier.
   return (jax.tree.map(lambda s, ct: jnp.where(jnp.isnan(s), s, ct), sums, cotangents),)
 
 
-_before_gradients.defvjp(_forward, _backward)
+_before_gradients.defvjp(lambda sums: (sums, sums), _backward)
 
 
 def _chunked_sums(chunk: Callable, by_token: list[jax.Array], chunk_length: int) -> tuple:
-  num_tokens = by_token[0].shape[0]
-  num_chunks = math.ceil(num_tokens / chunk_length)
-  if num_chunks == 1:
+  if len(by_token[0]) <= chunk_length:
     return chunk(by_token)
-  padding = num_chunks * chunk_length - num_tokens
-  by_chunk = [
-    jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)).reshape(num_chunks, -1, *a.shape[1:])
-    for a in by_token
-  ]
-  per_chunk = jax.lax.map(jax.checkpoint(chunk), by_chunk)
+  per_chunk = jax.lax.map(jax.checkpoint(chunk), [chunks(x, chunk_length) for x in by_token])
   return jax.tree.map(jnp.sum, per_chunk)
+
+
+def chunks(x: jax.Array, size: int) -> jax.Array:
+  """Divide the first axis, padded with zeros, into chunks: [number of chunks, size, ...]."""
+  padding = ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1))
+  return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
 
 
 def _logits(x_TD, head: _Head) -> tuple[jax.Array, jax.Array]:

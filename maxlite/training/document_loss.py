@@ -1,6 +1,5 @@
 """The loss of each held-out document."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,37 +14,25 @@ from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models.decoder import Decoder
 from maxlite.training.trainer import Trainer
 
-NAMES = ("nll", "ema_nll")  # of the parameters, and of their moving averages
 
-
-@dataclasses.dataclass
-class DocumentLoss:
-  """Sums over the predicted tokens of a document; `nll` [nats] by NAMES."""
-
-  tokens: int
-  num_bytes: int
-  nll: tuple[float, ...]
-
-  def __add__(self, other: "DocumentLoss") -> "DocumentLoss":
-    nll = tuple(a + b for a, b in zip(self.nll, other.nll, strict=True))
-    return DocumentLoss(self.tokens + other.tokens, self.num_bytes + other.num_bytes, nll)
-
-  def row(self) -> dict[str, Any]:
-    """The sums by name, and bits per byte."""
-    row: dict[str, Any] = {"tokens": self.tokens, "bytes": self.num_bytes}
-    for name, nll in zip(NAMES, self.nll, strict=False):
-      row[name] = nll
-      if self.num_bytes:
-        row[name.replace("nll", "bits_per_byte")] = bits_per_byte(nll, self.num_bytes)
-    return row
+def loss_row(sums_X: np.ndarray) -> dict[str, Any]:
+  """The sums of `document_losses` by name, and bits per byte."""
+  num_tokens, num_bytes, *nlls = sums_X.tolist()
+  row: dict[str, Any] = {"tokens": int(num_tokens), "bytes": int(num_bytes)}
+  for prefix, nll in zip(("", "ema_"), nlls, strict=False):
+    row[f"{prefix}nll"] = nll
+    if num_bytes:
+      row[f"{prefix}bits_per_byte"] = bits_per_byte(nll, num_bytes)
+  return row
 
 
 def document_losses(
   trainer: Trainer, params: Any, data: DataLoader, averages: Any = None
-) -> list[DocumentLoss]:
-  """Compute the loss of each held-out document in float64, also with `averages` if given.
+) -> np.ndarray:
+  """Sum over each held-out document in float64: predicted tokens, their bytes, their NLL [nats].
 
-  data/sources/documents.py documents how documents longer than a row are read.
+  With `averages` of the parameters also theirs. data/sources/documents.py documents how documents
+  longer than a row are read.
 
   Raises:
     UserError: no document was held out.
@@ -75,7 +62,7 @@ def document_losses(
   document_N = np.concatenate(documents)
   sums_DX = np.zeros((document_N[-1] + 1, sums[0].shape[1]))
   np.add.at(sums_DX, document_N, np.concatenate(sums))
-  return [DocumentLoss(int(n), int(size), tuple(nll)) for n, size, *nll in sums_DX.tolist()]
+  return sums_DX
 
 
 def row_sums(

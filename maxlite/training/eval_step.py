@@ -5,7 +5,6 @@ the model's own head predicts the same token from the text before it. Of a chain
 before the first rejected one are accepted.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from maxlite.layers.linear import matmul
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight
+from maxlite.training.cross_entropy import chunks
 from maxlite.training.draft_targets import draft_weight, shift_left
 from maxlite.training.loss import Hidden, next_token, run_forward
 
@@ -76,11 +76,9 @@ def argmax_token(x: jax.Array, w_DV: jax.Array, chunk_tokens: int, sharder: Shar
   def local(x, w_dv):
     w_Dv = gather_weight(w_dv, x.dtype, sharder.mesh_axes("embed"), 0)
     x_TD = x.reshape(-1, x.shape[-1])
-    num_chunks = math.ceil(len(x_TD) / chunk_tokens)
-    x_TD = jnp.pad(x_TD, ((0, -len(x_TD) % num_chunks), (0, 0)))
-    by_chunk = x_TD.reshape(num_chunks, -1, x.shape[-1])
+    by_chunk = chunks(x_TD, min(chunk_tokens, len(x_TD)))
     token_T = jax.lax.map(lambda x_TD: _argmax_token(x_TD, w_Dv, vocab_axes), by_chunk).reshape(-1)
-    return token_T[: math.prod(x.shape[:-1])].reshape(x.shape[:-1])
+    return token_T[: len(x_TD)].reshape(x.shape[:-1])
 
   return jax.shard_map(
     local,

@@ -14,7 +14,7 @@ from maxlite.config import Config, exit_on_user_error
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader
 from maxlite.metrics.step_row import bits_per_byte
-from maxlite.training.document_loss import DocumentLoss, document_losses
+from maxlite.training.document_loss import document_losses, loss_row
 from maxlite.training.open_run import config_of_run, open_trainer_data, open_weights, run_folder
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer
@@ -29,23 +29,23 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
     batches = data.eval_batches(cfg.observe.eval_steps)
   eval_step = trainer.eval_step(data.source.num_bytes_V)
   result = evaluate(trainer, eval_step, params, batches, averages)
-  documents: Sequence[DocumentLoss] = ()
+  sums_DX = None
   if cfg.observe.eval_documents:
     with exit_on_user_error("maxlite.evaluate"):
-      documents = document_losses(trainer, params, data, averages)
+      sums_DX = document_losses(trainer, params, data, averages)
   if jax.process_index() == 0:
     sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {_format(result)}\n")
-    if documents:
-      _write_documents(documents, run_folder(cfg).eval_documents)
+    if sums_DX is not None:
+      _write_documents(sums_DX, run_folder(cfg).eval_documents)
   return 0
 
 
-def _write_documents(losses: Sequence[DocumentLoss], file: Path) -> None:
+def _write_documents(sums_DX: np.ndarray, file: Path) -> None:
   """Write a JSON line per document and print the totals."""
-  rows = ({"document": n} | loss.row() for n, loss in enumerate(losses))
+  rows = ({"document": n} | loss_row(sums_X) for n, sums_X in enumerate(sums_DX))
   file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
-  total = functools.reduce(DocumentLoss.__add__, losses).row()
-  sys.stdout.write(f"{file}: {len(losses):,} documents  {_format(total)}\n")
+  total = loss_row(sums_DX.sum(axis=0))
+  sys.stdout.write(f"{file}: {len(sums_DX):,} documents  {_format(total)}\n")
 
 
 def _format(row: Mapping[str, float]) -> str:

@@ -26,11 +26,7 @@ class Objective:
   partition: Partition
   tx: optax.GradientTransformation
   schedule: optax.Schedule  # learning rate by updates
-  global_batch_size: int  # rows of a batch over all devices
-
-  @property
-  def batch_shape(self) -> tuple[int, int]:
-    return self.global_batch_size, self.data.max_target_length
+  batch_shape: tuple[int, int]  # rows over all devices, positions
 
 
 def build_objectives(
@@ -44,59 +40,71 @@ def build_objectives(
   Raises:
     UserError: a batch does not divide by the mesh and the micro-batches.
   """
-  if plan is not None:
-    return [_build_objective(phase, cfg, plan, names, sharder) for phase in plan.phases]
-  sections = {"optimizer": cfg.optimizer, "training": cfg.training, "data": cfg.data}
-  whole = PhaseConfig("train", (".*",), "next_token", cfg.run.steps, None, **sections)
-  return [_build_objective(whole, cfg, None, names, sharder)]
+  num_steps = cfg.run.steps
+  if plan is None:
+    sections = {"optimizer": cfg.optimizer, "training": cfg.training, "data": cfg.data}
+    whole = PhaseConfig("train", (".*",), "next_token", num_steps, None, **sections)
+    return [_build_objective(whole, num_steps, ALL_PARAMETERS, names, sharder)]
+  return [
+    _build_objective(
+      phase, plan.num_steps(phase, num_steps), plan.partitions[phase.name], names, sharder
+    )
+    for phase in plan.phases
+  ]
 
 
 def _build_objective(
-  phase: PhaseConfig, cfg: Config, plan: PhasePlan | None, names: Any, sharder: Sharder
+  phase: PhaseConfig, num_steps: int, partition: Partition, names: Any, sharder: Sharder
 ) -> Objective:
-  num_steps = plan.num_steps(phase, cfg.run.steps) if plan else cfg.run.steps
-  partition = plan.partitions[phase.name] if plan else ALL_PARAMETERS
   optimizer = with_schedule_steps(phase.optimizer, num_steps)
   try:
-    num_rows = global_batch_size(phase.data, phase.training, sharder)
+    shape = batch_shape(phase.data, phase.training, sharder)
   except UserError as error:
     raise UserError(f"phase {phase.name}: {error}") from None
+  tx = build_optimizer(optimizer, partition.split(names)[0])
+  schedule = build_schedule(optimizer)
   return Objective(
-    phase.name,
-    phase.data,
-    phase.training,
-    phase.loss,
-    partition,
-    build_optimizer(optimizer, partition.split(names)[0]),
-    build_schedule(optimizer),
-    num_rows,
+    phase.name, phase.data, phase.training, phase.loss, partition, tx, schedule, shape
   )
 
 
-def global_batch_size(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> int:
-  """Rows of a batch over all devices.
+def batch_shape(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> tuple[int, int]:
+  """(rows over all devices, positions) of a batch.
 
   Raises:
-    UserError: the rows or positions of a batch do not divide by the mesh and the micro-batches.
+    UserError: rows or positions do not divide by the mesh and the micro-batches.
   """
-  num_devices = sharder.mesh.size
-  rows = data.global_batch_size or data.per_device_batch_size * num_devices
-  num_micro = training.gradient_accumulation_steps
-  multiple = sharder.num_shards("activation_batch") * num_micro
-  if rows != round(rows) or round(rows) % multiple:
-    nearest = max(round(rows / multiple), 1) * multiple
-    given = f"per_device_batch_size={data.per_device_batch_size:g} x {num_devices} devices = "
-    fix = f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
-    if data.global_batch_size:
-      given, fix = "global_batch_size: ", f"global_batch_size={nearest}"
-    raise UserError(
-      f"{given}{rows:g} rows do not divide by {multiple} ({multiple // num_micro} shards of the "
-      f"batch x gradient_accumulation_steps={num_micro}); the nearest that does is {fix}"
-    )
+  num_shards = sharder.num_shards("activation_batch")
+  rows = global_batch_size(
+    data, sharder.mesh.size, num_shards, training.gradient_accumulation_steps
+  )
   length, shards = data.max_target_length, sharder.num_shards("activation_length")
   if length % shards:
     raise UserError(
       f"max_target_length={length} does not divide by the {shards} shards of the context axis: "
       f"set it to {math.ceil(length / shards) * shards}, or change ici_context_parallelism"
     )
-  return round(rows)
+  return rows, length
+
+
+def global_batch_size(
+  data: DataConfig, num_devices: int, num_shards: int = 1, num_micro: int = 1
+) -> int:
+  """Rows of a batch over all devices.
+
+  Raises:
+    UserError: they are not a multiple of `num_shards` x `num_micro`.
+  """
+  rows = data.global_batch_size or data.per_device_batch_size * num_devices
+  multiple = num_shards * num_micro
+  if rows == round(rows) and round(rows) % multiple == 0:
+    return round(rows)
+  nearest = max(round(rows / multiple), 1) * multiple
+  given = f"per_device_batch_size={data.per_device_batch_size:g} x {num_devices} devices = "
+  fix = f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
+  if data.global_batch_size:
+    given, fix = "global_batch_size: ", f"global_batch_size={nearest}"
+  raise UserError(
+    f"{given}{rows:g} rows do not divide by {multiple} ({num_shards} shards of the "
+    f"batch x gradient_accumulation_steps={num_micro}); the nearest that does is {fix}"
+  )

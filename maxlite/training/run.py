@@ -10,8 +10,7 @@ from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, exit_on_user_error, save_resolved
 from maxlite.config.schema import flatten
-from maxlite.data.loader import DataLoader
-from maxlite.data.phase_streams import PhaseStreams
+from maxlite.data.train_streams import TrainStreams
 from maxlite.distributed.initialize import barrier, describe_process
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.goodput import Stopwatch
@@ -49,7 +48,9 @@ def run_training(cfg: Config) -> int:
     checkpoints = open_checkpoints(cfg, folder, console.print)
     local = open_local_checkpoints(trainer, folder, console.print)
     restored = restore(trainer, checkpoints, local)
-    stream = _open_stream(data_by_objective, restored)
+    stream = TrainStreams(data_by_objective)
+    if restored and restored[1] is not None:
+      stream.restore(restored[1])
   log_header(trainer, data, data_by_objective, changes, console)
   done = restored[2] if restored else 0
   if done >= cfg.run.steps:
@@ -88,13 +89,6 @@ def _prepare_trainer(cfg: Config) -> Trainer:
   return trainer
 
 
-def _open_stream(data: dict[str, DataLoader], restored: Restored | None) -> PhaseStreams:
-  stream = PhaseStreams(data)
-  if restored and restored[1] is not None:
-    stream.restore(restored[1])
-  return stream
-
-
 def _compile_phases(trainer: Trainer, timer: Stopwatch, console: Console) -> None:
   if trainer.phase_plan is None:
     return
@@ -116,13 +110,13 @@ def _first_state(trainer: Trainer, restored: Restored | None, console: Console) 
   state, data_state, step = restored
   if data_state is None:
     console.print("starting from the weights of step 0, with a new optimizer state")
-    return trainer.start_from(state["params"])
+    return trainer.init_state(state["params"])
   console.print(f"resuming from the checkpoint of step {step}")
   return state
 
 
 def _train_and_save(
-  context: LoopContext, state: TrainState, stream: PhaseStreams, first_step: int
+  context: LoopContext, state: TrainState, stream: TrainStreams, first_step: int
 ) -> TrainResult:
   """Train, and wait until all checkpoints are written; exit if they cannot be."""
   try:

@@ -16,7 +16,7 @@ from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, abstract_batch, to_global
-from maxlite.data.phase_streams import PhaseStreams
+from maxlite.data.train_streams import TrainStreams
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops
@@ -34,7 +34,7 @@ from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.training.eval_step import build_eval_step
 from maxlite.training.loss import DecoderLoss
-from maxlite.training.objective import Objective, build_objectives, global_batch_size
+from maxlite.training.objective import Objective, batch_shape, build_objectives
 from maxlite.training.routed_bias import build_routed_bias_update
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import SkipRule, Step, build_gradients, build_train_step
@@ -52,15 +52,11 @@ class Trainer:
   phase_plan: PhasePlan | None  # of a run with phases
   parameter_shardings: list[ParameterSharding]
   abstract_state: TrainState  # ShapeDtypeStructs with their shardings
-  global_batch_size: int  # rows
+  batch_shape: tuple[int, int]  # rows over all devices, positions
 
   @property
   def is_moe(self) -> bool:
     return self.cfg.model.family.is_moe
-
-  @property
-  def batch_shape(self) -> tuple[int, int]:
-    return self.global_batch_size, self.cfg.data.max_target_length
 
   @property
   def parameter_sizes(self) -> dict[str, int]:
@@ -98,14 +94,14 @@ class Trainer:
       freeze_diverged: update nothing after `max_skipped_steps` skipped steps in a row, where a solo
         run would end but an ensemble continues.
     """
-    steps = {
-      objective.name: self._build_step(index, freeze_diverged=freeze_diverged)
-      for index, objective in enumerate(self.objectives)
-    }
+    steps = self._build_steps(freeze_diverged=freeze_diverged)
     if self.phase_plan is None:
       return steps["train"]
     schedule = self.phase_plan.schedule
     return switch_step(steps, schedule, self.abstract_state, self.abstract_batch)
+
+  def _build_steps(self, **keys: bool) -> dict[str, Step]:
+    return {each.name: self._build_step(n, **keys) for n, each in enumerate(self.objectives)}
 
   def _build_step(self, index: int, *, freeze_diverged: bool = False) -> Step:
     objective, moe = self.objectives[index], self.cfg.model.moe
@@ -131,10 +127,9 @@ class Trainer:
   @functools.cached_property
   def train_step(self) -> Step:
     """The compiled training step; it donates the state."""
-    return self.jit_step(0) if self.phase_plan is None else self.phase_programs.step
+    return self._jit_step(0) if self.phase_plan is None else self.phase_programs.step
 
-  def jit_step(self, index: int) -> Any:
-    """The jitted step of one objective."""
+  def _jit_step(self, index: int) -> Any:
     return jax.jit(
       self._build_step(index),
       in_shardings=(self.state_shardings, self.batch_sharding),
@@ -145,7 +140,7 @@ class Trainer:
   def lower_step(self, index: int = 0) -> jax.stages.Lowered:
     """Lower the step of one objective for its batches."""
     batch = abstract_batch(self.objectives[index].batch_shape, self.batch_sharding)
-    return self.jit_step(index).lower(self.abstract_state, batch)
+    return self._jit_step(index).lower(self.abstract_state, batch)
 
   @functools.cached_property
   def phase_programs(self) -> PhasePrograms:
@@ -155,35 +150,28 @@ class Trainer:
       ValueError: a phase ends on a metric that its step does not report.
     """
     assert self.phase_plan is not None
-    return PhasePrograms(
-      {objective.name: self._build_step(n) for n, objective in enumerate(self.objectives)},
-      self.phase_plan.schedule,
-      self.cfg.phasing.phase_strategy,
-      self.abstract_state,
-      {
-        each.name: abstract_batch(each.batch_shape, self.batch_sharding) for each in self.objectives
-      },
-    )
+    schedule, strategy = self.phase_plan.schedule, self.cfg.phasing.phase_strategy
+    batch = lambda shape: abstract_batch(shape, self.batch_sharding)
+    batches = {each.name: batch(each.batch_shape) for each in self.objectives}
+    return PhasePrograms(self._build_steps(), schedule, strategy, self.abstract_state, batches)
 
   @property
   def flops_per_step(self) -> list[float]:
     """FLOPs of a step over all devices, by objective."""
     flops = functools.partial(train_flops, self.cfg.model, self.parameter_sizes)
-    return [
-      flops(
-        each.batch_shape,
-        each.partition.trained,
-        logits=LOSSES[each.loss].logits,
-        drafts=LOSSES[each.loss].drafts,
-      ).total
-      for each in self.objectives
-    ]
+
+    def of_objective(each: Objective) -> float:
+      loss = LOSSES[each.loss]
+      trained = each.partition.trained
+      return flops(each.batch_shape, trained, logits=loss.logits, drafts=loss.drafts).total
+
+    return list(map(of_objective, self.objectives))
 
   def place(self, batch: Batch) -> Batch:
     """Make a global batch of the run's size from this host's rows (numpy)."""
     return to_global(batch, self.batch_sharding, self.batch_shape)
 
-  def next_batch(self, stream: PhaseStreams, state: TrainState) -> Batch:
+  def next_batch(self, stream: TrainStreams, state: TrainState) -> Batch:
     """The global batch of the next step."""
     name = self.phase_programs.phase(state) if self.phase_plan else "train"
     shape = next(each.batch_shape for each in self.objectives if each.name == name)
@@ -193,29 +181,19 @@ class Trainer:
     """The compiled evaluation step."""
     return jax.jit(build_eval_step(self.model, self.cfg.training, jnp.asarray(num_bytes_V)))
 
-  def init(self, seed: jax.Array) -> TrainState:
-    """The state before the first step, as a pure function of the seed."""
-    params = meta.unbox(_init_params(self.model, seed, self.batch_shape))
-    return _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
-
-  def init_state(self) -> TrainState:
-    """Initialize the state, every leaf on its own devices."""
-    init = jax.jit(self.init, out_shardings=self.state_shardings)
-    return init(jnp.uint32(self.cfg.run.init_weights_seed))
-
-  def start_from(self, params: Any) -> TrainState:
-    """Initialize the state from `params` on the trainer's mesh, which are donated.
+  def init(self, seed: jax.Array, params: Any = None) -> TrainState:
+    """The state before the first step, as a pure function of the seed and of `params` if given.
 
     Adapters and draft heads that they lack are new.
     """
+    new = meta.unbox(_init_params(self.model, seed, self.batch_shape))
+    params = new if params is None else add_missing_modules(params, new)
+    return _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
 
-    def start(params: Any, seed: jax.Array) -> TrainState:
-      new = self.init(seed).params
-      params = add_missing_modules(params, new)
-      return _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
-
-    start = jax.jit(start, out_shardings=self.state_shardings, donate_argnums=0)
-    return start(params, jnp.uint32(self.cfg.run.init_weights_seed))
+  def init_state(self, params: Any = None) -> TrainState:
+    """Initialize the state, every leaf on its own devices; it donates `params`, see `init`."""
+    init = jax.jit(self.init, out_shardings=self.state_shardings, donate_argnums=1)
+    return init(jnp.uint32(self.cfg.run.init_weights_seed), params)
 
 
 def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Trainer:
@@ -226,11 +204,11 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   """
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
-  num_rows = global_batch_size(cfg.data, cfg.training, sharder)
+  shape = batch_shape(cfg.data, cfg.training, sharder)
   # Shapes come from one device: on the mesh, JAX would fail first, with its own error messages.
   one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))
   init = functools.partial(_init_params, Decoder(cfg.model, one))
-  boxed = jax.eval_shape(lambda: init(jnp.uint32(0), (num_rows, cfg.data.max_target_length)))
+  boxed = jax.eval_shape(lambda: init(jnp.uint32(0), shape))
   names, params = logical_names(boxed), meta.unbox(boxed)
   leaves = zip(paths_in(params), jax.tree.leaves(params), jax.tree.leaves(names), strict=True)
   shardings = [parameter_sharding(*leaf, sharder) for leaf in leaves]
@@ -238,6 +216,9 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   plan = PhasePlan(phases_of(cfg), initial_phases_of(cfg), params) if cfg.phasing.phases else None
   objectives = build_objectives(cfg, plan, names, sharder)
   first_state = lambda params: _first_state(params, jnp.uint32(0), cfg, objectives, plan)
+  state = jax.eval_shape(first_state, params)
+  axes = state_names(state, params, names)
+  place = lambda leaf, axes: leaf.update(sharding=sharder.sharding(axes))
   trainer = Trainer(
     cfg=cfg,
     mesh=mesh,
@@ -246,8 +227,8 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     objectives=objectives,
     phase_plan=plan,
     parameter_shardings=shardings,
-    abstract_state=_with_shardings(jax.eval_shape(first_state, params), params, names, sharder),
-    global_batch_size=num_rows,
+    abstract_state=jax.tree.map(place, state, axes),
+    batch_shape=shape,
   )
   _check_topology(trainer)
   return trainer
@@ -282,25 +263,11 @@ def _first_state(
   objectives: Sequence[Objective],
   plan: PhasePlan | None,
 ) -> TrainState:
-  """The state before the first step."""
   rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
   opt_states = {each.name: each.tx.init(each.partition.split(params)[0]) for each in objectives}
-  averaged = params if plan is None else plan.trained.split(params)[0]
-  return init_state(
-    params,
-    opt_states["train"] if plan is None else PhaseOptStates(opt_states),
-    rng,
-    clock=None if plan is None else plan.schedule.start(),
-    averaged=averaged if cfg.training.ema_decay else None,
-  )
-
-
-def _with_shardings(state: TrainState, params: Any, names: Any, sharder: Sharder) -> TrainState:
-  """The abstract state, every leaf with its sharding."""
-  return jax.tree.map(
-    lambda leaf, axes: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharder.sharding(axes)
-    ),
-    state,
-    state_names(state, params, names),
-  )
+  if plan is None:
+    opt_state, clock, averaged = opt_states["train"], None, params
+  else:
+    opt_state, clock = PhaseOptStates(opt_states), plan.schedule.start()
+    averaged = plan.trained.split(params)[0]
+  return init_state(params, opt_state, rng, clock, averaged if cfg.training.ema_decay else None)

@@ -11,7 +11,7 @@ import pytest
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
-from maxlite.data.phase_streams import PhaseStreams
+from maxlite.data.train_streams import TrainStreams
 
 T, B = 16, 8
 NUM_DOCUMENTS = 40
@@ -272,7 +272,7 @@ def phase_data(folder):
 
 def test_phases_with_equal_data_share_a_stream(tmp_path):
   data = phase_data(tmp_path)
-  streams = PhaseStreams(data)
+  streams = TrainStreams(data)
   got = {name: [] for name in "abc"}
   for name in "abbcab":
     got[name].append(streams.take(name))
@@ -282,7 +282,7 @@ def test_phases_with_equal_data_share_a_stream(tmp_path):
   shared, own = (open_part(data[name].cfg, data[name].rows, len(data[name].rows)) for name in "ab")
   assert_same([got["a"][0], got["c"][0], got["a"][1]], take(shared.train_stream(), 3))
   assert_same(got["b"], take(own.train_stream(), 3))
-  again = PhaseStreams(phase_data(tmp_path))
+  again = TrainStreams(phase_data(tmp_path))
   again.restore(state)
   assert again.state() == state
   assert_same([again.take(name) for name in "bc"], following)
@@ -291,7 +291,7 @@ def test_phases_with_equal_data_share_a_stream(tmp_path):
 
 def test_restoring_other_phase_streams_is_an_error(tmp_path):
   data = phase_data(tmp_path)
-  streams, one = PhaseStreams(data), PhaseStreams({name: data["a"] for name in "abc"})
+  streams, one = TrainStreams(data), TrainStreams({name: data["a"] for name in "abc"})
   state = streams.state()
   with pytest.raises(ValueError, match="a stream of batches for each of a, b, this run for a:"):
     one.restore(state)

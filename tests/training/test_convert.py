@@ -130,7 +130,7 @@ def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
   checkpoints = Checkpoints(cfg.checkpoint, folder / "checkpoints", print)
   restored, data_state, step = checkpoints.restore(trainer.abstract_state)
   want = jax.tree.map(np.array, restored["params"])
-  state = trainer.start_from(restored["params"])
+  state = trainer.init_state(restored["params"])
   assert (data_state, step, int(state.step)) == (None, 0, 0)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), want)
   assert jax.tree.structure(state) == jax.tree.structure(trainer.abstract_state)

@@ -169,7 +169,7 @@ def test_adapters_start_from_given_weights(tmp_path):
   checkpoints = Checkpoints(adapted.cfg.checkpoint, tmp_path, report=print)
   (parts, data_state, _) = checkpoints.restore(adapted.abstract_state)
   assert data_state is None
-  state = jax.device_get(adapted.start_from(parts["params"]))
+  state = jax.device_get(adapted.init_state(parts["params"]))
   jax.tree.map(np.testing.assert_array_equal, drop_modules(state.params), given)
   fresh = {path: leaf for path, leaf in paths(state.params).items() if "lora_" in path}
   assert fresh.keys() == paths(state.ema).keys()

@@ -11,7 +11,7 @@ from tiny_run import keys_in
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck
-from maxlite.data.phase_streams import PhaseStreams
+from maxlite.data.train_streams import TrainStreams
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
 from maxlite.training.loop import LoopContext, train
@@ -54,7 +54,7 @@ def test_run_with_differing_replicas_stops_without_a_checkpoint(tmp_path):
   state = trainer.init_state()
   norm = state.params["final_norm"]
   norm["scale"] = corrupted(norm["scale"], 3)
-  stream = PhaseStreams({"train": open_trainer_data(trainer)})
+  stream = TrainStreams({"train": open_trainer_data(trainer)})
   ending = train(context, state, stream, 1, 8)
   stream.close()
   checkpoints.close()

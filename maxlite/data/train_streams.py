@@ -1,29 +1,29 @@
-"""Training streams of a run with phases: one per data config."""
+"""The training streams of a run: one, or with phases one per data config."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader
 
 
-class PhaseStreams:
-  """The streams of all phases; phases with equal DataConfigs share one stream."""
+class TrainStreams:
+  """The streams of all objectives; objectives with equal DataConfigs share one stream."""
 
   def __init__(self, data: Mapping[str, DataLoader]) -> None:
-    """`data` maps the name of each phase to its loader."""
-    first_with = lambda phase: next(n for n, other in data.items() if other.cfg == data[phase].cfg)
-    self._readers = {phase: first_with(phase) for phase in data}
-    readers = dict.fromkeys(self._readers.values())
-    self._streams = {reader: data[reader].train_stream() for reader in readers}
+    """`data` maps the name of each objective (a phase, or "train") to its loader."""
+    first_with: dict[DataConfig, str] = {}
+    self._readers = {name: first_with.setdefault(each.cfg, name) for name, each in data.items()}
+    self._streams = {name: data[name].train_stream() for name in first_with.values()}
 
-  def take(self, phase: str) -> Batch:
-    """Return the next batch of the phase's stream."""
-    return next(self._streams[self._readers[phase]])
+  def take(self, objective: str) -> Batch:
+    """Return the next batch of the objective's stream."""
+    return next(self._streams[self._readers[objective]])
 
   def state(self) -> dict[str, Any]:
-    """The state of the only stream, or of each by the first phase that reads it, as JSON values."""
+    """The state of the only stream, or of each by its first objective, as JSON values."""
     states = {reader: stream.state() for reader, stream in self._streams.items()}
     return {"streams": states} if len(states) > 1 else next(iter(states.values()))
 
