@@ -1,8 +1,11 @@
 """The folder of a run: the paths of its files, and its saved config."""
 
+import fcntl
 import itertools
+import os
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,12 +39,41 @@ class RunFolder:
     self.checkpoints = self.directory / "checkpoints"
     self.profile = self.directory / "profile"
     self._run_id = self.directory / "run_id"  # of a run with local checkpoints
+    self._lock = self.directory / ".lock"  # held by the process that trains, which it names
+    self._locked: int | None = None  # file descriptor
 
   def run_id(self) -> str:
     """Return the id, created if missing, that distinguishes this run from earlier ones."""
     if not self._run_id.exists():
       write_atomically(self._run_id, secrets.token_hex(8))
     return self._run_id.read_text()
+
+  def lock(self) -> None:
+    """Lock the folder for this process, until `unlock`, or until the process ends or is killed.
+
+    Raises:
+      UserError: another process has locked the folder, or it cannot be written.
+    """
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      self._locked = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
+      fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self.unlock()
+      holder = self._lock.read_text("utf-8") or "another process"
+      raise UserError(
+        f"{self.directory} is in use by {holder}: wait until it ends, stop it, or choose another "
+        "run_name"
+      ) from None
+    except OSError as error:
+      raise UserError(f"{self.directory} cannot be locked: {error.strerror}") from None
+    os.truncate(self._locked, 0)
+    os.write(self._locked, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+  def unlock(self) -> None:
+    if self._locked is not None:
+      os.close(self._locked)
+      self._locked = None
 
   def config_changes(self, values: Mapping[str, Any]) -> Changes | None:
     """Return how `values`, of all keys, differ from the saved config; None at the first start.

@@ -51,6 +51,8 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) ->
     changes = folder.config_changes(flatten(cfg))
     batch_size = batch_size or global_batch_size(cfg.data, jax.device_count())
     run = EnsembleRun(cfg, names, batch_size, console)
+    if not names:  # a worker's parent has locked it
+      folder.lock()
     run.open()
     if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
       console.print(
@@ -66,6 +68,7 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) ->
   if not names and not exit_code:
     finalize(run.members, run.score_combinations(), folder.directory, console)
   run.close()
+  folder.unlock()
   return exit_code
 
 

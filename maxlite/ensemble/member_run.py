@@ -52,7 +52,12 @@ class MemberRun:
     self.step = (self.checkpoints.latest_step() or 0) if self.checkpoints else 0
 
   def restore(self, program: MemberProgram, device: jax.Device) -> None:
-    """Restore the latest complete checkpoint, if any; `device` replaces missing shardings."""
+    """Restore the latest complete checkpoint, if any; `device` replaces missing shardings.
+
+    Raises:
+      UserError: another process trains the member.
+    """
+    self.folder.lock()
     if self.checkpoints is None:
       return
     abstract = jax.eval_shape(program.init, jnp.uint32(0))
@@ -78,6 +83,7 @@ class MemberRun:
     return Writers(writers, JsonlWriter(self.folder.expert_load, self.step) if is_moe else None)
 
   def close(self) -> None:
-    """Wait until all checkpoints are written."""
+    """Wait until all checkpoints are written, and unlock the folder."""
     if self.checkpoints is not None:
       self.checkpoints.close()
+    self.folder.unlock()

@@ -58,6 +58,18 @@ def open_objective_data(trainer: Trainer, data: DataLoader) -> dict[str, DataLoa
   return {objective.name: opened[objective.data] for objective in trainer.objectives}
 
 
+def lock_folder(folder: RunFolder) -> None:
+  """Lock the folder from process 0; if it cannot, raise UserError on all processes."""
+  refusal = ""
+  if jax.process_index() == 0:
+    try:
+      folder.lock()
+    except UserError as error:
+      refusal = str(error)
+  if refusal := all_gather_object(refusal)[0]:
+    raise UserError(refusal)
+
+
 def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoints | None:
   """Open the checkpoints; None if they are disabled.
 
@@ -66,7 +78,7 @@ def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoi
   """
   if cfg.checkpoint.enable_checkpointing:
     return Checkpoints(cfg.checkpoint, folder.checkpoints, report=report)
-  if folder.directory.exists():
+  if any(folder.directory.glob("[!.]*")):
     raise UserError(
       f"{folder.directory} holds an earlier run, which enable_checkpointing=false would start anew "
       "and overwrite: choose another run_name or move the folder away"

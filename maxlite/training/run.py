@@ -19,6 +19,7 @@ from maxlite.metrics.writers import read_rows
 from maxlite.training.evaluation import build_evaluation
 from maxlite.training.loop import LoopContext, TrainResult, train
 from maxlite.training.open_run import (
+  lock_folder,
   open_checkpoints,
   open_local_checkpoints,
   open_objective_data,
@@ -46,6 +47,7 @@ def run_training(cfg: Config) -> int:
     data = open_trainer_data(trainer)
     data_by_objective = open_objective_data(trainer, data)
     checkpoints = open_checkpoints(cfg, folder, console.print)
+    lock_folder(folder)
     local = open_local_checkpoints(trainer, folder, console.print)
     restored = restore(trainer, checkpoints, local)
     stream = TrainStreams(data_by_objective)
@@ -75,6 +77,7 @@ def run_training(cfg: Config) -> int:
   finally:
     for each in (profiler, stream, writers):
       each.close()
+    folder.unlock()
   finalize(trainer, folder, result, console, timer)
   return result.exit_code
 

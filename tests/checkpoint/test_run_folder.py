@@ -2,10 +2,14 @@
 
 import dataclasses
 import re
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config.errors import UserError
 from maxlite.config.saved import read_saved, save_resolved
 from maxlite.config.schema import Config, flatten
 
@@ -35,6 +39,28 @@ def test_the_first_start_saves_the_config(folder):
   assert start(folder, steps=7) is None
   assert read_saved(folder.config)["steps"] == 7
   assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
+
+
+LOCK = """
+import sys, time
+from maxlite.checkpoint.run_folder import RunFolder
+RunFolder(sys.argv[1]).lock()
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_folder_is_locked_until_its_process_is_killed(folder):
+  argv = [sys.executable, "-c", LOCK, folder.directory]
+  with subprocess.Popen(argv, stdout=subprocess.PIPE) as other:
+    other.stdout.readline()
+    held = f"mine is in use by process {other.pid} on {socket.gethostname()}: wait until it ends"
+    with pytest.raises(UserError, match=re.escape(held)):
+      folder.lock()
+    other.kill()
+    other.wait()
+    folder.lock()
+    folder.unlock()
 
 
 def test_the_same_config_writes_nothing(folder):

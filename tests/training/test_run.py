@@ -2,6 +2,8 @@
 
 import shutil
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -123,6 +125,23 @@ def test_run_without_checkpoints_does_not_overwrite_a_run(finished, capsys):
   (line,) = capsys.readouterr().err.splitlines()
   assert "enable_checkpointing=false would start anew and overwrite" in line
   assert snapshot(folder) == before
+
+
+def test_two_processes_cannot_train_in_one_folder(finished, copy, capsys):
+  before = snapshot(copy)
+  hold = "import sys, time; from maxlite.checkpoint.run_folder import RunFolder as Folder; "
+  hold += "Folder(sys.argv[1]).lock(); print(flush=True); time.sleep(600)"
+  with subprocess.Popen(
+    [sys.executable, "-c", hold, copy / "run"], stdout=subprocess.PIPE
+  ) as other:
+    other.stdout.readline()
+    with pytest.raises(SystemExit, match="2"):
+      start(copy, steps=STEPS + 1)
+    other.kill()
+  (line,) = capsys.readouterr().err.splitlines()
+  assert f"run is in use by process {other.pid} on " in line
+  assert snapshot(copy).keys() == before.keys()
+  assert start(copy, steps=STEPS + 1)[0] == 0
 
 
 def test_diverging_run_stops(folder):
