@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from maxlite.config.errors import UserError
-from maxlite.config.raw_values import YamlValueError, from_yaml
+from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
 from maxlite.config.values import BASE_CONFIG, Setting, suggest
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -56,7 +56,7 @@ def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[
   base = next((setting for setting in own if setting.name == BASE_CONFIG), None)
   if base is None:
     return [own]
-  if not isinstance(base.raw, str):
+  if not isinstance(base.raw, str) or "\0" in base.raw:
     raise base.error("is not a file name; write base_config: FILE.yml")
   base_path = path.parent / base.raw
   if base_path.resolve() in chain:
@@ -82,7 +82,7 @@ def read_preset(model_name: Setting) -> list[Setting]:
 
 def _compose(path: Path, referrer: str) -> yaml.Node | None:
   try:
-    return yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)
+    return compose_yaml(path.read_bytes())
   except OSError as error:
     names = (file.name for file in path.parent.glob("*.y*ml"))
     hint = suggest(path.name, names, "name an existing YAML file")

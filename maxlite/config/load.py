@@ -1,5 +1,6 @@
 """Load and check the `Config` of a command line."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,5 +79,5 @@ def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) ->
   """The model keys of an imported run (hf/conversion.py); empty for other runs."""
   raw = {setting.name: setting.raw for setting in settings}
   parent, name = (str(raw.get(key, defaults[key])) for key in ("base_output_directory", "run_name"))
-  file = Path(parent).expanduser() / name / MODEL_FILE
-  return read_file(file, "run folder") if file.is_file() else []
+  file = os.path.join(os.path.expanduser(parent), name, MODEL_FILE)
+  return read_file(Path(file), "run folder") if os.path.isfile(file) else []

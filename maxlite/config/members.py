@@ -19,7 +19,7 @@ from maxlite.config.schema import (
   build,
   flatten,
 )
-from maxlite.config.sweep import Point, sweep_points
+from maxlite.config.sweep import Point, require_few_members, sweep_points
 from maxlite.config.validation import SHARED, is_folder_name, validate
 from maxlite.config.values import Setting, parse
 
@@ -64,6 +64,7 @@ def members_of(cfg: Config) -> tuple[MemberConfig, ...]:
 
 def _raw_members(ensemble: EnsembleConfig) -> list[_RawMember]:
   points = sweep_points(ensemble.sweep)
+  require_few_members(len(ensemble.members) * max(len(points), 1), "members")
   raws = [raw for n, entry in enumerate(ensemble.members) for raw in _combine(n, entry, points)]
   raws = raws or [_RawMember("", point[0].source, point) for point in points]
   numbered = enumerate(raws)

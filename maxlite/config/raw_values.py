@@ -45,8 +45,42 @@ Raw = str | tuple["Raw", ...] | FrozenMapping
 _UNQUOTED = re.compile(r"-?[\w./][\w./+*-]*")  # text that needs no quotes within [] and {}
 
 
+_MAX_DEPTH, _MAX_NODES = 32, 100_000  # of a YAML document
+_MAX_SHOWN = 300  # characters of a value in an error message
+
+
 class YamlValueError(UserError):
   """YAML without one clear value; the message continues a line that begins with the key."""
+
+
+class _BoundedLoader(yaml.SafeLoader):
+  """Limits the depth of a document, and its size with all aliases expanded."""
+
+  def __init__(self, stream: bytes | str) -> None:
+    super().__init__(stream)
+    self._depth = self._num_nodes = 0
+    self._sizes: dict[yaml.Node, int] = {}  # of finished nodes
+
+  def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    event, before = self.peek_event(), self._num_nodes
+    self._depth += 1
+    node = None if self._depth > _MAX_DEPTH else super().compose_node(parent, index)
+    self._depth -= 1
+    is_loop = isinstance(event, yaml.AliasEvent) and node not in self._sizes
+    if node is None or is_loop:
+      problem = f"nested deeper than {_MAX_DEPTH} levels"
+      raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+    self._num_nodes += self._sizes.get(node, 1)
+    if self._num_nodes > _MAX_NODES:
+      problem = f"more than {_MAX_NODES} values"
+      raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+    self._sizes.setdefault(node, self._num_nodes - before)
+    return node
+
+
+def compose_yaml(text: bytes | str) -> yaml.Node | None:
+  """The root node of a document; raises `yaml.YAMLError` if it is malformed or too large."""
+  return yaml.compose(text, Loader=_BoundedLoader)
 
 
 def from_yaml(node: yaml.Node | None, file: str = "") -> Raw:
@@ -93,6 +127,13 @@ def show(value: Any) -> str:
     return "{" + ", ".join(entries) + "}"
   text = str(value)
   return text if text.isprintable() and text and " " not in text else repr(text)
+
+
+def abbreviate(text: str) -> str:
+  """`text`, or its first part and its length if it is too long for an error message."""
+  if len(text) <= _MAX_SHOWN:
+    return text
+  return f"{text[: _MAX_SHOWN // 2]}... ({len(text)} characters)"
 
 
 def _show_element(value: Any) -> str:

@@ -12,6 +12,7 @@ from maxlite.config.raw_values import FrozenMapping, Raw
 from maxlite.config.values import Setting, find_key, parse, parse_as
 
 Point = tuple[Setting, ...]  # what one member of the sweep sets
+MAX_MEMBERS = 4096
 _FORMS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})
 _RULES = "{log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}"
 _MAX_DRAWS = 100  # per member, before the rules count as having no further points
@@ -40,11 +41,18 @@ def sweep_points(sweep: FrozenMapping) -> list[Point]:
   for key in keys:
     find_key(key)
   if kind == "grid":
-    return list(itertools.product(*map(_values, keys)))
+    values = [*map(_values, keys)]
+    require_few_members(math.prod(map(len, values)), source)
+    return list(itertools.product(*values))
   num_members = Setting("num_members", sweep["num_members"], source)
   seed = parse_as(Setting("seed", sweep.get("seed", "0"), source), int, ConfigField("", low=0))
   draws = zip(*(_draws(key, seed) for key in keys), strict=True)
   return _distinct(draws, num_members)
+
+
+def require_few_members(count: int, source: str) -> None:
+  if count > MAX_MEMBERS:
+    raise UserError(f"{source}: {count} members are more than {MAX_MEMBERS}; write fewer values")
 
 
 def _values(setting: Setting) -> list[Setting]:
@@ -56,7 +64,7 @@ def _values(setting: Setting) -> list[Setting]:
 
 def _distinct(draws: Iterator[Point], num_members: Setting) -> list[Point]:
   """The first `num_members` distinct points."""
-  count = parse_as(num_members, int, ConfigField("", low=1))
+  count = parse_as(num_members, int, ConfigField("", low=1, high=MAX_MEMBERS))
   points: dict[Point, None] = {}
   for point in itertools.islice(draws, _MAX_DRAWS * count):
     points[point] = None

@@ -8,12 +8,12 @@ that it is about, and the rule with what to write instead.
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from math import isqrt, prod
 from types import SimpleNamespace
 from typing import Any
 
 from maxlite.config.errors import UserError
-from maxlite.config.raw_values import show
+from maxlite.config.raw_values import abbreviate, show
 from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS
 from maxlite.config.schema import (
   DEFAULTS,
@@ -29,12 +29,16 @@ Values = SimpleNamespace
 Rules = Iterator[tuple[Any, str, str]]
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
 DEFAULT, SHARED = "default", "shared"
+MAX_NAME_BYTES = 255  # of a file's name, on all usual file systems
+_PATH_ENDINGS = ("_path", "_directory", "_dir", "_file", "save_hlo", "gpu_target_config")
+PATH_KEYS = tuple(key for key in DEFAULTS if key.endswith(_PATH_ENDINGS))
 _LINEAR = ("linear", "linear_plus_one")
 
 
 def is_folder_name(name: str) -> bool:
   """Whether `name` is the name of one folder, as needed for a run or a member."""
-  return bool(name) and name.isprintable() and name[0] != "." and not set(name) & set("/\\")
+  is_valid = bool(name) and name.isprintable() and name[0] != "." and not set(name) & set("/\\")
+  return is_valid and len(name.encode()) <= MAX_NAME_BYTES
 
 
 def _is_file(path: str) -> bool:
@@ -43,11 +47,27 @@ def _is_file(path: str) -> bool:
 
 def _largest_divisor(number: int, limit: int) -> int:
   """The largest divisor of `number` up to `limit`."""
-  return max(d for d in range(1, min(limit, number) + 1) if number % d == 0)
+  small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+  return max(d for low in small for d in (low, number // low) if d <= limit)
+
+
+def _paths(v: Values) -> Rules:
+  for key in PATH_KEYS:
+    value = vars(v)[key]
+    for path in value if isinstance(value, tuple) else (value,):
+      expanded = os.path.expanduser(path)
+      user = expanded.partition("/")[0]
+      yield user.startswith("~"), key, f"there is no user {user[1:]}; write a path without ~"
+      names = expanded.encode(errors="surrogatepass").split(b"/")
+      is_valid = len(expanded) < 4096 and max(map(len, names)) <= MAX_NAME_BYTES
+      text = f"is too long ({MAX_NAME_BYTES} bytes per name, 4096 in all) or has a NUL character"
+      yield not is_valid or "\0" in path, key, f"{text}; write another path"
 
 
 def _run(v: Values) -> Rules:
-  text = "must name one folder; write run_name=NAME without slashes or a leading dot"
+  text = (
+    "must name one folder; write run_name=NAME of up to 255 bytes without slashes or a leading dot"
+  )
   yield not is_folder_name(v.run_name), "run_name", text
   end = v.skip_first_n_steps_for_profiler + v.profiler_steps
   keys = "profiler skip_first_n_steps_for_profiler profiler_steps steps"
@@ -339,13 +359,13 @@ def _data_files(v: Values) -> Rules:
       is_stdlib, path = entry == "stdlib", os.path.expanduser(entry)
       text = f"stdlib is text; write {key}=FILE"
       yield is_stdlib and v.dataset_type != "text", f"{key} dataset_type", text
-      exists = is_stdlib or os.path.exists(path) or glob.glob(path, recursive=True)
+      exists = is_stdlib or os.path.exists(path) or any(glob.iglob(path, recursive=True))
       fix = f"write {key}=FILE, a folder or a glob that matches"
       yield not exists, key, f"{entry} matches no file; {fix}"
 
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
-  *(_run, _attention, _rope, _layers, _router, _dispatch, _tiles, _plan, _memory),
+  *(_paths, _run, _attention, _rope, _layers, _router, _dispatch, _tiles, _plan, _memory),
   *(_tokenizer, _chat, _batches, _ensemble, _optimizer, _phases),
   *(_degrees, _axis_rules, _divisibility, _local_checkpoints),
 )
@@ -373,7 +393,7 @@ def _describe(keys: list[str], values: Mapping[str, object], source: Mapping[str
   sources = [source.get(key, DEFAULT) for key in keys]
   first = next((s for s in sources if s not in (DEFAULT, SHARED)), sources[0])
   shown = [
-    f"{key}={show(values[key])}" + (f" ({s})" if s != first else "")
+    abbreviate(f"{key}={show(values[key])}") + (f" ({s})" if s != first else "")
     for key, s in zip(keys, sources, strict=True)
   ]
   return f"{first}: {' with '.join(shown)}"

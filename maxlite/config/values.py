@@ -14,7 +14,15 @@ import yaml
 
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
-from maxlite.config.raw_values import FrozenMapping, Raw, YamlValueError, from_yaml, show
+from maxlite.config.raw_values import (
+  FrozenMapping,
+  Raw,
+  YamlValueError,
+  abbreviate,
+  compose_yaml,
+  from_yaml,
+  show,
+)
 from maxlite.config.schema import KEYS, REMOVED_KEYS, RENAMED_KEYS, AxisRules, SchemaKey
 
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
@@ -43,7 +51,8 @@ class Setting:
   source: str  # `FILE:LINE`, `command line` or `--key`
 
   def error(self, violation: str) -> UserError:
-    return UserError(f"{self.source}: {self.name}={show(self.raw)} {violation}")
+    shown = abbreviate(f"{self.name}={show(self.raw)}")
+    return UserError(f"{self.source}: {shown} {violation}")
 
 
 def parse(setting: Setting) -> Any:
@@ -86,7 +95,9 @@ def find_key(setting: Setting) -> SchemaKey:
       "belongs in a YAML file; on the command line name the file itself, before other files"
     )
   if name in RENAMED_KEYS:
-    raise setting.error(f"was renamed; write {RENAMED_KEYS[name]}={show(setting.raw)}")
+    raise setting.error(
+      f"was renamed; write {abbreviate(f'{RENAMED_KEYS[name]}={show(setting.raw)}')}"
+    )
   if name in REMOVED_KEYS:
     raise setting.error(f"was removed; every run behaves as with {name}={REMOVED_KEYS[name]}")
   if name not in KEYS:
@@ -146,7 +157,7 @@ def _convert(kind: Any, raw: Raw) -> Any:
       raise ValueError(raw)
     return raw in ("true", "True")
   number = kind(raw) if kind in (int, float) else 0
-  if not math.isfinite(number):
+  if kind is float and not math.isfinite(number):
     raise ValueError(raw)
   return number if kind in (int, float) else raw
 
@@ -164,6 +175,6 @@ def _split_list(raw: Raw, *, of_mappings: bool) -> tuple[Raw, ...]:
 
 def _parse_yaml(text: str) -> Raw:
   try:
-    return from_yaml(yaml.compose(text, Loader=yaml.SafeLoader))
+    return from_yaml(compose_yaml(text))
   except yaml.YAMLError as error:
     raise ValueError(text) from error

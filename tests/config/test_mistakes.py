@@ -3,10 +3,11 @@
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 
-from maxlite.config import UserError, exit_on_user_error, main_config
+from maxlite.config import UserError, exit_on_user_error, load_config, main_config
 from maxlite.config.schema import KEYS
 
 GROUPED = "router=group_limited_greedy"
@@ -282,6 +283,56 @@ def test_file_errors_have_line_key_and_fix(text, capsys, tmp_path):
   file.write_text(text)
   line = _line_of(capsys, [str(file)])
   assert all(part in line for part in BAD_FILES[text]), line
+
+
+LAUGHS = "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+# Values that attack the parser -> what the line must contain.
+EXTREMES = {
+  "members: " + "[" * 20_000 + "]" * 20_000: "bad.yml:1: bad YAML, nested deeper than 32 levels",
+  "sweep: " + "{a: " * 2000 + "1" + "}" * 2000: "nested deeper than 32 levels",
+  "members: &a [*a]": "nested deeper than 32 levels",
+  "sweep: &a {grid: *a}": "nested deeper than 32 levels",
+  f"members:\n- &a0 x\n{LAUGHS}": "more than 100000 values",
+  "steps: " + "9" * 5000: "9... (5006 characters) is not a whole number",
+  "steps: 1" + "0" * 400: "... (407 characters) is above 2147483647",
+  'base_output_directory: "a\\0b"': "has a NUL character; write another path",
+  'dataset_path: ["a\\0b"]': "has a NUL character; write another path",
+  'base_config: "a\\0b"': "is not a file name; write base_config: FILE.yml",
+  "tokenizer_path: " + "a" * 256: "is too long (255 bytes per name, 4096 in all)",
+  "base_output_directory: " + "/abc" * 1500: "is too long (255 bytes per name, 4096 in all)",
+  "base_output_directory: ~nosuchuser/x": "there is no user nosuchuser",
+  "run_name: " + "ä" * 150: "write run_name=NAME of up to 255 bytes",
+  f"sweep: {{grid: {{head_dim: {[*range(150)]}, steps: {[*range(150)]}}}}}": "22500 members",
+  "sweep: {draw: {head_dim: {choice: [8]}}, num_members: 1000000000}": "is above 4096",
+  f"members: [{'{}, ' * 100}]\nsweep: {{grid: {{head_dim: {[*range(100)]}}}}}": "10000 members",
+  "base_num_query_heads: 2147483647\nbase_num_kv_heads: 2147483646": "base_num_kv_heads=1",
+}
+
+
+@pytest.mark.parametrize("text", EXTREMES, ids=range(len(EXTREMES)))
+def test_extreme_values_are_errors_in_bounded_time(text, capsys, tmp_path):
+  file = tmp_path / "bad.yml"
+  file.write_text(text)
+  start = time.process_time()
+  line = _line_of(capsys, [str(file)])
+  assert time.process_time() - start < 2  # [s]
+  assert EXTREMES[text] in line, line
+  assert len(line) < 2000
+
+
+def test_aliases_stand_for_the_values_they_name(tmp_path):
+  file = tmp_path / "good.yml"
+  file.write_text(
+    "members:\n- {name: a, mlp_activations: &act [gelu]}\n"
+    "- {name: b, mlp_activations: *act, head_dim: 8}\n"
+  )
+  assert [m["mlp_activations"] for m in load_config([str(file)]).ensemble.members] == [
+    ("gelu",)
+  ] * 2
+
+
+def test_nested_brackets_of_an_argument_are_an_error(capsys):
+  assert "is not a list of {key: value}" in _line_of(capsys, ["members=" + "[" * 2000 + "]" * 2000])
 
 
 def test_misspelt_file_gets_suggestion(capsys, tmp_path):

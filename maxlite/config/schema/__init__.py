@@ -6,6 +6,7 @@ has the key. Importing the schema does not import JAX, so mistakes are reported 
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -70,8 +71,11 @@ class SchemaKey:
   section: type
 
 
+_type_hints = functools.cache(get_type_hints)
+
+
 def _walk(section: Any) -> Iterator[SchemaKey]:
-  hints = get_type_hints(section)
+  hints = _type_hints(section)
   for entry in dataclasses.fields(section):
     hint = hints[entry.name]
     if dataclasses.is_dataclass(hint):
@@ -82,7 +86,7 @@ def _walk(section: Any) -> Iterator[SchemaKey]:
 
 def build(section: type, values: dict[str, Any]) -> Any:
   """An instance of the (nested) section from flat `values`, which holds all of its keys."""
-  hints = get_type_hints(section)
+  hints = _type_hints(section)
   sections = {name for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
   value_of = lambda name: build(hints[name], values) if name in sections else values[name]
   return section(**{name: value_of(name) for name in hints})
