@@ -137,11 +137,9 @@ def _require_unique(members: tuple[MemberConfig, ...], raws: list[_RawMember]) -
   by_name: dict[str, _RawMember] = {}
   by_overrides: dict[frozenset[tuple[str, Any]], _RawMember] = {}
   for member, raw in zip(members, raws, strict=True):
-    if same := by_name.get(member.name):
+    if (same := by_name.setdefault(member.name, raw)) is not raw:
       raise raw.error(f"name={member.name} is also that of {same.source}; rename one of the two")
-    overrides = frozenset(member.overrides.items())
-    if same := by_overrides.get(overrides):
+    if (same := by_overrides.setdefault(frozenset(member.overrides.items()), raw)) is not raw:
       other = f"{same.name} of {same.source}"
       fix = "remove one, or give them different init_weights_seed"
       raise raw.error(f"member {raw.name} has the same keys as {other}; {fix}")
-    by_name[member.name] = by_overrides[overrides] = raw

@@ -53,34 +53,24 @@ class YamlValueError(UserError):
   """YAML without one clear value; the message continues a line that begins with the key."""
 
 
-class _BoundedLoader(yaml.SafeLoader):
-  """Limits the depth of a document, and its size with all aliases expanded."""
-
-  def __init__(self, stream: bytes | str) -> None:
-    super().__init__(stream)
-    self._depth = self._num_nodes = 0
-    self._sizes: dict[yaml.Node, int] = {}  # of finished nodes
-
-  def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-    event, before = self.peek_event(), self._num_nodes
-    self._depth += 1
-    node = None if self._depth > _MAX_DEPTH else super().compose_node(parent, index)
-    self._depth -= 1
-    is_loop = isinstance(event, yaml.AliasEvent) and node not in self._sizes
-    if node is None or is_loop:
-      problem = f"nested deeper than {_MAX_DEPTH} levels"
-      raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-    self._num_nodes += self._sizes.get(node, 1)
-    if self._num_nodes > _MAX_NODES:
-      problem = f"more than {_MAX_NODES} values"
-      raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-    self._sizes.setdefault(node, self._num_nodes - before)
-    return node
-
-
 def compose_yaml(text: bytes | str) -> yaml.Node | None:
   """The root node of a document; raises `yaml.YAMLError` if it is malformed or too large."""
-  return yaml.compose(text, Loader=_BoundedLoader)
+  try:
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+  except RecursionError:
+    raise yaml.MarkedYAMLError(problem=f"nested deeper than {_MAX_DEPTH} levels") from None
+  num_nodes, stack = 0, [(root, 0)] if root else []
+  while stack:
+    node, depth = stack.pop()
+    num_nodes += 1
+    if depth > _MAX_DEPTH or num_nodes > _MAX_NODES:
+      limit = f"nested deeper than {_MAX_DEPTH} levels or more than {_MAX_NODES} values"
+      raise yaml.MarkedYAMLError(problem=limit, problem_mark=node.start_mark)
+    if isinstance(node, yaml.MappingNode):
+      stack.extend((part, depth + 1) for pair in node.value for part in pair)
+    elif isinstance(node, yaml.SequenceNode):
+      stack.extend((part, depth + 1) for part in node.value)
+  return root
 
 
 def from_yaml(node: yaml.Node | None, file: str = "") -> Raw:

@@ -87,12 +87,7 @@ class Decoder(nn.Module):
     return x_BTD, sums
 
   def _run(
-    self,
-    stack: nn.Module | list[nn.Module],
-    x_BTD: jax.Array,
-    segment_BT: jax.Array,
-    rope: Rope,
-    is_local: np.ndarray | None,
+    self, stack: nn.Module | list[nn.Module], x_BTD, segment_BT, rope: Rope, is_local
   ) -> tuple[jax.Array, Any]:
     if self.cfg.scan_layers:
       return stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, is_local))

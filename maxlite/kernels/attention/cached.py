@@ -58,11 +58,9 @@ def attention(
   add = functools.partial(_add_block, scale=scale, soft_cap=soft_cap)
   state = _init(q_BGtC, num_out, num_queries, sink_H)
   for k_BGSC, v_BGSC, mask in zip(k_blocks, v_blocks, masks, strict=True):
-    args = (state, q_BGtC, k_BGSC, v_BGSC, mask.visible_BTS)
-    if mask.is_reached is None:
-      state = add(*args)
-    else:
-      state = jax.lax.cond(mask.is_reached, add, lambda state, *_: state, *args)
+    args, reached = (state, q_BGtC, k_BGSC, v_BGSC, mask.visible_BTS), mask.is_reached
+    keep = lambda state, *_: state
+    state = add(*args) if reached is None else jax.lax.cond(reached, add, keep, *args)
   o_BGtC = state.o_BGtC / state.sum_BGt1
   o_BGThC = o_BGtC.reshape(num_rows, num_groups, num_queries, -1, num_out)
   return o_BGThC.transpose(0, 2, 1, 3, 4).reshape(*q_BTHC.shape[:3], -1).astype(q_BTHC.dtype)
@@ -84,14 +82,7 @@ def _init(
 
 
 def _add_block(
-  state: _OnlineSoftmax,
-  q_BGtC: jax.Array,
-  k_BGSC: jax.Array,
-  v_BGSC: jax.Array,
-  visible_BTS: jax.Array,
-  *,
-  scale: float,
-  soft_cap: float,
+  state: _OnlineSoftmax, q_BGtC, k_BGSC, v_BGSC, visible_BTS, *, scale: float, soft_cap: float
 ) -> _OnlineSoftmax:
   score_BGtS = apply_soft_cap(dot(q_BGtC, k_BGSC, (3, 3), 2) * scale, soft_cap)
   visible_B1tS = jnp.repeat(visible_BTS, q_BGtC.shape[2] // visible_BTS.shape[1], axis=1)[:, None]

@@ -25,16 +25,7 @@ _NARROW_BYTES, _NARROW_BLOCK, _WIDE_BLOCK = 384, 1024, 512
 
 
 def attention(
-  q_BTHC,
-  k_BSGC,
-  v_BSGC,
-  mask: AttentionMask,
-  *,
-  scale,
-  block_q,
-  soft_cap,
-  sink_H,
-  interpret: bool = False,
+  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, sink_H, interpret=False
 ) -> jax.Array:
   """o_BTHC in q's type, which must be float32 or bfloat16; `interpret` is for tests without a TPU.
 
@@ -60,35 +51,22 @@ def attention(
     pad(mask.q_segment_BT, -1), pad(mask.kv_segment_BS, -1)
   )
   query_bytes = max(q_BTHC.shape[3], v_BSGC.shape[3]) * q_BTHC.dtype.itemsize
-  kernel = _build_kernel(
-    (q_BTHC.shape[2], num_queries + missing, num_keys + missing),
-    mask,
-    block=_block(num_queries + missing, query_bytes),
-    soft_cap=soft_cap,
-    interpret=interpret,
-  )
+  score_shape = q_BTHC.shape[2], num_queries + missing, num_keys + missing
+  block = _block(num_queries + missing, query_bytes)
+  kernel = _build_kernel(score_shape, mask, block, soft_cap, interpret)
+  q_BTHC = (q_BTHC * scale).astype(q_BTHC.dtype)
   with jax.numpy_dtype_promotion("standard"):  # the kernels mix types
-    o_BHTC = jax.vmap(lambda q, k, v, segments: kernel(q, k, v, segments, sink_H))(
-      heads_first((q_BTHC * scale).astype(q_BTHC.dtype)),
-      heads_first(k_BSGC),
-      heads_first(v_BSGC),
-      segments,
-    )
+    attend = jax.vmap(lambda q, k, v, segments: kernel(q, k, v, segments, sink_H))
+    o_BHTC = attend(*map(heads_first, (q_BTHC, k_BSGC, v_BSGC)), segments)
   return o_BHTC.swapaxes(1, 2)[:, :num_queries]
 
 
 def _build_kernel(
-  score_shape: tuple[int, int, int],
-  mask: AttentionMask,
-  *,
-  block: int,
-  soft_cap: float,
-  interpret: bool,
+  score_shape: tuple[int, int, int], mask: AttentionMask, block: int, soft_cap: float, interpret
 ) -> splash_attention_kernel.SplashAttentionKernel:
   """The kernel for the shard of the queries that starts at `mask.q_start`, or for all of them."""
   num_heads, num_queries, num_keys = score_shape
-  num_shards = num_keys // num_queries
-  shape = (num_keys, num_keys)
+  num_shards, shape = num_keys // num_queries, (num_keys, num_keys)
   if mask.window is None:
     visible = splash_attention_mask.CausalMask(shape)
   else:

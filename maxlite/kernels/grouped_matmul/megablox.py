@@ -21,12 +21,7 @@ from maxlite.kernels.grouped_matmul.tiles import Tile, Tiles, choose_tiles
 
 
 def grouped_matmul(
-  x_MD: jax.Array,
-  w_GDF: jax.Array,
-  group_sizes_G: jax.Array,
-  tiles: Tiles,
-  *,
-  interpret: bool = False,
+  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: Tiles, *, interpret=False
 ) -> jax.Array:
   """y_MF in x's type, which must be float32 or bfloat16; `interpret` is for tests without a TPU.
 

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from maxlite.kernels.numerics import accumulator_dtype
 
 
-def grouped_matmul(
-  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: object
-) -> jax.Array:
+def grouped_matmul(x_MD, w_GDF, group_sizes_G: jax.Array, tiles: object) -> jax.Array:
   """y_MF in x's type; work and memory grow with the number of groups."""
   del tiles
   dtype = accumulator_dtype(x_MD.dtype)

@@ -10,9 +10,7 @@ from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 
 
-def grouped_matmul(
-  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: object
-) -> jax.Array:
+def grouped_matmul(x_MD, w_GDF, group_sizes_G: jax.Array, tiles: object) -> jax.Array:
   """y_MF in x's type."""
   del tiles  # this backend's are fixed
   if x_MD.size == 0:

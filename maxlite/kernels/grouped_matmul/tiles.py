@@ -65,21 +65,14 @@ class _Problem(NamedTuple):
 
 
 def choose_tiles(
-  num_rows: int,
-  num_groups: int,
-  num_in: int,
-  num_out: int,
-  row_bytes: int,
-  weight_bytes: int,
-  device_kind: str,
+  m: int, groups: int, d: int, f: int, row_bytes: int, weight_bytes: int, device_kind: str
 ) -> Tiles:
   """The tiles of all passes for x_MD and w_GDF, whose elements have these sizes in bytes."""
   spec = TPU_SPECS.get(device_kind, _FALLBACK)
-  rows = num_rows, num_groups
-  fwd = _fastest(_Problem(*rows, num_in, num_out, row_bytes, 0), spec)
-  m, f, d = _fastest(_Problem(*rows, num_out, num_in, row_bytes, 0), spec)
-  drhs = _fastest(_Problem(*rows, num_in, num_out, row_bytes, weight_bytes), spec)
-  return Tiles(fwd, (m, d, f), drhs)
+  fwd = _fastest(_Problem(m, groups, d, f, row_bytes, 0), spec)
+  tile_m, tile_f, tile_d = _fastest(_Problem(m, groups, f, d, row_bytes, 0), spec)
+  drhs = _fastest(_Problem(m, groups, d, f, row_bytes, weight_bytes), spec)
+  return Tiles(fwd, (tile_m, tile_d, tile_f), drhs)
 
 
 @functools.cache

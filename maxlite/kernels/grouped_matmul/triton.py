@@ -44,12 +44,7 @@ class _Range(NamedTuple):
 
 
 def grouped_matmul(
-  x_MD: jax.Array,
-  w_GDF: jax.Array,
-  group_sizes_G: jax.Array,
-  tiles: Tiles,
-  *,
-  interpret: bool = False,
+  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: Tiles, *, interpret=False
 ) -> jax.Array:
   """y_MF in x's type; `interpret` is for tests without a GPU.
 
@@ -66,9 +61,7 @@ def grouped_matmul(
   return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, tiles)
 
 
-def _multiply_rows(
-  x_MD, w_GDF, group_sizes_G, tile: Tile | None, transpose: bool, interpret: bool
-) -> jax.Array:
+def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile: Tile | None, transpose: bool, interpret: bool):
   w_axis = 1 if transpose else 0
   num_rows, num_out = x_MD.shape[0], w_GDF.shape[2 - w_axis]
   block = _Block(*tile) if tile else _default_block(x_MD.dtype, num_out)
@@ -76,13 +69,11 @@ def _multiply_rows(
   kernel = functools.partial(_multiply_rows_kernel, w_axis=w_axis, block=block)
   num_programs = tiles_T3.shape[0] * ceil_div(num_out, block.n)
   shape = _shape_like(x_MD, (num_rows, num_out), x_MD.dtype)
-  operands = tiles_T3, x_MD, w_GDF.astype(x_MD.dtype)
-  return _call(kernel, num_programs, shape, block, x_MD.dtype, interpret)(*operands)
+  call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
+  return call(tiles_T3, x_MD, w_GDF.astype(x_MD.dtype))
 
 
-def _sum_outer_products(
-  x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, interpret: bool
-) -> jax.Array:
+def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, interpret: bool):
   num_groups, num_in, num_out = group_sizes_G.shape[0], x_MD.shape[1], dy_MF.shape[1]
   block = _Block(tile[1], tile[0], tile[2]) if tile else _default_block(x_MD.dtype, num_out)
   largest_first_G = jnp.argsort(group_sizes_G, descending=True)
@@ -92,8 +83,8 @@ def _sum_outer_products(
   kernel = functools.partial(_outer_products_kernel, block=block)
   num_programs = num_groups * ceil_div(num_in, block.m) * ceil_div(num_out, block.n)
   shape = _shape_like(x_MD, (num_groups, num_in, num_out), dtype)
-  operands = groups_G3[largest_first_G], x_MD, dy_MF
-  return _call(kernel, num_programs, shape, block, x_MD.dtype, interpret)(*operands)
+  call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
+  return call(groups_G3[largest_first_G], x_MD, dy_MF)
 
 
 def _row_tiles(group_sizes_G: jax.Array, num_rows: int, tile: int) -> jax.Array:
@@ -205,7 +196,7 @@ def _shape_like(x: jax.Array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeSt
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-def _call(kernel, num_programs: int, shape, block: _Block, dtype, interpret: bool):
+def _build_call(kernel, num_programs: int, shape, block: _Block, dtype, interpret: bool):
   """The kernel as a function of arrays, with as many pipeline stages as shared memory holds."""
   num_warps = 8 if block.m * block.n > 128 * 128 else 4
   stage_bytes = (block.m + block.n) * block.k * jnp.dtype(dtype).itemsize

@@ -54,4 +54,4 @@ def grouped_mlp(
   if backend == "tiled" and biases is None and num_rows:
     return tiled.grouped_mlp(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)
   operands = x_MD, weight_M, wi_GDF, wo_GFD, biases, group_sizes_G
-  return composed.grouped_mlp(*operands, activation, backend, wi_tiles, wo_tiles)
+  return composed.grouped_mlp(*operands, activation, backend, [wi_tiles, wo_tiles])

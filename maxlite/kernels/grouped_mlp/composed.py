@@ -1,7 +1,6 @@
 """The feed-forward networks as grouped matmuls of any backend."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +12,26 @@ from maxlite.kernels.numerics import accumulator_dtype
 
 
 def grouped_mlp(
-  x_MD: jax.Array,
-  weight_M: jax.Array,
-  wi_GDF: tuple[jax.Array, ...],
-  wo_GFD: jax.Array,
+  x_MD,
+  weight_M,
+  wi_GDF,
+  wo_GFD,
   biases,
-  group_sizes_G: jax.Array,
-  activation: Callable[..., jax.Array],
+  group_sizes_G,
+  activation,
   backend: str,
-  wi_tiles: Tiles,
-  wo_tiles: Tiles,
+  tiles: list[Tiles],
 ) -> jax.Array:
-  """y_MD in x's type."""
+  """y_MD in x's type; `tiles` of wi and wo."""
   multiply = functools.partial(grouped_matmul, group_sizes_G=group_sizes_G, backend=backend)
   # As one product, so that x is read once and has one gradient.
-  up_MF = multiply(x_MD, jnp.concatenate(wi_GDF, axis=2), tiles=wi_tiles)
+  up_MF = multiply(x_MD, jnp.concatenate(wi_GDF, axis=2), tiles=tiles[0])
   if biases is not None:
     # As grouped products with a column of ones, which exclude rows past the groups in both passes.
     ones_M1 = jnp.ones_like(x_MD[:, :1])
     up_MF += multiply(ones_M1, jnp.concatenate(biases.bi_GF, axis=1)[:, None])
   up_MF = checkpoint_name(up_MF, "mlpwi")
-  y_MD = _down(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend, wo_tiles)
+  y_MD = _down(up_MF, weight_M, wo_GFD, group_sizes_G, activation, backend, tiles[1])
   if biases is not None:
     y_MD += multiply(weight_M.astype(x_MD.dtype)[:, None], biases.bo_GD[:, None])
   return y_MD
@@ -69,9 +67,8 @@ def _down_backward(activation, backend, tiles, residuals, dy_MD):
   up_MF, weight_M, wo_GFD, group_sizes_G = jax.lax.optimization_barrier(residuals)
   hidden = functools.partial(_hidden, activation, wo_GFD.shape[1])
   h_MF, hidden_vjp = jax.vjp(hidden, up_MF, weight_M)
-  multiply = functools.partial(
-    grouped_matmul, group_sizes_G=group_sizes_G, backend=backend, tiles=tiles
-  )
+  options = {"group_sizes_G": group_sizes_G, "backend": backend, "tiles": tiles}
+  multiply = functools.partial(grouped_matmul, **options)
   dh_MF, dwo_GFD = jax.vjp(multiply, h_MF, wo_GFD)[1](dy_MD)
   return *hidden_vjp(dh_MF), dwo_GFD, None
 

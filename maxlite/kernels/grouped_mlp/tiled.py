@@ -20,12 +20,7 @@ from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def grouped_mlp(
-  x_MD: jax.Array,
-  weight_M: jax.Array,
-  wi_GDF: tuple[jax.Array, ...],
-  wo_GFD: jax.Array,
-  group_sizes_G: jax.Array,
-  activation: Callable[..., jax.Array],
+  x_MD, weight_M, wi_GDF: tuple, wo_GFD, group_sizes_G, activation: Callable[..., jax.Array]
 ) -> jax.Array:
   """y_MD in x's type, without biases."""
   return _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)[0]
@@ -81,9 +76,7 @@ def _down(activation, up_MF, weight_M, wo_GFD, group_sizes_G) -> jax.Array:
   return unpack(for_tiles(body, y_MD, (wo_GFD,), group_sizes_G, num_rows), dtype)
 
 
-def _gradients(
-  activation, x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G, dy_MD
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array]:
+def _gradients(activation, x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G, dy_MD) -> tuple:
   """(dx_MD, dweight_M, dwi_GDF, dwo_GFD); those of matrices in the accumulator type."""
   dtype, num_rows = x_MD.dtype, x_MD.shape[0]
   x_MD, dy_MD, up_MF = pack(x_MD), pack(dy_MD), tuple(map(pack, up_MF))
