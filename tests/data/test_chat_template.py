@@ -6,10 +6,20 @@ from importlib.util import find_spec
 
 import pytest
 
+from maxlite.data.sources import template_worker
 from maxlite.data.sources.chat_template import ChatTemplate
 
 TODAY = datetime.date(2025, 3, 4)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture
+def impatient_worker(monkeypatch):
+  monkeypatch.setattr(template_worker, "CPU_SECONDS", 1)
+  template_worker._worker.cache_clear()
+  yield
+  template_worker._worker.cache_clear()
+
 
 # Features of published templates, each with its output for CONVERSATION.
 FEATURES = {
@@ -72,6 +82,31 @@ def test_raise_exception_gives_the_message():
   source = "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}"
   with pytest.raises(ValueError, match=r"^it: users first$"):
     template_of(source).render(CONVERSATION)
+
+
+@pytest.mark.parametrize(
+  ("source", "message"),
+  [
+    ("{{ 10 ** (10 ** 8) }}", "is not a Jinja2 template: it takes more than 1 seconds"),
+    ("{{ 10 ** (messages | length * 10 ** 8) }}", "it: it takes more than 1 seconds"),
+    (
+      "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}",
+      "it: it takes more than 1 seconds",
+    ),
+    (
+      "{% set x = namespace(y='a') %}{% for n in range(99) %}{% set x.y = x.y * 2 %}{% endfor %}",
+      "it: MemoryError",
+    ),
+    ("{{ 'a' | center(2 ** 25) }}", "output of 33554432 characters exceeds 16777216"),
+    ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "is not a Jinja2 template: "),
+  ],
+  ids=["constant power", "power", "loops", "doubling", "output", "parentheses"],
+)
+def test_a_template_has_limits(impatient_worker, source, message):
+  """Of time, memory and output; the next template renders."""
+  with pytest.raises(ValueError, match=message):
+    template_of(source).render(CONVERSATION)
+  assert template_of("{{ messages | length }}").render(CONVERSATION) == "4"
 
 
 @pytest.mark.hf

@@ -1,24 +1,16 @@
 """Rendering of conversations with the Jinja2 chat templates of published models."""
 
 import datetime
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.data.sources.template_worker import CLOSE, OPEN, RenderError, render
 from maxlite.data.tokenizers.tokenizer import ESCAPE
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and other fields a template reads
 Span = tuple[int, int]  # [start, stop) of characters
-# Unicode noncharacters around the output of {% generation %} blocks.
-OPEN, CLOSE = "\ufdd1", "\ufdd2"
 _RESERVED = re.compile(f"[{ESCAPE}{OPEN}{CLOSE}]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -49,20 +41,14 @@ class ChatTemplate:
     today: Callable[[], datetime.date],
   ) -> None:
     self._place, self._variables, self._specials = place, special_tokens_map, tuple(special_tokens)
+    self._source, self._today = source, today
     self._marks_answers = bool(_GENERATION.search(source))
     spelled = "|".join(map(re.escape, special_tokens)) or "(?!)"  # (?!) never matches
     self._spelled = re.compile(f"(?=(?:{spelled}))(.)", re.DOTALL)
-    extensions: list[Any] = [_Generation, loopcontrols]
-    environment = ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=extensions
-    )
-    environment.filters["tojson"] = _to_json
-    strftime_now = lambda form: today().strftime(form)
-    environment.globals |= {"raise_exception": _raise, "strftime_now": strftime_now}
     try:
-      self._template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-      raise UserError(f"{place} is not a Jinja2 template: {_one_line(error)}") from None
+      render(source, today())
+    except RenderError as error:
+      raise UserError(f"{place} is not a Jinja2 template: {error}") from None
 
   def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
     """Render a conversation, optionally up to the start of the assistant's next answer."""
@@ -106,15 +92,17 @@ class ChatTemplate:
 
   def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
     try:
-      return self._template.render(
+      return render(
+        self._source,
+        self._today(),
         messages=self._escape(list(messages)),
         tools=None,
         documents=None,
         add_generation_prompt=add_generation_prompt,
         **self._variables,
       )
-    except Exception as error:  # a template can raise any exception
-      raise UserError(f"{self._place}: {_one_line(error)}") from None
+    except RenderError as error:
+      raise UserError(f"{self._place}: {error}") from None
 
   def _escape(self, value: Any) -> Any:
     """Escape special tokens and replace reserved characters in all strings of `value`."""
@@ -125,20 +113,6 @@ class ChatTemplate:
     if isinstance(value, Mapping):
       return {key: self._escape(inner) for key, inner in value.items()}
     return [self._escape(inner) for inner in value] if isinstance(value, list) else value
-
-
-class _Generation(Extension):
-  """{% generation %} ... {% endgeneration %}: puts the block's output between OPEN and CLOSE."""
-
-  tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
-
-  def parse(self, parser: Parser) -> Node:
-    line = next(parser.stream).lineno
-    body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-    return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-  def _mark(self, caller: Any) -> str:
-    return f"{OPEN}{caller()}{CLOSE}"
 
 
 def _extract_spans(text: str) -> tuple[str, list[Span]]:
@@ -152,24 +126,3 @@ def _extract_spans(text: str) -> tuple[str, list[Span]]:
     else:
       kept += part
   return kept, list(zip(begins, ends, strict=True))
-
-
-def _to_json(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
-  """The `tojson` filter of `transformers`; Jinja's own escapes HTML."""
-  return json.dumps(
-    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-  )
-
-
-def _raise(message: str) -> NoReturn:
-  raise jinja2.TemplateError(message)
-
-
-def _one_line(error: Exception) -> str:
-  return " ".join(str(error).split())
