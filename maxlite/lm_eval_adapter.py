@@ -189,7 +189,6 @@ class MaxliteLM(TemplateLM):
     return stop_strings, num_tokens, sampling
 
   def _scores(self, pairs: Sequence[_ScoredIds]) -> list[tuple[float, bool]]:
-    """Score the pairs in batches of similar length."""
     scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda n: -len(pairs[n][0]) - len(pairs[n][1]))
     for start in range(0, len(order), self.batch_size):

@@ -307,12 +307,8 @@ def _slices_of(process: int, abstract_state: Any) -> list[StateSlice]:
   leaves = sorted(leaves_by_path(abstract_state).items(), key=lambda item: -item[1].dtype.itemsize)
   for leaf, like in leaves:  # widest dtype first, so that each slice is aligned
     indices = like.sharding.devices_indices_map(like.shape)
-    own = {
-      _bounds(index, like.shape)
-      for device, index in indices.items()
-      if device.process_index == process
-    }
-    for bounds in sorted(own):
+    own = (index for device, index in indices.items() if device.process_index == process)
+    for bounds in sorted({_bounds(index, like.shape) for index in own}):
       slices.append(StateSlice(leaf, bounds, np.dtype(like.dtype), _num_bytes(slices)))
   return slices
 

@@ -34,10 +34,8 @@ METADATA = "_CHECKPOINT_METADATA"
 def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> None:
   """Write a new checkpoint `directory` with {path: ChunkedArray} of all parameters."""
   handler = _ChunkedArrayHandler()
-  # Orbax requires a handler of arrays too.
-  registry = ocp.type_handlers.create_type_handler_registry(
-    (ChunkedArray, handler), (jax.Array, handler)
-  )
+  handled = ((kind, handler) for kind in (ChunkedArray, jax.Array))  # Orbax requires the second
+  registry = ocp.type_handlers.create_type_handler_registry(*handled)
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as writer:
     tree = {"params": traverse_util.unflatten_dict(dict(params), sep="/")}
     writer.save(directory / "state", args=ocp.args.PyTreeSave(tree))
@@ -70,9 +68,8 @@ class StoredParameters:
       raise UserError(f"checkpoint {self.directory} is damaged: {path}: {reason}") from None
     shape = tuple(self.leaves[path]["shape"])
     for chunk in split(index, part.dtype):
-      inside = tuple(
-        slice(c.start - i.start, c.stop - i.start) for c, i in zip(chunk, index, strict=True)
-      )
+      axes = zip(chunk, index, strict=True)
+      inside = tuple(slice(c.start - i.start, c.stop - i.start) for c, i in axes)
       added = chunk_checksum(part[inside], [axis.start for axis in chunk], shape)
       self._checksums[path] = (self._checksums.get(path, 0) + added) % 2**32
     return part

@@ -87,11 +87,8 @@ class RunFolder:
     if not self.config.exists():
       return None
     changes = differences(read_saved(self.config), values)
-    fixed = {
-      name: pair
-      for name, pair in changes.items()
-      if KEYS[name].field.shapes_model and not _only_data(name, *pair)
-    }
+    is_fixed = lambda name: KEYS[name].field.shapes_model and not _only_data(name, *changes[name])
+    fixed = {name: pair for name, pair in changes.items() if is_fixed(name)}
     if self.model.exists() and not self.metrics.exists():  # imported but not trained yet
       imported = {setting.name for setting in read_file(self.model, "run folder")}
       fixed = {name: pair for name, pair in fixed.items() if name in imported}

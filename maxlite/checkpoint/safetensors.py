@@ -19,11 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from maxlite.config.errors import UserError
 
-DTYPES: dict[str, np.dtype] = {
-  "F32": np.dtype("float32"),
-  "F16": np.dtype("float16"),
-  "BF16": np.dtype(jnp.bfloat16),
-}
+DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16")}
+DTYPES["BF16"] = np.dtype(jnp.bfloat16)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NAMES |= {np.dtype("float64"): "F64", np.dtype("int32"): "I32"}
 NAMES |= {np.dtype("uint32"): "U32", np.dtype("bool"): "BOOL"}

@@ -199,7 +199,6 @@ def _require_same_weights(
 
 
 def _require_unchanged(keys: Mapping[str, Any], flat: Mapping[str, Any], file: str) -> None:
-  """Raise UserError if the command line changes the model of the weights."""
   for name, value in keys.items():
     is_size = name == "vocab_size"
     if flat[name] != value and not (is_size and flat[name] > value):
@@ -220,7 +219,6 @@ def _require_new(path: Path, key: str) -> Path:
 
 
 def _stored_parameters(cfg: Config) -> StoredParameters:
-  """Open the parameters in the latest checkpoint of the run named by `cfg`."""
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=lambda line: None)
   return StoredParameters(*checkpoints.latest())
 

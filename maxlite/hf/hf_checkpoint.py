@@ -95,7 +95,6 @@ def _write_layer(
   params: Mapping[str, Any],
   read: Read,
 ) -> None:
-  """Write the tensors of one layer of the same parameters."""
   layer = tuple(slice(i, i + 1) for i in mappings[0].index[:1])
   shapes = {path: params[path].shape[len(layer) :] for path in mappings[0].paths}
   arrays = {path: read(path, (*layer, *whole(shape))) for path, shape in shapes.items()}
@@ -144,7 +143,6 @@ def _require_fit(mapping: TensorMapping, tensor: TensorEntry) -> None:
 def _chunked(
   path: str, mappings: list[TensorMapping], tensors: Mapping[str, TensorEntry], leaf: Any
 ) -> ChunkedArray:
-  """Return the parameter `path`, read from the tensors of `mappings`."""
   shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
 
   def chunks() -> Iterator[tuple[Index, np.ndarray]]:

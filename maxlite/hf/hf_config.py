@@ -131,7 +131,6 @@ def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
 
 
 def _as_text(value: Any) -> Any:
-  """Return `value` as written in a config file."""
   if isinstance(value, tuple | list):
     return tuple(map(_as_text, value))
   return str(value).lower() if isinstance(value, bool) else str(value)

@@ -140,9 +140,8 @@ def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer,
   stored = trainer_of_model(cfg.model, mesh).abstract_state.params
   trainer = trainer_of_model(_with_dtype(cfg.model, dtype) if dtype else cfg.model, mesh)
   report = lambda line: sys.stderr.write(f"{line}\n")
-  parts, _ = Checkpoints(cfg.checkpoint, folder.checkpoints, report).restore_parts(
-    {"params": stored}
-  )
+  checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report)
+  parts, _ = checkpoints.restore_parts({"params": stored})
   target = trainer.abstract_state.params
   return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), parts["params"], target)
 

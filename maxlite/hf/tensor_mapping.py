@@ -170,8 +170,5 @@ def _mappings(
   assert len(paths) == 1, rule
   assert rule.axes.startswith(f"{EXPERT} "), rule
   layout, sizes = axis_layout(rule.axes.removeprefix(f"{EXPERT} ")), shape[1:]
-  names = [rule.theirs.format(expert=expert) for expert in range(shape[0])]
-  return [
-    TensorMapping(name, paths, (*index, expert), layout, sizes, dtype)
-    for expert, name in enumerate(names)
-  ]
+  name = lambda e: rule.theirs.format(expert=e)
+  return [TensorMapping(name(e), paths, (*index, e), layout, sizes, dtype) for e in range(shape[0])]

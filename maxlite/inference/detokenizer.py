@@ -53,10 +53,8 @@ class Detokenizer:
 
   def _num_held_back(self) -> int:
     """Return how many characters at the end of the held text may begin a stop string."""
-    lengths = (
-      n for stop in self._stop_strings for n in range(1, len(stop)) if self._held.endswith(stop[:n])
-    )
-    return max(lengths, default=0)
+    begins = (stop[:n] for stop in self._stop_strings for n in range(1, len(stop)))
+    return max((len(begin) for begin in begins if self._held.endswith(begin)), default=0)
 
 
 def stream_completions(

@@ -156,7 +156,6 @@ class Engine:
     self._state = self._init_state()
 
   def _padded(self, length: int) -> int:
-    """Return the length to which prompts of `length` tokens are padded."""
     return min(max(_MIN_PROMPT_LENGTH, 1 << (length - 1).bit_length()), self.max_length)
 
   def _prefill_args(

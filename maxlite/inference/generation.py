@@ -111,7 +111,6 @@ def _request(cfg: GenerateConfig, n: int, prompt: str, tokenizer: Tokenizer) -> 
 
 
 def _write_text(prompts: Mapping[GenerationRequest, str], completions: Completions) -> None:
-  """Write the prompt, then its completion as it is generated."""
   sys.stdout.write(*prompts.values())
   for _, text, _ in completions:
     sys.stdout.write(text)

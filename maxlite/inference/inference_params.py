@@ -48,9 +48,8 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
   """
   if cfg.lora.lora_rank:
     params = merge_lora(params, cfg.lora.lora_alpha)
-  params = jax.tree_util.tree_map_with_path(
-    lambda path, leaf: _cast(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers), params
-  )
+  cast = lambda path, leaf: _cast(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers)
+  params = jax.tree_util.tree_map_with_path(cast, params)
   if not cfg.scan_layers:
     return _transpose(params)
   unstacked = {name: tree for name, tree in params.items() if name not in STACKS}

@@ -80,9 +80,8 @@ def log_probs(logits_BV: jax.Array, seen_BV: jax.Array, params: BatchSamplingPar
     lambda logits_BV, _: jnp.full_like(logits_BV[:, :1], -jnp.inf),
     *(logits_BV, params),
   )
-  threshold_B1 = jnp.maximum(
-    threshold_B1, jnp.max(logits_BV, axis=-1, keepdims=True) + jnp.log(params.min_p_B)[:, None]
-  )
+  max_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+  threshold_B1 = jnp.maximum(threshold_B1, max_B1 + jnp.log(params.min_p_B)[:, None])
   sampled_BV = jax.nn.log_softmax(jnp.where(logits_BV >= threshold_B1, logits_BV, -jnp.inf))
   return jnp.where(is_greedy_B1, greedy_BV, sampled_BV)
 

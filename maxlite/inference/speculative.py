@@ -49,11 +49,8 @@ def propose(
     tokens.append(sample(keys_at(key_B, first_B + j), log_qs[-1]))
     seen.append(seen[-1].at[jnp.arange(len(key_B)), tokens[-1]].set(True))
   stack = lambda arrays, empty: jnp.stack(arrays, axis=1) if arrays else empty
-  return Drafts(
-    stack(tokens, jnp.zeros((len(key_B), 0), jnp.int32)),
-    stack(log_qs, logits_BJV),
-    jnp.stack(seen, axis=1),
-  )
+  token_BJ = stack(tokens, jnp.zeros((len(key_B), 0), jnp.int32))
+  return Drafts(token_BJ, stack(log_qs, logits_BJV), jnp.stack(seen, axis=1))
 
 
 def verify(

@@ -16,13 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import (
-  HTMLResponse,
-  JSONResponse,
-  PlainTextResponse,
-  Response,
-  StreamingResponse,
-)
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -30,13 +24,9 @@ from maxlite.config.errors import UserError
 from maxlite.data.tokenizers.tokenizer import Tokenizer
 from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest
+from maxlite.inference.server import openai_schema
 from maxlite.inference.server.engine_thread import EngineThread, QueueFullError
-from maxlite.inference.server.openai_schema import (
-  CompletionRequest,
-  ResponseSchema,
-  parse_request,
-  transcript,
-)
+from maxlite.inference.server.openai_schema import CompletionRequest, ResponseSchema
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_BODY_SECONDS = 60.0  # to receive a request's body
@@ -127,7 +117,7 @@ class Api:
     del counts["num_drafts"]
     lines = [f"maxlite_{name}_total {value}\n" for name, value in counts.items()]
     lines.append(f"maxlite_active_requests {self._engine_thread.num_active}\n")
-    return PlainTextResponse("".join(lines))
+    return Response("".join(lines), media_type="text/plain")
 
   async def _models(self, http: Request) -> Response:
     self._require_key(http)
@@ -160,25 +150,21 @@ class Api:
 
   def _parse(self, body: Any, is_chat: bool) -> tuple[CompletionRequest, list[_Completion]]:
     max_tokens = 0 if is_chat else _DEFAULT_MAX_TOKENS
-    request = parse_request(body, is_chat=is_chat, max_tokens=max_tokens)
+    request = openai_schema.parse_request(body, is_chat=is_chat, max_tokens=max_tokens)
     if not is_chat:
       prompts = [self._tokens(prompt) for prompt in request.prompts]
     elif self._chat_prompt:
       prompts = [self._chat_prompt(request.messages)]
     else:  # without a chat template the model continues a transcript, up to the user's next line
-      prompts = [self._tokens(transcript(request.messages))]
+      prompts = [self._tokens(openai_schema.transcript(request.messages))]
       stop_strings = (*request.stop_strings, "\nuser:")
       request = dataclasses.replace(request, stop_strings=stop_strings)
     if not request.max_tokens:
       remaining = self._max_length - max(map(len, prompts))
       request = dataclasses.replace(request, max_tokens=max(remaining, 1))
-    return request, [
-      _Completion(
-        request.generation_request(tokens, n),
-        Detokenizer(self._tokenizer.decode, request.stop_strings),
-      )
-      for n, tokens in enumerate(prompts)
-    ]
+    detokenizer = lambda: Detokenizer(self._tokenizer.decode, request.stop_strings)
+    requests = [request.generation_request(tokens, n) for n, tokens in enumerate(prompts)]
+    return request, [_Completion(each, detokenizer()) for each in requests]
 
   def _tokens(self, prompt: str | tuple[int, ...]) -> list[int]:
     if isinstance(prompt, str):

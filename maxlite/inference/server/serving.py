@@ -21,42 +21,36 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
   """Serve until interrupted."""
   with exit_on_user_error("maxlite.serve"):
     try:
+      from maxlite.inference.server import http_server
       from maxlite.inference.server.http_api import Api
-      from maxlite.inference.server.http_server import (
-        HttpServer,
-        allowed_hosts,
-        is_loopback,
-        listen,
-      )
     except ImportError as error:
       raise UserError(
         f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
       ) from None
     cfg = config_of_run(cfg, argv)
     host = cfg.serve.serve_host
-    listening = listen(host, cfg.serve.serve_port)
+    listening = http_server.listen(host, cfg.serve.serve_port)
     tokenizer = open_text_tokenizer(cfg)
     trainer, params, _ = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
-    engine = build_engine(
-      trainer, params, chat.stop_token_ids if chat else tokenizer.stop_token_ids
-    )
+    engine = build_engine(trainer, params, (chat or tokenizer).stop_token_ids)
   engine.compile_ahead()  # not while the first client waits
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
   api_key = cfg.serve.serve_api_key or os.environ.get(_API_KEY_VARIABLE, "")
-  if not api_key and not is_loopback(host):
+  if not api_key and not http_server.is_loopback(host):
     sys.stderr.write(
       f"warning: serve_host={host} lets other machines use this server without a key: set "
       f"serve_api_key or {_API_KEY_VARIABLE}\n"
     )
   with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
-    prompt, name = chat.prompt if chat else None, cfg.run.run_name
-    api = Api(
-      engine_thread, tokenizer, prompt, name=name, max_length=engine.max_length, api_key=api_key
-    )
-    server = HttpServer(api.build_app(allowed_hosts(host)), engine_thread)
+    prompt, names = chat.prompt if chat else None, {"name": cfg.run.run_name, "api_key": api_key}
+    api = Api(engine_thread, tokenizer, prompt, max_length=engine.max_length, **names)
+    app = api.build_app(http_server.allowed_hosts(host))
+    server = http_server.HttpServer(app, engine_thread)
     address = f"[{host}]" if ":" in host else host
-    sys.stderr.write(f"serving {name} on http://{address}:{listening.getsockname()[1]}/\n")
+    sys.stderr.write(
+      f"serving {cfg.run.run_name} on http://{address}:{listening.getsockname()[1]}/\n"
+    )
     with contextlib.suppress(KeyboardInterrupt):
       server.run([listening])
   return 0
