@@ -19,21 +19,6 @@ from maxlite.metrics.step_row import bits_per_byte
 NUM_BINS = 15  # of confidence, as in Guo et al. 2017
 
 
-def combine_log_probs(log_prob_ZTV: jax.Array, weight_Z: jax.Array, how: str) -> jax.Array:
-  """log_prob_TV of a combination of the members.
-
-  Args:
-    weight_Z: need not sum to 1.
-    how: a key of `COMBINATIONS`.
-
-  Raises:
-    UserError: there is no such combination.
-  """
-  if how not in COMBINATIONS:
-    raise UserError(f"no combination {how!r}; choose one of {', '.join(COMBINATIONS)}")
-  return COMBINATIONS[how](log_prob_ZTV, weight_Z)
-
-
 def mean_of_probabilities(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
   """log_prob_TV of the weighted mean of probabilities.
 
@@ -62,6 +47,7 @@ def mean_of_logits(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
   return jax.nn.log_softmax(_mean_over_members(log_prob_ZTV, weight_Z), axis=-1)
 
 
+# (log_prob_ZTV, weight_Z) -> log_prob_TV; the weights need not sum to 1.
 COMBINATIONS = {"probabilities": mean_of_probabilities, "logits": mean_of_logits}
 
 

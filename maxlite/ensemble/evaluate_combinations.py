@@ -1,6 +1,7 @@
 """Scores of every combination of the members' predictions on held-out text."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from maxlite.data.batch import Batch
 from maxlite.ensemble.ensemble_metrics import (
-  combine_log_probs,
+  COMBINATIONS,
   disagreement_sums,
   greedy_weights,
   loss_weights,
@@ -38,18 +39,17 @@ def score_combinations(
     batches: iterates over the same batches on every call.
   """
   is_single = sum(1 for _ in batches()) < 2
-  choosing = (batch for n, batch in enumerate(batches()) if is_single or n % 2 == 0)
-  weights = _choose_weights(predict, choosing, is_single)
+  step = 1 if is_single else 2
+  weights = _choose_weights(predict, itertools.islice(batches(), 0, None, step), is_single)
   totals: dict[str, dict] = {}
   num_bytes = 0.0
-  for n, batch in enumerate(batches()):
-    if is_single or n % 2:
-      log_prob_ZTV, target_T, weight_T = _flatten_rows(predict(batch), batch)
-      counted_BT = np.asarray(batch.weight_BT) > 0
-      num_bytes += float(np.sum(num_bytes_V[np.asarray(batch.targets_BT)][counted_BT]))
-      for name, (how, weight_Z) in weights.items():
-        _add(totals, name, _score(how, log_prob_ZTV, weight_Z, target_T, weight_T))
-      _add(totals, "disagreement", _disagreement(log_prob_ZTV, weight_T))
+  for batch in itertools.islice(batches(), step - 1, None, step):
+    log_prob_ZTV, target_T, weight_T = _flatten_rows(predict(batch), batch)
+    counted_BT = np.asarray(batch.weight_BT) > 0
+    num_bytes += float(np.sum(num_bytes_V[np.asarray(batch.targets_BT)][counted_BT]))
+    for name, (how, weight_Z) in weights.items():
+      _add(totals, name, _score(how, log_prob_ZTV, weight_Z, target_T, weight_T))
+    _add(totals, "disagreement", _disagreement(log_prob_ZTV, weight_T))
   disagreement = mean_scores(totals.pop("disagreement"), 0.0)
   return {name: sums | mean_scores(sums, num_bytes) | disagreement for name, sums in totals.items()}
 
@@ -94,7 +94,7 @@ def _target_log_probs(log_prob_ZTV: jax.Array, target_T: jax.Array) -> jax.Array
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(how, log_prob_ZTV, weight_Z, target_T, weight_T) -> dict:
-  return score_sums(combine_log_probs(log_prob_ZTV, weight_Z, how), target_T, weight_T)
+  return score_sums(COMBINATIONS[how](log_prob_ZTV, weight_Z), target_T, weight_T)
 
 
 _disagreement = jax.jit(disagreement_sums)

@@ -65,6 +65,11 @@ class MemberProgram:
   def has_phases(self) -> bool:
     return len(self.flops) > 1
 
+  @functools.cached_property
+  def abstract_state(self) -> Any:
+    """Shapes and dtypes of the state."""
+    return jax.eval_shape(self.init, jnp.uint32(0))
+
   @property
   def seed_array(self) -> np.ndarray:
     """The seed as an argument of `init`: the bits that `jax.random.key` keeps of any integer."""
@@ -229,15 +234,6 @@ def _build_step(gradients_of: GradientFunction, optimizer: optax.GradientTransfo
 def variables_of(state: TrainState) -> dict[str, Any]:
   """A member's variables, in the form of its `module.init`."""
   return {"params": state.params, **state.collections}
-
-
-def abstract_states(programs: Sequence[MemberProgram]) -> list[Any]:
-  """Shapes and dtypes of the members' states."""
-  known: dict[int, Any] = {}
-  for program in programs:
-    if id(program.init) not in known:
-      known[id(program.init)] = jax.eval_shape(program.init, jnp.uint32(0))
-  return [known[id(program.init)] for program in programs]
 
 
 def abstract_tree(tree: Any) -> Any:

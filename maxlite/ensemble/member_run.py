@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config import Config, save_resolved
@@ -60,13 +59,10 @@ class MemberRun:
     self.folder.lock()
     if self.checkpoints is None:
       return
-    abstract = jax.eval_shape(program.init, jnp.uint32(0))
-    shardings = program.shardings
-    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
-      sharding = shardings or jax.sharding.SingleDeviceSharding(device)
-      shardings = jax.tree.map(lambda _: sharding, abstract)
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    shardings = program.shardings or jax.tree.map(lambda _: on_device, program.abstract_state)
     shard = lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
-    restored = self.checkpoints.restore(jax.tree.map(shard, abstract, shardings))
+    restored = self.checkpoints.restore(jax.tree.map(shard, program.abstract_state, shardings))
     if restored:
       self.state, self.data_state, self.step = restored
 

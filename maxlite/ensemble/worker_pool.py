@@ -115,11 +115,10 @@ def run_workers(
     known = ", ".join(ENSEMBLE_EXECUTORS)
     raise UserError(f"no executor {executor!r}; choose one of {known}")
   pool = ENSEMBLE_EXECUTORS[executor]()
-  supervisor = _Supervisor(pool, max_restarts, report)
-  with contextlib.closing(pool), _forward_signals(supervisor.stop):
-    with ThreadPoolExecutor(len(workers)) as threads:
-      codes = list(threads.map(supervisor.keep_running, workers))
-    return {worker.name: code for worker, code in zip(workers, codes, strict=True)}
+  supervisor, threads = _Supervisor(pool, max_restarts, report), ThreadPoolExecutor(len(workers))
+  with contextlib.closing(pool), _forward_signals(supervisor.stop), threads:
+    codes = list(threads.map(supervisor.keep_running, workers))
+  return {worker.name: code for worker, code in zip(workers, codes, strict=True)}
 
 
 class WorkerExecutor(Protocol):

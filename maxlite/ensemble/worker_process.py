@@ -114,17 +114,9 @@ def send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
 def describe_exit(worker: WorkerCommand, code: int) -> str:
   """One line on an unexpected exit, with the last line of the log."""
   how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-  line = _last_line(worker.log)
-  return f"worker {worker.name} {how}" + (f": {line}" if line else "") + f" ({worker.log})"
-
-
-def _last_line(log: Path) -> str:
-  if not log.exists():
-    return ""
-  with log.open("rb") as file:
-    file.seek(max(log.stat().st_size - 4096, 0))
-    lines = file.read().decode(errors="replace").split("\n")
-  return next((line.strip() for line in reversed(lines) if line.strip()), "")
+  lines = worker.log.read_text("utf-8", "replace").splitlines() if worker.log.exists() else []
+  line = next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+  return f"worker {worker.name} {how}{line} ({worker.log})"
 
 
 def exec_worker(parent: int, cores: str, command: list[str]) -> None:

@@ -57,7 +57,7 @@ def signal_when_up(
   number: signal.Signals, *workers: WorkerCommand, times: int = 1
 ) -> threading.Thread:
   def run() -> None:
-    wait_for("up", *(worker.log for worker in workers))
+    wait_for("up\n", *(worker.log for worker in workers))
     for _ in range(times):
       os.kill(os.getpid(), number)
       time.sleep(0.1)
@@ -121,7 +121,7 @@ def test_no_worker_outlives_its_supervisor(tmp_path):
     "run_workers([worker], max_restarts=0, report=print)"
   )
   supervisor = subprocess.Popen([sys.executable, "-c", code])
-  wait_for("up", log)
+  wait_for("up\n", log)
   supervisor.kill()
   supervisor.wait()
   wait_for("saved at SIGTERM", log)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.step_cost import ProgramCost, StepCost, program_cost
-from maxlite.ensemble.member_program import MemberFactory, MemberProgram, abstract_states
+from maxlite.ensemble.engines.step_cost import ProgramCost, StepCost, program_cost, tree_bytes
+from maxlite.ensemble.member_program import MemberFactory, MemberProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EngineRequest:
   @functools.cached_property
   def costs(self) -> list[ProgramCost]:
     """The cost of every member's step on one device."""
-    return step_costs(self.build(self.devices[:1]), self.batch)
+    return program_costs(self.build(self.devices[:1]), self.batch)
 
 
 class EnsembleEngine:
@@ -42,7 +42,25 @@ class EnsembleEngine:
 
   def __init__(self, request: EngineRequest, programs: Sequence[MemberProgram]):
     self.request, self.programs = request, list(programs)
-    self.abstract = abstract_states(self.programs)
+    self.abstract = [program.abstract_state for program in programs]
+
+  def separate_programs_cost(self, parts: Sequence[Sequence[int]], size: int = 1) -> StepCost:
+    """The cost of a program per member, on separate parts of the devices.
+
+    Args:
+      parts: the members on each part.
+      size: number of devices in a part.
+    """
+    costs = program_costs(self.programs, self.request.batch)
+    by_part = [sum((costs[z] for z in part), ProgramCost()).per_device(size) for part in parts]
+    return StepCost(
+      max(by_part),
+      total=sum(by_part, ProgramCost()).times(size),
+      num_devices=len(parts) * size,
+      num_programs=len(costs),
+      operations_compiled=sum(cost.operations for cost in costs),
+      state_bytes=max(tree_bytes([self.abstract[z] for z in part]) for part in parts) / size,
+    )
 
   def result_shapes(self, method: str, inputs: Any) -> list[Any]:
     """Per member, the shapes of what `method` returns."""
@@ -52,12 +70,9 @@ class EnsembleEngine:
     ]
 
 
-def step_costs(programs: Sequence[MemberProgram], batch: Any) -> list[ProgramCost]:
-  states = abstract_states(programs)
-  return [
-    program_cost(jax.make_jaxpr(program.step)(state, batch))
-    for program, state in zip(programs, states, strict=True)
-  ]
+def program_costs(programs: Sequence[MemberProgram], batch: Any) -> list[ProgramCost]:
+  """The cost of every member's step."""
+  return [program_cost(jax.make_jaxpr(p.step)(p.abstract_state, batch)) for p in programs]
 
 
 def jit_init(init: Callable, **keywords: Any) -> Any:

@@ -23,7 +23,7 @@ import jax
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
+from maxlite.ensemble.engines.step_cost import StepCost
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 from maxlite.ensemble.worker_pool import assign_workers, gpu_names
 from maxlite.ensemble.worker_process import WorkerCommand, describe_exit, start
@@ -80,7 +80,7 @@ class ProcessEngine(EnsembleEngine):
     return [worker.process_id for worker in self._workers]
 
   def step_cost(self) -> StepCost:
-    return separate_programs_cost(self.request.costs, self.abstract, self._parts)
+    return self.separate_programs_cost(self._parts)
 
   def init(self) -> RemoteState:
     """Start the workers."""

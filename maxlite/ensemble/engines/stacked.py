@@ -27,7 +27,7 @@ from maxlite.ensemble.engines.engine_base import (
   require_no_phases,
 )
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
-from maxlite.ensemble.member_program import MemberProgram, abstract_states
+from maxlite.ensemble.member_program import MemberProgram
 from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding import Sharder
 
@@ -230,7 +230,7 @@ def build_fused(request: EngineRequest) -> VmapEngine:
   groups = group_by_jaxpr(
     [programs[z].step for z in plain],
     [programs[z].name for z in plain],
-    abstract_states([programs[z] for z in plain]),
+    [programs[z].abstract_state for z in plain],
     request.batch,
   )
   groups = [[plain[n] for n in group] for group in groups]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,27 +42,6 @@ class StepCost:
   num_programs: int  # calls, in total
   operations_compiled: float
   state_bytes: float  # on the fullest device
-
-
-def separate_programs_cost(
-  costs: Sequence[ProgramCost], states: Sequence[Any], parts: Sequence[Sequence[int]], size: int = 1
-) -> StepCost:
-  """The cost of a program per member, on separate parts of the devices.
-
-  Args:
-    costs, states: by member.
-    parts: the members on each part.
-    size: number of devices in a part.
-  """
-  by_part = [sum((costs[z] for z in part), ProgramCost()).per_device(size) for part in parts]
-  return StepCost(
-    max(by_part),
-    total=sum(by_part, ProgramCost()).times(size),
-    num_devices=len(parts) * size,
-    num_programs=len(costs),
-    operations_compiled=sum(cost.operations for cost in costs),
-    state_bytes=max(sum(tree_bytes(states[z]) for z in part) for part in parts) / size,
-  )
 
 
 def tree_bytes(tree: Any) -> float:

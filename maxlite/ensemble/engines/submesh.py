@@ -11,13 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from maxlite.ensemble.engines.engine_base import (
-  EngineRequest,
-  EnsembleEngine,
-  jit_init,
-  step_costs,
-)
-from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, jit_init
+from maxlite.ensemble.engines.step_cost import StepCost
 from maxlite.phases.phase_programs import compile_in_parallel
 
 
@@ -64,11 +59,10 @@ class SubmeshEngine(EnsembleEngine):
     return [by_key[key] for key in keys]
 
   def step_cost(self) -> StepCost:
-    costs = step_costs(self.programs, self.request.batch)
     parts = [[z for z, own in enumerate(self.part_of) if own == p] for p in set(self.part_of)]
     sharding = self.programs[0].batch_sharding
     size = 1 if sharding is None else sharding.mesh.size
-    return separate_programs_cost(costs, self.abstract, parts, size)
+    return self.separate_programs_cost(parts, size)
 
   def init(self) -> list[Any]:
     seeds = [program.seed_array for program in self.programs]

@@ -21,9 +21,8 @@ from maxlite.ensemble.engines.engine_base import (
   EnsembleEngine,
   jit_init,
   require_no_phases,
-  step_costs,
 )
-from maxlite.ensemble.engines.step_cost import StepCost, separate_programs_cost, tree_bytes
+from maxlite.ensemble.engines.step_cost import StepCost, tree_bytes
 
 Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
 
@@ -61,9 +60,9 @@ class SwitchEngine(EnsembleEngine):
     return self._pack(jax.device_get(list(states)))  # which may be on other devices
 
   def step_cost(self) -> StepCost:
-    costs = step_costs(self.programs, self.request.batch)
-    separate = separate_programs_cost(costs, self.abstract, [[z] for z in range(len(costs))])
-    state_bytes = tree_bytes(jax.eval_shape(self._init)) / len(costs)
+    num_members = len(self.programs)
+    separate = self.separate_programs_cost([[z] for z in range(num_members)])
+    state_bytes = tree_bytes(jax.eval_shape(self._init)) / num_members
     return dataclasses.replace(separate, num_programs=1, state_bytes=state_bytes)
 
   def _init(self) -> Vectors:
