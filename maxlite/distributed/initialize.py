@@ -162,8 +162,9 @@ def detect_process(address: str, timeout: int) -> ProcessSpec:
     found, num_processes, process_id = detect_cluster(address, timeout)
   except UserError:
     raise
-  # The clients of Kubernetes and of the metadata server raise many types.
-  except Exception as error:
+  except (
+    Exception
+  ) as error:  # the clients of Kubernetes and of the metadata server raise many types
     why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     raise UserError(f"JAX does not find the other processes ({why}): {by_hand}") from None
   if found is not None and num_processes is not None and process_id is not None:
@@ -221,11 +222,8 @@ def local_devices(launch: LaunchEnvironment, environment: Mapping[str, str]) -> 
 
 def _tasks_of_node(tasks: str, node: int) -> int:
   """Number of tasks on a node; SLURM writes 4,4,2 as `4(x2),2`."""
-  counts: list[int] = []
-  for part in tasks.split(","):
-    count, _, times = part.partition("(x")
-    counts += [int(count)] * int(times.rstrip(")") or 1)
-  return counts[node]
+  parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+  return [int(count) for count, times in parts for _ in range(int(times or 1))][node]
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str:

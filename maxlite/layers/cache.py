@@ -47,7 +47,7 @@ def store_prefill(
   """
   if not layer.is_mutable_collection(COLLECTION) or layer.is_initializing():
     return
-  length_B = _num_real(segment_BT)
+  length_B = jnp.sum(segment_BT > 0, axis=1, dtype=jnp.int32)
   layer.put_variable(COLLECTION, _LENGTH, length_B)
   for name, x_BTGC in new_BTGC.items():
     x_BGTC = x_BTGC.swapaxes(1, 2)
@@ -65,7 +65,8 @@ def update(
   positions), because slots are overwritten before all queries have attended their old content.
   """
   length_B = layer.get_variable(COLLECTION, _LENGTH)
-  layer.put_variable(COLLECTION, _LENGTH, length_B + _num_real(segment_BT))
+  num_real_B = jnp.sum(segment_BT > 0, axis=1, dtype=jnp.int32)
+  layer.put_variable(COLLECTION, _LENGTH, length_B + num_real_B)
   entries = []
   for name, x_BTGC in new_BTGC.items():
     blocks = _write(layer.get_variable(COLLECTION, name), x_BTGC.swapaxes(1, 2), length_B)
@@ -115,10 +116,8 @@ def insert(cache: Any, prefill: Any, row_B: jax.Array, length_B: jax.Array) -> A
     if path[-1].key == _LENGTH:
       return entry.at[..., row_B].set(length_B.astype(entry.dtype), mode="drop")
     spans = _spans(entry)
-    resize = jnp.vectorize(
-      lambda x_BGTC: _resize(x_BGTC, length_B, spans[-1].stop), signature="(b,g,t,c)->(b,g,s,c)"
-    )
-    resized = resize(new)
+    resize = lambda x_BGTC: _resize(x_BGTC, length_B, spans[-1].stop)
+    resized = jnp.vectorize(resize, signature="(b,g,t,c)->(b,g,s,c)")(new)
     return tuple(
       block.at[..., row_B, :, :, :].set(resized[..., span, :], mode="drop")
       for block, span in zip(entry, spans, strict=True)
@@ -135,10 +134,6 @@ def rewind(cache: Any, length_B: jax.Array) -> Any:
     return jnp.broadcast_to(length_B, leaf.shape) if is_length else leaf
 
   return jax.tree_util.tree_map_with_path(reset, cache)
-
-
-def _num_real(segment_BT: jax.Array) -> jax.Array:
-  return jnp.sum(segment_BT > 0, axis=1, dtype=jnp.int32)
 
 
 def _positions(length_B: jax.Array, num_slots: int) -> jax.Array:

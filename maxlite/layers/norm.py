@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
+
+from maxlite.kernels.numerics import accumulator_dtype
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +24,7 @@ class RMSNorm(nn.Module):
     start = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
     init = nn.with_logical_partitioning(start, ("norm",))
     scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
-    x32 = x.astype(np.promote_types(x.dtype, jnp.float32))
+    x32 = x.astype(accumulator_dtype(x.dtype))
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     scale_D = scale_D.astype(x32.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
     scale_D = 1 + scale_D if self.zero_centred else scale_D

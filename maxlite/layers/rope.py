@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.config.schema import RopeConfig
+from maxlite.kernels.numerics import accumulator_dtype
 
 # In rotations over the original context: frequencies below the first are interpolated, those above
 # the second are kept by Llama 3.1 (YaRN: cfg.beta_fast).
@@ -45,7 +46,7 @@ def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax
 
   Source: Su et al., RoFormer (2021), section 3.2; pairs are halves of the head, as in Llama.
   """
-  cos = cos_BTC[:, :, None].astype(np.promote_types(x_BTHC.dtype, jnp.float32))
+  cos = cos_BTC[:, :, None].astype(accumulator_dtype(x_BTHC.dtype))
   sin = sin_BTC[:, :, None].astype(cos.dtype)
   left, right = jnp.split(x_BTHC.astype(cos.dtype), 2, axis=-1)
   rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

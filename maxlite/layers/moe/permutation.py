@@ -6,8 +6,9 @@ scatter-add.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
+
+from maxlite.kernels.numerics import accumulator_dtype
 
 
 @struct.dataclass
@@ -59,7 +60,7 @@ def permute(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
 def unpermute(y_MD: jax.Array, permutation: Permutation) -> jax.Array:
   """y_TD: the sum of each token's rows, accumulated in float32."""
   y_TKD = jnp.take(y_MD, permutation.row_TK, axis=0, mode="fill", fill_value=0)
-  accumulator = np.promote_types(y_MD.dtype, jnp.float32)
+  accumulator = accumulator_dtype(y_MD.dtype)
   return jnp.sum(y_TKD, axis=1, dtype=accumulator).astype(y_MD.dtype)
 
 

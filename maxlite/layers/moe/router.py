@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.registry import ROUTERS
 from maxlite.config.schema import MoeConfig
+from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.moe.expert_choice import is_chosen
 
 
@@ -67,7 +67,7 @@ class Router(nn.Module):
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
     init = nn.with_logical_partitioning(init, ("embed", "router"))
     kernel_DE = self.param("kernel", init, (x_BTD.shape[-1], cfg.num_experts), self.weight_dtype)
-    dtype = np.promote_types(x_BTD.dtype, jnp.float32)
+    dtype = accumulator_dtype(x_BTD.dtype)
     # The default precision of accelerators would round float32 operands to bfloat16 or TF32.
     precision = "highest" if cfg.float32_gate_logits else None
     x_BTD = x_BTD.astype(dtype) if cfg.float32_gate_logits else x_BTD
