@@ -148,7 +148,9 @@ def _hellos(
             selector.register(visitor, selectors.EVENT_READ, (visitor, challenge, bytearray()))
           continue
         visitor, challenge, text = key.data
-        received = _receive(visitor)
+        received = b""
+        with contextlib.suppress(OSError):
+          received = visitor.recv(_LINE_BYTES)
         text += received
         if received and not text.endswith(b"\n") and len(text) < _LINE_BYTES:
           continue
@@ -156,13 +158,6 @@ def _hellos(
         if hello := _verify(text.decode("ascii", "replace"), challenge, token):
           yield *hello, socket.socket(fileno=visitor.detach())
         visitor.close()
-
-
-def _receive(connection: socket.socket) -> bytes:
-  try:
-    return connection.recv(_LINE_BYTES)
-  except OSError:
-    return b""
 
 
 def _verify(text: str, challenge: str, token: str) -> tuple[int, int] | None:

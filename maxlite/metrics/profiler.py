@@ -15,22 +15,19 @@ class Profiler:
   """
 
   def __init__(self, cfg: ObserveConfig, directory: Path):
-    self._directory = directory
-    self._enabled = cfg.profiler != ""
-    self._first = cfg.skip_first_n_steps_for_profiler
-    self._end = self._first + cfg.profiler_steps
-    self._num_steps = 0
-    self._tracing = False
+    self._directory, self._num_steps, self._tracing = directory, 0, False
+    first = cfg.skip_first_n_steps_for_profiler
+    self._traced = range(first, first + cfg.profiler_steps) if cfg.profiler else range(0)
 
   def before_step(self) -> None:
-    if self._enabled and self._num_steps == self._first:
+    if self._traced and self._num_steps == self._traced.start:
       jax.profiler.start_trace(self._directory)
       self._tracing = True
 
   def after_step(self, outputs: Any) -> None:
     """Count the step; at the end of the trace, first wait for `outputs` so that it is complete."""
     self._num_steps += 1
-    if self._tracing and self._num_steps == self._end:
+    if self._tracing and self._num_steps == self._traced.stop:
       jax.block_until_ready(outputs)
       self.close()
 
