@@ -5,6 +5,7 @@ import sys
 from maxlite.config import exit_on_user_error, load_config
 from maxlite.config.command_line import help_text
 from maxlite.config.errors import UserError
+from maxlite.training.saved_run import config_of_run
 
 USAGE = """\
 usage: python -m maxlite.convert from_hf FOLDER run_name=NAME [key=value ...]
@@ -27,7 +28,9 @@ def main() -> int:
     return 0
   with exit_on_user_error("maxlite.convert"):
     folder = _pop_folder(command, argv)
-    load_config(argv, needs_data=False)  # report mistakes before JAX is imported
+    cfg = load_config(argv, needs_data=False)  # report mistakes before JAX is imported
+    if command[0] in ("to_hf", "to_peft"):
+      config_of_run(cfg, argv)
     from maxlite.hf.conversion import run_conversion
 
     return run_conversion(command[0], folder, argv)

@@ -2,12 +2,12 @@
 
 import sys
 
-from maxlite.config import main_config
+from maxlite.training.saved_run import main_run_config
 
 
 def main() -> int:
   argv = sys.argv[1:]
-  cfg = main_config(argv, "maxlite.evaluate", needs_data=False)
+  cfg = main_run_config(argv, "maxlite.evaluate")
   # Imports JAX: only after the command line is checked.
   from maxlite.training.evaluation import run_evaluation
   from maxlite.training.multi_host import join_hosts

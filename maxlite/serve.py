@@ -2,12 +2,12 @@
 
 import sys
 
-from maxlite.config import main_config
+from maxlite.training.saved_run import main_run_config
 
 
 def main() -> int:
   argv = sys.argv[1:]
-  cfg = main_config(argv, "maxlite.serve", needs_data=False)
+  cfg = main_run_config(argv, "maxlite.serve")
   # JAX is imported only after the command line is validated.
   from maxlite.inference.server.serving import run_serving
 

@@ -2,11 +2,15 @@
 
 import sys
 
-from maxlite.config import main_config
+from maxlite.config import exit_on_user_error, main_config
+from maxlite.config.schema import flatten
+from maxlite.training.saved_run import run_folder
 
 
 def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
+  with exit_on_user_error("maxlite.train"):
+    run_folder(cfg).config_changes(flatten(cfg))
   # Imports JAX: only after the command line is checked.
   from maxlite.training.multi_host import join_hosts
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlite.config import load_config
+from maxlite.config import load_config, save_resolved
 from maxlite.training.trainer import build_trainer
 
 pytestmark = pytest.mark.smoke
@@ -123,6 +123,36 @@ def test_help_and_errors_do_not_import_jax(program):
   assert errors[0].startswith(f"maxlite.{program}: command line: ")
   assert "stepz" in errors[0]
   assert "steps" in errors[0]
+  assert not re.search(r"\| +jax$", imports, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+  """Arguments of a run that has a config, but no checkpoint."""
+  folder = tmp_path_factory.mktemp("untrained")
+  cfg = load_config([f"base_output_directory={folder}", "run_name=run"])
+  save_resolved(cfg, folder / "run" / "config.yml")
+  return [f"base_output_directory={folder}", "run_name=run"]
+
+
+@pytest.mark.parametrize(
+  ("program", "argument", "message"),
+  [
+    ("evaluate", "run_name=none", "there is no run "),
+    ("generate", "num_experts=4", "was made with num_experts=8"),
+    ("serve", "serve_port=0", "there is no checkpoint in "),
+    ("train", "num_experts=4", "was made with num_experts=8"),
+    ("convert", "output_path=x", "there is no checkpoint in "),
+  ],
+)
+def test_mistakes_in_a_run_folder_do_not_import_jax(untrained, program, argument, message):
+  command = ["to_hf"] if program == "convert" else []
+  argv = ["-X", "importtime", "-m", f"maxlite.{program}", *command, *untrained, argument]
+  code, out, imports = finish(open_process(*argv))
+  (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
+  assert (code, out) == (2, "")
+  assert line.startswith(f"maxlite.{program}: ")
+  assert message in line
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
 
 

@@ -33,7 +33,7 @@ from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, gpu_n
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.training.objective import global_batch_size
-from maxlite.training.open_run import run_folder
+from maxlite.training.saved_run import run_folder
 
 MAX_RESTARTS = 3  # of a worker process that dies
 

@@ -22,7 +22,7 @@ from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
 from maxlite.training.evaluation import held_out_row
 from maxlite.training.loop import LoopContext, TrainResult, train
-from maxlite.training.open_run import run_folder
+from maxlite.training.saved_run import run_folder
 from maxlite.training.step_log import Log, describe_divergence
 
 

@@ -11,7 +11,7 @@ from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.metrics.writers import JsonlWriter, TensorBoardWriter, Writer, Writers, read_rows
-from maxlite.training.open_run import run_folder
+from maxlite.training.saved_run import run_folder
 
 
 class MemberRun:

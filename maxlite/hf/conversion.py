@@ -38,7 +38,7 @@ from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
-from maxlite.training.open_run import config_of_run, run_folder
+from maxlite.training.saved_run import config_of_run, run_folder
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
 

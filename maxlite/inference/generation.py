@@ -18,7 +18,8 @@ from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
-from maxlite.training.open_run import config_of_run, open_trained
+from maxlite.training.open_run import open_trained
+from maxlite.training.saved_run import config_of_run
 from maxlite.training.trainer import Trainer
 
 _LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reuse the programs

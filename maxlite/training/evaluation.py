@@ -15,7 +15,8 @@ from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.training.document_loss import document_losses, loss_row
-from maxlite.training.open_run import config_of_run, open_trainer_data, open_weights, run_folder
+from maxlite.training.open_run import open_trainer_data, open_weights
+from maxlite.training.saved_run import config_of_run, run_folder
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer
 

@@ -1,7 +1,7 @@
 """The parts of a run: its folder, data, checkpoints, writers, and trained parameters."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from rich.console import Console
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, load_config, read_saved
+from maxlite.config import Config
 from maxlite.config.errors import UserError
-from maxlite.config.schema import flatten
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import process_0_first
@@ -21,14 +20,11 @@ from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
 from maxlite.training.objective import Objective
+from maxlite.training.saved_run import run_folder
 from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
 Report = Callable[[str], None]  # receives a line for the console
-
-
-def run_folder(cfg: Config) -> RunFolder:
-  return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
 
 
 def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> DataLoader:
@@ -118,23 +114,6 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
   if cfg.observe.enable_tensorboard:
     writers.append(TensorBoardWriter(folder.tensorboard, done))
   return Writers(writers, JsonlWriter(folder.expert_load, done) if trainer.is_moe else None)
-
-
-def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
-  """Return the config with which the run named by `cfg` was trained, with the keys in `argv` set.
-
-  YAML files in `argv` are ignored: they would reset keys that the run was started with.
-
-  Raises:
-    UserError: there is no such run, or a key would change the shape of its model.
-  """
-  folder = run_folder(cfg)
-  if not folder.config.exists():
-    raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
-  typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
-  cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
-  folder.config_changes(flatten(cfg))
-  return cfg
 
 
 def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:

@@ -26,9 +26,9 @@ from maxlite.training.open_run import (
   open_trainer_data,
   open_writers,
   restore,
-  run_folder,
 )
 from maxlite.training.run_report import finalize, log_header
+from maxlite.training.saved_run import run_folder
 from maxlite.training.state import TrainState
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import Trainer, build_trainer

@@ -11,7 +11,7 @@ from tiny_run import Output, keys_in, logged
 from maxlite.config import load_config
 from maxlite.inference.generation import run_generation
 from maxlite.training.evaluation import evaluate, run_evaluation
-from maxlite.training.open_run import config_of_run
+from maxlite.training.saved_run import config_of_run
 
 
 def evaluated(folder, *overrides):

@@ -18,7 +18,8 @@ import maxlite
 from maxlite.config import load_config
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.conversion import to_hf
-from maxlite.training.open_run import config_of_run, open_trained, open_trainer_data, run_folder
+from maxlite.training.open_run import open_trained, open_trainer_data
+from maxlite.training.saved_run import config_of_run, run_folder
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine, open_text_tokenizer
 from maxlite.inference.server.engine_thread import EngineThread
-from maxlite.training.open_run import config_of_run, open_trained
+from maxlite.training.open_run import open_trained
+from maxlite.training.saved_run import config_of_run
 
 _API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
 

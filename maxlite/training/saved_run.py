@@ -1,0 +1,40 @@
+"""The folder and the config of a saved run; does not import JAX, so that mistakes end early."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
+from maxlite.config.errors import UserError
+from maxlite.config.schema import flatten
+
+
+def main_run_config(argv: Sequence[str], program: str) -> Config:
+  """`main_config` for entry points that read a saved run: also exits if `config_of_run` fails."""
+  cfg = main_config(argv, program, needs_data=False)
+  with exit_on_user_error(program):
+    config_of_run(cfg, argv)
+  return cfg
+
+
+def run_folder(cfg: Config) -> RunFolder:
+  return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
+
+
+def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
+  """Return the config with which the run named by `cfg` was trained, with the keys in `argv` set.
+
+  YAML files in `argv` are ignored: they would reset keys that the run was started with.
+
+  Raises:
+    UserError: there is no such run, it has no checkpoint, or a key would change its model's shape.
+  """
+  folder = run_folder(cfg)
+  if not folder.config.exists():
+    raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
+  typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
+  cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
+  folder.config_changes(flatten(cfg))
+  if not any(path.name.isdigit() for path in folder.checkpoints.glob("*")):
+    raise UserError(f"there is no checkpoint in {folder.checkpoints}: train it first")
+  return cfg
