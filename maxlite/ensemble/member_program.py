@@ -149,7 +149,7 @@ def _model_functions(
   sown = _sown_collections(model, loss, jax.eval_shape(init, jax.random.key(0)), batch)
   return (
     lambda key: {name: tree for name, tree in init(key).items() if name not in sown},
-    trace_once(build_gradients(_LinenLoss(model, loss, sown))),
+    jax.jit(build_gradients(_LinenLoss(model, loss, sown))),  # inlined, it would lose its sources
     trace_once(lambda state, inputs: nn.apply(predict, model)(variables_of(state), inputs)),
   )
 

@@ -1,10 +1,16 @@
 """Alignment of programs: which differences are allowed, and errors for the others."""
 
+from collections.abc import Callable
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from maxlite.config.errors import UserError
+from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.batched_jaxpr import group_by_jaxpr, vmap_programs
 from maxlite.ensemble.engines.jaxpr_comparison import JaxprMismatchError, align_jaxprs
 
@@ -53,11 +59,11 @@ def test_branches_and_loops_use_the_literals_of_each_program():
   ("f", "g", "message"),
   [
     (jnp.sin, jnp.cos, "operation: sin in f, cos in g"),
-    (jnp.sin, lambda x: jnp.sin(x) + 1, "operations: 1 in f, 2 in g"),
-    (lambda x: x - 2 * x, lambda x: 2 * x - x, "operand: "),
-    (lambda x: x + x, lambda x: x + 1, "kind of operand: "),
-    (lambda x: jnp.sum(x[None], axis=0), lambda x: jnp.sum(x[None], axis=1), "axes of reduce_sum"),
-    (lambda x: x.astype(jnp.int32), lambda x: x.astype(jnp.int8), "new_dtype of convert_element"),
+    (jnp.sin, lambda x: jnp.sin(x) + 1, "number of operations before that of add: 1 in f, 2 in g"),
+    (lambda x: x - 2 * x, lambda x: 2 * x - x, "operand of (sub|mul): "),
+    (lambda x: x + x, lambda x: x + 1, "kind of operand of add: "),
+    (lambda x: jnp.sum(x[None], axis=0), lambda x: jnp.sum(x[None], axis=1), "axes of sum"),
+    (lambda x: x.astype(jnp.int32), lambda x: x.astype(jnp.int8), "new_dtype of astype"),
   ],
 )
 def test_other_differences_are_errors_that_name_them(f, g, message):
@@ -67,7 +73,7 @@ def test_other_differences_are_errors_that_name_them(f, g, message):
 
 def test_sizes_may_differ_only_if_allowed():
   longer = jax.ShapeDtypeStruct((4,), jnp.float32)
-  with pytest.raises(JaxprMismatchError, match=r"shape: \(3,\) in f, \(4,\) in g"):
+  with pytest.raises(JaxprMismatchError, match=r"^shape: \(3,\) in f, \(4,\) in g"):
     compared(jnp.sin, jnp.sin, X, longer)
   compared(jnp.sin, jnp.sin, X, longer, sizes=True)
 
@@ -83,3 +89,37 @@ def test_functions_that_differ_in_literals_form_a_group():
   functions = [double, sine, triple, double, nested]
   groups = group_by_jaxpr(functions, list("abcde"), [X] * 5, None)
   assert groups == [[0, 2, 3], [1], [4]]
+
+
+class Module(nn.Module):
+  act: Callable = nn.relu
+  width: int = 3
+  depth: int = 1
+  transpose: bool = False
+
+  @nn.compact
+  def __call__(self, x_BD):
+    for _ in range(self.depth):
+      x_BD = self.act(nn.Dense(self.width)(x_BD))
+    return x_BD.T if self.transpose else x_BD
+
+
+@pytest.mark.parametrize(
+  ("fields", "optimizer", "message"),
+  [
+    ({"act": nn.gelu}, optax.sgd(0.1), r"operation: relu in m0, gelu in m1 \(module Module\)"),
+    ({"act": jnp.sin}, optax.sgd(0.1), r"operation: relu in m0, sin in m1 \(module Module\)"),
+    ({"depth": 2}, optax.sgd(0.1), "params/Dense_1/bias is only in m1"),
+    ({"width": 4}, optax.sgd(0.1), r"shape of params/Dense_0/bias: \(3,\) in m0, \(4,\) in m1"),
+    ({"transpose": True}, optax.sgd(0.1), r"axes of .*: .* in m0, .* in m1|operation: "),
+    ({}, optax.adam(0.1), "opt_state/0/count is only in m1"),
+    ({}, optax.sgd(0.1, momentum=0.9), "opt_state/0/trace/Dense_0/bias is only in m1"),
+    ({}, optax.chain(optax.clip(1.0), optax.sgd(0.1)), "results of m0 and m1 have equal leaves"),
+  ],
+)
+def test_refusals_name_the_first_difference_in_the_members(fields, optimizer, message):
+  members = [Member(Module(), optax.sgd(0.1)), Member(Module(**fields), optimizer)]
+  loss = lambda model, batch: jnp.mean(model(batch) ** 2)
+  with pytest.raises(UserError, match=message) as error:
+    Ensemble(members, loss, strategy="stacked").init(np.ones((2, 2), np.float32))
+  assert "\n" not in str(error.value)

@@ -86,7 +86,7 @@ def test_members_of_different_structure_are_fused_on_one_device():
   plan = planned([MLP(4), MLP(4, 2), MLP(8, 3)], 1)
   assert plan.strategy == "fused"
   assert "cannot" not in of(plan, "fused").why_not
-  assert of(plan, "stacked").why_not.startswith("operations: ")
+  assert of(plan, "stacked").why_not == "params/Dense_1/bias is only in m1"
 
 
 def test_among_equally_fast_strategies_the_fastest_to_compile_is_chosen():

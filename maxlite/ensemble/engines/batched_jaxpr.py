@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,13 @@ from maxlite.ensemble.engines.jaxpr_comparison import (
 )
 from maxlite.ensemble.engines.padding_rules import apply_rule, bind, zero_padding
 
-Traced = tuple[ClosedJaxpr, jax.tree_util.PyTreeDef]  # a function, and the structure of its result
+
+class TracedFunction(NamedTuple):
+  jaxpr: ClosedJaxpr
+  inputs: list[str]  # paths of the leaves of its arguments
+  results: list[str]
+  result_tree: jax.tree_util.PyTreeDef
+
 
 # On a mesh of one device, these return their operands.
 # fmt: off
@@ -87,7 +93,6 @@ def vmap_programs(
   program_Z = np.array([firsts.index(first_of[id(function)]) for function in functions], np.int32)
   traced = [_trace(functions[z], member_args[z], shared_args) for z in firsts]
   jaxpr, literals = _align(traced, [names[z] for z in firsts], sizes=sizes)
-  _, result_tree = traced[0]
 
   def one(own_literals: list, own: list, shared: list) -> list[jax.Array]:
     index, *values = own_literals
@@ -100,7 +105,7 @@ def vmap_programs(
     if mesh is not None:
       batched = _shard_members(batched, mesh, shared=shared_axis is None)
     results = batched(by_member, jax.tree.leaves(member_args), jax.tree.leaves(shared_args))
-    return jax.tree.unflatten(result_tree, results)
+    return jax.tree.unflatten(traced[0].result_tree, results)
 
   return run
 
@@ -120,7 +125,7 @@ def group_by_jaxpr(
   functions: Sequence[Callable], names: Sequence[str], member_args: Sequence[Any], shared_args: Any
 ) -> list[list[int]]:
   """Indices of the functions that differ in literals only, by group; arguments as above."""
-  leaders: list[tuple[int, Traced]] = []
+  leaders: list[tuple[int, TracedFunction]] = []
   groups: dict[int, list[int]] = {}
   leader_of: dict[int, int] = {}
   for z, function in enumerate(functions):
@@ -148,23 +153,38 @@ def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
 
   def run(*args: Any) -> Any:
     member = MemberContext(jnp.zeros((), jnp.int32), [], one_device=True)
-    return jax.tree.unflatten(traced[1], evaluate(jaxpr, member, jax.tree.leaves(args)))
+    return jax.tree.unflatten(traced.result_tree, evaluate(jaxpr, member, jax.tree.leaves(args)))
 
   return run
 
 
-def _trace(function: Callable, *args: Any) -> Traced:
+def _trace(function: Callable, *args: Any) -> TracedFunction:
   jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  return jaxpr, jax.tree.structure(shapes)
+  inputs = [path for arg in args for path in _leaf_paths(arg)]
+  return TracedFunction(jaxpr, inputs, _leaf_paths(shapes), jax.tree.structure(shapes))
+
+
+def _leaf_paths(tree: Any) -> list[str]:
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 
 
 def _align(
-  traced: Sequence[Traced], names: Sequence[str], *, sizes: bool
+  traced: Sequence[TracedFunction], names: Sequence[str], *, sizes: bool
 ) -> tuple[AlignedJaxpr, list[Any]]:
-  aligned = align_jaxprs([jaxpr for jaxpr, _ in traced], names, sizes=sizes)
-  if differ([tree for _, tree in traced]):
-    raise JaxprMismatchError("the results have different structures")
-  return aligned
+  first = traced[0]
+  for name, other in zip(names, traced, strict=True):
+    for paths, others in ((first.inputs, other.inputs), (first.results, other.results)):
+      only = [(names[0], path) for path in paths if path not in others][:1]
+      only += [(name, path) for path in others if path not in paths][:1]
+      if only:
+        raise JaxprMismatchError(", ".join(f"{path} is only in {name}" for name, path in only))
+    if other.result_tree != first.result_tree:
+      raise JaxprMismatchError(
+        f"the results of {names[0]} and {name} have equal leaves in different containers"
+      )
+  jaxprs = [own.jaxpr for own in traced]
+  return align_jaxprs(jaxprs, names, sizes=sizes, input_names=first.inputs)
 
 
 def evaluate(

@@ -7,7 +7,9 @@ and optax optimizer works.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -51,6 +53,8 @@ _SIZE_PARAMS = {
   "slice": ("start_indices", "limit_indices"),
   "split": ("sizes",),
 }
+_NAMED = ("jaxpr", "call_jaxpr")  # inner jaxprs that are a function of the user
+_JAX_FOLDER = str(Path(jax.__file__).parent)
 
 
 class JaxprMismatchError(UserError):
@@ -139,20 +143,25 @@ class AlignedJaxpr:
 
 
 def align_jaxprs(
-  programs: Sequence[ClosedJaxpr], names: Sequence[str], *, sizes: bool
+  programs: Sequence[ClosedJaxpr],
+  names: Sequence[str],
+  *,
+  sizes: bool,
+  input_names: Sequence[str] = (),
 ) -> tuple[AlignedJaxpr, list[Any]]:
   """The aligned programs, and their varying literals, each an array stacked over programs.
 
   Args:
     names: of the programs, for messages.
     sizes: whether array sizes may differ.
+    input_names: of the programs' inputs, for messages.
 
   Raises:
     JaxprMismatchError: the programs differ in anything else.
   """
   aligner = _Aligner(names, sizes)
   with jax.ensure_compile_time_eval():  # of random keys among the constants
-    return aligner.align(programs), aligner.literals
+    return aligner.align(programs, input_names), aligner.literals
 
 
 def differ(sizes: Sequence[Any]) -> bool:
@@ -177,40 +186,61 @@ class _Aligner:
 
   def __init__(self, names: Sequence[str], sizes: bool):
     self._names, self._sizes = names, sizes
+    self._subject: JaxprEqn | str = ""  # what is compared: an operation, or an input by its name
     self.literals: list[Any] = []
 
-  def align(self, programs: Sequence[Any]) -> AlignedJaxpr:
+  def align(self, programs: Sequence[Any], input_names: Sequence[str] = ()) -> AlignedJaxpr:
     jaxprs = tuple(p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in programs)
     consts = [p.consts if isinstance(p, ClosedJaxpr) else [] for p in programs]
     num_literals = len(self.literals)
     if self._sizes:
       jaxprs = tuple(map(_without_barriers, jaxprs))
-    self._require_same("operations", [len(jaxpr.eqns) for jaxpr in jaxprs])
-    self._require_same("inputs", [len(jaxpr.invars) for jaxpr in jaxprs])
-    self._require_same("constants", [len(c) for c in consts])
     var_ids: list[dict[Any, int]] = [{} for _ in jaxprs]  # by program, in order of definition
-    for variables in zip(*((*j.constvars, *j.invars) for j in jaxprs), strict=True):
+    self._require_same("number of inputs", [len(jaxpr.invars) for jaxpr in jaxprs])
+    for n, variables in enumerate(zip(*(jaxpr.invars for jaxpr in jaxprs), strict=True)):
+      self._subject = input_names[n] if input_names else self._subject
       self._define(variables, var_ids)
+    for variables in zip(*(jaxpr.constvars for jaxpr in jaxprs), strict=False):
+      self._define(variables, var_ids)
+    eqns = [
+      self._align_eqns(eqns, var_ids) for eqns in zip(*(j.eqns for j in jaxprs), strict=False)
+    ]
+    lengths = [len(jaxpr.eqns) for jaxpr in jaxprs]
+    if differ(lengths):
+      self._subject = jaxprs[lengths.index(max(lengths))].eqns[min(lengths)]
+      self._require_same("number of operations before that", lengths)
+    self._require_same("number of constants", [len(c) for c in consts])
     values = [self._const(group) for group in zip(*consts, strict=True)]
-    eqns = [self._align_eqns(eqns, var_ids) for eqns in zip(*(j.eqns for j in jaxprs), strict=True)]
     results = self._align_atoms([j.outvars for j in jaxprs], var_ids)
     return AlignedJaxpr(jaxprs, values, eqns, results, len(self.literals) > num_literals)
 
   def _align_eqns(self, eqns: tuple[JaxprEqn, ...], var_ids: list[dict]) -> AlignedEqn:
-    self._require_same("operation", [eqn.primitive.name for eqn in eqns])
+    self._subject = eqns[0]
+    self._require_same_operation(eqns)
     name = eqns[0].primitive.name
-    self._require_same(f"operands of {name}", [len(eqn.invars) for eqn in eqns])
-    self._require_same(f"results of {name}", [len(eqn.outvars) for eqn in eqns])
+    self._require_same("number of operands", [len(eqn.invars) for eqn in eqns])
+    self._require_same("number of results", [len(eqn.outvars) for eqn in eqns])
     literals = self._align_atoms([eqn.invars for eqn in eqns], var_ids)
     subjaxprs = {key: self._align_subjaxprs(eqns, key) for key in SUBJAXPRS.get(name, ())}
+    self._subject = eqns[0]
     params = [*_COMPARED_PARAMS.get(name, ())] if subjaxprs else [*eqns[0].params]
     params += ["length"] if name == "scan" else []
     for key in params:
       if not (self._sizes and key in _SIZE_PARAMS.get(name, ())):
-        self._require_same(f"{key} of {name}", [eqn.params[key] for eqn in eqns])
+        self._require_same(key, [eqn.params[key] for eqn in eqns])
     for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
       self._define(variables, var_ids)
     return AlignedEqn(eqns, literals, subjaxprs)
+
+  def _require_same_operation(self, eqns: Sequence[JaxprEqn]) -> None:
+    for name, eqn in zip(self._names, eqns, strict=True):
+      if eqn.primitive != eqns[0].primitive:
+        called = [_called(eqns[0]), _called(eqn)]
+        if not differ(called):
+          called = [eqns[0].primitive.name, eqn.primitive.name]
+        raise JaxprMismatchError(
+          f"operation: {called[0]} in {self._names[0]}, {called[1]} in {name}{_module(eqns[0])}"
+        )
 
   def _align_subjaxprs(self, eqns: tuple[JaxprEqn, ...], key: str) -> tuple[AlignedJaxpr, ...]:
     inner = [eqn.params[key] for eqn in eqns]
@@ -239,7 +269,7 @@ class _Aligner:
       if not is_literal[0]:
         self._require_same("operand", [ids[a] for a, ids in zip(group, var_ids, strict=True)])
         continue
-      self._require_same("type of a number", [str(atom.aval.dtype) for atom in group])
+      self._require_same("type of number", [str(atom.aval.dtype) for atom in group])
       values = [np.asarray(atom.val, atom.aval.dtype) for atom in group]
       if any(not _equal(values[0], value) for value in values):
         literals[position] = self._add_literal(values)
@@ -263,9 +293,32 @@ class _Aligner:
   def _require_same(self, what: str, values: Sequence[Any]) -> None:
     for name, value in zip(self._names, values, strict=True):
       if not _equal(values[0], value):
+        subject, module = self._subject, ""
+        if isinstance(subject, JaxprEqn):
+          subject, module = _called(subject), _module(subject)
+        of = f" of {subject}" if subject else ""
         raise JaxprMismatchError(
-          f"{what}: {_short(values[0])} in {self._names[0]}, {_short(value)} in {name}"
+          f"{what}{of}: {_short(values[0])} in {self._names[0]}, {_short(value)} in {name}{module}"
         )
+
+
+def _called(eqn: JaxprEqn) -> str:
+  """The operation by the name of the JAX function that the program calls, such as gelu."""
+  inner = [eqn.params[key] for key in SUBJAXPRS.get(eqn.primitive.name, ()) if key in _NAMED]
+  name = inner[0].jaxpr.debug_info.func_name if inner else eqn.primitive.name
+  for frame in getattr(eqn.source_info.traceback, "frames", ()):  # innermost first
+    if not frame.file_name.startswith(_JAX_FOLDER):
+      break
+    function = frame.function_name.rpartition(".")[2]
+    if any(hasattr(module, function) for module in (jax.nn, jnp, jax.lax)):
+      name = function
+  return name
+
+
+def _module(eqn: JaxprEqn) -> str:
+  """The Flax module that calls the operation, for messages: its path of jvp(M)/Dense_0."""
+  path = re.sub(r"\w+\(|\)", "", str(eqn.source_info.name_stack))
+  return f" (module {path})" if path else ""
 
 
 def _without_barriers(jaxpr: Jaxpr) -> Jaxpr:
