@@ -10,6 +10,7 @@ from maxlite.config.schema import flatten
 from maxlite.ensemble.leaderboard import (
   LeaderboardEntry,
   leaderboard_table,
+  median_tokens_per_second,
   write_leaderboard,
   write_members,
 )
@@ -73,6 +74,6 @@ def _entry(member: MemberRun) -> LeaderboardEntry:
     num_parameters=sum(leaf.size for leaf in jax.tree.leaves(member.state.params)),
     final_loss=held_out[-1] if held_out else None,
     best_loss=min(held_out, default=None),
-    tokens_per_second=rows[-1]["num_tokens"] / rows[-1]["step_seconds"] if rows else 0.0,
+    tokens_per_second=median_tokens_per_second(rows),
     status=status,
   )

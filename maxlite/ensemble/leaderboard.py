@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,14 @@ class LeaderboardEntry:
   num_parameters: int
   final_loss: float | None  # held-out [nats per token]; None: never evaluated
   best_loss: float | None
-  tokens_per_second: float
+  tokens_per_second: float  # median of the logged steps
   status: str  # "finished", "diverged at step 7", "stopped at step 7 by halving"
+
+
+def median_tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
+  """The median of the logged steps, of which the first also compiles; 0 if there are none."""
+  speeds = [row["num_tokens"] / row["step_seconds"] for row in rows]
+  return statistics.median(speeds) if speeds else 0.0
 
 
 def ranked(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:

@@ -12,6 +12,7 @@ from maxlite.ensemble.leaderboard import (
   LeaderboardEntry,
   leaderboard_markdown,
   leaderboard_table,
+  median_tokens_per_second,
   write_leaderboard,
   write_members,
 )
@@ -115,3 +116,9 @@ def test_markdown_is_written_atomically(tmp_path):
   write_leaderboard(ENTRIES, {}, tmp_path / "leaderboard.md")
   assert (tmp_path / "leaderboard.md").read_text() == leaderboard_markdown(ENTRIES, {})
   assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_speed_is_the_median_of_the_run():
+  rows = [{"num_tokens": 100, "step_seconds": seconds} for seconds in (9.0, 0.5, 0.4, 2.0, 0.5)]
+  assert median_tokens_per_second(rows) == 200
+  assert median_tokens_per_second([]) == 0
