@@ -220,7 +220,7 @@ def test_moved_elements_are_found_for_any_sizes(shapes, data):
     (lambda x: jax.random.bits(jax.random.key(0), x.shape), "random_bits"),
     (lambda x: jnp.take(x, jnp.array([1]), axis=0, mode="clip"), "gather"),
     (lambda x: jnp.take(FIXED, (x[:, 0] > 0).astype(jnp.int32), axis=0, mode="clip"), "gather"),
-    (lambda x: jnp.take(FIXED, jnp.arange(x.shape[0]) % 2, axis=0, mode="clip"), "iota"),
+    (lambda x: jnp.take(FIXED, jnp.arange(x.shape[0]) % 2, axis=0, mode="clip"), "arange"),
     (lambda x: jnp.array(FIXED).at[(x[:, 0] > 0).astype(jnp.int32)].add(x[:, :2]), "scatter-add"),
     (lambda x: x.at[1].add(1.0), "scatter-add"),
     (lambda x: x.at[:, 1].set(1.0), "scatter"),

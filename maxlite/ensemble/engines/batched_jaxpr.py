@@ -24,8 +24,7 @@ from maxlite.ensemble.engines.padding_rules import apply_rule, bind, zero_paddin
 
 class TracedFunction(NamedTuple):
   jaxpr: ClosedJaxpr
-  inputs: list[str]  # paths of the leaves of its arguments
-  results: list[str]
+  leaves: list[str]  # their paths in the arguments, then in the results
   result_tree: jax.tree_util.PyTreeDef
 
 
@@ -88,9 +87,9 @@ def vmap_programs(
   Raises:
     JaxprMismatchError: the functions differ in more than literals (and sizes).
   """
-  first_of = {id(function): z for z, function in reversed(list(enumerate(functions)))}
-  firsts = sorted(first_of.values())
-  program_Z = np.array([firsts.index(first_of[id(function)]) for function in functions], np.int32)
+  first_Z = _first_occurrences(functions)
+  firsts = sorted(set(first_Z))
+  program_Z = np.searchsorted(firsts, first_Z).astype(np.int32)
   traced = [_trace(functions[z], member_args[z], shared_args) for z in firsts]
   jaxpr, literals = _align(traced, [names[z] for z in firsts], sizes=sizes)
 
@@ -125,22 +124,27 @@ def group_by_jaxpr(
   functions: Sequence[Callable], names: Sequence[str], member_args: Sequence[Any], shared_args: Any
 ) -> list[list[int]]:
   """Indices of the functions that differ in literals only, by group; arguments as above."""
-  leaders: list[tuple[int, TracedFunction]] = []
+  leaders: dict[int, TracedFunction] = {}
   groups: dict[int, list[int]] = {}
+  first_Z = _first_occurrences(functions)
   leader_of: dict[int, int] = {}
-  for z, function in enumerate(functions):
-    if id(function) not in leader_of:
-      traced = _trace(function, member_args[z], shared_args)
-      leader_of[id(function)] = z
-      for leader, other in leaders:
-        with contextlib.suppress(JaxprMismatchError):
-          _align([other, traced], [names[leader], names[z]], sizes=False)
-          leader_of[id(function)] = leader
-          break
-      else:
-        leaders.append((z, traced))
-    groups.setdefault(leader_of[id(function)], []).append(z)
+  for z in sorted(set(first_Z)):
+    traced = _trace(functions[z], member_args[z], shared_args)
+    for leader, other in leaders.items():
+      with contextlib.suppress(JaxprMismatchError):
+        _align([other, traced], [names[leader], names[z]], sizes=False)
+        leader_of[z] = leader
+        break
+    else:
+      leaders[z], leader_of[z] = traced, z
+  for z, first in enumerate(first_Z):
+    groups.setdefault(leader_of[first], []).append(z)
   return list(groups.values())
+
+
+def _first_occurrences(functions: Sequence[Callable]) -> list[int]:
+  first_of: dict[int, int] = {}
+  return [first_of.setdefault(id(function), z) for z, function in enumerate(functions)]
 
 
 def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
@@ -160,13 +164,12 @@ def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
 
 def _trace(function: Callable, *args: Any) -> TracedFunction:
   jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  inputs = [path for arg in args for path in _leaf_paths(arg)]
-  return TracedFunction(jaxpr, inputs, _leaf_paths(shapes), jax.tree.structure(shapes))
-
-
-def _leaf_paths(tree: Any) -> list[str]:
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+  leaves = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for tree in (*args, shapes)
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  return TracedFunction(jaxpr, leaves, jax.tree.structure(shapes))
 
 
 def _align(
@@ -174,39 +177,36 @@ def _align(
 ) -> tuple[AlignedJaxpr, list[Any]]:
   first = traced[0]
   for name, other in zip(names, traced, strict=True):
-    for paths, others in ((first.inputs, other.inputs), (first.results, other.results)):
-      only = [(names[0], path) for path in paths if path not in others][:1]
-      only += [(name, path) for path in others if path not in paths][:1]
-      if only:
-        raise JaxprMismatchError(", ".join(f"{path} is only in {name}" for name, path in only))
+    only = [f"{path} is only in {names[0]}" for path in first.leaves if path not in other.leaves]
+    more = [f"{path} is only in {name}" for path in other.leaves if path not in first.leaves]
+    if only or more:
+      raise JaxprMismatchError(", ".join([*only[:1], *more[:1]]))
     if other.result_tree != first.result_tree:
       raise JaxprMismatchError(
         f"the results of {names[0]} and {name} have equal leaves in different containers"
       )
   jaxprs = [own.jaxpr for own in traced]
-  return align_jaxprs(jaxprs, names, sizes=sizes, input_names=first.inputs)
+  return align_jaxprs(jaxprs, names, sizes=sizes, input_names=first.leaves)
 
 
 def evaluate(
   jaxpr: AlignedJaxpr, member: MemberContext, args: Sequence[jax.Array]
 ) -> list[jax.Array]:
   """The results of `jaxpr` for one member."""
-  first = jaxpr.jaxprs[0]
   consts = [member.literals[c] if isinstance(c, int) else member.pvary(c) for c in jaxpr.consts]
-  values = dict(zip((*first.constvars, *first.invars), (*consts, *args), strict=True))
+  values = dict(zip((*jaxpr.first.constvars, *jaxpr.first.invars), (*consts, *args), strict=True))
 
-  def read(atom: Any, literal: int | None) -> jax.Array:
-    if literal is not None:
-      return member.literals[literal]
+  def read(atom: Any) -> jax.Array:
+    if isinstance(atom, int):
+      return member.literals[atom]
     if isinstance(atom, Literal):
       return member.pvary(jnp.asarray(atom.val, atom.aval.dtype))
     return values[atom]
 
-  for aligned in jaxpr.eqns:
-    eqn = aligned.eqns[0]
-    operands = [read(atom, aligned.literals.get(i)) for i, atom in enumerate(eqn.invars)]
-    values.update(zip(eqn.outvars, _apply(aligned, member, operands), strict=True))
-  return [read(atom, jaxpr.literal_results.get(i)) for i, atom in enumerate(first.outvars)]
+  for eqn in jaxpr.eqns:
+    results = _apply(eqn, member, list(map(read, eqn.operands)))
+    values.update(zip(eqn.eqns[0].outvars, results, strict=True))
+  return list(map(read, jaxpr.results))
 
 
 def _apply(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
@@ -228,7 +228,7 @@ def _apply(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) ->
 
 
 def _inline(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
-  ((jaxpr,),) = eqn.subjaxprs.values()
+  (jaxpr,) = eqn.inner
   if eqn.name != "shard_map":
     return evaluate(jaxpr, member, args)
   if not eqn.places_on_one_device:
@@ -248,8 +248,8 @@ def _remat(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) ->
 
 def _custom_vmap(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   """Functions with a vmap rule: one member after the other, since JAX's rule would be slow."""
-  (jaxpr,) = eqn.subjaxprs["call"]
-  if eqn.is_ragged or jaxpr.has_literals:
+  (jaxpr,) = eqn.inner
+  if eqn.needs_rule:
     return evaluate(jaxpr, member, args)
   return jax.custom_batching.sequential_vmap(lambda *args: evaluate(jaxpr, member, args))(*args)
 
@@ -262,7 +262,7 @@ def _shard_map_of_members(
   In JAX's own rule only batched arrays vary over that axis, so that operands of one primitive vary
   over different axes. Here, everything inside varies over it.
   """
-  axis, (jaxpr,) = member.spmd_axis_name, eqn.subjaxprs["jaxpr"]
+  axis, (jaxpr,) = member.spmd_axis_name, eqn.inner
   inside = MemberContext(member.program_index, member.literals, manual_axis_name=axis)
 
   @jax.custom_batching.custom_vmap
@@ -286,8 +286,7 @@ def _shard_map_of_members(
 
 def _cond(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   branches = [
-    lambda *operands, branch=branch: evaluate(branch, member, operands)
-    for branch in eqn.subjaxprs["branches"]
+    lambda *operands, branch=branch: evaluate(branch, member, operands) for branch in eqn.inner
   ]
   return jax.lax.switch(args[0], branches, *args[1:])
 
@@ -295,7 +294,7 @@ def _cond(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> 
 def _while(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
   cond_consts, body_consts = args[:num_cond], args[num_cond : num_cond + num_body]
-  (cond,), (body,) = eqn.subjaxprs["cond_jaxpr"], eqn.subjaxprs["body_jaxpr"]
+  cond, body = eqn.inner
   return jax.lax.while_loop(
     lambda carry: evaluate(cond, member, [*cond_consts, *carry])[0],
     lambda carry: evaluate(body, member, [*body_consts, *carry]),
@@ -305,7 +304,7 @@ def _while(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) ->
 
 def _scan(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
   """A shorter member keeps its carry after its last iteration; what it stacks then is padding."""
-  params, (body,) = eqn.params, eqn.subjaxprs["jaxpr"]
+  params, (body,) = eqn.params, eqn.inner
   num_consts, num_carry = params["num_consts"], params["num_carry"]
   consts, init, xs = args[:num_consts], args[num_consts:][:num_carry], args[num_consts:][num_carry:]
   lengths = [own.params["length"] for own in eqn.eqns]
@@ -330,17 +329,11 @@ def _scan(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> 
   return [*last, *zero_padding(member.size, ys, eqn.out_dims[num_carry:])]
 
 
-_HIGHER_ORDER_RULES = {
-  "jit": _inline,
-  "closed_call": _inline,
-  "custom_jvp_call": _inline,
-  "custom_vjp_call": _inline,
-  "custom_vmap_call": _custom_vmap,
-  "shard_map": _inline,
-  "remat2": _remat,
+_HIGHER_ORDER_RULES = dict.fromkeys(SUBJAXPRS, _inline) | {
   "checkpoint": _remat,
   "cond": _cond,
-  "while": _while,
+  "custom_vmap_call": _custom_vmap,
+  "remat2": _remat,
   "scan": _scan,
+  "while": _while,
 }
-assert set(_HIGHER_ORDER_RULES) == set(SUBJAXPRS)

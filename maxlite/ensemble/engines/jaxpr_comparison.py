@@ -7,6 +7,7 @@ and optax optimizer works.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ SUBJAXPRS = {
 # Their other parameters that must be equal.
 _COMPARED_PARAMS = {
   "while": ("cond_nconsts", "body_nconsts"),
-  "scan": ("num_consts", "num_carry", "reverse"),
+  "scan": ("num_consts", "num_carry", "reverse", "length"),
   "shard_map": ("mesh", "in_specs", "out_specs"),
 }
 # Parameters that are array sizes or follow from them.
@@ -66,8 +67,8 @@ class AlignedEqn:
   """One equation, with its form in each program."""
 
   eqns: tuple[JaxprEqn, ...]
-  literals: dict[int, int]  # operand -> index of its varying literal
-  subjaxprs: dict[str, tuple["AlignedJaxpr", ...]]  # by parameter
+  operands: list[Any]  # of the first program; an int is the index of a varying literal
+  inner: list["AlignedJaxpr"]  # in the order of SUBJAXPRS
 
   @property
   def name(self) -> str:
@@ -98,8 +99,8 @@ class AlignedEqn:
   @property
   def needs_rule(self) -> bool:
     """Whether the first program's equation cannot be bound as it is."""
-    inner = any(jaxpr.needs_rules for jaxprs in self.subjaxprs.values() for jaxpr in jaxprs)
-    return self.is_ragged or inner or self.places_on_one_device or self.draws_together
+    inner = any(jaxpr.needs_rules for jaxpr in self.inner)
+    return inner or self.is_ragged or self.places_on_one_device or self.draws_together
 
   @property
   def draws_together(self) -> bool:
@@ -124,22 +125,18 @@ class AlignedJaxpr:
   """A jaxpr, outer or inner, with its form in each program.
 
   Varying literals are numbered over the outermost jaxpr, which `align_jaxprs` returns with their
-  values.
+  values; an int in place of an array or operand is such a number.
   """
 
-  jaxprs: tuple[Jaxpr, ...]
-  consts: list[Any]  # an array that all programs share, or the index (int) of a varying literal
+  first: Jaxpr
+  consts: list[Any]
   eqns: list[AlignedEqn]
-  literal_results: dict[int, int]  # result -> index of its varying literal
-  has_literals: bool
+  results: list[Any]
 
-  @property
-  def out_dims(self) -> list[Dims]:
-    return [_dims(atoms) for atoms in zip(*(j.outvars for j in self.jaxprs), strict=True)]
-
-  @property
+  @functools.cached_property
   def needs_rules(self) -> bool:
-    return self.has_literals or any(eqn.needs_rule for eqn in self.eqns)
+    operands = [*self.consts, *self.results, *(x for eqn in self.eqns for x in eqn.operands)]
+    return any(isinstance(x, int) for x in operands) or any(eqn.needs_rule for eqn in self.eqns)
 
 
 def align_jaxprs(
@@ -190,11 +187,10 @@ class _Aligner:
     self.literals: list[Any] = []
 
   def align(self, programs: Sequence[Any], input_names: Sequence[str] = ()) -> AlignedJaxpr:
-    jaxprs = tuple(p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in programs)
-    consts = [p.consts if isinstance(p, ClosedJaxpr) else [] for p in programs]
-    num_literals = len(self.literals)
+    jaxprs = [getattr(program, "jaxpr", program) for program in programs]
+    consts = [getattr(program, "consts", ()) for program in programs]
     if self._sizes:
-      jaxprs = tuple(map(_without_barriers, jaxprs))
+      jaxprs = list(map(_without_barriers, jaxprs))
     var_ids: list[dict[Any, int]] = [{} for _ in jaxprs]  # by program, in order of definition
     self._require_same("number of inputs", [len(jaxpr.invars) for jaxpr in jaxprs])
     for n, variables in enumerate(zip(*(jaxpr.invars for jaxpr in jaxprs), strict=True)):
@@ -209,44 +205,28 @@ class _Aligner:
     if differ(lengths):
       self._subject = jaxprs[lengths.index(max(lengths))].eqns[min(lengths)]
       self._require_same("number of operations before that", lengths)
-    self._require_same("number of constants", [len(c) for c in consts])
-    values = [self._const(group) for group in zip(*consts, strict=True)]
-    results = self._align_atoms([j.outvars for j in jaxprs], var_ids)
-    return AlignedJaxpr(jaxprs, values, eqns, results, len(self.literals) > num_literals)
+    self._require_same("number of constants", list(map(len, consts)))
+    values = list(map(self._const, zip(*consts, strict=True)))
+    return AlignedJaxpr(jaxprs[0], values, eqns, self._align_atoms("outvars", jaxprs, var_ids))
 
   def _align_eqns(self, eqns: tuple[JaxprEqn, ...], var_ids: list[dict]) -> AlignedEqn:
     self._subject = eqns[0]
-    self._require_same_operation(eqns)
     name = eqns[0].primitive.name
-    self._require_same("number of operands", [len(eqn.invars) for eqn in eqns])
-    self._require_same("number of results", [len(eqn.outvars) for eqn in eqns])
-    literals = self._align_atoms([eqn.invars for eqn in eqns], var_ids)
-    subjaxprs = {key: self._align_subjaxprs(eqns, key) for key in SUBJAXPRS.get(name, ())}
+    self._require_same("operation", [eqn.primitive.name for eqn in eqns], eqns)
+    operands = self._align_atoms("invars", eqns, var_ids)
+    inner = [
+      self.align(jaxprs)
+      for key in SUBJAXPRS.get(name, ())
+      for jaxprs in zip(*(_as_tuple(eqn.params[key]) for eqn in eqns), strict=True)
+    ]
     self._subject = eqns[0]
-    params = [*_COMPARED_PARAMS.get(name, ())] if subjaxprs else [*eqns[0].params]
-    params += ["length"] if name == "scan" else []
-    for key in params:
+    for key in _COMPARED_PARAMS.get(name, ()) if inner else eqns[0].params:
       if not (self._sizes and key in _SIZE_PARAMS.get(name, ())):
         self._require_same(key, [eqn.params[key] for eqn in eqns])
+    self._require_same("number of results", [len(eqn.outvars) for eqn in eqns])
     for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
       self._define(variables, var_ids)
-    return AlignedEqn(eqns, literals, subjaxprs)
-
-  def _require_same_operation(self, eqns: Sequence[JaxprEqn]) -> None:
-    for name, eqn in zip(self._names, eqns, strict=True):
-      if eqn.primitive != eqns[0].primitive:
-        called = [_called(eqns[0]), _called(eqn)]
-        if not differ(called):
-          called = [eqns[0].primitive.name, eqn.primitive.name]
-        raise JaxprMismatchError(
-          f"operation: {called[0]} in {self._names[0]}, {called[1]} in {name}{_module(eqns[0])}"
-        )
-
-  def _align_subjaxprs(self, eqns: tuple[JaxprEqn, ...], key: str) -> tuple[AlignedJaxpr, ...]:
-    inner = [eqn.params[key] for eqn in eqns]
-    inner = [value if isinstance(value, tuple) else (value,) for value in inner]
-    self._require_same(f"branches of {eqns[0].primitive.name}", [len(value) for value in inner])
-    return tuple(self.align(group) for group in zip(*inner, strict=True))
+    return AlignedEqn(eqns, operands, inner)
 
   def _define(self, variables: Sequence[Any], var_ids: list[dict]) -> None:
     avals = [variable.aval for variable in variables]
@@ -257,23 +237,25 @@ class _Aligner:
     for variable, ids in zip(variables, var_ids, strict=True):
       ids[variable] = len(ids)
 
-  def _align_atoms(self, atoms: Sequence[Sequence], var_ids: list[dict]) -> dict[int, int]:
-    """{position: index of the varying literal}; `atoms` are by program.
+  def _align_atoms(self, key: str, holders: Sequence[Any], var_ids: list[dict]) -> list[Any]:
+    """The atoms under `key`, those of the first program; for a varying literal its index.
 
     A variable must be defined by the same equation in every program.
     """
-    literals = {}
-    for position, group in enumerate(zip(*atoms, strict=True)):
-      is_literal = [isinstance(atom, Literal) for atom in group]
-      self._require_same("kind of operand", is_literal)
-      if not is_literal[0]:
-        self._require_same("operand", [ids[a] for a, ids in zip(group, var_ids, strict=True)])
-        continue
-      self._require_same("type of number", [str(atom.aval.dtype) for atom in group])
-      values = [np.asarray(atom.val, atom.aval.dtype) for atom in group]
-      if any(not _equal(values[0], value) for value in values):
-        literals[position] = self._add_literal(values)
-    return literals
+    atoms = [getattr(holder, key) for holder in holders]
+    self._require_same("number of operands", list(map(len, atoms)))
+    return [self._align_atom(group, var_ids) for group in zip(*atoms, strict=True)]
+
+  def _align_atom(self, atoms: Sequence[Any], var_ids: list[dict]) -> Any:
+    is_literal = [isinstance(atom, Literal) for atom in atoms]
+    self._require_same("kind of operand", is_literal)
+    if not is_literal[0]:
+      self._require_same("operand", [ids[a] for a, ids in zip(atoms, var_ids, strict=True)])
+      return atoms[0]
+    self._require_same("type of number", [str(atom.aval.dtype) for atom in atoms])
+    values = [np.asarray(atom.val, atom.aval.dtype) for atom in atoms]
+    same = all(_equal(values[0], value) for value in values)
+    return atoms[0] if same else self._add_literal(values)
 
   def _const(self, values: tuple) -> Any:
     if all(_equal(values[0], value) for value in values):
@@ -290,16 +272,26 @@ class _Aligner:
     self.literals.append(jnp.stack(values) if _is_key(values[0]) else np.stack(values))
     return len(self.literals) - 1
 
-  def _require_same(self, what: str, values: Sequence[Any]) -> None:
-    for name, value in zip(self._names, values, strict=True):
-      if not _equal(values[0], value):
-        subject, module = self._subject, ""
-        if isinstance(subject, JaxprEqn):
-          subject, module = _called(subject), _module(subject)
-        of = f" of {subject}" if subject else ""
-        raise JaxprMismatchError(
-          f"{what}{of}: {_short(values[0])} in {self._names[0]}, {_short(value)} in {name}{module}"
-        )
+  def _require_same(self, what: str, values: Sequence[Any], eqns: Sequence[JaxprEqn] = ()) -> None:
+    """Raise JaxprMismatchError unless the values are equal; `eqns`: of operations, to name them."""
+    z = next((z for z, value in enumerate(values) if not _equal(values[0], value)), None)
+    if z is None:
+      return
+    subject, module, (a, b) = self._subject, "", (values[0], values[z])
+    if isinstance(subject, JaxprEqn):
+      path = re.sub(r"\w+\(|\)", "", str(subject.source_info.name_stack))  # of jvp(M)/Dense_0
+      subject, module = _called(subject), f" (module {path})" if path else ""
+    if eqns:
+      subject, called = "", (_called(eqns[0]), _called(eqns[z]))
+      a, b = called if differ(called) else (a, b)
+    raise JaxprMismatchError(
+      f"{what}{' of ' if subject else ''}{subject}: {_short(a)} in {self._names[0]}, {_short(b)} "
+      f"in {self._names[z]}{module}"
+    )
+
+
+def _as_tuple(value: Any) -> tuple:
+  return value if isinstance(value, tuple) else (value,)
 
 
 def _called(eqn: JaxprEqn) -> str:
@@ -313,12 +305,6 @@ def _called(eqn: JaxprEqn) -> str:
     if any(hasattr(module, function) for module in (jax.nn, jnp, jax.lax)):
       name = function
   return name
-
-
-def _module(eqn: JaxprEqn) -> str:
-  """The Flax module that calls the operation, for messages: its path of jvp(M)/Dense_0."""
-  path = re.sub(r"\w+\(|\)", "", str(eqn.source_info.name_stack))
-  return f" (module {path})" if path else ""
 
 
 def _without_barriers(jaxpr: Jaxpr) -> Jaxpr:
