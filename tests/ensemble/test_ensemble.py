@@ -52,6 +52,22 @@ def test_a_diverging_member_is_frozen_and_does_not_affect_the_others():
   assert 0 < int(broken.step - broken.skipped) < 4
 
 
+def test_injected_hyperparameters_are_stacked_arrays_of_the_state():
+  rates = (0.1, 0.01)
+  injected = optax.inject_hyperparams(optax.sgd)
+  members = [Member(Mlp(), injected(learning_rate=rate)) for rate in rates]
+  ensemble = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
+  state = ensemble.init(BATCH)
+  for _ in range(4):
+    state, _ = ensemble.step(state, BATCH)
+  (group,) = state
+  np.testing.assert_allclose(group.opt_state.hyperparams["learning_rate"], rates)
+  expected, _ = trained([(0, rate) for rate in rates], "stacked")
+  for name, rate in zip(ensemble.names, rates, strict=True):
+    params = expected[f"lr{rate}"].params
+    assert largest_error(ensemble.member_params(state, name)["params"], params) <= 1e-6
+
+
 def test_returned_states_stay_valid_after_the_next_step():
   members = [Member(Mlp(), optax.sgd(0.1))] * 2 + [Member(Mlp(4), optax.sgd(0.1))]
   for strategy in ("fused", "submesh"):  # two stacked, one not; none stacked

@@ -40,15 +40,11 @@ _JAX_OPTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class RemoteState:
-  """A handle for the states that the workers hold after a number of changes."""
-
-  num_changes: int
-
-
 class ProcessEngine(EnsembleEngine):
-  """Programs in worker processes; the state is a `RemoteState`."""
+  """Programs in worker processes, which hold the states.
+
+  The state of this engine is the number of changes that led to them.
+  """
 
   def __init__(self, request: EngineRequest):
     """Raise UserError if the request has no factory."""
@@ -77,17 +73,17 @@ class ProcessEngine(EnsembleEngine):
   @property
   def process_ids(self) -> list[int | None]:
     """The workers' process ids; None for one that was not started yet."""
-    return [worker.process_id for worker in self._workers]
+    return [worker.process and worker.process.pid for worker in self._workers]
 
   def step_cost(self) -> StepCost:
     return self.separate_programs_cost(self._parts)
 
-  def init(self) -> RemoteState:
+  def init(self) -> int:
     """Start the workers."""
     self._change("init", [None] * len(self._workers))
-    return RemoteState(self._num_changes)
+    return self._num_changes
 
-  def step(self, state: RemoteState, batch: Any) -> tuple[RemoteState, Any]:
+  def step(self, state: int, batch: Any) -> tuple[int, Any]:
     """Send the batch to all workers before waiting for the first."""
     self._require_current(state)
     batch = jax.device_get(batch)
@@ -98,20 +94,20 @@ class ProcessEngine(EnsembleEngine):
     if self._num_changes % self.request.factory.checkpoint_period == 0:
       for worker, leaves in zip(self._workers, self._call_unpack(), strict=True):
         worker.journal = [_request("load", leaves)]
-    return RemoteState(self._num_changes), self._finish(metrics)
+    return self._num_changes, self._finish(metrics)
 
-  def predict(self, state: RemoteState, inputs: Any, method: str = "predict") -> list[Any]:
+  def predict(self, state: int, inputs: Any, method: str = "predict") -> list[Any]:
     self._require_current(state)
     shapes = self.result_shapes(method, inputs)
     replies = self._call(method, [jax.device_get(inputs)] * len(self._workers))
     return jax.device_put(self._by_member(replies, shapes))
 
-  def pack(self, states: Sequence[Any]) -> RemoteState:
+  def pack(self, states: Sequence[Any]) -> int:
     leaves = [jax.device_get(jax.tree.leaves([states[z] for z in part])) for part in self._parts]
     self._change("load", leaves)
-    return RemoteState(self._num_changes)
+    return self._num_changes
 
-  def unpack(self, state: RemoteState) -> list[Any]:
+  def unpack(self, state: int) -> list[Any]:
     self._require_current(state)
     return jax.device_put(self._by_member(self._call_unpack(), self.abstract))
 
@@ -130,8 +126,8 @@ class ProcessEngine(EnsembleEngine):
       }
     )
 
-  def _require_current(self, state: RemoteState) -> None:
-    if state != RemoteState(self._num_changes):
+  def _require_current(self, state: int) -> None:
+    if state != self._num_changes:
       raise UserError("this state was donated to a later step; use what that step returned")
 
   def _change(self, kind: str, contents: Sequence[Any]) -> list[list[Any]]:
@@ -164,15 +160,11 @@ class _WorkerConnection:
 
   def __init__(self, command: WorkerCommand, handshake: bytes):
     self._command, self._handshake = command, handshake
-    self._process: subprocess.Popen | None = None
+    self.process: subprocess.Popen | None = None
     self._connection: Connection | None = None
     self._num_restarts = 0
     self._pending: bytes | None = None  # the request whose reply was not read
     self.journal: list[bytes] = []  # the finished requests that lead to the worker's states
-
-  @property
-  def process_id(self) -> int | None:
-    return None if self._process is None else self._process.pid
 
   def send(self, kind: str, request: bytes) -> None:
     """Start a request."""
@@ -180,7 +172,7 @@ class _WorkerConnection:
       self.receive()
     self._kind, self._pending = kind, request
     with contextlib.suppress(OSError):  # `receive` handles a dead worker
-      if self._process is None:
+      if self.process is None:
         self._start()
       self._connection.send_bytes(request)
 
@@ -205,20 +197,20 @@ class _WorkerConnection:
 
   def close(self) -> None:
     """Return when the worker has exited."""
-    if self._process is None:
+    if self.process is None:
       return
     self._connection.close()
     try:
-      self._process.wait(_EXIT_SECONDS)
+      self.process.wait(_EXIT_SECONDS)
     except subprocess.TimeoutExpired:
-      self._process.kill()
-      self._process.wait()
+      self.process.kill()
+      self.process.wait()
 
   def _start(self) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
       fd = theirs.fileno()
-      self._process = start(
+      self.process = start(
         dataclasses.replace(self._command, argv=(*self._command.argv, str(fd))),
         follow=False,  # it exits when the connection is closed
         pass_fds=(fd,),
@@ -230,7 +222,7 @@ class _WorkerConnection:
   def _restart(self) -> None:
     """Start a new worker and repeat what the dead one had done, up to the pending request."""
     self._connection.close()
-    exit_line = describe_exit(self._command, self._process.wait())
+    exit_line = describe_exit(self._command, self.process.wait())
     if self._num_restarts == MAX_RESTARTS:
       raise RuntimeError(f"{exit_line}; it was restarted {MAX_RESTARTS} times before")
     self._num_restarts += 1
