@@ -63,7 +63,8 @@ setup(
     "parquet": ["pyarrow>=20"],
     "ray": ["ray>=2.50"],
     "serve": ["starlette>=0.49", "uvicorn>=0.38"],
-    "tpu": ["libtpu==0.0.42.*"],
+    # JAX's own extras, which install the compilers that match its version.
+    "tpu": ["jax[tpu]>=0.10.2"],
     "cuda": ["jax[cuda13]>=0.10.2"],
     "lm_eval": ["lm_eval>=0.4.13"],
     "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],

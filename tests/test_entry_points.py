@@ -30,9 +30,14 @@ TINY = [
   "sharding_tolerance=1",
   "jax_cache_dir=",
 ]
-# Shortens compilation.
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-TEST_VARIABLES = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+# Shortens compilation, as in conftest.py.
+XLA_FLAGS = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+ENVIRONMENT = {
+  "PYTHONPATH": str(ROOT),
+  "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  "XLA_FLAGS": XLA_FLAGS,
+}
+TEST_VARIABLES = ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
 
 
 def open_process(*command, **environment):
@@ -85,6 +90,7 @@ def test_train_prints_progress_and_writes_the_run_folder(trained):
   expected = {"config.yml", "metrics.jsonl", "curves.png", "checkpoints", "tensorboard"}
   expected |= {"expert_load.jsonl", "expert_load.png"}
   assert {path.name for path in folder.iterdir()} == expected
+  assert all((folder / name).stat().st_size > 10_000 for name in expected if ".png" in name)
 
 
 def test_evaluate_and_generate_use_the_config_of_the_run(trained, run_keys, tmp_path):

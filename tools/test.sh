@@ -3,7 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/venv.sh
-unset PYTHONDONTWRITEBYTECODE  # each process that a test starts would compile the package again
 
 python=$(newest_python 11)
 fill_venv .venv "$python" "[test]"

@@ -1,4 +1,6 @@
-# Sourced by test.sh and quickstart.sh: finds Python and installs into a virtual environment.
+# Sourced by test.sh, quickstart.sh and .ci/run: finds Python and installs into a virtual environment.
+
+unset PYTHONDONTWRITEBYTECODE  # each process would compile all modules again
 
 # Prints the newest working Python >= 3.$1 ($PYTHON, if set, is the only candidate).
 newest_python() {
@@ -16,15 +18,17 @@ newest_python() {
 }
 
 # Creates the virtual environment $1 with Python $2 unless it exists, and installs maxlite with the
-# extras $3 (`[test]` or empty) if setup.py has changed since the last installation.
+# extras $3 (`[test]` or empty) if setup.py or the versions have changed since the last installation.
+# The versions are those of $4, by default constraints.txt; /dev/null installs the newest.
 fill_venv() {
-  local venv=$1 python=$2 extras=$3
+  local venv=$1 python=$2 extras=$3 versions=${4:-constraints.txt}
   local stamp="$venv/installed$extras"
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return
-  if ! cmp -s setup.py "$stamp"; then
-    "$venv/bin/python" -m pip install --quiet --upgrade pip || return
-    # setuptools warns about folders beside the package, such as configs/.
-    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --editable ".$extras" || return
-    cp setup.py "$stamp"
+  if ! cat setup.py "$versions" | cmp -s - "$stamp"; then
+    # Python compiles the few modules that are imported. setuptools warns about folders beside the
+    # package, such as configs/.
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+      --no-compile --constraint "$versions" --editable ".$extras" || return
+    cat setup.py "$versions" > "$stamp"
   fi
 }

@@ -103,6 +103,7 @@ def test_without_a_compiler():
   assert "does not fit" in out
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_the_plan_of_a_tpu_slice():
   arguments = ("ici_expert_parallelism=2", "sparse_matmul=true", "dtype=bfloat16")

@@ -38,7 +38,7 @@ trap 'rm -rf "$(dirname "$archive")"' EXIT
 git archive --output="$archive" HEAD
 gcloud_tpu scp "$archive" "$name:"
 gcloud_tpu ssh "$name" --command="rm -rf maxlite && mkdir maxlite && tar -xzf maxlite.tar.gz -C maxlite \
-&& cd maxlite && python3 -m venv .venv && .venv/bin/pip install --quiet --editable '.[tpu]'"
+&& cd maxlite && python3 -m venv .venv && .venv/bin/pip install --quiet --constraint constraints.txt --editable '.[tpu]'"
 printf -v words ' %q' "$@"
 token=$(openssl rand -hex 16) # without it, no process can join this run
 gcloud_tpu ssh "$name" --command="cd maxlite && export MAXLITE_COORDINATOR_TOKEN=$token && exec .venv/bin/python -m maxlite.train$words"
