@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +65,5 @@ def _build_shift(distance: int) -> tuple[Callable[[jax.Array], jax.Array], Named
 
 
 def _chunks(num_bytes: int) -> Iterator[slice]:
-  for number in range(math.ceil(num_bytes / _CHUNK_BYTES)):
-    low = number * _CHUNK_BYTES
+  for low in range(0, num_bytes, _CHUNK_BYTES):
     yield slice(low, min(low + _CHUNK_BYTES, num_bytes))

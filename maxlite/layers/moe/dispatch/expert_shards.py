@@ -52,16 +52,10 @@ def apply_on_shards(
   return jax.shard_map(
     on_shard,
     mesh=sharder.mesh,
-    in_specs=(rows_D, rows_D, rows_D, _specs(weights, sharder)),
+    in_specs=(rows_D, rows_D, rows_D, ExpertWeights(*map(sharder.spec, (WI, WO, BI, BO)))),
     out_specs=(rows_D, jax.P()),
     check_vma=mlp.supports_vma,  # False only for kernels in WITHOUT_VMA
   )(x_BTD, route.expert_BTK, route.weight_BTK, weights)
-
-
-def _specs(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
-  wi, wo, bi, bo = map(sharder.spec, (WI, WO, BI, BO))
-  bo = None if weights.bo_ED is None else bo
-  return ExpertWeights((wi,) * len(weights.wi_EDF), wo, (bi,) * len(weights.bi_EF), bo)
 
 
 def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> ExpertWeights:
