@@ -137,7 +137,6 @@ class EnsembleLog(Log):
     self._runs, self._console = trainer.runs, console
     self._flops = [program.flops for program in trainer.engine.programs]
     self._phases = [phases_of(run.config) for run in self._runs]
-    self._since, self._steps_since = time.perf_counter(), 0
     self._diverged: set[int] = set()
 
   @property
@@ -162,7 +161,7 @@ class EnsembleLog(Log):
     evaluation: Callable[[], list[dict]] | None,
   ) -> None:
     common, own = metrics
-    seconds = (time.perf_counter() - self._since) / self._steps_since
+    seconds = self._step_seconds(time.perf_counter())
     evaluated = evaluation() if evaluation else [{}] * len(self._runs)
     rows = {}
     for z, run in enumerate(self._runs):
@@ -171,9 +170,8 @@ class EnsembleLog(Log):
         rows[run.name] = self._member_row(z, step, of_member, seconds) | evaluated[z]
         self._writers[z].write(rows[run.name], of_member.get("expert_load"))
     self._print_step(step, seconds, rows)
-    self._since, self._steps_since = time.perf_counter(), 0
 
-  def _member_row(self, z: int, step: int, metrics: dict, seconds: float) -> dict:
+  def _member_row(self, z: int, step: int, metrics: dict, seconds: float | None) -> dict:
     """The row that the member's solo run would log."""
     index = int(metrics.get("phase", 0))
     phase = self._phases[z][index] if self._phases[z] else None
@@ -181,7 +179,8 @@ class EnsembleLog(Log):
       metrics = {name: x for name, x in metrics.items() if name != "draft_loss"}
     return self._row(step, metrics, seconds, self._flops[z][index], phase)
 
-  def _print_step(self, step: int, seconds: float, rows: dict[str, dict]) -> None:
+  def _print_step(self, step: int, seconds: float | None, rows: dict[str, dict]) -> None:
+    speed = "" if seconds is None else f"  {seconds:.3f} s"
     for name in ("eval_loss", "loss"):
       if any(name in row for row in rows.values()):
         ranked = sorted(rows, key=lambda member: rows[member][name])
@@ -189,5 +188,5 @@ class EnsembleLog(Log):
         self._console.print(
           f"step {step}/{self._cfg.run.steps}  {name.replace('_', ' ')}: best {values[0]:.4f} "
           f"({ranked[0]}), median {values[len(values) // 2]:.4f}, worst {values[-1]:.4f} "
-          f"({ranked[-1]})  {len(rows)} members  {seconds:.3f} s"
+          f"({ranked[-1]})  {len(rows)} members{speed}"
         )

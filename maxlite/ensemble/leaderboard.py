@@ -52,8 +52,8 @@ class LeaderboardEntry:
 
 
 def median_tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
-  """The median of the logged steps, of which the first also compiles; 0 if there are none."""
-  speeds = [row["num_tokens"] / row["step_seconds"] for row in rows]
+  """The median of the logged steps; 0 if there are none besides those that compiled."""
+  speeds = [row["num_tokens"] / row["step_seconds"] for row in rows if "step_seconds" in row]
   return statistics.median(speeds) if speeds else 0.0
 
 

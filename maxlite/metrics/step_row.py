@@ -12,7 +12,7 @@ def training_row(
   step: int,
   metrics: Mapping[str, np.ndarray],
   *,
-  step_seconds: float,
+  step_seconds: float | None,
   num_devices: int,
   flops_per_step: float,
   peak_tflops: float | None,
@@ -21,14 +21,18 @@ def training_row(
 
   `metrics` holds host values: scalars and, for a mixture of experts, `expert_load` [N, E], the
   assignments per expert and MoE layer, and `expert_dropped` [N], the dropped assignments.
-  Throughput is per device; `flops_per_step` and `num_tokens` are over all devices.
+  Throughput is per device; `flops_per_step` and `num_tokens` are over all devices. A step without
+  `step_seconds`, which included compilation, has no throughput.
   """
-  row: Row = {"step": step, "step_seconds": step_seconds}
+  row: Row = {"step": step}
   for name, value in metrics.items():
     if name not in ("expert_load", "expert_dropped"):
       row[name] = np.asarray(value).item()
   if "expert_load" in metrics:
     row |= expert_row(metrics["expert_load"], metrics["expert_dropped"])
+  if step_seconds is None:
+    return row
+  row["step_seconds"] = step_seconds
   device_seconds = step_seconds * num_devices
   row["tokens_per_second_per_device"] = row["num_tokens"] / device_seconds
   row["tflops_per_device"] = flops_per_step / device_seconds / 1e12

@@ -23,7 +23,9 @@ class Log(abc.ABC):
   def __init__(self, cfg: Config, writers: Sequence[Writers], devices: Sequence[jax.Device]):
     self._cfg, self._writers = cfg, writers
     self._pending: tuple[int, Any] | None = None
-    self._speed = {
+    self._is_first = True  # no step of this process has ended: its speed includes compilation
+    self._since, self._steps_since = time.perf_counter(), 0
+    self._devices = {
       "num_devices": len(devices),
       "peak_tflops": peak_bf16_tflops(devices[0].device_kind),
     }
@@ -46,18 +48,24 @@ class Log(abc.ABC):
     metrics = jax.device_get(metrics)
     self._count_step(step, metrics)
     observe, last = self._cfg.observe, self._cfg.run.steps
-    if evaluation or step in (1, last) or due(step, observe.log_period):
+    if evaluation or self._is_first or step == last or due(step, observe.log_period):
       self._write(step, metrics, evaluation)
+      self._since, self._steps_since = time.perf_counter(), 0
+    self._is_first = False
 
   def flush(self) -> None:
     """Return when all rows written so far would survive a crash."""
     for writers in self._writers:
       writers.flush()
 
+  def _step_seconds(self, now: float) -> float | None:
+    """Mean over the steps since the last row; None for the first step of this process."""
+    return None if self._is_first else (now - self._since) / self._steps_since
+
   def _row(
-    self, step: int, metrics: dict, seconds: float, flops: float, phase: PhaseConfig | None
+    self, step: int, metrics: dict, seconds: float | None, flops: float, phase: PhaseConfig | None
   ) -> dict[str, Any]:
-    row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._speed)
+    row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._devices)
     return row | (losses_by_phase(phase, row) if phase else {})
 
   @abc.abstractmethod
@@ -76,8 +84,7 @@ class StepLog(Log):
     super().__init__(trainer.cfg, [writers], list(trainer.mesh.devices.flat))
     self._plan, self._flops = trainer.phase_plan, trainer.flops_per_step
     self._timer = timer or Stopwatch(STEP)
-    self._settled = self._since = time.perf_counter()
-    self._steps_since, self._phase = 0, 0
+    self._settled, self._phase = self._since, 0
     self._skipped_in_a_row = 0
 
   @property
@@ -97,7 +104,7 @@ class StepLog(Log):
   def _write(
     self, step: int, metrics: dict[str, Any], evaluation: Callable[[], dict[str, float]] | None
   ) -> None:
-    seconds = (self._settled - self._since) / self._steps_since
+    seconds = self._step_seconds(self._settled)
     phase = self._plan.phases[self._phase] if self._plan else None
     row = self._row(step, metrics, seconds, self._flops[self._phase], phase)
     if evaluation:
@@ -105,8 +112,7 @@ class StepLog(Log):
         row |= evaluation()
     row |= self._timer.row()
     self._writers[0].write(row, metrics.get("expert_load"))
-    self._settled = self._since = time.perf_counter()
-    self._steps_since = 0
+    self._settled = time.perf_counter()
 
 
 def due(step: int, period: int) -> bool:

@@ -235,6 +235,8 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
   assert rows[0][0] == rows[-1][0] > 0
   for (_, row), there in zip(rows, read_rows(folder / "run/metrics.jsonl"), strict=True):
     assert (there["loss"], there["num_tokens"]) == (row["loss"], row["num_tokens"])
+    if there["step"] == 1:  # includes compilation
+      continue
     seconds = 8 * there["step_seconds"]
     assert there["tokens_per_second_per_device"] == pytest.approx(row["num_tokens"] / seconds)
     flops = trainer.flops_per_step[row["phase"]]
@@ -279,7 +281,21 @@ def test_speed_is_measured_per_phase(monkeypatch):
     metrics = {"phase": phase, "num_tokens": 8, "skipped_in_a_row": 0, "loss": 1.0}
     log.add(step, {name: np.array(value) for name, value in metrics.items()})
     log.settle()
-  assert [row["step_seconds"] for row in rows] == [1, 1, 10, 10]
+  assert [row.get("step_seconds") for row in rows] == [None, 1, 10, 10]
+
+
+def test_speed_after_a_resume_is_without_compilation(monkeypatch):
+  clock, rows = [0.0], []
+  monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+  trainer = trainer_of(**MESH, log_period=10)
+  log = StepLog(trainer, SimpleNamespace(write=lambda row, _: rows.append(row)))
+  metrics = {"num_tokens": 80, "skipped_in_a_row": 0, "loss": 1.0}
+  for step in range(21, 41):
+    clock[0] += 100 if step == 21 else 2
+    log.add(step, {name: np.array(value) for name, value in metrics.items()})
+    log.settle()
+  speed = [(row["step"], row.get("tokens_per_second_per_device")) for row in rows]
+  assert speed == [(21, None), (30, 5), (40, 5)]
 
 
 @pytest.mark.slow
