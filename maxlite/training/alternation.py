@@ -159,13 +159,18 @@ class Alternation:
     """Take a step of the phase that is due: (state, metrics).
 
     The metrics are `loss`, those of the phase's loss, and `phase`, an index into `names`.
+
+    Raises:
+      UserError: `state` was given to an earlier step, or differs in shape from the compiled one.
     """
+    _check_not_donated(state)
     if self._programs is None:
       self.compile(state, batch)
     return self._programs.step(state, batch)
 
   def next_phase(self, state: TrainState) -> str:
     """Name of the phase whose step is due."""
+    _check_not_donated(state)
     if self._programs is None:
       return self.names[int(self._schedule.phase(state.clock))]
     return self._programs.phase(state)
@@ -174,6 +179,7 @@ class Alternation:
     """The parameters' moving averages; parameters that no phase trains are unchanged."""
     if self._ema_decay is None:
       raise UserError("there is no moving average: give Alternation an ema_decay")
+    _check_not_donated(state)
     return averaged_params(state)
 
   def _partitions(self, params: Any) -> dict[str, Partition]:
@@ -229,6 +235,14 @@ class _PhaseLoss(LossFunction):
     return jax.tree.map(lambda x: x / self.phase.accumulate, sums)
 
 
+def _check_not_donated(state: TrainState) -> None:
+  if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
+    raise UserError(
+      "this state was donated to an earlier step: continue with the state that the step returned, "
+      "or give it a copy, jax.tree.map(jnp.copy, state)"
+    )
+
+
 def _check_divides(phase: Phase, batch: Any) -> None:
   for x in jax.tree.leaves(batch) if phase.accumulate > 1 else ():
     if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
@@ -245,6 +259,11 @@ def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: An
     UserError: the loss returns something else.
   """
   takes = inspect.signature(phase.loss).parameters
+  if "collections" in takes and collections is None:
+    raise UserError(
+      f"the loss of phase {phase.name} takes collections, and the state has none: give them to "
+      "init(params, collections)"
+    )
   given = {"key": key, "collections": collections}
   result = phase.loss(params, batch, **{name: x for name, x in given.items() if name in takes})
   parts = result if isinstance(result, tuple) else (result,)
@@ -258,6 +277,11 @@ def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: An
         f"{name!r} of phase {phase.name} is {jax.typeof(x).str_short()}; a loss returns a floating "
         "scalar, or (scalar, {name: scalar})"
       )
+  if changed := set(paths_in(collections)) ^ set(paths_in(given["collections"])):
+    raise UserError(
+      f"the loss of phase {phase.name} must return the collections that it gets; they differ in "
+      f"{', '.join(sorted(changed)[:3])}"
+    )
   return value, metrics, collections
 
 

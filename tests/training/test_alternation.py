@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
+from maxlite.config.errors import UserError
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
@@ -425,9 +426,33 @@ def test_the_callers_parameters_are_not_donated():
   assert_same(params, make_params())
 
 
+def test_a_state_is_used_once():
+  alternation = a_to_b_and_c(ema_decay=0.9)
+  state = alternation.init(make_params())
+  alternation.step(state, next(batches(1)))
+  for use in (
+    lambda: alternation.step(state, next(batches(1))),
+    lambda: alternation.next_phase(state),
+    lambda: alternation.ema_params(state),
+  ):
+    with pytest.raises(UserError, match="donated to an earlier step: continue with the state"):
+      use()
+
+
+def test_a_loss_with_collections_needs_them_in_the_state():
+  loss = lambda params, batch, collections: (collections["sums"]["n"], {}, collections)
+  alternation = Alternation([Phase("fit", ["a/.*"], loss, optax.sgd(0.1), steps=1)])
+  with pytest.raises(
+    UserError, match=r"phase fit takes collections, .* init\(params, collections\)"
+  ):
+    alternation.step(alternation.init(make_params()), next(batches(1)))
+
+
 def first_step(build_alternation):
   alternation = build_alternation()
-  alternation.step(alternation.init(make_params()), next(batches(1)))
+  alternation.step(
+    alternation.init(make_params(), {"sums": {"n": jnp.zeros(())}}), next(batches(1))
+  )
 
 
 @pytest.mark.parametrize(
@@ -448,6 +473,10 @@ def first_step(build_alternation):
     (
       {"loss": lambda params, batch, collections: 1.0},
       "the loss of phase fit returns 1 values, not .*collections",
+    ),
+    (
+      {"loss": lambda params, batch, collections: (1.0, {}, {"sums": {}})},
+      "the loss of phase fit must return the collections that it gets; they differ in sums/n",
     ),
     ({"until": Threshold("m", below=1.0, max_steps=9), "steps": None}, "waits for the metric 'm'"),
   ],
