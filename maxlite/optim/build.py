@@ -11,14 +11,10 @@ from maxlite.optim.partition import decay_mask, matrix_axes
 from maxlite.optim.schedules import build_schedule
 
 
-def _adam(cfg: OptimizerConfig) -> optax.GradientTransformation:
-  return optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
-
-
 def adamw(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   """Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2017)."""
   del names
-  return _adam(cfg)
+  return optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
 
 
 def lion(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
@@ -54,7 +50,7 @@ def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   transform = optax.chain(transform, optax.scale(-1.0))  # optax's muon already negates updates
   # Its Adam for other parameters is not used: it has Nesterov momentum and ignores adam_eps.
   kinds = jax.tree.map(lambda leaf: "muon" if leaf else "adam", axes, is_leaf=is_axes)
-  return optax.partition({"muon": transform, "adam": _adam(cfg)}, kinds)
+  return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 
 def build_optimizer(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:

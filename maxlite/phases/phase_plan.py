@@ -23,9 +23,6 @@ class PhasePlan:
     Args:
       initial_phases: by phase, steps that it takes alone before the cycle begins.
       params: may be abstract (`jax.ShapeDtypeStruct`).
-
-    Raises:
-      UserError: a regex is invalid or matches no parameter.
     """
     self.phases, self._params = phases, params
     self.schedule = PhaseSchedule({p.name: _length(p) for p in phases}, initial_phases)

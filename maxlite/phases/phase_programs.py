@@ -71,7 +71,9 @@ class PhasePrograms:
     self._schedule = schedule
     self._names = list(steps)
     self._latest: tuple[jax.Array, Position, jax.Array] | None = None
-    shardings = jax.tree.map(_sharding, state)
+    on_mesh = lambda leaf: isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    # None lets the compiler choose.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding if on_mesh(leaf) else None, state)
     metrics_of = lambda name: list(jax.eval_shape(steps[name], state, batches[name])[1])
     self._metrics = [metrics_of(name) for name in self._names]
     if self.strategy == "switch":
@@ -159,12 +161,6 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
 
   branches = [functools.partial(branch, step) for step in steps.values()]
   return lambda state, batch: jax.lax.switch(schedule.phase(state.clock), branches, state, batch)
-
-
-def _sharding(leaf: Any) -> NamedSharding | None:
-  # None lets the compiler choose.
-  sharding = getattr(leaf, "sharding", None)
-  return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def compile_in_parallel(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:

@@ -88,9 +88,6 @@ class PhaseSchedule:
     Args:
       lengths: by phase, in order, its steps or the condition that ends it.
       initial_phases: by phase, steps that it takes alone before the cycle begins.
-
-    Raises:
-      UserError: there are no phases, or a length or name is invalid.
     """
     initial = initial_phases or {}
     _check(lengths, initial)
@@ -184,11 +181,9 @@ class PhaseSchedule:
     Raises:
       UserError: a phase ends on a condition.
     """
-    waiting = [n for n, until in zip(self.names, self._until, strict=True) if until is not None]
-    if waiting:
-      raise UserError(
-        f"phase {waiting[0]} ends on a condition: the timeline is not known in advance"
-      )
+    for name, until in zip(self.names, self._until, strict=True):
+      if until is not None:
+        raise UserError(f"phase {name} ends on a condition: the timeline is not known in advance")
     cycle = itertools.cycle(self._segments[self._num_initial :])
     segments = itertools.chain(self._segments, cycle)
     spans, first = [], 1
@@ -200,7 +195,6 @@ class PhaseSchedule:
 
 
 def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
-  """Raise UserError for an invalid schedule."""
   if not lengths:
     raise UserError("there are no phases; give at least one")
   for name, ends in lengths.items():

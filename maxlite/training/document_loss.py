@@ -1,7 +1,6 @@
 """The loss of each held-out document."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models.decoder import Decoder
+from maxlite.training.cross_entropy import chunks
 from maxlite.training.trainer import Trainer
 
 
@@ -77,11 +77,7 @@ def row_sums(
   num_rows, length = batch.tokens_BT.shape
   rows_per_device = num_rows // model.sharder.num_shards("activation_batch")
   size = min(max(chunk_tokens // rows_per_device, 1), length)
-  num_chunks = math.ceil(length / size)
-
-  def chunks(x: jax.Array) -> jax.Array:
-    padding = [(0, 0), (0, num_chunks * size - length), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, padding).reshape(num_rows, num_chunks, size, *x.shape[2:]).swapaxes(0, 1)
+  chunked = lambda x: chunks(x.swapaxes(0, 1), size).swapaxes(1, 2)
 
   def sums(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     x_BtD, targets_Bt, weight_Bt = chunk
@@ -92,5 +88,5 @@ def row_sums(
     add = functools.partial(jnp.sum, axis=1, where=weight_Bt > 0)
     return add(nll_Bt), add(is_argmax_Bt.astype(jnp.int32))
 
-  by_chunk = jax.lax.map(sums, jax.tree.map(chunks, (x_BTD, batch.targets_BT, batch.weight_BT)))
+  by_chunk = jax.lax.map(sums, jax.tree.map(chunked, (x_BTD, batch.targets_BT, batch.weight_BT)))
   return jax.tree.map(lambda sums_NB: jnp.sum(sums_NB, axis=0), by_chunk)

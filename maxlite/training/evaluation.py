@@ -106,10 +106,8 @@ def _results(sums: dict) -> dict[str, float]:
   results = {"eval_loss": float(sums["nll"] / sums["weight"])}
   if sums["num_bytes"]:
     results["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
-  return results | (_draft_results(sums["draft"]) if "draft" in sums else {})
-
-
-def _draft_results(sums: dict) -> dict[str, float]:
-  shares_J = sums["accepted_J"] / np.maximum(sums["drafts_J"], 1)
-  results = {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
-  return results | {"eval_accepted_length": float(sums["length"] / np.maximum(sums["chains"], 1))}
+  if drafts := sums.get("draft"):
+    shares_J = drafts["accepted_J"] / np.maximum(drafts["drafts_J"], 1)
+    results |= {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
+    results["eval_accepted_length"] = float(drafts["length"] / np.maximum(drafts["chains"], 1))
+  return results

@@ -36,21 +36,14 @@ def build_objectives(
 
   Args:
     names: logical axis names of the parameters.
-
-  Raises:
-    UserError: a batch does not divide by the mesh and the micro-batches.
   """
   num_steps = cfg.run.steps
   if plan is None:
     sections = {"optimizer": cfg.optimizer, "training": cfg.training, "data": cfg.data}
     whole = PhaseConfig("train", (".*",), "next_token", num_steps, None, **sections)
     return [_build_objective(whole, num_steps, ALL_PARAMETERS, names, sharder)]
-  return [
-    _build_objective(
-      phase, plan.num_steps(phase, num_steps), plan.partitions[phase.name], names, sharder
-    )
-    for phase in plan.phases
-  ]
+  part_of = lambda phase: (plan.num_steps(phase, num_steps), plan.partitions[phase.name])
+  return [_build_objective(phase, *part_of(phase), names, sharder) for phase in plan.phases]
 
 
 def _build_objective(

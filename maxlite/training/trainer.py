@@ -144,11 +144,7 @@ class Trainer:
 
   @functools.cached_property
   def phase_programs(self) -> PhasePrograms:
-    """The compiled steps of all phases.
-
-    Raises:
-      ValueError: a phase ends on a metric that its step does not report.
-    """
+    """The compiled steps of all phases."""
     assert self.phase_plan is not None
     schedule, strategy = self.phase_plan.schedule, self.cfg.phasing.phase_strategy
     batch = lambda shape: abstract_batch(shape, self.batch_sharding)

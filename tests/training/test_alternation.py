@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
-from maxlite.config.errors import UserError
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
@@ -412,100 +411,11 @@ def test_a_phase_may_have_batches_of_another_shape():
     a_to_b_and_c("switch").compile(state, large, own_batches={"match": small})
 
 
-def test_an_optimizer_that_needs_the_loss_value_is_a_user_error():
-  alternation = Alternation([Phase("fit", ["a/.*", "b/.*"], fit_loss, optax.lbfgs(), steps=1)])
-  with pytest.raises(ValueError, match="such as lbfgs, is not supported") as error:
-    take(alternation, alternation.init(make_params()), batches(1))
-  assert "\n" not in str(error.value)
-
-
 def test_the_callers_parameters_are_not_donated():
   params = sharded(make_params(), jax.make_mesh((8,), ("x",)))
   alternation = a_to_b_and_c()
   take(alternation, alternation.init(params), batches(2))
   assert_same(params, make_params())
-
-
-def test_a_state_is_used_once():
-  alternation = a_to_b_and_c(ema_decay=0.9)
-  state = alternation.init(make_params())
-  alternation.step(state, next(batches(1)))
-  for use in (
-    lambda: alternation.step(state, next(batches(1))),
-    lambda: alternation.next_phase(state),
-    lambda: alternation.ema_params(state),
-  ):
-    with pytest.raises(UserError, match="donated to an earlier step: continue with the state"):
-      use()
-
-
-def test_a_loss_with_collections_needs_them_in_the_state():
-  loss = lambda params, batch, collections: (collections["sums"]["n"], {}, collections)
-  alternation = Alternation([Phase("fit", ["a/.*"], loss, optax.sgd(0.1), steps=1)])
-  with pytest.raises(
-    UserError, match=r"phase fit takes collections, .* init\(params, collections\)"
-  ):
-    alternation.step(alternation.init(make_params()), next(batches(1)))
-
-
-def first_step(build_alternation):
-  alternation = build_alternation()
-  alternation.step(
-    alternation.init(make_params(), {"sums": {"n": jnp.zeros(())}}), next(batches(1))
-  )
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"name": "match"}, "two phases are called match"),
-    ({"steps": 0}, "phase fit takes 0 steps"),
-    ({"steps": None}, "phase fit needs steps= or until="),
-    ({"train": []}, "phase fit trains"),
-    ({"train": "a/.*"}, "phase fit trains 'a/.*'; give a list"),
-    ({"train": ["a/.*", "e/kernel"]}, "phase fit: 'e/kernel' matches no .* nearest are"),
-    ({"accumulate": 0}, "accumulate=0"),
-    ({"accumulate": 3}, r"a batch of shape \(16, 8\) does not divide into accumulate=3"),
-    ({"loss": lambda params, batch: batch[0]}, "'loss' of phase fit is float32\\[16,8\\]"),
-    ({"loss": lambda params, batch: 1}, "'loss' of phase fit is int32"),
-    ({"loss": lambda params, batch: (1.0, {"m": batch[0]})}, "'m' of phase fit is float32"),
-    ({"loss": lambda params, batch: (1.0, {}, {}, {})}, "the loss of phase fit returns 4 values"),
-    (
-      {"loss": lambda params, batch, collections: 1.0},
-      "the loss of phase fit returns 1 values, not .*collections",
-    ),
-    (
-      {"loss": lambda params, batch, collections: (1.0, {}, {"sums": {}})},
-      "the loss of phase fit must return the collections that it gets; they differ in sums/n",
-    ),
-    ({"until": Threshold("m", below=1.0, max_steps=9), "steps": None}, "waits for the metric 'm'"),
-  ],
-)
-def test_mistakes_are_one_line_errors(changes, message):
-  fit = {"name": "fit", "train": ["a/.*"], "loss": fit_loss, "optimizer": adams()[0], "steps": 1}
-  match = {"name": "match", "train": ["c/.*"], "loss": match_loss, "optimizer": adams()[1]}
-  with pytest.raises(ValueError, match=message) as error:
-    first_step(lambda: Alternation([Phase(**(fit | changes)), Phase(**match, steps=1)]))
-  assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-  ("keys", "message"),
-  [
-    ({"strategy": "both"}, "no strategy 'both'; choose one of auto, separate, switch"),
-    ({"ema_decay": 1.0}, "ema_decay=1.0"),
-    ({"match": lambda params, batch: (fit_loss(params, batch), {"loss": jnp.zeros(3)})}, "'loss'"),
-  ],
-)
-def test_unknown_choices_are_one_line_errors(keys, message):
-  with pytest.raises(ValueError, match=message) as error:
-    first_step(lambda: a_to_b_and_c(**keys))
-  assert "\n" not in str(error.value)
-
-
-def test_no_phases():
-  with pytest.raises(ValueError, match="there are no phases"):
-    Alternation([])
 
 
 def test_the_documentation_contains_the_script():
