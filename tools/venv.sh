@@ -25,9 +25,8 @@ fill_venv() {
   local stamp="$venv/installed$extras"
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return
   if ! cat setup.py "$versions" | cmp -s - "$stamp"; then
-    # Python compiles the few modules that are imported. setuptools warns about folders beside the
-    # package, such as configs/.
-    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    # Python compiles the few modules that are imported.
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
       --no-compile --constraint "$versions" --editable ".$extras" || return
     cat setup.py "$versions" > "$stamp"
   fi
