@@ -23,10 +23,11 @@ NEED_FOLDER = ("from_hf", "to_peft")
 
 def main() -> int:
   command, argv = sys.argv[1:2], sys.argv[2:]
-  if {"--help", "-h"} & {*command, *argv}:
-    sys.stdout.write(USAGE + "\n" + help_text("maxlite.convert"))
-    return 0
   with exit_on_user_error("maxlite.convert"):
+    for name, _, topic in (argument.partition("=") for argument in sys.argv[1:]):
+      if name in ("--help", "-h"):
+        sys.stdout.write(help_text("maxlite.convert", topic, USAGE))
+        return 0
     folder = _pop_folder(command, argv)
     cfg = load_config(argv, needs_data=False)  # report mistakes before JAX is imported
     if command[0] in ("to_hf", "to_peft"):

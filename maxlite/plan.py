@@ -9,8 +9,12 @@ import os
 import sys
 
 from maxlite.config import main_config
+from maxlite.config.command_line import USAGE
 
 PHASES, ESTIMATE = "phases", "estimate"
+_USAGE = f"""{USAGE}
+`{ESTIMATE}` plans from shapes, without compiling; `{PHASES}` prints the schedule of the phases.
+"""
 # Nothing runs, so this machine's accelerators are not used. libtpu must not query the metadata
 # server, and must allow a second process.
 COMPILE_ONLY_ENV = {
@@ -24,7 +28,7 @@ COMPILE_ONLY_ENV = {
 
 def main() -> int:
   arguments = [argument for argument in sys.argv[1:] if argument not in (PHASES, ESTIMATE)]
-  cfg = main_config(arguments, "maxlite.plan", needs_data=False)
+  cfg = main_config(arguments, "maxlite.plan", needs_data=False, usage=_USAGE)
   if cfg.plan.compile_topology:
     os.environ.update(COMPILE_ONLY_ENV)
   # Importing JAX reads the environment, and is slow: only after the command line is validated.

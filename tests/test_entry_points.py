@@ -117,7 +117,7 @@ def test_help_and_errors_do_not_import_jax(program):
   argv = ["-X", "importtime", "-m", f"maxlite.{program}"]
   argument = "to_hf" if program == "convert" else BASE
   help_process, error_process = (
-    open_process(*argv, "--help"),
+    open_process(*argv, "--help=all"),
     open_process(*argv, argument, "stepz=3"),
   )
   code, out, imports = finish(help_process)

@@ -1,8 +1,11 @@
 """Command-line arguments: YAML files, key=value, and absl flags generated from the schema."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -11,12 +14,29 @@ from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, SchemaKey
 from maxlite.config.values import Setting, domain, suggest
 
-_USAGE = """\
+USAGE = """\
 usage: python -m {program} [FILE.yml ...] [key=value ...] [--key=value ...]
 
 In any order. Later ones override earlier ones: defaults, base_config of the files, the files from
 left to right, the preset of model_name, key=value, --key=value.
 """
+_MORE = """
+--help=KEY prints one key and --help=all prints all; --help=SECTION prints one of these sections:
+{sections}.
+"""
+SECTIONS = {
+  section.__name__.removesuffix("Config").lower(): list(keys)
+  for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section)
+}
+# The sections that the help of a command lists.
+_OWN_SECTIONS = {
+  "train": ("run", "data", "optimizer", "training"),
+  "evaluate": ("run", "observe"),
+  "generate": ("run", "generate"),
+  "serve": ("run", "serve", "generate"),
+  "plan": ("plan", "mesh"),
+  "convert": ("convert",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +46,7 @@ class CommandLine:
   files: list[Path]
   assignments: list[Setting]
   flags: list[Setting]
-  help: bool
+  help: str | None  # the topic, `true` if none is given; None: no help
 
   @classmethod
   def split(cls, argv: Sequence[str]) -> "CommandLine":
@@ -35,14 +55,14 @@ class CommandLine:
     Raises:
       UserError: an argument is neither a YAML file, an assignment nor a flag with its value.
     """
-    defined = _define_flags()
+    defined = _define_flags(KEYS.values())
     try:
       others = defined(["", *argv], known_only=True)[1:]
     except (flags.Error, ValueError) as error:
       raise UserError(f"command line: {error}; write --key=value") from None
     present = [name for name in KEYS if defined[name].present]
     given = [Setting(name, str(defined[name].value), f"--{name}") for name in present]
-    line = cls([], [], given, help=bool(defined["help"].present))
+    line = cls([], [], given, help=defined["help"].value)
     for argument in others:
       line._add(argument)
     return line
@@ -61,11 +81,30 @@ class CommandLine:
       raise UserError(f"command line: {argument} is neither a YAML file nor key=value; {hint}")
 
 
-def help_text(program: str) -> str:
-  """Usage, and every key with its doc, type, range and default, by section."""
-  defined = _define_flags()
-  titles = dict.fromkeys(map(_title, KEYS.values()))
-  return _USAGE.format(program=program) + "\n".join(map(defined.module_help, titles)) + "\n"
+def help_text(program: str, topic: str, usage: str = USAGE) -> str:
+  """Usage and keys with their doc, type, range and default, by section.
+
+  Args:
+    topic: a key, a section, `all`, or another text for the sections of the program.
+
+  Raises:
+    UserError: there is no such topic.
+  """
+  if topic in ("", "true"):
+    sections = _OWN_SECTIONS.get(program.removeprefix("maxlite."), _OWN_SECTIONS["train"])
+    own = [key for section in sections for key in SECTIONS[section]]
+    more = _MORE.format(sections=textwrap.fill(", ".join(SECTIONS), 98))
+    return usage.format(program=program) + _describe(own) + more
+  topics = {name: [key] for name, key in KEYS.items()} | SECTIONS | {"all": [*KEYS.values()]}
+  if topic not in topics:
+    hint = suggest(topic, topics, "--help=all lists all keys")
+    raise UserError(f"command line: --help={topic} is not a key or section; {hint}")
+  return _describe(topics[topic])
+
+
+def _describe(keys: Sequence[SchemaKey]) -> str:
+  titles = dict.fromkeys(map(_title, keys))
+  return "\n".join(map(_define_flags(keys).module_help, titles)) + "\n"
 
 
 def _title(key: SchemaKey) -> str:
@@ -73,16 +112,16 @@ def _title(key: SchemaKey) -> str:
   return f"{key.section.__name__.removesuffix('Config')}: {doc}"
 
 
-def _define_flags() -> flags.FlagValues:
+def _define_flags(keys: Iterable[SchemaKey]) -> flags.FlagValues:
   defined = flags.FlagValues()
   defined.set_gnu_getopt(True)
-  for key in KEYS.values():
+  for key in keys:
     doc = f"{key.field.doc} ({domain(key)}; default {show(key.default)})"
-    is_bool = key.type is bool
-    # The base class of parsers keeps the text; values.parse converts it.
-    flag: flags.Flag = flags.Flag(
-      flags.ArgumentParser(), None, key.name, None, doc, boolean=is_bool
-    )
-    flags.DEFINE_flag(flag, defined, module_name=_title(key))
-  flags.DEFINE_boolean("help", False, "Print this.", defined, short_name="h")
+    flags.DEFINE_flag(_flag(key.name, doc, boolean=key.type is bool), defined, _title(key))
+  flags.DEFINE_flag(_flag("help", "", boolean=True, short_name="h"), defined)
   return defined
+
+
+def _flag(name: str, doc: str, **options: Any) -> flags.Flag:
+  # The base class of parsers keeps the text; values.parse converts it.
+  return flags.Flag(flags.ArgumentParser(), None, name, None, doc, **options)

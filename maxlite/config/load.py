@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxlite.config.command_line import CommandLine, help_text
+from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
@@ -39,12 +39,13 @@ def main_config(
   *,
   defaults: Mapping[str, Any] = DEFAULTS,
   needs_data: bool = True,
+  usage: str = USAGE,
 ) -> Config:
   """`load_config` for entry points: exits with 0 after `--help`, with 2 on a user error."""
   with exit_on_user_error(program):
     line = CommandLine.split(argv)
-    if line.help:
-      sys.stdout.write(help_text(program))
+    if line.help is not None:
+      sys.stdout.write(help_text(program, line.help, usage))
       raise SystemExit(0)
     return _resolve(line, defaults, needs_data)
 

@@ -101,7 +101,7 @@ def find_key(setting: Setting) -> SchemaKey:
   if name in REMOVED_KEYS:
     raise setting.error(f"was removed; every run behaves as with {name}={REMOVED_KEYS[name]}")
   if name not in KEYS:
-    raise setting.error(f"is not a key; {suggest(name, KEYS, '--help lists all keys')}")
+    raise setting.error(f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}")
   return KEYS[name]
 
 

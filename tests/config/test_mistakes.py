@@ -1,5 +1,6 @@
 """Every user error is one line with its source, the key and the fix."""
 
+import importlib
 import resource
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from maxlite.config import UserError, exit_on_user_error, load_config, main_config
+from maxlite.config.command_line import SECTIONS
 from maxlite.config.schema import KEYS
 
 GROUPED = "router=group_limited_greedy"
@@ -365,12 +367,49 @@ def test_program_exits_with_2_within_a_second_without_jax(argv):
 
 def test_help_lists_every_key(capsys):
   with pytest.raises(SystemExit) as stop:
-    main_config(["--help"], "maxlite.train")
+    main_config(["--help=all"], "maxlite.train")
   out, err = capsys.readouterr()
   assert stop.value.code == 0
   assert err == ""
   assert all(f"--{name}:" in out or f"--[no]{name}:" in out for name in KEYS)
-  assert "python -m maxlite.train" in out
+
+
+@pytest.mark.parametrize(
+  ("program", "argument", "own", "other"),
+  [
+    ("train", "--help", "--learning_rate:", "--serve_port:"),
+    ("generate", "-h", "--top_p:", "--learning_rate:"),
+    ("serve", "--help=", "--serve_port:", "--learning_rate:"),
+    ("plan", "--help", "`estimate` plans from shapes", "--learning_rate:"),
+    ("plan", "--help", "`phases` prints the schedule", "--learning_rate:"),
+    ("convert", "--help", "--output_path:", "--learning_rate:"),
+    ("convert", "--help=steps", "--steps:", "--output_path:"),
+    ("train", "--help=scan_layers", "--[no]scan_layers:", "--steps:"),
+    ("train", "--help=moe", "--num_experts:", "--steps:"),
+  ],
+)
+def test_help_of_a_command_lists_its_own_keys(program, argument, own, other, capsys, monkeypatch):
+  monkeypatch.setattr(sys, "argv", [program, argument])
+  try:
+    code = importlib.import_module(f"maxlite.{program}").main()
+  except SystemExit as stop:
+    code = stop.code
+  out, err = capsys.readouterr()
+  assert (code, err) == (0, "")
+  assert own in out
+  assert other not in out
+  if argument in ("--help", "-h"):
+    assert f"python -m maxlite.{program}" in out
+    assert "--help=KEY" in out
+
+
+def test_help_of_an_unknown_topic_is_an_error(capsys):
+  line = _line_of(capsys, ["--help=stepz"])
+  assert "--help=stepz is not a key or section; did you mean steps?" in line
+
+
+def test_sections_of_the_help_hold_every_key():
+  assert [key for keys in SECTIONS.values() for key in keys] == [*KEYS.values()]
 
 
 def test_other_exceptions_propagate():
