@@ -1,6 +1,7 @@
 """Config fields: dataclass fields that carry a doc, a range, choices and a unit."""
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -21,6 +22,4 @@ def field(default: Any, doc: str, **metadata: Any) -> Any:
   return dataclasses.field(default=default, metadata={"config": ConfigField(doc, **metadata)})
 
 
-def model_field(default: Any, doc: str, **metadata: Any) -> Any:
-  """A `field` that weights depend on."""
-  return field(default, doc, shapes_model=True, **metadata)
+model_field = functools.partial(field, shapes_model=True)  # a field that weights depend on

@@ -34,12 +34,7 @@ def load_config(
 
 
 def main_config(
-  argv: Sequence[str],
-  program: str,
-  *,
-  defaults: Mapping[str, Any] = DEFAULTS,
-  needs_data: bool = True,
-  usage: str = USAGE,
+  argv: Sequence[str], program: str, *, needs_data: bool = True, usage: str = USAGE
 ) -> Config:
   """`load_config` for entry points: exits with 0 after `--help`, with 2 on a user error."""
   with exit_on_user_error(program):
@@ -47,7 +42,7 @@ def main_config(
     if line.help is not None:
       sys.stdout.write(help_text(program, line.help, usage))
       raise SystemExit(0)
-    return _resolve(line, defaults, needs_data)
+    return _resolve(line, DEFAULTS, needs_data)
 
 
 def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -> Config:

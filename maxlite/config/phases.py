@@ -200,9 +200,9 @@ def _loss(setting: Setting, model: ModelConfig) -> str:
 def _until(setting: Setting) -> UntilConfig:
   raw = setting.raw
   form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
-  if not isinstance(raw, FrozenMapping) or set(raw) - set(_UNTIL_KEYS):
-    raise setting.error(f"is not a condition; {form}")
-  if not {"metric", "max_steps"} <= set(raw) or len({"patience", "below", "above"} & set(raw)) != 1:
+  if not isinstance(raw, FrozenMapping) or not {"metric", "max_steps"} <= set(raw):
     raise setting.error(f"is not a complete condition; {form}")
+  if set(raw) - set(_UNTIL_KEYS) or len({"patience", "below", "above"} & set(raw)) != 1:
+    raise setting.error(f"is not a condition; {form}")
   values = (Setting(key, value, setting.source) for key, value in raw.items())
   return UntilConfig(**{value.name: parse_as(value, *_UNTIL_KEYS[value.name]) for value in values})

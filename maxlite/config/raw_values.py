@@ -41,6 +41,7 @@ class FrozenMapping(Mapping[str, "Raw"]):
     return f"FrozenMapping({[*self.items()]!r})"
 
 
+yaml.SafeDumper.add_representer(FrozenMapping, yaml.SafeDumper.represent_dict)
 Raw = str | tuple["Raw", ...] | FrozenMapping
 _UNQUOTED = re.compile(r"-?[\w./][\w./+*-]*")  # text that needs no quotes within [] and {}
 

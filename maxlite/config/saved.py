@@ -77,11 +77,4 @@ def _rename_keys(raw: Raw) -> Raw:
 
 def _line(name: str, value: Any) -> str:
   # Escapes non-ASCII text: PyYAML's Unicode output turns some line separators into spaces.
-  return yaml.safe_dump({name: _to_builtin(value)}, width=float("inf"), sort_keys=False)
-
-
-def _to_builtin(value: Any) -> Any:
-  """Replace tuples and FrozenMappings by lists and dicts."""
-  if isinstance(value, FrozenMapping):
-    return {key: _to_builtin(part) for key, part in value.items()}
-  return [_to_builtin(part) for part in value] if isinstance(value, tuple) else value
+  return yaml.safe_dump({name: value}, width=float("inf"), sort_keys=False)

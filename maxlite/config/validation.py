@@ -110,8 +110,6 @@ def _rope(v: Values) -> Rules:
 
 
 def _layers(v: Values) -> Rules:
-  if not v.family.is_moe:
-    return
   text = "one expert is a dense model; write decoder_block=llama"
   yield v.num_experts == 1, "num_experts decoder_block", text
   text = f"there are fewer experts; write num_experts_per_tok={v.num_experts} or less"
@@ -131,8 +129,6 @@ def _layers(v: Values) -> Rules:
 
 def _router(v: Values) -> Rules:
   num_groups, is_grouped = v.n_routing_groups, v.router in GROUP_ROUTERS
-  if not v.family.is_moe:
-    return
   if is_grouped:
     divisor = _largest_divisor(v.num_experts, num_groups)
     text = f"groups must have equal size; write n_routing_groups={divisor}"
@@ -152,8 +148,6 @@ def _router(v: Values) -> Rules:
 
 
 def _dispatch(v: Values) -> Rules:
-  if not v.family.is_moe:
-    return
   for key in ("capacity_factor", "ragged_buffer_factor"):
     text = f"leaves no room for a token; write {key}=1.25, or -1 to drop nothing"
     yield -1 < vars(v)[key] <= 0, key, text
@@ -365,10 +359,12 @@ def _data_files(v: Values) -> Rules:
 
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
-  *(_paths, _run, _attention, _rope, _layers, _router, _dispatch, _tiles, _plan, _memory),
+  *(_paths, _run, _attention, _rope, _tiles, _plan, _memory),
   *(_tokenizer, _chat, _batches, _ensemble, _optimizer, _phases),
   *(_degrees, _axis_rules, _divisibility, _local_checkpoints),
 )
+
+MOE_RULES = (_layers, _router, _dispatch)
 
 
 def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> None:
@@ -381,9 +377,10 @@ def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> 
   Raises:
     UserError: one line with the keys, their values and sources, the rule and the fix.
   """
-  values = flatten(config)
-  for rules in (*RULES, _data_files) if needs_data else RULES:
-    for violated, keys, text in rules(Values(**values, family=config.model.family)):
+  values, family = flatten(config), config.model.family
+  all_rules = RULES + (MOE_RULES if family.is_moe else ()) + ((_data_files,) if needs_data else ())
+  for rules in all_rules:
+    for violated, keys, text in rules(Values(**values, family=family)):
       if violated:
         raise UserError(f"{_describe(keys.split(), values, source)}: {text}")
 

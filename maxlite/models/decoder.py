@@ -12,9 +12,8 @@ from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.norm import RMSNorm
-from maxlite.models.decoder_layer import DecoderLayer, Rope, build_rope
+from maxlite.models.decoder_layer import DecoderLayer, InterleavedLayers, Rope, build_rope
 from maxlite.models.draft import DraftHeads
-from maxlite.models.interleaved_layers import InterleavedLayers
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 

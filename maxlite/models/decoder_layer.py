@@ -1,6 +1,7 @@
 """The decoder layer of all model families; `cfg.family` holds what differs between them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
+from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
 # (cos_BTC, sin_BTC) of global layers, followed by those of local layers where they differ.
@@ -79,3 +81,25 @@ def _select_rope(rope: Rope, is_local: bool | jax.Array | None) -> Rope:
   if len(rope) == 2:
     return rope
   return tuple(jnp.where(is_local, *pair) for pair in zip(rope[2:], rope[:2], strict=True))
+
+
+class InterleavedLayers(nn.Module):
+  """interleave_moe_layer_step - 1 dense layers, then an MoE layer.
+
+  Returns (y_BTD, sums of the MoE layer).
+  """
+
+  cfg: ModelConfig
+  sharder: Sharder
+
+  @nn.compact
+  def __call__(
+    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope, is_local: Any
+  ) -> tuple[jax.Array, Any]:
+    """`is_local` has one element per layer, or is None."""
+    layer, at = remat(DecoderLayer, self.cfg), lambda i: None if is_local is None else is_local[i]
+    for i in range(self.cfg.moe.interleave_moe_layer_step - 1):
+      dense = layer(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
+      x_BTD, _ = dense(x_BTD, segment_BT, rope, at(i))
+    mixture = layer(self.cfg, self.sharder, moe=True, name="mixture")
+    return mixture(x_BTD, segment_BT, rope, at(-1))

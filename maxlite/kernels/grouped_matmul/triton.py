@@ -117,7 +117,8 @@ def _multiply_rows_kernel(tiles_ref, x_ref, w_ref, y_ref, *, w_axis: int, block:
     return y_mn + _dot(_load(x_ref, rows, inner), _load(w_ref, group, *w_ranges), 1, w_axis)
 
   num_steps = (group < num_groups).astype(jnp.int32) * ceil_div(x_ref.shape[1], block.k)
-  y_mn = jax.lax.fori_loop(0, num_steps, add_terms, _zeros(x_ref.dtype, block))
+  y_mn = jnp.zeros((block.m, block.n), accumulator_dtype(x_ref.dtype))
+  y_mn = jax.lax.fori_loop(0, num_steps, add_terms, y_mn)
   _store(y_ref, y_mn, rows, columns)
 
 
@@ -136,7 +137,8 @@ def _outer_products_kernel(groups_ref, x_ref, dy_ref, dw_ref, *, block: _Block):
     return dw_mn + _dot(_load(x_ref, rows, ins), _load(dy_ref, rows, outs), 0, 0)
 
   num_steps = ceil_div(end - start, block.k)
-  dw_mn = jax.lax.fori_loop(0, num_steps, add_terms, _zeros(x_ref.dtype, block))
+  dw_mn = jnp.zeros((block.m, block.n), accumulator_dtype(x_ref.dtype))
+  dw_mn = jax.lax.fori_loop(0, num_steps, add_terms, dw_mn)
   _store(dw_ref, dw_mn, group, ins, outs)
 
 
@@ -178,10 +180,6 @@ def _dot(a, b, a_axis: int, b_axis: int) -> jax.Array:
   """Product over these axes in the accumulator type, never in TensorFloat-32."""
   dims, dtype = (((a_axis,), (b_axis,)), ((), ())), accumulator_dtype(a.dtype)
   return jax.lax.dot_general(a, b, dims, jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
-
-
-def _zeros(dtype, block: _Block) -> jax.Array:
-  return jnp.zeros((block.m, block.n), accumulator_dtype(dtype))
 
 
 def _default_block(dtype, num_out: int) -> _Block:
