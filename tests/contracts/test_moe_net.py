@@ -34,7 +34,7 @@ def mesh(**degrees: int) -> tuple[int, ...]:
 FAST = [
   Variant(mesh(expert=4, fsdp=2), "ragged", "tiled", "deepseek", True, True, 3),
   Variant(mesh(expert=2, tensor=2, context=2), "ragged", "ragged_dot", "mixtral", False, False, 1),
-  Variant(mesh(data=2, expert=4), "all_gather", "tiled", "mixtral", True, True, 3),
+  Variant(mesh(data=2, expert=4), "all_gather", "tiled", "mixtral", True, True, 1),
   Variant(mesh(fsdp=4, tensor=2), "capacity", "auto", "deepseek", False, True, 1),
 ]
 

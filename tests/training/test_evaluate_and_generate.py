@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from tiny import config_of, trainer_of, uneven_batch
-from tiny_run import Output, keys_in, logged
+from tiny_run import Output, keys_in, logged, shared_programs
 
 from maxlite.config import load_config
 from maxlite.inference.generation import run_generation
@@ -19,7 +19,7 @@ def evaluated(folder, *overrides):
   names = ("run_name", "base_output_directory", "jax_cache_dir")
   argv = [f"{name}={keys_in(folder)[name]}" for name in names] + list(overrides)
   output = Output()
-  with contextlib.redirect_stdout(output):
+  with contextlib.redirect_stdout(output), shared_programs():
     assert run_evaluation(load_config(argv, needs_data=False), argv) == 0
   return output.getvalue()
 

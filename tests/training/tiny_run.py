@@ -6,9 +6,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import config_of
 
@@ -17,7 +18,7 @@ from maxlite.config.schema import flatten
 from maxlite.ensemble import finalize
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.writers import read_rows
-from maxlite.training import run, run_report
+from maxlite.training import open_run, run, run_report
 from maxlite.training.run import run_training
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -75,19 +76,37 @@ def empty_plots() -> Iterator[None]:
     yield
 
 
-_trainers: dict[tuple, Trainer] = {}
+# Keys that no program depends on.
+_FOLDERS = ("base_output_directory", "jax_cache_dir", "local_checkpoint_directory")
+_programs: dict[tuple, object] = {}
 
 
-def trainer_with_shared_step(cfg: Config) -> Trainer:
-  """A new trainer with the compiled step of the first one whose config differs only in folders."""
+def trainer_with_shared_programs(cfg: Config) -> Trainer:
+  """A new trainer with the compiled steps of earlier ones of the same config in other folders."""
   trainer = build_trainer(cfg)
-  keys = flatten(cfg)
-  for name in ("base_output_directory", "jax_cache_dir", "local_checkpoint_directory"):
-    del keys[name]
-  first = _trainers.setdefault(tuple(map(str, keys.items())), trainer)
+  keys = {name: str(value) for name, value in flatten(cfg).items() if name not in _FOLDERS}
+  keys.pop("eval_steps")  # a number of batches
+  key, build_eval_step = tuple(keys.items()), trainer.eval_step
+
+  def eval_step(num_bytes_V: np.ndarray) -> Callable:
+    name = (*key, num_bytes_V.tobytes())
+    if name not in _programs:
+      _programs[name] = build_eval_step(num_bytes_V)
+    return _programs[name]
+
+  vars(trainer)["eval_step"] = eval_step
   if trainer.phase_plan is None:
-    vars(trainer)["train_step"] = first.train_step
+    vars(trainer)["train_step"] = _programs.setdefault(key, trainer.train_step)
   return trainer
+
+
+@contextlib.contextmanager
+def shared_programs() -> Iterator[None]:
+  """Make runs in this process compile programs once per config."""
+  with pytest.MonkeyPatch.context() as patch:
+    for module in (run, open_run):
+      patch.setattr(module, "build_trainer", trainer_with_shared_programs)
+    yield
 
 
 def start(
@@ -95,10 +114,9 @@ def start(
 ) -> tuple[int, str]:
   """(exit code, output) of one start of the run in `folder`."""
   output = output or Output()
-  with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-    patch.setattr(run, "build_trainer", trainer_with_shared_step)
-    with contextlib.nullcontext() if plots else empty_plots():
-      code = run_training(config_of(**keys_in(folder, **keys)))
+  drawing = contextlib.nullcontext() if plots else empty_plots()
+  with contextlib.redirect_stdout(output), shared_programs(), drawing:
+    code = run_training(config_of(**keys_in(folder, **keys)))
   return code, output.getvalue()
 
 
