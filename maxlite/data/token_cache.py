@@ -85,6 +85,7 @@ class TokenizedData:
   eval: Tokens
   num_dropped: int
   counts: dict[str, int]  # of the DocumentTokenizer
+  files: str = ""  # a report of the files that were read
 
 
 def open_tokens(
@@ -119,6 +120,8 @@ def _key(
     _FORMAT,
     document_tokenizer.identity,
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
+    # Data without a bad row are the same under either policy, and older caches lack it.
+    *(["on_bad_row=skip"] if cfg.on_bad_row == "skip" else []),
     *([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in fs] for fs in (files, eval_files)),
   )
   return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()

@@ -120,6 +120,8 @@ class EnsembleRun:
       f"{self.devices[0].device_kind}, {len(self.members)} members; {self.data.source.summary}; "
       f"{self.batch_size} x {self.cfg.data.max_target_length} tokens per step"
     )
+    if files := self.data.source.files:
+      self.console.print(f"data: {files}")
     if not self._in_workers:
       group, _ = self._next_segment()
       self.console.print(self._trainer_of(group).plan.table(), soft_wrap=False)

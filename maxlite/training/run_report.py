@@ -56,6 +56,8 @@ def log_header(
   own = {f"data of {name}": each for name, each in data_by_objective.items() if each is not data}
   for name, each in {"data": data, **own}.items():
     shape = f"{each.global_batch_size} x {each.cfg.max_target_length}"
+    if each.source.files:
+      console.print(f"{name}: {each.source.files}")
     console.print(f"{name}: {each.source.summary}; {shape} tokens per step")
 
 

@@ -249,6 +249,44 @@ def test_unusable_data_is_an_error_with_a_fix(tmp_path, keys, fix):
     open_part(dataclasses.replace(cfg, **keys))
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "chat"])
+def test_bad_rows_follow_one_policy(tmp_path, kind):
+  cfg = config(tmp_path / "data", kind, eval_fraction=0.0)
+  whole = open_part(cfg).source
+  if kind == "parquet":
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
+    table = parquet.read_table(tmp_path / "data" / "a.parquet").to_pydict()
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
+    table = pyarrow.table({"text": [None, *table["text"]]})
+    parquet.write_table(table, tmp_path / "data" / "a.parquet")
+  else:
+    file = tmp_path / "data" / ("0.txt" if kind == "text" else "a.jsonl")
+    file.write_bytes(b"\xff\n" + file.read_bytes())
+  with pytest.raises(
+    ValueError, match=r"data/(0|a)\.\w+(:1| row 1|: byte 0|: row 1).*on_bad_row=skip"
+  ):
+    open_part(cfg)
+  skipping = open_part(dataclasses.replace(cfg, on_bad_row="skip")).source
+  assert skipping.train.identity == whole.train.identity
+  assert "; 1 bad rows skipped" in skipping.summary
+  with pytest.raises(ValueError, match="on_bad_row=skip"):  # the cache without them is not used
+    open_part(cfg)
+
+
+def test_the_files_of_a_folder_are_reported(tmp_path):
+  cfg = config(tmp_path / "data")
+  (tmp_path / "data" / "a.jsonl").write_text("{}")
+  report = "read 40 .txt; skipped 1 .jsonl (dataset_path=FOLDER/** reads any file)"
+  assert open_part(cfg).source.files == report
+
+
+def test_an_unreadable_file_is_one_line(tmp_path, monkeypatch):
+  cfg = config(tmp_path / "data")
+  monkeypatch.setattr(Path, "open", lambda path, *_: (_ for _ in ()).throw(PermissionError(path)))
+  with pytest.raises(ValueError, match=r"cannot read the data, or write to .*\.txt"):
+    open_part(cfg)
+
+
 def test_missing_eval_data_is_an_error_only_on_use(tmp_path):
   data = open_part(config(tmp_path / "data", eval_fraction=0.0))
   with pytest.raises(ValueError, match="set eval_fraction above 0"):

@@ -1,13 +1,17 @@
 """Readers lose nothing at piece boundaries, and their errors name the place."""
 
 import json
+import re
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxlite.config.errors import UserError
 from maxlite.data.sources import text
-from maxlite.data.sources.file_paths import expand_paths
+from maxlite.data.sources.bad_rows import build_reject
+from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.parquet import parquet_documents
 from maxlite.data.sources.text import text_documents
@@ -39,11 +43,37 @@ def test_pieces_are_whole_characters_and_fractions_are_complete(
   assert both == content
 
 
-def test_invalid_utf8_is_preserved(tmp_path, monkeypatch):
+@pytest.mark.parametrize("piece_bytes", [16, 1 << 18])
+def test_lines_that_are_not_utf8_are_rejected(tmp_path, monkeypatch, piece_bytes):
+  monkeypatch.setattr(text, "PIECE_BYTES", piece_bytes)
+  file, rejected = tmp_path / "a.txt", []
+  file.write_bytes(b"caf\xe9 bad\n" + "é fine\r\n\n".encode() + b"\xff\n" + b"the end")
+  with pytest.raises(ValueError, match=r"a\.txt: byte 3 is not UTF-8: convert the file"):
+    read(text_documents(file, "", 0, 1))
+  whole = read(text_documents(file, "", 0, 1, rejected.append))
+  assert whole == ["é fine\r\n\nthe end".encode()]
+  assert [re.search(r"byte (\d+)", str(error))[1] for error in rejected] == ["3", "19"]
+
+
+def test_bytes_that_are_not_utf8_are_rejected_in_long_lines(tmp_path, monkeypatch):
   monkeypatch.setattr(text, "PIECE_BYTES", 8)
   file = tmp_path / "a.bin"
   file.write_bytes(bytes(range(128, 256)) * 3)
-  assert read(text_documents(file, "", 0, 1)) == [file.read_bytes()]
+  assert read(text_documents(file, "", 0, 1, lambda error: None)) == [b""]
+
+
+def test_bad_rows_are_left_out_and_counted(tmp_path, caplog):
+  counts = Counter()
+  reject = build_reject("skip", counts)
+  lines = ['{"text": "a"}', '{"te', "[]", '{"text": null}', '{"text": "b"}']
+  assert read(jsonl_documents(write_jsonl(tmp_path / "a.jsonl", lines), "text", 0, 1, reject)) == [
+    b"a",
+    b"b",
+  ]
+  assert counts == {"bad rows skipped": 3}
+  assert re.search(r"the first: .*a\.jsonl:2: not JSON", caplog.text)
+  with pytest.raises(ValueError, match="null, or set on_bad_row=skip"):
+    build_reject("error", counts)(UserError("a.parquet: row 3: null"))
 
 
 def test_pieces_end_at_newlines(tmp_path, monkeypatch):
@@ -102,10 +132,25 @@ def write_parquet(file, columns):
 def test_parquet_rows_are_documents_and_fractions_are_complete(tmp_path):
   texts = [f"row {i} é" for i in range(10)]
   file = write_parquet(tmp_path / "a.parquet", {"text": [*texts, None], "n": list(range(11))})
-  whole = [x.encode() for x in texts]
-  assert read(parquet_documents(file, "text", 0, 1)) == whole
-  head, tail = (read(parquet_documents(file, "text", *share)) for share in ((0, 0.5), (0.5, 1)))
+  whole, rejected = [x.encode() for x in texts], []
+  with pytest.raises(ValueError, match=r"a\.parquet: row 11: null"):
+    read(parquet_documents(file, "text", 0, 1))
+  assert read(parquet_documents(file, "text", 0, 1, rejected.append)) == whole
+  assert len(rejected) == 1
+  head, tail = (
+    read(parquet_documents(file, "text", *share, rejected.append)) for share in ((0, 0.5), (0.5, 1))
+  )
   assert (head + tail, len(head)) == (whole, 5)
+
+
+def test_a_damaged_page_of_parquet_is_one_line(tmp_path):
+  file = write_parquet(tmp_path / "a.parquet", {"text": [f"{i}" * 500 for i in range(99)]})
+  content = bytearray(file.read_bytes())
+  content[40:2000] = bytes(1960)
+  file.write_bytes(content)
+  with pytest.raises(ValueError, match=r"a\.parquet: damaged .*replace the file") as error:
+    read(parquet_documents(file, "text", 0, 1))
+  assert "\n" not in str(error.value)
 
 
 def test_parquet_errors_name_the_file(tmp_path):
@@ -124,18 +169,42 @@ def test_paths_expand_to_sorted_unique_files(tmp_path):
     (tmp_path / name).write_text("x")
 
   def names(entries, suffix=""):
-    return [file.name for file in expand_paths(entries, suffix, "dataset_path")]
+    files, _ = expand_paths(entries, suffix, "dataset_path")
+    return [file.name for file in files]
 
-  assert names([str(tmp_path)]) == ["a.txt", "b.txt", "c.jsonl"]
+  assert names([str(tmp_path)]) == ["a.txt", "b.txt"]
   assert names([str(tmp_path)], ".jsonl") == ["c.jsonl"]
   assert names([str(tmp_path / "*.txt"), str(tmp_path / "a.txt")]) == ["a.txt", "b.txt"]
-  assert names([str(tmp_path / "b.txt"), str(tmp_path)]) == ["b.txt", "a.txt", "c.jsonl"]
+  assert names([str(tmp_path / "b.txt"), str(tmp_path)]) == ["b.txt", "a.txt"]
+  assert names([str(tmp_path), str(tmp_path / "**")]) == ["a.txt", "b.txt", "c.jsonl"]
   with pytest.raises(ValueError, match="eval_dataset_path: 'nowhere' gives no file"):
     expand_paths(["nowhere"], "", "eval_dataset_path")
 
 
+def test_a_folder_of_text_skips_and_reports_other_formats(tmp_path):
+  for name in ("a.txt", "b.py", "LICENSE", "c.jsonl", "d.parquet", "e.txt.gz", "f.PNG"):
+    (tmp_path / name).write_text("x")
+  files, skipped = expand_paths([str(tmp_path)], "", "dataset_path")
+  assert [file.name for file in files] == ["LICENSE", "a.txt", "b.py"]
+  assert count_suffixes(skipped) == "1 .PNG and 1 .gz and 1 .jsonl and 1 .parquet"
+  assert expand_paths([str(tmp_path), str(tmp_path / "c.jsonl")], "", "")[1][0].name == "d.parquet"
+  for file in files:
+    file.unlink()
+  with pytest.raises(ValueError, match=r"gives no file \(only 1 .PNG and 1 .gz and 1 .jsonl"):
+    expand_paths([str(tmp_path)], "", "dataset_path")
+
+
+@pytest.mark.parametrize("suffix", ["", ".jsonl"])
+def test_a_compressed_file_is_an_error(tmp_path, suffix):
+  (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+  with pytest.raises(
+    ValueError, match=r"dataset_path: .*a\.jsonl\.gz is compressed: decompress it"
+  ):
+    expand_paths([str(tmp_path / "*")], suffix, "dataset_path")
+
+
 def test_stdlib_expands_to_the_standard_library_without_tests():
-  files = expand_paths(["stdlib"], "", "dataset_path")
+  files, _ = expand_paths(["stdlib"], "", "dataset_path")
   assert len(files) > 300
   assert not any("/test/" in str(file) or "site-packages" in str(file) for file in files)
   with pytest.raises(ValueError, match=r"gives no \*\.jsonl file"):

@@ -17,7 +17,9 @@ class DataConfig:
     choices=SOURCES,
   )
   dataset_path: tuple[str, ...] = field(
-    ("stdlib",), "Files, folders or globs; `stdlib` is Python's own standard library source."
+    ("stdlib",),
+    "Files, folders (of which those of dataset_type are read) or globs; `stdlib` is Python's own "
+    "standard library source.",
   )
   eval_dataset_path: tuple[str, ...] = field(
     (), "Held-out files, folders or globs; empty: a part of dataset_path is held out."
@@ -27,6 +29,12 @@ class DataConfig:
     "documents",
     "What is held out: whole `documents`, by a hash of their content, or the `tail` of the data.",
     choices=("documents", "tail"),
+  )
+  on_bad_row: str = field(
+    "error",
+    "Rows that cannot be read (text that is not UTF-8, invalid JSON, nulls, conversations that the "
+    "template rejects): `error`, or `skip`, which counts them.",
+    choices=("error", "skip"),
   )
   text_column: str = field("text", "Field or column with the text of jsonl and parquet data.")
   tokenizer_type: str = model_field("byte", "Tokenizer.", choices=TOKENIZERS)

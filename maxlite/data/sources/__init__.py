@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -11,8 +12,9 @@ import numpy as np
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.packing import DocumentWindows, PackedConversations, PackedDocuments, RowSource
+from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.chat import ConversationTokenizer, chat_documents, open_chat
-from maxlite.data.sources.file_paths import expand_paths
+from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.parquet import parquet_documents
 from maxlite.data.sources.synthetic import SyntheticRows
@@ -41,8 +43,9 @@ class DocumentRows(RowSource, Protocol):
 class DataSource:
   """Rows of both splits; `eval` is None if nothing is held out.
 
-  `num_bytes_V` is the number of bytes of text of each id (0 in synthetic data). `summary` is for
-  the log. `documents` are the held-out documents one by one, None if there are none.
+  `num_bytes_V` is the number of bytes of text of each id (0 in synthetic data). `summary` and
+  `files` (that were read) are for the log. `documents` are the held-out documents one by one, None
+  if there are none.
   """
 
   train: RowSource
@@ -50,6 +53,7 @@ class DataSource:
   num_bytes_V: np.ndarray
   summary: str
   documents: DocumentRows | None = None
+  files: str = ""
 
 
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
@@ -62,10 +66,16 @@ def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -
 
 
 def _text_source(
-  read: Reader, suffix: str, cfg: DataConfig, vocab_size: int, cache_directory: Path
+  read: Callable[..., Iterator[Iterator[bytes]]],
+  suffix: str,
+  cfg: DataConfig,
+  vocab_size: int,
+  cache_directory: Path,
 ) -> DataSource:
   length, tokenizer = cfg.max_target_length, _open_fitting_tokenizer(cfg, vocab_size)
-  data = _open_tokens(read, suffix, cfg, TextTokenizer(tokenizer), cache_directory)
+  text = TextTokenizer(tokenizer)
+  read = functools.partial(read, reject=build_reject(cfg.on_bad_row, text.counts))
+  data = _open_tokens(read, suffix, cfg, text, cache_directory)
   rows = lambda tokens, seed: PackedDocuments(tokens, length, seed)
   return _source(cfg, data, rows, DocumentWindows(data.eval, length), tokenizer, "documents")
 
@@ -78,8 +88,11 @@ def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Data
       f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} has no chat "
       "template: set chat_template_path to one that fits the model"
     )
-  conversations = ConversationTokenizer(chat, length + 1)
-  data = _open_tokens(chat_documents, ".jsonl", cfg, conversations, cache_directory)
+  counts: Counter[str] = Counter()
+  reject = build_reject(cfg.on_bad_row, counts)
+  conversations = ConversationTokenizer(chat, length + 1, counts, reject)
+  read = functools.partial(chat_documents, reject=reject)
+  data = _open_tokens(read, ".jsonl", cfg, conversations, cache_directory)
   rows = lambda tokens, seed: PackedConversations(tokens, length, seed, packing=cfg.packing)
   one_per_row = PackedConversations(data.eval, length, None, packing=False)
   return _source(cfg, data, rows, one_per_row, tokenizer, "conversations")
@@ -102,9 +115,15 @@ def _open_tokens(
   document_tokenizer: DocumentTokenizer,
   cache_directory: Path,
 ) -> TokenizedData:
-  files = expand_paths(cfg.dataset_path, suffix, "dataset_path")
-  eval_files = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
-  data = open_tokens(cfg, read, files, eval_files, document_tokenizer, cache_directory)
+  files, skipped = expand_paths(cfg.dataset_path, suffix, "dataset_path")
+  eval_files, eval_skipped = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
+  try:
+    data = open_tokens(cfg, read, files, eval_files, document_tokenizer, cache_directory)
+  except OSError as error:
+    raise UserError(f"cannot read the data, or write to {cache_directory}: {error}") from None
+  report = f"read {count_suffixes([*files, *eval_files])}"
+  if others := [*skipped, *eval_skipped]:
+    report += f"; skipped {count_suffixes(others)} (dataset_path=FOLDER/** reads any file)"
   num_train, num_eval = len(data.train.lengths), len(data.eval.lengths)
   if not num_train + num_eval:
     raise UserError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
@@ -114,7 +133,7 @@ def _open_tokens(
       f"({data.num_dropped} of dataset_path for being in eval_dataset_path): lower eval_fraction, "
       "set eval_split=tail or add files to dataset_path"
     )
-  return data
+  return dataclasses.replace(data, files=report)
 
 
 def _source(
@@ -126,7 +145,8 @@ def _source(
   unit: str,
 ) -> DataSource:
   seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
-  source = DataSource(rows(data.train, seed), None, tokenizer.num_bytes_V, _summary(data, unit))
+  train, summary = rows(data.train, seed), _summary(data, unit)
+  source = DataSource(train, None, tokenizer.num_bytes_V, summary, files=data.files)
   if not len(data.eval.lengths):
     return source
   # Held-out documents keep the order of the files, so that runs are compared on the same rows.

@@ -12,6 +12,7 @@ import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
+from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
@@ -115,10 +116,11 @@ class ConversationTokenizer:
 
   dtype = np.dtype(np.uint32)
 
-  def __init__(self, chat: ChatEncoder, max_length: int) -> None:
-    self._chat, self._max_length = chat, max_length
+  def __init__(
+    self, chat: ChatEncoder, max_length: int, counts: Counter[str], reject: Reject
+  ) -> None:
+    self._chat, self._max_length, self.counts, self._reject = chat, max_length, counts, reject
     self.identity = f"chat {chat.identity} up to {max_length}"
-    self.counts: Counter[str] = Counter()
 
   def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
     """Yield the documents of one of `chat_documents`; none if it has nothing to learn."""
@@ -126,7 +128,8 @@ class ConversationTokenizer:
     try:
       texts = list(self._chat.encode(json.loads(messages)))
     except ValueError as error:
-      raise UserError(f"{place.decode()}: {error}") from None
+      self._reject(UserError(f"{place.decode()}: {error}"))
+      return
     self.counts["added, as each answer is a document"] += len(texts) - 1
     for ids, is_answer in texts:
       is_cut = len(ids) > self._max_length
@@ -138,20 +141,18 @@ class ConversationTokenizer:
 
 
 def chat_documents(
-  file: Path, _column: str, start: float, stop: float
+  file: Path, _column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
   """Yield (messages as JSON, `FILE:LINE`) for the fraction [start, stop) of the lines of `file`.
 
   A line has `messages`, or a `prompt` and its `completion`, each a string or a list of messages.
-
-  Raises:
-    UserError: a line has neither; names file and line.
+  Rejects lines that have neither, by file and line.
   """
-  for place, record in read_objects(file, start, stop):
-    yield iter([json.dumps(_messages(record, place)).encode(), place.encode()])
+  document = lambda row: iter([json.dumps(_messages(*row)).encode(), row[0].encode()])
+  return convert_rows(read_objects(file, start, stop, reject), document, reject)
 
 
-def _messages(record: Mapping[str, Any], place: str) -> list[Message]:
+def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
   if "messages" in record:
     return checked_messages(record["messages"], f"{place}: messages")
   if not {"prompt", "completion"} <= set(record):

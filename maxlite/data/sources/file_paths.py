@@ -1,7 +1,9 @@
 """Expansion of `dataset_path` entries to files."""
 
 import glob
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,36 +11,68 @@ from maxlite.config.errors import UserError
 
 STDLIB = "stdlib"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_COMPRESSED = re.compile(r"\.(gz|tgz|bz2|xz|zst|zip|7z)", re.IGNORECASE)
+# In a folder, a file with any other suffix is text.
+_NOT_TEXT = re.compile(
+  rf"{_COMPRESSED.pattern}|\.(jsonl|parquet|arrow|tar|bin|np[yz]|pth?|safetensors|gguf|h5|pkl|db|"
+  r"sqlite|pdf|docx?|xlsx?|pptx?|png|jpe?g|gif|webp|bmp|tiff?|ico|mp[34]|wav|flac|ogg|mov|avi|"
+  r"ttf|woff2?|so|o|a|dll|dylib|exe|pyc|class|jar|wasm)",
+  re.IGNORECASE,
+)
 
 
-def expand_paths(entries: Iterable[str], suffix: str, key: str) -> list[Path]:
+def expand_paths(entries: Iterable[str], suffix: str, key: str) -> tuple[list[Path], list[Path]]:
   """Expand files, folders and globs, in order and without duplicates.
 
-  A folder yields its visible files with `suffix`, and `stdlib` the sources of Python's library.
+  A folder yields its visible files with `suffix` (those of text if it is empty), and `stdlib` the
+  sources of Python's library.
+
+  Returns:
+    The files, and the other visible files of the folders.
 
   Raises:
-    UserError: an entry of the config key `key` yields no file.
+    UserError: an entry of the config key `key` yields no file, or a compressed one.
   """
   files: dict[Path, None] = {}
+  skipped: list[Path] = []
   for entry in entries:
-    found = _expand(entry, suffix)
+    found, others = _expand(entry, suffix)
     if not found:
       kind = f"*{suffix} file" if suffix else "file"
-      raise UserError(f"{key}: {entry!r} gives no {kind}: name a file, a folder or a glob")
-    files.update(dict.fromkeys(found))
-  return list(files)
+      only = f" (only {count_suffixes(others)})" if others else ""
+      raise UserError(f"{key}: {entry!r} gives no {kind}{only}: name a file, a folder or a glob")
+    if compressed := [file for file in found if _COMPRESSED.fullmatch(file.suffix)]:
+      raise UserError(f"{key}: {compressed[0]} is compressed: decompress it")
+    files.update((file.resolve(), None) for file in found)
+    skipped += others
+  return list(files), [file for file in skipped if file.resolve() not in files]
 
 
-def _expand(entry: str, suffix: str) -> list[Path]:
+def count_suffixes(files: Iterable[Path]) -> str:
+  """The number of files by suffix: `3 .py and 12 .txt`."""
+  counts = sorted(Counter(file.suffix or "without suffix" for file in files).items())
+  return " and ".join(f"{count:,} {suffix}" for suffix, count in counts)
+
+
+def _expand(entry: str, suffix: str) -> tuple[list[Path], list[Path]]:
+  """(files of an entry, other files of a folder)"""
   if entry == STDLIB:
-    return _stdlib_files() if not suffix else []
+    return (_stdlib_files() if not suffix else []), []
   path = Path(entry).expanduser()
-  if path.is_dir():
-    return sorted(file.resolve() for file in path.rglob(f"*{suffix}") if _is_visible(file, path))
-  if path.is_file():
-    return [path.resolve()]
-  matches = map(Path, glob.glob(str(path), recursive=True))
-  return sorted(match.resolve() for match in matches if match.is_file())
+  if not path.is_dir():
+    matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+    return _sorted(match for match in matches if match.is_file()), []
+  visible = [file for file in path.rglob("*") if _is_visible(file, path)]
+  wanted = {file for file in visible if _has_format(file, suffix)}
+  return _sorted(wanted), _sorted(file for file in visible if file not in wanted)
+
+
+def _sorted(files: Iterable[Path]) -> list[Path]:
+  return sorted(files, key=Path.resolve)
+
+
+def _has_format(file: Path, suffix: str) -> bool:
+  return file.name.endswith(suffix) if suffix else not _NOT_TEXT.fullmatch(file.suffix)
 
 
 def _is_visible(file: Path, folder: Path) -> bool:

@@ -6,26 +6,31 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 
 
 def jsonl_documents(
-  file: Path, column: str, start: float, stop: float
+  file: Path, column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
   """Read the documents in the fraction [start, stop) of the lines of `file`, skipping blank lines.
 
-  Raises:
-    UserError: a line is not an object with a string in `column`; names file and line.
+  Rejects lines that are not an object with a string in `column`, by file and line.
   """
-  for place, record in read_objects(file, start, stop):
-    yield iter([_text(record, column, place)])
+  document = lambda row: iter([_text(row[1], column, row[0])])
+  return convert_rows(read_objects(file, start, stop, reject), document, reject)
 
 
-def read_objects(file: Path, start: float, stop: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_objects(
+  file: Path, start: float, stop: float, reject: Reject = raise_error
+) -> Iterator[tuple[str, dict[str, Any]]]:
   """Yield (`FILE:LINE`, object) for the fraction [start, stop) of the lines, except blank ones.
 
-  Raises:
-    UserError: a line is not a JSON object.
+  Rejects lines that are not a JSON object.
   """
+  return convert_rows(_lines(file, start, stop), _object, reject)
+
+
+def _lines(file: Path, start: float, stop: float) -> Iterator[tuple[str, bytes]]:
   begin, end = 0, None
   if (start, stop) != (0, 1):
     with file.open("rb") as lines:
@@ -36,18 +41,18 @@ def read_objects(file: Path, start: float, stop: float) -> Iterator[tuple[str, d
       if number == end:
         return
       if number >= begin and not line.isspace():
-        place = f"{file}:{number + 1}"
-        yield place, _object(line, place)
+        yield f"{file}:{number + 1}", line
 
 
-def _object(line: bytes, place: str) -> dict[str, Any]:
+def _object(row: tuple[str, bytes]) -> tuple[str, dict[str, Any]]:
+  place, line = row
   try:
     record = json.loads(line)
   except (ValueError, RecursionError) as error:
     raise UserError(f"{place}: not JSON ({error}): fix or remove the line") from None
   if not isinstance(record, dict):
     raise UserError(f"{place}: not a JSON object: write {{...}} in each line")
-  return record
+  return place, record
 
 
 def _text(record: dict[str, Any], column: str, place: str) -> bytes:

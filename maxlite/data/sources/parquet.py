@@ -4,18 +4,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maxlite.config.errors import UserError
+from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 
-_BATCH_ROWS = 256
+_BATCH_ROWS = 16  # decoded at once; a row of a small file may be megabytes
 
 
 def parquet_documents(
-  file: Path, column: str, start: float, stop: float
+  file: Path, column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
-  """Read the documents in the fraction [start, stop) of the rows of `file`, skipping nulls.
+  """Read the documents in the fraction [start, stop) of the rows of `file`; rejects nulls.
 
   Raises:
-    UserError: pyarrow is missing, or `file` is not parquet with strings in `column`.
+    UserError: pyarrow is missing, or `file` is damaged or has no strings in `column`.
   """
+  return convert_rows(_rows(file, column, start, stop), _document, reject)
+
+
+def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
+  place, text = row
+  if text is None:
+    raise UserError(f"{place}: null")
+  return iter([text.encode()])
+
+
+def _rows(file: Path, column: str, start: float, stop: float) -> Iterator[tuple[str, str | None]]:
+  """Yield (place, value of `column`) of each row in a fraction of the file."""
   try:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -23,7 +36,7 @@ def parquet_documents(
     raise UserError("dataset_type=parquet needs a package: pip install pyarrow") from None
   try:
     table = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
-  except pa.ArrowInvalid as error:
+  except (pa.ArrowException, OSError) as error:
     raise UserError(f"{file}: not a parquet file ({error})") from None
   with table:
     names = table.schema_arrow.names
@@ -35,7 +48,10 @@ def parquet_documents(
     num_rows = table.metadata.num_rows
     selected = range(int(num_rows * start), int(num_rows * stop))
     batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=[column])
-    texts = (text for batch in batches for text in batch.column(0).to_pylist())
-    for number, text in enumerate(texts):
-      if number in selected and text is not None:
-        yield iter([text.encode()])
+    texts = (text for batch in batches for text in batch.column(0))
+    try:
+      for number, text in enumerate(texts):
+        if number in selected:
+          yield f"{file}: row {number + 1}", text.as_py()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+      raise UserError(f"{file}: damaged ({error}): replace the file") from None

@@ -5,17 +5,41 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from maxlite.config.errors import UserError
+from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
+
 PIECE_BYTES = 1 << 18
 
 
 def text_documents(
-  file: Path, _column: str, start: float, stop: float
+  file: Path, _column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
-  """Read the fraction [start, stop) of the bytes of `file` as one document."""
+  """Read the fraction [start, stop) of the bytes of `file` as one document.
+
+  Rejects lines that are not UTF-8, by file and byte.
+  """
   size = file.stat().st_size
   with file.open("rb") as stream:
     begin, end = (_character_start(stream, int(size * share)) for share in (start, stop))
-    yield _pieces(stream, begin, end)
+    yield _valid(_pieces(stream, begin, end), file, begin, reject)
+
+
+def _valid(pieces: Iterator[bytes], file: Path, begin: int, reject: Reject) -> Iterator[bytes]:
+  """Yield pieces that start at byte `begin` of `file`, without rejected lines."""
+
+  def validate(line: bytes) -> bytes:
+    nonlocal begin
+    begin += len(line)
+    try:
+      line.decode()
+    except UnicodeDecodeError as error:
+      place = begin - len(line) + error.start
+      raise UserError(f"{file}: byte {place} is not UTF-8: convert the file") from None
+    return line
+
+  for piece in pieces:
+    if lines := list(convert_rows(piece.splitlines(keepends=True), validate, reject)):
+      yield b"".join(lines)
 
 
 def _character_start(stream: BinaryIO, offset: int) -> int:
