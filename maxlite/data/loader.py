@@ -64,9 +64,8 @@ class DataLoader:
     """
     documents = self.source.documents
     if documents is None:
-      no_documents = (
-        f"dataset_type={self.cfg.dataset_type} has no documents: set eval_documents=false"
-      )
+      kind = f"dataset_type={self.cfg.dataset_type}"
+      no_documents = f"{kind} has no documents: set eval_documents=false"
       raise UserError(no_documents if self.source.eval else _NO_EVAL_DATA)
     order, size = grain.MapDataset.range(len(documents)), self.global_batch_size
     batches = HostBatches(order, documents, size, self.rows)

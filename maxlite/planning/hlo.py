@@ -109,12 +109,8 @@ class Module:
   @cached_property
   def unknown_loops(self) -> int:
     """Number of loops whose length is not in the text."""
-    return sum(
-      self._trip_count(self.computations[name], instruction) is None
-      for name in self.runs
-      for instruction in self.computations[name].instructions.values()
-      if instruction.opcode == "while"
-    )
+    loops = ((within, loop) for within, loop, _ in self.executed() if loop.opcode == "while")
+    return sum(self._trip_count(within, loop) is None for within, loop in loops)
 
   def executed(self) -> Iterator[tuple[Computation, Instruction, Executions]]:
     """Yield every instruction that runs."""

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -32,13 +30,6 @@ from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 _SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
 
 
-class DocumentRows(RowSource, Protocol):
-  """Rows that each hold (part of) one document: row i of document `document_N[i]`, from 0."""
-
-  @property
-  def document_N(self) -> np.ndarray: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class DataSource:
   """Rows of both splits; `eval` is None if nothing is held out.
@@ -52,7 +43,7 @@ class DataSource:
   eval: RowSource | None
   num_bytes_V: np.ndarray
   summary: str
-  documents: DocumentRows | None = None
+  documents: DocumentWindows | PackedConversations | None = None
   files: str = ""
 
 
@@ -88,10 +79,8 @@ def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Data
       f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} has no chat "
       "template: set chat_template_path to one that fits the model"
     )
-  counts: Counter[str] = Counter()
-  reject = build_reject(cfg.on_bad_row, counts)
-  conversations = ConversationTokenizer(chat, length + 1, counts, reject)
-  read = functools.partial(chat_documents, reject=reject)
+  conversations = ConversationTokenizer(chat, length + 1, cfg.on_bad_row)
+  read = functools.partial(chat_documents, reject=conversations.reject)
   data = _open_tokens(read, ".jsonl", cfg, conversations, cache_directory)
   rows = lambda tokens, seed: PackedConversations(tokens, length, seed, packing=cfg.packing)
   one_per_row = PackedConversations(data.eval, length, None, packing=False)
@@ -140,7 +129,7 @@ def _source(
   cfg: DataConfig,
   data: TokenizedData,
   rows: Callable[[Tokens, int | None], RowSource],
-  documents: DocumentRows,
+  documents: DocumentWindows | PackedConversations,
   tokenizer: Tokenizer,
   unit: str,
 ) -> DataSource:

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
-from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
+from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
@@ -116,10 +116,10 @@ class ConversationTokenizer:
 
   dtype = np.dtype(np.uint32)
 
-  def __init__(
-    self, chat: ChatEncoder, max_length: int, counts: Counter[str], reject: Reject
-  ) -> None:
-    self._chat, self._max_length, self.counts, self._reject = chat, max_length, counts, reject
+  def __init__(self, chat: ChatEncoder, max_length: int, on_bad_row: str) -> None:
+    self._chat, self._max_length = chat, max_length
+    self.counts: Counter[str] = Counter()
+    self.reject = build_reject(on_bad_row, self.counts)
     self.identity = f"chat {chat.identity} up to {max_length}"
 
   def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
@@ -128,7 +128,7 @@ class ConversationTokenizer:
     try:
       texts = list(self._chat.encode(json.loads(messages)))
     except ValueError as error:
-      self._reject(UserError(f"{place.decode()}: {error}"))
+      self.reject(UserError(f"{place.decode()}: {error}"))
       return
     self.counts["added, as each answer is a document"] += len(texts) - 1
     for ids, is_answer in texts:
@@ -154,7 +154,7 @@ def chat_documents(
 
 def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
   if "messages" in record:
-    return checked_messages(record["messages"], f"{place}: messages")
+    return _checked(record["messages"], f"{place}: messages")
   if not {"prompt", "completion"} <= set(record):
     raise UserError(
       f"{place}: neither `messages` nor `prompt` and `completion` among {sorted(record)}: write "
@@ -164,16 +164,12 @@ def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
   for name, role in (("prompt", "user"), ("completion", "assistant")):
     value = record[name]
     value = [{"role": role, "content": value}] if isinstance(value, str) else value
-    messages += checked_messages(value, f"{place}: {name}")
+    messages += _checked(value, f"{place}: {name}")
   return messages
 
 
-def checked_messages(messages: Any, place: str) -> list[Message]:
-  """Return `messages` if it is a list of {"role": ..., "content": ..., ...}.
-
-  Raises:
-    UserError: it is not; names `place`.
-  """
+def _checked(messages: Any, place: str) -> list[Message]:
+  """Return `messages` if it is a list of {"role": ..., "content": ..., ...}."""
   if not isinstance(messages, list) or not messages:
     raise UserError(f"{place} must be a list of at least one message")
   for n, message in enumerate(messages, start=1):

@@ -1,6 +1,7 @@
 """Expansion of `dataset_path` entries to files."""
 
 import glob
+import itertools
 import re
 import sysconfig
 from collections import Counter
@@ -55,32 +56,19 @@ def count_suffixes(files: Iterable[Path]) -> str:
 
 
 def _expand(entry: str, suffix: str) -> tuple[list[Path], list[Path]]:
-  """(files of an entry, other files of a folder)"""
+  """(files of an entry, other visible files of a folder)"""
   if entry == STDLIB:
-    return (_stdlib_files() if not suffix else []), []
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    sources = [] if suffix else sorted(root.rglob("*.py"))
+    is_excluded = lambda file: _NOT_STDLIB.intersection(file.relative_to(root).parts)
+    return [file for file in sources if not is_excluded(file)], []
   path = Path(entry).expanduser()
-  if not path.is_dir():
-    matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
-    return _sorted(match for match in matches if match.is_file()), []
-  visible = [file for file in path.rglob("*") if _is_visible(file, path)]
-  wanted = {file for file in visible if _has_format(file, suffix)}
-  return _sorted(wanted), _sorted(file for file in visible if file not in wanted)
-
-
-def _sorted(files: Iterable[Path]) -> list[Path]:
-  return sorted(files, key=Path.resolve)
-
-
-def _has_format(file: Path, suffix: str) -> bool:
-  return file.name.endswith(suffix) if suffix else not _NOT_TEXT.fullmatch(file.suffix)
-
-
-def _is_visible(file: Path, folder: Path) -> bool:
-  hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-  return file.is_file() and not hidden
-
-
-def _stdlib_files() -> list[Path]:
-  root = Path(sysconfig.get_path("stdlib")).resolve()
-  files = root.rglob("*.py")
-  return sorted(f for f in files if not _NOT_STDLIB.intersection(f.relative_to(root).parts))
+  if path.is_dir():
+    is_hidden = lambda file: any(part[0] == "." for part in file.relative_to(path).parts)
+    visible = [file for file in path.rglob("*") if file.is_file() and not is_hidden(file)]
+    visible.sort(key=Path.resolve)
+    is_text = lambda file: not _NOT_TEXT.fullmatch(file.suffix)
+    is_read = (lambda file: file.name.endswith(suffix)) if suffix else is_text
+    return list(filter(is_read, visible)), list(itertools.filterfalse(is_read, visible))
+  matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+  return sorted((match for match in matches if match.is_file()), key=Path.resolve), []
