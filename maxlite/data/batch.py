@@ -55,13 +55,10 @@ def local_rows(sharding: jax.sharding.Sharding, global_shape: tuple[int, int]) -
   return contiguous_rows((index[0] for index in indices if index is not None), global_shape[0])
 
 
-def to_global(
-  local: Batch, sharding: jax.sharding.Sharding, global_shape: tuple[int, int]
-) -> Batch:
+def to_global(local: Batch, sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> Batch:
   """Assemble the global Batch from each host's `local_rows` (numpy, all positions)."""
-  return jax.tree.map(
-    lambda x_BT: jax.make_array_from_process_local_data(sharding, x_BT, global_shape), local
-  )
+  place = lambda x_BT: jax.make_array_from_process_local_data(sharding, x_BT, shape)
+  return jax.tree.map(place, local)
 
 
 def interleave(x: jax.Array, num_parts: int) -> jax.Array:

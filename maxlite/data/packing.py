@@ -96,9 +96,7 @@ class PackedConversations:
   Without `packing`, `document_N` is the document of each row.
   """
 
-  def __init__(
-    self, tokens: Tokens, row_length: int, order_seed: int | None, *, packing: bool
-  ) -> None:
+  def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None, *, packing: bool):
     offsets, lengths = _ordered_documents(tokens, order_seed)
     row_of = first_fit(lengths - 1, row_length) if packing else np.arange(len(lengths))
     by_row = np.argsort(row_of, kind="stable")
@@ -118,9 +116,8 @@ class PackedConversations:
     documents = slice(*self._bounds[index : index + 2].tolist())
     offsets, lengths = self._offsets[documents], self._lengths[documents]
     read = list(map(self._file.read, offsets.tolist(), lengths.tolist()))
-    inputs, targets = (
-      np.concatenate([ids[part] for ids in read]) for part in (slice(-1), slice(1, None))
-    )
+    inputs = np.concatenate([ids[:-1] for ids in read])
+    targets = np.concatenate([ids[1:] for ids in read])
     unmasked = lambda ids: (ids & ~LOSS_MASK_BIT).astype(np.int32)
     row = pad_row(unmasked(inputs), unmasked(targets), lengths - 1, self._row_length)
     row["weight_BT"][: len(targets)] = targets & LOSS_MASK_BIT > 0

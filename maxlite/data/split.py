@@ -8,9 +8,9 @@ from pathlib import Path
 
 from maxlite.config.schema import DataConfig
 
-# (file, column, start, stop) -> the documents in the fraction [start, stop) of a file, each as an
-# iterator over pieces, which must be consumed before the next document is requested.
-Reader = Callable[[Path, str, float, float], Iterator[Iterator[bytes]]]
+# (file, column, start, stop, reject) -> the documents in the fraction [start, stop) of a file, each
+# as an iterator over pieces, which must be consumed before the next document is requested.
+Reader = Callable[..., Iterator[Iterator[bytes]]]
 Document = tuple[bytes, Iterator[bytes]]  # its first piece, and all of its pieces
 SplitDocuments = Iterator[tuple[str, Iterator[bytes]]]
 

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -93,32 +93,32 @@ def open_tokens(
   read: Reader,
   files: list[Path],
   eval_files: list[Path],
-  document_tokenizer: DocumentTokenizer,
+  tokenizer: DocumentTokenizer,
   cache_directory: Path,
 ) -> TokenizedData:
   """Open the tokenized files, tokenizing them first if the cache does not hold them."""
-  folder = cache_directory / _key(cfg, files, eval_files, document_tokenizer)
+  folder = cache_directory / _key(cfg, files, eval_files, tokenizer)
   sources = [*files, *eval_files]
   if damage := _damage(folder, sources):
     if folder.exists():
       log.warning("%s is rebuilt: %s", folder, damage)
-    _tokenize(split_documents(cfg, read, files, eval_files), document_tokenizer, folder, sources)
+    _tokenize(split_documents(cfg, read, files, eval_files), tokenizer, folder, sources)
     if damage := _damage(folder, sources):
       raise UserError(f"{folder} has just been written: {damage}: check the disk")
   meta = json.loads((folder / "meta.json").read_bytes())
   train, held_out = (
-    Tokens(path, document_tokenizer.dtype, meta["digests"][name], np.load(lengths_path))
+    Tokens(path, tokenizer.dtype, meta["digests"][name], np.load(lengths_path))
     for name, (path, lengths_path) in _split_files(folder).items()
   )
   return TokenizedData(train, held_out, meta["num_dropped"], meta["counts"])
 
 
 def _key(
-  cfg: DataConfig, files: list[Path], eval_files: list[Path], document_tokenizer: DocumentTokenizer
+  cfg: DataConfig, files: list[Path], eval_files: list[Path], tokenizer: DocumentTokenizer
 ) -> str:
   facts = (
     _FORMAT,
-    document_tokenizer.identity,
+    tokenizer.identity,
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
     # Data without a bad row are the same under either policy, and older caches lack it.
     *(["on_bad_row=skip"] if cfg.on_bad_row == "skip" else []),
@@ -138,8 +138,8 @@ def _damage(folder: Path, sources: list[Path]) -> str:
   All files are compared with the digests of meta.json if any was touched since the last comparison.
   st_ctime_ns shows that: unlike the time of modification, it cannot be set.
   """
-  meta_path, verified_path = folder / "meta.json", folder / "verified"
-  files = [meta_path, *itertools.chain(*_split_files(folder).values()), *sources]
+  meta_path, verified_path, splits = folder / "meta.json", folder / "verified", _split_files(folder)
+  files = [meta_path, *itertools.chain(*splits.values()), *sources]
   try:
     stamp = str([(str(file), file.stat().st_ctime_ns) for file in files])
     if verified_path.exists() and verified_path.read_text() == stamp:
@@ -147,11 +147,9 @@ def _damage(folder: Path, sources: list[Path]) -> str:
     meta = json.loads(meta_path.read_bytes())
     digests = {Path(file): digest for file, digest in meta.get("sources", {}).items()}
     changed = [file for file, digest in digests.items() if _digest(file) != digest]
-    changed += [
-      path
-      for name, (path, lengths_path) in _split_files(folder).items()
-      if _digest(path, np.load(lengths_path).tobytes()) != meta["digests"][name]
-    ]
+    for name, (path, lengths_path) in splits.items():
+      if _digest(path, np.load(lengths_path).tobytes()) != meta["digests"][name]:
+        changed.append(path)
   except Exception as error:  # damaged files can raise anything
     return f"it is incomplete or damaged ({error})"
   if changed:
@@ -170,18 +168,16 @@ def _digest(file: Path, end: bytes = b"") -> str:
 
 
 def _tokenize(
-  documents: SplitDocuments,
-  document_tokenizer: DocumentTokenizer,
-  folder: Path,
-  sources: list[Path],
+  documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path, sources: list[Path]
 ) -> None:
   _remove_stale(folder.parent)
   log.info("tokenizing once into %s", folder)
   partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
   partial.mkdir(parents=True)
   try:
-    digests = {str(file): _digest(file) for file in sources}
-    _write(documents, document_tokenizer, partial, digests)
+    source_digests = {str(file): _digest(file) for file in sources}
+    meta = {"sources": source_digests, **_write(documents, tokenizer, partial)}
+    (partial / "meta.json").write_text(json.dumps(meta))
     if folder.exists() and _damage(folder, sources):
       shutil.rmtree(folder)
     try:
@@ -201,54 +197,27 @@ def _remove_stale(cache_directory: Path) -> None:
       shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(
-  documents: SplitDocuments,
-  document_tokenizer: DocumentTokenizer,
-  folder: Path,
-  source_digests: dict[str, str],
-) -> None:
-  writers = {name: _SplitWriter(folder, name, document_tokenizer) for name in SPLITS}
+def _write(documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path) -> dict[str, Any]:
+  """Write the files of both splits; return what meta.json records of them."""
   num_dropped = 0
-  try:
+  lengths = {name: array.array("q") for name in SPLITS}  # 8 bytes of memory per document
+  with contextlib.ExitStack() as stack:
+    files = {
+      name: stack.enter_context(path.open("wb", buffering=1 << 20))
+      for name, (path, _) in _split_files(folder).items()
+    }
     for name, pieces in documents:
       if name == "dropped":
         num_dropped += 1
-      else:
-        writers[name].add(pieces)
-  finally:
-    digests = {name: writer.close() for name, writer in writers.items()}
-  counts = {"num_dropped": num_dropped, "counts": document_tokenizer.counts}
-  meta = {"digests": digests, "sources": source_digests, **counts}
-  (folder / "meta.json").write_text(json.dumps(meta))
-
-
-class _SplitWriter:
-  """Appends documents to NAME.bin; memory grows by 8 bytes per document."""
-
-  def __init__(self, folder: Path, name: str, document_tokenizer: DocumentTokenizer) -> None:
-    self._lengths_path = folder / f"{name}_lengths.npy"
-    self._file = (folder / f"{name}.bin").open("wb", buffering=1 << 20)
-    self._tokenizer = document_tokenizer
-    self._lengths = array.array("q")
-    self._digest = hashlib.blake2b(digest_size=16)
-
-  def add(self, pieces: Iterator[bytes]) -> None:
-    for document in self._tokenizer.encode(pieces):
-      self._lengths.append(sum(map(self._append, document)))
-
-  def _append(self, ids: np.ndarray) -> int:
-    data = ids.astype(self._tokenizer.dtype).tobytes()
-    self._file.write(data)
-    self._digest.update(data)
-    return len(ids)
-
-  def close(self) -> str:
-    """Write the lengths, and return the digest of ids and lengths."""
-    self._file.close()
-    lengths = np.asarray(self._lengths, np.int64)
-    np.save(self._lengths_path, lengths)
-    self._digest.update(lengths.tobytes())
-    return self._digest.hexdigest()
+        continue
+      for document in tokenizer.encode(pieces):
+        written = (files[name].write(ids.astype(tokenizer.dtype).tobytes()) for ids in document)
+        lengths[name].append(sum(written) // tokenizer.dtype.itemsize)
+  digests = {}
+  for name, (path, lengths_path) in _split_files(folder).items():
+    np.save(lengths_path, np.asarray(lengths[name], np.int64))
+    digests[name] = _digest(path, lengths[name].tobytes())
+  return {"digests": digests, "num_dropped": num_dropped, "counts": tokenizer.counts}
 
 
 class TokenFile:

@@ -85,12 +85,10 @@ class _Step:
     Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
     MPICH (2005), section 4, for the bytes a device sends (`SENT_PER_BYTE`).
     """
-    sizes, degrees = self.sharder.mesh.shape, self.slices
-    across = tuple(axis for axis in sizes if axis in mesh_axes and degrees.get(axis, 1) > 1)
-    inside = tuple(
-      axis for axis in sizes if axis in mesh_axes and sizes[axis] > degrees.get(axis, 1)
-    )
-    between = math.prod(degrees[axis] for axis in across)
+    sizes, degree = self.sharder.mesh.shape, lambda axis: self.slices.get(axis, 1)
+    across = tuple(axis for axis in sizes if axis in mesh_axes and degree(axis) > 1)
+    inside = tuple(axis for axis in sizes if axis in mesh_axes and sizes[axis] > degree(axis))
+    between = math.prod(map(degree, across))
     within = self.size(mesh_axes) // between
     share = payload / within
     sent_within, sent_between = (SENT_PER_BYTE[kind](size) for size in (within, between))

@@ -63,7 +63,7 @@ def collectives(
       groups = _groups(instruction, prod(mesh_shape.values()))
       size, mesh_axes = groups.shape[-1], _mesh_axes(groups, mesh_shape)
     if size > 1:
-      payload = _payload_bytes(computation, instruction, kind, size)
+      payload = _payload_bytes(computation.operands(instruction), kind, size)
       sent = payload * SENT_PER_BYTE[kind](size)
       total = (runs.times, runs.times * payload, runs.times * sent)
       found.append(Collective(kind, mesh_axes, *total, between_slices is not None))
@@ -85,10 +85,7 @@ def _kind_between_slices(instruction: Instruction) -> str | None:
   return kind if kind in SENT_PER_BYTE else None
 
 
-def _payload_bytes(
-  computation: Computation, instruction: Instruction, kind: str, group_size: int
-) -> float:
-  operands = computation.operands(instruction)
+def _payload_bytes(operands: Iterable[Instruction], kind: str, group_size: int) -> float:
   sizes = [operand.num_bytes for operand in operands if operand.opcode != "after-all"]
   if kind == "ragged-all-to-all":
     # The rows to send and the receive buffer, the larger of which is partly empty.

@@ -1,6 +1,7 @@
 """Cost of one step of a compiled program on a device: matmul FLOPs and HBM bytes."""
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -50,10 +51,7 @@ def _filled_shares(module: Module) -> dict[int, float]:
   return shares
 
 
-def _share_of_kernel(
-  computation: Computation, instruction: Instruction, filled: dict[int, float]
-) -> float:
-  operands = computation.operands(instruction)
+def _share_of_kernel(operands: Iterable[Instruction], filled: dict[int, float]) -> float:
   rows = {array.shape[0] for operand in operands for array in operand.arrays if array.shape}
   return min((filled[n] for n in rows if n in filled), default=1.0)
 
@@ -68,7 +66,7 @@ def _flops(
     return _dot_flops(computation, instruction)
   if instruction.opcode == "custom-call":
     if cost := kernel_cost(computation, instruction):
-      return cost.flops * _share_of_kernel(computation, instruction, filled)
+      return cost.flops * _share_of_kernel(computation.operands(instruction), filled)
     if _GEMMS.search(instruction.attributes):
       return _dot_flops(computation, instruction)
     if _KERNELS.search(instruction.attributes) and len(instruction.operands) > 1:
@@ -92,13 +90,10 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
   window = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window")))
   for axis, label in enumerate(sorted(set(out_labels) - {"b", "f"})):
     at = {name: numbers.split("x")[axis] for name, numbers in window.items()}
-    flops *= _positions(
-      out[out_labels.index(label)],
-      rhs[rhs_labels.index(label)],
-      lhs[lhs_labels.index(label)],
-      {name: int(at.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")},
-      int(at.get("pad", "0_0").split("_")[0]),
-    )
+    sides = ((out, out_labels), (rhs, rhs_labels), (lhs, lhs_labels))
+    sizes = (shape[labels.index(label)] for shape, labels in sides)
+    step = {name: int(at.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")}
+    flops *= _positions(*sizes, step, int(at.get("pad", "0_0").split("_")[0]))
   return flops
 
 
@@ -128,9 +123,9 @@ def hbm_bytes(module: Module) -> float:
 def _traffic(
   module: Module, computation: Computation, instruction: Instruction, filled: dict[int, float]
 ) -> float:
-  if cost := kernel_cost(computation, instruction):
-    return cost.num_bytes * _share_of_kernel(computation, instruction, filled)
   operands = computation.operands(instruction)
+  if cost := kernel_cost(computation, instruction):
+    return cost.num_bytes * _share_of_kernel(operands, filled)
   if instruction.opcode == "fusion":
     (fused,) = module.called(instruction)
     reads = [_share_read(fused, i) * _in_hbm(operand) for i, operand in enumerate(operands)]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
@@ -61,6 +60,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   trained, _ = objective.partition.split(state.params)
   saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
   num_layers = model.base_num_decoder_layers
+  num_stacked = lambda activation: activation.length if model.scan_layers else 1
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
   tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
   return MemoryEstimate(
@@ -69,9 +69,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     saved_activations=sum(activation.num_bytes for activation in saved),
     gradients=bytes_per_device(trained) * (1 if num_micro == 1 else 2),
     layer_activations=sum(activation.num_bytes for activation in in_layers) / num_layers,
-    layer_gradient=max(
-      (a.num_bytes / (a.length if model.scan_layers else 1) for a in in_layers), default=0.0
-    ),
+    layer_gradient=max((a.num_bytes / num_stacked(a) for a in in_layers), default=0.0),
     layer_weights=_largest_layer(trainer) * weight_and_gradient_bytes,
     unembedding=model.base_emb_dim * vocab * weight_and_gradient_bytes,
     logits=2 * _FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
@@ -85,10 +83,8 @@ def num_token_shards(sharder: Sharder) -> int:
 
 def bytes_per_device(tree: Any) -> int:
   """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
-  return sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-    for leaf in jax.tree.leaves(tree)
-  )
+  size = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+  return sum(map(size, jax.tree.leaves(tree)))
 
 
 def activations(residuals_of: Callable[[int], Any], rows: int, num_shards: int) -> list[Activation]:

@@ -63,9 +63,8 @@ def comm_lines(estimated: Sequence[Collective], found: Sequence[Collective] | No
   names = sorted({*tables[0], *tables[-1]}, key=lambda name: -tables[-1].get(name, 0.0))
   titles = ("estimate", "compiled")[: len(tables)]
   lines = [f"{'GB sent per device':<26}" + "".join(f"{title:>10}" for title in titles)]
-  for name in names:
-    lines.append(f"{name:<26}" + "".join(f"{table.get(name, 0.0) / GB:>10.3f}" for table in tables))
-  return lines if names else []
+  cells = lambda name: "".join(f"{table.get(name, 0.0) / GB:>10.3f}" for table in tables)
+  return [*lines, *(f"{name:<26}{cells(name)}" for name in names)] if names else []
 
 
 def sent_by_axes(collectives: Sequence[Collective]) -> dict[str, float]:

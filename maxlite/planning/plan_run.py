@@ -46,10 +46,8 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
     topology = cfg.plan.compile_topology
     _CONSOLE.print(f"estimate only: compiling for {topology} needs {target.missing}")
     compiles = False
-  successes = [
-    _plan_step(target, n, compiles=compiles) for n in range(len(target.trainer.objectives))
-  ]
-  return 0 if all(successes) else 1
+  phases = range(len(target.trainer.objectives))
+  return 0 if all([_plan_step(target, phase, compiles=compiles) for phase in phases]) else 1
 
 
 def run_phase_plan(cfg: Config) -> int:
@@ -104,10 +102,9 @@ def _plan_step(target: PlanTarget, phase: int, *, compiles: bool) -> bool:
       _CONSOLE.print(f"does not compile: {' '.join(str(error).split())}")
   estimate = estimate_memory(trainer, phase)
   _CONSOLE.print("", *plan_report.memory_lines(estimate, compiled and compiled.memory), sep="\n")
-  fits = _print_fit(
-    compiled.memory.peak_memory_in_bytes if compiled else estimate.total, target.kind
-  )
-  for lines in _cost_paragraphs(target, compiled, phase):
+  peak = compiled.memory.peak_memory_in_bytes if compiled else estimate.total
+  fits = _print_fit(peak, target.kind)
+  for lines in _costs(target, compiled, phase):
     _CONSOLE.print("", *lines, sep="\n")
   if compiled:
     _CONSOLE.print(f"\ncompiled in {compiled.seconds:.0f} s")
@@ -138,9 +135,7 @@ def _print_fit(needed: float, kind: str) -> bool:
   return needed <= hbm
 
 
-def _cost_paragraphs(
-  target: PlanTarget, compiled: CompiledStep | None, phase: int
-) -> list[list[str]]:
+def _costs(target: PlanTarget, compiled: CompiledStep | None, phase: int) -> list[list[str]]:
   """Paragraphs about FLOPs, communication and the roofline of a device."""
   mesh, kind = target.trainer.mesh, target.kind
   model_flops = target.trainer.flops_per_step[phase] / mesh.size

@@ -88,11 +88,8 @@ class Topology:
       path = Path(target_config).expanduser()
       if not path.is_file():
         raise UserError(f"gpu_target_config={target_config}: no such file; name an existing one")
-      return {
-        "platform": "cuda",
-        "topology": f"{self.num_slices}x1x{self.chips}",
-        "target_config": path.read_text(),
-      }
+      topology = f"{self.num_slices}x1x{self.chips}"
+      return {"platform": "cuda", "topology": topology, "target_config": path.read_text()}
     name = f"{self.generation}:{'x'.join(map(str, self.grid))}"
     request: dict[str, Any] = {"platform": "tpu", "topology_name": name}
     if self.chips == 1:

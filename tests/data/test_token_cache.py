@@ -35,7 +35,7 @@ def open_jsonl(folder, files, eval_files=(), **keys):
     jsonl_documents,
     list(files),
     list(eval_files),
-    document_tokenizer=TEXT,
+    tokenizer=TEXT,
     cache_directory=folder,
   )
 
@@ -80,7 +80,7 @@ def test_text_splits_are_complete(tmp_path, eval_split):
     text_documents,
     files,
     [],
-    document_tokenizer=TEXT,
+    tokenizer=TEXT,
     cache_directory=tmp_path / "cache",
   )
   train, held_out = documents(data.train), documents(data.eval)
@@ -201,7 +201,7 @@ def killed_reader(file, *share):
   yield iter([b"half"])
   os.kill(os.getpid(), signal.SIGKILL)
 folder = Path(sys.argv[1])
-t.open_tokens(t.CFG, killed_reader, [folder / "a.jsonl"], [], document_tokenizer=t.TEXT,
+t.open_tokens(t.CFG, killed_reader, [folder / "a.jsonl"], [], tokenizer=t.TEXT,
               cache_directory=folder / "cache")
 """
 
@@ -230,9 +230,7 @@ def test_a_concurrent_writer_is_harmless(tmp_path, texts):
     open_jsonl(cache, [file])  # stands for a process that finishes first
     return jsonl_documents(*args)
 
-  data = open_tokens(
-    CFG, slow, [file], [], document_tokenizer=TextTokenizer(BYTES), cache_directory=cache
-  )
+  data = open_tokens(CFG, slow, [file], [], tokenizer=TextTokenizer(BYTES), cache_directory=cache)
   assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
   assert len(list(cache.iterdir())) == 1
 
@@ -251,7 +249,7 @@ def test_ids_above_16_bits_are_preserved(tmp_path):
     jsonl_documents,
     [file],
     [],
-    document_tokenizer=TextTokenizer(Wide()),
+    tokenizer=TextTokenizer(Wide()),
     cache_directory=tmp_path,
   )
   assert np.fromfile(data.train.path, data.train.dtype).tolist() == [69_998, 66_097, 66_098, 69_999]

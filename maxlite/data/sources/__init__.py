@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,7 @@ from maxlite.data.sources.parquet import parquet_documents
 from maxlite.data.sources.synthetic import SyntheticRows
 from maxlite.data.sources.text import text_documents
 from maxlite.data.split import Reader
-from maxlite.data.token_cache import (
-  DocumentTokenizer,
-  TextTokenizer,
-  TokenizedData,
-  Tokens,
-  open_tokens,
-)
+from maxlite.data.token_cache import DocumentTokenizer, TextTokenizer, TokenizedData, open_tokens
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 _SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
@@ -57,11 +51,7 @@ def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -
 
 
 def _text_source(
-  read: Callable[..., Iterator[Iterator[bytes]]],
-  suffix: str,
-  cfg: DataConfig,
-  vocab_size: int,
-  cache_directory: Path,
+  read: Reader, suffix: str, cfg: DataConfig, vocab_size: int, cache_directory: Path
 ) -> DataSource:
   length, tokenizer = cfg.max_target_length, _open_fitting_tokenizer(cfg, vocab_size)
   text = TextTokenizer(tokenizer)
@@ -98,16 +88,12 @@ def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
 
 
 def _open_tokens(
-  read: Reader,
-  suffix: str,
-  cfg: DataConfig,
-  document_tokenizer: DocumentTokenizer,
-  cache_directory: Path,
+  read: Reader, suffix: str, cfg: DataConfig, tokenizer: DocumentTokenizer, cache_directory: Path
 ) -> TokenizedData:
   files, skipped = expand_paths(cfg.dataset_path, suffix, "dataset_path")
   eval_files, eval_skipped = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
   try:
-    data = open_tokens(cfg, read, files, eval_files, document_tokenizer, cache_directory)
+    data = open_tokens(cfg, read, files, eval_files, tokenizer, cache_directory)
   except OSError as error:
     raise UserError(f"cannot read the data, or write to {cache_directory}: {error}") from None
   report = f"read {count_suffixes([*files, *eval_files])}"
@@ -128,7 +114,7 @@ def _open_tokens(
 def _source(
   cfg: DataConfig,
   data: TokenizedData,
-  rows: Callable[[Tokens, int | None], RowSource],
+  rows: Callable[..., RowSource],  # (tokens, seed of the order)
   documents: DocumentWindows | PackedConversations,
   tokenizer: Tokenizer,
   unit: str,

@@ -16,12 +16,7 @@ from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, ra
 from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
-from maxlite.data.tokenizers.tokenizer import (
-  ByteTokenizer,
-  ChatTokenizer,
-  HuggingFaceTokenizer,
-  Tokenizer,
-)
+from maxlite.data.tokenizers.tokenizer import ChatTokenizer, Tokenizer
 
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers
@@ -96,7 +91,7 @@ def open_chat(
   Raises:
     UserError: the file does not exist or is not a template.
   """
-  if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):
+  if not isinstance(tokenizer, ChatTokenizer):
     return None
   source, place = tokenizer.chat_template, f"the chat template of {cfg.tokenizer_path}"
   if cfg.chat_template_path:

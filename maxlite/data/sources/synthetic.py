@@ -14,9 +14,7 @@ class SyntheticRows:
   `stream`s are independent.
   """
 
-  def __init__(
-    self, stream: int, num_rows: int, row_length: int, vocab_size: int, seed: int
-  ) -> None:
+  def __init__(self, stream: int, num_rows: int, row_length: int, vocab_size: int, seed: int):
     self._num_rows, self._row_length, self._vocab_size = num_rows, row_length, vocab_size
     self._key = (seed, stream)
     self.identity = f"synthetic, {num_rows} rows of {vocab_size} ids, stream {stream}, seed {seed}"

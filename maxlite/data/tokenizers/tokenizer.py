@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers
@@ -17,6 +17,7 @@ from maxlite.data.tokenizers.tokenizer_config import TokenizerConfig, read_token
 
 # A Unicode noncharacter: inside the spelling of a special token it makes the token plain text.
 ESCAPE = "\ufdd0"
+_BYTE_BOS, _BYTE_EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
 class Tokenizer(Protocol):
@@ -41,6 +42,7 @@ class Tokenizer(Protocol):
     """Decode `ids`, leaving out special tokens and ids beyond the vocabulary."""
 
 
+@runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
   """A tokenizer that supports chat templates.
 
@@ -66,14 +68,8 @@ class ByteTokenizer:
   stop_token_ids: tuple[int, ...] = (257,)
   identity = "byte"
   chat_template = ""
-  special_tokens_map: Mapping[str, str] = {
-    "bos_token": "<|begin_of_text|>",
-    "eos_token": "<|end_of_text|>",
-  }
-  special_tokens: Mapping[str, int] = {
-    special_tokens_map["bos_token"]: bos,
-    special_tokens_map["eos_token"]: eos,
-  }
+  special_tokens_map: Mapping[str, str] = {"bos_token": _BYTE_BOS, "eos_token": _BYTE_EOS}
+  special_tokens: Mapping[str, int] = {_BYTE_BOS: bos, _BYTE_EOS: eos}
 
   def __init__(self, path: str) -> None:
     if path:
@@ -129,10 +125,9 @@ class HuggingFaceTokenizer:
     self.identity = f"huggingface {file_hash} {self.bos} {self.eos}"
     spelling = {i: token for token, i in vocabulary.items()}
     # Once the files name any token, a template gets only the named ones and the eos.
-    bos = {} if config.special_tokens_map else {"bos_token": spelling[self.bos]}
-    self.special_tokens_map: Mapping[str, str] = (
-      bos | {"eos_token": spelling[self.eos]} | config.special_tokens_map
-    )
+    named, eos = config.special_tokens_map, {"eos_token": spelling[self.eos]}
+    bos = {} if named else {"bos_token": spelling[self.bos]}
+    self.special_tokens_map: Mapping[str, str] = bos | eos | named
     self.special_tokens: Mapping[str, int] = self._mark_special(spelling)
     self.num_bytes_V = self._count_bytes(vocabulary)
 
@@ -156,10 +151,9 @@ class HuggingFaceTokenizer:
   def _mark_special(self, spelling: Mapping[int, str]) -> dict[str, int]:
     """Mark bos and the stop tokens as special, as not all files do; return all special tokens."""
     added = self._tokenizer.get_added_tokens_decoder()
-    plain = [i for i in (self.bos, *self.stop_token_ids) if i not in added or not added[i].special]
-    self._tokenizer.add_special_tokens(
-      [tokenizers.AddedToken(spelling[i], special=True) for i in dict.fromkeys(plain)]
-    )
+    for i in {self.bos, *self.stop_token_ids}:
+      if i not in added or not added[i].special:
+        self._tokenizer.add_special_tokens([tokenizers.AddedToken(spelling[i], special=True)])
     added = self._tokenizer.get_added_tokens_decoder()
     return {token.content: i for i, token in added.items() if token.special}
 
