@@ -11,6 +11,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
 _NAMED = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _CALLS = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_NAME = re.compile(r"%([\w.-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CALLING = ("fusion", "call", "call-start", "async-start", "conditional")
@@ -30,14 +31,15 @@ class Array(NamedTuple):
     return math.prod(self.shape) * per_element
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
   """`name = type opcode(operands), attributes`."""
 
   name: str
   type: str
   opcode: str
-  operands: tuple[str, ...]
+  operands: tuple["Instruction", ...]
+  literal: str  # in place of operands, of a constant or parameter
   attributes: str
   is_root: bool
 
@@ -70,9 +72,6 @@ class Computation:
   def root(self) -> Instruction:
     return next(i for i in self.instructions.values() if i.is_root)
 
-  def operands(self, instruction: Instruction) -> list[Instruction]:
-    return [self.instructions[name] for name in instruction.operands]
-
 
 class Executions(NamedTuple):
   """How often a computation runs in a step."""
@@ -98,9 +97,8 @@ class Module:
     def visit(name: str, times: float, fused: bool) -> None:
       before = runs.get(name, Executions(0.0, fused))
       runs[name] = Executions(before.times + times, fused)
-      computation = self.computations[name]
-      for instruction in computation.instructions.values():
-        for callee, per_run in self._callees(computation, instruction):
+      for instruction in self.computations[name].instructions.values():
+        for callee, per_run in self._callees(instruction):
           visit(callee, times * per_run, fused or instruction.opcode == "fusion")
 
     visit(self.entry, 1.0, False)
@@ -109,8 +107,8 @@ class Module:
   @cached_property
   def unknown_loops(self) -> int:
     """Number of loops whose length is not in the text."""
-    loops = ((within, loop) for within, loop, _ in self.executed() if loop.opcode == "while")
-    return sum(self._trip_count(within, loop) is None for within, loop in loops)
+    loops = (instruction for _, instruction, _ in self.executed() if instruction.opcode == "while")
+    return sum(self._trip_count(loop) is None for loop in loops)
 
   def executed(self) -> Iterator[tuple[Computation, Instruction, Executions]]:
     """Yield every instruction that runs."""
@@ -125,9 +123,9 @@ class Module:
       names += [name.strip().lstrip("%") for name in branches.split(",")]
     return [self.computations[name] for name in names]
 
-  def _callees(self, within: Computation, instruction: Instruction) -> list[tuple[str, float]]:
+  def _callees(self, instruction: Instruction) -> list[tuple[str, float]]:
     if instruction.opcode == "while":
-      return [(instruction.attribute("body"), self._trip_count(within, instruction) or 1.0)]
+      return [(instruction.attribute("body"), self._trip_count(instruction) or 1.0)]
     if instruction.opcode in _CALLING:
       names = [computation.name for computation in self.called(instruction)]
       if instruction.opcode != "conditional" or self.true_share is None:
@@ -137,26 +135,25 @@ class Module:
       return [(true, self.true_share), (false, 1.0 - self.true_share)]
     return []
 
-  def _trip_count(self, within: Computation, loop: Instruction) -> float | None:
+  def _trip_count(self, loop: Instruction) -> float | None:
     """Iterations of a `while`, from its annotation or its condition `i < n`; None if unknown.
 
     XLA:TPU unrolls rings of collective-permutes, so i may grow by more than 1.
     """
     if known := _KNOWN_TRIPS.search(loop.attributes):
       return float(known[1])
-    condition = self.computations[loop.attribute("condition")]
-    compare = condition.root
+    compare = self.computations[loop.attribute("condition")].root
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
       return None
-    counter, limit = condition.operands(compare)
+    counter, limit = compare.operands
     stop = _constant(limit)
     if counter.opcode != "get-tuple-element" or stop is None:
       return None
     index = int(counter.attribute("index") or 0)
-    (initial,) = within.operands(loop)
-    start = within.operands(initial)[index] if initial.opcode == "tuple" else initial
+    (initial,) = loop.operands
+    start = initial.operands[index] if initial.opcode == "tuple" else initial
     while start.opcode in ("copy", "bitcast"):
-      (start,) = within.operands(start)
+      (start,) = start.operands
     step = _step(self.computations[loop.attribute("body")], index)
     return float(math.ceil((stop - (_constant(start) or 0)) / step))
 
@@ -172,20 +169,20 @@ def parse(text: str, true_share: float | None = None) -> Module:
       computations[header[2]] = Computation(header[2], current)
       entry = header[2] if header[1] else entry
     elif named := _NAMED.match(line):
-      current[named[2]] = _instruction(named, line[named.end() :])
+      current[named[2]] = _instruction(named, line[named.end() :], current)
   return Module(entry, computations, true_share)
 
 
-def _instruction(named: re.Match[str], rest: str) -> Instruction:
+def _instruction(named: re.Match[str], rest: str, before: dict[str, Instruction]) -> Instruction:
   end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
   type_, rest = rest[:end], rest[end:].lstrip()
   opening = rest.index("(")
   closing = _closing(rest, opening)
   inside = rest[opening + 1 : closing - 1]
   opcode = rest[:opening]
-  is_leaf = opcode in ("constant", "parameter")
-  operands = (inside,) if is_leaf else tuple(re.findall(r"%([\w.-]+)", inside))
-  return Instruction(named[2], type_, opcode, operands, rest[closing:], bool(named[1]))
+  literal = inside if opcode in ("constant", "parameter") else ""
+  operands = () if literal else tuple(before[name] for name in _NAME.findall(inside))
+  return Instruction(named[2], type_, opcode, operands, literal, rest[closing:], bool(named[1]))
 
 
 def _closing(text: str, opening: int) -> int:
@@ -202,15 +199,13 @@ def _step(body: Computation, index: int) -> float:
   """The increment per iteration of a loop's counter, element `index` of its tuple."""
   if body.root.opcode != "tuple":
     return 1.0
-  counter, step = body.operands(body.root)[index], 0.0
+  counter, step = body.root.operands[index], 0.0
   while counter.opcode in ("add", "copy"):
-    addends = body.operands(counter)
-    step += sum(_constant(addend) or 0.0 for addend in addends)
-    counter = next((a for a in addends if a.opcode != "constant"), addends[0])
+    step += sum(_constant(addend) or 0.0 for addend in counter.operands)
+    counter = next((a for a in counter.operands if a.opcode != "constant"), counter.operands[0])
   return step or 1.0
 
 
 def _constant(instruction: Instruction) -> float | None:
-  if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.operands[0]):
-    return None
-  return float(instruction.operands[0])
+  is_number = instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.literal)
+  return float(instruction.literal) if is_number else None

@@ -63,7 +63,7 @@ def collectives(
       groups = _groups(instruction, prod(mesh_shape.values()))
       size, mesh_axes = groups.shape[-1], _mesh_axes(groups, mesh_shape)
     if size > 1:
-      payload = _payload_bytes(computation.operands(instruction), kind, size)
+      payload = _payload_bytes(instruction.operands, kind, size)
       sent = payload * SENT_PER_BYTE[kind](size)
       total = (runs.times, runs.times * payload, runs.times * sent)
       found.append(Collective(kind, mesh_axes, *total, between_slices is not None))

@@ -1,7 +1,6 @@
 """Cost of one step of a compiled program on a device: matmul FLOPs and HBM bytes."""
 
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +32,8 @@ def matmul_flops(module: Module) -> MatmulFlops:
   the buffer may be several times larger, but such kernels skip its empty part.
   """
   filled, total, kernels_unknown = _filled_shares(module), 0.0, 0
-  for computation, instruction, runs in module.executed():
-    flops = _flops(computation, instruction, filled)
+  for _, instruction, runs in module.executed():
+    flops = _flops(instruction, filled)
     kernels_unknown += flops is None
     total += runs.times * (flops or 0.0)
   return MatmulFlops(total, kernels_unknown)
@@ -43,47 +42,44 @@ def matmul_flops(module: Module) -> MatmulFlops:
 def _filled_shares(module: Module) -> dict[int, float]:
   """Rows of a receive buffer -> share of them that a uniform load fills."""
   shares: dict[int, float] = {}
-  for computation, instruction, _ in module.executed():
+  for _, instruction, _ in module.executed():
     if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
-      sides = computation.operands(instruction)[:2]
-      fewer, more = sorted(side.arrays[0].shape[0] for side in sides)
+      fewer, more = sorted(side.arrays[0].shape[0] for side in instruction.operands[:2])
       shares[more] = min(fewer / more, shares.get(more, 1.0))
   return shares
 
 
-def _share_of_kernel(operands: Iterable[Instruction], filled: dict[int, float]) -> float:
-  rows = {array.shape[0] for operand in operands for array in operand.arrays if array.shape}
-  return min((filled[n] for n in rows if n in filled), default=1.0)
+def _share_of_kernel(kernel: Instruction, filled: dict[int, float]) -> float:
+  arrays = (array for operand in kernel.operands for array in operand.arrays if array.shape)
+  return min((filled.get(array.shape[0], 1.0) for array in arrays), default=1.0)
 
 
-def _flops(
-  computation: Computation, instruction: Instruction, filled: dict[int, float]
-) -> float | None:
+def _flops(instruction: Instruction, filled: dict[int, float]) -> float | None:
   """FLOPs of one execution; None for a kernel without a cost estimate."""
   if instruction.opcode == "convolution":
-    return _convolution_flops(computation, instruction)
+    return _convolution_flops(instruction)
   if instruction.opcode == "dot":
-    return _dot_flops(computation, instruction)
+    return _dot_flops(instruction)
   if instruction.opcode == "custom-call":
-    if cost := kernel_cost(computation, instruction):
-      return cost.flops * _share_of_kernel(computation.operands(instruction), filled)
+    if cost := kernel_cost(instruction):
+      return cost.flops * _share_of_kernel(instruction, filled)
     if _GEMMS.search(instruction.attributes):
-      return _dot_flops(computation, instruction)
+      return _dot_flops(instruction)
     if _KERNELS.search(instruction.attributes) and len(instruction.operands) > 1:
       return None
   return 0.0
 
 
-def _dot_flops(computation: Computation, instruction: Instruction) -> float:
-  lhs = computation.operands(instruction)[0].arrays[0].shape
+def _dot_flops(instruction: Instruction) -> float:
+  lhs = instruction.operands[0].arrays[0].shape
   found = _CONTRACTED.search(instruction.attributes)
   contracted = [lhs[int(axis)] for axis in re.findall(r"\d+", found[1])] if found else []
   return 2.0 * np.prod(instruction.arrays[0].shape) * np.prod(contracted)
 
 
-def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
+def _convolution_flops(instruction: Instruction) -> float:
   """2 x multiplications of non-padding elements; XLA:TPU writes every matmul as a convolution."""
-  lhs, rhs = (operand.arrays[0].shape for operand in computation.operands(instruction)[:2])
+  lhs, rhs = (operand.arrays[0].shape for operand in instruction.operands[:2])
   lhs_labels, rhs_labels, out_labels = re.split("_|->", instruction.attribute("dim_labels"))
   out = instruction.arrays[0].shape
   flops = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
@@ -114,18 +110,16 @@ def hbm_bytes(module: Module) -> float:
   """
   filled = _filled_shares(module)
   return sum(
-    runs.times * _traffic(module, computation, instruction, filled)
-    for computation, instruction, runs in module.executed()
+    runs.times * _traffic(module, instruction, filled)
+    for _, instruction, runs in module.executed()
     if not runs.fused and not _FREE.fullmatch(instruction.opcode)
   )
 
 
-def _traffic(
-  module: Module, computation: Computation, instruction: Instruction, filled: dict[int, float]
-) -> float:
-  operands = computation.operands(instruction)
-  if cost := kernel_cost(computation, instruction):
-    return cost.num_bytes * _share_of_kernel(operands, filled)
+def _traffic(module: Module, instruction: Instruction, filled: dict[int, float]) -> float:
+  operands = instruction.operands
+  if cost := kernel_cost(instruction):
+    return cost.num_bytes * _share_of_kernel(instruction, filled)
   if instruction.opcode == "fusion":
     (fused,) = module.called(instruction)
     reads = [_share_read(fused, i) * _in_hbm(operand) for i, operand in enumerate(operands)]
@@ -148,7 +142,7 @@ def _in_hbm(instruction: Instruction, first: bool = False) -> float:
 def _share_read(fused: Computation, index: int) -> float:
   """The share of operand `index` of a fusion that is read."""
   for parameter in fused.instructions.values():
-    if parameter.opcode == "parameter" and parameter.operands == (str(index),):
+    if parameter.opcode == "parameter" and parameter.literal == str(index):
       return min(sum(_bytes_used(fused, parameter)) / (parameter.num_bytes or 1), 1.0)
   return 0.0
 
@@ -157,9 +151,9 @@ def _bytes_used(fused: Computation, value: Instruction) -> list[float]:
   """Bytes of `value` that each of its users in a fusion reads."""
   used: list[float] = []
   for user in fused.instructions.values():
-    if value.name not in user.operands or user.opcode == "parameter":
+    if value not in user.operands:
       continue
-    sliced = user.operands[0] == value.name
+    sliced = user.operands[0] is value
     if user.opcode in ("bitcast", "reshape"):
       used += _bytes_used(fused, user)
     elif sliced and user.opcode in ("dynamic-slice", "gather", "slice"):
@@ -172,14 +166,13 @@ def _bytes_used(fused: Computation, value: Instruction) -> list[float]:
 def _share_written(fused: Computation) -> float:
   """The share of a fusion's result that is written, not updated in place."""
   root = fused.root
-  parts = fused.operands(root) if root.opcode == "tuple" else [root]
-  total = sum(part.num_bytes for part in parts) or 1
-  return sum(_bytes_written(fused, part) for part in parts) / total
+  parts = root.operands if root.opcode == "tuple" else (root,)
+  return sum(map(_bytes_written, parts)) / (sum(part.num_bytes for part in parts) or 1)
 
 
-def _bytes_written(fused: Computation, part: Instruction) -> float:
+def _bytes_written(part: Instruction) -> float:
   while part.opcode in ("bitcast", "reshape"):
-    (part,) = fused.operands(part)
+    (part,) = part.operands
   if part.opcode == "dynamic-update-slice":
-    part = fused.operands(part)[1]
+    part = part.operands[1]
   return part.num_bytes

@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-from maxlite.planning.hlo import Computation, Instruction
+from maxlite.planning.hlo import Instruction
 
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
@@ -20,15 +20,15 @@ class KernelCost(NamedTuple):
   num_bytes: float
 
 
-def kernel_cost(computation: Computation, instruction: Instruction) -> KernelCost | None:
+def kernel_cost(instruction: Instruction) -> KernelCost | None:
   """The cost of a kernel's call; None if it is unknown or `instruction` is not such a call."""
   if estimate := _ESTIMATE.search(instruction.attributes):
     return KernelCost(float(estimate[1]), float(estimate[2]))
   splash = _SPLASH.search(instruction.name) if instruction.opcode == "custom-call" else None
-  return _splash_cost(computation, instruction, splash[1]) if splash else None
+  return _splash_cost(instruction, splash[1]) if splash else None
 
 
-def _splash_cost(computation: Computation, instruction: Instruction, kind: str) -> KernelCost:
+def _splash_cost(instruction: Instruction, kind: str) -> KernelCost:
   """The cost of the forward kernel or one of the backward kernels.
 
   The first operand is a table [1, blocks of queries, blocks of keys] of the grid, in which the axis
@@ -36,8 +36,7 @@ def _splash_cost(computation: Computation, instruction: Instruction, kind: str) 
   whole axis but hides about half of its blocks, which are skipped. Each visited block reads one
   side again; the other side, and the results, move once.
   """
-  operands = computation.operands(instruction)
-  table, q, k, v = (operands[i].arrays[0] for i in (0, 2, 3, 4))
+  table, q, k, v = (instruction.operands[i].arrays[0] for i in (0, 2, 3, 4))
   (*_, num_queries, key_channels), num_keys, value_channels = q.shape, k.shape[-2], v.shape[-1]
   if kind == "dkv":
     reach, block = table.shape[1], num_keys // table.shape[2]
@@ -50,5 +49,5 @@ def _splash_cost(computation: Computation, instruction: Instruction, kind: str) 
   flops = 2 * scores * (for_keys * key_channels + for_values * value_channels)
   row_bytes = (key_channels + value_channels) * q.num_bytes / math.prod(q.shape)
   rows_once = math.prod((q if kind == "dkv" else k).shape[:-1])  # of the side read again
-  moved_once = instruction.num_bytes + sum(operand.num_bytes for operand in operands)
+  moved_once = instruction.num_bytes + sum(operand.num_bytes for operand in instruction.operands)
   return KernelCost(flops, moved_once + (scores / block - rows_once) * row_bytes)
