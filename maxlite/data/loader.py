@@ -122,10 +122,9 @@ class TrainStream:
 
   def _start(self, num_taken: int) -> None:
     # A batch count, because Grain's own state depends on the number of workers.
-    self._num_taken = num_taken
-    self._iterator = _prefetch(
-      self._batches[num_taken:], self._cfg.grain_prefetch, self._cfg.grain_worker_count
-    )
+    self._num_taken, cfg = num_taken, self._cfg
+    remaining = self._batches[num_taken:]
+    self._iterator = _prefetch(remaining, cfg.grain_prefetch, cfg.grain_worker_count)
 
   def __iter__(self) -> "TrainStream":
     return self
@@ -175,10 +174,8 @@ def _prefetch(
     if not flags.FLAGS.is_parsed():  # Grain reads its own flags when it starts a worker
       flags.FLAGS.mark_as_parsed()
     per_worker = -(-num_batches // num_workers)
-    dataset = dataset.mp_prefetch(
-      grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker),
-      worker_init_fn=exit_with_parent,
-    )
+    workers = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
+    dataset = dataset.mp_prefetch(workers, worker_init_fn=exit_with_parent)
   return iter(dataset)
 
 
