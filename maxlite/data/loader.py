@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,6 @@ from maxlite.config.errors import UserError
 from maxlite.config.registry import ROW_ORDERS, SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.loader_workers import exit_with_parent
 from maxlite.data.packing import Row
 from maxlite.data.sampler import HostBatches, shuffled_order
 from maxlite.data.sources import DataSource
@@ -126,9 +128,6 @@ class TrainStream:
     remaining = self._batches[num_taken:]
     self._iterator = _prefetch(remaining, cfg.grain_prefetch, cfg.grain_worker_count)
 
-  def __iter__(self) -> "TrainStream":
-    return self
-
   def __next__(self) -> Batch:
     batch = Batch(**next(self._iterator))
     self._num_taken += 1
@@ -175,8 +174,22 @@ def _prefetch(
       flags.FLAGS.mark_as_parsed()
     per_worker = -(-num_batches // num_workers)
     workers = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
-    dataset = dataset.mp_prefetch(workers, worker_init_fn=exit_with_parent)
+    dataset = dataset.mp_prefetch(workers, worker_init_fn=_exit_with_parent)
   return iter(dataset)
+
+
+def _exit_with_parent(worker_index: int, num_workers: int) -> None:
+  """Initialize a Grain worker: it exits when its parent process dies, even by SIGKILL."""
+  del worker_index, num_workers
+  # Not prctl(PR_SET_PDEATHSIG): that signal fires when the thread that started the worker ends.
+  threading.Thread(target=_wait_and_exit, daemon=True).start()
+
+
+def _wait_and_exit() -> None:
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+  parent.join()
+  os._exit(1)
 
 
 def _read_once(batches: grain.MapDataset[Row], num_ahead: int) -> Iterator[Batch]:

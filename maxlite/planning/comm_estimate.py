@@ -21,12 +21,11 @@ from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models.remat import saved_by_remat
 from maxlite.optim.partition import paths_in
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
-from maxlite.planning.memory_estimate import num_token_shards
+from maxlite.planning.memory_estimate import FLOAT32_BYTES, num_token_shards
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.sharding.sharding_report import ParameterSharding
 
-_FLOAT32_BYTES = 4
 _TPU_LANES = 128
 _NEGLIGIBLE_BYTES = 1000.0
 _LARGEST_RING = 32  # devices
@@ -230,7 +229,7 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
   if not weight.product or (weight.kind == "expert" and weight.path[-1] not in ("wi_0", "wo")):
     return
   recomputed = weight.kind == "linear" and weight.product == "in" and weight.is_recomputed(step)
-  itemsize = _FLOAT32_BYTES if weight.kind == "linear" else step.compute_bytes
+  itemsize = FLOAT32_BYTES if weight.kind == "linear" else step.compute_bytes
   payload = step.tokens * weight.width * itemsize
   step.add("all-reduce", step.axes("mlp"), weight.num_layers * (1 + recomputed), payload)
 
@@ -266,7 +265,7 @@ def _dispatch_tokens(step: _Step) -> None:
   recomputed = not step.is_saved("moe_rows")
   if dispatch == "ragged":
     lanes = _TPU_LANES if step.grid else 1
-    weights = step.tokens * num_chosen * lanes * _FLOAT32_BYTES
+    weights = step.tokens * num_chosen * lanes * FLOAT32_BYTES
     step.add("ragged-all-to-all", axes, layers * (4 + recomputed), payload * num_chosen)
     step.add("ragged-all-to-all", axes, layers * (2 + recomputed), weights)
   if dispatch == "all_gather":

@@ -16,7 +16,7 @@ from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
 
-_FLOAT32_BYTES = 4
+FLOAT32_BYTES = 4
 
 
 class MemoryEstimate(NamedTuple):
@@ -55,7 +55,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   cfg, state, objective = trainer.cfg, trainer.abstract_state, trainer.objectives[phase]
   model, num_micro = cfg.model, objective.training.gradient_accumulation_steps
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
-  weight_and_gradient_bytes = jnp.dtype(model.dtype).itemsize + _FLOAT32_BYTES
+  weight_and_gradient_bytes = jnp.dtype(model.dtype).itemsize + FLOAT32_BYTES
   parameters = bytes_per_device(state.params)
   trained, _ = objective.partition.split(state.params)
   saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
@@ -72,7 +72,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     layer_gradient=max((a.num_bytes / num_stacked(a) for a in in_layers), default=0.0),
     layer_weights=_largest_layer(trainer) * weight_and_gradient_bytes,
     unembedding=model.base_emb_dim * vocab * weight_and_gradient_bytes,
-    logits=2 * _FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
+    logits=2 * FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
   )
 
 

@@ -148,7 +148,7 @@ def test_a_damaged_page_of_parquet_is_one_line(tmp_path):
   content = bytearray(file.read_bytes())
   content[40:2000] = bytes(1960)
   file.write_bytes(content)
-  with pytest.raises(ValueError, match=r"a\.parquet: damaged .*replace the file") as error:
+  with pytest.raises(ValueError, match=r"a\.parquet: .*damaged .*replace it") as error:
     read(parquet_documents(file, "text", 0, 1))
   assert "\n" not in str(error.value)
 

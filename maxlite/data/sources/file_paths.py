@@ -23,13 +23,10 @@ _NOT_TEXT = re.compile(
 
 
 def expand_paths(entries: Iterable[str], suffix: str, key: str) -> tuple[list[Path], list[Path]]:
-  """Expand files, folders and globs, in order and without duplicates.
+  """Expand to (files, other visible files of the folders), in order and without duplicates.
 
   A folder yields its visible files with `suffix` (those of text if it is empty), and `stdlib` the
   sources of Python's library.
-
-  Returns:
-    The files, and the other visible files of the folders.
 
   Raises:
     UserError: an entry of the config key `key` yields no file, or a compressed one.

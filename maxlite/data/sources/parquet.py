@@ -35,23 +35,17 @@ def _rows(file: Path, column: str, start: float, stop: float) -> Iterator[tuple[
   except ImportError:
     raise UserError("dataset_type=parquet needs a package: pip install pyarrow") from None
   try:
-    table = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
-  except (pa.ArrowException, OSError) as error:
-    raise UserError(f"{file}: not a parquet file ({error})") from None
-  with table:
-    names = table.schema_arrow.names
-    if column not in names:
-      raise UserError(f"{file}: no column {column!r} among {sorted(names)}: set text_column")
-    kind = table.schema_arrow.field(column).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-      raise UserError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
-    num_rows = table.metadata.num_rows
-    selected = range(int(num_rows * start), int(num_rows * stop))
-    batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=[column])
-    texts = (text for batch in batches for text in batch.column(0))
-    try:
-      for number, text in enumerate(texts):
+    with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
+      names, num_rows = table.schema_arrow.names, table.metadata.num_rows
+      if column not in names:
+        raise UserError(f"{file}: no column {column!r} among {sorted(names)}: set text_column")
+      kind = table.schema_arrow.field(column).type
+      if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise UserError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
+      selected = range(int(num_rows * start), int(num_rows * stop))
+      batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=[column])
+      for number, text in enumerate(text for batch in batches for text in batch.column(0)):
         if number in selected:
           yield f"{file}: row {number + 1}", text.as_py()
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-      raise UserError(f"{file}: damaged ({error}): replace the file") from None
+  except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    raise UserError(f"{file}: not a parquet file, or damaged ({error}): replace it") from None
