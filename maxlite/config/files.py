@@ -11,6 +11,7 @@ from maxlite.config.values import BASE_CONFIG, Setting, suggest
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parent / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+EXECUTION_KEYS = ("dtype", "remat_policy")  # of presets: files and members may set others
 MODEL_FILE = "model.yml"  # in the folder of an imported run: the keys of its model
 
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.errors import exit_on_user_error
-from maxlite.config.files import MODEL_FILE, read_chain, read_file, read_preset
+from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.schema import DEFAULTS, Config, build
@@ -68,7 +68,9 @@ def _settings(line: CommandLine, defaults: Mapping[str, Any]) -> list[Setting]:
   chosen = [s for s in (*bases, *own, *typed) if s.name == "model_name"]
   preset = read_preset(chosen[-1]) if chosen and chosen[-1].raw else []
   imported = _imported_model([*bases, *own, *preset, *typed], defaults)
-  return [*bases, *own, *preset, *imported, *typed]
+  execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
+  structure = [setting for setting in preset if setting not in execution]
+  return [*execution, *bases, *own, *structure, *imported, *typed]
 
 
 def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) -> list[Setting]:

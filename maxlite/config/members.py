@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlite.config.errors import UserError
-from maxlite.config.files import read_preset
+from maxlite.config.files import EXECUTION_KEYS, read_preset
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import (
@@ -98,7 +98,8 @@ def _member(cfg: Config, index: int, raw: _RawMember) -> MemberConfig:
       raise setting.error("is shared by all members; set it once, outside of members")
   chosen = [setting for setting in raw.settings if setting.name == "model_name"]
   whole_preset = read_preset(chosen[-1]) if chosen else []
-  preset = [setting for setting in whole_preset if setting.name in MEMBER_KEYS]
+  allowed = MEMBER_KEYS - set(EXECUTION_KEYS)
+  preset = [setting for setting in whole_preset if setting.name in allowed]
   shared = flatten(cfg)
   values = shared | _own_run(cfg, index, raw.name)
   values |= {setting.name: parse(setting) for setting in preset} | overrides

@@ -2,8 +2,9 @@
 
 import pytest
 
-from maxlite.config import load_config
+from maxlite.config import describe_changes, load_config
 from maxlite.config.files import CONFIGS
+from maxlite.config.members import members_of
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 
 # Total and active parameters.
@@ -36,6 +37,28 @@ OURS = {"deepseek2-tiny"}
 def test_every_preset_is_covered():
   presets = {path.stem for path in (CONFIGS / "models").glob("*.yml")}
   assert presets == PUBLISHED.keys() | OURS
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_of_real_models_compute_in_bfloat16_with_rematerialization(name, tmp_path):
+  cfg = load_config([f"model_name={name}"])
+  policy = "full" if PUBLISHED[name][0] > 5e9 else "minimal"
+  assert (cfg.model.dtype, cfg.model.weight_dtype) == ("bfloat16", "float32")
+  assert cfg.model.remat_policy == policy
+  assert {"dtype=bfloat16 (default float32)", f"remat_policy={policy} (default none)"} <= {
+    *describe_changes(cfg)
+  }
+  # A file or an argument may set others, and an ensemble's members share the ensemble's.
+  (tmp_path / "own.yml").write_text("dtype: float32\n")
+  own = load_config([f"model_name={name}", str(tmp_path / "own.yml"), "remat_policy=none"])
+  assert (own.model.dtype, own.model.remat_policy) == ("float32", "none")
+  (member,) = members_of(load_config([f"members=[{{model_name: {name}}}]", "vocab_size=1024"]))
+  assert (member.config.model.dtype, member.config.model.remat_policy) == ("float32", "none")
+
+
+def test_the_preset_for_laptops_keeps_the_defaults():
+  model = load_config(["model_name=deepseek2-tiny"]).model
+  assert (model.dtype, model.remat_policy) == ("float32", "none")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -21,7 +21,9 @@ class RunConfig:
 
   run_name: str = field("base", "Name of the run; its folder is base_output_directory/run_name.")
   base_output_directory: str = field("runs", "Folder of all runs.")
-  model_name: str = field("", "Preset from configs/models/NAME.yml, applied after the YAML files.")
+  model_name: str = field(
+    "", "Preset configs/models/NAME.yml, applied after the YAML files (except dtype, remat_policy)."
+  )
   steps: int = field(300, "Optimizer steps of the run.", low=1)
   init_weights_seed: int = field(0, "Seed of the initial weights and of random draws.", low=0)
   step_timeout_seconds: int = field(
