@@ -167,13 +167,10 @@ def _dispatch(v: Values) -> Rules:
   yield v.grouped_matmul != "auto" and is_dense, "grouped_matmul sparse_matmul", text
 
 
-def _tiles(v: Values) -> Rules:
+def _hardware(v: Values) -> Rules:
   for key in flatten(TilesConfig()):
     text = f"a tile is [rows, embed, mlp]; write {key}=[512, 1024, 1024], or [] to select it"
     yield len(vars(v)[key]) not in (0, 3), key, text
-
-
-def _plan(v: Values) -> Rules:
   text = "slices need a topology; write compile_topology=v5p-64 or another"
   is_missing = v.compile_topology_num_slices > 1 and not v.compile_topology
   yield is_missing, "compile_topology_num_slices compile_topology", text
@@ -359,8 +356,8 @@ def _data_files(v: Values) -> Rules:
 
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
-  *(_paths, _run, _attention, _rope, _tiles, _plan, _memory),
-  *(_tokenizer, _chat, _batches, _ensemble, _optimizer, _phases),
+  *(_paths, _run, _attention, _rope, _hardware, _memory, _tokenizer),
+  *(_chat, _batches, _ensemble, _optimizer, _phases),
   *(_degrees, _axis_rules, _divisibility, _local_checkpoints),
 )
 

@@ -17,10 +17,8 @@ from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
 # By platform.
 AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton", "other": "ragged_dot"}
-
 # Backends whose results do not carry varying mesh axes, so that shard_map needs check_vma=False.
 WITHOUT_VMA = frozenset({"megablox"})
-
 
 resolve_backend = functools.partial(
   backends.resolve_backend, "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO
