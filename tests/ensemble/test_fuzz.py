@@ -1,0 +1,171 @@
+"""Drawn modules, optimizers and seeds: every strategy against a plain Flax and Optax loop."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import largest_error
+from fuzz_operations import ACTIVATIONS, OPERATIONS
+
+from maxlite.config.errors import UserError
+from maxlite.ensemble import Ensemble, Member
+
+STEPS = 3
+STRATEGIES = ("auto", "fused", "padded", "stacked", "submesh", "switched")
+MAY_REFUSE = ("padded", "stacked", "switched")
+NUM_DRAWS, NUM_SLOW_DRAWS, BLOCK = 60, 2000, 20
+TOLERANCE = 2e-5  # of losses, relative to the largest
+BATCHES = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)
+
+
+def uniform(key, shape, dtype=jnp.float32):
+  """An initializer that compiles faster than Flax's default."""
+  return jax.random.uniform(key, shape, dtype, -1, 1)
+
+
+class Drawn(nn.Module):
+  """A dense layer and an operation in alternation, with fields of every kind."""
+
+  operations: list[str]
+  widths: list[int] | tuple[int, ...]
+  scale: Any
+  options: dict[str, Any]
+  act: Callable
+  offset: float = dataclasses.field(default=0.0, compare=False)
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x_BD):
+    for name, width in zip(self.operations, self.widths, strict=True):
+      x_BD = nn.Dense(width, dtype=self.dtype, kernel_init=uniform)(x_BD).astype(jnp.float32)
+      x_BD = OPERATIONS[name](self, x_BD) * self.options["gain"] + self.offset
+    x_BD = self.act(x_BD)
+    if isinstance(self.scale, bool):
+      x_BD = x_BD + 1
+    x_BD = x_BD * self.scale if isinstance(self.scale, float) else x_BD / self.scale
+    return nn.Dense(1, kernel_init=uniform)(x_BD)
+
+
+def draw_optimizer(rng: np.random.Generator) -> optax.GradientTransformation:
+  rate = float(rng.choice([0.1, 0.03, 0.01]))
+  schedule = optax.cosine_decay_schedule(rate, int(rng.integers(2, 6)))
+  closed_over = np.float32(rng.uniform(0.5, 1.5))
+  scale = lambda updates, _: jax.tree.map(lambda u: u * closed_over, updates)
+  makers = [
+    lambda: optax.sgd(rate),
+    lambda: optax.sgd(schedule, momentum=0.9, nesterov=True),
+    lambda: optax.adam(rate, eps=1e-3),
+    lambda: optax.adamw(schedule, eps=1e-3, weight_decay=float(rng.choice([0.01, 0.1]))),
+    lambda: optax.inject_hyperparams(optax.adam)(learning_rate=rate, eps=1e-3),
+    lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=schedule),
+    lambda: optax.chain(optax.clip_by_global_norm(rate), optax.sgd(1.0)),
+    lambda: optax.chain(optax.stateless(scale), optax.rmsprop(rate, eps=1e-3)),
+    lambda: optax.adagrad(rate, eps=1e-3),
+  ]
+  return makers[rng.integers(len(makers))]()
+
+
+def draw_members(rng: np.random.Generator, most: int) -> list[Member]:
+  """At least two members that differ in little; `most`: operations, and members after the first."""
+  depth = int(rng.integers(1, most + 1))
+  fields = {
+    "operations": rng.choice(sorted(OPERATIONS), depth).tolist(),
+    "widths": rng.integers(2, 6, depth).tolist(),
+    "scale": 1.0,
+    "options": {"gain": 0.5, "unused": [1]},
+    "act": ACTIVATIONS[rng.integers(len(ACTIVATIONS))],
+  }
+  changes = {
+    "same": lambda: {},
+    "ragged": lambda: {"widths": rng.integers(2, 6, depth).tolist()},
+    "tuple": lambda: {"widths": tuple(fields["widths"])},
+    "operation": lambda: {"operations": rng.choice(sorted(OPERATIONS), depth).tolist()},
+    "scale": lambda: {"scale": [1, 2, 2.0, True][rng.integers(4)]},
+    "options": lambda: {"options": {"gain": [0.25, 2, 2.0][rng.integers(3)]}},
+    "act": lambda: {"act": ACTIVATIONS[rng.integers(len(ACTIVATIONS))]},
+    "offset": lambda: {"offset": float(rng.normal())},
+    "dtype": lambda: {"dtype": jnp.bfloat16},
+  }
+  weights = {"same": 3, "ragged": 4}
+  chance = np.array([weights.get(name, 1) for name in changes], float)
+  first = draw_optimizer(rng)
+  members = [Member(Drawn(**fields), first, seed=int(rng.integers(-5, 2**40)))]
+  for _ in range(rng.integers(1, most + 1)):
+    change = changes[rng.choice(list(changes), p=chance / chance.sum())]()
+    optimizer = first if rng.random() < 0.3 else draw_optimizer(rng)
+    seed = int(rng.integers(-5, 2**40))
+    members.append(Member(Drawn(**(fields | change)), optimizer, seed=seed))
+  return members
+
+
+def loss(model, x_BD):
+  return jnp.mean((model(x_BD) - jnp.sin(x_BD.sum(1, keepdims=True))) ** 2)
+
+
+def solo_run(member: Member) -> tuple[Any, jax.Array]:
+  """(initial parameters, loss of each step) of the loop that a user would write."""
+  key = jax.random.key(member.seed)
+  variables = nn.init(loss, member.model)(key, BATCHES[0])
+  params = variables["params"]
+  rest = {name: tree for name, tree in variables.items() if name != "params"}
+
+  def step(carry, inputs):
+    params, rest, opt_state = carry
+    n, batch = inputs
+    rngs = {"params": jax.random.fold_in(jax.random.fold_in(key, 1), n)}
+    run = nn.apply(loss, member.model, mutable=list(rest))
+    compute = lambda params: run({"params": params, **rest}, batch, rngs=rngs)
+    (value, rest), gradients = jax.value_and_grad(compute, has_aux=True)(params)
+    updates, opt_state = member.optimizer.update(gradients, opt_state, params)
+    return (optax.apply_updates(params, updates), rest, opt_state), value
+
+  start = (params, dict(rest), member.optimizer.init(params))
+  return params, jax.lax.scan(step, start, (jnp.arange(STEPS), BATCHES))[1]
+
+
+def check(number: int, strategies: tuple[str, ...], most: int) -> None:
+  """Train the members of a draw with these strategies."""
+  members = draw_members(np.random.default_rng(number), most)
+  solo = jax.jit(lambda: [solo_run(member) for member in members])
+  for strategy in strategies:
+    devices = jax.devices()[: len(members)] if strategy != "auto" else jax.devices()[:1]
+    ensemble = Ensemble(members, loss, strategy=strategy, devices=devices)
+    state, where = None, f"draw {number}, {strategy}: {members}"
+    with contextlib.suppress(UserError if strategy in MAY_REFUSE else ()):
+      state = ensemble.init(BATCHES[0])
+    if state is None:
+      continue
+    starts, losses = zip(*solo(), strict=True)
+    assert np.isfinite(losses).all(), where
+    for own, start in zip(ensemble.member_states(state).values(), starts, strict=True):
+      assert largest_error(own.params, start) <= 1e-6, where
+    for n, batch in enumerate(BATCHES):
+      state, metrics = ensemble.step(state, batch)
+      error = largest_error(np.asarray(metrics["loss"]), np.stack(losses)[:, n])
+      assert error <= TOLERANCE, f"step {n} of {where}"
+
+
+@pytest.mark.parametrize("first", range(0, NUM_DRAWS, BLOCK))
+def test_drawn_members_equal_plain_loops(first):
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    for number in range(first, first + BLOCK):
+      check(number, STRATEGIES[number % len(STRATEGIES) :][:1], most=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, NUM_SLOW_DRAWS, BLOCK))
+def test_many_drawn_members_equal_plain_loops(first):
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    for number in range(first, first + BLOCK):
+      check(number, STRATEGIES, most=2)
+
+
+def test_enough_operations_are_drawn():
+  assert len(OPERATIONS) >= 60
