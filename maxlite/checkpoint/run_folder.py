@@ -37,10 +37,24 @@ class RunFolder:
     self.expert_map = self.directory / "expert_load.png"
     self.tensorboard = self.directory / "tensorboard"
     self.checkpoints = self.directory / "checkpoints"
+    self._members = self.directory / "members"  # of an ensemble
     self.profile = self.directory / "profile"
     self._run_id = self.directory / "run_id"  # of a run with local checkpoints
     self._lock = self.directory / ".lock"  # held by the process that trains, which it names
     self._locked: int | None = None  # file descriptor
+
+  def member_names(self) -> list[str]:
+    """Return the names of the members of an ensemble; empty for other runs."""
+    return sorted(path.parent.name for path in self._members.glob("*/config.yml"))
+
+  def member(self, name: str) -> "RunFolder":
+    """Return the run folder of a member; raise UserError if there is none with this name."""
+    names = self.member_names()
+    if name not in names:
+      problem = f"has no member {name!r}" if name else "is an ensemble"
+      fix = f"set member={'|'.join(names[:20])}" if names else "leave out member"
+      raise UserError(f"{self.directory} {problem}: {fix}")
+    return RunFolder(self._members / name)
 
   def run_id(self) -> str:
     """Return the id, created if missing, that distinguishes this run from earlier ones."""
@@ -66,7 +80,10 @@ class RunFolder:
         "run_name"
       ) from None
     except OSError as error:
-      raise UserError(f"{self.directory} cannot be locked: {error.strerror}") from None
+      raise UserError(
+        f"{self.directory} cannot be written ({error.strerror}): choose another "
+        "base_output_directory"
+      ) from None
     os.truncate(self._locked, 0)
     os.write(self._locked, f"process {os.getpid()} on {socket.gethostname()}".encode())
 

@@ -84,6 +84,8 @@ def load(
   name = None if dtype is None else jnp.dtype(dtype).name
   if name not in (None, *FLOAT_TYPES):
     raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
+  if names := RunFolder(folder).member_names():
+    raise UserError(f"{path} is an ensemble: load a member, such as {path}/members/{names[0]}")
   if RunFolder(folder).config.is_file():
     trainer, params = _load_run(RunFolder(folder), name, mesh)
   elif (folder / "config.json").is_file():

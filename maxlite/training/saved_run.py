@@ -27,12 +27,16 @@ def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
   YAML files in `argv` are ignored: they would reset keys that the run was started with.
 
   Raises:
-    UserError: there is no such run, it has no checkpoint, or a key would change its model's shape.
+    UserError: there is no such run or member, it has no checkpoint, or a key would change its
+      model's shape.
   """
-  folder = run_folder(cfg)
+  folder, name = run_folder(cfg), cfg.run.member
   if not folder.config.exists():
     raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
   typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
+  if folder.member_names() or name:
+    parent, folder = folder.directory / "members", folder.member(name)
+    typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={name}"]
   cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
   folder.config_changes(flatten(cfg))
   if not any(path.name.isdigit() for path in folder.checkpoints.glob("*")):

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import shutil
 
 import numpy as np
 import pytest
 from tiny import config_of, trainer_of, uneven_batch
 from tiny_run import Output, keys_in, logged, shared_programs
 
+import maxlite
 from maxlite.config import load_config
 from maxlite.inference.generation import run_generation
 from maxlite.training.evaluation import evaluate, run_evaluation
@@ -75,7 +77,11 @@ def test_only_keys_on_the_command_line_change_the_config_of_a_run(finished, tmp_
 
 @pytest.mark.parametrize(
   ("override", "message"),
-  [("run_name=none", "there is no run"), ("num_experts=8", "was made with num_experts=4")],
+  [
+    ("run_name=none", "there is no run"),
+    ("num_experts=8", "was made with num_experts=4"),
+    ("member=a", "has no member 'a': leave out member"),
+  ],
 )
 def test_a_missing_run_or_another_model_exits_with_one_line(finished, capsys, override, message):
   argv = [f"base_output_directory={finished[0]}", "run_name=run", override]
@@ -84,6 +90,42 @@ def test_a_missing_run_or_another_model_exits_with_one_line(finished, capsys, ov
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("maxlite.evaluate: ")
   assert message in line
+
+
+@pytest.fixture(scope="module")
+def ensemble(finished, tmp_path_factory):
+  """The folder of an ensemble whose members a and b are copies of a run."""
+  folder = tmp_path_factory.mktemp("runs") / "both"
+  for name in ("a", "b"):
+    shutil.copytree(finished[0] / "run", folder / "members" / name)
+  shutil.copyfile(finished[0] / "run/config.yml", folder / "config.yml")
+  return folder
+
+
+def test_a_member_of_an_ensemble_is_evaluated_as_a_solo_run(finished, ensemble):
+  got = evaluated(
+    finished[0], f"base_output_directory={ensemble.parent}", "run_name=both", "member=b"
+  )
+  assert got.replace(f"{ensemble}/members/b", "") == evaluated(finished[0]).replace(
+    f"{finished[0]}/run", ""
+  )
+
+
+@pytest.mark.parametrize(
+  ("member", "message"),
+  [
+    ("", "is an ensemble: set member=a|b"),
+    ("c", "has no member 'c': set member=a|b"),
+  ],
+)
+def test_an_ensemble_names_its_members(ensemble, capsys, member, message):
+  argv = [f"base_output_directory={ensemble.parent}", "run_name=both", f"member={member}"]
+  for command in (run_evaluation, run_generation):
+    with pytest.raises(SystemExit, match="2"):
+      command(load_config(argv, needs_data=False), argv)
+    assert message in capsys.readouterr().err
+  with pytest.raises(ValueError, match=r"load a member, such as .*both/members/a"):
+    maxlite.load(ensemble)
 
 
 def test_generation_needs_a_tokenizer(finished, capsys):
