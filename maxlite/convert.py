@@ -1,6 +1,7 @@
 """`python -m maxlite.convert from_hf FOLDER run_name=NAME`: import and export; see USAGE."""
 
 import sys
+from pathlib import Path
 
 from maxlite.config import exit_on_user_error, load_config
 from maxlite.config.command_line import help_text
@@ -45,12 +46,9 @@ def _pop_folder(command: list[str], argv: list[str]) -> str:
   """
   if not command or command[0] not in COMMANDS:
     raise UserError(f"command line: write one of {', '.join(COMMANDS)} first; see --help")
-  for argument in argv:
-    if argument.endswith((".yml", ".yaml")):
-      raise UserError(f"command line: {command[0]} takes only key=value, not {argument}")
   if command[0] not in NEED_FOLDER:
     return ""
-  if not argv or "=" in argv[0]:
+  if not argv or ("=" in argv[0] and not Path(argv[0]).is_dir()):
     raise UserError(f"command line: {command[0]} FOLDER is missing; name the one with config.json")
   return argv.pop(0)
 

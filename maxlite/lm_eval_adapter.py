@@ -21,9 +21,8 @@ try:
   from lm_eval.api.registry import register_model
   from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-  raise ImportError(
-    f"maxlite.lm_eval_adapter needs {error.name}: pip install 'maxlite[lm_eval]'"
-  ) from None
+  message = f"maxlite.lm_eval_adapter needs {error.name}: pip install 'maxlite[lm_eval]'"
+  raise (SystemExit if __name__ == "__main__" else ImportError)(message) from None
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, read_saved

@@ -1,8 +1,11 @@
 """The exception for user mistakes, and the one handler that turns it into an exit code."""
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator
+
+_OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 class UserError(ValueError):
@@ -11,9 +14,17 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def exit_on_user_error(program: str) -> Iterator[None]:
-  """Print a `UserError` as one line on stderr and exit with code 2; all else propagates."""
+  """Print a `UserError`, or an error of disks and permissions, as one line and exit with code 2."""
   try:
     yield
   except UserError as error:
-    sys.stderr.write(f"{program}: {' '.join(str(error).split())}\n")
-    raise SystemExit(2) from None
+    message = str(error)
+  except OSError as error:
+    if error.errno not in _OF_FILES:
+      raise
+    place = error.filename or "a file cannot be written"
+    message = f"{place}: {error.strerror}: free space, change permissions or name another folder"
+  else:
+    return
+  sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
+  raise SystemExit(2)

@@ -74,10 +74,10 @@ def rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
   Newer files have `rope_parameters`, older ones `rope_theta` and, if scaled, `rope_scaling`.
   """
-  older_theta, older = hf.get("rope_theta"), hf.get("rope_scaling")
-  rope = hf.get("rope_parameters") or older or {}
+  rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
   kind = rope.get("rope_type") or rope.get("type") or "default"
-  theta = rope.get("rope_theta") or older_theta or 10_000.0
+  thetas = (rope.get("rope_theta"), hf.get("rope_theta"), 10_000.0)
+  theta = next(theta for theta in thetas if theta is not None)
   if kind not in ROPE_KEYS:
     raise UserError(
       f"config.json has a rotary embedding of type {kind!r}; supported are {', '.join(ROPE_KEYS)}"

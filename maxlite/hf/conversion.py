@@ -1,5 +1,6 @@
 """`maxlite.convert`: import and export Hugging Face checkpoints, and upcycle dense runs."""
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -19,7 +20,6 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import (
   Config,
-  exit_on_user_error,
   load_config,
   read_saved,
   save_keys,
@@ -32,7 +32,7 @@ from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import EXECUTION, find_family, model_keys
-from maxlite.hf.hf_folder import write_json
+from maxlite.hf.hf_folder import shorten_list, write_json
 from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
@@ -45,9 +45,7 @@ TOKENIZER = ("tokenizer_type", "tokenizer_path")
 
 def run_conversion(command: str, folder: str, argv: Sequence[str]) -> int:
   """Run a command of convert.USAGE and print a line about the result."""
-  with exit_on_user_error("maxlite.convert"):
-    line = COMMANDS[command](folder, argv)
-  sys.stdout.write(f"{line}\n")
+  sys.stdout.write(f"{COMMANDS[command](folder, argv)}\n")
   return 0
 
 
@@ -59,8 +57,11 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = RunFolder(_require_new(run_folder(cfg).directory, "run_name"))
-  abstract = abstract_params(cfg.model)
+  if tokenizer and cfg.data.dataset_type != "synthetic":
+    open_tokenizer(cfg.data)  # raises if it is damaged
+  abstract, not_finite = abstract_params(cfg.model), collections.Counter[str]()
   params = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
+  params = {path: _counted(path, chunked, not_finite) for path, chunked in params.items()}
   path = cfg.data.tokenizer_path
   if copies_tokenizer := path and path == tokenizer.get("tokenizer_path"):
     path = str(target.tokenizer / Path(path).name)
@@ -71,6 +72,8 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     if copies_tokenizer:
       copy_tokenizer(directory, RunFolder(temporary).tokenizer)
   notes = [f"{target.directory}: {_count(abstract):,} parameters of {family.model_type}"]
+  if found := +not_finite:
+    notes.append(f"{found.total():,} weights are NaN or infinite, in {shorten_list(set(found))}")
   if cfg.model.vocab_size > keys["vocab_size"]:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
   if not tokenizer and cfg.data.tokenizer_type == "byte":
@@ -139,7 +142,8 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
     raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
   dense: Config = build(Config, read_saved(folder.config))
   stored = _stored_parameters(requested)
-  cfg = upcycled_config(dense, argv, _output_path(requested))
+  typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
+  cfg = upcycled_config(dense, typed, _output_path(requested))
   target = RunFolder(_require_new(run_folder(cfg).directory, "run_name"))
   abstract = abstract_params(cfg.model)
   params = upcycled_params(stored, abstract, cfg)
@@ -204,6 +208,17 @@ def _require_unchanged(keys: Mapping[str, Any], flat: Mapping[str, Any], file: s
     if flat[name] != value and not (is_size and flat[name] > value):
       more = " or more" if is_size else ""
       raise UserError(f"{name}={show(flat[name])}, but {file} has {show(value)}: use that{more}")
+
+
+def _counted(path: str, chunked: ChunkedArray, not_finite: collections.Counter) -> ChunkedArray:
+  """Return an equal array that adds its elements that are not finite to `not_finite[path]`."""
+
+  def chunks() -> Iterator[tuple[Index, np.ndarray]]:
+    for index, chunk in chunked.chunks():
+      not_finite[path] += int(np.count_nonzero(~np.isfinite(chunk)))
+      yield index, chunk
+
+  return dataclasses.replace(chunked, chunks=chunks)
 
 
 def _output_path(cfg: Config) -> str:

@@ -92,9 +92,9 @@ class HfFamily:
     require(hf, **self.required)
     if self.checks_layer_types:
       self._require_layer_types(hf)
-    heads = hf["num_attention_heads"]
+    heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads")
     keys = read_keys(DECODER_KEYS, hf) | {
-      "base_num_kv_heads": hf.get("num_key_value_heads") or heads,
+      "base_num_kv_heads": heads if kv_heads is None else kv_heads,
       "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
       "mlp_activations": (ACTIVATIONS[self.activation], "linear"),
       "logits_via_embedding": hf.get("tie_word_embeddings", self.tied),

@@ -121,12 +121,14 @@ def _function_keys(cfg: ModelConfig) -> dict[str, Any]:
 
 def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
   """Raise UserError for a size larger than all weights, before anything of that size is built."""
-  num_weights = sum(math.prod(tensor.shape) for tensor in read_tensors(directory).values())
+  tensors = read_tensors(directory)
+  num_weights = sum(math.prod(tensor.shape) for tensor in tensors.values())
+  limits = {"base_num_decoder_layers": len(tensors)}
   for name, value in keys.items():
-    if isinstance(value, int) and value > max(num_weights, LARGE):
+    if isinstance(value, int) and value > limits.get(name, max(num_weights, LARGE)):
       raise UserError(
-        f"{directory / CONFIG} implies {name}={value}, but there are {num_weights} weights in all: "
-        "one of the two is of another model"
+        f"{directory / CONFIG} implies {name}={value}, but there are {num_weights} weights in all, "
+        f"in {len(tensors)} tensors: one of the two is of another model"
       )
 
 

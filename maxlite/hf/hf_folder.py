@@ -19,6 +19,11 @@ SHARD_BYTES = 5_000_000_000  # maximum of a file; a larger tensor gets its own
 
 def read_config(directory: Path) -> dict[str, Any]:
   """Read config.json; raise UserError if it is missing or not a JSON object."""
+  if not directory.is_dir():
+    raise UserError(
+      f"{directory} is not a folder: to import a model of the Hugging Face Hub, download it with "
+      f"`hf download {directory} --local-dir {directory.name}` and name that folder"
+    )
   if not (directory / CONFIG).is_file():
     raise UserError(f"{directory} has no {CONFIG}: name the folder that holds it")
   return read_json_object(directory / CONFIG, COPY_AGAIN)

@@ -29,9 +29,9 @@ class Drafts:
   seen_BTV: jax.Array  # tokens seen before each draft, and (T = J + 1) after the last
 
 
-def keys_at(key_B: jax.Array, position_B: jax.Array) -> jax.Array:
-  """Return the keys that sample the tokens at these positions of the rows."""
-  return jax.vmap(jax.random.fold_in)(key_B, position_B)
+# (key_B, position_B) to the keys that sample the tokens at these positions of the rows.
+keys_at = jax.vmap(jax.random.fold_in)
+_fold_in_all = jax.vmap(jax.random.fold_in, (0, None))
 
 
 def propose(
@@ -85,7 +85,3 @@ def verify(
     keys_at(key_B, first_B + num_accepted_B), jnp.where(use_p_B1, log_p_BV, jnp.log(residual_BV))
   )
   return num_accepted_B, token_B
-
-
-def _fold_in_all(key_B: jax.Array, data: np.uint32) -> jax.Array:
-  return jax.vmap(jax.random.fold_in, (0, None))(key_B, data)

@@ -103,7 +103,8 @@ def _compile_phases(trainer: Trainer, timer: Stopwatch, console: Console) -> Non
 def _save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None:
   barrier("the run is open")  # before the first file is written
   if jax.process_index() == 0:
-    folder.save_config(changes, lambda path: save_resolved(cfg, path))
+    with exit_on_user_error("maxlite.train"):
+      folder.save_config(changes, lambda path: save_resolved(cfg, path))
 
 
 def _first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:

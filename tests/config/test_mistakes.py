@@ -1,5 +1,6 @@
 """Every user error is one line with its source, the key and the fix."""
 
+import errno
 import importlib
 import resource
 import subprocess
@@ -422,3 +423,22 @@ def test_user_error_is_one_line_and_exit_code_2(capsys):
     raise UserError("steps=0 is below 1;\n  write steps=1")
   assert stop.value.code == 2
   assert capsys.readouterr().err == "maxlite.train: steps=0 is below 1; write steps=1\n"
+
+
+@pytest.mark.parametrize(
+  ("error", "place"),
+  [
+    (OSError(errno.ENOSPC, "No space left on device", "runs/a/config.yml"), "runs/a/config.yml"),
+    (OSError(errno.ENOSPC, "No space left on device"), "a file cannot be written"),
+  ],
+)
+def test_a_full_disk_exits_with_one_line(capsys, error, place):
+  with pytest.raises(SystemExit, match="2"), exit_on_user_error("maxlite.train"):
+    raise error
+  expected = f"maxlite.train: {place}: No space left on device: free space, "
+  assert capsys.readouterr().err.startswith(expected)
+
+
+def test_errors_of_the_program_keep_their_traceback():
+  with pytest.raises(FileNotFoundError), exit_on_user_error("maxlite.train"):
+    raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a")

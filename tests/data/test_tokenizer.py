@@ -226,3 +226,16 @@ def test_identity_depends_on_the_content(tmp_path):
   first = TOKENIZERS["huggingface"](save_huggingface(tmp_path)).identity
   second = TOKENIZERS["huggingface"](save_huggingface(tmp_path, ("<s>", "</s>"))).identity
   assert first != second
+
+
+def test_a_regex_that_fails_on_a_text_raises_one_line(tmp_path):
+  vocabulary = {"a": 0, "b": 1, "<s>": 2, "</s>": 3}
+  library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+  pattern = tokenizers.Regex("(?:(?:a|aa)+)+$")
+  library.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+  path = tmp_path / "tokenizer.json"
+  library.save(str(path))
+  with pytest.raises(ValueError, match=r"cannot split a text of 61 characters: .*retry-limit"):
+    open_tokenizer(DataConfig(tokenizer_type="huggingface", tokenizer_path=str(path))).encode(
+      b"a" * 60 + b"b"
+    )

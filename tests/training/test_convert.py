@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import maxlite
 from maxlite import convert
@@ -219,6 +219,28 @@ def test_a_failed_import_leaves_nothing(tmp_path, monkeypatch, capsys):
   assert not list((tmp_path / "runs").rglob("*"))
 
 
+def test_weights_that_are_not_finite_are_reported(tmp_path, monkeypatch, capsys):
+  folder = shutil.copytree(FIXTURES / "llama", tmp_path / "model=1")
+  weights = load_file(folder / "model.safetensors")
+  name = "model.norm.weight"
+  weights[name][:2] = np.nan, np.inf
+  save_file(weights, folder / "model.safetensors")
+  overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs")
+  assert converted(monkeypatch, "from_hf", folder, *overrides) == 0
+  assert "2 weights are NaN or infinite, in final_norm/scale" in capsys.readouterr().out
+
+
+def test_a_damaged_tokenizer_is_not_imported(tmp_path, monkeypatch, capsys):
+  folder = shutil.copytree(FIXTURES / "llama", tmp_path / "model")
+  (folder / "tokenizer.json").write_text("{")
+  overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs", "dataset_type=text")
+  monkeypatch.setattr(sys, "argv", ["convert", "from_hf", str(folder), *overrides])
+  with pytest.raises(SystemExit, match="2"):
+    convert.main()
+  assert "is not a tokenizer.json" in capsys.readouterr().err
+  assert not list((tmp_path / "runs").rglob("*"))
+
+
 @pytest.mark.parametrize(
   ("args", "message"),
   [
@@ -236,7 +258,12 @@ def test_a_failed_import_leaves_nothing(tmp_path, monkeypatch, capsys):
     (("to_hf", "run_name=llama", f"output_path={FIXTURES}"), "already exists"),
     (("upcycle", "run_name=mixtral", "output_path=new"), "cannot be upcycled"),
     (("upcycle", "run_name=llama", "output_path=new", "head_dim=8"), "keeps head_dim=4"),
-    (("to_hf", "configs/base.yml", "run_name=llama"), "takes only key=value"),
+    (("to_hf", "configs/base.yml", "run_name=llama"), "output_path is missing"),
+    (("from_hf", "a=b"), "from_hf FOLDER is missing"),
+    (
+      ("from_hf", "Qwen/Qwen3-0.6B", "run_name=new"),
+      "with `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`",
+    ),
   ],
 )
 def test_an_invalid_command_exits_with_one_line(root, monkeypatch, capsys, args, message):

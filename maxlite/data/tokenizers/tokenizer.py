@@ -183,7 +183,14 @@ def _encoding(
   tokenizer: tokenizers.Tokenizer, text: str, *, parse_special: bool = False
 ) -> tokenizers.Encoding:
   tokenizer.encode_special_tokens = not parse_special
-  return tokenizer.encode(text, add_special_tokens=False)
+  try:
+    return tokenizer.encode(text, add_special_tokens=False)
+  except BaseException as error:  # a panic of the Rust library is no Exception
+    if type(error).__name__ != "PanicException":
+      raise
+    raise UserError(
+      f"the tokenizer cannot split a text of {len(text)} characters: {error}"
+    ) from None
 
 
 class SentencePieceTokenizer:

@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from maxlite.inference.batcher import Batcher, Throughput, TokenEvent
+from maxlite.inference.batcher import Batcher, TokenEvent
 from maxlite.inference.engine import GenerationRequest
 
 OnEvent = Callable[[TokenEvent | Exception], None]  # called in the engine's thread
@@ -21,7 +21,8 @@ class EngineThread:
   """
 
   def __init__(self, batcher: Batcher, queue_size: int) -> None:
-    self._batcher, self.max_active = batcher, batcher.engine.num_rows + queue_size
+    self._batcher, self.throughput = batcher, batcher.throughput
+    self.max_active = batcher.engine.num_rows + queue_size
     self._changed = threading.Condition()
     # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
     self._on_event: dict[GenerationRequest, OnEvent] = {}
@@ -59,10 +60,6 @@ class EngineThread:
   def num_active(self) -> int:
     """Number of requests waiting or in progress."""
     return len(self._on_event)
-
-  @property
-  def throughput(self) -> Throughput:
-    return self._batcher.throughput
 
   def fail_all(self, error: Exception) -> None:
     """End all requests with `error`."""
