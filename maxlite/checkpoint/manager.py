@@ -304,20 +304,20 @@ class _WriteErrors(logging.Filter):
       manager.wait_until_finished()
       return
     waiting = concurrent.futures.Future[None]()
-    threading.Thread(target=_settle, args=(waiting, manager), daemon=True).start()
+
+    def wait() -> None:
+      try:
+        waiting.set_result(manager.wait_until_finished())
+      except BaseException as error:
+        waiting.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
     while not waiting.done() and self._first is None:
       concurrent.futures.wait([waiting], timeout=0.05)
     failure, self._first = self._first, None
     if failure is not None:
       raise failure
     waiting.result()
-
-
-def _settle(waiting: concurrent.futures.Future[None], manager: ocp.CheckpointManager) -> None:
-  try:
-    waiting.set_result(manager.wait_until_finished())
-  except BaseException as error:
-    waiting.set_exception(error)
 
 
 class _DrainingArrayHandler(ocp.type_handlers.ArrayHandler):

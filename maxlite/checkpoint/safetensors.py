@@ -39,17 +39,13 @@ class TensorEntry:
 
   def read_rows(self, low: int, high: int) -> np.ndarray:
     """Read rows [low, high) along the first axis; raise UserError if the file is truncated."""
-    dtype, shape = (DTYPES | PACKED)[self.dtype], (high - low, *self.shape[1:])
-    rows = np.empty(shape, dtype)
-    offset = self.start + low * math.prod(self.shape[1:]) * dtype.itemsize
-    with self.path.open("rb", buffering=0) as file:
-      file.seek(offset)
-      view = rows.reshape(-1).view(np.uint8).data
-      while view and (num_read := file.readinto(view)):
-        view = view[num_read:]
-    if view:
-      raise UserError(f"{self.path} ends {len(view)} bytes early: copy it again")
-    return rows
+    dtype = (DTYPES | PACKED)[self.dtype]
+    bytes_each = math.prod(self.shape[1:]) * dtype.itemsize
+    num_bytes, offset = (high - low) * bytes_each, self.start + low * bytes_each
+    data = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
+    if missing := num_bytes - data.size:
+      raise UserError(f"{self.path} ends {missing} bytes early: copy it again")
+    return data.view(dtype).reshape(high - low, *self.shape[1:])
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

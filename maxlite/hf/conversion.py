@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -18,13 +19,7 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import (
-  Config,
-  load_config,
-  read_saved,
-  save_keys,
-  save_resolved,
-)
+from maxlite.config import Config, load_config, read_saved, save_keys, save_resolved
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
@@ -61,7 +56,8 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     open_tokenizer(cfg.data)  # raises if it is damaged
   abstract, not_finite = abstract_params(cfg.model), collections.Counter[str]()
   params = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
-  params = {path: _counted(path, chunked, not_finite) for path, chunked in params.items()}
+  counted = lambda path, chunked: functools.partial(_counted, path, chunked, not_finite)
+  params = {path: dataclasses.replace(x, chunks=counted(path, x)) for path, x in params.items()}
   path = cfg.data.tokenizer_path
   if copies_tokenizer := path and path == tokenizer.get("tokenizer_path"):
     path = str(target.tokenizer / Path(path).name)
@@ -210,15 +206,13 @@ def _require_unchanged(keys: Mapping[str, Any], flat: Mapping[str, Any], file: s
       raise UserError(f"{name}={show(flat[name])}, but {file} has {show(value)}: use that{more}")
 
 
-def _counted(path: str, chunked: ChunkedArray, not_finite: collections.Counter) -> ChunkedArray:
-  """Return an equal array that adds its elements that are not finite to `not_finite[path]`."""
-
-  def chunks() -> Iterator[tuple[Index, np.ndarray]]:
-    for index, chunk in chunked.chunks():
-      not_finite[path] += int(np.count_nonzero(~np.isfinite(chunk)))
-      yield index, chunk
-
-  return dataclasses.replace(chunked, chunks=chunks)
+def _counted(
+  path: str, chunked: ChunkedArray, not_finite: collections.Counter
+) -> Iterator[tuple[Index, np.ndarray]]:
+  """Yield the chunks, and add the number of elements that are not finite to `not_finite[path]`."""
+  for index, chunk in chunked.chunks():
+    not_finite[path] += int(np.count_nonzero(~np.isfinite(chunk)))
+    yield index, chunk
 
 
 def _output_path(cfg: Config) -> str:

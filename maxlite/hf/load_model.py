@@ -133,14 +133,11 @@ def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Seq
   return degrees, jax.devices()[:num_devices]
 
 
-def _with_dtype(model: ModelConfig, dtype: str) -> ModelConfig:
-  return dataclasses.replace(model, dtype=dtype, weight_dtype=dtype)
-
-
 def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
   cfg: Config = build(Config, read_saved(folder.config))
   stored = trainer_of_model(cfg.model, mesh).abstract_state.params
-  trainer = trainer_of_model(_with_dtype(cfg.model, dtype) if dtype else cfg.model, mesh)
+  dtypes = {"dtype": dtype, "weight_dtype": dtype} if dtype else {}
+  trainer = trainer_of_model(dataclasses.replace(cfg.model, **dtypes), mesh)
   report = lambda line: sys.stderr.write(f"{line}\n")
   checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report)
   parts, _ = checkpoints.restore_parts({"params": stored})
@@ -155,7 +152,7 @@ def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[
     dtype = "float32" if np.dtype("float32") in dtypes else "bfloat16"
   cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
   validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
-  model = _with_dtype(cfg.model, dtype)
+  model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
   trainer = trainer_of_model(model, mesh)
   abstract = leaves_by_path(trainer.abstract_state.params)
   params = params_from_hf(folder, family, model, model.vocab_size, abstract)

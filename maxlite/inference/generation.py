@@ -95,17 +95,16 @@ def _prompts(cfg: GenerateConfig) -> list[str]:
     raise UserError(f"prompt_file={cfg.prompt_file} is not a file")
   prompts = []
   for place, record in read_objects(path, 0, 1):
-    if not isinstance(record.get("prompt"), str):
+    prompts.append(record.get("prompt"))
+    if not isinstance(prompts[-1], str):
       raise UserError(f'prompt_file={place}: write {{"prompt": "..."}}')
-    prompts.append(record["prompt"])
   if not prompts:
     raise UserError(f"prompt_file={cfg.prompt_file} has no lines")
   return prompts
 
 
 def _request(cfg: GenerateConfig, n: int, prompt: str, tokenizer: Tokenizer) -> GenerationRequest:
-  names = [field.name for field in dataclasses.fields(SamplingParams)]
-  sampling = SamplingParams(**{name: getattr(cfg, name) for name in names})
+  sampling = SamplingParams(*(getattr(cfg, f.name) for f in dataclasses.fields(SamplingParams)))
   tokens = [tokenizer.bos, *map(int, tokenizer.encode(prompt.encode()))]
   seed = (cfg.decode_sampling_seed + n) % 2**32
   return GenerationRequest(tokens, cfg.max_new_tokens, sampling, seed)

@@ -27,18 +27,8 @@ from maxlite.hf.family import HfFamily
 FAMILIES: dict[str, HfFamily] = {
   family.model_type: family
   for family in (
-    llama.FAMILY,
-    mistral.FAMILY,
-    mixtral.FAMILY,
-    olmoe.FAMILY,
-    qwen3_moe.FAMILY,
-    deepseek_v2.FAMILY,
-    deepseek_v3.FAMILY,
-    deepseek_v3.KIMI_K2,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    gemma2.FAMILY,
-    gemma3.FAMILY,
-    gpt_oss.FAMILY,
+    llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, olmoe.FAMILY, qwen3_moe.FAMILY,
+    deepseek_v2.FAMILY, deepseek_v3.FAMILY, deepseek_v3.KIMI_K2, qwen2.FAMILY, qwen3.FAMILY,
+    gemma2.FAMILY, gemma3.FAMILY, gpt_oss.FAMILY,
   )
-}
+}  # fmt: skip

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V2-Lite."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from maxlite.config.schema import ModelConfig
@@ -34,10 +34,6 @@ KEYS = (
   Key("topk_routing_group", "topk_group", 1),
   Key("routed_scaling_factor", "routed_scaling_factor", 1.0),
 )
-
-
-def _extra_from_hf(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-  return {"router": ROUTERS[hf.get("topk_method", "greedy")]}
 
 
 def shared_extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
@@ -75,7 +71,7 @@ FAMILY = HfFamily(
   ours={"norm_topk_prob": False},
   required={"scoring_func": "softmax", "moe_layer_freq": 1},
   aux_loss_key="aux_loss_alpha",
-  extra_from_hf=_extra_from_hf,
+  extra_from_hf=lambda hf, keys: {"router": ROUTERS[hf.get("topk_method", "greedy")]},
   extra_to_hf=_extra_to_hf,
   extra_block=_query,
   unread=("norm_topk_prob",),

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_keys import Key, require
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.shared_mappings import ATTENTION, DENSE_KEYS, QK_NORM, SLIDING_WINDOW, mlp
@@ -23,10 +22,6 @@ def _extra_from_hf(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, 
   return {"query_pre_attn_scalar": 0.0 if scalar == keys["head_dim"] else float(scalar)}
 
 
-def _extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-  return {"query_pre_attn_scalar": int(cfg.query_pre_attn_scalar) or cfg.head_dim}
-
-
 FAMILY = HfFamily(
   "gemma2",
   "Gemma2ForCausalLM",
@@ -43,5 +38,5 @@ FAMILY = HfFamily(
   tied=True,
   checks_layer_types=True,
   extra_from_hf=_extra_from_hf,
-  extra_to_hf=_extra_to_hf,
+  extra_to_hf=lambda cfg: {"query_pre_attn_scalar": int(cfg.query_pre_attn_scalar) or cfg.head_dim},
 )

@@ -65,10 +65,11 @@ class EngineThread:
     """End all requests with `error`."""
     self._fail(list(self._on_event), error)
 
-  def cancel(self, request: GenerationRequest) -> None:
-    """End a request if it has not finished; it receives no further events."""
+  def cancel(self, *requests: GenerationRequest) -> None:
+    """End the requests that have not finished; they receive no further events."""
     with self._changed:
-      self._on_event.pop(request, None)
+      for request in requests:
+        self._on_event.pop(request, None)
       self._changed.notify()
 
   def _run(self) -> None:

@@ -134,7 +134,7 @@ class Api:
     self._submit(completions, received)
     schema = ResponseSchema(self._name, is_chat)
     pieces = self._pieces(completions, received)
-    cancel = functools.partial(self._cancel, completions)
+    cancel = functools.partial(self._engine_thread.cancel, *(c.request for c in completions))
     if request.stream:
       events = _events(schema, completions, pieces, include_usage=request.include_usage)
       return _EventStream(events, cancel)
@@ -203,10 +203,6 @@ class Api:
         self._engine_thread.cancel(completion.request)
       if piece or completion.finish_reason:
         yield completions.index(completion), piece
-
-  def _cancel(self, completions: list[_Completion]) -> None:
-    for completion in completions:
-      self._engine_thread.cancel(completion.request)
 
 
 def _usage(completions: list[_Completion]) -> dict:

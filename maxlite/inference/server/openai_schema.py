@@ -99,9 +99,8 @@ class ResponseSchema:
     self._is_chat = is_chat
 
   def response(self, choices: list[dict], *, is_chunk: bool = False) -> dict:
-    kind = "text_completion"
-    if self._is_chat:
-      kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+    chat = "chat.completion.chunk" if is_chunk else "chat.completion"
+    kind = chat if self._is_chat else "text_completion"
     return self._head | {"object": kind, "choices": choices}
 
   def choice(self, index: int, text: str, finish_reason: str, *, is_chunk: bool = False) -> dict:
@@ -114,9 +113,9 @@ class ResponseSchema:
 def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
   """Parse one prompt or a list of them, each a string or a list of token ids."""
   is_tokens = lambda x: isinstance(x, list) and x and all(type(i) is int and i >= 0 for i in x)
-  prompts = [given] if isinstance(given, str) or is_tokens(given) else given
-  is_list = isinstance(prompts, list) and prompts
-  if not is_list or not all(isinstance(prompt, str) or is_tokens(prompt) for prompt in prompts):
+  is_prompt = lambda x: isinstance(x, str) or is_tokens(x)
+  prompts = [given] if is_prompt(given) else given
+  if not isinstance(prompts, list) or not prompts or not all(map(is_prompt, prompts)):
     raise UserError("prompt must be a string, a list of tokens, or a list of such")
   return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
