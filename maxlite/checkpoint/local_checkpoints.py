@@ -175,7 +175,6 @@ class LocalCheckpoints:
     return found
 
   def remove(self) -> None:
-    """Delete all files of the run on this host."""
     if self._writing is not None:
       concurrent.futures.wait([self._writing])
     self._writer.shutdown()
@@ -284,7 +283,6 @@ class LocalCheckpoints:
     return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves.values())
 
   def _files(self) -> list[FileName]:
-    """Return the names of all files of the run on this host."""
     found = [_FILE.fullmatch(path.name) for path in self._directory.iterdir()]
     return sorted(FileName(int(f[1]), f[2], f[3]) for f in found if f and f[4] == "safetensors")
 
@@ -318,7 +316,6 @@ def _num_bytes(slices: Sequence[StateSlice]) -> int:
 
 
 def _slices_key(slices: Sequence[StateSlice]) -> str:
-  """Return a hash that is equal for processes with the same slices."""
   text = "\n".join(f"{part.name} {part.dtype}" for part in slices)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -86,7 +86,6 @@ class HfFamily:
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
 
   def config_from_hf(self, hf: ConfigJson) -> dict[str, Any]:
-    """Convert config.json to our keys."""
     require(hf, hidden_act=self.activation, hidden_activation=self.activation)
     require(hf, attention_bias=MODELS[self.decoder_block].out_bias, mlp_bias=False)
     require(hf, **self.required)
@@ -103,7 +102,6 @@ class HfFamily:
     return keys | self.extra_from_hf(hf, keys)
 
   def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:
-    """Convert our config to config.json."""
     flat, model = flatten(cfg), MODELS[self.decoder_block]
     hf = write_keys((*DECODER_KEYS, *self.keys), flat) | {
       "num_key_value_heads": cfg.base_num_kv_heads,

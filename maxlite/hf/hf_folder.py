@@ -91,17 +91,14 @@ class FolderWriter:
       self._file_of |= dict.fromkeys(shard, opened)
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
-    """Write rows of a tensor, starting at row `low`."""
     self._file_of[name].write_rows(name, low, rows)
 
   def close(self) -> None:
-    """Return when all is on disk."""
     for file in set(self._file_of.values()):
       file.close()
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Write `value` as indented JSON."""
   path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

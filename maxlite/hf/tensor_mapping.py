@@ -30,7 +30,6 @@ class AxisLayout:
     return tuple(self.ours.index(name) for group in self.theirs for name in group)
 
   def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-    """Return the shape of the tensor."""
     return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
 
   def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -39,7 +38,6 @@ class AxisLayout:
     return split.transpose(np.argsort(self.order))
 
   def to_theirs(self, array: np.ndarray) -> np.ndarray:
-    """Convert an array to a tensor."""
     sizes = dict(zip(self.ours, array.shape, strict=True))
     return array.transpose(self.order).reshape(self.shape(sizes))
 
@@ -74,7 +72,6 @@ class TensorMapping:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """The shape of the tensor."""
     return self.layout.shape(dict(zip(self.layout.ours, self.sizes, strict=True)))
 
   @property

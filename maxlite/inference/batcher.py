@@ -118,7 +118,6 @@ class Batcher:
     return events
 
   def cancel(self, request: GenerationRequest) -> None:
-    """Free the row of an unfinished request."""
     if request in self._remaining:
       self.engine.cancel(self._request_by_row.index(request))
       self._free(request)

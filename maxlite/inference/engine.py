@@ -148,7 +148,6 @@ class Engine:
     return self._run("step", self._steps, np.int32(num_steps))
 
   def cancel(self, row: int) -> None:
-    """Make a row idle."""
     self._state = self._cancel(self._state, row)
 
   def reset(self) -> None:
