@@ -150,10 +150,8 @@ class MaxliteLM(TemplateLM):
           f"max_gen_toks={num_tokens} leaves no room for a context in max_length={self.max_length}"
         )
       prompts = [self.tok_encode(requests[n].args[0])[-max_context:] for n in indices]
-      index_of = {
-        GenerationRequest(ids, num_tokens, sampling, n): n
-        for n, ids in zip(indices, prompts, strict=True)
-      }
+      pairs = zip(indices, prompts, strict=True)
+      index_of = {GenerationRequest(ids, num_tokens, sampling, n): n for n, ids in pairs}
       batcher, decode = Batcher(self._engine), self._tokenizer.decode
       for request, text, _ in stream_completions(batcher, index_of, decode, stop_strings):
         completions[index_of[request]] += text

@@ -206,9 +206,8 @@ class LocalCheckpoints:
       manifest = seal_manifest({**body, "file": str(name), "crc32": zlib.crc32(data.data)})
       tensors = {part.name: (part.dtype, part.shape) for part in slices}
       try:
-        with contextlib.closing(
-          TensorFile(temporary, tensors, {"manifest": json.dumps(manifest)})
-        ) as file:
+        opened = TensorFile(temporary, tensors, {"manifest": json.dumps(manifest)})
+        with contextlib.closing(opened) as file:
           for part in slices:
             file.write_rows(part.name, 0, part.view(data))
         temporary.rename(path)

@@ -261,9 +261,8 @@ class Engine:
     seen_BV = jnp.zeros(logits_BV.shape, bool).at[batch_B1, tokens_BT].max(is_real_BT)
     key_B = jax.vmap(jax.random.key)(seed_B)
     token_B = sample(keys_at(key_B, length_B), log_probs(logits_BV, seen_BV, sampling))
-    new = DecodeState(
-      None, token_B, length_B, remaining_B, key_B, seen_BV, sampling, x_BD=x_B1D[:, 0]
-    )
+    x_BD = x_B1D[:, 0]
+    new = DecodeState(None, token_B, length_B, remaining_B, key_B, seen_BV, sampling, x_BD)
     new, token_B1 = self._append_tokens(new, token_B[:, None])
     insert = lambda old, rows: old.at[row_B].set(rows, mode="drop")
     inserted = jax.tree.map(insert, state.replace(cache=None), new)

@@ -81,7 +81,5 @@ def verify(
   # If p equals q, rounding may still reject a draft and leave no residual: sample from p.
   has_residual_B1 = jnp.any(residual_BV > 0, axis=-1, keepdims=True)
   use_p_B1 = (num_accepted_B == num_drafts)[:, None] | ~has_residual_B1
-  token_B = sample(
-    keys_at(key_B, first_B + num_accepted_B), jnp.where(use_p_B1, log_p_BV, jnp.log(residual_BV))
-  )
-  return num_accepted_B, token_B
+  last_key_B = keys_at(key_B, first_B + num_accepted_B)
+  return num_accepted_B, sample(last_key_B, jnp.where(use_p_B1, log_p_BV, jnp.log(residual_BV)))

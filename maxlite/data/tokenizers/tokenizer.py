@@ -185,7 +185,7 @@ def _encoding(
   tokenizer.encode_special_tokens = not parse_special
   try:
     return tokenizer.encode(text, add_special_tokens=False)
-  except BaseException as error:  # a panic of the Rust library is no Exception
+  except BaseException as error:  # a panic of the Rust library
     if type(error).__name__ != "PanicException":
       raise
     raise UserError(

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from maxlite.inference.batcher import Batcher, TokenEvent
 from maxlite.inference.engine import GenerationRequest
 
-OnEvent = Callable[[TokenEvent | Exception], None]  # called in the engine's thread
+Event = TokenEvent | Exception
+OnEvent = Callable[[Event], None]  # called in the engine's thread
 
 
 class QueueFullError(Exception):
@@ -101,9 +102,7 @@ class EngineThread:
     for request in requests:
       self._send(request, error, is_last=True)
 
-  def _send(
-    self, request: GenerationRequest, event: TokenEvent | Exception, *, is_last: bool
-  ) -> None:
+  def _send(self, request: GenerationRequest, event: Event, *, is_last: bool) -> None:
     with self._changed:
       on_event = (self._on_event.pop if is_last else self._on_event.get)(request, None)
     if on_event:

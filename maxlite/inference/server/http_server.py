@@ -38,10 +38,8 @@ class HttpServer(uvicorn.Server):
 
   def __init__(self, app: Starlette, engine_thread: EngineThread, **options: Any) -> None:
     self._engine_thread = engine_thread
-    limits = {
-      "limit_concurrency": engine_thread.max_active + _EXTRA_CONNECTIONS,
-      "timeout_graceful_shutdown": _SHUTDOWN_SECONDS,
-    }
+    limit = engine_thread.max_active + _EXTRA_CONNECTIONS
+    limits = {"limit_concurrency": limit, "timeout_graceful_shutdown": _SHUTDOWN_SECONDS}
     super().__init__(uvicorn.Config(app, http=TimedProtocol, lifespan="off", **limits, **options))
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
