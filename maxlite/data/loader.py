@@ -22,6 +22,7 @@ from maxlite.data.sampler import HostBatches, shuffled_order
 from maxlite.data.sources import DataSource
 
 _READ_THREADS = 2
+_FEW_DOCUMENTS = 20  # of which the default eval_fraction holds out less than one
 _OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
 _NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
@@ -105,8 +106,16 @@ def open_data(
     UserError: missing or unreadable files, an empty split, or a tokenizer larger than
       `vocab_size`.
   """
-  source = SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
-  if evaluates and source.eval is None and (cfg.eval_fraction or cfg.eval_dataset_path):
+  open_source = lambda cfg: SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
+  source = open_source(cfg)
+  lacks_eval = evaluates and source.eval is None and (cfg.eval_fraction or cfg.eval_dataset_path)
+  by_content = cfg.eval_split == "documents" and not cfg.eval_dataset_path
+  if lacks_eval and by_content and source.num_documents < _FEW_DOCUMENTS:
+    with contextlib.suppress(UserError):  # a tail may leave nothing to train on
+      tail = open_source(dataclasses.replace(cfg, eval_split="tail"))
+      note = "; few documents, so eval_split=tail holds out the tail of the data"
+      source = dataclasses.replace(tail, summary=tail.summary + note)
+  if lacks_eval and source.eval is None:
     raise UserError(
       f"nothing is held out by eval_split={cfg.eval_split} and eval_fraction={cfg.eval_fraction} "
       f"({source.summary}): set eval_split=tail, raise eval_fraction or name files in "

@@ -34,10 +34,8 @@ def split_documents(
     return _split_by_file(documents(files), documents(eval_files))
   if cfg.eval_split == "tail":
     cut = 1 - cfg.eval_fraction
-    train, held_out = documents(files, 0, cut), documents(files, cut, 1)
-    return itertools.chain(
-      (("train", pieces) for _, pieces in train), (("eval", pieces) for _, pieces in held_out)
-    )
+    splits = (("train", documents(files, 0, cut)), ("eval", documents(files, cut, 1)))
+    return ((name, pieces) for name, split in splits for _, pieces in split)
   return _split_by_content(documents(files), cfg.eval_fraction)
 
 

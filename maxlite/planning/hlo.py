@@ -46,10 +46,9 @@ class Instruction:
   @cached_property
   def arrays(self) -> list[Array]:
     """The arrays of its result; of a tuple, in order."""
-    return [
-      Array(dtype, tuple(map(int, filter(None, dims.split(",")))), bool(re.search(r"S\(", layout)))
-      for dtype, dims, layout in _ARRAY.findall(self.type)
-    ]
+    found = _ARRAY.findall(self.type)
+    shape = lambda dims: tuple(map(int, re.findall(r"\d+", dims)))
+    return [Array(dtype, shape(dims), "S(" in layout) for dtype, dims, layout in found]
 
   @property
   def num_bytes(self) -> float:

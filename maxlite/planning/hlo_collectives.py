@@ -122,10 +122,9 @@ def _iota(dims: str, order: str | None) -> np.ndarray:
 def _mesh_groups(axes: str, devices: str | None, grouped: str) -> np.ndarray:
   """Groups along the `grouped` axes ('a', or 'a':(3)2 for a part of one) of XLA's own mesh."""
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+  ids = np.array(_ints(devices)) if devices else np.arange(prod(sizes.values()))
   if devices and (iota := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", devices)):
     ids = _iota(*iota.groups())
-  else:
-    ids = np.array(_ints(devices)) if devices else np.arange(prod(sizes.values()))
   parts = {
     name: (int(before or 1), int(size or sizes[name]))
     for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)
@@ -142,8 +141,5 @@ def _mesh_groups(axes: str, devices: str | None, grouped: str) -> np.ndarray:
 def _mesh_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
   """Mesh axes along which the devices of a group differ."""
   coordinates = np.unravel_index(groups, tuple(mesh_shape.values()))
-  return tuple(
-    mesh_axis
-    for mesh_axis, coordinate in zip(mesh_shape, coordinates, strict=True)
-    if np.any(coordinate != coordinate[:, :1])
-  )
+  by_axis = zip(mesh_shape, coordinates, strict=True)
+  return tuple(axis for axis, at in by_axis if np.any(at != at[:, :1]))

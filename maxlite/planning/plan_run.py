@@ -58,10 +58,8 @@ def run_phase_plan(cfg: Config) -> int:
       raise UserError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
   spans = plan.spans(cfg.run.steps)
   _CONSOLE.print(*plan.describe(cfg.run.steps, cfg.data), "", sep="\n")
-  if spans:
-    _CONSOLE.print(*timeline_lines(spans), sep="\n")
-  else:
-    _CONSOLE.print("phases end on conditions, so their steps are known only during the run")
+  unknown = ["phases end on conditions, so their steps are known only during the run"]
+  _CONSOLE.print(*(timeline_lines(spans) if spans else unknown), sep="\n")
   return 0
 
 

@@ -287,6 +287,25 @@ def test_an_unreadable_file_is_one_line(tmp_path, monkeypatch):
     open_part(cfg)
 
 
+@pytest.mark.parametrize(("kind", "num_documents"), [("text", 1), ("text", 2), ("jsonl", 2)])
+def test_of_few_documents_the_tail_is_held_out(tmp_path, kind, num_documents):
+  folder = tmp_path / "data"
+  folder.mkdir()
+  texts = [f"{n + 3} {'text ' * 99}" for n in range(num_documents)]
+  for n, text in enumerate(texts if kind == "text" else []):
+    (folder / f"{n}.txt").write_text(text)
+  if kind == "jsonl":
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+  cfg = DataConfig(dataset_type=kind, dataset_path=(str(folder),), max_target_length=T)
+  source = open_part(cfg).source
+  assert len(source.eval) < len(source.train) or kind == "jsonl"
+  assert source.summary.endswith(
+    "; few documents, so eval_split=tail holds out the tail of the data"
+  )
+  assert open_part(cfg, evaluates=False).source.eval is None
+  assert open_part(dataclasses.replace(cfg, eval_fraction=0.0)).source.eval is None
+
+
 def test_missing_eval_data_is_an_error_only_on_use(tmp_path):
   data = open_part(config(tmp_path / "data", eval_fraction=0.0))
   with pytest.raises(ValueError, match="set eval_fraction above 0"):

@@ -39,6 +39,7 @@ class DataSource:
   summary: str
   documents: DocumentWindows | PackedConversations | None = None
   files: str = ""
+  num_documents: int = 0  # of both splits
 
 
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
@@ -121,7 +122,8 @@ def _source(
 ) -> DataSource:
   seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
   train, summary = rows(data.train, seed), _summary(data, unit)
-  source = DataSource(train, None, tokenizer.num_bytes_V, summary, files=data.files)
+  num_documents = len(data.train.lengths) + len(data.eval.lengths)
+  source = DataSource(train, None, tokenizer.num_bytes_V, summary, None, data.files, num_documents)
   if not len(data.eval.lengths):
     return source
   # Held-out documents keep the order of the files, so that runs are compared on the same rows.
@@ -129,13 +131,10 @@ def _source(
 
 
 def _summary(data: TokenizedData, unit: str) -> str:
-  train, held_out = (
-    f"{int(tokens.lengths.sum()):,} tokens in {len(tokens.lengths):,} {unit}"
-    for tokens in (data.train, data.eval)
-  )
+  size = lambda lengths: f"{int(lengths.sum()):,} tokens in {len(lengths):,} {unit}"
   dropped = {f"training {unit} dropped as duplicates of held-out ones": data.num_dropped}
   notes = [f"; {count:,} {what}" for what, count in (dropped | data.counts).items() if count]
-  return f"train {train}; eval {held_out}{''.join(notes)}"
+  return f"train {size(data.train.lengths)}; eval {size(data.eval.lengths)}{''.join(notes)}"
 
 
 text_source = functools.partial(_text_source, text_documents, "")
