@@ -18,6 +18,7 @@ from maxlite.ensemble.engines.engine_base import EnsembleEngine
 from maxlite.ensemble.ensemble import stack_common
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import Plan
+from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
 from maxlite.training.evaluation import held_out_row
@@ -91,9 +92,11 @@ def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) ->
   log = EnsembleLog(trainer, writers, console)
   profiler = Profiler(cfg.observe, run_folder(cfg).profile)
   evaluate = None if trainer.loaders[0].source.eval is None else trainer.evaluate
+  timer = Stopwatch("compile")
+  context = LoopContext(trainer, trainer, log, profiler, evaluate, timer)
   try:
-    context = LoopContext(trainer, trainer, log, profiler, evaluate)
-    result = train(context, trainer.pack(), streams, runs[0].step + 1, last_step)
+    with timer.report_waits(console.print):
+      result = train(context, trainer.pack(), streams, runs[0].step + 1, last_step)
     trainer.unpack(result.state)
     for run, data_state in zip(runs, streams.state(), strict=True):
       run.step, run.data_state = result.step, data_state

@@ -6,6 +6,7 @@ compilation, waiting for data, evaluation and checkpointing.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,15 @@ from typing import Any
 from maxlite.metrics.step_row import Row
 
 STEP = "step"
-KINDS = (STEP, "compile", "data", "evaluation", "checkpoint", "startup", "restart")
+KINDS = {  # and what is printed of long ones
+  STEP: "",
+  "compile": "compiling",
+  "data": "waiting for data",
+  "evaluation": "evaluating",
+  "checkpoint": "writing a checkpoint",
+  "startup": "starting",
+  "restart": "restoring",
+}
 ELAPSED, GOODPUT = "elapsed_seconds", "goodput"
 
 
@@ -51,6 +60,29 @@ class Stopwatch:
       yield
     finally:
       self.switch(before)
+
+  @contextlib.contextmanager
+  def report_waits(self, report: Callable[[str], None], seconds: float = 5.0) -> Iterator[None]:
+    """While open, report activities other than steps after `seconds`, twice as many, and so on."""
+    closed = threading.Event()
+
+    def watch() -> None:
+      since, due = self._since, seconds
+      while not closed.wait(seconds / 5):
+        kind, elapsed = self._kind, self._clock() - self._since
+        if self._since != since:
+          since, due = self._since, seconds
+        elif elapsed >= due and KINDS[kind]:
+          report(f"{KINDS[kind]} ... {elapsed:.0f} s")
+          due *= 2
+
+    thread = threading.Thread(target=watch, name="waits", daemon=True)
+    thread.start()
+    try:
+      yield
+    finally:
+      closed.set()
+      thread.join()
 
   def row(self) -> Row:
     """Total `elapsed_seconds`, `goodput`, and the share of each other kind."""

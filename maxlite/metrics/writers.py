@@ -4,6 +4,7 @@ A row is a flat dict of numbers with a `step`, and with `eval_loss` after an eva
 loads go to a separate file.
 """
 
+import datetime
 import json
 import math
 import os
@@ -145,7 +146,7 @@ class TensorBoardWriter:
 
 
 class ConsoleWriter:
-  """Prints a line per row and, on a terminal, a progress bar with the remaining time."""
+  """Prints a line per row, and the remaining time: in a progress bar, or in lines of a file."""
 
   def __init__(
     self, num_steps: int, resume_step: int, console: Console, phases: Sequence[str] = ()
@@ -158,17 +159,25 @@ class ConsoleWriter:
     self._phases = [phase.ljust(max(map(len, phases))) for phase in phases]
     self._console = console
     columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("left")
-    is_piped = not console.is_terminal
-    self._progress = Progress(*columns, console=console, transient=True, disable=is_piped)
+    self._is_piped = not console.is_terminal
+    self._progress = Progress(
+      *columns,
+      console=console,
+      transient=True,
+      disable=self._is_piped,
+      speed_estimate_period=600,  # seconds, over several rows
+    )
     self._task = self._progress.add_task("", total=num_steps, completed=max(resume_step, 0))
     self._progress.start()
 
   def write(self, row: Row) -> None:
     phase = [self._phases[int(row["phase"])]] if "phase" in row else []
-    self._print("step", row["step"], phase + _cells(row, TRAINING_CELLS))
+    self._progress.update(self._task, completed=row["step"])
+    seconds = self._progress.tasks[0].time_remaining if self._is_piped else None
+    left = [f"{datetime.timedelta(seconds=seconds)} left"] if seconds else []
+    self._print("step", row["step"], phase + _cells(row, TRAINING_CELLS) + left)
     if "eval_loss" in row:
       self._print("eval", row["step"], _cells(row, EVAL_CELLS))
-    self._progress.update(self._task, completed=row["step"])
 
   def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
     done = f"{kind} {step:>{len(str(self._num_steps))}}/{self._num_steps}"

@@ -100,17 +100,9 @@ class PhaseSchedule:
 
   def start(self) -> PhaseClock:
     """The clock before the first step."""
-    zero = jnp.zeros((), jnp.int32)
-    return PhaseClock(
-      step=zero,
-      segment=zero,
-      step_in_segment=zero,
-      last=jnp.array(self._segments[0][1] == 1),
-      round=zero,
-      taken_P=jnp.zeros(len(self.names), jnp.int32),
-      best=jnp.array(jnp.inf, jnp.float32),
-      stale=zero,
-    )
+    zero, last = jnp.zeros((), jnp.int32), jnp.array(self._segments[0][1] == 1)
+    taken_P, best = jnp.zeros(len(self.names), jnp.int32), jnp.array(jnp.inf, jnp.float32)
+    return PhaseClock(zero, zero, zero, last, round=zero, taken_P=taken_P, best=best, stale=zero)
 
   def phase(self, clock: PhaseClock) -> jax.Array:
     """Index of the next step's phase."""

@@ -10,6 +10,7 @@ bits.
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -304,12 +305,10 @@ def _freeze_collections(before: Any, after: Any, params: Any, partition: Partiti
 
 def _mesh_of(params: Any) -> jax.sharding.Mesh:
   """The mesh of the parameters; if they have none, a mesh of their device."""
-  shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params)]
-  for sharding in shardings:
-    if isinstance(sharding, NamedSharding):
-      return sharding.mesh
-  device = next((next(iter(s.device_set)) for s in shardings if s is not None), jax.devices()[0])
-  return jax.sharding.Mesh([device], ("device",))
+  shardings = [s for leaf in jax.tree.leaves(params) if (s := getattr(leaf, "sharding", None))]
+  meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
+  devices = [*itertools.chain(*(each.device_set for each in shardings)), jax.devices()[0]]
+  return meshes[0] if meshes else jax.sharding.Mesh(devices[:1], ("device",))
 
 
 def _spec(leaf: Any) -> jax.P:

@@ -16,15 +16,10 @@ def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
   # Draft states are shifted to the position where the main head predicts the same token, so its
   # logits, computed once, serve all draft heads.
   weight_BTJ = draft_weight(batch, hidden.y_BTJD.shape[2])
+  y_BTJD, shifted_BTJ = _shift_right(hidden.y_BTJD), _shift_right(weight_BTJ)
+  rest = (cfg.logits_chunk_tokens, sharder, hidden.soft_cap)
   nll, logits_z, loss = distillation_sums(
-    hidden.x_BTD,
-    _shift_right(hidden.y_BTJD),
-    hidden.w_DV,
-    batch,
-    _shift_right(weight_BTJ),
-    cfg.logits_chunk_tokens,
-    sharder,
-    hidden.soft_cap,
+    hidden.x_BTD, y_BTJD, hidden.w_DV, batch, shifted_BTJ, *rest
   )
   draft = DraftSums(jnp.sum(weight_BTJ), loss)
   return Sums(jnp.sum(batch.weight_BT), nll, logits_z, hidden.layers, draft)
@@ -37,14 +32,8 @@ def next_token_and_draft(
   num_heads = hidden.y_BTJD.shape[2]
   weight_BTJ = draft_weight(batch, num_heads)
   targets_BTJ = shift_left(batch.targets_BT, num_heads)
-  nll, _ = cross_entropy_sums(
-    hidden.y_BTJD,
-    hidden.w_DV,
-    *(targets_BTJ, weight_BTJ),
-    cfg.logits_chunk_tokens,
-    sharder,
-    hidden.soft_cap,
-  )
+  rest = (cfg.logits_chunk_tokens, sharder, hidden.soft_cap)
+  nll, _ = cross_entropy_sums(hidden.y_BTJD, hidden.w_DV, targets_BTJ, weight_BTJ, *rest)
   return next_token(hidden, batch, cfg, sharder).replace(draft=DraftSums(jnp.sum(weight_BTJ), nll))
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
-from maxlite.optim.partition import path_of
+from maxlite.optim.partition import paths_in
 
 BIAS = r"(^|/)router/bias$"
 
@@ -34,12 +34,9 @@ def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any
 
   Source: Wang et al., Auxiliary-Loss-Free Load Balancing (2024), algorithm 1.
   """
-  paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-  leaves = [leaf for _, leaf in paths_and_leaves]
-  paths = [path_of(key_path) for key_path, _ in paths_and_leaves]
-  biases = sorted(
-    (i for i, path in enumerate(paths) if re.search(BIAS, path)), key=lambda i: _order(paths[i])
-  )
+  paths, (leaves, tree) = paths_in(params), jax.tree.flatten(params)
+  biases = [i for i, path in enumerate(paths) if re.search(BIAS, path)]
+  biases.sort(key=lambda i: _order(paths[i]))
   num_experts = count_NE.shape[-1]
   assert sum(leaves[i].size for i in biases) == count_NE.size, [paths[i] for i in biases]
   step_NE = rate * jnp.sign(jnp.mean(count_NE, axis=-1, keepdims=True) - count_NE)

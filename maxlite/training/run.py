@@ -40,6 +40,11 @@ def run_training(cfg: Config) -> int:
   """Train to the last step, resuming from the latest checkpoint; return the exit code."""
   console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
   timer = Stopwatch()
+  with timer.report_waits(console.print):
+    return _run(cfg, console, timer)
+
+
+def _run(cfg: Config, console: Console, timer: Stopwatch) -> int:
   with exit_on_user_error("maxlite.train"):
     trainer = _prepare_trainer(cfg)
     folder = run_folder(cfg)
@@ -58,7 +63,10 @@ def run_training(cfg: Config) -> int:
   if done >= cfg.run.steps:
     console.print(f"{folder.directory} is at step {done} of {cfg.run.steps}: nothing to do. {MORE}")
     return 0
-  _compile_phases(trainer, timer, console)
+  if trainer.phase_plan is not None:
+    with exit_on_user_error("maxlite.train"), timer.during("compile"):
+      programs = trainer.phase_programs
+    console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
   _save_config(cfg, folder, changes)
   state = _first_state(trainer, restored, console)
   if folder.metrics.exists():  # before the writers drop rows after `done`
@@ -90,14 +98,6 @@ def _prepare_trainer(cfg: Config) -> Trainer:
   trainer = build_trainer(cfg)
   trainer.check_devices()
   return trainer
-
-
-def _compile_phases(trainer: Trainer, timer: Stopwatch, console: Console) -> None:
-  if trainer.phase_plan is None:
-    return
-  with exit_on_user_error("maxlite.train"), timer.during("compile"):
-    programs = trainer.phase_programs
-  console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
 
 
 def _save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None:

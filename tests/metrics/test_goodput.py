@@ -1,5 +1,7 @@
 """The stopwatch attributes every second of a run to one kind, over all restarts."""
 
+import time
+
 import pytest
 
 from maxlite.metrics.goodput import KINDS, Stopwatch, describe_goodput
@@ -55,6 +57,17 @@ def test_kinds_may_be_nested():
   found = {kind: row[f"{kind}_share"] for kind in ("checkpoint", "data")}
   assert found == {"checkpoint": 0.5, "data": 0.1}
   assert row["goodput"] == 0.4
+
+
+def test_long_activities_are_reported_until_they_end():
+  watch, lines = Stopwatch(), []
+  with watch.report_waits(lines.append, seconds=0.05):
+    with watch.during("compile"):
+      time.sleep(0.5)
+    watch.switch("step")
+    time.sleep(0.2)
+  assert 2 <= len(lines) <= 4  # after 0.05, 0.1, 0.2 and 0.4 s
+  assert set(lines) == {"compiling ... 0 s"}
 
 
 @pytest.mark.parametrize("step", [0, 60])

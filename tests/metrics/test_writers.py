@@ -134,6 +134,19 @@ def test_console_names_phases_and_counts_accepted_drafts():
   assert evaluation.endswith("loss  1.5000  drafts accepted 50.0% 25.0%  0.62 in a chain")
 
 
+def test_lines_of_a_file_have_the_remaining_time():
+  clock = [0.0]
+  console = Console(file=io.StringIO(), width=60, get_time=lambda: clock[0])
+  writer = ConsoleWriter(300, -1, console)
+  for step in (1, 10, 20):
+    clock[0] += 40.0
+    writer.write(TRAINING | {"step": step})
+  writer.close()
+  first, _, last = console.file.getvalue().splitlines()
+  assert "left" not in first
+  assert last.endswith("  0:19:39 left")  # 280 steps at 19 steps in 80 s
+
+
 def test_a_terminal_has_a_progress_bar_below_the_lines():
   text = console_text([TRAINING], terminal=True)
   assert "\x1b" in text
