@@ -74,9 +74,7 @@ def _run(cfg: Config, console: Console, timer: Stopwatch) -> int:
   writers = open_writers(trainer, folder, done, console)
   profiler = Profiler(cfg.observe, folder.profile)
   log, evaluate = StepLog(trainer, writers, timer), build_evaluation(trainer, data)
-  check = (
-    ReplicaCheck(trainer.abstract_state).difference if cfg.observe.replica_check_period else None
-  )
+  check = ReplicaCheck(trainer.abstract_state) if cfg.observe.replica_check_period else None
   context = LoopContext(trainer, checkpoints, log, profiler, evaluate, timer, check, local)
   try:
     result = _train_and_save(context, state, stream, done + 1)

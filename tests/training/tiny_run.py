@@ -33,6 +33,7 @@ KEYS = {
   "log_period": 1,
   "eval_period": 4,
   "eval_steps": 2,
+  "replica_check_period": 4,
   "checkpoint_period": 2,
   "max_num_checkpoints_to_keep": STEPS,
   "enable_tensorboard": "false",
