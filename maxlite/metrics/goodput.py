@@ -76,13 +76,11 @@ class Stopwatch:
           report(f"{KINDS[kind]} ... {elapsed:.0f} s")
           due *= 2
 
-    thread = threading.Thread(target=watch, name="waits", daemon=True)
-    thread.start()
+    threading.Thread(target=watch, name="waits", daemon=True).start()
     try:
       yield
     finally:
       closed.set()
-      thread.join()
 
   def row(self) -> Row:
     """Total `elapsed_seconds`, `goodput`, and the share of each other kind."""

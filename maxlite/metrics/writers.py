@@ -5,6 +5,7 @@ loads go to a separate file.
 """
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -160,13 +161,8 @@ class ConsoleWriter:
     self._console = console
     columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("left")
     self._is_piped = not console.is_terminal
-    self._progress = Progress(
-      *columns,
-      console=console,
-      transient=True,
-      disable=self._is_piped,
-      speed_estimate_period=600,  # seconds, over several rows
-    )
+    options = functools.partial(Progress, transient=True, speed_estimate_period=600)  # seconds
+    self._progress = options(*columns, console=console, disable=self._is_piped)
     self._task = self._progress.add_task("", total=num_steps, completed=max(resume_step, 0))
     self._progress.start()
 

@@ -89,18 +89,14 @@ def merge(*parts: Any) -> Any:
 
 def decay_mask(params: Any) -> Any:
   """True for each parameter that decays: all except norms and biases."""
-  return jax.tree_util.tree_map_with_path(
-    lambda key_path, _: re.search(NO_DECAY, path_of(key_path)) is None, params
-  )
+  decays = lambda key_path, _: re.search(NO_DECAY, path_of(key_path)) is None
+  return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def logical_names(boxed_params: Any) -> Any:
   """Logical axis names of every parameter: a tree of `jax.P` like the unboxed parameters."""
-  return jax.tree.map(
-    lambda box: jax.P(*box.names),
-    boxed_params,
-    is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned),
-  )
+  is_box = lambda leaf: isinstance(leaf, nn.Partitioned)
+  return jax.tree.map(lambda box: jax.P(*box.names), boxed_params, is_leaf=is_box)
 
 
 def state_names(opt_state: Any, params: Any, names: Any) -> Any:

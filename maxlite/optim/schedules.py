@@ -9,9 +9,8 @@ from maxlite.config.schema import OptimizerConfig
 
 
 def cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
-  return optax.cosine_decay_schedule(
-    cfg.learning_rate, max(steps, 1), alpha=cfg.learning_rate_final_fraction
-  )
+  final = cfg.learning_rate_final_fraction
+  return optax.cosine_decay_schedule(cfg.learning_rate, max(steps, 1), alpha=final)
 
 
 def wsd(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -20,9 +19,8 @@ def wsd(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
   decay_steps = min(round(total * cfg.wsd_decay_steps_fraction), steps)
   final = cfg.learning_rate * cfg.learning_rate_final_fraction
   decay = optax.linear_schedule(cfg.learning_rate, final, max(decay_steps, 1))
-  return optax.join_schedules(
-    [optax.constant_schedule(cfg.learning_rate), decay], [steps - decay_steps]
-  )
+  plateau = optax.constant_schedule(cfg.learning_rate)
+  return optax.join_schedules([plateau, decay], [steps - decay_steps])
 
 
 def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -81,7 +81,8 @@ class PhasePrograms:
       steps = {"switch": switch_step(steps, schedule, state, batch)}
       batches = {"switch": batch}
     jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None, None))
-    lowered = [jit(_with_last(step)).lower(state, batches[name]) for name, step in steps.items()]
+    lower = lambda name, step: jit(functools.partial(_with_last, step)).lower(state, batches[name])
+    lowered = [lower(name, step) for name, step in steps.items()]
     self.compiled = dict(zip(steps, compile_in_parallel(lowered), strict=True))
 
   def phase(self, state: Any) -> str:
@@ -129,14 +130,10 @@ def _choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
   return "switch", f"{num_phases} programs would each occupy memory of the {platform}"
 
 
-def _with_last(step: Step) -> Callable[[Any, Any], tuple[Any, dict, jax.Array]]:
+def _with_last(step: Step, state: Any, batch: Any) -> tuple[Any, dict, jax.Array]:
   """Return a copy of the clock's `last` besides the state, which the next step donates."""
-
-  def run(state: Any, batch: Any) -> tuple[Any, dict, jax.Array]:
-    state, metrics = step(state, batch)
-    return state, metrics, jnp.copy(state.clock.last)
-
-  return run
+  state, metrics = step(state, batch)
+  return state, metrics, jnp.copy(state.clock.last)
 
 
 def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, batch: Any) -> Step:

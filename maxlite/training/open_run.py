@@ -57,11 +57,11 @@ def open_objective_data(trainer: Trainer, data: DataLoader) -> dict[str, DataLoa
 def lock_folder(folder: RunFolder) -> None:
   """Lock the folder from process 0; if it cannot, raise UserError on all processes."""
   refusal = ""
-  if jax.process_index() == 0:
-    try:
+  try:
+    if jax.process_index() == 0:
       folder.lock()
-    except UserError as error:
-      refusal = str(error)
+  except UserError as error:
+    refusal = str(error)
   if refusal := all_gather_object(refusal)[0]:
     raise UserError(refusal)
 

@@ -25,10 +25,8 @@ class Log(abc.ABC):
     self._pending: tuple[int, Any] | None = None
     self._is_first = True  # no step of this process has ended: its speed includes compilation
     self._since, self._steps_since = time.perf_counter(), 0
-    self._devices = {
-      "num_devices": len(devices),
-      "peak_tflops": peak_bf16_tflops(devices[0].device_kind),
-    }
+    peak_tflops = peak_bf16_tflops(devices[0].device_kind)
+    self._devices = {"num_devices": len(devices), "peak_tflops": peak_tflops}
 
   @property
   @abc.abstractmethod
