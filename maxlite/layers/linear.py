@@ -10,6 +10,7 @@ from flax import linen as nn
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, matmul_few_rows
+from maxlite.layers.gathered_kernel import multiply_gathered, plan_gather
 from maxlite.sharding import Sharder
 
 TRANSPOSED = "transposed"  # replaces `kernel`, with features first; see `matmul_few_rows`
@@ -37,6 +38,16 @@ def _matmul_backward(_: jnp.dtype | None, residuals: tuple, dy_TF: jax.Array) ->
 
 
 matmul.defvjp(lambda x, w, out_dtype: (matmul(x, w, out_dtype), (x, w)), _matmul_backward)
+
+
+def multiply(
+  x: jax.Array, kernel: jax.Array, num_in: int, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
+  """`matmul` of the last `num_in` axes of x with the first of the kernel."""
+  lead, shape_in = x.shape[: x.ndim - num_in], x.shape[x.ndim - num_in :]
+  w_DF = kernel.reshape(math.prod(shape_in), -1)
+  y = matmul(x.reshape(math.prod(lead), -1), w_DF, out_dtype)
+  return y.reshape(*lead, *kernel.shape[num_in:])
 
 
 class Linear(nn.Module):
@@ -73,12 +84,14 @@ class Linear(nn.Module):
       return self._biased(y.reshape(*lead, *self.features))
     init = nn.with_logical_partitioning(init, self.kernel_names)
     kernel = self.param("kernel", init, shape, dtype)
-    w_DF = kernel.reshape(math.prod(shape_in), math.prod(self.features))
-    if self.sharder.num_shards("activation_length") > 1:
+    if plan := plan_gather(self.sharder, self.kernel_names, self.num_in, shape, lead):
+      y = multiply_gathered(plan, multiply, x, kernel)
+    elif self.sharder.num_shards("activation_length") > 1:
       # If both B and T are sharded, merging them would move data.
+      w_DF = kernel.reshape(math.prod(shape_in), -1)
       y = jax.vmap(matmul, (0, None))(x.reshape(*lead, -1), w_DF)
     else:
-      y = matmul(x.reshape(math.prod(lead), -1), w_DF)
+      y = multiply(x, kernel, self.num_in)
     y = self._biased(y.reshape(*lead, *self.features))
     return y + self._adapter(x) if self.has_adapter and self.cfg.lora.lora_rank else y
 

@@ -28,7 +28,6 @@ from maxlite.sharding.sharding_report import ParameterSharding
 
 _TPU_LANES = 128
 _NEGLIGIBLE_BYTES = 1000.0
-_LARGEST_RING = 32  # devices
 _BATCH_AXES = ("activation_batch", "activation_length")
 # Logical axes of parameters that are sharded over the mesh axes of the batch.
 _GATHERED = ("embed", "embed_no_exp", "q_lora", "kv_lora")
@@ -165,57 +164,59 @@ class _Weight:
       product="" if at is None or not sharded else "in" if sharded[0] < at else "out",
     )
 
+  @property
+  def is_left_to_xla(self) -> bool:
+    """Whether XLA inserts its collectives; others go through `gather_weight`."""
+    return self.path[0] == "embed" or "router" in self.path
+
   def is_recomputed(self, step: _Step) -> bool:
     """Whether the backward pass recomputes its output separately."""
     name = next((_OUTPUTS[part] for part in self.path if part in _OUTPUTS), None)
     return name is not None and not step.is_saved(name)
 
 
-def _weight_collective(step: _Step, weight: _Weight, kind: str) -> str:
-  """The collective that XLA:TPU uses for an all-gather or reduce-scatter of a weight.
+def _add_by_axis(step: _Step, weight: _Weight, kind: str, times: float, payload: float) -> None:
+  """Add the all-gathers or reduce-scatters of a weight, one for each mesh axis.
 
-  Over a whole slice it uses an all-reduce, which uses all links of the torus where a ring uses two.
-  Over few devices, weights of linear layers are pipelined with their matmuls in a ring.
+  Over a whole slice XLA:TPU uses an all-reduce, which uses all links of the torus where a ring uses
+  two.
   """
-  size = step.size(weight.gathered)
-  if not step.grid or size * math.prod(step.slices.values()) != step.sharder.mesh.size:
-    return kind
-  if weight.kind == "linear" and size <= _LARGEST_RING:
-    return kind
+  if weight.is_left_to_xla:
+    step.add(kind, weight.gathered, times, payload)
+    return
   is_torus = len(step.grid) == 3 and min(step.grid) >= 4
-  return "all-reduce" if kind == "reduce-scatter" or is_torus else kind
+  for mesh_axis in weight.gathered:
+    num_shards = step.size([mesh_axis])
+    is_whole = num_shards * math.prod(step.slices.values()) == step.sharder.mesh.size
+    reduces = step.grid and is_whole and (kind == "reduce-scatter" or is_torus)
+    step.add("all-reduce" if reduces else kind, [mesh_axis], times, payload)
+    payload /= num_shards
 
 
 def _gather_weight(step: _Step, weight: _Weight) -> None:
-  """All-gathers for the forward pass and the input gradient; one per use for tables.
-
-  XLA gathers a recomputed attention projection again, but not that of an MLP.
-  """
-  uses = 2 + weight.is_recomputed(step)
-  if weight.kind == "table":
-    uses = 2 if step.model.logits_via_embedding else 1
+  """All-gathers for the forward pass and the input gradient; one per use for tables."""
+  uses = 1 if weight.kind == "table" and not step.model.logits_via_embedding else 2
   times = weight.num_layers * uses * step.num_micro
-  kind = _weight_collective(step, weight, "all-gather")
-  step.add(kind, weight.gathered, times, weight.size * step.compute_bytes)
+  _add_by_axis(step, weight, "all-gather", times, weight.size * step.compute_bytes)
 
 
 def _reduce_gradient(step: _Step, weight: _Weight) -> None:
   """Reduce-scatter over the gathered axes, and all-reduce over the other axes of the batch.
 
-  Gradients have the dtype of the weight; that of a lookup has the dtype of activations and is
-  all-reduced as a whole.
+  Gradients have the dtype of the weight; that of a lookup has the dtype of activations. What is
+  left to XLA is all-reduced as a whole.
   """
   times = weight.num_layers * step.num_micro
   # Each slice accumulates its own micro-batches before the sum over `data`.
   once = tuple(axis for axis in weight.replicated if axis == "data" and step.num_micro > 1)
   each = tuple(axis for axis in weight.replicated if axis not in once)
-  if weight.path[0] == "embed":
-    payload = weight.size * step.compute_bytes
+  if weight.is_left_to_xla:
+    is_lookup = weight.path[0] == "embed"
+    payload = weight.size * (step.compute_bytes if is_lookup else weight.itemsize)
     step.add("all-reduce", (*weight.gathered, *each), times, payload)
   else:
     payload = weight.size * weight.itemsize
-    kind = _weight_collective(step, weight, "reduce-scatter")
-    step.add(kind, weight.gathered, times, payload)
+    _add_by_axis(step, weight, "reduce-scatter", times, payload)
     step.add("all-reduce", each, times, payload / step.size(weight.gathered))
   step.add("all-reduce", once, weight.num_layers, payload / step.size(weight.gathered))
 

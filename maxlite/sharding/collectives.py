@@ -13,7 +13,8 @@ def gather_weight(
   """All shards of w along `axis`, rounded to `dtype` but in w's type.
 
   The collective transfers `dtype`; XLA drops the cast back if the value is cast to `dtype` again.
-  The gradient is summed over shards in w's type. Without sharding, w is returned unchanged.
+  The gradient is summed over shards in w's type. Without sharding, w is returned unchanged. Mesh
+  axes take turns, since XLA:TPU replaces a reduce-scatter over a whole slice by an all-reduce.
   """
   mesh_axes = tuple(mesh_axis for mesh_axis in mesh_axes if jax.lax.axis_size(mesh_axis) > 1)
   return _gather(w, dtype, mesh_axes, axis) if mesh_axes else w
@@ -24,13 +25,18 @@ def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: in
   # Rounded before the cast: XLA would hoist a bare cast of all layers out of the loop over layers.
   precision = jnp.finfo(dtype)
   rounded = jax.lax.reduce_precision(w, precision.nexp, precision.nmant)
-  return jax.lax.all_gather(rounded.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
+  gathered = rounded.astype(dtype)
+  for mesh_axis in reversed(mesh_axes):
+    gathered = jax.lax.all_gather(gathered, mesh_axis, axis=axis, tiled=True)
+  return gathered.astype(w.dtype)
 
 
 def _scatter(
   dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int, _: None, dw: jax.Array
 ) -> tuple[jax.Array]:
-  return (jax.lax.psum_scatter(dw, mesh_axes, scatter_dimension=axis, tiled=True),)
+  for mesh_axis in mesh_axes:
+    dw = jax.lax.psum_scatter(dw, mesh_axis, scatter_dimension=axis, tiled=True)
+  return (dw,)
 
 
 _gather.defvjp(lambda *args: (_gather(*args), None), _scatter)

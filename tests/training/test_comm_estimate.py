@@ -59,8 +59,7 @@ def test_the_estimate_matches_the_compiled_step(mesh, keys):
     # XLA:CPU has no ragged all-to-all: each shard sends a full block to each of the four.
     blocks = {axes: size / 4 for axes, size in payloads(compiled, EXCHANGES).items()}
     assert blocks == pytest.approx(payloads(expected, EXCHANGES), rel=0.01)
-  # XLA:CPU gathers a recomputed projection and its gradient's weight only once.
-  assert gathered == pytest.approx(payloads(expected, GATHERS), rel=0.15)
+  assert gathered == pytest.approx(payloads(expected, GATHERS), rel=0.03)
 
 
 def test_slices_exchange_the_gradients_of_a_devices_shards():
@@ -79,11 +78,10 @@ def test_slices_exchange_the_gradients_of_a_devices_shards():
 def test_a_gradient_over_a_whole_tpu_slice_is_all_reduced(num_slices, is_whole):
   cpu = target_of("data=4 fsdp=2", {"data": num_slices}, **LLAMA)
   tpu = dataclasses.replace(cpu, kind="TPU v5", grid=(1, 2, 4 // num_slices))
-  found = (payloads(estimate_collectives(target), ["all-reduce"]) for target in (cpu, tpu))
-  summed = [sums.get(("fsdp",), 0) for sums in found]
-  model = cpu.trainer.cfg.model
-  unembedding = model.vocab_size * model.base_emb_dim * 4  # linear layers are pipelined
-  assert summed[1] - summed[0] == (unembedding if is_whole else 0)
+  on_cpu, on_tpu = (estimate_collectives(target) for target in (cpu, tpu))
+  scattered = payloads(on_cpu, ["reduce-scatter"])[("fsdp",)]
+  summed = [payloads(found, ["all-reduce"]).get(("fsdp",), 0) for found in (on_cpu, on_tpu)]
+  assert summed[1] - summed[0] == (scattered if is_whole else 0)
 
 
 def test_frozen_parameters_send_no_gradient():
