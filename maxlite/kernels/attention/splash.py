@@ -21,7 +21,8 @@ from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
 _LANES = 128  # of a vector register: blocks are multiples of it
 # Queries and keys of a block, by the bytes of a query: larger blocks exceed the on-chip memory of
 # v4, v5e or v5p (tests/kernels/splash_compiles.py).
-_NARROW_BYTES, _NARROW_BLOCK, _WIDE_BLOCK = 384, 1024, 512
+_NARROW_BYTES, _LARGE_BLOCK, _BLOCK = 384, 1024, 512
+_LONG = 8  # large blocks in a sequence from which the hidden scores of diagonal blocks are few
 
 
 def attention(
@@ -52,7 +53,7 @@ def attention(
   )
   query_bytes = max(q_BTHC.shape[3], v_BSGC.shape[3]) * q_BTHC.dtype.itemsize
   score_shape = q_BTHC.shape[2], num_queries + missing, num_keys + missing
-  block = _block(num_queries + missing, query_bytes)
+  block = _block(*score_shape[1:], query_bytes)
   kernel = _build_kernel(score_shape, mask, block, soft_cap, interpret)
   q_BTHC = (q_BTHC * scale).astype(q_BTHC.dtype)
   with jax.numpy_dtype_promotion("standard"):  # the kernels mix types
@@ -101,7 +102,8 @@ def _cut(info, num_shards: int, shard: int | jax.Array):
   return info._replace(**by_block, q_sequence=cut(info.q_sequence, 0))
 
 
-def _block(num_queries: int, query_bytes: int) -> int:
+def _block(num_queries: int, num_keys: int, query_bytes: int) -> int:
   """The largest multiple of 128 that fits and divides the number of queries."""
-  largest = _NARROW_BLOCK if query_bytes <= _NARROW_BYTES else _WIDE_BLOCK
+  is_large = query_bytes <= _NARROW_BYTES and num_keys >= _LONG * _LARGE_BLOCK
+  largest = _LARGE_BLOCK if is_large else _BLOCK
   return max(n for n in range(_LANES, largest + 1, _LANES) if num_queries % n == 0)
