@@ -155,7 +155,7 @@ def test_peft_computes_what_the_run_does(exported):
     (FIXTURES / "llama", "untrained", "was trained: train it first"),
     (FIXTURES / "mistral", "tuned", "config.json has"),
     ("{root}/merged", "tuned", "differ from those the adapters were trained on"),
-    ("{root}/none", "tuned", "has no config.json"),
+    ("{root}/none", "tuned", "none is not a folder"),
   ],
 )
 def test_an_invalid_export_exits_with_one_line(exported, capsys, folder, run, message):
