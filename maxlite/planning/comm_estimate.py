@@ -176,20 +176,18 @@ class _Weight:
 
 
 def _add_by_axis(step: _Step, weight: _Weight, kind: str, times: float, payload: float) -> None:
-  """Add the all-gathers or reduce-scatters of a weight, one for each mesh axis.
+  """Add the all-gathers or reduce-scatters of a weight: one for each mesh axis, XLA's over all.
 
   Over a whole slice XLA:TPU uses an all-reduce, which uses all links of the torus where a ring uses
   two.
   """
-  if weight.is_left_to_xla:
-    step.add(kind, weight.gathered, times, payload)
-    return
   is_torus = len(step.grid) == 3 and min(step.grid) >= 4
-  for mesh_axis in weight.gathered:
-    num_shards = step.size([mesh_axis])
+  each_axis = [(mesh_axis,) for mesh_axis in weight.gathered]
+  for mesh_axes in [weight.gathered] if weight.is_left_to_xla else each_axis:
+    num_shards = step.size(mesh_axes)
     is_whole = num_shards * math.prod(step.slices.values()) == step.sharder.mesh.size
     reduces = step.grid and is_whole and (kind == "reduce-scatter" or is_torus)
-    step.add("all-reduce" if reduces else kind, [mesh_axis], times, payload)
+    step.add("all-reduce" if reduces else kind, mesh_axes, times, payload)
     payload /= num_shards
 
 
