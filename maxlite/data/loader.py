@@ -22,9 +22,13 @@ from maxlite.data.sampler import HostBatches, shuffled_order
 from maxlite.data.sources import DataSource
 
 _READ_THREADS = 2
-_FEW_DOCUMENTS = 20  # of which the default eval_fraction holds out less than one
 _OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
 _NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
+# Where the split by content holds out none or all of few documents: other keys, and what they do.
+_FEW_DOCUMENTS = (
+  ({"eval_split": "tail"}, "eval_split=tail holds out the tail of the data"),
+  ({"eval_fraction": 0.0}, "nothing is held out"),
+)
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
 
@@ -100,7 +104,7 @@ def open_data(
 
   Args:
     rows: this host's rows of a global batch; see `batch.local_rows`.
-    evaluates: whether an empty evaluation split is an error.
+    evaluates: whether data must be held out, if `cfg` and their number of documents allow it.
 
   Raises:
     UserError: missing or unreadable files, an empty split, or a tokenizer larger than
@@ -108,18 +112,24 @@ def open_data(
   """
   open_source = lambda cfg: SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
   source = open_source(cfg)
-  lacks_eval = evaluates and source.eval is None and (cfg.eval_fraction or cfg.eval_dataset_path)
-  by_content = cfg.eval_split == "documents" and not cfg.eval_dataset_path
-  if lacks_eval and by_content and source.num_documents < _FEW_DOCUMENTS:
-    with contextlib.suppress(UserError):  # a tail may leave nothing to train on
-      tail = open_source(dataclasses.replace(cfg, eval_split="tail"))
-      note = "; few documents, so eval_split=tail holds out the tail of the data"
-      source = dataclasses.replace(tail, summary=tail.summary + note)
-  if lacks_eval and source.eval is None:
+  holds_out = bool(cfg.eval_fraction or cfg.eval_dataset_path)
+  by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
+  for keys, effect in _FEW_DOCUMENTS if by_content else ():
+    if len(source.train) and (source.eval or not evaluates):
+      break
+    source = open_source(dataclasses.replace(cfg, **keys))
+    summary = f"{source.summary}; too few documents for eval_split=documents, so {effect}"
+    source = dataclasses.replace(source, summary=summary)
+  if not len(source.train):
+    raise UserError(
+      f"nothing is left to train on ({source.summary}): lower eval_fraction, or add files to "
+      "dataset_path that are not in eval_dataset_path"
+    )
+  if evaluates and holds_out and not by_content and not source.eval:
     raise UserError(
       f"nothing is held out by eval_split={cfg.eval_split} and eval_fraction={cfg.eval_fraction} "
-      f"({source.summary}): set eval_split=tail, raise eval_fraction or name files in "
-      "eval_dataset_path (eval_fraction=0: hold out nothing)"
+      f"({source.summary}): raise eval_fraction or name files in eval_dataset_path "
+      "(eval_fraction=0: hold out nothing)"
     )
   return DataLoader(cfg, source, global_batch_size, rows)
 

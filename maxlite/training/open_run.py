@@ -13,6 +13,7 @@ from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config
 from maxlite.config.errors import UserError
+from maxlite.config.phases import SOURCE_KEYS
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import process_0_first
@@ -30,14 +31,15 @@ Report = Callable[[str], None]  # receives a line for the console
 def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> DataLoader:
   """Open the data of the run, or of an objective (no held-out data), sharded for the mesh."""
   cfg, batch_shape = trainer.cfg, (objective or trainer).batch_shape
+  data = objective.data if objective else cfg.data
   cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
   open_sharded = lambda: open_data(
-    objective.data if objective else cfg.data,
+    data,
     vocab_size=cfg.model.vocab_size,
     global_batch_size=batch_shape[0],
     rows=local_rows(trainer.batch_sharding, batch_shape),
     cache_directory=Path(cache).expanduser(),
-    evaluates=objective is None,
+    evaluates=all(getattr(data, key) == getattr(cfg.data, key) for key in SOURCE_KEYS),
   )
   return process_0_first(open_sharded, "the data is tokenized")
 

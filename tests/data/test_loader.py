@@ -18,8 +18,8 @@ NUM_DOCUMENTS = 40
 TEMPLATE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 
 
-def write_source(folder, kind):
-  texts = [f"{i} " * (3 + i % 11) for i in range(NUM_DOCUMENTS)]
+def write_source(folder, kind, num_documents):
+  texts = [f"{i} " * (3 + i % 11) for i in range(num_documents)]
   if kind == "text":
     for i, text in enumerate(texts):
       (folder / f"{i}.txt").write_text(text)
@@ -35,9 +35,9 @@ def write_source(folder, kind):
     parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
 
 
-def config(folder, kind="text", **keys):
+def config(folder, kind="text", num_documents=NUM_DOCUMENTS, **keys):
   folder.mkdir(exist_ok=True)
-  write_source(folder, kind)
+  write_source(folder, kind, num_documents)
   defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch": 2}
   if kind == "chat":
     defaults["chat_template_path"] = str(folder / "template")
@@ -237,8 +237,7 @@ def test_worker_processes_do_not_change_the_stream(tmp_path):
 @pytest.mark.parametrize(
   ("keys", "fix"),
   [
-    ({"eval_fraction": 1e-9}, "nothing is held out .* 40 documents.* eval_split=tail"),
-    ({"eval_fraction": 1.0}, "nothing is left to train on, all 40 documents"),
+    ({"eval_fraction": 1.0, "eval_split": "tail"}, "nothing is left to train on .* 40 documents"),
     ({"dataset_path": ("nowhere",)}, "dataset_path: 'nowhere' gives no file"),
     ({"tokenizer_path": "a.json"}, "tokenizer_type=huggingface"),
   ],
@@ -287,23 +286,27 @@ def test_an_unreadable_file_is_one_line(tmp_path, monkeypatch):
     open_part(cfg)
 
 
-@pytest.mark.parametrize(("kind", "num_documents"), [("text", 1), ("text", 2), ("jsonl", 2)])
-def test_of_few_documents_the_tail_is_held_out(tmp_path, kind, num_documents):
-  folder = tmp_path / "data"
-  folder.mkdir()
-  texts = [f"{n + 3} {'text ' * 99}" for n in range(num_documents)]
-  for n, text in enumerate(texts if kind == "text" else []):
-    (folder / f"{n}.txt").write_text(text)
-  if kind == "jsonl":
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
-  cfg = DataConfig(dataset_type=kind, dataset_path=(str(folder),), max_target_length=T)
+@pytest.mark.parametrize("num_documents", [1, 2, 25])
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "chat"])
+def test_few_documents_train_and_say_what_is_held_out(tmp_path, kind, num_documents):
+  fraction = 1e-6  # holds out none by content
+  cfg = config(tmp_path / "data", kind, num_documents, eval_fraction=fraction)
   source = open_part(cfg).source
-  assert len(source.eval) < len(source.train) or kind == "jsonl"
-  assert source.summary.endswith(
-    "; few documents, so eval_split=tail holds out the tail of the data"
-  )
+  note = "eval_split=tail holds out the tail of the data"
+  if num_documents == 1 and kind != "text":  # a file has a tail, a row has none
+    note = "nothing is held out"
+  assert source.summary.endswith(f"; too few documents for eval_split=documents, so {note}")
+  assert len(source.train)
+  assert bool(source.eval) == ("tail" in note)
   assert open_part(cfg, evaluates=False).source.eval is None
   assert open_part(dataclasses.replace(cfg, eval_fraction=0.0)).source.eval is None
+
+
+def test_a_single_row_that_is_held_out_by_content_is_trained_on(tmp_path):
+  cfg = config(tmp_path / "data", "jsonl", 1, eval_fraction=1.0)
+  source = open_part(cfg).source
+  assert source.summary.endswith("so nothing is held out")
+  assert len(source.train)
 
 
 def test_missing_eval_data_is_an_error_only_on_use(tmp_path):

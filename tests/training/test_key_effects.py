@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import VOCAB, config_of, place, state_on, take_steps, trainer_of, uneven_batch
 
-from maxlite.training.open_run import open_trainer_data
+from maxlite.training.open_run import open_objective_data, open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 
@@ -78,3 +78,16 @@ def test_the_token_cache_is_in_the_configured_directory(tmp_path, named):
   open_trainer_data(build_trainer(cfg))
   expected = tmp_path / "tokens" if named else tmp_path / "runs" / ".tokens"
   assert list(expected.glob("*/train.bin"))
+
+
+def test_phases_that_read_the_documents_of_the_run_hold_out_the_same_tail(tmp_path):
+  text = tmp_path / "text.txt"
+  text.write_text("to be or not to be\n" * 99)
+  keys = {"dataset_type": "text", "dataset_path": text, "token_cache_directory": tmp_path}
+  phases = "[{name: small, train: .*, steps: 1, per_device_batch_size: 1}]"
+  trainer = build_trainer(config_of(phases=phases, phase_strategy="separate", **keys))
+  data = open_trainer_data(trainer)
+  assert data.source.eval
+  phase_data = open_objective_data(trainer, data)["small"]
+  assert phase_data.global_batch_size != data.global_batch_size
+  assert phase_data.source.train.identity == data.source.train.identity

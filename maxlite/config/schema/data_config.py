@@ -27,8 +27,8 @@ class DataConfig:
   eval_fraction: float = field(0.05, "Fraction of dataset_path that is held out.", low=0, high=0.9)
   eval_split: str = field(
     "documents",
-    "What is held out: whole `documents`, by a hash of their content (the tail if that holds out "
-    "none of fewer than 20), or the `tail` of the data.",
+    "What is held out: whole `documents`, by a hash of their content (if these are too few, the "
+    "tail), or the `tail` of each file.",
     choices=("documents", "tail"),
   )
   on_bad_row: str = field(

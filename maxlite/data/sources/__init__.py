@@ -39,7 +39,6 @@ class DataSource:
   summary: str
   documents: DocumentWindows | PackedConversations | None = None
   files: str = ""
-  num_documents: int = 0  # of both splits
 
 
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
@@ -100,15 +99,8 @@ def _open_tokens(
   report = f"read {count_suffixes([*files, *eval_files])}"
   if others := [*skipped, *eval_skipped]:
     report += f"; skipped {count_suffixes(others)} (dataset_path=FOLDER/** reads any file)"
-  num_train, num_eval = len(data.train.lengths), len(data.eval.lengths)
-  if not num_train + num_eval:
+  if not len(data.train.lengths) + len(data.eval.lengths):
     raise UserError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
-  if not num_train:
-    raise UserError(
-      f"nothing is left to train on, all {num_eval} documents are held out "
-      f"({data.num_dropped} of dataset_path for being in eval_dataset_path): lower eval_fraction, "
-      "set eval_split=tail or add files to dataset_path"
-    )
   return dataclasses.replace(data, files=report)
 
 
@@ -122,8 +114,7 @@ def _source(
 ) -> DataSource:
   seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
   train, summary = rows(data.train, seed), _summary(data, unit)
-  num_documents = len(data.train.lengths) + len(data.eval.lengths)
-  source = DataSource(train, None, tokenizer.num_bytes_V, summary, None, data.files, num_documents)
+  source = DataSource(train, None, tokenizer.num_bytes_V, summary, None, data.files)
   if not len(data.eval.lengths):
     return source
   # Held-out documents keep the order of the files, so that runs are compared on the same rows.
