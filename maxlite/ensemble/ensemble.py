@@ -1,8 +1,9 @@
 """The Python API: any Linen modules, each with its optimizer and seed, trained together."""
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +25,7 @@ from maxlite.ensemble.member_program import (
   variables_of,
 )
 from maxlite.ensemble.planner import Plan, choose
+from maxlite.training.api_checks import check_not_donated
 
 
 class Ensemble:
@@ -55,6 +57,8 @@ class Ensemble:
     Raises:
       UserError: no members, a duplicate name, or no such strategy.
     """
+    if isinstance(members, Member) or not all(isinstance(each, Member) for each in members):
+      raise UserError("members of an ensemble must be a list of Member(model, optimizer)")
     width = len(str(max(len(members) - 1, 0)))
     self.members = [
       dataclasses.replace(member, name=member.name or f"m{z:0{width}d}")
@@ -97,6 +101,7 @@ class Ensemble:
 
   def init(self, example_batch: Any) -> Any:
     """The state before the first step; chooses the strategy and sets `plan`."""
+    self._batch = abstract_tree(example_batch)
     if self._own_batches:
       example_batch = jax.tree.map(lambda leaf: leaf[0], example_batch)
     programs = build_programs(self.members, self._loss, self._predict, example_batch)
@@ -113,12 +118,19 @@ class Ensemble:
     return self._engine.init()
 
   def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-    """(state, {metric: [Z]}): the members' losses, `diverged`, and what all members log."""
-    return self._engine.step(state, batch)
+    """(state, {metric: [Z]}): the members' losses, `diverged`, and what all members log.
+
+    Raises:
+      UserError: the state was donated to an earlier step, or the batch has other shapes than that
+        of `init`.
+    """
+    with self._explain_errors(state, batch):
+      return self._engine.step(state, batch)
 
   def member_states(self, state: Any) -> dict[str, Any]:
     """Every member's state, in the form of a solo run."""
-    return dict(zip(self.names, self._engine.unpack(state), strict=True))
+    with self._explain_errors(state):
+      return dict(zip(self.names, self._engine.unpack(state), strict=True))
 
   def member_params(self, state: Any, name: str) -> Any:
     """The member's variables, in the form of its `module.init`."""
@@ -132,9 +144,29 @@ class Ensemble:
 
   def predict(self, state: Any, inputs: Any) -> Prediction:
     """The members' predictions, their mean and their standard deviation."""
-    values = self._engine.predict(state, inputs)
+    with self._explain_errors(state):
+      values = self._engine.predict(state, inputs)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
     return summarize(stacked, uniform_weights(len(self.names)))
+
+  @contextlib.contextmanager
+  def _explain_errors(self, state: Any, batch: Any = None) -> Iterator[None]:
+    """Raise UserError, where an operation fails because of its arguments."""
+    if self._engine is None:
+      raise UserError("the ensemble has no state yet: call init(example_batch) first")
+    try:
+      yield
+    except UserError:
+      raise
+    except Exception as error:
+      check_not_donated(state)
+      if batch is not None and abstract_tree(batch) != self._batch:
+        shapes = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), tree)
+        raise UserError(
+          f"the batch is {shapes(abstract_tree(batch))}, and that of init was "
+          f"{shapes(self._batch)}: give batches of one structure, shape and dtype"
+        ) from error
+      raise
 
 
 def stack_common(metrics: list[dict]) -> dict[str, jax.Array]:

@@ -241,6 +241,7 @@ class EnsembleRun:
         spread=self._spread,
         own_batches=len(data) > 1,
         finish=gather_metrics,
+        no_factory="not estimated; ensemble_strategy=processes trains each member in a process",
       )
       # After training in worker processes, only predictions remain.
       strategy = "fused" if self._in_workers else self.cfg.ensemble.ensemble_strategy

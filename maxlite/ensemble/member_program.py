@@ -14,6 +14,7 @@ import optax
 
 from maxlite.config.errors import UserError
 from maxlite.sharding import Sharder
+from maxlite.training.api_checks import check_scalars
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import (
   GradientFunction,
@@ -41,6 +42,15 @@ class Member:
   optimizer: optax.GradientTransformation
   seed: int = 0
   name: str = ""
+
+  def __post_init__(self) -> None:
+    kinds = {"model": nn.Module, "optimizer": optax.GradientTransformation}
+    for field, kind in kinds.items():
+      value = getattr(self, field)
+      if not isinstance(value, kind):
+        name = getattr(value, "__name__", type(value).__name__)
+        call = f": call it, {name}(...)" if callable(value) else ""
+        raise UserError(f"{field}={name} of a Member is not an instance of {kind.__name__}{call}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +219,11 @@ class _LinenLoss(LossFunction):
     run = nn.apply(self.loss, self.model, mutable=[*collections, *self.sown])
     result, updated = run({"params": params, **collections}, batch, rngs={"params": key})
     updated = {name: updated[name] for name in collections}
-    return result if isinstance(result, tuple) else (result, {}), updated
+    loss, metrics = result, {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+      loss, metrics = result
+    check_scalars({"loss": loss}, f"the model {type(self.model).__name__}")
+    return (loss, metrics), updated
 
   def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
     loss, metrics = sums

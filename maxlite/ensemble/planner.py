@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from maxlite.config.errors import UserError
@@ -37,6 +38,7 @@ DEVICE_COSTS = {
 }
 CORES_PER_PROGRAM = 1.5  # of two, that XLA:CPU keeps busy with one program
 CLOSE = 1.05  # estimates within this factor are equal
+_PRINTED_WIDTH = 110
 ONLY_BY_NAME = ("padded",)  # slower than `fused`, and does not support all operations
 
 
@@ -53,6 +55,16 @@ class StrategyEstimate:
   step_seconds: float = math.inf
 
 
+class PlanTable(Table):
+  """A table for a rich console, or for `print`."""
+
+  def __str__(self) -> str:
+    console = Console(width=_PRINTED_WIDTH, color_system=None)
+    with console.capture() as capture:
+      console.print(self)
+    return capture.get().rstrip()
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """The chosen strategy and the estimates behind the choice."""
@@ -61,10 +73,10 @@ class Plan:
   strategy: str
   reason: str
 
-  def table(self) -> Table:
+  def table(self) -> PlanTable:
     """A row per supported strategy, the chosen one marked; the caption explains the others."""
     unsupported = [f"{e.strategy}: {e.why_not}" for e in self.estimates if e.why_not]
-    table = Table(
+    table = PlanTable(
       title=f"strategy {self.strategy}: {self.reason}",
       caption="\n".join(unsupported) or None,
       title_justify="left",

@@ -24,6 +24,7 @@ from maxlite.config.schema import PHASE_STRATEGIES
 from maxlite.optim.partition import Partition, path_of, paths_in, state_names
 from maxlite.phases.phase_programs import PhaseOptStates, PhasePrograms, build_phase_step
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
+from maxlite.training.api_checks import check_not_donated, check_scalars
 from maxlite.training.state import TrainState, averaged_params, init_state
 from maxlite.training.step import LossFunction, Step, build_gradients, build_train_step
 
@@ -164,14 +165,14 @@ class Alternation:
     Raises:
       UserError: `state` was given to an earlier step, or differs in shape from the compiled one.
     """
-    _check_not_donated(state)
+    check_not_donated(state)
     if self._programs is None:
       self.compile(state, batch)
     return self._programs.step(state, batch)
 
   def next_phase(self, state: TrainState) -> str:
     """Name of the phase whose step is due."""
-    _check_not_donated(state)
+    check_not_donated(state)
     if self._programs is None:
       return self.names[int(self._schedule.phase(state.clock))]
     return self._programs.phase(state)
@@ -180,7 +181,7 @@ class Alternation:
     """The parameters' moving averages; parameters that no phase trains are unchanged."""
     if self._ema_decay is None:
       raise UserError("there is no moving average: give Alternation an ema_decay")
-    _check_not_donated(state)
+    check_not_donated(state)
     return averaged_params(state)
 
   def _partitions(self, params: Any) -> dict[str, Partition]:
@@ -236,14 +237,6 @@ class _PhaseLoss(LossFunction):
     return jax.tree.map(lambda x: x / self.phase.accumulate, sums)
 
 
-def _check_not_donated(state: TrainState) -> None:
-  if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
-    raise UserError(
-      "this state was donated to an earlier step: continue with the state that the step returned, "
-      "or give it a copy, jax.tree.map(jnp.copy, state)"
-    )
-
-
 def _check_divides(phase: Phase, batch: Any) -> None:
   for x in jax.tree.leaves(batch) if phase.accumulate > 1 else ():
     if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
@@ -272,12 +265,7 @@ def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: An
   if ("collections" in takes and len(parts) != 3) or len(parts) > 3:
     raise UserError(f"the loss of phase {phase.name} returns {len(parts)} values, not ({form})")
   value, metrics, collections = (*parts, *({}, collections)[len(parts) - 1 :])
-  for name, x in {"loss": value, **metrics}.items():
-    if jnp.shape(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-      raise UserError(
-        f"{name!r} of phase {phase.name} is {jax.typeof(x).str_short()}; a loss returns a floating "
-        "scalar, or (scalar, {name: scalar})"
-      )
+  check_scalars({"loss": value, **metrics}, f"phase {phase.name}")
   if changed := set(paths_in(collections)) ^ set(paths_in(given["collections"])):
     raise UserError(
       f"the loss of phase {phase.name} must return the collections that it gets; they differ in "

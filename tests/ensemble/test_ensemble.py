@@ -11,6 +11,7 @@ import optax
 import pytest
 from families import largest_error
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -93,6 +94,11 @@ def test_a_prediction_has_mean_members_and_disagreement():
   np.testing.assert_allclose(prediction.disagreement, np.std(own, axis=0), rtol=1e-4, atol=1e-6)
 
 
+def one_member(own_loss, strategy="auto", devices=1):
+  members = [Member(Mlp(), optax.sgd(0.1))]
+  return Ensemble(members, own_loss, strategy=strategy, devices=jax.devices()[:devices])
+
+
 def _init(strategy="auto", devices=8, **keywords):
   members = [Member(Mlp(width), optax.sgd(0.1)) for width in (2, 3)]
   return Ensemble(
@@ -121,6 +127,19 @@ def _init(strategy="auto", devices=8, **keywords):
       lambda: _init("stacked"),
       r"stacked cannot serve these members: shape of params/Dense_0/kernel: .* in m0, .* in m1",
     ),
+    (lambda: Member(Mlp, optax.sgd(0.1)), r"model=Mlp of a Member is not .*: call it, Mlp\("),
+    (lambda: Member(Mlp(), optax.sgd), r"optimizer=sgd of a Member is not .*: call it, sgd\("),
+    (lambda: Ensemble([Mlp()], loss), "must be a list of Member"),
+    (lambda: Ensemble(Member(Mlp(), optax.sgd(0.1)), loss), "must be a list of Member"),
+    (
+      lambda: one_member(lambda model, batch: model(batch)).init(BATCH),
+      r"'loss' of the model Mlp is float32\[4,1\]; a loss returns a floating scalar",
+    ),
+    (
+      lambda: one_member(lambda model, batch: (loss(model, batch), 1.0)).init(BATCH),
+      r"'loss' of the model Mlp is tuple; .* or \(scalar, \{name: scalar\}\)",
+    ),
+    (lambda: one_member(loss).step(None, BATCH), r"no state yet: call init\(example_batch\) first"),
     (lambda: _init(memory_gb=1e-9), "need .* GB on a device, and 1e-09 GB are given: train fewer"),
   ],
 )
@@ -128,6 +147,32 @@ def test_a_user_error_is_one_line(mistake, message):
   with pytest.raises(ValueError, match=message) as error:
     mistake()
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+def test_a_donated_state_is_one_line(strategy):
+  ensemble = one_member(loss, strategy)
+  state = ensemble.init(BATCH)
+  ensemble.step(state, BATCH)
+  uses = (
+    lambda: ensemble.step(state, BATCH),
+    lambda: ensemble.member_states(state),
+    lambda: ensemble.predict(state, BATCH),
+  )
+  for use in uses:
+    with pytest.raises(UserError, match="this state was donated to an earlier step"):
+      use()
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "submesh"])
+def test_a_batch_of_another_size_is_one_line(strategy):
+  members = [Member(Mlp(), optax.sgd(rate)) for rate in (0.1, 0.2)]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
+  state = ensemble.init(BATCH)
+  match = r"the batch is float32\[3,2\], and that of init was float32\[4,2\]"
+  with pytest.raises(UserError, match=match):
+    ensemble.step(state, BATCH[:3])
+  ensemble.step(state, BATCH)  # the state was not donated
 
 
 def test_an_unknown_member_is_an_error_that_names_it():

@@ -23,6 +23,10 @@ class EngineRequest:
   own_batches: bool = False  # a step takes a batch per member, stacked
   finish: Callable[[list], Any] = lambda metrics: metrics  # of the members' metrics, compiled
   factory: MemberFactory | None = None  # builds the members in other processes
+  # Why there is none.
+  no_factory: str = (
+    "another process cannot build members that are given as objects; use Ensemble.from_factory"
+  )
 
   @functools.cached_property
   def costs(self) -> list[ProgramCost]:

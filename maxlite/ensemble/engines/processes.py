@@ -49,9 +49,7 @@ class ProcessEngine(EnsembleEngine):
   def __init__(self, request: EngineRequest):
     """Raise UserError if the request has no factory."""
     if request.factory is None:
-      raise UserError(
-        "another process cannot make members that are given as objects; use Ensemble.from_factory"
-      )
+      raise UserError(request.no_factory)
     super().__init__(request, request.build(request.devices[:1]))
     self._finish = jax.jit(request.finish)
     self._metrics = [metrics for _, metrics in self.result_shapes("step", request.batch)]

@@ -1,0 +1,31 @@
+"""Checks of what the Python APIs are given: states and the values of losses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.config.errors import UserError
+
+
+def check_not_donated(state: Any) -> None:
+  """Raise UserError if an array of `state` was donated to an earlier step."""
+  if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
+    raise UserError(
+      "this state was donated to an earlier step: continue with the state that the step returned, "
+      "or give it a copy, jax.tree.map(jnp.copy, state)"
+    )
+
+
+def check_scalars(values: Mapping[str, Any], place: str) -> None:
+  """Raise UserError if one of the values that the loss of `place` returned is not a scalar."""
+  for name, x in values.items():
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
+    if not is_array or jnp.shape(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+      found = jax.typeof(x).str_short() if is_array else type(x).__name__
+      raise UserError(
+        f"{name!r} of {place} is {found}; a loss returns a floating scalar (take jnp.mean), or "
+        "(scalar, {name: scalar})"
+      )
