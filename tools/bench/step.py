@@ -29,7 +29,7 @@ from maxlite.config import Config, load_config
 from maxlite.config.schema import ModelConfig
 from maxlite.data.batch import Batch, to_global
 from maxlite.kernels.xla_cpu import keep_freed_memory
-from maxlite.training.trainer import build_trainer
+from maxlite.training.trainer import Trainer, build_trainer
 
 SHAPE = [
   "base_emb_dim=256",
@@ -106,13 +106,7 @@ def tokens_of(cfg: Config) -> int:
 def trainer_candidate(name: str, cfg: Config) -> Candidate:
   """The trainer's compiled step, repeated on one batch."""
   trainer = build_trainer(cfg)
-  rng = np.random.default_rng(0)
-  shape = trainer.batch_shape
-  tokens_BT = rng.integers(0, cfg.model.vocab_size, shape).astype(np.int32)
-  position_BT = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-  ones = np.ones(shape, np.int32)
-  local = Batch(tokens_BT, np.roll(tokens_BT, -1, 1), ones, position_BT, ones.astype(np.float32))
-  batch = to_global(local, trainer.batch_sharding, shape)
+  batch = random_batch(trainer)
   state = [trainer.init_state()]
 
   def step() -> None:
@@ -124,6 +118,17 @@ def trainer_candidate(name: str, cfg: Config) -> Candidate:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
   return Candidate(name, step, num_bytes)
+
+
+def random_batch(trainer: Trainer) -> Batch:
+  """A batch of random tokens, each row one document."""
+  rng = np.random.default_rng(0)
+  shape = trainer.batch_shape
+  tokens_BT = rng.integers(0, trainer.cfg.model.vocab_size, shape).astype(np.int32)
+  position_BT = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+  ones = np.ones(shape, np.int32)
+  local = Batch(tokens_BT, np.roll(tokens_BT, -1, 1), ones, position_BT, ones.astype(np.float32))
+  return to_global(local, trainer.batch_sharding, shape)
 
 
 def plain_step(cfg: Config) -> Callable[[], Any]:
