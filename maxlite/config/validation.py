@@ -258,6 +258,25 @@ def _optimizer(v: Values) -> Rules:
   yield v.opt_type == "adamw" and v.adam_eps == 0, "adam_eps", text
 
 
+def _parametrization(v: Values) -> Rules:
+  is_mup, base, key = v.parametrization == "mup", "mup_base_emb_dim", "parametrization"
+  text = f"needs the width at which rates were tuned; write {base}=64, or parametrization=standard"
+  yield is_mup and not vars(v)[base], f"{key} {base}", text
+  for name in (base, "mup_base_head_dim"):
+    text = f"is only read by mup; write parametrization=mup, or {name}=0"
+    yield not is_mup and vars(v)[name], f"{name} {key}", text
+  text = "mup has no rule for adapters; write parametrization=standard"
+  yield is_mup and v.lora_rank, f"{key} lora_rank", text
+  text = "its updates follow the size of the weights; write opt_type=adamw, lion or muon"
+  yield is_mup and v.opt_type == "adafactor", f"opt_type {key}", text
+  text = "mup has no rule for this family's embedding and norms; write parametrization=standard"
+  is_gemma = v.family.scaled_embedding or v.family.zero_centred_norms
+  yield is_mup and is_gemma, f"{key} decoder_block", text
+  text = "attention scores have another scale; write mup_base_head_dim=0"
+  is_fixed = v.query_pre_attn_scalar or v.family.latent_attention
+  yield v.mup_base_head_dim and is_fixed, "mup_base_head_dim decoder_block", text
+
+
 def _phases(v: Values) -> Rules:
   text = "there are no phases; write phases, or no initial_phases"
   yield v.initial_phases and not v.phases, "initial_phases phases", text
@@ -357,7 +376,7 @@ def _data_files(v: Values) -> Rules:
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _attention, _rope, _hardware, _memory, _tokenizer),
-  *(_chat, _batches, _ensemble, _optimizer, _phases),
+  *(_chat, _batches, _ensemble, _optimizer, _parametrization, _phases),
   *(_degrees, _axis_rules, _divisibility, _local_checkpoints),
 )
 

@@ -10,6 +10,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
 from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.schema import DEFAULTS, ModelConfig, TilesConfig, flatten
+from maxlite.config.schema.parametrization_config import ParametrizationConfig
 from maxlite.config.values import Setting, parse
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily
@@ -32,6 +33,7 @@ EXECUTION = {
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",
   "ragged_buffer_factor", "megablox", "grouped_matmul", "lora_alpha", *flatten(TilesConfig()),
+  *flatten(ParametrizationConfig()),
 }  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import jax
 import optax
 
 from maxlite.config.registry import OPTIMIZERS
-from maxlite.config.schema import OptimizerConfig
+from maxlite.config.schema import ModelConfig, OptimizerConfig
+from maxlite.optim.parametrization import scale_updates
 from maxlite.optim.partition import decay_mask, matrix_axes
 from maxlite.optim.schedules import build_schedule
 
@@ -53,7 +54,9 @@ def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 
-def build_optimizer(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def build_optimizer(
+  cfg: OptimizerConfig, names: Any, model: ModelConfig
+) -> optax.GradientTransformation:
   """Build the optimizer for parameters with the logical axis `names` (a tree of `jax.P`).
 
   Its learning rate follows the number of updates, which its state counts.
@@ -63,6 +66,8 @@ def build_optimizer(cfg: OptimizerConfig, names: Any) -> optax.GradientTransform
     optax.add_decayed_weights(cfg.adam_weight_decay, mask=decay_mask),
     optax.scale_by_learning_rate(build_schedule(cfg)),
   ]
+  if model.scaling.parametrization == "mup":
+    parts.insert(1, scale_updates(names, model, muon=cfg.opt_type == "muon"))
   if cfg.gradient_clipping_threshold:
     parts.insert(0, optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
   return optax.chain(*parts)

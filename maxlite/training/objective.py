@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -38,27 +39,28 @@ def build_objectives(
     names: logical axis names of the parameters.
   """
   num_steps = cfg.run.steps
+  build_tx = lambda optimizer, partition: build_optimizer(
+    optimizer, partition.split(names)[0], cfg.model
+  )
   if plan is None:
     sections = {"optimizer": cfg.optimizer, "training": cfg.training, "data": cfg.data}
     whole = PhaseConfig("train", (".*",), "next_token", num_steps, None, **sections)
-    return [_build_objective(whole, num_steps, ALL_PARAMETERS, names, sharder)]
+    return [_build_objective(whole, num_steps, ALL_PARAMETERS, build_tx, sharder)]
   part_of = lambda phase: (plan.num_steps(phase, num_steps), plan.partitions[phase.name])
-  return [_build_objective(phase, *part_of(phase), names, sharder) for phase in plan.phases]
+  return [_build_objective(phase, *part_of(phase), build_tx, sharder) for phase in plan.phases]
 
 
 def _build_objective(
-  phase: PhaseConfig, num_steps: int, partition: Partition, names: Any, sharder: Sharder
+  phase: PhaseConfig, num_steps: int, partition: Partition, build_tx: Callable, sharder: Sharder
 ) -> Objective:
   optimizer = with_schedule_steps(phase.optimizer, num_steps)
   try:
     shape = batch_shape(phase.data, phase.training, sharder)
   except UserError as error:
     raise UserError(f"phase {phase.name}: {error}") from None
-  tx = build_optimizer(optimizer, partition.split(names)[0])
-  schedule = build_schedule(optimizer)
-  return Objective(
-    phase.name, phase.data, phase.training, phase.loss, partition, tx, schedule, shape
-  )
+  tx, schedule = build_tx(optimizer, partition), build_schedule(optimizer)
+  of_phase = phase.name, phase.data, phase.training, phase.loss
+  return Objective(*of_phase, partition, tx, schedule, shape)
 
 
 def batch_shape(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> tuple[int, int]:

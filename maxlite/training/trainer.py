@@ -21,6 +21,7 @@ from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops
 from maxlite.models import Decoder
+from maxlite.optim.parametrization import scale_initial
 from maxlite.optim.partition import logical_names, paths_in, state_names
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.phases.phase_programs import (
@@ -182,7 +183,8 @@ class Trainer:
 
     Adapters and draft heads that they lack are new.
     """
-    new = meta.unbox(_init_params(self.model, seed, self.batch_shape))
+    boxed = _init_params(self.model, seed, self.batch_shape)
+    new = scale_initial(meta.unbox(boxed), logical_names(boxed), self.cfg.model)
     params = new if params is None else add_missing_modules(params, new)
     return _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from maxlite.config.registry import OPTIMIZERS
-from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
+from maxlite.config.schema import DEFAULTS, ModelConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
 
 # h_TF = x_TD wi, y_TD = h_TF * scale wo: two hidden matrices and a vector.
@@ -45,7 +45,7 @@ def optimizer(opt_type, **changes):
     "warmup_steps_fraction": 0.0,
     "adam_weight_decay": DECAY,
   }
-  return build_optimizer(build(OptimizerConfig, DEFAULTS | given | changes), NAMES)
+  return build_optimizer(build(OptimizerConfig, DEFAULTS | given | changes), NAMES, ModelConfig())
 
 
 def loss(params, x_TD, y_TD):

@@ -10,7 +10,7 @@ import pytest
 from flax.linen import meta
 
 from maxlite.config.registry import OPTIMIZERS
-from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer
 from maxlite.optim.partition import (
@@ -132,7 +132,7 @@ def test_moments_are_sharded_like_parameters_and_the_rest_replicated(opt_type):
     STATE_SHAPES,
     is_leaf=lambda leaf: isinstance(leaf, tuple),
   )
-  state = jax.eval_shape(build_optimizer(cfg, STATE_NAMES).init, params)
+  state = jax.eval_shape(build_optimizer(cfg, STATE_NAMES, ModelConfig()).init, params)
   names = state_names(state, params, STATE_NAMES)
   assert jax.tree.structure(names) == jax.tree.structure(state)
 

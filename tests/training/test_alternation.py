@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.registry import OPTIMIZERS
-from maxlite.config.schema import DEFAULTS, CheckpointConfig, OptimizerConfig, build
+from maxlite.config.schema import DEFAULTS, CheckpointConfig, ModelConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
 from maxlite.optim.partition import Partition
 from maxlite.training.alternation import Alternation, Phase, Plateau, Threshold
@@ -263,7 +263,7 @@ def test_resumes_on_another_mesh(tmp_path):
 def optimizer_of(opt_type, names):
   """An optimizer with clipping, decay and large steps."""
   keys = {"opt_type": opt_type, "learning_rate": 0.1, "learning_rate_schedule_steps": 100}
-  return build_optimizer(build(OptimizerConfig, DEFAULTS | keys), names)
+  return build_optimizer(build(OptimizerConfig, DEFAULTS | keys), names, ModelConfig())
 
 
 def moved(old, new):
