@@ -12,6 +12,7 @@ from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
+from maxlite.config.mixture import validate_mixture
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.config.validation import validate
@@ -53,6 +54,7 @@ def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -
     sources[setting.name] = setting.source
   config: Config = build(Config, dict(values.items()))
   validate(config, sources, needs_data=needs_data)
+  validate_mixture(config, needs_data=needs_data)
   members_of(config)  # raises on their mistakes
   validate_phase_data(config, needs_data=needs_data)
   initial_phases_of(config)

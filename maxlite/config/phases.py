@@ -6,6 +6,7 @@ from typing import Any
 
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
+from maxlite.config.mixture import validate_mixture
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import DRAFT_LOSSES, LOSSES
 from maxlite.config.schema import (
@@ -23,7 +24,12 @@ from maxlite.config.values import Setting, parse, parse_as, suggest
 
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length")  # not per phase
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
-SOURCE_KEYS = ("dataset_type", "dataset_path", "text_column")  # which documents are read
+SOURCE_KEYS = (
+  "dataset_type",
+  "dataset_path",
+  "dataset_mixture",
+  "text_column",
+)  # which documents are read
 _SCHEMA_KEYS = (*flatten(OptimizerConfig()), "gradient_accumulation_steps", *DATA_KEYS)
 _PHASE_KEYS = ("name", "train", "loss", "steps", "until")
 _OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the name in the schema, and in a phase
@@ -112,6 +118,7 @@ def validate_phase_data(cfg: Config, *, needs_data: bool) -> None:
     source = _source(cfg, n)
     own = dataclasses.replace(cfg, data=phase.data)
     validate(own, dict.fromkeys(DEFAULTS, source), needs_data=needs_data)
+    validate_mixture(own, needs_data=needs_data)
     for key in ("per_device_batch_size", "global_batch_size"):
       size, other = (getattr(each.data, key) for each in (phase, phases[0]))
       if size != other and cfg.phasing.phase_strategy == "switch":

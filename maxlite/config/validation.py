@@ -218,6 +218,8 @@ def _batches(v: Values) -> Rules:
   needs_column = v.dataset_type in ("jsonl", "parquet")
   text = "is empty; write text_column=text"
   yield needs_column and not v.text_column, "text_column dataset_type", text
+  keys, text = "eval_dataset_path dataset_mixture", "write eval_path in the sources of the mixture"
+  yield v.eval_dataset_path and v.dataset_mixture, keys, text
   text = "a step needs rows; write per_device_batch_size=1, or a fraction of it"
   yield v.per_device_batch_size <= 0, "per_device_batch_size", text
   is_ordered, fix = not v.enable_data_shuffling, "write enable_data_shuffling=true"
@@ -361,7 +363,7 @@ def _local_checkpoints(v: Values) -> Rules:
 def _data_files(v: Values) -> Rules:
   text = "evaluates nothing; write 1 or more, or eval_steps=-1 for all"
   yield v.eval_steps == 0, "eval_steps", text
-  if v.dataset_type == "synthetic":
+  if v.dataset_type == "synthetic" or v.dataset_mixture:  # whose sources are validated one by one
     return
   yield not v.dataset_path, "dataset_path", "has no data; write dataset_path=FILE or [stdlib]"
   for key in ("dataset_path", "eval_dataset_path"):

@@ -1,27 +1,27 @@
 """Data loading: a resumable stream of training batches, and passes over held-out rows."""
 
-import contextlib
 import dataclasses
-import multiprocessing
-import os
-import threading
+import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
-from absl import flags
 
 from maxlite.config.errors import UserError
+from maxlite.config.mixture import mixture_of
 from maxlite.config.registry import ROW_ORDERS, SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.packing import Row
+from maxlite.data.joined_sources import join_sources
+from maxlite.data.mixture_order import MixtureOrder, MixturePart, describe_difference
+from maxlite.data.packing import RowSource
+from maxlite.data.prefetch import prefetch, read_once
 from maxlite.data.sampler import HostBatches, shuffled_order
 from maxlite.data.sources import DataSource
 
-_READ_THREADS = 2
 _OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
 _NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
 # Where the split by content holds out none or all of few documents: other keys, and what they do.
@@ -34,34 +34,54 @@ _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
 @dataclasses.dataclass(frozen=True)
 class DataLoader:
-  """Batches of `global_batch_size` rows of one source, of which this host loads `rows`."""
+  """Batches of `global_batch_size` rows of a source, of which this host loads `rows`."""
 
   cfg: DataConfig
   source: DataSource
   global_batch_size: int
   rows: range
 
+  @functools.cached_property
+  def order(self) -> MixtureOrder:
+    """The order of the training rows; epochs of a source follow each other without padding."""
+    parts = []
+    for each in mixture_of(self.cfg):
+      rows = self.source.by_name[each.name].train
+      order = grain.MapDataset.range(len(rows))
+      if self.cfg.enable_data_shuffling:
+        order = ROW_ORDERS[self.cfg.data_sampling](len(rows), self.cfg.data_shuffle_seed)
+      parts.append(MixturePart(each, order.repeat(), len(rows), rows.num_tokens, rows.identity))
+    return MixtureOrder(parts, self.first_row)
+
+  def first_row(self, num_batches: int) -> int:
+    """The number of rows in the first `num_batches` training batches."""
+    return num_batches * self.global_batch_size
+
   def train_stream(self) -> "TrainStream":
-    """Training batches from the first; epochs follow each other without padding between them."""
-    num_rows = len(self.source.train)
-    order = grain.MapDataset.range(num_rows)
-    if self.cfg.enable_data_shuffling:
-      order = ROW_ORDERS[self.cfg.data_sampling](num_rows, self.cfg.data_shuffle_seed)
-    batches = HostBatches(order.repeat(), self.source.train, self.global_batch_size, self.rows)
-    return TrainStream(batches, self._stream_facts(), self.cfg)
+    """Training batches from the first, without end."""
+    return TrainStream(self)
 
   def eval_batches(self, num_batches: int = -1) -> Iterator[Batch]:
-    """One pass over the first `num_batches` (-1: all) held-out batches, the same on every call.
+    """The batches of `eval_batches_by_source`, one source after the other."""
+    return itertools.chain.from_iterable(self.eval_batches_by_source(num_batches).values())
 
-    Rows are in a fixed random order, so that the first batches are representative. The last batch
-    is completed with rows of weight 0. Raises UserError if no data is held out.
+  def eval_batches_by_source(self, num_batches: int = -1) -> dict[str, Iterator[Batch]]:
+    """By source, one pass over the first `num_batches` (-1: all) held-out batches.
+
+    Every call gives the same batches. Rows are in a fixed random order, so that the first batches
+    are representative. The last batch of a source is completed with rows of weight 0. Raises
+    UserError if no data is held out.
     """
     if self.source.eval is None:
       raise UserError(_NO_EVAL_DATA)
-    order = shuffled_order(len(self.source.eval), _EVAL_SEED)
-    batches = HostBatches(order, self.source.eval, self.global_batch_size, self.rows)
-    selected = batches[: num_batches if num_batches >= 0 else None]
-    return _read_once(selected, self.cfg.grain_prefetch)
+    selected = slice(num_batches if num_batches >= 0 else None)
+
+    def batches(rows: RowSource) -> Iterator[Batch]:
+      order = shuffled_order(len(rows), _EVAL_SEED)
+      return self._read_once(HostBatches(order, rows, self.global_batch_size, self.rows)[selected])
+
+    held_out = {name: source.eval for name, source in self.source.by_name.items()}
+    return {name: batches(rows) for name, rows in held_out.items() if rows is not None}
 
   def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
@@ -76,18 +96,21 @@ class DataLoader:
       raise UserError(no_documents if self.source.eval else _NO_EVAL_DATA)
     order, size = grain.MapDataset.range(len(documents)), self.global_batch_size
     batches = HostBatches(order, documents, size, self.rows)
-    for n, batch in enumerate(_read_once(batches, self.cfg.grain_prefetch)):
+    for n, batch in enumerate(self._read_once(batches)):
       yield documents.document_N[n * size : (n + 1) * size], batch
 
-  def _stream_facts(self) -> dict[str, Any]:
-    """Everything that the global stream of batches depends on, by config key."""
+  def _read_once(self, batches: HostBatches) -> Iterator[Batch]:
+    return (Batch(**batch) for batch in read_once(batches, self.cfg.grain_prefetch))
+
+  def stream_facts(self, num_batches: int) -> dict[str, Any]:
+    """Everything that the first batches depend on, by config key, as JSON values."""
     return {
       "max_target_length": self.cfg.max_target_length,
       "global_batch_size": self.global_batch_size,
       "enable_data_shuffling": self.cfg.enable_data_shuffling,
       "data_sampling": self.cfg.data_sampling,
       "data_shuffle_seed": self.cfg.data_shuffle_seed if self.cfg.enable_data_shuffling else None,
-      "data": self.source.train.identity,
+      "data": self.order.history(self.first_row(num_batches)),
     }
 
 
@@ -110,8 +133,21 @@ def open_data(
     UserError: missing or unreadable files, an empty split, or a tokenizer larger than
       `vocab_size`.
   """
+  open_one = lambda cfg: _open_source(cfg, vocab_size, cache_directory, evaluates=evaluates)
+  parts: dict[str, DataSource] = {}
+  for part in mixture_of(cfg) if cfg.dataset_mixture else ():
+    try:
+      parts[part.name] = open_one(part.data)
+    except UserError as error:
+      raise UserError(f"source {part.name} of dataset_mixture: {error}") from None
+  return DataLoader(cfg, join_sources(parts) if parts else open_one(cfg), global_batch_size, rows)
+
+
+def _open_source(
+  cfg: DataConfig, vocab_size: int, cache_directory: Path, *, evaluates: bool
+) -> DataSource:
   open_source = lambda cfg: SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
-  source = open_source(cfg)
+  source: DataSource = open_source(cfg)
   holds_out = bool(cfg.eval_fraction or cfg.eval_dataset_path)
   by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
   for keys, effect in _FEW_DOCUMENTS if by_content else ():
@@ -131,21 +167,23 @@ def open_data(
       f"({source.summary}): raise eval_fraction or name files in eval_dataset_path "
       "(eval_fraction=0: hold out nothing)"
     )
-  return DataLoader(cfg, source, global_batch_size, rows)
+  return source
 
 
 class TrainStream:
   """Endless batches of this host's rows (numpy), with the same state on every host."""
 
-  def __init__(self, batches: HostBatches, facts: dict[str, Any], cfg: DataConfig) -> None:
-    self._batches, self._facts, self._cfg = batches, facts, cfg
+  def __init__(self, data: DataLoader) -> None:
+    self._data = data
+    size, rows = data.global_batch_size, data.rows
+    self._batches = HostBatches(data.order, data.source.train, size, rows)
     self._start(0)
 
   def _start(self, num_taken: int) -> None:
     # A batch count, because Grain's own state depends on the number of workers.
-    self._num_taken, cfg = num_taken, self._cfg
+    self._num_taken, cfg = num_taken, self._data.cfg
     remaining = self._batches[num_taken:]
-    self._iterator = _prefetch(remaining, cfg.grain_prefetch, cfg.grain_worker_count)
+    self._iterator = prefetch(remaining, cfg.grain_prefetch, cfg.grain_worker_count)
 
   def __next__(self) -> Batch:
     batch = Batch(**next(self._iterator))
@@ -153,65 +191,33 @@ class TrainStream:
     return batch
 
   def state(self) -> dict[str, Any]:
-    """The number of batches taken and the stream's facts, as JSON values."""
-    return {"num_batches": self._num_taken, **self._facts}
+    """The number of batches taken and all that they depend on, as JSON values."""
+    return {"num_batches": self._num_taken, **self._data.stream_facts(self._num_taken)}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
-    for name, now in self._facts.items():
-      if state.get(name, _OLD_STATE_DEFAULTS.get(name)) != now:
-        raise UserError(_difference(name, state.get(name), now))
+    """Continue after the batches that `state` counts. Raises UserError if they would differ."""
+    num_batches = state["num_batches"]
+    for name, now in self._data.stream_facts(num_batches).items():
+      then = state.get(name, _OLD_STATE_DEFAULTS.get(name))
+      if then != now:
+        raise UserError(_difference(name, then, now, num_batches))
     self.close()
-    self._start(state["num_batches"])
+    self._start(num_batches)
+
+  def describe(self) -> list[str]:
+    """A line per source on the rows that were taken."""
+    return self._data.order.describe_use(self._data.first_row(self._num_taken))
 
   def close(self) -> None:
     self._iterator.close()
 
 
-def _difference(name: str, then: Any, now: Any) -> str:
+def _difference(name: str, then: Any, now: Any, num_batches: int) -> str:
   if name == "data":
-    return (
-      "the checkpoint was trained on other data than this run would read: restore the files, "
-      "dataset_path, the eval_* keys and the tokenizer, or choose a new run_name"
-    )
+    return describe_difference(then, now, num_batches)
   if name == "global_batch_size":
     return (
       f"the checkpoint was written with a global batch of {then} rows, this run has {now}: "
       f"set global_batch_size={then}, which is valid on any number of devices"
     )
   return f"the checkpoint was written with {name}={then}, this run has {now}: set {name}={then}"
-
-
-def _prefetch(
-  batches: grain.MapDataset[Row], num_batches: int, num_workers: int = 0
-) -> grain.DatasetIterator[Row]:
-  """Iterate, reading up to `num_batches` ahead in threads or `num_workers` processes."""
-  options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=num_batches)
-  dataset = batches.to_iter_dataset(options)
-  if num_workers:
-    if not flags.FLAGS.is_parsed():  # Grain reads its own flags when it starts a worker
-      flags.FLAGS.mark_as_parsed()
-    per_worker = -(-num_batches // num_workers)
-    workers = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
-    dataset = dataset.mp_prefetch(workers, worker_init_fn=_exit_with_parent)
-  return iter(dataset)
-
-
-def _exit_with_parent(worker_index: int, num_workers: int) -> None:
-  """Initialize a Grain worker: it exits when its parent process dies, even by SIGKILL."""
-  del worker_index, num_workers
-  # Not prctl(PR_SET_PDEATHSIG): that signal fires when the thread that started the worker ends.
-  threading.Thread(target=_wait_and_exit, daemon=True).start()
-
-
-def _wait_and_exit() -> None:
-  parent = multiprocessing.parent_process()
-  assert parent is not None
-  parent.join()
-  os._exit(1)
-
-
-def _read_once(batches: grain.MapDataset[Row], num_ahead: int) -> Iterator[Batch]:
-  with contextlib.closing(_prefetch(batches, num_ahead)) as iterator:
-    for batch in iterator:
-      yield Batch(**batch)

@@ -16,9 +16,21 @@ class RowSource(Protocol):
 
   identity: str
 
+  @property
+  def num_tokens(self) -> int:
+    """Positions of all rows that are not padding."""
+
   def __len__(self) -> int: ...
 
   def __getitem__(self, index: int) -> Row: ...
+
+
+class DocumentRows(RowSource, Protocol):
+  """Rows of (parts of) one document each."""
+
+  @property
+  def document_N(self) -> np.ndarray:
+    """The document of each row, ascending from 0."""
 
 
 def pad_row(tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray, size: int) -> Row:
@@ -67,6 +79,10 @@ class PackedDocuments:
     self._file, self._row_length = TokenFile(tokens), row_length
     self.identity = _identity(tokens, self._offsets)
 
+  @property
+  def num_tokens(self) -> int:
+    return int(self._starts[-1])
+
   def __len__(self) -> int:
     return (int(self._starts[-1]) + self._row_length - 1) // self._row_length
 
@@ -107,6 +123,10 @@ class PackedConversations:
 
   def __len__(self) -> int:
     return len(self._bounds) - 1
+
+  @property
+  def num_tokens(self) -> int:
+    return int((self._lengths - 1).sum())
 
   @property
   def document_N(self) -> np.ndarray:
@@ -161,6 +181,10 @@ class DocumentWindows:
 
   def __len__(self) -> int:
     return len(self.document_N)
+
+  @property
+  def num_tokens(self) -> int:
+    return int((self._lengths - 1).sum())
 
   def __getitem__(self, index: int) -> Row:
     document = self.document_N[index]

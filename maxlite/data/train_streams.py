@@ -27,6 +27,15 @@ class TrainStreams:
     states = {reader: stream.state() for reader, stream in self._streams.items()}
     return {"streams": states} if len(states) > 1 else next(iter(states.values()))
 
+  def describe(self) -> list[str]:
+    """A line per stream and source on the data that was read."""
+    prefix = "read of {}, " if len(self._streams) > 1 else "read of "
+    return [
+      prefix.format(reader) + line
+      for reader, stream in self._streams.items()
+      for line in stream.describe()
+    ]
+
   def restore(self, state: dict[str, Any]) -> None:
     """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
     readers = list(self._streams)

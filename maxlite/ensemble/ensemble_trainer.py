@@ -61,8 +61,15 @@ class EnsembleTrainer:
 
   def evaluate(self, state: Any) -> list[dict[str, float]]:
     """Per member, its held-out loss and figures on the same batches."""
-    results = [self.engine.predict(state, batch, "evaluate") for batch in self.eval_batches()]
-    return list(map(held_out_row, zip(*jax.device_get(results), strict=True)))
+    batches = self.loaders[0].eval_batches_by_source(self.cfg.observe.eval_steps)
+    sums = {
+      name: jax.device_get([self.engine.predict(state, batch, "evaluate") for batch in each])
+      for name, each in batches.items()
+    }
+    members = range(len(self.runs))
+    return [
+      held_out_row({name: [b[z] for b in each] for name, each in sums.items()}) for z in members
+    ]
 
   def save(self, step: int, state: Any, data_states: list[dict]) -> None:
     """Start to write a checkpoint of every member, all at the same time."""

@@ -173,7 +173,9 @@ class ConsoleWriter:
     left = [f"{datetime.timedelta(seconds=seconds)} left"] if seconds else []
     self._print("step", row["step"], phase + _cells(row, TRAINING_CELLS) + left)
     if "eval_loss" in row:
-      self._print("eval", row["step"], _cells(row, EVAL_CELLS))
+      names = (name for name in row if name.startswith("eval_loss/"))
+      by_source = {name: f"{name.removeprefix('eval_loss/')} {{:.4f}}" for name in names}
+      self._print("eval", row["step"], _cells(row, EVAL_CELLS | by_source))
 
   def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
     done = f"{kind} {step:>{len(str(self._num_steps))}}/{self._num_steps}"

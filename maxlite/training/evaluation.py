@@ -27,7 +27,7 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
     cfg = config_of_run(cfg, argv)
     trainer, params, averages, step = open_weights(cfg)
     data = open_trainer_data(trainer)
-    batches = data.eval_batches(cfg.observe.eval_steps)
+    batches = data.eval_batches_by_source(cfg.observe.eval_steps)
   eval_step = trainer.eval_step(data.source.num_bytes_V)
   result = evaluate(trainer, eval_step, params, batches, averages)
   sums_DX = None
@@ -62,7 +62,7 @@ def build_evaluation(
   eval_step = trainer.eval_step(data.source.num_bytes_V)
 
   def evaluate_state(state: TrainState) -> dict[str, float]:
-    batches = data.eval_batches(trainer.cfg.observe.eval_steps)
+    batches = data.eval_batches_by_source(trainer.cfg.observe.eval_steps)
     return evaluate(trainer, eval_step, state.params, batches, averaged_params(state))
 
   return evaluate_state
@@ -72,12 +72,16 @@ def evaluate(
   trainer: Trainer,
   eval_step: Callable[[Any, Batch], dict],
   params: Any,
-  batches: Iterable[Batch],
+  batches: Mapping[str, Iterable[Batch]],
   averages: Any = None,
 ) -> dict[str, float]:
   """Compute `eval_loss` [nats per token], `eval_bits_per_byte` and `eval_tokens` of `batches`.
 
   With moving averages of the parameters also `eval_ema_loss` and `eval_ema_bits_per_byte`.
+
+  Args:
+    batches: by source; with several sources, the results are over the tokens of all, and
+      `eval_loss/SOURCE` is the loss of each.
   """
 
   def sums(batch: Batch) -> dict:
@@ -85,19 +89,23 @@ def evaluate(
     found = eval_step(params, batch)
     return found if averages is None else found | {"ema": eval_step(averages, batch)}
 
-  return held_out_row(map(sums, batches))
+  return held_out_row({name: map(sums, each) for name, each in batches.items()})
 
 
-def held_out_row(batches: Iterable[dict]) -> dict[str, float]:
-  """The results of `evaluate` from the evaluation step's sums of every batch.
+def held_out_row(batches: Mapping[str, Iterable[dict]]) -> dict[str, float]:
+  """The results of `evaluate` from the evaluation step's sums of every batch, by source.
 
   With draft heads also `eval_acceptance_1`, ..., the share of each head's drafts that are accepted,
   and `eval_accepted_length`, the mean number of accepted drafts in a chain.
   """
   # In float64: float32 rounds every sum, and cannot count beyond 2**24 tokens.
   in_float64 = lambda sums: jax.tree.map(np.float64, jax.device_get(sums))
-  sums = functools.reduce(functools.partial(jax.tree.map, np.add), map(in_float64, batches))
+  total = lambda each: functools.reduce(functools.partial(jax.tree.map, np.add), each)
+  by_source = {name: total(map(in_float64, each)) for name, each in batches.items()}
+  sums = total(by_source.values())
   row = _results(sums) | {"eval_tokens": int(sums["weight"])}
+  if len(by_source) > 1:
+    row |= {f"eval_loss/{name}": float(s["nll"] / s["weight"]) for name, s in by_source.items()}
   averaged = _results(sums["ema"]) if "ema" in sums else {}
   return row | {name.replace("eval_", "eval_ema_", 1): x for name, x in averaged.items()}
 

@@ -84,7 +84,7 @@ def _run(cfg: Config, console: Console, timer: Stopwatch) -> int:
     for each in (profiler, stream, writers):
       each.close()
     folder.unlock()
-  finalize(trainer, folder, result, console, timer)
+  finalize(trainer, folder, result, stream, console, timer)
   return result.exit_code
 
 

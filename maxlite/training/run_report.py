@@ -9,6 +9,7 @@ from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import describe_changes
 from maxlite.config.raw_values import show
 from maxlite.data.loader import DataLoader
+from maxlite.data.train_streams import TrainStreams
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.metrics.flops import active_parameter_count
@@ -59,18 +60,29 @@ def log_header(
     if each.source.files:
       console.print(f"{name}: {each.source.files}")
     console.print(f"{name}: {each.source.summary}; {shape} tokens per step")
+    for source, part in each.source.parts.items():
+      console.print(f"  {source}: {part.files}; {part.summary}")
+    if each.source.parts:
+      console.print(f"  rows {each.order.describe_shares(each.first_row)}")
 
 
 def finalize(
-  trainer: Trainer, folder: RunFolder, result: TrainResult, console: Console, timer: Stopwatch
+  trainer: Trainer,
+  folder: RunFolder,
+  result: TrainResult,
+  stream: TrainStreams,
+  console: Console,
+  timer: Stopwatch,
 ) -> None:
-  """Print why training ended and its goodput; draw the plots; print the hash of the parameters."""
+  """Print why training ended, its goodput and data; draw the plots; print the parameters' hash."""
   cfg = trainer.cfg
   if result.reason:
     is_saved = result.is_saved and cfg.checkpoint.enable_checkpointing
     saved = ", with a checkpoint" if is_saved else ""
     console.print(f"{result.reason}; left after step {result.step} of {cfg.run.steps}{saved}")
   console.print(describe_goodput(timer.row()))
+  for line in stream.describe():
+    console.print(line)
   parameters = tree_hash(result.state.params)
   if jax.process_index() > 0:
     return

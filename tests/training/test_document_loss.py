@@ -93,7 +93,7 @@ def test_document_losses_sum_to_the_held_out_loss(folder):
   trainer, params, data = opened(folder, "rows")
   losses = document_losses(trainer, params, data)
   held_out = evaluate(
-    trainer, trainer.eval_step(data.source.num_bytes_V), params, data.eval_batches()
+    trainer, trainer.eval_step(data.source.num_bytes_V), params, data.eval_batches_by_source()
   )
   assert len(losses) == 7
   num_tokens, _, nll = losses.sum(axis=0)

@@ -200,10 +200,8 @@ def test_held_out_row_is_over_all_batches():
     "chains": chains,
   }
   batch = {"nll": 2.0, "weight": 4.0, "num_bytes": 0.0}
-  row = held_out_row(
-    batch | {"draft": draft}
-    for draft in (drafts([3, 1], [4, 4], 4, 4), drafts([0, 1], [2, 1], 1, 1))
-  )
+  counts = (drafts([3, 1], [4, 4], 4, 4), drafts([0, 1], [2, 1], 1, 1))
+  row = held_out_row({"data": [batch | {"draft": draft} for draft in counts]})
   assert row == {
     "eval_loss": 0.5,
     "eval_tokens": 8,

@@ -58,7 +58,9 @@ def test_synthetic_data_without_documents_exits_with_one_line(finished, capsys):
 def test_sums_over_many_batches_are_not_rounded():
   trainer, batch = trainer_of(decoder_block="llama"), uneven_batch(0)
   eval_step = trainer.eval_step(np.ones(trainer.cfg.model.vocab_size, np.int32))
-  once, often = (evaluate(trainer, eval_step, init_params(), [batch] * n) for n in (1, 99))
+  once, often = (
+    evaluate(trainer, eval_step, init_params(), {"data": [batch] * n}) for n in (1, 99)
+  )
   assert often["eval_tokens"] == 99 * once["eval_tokens"] == 99 * np.sum(batch.weight_BT)
   for name in ("eval_loss", "eval_bits_per_byte"):
     np.testing.assert_allclose(often[name], once[name], rtol=1e-12)

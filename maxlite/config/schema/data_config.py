@@ -3,6 +3,7 @@
 import dataclasses
 
 from maxlite.config.config_field import field, model_field
+from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import ROW_ORDERS, SOURCES, TOKENIZERS
 
 
@@ -20,6 +21,13 @@ class DataConfig:
     ("stdlib",),
     "Files, folders (of which those of dataset_type are read) or globs; `stdlib` is Python's own "
     "standard library source.",
+  )
+  dataset_mixture: tuple[FrozenMapping, ...] = field(
+    (),
+    "Weighted sources instead of dataset_path: {name: N, path: [FILES], weight: W}, where weight "
+    "is a share of the tokens relative to the other sources. Optional: type (dataset_type), "
+    "text_column, eval_path (held-out files), max_epochs, and from_step, the steps done before "
+    "the source begins. {name: N, weight: W, from_step: S} changes a weight (docs/data.md).",
   )
   eval_dataset_path: tuple[str, ...] = field(
     (), "Held-out files, folders or globs; empty: a part of dataset_path is held out."

@@ -2,14 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
-from maxlite.data.packing import DocumentWindows, PackedConversations, PackedDocuments, RowSource
+from maxlite.data.packing import (
+  DocumentRows,
+  DocumentWindows,
+  PackedConversations,
+  PackedDocuments,
+  RowSource,
+)
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.chat import ConversationTokenizer, chat_documents, open_chat
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
@@ -30,15 +36,21 @@ class DataSource:
 
   `num_bytes_V` is the number of bytes of text of each id (0 in synthetic data). `summary` and
   `files` (that were read) are for the log. `documents` are the held-out documents one by one, None
-  if there are none.
+  if there are none. `parts` are the sources of a mixture, whose rows are those of its parts.
   """
 
   train: RowSource
   eval: RowSource | None
   num_bytes_V: np.ndarray
   summary: str
-  documents: DocumentWindows | PackedConversations | None = None
+  documents: DocumentRows | None = None
   files: str = ""
+  parts: Mapping[str, "DataSource"] = dataclasses.field(default_factory=dict)
+
+  @property
+  def by_name(self) -> Mapping[str, "DataSource"]:
+    """The sources of a mixture, or this one as `data`."""
+    return self.parts or {"data": self}
 
 
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
@@ -108,7 +120,7 @@ def _source(
   cfg: DataConfig,
   data: TokenizedData,
   rows: Callable[..., RowSource],  # (tokens, seed of the order)
-  documents: DocumentWindows | PackedConversations,
+  documents: DocumentRows,
   tokenizer: Tokenizer,
   unit: str,
 ) -> DataSource:

@@ -22,6 +22,10 @@ class SyntheticRows:
   def __len__(self) -> int:
     return self._num_rows
 
+  @property
+  def num_tokens(self) -> int:
+    return self._num_rows * self._row_length
+
   def __getitem__(self, index: int) -> Row:
     random = np.random.default_rng((*self._key, index))
     num_ids = self._row_length + 1

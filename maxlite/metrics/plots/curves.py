@@ -120,6 +120,10 @@ def _draw_loss(axes: Axes, rows: Sequence[dict]) -> None:
   if steps.size:
     label = f"held out (last: {loss[-1]:.3f})"
     axes.plot(steps, loss, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label=label)
+  for name in sorted({name for row in rows for name in row if name.startswith("eval_loss/")}):
+    steps, of_source = curve_of(rows, name).T
+    label = f"{name.removeprefix('eval_loss/')} (last: {of_source[-1]:.3f})"
+    axes.plot(steps, of_source, marker=".", linewidth=0.8, label=label)
   _, bits = curve_of(rows, "eval_bits_per_byte").T
   if bits.size and 0 < bits[-1] < np.inf and 0 < loss[-1] < np.inf:
     # Both measure the same text and differ by a constant factor: a second scale is enough.

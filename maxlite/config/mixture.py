@@ -1,0 +1,155 @@
+"""The sources of `dataset_mixture`: the data of each, and its weights over the steps."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from maxlite.config.config_field import ConfigField
+from maxlite.config.errors import UserError
+from maxlite.config.raw_values import FrozenMapping
+from maxlite.config.schema import DEFAULTS, KEYS, Config, DataConfig
+from maxlite.config.validation import validate
+from maxlite.config.values import Setting, parse_as, suggest
+
+# Key of an entry -> key of the schema; only in the first entry of a source.
+_DATA_KEYS = {
+  "path": "dataset_path",
+  "type": "dataset_type",
+  "text_column": "text_column",
+  "eval_path": "eval_dataset_path",
+}
+# Type and range of the other keys.
+_NUMBERS: dict[str, tuple[type, ConfigField]] = {
+  "weight": (float, ConfigField("", low=0)),
+  "from_step": (int, ConfigField("", low=0)),
+  "max_epochs": (float, ConfigField("", low=1e-3)),
+}
+_WEIGHT_KEYS = ("name", "weight", "from_step")  # of the later entries of a source
+_KEYS = ("name", *_DATA_KEYS, *_NUMBERS)
+_NAME = re.compile(r"\w[\w.-]*")
+_FORM = "write {name: NAME, path: [FILES], weight: 1}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSource:
+  """A source of a mixture."""
+
+  name: str
+  data: DataConfig  # reads this source only
+  weights: tuple[tuple[int, float], ...]  # (from_step, weight) by step; 0 before the first
+  max_epochs: float | None
+
+  def weight_after(self, num_steps: int) -> float:
+    """The weight of the batch after `num_steps` batches."""
+    return next((w for first, w in reversed(self.weights) if first <= num_steps), 0.0)
+
+
+def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
+  """The sources in the order of their first entries; without a mixture one, called `data`.
+
+  Raises:
+    UserError: one line with the entry, rule and fix.
+  """
+  if not data.dataset_mixture:
+    return (MixtureSource("data", data, ((0, 1.0),), None),)
+  entries: dict[str, list[_Entry]] = {}
+  for n, raw in enumerate(data.dataset_mixture):
+    entry = _parse(raw, raw.located(f"dataset_mixture[{n}]"))
+    entries.setdefault(entry.name, []).append(entry)
+  sources = tuple(_source(data, same) for same in entries.values())
+  _require_weights(sources)
+  return sources
+
+
+def validate_mixture(cfg: Config, *, needs_data: bool) -> None:
+  """Apply the rules on data to every source of `cfg.data`.
+
+  Raises:
+    UserError: one line with the source, keys, rule and fix.
+  """
+  for source in mixture_of(cfg.data) if cfg.data.dataset_mixture else ():
+    own = dataclasses.replace(cfg, data=source.data)
+    try:
+      validate(own, dict.fromkeys(DEFAULTS, source.name), needs_data=needs_data)
+    except UserError as error:
+      text = str(error)
+      for name, key in _DATA_KEYS.items():  # what the user writes
+        text = re.sub(rf"\b{key}\b", name, text)
+      raise UserError(f"dataset_mixture: {text}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+  """A parsed entry of `dataset_mixture`."""
+
+  name: str
+  values: Mapping[str, Any]
+  source: str  # for error messages
+
+  def error(self, violation: str) -> UserError:
+    return UserError(f"{self.source}: {violation}")
+
+  @property
+  def from_step(self) -> int:
+    return int(self.values.get("from_step", 0))
+
+
+def _parse(raw: FrozenMapping, source: str) -> _Entry:
+  name = raw.get("name")
+  if not isinstance(name, str) or not _NAME.fullmatch(name):
+    raise UserError(f"{source}: has no name of letters, digits, '.', '_' and '-'; {_FORM}")
+  settings = [Setting(key, value, f"{source}: {name}") for key, value in raw.items()]
+  for setting in settings:
+    if setting.name not in _KEYS:
+      raise setting.error(f"is not a key of a source; {suggest(setting.name, _KEYS)}")
+  if "weight" not in raw:
+    raise UserError(f"{source}: {name} has no weight; {_FORM}")
+  return _Entry(name, {each.name: _value(each) for each in settings}, source)
+
+
+def _value(setting: Setting) -> Any:
+  if setting.name in _NUMBERS:
+    return parse_as(setting, *_NUMBERS[setting.name])
+  key = KEYS[_DATA_KEYS[setting.name]] if setting.name in _DATA_KEYS else None
+  return parse_as(setting, key.type, key.field) if key else setting.raw
+
+
+def _source(data: DataConfig, entries: list[_Entry]) -> MixtureSource:
+  first, *later = entries
+  for entry in later:
+    if others := [key for key in entry.values if key not in _WEIGHT_KEYS]:
+      raise entry.error(
+        f"{entry.name} is already at {first.source}; write {others[0]} there, and here name, "
+        "weight and from_step"
+      )
+  if "path" not in first.values:
+    raise first.error(f"{first.name} has no path; {_FORM}")
+  weights = {entry.from_step: entry.values["weight"] for entry in entries}
+  if len(weights) < len(entries):
+    raise later[-1].error(f"{first.name} has two weights from one step; write another from_step")
+  own = {key: first.values[name] for name, key in _DATA_KEYS.items() if name in first.values}
+  data = dataclasses.replace(data, dataset_mixture=(), **own)
+  if data.dataset_type == "synthetic":
+    raise first.error(f"{first.name} has type=synthetic, which has no files; write type=text")
+  if data.dataset_type != "chat":
+    data = dataclasses.replace(data, packing=True)
+  return MixtureSource(
+    first.name, data, tuple(sorted(weights.items())), first.values.get("max_epochs")
+  )
+
+
+def _require_weights(sources: Iterable[MixtureSource]) -> None:
+  """Raise UserError if no source has a weight from some step on, or all end by `max_epochs`."""
+  steps = sorted({0, *(step for source in sources for step, _ in source.weights)})
+  for step in steps:
+    if not any(source.weight_after(step) for source in sources):
+      raise UserError(
+        f"dataset_mixture: no source has a weight above 0 from step {step} on; write "
+        f"{{name: NAME, weight: 1, from_step: {step}}}"
+      )
+  if not any(s.weight_after(steps[-1]) for s in sources if s.max_epochs is None):
+    raise UserError(
+      "dataset_mixture: every source has max_epochs, so the batches would end; remove the "
+      "max_epochs of one"
+    )
