@@ -17,7 +17,7 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.joined_sources import join_sources
 from maxlite.data.mixture_order import MixtureOrder, MixturePart, describe_difference
-from maxlite.data.packing import RowSource
+from maxlite.data.packing import Row, RowSource
 from maxlite.data.prefetch import prefetch, read_once
 from maxlite.data.sampler import HostBatches, shuffled_order
 from maxlite.data.sources import DataSource
@@ -78,7 +78,8 @@ class DataLoader:
 
     def batches(rows: RowSource) -> Iterator[Batch]:
       order = shuffled_order(len(rows), _EVAL_SEED)
-      return self._read_once(HostBatches(order, rows, self.global_batch_size, self.rows)[selected])
+      batches = HostBatches(order, rows, self.global_batch_size, self.rows)
+      return self._read_once(batches.slice(selected))
 
     held_out = {name: source.eval for name, source in self.source.by_name.items()}
     return {name: batches(rows) for name, rows in held_out.items() if rows is not None}
@@ -99,7 +100,7 @@ class DataLoader:
     for n, batch in enumerate(self._read_once(batches)):
       yield documents.document_N[n * size : (n + 1) * size], batch
 
-  def _read_once(self, batches: HostBatches) -> Iterator[Batch]:
+  def _read_once(self, batches: grain.MapDataset[Row]) -> Iterator[Batch]:
     return (Batch(**batch) for batch in read_once(batches, self.cfg.grain_prefetch))
 
   def stream_facts(self, num_batches: int) -> dict[str, Any]:

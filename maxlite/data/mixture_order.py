@@ -111,7 +111,8 @@ class MixtureOrder(grain.MapDataset[int]):
     segments = [segment for segment in self._segments if segment.first_row < max(num_rows, 1)]
     used_S = np.sum([segment.units_S for segment in segments], axis=0) > 0
     names = [part.source.name for part in self.parts]
-    identities = {names[s]: self.parts[s].identity for s in np.flatnonzero(used_S)}
+    used = np.flatnonzero(used_S).tolist()
+    identities = {names[s]: self.parts[s].identity for s in used}
     if len(identities) == 1:
       return next(iter(identities.values()))
     # Lists, because the order of the sources decides between equal deadlines.
@@ -125,7 +126,7 @@ class MixtureOrder(grain.MapDataset[int]):
     for part, used in zip(self.parts, self.used_before(num_rows).tolist(), strict=True):
       epochs = used / part.num_rows
       tokens = round(epochs * part.num_tokens)  # exact after whole epochs
-      lines.append(f"{part.source.name}: {used:,} rows, {tokens:,} tokens, {epochs:.2f} epochs")
+      lines.append(f"{part.source.name}: {used:,} rows, {tokens:,} tokens, {epochs:.3g} epochs")
     return lines
 
   def describe_shares(self, first_row: Callable[[int], int]) -> str:
@@ -167,19 +168,21 @@ def interleave_sources(units_S: np.ndarray) -> np.ndarray:
 
   Source: Tijdeman, The chairman assignment problem (1980).
   """
-  active_A = np.flatnonzero(units_S)
-  if len(active_A) == 1:
-    return np.full(units_S.sum(), active_A[0])
-  units_A = units_S[active_A]
-  total, slack = units_A.sum(), 2 * len(active_A) - 2
-  due_A = np.zeros(len(active_A), np.int64)  # slack * total * (expected - given) rows
+  active_A = np.flatnonzero(units_S).tolist()
+  units_A, total, slack = units_S[active_A].tolist(), int(units_S.sum()), 2 * len(active_A) - 2
+  if not slack:
+    return np.full(total, active_A[0])
+  due_A = [0] * len(active_A)  # slack * total * (expected - given) rows
   sources = np.empty(total, np.int64)
   for n in range(total):
-    due_A += slack * units_A
-    deadline_A = (total * (slack - 1) - due_A) / units_A
-    chosen = int(np.argmin(np.where(due_A >= total, deadline_A, np.inf)))
-    due_A[chosen] -= slack * total
-    sources[n] = active_A[chosen]
+    due_A = [due + slack * units for due, units in zip(due_A, units_A, strict=True)]
+    _, a = min(
+      ((total * (slack - 1) - due) / units, a)  # the deadline
+      for a, (due, units) in enumerate(zip(due_A, units_A, strict=True))
+      if due >= total
+    )
+    due_A[a] -= slack * total
+    sources[n] = active_A[a]
   return sources
 
 
