@@ -22,6 +22,7 @@ def accelerator():
   [
     ("", "done"),
     ("print('ERROR ValueError: too large'); sys.exit(1)", "ValueError: too large"),
+    ("print('SKIPPED for TPUs only')", "skipped for tpus only"),
     ("time.sleep(60)", "exceeded its limit of 1 s"),
     ("os.kill(os.getpid(), 11)", "exit code -11"),
   ],

@@ -61,8 +61,10 @@ DISPATCHES = _registry(
 )
 # attention: see kernels/attention/api.py.
 ATTENTION_BACKENDS = _registry(
-  "maxlite.kernels.attention.{}:attention", "reference", "chunked", "dot_product", "splash"
+  "maxlite.kernels.attention.{}:attention",
+  *("reference", "chunked", "dot_product", "splash", "triton"),
 )
+ATTENTION_BACKENDS["cudnn"] = "maxlite.kernels.attention.dot_product:cudnn_attention"
 # grouped_matmul: see kernels/grouped_matmul/api.py.
 GROUPED_MATMUL_BACKENDS = _registry(
   "maxlite.kernels.grouped_matmul.{}:grouped_matmul",

@@ -11,22 +11,24 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxlite.config.registry import ATTENTION_BACKENDS
-from maxlite.kernels.attention import api, splash
+from maxlite.kernels.attention import api, splash, triton
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding.collectives import pvary
 
 NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
-OTHERS = [name for name in ATTENTION_BACKENDS if name != "reference"]
+BACKENDS = [name for name in ATTENTION_BACKENDS if name != "cudnn"]  # it needs an NVIDIA GPU
+OTHERS = [name for name in BACKENDS if name != "reference"]
 # Three documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 3, 0], [7, 20, 6, 7]), np.ones(40)]).astype(np.int32)
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-  """Kernels for TPUs run in interpret mode."""
-  kernel = functools.partial(splash.attention, interpret=True)
-  monkeypatch.setitem(ATTENTION_BACKENDS, "splash", kernel)
+  """Kernels for TPUs and GPUs run in interpret mode."""
+  for name, module in {"splash": splash, "triton": triton}.items():
+    kernel = functools.partial(module.attention, interpret=True)
+    monkeypatch.setitem(ATTENTION_BACKENDS, name, kernel)
 
 
 class Case(NamedTuple):
@@ -130,7 +132,7 @@ def test_backends_agree_in_narrow_types(backend, dtype, atol):
     assert_all_close(results, [np.asarray(a) for a in expected], atol)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_token_depends_on_earlier_tokens_of_its_document_only(backend):
   case = make_case(dtype=np.float32)
   query = 20  # of the second document, which is rows 7 to 26
@@ -159,15 +161,21 @@ def test_the_reference_is_a_softmax_over_the_visible_keys(options):
     np.testing.assert_allclose(o_BTHC[0, query, head], p_S @ v_SC / total, atol=1e-13)
 
 
+@pytest.mark.parametrize("backend", ["dot_product", "cudnn"])
 @pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}], ids=str)
-def test_an_unsupported_feature_is_an_error(options):
+def test_an_unsupported_feature_is_an_error(backend, options):
   with pytest.raises(
-    ValueError, match=r"attention=dot_product does not support .*; write attention="
+    ValueError, match=rf"attention={backend} does not support .*; write attention="
   ):
-    attend("dot_product", make_case(dtype=np.float32), **options)
+    attend(backend, make_case(dtype=np.float32), **options)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_cudnn_needs_a_narrow_type():
+  with pytest.raises(ValueError, match="cudnn does not support float32; write dtype=bfloat16"):
+    attend("cudnn", make_case(dtype=np.float32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_large_scores_and_padding_stay_finite(backend):
   case = make_case(dtype=np.float32)
   case = case._replace(q_BTHC=case.q_BTHC * 1e4)
@@ -176,7 +184,7 @@ def test_large_scores_and_padding_stay_finite(backend):
   assert np.isfinite(o_BTHC).all(), "queries that see no key at all"
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sharded_queries_get_their_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
   is_splash = backend == "splash"  # its shards have a multiple of 128 queries
@@ -208,7 +216,8 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
     mesh=mesh,
     in_specs=(split, P(), P(), P(), split),
     out_specs=split,
-    check_vma=backend not in api.WITHOUT_VMA,
+    # The interpreter's slices do not carry varying axes; test_triton_attention.py checks them.
+    check_vma=backend not in (*api.WITHOUT_VMA, "triton"),
   )
   together = jax.jit(
     functools.partial(value_and_gradients, lambda case: sharded(*case, segment_BT))
@@ -217,7 +226,7 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
   assert_all_close([np.asarray(a) for a in together], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap_and_checkpoint_change_nothing(backend):
   case = make_case(dtype=np.float32)
   stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
@@ -269,7 +278,7 @@ def test_chunked_does_not_multiply_keys_before_the_window():
   assert multiplications(64) < 1.01 * multiplications(None) * (128 + 7 * 191) / (36 * 128)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "splash"])
+@pytest.mark.parametrize("backend", ["chunked", "splash", "triton"])
 def test_a_saved_output_is_not_computed_again(backend):
   case, function = make_case(dtype=np.float32), functools.partial(attend, backend)
   policy = jax.checkpoint_policies.save_only_these_names("attention_out")
@@ -290,6 +299,7 @@ def test_a_saved_output_is_not_computed_again(backend):
 def test_auto_depends_on_the_platform_and_an_unknown_name_is_an_error():
   assert api.resolve_backend("auto", "cpu") == "chunked"
   assert api.resolve_backend("auto", "tpu") == "splash"
+  assert api.resolve_backend("auto", "gpu") == "triton"
   assert all(api.resolve_backend(name, "cpu") == name for name in ATTENTION_BACKENDS)
   with pytest.raises(
     ValueError, match="'flush' is not a backend; choose auto or one of: reference"

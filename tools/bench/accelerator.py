@@ -64,6 +64,7 @@ class Outcome(NamedTuple):
   rows: list[dict[str, Any]]  # {"table": name, "cells": [...]}
   seconds: float
   error: str  # empty: none
+  skipped: str = ""  # why the part does not apply
 
 
 def main() -> int:
@@ -89,7 +90,8 @@ def main() -> int:
       outcomes.append(Outcome(part, [], 0, f"not run: {options.minutes:g} minutes are over"))
     else:
       outcomes.append(run_part(part, limit, options.small, options.table.with_suffix(".log")))
-    print(f"{part}: {outcomes[-1].error or 'done'}, {outcomes[-1].seconds:.0f} s", flush=True)
+    last = outcomes[-1]
+    print(f"{part}: {last.error or last.skipped or 'done'}, {last.seconds:.0f} s", flush=True)
     options.table.write_text(report(outcomes, options.note))  # complete after every part
   print(options.table.read_text())
   return any(outcome.error for outcome in outcomes)
@@ -118,15 +120,18 @@ def run_part(part: str, limit: float, small: bool, log: Path) -> Outcome:
       os.killpg(process.pid, signal.SIGKILL)
       out, _ = process.communicate()
       error = f"exceeded its limit of {limit:.0f} s"
-  rows = []
+  rows, skipped = [], ""
   for line in out.splitlines():
     if line.startswith("ROW "):
       rows.append(json.loads(line.removeprefix("ROW ")))
     elif line.startswith("ERROR "):
       error = line.removeprefix("ERROR ")
-  if not error and any("DIFFERS" in row["cells"] for row in rows):
-    error = "differs from the reference"
-  return Outcome(part, rows, time.monotonic() - start, error)
+    elif line.startswith("SKIPPED "):
+      skipped = line.lower()
+  results = [str(row["cells"][-1]) for row in rows]
+  if not error and any(result.startswith(("DIFFERS", "FAILED")) for result in results):
+    error = "a kernel differs from the reference or fails, see above"
+  return Outcome(part, rows, time.monotonic() - start, error, skipped)
 
 
 def report(outcomes: list[Outcome], note: str) -> str:
@@ -136,7 +141,9 @@ def report(outcomes: list[Outcome], note: str) -> str:
     rows = [row["cells"] for each in outcomes for row in each.rows if row["table"] == name]
     if rows:
       lines += ["", *([f"## {title}", ""] if title else []), *markdown(columns, rows)]
-  parts = [[each.part, f"{each.seconds:.0f}", each.error or "done"] for each in outcomes]
+  parts = [
+    [each.part, f"{each.seconds:.0f}", each.error or each.skipped or "done"] for each in outcomes
+  ]
   lines += ["", "## Parts", "", *markdown(("part", "seconds", "result"), parts)]
   return "\n".join(lines) + "\n"
 

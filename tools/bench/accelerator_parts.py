@@ -1,6 +1,7 @@
 """The parts of accelerator.py: `python tools/bench/accelerator_parts.py PART [name] [key=value]`.
 
-Prints "ROW" and a JSON object per row of a table, and "ERROR" and one line if the part fails.
+Prints "ROW" and a JSON object per row of a table, "ERROR" and one line if the part fails, and
+"SKIPPED" and the reason if it does not apply to this platform.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,8 +73,7 @@ def main() -> int:
     PARTS[options.part](options.small, *options.arguments)
   except Exception as error:  # any failure becomes one line of the table
     traceback.print_exc()
-    first_line = (str(error).strip().splitlines() or ["no message"])[0]
-    print(f"ERROR {type(error).__name__}: {first_line}")
+    print(f"ERROR {first_line(error)}")
     return 1
   return 0
 
@@ -109,6 +109,8 @@ def attention(small: bool, backend: str) -> None:
           compare_attention(backend, f"{title}; {features}", sizes, dtype, options)
   if runs_here(backend):
     time_attention(backend, (1, 512, 8, 4, 64) if small else (2, 8192, 32, 8, 128))
+    if backend == "cudnn":
+      time_cudnn_without_documents((2, 8192, 32, 8, 128))
 
 
 @exact_products()
@@ -117,17 +119,13 @@ def compare_attention(backend: str, title: str, shape: tuple, dtype: str, option
   keys = (num_seqs, num_positions, num_groups)
   shapes = ((*keys[:2], num_heads, num_channels), (*keys, num_channels), (*keys, num_values))
   operands = draw([*shapes, (num_heads,), (*keys[:2], num_heads, num_values)], dtype)
-  # Documents of unequal lengths and padding at the end; cuDNN has neither.
+  # Documents of unequal lengths and padding at the end.
   cuts = np.array([0.2, 0.75, 0.9]) * num_positions
   segment_T = 1 + np.searchsorted(cuts, np.arange(num_positions), side="right")
   segment_T[segment_T == 4] = 0
   segment_BT = np.broadcast_to(segment_T.astype(np.int32), keys[:2])
-  if backend == "cudnn":
-    segment_BT = np.ones_like(segment_BT)
   run = lambda name, *operands: run_attention(name, segment_BT, options, *operands)
-  want = jax.jit(functools.partial(run, "reference"))(*(x.astype(jnp.float32) for x in operands))
-  got = jax.jit(functools.partial(run, backend))(*operands)
-  compare(f"attention {backend}", title, dtype, got, want)
+  compare(f"attention {backend}", title, dtype, run, backend, operands)
 
 
 def run_attention(backend: str, segment_BT, options: dict, *operands) -> tuple:
@@ -150,10 +148,25 @@ def time_attention(backend: str, shape: tuple) -> None:
   operands = draw([*shapes, (num_heads,), shapes[0]], "bfloat16")
   segment_BT = np.ones(shape[:2], np.int32)
   run = functools.partial(run_attention, backend, segment_BT, {})
-  # Two products forward and five backward over half of the scores.
-  num_flops = 2 * 7 * num_seqs * num_heads * num_channels * num_positions**2 / 2
   title = "B{} T{} H{} G{} C{}".format(*shape)
-  time_kernel(f"attention {backend}, causal FLOPs", title, run, operands, num_flops)
+  time_kernel(f"attention {backend}", title, run, operands, attention_flops(shape))
+
+
+def time_cudnn_without_documents(shape: tuple) -> None:
+  """What cuDNN reaches without a mask of all scores, for comparison."""
+  num_seqs, num_positions, num_heads, num_groups, num_channels = shape
+  shapes = [(num_seqs, num_positions, h, num_channels) for h in (num_heads, *[num_groups] * 2)]
+  attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+  run = functools.partial(value_and_gradients, attend)
+  num_flops = attention_flops(shape)
+  title = "B{} T{} H{} G{} C{}".format(*shape)
+  time_kernel("cuDNN, one document", title, run, draw([*shapes, shapes[0]], "bfloat16"), num_flops)
+
+
+def attention_flops(shape: tuple) -> float:
+  """Two products forward and five backward, over half of the scores."""
+  num_seqs, num_positions, num_heads, _, num_channels = shape
+  return 2 * 7 * num_seqs * num_heads * num_channels * num_positions**2 / 2
 
 
 def matmul(small: bool, backend: str) -> None:
@@ -196,10 +209,7 @@ def compare_matmul(backend: str, title: str, sizes_G: np.ndarray, dtype: str) ->
     multiply = functools.partial(grouped_matmul, group_sizes_G=sizes_G, backend=name)
     return value_and_gradients(multiply, *operands)
 
-  wide = (x.astype(jnp.float32) for x in (x_MD, w_GDF, dy_MF))
-  want = jax.jit(functools.partial(run, "reference"))(*wide)
-  got = jax.jit(functools.partial(run, backend))(x_MD, w_GDF, dy_MF)
-  compare(f"grouped matmul {backend}", title, dtype, got, want)
+  compare(f"grouped matmul {backend}", title, dtype, run, backend, (x_MD, w_GDF, dy_MF))
 
 
 @exact_products()
@@ -221,10 +231,7 @@ def mlp(small: bool) -> None:
   for dtype in ("float32", "bfloat16"):
     operands = [x / 4 for x in draw(shapes, dtype)]
     operands[1] = operands[1].astype(jnp.float32)  # routing weights always are
-    wide = (x.astype(jnp.float32) for x in operands)
-    want = jax.jit(functools.partial(run, "reference"))(*wide)
-    got = jax.jit(functools.partial(run, backend))(*operands)
-    compare(f"grouped MLP {backend}", "skewed", dtype, got, want)
+    compare(f"grouped MLP {backend}", "skewed", dtype, run, backend, operands)
 
 
 def exchange(small: bool) -> None:
@@ -270,31 +277,53 @@ def step(small: bool, kind: str, *keys: str) -> None:
 
 
 def use_kernel(registry: Any, backend: str) -> None:
-  """Replaces a kernel that does not run on this platform by its interpreted form."""
+  """On a CPU, replaces a kernel for another platform by its interpreted form."""
   function = registry[backend]
-  if not runs_here(backend):
-    registry[backend] = functools.partial(function, interpret=True)
+  if runs_here(backend):
+    return
+  if not ON_CPU or backend == "cudnn":
+    print(f"SKIPPED for {KERNELS_OF[backend].upper()}s only", flush=True)
+    sys.exit()
+  registry[backend] = functools.partial(function, interpret=True)
 
 
 def runs_here(backend: str) -> bool:
   return KERNELS_OF.get(backend, jax.default_backend()) == jax.default_backend()
 
 
-def compare(kernel: str, title: str, dtype: str, got: Any, want: Any) -> None:
-  """Adds a row: differences relative to the largest entry of each array."""
+def compare(
+  kernel: str, title: str, dtype: str, run: Callable, backend: str, operands: Sequence
+) -> None:
+  """Adds a row: differences of run(backend, ...) from float32, relative to each largest entry.
 
-  def difference(x: jax.Array, y: jax.Array) -> float:
-    x, y = (np.asarray(a, np.float64) for a in (x, y))
-    bound = max(np.abs(y).max(), 1e-30)
-    found = float(np.abs(x - y).max() / bound) if np.abs(y).max() else float(np.abs(x).max())
-    return found if np.isfinite(found) else float("inf")
-
+  An error is a row too, so that the next case is tried.
+  """
+  try:
+    wide = (x.astype(jnp.float32) for x in operands)
+    want = jax.device_get(jax.jit(functools.partial(run, "reference"))(*wide))
+    got = jax.device_get(jax.jit(functools.partial(run, backend))(*operands))
+  except Exception as error:  # any failure becomes one line of the table
+    traceback.print_exc()
+    add_row("agreement", kernel, title, dtype, "", "", "", f"FAILED: {first_line(error)}")
+    return
   value = difference(got[0], want[0])
   gradients = max(map(difference, jax.tree.leaves(got[1]), jax.tree.leaves(want[1])))
   limit = LIMITS[dtype]
   result = "agrees" if max(value, gradients) <= limit else "DIFFERS"
   errors = f"{value:.1e}", f"{gradients:.1e}"
   add_row("agreement", kernel, title, dtype, *errors, f"{limit:g}", result)
+
+
+def difference(x: np.ndarray, y: np.ndarray) -> float:
+  """Largest difference, relative to the largest entry of y; infinite if x is not finite."""
+  x, y = (np.asarray(a, np.float64) for a in (x, y))
+  found = np.abs(x - y).max() / (np.abs(y).max() or 1)
+  return float(found) if np.isfinite(found) else float("inf")
+
+
+def first_line(error: Exception) -> str:
+  lines = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
 
 
 def time_kernel(kernel: str, title: str, run: Callable, operands: list, num_flops: float) -> None:

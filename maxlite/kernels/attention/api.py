@@ -23,9 +23,9 @@ from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels import backends
 from maxlite.kernels.attention.reference import AttentionMask
 
-AUTO = {"tpu": "splash", "other": "chunked"}  # by platform
+AUTO = {"tpu": "splash", "gpu": "triton", "other": "chunked"}  # by platform
 # Backends that need jax.shard_map(check_vma=False); see their modules.
-WITHOUT_VMA = frozenset({"splash"})
+WITHOUT_VMA = frozenset({"splash", "cudnn"})
 
 resolve_backend = functools.partial(backends.resolve_backend, "attention", ATTENTION_BACKENDS, AUTO)
 
@@ -48,7 +48,7 @@ def attention(
   """o_BTHC in q's type.
 
   Args:
-    block_q: queries per block of `chunked`; the other backends compute all scores at once.
+    block_q: queries per block of `chunked`; other backends ignore it.
     q_start: row of the first query among the keys. May be traced, as on a shard of the context
       axis that holds a part of the queries and all keys. With the int 0 and T == S, `chunked`
       skips blocks in the future and before the window.

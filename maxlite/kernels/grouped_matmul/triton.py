@@ -19,6 +19,7 @@ from maxlite.config.errors import UserError
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import Tile, Tiles
 from maxlite.kernels.numerics import accumulator_dtype, ceil_div
+from maxlite.kernels.triton_blocks import Range, block_dot, load, shape_like, store
 
 _STRIPE = 16  # tiles; concurrent programs share the operands of a stripe in the L2 cache
 _SHARED_BYTES = 224 * 1024  # shared memory of a Hopper multiprocessor, filled by eight warps
@@ -30,17 +31,6 @@ class _Block(NamedTuple):
   m: int
   k: int
   n: int
-
-
-class _Range(NamedTuple):
-  """Indices from `start` to `start + size`; those from `end` on are masked.
-
-  An int `end` is the size of an axis; ranges along it start at multiples of their size.
-  """
-
-  start: jax.Array | int
-  size: int
-  end: jax.Array | int
 
 
 def grouped_matmul(
@@ -68,7 +58,7 @@ def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile: Tile | None, transpose: boo
   tiles_T3 = _row_tiles(group_sizes_G, num_rows, block.m)
   kernel = functools.partial(_multiply_rows_kernel, w_axis=w_axis, block=block)
   num_programs = tiles_T3.shape[0] * ceil_div(num_out, block.n)
-  shape = _shape_like(x_MD, (num_rows, num_out), x_MD.dtype)
+  shape = shape_like(x_MD, (num_rows, num_out), x_MD.dtype)
   call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
   return call(tiles_T3, x_MD, w_GDF.astype(x_MD.dtype))
 
@@ -82,7 +72,7 @@ def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, in
   groups_G3 = jnp.stack([index_G, ends_G - group_sizes_G, ends_G], axis=1)
   kernel = functools.partial(_outer_products_kernel, block=block)
   num_programs = num_groups * ceil_div(num_in, block.m) * ceil_div(num_out, block.n)
-  shape = _shape_like(x_MD, (num_groups, num_in, num_out), dtype)
+  shape = shape_like(x_MD, (num_groups, num_in, num_out), dtype)
   call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
   return call(groups_G3[largest_first_G], x_MD, dy_MF)
 
@@ -108,18 +98,18 @@ def _multiply_rows_kernel(tiles_ref, x_ref, w_ref, y_ref, *, w_axis: int, block:
   num_groups, num_out = w_ref.shape[0], y_ref.shape[1]
   tile, column = _tile_index(pl.program_id(0), tiles_ref.shape[0], ceil_div(num_out, block.n))
   group, row, end = (tiles_ref[tile, i] for i in range(3))
-  rows = _Range(row, block.m, end)
-  columns = _Range(column * block.n, block.n, num_out)
+  rows = Range(row, block.m, end)
+  columns = Range(column * block.n, block.n, num_out)
 
   def add_terms(step, y_mn):
-    inner = _Range(step * block.k, block.k, x_ref.shape[1])
+    inner = Range(step * block.k, block.k, x_ref.shape[1])
     w_ranges = (inner, columns) if w_axis == 0 else (columns, inner)
-    return y_mn + _dot(_load(x_ref, rows, inner), _load(w_ref, group, *w_ranges), 1, w_axis)
+    return y_mn + block_dot(load(x_ref, rows, inner), load(w_ref, group, *w_ranges), 1, w_axis)
 
   num_steps = (group < num_groups).astype(jnp.int32) * ceil_div(x_ref.shape[1], block.k)
   y_mn = jnp.zeros((block.m, block.n), accumulator_dtype(x_ref.dtype))
   y_mn = jax.lax.fori_loop(0, num_steps, add_terms, y_mn)
-  _store(y_ref, y_mn, rows, columns)
+  store(y_ref, y_mn, rows, columns)
 
 
 def _outer_products_kernel(groups_ref, x_ref, dy_ref, dw_ref, *, block: _Block):
@@ -128,18 +118,18 @@ def _outer_products_kernel(groups_ref, x_ref, dy_ref, dw_ref, *, block: _Block):
   program, per_group = pl.program_id(0), num_m * num_n
   group, start, end = (groups_ref[program // per_group, i] for i in range(3))
   m, n = _tile_index(program % per_group, num_m, num_n)
-  ins = _Range(m * block.m, block.m, num_in)
-  outs = _Range(n * block.n, block.n, num_out)
+  ins = Range(m * block.m, block.m, num_in)
+  outs = Range(n * block.n, block.n, num_out)
 
   def add_terms(step, dw_mn):
     # Masked on both sides: a row beyond the group may contain NaN, and 0 * NaN is NaN.
-    rows = _Range(start + step * block.k, block.k, end)
-    return dw_mn + _dot(_load(x_ref, rows, ins), _load(dy_ref, rows, outs), 0, 0)
+    rows = Range(start + step * block.k, block.k, end)
+    return dw_mn + block_dot(load(x_ref, rows, ins), load(dy_ref, rows, outs), 0, 0)
 
   num_steps = ceil_div(end - start, block.k)
   dw_mn = jnp.zeros((block.m, block.n), accumulator_dtype(x_ref.dtype))
   dw_mn = jax.lax.fori_loop(0, num_steps, add_terms, dw_mn)
-  _store(dw_ref, dw_mn, group, ins, outs)
+  store(dw_ref, dw_mn, group, ins, outs)
 
 
 def _tile_index(program, num_m: int, num_n: int):
@@ -150,48 +140,11 @@ def _tile_index(program, num_m: int, num_n: int):
   return stripe * _STRIPE + within % height, within // height
 
 
-def _load(ref, *where: jax.Array | _Range) -> jax.Array:
-  """The values of `ref` at `where`; masked ones are zero."""
-  mask = _mask(where)
-  view = ref.at[_indices(where)]
-  return plt.load(view) if mask is None else plt.load(view, mask=mask, other=0)
-
-
-def _store(ref, values: jax.Array, *where: jax.Array | _Range) -> None:
-  plt.store(ref.at[_indices(where)], values.astype(ref.dtype), mask=_mask(where))
-
-
-def _indices(where):
-  return tuple(pl.ds(i.start, i.size) if isinstance(i, _Range) else i for i in where)
-
-
-def _mask(where) -> jax.Array | None:
-  """[m, n] the unmasked elements of the last two ranges; None if all are."""
-  shape = tuple(indices.size for indices in where[-2:])
-  masks = []
-  for axis, (start, size, end) in enumerate(where[-2:]):
-    if not isinstance(end, int) or end % size:
-      inside = start + jnp.arange(size, dtype=jnp.int32) < end
-      masks.append(jnp.broadcast_to(jnp.expand_dims(inside, 1 - axis), shape))
-  return functools.reduce(jnp.logical_and, masks) if masks else None
-
-
-def _dot(a, b, a_axis: int, b_axis: int) -> jax.Array:
-  """Product over these axes in the accumulator type, never in TensorFloat-32."""
-  dims, dtype = (((a_axis,), (b_axis,)), ((), ())), accumulator_dtype(a.dtype)
-  return jax.lax.dot_general(a, b, dims, jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
-
-
 def _default_block(dtype, num_out: int) -> _Block:
   """Block for Hopper; n = 256 only if it pads the `num_out` columns by less than half a block."""
   if jnp.dtype(dtype).itemsize > 2:
     return _Block(64, 32, 64)
   return _Block(128, 64, 256 if -num_out % 256 < 128 else 128)
-
-
-def _shape_like(x: jax.Array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-  """A result that varies over the same mesh axes as `x`."""
-  return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def _build_call(kernel, num_programs: int, shape, block: _Block, dtype, interpret: bool):
