@@ -48,7 +48,7 @@ def _pop_folder(command: list[str], argv: list[str]) -> str:
     raise UserError(f"command line: write one of {', '.join(COMMANDS)} first; see --help")
   if command[0] not in NEED_FOLDER:
     return ""
-  if not argv or ("=" in argv[0] and not Path(argv[0]).is_dir()):
+  if not argv or ("=" in argv[0] and not ("://" in argv[0] or Path(argv[0]).is_dir())):
     raise UserError(f"command line: {command[0]} FOLDER is missing; name the one with config.json")
   return argv.pop(0)
 

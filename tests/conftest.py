@@ -26,6 +26,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import jax
 
+pytest_plugins = ("object_store",)
 MAPPINGS = Path("/proc/self/maps")
 
 

@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
+from maxlite.checkpoint.orbax_object_store import (
+  COMMIT_LAST,
+  is_complete,
+  move_folder,
+  open_object_stores,
+  remove_folder,
+)
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import AnyPath, is_remote, to_path
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
@@ -45,21 +52,24 @@ class CheckpointWriteError(OSError):
 class Checkpoints:
   """The checkpoints in one folder. In a multi-process run all processes call every method."""
 
-  def __init__(self, cfg: CheckpointConfig, directory: Path, report: Callable[[str], None]):
+  def __init__(self, cfg: CheckpointConfig, directory: AnyPath, report: Callable[[str], None]):
     """`report` receives a line for each damaged checkpoint.
 
     Raises:
       UserError: several processes cannot write to this path.
     """
     self._cfg = cfg
-    self._directory = Path(directory).absolute()
+    self._shown: AnyPath = to_path(directory)  # as the user wrote it, for messages
+    self._is_remote = is_remote(directory)
+    if self._is_remote:
+      open_object_stores()
+    self._directory: AnyPath = self._shown if self._is_remote else Path(directory).absolute()
     if jax.process_count() > 1 and glob.has_magic(str(self._directory)):
       # Orbax finds the files of other processes with a glob pattern, which would not match.
       raise UserError(
         f"{self._directory}: several processes cannot write checkpoints to a path that contains "
         "one of *?[: choose another base_output_directory or run_name"
       )
-    self._shown = Path(directory)  # as the user wrote it, for messages
     self._report = report
     self._manager: ocp.CheckpointManager | None = None
     self._write_errors = _WriteErrors()
@@ -149,11 +159,11 @@ class Checkpoints:
     """Remove the files of interrupted writes."""
     barrier("checkpoints read")
     for name in self._names() if jax.process_index() == 0 else ():
-      if TEMPORARY in name:
-        shutil.rmtree(self._directory / name)
+      if TEMPORARY in name or (name.isdigit() and not is_complete(self._directory / name)):
+        remove_folder(self._directory / name)
     barrier("unfinished checkpoints removed")
 
-  def latest(self) -> tuple[Path, Manifest]:
+  def latest(self) -> tuple[AnyPath, Manifest]:
     """Return (folder, manifest) of the latest checkpoint, to read its parameters in chunks.
 
     Raises:
@@ -251,7 +261,8 @@ class Checkpoints:
     return True
 
   def _steps(self) -> list[int]:
-    return sorted(int(name) for name in self._names() if name.isdigit())
+    names = (name for name in self._names() if name.isdigit())
+    return sorted(int(name) for name in names if is_complete(self._directory / name))
 
   def _names(self) -> list[str]:
     return [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
@@ -265,7 +276,7 @@ class Checkpoints:
       folder.mkdir(exist_ok=True)
       candidates = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
       unused = next(candidate for candidate in candidates if not (folder / candidate).exists())
-      (self._directory / name).rename(folder / unused)
+      move_folder(self._directory / name, folder / unused)
       self._report(f"{self._shown / name} is kept as {self._shown.parent / damaged / unused}")
     barrier("damaged checkpoints moved")
     if steps and self._manager is not None:
@@ -278,6 +289,7 @@ class Checkpoints:
       max_to_keep=self._cfg.max_num_checkpoints_to_keep,
       keep_period=self._cfg.checkpoint_keep_period or None,
       enable_async_checkpointing=self._cfg.async_checkpointing,
+      temporary_path_class=COMMIT_LAST if self._is_remote else None,
     )
     return ocp.CheckpointManager(self._directory, options=options)
 

@@ -26,7 +26,9 @@ from maxlite.checkpoint.manager import (
   manifest_leaves,
   seal_manifest,
 )
+from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import AnyPath
 
 METADATA = "_CHECKPOINT_METADATA"
 
@@ -45,12 +47,13 @@ def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> Non
     writer.save(directory / "manifest", args=ocp.args.JsonSave(seal_manifest(body)))
   # Orbax's CheckpointManager, which writes both items at once, expects this file in a checkpoint.
   shutil.copyfile(directory / "manifest" / METADATA, directory / METADATA)
+  (directory / COMMITTED).touch()  # it may be copied to an object store
 
 
 class StoredParameters:
   """Reads the parameters of the checkpoint in `directory` in chunks."""
 
-  def __init__(self, directory: Path, manifest: Manifest):
+  def __init__(self, directory: AnyPath, manifest: Manifest):
     self.directory = directory
     leaves = manifest["body"]["leaves"]
     self.leaves: dict[str, dict[str, Any]] = {
@@ -83,7 +86,7 @@ class StoredParameters:
         )
 
   def _open_array(self, path: str) -> ts.TensorStore:
-    base = f"file://{(self.directory / 'state').absolute()}/"
+    base = key_value_store(self.directory / "state")
     store = {"driver": "ocdbt", "base": base, "path": f"params.{path.replace('/', '.')}/"}
     return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 

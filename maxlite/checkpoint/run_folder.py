@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlite.checkpoint.run_mirror import open_mirror
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
 from maxlite.config.files import MODEL_FILE, read_file
+from maxlite.config.object_store import is_remote, join, to_path
 from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
 from maxlite.config.saved import differences, read_saved
@@ -22,13 +24,21 @@ Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
 
 
 class RunFolder:
-  """The paths of a run's files; creates nothing until something is written."""
+  """The paths of a run's files; creates nothing until something is written.
 
-  def __init__(self, directory: Path):
-    self.directory = Path(directory)
+  On an object store, `directory` is a copy on this machine; see run_mirror.py.
+  """
+
+  TOKENIZER = "tokenizer"
+
+  def __init__(self, directory: Path | str):
+    """Raise UserError if `directory` is on an object store that cannot be read."""
+    self.mirror = open_mirror(str(directory)) if is_remote(directory) else None
+    self.place = self.mirror.uri if self.mirror else str(directory)  # for messages
+    self.directory = self.mirror.directory if self.mirror else Path(directory)
     self.config = self.directory / "config.yml"
     self.model = self.directory / MODEL_FILE  # the model's keys, of an imported run
-    self.tokenizer = self.directory / "tokenizer"  # of an imported run
+    self.tokenizer = self.directory / self.TOKENIZER  # of an imported run
     self.metrics = self.directory / "metrics.jsonl"
     self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"
@@ -36,7 +46,7 @@ class RunFolder:
     self.expert_load = self.directory / "expert_load.jsonl"
     self.expert_map = self.directory / "expert_load.png"
     self.tensorboard = self.directory / "tensorboard"
-    self.checkpoints = self.directory / "checkpoints"
+    self.checkpoints = to_path(join(self.place, "checkpoints"))
     self._members = self.directory / "members"  # of an ensemble
     self.profile = self.directory / "profile"
     self._run_id = self.directory / "run_id"  # of a run with local checkpoints
@@ -45,6 +55,8 @@ class RunFolder:
 
   def member_names(self) -> list[str]:
     """Return the names of the members of an ensemble; empty for other runs."""
+    if self.mirror:
+      return sorted(self.mirror.member_names())
     return sorted(path.parent.name for path in self._members.glob("*/config.yml"))
 
   def member(self, name: str) -> "RunFolder":
@@ -53,8 +65,8 @@ class RunFolder:
     if name not in names:
       problem = f"has no member {name!r}" if name else "is an ensemble"
       fix = f"set member={'|'.join(names[:20])}" if names else "leave out member"
-      raise UserError(f"{self.directory} {problem}: {fix}")
-    return RunFolder(self._members / name)
+      raise UserError(f"{self.place} {problem}: {fix}")
+    return RunFolder(join(self.place, "members", name))
 
   def run_id(self) -> str:
     """Return the id, created if missing, that distinguishes this run from earlier ones."""
@@ -65,9 +77,14 @@ class RunFolder:
   def lock(self) -> None:
     """Lock the folder for this process, until `unlock`, or until the process ends or is killed.
 
+    On an object store, the process that locked it last is the one that continues.
+
     Raises:
       UserError: another process has locked the folder, or it cannot be written.
     """
+    if self.mirror:
+      self.mirror.lock()
+      return
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
       self._locked = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -86,6 +103,11 @@ class RunFolder:
       ) from None
     os.truncate(self._locked, 0)
     os.write(self._locked, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+  def upload(self) -> None:
+    """Write changed files back to an object store; raise UserError if that is not possible."""
+    if self.mirror:
+      self.mirror.upload()
 
   def unlock(self) -> None:
     if self._locked is not None:
@@ -113,7 +135,7 @@ class RunFolder:
       before = " ".join(f"{name}={show(old)}" for name, (old, _) in fixed.items())
       now = " ".join(f"{name}={show(new)}" for name, (_, new) in fixed.items())
       raise UserError(
-        f"run folder {self.directory} was made with {before}, this command says {now}: choose "
+        f"run folder {self.place} was made with {before}, this command says {now}: choose "
         f"another run_name, or set {before}"
       )
     return changes
@@ -126,6 +148,7 @@ class RunFolder:
       numbered = (self.directory / f"config.{n}.yml" for n in itertools.count(1))
       shutil.copyfile(self.config, next(path for path in numbered if not path.exists()))
     save(self.config)
+    self.upload()
 
 
 def _only_data(name: str, before: Any, now: Any) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 import yaml
 
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import AnyPath
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
 from maxlite.config.values import BASE_CONFIG, Setting, suggest
 
@@ -15,7 +16,7 @@ EXECUTION_KEYS = ("dtype", "remat_policy")  # of presets: files and members may 
 MODEL_FILE = "model.yml"  # in the folder of an imported run: the keys of its model
 
 
-def read_file(path: Path, referrer: str) -> list[Setting]:
+def read_file(path: AnyPath, referrer: str) -> list[Setting]:
   """Read the settings of one YAML file, in order.
 
   Args:
@@ -81,7 +82,7 @@ def read_preset(model_name: Setting) -> list[Setting]:
   return settings
 
 
-def _compose(path: Path, referrer: str) -> yaml.Node | None:
+def _compose(path: AnyPath, referrer: str) -> yaml.Node | None:
   try:
     return compose_yaml(path.read_bytes())
   except OSError as error:

@@ -13,6 +13,7 @@ from maxlite.config.errors import exit_on_user_error
 from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
+from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.config.validation import validate
@@ -79,5 +80,9 @@ def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) ->
   """The model keys of an imported run (hf/conversion.py); empty for other runs."""
   raw = {setting.name: setting.raw for setting in settings}
   parent, name = (str(raw.get(key, defaults[key])) for key in ("base_output_directory", "run_name"))
-  file = os.path.join(os.path.expanduser(parent), name, MODEL_FILE)
-  return read_file(Path(file), "run folder") if os.path.isfile(file) else []
+  place = join(os.path.expanduser(parent), name, MODEL_FILE)
+  if not is_remote(place):
+    return read_file(Path(place), "run folder") if os.path.isfile(place) else []
+  with store_errors(place):
+    file = to_path(place)
+    return read_file(file, "run folder") if file.exists() else []

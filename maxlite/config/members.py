@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlite.config.errors import UserError
 from maxlite.config.files import EXECUTION_KEYS, read_preset
+from maxlite.config.object_store import join
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import (
@@ -120,12 +120,12 @@ def _member(cfg: Config, index: int, raw: _RawMember) -> MemberConfig:
 
 def _own_run(cfg: Config, index: int, name: str) -> dict[str, Any]:
   """The keys of a member's config that replace those of the ensemble."""
-  run_folder = Path(cfg.run.base_output_directory) / cfg.run.run_name
-  cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
+  parent = cfg.run.base_output_directory
+  cache = cfg.data.token_cache_directory or join(parent, ".tokens")
   values = flatten(EnsembleConfig()) | {
     "run_name": name,
-    "base_output_directory": str(run_folder / "members"),
-    "token_cache_directory": str(cache),
+    "base_output_directory": join(parent, cfg.run.run_name, "members"),
+    "token_cache_directory": cache,
   }
   if cfg.ensemble.ensemble_data != "shared":
     values["data_shuffle_seed"] = (cfg.data.data_shuffle_seed + index) % 2**31

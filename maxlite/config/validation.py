@@ -31,6 +31,8 @@ Rules = Iterator[tuple[Any, str, str]]
 DEFAULT, SHARED = "default", "shared"
 MAX_NAME_BYTES = 255  # of a file's name, on all usual file systems
 _PATH_ENDINGS = ("_path", "_directory", "_dir", "_file", "save_hlo", "gpu_target_config")
+_HUB_KEYS = ("dataset_path", "eval_dataset_path", "tokenizer_path")
+_STORE_KEYS = ("base_output_directory", "token_cache_directory", "output_path", "jax_cache_dir")
 PATH_KEYS = tuple(key for key in DEFAULTS if key.endswith(_PATH_ENDINGS))
 _LINEAR = ("linear", "linear_plus_one")
 
@@ -42,7 +44,7 @@ def is_folder_name(name: str) -> bool:
 
 
 def _is_file(path: str) -> bool:
-  return os.path.isfile(os.path.expanduser(path))
+  return "://" in path or os.path.isfile(os.path.expanduser(path))
 
 
 def _largest_divisor(number: int, limit: int) -> int:
@@ -62,6 +64,11 @@ def _paths(v: Values) -> Rules:
       is_valid = len(expanded) < 4096 and max(map(len, names)) <= MAX_NAME_BYTES
       text = f"is too long ({MAX_NAME_BYTES} bytes per name, 4096 in all) or has a NUL character"
       yield not is_valid or "\0" in path, key, f"{text}; write another path"
+      scheme, is_uri, _ = path.partition("://")
+      kinds = ["s3", "gs"] if key in (*_HUB_KEYS, *_STORE_KEYS) else []
+      kinds += ["hf"] if key in _HUB_KEYS else []
+      fix = f"write a path on this machine{''.join(f', or {kind}://' for kind in kinds)}"
+      yield is_uri and scheme not in kinds, key, f"cannot be on {scheme}://; {fix}"
 
 
 def _run(v: Values) -> Rules:
@@ -238,6 +245,10 @@ def _ensemble(v: Values) -> Rules:
     is_unused = v.ensemble_strategy not in ("auto", "processes")
     text = "this strategy starts no processes; write ensemble_strategy=processes"
     yield is_unused and is_set(key), f"{key} ensemble_strategy", text
+  text = "its workers share a local folder; write base_output_directory=FOLDER on this machine"
+  is_uri = "://" in v.base_output_directory
+  keys = "base_output_directory ensemble_strategy"
+  yield is_uri and v.ensemble_strategy == "processes", keys, text
   text = "would stop no member; write asha_reduction_factor=2 or more, or 0 for no early stopping"
   yield v.asha_reduction_factor == 1, "asha_reduction_factor", text
   text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"
@@ -371,7 +382,8 @@ def _data_files(v: Values) -> Rules:
       is_stdlib, path = entry == "stdlib", os.path.expanduser(entry)
       text = f"stdlib is text; write {key}=FILE"
       yield is_stdlib and v.dataset_type != "text", f"{key} dataset_type", text
-      exists = is_stdlib or os.path.exists(path) or any(glob.iglob(path, recursive=True))
+      is_uri = "://" in entry  # looked up when it is opened
+      exists = is_stdlib or is_uri or os.path.exists(path) or any(glob.iglob(path, recursive=True))
       fix = f"write {key}=FILE, a folder or a glob that matches"
       yield not exists, key, f"{entry} matches no file; {fix}"
 

@@ -4,8 +4,8 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
 
 # (file, column, start, stop, reject) -> the documents in the fraction [start, stop) of a file, each
@@ -21,7 +21,7 @@ def content_hash(first_piece: bytes) -> int:
 
 
 def split_documents(
-  cfg: DataConfig, read: Reader, files: list[Path], eval_files: list[Path]
+  cfg: DataConfig, read: Reader, files: list[DataFile], eval_files: list[DataFile]
 ) -> SplitDocuments:
   """Yield (`train`, `eval` or `dropped`, pieces) for every non-empty document.
 
@@ -40,7 +40,7 @@ def split_documents(
 
 
 def _documents(
-  read: Reader, column: str, files: list[Path], start: float = 0, stop: float = 1
+  read: Reader, column: str, files: list[DataFile], start: float = 0, stop: float = 1
 ) -> Iterator[Document]:
   for file in files:
     for pieces in read(file, column, start, stop):

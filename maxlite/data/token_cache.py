@@ -27,6 +27,18 @@ import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
+from maxlite.config.object_store import (
+  AnyPath,
+  DataFile,
+  RemoteFile,
+  download,
+  is_remote,
+  join,
+  list_files,
+  list_names,
+  size_and_version,
+  upload,
+)
 from maxlite.config.schema import DataConfig
 from maxlite.data.split import Reader, SplitDocuments, split_documents
 from maxlite.data.tokenizers.tokenizer import Tokenizer
@@ -35,6 +47,8 @@ LOSS_MASK_BIT = np.uint32(1 << 31)  # set in ids of conversations that count in 
 SPLITS = ("train", "eval")
 _FORMAT = 2
 _STALE_SECONDS = 3600.0
+_META = "meta.json"
+_LOCAL_COPIES = Path("~/.cache/maxlite/tokens")  # of caches on object stores
 
 log = logging.getLogger(__name__)
 
@@ -91,21 +105,34 @@ class TokenizedData:
 def open_tokens(
   cfg: DataConfig,
   read: Reader,
-  files: list[Path],
-  eval_files: list[Path],
+  files: list[DataFile],
+  eval_files: list[DataFile],
   tokenizer: DocumentTokenizer,
-  cache_directory: Path,
+  cache_directory: AnyPath,
 ) -> TokenizedData:
-  """Open the tokenized files, tokenizing them first if the cache does not hold them."""
-  folder = cache_directory / _key(cfg, files, eval_files, tokenizer)
-  sources = [*files, *eval_files]
-  if damage := _damage(folder, sources):
+  """Open the tokenized files, tokenizing them first if the cache does not hold them.
+
+  A cache on an object store is copied to this machine: from there, or to there.
+  """
+  key, sources = _key(cfg, files, eval_files, tokenizer), [*files, *eval_files]
+  shared = join(cache_directory, key) if is_remote(cache_directory) else ""
+  folder = (_LOCAL_COPIES.expanduser() if shared else Path(cache_directory)) / key
+  damage = _damage(folder, sources)
+  if damage and shared and _META in list_names(shared):
+    with _new_folder(folder, sources) as partial:
+      for file in list_files(shared):
+        download(file.uri, partial / file.name)
+    damage = _damage(folder, sources)
+  if damage:
     if folder.exists():
-      log.warning("%s is rebuilt: %s", folder, damage)
+      log.warning("%s is rebuilt: %s", shared or folder, damage)
     _tokenize(split_documents(cfg, read, files, eval_files), tokenizer, folder, sources)
     if damage := _damage(folder, sources):
       raise UserError(f"{folder} has just been written: {damage}: check the disk")
-  meta = json.loads((folder / "meta.json").read_bytes())
+    if shared:  # the file that makes it complete comes last
+      written = (*itertools.chain(*_split_files(folder).values()), folder / _META)
+      upload((file, join(shared, file.name)) for file in written)
+  meta = json.loads((folder / _META).read_bytes())
   train, held_out = (
     Tokens(path, tokenizer.dtype, meta["digests"][name], np.load(lengths_path))
     for name, (path, lengths_path) in _split_files(folder).items()
@@ -114,7 +141,7 @@ def open_tokens(
 
 
 def _key(
-  cfg: DataConfig, files: list[Path], eval_files: list[Path], tokenizer: DocumentTokenizer
+  cfg: DataConfig, files: list[DataFile], eval_files: list[DataFile], tokenizer: DocumentTokenizer
 ) -> str:
   facts = (
     _FORMAT,
@@ -122,7 +149,7 @@ def _key(
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
     # Data without a bad row are the same under either policy, and older caches lack it.
     *(["on_bad_row=skip"] if cfg.on_bad_row == "skip" else []),
-    *([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in fs] for fs in (files, eval_files)),
+    *([(str(f), *size_and_version(f)) for f in fs] for fs in (files, eval_files)),
   )
   return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
 
@@ -132,21 +159,21 @@ def _split_files(folder: Path) -> dict[str, tuple[Path, Path]]:
   return {name: (folder / f"{name}.bin", folder / f"{name}_lengths.npy") for name in SPLITS}
 
 
-def _damage(folder: Path, sources: list[Path]) -> str:
+def _damage(folder: Path, sources: list[DataFile]) -> str:
   """Return why the cache of `sources` cannot be used, or "".
 
   All files are compared with the digests of meta.json if any was touched since the last comparison.
-  st_ctime_ns shows that: unlike the time of modification, it cannot be set.
+  st_ctime_ns shows that: unlike the time of modification, it cannot be set. Objects have versions.
   """
-  meta_path, verified_path, splits = folder / "meta.json", folder / "verified", _split_files(folder)
+  meta_path, verified_path, splits = folder / _META, folder / "verified", _split_files(folder)
   files = [meta_path, *itertools.chain(*splits.values()), *sources]
   try:
-    stamp = str([(str(file), file.stat().st_ctime_ns) for file in files])
+    stamp = str([(str(file), _touched(file)) for file in files])
     if verified_path.exists() and verified_path.read_text() == stamp:
       return ""
     meta = json.loads(meta_path.read_bytes())
-    digests = {Path(file): digest for file, digest in meta.get("sources", {}).items()}
-    changed = [file for file, digest in digests.items() if _digest(file) != digest]
+    by_name, digests = {str(file): file for file in sources}, meta.get("sources", {})
+    changed = [by_name[name] for name in digests if _digest(by_name[name]) != digests[name]]
     for name, (path, lengths_path) in splits.items():
       if _digest(path, np.load(lengths_path).tobytes()) != meta["digests"][name]:
         changed.append(path)
@@ -159,8 +186,14 @@ def _damage(folder: Path, sources: list[Path]) -> str:
   return ""
 
 
-def _digest(file: Path, end: bytes = b"") -> str:
-  """The digest of the content of `file` and `end`."""
+def _touched(file: DataFile) -> int | str:
+  return file.version if isinstance(file, RemoteFile) else file.stat().st_ctime_ns
+
+
+def _digest(file: DataFile, end: bytes = b"") -> str:
+  """The digest of the content of `file` and `end`; of an object, its version."""
+  if isinstance(file, RemoteFile):
+    return file.version
   with file.open("rb") as content:
     digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))
   digest.update(end)
@@ -168,16 +201,23 @@ def _digest(file: Path, end: bytes = b"") -> str:
 
 
 def _tokenize(
-  documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path, sources: list[Path]
+  documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path, sources: list[DataFile]
 ) -> None:
-  _remove_stale(folder.parent)
   log.info("tokenizing once into %s", folder)
+  with _new_folder(folder, sources) as partial:
+    source_digests = {str(file): _digest(file) for file in sources}
+    meta = {"sources": source_digests, **_write(documents, tokenizer, partial)}
+    (partial / _META).write_text(json.dumps(meta))
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
+  """Yield an empty folder, which replaces `folder` unless another process has written it."""
+  _remove_stale(folder.parent)
   partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
   partial.mkdir(parents=True)
   try:
-    source_digests = {str(file): _digest(file) for file in sources}
-    meta = {"sources": source_digests, **_write(documents, tokenizer, partial)}
-    (partial / "meta.json").write_text(json.dumps(meta))
+    yield partial
     if folder.exists() and _damage(folder, sources):
       shutil.rmtree(folder)
     try:

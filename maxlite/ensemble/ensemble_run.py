@@ -56,7 +56,7 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) ->
     run.open()
     if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
       console.print(
-        f"{folder.directory} is at step {cfg.run.steps} with all its members: nothing to do. Give "
+        f"{folder.place} is at step {cfg.run.steps} with all its members: nothing to do. Give "
         "it more steps or members, or choose another run_name."
       )
       return 0
@@ -67,6 +67,7 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) ->
   exit_code = run.train()
   if not names and not exit_code:
     finalize(run.members, run.score_combinations(), folder.directory, console)
+    folder.upload()
   run.close()
   folder.unlock()
   return exit_code

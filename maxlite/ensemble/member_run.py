@@ -76,7 +76,8 @@ class MemberRun:
     if self.config.observe.enable_tensorboard:
       writers.append(TensorBoardWriter(self.folder.tensorboard, self.step))
     is_moe = self.config.model.family.is_moe
-    return Writers(writers, JsonlWriter(self.folder.expert_load, self.step) if is_moe else None)
+    expert_load = JsonlWriter(self.folder.expert_load, self.step) if is_moe else None
+    return Writers(writers, expert_load, upload=self.folder.upload)
 
   def close(self) -> None:
     """Wait until all checkpoints are written, and unlock the folder."""

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, load_config, read_saved, save_keys, save_resolved
 from maxlite.config.errors import UserError
+from maxlite.config.local_copy import local_folder
+from maxlite.config.object_store import is_remote, join, list_names, upload
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat
@@ -46,12 +49,12 @@ def run_conversion(command: str, folder: str, argv: Sequence[str]) -> int:
 
 def from_hf(folder: str, argv: Sequence[str]) -> str:
   """Import the Hugging Face folder `folder` as the run named in `argv`."""
-  directory = Path(folder).expanduser()
+  directory = local_folder(folder)
   family, keys, unread = model_keys(directory)
   tokenizer = tokenizer_keys(directory)
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
-  target = RunFolder(_require_new(run_folder(cfg).directory, "run_name"))
+  target = _new_run(cfg)
   if tokenizer and cfg.data.dataset_type != "synthetic":
     open_tokenizer(cfg.data)  # raises if it is damaged
   abstract, not_finite = abstract_params(cfg.model), collections.Counter[str]()
@@ -60,14 +63,14 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   params = {path: dataclasses.replace(x, chunks=counted(path, x)) for path, x in params.items()}
   path = cfg.data.tokenizer_path
   if copies_tokenizer := path and path == tokenizer.get("tokenizer_path"):
-    path = str(target.tokenizer / Path(path).name)
+    path = join(target, RunFolder.TOKENIZER, Path(path).name)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=path))
-  with _created_at(target.directory) as temporary:
+  with _created_at(target) as temporary:
     fixed = {name: flatten(cfg)[name] for name in (*keys, *TOKENIZER)}
     _write_run(RunFolder(temporary), cfg, fixed, params)
     if copies_tokenizer:
       copy_tokenizer(directory, RunFolder(temporary).tokenizer)
-  notes = [f"{target.directory}: {_count(abstract):,} parameters of {family.model_type}"]
+  notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
   if found := +not_finite:
     notes.append(f"{found.total():,} weights are NaN or infinite, in {shorten_list(set(found))}")
   if cfg.model.vocab_size > keys["vocab_size"]:
@@ -82,7 +85,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
 def to_hf(_: str, argv: Sequence[str]) -> str:
   """Export the latest checkpoint of the run named in `argv` to the folder `output_path`."""
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
-  target = _require_new(Path(_output_path(cfg)).expanduser(), "output_path")
+  target = _require_new(os.path.expanduser(_output_path(cfg)), "output_path")
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   family, hf = find_family(model)
   stored = _stored_parameters(cfg)
@@ -106,12 +109,12 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
 
 def to_peft(folder: str, argv: Sequence[str]) -> str:
   """Export the adapters of the run named in `argv`, for the base model in `folder`."""
-  directory = Path(folder).expanduser()
+  directory = local_folder(folder)
   cfg = config_of_run(load_config(argv, needs_data=False), argv)
-  target = _require_new(Path(_output_path(cfg)).expanduser(), "output_path")
+  target = _require_new(os.path.expanduser(_output_path(cfg)), "output_path")
   if not cfg.model.lora.lora_rank:
     raise UserError(
-      f"the run {run_folder(cfg).directory} has no adapters (lora_rank=0): use to_hf, or train it "
+      f"the run {run_folder(cfg).place} has no adapters (lora_rank=0): use to_hf, or train it "
       "with lora_rank=8"
     )
   family, keys, _ = model_keys(directory)
@@ -135,20 +138,20 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   requested = load_config(argv, needs_data=False)
   folder = run_folder(requested)
   if not folder.config.is_file():
-    raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
+    raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   dense: Config = build(Config, read_saved(folder.config))
   stored = _stored_parameters(requested)
   typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
   cfg = upcycled_config(dense, typed, _output_path(requested))
-  target = RunFolder(_require_new(run_folder(cfg).directory, "run_name"))
+  target = _new_run(cfg)
   abstract = abstract_params(cfg.model)
   params = upcycled_params(stored, abstract, cfg)
   names = [name for name in flatten(cfg.model) if name not in EXECUTION | OPTIONAL_MODULE_KEYS]
-  with _created_at(target.directory) as temporary:
+  with _created_at(target) as temporary:
     fixed = {name: flatten(cfg)[name] for name in (*names, *TOKENIZER)}
     _write_run(RunFolder(temporary), cfg, fixed, params)
     stored.verify()
-  return f"{target.directory}: {_count(abstract):,} parameters of {stored.directory}"
+  return f"{target}: {_count(abstract):,} parameters of {stored.directory}"
 
 
 COMMANDS = {"from_hf": from_hf, "to_hf": to_hf, "to_peft": to_peft, "upcycle": upcycle}
@@ -180,7 +183,7 @@ def _trained(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
   is_trained = lambda path: stored.read(path, whole(adapters[path].shape)).any()
   found = {path: leaf for path, leaf in adapters.items() if is_trained(second[path])}
   if not found:
-    raise UserError(f"no adapter of {run_folder(cfg).directory} was trained: train it first")
+    raise UserError(f"no adapter of {run_folder(cfg).place} was trained: train it first")
   return found
 
 
@@ -221,8 +224,12 @@ def _output_path(cfg: Config) -> str:
   return cfg.convert.output_path
 
 
-def _require_new(path: Path, key: str) -> Path:
-  if path.exists():
+def _new_run(cfg: Config) -> str:
+  return _require_new(run_folder(cfg).place, "run_name")
+
+
+def _require_new(path: str, key: str) -> str:
+  if list_names(path) if is_remote(path) else os.path.lexists(path):
     raise UserError(f"{path} already exists: choose another {key}, or move it away")
   return path
 
@@ -242,8 +249,19 @@ def _write_run(
 
 
 @contextlib.contextmanager
-def _created_at(target: Path) -> Iterator[Path]:
-  """Yield a new folder that is renamed to `target` on success and removed on failure."""
+def _created_at(place: str) -> Iterator[Path]:
+  """Yield a new folder that is renamed to `place` on success and removed on failure.
+
+  On an object store it is copied there; the files of the folder itself, such as the config, last.
+  """
+  if is_remote(place):
+    with tempfile.TemporaryDirectory() as temporary:
+      yield (folder := Path(temporary))
+      files = [file for file in folder.rglob("*") if file.is_file()]
+      files.sort(key=lambda file: file.parent == folder)
+      upload((file, join(place, file.relative_to(folder).as_posix())) for file in files)
+    return
+  target = Path(place)
   temporary = target.with_name(f".{target.name}.{os.getpid()}")
   try:
     temporary.mkdir(parents=True)

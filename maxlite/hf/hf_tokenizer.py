@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from maxlite.config.file_io import read_json_object
+from maxlite.config.local_copy import local_tokenizer
 from maxlite.config.schema import DataConfig
 from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG
 from maxlite.hf.hf_folder import COPY_AGAIN, read_config, write_json
@@ -60,13 +61,13 @@ def write_tokenizer(
 
 def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
   if cfg.tokenizer_type == "sentencepiece":
-    shutil.copyfile(Path(cfg.tokenizer_path).expanduser(), target / SENTENCEPIECE)
+    shutil.copyfile(local_tokenizer(cfg.tokenizer_path), target / SENTENCEPIECE)
     return
   if cfg.tokenizer_type == "byte":
     tokenizer = byte_tokenizer(bos, eos)
     tokenizer.save(str(target / MAIN))
   else:
-    path = Path(cfg.tokenizer_path).expanduser()
+    path = local_tokenizer(cfg.tokenizer_path)
     copy_tokenizer(path.parent, target)
     shutil.copyfile(path, target / MAIN)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))

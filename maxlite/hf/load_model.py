@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.checkpoint.safetensors import DTYPES
 from maxlite.config import Config, read_saved
 from maxlite.config.errors import UserError
+from maxlite.config.local_copy import HUB, local_folder
 from maxlite.config.schema import (
   DEFAULTS,
   FLOAT_TYPES,
@@ -80,14 +82,19 @@ def load(
   Raises:
     UserError: the folder is neither, or damaged.
   """
-  folder = Path(path).expanduser()
+  path = str(path)
   name = None if dtype is None else jnp.dtype(dtype).name
   if name not in (None, *FLOAT_TYPES):
     raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
-  if names := RunFolder(folder).member_names():
+  if path.startswith(HUB):
+    folder, run = local_folder(path), None
+  else:
+    run = RunFolder(os.path.expanduser(path))
+    folder = run.directory
+  if names := run.member_names() if run else []:
     raise UserError(f"{path} is an ensemble: load a member, such as {path}/members/{names[0]}")
-  if RunFolder(folder).config.is_file():
-    trainer, params = _load_run(RunFolder(folder), name, mesh)
+  if run and run.config.is_file():
+    trainer, params = _load_run(run, name, mesh)
   elif (folder / "config.json").is_file():
     trainer, params = _load_hf(folder, name, mesh)
   else:

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,8 +55,14 @@ class Writer(Protocol):
 class Writers:
   """A group of writers, and the optional file of expert loads."""
 
-  def __init__(self, writers: Sequence[Writer], expert_load: "JsonlWriter | None" = None):
-    self._writers, self._expert_load = writers, expert_load
+  def __init__(
+    self,
+    writers: Sequence[Writer],
+    expert_load: "JsonlWriter | None" = None,
+    upload: Callable[[], None] = lambda: None,
+  ):
+    """`upload` copies the files to where they survive this machine, at every flush."""
+    self._writers, self._expert_load, self._upload = writers, expert_load, upload
     self._all = [*writers, *([expert_load] if expert_load else [])]
 
   def write(self, row: Row, load_NE: np.ndarray | None = None) -> None:
@@ -69,6 +75,7 @@ class Writers:
   def flush(self) -> None:
     for writer in self._all:
       writer.flush()
+    self._upload()
 
   def close(self) -> None:
     for writer in self._all:

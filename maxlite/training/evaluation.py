@@ -35,9 +35,12 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
     with exit_on_user_error("maxlite.evaluate"):
       sums_DX = document_losses(trainer, params, data, averages)
   if jax.process_index() == 0:
-    sys.stdout.write(f"{run_folder(cfg).directory} step {step}  {_format(result)}\n")
+    folder = run_folder(cfg)
+    sys.stdout.write(f"{folder.place} step {step}  {_format(result)}\n")
     if sums_DX is not None:
-      _write_documents(sums_DX, run_folder(cfg).eval_documents)
+      _write_documents(sums_DX, folder.eval_documents)
+      with exit_on_user_error("maxlite.evaluate"):
+        folder.upload()
   return 0
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import join, to_path
 from maxlite.config.phases import SOURCE_KEYS
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
@@ -32,13 +32,13 @@ def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> D
   """Open the data of the run, or of an objective (no held-out data), sharded for the mesh."""
   cfg, batch_shape = trainer.cfg, (objective or trainer).batch_shape
   data = objective.data if objective else cfg.data
-  cache = cfg.data.token_cache_directory or Path(cfg.run.base_output_directory) / ".tokens"
+  cache = cfg.data.token_cache_directory or join(cfg.run.base_output_directory, ".tokens")
   open_sharded = lambda: open_data(
     data,
     vocab_size=cfg.model.vocab_size,
     global_batch_size=batch_shape[0],
     rows=local_rows(trainer.batch_sharding, batch_shape),
-    cache_directory=Path(cache).expanduser(),
+    cache_directory=to_path(cache),
     evaluates=all(getattr(data, key) == getattr(cfg.data, key) for key in SOURCE_KEYS),
   )
   return process_0_first(open_sharded, "the data is tokenized")
@@ -78,7 +78,7 @@ def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoi
     return Checkpoints(cfg.checkpoint, folder.checkpoints, report=report)
   if any(folder.directory.glob("[!.]*")):
     raise UserError(
-      f"{folder.directory} holds an earlier run, which enable_checkpointing=false would start anew "
+      f"{folder.place} holds an earlier run, which enable_checkpointing=false would start anew "
       "and overwrite: choose another run_name or move the folder away"
     )
   return None
@@ -115,7 +115,8 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
   writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console, phases)]
   if cfg.observe.enable_tensorboard:
     writers.append(TensorBoardWriter(folder.tensorboard, done))
-  return Writers(writers, JsonlWriter(folder.expert_load, done) if trainer.is_moe else None)
+  expert_load = JsonlWriter(folder.expert_load, done) if trainer.is_moe else None
+  return Writers(writers, expert_load, upload=folder.upload)
 
 
 def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:

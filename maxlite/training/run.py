@@ -61,7 +61,7 @@ def _run(cfg: Config, console: Console, timer: Stopwatch) -> int:
   log_header(trainer, data, data_by_objective, changes, console)
   done = restored[2] if restored else 0
   if done >= cfg.run.steps:
-    console.print(f"{folder.directory} is at step {done} of {cfg.run.steps}: nothing to do. {MORE}")
+    console.print(f"{folder.place} is at step {done} of {cfg.run.steps}: nothing to do. {MORE}")
     return 0
   if trainer.phase_plan is not None:
     with exit_on_user_error("maxlite.train"), timer.during("compile"):
@@ -76,15 +76,16 @@ def _run(cfg: Config, console: Console, timer: Stopwatch) -> int:
   log, evaluate = StepLog(trainer, writers, timer), build_evaluation(trainer, data)
   check = ReplicaCheck(trainer.abstract_state) if cfg.observe.replica_check_period else None
   context = LoopContext(trainer, checkpoints, log, profiler, evaluate, timer, check, local)
-  try:
-    result = _train_and_save(context, state, stream, done + 1)
-    if local:
-      local.remove()
-  finally:
-    for each in (profiler, stream, writers):
-      each.close()
-    folder.unlock()
-  finalize(trainer, folder, result, stream, console, timer)
+  with exit_on_user_error("maxlite.train"):
+    try:
+      result = _train_and_save(context, state, stream, done + 1)
+      if local:
+        local.remove()
+    finally:
+      for each in (profiler, stream, writers):
+        each.close()
+      folder.unlock()
+    finalize(trainer, folder, result, stream, console, timer)
   return result.exit_code
 
 

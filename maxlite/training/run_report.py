@@ -97,4 +97,5 @@ def finalize(
     draw_timeline(folder.metrics, folder.timeline, groups, spans)
     plots.append(folder.timeline.name)
   files = ", ".join([folder.metrics.name, *plots])
-  console.print(f"{folder.directory}: {files}, parameters {parameters[:16]}")
+  folder.upload()
+  console.print(f"{folder.place}: {files}, parameters {parameters[:16]}")

@@ -1,11 +1,12 @@
 """The folder and the config of a saved run; does not import JAX, so that mistakes end early."""
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import join
 from maxlite.config.schema import flatten
 
 
@@ -18,7 +19,8 @@ def main_run_config(argv: Sequence[str], program: str) -> Config:
 
 
 def run_folder(cfg: Config) -> RunFolder:
-  return RunFolder(Path(cfg.run.base_output_directory).expanduser() / cfg.run.run_name)
+  """Raise UserError if the folder is on an object store that cannot be read."""
+  return RunFolder(join(os.path.expanduser(cfg.run.base_output_directory), cfg.run.run_name))
 
 
 def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
@@ -32,10 +34,10 @@ def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
   """
   folder, name = run_folder(cfg), cfg.run.member
   if not folder.config.exists():
-    raise UserError(f"there is no run {folder.directory}: train it first, or correct run_name")
+    raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
   if folder.member_names() or name:
-    parent, folder = folder.directory / "members", folder.member(name)
+    parent, folder = join(folder.place, "members"), folder.member(name)
     typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={name}"]
   cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
   folder.config_changes(flatten(cfg))

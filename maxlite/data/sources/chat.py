@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat_template import ChatTemplate, Message
@@ -136,7 +137,7 @@ class ConversationTokenizer:
 
 
 def chat_documents(
-  file: Path, _column: str, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile, _column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
   """Yield (messages as JSON, `FILE:LINE`) for the fraction [start, stop) of the lines of `file`.
 

@@ -1,14 +1,15 @@
 """Expansion of `dataset_path` entries to files."""
 
 import glob
-import itertools
 import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from maxlite.config.errors import UserError
+from maxlite.config.local_copy import HUB, hub_path
+from maxlite.config.object_store import DataFile, is_remote, list_files
 
 STDLIB = "stdlib"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -22,7 +23,9 @@ _NOT_TEXT = re.compile(
 )
 
 
-def expand_paths(entries: Iterable[str], suffix: str, key: str) -> tuple[list[Path], list[Path]]:
+def expand_paths(
+  entries: Iterable[str], suffix: str, key: str
+) -> tuple[list[DataFile], list[DataFile]]:
   """Expand to (files, other visible files of the folders), in order and without duplicates.
 
   A folder yields its visible files with `suffix` (those of text if it is empty), and `stdlib` the
@@ -31,8 +34,8 @@ def expand_paths(entries: Iterable[str], suffix: str, key: str) -> tuple[list[Pa
   Raises:
     UserError: an entry of the config key `key` yields no file, or a compressed one.
   """
-  files: dict[Path, None] = {}
-  skipped: list[Path] = []
+  files: dict[DataFile, None] = {}
+  skipped: list[DataFile] = []
   for entry in entries:
     found, others = _expand(entry, suffix)
     if not found:
@@ -41,31 +44,51 @@ def expand_paths(entries: Iterable[str], suffix: str, key: str) -> tuple[list[Pa
       raise UserError(f"{key}: {entry!r} gives no {kind}{only}: name a file, a folder or a glob")
     if compressed := [file for file in found if _COMPRESSED.fullmatch(file.suffix)]:
       raise UserError(f"{key}: {compressed[0]} is compressed: decompress it")
-    files.update((file.resolve(), None) for file in found)
+    files.update((file, None) for file in found)
     skipped += others
-  return list(files), [file for file in skipped if file.resolve() not in files]
+  return list(files), [file for file in skipped if file not in files]
 
 
-def count_suffixes(files: Iterable[Path]) -> str:
+def count_suffixes(files: Iterable[DataFile]) -> str:
   """The number of files by suffix: `3 .py and 12 .txt`."""
   counts = sorted(Counter(file.suffix or "without suffix" for file in files).items())
   return " and ".join(f"{count:,} {suffix}" for suffix, count in counts)
 
 
-def _expand(entry: str, suffix: str) -> tuple[list[Path], list[Path]]:
+def _expand(entry: str, suffix: str) -> tuple[list[DataFile], list[DataFile]]:
   """(files of an entry, other visible files of a folder)"""
   if entry == STDLIB:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     sources = [] if suffix else sorted(root.rglob("*.py"))
     is_excluded = lambda file: _NOT_STDLIB.intersection(file.relative_to(root).parts)
     return [file for file in sources if not is_excluded(file)], []
-  path = Path(entry).expanduser()
-  if path.is_dir():
-    is_hidden = lambda file: any(part[0] == "." for part in file.relative_to(path).parts)
-    visible = [file for file in path.rglob("*") if file.is_file() and not is_hidden(file)]
-    visible.sort(key=Path.resolve)
-    is_text = lambda file: not _NOT_TEXT.fullmatch(file.suffix)
-    is_read = (lambda file: file.name.endswith(suffix)) if suffix else is_text
-    return list(filter(is_read, visible)), list(itertools.filterfalse(is_read, visible))
-  matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
-  return sorted((match for match in matches if match.is_file()), key=Path.resolve), []
+  names, is_folder = _list_store(entry) if is_remote(entry) else _list_local(entry)
+  if not is_folder:
+    return list(names), []
+  is_text = lambda name: not _NOT_TEXT.fullmatch(PurePosixPath(name).suffix)
+  is_read = (lambda name: name.endswith(suffix)) if suffix else is_text
+  read: list[DataFile] = []
+  others: list[DataFile] = []
+  for file, name in names.items():
+    if not any(part[0] == "." for part in name.split("/")):
+      (read if is_read(name) else others).append(file)
+  return read, others
+
+
+def _list_store(uri: str) -> tuple[dict[DataFile, str], bool]:
+  """({object: name in the folder}, whether `uri` is a folder)"""
+  found: list[DataFile] = list(list_files(uri))
+  is_folder = not glob.has_magic(uri) and [str(file) for file in found] != [uri]
+  return {file: str(file).removeprefix(uri).strip("/") for file in found}, is_folder
+
+
+def _list_local(entry: str) -> tuple[dict[DataFile, str], bool]:
+  """({file without symbolic links: name in the folder}, whether `entry` is a folder)"""
+  path = Path(hub_path(entry) if entry.startswith(HUB) else entry).expanduser()
+  is_folder = path.is_dir()
+  matches = path.rglob("*") if is_folder else map(Path, glob.glob(str(path), recursive=True))
+  found = [path] if path.is_file() else [match for match in matches if match.is_file()]
+  # Files of the hub's cache are links to names without a suffix.
+  real = {file: file if "snapshots" in file.parts else file.resolve() for file in found}
+  name = lambda file: file.relative_to(path).as_posix() if is_folder else file.name
+  return {real[file]: name(file) for file in sorted(found, key=real.__getitem__)}, is_folder

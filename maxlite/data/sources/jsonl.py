@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 
 
 def jsonl_documents(
-  file: Path, column: str, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile, column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
   """Read the documents in the fraction [start, stop) of the lines of `file`, skipping blank lines.
 
@@ -21,7 +21,7 @@ def jsonl_documents(
 
 
 def read_objects(
-  file: Path, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[tuple[str, dict[str, Any]]]:
   """Yield (`FILE:LINE`, object) for the fraction [start, stop) of the lines, except blank ones.
 
@@ -30,7 +30,7 @@ def read_objects(
   return convert_rows(_lines(file, start, stop), _object, reject)
 
 
-def _lines(file: Path, start: float, stop: float) -> Iterator[tuple[str, bytes]]:
+def _lines(file: DataFile, start: float, stop: float) -> Iterator[tuple[str, bytes]]:
   begin, end = 0, None
   if (start, stop) != (0, 1):
     with file.open("rb") as lines:

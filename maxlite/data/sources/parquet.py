@@ -1,16 +1,16 @@
 """Parquet files: each row is a document."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 
 _BATCH_ROWS = 16  # decoded at once; a row of a small file may be megabytes
 
 
 def parquet_documents(
-  file: Path, column: str, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile, column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
   """Read the documents in the fraction [start, stop) of the rows of `file`; rejects nulls.
 
@@ -27,7 +27,9 @@ def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
   return iter([text.encode()])
 
 
-def _rows(file: Path, column: str, start: float, stop: float) -> Iterator[tuple[str, str | None]]:
+def _rows(
+  file: DataFile, column: str, start: float, stop: float
+) -> Iterator[tuple[str, str | None]]:
   """Yield (place, value of `column`) of each row in a fraction of the file."""
   try:
     import pyarrow as pa
@@ -35,7 +37,10 @@ def _rows(file: Path, column: str, start: float, stop: float) -> Iterator[tuple[
   except ImportError:
     raise UserError("dataset_type=parquet needs a package: pip install pyarrow") from None
   try:
-    with pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
+    with (
+      file.open("rb") as stream,
+      pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False) as table,
+    ):
       names, num_rows = table.schema_arrow.names, table.metadata.num_rows
       if column not in names:
         raise UserError(f"{file}: no column {column!r} among {sorted(names)}: set text_column")

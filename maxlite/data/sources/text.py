@@ -2,29 +2,29 @@
 
 import codecs
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from maxlite.config.errors import UserError
+from maxlite.config.object_store import DataFile, size_and_version
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 
 PIECE_BYTES = 1 << 18
 
 
 def text_documents(
-  file: Path, _column: str, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile, _column: str, start: float, stop: float, reject: Reject = raise_error
 ) -> Iterator[Iterator[bytes]]:
   """Read the fraction [start, stop) of the bytes of `file` as one document.
 
   Rejects lines that are not UTF-8, by file and byte.
   """
-  size = file.stat().st_size
+  size, _ = size_and_version(file)
   with file.open("rb") as stream:
     begin, end = (_character_start(stream, int(size * share)) for share in (start, stop))
     yield _valid(_pieces(stream, begin, end), file, begin, reject)
 
 
-def _valid(pieces: Iterator[bytes], file: Path, begin: int, reject: Reject) -> Iterator[bytes]:
+def _valid(pieces: Iterator[bytes], file: DataFile, begin: int, reject: Reject) -> Iterator[bytes]:
   """Yield pieces that start at byte `begin` of `file`, without rejected lines."""
 
   def validate(line: bytes) -> bytes:

@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 
 from maxlite.config.errors import UserError
+from maxlite.config.local_copy import local_tokenizer
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
@@ -299,4 +300,5 @@ def _spelled_bytes(piece: str) -> int:
 
 
 def open_tokenizer(cfg: DataConfig) -> Tokenizer:
-  return TOKENIZERS[cfg.tokenizer_type](cfg.tokenizer_path)
+  path = cfg.tokenizer_path
+  return TOKENIZERS[cfg.tokenizer_type](str(local_tokenizer(path)) if "://" in path else path)

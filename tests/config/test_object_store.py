@@ -1,0 +1,104 @@
+"""Mistakes with paths on object stores end in one line; the hub's cache is read offline."""
+
+import sys
+
+import pytest
+
+from maxlite.config import load_config, object_store
+from maxlite.config.errors import UserError
+from maxlite.config.local_copy import local_folder, local_tokenizer
+from maxlite.config.object_store import filesystem, join, list_files, list_names, upload
+from maxlite.data.sources.file_paths import expand_paths
+
+
+@pytest.mark.parametrize("look_up", [list_files, list_names])
+def test_a_missing_bucket_is_named(look_up, s3_server):
+  with pytest.raises(UserError, match=r"^s3://no-such-bucket/x: no such bucket or object: create"):
+    look_up("s3://no-such-bucket/x")
+
+
+def test_missing_credentials_and_their_places_are_named(s3_server, monkeypatch):
+  s3fs = pytest.importorskip("s3fs")
+  for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+    monkeypatch.delenv(name)
+  monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+  anonymous = s3fs.S3FileSystem(skip_instance_cache=True)
+  monkeypatch.setattr(object_store, "_filesystem", lambda scheme: anonymous)
+  with pytest.raises(UserError, match=r"NoCredentialsError.*\(AWS_ACCESS_KEY_ID and .*~/\.aws"):
+    list_files("s3://bucket/x")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, "gcsfs", None)
+  with pytest.raises(UserError, match=r"^gs:// paths need a package: pip install gcsfs$"):
+    filesystem("gs://bucket")
+
+
+@pytest.mark.parametrize(
+  ("setting", "message"),
+  {
+    "base_output_directory=ftp://x/y": "cannot be on ftp://.* or s3://, or gs://$",
+    "base_output_directory=hf://x/y": "cannot be on hf://",
+    "dataset_path=file://x": "cannot be on file://.*, or s3://, or gs://, or hf://$",
+    "local_checkpoint_directory=s3://b/x": "cannot be on s3://; write a path on this machine$",
+  }.items(),
+)
+def test_schemes_are_checked(setting, message):
+  with pytest.raises(UserError, match=message):
+    load_config([setting])
+
+
+def test_join_keeps_both_slashes_of_a_uri():
+  assert join("s3://bucket/runs/", "a", "b") == join("s3://bucket/runs", "a", "b")
+  assert join("s3://bucket/runs", "a", "b") == "s3://bucket/runs/a/b"
+  assert join("./runs", "a") == "runs/a"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+  """The hub's cache with the dataset `me/texts`, offline."""
+  pytest.importorskip("huggingface_hub")
+  repository = tmp_path / "datasets--me--texts"
+  commit = "0123456789abcdef0123456789abcdef01234567"
+  snapshot = repository / "snapshots" / commit
+  for path in (repository / "refs", repository / "blobs", snapshot / "sub"):
+    path.mkdir(parents=True)
+  (repository / "refs" / "main").write_text(commit)
+  for name in ("a.txt", "sub/b.txt"):
+    blob = repository / "blobs" / name[-5:].encode().hex()
+    blob.write_text(name)
+    (snapshot / name).symlink_to(blob)
+  monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+  monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+  monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+  return snapshot
+
+
+def test_hub_paths_are_files_of_its_cache(hub):
+  expand = lambda entry: expand_paths([entry], "", "dataset_path")[0]
+  assert expand("hf://datasets/me/texts") == [hub / "a.txt", hub / "sub/b.txt"]
+  assert expand("hf://datasets/me/texts@main/sub") == [hub / "sub/b.txt"]
+  assert expand("hf://datasets/me/texts/*.txt") == [hub / "a.txt"]
+  with pytest.raises(UserError, match="neither on the hub nor in its cache on this machine"):
+    expand("hf://datasets/me/other")
+  with pytest.raises(UserError, match="names no repository"):
+    expand("hf://datasets/me")
+
+
+def test_folders_and_tokenizers_are_copied_once_per_version(bucket, tmp_path, monkeypatch):
+  monkeypatch.setattr("maxlite.config.local_copy._CACHE", tmp_path / "copies")
+  for name in ("tokenizer.json", "config.json", "model.safetensors"):
+    (tmp_path / name).write_text(name)
+    upload([(tmp_path / name, f"{bucket}/model/{name}")])
+  folder = local_folder(f"{bucket}/model")
+  assert {path.name for path in folder.iterdir()} == {
+    "tokenizer.json",
+    "config.json",
+    "model.safetensors",
+  }
+  assert local_folder(f"{bucket}/model") == folder
+  tokenizer = local_tokenizer(f"{bucket}/model/tokenizer.json")
+  assert tokenizer.read_text() == "tokenizer.json"
+  assert {path.name for path in tokenizer.parent.iterdir()} == {"tokenizer.json", "config.json"}
+  filesystem(bucket).pipe_file(f"{bucket}/model/config.json", b"new")
+  assert (local_folder(f"{bucket}/model") / "config.json").read_text() == "new"

@@ -1,0 +1,107 @@
+"""Data and token caches on an object store equal local ones."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from maxlite.config.errors import UserError
+from maxlite.config.object_store import filesystem, list_files, upload
+from maxlite.config.schema import DataConfig
+from maxlite.data import token_cache
+from maxlite.data.loader import open_data
+from maxlite.data.sources.file_paths import expand_paths
+
+TEXTS = ["Ein Text.\nZwei Zeilen.\n" * 40, "naïve 😀 text\n" * 50, "three" * 90]
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """Local files of every type."""
+  folder = tmp_path / "files"
+  (folder / "more").mkdir(parents=True)
+  for n, text in enumerate(TEXTS):
+    (folder / ("more" if n else ".") / f"{n}.txt").write_text(text)
+  (folder / "lines.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in "abc"))
+  pq.write_table(pa.table({"text": TEXTS}), folder / "rows.parquet")
+  (folder / ".hidden.txt").write_text("hidden")
+  return folder
+
+
+@pytest.fixture
+def stored(folder, bucket):
+  files = [file for file in folder.rglob("*") if file.is_file()]
+  upload((file, f"{bucket}/data/{file.relative_to(folder).as_posix()}") for file in files)
+  return f"{bucket}/data"
+
+
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+  """The folder of local copies of token caches on a store."""
+  monkeypatch.setattr(token_cache, "_LOCAL_COPIES", tmp_path / "copies")
+  return tmp_path / "copies"
+
+
+def rows_of(path, cache, **keys):
+  cfg = DataConfig(dataset_path=(str(path),), max_target_length=16, eval_split="tail", **keys)
+  data = open_data(cfg, vocab_size=258, global_batch_size=1, rows=range(1), cache_directory=cache)
+  rows = [data.source.train[n]["tokens_BT"] for n in range(len(data.source.train))]
+  return np.stack(rows), data.source.files
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_data_on_a_store_equal_local_data(kind, folder, stored, tmp_path):
+  here, files_here = rows_of(folder, tmp_path / "a", dataset_type=kind)
+  there, files_there = rows_of(stored, tmp_path / "b", dataset_type=kind)
+  np.testing.assert_array_equal(here, there)
+  assert files_here == files_there
+
+
+def test_globs_folders_and_objects_are_expanded_in_order(stored):
+  names = lambda entry: [
+    file.uri.removeprefix(stored) for file in expand_paths([entry], "", "k")[0]
+  ]
+  assert names(stored) == names(f"{stored}/") == ["/0.txt", "/more/1.txt", "/more/2.txt"]
+  assert names(f"{stored}/*.txt") == ["/.hidden.txt", "/0.txt"]
+  assert names(f"{stored}/**/[12].txt") == ["/more/1.txt", "/more/2.txt"]
+  assert names(f"{stored}/0.txt") == ["/0.txt"]
+  with pytest.raises(UserError, match=f"k: '{stored}/nothing' gives no file: name a file"):
+    names(f"{stored}/nothing")
+
+
+def test_a_second_host_downloads_the_token_cache(folder, bucket, copies, monkeypatch):
+  first, _ = rows_of(folder, f"{bucket}/tokens")
+  shutil.rmtree(copies)  # another host has none
+  monkeypatch.setattr(token_cache, "_tokenize", pytest.fail)
+  second, _ = rows_of(folder, f"{bucket}/tokens")
+  np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "unfinished"])
+def test_a_damaged_shared_cache_is_rebuilt(damage, folder, bucket, copies, caplog):
+  first, _ = rows_of(folder, f"{bucket}/tokens")
+  name = "train.bin" if damage == "truncated" else "meta.json"
+  (uri,) = (file.uri for file in list_files(f"{bucket}/tokens") if file.name == name)
+  store = filesystem(uri)
+  content = store.cat_file(uri)
+  if damage == "truncated":
+    store.pipe_file(uri, content[:-2])
+  else:
+    store.rm(uri)
+  shutil.rmtree(copies)
+  np.testing.assert_array_equal(rows_of(folder, f"{bucket}/tokens")[0], first)
+  assert store.cat_file(uri) == content
+  assert ("is rebuilt" in caplog.text) == (damage == "truncated")
+
+
+def test_a_replaced_object_is_tokenized_again(stored, tmp_path):
+  before, _ = rows_of(stored, tmp_path)
+  uri = f"{stored}/0.txt"
+  filesystem(uri).pipe_file(uri, TEXTS[0].replace("Ein", "Der").encode())
+  after, _ = rows_of(stored, tmp_path)
+  assert before.shape == after.shape
+  assert (before != after).any()
+  assert len([path for path in Path(tmp_path).glob("*/meta.json")]) == 2

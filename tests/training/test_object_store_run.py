@@ -1,0 +1,81 @@
+"""Runs on an object store: equal to local ones, resumed, damaged, and taken over."""
+
+import pytest
+from tiny_run import STEPS, logged, parameter_hash, start
+
+from maxlite.checkpoint.manager import Checkpoints
+from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.checkpoint.run_mirror import RunMirror, open_mirror
+from maxlite.config.errors import UserError
+from maxlite.config.object_store import filesystem, list_files, upload
+from maxlite.config.schema import CheckpointConfig
+
+
+def start_on(store, folder, **keys):
+  """(output, rows of metrics.jsonl on the store) of one start, which sees only the store."""
+  open_mirror.cache_clear()
+  code, output = start(folder, base_output_directory=store, **keys)
+  assert code == 0
+  uri = f"{store}/run/metrics.jsonl"
+  (folder / "run").mkdir(parents=True, exist_ok=True)
+  filesystem(uri).get_file(uri, str(folder / "run/metrics.jsonl"))
+  return output, logged(folder)
+
+
+def copy_to(store, folder):
+  """Copy a local run to the store, as `aws s3 cp --recursive` does."""
+  files = (file for file in folder.rglob("*") if file.is_file())
+  upload((file, f"{store}/{file.relative_to(folder).as_posix()}") for file in files)
+
+
+def test_a_run_on_s3_is_resumed_and_equals_a_local_run(finished, folder, bucket):
+  output, rows = start_on(bucket, folder, steps=4)
+  assert rows == logged(finished[0])[:4]
+  output, rows = start_on(bucket, folder)
+  assert "resuming from the checkpoint of step 4" in output
+  assert f"{bucket}/run: metrics.jsonl, curves.png" in output
+  assert parameter_hash(output) == parameter_hash(finished[1])
+  assert rows == logged(finished[0])
+  names = {file.name for file in list_files(f"{bucket}/run") if "checkpoints" not in file.uri}
+  assert {"config.yml", "config.1.yml", "metrics.jsonl", "curves.png"} <= names
+
+
+def test_a_copied_run_falls_back_from_damaged_and_unfinished_checkpoints(finished, folder, bucket):
+  copy_to(bucket, finished[0])
+  run, store = f"{bucket}/run", filesystem(bucket)
+  arrays = [file for file in list_files(f"{run}/checkpoints/{STEPS}/state") if "/d/" in file.uri]
+  for file in arrays:
+    content = store.cat_file(file.uri)
+    store.pipe_file(file.uri, content[: len(content) // 2])
+  store.pipe_file(f"{run}/checkpoints/10/state/d/part", b"of a killed save")
+  output, rows = start_on(bucket, folder)
+  assert f"checkpoint {run}/checkpoints/{STEPS} is damaged: " in output
+  assert "resuming from the checkpoint of step 6" in output
+  assert f"is kept as {run}/checkpoints_damaged/{STEPS}" in output
+  assert parameter_hash(output) == parameter_hash(finished[1])
+  assert rows == logged(finished[0])
+  assert not list_files(f"{run}/checkpoints/10")
+  assert list_files(f"{run}/checkpoints_damaged/{STEPS}")
+
+
+def test_a_save_that_was_killed_before_its_last_object_is_not_a_checkpoint(bucket, finished):
+  copy_to(bucket, finished[0])
+  checkpoints = RunFolder(f"{bucket}/run").checkpoints
+  last = f"{checkpoints}/{STEPS}/commit_success.txt"
+  opened = Checkpoints(CheckpointConfig(), checkpoints, report=pytest.fail)
+  assert opened.latest_step() == STEPS
+  filesystem(last).rm(last)
+  assert opened.latest_step() == STEPS - 2
+
+
+def test_the_process_that_starts_last_continues_alone(bucket):
+  first, second = RunMirror(f"{bucket}/run"), RunMirror(f"{bucket}/run")
+  first.lock()
+  (first.directory / "metrics.jsonl").write_text("first")
+  first.upload()
+  second.lock()
+  (first.directory / "metrics.jsonl").write_text("again")
+  with pytest.raises(UserError, match=rf"{bucket}/run has been taken over by process \d+ on "):
+    first.upload()
+  second.upload()
+  assert filesystem(bucket).cat_file(f"{bucket}/run/metrics.jsonl") == b"first"
