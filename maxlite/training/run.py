@@ -40,31 +40,30 @@ def run_training(cfg: Config) -> int:
   """Train to the last step, resuming from the latest checkpoint; return the exit code."""
   console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
   timer = Stopwatch()
-  with timer.report_waits(console.print):
+  with exit_on_user_error("maxlite.train"), timer.report_waits(console.print):
     return _run(cfg, console, timer)
 
 
 def _run(cfg: Config, console: Console, timer: Stopwatch) -> int:
-  with exit_on_user_error("maxlite.train"):
-    trainer = _prepare_trainer(cfg)
-    folder = run_folder(cfg)
-    changes = folder.config_changes(flatten(cfg))
-    data = open_trainer_data(trainer)
-    data_by_objective = open_objective_data(trainer, data)
-    checkpoints = open_checkpoints(cfg, folder, console.print)
-    lock_folder(folder)
-    local = open_local_checkpoints(trainer, folder, console.print)
-    restored = restore(trainer, checkpoints, local)
-    stream = TrainStreams(data_by_objective)
-    if restored and restored[1] is not None:
-      stream.restore(restored[1])
+  trainer = _prepare_trainer(cfg)
+  folder = run_folder(cfg)
+  changes = folder.config_changes(flatten(cfg))
+  data = open_trainer_data(trainer)
+  data_by_objective = open_objective_data(trainer, data)
+  checkpoints = open_checkpoints(cfg, folder, console.print)
+  lock_folder(folder)
+  local = open_local_checkpoints(trainer, folder, console.print)
+  restored = restore(trainer, checkpoints, local)
+  stream = TrainStreams(data_by_objective)
+  if restored and restored[1] is not None:
+    stream.restore(restored[1])
   log_header(trainer, data, data_by_objective, changes, console)
   done = restored[2] if restored else 0
   if done >= cfg.run.steps:
     console.print(f"{folder.place} is at step {done} of {cfg.run.steps}: nothing to do. {MORE}")
     return 0
   if trainer.phase_plan is not None:
-    with exit_on_user_error("maxlite.train"), timer.during("compile"):
+    with timer.during("compile"):
       programs = trainer.phase_programs
     console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
   _save_config(cfg, folder, changes)
@@ -76,16 +75,15 @@ def _run(cfg: Config, console: Console, timer: Stopwatch) -> int:
   log, evaluate = StepLog(trainer, writers, timer), build_evaluation(trainer, data)
   check = ReplicaCheck(trainer.abstract_state) if cfg.observe.replica_check_period else None
   context = LoopContext(trainer, checkpoints, log, profiler, evaluate, timer, check, local)
-  with exit_on_user_error("maxlite.train"):
-    try:
-      result = _train_and_save(context, state, stream, done + 1)
-      if local:
-        local.remove()
-    finally:
-      for each in (profiler, stream, writers):
-        each.close()
-      folder.unlock()
-    finalize(trainer, folder, result, stream, console, timer)
+  try:
+    result = _train_and_save(context, state, stream, done + 1)
+    if local:
+      local.remove()
+  finally:
+    for each in (profiler, stream, writers):
+      each.close()
+    folder.unlock()
+  finalize(trainer, folder, result, stream, console, timer)
   return result.exit_code
 
 
@@ -102,8 +100,7 @@ def _prepare_trainer(cfg: Config) -> Trainer:
 def _save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None:
   barrier("the run is open")  # before the first file is written
   if jax.process_index() == 0:
-    with exit_on_user_error("maxlite.train"):
-      folder.save_config(changes, lambda path: save_resolved(cfg, path))
+    folder.save_config(changes, lambda path: save_resolved(cfg, path))
 
 
 def _first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:
