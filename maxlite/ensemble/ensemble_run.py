@@ -30,8 +30,10 @@ from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import choose
 from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, gpu_names, run_workers
+from maxlite.ensemble.worker_progress import WorkerProgress
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
+from maxlite.metrics.waits import report_wait
 from maxlite.training.objective import global_batch_size
 from maxlite.training.saved_run import run_folder
 
@@ -53,7 +55,8 @@ def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) ->
     run = EnsembleRun(cfg, names, batch_size, console)
     if not names:  # a worker's parent has locked it
       folder.lock()
-    run.open()
+    with report_wait(f"opening {len(run.members)} members", console.print):
+      run.open()
     if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
       console.print(
         f"{folder.place} is at step {cfg.run.steps} with all its members: nothing to do. Give "
@@ -152,11 +155,12 @@ class EnsembleRun:
       return {}
     trainer = self._trainer_of(members)
     state = trainer.pack()
-    scores = score_combinations(
-      lambda batch: trainer.engine.predict(state, batch),
-      trainer.eval_batches,
-      self.data.source.num_bytes_V,
-    )
+    with report_wait("scoring combined predictions", self.console.print):
+      scores = score_combinations(
+        lambda batch: trainer.engine.predict(state, batch),
+        trainer.eval_batches,
+        self.data.source.num_bytes_V,
+      )
     trainer.unpack(state)
     return scores
 
@@ -195,12 +199,14 @@ class EnsembleRun:
       log = folder / "workers" / f"{n}.log"
       workers.append(assignment.command(" ".join(names), [*argv, *names], log))
     self.console.print(f"{len(workers)} workers: {folder / 'workers'}")
-    codes = run_workers(
-      workers,
-      executor=ensemble.ensemble_executor,
-      max_restarts=MAX_RESTARTS,
-      report=self.console.print,
-    )
+    logs = [worker.log for worker in workers]
+    with WorkerProgress(members, logs, self.cfg.run.steps, self.console).printed():
+      codes = run_workers(
+        workers,
+        executor=ensemble.ensemble_executor,
+        max_restarts=MAX_RESTARTS,
+        report=self.console.print,
+      )
     code = next(filter(None, codes.values()), 0)
     return code if code >= 0 else 128 - code
 
@@ -246,7 +252,8 @@ class EnsembleRun:
       )
       # After training in worker processes, only predictions remain.
       strategy = "fused" if self._in_workers else self.cfg.ensemble.ensemble_strategy
-      plan, engine = choose(request, strategy, self.cfg.ensemble.ensemble_memory_gb)
+      with report_wait(f"tracing {len(group)} members to choose a strategy", self.console.print):
+        plan, engine = choose(request, strategy, self.cfg.ensemble.ensemble_memory_gb)
       loaders = [self._data(member.config.data) for member in group]
       self._trainer = EnsembleTrainer(self.cfg, plan, engine, list(group), loaders)
     return self._trainer

@@ -1,8 +1,9 @@
 """Members that train together, in the roles that the training loop needs."""
 
 import dataclasses
+import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from maxlite.ensemble.engines.engine_base import EnsembleEngine
 from maxlite.ensemble.ensemble import stack_common
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import Plan
-from maxlite.metrics.goodput import Stopwatch
+from maxlite.metrics.goodput import KINDS, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
 from maxlite.training.evaluation import held_out_row
@@ -102,7 +103,8 @@ def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) ->
   timer = Stopwatch("compile")
   context = LoopContext(trainer, trainer, log, profiler, evaluate, timer)
   try:
-    with timer.report_waits(console.print):
+    what = f"compiling the steps of {len(runs)} members ({trainer.plan.strategy})"
+    with timer.report_waits(console.print, KINDS | {"compile": what}):
       result = train(context, trainer.pack(), streams, runs[0].step + 1, last_step)
     trainer.unpack(result.state)
     for run, data_state in zip(runs, streams.state(), strict=True):
@@ -190,13 +192,26 @@ class EnsembleLog(Log):
     return self._row(step, metrics, seconds, self._flops[z][index], phase)
 
   def _print_step(self, step: int, seconds: float | None, rows: dict[str, dict]) -> None:
-    speed = "" if seconds is None else f"  {seconds:.3f} s"
-    for name in ("eval_loss", "loss"):
-      if any(name in row for row in rows.values()):
-        ranked = sorted(rows, key=lambda member: rows[member][name])
-        values = [rows[member][name] for member in ranked]
-        self._console.print(
-          f"step {step}/{self._cfg.run.steps}  {name.replace('_', ' ')}: best {values[0]:.4f} "
-          f"({ranked[0]}), median {values[len(values) // 2]:.4f}, worst {values[-1]:.4f} "
-          f"({ranked[-1]})  {len(rows)} members{speed}"
-        )
+    self._console.print(*describe_step(step, self._cfg.run.steps, seconds, rows), sep="\n")
+
+
+def describe_step(
+  step: int, num_steps: int, seconds: float | None, rows: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+  """The lines of a step: of the members' rows the best, median and worst losses."""
+  speed = ""
+  if seconds is not None:
+    left = datetime.timedelta(seconds=round(seconds * (num_steps - step)))
+    speed = f"  {seconds:.3f} s" + f"  {left} left" * bool(left)
+  lines = []
+  for name in ("eval_loss", "loss"):
+    losses = {member: row[name] for member, row in rows.items() if row.get(name) is not None}
+    if losses:
+      ranked = sorted(losses, key=lambda member: losses[member])
+      best, median, worst = (ranked[n] for n in (0, len(ranked) // 2, -1))
+      lines.append(
+        f"step {step}/{num_steps}  {name.replace('_', ' ')}: best {losses[best]:.4f} ({best}), "
+        f"median {losses[median]:.4f}, worst {losses[worst]:.4f} ({worst})  {len(rows)} "
+        f"members{speed}"
+      )
+  return lines

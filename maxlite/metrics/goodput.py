@@ -6,17 +6,17 @@ compilation, waiting for data, evaluation and checkpointing.
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from maxlite.metrics.step_row import Row
+from maxlite.metrics.waits import Report, report_activities
 
 STEP = "step"
 KINDS = {  # and what is printed of long ones
   STEP: "",
-  "compile": "compiling",
+  "compile": "compiling the training step",
   "data": "waiting for data",
   "evaluation": "evaluating",
   "checkpoint": "writing a checkpoint",
@@ -61,26 +61,12 @@ class Stopwatch:
     finally:
       self.switch(before)
 
-  @contextlib.contextmanager
-  def report_waits(self, report: Callable[[str], None], seconds: float = 5.0) -> Iterator[None]:
-    """While open, report activities other than steps after `seconds`, twice as many, and so on."""
-    closed = threading.Event()
-
-    def watch() -> None:
-      since, due = self._since, seconds
-      while not closed.wait(seconds / 5):
-        kind, elapsed = self._kind, self._clock() - self._since
-        if self._since != since:
-          since, due = self._since, seconds
-        elif elapsed >= due and KINDS[kind]:
-          report(f"{KINDS[kind]} ... {elapsed:.0f} s")
-          due *= 2
-
-    threading.Thread(target=watch, name="waits", daemon=True).start()
-    try:
-      yield
-    finally:
-      closed.set()
+  def report_waits(
+    self, report: Report, activities: Mapping[str, str] = KINDS
+  ) -> contextlib.AbstractContextManager[None]:
+    """While open, report what takes more than 5 s, by the texts in `activities`."""
+    elapsed = lambda: self._clock() - self._since
+    return report_activities(lambda: (activities[self._kind], elapsed()), report)
 
   def row(self) -> Row:
     """Total `elapsed_seconds`, `goodput`, and the share of each other kind."""

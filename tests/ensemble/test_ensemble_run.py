@@ -288,10 +288,15 @@ def test_worker_processes_equal_one_process(root, tmp_path):
   env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
   for strategy in ("processes", "fused"):
     shutil.rmtree(tmp_path / "ens", ignore_errors=True)
-    subprocess.run([*command, f"ensemble_strategy={strategy}"], env=env, check=True)
+    strategy_key = f"ensemble_strategy={strategy}"
+    run = subprocess.run([*command, strategy_key], env=env, check=True, stdout=subprocess.PIPE)
+    printed = [line for line in run.stdout.decode().splitlines() if line.startswith("step ")]
     rows = {name: rows_of(tmp_path, name) for name in ("slow", "fast")}
     if strategy == "processes":
-      expected = rows
+      expected, expected_lines = rows, printed
+  steps = lambda lines: [line.partition(":")[0] for line in lines]
+  assert steps(printed) == steps(expected_lines)
+  assert printed
   for name, own in rows.items():
     for row, other in zip(own, expected[name], strict=True):
       np.testing.assert_allclose(row["loss"], other["loss"], rtol=TOLERANCE)

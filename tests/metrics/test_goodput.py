@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from maxlite.metrics import waits
 from maxlite.metrics.goodput import KINDS, Stopwatch, describe_goodput
 
 
@@ -59,15 +60,27 @@ def test_kinds_may_be_nested():
   assert row["goodput"] == 0.4
 
 
-def test_long_activities_are_reported_until_they_end():
+def test_long_activities_are_reported_until_they_end(monkeypatch):
+  monkeypatch.setattr(waits, "FIRST_SECONDS", 0.05)
   watch, lines = Stopwatch(), []
-  with watch.report_waits(lines.append, seconds=0.05):
+  with watch.report_waits(lines.append):
     with watch.during("compile"):
       time.sleep(0.5)
     watch.switch("step")
     time.sleep(0.2)
   assert 2 <= len(lines) <= 4  # after 0.05, 0.1, 0.2 and 0.4 s
-  assert set(lines) == {"compiling ... 0 s"}
+  assert set(lines) == {"compiling the training step ... 0 s"}
+
+
+def test_a_wait_is_reported_until_it_ends(monkeypatch, capsys):
+  monkeypatch.setattr(waits, "FIRST_SECONDS", 0.05)
+  with waits.report_wait("reading"):
+    time.sleep(0.3)
+  lines = capsys.readouterr().err.splitlines()
+  assert 1 <= len(lines) <= 3
+  assert set(lines) == {"reading ... 0 s"}
+  time.sleep(0.2)
+  assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", [0, 60])
