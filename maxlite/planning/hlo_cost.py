@@ -11,6 +11,7 @@ from maxlite.planning.kernel_cost import kernel_cost
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)')
 _GEMMS = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul)')
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla[^"]*)"')
+_ALLOCATION = re.compile(r'custom_call_target="(?:AllocateBuffer|CreateBuffer)"')
 # No cost: the result is an operand, or is counted elsewhere.
 _FREE = re.compile(
   "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call(-start|-done)?|"
@@ -112,14 +113,18 @@ def hbm_bytes(module: Module) -> float:
   return sum(
     runs.times * _traffic(module, instruction, filled)
     for _, instruction, runs in module.executed()
-    if not runs.fused and not _FREE.fullmatch(instruction.opcode)
+    if not runs.fused and not _is_free(instruction)
   )
+
+
+def _is_free(instruction: Instruction) -> bool:
+  return bool(_FREE.fullmatch(instruction.opcode) or _ALLOCATION.search(instruction.attributes))
 
 
 def _traffic(module: Module, instruction: Instruction, filled: dict[int, float]) -> float:
   operands = instruction.operands
   if cost := kernel_cost(instruction):
-    return cost.num_bytes * _share_of_kernel(instruction, filled)
+    return cost.row_bytes * _share_of_kernel(instruction, filled) + cost.fixed_bytes
   if instruction.opcode == "fusion":
     (fused,) = module.called(instruction)
     reads = [_share_read(fused, i) * _in_hbm(operand) for i, operand in enumerate(operands)]

@@ -2,33 +2,32 @@
 
 import math
 import re
-from typing import NamedTuple
 
+from maxlite.kernels.stated_cost import StatedCost, parse_stated_cost
 from maxlite.planning.hlo import Instruction
 
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 # Products of a block of queries with a block of keys: how many sum over, or produce, the channels
 # of the keys, and how many those of the values.
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
 
 
-class KernelCost(NamedTuple):
-  """FLOPs and HBM bytes of one call."""
-
-  flops: float
-  num_bytes: float
-
-
-def kernel_cost(instruction: Instruction) -> KernelCost | None:
+def kernel_cost(instruction: Instruction) -> StatedCost | None:
   """The cost of a kernel's call; None if it is unknown or `instruction` is not such a call."""
+  if instruction.opcode != "custom-call":
+    return None
+  op_name = _OP_NAME.search(instruction.attributes)
+  if cost := parse_stated_cost(op_name[1] if op_name else ""):
+    return cost
   if estimate := _ESTIMATE.search(instruction.attributes):
-    return KernelCost(float(estimate[1]), float(estimate[2]))
-  splash = _SPLASH.search(instruction.name) if instruction.opcode == "custom-call" else None
+    return StatedCost(float(estimate[1]), float(estimate[2]))
+  splash = _SPLASH.search(instruction.name)
   return _splash_cost(instruction, splash[1]) if splash else None
 
 
-def _splash_cost(instruction: Instruction, kind: str) -> KernelCost:
+def _splash_cost(instruction: Instruction, kind: str) -> StatedCost:
   """The cost of the forward kernel or one of the backward kernels.
 
   The first operand is a table [1, blocks of queries, blocks of keys] of the grid, in which the axis
@@ -50,4 +49,4 @@ def _splash_cost(instruction: Instruction, kind: str) -> KernelCost:
   row_bytes = (key_channels + value_channels) * q.num_bytes / math.prod(q.shape)
   rows_once = math.prod((q if kind == "dkv" else k).shape[:-1])  # of the side read again
   moved_once = instruction.num_bytes + sum(operand.num_bytes for operand in instruction.operands)
-  return KernelCost(flops, moved_once + (scores / block - rows_once) * row_bytes)
+  return StatedCost(flops, moved_once + (scores / block - rows_once) * row_bytes)

@@ -23,6 +23,8 @@ from maxlite.sharding.collectives import pvary
 
 MeshAxes = tuple[str, ...]
 
+_SUBLANES, _LANES = 8, 128  # of a vector register of TPUs
+
 
 class Chunks(NamedTuple):
   """The chunks that one shard sends, sorted by peer, and the sizes of those that it receives.
@@ -44,17 +46,24 @@ class DispatchPlan:
   to_tokens: Chunks
   group_sizes_e: jax.Array  # rows that arrive for each expert of this shard
   num_dropped: jax.Array  # rows of this shard that do not fit in a buffer
+  may_drop: bool = struct.field(pytree_node=False)
   mesh_axes: MeshAxes = struct.field(pytree_node=False)
   num_sent: int = struct.field(pytree_node=False)  # rows of the sender's buffer
   num_received: int = struct.field(pytree_node=False)  # rows of the receiver's buffer
 
 
 def plan_dispatch(
-  counts_E: jax.Array, mesh_axes: MeshAxes, *, num_sent: int, num_received: int
+  counts_E: jax.Array,
+  mesh_axes: MeshAxes,
+  *,
+  num_sent: int,
+  num_received: int,
+  may_drop: bool = True,
 ) -> DispatchPlan:
   """The plan for rows sorted by expert; this shard has `counts_E` rows per expert.
 
   Rows in excess of a buffer's `num_received` rows are dropped, from the largest experts first.
+  Without `may_drop`, the buffer must have room for every possible load.
   """
   counts_PE = jax.lax.all_gather(counts_E, mesh_axes)
   kept_PE = _bounded(counts_PE, num_received)
@@ -71,6 +80,7 @@ def plan_dispatch(
     to_tokens=Chunks(for_me(landed_PE), for_me(kept_PE), for_me(sent_PE), mine(kept_PE)),
     group_sizes_e=mine(per_shard_Pe),
     num_dropped=jnp.sum(mine(counts_PE) - mine(kept_PE), dtype=jnp.int32),
+    may_drop=may_drop,
     mesh_axes=mesh_axes,
     num_sent=num_sent,
     num_received=num_received,
@@ -79,16 +89,22 @@ def plan_dispatch(
 
 @jax.custom_vjp
 def dispatch(x: jax.Array, plan: DispatchPlan) -> jax.Array:
-  """Rows [num_received, ...] that arrive at this shard, sorted by expert; zero past the last."""
+  """Rows [num_received, ...] that arrive at this shard, sorted by expert; undefined past the last.
+
+  XLA:TPU moves rows of shape `row_shape(width)` without changing their layout.
+  """
   assert x.shape[0] == plan.num_sent, f"{x.shape} for a plan of {plan.num_sent} rows"
-  return _exchange(x, plan.num_received, plan.to_experts, plan.mesh_axes)
+  return _exchange(x, plan.num_received, plan.to_experts, plan.mesh_axes, zeros=False)
 
 
 @jax.custom_vjp
 def combine(y: jax.Array, plan: DispatchPlan) -> jax.Array:
-  """Rows [num_sent, ...] at their positions before `dispatch`; zero for dropped ones."""
+  """Rows [num_sent, ...] at their positions before `dispatch`.
+
+  Dropped rows are zero. If the plan cannot drop rows, those that were not sent are undefined.
+  """
   assert y.shape[0] == plan.num_received, f"{y.shape} for a plan of {plan.num_received} rows"
-  return _exchange(y, plan.num_sent, plan.to_tokens, plan.mesh_axes)
+  return _exchange(y, plan.num_sent, plan.to_tokens, plan.mesh_axes, zeros=plan.may_drop)
 
 
 dispatch.defvjp(
@@ -99,30 +115,42 @@ combine.defvjp(
 )
 
 
-def _exchange(x: jax.Array, num_rows: int, chunks: Chunks, mesh_axes: MeshAxes) -> jax.Array:
-  """Rows [num_rows, ...] received if every shard sends `chunks` of its x; zero elsewhere."""
+def row_shape(width: int) -> tuple[int, ...]:
+  """The shape of a row of `width` values in which it is contiguous in the memory of a TPU."""
+  return (width // _LANES, _LANES) if width % (_SUBLANES * _LANES) == 0 else (width,)
+
+
+def _exchange(
+  x: jax.Array, num_rows: int, chunks: Chunks, mesh_axes: MeshAxes, zeros: bool
+) -> jax.Array:
+  """Rows [num_rows, ...] received if every shard sends `chunks` of its x.
+
+  Elsewhere zero, or undefined without `zeros`.
+  """
   x, chunks, _ = pvary(x, chunks, jax.lax.axis_index(mesh_axes))
   native, emulated = (
-    functools.partial(all_to_all, num_rows=num_rows, mesh_axes=mesh_axes)
+    functools.partial(all_to_all, num_rows=num_rows, mesh_axes=mesh_axes, zeros=zeros)
     for all_to_all in (_native_all_to_all, _emulated_all_to_all)
   )
   return jax.lax.platform_dependent(x, chunks, cpu=emulated, default=native)
 
 
 def _native_all_to_all(
-  x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes
+  x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes, zeros: bool
 ) -> jax.Array:
-  """The ragged collective of XLA:TPU and XLA:GPU, into a buffer of zeros."""
-  output = jnp.zeros_like(x, shape=(num_rows, *x.shape[1:]))
+  """The ragged collective of XLA:TPU and XLA:GPU."""
+  shape = num_rows, *x.shape[1:]
+  output = pvary(x, jnp.zeros(shape, x.dtype) if zeros else jax.lax.empty(shape, x.dtype))[1]
   return jax.lax.ragged_all_to_all(x, output, *chunks, axis_name=mesh_axes)
 
 
 def _emulated_all_to_all(
-  x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes
+  x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes, zeros: bool
 ) -> jax.Array:
   """The same rows by an ordinary all-to-all of one padded block per pair of shards.
 
-  A block has the size of the smaller buffer, which bounds the rows between two shards.
+  A block has the size of the smaller buffer, which bounds the rows between two shards. Undefined
+  rows are NaN, so that results show if one is read.
   """
   num_shards, block = jax.lax.axis_size(mesh_axes), min(x.shape[0], num_rows)
   swap = functools.partial(
@@ -139,7 +167,7 @@ def _emulated_all_to_all(
   blocks = swap(jnp.take(x, sent, axis=0, mode="clip"))
   sizes = chunks.recv_sizes
   landed = _source_rows(num_rows, swap(chunks.output_offsets), sizes, packed(sizes))
-  return jnp.take(blocks, landed, axis=0, mode="fill", fill_value=0)
+  return jnp.take(blocks, landed, axis=0, mode="fill", fill_value=0 if zeros else jnp.nan)
 
 
 def _source_rows(
@@ -210,6 +238,8 @@ def _count_wrong_rows(mesh_axes: MeshAxes) -> jax.Array:
     (combine, plan.to_tokens, num_received, num_sent),
   ):
     x = jax.random.normal(jax.random.fold_in(key, num_in), (num_in, width))
-    expected = _emulated_all_to_all(x, chunks, num_out, mesh_axes)
-    wrong += jnp.sum(jnp.any(move(x, plan) != expected, axis=1), dtype=jnp.int32)
+    expected = _emulated_all_to_all(x, chunks, num_out, mesh_axes, zeros=True)
+    arrived = jnp.arange(num_out, dtype=jnp.int32) < jnp.sum(chunks.recv_sizes, dtype=jnp.int32)
+    is_wrong = jnp.any(move(x, plan) != expected, axis=1) & arrived
+    wrong += jnp.sum(is_wrong, dtype=jnp.int32)
   return jax.lax.psum(wrong, mesh_axes)

@@ -75,6 +75,14 @@ def oracle(sizes, x_MD, weight_M, params, dy_MD, activation=GATED):
   return *map(pad, rows), dparams
 
 
+def without_dead_rows(results, sizes):
+  """The results of `run` with zeros in the rows past the last group, which are undefined."""
+  *rows, dparams = results
+  live_M = np.arange(NUM_ROWS) < sum(sizes)
+  mask = lambda a: np.where(live_M.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a))
+  return *(mask(np.asarray(a)) for a in rows), dparams
+
+
 def assert_equal_trees(actual, expected, unit):
   actual, expected = (map(np.asarray, jax.tree.leaves(tree)) for tree in (actual, expected))
   assert_close(list(actual), list(expected), unit)
@@ -96,10 +104,8 @@ def test_agrees_with_one_dense_network_per_group_in_float64(backend, biased):
   with jax.enable_x64(True):
     for routing in ("skewed", "one_hot", "tail", "aligned", "no_rows_used"):
       arrays, expected = solved_case(routing, biased)
-      results = run(backend, *arrays)
+      results = without_dead_rows(run(backend, *arrays), ROUTINGS[routing])
       assert_equal_trees(results, expected, unit=1e-12)
-      for rows in results[:3]:
-        assert not np.asarray(rows)[sum(ROUTINGS[routing]) :].any()
 
 
 @pytest.mark.parametrize("backend", HERE)
@@ -132,6 +138,45 @@ def test_bfloat16_rows_keep_the_precision_of_weight_gradients(backend, biased):
     expected = oracle(sizes, *wide)
   # Operands, hidden rows and their gradients are each rounded to 8 bits.
   assert_equal_trees(results, expected, unit=2.0**-6)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_for_tpu(activation, sizes_G, x_M, weight_M, params, dy_M):
+  """As `run`, by the interpreted kernels for TPUs."""
+  options = {"activation": activation, "backend": "megablox", "interpret": True}
+  apply = lambda x_M, weight_M, params: grouped_mlp(x_M, weight_M, *params, sizes_G, **options)
+  y_M, vjp = jax.vjp(apply, x_M, weight_M, params)
+  return y_M, *vjp(dy_M)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "row_shape", "names", "limit"),
+  [
+    ("bfloat16", (8, 128), ("silu", "linear"), 0.0),
+    ("float32", (8, 128), ("quick_gelu", "linear_plus_one"), 0.5),
+    ("float32", (1024,), ("gelu",), 0.0),
+  ],
+)
+def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit):
+  """Undefined rows are NaN, and reach neither another row nor a weight."""
+  activation = build_activation(names, limit)
+  rng, dim, hidden = np.random.default_rng(5), 1024, 24
+  draw = lambda *dims: rng.normal(size=(NUM_GROUPS, *dims)).astype(np.float32) / 8
+  params = tuple(draw(dim, hidden) for _ in names), draw(hidden, dim)
+  x_MD, dy_MD = (rng.normal(size=(NUM_ROWS, dim)).astype(dtype) for _ in range(2))
+  weight_M = rng.normal(size=NUM_ROWS).astype(np.float32)
+  for sizes in (ROUTINGS["skewed"], ROUTINGS["no_rows_used"]):
+    for array in (x_MD, dy_MD, weight_M):
+      array[sum(sizes) :] = np.nan
+    x_M, dy_M = (array.reshape(-1, *row_shape) for array in (x_MD, dy_MD))
+    results = run_for_tpu(activation, np.array(sizes), x_M, weight_M, params, dy_M)
+    assert results[0].shape == results[1].shape == x_M.shape
+    flat = (array.reshape(x_MD.shape) for array in results[:2])
+    with jax.enable_x64(True):
+      wide = jax.tree.map(lambda a: a.astype(np.float64), (x_MD, weight_M, (*params, None), dy_MD))
+      expected = oracle(sizes, *wide, activation)
+    got = without_dead_rows((*flat, *results[2:]), sizes)
+    assert_equal_trees(got, expected, unit=2e-5 if dtype == "float32" else 2.0**-6)
 
 
 @pytest.mark.parametrize("backend", HERE)

@@ -101,7 +101,7 @@ def test_rows_arrive_sorted_by_expert_and_return(round_trip, routing):
     landed, kept_PE = expected_rows(counts_ZPE[z], num_received)
     back, dback = np.zeros_like(x[z]), np.zeros_like(x[z])
     for p, rows in enumerate(landed):
-      there, dthere = np.zeros_like(y[z, p]), np.zeros_like(y[z, p])
+      there, dthere = np.full((2, *y[z, p].shape), np.nan)  # the emulation's undefined rows
       for row, (sender, source) in enumerate(rows):
         there[row], dthere[row] = x[z, sender, source], dx[z, sender, source]
         back[sender, source], dback[sender, source] = y[z, p, row], dy[z, p, row]
@@ -131,8 +131,8 @@ def test_the_check_before_a_run_finds_misplaced_rows(monkeypatch):
   """As on a platform whose collective is wrong in `combine`."""
   exchange = all_to_all._exchange
 
-  def wrong(x, num_rows, chunks, mesh_axes):
-    y = exchange(x, num_rows, chunks, mesh_axes)
+  def wrong(x, num_rows, chunks, mesh_axes, zeros):
+    y = exchange(x, num_rows, chunks, mesh_axes, zeros)
     return y if num_rows > NUM_ROWS * NUM_SHARDS + 16 else jnp.roll(y, 1, axis=0)
 
   monkeypatch.setattr(all_to_all, "_exchange", wrong)

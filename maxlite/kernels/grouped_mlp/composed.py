@@ -20,7 +20,7 @@ def grouped_mlp(
   group_sizes_G,
   activation,
   backend: str,
-  tiles: list[Tiles],
+  tiles: tuple[Tiles, Tiles],
 ) -> jax.Array:
   """y_MD in x's type; `tiles` of wi and wo."""
   multiply = functools.partial(grouped_matmul, group_sizes_G=group_sizes_G, backend=backend)

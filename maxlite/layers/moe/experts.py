@@ -52,12 +52,12 @@ class ExpertMlp(NamedTuple):
     return self.backend not in WITHOUT_VMA
 
   def __call__(
-    self, x_MD: jax.Array, weight_M: jax.Array, weights: ExpertWeights, group_sizes_E: jax.Array
+    self, x_M: jax.Array, weight_M: jax.Array, weights: ExpertWeights, group_sizes_E: jax.Array
   ) -> jax.Array:
-    """y_MD of rows sorted by expert, times each row's weight; zero past the last group."""
+    """y_M of rows sorted by expert, times each row's weight; undefined past the last group."""
     tiles = self.cfg.tiles
     return grouped_mlp(
-      x_MD,
+      x_M,
       weight_M,
       weights.wi_EDF,
       weights.wo_EFD,

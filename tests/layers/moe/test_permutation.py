@@ -77,12 +77,12 @@ def test_values_and_gradients_equal_plain_indexing(routing, num_rows):
     x_TD, y_MD, weight_TK = draw((NUM_TOKENS, DIM), 0), draw((num_rows, DIM), 1), draw((12, 2), 2)
     x_MD, pull_back = jax.vjp(lambda x: permute(x, permutation), x_TD)
     plain_x_MD, plain_pull_back = jax.vjp(lambda x: plain_permute(x, expert_A, num_rows), x_TD)
-    np.testing.assert_array_equal(x_MD, plain_x_MD)
+    np.testing.assert_array_equal(x_MD[: order.size], plain_x_MD[: order.size])
     np.testing.assert_allclose(pull_back(y_MD)[0], plain_pull_back(y_MD)[0], atol=1e-14)
 
     y_TD, pull_back = jax.vjp(lambda y: unpermute(y, permutation), y_MD)
     np.testing.assert_allclose(y_TD, plain_pull_back(y_MD)[0], atol=1e-14)
-    np.testing.assert_array_equal(pull_back(x_TD)[0], plain_x_MD)
+    np.testing.assert_array_equal(pull_back(x_TD)[0][: order.size], plain_x_MD[: order.size])
 
     weight_M, pull_back = jax.vjp(lambda w: permute_weights(w, permutation), weight_TK)
     np.testing.assert_array_equal(weight_M[: order.size], weight_TK.reshape(-1)[order])

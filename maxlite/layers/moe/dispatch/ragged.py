@@ -29,19 +29,23 @@ def apply_experts(
 def _apply_shard(mlp: ExpertMlp, x_TD, expert_TK, weight_TK, weights) -> tuple:
   cfg, sharder = mlp.cfg, mlp.sharder
   order, counts_E = sort_by_expert(expert_TK, cfg.num_experts, expert_TK.size)
-  x_AD, weight_A = permute(x_TD, order), permute_weights(weight_TK, order)
+  weight_A = permute_weights(weight_TK, order)
   if sharder.num_shards("exp") == 1:
-    return unpermute(mlp(x_AD, weight_A, weights, counts_E), order), jnp.zeros_like(counts_E[0])
+    y_AD = mlp(permute(x_TD, order), weight_A, weights, counts_E)
+    return unpermute(y_AD, order), jnp.zeros_like(counts_E[0])
+  x_T = x_TD.reshape(len(x_TD), *all_to_all.row_shape(x_TD.shape[1]))
   plan = all_to_all.plan_dispatch(
     counts_E,
     sharder.mesh_axes("exp"),
     num_sent=expert_TK.size,
     num_received=buffer_rows(cfg, *expert_TK.shape, sharder.num_shards("exp")),
+    may_drop=cfg.ragged_buffer_factor > 0,
   )
   plan = jax.tree.map(lambda x: checkpoint_name(x, "moe_route"), plan)
-  x_MD = checkpoint_name(all_to_all.dispatch(x_AD, plan), "moe_rows")
-  y_MD = mlp(x_MD, all_to_all.dispatch(weight_A, plan), weights, plan.group_sizes_e)
-  return unpermute(all_to_all.combine(y_MD, plan), order), plan.num_dropped
+  x_M = checkpoint_name(all_to_all.dispatch(permute(x_T, order), plan), "moe_rows")
+  y_M = mlp(x_M, all_to_all.dispatch(weight_A, plan), weights, plan.group_sizes_e)
+  y_T = unpermute(all_to_all.combine(y_M, plan), order)
+  return y_T.reshape(x_TD.shape), plan.num_dropped
 
 
 def buffer_rows(cfg: MoeConfig, num_tokens: int, num_chosen: int, num_shards: int) -> int:
