@@ -6,11 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlite.planning.hlo import Computation, Instruction, Module
-from maxlite.planning.kernel_cost import kernel_cost
+from maxlite.planning.kernel_cost import is_kernel, kernel_cost
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)')
 _GEMMS = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul)')
-_KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla[^"]*)"')
 _ALLOCATION = re.compile(r'custom_call_target="(?:AllocateBuffer|CreateBuffer)"')
 # No cost: the result is an operand, or is counted elsewhere.
 _FREE = re.compile(
@@ -66,7 +65,7 @@ def _flops(instruction: Instruction, filled: dict[int, float]) -> float | None:
       return cost.flops * _share_of_kernel(instruction, filled)
     if _GEMMS.search(instruction.attributes):
       return _dot_flops(instruction)
-    if _KERNELS.search(instruction.attributes) and len(instruction.operands) > 1:
+    if is_kernel(instruction) and len(instruction.operands) > 1:
       return None
   return 0.0
 

@@ -7,6 +7,7 @@ from maxlite.kernels.stated_cost import StatedCost, parse_stated_cost
 from maxlite.planning.hlo import Instruction
 
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
+_KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla[^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 # Products of a block of queries with a block of keys: how many sum over, or produce, the channels
@@ -14,9 +15,14 @@ _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
 
 
+def is_kernel(instruction: Instruction) -> bool:
+  """Whether the instruction calls a Pallas kernel."""
+  return instruction.opcode == "custom-call" and bool(_KERNELS.search(instruction.attributes))
+
+
 def kernel_cost(instruction: Instruction) -> StatedCost | None:
   """The cost of a kernel's call; None if it is unknown or `instruction` is not such a call."""
-  if instruction.opcode != "custom-call":
+  if not is_kernel(instruction):
     return None
   op_name = _OP_NAME.search(instruction.attributes)
   if cost := parse_stated_cost(op_name[1] if op_name else ""):

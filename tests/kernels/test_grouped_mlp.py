@@ -165,7 +165,7 @@ def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit):
   params = tuple(draw(dim, hidden) for _ in names), draw(hidden, dim)
   x_MD, dy_MD = (rng.normal(size=(NUM_ROWS, dim)).astype(dtype) for _ in range(2))
   weight_M = rng.normal(size=NUM_ROWS).astype(np.float32)
-  for sizes in (ROUTINGS["skewed"], ROUTINGS["no_rows_used"]):
+  for sizes in (ROUTINGS["tail"], ROUTINGS["no_rows_used"]):
     for array in (x_MD, dy_MD, weight_M):
       array[sum(sizes) :] = np.nan
     x_M, dy_M = (array.reshape(-1, *row_shape) for array in (x_MD, dy_MD))

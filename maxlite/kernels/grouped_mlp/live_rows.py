@@ -21,8 +21,9 @@ _BLOCK_BYTES = 4 * 2**20
 
 def map_live_rows(
   function: Callable[..., tuple[jax.Array, ...]],
-  num_live: jax.Array,
   *rows: jax.Array,
+  num_live: jax.Array,
+  in_place: int = 0,
   interpret: bool = False,
 ) -> Sequence[jax.Array]:
   """The results of `function` on the first `num_live` rows; the others are undefined.
@@ -31,8 +32,9 @@ def map_live_rows(
     function: maps arrays [m, ...] to a tuple of arrays [m, ...]. It is applied to blocks of rows,
       the last of which may have undefined rows, so a row of its results must depend on the same row
       of its operands only.
-    num_live: scalar int32.
     rows: arrays [M, ...] of at least two dimensions.
+    num_live: scalar int32.
+    in_place: number of leading operands whose memory the leading results take.
   """
   num_rows = rows[0].shape[0]
   shapes = jax.eval_shape(function, *rows)
@@ -54,6 +56,7 @@ def map_live_rows(
     grid=(ceil_div(num_live, block),),
     in_specs=[spec(array) for array in rows],
     out_specs=tuple(map(spec, shapes)),
+    input_output_aliases={i: i for i in range(in_place)},
     interpret=interpret,
   )
   with stated_cost(StatedCost(0, num_rows * row_bytes)):

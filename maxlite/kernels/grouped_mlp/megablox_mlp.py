@@ -43,7 +43,7 @@ def _forward(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, in
   up_MF = tuple(checkpoint_name(multiply(x_MD, w, tile=wi_tiles.fwd), "mlpwi") for w in wi_GDF)
   (h_MF,) = over_rows(functools.partial(_hidden, activation), weight_M[:, None], *up_MF)
   y_MD = multiply(h_MF, wo_GFD, tile=wo_tiles.fwd)
-  y_M = y_MD if x_M.ndim == 2 else over_rows(functools.partial(_sum, x_M.shape[1:]), y_MD)[0]
+  y_M = y_MD if x_M.ndim == 2 else over_rows(_sum_as(x_M.shape), y_MD)[0]
   # `jax.checkpoint` rounds, and so copies, a value that is both used and saved. The results of the
   # barriers are only saved.
   x_MD, *up_MF = map(jax.lax.optimization_barrier, (x_MD, *up_MF))
@@ -61,11 +61,12 @@ def _backward(activation, tiles, interpret, residuals, dy_M) -> tuple:
   dy_MD = dy_M if dy_M.ndim == 2 else over_rows(_flat, dy_M)[0]
   dh_MF = multiply(dy_MD, wo_GFD, tile=_swapped(wo_tiles.dlhs), transpose=True)
   gradients = functools.partial(_hidden_gradients, activation)
-  h_MF, dweight_M1, *dup_MF = over_rows(gradients, dh_MF, weight_M[:, None], *up_MF)
+  operands = dh_MF, weight_M[:, None], *up_MF
+  h_MF, dweight_M1, *dup_MF = over_rows(gradients, *operands, in_place=len(operands))
   dwo_GFD = sum_outer_products(h_MF, dy_MD, dtype=wo_GFD.dtype, tile=wo_tiles.drhs)
   tile = _swapped(wi_tiles.dlhs)
   dx_MD = [multiply(d, w, tile=tile, transpose=True) for d, w in zip(dup_MF, wi_GDF, strict=True)]
-  (dx_M,) = over_rows(functools.partial(_sum, dy_M.shape[1:]), *dx_MD)
+  (dx_M,) = over_rows(_sum_as(dy_M.shape), *dx_MD)
   dwi_GDF = tuple(
     sum_outer_products(x_MD, d_MF, dtype=wi_GDF[0].dtype, tile=wi_tiles.drhs) for d_MF in dup_MF
   )
@@ -77,7 +78,7 @@ grouped_mlp.defvjp(_forward, _backward)
 
 def _over_live_rows(group_sizes_G: jax.Array, interpret: bool) -> Callable[..., tuple]:
   num_live = jnp.sum(group_sizes_G, dtype=jnp.int32)
-  return lambda function, *rows: map_live_rows(function, num_live, *rows, interpret=interpret)
+  return functools.partial(map_live_rows, num_live=num_live, interpret=interpret)
 
 
 def _fitted(tiles: tuple[Tiles, Tiles], x_MD, wi_GDF, wo_GFD) -> tuple[Tiles, Tiles]:
@@ -95,10 +96,15 @@ def _flat(x_m: jax.Array) -> tuple[jax.Array]:
   return (x_m.reshape(x_m.shape[0], -1),)
 
 
-def _sum(row_shape: tuple[int, ...], *terms: jax.Array) -> tuple[jax.Array]:
-  dtype = terms[0].dtype
-  total = sum(term.astype(accumulator_dtype(dtype)) for term in terms)
-  return (total.astype(dtype).reshape(-1, *row_shape),)
+def _sum_as(shape: tuple[int, ...]) -> Callable[..., tuple[jax.Array]]:
+  """A function of rows that returns their sum in the form of rows of an array of this shape."""
+
+  def add(*terms: jax.Array) -> tuple[jax.Array]:
+    dtype = terms[0].dtype
+    total = sum(term.astype(accumulator_dtype(dtype)) for term in terms)
+    return (total.astype(dtype).reshape(-1, *shape[1:]),)
+
+  return add
 
 
 def _hidden(activation, weight_m1, *up_mF) -> tuple[jax.Array]:
