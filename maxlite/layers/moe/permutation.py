@@ -51,10 +51,7 @@ def invert(row_A: jax.Array, num_rows: int) -> jax.Array:
 
 @jax.custom_vjp
 def permute(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
-  """x_MD: each token's row, once per assignment; rows without an assignment are undefined.
-
-  A token's row may have any shape, here and in `unpermute`.
-  """
+  """x_MD: each token's row, of any shape, once per assignment; rows without one are undefined."""
   token_M = permutation.assignment_M // permutation.row_TK.shape[1]
   return jnp.take(x_TD, token_M, axis=0, mode="clip")
 
@@ -62,12 +59,10 @@ def permute(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
 @jax.custom_vjp
 def unpermute(y_MD: jax.Array, permutation: Permutation) -> jax.Array:
   """y_TD: the sum of each token's rows, accumulated in float32."""
-  row_KT = permutation.row_TK.T  # XLA:TPU splits the leading axis of gathered rows without a copy
-  y_KTD = jnp.take(y_MD, row_KT.reshape(-1), axis=0, mode="clip")
-  y_KTD = y_KTD.reshape(*row_KT.shape, *y_MD.shape[1:])
-  has_row_KT = jnp.expand_dims(row_KT < y_MD.shape[0], range(2, y_KTD.ndim))
+  row_KT = permutation.row_TK.T  # in the order [T, K], XLA:TPU copies the gathered rows
+  y_KTD = jnp.take(y_MD, row_KT, axis=0, mode="fill", fill_value=0)
   accumulator = accumulator_dtype(y_MD.dtype)
-  return jnp.sum(jnp.where(has_row_KT, y_KTD, 0), axis=0, dtype=accumulator).astype(y_MD.dtype)
+  return jnp.sum(y_KTD, axis=0, dtype=accumulator).astype(y_MD.dtype)
 
 
 permute.defvjp(

@@ -44,8 +44,7 @@ def _apply_shard(mlp: ExpertMlp, x_TD, expert_TK, weight_TK, weights) -> tuple:
   plan = jax.tree.map(lambda x: checkpoint_name(x, "moe_route"), plan)
   x_M = checkpoint_name(all_to_all.dispatch(permute(x_T, order), plan), "moe_rows")
   y_M = mlp(x_M, all_to_all.dispatch(weight_A, plan), weights, plan.group_sizes_e)
-  y_T = unpermute(all_to_all.combine(y_M, plan), order)
-  return y_T.reshape(x_TD.shape), plan.num_dropped
+  return unpermute(all_to_all.combine(y_M, plan), order).reshape(x_TD.shape), plan.num_dropped
 
 
 def buffer_rows(cfg: MoeConfig, num_tokens: int, num_chosen: int, num_shards: int) -> int:
