@@ -83,8 +83,5 @@ def permute_weights(weight_TK: jax.Array, permutation: Permutation) -> jax.Array
 
 permute_weights.defvjp(
   lambda weight_TK, permutation: (permute_weights(weight_TK, permutation), permutation),
-  lambda permutation, dw_M: (
-    jnp.take(dw_M, permutation.row_TK, mode="fill", fill_value=0),
-    None,
-  ),
+  lambda permutation, dw_M: (jnp.take(dw_M, permutation.row_TK, mode="fill", fill_value=0), None),
 )
