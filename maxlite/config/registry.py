@@ -32,6 +32,11 @@ def _registry(template: str, *names: str) -> Registry:
 SOURCES = _registry(
   "maxlite.data.sources:{}_source", "synthetic", "text", "jsonl", "parquet", "chat"
 )
+# packing_strategy -> (Tokens, row length, seed of the order or None) -> PackedRows
+PACKING_STRATEGIES = Registry(
+  concatenate="maxlite.data.packing:PackedDocuments",
+  best_fit="maxlite.data.best_fit:BestFitDocuments",
+)
 # data_sampling -> (number of rows, seed) -> order of one epoch
 ROW_ORDERS = Registry(
   shuffle="maxlite.data.sampler:shuffled_order", bootstrap="maxlite.data.sampler:BootstrapOrder"

@@ -48,7 +48,15 @@ def pad_row(tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray, size: 
   return row
 
 
-def _ordered_documents(tokens: Tokens, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+class PackedRows(RowSource, Protocol):
+  """Rows of several documents, which may be cut."""
+
+  @property
+  def num_cut(self) -> int:
+    """Documents that are in more than one row or piece."""
+
+
+def ordered_documents(tokens: Tokens, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
   """(offset in the file, length) of each document, shuffled once unless `seed` is None."""
   order = np.arange(len(tokens.lengths))
   if seed is not None:
@@ -73,11 +81,17 @@ class PackedDocuments:
   """
 
   def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None) -> None:
-    self._offsets, lengths = _ordered_documents(tokens, order_seed)
+    self._offsets, lengths = ordered_documents(tokens, order_seed)
     self._starts = np.zeros(len(lengths) + 1, np.int64)  # of each document in the concatenation
     np.cumsum(lengths, out=self._starts[1:])
     self._file, self._row_length = TokenFile(tokens), row_length
     self.identity = _identity(tokens, self._offsets)
+
+  @property
+  def num_cut(self) -> int:
+    """Documents that are in more than one row."""
+    starts = self._starts
+    return int((starts[:-1] // self._row_length < (starts[1:] - 1) // self._row_length).sum())
 
   @property
   def num_tokens(self) -> int:
@@ -104,21 +118,27 @@ class PackedDocuments:
     return pad_row(ids[: last - first], targets, end - begin, self._row_length)
 
 
-class PackedConversations:
-  """Row i is whole documents of at most T + 1 ids, never cut, in a fixed order.
+class PackedPieces:
+  """Row i is the pieces of documents that `row_of` assigns to it, each a segment.
 
-  With `packing` a row holds several documents, otherwise one. A target has weight if its
-  LOSS_MASK_BIT is set. A document's last id is only a target. Memory: 24 bytes per document.
-  Without `packing`, `document_N` is the document of each row.
+  A piece has at most T + 1 ids, of which the last is only a target. If `masked`, a target has
+  weight if its LOSS_MASK_BIT is set. Memory: 24 bytes per piece.
   """
 
-  def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None, *, packing: bool):
-    offsets, lengths = _ordered_documents(tokens, order_seed)
-    row_of = first_fit(lengths - 1, row_length) if packing else np.arange(len(lengths))
+  def __init__(
+    self,
+    tokens: Tokens,
+    row_length: int,
+    offsets: np.ndarray,
+    lengths: np.ndarray,
+    row_of: np.ndarray,
+    *,
+    masked: bool,
+  ) -> None:
     by_row = np.argsort(row_of, kind="stable")
     self._offsets, self._lengths = offsets[by_row], lengths[by_row]
     self._bounds = np.searchsorted(row_of[by_row], np.arange(row_of.max(initial=-1) + 2))
-    self._file, self._row_length = TokenFile(tokens), row_length
+    self._file, self._row_length, self._masked = TokenFile(tokens), row_length, masked
     self.identity = _identity(tokens, self._offsets, self._bounds)
 
   def __len__(self) -> int:
@@ -128,10 +148,6 @@ class PackedConversations:
   def num_tokens(self) -> int:
     return int((self._lengths - 1).sum())
 
-  @property
-  def document_N(self) -> np.ndarray:
-    return np.arange(len(self))
-
   def __getitem__(self, index: int) -> Row:
     documents = slice(*self._bounds[index : index + 2].tolist())
     offsets, lengths = self._offsets[documents], self._lengths[documents]
@@ -140,8 +156,26 @@ class PackedConversations:
     targets = np.concatenate([ids[1:] for ids in read])
     unmasked = lambda ids: (ids & ~LOSS_MASK_BIT).astype(np.int32)
     row = pad_row(unmasked(inputs), unmasked(targets), lengths - 1, self._row_length)
-    row["weight_BT"][: len(targets)] = targets & LOSS_MASK_BIT > 0
+    if self._masked:
+      row["weight_BT"][: len(targets)] = targets & LOSS_MASK_BIT > 0
     return row
+
+
+class PackedConversations(PackedPieces):
+  """Row i is whole documents of at most T + 1 ids, never cut, in a fixed order.
+
+  With `packing` a row holds several documents, otherwise one. Without, `document_N` is the document
+  of each row.
+  """
+
+  def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None, *, packing: bool):
+    offsets, lengths = ordered_documents(tokens, order_seed)
+    row_of = first_fit(lengths - 1, row_length) if packing else np.arange(len(lengths))
+    super().__init__(tokens, row_length, offsets, lengths, row_of, masked=True)
+
+  @property
+  def document_N(self) -> np.ndarray:
+    return np.arange(len(self))
 
 
 def first_fit(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -172,7 +206,7 @@ class DocumentWindows:
   """
 
   def __init__(self, tokens: Tokens, row_length: int) -> None:
-    self._offsets, self._lengths = _ordered_documents(tokens, None)
+    self._offsets, self._lengths = ordered_documents(tokens, None)
     num_windows = -(-(self._lengths - 1) // row_length)
     self.document_N = np.repeat(np.arange(len(num_windows)), num_windows)
     self._first = np.cumsum(num_windows) - num_windows  # window of each document

@@ -23,6 +23,7 @@ KINDS = {
   "attention": (tables.ATTENTION_BACKENDS, "reference"),
   "grouped_matmul": (tables.GROUPED_MATMUL_BACKENDS, "ragged_dot"),
   "source": (tables.SOURCES, "text"),
+  "packing": (tables.PACKING_STRATEGIES, "concatenate"),
   "tokenizer": (tables.TOKENIZERS, "byte"),
   "optimizer": (tables.OPTIMIZERS, "lion"),
   "schedule": (tables.SCHEDULES, "constant"),
@@ -63,7 +64,7 @@ def trained(registered, tmp_path_factory):
   folder = tmp_path_factory.mktemp("toys")
   (folder / "data.txt").write_text("".join(f"line {n} of some text\n" for n in range(400)))
   keys = ["decoder_block", "router", "attention", "grouped_matmul"]
-  keys += ["dataset_type", "tokenizer_type", "opt_type", "lr_schedule_type"]
+  keys += ["dataset_type", "packing_strategy", "tokenizer_type", "opt_type", "lr_schedule_type"]
   argv = [
     *(f"{key}=toy" for key in keys),
     "phases=[{name: all, train: .*, steps: 1, loss: toy}]",

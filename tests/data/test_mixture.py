@@ -225,6 +225,22 @@ def test_a_mixture_whose_past_changes_does_not_resume(tmp_path, changed, why):
     resumed.restore(stream.state())
 
 
+def test_best_fit_rows_resume_and_do_not_change_the_held_out_rows(tmp_path):
+  concatenated = config(tmp_path, *AB)
+  cfg = dataclasses.replace(concatenated, packing_strategy="best_fit")
+  stream = open_part(tmp_path, cfg).train_stream()
+  taken(stream, 6)
+  state, following = json.loads(json.dumps(stream.state())), taken(stream, 6)
+  resumed = open_part(tmp_path, cfg).train_stream()
+  resumed.restore(state)
+  assert_same(taken(resumed, 6), following)
+  one, other = (open_part(tmp_path, each) for each in (concatenated, cfg))
+  assert_same(list(one.eval_batches()), list(other.eval_batches()))
+  assert "best_fit: " in other.source.parts["a"].summary
+  with pytest.raises(ValueError, match="other data of a, b"):
+    one.train_stream().restore(state)
+
+
 def test_a_source_with_other_files_does_not_resume(tmp_path):
   stream = open_part(tmp_path, config(tmp_path, *AB)).train_stream()
   taken(stream, 2)

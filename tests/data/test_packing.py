@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxlite.data.best_fit import BestFitDocuments, best_fit
 from maxlite.data.packing import PackedDocuments
 from maxlite.data.token_cache import Tokens
 
@@ -106,3 +107,55 @@ def test_a_truncated_file_is_an_error(tmp_path):
   (tmp_path / "train.bin").write_bytes(b"1234")
   with pytest.raises(ValueError, match="cut short"):
     rows[3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  lengths=st.lists(st.integers(2, 40), min_size=1, max_size=30),
+  row_length=st.integers(1, 17),
+  order_seed=st.sampled_from([None, 0]),
+)
+def test_best_fit_keeps_what_fits_whole_and_every_target_once(
+  tmp_path_factory, lengths, row_length, order_seed
+):
+  rows = BestFitDocuments(store(tmp_path_factory.mktemp("rows"), lengths), row_length, order_seed)
+  assert rows.num_cut == sum(length > row_length + 1 for length in lengths)
+  targets, starts = [], {0, *(np.cumsum(lengths) + 1)}
+  document = np.repeat(np.arange(len(lengths)), lengths)
+  for row in read(rows):
+    has_target = row["weight_BT"] > 0
+    inputs, own = row["tokens_BT"][has_target], row["targets_BT"][has_target]
+    assert (has_target == (row["segment_BT"] > 0)).all()
+    assert (own == inputs + 1).all()
+    assert not starts & set(own.tolist())
+    targets += own.tolist()
+    for segment in range(1, row["segment_BT"].max() + 1):
+      ids = row["tokens_BT"][row["segment_BT"] == segment]
+      length = lengths[document[ids[0] - 1]]
+      assert len(ids) == length - 1 or length > row_length + 1
+  assert sorted(targets) == sorted(set(range(2, sum(lengths) + 1)) - starts)
+  assert rows.num_tokens == len(targets)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
+  window=st.sampled_from([1, 7, 1000]),
+)
+def test_best_fit_fills_rows_within_windows(lengths, window):
+  rows = best_fit(np.array(lengths), 20, window)
+  filled = np.bincount(rows, lengths)
+  assert filled.max() <= 20
+  assert list(dict.fromkeys(rows.tolist())) == list(range(len(filled)))
+  for first in range(0, len(lengths), window):
+    own = set(rows[first : first + window])
+    assert not own & set(rows[first + window :])
+    assert len(own) == 1 or sum(sorted(filled[list(own)])[:2]) > 20  # else one row would do
+
+
+def test_best_fit_pads_little_and_cuts_few(tmp_path):
+  lengths = np.random.default_rng(0).geometric(1 / 30, 2000) + 1
+  tokens = store(tmp_path, lengths.tolist(), np.uint32)
+  whole, cut = BestFitDocuments(tokens, 128, 0), PackedDocuments(tokens, 128, 0)
+  assert whole.num_tokens / (len(whole) * 128) > 0.99
+  assert whole.num_cut < 0.1 * cut.num_cut

@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field, model_field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import ROW_ORDERS, SOURCES, TOKENIZERS
+from maxlite.config.registry import PACKING_STRATEGIES, ROW_ORDERS, SOURCES, TOKENIZERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,12 @@ class DataConfig:
   tokenizer_path: str = model_field("", "tokenizer.json or SentencePiece model file.")
   chat_template_path: str = field(
     "", "Jinja2 template of conversations; empty: the tokenizer's own."
+  )
+  packing_strategy: str = field(
+    "concatenate",
+    "Rows of text: documents one after the other, cut at the ends of rows; or `best_fit`, whole "
+    "documents where they fit, with padding. Held-out rows are always concatenated.",
+    choices=PACKING_STRATEGIES,
   )
   packing: bool = field(True, "Pack conversations of dataset_type=chat; false: one per row.")
   token_cache_directory: str = field("", "Tokenized data; empty: base_output_directory/.tokens.")

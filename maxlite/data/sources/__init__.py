@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from maxlite.config.errors import UserError
+from maxlite.config.registry import PACKING_STRATEGIES
 from maxlite.config.schema import DataConfig
 from maxlite.data.packing import (
   DocumentRows,
   DocumentWindows,
   PackedConversations,
   PackedDocuments,
+  PackedRows,
   RowSource,
 )
 from maxlite.data.sources.bad_rows import build_reject
@@ -24,7 +26,13 @@ from maxlite.data.sources.parquet import parquet_documents
 from maxlite.data.sources.synthetic import SyntheticRows
 from maxlite.data.sources.text import text_documents
 from maxlite.data.split import Reader
-from maxlite.data.token_cache import DocumentTokenizer, TextTokenizer, TokenizedData, open_tokens
+from maxlite.data.token_cache import (
+  DocumentTokenizer,
+  TextTokenizer,
+  TokenizedData,
+  Tokens,
+  open_tokens,
+)
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 _SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
@@ -69,8 +77,19 @@ def _text_source(
   text = TextTokenizer(tokenizer)
   read = functools.partial(read, reject=build_reject(cfg.on_bad_row, text.counts))
   data = _open_tokens(read, suffix, cfg, text, cache_directory)
-  rows = lambda tokens, seed: PackedDocuments(tokens, length, seed)
-  return _source(cfg, data, rows, DocumentWindows(data.eval, length), tokenizer, "documents")
+  packed = PACKING_STRATEGIES[cfg.packing_strategy](data.train, length, _order_seed(cfg))
+  # Held-out rows do not depend on the strategy, so that losses are comparable.
+  held_out = PackedDocuments(data.eval, length, None)
+  documents = DocumentWindows(data.eval, length)
+  source = _source(data, packed, held_out, documents, tokenizer, "documents")
+  note = f"; {cfg.packing_strategy}: {_describe_packing(packed, data.train, length)}"
+  return dataclasses.replace(source, summary=source.summary + note)
+
+
+def _describe_packing(rows: PackedRows, tokens: Tokens, row_length: int) -> str:
+  padding = 1 - rows.num_tokens / max(len(rows) * row_length, 1)
+  cut = rows.num_cut / max(len(tokens.lengths), 1)
+  return f"{padding:.2%} padding, {cut:.2%} of the documents cut"
 
 
 def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
@@ -84,9 +103,10 @@ def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Data
   conversations = ConversationTokenizer(chat, length + 1, cfg.on_bad_row)
   read = functools.partial(chat_documents, reject=conversations.reject)
   data = _open_tokens(read, ".jsonl", cfg, conversations, cache_directory)
-  rows = lambda tokens, seed: PackedConversations(tokens, length, seed, packing=cfg.packing)
+  pack = functools.partial(PackedConversations, row_length=length, packing=cfg.packing)
+  train, held_out = pack(data.train, order_seed=_order_seed(cfg)), pack(data.eval, order_seed=None)
   one_per_row = PackedConversations(data.eval, length, None, packing=False)
-  return _source(cfg, data, rows, one_per_row, tokenizer, "conversations")
+  return _source(data, train, held_out, one_per_row, tokenizer, "conversations")
 
 
 def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
@@ -116,21 +136,22 @@ def _open_tokens(
   return dataclasses.replace(data, files=report)
 
 
+def _order_seed(cfg: DataConfig) -> int | None:
+  return cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
+
+
 def _source(
-  cfg: DataConfig,
   data: TokenizedData,
-  rows: Callable[..., RowSource],  # (tokens, seed of the order)
+  train: RowSource,
+  held_out: RowSource,  # in the order of the files, so that runs are compared on the same rows
   documents: DocumentRows,
   tokenizer: Tokenizer,
   unit: str,
 ) -> DataSource:
-  seed = cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
-  train, summary = rows(data.train, seed), _summary(data, unit)
-  source = DataSource(train, None, tokenizer.num_bytes_V, summary, None, data.files)
+  source = DataSource(train, None, tokenizer.num_bytes_V, _summary(data, unit), None, data.files)
   if not len(data.eval.lengths):
     return source
-  # Held-out documents keep the order of the files, so that runs are compared on the same rows.
-  return dataclasses.replace(source, eval=rows(data.eval, None), documents=documents)
+  return dataclasses.replace(source, eval=held_out, documents=documents)
 
 
 def _summary(data: TokenizedData, unit: str) -> str:
