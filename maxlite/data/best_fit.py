@@ -7,8 +7,8 @@ import numpy as np
 from maxlite.data.packing import PackedPieces, ordered_documents
 from maxlite.data.token_cache import Tokens
 
-# Documents that are packed together, which bounds the open rows in memory. Fewer leave more padding:
-# docs/data.md has measurements.
+# Documents that are packed together, which bounds the open rows in memory. Fewer leave more padding
+# (measured in docs/data.md).
 WINDOW = 8192
 
 
