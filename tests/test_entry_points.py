@@ -53,9 +53,9 @@ def open_process(*command, **environment):
 
 
 def finish(process):
-  """(exit code, stdout, stderr)."""
+  """(exit code, stdout, stderr without reports of long waits)."""
   out, err = process.communicate()
-  return process.returncode, out, err
+  return process.returncode, out, re.sub(r".+ \.\.\. \d+ s\n", "", err)
 
 
 def maxlite(program, *argv):
@@ -130,6 +130,25 @@ def test_help_and_errors_do_not_import_jax(program):
   assert "stepz" in errors[0]
   assert "steps" in errors[0]
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
+
+
+@pytest.mark.parametrize("program", ["train", "generate", "convert"])
+def test_an_interrupt_during_imports_is_one_line(program, tmp_path):
+  """Here JAX is a module that gets the signal, which its import converts to an ImportError."""
+  (tmp_path / "jax.py").write_text(
+    "import os, signal\ntry:\n  os.kill(os.getpid(), signal.SIGINT)\n  signal.pause()\n"
+    "except KeyboardInterrupt as error:\n  raise ImportError('initialization failed') from error\n"
+  )
+  keys = [f"base_output_directory={tmp_path}", "run_name=run"]
+  save_resolved(load_config(keys), tmp_path / "run" / "config.yml")
+  (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+  command = ["from_hf", tmp_path] if program == "convert" else []
+  path = os.pathsep.join([str(tmp_path), str(ROOT)])
+  arguments = ["-m", f"maxlite.{program}", *command, *keys]
+  assert finish(open_process(*arguments, PYTHONPATH=path))[1:] == (
+    "",
+    f"maxlite.{program}: interrupted\n",
+  )
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import sys
 from collections.abc import Iterator
+from types import TracebackType
 
 _OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
@@ -28,3 +29,18 @@ def exit_on_user_error(program: str) -> Iterator[None]:
     return
   sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
   raise SystemExit(2)
+
+
+def exit_on_interrupt(program: str) -> None:
+  """Have the process of an entry point end in one line on Ctrl-C, also during imports."""
+
+  def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    cause: BaseException | None = error
+    while cause and not isinstance(cause, KeyboardInterrupt):  # an import may convert it
+      cause = cause.__cause__ or cause.__context__
+    if cause:
+      sys.stderr.write(f"{program}: interrupted\n")
+    else:
+      sys.__excepthook__(kind, error, trace)
+
+  sys.excepthook = report

@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
-from maxlite.config.errors import exit_on_user_error
+from maxlite.config.errors import exit_on_interrupt, exit_on_user_error
 from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
@@ -39,9 +39,9 @@ def main_config(
   argv: Sequence[str], program: str, *, needs_data: bool = True, usage: str = USAGE
 ) -> Config:
   """`load_config` for entry points: exits with 0 after `--help`, with 2 on a user error."""
+  exit_on_interrupt(program)
   with exit_on_user_error(program):
-    line = CommandLine.split(argv)
-    if line.help is not None:
+    if (line := CommandLine.split(argv)).help is not None:
       sys.stdout.write(help_text(program, line.help, usage))
       raise SystemExit(0)
     return _resolve(line, DEFAULTS, needs_data)

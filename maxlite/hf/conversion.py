@@ -36,6 +36,7 @@ from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
+from maxlite.metrics.waits import report_wait
 from maxlite.training.saved_run import config_of_run, run_folder
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
@@ -43,7 +44,9 @@ TOKENIZER = ("tokenizer_type", "tokenizer_path")
 
 def run_conversion(command: str, folder: str, argv: Sequence[str]) -> int:
   """Run a command of convert.USAGE and print a line about the result."""
-  sys.stdout.write(f"{COMMANDS[command](folder, argv)}\n")
+  with report_wait(f"converting ({command})"):
+    line = COMMANDS[command](folder, argv)
+  sys.stdout.write(f"{line}\n")
   return 0
 
 

@@ -19,6 +19,7 @@ from maxlite.config.errors import UserError
 from maxlite.inference.sampling import BatchSamplingParams, SamplingParams, log_probs, sample
 from maxlite.inference.speculative import keys_at, propose, verify
 from maxlite.layers import cache
+from maxlite.metrics.waits import report_wait
 from maxlite.models.decoder import Decoder
 
 NO_TOKEN = -1  # padding in the output of rows that have finished
@@ -188,7 +189,9 @@ class Engine:
       start = time.perf_counter()
       replicated = self._model.sharder.sharding(())
       jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._shardings, replicated))
-      self._programs[name] = jitted.lower(self._params, self._state, *args).compile()
+      what = "a decode step" if name == "step" else f"prefill of {name} tokens"
+      with report_wait(f"compiling {what}"):
+        self._programs[name] = jitted.lower(self._params, self._state, *args).compile()
       self.compile_seconds += time.perf_counter() - start
     return self._programs[name]
 

@@ -13,6 +13,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.plots.timeline import timeline_lines
+from maxlite.metrics.waits import report_wait
 from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo import Module, parse
@@ -70,7 +71,10 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
     jax.errors.JaxRuntimeError: compilation failed, such as for lack of memory.
   """
   start = time.perf_counter()
-  program = trainer.lower_step(phase).compile()
+  with report_wait("tracing the training step"):
+    lowered = trainer.lower_step(phase)
+  with report_wait("compiling the training step"):
+    program = lowered.compile()
   seconds = time.perf_counter() - start
   text = program.as_text()
   if save_hlo:

@@ -14,6 +14,7 @@ from maxlite.config import Config, exit_on_user_error
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader
 from maxlite.metrics.step_row import bits_per_byte
+from maxlite.metrics.waits import report_wait
 from maxlite.training.document_loss import document_losses, loss_row
 from maxlite.training.open_run import open_trainer_data, open_weights
 from maxlite.training.saved_run import config_of_run, run_folder
@@ -29,10 +30,11 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
     data = open_trainer_data(trainer)
     batches = data.eval_batches_by_source(cfg.observe.eval_steps)
   eval_step = trainer.eval_step(data.source.num_bytes_V)
-  result = evaluate(trainer, eval_step, params, batches, averages)
+  with report_wait("compiling the evaluation step, and evaluating"):
+    result = evaluate(trainer, eval_step, params, batches, averages)
   sums_DX = None
   if cfg.observe.eval_documents:
-    with exit_on_user_error("maxlite.evaluate"):
+    with exit_on_user_error("maxlite.evaluate"), report_wait("evaluating documents"):
       sums_DX = document_losses(trainer, params, data, averages)
   if jax.process_index() == 0:
     folder = run_folder(cfg)

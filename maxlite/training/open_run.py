@@ -1,6 +1,5 @@
 """The parts of a run: its folder, data, checkpoints, writers, and trained parameters."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import process_0_first
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
+from maxlite.metrics.waits import print_to_stderr, report_wait
 from maxlite.metrics.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
 from maxlite.training.objective import Objective
 from maxlite.training.saved_run import run_folder
@@ -134,9 +134,9 @@ def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
   enable_compilation_cache(cfg.run.jax_cache_dir)
   trainer = build_trainer(cfg)
   trainer.check_devices()
-  report = lambda line: sys.stderr.write(f"{line}\n")
-  checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=report)
+  checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=print_to_stderr)
   state = trainer.abstract_state
   ema = {} if state.ema is None else {"ema": state.ema}
-  parts, step = checkpoints.restore_parts({"params": state.params} | ema)
+  with report_wait("reading the checkpoint"):
+    parts, step = checkpoints.restore_parts({"params": state.params} | ema)
   return trainer, parts["params"], averaged_params(state.replace(**parts)), step
