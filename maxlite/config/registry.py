@@ -69,6 +69,10 @@ ATTENTION_BACKENDS = _registry(
   "maxlite.kernels.attention.{}:attention",
   *("reference", "chunked", "dot_product", "splash", "triton"),
 )
+# Those that can merge results over several sets of keys, for ring attention.
+PARTIAL_ATTENTION_BACKENDS = _registry(
+  "maxlite.kernels.attention.{}:PARTIAL_ATTENTION", "chunked", "triton"
+)
 ATTENTION_BACKENDS["cudnn"] = "maxlite.kernels.attention.dot_product:cudnn_attention"
 # grouped_matmul: see kernels/grouped_matmul/api.py.
 GROUPED_MATMUL_BACKENDS = _registry(

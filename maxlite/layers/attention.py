@@ -9,13 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
-from maxlite.kernels.attention.api import WITHOUT_VMA, attention, resolve_backend
 from maxlite.layers import cache
 from maxlite.layers.linear import Linear
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope, score_factor
+from maxlite.layers.sharded_attention import attend
 from maxlite.sharding import ROWS, Sharder
-from maxlite.sharding.collectives import pvary
 
 
 class Attention(nn.Module):
@@ -100,54 +99,3 @@ class Attention(nn.Module):
     if family.qk_norm == "head":
       return norm(x_BTHC)
     return norm(x_BTHC.reshape(*x_BTHC.shape[:2], -1)).reshape(x_BTHC.shape)
-
-
-def attend(
-  cfg: ModelConfig,
-  sharder: Sharder,
-  q_BTHC: jax.Array,
-  k_BTGC: jax.Array,
-  v_BTGC: jax.Array,
-  segment_BT: jax.Array,
-  *,
-  window: int = 0,
-  is_local: jax.Array | None = None,
-  sink_H: jax.Array | None = None,
-  **options: float,
-) -> jax.Array:
-  """o_BTHC: attention of each shard's queries to all keys of their rows.
-
-  `options` are `scale` and `soft_cap`; for them and the rest see kernels/attention/api.py.
-
-  Args:
-    window: 0: all keys.
-    is_local: whether the window applies, where scanned layers differ in it; None: it does.
-  """
-  kv_rows = ("activation_batch", "activation_kv_length")
-  q_spec = sharder.spec((*ROWS, "activation_q_heads", None))
-  kv_spec = sharder.spec((*kv_rows, "activation_kv_heads", None))
-  sink_spec = sharder.spec(("activation_q_heads",))
-  segment_specs = sharder.spec(ROWS), sharder.spec(kv_rows)
-  backend = resolve_backend(cfg.attention, sharder.platform)
-  local = functools.partial(attention, backend=backend, block_q=cfg.attention_block_q, **options)
-
-  def on_shard(*shards: jax.Array | None) -> jax.Array:
-    q_bthc, k_bsgc, v_bsgc, segment_bt, segment_bs, is_local, sink_h = pvary(*shards)
-    is_sharded = sharder.num_shards("activation_length") > 1
-    shard = jax.lax.axis_index(sharder.mesh_axes("activation_length")) if is_sharded else 0
-    segments = {"q_segment_BT": segment_bt, "kv_segment_BS": segment_bs}
-    rest = segments | {"q_start": shard * q_bthc.shape[1], "sink_H": sink_h}
-    within = lambda window: local(q_bthc, k_bsgc, v_bsgc, window=window, **rest)
-    if is_local is None:
-      return within(window or None)
-    # Only one branch runs, so that a local layer does not compute the scores it hides.
-    return jax.lax.cond(is_local, lambda: within(window), lambda: within(None))
-
-  sharded = jax.shard_map(
-    on_shard,
-    mesh=sharder.mesh,
-    in_specs=(q_spec, kv_spec, kv_spec, *segment_specs, jax.P(), sink_spec),
-    out_specs=q_spec,
-    check_vma=backend not in WITHOUT_VMA,
-  )
-  return sharded(q_BTHC, k_BTGC, v_BTGC, segment_BT, segment_BT, is_local, sink_H)

@@ -8,11 +8,11 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
-from maxlite.layers.attention import attend
 from maxlite.layers.linear import Linear
 from maxlite.layers.lora import merge_lora
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import apply_rope, deinterleave, score_factor
+from maxlite.layers.sharded_attention import attend
 from maxlite.sharding import ROWS, Sharder
 
 EPSILON = 1e-6  # of the latents' norms, independent of the epsilon of the other norms

@@ -110,6 +110,12 @@ class ModelConfig:
   dtype: str = field("float32", "Type of activations.", choices=FLOAT_TYPES)
   weight_dtype: str = field("float32", "Type of stored weights.", choices=FLOAT_TYPES)
   attention: str = field("auto", "Backend of attention.", choices=with_auto(ATTENTION_BACKENDS))
+  context_parallel_strategy: str = field(
+    "all_gather",
+    "How queries reach the keys of other context shards: each shard gathers all keys, keys visit "
+    "the shards in a `ring`, or an all-to-all gives each shard a part of the heads (`ulysses`).",
+    choices=("all_gather", "ring", "ulysses"),
+  )
   sliding_window_size: int = model_field(
     0,
     "Keys that a query attends, including its own: in every layer, or in the local layers of "

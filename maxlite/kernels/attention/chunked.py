@@ -18,7 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, visible
+from maxlite.kernels.attention.reference import (
+  RESIDUAL_NAME,
+  AttentionMask,
+  PartialAttention,
+  visible,
+)
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap, ceil_div, dot
 
 _MAX_SPANS = 8  # compile time grows with it; 8 spans compute 56 % of all scores, 16 would 53 %
@@ -70,13 +75,19 @@ def attention(
   q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, sink_H
 ) -> jax.Array:
   """o_BTHC in q's type."""
+  return _attend(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, sink_H, scale, block_q, soft_cap))
+
+
+def _prepare(
+  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, sink_H, scale, block_q, soft_cap
+) -> tuple[_Options, _Queries, _Keys]:
   num_queries, num_keys = q_BTHC.shape[1], k_BSGC.shape[1]
   is_aligned = isinstance(mask.q_start, int) and mask.q_start == 0 and num_queries == num_keys
   queries = _Queries(q_BTHC, mask.q_segment_BT, mask.q_row_BT)
   k_BGSC, v_BGSC = k_BSGC.swapaxes(1, 2), v_BSGC.swapaxes(1, 2)
   keys = _Keys(k_BGSC, v_BGSC, mask.kv_segment_BS, sink_H)
   options = _Options(scale, soft_cap, min(block_q, num_queries), is_aligned, mask.window)
-  return _attend(options, queries, keys)
+  return options, queries, keys
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -86,6 +97,12 @@ def _attend(options: _Options, queries: _Queries, keys: _Keys) -> jax.Array:
 
 def _forward(options, queries, keys):
   """(o_BTHC, residuals)"""
+  o_BTHC, lse_spans = checkpoint_name(_compute(options, queries, keys), RESIDUAL_NAME)
+  return o_BTHC, (queries, keys, o_BTHC, lse_spans)
+
+
+def _compute(options, queries, keys):
+  """(o_BTHC, lse_nBGr1 of each span)"""
   o_spans, lse_spans = [], []
   for span in _spans(options, queries, keys):
     own_options = options._replace(first_key=span.first_key)
@@ -93,9 +110,7 @@ def _forward(options, queries, keys):
     _, (o_nBtHC, lse_nBGr1) = _scan(body, (), _split(span.queries(queries), options.block))
     o_spans.append(_join(o_nBtHC, span))
     lse_spans.append(lse_nBGr1)
-  o_BTHC = jnp.concatenate(o_spans, axis=1)
-  o_BTHC, lse_spans = checkpoint_name((o_BTHC, lse_spans), RESIDUAL_NAME)
-  return o_BTHC, (queries, keys, o_BTHC, lse_spans)
+  return jnp.concatenate(o_spans, axis=1), lse_spans
 
 
 def _backward(options, residuals, do_BTHC):
@@ -121,6 +136,35 @@ def _backward(options, residuals, do_BTHC):
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _partial_forward(
+  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap
+) -> tuple[jax.Array, jax.Array]:
+  options, *operands = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, block_q, soft_cap)
+  num_seqs, num_queries, num_heads, _ = q_BTHC.shape
+  o_BTHC, (lse_nBGr1,) = _compute(options._replace(is_aligned=False), *operands)
+  lse_nBHt = lse_nBGr1.reshape(-1, num_seqs, num_heads, options.block)
+  lse_BHT = lse_nBHt.transpose(1, 2, 0, 3).reshape(num_seqs, num_heads, -1)
+  return o_BTHC, lse_BHT[..., :num_queries]
+
+
+def _partial_gradients(
+  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, o_BTHC, lse_BHT, do_BTHC, *, scale, block_q, soft_cap
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  options, *operands = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, block_q, soft_cap)
+  num_seqs, num_heads, num_queries = lse_BHT.shape
+  padded_BHT = jnp.pad(lse_BHT, ((0, 0), (0, 0), (0, -num_queries % options.block)))
+  lse_nBHt = padded_BHT.reshape(num_seqs, num_heads, -1, options.block).transpose(2, 0, 1, 3)
+  lse_nBGr1 = lse_nBHt.reshape(
+    -1, num_seqs, k_BSGC.shape[2], lse_nBHt[0, 0].size // k_BSGC.shape[2], 1
+  )
+  residuals = *operands, o_BTHC, [lse_nBGr1]
+  dqueries, dkeys = _backward(options._replace(is_aligned=False), residuals, do_BTHC)
+  return dqueries.q_BTHC, dkeys.k_BGSC.swapaxes(1, 2), dkeys.v_BGSC.swapaxes(1, 2)
+
+
+PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)
 
 
 def _forward_block(options, keys, _, queries):

@@ -1,5 +1,6 @@
 """Reference implementation: all scores at once, and the definition of which keys are visible."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,18 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 
 RESIDUAL_NAME = "attention_out"  # for rematerialization policies; see api.py
+
+
+class PartialAttention(NamedTuple):
+  """Attention to a part of the keys of a row, as functions that JAX does not differentiate.
+
+  forward(q_BTHC, k_BSGC, v_BSGC, mask, scale=, block_q=, soft_cap=) -> (o_BTHC, lse_BHT), where lse
+  is the logarithm of the sum of the exponentiated scores. gradients(q, k, v, mask, o, lse, do,
+  scale=, ...) -> (dq, dk, dv), where o and lse are of all keys and the result is of these.
+  """
+
+  forward: Callable[..., tuple[jax.Array, jax.Array]]
+  gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
 class AttentionMask(NamedTuple):

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, PartialAttention
 from maxlite.kernels.numerics import accumulator_dtype, ceil_div
 from maxlite.kernels.triton_blocks import Range, block_dot, load, shape_like, store
 
@@ -75,11 +75,17 @@ def attention(
 ) -> jax.Array:
   """o_BTHC in q's type; `interpret` is for tests without a GPU."""
   del block_q
+  return _attend(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, sink_H, scale, soft_cap, interpret))
+
+
+def _prepare(
+  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, sink_H, scale, soft_cap, interpret
+) -> tuple[_KernelOptions, _Operands, _Rows]:
   options = _KernelOptions(scale, soft_cap, mask.window, sink_H is not None, interpret)
   q_start_1 = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
   rows = _Rows(q_start_1, mask.q_segment_BT, mask.kv_segment_BS)
   sink_H = jnp.zeros_like(q_BTHC, shape=q_BTHC.shape[2]) if sink_H is None else sink_H
-  return _attend(options, _Operands(q_BTHC, k_BSGC, v_BSGC, sink_H), rows)
+  return options, _Operands(q_BTHC, k_BSGC, v_BSGC, sink_H), rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -89,6 +95,12 @@ def _attend(options: _KernelOptions, operands: _Operands, rows: _Rows) -> jax.Ar
 
 def _forward(options: _KernelOptions, operands: _Operands, rows: _Rows):
   """(o_BTHC, residuals)"""
+  residuals = checkpoint_name(_compute(options, operands, rows), RESIDUAL_NAME)
+  return residuals[0], (operands, rows, *residuals)
+
+
+def _compute(options: _KernelOptions, operands: _Operands, rows: _Rows) -> list[jax.Array]:
+  """[o_BTHC, lse_BHT]"""
   q_BTHC, v_BSGC = operands.q_BTHC, operands.v_BSGC
   num_seqs, num_queries, num_heads, _ = q_BTHC.shape
   is_narrow = q_BTHC.dtype.itemsize == 2
@@ -99,8 +111,7 @@ def _forward(options: _KernelOptions, operands: _Operands, rows: _Rows):
   sum_dtype = accumulator_dtype(q_BTHC.dtype)
   lse_shape = shape_like(q_BTHC, (num_seqs, num_heads, num_queries), sum_dtype)
   call = _build_call(_forward_kernel, options, shape, grid, (o_shape, lse_shape))
-  residuals = checkpoint_name(call(ranges_BI2, *rows, *operands), RESIDUAL_NAME)
-  return residuals[0], (operands, rows, *residuals)
+  return call(ranges_BI2, *rows, *operands)
 
 
 def _backward(options: _KernelOptions, residuals, do_BTHC):
@@ -129,6 +140,35 @@ def _backward(options: _KernelOptions, residuals, do_BTHC):
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _partial_forward(
+  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, interpret=False
+) -> tuple[jax.Array, jax.Array]:
+  del block_q
+  return _compute(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, soft_cap, interpret))
+
+
+def _partial_gradients(
+  q_BTHC,
+  k_BSGC,
+  v_BSGC,
+  mask,
+  o_BTHC,
+  lse_BHT,
+  do_BTHC,
+  *,
+  scale,
+  block_q,
+  soft_cap,
+  interpret=False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  del block_q
+  options, *rest = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, soft_cap, interpret)
+  return _backward(options, (*rest, o_BTHC, lse_BHT), do_BTHC)[0][:3]
+
+
+PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)
 
 
 def _overlap(options: _KernelOptions, rows: _Rows, blocks: _Blocks) -> jax.Array:

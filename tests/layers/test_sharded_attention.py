@@ -1,0 +1,166 @@
+"""Attention over the context axis equals that of one device, and its work is balanced."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
+from maxlite.config.schema import ModelConfig
+from maxlite.kernels.attention import triton
+from maxlite.kernels.attention.reference import AttentionMask, PartialAttention, attention
+from maxlite.layers import ring_attention
+from maxlite.layers.sharded_attention import attend
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_cost import matmul_flops
+
+NUM_POSITIONS, NUM_HEADS = 48, 8
+MESHES = ({"context": 8}, {"context": 4, "tensor": 2}, {"context": 2, "data": 2, "tensor": 2})
+EVERYTHING = {"window": 11, "soft_cap": 0.9, "sinks": True}
+
+
+def draw(seed, *shape):
+  return np.random.default_rng(seed).normal(size=shape)
+
+
+def make_operands(num_groups):
+  shapes = ((NUM_HEADS, 4), (num_groups, 4), (num_groups, 6), (NUM_HEADS, 6))
+  q, k, v, do = (draw(i, 2, NUM_POSITIONS, *shape) for i, shape in enumerate(shapes))
+  # Documents that begin and end within shards, and padding; one document in the second row.
+  segments = np.repeat([1, 2, 3, 0], [13, 22, 8, 5]), np.ones(NUM_POSITIONS)
+  return np.stack(segments).astype(np.int32), do, (q, k, v, draw(4, NUM_HEADS))
+
+
+def value_and_gradients(function, do, operands):
+  o, vjp = jax.vjp(function, *operands)
+  return o, *vjp(do)
+
+
+def reference_results(num_groups, window=0, soft_cap=0.0, sinks=False):
+  segment_BT, do, operands = make_operands(num_groups)
+
+  def run(q, k, v, sink_H):
+    mask = AttentionMask(segment_BT, segment_BT, 0, window or None)
+    options = {"scale": 0.7, "block_q": 1, "soft_cap": soft_cap}
+    return attention(q, k, v, mask, **options, sink_H=sink_H if sinks else None)
+
+  return jax.jit(functools.partial(value_and_gradients, run))(do, operands)
+
+
+def sharded_results(sharder, num_groups, is_local=None, sinks=False, **keys):
+  segment_BT, do, operands = make_operands(num_groups)
+  cfg = dataclasses.replace(
+    ModelConfig(), attention=keys.pop("backend", "chunked"), attention_block_q=4
+  )
+  cfg = dataclasses.replace(cfg, context_parallel_strategy=keys.pop("strategy"))
+
+  def run(q, k, v, sink_H):
+    sink_H = sink_H if sinks else None
+    local = None if is_local is None else jnp.bool_(is_local)
+    soft_cap = keys.get("soft_cap", 0.0)
+    rest = {"sink_H": sink_H, "is_local": local, "window": keys.get("window", 0)}
+    return attend(cfg, sharder, q, k, v, segment_BT, scale=0.7, soft_cap=soft_cap, **rest)
+
+  return jax.jit(functools.partial(value_and_gradients, run))(do, operands)
+
+
+def assert_equal(got, want):
+  for x, y in zip(got, want, strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+  ("mesh", "num_groups", "options"),
+  [(0, 8, {}), (0, 2, EVERYTHING), (1, 4, EVERYTHING), (2, 2, {"window": 11})],
+)
+def test_values_and_gradients_equal_those_of_one_device(
+  build_sharder, strategy, mesh, num_groups, options
+):
+  with jax.enable_x64(True):
+    sharder = build_sharder(MESHES[mesh])
+    got = sharded_results(sharder, num_groups, strategy=strategy, **options)
+    assert_equal(got, reference_results(num_groups, **options))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local):
+  with jax.enable_x64(True):
+    sharder = build_sharder({"context": 4})
+    got = sharded_results(sharder, 4, is_local, strategy=strategy, window=11)
+    assert_equal(got, reference_results(4, window=11 if is_local else 0))
+
+
+def test_the_triton_kernels_merge_chunks_too(monkeypatch):
+  """Two sets of keys, merged, are all keys; the gradients of each set are those of its keys."""
+  partial = PartialAttention(
+    *(functools.partial(f, interpret=True) for f in triton.PARTIAL_ATTENTION)
+  )
+  assert PARTIAL_ATTENTION_BACKENDS["triton"] == triton.PARTIAL_ATTENTION
+  segment_BT, do, (q, k, v, _) = make_operands(2)
+  options = {"scale": 0.7, "block_q": 1, "soft_cap": 0.0}
+  half = NUM_POSITIONS // 2
+  with jax.enable_x64(True):
+    want = reference_results(2)
+    parts = []
+    for start in (0, half):
+      keys = slice(start, start + half)
+      mask = AttentionMask(segment_BT, segment_BT[:, keys], -start, None)
+      parts.append((k[:, keys], v[:, keys], mask))
+    results = [partial.forward(q, *part, **options) for part in parts]
+    o, lse = ring_attention._merge(*results[0], *results[1])
+    gradients = [partial.gradients(q, *part, o, lse, do, **options) for part in parts]
+    dq = gradients[0][0] + gradients[1][0]
+    dk, dv = (np.concatenate([g[i] for g in gradients], axis=1) for i in (1, 2))
+    assert_equal((o, dq, dk, dv), want[:4])
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 8])
+@pytest.mark.parametrize("window", [None, 100, 1])
+def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, window):
+  size, counts = 64, []
+  for shard in range(num_shards):
+    pairs = [
+      (q, k)
+      for q in ring_attention._chunks(shard, num_shards)
+      for other in range(num_shards)
+      for k in ring_attention._chunks(other, num_shards)
+      if ring_attention._is_visible(q, k, size, window)
+    ]
+    counts.append(len(pairs))
+    # Exactly the pairs with a visible score.
+    row = np.arange(size)
+    for q in ring_attention._chunks(shard, num_shards):
+      for k in range(2 * num_shards):
+        distance = (q * size + row)[:, None] - (k * size + row)[None]
+        visible = (distance >= 0) & (distance < (window or np.inf))
+        assert ((q, k) in pairs) == visible.any()
+  expected = 2 * num_shards + 1
+  assert max(counts) - min(counts) <= (0 if window is None else 1)
+  assert window is not None or counts == [expected] * num_shards
+
+
+def test_ulysses_skips_the_future(build_sharder):
+  sharder, shape = build_sharder({"context": 4}), (1, 1024, 4, 8)
+  x = jax.ShapeDtypeStruct(shape, jnp.float32)
+  segment_BT = np.ones(shape[:2], np.int32)
+
+  def flops(strategy):
+    keys = {"attention": "chunked", "context_parallel_strategy": strategy, "attention_block_q": 64}
+    cfg = dataclasses.replace(ModelConfig(), **keys)
+    run = lambda q, k, v: attend(cfg, sharder, q, k, v, segment_BT, scale=1.0, soft_cap=0.0)
+    return matmul_flops(parse(jax.jit(run).lower(x, x, x).compile().as_text())).total
+
+  assert flops("ulysses") < 0.6 * flops("all_gather")
+
+
+def test_a_strategy_that_does_not_fit_is_an_error(build_sharder):
+  sharder = build_sharder({"context": 4})
+  with pytest.raises(ValueError, match="ring does not support attention=dot_product; write"):
+    sharded_results(sharder, 4, strategy="ring", backend="dot_product")
+  with pytest.raises(ValueError, match="ulysses: 4 context shards do not divide 8 query heads"):
+    sharded_results(build_sharder({"context": 4, "tensor": 2}), 8, strategy="ulysses")
