@@ -8,13 +8,13 @@ that it is about, and the rule with what to write instead.
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
-from math import isqrt, prod
+from math import isqrt, lcm, prod
 from types import SimpleNamespace
 from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import abbreviate, show
-from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS
+from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.schema import (
   DEFAULTS,
   MESH_AXES,
@@ -353,6 +353,29 @@ def _divisibility(v: Values) -> Rules:
     yield size % shards, " ".join([*used, key]), f"{shards} shards do not divide {size}; {fix}"
 
 
+def _context_parallelism(v: Values) -> Rules:
+  """The strategy must fit the backend, and known degrees the positions and the heads."""
+  strategy, key = v.context_parallel_strategy, "context_parallel_strategy"
+  context, tensor = (
+    prod(max(vars(v)[f"{group}_{axis}_parallelism"], 1) for group in ("ici", "dcn"))
+    for axis in ("context", "tensor")
+  )
+  if strategy == "all_gather" or context == 1 or v.logical_axis_rules:
+    return
+  if strategy == "ring":
+    is_supported = v.attention in ("auto", *PARTIAL_ATTENTION_BACKENDS)
+    text = "the backend cannot merge results of several shards' keys; write attention=chunked"
+    yield not is_supported, f"{key} attention", text
+    length = -(-v.max_target_length // (2 * context)) * 2 * context
+    text = f"each of {context} shards must have an even number; write max_target_length={length}"
+    yield v.max_target_length % (2 * context), f"{key} max_target_length", text
+    return
+  num_heads, num_groups = v.base_num_query_heads // tensor, v.base_num_kv_heads // tensor
+  num_groups = num_heads if v.family.latent_attention else max(num_groups, 1)
+  text = f"{context} shards do not divide {num_heads} heads per tensor shard; write {key}=ring"
+  yield num_heads % lcm(num_groups, context), f"{key} base_num_query_heads", text
+
+
 def _local_checkpoints(v: Values) -> Rules:
   key = "local_checkpoint_directory"
   if not v.local_checkpoint_directory:
@@ -391,7 +414,7 @@ def _data_files(v: Values) -> Rules:
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _attention, _rope, _hardware, _memory, _tokenizer),
   *(_chat, _batches, _ensemble, _optimizer, _parametrization, _phases),
-  *(_degrees, _axis_rules, _divisibility, _local_checkpoints),
+  *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 
 MOE_RULES = (_layers, _router, _dispatch)

@@ -94,7 +94,7 @@ def _ulysses(
   num_shards, num_heads, num_groups = jax.lax.axis_size(context), q_bthc.shape[2], k_bsgc.shape[2]
   # With fewer key/value heads than shards, several shards get the same one.
   num_copies = math.lcm(num_groups, num_shards) // num_groups
-  if num_heads % (num_groups * num_copies):
+  if num_heads % (num_groups * num_copies):  # for degrees that no key gives
     raise UserError(
       f"context_parallel_strategy=ulysses: {num_shards} context shards do not divide {num_heads} "
       f"query heads with {num_groups} key/value heads (per tensor shard); write "

@@ -47,6 +47,21 @@ MISTAKES = {
   ("run_name=",): ("run_name=''", "one folder", "run_name=NAME"),
   ("profiler=xplane", "steps=7"): ("profiler=xplane", "skip_first_n_steps_for_profiler", "steps=8"),
   ("base_num_query_heads=6",): ("base_num_kv_heads=4 (default)", "base_num_kv_heads=3"),
+  ("context_parallel_strategy=ring", "ici_context_parallelism=2", "attention=splash"): (
+    "attention=splash",
+    "cannot merge",
+    "attention=chunked",
+  ),
+  ("context_parallel_strategy=ring", "ici_context_parallelism=4", "max_target_length=100"): (
+    "max_target_length=100",
+    "even",
+    "max_target_length=104",
+  ),
+  ("context_parallel_strategy=ulysses", "ici_context_parallelism=16", "max_target_length=160"): (
+    "base_num_query_heads=8",
+    "do not divide",
+    "context_parallel_strategy=ring",
+  ),
   ("head_dim=33",): ("head_dim=33", "even", "head_dim=34"),
   ("num_experts=1",): ("num_experts=1", "decoder_block=llama"),
   ("num_experts=4", "--num_experts_per_tok=5"): ("--num_experts_per_tok", "num_experts_per_tok=4"),

@@ -90,13 +90,14 @@ class Variant:
   remat: bool = False
   scan: bool = True
   accumulate: int = 1
+  context: str = "all_gather"  # context_parallel_strategy
 
   def __str__(self) -> str:
     named = zip(MESH_AXES, self.mesh, strict=True)
     degrees = " ".join(f"{axis}={degree}" for axis, degree in named if degree > 1)
     flags = [name for name in ("remat", "scan") if getattr(self, name)]
     words = [degrees or "one device", self.dispatch, self.backend, self.family, *flags]
-    return " ".join([*words, f"accumulate={self.accumulate}"])
+    return " ".join([*words, f"accumulate={self.accumulate}", self.context])
 
 
 def config_of(family: str, **keys: Any) -> Any:
@@ -168,6 +169,7 @@ def _step(variant: Variant) -> Any:
     "scan_layers": variant.scan,
     "remat_policy": "full" if variant.remat else "none",
     "gradient_accumulation_steps": variant.accumulate,
+    "context_parallel_strategy": variant.context,
   }
   if "sparse_matmul" not in keys:
     keys["grouped_matmul"] = variant.backend

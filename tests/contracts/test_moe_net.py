@@ -33,7 +33,10 @@ def mesh(**degrees: int) -> tuple[int, ...]:
 
 FAST = [
   Variant(mesh(expert=4, fsdp=2), "ragged", "tiled", "deepseek", True, True, 3),
-  Variant(mesh(expert=2, tensor=2, context=2), "ragged", "ragged_dot", "mixtral", False, False, 1),
+  Variant(
+    *(mesh(expert=2, tensor=2, context=2), "ragged", "ragged_dot", "mixtral", False, False, 1),
+    context="ring",
+  ),
   Variant(mesh(data=2, expert=4), "all_gather", "tiled", "mixtral", True, True, 1),
   Variant(mesh(fsdp=4, tensor=2), "capacity", "auto", "deepseek", False, True, 1),
 ]
@@ -43,7 +46,14 @@ def full() -> list[Variant]:
   """Every mesh with every dispatch; the i-th has the i-th of the shuffled other choices."""
   order = np.random.default_rng(0).permutation(len(CHOICES))
   turns = itertools.cycle(CHOICES[i] for i in order)
-  return [Variant(degrees, dispatch, *next(turns)) for degrees in MESHES for dispatch in DISPATCHES]
+  strategies = itertools.cycle(("ring", "ulysses", "all_gather"))
+  variants = []
+  for degrees, dispatch in itertools.product(MESHES, DISPATCHES):
+    num_shards = degrees[MESH_AXES.index("context")]
+    # Eight shards have one position each; the ring needs two.
+    context = {1: "all_gather", 8: "ulysses"}.get(num_shards) or next(strategies)
+    variants.append(Variant(degrees, dispatch, *next(turns), context=context))
+  return variants
 
 
 def check(variant: Variant, routing: str) -> None:

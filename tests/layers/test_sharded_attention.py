@@ -86,8 +86,7 @@ def test_values_and_gradients_equal_those_of_one_device(
     assert_equal(got, reference_results(num_groups, **options))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize(("strategy", "is_local"), [("ring", True), ("ulysses", False)])
 def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local):
   with jax.enable_x64(True):
     sharder = build_sharder({"context": 4})
@@ -139,9 +138,7 @@ def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, wi
         distance = (q * size + row)[:, None] - (k * size + row)[None]
         visible = (distance >= 0) & (distance < (window or np.inf))
         assert ((q, k) in pairs) == visible.any()
-  expected = 2 * num_shards + 1
-  assert max(counts) - min(counts) <= (0 if window is None else 1)
-  assert window is not None or counts == [expected] * num_shards
+  assert window is not None or counts == [2 * num_shards + 1] * num_shards
 
 
 def test_ulysses_skips_the_future(build_sharder):
@@ -162,5 +159,5 @@ def test_a_strategy_that_does_not_fit_is_an_error(build_sharder):
   sharder = build_sharder({"context": 4})
   with pytest.raises(ValueError, match="ring does not support attention=dot_product; write"):
     sharded_results(sharder, 4, strategy="ring", backend="dot_product")
-  with pytest.raises(ValueError, match="ulysses: 4 context shards do not divide 8 query heads"):
-    sharded_results(build_sharder({"context": 4, "tensor": 2}), 8, strategy="ulysses")
+  with pytest.raises(ValueError, match="ulysses: 3 context shards do not divide 8 query heads"):
+    sharded_results(build_sharder({"context": 3}), 8, strategy="ulysses")
