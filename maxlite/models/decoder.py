@@ -65,6 +65,8 @@ class Decoder(nn.Module):
       length=length,
       unroll=min(unroll, length),
       metadata_params={nn.PARTITION_NAME: "layers"},
+      # Traces the layer a second time. Without it, random numbers would differ from earlier runs.
+      check_constancy_invariants=self.is_initializing() or bool(self.cfg.moe.router_jitter),
     )
     return scanned(*args)
 
