@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+_PACKAGE = __name__.partition(".")[0]
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
 _NAMED = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -85,6 +86,7 @@ class Module:
 
   entry: str
   computations: dict[str, Computation]
+  sources: dict[int, str] = dataclasses.field(default_factory=dict)  # stack frame -> line of code
   true_share: float | None = None  # how often conditionals take their true branch, if known
 
   @cached_property
@@ -114,6 +116,11 @@ class Module:
     for name, runs in self.runs.items():
       for instruction in self.computations[name].instructions.values():
         yield self.computations[name], instruction, runs
+
+  def source(self, instruction: Instruction) -> str:
+    """The innermost line of this package that `instruction` is from; "" if there is none."""
+    frame = instruction.attribute("stack_frame_id").rstrip("}")
+    return self.sources.get(int(frame), "") if frame else ""
 
   def called(self, instruction: Instruction) -> list[Computation]:
     """Computations that `instruction` calls as a whole, not once per element."""
@@ -169,7 +176,32 @@ def parse(text: str, true_share: float | None = None) -> Module:
       entry = header[2] if header[1] else entry
     elif named := _NAMED.match(line):
       current[named[2]] = _instruction(named, line[named.end() :], current)
-  return Module(entry, computations, true_share)
+  return Module(entry, computations, _sources(text), true_share)
+
+
+def _sources(text: str) -> dict[int, str]:
+  """Stack frame -> its innermost line in this package, from the tables before the computations."""
+  tables: dict[str, dict[int, str]] = {}
+  table: dict[int, str] = {}
+  for line in text.partition("{\n  ")[0].splitlines():
+    if row := re.match(r"(\d+) (.*)", line):
+      table[int(row[1])] = row[2]
+    elif line in ("FileNames", "FileLocations", "StackFrames"):
+      table = tables.setdefault(line, {})
+    else:
+      table = {}
+  number = lambda row, name: int(re.findall(rf"\b{name}=(\d+)", row)[0])
+  names = ("FileNames", "FileLocations", "StackFrames")
+  files, locations, frames = (tables.get(name, {}) for name in names)
+  sources: dict[int, str] = {}
+  for frame, row in frames.items():  # parents come first
+    location = locations[number(row, "file_location_id")]
+    path = files[number(location, "file_name_id")].strip('"')
+    _, found, inside = path.rpartition(f"/{_PACKAGE}/")
+    # Numbers of parents are one too high: that of the first frame, which has none, is 1.
+    parent = number(row, "parent_frame_id") - number(frames[1], "parent_frame_id")
+    sources[frame] = f"{inside}:{number(location, 'line')}" if found else sources.get(parent, "")
+  return sources
 
 
 def _instruction(named: re.Match[str], rest: str, before: dict[str, Instruction]) -> Instruction:

@@ -31,14 +31,24 @@ class Collective(NamedTuple):
   payload_bytes: float  # of the operand; for an all-gather, of the result
   sent_bytes: float  # that a device sends over its links
   between_slices: bool = False  # over the data center network
+  async_times: float = 0.0  # of `times`, those that other work may overlap
+
+  @property
+  def exposed_bytes(self) -> float:
+    """Bytes sent by synchronous collectives, which no other work overlaps."""
+    return self.sent_bytes * (1 - self.async_times / self.times)
 
 
 def merge_collectives(found: Iterable[Collective]) -> list[Collective]:
   """Add up collectives of the same kind over the same mesh axes; sort them, largest first."""
-  sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+  sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(4))
   for c in found:
-    sums[c.kind, c.mesh_axes, c.between_slices] += (c.times, c.payload_bytes, c.sent_bytes)
-  merged = [Collective(*key[:2], *map(float, total), key[2]) for key, total in sums.items()]
+    total = c.times, c.payload_bytes, c.sent_bytes, c.async_times
+    sums[c.kind, c.mesh_axes, c.between_slices] += total
+  merged = [
+    Collective(*key[:2], *map(float, total[:3]), key[2], float(total[3]))
+    for key, total in sums.items()
+  ]
   return sorted(merged, key=lambda collective: -collective.sent_bytes)
 
 
@@ -52,6 +62,7 @@ def collectives(
     slices: mesh axes that span slices -> number of slices along the axis.
   """
   found = []
+  wrapped = _asynchronous_computations(module)
   for computation, instruction, runs in module.executed():
     between_slices = _kind_between_slices(instruction) if slices else None
     kind = between_slices or _kind(computation, instruction)
@@ -66,8 +77,15 @@ def collectives(
       payload = _payload_bytes(instruction.operands, kind, size)
       sent = payload * SENT_PER_BYTE[kind](size)
       total = (runs.times, runs.times * payload, runs.times * sent)
-      found.append(Collective(kind, mesh_axes, *total, between_slices is not None))
+      is_async = instruction.opcode.endswith(("-start", "send")) or computation.name in wrapped
+      times = runs.times * is_async
+      found.append(Collective(kind, mesh_axes, *total, between_slices is not None, times))
   return merge_collectives(found)
+
+
+def _asynchronous_computations(module: Module) -> set[str]:
+  starts = (i for _, i, _ in module.executed() if i.opcode == "async-start")
+  return {computation.name for start in starts for computation in module.called(start)}
 
 
 def _kind(computation: Computation, instruction: Instruction) -> str | None:

@@ -1,21 +1,15 @@
-"""Cost of one step of a compiled program on a device: matmul FLOPs and HBM bytes."""
+"""Matmul FLOPs of one step of a compiled program on a device."""
 
 import re
 from typing import NamedTuple
 
 import numpy as np
 
-from maxlite.planning.hlo import Computation, Instruction, Module
+from maxlite.planning.hlo import Instruction, Module
 from maxlite.planning.kernel_cost import is_kernel, kernel_cost
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?([\d,"]+)')
 _GEMMS = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul)')
-_ALLOCATION = re.compile(r'custom_call_target="(?:AllocateBuffer|CreateBuffer)"')
-# No cost: the result is an operand, or is counted elsewhere.
-_FREE = re.compile(
-  "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call(-start|-done)?|"
-  "async-(start|update|done)|copy-done|after-all|add-dependency|opt-barrier|partition-id"
-)
 
 
 class MatmulFlops(NamedTuple):
@@ -31,7 +25,7 @@ def matmul_flops(module: Module) -> MatmulFlops:
   A kernel on the receive buffer of a ragged all-to-all counts the rows that a uniform load sends:
   the buffer may be several times larger, but such kernels skip its empty part.
   """
-  filled, total, kernels_unknown = _filled_shares(module), 0.0, 0
+  filled, total, kernels_unknown = filled_shares(module), 0.0, 0
   for _, instruction, runs in module.executed():
     flops = _flops(instruction, filled)
     kernels_unknown += flops is None
@@ -39,7 +33,7 @@ def matmul_flops(module: Module) -> MatmulFlops:
   return MatmulFlops(total, kernels_unknown)
 
 
-def _filled_shares(module: Module) -> dict[int, float]:
+def filled_shares(module: Module) -> dict[int, float]:
   """Rows of a receive buffer -> share of them that a uniform load fills."""
   shares: dict[int, float] = {}
   for _, instruction, _ in module.executed():
@@ -49,7 +43,7 @@ def _filled_shares(module: Module) -> dict[int, float]:
   return shares
 
 
-def _share_of_kernel(kernel: Instruction, filled: dict[int, float]) -> float:
+def share_of_kernel(kernel: Instruction, filled: dict[int, float]) -> float:
   arrays = (array for operand in kernel.operands for array in operand.arrays if array.shape)
   return min((filled.get(array.shape[0], 1.0) for array in arrays), default=1.0)
 
@@ -62,7 +56,7 @@ def _flops(instruction: Instruction, filled: dict[int, float]) -> float | None:
     return _dot_flops(instruction)
   if instruction.opcode == "custom-call":
     if cost := kernel_cost(instruction):
-      return cost.flops * _share_of_kernel(instruction, filled)
+      return cost.flops * share_of_kernel(instruction, filled)
     if _GEMMS.search(instruction.attributes):
       return _dot_flops(instruction)
     if is_kernel(instruction) and len(instruction.operands) > 1:
@@ -99,84 +93,3 @@ def _positions(num_out: int, num_kernel: int, num_in: int, step: dict[str, int],
   position = out * step["stride"] + kernel * step["rhs_dilate"] - pad
   inside = (position >= 0) & (position <= (num_in - 1) * step["lhs_dilate"])
   return int(np.sum(inside & (position % step["lhs_dilate"] == 0)))
-
-
-def hbm_bytes(module: Module) -> float:
-  """Bytes read from and written to HBM in one step of one device.
-
-  Each instruction reads its operands and writes its result once. Slices and in-place updates count
-  the slice only, and kernels the rows that `matmul_flops` counts. Arrays in on-chip memory do not
-  count.
-  """
-  filled = _filled_shares(module)
-  return sum(
-    runs.times * _traffic(module, instruction, filled)
-    for _, instruction, runs in module.executed()
-    if not runs.fused and not _is_free(instruction)
-  )
-
-
-def _is_free(instruction: Instruction) -> bool:
-  return bool(_FREE.fullmatch(instruction.opcode) or _ALLOCATION.search(instruction.attributes))
-
-
-def _traffic(module: Module, instruction: Instruction, filled: dict[int, float]) -> float:
-  operands = instruction.operands
-  if cost := kernel_cost(instruction):
-    return cost.row_bytes * _share_of_kernel(instruction, filled) + cost.fixed_bytes
-  if instruction.opcode == "fusion":
-    (fused,) = module.called(instruction)
-    reads = [_share_read(fused, i) * _in_hbm(operand) for i, operand in enumerate(operands)]
-    return sum(reads) + _share_written(fused) * _in_hbm(instruction)
-  if instruction.opcode in ("dynamic-slice", "gather", "slice"):
-    return _in_hbm(instruction) * (2 if not operands[0].arrays[0].on_chip else 1)
-  if instruction.opcode in ("dynamic-update-slice", "scatter"):
-    return 2 * sum(_in_hbm(operand) for operand in operands[1:])
-  if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
-    return 2 * min(map(_in_hbm, operands[:2]))  # the rest of the larger side is empty
-  # The type of a copy-start is (copy, original, token).
-  return sum(map(_in_hbm, operands)) + _in_hbm(instruction, instruction.opcode == "copy-start")
-
-
-def _in_hbm(instruction: Instruction, first: bool = False) -> float:
-  arrays = instruction.arrays[:1] if first else instruction.arrays
-  return sum(array.num_bytes for array in arrays if not array.on_chip)
-
-
-def _share_read(fused: Computation, index: int) -> float:
-  """The share of operand `index` of a fusion that is read."""
-  for parameter in fused.instructions.values():
-    if parameter.opcode == "parameter" and parameter.literal == str(index):
-      return min(sum(_bytes_used(fused, parameter)) / (parameter.num_bytes or 1), 1.0)
-  return 0.0
-
-
-def _bytes_used(fused: Computation, value: Instruction) -> list[float]:
-  """Bytes of `value` that each of its users in a fusion reads."""
-  used: list[float] = []
-  for user in fused.instructions.values():
-    if value not in user.operands:
-      continue
-    sliced = user.operands[0] is value
-    if user.opcode in ("bitcast", "reshape"):
-      used += _bytes_used(fused, user)
-    elif sliced and user.opcode in ("dynamic-slice", "gather", "slice"):
-      used.append(user.num_bytes)
-    elif not (sliced and user.opcode == "dynamic-update-slice"):
-      used.append(value.num_bytes)
-  return used
-
-
-def _share_written(fused: Computation) -> float:
-  """The share of a fusion's result that is written, not updated in place."""
-  root = fused.root
-  parts = root.operands if root.opcode == "tuple" else (root,)
-  return sum(map(_bytes_written, parts)) / (sum(part.num_bytes for part in parts) or 1)
-
-
-def _bytes_written(part: Instruction) -> float:
-  while part.opcode in ("bitcast", "reshape"):
-    (part,) = part.operands
-  if part.opcode == "dynamic-update-slice":
-    part = part.operands[1]
-  return part.num_bytes

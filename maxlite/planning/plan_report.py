@@ -6,10 +6,12 @@ from typing import Any
 
 from maxlite.planning.hlo_collectives import Collective
 from maxlite.planning.hlo_cost import MatmulFlops
+from maxlite.planning.hlo_traffic import Traffic, largest_traffic
 from maxlite.planning.memory_estimate import MemoryEstimate
 from maxlite.planning.roofline import Bound
 
 GB = 1e9
+_LARGEST_LINES = 16
 
 
 def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
@@ -79,21 +81,39 @@ def _axes_of(collective: Collective) -> str:
   return " x ".join(collective.mesh_axes) + (" (network)" if collective.between_slices else "")
 
 
-def collective_lines(found: Sequence[Collective]) -> list[str]:
+def collective_lines(found: Sequence[Collective], is_compiled: bool) -> list[str]:
   """A table of the collectives of one device and step."""
-  lines = [f"{'collective':<20}{'mesh axes':<24}{'per step':>9}{'GB':>10}{'GB sent':>10}"]
+  titles = f"{'collective':<20}{'mesh axes':<24}{'per step':>9}"
+  lines = [f"{titles}{'   async' if is_compiled else ''}{'GB':>10}{'GB sent':>10}"]
   for c in found:
-    name = f"{c.kind:<20}{_axes_of(c):<24}"
-    lines.append(f"{name}{c.times:>9.0f}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
+    name = f"{c.kind:<20}{_axes_of(c):<24}{c.times:>9.0f}"
+    name += f"{c.async_times:>8.0f}" if is_compiled else ""
+    lines.append(f"{name}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
   return lines
 
 
-def roofline_lines(bounds: Sequence[Bound], useful_share: float | None) -> list[str]:
+def traffic_lines(traffic: Sequence[Traffic]) -> list[str]:
+  """Where the HBM bytes of a step go: by category, and the lines of code that move most."""
+  total = sum(part.num_bytes for part in traffic)
+  by_category = largest_traffic(traffic, lambda part: part.category)
+  by_line = largest_traffic(
+    traffic, lambda part: f"{part.category:<22}{part.source or 'added by the compiler'}"
+  )
+  row = lambda name, size: f"{size / GB:>10.3f}{size / total:>8.1%}  {name}"
+  lines = [f"{'GB of HBM':>10}{'share':>8}", *(row(*named) for named in by_category), ""]
+  return [*lines, *(row(*named) for named in by_line[:_LARGEST_LINES])]
+
+
+def roofline_lines(
+  bounds: Sequence[Bound], useful_share: float | None, exposed_seconds: float, is_complete: bool
+) -> list[str]:
   """Lower bounds of the step time.
 
   Args:
     useful_share: the model's share of the compiled FLOPs; None if nothing was compiled, so that
       HBM traffic and rematerialization are unknown.
+    exposed_seconds: of sends that nothing overlaps.
+    is_complete: whether the costs of all kernels are known.
   """
   lines = ["lower bounds of the step time, with perfect overlap at published peak rates:"]
   for bound in bounds:
@@ -104,6 +124,13 @@ def roofline_lines(bounds: Sequence[Bound], useful_share: float | None) -> list[
   label = f"  bottleneck: {bottleneck.resource}"
   if useful_share is None:
     return [*lines, f"{label}; HBM and rematerialization are not counted"]
+  if not is_complete:
+    return [*lines, f"{label}, without the kernels that do not report their costs"]
   matmuls = next(bound for bound in bounds if bound.resource == "matmuls")
-  mfu = useful_share * matmuls.seconds / bottleneck.seconds
-  return [*lines, f"{label}; MFU is at most {mfu:.1%}"]
+  useful = useful_share * matmuls.seconds
+  lines.append(f"{label}; MFU is at most {useful / bottleneck.seconds:.1%}")
+  if exposed_seconds:
+    mfu = useful / (bottleneck.seconds + exposed_seconds)
+    exposed = f"{exposed_seconds * 1e3:.2f} ms of sends by synchronous collectives"
+    lines.append(f"  exposed: {exposed}; with them, MFU is at most {mfu:.1%}")
+  return lines

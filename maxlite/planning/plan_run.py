@@ -18,10 +18,11 @@ from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo import Module, parse
 from maxlite.planning.hlo_collectives import collectives
-from maxlite.planning.hlo_cost import hbm_bytes, matmul_flops
+from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.planning.hlo_traffic import hbm_traffic
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_target import PlanTarget, build_target
-from maxlite.planning.roofline import step_bounds
+from maxlite.planning.roofline import exposed_seconds, step_bounds
 from maxlite.training.trainer import Trainer, build_trainer
 
 _CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
@@ -142,18 +143,23 @@ def _costs(target: PlanTarget, compiled: CompiledStep | None, phase: int) -> lis
   mesh, kind = target.trainer.mesh, target.kind
   model_flops = target.trainer.flops_per_step[phase] / mesh.size
   estimated = estimate_collectives(target, phase)
-  found, flops, moved, paragraphs = estimated, model_flops, None, []
+  found, flops, moved, is_complete, paragraphs = estimated, model_flops, None, False, []
   if compiled:
     module = compiled.module
     compiled_flops = matmul_flops(module)
     paragraphs.append(plan_report.matmul_lines(compiled_flops, model_flops, module.unknown_loops))
     found = collectives(module, dict(mesh.shape), target.slices)
     flops = max(compiled_flops.total, model_flops)  # some kernels do not report theirs
-    moved = hbm_bytes(module)
+    is_complete = not compiled_flops.kernels_unknown
+    traffic = hbm_traffic(module)
+    moved = sum(part.num_bytes for part in traffic)
+    paragraphs.append(plan_report.traffic_lines(traffic))
   paragraphs.append(plan_report.comm_lines(estimated, found if compiled else None))
-  paragraphs.append(plan_report.collective_lines(found))
+  paragraphs.append(plan_report.collective_lines(found, is_compiled=bool(compiled)))
   if kind in CHIPS:
     bounds = step_bounds(CHIPS[kind], flops, moved, found)
     useful_share = model_flops / flops if compiled else None
-    paragraphs.append(plan_report.roofline_lines(bounds, useful_share))
+    exposed = exposed_seconds(CHIPS[kind], found)
+    lines = plan_report.roofline_lines(bounds, useful_share, exposed, is_complete)
+    paragraphs.append(lines)
   return [lines for lines in paragraphs if lines]

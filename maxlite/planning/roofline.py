@@ -19,6 +19,12 @@ class Bound(NamedTuple):
     return self.amount / self.rate
 
 
+def exposed_seconds(chip: ChipSpec, collectives: Sequence[Collective]) -> float:
+  """Time of sends by synchronous collectives within a slice, over all links of a device at once."""
+  sent = sum(c.exposed_bytes for c in collectives if not c.between_slices)
+  return sent / chip.link_bytes_per_second if chip.link_bytes_per_second else 0.0
+
+
 def step_bounds(
   chip: ChipSpec, flops: float, hbm_bytes: float | None, collectives: Sequence[Collective]
 ) -> list[Bound]:

@@ -20,7 +20,8 @@ from megablox_compiles import CHIPS
 
 from maxlite.kernels.attention.api import attention
 from maxlite.planning.hlo import parse
-from maxlite.planning.hlo_cost import hbm_bytes, matmul_flops
+from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.planning.hlo_traffic import hbm_bytes
 
 # Positions, query heads, key/value heads, channels of keys and of values, further options.
 SHAPES = {

@@ -10,7 +10,8 @@ import pytest
 
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_collectives import Collective, collectives
-from maxlite.planning.hlo_cost import hbm_bytes, matmul_flops
+from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.planning.hlo_traffic import hbm_bytes
 
 MESH_SHAPE = {"data": 2, "fsdp": 4}
 PAYLOAD = 8 * 16 * 4  # bytes of a shard of `local_program`'s argument
@@ -154,9 +155,9 @@ def test_forms_that_only_tpus_print():
   assert module.unknown_loops == 0
   found = collectives(module, MESH_SHAPE, {"data": 2})
   assert {(c.kind, c.mesh_axes): c[2:] for c in found} == {
-    ("reduce-scatter", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4, False),
-    ("all-gather", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4, False),
-    ("ragged-all-to-all", ("fsdp",)): (1, rows, rows * 3 / 4, False),
-    ("all-reduce", ("data",)): (turns, turns * rows, turns * rows, True),
+    ("reduce-scatter", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4, False, 0),
+    ("all-gather", ("fsdp",)): (turns, turns * rows, turns * rows * 3 / 4, False, turns),
+    ("ragged-all-to-all", ("fsdp",)): (1, rows, rows * 3 / 4, False, 0),
+    ("all-reduce", ("data",)): (turns, turns * rows, turns * rows, True, turns),
   }
   assert matmul_flops(module) == (1000 * 512 / 4096 + 2 * 512 * 64 * 8, 0)

@@ -1,0 +1,177 @@
+"""HBM bytes that one step of a compiled program moves on a device, by instruction."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from maxlite.planning.hlo import Array, Computation, Instruction, Module
+from maxlite.planning.hlo_collectives import SENT_PER_BYTE
+from maxlite.planning.hlo_cost import filled_shares, share_of_kernel
+from maxlite.planning.kernel_cost import is_kernel, kernel_cost
+
+_ALLOCATION = re.compile(r'custom_call_target="(?:AllocateBuffer|CreateBuffer)"')
+# Nothing is moved: the result is an operand, or is counted elsewhere.
+_FREE = re.compile(
+  "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|call-start|"
+  "async-(start|update)|after-all|add-dependency|opt-barrier|partition-id|.*-done"
+)
+_SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_VIEWS = ("bitcast", "reshape")
+_MATMULS = ("dot", "convolution")
+_MOVES = ("copy", "reshape", "transpose", "bitcast-convert", "broadcast", "pad", "concatenate")
+
+
+class Traffic(NamedTuple):
+  """Bytes that one instruction moves in a step."""
+
+  num_bytes: float
+  category: str
+  source: str  # line of code, "" if the compiler added the instruction
+
+
+def hbm_traffic(module: Module) -> list[Traffic]:
+  """Bytes read from and written to HBM by the instructions of one step of one device.
+
+  Each instruction reads its operands and writes its result once. Slices and in-place updates count
+  the slice only, and kernels the rows that `matmul_flops` counts. Arrays in on-chip memory do not
+  count. Asynchronous operations count where they start.
+  """
+  filled = filled_shares(module)
+  return [
+    Traffic(
+      runs.times * _bytes_moved(module, instruction, filled),
+      _category(module, instruction),
+      module.source(instruction),
+    )
+    for _, instruction, runs in module.executed()
+    if not runs.fused and not _is_free(instruction)
+  ]
+
+
+def hbm_bytes(module: Module) -> float:
+  """The sum of `hbm_traffic`."""
+  return sum(traffic.num_bytes for traffic in hbm_traffic(module))
+
+
+def largest_traffic(
+  traffic: Iterable[Traffic], key: Callable[[Traffic], str]
+) -> list[tuple[str, float]]:
+  """(name, bytes) of the groups of instructions with the same `key`, largest first."""
+  sums: dict[str, float] = defaultdict(float)
+  for part in traffic:
+    sums[key(part)] += part.num_bytes
+  return sorted(sums.items(), key=lambda named: -named[1])
+
+
+def _is_free(instruction: Instruction) -> bool:
+  return bool(_FREE.fullmatch(instruction.opcode) or _ALLOCATION.search(instruction.attributes))
+
+
+def _category(module: Module, instruction: Instruction) -> str:
+  opcode = instruction.opcode.removesuffix("-start")
+  if opcode in SENT_PER_BYTE:
+    return "collectives"
+  if is_kernel(instruction):
+    return "kernels"
+  opcodes = {opcode}
+  if opcode == "fusion":
+    (fused,) = module.called(instruction)
+    opcodes = {i.opcode for i in fused.instructions.values()}
+  for category, members in (
+    ("matmuls", _MATMULS),
+    ("gathers and scatters", ("gather", "scatter")),
+    ("slices and updates", (*_SLICES, *_UPDATES)),
+  ):
+    if opcodes.intersection(members):
+      return category
+  return "copies" if opcode in _MOVES else "element-wise"
+
+
+def _bytes_moved(module: Module, instruction: Instruction, filled: dict[int, float]) -> float:
+  operands, opcode = instruction.operands, instruction.opcode.removesuffix("-start")
+  written = _in_hbm(_results(instruction))
+  if cost := kernel_cost(instruction):
+    return cost.row_bytes * share_of_kernel(instruction, filled) + cost.fixed_bytes
+  if opcode == "fusion":
+    (fused,) = module.called(instruction)
+    reads = (_share_read(module, fused, i) * _in_hbm(x.arrays) for i, x in enumerate(operands))
+    return sum(reads) + _share_written(module, fused) * written
+  if opcode in _SLICES:
+    read = sum(array.num_bytes for array in _results(instruction))
+    return written + read * (not operands[0].arrays[0].on_chip)
+  if opcode in _UPDATES:
+    return 2 * sum(_in_hbm(operand.arrays) for operand in operands[1:])
+  if opcode == "ragged-all-to-all":
+    # The rest of the larger side is empty.
+    return 2 * min(_in_hbm(operand.arrays) for operand in operands[:2])
+  return sum(_in_hbm(operand.arrays) for operand in operands) + written
+
+
+def _results(instruction: Instruction) -> list[Array]:
+  """The arrays that an instruction writes.
+
+  The type of an asynchronous start has, besides, its operands and scalars that signal its progress:
+  before the result, except of a copy.
+  """
+  arrays, num_operands = instruction.arrays, len(instruction.operands)
+  if instruction.opcode == "copy-start":
+    return arrays[:1]
+  if instruction.opcode.endswith("-start"):
+    return arrays[num_operands : 2 * num_operands]
+  return arrays
+
+
+def _in_hbm(arrays: Iterable[Array]) -> float:
+  return sum(array.num_bytes for array in arrays if not array.on_chip)
+
+
+def _share_read(module: Module, fused: Computation, index: int) -> float:
+  """The share of operand `index` of a fusion that is read."""
+  parameter = _parameter(fused, index)
+  used = sum(_bytes_used(module, fused, parameter))
+  return min(used / (parameter.num_bytes or 1), 1.0)
+
+
+def _parameter(fused: Computation, index: int) -> Instruction:
+  instructions = fused.instructions.values()
+  return next(i for i in instructions if i.opcode == "parameter" and i.literal == str(index))
+
+
+def _bytes_used(module: Module, fused: Computation, value: Instruction) -> list[float]:
+  """Bytes of `value` that each of its users in a fusion reads."""
+  used: list[float] = []
+  for user in fused.instructions.values():
+    if value not in user.operands:
+      continue
+    sliced = user.operands[0] is value
+    if user.opcode in _VIEWS:
+      used += _bytes_used(module, fused, user)
+    elif user.opcode == "fusion":
+      (nested,) = module.called(user)
+      for index, operand in enumerate(user.operands):
+        if operand is value:
+          used += _bytes_used(module, nested, _parameter(nested, index))
+    elif sliced and user.opcode in _SLICES:
+      used.append(user.num_bytes)
+    elif not (sliced and user.opcode == "dynamic-update-slice"):
+      used.append(value.num_bytes)
+  return used
+
+
+def _share_written(module: Module, fused: Computation) -> float:
+  """The share of a fusion's result that is written, not updated in place."""
+  return _bytes_written(module, fused.root) / (fused.root.num_bytes or 1)
+
+
+def _bytes_written(module: Module, part: Instruction) -> float:
+  if part.opcode == "tuple":
+    return sum(_bytes_written(module, operand) for operand in part.operands)
+  if part.opcode in _VIEWS:
+    return _bytes_written(module, part.operands[0])
+  if part.opcode == "fusion":
+    return _bytes_written(module, module.called(part)[0].root)
+  if part.opcode == "dynamic-update-slice":
+    return part.operands[1].num_bytes
+  return part.num_bytes

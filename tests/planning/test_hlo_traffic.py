@@ -1,0 +1,91 @@
+"""HBM bytes of small programs: forms that only TPUs print, and XLA's own count of a step."""
+
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from maxlite.kernels.stated_cost import StatedCost, stated_cost
+from maxlite.metrics.chips import CHIPS
+from maxlite.planning import plan_report
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_collectives import Collective, collectives
+from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.planning.hlo_traffic import hbm_bytes, hbm_traffic
+from maxlite.planning.roofline import step_bounds
+
+# A row updated in place and read by nested fusions, buffers without contents, an asynchronous
+# permute, a slice into on-chip memory, and a kernel on a receive buffer that is a quarter full.
+TPU_PROGRAM = Path(__file__).with_name("tpu_traffic.hlo.txt").read_text()
+ROW = 128 * 4
+
+
+def test_forms_that_only_tpus_print():
+  module = parse(TPU_PROGRAM)
+  traffic = hbm_traffic(module)
+  assert [(part.category, part.num_bytes) for part in traffic] == [
+    ("element-wise", pytest.approx(2 * 8 * ROW, abs=8)),  # reads and writes the updated rows
+    ("collectives", 2 * 4096 * ROW),
+    ("kernels", 400 / 4 + 7),
+    ("collectives", 2 * 4096 * ROW),
+    ("slices and updates", 16 * ROW),  # written to on-chip memory
+    ("copies", 2 * 4096 * ROW),
+  ]
+  assert [part.source for part in traffic] == ["layers/a.py:5", *[""] * 5]
+  assert matmul_flops(module) == (1000, 0)
+
+
+def test_asynchronous_collectives_are_not_exposed():
+  permute, exchange = collectives(parse(TPU_PROGRAM), {"expert": 4})
+  assert (permute.kind, permute.async_times, permute.exposed_bytes) == ("collective-permute", 1, 0)
+  assert (exchange.async_times, exchange.exposed_bytes) == (0, exchange.sent_bytes)
+
+
+def test_a_kernel_without_a_stated_cost_leaves_the_bound_open():
+  text = TPU_PROGRAM.replace("cost_flops4000_rows400_fixed7/", "").replace("cost_estimate", "none")
+  assert matmul_flops(parse(text)).kernels_unknown == 1
+  bounds = step_bounds(CHIPS["TPU v5"], 1e12, 1e9, [])
+  describe = lambda is_complete: plan_report.roofline_lines(bounds, 0.5, 0.0, is_complete)
+  assert "MFU" in describe(True)[-1]
+  assert not any("MFU" in line for line in describe(False))
+
+
+def test_sends_of_synchronous_collectives_lower_the_bound():
+  exchange = Collective("all-gather", ("fsdp",), 4, 4e9, 3e9, async_times=1)
+  assert exchange.exposed_bytes == 0.75 * 3e9
+  bounds = step_bounds(CHIPS["TPU v5"], 459e12, None, [exchange])
+  lines = plan_report.roofline_lines(bounds, 0.5, 1.0, is_complete=True)
+  assert lines[-2].endswith("MFU is at most 50.0%")
+  assert lines[-1].endswith("MFU is at most 25.0%")
+
+
+def test_the_cost_of_a_kernel_is_in_the_compiled_program():
+  def scaled(x):
+    with stated_cost(StatedCost(12.0, 34, 56)):
+      return x * jnp.sin(x)
+
+  text = jax.jit(scaled).lower(jnp.ones(8)).compile().as_text()
+  assert "cost_flops12_rows34_fixed56" in text
+
+
+def test_the_bytes_of_a_loop_free_step_equal_the_compilers():
+  optimizer, widths = optax.adamw(1e-3), (256, 512, 512, 64)
+
+  def loss(weights, x):
+    for w in weights:
+      x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+  def step(weights, state, x):
+    updates, state = optimizer.update(jax.grad(loss)(weights, x), state, weights)
+    return optax.apply_updates(weights, updates), state
+
+  weights = [jnp.ones(shape) for shape in itertools.pairwise(widths)]
+  with jax.numpy_dtype_promotion("standard"):  # of Optax
+    lowered = jax.jit(step).lower(weights, optimizer.init(weights), jnp.ones((512, 256)))
+  program = lowered.compile()
+  expected = program.cost_analysis()["bytes accessed"]
+  assert hbm_bytes(parse(program.as_text())) == pytest.approx(expected, rel=0.1)
