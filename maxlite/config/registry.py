@@ -30,7 +30,8 @@ def _registry(template: str, *names: str) -> Registry:
 
 # dataset_type -> (DataConfig, vocab_size, token cache directory) -> DataSource
 SOURCES = _registry(
-  "maxlite.data.sources:{}_source", "synthetic", "text", "jsonl", "parquet", "chat"
+  "maxlite.data.sources:{}_source",
+  *("synthetic", "text", "jsonl", "parquet", "arrow", "array_record", "chat"),
 )
 # packing_strategy -> (Tokens, row length, seed of the order or None) -> PackedRows
 PACKING_STRATEGIES = Registry(

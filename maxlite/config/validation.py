@@ -222,7 +222,7 @@ def _chat(v: Values) -> Rules:
 
 
 def _batches(v: Values) -> Rules:
-  needs_column = v.dataset_type in ("jsonl", "parquet")
+  needs_column = v.dataset_type in ("jsonl", "parquet", "arrow", "array_record")
   text = "is empty; write text_column=text"
   yield needs_column and not v.text_column, "text_column dataset_type", text
   keys, text = "eval_dataset_path dataset_mixture", "write eval_path in the sources of the mixture"

@@ -182,7 +182,7 @@ def test_paths_expand_to_sorted_unique_files(tmp_path):
 
 
 def test_a_folder_of_text_skips_and_reports_other_formats(tmp_path):
-  for name in ("a.txt", "b.py", "LICENSE", "c.jsonl", "d.parquet", "e.txt.gz", "f.PNG"):
+  for name in ("a.txt", "b.py", "LICENSE", "c.jsonl", "d.parquet", "e.tar.gz", "f.PNG"):
     (tmp_path / name).write_text("x")
   files, skipped = expand_paths([str(tmp_path)], "", "dataset_path")
   assert [file.name for file in files] == ["LICENSE", "a.txt", "b.py"]
@@ -194,13 +194,14 @@ def test_a_folder_of_text_skips_and_reports_other_formats(tmp_path):
     expand_paths([str(tmp_path)], "", "dataset_path")
 
 
-@pytest.mark.parametrize("suffix", ["", ".jsonl"])
-def test_a_compressed_file_is_an_error(tmp_path, suffix):
-  (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
-  with pytest.raises(
-    ValueError, match=r"dataset_path: .*a\.jsonl\.gz is compressed: decompress it"
-  ):
-    expand_paths([str(tmp_path / "*")], suffix, "dataset_path")
+@pytest.mark.parametrize(
+  ("suffix", "name"),
+  [("", "a.jsonl.gz"), (".jsonl", "a.gz"), (".jsonl", "a.jsonl.xz"), (".parquet", "a.parquet.gz")],
+)
+def test_a_compressed_file_of_another_kind_is_an_error(tmp_path, suffix, name):
+  (tmp_path / name).write_bytes(b"\x1f\x8b")
+  with pytest.raises(ValueError, match=rf"dataset_path: .*{name} is compressed: decompress it"):
+    expand_paths([str(tmp_path / name)], suffix, "dataset_path")
 
 
 def test_stdlib_expands_to_the_standard_library_without_tests():

@@ -45,7 +45,9 @@ class DataConfig:
     "template rejects): `error`, or `skip`, which counts them.",
     choices=("error", "skip"),
   )
-  text_column: str = field("text", "Field or column with the text of jsonl and parquet data.")
+  text_column: str = field(
+    "text", "Field, column or feature with the text of jsonl, parquet, arrow and array_record data."
+  )
   tokenizer_type: str = model_field("byte", "Tokenizer.", choices=TOKENIZERS)
   tokenizer_path: str = model_field("", "tokenizer.json or SentencePiece model file.")
   chat_template_path: str = field(

@@ -18,6 +18,8 @@ from maxlite.data.packing import (
   PackedRows,
   RowSource,
 )
+from maxlite.data.sources.array_records import array_record_documents
+from maxlite.data.sources.arrow import arrow_documents
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.chat import ConversationTokenizer, chat_documents, open_chat
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
@@ -164,3 +166,5 @@ def _summary(data: TokenizedData, unit: str) -> str:
 text_source = functools.partial(_text_source, text_documents, "")
 jsonl_source = functools.partial(_text_source, jsonl_documents, ".jsonl")
 parquet_source = functools.partial(_text_source, parquet_documents, ".parquet")
+arrow_source = functools.partial(_text_source, arrow_documents, ".arrow")
+array_record_source = functools.partial(_text_source, array_record_documents, ".array_record")

@@ -10,8 +10,10 @@ from pathlib import Path, PurePosixPath
 from maxlite.config.errors import UserError
 from maxlite.config.local_copy import HUB, hub_path
 from maxlite.config.object_store import DataFile, is_remote, list_files
+from maxlite.data.sources.compressed import inner_name
 
 STDLIB = "stdlib"
+_MAY_BE_COMPRESSED = ("", ".jsonl")  # of the formats, those of text
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _COMPRESSED = re.compile(r"\.(gz|tgz|bz2|xz|zst|zip|7z)", re.IGNORECASE)
 # In a folder, a file with any other suffix is text.
@@ -42,8 +44,10 @@ def expand_paths(
       kind = f"*{suffix} file" if suffix else "file"
       only = f" (only {count_suffixes(others)})" if others else ""
       raise UserError(f"{key}: {entry!r} gives no {kind}{only}: name a file, a folder or a glob")
-    if compressed := [file for file in found if _COMPRESSED.fullmatch(file.suffix)]:
-      raise UserError(f"{key}: {compressed[0]} is compressed: decompress it")
+    is_unknown = lambda file: _COMPRESSED.fullmatch(file.suffix) and not _is_read(file.name, suffix)
+    if compressed := list(filter(is_unknown, found)):
+      fix = f", or name it *{suffix or '.txt'}.gz" if suffix in _MAY_BE_COMPRESSED else ""
+      raise UserError(f"{key}: {compressed[0]} is compressed: decompress it{fix}")
     files.update((file, None) for file in found)
     skipped += others
   return list(files), [file for file in skipped if file not in files]
@@ -65,14 +69,21 @@ def _expand(entry: str, suffix: str) -> tuple[list[DataFile], list[DataFile]]:
   names, is_folder = _list_store(entry) if is_remote(entry) else _list_local(entry)
   if not is_folder:
     return list(names), []
-  is_text = lambda name: not _NOT_TEXT.fullmatch(PurePosixPath(name).suffix)
-  is_read = (lambda name: name.endswith(suffix)) if suffix else is_text
   read: list[DataFile] = []
   others: list[DataFile] = []
   for file, name in names.items():
     if not any(part[0] == "." for part in name.split("/")):
-      (read if is_read(name) else others).append(file)
+      (read if _is_read(name, suffix) else others).append(file)
   return read, others
+
+
+def _is_read(name: str, suffix: str) -> bool:
+  """Whether a file is read if its folder is named: by its suffix, without that of a compression."""
+  inner = inner_name(name) if suffix in _MAY_BE_COMPRESSED else name
+  if suffix:
+    return inner.endswith(suffix)
+  kind = PurePosixPath(inner).suffix
+  return not _NOT_TEXT.fullmatch(kind) and (inner == name or bool(kind))
 
 
 def _list_store(uri: str) -> tuple[dict[DataFile, str], bool]:

@@ -7,6 +7,7 @@ from typing import Any
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
+from maxlite.data.sources.compressed import open_file
 
 
 def jsonl_documents(
@@ -33,10 +34,10 @@ def read_objects(
 def _lines(file: DataFile, start: float, stop: float) -> Iterator[tuple[str, bytes]]:
   begin, end = 0, None
   if (start, stop) != (0, 1):
-    with file.open("rb") as lines:
+    with open_file(file) as lines:
       num_lines = sum(1 for _ in lines)
     begin, end = int(num_lines * start), int(num_lines * stop)
-  with file.open("rb") as lines:
+  with open_file(file) as lines:
     for number, line in enumerate(lines):
       if number == end:
         return

@@ -17,10 +17,11 @@ def parquet_documents(
   Raises:
     UserError: pyarrow is missing, or `file` is damaged or has no strings in `column`.
   """
-  return convert_rows(_rows(file, column, start, stop), _document, reject)
+  return convert_rows(_rows(file, column, start, stop), row_document, reject)
 
 
-def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
+def row_document(row: tuple[str, str | None]) -> Iterator[bytes]:
+  """The text of (place, value); raise UserError if it is null."""
   place, text = row
   if text is None:
     raise UserError(f"{place}: null")

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from maxlite.config.errors import UserError
-from maxlite.config.object_store import DataFile, size_and_version
+from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
+from maxlite.data.sources.compressed import expanded_size, open_file
 
 PIECE_BYTES = 1 << 18
 
@@ -18,8 +19,8 @@ def text_documents(
 
   Rejects lines that are not UTF-8, by file and byte.
   """
-  size, _ = size_and_version(file)
-  with file.open("rb") as stream:
+  size = expanded_size(file)
+  with open_file(file) as stream:
     begin, end = (_character_start(stream, int(size * share)) for share in (start, stop))
     yield _valid(_pieces(stream, begin, end), file, begin, reject)
 

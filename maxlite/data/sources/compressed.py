@@ -1,0 +1,98 @@
+"""Data files that may be compressed (`.gz`, `.zst`), expanded while they are read."""
+
+import gzip
+import io
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from maxlite.config.errors import UserError
+from maxlite.config.object_store import DataFile, size_and_version
+
+EXPANDED = (".gz", ".zst")
+# A file that expands to more of both is refused: an attack, or damaged.
+MAX_RATIO, MAX_BYTES = 200, 1 << 28
+_BUFFER_BYTES = 1 << 18
+
+
+def open_file(file: DataFile) -> BinaryIO:
+  """Open for reading, expanding if compressed; such a file is sought by expanding up to there.
+
+  Raises:
+    UserError: now or while reading, the file is damaged, or expands more than MAX_RATIO allows.
+  """
+  if file.suffix not in EXPANDED:
+    return file.open("rb")
+  return io.BufferedReader(_Expander(file), _BUFFER_BYTES)
+
+
+def inner_name(name: str) -> str:
+  """The name without the suffix of the compression."""
+  return name.removesuffix(Path(name).suffix) if Path(name).suffix in EXPANDED else name
+
+
+def expanded_size(file: DataFile) -> int:
+  """The number of bytes that `open_file` gives; reads a compressed file."""
+  if file.suffix not in EXPANDED:
+    return size_and_version(file)[0]
+  with open_file(file) as stream:
+    return sum(len(block) for block in iter(lambda: stream.read(_BUFFER_BYTES), b""))
+
+
+class _Expander(io.RawIOBase):
+  def __init__(self, file: DataFile) -> None:
+    self._file, self._limit = file, max(MAX_RATIO * size_and_version(file)[0], MAX_BYTES)
+    self._open()
+
+  def _open(self) -> None:
+    self._compressed, self._position = self._file.open("rb"), 0
+    if self._file.suffix == ".gz":
+      self._stream = gzip.GzipFile(fileobj=self._compressed)
+      return
+    try:
+      import pyarrow as pa
+    except ImportError:
+      raise UserError(f"{self._file}: .zst needs a package: pip install pyarrow") from None
+    self._stream = pa.CompressedInputStream(pa.PythonFile(self._compressed, "r"), "zstd")
+
+  def readable(self) -> bool:
+    return True
+
+  def seekable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int:
+    try:
+      block = self._stream.read(len(buffer))
+    except (OSError, EOFError, ValueError) as error:  # of gzip, zlib and pyarrow
+      raise UserError(f"{self._file} is damaged ({error}): replace it") from None
+    self._position += len(block)
+    if self._position > self._limit:
+      raise UserError(
+        f"{self._file} expands to more than {MAX_RATIO} times its size: decompress it first"
+      )
+    buffer[: len(block)] = block
+    return len(block)
+
+  def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    if whence != io.SEEK_SET:
+      raise io.UnsupportedOperation("only from the start")
+    if offset < self._position:
+      self._close_streams()
+      self._open()
+    buffer = bytearray(_BUFFER_BYTES)
+    while self._position < offset:
+      if not self.readinto(memoryview(buffer)[: offset - self._position]):
+        break
+    return self._position
+
+  def tell(self) -> int:
+    return self._position
+
+  def close(self) -> None:
+    if not self.closed:
+      self._close_streams()
+    super().close()
+
+  def _close_streams(self) -> None:
+    self._stream.close()
+    self._compressed.close()

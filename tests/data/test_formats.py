@@ -1,0 +1,145 @@
+"""Every format of the same documents gives the same rows; damage and bombs end in one line."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import DataConfig
+from maxlite.data.loader import open_data
+from maxlite.data.sources import compressed
+from maxlite.data.sources.file_paths import expand_paths
+
+TEXTS = [f"Text {n}, naïve 😀\n" * (n % 7 + 1) for n in range(150)]
+JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def varint(value):
+  return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + varint(value >> 7)
+
+
+def field(number, content):
+  return bytes([number << 3 | 2]) + varint(len(content)) + content
+
+
+def example(**features):
+  """A serialized `tf.train.Example` of bytes features, by its Protocol Buffers definition."""
+  value = lambda content: field(1, field(1, content))
+  pairs = (field(1, name.encode()) + field(2, value(x)) for name, x in features.items())
+  return field(1, b"".join(field(1, pair) for pair in pairs))
+
+
+def write_records(file, records):
+  writer = ArrayRecordWriter(str(file), "group_size:8")
+  for record in records:
+    writer.write(record)
+  writer.close()
+
+
+def write_arrow(file, opened):
+  table = pa.table({"text": TEXTS})
+  with opened(str(file), table.schema) as writer:
+    writer.write_table(table, max_chunksize=16)
+
+
+FORMATS = {
+  "a.jsonl": lambda file: file.write_bytes(JSONL),
+  "a.jsonl.gz": lambda file: file.write_bytes(gzip.compress(JSONL)),
+  "a.jsonl.zst": lambda file: file.write_bytes(pa.compress(JSONL, "zstd", asbytes=True)),
+  "a.parquet": lambda file: pq.write_table(pa.table({"text": TEXTS}), file),
+  "stream.arrow": lambda file: write_arrow(file, pa.ipc.new_stream),
+  "file.arrow": lambda file: write_arrow(file, pa.ipc.new_file),
+  "text.array_record": lambda file: write_records(file, [text.encode() for text in TEXTS]),
+  "example.array_record": lambda file: write_records(
+    file, [example(id=b"7", text=text.encode()) for text in TEXTS]
+  ),
+}
+
+
+def rows_of(path, **keys):
+  kind = {"gz": "jsonl", "zst": "jsonl"}.get(path.suffix[1:], path.suffix[1:])
+  cfg = DataConfig(dataset_path=(str(path),), dataset_type=kind, max_target_length=32, **keys)
+  data = open_data(
+    cfg,
+    vocab_size=258,
+    global_batch_size=1,
+    rows=range(1),
+    cache_directory=path.parent / "tokens",
+  ).source
+  return [
+    np.stack([split[n]["tokens_BT"] for n in range(len(split))])
+    for split in (data.train, data.eval)
+  ]
+
+
+@pytest.fixture(scope="module", params=["documents", "tail"])
+def expected(request, tmp_path_factory):
+  path = tmp_path_factory.mktemp("jsonl") / "a.jsonl"
+  FORMATS[path.name](path)
+  return request.param, rows_of(path, eval_split=request.param)
+
+
+@pytest.mark.parametrize("name", list(FORMATS)[1:])
+def test_all_formats_give_the_same_rows(name, expected, tmp_path):
+  eval_split, rows = expected
+  FORMATS[name](tmp_path / name)
+  for here, there in zip(rows_of(tmp_path / name, eval_split=eval_split), rows, strict=True):
+    np.testing.assert_array_equal(here, there)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 0.37), (0.37, 1)])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_parts_of_a_compressed_text_are_those_of_the_text(suffix, start, stop, tmp_path):
+  from maxlite.data.sources.text import text_documents
+
+  text = "".join(TEXTS).encode()
+  pack = gzip.compress if suffix == ".gz" else lambda x: pa.compress(x, "zstd", asbytes=True)
+  plain, packed = tmp_path / "a.txt", tmp_path / f"a.txt{suffix}"
+  plain.write_bytes(text)
+  packed.write_bytes(pack(text))
+  read = lambda file: [b"".join(pieces) for pieces in text_documents(file, "", start, stop)]
+  assert read(packed) == read(plain)
+
+
+def test_only_compressed_files_of_known_content_are_read(tmp_path):
+  for name in ("a.txt.gz", "b.zst", "c.tar.gz", "d.png.zst", "e.py.zst"):
+    (tmp_path / name).touch()
+  names = lambda files: [file.name for file in files]
+  found, others = expand_paths([str(tmp_path)], "", "dataset_path")
+  assert names(found) == ["a.txt.gz", "e.py.zst"]
+  assert names(others) == ["b.zst", "c.tar.gz", "d.png.zst"]
+  for name in names(others):
+    with pytest.raises(UserError, match=r"is compressed: decompress it, or name it \*\.txt\.gz$"):
+      expand_paths([str(tmp_path / name)], "", "dataset_path")
+
+
+@pytest.mark.parametrize("name", list(FORMATS)[1:])
+def test_a_damaged_file_is_named(name, tmp_path):
+  FORMATS[name](tmp_path / name)
+  content = (tmp_path / name).read_bytes()
+  (tmp_path / name).write_bytes(content[: len(content) // 2])
+  with pytest.raises(UserError, match=rf"{name}.*(damaged|not JSON)"):
+    rows_of(tmp_path / name)
+
+
+def test_expansion_is_bounded(tmp_path, monkeypatch):
+  monkeypatch.setattr(compressed, "MAX_BYTES", 1 << 20)
+  (tmp_path / "a.jsonl.zst").write_bytes(pa.compress(bytes(1 << 24), "zstd", asbytes=True))
+  with pytest.raises(UserError, match=r"a\.jsonl\.zst expands to more than 200 times its size"):
+    rows_of(tmp_path / "a.jsonl.zst")
+
+
+def test_missing_features_and_other_types_are_named(tmp_path):
+  write_records(tmp_path / "a.array_record", [example(body=b"x")])
+  with pytest.raises(UserError, match=r"record 1: no feature 'text' among \['body'\]"):
+    rows_of(tmp_path / "a.array_record")
+  table = pa.table({"text": [1]})
+  with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+    writer.write_table(table)
+  with pytest.raises(UserError, match=r"column 'text' holds int64, not strings: set text_column"):
+    rows_of(tmp_path / "a.arrow")
