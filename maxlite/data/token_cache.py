@@ -6,9 +6,9 @@ them and of the tokenized files. A cache is written under a temporary name and r
 complete, so processes may write it concurrently and may be killed at any time.
 """
 
-import array
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
@@ -18,10 +18,8 @@ import shutil
 import time
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,44 +39,16 @@ from maxlite.config.object_store import (
 )
 from maxlite.config.schema import DataConfig
 from maxlite.data.split import Reader, SplitDocuments, split_documents
-from maxlite.data.tokenizers.tokenizer import Tokenizer
+from maxlite.data.tokenize import SPLITS, DocumentTokenizer, write_tokens
 
 LOSS_MASK_BIT = np.uint32(1 << 31)  # set in ids of conversations that count in the loss
-SPLITS = ("train", "eval")
 _FORMAT = 2
-_STALE_SECONDS = 3600.0
-_META = "meta.json"
+_STALE_SECONDS = 24 * 3600.0
+_META, _LOCK = "meta.json", ".lock"
+_PACKED = (".gz", ".zst", ".parquet", ".arrow", ".array_record")  # size is not that of their text
 _LOCAL_COPIES = Path("~/.cache/maxlite/tokens")  # of caches on object stores
 
 log = logging.getLogger(__name__)
-
-
-class DocumentTokenizer(Protocol):
-  """Converts what a reader yields to documents of ids.
-
-  `identity` changes if any id does. `counts` has the documents that were changed or left out, by
-  reason.
-  """
-
-  identity: str
-  dtype: np.dtype
-  counts: Counter[str]
-
-  def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
-    """Yield the documents (often one) of one input document, each as an iterator over its ids."""
-
-
-class TextTokenizer:
-  """Text documents: bos, the text, eos."""
-
-  def __init__(self, tokenizer: Tokenizer) -> None:
-    self._tokenizer, self.identity = tokenizer, tokenizer.identity
-    self.dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
-    self.counts: Counter[str] = Counter()
-
-  def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
-    bos, eos = ([np.asarray([i])] for i in (self._tokenizer.bos, self._tokenizer.eos))
-    yield itertools.chain(bos, map(self._tokenizer.encode, pieces), eos)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,20 +174,37 @@ def _tokenize(
   documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path, sources: list[DataFile]
 ) -> None:
   log.info("tokenizing once into %s", folder)
+  is_text = not any(file.suffix in _PACKED for file in sources)
+  total_bytes = sum(size_and_version(file)[0] for file in sources) if is_text else 0
   with _new_folder(folder, sources) as partial:
     source_digests = {str(file): _digest(file) for file in sources}
-    meta = {"sources": source_digests, **_write(documents, tokenizer, partial)}
-    (partial / _META).write_text(json.dumps(meta))
+    lengths, num_dropped = write_tokens(documents, tokenizer, partial, total_bytes)
+    digests = {}
+    for name, (path, lengths_path) in _split_files(partial).items():
+      np.save(lengths_path, lengths[name])
+      digests[name] = _digest(path, lengths[name].tobytes())
+    meta = {"sources": source_digests, "digests": digests, "num_dropped": num_dropped}
+    (partial / _META).write_text(json.dumps(meta | {"counts": tokenizer.counts}))
 
 
 @contextlib.contextmanager
 def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
-  """Yield an empty folder, which replaces `folder` unless another process has written it."""
-  _remove_stale(folder.parent)
-  partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
-  partial.mkdir(parents=True)
+  """Yield a folder that replaces `folder` unless another process has written it.
+
+  It holds what a killed process has written. While another process writes, it is a separate one.
+  """
+  partial = folder.with_name(f"{folder.name}.partial")
+  _remove_stale(folder.parent, partial)
+  partial.mkdir(parents=True, exist_ok=True)
+  lock = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT)
   try:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process, or a file system without locks
+      partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
+      partial.mkdir()
     yield partial
+    (partial / _LOCK).unlink(missing_ok=True)
     if folder.exists() and _damage(folder, sources):
       shutil.rmtree(folder)
     try:
@@ -225,39 +212,20 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
     except OSError:
       if _damage(folder, sources):  # otherwise another process was first, with the same content
         raise
-  finally:
+      shutil.rmtree(partial)
+  except Exception:
     shutil.rmtree(partial, ignore_errors=True)
+    raise
+  finally:
+    os.close(lock)
 
 
-def _remove_stale(cache_directory: Path) -> None:
+def _remove_stale(cache_directory: Path, kept: Path) -> None:
   """Remove partial folders of killed processes, recognized by their last modification."""
   for partial in cache_directory.glob("*.partial"):
     newest = max((f.stat().st_mtime for f in (partial, *partial.iterdir())), default=0.0)
-    if time.time() - newest > _STALE_SECONDS:
+    if partial != kept and time.time() - newest > _STALE_SECONDS:
       shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write(documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path) -> dict[str, Any]:
-  """Write the files of both splits; return what meta.json records of them."""
-  num_dropped = 0
-  lengths = {name: array.array("q") for name in SPLITS}  # 8 bytes of memory per document
-  with contextlib.ExitStack() as stack:
-    files = {
-      name: stack.enter_context(path.open("wb", buffering=1 << 20))
-      for name, (path, _) in _split_files(folder).items()
-    }
-    for name, pieces in documents:
-      if name == "dropped":
-        num_dropped += 1
-        continue
-      for document in tokenizer.encode(pieces):
-        written = (files[name].write(ids.astype(tokenizer.dtype).tobytes()) for ids in document)
-        lengths[name].append(sum(written) // tokenizer.dtype.itemsize)
-  digests = {}
-  for name, (path, lengths_path) in _split_files(folder).items():
-    np.save(lengths_path, np.asarray(lengths[name], np.int64))
-    digests[name] = _digest(path, lengths[name].tobytes())
-  return {"digests": digests, "num_dropped": num_dropped, "counts": tokenizer.counts}
 
 
 class TokenFile:

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
@@ -33,6 +34,16 @@ def write_source(folder, kind, num_documents):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
     parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
+  if kind == "arrow":
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
+    table = pyarrow.table({"text": texts})
+    with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
+      writer.write_table(table)
+  if kind == "array_record":
+    writer = ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1")
+    for text in texts:
+      writer.write(text.encode())
+    writer.close()
 
 
 def config(folder, kind="text", num_documents=NUM_DOCUMENTS, **keys):

@@ -17,6 +17,7 @@ from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, ra
 from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
+from maxlite.data.tokenize import Encoded, Piece
 from maxlite.data.tokenizers.tokenizer import ChatTokenizer, Tokenizer
 
 Today = Callable[[], datetime.date]
@@ -111,6 +112,7 @@ class ConversationTokenizer:
   """
 
   dtype = np.dtype(np.uint32)
+  is_resumable = False  # `counts` come from encoding
 
   def __init__(self, chat: ChatEncoder, max_length: int, on_bad_row: str) -> None:
     self._chat, self._max_length = chat, max_length
@@ -118,9 +120,17 @@ class ConversationTokenizer:
     self.reject = build_reject(on_bad_row, self.counts)
     self.identity = f"chat {chat.identity} up to {max_length}"
 
-  def encode(self, pieces: Iterator[bytes]) -> Iterator[Iterator[np.ndarray]]:
-    """Yield the documents of one of `chat_documents`; none if it has nothing to learn."""
-    messages, place = pieces
+  def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[Encoded]]:
+    """Yield the documents of each of `chat_documents`; none if it has nothing to learn."""
+    assert not is_open  # conversations are whole
+    for name, messages in pieces:
+      _, place = next(pieces)
+      next(pieces)  # the end of the document
+      assert messages is not None
+      assert place is not None
+      yield [(name, ids, True) for ids in self._encode_one(messages, place)]
+
+  def _encode_one(self, messages: bytes, place: bytes) -> Iterator[np.ndarray]:
     try:
       texts = list(self._chat.encode(json.loads(messages)))
     except ValueError as error:
@@ -131,7 +141,7 @@ class ConversationTokenizer:
       is_cut = len(ids) > self._max_length
       if is_answer[1 : self._max_length].any():  # the first id is never a target
         self.counts["cut at max_target_length"] += is_cut
-        yield iter([(ids | is_answer * LOSS_MASK_BIT)[: self._max_length]])
+        yield (ids | is_answer * LOSS_MASK_BIT)[: self._max_length]
       else:
         self.counts["cut before their first answer" if is_cut else "without an answer"] += 1
 

@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers
@@ -38,6 +38,9 @@ class Tokenizer(Protocol):
 
   def encode(self, text: bytes) -> np.ndarray:
     """Encode `text` without bos and eos; spelled special tokens are plain text."""
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """Encode each of `texts`, on all cores."""
 
   def decode(self, ids: Sequence[int]) -> str:
     """Decode `ids`, leaving out special tokens and ids beyond the vocabulary."""
@@ -82,6 +85,9 @@ class ByteTokenizer:
 
   def encode(self, text: bytes) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    return list(map(self.encode, texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
@@ -133,7 +139,12 @@ class HuggingFaceTokenizer:
     self.num_bytes_V = self._count_bytes(vocabulary)
 
   def encode(self, text: bytes) -> np.ndarray:
-    return np.asarray(_encoding(self._tokenizer, text.decode(errors="replace")).ids, np.uint32)
+    return self.encode_batch([text])[0]
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    decoded = [text.decode(errors="replace") for text in texts]
+    found = _run(self._tokenizer, "encode_batch_fast", decoded)
+    return [np.asarray(encoding.ids, np.uint32) for encoding in found]
 
   def decode(self, ids: Sequence[int]) -> str:
     valid = [i for i in map(int, ids) if i < self.size]
@@ -183,15 +194,20 @@ class HuggingFaceTokenizer:
 def _encoding(
   tokenizer: tokenizers.Tokenizer, text: str, *, parse_special: bool = False
 ) -> tokenizers.Encoding:
+  return _run(tokenizer, "encode", text, parse_special=parse_special)
+
+
+def _run(
+  tokenizer: tokenizers.Tokenizer, method: str, texts: Any, *, parse_special: bool = False
+) -> Any:
   tokenizer.encode_special_tokens = not parse_special
   try:
-    return tokenizer.encode(text, add_special_tokens=False)
+    return getattr(tokenizer, method)(texts, add_special_tokens=False)
   except BaseException as error:  # a panic of the Rust library
     if type(error).__name__ != "PanicException":
       raise
-    raise UserError(
-      f"the tokenizer cannot split a text of {len(text)} characters: {error}"
-    ) from None
+    size = max(map(len, texts), default=0) if isinstance(texts, list) else len(texts)
+    raise UserError(f"the tokenizer cannot split a text of {size} characters: {error}") from None
 
 
 class SentencePieceTokenizer:
@@ -217,7 +233,11 @@ class SentencePieceTokenizer:
     self.num_bytes_V = np.array([self._count_bytes(i) for i in range(self.size)], np.int32)
 
   def encode(self, text: bytes) -> np.ndarray:
-    return np.asarray(self._model.encode(text.decode(errors="replace")), np.uint32)
+    return self.encode_batch([text])[0]
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    decoded = [text.decode(errors="replace") for text in texts]
+    return [np.asarray(ids, np.uint32) for ids in self._model.encode(decoded, num_threads=-1)]
 
   def decode(self, ids: Sequence[int]) -> str:
     return self._model.decode([i for i in map(int, ids) if i < self.size])

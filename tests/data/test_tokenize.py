@@ -1,0 +1,140 @@
+"""Tokenization: batches change nothing, a killed process is continued, two writers are safe."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from maxlite.config.schema import DataConfig
+from maxlite.data import tokenize
+from maxlite.data.sources.jsonl import jsonl_documents
+from maxlite.data.sources.text import text_documents
+from maxlite.data.token_cache import open_tokens
+from maxlite.data.tokenize import TextTokenizer
+from maxlite.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+
+CFG = DataConfig(dataset_type="jsonl", eval_fraction=0.3)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+  path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+  tokenizer = Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  alphabet = pre_tokenizers.ByteLevel.alphabet()
+  trainer = trainers.BpeTrainer(
+    vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+  )
+  tokenizer.train_from_iterator(["the quick brown fox"] * 50, trainer)
+  tokenizer.save(str(path))
+  return HuggingFaceTokenizer(str(path))
+
+
+def write_jsonl(file, num_documents):
+  texts = [f"the quick {n} brown fox " * (n % 9 + 1) for n in range(num_documents)]
+  file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  return file
+
+
+def contents(data):
+  """The bytes and lengths of both splits."""
+  return [(part.path.read_bytes(), part.lengths.tolist()) for part in (data.train, data.eval)]
+
+
+def test_batches_equal_single_pieces(bpe, tmp_path, monkeypatch):
+  file = write_jsonl(tmp_path / "a.jsonl", 200)
+  opened = lambda name: contents(
+    open_tokens(CFG, jsonl_documents, [file], [], TextTokenizer(bpe), tmp_path / name)
+  )
+  whole = opened("whole")
+  monkeypatch.setattr(tokenize, "BATCH_BYTES", 1)
+  assert opened("single") == whole
+  ids = np.frombuffer(whole[0][0], np.uint16)
+  assert len(ids) == sum(whole[0][1])
+  starts = np.cumsum([0, *whole[0][1][:-1]])
+  assert (ids[starts] == bpe.bos).all()
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_tokenize as t
+t.tokenize.BATCH_BYTES, t.tokenize._SAVE_SECONDS = 300, 0
+folder, kind, last = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+count = 0
+class Killed(t.ByteTokenizer):
+  def encode_batch(self, texts):
+    global count
+    count += 1
+    if count == last:
+      os.kill(os.getpid(), signal.SIGKILL)
+    return super().encode_batch(texts)
+t.open_file(folder, kind, Killed(""))
+"""
+
+
+def open_file(folder, kind, tokenizer, cache="cache"):
+  read = jsonl_documents if kind == "jsonl" else text_documents
+  cfg = dataclasses.replace(CFG, dataset_type=kind, eval_split="tail")
+  return open_tokens(
+    cfg, read, [folder / f"a.{kind}"], [], TextTokenizer(tokenizer), folder / cache
+  )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
+  file = write_jsonl(tmp_path / f"a.{kind}", 150)
+  if kind == "text":  # a document of several pieces
+    file.write_text("one long line of text\n" * 40_000)
+  monkeypatch.setattr(tokenize, "BATCH_BYTES", 300)
+  expected = contents(open_file(tmp_path, kind, ByteTokenizer(""), "uninterrupted"))
+  here = str(Path(__file__).parent)
+  for last in (3, 2):
+    command = [sys.executable, "-c", CHILD, here, str(tmp_path), kind, str(last)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+  (partial,) = (tmp_path / "cache").iterdir()
+  done = json.loads((partial / "progress.json").read_text())
+  assert done["num_pieces"] >= 2
+  with (partial / "train.bin").open("ab") as file:  # written after the last record of progress
+    file.write(b"torn")
+  calls = []
+  count = lambda self, texts: calls.extend(texts) or list(map(self.encode, texts))
+  monkeypatch.setattr(ByteTokenizer, "encode_batch", count)
+  assert contents(open_file(tmp_path, kind, ByteTokenizer(""))) == expected
+  assert "tokenizing resumes after" in capsys.readouterr().err
+  num_bytes = sum(len(split) // 2 for split, _ in expected)
+  assert 0 < sum(map(len, calls)) < num_bytes
+  (folder,) = (tmp_path / "cache").iterdir()
+  assert not {"progress.json", ".lock", "train_lengths.partial"} & set(os.listdir(folder))
+
+
+def test_two_writers_at_once_write_the_same(tmp_path):
+  file = write_jsonl(tmp_path / "a.jsonl", 50)
+  inner = []
+
+  def second(*arguments, **keys):
+    if not inner:
+      inner.append(None)
+      inner[0] = open_tokens(
+        CFG, jsonl_documents, [file], [], TextTokenizer(ByteTokenizer("")), tmp_path / "cache"
+      )
+    return jsonl_documents(*arguments, **keys)
+
+  outer = open_tokens(CFG, second, [file], [], TextTokenizer(ByteTokenizer("")), tmp_path / "cache")
+  assert contents(outer) == contents(inner[0])
+  assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_progress_names_size_speed_and_remaining_time(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(tokenize, "_REPORT_SECONDS", 0)
+  file = write_jsonl(tmp_path / "a.jsonl", 9)
+  open_tokens(CFG, jsonl_documents, [file], [], TextTokenizer(ByteTokenizer("")), tmp_path)
+  assert "tokenizing: 0 of 0 MB, 0:00:00 left, " in capsys.readouterr().err
