@@ -26,7 +26,7 @@ from maxlite.data.split import SplitDocuments
 from maxlite.data.tokenizers.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval")
-BATCH_BYTES = 1 << 21  # encoded at once
+BATCH_BYTES = 3 << 19  # encoded at once
 _SAVE_SECONDS, _REPORT_SECONDS = 5.0, 10.0
 _PROGRESS = "progress.json"
 Piece = tuple[str, bytes | None]  # split, bytes of a document or None at its end
