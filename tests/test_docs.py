@@ -28,7 +28,7 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
   for number, line in enumerate(text.splitlines(), start=1):
     if line.startswith("    ") and not PLACEHOLDER.search(line):
       try:
-        words = shlex.split(line, comments=True)
+        words = shlex.split(re.sub(r" (2?>|\||&).*", "", line), comments=True)
       except ValueError:  # not a command
         continue
       while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
