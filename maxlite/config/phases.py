@@ -19,10 +19,11 @@ from maxlite.config.schema import (
   TrainingConfig,
   flatten,
 )
-from maxlite.config.validation import validate
+from maxlite.config.validation import SCHEDULE_KEYS, validate
 from maxlite.config.values import Setting, parse, parse_as, suggest
 
-_RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length")  # not per phase
+# Not per phase.
+_RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
 SOURCE_KEYS = (
   "dataset_type",

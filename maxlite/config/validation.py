@@ -34,6 +34,7 @@ _PATH_ENDINGS = ("_path", "_directory", "_dir", "_file", "save_hlo", "gpu_target
 _HUB_KEYS = ("dataset_path", "eval_dataset_path", "tokenizer_path")
 _STORE_KEYS = ("base_output_directory", "token_cache_directory", "output_path", "jax_cache_dir")
 PATH_KEYS = tuple(key for key in DEFAULTS if key.endswith(_PATH_ENDINGS))
+SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
 _LINEAR = ("linear", "linear_plus_one")
 
 
@@ -236,6 +237,25 @@ def _batches(v: Values) -> Rules:
   yield is_ordered and v.ensemble_data != "shared", keys, text
 
 
+def _schedules(v: Values) -> Rules:
+  for key in SCHEDULE_KEYS:
+    entries = vars(v)[key]
+    starts = [start for start, _ in entries]
+    text = f"steps must ascend from 0; write {key}=[[0, 8], [1000, 16]]"
+    yield entries and (starts[0] != 0 or sorted(set(starts)) != starts), key, text
+    yield any(value < 1 for _, value in entries), key, "a step needs tokens; write 1 or more"
+    for other in ("phases", "members", "sweep"):
+      text = f"{other} have batches of one shape; write {key}=[]"
+      yield entries and vars(v)[other], f"{key} {other}", text
+  keys = "batch_size_schedule global_batch_size"
+  text = "the schedule replaces the size; write global_batch_size=0"
+  yield v.batch_size_schedule and v.global_batch_size, keys, text
+  for _, length in v.sequence_length_schedule:
+    fix = f"write {_largest_divisor(v.max_target_length, max(length, 1))}"
+    keys = "sequence_length_schedule max_target_length"
+    yield length > 0 and v.max_target_length % length, keys, f"{length} is not a divisor; {fix}"
+
+
 def _ensemble(v: Values) -> Rules:
   is_set = lambda key: vars(v)[key] != DEFAULTS[key]
   for key in flatten(EnsembleConfig()):
@@ -413,7 +433,7 @@ def _data_files(v: Values) -> Rules:
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _attention, _rope, _hardware, _memory, _tokenizer),
-  *(_chat, _batches, _ensemble, _optimizer, _parametrization, _phases),
+  *(_chat, _batches, _schedules, _ensemble, _optimizer, _parametrization, _phases),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 

@@ -12,11 +12,13 @@ import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.mixture import mixture_of
-from maxlite.config.registry import ROW_ORDERS, SOURCES
+from maxlite.config.registry import ROW_ORDERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
+from maxlite.data.batch_schedule import BatchSchedule, ScheduledBatches
 from maxlite.data.joined_sources import join_sources
 from maxlite.data.mixture_order import MixtureOrder, MixturePart, describe_difference
+from maxlite.data.open_source import open_source
 from maxlite.data.packing import Row, RowSource
 from maxlite.data.prefetch import prefetch, read_once
 from maxlite.data.sampler import HostBatches, shuffled_order
@@ -24,11 +26,6 @@ from maxlite.data.sources import DataSource
 
 _OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
 _NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
-# Where the split by content holds out none or all of few documents: other keys, and what they do.
-_FEW_DOCUMENTS = (
-  ({"eval_split": "tail"}, "eval_split=tail holds out the tail of the data"),
-  ({"eval_fraction": 0.0}, "nothing is held out"),
-)
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
 
@@ -51,11 +48,12 @@ class DataLoader:
       if self.cfg.enable_data_shuffling:
         order = ROW_ORDERS[self.cfg.data_sampling](len(rows), self.cfg.data_shuffle_seed)
       parts.append(MixturePart(each, order.repeat(), len(rows), rows.num_tokens, rows.identity))
-    return MixtureOrder(parts, self.first_row)
+    return MixtureOrder(parts, self.schedule.first_row)
 
-  def first_row(self, num_batches: int) -> int:
-    """The number of rows in the first `num_batches` training batches."""
-    return num_batches * self.global_batch_size
+  @functools.cached_property
+  def schedule(self) -> BatchSchedule:
+    """The shapes of the training batches, of at most `global_batch_size` rows of full length."""
+    return BatchSchedule.of(self.cfg, self.global_batch_size)
 
   def train_stream(self) -> "TrainStream":
     """Training batches from the first, without end."""
@@ -107,11 +105,11 @@ class DataLoader:
     """Everything that the first batches depend on, by config key, as JSON values."""
     return {
       "max_target_length": self.cfg.max_target_length,
-      "global_batch_size": self.global_batch_size,
+      "global_batch_size": self.schedule.past_sizes(num_batches),
       "enable_data_shuffling": self.cfg.enable_data_shuffling,
       "data_sampling": self.cfg.data_sampling,
       "data_shuffle_seed": self.cfg.data_shuffle_seed if self.cfg.enable_data_shuffling else None,
-      "data": self.order.history(self.first_row(num_batches)),
+      "data": self.order.history(self.schedule.first_row(num_batches)),
     }
 
 
@@ -134,7 +132,7 @@ def open_data(
     UserError: missing or unreadable files, an empty split, or a tokenizer larger than
       `vocab_size`.
   """
-  open_one = lambda cfg: _open_source(cfg, vocab_size, cache_directory, evaluates=evaluates)
+  open_one = lambda cfg: open_source(cfg, vocab_size, cache_directory, evaluates=evaluates)
   parts: dict[str, DataSource] = {}
   for part in mixture_of(cfg) if cfg.dataset_mixture else ():
     try:
@@ -144,40 +142,13 @@ def open_data(
   return DataLoader(cfg, join_sources(parts) if parts else open_one(cfg), global_batch_size, rows)
 
 
-def _open_source(
-  cfg: DataConfig, vocab_size: int, cache_directory: Path, *, evaluates: bool
-) -> DataSource:
-  open_source = lambda cfg: SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
-  source: DataSource = open_source(cfg)
-  holds_out = bool(cfg.eval_fraction or cfg.eval_dataset_path)
-  by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
-  for keys, effect in _FEW_DOCUMENTS if by_content else ():
-    if len(source.train) and (source.eval or not evaluates):
-      break
-    source = open_source(dataclasses.replace(cfg, **keys))
-    summary = f"{source.summary}; too few documents for eval_split=documents, so {effect}"
-    source = dataclasses.replace(source, summary=summary)
-  if not len(source.train):
-    raise UserError(
-      f"nothing is left to train on ({source.summary}): lower eval_fraction, or add files to "
-      "dataset_path that are not in eval_dataset_path"
-    )
-  if evaluates and holds_out and not by_content and not source.eval:
-    raise UserError(
-      f"nothing is held out by eval_split={cfg.eval_split} and eval_fraction={cfg.eval_fraction} "
-      f"({source.summary}): raise eval_fraction or name files in eval_dataset_path "
-      "(eval_fraction=0: hold out nothing)"
-    )
-  return source
-
-
 class TrainStream:
   """Endless batches of this host's rows (numpy), with the same state on every host."""
 
   def __init__(self, data: DataLoader) -> None:
     self._data = data
     size, rows = data.global_batch_size, data.rows
-    self._batches = HostBatches(data.order, data.source.train, size, rows)
+    self._batches = ScheduledBatches(data.order, data.source.train, data.schedule, size, rows)
     self._start(0)
 
   def _start(self, num_taken: int) -> None:
@@ -190,6 +161,11 @@ class TrainStream:
     batch = Batch(**next(self._iterator))
     self._num_taken += 1
     return batch
+
+  @property
+  def batch_shape(self) -> tuple[int, int]:
+    """(rows, positions) of the latest batch over all hosts."""
+    return self._data.schedule.shape(self._num_taken - 1)
 
   def state(self) -> dict[str, Any]:
     """The number of batches taken and all that they depend on, as JSON values."""
@@ -207,7 +183,7 @@ class TrainStream:
 
   def describe(self) -> list[str]:
     """A line per source on the rows that were taken."""
-    return self._data.order.describe_use(self._data.first_row(self._num_taken))
+    return self._data.order.describe_use(self._data.schedule.first_row(self._num_taken))
 
   def close(self) -> None:
     self._iterator.close()
@@ -216,6 +192,11 @@ class TrainStream:
 def _difference(name: str, then: Any, now: Any, num_batches: int) -> str:
   if name == "data":
     return describe_difference(then, now, num_batches)
+  if isinstance(then, list) or isinstance(now, list):
+    return (
+      f"the checkpoint was written with {name}={then}, this run has {now} up to its step: restore "
+      "these entries of batch_size_schedule (later ones may change)"
+    )
   if name == "global_batch_size":
     return (
       f"the checkpoint was written with a global batch of {then} rows, this run has {now}: "

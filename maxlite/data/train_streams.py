@@ -22,6 +22,10 @@ class TrainStreams:
     """Return the next batch of the objective's stream."""
     return next(self._streams[self._readers[objective]])
 
+  def batch_shape(self, objective: str) -> tuple[int, int]:
+    """(rows, positions) of the objective's latest batch over all hosts."""
+    return self._streams[self._readers[objective]].batch_shape
+
   def state(self) -> dict[str, Any]:
     """The state of the only stream, or of each by its first objective, as JSON values."""
     states = {reader: stream.state() for reader, stream in self._streams.items()}

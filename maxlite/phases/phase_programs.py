@@ -160,6 +160,14 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
   return lambda state, batch: jax.lax.switch(schedule.phase(state.clock), branches, state, batch)
 
 
+def compile_for_batches(step: Any, state: Any, batches: Sequence[Any]) -> Step:
+  """Compile a jitted `step` for batches of several shapes; each call takes the one that fits."""
+  programs = compile_in_parallel([step.lower(state, batch) for batch in batches])
+  shape_of = lambda batch: tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+  by_shape = dict(zip(map(shape_of, batches), programs, strict=True))
+  return lambda state, batch: by_shape[shape_of(batch)](state, batch)
+
+
 def compile_in_parallel(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
   """Compile all programs, in one thread per core."""
   with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -63,7 +63,7 @@ def log_header(
     for source, part in each.source.parts.items():
       console.print(f"  {source}: {part.files}; {part.summary}")
     if each.source.parts:
-      console.print(f"  rows {each.order.describe_shares(each.first_row)}")
+      console.print(f"  rows {each.order.describe_shares(each.schedule.first_row)}")
 
 
 def finalize(

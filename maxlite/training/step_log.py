@@ -81,8 +81,11 @@ class StepLog(Log):
   def __init__(self, trainer: Trainer, writers: Writers, timer: Stopwatch | None = None):
     super().__init__(trainer.cfg, [writers], list(trainer.mesh.devices.flat))
     self._plan, self._flops = trainer.phase_plan, trainer.flops_per_step
+    self._schedule, self._shapes = trainer.batch_schedule, trainer.batch_schedule.shapes
+    if len(self._shapes) > 1:
+      self._flops = [trainer.flops_of(trainer.objectives[0], shape) for shape in self._shapes]
     self._timer = timer or Stopwatch(STEP)
-    self._settled, self._phase = self._since, 0
+    self._settled, self._program = self._since, 0
     self._skipped_in_a_row = 0
 
   @property
@@ -91,10 +94,10 @@ class StepLog(Log):
     return describe_divergence(self._skipped_in_a_row) if over else ""
 
   def _count_step(self, step: int, metrics: dict[str, Any]) -> None:
-    """Count a step for the speed of its phase, which starts anew when the phase changes."""
-    phase = int(metrics.get("phase", 0))
-    if phase != self._phase:
-      self._since, self._steps_since, self._phase = self._settled, 0, phase
+    """Count a step for the speed of its program: of its phase, or of its batch's shape."""
+    program = int(metrics.get("phase", self._shapes.index(self._schedule.shape(step - 1))))
+    if program != self._program:
+      self._since, self._steps_since, self._program = self._settled, 0, program
     self._settled = time.perf_counter()
     self._steps_since += 1
     self._skipped_in_a_row = int(metrics["skipped_in_a_row"])
@@ -103,8 +106,8 @@ class StepLog(Log):
     self, step: int, metrics: dict[str, Any], evaluation: Callable[[], dict[str, float]] | None
   ) -> None:
     seconds = self._step_seconds(self._settled)
-    phase = self._plan.phases[self._phase] if self._plan else None
-    row = self._row(step, metrics, seconds, self._flops[self._phase], phase)
+    phase = self._plan.phases[self._program] if self._plan else None
+    row = self._row(step, metrics, seconds, self._flops[self._program], phase)
     if evaluation:
       with self._timer.during("evaluation"):
         row |= evaluation()

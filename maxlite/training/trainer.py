@@ -16,6 +16,7 @@ from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, abstract_batch, to_global
+from maxlite.data.batch_schedule import BatchSchedule
 from maxlite.data.train_streams import TrainStreams
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
@@ -28,6 +29,7 @@ from maxlite.phases.phase_programs import (
   PhaseOptStates,
   PhasePrograms,
   build_phase_step,
+  compile_for_batches,
   switch_step,
 )
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
@@ -128,7 +130,16 @@ class Trainer:
   @functools.cached_property
   def train_step(self) -> Step:
     """The compiled training step; it donates the state."""
-    return self._jit_step(0) if self.phase_plan is None else self.phase_programs.step
+    if self.phase_plan is not None:
+      return self.phase_programs.step
+    batches = [abstract_batch(s, self.batch_sharding) for s in self.batch_schedule.shapes]
+    step = self._jit_step(0)
+    return step if len(batches) == 1 else compile_for_batches(step, self.abstract_state, batches)
+
+  @functools.cached_property
+  def batch_schedule(self) -> BatchSchedule:
+    """The shapes of the batches of a run without phases."""
+    return BatchSchedule.of(self.cfg.data, self.batch_shape[0])
 
   def _jit_step(self, index: int) -> Any:
     return jax.jit(
@@ -155,14 +166,13 @@ class Trainer:
   @property
   def flops_per_step(self) -> list[float]:
     """FLOPs of a step over all devices, by objective."""
-    flops = functools.partial(train_flops, self.cfg.model, self.parameter_sizes)
+    return [self.flops_of(each, each.batch_shape) for each in self.objectives]
 
-    def of_objective(each: Objective) -> float:
-      loss = LOSSES[each.loss]
-      trained = each.partition.trained
-      return flops(each.batch_shape, trained, logits=loss.logits, drafts=loss.drafts).total
-
-    return list(map(of_objective, self.objectives))
+  def flops_of(self, objective: Objective, batch_shape: tuple[int, int]) -> float:
+    """FLOPs of a step on one batch over all devices."""
+    loss, trained = LOSSES[objective.loss], objective.partition.trained
+    keys = {"logits": loss.logits, "drafts": loss.drafts}
+    return train_flops(self.cfg.model, self.parameter_sizes, batch_shape, trained, **keys).total
 
   def place(self, batch: Batch) -> Batch:
     """Make a global batch of the run's size from this host's rows (numpy)."""
@@ -171,8 +181,8 @@ class Trainer:
   def next_batch(self, stream: TrainStreams, state: TrainState) -> Batch:
     """The global batch of the next step."""
     name = self.phase_programs.phase(state) if self.phase_plan else "train"
-    shape = next(each.batch_shape for each in self.objectives if each.name == name)
-    return to_global(stream.take(name), self.batch_sharding, shape)
+    batch = stream.take(name)
+    return to_global(batch, self.batch_sharding, stream.batch_shape(name))
 
   def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
     """The compiled evaluation step."""

@@ -68,6 +68,16 @@ class DataConfig:
   global_batch_size: int = field(
     0, "Rows per step on any number of devices; 0: per_device_batch_size x devices.", low=0
   )
+  batch_size_schedule: tuple[tuple[int, int], ...] = field(
+    (),
+    "Rows per step instead of global_batch_size: [[0, 8], [1000, 16]] are 8, and 16 after 1000 "
+    "steps.",
+  )
+  sequence_length_schedule: tuple[tuple[int, int], ...] = field(
+    (),
+    "Positions per row: [[0, 64], [1000, 256]]. Rows of max_target_length are cut into parts of "
+    "this length, so the tokens per step remain.",
+  )
   enable_data_shuffling: bool = field(True, "Shuffle documents, and rows in every epoch.")
   data_shuffle_seed: int = field(0, "Seed of the shuffling.", low=0, high=2**32 - 1)
   data_sampling: str = field(

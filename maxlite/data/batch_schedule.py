@@ -1,0 +1,108 @@
+"""Batches whose size and row length change with the step."""
+
+import dataclasses
+import sys
+
+import grain
+import numpy as np
+
+from maxlite.config.schema import DataConfig
+from maxlite.data.packing import Row, RowSource
+
+Entries = tuple[tuple[int, int], ...]  # (batches before, value), ascending from 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSchedule:
+  """The shape of every batch of a stream, as a function of the number of batches before it.
+
+  Rows are counted at their full length; a shorter length cuts each into equal parts.
+  """
+
+  sizes: Entries  # rows of a global batch
+  lengths: Entries  # positions; divisors of `row_length`
+  row_length: int
+
+  @classmethod
+  def of(cls, cfg: DataConfig, global_batch_size: int) -> "BatchSchedule":
+    """The schedule of `cfg`; without one, all batches have `global_batch_size` rows."""
+    length = cfg.max_target_length
+    sizes = cfg.batch_size_schedule or ((0, global_batch_size),)
+    return cls(sizes, cfg.sequence_length_schedule or ((0, length),), length)
+
+  def num_rows(self, num_batches: int) -> int:
+    """Rows of the batch after `num_batches` batches."""
+    return _value_at(self.sizes, num_batches)
+
+  def first_row(self, num_batches: int) -> int:
+    """Rows of the first `num_batches` batches."""
+    starts = [min(start, num_batches) for start, _ in self.sizes]
+    counts = np.diff([*starts, num_batches])
+    return int(np.dot(counts, [rows for _, rows in self.sizes]))
+
+  def shape(self, num_batches: int) -> tuple[int, int]:
+    """(rows, positions) of the global batch after `num_batches` batches."""
+    length = _value_at(self.lengths, num_batches)
+    return self.num_rows(num_batches) * (self.row_length // length), length
+
+  @property
+  def shapes(self) -> list[tuple[int, int]]:
+    """All shapes, in the order of their first batches."""
+    starts = sorted({start for start, _ in (*self.sizes, *self.lengths)})
+    return list(dict.fromkeys(map(self.shape, starts)))
+
+  def past_sizes(self, num_batches: int) -> int | list[list[int]]:
+    """The sizes of the first `num_batches` batches, as JSON values; a number if all are equal."""
+    past = [[start, rows] for start, rows in self.sizes if start < max(num_batches, 1)]
+    return past if len(past) > 1 else past[0][1]
+
+
+class ScheduledBatches(grain.MapDataset[Row]):
+  """The rows of each training batch of a schedule that one host loads.
+
+  Batches take rows from `order` one after the other. Of a batch this host loads the fraction of
+  the rows that `host_rows` are of `global_batch_size`.
+  """
+
+  def __init__(
+    self,
+    order: grain.MapDataset[int],
+    rows: RowSource,
+    schedule: BatchSchedule,
+    global_batch_size: int,
+    host_rows: range,
+  ) -> None:
+    super().__init__(order)
+    self._rows, self._schedule = rows, schedule
+    self._batch_size, self._host_rows = global_batch_size, host_rows
+
+  def __len__(self) -> int:
+    return sys.maxsize // self._batch_size
+
+  def __getitem__(self, index: int | slice) -> Row | grain.MapDataset[Row]:
+    if isinstance(index, slice):
+      return self.slice(index)
+    first, size = self._schedule.first_row(index), self._schedule.num_rows(index)
+    begin, end = (
+      bound * size // self._batch_size for bound in (self._host_rows.start, self._host_rows.stop)
+    )
+    rows = [self._rows[self._parent[first + n]] for n in range(begin, end)]
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return cut_rows(batch, self._schedule.shape(index)[1])
+
+
+def cut_rows(batch: Row, length: int) -> Row:
+  """Cut the rows [B, T] of a batch into [B * T / length, length].
+
+  A document that continues from the part before is a segment from position 0.
+  """
+  parts = {name: x_BT.reshape(-1, length) for name, x_BT in batch.items()}
+  segment, position = parts["segment_BT"], parts["position_BT"]
+  first = segment[:, :1]
+  parts["position_BT"] = np.where(segment == first, position - position[:, :1], position)
+  parts["segment_BT"] = np.where(segment > 0, segment - first + 1, 0)
+  return parts
+
+
+def _value_at(entries: Entries, num_batches: int) -> int:
+  return next(value for start, value in reversed(entries) if start <= num_batches)
