@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -211,13 +212,16 @@ def test_killed_run_resumes_to_identical_results(run_keys, tmp_path):
   assert (code, "killed 3 times" in out, "losses equal: True" in out) == (0, True, True), out + err
 
 
-def test_shardings_stacks_the_parameters_of_members_of_one_model():
-  argv = [str(BASE), *TINY, "ici_ensemble_parallelism=2"]
-  argv.append("sweep={grid: {init_weights_seed: [0, 1, 2, 3]}}")
-  code, out, _ = finish(open_process("tools/inspect/shardings.py", *argv, JAX_NUM_CPU_DEVICES="8"))
-  rows = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+def test_shardings_stacks_the_parameters_of_members_of_one_model(monkeypatch, capsys):
+  tool = ROOT / "tools/inspect/shardings.py"
+  sweep = "sweep={grid: {init_weights_seed: [0, 1, 2, 3]}}"
+  argv = [str(tool), str(BASE), *TINY, "ici_ensemble_parallelism=2", sweep]
+  monkeypatch.setattr(sys, "argv", argv)
+  with pytest.raises(SystemExit, match="0"):
+    runpy.run_path(str(tool), run_name="__main__")
+  rows = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
   _, names, spec, shape, num_bytes = next(row for row in rows if row[0] == "unembed/kernel")
-  assert (code, names) == (0, "ensemble embed vocab")
+  assert names == "ensemble embed vocab"
   assert spec.startswith("P('ensemble', ")
   num_members, *sizes = map(int, shape.split())
   assert (num_members, int(num_bytes.replace(",", ""))) == (4, 4 * 4 * math.prod(sizes) // 8)

@@ -102,6 +102,7 @@ def model_of(family, sharder=None, **changes):
   return Decoder(cfg, sharder or sharder_of())
 
 
+@functools.cache
 def abstract_params(family, **changes):
   """Shapes of the parameters, boxed with their logical axis names."""
   model = model_of(family, **changes)
