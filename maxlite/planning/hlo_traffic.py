@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
 
   num_bytes: float
   category: str
-  source: str  # line of code, "" if the compiler added the instruction
+  source: str  # line of code, "" if unknown, as of copies that the compiler adds
 
 
 def hbm_traffic(module: Module) -> list[Traffic]:

@@ -97,7 +97,7 @@ def traffic_lines(traffic: Sequence[Traffic]) -> list[str]:
   total = sum(part.num_bytes for part in traffic)
   by_category = largest_traffic(traffic, lambda part: part.category)
   by_line = largest_traffic(
-    traffic, lambda part: f"{part.category:<22}{part.source or 'added by the compiler'}"
+    traffic, lambda part: f"{part.category:<22}{part.source or 'unknown line'}"
   )
   row = lambda name, size: f"{size / GB:>10.3f}{size / total:>8.1%}  {name}"
   lines = [f"{'GB of HBM':>10}{'share':>8}", *(row(*named) for named in by_category), ""]
