@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
 
   num_bytes: float
   category: str
-  source: str  # line of code, "" if unknown, as of copies that the compiler adds
+  source: str  # line of code; "" if unknown
 
 
 def hbm_traffic(module: Module) -> list[Traffic]:
