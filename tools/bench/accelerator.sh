@@ -5,7 +5,7 @@
 #
 # See accelerator.py. PYTHON is the interpreter, by default python3. Packages that it lacks are
 # installed into .venv-accelerator, which has all others in the interpreter's versions. Without a
-# network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER_OF_WHEELS. If that fails, the table says so.
+# network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER_OF_WHEELS. If that fails, the table has the reason.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
@@ -25,10 +25,14 @@ PY
   # The installed JAX and its plugin are those of the driver.
   "$python" -m pip freeze 2>/dev/null | grep -E "^(jax|numpy)[a-z0-9-]*==" > "$venv/versions.txt"
   "$python" - "$root/setup.py" > "$venv/requirements.txt" <<'PY' || return
-import ast, sys
+import ast, importlib.metadata, re, sys
 tree = ast.parse(open(sys.argv[1]).read())
 nodes = (node for node in ast.walk(tree) if isinstance(node, ast.keyword))
-print(*ast.literal_eval(next(n.value for n in nodes if n.arg == "install_requires")), sep="\n")
+normal = lambda name: re.sub("[-_.]+", "-", name).lower()
+installed = {normal(each.name) for each in importlib.metadata.distributions()}
+for requirement in ast.literal_eval(next(n.value for n in nodes if n.arg == "install_requires")):
+  if normal(re.match(r"[\w.-]+", requirement)[0]) not in installed:
+    print(requirement)
 PY
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint "$venv/versions.txt" --requirement "$venv/requirements.txt"
