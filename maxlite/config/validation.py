@@ -389,6 +389,9 @@ def _context_parallelism(v: Values) -> Rules:
     length = -(-v.max_target_length // (2 * context)) * 2 * context
     text = f"each of {context} shards must have an even number; write max_target_length={length}"
     yield v.max_target_length % (2 * context), f"{key} max_target_length", text
+    for _, length in v.sequence_length_schedule:
+      text = f"each of {context} shards must have an even number; write multiples of {2 * context}"
+      yield length % (2 * context), f"sequence_length_schedule {key}", text
     return
   num_heads, num_groups = v.base_num_query_heads // tensor, v.base_num_kv_heads // tensor
   num_groups = num_heads if v.family.latent_attention else max(num_groups, 1)

@@ -53,6 +53,14 @@ MISTAKES = {
   ("batch_size_schedule=[[0, 8], [4, 8], [2, 16]]",): ("ascend from 0",),
   ("batch_size_schedule=[[0, 0]]",): ("a step needs tokens", "1 or more"),
   ("batch_size_schedule=[[0, 8]]", "global_batch_size=8"): ("write global_batch_size=0",),
+  (
+    "sequence_length_schedule=[[0, 2]]",
+    "context_parallel_strategy=ring",
+    "ici_context_parallelism=2",
+  ): (
+    "sequence_length_schedule=[[0, 2]]",
+    "write multiples of 4",
+  ),
   ("sequence_length_schedule=[[0, 100]]",): ("max_target_length=256", "write 64"),
   ("sequence_length_schedule=[[0, 64]]", "sweep={grid: {learning_rate: [1, 2]}}"): (
     "batches of one shape",
