@@ -87,7 +87,8 @@ def test_every_page_is_in_the_index():
 @pytest.mark.slow
 def test_the_tutorial_runs_as_written(tmp_path):
   link_folders(tmp_path)
-  lines = [line for line in TUTORIAL.read_text("utf-8").splitlines() if line.startswith("    ")]
+  commands_only = re.sub(r"^```.*?^```", "", TUTORIAL.read_text("utf-8"), flags=re.DOTALL | re.M)
+  lines = [line for line in commands_only.splitlines() if line.startswith("    ")]
   script = "set -e -o pipefail\n" + "\n".join(line.strip() for line in lines)
   bash = shutil.which("bash")
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
