@@ -53,6 +53,21 @@ def test_a_diverging_member_is_frozen_and_does_not_affect_the_others():
   assert 0 < int(broken.step - broken.skipped) < 4
 
 
+@pytest.mark.parametrize("strategy", ["fused", "submesh"])
+def test_arrays_that_a_module_closes_over_are_not_donated(strategy):
+  kernel = jnp.ones((2, 1))
+
+  class Closed(nn.Module):
+    @nn.compact
+    def __call__(self, x_BD):
+      return x_BD @ self.param("kernel", lambda key: kernel)
+
+  members = [Member(Closed(), optax.sgd(0.1))]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
+  ensemble.step(ensemble.init(BATCH), BATCH)
+  np.testing.assert_array_equal(kernel, np.ones((2, 1)))
+
+
 def test_injected_hyperparameters_are_stacked_arrays_of_the_state():
   rates = (0.1, 0.01)
   injected = optax.inject_hyperparams(optax.sgd)

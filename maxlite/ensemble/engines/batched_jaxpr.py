@@ -124,19 +124,23 @@ def group_by_jaxpr(
   functions: Sequence[Callable], names: Sequence[str], member_args: Sequence[Any], shared_args: Any
 ) -> list[list[int]]:
   """Indices of the functions that differ in literals only, by group; arguments as above."""
-  leaders: dict[int, TracedFunction] = {}
-  groups: dict[int, list[int]] = {}
   first_Z = _first_occurrences(functions)
+  traced = {z: _trace(functions[z], member_args[z], shared_args) for z in sorted(set(first_Z))}
+  if not traced:
+    return []
+  with contextlib.suppress(JaxprMismatchError):  # the most frequent case, in one comparison
+    _align([*traced.values()], [names[z] for z in traced], sizes=False)
+    return [list(range(len(functions)))]
+  groups: dict[int, list[int]] = {}
   leader_of: dict[int, int] = {}
-  for z in sorted(set(first_Z)):
-    traced = _trace(functions[z], member_args[z], shared_args)
-    for leader, other in leaders.items():
+  for z, own in traced.items():
+    for leader in dict.fromkeys(leader_of.values()):
       with contextlib.suppress(JaxprMismatchError):
-        _align([other, traced], [names[leader], names[z]], sizes=False)
+        _align([traced[leader], own], [names[leader], names[z]], sizes=False)
         leader_of[z] = leader
         break
     else:
-      leaders[z], leader_of[z] = traced, z
+      leader_of[z] = z
   for z, first in enumerate(first_Z):
     groups.setdefault(leader_of[first], []).append(z)
   return list(groups.values())

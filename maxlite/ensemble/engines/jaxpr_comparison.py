@@ -55,6 +55,7 @@ _SIZE_PARAMS = {
   "split": ("sizes",),
 }
 _NAMED = ("jaxpr", "call_jaxpr")  # inner jaxprs that are a function of the user
+_ARRAYS = (np.ndarray, np.generic, jax.Array)
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 
 
@@ -230,7 +231,7 @@ class _Aligner:
 
   def _define(self, variables: Sequence[Any], var_ids: list[dict]) -> None:
     avals = [variable.aval for variable in variables]
-    self._require_same("type", [str(aval.dtype) for aval in avals])
+    self._require_same("type", [aval.dtype for aval in avals])
     self._require_same("number of axes", [aval.ndim for aval in avals])
     if not self._sizes:
       self._require_same("shape", [aval.shape for aval in avals])
@@ -252,7 +253,7 @@ class _Aligner:
     if not is_literal[0]:
       self._require_same("operand", [ids[a] for a, ids in zip(atoms, var_ids, strict=True)])
       return atoms[0]
-    self._require_same("type of number", [str(atom.aval.dtype) for atom in atoms])
+    self._require_same("type of number", [atom.aval.dtype for atom in atoms])
     values = [np.asarray(atom.val, atom.aval.dtype) for atom in atoms]
     same = all(_equal(values[0], value) for value in values)
     return atoms[0] if same else self._add_literal(values)
@@ -324,9 +325,14 @@ def _equal(a: Any, b: Any) -> bool:
   """Whether two parameters, or the bits of two arrays, are equal."""
   if a is b:
     return True
-  if not all(isinstance(value, np.ndarray | np.generic | jax.Array) for value in (a, b)):
+  if not (_is_array(a) and _is_array(b)):
     return type(a) is type(b) and bool(a == b)
   return (a.shape, a.dtype) == (b.shape, b.dtype) and _bits(a) == _bits(b)
+
+
+def _is_array(value: Any) -> bool:
+  # The check of jax.Array is slow, and most values are numbers and sizes.
+  return not isinstance(value, int | tuple) and isinstance(value, _ARRAYS)
 
 
 def _bits(array: Any) -> bytes:
