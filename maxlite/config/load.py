@@ -15,6 +15,7 @@ from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.phases import initial_phases_of, validate_phase_data
+from maxlite.config.plugins import import_plugins
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
@@ -50,8 +51,10 @@ def main_config(
 def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -> Config:
   values = ConfigDict(dict(defaults)).lock()
   sources: dict[str, str] = {}
-  for setting in _settings(line, defaults):
-    values[setting.name] = parse(setting)
+  settings = _settings(line, defaults)
+  plugins = import_plugins(settings)
+  for setting in settings:
+    values[setting.name] = parse(setting) if setting.name != "plugins" else plugins
     sources[setting.name] = setting.source
   config: Config = build(Config, dict(values.items()))
   validate(config, sources, needs_data=needs_data)

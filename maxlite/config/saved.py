@@ -9,6 +9,7 @@ import yaml
 
 from maxlite.config.file_io import write_atomically
 from maxlite.config.files import read_file
+from maxlite.config.plugins import import_plugins
 from maxlite.config.raw_values import FrozenMapping, Raw, show
 from maxlite.config.schema import DEFAULTS, KEYS, REMOVED_KEYS, RENAMED_KEYS, Config, flatten
 from maxlite.config.values import Setting, parse
@@ -36,11 +37,13 @@ def read_saved(path: Path) -> dict[str, Any]:
   A key that the file lacks has its default; old names of renamed keys are accepted.
 
   Raises:
-    UserError: the file cannot be read, or has an unknown key or a bad value.
+    UserError: the file cannot be read, has an unknown key or a bad value, or names a plug-in that
+      cannot be imported.
   """
   saved = read_file(path, "resolved config")
   kept = (setting for setting in saved if REMOVED_KEYS.get(setting.name) != setting.raw)
-  settings = map(_with_current_names, kept)
+  settings = list(map(_with_current_names, kept))
+  import_plugins(settings)
   return DEFAULTS | {setting.name: parse(setting) for setting in settings}
 
 

@@ -56,8 +56,11 @@ class Setting:
     return UserError(f"{self.source}: {shown} {violation}")
 
 
-def parse(setting: Setting) -> Any:
+def parse(setting: Setting, *, any_choice: bool = False) -> Any:
   """Convert a raw value to the type of its key and check its choices and range.
+
+  Args:
+    any_choice: do not check the choices.
 
   Raises:
     UserError: the key does not exist, or the value has the wrong type or is not allowed.
@@ -66,7 +69,8 @@ def parse(setting: Setting) -> Any:
   if isinstance(setting.raw, FrozenMapping) and (known is None or known.type is not FrozenMapping):
     raise setting.error("is a mapping; keys are flat, write one `key: value` per line")
   key = find_key(setting)
-  return parse_as(setting, key.type, key.field)
+  field = dataclasses.replace(key.field, choices=()) if any_choice else key.field
+  return parse_as(setting, key.type, field)
 
 
 def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> Any:

@@ -57,9 +57,10 @@ def _values(key: SchemaKey) -> st.SearchStrategy:
   return one if key.type is str else st.lists(one.filter(bool), max_size=3).map(tuple)
 
 
-CONFIGS = st.fixed_dictionaries({key.name: _values(key) for key in KEYS.values()}).map(
-  lambda values: build(Config, values)
-)
+PLUGINS = st.lists(st.sampled_from(["json", "csv"]), max_size=2).map(tuple)  # can be imported
+CONFIGS = st.fixed_dictionaries(
+  {key.name: _values(key) for key in KEYS.values()} | {"plugins": PLUGINS}
+).map(lambda values: build(Config, values))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

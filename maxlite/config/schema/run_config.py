@@ -25,6 +25,10 @@ class RunConfig:
   model_name: str = field(
     "", "Preset configs/models/NAME.yml, applied after the YAML files (except dtype, remat_policy)."
   )
+  plugins: tuple[str, ...] = field(
+    (),
+    "Modules, or paths of .py files, that add entries to the tables of config/registry.py.",
+  )
   steps: int = field(300, "Optimizer steps of the run.", low=1)
   init_weights_seed: int = field(0, "Seed of the initial weights and of random draws.", low=0)
   step_timeout_seconds: int = field(

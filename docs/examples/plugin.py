@@ -1,0 +1,39 @@
+"""A plug-in: a model family, a router, a learning-rate schedule and a loss.
+
+    python -m maxlite.train configs/base.yml steps=50 plugins=docs/examples/plugin.py \
+        decoder_block=sandwich router=sqrt_softmax lr_schedule_type=inverse_sqrt \
+        'phases=[{name: all, train: [.*], loss: confident, steps: 1}]'
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from maxlite.config.model_families import MODELS, ModelFamily
+from maxlite.config.registry import PLAIN_ROUTERS, SCHEDULES, TOKEN_LOSSES
+from maxlite.layers.moe.expert_choice import topk_softmax
+from maxlite.training.loss import NEXT_TOKEN, next_token
+
+
+def sqrt_softmax(logits_BTE, bias_E, cfg):
+  """A router whose combine weights are square roots of the usual ones, renormalized."""
+  probability_BTE, expert_BTK, weight_BTK = topk_softmax(logits_BTE, bias_E, cfg)
+  root_BTK = jnp.sqrt(weight_BTK)
+  return probability_BTE, expert_BTK, root_BTK / jnp.sum(root_BTK, axis=-1, keepdims=True)
+
+
+def inverse_sqrt(cfg, steps):
+  """The peak divided by sqrt(n + 1) after n updates."""
+  return lambda count: cfg.learning_rate * jax.lax.rsqrt(jnp.float32(1) + count)
+
+
+def confident(hidden, batch, cfg, sharder):
+  """Cross-entropy of logits that are capped at 30."""
+  return next_token(hidden.replace(soft_cap=30.0), batch, cfg, sharder)
+
+
+MODELS["sandwich"] = ModelFamily(is_moe=True, post_norms=True, qk_norm="head")
+PLAIN_ROUTERS["sqrt_softmax"] = sqrt_softmax
+SCHEDULES["inverse_sqrt"] = inverse_sqrt
+TOKEN_LOSSES["confident"] = dataclasses.replace(NEXT_TOKEN, sums=confident)

@@ -1,0 +1,50 @@
+"""Plug-ins: the user's modules that add entries to the tables of the registry."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxlite.config.values import Setting, parse
+
+
+def import_plugins(settings: Sequence[Setting]) -> tuple[str, ...] | None:
+  """Import the modules of the last setting of `plugins`; None without such a setting.
+
+  All settings are checked before its code runs, except names that it may register. Paths become
+  absolute, so that the config of a run finds them from any folder.
+
+  Raises:
+    UserError: a setting is wrong, or a module cannot be imported.
+  """
+  chosen = [setting for setting in settings if setting.name == "plugins"]
+  if not chosen:
+    return None
+  plugins = parse(chosen[-1])
+  for setting in settings if plugins else ():
+    parse(setting, any_choice=True)
+  return tuple(_import(plugin, chosen[-1]) for plugin in plugins)
+
+
+def _import(plugin: str, setting: Setting) -> str:
+  """Import a module by its name, or by the path of its file; return the name or absolute path."""
+  is_file = plugin.endswith(".py")
+  path = Path(os.path.abspath(os.path.expanduser(plugin)))
+  name = path.stem if is_file else plugin
+  if is_file and not path.is_file():
+    raise setting.error(f"cannot be imported: there is no file {path}; correct the path")
+  if not all(part.isidentifier() for part in name.split(".")):
+    raise setting.error(f"cannot be imported: {plugin} is not the name of a module; rename it")
+  folder = str(path.parent) if is_file else os.getcwd()
+  if folder not in sys.path:
+    sys.path.append(folder)
+  importlib.invalidate_caches()
+  try:
+    module = importlib.import_module(name)
+  except (ImportError, SyntaxError) as error:
+    fix = "write the path of a .py file, or a module of this folder or of PYTHONPATH"
+    raise setting.error(f"cannot be imported: {type(error).__name__}: {error}; {fix}") from None
+  if is_file and not (module.__file__ and os.path.samefile(module.__file__, path)):
+    raise setting.error(f"has the name of another module, {module.__file__}; rename the file")
+  return str(path) if is_file else plugin

@@ -1,0 +1,108 @@
+"""Plug-ins register families, routers, losses and others; the config of a run finds them."""
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import KEYS as TINY
+from tiny_run import empty_plots, keys_in
+
+from maxlite.config import UserError, load_config, read_saved, registry, save_resolved
+from maxlite.config.model_families import MODELS
+from maxlite.config.schema import flatten
+from maxlite.metrics.writers import read_rows
+from maxlite.training.run import run_training
+
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/plugin.py"
+CHOICES = {
+  "decoder_block": "sandwich",
+  "router": "sqrt_softmax",
+  "lr_schedule_type": "inverse_sqrt",
+}
+TABLES = (MODELS, registry.PLAIN_ROUTERS, registry.SCHEDULES, registry.TOKEN_LOSSES)
+
+
+def forget():
+  """Restores the tables, as in a new process."""
+  sys.modules.pop("plugin", None)
+  for table in TABLES:
+    for name in ("sandwich", "sqrt_softmax", "inverse_sqrt", "confident"):
+      table.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch):
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  forget()
+  yield
+  forget()
+
+
+def test_the_example_trains_and_its_config_is_read_without_naming_it(tmp_path, monkeypatch):
+  monkeypatch.chdir(EXAMPLE.parent)
+  keys = TINY | keys_in(tmp_path) | {"steps": 2, "base_num_decoder_layers": 1} | CHOICES
+  keys |= {"warmup_steps_fraction": 0, "ema_decay": 0, "replica_check_period": 0}
+  argv = [f"{name}={value}" for name, value in keys.items()]
+  argv += ["plugins=plugin.py", "phases=[{name: all, train: [.*], loss: confident, steps: 1}]"]
+  output, cfg = io.StringIO(), load_config(argv)
+  with contextlib.redirect_stdout(output), empty_plots():
+    assert run_training(cfg) == 0
+  assert f"  plugins=[{EXAMPLE}] (default [])\n" in output.getvalue()
+  rates = [row["learning_rate"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
+  np.testing.assert_allclose(rates, 2e-3 / np.sqrt([1, 2]), rtol=1e-6)
+  forget()
+  monkeypatch.chdir(tmp_path)
+  assert read_saved(tmp_path / "run/config.yml") == flatten(cfg)
+
+
+def test_a_plugin_is_not_imported_before_other_keys_are_checked():
+  with pytest.raises(UserError, match="steps=0 is below 1"):
+    load_config([f"plugins={EXAMPLE}", "router=sqrt_softmax", "steps=0"])
+  assert "plugin" not in sys.modules
+  with pytest.raises(UserError, match=r"router=sqrt_softmaxx is not one of .*sqrt_softmax, "):
+    load_config([f"plugins={EXAMPLE}", "router=sqrt_softmaxx"])
+
+
+def test_without_the_plugin_its_names_are_not_choices():
+  with pytest.raises(UserError, match="router=sqrt_softmax is not one of softmax_topk, "):
+    load_config(["router=sqrt_softmax"])
+
+
+@pytest.mark.parametrize(
+  ("plugin", "message"),
+  [
+    ("none.py", r"plugins=none.py cannot be imported: there is no file .*/none.py; correct"),
+    ("no_module", "cannot be imported: ModuleNotFoundError: No module named 'no_module'; write"),
+    ("broken.py", r"cannot be imported: SyntaxError: .*broken.py, line 1"),
+    ("needs.py", "cannot be imported: ModuleNotFoundError: No module named 'not_installed'"),
+    ("json.py", "has the name of another module, .*json/__init__.py; rename the file"),
+    ("a-b.py", "a-b.py is not the name of a module; rename it"),
+  ],
+)
+def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, plugin, message):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "broken.py").write_text("def f(:\n")
+  (tmp_path / "needs.py").write_text("import not_installed\n")
+  for name in ("json.py", "a-b.py"):
+    (tmp_path / name).touch()
+  with pytest.raises(UserError, match=message):
+    load_config([f"plugins={plugin}"])
+
+
+def test_a_saved_plugin_that_is_missing_is_one_line_with_the_file(tmp_path):
+  source = tmp_path / "gone.py"
+  source.touch()
+  save_resolved(load_config([f"plugins={source}"]), tmp_path / "config.yml")
+  source.unlink()
+  with pytest.raises(UserError, match=r"config.yml:\d+: plugins=.*gone.py. cannot be imp"):
+    read_saved(tmp_path / "config.yml")
+
+
+def test_a_module_of_the_working_folder_is_found(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "own_plugin.py").write_text("answer = 42\n")
+  assert load_config(["plugins=own_plugin"]).run.plugins == ("own_plugin",)
+  assert sys.modules.pop("own_plugin").answer == 42
