@@ -30,8 +30,8 @@ class _Ring(NamedTuple):
   backend: str
   block_q: int
   scale: float
-  soft_cap: float
-  window: int | None
+  soft_cap: float = 0.0
+  window: int | None = None
 
   @property
   def kernel_options(self) -> dict[str, Any]:
