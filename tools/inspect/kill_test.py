@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
+from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config.object_store import join
 from maxlite.metrics.writers import read_rows
 
 
@@ -25,9 +26,11 @@ def main() -> int:
   )
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--folder", default="", help="of the runs, also s3:// or gs://; empty: new")
   options, arguments = parser.parse_known_args()
   draw = random.Random(options.seed)
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = options.folder or temporary
     command = [sys.executable, "-m", "maxlite.train", *arguments, f"base_output_directory={folder}"]
     expected, *_ = run_to_end([*command, "run_name=uninterrupted"])
     # Again for its times: the first run may have compiled programs that later runs load.
@@ -40,7 +43,7 @@ def main() -> int:
     if num_kills < options.kills:
       sys.exit(f"the run ended after {num_kills} kills: increase steps")
     killed, *_ = run_to_end([*command, "run_name=killed"])
-    same_losses = losses(Path(folder) / "uninterrupted") == losses(Path(folder) / "killed")
+    same_losses = losses(join(folder, "uninterrupted")) == losses(join(folder, "killed"))
   print(f"killed {num_kills} times: parameters {killed}, logged losses equal: {same_losses}")
   return 0 if killed == again == expected and same_losses else 1
 
@@ -77,10 +80,10 @@ def kill_often(command: list[str], num_kills: int, longest: float, draw: random.
   return num_kills
 
 
-def losses(run: Path) -> list[tuple]:
+def losses(run: str) -> list[tuple]:
   """The logged values of every step that do not depend on time."""
   names = ("step", "loss", "total_loss", "grad_norm", "eval_loss")
-  return [tuple(row.get(name) for name in names) for row in read_rows(run / "metrics.jsonl")]
+  return [tuple(row.get(name) for name in names) for row in read_rows(RunFolder(run).metrics)]
 
 
 if __name__ == "__main__":
