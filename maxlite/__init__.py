@@ -1,17 +1,25 @@
-"""maxlite: a small trainer for dense and mixture-of-experts language models in Flax Linen."""
+"""maxlite: a small trainer for dense and mixture-of-experts language models in Flax Linen.
 
+The names of the Python API are imported on first use: JAX is not imported with the
+package, so that commands report config errors fast.
+"""
+
+import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["load"]
+_MODULES = {
+  "Callback": "maxlite.training.callbacks",
+  "Run": "maxlite.api.trained_run",
+  "UserError": "maxlite.config",
+  "load": "maxlite.hf.load_model",
+  "open_run": "maxlite.api.trained_run",
+  "train": "maxlite.api.train_function",
+}
+__all__ = ["Callback", "Run", "UserError", "load", "open_run", "train"]
 
 
-def load(path: Any, *, dtype: Any = None, mesh: Any = None) -> tuple[Any, Any]:
-  """Load (model, params) from a run folder or a Hugging Face folder, for notebooks.
-
-  `model.apply(params, tokens_BT)` returns logits_BTV. See hf/load_model.py.
-  """
-  # JAX is not imported with the package, so that commands can report config errors fast.
-  from maxlite.hf.load_model import load as load_weights
-
-  return load_weights(path, dtype=dtype, mesh=mesh)
+def __getattr__(name: str) -> Any:
+  if name not in _MODULES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(_MODULES[name]), name)

@@ -20,6 +20,7 @@ ROWS = (
   {"training"},
   {"inference", "planning", "ensemble"},
   {"hf"},
+  {"api"},
 )
 MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 60, 15  # [lines]
 MAX_PACKAGE, MAX_CORE_PATH = 29_600, 3_500  # [lines]

@@ -1,17 +1,19 @@
-"""A plug-in: a model family, a router, a learning-rate schedule and a loss.
+"""A plug-in: a model family, a router, a learning-rate schedule, a loss and a callback.
 
     python -m maxlite.train configs/base.yml steps=50 plugins=docs/examples/plugin.py \
-        decoder_block=sandwich router=sqrt_softmax lr_schedule_type=inverse_sqrt \
+        decoder_block=sandwich router=sqrt_softmax lr_schedule_type=inverse_sqrt callbacks=norms \
         'phases=[{name: all, train: [.*], loss: confident, steps: 1}]'
 """
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 
+from maxlite import Callback
 from maxlite.config.model_families import MODELS, ModelFamily
-from maxlite.config.registry import PLAIN_ROUTERS, SCHEDULES, TOKEN_LOSSES
+from maxlite.config.registry import CALLBACKS, PLAIN_ROUTERS, SCHEDULES, TOKEN_LOSSES
 from maxlite.layers.moe.expert_choice import topk_softmax
 from maxlite.training.loss import NEXT_TOKEN, next_token
 
@@ -33,7 +35,19 @@ def confident(hidden, batch, cfg, sharder):
   return next_token(hidden.replace(soft_cap=30.0), batch, cfg, sharder)
 
 
+class Norms(Callback):
+  """Writes the gradient norm of each logged step to norms.jsonl in the run folder."""
+
+  def on_start(self, context):
+    self._path = context.folder / "norms.jsonl"
+
+  def on_row(self, row):
+    with self._path.open("a") as file:
+      file.write(json.dumps({"step": row["step"], "grad_norm": row["grad_norm"]}) + "\n")
+
+
 MODELS["sandwich"] = ModelFamily(is_moe=True, post_norms=True, qk_norm="head")
 PLAIN_ROUTERS["sqrt_softmax"] = sqrt_softmax
 SCHEDULES["inverse_sqrt"] = inverse_sqrt
 TOKEN_LOSSES["confident"] = dataclasses.replace(NEXT_TOKEN, sums=confident)
+CALLBACKS["norms"] = Norms

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder named by its step with two items: `state`, the arrays, and `manifest`, JSON
 with the data position and the shape, dtype and checksum of every array. A damaged checkpoint is
-never restored, and only `max_num_checkpoints_to_keep` deletes checkpoints. If the data position is
+never restored, and only `max_num_checkpoints_to_keep` deletes checkpoints, except that of
+`kept_step`. If the data position is
 null, the checkpoint holds only parameters (written by parameters.py), from which a run starts.
 """
 
@@ -15,12 +16,14 @@ import json
 import logging
 import re
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
 from maxlite.checkpoint.orbax_object_store import (
@@ -73,6 +76,7 @@ class Checkpoints:
     self._report = report
     self._manager: ocp.CheckpointManager | None = None
     self._write_errors = _WriteErrors()
+    self.kept_step: Callable[[], int] = lambda: 0  # whose checkpoint is never deleted
 
   def latest_step(self) -> int | None:
     """Return the latest step that has a checkpoint, valid or not."""
@@ -139,8 +143,10 @@ class Checkpoints:
     self._move_aside([step for step in self._steps() if found and step > found[2]])
     return found
 
-  def restore_parts(self, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return ({name: part of the state}, step) of the latest valid checkpoint.
+  def restore_parts(
+    self, abstract: Mapping[str, Any], step: int | None = None
+  ) -> tuple[dict[str, Any], int]:
+    """Return ({name: part of the state}, step) of a checkpoint: `step`, or the latest valid one.
 
     The folder is not modified, so this is safe while another process trains into it.
 
@@ -150,7 +156,8 @@ class Checkpoints:
     Raises:
       UserError: there are no checkpoints, all are damaged, or a part is of another model.
     """
-    found = self._restore_latest_valid(dict(abstract), tuple(f"{name}/" for name in abstract))
+    prefixes = tuple(f"{name}/" for name in abstract)
+    found = self._restore_latest_valid(dict(abstract), prefixes, step)
     if found is None:
       raise self._missing()
     return found[0], found[2]
@@ -163,13 +170,13 @@ class Checkpoints:
         remove_folder(self._directory / name)
     barrier("unfinished checkpoints removed")
 
-  def latest(self) -> tuple[AnyPath, Manifest]:
-    """Return (folder, manifest) of the latest checkpoint, to read its parameters in chunks.
+  def stored(self, step: int | None = None) -> tuple[AnyPath, Manifest]:
+    """Return (folder, manifest) of the checkpoint of `step`, or the latest, to read it in chunks.
 
     Raises:
-      UserError: there are no checkpoints, or the latest is damaged.
+      UserError: there are no checkpoints, or this one is damaged.
     """
-    step = self.latest_step()
+    step = self.latest_step() if step is None else step
     if step is None:
       raise self._missing()
     manifest, damage = _on_all_processes(self._read_manifest, step)
@@ -182,8 +189,10 @@ class Checkpoints:
   def _missing(self) -> UserError:
     return UserError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
 
-  def _restore_latest_valid(self, abstract: Any, prefix: str | tuple[str, ...]) -> Restored | None:
-    steps = self._steps()[::-1]
+  def _restore_latest_valid(
+    self, abstract: Any, prefix: str | tuple[str, ...], only: int | None = None
+  ) -> Restored | None:
+    steps = self._steps()[::-1] if only is None else [only]
     self._require_shared(steps)
     for step, earlier in itertools.zip_longest(steps, steps[1:]):
       manifest, damage = _on_all_processes(self._read_manifest, step)
@@ -197,6 +206,9 @@ class Checkpoints:
         damage = _damaged_leaf(state, manifest)
       if not damage:
         return state, manifest["body"]["data"], step
+      if only is not None:
+        shown = self._shown / str(step)
+        raise UserError(f"checkpoint {shown} is damaged: {damage}; write load_checkpoint=latest")
       outcome = "no earlier one is left" if earlier is None else f"falling back to {earlier}"
       self._report(f"checkpoint {self._shown / str(step)} is damaged: {damage}; {outcome}")
     if steps:
@@ -285,9 +297,13 @@ class Checkpoints:
   def _open(self) -> ocp.CheckpointManager:
     """Open the manager, at the first save: it lists the folder only once, after `restore`."""
     logging.getLogger("absl").addFilter(self._write_errors)
+    policies = [checkpoint_managers.LatestN(self._cfg.max_num_checkpoints_to_keep)]
+    is_kept = lambda checkpoints, context: [x.step == self.kept_step() for x in checkpoints]
+    policies.append(types.SimpleNamespace(should_preserve=is_kept))
+    if period := self._cfg.checkpoint_keep_period:
+      policies.append(checkpoint_managers.EveryNSteps(period))
     options = ocp.CheckpointManagerOptions(
-      max_to_keep=self._cfg.max_num_checkpoints_to_keep,
-      keep_period=self._cfg.checkpoint_keep_period or None,
+      preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
       enable_async_checkpointing=self._cfg.async_checkpointing,
       temporary_path_class=COMMIT_LAST if self._is_remote else None,
     )

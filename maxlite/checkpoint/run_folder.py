@@ -49,7 +49,7 @@ class RunFolder:
     self.checkpoints = to_path(join(self.place, "checkpoints"))
     self._members = self.directory / "members"  # of an ensemble
     self.profile = self.directory / "profile"
-    self._run_id = self.directory / "run_id"  # of a run with local checkpoints
+    self._run_id = self.directory / "run_id"  # of a run with local checkpoints or W&B
     self._lock = self.directory / ".lock"  # held by the process that trains, which it names
     self._locked: int | None = None  # file descriptor
 

@@ -94,6 +94,8 @@ ENSEMBLE_EXECUTORS = Registry(
   local="maxlite.ensemble.worker_process:LocalExecutor",
   ray="maxlite.ensemble.ray_executor:RayExecutor",
 )
+# callbacks -> () -> Callback; see training/callbacks.py.
+CALLBACKS = Registry(completions="maxlite.inference.completions_callback:CompletionsCallback")
 # Losses of a phase: see training/loss.py. DRAFT_LOSSES are those that need draft heads.
 TOKEN_LOSSES = Registry(next_token="maxlite.training.loss:NEXT_TOKEN")
 DRAFT_LOSSES = Registry(

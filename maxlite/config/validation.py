@@ -72,6 +72,17 @@ def _paths(v: Values) -> Rules:
       yield is_uri and scheme not in kinds, key, f"cannot be on {scheme}://; {fix}"
 
 
+def _held_out(v: Values) -> Rules:
+  keys, is_late = "early_stopping_patience eval_period", not v.eval_period
+  text = "there is one evaluation, at the end; write eval_period=100"
+  yield v.early_stopping_patience and is_late, keys, text
+  keys, text = "keep_best_checkpoint enable_checkpointing", "write enable_checkpointing=true"
+  yield v.keep_best_checkpoint and not v.enable_checkpointing, keys, f"nothing is saved; {text}"
+  for key in ("callbacks", "early_stopping_patience", "keep_best_checkpoint"):
+    text = f"not supported by ensembles; write {key}={show(DEFAULTS[key])}"
+    yield vars(v)[key] and (v.members or v.sweep), key, text
+
+
 def _run(v: Values) -> Rules:
   text = (
     "must name one folder; write run_name=NAME of up to 255 bytes without slashes or a leading dot"
@@ -435,7 +446,7 @@ def _data_files(v: Values) -> Rules:
 
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
-  *(_paths, _run, _attention, _rope, _hardware, _memory, _tokenizer),
+  *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
   *(_chat, _batches, _schedules, _ensemble, _optimizer, _parametrization, _phases),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )

@@ -41,32 +41,37 @@ MAX_RESTARTS = 3  # of a worker process that dies
 
 
 def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) -> int:
+  """`train_ensemble` for the command: a mistake ends in one line."""
+  with exit_on_user_error("maxlite.train"):
+    return train_ensemble(cfg, names, batch_size)
+
+
+def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) -> int:
   """Train all members, or those in `names`, to the last step; return the exit code.
 
   The default batch size is that of a run on all devices.
   """
   width = None if sys.stdout.isatty() else 120  # wide tables in files
   console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
-  with exit_on_user_error("maxlite.train"):
-    enable_compilation_cache(cfg.run.jax_cache_dir)
-    folder = run_folder(cfg)
-    changes = folder.config_changes(flatten(cfg))
-    batch_size = batch_size or global_batch_size(cfg.data, jax.device_count())
-    run = EnsembleRun(cfg, names, batch_size, console)
-    if not names:  # a worker's parent has locked it
-      folder.lock()
-    with report_wait(f"opening {len(run.members)} members", console.print):
-      run.open()
-    if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
-      console.print(
-        f"{folder.place} is at step {cfg.run.steps} with all its members: nothing to do. Give "
-        "it more steps or members, or choose another run_name."
-      )
-      return 0
-    if not run.is_done:
-      run.print_header()
-  if not names and not run.is_done:
-    folder.save_config(changes, lambda path: save_resolved(cfg, path))
+  enable_compilation_cache(cfg.run.jax_cache_dir)
+  folder = run_folder(cfg)
+  changes = folder.config_changes(flatten(cfg))
+  batch_size = batch_size or global_batch_size(cfg.data, jax.device_count())
+  run = EnsembleRun(cfg, names, batch_size, console)
+  if not names:  # a worker's parent has locked it
+    folder.lock()
+  with report_wait(f"opening {len(run.members)} members", console.print):
+    run.open()
+  if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
+    console.print(
+      f"{folder.place} is at step {cfg.run.steps} with all its members: nothing to do. Give "
+      "it more steps or members, or choose another run_name."
+    )
+    return 0
+  if not run.is_done:
+    run.print_header()
+    if not names:
+      folder.save_config(changes, lambda path: save_resolved(cfg, path))
   exit_code = run.train()
   if not names and not exit_code:
     finalize(run.members, run.score_combinations(), folder.directory, console)

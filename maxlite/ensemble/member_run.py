@@ -10,7 +10,8 @@ from maxlite.config import Config, save_resolved
 from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
-from maxlite.metrics.writers import JsonlWriter, TensorBoardWriter, Writer, Writers, read_rows
+from maxlite.metrics.writers import JsonlWriter, Writers, read_rows
+from maxlite.training.open_run import open_trackers
 from maxlite.training.saved_run import run_folder
 
 
@@ -72,12 +73,13 @@ class MemberRun:
 
   def open_writers(self) -> Writers:
     """Open writers that keep the rows up to the current step."""
-    writers: list[Writer] = [JsonlWriter(self.folder.metrics, self.step)]
-    if self.config.observe.enable_tensorboard:
-      writers.append(TensorBoardWriter(self.folder.tensorboard, self.step))
     is_moe = self.config.model.family.is_moe
-    expert_load = JsonlWriter(self.folder.expert_load, self.step) if is_moe else None
-    return Writers(writers, expert_load, upload=self.folder.upload)
+    return Writers(
+      [JsonlWriter(self.folder.metrics, self.step)],
+      JsonlWriter(self.folder.expert_load, self.step) if is_moe else None,
+      open_trackers(self.config, self.folder, self.step),
+      upload=self.folder.upload,
+    )
 
   def close(self) -> None:
     """Wait until all checkpoints are written, and unlock the folder."""

@@ -37,6 +37,7 @@ from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
 from maxlite.metrics.waits import report_wait
+from maxlite.training.open_run import checkpoint_step
 from maxlite.training.saved_run import config_of_run, run_folder
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
@@ -239,7 +240,8 @@ def _require_new(path: str, key: str) -> str:
 
 def _stored_parameters(cfg: Config) -> StoredParameters:
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=lambda line: None)
-  return StoredParameters(*checkpoints.latest())
+  step = checkpoint_step(run_folder(cfg), cfg.checkpoint.load_checkpoint)
+  return StoredParameters(*checkpoints.stored(step))
 
 
 def _write_run(

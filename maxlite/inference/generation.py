@@ -30,7 +30,7 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
   """Stream the completion of a prompt, or write those of a file of prompts as JSON lines."""
   with exit_on_user_error("maxlite.generate"):
     cfg = config_of_run(cfg, argv)
-    prompts = _prompts(cfg.generate)
+    prompts = read_prompts(cfg.generate)
     tokenizer = open_text_tokenizer(cfg)
     requests = [_request(cfg.generate, n, p, tokenizer) for n, p in enumerate(prompts)]
     trainer, params, _ = open_trained(cfg)
@@ -41,6 +41,17 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
   write(dict(zip(requests, prompts, strict=True)), completions)
   sys.stderr.write(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s\n")
   return 0
+
+
+def complete(trainer: Trainer, params: Any, prompts: Sequence[str]) -> list[str]:
+  """The completions of `prompts`, in order; raises UserError as the command does."""
+  cfg, tokenizer = trainer.cfg.generate, open_text_tokenizer(trainer.cfg)
+  requests = [_request(cfg, n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
+  engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
+  texts = dict.fromkeys(requests, "")
+  for request, text, _ in stream_completions(Batcher(engine), requests, tokenizer.decode, cfg.stop):
+    texts[request] += text
+  return list(texts.values())
 
 
 def open_text_tokenizer(cfg: Config) -> Tokenizer:
@@ -87,7 +98,8 @@ def build_engine(
   )
 
 
-def _prompts(cfg: GenerateConfig) -> list[str]:
+def read_prompts(cfg: GenerateConfig) -> list[str]:
+  """`prompt`, or those of `prompt_file`; raise UserError if it has none."""
   if not cfg.prompt_file:
     return [cfg.prompt]
   path = Path(cfg.prompt_file)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import matplotlib.image
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -52,18 +53,28 @@ class Writer(Protocol):
   def close(self) -> None: ...
 
 
+class Tracker(Writer, Protocol):
+  """A writer that also takes Markdown, and PNG files."""
+
+  def write_text(self, name: str, text: str, step: int) -> None: ...
+
+  def write_image(self, path: Path, step: int) -> None: ...
+
+
 class Writers:
-  """A group of writers, and the optional file of expert loads."""
+  """A group of writers, trackers, and the optional file of expert loads."""
 
   def __init__(
     self,
     writers: Sequence[Writer],
     expert_load: "JsonlWriter | None" = None,
+    trackers: Sequence[Tracker] = (),
     upload: Callable[[], None] = lambda: None,
   ):
     """`upload` copies the files to where they survive this machine, at every flush."""
-    self._writers, self._expert_load, self._upload = writers, expert_load, upload
-    self._all = [*writers, *([expert_load] if expert_load else [])]
+    self._writers, self._expert_load, self._upload = [*writers, *trackers], expert_load, upload
+    self.trackers = trackers
+    self._all = [*self._writers, *([expert_load] if expert_load else [])]
 
   def write(self, row: Row, load_NE: np.ndarray | None = None) -> None:
     """Write `row` and the assignments per expert and MoE layer."""
@@ -135,7 +146,7 @@ def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class TensorBoardWriter:
-  """Writes the values of a row as TensorBoard scalars."""
+  """Writes the values of a row as TensorBoard scalars, and text and images."""
 
   def __init__(self, directory: Path, resume_step: int):
     """Have TensorBoard hide earlier events in `directory` after `resume_step`."""
@@ -145,6 +156,12 @@ class TensorBoardWriter:
     for name, value in row.items():
       if name != "step":
         self._writer.add_scalar(name, value, row["step"])
+
+  def write_text(self, name: str, text: str, step: int) -> None:
+    self._writer.add_text(name, text, step)
+
+  def write_image(self, path: Path, step: int) -> None:
+    self._writer.add_image(path.stem, matplotlib.image.imread(path), step, dataformats="HWC")
 
   def flush(self) -> None:
     self._writer.flush()

@@ -23,15 +23,11 @@ from maxlite.training.trainer import Trainer
 
 
 def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
-  """Print the loss of the run's latest checkpoint over `eval_steps` held-out batches (-1: all)."""
+  """Print the loss of a checkpoint of the run over `eval_steps` held-out batches (-1: all)."""
   with exit_on_user_error("maxlite.evaluate"):
     cfg = config_of_run(cfg, argv)
     trainer, params, averages, step = open_weights(cfg)
-    data = open_trainer_data(trainer)
-    batches = data.eval_batches_by_source(cfg.observe.eval_steps)
-  eval_step = trainer.eval_step(data.source.num_bytes_V)
-  with report_wait("compiling the evaluation step, and evaluating"):
-    result = evaluate(trainer, eval_step, params, batches, averages)
+    result, data = evaluate_held_out(trainer, params, averages, cfg.observe.eval_steps)
   sums_DX = None
   if cfg.observe.eval_documents:
     with exit_on_user_error("maxlite.evaluate"), report_wait("evaluating documents"):
@@ -44,6 +40,17 @@ def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
       with exit_on_user_error("maxlite.evaluate"):
         folder.upload()
   return 0
+
+
+def evaluate_held_out(
+  trainer: Trainer, params: Any, averages: Any, num_batches: int
+) -> tuple[dict[str, float], DataLoader]:
+  """Open the run's data, and return (the result of `evaluate` on `num_batches`, -1: all, data)."""
+  data = open_trainer_data(trainer)
+  batches = data.eval_batches_by_source(num_batches)
+  eval_step = trainer.eval_step(data.source.num_bytes_V)
+  with report_wait("compiling the evaluation step, and evaluating"):
+    return evaluate(trainer, eval_step, params, batches, averages), data
 
 
 def _write_documents(sums_DX: np.ndarray, file: Path) -> None:

@@ -1,7 +1,7 @@
 """The training loop, from the first step of a process to its last."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from maxlite.checkpoint.replicas import ReplicaCheck
@@ -10,6 +10,7 @@ from maxlite.distributed.signals import stop_on_signals
 from maxlite.distributed.watchdog import Watchdog
 from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.profiler import Profiler
+from maxlite.training.callbacks import Callback
 from maxlite.training.step_log import Log, due
 
 
@@ -52,6 +53,7 @@ class LoopContext:
   timer: Stopwatch = dataclasses.field(default_factory=Stopwatch)
   replica_check: ReplicaCheck | None = None
   local_checkpoints: CheckpointSaver | None = None
+  callbacks: Sequence[Callback] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class TrainResult:
 def train(
   context: LoopContext, state: Any, stream: BatchStream, first_step: int, last_step: int
 ) -> TrainResult:
-  """Take steps `first_step` to `last_step`; stop early on a signal, or if training diverges."""
+  """Take steps `first_step` to `last_step`; stop early on a signal, a plateau or divergence."""
   trainer, log, timer, cfg = context.trainer, context.log, context.timer, context.trainer.cfg
   step, reason, exit_code = first_step - 1, "", 0
   timer.switch("compile")
@@ -90,6 +92,7 @@ def train(
       if context.evaluate and (step == last_step or due(step, cfg.observe.eval_period)):
         watchdog.expect(f"the evaluation after step {step}")
         log.settle(lambda state=state: context.evaluate(state))
+      reason = log.best.stop_reason if step < last_step else ""
       if log.diverged:
         reason, exit_code = log.diverged, 1
       if signal := stop.after(step):
@@ -98,9 +101,11 @@ def train(
       if saver := _due_checkpoints(context, step, is_last=is_last):
         log.settle()
         watchdog.expect(f"the checkpoint of step {step}")
-        with timer.during("checkpoint"):
+        with timer.during("checkpoint"), log.paused():
           log.flush()  # a resumed run does not repeat the rows before its checkpoint
           saver.save(step, state, stream.state())
+          for callback in context.callbacks if saver is context.checkpoints else ():
+            callback.on_checkpoint(step, state)
       if reason:
         break
   log.settle()
@@ -110,6 +115,7 @@ def train(
 def _due_checkpoints(context: LoopContext, step: int, *, is_last: bool) -> CheckpointSaver | None:
   """The checkpoints to which `step` is saved: the shared ones, if both are due."""
   cfg = context.trainer.cfg.checkpoint
-  if is_last or due(step, cfg.checkpoint_period):
+  is_best = cfg.keep_best_checkpoint and step == context.log.best.step
+  if is_last or is_best or due(step, cfg.checkpoint_period):
     return context.checkpoints
   return context.local_checkpoints if due(step, cfg.local_checkpoint_period) else None

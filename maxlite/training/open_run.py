@@ -1,6 +1,8 @@
 """The parts of a run: its folder, data, checkpoints, writers, and trained parameters."""
 
-from collections.abc import Callable
+import sys
+import textwrap
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -8,24 +10,48 @@ from rich.console import Console
 
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
-from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config
+from maxlite.checkpoint.run_folder import Changes, RunFolder
+from maxlite.config import Config, save_resolved
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import join, to_path
 from maxlite.config.phases import SOURCE_KEYS
+from maxlite.config.raw_values import show
+from maxlite.config.registry import CALLBACKS
+from maxlite.config.schema import flatten
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
-from maxlite.distributed.initialize import process_0_first
+from maxlite.distributed.initialize import barrier, describe_process, process_0_first
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
+from maxlite.metrics.best_loss import LOSSES, BestLoss
 from maxlite.metrics.waits import print_to_stderr, report_wait
-from maxlite.metrics.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writers
+from maxlite.metrics.wandb_writer import WandbWriter
+from maxlite.metrics.writers import (
+  ConsoleWriter,
+  JsonlWriter,
+  TensorBoardWriter,
+  Tracker,
+  Writers,
+  read_rows,
+)
+from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.objective import Objective
 from maxlite.training.saved_run import run_folder
-from maxlite.training.state import averaged_params
+from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
 Report = Callable[[str], None]  # receives a line for the console
+
+
+def open_trainer(cfg: Config) -> Trainer:
+  """Build the trainer on all devices, after setting up this process."""
+  keep_freed_memory()
+  enable_compilation_cache(cfg.run.jax_cache_dir)
+  if process := describe_process():
+    sys.stdout.write(f"{process}\n")
+  trainer = build_trainer(cfg)
+  trainer.check_devices()
+  return trainer
 
 
 def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> DataLoader:
@@ -106,6 +132,71 @@ def restore(
   return checkpoints.restore(trainer.abstract_state)
 
 
+def first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:
+  """The state before the first step of this process."""
+  if restored is None:
+    return trainer.init_state()
+  state, data_state, step = restored
+  if data_state is None:
+    console.print("starting from the weights of step 0, with a new optimizer state")
+    return trainer.init_state(state["params"])
+  console.print(f"resuming from the checkpoint of step {step}")
+  return state
+
+
+def save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None:
+  """Save the config of the run from process 0, once all processes have opened the run."""
+  barrier("the run is open")  # before the first file is written
+  if jax.process_index() == 0:
+    folder.save_config(changes, lambda path: save_resolved(cfg, path))
+
+
+def logged_rows(folder: RunFolder) -> list[dict[str, Any]]:
+  """The rows of metrics.jsonl; empty if there are none yet."""
+  return read_rows(folder.metrics) if folder.metrics.exists() else []
+
+
+def open_best_loss(
+  cfg: Config, folder: RunFolder, done: int, data: DataLoader, checkpoints: Checkpoints | None
+) -> BestLoss:
+  """The lowest held-out loss up to step `done`; UserError if it is needed and nothing held out."""
+  patience, keeps = cfg.observe.early_stopping_patience, cfg.checkpoint.keep_best_checkpoint
+  if data.source.eval is None and (patience or keeps):
+    key = "early_stopping_patience" if patience else "keep_best_checkpoint"
+    raise UserError(f"{key} needs held-out data: set eval_fraction above 0")
+  losses = lambda row: {name: row[name] for name in ("step", *LOSSES) if name in row}
+  rows = [losses(row) for row in logged_rows(folder) if row["step"] <= done]
+  best = BestLoss(patience, all_gather_object(rows)[0])  # the same on all processes
+  if checkpoints and keeps:
+    checkpoints.kept_step = lambda: best.step
+  return best
+
+
+def checkpoint_step(folder: RunFolder, which: str) -> int | None:
+  """The step of the checkpoint `latest` (None) or `best`; UserError if the best is missing."""
+  if which == "latest":
+    return None
+  step = BestLoss(rows=logged_rows(folder)).step
+  if (folder.checkpoints / str(step)).is_dir() and step:
+    return step
+  raise UserError(
+    f"load_checkpoint=best: {folder.checkpoints} has no checkpoint of the lowest held-out loss "
+    f"(step {step}): train with keep_best_checkpoint=true, or write load_checkpoint=latest"
+  )
+
+
+def open_callbacks(
+  trainer: Trainer, others: Sequence[Callback], writers: Writers, first_step: int
+) -> list[Callback]:
+  """Start the callbacks of the config, and `others`."""
+  cfg = trainer.cfg
+  callbacks = [*(CALLBACKS[name]() for name in cfg.run.callbacks), *others]
+  context = CallbackContext(cfg, run_folder(cfg).directory, trainer, writers, first_step)
+  for callback in callbacks:
+    callback.on_start(context)
+  return callbacks
+
+
 def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Console) -> Writers:
   """Open the writers of process 0, which drop rows after step `done`."""
   cfg, plan = trainer.cfg, trainer.phase_plan
@@ -113,14 +204,26 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
     return Writers([])
   phases = [phase.name for phase in plan.phases] if plan else []
   writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console, phases)]
+  loads = JsonlWriter(folder.expert_load, done) if trainer.is_moe else None
+  return Writers(writers, loads, open_trackers(cfg, folder, done), upload=folder.upload)
+
+
+def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:
+  """Open the trackers of a run whose config is saved; UserError if W&B cannot be used."""
+  trackers: list[Tracker] = []
   if cfg.observe.enable_tensorboard:
-    writers.append(TensorBoardWriter(folder.tensorboard, done))
-  expert_load = JsonlWriter(folder.expert_load, done) if trainer.is_moe else None
-  return Writers(writers, expert_load, upload=folder.upload)
+    trackers.append(TensorBoardWriter(folder.tensorboard, done))
+    code = textwrap.indent(folder.config.read_text("utf-8"), "    ")
+    trackers[0].write_text("config", code, done)
+  if project := cfg.observe.wandb_project:
+    values = {k: show(x) if isinstance(x, Container) else x for k, x in flatten(cfg).items()}
+    names = {"project": project, "name": cfg.run.run_name, "id": folder.run_id()}
+    trackers.append(WandbWriter(folder.directory, values, **names))
+  return trackers
 
 
 def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
-  """Load the latest checkpoint of the run named by `cfg`: (trainer, parameters, step).
+  """Load the checkpoint `load_checkpoint` of the run named by `cfg`: (trainer, parameters, step).
 
   The parameters are their moving averages if the run keeps them.
   """
@@ -129,14 +232,12 @@ def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
 
 
 def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
-  """Load the latest checkpoint: (trainer, parameters, their moving averages or None, step)."""
-  keep_freed_memory()
-  enable_compilation_cache(cfg.run.jax_cache_dir)
-  trainer = build_trainer(cfg)
-  trainer.check_devices()
-  checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=print_to_stderr)
+  """Load a checkpoint: (trainer, parameters, their moving averages or None, step)."""
+  trainer, folder = open_trainer(cfg), run_folder(cfg)
+  checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=print_to_stderr)
   state = trainer.abstract_state
   ema = {} if state.ema is None else {"ema": state.ema}
+  which = checkpoint_step(folder, cfg.checkpoint.load_checkpoint)
   with report_wait("reading the checkpoint"):
-    parts, step = checkpoints.restore_parts({"params": state.params} | ema)
+    parts, step = checkpoints.restore_parts({"params": state.params} | ema, which)
   return trainer, parts["params"], averaged_params(state.replace(**parts)), step

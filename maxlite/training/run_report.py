@@ -5,18 +5,20 @@ from rich.console import Console
 
 from maxlite import __version__
 from maxlite.checkpoint.checksum import tree_hash
+from maxlite.checkpoint.manager import Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import describe_changes
+from maxlite.config import Config, describe_changes
 from maxlite.config.raw_values import show
 from maxlite.data.loader import DataLoader
 from maxlite.data.train_streams import TrainStreams
 from maxlite.kernels.attention.api import resolve_backend as resolve_attention
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
+from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
 from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
 from maxlite.metrics.plots.timeline import draw_timeline
-from maxlite.metrics.writers import read_rows
+from maxlite.metrics.writers import Writers, read_rows
 from maxlite.training.loop import TrainResult
 from maxlite.training.trainer import Trainer
 
@@ -66,11 +68,25 @@ def log_header(
       console.print(f"  rows {each.order.describe_shares(each.schedule.first_row)}")
 
 
+def report_finished(
+  cfg: Config, folder: RunFolder, restored: Restored, best: BestLoss, console: Console
+) -> TrainResult:
+  """Print that a run has ended before, and return its result."""
+  state, _, step = restored
+  reason, fix = best.stop_reason, "a larger early_stopping_patience"
+  if step >= cfg.run.steps:
+    reason, fix = "", "more steps"
+  place = f"{folder.place} is at step {step} of {cfg.run.steps}" + (reason and f", {reason}")
+  console.print(f"{place}: nothing to do. Give it {fix}, or choose another run_name.")
+  return TrainResult(state, step, reason, exit_code=0)
+
+
 def finalize(
   trainer: Trainer,
   folder: RunFolder,
   result: TrainResult,
   stream: TrainStreams,
+  writers: Writers,
   console: Console,
   timer: Stopwatch,
 ) -> None:
@@ -87,15 +103,18 @@ def finalize(
   if jax.process_index() > 0:
     return
   draw_curves(folder.metrics, folder.curves)
-  plots = [folder.curves.name]
+  plots = [folder.curves]
   if folder.expert_load.exists():
     draw_expert_load(folder.expert_load, folder.expert_map)
-    plots.append(folder.expert_map.name)
+    plots.append(folder.expert_map)
   if plan := trainer.phase_plan:
     spans = plan.spans(result.step, read_rows(folder.metrics))
     groups = {phase.name: phase.train for phase in plan.phases}
     draw_timeline(folder.metrics, folder.timeline, groups, spans)
-    plots.append(folder.timeline.name)
-  files = ", ".join([folder.metrics.name, *plots])
+    plots.append(folder.timeline)
+  for tracker in writers.trackers:
+    for plot in plots:
+      tracker.write_image(plot, result.step)
+  files = ", ".join(path.name for path in (folder.metrics, *plots))
   folder.upload()
   console.print(f"{folder.place}: {files}, parameters {parameters[:16]}")

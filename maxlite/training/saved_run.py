@@ -40,7 +40,12 @@ def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
     parent, folder = join(folder.place, "members"), folder.member(name)
     typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={name}"]
   cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
+  check_saved(folder, cfg)
+  return cfg
+
+
+def check_saved(folder: RunFolder, cfg: Config) -> None:
+  """Raise UserError if the run has no checkpoint, or if `cfg` has another model."""
   folder.config_changes(flatten(cfg))
   if not any(path.name.isdigit() for path in folder.checkpoints.glob("*")):
     raise UserError(f"there is no checkpoint in {folder.checkpoints}: train it first")
-  return cfg

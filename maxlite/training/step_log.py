@@ -1,19 +1,22 @@
 """The log of training steps: metrics become rows while the devices run the next step."""
 
 import abc
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from maxlite.config import Config
 from maxlite.config.phases import PhaseConfig
+from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.step_row import training_row
 from maxlite.metrics.writers import Writers
 from maxlite.phases.phase_plan import losses_by_phase
+from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
 
 
@@ -22,6 +25,7 @@ class Log(abc.ABC):
 
   def __init__(self, cfg: Config, writers: Sequence[Writers], devices: Sequence[jax.Device]):
     self._cfg, self._writers = cfg, writers
+    self.best = BestLoss()
     self._pending: tuple[int, Any] | None = None
     self._is_first = True  # no step of this process has ended: its speed includes compilation
     self._since, self._steps_since = time.perf_counter(), 0
@@ -56,6 +60,13 @@ class Log(abc.ABC):
     for writers in self._writers:
       writers.flush()
 
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """While open, time does not count as that of a step."""
+    start = time.perf_counter()
+    yield
+    self._since += time.perf_counter() - start
+
   def _step_seconds(self, now: float) -> float | None:
     """Mean over the steps since the last row; None for the first step of this process."""
     return None if self._is_first else (now - self._since) / self._steps_since
@@ -78,8 +89,16 @@ class Log(abc.ABC):
 class StepLog(Log):
   """The log of one model."""
 
-  def __init__(self, trainer: Trainer, writers: Writers, timer: Stopwatch | None = None):
+  def __init__(
+    self,
+    trainer: Trainer,
+    writers: Writers,
+    timer: Stopwatch | None = None,
+    best: BestLoss | None = None,
+    callbacks: Sequence[Callback] = (),
+  ):
     super().__init__(trainer.cfg, [writers], list(trainer.mesh.devices.flat))
+    self.best, self._callbacks = best or self.best, callbacks
     self._plan, self._flops = trainer.phase_plan, trainer.flops_per_step
     self._schedule, self._shapes = trainer.batch_schedule, trainer.batch_schedule.shapes
     if len(self._shapes) > 1:
@@ -113,6 +132,9 @@ class StepLog(Log):
         row |= evaluation()
     row |= self._timer.row()
     self._writers[0].write(row, metrics.get("expert_load"))
+    self.best.add(row)
+    for callback in self._callbacks:
+      callback.on_row(row)
     self._settled = time.perf_counter()
 
 

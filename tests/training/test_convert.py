@@ -160,7 +160,7 @@ def test_adapters_are_merged_on_export(tmp_path):
   shapes = {"kernel": (2, 6, 3, 4), "lora_a/kernel": (2, 6, 2), "lora_b/kernel": (2, 2, 3, 4)}
   arrays = {f"q/{name}": rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
   write_parameters(tmp_path / "0", {path: chunked(array) for path, array in arrays.items()})
-  stored = StoredParameters(*Checkpoints(CheckpointConfig(), tmp_path, print).latest())
+  stored = StoredParameters(*Checkpoints(CheckpointConfig(), tmp_path, print).stored())
   second = (slice(1, 2), slice(0, 6), slice(0, 3), slice(0, 4))
   got = read_merged(stored, "q/kernel", second, lora_alpha=3.0)[0]
   kernel, a, b = (array[1] for array in arrays.values())

@@ -10,26 +10,29 @@ import pytest
 from tiny import KEYS as TINY
 from tiny_run import empty_plots, keys_in
 
-from maxlite.config import UserError, load_config, read_saved, registry, save_resolved
+import maxlite
+from maxlite.config import load_config, read_saved, registry, save_resolved
 from maxlite.config.model_families import MODELS
-from maxlite.config.schema import flatten
 from maxlite.metrics.writers import read_rows
-from maxlite.training.run import run_training
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/plugin.py"
 CHOICES = {
   "decoder_block": "sandwich",
   "router": "sqrt_softmax",
   "lr_schedule_type": "inverse_sqrt",
+  "callbacks": ["norms"],
 }
-TABLES = (MODELS, registry.PLAIN_ROUTERS, registry.SCHEDULES, registry.TOKEN_LOSSES)
+TABLES = (
+  *(MODELS, registry.PLAIN_ROUTERS, registry.SCHEDULES, registry.TOKEN_LOSSES),
+  registry.CALLBACKS,
+)
 
 
 def forget():
   """Restores the tables, as in a new process."""
   sys.modules.pop("plugin", None)
   for table in TABLES:
-    for name in ("sandwich", "sqrt_softmax", "inverse_sqrt", "confident"):
+    for name in ("sandwich", "sqrt_softmax", "inverse_sqrt", "confident", "norms"):
       table.pop(name, None)
 
 
@@ -41,33 +44,36 @@ def new_process(monkeypatch):
   forget()
 
 
-def test_the_example_trains_and_its_config_is_read_without_naming_it(tmp_path, monkeypatch):
+def test_the_example_trains_and_its_run_is_opened_without_naming_it(tmp_path, monkeypatch):
   monkeypatch.chdir(EXAMPLE.parent)
-  keys = TINY | keys_in(tmp_path) | {"steps": 2, "base_num_decoder_layers": 1} | CHOICES
+  phases = [{"name": "all", "train": [".*"], "loss": "confident", "steps": 1}]
+  keys = TINY | keys_in(tmp_path) | {"steps": 2, "scan_unroll": 1, "base_num_decoder_layers": 1}
   keys |= {"warmup_steps_fraction": 0, "ema_decay": 0, "replica_check_period": 0}
-  argv = [f"{name}={value}" for name, value in keys.items()]
-  argv += ["plugins=plugin.py", "phases=[{name: all, train: [.*], loss: confident, steps: 1}]"]
-  output, cfg = io.StringIO(), load_config(argv)
+  output = io.StringIO()
   with contextlib.redirect_stdout(output), empty_plots():
-    assert run_training(cfg) == 0
+    run = maxlite.train(plugins=["plugin.py"], phases=phases, **keys | CHOICES)
   assert f"  plugins=[{EXAMPLE}] (default [])\n" in output.getvalue()
-  rates = [row["learning_rate"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
-  np.testing.assert_allclose(rates, 2e-3 / np.sqrt([1, 2]), rtol=1e-6)
+  np.testing.assert_allclose(run.metrics["learning_rate"], 2e-3 / np.sqrt([1, 2]), rtol=1e-6)
+  assert [row["step"] for row in read_rows(run.folder / "norms.jsonl")] == [1, 2]
   forget()
   monkeypatch.chdir(tmp_path)
-  assert read_saved(tmp_path / "run/config.yml") == flatten(cfg)
+  opened = maxlite.open_run(run.folder)
+  assert opened.config == run.config
+  assert opened.evaluate(2)["eval_loss"] == run.rows[-1]["eval_loss"]
 
 
 def test_a_plugin_is_not_imported_before_other_keys_are_checked():
-  with pytest.raises(UserError, match="steps=0 is below 1"):
+  with pytest.raises(maxlite.UserError, match="steps=0 is below 1"):
     load_config([f"plugins={EXAMPLE}", "router=sqrt_softmax", "steps=0"])
   assert "plugin" not in sys.modules
-  with pytest.raises(UserError, match=r"router=sqrt_softmaxx is not one of .*sqrt_softmax, "):
+  with pytest.raises(
+    maxlite.UserError, match=r"router=sqrt_softmaxx is not one of .*sqrt_softmax, "
+  ):
     load_config([f"plugins={EXAMPLE}", "router=sqrt_softmaxx"])
 
 
 def test_without_the_plugin_its_names_are_not_choices():
-  with pytest.raises(UserError, match="router=sqrt_softmax is not one of softmax_topk, "):
+  with pytest.raises(maxlite.UserError, match="router=sqrt_softmax is not one of softmax_topk, "):
     load_config(["router=sqrt_softmax"])
 
 
@@ -88,7 +94,7 @@ def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, plu
   (tmp_path / "needs.py").write_text("import not_installed\n")
   for name in ("json.py", "a-b.py"):
     (tmp_path / name).touch()
-  with pytest.raises(UserError, match=message):
+  with pytest.raises(maxlite.UserError, match=message):
     load_config([f"plugins={plugin}"])
 
 
@@ -97,7 +103,7 @@ def test_a_saved_plugin_that_is_missing_is_one_line_with_the_file(tmp_path):
   source.touch()
   save_resolved(load_config([f"plugins={source}"]), tmp_path / "config.yml")
   source.unlink()
-  with pytest.raises(UserError, match=r"config.yml:\d+: plugins=.*gone.py. cannot be imp"):
+  with pytest.raises(maxlite.UserError, match=r"config.yml:\d+: plugins=.*gone.py. cannot be imp"):
     read_saved(tmp_path / "config.yml")
 
 

@@ -18,7 +18,7 @@ from maxlite.config.schema import flatten
 from maxlite.ensemble import finalize
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.writers import read_rows
-from maxlite.training import open_run, run, run_report
+from maxlite.training import open_run, run_report
 from maxlite.training.run import run_training
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -105,8 +105,7 @@ def trainer_with_shared_programs(cfg: Config) -> Trainer:
 def shared_programs() -> Iterator[None]:
   """Make runs in this process compile programs once per config."""
   with pytest.MonkeyPatch.context() as patch:
-    for module in (run, open_run):
-      patch.setattr(module, "build_trainer", trainer_with_shared_programs)
+    patch.setattr(open_run, "build_trainer", trainer_with_shared_programs)
     yield
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from maxlite.config.config_field import field
+from maxlite.config.registry import CALLBACKS
 
 MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outermost first
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -28,6 +29,11 @@ class RunConfig:
   plugins: tuple[str, ...] = field(
     (),
     "Modules, or paths of .py files, that add entries to the tables of config/registry.py.",
+  )
+  callbacks: tuple[str, ...] = field(
+    (),
+    "Callbacks of the run; `completions`: complete `prompt` or `prompt_file` at checkpoints.",
+    choices=CALLBACKS,
   )
   steps: int = field(300, "Optimizer steps of the run.", low=1)
   init_weights_seed: int = field(0, "Seed of the initial weights and of random draws.", low=0)
@@ -91,6 +97,15 @@ class CheckpointConfig:
   checkpoint_period: int = field(100, "Steps between checkpoints.", low=1)
   async_checkpointing: bool = field(True, "Save while training continues.")
   max_num_checkpoints_to_keep: int = field(3, "Latest checkpoints that are kept.", low=1)
+  keep_best_checkpoint: bool = field(
+    False,
+    "Save and always keep the checkpoint with the lowest held-out loss (of averages, if any).",
+  )
+  load_checkpoint: str = field(
+    "latest",
+    "Checkpoint that is evaluated, served or exported; `best`: that with the lowest held-out loss.",
+    choices=("latest", "best"),
+  )
   checkpoint_keep_period: int = field(
     0, "Also keep every multiple of this many steps; 0: none.", low=0
   )
@@ -113,8 +128,14 @@ class ObserveConfig:
 
   log_period: int = field(10, "Steps between log lines and metrics.", low=1)
   enable_tensorboard: bool = field(True, "Also write TensorBoard event files.")
+  wandb_project: str = field(
+    "", "Project of Weights & Biases that also receives the metrics; empty: none."
+  )
   eval_period: int = field(100, "Steps between evaluations; 0: only at the end.", low=0)
   eval_steps: int = field(16, "Batches per evaluation; -1: all held out.", low=-1)
+  early_stopping_patience: int = field(
+    0, "Evaluations without a lower held-out loss after which the run ends; 0: never.", low=0
+  )
   eval_documents: bool = field(
     False,
     "maxlite.evaluate also writes the loss of every held-out document to eval_documents.jsonl in "

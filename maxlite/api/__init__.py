@@ -1,0 +1,1 @@
+"""The Python API of runs; its names are attributes of `maxlite`."""

@@ -1,0 +1,112 @@
+"""A trained run in Python: its parameters and metrics, and what can be computed with them."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlite.api.train_function import to_arguments
+from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config import Config, load_config, read_saved
+from maxlite.config.errors import UserError
+from maxlite.config.schema import HostsConfig, flatten
+from maxlite.ensemble.ensemble_run import train_ensemble
+from maxlite.hf.load_model import LoadedModel
+from maxlite.inference.generation import complete
+from maxlite.training.callbacks import Callback
+from maxlite.training.evaluation import evaluate_held_out
+from maxlite.training.open_run import logged_rows, open_weights
+from maxlite.training.run import train_model
+from maxlite.training.saved_run import check_saved, run_folder
+from maxlite.training.state import averaged_params
+from maxlite.training.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+  """A run at one step; its parameters are in memory, sharded as in training."""
+
+  config: Config
+  trainer: Trainer
+  step: int  # of the parameters
+  params: Any
+  ema_params: Any = None  # moving averages; None without `ema_decay`
+  stopped: str = ""  # why training ended before the last step; empty if it did not
+
+  @property
+  def folder(self) -> Path:
+    return run_folder(self.config).directory
+
+  @property
+  def model(self) -> LoadedModel:
+    """`model.apply(params, tokens_BT)` returns logits_BTV."""
+    return LoadedModel(self.config.model, self.trainer.model, self.trainer.sharder)
+
+  @property
+  def rows(self) -> list[dict[str, Any]]:
+    """The logged rows, oldest first; None is a value that was not finite."""
+    return logged_rows(run_folder(self.config))
+
+  @property
+  def metrics(self) -> dict[str, np.ndarray]:
+    """By name, the values of all logged rows [rows], float64; NaN where a row has none."""
+    rows = self.rows
+    values = lambda name: np.array([row.get(name) for row in rows], np.float64)  # None is NaN
+    return {name: values(name) for name in dict.fromkeys(name for row in rows for name in row)}
+
+  def evaluate(self, eval_steps: int = -1) -> dict[str, float]:
+    """The result of `maxlite.evaluate` on `eval_steps` batches; -1: all."""
+    return evaluate_held_out(self.trainer, self.params, self.ema_params, eval_steps)[0]
+
+  def generate(self, prompts: Sequence[str], **keys: Any) -> list[str]:
+    """The completions of `prompts`, by the moving averages if the run keeps them.
+
+    Args:
+      **keys: of sampling, such as `max_new_tokens` and `temperature`; see docs/config.md.
+
+    Raises:
+      UserError: a key is wrong, a prompt is too long, or the run has no tokenizer.
+    """
+    cfg = load_config(to_arguments(keys), defaults=flatten(self.config), needs_data=False)
+    params = self.params if self.ema_params is None else self.ema_params
+    return complete(dataclasses.replace(self.trainer, cfg=cfg), params, prompts)
+
+
+def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[str, Run]:
+  """See `maxlite.train`."""
+  if jax.process_count() > 1 or cfg.hosts != HostsConfig():
+    raise UserError("maxlite.train(...) trains in one process: use python -m maxlite.train")
+  if cfg.ensemble.members or cfg.ensemble.sweep:
+    if callbacks:
+      raise UserError("callbacks are not supported by ensembles: leave them out")
+    train_ensemble(cfg)
+    return open_run(run_folder(cfg).place)
+  trainer, end = train_model(cfg, callbacks)
+  return Run(cfg, trainer, end.step, end.state.params, averaged_params(end.state), end.reason)
+
+
+def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
+  """Open a run folder with a checkpoint; one of an ensemble gives {name: Run}.
+
+  Args:
+    **overrides: keys of the config to change, such as `load_checkpoint="best"`.
+
+  Raises:
+    UserError: there is no such run, it has no checkpoint, or a key would change its model.
+  """
+  folder = RunFolder(os.path.expanduser(str(path).rstrip("/")))
+  if not folder.config.exists():
+    raise UserError(f"{path} is not a run folder: it has no config.yml")
+  if names := folder.member_names():
+    return {name: open_run(folder.member(name).place, **overrides) for name in names}
+  parent, name = os.path.split(folder.place)
+  place = {"base_output_directory": parent, "run_name": name, "member": ""}
+  argv, saved = to_arguments(place | overrides), read_saved(folder.config)
+  cfg = load_config(argv, defaults=saved, needs_data=False)
+  check_saved(folder, cfg)
+  trainer, params, averages, step = open_weights(cfg)
+  return Run(cfg, trainer, step, params, averages)

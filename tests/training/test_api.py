@@ -1,0 +1,152 @@
+"""`maxlite.train` is the command as a function; callbacks; runs opened from their folders."""
+
+import contextlib
+import io
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from tiny import KEYS as TINY
+from tiny_run import STEPS, assert_equals_uninterrupted, empty_plots, keys_in, shared_programs
+
+import maxlite
+from maxlite.api.train_function import change_config
+from maxlite.config import load_config
+
+
+def train(folder, **keys):
+  """(run, output) of `maxlite.train`."""
+  output, callbacks = io.StringIO(), keys.pop("callbacks", ())
+  with contextlib.redirect_stdout(output), shared_programs(), empty_plots():
+    run = maxlite.train(callbacks=callbacks, **TINY | keys_in(folder, **keys))
+  return run, output.getvalue()
+
+
+class Recorder(maxlite.Callback):
+  """Records its calls, and raises an error after the checkpoint of a step."""
+
+  def __init__(self, fails_at=None):
+    self.calls, self.hashes, self._fails_at = [], [], fails_at
+
+  def on_start(self, context):
+    self.calls.append(("start", context.first_step, context.folder.name))
+
+  def on_row(self, row):
+    self.calls.append(("row", row["step"], "eval_loss" in row))
+
+  def on_checkpoint(self, step, state):
+    self.calls.append(("checkpoint", step, int(state.step)))
+    if step == self._fails_at:
+      raise RuntimeError("the callback failed")
+
+  def on_end(self, step, reason):
+    self.calls.append(("end", step, reason))
+
+
+@pytest.fixture(scope="module")
+def interrupted(runs_folder):
+  """(folder, recorder, run, output) of a run that a callback stopped by an error, and resumed."""
+  folder = runs_folder / "interrupted"
+  with pytest.raises(RuntimeError, match="the callback failed"):
+    train(folder, callbacks=[Recorder(fails_at=4)])
+  recorder = Recorder()
+  run, output = train(folder, callbacks=[recorder])
+  return folder, recorder, run, output
+
+
+def test_a_run_from_python_equals_that_of_the_command(finished, interrupted):
+  folder, _, run, output = interrupted
+  assert "resuming from the checkpoint of step 4" in output
+  assert_equals_uninterrupted(folder, output, finished)
+  assert (run.step, run.stopped, run.folder) == (STEPS, "", folder / "run")
+  again, output = train(folder)
+  assert "nothing to do" in output
+  jax.tree.map(np.testing.assert_array_equal, again.params, run.params)
+  jax.tree.map(np.testing.assert_array_equal, again.ema_params, run.ema_params)
+
+
+def test_callbacks_are_called_in_order(interrupted):
+  expected = [("start", 5, "run")]
+  for step in range(5, STEPS + 1):
+    expected.append(("row", step, step == STEPS))
+    if step % 2 == 0:
+      expected.append(("checkpoint", step, step))
+  assert interrupted[1].calls == [*expected, ("end", STEPS, "")]
+
+
+def test_metrics_are_arrays_of_the_rows(interrupted):
+  run = interrupted[2]
+  assert run.metrics["step"].tolist() == list(range(1, STEPS + 1))
+  np.testing.assert_array_equal(run.metrics["loss"], [row["loss"] for row in run.rows])
+  has_loss = ~np.isnan(run.metrics["eval_loss"])
+  assert (np.flatnonzero(has_loss) + 1).tolist() == [4, 8]
+
+
+def test_an_opened_run_has_the_parameters_and_the_held_out_loss(interrupted):
+  folder, _, run, _ = interrupted
+  with shared_programs():
+    opened = maxlite.open_run(folder / "run")
+    result = opened.evaluate(2)
+  expected = {name: x for name, x in run.rows[-1].items() if name.startswith("eval_")}
+  assert result == expected
+  _, params = maxlite.load(folder / "run")
+  for loaded in (opened.params, params):
+    jax.tree.map(np.testing.assert_array_equal, loaded, run.params)
+
+
+def test_an_ensemble_is_opened_by_members(finished, tmp_path):
+  for name in ("a", "b"):
+    (tmp_path / "both/members").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "both/members" / name).symlink_to(finished[0] / "run")
+  (tmp_path / "both/config.yml").write_text((finished[0] / "run/config.yml").read_text())
+  members = maxlite.open_run(tmp_path / "both")
+  assert list(members) == ["a", "b"]
+  assert (members["b"].step, members["b"].folder.name) == (STEPS, "b")
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"stepz": 3}, "command line: stepz=3 is not a key; did you mean steps?"),
+    ({"steps": None}, "command line: steps=null is not a whole number"),
+    ({"steps": 0}, "command line: steps=0 is below 1; write steps=1 or more"),
+    ({"config": "none.yml"}, "command line: none.yml cannot be read"),
+    ({"callbacks": ["none"]}, "command line: callbacks=.*none.* is not one of completions"),
+    ({"num_processes": 2}, "trains in one process"),
+    (
+      {"members": [{"learning_rate": 0.1}], "callbacks": [Recorder()]},
+      "not supported by ensembles",
+    ),
+  ],
+)
+def test_a_mistake_raises_one_line(tmp_path, keys, message):
+  config = keys.pop("config", ())
+  with pytest.raises(maxlite.UserError, match=message) as error:
+    maxlite.train(config, **TINY | {"base_output_directory": tmp_path} | keys)
+  assert "\n" not in str(error.value)
+  assert not list(tmp_path.iterdir())
+
+
+def test_python_values_are_those_of_the_command_line(tmp_path):
+  (tmp_path / "a.yml").write_text("steps: 3\nlearning_rate: 0.5\n")
+  phases = [
+    {"name": "all", "train": [".*"], "until": {"metric": "loss", "max_steps": 5, "below": 2}}
+  ]
+  values = {"steps": 7, "adam_eps": 1e-9, "packing": True, "phases": phases, "prompt": "a, [b]: c"}
+  text = "phases=[{name: all, train: [.*], until: {metric: loss, max_steps: 5, below: 2}}]"
+  argv = [f"{tmp_path}/a.yml", "steps=7", "adam_eps=1e-9", "packing=true", text, "prompt=a, [b]: c"]
+  config = change_config(tmp_path / "a.yml", values)
+  assert config == load_config(argv)
+  assert change_config(config, {"steps": 9}).run.steps == 9
+  assert change_config(config, {}) == config
+
+
+def test_the_package_is_light():
+  code = (
+    "import sys, maxlite; assert not {'jax', 'numpy', 'yaml'} & {*sys.modules}; "
+    "assert maxlite.train.__name__ == 'train'; "
+    "assert callable(maxlite.train) and 'jax' not in sys.modules"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
