@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.step_cost import ProgramCost, StepCost, program_cost, tree_bytes
@@ -90,25 +88,6 @@ def jit_init(init: Callable, **keywords: Any) -> Any:
   on_cpu = jax.default_backend() == "cpu"
   options = {"xla_backend_optimization_level": 1} if on_cpu else None
   return jax.jit(init, compiler_options=options, **keywords)
-
-
-def run_by_operation(function: Callable, *args: Any) -> Any:
-  """The result of a function that runs once on one device, computed operation by operation.
-
-  Members have operations in common, such as drawing weights of one shape. Here each of them is
-  compiled once for all members; a program per member, or of all, would compile every occurrence.
-  Scans are not unrolled, for the same reason. The result has no buffer in common with other
-  arrays, so it can be donated.
-  """
-  jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-  # Without what the result does not depend on: the model's forward pass.
-  used, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-  eqns = [
-    eqn.replace(params=eqn.params | {"unroll": 1}) if eqn.primitive.name == "scan" else eqn
-    for eqn in used.eqns
-  ]
-  leaves = jaxpr_as_fun(ClosedJaxpr(used.replace(eqns=eqns), jaxpr.consts))(*args)
-  return jax.tree.unflatten(jax.tree.structure(shapes), jax.device_put(leaves, may_alias=False))
 
 
 def require_no_phases(programs: Sequence[MemberProgram]) -> None:

@@ -25,7 +25,6 @@ from maxlite.ensemble.engines.engine_base import (
   EnsembleEngine,
   jit_init,
   require_no_phases,
-  run_by_operation,
 )
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
 from maxlite.ensemble.member_program import MemberProgram
@@ -94,18 +93,12 @@ class VmapEngine(EnsembleEngine):
     return self._pack(list(states))
 
   def init(self) -> list[Any]:
-    """A program per group; members that are alone and not sharded, operation by operation."""
-    states: list[Any] = [None] * len(self.groups)
-    lowered = {}
-    for n, (group, sharding) in enumerate(zip(self.groups, self._shardings, strict=True)):
-      function = functools.partial(self._init_group, group)
-      if len(group) == 1 and sharding is None:
-        states[n] = run_by_operation(function)
-      else:
-        lowered[n] = jit_init(function, out_shardings=sharding).lower()
-    for n, compiled in zip(lowered, compile_in_parallel([*lowered.values()]), strict=True):
-      states[n] = compiled()
-    return states
+    """One program per group."""
+    lowered = [
+      jit_init(functools.partial(self._init_group, group), out_shardings=sharding).lower()
+      for group, sharding in zip(self.groups, self._shardings, strict=True)
+    ]
+    return [compiled() for compiled in compile_in_parallel(lowered)]
 
   def _init_group(self, group: list[int]) -> Any:
     """The state of one group; members whose init functions differ in literals only share one."""

@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from maxlite.ensemble.engines.engine_base import (
-  EngineRequest,
-  EnsembleEngine,
-  jit_init,
-  run_by_operation,
-)
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, jit_init
 from maxlite.ensemble.engines.step_cost import StepCost
 from maxlite.phases.phase_programs import compile_in_parallel
 
@@ -72,9 +67,6 @@ class SubmeshEngine(EnsembleEngine):
   def init(self) -> list[Any]:
     seeds = [program.seed_array for program in self.programs]
     functions = [program.init for program in self.programs]
-    if self.programs[0].shardings is None:
-      placed = jax.device_put(seeds, self._state_shardings)
-      return self.pack(list(map(run_by_operation, functions, placed)))
     lower = lambda z: jit_init(functions[z], out_shardings=self._state_shardings[z]).lower(seeds[z])
     inits = self._compiled(functions, lower)
     return [init(seed) for init, seed in zip(inits, seeds, strict=True)]
