@@ -25,6 +25,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = ROOT / "tests" / "mutants" / "mutants.yml"
 PAGE = ROOT / "docs" / "correctness.md"
+TIMEOUT = 900  # of the tests of a mutant [s]
 MARKS = ("<!-- mutants -->\n", "<!-- end of mutants -->\n")
 COPIED = ("maxlite", "configs", "tests", "tools", "pyproject.toml", "setup.py", "README.md")
 PASSED, FAILED = 0, 1  # pytest's exit codes; others are errors
@@ -100,9 +101,11 @@ def run_tests(folder: Path, tests: str) -> tuple[int, str]:
   """Run pytest on the sources in `folder`; return its exit code and output."""
   command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
   environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-  done = subprocess.run(
-    command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-  )
+  options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+  try:
+    done = subprocess.run(command, timeout=TIMEOUT, check=False, **options)
+  except subprocess.TimeoutExpired as error:  # such as a bug that never ends a loop
+    raise RuntimeError(f"pytest {tests} did not end within {TIMEOUT} s") from error
   return done.returncode, done.stdout + done.stderr
 
 
