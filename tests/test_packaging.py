@@ -47,7 +47,9 @@ def test_a_script_beside_a_clone_imports_the_package(kind, tmp_path):
   """The clone's folder, maxlite, must not be found as a namespace package."""
   python = install(kind, tmp_path)
   found = Path(
-    run(python, tmp_path, "import maxlite; print(maxlite.load, maxlite.__file__)").split()[-1]
+    run(python, tmp_path, "import maxlite; print(maxlite.__version__, maxlite.__file__)").split()[
+      -1
+    ]
   )
   in_clone = tmp_path / "maxlite" in found.parents
   assert found.name == "__init__.py"

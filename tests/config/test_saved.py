@@ -31,12 +31,14 @@ RAWS = st.recursive(
   max_leaves=6,
 )
 TABLES = st.dictionaries(TEXT, RAWS, max_size=3).map(lambda entries: FrozenMapping(entries.items()))
+COUNTS = st.integers(0, 2**31 - 1)
 
 
 WHOLE = {
   bool: st.booleans(),
   FrozenMapping: TABLES,
   tuple[FrozenMapping, ...]: st.lists(TABLES, max_size=3).map(tuple),
+  tuple[tuple[int, int], ...]: st.lists(st.tuples(COUNTS, COUNTS), max_size=3).map(tuple),
 }
 
 
