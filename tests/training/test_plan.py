@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def plan(*arguments):
-  """(exit code, stdout, stderr) of the command."""
+  """(exit code, stdout, stderr without reports of long waits) of the command."""
   inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
   keys = [f"{key}={value}" for key, value in KEYS.items()]
   result = subprocess.run(
@@ -30,7 +30,7 @@ def plan(*arguments):
     text=True,
     check=False,
   )
-  return result.returncode, result.stdout, result.stderr
+  return result.returncode, result.stdout, re.sub(r".+ \.\.\. \d+ s\n", "", result.stderr)
 
 
 LLAMA = {"decoder_block": "llama"}
