@@ -74,6 +74,7 @@ setup(
     "lm_eval": ["lm_eval>=0.4.13"],
     "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],
     "browser": ["selenium>=4.45"],
+    "wandb": ["wandb>=0.31"],
     "test": [
       "pytest>=9",
       "pytest-xdist>=3.8",
