@@ -5,6 +5,8 @@ package, so that commands report config errors fast.
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -17,6 +19,17 @@ _MODULES = {
   "train": "maxlite.api.train_function",
 }
 __all__ = ["Callback", "Run", "UserError", "load", "open_run", "train"]
+
+
+class _Package(ModuleType):
+  """Keeps `maxlite.train` a function: an import of the command's module would replace it."""
+
+  def __setattr__(self, name: str, value: object) -> None:
+    if name not in _MODULES or not isinstance(value, ModuleType):
+      super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -146,7 +146,24 @@ def test_python_values_are_those_of_the_command_line(tmp_path):
 def test_the_package_is_light():
   code = (
     "import sys, maxlite; assert not {'jax', 'numpy', 'yaml'} & {*sys.modules}; "
-    "assert maxlite.train.__name__ == 'train'; "
     "assert callable(maxlite.train) and 'jax' not in sys.modules"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+  "imports",
+  [
+    "import maxlite.train",
+    "from maxlite.train import main",
+    "maxlite.train; from maxlite.train import main",
+    "import importlib; assert importlib.import_module('maxlite.train').main",
+  ],
+)
+def test_the_module_of_the_command_does_not_replace_the_function(imports):
+  code = (
+    f"import inspect, pickle, maxlite; {imports}; from maxlite import train; "
+    "assert train is maxlite.train is pickle.loads(pickle.dumps(train)); "
+    "assert 'callbacks' in inspect.signature(train).parameters"
   )
   subprocess.run([sys.executable, "-c", code], check=True)

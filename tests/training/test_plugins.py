@@ -11,7 +11,6 @@ from tiny import KEYS as TINY
 from tiny_run import empty_plots, keys_in
 
 import maxlite
-from maxlite.api.train_function import train
 from maxlite.config import load_config, read_saved, registry, save_resolved
 from maxlite.config.model_families import MODELS
 from maxlite.metrics.writers import read_rows
@@ -52,7 +51,7 @@ def test_the_example_trains_and_its_run_is_opened_without_naming_it(tmp_path, mo
   keys |= {"warmup_steps_fraction": 0, "ema_decay": 0, "replica_check_period": 0}
   output = io.StringIO()
   with contextlib.redirect_stdout(output), empty_plots():
-    run = train(plugins=["plugin.py"], phases=phases, **keys | CHOICES)
+    run = maxlite.train(plugins=["plugin.py"], phases=phases, **keys | CHOICES)
   assert f"  plugins=[{EXAMPLE}] (default [])\n" in output.getvalue()
   np.testing.assert_allclose(run.metrics["learning_rate"], 2e-3 / np.sqrt([1, 2]), rtol=1e-6)
   assert [row["step"] for row in read_rows(run.folder / "norms.jsonl")] == [1, 2]
