@@ -94,6 +94,8 @@ setup(
       "moto[s3]>=5.1",
       "flask>=3",
       "flask-cors>=6",
+      "gcsfs>=2025.9",
+      "gcp-storage-emulator>=2026.7",
     ],
   },
   entry_points={

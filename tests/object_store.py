@@ -1,4 +1,4 @@
-"""A real S3 server on loopback (moto), and a bucket in it."""
+"""Object stores on loopback: S3 (moto) and Google Cloud Storage (gcp-storage-emulator)."""
 
 import logging
 import uuid
@@ -27,11 +27,61 @@ def s3_server() -> Iterator[str]:
   thread.stop()
 
 
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[str]:
+  """The URL of a GCS emulator, which gcsfs and TensorStore find in the environment."""
+  server = pytest.importorskip(
+    "gcp_storage_emulator.server", reason="pip install gcp-storage-emulator"
+  )
+  pytest.importorskip("gcsfs")
+  with pytest.MonkeyPatch.context() as patch:
+    _send_generations(patch)
+    emulator = server.create_server("127.0.0.1", 0, in_memory=True)
+    emulator.start()
+    url = "http://{}:{}".format(*emulator._api._httpd.server_address)
+    for name, value in {
+      "STORAGE_EMULATOR_HOST": url,
+      "TENSORSTORE_GCS_HTTP_URL": url,
+      "GOOGLE_AUTH_TOKEN_FOR_TESTING": "test",  # otherwise TensorStore looks for a metadata server
+    }.items():
+      patch.setenv(name, value)
+    yield url
+    emulator.stop()
+
+
+def _send_generations(patch: pytest.MonkeyPatch) -> None:
+  """Have the emulator send the version of an object with its content, as Google's server does.
+
+  TensorStore needs it, to notice an object that is replaced between two reads.
+  """
+  from gcp_storage_emulator.handlers import objects
+
+  download = objects.download
+
+  def download_with_generation(request, response, storage, *others, **keys):
+    download(request, response, storage, *others, **keys)
+    if response.status < 300:
+      names = request.params["bucket_name"], request.params["object_id"]
+      response["x-goog-generation"] = storage.get_file_obj(*names)["generation"]
+
+  patch.setattr(objects, "download", download_with_generation)
+
+
 @pytest.fixture
 def bucket(s3_server: str) -> str:
-  """The URI of a new bucket."""
+  """The URI of a new bucket on S3."""
+  return _new_bucket("s3://")
+
+
+@pytest.fixture
+def gcs_bucket(gcs_server: str) -> str:
+  """The URI of a new bucket on GCS."""
+  return _new_bucket("gs://")
+
+
+def _new_bucket(scheme: str) -> str:
   from maxlite.config.object_store import filesystem
 
-  uri = f"s3://{uuid.uuid4().hex}"
+  uri = f"{scheme}{uuid.uuid4().hex}"
   filesystem(uri).mkdir(uri)
   return uri

@@ -6,6 +6,7 @@ Credentials come from the standard places of the store's own tools, never from t
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -53,6 +54,7 @@ def _filesystem(scheme: str) -> fsspec.AbstractFileSystem:
   # Other processes write too. Through the configuration, Orbax's own file systems are alike.
   for alias in (name, "gcs") if name == "gs" else (name,):
     fsspec.config.conf.setdefault(alias, {}).setdefault("use_listings_cache", False)
+  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also raises every error that it logs
   try:
     return fsspec.filesystem(name)
   except ImportError:

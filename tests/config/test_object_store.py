@@ -12,9 +12,13 @@ from maxlite.data.sources.file_paths import expand_paths
 
 
 @pytest.mark.parametrize("look_up", [list_files, list_names])
-def test_a_missing_bucket_is_named(look_up, s3_server):
-  with pytest.raises(UserError, match=r"^s3://no-such-bucket/x: no such bucket or object: create"):
-    look_up("s3://no-such-bucket/x")
+@pytest.mark.parametrize(("server", "scheme"), [("s3_server", "s3"), ("gcs_server", "gs")])
+def test_a_missing_bucket_is_named(look_up, server, scheme, request, caplog):
+  request.getfixturevalue(server)
+  uri = f"{scheme}://no-such-bucket/x"
+  with pytest.raises(UserError, match=f"^{uri}: no such bucket or object: create"):
+    look_up(uri)
+  assert not [record for record in caplog.records if record.name == "gcsfs"]
 
 
 def test_missing_credentials_and_their_places_are_named(s3_server, monkeypatch):
@@ -30,6 +34,8 @@ def test_missing_credentials_and_their_places_are_named(s3_server, monkeypatch):
 
 def test_a_missing_package_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "gcsfs", None)
+  monkeypatch.setattr("fsspec.registry._registry", {})  # as in a process that has not opened it
+  object_store._filesystem.cache_clear()
   with pytest.raises(UserError, match=r"^gs:// paths need a package: pip install gcsfs$"):
     filesystem("gs://bucket")
 

@@ -28,15 +28,21 @@ def copy_to(store, folder):
   upload((file, f"{store}/{file.relative_to(folder).as_posix()}") for file in files)
 
 
-def test_a_run_on_s3_is_resumed_and_equals_a_local_run(finished, folder, bucket):
-  output, rows = start_on(bucket, folder, steps=4)
+@pytest.fixture(params=["bucket", "gcs_bucket"])
+def store(request):
+  """The URI of a new bucket, on each store."""
+  return request.getfixturevalue(request.param)
+
+
+def test_a_run_on_a_store_is_resumed_and_equals_a_local_run(finished, folder, store):
+  output, rows = start_on(store, folder, steps=4)
   assert rows == logged(finished[0])[:4]
-  output, rows = start_on(bucket, folder)
+  output, rows = start_on(store, folder)
   assert "resuming from the checkpoint of step 4" in output
-  assert f"{bucket}/run: metrics.jsonl, curves.png" in output
+  assert f"{store}/run: metrics.jsonl, curves.png" in output
   assert parameter_hash(output) == parameter_hash(finished[1])
   assert rows == logged(finished[0])
-  names = {file.name for file in list_files(f"{bucket}/run") if "checkpoints" not in file.uri}
+  names = {file.name for file in list_files(f"{store}/run") if "checkpoints" not in file.uri}
   assert {"config.yml", "config.1.yml", "metrics.jsonl", "curves.png"} <= names
 
 
