@@ -3,20 +3,24 @@
   python tools/inspect/kill_test.py --kills 20 configs/base.yml steps=200 [key=value ...]
 
 `kill -9` is sent at uniformly random times from startup to some steps later, so it interrupts
-compilation, steps, evaluations and checkpoints. At the end the parameter hash and all logged losses
-must equal those of the uninterrupted run; otherwise the exit code is 1.
+compilation, steps, evaluations and checkpoints. Each line has the last line that the killed process
+printed, and whether an unfinished checkpoint is left. At the end the parameter hash and all logged
+losses must equal those of the uninterrupted run; otherwise the exit code is 1.
 """
 
 import argparse
+import math
 import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
+from maxlite.checkpoint.orbax_object_store import is_complete
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config.object_store import join
+from maxlite.config.object_store import join, to_path
 from maxlite.metrics.writers import read_rows
 
 
@@ -38,8 +42,9 @@ def main() -> int:
     print(
       f"uninterrupted: parameters {expected}, {startup:.0f} s to start and {steps:.0f} s of steps"
     )
-    longest = startup + steps / options.kills
-    num_kills = kill_often([*command, "run_name=killed"], options.kills, longest, draw)
+    longest = startup + window(startup, 0.8 * steps / options.kills)
+    checkpoints = join(folder, "killed", "checkpoints")
+    num_kills = kill_often([*command, "run_name=killed"], checkpoints, options.kills, longest, draw)
     if num_kills < options.kills:
       sys.exit(f"the run ended after {num_kills} kills: increase steps")
     killed, *_ = run_to_end([*command, "run_name=killed"])
@@ -64,20 +69,49 @@ def run_to_end(command: list[str]) -> tuple[str, float, float]:
   return found[1], first_line - began, time.monotonic() - first_line
 
 
-def kill_often(command: list[str], num_kills: int, longest: float, draw: random.Random) -> int:
+def window(startup: float, mean_steps: float) -> float:
+  """The seconds w for which times up to startup + w have `mean_steps` seconds of steps on average.
+
+  A time t, uniform in [0, startup + w], has max(t - startup, 0): on average w^2 / 2 (startup + w).
+  """
+  return mean_steps + math.sqrt(mean_steps**2 + 2 * mean_steps * startup)
+
+
+def kill_often(
+  command: list[str], checkpoints: str, num_kills: int, longest: float, draw: random.Random
+) -> int:
   """Start and kill the run `num_kills` times or until it ends; return the number of kills."""
+  num_unfinished = 0
   for kill in range(num_kills):
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     delay = draw.uniform(0, longest)
-    try:
-      process.wait(timeout=delay)
-    except subprocess.TimeoutExpired:
-      process.kill()
-      process.wait()
-      print(f"  kill {kill + 1} after {delay:.1f} s", flush=True)
-    else:
-      return kill
+    with tempfile.TemporaryFile("w+") as output:
+      process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+      try:
+        code = process.wait(timeout=delay)
+      except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+      else:
+        if code:
+          output.seek(0)
+          sys.exit(f"start {kill + 1} failed:\n{output.read()[-3000:]}")
+        return kill
+      output.seek(0)
+      last_line = (output.read().splitlines() or ["nothing printed"])[-1]
+    unfinished = has_unfinished(checkpoints)
+    num_unfinished += unfinished
+    note = "; an unfinished checkpoint" if unfinished else ""
+    print(f"  kill {kill + 1} after {delay:.1f} s: {last_line[:40].strip()}{note}", flush=True)
+  print(f"{num_unfinished} kills left an unfinished checkpoint")
   return num_kills
+
+
+def has_unfinished(checkpoints: str) -> bool:
+  """Whether a save was killed: Orbax renames a local folder at its end."""
+  folder = to_path(checkpoints)
+  steps = list(folder.iterdir()) if folder.exists() else []
+  is_temporary = lambda step: isinstance(step, Path) and "tmp" in step.name
+  return any(is_temporary(step) or not is_complete(step) for step in steps)
 
 
 def losses(run: str) -> list[tuple]:
