@@ -35,7 +35,7 @@ def test_missing_credentials_and_their_places_are_named(s3_server, monkeypatch):
 def test_a_missing_package_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "gcsfs", None)
   # As in a process that has not opened it.
-  monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+  monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
   object_store._filesystem.cache_clear()
   with pytest.raises(UserError, match=r"^gs:// paths need a package: pip install gcsfs$"):
     filesystem("gs://bucket")
