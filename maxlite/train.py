@@ -10,7 +10,11 @@ from maxlite.training.saved_run import run_folder
 def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
   with exit_on_user_error("maxlite.train"):
-    run_folder(cfg).config_changes(flatten(cfg))
+    folder = run_folder(cfg)
+    folder.config_changes(flatten(cfg))
+    from maxlite.training.resumed_data import check_resumed_data  # imports NumPy
+
+    check_resumed_data(cfg, folder)
   # Imports JAX: only after the command line is checked.
   from maxlite.training.multi_host import join_hosts
 

@@ -6,9 +6,6 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import download, is_remote, list_files
 
@@ -72,6 +69,9 @@ def hub_path(uri: str, patterns: Sequence[str] = ("*",)) -> str:
   inside = "/".join(filter(None, path))
   if not name:
     raise UserError(f"{uri} names no repository: write hf://OWNER/NAME or hf://datasets/OWNER/NAME")
+  from huggingface_hub import snapshot_download  # slow to import
+  from huggingface_hub.errors import HfHubHTTPError
+
   try:
     folder = snapshot_download(
       f"{owner}/{name}",

@@ -25,12 +25,7 @@ from maxlite.config.values import Setting, parse, parse_as, suggest
 # Not per phase.
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
-SOURCE_KEYS = (
-  "dataset_type",
-  "dataset_path",
-  "dataset_mixture",
-  "text_column",
-)  # which documents are read
+SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column")
 _SCHEMA_KEYS = (*flatten(OptimizerConfig()), "gradient_accumulation_steps", *DATA_KEYS)
 _PHASE_KEYS = ("name", "train", "loss", "steps", "until")
 _OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the name in the schema, and in a phase
@@ -93,6 +88,11 @@ def initial_phases_of(cfg: Config) -> dict[str, int]:
   raws = cfg.phasing.initial_phases
   settings = (Setting(name, raw, "initial_phases") for name, raw in raws.items())
   return {setting.name: parse_as(setting, *_STEPS) for setting in settings}
+
+
+def reads_same_documents(run: DataConfig, phase: DataConfig) -> bool:
+  """Whether a phase reads the documents of the run, of which some are held out."""
+  return all(getattr(phase, key) == getattr(run, key) for key in SOURCE_KEYS)
 
 
 def without_data(phases: tuple[FrozenMapping, ...]) -> tuple[FrozenMapping, ...]:
@@ -178,7 +178,7 @@ def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:
   if "per_device_batch_size" in own:  # overrides the run's global_batch_size
     own = {"global_batch_size": 0} | own
   data = dataclasses.replace(run, **own)
-  if all(getattr(data, key) == getattr(run, key) for key in SOURCE_KEYS):
+  if reads_same_documents(run, data):
     return data
   by_content = run.eval_split == "documents" and not run.eval_dataset_path
   fraction = run.eval_fraction if by_content else 0.0

@@ -17,14 +17,14 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.batch_schedule import BatchSchedule, ScheduledBatches
 from maxlite.data.joined_sources import join_sources
-from maxlite.data.mixture_order import MixtureOrder, MixturePart, describe_difference
+from maxlite.data.mixture_order import MixtureOrder, MixturePart
 from maxlite.data.open_source import open_source
 from maxlite.data.packing import Row, RowSource
 from maxlite.data.prefetch import prefetch, read_once
 from maxlite.data.sampler import HostBatches, shuffled_order
 from maxlite.data.sources import DataSource
+from maxlite.data.stream_facts import order_facts, require_same_facts
 
-_OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
 _NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
@@ -103,12 +103,8 @@ class DataLoader:
 
   def stream_facts(self, num_batches: int) -> dict[str, Any]:
     """Everything that the first batches depend on, by config key, as JSON values."""
-    return {
-      "max_target_length": self.cfg.max_target_length,
+    return order_facts(self.cfg) | {
       "global_batch_size": self.schedule.past_sizes(num_batches),
-      "enable_data_shuffling": self.cfg.enable_data_shuffling,
-      "data_sampling": self.cfg.data_sampling,
-      "data_shuffle_seed": self.cfg.data_shuffle_seed if self.cfg.enable_data_shuffling else None,
       "data": self.order.history(self.schedule.first_row(num_batches)),
     }
 
@@ -174,10 +170,7 @@ class TrainStream:
   def restore(self, state: dict[str, Any]) -> None:
     """Continue after the batches that `state` counts. Raises UserError if they would differ."""
     num_batches = state["num_batches"]
-    for name, now in self._data.stream_facts(num_batches).items():
-      then = state.get(name, _OLD_STATE_DEFAULTS.get(name))
-      if then != now:
-        raise UserError(_difference(name, then, now, num_batches))
+    require_same_facts(state, self._data.stream_facts(num_batches))
     self.close()
     self._start(num_batches)
 
@@ -187,19 +180,3 @@ class TrainStream:
 
   def close(self) -> None:
     self._iterator.close()
-
-
-def _difference(name: str, then: Any, now: Any, num_batches: int) -> str:
-  if name == "data":
-    return describe_difference(then, now, num_batches)
-  if isinstance(then, list) or isinstance(now, list):
-    return (
-      f"the checkpoint was written with {name}={then}, this run has {now} up to its step: restore "
-      "these entries of batch_size_schedule (later ones may change)"
-    )
-  if name == "global_batch_size":
-    return (
-      f"the checkpoint was written with a global batch of {then} rows, this run has {now}: "
-      f"set global_batch_size={then}, which is valid on any number of devices"
-    )
-  return f"the checkpoint was written with {name}={then}, this run has {now}: set {name}={then}"

@@ -144,23 +144,6 @@ class MixtureOrder(grain.MapDataset[int]):
     return self._segments[bisect.bisect_right(self._starts, row) - 1]
 
 
-def describe_difference(then: Any, now: Any, num_batches: int) -> str:
-  """Why a stream with the history `now` cannot continue one with the history `then`."""
-  if isinstance(then, dict) and isinstance(now, dict):
-    old, new = then["sources"], now["sources"]
-    changed = [name for name in old | new if old.get(name) != new.get(name)]
-    what = f"other data of {', '.join(changed)}" if changed else "other shares of its sources"
-    return (
-      f"the first {num_batches} batches would have {what} than the checkpoint was trained on: "
-      f"restore the entries of dataset_mixture with from_step below {num_batches}"
-      f"{', and their data' if changed else ''} (later ones may change), or choose a new run_name"
-    )
-  return (
-    "the checkpoint was trained on other data than this run would read: restore the files, "
-    "dataset_path, the eval_* keys and the tokenizer, or choose a new run_name"
-  )
-
-
 def interleave_sources(units_S: np.ndarray) -> np.ndarray:
   """The source [N] of each of N = sum(units_S) rows, such that repeating it keeps all shares.
 

@@ -13,8 +13,7 @@ from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, save_resolved
 from maxlite.config.errors import UserError
-from maxlite.config.object_store import join, to_path
-from maxlite.config.phases import SOURCE_KEYS
+from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS
 from maxlite.config.schema import flatten
@@ -36,7 +35,7 @@ from maxlite.metrics.writers import (
 )
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.objective import Objective
-from maxlite.training.saved_run import run_folder
+from maxlite.training.saved_run import run_folder, token_cache
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -58,14 +57,13 @@ def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> D
   """Open the data of the run, or of an objective (no held-out data), sharded for the mesh."""
   cfg, batch_shape = trainer.cfg, (objective or trainer).batch_shape
   data = objective.data if objective else cfg.data
-  cache = cfg.data.token_cache_directory or join(cfg.run.base_output_directory, ".tokens")
   open_sharded = lambda: open_data(
     data,
     vocab_size=cfg.model.vocab_size,
     global_batch_size=batch_shape[0],
     rows=local_rows(trainer.batch_sharding, batch_shape),
-    cache_directory=to_path(cache),
-    evaluates=all(getattr(data, key) == getattr(cfg.data, key) for key in SOURCE_KEYS),
+    cache_directory=token_cache(cfg),
+    evaluates=reads_same_documents(cfg.data, data),
   )
   return process_0_first(open_sharded, "the data is tokenized")
 

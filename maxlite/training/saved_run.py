@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
 from maxlite.config.errors import UserError
-from maxlite.config.object_store import join
+from maxlite.config.object_store import AnyPath, join, to_path
 from maxlite.config.schema import flatten
 
 
@@ -21,6 +21,10 @@ def main_run_config(argv: Sequence[str], program: str) -> Config:
 def run_folder(cfg: Config) -> RunFolder:
   """Raise UserError if the folder is on an object store that cannot be read."""
   return RunFolder(join(os.path.expanduser(cfg.run.base_output_directory), cfg.run.run_name))
+
+
+def token_cache(cfg: Config) -> AnyPath:
+  return to_path(cfg.data.token_cache_directory or join(cfg.run.base_output_directory, ".tokens"))
 
 
 def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:

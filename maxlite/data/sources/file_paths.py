@@ -1,6 +1,7 @@
 """Expansion of `dataset_path` entries to files."""
 
 import glob
+import itertools
 import re
 import sysconfig
 from collections import Counter
@@ -9,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from maxlite.config.errors import UserError
 from maxlite.config.local_copy import HUB, hub_path
-from maxlite.config.object_store import DataFile, is_remote, list_files
+from maxlite.config.object_store import DataFile, is_remote, list_files, size_and_version
 from maxlite.data.sources.compressed import inner_name
 
 STDLIB = "stdlib"
@@ -51,6 +52,12 @@ def expand_paths(
     files.update((file, None) for file in found)
     skipped += others
   return list(files), [file for file in skipped if file not in files]
+
+
+def total_bytes(entries: Iterable[str]) -> int:
+  """The size of all visible files that `entries` name, of any format."""
+  found = itertools.chain.from_iterable(_expand(entry, "") for entry in entries)
+  return sum(size_and_version(file)[0] for file in itertools.chain.from_iterable(found))
 
 
 def count_suffixes(files: Iterable[DataFile]) -> str:

@@ -1,0 +1,60 @@
+"""What the batches of a stream depend on, as checkpoints store it, and how it may not change."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import DataConfig
+
+_OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
+
+
+def order_facts(cfg: DataConfig) -> dict[str, Any]:
+  """The keys of `cfg` that length and order of the rows depend on."""
+  return {
+    "max_target_length": cfg.max_target_length,
+    "enable_data_shuffling": cfg.enable_data_shuffling,
+    "data_sampling": cfg.data_sampling,
+    "data_shuffle_seed": cfg.data_shuffle_seed if cfg.enable_data_shuffling else None,
+  }
+
+
+def require_same_facts(state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+  """Raise UserError if one of `facts` differs from the state of a stream in a checkpoint."""
+  for name, now in facts.items():
+    then = state.get(name, _OLD_STATE_DEFAULTS.get(name))
+    if then != now:
+      raise UserError(_difference(name, then, now, state["num_batches"]))
+
+
+def _difference(name: str, then: Any, now: Any, num_batches: int) -> str:
+  if name == "data":
+    return _other_data(then, now, num_batches)
+  if isinstance(then, list) or isinstance(now, list):
+    return (
+      f"the checkpoint was written with {name}={then}, this run has {now} up to its step: restore "
+      "these entries of batch_size_schedule (later ones may change)"
+    )
+  if name == "global_batch_size":
+    return (
+      f"the checkpoint was written with a global batch of {then} rows, this run has {now}: "
+      f"set global_batch_size={then}, which is valid on any number of devices"
+    )
+  return f"the checkpoint was written with {name}={then}, this run has {now}: set {name}={then}"
+
+
+def _other_data(then: Any, now: Any, num_batches: int) -> str:
+  """Compare two results of `MixtureOrder.history`."""
+  if isinstance(then, dict) and isinstance(now, dict):
+    old, new = then["sources"], now["sources"]
+    changed = [name for name in old | new if old.get(name) != new.get(name)]
+    what = f"other data of {', '.join(changed)}" if changed else "other shares of its sources"
+    return (
+      f"the first {num_batches} batches would have {what} than the checkpoint was trained on: "
+      f"restore the entries of dataset_mixture with from_step below {num_batches}"
+      f"{', and their data' if changed else ''} (later ones may change), or choose a new run_name"
+    )
+  return (
+    "the checkpoint was trained on other data than this run would read: restore the files, "
+    "dataset_path, the eval_* keys and the tokenizer, or choose a new run_name"
+  )
