@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from maxlite.checkpoint.safetensors import TensorEntry, TensorFile, read_header
 from maxlite.config.errors import UserError
@@ -69,26 +70,19 @@ class FolderWriter:
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     shard_bytes: int = SHARD_BYTES,
   ):
-    shards: list[list[str]] = [[]]
-    remaining, total = shard_bytes, 0
-    for name, (dtype, shape) in tensors.items():
-      num_bytes = math.prod(shape) * dtype.itemsize
-      if num_bytes > remaining and shards[-1]:
-        shards.append([])
-        remaining = shard_bytes
-      shards[-1].append(name)
-      remaining -= num_bytes
-      total += num_bytes
-    names = [SINGLE]
-    if len(shards) > 1:
-      names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-      weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-      index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    split = split_state_dict_into_shards_factory(
+      dict(tensors),
+      get_storage_size=lambda tensor: math.prod(tensor[1]) * tensor[0].itemsize,
+      filename_pattern="model{suffix}.safetensors",
+      max_shard_size=shard_bytes,
+    )
+    if split.is_sharded:
+      index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
       write_json(directory / INDEX, index)
     self._file_of: dict[str, TensorFile] = {}  # by tensor
-    for file, shard in zip(names, shards, strict=True):
-      opened = TensorFile(directory / file, {name: tensors[name] for name in shard})
-      self._file_of |= dict.fromkeys(shard, opened)
+    for file, names in split.filename_to_tensors.items():
+      opened = TensorFile(directory / file, {name: tensors[name] for name in names})
+      self._file_of |= dict.fromkeys(names, opened)
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
     self._file_of[name].write_rows(name, low, rows)

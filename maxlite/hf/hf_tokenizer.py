@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from maxlite.config.file_io import read_json_object
 from maxlite.config.local_copy import local_tokenizer
 from maxlite.config.schema import DataConfig
+from maxlite.data.tokenizers.tokenizer import ByteTokenizer
 from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG
 from maxlite.hf.hf_folder import COPY_AGAIN, read_config, write_json
 
@@ -18,7 +19,6 @@ MAIN, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_co
 GENERATION, CHAT = "generation_config.json", "chat_template.jinja"
 EXTRA_FILES = (CONFIG, "special_tokens_map.json", "added_tokens.json", CHAT, GENERATION)
 _BOS, _EOS = "bos_token_id", "eos_token_id"
-BYTE_BOS, BYTE_EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
 def tokenizer_keys(directory: Path) -> dict[str, str]:
@@ -64,7 +64,7 @@ def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
     shutil.copyfile(local_tokenizer(cfg.tokenizer_path), target / SENTENCEPIECE)
     return
   if cfg.tokenizer_type == "byte":
-    tokenizer = byte_tokenizer(bos, eos)
+    tokenizer = byte_tokenizer()
     tokenizer.save(str(target / MAIN))
   else:
     path = local_tokenizer(cfg.tokenizer_path)
@@ -76,8 +76,8 @@ def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
     write_json(target / CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
 
 
-def byte_tokenizer(bos: int, eos: int) -> tokenizers.Tokenizer:
-  """Build tokenizer_type=byte: the ids of bytes are their values, and `bos` begins a sequence."""
+def byte_tokenizer() -> tokenizers.Tokenizer:
+  """Build tokenizer_type=byte: the ids of bytes are their values, and bos begins a sequence."""
   # A byte-level vocabulary represents printable bytes by their Latin-1 character, and the others in
   # order by characters from 256 on.
   alphabet = set(pre_tokenizers.ByteLevel.alphabet())
@@ -85,14 +85,12 @@ def byte_tokenizer(bos: int, eos: int) -> tokenizers.Tokenizer:
   others = [byte for byte in range(256) if chr(byte) not in printable]
   vocabulary = {character: ord(character) for character in printable}
   vocabulary |= dict(zip(sorted(alphabet - printable), others, strict=True))
-  specials = {BYTE_BOS: bos, BYTE_EOS: eos}
-  tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary | specials, []))
+  specials, bos = ByteTokenizer.special_tokens, ByteTokenizer.special_tokens_map["bos_token"]
+  tokenizer = tokenizers.Tokenizer(models.BPE({**vocabulary, **specials}, []))
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens(list(specials))
   tokenizer.post_processor = processors.TemplateProcessing(
-    single=f"{BYTE_BOS} $A",
-    pair=f"{BYTE_BOS} $A {BYTE_BOS} $B",
-    special_tokens=list(specials.items()),
+    single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=list(specials.items())
   )
   return tokenizer

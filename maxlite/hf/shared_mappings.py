@@ -46,7 +46,8 @@ def experts(
   )
 
 
-DENSE_BLOCK = (*NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *mlp("mlp", "mlp"))
+# Of the layers of most families; rules for parameters that a model does not have are skipped.
+BLOCK = (*NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *mlp("mlp", "mlp"))
 DENSE_KEYS = (Key("base_mlp_dim", "intermediate_size"),)
 MOE_KEYS = (
   Key("base_moe_mlp_dim", "intermediate_size"),

@@ -17,7 +17,7 @@ def source(tmp_path):
   """A folder like a published model's, with stop tokens only in config.json."""
   folder = tmp_path / "source"
   folder.mkdir()
-  byte_tokenizer(256, 257).save(str(folder / "tokenizer.json"))
+  byte_tokenizer().save(str(folder / "tokenizer.json"))
   (folder / "config.json").write_text('{"bos_token_id": 256, "eos_token_id": [257, 65]}')
   return folder
 

@@ -2,17 +2,14 @@
 
 from maxlite.hf.config_keys import Key
 from maxlite.hf.family import HfFamily, TensorRule
-from maxlite.hf.shared_mappings import ATTENTION, MOE_KEYS, NORMS, QKV_BIAS, SLIDING_WINDOW
+from maxlite.hf.shared_mappings import BLOCK, MOE_KEYS, SLIDING_WINDOW
 
-ATTENTION_BIAS = (
-  *QKV_BIAS,
+RULES = (
   TensorRule("attention/out/bias", "self_attn.o_proj.bias", "d -> d"),
   TensorRule("attention/sinks_bias", "self_attn.sinks", "h -> h"),
-)
-# Gate and up projections are one tensor with alternating columns.
-EXPERTS = (
   TensorRule("moe/router/kernel", "mlp.router.weight", "d e -> e d"),
   TensorRule("moe/router/logits_bias", "mlp.router.bias", "e -> e"),
+  # Gate and up projections are one tensor with alternating columns.
   TensorRule(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e d (f g)"),
   TensorRule(
     ("moe/wi_0_bias", "moe/wi_1_bias"), "mlp.experts.gate_up_proj_bias", "g e f -> e (f g)"
@@ -21,11 +18,11 @@ EXPERTS = (
   TensorRule("moe/wo_bias", "mlp.experts.down_proj_bias", "e d -> e d"),
 )
 
-FAMILY = HfFamily(
+GPT_OSS = HfFamily(
   "gpt_oss",
   "GptOssForCausalLM",
   "gpt_oss",
-  (*NORMS, *ATTENTION, *ATTENTION_BIAS, *EXPERTS),
+  (*BLOCK, *RULES),
   (
     *MOE_KEYS,
     Key("num_experts", "num_local_experts"),
@@ -44,3 +41,4 @@ FAMILY = HfFamily(
   unread=("experts_per_token", "initial_context_length", "quantization_config"),
   quantized="mxfp4",
 )
+FAMILIES = (GPT_OSS,)

@@ -1,5 +1,6 @@
-"""DeepSeek-V2 and V2-Lite."""
+"""DeepSeek-V2 and V2-Lite, V3 and R1, and Kimi-K2, which has the architecture of V3."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +37,7 @@ KEYS = (
 )
 
 
-def shared_extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-  """Return keys of V2 and V3."""
+def _extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   return {
     "num_key_value_heads": cfg.base_num_query_heads,
     "head_dim": cfg.mla.qk_rope_head_dim,
@@ -45,10 +45,10 @@ def shared_extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   }
 
 
-def _extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _v2_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   methods = {router: method for method, router in ROUTERS.items()}
   method = methods.get(cfg.moe.router, "greedy")
-  return shared_extra_to_hf(cfg) | {"topk_method": method, "norm_topk_prob": False}
+  return _extra_to_hf(cfg) | {"topk_method": method, "norm_topk_prob": False}
 
 
 def _query(cfg: ModelConfig) -> Sequence[TensorRule]:
@@ -56,7 +56,7 @@ def _query(cfg: ModelConfig) -> Sequence[TensorRule]:
   return (TensorRule("attention/query/kernel", f"self_attn.{name}.weight", "d h c -> (h c) d"),)
 
 
-FAMILY = HfFamily(
+V2 = HfFamily(
   "deepseek_v2",
   "DeepseekV2ForCausalLM",
   "deepseek",
@@ -72,7 +72,27 @@ FAMILY = HfFamily(
   required={"scoring_func": "softmax", "moe_layer_freq": 1},
   aux_loss_key="aux_loss_alpha",
   extra_from_hf=lambda hf, keys: {"router": ROUTERS[hf.get("topk_method", "greedy")]},
-  extra_to_hf=_extra_to_hf,
+  extra_to_hf=_v2_to_hf,
   extra_block=_query,
   unread=("norm_topk_prob",),
 )
+V3 = dataclasses.replace(
+  V2,
+  model_type="deepseek_v3",
+  architecture="DeepseekV3ForCausalLM",
+  block=(*V2.block, TensorRule("moe/router/bias", "mlp.gate.e_score_correction_bias", "e -> e")),
+  keys=(*KEYS, Key("norm_topk_prob", "norm_topk_prob", True)),
+  ours={"router": "sigmoid_group_topk", "routed_bias": True},
+  required={
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+  },
+  extra_from_hf=lambda hf, keys: {},
+  extra_to_hf=lambda cfg: _extra_to_hf(cfg) | {"num_nextn_predict_layers": 0},
+  # The published draft model is one more layer, which transformers ignores too.
+  ignored=(*V2.ignored, r"model\.layers\.61\..*"),
+  unread=("num_nextn_predict_layers",),
+)
+FAMILIES = (V2, V3, dataclasses.replace(V3, model_type="kimi_k2"))
