@@ -36,7 +36,7 @@ SOURCES = _registry(
 # packing_strategy -> (Tokens, row length, seed of the order or None) -> PackedRows
 PACKING_STRATEGIES = Registry(
   concatenate="maxlite.data.packing:PackedDocuments",
-  best_fit="maxlite.data.best_fit:BestFitDocuments",
+  best_fit="maxlite.data.packing:BestFitDocuments",
 )
 # data_sampling -> (number of rows, seed) -> order of one epoch
 ROW_ORDERS = Registry(

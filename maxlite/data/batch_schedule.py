@@ -1,7 +1,6 @@
-"""Batches whose size and row length change with the step."""
+"""The batches of one host; their size and row length may change with the step."""
 
 import dataclasses
-import sys
 
 import grain
 import numpy as np
@@ -26,9 +25,13 @@ class BatchSchedule:
   @classmethod
   def of(cls, cfg: DataConfig, global_batch_size: int) -> "BatchSchedule":
     """The schedule of `cfg`; without one, all batches have `global_batch_size` rows."""
-    length = cfg.max_target_length
-    sizes = cfg.batch_size_schedule or ((0, global_batch_size),)
-    return cls(sizes, cfg.sequence_length_schedule or ((0, length),), length)
+    whole = cls.constant(global_batch_size, cfg.max_target_length)
+    sizes, lengths = cfg.batch_size_schedule, cfg.sequence_length_schedule
+    return cls(sizes or whole.sizes, lengths or whole.lengths, whole.row_length)
+
+  @classmethod
+  def constant(cls, global_batch_size: int, row_length: int) -> "BatchSchedule":
+    return cls(((0, global_batch_size),), ((0, row_length),), row_length)
 
   def num_rows(self, num_batches: int) -> int:
     """Rows of the batch after `num_batches` batches."""
@@ -57,11 +60,12 @@ class BatchSchedule:
     return past if len(past) > 1 else past[0][1]
 
 
-class ScheduledBatches(grain.MapDataset[Row]):
-  """The rows of each training batch of a schedule that one host loads.
+class HostBatches(grain.MapDataset[Row]):
+  """The rows of each global batch that one host loads.
 
-  Batches take rows from `order` one after the other. Of a batch this host loads the fraction of
-  the rows that `host_rows` are of `global_batch_size`.
+  Batches take rows from `order` one after the other, whatever the number of hosts. Of a batch this
+  host loads the fraction of the rows that `host_rows` are of `global_batch_size`. A last batch that
+  `order` does not fill is completed with padding rows.
   """
 
   def __init__(
@@ -75,9 +79,10 @@ class ScheduledBatches(grain.MapDataset[Row]):
     super().__init__(order)
     self._rows, self._schedule = rows, schedule
     self._batch_size, self._host_rows = global_batch_size, host_rows
+    self._num_rows = len(order)
 
   def __len__(self) -> int:
-    return sys.maxsize // self._batch_size
+    return (self._num_rows + self._batch_size - 1) // self._batch_size
 
   def __getitem__(self, index: int | slice) -> Row | grain.MapDataset[Row]:
     if isinstance(index, slice):
@@ -86,9 +91,14 @@ class ScheduledBatches(grain.MapDataset[Row]):
     begin, end = (
       bound * size // self._batch_size for bound in (self._host_rows.start, self._host_rows.stop)
     )
-    rows = [self._rows[self._parent[first + n]] for n in range(begin, end)]
+    rows = [self._row(first + n) for n in range(begin, end)]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return cut_rows(batch, self._schedule.shape(index)[1])
+
+  def _row(self, n: int) -> Row:
+    if n < self._num_rows:
+      return self._rows[self._parent[n]]
+    return {name: np.zeros_like(x_T) for name, x_T in self._rows[0].items()}
 
 
 def cut_rows(batch: Row, length: int) -> Row:

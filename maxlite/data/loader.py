@@ -15,13 +15,12 @@ from maxlite.config.mixture import mixture_of
 from maxlite.config.registry import ROW_ORDERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.batch_schedule import BatchSchedule, ScheduledBatches
-from maxlite.data.joined_sources import join_sources
+from maxlite.data.batch_schedule import BatchSchedule, HostBatches
 from maxlite.data.mixture_order import MixtureOrder, MixturePart
-from maxlite.data.open_source import open_source
-from maxlite.data.packing import Row, RowSource
+from maxlite.data.open_source import join_sources, open_source
+from maxlite.data.packing import RowSource
 from maxlite.data.prefetch import prefetch, read_once
-from maxlite.data.sampler import HostBatches, shuffled_order
+from maxlite.data.sampler import shuffled_order
 from maxlite.data.sources import DataSource
 from maxlite.data.stream_facts import order_facts, require_same_facts
 
@@ -74,13 +73,13 @@ class DataLoader:
       raise UserError(_NO_EVAL_DATA)
     selected = slice(num_batches if num_batches >= 0 else None)
 
-    def batches(rows: RowSource) -> Iterator[Batch]:
-      order = shuffled_order(len(rows), _EVAL_SEED)
-      batches = HostBatches(order, rows, self.global_batch_size, self.rows)
-      return self._read_once(batches.slice(selected))
-
+    shuffled = lambda rows: shuffled_order(len(rows), _EVAL_SEED)
     held_out = {name: source.eval for name, source in self.source.by_name.items()}
-    return {name: batches(rows) for name, rows in held_out.items() if rows is not None}
+    return {
+      name: self._read_once(shuffled(rows), rows, selected)
+      for name, rows in held_out.items()
+      if rows is not None
+    }
 
   def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
@@ -94,11 +93,16 @@ class DataLoader:
       no_documents = f"{kind} has no documents: set eval_documents=false"
       raise UserError(no_documents if self.source.eval else _NO_EVAL_DATA)
     order, size = grain.MapDataset.range(len(documents)), self.global_batch_size
-    batches = HostBatches(order, documents, size, self.rows)
-    for n, batch in enumerate(self._read_once(batches)):
+    for n, batch in enumerate(self._read_once(order, documents)):
       yield documents.document_N[n * size : (n + 1) * size], batch
 
-  def _read_once(self, batches: grain.MapDataset[Row]) -> Iterator[Batch]:
+  def _read_once(
+    self, order: grain.MapDataset[int], rows: RowSource, selected: slice = slice(None)
+  ) -> Iterator[Batch]:
+    """The `selected` batches of `rows` in this order."""
+    size = self.global_batch_size
+    schedule = BatchSchedule.constant(size, self.cfg.max_target_length)
+    batches = HostBatches(order, rows, schedule, size, self.rows).slice(selected)
     return (Batch(**batch) for batch in read_once(batches, self.cfg.grain_prefetch))
 
   def stream_facts(self, num_batches: int) -> dict[str, Any]:
@@ -144,7 +148,7 @@ class TrainStream:
   def __init__(self, data: DataLoader) -> None:
     self._data = data
     size, rows = data.global_batch_size, data.rows
-    self._batches = ScheduledBatches(data.order, data.source.train, data.schedule, size, rows)
+    self._batches = HostBatches(data.order, data.source.train, data.schedule, size, rows)
     self._start(0)
 
   def _start(self, num_taken: int) -> None:

@@ -1,5 +1,6 @@
-"""Tokenized documents as rows of T positions: packed, whole conversations, or one per row."""
+"""Tokenized documents as rows of T positions: concatenated, best fit, whole, or one per row."""
 
+import bisect
 import hashlib
 from typing import Protocol
 
@@ -9,6 +10,9 @@ from maxlite.data.token_cache import LOSS_MASK_BIT, TokenFile, Tokens
 
 Row = dict[str, np.ndarray]  # the fields of a Batch, each [T] or, stacked, [B, T]
 _NUM_OPEN_ROWS = 64
+# Documents that best_fit packs together, which bounds its open rows. Fewer leave more padding
+# (measured in docs/data.md).
+WINDOW = 8192
 
 
 class RowSource(Protocol):
@@ -199,30 +203,71 @@ def first_fit(lengths: np.ndarray, size: int) -> np.ndarray:
   return rows
 
 
-class DocumentWindows:
+class BestFitDocuments(PackedPieces):
+  """Rows of whole documents; one longer than a row is split into full rows and a remainder.
+
+  Every id is an input once, except the last of each document, and a target once, except the first
+  of each. `num_cut` documents are split.
+  """
+
+  def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None) -> None:
+    offsets, lengths, document_N = _split_documents(tokens, row_length, order_seed)
+    rows = best_fit(lengths - 1, row_length)
+    super().__init__(tokens, row_length, offsets, lengths, rows, masked=False)
+    self.num_cut = int((np.bincount(document_N) > 1).sum())
+
+
+def best_fit(lengths: np.ndarray, size: int, window: int = WINDOW) -> np.ndarray:
+  """Assign each of `lengths` to the fullest row of `size` with room, or to a new row.
+
+  Within a window of consecutive documents the longest are placed first. Rows are numbered by their
+  first document.
+
+  Source: Johnson, Near-optimal bin packing algorithms (1973): best fit decreasing.
+  """
+  rows = np.empty(len(lengths), np.int64)
+  num_rows = 0
+  for start in range(0, len(lengths), window):
+    rooms: list[tuple[int, int]] = []  # (room, row), ascending
+    in_window = lengths[start : start + window]
+    for n in np.argsort(-in_window, kind="stable").tolist():
+      length = int(in_window[n])
+      k = bisect.bisect_left(rooms, (length, -1))
+      if k < len(rooms):
+        room, row = rooms.pop(k)
+      else:
+        room, row = size, num_rows
+        num_rows += 1
+      rows[start + n] = row
+      if room > length:
+        bisect.insort(rooms, (room - length, row))
+  _, first, index = np.unique(rows, return_index=True, return_inverse=True)
+  return np.argsort(np.argsort(first))[index]
+
+
+class DocumentWindows(PackedPieces):
   """Row i is a window of T ids of one document; every id but the document's first is a target once.
 
   `document_N` is the document of each row. A window is predicted from its own ids alone.
   """
 
   def __init__(self, tokens: Tokens, row_length: int) -> None:
-    self._offsets, self._lengths = ordered_documents(tokens, None)
-    num_windows = -(-(self._lengths - 1) // row_length)
-    self.document_N = np.repeat(np.arange(len(num_windows)), num_windows)
-    self._first = np.cumsum(num_windows) - num_windows  # window of each document
-    self._file, self._row_length = TokenFile(tokens), row_length
-    self.identity = f"{tokens.digest} by document"
+    offsets, lengths, self.document_N = _split_documents(tokens, row_length, None)
+    rows = np.arange(len(lengths))
+    super().__init__(tokens, row_length, offsets, lengths, rows, masked=False)
 
-  def __len__(self) -> int:
-    return len(self.document_N)
 
-  @property
-  def num_tokens(self) -> int:
-    return int((self._lengths - 1).sum())
+def _split_documents(
+  tokens: Tokens, row_length: int, seed: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """(offset in the file, length, document) of pieces of at most `row_length` + 1 ids.
 
-  def __getitem__(self, index: int) -> Row:
-    document = self.document_N[index]
-    begin = int(index - self._first[document]) * self._row_length
-    count = min(int(self._lengths[document]) - begin, self._row_length + 1)
-    ids = self._file.read(int(self._offsets[document]) + begin, count).astype(np.int32)
-    return pad_row(ids[:-1], ids[1:], np.array([count - 1]), self._row_length)
+  A piece overlaps the next by one id: its last target is the first input of the next.
+  """
+  offsets, lengths = ordered_documents(tokens, seed)
+  num_pieces = -(-(lengths - 1) // row_length)
+  document_N = np.repeat(np.arange(len(lengths)), num_pieces)
+  first = np.cumsum(num_pieces) - num_pieces
+  begin = (np.arange(len(document_N)) - first[document_N]) * row_length
+  sizes = np.minimum(lengths[document_N] - begin, row_length + 1)
+  return offsets[document_N] + begin, sizes, document_N

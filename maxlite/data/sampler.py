@@ -1,38 +1,7 @@
-"""The order of rows, and the batches of one host in that order."""
+"""Orders of the rows of one epoch: `config.registry.ROW_ORDERS`."""
 
 import grain
 import numpy as np
-
-from maxlite.data.packing import Row, RowSource
-
-
-class HostBatches(grain.MapDataset[Row]):
-  """The rows of each global batch that one host loads.
-
-  Global batch k is rows `order[k * B : (k + 1) * B]`, whatever the number of hosts; this host loads
-  `host_rows` of them. A last batch that `order` does not fill is completed with padding rows.
-  """
-
-  def __init__(
-    self, order: grain.MapDataset[int], rows: RowSource, global_batch_size: int, host_rows: range
-  ) -> None:
-    super().__init__(order)
-    self._rows, self._batch_size, self._host_rows = rows, global_batch_size, host_rows
-    self._num_rows = len(order)
-
-  def __len__(self) -> int:
-    return (self._num_rows + self._batch_size - 1) // self._batch_size
-
-  def __getitem__(self, index: int | slice) -> Row | grain.MapDataset[Row]:
-    if isinstance(index, slice):
-      return self.slice(index)
-    rows = [self._row(index * self._batch_size + n) for n in self._host_rows]
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-  def _row(self, n: int) -> Row:
-    if n < self._num_rows:
-      return self._rows[self._parent[n]]
-    return {name: np.zeros_like(x_T) for name, x_T in self._rows[0].items()}
 
 
 def shuffled_order(num_rows: int, seed: int) -> grain.MapDataset[int]:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxlite.data.best_fit import BestFitDocuments, best_fit
-from maxlite.data.packing import PackedDocuments
+from maxlite.data.packing import BestFitDocuments, PackedDocuments, best_fit
 from maxlite.data.token_cache import Tokens
 
 
