@@ -85,11 +85,7 @@ class LocalCheckpoints:
   """This process's local checkpoints. In a multi-process run all processes call every method."""
 
   def __init__(
-    self,
-    cfg: CheckpointConfig,
-    run_id: str,
-    abstract_state: Any,
-    report: Callable[[str], None],
+    self, cfg: CheckpointConfig, run_id: str, abstract_state: Any, report: Callable[[str], None]
   ):
     """Create the folder and determine which slices this process writes.
 

@@ -19,13 +19,7 @@ from flax import traverse_util
 
 from maxlite.checkpoint.checksum import chunk_checksum
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split
-from maxlite.checkpoint.manager import (
-  PARAMS,
-  Manifest,
-  first_line,
-  manifest_leaves,
-  seal_manifest,
-)
+from maxlite.checkpoint.manager import PARAMS, Manifest, first_line, manifest_leaves, seal_manifest
 from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import AnyPath

@@ -15,14 +15,7 @@ from typing import Any
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import abbreviate, show
 from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
-from maxlite.config.schema import (
-  DEFAULTS,
-  MESH_AXES,
-  Config,
-  EnsembleConfig,
-  TilesConfig,
-  flatten,
-)
+from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, EnsembleConfig, TilesConfig, flatten
 from maxlite.config.values import suggest
 
 Values = SimpleNamespace

@@ -27,8 +27,7 @@ class RunConfig:
     "", "Preset configs/models/NAME.yml, applied after the YAML files (except dtype, remat_policy)."
   )
   plugins: tuple[str, ...] = field(
-    (),
-    "Modules, or paths of .py files, that add entries to the tables of config/registry.py.",
+    (), "Modules, or paths of .py files, that add entries to the tables of config/registry.py."
   )
   callbacks: tuple[str, ...] = field(
     (),

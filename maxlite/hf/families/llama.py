@@ -9,10 +9,7 @@ LLAMA = HfFamily(
   "llama", "LlamaForCausalLM", "llama", BLOCK, DENSE_KEYS, required={"mlp_bias": False}
 )
 MISTRAL = dataclasses.replace(
-  LLAMA,
-  model_type="mistral",
-  architecture="MistralForCausalLM",
-  keys=(*DENSE_KEYS, SLIDING_WINDOW),
+  LLAMA, model_type="mistral", architecture="MistralForCausalLM", keys=(*DENSE_KEYS, SLIDING_WINDOW)
 )
 QWEN2 = dataclasses.replace(
   LLAMA,
