@@ -52,7 +52,6 @@ setup(
     "etils>=1.13",
     "fsspec>=2025.9",
     "huggingface_hub>=1",
-    "ml-collections>=1.1",
     "pyyaml>=6.0.2",
     "tokenizers>=0.22",
     "safetensors>=0.6",

@@ -9,7 +9,6 @@ the run are valid; slices of different snapshots are never combined.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -29,12 +28,12 @@ import numpy as np
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Restored, seal_manifest, verify_manifest
-from maxlite.checkpoint.safetensors import TensorFile, read_metadata
 from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes
 
-_FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(safetensors|\d+\.tmp)")
+# Earlier versions wrote .safetensors.
+_FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(slices|safetensors|\d+\.tmp)")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis
 Content = tuple[dict[str, Any], np.ndarray]  # body of a file's manifest, bytes of its slices
 Snapshot = tuple[int, str]  # step, start of the run
@@ -78,7 +77,7 @@ class FileName(NamedTuple):
     return self.step, self.run_start
 
   def __str__(self) -> str:
-    return f"{self.step}-{self.run_start}-{self.slices_key}.safetensors"
+    return f"{self.step}-{self.run_start}-{self.slices_key}.slices"
 
 
 class LocalCheckpoints:
@@ -106,7 +105,8 @@ class LocalCheckpoints:
     self._run_start: str = all_gather_object(secrets.token_hex(4))[0]
     self._distance = _peer_distance(self._keys) if cfg.local_checkpoint_replication else 0
     self._peer = (self._rank - self._distance) % jax.process_count()
-    self._peer_slices = _slices_of(self._peer, abstract_state) if self._distance else []
+    peer_slices = _slices_of(self._peer, abstract_state) if self._distance else []
+    self._peer_bytes = _num_bytes(peer_slices)
     self._data = np.empty(_num_bytes(self._slices), np.uint8)
     self._writer = concurrent.futures.ThreadPoolExecutor(1, "local checkpoints")
     self._writing: concurrent.futures.Future[None] | None = None
@@ -140,11 +140,10 @@ class LocalCheckpoints:
     for part, shard in zip(self._slices, own, strict=True):
       part.view(self._data)[...] = shard
     body = {"step": step, "data": dict(data_state)}
-    files = [(FileName(step, self._run_start, self._keys[self._rank]), self._slices, self._data)]
+    files = {FileName(step, self._run_start, self._keys[self._rank]): self._data}
     if self._distance:
-      copy = shift_bytes(self._data, _num_bytes(self._peer_slices), self._distance)
       name = FileName(step, self._run_start, self._keys[self._peer])
-      files.append((name, self._peer_slices, copy))
+      files[name] = shift_bytes(self._data, self._peer_bytes, self._distance)
     self._started = (step, self._run_start)
     self._writing = self._writer.submit(self._write, files, body)
 
@@ -193,19 +192,18 @@ class LocalCheckpoints:
     self._latest = self._started
     self._delete_all_but(self._latest)
 
-  def _write(
-    self, files: Sequence[tuple[FileName, list[StateSlice], np.ndarray]], body: Mapping[str, Any]
-  ) -> None:
-    for name, slices, data in files:
+  def _write(self, files: Mapping[FileName, np.ndarray], body: Mapping[str, Any]) -> None:
+    """Write files: a manifest as a line of JSON, then the bytes of the slices."""
+    for name, data in files.items():
       path = self._directory / str(name)
       temporary = path.with_suffix(f".{os.getpid()}.tmp")
       manifest = seal_manifest({**body, "file": str(name), "crc32": zlib.crc32(data.data)})
-      tensors = {part.name: (part.dtype, part.shape) for part in slices}
       try:
-        opened = TensorFile(temporary, tensors, {"manifest": json.dumps(manifest)})
-        with contextlib.closing(opened) as file:
-          for part in slices:
-            file.write_rows(part.name, 0, part.view(data))
+        with temporary.open("wb") as file:
+          file.write(json.dumps(manifest).encode() + b"\n")
+          file.write(data.data)
+          file.flush()
+          os.fsync(file.fileno())
         temporary.rename(path)
       except OSError:
         temporary.unlink(missing_ok=True)
@@ -252,9 +250,9 @@ class LocalCheckpoints:
     """Read a file; None if it is missing or damaged."""
     path = self._directory / str(name)
     try:
-      metadata, start = read_metadata(path)
-      body = verify_manifest(json.loads(metadata["manifest"]))["body"]
-      data = np.fromfile(path, np.uint8, offset=start)
+      with path.open("rb") as file:
+        body = verify_manifest(json.loads(file.readline()))["body"]
+        data = np.fromfile(file, np.uint8)
     # A damaged file raises any error of JSON, Unicode or the file system.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
       return None
@@ -279,7 +277,7 @@ class LocalCheckpoints:
 
   def _files(self) -> list[FileName]:
     found = [_FILE.fullmatch(path.name) for path in self._directory.iterdir()]
-    return sorted(FileName(int(f[1]), f[2], f[3]) for f in found if f and f[4] == "safetensors")
+    return sorted(FileName(int(f[1]), f[2], f[3]) for f in found if f and f[4] == "slices")
 
   def _delete_all_but(self, snapshot: Snapshot) -> None:
     """Delete the files of other snapshots on this host, except those of a later save.

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +21,6 @@ from maxlite.config.errors import UserError
 DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16")}
 DTYPES["BF16"] = np.dtype(jnp.bfloat16)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-NAMES |= {np.dtype("float64"): "F64", np.dtype("int32"): "I32"}
-NAMES |= {np.dtype("uint32"): "U32", np.dtype("bool"): "BOOL"}
 PACKED = {"U8": np.dtype("uint8")}  # of packed weights (mxfp4.py)
 ALIGNMENT = 8  # [bytes] of the first tensor in a file
 
@@ -59,7 +56,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
       pass
   except (SafetensorError, OSError) as error:
     raise UserError(f"{path} is not a complete safetensors file ({error}): copy it again") from None
-  header, start = _read_header(path)
+  with path.open("rb") as file:
+    start = 8 + int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(start - 8))
   header.pop("__metadata__", None)
   return {
     name: TensorEntry(path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
@@ -67,29 +66,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
   }
 
 
-def read_metadata(path: Path) -> tuple[dict[str, str], int]:
-  """Return (metadata of a TensorFile, offset of its tensors [bytes]) without validation."""
-  header, start = _read_header(path)
-  return header["__metadata__"], start
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-  with path.open("rb") as file:
-    num_bytes = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(min(num_bytes, path.stat().st_size)))
-  return header, 8 + num_bytes
-
-
 class TensorFile:
   """A file with `tensors`, {name: (dtype, shape)}, which can be written in any order."""
 
-  def __init__(
-    self,
-    path: Path,
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    metadata: Mapping[str, str] | None = None,
-  ):
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+  def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     self._offsets: dict[str, int] = {}
     for name, (dtype, shape) in tensors.items():

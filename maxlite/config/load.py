@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.errors import exit_on_interrupt, exit_on_user_error
 from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
@@ -49,14 +47,14 @@ def main_config(
 
 
 def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -> Config:
-  values = ConfigDict(dict(defaults)).lock()
+  values = dict(defaults)
   sources: dict[str, str] = {}
   settings = _settings(line, defaults)
   plugins = import_plugins(settings)
   for setting in settings:
     values[setting.name] = parse(setting) if setting.name != "plugins" else plugins
     sources[setting.name] = setting.source
-  config: Config = build(Config, dict(values.items()))
+  config: Config = build(Config, values)
   validate(config, sources, needs_data=needs_data)
   validate_mixture(config, needs_data=needs_data)
   members_of(config)  # raises on their mistakes

@@ -31,12 +31,20 @@ def split_documents(
   """
   documents = functools.partial(_documents, read, cfg.text_column)
   if eval_files:
-    return _split_by_file(documents(files), documents(eval_files))
-  if cfg.eval_split == "tail":
+    held_out = set()
+    for first, pieces in documents(eval_files):
+      held_out.add(content_hash(first))
+      yield "eval", pieces
+    for first, pieces in documents(files):
+      yield ("dropped" if content_hash(first) in held_out else "train"), pieces
+  elif cfg.eval_split == "tail":
     cut = 1 - cfg.eval_fraction
-    splits = (("train", documents(files, 0, cut)), ("eval", documents(files, cut, 1)))
-    return ((name, pieces) for name, split in splits for _, pieces in split)
-  return _split_by_content(documents(files), cfg.eval_fraction)
+    for name, start, stop in (("train", 0.0, cut), ("eval", cut, 1.0)):
+      yield from ((name, pieces) for _, pieces in documents(files, start, stop))
+  else:
+    limit = cfg.eval_fraction * 2**64
+    for first, pieces in documents(files):
+      yield ("eval" if content_hash(first) < limit else "train"), pieces
 
 
 def _documents(
@@ -46,18 +54,3 @@ def _documents(
     for pieces in read(file, column, start, stop):
       if first := next(pieces, b""):
         yield first, itertools.chain([first], pieces)
-
-
-def _split_by_file(train: Iterator[Document], held_out: Iterator[Document]) -> SplitDocuments:
-  hashes = set()
-  for first, pieces in held_out:
-    hashes.add(content_hash(first))
-    yield "eval", pieces
-  for first, pieces in train:
-    yield ("dropped" if content_hash(first) in hashes else "train"), pieces
-
-
-def _split_by_content(documents: Iterator[Document], eval_fraction: float) -> SplitDocuments:
-  limit = eval_fraction * 2**64
-  for first, pieces in documents:
-    yield ("eval" if content_hash(first) < limit else "train"), pieces

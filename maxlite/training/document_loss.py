@@ -31,8 +31,8 @@ def document_losses(
 ) -> np.ndarray:
   """Sum over each held-out document in float64: predicted tokens, their bytes, their NLL [nats].
 
-  With `averages` of the parameters also theirs. data/sources/documents.py documents how documents
-  longer than a row are read.
+  With `averages` of the parameters also theirs. A document longer than a row is read in windows
+  (`DocumentWindows` of data/packing.py).
 
   Raises:
     UserError: no document was held out.

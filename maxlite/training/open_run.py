@@ -24,12 +24,12 @@ from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.best_loss import LOSSES, BestLoss
 from maxlite.metrics.waits import print_to_stderr, report_wait
-from maxlite.metrics.wandb_writer import WandbWriter
 from maxlite.metrics.writers import (
   ConsoleWriter,
   JsonlWriter,
   TensorBoardWriter,
   Tracker,
+  WandbWriter,
   Writers,
   read_rows,
 )

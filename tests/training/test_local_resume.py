@@ -155,7 +155,7 @@ def lose_host_1(folder):
 
 
 def damage_host_1(folder):
-  for path in (folder / "1/local").rglob("*.safetensors"):
+  for path in (folder / "1/local").rglob("*.slices"):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
