@@ -1,8 +1,9 @@
-"""Object stores on loopback: S3 (moto) and Google Cloud Storage (gcp-storage-emulator)."""
+"""Object stores on loopback, S3 (moto) and GCS (gcp-storage-emulator), and the hub's cache."""
 
 import logging
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +86,23 @@ def _new_bucket(scheme: str) -> str:
   uri = f"{scheme}{uuid.uuid4().hex}"
   filesystem(uri).mkdir(uri)
   return uri
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+  """The folder of the dataset `me/texts`, with two texts, in the hub's cache, offline."""
+  pytest.importorskip("huggingface_hub")
+  repository = tmp_path / "datasets--me--texts"
+  commit = "0123456789abcdef0123456789abcdef01234567"
+  snapshot = repository / "snapshots" / commit
+  for path in (repository / "refs", repository / "blobs", snapshot / "sub"):
+    path.mkdir(parents=True)
+  (repository / "refs" / "main").write_text(commit)
+  for name in ("a.txt", "sub/b.txt"):
+    blob = repository / "blobs" / name[-5:].encode().hex()
+    blob.write_text(name)
+    (snapshot / name).symlink_to(blob)
+  monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+  monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+  monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+  return snapshot

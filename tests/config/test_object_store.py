@@ -61,26 +61,6 @@ def test_join_keeps_both_slashes_of_a_uri():
   assert join("./runs", "a") == "runs/a"
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-  """The hub's cache with the dataset `me/texts`, offline."""
-  pytest.importorskip("huggingface_hub")
-  repository = tmp_path / "datasets--me--texts"
-  commit = "0123456789abcdef0123456789abcdef01234567"
-  snapshot = repository / "snapshots" / commit
-  for path in (repository / "refs", repository / "blobs", snapshot / "sub"):
-    path.mkdir(parents=True)
-  (repository / "refs" / "main").write_text(commit)
-  for name in ("a.txt", "sub/b.txt"):
-    blob = repository / "blobs" / name[-5:].encode().hex()
-    blob.write_text(name)
-    (snapshot / name).symlink_to(blob)
-  monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-  monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-  monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
-  return snapshot
-
-
 def test_hub_paths_are_files_of_its_cache(hub):
   expand = lambda entry: expand_paths([entry], "", "dataset_path")[0]
   assert expand("hf://datasets/me/texts") == [hub / "a.txt", hub / "sub/b.txt"]

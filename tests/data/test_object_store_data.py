@@ -7,9 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import ipc
 
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import filesystem, list_files, upload
+from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import DataConfig
 from maxlite.data import token_cache
 from maxlite.data.loader import open_data
@@ -105,3 +107,30 @@ def test_a_replaced_object_is_tokenized_again(stored, tmp_path):
   assert before.shape == after.shape
   assert (before != after).any()
   assert len([path for path in Path(tmp_path).glob("*/meta.json")]) == 2
+
+
+def test_a_mixture_of_uris_equals_one_of_local_files(folder, stored, hub, tmp_path):
+  table = pa.table({"text": TEXTS})
+  with ipc.new_file(folder / "rows.arrow", table.schema) as writer:
+    writer.write_table(table)
+  kinds = {"a": "text", "b": "parquet", "c": "arrow", "d": "text"}
+  local = (folder / "more", folder / "rows.parquet", folder / "rows.arrow", hub)
+  uris = (f"{stored}/more/*", f"{stored}/rows.parquet", local[2], "hf://datasets/me/texts")
+
+  def batches(paths, cache):
+    entries = tuple(
+      FrozenMapping({"name": name, "path": str(path), "type": kinds[name], "weight": "1"})
+      for name, path in zip(kinds, paths, strict=True)
+    )
+    cfg = DataConfig(dataset_mixture=entries, max_target_length=16, eval_split="tail")
+    data = open_data(cfg, vocab_size=258, global_batch_size=8, rows=range(8), cache_directory=cache)
+    stream = data.train_stream()
+    batches = np.stack([next(stream).tokens_BT for _ in range(6)])
+    stream.close()
+    return batches, stream.describe()
+
+  expected, use = batches(local, tmp_path / "a")
+  found, use_of_uris = batches(uris, tmp_path / "b")
+  np.testing.assert_array_equal(found, expected)
+  assert use_of_uris == use
+  assert [line.split(",")[0] for line in use] == [f"{name}: 12 rows" for name in kinds]

@@ -1,14 +1,17 @@
 """Runs on an object store: equal to local ones, resumed, damaged, and taken over."""
 
 import pytest
+from host_runs import run
 from tiny_run import STEPS, logged, parameter_hash, start
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.checkpoint.run_mirror import RunMirror, open_mirror
 from maxlite.config.errors import UserError
-from maxlite.config.object_store import filesystem, list_files, upload
+from maxlite.config.object_store import download, filesystem, list_files, upload
 from maxlite.config.schema import CheckpointConfig
+
+NAMES = {"a": "alpha", "b": "beta", "c": "gamma"}  # of sources, and what they repeat
 
 
 def start_on(store, folder, **keys):
@@ -16,10 +19,13 @@ def start_on(store, folder, **keys):
   open_mirror.cache_clear()
   code, output = start(folder, base_output_directory=store, **keys)
   assert code == 0
-  uri = f"{store}/run/metrics.jsonl"
-  (folder / "run").mkdir(parents=True, exist_ok=True)
-  filesystem(uri).get_file(uri, str(folder / "run/metrics.jsonl"))
-  return output, logged(folder)
+  return output, rows_on(store, folder)
+
+
+def rows_on(store, folder):
+  """The rows of metrics.jsonl on the store, without timings; `folder` receives a copy."""
+  download(f"{store}/run/metrics.jsonl", folder / "run/metrics.jsonl")
+  return logged(folder)
 
 
 def copy_to(store, folder):
@@ -85,3 +91,30 @@ def test_the_process_that_starts_last_continues_alone(bucket):
     first.upload()
   second.upload()
   assert filesystem(bucket).cat_file(f"{bucket}/run/metrics.jsonl") == b"first"
+
+
+@pytest.mark.slow
+def test_two_hosts_on_s3_equal_one_over_a_mixture_on_s3(folder, bucket):
+  texts = {name: "".join(f"{word} {n}\n" for n in range(300)) for name, word in NAMES.items()}
+  for name, text in texts.items():
+    filesystem(bucket).pipe_file(f"{bucket}/{name}.txt", text.encode())
+  entries = (f"{{name: {n}, path: '{bucket}/{n}.txt', type: text, weight: 1}}" for n in NAMES)
+  keys = {
+    "dataset_mixture": f"[{', '.join(entries)}]",
+    "decoder_block": "llama",
+    "base_num_decoder_layers": 1,
+    "gradient_accumulation_steps": 1,
+    "ema_decay": 0,
+    "steps": 4,
+  }
+  rows = {}
+  for count in (1, 2):
+    here, uri = folder / f"hosts{count}", f"{bucket}/hosts{count}"
+    options = ("--processes", count, "--devices", 8 // count)
+    output = run(here, *options, **keys | {"base_output_directory": uri})
+    assert "read of a: " in output
+    rows[count] = rows_on(uri, here)
+  output = run(here, *options, **keys | {"base_output_directory": uri, "steps": 6})
+  assert "resuming from the checkpoint of step 4" in output
+  for row, expected in zip(rows[2], rows[1], strict=True):
+    assert row == pytest.approx(expected, rel=2e-5)
