@@ -74,7 +74,7 @@ def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) 
       folder.save_config(changes, lambda path: save_resolved(cfg, path))
   exit_code = run.train()
   if not names and not exit_code:
-    finalize(run.members, run.score_combinations(), folder.directory, console)
+    finalize(run.members, run.score_combinations(), folder, console)
     folder.upload()
   run.close()
   folder.unlock()

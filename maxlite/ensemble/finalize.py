@@ -1,11 +1,11 @@
 """The end of an ensemble run: leaderboard, combined predictions and plots."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 from rich.console import Console
 
+from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import flatten
 from maxlite.ensemble.leaderboard import (
   LeaderboardEntry,
@@ -25,14 +25,14 @@ LEADERBOARD = "leaderboard.md"  # written last
 
 
 def finalize(
-  members: Sequence[MemberRun], scores: Mapping[str, dict], directory: Path, console: Console
+  members: Sequence[MemberRun], scores: Mapping[str, dict], folder: RunFolder, console: Console
 ) -> None:
   """Write members.jsonl, plots and leaderboard into the ensemble's folder, and print the results.
 
   Args:
     scores: of the combinations by `score_combinations`; may be empty.
   """
-  entries = [_entry(member) for member in members]
+  entries, directory = [_entry(member) for member in members], folder.directory
   write_members(entries, directory / "members.jsonl")
   plots = ["learning_curves.png"]
   draw_learning_curves({member.name: member.rows for member in members}, directory / plots[0])
@@ -58,7 +58,7 @@ def finalize(
       f"Brier {own['brier']:.4f}, calibration error {own['ece']:.4f}"
     )
   files = ", ".join(["members.jsonl", LEADERBOARD, *plots])
-  console.print(f"{directory}: {files}; run folders of the members in {directory / 'members'}")
+  console.print(f"{folder.place}: {files}; run folders of the members in {folder.place}/members")
 
 
 def _entry(member: MemberRun) -> LeaderboardEntry:

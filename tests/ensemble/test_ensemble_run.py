@@ -18,8 +18,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 from tiny import KEYS, fast_compilation
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
+from maxlite.checkpoint.run_mirror import open_mirror
 from maxlite.config import load_config
 from maxlite.config.members import members_of
+from maxlite.config.object_store import download, list_files
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import finalize
 from maxlite.ensemble.__main__ import main
@@ -184,6 +186,26 @@ def test_resuming_an_interrupted_ensemble_is_bitwise_exact(root, fused):
   for name in ("fast", "deep"):
     assert rows_of(folder, name) == rows_of(fused[0], name)
     assert checksums(folder, name) == checksums(fused[0], name)
+
+
+@pytest.mark.slow
+def test_an_ensemble_on_s3_is_resumed_and_equals_a_local_one(root, fused, bucket):
+  keys = FUSED | {"base_output_directory": bucket}
+  code, _ = start(root, MEMBERS, Output(at=3, number=signal.SIGTERM), **keys)
+  assert code == 128 + signal.SIGTERM
+  open_mirror.cache_clear()  # what a new process sees
+  code, output = start(root, MEMBERS, **keys)
+  assert code == 0
+  assert f"{bucket}/ens: members.jsonl, " in output
+  assert output.endswith(f"run folders of the members in {bucket}/ens/members\n")
+  run, copy = f"{bucket}/ens", root / "copy_of_s3/ens"
+  for file in list_files(run):
+    download(file.uri, copy / file.uri.removeprefix(f"{run}/"))
+  for name in ("fast", "deep"):
+    assert rows_of(copy.parent, name) == rows_of(fused[0], name)
+    assert checksums(copy.parent, name) == checksums(fused[0], name)
+  for file in ("members.jsonl", "leaderboard.md"):
+    assert (copy / file).stat().st_size
 
 
 @pytest.mark.slow
