@@ -74,6 +74,7 @@ setup(
     "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],
     "browser": ["selenium>=4.45"],
     "wandb": ["wandb>=0.31"],
+    "notebook": ["nbclient>=0.11", "ipykernel>=7"],
     "test": [
       "pytest>=9",
       "pytest-xdist>=3.8",

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("test", "tpu", "hf")  # those that CI installs
+EXTRAS = ("test", "tpu", "hf", "notebook", "wandb")  # those that CI installs
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from maxlite.ensemble.worker_progress import WorkerProgress
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.metrics.waits import report_wait
+from maxlite.metrics.writers import open_console
 from maxlite.training.objective import global_batch_size
 from maxlite.training.saved_run import run_folder
 
@@ -51,8 +52,7 @@ def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) 
 
   The default batch size is that of a run on all devices.
   """
-  width = None if sys.stdout.isatty() else 120  # wide tables in files
-  console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
+  console = open_console()
   enable_compilation_cache(cfg.run.jax_cache_dir)
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))

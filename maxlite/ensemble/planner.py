@@ -59,7 +59,7 @@ class PlanTable(Table):
   """A table for a rich console, or for `print`."""
 
   def __str__(self) -> str:
-    console = Console(width=_PRINTED_WIDTH, color_system=None)
+    console = Console(width=_PRINTED_WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as capture:
       console.print(self)
     return capture.get().rstrip()

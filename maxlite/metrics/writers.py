@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,6 +206,20 @@ class WandbWriter:
 
   def close(self) -> None:
     self._run.finish()
+
+
+def open_console(*, quiet: bool = False) -> Console:
+  """A console on stdout; in a notebook plain text, as in a file, instead of HTML and colors."""
+  is_terminal = sys.stdout.isatty()
+  return Console(
+    quiet=quiet,
+    highlight=False,
+    markup=False,
+    soft_wrap=True,
+    width=None if is_terminal else 120,  # wide tables in files
+    force_terminal=is_terminal,
+    force_jupyter=False,
+  )
 
 
 class ConsoleWriter:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from rich.console import Console
 
 from maxlite.checkpoint.manager import CheckpointWriteError
 from maxlite.checkpoint.replicas import ReplicaCheck
@@ -14,6 +13,7 @@ from maxlite.config.schema import flatten
 from maxlite.data.train_streams import TrainStreams
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
+from maxlite.metrics.writers import open_console
 from maxlite.training.callbacks import Callback
 from maxlite.training.evaluation import build_evaluation
 from maxlite.training.loop import LoopContext, TrainResult, train
@@ -63,7 +63,7 @@ def train_model(cfg: Config, callbacks: Sequence[Callback] = ()) -> tuple[Traine
 def _run(
   cfg: Config, callbacks: Sequence[Callback], stack: contextlib.ExitStack
 ) -> tuple[Trainer, TrainResult]:
-  console = Console(quiet=jax.process_index() > 0, highlight=False, markup=False, soft_wrap=True)
+  console = open_console(quiet=jax.process_index() > 0)
   timer = Stopwatch()
   stack.enter_context(timer.report_waits(console.print))
   trainer, folder = open_trainer(cfg), run_folder(cfg)

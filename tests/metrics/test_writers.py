@@ -13,6 +13,7 @@ from maxlite.metrics.writers import (
   JsonlWriter,
   TensorBoardWriter,
   Writers,
+  open_console,
   read_rows,
 )
 
@@ -208,3 +209,12 @@ def test_a_dense_model_has_no_loads(tmp_path):
   writers.write({"step": 1}, None)
   writers.close()
   assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_a_notebook_gets_plain_text(monkeypatch, capsys):
+  monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+  monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter sets it
+  console = open_console()
+  console.print("[bold] " + "x" * 300, style="red")
+  assert capsys.readouterr().out == "[bold] " + "x" * 300 + "\n"
+  assert not console.is_terminal
