@@ -1,7 +1,11 @@
-"""Files that are written or read as a whole."""
+"""Files and folders that are written or read as a whole."""
 
+import contextlib
 import json
 import os
+import shutil
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,19 @@ def write_atomically(path: Path, text: str) -> None:
     file.flush()
     os.fsync(file.fileno())
   unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+  """Yield a new folder that is renamed to `path` on success and removed on failure."""
+  unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+  try:
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    unfinished.rename(path)
+  except BaseException:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    raise
 
 
 def read_json_object(path: Path, fix: str) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Local copies of what `hf://`, `s3://` and `gs://` paths name; local paths name themselves."""
 
 import hashlib
-import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import new_folder
 from maxlite.config.object_store import download, is_remote, list_files
 
 HUB = "hf://"
@@ -35,13 +34,13 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",)) -> Path:
   name = hashlib.blake2b(repr(versions).encode(), digest_size=12).hexdigest()
   folder = _CACHE.expanduser() / name
   if not folder.exists():
-    partial = folder.with_name(f"{name}.{uuid.uuid4().hex}.partial")
-    for file in files:
-      download(file.uri, partial / file.uri.removeprefix(path).strip("/"))
     try:
-      partial.rename(folder)
-    except OSError:  # another process was first
-      shutil.rmtree(partial)
+      with new_folder(folder) as partial:
+        for file in files:
+          download(file.uri, partial / file.uri.removeprefix(path).strip("/"))
+    except OSError:
+      if not folder.exists():  # otherwise another process was first
+        raise
   return folder
 
 

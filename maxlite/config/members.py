@@ -51,11 +51,7 @@ class _RawMember(NamedTuple):
 
 
 def members_of(cfg: Config) -> tuple[MemberConfig, ...]:
-  """The members in order, each combined with every point of `sweep`; empty without an ensemble.
-
-  Raises:
-    UserError: one line with the source, rule and fix.
-  """
+  """The members in order, each combined with every point of `sweep`; empty without an ensemble."""
   raws = _raw_members(cfg.ensemble)
   members = tuple(_member(cfg, index, raw) for index, raw in enumerate(raws))
   _require_unique(members, raws)

@@ -46,11 +46,7 @@ class MixtureSource:
 
 
 def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
-  """The sources in the order of their first entries; without a mixture one, called `data`.
-
-  Raises:
-    UserError: one line with the entry, rule and fix.
-  """
+  """The sources in the order of their first entries; without a mixture one, called `data`."""
   if not data.dataset_mixture:
     return (MixtureSource("data", data, ((0, 1.0),), None),)
   entries: dict[str, list[_Entry]] = {}
@@ -63,11 +59,7 @@ def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
 
 
 def validate_mixture(cfg: Config, *, needs_data: bool) -> None:
-  """Apply the rules on data to every source of `cfg.data`.
-
-  Raises:
-    UserError: one line with the source, keys, rule and fix.
-  """
+  """Apply the rules on data to every source of `cfg.data`; raise UserError if one is violated."""
   for source in mixture_of(cfg.data) if cfg.data.dataset_mixture else ():
     own = dataclasses.replace(cfg, data=source.data)
     try:

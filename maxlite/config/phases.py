@@ -66,11 +66,7 @@ class PhaseConfig:
 
 
 def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
-  """The phases in order; empty if the run has none.
-
-  Raises:
-    UserError: one line with the source, rule and fix.
-  """
+  """The phases in order; empty if the run has none. Raise UserError if one is not valid."""
   phases = tuple(_phase(cfg, n, raw) for n, raw in enumerate(cfg.phasing.phases))
   names = [phase.name for phase in phases]
   for n, name in enumerate(names):
@@ -104,14 +100,7 @@ def without_data(phases: tuple[FrozenMapping, ...]) -> tuple[FrozenMapping, ...]
 
 
 def validate_phase_data(cfg: Config, *, needs_data: bool) -> None:
-  """Apply the rules on data to every phase with its own data.
-
-  Args:
-    needs_data: whether data files must exist.
-
-  Raises:
-    UserError: one line with the phase, keys, rule and fix.
-  """
+  """Apply `validate`, with its `needs_data`, to every phase with its own data."""
   phases = phases_of(cfg)
   for n, phase in enumerate(phases):
     if phase.data == cfg.data:

@@ -95,7 +95,7 @@ ENSEMBLE_EXECUTORS = Registry(
   ray="maxlite.ensemble.ray_executor:RayExecutor",
 )
 # callbacks -> () -> Callback; see training/callbacks.py.
-CALLBACKS = Registry(completions="maxlite.inference.completions_callback:CompletionsCallback")
+CALLBACKS = Registry(completions="maxlite.inference.generation:CompletionsCallback")
 # Losses of a phase: see training/loss.py. DRAFT_LOSSES are those that need draft heads.
 TOKEN_LOSSES = Registry(next_token="maxlite.training.loss:NEXT_TOKEN")
 DRAFT_LOSSES = Registry(

@@ -89,11 +89,7 @@ def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> An
 
 
 def find_key(setting: Setting) -> SchemaKey:
-  """The schema's entry for a setting.
-
-  Raises:
-    UserError: there is no such key.
-  """
+  """The schema's entry for a setting; raise UserError if there is no such key."""
   name = setting.name
   if name == BASE_CONFIG:
     raise setting.error(

@@ -23,10 +23,9 @@ _FEW_DOCUMENTS = (
 def open_source(
   cfg: DataConfig, vocab_size: int, cache_directory: Path, *, evaluates: bool
 ) -> DataSource:
-  """Open one source. `evaluates`: whether data must be held out, if its documents allow it.
+  """Open one source; raise UserError as `open_data` does.
 
-  Raises:
-    UserError: see `open_data`.
+  `evaluates`: whether data must be held out, if its documents allow it.
   """
   open_one = lambda cfg: SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
   source: DataSource = open_one(cfg)

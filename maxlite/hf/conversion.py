@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, load_config, read_saved, save_keys, save_resolved
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import new_folder
 from maxlite.config.local_copy import local_folder
 from maxlite.config.object_store import is_remote, join, list_names, upload
 from maxlite.config.raw_values import show
@@ -266,15 +266,8 @@ def _created_at(place: str) -> Iterator[Path]:
       files.sort(key=lambda file: file.parent == folder)
       upload((file, join(place, file.relative_to(folder).as_posix())) for file in files)
     return
-  target = Path(place)
-  temporary = target.with_name(f".{target.name}.{os.getpid()}")
-  try:
-    temporary.mkdir(parents=True)
-    yield temporary
-    temporary.rename(target)
-  except BaseException:
-    shutil.rmtree(temporary, ignore_errors=True)
-    raise
+  with new_folder(Path(place)) as folder:
+    yield folder
 
 
 def _count(params: Mapping[str, Any]) -> int:

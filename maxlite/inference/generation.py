@@ -1,12 +1,15 @@
-"""`maxlite.generate`: complete prompts with the latest checkpoint of a run."""
+"""Complete prompts: `maxlite.generate`, and the callback `completions` of a run."""
 
 import collections
 import dataclasses
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
@@ -18,8 +21,10 @@ from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
+from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.open_run import open_trained
 from maxlite.training.saved_run import config_of_run
+from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer
 
 _LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reuse the programs
@@ -143,3 +148,25 @@ def _write_lines(prompts: Mapping[GenerationRequest, str], completions: Completi
       row = {"prompt": prompts[r], "text": texts[r], "finish_reason": finish_reasons[r]}
       sys.stdout.write(f"{json.dumps(row, ensure_ascii=False)}\n")
       sys.stdout.flush()
+
+
+class CompletionsCallback(Callback):
+  """Completes prompts at every checkpoint, into completions.jsonl and the trackers."""
+
+  def on_start(self, context: CallbackContext) -> None:
+    cfg, self._context = context.cfg, context
+    if not cfg.checkpoint.enable_checkpointing or jax.process_count() > 1:
+      raise UserError("callbacks=completions needs one process and enable_checkpointing=true")
+    self._prompts = read_prompts(cfg.generate)
+
+  def on_checkpoint(self, step: int, state: TrainState) -> None:
+    context, averages = self._context, averaged_params(state)
+    params = state.params if averages is None else averages
+    texts = complete(context.trainer, params, self._prompts)
+    pairs = list(zip(self._prompts, texts, strict=True))
+    rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in pairs]
+    with (context.folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+      file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    code = "\n\n".join(textwrap.indent(f"{prompt}{text}", "    ") for prompt, text in pairs)
+    for tracker in context.writers.trackers:
+      tracker.write_text("completions", code, step)

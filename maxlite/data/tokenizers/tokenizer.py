@@ -38,9 +38,11 @@ class Tokenizer(Protocol):
 
   def encode(self, text: bytes) -> np.ndarray:
     """Encode `text` without bos and eos; spelled special tokens are plain text."""
+    return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """Encode each of `texts`, on all cores."""
+    raise NotImplementedError
 
   def decode(self, ids: Sequence[int]) -> str:
     """Decode `ids`, leaving out special tokens and ids beyond the vocabulary."""
@@ -65,7 +67,7 @@ class ChatTokenizer(Tokenizer, Protocol):
     """
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
   """Ids 0-255 are bytes, 256 is bos, 257 is eos; any bytes are preserved."""
 
   size, bos, eos = 258, 256, 257
@@ -83,11 +85,8 @@ class ByteTokenizer:
       )
     self.num_bytes_V = (np.arange(self.size) < 256).astype(np.int32)
 
-  def encode(self, text: bytes) -> np.ndarray:
-    return np.frombuffer(text, np.uint8)
-
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    return list(map(self.encode, texts))
+    return [np.frombuffer(text, np.uint8) for text in texts]
 
   def decode(self, ids: Sequence[int]) -> str:
     return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
@@ -109,7 +108,7 @@ _COMMON_SPELLINGS = {
 }
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
   """A tokenizer.json. Undecodable bytes become U+FFFD.
 
   bos and eos come from the files beside it (see `TokenizerConfig`), else from common spellings.
@@ -138,9 +137,6 @@ class HuggingFaceTokenizer:
     self.special_tokens: Mapping[str, int] = self._mark_special(spelling)
     self.num_bytes_V = self._count_bytes(vocabulary)
 
-  def encode(self, text: bytes) -> np.ndarray:
-    return self.encode_batch([text])[0]
-
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode(errors="replace") for text in texts]
     found = _run(self._tokenizer, "encode_batch_fast", decoded)
@@ -151,7 +147,7 @@ class HuggingFaceTokenizer:
     return self._tokenizer.decode(valid, skip_special_tokens=True)
 
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    encoding = _encoding(self._tokenizer, text, parse_special=True)
+    encoding = _run(self._tokenizer, "encode", text, parse_special=True)
     if ESCAPE not in text:
       starts = [start for start, _ in encoding.offsets]
       return np.asarray(encoding.ids, np.uint32), np.asarray(starts, np.int64)
@@ -170,7 +166,7 @@ class HuggingFaceTokenizer:
     return {token.content: i for i, token in added.items() if token.special}
 
   def _encode_piece(self, piece: str, is_first: bool) -> "_Encoded":
-    encoding = _encoding(self._tokenizer if is_first else self._continuation, piece)
+    encoding = _run(self._tokenizer if is_first else self._continuation, "encode", piece)
     return encoding.ids, [start for start, _ in encoding.offsets]
 
   @functools.cached_property
@@ -191,12 +187,6 @@ class HuggingFaceTokenizer:
     return num_bytes_V
 
 
-def _encoding(
-  tokenizer: tokenizers.Tokenizer, text: str, *, parse_special: bool = False
-) -> tokenizers.Encoding:
-  return _run(tokenizer, "encode", text, parse_special=parse_special)
-
-
 def _run(
   tokenizer: tokenizers.Tokenizer, method: str, texts: Any, *, parse_special: bool = False
 ) -> Any:
@@ -210,7 +200,7 @@ def _run(
     raise UserError(f"the tokenizer cannot split a text of {size} characters: {error}") from None
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
   """A SentencePiece model. Undecodable bytes become U+FFFD; the model may normalize the text."""
 
   def __init__(self, path: str) -> None:
@@ -231,9 +221,6 @@ class SentencePieceTokenizer:
     self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eos
     self.stop_token_ids: tuple[int, ...] = (self.eos,)
     self.num_bytes_V = np.array([self._count_bytes(i) for i in range(self.size)], np.int32)
-
-  def encode(self, text: bytes) -> np.ndarray:
-    return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode(errors="replace") for text in texts]
