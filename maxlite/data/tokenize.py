@@ -1,9 +1,9 @@
 """Tokenization to files, on all cores, with progress, resumable after a kill.
 
 Documents are read once, in order, in pieces. Batches of pieces are encoded by the tokenizer's
-library on all cores and appended to the files of their split. Every few seconds progress.json
-records how many pieces are in the files; a later process cuts the files to there, reads past those
-pieces and continues with the next.
+library on all cores and appended to the files of their split. Every few seconds sizes.json records
+how many pieces are in the files, and their sizes; a later process cuts the files to there, reads
+past those pieces and continues with the next.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from maxlite.data.tokenizers.tokenizer import Tokenizer
 SPLITS = ("train", "eval")
 BATCH_BYTES = 3 << 19  # encoded at once
 _SAVE_SECONDS, _REPORT_SECONDS = 5.0, 10.0
-_PROGRESS = "progress.json"
+_PROGRESS = "sizes.json"
 Piece = tuple[str, bytes | None]  # split, bytes of a document or None at its end
 Encoded = tuple[str, np.ndarray, bool]  # split, ids, whether they end a document
 
@@ -92,14 +92,11 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @dataclasses.dataclass
 class _Progress:
-  """What the files of the splits hold: `num_pieces`, and in each split the ids and documents."""
+  """What the files of the splits hold."""
 
   num_pieces: int = 0
-  num_ids: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-  num_documents: dict[str, int] = dataclasses.field(
-    default_factory=lambda: dict.fromkeys(SPLITS, 0)
-  )
   open_ids: int = 0  # of the document that the last piece did not end
+  sizes: dict[str, int] = dataclasses.field(default_factory=dict)  # [bytes] of the files by name
 
 
 def write_tokens(
@@ -113,7 +110,7 @@ def write_tokens(
   Returns:
     The number of ids of each document by split, and the number of documents dropped.
   """
-  done = _read_progress(folder, tokenizer)
+  done = _read_progress(folder)
   dropped, report = Counter[str](), _Report(total_bytes)
   pieces = report.count(_pieces(documents, dropped))
   for _ in itertools.islice(pieces, done.num_pieces):
@@ -125,13 +122,18 @@ def write_tokens(
     files = {name: list(map(opened, _paths(folder, name))) for name in SPLITS}
     for batch in tokenizer.encode(pieces, is_open=done.open_ids > 0):
       for name, ids, is_last in batch:
-        _append(files[name], done, name, ids.astype(tokenizer.dtype), is_last=is_last)
+        files[name][0].write(ids.astype(tokenizer.dtype).tobytes())
+        done.open_ids += len(ids)
+        if is_last:
+          files[name][1].write(np.int64(done.open_ids).tobytes())
+          done.open_ids = 0
       done.num_pieces += len(batch)
       report.print()
       if tokenizer.is_resumable and time.monotonic() > saved + _SAVE_SECONDS:
         for file in itertools.chain(*files.values()):
           file.flush()
           os.fsync(file.fileno())
+          done.sizes[Path(file.name).name] = file.tell()
         write_atomically(folder / _PROGRESS, json.dumps(dataclasses.asdict(done)))
         saved = time.monotonic()
   (folder / _PROGRESS).unlink(missing_ok=True)
@@ -141,36 +143,19 @@ def write_tokens(
   return lengths, dropped["documents"]
 
 
-def _append(
-  files: list[BinaryIO], done: _Progress, name: str, ids: np.ndarray, *, is_last: bool
-) -> None:
-  files[0].write(ids.tobytes())
-  done.num_ids[name] += len(ids)
-  done.open_ids += len(ids)
-  if is_last:
-    files[1].write(np.int64(done.open_ids).tobytes())
-    done.num_documents[name] += 1
-    done.open_ids = 0
-
-
 def _paths(folder: Path, name: str) -> tuple[Path, Path]:
   """The files of the ids and, while they are written, of the documents' lengths."""
   return folder / f"{name}.bin", folder / f"{name}_lengths.partial"
 
 
-def _read_progress(folder: Path, tokenizer: DocumentTokenizer) -> _Progress:
+def _read_progress(folder: Path) -> _Progress:
   """Read how far an earlier process came, and cut or create the files accordingly."""
   done = _Progress()
   if (folder / _PROGRESS).exists():
     done = _Progress(**json.loads((folder / _PROGRESS).read_bytes()))
-  for name in SPLITS:
-    ids, lengths = _paths(folder, name)
-    for path, size in (
-      (ids, done.num_ids[name] * tokenizer.dtype.itemsize),
-      (lengths, done.num_documents[name] * 8),
-    ):
-      path.touch()
-      os.truncate(path, size)
+  for path in (path for name in SPLITS for path in _paths(folder, name)):
+    path.touch()
+    os.truncate(path, done.sizes.get(path.name, 0))
   return done
 
 

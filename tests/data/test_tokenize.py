@@ -101,19 +101,19 @@ def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
     command = [sys.executable, "-c", CHILD, here, str(tmp_path), kind, str(last)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
   (partial,) = (tmp_path / "cache").iterdir()
-  done = json.loads((partial / "progress.json").read_text())
+  done = json.loads((partial / "sizes.json").read_text())
   assert done["num_pieces"] >= 2
   with (partial / "train.bin").open("ab") as file:  # written after the last record of progress
     file.write(b"torn")
-  calls = []
-  count = lambda self, texts: calls.extend(texts) or list(map(self.encode, texts))
+  calls, encode = [], ByteTokenizer.encode_batch
+  count = lambda self, texts: calls.extend(texts) or encode(self, texts)
   monkeypatch.setattr(ByteTokenizer, "encode_batch", count)
   assert contents(open_file(tmp_path, kind, ByteTokenizer(""))) == expected
   assert "tokenizing resumes after" in capsys.readouterr().err
   num_bytes = sum(len(split) // 2 for split, _ in expected)
   assert 0 < sum(map(len, calls)) < num_bytes
   (folder,) = (tmp_path / "cache").iterdir()
-  assert not {"progress.json", ".lock", "train_lengths.partial"} & set(os.listdir(folder))
+  assert not {"sizes.json", ".lock", "train_lengths.partial"} & set(os.listdir(folder))
 
 
 def test_two_writers_at_once_write_the_same(tmp_path):
