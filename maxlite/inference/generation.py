@@ -21,6 +21,7 @@ from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
+from maxlite.metrics.writers import JsonlWriter
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.open_run import open_trained
 from maxlite.training.saved_run import config_of_run
@@ -107,7 +108,7 @@ def read_prompts(cfg: GenerateConfig) -> list[str]:
   """`prompt`, or those of `prompt_file`; raise UserError if it has none."""
   if not cfg.prompt_file:
     return [cfg.prompt]
-  path = Path(cfg.prompt_file)
+  path = Path(cfg.prompt_file).expanduser()
   if not path.is_file():
     raise UserError(f"prompt_file={cfg.prompt_file} is not a file")
   prompts = []
@@ -158,15 +159,18 @@ class CompletionsCallback(Callback):
     if not cfg.checkpoint.enable_checkpointing or jax.process_count() > 1:
       raise UserError("callbacks=completions needs one process and enable_checkpointing=true")
     self._prompts = read_prompts(cfg.generate)
+    self._file = JsonlWriter(context.folder / "completions.jsonl", context.first_step - 1)
 
   def on_checkpoint(self, step: int, state: TrainState) -> None:
     context, averages = self._context, averaged_params(state)
     params = state.params if averages is None else averages
     texts = complete(context.trainer, params, self._prompts)
     pairs = list(zip(self._prompts, texts, strict=True))
-    rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in pairs]
-    with (context.folder / "completions.jsonl").open("a", encoding="utf-8") as file:
-      file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    for prompt, text in pairs:
+      self._file.write({"step": step, "prompt": prompt, "text": text})
     code = "\n\n".join(textwrap.indent(f"{prompt}{text}", "    ") for prompt, text in pairs)
     for tracker in context.writers.trackers:
       tracker.write_text("completions", code, step)
+
+  def on_end(self, step: int, reason: str) -> None:
+    self._file.close()

@@ -109,8 +109,9 @@ class JsonlWriter:
     self._file = path.open("a", encoding="utf-8")
 
   def write(self, row: Mapping[str, Any]) -> None:
-    """Append `row`, whose values are numbers or lists of integers."""
-    finite = {k: v if isinstance(v, list) or math.isfinite(v) else None for k, v in row.items()}
+    """Append `row`, whose values are numbers, text or lists of integers."""
+    is_finite = lambda value: not isinstance(value, float) or math.isfinite(value)
+    finite = {name: value if is_finite(value) else None for name, value in row.items()}
     ordered = {"step": row["step"]} | dict(sorted(finite.items()))
     self._file.write(json.dumps(ordered, allow_nan=False) + "\n")
     self._file.flush()  # for readers such as `tail -f`; only flush() below survives a crash

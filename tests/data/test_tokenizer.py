@@ -239,3 +239,10 @@ def test_a_regex_that_fails_on_a_text_raises_one_line(tmp_path):
     open_tokenizer(DataConfig(tokenizer_type="huggingface", tokenizer_path=str(path))).encode(
       b"a" * 60 + b"b"
     )
+
+
+def test_a_path_may_start_at_the_home_folder(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  path = save_huggingface(tmp_path)
+  cfg = DataConfig(tokenizer_type="huggingface", tokenizer_path=path.replace(str(tmp_path), "~"))
+  assert open_tokenizer(cfg).identity == TOKENIZERS["huggingface"](path).identity

@@ -159,7 +159,8 @@ def test_invalid_generation_settings_exit_with_one_line(finished, capsys, overri
   assert message in generation_error(finished, capsys, override)
 
 
-def test_prompt_files_are_validated_line_by_line(finished, capsys, tmp_path):
+def test_prompt_files_are_validated_line_by_line(finished, capsys, tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
   file = tmp_path / "prompts.jsonl"
   for content, message in (
     ("", "has no lines"),
@@ -168,7 +169,7 @@ def test_prompt_files_are_validated_line_by_line(finished, capsys, tmp_path):
     ('{"prompt": 7}', "prompts.jsonl:1: write"),
   ):
     file.write_text(content)
-    assert message in generation_error(finished, capsys, f"prompt_file={file}")
+    assert message in generation_error(finished, capsys, "prompt_file=~/prompts.jsonl")
 
 
 def init_params():

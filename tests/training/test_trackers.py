@@ -11,7 +11,9 @@ from tiny_run import start
 
 import maxlite
 from maxlite import convert
-from maxlite.inference.generation import complete
+from maxlite.inference.generation import CompletionsCallback, complete
+from maxlite.metrics.writers import Writers
+from maxlite.training.callbacks import CallbackContext
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 KEYS = {
@@ -57,6 +59,16 @@ def test_completions_are_those_of_the_checkpoints_parameters(run):
   assert [row["step"] for row in rows] == sorted({*lowered, 2, 4})
   assert {row["prompt"] for row in rows} == {"to be"}
   assert rows[-1]["text"] == complete(run.trainer, run.params, ["to be"])[0]
+
+
+def test_a_resumed_run_drops_completions_of_later_steps(run, tmp_path):
+  rows = [{"step": step, "prompt": "a", "text": "b"} for step in (1, 2, 2, 3, 4)]
+  file = tmp_path / "completions.jsonl"
+  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  callback = CompletionsCallback()
+  callback.on_start(CallbackContext(run.config, tmp_path, run.trainer, Writers([]), 3))
+  callback.on_end(4, "")
+  assert [json.loads(line) for line in file.read_text().splitlines()] == rows[:3]
 
 
 def test_tensorboard_has_the_config_the_plots_and_the_completions(run):

@@ -308,4 +308,4 @@ def _spelled_bytes(piece: str) -> int:
 
 def open_tokenizer(cfg: DataConfig) -> Tokenizer:
   path = cfg.tokenizer_path
-  return TOKENIZERS[cfg.tokenizer_type](str(local_tokenizer(path)) if "://" in path else path)
+  return TOKENIZERS[cfg.tokenizer_type](str(local_tokenizer(path)) if path else "")
