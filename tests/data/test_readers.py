@@ -13,7 +13,7 @@ from maxlite.data.sources import text
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
-from maxlite.data.sources.parquet import parquet_documents
+from maxlite.data.sources.tables import parquet_documents
 from maxlite.data.sources.text import text_documents
 
 
@@ -159,7 +159,7 @@ def test_parquet_errors_name_the_file(tmp_path):
     with pytest.raises(ValueError, match=rf"a\.parquet: .*{reason}"):
       read(parquet_documents(file, column, 0, 1))
   file.write_bytes(b"junk")
-  with pytest.raises(ValueError, match="not a parquet file"):
+  with pytest.raises(ValueError, match="not a file of dataset_type=parquet, or damaged"):
     read(parquet_documents(file, "text", 0, 1))
 
 

@@ -19,13 +19,12 @@ from maxlite.data.packing import (
   RowSource,
 )
 from maxlite.data.sources.array_records import array_record_documents
-from maxlite.data.sources.arrow import arrow_documents
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.chat import ConversationTokenizer, chat_documents, open_chat
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
-from maxlite.data.sources.parquet import parquet_documents
 from maxlite.data.sources.synthetic import SyntheticRows
+from maxlite.data.sources.tables import arrow_documents, parquet_documents
 from maxlite.data.sources.text import text_documents
 from maxlite.data.split import Reader
 from maxlite.data.token_cache import (
