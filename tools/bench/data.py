@@ -2,15 +2,19 @@
 
 From the root of the repository: python -m tools.bench.data --megabytes 300 [--workers 0 1 2]
 
-Text is generated: words of a Zipf distribution, in documents of some 2,000 characters. Every ratio
+Text is generated: words of a Zipf distribution, in documents of some 2,000 characters. `tokenizers`
+alone encodes what maxlite encodes: documents, or of `text`, which is one file, pieces. Every ratio
 is of two measurements of the same process, in CPU seconds of all its threads (tokenization) or in
 wall time (pipeline), so that other load on the machine affects both alike.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grain
@@ -23,26 +27,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.data.prefetch import prefetch
+from maxlite.data.sources.text import PIECE_BYTES
+from maxlite.data.tokenize import BATCH_BYTES
 from tools.inspect.data_memory import peak_megabytes
 
-VOCAB, LENGTH, ROWS = 8192, 1024, 32
+VOCAB, LENGTH, ROWS, ROUNDS = 8192, 1024, 32, 3
+FORMATS = ("text", "jsonl", "parquet", "array_record")
 
 
-def documents(num_bytes: int) -> list[str]:
-  """Documents of random words, about `num_bytes` in all."""
+def documents(num_bytes: int) -> Iterator[str]:
+  """Yield documents of random words, about `num_bytes` in all, the same at every call."""
   draw = np.random.default_rng(0)
   letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
   lengths = draw.integers(2, 11, 20_000)
   words = np.array(["".join(letters[np.minimum(draw.geometric(0.12, n) - 1, 25)]) for n in lengths])
-  texts, size = [], 0
+  size = 0
   while size < num_bytes:
     chosen = words[np.minimum(draw.zipf(1.3, 400), len(words)) - 1]
-    texts.append(" ".join(chosen) + ".\n")
-    size += len(texts[-1])
-  return texts
+    text = " ".join(chosen) + ".\n"
+    size += len(text)
+    yield text
 
 
-def train_tokenizer(texts: list[str], path: Path) -> Tokenizer:
+def train_tokenizer(texts: Iterator[str], path: Path) -> Tokenizer:
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = decoders.ByteLevel()
@@ -62,24 +69,44 @@ def timed(function, *arguments):
   return result, time.perf_counter() - wall, time.process_time() - cpu
 
 
-def encode_alone(tokenizer: Tokenizer, texts: list[str]) -> int:
-  """The number of ids of all texts, which stay in memory as briefly as possible."""
-  batches = (texts[n : n + 1000] for n in range(0, len(texts), 1000))
-  encoded = (tokenizer.encode_batch_fast(batch, add_special_tokens=False) for batch in batches)
-  return sum(len(each.ids) for batch in encoded for each in batch)
+def encode_alone(tokenizer: Tokenizer, texts: Iterator[str]) -> tuple[float, float]:
+  """Print the speed of encoding `texts`; return (wall seconds, CPU seconds) of it."""
+
+  def count(batch: list[str]) -> int:
+    return sum(len(e.ids) for e in tokenizer.encode_batch_fast(batch, add_special_tokens=False))
+
+  num_bytes, num_ids, wall, cpu, batch = 0, 0, 0.0, 0.0, [""]
+  while batch:
+    batch, size = [], 0
+    for text in texts:
+      batch.append(text)
+      size += len(text)
+      if size > BATCH_BYTES:
+        break
+    own_ids, own_wall, own_cpu = timed(count, batch)
+    num_bytes, num_ids = num_bytes + size, num_ids + own_ids
+    wall, cpu = wall + own_wall, cpu + own_cpu
+  speed = num_bytes / wall / 1e6
+  print(f"{num_bytes / 1e6:.0f} MB, {num_ids:,} ids, {speed:.1f} MB/s, {cpu:.1f} CPU s")
+  return wall, cpu
 
 
-def write_formats(texts: list[str], folder: Path) -> dict[str, Path]:
+def write_formats(texts: Iterator[str], folder: Path) -> dict[str, Path]:
   """{dataset_type: file}"""
-  files = {kind: folder / f"a.{kind}" for kind in ("text", "jsonl", "parquet", "array_record")}
-  files["text"].write_text("".join(texts))
-  with files["jsonl"].open("w") as stream:
-    stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-  pq.write_table(pa.table({"text": texts}), files["parquet"])
-  writer = ArrayRecordWriter(str(files["array_record"]), "group_size:64")
-  for text in texts:
-    writer.write(text.encode())
-  writer.close()
+  files = {kind: folder / f"a.{kind}" for kind in FORMATS}
+  schema = pa.schema([("text", pa.string())])
+  with (
+    files["text"].open("w") as plain,
+    files["jsonl"].open("w") as lines,
+    pq.ParquetWriter(files["parquet"], schema) as table,
+    contextlib.closing(ArrayRecordWriter(str(files["array_record"]), "group_size:64")) as records,
+  ):
+    while rows := list(itertools.islice(texts, 1000)):
+      plain.writelines(rows)
+      lines.writelines(json.dumps({"text": text}) + "\n" for text in rows)
+      table.write(pa.table({"text": rows}))
+      for text in rows:
+        records.write(text.encode())
   return files
 
 
@@ -123,14 +150,31 @@ def grain_alone(path: Path, num_workers: int):
 
 
 def tokens_per_second(stream, num_batches: int) -> float:
-  for _ in range(20):  # processes start, and buffers fill
+  for _ in range(50):  # processes start, and batches that were read ahead are taken
     next(stream)
   began = time.perf_counter()
   for _ in range(num_batches):
     next(stream)
-  speed = num_batches * ROWS * LENGTH / (time.perf_counter() - began)
-  stream.close()
-  return speed
+  return num_batches * ROWS * LENGTH / (time.perf_counter() - began)
+
+
+def compare_pipelines(files: dict[str, Path], folder: Path, num_workers: int, num_batches: int):
+  """Print the median speeds of all streams, which take turns."""
+  ids = next((folder / "cache").glob("*/train.bin"))
+  streams = {"Grain alone": grain_alone(ids, num_workers)}
+  for kind in ("text", "parquet", "array_record"):
+    streams[kind] = open_kind(kind, files[kind], folder, num_workers).train_stream()
+  rounds = [
+    [tokens_per_second(stream, num_batches) for stream in streams.values()] for _ in range(ROUNDS)
+  ]
+  alone, *own = np.median(rounds, axis=0)
+  cells = [
+    f"{kind} {speed / 1e6:.2f} ({speed / alone:.2f} x)"
+    for kind, speed in zip(list(streams)[1:], own, strict=True)
+  ]
+  print(f"{num_workers} workers: Grain alone {alone / 1e6:.2f} M tokens/s, {', '.join(cells)}")
+  for stream in streams.values():
+    stream.close()
 
 
 def main() -> None:
@@ -138,36 +182,30 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--megabytes", type=int, default=300)
-  parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4])
-  parser.add_argument("--batches", type=int, default=300)
+  parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+  parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2, 4])
+  parser.add_argument("--batches", type=int, default=200, help="per round")
   args = parser.parse_args()
   with tempfile.TemporaryDirectory() as name:
-    folder = Path(name)
-    texts = documents(args.megabytes * 10**6)
-    size = sum(map(len, texts)) / 1e6
-    tokenizer = train_tokenizer(texts[:2000], folder / "tokenizer.json")
-    files = write_formats(texts, folder)
-    num_ids, wall, cpu = timed(encode_alone, tokenizer, texts)
-    print(
-      f"tokenizers alone: {size:.0f} MB, {num_ids:,} ids, {size / wall:.1f} MB/s, {cpu:.1f} CPU s"
-    )
-    del texts
-    for kind, file in files.items():
+    folder, num_bytes = Path(name), args.megabytes * 10**6
+    tokenizer = train_tokenizer(documents(4_000_000), folder / "tokenizer.json")
+    files = write_formats(documents(num_bytes), folder)
+    print("tokenizers alone, documents: ", end="")
+    of_documents = encode_alone(tokenizer, documents(num_bytes))
+    for kind in args.formats:
+      wall, cpu = of_documents
+      if kind == "text":
+        print(f"tokenizers alone, pieces of {PIECE_BYTES >> 10} KB: ", end="")
+        with files[kind].open() as stream:
+          wall, cpu = encode_alone(tokenizer, iter(lambda: stream.read(PIECE_BYTES), ""))
       before = peak_megabytes()
-      _, own_wall, own_cpu = timed(open_kind, kind, file, folder)
+      _, own_wall, own_cpu = timed(open_kind, kind, files[kind], folder)
       print(
         f"{kind:12} {own_wall:.1f} s ({own_wall / wall:.2f} x), {own_cpu:.1f} CPU s "
         f"({own_cpu / cpu:.2f} x); memory grew by {peak_megabytes() - before:.0f} MB"
       )
-    path = next((folder / "cache").glob("*/train.bin"))
     for num_workers in args.workers:
-      alone = tokens_per_second(grain_alone(path, num_workers), args.batches)
-      print(f"{num_workers} workers: Grain alone {alone / 1e6:6.2f} M tokens/s", end="")
-      for kind in ("text", "parquet", "array_record"):
-        stream = open_kind(kind, files[kind], folder, num_workers).train_stream()
-        speed = tokens_per_second(stream, args.batches)
-        print(f", {kind} {speed / 1e6:.2f} ({speed / alone:.2f} x)", end="", flush=True)
-      print()
+      compare_pipelines(files, folder, num_workers, args.batches)
 
 
 if __name__ == "__main__":
