@@ -15,7 +15,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 def open_file(file: DataFile) -> BinaryIO:
-  """Open for reading, expanding if compressed; such a file is sought by expanding up to there.
+  """Open for reading, expanding if compressed, without `seek`.
 
   Raises:
     UserError: now or while reading, the file is damaged, or expands more than MAX_RATIO allows.
@@ -38,26 +38,29 @@ def expanded_size(file: DataFile) -> int:
     return sum(len(block) for block in iter(lambda: stream.read(_BUFFER_BYTES), b""))
 
 
+def skip(stream: BinaryIO, num_bytes: int) -> None:
+  """Advance by seeking, or in a compressed file by reading."""
+  if stream.seekable():
+    stream.seek(num_bytes, io.SEEK_CUR)
+    return
+  while block := stream.read(min(num_bytes, _BUFFER_BYTES)):
+    num_bytes -= len(block)
+
+
 class _Expander(io.RawIOBase):
   def __init__(self, file: DataFile) -> None:
     self._file, self._limit = file, max(MAX_RATIO * size_and_version(file)[0], MAX_BYTES)
-    self._open()
-
-  def _open(self) -> None:
-    self._compressed, self._position = self._file.open("rb"), 0
-    if self._file.suffix == ".gz":
+    self._compressed, self._position = file.open("rb"), 0
+    if file.suffix == ".gz":
       self._stream = gzip.GzipFile(fileobj=self._compressed)
       return
     try:
       import pyarrow as pa
     except ImportError:
-      raise UserError(f"{self._file}: .zst needs a package: pip install pyarrow") from None
+      raise UserError(f"{file}: .zst needs a package: pip install pyarrow") from None
     self._stream = pa.CompressedInputStream(pa.PythonFile(self._compressed, "r"), "zstd")
 
   def readable(self) -> bool:
-    return True
-
-  def seekable(self) -> bool:
     return True
 
   def readinto(self, buffer: Any) -> int:
@@ -73,26 +76,8 @@ class _Expander(io.RawIOBase):
     buffer[: len(block)] = block
     return len(block)
 
-  def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-    if whence != io.SEEK_SET:
-      raise io.UnsupportedOperation("only from the start")
-    if offset < self._position:
-      self._close_streams()
-      self._open()
-    buffer = bytearray(_BUFFER_BYTES)
-    while self._position < offset:
-      if not self.readinto(memoryview(buffer)[: offset - self._position]):
-        break
-    return self._position
-
-  def tell(self) -> int:
-    return self._position
-
   def close(self) -> None:
     if not self.closed:
-      self._close_streams()
+      self._stream.close()
+      self._compressed.close()
     super().close()
-
-  def _close_streams(self) -> None:
-    self._stream.close()
-    self._compressed.close()

@@ -7,7 +7,7 @@ from typing import BinaryIO
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
-from maxlite.data.sources.compressed import expanded_size, open_file
+from maxlite.data.sources.compressed import expanded_size, open_file, skip
 
 PIECE_BYTES = 1 << 18
 
@@ -20,9 +20,10 @@ def text_documents(
   Rejects lines that are not UTF-8, by file and byte.
   """
   size = expanded_size(file)
+  begin, end = (_character_start(file, int(size * share)) for share in (start, stop))
   with open_file(file) as stream:
-    begin, end = (_character_start(stream, int(size * share)) for share in (start, stop))
-    yield _valid(_pieces(stream, begin, end), file, begin, reject)
+    skip(stream, begin)
+    yield _valid(_pieces(stream, end - begin), file, begin, reject)
 
 
 def _valid(pieces: Iterator[bytes], file: DataFile, begin: int, reject: Reject) -> Iterator[bytes]:
@@ -43,20 +44,21 @@ def _valid(pieces: Iterator[bytes], file: DataFile, begin: int, reject: Reject) 
       yield b"".join(lines)
 
 
-def _character_start(stream: BinaryIO, offset: int) -> int:
+def _character_start(file: DataFile, offset: int) -> int:
   """Advance `offset` to the start of a UTF-8 character, unless it is 0."""
   if not offset:
     return 0
-  stream.seek(offset)
-  following = stream.read(3)
+  with open_file(file) as stream:
+    skip(stream, offset)
+    following = stream.read(3)
   return offset + len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
-def _pieces(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-  """Yield bytes [begin, end), cut after a newline or, in a very long line, between characters."""
-  stream.seek(begin)
+def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
+  """Yield `size` bytes, cut after a newline or, in a very long line, between characters."""
   rest = b""
-  while block := stream.read(min(PIECE_BYTES, end - stream.tell())):
+  while block := stream.read(min(PIECE_BYTES, size)):
+    size -= len(block)
     rest += block
     if cut := _cut(rest):
       yield rest[:cut]
