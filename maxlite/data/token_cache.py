@@ -204,7 +204,6 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
       partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
       partial.mkdir()
     yield partial
-    (partial / _LOCK).unlink(missing_ok=True)
     if folder.exists() and _damage(folder, sources):
       shutil.rmtree(folder)
     try:
@@ -213,6 +212,8 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
       if _damage(folder, sources):  # otherwise another process was first, with the same content
         raise
       shutil.rmtree(partial)
+    # Only now: until here, another process must not write to this folder.
+    (folder / _LOCK).unlink(missing_ok=True)
   except Exception:
     shutil.rmtree(partial, ignore_errors=True)
     raise
@@ -223,9 +224,10 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
 def _remove_stale(cache_directory: Path, kept: Path) -> None:
   """Remove partial folders of killed processes, recognized by their last modification."""
   for partial in cache_directory.glob("*.partial"):
-    newest = max((f.stat().st_mtime for f in (partial, *partial.iterdir())), default=0.0)
-    if partial != kept and time.time() - newest > _STALE_SECONDS:
-      shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+      newest = max(f.stat().st_mtime for f in (partial, *partial.iterdir()))
+      if partial != kept and time.time() - newest > _STALE_SECONDS:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class TokenFile:

@@ -1,12 +1,14 @@
 """The token cache is complete or absent, and the two splits are disjoint."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,11 +221,29 @@ def test_a_kill_during_tokenization_leaves_no_complete_cache(tmp_path, texts):
   assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
   assert not partial.exists()
   assert other.exists()
+  (cache / "renamed.partial").symlink_to(cache / "none")  # as if another process had renamed it
   long_ago = time.time() - 10 * token_cache._STALE_SECONDS
   os.utime(other, (long_ago, long_ago))
   shutil.rmtree(data.train.path.parent)
   open_jsonl(cache, [file])
   assert not other.exists()
+
+
+def test_a_folder_is_locked_until_it_is_complete(tmp_path, texts, monkeypatch):
+  refused, rename = [], Path.rename
+
+  def lock_and_rename(path, target):
+    with (path / ".lock").open("r+") as lock:
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        refused.append(path)
+    return rename(path, target)
+
+  monkeypatch.setattr(Path, "rename", lock_and_rename)
+  data = open_jsonl(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", texts)])
+  assert len(refused) == 1
+  assert ".lock" not in os.listdir(data.train.path.parent)
 
 
 def test_a_concurrent_writer_is_harmless(tmp_path, texts):

@@ -26,6 +26,8 @@ from maxlite.inference.server.engine_thread import EngineThread
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
+from starlette.testclient import TestClient
+
 from maxlite.inference.server import http_server
 from maxlite.inference.server.http_api import Api
 
@@ -408,6 +410,14 @@ def test_pages_of_other_sites_are_rejected(service):
   plain = {"content-type": "text/plain"}
   assert ask(service, "/v1/completions", {"prompt": "a"}, **plain)[0] == 400
   assert ask(service, "/v1/models", Host="elsewhere.example")[0] == 400
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_the_printed_address_is_accepted(engine_thread, host):
+  api = Api(engine_thread, Letters(), None, name="tiny", max_length=tiny.MAX_LENGTH)
+  client = TestClient(api.build_app(http_server.allowed_hosts(host)))
+  for address, status in ((http_server.url_host(host), 200), ("elsewhere.example", 400)):
+    assert client.get("/health", headers={"host": f"{address}:8000"}).status_code == status
 
 
 def test_the_model_list_and_the_web_page(service):

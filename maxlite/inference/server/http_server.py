@@ -72,9 +72,14 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def url_host(host: str) -> str:
+  """Return `host` as it is written in a URL: IPv6 addresses in brackets."""
+  return f"[{host}]" if ":" in host else host
+
+
 def allowed_hosts(host: str) -> list[str]:
   """Return the Host headers to accept if the server listens on `host`.
 
   On a loopback address other names are rejected: a web page could point them here (DNS rebinding).
   """
-  return [host, "localhost", "127.0.0.1"] if is_loopback(host) else ["*"]
+  return [url_host(host), "localhost", "127.0.0.1"] if is_loopback(host) else ["*"]

@@ -48,10 +48,8 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
     api = Api(engine_thread, tokenizer, prompt, max_length=engine.max_length, **names)
     app = api.build_app(http_server.allowed_hosts(host))
     server = http_server.HttpServer(app, engine_thread)
-    address = f"[{host}]" if ":" in host else host
-    sys.stderr.write(
-      f"serving {cfg.run.run_name} on http://{address}:{listening.getsockname()[1]}/\n"
-    )
+    address = f"{http_server.url_host(host)}:{listening.getsockname()[1]}"
+    sys.stderr.write(f"serving {cfg.run.run_name} on http://{address}/\n")
     with contextlib.suppress(KeyboardInterrupt):
       server.run([listening])
   return 0
