@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config import Config, load_config
+from maxlite.config.errors import UserError
 from maxlite.config.schema import flatten
 
 
@@ -40,6 +41,16 @@ def change_config(config: Any, overrides: Mapping[str, Any]) -> Config:
 
 
 def to_arguments(values: Mapping[str, Any]) -> list[str]:
-  """Python values as command-line arguments; JSON is the YAML of lists and mappings."""
-  text = lambda x: str(x) if isinstance(x, str | Path) else json.dumps(x, ensure_ascii=False)
-  return [f"{name}={text(value)}" for name, value in values.items()]
+  """Values of Python and NumPy as command-line arguments."""
+  return [f"{name}={_text(name, value)}" for name, value in values.items()]
+
+
+def _text(name: str, value: Any) -> str:
+  if isinstance(value, str | Path):
+    return str(value)
+  other = lambda x: str(x) if isinstance(x, Path) else x.tolist()
+  try:
+    return json.dumps(value, ensure_ascii=False, default=other)  # the YAML of lists and mappings
+  except (TypeError, AttributeError):
+    fix = "write a number, text, a list or a mapping"
+    raise UserError(f"{name}: {type(value).__name__} is not a type of keys; {fix}") from None

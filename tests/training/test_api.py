@@ -111,6 +111,7 @@ def test_an_ensemble_is_opened_by_members(finished, tmp_path):
   [
     ({"stepz": 3}, "command line: stepz=3 is not a key; did you mean steps?"),
     ({"steps": None}, "command line: steps=null is not a whole number"),
+    ({"steps": object()}, "steps: object is not a type of keys; write a number"),
     ({"steps": 0}, "command line: steps=0 is below 1; write steps=1 or more"),
     ({"config": "none.yml"}, "command line: none.yml cannot be read"),
     ({"callbacks": ["none"]}, "command line: callbacks=.*none.* is not one of completions"),
@@ -139,7 +140,9 @@ def test_python_values_are_those_of_the_command_line(tmp_path):
   argv = [f"{tmp_path}/a.yml", "steps=7", "adam_eps=1e-9", "packing=true", text, "prompt=a, [b]: c"]
   config = change_config(tmp_path / "a.yml", values)
   assert config == load_config(argv)
-  assert change_config(config, {"steps": 9}).run.steps == 9
+  assert change_config(config, {"steps": np.int64(9)}).run.steps == 9
+  paths = change_config(config, {"dataset_path": [tmp_path], "learning_rate": np.float32(0.5)})
+  assert (paths.data.dataset_path, paths.optimizer.learning_rate) == ((str(tmp_path),), 0.5)
   assert change_config(config, {}) == config
 
 
