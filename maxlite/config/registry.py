@@ -40,7 +40,7 @@ PACKING_STRATEGIES = Registry(
 )
 # data_sampling -> (number of rows, seed) -> order of one epoch
 ROW_ORDERS = Registry(
-  shuffle="maxlite.data.sampler:shuffled_order", bootstrap="maxlite.data.sampler:BootstrapOrder"
+  shuffle="maxlite.data.row_order:shuffled_order", bootstrap="maxlite.data.row_order:BootstrapOrder"
 )
 # tokenizer_type -> (tokenizer_path) -> Tokenizer
 TOKENIZERS = Registry(

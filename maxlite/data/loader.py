@@ -16,11 +16,10 @@ from maxlite.config.registry import ROW_ORDERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.batch_schedule import BatchSchedule, HostBatches
-from maxlite.data.mixture_order import MixtureOrder, MixturePart
 from maxlite.data.open_source import join_sources, open_source
 from maxlite.data.packing import RowSource
 from maxlite.data.prefetch import prefetch, read_once
-from maxlite.data.sampler import shuffled_order
+from maxlite.data.row_order import MixtureOrder, MixturePart, shuffled_order
 from maxlite.data.sources import DataSource
 from maxlite.data.stream_facts import order_facts, require_same_facts
 

@@ -16,8 +16,15 @@ import numpy as np
 from flax import struct
 
 from maxlite.config.errors import UserError
-from maxlite.inference.sampling import BatchSamplingParams, SamplingParams, log_probs, sample
-from maxlite.inference.speculative import keys_at, propose, verify
+from maxlite.inference.sampling import (
+  BatchSamplingParams,
+  SamplingParams,
+  keys_at,
+  log_probs,
+  propose,
+  sample,
+  verify,
+)
 from maxlite.layers import cache
 from maxlite.metrics.waits import report_wait
 from maxlite.models.decoder import Decoder

@@ -14,7 +14,7 @@ from maxlite.config.mixture import MixtureSource, mixture_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
-from maxlite.data.mixture_order import MixtureOrder, MixturePart, interleave_sources
+from maxlite.data.row_order import MixtureOrder, MixturePart, interleave_sources
 
 T, B = 16, 4
 

@@ -12,8 +12,13 @@ from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import NO_TOKEN, Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import BatchSamplingParams, SamplingParams, log_probs
-from maxlite.inference.speculative import propose, verify
+from maxlite.inference.sampling import (
+  BatchSamplingParams,
+  SamplingParams,
+  log_probs,
+  propose,
+  verify,
+)
 from maxlite.models import Decoder
 
 VOCAB, NUM_DRAFTS, NUM_SEQUENCES, SIZE = 5, 2, 20_000, 3

@@ -1,8 +1,9 @@
-"""The order of the rows of a weighted mixture: a pure function of the row's number.
+"""Orders of rows: of one epoch (`config.registry.ROW_ORDERS`), and of a mixture of sources.
 
-Rows are numbered over the whole run, so the order depends neither on hosts and workers nor on where
-a run was interrupted. It is a list of segments with constant shares. A segment ends where a weight
-changes or a source reaches its `max_epochs`, and repeats a table of at most SHARE_UNITS rows.
+The order of a mixture is a pure function of the row's number. Rows are numbered over the whole run,
+so the order depends neither on hosts and workers nor on where a run was interrupted. It is a list
+of segments with constant shares. A segment ends where a weight changes or a source reaches its
+`max_epochs`, and repeats a table of at most SHARE_UNITS rows.
 """
 
 import bisect
@@ -19,6 +20,31 @@ from maxlite.config.errors import UserError
 from maxlite.config.mixture import MixtureSource
 
 SHARE_UNITS = 10_000  # shares are rounded to multiples of 1 / SHARE_UNITS
+
+
+def shuffled_order(num_rows: int, seed: int) -> grain.MapDataset[int]:
+  """All row indices in random order; when repeated, every epoch has another order."""
+  return grain.MapDataset.range(num_rows).seed(seed).shuffle()
+
+
+class BootstrapOrder(grain.MapDataset[int]):
+  """Row indices drawn with replacement; entry n depends on the seed and n alone.
+
+  Source: Efron, Bootstrap methods: another look at the jackknife (1979).
+  """
+
+  def __init__(self, num_rows: int, seed: int) -> None:
+    super().__init__(grain.MapDataset.range(num_rows))
+    self._num_rows, self._seed = num_rows, seed
+
+  def __len__(self) -> int:
+    return self._num_rows
+
+  def __getitem__(self, index: int | slice) -> int | grain.MapDataset[int]:
+    if isinstance(index, slice):
+      return self.slice(index)
+    bits = np.random.Philox(key=self._seed, counter=index)
+    return int(np.random.Generator(bits).integers(self._num_rows))
 
 
 @dataclasses.dataclass(frozen=True)
