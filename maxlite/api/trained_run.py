@@ -16,7 +16,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import HostsConfig, flatten
 from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.hf.load_model import LoadedModel
-from maxlite.inference.generation import complete
+from maxlite.inference.generation import Completer
 from maxlite.training.callbacks import Callback
 from maxlite.training.evaluation import evaluate_held_out
 from maxlite.training.open_run import logged_rows, open_weights
@@ -73,7 +73,7 @@ class Run:
     """
     cfg = load_config(to_arguments(keys), defaults=flatten(self.config), needs_data=False)
     params = self.params if self.ema_params is None else self.ema_params
-    return complete(dataclasses.replace(self.trainer, cfg=cfg), params, prompts)
+    return Completer(dataclasses.replace(self.trainer, cfg=cfg), prompts).complete(params)
 
 
 def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[str, Run]:

@@ -162,6 +162,15 @@ class Engine:
     """Make all rows idle with a new state, since a failed program may have consumed the old one."""
     self._state = self._init_state()
 
+  def load(self, params: Any) -> None:
+    """Replace the parameters by `params`, of the same shapes and shardings, and reset."""
+    self._params = params
+    self.reset()
+
+  def unload(self) -> None:
+    """Free the memory of the parameters and rows until `load`; the programs stay compiled."""
+    self._params = self._state = None
+
   def _padded(self, length: int) -> int:
     return min(max(_MIN_PROMPT_LENGTH, 1 << (length - 1).bit_length()), self.max_length)
 

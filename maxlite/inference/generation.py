@@ -49,15 +49,33 @@ def run_generation(cfg: Config, argv: Sequence[str]) -> int:
   return 0
 
 
-def complete(trainer: Trainer, params: Any, prompts: Sequence[str]) -> list[str]:
-  """The completions of `prompts`, in order; raises UserError as the command does."""
-  cfg, tokenizer = trainer.cfg.generate, open_text_tokenizer(trainer.cfg)
-  requests = [_request(cfg, n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
-  engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
-  texts = dict.fromkeys(requests, "")
-  for request, text, _ in stream_completions(Batcher(engine), requests, tokenizer.decode, cfg.stop):
-    texts[request] += text
-  return list(texts.values())
+class Completer:
+  """Completes `prompts` with given parameters; only the first call compiles.
+
+  Raises:
+    UserError: as the command does.
+  """
+
+  def __init__(self, trainer: Trainer, prompts: Sequence[str]) -> None:
+    self._trainer, self._tokenizer = trainer, open_text_tokenizer(trainer.cfg)
+    cfg = trainer.cfg.generate
+    self._requests = [_request(cfg, n, p, self._tokenizer) for n, p in enumerate(prompts)]
+    self._engine: Engine | None = None
+
+  def complete(self, params: Any) -> list[str]:
+    """Return the completions of the prompts, in order; frees its memory on the devices."""
+    cfg, tokenizer = self._trainer.cfg, self._tokenizer
+    if self._engine is None:
+      stop_token_ids = tokenizer.stop_token_ids
+      self._engine = build_engine(self._trainer, params, stop_token_ids, self._requests)
+    else:
+      self._engine.load(inference_params(cfg.model, params))
+    batcher, texts = Batcher(self._engine), dict.fromkeys(self._requests, "")
+    stop = cfg.generate.stop
+    for request, text, _ in stream_completions(batcher, self._requests, tokenizer.decode, stop):
+      texts[request] += text
+    self._engine.unload()
+    return list(texts.values())
 
 
 def open_text_tokenizer(cfg: Config) -> Tokenizer:
@@ -159,13 +177,13 @@ class CompletionsCallback(Callback):
     if not cfg.checkpoint.enable_checkpointing or jax.process_count() > 1:
       raise UserError("callbacks=completions needs one process and enable_checkpointing=true")
     self._prompts = read_prompts(cfg.generate)
+    self._completer = Completer(context.trainer, self._prompts)
     self._file = JsonlWriter(context.folder / "completions.jsonl", context.first_step - 1)
 
   def on_checkpoint(self, step: int, state: TrainState) -> None:
     context, averages = self._context, averaged_params(state)
     params = state.params if averages is None else averages
-    texts = complete(context.trainer, params, self._prompts)
-    pairs = list(zip(self._prompts, texts, strict=True))
+    pairs = list(zip(self._prompts, self._completer.complete(params), strict=True))
     for prompt, text in pairs:
       self._file.write({"step": step, "prompt": prompt, "text": text})
     code = "\n\n".join(textwrap.indent(f"{prompt}{text}", "    ") for prompt, text in pairs)

@@ -1,6 +1,5 @@
 """Phases of a run: frozen parameters keep their bits, and resuming is exact."""
 
-import contextlib
 import functools
 import itertools
 import json
@@ -15,6 +14,7 @@ import pytest
 from tiny import (
   ROWS,
   VOCAB,
+  compilations,
   config_of,
   mesh_keys,
   place,
@@ -225,8 +225,8 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
     data, vocab_size=VOCAB, global_batch_size=rows, rows=range(rows), cache_directory=cache
   ).train_stream()
   streams = {True: of(own, 8), False: of(trainer.cfg.data, ROWS)}
-  state, compiled, rows = trainer.init_state(), [], []
-  with compilations(compiled):
+  state, rows = trainer.init_state(), []
+  with compilations() as compiled:
     for step in range(STEPS):
       batch = next(streams[step % 3 == 2])
       batch = to_global(batch, trainer.batch_sharding, batch.tokens_BT.shape)
@@ -251,15 +251,6 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
     config_of(**keys | {"phases": keys["phases"].replace("size: 1", "size: 2")})
   )
   assert trainer.flops_per_step[1] * 2 == whole.flops_per_step[1]
-
-
-@contextlib.contextmanager
-def compilations(found):
-  """Append an event to `found` whenever a program is compiled."""
-  listen = lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  yield
-  jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_indivisible_batch_names_the_phase():

@@ -7,11 +7,12 @@ import sys
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny import compilations
 from tiny_run import start
 
 import maxlite
 from maxlite import convert
-from maxlite.inference.generation import CompletionsCallback, complete
+from maxlite.inference.generation import Completer, CompletionsCallback
 from maxlite.metrics.writers import Writers
 from maxlite.training.callbacks import CallbackContext
 
@@ -58,7 +59,11 @@ def test_completions_are_those_of_the_checkpoints_parameters(run):
   lowered = [n for n in range(1, 5) if losses[n - 1] == min(losses[:n])]
   assert [row["step"] for row in rows] == sorted({*lowered, 2, 4})
   assert {row["prompt"] for row in rows} == {"to be"}
-  assert rows[-1]["text"] == complete(run.trainer, run.params, ["to be"])[0]
+  completer = Completer(run.trainer, ["to be"])
+  assert rows[-1]["text"] == completer.complete(run.params)[0]
+  with compilations() as found:
+    assert rows[-1]["text"] == completer.complete(run.params)[0]
+  assert not found
 
 
 def test_a_resumed_run_drops_completions_of_later_steps(run, tmp_path):

@@ -96,6 +96,16 @@ def fast_compilation(cache: Path) -> Iterator[None]:
   apply(before)
 
 
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+  """A list that gets an event whenever a program is compiled."""
+  found: list[str] = []
+  listen = lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield found
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def place(trainer: Trainer, batch: Batch) -> Batch:
   return to_global(batch, trainer.batch_sharding, trainer.batch_shape)
 
