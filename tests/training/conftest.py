@@ -1,5 +1,6 @@
 """Fixtures: compiler settings, a shared finished run, and folders for runs."""
 
+import os
 import shutil
 
 import pytest
@@ -9,7 +10,9 @@ from tiny_run import start
 
 @pytest.fixture(autouse=True, scope="package")
 def _settings(tmp_path_factory):
-  with fast_compilation(tmp_path_factory.mktemp("jax_cache")):
+  run = tmp_path_factory.getbasetemp()
+  run = run.parent if "PYTEST_XDIST_WORKER" in os.environ else run  # shared by the workers
+  with fast_compilation(run / "jax_cache"):
     yield
 
 

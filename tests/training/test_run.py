@@ -86,7 +86,7 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_used(finished, copy
 def test_resumes_on_another_mesh(finished, copy):
   for step in (6, 8):
     shutil.rmtree(copy / f"run/checkpoints/{step}")
-  code, output = start(copy, **mesh_keys("fsdp=2 tensor=2 data=2"))
+  code, output = start(copy, replica_check_period=2, **mesh_keys("fsdp=2 tensor=2 data=2"))
   assert (code, "resuming from the checkpoint of step 4" in output) == (0, True)
   rows, expected_rows = logged(copy), logged(finished[0])
   assert rows[:4] == expected_rows[:4]

@@ -1,6 +1,8 @@
 """Runs in this process, and their files."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import json
 import os
@@ -9,17 +11,19 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny import config_of
 
 from maxlite.config import Config
-from maxlite.config.schema import flatten
 from maxlite.ensemble import finalize
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.writers import read_rows
+from maxlite.optim import with_schedule_steps
 from maxlite.training import open_run, run_report
 from maxlite.training.run import run_training
+from maxlite.training.state import TrainState
 from maxlite.training.trainer import Trainer, build_trainer
 
 STEPS = 8
@@ -33,11 +37,13 @@ KEYS = {
   "log_period": 1,
   "eval_period": 4,
   "eval_steps": 2,
-  "replica_check_period": 4,
   "checkpoint_period": 2,
   "max_num_checkpoints_to_keep": STEPS,
   "enable_tensorboard": "false",
 }
+# Keys of the data that determine the shapes of batches.
+BATCH_KEYS = ("max_target_length", "per_device_batch_size", "global_batch_size")
+BATCH_KEYS += ("batch_size_schedule", "sequence_length_schedule")
 CLOCK = {"step_seconds", "tokens_per_second_per_device", "tflops_per_device", *Stopwatch().row()}
 
 
@@ -77,28 +83,39 @@ def empty_plots() -> Iterator[None]:
     yield
 
 
-# Keys that no program depends on.
-_FOLDERS = ("base_output_directory", "jax_cache_dir", "local_checkpoint_directory")
-_programs: dict[tuple, object] = {}
+_trainers: dict[str, Trainer] = {}
+_eval_steps: dict[tuple[str, bytes], Callable] = {}
 
 
 def trainer_with_shared_programs(cfg: Config) -> Trainer:
-  """A new trainer with the compiled steps of earlier ones of the same config in other folders."""
-  trainer = build_trainer(cfg)
-  keys = {name: str(value) for name, value in flatten(cfg).items() if name not in _FOLDERS}
-  keys.pop("eval_steps")  # a number of batches
-  key, build_eval_step = tuple(keys.items()), trainer.eval_step
+  """A new trainer with the compiled functions of earlier ones, which may differ in other keys."""
+  if cfg.phasing.phases:
+    return build_trainer(cfg)
+  optimizer = with_schedule_steps(cfg.optimizer, cfg.run.steps)
+  sizes = [getattr(cfg.data, name) for name in BATCH_KEYS]
+  key = repr((cfg.mesh, cfg.model, cfg.training, optimizer, sizes))
+  if key not in _trainers:
+    _trainers[key] = build_trainer(cfg)
+  shared = _trainers[key]
+  objective = dataclasses.replace(shared.objectives[0], data=cfg.data)
+  trainer = dataclasses.replace(shared, cfg=cfg, objectives=[objective])
 
   def eval_step(num_bytes_V: np.ndarray) -> Callable:
-    name = (*key, num_bytes_V.tobytes())
-    if name not in _programs:
-      _programs[name] = build_eval_step(num_bytes_V)
-    return _programs[name]
+    name = (key, num_bytes_V.tobytes())
+    if name not in _eval_steps:
+      _eval_steps[name] = shared.eval_step(num_bytes_V)
+    return _eval_steps[name]
 
-  vars(trainer)["eval_step"] = eval_step
-  if trainer.phase_plan is None:
-    vars(trainer)["train_step"] = _programs.setdefault(key, trainer.train_step)
+  def init_state(params: object = None) -> TrainState:
+    return _compiled_init(shared)(np.uint32(cfg.run.init_weights_seed), params)
+
+  vars(trainer).update(train_step=shared.train_step, eval_step=eval_step, init_state=init_state)
   return trainer
+
+
+@functools.cache
+def _compiled_init(trainer: Trainer) -> Callable:
+  return jax.jit(trainer.init, out_shardings=trainer.state_shardings, donate_argnums=1)
 
 
 @contextlib.contextmanager
