@@ -31,9 +31,11 @@ def main() -> int:
         sys.stdout.write(help_text("maxlite.convert", topic, USAGE))
         return 0
     folder = _pop_folder(command, argv)
-    cfg = load_config(argv, needs_data=False)  # report mistakes before JAX is imported
+    # Report mistakes before JAX is imported.
     if command[0] in ("to_hf", "to_peft"):
-      config_of_run(cfg, argv)
+      config_of_run(argv)
+    else:
+      load_config(argv, needs_data=False)
     from maxlite.hf.conversion import run_conversion
 
     return run_conversion(command[0], folder, argv)

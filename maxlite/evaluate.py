@@ -6,14 +6,13 @@ from maxlite.training.saved_run import main_run_config
 
 
 def main() -> int:
-  argv = sys.argv[1:]
-  cfg = main_run_config(argv, "maxlite.evaluate")
+  cfg = main_run_config(sys.argv[1:], "maxlite.evaluate")
   # Imports JAX: only after the command line is checked.
   from maxlite.training.evaluation import run_evaluation
   from maxlite.training.multi_host import join_hosts
 
   with join_hosts(cfg, "maxlite.evaluate") as cfg:
-    return run_evaluation(cfg, argv)
+    return run_evaluation(cfg)
 
 
 if __name__ == "__main__":

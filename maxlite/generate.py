@@ -6,12 +6,11 @@ from maxlite.training.saved_run import main_run_config
 
 
 def main() -> int:
-  argv = sys.argv[1:]
-  cfg = main_run_config(argv, "maxlite.generate")
+  cfg = main_run_config(sys.argv[1:], "maxlite.generate")
   # JAX is imported only after the command line is validated.
   from maxlite.inference.generation import run_generation
 
-  return run_generation(cfg, argv)
+  return run_generation(cfg)
 
 
 if __name__ == "__main__":

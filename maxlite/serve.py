@@ -2,16 +2,19 @@
 
 import sys
 
+from maxlite.config import exit_on_user_error
+from maxlite.inference.server.address import listen
 from maxlite.training.saved_run import main_run_config
 
 
 def main() -> int:
-  argv = sys.argv[1:]
-  cfg = main_run_config(argv, "maxlite.serve")
+  cfg = main_run_config(sys.argv[1:], "maxlite.serve")
+  with exit_on_user_error("maxlite.serve"):
+    listening = listen(cfg.serve.serve_host, cfg.serve.serve_port)
   # JAX is imported only after the command line is validated.
   from maxlite.inference.server.serving import run_serving
 
-  return run_serving(cfg, argv)
+  return run_serving(cfg, listening)
 
 
 if __name__ == "__main__":

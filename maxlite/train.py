@@ -11,6 +11,7 @@ def main() -> int:
   cfg = main_config(sys.argv[1:], "maxlite.train")
   with exit_on_user_error("maxlite.train"):
     folder = run_folder(cfg)
+    folder.require_writable()
     folder.config_changes(flatten(cfg))
     from maxlite.training.resumed_data import check_resumed_data  # imports NumPy
 

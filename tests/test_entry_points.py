@@ -5,6 +5,7 @@ import math
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,28 @@ def test_mistakes_in_a_run_folder_do_not_import_jax(untrained, program, argument
   assert (code, out) == (2, "")
   assert line.startswith(f"maxlite.{program}: ")
   assert message in line
+  assert not re.search(r"\| +jax$", imports, re.MULTILINE)
+
+
+def test_an_output_folder_that_is_a_file_is_found_without_jax(tmp_path):
+  (tmp_path / "file").touch()
+  argv = ["-X", "importtime", "-m", "maxlite.train", f"base_output_directory={tmp_path}/file/runs"]
+  code, out, imports = finish(open_process(*argv))
+  (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
+  assert (code, out) == (2, "")
+  assert f"{tmp_path}/file is a file): choose another base_output_directory" in line
+  assert not re.search(r"\| +jax$", imports, re.MULTILINE)
+
+
+def test_a_port_in_use_is_found_without_jax(tmp_path):
+  keys = [f"base_output_directory={tmp_path}", "run_name=run"]
+  save_resolved(load_config(keys), tmp_path / "run" / "config.yml")
+  (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+  with socket.create_server(("127.0.0.1", 0)) as other:
+    port = f"serve_port={other.getsockname()[1]}"
+    code, _, imports = finish(open_process("-X", "importtime", "-m", "maxlite.serve", *keys, port))
+  assert code == 2
+  assert f"{port}: Address already in use: choose another serve_port" in imports
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
 
 

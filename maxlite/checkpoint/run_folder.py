@@ -74,6 +74,20 @@ class RunFolder:
       write_atomically(self._run_id, secrets.token_hex(8))
     return self._run_id.read_text()
 
+  def require_writable(self) -> None:
+    """Raise UserError if the folder cannot be written, without creating it; see also `lock`."""
+    place = self.directory.absolute()
+    parent = next(path for path in (place, *place.parents) if path.exists())
+    if not parent.is_dir():
+      raise self._cannot_write(f"{parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+      raise self._cannot_write(f"no permission in {parent}")
+
+  def _cannot_write(self, reason: str | None) -> UserError:
+    return UserError(
+      f"{self.directory} cannot be written ({reason}): choose another base_output_directory"
+    )
+
   def lock(self) -> None:
     """Lock the folder for this process, until `unlock`, or until the process ends or is killed.
 
@@ -97,10 +111,7 @@ class RunFolder:
         "run_name"
       ) from None
     except OSError as error:
-      raise UserError(
-        f"{self.directory} cannot be written ({error.strerror}): choose another "
-        "base_output_directory"
-      ) from None
+      raise self._cannot_write(error.strerror) from None
     os.truncate(self._locked, 0)
     os.write(self._locked, f"process {os.getpid()} on {socket.gethostname()}".encode())
 

@@ -88,7 +88,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
 
 def to_hf(_: str, argv: Sequence[str]) -> str:
   """Export the latest checkpoint of the run named in `argv` to the folder `output_path`."""
-  cfg = config_of_run(load_config(argv, needs_data=False), argv)
+  cfg = config_of_run(argv)
   target = _require_new(os.path.expanduser(_output_path(cfg)), "output_path")
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   family, hf = find_family(model)
@@ -114,7 +114,7 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
 def to_peft(folder: str, argv: Sequence[str]) -> str:
   """Export the adapters of the run named in `argv`, for the base model in `folder`."""
   directory = local_folder(folder)
-  cfg = config_of_run(load_config(argv, needs_data=False), argv)
+  cfg = config_of_run(argv)
   target = _require_new(os.path.expanduser(_output_path(cfg)), "output_path")
   if not cfg.model.lora.lora_rank:
     raise UserError(

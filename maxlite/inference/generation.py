@@ -24,7 +24,6 @@ from maxlite.inference.sampling import SamplingParams
 from maxlite.metrics.writers import JsonlWriter
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.open_run import open_trained
-from maxlite.training.saved_run import config_of_run
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer
 
@@ -32,10 +31,9 @@ _LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reu
 Completions = Iterable[tuple[GenerationRequest, str, str]]  # as of `stream_completions`
 
 
-def run_generation(cfg: Config, argv: Sequence[str]) -> int:
+def run_generation(cfg: Config) -> int:
   """Stream the completion of a prompt, or write those of a file of prompts as JSON lines."""
   with exit_on_user_error("maxlite.generate"):
-    cfg = config_of_run(cfg, argv)
     prompts = read_prompts(cfg.generate)
     tokenizer = open_text_tokenizer(cfg)
     requests = [_request(cfg.generate, n, p, tokenizer) for n, p in enumerate(prompts)]

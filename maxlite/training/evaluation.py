@@ -3,7 +3,7 @@
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ from maxlite.metrics.step_row import bits_per_byte
 from maxlite.metrics.waits import report_wait
 from maxlite.training.document_loss import document_losses, loss_row
 from maxlite.training.open_run import open_trainer_data, open_weights
-from maxlite.training.saved_run import config_of_run, run_folder
+from maxlite.training.saved_run import run_folder
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer
 
 
-def run_evaluation(cfg: Config, argv: Sequence[str]) -> int:
+def run_evaluation(cfg: Config) -> int:
   """Print the loss of a checkpoint of the run over `eval_steps` held-out batches (-1: all)."""
   with exit_on_user_error("maxlite.evaluate"):
-    cfg = config_of_run(cfg, argv)
     trainer, params, averages, step = open_weights(cfg)
     result, data = evaluate_held_out(trainer, params, averages, cfg.observe.eval_steps)
   sums_DX = None

@@ -1,5 +1,6 @@
 """The folder and the config of a saved run; does not import JAX, so that mistakes end early."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -11,11 +12,10 @@ from maxlite.config.schema import flatten
 
 
 def main_run_config(argv: Sequence[str], program: str) -> Config:
-  """`main_config` for entry points that read a saved run: also exits if `config_of_run` fails."""
+  """`main_config` for entry points that read a saved run: `config_of_run`, with this process."""
   cfg = main_config(argv, program, needs_data=False)
   with exit_on_user_error(program):
-    config_of_run(cfg, argv)
-  return cfg
+    return dataclasses.replace(config_of_run(argv), hosts=cfg.hosts)
 
 
 def run_folder(cfg: Config) -> RunFolder:
@@ -27,16 +27,17 @@ def token_cache(cfg: Config) -> AnyPath:
   return to_path(cfg.data.token_cache_directory or join(cfg.run.base_output_directory, ".tokens"))
 
 
-def config_of_run(cfg: Config, argv: Sequence[str]) -> Config:
-  """Return the config with which the run named by `cfg` was trained, with the keys in `argv` set.
+def config_of_run(argv: Sequence[str]) -> Config:
+  """Return the config with which the run named in `argv` was trained, with the keys in `argv` set.
 
-  YAML files in `argv` are ignored: they would reset keys that the run was started with.
+  YAML files in `argv` only name the run: they would reset keys that it was started with.
 
   Raises:
     UserError: there is no such run or member, it has no checkpoint, or a key would change its
       model's shape.
   """
-  folder, name = run_folder(cfg), cfg.run.member
+  named = load_config(argv, needs_data=False)
+  folder, name = run_folder(named), named.run.member
   if not folder.config.exists():
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]

@@ -29,6 +29,7 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from starlette.testclient import TestClient
 
 from maxlite.inference.server import http_server
+from maxlite.inference.server.address import allowed_hosts, listen, url_host
 from maxlite.inference.server.http_api import Api
 
 
@@ -68,9 +69,9 @@ def served(engine_thread, template="", **keys):
     else None
   )
   api = Api(engine_thread, letters, chat, name="tiny", max_length=tiny.MAX_LENGTH, **keys)
-  app = api.build_app(http_server.allowed_hosts("127.0.0.1"))
+  app = api.build_app(allowed_hosts("127.0.0.1"))
   server = http_server.HttpServer(app, engine_thread, log_level="error")
-  with http_server.listen("127.0.0.1", 0) as listening:
+  with listen("127.0.0.1", 0) as listening:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     yield listening.getsockname()[1], engine_thread
@@ -390,7 +391,7 @@ def test_a_port_in_use_is_reported():
   with socket.create_server(("127.0.0.1", 0)) as other:
     port = other.getsockname()[1]
     with pytest.raises(ValueError, match=f"serve_port={port}: Address already in use: choose"):
-      http_server.listen("127.0.0.1", port)
+      listen("127.0.0.1", port)
 
 
 def test_half_a_surrogate_pair_is_accepted(service):
@@ -415,8 +416,8 @@ def test_pages_of_other_sites_are_rejected(service):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_the_printed_address_is_accepted(engine_thread, host):
   api = Api(engine_thread, Letters(), None, name="tiny", max_length=tiny.MAX_LENGTH)
-  client = TestClient(api.build_app(http_server.allowed_hosts(host)))
-  for address, status in ((http_server.url_host(host), 200), ("elsewhere.example", 400)):
+  client = TestClient(api.build_app(allowed_hosts(host)))
+  for address, status in ((url_host(host), 200), ("elsewhere.example", 400)):
     assert client.get("/health", headers={"host": f"{address}:8000"}).status_code == status
 
 

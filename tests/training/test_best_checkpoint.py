@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tiny_run import Output, checkpoint_steps, keys_in, logged, start
 
 import maxlite
-from maxlite.config import load_config
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.training.evaluation import run_evaluation
+from maxlite.training.saved_run import config_of_run
 
 LOSSES = st.lists(st.none() | st.sampled_from([math.nan, 1.0, 2.0, 3.0, 4.0]), max_size=12)
 
@@ -89,7 +89,7 @@ def evaluate(folder, which):
   argv = [f"{name}={keys_in(folder)[name]}" for name in names] + [f"load_checkpoint={which}"]
   output = Output()
   with contextlib.redirect_stdout(output):
-    assert run_evaluation(load_config(argv, needs_data=False), argv) == 0
+    assert run_evaluation(config_of_run(argv)) == 0
   return output.getvalue()
 
 

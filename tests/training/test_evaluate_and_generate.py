@@ -13,7 +13,7 @@ import maxlite
 from maxlite.config import load_config
 from maxlite.inference.generation import run_generation
 from maxlite.training.evaluation import evaluate, run_evaluation
-from maxlite.training.saved_run import config_of_run
+from maxlite.training.saved_run import config_of_run, main_run_config
 
 
 def evaluated(folder, *overrides):
@@ -22,7 +22,7 @@ def evaluated(folder, *overrides):
   argv = [f"{name}={keys_in(folder)[name]}" for name in names] + list(overrides)
   output = Output()
   with contextlib.redirect_stdout(output), shared_programs():
-    assert run_evaluation(load_config(argv, needs_data=False), argv) == 0
+    assert run_evaluation(config_of_run(argv)) == 0
   return output.getvalue()
 
 
@@ -51,7 +51,7 @@ def test_eval_documents_writes_the_loss_of_each_document(copy):
 def test_synthetic_data_without_documents_exits_with_one_line(finished, capsys):
   argv = [f"base_output_directory={finished[0]}", "run_name=run", "eval_documents=true"]
   with pytest.raises(SystemExit, match="2"):
-    run_evaluation(load_config(argv, needs_data=False), argv)
+    run_evaluation(config_of_run(argv))
   assert "dataset_type=synthetic has no documents: set" in capsys.readouterr().err
 
 
@@ -72,7 +72,7 @@ def test_only_keys_on_the_command_line_change_the_config_of_a_run(finished, tmp_
   argv = [str(file), "temperature=0.25"]
   cfg = load_config(argv, needs_data=False)
   assert cfg.observe.eval_steps == 7
-  saved = config_of_run(cfg, argv)
+  saved = config_of_run(argv)
   assert (saved.observe.eval_steps, saved.generate.temperature) == (2, 0.25)
   assert saved.model == config_of(**keys_in(finished[0])).model
 
@@ -88,7 +88,7 @@ def test_only_keys_on_the_command_line_change_the_config_of_a_run(finished, tmp_
 def test_a_missing_run_or_another_model_exits_with_one_line(finished, capsys, override, message):
   argv = [f"base_output_directory={finished[0]}", "run_name=run", override]
   with pytest.raises(SystemExit, match="2"):
-    run_evaluation(load_config(argv, needs_data=False), argv)
+    main_run_config(argv, "maxlite.evaluate")
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("maxlite.evaluate: ")
   assert message in line
@@ -122,10 +122,9 @@ def test_a_member_of_an_ensemble_is_evaluated_as_a_solo_run(finished, ensemble):
 )
 def test_an_ensemble_names_its_members(ensemble, capsys, member, message):
   argv = [f"base_output_directory={ensemble.parent}", "run_name=both", f"member={member}"]
-  for command in (run_evaluation, run_generation):
-    with pytest.raises(SystemExit, match="2"):
-      command(load_config(argv, needs_data=False), argv)
-    assert message in capsys.readouterr().err
+  with pytest.raises(SystemExit, match="2"):
+    main_run_config(argv, "maxlite.generate")
+  assert message in capsys.readouterr().err
   with pytest.raises(ValueError, match=r"load a member, such as .*both/members/a"):
     maxlite.load(ensemble)
 
@@ -133,7 +132,7 @@ def test_an_ensemble_names_its_members(ensemble, capsys, member, message):
 def test_generation_needs_a_tokenizer(finished, capsys):
   argv = [f"base_output_directory={finished[0]}", "run_name=run"]
   with pytest.raises(SystemExit, match="2"):
-    run_generation(load_config(argv, needs_data=False), argv)
+    run_generation(config_of_run(argv))
   assert "has no tokenizer" in capsys.readouterr().err
 
 
@@ -141,7 +140,7 @@ def generation_error(finished, capsys, *overrides):
   """Error line of `maxlite.generate`, for a run declared to be on text."""
   argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text", *overrides]
   with pytest.raises(SystemExit, match="2"):
-    run_generation(load_config(argv, needs_data=False), argv)
+    run_generation(config_of_run(argv))
   (line,) = capsys.readouterr().err.splitlines()
   return line
 

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 import maxlite
-from maxlite.config import load_config
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.conversion import to_hf
 from maxlite.training.open_run import open_trained, open_trainer_data
@@ -25,7 +24,7 @@ from maxlite.training.saved_run import config_of_run, run_folder
 def main() -> None:
   transformers.utils.logging.disable_progress_bar()
   argv = ["max_new_tokens=100", *sys.argv[1:]]
-  cfg = config_of_run(load_config(argv, needs_data=False), argv)
+  cfg = config_of_run(argv)
   with tempfile.TemporaryDirectory() as root:
     to_hf("", [*argv, f"output_path={root}/out"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/out").eval()

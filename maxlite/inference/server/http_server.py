@@ -1,7 +1,6 @@
 """The HTTP server: uvicorn with a limit on slow clients and a fast shutdown."""
 
 import asyncio
-import ipaddress
 import socket
 from typing import Any
 
@@ -9,7 +8,6 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from maxlite.config.errors import UserError
 from maxlite.inference.server.engine_thread import EngineThread
 
 HEADER_SECONDS = 10.0  # from a connection, or the previous response, to the next request's headers
@@ -46,40 +44,3 @@ class HttpServer(uvicorn.Server):
     """End the open requests with an error, then the connections."""
     self._engine_thread.fail_all(ConnectionError("the server is shutting down"))
     await super().shutdown(sockets)
-
-
-def listen(host: str, port: int) -> socket.socket:
-  """Return a socket that listens on host:port; clients wait until the server runs.
-
-  Raises:
-    UserError: the address cannot be bound.
-  """
-  try:
-    family, _, _, _, address = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    return socket.create_server(address[:2], family=family)  # type: ignore[arg-type]
-  except OSError as error:
-    raise UserError(
-      f"serve_host={host} serve_port={port}: {str(error.strerror).partition(' (')[0]}: choose "
-      "another serve_port (0: any free one), or an address of this machine"
-    ) from None
-
-
-def is_loopback(host: str) -> bool:
-  """Return whether only this machine can reach a server that listens on `host`."""
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return host == "localhost"
-
-
-def url_host(host: str) -> str:
-  """Return `host` as it is written in a URL: IPv6 addresses in brackets."""
-  return f"[{host}]" if ":" in host else host
-
-
-def allowed_hosts(host: str) -> list[str]:
-  """Return the Host headers to accept if the server listens on `host`.
-
-  On a loopback address other names are rejected: a web page could point them here (DNS rebinding).
-  """
-  return [url_host(host), "localhost", "127.0.0.1"] if is_loopback(host) else ["*"]

@@ -3,23 +3,23 @@
 import contextlib
 import datetime
 import os
+import socket
 import sys
-from collections.abc import Sequence
 
 from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine, open_text_tokenizer
+from maxlite.inference.server.address import allowed_hosts, is_loopback, url_host
 from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.training.open_run import open_trained
-from maxlite.training.saved_run import config_of_run
 
 _API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
 
 
-def run_serving(cfg: Config, argv: Sequence[str]) -> int:
-  """Serve until interrupted."""
+def run_serving(cfg: Config, listening: socket.socket) -> int:
+  """Serve on the socket `listening` until interrupted."""
   with exit_on_user_error("maxlite.serve"):
     try:
       from maxlite.inference.server import http_server
@@ -28,17 +28,15 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
       raise UserError(
         f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
       ) from None
-    cfg = config_of_run(cfg, argv)
-    host = cfg.serve.serve_host
-    listening = http_server.listen(host, cfg.serve.serve_port)
     tokenizer = open_text_tokenizer(cfg)
     trainer, params, _ = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
     engine = build_engine(trainer, params, (chat or tokenizer).stop_token_ids)
   engine.compile_ahead()  # not while the first client waits
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
+  host = cfg.serve.serve_host
   api_key = cfg.serve.serve_api_key or os.environ.get(_API_KEY_VARIABLE, "")
-  if not api_key and not http_server.is_loopback(host):
+  if not api_key and not is_loopback(host):
     sys.stderr.write(
       f"warning: serve_host={host} lets other machines use this server without a key: set "
       f"serve_api_key or {_API_KEY_VARIABLE}\n"
@@ -46,9 +44,9 @@ def run_serving(cfg: Config, argv: Sequence[str]) -> int:
   with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
     prompt, names = chat.prompt if chat else None, {"name": cfg.run.run_name, "api_key": api_key}
     api = Api(engine_thread, tokenizer, prompt, max_length=engine.max_length, **names)
-    app = api.build_app(http_server.allowed_hosts(host))
+    app = api.build_app(allowed_hosts(host))
     server = http_server.HttpServer(app, engine_thread)
-    address = f"{http_server.url_host(host)}:{listening.getsockname()[1]}"
+    address = f"{url_host(host)}:{listening.getsockname()[1]}"
     sys.stderr.write(f"serving {cfg.run.run_name} on http://{address}/\n")
     with contextlib.suppress(KeyboardInterrupt):
       server.run([listening])
