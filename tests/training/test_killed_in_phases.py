@@ -26,7 +26,7 @@ def test_run_killed_across_phases_equals_uninterrupted_run(tmp_path):
   for _ in range(3):
     done = subprocess.run(command, check=False, **options)
     if (
-      "the run was done after" not in done.stderr
+      "the run ended after" not in done.stderr
     ):  # else the run ended before the last kill: the machine was busier at the start
       break
   assert done.returncode == 0, done.stdout + done.stderr

@@ -42,7 +42,7 @@ def main() -> int:
     print(
       f"uninterrupted: parameters {expected}, {startup:.0f} s to start and {steps:.0f} s of steps"
     )
-    longest = startup + window(startup, 0.8 * steps / options.kills)
+    longest = startup + min(window(startup, 0.8 * steps / options.kills), steps / 2)
     checkpoints = join(folder, "killed", "checkpoints")
     num_kills = kill_often([*command, "run_name=killed"], checkpoints, options.kills, longest, draw)
     if num_kills < options.kills:
