@@ -81,6 +81,13 @@ class CommandLine:
       raise UserError(f"command line: {argument} is neither a YAML file nor key=value; {hint}")
 
 
+def without_files(argv: Sequence[str]) -> list[str]:
+  """The assignments and flags of `argv`, as arguments."""
+  line = CommandLine.split(argv)
+  assignments = [f"{setting.name}={setting.raw}" for setting in line.assignments]
+  return assignments + [f"--{setting.name}={setting.raw}" for setting in line.flags]
+
+
 def help_text(program: str, topic: str, usage: str = USAGE) -> str:
   """Usage and keys with their doc, type, range and default, by section.
 

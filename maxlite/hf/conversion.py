@@ -20,6 +20,7 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, load_config, read_saved, save_keys, save_resolved
+from maxlite.config.command_line import without_files
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import new_folder
 from maxlite.config.local_copy import local_folder
@@ -145,8 +146,7 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   dense: Config = build(Config, read_saved(folder.config))
   stored = _stored_parameters(requested)
-  typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
-  cfg = upcycled_config(dense, typed, _output_path(requested))
+  cfg = upcycled_config(dense, without_files(argv), _output_path(requested))
   target = _new_run(cfg)
   abstract = abstract_params(cfg.model)
   params = upcycled_params(stored, abstract, cfg)

@@ -61,7 +61,7 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
   keys = {"base_moe_mlp_dim": dense.model.base_mlp_dim, "model_name": ""}
   keys |= KEYS | MIXTURES[block]
   defaults = flatten(dense) | keys
-  cfg = load_config([*argv, f"run_name={run_name}"], defaults=defaults, needs_data=False)
+  cfg = load_config([*argv, f"--run_name={run_name}"], defaults=defaults, needs_data=False)
   now, before = flatten(cfg.model), flatten(dense.model) | keys
   for name in set(now) - EXECUTION - FREE:
     if now[name] != before[name]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
+from maxlite.config.command_line import without_files
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import AnyPath, join, to_path
 from maxlite.config.schema import flatten
@@ -40,7 +41,7 @@ def config_of_run(argv: Sequence[str]) -> Config:
   folder, name = run_folder(named), named.run.member
   if not folder.config.exists():
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
-  typed = [word for word in argv if not word.endswith((".yml", ".yaml"))]
+  typed = without_files(argv)
   if folder.member_names() or name:
     parent, folder = join(folder.place, "members"), folder.member(name)
     typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={name}"]

@@ -18,7 +18,7 @@ from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
-from maxlite.config import load_config
+from maxlite.config import load_config, read_saved
 from maxlite.config.schema import CheckpointConfig
 from maxlite.hf.conversion import read_merged
 from maxlite.hf.hf_checkpoint import params_from_hf
@@ -144,8 +144,10 @@ def test_an_upcycled_model_computes_the_same_function(root, monkeypatch, dense):
   overrides, mixture = (f"run_name={dense}", f"base_output_directory={root}"), f"mixture_of_{dense}"
   if not (root / dense).exists():
     assert converted(monkeypatch, "from_hf", FIXTURES / dense, *overrides) == 0
-  target = (f"output_path={mixture}", "num_experts=4")
-  assert converted(monkeypatch, "upcycle", *overrides, *target) == 0
+  target = (f"output_path={mixture}", "num_experts=4", "prompt=see a.yml")
+  flags = [f"--{each}" for each in (*overrides, *target)]
+  assert converted(monkeypatch, "upcycle", *flags) == 0
+  assert read_saved(root / mixture / "config.yml")["prompt"] == "see a.yml"
   np.testing.assert_allclose(logits_of(root / mixture), logits_of(root / dense), atol=1e-5)
   overrides = (f"run_name={mixture}", overrides[1], f"output_path={root / mixture}_out")
   assert converted(monkeypatch, "to_hf", *overrides) == 0

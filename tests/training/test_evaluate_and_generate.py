@@ -150,6 +150,7 @@ def generation_error(finished, capsys, *overrides):
   [
     ("top_p=0", "top_p=0.0 must be above 0"),
     ("prompt_file=none.jsonl", "prompt_file=none.jsonl is not a file"),
+    ("prompt_file=none.yml", "prompt_file=none.yml is not a file"),
     ("num_speculative_tokens=1", "exceeds num_draft_heads=0"),
     ("max_new_tokens=99", "max_target_length=16, the longest sequence in training"),
   ],
