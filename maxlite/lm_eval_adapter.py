@@ -10,7 +10,6 @@ import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ except ImportError as error:
   message = f"maxlite.lm_eval_adapter needs {error.name}: pip install 'maxlite[lm_eval]'"
   raise (SystemExit if __name__ == "__main__" else ImportError)(message) from None
 
-from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, read_saved
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig, build
@@ -32,7 +30,7 @@ from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row
 from maxlite.data.tokenizers.tokenizer import open_tokenizer
 from maxlite.hf.hf_tokenizer import tokenizer_keys
-from maxlite.hf.load_model import load
+from maxlite.hf.load_model import load, open_folder
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest
@@ -81,7 +79,7 @@ class MaxliteLM(TemplateLM):
     super().__init__()
     del device, max_batch_size
     self._model, self._params = load(path, dtype=dtype, mesh=mesh)
-    data, trained_length = _data_config(Path(path).expanduser())
+    data, trained_length = _data_config(str(path))
     self._tokenizer = open_tokenizer(data)
     self.max_length, self.max_gen_toks = max_length or trained_length, max_gen_toks
     if not self.max_length:
@@ -217,10 +215,11 @@ class MaxliteLM(TemplateLM):
     return pad_row(ids[:-1], targets, np.array([len(targets)]), size)
 
 
-def _data_config(folder: Path) -> tuple[DataConfig, int]:
+def _data_config(path: str) -> tuple[DataConfig, int]:
   """Return (data config with the tokenizer, maximum length or 0 if undefined)."""
-  if RunFolder(folder).config.is_file():
-    cfg: Config = build(Config, read_saved(RunFolder(folder).config))
+  folder, run = open_folder(path)
+  if run and run.config.is_file():
+    cfg: Config = build(Config, read_saved(run.config))
     return cfg.data, cfg.data.max_target_length
   keys = tokenizer_keys(folder)
   if not keys:

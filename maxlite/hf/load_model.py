@@ -86,11 +86,7 @@ def load(
   name = None if dtype is None else jnp.dtype(dtype).name
   if name not in (None, *FLOAT_TYPES):
     raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
-  if path.startswith(HUB):
-    folder, run = local_folder(path), None
-  else:
-    run = RunFolder(os.path.expanduser(path))
-    folder = run.directory
+  folder, run = open_folder(path)
   if names := run.member_names() if run else []:
     raise UserError(f"{path} is an ensemble: load a member, such as {path}/members/{names[0]}")
   if run and run.config.is_file():
@@ -100,6 +96,14 @@ def load(
   else:
     raise UserError(f"{path} is not a run folder (config.yml) and has no config.json: correct it")
   return LoadedModel(trainer.cfg.model, trainer.model, trainer.sharder), params
+
+
+def open_folder(path: str) -> tuple[Path, RunFolder | None]:
+  """Return (folder on this machine, run folder, unless `path` is of the Hugging Face Hub)."""
+  if path.startswith(HUB):
+    return local_folder(path), None
+  run = RunFolder(os.path.expanduser(path))
+  return run.directory, run
 
 
 def trainer_of_model(

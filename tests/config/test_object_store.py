@@ -9,6 +9,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.local_copy import local_folder, local_tokenizer
 from maxlite.config.object_store import filesystem, join, list_files, list_names, upload
 from maxlite.data.sources.file_paths import expand_paths
+from maxlite.hf.load_model import open_folder
 
 
 @pytest.mark.parametrize("look_up", [list_files, list_names])
@@ -59,6 +60,13 @@ def test_join_keeps_both_slashes_of_a_uri():
   assert join("s3://bucket/runs/", "a", "b") == join("s3://bucket/runs", "a", "b")
   assert join("s3://bucket/runs", "a", "b") == "s3://bucket/runs/a/b"
   assert join("./runs", "a") == "runs/a"
+
+
+def test_a_folder_of_the_hub_is_not_a_run_folder(hub, tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert open_folder("hf://datasets/me/texts") == (hub, None)
+  folder, run = open_folder("~/runs/mine")
+  assert (folder, run.config) == (tmp_path / "runs/mine", tmp_path / "runs/mine/config.yml")
 
 
 def test_hub_paths_are_files_of_its_cache(hub):
