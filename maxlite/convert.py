@@ -36,6 +36,10 @@ def main() -> int:
       config_of_run(argv)
     else:
       load_config(argv, needs_data=False)
+    if command[0] == "from_hf" and "://" not in folder:
+      from maxlite.hf.hf_folder import read_config  # imports NumPy
+
+      read_config(Path(folder).expanduser())
     from maxlite.hf.conversion import run_conversion
 
     return run_conversion(command[0], folder, argv)

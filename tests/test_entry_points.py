@@ -144,6 +144,7 @@ def test_an_interrupt_during_imports_is_one_line(program, tmp_path):
   keys = [f"base_output_directory={tmp_path}", "run_name=run"]
   save_resolved(load_config(keys), tmp_path / "run" / "config.yml")
   (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+  (tmp_path / "config.json").write_text("{}")
   command = ["from_hf", tmp_path] if program == "convert" else []
   path = os.pathsep.join([str(tmp_path), str(ROOT)])
   arguments = ["-m", f"maxlite.{program}", *command, *keys]
@@ -190,6 +191,15 @@ def test_an_output_folder_that_is_a_file_is_found_without_jax(tmp_path):
   (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
   assert (code, out) == (2, "")
   assert f"{tmp_path}/file is a file): choose another base_output_directory" in line
+  assert not re.search(r"\| +jax$", imports, re.MULTILINE)
+
+
+def test_a_missing_folder_to_import_is_found_without_jax():
+  argv = ["-X", "importtime", "-m", "maxlite.convert", "from_hf", "OWNER/NAME", "run_name=x"]
+  code, out, imports = finish(open_process(*argv))
+  (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
+  assert (code, out) == (2, "")
+  assert "OWNER/NAME is not a folder: to import a model of the Hugging Face Hub, download" in line
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
 
 

@@ -12,14 +12,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxlite.config.errors import UserError
 
 DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16")}
-DTYPES["BF16"] = np.dtype(jnp.bfloat16)
+DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PACKED = {"U8": np.dtype("uint8")}  # of packed weights (mxfp4.py)
 ALIGNMENT = 8  # [bytes] of the first tensor in a file

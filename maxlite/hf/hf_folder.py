@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import split_state_dict_into_shards_factory
 
 from maxlite.checkpoint.safetensors import TensorEntry, TensorFile, read_header
 from maxlite.config.errors import UserError
@@ -70,6 +69,8 @@ class FolderWriter:
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     shard_bytes: int = SHARD_BYTES,
   ):
+    from huggingface_hub import split_state_dict_into_shards_factory  # slow to import
+
     split = split_state_dict_into_shards_factory(
       dict(tensors),
       get_storage_size=lambda tensor: math.prod(tensor[1]) * tensor[0].itemsize,
