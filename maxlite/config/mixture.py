@@ -10,7 +10,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import DEFAULTS, KEYS, Config, DataConfig
 from maxlite.config.validation import validate
-from maxlite.config.values import Setting, parse_as, suggest
+from maxlite.config.values import Setting, parse_entry, suggest
 
 # Key of an entry -> key of the schema; only in the first entry of a source.
 _DATA_KEYS = {
@@ -19,14 +19,15 @@ _DATA_KEYS = {
   "text_column": "text_column",
   "eval_path": "eval_dataset_path",
 }
-# Type and range of the other keys.
-_NUMBERS: dict[str, tuple[type, ConfigField]] = {
+# Type and range of all keys.
+_KEYS: dict[str, tuple[Any, ConfigField]] = {
+  "name": (str, ConfigField("")),
+  **{name: (KEYS[key].type, KEYS[key].field) for name, key in _DATA_KEYS.items()},
   "weight": (float, ConfigField("", low=0)),
   "from_step": (int, ConfigField("", low=0)),
   "max_epochs": (float, ConfigField("", low=1e-3)),
 }
 _WEIGHT_KEYS = ("name", "weight", "from_step")  # of the later entries of a source
-_KEYS = ("name", *_DATA_KEYS, *_NUMBERS)
 _NAME = re.compile(r"\w[\w.-]*")
 _FORM = "write {name: NAME, path: [FILES], weight: 1}"
 
@@ -91,20 +92,13 @@ def _parse(raw: FrozenMapping, source: str) -> _Entry:
   name = raw.get("name")
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     raise UserError(f"{source}: has no name of letters, digits, '.', '_' and '-'; {_FORM}")
-  settings = [Setting(key, value, f"{source}: {name}") for key, value in raw.items()]
-  for setting in settings:
-    if setting.name not in _KEYS:
-      raise setting.error(f"is not a key of a source; {suggest(setting.name, _KEYS)}")
+  for key in raw:
+    if key not in _KEYS:
+      unknown = Setting(key, raw[key], f"{source}: {name}")
+      raise unknown.error(f"is not a key of a source; {suggest(key, _KEYS)}")
   if "weight" not in raw:
     raise UserError(f"{source}: {name} has no weight; {_FORM}")
-  return _Entry(name, {each.name: _value(each) for each in settings}, source)
-
-
-def _value(setting: Setting) -> Any:
-  if setting.name in _NUMBERS:
-    return parse_as(setting, *_NUMBERS[setting.name])
-  key = KEYS[_DATA_KEYS[setting.name]] if setting.name in _DATA_KEYS else None
-  return parse_as(setting, key.type, key.field) if key else setting.raw
+  return _Entry(name, parse_entry(raw, _KEYS, f"{source}: {name}"), source)
 
 
 def _source(data: DataConfig, entries: list[_Entry]) -> MixtureSource:

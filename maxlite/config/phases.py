@@ -20,7 +20,7 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.validation import SCHEDULE_KEYS, validate
-from maxlite.config.values import Setting, parse, parse_as, suggest
+from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
 
 # Not per phase.
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
@@ -82,8 +82,7 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
 def initial_phases_of(cfg: Config) -> dict[str, int]:
   """{phase: steps} of the phases that run before the alternation."""
   raws = cfg.phasing.initial_phases
-  settings = (Setting(name, raw, "initial_phases") for name, raw in raws.items())
-  return {setting.name: parse_as(setting, *_STEPS) for setting in settings}
+  return parse_entry(raws, dict.fromkeys(raws, _STEPS), "initial_phases")
 
 
 def reads_same_documents(run: DataConfig, phase: DataConfig) -> bool:
@@ -201,5 +200,4 @@ def _until(setting: Setting) -> UntilConfig:
     raise setting.error(f"is not a complete condition; {form}")
   if set(raw) - set(_UNTIL_KEYS) or len({"patience", "below", "above"} & set(raw)) != 1:
     raise setting.error(f"is not a condition; {form}")
-  values = (Setting(key, value, setting.source) for key, value in raw.items())
-  return UntilConfig(**{value.name: parse_as(value, *_UNTIL_KEYS[value.name]) for value in values})
+  return UntilConfig(**parse_entry(raw, _UNTIL_KEYS, setting.source))

@@ -132,11 +132,8 @@ def _layers(v: Values) -> Rules:
   yield others <= 0, keys, f"leaves no MoE layer; write {fix}"
   fix = f"write interleave_moe_layer_step={_largest_divisor(others, v.interleave_moe_layer_step)}"
   keys = f"interleave_moe_layer_step {keys}"
-  yield (
-    others % v.interleave_moe_layer_step,
-    keys,
-    f"does not divide the {others} other layers; {fix}",
-  )
+  text = f"does not divide the {others} other layers; {fix}"
+  yield others % v.interleave_moe_layer_step, keys, text
 
 
 def _router(v: Values) -> Rules:

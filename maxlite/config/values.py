@@ -7,7 +7,7 @@ parsed in one place: `3e-4`, `010` or `yes` mean the same wherever they are writ
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import yaml
@@ -86,6 +86,14 @@ def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> An
     if violation := _violation(setting.name, kind, field, element):
       raise setting.error(violation)
   return value
+
+
+def parse_entry(
+  raw: FrozenMapping, kinds: Mapping[str, tuple[Any, ConfigField]], source: str
+) -> dict[str, Any]:
+  """`parse_as` of the values of a mapping, whose keys have type and range in `kinds`."""
+  settings = (Setting(key, value, source) for key, value in raw.items())
+  return {setting.name: parse_as(setting, *kinds[setting.name]) for setting in settings}
 
 
 def find_key(setting: Setting) -> SchemaKey:

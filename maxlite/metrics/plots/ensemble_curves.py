@@ -34,9 +34,8 @@ LARGE_RANGE = 10  # a larger ratio of values gives a log scale
 MAX_TICKS = 8  # per axis of the parallel coordinates
 # From dark to light, without the lightest fifth, which is invisible on white.
 BEST_TO_WORST = ListedColormap(colormaps["viridis"](np.linspace(0, 0.82, 256)))
-MIN_BIN_TOKENS = (
-  30  # a bin with fewer is not drawn: the standard error of its accuracy is up to 0.1
-)
+# A bin with fewer is not drawn: the standard error of its accuracy is up to 0.1.
+MIN_BIN_TOKENS = 30
 METHOD_COLORS = ("#2a6fbb", "#d95f02", "#1b9e77", "#b5338a", "#8c6d1f", "#555555")
 
 
