@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run lint, type checks and all tests. Needs only Python >= 3.11. Arguments go to pytest.
+# Run lint, type checks and all tests, except those against transformers (`-m hf`, see .ci/run).
+# Needs only Python >= 3.11. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/venv.sh
@@ -9,4 +10,5 @@ fill_venv .venv "$python" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/pytest -n "$(getconf _NPROCESSORS_ONLN)" "$@"
+# One process more than processors, since tests that start processes wait for them.
+.venv/bin/pytest -n "$(($(getconf _NPROCESSORS_ONLN) + 1))" -m "not slow and not hf" "$@"

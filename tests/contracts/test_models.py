@@ -172,7 +172,7 @@ def test_every_parameter_gets_a_gradient(family):
 
 def test_layers_are_initialized_differently():
   key = jax.random.key(0, impl="unsafe_rbg")  # compiles fastest
-  params = meta.unbox(jit(model_of("deepseek").init)(key, *BATCH)["params"])
+  params = jax.device_get(meta.unbox(jit(model_of("deepseek").init)(key, *BATCH)["params"]))
   for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
     equal = "scale" in str(path) or "bias" in str(path)
     assert equal or (leaf[0] != leaf[1]).any(), path

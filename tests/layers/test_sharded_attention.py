@@ -39,6 +39,7 @@ def value_and_gradients(function, do, operands):
   return o, *vjp(do)
 
 
+@functools.cache
 def reference_results(num_groups, window=0, soft_cap=0.0, sinks=False):
   segment_BT, do, operands = make_operands(num_groups)
 

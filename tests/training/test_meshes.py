@@ -10,9 +10,9 @@ from tiny import mesh_keys, place, take_steps, trainer_of, uneven_batch
 from maxlite.checkpoint.checksum import tree_hash
 
 REPLICATED = "ensemble=8"  # every device computes the whole batch, as one device would
-# Every mesh axis for one family; for the other, the meshes that shard its special layers.
+# For one family the meshes that shard its special layers, for both together every mesh axis.
 MESHES = {
-  "llama": ("data=8", "fsdp=4 tensor=2", "ensemble=2 fsdp=4"),
+  "llama": ("fsdp=4 tensor=2", "ensemble=2 fsdp=4"),
   "mixtral": ("fsdp=8", "fsdp=4 tensor=2", "data=2 fsdp=2 context=2", "expert=4 fsdp=2"),
 }
 KEYS = {"z_loss_multiplier": 1e-3, "router_jitter": 0.2}
