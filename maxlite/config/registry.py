@@ -84,11 +84,11 @@ GROUPED_MATMUL_BACKENDS = _registry(
 ENSEMBLE_STRATEGIES = Registry(
   stacked="maxlite.ensemble.engines.stacked:build_stacked",
   fused="maxlite.ensemble.engines.stacked:build_fused",
-  padded="maxlite.ensemble.engines.stacked:build_padded",
   switched="maxlite.ensemble.engines.switched:SwitchEngine",
   submesh="maxlite.ensemble.engines.submesh:SubmeshEngine",
   processes="maxlite.ensemble.engines.processes:ProcessEngine",
 )
+REMOVED_STRATEGIES = ("padded",)  # accepted as `auto`
 # ensemble_executor -> () -> WorkerExecutor; see ensemble/worker_pool.py.
 ENSEMBLE_EXECUTORS = Registry(
   local="maxlite.ensemble.worker_process:LocalExecutor",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.ensemble_metrics import Prediction, summarize, uniform_weights
 from maxlite.ensemble.member_program import (
@@ -76,7 +77,9 @@ class Ensemble:
     name, count = Counter(self.names).most_common(1)[0]
     if count > 1:
       raise UserError(f"two members are called {name}; give each a different name")
-    if strategy not in ("auto", *ENSEMBLE_STRATEGIES):
+    if strategy in REMOVED_STRATEGIES:
+      warnings.warn(f"strategy {strategy} was removed: use auto", FutureWarning, stacklevel=2)
+    elif strategy not in ("auto", *ENSEMBLE_STRATEGIES):
       known = ", ".join(("auto", *ENSEMBLE_STRATEGIES))
       raise UserError(f"no strategy {strategy!r}; choose one of {known}")
 
@@ -158,7 +161,7 @@ class Ensemble:
       yield
     except UserError:
       raise
-    except Exception as error:
+    except Exception as error:  # a user's module may raise any; raised again if not explained
       check_not_donated(state)
       if batch is not None and abstract_tree(batch) != self._batch:
         shapes = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), tree)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlite.config.errors import UserError
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.jaxpr_comparison import JaxprMismatchError
 
@@ -39,7 +39,6 @@ DEVICE_COSTS = {
 CORES_PER_PROGRAM = 1.5  # of two, that XLA:CPU keeps busy with one program
 CLOSE = 1.05  # estimates within this factor are equal
 _PRINTED_WIDTH = 110
-ONLY_BY_NAME = ("padded",)  # slower than `fused`, and does not support all operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +98,17 @@ class Plan:
 
 
 def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Plan, EnsembleEngine]:
-  """(plan, engine) of `strategy`; `auto` takes the fastest that fits, but none of ONLY_BY_NAME.
+  """(plan, engine) of `strategy`; `auto` takes the fastest that fits.
+
+  A removed strategy is `auto`, and the plan's reason begins with that.
 
   Raises:
     UserError: the strategy does not support these members, or none fits `memory_gb`.
   """
-  estimates, engines = [], {}
-  automatic = [name for name in ENSEMBLE_STRATEGIES if name not in ONLY_BY_NAME]
-  for name in automatic if strategy == "auto" else [strategy]:
+  estimates, engines, note = [], {}, ""
+  if strategy in REMOVED_STRATEGIES:
+    strategy, note = "auto", f"{strategy} was removed, auto replaces it: "
+  for name in ENSEMBLE_STRATEGIES if strategy == "auto" else [strategy]:
     try:
       engines[name] = ENSEMBLE_STRATEGIES[name](request)
       estimates.append(estimate(name, engines[name], request))
@@ -127,7 +129,7 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
   fastest = [e for e in fitting if e.step_seconds <= least * CLOSE]  # in order of simplicity
   best = min(fastest, key=lambda e: e.compile_seconds)
   reason = "as configured" if strategy != "auto" else _reason(best, fitting)
-  return Plan(estimates, best.strategy, reason), engines[best.strategy]
+  return Plan(estimates, best.strategy, note + reason), engines[best.strategy]
 
 
 def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> StrategyEstimate:

@@ -189,7 +189,7 @@ MISTAKES = {
     "ensemble_executor=ray",
     "ensemble_strategy=processes",
   ),
-  ("members=[{}]", "ensemble_strategy=padded", "ensemble_num_workers=2"): (
+  ("members=[{}]", "ensemble_strategy=fused", "ensemble_num_workers=2"): (
     "ensemble_num_workers=2",
     "ensemble_strategy=processes",
   ),

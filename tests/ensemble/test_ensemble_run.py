@@ -49,7 +49,6 @@ ONE_EACH = {"ici_ensemble_parallelism": 8, "ici_fsdp_parallelism": 1}
 CASES = {
   "stacked": (f"[{ALIKE}]", {"ici_ensemble_parallelism": 2}),
   "fused": (f"[{FAST}, {SIZES}]", ONE_EACH),
-  "padded": (f"[{ALIKE}, {SIZES}]", ONE_EACH),
   "switched": (f"[{ALIKE}, {MOE}]", ONE_EACH),
   "submesh": (f"[{ALIKE}, {MOE}]", {}),
 }
@@ -121,7 +120,6 @@ def test_every_strategy_has_a_case():
 PROBED = {
   "stacked": ("slow", "fast"),
   "fused": ("fast",),
-  "padded": ("fast", "deep"),
   "switched": ("fast", "moe"),
   "submesh": ("fast", "moe"),
 }

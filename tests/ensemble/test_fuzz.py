@@ -18,8 +18,8 @@ from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
 
 STEPS = 3
-STRATEGIES = ("auto", "fused", "padded", "stacked", "submesh", "switched")
-MAY_REFUSE = ("padded", "stacked", "switched")
+STRATEGIES = ("auto", "fused", "stacked", "submesh", "switched")
+MAY_REFUSE = ("stacked", "switched")
 NUM_DRAWS, NUM_SLOW_DRAWS, BLOCK = 60, 2000, 20
 TOLERANCE = 2e-5  # of losses, relative to the largest
 BATCHES = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)

@@ -96,17 +96,12 @@ def test_among_equally_fast_strategies_the_fastest_to_compile_is_chosen():
   assert of(plan, plan.strategy).compile_seconds == first
 
 
-def test_padding_reduces_the_useful_share():
-  models = [MLP(4), MLP(16)]
-  assert of(planned(models, 1), "fused").useful_share == 1
-  padded = of(planned(models, 1, strategy="padded"), "padded")
-  assert padded.useful_share == pytest.approx((4 + 16) / (2 * 16))
-
-
-def test_padding_is_not_chosen_automatically():
-  plan = planned([MLP(4), MLP(5)], 1)
-  assert plan.strategy == "fused"
-  assert "padded" not in [e.strategy for e in plan.estimates]
+def test_a_removed_strategy_is_replaced_and_the_plan_reports_it():
+  models = [MLP(4), MLP(5)]
+  with pytest.warns(FutureWarning, match="strategy padded was removed: use auto"):
+    plan = planned(models, 1, strategy="padded")
+  assert plan.strategy == planned(models, 1).strategy == "fused"
+  assert "padded was removed, auto replaces it" in str(plan.table())
 
 
 def test_state_bytes_are_of_the_fullest_device():

@@ -40,7 +40,7 @@ def why_not(family: str, strategy: str, num_devices: int) -> str:
     return "a device per member"
   if strategy == "stacked" and family == "sizes":
     return r"shape of params/.*: \(4,\) in m0, \(6,\) in m1"
-  if strategy in ("stacked", "padded") and family == "structures":
+  if strategy == "stacked" and family == "structures":
     return "opt_state/0/count is only in m0, params/Dense_2/bias is only in deep"
   return ""
 
@@ -54,10 +54,8 @@ ON = [
 # Cases that run the same code as another case of the family or strategy.
 SLOW = {
   ("numbers", "stacked", 1),
-  ("numbers", "padded", 8),
   ("numbers", "fused", 1),
   ("numbers", "submesh", 8),
-  ("sizes", "padded", 1),
   ("numbers", "switched", 8),
   ("numbers", "submesh", 1),
   ("sizes", "fused", 1),
@@ -110,9 +108,10 @@ def test_members_that_are_not_stacked_are_bitwise_equal(strategy, num_devices):
     assert largest_error(got.end[z], variables_of(state)) == 0
 
 
-@pytest.mark.parametrize(("source", "target"), [("padded", "submesh"), ("switched", "padded")])
+@pytest.mark.parametrize(("source", "target"), [("fused", "submesh"), ("switched", "fused")])
 def test_states_move_between_strategies(source, target):
-  source, target = (together("sizes", strategy, 8) for strategy in (source, target))
+  num_devices = {"fused": 1, "switched": 8, "submesh": 8}
+  source, target = (together("sizes", s, num_devices[s]) for s in (source, target))
   given = source.ensemble.member_states(source.state)
   with jax.numpy_dtype_promotion("standard"):
     taken = target.ensemble.load_states(given)
@@ -138,23 +137,6 @@ def test_own_batches(family, strategy):
       losses.append(np.asarray(metrics["loss"]))
   want = [train_alone(member, first=5 * z)[0] for z, member in enumerate(members)]
   assert largest_error(np.stack(losses, axis=1), np.stack(want)) <= TOLERANCE
-
-
-def test_dropout_of_different_sizes_is_rejected():
-  """Random bits depend on the array size, so a padded array would have different ones."""
-
-  class Dropped(nn.Module):
-    width: int
-
-    @nn.compact
-    def __call__(self, x_BTD):
-      x_BD = nn.Dense(self.width)(x_BTD[:, 0])
-      return nn.Dense(1)(nn.Dropout(0.5, deterministic=False)(x_BD))
-
-  members = [Member(Dropped(width), optax.sgd(1e-2)) for width in (2, 3)]
-  with pytest.raises(ValueError, match=r"strategy padded cannot serve.*random_bits") as error:
-    Ensemble(members, loss, strategy="padded").init(batch(0))
-  assert "\n" not in str(error.value)
 
 
 class Slots(nn.Module):
@@ -184,11 +166,6 @@ class Segments(nn.Module):
 @pytest.mark.parametrize("module", [Slots, Segments])
 def test_members_that_index_by_different_sizes(module):
   members = [Member(module(size), optax.adam(1e-2), seed=size) for size in (3, 5)]
-  with pytest.raises(
-    ValueError, match=r"padded cannot serve.* shape of arange.*; use fused"
-  ) as error:
-    Ensemble(members, loss, strategy="padded").init(batch(0))
-  assert "\n" not in str(error.value)
   ensemble, losses = Ensemble(members, loss, devices=jax.devices()[:1]), []
   state = ensemble.init(batch(0))
   assert ensemble.plan.strategy == "fused"

@@ -54,21 +54,16 @@ WARM_ROUNDS = 3
 
 
 class MLP(nn.Module):
-  """`depth` layers between the first and the last one; `scan` stacks their parameters."""
+  """`depth` layers between the first and the last one."""
 
   width: int
   depth: int
-  scan: bool = False
 
   @nn.compact
   def __call__(self, x_BD: jax.Array) -> jax.Array:
     x_BD = nn.relu(nn.Dense(self.width)(x_BD))
-    if self.scan:
-      layers = nn.scan(Hidden, {"params": 0}, split_rngs={"params": True}, length=self.depth)
-      x_BD, _ = layers(self.width)(x_BD, None)
-    else:
-      for _ in range(self.depth):
-        x_BD, _ = Hidden(self.width)(x_BD, None)
+    for _ in range(self.depth):
+      x_BD = Hidden(self.width)(x_BD)
     return nn.Dense(1)(x_BD)
 
 
@@ -76,8 +71,8 @@ class Hidden(nn.Module):
   width: int
 
   @nn.compact
-  def __call__(self, x_BD: jax.Array, _: None) -> tuple[jax.Array, None]:
-    return nn.relu(nn.Dense(self.width)(x_BD)), None
+  def __call__(self, x_BD: jax.Array) -> jax.Array:
+    return nn.relu(nn.Dense(self.width)(x_BD))
 
 
 class Candidate(NamedTuple):
@@ -238,11 +233,9 @@ def serve(name: str, width: str) -> int:
   return 0
 
 
-def grid(*, scan: bool) -> list[Member]:
+def grid() -> list[Member]:
   shapes = [(width, depth) for width in WIDTHS for depth in DEPTHS]
-  return [
-    Member(MLP(*shape, scan=scan), optax.adam(1e-3), seed=z) for z, shape in enumerate(shapes)
-  ]
+  return [Member(MLP(*shape), optax.adam(1e-3), seed=z) for z, shape in enumerate(shapes)]
 
 
 def batch() -> tuple[jax.Array, jax.Array]:
@@ -258,17 +251,12 @@ def loss(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def unrolled() -> dict[str, Any]:
   """The different members, as a factory that worker processes can import."""
-  return {"members": grid(scan=False), "loss": loss}
-
-
-def scanned() -> dict[str, Any]:
-  return {"members": grid(scan=True), "loss": loss}
+  return {"members": grid(), "loss": loss}
 
 
 def different_candidate(strategy: str) -> Candidate:
   os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-  members = scanned if strategy == "padded" else unrolled
-  factory = f"{Path(__file__).stem}:{members.__name__}"
+  factory = f"{Path(__file__).stem}:{unrolled.__name__}"
   return strategy_candidate(Ensemble.from_factory(factory, strategy=strategy), strategy)
 
 
@@ -311,7 +299,7 @@ def by_torch(width: int) -> Candidate:
 
 
 def loop_of_steps() -> Candidate:
-  members = grid(scan=False)
+  members = grid()
   functions = [solo_functions(member.model, member.optimizer) for member in members]
   states = [init(m.seed) for (init, _), m in zip(functions, members, strict=True)]
   return Candidate(repeated(one_after_another([step for _, step in functions]), states))
@@ -346,7 +334,7 @@ def one_after_another(steps: Sequence[Callable]) -> Callable:
 
 def one_bare_program() -> Candidate:
   """The steps of the loop in one program."""
-  members = grid(scan=False)
+  members = grid()
   functions = [solo_functions(member.model, member.optimizer) for member in members]
   states = [init(m.seed) for (init, _), m in zip(functions, members, strict=True)]
   step = jax.jit(one_after_another([step for _, step in functions]), donate_argnums=0)
@@ -355,7 +343,7 @@ def one_bare_program() -> Candidate:
 
 def pad_and_vmap() -> Candidate:
   """All members padded to the largest, with surplus units and layers masked."""
-  members = grid(scan=False)
+  members = grid()
   width_Z = jnp.asarray([member.model.width for member in members])
   depth_Z = jnp.asarray([member.model.depth for member in members])
   max_width, max_depth = max(WIDTHS), max(DEPTHS)
@@ -395,7 +383,7 @@ def pad_and_vmap() -> Candidate:
 def hidden_layers() -> list[tuple[jax.Array, jax.Array, jax.Array]]:
   """Per member, input and weights of one hidden layer, and the cotangent of its product."""
   layers = []
-  for z, member in enumerate(grid(scan=False)):
+  for z, member in enumerate(grid()):
     draw = np.random.default_rng(z).standard_normal
     rows, square = (NUM_ROWS, member.model.width), (member.model.width, member.model.width)
     layers.append(tuple(jnp.asarray(draw(s), jnp.float32) for s in (rows, square, rows)))

@@ -4,7 +4,12 @@ import dataclasses
 
 from maxlite.config.config_field import field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import ENSEMBLE_EXECUTORS, ENSEMBLE_STRATEGIES, with_auto
+from maxlite.config.registry import (
+  ENSEMBLE_EXECUTORS,
+  ENSEMBLE_STRATEGIES,
+  REMOVED_STRATEGIES,
+  with_auto,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +32,9 @@ class EnsembleConfig:
   ensemble_strategy: str = field(
     "auto",
     "How members are trained: `stacked` as arrays of one program; `fused` one stack per "
-    "architecture in one program; `padded` to the largest; `switched` one per device; `submesh` "
-    "some devices each; `processes` in separate processes.",
-    choices=with_auto(ENSEMBLE_STRATEGIES),
+    "architecture in one program; `switched` one per device; `submesh` some devices each; "
+    "`processes` in separate processes; `padded` was removed and is `auto`.",
+    choices=(*with_auto(ENSEMBLE_STRATEGIES), *REMOVED_STRATEGIES),
   )
   ensemble_data: str = field(
     "shared",

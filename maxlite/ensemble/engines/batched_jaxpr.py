@@ -1,4 +1,4 @@
-"""Programs that differ in literals, and optionally in sizes, evaluated as one under `jax.vmap`."""
+"""Programs that differ in literals, evaluated as one under `jax.vmap`."""
 
 import contextlib
 import dataclasses
@@ -17,9 +17,7 @@ from maxlite.ensemble.engines.jaxpr_comparison import (
   AlignedJaxpr,
   JaxprMismatchError,
   align_jaxprs,
-  differ,
 )
-from maxlite.ensemble.engines.padding_rules import apply_rule, bind, zero_padding
 
 
 class TracedFunction(NamedTuple):
@@ -41,8 +39,7 @@ _NO_OPS_ON_ONE_DEVICE = frozenset([
 class MemberContext:
   """One member in the evaluation under vmap."""
 
-  program_index: jax.Array  # of its program among the aligned ones, int32
-  literals: Sequence[jax.Array]  # its values of the varying literals
+  literals: Sequence[jax.Array] = ()  # its values of the varying literals
   spmd_axis_name: str | None = None  # mesh axis over which members of several devices are sharded
   manual_axis_name: str | None = None  # the same inside a shard_map
   one_device: bool = False  # the programs were traced on a mesh of one device, which is removed
@@ -54,10 +51,6 @@ class MemberContext:
       return array
     return jax.lax.pcast(array, axis, to="varying")
 
-  def size(self, sizes: Sequence[int]) -> Any:
-    """This member's entry of the programs' `sizes`, a number if all are equal."""
-    return jnp.asarray(sizes, jnp.int32)[self.program_index] if differ(sizes) else sizes[0]
-
 
 def vmap_programs(
   functions: Sequence[Callable],
@@ -65,41 +58,37 @@ def vmap_programs(
   member_args: Sequence[Any],
   shared_args: Any,
   *,
-  sizes: bool = False,
   shared_axis: int | None = None,
   spmd_axis_name: str | None = None,
   mesh: Mesh | None = None,
 ) -> Callable:
   """run(member_args, shared_args): what function z returns for member z, stacked over members.
 
-  `run` takes the members' arguments stacked and pads results with zeros to the largest member's
-  shape. Arguments given here may be abstract (`jax.ShapeDtypeStruct`). Equal function objects are
-  traced once.
+  `run` takes the members' arguments stacked. Arguments given here may be abstract
+  (`jax.ShapeDtypeStruct`). Equal function objects are traced once.
 
   Args:
     member_args: per member, the tree of its first argument.
     shared_args: the second argument of one member.
-    sizes: whether members may differ in array sizes.
     shared_axis: 0 if `run` takes a second argument per member, stacked.
     spmd_axis_name: mesh axis over which members that themselves use several devices are sharded.
     mesh: of one axis, over which members are sharded, each on one device.
 
   Raises:
-    JaxprMismatchError: the functions differ in more than literals (and sizes).
+    JaxprMismatchError: the functions differ in more than literals.
   """
   first_Z = _first_occurrences(functions)
   firsts = sorted(set(first_Z))
   program_Z = np.searchsorted(firsts, first_Z).astype(np.int32)
   traced = [_trace(functions[z], member_args[z], shared_args) for z in firsts]
-  jaxpr, literals = _align(traced, [names[z] for z in firsts], sizes=sizes)
+  jaxpr, literals = _align(traced, [names[z] for z in firsts])
 
   def one(own_literals: list, own: list, shared: list) -> list[jax.Array]:
-    index, *values = own_literals
-    member = MemberContext(index, values, spmd_axis_name, one_device=mesh is not None)
+    member = MemberContext(own_literals, spmd_axis_name, one_device=mesh is not None)
     return evaluate(jaxpr, member, [*own, *shared])
 
   def run(member_args: Any, shared_args: Any) -> Any:
-    by_member = [jnp.asarray(values) for values in (program_Z, *(x[program_Z] for x in literals))]
+    by_member = [jnp.asarray(values[program_Z]) for values in literals]
     batched = jax.vmap(one, in_axes=(0, 0, shared_axis), spmd_axis_name=spmd_axis_name)
     if mesh is not None:
       batched = _shard_members(batched, mesh, shared=shared_axis is None)
@@ -129,14 +118,14 @@ def group_by_jaxpr(
   if not traced:
     return []
   with contextlib.suppress(JaxprMismatchError):  # the most frequent case, in one comparison
-    _align([*traced.values()], [names[z] for z in traced], sizes=False)
+    _align([*traced.values()], [names[z] for z in traced])
     return [list(range(len(functions)))]
   groups: dict[int, list[int]] = {}
   leader_of: dict[int, int] = {}
   for z, own in traced.items():
     for leader in dict.fromkeys(leader_of.values()):
       with contextlib.suppress(JaxprMismatchError):
-        _align([traced[leader], own], [names[leader], names[z]], sizes=False)
+        _align([traced[leader], own], [names[leader], names[z]])
         leader_of[z] = leader
         break
     else:
@@ -157,10 +146,10 @@ def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
   `args` are example arguments, which may be abstract.
   """
   traced = _trace(function, *args)
-  jaxpr, _ = _align([traced], [""], sizes=False)
+  jaxpr, _ = _align([traced], [""])
 
   def run(*args: Any) -> Any:
-    member = MemberContext(jnp.zeros((), jnp.int32), [], one_device=True)
+    member = MemberContext(one_device=True)
     return jax.tree.unflatten(traced.result_tree, evaluate(jaxpr, member, jax.tree.leaves(args)))
 
   return run
@@ -177,7 +166,7 @@ def _trace(function: Callable, *args: Any) -> TracedFunction:
 
 
 def _align(
-  traced: Sequence[TracedFunction], names: Sequence[str], *, sizes: bool
+  traced: Sequence[TracedFunction], names: Sequence[str]
 ) -> tuple[AlignedJaxpr, list[Any]]:
   first = traced[0]
   for name, other in zip(names, traced, strict=True):
@@ -190,7 +179,7 @@ def _align(
         f"the results of {names[0]} and {name} have equal leaves in different containers"
       )
   jaxprs = [own.jaxpr for own in traced]
-  return align_jaxprs(jaxprs, names, sizes=sizes, input_names=first.leaves)
+  return align_jaxprs(jaxprs, names, first.leaves)
 
 
 def evaluate(
@@ -209,7 +198,7 @@ def evaluate(
 
   for eqn in jaxpr.eqns:
     results = _apply(eqn, member, list(map(read, eqn.operands)))
-    values.update(zip(eqn.eqns[0].outvars, results, strict=True))
+    values.update(zip(eqn.first.outvars, results, strict=True))
   return list(map(read, jaxpr.results))
 
 
@@ -223,12 +212,20 @@ def _apply(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) ->
   descend = member.one_device or member.spmd_axis_name or member.manual_axis_name
   if eqn.name in _HIGHER_ORDER_RULES and (eqn.needs_rule or descend):
     return _HIGHER_ORDER_RULES[eqn.name](eqn, member, args)
-  if eqn.is_ragged:
-    return apply_rule(eqn, member.size, args)
   run = lambda *args: bind(eqn, args)
   if eqn.draws_together:
     run = jax.custom_batching.sequential_vmap(run)
   return [member.pvary(result) for result in run(*args)]
+
+
+def bind(eqn: AlignedEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
+  """The results of the first program's equation."""
+  primitive = eqn.first.primitive
+  params = primitive.get_bind_params(eqn.params)
+  if eqn.name != "sharding_constraint":  # left by the mesh of an inlined shard_map
+    params |= {key: None for key in ("sharding", "out_sharding") if key in params}
+  results = primitive.bind(*operands, **params)
+  return list(results) if primitive.multiple_results else [results]
 
 
 def _inline(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
@@ -267,7 +264,7 @@ def _shard_map_of_members(
   over different axes. Here, everything inside varies over it.
   """
   axis, (jaxpr,) = member.spmd_axis_name, eqn.inner
-  inside = MemberContext(member.program_index, member.literals, manual_axis_name=axis)
+  inside = MemberContext(member.literals, manual_axis_name=axis)
 
   @jax.custom_batching.custom_vmap
   def run(*args: jax.Array) -> list[jax.Array]:
@@ -307,30 +304,17 @@ def _while(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) ->
 
 
 def _scan(eqn: AlignedEqn, member: MemberContext, args: Sequence[jax.Array]) -> Sequence:
-  """A shorter member keeps its carry after its last iteration; what it stacks then is padding."""
   params, (body,) = eqn.params, eqn.inner
   num_consts, num_carry = params["num_consts"], params["num_carry"]
   consts, init, xs = args[:num_consts], args[num_consts:][:num_carry], args[num_consts:][num_carry:]
-  lengths = [own.params["length"] for own in eqn.eqns]
 
-  def iterate(carry: Sequence[jax.Array], inputs: tuple) -> tuple[Sequence, Sequence]:
-    index, slices = inputs
+  def iterate(carry: Sequence[jax.Array], slices: Sequence[jax.Array]) -> tuple[list, list]:
     results = evaluate(body, member, [*consts, *carry, *slices])
-    new, stacked = results[:num_carry], results[num_carry:]
-    if differ(lengths):
-      running = index < member.size(lengths)
-      new = [jnp.where(running, after, before) for after, before in zip(new, carry, strict=True)]
-    return new, stacked
+    return results[:num_carry], results[num_carry:]
 
-  last, ys = jax.lax.scan(
-    iterate,
-    list(init),
-    (jnp.arange(max(lengths)), list(xs)),
-    length=max(lengths),
-    reverse=params["reverse"],
-    unroll=min(params["unroll"], max(*lengths, 1)),
-  )
-  return [*last, *zero_padding(member.size, ys, eqn.out_dims[num_carry:])]
+  options = {key: params[key] for key in ("length", "reverse", "unroll")}
+  last, ys = jax.lax.scan(iterate, list(init), list(xs), **options)
+  return [*last, *ys]
 
 
 _HIGHER_ORDER_RULES = dict.fromkeys(SUBJAXPRS, _inline) | {

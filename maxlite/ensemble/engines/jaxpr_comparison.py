@@ -1,27 +1,23 @@
 """Alignment of several members' programs, equation by equation.
 
 Every member's step is traced to a jaxpr. Jaxprs that differ only in literals (a learning rate, an
-epsilon) can run as one program whose literals are arrays with an entry per member. Jaxprs that also
-differ in array sizes can run as one padded program. Members declare nothing: any Linen module, loss
-and optax optimizer works.
+epsilon) can run as one program whose literals are arrays with an entry per member. Members declare
+nothing: any Linen module, loss and optax optimizer works.
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from maxlite.config.errors import UserError
-
-Sizes = tuple[int, ...]  # one axis: its size in each program
-Dims = tuple[Sizes, ...]  # one array: `Sizes` of each axis
 
 # Primitives with inner jaxprs: the parameters that hold them.
 SUBJAXPRS = {
@@ -43,17 +39,6 @@ _COMPARED_PARAMS = {
   "scan": ("num_consts", "num_carry", "reverse", "length"),
   "shard_map": ("mesh", "in_specs", "out_specs"),
 }
-# Parameters that are array sizes or follow from them.
-_SIZE_PARAMS = {
-  "broadcast_in_dim": ("shape",),
-  "gather": ("slice_sizes",),
-  "pad": ("padding_config",),
-  "random_split": ("shape",),
-  "reshape": ("new_sizes",),
-  "scan": ("length",),
-  "slice": ("start_indices", "limit_indices"),
-  "split": ("sizes",),
-}
 _NAMED = ("jaxpr", "call_jaxpr")  # inner jaxprs that are a function of the user
 _ARRAYS = (np.ndarray, np.generic, jax.Array)
 _JAX_FOLDER = str(Path(jax.__file__).parent)
@@ -65,49 +50,31 @@ class JaxprMismatchError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class AlignedEqn:
-  """One equation, with its form in each program."""
+  """One equation of all programs."""
 
-  eqns: tuple[JaxprEqn, ...]
-  operands: list[Any]  # of the first program; an int is the index of a varying literal
+  first: JaxprEqn  # of the first program
+  operands: list[Any]  # of the same; an int is the index of a varying literal
   inner: list["AlignedJaxpr"]  # in the order of SUBJAXPRS
 
   @property
   def name(self) -> str:
-    return self.eqns[0].primitive.name
+    return self.first.primitive.name
 
   @property
   def params(self) -> dict[str, Any]:
-    return self.eqns[0].params
-
-  @property
-  def in_dims(self) -> list[Dims]:
-    return [_dims(atoms) for atoms in zip(*(eqn.invars for eqn in self.eqns), strict=True)]
-
-  @property
-  def out_dims(self) -> list[Dims]:
-    return [_dims(atoms) for atoms in zip(*(eqn.outvars for eqn in self.eqns), strict=True)]
-
-  def param_dims(self, key: str) -> tuple[tuple, ...]:
-    """A parameter with an entry per axis: by axis, its value in each program."""
-    return tuple(zip(*(eqn.params[key] for eqn in self.eqns), strict=True))
-
-  @property
-  def is_ragged(self) -> bool:
-    """Whether an array size, or a parameter that follows from sizes, differs between programs."""
-    values = [[eqn.params[key] for eqn in self.eqns] for key in _SIZE_PARAMS.get(self.name, ())]
-    return any(map(is_ragged, (*self.in_dims, *self.out_dims))) or any(map(differ, values))
+    return self.first.params
 
   @property
   def needs_rule(self) -> bool:
     """Whether the first program's equation cannot be bound as it is."""
     inner = any(jaxpr.needs_rules for jaxpr in self.inner)
-    return inner or self.is_ragged or self.places_on_one_device or self.draws_together
+    return inner or self.places_on_one_device or self.draws_together
 
   @property
   def draws_together(self) -> bool:
     """Whether `jax.vmap` would draw other random numbers: from the first member's key."""
     if self.name in ("random_bits", "random_split", "random_fold_in"):
-      return str(self.eqns[0].invars[0].aval.dtype) != "key<fry>"  # threefry
+      return str(self.first.invars[0].aval.dtype) != "key<fry>"  # threefry
     return self.name == "rng_bit_generator"
 
   @property
@@ -123,7 +90,7 @@ class AlignedEqn:
 
 @dataclasses.dataclass(frozen=True)
 class AlignedJaxpr:
-  """A jaxpr, outer or inner, with its form in each program.
+  """A jaxpr of all programs, outer or inner.
 
   Varying literals are numbered over the outermost jaxpr, which `align_jaxprs` returns with their
   values; an int in place of an array or operand is such a number.
@@ -141,57 +108,37 @@ class AlignedJaxpr:
 
 
 def align_jaxprs(
-  programs: Sequence[ClosedJaxpr],
-  names: Sequence[str],
-  *,
-  sizes: bool,
-  input_names: Sequence[str] = (),
+  programs: Sequence[ClosedJaxpr], names: Sequence[str], input_names: Sequence[str] = ()
 ) -> tuple[AlignedJaxpr, list[Any]]:
   """The aligned programs, and their varying literals, each an array stacked over programs.
 
   Args:
     names: of the programs, for messages.
-    sizes: whether array sizes may differ.
     input_names: of the programs' inputs, for messages.
 
   Raises:
-    JaxprMismatchError: the programs differ in anything else.
+    JaxprMismatchError: the programs differ in more than literals.
   """
-  aligner = _Aligner(names, sizes)
+  aligner = _Aligner(names)
   with jax.ensure_compile_time_eval():  # of random keys among the constants
     return aligner.align(programs, input_names), aligner.literals
 
 
-def differ(sizes: Sequence[Any]) -> bool:
-  return len(set(sizes)) > 1
-
-
-def is_ragged(dims: Dims) -> bool:
-  return any(map(differ, dims))
-
-
-def padded_shape(dims: Dims) -> tuple[int, ...]:
-  """The smallest shape that holds every program's array."""
-  return tuple(map(max, dims))
-
-
-def _dims(atoms: Iterable[Any]) -> Dims:
-  return tuple(zip(*(atom.aval.shape for atom in atoms), strict=True))
+def _differ(values: Sequence[Any]) -> bool:
+  return len(set(values)) > 1
 
 
 class _Aligner:
   """A parallel walk over programs that collects the literals in which they differ."""
 
-  def __init__(self, names: Sequence[str], sizes: bool):
-    self._names, self._sizes = names, sizes
+  def __init__(self, names: Sequence[str]):
+    self._names = names
     self._subject: JaxprEqn | str = ""  # what is compared: an operation, or an input by its name
     self.literals: list[Any] = []
 
   def align(self, programs: Sequence[Any], input_names: Sequence[str] = ()) -> AlignedJaxpr:
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     consts = [getattr(program, "consts", ()) for program in programs]
-    if self._sizes:
-      jaxprs = list(map(_without_barriers, jaxprs))
     var_ids: list[dict[Any, int]] = [{} for _ in jaxprs]  # by program, in order of definition
     self._require_same("number of inputs", [len(jaxpr.invars) for jaxpr in jaxprs])
     for n, variables in enumerate(zip(*(jaxpr.invars for jaxpr in jaxprs), strict=True)):
@@ -203,7 +150,7 @@ class _Aligner:
       self._align_eqns(eqns, var_ids) for eqns in zip(*(j.eqns for j in jaxprs), strict=False)
     ]
     lengths = [len(jaxpr.eqns) for jaxpr in jaxprs]
-    if differ(lengths):
+    if _differ(lengths):
       self._subject = jaxprs[lengths.index(max(lengths))].eqns[min(lengths)]
       self._require_same("number of operations before that", lengths)
     self._require_same("number of constants", list(map(len, consts)))
@@ -222,19 +169,17 @@ class _Aligner:
     ]
     self._subject = eqns[0]
     for key in _COMPARED_PARAMS.get(name, ()) if inner else eqns[0].params:
-      if not (self._sizes and key in _SIZE_PARAMS.get(name, ())):
-        self._require_same(key, [eqn.params[key] for eqn in eqns])
+      self._require_same(key, [eqn.params[key] for eqn in eqns])
     self._require_same("number of results", [len(eqn.outvars) for eqn in eqns])
     for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
       self._define(variables, var_ids)
-    return AlignedEqn(eqns, operands, inner)
+    return AlignedEqn(eqns[0], operands, inner)
 
   def _define(self, variables: Sequence[Any], var_ids: list[dict]) -> None:
     avals = [variable.aval for variable in variables]
     self._require_same("type", [aval.dtype for aval in avals])
     self._require_same("number of axes", [aval.ndim for aval in avals])
-    if not self._sizes:
-      self._require_same("shape", [aval.shape for aval in avals])
+    self._require_same("shape", [aval.shape for aval in avals])
     for variable, ids in zip(variables, var_ids, strict=True):
       ids[variable] = len(ids)
 
@@ -259,15 +204,8 @@ class _Aligner:
     return atoms[0] if same else self._add_literal(values)
 
   def _const(self, values: tuple) -> Any:
-    if all(_equal(values[0], value) for value in values):
-      return values[0]
-    if _is_key(values[0]):
-      self._require_same("shape of random keys", [value.shape for value in values])
-      return self._add_literal(values)
-    arrays = [np.asarray(value) for value in values]
-    shape = np.max([array.shape for array in arrays], axis=0, initial=0)
-    room = lambda a: [(0, most - n) for n, most in zip(a.shape, shape, strict=True)]
-    return self._add_literal([np.pad(a, room(a)) if a.ndim else a for a in arrays])
+    same = all(_equal(values[0], value) for value in values)
+    return values[0] if same else self._add_literal(values)
 
   def _add_literal(self, values: Sequence[Any]) -> int:
     self.literals.append(jnp.stack(values) if _is_key(values[0]) else np.stack(values))
@@ -284,7 +222,7 @@ class _Aligner:
       subject, module = _called(subject), f" (module {path})" if path else ""
     if eqns:
       subject, called = "", (_called(eqns[0]), _called(eqns[z]))
-      a, b = called if differ(called) else (a, b)
+      a, b = called if _differ(called) else (a, b)
     raise JaxprMismatchError(
       f"{what}{' of ' if subject else ''}{subject}: {_short(a)} in {self._names[0]}, {_short(b)} "
       f"in {self._names[z]}{module}"
@@ -306,19 +244,6 @@ def _called(eqn: JaxprEqn) -> str:
     if any(hasattr(module, function) for module in (jax.nn, jnp, jax.lax)):
       name = function
   return name
-
-
-def _without_barriers(jaxpr: Jaxpr) -> Jaxpr:
-  """Remove optimization barriers: they change no value, and their place may depend on sizes."""
-  source: dict[Var, Any] = {}
-  follow = lambda atoms: [source.get(a, a) if isinstance(a, Var) else a for a in atoms]
-  eqns = []
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "optimization_barrier":
-      source.update(zip(eqn.outvars, follow(eqn.invars), strict=True))
-    else:
-      eqns.append(eqn.replace(invars=follow(eqn.invars)))
-  return jaxpr.replace(eqns=eqns, outvars=follow(jaxpr.outvars))
 
 
 def _equal(a: Any, b: Any) -> bool:

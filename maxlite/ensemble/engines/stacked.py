@@ -1,8 +1,8 @@
-"""Members in one compiled step: the engine of the strategies stacked, padded and fused.
+"""Members in one compiled step: the engine of the strategies stacked and fused.
 
 Members of one group run under `jax.vmap`. Their states are stacked along the logical axis
-`ensemble` (Z), which the sharding table places, and padded with zeros if sizes differ. A group of
-one member runs that member's function unchanged.
+`ensemble` (Z), which the sharding table places. A group of one member runs that member's function
+unchanged.
 """
 
 import functools
@@ -41,20 +41,18 @@ class VmapEngine(EnsembleEngine):
     programs: Sequence[MemberProgram],
     groups: list[list[int]],
     *,
-    sizes: bool = False,
     mesh: Mesh | None = None,
   ):
     """
     Args:
       groups: indices of programs, by group.
-      sizes: whether members of a group may differ in array sizes.
       mesh: of one axis `ensemble`, over which groups are sharded, each member on one device.
 
     Raises:
       JaxprMismatchError: the members of a group cannot run as one.
     """
     super().__init__(request, programs)
-    self.groups, self._sizes, self._mesh = groups, sizes, mesh
+    self.groups, self._mesh = groups, mesh
     axis = 0 if request.own_batches else None
     self._steps = [self._group_function(group, "step", request.batch, axis) for group in groups]
     self._shardings = [self._sharding(group) for group in groups]
@@ -65,7 +63,7 @@ class VmapEngine(EnsembleEngine):
       donate_argnums=0,
     )
     self._pack = jax.jit(self._pack_groups, out_shardings=self._shardings)
-    self.unpack = jax.jit(lambda state: self._by_member(state, self.abstract))
+    self.unpack = jax.jit(self._by_member)
     self.predict = jax.jit(self._predict, static_argnames="method")
 
   def step_cost(self) -> StepCost:
@@ -88,7 +86,7 @@ class VmapEngine(EnsembleEngine):
     )
 
   def pack(self, states: Sequence[Any]) -> list[Any]:
-    if self._mesh is not None:  # the states may be on other devices
+    if not self.request.spread:  # the states may be on other devices
       states = jax.device_get(states)
     return self._pack(list(states))
 
@@ -115,7 +113,7 @@ class VmapEngine(EnsembleEngine):
       init = vmap_programs(*own, seeds[: len(subset)], None)
       parts.append(init(jnp.asarray(seed_Z[subset]), None))
     order_Z = np.argsort(np.concatenate(subsets))
-    return jax.tree.map(lambda *leaves: _concatenate(leaves)[order_Z], *parts)
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order_Z], *parts)
 
   def _init_of(self, program: MemberProgram) -> Callable:
     init = program.init
@@ -133,7 +131,7 @@ class VmapEngine(EnsembleEngine):
   def _predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
     functions = [self._group_function(group, method, inputs, None) for group in self.groups]
     results = [call(own, inputs) for call, own in zip(functions, state, strict=True)]
-    return self._by_member(results, self.result_shapes(method, inputs))
+    return self._by_member(results)
 
   def _batch_of(self, group: list[int], batch: Any) -> Any:
     if not self.request.own_batches:
@@ -153,7 +151,6 @@ class VmapEngine(EnsembleEngine):
       [self.programs[z].name for z in group],
       [self.abstract[z] for z in group],
       inputs,
-      sizes=self._sizes,
       shared_axis=inputs_axis,
       spmd_axis_name=self._ensemble_axis(group),
       mesh=self._mesh,
@@ -186,26 +183,24 @@ class VmapEngine(EnsembleEngine):
     return jax.tree.map(lambda s: NamedSharding(s.mesh, jax.P(axis, *s.spec)), own)
 
   def _pack_groups(self, states: list[Any]) -> list[Any]:
-    stack = lambda *leaves: _concatenate([leaf[None] for leaf in leaves])
+    stack = lambda *leaves: jnp.stack(leaves)
     own = [[states[z] for z in group] for group in self.groups]
     return [group[0] if len(group) == 1 else jax.tree.map(stack, *group) for group in own]
 
-  def _by_member(self, by_group: list[Any], shapes: Sequence[Any] | None = None) -> list[Any]:
-    """Per member, its entry of the stacked trees, sliced to the member's `shapes`."""
-    own_part = lambda leaf, own: leaf[tuple(map(slice, own.shape))]
+  def _by_member(self, by_group: list[Any]) -> list[Any]:
+    """Per member, its entry of the stacked trees."""
     parts: dict[int, Any] = {}
     for group, tree in zip(self.groups, by_group, strict=True):
       for n, z in enumerate(group):
-        own = tree if len(group) == 1 else jax.tree.map(lambda leaf, n=n: leaf[n], tree)
-        parts[z] = jax.tree.map(own_part, own, shapes[z]) if shapes else own
+        parts[z] = tree if len(group) == 1 else jax.tree.map(lambda leaf, n=n: leaf[n], tree)
     return [parts[z] for z in range(len(self.programs))]
 
 
-def build_stacked(request: EngineRequest, *, sizes: bool = False) -> VmapEngine:
+def build_stacked(request: EngineRequest) -> VmapEngine:
   """All members as one program; several devices get an equal number of members each.
 
   Raises:
-    JaxprMismatchError: the members differ in more than literals (and `sizes`).
+    JaxprMismatchError: the members differ in more than literals.
   """
   devices, mesh = request.devices, None
   num_members = len(request.costs)
@@ -215,12 +210,7 @@ def build_stacked(request: EngineRequest, *, sizes: bool = False) -> VmapEngine:
     devices = devices[:1]
   programs = request.build(devices)
   require_no_phases(programs)
-  return VmapEngine(request, programs, [list(range(num_members))], sizes=sizes, mesh=mesh)
-
-
-def build_padded(request: EngineRequest) -> VmapEngine:
-  """All members as one program on padded arrays; raises as `build_stacked`."""
-  return build_stacked(request, sizes=True)
+  return VmapEngine(request, programs, [list(range(num_members))], mesh=mesh)
 
 
 def build_fused(request: EngineRequest) -> VmapEngine:
@@ -236,15 +226,3 @@ def build_fused(request: EngineRequest) -> VmapEngine:
   groups = [[plain[n] for n in group] for group in groups]
   with_phases = [[z] for z, program in enumerate(programs) if program.has_phases]
   return VmapEngine(request, programs, groups + with_phases)
-
-
-def _concatenate(stacks: Sequence[jax.Array]) -> jax.Array:
-  """Concatenation along axis 0; the other axes are padded with zeros to the largest."""
-  shape = np.max([stack.shape[1:] for stack in stacks], axis=0)
-  room = lambda own: [(0, 0), *((0, most - n) for n, most in zip(own, shape, strict=True))]
-  return jnp.concatenate(
-    [
-      jnp.pad(stack, room(stack.shape[1:])) if np.any(stack.shape[1:] != shape) else stack
-      for stack in stacks
-    ]
-  )
