@@ -138,7 +138,9 @@ def test_help_and_errors_do_not_import_jax(program):
 def test_an_interrupt_during_imports_is_one_line(program, tmp_path):
   """Here JAX is a module that gets the signal, which its import converts to an ImportError."""
   (tmp_path / "jax.py").write_text(
-    "import os, signal\ntry:\n  os.kill(os.getpid(), signal.SIGINT)\n  signal.pause()\n"
+    "import os, signal\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+    "try:\n  os.kill(os.getpid(), signal.SIGINT)\n  signal.pause()\n"
     "except KeyboardInterrupt as error:\n  raise ImportError('initialization failed') from error\n"
   )
   keys = [f"base_output_directory={tmp_path}", "run_name=run"]
