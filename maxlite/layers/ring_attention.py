@@ -1,12 +1,11 @@
 """Ring attention over the context axis: no shard ever holds the keys of all positions.
 
-A sequence is split into 2 P chunks of n positions. Shard p computes the queries of chunks p and
-2 P - 1 - p, so that every shard has 2 P + 1 pairs of chunks that are not in the future, two of them
-on the diagonal, and two per step of the ring. Keys and values visit the shards one after the other,
-in the backward pass with their gradients; results of chunks are merged by their log-sum-exp.
+Every shard has two chunks of n queries and of n keys (`zigzag_chunks`). Keys and values visit the
+shards one after the other, in the backward pass with their gradients; each step of the ring has two
+pairs of chunks that are not in the future, the first one three. Results of chunks are merged by
+their log-sum-exp.
 
-Source: Liu et al., Ring Attention with Blockwise Transformers (2023), section 3; Brandon et al.,
-Striped Attention (2023), section 3, for the imbalance of causal masks.
+Source: Liu et al., Ring Attention with Blockwise Transformers (2023), section 3.
 
 Here `i` and `j` count a shard's two chunks of queries and of keys; arrays are [2, b, n, ...].
 """
@@ -23,6 +22,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
 from maxlite.kernels.numerics import accumulator_dtype
+from maxlite.sharding.collectives import from_zigzag, to_zigzag, zigzag_chunks
 
 
 class _Ring(NamedTuple):
@@ -60,8 +60,8 @@ def ring_attention(
       f"context_parallel_strategy=ring: {segment_bt.shape[1]} positions per shard must be even; "
       "change max_target_length or ici_context_parallelism"
     )
-  operands = (_to_zigzag(context, x) for x in (q_bthc, k_btgc, v_btgc))
-  return _from_zigzag(context, _attend(ring, *operands, sink_h, segment_bS))
+  operands = (to_zigzag(context, x) for x in (q_bthc, k_btgc, v_btgc))
+  return from_zigzag(context, _attend(ring, *operands, sink_h, segment_bS))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +128,7 @@ def _add_pairs(ring: _Ring, add_pair, state, kv, step, segment_bS):
   """`state` with the pairs of this shard's queries and the keys that it holds at this step."""
   num_shards, size = jax.lax.axis_size(ring.context), kv[0].shape[2]
   shard = jax.lax.axis_index(ring.context)
-  q_chunks, k_chunks = (_chunks(x, num_shards) for x in (shard, (shard - step) % num_shards))
+  q_chunks, k_chunks = (zigzag_chunks(x, num_shards) for x in (shard, (shard - step) % num_shards))
   segment = lambda chunk: jax.lax.dynamic_slice_in_dim(segment_bS, chunk * size, size, axis=1)
   for (i, q_chunk), (j, k_chunk) in itertools.product(enumerate(q_chunks), enumerate(k_chunks)):
     q_start = (q_chunk - k_chunk) * size
@@ -137,11 +137,6 @@ def _add_pairs(ring: _Ring, add_pair, state, kv, step, segment_bS):
     is_visible = _is_visible(q_chunk, k_chunk, size, ring.window)
     state = jax.lax.cond(is_visible, add, lambda state, kv: state, state, kv)
   return state
-
-
-def _chunks(shard: Any, num_shards: int) -> tuple[Any, Any]:
-  """The chunks of a shard."""
-  return shard, 2 * num_shards - 1 - shard
 
 
 def _is_visible(q_chunk: Any, k_chunk: Any, size: int, window: int | None) -> Any:
@@ -165,33 +160,3 @@ def _pass_on(ring: _Ring, tree: Any) -> Any:
   num_shards = jax.lax.axis_size(ring.context)
   pairs = [(shard, (shard + 1) % num_shards) for shard in range(num_shards)]
   return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.context, pairs), tree)
-
-
-def _to_zigzag(context: tuple[str, ...], x_bt: jax.Array) -> jax.Array:
-  """x_2bn: chunks p and 2 P - 1 - p of shard p, which has 2 p and 2 p + 1 in `x_bt`."""
-  halves = jnp.split(x_bt, 2, axis=1)
-  even, odd = (
-    jax.lax.ppermute(half, context, pairs)
-    for half, pairs in zip(halves, _zigzag_pairs(context), strict=True)
-  )
-  # Of the two chunks that arrive, the first of an even shard is the even one.
-  is_even = jax.lax.axis_index(context) % 2 == 0
-  return jnp.stack([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)])
-
-
-def _from_zigzag(context: tuple[str, ...], x_2bn: jax.Array) -> jax.Array:
-  """The inverse of `_to_zigzag`."""
-  is_even = jax.lax.axis_index(context) % 2 == 0
-  chunks = jnp.where(is_even, *x_2bn), jnp.where(is_even, x_2bn[1], x_2bn[0])
-  halves = [
-    jax.lax.ppermute(chunk, context, [pair[::-1] for pair in pairs])
-    for chunk, pairs in zip(chunks, _zigzag_pairs(context), strict=True)
-  ]
-  return jnp.concatenate(halves, axis=1)
-
-
-def _zigzag_pairs(context: tuple[str, ...]) -> list[list[tuple[int, int]]]:
-  """(from, to) shards of all even chunks, and of all odd ones."""
-  num_shards = jax.lax.axis_size(context)
-  owner = lambda chunk: min(_chunks(chunk, num_shards))
-  return [[(p, owner(2 * p + odd)) for p in range(num_shards)] for odd in (0, 1)]

@@ -1,7 +1,8 @@
 """Attention on the mesh: rows over the batch axes, heads over tensor, positions over context.
 
 `context_parallel_strategy` decides how queries reach the keys of other shards of their sequence:
-- `all_gather`: every shard gathers all keys and attends with its queries.
+- `all_gather`: every shard gathers all keys and attends with the queries of two chunks, so that no
+  shard has more of the past than another (zig-zag).
 - `ring`: keys visit the shards one after the other (layers/ring_attention.py).
 - `ulysses`: an all-to-all gives every shard all positions of a part of the heads, and another
   returns the output. Source: Jacobs et al., DeepSpeed-Ulysses (2023), section 3.1.
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
-from maxlite.kernels.attention.api import WITHOUT_VMA, attention, resolve_backend
+from maxlite.kernels.attention.api import ROW_MULTIPLES, WITHOUT_VMA, attention, resolve_backend
 from maxlite.layers.ring_attention import ring_attention
 from maxlite.sharding import ROWS, Sharder
-from maxlite.sharding.collectives import pvary
+from maxlite.sharding.collectives import from_zigzag, pvary, to_zigzag, zigzag_chunks
 
 
 def attend(
@@ -80,11 +81,22 @@ def attend(
 def _all_gather(
   context: tuple[str, ...], q_bthc, k_bSgc, v_bSgc, sink_h, segment_bt, segment_bS, **options
 ) -> jax.Array:
-  """o_bthc of this shard's queries to all keys."""
-  shard = jax.lax.axis_index(context) if context else 0
-  segments = {"q_segment_BT": segment_bt, "kv_segment_BS": segment_bS}
-  rest = segments | {"q_start": shard * q_bthc.shape[1], "sink_H": sink_h}
-  return attention(q_bthc, k_bSgc, v_bSgc, **rest, **options)
+  """o_bthc to all keys; shards keep their queries if the backend does not support their halves."""
+
+  def attend_from(q_bnhc, start):
+    segment_bn = jax.lax.dynamic_slice_in_dim(segment_bS, start, q_bnhc.shape[1], axis=1)
+    rest = {"q_segment_BT": segment_bn, "kv_segment_BS": segment_bS, "q_start": start}
+    return attention(q_bnhc, k_bSgc, v_bSgc, **rest, sink_H=sink_h, **options)
+
+  if not context:
+    return attend_from(q_bthc, 0)
+  shard = jax.lax.axis_index(context)
+  if q_bthc.shape[1] % (2 * ROW_MULTIPLES.get(options["backend"], 1)):
+    return attend_from(q_bthc, shard * q_bthc.shape[1])
+  q_2bnhc = to_zigzag(context, q_bthc)
+  chunks = zigzag_chunks(shard, jax.lax.axis_size(context))
+  o_bnhc = [attend_from(q_2bnhc[i], chunk * q_2bnhc.shape[2]) for i, chunk in enumerate(chunks)]
+  return from_zigzag(context, jnp.stack(o_bnhc))
 
 
 def _ulysses(

@@ -87,12 +87,12 @@ class Module:
   entry: str
   computations: dict[str, Computation]
   sources: dict[int, str] = dataclasses.field(default_factory=dict)  # stack frame -> line of code
-  true_share: float | None = None  # how often conditionals take their true branch, if known
+  true_share: float | None = None  # how often one of two branches, the true one, runs, if known
 
   @cached_property
   def runs(self) -> dict[str, Executions]:
-    """How often each computation runs; loops of unknown length count once, as do branches without
-    `true_share`."""
+    """How often each computation runs; loops of unknown length count once, as do both branches
+    without `true_share`. More than two branches run equally often."""
     runs: dict[str, Executions] = {}
 
     def visit(name: str, times: float, fused: bool) -> None:
@@ -134,6 +134,8 @@ class Module:
       return [(instruction.attribute("body"), self._trip_count(instruction) or 1.0)]
     if instruction.opcode in _CALLING:
       names = [computation.name for computation in self.called(instruction)]
+      if instruction.opcode == "conditional" and len(names) > 2:
+        return [(name, 1 / len(names)) for name in names]
       if instruction.opcode != "conditional" or self.true_share is None:
         return [(name, 1.0) for name in names]
       is_indexed = "branch_computations" in instruction.attributes  # in the order false, true

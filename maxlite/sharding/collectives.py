@@ -1,4 +1,4 @@
-"""Collectives and casts inside `jax.shard_map`: weight gathering, and varying mesh axes."""
+"""Inside `jax.shard_map`: gathering of weights, varying mesh axes, and the zig-zag of positions."""
 
 import functools
 from typing import Any
@@ -61,3 +61,40 @@ def pvary(*trees: Any) -> tuple:
 
 def _varying(array: jax.Array) -> frozenset[str]:
   return jax.typeof(array).manual_axis_type.varying
+
+
+def zigzag_chunks(shard: Any, num_shards: int) -> tuple[Any, Any]:
+  """The chunks p and 2 P - 1 - p of shard p: each has as many keys in the past of its queries.
+
+  Source: Brandon et al., Striped Attention (2023), section 3, for the imbalance of causal masks.
+  """
+  return shard, 2 * num_shards - 1 - shard
+
+
+def to_zigzag(context: tuple[str, ...], x_bt: jax.Array) -> jax.Array:
+  """x_2bn: the `zigzag_chunks` of this shard p, which has 2 p and 2 p + 1 in `x_bt`."""
+  even, odd = (
+    jax.lax.ppermute(half, context, pairs)
+    for half, pairs in zip(jnp.split(x_bt, 2, axis=1), _zigzag_pairs(context), strict=True)
+  )
+  # Of the two chunks that arrive, the first of an even shard is the even one.
+  is_even = jax.lax.axis_index(context) % 2 == 0
+  return jnp.stack([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)])
+
+
+def from_zigzag(context: tuple[str, ...], x_2bn: jax.Array) -> jax.Array:
+  """The inverse of `to_zigzag`."""
+  is_even = jax.lax.axis_index(context) % 2 == 0
+  chunks = jnp.where(is_even, *x_2bn), jnp.where(is_even, *x_2bn[::-1])
+  halves = [
+    jax.lax.ppermute(chunk, context, [pair[::-1] for pair in pairs])
+    for chunk, pairs in zip(chunks, _zigzag_pairs(context), strict=True)
+  ]
+  return jnp.concatenate(halves, axis=1)
+
+
+def _zigzag_pairs(context: tuple[str, ...]) -> list[list[tuple[int, int]]]:
+  """(from, to) shards of all even chunks, and of all odd ones."""
+  num_shards = jax.lax.axis_size(context)
+  owner = lambda chunk: min(zigzag_chunks(chunk, num_shards))
+  return [[(p, owner(2 * p + odd)) for p in range(num_shards)] for odd in (0, 1)]

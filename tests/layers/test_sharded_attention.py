@@ -10,12 +10,13 @@ import pytest
 
 from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.schema import ModelConfig
-from maxlite.kernels.attention import triton
+from maxlite.kernels.attention import chunked, triton
 from maxlite.kernels.attention.reference import AttentionMask, PartialAttention, attention
 from maxlite.layers import ring_attention
 from maxlite.layers.sharded_attention import attend
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.sharding.collectives import zigzag_chunks
 
 NUM_POSITIONS, NUM_HEADS = 48, 8
 MESHES = ({"context": 8}, {"context": 4, "tensor": 2}, {"context": 2, "data": 2, "tensor": 2})
@@ -73,10 +74,13 @@ def assert_equal(got, want):
     np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+CASES = [(0, 8, {}), (0, 2, EVERYTHING), (1, 4, EVERYTHING), (2, 2, {"window": 11})]
+
+
 @pytest.mark.parametrize(
-  ("mesh", "num_groups", "options"),
-  [(0, 8, {}), (0, 2, EVERYTHING), (1, 4, EVERYTHING), (2, 2, {"window": 11})],
+  ("strategy", "mesh", "num_groups", "options"),
+  [("all_gather", *CASES[1]), ("all_gather", *CASES[3])]
+  + [(strategy, *case) for case in CASES for strategy in ("ring", "ulysses")],
 )
 def test_values_and_gradients_equal_those_of_one_device(
   build_sharder, strategy, mesh, num_groups, options
@@ -126,15 +130,15 @@ def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, wi
   for shard in range(num_shards):
     pairs = [
       (q, k)
-      for q in ring_attention._chunks(shard, num_shards)
+      for q in zigzag_chunks(shard, num_shards)
       for other in range(num_shards)
-      for k in ring_attention._chunks(other, num_shards)
+      for k in zigzag_chunks(other, num_shards)
       if ring_attention._is_visible(q, k, size, window)
     ]
     counts.append(len(pairs))
     # Exactly the pairs with a visible score.
     row = np.arange(size)
-    for q in ring_attention._chunks(shard, num_shards):
+    for q in zigzag_chunks(shard, num_shards):
       for k in range(2 * num_shards):
         distance = (q * size + row)[:, None] - (k * size + row)[None]
         visible = (distance >= 0) & (distance < (window or np.inf))
@@ -142,7 +146,7 @@ def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, wi
   assert window is not None or counts == [2 * num_shards + 1] * num_shards
 
 
-def test_ulysses_skips_the_future(build_sharder):
+def test_gathered_keys_in_the_future_are_skipped(build_sharder):
   sharder, shape = build_sharder({"context": 4}), (1, 1024, 4, 8)
   x = jax.ShapeDtypeStruct(shape, jnp.float32)
   segment_BT = np.ones(shape[:2], np.int32)
@@ -151,9 +155,34 @@ def test_ulysses_skips_the_future(build_sharder):
     keys = {"attention": "chunked", "context_parallel_strategy": strategy, "attention_block_q": 64}
     cfg = dataclasses.replace(ModelConfig(), **keys)
     run = lambda q, k, v: attend(cfg, sharder, q, k, v, segment_BT, scale=1.0, soft_cap=0.0)
-    return matmul_flops(parse(jax.jit(run).lower(x, x, x).compile().as_text())).total
+    loss = lambda q, k, v: run(q, k, v).sum()
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
+    return matmul_flops(parse(compiled.as_text())).total
 
-  assert flops("ulysses") < 0.6 * flops("all_gather")
+  every_score = 7 * 2 * 1024**2 * 4 * 8 / 4  # 2 products forward, 5 backward; of one shard
+  got = flops("all_gather")
+  assert got < 0.6 * every_score
+  np.testing.assert_allclose(got, flops("ulysses"), rtol=0.05)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4, 8])
+def test_shards_attend_equally_many_gathered_keys(num_shards):
+  size, block = 64, 16
+  options = chunked._Options(1.0, 0.0, block, is_aligned=False, window=None)
+  num_keys = 2 * num_shards * size
+  zeros = np.zeros((1, 1, num_keys, 1), np.float32)
+  keys = chunked._Keys(zeros, zeros, np.zeros((1, num_keys), np.int32), None)
+  count = lambda options, keys, first, carry, block: carry + keys.segment_BS.shape[1]
+  span = chunked._Span(0, size, 0, num_keys)
+  body = chunked._with_keys_in_reach(count, options, span, keys)
+
+  def num_attended(chunk):
+    rows = chunk * size + np.arange(size, dtype=np.int32).reshape(-1, 1, block)
+    return sum(int(body(0, (chunked._Queries(None, None, row_BT),))) for row_BT in rows)
+
+  counts = [sum(map(num_attended, zigzag_chunks(shard, num_shards))) for shard in range(num_shards)]
+  assert max(counts) <= 1.05 * min(counts)
+  assert max(counts) <= 0.65 * 2 * size // block * num_keys
 
 
 def test_a_strategy_that_does_not_fit_is_an_error(build_sharder):

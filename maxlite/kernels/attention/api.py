@@ -26,6 +26,7 @@ from maxlite.kernels.attention.reference import AttentionMask
 AUTO = {"tpu": "splash", "gpu": "triton", "other": "chunked"}  # by platform
 # Backends that need jax.shard_map(check_vma=False); see their modules.
 WITHOUT_VMA = frozenset({"splash", "cudnn"})
+ROW_MULTIPLES = {"splash": 128}  # the queries of a part of the rows are multiples of it
 
 resolve_backend = functools.partial(backends.resolve_backend, "attention", ATTENTION_BACKENDS, AUTO)
 
@@ -50,8 +51,8 @@ def attention(
   Args:
     block_q: queries per block of `chunked`; other backends ignore it.
     q_start: row of the first query among the keys. May be traced, as on a shard of the context
-      axis that holds a part of the queries and all keys. With the int 0 and T == S, `chunked`
-      skips blocks in the future and before the window.
+      axis that holds a part of the queries and all keys. Blocks in the future and before the window
+      are skipped; by `chunked` if T == S with the int 0, or S is a multiple of T.
     window: None: all keys.
 
   Source: Beltagy et al., Longformer (2020), section 3.1, for windows; gpt-oss model card (2025),

@@ -2,9 +2,10 @@
 
 The forward pass saves the output and the log-sum-exp of each row; the backward pass recomputes a
 block's scores from them. Queries aligned with the keys are split into spans; a span attends only
-the keys from its first query's window to its end, and is a loop over its blocks of queries. Within
-a block, the query heads that share a key/value head are stacked along the rows: lower-case `r`
-counts the H/G * t rows of its t queries.
+the keys from its first query's window to its end, and is a loop over its blocks of queries. Other
+queries are one span, and each of its blocks chooses one of a few ranges of keys. Within a block,
+the query heads that share a key/value head are stacked along the rows: lower-case `r` counts the
+H/G * t rows of its t queries.
 
 Every dot has the form that XLA:CPU executes in bfloat16 (kernels/xla_cpu.py): a float32 result, and
 a left operand that contracts its last axis. The gradients of k and v are therefore computed
@@ -12,6 +13,7 @@ transposed, which transposes [r, C] rather than [r, S].
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,15 +73,13 @@ class _Span(NamedTuple):
     )
 
 
-def attention(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, sink_H
-) -> jax.Array:
-  """o_BTHC in q's type."""
-  return _attend(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, sink_H, scale, block_q, soft_cap))
+def attention(q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, **options: Any) -> jax.Array:
+  """o_BTHC in q's type; options as in `_prepare`."""
+  return _attend(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, **options))
 
 
 def _prepare(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, sink_H, scale, block_q, soft_cap
+  q_BTHC, k_BSGC, v_BSGC, mask, *, scale, block_q, soft_cap, sink_H=None
 ) -> tuple[_Options, _Queries, _Keys]:
   num_queries, num_keys = q_BTHC.shape[1], k_BSGC.shape[1]
   is_aligned = isinstance(mask.q_start, int) and mask.q_start == 0 and num_queries == num_keys
@@ -97,35 +97,31 @@ def _attend(options: _Options, queries: _Queries, keys: _Keys) -> jax.Array:
 
 def _forward(options, queries, keys):
   """(o_BTHC, residuals)"""
-  o_BTHC, lse_spans = checkpoint_name(_compute(options, queries, keys), RESIDUAL_NAME)
-  return o_BTHC, (queries, keys, o_BTHC, lse_spans)
+  results = checkpoint_name(_compute(options, queries, keys), RESIDUAL_NAME)
+  return results[0], (queries, keys, *results)
 
 
 def _compute(options, queries, keys):
-  """(o_BTHC, lse_nBGr1 of each span)"""
-  o_spans, lse_spans = [], []
+  """(o_BTHC, lse_BTH1)"""
+  results = []
   for span in _spans(options, queries, keys):
-    own_options = options._replace(first_key=span.first_key)
-    body = functools.partial(_forward_block, own_options, span.keys(keys))
-    _, (o_nBtHC, lse_nBGr1) = _scan(body, (), _split(span.queries(queries), options.block))
-    o_spans.append(_join(o_nBtHC, span))
-    lse_spans.append(lse_nBGr1)
-  return jnp.concatenate(o_spans, axis=1), lse_spans
+    body = _with_keys_in_reach(_forward_block, options, span, keys)
+    _, blocks = _scan(body, (), _split((span.queries(queries),), options.block))
+    results.append([_join(x_nBtHC, span) for x_nBtHC in blocks])
+  return [jnp.concatenate(parts, axis=1) for parts in zip(*results, strict=True)]
 
 
 def _backward(options, residuals, do_BTHC):
-  queries, keys, o_BTHC, lse_spans = residuals
+  queries, keys, *results = residuals
   sum_dtype = accumulator_dtype(do_BTHC.dtype)
   dq_spans, dkv_spans = [], []
   dsink_H = None if keys.sink_H is None else jnp.zeros_like(keys.sink_H, dtype=sum_dtype)
-  spans = _spans(options, queries, keys)
-  for span, lse_nBGr1 in zip(spans, lse_spans, strict=True):
-    visible_keys = span.keys(keys)
-    zeros = [jnp.zeros_like(x, dtype=sum_dtype) for x in (visible_keys.k_BGSC, visible_keys.v_BGSC)]
-    blocks = _split(span.queries((queries, o_BTHC, do_BTHC)), options.block)
-    own_options = options._replace(first_key=span.first_key)
-    body = functools.partial(_backward_block, own_options, visible_keys)
-    (dkv, dsink_H), dq_nBtHC = _scan(body, (zeros, dsink_H), (*blocks, lse_nBGr1))
+  for span in _spans(options, queries, keys):
+    kv = span.keys(keys)
+    zeros = [jnp.zeros_like(x, dtype=sum_dtype) for x in (kv.k_BGSC, kv.v_BGSC)]
+    blocks = _split(span.queries((queries, *results, do_BTHC)), options.block)
+    body = _with_keys_in_reach(_backward_block, options, span, keys)
+    (dkv, dsink_H), dq_nBtHC = _scan(body, (zeros, dsink_H), blocks)
     missing = (span.first_key, keys.k_BGSC.shape[2] - span.stop_key)
     dkv_spans.append([jnp.pad(x, ((0, 0), (0, 0), missing, (0, 0))) for x in dkv])
     dq_spans.append(_join(dq_nBtHC, span))
@@ -138,28 +134,17 @@ def _backward(options, residuals, do_BTHC):
 _attend.defvjp(_forward, _backward)
 
 
-def _partial_forward(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap
-) -> tuple[jax.Array, jax.Array]:
-  options, *operands = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, block_q, soft_cap)
-  num_seqs, num_queries, num_heads, _ = q_BTHC.shape
-  o_BTHC, (lse_nBGr1,) = _compute(options._replace(is_aligned=False), *operands)
-  lse_nBHt = lse_nBGr1.reshape(-1, num_seqs, num_heads, options.block)
-  lse_BHT = lse_nBHt.transpose(1, 2, 0, 3).reshape(num_seqs, num_heads, -1)
-  return o_BTHC, lse_BHT[..., :num_queries]
+def _partial_forward(q_BTHC, k_BSGC, v_BSGC, mask, **keys: Any) -> tuple[jax.Array, jax.Array]:
+  options, *operands = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, **keys)
+  o_BTHC, lse_BTH1 = _compute(options._replace(is_aligned=False), *operands)
+  return o_BTHC, lse_BTH1[..., 0].swapaxes(1, 2)
 
 
 def _partial_gradients(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, o_BTHC, lse_BHT, do_BTHC, *, scale, block_q, soft_cap
+  q_BTHC, k_BSGC, v_BSGC, mask, o_BTHC, lse_BHT, do_BTHC, **keys: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  options, *operands = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, block_q, soft_cap)
-  num_seqs, num_heads, num_queries = lse_BHT.shape
-  padded_BHT = jnp.pad(lse_BHT, ((0, 0), (0, 0), (0, -num_queries % options.block)))
-  lse_nBHt = padded_BHT.reshape(num_seqs, num_heads, -1, options.block).transpose(2, 0, 1, 3)
-  lse_nBGr1 = lse_nBHt.reshape(
-    -1, num_seqs, k_BSGC.shape[2], lse_nBHt[0, 0].size // k_BSGC.shape[2], 1
-  )
-  residuals = *operands, o_BTHC, [lse_nBGr1]
+  options, *operands = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, **keys)
+  residuals = *operands, o_BTHC, lse_BHT.swapaxes(1, 2)[..., None]
   dqueries, dkeys = _backward(options._replace(is_aligned=False), residuals, do_BTHC)
   return dqueries.q_BTHC, dkeys.k_BGSC.swapaxes(1, 2), dkeys.v_BGSC.swapaxes(1, 2)
 
@@ -167,8 +152,9 @@ def _partial_gradients(
 PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)
 
 
-def _forward_block(options, keys, _, queries):
-  """((), (o_BtHC, log-sum-exp of each row's scores)): the body of a scan."""
+def _forward_block(options, keys, _first, _, block):
+  """((), (o_BtHC, lse_BtH1)): the body of a scan; lse is the log-sum-exp of a row's scores."""
+  (queries,) = block
   score_BGrS, _ = _scores(options, queries, keys)
   max_BGr1 = score_BGrS.max(-1, keepdims=True)
   if keys.sink_H is not None:
@@ -179,16 +165,20 @@ def _forward_block(options, keys, _, queries):
     sum_BGr1 += jnp.exp(_sink_scores(queries, keys) - max_BGr1)
   # Normalised after the sum over keys: C divisions per row instead of S.
   o_BGrC = dot(p_BGrS.astype(keys.v_BGSC.dtype), keys.v_BGSC, (3, 2), 2) / sum_BGr1
-  o_BtHC = _unfold(o_BGrC.astype(queries.q_BTHC.dtype), queries.row_BT.shape[1])
-  return (), (o_BtHC, max_BGr1 + jnp.log(sum_BGr1))
+  results = o_BGrC.astype(queries.q_BTHC.dtype), max_BGr1 + jnp.log(sum_BGr1)
+  return (), tuple(_unfold(x_BGrC, queries.row_BT.shape[1]) for x_BGrC in results)
 
 
-def _backward_block(options, keys, sums, block):
-  """(gradients of k, v and sinks including this block's, dq_BtHC): the body of a scan."""
+def _backward_block(options, keys, first, sums, block):
+  """(gradients of k, v and sinks including this block's, dq_BtHC): the body of a scan.
+
+  The gradients are of all keys of the span, of which `keys` are those from `first` on.
+  """
   dkv, dsink_H = sums
-  queries, o_BtHC, do_BtHC, lse_BGr1 = block
+  queries, o_BtHC, lse_BtH1, do_BtHC = block
   dtype = o_BtHC.dtype
-  q_BGrC, o_BGrC, do_BGrC = (_fold(x, keys) for x in (queries.q_BTHC, o_BtHC, do_BtHC))
+  arrays = queries.q_BTHC, o_BtHC, lse_BtH1, do_BtHC
+  q_BGrC, o_BGrC, lse_BGr1, do_BGrC = (_fold(x_BtHC, keys) for x_BtHC in arrays)
   sum_dtype = accumulator_dtype(dtype)
   mean_BGr1 = (do_BGrC.astype(sum_dtype) * o_BGrC.astype(sum_dtype)).sum(-1, keepdims=True)
   score_BGrS, slope_BGrS = _scores(options, queries, keys)
@@ -198,11 +188,20 @@ def _backward_block(options, keys, sums, block):
   dq_BGrC = dot(dscore_BGrS, keys.k_BGSC, (3, 2), 2).astype(dtype)
   dk_BGCS = dot(q_BGrC.swapaxes(2, 3), dscore_BGrS, (3, 2), 2)
   dv_BGCS = dot(do_BGrC.swapaxes(2, 3), p_BGrS.astype(dtype), (3, 2), 2)
-  dkv = [total + part.swapaxes(2, 3) for total, part in zip(dkv, (dk_BGCS, dv_BGCS), strict=True)]
+  dkv = [_add_from(first, *pair) for pair in zip(dkv, (dk_BGCS, dv_BGCS), strict=True)]
   if dsink_H is not None:
     dsink_BGr1 = -jnp.exp(_sink_scores(queries, keys) - lse_BGr1) * mean_BGr1
     dsink_H += dsink_BGr1.reshape(*dsink_BGr1.shape[:2], -1, o_BtHC.shape[1]).sum((0, 3)).ravel()
   return (dkv, dsink_H), _unfold(dq_BGrC, o_BtHC.shape[1])
+
+
+def _add_from(first: int, total_BGSC: jax.Array, part_BGCS: jax.Array) -> jax.Array:
+  """`total_BGSC` with a part added to the keys from `first` on."""
+  part_BGSC, num_keys = part_BGCS.swapaxes(2, 3), part_BGCS.shape[3]
+  part_BGSC = total_BGSC[:, :, first : first + num_keys] + part_BGSC
+  if num_keys == total_BGSC.shape[2]:
+    return part_BGSC
+  return jax.lax.dynamic_update_slice_in_dim(total_BGSC, part_BGSC, first, axis=2)
 
 
 def _sink_scores(queries: _Queries, keys: _Keys) -> jax.Array:
@@ -243,6 +242,31 @@ def _spans(options: _Options, queries: _Queries, keys: _Keys) -> list[_Span]:
     stop = min(start + length, num_queries)
     spans.append(_Span(start, stop, max(start - reach, 0), stop))
   return spans
+
+
+def _with_keys_in_reach(function, options: _Options, span: _Span, keys: _Keys) -> Callable:
+  """The body of a scan over a span's blocks: `function(options, keys, first, carry, block)`.
+
+  Its keys are those of the span from `first` on that the block may attend, in one of a few ranges
+  unless queries and keys are aligned.
+  """
+  num_queries, num_keys = span.stop - span.start, span.stop_key - span.first_key
+  num_ranges = 1 if options.is_aligned else max(min(num_keys // num_queries, _MAX_SPANS), 1)
+  length = ceil_div(num_keys, num_ranges)
+  # A block's first row may be in the range before that of its last row.
+  reach = num_keys if options.window is None else options.window + options.block - 2
+  bodies = []
+  for start in range(0, num_keys, length):
+    first, stop = max(start - reach, 0), min(start + length, num_keys)
+    part = span._replace(first_key=span.first_key + first, stop_key=span.first_key + stop)
+    own_options = options._replace(first_key=part.first_key)
+    bodies.append(functools.partial(function, own_options, part.keys(keys), first))
+
+  def body(carry, block):
+    last_range = jnp.clip(block[0].row_BT.max() // length, 0, len(bodies) - 1)
+    return jax.lax.switch(last_range, bodies, carry, block)
+
+  return bodies[0] if len(bodies) == 1 else body
 
 
 def _scan(body, carry, blocks):

@@ -12,20 +12,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
+from maxlite.kernels.attention.reference import RESIDUAL_NAME
 
 
 def attention(
-  q_BTHC,
-  k_BSGC,
-  v_BSGC,
-  mask: AttentionMask,
-  *,
-  scale,
-  block_q,
-  soft_cap,
-  sink_H,
-  implementation="xla",
+  q_BTHC, k_BSGC, v_BSGC, mask, *, scale, block_q, soft_cap, sink_H, implementation="xla"
 ) -> jax.Array:
   """o_BTHC in q's type.
 

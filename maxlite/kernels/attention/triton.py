@@ -70,17 +70,16 @@ class _Shape(NamedTuple):
   blocks: _Blocks
 
 
-def attention(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, sink_H, interpret=False
-) -> jax.Array:
-  """o_BTHC in q's type; `interpret` is for tests without a GPU."""
-  del block_q
-  return _attend(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, sink_H, scale, soft_cap, interpret))
+def attention(q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, **options: Any) -> jax.Array:
+  """o_BTHC in q's type; options as in `_prepare`."""
+  return _attend(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, **options))
 
 
 def _prepare(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, sink_H, scale, soft_cap, interpret
+  q_BTHC, k_BSGC, v_BSGC, mask, *, scale, block_q, soft_cap, sink_H=None, interpret=False
 ) -> tuple[_KernelOptions, _Operands, _Rows]:
+  """`interpret` is for tests without a GPU."""
+  del block_q
   options = _KernelOptions(scale, soft_cap, mask.window, sink_H is not None, interpret)
   q_start_1 = jnp.asarray(mask.q_start, jnp.int32).reshape(1)
   rows = _Rows(q_start_1, mask.q_segment_BT, mask.kv_segment_BS)
@@ -142,30 +141,15 @@ def _backward(options: _KernelOptions, residuals, do_BTHC):
 _attend.defvjp(_forward, _backward)
 
 
-def _partial_forward(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, interpret=False
-) -> tuple[jax.Array, jax.Array]:
-  del block_q
-  return _compute(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, soft_cap, interpret))
+def _partial_forward(q_BTHC, k_BSGC, v_BSGC, mask, **options: Any) -> list[jax.Array]:
+  return _compute(*_prepare(q_BTHC, k_BSGC, v_BSGC, mask, **options))
 
 
 def _partial_gradients(
-  q_BTHC,
-  k_BSGC,
-  v_BSGC,
-  mask,
-  o_BTHC,
-  lse_BHT,
-  do_BTHC,
-  *,
-  scale,
-  block_q,
-  soft_cap,
-  interpret=False,
+  q_BTHC, k_BSGC, v_BSGC, mask, o_BTHC, lse_BHT, do_BTHC, **options: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  del block_q
-  options, *rest = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, None, scale, soft_cap, interpret)
-  return _backward(options, (*rest, o_BTHC, lse_BHT), do_BTHC)[0][:3]
+  kernel_options, *rest = _prepare(q_BTHC, k_BSGC, v_BSGC, mask, **options)
+  return _backward(kernel_options, (*rest, o_BTHC, lse_BHT), do_BTHC)[0][:3]
 
 
 PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)

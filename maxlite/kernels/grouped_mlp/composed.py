@@ -12,15 +12,7 @@ from maxlite.kernels.numerics import accumulator_dtype
 
 
 def grouped_mlp(
-  x_MD,
-  weight_M,
-  wi_GDF,
-  wo_GFD,
-  biases,
-  group_sizes_G,
-  activation,
-  backend: str,
-  tiles: tuple[Tiles, Tiles],
+  x_MD, weight_M, wi_GDF, wo_GFD, biases, group_sizes_G, activation, backend: str, tiles
 ) -> jax.Array:
   """y_MD in x's type; `tiles` of wi and wo."""
   multiply = functools.partial(grouped_matmul, group_sizes_G=group_sizes_G, backend=backend)
