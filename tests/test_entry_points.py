@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/base.yml"
 TINY = [
   "base_emb_dim=16",
-  "base_num_decoder_layers=2",
+  "base_num_decoder_layers=1",
   "base_num_query_heads=4",
   "base_num_kv_heads=2",
   "head_dim=4",
@@ -217,16 +217,26 @@ def test_a_port_in_use_is_found_without_jax(tmp_path):
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
 
 
-def test_shardings_prints_every_parameter_once():
+@pytest.fixture
+def shardings(monkeypatch, capsys):
+  """A function from arguments to the columns of the lines that the tool prints."""
+  tool = ROOT / "tools/inspect/shardings.py"
+
+  def run(*argv):
+    monkeypatch.setattr(sys, "argv", [str(tool), *argv])
+    with pytest.raises(SystemExit, match="0"):
+      runpy.run_path(str(tool), run_name="__main__")
+    return [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+
+  return run
+
+
+def test_shardings_prints_every_parameter_once(shardings):
   argv = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
-  tool = open_process("tools/inspect/shardings.py", *argv, JAX_NUM_CPU_DEVICES="8")
   placements = build_trainer(load_config(argv)).parameter_shardings
-  code, out, _ = finish(tool)
-  lines = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
-  assert (code, lines[0][0]) == (
-    0,
-    "8 devices: ensemble=1 x data=1 x fsdp=4 x context=1 x expert=1 x tensor=2",
-  )
+  lines = shardings(*argv)
+  mesh = "ensemble=1 x data=1 x fsdp=4 x context=1 x expert=1 x tensor=2"
+  assert lines[0][0] == f"8 devices: {mesh}"
   rows = {line[0]: line for line in lines[2:-1]}
   assert len(rows) == len(placements) > 10
   for placement in placements:
@@ -247,14 +257,9 @@ def test_killed_run_resumes_to_identical_results(run_keys, tmp_path):
   assert (code, "killed 3 times" in out, "losses equal: True" in out) == (0, True, True), out + err
 
 
-def test_shardings_stacks_the_parameters_of_members_of_one_model(monkeypatch, capsys):
-  tool = ROOT / "tools/inspect/shardings.py"
+def test_shardings_stacks_the_parameters_of_members_of_one_model(shardings):
   sweep = "sweep={grid: {init_weights_seed: [0, 1, 2, 3]}}"
-  argv = [str(tool), str(BASE), *TINY, "ici_ensemble_parallelism=2", sweep]
-  monkeypatch.setattr(sys, "argv", argv)
-  with pytest.raises(SystemExit, match="0"):
-    runpy.run_path(str(tool), run_name="__main__")
-  rows = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+  rows = shardings(str(BASE), *TINY, "ici_ensemble_parallelism=2", sweep)
   _, names, spec, shape, num_bytes = next(row for row in rows if row[0] == "unembed/kernel")
   assert names == "ensemble embed vocab"
   assert spec.startswith("P('ensemble', ")
