@@ -1,6 +1,5 @@
 """Fixtures: compiler settings, a shared finished run, and folders for runs."""
 
-import os
 import shutil
 
 import pytest
@@ -10,9 +9,8 @@ from tiny_run import start
 
 @pytest.fixture(autouse=True, scope="package")
 def _settings(tmp_path_factory):
-  run = tmp_path_factory.getbasetemp()
-  run = run.parent if "PYTEST_XDIST_WORKER" in os.environ else run  # shared by the workers
-  with fast_compilation(run / "jax_cache"):
+  # One cache per worker: JAX writes entries in place, so that others could read parts of them.
+  with fast_compilation(tmp_path_factory.mktemp("jax_cache")):
     yield
 
 
