@@ -50,11 +50,6 @@ def hbm_traffic(module: Module) -> list[Traffic]:
   ]
 
 
-def hbm_bytes(module: Module) -> float:
-  """The sum of `hbm_traffic`."""
-  return sum(traffic.num_bytes for traffic in hbm_traffic(module))
-
-
 def largest_traffic(
   traffic: Iterable[Traffic], key: Callable[[Traffic], str]
 ) -> list[tuple[str, float]]:
@@ -97,7 +92,8 @@ def _bytes_moved(module: Module, instruction: Instruction, filled: dict[int, flo
   if opcode == "fusion":
     (fused,) = module.called(instruction)
     reads = (_share_read(module, fused, i) * _in_hbm(x.arrays) for i, x in enumerate(operands))
-    return sum(reads) + _share_written(module, fused) * written
+    # The rest of the result is updated in place.
+    return sum(reads) + written * _bytes_written(module, fused.root) / (fused.root.num_bytes or 1)
   if opcode in _SLICES:
     read = sum(array.num_bytes for array in _results(instruction))
     return written + read * (not operands[0].arrays[0].on_chip)
@@ -158,11 +154,6 @@ def _bytes_used(module: Module, fused: Computation, value: Instruction) -> list[
     elif not (sliced and user.opcode == "dynamic-update-slice"):
       used.append(value.num_bytes)
   return used
-
-
-def _share_written(module: Module, fused: Computation) -> float:
-  """The share of a fusion's result that is written, not updated in place."""
-  return _bytes_written(module, fused.root) / (fused.root.num_bytes or 1)
 
 
 def _bytes_written(module: Module, part: Instruction) -> float:

@@ -83,14 +83,9 @@ def to_zigzag(context: tuple[str, ...], x_bt: jax.Array) -> jax.Array:
 
 
 def from_zigzag(context: tuple[str, ...], x_2bn: jax.Array) -> jax.Array:
-  """The inverse of `to_zigzag`."""
-  is_even = jax.lax.axis_index(context) % 2 == 0
-  chunks = jnp.where(is_even, *x_2bn), jnp.where(is_even, *x_2bn[::-1])
-  halves = [
-    jax.lax.ppermute(chunk, context, [pair[::-1] for pair in pairs])
-    for chunk, pairs in zip(chunks, _zigzag_pairs(context), strict=True)
-  ]
-  return jnp.concatenate(halves, axis=1)
+  """The inverse of `to_zigzag`, a permutation: its transpose."""
+  x_bt = jax.eval_shape(lambda x_2bn: jnp.concatenate([*x_2bn], axis=1), x_2bn)
+  return jax.linear_transpose(functools.partial(to_zigzag, context), x_bt)(x_2bn)[0]
 
 
 def _zigzag_pairs(context: tuple[str, ...]) -> list[list[tuple[int, int]]]:

@@ -21,7 +21,7 @@ from megablox_compiles import CHIPS
 from maxlite.kernels.attention.api import attention
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
-from maxlite.planning.hlo_traffic import hbm_bytes
+from maxlite.planning.hlo_traffic import hbm_traffic
 
 # Positions, query heads, key/value heads, channels of keys and of values, further options.
 SHAPES = {
@@ -84,7 +84,7 @@ def main(chips: list[str], shapes: list[str]) -> None:
         hlo = compile_for(chip, shape)
         report["kernels"] = hlo.count('custom_call_target="tpu_custom_call"')
         report["flops"] = matmul_flops(parse(hlo)).total
-        report["hbm_bytes"] = hbm_bytes(parse(hlo))
+        report["hbm_bytes"] = sum(part.num_bytes for part in hbm_traffic(parse(hlo)))
       except jax.errors.JaxRuntimeError as error:
         report["error"] = str(error)[:2000]
       print(json.dumps(report | {"seconds": round(time.perf_counter() - start, 1)}), flush=True)

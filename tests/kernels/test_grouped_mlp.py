@@ -144,25 +144,31 @@ def test_bfloat16_rows_keep_the_precision_of_weight_gradients(backend, biased):
 def run_for_tpu(activation, sizes_G, x_M, weight_M, params, dy_M):
   """As `run`, by the interpreted kernels for TPUs."""
   options = {"activation": activation, "backend": "megablox", "interpret": True}
-  apply = lambda x_M, weight_M, params: grouped_mlp(x_M, weight_M, *params, sizes_G, **options)
+
+  def apply(x_M, weight_M, params):
+    wi, wo, biases = params
+    return grouped_mlp(x_M, weight_M, wi, wo, sizes_G, biases=biases, **options)
+
   y_M, vjp = jax.vjp(apply, x_M, weight_M, params)
   return y_M, *vjp(dy_M)
 
 
 @pytest.mark.parametrize(
-  ("dtype", "row_shape", "names", "limit"),
+  ("dtype", "row_shape", "names", "limit", "biased"),
   [
-    ("bfloat16", (8, 128), ("silu", "linear"), 0.0),
-    ("float32", (8, 128), ("quick_gelu", "linear_plus_one"), 0.5),
-    ("float32", (1024,), ("gelu",), 0.0),
+    ("bfloat16", (8, 128), ("silu", "linear"), 0.0, False),
+    ("float32", (8, 128), ("quick_gelu", "linear_plus_one"), 0.5, True),
+    ("float32", (1024,), ("gelu",), 0.0, False),
+    ("bfloat16", (1024,), ("silu", "linear"), 0.0, True),
   ],
 )
-def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit):
+def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit, biased):
   """Undefined rows are NaN, and reach neither another row nor a weight."""
   activation = build_activation(names, limit)
   rng, dim, hidden = np.random.default_rng(5), 1024, 24
   draw = lambda *dims: rng.normal(size=(NUM_GROUPS, *dims)).astype(np.float32) / 8
-  params = tuple(draw(dim, hidden) for _ in names), draw(hidden, dim)
+  biases = Biases(tuple(draw(hidden) for _ in names), draw(dim)) if biased else None
+  params = tuple(draw(dim, hidden) for _ in names), draw(hidden, dim), biases
   x_MD, dy_MD = (rng.normal(size=(NUM_ROWS, dim)).astype(dtype) for _ in range(2))
   weight_M = rng.normal(size=NUM_ROWS).astype(np.float32)
   for sizes in (ROUTINGS["tail"], ROUTINGS["no_rows_used"]):
@@ -173,7 +179,7 @@ def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit):
     assert results[0].shape == results[1].shape == x_M.shape
     flat = (array.reshape(x_MD.shape) for array in results[:2])
     with jax.enable_x64(True):
-      wide = jax.tree.map(lambda a: a.astype(np.float64), (x_MD, weight_M, (*params, None), dy_MD))
+      wide = jax.tree.map(lambda a: a.astype(np.float64), (x_MD, weight_M, params, dy_MD))
       expected = oracle(sizes, *wide, activation)
     got = without_dead_rows((*flat, *results[2:]), sizes)
     assert_equal_trees(got, expected, unit=2e-5 if dtype == "float32" else 2.0**-6)

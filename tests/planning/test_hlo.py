@@ -11,7 +11,7 @@ import pytest
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_collectives import Collective, collectives
 from maxlite.planning.hlo_cost import matmul_flops
-from maxlite.planning.hlo_traffic import hbm_bytes
+from maxlite.planning.hlo_traffic import hbm_traffic
 
 MESH_SHAPE = {"data": 2, "fsdp": 4}
 PAYLOAD = 8 * 16 * 4  # bytes of a shard of `local_program`'s argument
@@ -134,6 +134,10 @@ def test_a_convolution_does_not_multiply_by_padding(dilate, padding):
   ones = [jnp.ones(shape) for shape in shapes]
   products = float(jnp.sum(program(*ones)))  # with ones as inputs, each product adds one
   assert matmul_flops(module_of(program, *shapes)) == (2 * products, 0)
+
+
+def hbm_bytes(module):
+  return sum(part.num_bytes for part in hbm_traffic(module))
 
 
 def test_hbm_bytes_equal_the_compilers():

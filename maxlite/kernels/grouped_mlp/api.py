@@ -56,10 +56,10 @@ def grouped_mlp(
   assert weight_M.shape == (num_rows,), f"{num_rows} rows, weight_M {weight_M.shape}"
   assert math.prod(x_M.shape[1:]) == dim, f"wo_GFD {wo_GFD.shape} does not fit x_M {x_M.shape}"
   assert all(w.shape == (num_groups, dim, hidden) for w in wi_GDF), [w.shape for w in wi_GDF]
-  operands = weight_M, wi_GDF, wo_GFD
-  tiles = wi_tiles, wo_tiles
-  if backend == "megablox" and biases is None and num_rows:
-    return megablox_mlp.grouped_mlp(x_M, *operands, group_sizes_G, activation, tiles, interpret)
+  operands, tiles = (weight_M, wi_GDF, wo_GFD), (wi_tiles, wo_tiles)
+  if backend == "megablox" and num_rows:
+    operands = *operands, biases, group_sizes_G
+    return megablox_mlp.grouped_mlp(x_M, *operands, activation, tiles, interpret)
   x_MD = x_M.reshape(num_rows, dim)
   if backend == "tiled" and biases is None and num_rows:
     y_MD = tiled.grouped_mlp(x_MD, *operands, group_sizes_G, activation)

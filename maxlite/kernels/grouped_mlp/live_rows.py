@@ -16,7 +16,7 @@ _LARGEST_BLOCK = 256
 _ROWS = 16  # of a tile of 16-bit values
 _LANES = 128
 # For two buffers of each operand and result and for float32 temporaries, of 16 MiB.
-_BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 5 * 2**19
 
 
 def map_live_rows(

@@ -3,9 +3,13 @@
 Rows may be matrices [M, L, 128], the form in which they are exchanged; other kernels copy them to
 and from [M, D]. Rows past the last group are neither zeroed nor masked: they are undefined in the
 results of each kernel, and no kernel lets them reach another row or a weight.
+
+A bias is one more row of its matrix: the input has a column of ones, and the hidden rows one of the
+weights with which they are multiplied.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -18,18 +22,19 @@ from maxlite.kernels.grouped_mlp.live_rows import map_live_rows
 from maxlite.kernels.numerics import accumulator_dtype
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def grouped_mlp(
-  x_M,
-  weight_M,
-  wi_GDF: tuple,
-  wo_GFD,
-  group_sizes_G,
-  activation: Callable[..., jax.Array],
-  tiles: tuple[Tiles, Tiles],
-  interpret: bool = False,
+  x_M, weight_M, wi_GDF: tuple, wo_GFD, biases, group_sizes_G, activation, tiles, interpret=False
 ) -> jax.Array:
-  """y_M, of x_M's shape and type, without biases; `tiles` of wi and wo."""
+  """y_M, of x_M's shape and type; `tiles` of wi and wo."""
+  if biases is not None:
+    with_bias = lambda w_GDF, b_GF: jnp.concatenate([w_GDF, b_GF[:, None]], axis=1)
+    wi_GDF = tuple(map(with_bias, wi_GDF, biases.bi_GF))
+    wo_GFD = with_bias(wo_GFD, biases.bo_GD)
+  return _apply(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _apply(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, interpret) -> jax.Array:
   return _forward(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, interpret)[0]
 
 
@@ -38,10 +43,12 @@ def _forward(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, in
   multiply = functools.partial(
     megablox.multiply_rows, group_sizes_G=group_sizes_G, transpose=False, interpret=interpret
   )
-  x_MD = x_M if x_M.ndim == 2 else over_rows(_flat, x_M)[0]
+  flat = functools.partial(_flat, wi_GDF[0].shape[1])
+  x_MD = x_M if x_M.shape[1:] == wi_GDF[0].shape[1:2] else over_rows(flat, x_M)[0]
   wi_tiles, wo_tiles = _fitted(tiles, x_MD, wi_GDF[0], wo_GFD)
   up_MF = tuple(checkpoint_name(multiply(x_MD, w, tile=wi_tiles.fwd), "mlpwi") for w in wi_GDF)
-  (h_MF,) = over_rows(functools.partial(_hidden, activation), weight_M[:, None], *up_MF)
+  hidden = functools.partial(_hidden, activation, wo_GFD.shape[1])
+  (h_MF,) = over_rows(hidden, weight_M[:, None], *up_MF)
   y_MD = multiply(h_MF, wo_GFD, tile=wo_tiles.fwd)
   y_M = y_MD if x_M.ndim == 2 else over_rows(_sum_as(x_M.shape), y_MD)[0]
   # `jax.checkpoint` rounds, and so copies, a value that is both used and saved. The results of the
@@ -58,7 +65,8 @@ def _backward(activation, tiles, interpret, residuals, dy_M) -> tuple:
     functools.partial(product, group_sizes_G=group_sizes_G, interpret=interpret)
     for product in (megablox.multiply_rows, megablox.sum_outer_products)
   )
-  dy_MD = dy_M if dy_M.ndim == 2 else over_rows(_flat, dy_M)[0]
+  flat = functools.partial(_flat, wo_GFD.shape[2])
+  dy_MD = dy_M if dy_M.ndim == 2 else over_rows(flat, dy_M)[0]
   dh_MF = multiply(dy_MD, wo_GFD, tile=_swapped(wo_tiles.dlhs), transpose=True)
   gradients = functools.partial(_hidden_gradients, activation)
   operands = dh_MF, weight_M[:, None], *up_MF
@@ -73,7 +81,7 @@ def _backward(activation, tiles, interpret, residuals, dy_M) -> tuple:
   return dx_M, dweight_M1[:, 0], dwi_GDF, dwo_GFD, None
 
 
-grouped_mlp.defvjp(_forward, _backward)
+_apply.defvjp(_forward, _backward)
 
 
 def _over_live_rows(group_sizes_G: jax.Array, interpret: bool) -> Callable[..., tuple]:
@@ -92,24 +100,33 @@ def _swapped(tile: tuple[int, int, int]) -> tuple[int, int, int]:
   return tile[0], tile[2], tile[1]
 
 
-def _flat(x_m: jax.Array) -> tuple[jax.Array]:
-  return (x_m.reshape(x_m.shape[0], -1),)
+def _flat(num_columns: int, x_m: jax.Array) -> tuple[jax.Array]:
+  """(x_mD,) with a column of ones if the matrices have a bias."""
+  x_mD = x_m.reshape(x_m.shape[0], -1)
+  return (_append(x_mD, jnp.ones_like(x_mD[:, :1]), num_columns),)
+
+
+def _append(x_mD: jax.Array, bias_m1: jax.Array, num_columns: int) -> jax.Array:
+  """x_mD, with the column that a bias is multiplied by if the matrices have `num_columns` rows."""
+  return x_mD if x_mD.shape[1] == num_columns else jnp.concatenate([x_mD, bias_m1], axis=1)
 
 
 def _sum_as(shape: tuple[int, ...]) -> Callable[..., tuple[jax.Array]]:
-  """A function of rows that returns their sum in the form of rows of an array of this shape."""
+  """A function of rows that returns their sum, without a bias's column, as rows of this shape."""
+  width = math.prod(shape[1:])
 
   def add(*terms: jax.Array) -> tuple[jax.Array]:
     dtype = terms[0].dtype
-    total = sum(term.astype(accumulator_dtype(dtype)) for term in terms)
+    total = sum(term[:, :width].astype(accumulator_dtype(dtype)) for term in terms)
     return (total.astype(dtype).reshape(-1, *shape[1:]),)
 
   return add
 
 
-def _hidden(activation, weight_m1, *up_mF) -> tuple[jax.Array]:
+def _hidden(activation, num_columns: int, weight_m1, *up_mF) -> tuple[jax.Array]:
   """(h_mF,): the hidden rows times their weights, computed in float32."""
-  return (_wide_hidden(activation, weight_m1, *up_mF).astype(up_mF[0].dtype),)
+  h_mF = _wide_hidden(activation, weight_m1, *up_mF).astype(up_mF[0].dtype)
+  return (_append(h_mF, weight_m1.astype(h_mF.dtype), num_columns),)
 
 
 def _wide_hidden(activation, weight_m1, *up_mF) -> jax.Array:
@@ -119,5 +136,9 @@ def _wide_hidden(activation, weight_m1, *up_mF) -> jax.Array:
 
 def _hidden_gradients(activation, dh_mF, weight_m1, *up_mF) -> tuple[jax.Array, ...]:
   """(h_mF, dweight_m1, *dup_mF)"""
+  dtype, (width, num_columns) = dh_mF.dtype, (up_mF[0].shape[1], dh_mF.shape[1])
   h_mF, vjp = jax.vjp(functools.partial(_wide_hidden, activation), weight_m1, *up_mF)
-  return h_mF.astype(dh_mF.dtype), *vjp(dh_mF.astype(h_mF.dtype))
+  dweight_m1, *dup_mF = vjp(dh_mF[:, :width].astype(h_mF.dtype))
+  if num_columns > width:
+    dweight_m1 += dh_mF[:, width:].astype(dweight_m1.dtype)
+  return _append(h_mF.astype(dtype), weight_m1.astype(dtype), num_columns), dweight_m1, *dup_mF
