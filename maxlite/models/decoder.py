@@ -57,6 +57,8 @@ class Decoder(nn.Module):
     if not self.cfg.scan_layers:
       return [layer(*args) for _ in range(length)]
     unroll = self.cfg.scan_unroll or (4 if self.sharder.platform == "cpu" else 1)
+    if self.is_initializing():  # once: a loop compiles faster, and draws the same numbers
+      unroll = 1
     scanned = nn.scan(
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
