@@ -178,8 +178,7 @@ def _align(
       raise JaxprMismatchError(
         f"the results of {names[0]} and {name} have equal leaves in different containers"
       )
-  jaxprs = [own.jaxpr for own in traced]
-  return align_jaxprs(jaxprs, names, first.leaves)
+  return align_jaxprs([own.jaxpr for own in traced], names, first.leaves)
 
 
 def evaluate(

@@ -124,10 +124,6 @@ def align_jaxprs(
     return aligner.align(programs, input_names), aligner.literals
 
 
-def _differ(values: Sequence[Any]) -> bool:
-  return len(set(values)) > 1
-
-
 class _Aligner:
   """A parallel walk over programs that collects the literals in which they differ."""
 
@@ -150,7 +146,7 @@ class _Aligner:
       self._align_eqns(eqns, var_ids) for eqns in zip(*(j.eqns for j in jaxprs), strict=False)
     ]
     lengths = [len(jaxpr.eqns) for jaxpr in jaxprs]
-    if _differ(lengths):
+    if len(set(lengths)) > 1:
       self._subject = jaxprs[lengths.index(max(lengths))].eqns[min(lengths)]
       self._require_same("number of operations before that", lengths)
     self._require_same("number of constants", list(map(len, consts)))
@@ -222,7 +218,7 @@ class _Aligner:
       subject, module = _called(subject), f" (module {path})" if path else ""
     if eqns:
       subject, called = "", (_called(eqns[0]), _called(eqns[z]))
-      a, b = called if _differ(called) else (a, b)
+      a, b = called if called[0] != called[1] else (a, b)
     raise JaxprMismatchError(
       f"{what}{' of ' if subject else ''}{subject}: {_short(a)} in {self._names[0]}, {_short(b)} "
       f"in {self._names[z]}{module}"
