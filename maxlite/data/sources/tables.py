@@ -34,7 +34,7 @@ def _documents(
 def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
   place, text = row
   if text is None:
-    raise UserError(f"{place}: null")
+    raise UserError(f"{place}: null: fill in or remove the row")
   return iter([text.encode()])
 
 
