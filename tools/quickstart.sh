@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install maxlite, train the default model for 200 steps and sample from it, within 3 minutes on two
-# cores. Needs only Python >= 3.11.
+# Install maxlite, train the default model for 200 steps and sample from it. Needs only
+# Python >= 3.11.
 # Arguments go to the training command: bash tools/quickstart.sh steps=300
 set -euo pipefail
 cd "$(dirname "$0")/.."
