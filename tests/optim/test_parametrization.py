@@ -1,5 +1,7 @@
 """Maximal update parametrization: the published factors, and activations that keep their size."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,15 @@ from flax.linen import meta
 
 from maxlite.config import load_config
 from maxlite.config.errors import UserError
+from maxlite.ensemble.leaderboard import LeaderboardEntry, write_members
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer, with_schedule_steps
 from maxlite.optim.parametrization import parameter_scale, scale_initial
 from maxlite.optim.partition import logical_names, path_of
 from maxlite.sharding import Sharder, build_mesh
 from tools.inspect.coordinate_check import activation_changes
+from tools.inspect.learning_rate_transfer import read_losses
+from tools.inspect.learning_rate_transfer import table as transfer_table
 
 WIDTH = 8
 KEYS = {
@@ -160,3 +165,18 @@ def test_the_decay_of_a_weight_does_not_depend_on_the_width():
 def test_what_mup_has_no_rule_for_is_refused(keys, fix):
   with pytest.raises(UserError, match=fix):
     config_of(**keys)
+
+
+def test_the_table_of_a_sweep_marks_the_best_rate_of_every_width(tmp_path):
+  """A member without a finite loss is never the best."""
+  entry = lambda width, rate, loss: LeaderboardEntry(
+    "m", {"base_emb_dim": width, "learning_rate": rate}, 1, loss, loss, 1.0, "finished"
+  )
+  losses = [(64, 0.2, math.nan), (64, 0.1, 1.5), (32, 0.1, 2.5), (32, 0.2, 2.25)]
+  write_members([entry(*row) for row in losses], tmp_path / "members.jsonl")
+  rows = transfer_table("run", read_losses(tmp_path)).splitlines()
+  assert [row.split() for row in rows] == [
+    ["run", "0.1", "0.2"],
+    ["width", "32", "2.500", "2.250*"],
+    ["width", "64", "1.500*", "inf"],
+  ]
