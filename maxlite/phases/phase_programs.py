@@ -57,12 +57,14 @@ class PhasePrograms:
     strategy: str,
     state: Any,
     batches: Mapping[str, Any],
+    compiler_options: Mapping[str, Any] | None = None,
   ):
     """
     Args:
       steps: by phase, a pure function (state, batch) -> (state, metrics) that advances the clock.
       state: arrays, or shapes and shardings.
       batches: by phase, likewise.
+      compiler_options: of XLA.
 
     Raises:
       UserError: `switch` with batches, or with metrics of one name, of different shapes.
@@ -80,7 +82,8 @@ class PhasePrograms:
       batch = next(iter(batches.values()))
       steps = {"switch": switch_step(steps, schedule, state, batch)}
       batches = {"switch": batch}
-    jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None, None))
+    options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
+    jit = functools.partial(jax.jit, out_shardings=(shardings, None, None), **options)
     lower = lambda name, step: jit(functools.partial(_with_last, step)).lower(state, batches[name])
     lowered = [lower(name, step) for name, step in steps.items()]
     self.compiled = dict(zip(steps, compile_in_parallel(lowered), strict=True))

@@ -62,11 +62,16 @@ def collectives(
     slices: mesh axes that span slices -> number of slices along the axis.
   """
   found = []
-  wrapped = _asynchronous_computations(module)
+  wrapped = {
+    computation.name
+    for _, i, _ in module.executed()
+    if i.opcode == "async-start" or started_collective(module, i)
+    for computation in module.called(i)
+  }
   for computation, instruction, runs in module.executed():
     between_slices = _kind_between_slices(instruction) if slices else None
     kind = between_slices or _kind(computation, instruction)
-    if not kind:
+    if not kind or (is_chained(instruction) and computation.name not in wrapped):
       continue
     if slices and between_slices:
       size, mesh_axes = prod(slices.values()), tuple(slices)
@@ -83,9 +88,18 @@ def collectives(
   return merge_collectives(found)
 
 
-def _asynchronous_computations(module: Module) -> set[str]:
-  starts = (i for _, i, _ in module.executed() if i.opcode == "async-start")
-  return {computation.name for start in starts for computation in module.called(start)}
+def is_chained(instruction: Instruction) -> bool:
+  """Whether XLA:TPU repeats the instruction in fusions that start, continue and finish it."""
+  return "chain_id=" in instruction.attributes
+
+
+def started_collective(module: Module, instruction: Instruction) -> Instruction | None:
+  """The collective that a fusion starts, if it does, and that fusions with other work continue."""
+  for computation in module.called(instruction) if instruction.opcode == "fusion" else ():
+    inside = computation.instructions.values()
+    if any('"AsyncCollectiveStart"' in i.attributes for i in inside):
+      return next(filter(is_chained, inside))
+  return None
 
 
 def _kind(computation: Computation, instruction: Instruction) -> str | None:

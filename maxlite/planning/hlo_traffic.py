@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from maxlite.planning.hlo import Array, Computation, Instruction, Module
-from maxlite.planning.hlo_collectives import SENT_PER_BYTE
+from maxlite.planning.hlo_collectives import SENT_PER_BYTE, is_chained, started_collective
 from maxlite.planning.hlo_cost import filled_shares, share_of_kernel
 from maxlite.planning.kernel_cost import is_kernel, kernel_cost
 
@@ -39,15 +39,13 @@ def hbm_traffic(module: Module) -> list[Traffic]:
   count. Asynchronous operations count where they start.
   """
   filled = filled_shares(module)
-  return [
-    Traffic(
-      runs.times * _bytes_moved(module, instruction, filled),
-      _category(module, instruction),
-      module.source(instruction),
-    )
-    for _, instruction, runs in module.executed()
-    if not runs.fused and not _is_free(instruction)
-  ]
+  traffic = []
+  for _, instruction, runs in module.executed():
+    if not runs.fused and not _is_free(instruction):
+      moved = started_collective(module, instruction) or instruction
+      num_bytes = runs.times * _bytes_moved(module, moved, filled)
+      traffic.append(Traffic(num_bytes, _category(module, moved), module.source(instruction)))
+  return traffic
 
 
 def largest_traffic(
@@ -151,14 +149,21 @@ def _bytes_used(module: Module, fused: Computation, value: Instruction) -> list[
           used += _bytes_used(module, nested, _parameter(nested, index))
     elif sliced and user.opcode in _SLICES:
       used.append(user.num_bytes)
-    elif not (sliced and user.opcode == "dynamic-update-slice"):
+    elif not (sliced and user.opcode == "dynamic-update-slice") and not _is_passed_on(user):
       used.append(value.num_bytes)
   return used
+
+
+def _is_passed_on(part: Instruction) -> bool:
+  """Whether a fusion returns operands in place, or continues a collective that another started."""
+  return part.opcode == "tuple" or is_chained(part) or "AsyncCollectiveDone" in part.attributes
 
 
 def _bytes_written(module: Module, part: Instruction) -> float:
   if part.opcode == "tuple":
     return sum(_bytes_written(module, operand) for operand in part.operands)
+  if part.opcode == "parameter" or _is_passed_on(part):
+    return 0.0
   if part.opcode in _VIEWS:
     return _bytes_written(module, part.operands[0])
   if part.opcode == "fusion":

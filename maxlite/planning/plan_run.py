@@ -23,6 +23,7 @@ from maxlite.planning.hlo_traffic import hbm_traffic
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import exposed_seconds, step_bounds
+from maxlite.sharding.compiler_options import describe_options
 from maxlite.training.trainer import Trainer, build_trainer
 
 _CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
@@ -44,10 +45,13 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
   """
   with exit_on_user_error("maxlite.plan"):
     target = build_target(cfg, compiles=compiles)
+    compiles = compiles and not target.missing
+    options = target.trainer.compiler_options if compiles else {}
   if target.missing:
-    topology = cfg.plan.compile_topology
-    _CONSOLE.print(f"estimate only: compiling for {topology} needs {target.missing}")
-    compiles = False
+    needed = f"compiling for {cfg.plan.compile_topology} needs {target.missing}"
+    _CONSOLE.print(f"estimate only: {needed}")
+  for line in describe_options(options):
+    _CONSOLE.print(f"  {line}")
   phases = range(len(target.trainer.objectives))
   return 0 if all([_plan_step(target, phase, compiles=compiles) for phase in phases]) else 1
 

@@ -19,6 +19,7 @@ from maxlite.metrics.goodput import Stopwatch, describe_goodput
 from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
 from maxlite.metrics.plots.timeline import draw_timeline
 from maxlite.metrics.writers import Writers, read_rows
+from maxlite.sharding.compiler_options import describe_options
 from maxlite.training.loop import TrainResult
 from maxlite.training.trainer import Trainer
 
@@ -38,7 +39,7 @@ def log_header(
     f"maxlite {__version__}, jax {jax.__version__}: "
     f"{trainer.mesh.size} x {device.device_kind}, {mesh}"
   )
-  for line in describe_changes(cfg):
+  for line in (*describe_changes(cfg), *describe_options(trainer.compiler_options)):
     console.print(f"  {line}")
   for name, (before, now) in (changes or {}).items():
     console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")

@@ -34,6 +34,7 @@ from maxlite.phases.phase_programs import (
 )
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
+from maxlite.sharding.compiler_options import Options, compiler_options
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.training.eval_step import build_eval_step
 from maxlite.training.loss import DecoderLoss
@@ -147,7 +148,14 @@ class Trainer:
       in_shardings=(self.state_shardings, self.batch_sharding),
       out_shardings=(self.state_shardings, self.sharder.sharding(())),
       donate_argnums=0,
+      compiler_options=self.compiler_options or None,
     )
+
+  @functools.cached_property
+  def compiler_options(self) -> Options:
+    """For training steps. Raises UserError if the compiler refuses one that the config sets."""
+    device = next(d for d in self.mesh.devices.flat if d.process_index == jax.process_index())
+    return compiler_options(device, self.sharder.platform, self.cfg.run.compiler_options)
 
   def lower_step(self, index: int = 0) -> jax.stages.Lowered:
     """Lower the step of one objective for its batches."""
@@ -161,7 +169,8 @@ class Trainer:
     schedule, strategy = self.phase_plan.schedule, self.cfg.phasing.phase_strategy
     batch = lambda shape: abstract_batch(shape, self.batch_sharding)
     batches = {each.name: batch(each.batch_shape) for each in self.objectives}
-    return PhasePrograms(self._build_steps(), schedule, strategy, self.abstract_state, batches)
+    steps, options = self._build_steps(), self.compiler_options
+    return PhasePrograms(steps, schedule, strategy, self.abstract_state, batches, options)
 
   @property
   def flops_per_step(self) -> list[float]:

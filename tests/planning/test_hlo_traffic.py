@@ -21,6 +21,8 @@ from maxlite.planning.roofline import step_bounds
 # permute, a slice into on-chip memory, and a kernel on a receive buffer that is a quarter full.
 TPU_PROGRAM = Path(__file__).with_name("tpu_traffic.hlo.txt").read_text()
 ROW = 128 * 4
+# An all-gather that starts in one fusion, proceeds in that of a matmul, and ends in a third.
+CHAINED_PROGRAM = Path(__file__).with_name("tpu_chained.hlo.txt").read_text()
 
 
 def test_forms_that_only_tpus_print():
@@ -42,6 +44,17 @@ def test_asynchronous_collectives_are_not_exposed():
   permute, exchange = collectives(parse(TPU_PROGRAM), {"expert": 4})
   assert (permute.kind, permute.async_times, permute.exposed_bytes) == ("collective-permute", 1, 0)
   assert (exchange.async_times, exchange.exposed_bytes) == (0, exchange.sent_bytes)
+
+
+def test_a_collective_continued_in_a_matmul_counts_once():
+  module, gathered = parse(CHAINED_PROGRAM), 256 * 256 * 2
+  (gather,) = collectives(module, {"fsdp": 4})
+  assert (gather.times, gather.async_times, gather.payload_bytes) == (1, 1, gathered)
+  start, between, done = hbm_traffic(module)
+  assert (start.category, start.num_bytes) == ("collectives", 1.25 * gathered)
+  assert (between.category, between.num_bytes) == ("matmuls", 2 * 512 * 256 + 4 * 512 * 512)
+  assert done.num_bytes == 0
+  assert matmul_flops(module).total == 2 * 512 * 512 * 256
 
 
 def test_a_kernel_without_a_stated_cost_leaves_the_bound_open():

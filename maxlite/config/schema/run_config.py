@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from maxlite.config.config_field import field
+from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import CALLBACKS
 
 MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outermost first
@@ -45,6 +46,10 @@ class RunConfig:
   jax_cache_dir: str = field(
     "~/.cache/maxlite/jax",
     "Persistent compilation cache; disabled if empty, or with multiple CPU devices.",
+  )
+  compiler_options: FrozenMapping = field(
+    FrozenMapping(),
+    "{option: value} of XLA for training steps; adds to, or replaces, those that the run prints.",
   )
 
 

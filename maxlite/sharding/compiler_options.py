@@ -1,0 +1,58 @@
+"""Options of XLA's compiler for training steps, by platform: collectives overlap other work.
+
+docs/performance.md has their effect. Without them XLA:TPU starts a collective and waits for it.
+"""
+
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from maxlite.config.errors import UserError
+
+Options = dict[str, bool | int | float | str]
+
+PLATFORM_OPTIONS: dict[str, Options] = {
+  "tpu": {
+    # All-gathers proceed during the matmuls that follow.
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    # The exchange of tokens proceeds during shared experts and gathers.
+    "xla_tpu_enable_async_ragged_all_to_all": True,
+  },
+  "gpu": {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+  },
+}
+
+
+def compiler_options(device: jax.Device, platform: str, overrides: Mapping) -> Options:
+  """The platform's options with `overrides`, without those that this compiler does not have.
+
+  Raises:
+    UserError: the compiler refuses an option in `overrides`.
+  """
+  parsed = {"true": True, "false": False}
+  own = {name: parsed.get(value, value) for name, value in overrides.items()}
+  options, place = PLATFORM_OPTIONS.get(platform, {}) | own, SingleDeviceSharding(device)
+  while options:
+    try:
+      jax.jit(lambda: 0, out_shardings=place, compiler_options=options).lower().compile()
+      break
+    except jax.errors.JaxRuntimeError as error:
+      refusal = " ".join(str(error).split())
+      refused = next((name for name in options if f"'{name}'" in refusal), None)
+      if refused is None or refused in overrides:
+        raise UserError(f"compiler_options: {refusal}; see the options of this XLA") from error
+      del options[refused]
+  return options
+
+
+def describe_options(options: Options) -> list[str]:
+  return [f"compiler option {name}={value}" for name, value in options.items()]

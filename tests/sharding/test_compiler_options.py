@@ -1,0 +1,44 @@
+"""The options of the compiler: what the config adds, and what a compiler does not have."""
+
+import jax
+import pytest
+
+from maxlite.config import load_config
+from maxlite.sharding import compiler_options
+from maxlite.training.trainer import build_trainer
+
+KNOWN = {"xla_cpu_enable_fast_math": False}
+
+
+def options(platform, overrides):
+  return compiler_options.compiler_options(jax.devices()[0], platform, overrides)
+
+
+def test_the_config_adds_to_the_platforms_options_and_replaces_them(monkeypatch):
+  monkeypatch.setitem(compiler_options.PLATFORM_OPTIONS, "cpu", {"xla_cpu_use_xnnpack": False})
+  added = options("cpu", KNOWN)
+  assert added == {"xla_cpu_use_xnnpack": False} | KNOWN
+  assert options("cpu", {"xla_cpu_use_xnnpack": True}) == {"xla_cpu_use_xnnpack": True}
+  assert compiler_options.describe_options(KNOWN) == [
+    "compiler option xla_cpu_enable_fast_math=False"
+  ]
+
+
+def test_only_options_of_the_config_must_exist(monkeypatch):
+  table = {"xla_of_another_version": True, "xla_of_another_version_too": 1} | KNOWN
+  monkeypatch.setitem(compiler_options.PLATFORM_OPTIONS, "cpu", table)
+  assert options("cpu", {}) == KNOWN
+  with pytest.raises(ValueError, match=r"compiler_options: .*No such compile option: 'xla_nope'"):
+    options("cpu", {"xla_nope": True})
+  with pytest.raises(ValueError, match=r"compiler_options: .*not a valid bool value"):
+    options("cpu", {"xla_cpu_enable_fast_math": "maybe"})
+
+
+def test_the_training_step_is_compiled_with_them():
+  trainer = lambda value: build_trainer(
+    load_config(["configs/base.yml", f"compiler_options={{xla_{value}}}"], needs_data=False)
+  )
+  known = trainer("cpu_enable_fast_math: true")
+  assert known.compiler_options == {"xla_cpu_enable_fast_math": True}
+  with pytest.raises(ValueError, match="No such compile option: 'xla_nope'"):
+    trainer("nope: 1").lower_step()
