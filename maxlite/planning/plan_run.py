@@ -46,13 +46,14 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
   with exit_on_user_error("maxlite.plan"):
     target = build_target(cfg, compiles=compiles)
     compiles = compiles and not target.missing
-    options = target.trainer.compiler_options if compiles else {}
+    trainer = target.trainer
+    options = trainer.compiler_options if compiles else {}  # refuses unknown ones here
   if target.missing:
     needed = f"compiling for {cfg.plan.compile_topology} needs {target.missing}"
     _CONSOLE.print(f"estimate only: {needed}")
-  for line in describe_options(options):
+  for line in describe_options(options, trainer.sharder.platform) if compiles else ():
     _CONSOLE.print(f"  {line}")
-  phases = range(len(target.trainer.objectives))
+  phases = range(len(trainer.objectives))
   return 0 if all([_plan_step(target, phase, compiles=compiles) for phase in phases]) else 1
 
 

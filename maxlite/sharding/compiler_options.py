@@ -54,5 +54,8 @@ def compiler_options(device: jax.Device, platform: str, overrides: Mapping) -> O
   return options
 
 
-def describe_options(options: Options) -> list[str]:
-  return [f"compiler option {name}={value}" for name, value in options.items()]
+def describe_options(options: Options, platform: str) -> list[str]:
+  """A line per option that is set, and per option of the platform that this compiler lacks."""
+  lines = [f"compiler option {name}={value}" for name, value in options.items()]
+  missing = PLATFORM_OPTIONS.get(platform, {}).keys() - options.keys()
+  return lines + [f"compiler option {name}: not in this XLA, left out" for name in sorted(missing)]

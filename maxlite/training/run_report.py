@@ -39,11 +39,12 @@ def log_header(
     f"maxlite {__version__}, jax {jax.__version__}: "
     f"{trainer.mesh.size} x {device.device_kind}, {mesh}"
   )
-  for line in (*describe_changes(cfg), *describe_options(trainer.compiler_options)):
+  platform = trainer.sharder.platform
+  options = describe_options(trainer.compiler_options, platform)
+  for line in (*describe_changes(cfg), *options):
     console.print(f"  {line}")
   for name, (before, now) in (changes or {}).items():
     console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
-  platform = trainer.sharder.platform
   sizes = trainer.parameter_sizes
   experts = resolve_grouped_matmul(cfg.model.moe.grouped_matmul, platform)
   console.print(

@@ -19,8 +19,10 @@ def test_the_config_adds_to_the_platforms_options_and_replaces_them(monkeypatch)
   added = options("cpu", KNOWN)
   assert added == {"xla_cpu_use_xnnpack": False} | KNOWN
   assert options("cpu", {"xla_cpu_use_xnnpack": True}) == {"xla_cpu_use_xnnpack": True}
-  assert compiler_options.describe_options(KNOWN) == [
-    "compiler option xla_cpu_enable_fast_math=False"
+  lines = compiler_options.describe_options(KNOWN, "cpu")
+  assert lines == [
+    "compiler option xla_cpu_enable_fast_math=False",
+    "compiler option xla_cpu_use_xnnpack: not in this XLA, left out",
   ]
 
 
