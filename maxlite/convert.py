@@ -32,10 +32,10 @@ def main() -> int:
         return 0
     folder = _pop_folder(command, argv)
     # Report mistakes before JAX is imported.
-    if command[0] in ("to_hf", "to_peft"):
-      config_of_run(argv)
-    else:
-      load_config(argv, needs_data=False)
+    is_export = command[0] in ("to_hf", "to_peft")
+    cfg = config_of_run(argv) if is_export else load_config(argv, needs_data=False)
+    if command[0] != "from_hf" and not cfg.convert.output_path:
+      raise UserError("output_path is missing: write output_path=NAME for the result")
     if command[0] == "from_hf" and "://" not in folder:
       from maxlite.hf.hf_folder import read_config  # imports NumPy
 

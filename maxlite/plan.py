@@ -8,8 +8,9 @@ python -m maxlite.plan configs/alternating/router.yml phases  # the schedule of 
 import os
 import sys
 
-from maxlite.config import main_config
+from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.command_line import USAGE
+from maxlite.planning.topology import parse_topology
 
 PHASES, ESTIMATE = "phases", "estimate"
 _USAGE = f"""{USAGE}
@@ -29,7 +30,9 @@ COMPILE_ONLY_ENV = {
 def main() -> int:
   arguments = [argument for argument in sys.argv[1:] if argument not in (PHASES, ESTIMATE)]
   cfg = main_config(arguments, "maxlite.plan", needs_data=False, usage=_USAGE)
-  if cfg.plan.compile_topology:
+  if name := cfg.plan.compile_topology:
+    with exit_on_user_error("maxlite.plan"):
+      parse_topology(name, cfg.plan.compile_topology_num_slices)
     os.environ.update(COMPILE_ONLY_ENV)
   # Importing JAX reads the environment, and is slow: only after the command line is validated.
   from maxlite.planning.plan_run import run_phase_plan, run_plan

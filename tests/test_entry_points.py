@@ -173,6 +173,7 @@ def untrained(tmp_path_factory):
     ("serve", "serve_port=0", "there is no checkpoint in "),
     ("train", "num_experts=4", "was made with num_experts=8"),
     ("convert", "output_path=x", "there is no checkpoint in "),
+    ("plan", "compile_topology=v9-8", "compile_topology=v9-8 is unknown; write one of v4-N"),
   ],
 )
 def test_mistakes_in_a_run_folder_do_not_import_jax(untrained, program, argument, message):

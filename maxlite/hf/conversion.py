@@ -90,7 +90,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
 def to_hf(_: str, argv: Sequence[str]) -> str:
   """Export the latest checkpoint of the run named in `argv` to the folder `output_path`."""
   cfg = config_of_run(argv)
-  target = _require_new(os.path.expanduser(_output_path(cfg)), "output_path")
+  target = _require_new(os.path.expanduser(cfg.convert.output_path), "output_path")
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   family, hf = find_family(model)
   stored = _stored_parameters(cfg)
@@ -116,7 +116,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   """Export the adapters of the run named in `argv`, for the base model in `folder`."""
   directory = local_folder(folder)
   cfg = config_of_run(argv)
-  target = _require_new(os.path.expanduser(_output_path(cfg)), "output_path")
+  target = _require_new(os.path.expanduser(cfg.convert.output_path), "output_path")
   if not cfg.model.lora.lora_rank:
     raise UserError(
       f"the run {run_folder(cfg).place} has no adapters (lora_rank=0): use to_hf, or train it "
@@ -146,7 +146,7 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   dense: Config = build(Config, read_saved(folder.config))
   stored = _stored_parameters(requested)
-  cfg = upcycled_config(dense, without_files(argv), _output_path(requested))
+  cfg = upcycled_config(dense, without_files(argv), requested.convert.output_path)
   target = _new_run(cfg)
   abstract = abstract_params(cfg.model)
   params = upcycled_params(stored, abstract, cfg)
@@ -220,12 +220,6 @@ def _counted(
   for index, chunk in chunked.chunks():
     not_finite[path] += int(np.count_nonzero(~np.isfinite(chunk)))
     yield index, chunk
-
-
-def _output_path(cfg: Config) -> str:
-  if not cfg.convert.output_path:
-    raise UserError("output_path is missing: write output_path=NAME for the result")
-  return cfg.convert.output_path
 
 
 def _new_run(cfg: Config) -> str:

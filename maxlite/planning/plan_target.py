@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
+from jax.experimental import topologies
 
 from maxlite.config import Config
 from maxlite.planning.topology import parse_topology
@@ -36,7 +37,8 @@ def build_target(cfg: Config, *, compiles: bool) -> PlanTarget:
   kind, num_devices = topology.kind.device_kind, topology.num_devices
   missing = topology.missing(cfg.plan.gpu_target_config) if compiles else ""
   if compiles and not missing:
-    trainer = build_trainer(cfg, topology.describe(cfg.plan.gpu_target_config))
+    request = topology.request(cfg.plan.gpu_target_config)
+    trainer = build_trainer(cfg, topologies.get_topology_desc(**request).devices)
     return PlanTarget(trainer, kind, dcn_degrees(trainer.mesh), grid=topology.grid)
   # An estimate needs only shapes, so CPU devices suffice.
   if jax.config.values["jax_num_cpu_devices"] < num_devices:

@@ -1,4 +1,7 @@
-"""Descriptions of accelerators for ahead-of-time compilation without the hardware."""
+"""Descriptions of accelerators for ahead-of-time compilation without the hardware.
+
+Does not import JAX, so that a wrong name is found early.
+"""
 
 import dataclasses
 import importlib.util
@@ -8,9 +11,6 @@ from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
-
-import jax
-from jax.experimental import topologies
 
 from maxlite.config.errors import UserError
 
@@ -71,8 +71,8 @@ class Topology:
     plugin = importlib.util.find_spec("jax_cuda13_plugin")
     return "" if plugin else "the CUDA plugin (pip install 'maxlite[cuda]')"
 
-  def describe(self, target_config: str) -> list[jax.Device]:
-    """Return abstract devices for compilation.
+  def request(self, target_config: str) -> dict[str, Any]:
+    """The arguments of `jax.experimental.topologies.get_topology_desc`.
 
     Args:
       target_config: path of a GpuTargetConfigProto in text format, for GPUs.
@@ -80,10 +80,6 @@ class Topology:
     Raises:
       UserError: that file cannot be read.
     """
-    return topologies.get_topology_desc(**self.request(target_config)).devices
-
-  def request(self, target_config: str) -> dict[str, Any]:
-    """The arguments of `jax.experimental.topologies.get_topology_desc`."""
     if self.kind.platform == "cuda":
       path = Path(target_config).expanduser()
       if not path.is_file():

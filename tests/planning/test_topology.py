@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+from jax.experimental.topologies import get_topology_desc
 
 from maxlite.planning.topology import KINDS, parse_topology
 from maxlite.sharding.mesh import MESH_AXES, build_mesh, dcn_degrees
@@ -33,7 +34,7 @@ def test_gpus_need_a_target_config(tmp_path):
   assert topology.num_devices == 8
   assert topology.missing("") == "gpu_target_config=FILE"
   with pytest.raises(ValueError, match="no such file"):
-    topology.describe(str(tmp_path / "absent"))
+    topology.request(str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_the_table_agrees_with_libtpu(generation, monkeypatch):
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   topology = parse_topology(f"{generation}-8", 1)
-  devices = topology.describe("")
+  devices = get_topology_desc(**topology.request("")).devices
   assert len(devices) == topology.num_devices
   assert {device.device_kind for device in devices} == {topology.kind.device_kind}
 
@@ -61,7 +62,7 @@ def test_the_table_agrees_with_libtpu(generation, monkeypatch):
 def test_dcn_axes_span_slices(monkeypatch):
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-  devices = parse_topology("v5e-4", 4).describe("")
+  devices = get_topology_desc(**parse_topology("v5e-4", 4).request("")).devices
   ici, dcn = dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1)
   ici |= {"data": 2, "fsdp": -1}
   dcn |= {"data": 2, "expert": -1}

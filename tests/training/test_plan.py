@@ -111,7 +111,8 @@ def test_the_plan_of_a_tpu_slice():
   arguments = ("ici_expert_parallelism=2", "sparse_matmul=true", "dtype=bfloat16")
   code, out, err = plan("compile_topology=v5p-8", *arguments)
   assert (code, err) == (0, "")
-  assert out.startswith("mixtral on 4 x TPU v5, fsdp=2 x expert=2; 8 x 16 tokens per step")
+  head = "mixtral on 4 x TPU v5, fsdp=2 x expert=2; 8 x 16 tokens per step"
+  assert out.startswith(f"  compiler option xla_tpu_enable_async_ragged_all_to_all=True\n{head}")
   assert re.search(r"^ragged-all-to-all +expert +\d+", out, re.MULTILINE)
   assert re.search(r"^fits: 0\.\d% of the 102\.0 GB", out, re.MULTILINE)
   assert re.search(r"MFU is at most \d+\.\d%", out)

@@ -109,7 +109,9 @@ def _response(source: str, today: str, variables: dict[str, Any]) -> dict[str, s
   try:
     template = _compile(source, today)
     text = template.render(**variables) if variables else ""
-  except Exception as error:  # a template can raise any exception
+  except MemoryError:
+    raise  # ends the process: `render` reports the limits
+  except Exception as error:  # a template can raise any other exception
     return {"error": " ".join(str(error).split()) or type(error).__name__}
   if len(text) > MAX_LENGTH:
     return {"error": f"its output of {len(text)} characters exceeds {MAX_LENGTH}"}
