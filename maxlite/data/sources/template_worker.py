@@ -110,7 +110,7 @@ def _response(source: str, today: str, variables: dict[str, Any]) -> dict[str, s
     template = _compile(source, today)
     text = template.render(**variables) if variables else ""
   except MemoryError:
-    raise  # ends the process: `render` reports the limits
+    return {"error": f"it takes more than {MEMORY_BYTES >> 20} MB to render"}
   except Exception as error:  # a template can raise any other exception
     return {"error": " ".join(str(error).split()) or type(error).__name__}
   if len(text) > MAX_LENGTH:
