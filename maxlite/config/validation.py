@@ -270,6 +270,9 @@ def _ensemble(v: Values) -> Rules:
   is_uri = "://" in v.base_output_directory
   keys = "base_output_directory ensemble_strategy"
   yield is_uri and v.ensemble_strategy == "processes", keys, text
+  text = "runs in one process; write ensemble_strategy=stacked or fused, or num_processes=1"
+  is_local = v.ensemble_strategy in ("switched", "submesh", "processes")
+  yield v.num_processes > 1 and is_local, "ensemble_strategy num_processes", text
   text = "would stop no member; write asha_reduction_factor=2 or more, or 0 for no early stopping"
   yield v.asha_reduction_factor == 1, "asha_reduction_factor", text
   text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"

@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from rich.console import Console
 
 from maxlite import __version__
-from maxlite.config import Config, exit_on_user_error, save_resolved
+from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.data.batch import abstract_batch
+from maxlite.data.batch import abstract_batch, local_rows
 from maxlite.data.loader import DataLoader, open_data
+from maxlite.distributed.initialize import describe_process, process_0_first
+from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.asha import rungs, survivors
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, gather_metrics, train_members
@@ -35,8 +39,11 @@ from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import open_console
+from maxlite.sharding import Sharder, build_mesh
 from maxlite.training.objective import global_batch_size
+from maxlite.training.open_run import lock_folder, save_config
 from maxlite.training.saved_run import run_folder
+from maxlite.training.trainer import mesh_degrees
 
 MAX_RESTARTS = 3  # of a worker process that dies
 
@@ -52,14 +59,16 @@ def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) 
 
   The default batch size is that of a run on all devices.
   """
-  console = open_console()
+  console = open_console(quiet=jax.process_index() > 0)
   enable_compilation_cache(cfg.run.jax_cache_dir)
+  if process := describe_process():
+    sys.stdout.write(f"{process}\n")
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
   batch_size = batch_size or global_batch_size(cfg.data, jax.device_count())
   run = EnsembleRun(cfg, names, batch_size, console)
   if not names:  # a worker's parent has locked it
-    folder.lock()
+    lock_folder(folder)
   with report_wait(f"opening {len(run.members)} members", console.print):
     run.open()
   if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
@@ -71,11 +80,13 @@ def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) 
   if not run.is_done:
     run.print_header()
     if not names:
-      folder.save_config(changes, lambda path: save_resolved(cfg, path))
+      save_config(cfg, folder, changes)
   exit_code = run.train()
   if not names and not exit_code:
-    finalize(run.members, run.score_combinations(), folder, console)
-    folder.upload()
+    scores = run.score_combinations()
+    if jax.process_index() == 0:
+      finalize(run.members, scores, folder, console)
+      folder.upload()
   run.close()
   folder.unlock()
   return exit_code
@@ -90,10 +101,10 @@ class EnsembleRun:
     self.devices, ensemble = jax.devices(), cfg.ensemble
     self._in_workers = ensemble.ensemble_strategy == "processes"
     self._rungs = rungs(ensemble.asha_min_steps, ensemble.asha_reduction_factor, cfg.run.steps)
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and self._in_workers:
       raise UserError(
-        f"an ensemble is trained by one process, and this run has {jax.process_count()}: write "
-        "num_processes=1, or train each member as a solo run"
+        f"ensemble_strategy=processes starts its own, and this run has {jax.process_count()}: "
+        "write num_processes=1, or ensemble_strategy=stacked or fused"
       )
     if self._rungs and self._in_workers:
       raise UserError(
@@ -102,10 +113,11 @@ class EnsembleRun:
       )
     members = [m for m in members_of(cfg) if not names or m.name in names]
     self.members = [MemberRun(member, console.print) for member in members]
-    self.data = self._data(self.members[0].config.data)
-    self._programs = ConfigPrograms(self.devices, batch_size, self.data.source.num_bytes_V)
     degree = cfg.mesh.ici_ensemble_parallelism * cfg.mesh.dcn_ensemble_parallelism
     self._spread = 0 < degree < len(self.devices)
+    self._rows = self._local_rows()
+    self.data = self._data(self.members[0].config.data, self._rows)
+    self._programs = ConfigPrograms(self.devices, batch_size, self.data.source.num_bytes_V)
     self._trainer: EnsembleTrainer | None = None
     if self._rungs and self.data.source.eval is None:
       raise UserError("ASHA compares held-out losses: set eval_fraction above 0")
@@ -162,7 +174,7 @@ class EnsembleRun:
     state = trainer.pack()
     with report_wait("scoring combined predictions", self.console.print):
       scores = score_combinations(
-        lambda batch: trainer.engine.predict(state, batch),
+        lambda batch: trainer.predict(state, batch),
         trainer.eval_batches,
         self.data.source.num_bytes_V,
       )
@@ -176,8 +188,10 @@ class EnsembleRun:
   def _restore(self) -> None:
     devices = self.devices if self._spread else self.devices[:1]
     programs = self._programs.build([run.member for run in self.members], devices)
+    everywhere = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
+    one = SingleDeviceSharding(self.devices[0])
     for member, program in zip(self.members, programs, strict=True):
-      member.restore(program, self.devices[0])
+      member.restore(program, one if jax.process_count() == 1 else everywhere)
     step_of = lambda member: member.step
     for step, group in itertools.groupby(sorted(self.members, key=step_of), step_of):
       if step:
@@ -233,13 +247,24 @@ class EnsembleRun:
     losses = {m.name: {row["step"]: row.get("eval_loss") for row in m.rows} for m in self.members}
     reached = {member.name: member.step for member in self.members}
     alive = survivors(losses, reached, self._rungs, self.cfg.ensemble.asha_reduction_factor)
+    alive = all_gather_object(sorted(alive))[0]  # others may not see the latest rows yet
     for member in self.members:
       if member.name not in alive and not member.is_stopped:
         member.is_stopped = True
         self.console.print(f"{member.name} is stopped at step {member.step} by halving")
 
-  def _data(self, cfg: DataConfig) -> DataLoader:
-    return _open_data(cfg, self.cfg.model.vocab_size, self.batch_size)
+  def _data(self, cfg: DataConfig, rows: range) -> DataLoader:
+    opened = lambda: _open_data(cfg, self.cfg.model.vocab_size, self.batch_size, rows)
+    return process_0_first(opened, "the data is tokenized")
+
+  def _local_rows(self) -> range:
+    """The rows of a batch that the devices of this process hold: all, if a device holds all."""
+    if not self._spread or jax.process_count() == 1:
+      return range(self.batch_size)
+    mesh = build_mesh(*(mesh_degrees(self.cfg.mesh, group) for group in ("ici", "dcn")))
+    sharder = Sharder(mesh, dict(self.cfg.mesh.logical_axis_rules))
+    sharding = sharder.sharding(("activation_batch", "activation_length"))
+    return local_rows(sharding, (self.batch_size, self.cfg.data.max_target_length))
 
   def _trainer_of(self, group: Sequence[MemberRun]) -> EnsembleTrainer:
     """The trainer of these members; only the latest one is kept."""
@@ -259,17 +284,18 @@ class EnsembleRun:
       strategy = "fused" if self._in_workers else self.cfg.ensemble.ensemble_strategy
       with report_wait(f"tracing {len(group)} members to choose a strategy", self.console.print):
         plan, engine = choose(request, strategy, self.cfg.ensemble.ensemble_memory_gb)
-      loaders = [self._data(member.config.data) for member in group]
-      self._trainer = EnsembleTrainer(self.cfg, plan, engine, list(group), loaders)
+      loaders = [self._data(member.config.data, self._rows) for member in group]
+      whole = self._data(group[0].config.data, range(self.batch_size))
+      self._trainer = EnsembleTrainer(self.cfg, plan, engine, list(group), loaders, whole)
     return self._trainer
 
 
 @functools.cache
-def _open_data(cfg: DataConfig, vocab_size: int, batch_size: int) -> DataLoader:
+def _open_data(cfg: DataConfig, vocab_size: int, batch_size: int, rows: range) -> DataLoader:
   return open_data(
     cfg,
     vocab_size=vocab_size,
     global_batch_size=batch_size,
-    rows=range(batch_size),
+    rows=rows,
     cache_directory=Path(cfg.token_cache_directory).expanduser(),
   )

@@ -36,15 +36,15 @@ class EnsembleTrainer:
   plan: Plan
   engine: EnsembleEngine
   runs: list[MemberRun]
-  loaders: list[DataLoader]  # of the members
+  loaders: list[DataLoader]  # of the members; the rows of this process
+  whole_batches: DataLoader  # the same data, all rows
 
   @property
   def train_step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
     return self.engine.step
 
   def next_batch(self, stream: "MemberStreams", _state: Any) -> Batch:
-    """The next batch, on the host: the engine places it on the members' devices."""
-    return next(stream)
+    return self.engine.place(next(stream), own_batches=self.engine.request.own_batches)
 
   def open_streams(self) -> "MemberStreams":
     """The members' batches, from their current step on."""
@@ -58,13 +58,17 @@ class EnsembleTrainer:
     return MemberStreams(streams, len(self.runs))
 
   def eval_batches(self) -> Iterator[Batch]:
-    return self.loaders[0].eval_batches(self.cfg.observe.eval_steps)
+    """Held-out batches with all rows."""
+    return self.whole_batches.eval_batches(self.cfg.observe.eval_steps)
+
+  def predict(self, state: Any, batch: Batch, method: str = "predict") -> list[Any]:
+    return self.engine.predict(state, self.engine.place(batch), method)
 
   def evaluate(self, state: Any) -> list[dict[str, float]]:
     """Per member, its held-out loss and figures on the same batches."""
     batches = self.loaders[0].eval_batches_by_source(self.cfg.observe.eval_steps)
     sums = {
-      name: jax.device_get([self.engine.predict(state, batch, "evaluate") for batch in each])
+      name: jax.device_get([self.predict(state, batch, "evaluate") for batch in each])
       for name, each in batches.items()
     }
     members = range(len(self.runs))
@@ -73,11 +77,13 @@ class EnsembleTrainer:
     ]
 
   def save(self, step: int, state: Any, data_states: list[dict]) -> None:
-    """Start to write a checkpoint of every member, all at the same time."""
+    """Start to write a checkpoint of every member, all at the same time in one process."""
     states = self.engine.unpack(state)
     for run, own, data_state in zip(self.runs, states, data_states, strict=True):
       if run.checkpoints is not None:
         run.checkpoints.save(step, own, data_state)
+        if self.engine.request.spans_processes:
+          run.checkpoints.wait()  # Orbax numbers barriers in the order of each process's writes
 
   def pack(self) -> Any:
     """The engine's state of the members, which give theirs up or are new."""

@@ -11,7 +11,7 @@ from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.metrics.writers import JsonlWriter, Writers, read_rows
-from maxlite.training.open_run import open_trackers
+from maxlite.training.open_run import lock_folder, open_trackers
 from maxlite.training.saved_run import run_folder
 
 
@@ -51,28 +51,30 @@ class MemberRun:
     """Set the step to that of the latest checkpoint without reading it."""
     self.step = (self.checkpoints.latest_step() or 0) if self.checkpoints else 0
 
-  def restore(self, program: MemberProgram, device: jax.Device) -> None:
-    """Restore the latest complete checkpoint, if any; `device` replaces missing shardings.
+  def restore(self, program: MemberProgram, default: jax.sharding.Sharding) -> None:
+    """Restore the latest complete checkpoint, if any; `default` replaces missing shardings.
 
     Raises:
       UserError: another process trains the member.
     """
-    self.folder.lock()
+    lock_folder(self.folder)
     if self.checkpoints is None:
       return
-    on_device = jax.sharding.SingleDeviceSharding(device)
-    shardings = program.shardings or jax.tree.map(lambda _: on_device, program.abstract_state)
+    shardings = program.shardings or jax.tree.map(lambda _: default, program.abstract_state)
     shard = lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
     restored = self.checkpoints.restore(jax.tree.map(shard, program.abstract_state, shardings))
     if restored:
       self.state, self.data_state, self.step = restored
 
   def save_config(self) -> None:
-    self.folder.save_config(self._changes, lambda path: save_resolved(self.config, path))
+    if jax.process_index() == 0:
+      self.folder.save_config(self._changes, lambda path: save_resolved(self.config, path))
     self._changes = {}
 
   def open_writers(self) -> Writers:
-    """Open writers that keep the rows up to the current step."""
+    """Open the writers of process 0, which keep the rows up to the current step."""
+    if jax.process_index() > 0:
+      return Writers([])
     is_moe = self.config.model.family.is_moe
     return Writers(
       [JsonlWriter(self.folder.metrics, self.step)],

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
+from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.jaxpr_comparison import JaxprMismatchError
 
@@ -128,6 +129,9 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
   least = min(e.step_seconds for e in fitting)
   fastest = [e for e in fitting if e.step_seconds <= least * CLOSE]  # in order of simplicity
   best = min(fastest, key=lambda e: e.compile_seconds)
+  if request.spans_processes:  # whose estimates depend on their cores
+    chosen = all_gather_object(best.strategy)[0]
+    best = next(e for e in fitting if e.strategy == chosen)
   reason = "as configured" if strategy != "auto" else _reason(best, fitting)
   return Plan(estimates, best.strategy, note + reason), engines[best.strategy]
 

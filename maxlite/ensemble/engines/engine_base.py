@@ -28,6 +28,10 @@ class EngineRequest:
     "another process cannot build members that are given as objects; use Ensemble.from_factory"
   )
 
+  @property
+  def spans_processes(self) -> bool:
+    return len({device.process_index for device in self.devices}) > 1
+
   @functools.cached_property
   def costs(self) -> list[ProgramCost]:
     """The cost of every member's step on one device."""
@@ -47,6 +51,15 @@ class EnsembleEngine:
   def __init__(self, request: EngineRequest, programs: Sequence[MemberProgram]):
     self.request, self.programs = request, list(programs)
     self.abstract = [program.abstract_state for program in programs]
+
+  def place(self, batch: Any, *, own_batches: bool = False) -> Any:
+    """The global batch from this process's rows; engines of one process place it in `step`.
+
+    Args:
+      own_batches: `batch` has a batch per member, stacked.
+    """
+    del own_batches
+    return batch
 
   def separate_programs_cost(self, parts: Sequence[Sequence[int]], size: int = 1) -> StepCost:
     """The cost of a program per member, on separate parts of the devices.
@@ -88,6 +101,12 @@ def jit_init(init: Callable, **keywords: Any) -> Any:
   on_cpu = jax.default_backend() == "cpu"
   options = {"xla_backend_optimization_level": 1} if on_cpu else None
   return jax.jit(init, compiler_options=options, **keywords)
+
+
+def require_one_process(request: EngineRequest) -> None:
+  """Raise UserError if the devices belong to several processes."""
+  if request.spans_processes:
+    raise UserError("it runs in one process; over several, use stacked or fused")
 
 
 def require_no_phases(programs: Sequence[MemberProgram]) -> None:

@@ -47,6 +47,8 @@ class VmapEngine(EnsembleEngine):
     Args:
       groups: indices of programs, by group.
       mesh: of one axis `ensemble`, over which groups are sharded, each member on one device.
+        If the devices belong to several processes, every result that is not the state is
+        replicated, and so is an unpacked state of such a member.
 
     Raises:
       JaxprMismatchError: the members of a group cannot run as one.
@@ -56,15 +58,19 @@ class VmapEngine(EnsembleEngine):
     axis = 0 if request.own_batches else None
     self._steps = [self._group_function(group, "step", request.batch, axis) for group in groups]
     self._shardings = [self._sharding(group) for group in groups]
+    replicated = unpacked = None
+    if request.spans_processes:
+      replicated = NamedSharding(mesh or self.programs[0].sharder.mesh, jax.P())
+      unpacked = [program.shardings or replicated for program in self.programs]
     self.step = jax.jit(
       self._step,
-      in_shardings=(self._shardings, self._batch_sharding()),
-      out_shardings=(self._shardings, None),
+      in_shardings=(self._shardings, self._batch_sharding(request.own_batches)),
+      out_shardings=(self._shardings, replicated),
       donate_argnums=0,
     )
     self._pack = jax.jit(self._pack_groups, out_shardings=self._shardings)
-    self.unpack = jax.jit(self._by_member)
-    self.predict = jax.jit(self._predict, static_argnames="method")
+    self.unpack = jax.jit(self._by_member, out_shardings=unpacked)
+    self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
 
   def step_cost(self) -> StepCost:
     state, batch = jax.eval_shape(self._pack_groups, self.abstract), self.request.batch
@@ -84,6 +90,16 @@ class VmapEngine(EnsembleEngine):
       operations_compiled=cost.operations,
       state_bytes=tree_bytes(state) / num_devices,
     )
+
+  def place(self, batch: Any, *, own_batches: bool = False) -> Any:
+    if not self.request.spans_processes:
+      return batch
+    sharding = self._batch_sharding(own_batches)
+    members = (len(self.programs),) * own_batches
+    assemble = lambda local, one: jax.make_array_from_process_local_data(
+      sharding, local, (*members, *one.shape)
+    )
+    return jax.tree.map(assemble, batch, self.request.batch)
 
   def pack(self, states: Sequence[Any]) -> list[Any]:
     if not self.request.spread:  # the states may be on other devices
@@ -166,8 +182,8 @@ class VmapEngine(EnsembleEngine):
       )
     return sharder.mesh_axes("ensemble")[0] if degree > 1 else None
 
-  def _batch_sharding(self) -> Any:
-    own, own_batches = self.programs[0].batch_sharding, self.request.own_batches
+  def _batch_sharding(self, own_batches: bool) -> Any:
+    own = self.programs[0].batch_sharding
     if self._mesh is not None:
       return Sharder(self._mesh).sharding(("ensemble",) if own_batches else ())
     if own is None or not own_batches:
@@ -206,7 +222,9 @@ def build_stacked(request: EngineRequest) -> VmapEngine:
   num_members = len(request.costs)
   if not request.spread:
     num_parts = max(n for n in range(1, len(devices) + 1) if num_members % n == 0)
-    mesh = Mesh(np.array(devices[:num_parts]), ("ensemble",)) if num_parts > 1 else None
+    chosen = [devices[n * len(devices) // num_parts] for n in range(num_parts)]
+    _require_all_processes(request, chosen)
+    mesh = Mesh(np.array(chosen), ("ensemble",)) if num_parts > 1 else None
     devices = devices[:1]
   programs = request.build(devices)
   require_no_phases(programs)
@@ -215,6 +233,7 @@ def build_stacked(request: EngineRequest) -> VmapEngine:
 
 def build_fused(request: EngineRequest) -> VmapEngine:
   """Groups of members that differ in literals only, and each member with phases alone."""
+  _require_all_processes(request, request.devices if request.spread else request.devices[:1])
   programs = request.build(request.devices if request.spread else request.devices[:1])
   plain = [z for z, program in enumerate(programs) if not program.has_phases]
   groups = group_by_jaxpr(
@@ -226,3 +245,13 @@ def build_fused(request: EngineRequest) -> VmapEngine:
   groups = [[plain[n] for n in group] for group in groups]
   with_phases = [[z] for z, program in enumerate(programs) if program.has_phases]
   return VmapEngine(request, programs, groups + with_phases)
+
+
+def _require_all_processes(request: EngineRequest, devices: Sequence[jax.Device]) -> None:
+  """Raise UserError if a process of the run would have no part in the step."""
+  of = lambda devices: {device.process_index for device in devices}
+  if idle := of(request.devices) - of(devices):
+    raise UserError(
+      f"process {min(idle)} would have no member: shard each member over several devices, by "
+      "ici_ensemble_parallelism below their number and another ici_*_parallelism=-1"
+    )

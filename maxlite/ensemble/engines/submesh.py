@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, jit_init
+from maxlite.ensemble.engines.engine_base import (
+  EngineRequest,
+  EnsembleEngine,
+  jit_init,
+  require_one_process,
+)
 from maxlite.ensemble.engines.step_cost import StepCost
 from maxlite.phases.phase_programs import compile_in_parallel
 
@@ -20,6 +25,7 @@ class SubmeshEngine(EnsembleEngine):
   """Programs, each on a part of the devices; the state is a list of solo states."""
 
   def __init__(self, request: EngineRequest):
+    require_one_process(request)
     parts = split_devices(request.devices, len(request.build(request.devices[:1])))
     by_part = [request.build(part) for part in parts]
     flops = [cost.flops for cost in request.costs] if len(parts) > 1 else [0.0] * len(by_part[0])

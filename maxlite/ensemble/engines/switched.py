@@ -21,6 +21,7 @@ from maxlite.ensemble.engines.engine_base import (
   EnsembleEngine,
   jit_init,
   require_no_phases,
+  require_one_process,
 )
 from maxlite.ensemble.engines.step_cost import StepCost, tree_bytes
 
@@ -32,6 +33,7 @@ class SwitchEngine(EnsembleEngine):
 
   def __init__(self, request: EngineRequest):
     """Raise UserError if there are fewer devices than members, or a member has phases."""
+    require_one_process(request)
     super().__init__(request, request.build(request.devices[:1]))
     require_no_phases(self.programs)
     num_members, num_devices = len(self.programs), len(request.devices)
