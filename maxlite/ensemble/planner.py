@@ -119,9 +119,12 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
         raise UserError(f"strategy {name} cannot serve these members: {error}{remedy}") from None
       estimates.append(StrategyEstimate(name, why_not=str(error)))
   supported = [e for e in estimates if not e.why_not]
+  if not supported:
+    reasons = "; ".join(f"{e.strategy}: {e.why_not}" for e in estimates)
+    raise UserError(f"no strategy supports these members: {reasons}")
   fitting = [e for e in supported if e.state_bytes <= (memory_gb * 1e9 or math.inf)]
   if not fitting:
-    least = min((e.state_bytes for e in supported), default=math.inf)
+    least = min(e.state_bytes for e in supported)
     raise UserError(
       f"the members' states need {least / 1e9:.3g} GB on a device, and {memory_gb:g} GB are given: "
       "train fewer members, use more devices, or raise the limit"

@@ -146,14 +146,15 @@ def _accumulated_gradients(
   )
   first = jax.tree.map(lambda x: x[0], micro)
   shapes, _ = jax.eval_shape(loss.forward, merge(trained, frozen), collections, *first)
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  # Called where they are used, since an array belongs to the mesh of the shard_map around it.
+  zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
   def sum_batch(loss: LossFunction, trained: Any, frozen: Any, inputs: tuple) -> Any:
     def add(carry: tuple, x: tuple) -> tuple[tuple, None]:
       sums, collections = loss.forward(merge(trained, frozen), carry[1], *x)
       return (jax.tree.map(jnp.add, carry[0], sums), collections), None
 
-    return jax.lax.scan(add, (zeros, collections), inputs)[0][0]
+    return jax.lax.scan(add, (zeros(), collections), inputs)[0][0]
 
   def sum_gradients(loss: LossFunction, trained: Any, frozen: Any, inputs: tuple, cotangent: Any):
     def add(carry: tuple, x: tuple) -> tuple[tuple, None]:
@@ -162,13 +163,13 @@ def _accumulated_gradients(
       added = jax.tree.map(jnp.add, carry[0], (*pull_back(cotangent), sums))
       return (added, collections), None
 
-    start = (jax.tree.map(jnp.zeros_like, trained), zeros)
+    start = (jax.tree.map(jnp.zeros_like, trained), zeros())
     return jax.lax.scan(add, (start, collections), inputs)[0]
 
   over_slices = lambda function, *args: loss.sum_over_slices(
     function, trained, frozen, micro, *args
   )
-  totals = loss.linearization_point(zeros, batch, lambda: over_slices(sum_batch))
+  totals = loss.linearization_point(zeros(), batch, lambda: over_slices(sum_batch))
   cotangent = jax.grad(lambda sums: loss.combine(sums)[0])(totals)
   (gradients, sums), updated = over_slices(sum_gradients, cotangent)
   value, metrics = loss.combine(sums)

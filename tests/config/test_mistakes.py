@@ -193,6 +193,10 @@ MISTAKES = {
     "ensemble_num_workers=2",
     "ensemble_strategy=processes",
   ),
+  ("members=[{}]", "ensemble_strategy=submesh", "num_processes=2"): (
+    "ensemble_strategy=submesh",
+    "num_processes=1",
+  ),
   ("members=[{}]", "asha_reduction_factor=1"): (
     "asha_reduction_factor=1",
     "asha_reduction_factor=2",

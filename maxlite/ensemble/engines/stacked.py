@@ -46,9 +46,9 @@ class VmapEngine(EnsembleEngine):
     """
     Args:
       groups: indices of programs, by group.
-      mesh: of one axis `ensemble`, over which groups are sharded, each member on one device.
-        If the devices belong to several processes, every result that is not the state is
-        replicated, and so is an unpacked state of such a member.
+      mesh: its first axis `ensemble` shards groups, each member on one device; devices along
+        another axis repeat the computation. If the devices belong to several processes, every
+        result except the state is replicated, and so is an unpacked state of such a member.
 
     Raises:
       JaxprMismatchError: the members of a group cannot run as one.
@@ -80,7 +80,7 @@ class VmapEngine(EnsembleEngine):
     cost = program_cost(jax.make_jaxpr(self._step)(state, batch))
     sharding = self.programs[0].batch_sharding
     mesh = self._mesh if sharding is None else sharding.mesh
-    num_devices = 1 if mesh is None else mesh.size
+    num_devices = 1 if mesh is None else mesh.size if self._mesh is None else mesh.shape["ensemble"]
     on_device = cost.per_device(num_devices)
     return StepCost(
       on_device,
@@ -118,7 +118,7 @@ class VmapEngine(EnsembleEngine):
     """The state of one group; members whose init functions differ in literals only share one."""
     programs = [self.programs[z] for z in group]
     seed_Z = np.stack([program.seed_array for program in programs])
-    if len(group) == 1 and self._mesh is None:
+    if not self._is_stacked(group):
       return programs[0].init(seed_Z[0])
     inits = {id(program.init): self._init_of(program) for program in programs}
     functions = [inits[id(program.init)] for program in programs]
@@ -152,7 +152,7 @@ class VmapEngine(EnsembleEngine):
   def _batch_of(self, group: list[int], batch: Any) -> Any:
     if not self.request.own_batches:
       return batch
-    members = group[0] if len(group) == 1 else np.asarray(group)
+    members = np.asarray(group) if self._is_stacked(group) else group[0]
     return jax.tree.map(lambda leaf: leaf[members], batch)
 
   def _group_function(
@@ -160,7 +160,7 @@ class VmapEngine(EnsembleEngine):
   ) -> Callable:
     """f(state of the group, inputs) for a method of its programs."""
     functions = [getattr(self.programs[z], method) for z in group]
-    if len(group) == 1:
+    if not self._is_stacked(group):
       return functions[0]
     return vmap_programs(
       functions,
@@ -171,6 +171,9 @@ class VmapEngine(EnsembleEngine):
       spmd_axis_name=self._ensemble_axis(group),
       mesh=self._mesh,
     )
+
+  def _is_stacked(self, group: list[int]) -> bool:
+    return len(group) > 1 or self._mesh is not None
 
   def _ensemble_axis(self, group: list[int]) -> str | None:
     """The mesh axis over which members that use several devices are sharded, if any."""
@@ -201,14 +204,17 @@ class VmapEngine(EnsembleEngine):
   def _pack_groups(self, states: list[Any]) -> list[Any]:
     stack = lambda *leaves: jnp.stack(leaves)
     own = [[states[z] for z in group] for group in self.groups]
-    return [group[0] if len(group) == 1 else jax.tree.map(stack, *group) for group in own]
+    is_stacked = map(self._is_stacked, self.groups)
+    pairs = zip(own, is_stacked, strict=True)
+    return [jax.tree.map(stack, *states) if stacked else states[0] for states, stacked in pairs]
 
   def _by_member(self, by_group: list[Any]) -> list[Any]:
     """Per member, its entry of the stacked trees."""
     parts: dict[int, Any] = {}
     for group, tree in zip(self.groups, by_group, strict=True):
       for n, z in enumerate(group):
-        parts[z] = tree if len(group) == 1 else jax.tree.map(lambda leaf, n=n: leaf[n], tree)
+        is_stacked = self._is_stacked(group)
+        parts[z] = jax.tree.map(lambda leaf, n=n: leaf[n], tree) if is_stacked else tree
     return [parts[z] for z in range(len(self.programs))]
 
 
@@ -218,22 +224,20 @@ def build_stacked(request: EngineRequest) -> VmapEngine:
   Raises:
     JaxprMismatchError: the members differ in more than literals.
   """
-  devices, mesh = request.devices, None
   num_members = len(request.costs)
-  if not request.spread:
-    num_parts = max(n for n in range(1, len(devices) + 1) if num_members % n == 0)
-    chosen = [devices[n * len(devices) // num_parts] for n in range(num_parts)]
-    _require_all_processes(request, chosen)
-    mesh = Mesh(np.array(chosen), ("ensemble",)) if num_parts > 1 else None
-    devices = devices[:1]
-  programs = request.build(devices)
+  programs = request.build(request.devices if request.spread else request.devices[:1])
   require_no_phases(programs)
+  mesh = None if request.spread else _member_mesh(request, num_members)
   return VmapEngine(request, programs, [list(range(num_members))], mesh=mesh)
 
 
 def build_fused(request: EngineRequest) -> VmapEngine:
   """Groups of members that differ in literals only, and each member with phases alone."""
-  _require_all_processes(request, request.devices if request.spread else request.devices[:1])
+  if request.spans_processes and not request.spread:
+    raise UserError(
+      "over several processes each member uses all devices or a part of the mesh: write "
+      "ici_ensemble_parallelism=1, or a number below that of the devices"
+    )
   programs = request.build(request.devices if request.spread else request.devices[:1])
   plain = [z for z, program in enumerate(programs) if not program.has_phases]
   groups = group_by_jaxpr(
@@ -247,11 +251,15 @@ def build_fused(request: EngineRequest) -> VmapEngine:
   return VmapEngine(request, programs, groups + with_phases)
 
 
-def _require_all_processes(request: EngineRequest, devices: Sequence[jax.Device]) -> None:
-  """Raise UserError if a process of the run would have no part in the step."""
-  of = lambda devices: {device.process_index for device in devices}
-  if idle := of(request.devices) - of(devices):
-    raise UserError(
-      f"process {min(idle)} would have no member: shard each member over several devices, by "
-      "ici_ensemble_parallelism below their number and another ici_*_parallelism=-1"
-    )
+def _member_mesh(request: EngineRequest, num_members: int) -> Mesh | None:
+  """A mesh for members on one device each, in equal numbers; None for a single device.
+
+  Devices of other processes that are left over repeat a member, because all processes take part.
+  """
+  devices = request.devices
+  num_parts = max(n for n in range(1, len(devices) + 1) if num_members % n == 0)
+  copies = len(devices) // num_parts if request.spans_processes else 1
+  if num_parts * copies == 1:
+    return None
+  chosen = [devices[n * len(devices) // (num_parts * copies)] for n in range(num_parts * copies)]
+  return Mesh(np.array(chosen).reshape(num_parts, copies), ("ensemble", "copy"))

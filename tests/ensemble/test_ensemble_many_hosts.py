@@ -1,0 +1,110 @@
+"""Ensembles on several processes: the results of one process, and those of no interruption."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
+
+from host_runs import Launch, run
+from test_ensemble_run import SIZES, TINY, checksums, rows_of
+
+pytestmark = pytest.mark.slow  # real processes
+PAIR = "{name: slow, learning_rate: 1e-3}, {name: fast, learning_rate: 1e-2, init_weights_seed: 1}"
+KEYS = TINY | {"run_name": "ens", "checkpoint_period": 2, "ensemble_data": "independent"}
+ONE_EACH = {
+  "ici_ensemble_parallelism": 2,
+  "ici_fsdp_parallelism": 1,
+  "ensemble_strategy": "stacked",
+}
+LAST_BITS = 2e-5  # relative; float32 sums in a different order
+TWO = ("--processes", 2)
+
+
+@pytest.fixture
+def folder(tmp_path, request):
+  """With multiple processes Orbax rejects brackets in its path."""
+  return tmp_path / re.sub(r"\W+", "_", request.node.name)
+
+
+@pytest.fixture(scope="module")
+def on_two_hosts(tmp_path_factory):
+  """(folder, output) of members on one device each, of two processes."""
+  folder = tmp_path_factory.mktemp("two_hosts")
+  keys = KEYS | ONE_EACH
+  return folder, run(folder, *TWO, "--devices", 1, members=f"[{PAIR}]", **keys)
+
+
+def assert_equal_rows(folder, other, names, rtol):
+  for name in names:
+    rows, expected = rows_of(folder, name), rows_of(other, name)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == [1, 2, 3, 4]
+    for row, there in zip(rows, expected, strict=True):
+      assert row.keys() == there.keys()
+      for key in row:
+        np.testing.assert_allclose(row[key], there[key], rtol=rtol, atol=1e-3 * rtol, err_msg=key)
+
+
+def test_members_on_two_hosts_equal_those_on_one_bit_for_bit(on_two_hosts, folder):
+  one = run(folder, "--processes", 1, "--devices", 2, members=f"[{PAIR}]", **KEYS | ONE_EACH)
+  there, output = on_two_hosts
+  for name in ("slow", "fast"):
+    assert rows_of(there, name) == rows_of(folder, name)
+    for step in (2, 4):
+      assert checksums(there, name, step) == checksums(folder, name, step)
+  assert not re.search(r"^\[1\] (step|maxlite|Leader)", output, re.M)
+  entries = [(each / "ens/members.jsonl").read_text() for each in (there, folder)]
+  here, expected = (re.sub(r'"tokens_per_second": [\d.]+', "", each) for each in entries)
+  assert here == expected
+  assert "greedy selection" in one
+
+
+@pytest.mark.parametrize(
+  ("strategy", "members", "names", "degree"),
+  [
+    ("stacked", PAIR, ("slow", "fast"), 2),  # a host holds one member
+    ("fused", f"{PAIR}, {SIZES}", ("slow", "fast", "deep"), 1),  # and half of each
+  ],
+)
+def test_sharded_members_on_two_hosts_equal_those_on_one(folder, strategy, members, names, degree):
+  keys = KEYS | {"members": f"[{members}]", "ensemble_strategy": strategy}
+  keys |= {"global_batch_size": 16, "ici_ensemble_parallelism": degree}
+  run(folder / "2", *TWO, "--devices", 4, **keys)
+  run(folder / "1", "--processes", 1, "--devices", 8, **keys)
+  assert_equal_rows(folder / "2", folder / "1", names, LAST_BITS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_ensemble_resumes_bit_for_bit(on_two_hosts, folder, number):
+  """After SIGTERM to one host at a step boundary, and after the loss of a host."""
+  keys = KEYS | ONE_EACH | {"members": f"[{PAIR}]"}
+  restarts = ("--restarts", 1) if number == signal.SIGKILL else ()
+  endless = Launch(folder, *TWO, "--devices", 1, *restarts, **keys | {"checkpoint_period": 1})
+  endless.wait_for(r"^\[0\] step 1/")
+  os.kill(endless.process_id(1), number)
+  code = endless.wait()
+  if number == signal.SIGTERM:
+    assert code == 128 + signal.SIGTERM, endless.output
+    stopped = int(re.search(r"stopped after step (\d) of 4", endless.output)[1])
+    output = run(folder, *TWO, "--devices", 1, **keys)
+    assert f"resuming from the checkpoints of step {stopped}: slow, fast" in output
+  else:
+    assert code == 0, endless.output
+    assert "process 0 exits: process 1 died" in endless.output
+  for name in ("slow", "fast"):
+    assert rows_of(folder, name) == rows_of(on_two_hosts[0], name)
+    assert checksums(folder, name) == checksums(on_two_hosts[0], name)
+
+
+def test_halving_leaves_one_member_on_two_hosts(folder):
+  keys = KEYS | ONE_EACH | {"asha_reduction_factor": 2, "asha_min_steps": 2}
+  keys |= {"members": f"[{PAIR}]"}
+  output = run(folder / "2", *TWO, "--devices", 1, **keys)
+  run(folder / "1", "--processes", 1, "--devices", 2, **keys)
+  assert "slow is stopped at step 2 by halving" in output
+  assert_equal_rows(folder / "2", folder / "1", ["fast"], LAST_BITS)
