@@ -124,23 +124,26 @@ class Checkpoints:
       self._manager.close()
       self._manager = None
 
-  def restore(self, abstract_state: Any) -> Restored | None:
+  def restore(self, abstract_state: Any, last_step: int | None = None) -> Restored | None:
     """Return (state, data state, step) of the latest valid checkpoint; None if there are none.
 
-    A checkpoint with only parameters gives ({"params": parameters}, None, step). Later checkpoints
-    that are damaged are reported and moved to the folder `checkpoints_damaged`; files of
-    interrupted writes are removed.
+    A checkpoint with only parameters gives ({"params": parameters}, None, step). Later checkpoints,
+    which are damaged or after `last_step`, are reported and moved to the folder
+    `checkpoints_damaged`; files of interrupted writes are removed.
 
     Args:
       abstract_state: a `jax.ShapeDtypeStruct` with sharding for each leaf. The mesh may differ from
         that of the run that wrote the checkpoint.
+      last_step: the latest step that may be restored; None: any.
 
     Raises:
       UserError: all checkpoints are damaged, or the latest valid one is of another model.
     """
-    found = self._restore_latest_valid(abstract_state, prefix="")
+    steps = [step for step in self._steps() if last_step is None or step <= last_step]
+    found = self._restore_latest_valid(abstract_state, "", steps[::-1])
     self.remove_unfinished()
-    self._move_aside([step for step in self._steps() if found and step > found[2]])
+    last_step = found[2] if found else last_step
+    self._move_aside([s for s in self._steps() if last_step is not None and s > last_step])
     return found
 
   def restore_parts(
@@ -157,7 +160,8 @@ class Checkpoints:
       UserError: there are no checkpoints, all are damaged, or a part is of another model.
     """
     prefixes = tuple(f"{name}/" for name in abstract)
-    found = self._restore_latest_valid(dict(abstract), prefixes, step)
+    steps = self._steps()[::-1] if step is None else [step]
+    found = self._restore_latest_valid(dict(abstract), prefixes, steps, is_given=step is not None)
     if found is None:
       raise self._missing()
     return found[0], found[2]
@@ -190,9 +194,14 @@ class Checkpoints:
     return UserError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
 
   def _restore_latest_valid(
-    self, abstract: Any, prefix: str | tuple[str, ...], only: int | None = None
+    self,
+    abstract: Any,
+    prefix: str | tuple[str, ...],
+    steps: list[int],
+    *,
+    is_given: bool = False,
   ) -> Restored | None:
-    steps = self._steps()[::-1] if only is None else [only]
+    """Restore the first valid one of `steps`, the latest first; `is_given`: the user chose it."""
     self._require_shared(steps)
     for step, earlier in itertools.zip_longest(steps, steps[1:]):
       manifest, damage = _on_all_processes(self._read_manifest, step)
@@ -206,7 +215,7 @@ class Checkpoints:
         damage = _damaged_leaf(state, manifest)
       if not damage:
         return state, manifest["body"]["data"], step
-      if only is not None:
+      if is_given:
         shown = self._shown / str(step)
         raise UserError(f"checkpoint {shown} is damaged: {damage}; write load_checkpoint=latest")
       outcome = "no earlier one is left" if earlier is None else f"falling back to {earlier}"

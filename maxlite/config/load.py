@@ -12,6 +12,7 @@ from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_fi
 from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
+from maxlite.config.perturbations import perturbations_of
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.plugins import import_plugins
 from maxlite.config.schema import DEFAULTS, Config, build
@@ -57,7 +58,8 @@ def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -
   config: Config = build(Config, values)
   validate(config, sources, needs_data=needs_data)
   validate_mixture(config, needs_data=needs_data)
-  members_of(config)  # raises on their mistakes
+  perturbations_of(config.optimizer)  # raises on their mistakes, as does the next line
+  members_of(config)
   validate_phase_data(config, needs_data=needs_data)
   initial_phases_of(config)
   return config

@@ -26,7 +26,8 @@ from maxlite.config.values import Setting, parse
 _SECTIONS = (ModelConfig, OptimizerConfig, TrainingConfig)
 _SINGLE_KEYS = ("init_weights_seed", "model_name", "data_shuffle_seed", "data_sampling")
 # Keys that a member may set; all others are shared.
-MEMBER_KEYS = {key for section in _SECTIONS for key in flatten(section())} - {"vocab_size"}
+MEMBER_KEYS = {key for section in _SECTIONS for key in flatten(section())}
+MEMBER_KEYS -= {"vocab_size", "pbt_hyperparameters"}
 MEMBER_KEYS |= {"phases", "initial_phases", *_SINGLE_KEYS}
 
 

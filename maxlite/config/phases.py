@@ -26,7 +26,8 @@ from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
 SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column")
-_SCHEMA_KEYS = (*flatten(OptimizerConfig()), "gradient_accumulation_steps", *DATA_KEYS)
+_OPTIMIZER_KEYS = (key for key in flatten(OptimizerConfig()) if key != "pbt_hyperparameters")
+_SCHEMA_KEYS = (*_OPTIMIZER_KEYS, "gradient_accumulation_steps", *DATA_KEYS)
 _PHASE_KEYS = ("name", "train", "loss", "steps", "until")
 _OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the name in the schema, and in a phase
 _KEYS = (*_PHASE_KEYS, _OPTIMIZER, *(key for key in _SCHEMA_KEYS if key != _OPT_TYPE))

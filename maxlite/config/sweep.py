@@ -75,14 +75,18 @@ def _distinct(draws: Iterator[Point], num_members: Setting) -> list[Point]:
 
 def _draws(setting: Setting, seed: int) -> Iterator[Setting]:
   """Endless draws by a key's rule."""
-  draw = _rule(setting)
+  draw = draw_rule(setting)
   generator = random.Random(f"{seed} {setting.name}")
   while True:
     yield Setting(setting.name, draw(generator.random()), setting.source)
 
 
-def _rule(setting: Setting) -> Callable[[float], Raw]:
-  """A function from a uniform number in [0, 1) to a raw value of the key."""
+def draw_rule(setting: Setting) -> Callable[[float], Raw]:
+  """A function from a uniform number in [0, 1) to a raw value of the key.
+
+  Raises:
+    UserError: the setting is not a rule, or does not fit its key.
+  """
   name, raw = "", setting.raw
   if isinstance(setting.raw, FrozenMapping) and len(setting.raw) == 1:
     [(name, raw)] = setting.raw.items()

@@ -1,25 +1,18 @@
-"""Validate a config: the rules between keys that need no devices.
-
-A rule function takes the values of all keys and the `family` of the model. It yields
-`(violated, keys, text)` for each of its rules, in order: whether the values violate it, the keys
-that it is about, and the rule with what to write instead.
-"""
+"""Validate a config: the rules between keys that need no devices; rules.py has their form."""
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import isqrt, lcm, prod
-from types import SimpleNamespace
-from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import abbreviate, show
 from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
+from maxlite.config.rules import Rules, Values
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, EnsembleConfig, TilesConfig, flatten
+from maxlite.config.tuning_rules import population
 from maxlite.config.values import suggest
 
-Values = SimpleNamespace
-Rules = Iterator[tuple[Any, str, str]]
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
 DEFAULT, SHARED = "default", "shared"
 MAX_NAME_BYTES = 255  # of a file's name, on all usual file systems
@@ -440,7 +433,8 @@ def _data_files(v: Values) -> Rules:
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
-  *(_chat, _batches, _schedules, _ensemble, _optimizer, _parametrization, _phases),
+  *(_chat, _batches, _schedules, _ensemble, population, _optimizer, _parametrization),
+  _phases,
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from rich.console import Console
 
 from maxlite import __version__
@@ -31,6 +31,7 @@ from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, gather_metrics, t
 from maxlite.ensemble.evaluate_combinations import score_combinations
 from maxlite.ensemble.finalize import LEADERBOARD, finalize
 from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.member_program import MemberProgram
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import choose
 from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, gpu_names, run_workers
@@ -119,8 +120,15 @@ class EnsembleRun:
     self.data = self._data(self.members[0].config.data, self._rows)
     self._programs = ConfigPrograms(self.devices, batch_size, self.data.source.num_bytes_V)
     self._trainer: EnsembleTrainer | None = None
-    if self._rungs and self.data.source.eval is None:
-      raise UserError("ASHA compares held-out losses: set eval_fraction above 0")
+    for name, is_on in (("ASHA", self._rungs), ("PBT", ensemble.pbt_period)):
+      if is_on and self.data.source.eval is None:
+        raise UserError(f"{name} compares held-out losses: set eval_fraction above 0")
+    if ensemble.pbt_period and jax.process_count() > 1:
+      raise UserError(
+        "PBT exchanges members in one process: write num_processes=1, or pbt_period=0"
+      )
+    if ensemble.pbt_period and len(self.members) < 2:
+      raise UserError("PBT copies members from others: write two or more, or pbt_period=0")
 
   @property
   def is_done(self) -> bool:
@@ -188,16 +196,32 @@ class EnsembleRun:
   def _restore(self) -> None:
     devices = self.devices if self._spread else self.devices[:1]
     programs = self._programs.build([run.member for run in self.members], devices)
-    everywhere = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
-    one = SingleDeviceSharding(self.devices[0])
+    default: Sharding = SingleDeviceSharding(self.devices[0])
+    if jax.process_count() > 1:
+      default = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
     for member, program in zip(self.members, programs, strict=True):
-      member.restore(program, one if jax.process_count() == 1 else everywhere)
+      member.restore(program, default)
+    if self.cfg.ensemble.pbt_period:
+      self._restore_common_step(programs, default)
     step_of = lambda member: member.step
     for step, group in itertools.groupby(sorted(self.members, key=step_of), step_of):
       if step:
         names = ", ".join(member.name for member in group)
         self.console.print(f"resuming from the checkpoints of step {step}: {names}")
     self._apply_halving()
+
+  def _restore_common_step(self, programs: Sequence[MemberProgram], default: Sharding) -> None:
+    """Restore all members at the last step that all have: a population exchanges at equal steps."""
+    changed = {m.name for m in self.members} ^ set(run_folder(self.cfg).member_names())
+    if changed and any(member.step for member in self.members):
+      raise UserError(
+        f"a population keeps its members, and {min(changed)} is added or removed: choose another "
+        "run_name"
+      )
+    while (first := min(m.step for m in self.members)) < max(m.step for m in self.members):
+      for member, program in zip(self.members, programs, strict=True):
+        if member.step > first:
+          member.restore(program, default, first)
 
   def _run_workers(self, members: Sequence[MemberRun]) -> int:
     """Train the members in processes; return the exit code."""
@@ -281,9 +305,12 @@ class EnsembleRun:
         no_factory="not estimated; ensemble_strategy=processes trains each member in a process",
       )
       # After training in worker processes, only predictions remain.
-      strategy = "fused" if self._in_workers else self.cfg.ensemble.ensemble_strategy
+      ensemble = self.cfg.ensemble
+      strategy, remedy = "fused" if self._in_workers else ensemble.ensemble_strategy, "use fused"
+      if ensemble.pbt_period:
+        strategy, remedy = "stacked", "a population has one architecture"
       with report_wait(f"tracing {len(group)} members to choose a strategy", self.console.print):
-        plan, engine = choose(request, strategy, self.cfg.ensemble.ensemble_memory_gb)
+        plan, engine = choose(request, strategy, ensemble.ensemble_memory_gb, remedy=remedy)
       loaders = [self._data(member.config.data, self._rows) for member in group]
       whole = self._data(group[0].config.data, range(self.batch_size))
       self._trainer = EnsembleTrainer(self.cfg, plan, engine, list(group), loaders, whole)

@@ -16,9 +16,11 @@ from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine
+from maxlite.ensemble.engines.stacked import VmapEngine
 from maxlite.ensemble.ensemble import stack_common
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import Plan
+from maxlite.ensemble.population import Population
 from maxlite.metrics.goodput import KINDS, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
@@ -108,17 +110,41 @@ def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) ->
   evaluate = None if trainer.loaders[0].source.eval is None else trainer.evaluate
   timer = Stopwatch("compile")
   context = LoopContext(trainer, trainer, log, profiler, evaluate, timer)
+  population = None
+  if cfg.ensemble.pbt_period:
+    assert isinstance(trainer.engine, VmapEngine)  # as the rules of the config require
+    population = Population(cfg, runs, trainer.engine, run_folder(cfg).directory, console)
   try:
     what = f"compiling the steps of {len(runs)} members ({trainer.plan.strategy})"
     with timer.report_waits(console.print, KINDS | {"compile": what}):
-      result = train(context, trainer.pack(), streams, runs[0].step + 1, last_step)
+      result = _train_segments(context, trainer, streams, last_step, population)
     trainer.unpack(result.state)
     for run, data_state in zip(runs, streams.state(), strict=True):
       run.step, run.data_state = result.step, data_state
   finally:
-    for each in (profiler, streams, *writers):
+    for each in (profiler, streams, *writers, *([population] if population else [])):
       each.close()
   return dataclasses.replace(result, state=None)
+
+
+def _train_segments(
+  context: LoopContext,
+  trainer: EnsembleTrainer,
+  streams: "MemberStreams",
+  last_step: int,
+  population: Population | None,
+) -> TrainResult:
+  """Train up to `last_step`, from one exchange of the population to the next."""
+  state, step = trainer.pack(), trainer.runs[0].step
+  while True:
+    end = last_step
+    if population:
+      state = population.exchange(state, step)
+      end = min(end, population.next_step(step))
+    result = train(context, state, streams, step + 1, end)
+    if result.reason or end == last_step:
+      return result
+    state, step = result.state, end
 
 
 class MemberStreams:
@@ -168,7 +194,9 @@ class EnsembleLog(Log):
     for z, skipped in enumerate(metrics[0]["skipped_in_a_row"]):
       run = self._runs[z]
       limit = run.config.training.max_skipped_steps
-      if z not in self._diverged and skipped >= limit:
+      if skipped < limit:
+        self._diverged.discard(z)  # of a population: it continues from another member
+      elif z not in self._diverged:
         self._diverged.add(z)
         self._console.print(f"{run.name} diverged by step {step}: {describe_divergence(limit)}")
 

@@ -15,11 +15,15 @@ from maxlite.ensemble.leaderboard import (
   write_members,
 )
 from maxlite.ensemble.member_run import MemberRun
+from maxlite.ensemble.population import LINEAGE, ancestors
 from maxlite.metrics.plots.ensemble_curves import (
   draw_calibration,
   draw_learning_curves,
   draw_parallel_coordinates,
 )
+from maxlite.metrics.plots.lineage import draw_lineage
+from maxlite.metrics.writers import read_rows
+from maxlite.optim import hyperparameters
 
 LEADERBOARD = "leaderboard.md"  # written last
 
@@ -32,12 +36,15 @@ def finalize(
   Args:
     scores: of the combinations by `score_combinations`; may be empty.
   """
-  entries, directory = [_entry(member) for member in members], folder.directory
+  directory = folder.directory
+  lineage = read_rows(directory / LINEAGE) if (directory / LINEAGE).exists() else []
+  ancestor_of = ancestors([member.name for member in members], lineage)
+  entries = [_entry(member, ancestor_of[member.name]) for member in members]
   write_members(entries, directory / "members.jsonl")
   plots = ["learning_curves.png"]
   draw_learning_curves({member.name: member.rows for member in members}, directory / plots[0])
   points = [
-    flatten(member.config) | {"best_loss": entry.best_loss}
+    flatten(member.config) | entry.hyperparameters | {"best_loss": entry.best_loss}
     for member, entry in zip(members, entries, strict=True)
   ]
   overridden = dict.fromkeys(key for entry in entries for key in entry.overrides)
@@ -47,6 +54,10 @@ def finalize(
   if keys:
     plots.append("parallel_coordinates.png")
     draw_parallel_coordinates(points, keys, directory / plots[-1])
+  if lineage:
+    plots.append("lineage.png")
+    final = {entry.name: entry.hyperparameters for entry in entries}
+    draw_lineage(final, lineage, max(member.step for member in members), directory / plots[-1])
   if scores:
     plots.append("calibration.png")
     draw_calibration(scores, directory / plots[-1])
@@ -57,17 +68,19 @@ def finalize(
       f"{name}: nll {own['nll']:.4f}, accuracy {own['accuracy']:.4f}, "
       f"Brier {own['brier']:.4f}, calibration error {own['ece']:.4f}"
     )
-  files = ", ".join(["members.jsonl", LEADERBOARD, *plots])
+  files = ", ".join(["members.jsonl", *[LINEAGE] * bool(lineage), LEADERBOARD, *plots])
   console.print(f"{folder.place}: {files}; run folders of the members in {folder.place}/members")
 
 
-def _entry(member: MemberRun) -> LeaderboardEntry:
+def _entry(member: MemberRun, ancestor: str) -> LeaderboardEntry:
   rows, status = member.rows, "finished"
   held_out = [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
   if member.is_stopped:
     status = f"stopped at step {member.step} by halving"
   elif member.diverged:
     status = f"diverged at step {rows[-1]['step'] if rows else 0}"
+  if ancestor != member.name:
+    status += f", from {ancestor}"
   return LeaderboardEntry(
     name=member.name,
     overrides=member.member.overrides,
@@ -76,4 +89,8 @@ def _entry(member: MemberRun) -> LeaderboardEntry:
     best_loss=min(held_out, default=None),
     tokens_per_second=median_tokens_per_second(rows),
     status=status,
+    hyperparameters={
+      key: float(f"{value:.4g}") for key, value in hyperparameters(member.state.opt_state).items()
+    },
+    ancestor=ancestor,
   )

@@ -48,7 +48,14 @@ class LeaderboardEntry:
   final_loss: float | None  # held-out [nats per token]; None: never evaluated
   best_loss: float | None
   tokens_per_second: float  # median of the logged steps
-  status: str  # "finished", "diverged at step 7", "stopped at step 7 by halving"
+  status: str  # "finished", "diverged at step 7", "stopped at step 7 by halving", ", from m03"
+  hyperparameters: dict[str, float] = dataclasses.field(default_factory=dict)  # at the end, of PBT
+  ancestor: str = ""  # whose initial weights it has; another member only by PBT
+
+  @property
+  def settings(self) -> dict[str, Any]:
+    """The keys of its own, with the values at the end."""
+    return self.overrides | self.hyperparameters
 
 
 def median_tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -140,7 +147,7 @@ def _rows(entries: Sequence[LeaderboardEntry]) -> list[list[str]]:
     [
       str(rank),
       entry.name,
-      _format({key: value for key, value in entry.overrides.items() if key not in shared}),
+      _format({key: value for key, value in entry.settings.items() if key not in shared}),
       _short(entry.num_parameters),
       _number(entry.final_loss),
       _number(entry.best_loss),
@@ -155,7 +162,7 @@ def _shared_overrides(entries: Sequence[LeaderboardEntry]) -> dict[str, Any]:
   """The overrides with the same value in all of several members."""
   if len(entries) < 2:
     return {}
-  first, *rest = (entry.overrides for entry in entries)
+  first, *rest = (entry.settings for entry in entries)
   return {k: v for k, v in first.items() if all(k in other and other[k] == v for other in rest)}
 
 

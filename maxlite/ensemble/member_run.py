@@ -51,8 +51,16 @@ class MemberRun:
     """Set the step to that of the latest checkpoint without reading it."""
     self.step = (self.checkpoints.latest_step() or 0) if self.checkpoints else 0
 
-  def restore(self, program: MemberProgram, default: jax.sharding.Sharding) -> None:
-    """Restore the latest complete checkpoint, if any; `default` replaces missing shardings.
+  def restore(
+    self,
+    program: MemberProgram,
+    default: jax.sharding.Sharding,
+    last_step: int | None = None,
+  ) -> None:
+    """Restore the latest complete checkpoint, if any, or that up to `last_step`.
+
+    Args:
+      default: replaces missing shardings.
 
     Raises:
       UserError: another process trains the member.
@@ -62,9 +70,9 @@ class MemberRun:
       return
     shardings = program.shardings or jax.tree.map(lambda _: default, program.abstract_state)
     shard = lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
-    restored = self.checkpoints.restore(jax.tree.map(shard, program.abstract_state, shardings))
-    if restored:
-      self.state, self.data_state, self.step = restored
+    abstract = jax.tree.map(shard, program.abstract_state, shardings)
+    restored = self.checkpoints.restore(abstract, last_step)
+    self.state, self.data_state, self.step = restored or (None, None, 0)
 
   def save_config(self) -> None:
     if jax.process_index() == 0:

@@ -98,10 +98,15 @@ class Plan:
     return table
 
 
-def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Plan, EnsembleEngine]:
+def choose(
+  request: EngineRequest, strategy: str, memory_gb: float, *, remedy: str = "use fused"
+) -> tuple[Plan, EnsembleEngine]:
   """(plan, engine) of `strategy`; `auto` takes the fastest that fits.
 
   A removed strategy is `auto`, and the plan's reason begins with that.
+
+  Args:
+    remedy: for the error about members that cannot be stacked.
 
   Raises:
     UserError: the strategy does not support these members, or none fits `memory_gb`.
@@ -115,8 +120,8 @@ def choose(request: EngineRequest, strategy: str, memory_gb: float) -> tuple[Pla
       estimates.append(estimate(name, engines[name], request))
     except ValueError as error:
       if strategy != "auto":
-        remedy = "; use fused" if isinstance(error, JaxprMismatchError) else ""
-        raise UserError(f"strategy {name} cannot serve these members: {error}{remedy}") from None
+        end = f"; {remedy}" if isinstance(error, JaxprMismatchError) else ""
+        raise UserError(f"strategy {name} cannot serve these members: {error}{end}") from None
       estimates.append(StrategyEstimate(name, why_not=str(error)))
   supported = [e for e in estimates if not e.why_not]
   if not supported:

@@ -1,8 +1,11 @@
 """The optimizers: clip -> scale -> decoupled weight decay -> learning rate."""
 
+import dataclasses
+import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from maxlite.config.registry import OPTIMIZERS
@@ -59,8 +62,41 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
   """Build the optimizer for parameters with the logical axis `names` (a tree of `jax.P`).
 
-  Its learning rate follows the number of updates, which its state counts.
+  Its learning rate follows the number of updates, which its state counts. The state also has the
+  hyperparameters that population-based training changes, as float32.
   """
+  searched = cfg.pbt_hyperparameters
+  if not searched:
+    return _chain(cfg, names, model)
+
+  def rebuild(**values: Any) -> optax.GradientTransformation:
+    return _chain(dataclasses.replace(cfg, **values), names, model)
+
+  # Optax reads the names of the hyperparameters from the signature.
+  keywords = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in searched]
+  vars(rebuild)["__signature__"] = inspect.Signature(keywords)
+  values = {key: getattr(cfg, key) for key in searched}
+  return optax.inject_hyperparams(rebuild, hyperparam_dtype=jnp.float32)(**values)
+
+
+def learning_rate(cfg: OptimizerConfig, opt_state: Any, num_updates: jax.Array) -> jax.Array:
+  """The learning rate after `num_updates`, with the peak that is in force."""
+  values: dict[str, Any] = hyperparameters(opt_state)
+  peak = values.get("learning_rate", cfg.learning_rate)
+  return build_schedule(dataclasses.replace(cfg, learning_rate=peak))(num_updates)
+
+
+def hyperparameters(opt_state: Any) -> dict[str, jax.Array]:
+  """Those of `pbt_hyperparameters`, by key; empty if there are none."""
+  return optax.tree.get(opt_state, "hyperparams", {})
+
+
+def with_hyperparameters(opt_state: Any, values: dict[str, jax.Array]) -> Any:
+  """The optimizer state with other values of its hyperparameters."""
+  return optax.tree.set(opt_state, hyperparams=values) if values else opt_state
+
+
+def _chain(cfg: OptimizerConfig, names: Any, model: ModelConfig) -> optax.GradientTransformation:
   parts = [
     OPTIMIZERS[cfg.opt_type](cfg, names),
     optax.add_decayed_weights(cfg.adam_weight_decay, mask=decay_mask),

@@ -1,16 +1,18 @@
 """What a training step optimises: one objective for a run, or one per phase."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from maxlite.config.errors import UserError
 from maxlite.config.phases import PhaseConfig
 from maxlite.config.schema import Config, DataConfig, TrainingConfig
-from maxlite.optim import build_optimizer, build_schedule, with_schedule_steps
+from maxlite.optim import build_optimizer, learning_rate, with_schedule_steps
 from maxlite.optim.partition import ALL_PARAMETERS, Partition
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.sharding import Sharder
@@ -26,7 +28,7 @@ class Objective:
   loss: str  # a name in LOSSES
   partition: Partition
   tx: optax.GradientTransformation
-  schedule: optax.Schedule  # learning rate by updates
+  learning_rate: Callable[[Any, jax.Array], jax.Array]  # of (optimizer state, number of updates)
   batch_shape: tuple[int, int]  # rows over all devices, positions
 
 
@@ -58,9 +60,9 @@ def _build_objective(
     shape = batch_shape(phase.data, phase.training, sharder)
   except UserError as error:
     raise UserError(f"phase {phase.name}: {error}") from None
-  tx, schedule = build_tx(optimizer, partition), build_schedule(optimizer)
+  tx, rate = build_tx(optimizer, partition), functools.partial(learning_rate, optimizer)
   of_phase = phase.name, phase.data, phase.training, phase.loss
-  return Objective(*of_phase, partition, tx, schedule, shape)
+  return Objective(*of_phase, partition, tx, rate, shape)
 
 
 def batch_shape(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> tuple[int, int]:

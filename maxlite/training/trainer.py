@@ -109,11 +109,11 @@ class Trainer:
 
   def _build_step(self, index: int, *, freeze_diverged: bool = False) -> Step:
     objective, moe = self.objectives[index], self.cfg.model.moe
-    cfg, schedule = objective.training, objective.schedule
+    cfg = objective.training
 
     def learning_rate(state: TrainState) -> jax.Array:
       taken = state.step - state.skipped if state.clock is None else state.clock.taken_P[index]
-      return schedule(taken.astype(jnp.float32))
+      return objective.learning_rate(state.opt_state, taken.astype(jnp.float32))
 
     loss = DecoderLoss(self.model, LOSSES[objective.loss], cfg, moe)
     step = build_train_step(

@@ -131,7 +131,7 @@ def test_member_preset_is_overridden_by_keys_and_leaves_shared_keys(tmp_path, mo
 
 def test_shared_keys_in_members_are_an_error():
   for key in DEFAULTS.keys() - MEMBER_KEYS:
-    value = {"members": "[{}]", "sweep": "{}"}.get(key, "1")
+    value = {"members": "[{}]", "sweep": "{}", "pbt_hyperparameters": "{}"}.get(key, "1")
     with pytest.raises(UserError, match=rf"members\[0\]: {key}="):
       load_config([f"members=[{{{key}: {value}}}]"])
 
@@ -141,7 +141,8 @@ def test_keys_that_determine_batches_are_shared():
   assert MEMBER_KEYS & flatten(DataConfig()).keys() == {"data_shuffle_seed", "data_sampling"}
   assert MEMBER_KEYS & flatten(RunConfig()).keys() == {"init_weights_seed", "model_name"}
   assert flatten(ModelConfig()).keys() - MEMBER_KEYS == {"vocab_size"}
-  assert flatten(OptimizerConfig()).keys() | flatten(TrainingConfig()).keys() <= MEMBER_KEYS
+  assert flatten(OptimizerConfig()).keys() - MEMBER_KEYS == {"pbt_hyperparameters"}
+  assert flatten(TrainingConfig()).keys() <= MEMBER_KEYS
 
 
 def test_draws_depend_on_the_seed():

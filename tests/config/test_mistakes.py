@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from tuning_mistakes import TUNING_MISTAKES
 
 from maxlite.config import UserError, exit_on_user_error, load_config, main_config
 from maxlite.config.command_line import SECTIONS
@@ -281,7 +282,7 @@ MISTAKES = {
   ("sweep={draw: {learning_rate: {uniform: [-1, 1]}}, num_members: 1}",): ("-1", "below 0"),
   ("sweep={draw: {learning_rate: {log_uniform: [0, 1]}}, num_members: 1}",): ("above 0",),
   ("sweep={draw: {dtype: {uniform: [1, 2]}}, num_members: 1}",): ("sweep.draw: dtype=", "choice"),
-}
+} | TUNING_MISTAKES
 BAD_FILES = {
   "stepz: 3": ("bad.yml:1: stepz=3", "steps?"),
   "dtype: float32\nsteps: 3.5": ("bad.yml:2: steps=3.5", "a whole number", "steps=4"),

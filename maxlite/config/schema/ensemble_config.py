@@ -58,3 +58,17 @@ class EnsembleConfig:
     low=0,
   )
   asha_min_steps: int = field(100, "Steps before the first rung of ASHA.", low=1)
+  pbt_period: int = field(
+    0,
+    "Population-based training (PBT): every this many steps all members are evaluated and saved, "
+    "and the worst by held-out loss continue from the weights and the optimizer state of the "
+    "best, with `pbt_hyperparameters` changed. 0: no exchange.",
+    low=0,
+  )
+  pbt_fraction: float = field(
+    0.25,
+    "Share of the members that an exchange of PBT replaces, at least one; as many of the best are "
+    "copied. 0: none.",
+    low=0,
+    high=0.5,
+  )

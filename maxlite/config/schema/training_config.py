@@ -32,6 +32,13 @@ class OptimizerConfig:
   )
   muon_beta: float = field(0.95, "Momentum of Muon.", low=0, high=1)
   gradient_clipping_threshold: float = field(1.0, "Maximum global gradient norm; 0: none.", low=0)
+  pbt_hyperparameters: FrozenMapping = model_field(
+    FrozenMapping(),
+    "Hyperparameters in the optimizer state, which population-based training changes: {key: "
+    "[factors]}, of which one is drawn, or {key: rule} with a rule as in `sweep`. Keys: "
+    "learning_rate (the peak of the schedule), adam_weight_decay, adam_eps, and, by a rule only, "
+    "adam_b1, adam_b2 and muon_beta.",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ from maxlite.sharding import Sharder
 
 
 class VmapEngine(EnsembleEngine):
-  """Groups of members under vmap; the state is one tree per group."""
+  """Groups of members under vmap; the state is one tree per group, placed by `shardings`."""
 
   def __init__(
     self,
@@ -57,18 +57,18 @@ class VmapEngine(EnsembleEngine):
     self.groups, self._mesh = groups, mesh
     axis = 0 if request.own_batches else None
     self._steps = [self._group_function(group, "step", request.batch, axis) for group in groups]
-    self._shardings = [self._sharding(group) for group in groups]
+    self.shardings = [self._sharding(group) for group in groups]
     replicated = unpacked = None
     if request.spans_processes:
       replicated = NamedSharding(mesh or self.programs[0].sharder.mesh, jax.P())
       unpacked = [program.shardings or replicated for program in self.programs]
     self.step = jax.jit(
       self._step,
-      in_shardings=(self._shardings, self._batch_sharding(request.own_batches)),
-      out_shardings=(self._shardings, replicated),
+      in_shardings=(self.shardings, self._batch_sharding(request.own_batches)),
+      out_shardings=(self.shardings, replicated),
       donate_argnums=0,
     )
-    self._pack = jax.jit(self._pack_groups, out_shardings=self._shardings)
+    self._pack = jax.jit(self._pack_groups, out_shardings=self.shardings)
     self.unpack = jax.jit(self._by_member, out_shardings=unpacked)
     self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
 
@@ -110,7 +110,7 @@ class VmapEngine(EnsembleEngine):
     """One program per group."""
     lowered = [
       jit_init(functools.partial(self._init_group, group), out_shardings=sharding).lower()
-      for group, sharding in zip(self.groups, self._shardings, strict=True)
+      for group, sharding in zip(self.groups, self.shardings, strict=True)
     ]
     return [compiled() for compiled in compile_in_parallel(lowered)]
 

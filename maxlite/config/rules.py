@@ -1,0 +1,13 @@
+"""The form of rules between keys.
+
+A rule function takes the values of all keys and the `family` of the model. It yields
+`(violated, keys, text)` for each of its rules, in order: whether the values violate it, the keys
+that it is about, and the rule with what to write instead.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+Values = SimpleNamespace
+Rules = Iterator[tuple[Any, str, str]]

@@ -1,0 +1,159 @@
+"""Population-based training (PBT): the worst members continue from copies of the best.
+
+Source: Jaderberg et al., Population Based Training of Neural Networks (2017), with truncation
+selection.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from maxlite.config import Config
+from maxlite.config.perturbations import Perturbation, perturbations_of
+from maxlite.ensemble.engines.stacked import VmapEngine
+from maxlite.ensemble.member_run import MemberRun
+from maxlite.metrics.writers import JsonlWriter
+from maxlite.optim import hyperparameters, with_hyperparameters
+
+LINEAGE = "lineage.jsonl"  # in the folder of the ensemble: a row per copy
+
+
+class Population:
+  """The exchanges between stacked members.
+
+  An exchange is a function of the members' states, their held-out losses, the seed and the step. It
+  takes place before the step after it, so that a checkpoint has what it starts from.
+  """
+
+  def __init__(
+    self,
+    cfg: Config,
+    runs: Sequence[MemberRun],
+    engine: VmapEngine,
+    directory: Path,
+    console: Console,
+  ):
+    """Open the log in `directory`, and drop its rows from the current step on."""
+    self._period, self._fraction = cfg.ensemble.pbt_period, cfg.ensemble.pbt_fraction
+    self._seed, self._perturbations = cfg.run.init_weights_seed, perturbations_of(cfg.optimizer)
+    self._runs, self._console = runs, console
+    self._lineage = JsonlWriter(directory / LINEAGE, runs[0].step - 1)
+    self._copy = jax.jit(copy_members, out_shardings=engine.shardings, donate_argnums=0)
+
+  def next_step(self, step: int) -> int:
+    """The step of the first exchange after `step`."""
+    return step + self._period - step % self._period
+
+  def exchange(self, state: list[Any], step: int) -> list[Any]:
+    """The state after the exchange at `step`, if one is due; donates `state`.
+
+    Every member that is replaced takes the whole state of its donor.
+    """
+    if step == 0 or step % self._period:
+      return state
+    losses = [_loss_at(run.rows, step) for run in self._runs]
+    draws = [random.Random(f"{self._seed} {step} {run.name}") for run in self._runs]
+    donors = choose_donors(losses, self._fraction, draws)
+    if not donors:
+      if self._fraction:
+        self._console.print(f"step {step}: no exchange, since no member has a held-out loss there")
+      return state
+    (stacked,) = state
+    before = jax.device_get(hyperparameters(stacked.opt_state))
+    donor_Z = np.arange(len(losses))
+    donor_Z[[*donors]] = [*donors.values()]
+    after = {key: values[donor_Z] for key, values in before.items()}
+    for z in donors:
+      perturb(after, z, self._perturbations, draws[z])
+    state = self._copy(state, donor_Z, after)
+    for z, donor in donors.items():
+      self._log(step, z, donor, losses, *(_entry(values, z) for values in (before, after)))
+    self._lineage.flush()
+    return state
+
+  def close(self) -> None:
+    self._lineage.close()
+
+  def _log(
+    self,
+    step: int,
+    member: int,
+    donor: int,
+    losses: Sequence[float],
+    before: dict[str, float],
+    after: dict[str, float],
+  ) -> None:
+    names = [self._runs[z].name for z in (member, donor)]
+    row = {"step": step, "member": names[0], "from": names[1]}
+    row |= {"loss": losses[member], "from_loss": losses[donor]}
+    self._lineage.write(row | {"before": before, "after": after})
+    values = "".join(f", {key} {before[key]:.3g} -> {after[key]:.3g}" for key in after)
+    self._console.print(
+      f"step {step}: {names[0]} (loss {losses[member]:.4f}) continues from {names[1]} "
+      f"({losses[donor]:.4f}){values}"
+    )
+
+
+def choose_donors(
+  losses: Sequence[float], fraction: float, draws: Sequence[random.Random]
+) -> dict[int, int]:
+  """{replaced member: its donor}: of the worst, each with one of the best drawn at random.
+
+  Members without a finite loss are the worst, and no donors. Nothing is replaced if there are no
+  finite losses.
+
+  Args:
+    fraction: of the members that are replaced, at least one unless it is 0.
+  """
+  count = max(int(fraction * len(losses)), 1) if fraction else 0
+  rank = lambda z: losses[z] if math.isfinite(losses[z]) else math.inf
+  order = sorted(range(len(losses)), key=rank)
+  best = [z for z in order[:count] if math.isfinite(losses[z])]
+  worst = order[len(order) - count :] if best else []
+  return {z: draws[z].choice(best) for z in worst}
+
+
+def perturb(
+  values: Mapping[str, np.ndarray],
+  member: int,
+  perturbations: Mapping[str, Perturbation],
+  draw: random.Random,
+) -> None:
+  """Change the member's hyperparameters in `values`, {key: [Z]}."""
+  for key, change in perturbations.items():
+    values[key][member] = change(float(values[key][member]), draw.random())
+
+
+def ancestors(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+  """Per member, the one from whose initial weights its weights descend.
+
+  Args:
+    rows: of `LINEAGE`.
+  """
+  ancestor_of = {name: name for name in names}
+  for row in rows:  # no donor is replaced at the same step
+    ancestor_of[row["member"]] = ancestor_of[row["from"]]
+  return ancestor_of
+
+
+def copy_members(state: list[Any], donor_Z: jax.Array, values: dict[str, jax.Array]) -> list[Any]:
+  """The state whose member z has all of the former member donor_Z[z], but its own `values`."""
+  (stacked,) = jax.tree.map(lambda leaf: leaf[donor_Z], state)
+  return [stacked.replace(opt_state=with_hyperparameters(stacked.opt_state, values))]
+
+
+def _entry(values: Mapping[str, np.ndarray], member: int) -> dict[str, float]:
+  return {key: float(own[member]) for key, own in values.items()}
+
+
+def _loss_at(rows: Sequence[Mapping[str, Any]], step: int) -> float:
+  """The held-out loss at `step`; infinity if it was not finite, or the member diverged before."""
+  losses = (row.get("eval_loss") for row in reversed(rows) if row["step"] == step)
+  loss = next(losses, None)
+  return math.inf if loss is None else loss
