@@ -19,5 +19,5 @@ def population(v: Values) -> Rules:
   is_ensemble = v.members or v.sweep
   is_unused = is_ensemble and v.pbt_hyperparameters and not v.pbt_period
   yield is_unused, "pbt_hyperparameters pbt_period", text
-  text = "a phase has an optimizer of its own; write pbt_hyperparameters={}"
+  text = "each phase has its optimizer; write pbt_hyperparameters={}"
   yield v.pbt_hyperparameters and v.phases, "pbt_hyperparameters phases", text

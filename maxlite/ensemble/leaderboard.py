@@ -54,7 +54,7 @@ class LeaderboardEntry:
 
   @property
   def settings(self) -> dict[str, Any]:
-    """The keys of its own, with the values at the end."""
+    """The overrides, with the hyperparameters at the end."""
     return self.overrides | self.hyperparameters
 
 

@@ -11,7 +11,7 @@ TUNING_MISTAKES = {
   ("pbt_hyperparameters={adam_b1: {uniform: [0, 2]}}",): ("adam_b1=2", "above 1"),
   ("pbt_hyperparameters={learning_rate: [2]}", "members=[{}]"): ("write pbt_period=100",),
   ("pbt_hyperparameters={learning_rate: [2]}", "phases=[{name: a, train: x, steps: 1}]"): (
-    "a phase has",
+    "each phase has",
     "write pbt_hyperparameters={}",
   ),
   ("phases=[{name: a, train: x, steps: 1, pbt_hyperparameters: {}}]",): ("the whole run",),

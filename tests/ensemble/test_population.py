@@ -85,7 +85,7 @@ def test_the_worst_members_are_replaced_by_the_best():
   assert choose_donors(losses, 0.1, draws(0, 8)) == {6: 2}
   assert choose_donors(losses, 0, draws(0, 8)) == {}
   assert choose_donors([float("nan")] * 4, 0.5, draws(0, 4)) == {}
-  # A member without a loss is no donor, also where it ranks among the best.
+  # A member without a loss is not copied, even if it ranks among the best.
   assert set(choose_donors([float("nan")] * 3 + [1.0], 0.5, draws(0, 4)).values()) == {3}
 
 
