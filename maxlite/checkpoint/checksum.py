@@ -45,6 +45,7 @@ def chunk_checksum(chunk: np.ndarray, start: Sequence[int], shape: tuple[int, ..
 
 def array_checksum(x: Array) -> Array:
   """Return the checksum of an array, uint32."""
+  x = jax.device_put(x, jax.memory.Space.Device)  # it may be in the host's memory
   return _chunk_checksum(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
 
 

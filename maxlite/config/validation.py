@@ -266,6 +266,10 @@ def _ensemble(v: Values) -> Rules:
   text = "runs in one process; write ensemble_strategy=stacked or fused, or num_processes=1"
   is_local = v.ensemble_strategy in ("switched", "submesh", "processes")
   yield v.num_processes > 1 and is_local, "ensemble_strategy num_processes", text
+  for key in ("members", "sweep"):
+    text = "members keep their optimizer states on the devices; write false"
+    keys = f"optimizer_memory_host_offload {key}"
+    yield v.optimizer_memory_host_offload and vars(v)[key], keys, text
   text = "would stop no member; write asha_reduction_factor=2 or more, or 0 for no early stopping"
   yield v.asha_reduction_factor == 1, "asha_reduction_factor", text
   text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"

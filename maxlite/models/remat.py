@@ -4,9 +4,10 @@ import jax
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.sharding.host_memory import HOST_MEMORY
 
-# Saved by remat_policy=minimal. moe_route and moe_rows are not matmul outputs; moe_rows is as large
-# as mlpwo. Both are saved only by remat_policy=custom.
+# Saved by remat_policy=minimal and offload. moe_route and moe_rows are not matmul outputs; moe_rows
+# is as large as mlpwo. Both are saved only by remat_policy=custom.
 MATMUL_OUTPUTS = (
   "query_latent",
   "kv_latent",
@@ -22,8 +23,8 @@ MATMUL_OUTPUTS = (
 
 def saved_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
   """Names of the activations that the forward pass saves; None: all of them."""
-  saved = {"none": None, "full": (), "minimal": MATMUL_OUTPUTS, "custom": cfg.remat_saved_names}
-  return saved[cfg.remat_policy]
+  saved = {"none": None, "full": (), "custom": cfg.remat_saved_names}
+  return saved.get(cfg.remat_policy, MATMUL_OUTPUTS)
 
 
 def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
@@ -31,5 +32,12 @@ def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
   names = saved_by_remat(cfg)
   if names is None:
     return layer
-  policy = jax.checkpoint_policies.save_only_these_names(*names)
+  policies = jax.checkpoint_policies
+  if cfg.remat_policy == "offload":
+    places = {"offload_src": "device", "offload_dst": HOST_MEMORY}
+    policy = policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[], names_which_can_be_offloaded=list(names), **places
+    )
+  else:
+    policy = policies.save_only_these_names(*names)
   return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
 from maxlite.optim.partition import merge
+from maxlite.sharding.host_memory import is_on_host
 from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
@@ -20,7 +21,7 @@ FLOAT32_BYTES = 4
 
 
 class MemoryEstimate(NamedTuple):
-  """Bytes on one device."""
+  """Bytes on one device, and in the host's memory for it."""
 
   parameters: float
   optimizer: float  # and the rest of the state
@@ -31,6 +32,8 @@ class MemoryEstimate(NamedTuple):
   layer_weights: float  # of one layer, gathered, and their gradients before the reduce-scatter
   unembedding: float  # gathered, and its gradient, which is live until the update
   logits: float  # one chunk, and its gradient
+  host_optimizer: float = 0.0
+  host_activations: float = 0.0
 
   @property
   def temporaries(self) -> float:
@@ -59,20 +62,29 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   parameters = bytes_per_device(state.params)
   trained, _ = objective.partition.split(state.params)
   saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
+  saved_bytes = sum(activation.num_bytes for activation in saved)
+  host_optimizer = bytes_per_device([x for x in jax.tree.leaves(state) if is_on_host(x)])
+  host_activations = 0.0
+  if model.remat_policy == "offload":
+    inputs_only = dataclasses.replace(model, remat_policy="full")
+    on_device = _activations(trainer, objective, inputs_only)
+    host_activations = saved_bytes - sum(activation.num_bytes for activation in on_device)
   num_layers = model.base_num_decoder_layers
   num_stacked = lambda activation: activation.length if model.scan_layers else 1
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
   tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
   return MemoryEstimate(
     parameters=parameters,
-    optimizer=bytes_per_device(state) - parameters,
-    saved_activations=sum(activation.num_bytes for activation in saved),
+    optimizer=bytes_per_device(state) - parameters - host_optimizer,
+    saved_activations=saved_bytes - host_activations,
     gradients=bytes_per_device(trained) * (1 if num_micro == 1 else 2),
     layer_activations=sum(activation.num_bytes for activation in in_layers) / num_layers,
     layer_gradient=max((a.num_bytes / num_stacked(a) for a in in_layers), default=0.0),
     layer_weights=_largest_layer(trainer) * weight_and_gradient_bytes,
     unembedding=model.base_emb_dim * vocab * weight_and_gradient_bytes,
     logits=2 * FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
+    host_optimizer=host_optimizer,
+    host_activations=host_activations,
   )
 
 

@@ -27,6 +27,11 @@ def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
     "  logits": estimate.logits,
   }
   estimated = state | {"temporaries": estimate.temporaries} | parts | {"peak": estimate.total}
+  host = {
+    "host: optimizer state": estimate.host_optimizer,
+    "host: saved activations": estimate.host_activations,
+  }
+  estimated |= {name: size for name, size in host.items() if size}
   compiled = {}
   if stats:
     rest = stats.argument_size_in_bytes - sum(state.values())
@@ -38,12 +43,16 @@ def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
     compiled["total"] = sum(compiled.values())
     if stats.peak_memory_in_bytes > 1.01 * stats.argument_size_in_bytes:  # XLA:CPU omits it
       compiled["peak"] = stats.peak_memory_in_bytes
-  names = [*state, "batch, padding", "temporaries", *parts, "program", "total", "peak"]
+    sizes = stats.host_argument_size_in_bytes, stats.host_temp_size_in_bytes
+    compiled |= {name: size for name, size in zip(host, sizes, strict=True) if size}
+  names = [*state, "batch, padding", "temporaries", *parts, "program", "total", "peak", *host]
   lines = [f"{'GB per device':<26}{'estimate':>10}{'compiled' if stats else '':>10}".rstrip()]
   for name in names:
     if name in estimated or name in compiled:
       cells = [f"{t[name] / GB:.3f}" if name in t else "" for t in (estimated, compiled)]
       lines.append(f"{name:<26}{cells[0]:>10}{cells[1]:>10}".rstrip())
+  if any(host.values()):
+    lines.append("  not part of the bounds below: transfers between host and device")
   return lines
 
 

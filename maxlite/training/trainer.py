@@ -35,6 +35,7 @@ from maxlite.phases.phase_programs import (
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
+from maxlite.sharding.host_memory import offload_optimizer, place_on_host
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.training.eval_step import build_eval_step
 from maxlite.training.loss import DecoderLoss
@@ -125,6 +126,8 @@ class Trainer:
       post_update=build_routed_bias_update(moe) if self.is_moe else None,
       skip=SkipRule(freeze_after=cfg.max_skipped_steps if freeze_diverged else None),
     )
+    if self.cfg.mesh.optimizer_memory_host_offload:
+      step = offload_optimizer(step)
     plan = self.phase_plan
     return step if plan is None else build_phase_step(step, index, plan.schedule)
 
@@ -236,6 +239,9 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   state = jax.eval_shape(first_state, params)
   axes = state_names(state, params, names)
   place = lambda leaf, axes: leaf.update(sharding=sharder.sharding(axes))
+  abstract_state = jax.tree.map(place, state, axes)
+  if cfg.mesh.optimizer_memory_host_offload:
+    abstract_state = abstract_state.replace(opt_state=place_on_host(abstract_state.opt_state))
   trainer = Trainer(
     cfg=cfg,
     mesh=mesh,
@@ -244,7 +250,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     objectives=objectives,
     phase_plan=plan,
     parameter_shardings=shardings,
-    abstract_state=jax.tree.map(place, state, axes),
+    abstract_state=abstract_state,
     batch_shape=shape,
   )
   _check_topology(trainer)

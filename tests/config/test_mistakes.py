@@ -198,6 +198,11 @@ MISTAKES = {
     "ensemble_strategy=submesh",
     "num_processes=1",
   ),
+  ("members=[{}]", "optimizer_memory_host_offload=true"): (
+    "optimizer_memory_host_offload=true",
+    "members=",
+    "write false",
+  ),
   ("members=[{}]", "asha_reduction_factor=1"): (
     "asha_reduction_factor=1",
     "asha_reduction_factor=2",

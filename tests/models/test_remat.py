@@ -31,11 +31,15 @@ def abstract_params(family):
   return meta.unbox(shapes)["params"]
 
 
-def num_matmuls(family, policy, *saved):
-  """Matmuls in the jaxpr of a gradient; a loop body counts once."""
+def gradient_jaxpr(family, policy, *saved):
+  """The jaxpr of a gradient; a loop body is printed once."""
   model = model_of(family, policy, *saved)
   total = jax.grad(lambda params: jnp.sum(model.apply({"params": params}, TOKENS_BT)))
-  return str(jax.make_jaxpr(total)(abstract_params(family))).count("dot_general[")
+  return str(jax.make_jaxpr(total)(abstract_params(family)))
+
+
+def num_matmuls(family, policy, *saved):
+  return gradient_jaxpr(family, policy, *saved).count("dot_general[")
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,11 @@ def test_saving_less_recomputes_more(family):
   assert none <= minimal < some < full
   assert num_matmuls(family, "custom") == full
   assert num_matmuls(family, "custom", *MATMUL_OUTPUTS) == minimal
+
+
+def test_offload_moves_what_minimal_saves_to_the_host_and_back():
+  offload, minimal = (gradient_jaxpr("llama", policy) for policy in ("offload", "minimal"))
+  assert offload.count("dot_general[") == minimal.count("dot_general[")
+  to_host, to_device = (offload.count(f"MemorySpace.{place}") for place in ("Host", "Device"))
+  assert to_host == to_device > 6
+  assert "MemorySpace" not in minimal

@@ -131,8 +131,9 @@ class ModelConfig:
   remat_policy: str = field(
     "none",
     "What the backward pass recomputes: `full` everything, `minimal` all except matmul outputs, "
-    "`custom` all except remat_saved_names, `none` nothing.",
-    choices=("none", "minimal", "full", "custom"),
+    "`custom` all except remat_saved_names, `none` nothing. `offload` is `minimal` with the matmul "
+    "outputs in the memory of the host.",
+    choices=("none", "minimal", "full", "custom", "offload"),
   )
   remat_saved_names: tuple[str, ...] = field(
     (),

@@ -91,6 +91,11 @@ class MeshConfig:
   sharding_tolerance: float = field(
     0.02, "Maximum fraction of parameter bytes left unsharded on a sharded mesh.", low=0, high=1
   )
+  optimizer_memory_host_offload: bool = field(
+    False,
+    "Keep the optimizer state in pinned memory of the host; each step moves it to the device and "
+    "back.",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

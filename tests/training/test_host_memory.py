@@ -1,0 +1,87 @@
+"""Optimizer state and saved activations in the host's memory change placement, not numbers."""
+
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+from test_plan import plan
+from tiny import mesh_keys, place, trainer_of, uneven_batch
+
+from maxlite.checkpoint.manager import Checkpoints
+from maxlite.checkpoint.replicas import ReplicaCheck
+from maxlite.config.schema import CheckpointConfig
+from maxlite.planning.memory_estimate import estimate_memory
+from maxlite.sharding.host_memory import is_on_host
+
+KEYS = {"decoder_block": "llama"} | mesh_keys("fsdp=4 tensor=2")
+
+
+def trainer_with(offload, **keys):
+  return trainer_of(**KEYS, **keys, optimizer_memory_host_offload=str(offload).lower())
+
+
+def train(trainer, state, seeds):
+  for seed in seeds:
+    state, metrics = trainer.train_step(state, place(trainer, uneven_batch(seed)))
+  return state, metrics
+
+
+def assert_same_bits(got, want):
+  for a, b in zip(*map(jax.tree.leaves, jax.device_get((got, want))), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("saved_offloaded", [True, False])
+def test_training_resumes_across_the_switch_bit_for_bit(tmp_path, saved_offloaded):
+  trainers = trainer_with(saved_offloaded), trainer_with(not saved_offloaded)
+  state, _ = train(trainers[0], trainers[0].init_state(), (0, 1))
+  checkpoints = Checkpoints(CheckpointConfig(), tmp_path, pytest.fail)
+  checkpoints.save(2, state, {})
+  checkpoints.wait()
+  restored = checkpoints.restore(trainers[1].abstract_state)[0]
+  checkpoints.close()
+  assert ReplicaCheck(trainers[0].abstract_state).difference(state) == ""
+  for each, offloaded in ((state, saved_offloaded), (restored, not saved_offloaded)):
+    assert {is_on_host(leaf) for leaf in jax.tree.leaves(each.opt_state)} == {offloaded}
+    assert not any(map(is_on_host, jax.tree.leaves(each.params)))
+  assert_same_bits(train(trainers[1], restored, (2,)), train(trainers[0], state, (2,)))
+
+
+@pytest.mark.slow
+def test_each_phase_moves_its_own_state():
+  phases = "[{name: all, train: .*, steps: 1}, {name: out, train: unembed/.*, steps: 1}]"
+  results = [
+    train(trainer, trainer.init_state(), (0, 1))
+    for trainer in (trainer_with(offload, phases=phases) for offload in (False, True))
+  ]
+  assert_same_bits(*results)
+  assert all(map(is_on_host, jax.tree.leaves(results[1][0].opt_state)))
+
+
+def test_the_estimate_has_what_the_host_holds():
+  on_device, on_host = (
+    estimate_memory(trainer_with(offload, remat_policy=policy))
+    for offload, policy in ((False, "minimal"), (True, "offload"))
+  )
+  assert on_host.parameters == on_device.parameters
+  # Counters of the steps, in the state, stay on the device.
+  assert on_host.host_optimizer == pytest.approx(on_device.optimizer, abs=64)
+  assert 0 < on_host.host_activations < on_device.saved_activations
+  full = estimate_memory(trainer_with(False, remat_policy="full"))
+  assert on_host.saved_activations == full.saved_activations
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_a_tpu_keeps_both_in_host_memory():
+  widths = ("base_emb_dim=256", "base_mlp_dim=512", "max_target_length=128", "head_dim=128")
+  offload = ("remat_policy=offload", "optimizer_memory_host_offload=true")
+  keys = ("decoder_block=llama", "dtype=bfloat16", "compile_topology=v5p-8")
+  code, out, err = plan(*keys, *widths, *offload)
+  assert (code, err) == (0, "")
+  for name in ("optimizer state", "saved activations"):
+    (figures,) = re.findall(rf"^host: {name} +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    assert float(figures[1]) > 0
+    assert float(figures[0]) == pytest.approx(float(figures[1]), rel=0.02, abs=0.001)
