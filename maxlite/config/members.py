@@ -20,6 +20,7 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.sweep import Point, require_few_members, sweep_points
+from maxlite.config.teacher_rules import TEACHER_KEYS
 from maxlite.config.validation import SHARED, is_folder_name, validate
 from maxlite.config.values import Setting, parse
 
@@ -27,7 +28,7 @@ _SECTIONS = (ModelConfig, OptimizerConfig, TrainingConfig)
 _SINGLE_KEYS = ("init_weights_seed", "model_name", "data_shuffle_seed", "data_sampling")
 # Keys that a member may set; all others are shared.
 MEMBER_KEYS = {key for section in _SECTIONS for key in flatten(section())}
-MEMBER_KEYS -= {"vocab_size", "pbt_hyperparameters"}
+MEMBER_KEYS -= {"vocab_size", "pbt_hyperparameters", *TEACHER_KEYS}
 MEMBER_KEYS |= {"phases", "initial_phases", *_SINGLE_KEYS}
 
 

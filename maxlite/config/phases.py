@@ -134,7 +134,7 @@ def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   return PhaseConfig(
     name=parse_as(settings["name"], str),
     train=_regexes(settings["train"]),
-    loss=_loss(settings["loss"], cfg.model) if "loss" in settings else "next_token",
+    loss=_loss(settings["loss"], cfg.model) if "loss" in settings else cfg.training.loss_type,
     steps=parse_as(settings["steps"], *_STEPS) if "steps" in settings else None,
     until=_until(settings["until"]) if "until" in settings else None,
     optimizer=dataclasses.replace(cfg.optimizer, **keys_of(cfg.optimizer)),

@@ -96,10 +96,17 @@ ENSEMBLE_EXECUTORS = Registry(
 )
 # callbacks -> () -> Callback; see training/callbacks.py.
 CALLBACKS = Registry(completions="maxlite.inference.generation:CompletionsCallback")
-# Losses of a phase: see training/loss.py. DRAFT_LOSSES are those that need draft heads.
+# Losses: see training/loss.py. DRAFT_LOSSES need draft heads, and a phase that trains them;
+# TAUGHT_LOSSES need a teacher.
 TOKEN_LOSSES = Registry(next_token="maxlite.training.loss:NEXT_TOKEN")
 DRAFT_LOSSES = Registry(
   match_head="maxlite.training.draft_loss:MATCH_HEAD",
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
-LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TOKEN_LOSSES)
+TAUGHT_LOSSES = Registry(distill="maxlite.training.distill_loss:DISTILL")
+RUN_LOSSES: Mapping[str, Any] = ChainMap(TAUGHT_LOSSES, TOKEN_LOSSES)
+LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
+# Folders with the parameters of a model: see training/model_weights.py.
+WEIGHT_FORMATS = Registry(
+  run="maxlite.training.model_weights:RunWeights", huggingface="maxlite.hf.load_model:HfWeights"
+)

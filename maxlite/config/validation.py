@@ -10,6 +10,7 @@ from maxlite.config.raw_values import abbreviate, show
 from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.rules import Rules, Values
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, EnsembleConfig, TilesConfig, flatten
+from maxlite.config.teacher_rules import teacher_rules
 from maxlite.config.tuning_rules import population
 from maxlite.config.values import suggest
 
@@ -438,7 +439,7 @@ def _data_files(v: Values) -> Rules:
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
   *(_chat, _batches, _schedules, _ensemble, population, _optimizer, _parametrization),
-  _phases,
+  *(_phases, teacher_rules),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 

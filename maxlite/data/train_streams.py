@@ -12,8 +12,13 @@ from maxlite.data.loader import DataLoader
 class TrainStreams:
   """The streams of all objectives; objectives with equal DataConfigs share one stream."""
 
-  def __init__(self, data: Mapping[str, DataLoader]) -> None:
-    """`data` maps the name of each objective (a phase, or "train") to its loader."""
+  def __init__(self, data: Mapping[str, DataLoader], teacher: str = "") -> None:
+    """
+    Args:
+      data: by objective (a phase, or "train"), its loader.
+      teacher: a hash of the model whose predictions are training data too, if there is one.
+    """
+    self._teacher = {"teacher": teacher} if teacher else {}
     first_with: dict[DataConfig, str] = {}
     self._readers = {name: first_with.setdefault(each.cfg, name) for name, each in data.items()}
     self._streams = {name: data[name].train_stream() for name in first_with.values()}
@@ -29,7 +34,7 @@ class TrainStreams:
   def state(self) -> dict[str, Any]:
     """The state of the only stream, or of each by its first objective, as JSON values."""
     states = {reader: stream.state() for reader, stream in self._streams.items()}
-    return {"streams": states} if len(states) > 1 else next(iter(states.values()))
+    return self._teacher | ({"streams": states} if len(states) > 1 else next(iter(states.values())))
 
   def describe(self) -> list[str]:
     """A line per stream and source on the data that was read."""
@@ -42,6 +47,11 @@ class TrainStreams:
 
   def restore(self, state: dict[str, Any]) -> None:
     """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
+    if "teacher" in state and self._teacher and state["teacher"] != self._teacher["teacher"]:
+      raise UserError(
+        "the checkpoint was trained with another teacher: restore teacher_path, teacher_members "
+        "and the weights there, or choose a new run_name"
+      )
     readers = list(self._streams)
     states = state.get("streams", {readers[0]: state})
     if states.keys() != self._streams.keys():

@@ -37,6 +37,7 @@ from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import read_tensors
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
+from maxlite.training.model_weights import ModelWeights
 from maxlite.training.trainer import Trainer, build_trainer
 
 
@@ -157,15 +158,26 @@ def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer,
 
 
 def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
-  family, keys, _ = model_keys(folder)
-  if dtype is None:
-    dtypes = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
-    dtype = "float32" if np.dtype("float32") in dtypes else "bfloat16"
-  cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
-  validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
-  model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
-  trainer = trainer_of_model(model, mesh)
-  abstract = leaves_by_path(trainer.abstract_state.params)
-  params = params_from_hf(folder, family, model, model.vocab_size, abstract)
-  arrays = {path: to_array(chunked, abstract[path].sharding) for path, chunked in params.items()}
-  return trainer, traverse_util.unflatten_dict(arrays, sep="/")
+  weights = HfWeights(folder, dtype)
+  trainer = trainer_of_model(weights.model, mesh)
+  return trainer, weights.read(trainer)
+
+
+class HfWeights(ModelWeights):
+  """A Hugging Face folder; the default dtype is that of `load`."""
+
+  def __init__(self, folder: Path, dtype: str | None = None):
+    self._folder = folder
+    self._family, keys, _ = model_keys(folder)
+    if dtype is None:
+      dtypes = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
+      dtype = "float32" if np.dtype("float32") in dtypes else "bfloat16"
+    cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
+    validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
+    self.model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
+
+  def read(self, trainer: Trainer) -> dict[str, Any]:
+    leaves, model = leaves_by_path(trainer.abstract_state.params), self.model
+    params = params_from_hf(self._folder, self._family, model, model.vocab_size, leaves)
+    arrays = {path: to_array(chunked, leaves[path].sharding) for path, chunked in params.items()}
+    return traverse_util.unflatten_dict(arrays, sep="/")

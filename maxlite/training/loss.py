@@ -7,7 +7,7 @@ number of hosts and any number of gradient-accumulation steps.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class Sums:
   logits_z: jax.Array  # squared log-partition of the logits
   layers: Any  # what the blocks return, stacked by layer
   draft: DraftSums | None = None  # for losses of draft heads
+  divergence: jax.Array | None = None  # from the teacher, for losses that have one [nats]
 
 
 @struct.dataclass
@@ -53,6 +54,7 @@ class Hidden:
   w_DV: jax.Array  # the unembedding
   y_BTJD: jax.Array | None  # of the draft heads
   soft_cap: float = struct.field(pytree_node=False, default=0.0)  # of the logits
+  teachers: "tuple[Hidden, ...]" = ()
 
 
 def run_forward(
@@ -97,6 +99,12 @@ def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array,
   return total, parts | {"total_loss": total}
 
 
+class Teacher(Protocol):
+  """Frozen models, see training/teacher.py; `collections` are their parameters."""
+
+  def hidden(self, collections: Any, batch: Batch, sharder: Sharder) -> tuple[Hidden, ...]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Loss:
   """One loss of the table: the sums of a forward pass, and the loss of their totals."""
@@ -105,6 +113,7 @@ class Loss:
   combine: Callable[[Sums, TrainingConfig, MoeConfig], tuple[jax.Array, dict]]
   logits: bool = True  # whether its gradient flows through the model's own logits
   drafts: bool = False  # whether it needs the draft heads
+  open_teacher: Callable[[Any], Any] | None = None  # Trainer -> its FrozenModels, if it needs them
 
 
 NEXT_TOKEN = Loss(next_token, combine)  # an entry of LOSSES, as those of draft_loss.py
@@ -118,11 +127,15 @@ class DecoderLoss(LossFunction):
   loss: Loss
   cfg: TrainingConfig
   moe: MoeConfig
+  teacher: Teacher | None = None
 
   def forward(
     self, params: Any, collections: Any, batch: Batch, key: jax.Array
   ) -> tuple[Sums, Any]:
     hidden = run_forward(self.model, params, batch, key, drafts=self.loss.drafts)
+    if self.teacher is not None:
+      teachers = self.teacher.hidden(collections, batch, self.model.sharder)
+      hidden = hidden.replace(teachers=teachers)
     return self.loss.sums(hidden, batch, self.cfg, self.model.sharder), collections
 
   def combine(self, sums: Sums) -> tuple[jax.Array, dict]:

@@ -46,7 +46,7 @@ def build_objectives(
   )
   if plan is None:
     sections = {"optimizer": cfg.optimizer, "training": cfg.training, "data": cfg.data}
-    whole = PhaseConfig("train", (".*",), "next_token", num_steps, None, **sections)
+    whole = PhaseConfig("train", (".*",), cfg.training.loss_type, num_steps, None, **sections)
     return [_build_objective(whole, num_steps, ALL_PARAMETERS, build_tx, sharder)]
   part_of = lambda phase: (plan.num_steps(phase, num_steps), plan.partitions[phase.name])
   return [_build_objective(phase, *part_of(phase), build_tx, sharder) for phase in plan.phases]

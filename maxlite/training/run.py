@@ -75,7 +75,8 @@ def _run(
   stack.callback(folder.unlock)
   local = open_local_checkpoints(trainer, folder, console.print)
   restored = restore(trainer, checkpoints, local)
-  stream = stack.enter_context(contextlib.closing(TrainStreams(data_by_objective)))
+  teacher = trainer.teacher.identity if trainer.teacher else ""
+  stream = stack.enter_context(contextlib.closing(TrainStreams(data_by_objective, teacher)))
   if restored and restored[1] is not None:
     stream.restore(restored[1])
   done = restored[2] if restored else 0

@@ -116,7 +116,8 @@ class Trainer:
       taken = state.step - state.skipped if state.clock is None else state.clock.taken_P[index]
       return objective.learning_rate(state.opt_state, taken.astype(jnp.float32))
 
-    loss = DecoderLoss(self.model, LOSSES[objective.loss], cfg, moe)
+    entry = LOSSES[objective.loss]
+    loss = DecoderLoss(self.model, entry, cfg, moe, entry.open_teacher and self.teacher)
     step = build_train_step(
       build_gradients(loss, cfg.gradient_accumulation_steps),
       objective.tx,
@@ -128,15 +129,23 @@ class Trainer:
     )
     if self.cfg.mesh.optimizer_memory_host_offload:
       step = offload_optimizer(step)
-    plan = self.phase_plan
-    return step if plan is None else build_phase_step(step, index, plan.schedule)
+    if self.phase_plan is not None:
+      step = build_phase_step(step, index, self.phase_plan.schedule)
+    return self.teacher.with_teacher(step) if self.teacher else step
+
+  @functools.cached_property
+  def teacher(self) -> Any:
+    """The FrozenModels that a loss needs, or None; their parameters are read on first use."""
+    openers = (LOSSES[each.loss].open_teacher for each in self.objectives)
+    open_teacher = next(filter(None, openers), None)
+    return open_teacher(self) if open_teacher else None
 
   @functools.cached_property
   def train_step(self) -> Step:
     """The compiled training step; it donates the state."""
     if self.phase_plan is not None:
       return self.phase_programs.step
-    batches = [abstract_batch(s, self.batch_sharding) for s in self.batch_schedule.shapes]
+    batches = [self._abstract_input(shape) for shape in self.batch_schedule.shapes]
     step = self._jit_step(0)
     return step if len(batches) == 1 else compile_for_batches(step, self.abstract_state, batches)
 
@@ -145,10 +154,16 @@ class Trainer:
     """The shapes of the batches of a run without phases."""
     return BatchSchedule.of(self.cfg.data, self.batch_shape[0])
 
+  def _abstract_input(self, shape: tuple[int, int]) -> Any:
+    """The second argument of a step: a batch of this shape, with the teacher's parameters."""
+    batch = abstract_batch(shape, self.batch_sharding)
+    return self.teacher.with_params(batch, abstract=True) if self.teacher else batch
+
   def _jit_step(self, index: int) -> Any:
+    inputs = self._abstract_input(self.batch_shape)
     return jax.jit(
       self._build_step(index),
-      in_shardings=(self.state_shardings, self.batch_sharding),
+      in_shardings=(self.state_shardings, jax.tree.map(lambda leaf: leaf.sharding, inputs)),
       out_shardings=(self.state_shardings, self.sharder.sharding(())),
       donate_argnums=0,
       compiler_options=self.compiler_options or None,
@@ -162,16 +177,15 @@ class Trainer:
 
   def lower_step(self, index: int = 0) -> jax.stages.Lowered:
     """Lower the step of one objective for its batches."""
-    batch = abstract_batch(self.objectives[index].batch_shape, self.batch_sharding)
-    return self._jit_step(index).lower(self.abstract_state, batch)
+    inputs = self._abstract_input(self.objectives[index].batch_shape)
+    return self._jit_step(index).lower(self.abstract_state, inputs)
 
   @functools.cached_property
   def phase_programs(self) -> PhasePrograms:
     """The compiled steps of all phases."""
     assert self.phase_plan is not None
     schedule, strategy = self.phase_plan.schedule, self.cfg.phasing.phase_strategy
-    batch = lambda shape: abstract_batch(shape, self.batch_sharding)
-    batches = {each.name: batch(each.batch_shape) for each in self.objectives}
+    batches = {each.name: self._abstract_input(each.batch_shape) for each in self.objectives}
     steps, options = self._build_steps(), self.compiler_options
     return PhasePrograms(steps, schedule, strategy, self.abstract_state, batches, options)
 
@@ -184,17 +198,19 @@ class Trainer:
     """FLOPs of a step on one batch over all devices."""
     loss, trained = LOSSES[objective.loss], objective.partition.trained
     keys = {"logits": loss.logits, "drafts": loss.drafts}
-    return train_flops(self.cfg.model, self.parameter_sizes, batch_shape, trained, **keys).total
+    own = train_flops(self.cfg.model, self.parameter_sizes, batch_shape, trained, **keys).total
+    return own + self.teacher.flops(batch_shape) if loss.open_teacher else own
 
   def place(self, batch: Batch) -> Batch:
     """Make a global batch of the run's size from this host's rows (numpy)."""
     return to_global(batch, self.batch_sharding, self.batch_shape)
 
-  def next_batch(self, stream: TrainStreams, state: TrainState) -> Batch:
-    """The global batch of the next step."""
+  def next_batch(self, stream: TrainStreams, state: TrainState) -> Any:
+    """The global batch of the next step, with the teacher's parameters if there is one."""
     name = self.phase_programs.phase(state) if self.phase_plan else "train"
-    batch = stream.take(name)
-    return to_global(batch, self.batch_sharding, stream.batch_shape(name))
+    rows = stream.take(name)  # sets the shape
+    batch = to_global(rows, self.batch_sharding, stream.batch_shape(name))
+    return self.teacher.with_params(batch) if self.teacher else batch
 
   def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
     """The compiled evaluation step."""

@@ -19,7 +19,7 @@ class EnsembleConfig:
   members: tuple[FrozenMapping, ...] = field(
     (),
     "Members, each {key: value} with an optional `name`. Allowed keys: those of model (except "
-    "vocab_size), optimizer and training; phases, initial_phases, "
+    "vocab_size), optimizer and training (except of a teacher); phases, initial_phases, "
     "init_weights_seed, data_shuffle_seed, data_sampling; and model_name, which applies the "
     "allowed keys of that preset.",
   )

@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field, model_field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import OPTIMIZERS, SCHEDULES
+from maxlite.config.registry import OPTIMIZERS, RUN_LOSSES, SCHEDULES
 
 PHASE_STRATEGIES = ("auto", "separate", "switch")
 
@@ -50,6 +50,26 @@ class TrainingConfig:
     "Micro-batches per step. Results do not depend on it, except through router_jitter's noise.",
     low=1,
   )
+  loss_type: str = field(
+    "next_token",
+    "Loss: `next_token`, or `distill`, which also follows a teacher's predictions.",
+    choices=RUN_LOSSES,
+  )
+  teacher_path: str = field(
+    "",
+    "Teacher of loss distill: a run folder, a Hugging Face folder, or the folder of an ensemble, "
+    "whose members' probabilities are averaged. Its vocabulary must be the student's.",
+  )
+  teacher_members: tuple[str, ...] = field((), "Members of the teacher that are averaged; []: all.")
+  distill_alpha: float = field(
+    0.5, "Weight of the teacher in loss distill; the next token has the rest.", low=0, high=1
+  )
+  distill_temperature: float = field(
+    1.0, "Temperature of teacher and student in loss distill.", low=0
+  )
+  distill_top_k: int = field(
+    0, "Likeliest tokens of the teacher that loss distill keeps, renormalized; 0: all.", low=0
+  )
   logits_chunk_tokens: int = field(2048, "Tokens per device with logits in memory at once.", low=1)
   z_loss_multiplier: float = field(0.0, "Weight of the logits' z-loss.", low=0)
   ema_decay: float = model_field(
@@ -74,10 +94,11 @@ class PhasesConfig:
   phases: tuple[FrozenMapping, ...] = model_field(
     (),
     "Phases in order, each {name: N, train: [path regexes], loss: L, steps: N}. Losses: "
-    "`next_token` (default); for draft heads `match_head` or `next_token_and_draft`. Instead of "
-    "steps: `until: {metric: M, max_steps: N, patience: N}` (or below: X, above: X). A phase may "
-    "also set optimizer keys, gradient_accumulation_steps and data keys such as dataset_path and "
-    "per_device_batch_size (not tokenizer_*, eval_*, max_target_length).",
+    "`next_token`, `distill` (default: loss_type); for draft heads `match_head` or "
+    "`next_token_and_draft`. Instead of steps: `until: {metric: M, max_steps: N, patience: N}` (or "
+    "below: X, above: X). A phase may also set optimizer keys, gradient_accumulation_steps and "
+    "data keys such as dataset_path and per_device_batch_size (not tokenizer_*, eval_*, "
+    "max_target_length).",
   )
   initial_phases: FrozenMapping = model_field(
     FrozenMapping(), "{phase: steps}: phases that run once, in order, before the alternation."
