@@ -37,9 +37,10 @@ from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
 from maxlite.sharding.host_memory import offload_optimizer, place_on_host
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
+from maxlite.training.batch_shape import batch_shape
 from maxlite.training.eval_step import build_eval_step
 from maxlite.training.loss import DecoderLoss
-from maxlite.training.objective import Objective, batch_shape, build_objectives
+from maxlite.training.objective import Objective, build_objectives
 from maxlite.training.routed_bias import build_routed_bias_update
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import SkipRule, Step, build_gradients, build_train_step
