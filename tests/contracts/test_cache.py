@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_models as families
+from slow_cases import fast_only, slow
 
 from maxlite.config.model_families import MODELS
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
 
 # With those of DRAFTED, every way to attend and to build a layer.
-FAST = ("mixtral", "deepseek", "gemma2")
+FAST = ("mixtral", "gemma2")
 NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window
 ROW_B = np.array([2, 0, 3], np.int32)  # rows of the cache; row 1 stays idle
@@ -83,8 +84,7 @@ def decoded_with_drafts(model, params):
   return jnp.concatenate([first_BV[None], later_nBV])
 
 
-SLOW = pytest.mark.slow  # for families whose parts others have, too
-CASES = [pytest.param(name, False, marks=() if name in FAST else SLOW) for name in MODELS]
+CASES = [(name, False) if name in FAST else slow(name, False) for name in MODELS]
 
 
 @pytest.mark.parametrize(("family", "scanned"), [*CASES, ("deepseek", True)])
@@ -96,9 +96,7 @@ def test_cached_decoding_gives_the_uncached_logits(family, scanned):
 DRAFTED = ("deepseek", "gpt_oss")
 
 
-@pytest.mark.parametrize(
-  "family", [pytest.param(name, marks=() if name in DRAFTED else SLOW) for name in MODELS]
-)
+@pytest.mark.parametrize("family", fast_only(MODELS, *DRAFTED))
 def test_rejected_draft_tokens_change_no_logits(family):
   assert_same_logits(family, False, decoded_with_drafts)
 

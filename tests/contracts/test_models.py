@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
+from slow_cases import fast_only, slow
 
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
@@ -82,6 +83,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 # Together these have every kind of layer; the other families differ in fields of their parts.
 STRUCTURES = ("deepseek", "gemma2", "gpt_oss")
 every_family = pytest.mark.parametrize("family", MODELS)
+some_families = pytest.mark.parametrize("family", fast_only(MODELS, *STRUCTURES))
 every_structure = pytest.mark.parametrize("family", STRUCTURES)
 
 
@@ -162,7 +164,7 @@ def test_every_parameter_has_logical_axes_of_the_sharding_table(family):
     assert leaf.names.count("layers") == ("layers" in str(path)), path
 
 
-@every_family
+@some_families
 def test_every_parameter_gets_a_gradient(family):
   _, gradients = base_results(family)
   for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
@@ -172,7 +174,7 @@ def test_every_parameter_gets_a_gradient(family):
 
 def test_layers_are_initialized_differently():
   key = jax.random.key(0, impl="unsafe_rbg")  # compiles fastest
-  params = jax.device_get(meta.unbox(jit(model_of("deepseek").init)(key, *BATCH)["params"]))
+  params = jax.device_get(meta.unbox(jit(model_of("mixtral").init)(key, *BATCH)["params"]))
   for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
     equal = "scale" in str(path) or "bias" in str(path)
     assert equal or (leaf[0] != leaf[1]).any(), path
@@ -183,7 +185,7 @@ def test_layers_are_initialized_differently():
   [
     ("deepseek", "custom"),
     ("gemma2", "minimal"),
-    pytest.param("gpt_oss", "custom", marks=pytest.mark.slow),
+    slow("gpt_oss", "custom"),
   ],
 )
 def test_separate_layers_remat_and_a_tied_embedding_give_the_same_gradients(family, remat):
@@ -222,9 +224,7 @@ def unstacked(params):
   return apart
 
 
-@pytest.mark.parametrize(
-  "family", ["deepseek", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["gemma2", slow("deepseek"), slow("gpt_oss")])
 def test_bfloat16_is_close_to_float32(family):
   # With all experts chosen, rounding cannot choose another one.
   every = {"num_experts_per_tok": 4} if MODELS[family].is_moe else {}
@@ -235,11 +235,9 @@ def test_bfloat16_is_close_to_float32(family):
   assert_trees_close(rounded, gradients, 0.08)
 
 
+# test_moe_net.py has deepseek on meshes.
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-  "family",
-  [pytest.param(name, marks=() if name in STRUCTURES else pytest.mark.slow) for name in MODELS],
-)
+@pytest.mark.parametrize("family", fast_only(MODELS, "gemma2", "gpt_oss"))
 def test_mesh_and_remat_change_no_gradient_and_avoid_involuntary_rematerialization(family, capfd):
   """XLA reports an "Involuntary full rematerialization" on stderr when it compiles."""
   sharder = sharder_of(fsdp=2, context=2, tensor=2)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from slow_cases import fast_only, slow
 
 from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels.attention import api, splash, triton
@@ -19,6 +20,8 @@ from maxlite.sharding.collectives import pvary
 NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
 BACKENDS = [name for name in ATTENTION_BACKENDS if name != "cudnn"]  # it needs an NVIDIA GPU
 OTHERS = [name for name in BACKENDS if name != "reference"]
+
+
 # Three documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 3, 0], [7, 20, 6, 7]), np.ones(40)]).astype(np.int32)
 
@@ -127,8 +130,12 @@ def test_values_may_have_more_channels_than_keys():
   assert_all_close(*results, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", OTHERS)
-@pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.06)])
+@pytest.mark.parametrize(
+  ("backend", "dtype", "atol"),
+  [(name, jnp.float32, 1e-5) for name in OTHERS]
+  + [slow(name, jnp.bfloat16, 0.06) for name in OTHERS if name != "triton"]
+  + [("triton", jnp.bfloat16, 0.06)],
+)
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
   case, options = make_case(dtype=dtype), {} if backend == "dot_product" else EVERYTHING
   # Our backends must pass with strict promotion; JAX's function mixes types.
@@ -193,7 +200,7 @@ def test_large_scores_and_padding_stay_finite(backend):
   assert np.isfinite(o_BTHC).all(), "queries that see no key at all"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "splash"))
 def test_sharded_queries_get_their_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
   is_splash = backend == "splash"  # its shards have a multiple of 128 queries
@@ -235,7 +242,7 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
   assert_all_close([np.asarray(a) for a in together], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "triton"))
 def test_vmap_and_checkpoint_change_nothing(backend):
   case = make_case(dtype=np.float32)
   stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
@@ -287,7 +294,7 @@ def test_chunked_does_not_multiply_keys_before_the_window():
   assert multiplications(64) < 1.01 * multiplications(None) * (128 + 7 * 191) / (36 * 128)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "splash", "triton"])
+@pytest.mark.parametrize("backend", ["chunked", slow("splash"), slow("triton")])
 def test_a_saved_output_is_not_computed_again(backend):
   case, function = make_case(dtype=np.float32), functools.partial(attend, backend)
   policy = jax.checkpoint_policies.save_only_these_names("attention_out")

@@ -9,6 +9,7 @@ import pytest
 from grouped_cases import INTERPRETED, ROUTINGS, assert_close
 from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import PartitionSpec as P
+from slow_cases import slow
 
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
@@ -98,7 +99,7 @@ def solved_case(routing, biased):
   return (np.array(sizes), x_MD, weight_M, params, dy_MD), expected
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [slow(False), True])
 @pytest.mark.parametrize("backend", HERE)
 def test_agrees_with_one_dense_network_per_group_in_float64(backend, biased):
   with jax.enable_x64(True):
@@ -119,7 +120,7 @@ def test_without_a_gate(backend):
     assert_equal_trees(results, oracle(sizes, x_MD, weight_M, params, dy_MD, jnp.sin), unit=1e-12)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [slow(False), True])
 @pytest.mark.parametrize("backend", HERE)
 def test_bfloat16_rows_keep_the_precision_of_weight_gradients(backend, biased):
   sizes = ROUTINGS["skewed"]
@@ -156,10 +157,11 @@ def run_for_tpu(activation, sizes_G, x_M, weight_M, params, dy_M):
 @pytest.mark.parametrize(
   ("dtype", "row_shape", "names", "limit", "biased"),
   [
-    ("bfloat16", (8, 128), ("silu", "linear"), 0.0, False),
+    slow("bfloat16", (8, 128), ("silu", "linear"), 0.0, False),
     ("float32", (8, 128), ("quick_gelu", "linear_plus_one"), 0.5, True),
-    ("float32", (1024,), ("gelu",), 0.0, False),
-    ("bfloat16", (1024,), ("silu", "linear"), 0.0, True),
+    ("bfloat16", (1024,), ("gelu",), 0.0, False),
+    slow("float32", (1024,), ("gelu",), 0.0, False),
+    slow("bfloat16", (1024,), ("silu", "linear"), 0.0, True),
   ],
 )
 def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit, biased):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.schema import ModelConfig
@@ -75,12 +76,14 @@ def assert_equal(got, want):
 
 
 CASES = [(0, 8, {}), (0, 2, EVERYTHING), (1, 4, EVERYTHING), (2, 2, {"window": 11})]
+SLOW_CASES = [("all_gather", *CASES[1]), ("ring", *CASES[0]), ("ring", *CASES[3])]
+SLOW_CASES += [("ulysses", *CASES[n]) for n in (0, 2, 3)]
 
 
 @pytest.mark.parametrize(
   ("strategy", "mesh", "num_groups", "options"),
-  [("all_gather", *CASES[1]), ("all_gather", *CASES[3])]
-  + [(strategy, *case) for case in CASES for strategy in ("ring", "ulysses")],
+  [("all_gather", *CASES[3]), ("ring", *CASES[1]), ("ring", *CASES[2]), ("ulysses", *CASES[1])]
+  + [slow(*case) for case in SLOW_CASES],
 )
 def test_values_and_gradients_equal_those_of_one_device(
   build_sharder, strategy, mesh, num_groups, options
@@ -91,7 +94,7 @@ def test_values_and_gradients_equal_those_of_one_device(
     assert_equal(got, reference_results(num_groups, **options))
 
 
-@pytest.mark.parametrize(("strategy", "is_local"), [("ring", True), ("ulysses", False)])
+@pytest.mark.parametrize(("strategy", "is_local"), [("ring", True), slow("ulysses", False)])
 def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local):
   with jax.enable_x64(True):
     sharder = build_sharder({"context": 4})

@@ -1,0 +1,19 @@
+"""Cases of parametrized tests that only `-m slow` runs.
+
+Every value of every parameter is in a case of the default tests, or in those of the test that a
+comment names. docs/correctness.md has the command that runs the others.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+
+
+def slow(*values: object):
+  """A case of one or several parameters."""
+  return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def fast_only(values: Iterable, *fast: object) -> list:
+  """All values, of which those besides `fast` are slow."""
+  return [value if value in fast else slow(value) for value in values]
