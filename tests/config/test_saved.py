@@ -73,7 +73,7 @@ def test_saved_config_is_read_back_exactly(config, tmp_path_factory):
   assert build(Config, read_saved(path)) == config
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(text=TEXT)
 @example(text="\x85")
 @example(text="null")

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from slow_cases import slow
 
 from maxlite.config.errors import UserError
 from maxlite.distributed import jax_private
@@ -378,17 +379,19 @@ def processes(*acts):
   return ended
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-@pytest.mark.parametrize(
-  ("act", "code", "message"),
-  [
-    ("kill", -signal.SIGKILL, "process {} died"),
-    ("stop", -signal.SIGKILL, "process {} was silent for 1.5 s"),
-    ("fail", 1, "process {} failed: OSError: no space left"),
-    ("refuse", 2, "process {} failed: wrong key"),
-  ],
-)
-def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, code, message, lost):
+LOST = {
+  "kill": (-signal.SIGKILL, "process {} died"),
+  "stop": (-signal.SIGKILL, "process {} was silent for 1.5 s"),
+  "fail": (1, "process {} failed: OSError: no space left"),
+  "refuse": (2, "process {} failed: wrong key"),
+}
+
+
+@pytest.mark.parametrize("other", [False, slow(True)])
+@pytest.mark.parametrize(("act", "lost"), [("kill", 0), ("stop", 2), ("fail", 0), ("refuse", 2)])
+def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, lost, other):
+  code, message = LOST[act]
+  lost = 2 - lost if other else lost
   acts = ["work"] * 3
   acts[lost] = act
   ended = processes(*acts)

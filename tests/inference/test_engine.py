@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax.linen import meta
+from slow_cases import slow
 
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.inference.batcher import LENGTH, STOP, Batcher
@@ -32,6 +33,7 @@ KEYS = {
   "sparse_matmul": False,  # compiles fastest
 }
 PROMPTS = ([3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 9, 8, 1, 2, 3, 4, 5, 6], [1, 2], [1, 2, 3])
+ADAPTERS = {"lora_rank": 2}
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -189,8 +191,11 @@ def test_unsupported_meshes_raise():
     inference_model(config_of(), sharder_of(context=2))
 
 
-@pytest.mark.parametrize("extra", [{}, {"lora_rank": 2}], ids=["plain", "adapters"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  ("dtype", "extra"),
+  [("float32", {}), ("bfloat16", ADAPTERS), slow("float32", ADAPTERS), slow("bfloat16", {})],
+  ids=str,
+)
 def test_inference_params_compute_the_same_logits(dtype, extra):
   """After the cast to bfloat16, merging of adapters and transposition of kernels."""
   keys = {"decoder_block": "llama", "dtype": dtype, "weight_dtype": "float32"} | extra

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
+from slow_cases import slow
 
 from maxlite.config.schema import DEFAULTS, Config, LoraConfig, ModelConfig, build
 from maxlite.layers.linear import Linear
@@ -80,8 +81,9 @@ def fast_to_compile():
 
 
 @pytest.mark.usefixtures("fast_to_compile")
-def test_initial_adapters_change_nothing_and_merged_ones_are_equivalent():
-  base, model = (build_decoder(rank, "deepseek") for rank in (0, 2))
+@pytest.mark.parametrize("family", ["llama", slow("deepseek")])
+def test_initial_adapters_change_nothing_and_merged_ones_are_equivalent(family):
+  base, model = (build_decoder(rank, family) for rank in (0, 2))
   key = jax.random.key(0, impl="unsafe_rbg")  # compiles fastest
   base_params, params = (
     jax.device_get(meta.unbox(jax.jit(of.init)(key, TOKENS_BT))["params"]) for of in (base, model)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
+from slow_cases import slow
 
 from maxlite.config import load_config
 from maxlite.config.errors import UserError
@@ -119,9 +120,9 @@ def changes(factor, **keys):
 @pytest.mark.parametrize(
   "keys",
   [
-    {"decoder_block": "mixtral"},
-    pytest.param({"decoder_block": "llama", "logits_via_embedding": True}, marks=pytest.mark.slow),
-    pytest.param({"decoder_block": "llama", "opt_type": "muon"}, marks=pytest.mark.slow),
+    {"decoder_block": "llama", "logits_via_embedding": True},
+    slow({"decoder_block": "mixtral"}),
+    slow({"decoder_block": "llama", "opt_type": "muon"}),
   ],
   ids=lambda keys: " ".join(map(str, keys.values())),
 )
