@@ -5,7 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from tiny_run import empty_plots
+from tiny_run import empty_plots, shared_programs
 
 from maxlite.config import registry
 
@@ -24,7 +24,7 @@ def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", [*sys.path])
   try:
-    with empty_plots():
+    with empty_plots(), shared_programs():
       names = runpy.run_path(str(script))
   finally:
     registry.SCHEDULES.pop("one_over_sqrt", None)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from slow_cases import slow
 from tiny import LENGTH, ROWS, mesh_keys, trainer_of
 
 from maxlite.planning.comm_estimate import estimate_collectives
@@ -42,7 +43,7 @@ def payloads(found, kinds):
   ("mesh", "keys"),
   [
     ("fsdp=4 tensor=2", LLAMA),
-    ("data=2 fsdp=4", LLAMA),
+    slow("data=2 fsdp=4", LLAMA),
     ("fsdp=2 expert=4", {"sparse_matmul": True}),
   ],
 )
@@ -109,6 +110,7 @@ def planned(*arguments):
   return {axes: [float(size) for size in sizes] for axes, *sizes in rows}
 
 
+@pytest.mark.slow
 def test_slices_are_planned_without_compiler_or_devices():
   pod = ("compile_topology=v5p-8", "compile_topology_num_slices=4")
   sent = planned("model_name=mixtral-8x7b", "ici_expert_parallelism=4", *pod, "estimate")

@@ -2,6 +2,7 @@
 
 import pytest
 from host_runs import run
+from slow_cases import slow
 from tiny_run import STEPS, logged, parameter_hash, start
 
 from maxlite.checkpoint.manager import Checkpoints
@@ -34,12 +35,13 @@ def copy_to(store, folder):
   upload((file, f"{store}/{file.relative_to(folder).as_posix()}") for file in files)
 
 
-@pytest.fixture(params=["bucket", "gcs_bucket"])
+@pytest.fixture
 def store(request):
-  """The URI of a new bucket, on each store."""
+  """The URI of a new bucket of the fixture that the test names."""
   return request.getfixturevalue(request.param)
 
 
+@pytest.mark.parametrize("store", ["bucket", slow("gcs_bucket")], indirect=True)
 def test_a_run_on_a_store_is_resumed_and_equals_a_local_run(finished, folder, store):
   output, rows = start_on(store, folder, steps=4)
   assert rows == logged(finished[0])[:4]
@@ -52,15 +54,16 @@ def test_a_run_on_a_store_is_resumed_and_equals_a_local_run(finished, folder, st
   assert {"config.yml", "config.1.yml", "metrics.jsonl", "curves.png"} <= names
 
 
-def test_a_copied_run_falls_back_from_damaged_and_unfinished_checkpoints(finished, folder, bucket):
-  copy_to(bucket, finished[0])
-  run, store = f"{bucket}/run", filesystem(bucket)
+@pytest.mark.parametrize("store", [slow("bucket"), "gcs_bucket"], indirect=True)
+def test_a_copied_run_falls_back_from_damaged_and_unfinished_checkpoints(finished, folder, store):
+  copy_to(store, finished[0])
+  run, files = f"{store}/run", filesystem(store)
   arrays = [file for file in list_files(f"{run}/checkpoints/{STEPS}/state") if "/d/" in file.uri]
   for file in arrays:
-    content = store.cat_file(file.uri)
-    store.pipe_file(file.uri, content[: len(content) // 2])
-  store.pipe_file(f"{run}/checkpoints/10/state/d/part", b"of a killed save")
-  output, rows = start_on(bucket, folder)
+    content = files.cat_file(file.uri)
+    files.pipe_file(file.uri, content[: len(content) // 2])
+  files.pipe_file(f"{run}/checkpoints/10/state/d/part", b"of a killed save")
+  output, rows = start_on(store, folder)
   assert f"checkpoint {run}/checkpoints/{STEPS} is damaged: " in output
   assert "resuming from the checkpoint of step 6" in output
   assert f"is kept as {run}/checkpoints_damaged/{STEPS}" in output

@@ -124,7 +124,7 @@ def test_every_phase_has_a_plan(capsys):
     "[{name: all, train: .*, steps: 1}, "
     "{name: out, train: unembed/.*, steps: 1, per_device_batch_size: 1}]"
   )
-  assert run_plan(config_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases)) == 0
+  assert run_plan(config_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases), compiles=False) == 0
   full, partial = capsys.readouterr().out.split("phase out: ")
   assert "16 x 16 tokens per step" in full
   assert "8 x 16 tokens per step" in partial

@@ -83,6 +83,7 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_used(finished, copy
   assert_equals_uninterrupted(copy, output, finished)
 
 
+@pytest.mark.slow
 def test_resumes_on_another_mesh(finished, copy):
   for step in (6, 8):
     shutil.rmtree(copy / f"run/checkpoints/{step}")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from slow_cases import slow
 from tiny import (
   ROWS,
   VOCAB,
@@ -122,7 +123,7 @@ def test_switch_strategy_gives_the_same_numbers(alternated):
     np.testing.assert_allclose(got[path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
 
 
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulate", [1, slow(2)])
 def test_a_phase_of_all_parameters_equals_a_run_without_phases(accumulate):
   keys = MESH | SMALL | {"gradient_accumulation_steps": accumulate, "decoder_block": "llama"}
   keys |= {"gradient_clipping_threshold": 0.5}
@@ -216,6 +217,7 @@ def with_phase_data(runs_folder):
   return folder, output, keys
 
 
+@pytest.mark.slow
 def test_a_phase_reads_a_separate_stream(with_phase_data):
   """Equal to a handwritten loop, in which nothing is compiled after the first step."""
   folder, output, keys = with_phase_data
