@@ -15,8 +15,6 @@ import pytest
 from maxlite.config import load_config, save_resolved
 from maxlite.training.trainer import build_trainer
 
-pytestmark = pytest.mark.smoke
-
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/base.yml"
 TINY = [
@@ -82,6 +80,7 @@ def trained(run_keys):
   return Path(run_keys[0].partition("=")[2]) / "tiny", out
 
 
+@pytest.mark.smoke
 def test_train_prints_progress_and_writes_the_run_folder(trained):
   folder, out = trained
   for step in range(1, 4):
@@ -95,19 +94,29 @@ def test_train_prints_progress_and_writes_the_run_folder(trained):
   assert all((folder / name).stat().st_size > 10_000 for name in expected if ".png" in name)
 
 
-def test_evaluate_and_generate_use_the_config_of_the_run(trained, run_keys, tmp_path):
-  folder, _ = trained
+@pytest.fixture
+def other_config(run_keys, tmp_path):
+  """Arguments that name the run, and a file with keys of another model."""
   other = tmp_path / "other.yml"
   other.write_text("base_emb_dim: 32\nmax_target_length: 64\neval_steps: 1\n")
-  run = [BASE, other, *run_keys[:2], "jax_cache_dir="]
-  prompt = ["prompt=def f", "max_new_tokens=20", "temperature=0"]
-  evaluation = maxlite("evaluate", *run)
-  generation = maxlite("generate", *run, *prompt)
+  return [BASE, other, *run_keys[:2], "jax_cache_dir="]
+
+
+@pytest.mark.slow
+def test_evaluate_uses_the_config_of_the_run(trained, other_config):
+  folder, _ = trained
   last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
   names = ("eval_loss", "eval_bits_per_byte", "eval_tokens")
   figures = "  ".join(f"{name} {last[name]:.6g}" for name in names)
+  evaluation = maxlite("evaluate", *other_config)
   assert finish(evaluation) == (0, f"{folder} step 4  {figures}\n", "")
-  code, text, err = finish(generation)
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("trained")
+def test_generate_uses_the_config_of_the_run(other_config):
+  prompt = ["prompt=def f", "max_new_tokens=20", "temperature=0"]
+  code, text, err = finish(maxlite("generate", *other_config, *prompt))
   assert code == 0
   assert re.fullmatch(r"prefill 6 tokens, .* tok/s; decode \d+ tokens, .* tok/s; .*\n", err)
   assert text.startswith("def f")
@@ -232,6 +241,7 @@ def shardings(monkeypatch, capsys):
   return run
 
 
+@pytest.mark.smoke
 def test_shardings_prints_every_parameter_once(shardings):
   argv = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
   placements = build_trainer(load_config(argv)).parameter_shardings
@@ -258,6 +268,7 @@ def test_killed_run_resumes_to_identical_results(run_keys, tmp_path):
   assert (code, "killed 3 times" in out, "losses equal: True" in out) == (0, True, True), out + err
 
 
+@pytest.mark.smoke
 def test_shardings_stacks_the_parameters_of_members_of_one_model(shardings):
   sweep = "sweep={grid: {init_weights_seed: [0, 1, 2, 3]}}"
   rows = shardings(str(BASE), *TINY, "ici_ensemble_parallelism=2", sweep)
