@@ -109,7 +109,8 @@ class Ensemble:
       example_batch = jax.tree.map(lambda leaf: leaf[0], example_batch)
     programs = build_programs(self.members, self._loss, self._predict, example_batch)
     request = EngineRequest(
-      build=lambda devices: programs,
+      num_members=len(programs),
+      program=lambda z, _: programs[z],
       batch=abstract_tree(example_batch),
       devices=self._devices,
       own_batches=self._own_batches,

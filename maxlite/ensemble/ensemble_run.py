@@ -195,7 +195,7 @@ class EnsembleRun:
 
   def _restore(self) -> None:
     devices = self.devices if self._spread else self.devices[:1]
-    programs = self._programs.build([run.member for run in self.members], devices)
+    programs = [self._programs.build(run.member, devices) for run in self.members]
     default: Sharding = SingleDeviceSharding(self.devices[0])
     if jax.process_count() > 1:
       default = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
@@ -296,7 +296,8 @@ class EnsembleRun:
       self._trainer = None  # frees the memory of the former engine
       data = list({member.config.data: None for member in group})
       request = EngineRequest(
-        build=functools.partial(self._programs.build, [run.member for run in group]),
+        num_members=len(group),
+        program=lambda z, devices: self._programs.build(group[z].member, devices),
         batch=abstract_batch((self.batch_size, self.cfg.data.max_target_length)),
         devices=self.devices,
         spread=self._spread,

@@ -27,18 +27,10 @@ class ConfigPrograms:
     self._devices, self._batch_size, self._num_bytes_V = devices, batch_size, num_bytes_V
     self._programs: dict[tuple, MemberProgram] = {}
 
-  def build(
-    self, members: Sequence[MemberConfig], devices: Sequence[jax.Device]
-  ) -> list[MemberProgram]:
-    """Per member, its program for these devices; members that differ in seeds only share it."""
-    return [
-      dataclasses.replace(
-        self._program(member.config, devices),
-        name=member.name,
-        seed=member.config.run.init_weights_seed,
-      )
-      for member in members
-    ]
+  def build(self, member: MemberConfig, devices: Sequence[jax.Device]) -> MemberProgram:
+    """A member's program for these devices; members that differ in seeds only share functions."""
+    program, seed = self._program(member.config, devices), member.config.run.init_weights_seed
+    return dataclasses.replace(program, name=member.name, seed=seed)
 
   def _program(self, cfg: Config, devices: Sequence[jax.Device]) -> MemberProgram:
     if len(devices) < len(self._devices):

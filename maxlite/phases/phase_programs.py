@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -171,7 +171,7 @@ def compile_for_batches(step: Any, state: Any, batches: Sequence[Any]) -> Step:
   return lambda state, batch: by_shape[shape_of(batch)](state, batch)
 
 
-def compile_in_parallel(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-  """Compile all programs, in one thread per core."""
+def compile_in_parallel(lowered: Iterable[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+  """Compile all programs, in one thread per core, while an iterator lowers the next ones."""
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     return list(pool.map(lambda program: program.compile(), lowered))

@@ -51,7 +51,9 @@ def toy(name, *flops):
 
 def request_of(*programs):
   batch = jax.ShapeDtypeStruct((), jnp.float32)
-  return EngineRequest(lambda devices: list(programs), batch, jax.devices()[: len(programs)])
+  return EngineRequest(
+    len(programs), lambda z, _: programs[z], batch, jax.devices()[: len(programs)]
+  )
 
 
 @pytest.mark.parametrize("strategy", ["stacked", "switched"])

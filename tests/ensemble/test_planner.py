@@ -66,7 +66,7 @@ def test_cost_on_a_mesh_is_of_all_its_devices():
     place = {"shardings": jax.NamedSharding(mesh, jax.P()), "batch_sharding": home}
     program = MemberProgram("m", 0, init, step, step, **place)
     batch = jax.ShapeDtypeStruct((16, 3), jnp.float32)
-    request = EngineRequest(lambda devices, program=program: [program], batch, jax.devices())
+    request = EngineRequest(1, lambda z, _, program=program: program, batch, jax.devices())
     cost = VmapEngine(request, [program], [[0]]).step_cost()
     assert cost.total.flops == 2 * 16 * 3 * 2
     assert cost.on_device.flops == cost.total.flops / 8

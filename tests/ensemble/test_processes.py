@@ -77,7 +77,8 @@ def engines(stream):
   made, batch = call_factory(FACTORY), stream[0]
   programs = build_programs(made["members"], made["loss"], made["predict"], batch)
   request = EngineRequest(
-    build=lambda devices: programs,
+    num_members=len(programs),
+    program=lambda z, _: programs[z],
     batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
     devices=jax.devices()[:1],
     factory=MemberFactory(FACTORY, num_workers=2, checkpoint_period=3, example_batch=batch),

@@ -16,7 +16,8 @@ from maxlite.ensemble.member_program import MemberFactory, MemberProgram
 class EngineRequest:
   """The members, their data and their devices."""
 
-  build: Callable[[Sequence[jax.Device]], Sequence[MemberProgram]]  # for members on these devices
+  num_members: int
+  program: Callable[[int, Sequence[jax.Device]], MemberProgram]  # of a member on these devices
   batch: Any  # of one member; may be abstract
   devices: Sequence[jax.Device]
   spread: bool = False  # each member is itself sharded over all devices
@@ -31,6 +32,10 @@ class EngineRequest:
   @property
   def spans_processes(self) -> bool:
     return len({device.process_index for device in self.devices}) > 1
+
+  def build(self, devices: Sequence[jax.Device]) -> list[MemberProgram]:
+    """The programs of all members, each on all of these devices."""
+    return [self.program(z, devices) for z in range(self.num_members)]
 
   @functools.cached_property
   def costs(self) -> list[ProgramCost]:

@@ -48,7 +48,8 @@ def _build_engine(handshake: dict[str, Any]) -> SubmeshEngine:
   members = [ensemble["members"][z] for z in handshake["members"]]
   programs = build_programs(members, ensemble["loss"], ensemble["predict"], batch)
   request = EngineRequest(
-    build=lambda devices: programs,
+    num_members=len(programs),
+    program=lambda z, _: programs[z],
     batch=abstract_tree(batch),
     devices=jax.local_devices(),
     own_batches=handshake["own_batches"],

@@ -108,10 +108,10 @@ class VmapEngine(EnsembleEngine):
 
   def init(self) -> list[Any]:
     """One program per group."""
-    lowered = [
+    lowered = (
       jit_init(functools.partial(self._init_group, group), out_shardings=sharding).lower()
       for group, sharding in zip(self.groups, self.shardings, strict=True)
-    ]
+    )
     return [compiled() for compiled in compile_in_parallel(lowered)]
 
   def _init_group(self, group: list[int]) -> Any:
@@ -224,11 +224,10 @@ def build_stacked(request: EngineRequest) -> VmapEngine:
   Raises:
     JaxprMismatchError: the members differ in more than literals.
   """
-  num_members = len(request.costs)
   programs = request.build(request.devices if request.spread else request.devices[:1])
   require_no_phases(programs)
-  mesh = None if request.spread else _member_mesh(request, num_members)
-  return VmapEngine(request, programs, [list(range(num_members))], mesh=mesh)
+  mesh = None if request.spread else _member_mesh(request)
+  return VmapEngine(request, programs, [list(range(request.num_members))], mesh=mesh)
 
 
 def build_fused(request: EngineRequest) -> VmapEngine:
@@ -251,13 +250,13 @@ def build_fused(request: EngineRequest) -> VmapEngine:
   return VmapEngine(request, programs, groups + with_phases)
 
 
-def _member_mesh(request: EngineRequest, num_members: int) -> Mesh | None:
+def _member_mesh(request: EngineRequest) -> Mesh | None:
   """A mesh for members on one device each, in equal numbers; None for a single device.
 
   Devices of other processes that are left over repeat a member, because all processes take part.
   """
   devices = request.devices
-  num_parts = max(n for n in range(1, len(devices) + 1) if num_members % n == 0)
+  num_parts = max(n for n in range(1, len(devices) + 1) if request.num_members % n == 0)
   copies = len(devices) // num_parts if request.spans_processes else 1
   if num_parts * copies == 1:
     return None

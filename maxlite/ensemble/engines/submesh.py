@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from maxlite.ensemble.engines.engine_base import (
@@ -26,11 +25,12 @@ class SubmeshEngine(EnsembleEngine):
 
   def __init__(self, request: EngineRequest):
     require_one_process(request)
-    parts = split_devices(request.devices, len(request.build(request.devices[:1])))
-    by_part = [request.build(part) for part in parts]
-    flops = [cost.flops for cost in request.costs] if len(parts) > 1 else [0.0] * len(by_part[0])
-    self.part_of = assign_lpt(flops, len(parts))
-    super().__init__(request, [by_part[part][z] for z, part in enumerate(self.part_of)])
+    parts = split_devices(request.devices, request.num_members)
+    self.part_of = [0] * request.num_members
+    if len(parts) > 1:
+      self.part_of = assign_lpt([cost.flops for cost in request.costs], len(parts))
+    programs = [request.program(z, parts[part]) for z, part in enumerate(self.part_of)]
+    super().__init__(request, programs)
     devices = [SingleDeviceSharding(parts[part][0]) for part in self.part_of]
     placed = list(zip(self.programs, devices, strict=True))
     self._batch_shardings = [program.batch_sharding or device for program, device in placed]
@@ -61,7 +61,7 @@ class SubmeshEngine(EnsembleEngine):
     """Every member's compiled function; members with the same function and devices share it."""
     keys = list(zip(map(id, functions), self._batch_shardings, strict=True))
     firsts = {key: z for z, key in reversed(list(enumerate(keys)))}
-    by_key = dict(zip(firsts, compile_in_parallel(list(map(lower, firsts.values()))), strict=True))
+    by_key = dict(zip(firsts, compile_in_parallel(map(lower, firsts.values())), strict=True))
     return [by_key[key] for key in keys]
 
   def step_cost(self) -> StepCost:
@@ -98,7 +98,8 @@ class SubmeshEngine(EnsembleEngine):
     return list(map(jax.device_put, states, self._state_shardings))
 
   def unpack(self, state: list[Any]) -> list[Any]:
-    return jax.tree.map(jnp.copy, list(state))  # a copy, since the next step donates the state
+    # A copy, since the next step donates the state; `jnp.copy` would compile one per shape.
+    return jax.device_put(list(state), self._state_shardings, may_alias=False)
 
 
 def split_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:
