@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow
 
 from maxlite.config.mixture import MixtureSource, mixture_of
 from maxlite.config.raw_values import FrozenMapping
@@ -158,7 +159,7 @@ def assert_same(batches, others):
     jax.tree.map(np.testing.assert_array_equal, batch, other)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, slow(2)])
 def test_hosts_and_workers_do_not_change_the_batches(tmp_path, workers):
   cfg = config(tmp_path, *AB, {"name": "c", "weight": 4, "from_step": 3})
   whole = taken(open_part(tmp_path, cfg).train_stream(), 10)

@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
 from tiny_run import empty_plots, shared_programs
 
 from maxlite.config import registry
@@ -12,6 +13,7 @@ from maxlite.config import registry
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
   (tmp_path / "data").mkdir()
   for name in "abcd":

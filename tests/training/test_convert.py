@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from slow_cases import slow
 
 import maxlite
 from maxlite import convert
@@ -139,7 +140,7 @@ def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
   assert not any(leaf.any() for leaf in moments)
 
 
-@pytest.mark.parametrize("dense", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dense", ["llama", slow("qwen3")])
 def test_an_upcycled_model_computes_the_same_function(root, monkeypatch, dense):
   overrides, mixture = (f"run_name={dense}", f"base_output_directory={root}"), f"mixture_of_{dense}"
   if not (root / dense).exists():

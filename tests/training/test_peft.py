@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from slow_cases import fast_only
 
 import maxlite
 from maxlite import convert
@@ -25,8 +26,6 @@ from maxlite.hf.load_model import abstract_params
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 RANK, ALPHA = 2, 3.0
-
-FAST = ("llama",)
 
 
 def converted(*args):
@@ -83,11 +82,7 @@ def exported(request, tmp_path_factory):
   return family, root
 
 
-def some_slow(families):
-  return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in families]
-
-
-@pytest.mark.parametrize("exported", some_slow(FAMILIES), indirect=True)
+@pytest.mark.parametrize("exported", fast_only(FAMILIES, "llama"), indirect=True)
 def test_base_and_adapters_equal_the_merged_model(exported):
   family, root = exported
   config = json.loads((root / "adapter" / "adapter_config.json").read_text())
@@ -118,11 +113,7 @@ def test_base_and_adapters_equal_the_merged_model(exported):
   reason="needs torch, transformers and peft: pip install -e .[hf]",
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses deprecated names of transformers
-@pytest.mark.parametrize(
-  "exported",
-  [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in FAMILIES],
-  indirect=True,
-)
+@pytest.mark.parametrize("exported", fast_only(FAMILIES, "llama"), indirect=True)
 def test_peft_computes_what_the_run_does(exported):
   import torch
   from peft import PeftModel
