@@ -278,6 +278,23 @@ def _ensemble(v: Values) -> Rules:
   yield is_late, "asha_min_steps steps", text
 
 
+def _local_updates(v: Values) -> Rules:
+  period, is_set = v.outer_period, lambda key: vars(v)[key] != DEFAULTS[key]
+  for key in ("outer_learning_rate", "outer_momentum"):
+    text = f"there are no outer steps; write outer_period=100, or {key}={DEFAULTS[key]}"
+    yield not period and is_set(key), key, text
+  multiple = period and max(round(v.steps / period), 1) * period
+  text = f"the last steps would not reach the model; write steps={multiple}"
+  yield period and v.steps % period, "steps outer_period", text
+  text = "old outer steps would never fade; write outer_momentum=0.9"
+  yield period and v.outer_momentum == 1, "outer_momentum", text
+  # Averages and teachers are of one model, and XLA cannot partition `capacity` in a shard_map.
+  alone = ("members", "sweep", "phases", "ema_decay", "teacher_path", "capacity_factor")
+  for key in (*alone, "optimizer_memory_host_offload"):
+    text = f"is not supported with replicas; write {key}={show(DEFAULTS[key])} or outer_period=0"
+    yield period and is_set(key), f"{key} outer_period", text
+
+
 def _optimizer(v: Values) -> Rules:
   text = "has no length; write 1 or more, or learning_rate_schedule_steps=-1 for all steps"
   yield v.learning_rate_schedule_steps == 0, "learning_rate_schedule_steps", text
@@ -438,8 +455,8 @@ def _data_files(v: Values) -> Rules:
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
-  *(_chat, _batches, _schedules, _ensemble, population, _optimizer, _parametrization),
-  *(_phases, teacher_rules),
+  *(_chat, _batches, _schedules, _ensemble, population, _local_updates, _optimizer),
+  *(_parametrization, _phases, teacher_rules),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 

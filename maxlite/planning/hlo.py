@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -88,6 +88,7 @@ class Module:
   computations: dict[str, Computation]
   sources: dict[int, str] = dataclasses.field(default_factory=dict)  # stack frame -> line of code
   true_share: float | None = None  # how often one of two branches, the true one, runs, if known
+  scope_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)  # in a named scope
 
   @cached_property
   def runs(self) -> dict[str, Executions]:
@@ -136,11 +137,13 @@ class Module:
       names = [computation.name for computation in self.called(instruction)]
       if instruction.opcode == "conditional" and len(names) > 2:
         return [(name, 1 / len(names)) for name in names]
-      if instruction.opcode != "conditional" or self.true_share is None:
+      shares = (x for scope, x in self.scope_shares.items() if scope in instruction.attributes)
+      share = next(shares, self.true_share)
+      if instruction.opcode != "conditional" or share is None:
         return [(name, 1.0) for name in names]
       is_indexed = "branch_computations" in instruction.attributes  # in the order false, true
       true, false = reversed(names) if is_indexed else names
-      return [(true, self.true_share), (false, 1.0 - self.true_share)]
+      return [(true, share), (false, 1.0 - share)]
     return []
 
   def _trip_count(self, loop: Instruction) -> float | None:
@@ -166,8 +169,10 @@ class Module:
     return float(math.ceil((stop - (_constant(start) or 0)) / step))
 
 
-def parse(text: str, true_share: float | None = None) -> Module:
-  """Parse the output of `jax.stages.Compiled.as_text`; `true_share` as in `Module`."""
+def parse(
+  text: str, true_share: float | None = None, scope_shares: Mapping[str, float] | None = None
+) -> Module:
+  """Parse the output of `jax.stages.Compiled.as_text`; shares of conditionals as in `Module`."""
   computations: dict[str, Computation] = {}
   current: dict[str, Instruction] = {}
   entry = ""
@@ -178,7 +183,7 @@ def parse(text: str, true_share: float | None = None) -> Module:
       entry = header[2] if header[1] else entry
     elif named := _NAMED.match(line):
       current[named[2]] = _instruction(named, line[named.end() :], current)
-  return Module(entry, computations, _sources(text), true_share)
+  return Module(entry, computations, _sources(text), true_share, scope_shares or {})
 
 
 def _sources(text: str) -> dict[int, str]:

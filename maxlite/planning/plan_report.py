@@ -9,6 +9,7 @@ from maxlite.planning.hlo_cost import MatmulFlops
 from maxlite.planning.hlo_traffic import Traffic, largest_traffic
 from maxlite.planning.memory_estimate import MemoryEstimate
 from maxlite.planning.roofline import Bound
+from maxlite.training.local_updates import AXIS
 
 GB = 1e9
 _LARGEST_LINES = 16
@@ -95,10 +96,21 @@ def collective_lines(found: Sequence[Collective], is_compiled: bool) -> list[str
   titles = f"{'collective':<20}{'mesh axes':<24}{'per step':>9}"
   lines = [f"{titles}{'   async' if is_compiled else ''}{'GB':>10}{'GB sent':>10}"]
   for c in found:
-    name = f"{c.kind:<20}{_axes_of(c):<24}{c.times:>9.0f}"
+    name = f"{c.kind:<20}{_axes_of(c):<24}{c.times:>9,.6g}"
     name += f"{c.async_times:>8.0f}" if is_compiled else ""
     lines.append(f"{name}{c.payload_bytes / GB:>10.3f}{c.sent_bytes / GB:>10.3f}")
   return lines
+
+
+def outer_lines(found: Sequence[Collective], period: int) -> list[str]:
+  """The bytes that replicas exchange, against exchanging gradients at every step."""
+  among = [c for c in found if AXIS in c.mesh_axes]
+  sent, over = sum(c.sent_bytes for c in among) / GB, {_axes_of(c) for c in among}
+  whole, axes = f"{sent * period:.6f} GB", ", ".join(sorted(over)) or AXIS
+  return [
+    f"outer steps send {whole} per device over {axes} every {period} steps,",
+    f"  {sent:.6f} GB per step; gradients at every step would send {whole}",
+  ]
 
 
 def traffic_lines(traffic: Sequence[Traffic]) -> list[str]:

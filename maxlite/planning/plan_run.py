@@ -24,6 +24,7 @@ from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import exposed_seconds, step_bounds
 from maxlite.sharding.compiler_options import describe_options
+from maxlite.training.local_updates import OUTER_SCOPE
 from maxlite.training.trainer import Trainer, build_trainer
 
 _CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
@@ -87,7 +88,9 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
     folder = Path(save_hlo).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"train_step{f'_{phase}' * (phase > 0)}.hlo.txt").write_text(text)
-  module = parse(text, true_share=_local_share(trainer.cfg.model))
+  period = trainer.cfg.local_updates.outer_period
+  outer_steps = {OUTER_SCOPE: 1 / period} if period else {}
+  module = parse(text, _local_share(trainer.cfg.model), outer_steps)
   return CompiledStep(module, program.memory_analysis(), seconds)
 
 
@@ -161,6 +164,8 @@ def _costs(target: PlanTarget, compiled: CompiledStep | None, phase: int) -> lis
     paragraphs.append(plan_report.traffic_lines(traffic))
   paragraphs.append(plan_report.comm_lines(estimated, found if compiled else None))
   paragraphs.append(plan_report.collective_lines(found, is_compiled=bool(compiled)))
+  if period := target.trainer.cfg.local_updates.outer_period:
+    paragraphs.append(plan_report.outer_lines(found, period))
   if kind in CHIPS:
     bounds = step_bounds(CHIPS[kind], flops, moved, found)
     useful_share = model_flops / flops if compiled else None

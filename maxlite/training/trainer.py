@@ -37,8 +37,10 @@ from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
 from maxlite.sharding.host_memory import offload_optimizer, place_on_host
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
+from maxlite.training import local_updates
 from maxlite.training.batch_shape import batch_shape
 from maxlite.training.eval_step import build_eval_step
+from maxlite.training.local_updates import OuterOptimizer
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective, build_objectives
 from maxlite.training.routed_bias import build_routed_bias_update
@@ -59,6 +61,7 @@ class Trainer:
   parameter_shardings: list[ParameterSharding]
   abstract_state: TrainState  # ShapeDtypeStructs with their shardings
   batch_shape: tuple[int, int]  # rows over all devices, positions
+  outer: OuterOptimizer | None  # of a run with replicas
 
   @property
   def is_moe(self) -> bool:
@@ -117,8 +120,10 @@ class Trainer:
       taken = state.step - state.skipped if state.clock is None else state.clock.taken_P[index]
       return objective.learning_rate(state.opt_state, taken.astype(jnp.float32))
 
-    entry = LOSSES[objective.loss]
-    loss = DecoderLoss(self.model, entry, cfg, moe, entry.open_teacher and self.teacher)
+    model, entry = self.model, LOSSES[objective.loss]
+    if self.outer is not None:
+      model = model.clone(sharder=self.sharder.inside_shard_map(local_updates.AXIS))
+    loss = DecoderLoss(model, entry, cfg, moe, entry.open_teacher and self.teacher)
     step = build_train_step(
       build_gradients(loss, cfg.gradient_accumulation_steps),
       objective.tx,
@@ -130,6 +135,8 @@ class Trainer:
     )
     if self.cfg.mesh.optimizer_memory_host_offload:
       step = offload_optimizer(step)
+    if self.outer is not None:
+      step = self.outer.build_step(step)
     if self.phase_plan is not None:
       step = build_phase_step(step, index, self.phase_plan.schedule)
     return self.teacher.with_teacher(step) if self.teacher else step
@@ -225,7 +232,8 @@ class Trainer:
     boxed = _init_params(self.model, seed, self.batch_shape)
     new = scale_initial(meta.unbox(boxed), logical_names(boxed), self.cfg.model)
     params = new if params is None else add_missing_modules(params, new)
-    return _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
+    state = _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
+    return state if self.outer is None else self.outer.start(state)
 
   def init_state(self, params: Any = None) -> TrainState:
     """Initialize the state, every leaf on its own devices; it donates `params`, see `init`."""
@@ -240,7 +248,10 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     UserError: mesh, batch and model do not fit together.
   """
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
+  outer = OuterOptimizer(cfg.local_updates, mesh) if cfg.local_updates.outer_period else None
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
+  if outer is not None:
+    sharder = sharder.with_first(local_updates.AXIS, local_updates.ROWS)
   shape = batch_shape(cfg.data, cfg.training, sharder)
   # Shapes come from one device: on the mesh, JAX would fail first, with its own error messages.
   one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))
@@ -255,6 +266,9 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   first_state = lambda params: _first_state(params, jnp.uint32(0), cfg, objectives, plan)
   state = jax.eval_shape(first_state, params)
   axes = state_names(state, params, names)
+  if outer is not None:
+    axes = outer.names(axes, state, names)
+    state = jax.eval_shape(outer.start, state)
   place = lambda leaf, axes: leaf.update(sharding=sharder.sharding(axes))
   abstract_state = jax.tree.map(place, state, axes)
   if cfg.mesh.optimizer_memory_host_offload:
@@ -269,6 +283,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     parameter_shardings=shardings,
     abstract_state=abstract_state,
     batch_shape=shape,
+    outer=outer,
   )
   _check_topology(trainer)
   return trainer

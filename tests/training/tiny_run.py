@@ -93,7 +93,7 @@ def trainer_with_shared_programs(cfg: Config) -> Trainer:
     return build_trainer(cfg)
   optimizer = with_schedule_steps(cfg.optimizer, cfg.run.steps)
   sizes = [getattr(cfg.data, name) for name in BATCH_KEYS]
-  key = repr((cfg.mesh, cfg.model, cfg.training, optimizer, sizes))
+  key = repr((cfg.mesh, cfg.model, cfg.training, cfg.local_updates, optimizer, sizes))
   if key not in _trainers:
     _trainers[key] = build_trainer(cfg)
   shared = _trainers[key]

@@ -36,7 +36,12 @@ from maxlite.config.schema.run_config import (
   RunConfig,
 )
 from maxlite.config.schema.training_config import PHASE_STRATEGIES as PHASE_STRATEGIES
-from maxlite.config.schema.training_config import OptimizerConfig, PhasesConfig, TrainingConfig
+from maxlite.config.schema.training_config import (
+  LocalUpdatesConfig,
+  OptimizerConfig,
+  PhasesConfig,
+  TrainingConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Config:
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
   training: TrainingConfig = TrainingConfig()
+  local_updates: LocalUpdatesConfig = LocalUpdatesConfig()
   phasing: PhasesConfig = PhasesConfig()
   ensemble: EnsembleConfig = EnsembleConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
