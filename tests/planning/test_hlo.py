@@ -109,10 +109,13 @@ def test_branches_count_by_their_share(branch):
     program = lambda x: jax.lax.cond(x[0, 0] > 0, multiply(3), multiply(7), x)
   else:
     program = lambda x: jax.lax.switch(x[0, 0].astype(int), [multiply(7), multiply(3)], x)
-  text = compiled(program, (16, 16)).as_text()
+  text = compiled(jax.named_scope("branch_scope")(program), (16, 16)).as_text()
   product = 2 * 16**3
   assert matmul_flops(parse(text)).total == (3 + 7) * product
   assert matmul_flops(parse(text, true_share=0.75)).total == (0.75 * 3 + 0.25 * 7) * product
+  share = {"branch_scope": 0.25}
+  assert matmul_flops(parse(text, 0.75, share)).total == (0.25 * 3 + 0.75 * 7) * product
+  assert matmul_flops(parse(text, 0.75, {"other": 0.25})) == matmul_flops(parse(text, 0.75))
 
 
 def test_a_loop_of_unknown_length_counts_once_and_is_reported():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import jax
@@ -9,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from host_runs import run
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
 from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
 
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.data.batch import Batch
+from maxlite.planning.comm_estimate import estimate_collectives
+from maxlite.planning.plan_target import PlanTarget
 from maxlite.sharding import build_mesh
 from maxlite.training.local_updates import OuterOptimizer
 from maxlite.training.open_run import open_trained
@@ -202,3 +206,21 @@ def test_one_model_comes_out_which_loads_on_any_mesh(local_run):
   trainer, params, step = open_trained(cfg)
   assert (step, trainer.mesh.shape["ensemble"]) == (2 * PERIOD, 1)
   assert tree_hash(params)[:16] == parameter_hash(local_run[1])
+
+
+def test_the_plan_divides_what_replicas_exchange_by_the_period(trainer):
+  target = PlanTarget(trainer, "cpu", slices={"ensemble": 2})
+  found = [c for c in estimate_collectives(target) if "ensemble" in c.mesh_axes]
+  assert all(c.between_slices for c in found)
+  shards = sum(math.prod(p.shape) / p.num_shards for p in trainer.parameter_shardings)
+  exchanged = sum(c.sent_bytes for c in found) * PERIOD
+  np.testing.assert_allclose(exchanged, 4 * shards, rtol=0.02)  # without the smallest arrays
+
+
+@pytest.mark.slow
+def test_replicas_on_two_hosts_equal_those_on_one(folder):
+  keys = RUN | OUTER | mesh_keys("ensemble=2") | {"global_batch_size": 8}
+  two = run(folder / "two", "--processes", 2, "--devices", 1, **keys)
+  one = run(folder / "one", "--processes", 1, "--devices", 2, **keys)
+  assert parameter_hash(two.splitlines()[-1]) == parameter_hash(one.splitlines()[-1])
+  assert last_leaves(folder / "two") == last_leaves(folder / "one")
