@@ -90,11 +90,6 @@ class Sharder:
     rest = {name: [axis for axis in axes if axis != mesh_axis] for name, axes in rows.items()}
     return Sharder(mesh, rest)
 
-  def with_first(self, mesh_axis: str, names: Sequence[str]) -> "Sharder":
-    """The sharder that shards the logical axes `names` over `mesh_axis` before their others."""
-    rules = {name: (mesh_axis, *self.mesh_axes(name)) for name in names}
-    return Sharder(self.mesh, dict(self.overrides) | rules)
-
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
     """The mesh axes of a logical axis; none for None."""
     if name is None:

@@ -2,7 +2,7 @@
 
 Each replica takes the run's training step on its share of the rows. After every period, the mean of
 (start - replica) over the replicas is the gradient of an outer step with Nesterov momentum, and all
-replicas continue from its result with the states of their own optimizers. Only this step
+replicas continue from its result, each with its optimizer state. Only this step
 communicates over the mesh axis `ensemble`, apart from the metrics' few numbers.
 
 Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (2023),
@@ -20,13 +20,14 @@ from flax import struct
 from jax.sharding import Mesh
 
 from maxlite.config.schema import LocalUpdatesConfig
+from maxlite.models import Decoder
 from maxlite.optim.partition import state_names
+from maxlite.sharding import Sharder
 from maxlite.training.state import TrainState
 from maxlite.training.step import Step, global_norm
 
 AXIS = "ensemble"
 OUTER_SCOPE = "outer_step"  # named scope of outer steps in compiled programs
-ROWS = ("activation_batch", "activation_batch_no_exp")  # logical axes that it shards first
 _COUNTERS = ("skipped", "skipped_in_a_row")  # metrics of the worst replica
 _SUMS = ("num_tokens", "expert_load", "expert_dropped")  # metrics that add up over replicas
 
@@ -45,6 +46,10 @@ class OuterOptimizer:
 
   cfg: LocalUpdatesConfig
   mesh: Mesh
+
+  def model_of_one(self, model: Decoder) -> Decoder:
+    """The model for use inside a shard_map over the replicas."""
+    return model.clone(sharder=model.sharder.inside_shard_map(AXIS))
 
   @functools.cached_property
   def tx(self) -> optax.GradientTransformation:
@@ -127,6 +132,13 @@ class OuterOptimizer:
     replicas = replicas.replace(params=restarted, skipped=skipped_R)
     outer = keep(outer, state.opt_state.outer)
     return state.replace(params=params, opt_state=LocalUpdates(outer, replicas))
+
+
+def shard_rows(sharder: Sharder) -> Sharder:
+  """The sharder that divides the rows of a batch over the replicas first."""
+  names = ("activation_batch", "activation_batch_no_exp")
+  rows = {name: (AXIS, *sharder.mesh_axes(name)) for name in names}
+  return Sharder(sharder.mesh, dict(sharder.overrides) | rows)
 
 
 def _combine_metrics(metrics_R: dict[str, jax.Array]) -> dict[str, jax.Array]:

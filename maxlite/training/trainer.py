@@ -120,9 +120,8 @@ class Trainer:
       taken = state.step - state.skipped if state.clock is None else state.clock.taken_P[index]
       return objective.learning_rate(state.opt_state, taken.astype(jnp.float32))
 
-    model, entry = self.model, LOSSES[objective.loss]
-    if self.outer is not None:
-      model = model.clone(sharder=self.sharder.inside_shard_map(local_updates.AXIS))
+    model = self.outer.model_of_one(self.model) if self.outer else self.model
+    entry = LOSSES[objective.loss]
     loss = DecoderLoss(model, entry, cfg, moe, entry.open_teacher and self.teacher)
     step = build_train_step(
       build_gradients(loss, cfg.gradient_accumulation_steps),
@@ -135,8 +134,7 @@ class Trainer:
     )
     if self.cfg.mesh.optimizer_memory_host_offload:
       step = offload_optimizer(step)
-    if self.outer is not None:
-      step = self.outer.build_step(step)
+    step = self.outer.build_step(step) if self.outer else step
     if self.phase_plan is not None:
       step = build_phase_step(step, index, self.phase_plan.schedule)
     return self.teacher.with_teacher(step) if self.teacher else step
@@ -249,9 +247,8 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   """
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
   outer = OuterOptimizer(cfg.local_updates, mesh) if cfg.local_updates.outer_period else None
-  sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
-  if outer is not None:
-    sharder = sharder.with_first(local_updates.AXIS, local_updates.ROWS)
+  rules = dict(cfg.mesh.logical_axis_rules)
+  sharder = local_updates.shard_rows(Sharder(mesh, rules)) if outer else Sharder(mesh, rules)
   shape = batch_shape(cfg.data, cfg.training, sharder)
   # Shapes come from one device: on the mesh, JAX would fail first, with its own error messages.
   one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))

@@ -203,12 +203,6 @@ MISTAKES = {
     "members=",
     "write false",
   ),
-  ("outer_period=7", "steps=20"): ("steps=20", "write steps=21"),
-  ("outer_momentum=0.5",): ("outer_momentum=0.5", "no outer steps", "outer_momentum=0.9"),
-  ("outer_period=5", "members=[{}]"): ("outer_period=5", "replicas", "members=[]"),
-  ("outer_period=5", "ema_decay=0.9"): ("ema_decay=0.9", "write ema_decay=0.0"),
-  ("outer_period=5", "outer_momentum=1"): ("outer_momentum=1.0", "outer_momentum=0.9"),
-  ("outer_period=5", "capacity_factor=2", "sparse_matmul=false"): ("capacity_factor=-1",),
   ("members=[{}]", "asha_reduction_factor=1"): (
     "asha_reduction_factor=1",
     "asha_reduction_factor=2",

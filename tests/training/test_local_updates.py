@@ -15,6 +15,7 @@ from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
 from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
 
 from maxlite.checkpoint.checksum import tree_hash
+from maxlite.config import UserError, load_config
 from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.data.batch import Batch
 from maxlite.planning.comm_estimate import estimate_collectives
@@ -113,6 +114,22 @@ def assert_close(params, expected, first):
     moved = np.max(np.abs(there - before))
     assert moved > 0
     np.testing.assert_allclose(own, there, rtol=0, atol=2e-5 * moved + 3e-7 * np.max(np.abs(there)))
+
+
+@pytest.mark.parametrize(
+  ("keys", "fix"),
+  [
+    ("outer_period=7 steps=20", "write steps=21"),
+    ("outer_momentum=0.5", "write outer_period=100, or outer_momentum=0.9"),
+    ("outer_period=5 outer_momentum=1", "write outer_momentum=0.9"),
+    ("outer_period=5 members=[{}]", "write members=[] or outer_period=0"),
+    ("outer_period=5 ema_decay=0.9", "write ema_decay=0.0 or outer_period=0"),
+    ("outer_period=5 capacity_factor=2 sparse_matmul=false", "write capacity_factor=-1"),
+  ],
+)
+def test_keys_that_do_not_fit_replicas_are_one_line(keys, fix):
+  with pytest.raises(UserError, match=re.escape(fix)):
+    load_config(["dataset_type=synthetic", *keys.split()])
 
 
 @pytest.fixture(scope="module")
