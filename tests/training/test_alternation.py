@@ -13,6 +13,7 @@ import pytest
 from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
@@ -424,7 +425,7 @@ def test_the_documentation_contains_the_script():
 
 
 @pytest.mark.parametrize(
-  ("script", "says"), [("alternating.py", "2 programs"), ("gan.py", "radius")]
+  ("script", "says"), [("alternating.py", "2 programs"), slow("gan.py", "radius")]
 )
 def test_the_scripts_of_the_documentation_run(script, says, monkeypatch, capsys):
   monkeypatch.setattr("sys.argv", [script, "--steps", "4"])

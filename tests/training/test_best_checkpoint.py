@@ -76,6 +76,7 @@ def test_a_run_that_stopped_early_is_not_resumed(stopped):
   assert "nothing to do. Give it a larger early_stopping_patience" in output
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_stops_early_at_the_same_step(stopped, folder):
   for at in (1, 2):  # stops after the next step, with a checkpoint
     assert start(folder, Output(at), **STALLED)[0] != 0

@@ -46,6 +46,7 @@ def flops_of_llama(**keys):
   return matmul_flops(compile_step(trainer_of_llama(**keys)).module).total
 
 
+@pytest.mark.slow
 def test_scanned_and_unscanned_layers_have_equal_flops():
   unscanned = flops_of_llama(scan_layers="false")  # XLA removes some unused products
   assert flops_of_llama() == pytest.approx(unscanned, rel=0.02)
