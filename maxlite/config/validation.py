@@ -163,6 +163,8 @@ def _dispatch(v: Values) -> Rules:
   text = "needs sparse matmuls; write sparse_matmul=true or use_ring_of_experts=false"
   is_dense = not v.sparse_matmul
   yield v.use_ring_of_experts and is_dense, "use_ring_of_experts sparse_matmul", text
+  text = "experts would not be quantized; write sparse_matmul=true or quantization=''"
+  yield v.quantization and is_dense and v.family.is_moe, "quantization sparse_matmul", text
   text = "megablox=false forbids it; write megablox=true or grouped_matmul=auto"
   is_forbidden = v.grouped_matmul == "megablox" and not v.megablox
   yield is_forbidden, "grouped_matmul megablox", text

@@ -35,8 +35,8 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
   no_drops = {"capacity_factor": -1.0, "ragged_buffer_factor": -1.0}
   moe = dataclasses.replace(cfg.moe, **no_drops, router_jitter=0.0)
   lora = dataclasses.replace(cfg.lora, lora_rank=0)
-  cfg = dataclasses.replace(cfg, scan_layers=False, remat_policy="none", moe=moe, lora=lora)
-  return Decoder(cfg, sharder)
+  changes = {"scan_layers": False, "remat_policy": "none", "quantization": ""}
+  return Decoder(dataclasses.replace(cfg, moe=moe, lora=lora, **changes), sharder)
 
 
 def inference_params(cfg: ModelConfig, params: Any) -> Any:

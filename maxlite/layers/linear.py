@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, dot
+from maxlite.kernels.quantized import quantized_matmul
 from maxlite.kernels.xla_cpu import materialized_transpose, matmul_few_rows
 from maxlite.layers.gathered_kernel import multiply_gathered, plan_gather
 from maxlite.sharding import Sharder
@@ -41,12 +42,12 @@ matmul.defvjp(lambda x, w, out_dtype: (matmul(x, w, out_dtype), (x, w)), _matmul
 
 
 def multiply(
-  x: jax.Array, kernel: jax.Array, num_in: int, out_dtype: jnp.dtype | None = None
+  x: jax.Array, kernel: jax.Array, num_in: int, out_dtype: jnp.dtype | None = None, kind: str = ""
 ) -> jax.Array:
-  """`matmul` of the last `num_in` axes of x with the first of the kernel."""
+  """`matmul` of the last `num_in` axes of x with the first of the kernel, quantized to `kind`."""
   lead, shape_in = x.shape[: x.ndim - num_in], x.shape[x.ndim - num_in :]
-  w_DF = kernel.reshape(math.prod(shape_in), -1)
-  y = matmul(x.reshape(math.prod(lead), -1), w_DF, out_dtype)
+  operands = x.reshape(math.prod(lead), -1), kernel.reshape(math.prod(shape_in), -1), out_dtype
+  y = quantized_matmul(matmul, *operands, kind) if kind else matmul(*operands)
   return y.reshape(*lead, *kernel.shape[num_in:])
 
 
@@ -84,14 +85,15 @@ class Linear(nn.Module):
       return self._biased(y.reshape(*lead, *self.features))
     init = nn.with_logical_partitioning(init, self.kernel_names)
     kernel = self.param("kernel", init, shape, dtype)
+    kind = "" if "lora_rank" in self.kernel_names else self.cfg.quantization
+    product = functools.partial(multiply, kind=kind)
     if plan := plan_gather(self.sharder, self.kernel_names, self.num_in, shape, lead):
-      y = multiply_gathered(plan, multiply, x, kernel)
+      y = multiply_gathered(plan, product, x, kernel)
     elif self.sharder.num_shards("activation_length") > 1:
       # If both B and T are sharded, merging them would move data.
-      w_DF = kernel.reshape(math.prod(shape_in), -1)
-      y = jax.vmap(matmul, (0, None))(x.reshape(*lead, -1), w_DF)
+      y = jax.vmap(functools.partial(product, num_in=self.num_in), (0, None))(x, kernel)
     else:
-      y = multiply(x, kernel, self.num_in)
+      y = product(x, kernel, self.num_in)
     y = self._biased(y.reshape(*lead, *self.features))
     return y + self._adapter(x) if self.has_adapter and self.cfg.lora.lora_rank else y
 

@@ -62,13 +62,11 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   parameters = bytes_per_device(state.params)
   trained, _ = objective.partition.split(state.params)
   saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
-  saved_bytes = sum(activation.num_bytes for activation in saved)
   host_optimizer = bytes_per_device([x for x in jax.tree.leaves(state) if is_on_host(x)])
-  host_activations = 0.0
-  if model.remat_policy == "offload":
-    inputs_only = dataclasses.replace(model, remat_policy="full")
-    on_device = _activations(trainer, objective, inputs_only)
-    host_activations = saved_bytes - sum(activation.num_bytes for activation in on_device)
+  saved_bytes, host_activations = sum(activation.num_bytes for activation in saved), 0.0
+  if model.remat_policy == "offload":  # on the device are only the inputs of the layers
+    full = _activations(trainer, objective, dataclasses.replace(model, remat_policy="full"))
+    host_activations = saved_bytes - sum(activation.num_bytes for activation in full)
   num_layers = model.base_num_decoder_layers
   num_stacked = lambda activation: activation.length if model.scan_layers else 1
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")

@@ -5,13 +5,22 @@ from typing import Any
 
 import jax
 
+from maxlite.sharding.logical_axis_rules import Sharder
+
 HOST_MEMORY = "pinned_host"
 
 
-def place_on_host(tree: Any) -> Any:
-  """ShapeDtypeStructs with shardings, moved to the host's memory."""
-  place = lambda leaf: leaf.update(sharding=leaf.sharding.with_memory_kind(HOST_MEMORY))
-  return jax.tree.map(place, tree)
+def place_state(state: Any, axes: Any, sharder: Sharder, offload: bool) -> Any:
+  """`state` (ShapeDtypeStructs) with shardings; `axes` has the logical names of each leaf.
+
+  With `offload`, the optimizer state is in the host's memory.
+  """
+  place = lambda leaf, axes: leaf.update(sharding=sharder.sharding(axes))
+  state = jax.tree.map(place, state, axes)
+  if not offload:
+    return state
+  on_host = lambda leaf: leaf.update(sharding=leaf.sharding.with_memory_kind(HOST_MEMORY))
+  return state.replace(opt_state=jax.tree.map(on_host, state.opt_state))
 
 
 def is_on_host(leaf: Any) -> bool:

@@ -52,6 +52,9 @@ def log_header(
     f"{active_parameter_count(sizes, cfg.model):,} active per token; "
     f"attention by {resolve_attention(cfg.model.attention, platform)}"
     + (f", experts by {experts}" if trainer.is_moe else "")
+    + (
+      f", products in {kind} (of experts by ragged_dot)" if (kind := cfg.model.quantization) else ""
+    )
   )
   if plan := trainer.phase_plan:
     for line in plan.describe(cfg.run.steps, cfg.data):

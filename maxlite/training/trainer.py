@@ -35,7 +35,7 @@ from maxlite.phases.phase_programs import (
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
-from maxlite.sharding.host_memory import offload_optimizer, place_on_host
+from maxlite.sharding.host_memory import offload_optimizer, place_state
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.training import local_updates
 from maxlite.training.batch_shape import batch_shape
@@ -252,8 +252,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   shape = batch_shape(cfg.data, cfg.training, sharder)
   # Shapes come from one device: on the mesh, JAX would fail first, with its own error messages.
   one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))
-  init = functools.partial(_init_params, Decoder(cfg.model, one))
-  boxed = jax.eval_shape(lambda: init(jnp.uint32(0), shape))
+  boxed = jax.eval_shape(lambda: _init_params(Decoder(cfg.model, one), jnp.uint32(0), shape))
   names, params = logical_names(boxed), meta.unbox(boxed)
   leaves = zip(paths_in(params), jax.tree.leaves(params), jax.tree.leaves(names), strict=True)
   shardings = [parameter_sharding(*leaf, sharder) for leaf in leaves]
@@ -266,10 +265,6 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   if outer is not None:
     axes = outer.names(axes, state, names)
     state = jax.eval_shape(outer.start, state)
-  place = lambda leaf, axes: leaf.update(sharding=sharder.sharding(axes))
-  abstract_state = jax.tree.map(place, state, axes)
-  if cfg.mesh.optimizer_memory_host_offload:
-    abstract_state = abstract_state.replace(opt_state=place_on_host(abstract_state.opt_state))
   trainer = Trainer(
     cfg=cfg,
     mesh=mesh,
@@ -278,7 +273,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     objectives=objectives,
     phase_plan=plan,
     parameter_shardings=shardings,
-    abstract_state=abstract_state,
+    abstract_state=place_state(state, axes, sharder, cfg.mesh.optimizer_memory_host_offload),
     batch_shape=shape,
     outer=outer,
   )

@@ -198,6 +198,10 @@ MISTAKES = {
     "ensemble_strategy=submesh",
     "num_processes=1",
   ),
+  ("quantization=int8", "sparse_matmul=false", "decoder_block=mixtral"): (
+    "quantization=int8",
+    "sparse_matmul=true",
+  ),
   ("members=[{}]", "optimizer_memory_host_offload=true"): (
     "optimizer_memory_host_offload=true",
     "members=",

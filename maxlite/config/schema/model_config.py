@@ -109,6 +109,11 @@ class ModelConfig:
   )
   dtype: str = field("float32", "Type of activations.", choices=FLOAT_TYPES)
   weight_dtype: str = field("float32", "Type of stored weights.", choices=FLOAT_TYPES)
+  quantization: str = field(
+    "",
+    "Type that operands of linear layers and experts are rounded to in the forward pass.",
+    choices=("", "int8", "fp8"),
+  )
   attention: str = field("auto", "Backend of attention.", choices=with_auto(ATTENTION_BACKENDS))
   context_parallel_strategy: str = field(
     "all_gather",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels import backends
+from maxlite.kernels.grouped_matmul import quantized_rows
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
 # By platform.
@@ -32,14 +33,19 @@ def grouped_matmul(
   *,
   backend: str,
   tiles: Tiles = DEFAULT_TILES,
+  quantization: str = "",
 ) -> jax.Array:
   """y_MF in x's type: each row of x times its group's matrix; zero past the last group.
 
-  The gradient of `w_GDF` has w's type. `sum(group_sizes_G)` must not exceed M.
+  The gradient of `w_GDF` has w's type. `sum(group_sizes_G)` must not exceed M. With `quantization`
+  (an entry of QUANTIZED_TYPES), `backend` computes the gradients only.
   """
   num_groups, num_in, _ = w_GDF.shape
   assert x_MD.ndim == 2, f"x_MD has shape {x_MD.shape}"
   assert x_MD.shape[1] == num_in, f"x_MD {x_MD.shape} does not fit w_GDF {w_GDF.shape}"
   assert group_sizes_G.shape == (num_groups,), f"{num_groups} groups, sizes {group_sizes_G.shape}"
   assert jnp.issubdtype(group_sizes_G.dtype, jnp.integer), group_sizes_G.dtype
-  return GROUPED_MATMUL_BACKENDS[backend](x_MD, w_GDF, group_sizes_G.astype(jnp.int32), tiles)
+  group_sizes_G = group_sizes_G.astype(jnp.int32)
+  if quantization and x_MD.size:
+    return quantized_rows.grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, quantization, backend)
+  return GROUPED_MATMUL_BACKENDS[backend](x_MD, w_GDF, group_sizes_G, tiles)

@@ -36,6 +36,7 @@ def grouped_mlp(
   backend: str,
   wi_tiles: Tiles = DEFAULT_TILES,
   wo_tiles: Tiles = DEFAULT_TILES,
+  quantization: str = "",
   interpret: bool = False,
 ) -> jax.Array:
   """y_M = weight (activation(x wi[0] + bi[0], ...) wo + bo), with each row's group's matrices.
@@ -48,6 +49,7 @@ def grouped_mlp(
     group_sizes_G: the sum must not exceed M.
     activation: maps len(wi) arrays of one shape to one array, elementwise.
     backend: one of `GROUPED_MATMUL_BACKENDS`.
+    quantization: as of `grouped_matmul`.
     interpret: run Megablox without a TPU, for tests.
   """
   group_sizes_G, wi_GDF = group_sizes_G.astype(jnp.int32), tuple(wi_GDF)
@@ -57,12 +59,13 @@ def grouped_mlp(
   assert math.prod(x_M.shape[1:]) == dim, f"wo_GFD {wo_GFD.shape} does not fit x_M {x_M.shape}"
   assert all(w.shape == (num_groups, dim, hidden) for w in wi_GDF), [w.shape for w in wi_GDF]
   operands, tiles = (weight_M, wi_GDF, wo_GFD), (wi_tiles, wo_tiles)
-  if backend == "megablox" and num_rows:
+  if backend == "megablox" and num_rows and not quantization:
     operands = *operands, biases, group_sizes_G
     return megablox_mlp.grouped_mlp(x_M, *operands, activation, tiles, interpret)
   x_MD = x_M.reshape(num_rows, dim)
-  if backend == "tiled" and biases is None and num_rows:
+  if backend == "tiled" and biases is None and num_rows and not quantization:
     y_MD = tiled.grouped_mlp(x_MD, *operands, group_sizes_G, activation)
   else:
-    y_MD = composed.grouped_mlp(x_MD, *operands, biases, group_sizes_G, activation, backend, tiles)
+    operands = *operands, biases, group_sizes_G
+    y_MD = composed.grouped_mlp(x_MD, *operands, activation, backend, tiles, quantization)
   return y_MD.reshape(x_M.shape)

@@ -38,6 +38,7 @@ class ExpertMlp(NamedTuple):
   cfg: MoeConfig
   sharder: Sharder
   activation: Callable[..., jax.Array]
+  quantization: str = ""
 
   @property
   def backend(self) -> str:
@@ -65,6 +66,7 @@ class ExpertMlp(NamedTuple):
       activation=self.activation,
       biases=None if weights.bo_ED is None else Biases(weights.bi_EF, weights.bo_ED),
       backend=self.backend,
+      quantization=self.quantization,
       wi_tiles=_tiles(tiles.wi_tile_fwd, tiles.wi_tile_dlhs, tiles.wi_tile_drhs),
       wo_tiles=_tiles(tiles.wo_tile_fwd, tiles.wo_tile_dlhs, tiles.wo_tile_drhs, (0, 2, 1)),
     )
@@ -83,9 +85,8 @@ class Experts(nn.Module):
   def __call__(self, x_BTD: jax.Array, route: Route) -> tuple[jax.Array, jax.Array]:
     moe = self.cfg.moe
     activation = build_activation(self.cfg.mlp_activations, moe.mlp_activations_limit)
-    mlp = ExpertMlp(moe, self.sharder, activation)
-    apply_experts = DISPATCHES[choose_dispatch(moe)]
-    return apply_experts(mlp, x_BTD, route, self._weights(x_BTD.shape[-1]))
+    mlp = ExpertMlp(moe, self.sharder, activation, self.cfg.quantization)
+    return DISPATCHES[choose_dispatch(moe)](mlp, x_BTD, route, self._weights(x_BTD.shape[-1]))
 
   def _weights(self, width: int) -> ExpertWeights:
     hidden = self.cfg.moe.base_moe_mlp_dim
