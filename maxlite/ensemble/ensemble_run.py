@@ -82,6 +82,7 @@ def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) 
     run.print_header()
     if not names:
       save_config(cfg, folder, changes)
+      (folder.directory / LEADERBOARD).unlink(missing_ok=True)  # of fewer members or steps
   exit_code = run.train()
   if not names and not exit_code:
     scores = run.score_combinations()

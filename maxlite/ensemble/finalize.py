@@ -23,7 +23,7 @@ from maxlite.metrics.plots.ensemble_curves import (
 )
 from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.writers import read_rows
-from maxlite.optim import hyperparameters
+from maxlite.optim.build import hyperparameters
 
 LEADERBOARD = "leaderboard.md"  # written last
 

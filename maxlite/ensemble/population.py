@@ -4,6 +4,7 @@ Source: Jaderberg et al., Population Based Training of Neural Networks (2017), w
 selection.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +16,11 @@ import numpy as np
 from rich.console import Console
 
 from maxlite.config import Config
-from maxlite.config.perturbations import Perturbation, perturbations_of
+from maxlite.config.perturbations import perturbations_of
 from maxlite.ensemble.engines.stacked import VmapEngine
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.metrics.writers import JsonlWriter
-from maxlite.optim import hyperparameters, with_hyperparameters
+from maxlite.optim.build import hyperparameters, with_hyperparameters
 
 LINEAGE = "lineage.jsonl"  # in the folder of the ensemble: a row per copy
 
@@ -69,35 +70,24 @@ class Population:
     donor_Z = np.arange(len(losses))
     donor_Z[[*donors]] = [*donors.values()]
     after = {key: values[donor_Z] for key, values in before.items()}
-    for z in donors:
-      perturb(after, z, self._perturbations, draws[z])
+    for z, (key, change) in itertools.product(donors, self._perturbations.items()):
+      after[key][z] = change(float(after[key][z]), draws[z].random())
     state = self._copy(state, donor_Z, after)
     for z, donor in donors.items():
-      self._log(step, z, donor, losses, *(_entry(values, z) for values in (before, after)))
+      row = {"step": step, "member": self._runs[z].name, "from": self._runs[donor].name}
+      row |= {"loss": losses[z], "from_loss": losses[donor]}
+      old, new = ({key: float(own[z]) for key, own in each.items()} for each in (before, after))
+      self._lineage.write(row | {"before": old, "after": new})
+      changes = "".join(f", {key} {old[key]:.3g} -> {new[key]:.3g}" for key in new)
+      self._console.print(
+        f"step {step}: {row['member']} (loss {losses[z]:.4f}) continues from {row['from']} "
+        f"({losses[donor]:.4f}){changes}"
+      )
     self._lineage.flush()
     return state
 
   def close(self) -> None:
     self._lineage.close()
-
-  def _log(
-    self,
-    step: int,
-    member: int,
-    donor: int,
-    losses: Sequence[float],
-    before: dict[str, float],
-    after: dict[str, float],
-  ) -> None:
-    names = [self._runs[z].name for z in (member, donor)]
-    row = {"step": step, "member": names[0], "from": names[1]}
-    row |= {"loss": losses[member], "from_loss": losses[donor]}
-    self._lineage.write(row | {"before": before, "after": after})
-    values = "".join(f", {key} {before[key]:.3g} -> {after[key]:.3g}" for key in after)
-    self._console.print(
-      f"step {step}: {names[0]} (loss {losses[member]:.4f}) continues from {names[1]} "
-      f"({losses[donor]:.4f}){values}"
-    )
 
 
 def choose_donors(
@@ -119,17 +109,6 @@ def choose_donors(
   return {z: draws[z].choice(best) for z in worst}
 
 
-def perturb(
-  values: Mapping[str, np.ndarray],
-  member: int,
-  perturbations: Mapping[str, Perturbation],
-  draw: random.Random,
-) -> None:
-  """Change the member's hyperparameters in `values`, {key: [Z]}."""
-  for key, change in perturbations.items():
-    values[key][member] = change(float(values[key][member]), draw.random())
-
-
 def ancestors(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
   """Per member, the one from whose initial weights its weights descend.
 
@@ -146,10 +125,6 @@ def copy_members(state: list[Any], donor_Z: jax.Array, values: dict[str, jax.Arr
   """The state whose member z has all of the former member donor_Z[z], but its own `values`."""
   (stacked,) = jax.tree.map(lambda leaf: leaf[donor_Z], state)
   return [stacked.replace(opt_state=with_hyperparameters(stacked.opt_state, values))]
-
-
-def _entry(values: Mapping[str, np.ndarray], member: int) -> dict[str, float]:
-  return {key: float(own[member]) for key, own in values.items()}
 
 
 def _loss_at(rows: Sequence[Mapping[str, Any]], step: int) -> float:

@@ -23,7 +23,7 @@ from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.population import LINEAGE, ancestors, choose_donors, copy_members
 from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.writers import open_console, read_rows
-from maxlite.optim import build_optimizer, hyperparameters
+from maxlite.optim.build import build_optimizer, hyperparameters
 from maxlite.training.saved_run import run_folder
 from maxlite.training.state import init_state
 

@@ -17,6 +17,7 @@ from maxlite.ensemble.engines.jaxpr_comparison import (
   AlignedJaxpr,
   JaxprMismatchError,
   align_jaxprs,
+  ignored_params,
 )
 
 
@@ -221,8 +222,7 @@ def bind(eqn: AlignedEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
   """The results of the first program's equation."""
   primitive = eqn.first.primitive
   params = primitive.get_bind_params(eqn.params)
-  if eqn.name != "sharding_constraint":  # left by the mesh of an inlined shard_map
-    params |= {key: None for key in ("sharding", "out_sharding") if key in params}
+  params |= {key: None for key in ignored_params(eqn.name) if key in params}
   results = primitive.bind(*operands, **params)
   return list(results) if primitive.multiple_results else [results]
 

@@ -164,7 +164,8 @@ class _Aligner:
       for jaxprs in zip(*(_as_tuple(eqn.params[key]) for eqn in eqns), strict=True)
     ]
     self._subject = eqns[0]
-    for key in _COMPARED_PARAMS.get(name, ()) if inner else eqns[0].params:
+    own = (key for key in eqns[0].params if key not in ignored_params(name))
+    for key in _COMPARED_PARAMS.get(name, ()) if inner else own:
       self._require_same(key, [eqn.params[key] for eqn in eqns])
     self._require_same("number of results", [len(eqn.outvars) for eqn in eqns])
     for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
@@ -223,6 +224,11 @@ class _Aligner:
       f"{what}{' of ' if subject else ''}{subject}: {_short(a)} in {self._names[0]}, {_short(b)} "
       f"in {self._names[z]}{module}"
     )
+
+
+def ignored_params(name: str) -> set[str]:
+  """The parameters of an operation that depend only on the mesh set where JAX first traced it."""
+  return set() if name == "sharding_constraint" else {"sharding", "out_sharding"}
 
 
 def _as_tuple(value: Any) -> tuple:
