@@ -151,7 +151,7 @@ def program(data, folder, own, **keys):
   """The program of the first member of `own`, for one device."""
   member = members_of(config(folder, f"[{{{own}}}]", **KEYS | {"pbt_period": 0} | keys))[0]
   builder = ConfigPrograms(jax.devices(), ROWS, data.source.num_bytes_V)
-  return builder.build([member], jax.devices()[:1])[0]
+  return builder.build(member, jax.devices()[:1])
 
 
 def solo(data, folder, own):
