@@ -65,6 +65,7 @@ setup(
     "sentencepiece": ["sentencepiece>=0.2.1"],
     "parquet": ["pyarrow>=20"],
     "ray": ["ray>=2.50"],
+    "search": ["optuna>=5", "cmaes>=0.13"],
     "s3": ["s3fs>=2025.9"],
     "gcs": ["gcsfs>=2025.9"],
     "serve": ["starlette>=0.49", "uvicorn>=0.38"],
@@ -97,6 +98,8 @@ setup(
       "flask-cors>=6",
       "gcsfs>=2025.9",
       "gcp-storage-emulator>=2026.7",
+      "optuna>=5",
+      "cmaes>=0.13",
     ],
   },
   entry_points={

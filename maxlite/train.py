@@ -22,7 +22,11 @@ def main() -> int:
   from maxlite.training.multi_host import join_hosts
 
   with join_hosts(cfg, "maxlite.train") as cfg:
-    if cfg.ensemble.members or cfg.ensemble.sweep:
+    if cfg.ensemble.search:
+      from maxlite.ensemble.search import run_search
+
+      return run_search(cfg)
+    if cfg.ensemble.is_set:
       from maxlite.ensemble.ensemble_run import run_ensemble
 
       return run_ensemble(cfg)

@@ -15,6 +15,7 @@ from maxlite.config import Config, load_config, read_saved
 from maxlite.config.errors import UserError
 from maxlite.config.schema import HostsConfig, flatten
 from maxlite.ensemble.ensemble_run import train_ensemble
+from maxlite.ensemble.search import train_search
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.training.callbacks import Callback
@@ -80,10 +81,10 @@ def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[
   """See `maxlite.train`."""
   if jax.process_count() > 1 or cfg.hosts != HostsConfig():
     raise UserError("maxlite.train(...) trains in one process: use python -m maxlite.train")
-  if cfg.ensemble.members or cfg.ensemble.sweep:
+  if cfg.ensemble.is_set:
     if callbacks:
       raise UserError("callbacks are not supported by ensembles: leave them out")
-    train_ensemble(cfg)
+    (train_search if cfg.ensemble.search else train_ensemble)(cfg)
     return open_run(run_folder(cfg).place)
   trainer, end = train_model(cfg, callbacks)
   return Run(cfg, trainer, end.step, end.state.params, averaged_params(end.state), end.reason)

@@ -16,6 +16,7 @@ from maxlite.config.perturbations import perturbations_of
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.plugins import import_plugins
 from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.config.search_space import validate_search
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 
@@ -58,8 +59,9 @@ def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -
   config: Config = build(Config, values)
   validate(config, sources, needs_data=needs_data)
   validate_mixture(config, needs_data=needs_data)
-  perturbations_of(config.optimizer)  # raises on their mistakes, as does the next line
+  perturbations_of(config.optimizer)  # raises on mistakes, as do the next lines
   members_of(config)
+  validate_search(config)
   validate_phase_data(config, needs_data=needs_data)
   initial_phases_of(config)
   return config

@@ -89,6 +89,12 @@ ENSEMBLE_STRATEGIES = Registry(
   processes="maxlite.ensemble.engines.processes:ProcessEngine",
 )
 REMOVED_STRATEGIES = ("padded",)  # accepted as `auto`
+# sampler of `search` -> (seed) -> optuna.samplers.BaseSampler
+SAMPLERS = Registry(
+  tpe="optuna.samplers:TPESampler",
+  cma="optuna.samplers:CmaEsSampler",
+  random="optuna.samplers:RandomSampler",
+)
 # ensemble_executor -> () -> WorkerExecutor; see ensemble/worker_pool.py.
 ENSEMBLE_EXECUTORS = Registry(
   local="maxlite.ensemble.worker_process:LocalExecutor",

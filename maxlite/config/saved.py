@@ -62,7 +62,7 @@ def describe_changes(config: Config) -> list[str]:
 
 
 def _with_current_names(setting: Setting) -> Setting:
-  in_members = setting.name in ("members", "sweep")
+  in_members = setting.name in ("members", "sweep", "search")
   raw = _rename_keys(setting.raw) if in_members else setting.raw
   return Setting(RENAMED_KEYS.get(setting.name, setting.name), raw, setting.source)
 

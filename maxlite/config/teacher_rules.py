@@ -19,7 +19,7 @@ def teacher_rules(v: Values) -> Rules:
     is_unused = not is_taught and vars(v)[name] != DEFAULTS[name]
     text = f"is only read by loss distill; write {key}=distill, or {name}={show(DEFAULTS[name])}"
     yield is_unused, f"{name} {key}", text
-  for name in ("members", "sweep"):
+  for name in ("members", "sweep", "search"):
     text = f"members have no teacher; train students as solo runs, or write {key}=next_token"
     yield is_taught and vars(v)[name], f"{key} {name}", text
   text = "logits are divided by it; write distill_temperature=1"

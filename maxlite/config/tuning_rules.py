@@ -1,4 +1,4 @@
-"""The rules of population-based training."""
+"""The rules of population-based training and of searches."""
 
 from maxlite.config.rules import Rules, Values
 
@@ -16,8 +16,19 @@ def population(v: Values) -> Rules:
   keys, one_kept = "max_num_checkpoints_to_keep pbt_period", v.max_num_checkpoints_to_keep == 1
   yield v.pbt_period and one_kept and v.enable_checkpointing, keys, text
   text = "nothing changes them; write pbt_period=100, or pbt_hyperparameters={}"
-  is_ensemble = v.members or v.sweep
+  is_ensemble = v.members or v.sweep or v.search
   is_unused = is_ensemble and v.pbt_hyperparameters and not v.pbt_period
   yield is_unused, "pbt_hyperparameters pbt_period", text
   text = "each phase has its optimizer; write pbt_hyperparameters={}"
   yield v.pbt_hyperparameters and v.phases, "pbt_hyperparameters phases", text
+
+
+def search(v: Values) -> Rules:
+  for key in ("members", "sweep"):
+    text = f"a search proposes the members; write search={{}}, or no {key}"
+    yield v.search and vars(v)[key], f"search {key}", text
+  for key in ("pbt_period", "asha_reduction_factor"):
+    text = f"compares members of one start, not of several rounds; write {key}=0"
+    yield v.search and vars(v)[key], f"{key} search", text
+  text = "later rounds need the members of earlier ones; write enable_checkpointing=true"
+  yield v.search and not v.enable_checkpointing, "search enable_checkpointing", text

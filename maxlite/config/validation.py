@@ -11,7 +11,7 @@ from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTI
 from maxlite.config.rules import Rules, Values
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, EnsembleConfig, TilesConfig, flatten
 from maxlite.config.teacher_rules import teacher_rules
-from maxlite.config.tuning_rules import population
+from maxlite.config.tuning_rules import population, search
 from maxlite.config.values import suggest
 
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
@@ -22,6 +22,7 @@ _HUB_KEYS = ("dataset_path", "eval_dataset_path", "tokenizer_path")
 _STORE_KEYS = ("base_output_directory", "token_cache_directory", "output_path", "jax_cache_dir")
 PATH_KEYS = tuple(key for key in DEFAULTS if key.endswith(_PATH_ENDINGS))
 SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
+ENSEMBLE_KEYS = ("members", "sweep", "search")
 _LINEAR = ("linear", "linear_plus_one")
 
 
@@ -67,7 +68,7 @@ def _held_out(v: Values) -> Rules:
   yield v.keep_best_checkpoint and not v.enable_checkpointing, keys, f"nothing is saved; {text}"
   for key in ("callbacks", "early_stopping_patience", "keep_best_checkpoint"):
     text = f"not supported by ensembles; write {key}={show(DEFAULTS[key])}"
-    yield vars(v)[key] and (v.members or v.sweep), key, text
+    yield vars(v)[key] and any(vars(v)[each] for each in ENSEMBLE_KEYS), key, text
 
 
 def _run(v: Values) -> Rules:
@@ -241,7 +242,7 @@ def _schedules(v: Values) -> Rules:
     text = f"steps must ascend from 0; write {key}=[[0, 8], [1000, 16]]"
     yield entries and (starts[0] != 0 or sorted(set(starts)) != starts), key, text
     yield any(value < 1 for _, value in entries), key, "a step needs tokens; write 1 or more"
-    for other in ("phases", "members", "sweep"):
+    for other in ("phases", *ENSEMBLE_KEYS):
       text = f"{other} have batches of one shape; write {key}=[]"
       yield entries and vars(v)[other], f"{key} {other}", text
   keys = "batch_size_schedule global_batch_size"
@@ -257,7 +258,7 @@ def _ensemble(v: Values) -> Rules:
   is_set = lambda key: vars(v)[key] != DEFAULTS[key]
   for key in flatten(EnsembleConfig()):
     text = f"there is no ensemble; write members or sweep, or {key}={show(DEFAULTS[key])}"
-    yield not v.members and not v.sweep and is_set(key), key, text
+    yield not any(vars(v)[each] for each in ENSEMBLE_KEYS) and is_set(key), key, text
   for key in ("ensemble_executor", "ensemble_num_workers"):
     is_unused = v.ensemble_strategy not in ("auto", "processes")
     text = "this strategy starts no processes; write ensemble_strategy=processes"
@@ -269,7 +270,7 @@ def _ensemble(v: Values) -> Rules:
   text = "runs in one process; write ensemble_strategy=stacked or fused, or num_processes=1"
   is_local = v.ensemble_strategy in ("switched", "submesh", "processes")
   yield v.num_processes > 1 and is_local, "ensemble_strategy num_processes", text
-  for key in ("members", "sweep"):
+  for key in ENSEMBLE_KEYS:
     text = "members keep their optimizer states on the devices; write false"
     keys = f"optimizer_memory_host_offload {key}"
     yield v.optimizer_memory_host_offload and vars(v)[key], keys, text
@@ -334,7 +335,7 @@ def _parametrization(v: Values) -> Rules:
 def _phases(v: Values) -> Rules:
   text = "there are no phases; write phases, or no initial_phases"
   yield v.initial_phases and not v.phases, "initial_phases phases", text
-  for key in ("members", "sweep"):
+  for key in ENSEMBLE_KEYS:
     text = "a member's phases are one program; write phase_strategy=auto or switch"
     yield v.phase_strategy == "separate" and vars(v)[key], f"phase_strategy {key}", text
   are_trained = any(phase.get("loss") in DRAFT_LOSSES for phase in v.phases)
@@ -428,7 +429,7 @@ def _local_checkpoints(v: Values) -> Rules:
     return
   text = "they are saved between shared ones; write enable_checkpointing=true"
   yield not v.enable_checkpointing, f"{key} enable_checkpointing", text
-  for ensemble_key in ("members", "sweep"):
+  for ensemble_key in ENSEMBLE_KEYS:
     text = f"an ensemble has no local checkpoints; write {key}="
     yield vars(v)[ensemble_key], f"{key} {ensemble_key}", text
   text = f"none would be saved; write local_checkpoint_period={max(v.checkpoint_period // 10, 1)}"
@@ -458,7 +459,7 @@ def _data_files(v: Values) -> Rules:
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
   *(_chat, _batches, _schedules, _ensemble, population, _local_updates, _optimizer),
-  *(_parametrization, _phases, teacher_rules),
+  *(search, _parametrization, _phases, teacher_rules),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 

@@ -79,7 +79,7 @@ def _read_config(folder: Path) -> Config:
   if not path.exists():
     raise UserError(f"{folder} is not a run folder: it has no config.yml")
   config: Config = build(Config, read_saved(path))
-  if not config.ensemble.members and not config.ensemble.sweep:
+  if not config.ensemble.is_set:
     raise UserError(f"{folder} is a run of one model, not an ensemble")
   return config
 

@@ -1,5 +1,7 @@
-"""Mistakes in the keys of population-based training, for test_mistakes.py."""
+"""Mistakes in the keys of population-based training and searches, for test_mistakes.py."""
 
+COUNTS = "sampler: tpe, rounds: 2, num_members: 3"
+SPACE = "space: {learning_rate: {uniform: [0.1, 1]}}"
 TUNING_MISTAKES = {
   ("pbt_hyperparameters={head_dim: [2]}",): ("head_dim=[2] cannot change", "learning_rate"),
   ("pbt_hyperparameters={learning_rte: [2]}",): ("cannot change", "learning_rate?"),
@@ -21,4 +23,23 @@ TUNING_MISTAKES = {
   ("pbt_period=10", "members=[{}]", "steps=10"): ("pbt_period=10 with steps=10", "pbt_period=2"),
   ("pbt_period=10", "members=[{}]", "max_num_checkpoints_to_keep=1"): ("write 2 or more",),
   ("pbt_fraction=0.6", "members=[{}]", "pbt_period=10"): ("pbt_fraction=0.6", "above 0.5"),
+  ("search={sampler: tpe}",): ("search: has sampler", "rounds: 4"),
+  (f"search={{{COUNTS}, space: {{}}}}",): ("space={} has no keys",),
+  (f"search={{{COUNTS}, space: {{steps: {{uniform: [1, 2]}}}}}}",): (
+    "search.space: steps=",
+    "shared",
+  ),
+  (f"search={{{COUNTS}, space: {{head_dm: {{uniform: [1, 2]}}}}}}",): ("head_dm=", "head_dim?"),
+  (f"search={{{COUNTS}, space: {{head_dim: [1, 2]}}}}",): ("head_dim=[1, 2] is not a rule",),
+  (f"search={{{COUNTS}, space: {{head_dim: {{choice: [8, x]}}}}}}",): (
+    "search.space",
+    "head_dim=x",
+  ),
+  (f"search={{{COUNTS}, {SPACE}, sed: 1}}",): ("search: has", "sed"),
+  (f"search={{{COUNTS.replace('tpe', 'tpu')}, {SPACE}}}",): ("sampler=tpu", "tpe?"),
+  (f"search={{{COUNTS.replace('2', '0')}, {SPACE}}}",): ("rounds=0", "below 1"),
+  (f"search={{{COUNTS.replace('3', '4096')}, {SPACE}}}",): ("8192 members are more than 4096",),
+  (f"search={{{COUNTS}, {SPACE}}}", "members=[{}]"): ("search proposes the members", "no members"),
+  (f"search={{{COUNTS}, {SPACE}}}", "pbt_period=10"): ("pbt_period=10 with search", "pbt_period=0"),
+  (f"search={{{COUNTS}, {SPACE}}}", "enable_checkpointing=false"): ("enable_checkpointing=true",),
 }

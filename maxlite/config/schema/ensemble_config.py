@@ -14,7 +14,7 @@ from maxlite.config.registry import (
 
 @dataclasses.dataclass(frozen=True)
 class EnsembleConfig:
-  """Many members trained by one command; read if `members` or `sweep` is set."""
+  """Many members trained by one command; read if `members`, `sweep` or `search` is set."""
 
   members: tuple[FrozenMapping, ...] = field(
     (),
@@ -28,6 +28,12 @@ class EnsembleConfig:
     "Generated members: {grid: {key: [values]}} gives every combination; {draw: {key: rule}, "
     "num_members: N, seed: 0} random ones, where a rule is {log_uniform: [low, high]} (for "
     "learning rates), {uniform: [low, high]} or {choice: [values]}. With `members`: the product.",
+  )
+  search: FrozenMapping = field(
+    FrozenMapping(),
+    "Members in rounds, proposed by a sampler of Optuna from the held-out losses of earlier "
+    "rounds: {sampler: tpe, cma or random, rounds: N, num_members: N of a round, space: {key: "
+    "rule}, seed: 0}, with rules as in `sweep`.",
   )
   ensemble_strategy: str = field(
     "auto",
@@ -72,3 +78,7 @@ class EnsembleConfig:
     low=0,
     high=0.5,
   )
+
+  @property
+  def is_set(self) -> bool:
+    return bool(self.members or self.sweep or self.search)
