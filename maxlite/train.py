@@ -22,14 +22,10 @@ def main() -> int:
   from maxlite.training.multi_host import join_hosts
 
   with join_hosts(cfg, "maxlite.train") as cfg:
-    if cfg.ensemble.search:
-      from maxlite.ensemble.search import run_search
-
-      return run_search(cfg)
     if cfg.ensemble.is_set:
-      from maxlite.ensemble.ensemble_run import run_ensemble
+      from maxlite.ensemble.search import run_members
 
-      return run_ensemble(cfg)
+      return run_members(cfg)
     from maxlite.training.run import run_training
 
     return run_training(cfg)

@@ -12,11 +12,10 @@ from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_fi
 from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
-from maxlite.config.perturbations import perturbations_of
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.plugins import import_plugins
 from maxlite.config.schema import DEFAULTS, Config, build
-from maxlite.config.search_space import validate_search
+from maxlite.config.search_space import validate_tuning
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 
@@ -59,9 +58,8 @@ def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -
   config: Config = build(Config, values)
   validate(config, sources, needs_data=needs_data)
   validate_mixture(config, needs_data=needs_data)
-  perturbations_of(config.optimizer)  # raises on mistakes, as do the next lines
-  members_of(config)
-  validate_search(config)
+  members_of(config)  # raises on their mistakes
+  validate_tuning(config)
   validate_phase_data(config, needs_data=needs_data)
   initial_phases_of(config)
   return config

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
 from maxlite.config.members import MEMBER_KEYS, members_of
+from maxlite.config.perturbations import perturbations_of
 from maxlite.config.raw_values import FrozenMapping, Raw
 from maxlite.config.registry import SAMPLERS
 from maxlite.config.schema import Config
@@ -71,8 +72,9 @@ def with_members(cfg: Config, entries: Sequence[FrozenMapping]) -> Config:
   return dataclasses.replace(cfg, ensemble=ensemble)
 
 
-def validate_search(cfg: Config) -> None:
-  """Raise UserError if `search`, or a member at an end of its ranges, is wrong."""
+def validate_tuning(cfg: Config) -> None:
+  """Raise UserError if `pbt_hyperparameters`, `search`, or a member at an end of it is wrong."""
+  perturbations_of(cfg.optimizer)
   if not cfg.ensemble.search:
     return
   search = search_of(cfg.ensemble.search)

@@ -21,10 +21,10 @@ from maxlite.ensemble.member_run import MemberRun
 _MAX_PROPOSALS = 100  # per member, before the space counts as having no further points
 
 
-def run_search(cfg: Config) -> int:
-  """`train_search` for the command: a mistake ends in one line."""
+def run_members(cfg: Config) -> int:
+  """Train an ensemble or a search for the command: a mistake ends in one line."""
   with exit_on_user_error("maxlite.train"):
-    return train_search(cfg)
+    return train_search(cfg) if cfg.ensemble.search else train_ensemble(cfg)
 
 
 def train_search(cfg: Config) -> int:

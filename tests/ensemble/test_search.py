@@ -12,7 +12,7 @@ from maxlite.config import UserError, load_config
 from maxlite.config.registry import SAMPLERS
 from maxlite.config.search_space import search_of
 from maxlite.config.values import Setting, parse
-from maxlite.ensemble.search import Study, run_search
+from maxlite.ensemble.search import Study, run_members
 
 __all__ = ["root"]  # a fixture
 
@@ -80,7 +80,7 @@ def start(folder, output=None, text=SEARCH):
   keys = keys_in(folder, **(TINY | {"run_name": "ens", "ensemble_strategy": "stacked"}))
   argv = [f"{name}={value}" for name, value in (MODEL | keys).items()]
   with contextlib.redirect_stdout(output):
-    code = run_search(load_config([*argv, f"search={text}"], needs_data=False))
+    code = run_members(load_config([*argv, f"search={text}"], needs_data=False))
   return code, output.getvalue()
 
 
