@@ -1,5 +1,7 @@
 """`python -m maxlite.ensemble export RUN member=NAME [run_name=NEW]`: a member as a solo run.
 
+`member=NAME,NAME,...` exports their soup, a model with the mean of their parameters.
+
 `python -m maxlite.ensemble worker RUN BATCH_SIZE NAME ...` is started by the strategy `processes`.
 """
 
@@ -9,14 +11,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, read_saved, save_resolved
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.schema import MESH_AXES, MeshConfig, build
 from maxlite.config.values import suggest
 from maxlite.ensemble.ensemble_run import run_ensemble
+from maxlite.ensemble.soups import write_soup
 
-_USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME [run_name=NEW_NAME]"
+_USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME[,NAME...] [run_name=NEW]"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,24 +34,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-  """Copy a member's folder to a run folder next to the ensemble's, and print its path."""
+  """Write a member, or the mean of several, to a run folder next to the ensemble's."""
   given = dict(argument.split("=", 1) for argument in arguments[1:] if "=" in argument)
   if not arguments or "member" not in given or given.keys() - {"member", "run_name"}:
     raise UserError(_USAGE)
   ensemble = _read_config(Path(arguments[0]))
   members = {member.name: member.config for member in members_of(ensemble)}
-  name = given["member"]
-  if name not in members:
-    raise UserError(f"{arguments[0]} has no member {name}; {suggest(name, members)}")
-  cfg = members[name]
-  source = Path(cfg.run.base_output_directory) / name
-  if not (source / "checkpoints").is_dir():
-    raise UserError(f"{source} has no checkpoint: train the ensemble first")
-  root, new_name = ensemble.run.base_output_directory, given.get("run_name", name)
+  names = given["member"].split(",")
+  for name in names:
+    if name not in members:
+      raise UserError(f"{arguments[0]} has no member {name}; {suggest(name, members)}")
+  cfg = members[names[0]]
+  sources = [Path(cfg.run.base_output_directory) / name for name in names]
+  for source in sources:
+    if not (source / "checkpoints").is_dir():
+      raise UserError(f"{source} has no checkpoint: train the ensemble first")
+  root, new_name = ensemble.run.base_output_directory, given.get("run_name", names[0])
   target = Path(root) / new_name
   if target.exists():
     raise UserError(f"{target} exists: write run_name=ANOTHER_NAME")
-  shutil.copytree(source, target, ignore=shutil.ignore_patterns("config*.yml"))
+  if len(names) > 1:
+    write_soup([RunFolder(source) for source in sources], target / "checkpoints" / "0")
+    cfg = dataclasses.replace(cfg, training=dataclasses.replace(cfg.training, ema_decay=0.0))
+  else:
+    shutil.copytree(sources[0], target, ignore=shutil.ignore_patterns("config*.yml"))
   run = dataclasses.replace(cfg.run, run_name=new_name, base_output_directory=root)
   cfg = dataclasses.replace(cfg, run=run, mesh=_solo_mesh(cfg.mesh))
   save_resolved(cfg, target / "config.yml")

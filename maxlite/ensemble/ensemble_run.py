@@ -7,6 +7,7 @@ is behind (it is new, or its last checkpoint was lost) trains first, on the batc
 
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import choose
+from maxlite.ensemble.soups import score_soups
 from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, gpu_names, run_workers
 from maxlite.ensemble.worker_progress import WorkerProgress
 from maxlite.kernels.xla_cpu import enable_compilation_cache
@@ -132,6 +134,11 @@ class EnsembleRun:
       raise UserError("PBT copies members from others: write two or more, or pbt_period=0")
 
   @property
+  def _member_devices(self) -> list[jax.Device]:
+    """The devices of a member's own program."""
+    return self.devices if self._spread else self.devices[:1]
+
+  @property
   def is_done(self) -> bool:
     return not self._unfinished()
 
@@ -188,20 +195,41 @@ class EnsembleRun:
         self.data.source.num_bytes_V,
       )
     trainer.unpack(state)
-    return scores
+    return scores | self._score_soups(trainer)
+
+  def _score_soups(self, trainer: EnsembleTrainer) -> dict[str, dict]:
+    """Score the soups of all members that have the shapes of the one with the lowest loss."""
+    if jax.process_count() > 1:
+      self.console.print("soups are not scored: an ensemble on several hosts has no host with all")
+      return {}
+    best = min(trainer.runs, key=lambda run: run.rows[-1].get("eval_loss") or math.inf)
+    shapes = lambda run: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), run.state.params)
+    alike = [run for run in trainer.runs if shapes(run) == shapes(best)]
+    if len(alike) < 2:
+      return {}
+    if others := [run.name for run in trainer.runs if run not in alike]:
+      text = f"soups leave out {', '.join(others)}: other shapes than {best.name}"
+      self.console.print(text)
+    program = self._programs.build(best.member, self._member_devices)
+    params = {run.name: jax.device_get(run.state.params) for run in alike}
+    with report_wait("scoring soups", self.console.print):
+      return score_soups(program, params, trainer.eval_batches, self.data.source.num_bytes_V)
 
   def close(self) -> None:
     for member in self.members:
       member.close()
 
   def _restore(self) -> None:
-    devices = self.devices if self._spread else self.devices[:1]
-    programs = [self._programs.build(run.member, devices) for run in self.members]
+    programs = [self._programs.build(run.member, self._member_devices) for run in self.members]
     default: Sharding = SingleDeviceSharding(self.devices[0])
     if jax.process_count() > 1:
       default = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
     for member, program in zip(self.members, programs, strict=True):
       member.restore(program, default)
+      if member.state is None and program.init_from_file:
+        if jax.process_count() > 1:
+          raise UserError("load_parameters_path: members read it in one process: num_processes=1")
+        member.state = program.init_from_file(program.seed_array)
     if self.cfg.ensemble.pbt_period:
       self._restore_common_step(programs, default)
     step_of = lambda member: member.step

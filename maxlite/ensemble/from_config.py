@@ -13,6 +13,7 @@ from maxlite.config.schema import MESH_AXES
 from maxlite.data.batch import Batch
 from maxlite.ensemble.member_program import MemberProgram, trace_once
 from maxlite.training.eval_step import build_eval_step
+from maxlite.training.model_weights import read_parameters
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -75,6 +76,10 @@ def _trainer_program(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberProgram
     sums, averages = eval_step(state.params, batch), averaged_params(state)
     return sums if averages is None else sums | {"ema": eval_step(averages, batch)}
 
+  def init_from_file(seed: np.ndarray) -> TrainState:
+    init = jax.jit(trainer.init, out_shardings=trainer.state_shardings)
+    return init(seed, read_parameters(trainer))
+
   return MemberProgram(
     name="",
     seed=0,
@@ -85,5 +90,6 @@ def _trainer_program(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberProgram
     sharder=trainer.sharder if is_sharded else None,
     shardings=trainer.state_shardings if is_sharded else None,
     batch_sharding=trainer.batch_sharding if is_sharded else None,
+    init_from_file=init_from_file if cfg.checkpoint.load_parameters_path else None,
     flops=trainer.flops_per_step,
   )

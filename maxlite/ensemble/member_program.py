@@ -69,6 +69,7 @@ class MemberProgram:
   sharder: Sharder | None = None  # of a member that is sharded over a mesh, as the next two
   shardings: Any = None  # of the state
   batch_sharding: Any = None
+  init_from_file: Callable[[np.ndarray], Any] | None = None  # seed -> state with read parameters
   flops: Sequence[float] = ()  # of a step, by the `phase` in its metrics; empty: unknown
 
   @property

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from jax.sharding import Mesh
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
-from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.checkpoint.safetensors import DTYPES
-from maxlite.config import Config, read_saved
+from maxlite.config import Config
 from maxlite.config.errors import UserError
 from maxlite.config.local_copy import HUB, local_folder
 from maxlite.config.schema import (
@@ -37,7 +35,7 @@ from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import read_tensors
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
-from maxlite.training.model_weights import ModelWeights
+from maxlite.training.model_weights import ModelWeights, RunWeights
 from maxlite.training.trainer import Trainer, build_trainer
 
 
@@ -146,15 +144,11 @@ def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Seq
 
 
 def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
-  cfg: Config = build(Config, read_saved(folder.config))
-  stored = trainer_of_model(cfg.model, mesh).abstract_state.params
+  weights = RunWeights(folder.place)
   dtypes = {"dtype": dtype, "weight_dtype": dtype} if dtype else {}
-  trainer = trainer_of_model(dataclasses.replace(cfg.model, **dtypes), mesh)
-  report = lambda line: sys.stderr.write(f"{line}\n")
-  checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report)
-  parts, _ = checkpoints.restore_parts({"params": stored})
-  target = trainer.abstract_state.params
-  return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), parts["params"], target)
+  trainer = trainer_of_model(dataclasses.replace(weights.model, **dtypes), mesh)
+  params, like = weights.read(trainer_of_model(weights.model, mesh)), trainer.abstract_state.params
+  return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, like)
 
 
 def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:

@@ -28,7 +28,7 @@ class ModelFolder(NamedTuple):
 
 
 def model_folders(key: str, path: str, members: Collection[str] = ()) -> list[ModelFolder]:
-  """The folder at `path`, or those of the members of an ensemble; `members` selects some.
+  """The folder at `path`, if any, or those of the members of an ensemble, or of these `members`.
 
   Args:
     key: of the config, for messages.
@@ -36,6 +36,8 @@ def model_folders(key: str, path: str, members: Collection[str] = ()) -> list[Mo
   Raises:
     UserError: the folder is of no known format, or has no such members.
   """
+  if not path:
+    return []
   folder = Path(os.path.expanduser(path))
   run = RunFolder(folder)
   names = run.member_names() if run.config.is_file() else []

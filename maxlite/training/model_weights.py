@@ -7,18 +7,17 @@ from typing import Any
 
 import jax
 
+from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved
-from maxlite.config.phases import initial_phases_of, phases_of
+from maxlite.config.errors import UserError
 from maxlite.config.registry import WEIGHT_FORMATS
 from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingConfig, build
 from maxlite.config.validation import validate
+from maxlite.layers.lora import add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
-from maxlite.optim.partition import ALL_PARAMETERS
-from maxlite.phases.phase_plan import PhasePlan
-from maxlite.training.model_folder import ModelFolder
-from maxlite.training.state import averaged_params, init_state
+from maxlite.training.model_folder import ModelFolder, model_folders
 from maxlite.training.trainer import Trainer, build_trainer
 
 
@@ -33,28 +32,39 @@ class ModelWeights(abc.ABC):
 
 
 class RunWeights(ModelWeights):
-  """A run folder: its latest checkpoint, with moving averages if the run keeps them."""
+  """A run folder: the parameters of its latest checkpoint."""
 
-  def __init__(self, folder: Path):
+  def __init__(self, folder: Path | str):
     self._folder = RunFolder(folder)
     self._cfg: Config = build(Config, read_saved(self._folder.config))
     self.model = self._cfg.model
 
   def read(self, trainer: Trainer) -> Any:
-    params, cfg = trainer.abstract_state.params, self._cfg
-    trained = ALL_PARAMETERS
-    if cfg.phasing.phases:
-      trained = PhasePlan(phases_of(cfg), initial_phases_of(cfg), params).trained
-    averaged = trained.split(params)[0] if cfg.training.ema_decay else None
-    ema = jax.eval_shape(lambda: init_state(None, None, None, averaged=averaged).ema)
-    place = lambda like, leaf: like.update(sharding=leaf.sharding)
-    parts = {"params": params}
-    if averaged is not None:
-      parts["ema"] = jax.tree.map(place, ema, averaged)
-    checkpoints = Checkpoints(cfg.checkpoint, self._folder.checkpoints, print_to_stderr)
-    parts, _ = checkpoints.restore_parts(parts)
-    averages = averaged_params(trainer.abstract_state.replace(**{"ema": None} | parts))
-    return parts["params"] if averages is None else averages
+    directory = self._folder.checkpoints
+    checkpoints = Checkpoints(self._cfg.checkpoint, directory, print_to_stderr)
+    return checkpoints.restore_parts({"params": trainer.abstract_state.params})[0]["params"]
+
+
+def read_parameters(trainer: Trainer) -> Any:
+  """The parameters at load_parameters_path, sharded and typed as those of `trainer`.
+
+  Raises:
+    UserError: there is no such folder, or its model has other shapes.
+  """
+  key, path = "load_parameters_path", trainer.cfg.checkpoint.load_parameters_path
+  folder, *others = model_folders(key, path)
+  if others:
+    raise UserError(f"{key}={path} is an ensemble: name a folder in its members/")
+  weights, other = open_weights_of(folder, trainer)
+  shapes = lambda params: {name: leaf.shape for name, leaf in leaves_by_path(params).items()}
+  theirs = other.abstract_state.params
+  ours = add_missing_modules(theirs, trainer.abstract_state.params)
+  if shapes(ours) != shapes(trainer.abstract_state.params):
+    raise UserError(
+      f"{key}={path} has a model of other shapes: set the model's keys as there, or write {key}="
+    )
+  dtype = trainer.cfg.model.weight_dtype
+  return jax.tree.map(lambda leaf: leaf.astype(dtype), weights.read(other))
 
 
 def open_weights_of(folder: ModelFolder, like: Trainer) -> tuple[ModelWeights, Trainer]:
@@ -66,9 +76,7 @@ def open_weights_of(folder: ModelFolder, like: Trainer) -> tuple[ModelWeights, T
   weights = WEIGHT_FORMATS[folder.format](folder.path)
   sections = {"phasing": PhasesConfig(), "training": TrainingConfig()}
   cfg = dataclasses.replace(like.cfg, model=weights.model, **sections)
-  validate(_without_drafts(cfg), dict.fromkeys(DEFAULTS, str(folder.path)), needs_data=False)
+  without_drafts = dataclasses.replace(weights.model, num_draft_heads=0)  # as no phase trains them
+  checked = dataclasses.replace(cfg, model=without_drafts)
+  validate(checked, dict.fromkeys(DEFAULTS, str(folder.path)), needs_data=False)
   return weights, build_trainer(cfg, list(like.mesh.devices.flat))
-
-
-def _without_drafts(cfg: Config) -> Config:
-  return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_draft_heads=0))

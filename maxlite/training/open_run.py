@@ -34,6 +34,7 @@ from maxlite.metrics.writers import (
   read_rows,
 )
 from maxlite.training.callbacks import Callback, CallbackContext
+from maxlite.training.model_weights import read_parameters
 from maxlite.training.objective import Objective
 from maxlite.training.saved_run import run_folder, token_cache
 from maxlite.training.state import TrainState, averaged_params
@@ -133,7 +134,8 @@ def restore(
 def first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:
   """The state before the first step of this process."""
   if restored is None:
-    return trainer.init_state()
+    path = trainer.cfg.checkpoint.load_parameters_path
+    return trainer.init_state(read_parameters(trainer) if path else None)
   state, data_state, step = restored
   if data_state is None:
     console.print("starting from the weights of step 0, with a new optimizer state")

@@ -110,6 +110,11 @@ class CheckpointConfig:
     False,
     "Save and always keep the checkpoint with the lowest held-out loss (of averages, if any).",
   )
+  load_parameters_path: str = field(
+    "",
+    "Run folder or Hugging Face folder with whose parameters a new run starts, or all members of "
+    "a new ensemble; empty: none.",
+  )
   load_checkpoint: str = field(
     "latest",
     "Checkpoint that is evaluated, served or exported; `best`: that with the lowest held-out loss.",

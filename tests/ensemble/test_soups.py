@@ -1,0 +1,121 @@
+"""Soups: exact means, the greedy rule, the halves of held-out data, and export."""
+
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import maxlite
+from maxlite.api.train_function import to_arguments
+from maxlite.config import UserError, load_config
+from maxlite.data.batch import Batch
+from maxlite.ensemble import __main__ as command
+from maxlite.ensemble.ensemble_run import train_ensemble
+from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.soups import greedy_soup, mean_of_arrays, score_soups
+from maxlite.hf.hf_config import model_keys
+
+WEIGHTS = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures" / "llama"
+KEYS = [
+  *to_arguments(model_keys(WEIGHTS)[1]),
+  *("dataset_type=synthetic", "max_target_length=8", "steps=2", "eval_steps=4", "log_period=1"),
+  *("enable_tensorboard=false", "jax_cache_dir=", "run_name=soups", "global_batch_size=8"),
+  *("scan_unroll=1", "ici_ensemble_parallelism=-1", "ici_fsdp_parallelism=1"),
+  *("ensemble_strategy=fused", f"load_parameters_path={WEIGHTS}"),
+]
+
+
+def test_the_mean_is_summed_in_float32_and_rounded_once():
+  draw = np.random.default_rng(0)
+  wide = [draw.standard_normal((3, 5)).astype(np.float32) for _ in range(3)]
+  expected = (wide[0] + wide[1] + wide[2]) / np.float32(3)
+  np.testing.assert_array_equal(mean_of_arrays(*wide), expected)
+  narrow = [x.astype(ml_dtypes.bfloat16) for x in wide]
+  total = sum((x.astype(np.float32) for x in narrow[1:]), narrow[0].astype(np.float32))
+  mean = mean_of_arrays(*narrow)
+  assert mean.dtype == ml_dtypes.bfloat16
+  np.testing.assert_array_equal(mean, (total / np.float32(3)).astype(ml_dtypes.bfloat16))
+
+
+def test_greedy_adds_members_by_loss_and_keeps_those_that_do_not_raise_it():
+  means = {(1,): 1.0, (1, 3): 0.9, (1, 3, 0): 0.95, (1, 3, 2): 0.9}
+  asked = []
+
+  def nll_of(members):
+    asked.append(tuple(members))
+    return means[tuple(members)]
+
+  assert greedy_soup([3.0, 1.0, 4.0, 2.0], nll_of) == [1, 3, 2]
+  assert asked == [(1, 3), (1, 3, 0), (1, 3, 2)]
+
+
+def batches_of(targets):
+  for target in targets:
+    ones = np.ones((1, 2), np.int32)
+    yield Batch(ones, ones * target, ones, ones, np.ones((1, 2), np.float32))
+
+
+def test_members_are_chosen_on_every_other_batch_and_scored_on_the_rest():
+  # Member n predicts token n; batches alternate between tokens 1 and 0.
+  params = {name: np.float32(np.eye(3)[n]) for n, name in enumerate("abc")}
+  log_prob = lambda x: jax.nn.log_softmax(3 * jax.numpy.broadcast_to(x, (1, 2, 3)))
+
+  def evaluate(state, batch):
+    nll = -log_prob(state.params)[0, 0, batch.targets_BT[0, 0]]
+    return {"nll": 2 * nll, "weight": 2}
+
+  predict = lambda state, batch: log_prob(state.params)
+  program = MemberProgram("", 0, None, None, predict, evaluate)
+  score = lambda targets: score_soups(program, params, lambda: batches_of(targets), np.ones(3))
+  scores = score([1, 0, 1, 0])
+  assert list(scores) == ["uniform soup", "greedy soup of b"]
+  expected = -jax.nn.log_softmax(3 * params["b"])[0]
+  np.testing.assert_allclose(scores["greedy soup of b"]["nll"], expected, rtol=1e-6)
+  np.testing.assert_allclose(scores["uniform soup"]["nll"], np.log(3), rtol=1e-6)
+  assert list(score([1])) == ["uniform soup"]  # nothing is left to score a choice on
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """(folder, console output) of members that start from the weights of one run."""
+  root = tmp_path_factory.mktemp("soups")
+  keys = [*KEYS, f"base_output_directory={root}"]
+  members = "[{name: slow, learning_rate: 1e-4}, {name: fast}, {name: still, learning_rate: 0}]"
+  assert train_ensemble(load_config([*keys, f"members={members}"])) == 0
+  return root / "soups"
+
+
+def params_of(folder):
+  return jax.device_get(maxlite.load(folder)[1])
+
+
+def test_members_start_from_the_loaded_parameters(trained):
+  first, still = params_of(WEIGHTS), params_of(trained / "members" / "still")
+  jax.tree.map(np.testing.assert_array_equal, still, first)
+
+
+def test_a_soup_is_exported_bitwise_and_is_on_the_leaderboard(trained):
+  names = "slow,fast,still"
+  assert command.main(["export", str(trained), f"member={names}", "run_name=soup"]) == 0
+  soup = params_of(trained.parent / "soup")
+  members = [params_of(trained / "members" / name) for name in ("slow", "fast", "still")]
+  mean = lambda a, b, c: (a + b + c) / np.float32(3)
+  jax.tree.map(np.testing.assert_array_equal, soup, jax.tree.map(mean, *members))
+  leaderboard = (trained / "leaderboard.md").read_text()
+  assert "| uniform soup " in leaderboard
+  assert "| greedy soup of " in leaderboard
+
+
+def test_a_soup_of_an_unknown_member_is_one_line(trained, capsys):
+  with pytest.raises(SystemExit):
+    command.main(["export", str(trained), "member=slow,none"])
+  assert "has no member none" in capsys.readouterr().err
+
+
+def test_parameters_of_other_shapes_are_one_line(trained):
+  keys = [*KEYS, "base_mlp_dim=64", "ensemble_strategy=auto"]
+  keys += ["ici_ensemble_parallelism=1", "ici_fsdp_parallelism=-1"]
+  with pytest.raises(UserError, match="has a model of other shapes"):
+    maxlite.train(load_config([*keys, f"base_output_directory={trained.parent}/other"]))
