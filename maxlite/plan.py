@@ -11,6 +11,7 @@ import sys
 from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.command_line import USAGE
 from maxlite.planning.topology import parse_topology
+from maxlite.training.model_folder import check_model_folders
 
 PHASES, ESTIMATE = "phases", "estimate"
 _USAGE = f"""{USAGE}
@@ -30,10 +31,11 @@ COMPILE_ONLY_ENV = {
 def main() -> int:
   arguments = [argument for argument in sys.argv[1:] if argument not in (PHASES, ESTIMATE)]
   cfg = main_config(arguments, "maxlite.plan", needs_data=False, usage=_USAGE)
-  if name := cfg.plan.compile_topology:
-    with exit_on_user_error("maxlite.plan"):
+  with exit_on_user_error("maxlite.plan"):
+    check_model_folders(cfg)
+    if name := cfg.plan.compile_topology:
       parse_topology(name, cfg.plan.compile_topology_num_slices)
-    os.environ.update(COMPILE_ONLY_ENV)
+      os.environ.update(COMPILE_ONLY_ENV)
   # Importing JAX reads the environment, and is slow: only after the command line is validated.
   from maxlite.planning.plan_run import run_phase_plan, run_plan
 

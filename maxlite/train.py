@@ -4,7 +4,7 @@ import sys
 
 from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.schema import flatten
-from maxlite.training.model_folder import model_folders, teacher_folders
+from maxlite.training.model_folder import check_model_folders
 from maxlite.training.saved_run import run_folder
 
 
@@ -17,8 +17,7 @@ def main() -> int:
     from maxlite.training.resumed_data import check_resumed_data  # imports NumPy
 
     check_resumed_data(cfg, folder)
-    teacher_folders(cfg)
-    model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)
+    check_model_folders(cfg)
   # Imports JAX: only after the command line is checked.
   from maxlite.training.multi_host import join_hosts
 

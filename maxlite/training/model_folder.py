@@ -72,3 +72,9 @@ def teacher_folders(cfg: Config) -> list[ModelFolder]:
         "a student needs the vocabulary of its teacher; write the same tokenizer and vocab_size"
       )
   return folders
+
+
+def check_model_folders(cfg: Config) -> None:
+  """Raise UserError if a folder whose parameters the run reads is missing or of another model."""
+  teacher_folders(cfg)
+  model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)

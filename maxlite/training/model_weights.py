@@ -12,12 +12,16 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved
 from maxlite.config.errors import UserError
+from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import WEIGHT_FORMATS
 from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingConfig, build
 from maxlite.config.validation import validate
 from maxlite.layers.lora import add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
+from maxlite.optim.partition import ALL_PARAMETERS
+from maxlite.phases.phase_plan import PhasePlan
 from maxlite.training.model_folder import ModelFolder, model_folders
+from maxlite.training.state import averaged_params, init_state
 from maxlite.training.trainer import Trainer, build_trainer
 
 
@@ -30,6 +34,10 @@ class ModelWeights(abc.ABC):
   def read(self, trainer: Trainer) -> Any:
     """The parameters, sharded as those of `trainer`, which is of the same model."""
 
+  def read_averages(self, trainer: Trainer) -> Any:
+    """The moving averages of the parameters if the folder has them, otherwise the parameters."""
+    return self.read(trainer)
+
 
 class RunWeights(ModelWeights):
   """A run folder: the parameters of its latest checkpoint."""
@@ -40,9 +48,25 @@ class RunWeights(ModelWeights):
     self.model = self._cfg.model
 
   def read(self, trainer: Trainer) -> Any:
+    return self._restore({"params": trainer.abstract_state.params})["params"]
+
+  def read_averages(self, trainer: Trainer) -> Any:
+    params, phasing = trainer.abstract_state.params, self._cfg.phasing
+    if not self._cfg.training.ema_decay:
+      return self.read(trainer)
+    trained = ALL_PARAMETERS
+    if phasing.phases:
+      trained = PhasePlan(phases_of(self._cfg), initial_phases_of(self._cfg), params).trained
+    averaged = trained.split(params)[0]
+    ema = jax.eval_shape(lambda: init_state(None, None, None, averaged=averaged).ema)
+    place = lambda like, leaf: like.update(sharding=leaf.sharding)
+    parts = self._restore({"params": params, "ema": jax.tree.map(place, ema, averaged)})
+    return averaged_params(trainer.abstract_state.replace(**parts))
+
+  def _restore(self, parts: dict[str, Any]) -> dict[str, Any]:
     directory = self._folder.checkpoints
     checkpoints = Checkpoints(self._cfg.checkpoint, directory, print_to_stderr)
-    return checkpoints.restore_parts({"params": trainer.abstract_state.params})[0]["params"]
+    return checkpoints.restore_parts(parts)[0]
 
 
 def read_parameters(trainer: Trainer) -> Any:

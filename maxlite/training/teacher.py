@@ -39,7 +39,7 @@ class FrozenModels:
   def params(self) -> tuple:
     models = zip(self.weights, self.trainers, strict=True)
     with report_wait("reading the teacher"):
-      return tuple(weights.read(trainer) for weights, trainer in models)
+      return tuple(weights.read_averages(trainer) for weights, trainer in models)
 
   @functools.cached_property
   def identity(self) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_convert import FIXTURES
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, take_steps, uneven_batch
-from tiny_run import last_manifest, logged, parameter_hash, snapshot, start
+from tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
 
-from maxlite.checkpoint.checksum import leaves_by_path
+from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
 from maxlite.checkpoint.chunked_array import ChunkedArray, whole
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config import save_resolved
@@ -23,6 +23,7 @@ from maxlite.training.cross_entropy import teacher_sums
 from maxlite.training.distill_loss import DISTILL
 from maxlite.training.loss import Sums
 from maxlite.training.model_folder import teacher_folders
+from maxlite.training.open_run import open_weights
 from maxlite.training.trainer import build_trainer
 
 WIDTHS = (8, 8, 12)  # of the student and of two teachers
@@ -214,6 +215,16 @@ def test_a_hugging_face_folder_teaches(folder):
   )
   trainer = build_trainer(cfg)
   assert trainer.teacher.trainers[0].cfg.model.decoder_block == "mixtral"
+  assert "distill_loss" in trainer.lower_step().out_info[1]
+
+
+def test_a_run_with_moving_averages_teaches_by_them(folder):
+  keys = SMALL | {"steps": 2, "ema_decay": 0.5}
+  assert start(folder, **keys)[0] == 0
+  _, params, averages, _ = open_weights(config_of(**keys_in(folder, **keys)))
+  (taught,) = student_of(folder / "run", "", 1, **SMALL, per_device_batch_size=ROWS).teacher.params
+  jax.tree.map(np.testing.assert_array_equal, taught, averages)
+  assert tree_hash(params) != tree_hash(averages)
 
 
 @pytest.mark.parametrize(
