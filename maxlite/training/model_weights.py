@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
@@ -21,7 +22,7 @@ from maxlite.metrics.waits import print_to_stderr
 from maxlite.optim.partition import ALL_PARAMETERS
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.training.model_folder import ModelFolder, model_folders
-from maxlite.training.state import averaged_params, init_state
+from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
 
@@ -57,10 +58,9 @@ class RunWeights(ModelWeights):
     trained = ALL_PARAMETERS
     if phasing.phases:
       trained = PhasePlan(phases_of(self._cfg), initial_phases_of(self._cfg), params).trained
-    averaged = trained.split(params)[0]
-    ema = jax.eval_shape(lambda: init_state(None, None, None, averaged=averaged).ema)
-    place = lambda like, leaf: like.update(sharding=leaf.sharding)
-    parts = self._restore({"params": params, "ema": jax.tree.map(place, ema, averaged)})
+    wide = lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+    ema = jax.tree.map(wide, trained.split(params)[0])
+    parts = self._restore({"params": params, "ema": ema})
     return averaged_params(trainer.abstract_state.replace(**parts))
 
   def _restore(self, parts: dict[str, Any]) -> dict[str, Any]:
