@@ -30,7 +30,7 @@ SHAPES = {
   "deepseek2-16b": (2048, 16, 16, 192, 128, {}),
   "gemma2-9b": (8192, 16, 8, 256, 256, {"window": 4096, "soft_cap": 50.0}),
   "gpt-oss-20b": (8192, 64, 8, 64, 64, {"window": 128, "sinks": True}),
-  "gemma3-4b": (1536, 8, 4, 256, 256, {"window": 1024}),
+  "gemma3-4b": (8192, 8, 4, 256, 256, {"window": 1024}),
   "float32": (2048, 2, 2, 256, 256, {"dtype": "float32", "soft_cap": 50.0, "sinks": True}),
 }
 

@@ -41,7 +41,7 @@ def compile_to_three_kernels(chips, shapes):
 def test_the_plan_counts_the_blocks_that_are_visited():
   (report,) = compile_to_three_kernels(["v5p"], ["small"])
   num_positions, num_heads, _, key_channels, value_channels, _ = SHAPES["small"]
-  block, visited = num_positions // 6, 6 + 5  # the window reaches one block before the diagonal
+  block, visited = num_positions // 18, 18 + 17  # the window reaches one block before the diagonal
   per_score = 5 * key_channels + 4 * value_channels  # two products forward, seven backward
   assert report["flops"] == 2 * visited * block**2 * num_heads * per_score
 

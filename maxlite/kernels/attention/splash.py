@@ -23,6 +23,7 @@ _LANES = 128  # of a vector register: blocks are multiples of it
 # v4, v5e or v5p (tests/kernels/splash_compiles.py).
 _NARROW_BYTES, _LARGE_BLOCK, _BLOCK = 384, 1024, 512
 _LONG = 8  # large blocks in a sequence from which the hidden scores of diagonal blocks are few
+_WINDOW_BLOCKS = 4  # blocks in a window at least, so that few hidden scores are computed beside it
 
 
 def attention(
@@ -53,7 +54,7 @@ def attention(
   )
   query_bytes = max(q_BTHC.shape[3], v_BSGC.shape[3]) * q_BTHC.dtype.itemsize
   score_shape = q_BTHC.shape[2], num_queries + missing, num_keys + missing
-  block = _block(*score_shape[1:], query_bytes)
+  block = _block(*score_shape[1:], query_bytes, mask.window)
   kernel = _build_kernel(score_shape, mask, block, soft_cap, interpret)
   q_BTHC = (q_BTHC * scale).astype(q_BTHC.dtype)
   with jax.numpy_dtype_promotion("standard"):  # the kernels mix types
@@ -102,8 +103,10 @@ def _cut(info, num_shards: int, shard: int | jax.Array):
   return info._replace(**by_block, q_sequence=cut(info.q_sequence, 0))
 
 
-def _block(num_queries: int, num_keys: int, query_bytes: int) -> int:
+def _block(num_queries: int, num_keys: int, query_bytes: int, window: int | None) -> int:
   """The largest multiple of 128 that fits and divides the number of queries."""
   is_large = query_bytes <= _NARROW_BYTES and num_keys >= _LONG * _LARGE_BLOCK
   largest = _LARGE_BLOCK if is_large else _BLOCK
+  if window is not None:
+    largest = max(min(largest, window // _WINDOW_BLOCKS), _LANES)
   return max(n for n in range(_LANES, largest + 1, _LANES) if num_queries % n == 0)
