@@ -1,4 +1,6 @@
-"""Asynchronous successive halving (ASHA): early stopping of members by their loss at equal steps.
+"""Successive halving: early stopping of members by their loss at equal steps.
+
+A rung waits for all remaining members, unlike ASHA, from which rungs and factor are taken.
 
 Sources: Jamieson and Talwalkar, Non-stochastic best arm identification and hyperparameter
 optimization (2016); Li et al., A system for massively parallel hyperparameter tuning (2020), for

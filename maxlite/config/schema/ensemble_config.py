@@ -59,11 +59,11 @@ class EnsembleConfig:
   )
   asha_reduction_factor: int = field(
     0,
-    "Reduction factor of asynchronous successive halving (ASHA's eta): at each rung one in this "
-    "many members continues, and the next rung has this many times the steps. 0: no halving.",
+    "Reduction factor of successive halving (ASHA's eta): at each rung one in this many members "
+    "continues, and the next rung has this many times the steps. 0: no halving.",
     low=0,
   )
-  asha_min_steps: int = field(100, "Steps before the first rung of ASHA.", low=1)
+  asha_min_steps: int = field(100, "Steps before the first rung of halving.", low=1)
   pbt_period: int = field(
     0,
     "Population-based training (PBT): every this many steps all members are evaluated and saved, "
