@@ -3,7 +3,9 @@
 docs/performance.md has their effect. Without them XLA:TPU starts a collective and waits for it.
 """
 
+import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -33,8 +35,7 @@ def compiler_options(device: jax.Device, platform: str, overrides: Mapping) -> O
   Raises:
     UserError: the compiler refuses an option in `overrides`.
   """
-  parsed = {"true": True, "false": False}
-  own = {name: parsed.get(value, value) for name, value in overrides.items()}
+  own = {name: _parse(value) for name, value in overrides.items()}
   options, place = PLATFORM_OPTIONS.get(platform, {}) | own, SingleDeviceSharding(device)
   while options:
     try:
@@ -46,7 +47,18 @@ def compiler_options(device: jax.Device, platform: str, overrides: Mapping) -> O
       if refused is None or refused in overrides:
         raise UserError(f"compiler_options: {refusal}; see the options of this XLA") from error
       del options[refused]
+    except (TypeError, ValueError) as error:  # the value's type is not the option's
+      raise UserError(f"compiler_options: {own} has a value of a wrong type") from error
   return options
+
+
+def _parse(value: Any) -> Any:
+  """The boolean or number that a text spells, or the value itself."""
+  if isinstance(value, str):
+    for convert in ({"true": True, "false": False}.__getitem__, int, float):
+      with contextlib.suppress(KeyError, ValueError):
+        return convert(value)
+  return value
 
 
 def describe_options(options: Options, platform: str) -> list[str]:
