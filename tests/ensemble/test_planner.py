@@ -11,7 +11,7 @@ from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.engines.stacked import VmapEngine
 from maxlite.ensemble.engines.step_cost import program_cost
-from maxlite.ensemble.engines.submesh import assign_lpt, split_devices
+from maxlite.ensemble.engines.submesh import SubmeshEngine, assign_lpt, split_devices
 from maxlite.ensemble.member_program import MemberProgram
 
 BATCH = np.ones((4, 3), np.float32)
@@ -71,6 +71,25 @@ def test_cost_on_a_mesh_is_of_all_its_devices():
     assert cost.total.flops == 2 * 16 * 3 * 2
     assert cost.on_device.flops == cost.total.flops / 8
     assert cost.total.operations == 8 * cost.on_device.operations > 0
+
+
+def test_a_sub_mesh_builds_each_member_once_on_its_own_devices():
+  step = lambda state, batch: (state, {"loss": jnp.sum(batch @ state)})
+  program = MemberProgram("m", 0, lambda seed: jnp.zeros((3, 2)), step, step)
+  built = []
+
+  def build(z, devices):
+    built.append((z, tuple(devices)))
+    return program
+
+  request = EngineRequest(4, build, jax.ShapeDtypeStruct((16, 3), jnp.float32), jax.devices())
+  assert len(request.costs) == 4
+  built.clear()
+  SubmeshEngine(request)
+  members, parts = zip(*built, strict=True)
+  assert members == (0, 1, 2, 3)
+  assert len(set(parts)) == 4
+  assert sum(map(len, parts)) == len(set().union(*parts))
 
 
 def test_many_small_members_of_one_shape_are_stacked():
