@@ -212,7 +212,7 @@ def test_a_path_that_looks_like_a_pattern_is_an_error(folder):
     (folder / str(rank)).mkdir(parents=True)
   for code, line in Apart(folder, **SHORT | {"run_name": "run[1]"}).ends():
     assert code in (2, EXIT_PEER_LOST)
-    assert "whose path has one of *?[ in it" in line
+    assert "to a path that contains one of *?[: choose another" in line
 
 
 def test_an_error_on_one_host_is_reported_on_all(folder):
@@ -223,15 +223,6 @@ def test_an_error_on_one_host_is_reported_on_all(folder):
   for code, line in Apart(folder, **SHORT | data).ends():
     assert code in (2, EXIT_PEER_LOST)
     assert "text.txt" in line
-
-
-def test_an_ensemble_with_multiple_processes_is_an_error(folder):
-  members = {"members": "[{learning_rate: 1e-3}, {}]"}
-  for rank in range(2):
-    (folder / str(rank)).mkdir(parents=True)
-  for code, line in Apart(folder, **SHORT | members).ends():
-    assert code in (2, EXIT_PEER_LOST)
-    assert "an ensemble is trained by one process, and this run has 2" in line
 
 
 COUNT = """
