@@ -2,6 +2,7 @@
 
 import shutil
 
+import jax
 import pytest
 from tiny import fast_compilation
 from tiny_run import start
@@ -38,3 +39,13 @@ def folder(runs_folder, request):
 def copy(finished, folder):
   """A copy of the finished run, which the test may damage."""
   return shutil.copytree(finished[0], folder)
+
+
+@pytest.fixture
+def optimized():
+  """Compiles with XLA's optimizations, which tests of compiled programs need."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.values[name]
+  jax.config.update(name, False)
+  yield
+  jax.config.update(name, before)

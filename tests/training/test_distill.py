@@ -166,16 +166,7 @@ def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient():
   np.testing.assert_allclose(gradients["w"], 0, atol=1e-4)
 
 
-@pytest.fixture
-def _optimized():
-  name = "jax_disable_most_optimizations"
-  before = jax.config.values[name]
-  jax.config.update(name, False)
-  yield
-  jax.config.update(name, before)
-
-
-@pytest.mark.usefixtures("_optimized")
+@pytest.mark.usefixtures("optimized")
 def test_the_step_has_no_backward_pass_of_the_teacher(teacher):
   keys = SMALL | {"teacher_members": "[dense]", "logits_chunk_tokens": 2 * ROWS * LENGTH}
   trainer = student_of(teacher, "", 1, **keys, per_device_batch_size=ROWS)

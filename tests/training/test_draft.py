@@ -297,16 +297,7 @@ def test_draft_heads_do_not_change_other_initial_parameters(replicated):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(without.params), params)
 
 
-@pytest.fixture
-def _optimized():
-  name = "jax_disable_most_optimizations"
-  before = jax.config.values[name]
-  jax.config.update(name, False)
-  yield
-  jax.config.update(name, before)
-
-
-@pytest.mark.usefixtures("_optimized")
+@pytest.mark.usefixtures("optimized")
 def test_match_phase_has_no_backward_pass_of_the_trunk():
   """Besides the trunk's forward matmuls, it has only those of the heads and the logits."""
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
