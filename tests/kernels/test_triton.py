@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.kernels.grouped_matmul import triton
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
+from maxlite.kernels.stated_cost import parse_stated_cost
 from maxlite.sharding.collectives import pvary
 
 # JAX 0.12 warns whenever it lowers such a kernel.
@@ -88,7 +89,7 @@ def lowered_text(num_rows, num_groups, row_dtype, tiles=DEFAULT_TILES):
     traced = jax.jit(
       lambda x, w, sizes, dy: value_and_gradients(lambda x, w: multiply(x, w, sizes), x, w, dy)
     ).trace(*arguments)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
 
 
 @pytest.mark.smoke
@@ -98,6 +99,15 @@ def test_lowers_to_three_triton_kernels_with_check_vma(row_dtype):
   assert text.count("__gpu$xla.gpu.triton") == 3
   assert "stablehlo.dot_general" not in text
   assert text.count('"stablehlo.all_reduce"') == 1  # for the gradient of the shared weight
+  costs = list(map(parse_stated_cost, re.findall('"([^"]*)/pallas_call"', text)))
+  assert [cost.flops for cost in costs] == [2 * 4096 * 256 * 384] * 3
+  size = jnp.dtype(row_dtype).itemsize
+  row, weight = 4096 * size, 16 * 256 * 384
+  assert sorted((cost.row_bytes, cost.fixed_bytes) for cost in costs) == [
+    (row * 256, row * 384 + weight * size),  # reads x, writes y
+    (row * 384, row * 256 + weight * size),  # reads dy, writes dx
+    (row * (256 + 384), weight * 4),  # reads both, writes dw
+  ]
 
 
 def num_programs(num_groups, tiles):

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.kernels.attention import reference, triton
 from maxlite.kernels.attention.reference import AttentionMask
+from maxlite.kernels.stated_cost import parse_stated_cost
 from maxlite.sharding.collectives import pvary
 
 # JAX 0.12 warns whenever it lowers such a kernel.
@@ -107,9 +109,26 @@ def all_results(segment_BT, do_BTHC, *operands, shard=lambda function: function,
   return value_and_gradients(attention, do_BTHC, *operands)
 
 
+@pytest.mark.parametrize("window", [None, 1, 65, 128])
+@pytest.mark.parametrize(
+  ("num_rows", "blocks"), [(512, (128, 64)), (512, (32, 128)), (300, (64, 64))]
+)
+def test_the_stated_cost_counts_the_blocks_of_scores_that_are_visited(num_rows, blocks, window):
+  segment_BT = np.ones((1, num_rows), np.int32)
+  options = triton._KernelOptions(1.0, 0.0, window, False, False)
+  rows = triton._Rows(np.zeros(1, np.int32), segment_BT, segment_BT)
+  blocks = triton._Blocks(*blocks)
+  visited = np.asarray(triton._overlap(options, rows, blocks)).sum() * blocks.q * blocks.k
+  shape = triton._Shape(num_rows, num_rows, 1, (), (), blocks)
+  assert triton._num_scores(shape, window) == visited
+  assert triton._num_scores(shape._replace(T=num_rows // 4), window) == visited / 4
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_lowers_to_three_triton_kernels_with_check_vma(dtype):
+@pytest.mark.parametrize(
+  ("dtype", "num_scores"), [(jnp.bfloat16, 18 * 128 * 64), (jnp.float32, 90 * 32 * 32)]
+)
+def test_lowers_to_three_triton_kernels_with_check_vma(dtype, num_scores):
   """Forward and backward pass on eight shards with shared sinks, for an H200."""
   mesh = abstract_mesh()
   split = P("data")
@@ -123,12 +142,21 @@ def test_lowers_to_three_triton_kernels_with_check_vma(dtype):
   run = functools.partial(all_results, shard=shard, window=100, soft_cap=50.0)
   arguments = structs(lambda *spec: NamedSharding(mesh, P(*spec)), dtype, 640, 8, 2, 192, 128)
   with jax.sharding.use_abstract_mesh(mesh):
-    text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+  text = lowered.as_text(debug_info=True)
   assert text.count("__gpu$xla.gpu.triton") == 3
   assert "stablehlo.dot_general" not in text
   assert text.count('"stablehlo.all_reduce"') == 1  # for the gradient of the shared sinks
+  costs = {kernel: parse_stated_cost(scopes) for scopes, kernel in KERNEL.findall(text)}
+  products = {"forward": 192 + 128, "dq": 2 * 192 + 128, "dkv": 2 * 192 + 2 * 128}
+  flops = {kernel: 2 * 8 * num_scores * channels for kernel, channels in products.items()}
+  assert {kernel: cost.flops for kernel, cost in costs.items()} == flops
+  # Queries, keys, values and results, and arrays without channels.
+  moved = 640 * (8 * (192 + 128) + 2 * (192 + 128)) * jnp.dtype(dtype).itemsize
+  assert moved < costs["forward"].fixed_bytes < 1.02 * moved
 
 
+KERNEL = re.compile(r'"([^"]*)/(\w+)_kernel/pallas_call')
 # A GpuTargetConfigProto in text form, from XLA's sources.
 TARGET_CONFIG = os.environ.get("MAXLITE_GPU_TARGET_CONFIG", "")
 # Positions, query heads, key/value heads, channels of keys and of values, further options.

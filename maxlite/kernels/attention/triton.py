@@ -11,6 +11,7 @@ Source: Dao, FlashAttention-2 (2023), section 3.1.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax.experimental.pallas import triton as plt
 
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, PartialAttention
 from maxlite.kernels.numerics import accumulator_dtype, ceil_div
+from maxlite.kernels.stated_cost import StatedCost, stated_cost
 from maxlite.kernels.triton_blocks import Range, block_dot, load, shape_like, store
 
 _LOG2_E = math.log2(math.e)
@@ -109,8 +111,8 @@ def _compute(options: _KernelOptions, operands: _Operands, rows: _Rows) -> list[
   o_shape = shape_like(q_BTHC, (*q_BTHC.shape[:3], v_BSGC.shape[3]), q_BTHC.dtype)
   sum_dtype = accumulator_dtype(q_BTHC.dtype)
   lse_shape = shape_like(q_BTHC, (num_seqs, num_heads, num_queries), sum_dtype)
-  call = _build_call(_forward_kernel, options, shape, grid, (o_shape, lse_shape))
-  return call(ranges_BI2, *rows, *operands)
+  arrays = ranges_BI2, *rows, *operands
+  return _call(_forward_kernel, options, shape, grid, arrays, (o_shape, lse_shape))
 
 
 def _backward(options: _KernelOptions, residuals, do_BTHC):
@@ -126,13 +128,13 @@ def _backward(options: _KernelOptions, residuals, do_BTHC):
   shape = _shape(operands, _Blocks(128, 32) if is_narrow else _Blocks(32, 32))
   ranges_BI2 = _block_ranges(_overlap(options, rows, shape.blocks))
   grid = (ceil_div(num_queries, shape.blocks.q), num_heads, num_seqs)
-  call = _build_call(_dq_kernel, options, shape, grid, (like(q_BTHC),))
-  (dq_BTHC,) = call(ranges_BI2, *arrays)
+  inputs = ranges_BI2, *arrays
+  (dq_BTHC,) = _call(_dq_kernel, options, shape, grid, inputs, (like(q_BTHC),))
   shape = _shape(operands, _Blocks(32, 128) if is_narrow else _Blocks(32, 32))
   ranges_BJ2 = _block_ranges(_overlap(options, rows, shape.blocks).swapaxes(1, 2))
   grid = (ceil_div(k_BSGC.shape[1], shape.blocks.k), k_BSGC.shape[2], num_seqs)
-  call = _build_call(_dkv_kernel, options, shape, grid, (like(k_BSGC), like(v_BSGC)))
-  dk_BSGC, dv_BSGC = call(ranges_BJ2, *arrays)
+  inputs, results = (ranges_BJ2, *arrays), (like(k_BSGC), like(v_BSGC))
+  dk_BSGC, dv_BSGC = _call(_dkv_kernel, options, shape, grid, inputs, results)
   dsink_BHT = -jnp.exp(sink_H.astype(sum_dtype)[None, :, None] - lse_BHT) * mean_BHT
   dsink_H = dsink_BHT.sum((0, 2)).astype(sink_H.dtype)
   return _Operands(dq_BTHC, dk_BSGC, dv_BSGC, dsink_H), None
@@ -368,22 +370,51 @@ def _split_channels(num_channels: int) -> tuple[Range, ...]:
   return tuple(ranges)
 
 
-def _build_call(
-  kernel, options: _KernelOptions, shape: _Shape, grid: tuple[int, ...], out_shape: tuple
-):
-  """The kernel as a function of arrays, with as many pipeline stages as shared memory holds."""
-  channels = sum(c.size for c in (*shape.key_channels, *shape.value_channels))
+def _call(
+  kernel: Callable, options: _KernelOptions, shape: _Shape, grid: tuple[int, ...], arrays, results
+) -> list[jax.Array]:
+  """The kernel's results, with as many pipeline stages as shared memory holds."""
+  num_channels = sum(c.size for c in (*shape.key_channels, *shape.value_channels))
   streamed = min(shape.blocks)
-  stage_bytes = streamed * channels * out_shape[0].dtype.itemsize
+  stage_bytes = streamed * num_channels * results[0].dtype.itemsize
   params = plt.CompilerParams(
-    num_warps=8 if max(shape.blocks) * channels >= 128 * 256 else 4,
+    num_warps=8 if max(shape.blocks) * num_channels >= 128 * 256 else 4,
     num_stages=min(max(_STAGE_BYTES // stage_bytes, 1), 3),
   )
-  return pl.pallas_call(
+  call = pl.pallas_call(
     functools.partial(kernel, options=options, shape=shape),
     grid=grid,
-    out_shape=out_shape,
+    out_shape=results,
     compiler_params=params,
     interpret=options.interpret,
     name=kernel.__name__.strip("_"),
   )
+  with stated_cost(_cost(kernel, options.window, shape, arrays, results)):
+    return call(*arrays)
+
+
+# Products of a block of queries with a block of keys: how many sum over, or produce, the channels
+# of the keys, and how many those of the values.
+_PRODUCTS = {_forward_kernel: (1, 1), _dq_kernel: (2, 1), _dkv_kernel: (2, 2)}
+
+
+def _cost(kernel: Callable, window: int | None, shape: _Shape, arrays, results) -> StatedCost:
+  """The cost of all programs; blocks that several of them read stay in the L2 cache."""
+  num_seqs, _, num_heads, _ = arrays[4].shape
+  channels = (sum(c.size for c in each) for each in (shape.key_channels, shape.value_channels))
+  summed = sum(map(math.prod, zip(_PRODUCTS[kernel], channels, strict=True)))
+  flops = 2 * num_seqs * num_heads * _num_scores(shape, window) * summed
+  num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*arrays, *results))
+  return StatedCost(flops, 0, num_bytes)
+
+
+def _num_scores(shape: _Shape, window: int | None) -> float:
+  """Scores of a head in the blocks that are visited if a sequence is one document.
+
+  Queries count as spread evenly over the keys, as all those of a context axis are.
+  """
+  (q, k), reach, num_blocks = shape.blocks, window or shape.S, 0
+  for first in range(0, shape.S, q):
+    last = min(first + q, shape.S) - 1
+    num_blocks += last // k - max(first - reach + 1, 0) // k + 1
+  return num_blocks * q * k * shape.T / shape.S

@@ -8,6 +8,7 @@ but weights are converted to the type of the rows.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from maxlite.config.errors import UserError
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import Tile, Tiles
 from maxlite.kernels.numerics import accumulator_dtype, ceil_div
+from maxlite.kernels.stated_cost import StatedCost, stated_cost
 from maxlite.kernels.triton_blocks import Range, block_dot, load, shape_like, store
 
 _STRIPE = 16  # tiles; concurrent programs share the operands of a stripe in the L2 cache
@@ -60,7 +62,11 @@ def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile: Tile | None, transpose: boo
   num_programs = tiles_T3.shape[0] * ceil_div(num_out, block.n)
   shape = shape_like(x_MD, (num_rows, num_out), x_MD.dtype)
   call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
-  return call(tiles_T3, x_MD, w_GDF.astype(x_MD.dtype))
+  w_GDF = w_GDF.astype(x_MD.dtype)
+  # Blocks that several programs read stay in the L2 cache; rows past the last group are written.
+  written_bytes = num_rows * num_out * x_MD.dtype.itemsize
+  with stated_cost(StatedCost(2 * x_MD.size * num_out, x_MD.nbytes, w_GDF.nbytes + written_bytes)):
+    return call(tiles_T3, x_MD, w_GDF)
 
 
 def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, interpret: bool):
@@ -74,7 +80,10 @@ def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, in
   num_programs = num_groups * ceil_div(num_in, block.m) * ceil_div(num_out, block.n)
   shape = shape_like(x_MD, (num_groups, num_in, num_out), dtype)
   call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
-  return call(groups_G3[largest_first_G], x_MD, dy_MF)
+  written_bytes = math.prod(shape.shape) * shape.dtype.itemsize
+  cost = StatedCost(2 * x_MD.size * num_out, x_MD.nbytes + dy_MF.nbytes, written_bytes)
+  with stated_cost(cost):
+    return call(groups_G3[largest_first_G], x_MD, dy_MF)
 
 
 def _row_tiles(group_sizes_G: jax.Array, num_rows: int, tile: int) -> jax.Array:
