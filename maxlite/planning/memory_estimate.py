@@ -32,6 +32,7 @@ class MemoryEstimate(NamedTuple):
   layer_weights: float  # of one layer, gathered, and their gradients before the reduce-scatter
   unembedding: float  # gathered, and its gradient, which is live until the update
   logits: float  # one chunk, and its gradient
+  teacher: float = 0.0  # parameters of the models that a loss follows
   host_optimizer: float = 0.0
   host_activations: float = 0.0
 
@@ -43,7 +44,7 @@ class MemoryEstimate(NamedTuple):
 
   @property
   def total(self) -> float:
-    return self.parameters + self.optimizer + self.temporaries
+    return self.parameters + self.optimizer + self.teacher + self.temporaries
 
 
 class Activation(NamedTuple):
@@ -81,6 +82,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     layer_weights=_largest_layer(trainer) * weight_and_gradient_bytes,
     unembedding=model.base_emb_dim * vocab * weight_and_gradient_bytes,
     logits=2 * FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
+    teacher=bytes_per_device(trainer.teacher and trainer.teacher.with_params(None, abstract=True)),
     host_optimizer=host_optimizer,
     host_activations=host_activations,
   )

@@ -18,6 +18,7 @@ _LARGEST_LINES = 16
 def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
   """Memory of a device: the estimate and, if given, the compiler's `CompiledMemoryStats`."""
   state = {"parameters": estimate.parameters, "optimizer state": estimate.optimizer}
+  state |= {"teacher": estimate.teacher} if estimate.teacher else {}
   parts = {
     "  saved activations": estimate.saved_activations,
     "  gradients": estimate.gradients,

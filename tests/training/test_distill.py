@@ -18,6 +18,8 @@ from maxlite.config import save_resolved
 from maxlite.config.errors import UserError
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.planning.memory_estimate import estimate_memory
+from maxlite.planning.plan_report import memory_lines
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.cross_entropy import teacher_sums
 from maxlite.training.distill_loss import DISTILL
@@ -174,6 +176,18 @@ def test_the_step_has_no_backward_pass_of_the_teacher(teacher):
   (counted,) = trainer.flops_per_step
   forward = trainer.teacher.flops(trainer.batch_shape)
   assert counted <= compiled < counted + forward / 4 < counted * 1.1  # attention is counted half
+
+
+def test_the_memory_estimate_counts_the_parameters_of_the_teacher(teacher):
+  trainer = student_of(teacher, "fsdp=4 tensor=2", **SMALL)
+  leaves = jax.tree.leaves(trainer.teacher.params)
+  num_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+  estimate = estimate_memory(trainer)
+  assert estimate.teacher == num_bytes
+  state = estimate.parameters + estimate.optimizer
+  assert estimate.total == pytest.approx(state + num_bytes + estimate.temporaries)
+  (row,) = (line for line in memory_lines(estimate, None) if line.startswith("teacher"))
+  assert float(row.split()[-1]) == round(num_bytes / 1e9, 3)
 
 
 RUN = SMALL | {"steps": 8, "loss_type": "distill", "checkpoint_period": 4}

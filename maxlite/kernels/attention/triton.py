@@ -128,13 +128,13 @@ def _backward(options: _KernelOptions, residuals, do_BTHC):
   shape = _shape(operands, _Blocks(128, 32) if is_narrow else _Blocks(32, 32))
   ranges_BI2 = _block_ranges(_overlap(options, rows, shape.blocks))
   grid = (ceil_div(num_queries, shape.blocks.q), num_heads, num_seqs)
-  inputs = ranges_BI2, *arrays
-  (dq_BTHC,) = _call(_dq_kernel, options, shape, grid, inputs, (like(q_BTHC),))
+  results = (like(q_BTHC),)
+  (dq_BTHC,) = _call(_dq_kernel, options, shape, grid, (ranges_BI2, *arrays), results)
   shape = _shape(operands, _Blocks(32, 128) if is_narrow else _Blocks(32, 32))
   ranges_BJ2 = _block_ranges(_overlap(options, rows, shape.blocks).swapaxes(1, 2))
   grid = (ceil_div(k_BSGC.shape[1], shape.blocks.k), k_BSGC.shape[2], num_seqs)
-  inputs, results = (ranges_BJ2, *arrays), (like(k_BSGC), like(v_BSGC))
-  dk_BSGC, dv_BSGC = _call(_dkv_kernel, options, shape, grid, inputs, results)
+  results = like(k_BSGC), like(v_BSGC)
+  dk_BSGC, dv_BSGC = _call(_dkv_kernel, options, shape, grid, (ranges_BJ2, *arrays), results)
   dsink_BHT = -jnp.exp(sink_H.astype(sum_dtype)[None, :, None] - lse_BHT) * mean_BHT
   dsink_H = dsink_BHT.sum((0, 2)).astype(sink_H.dtype)
   return _Operands(dq_BTHC, dk_BSGC, dv_BSGC, dsink_H), None
@@ -375,8 +375,7 @@ def _call(
 ) -> list[jax.Array]:
   """The kernel's results, with as many pipeline stages as shared memory holds."""
   num_channels = sum(c.size for c in (*shape.key_channels, *shape.value_channels))
-  streamed = min(shape.blocks)
-  stage_bytes = streamed * num_channels * results[0].dtype.itemsize
+  stage_bytes = min(shape.blocks) * num_channels * results[0].dtype.itemsize
   params = plt.CompilerParams(
     num_warps=8 if max(shape.blocks) * num_channels >= 128 * 256 else 4,
     num_stages=min(max(_STAGE_BYTES // stage_bytes, 1), 3),
@@ -400,11 +399,11 @@ _PRODUCTS = {_forward_kernel: (1, 1), _dq_kernel: (2, 1), _dkv_kernel: (2, 2)}
 
 def _cost(kernel: Callable, window: int | None, shape: _Shape, arrays, results) -> StatedCost:
   """The cost of all programs; blocks that several of them read stay in the L2 cache."""
-  num_seqs, _, num_heads, _ = arrays[4].shape
+  num_seqs, _, num_heads, _ = arrays[4].shape  # of the queries
   channels = (sum(c.size for c in each) for each in (shape.key_channels, shape.value_channels))
   summed = sum(map(math.prod, zip(_PRODUCTS[kernel], channels, strict=True)))
   flops = 2 * num_seqs * num_heads * _num_scores(shape, window) * summed
-  num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*arrays, *results))
+  num_bytes = sum(x.size * x.dtype.itemsize for x in (*arrays, *results))
   return StatedCost(flops, 0, num_bytes)
 
 

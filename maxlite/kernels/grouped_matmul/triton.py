@@ -8,7 +8,6 @@ but weights are converted to the type of the rows.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -62,11 +61,10 @@ def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile: Tile | None, transpose: boo
   num_programs = tiles_T3.shape[0] * ceil_div(num_out, block.n)
   shape = shape_like(x_MD, (num_rows, num_out), x_MD.dtype)
   call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
-  w_GDF = w_GDF.astype(x_MD.dtype)
   # Blocks that several programs read stay in the L2 cache; rows past the last group are written.
-  written_bytes = num_rows * num_out * x_MD.dtype.itemsize
-  with stated_cost(StatedCost(2 * x_MD.size * num_out, x_MD.nbytes, w_GDF.nbytes + written_bytes)):
-    return call(tiles_T3, x_MD, w_GDF)
+  fixed_bytes = (w_GDF.size + shape.size) * shape.dtype.itemsize
+  with stated_cost(StatedCost(2 * x_MD.size * num_out, x_MD.nbytes, fixed_bytes)):
+    return call(tiles_T3, x_MD, w_GDF.astype(x_MD.dtype))
 
 
 def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, interpret: bool):
@@ -80,9 +78,8 @@ def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile | None, in
   num_programs = num_groups * ceil_div(num_in, block.m) * ceil_div(num_out, block.n)
   shape = shape_like(x_MD, (num_groups, num_in, num_out), dtype)
   call = _build_call(kernel, num_programs, shape, block, x_MD.dtype, interpret)
-  written_bytes = math.prod(shape.shape) * shape.dtype.itemsize
-  cost = StatedCost(2 * x_MD.size * num_out, x_MD.nbytes + dy_MF.nbytes, written_bytes)
-  with stated_cost(cost):
+  flops, fixed_bytes = 2 * x_MD.size * num_out, shape.size * shape.dtype.itemsize
+  with stated_cost(StatedCost(flops, x_MD.nbytes + dy_MF.nbytes, fixed_bytes)):
     return call(groups_G3[largest_first_G], x_MD, dy_MF)
 
 
