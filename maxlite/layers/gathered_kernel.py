@@ -1,6 +1,5 @@
 """Gathering of the kernels of linear layers over the mesh axes that also shard the batch."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -50,14 +49,10 @@ def plan_gather(
     () if own == activation else own
     for own, activation in zip(kernel_axes, activation_axes, strict=True)
   )
-  num_shards = lambda axes: math.prod(sharder.mesh.shape[axis] for axis in axes)
   sizes = zip((*ROWS, *kernel_names), (*lead[: len(ROWS)], *kernel_shape), strict=False)
   whole = all(size % sharder.num_shards(name) == 0 for name, size in sizes)
-  mixed = any(
-    own and num_shards(activation) > 1
-    for own, activation in zip(gathered, activation_axes, strict=True)
-  )
-  if len(lead) < len(ROWS) or mixed or not whole or all(num_shards(a) == 1 for a in gathered):
+  mixed = any(own and activation for own, activation in zip(gathered, activation_axes, strict=True))
+  if len(lead) < len(ROWS) or mixed or not whole or not any(gathered):
     return None
   rows = (*ROWS, *(None,) * (len(lead) - len(ROWS)))
   return GatherPlan(

@@ -47,11 +47,10 @@ def attend(
     UserError: the strategy does not fit the backend, the heads or the number of positions.
   """
   strategy, context = cfg.context_parallel_strategy, sharder.mesh_axes("activation_length")
-  num_shards = sharder.num_shards("activation_length")
-  strategy = "all_gather" if num_shards == 1 else strategy
+  strategy = strategy if context else "all_gather"
   backend = resolve_backend(cfg.attention, sharder.platform)
   options |= {"backend": backend, "block_q": cfg.attention_block_q}
-  local = functools.partial(_STRATEGIES[strategy], context if num_shards > 1 else (), **options)
+  local = functools.partial(_STRATEGIES[strategy], context, **options)
   kv_rows = ROWS if strategy != "all_gather" else ("activation_batch", "activation_kv_length")
   q_spec = sharder.spec((*ROWS, "activation_q_heads", None))
   kv_spec = sharder.spec((*kv_rows, "activation_kv_heads", None))

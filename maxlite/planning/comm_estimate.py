@@ -63,9 +63,8 @@ class _Step:
     return jnp.dtype(self.model.dtype).itemsize
 
   def axes(self, *names: str | None) -> tuple[str, ...]:
-    """The mesh axes (of more than one device) that shard logical axes."""
-    axes = (axis for name in names for axis in self.sharder.mesh_axes(name))
-    return tuple(axis for axis in axes if self.sharder.mesh.shape[axis] > 1)
+    """The mesh axes that shard logical axes."""
+    return tuple(axis for name in names for axis in self.sharder.mesh_axes(name))
 
   def size(self, mesh_axes: Collection[str]) -> int:
     """Number of devices along mesh axes."""

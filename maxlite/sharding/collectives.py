@@ -16,7 +16,6 @@ def gather_weight(
   The gradient is summed over shards in w's type. Without sharding, w is returned unchanged. Mesh
   axes take turns, since XLA:TPU replaces a reduce-scatter over a whole slice by an all-reduce.
   """
-  mesh_axes = tuple(mesh_axis for mesh_axis in mesh_axes if jax.lax.axis_size(mesh_axis) > 1)
   return _gather(w, dtype, mesh_axes, axis) if mesh_axes else w
 
 
@@ -61,6 +60,16 @@ def pvary(*trees: Any) -> tuple:
 
 def _varying(array: jax.Array) -> frozenset[str]:
   return jax.typeof(array).manual_axis_type.varying
+
+
+def psum(x: Any, mesh_axes: tuple[str, ...]) -> Any:
+  """The pytree x summed over shards; unchanged over no axes, which `jax.lax.psum` rejects."""
+  return jax.lax.psum(x, mesh_axes) if mesh_axes else x
+
+
+def pmax(x: Any, mesh_axes: tuple[str, ...]) -> Any:
+  """The maximum of x over shards; unchanged over no axes."""
+  return jax.lax.pmax(x, mesh_axes) if mesh_axes else x
 
 
 def zigzag_chunks(shard: Any, num_shards: int) -> tuple[Any, Any]:

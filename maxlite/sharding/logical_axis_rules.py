@@ -91,14 +91,15 @@ class Sharder:
     return Sharder(mesh, rest)
 
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
-    """The mesh axes of a logical axis; none for None."""
+    """The mesh axes of more than one device that shard a logical axis; none for None."""
+    return tuple(axis for axis in self._rule(name) if self.mesh.shape[axis] > 1)
+
+  def _rule(self, name: str | None) -> Sequence[str]:
     if name is None:
       return ()
     if name not in DEFAULT_RULES:
-      raise UserError(
-        f"no logical axis {name!r} in the sharding table (sharding/logical_axis_rules.py)"
-      )
-    return tuple(self.overrides.get(name, DEFAULT_RULES[name]))
+      raise UserError(f"no logical axis {name!r} in the table of sharding/logical_axis_rules.py")
+    return self.overrides.get(name, DEFAULT_RULES[name])
 
   def num_shards(self, name: str | None) -> int:
     """Number of shards along a logical axis."""
@@ -110,15 +111,14 @@ class Sharder:
     Raises:
       UserError: an unknown name, or a mesh axis that would shard two axes of the array.
     """
-    entries = [self.mesh_axes(name) for name in names]
-    used = [mesh_axis for entry in entries for mesh_axis in entry]
+    used = [mesh_axis for name in names for mesh_axis in self._rule(name)]
     twice = {mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}
     if twice:
       raise UserError(
         f"logical axes {tuple(names)} put mesh axis {sorted(twice)[0]!r} on two axes of one array: "
         "change logical_axis_rules"
       )
-    return PartitionSpec(*(entry or None for entry in entries))
+    return PartitionSpec(*(self.mesh_axes(name) or None for name in names))
 
   def sharding(self, names: LogicalNames) -> NamedSharding:
     return NamedSharding(self.mesh, self.spec(names))

@@ -43,7 +43,7 @@ def parameter_sharding(
   for axis, name in enumerate(names):
     shards = sharder.num_shards(name)
     if leaf.shape[axis] % shards:
-      degrees = [axis for axis in sharder.mesh_axes(name) if sharder.mesh.shape[axis] > 1]
+      degrees = sharder.mesh_axes(name)
       product = " x ".join(f"{axis}={sharder.mesh.shape[axis]}" for axis in degrees)
       keys = " or ".join(f"ici_{axis}_parallelism" for axis in degrees)
       raise UserError(

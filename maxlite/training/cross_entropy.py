@@ -14,7 +14,7 @@ from maxlite.data.batch import Batch
 from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.linear import matmul
 from maxlite.sharding import Sharder
-from maxlite.sharding.collectives import gather_weight, pvary
+from maxlite.sharding.collectives import gather_weight, pmax, psum, pvary
 
 
 class _Head(NamedTuple):
@@ -122,7 +122,7 @@ def _token_sums(
     by_token = [x.reshape(-1, *x.shape[2:]) for x in (*states, *rows)]
     local_heads = [_Head(w, vocab_axes, cap) for w, (_, cap) in zip(weights, heads, strict=True)]
     sums = _chunked_sums(lambda args: chunk(*args, *local_heads), by_token, chunk_length)
-    return _before_gradients(jax.lax.psum(sums, row_axes))
+    return _before_gradients(psum(sums, row_axes))
 
   return jax.shard_map(
     local,
@@ -167,9 +167,9 @@ def _logits(x_TD, head: _Head) -> tuple[jax.Array, jax.Array]:
 
 
 def _log_partition(logits_TV: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
-  top_T = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1)), vocab_axes)
+  top_T = pmax(jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1)), vocab_axes)
   exp_TV = jnp.exp(logits_TV - top_T[:, None])
-  return top_T + jnp.log(jax.lax.psum(jnp.sum(exp_TV, axis=-1), vocab_axes))
+  return top_T + jnp.log(psum(jnp.sum(exp_TV, axis=-1), vocab_axes))
 
 
 def _log_softmax(logits_TV: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
@@ -189,7 +189,7 @@ def _target_sums(logits_TV, partition_T, targets_T, weight_T, vocab_axes) -> tup
   first = jax.lax.axis_index(vocab_axes) * logits_TV.shape[1]
   column_TV = jnp.arange(logits_TV.shape[1], dtype=targets_T.dtype)[None]
   is_target_TV = column_TV == (targets_T - first)[:, None]
-  target_T = jax.lax.psum(jnp.sum(jnp.where(is_target_TV, logits_TV, 0), axis=-1), vocab_axes)
+  target_T = psum(jnp.sum(jnp.where(is_target_TV, logits_TV, 0), axis=-1), vocab_axes)
   weight_T = weight_T.astype(logits_TV.dtype)
   return jnp.sum(weight_T * (partition_T - target_T)), jnp.sum(weight_T * jnp.square(partition_T))
 
@@ -208,7 +208,7 @@ def _distillation(x_TD, y_TJD, targets_T, weight_T, weight_TJ, head: _Head) -> t
   drafted, partition = _logits(y_TJD.reshape(-1, y_TJD.shape[-1]), head)
   log_q_TJV = (drafted - partition[:, None]).reshape(*y_TJD.shape[:-1], -1)
   excess_TJV = jnp.exp(log_p_TV)[:, None] * (log_p_TV[:, None] - log_q_TJV)
-  divergence_TJ = jax.lax.psum(jnp.sum(excess_TJV, axis=-1), head.vocab_axes)
+  divergence_TJ = psum(jnp.sum(excess_TJV, axis=-1), head.vocab_axes)
   return *own_sums, jnp.sum(weight_TJ.astype(divergence_TJ.dtype) * divergence_TJ)
 
 
@@ -227,5 +227,5 @@ def _taught(temperature: float, top_k: int, x_TD: jax.Array, *rest: Any) -> tupl
     log_p_TV = _keep_top(log_p_TV, top_k, head.vocab_axes)
   p_TV = jnp.exp(log_p_TV)
   excess_TV = jnp.where(p_TV > 0, p_TV * (log_p_TV - log_q_TV), 0)
-  divergence_T = jax.lax.psum(jnp.sum(excess_TV, axis=-1), head.vocab_axes)
+  divergence_T = psum(jnp.sum(excess_TV, axis=-1), head.vocab_axes)
   return *own_sums, jnp.sum(weight_T.astype(divergence_T.dtype) * divergence_T)

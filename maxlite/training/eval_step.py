@@ -17,7 +17,7 @@ from maxlite.data.batch import Batch
 from maxlite.layers.linear import matmul
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
-from maxlite.sharding.collectives import gather_weight
+from maxlite.sharding.collectives import gather_weight, pmax
 from maxlite.training.cross_entropy import chunks
 from maxlite.training.draft_targets import draft_weight, shift_left
 from maxlite.training.loss import Hidden, next_token, run_forward
@@ -93,5 +93,5 @@ def _argmax_token(x_TD: jax.Array, w_DV: jax.Array, vocab_axes: tuple[str, ...])
   first = jax.lax.axis_index(vocab_axes) * w_DV.shape[1]
   top_T = jnp.max(logits_TV, axis=-1)
   token_T = first + jnp.argmax(logits_TV, axis=-1)
-  is_top_T = top_T == jax.lax.pmax(top_T, vocab_axes)
-  return jax.lax.pmin(jnp.where(is_top_T, token_T, np.iinfo(np.int32).max), vocab_axes)
+  is_top_T = top_T == pmax(top_T, vocab_axes)
+  return -pmax(jnp.where(is_top_T, -token_T, np.iinfo(np.int32).min), vocab_axes)  # the first

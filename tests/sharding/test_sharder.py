@@ -20,7 +20,7 @@ def test_every_row_of_the_table_names_mesh_axes():
 
 def test_spec_follows_the_table(mesh):
   sharder = Sharder(mesh)
-  assert sharder.spec(("vocab", "embed")) == P("tensor", ("fsdp", "context", "expert"))
+  assert sharder.spec(("vocab", "embed")) == P("tensor", ("fsdp", "expert"))  # context=1
   assert sharder.spec(("layers", "norm", None)) == P(None, None, None)
   assert [sharder.num_shards(name) for name in ("embed", "vocab", "norm", None)] == [4, 2, 1, 1]
 
@@ -57,6 +57,8 @@ def test_a_mesh_axis_shards_only_one_axis_of_an_array(mesh):
     Sharder(mesh).spec(("vocab", "mlp"))
   with pytest.raises(ValueError, match="put mesh axis 'fsdp' on two axes"):
     Sharder(mesh, {"mlp": ("fsdp",)}).spec(("embed", "mlp"))
+  with pytest.raises(ValueError, match="put mesh axis 'context' on two axes"):  # on any mesh
+    Sharder(mesh, {"mlp": ("context",)}).spec(("embed", "mlp"))
 
 
 def test_names_must_be_known_and_as_many_as_axes(mesh):

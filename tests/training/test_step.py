@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from slow_cases import slow
-from tiny import mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
+from tiny import config_of, mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 
 from maxlite.models import Decoder
 from maxlite.planning.hlo_collectives import collectives
@@ -19,6 +20,7 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 from maxlite.training.state import init_state
 from maxlite.training.step import build_gradients, build_train_step
+from maxlite.training.trainer import build_trainer
 
 MESH = mesh_keys("fsdp=4 tensor=2")
 BALANCED = {"z_loss_multiplier": 1e-3, "load_balance_loss_weight": 0.5, "ema_decay": 0.5}
@@ -194,3 +196,13 @@ def test_evaluation_has_no_jitter_and_equals_the_training_loss():
   np.testing.assert_allclose(sums["nll"] / sums["weight"], row["loss"], rtol=1e-6)
   assert sums["weight"] == np.sum(batch.weight_BT)
   assert sums["num_bytes"] == np.sum(num_bytes_V[batch.targets_BT] * (batch.weight_BT > 0))
+
+
+@pytest.mark.parametrize("decoder_block", ["llama", "mixtral"])
+def test_the_step_of_one_device_has_no_collectives(decoder_block):
+  """XLA:CPU runs a collective of one device as a copy."""
+  config = config_of(decoder_block=decoder_block, **mesh_keys("fsdp=1"))
+  trainer = build_trainer(config, jax.devices()[:1])
+  text = trainer.lower_step(0).as_text()
+  assert "dot_general" in text
+  assert not re.findall(r"stablehlo\.(?:all_|reduce_scatter|collective_)\w*", text)

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from maxlite.layers.moe.dispatch import ragged
 from maxlite.layers.moe.dispatch.expert_shards import apply_on_shards
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.permutation import permute, permute_weights, sort_by_expert, unpermute
@@ -19,6 +20,8 @@ def apply_experts(
   mlp: ExpertMlp, x_BTD: jax.Array, route: Route, weights: ExpertWeights
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, 0): nothing is dropped."""
+  if mlp.sharder.num_shards("exp") == 1:
+    return ragged.apply_experts(mlp, x_BTD, route, weights)  # which does not exchange rows then
   local = functools.partial(_apply_shard, mlp, mlp.sharder.mesh_axes("exp"))
   return apply_on_shards(local, mlp, x_BTD, route, weights)
 

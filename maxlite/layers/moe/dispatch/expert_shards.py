@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import ROWS, Sharder
-from maxlite.sharding.collectives import gather_weight, pvary
+from maxlite.sharding.collectives import gather_weight, psum, pvary
 
 _GATHERED = "moe_gathered"
 
@@ -42,8 +42,8 @@ def apply_on_shards(
     x_TD, weight_TK, gathered = pvary(x_TD, weight_TK, gathered)
     gathered = _bias_once(gathered, sharder)
     y_TD, num_dropped = local(x_TD, expert_TK, weight_TK, gathered)
-    y_btD = jax.lax.psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
-    return y_btD, jax.lax.psum(num_dropped, row_axes)
+    y_btD = psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
+    return y_btD, psum(num_dropped, row_axes)
 
   if is_sharded:
     # The backward pass gathers the weights again instead of saving them for every layer.
