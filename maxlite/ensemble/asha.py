@@ -21,7 +21,7 @@ def rungs(min_steps: int, reduction_factor: int, num_steps: int) -> list[int]:
 
 
 def survivors(
-  losses: Mapping[str, Mapping[int, float | None]],
+  losses: Mapping[str, Mapping[int, float]],
   reached: Mapping[str, int],
   steps: Sequence[int],
   reduction_factor: int,
@@ -32,7 +32,7 @@ def survivors(
   at least one.
 
   Args:
-    losses: {name: {step: held-out loss}}; a member without a loss at a rung diverged before it.
+    losses: {name: {step: finite held-out loss}}; a member without one at a rung diverged before.
     reached: {name: step}
     steps: the rungs.
   """
@@ -40,10 +40,6 @@ def survivors(
   for rung in steps:
     if any(reached[name] < rung for name in alive):
       break
-    rank = {name: _or_infinity(losses[name].get(rung)) for name in alive}
+    rank = {name: losses[name].get(rung, math.inf) for name in alive}
     alive = sorted(alive, key=rank.get)[: max(len(alive) // reduction_factor, 1)]
   return alive
-
-
-def _or_infinity(loss: float | None) -> float:
-  return math.inf if loss is None or math.isnan(loss) else loss

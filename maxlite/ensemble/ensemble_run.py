@@ -202,7 +202,7 @@ class EnsembleRun:
     if jax.process_count() > 1:
       self.console.print("soups are not scored: an ensemble on several hosts has no host with all")
       return {}
-    best = min(trainer.runs, key=lambda run: run.rows[-1].get("eval_loss") or math.inf)
+    best = min(trainer.runs, key=lambda run: run.eval_losses.get(run.step, math.inf))
     shapes = lambda run: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), run.state.params)
     alike = [run for run in trainer.runs if shapes(run) == shapes(best)]
     if len(alike) < 2:
@@ -297,7 +297,7 @@ class EnsembleRun:
     """Stop the members that ASHA does not promote."""
     if not self._rungs:
       return
-    losses = {m.name: {row["step"]: row.get("eval_loss") for row in m.rows} for m in self.members}
+    losses = {member.name: member.eval_losses for member in self.members}
     reached = {member.name: member.step for member in self.members}
     alive = survivors(losses, reached, self._rungs, self.cfg.ensemble.asha_reduction_factor)
     alive = all_gather_object(sorted(alive))[0]  # others may not see the latest rows yet

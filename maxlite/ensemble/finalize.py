@@ -6,12 +6,13 @@ import jax
 from rich.console import Console
 
 from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config.file_io import write_atomically
 from maxlite.config.schema import flatten
 from maxlite.ensemble.leaderboard import (
   LeaderboardEntry,
+  leaderboard_markdown,
   leaderboard_table,
   median_tokens_per_second,
-  write_leaderboard,
   write_members,
 )
 from maxlite.ensemble.member_run import MemberRun
@@ -61,7 +62,7 @@ def finalize(
   if scores:
     plots.append("calibration.png")
     draw_calibration(scores, directory / plots[-1])
-  write_leaderboard(entries, scores, directory / LEADERBOARD)
+  write_atomically(directory / LEADERBOARD, leaderboard_markdown(entries, scores))
   console.print(leaderboard_table(entries), soft_wrap=False)
   for name, own in scores.items():
     console.print(
@@ -74,7 +75,7 @@ def finalize(
 
 def _entry(member: MemberRun, ancestor: str) -> LeaderboardEntry:
   rows, status = member.rows, "finished"
-  held_out = [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
+  losses = list(member.eval_losses.values())
   if member.is_stopped:
     status = f"stopped at step {member.step} by halving"
   elif member.diverged:
@@ -85,8 +86,8 @@ def _entry(member: MemberRun, ancestor: str) -> LeaderboardEntry:
     name=member.name,
     overrides=member.member.overrides,
     num_parameters=sum(leaf.size for leaf in jax.tree.leaves(member.state.params)),
-    final_loss=held_out[-1] if held_out else None,
-    best_loss=min(held_out, default=None),
+    final_loss=losses[-1] if losses else None,
+    best_loss=min(losses, default=None),
     tokens_per_second=median_tokens_per_second(rows),
     status=status,
     hyperparameters={

@@ -1,6 +1,7 @@
 """The results of all members: members.jsonl, and the leaderboard on the console and in Markdown."""
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -45,7 +46,7 @@ class LeaderboardEntry:
   name: str
   overrides: dict[str, Any]
   num_parameters: int
-  final_loss: float | None  # held-out [nats per token]; None: never evaluated
+  final_loss: float | None  # held-out [nats per token], finite; None: there is none
   best_loss: float | None
   tokens_per_second: float  # median of the logged steps
   status: str  # "finished", "diverged at step 7", "stopped at step 7 by halving", ", from m03"
@@ -65,21 +66,14 @@ def median_tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def ranked(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
-  """The entries by best held-out loss; those without a finite one last."""
-  loss = lambda entry: entry.best_loss if _is_finite(entry.best_loss) else math.inf
-  return sorted(entries, key=loss)
+  """The entries by best held-out loss; those without one last."""
+  return sorted(entries, key=lambda entry: math.inf if entry.best_loss is None else entry.best_loss)
 
 
 def write_members(entries: Sequence[LeaderboardEntry], path: Path) -> None:
-  """Write one strict JSON object per member, best first; non-finite numbers become null."""
-  finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-  rows = [
-    {name: finite(value) for name, value in dataclasses.asdict(entry).items()}
-    for entry in ranked(entries)
-  ]
-  write_atomically(
-    path, "".join(json.dumps(row, allow_nan=False, default=dict) + "\n" for row in rows)
-  )
+  """Write one strict JSON object per member, best first."""
+  as_json = functools.partial(json.dumps, allow_nan=False, default=dict)
+  write_atomically(path, "".join(f"{as_json(dataclasses.asdict(e))}\n" for e in ranked(entries)))
 
 
 def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
@@ -134,12 +128,6 @@ def leaderboard_markdown(
   return "\n\n".join(parts) + "\n"
 
 
-def write_leaderboard(
-  entries: Sequence[LeaderboardEntry], scores: Mapping[str, Mapping[str, float]], path: Path
-) -> None:
-  write_atomically(path, leaderboard_markdown(entries, scores))
-
-
 def _rows(entries: Sequence[LeaderboardEntry]) -> list[list[str]]:
   """The cells of COLUMNS for every entry, best first."""
   shared = _shared_overrides(entries)
@@ -183,12 +171,8 @@ def _short(number: int) -> str:
   return str(number)
 
 
-def _is_finite(value: float | None) -> bool:
-  return value is not None and math.isfinite(value)
-
-
 def _number(value: float | None, form: str = ".4f") -> str:
-  return format(value, form) if _is_finite(value) else NO_VALUE
+  return NO_VALUE if value is None or not math.isfinite(value) else format(value, form)
 
 
 def _markdown_table(

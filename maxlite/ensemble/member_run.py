@@ -47,6 +47,12 @@ class MemberRun:
     """The logged metrics, oldest first."""
     return read_rows(self.folder.metrics) if self.folder.metrics.exists() else []
 
+  @property
+  def eval_losses(self) -> dict[int, float]:
+    """{step: held-out loss} of the evaluations with a finite one."""
+    losses = {row["step"]: row.get("eval_loss") for row in self.rows}
+    return {step: loss for step, loss in losses.items() if loss is not None}
+
   def find_step(self) -> None:
     """Set the step to that of the latest checkpoint without reading it."""
     self.step = (self.checkpoints.latest_step() or 0) if self.checkpoints else 0

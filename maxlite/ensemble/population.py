@@ -58,7 +58,7 @@ class Population:
     """
     if step == 0 or step % self._period:
       return state
-    losses = [_loss_at(run.rows, step) for run in self._runs]
+    losses = [run.eval_losses.get(step, math.inf) for run in self._runs]
     draws = [random.Random(f"{self._seed} {step} {run.name}") for run in self._runs]
     donors = choose_donors(losses, self._fraction, draws)
     if not donors:
@@ -95,15 +95,14 @@ def choose_donors(
 ) -> dict[int, int]:
   """{replaced member: its donor}: of the worst, each with one of the best drawn at random.
 
-  Members without a finite loss are the worst, and no donors. Nothing is replaced if there are no
-  finite losses.
+  Nothing is replaced if there are no finite losses.
 
   Args:
+    losses: infinity for members without a finite one, which are the worst and no donors.
     fraction: of the members that are replaced, at least one unless it is 0.
   """
   count = max(int(fraction * len(losses)), 1) if fraction else 0
-  rank = lambda z: losses[z] if math.isfinite(losses[z]) else math.inf
-  order = sorted(range(len(losses)), key=rank)
+  order = sorted(range(len(losses)), key=losses.__getitem__)
   best = [z for z in order[:count] if math.isfinite(losses[z])]
   worst = order[len(order) - count :] if best else []
   return {z: draws[z].choice(best) for z in worst}
@@ -125,10 +124,3 @@ def copy_members(state: list[Any], donor_Z: jax.Array, values: dict[str, jax.Arr
   """The state whose member z has all of the former member donor_Z[z], but its own `values`."""
   (stacked,) = jax.tree.map(lambda leaf: leaf[donor_Z], state)
   return [stacked.replace(opt_state=with_hyperparameters(stacked.opt_state, values))]
-
-
-def _loss_at(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-  """The held-out loss at `step`; infinity if it was not finite, or the member diverged before."""
-  losses = (row.get("eval_loss") for row in reversed(rows) if row["step"] == step)
-  loss = next(losses, None)
-  return math.inf if loss is None else loss

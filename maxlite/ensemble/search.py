@@ -111,7 +111,5 @@ def _is_finished(member: MemberConfig, search: Search) -> bool:
 
 def _loss(run: MemberRun) -> float:
   """The best held-out loss; infinity if the last step has none, because the member diverged."""
-  losses = {row["step"]: row.get("eval_loss") for row in run.rows}
-  if losses.get(run.config.run.steps) is None:
-    return math.inf
-  return min(loss for loss in losses.values() if loss is not None)
+  losses = run.eval_losses
+  return min(losses.values()) if run.config.run.steps in losses else math.inf

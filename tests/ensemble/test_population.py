@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import random
 import shutil
 
@@ -77,16 +78,16 @@ def draws(seed, count):
 
 
 def test_the_worst_members_are_replaced_by_the_best():
-  losses = [3.0, float("nan"), 1.0, 2.0, 5.0, 4.0, float("inf"), 6.0]
+  losses = [3.0, math.inf, 1.0, 2.0, 5.0, 4.0, math.inf, 6.0]
   donors = choose_donors(losses, 0.5, draws(0, 8))
   assert set(donors) == {1, 4, 6, 7}
   assert set(donors.values()) <= {0, 2, 3, 5}
   assert len({choose_donors(losses, 0.5, draws(seed, 8))[1] for seed in range(50)}) == 4
   assert choose_donors(losses, 0.1, draws(0, 8)) == {6: 2}
   assert choose_donors(losses, 0, draws(0, 8)) == {}
-  assert choose_donors([float("nan")] * 4, 0.5, draws(0, 4)) == {}
+  assert choose_donors([math.inf] * 4, 0.5, draws(0, 4)) == {}
   # A member without a loss is not copied, even if it ranks among the best.
-  assert set(choose_donors([float("nan")] * 3 + [1.0], 0.5, draws(0, 4)).values()) == {3}
+  assert set(choose_donors([math.inf] * 3 + [1.0], 0.5, draws(0, 4)).values()) == {3}
 
 
 def drawn_states(num_members):

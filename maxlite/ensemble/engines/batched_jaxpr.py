@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -116,23 +117,18 @@ def group_by_jaxpr(
   """Indices of the functions that differ in literals only, by group; arguments as above."""
   first_Z = _first_occurrences(functions)
   traced = {z: _trace(functions[z], member_args[z], shared_args) for z in sorted(set(first_Z))}
-  if not traced:
-    return []
-  with contextlib.suppress(JaxprMismatchError):  # the most frequent case, in one comparison
-    _align([*traced.values()], [names[z] for z in traced])
-    return [list(range(len(functions)))]
-  groups: dict[int, list[int]] = {}
-  leader_of: dict[int, int] = {}
-  for z, own in traced.items():
-    for leader in dict.fromkeys(leader_of.values()):
-      with contextlib.suppress(JaxprMismatchError):
-        _align([traced[leader], own], [names[leader], names[z]])
-        leader_of[z] = leader
-        break
-    else:
-      leader_of[z] = z
+  groups: dict[int, list[int]] = {}  # by their first function
+
+  @functools.cache
+  def is_alike(a: int, b: int) -> bool:
+    with contextlib.suppress(JaxprMismatchError):
+      _align([traced[a], traced[b]], [names[a], names[b]])
+      return True
+    return False
+
   for z, first in enumerate(first_Z):
-    groups.setdefault(leader_of[first], []).append(z)
+    leader = next((leader for leader in groups if is_alike(leader, first)), z)
+    groups.setdefault(leader, []).append(z)
   return list(groups.values())
 
 

@@ -202,11 +202,11 @@ class VmapEngine(EnsembleEngine):
     return jax.tree.map(lambda s: NamedSharding(s.mesh, jax.P(axis, *s.spec)), own)
 
   def _pack_groups(self, states: list[Any]) -> list[Any]:
-    stack = lambda *leaves: jnp.stack(leaves)
-    own = [[states[z] for z in group] for group in self.groups]
-    is_stacked = map(self._is_stacked, self.groups)
-    pairs = zip(own, is_stacked, strict=True)
-    return [jax.tree.map(stack, *states) if stacked else states[0] for states, stacked in pairs]
+    stack = lambda own: jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+    own = ([states[z] for z in group] for group in self.groups)
+    return [
+      stack(o) if self._is_stacked(g) else o[0] for g, o in zip(self.groups, own, strict=True)
+    ]
 
   def _by_member(self, by_group: list[Any]) -> list[Any]:
     """Per member, its entry of the stacked trees."""
