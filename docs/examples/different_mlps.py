@@ -1,4 +1,4 @@
-"""Train 16 MLPs of different depth and width on one regression task and compare their mean.
+"""Train 9 MLPs of different depth and width on one regression task and compare their mean.
 
 python docs/examples/different_mlps.py [--steps 500]
 """
@@ -43,7 +43,7 @@ steps = parser.parse_args().steps
 
 members = [
   Member(MLP(width, depth), optax.adam(3e-3), seed=width + depth, name=f"{depth} x {width}")
-  for width, depth in itertools.product((8, 16, 32, 64), (1, 2, 3, 4))
+  for width, depth in itertools.product((8, 16, 32), (1, 2, 3))
 ]
 ensemble = Ensemble(members, loss)
 console = Console(highlight=False)

@@ -1,7 +1,6 @@
 """Ensembles: members of one or several architectures, trained together."""
 
-from maxlite.ensemble.ensemble import Ensemble
-from maxlite.ensemble.ensemble_metrics import Prediction
+from maxlite.ensemble.ensemble import Ensemble, Prediction
 from maxlite.ensemble.lift import lift
 from maxlite.ensemble.member_program import Member
 

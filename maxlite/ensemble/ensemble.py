@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.ensemble_metrics import Prediction, summarize, uniform_weights
 from maxlite.ensemble.member_program import (
   Loss,
   Member,
@@ -27,6 +27,18 @@ from maxlite.ensemble.member_program import (
 )
 from maxlite.ensemble.planner import Plan, choose
 from maxlite.training.api_checks import check_not_donated
+
+
+class Prediction(NamedTuple):
+  """Predictions of an ensemble; every field has the tree structure of one member's.
+
+  Source: Lakshminarayanan et al. 2017, Simple and scalable predictive uncertainty estimation using
+  deep ensembles, section 2.4 (members as a mixture of equal weights).
+  """
+
+  mean: Any
+  members: Any  # with a leading axis Z
+  disagreement: Any  # standard deviation over the members
 
 
 class Ensemble:
@@ -151,7 +163,8 @@ class Ensemble:
     with self._explain_errors(state):
       values = self._engine.predict(state, inputs)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
-    return summarize(stacked, uniform_weights(len(self.names)))
+    over_members = lambda of: jax.tree.map(functools.partial(of, axis=0), stacked)
+    return Prediction(over_members(jnp.mean), stacked, over_members(jnp.std))
 
   @contextlib.contextmanager
   def _explain_errors(self, state: Any, batch: Any = None) -> Iterator[None]:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from maxlite.config.errors import UserError
 from maxlite.metrics.step_row import bits_per_byte
@@ -44,16 +43,13 @@ def mean_of_logits(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
 
   Source: Heskes 1998, Selecting weighting factors in logarithmic opinion pools, section 2.
   """
-  return jax.nn.log_softmax(_mean_over_members(log_prob_ZTV, weight_Z), axis=-1)
+  share_Z = (weight_Z / jnp.sum(weight_Z))[:, None, None]
+  mean_TV = jnp.sum(jnp.where(share_Z > 0, share_Z * log_prob_ZTV, 0), axis=0)
+  return jax.nn.log_softmax(mean_TV, axis=-1)
 
 
 # (log_prob_ZTV, weight_Z) -> log_prob_TV; the weights need not sum to 1.
 COMBINATIONS = {"probabilities": mean_of_probabilities, "logits": mean_of_logits}
-
-
-def _mean_over_members(values_Z: jax.Array, weight_Z: jax.Array) -> jax.Array:
-  share_Z = (weight_Z / jnp.sum(weight_Z)).reshape(-1, *[1] * (values_Z.ndim - 1))
-  return jnp.sum(jnp.where(share_Z > 0, share_Z * values_Z, 0), axis=0)
 
 
 def uniform_weights(num_members: int) -> jax.Array:
@@ -194,26 +190,3 @@ def mean_scores(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
   if "nll" in totals and num_bytes:
     means["bits_per_byte"] = bits_per_byte(float(totals["nll"]), num_bytes)
   return means
-
-
-@struct.dataclass
-class Prediction:
-  """Predictions of an ensemble; every field has the tree structure of one member's."""
-
-  mean: Any  # weighted mean over the members
-  members: Any  # with a leading axis Z
-  disagreement: Any  # weighted standard deviation over the members
-
-
-def summarize(members: Any, weight_Z: jax.Array) -> Prediction:
-  """The prediction of `members`, a tree of arrays with a leading axis Z.
-
-  Source: Lakshminarayanan et al. 2017, section 2.4 (members as a mixture of equal weights).
-  """
-
-  def deviation(values_Z):
-    distance_Z = values_Z - _mean_over_members(values_Z, weight_Z)[None]
-    return jnp.sqrt(_mean_over_members(jnp.square(distance_Z), weight_Z))
-
-  mean = jax.tree.map(lambda values_Z: _mean_over_members(values_Z, weight_Z), members)
-  return Prediction(mean, members, jax.tree.map(deviation, members))

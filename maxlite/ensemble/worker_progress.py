@@ -78,9 +78,7 @@ class NewLines:
 
   def __init__(self, path: Path):
     self._path, self._inode, self._offset = path, 0, 0
-    if path.exists():
-      status = path.stat()
-      self._inode, self._offset = status.st_ino, status.st_size
+    self.read()
 
   def read(self) -> list[str]:
     """Return the lines since the last call."""

@@ -24,7 +24,6 @@ score_sums, disagreement_sums = (
   jax.jit(ensemble_metrics.score_sums),
   jax.jit(ensemble_metrics.disagreement_sums),
 )
-summarize = jax.jit(ensemble_metrics.summarize)
 
 Z, T, V = 4, 50, 7
 
@@ -250,21 +249,3 @@ def test_sums_add_up_over_batches_and_padding_counts_nowhere(members, name):
 def test_scores_without_tokens_are_rejected(members):
   with pytest.raises(ValueError, match="give more held-out data"):
     score(members[0][0], members[1], np.zeros(T))
-
-
-def test_predictions_have_the_members_mean_and_spread():
-  rng = np.random.default_rng(2)
-  values = {"y": rng.normal(5, 1, (3, 4, 2)), "log_scale": rng.normal(0, 1, 3)}
-  members = jax.tree.map(np.float32, values)
-  weight_Z = np.array([1, 3, 0])
-  found = summarize(members, np.float32(weight_Z))
-  for name, value in values.items():
-    mean = np.average(value, axis=0, weights=weight_Z)
-    variance = np.average(np.square(value - mean), axis=0, weights=weight_Z)
-    np.testing.assert_allclose(found.mean[name], mean, rtol=1e-5)
-    np.testing.assert_allclose(found.disagreement[name], np.sqrt(variance), rtol=1e-4)
-    np.testing.assert_array_equal(found.members[name], members[name])
-  with_nans = summarize(jax.tree.map(lambda v: with_nan(v, 2), members), np.asarray([1.0, 3, 0]))
-  assert all(
-    np.isfinite(leaf).all() for leaf in jax.tree.leaves((with_nans.mean, with_nans.disagreement))
-  )

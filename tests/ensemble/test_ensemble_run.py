@@ -237,19 +237,20 @@ def test_members_can_be_added_and_removed(root, fused):
 
 def test_an_exported_member_is_a_solo_run(root, fused, capsys):
   folder = fused[0]
-  assert main(["export", str(folder / "ens"), "member=deep", "run_name=mine"]) == 0
+  assert main(["export", str(folder / "ens"), "member=fast", "run_name=mine"]) == 0
   exported = folder / "mine"
   arguments = [str(exported / "config.yml"), f"steps={STEPS + 1}"]
   cfg = load_config(arguments, needs_data=False)
+  assert (cfg.optimizer.learning_rate, cfg.run.init_weights_seed) == (1e-2, 1)
   assert (cfg.mesh.ici_ensemble_parallelism, cfg.mesh.ici_fsdp_parallelism) == (1, -1)
   with contextlib.redirect_stdout(Output()):
     assert run_training(cfg) == 0
   rows = read_rows(exported / "metrics.jsonl")
   assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
   for wrong, message in (
-    (["export", str(folder / "ens"), "member=dee"], "did you mean deep?"),
-    (["export", str(folder / "ens"), "member=deep", "run_name=mine"], "exists"),
-    (["export", str(exported), "member=deep"], "not an ensemble"),
+    (["export", str(folder / "ens"), "member=fas"], "did you mean fast?"),
+    (["export", str(folder / "ens"), "member=fast", "run_name=mine"], "exists"),
+    (["export", str(exported), "member=fast"], "not an ensemble"),
     (["exprot"], "usage"),
   ):
     with pytest.raises(SystemExit, match="2"):

@@ -79,7 +79,7 @@ def test_programs_that_differ_in_the_sign_of_zero_are_not_merged():
   np.testing.assert_array_equal(run(jnp.ones(2), None), [np.inf, -np.inf])
 
 
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
+@pytest.mark.parametrize("impl", ["rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)])
 def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
   class Noisy(nn.Module):
     @nn.compact
@@ -88,13 +88,12 @@ def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
       return nn.Dense(1)(x_BD)
 
   with jax.default_prng_impl(impl), jax.numpy_dtype_promotion("standard"):
-    members = [Member(Noisy(), optax.sgd(rate), seed=z) for z, rate in enumerate((0.1, 0.2, 0.1))]
+    members = [Member(Noisy(), optax.sgd(rate), seed=z) for z, rate in enumerate((0.1, 0.2))]
     ensemble = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
     state = ensemble.init(batch(0))
     losses, start, *_ = zip(*map(train_alone, members), strict=True)
-    assert (
-      largest_error(list(ensemble.member_states(state).values())[2].params, start[2]["params"]) == 0
-    )
+    starts = [own.params for own in ensemble.member_states(state).values()]
+    assert largest_error(starts, [own["params"] for own in start]) == 0
     for n in range(2):
       state, metrics = ensemble.step(state, batch(n))
       assert largest_error(np.asarray(metrics["loss"]), np.stack(losses)[:, n]) <= 1e-6
@@ -127,7 +126,7 @@ def sown_loss(model, batch):
   return error + sum(jax.tree.leaves(model.variables.get("losses", {})))
 
 
-@pytest.mark.parametrize("strategy", ["stacked", "submesh"])
+@pytest.mark.parametrize("strategy", ["stacked", pytest.param("submesh", marks=pytest.mark.slow)])
 def test_sown_values_live_for_one_step(strategy):
   rates = (0.1, 0.01)
   members = [Member(Sowing(), optax.sgd(rate)) for rate in rates]
@@ -152,8 +151,8 @@ def sown_losses_of_solo_run(rate):
     penalty = sum(jax.tree.leaves(new["losses"]))
     return jnp.mean((y - targets) ** 2) + penalty, new["batch_stats"]
 
+  compute = jax.jit(jax.value_and_grad(value, has_aux=True))
   for n in range(3):
-    compute = jax.value_and_grad(value, has_aux=True)
     (loss, stats), gradients = compute(params, stats, *batch(n))
     params = jax.tree.map(lambda p, g: p - rate * g, params, gradients)
     losses.append(loss)

@@ -93,9 +93,10 @@ def test_moe_decoders_are_lifted_with_their_gradients(mesh_shape):
   params = meta.unbox(jax.jit(init, out_shardings=shardings)())["params"]
   assert all(leaf.sharding.spec[0] == "ensemble" for leaf in jax.tree.leaves(params))
 
+  @functools.partial(jax.jit, static_argnums=0)
   def gradients(model, params):
     total = lambda params: jnp.sum(jnp.sin(model.apply({"params": params}, *arrays)))
-    return jax.jit(jax.value_and_grad(total))(params)
+    return jax.value_and_grad(total)(params)
 
   value, together = gradients(members, params)
   alone = [gradients(module, member_of(params, z)) for z in range(NUM_MEMBERS)]

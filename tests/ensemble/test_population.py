@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_ensemble_run import TOLERANCE, Output, checksums, config, root, rows_of, start
+from test_ensemble_run import ONE_EACH, TOLERANCE, Output, checksums, config, root, rows_of, start
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.members import members_of
@@ -46,6 +46,7 @@ KEYS = {
   "pbt_period": PERIOD,
   "pbt_fraction": 0.5,
   "pbt_hyperparameters": SEARCHED,
+  **ONE_EACH,
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,11 +102,11 @@ def jit_init(init: Callable, **keywords: Any) -> Any:
   """`jax.jit` of a function that runs once.
 
   On CPUs, this optimization level takes half of the compile time and returns the same bits; level 0
-  rounds differently.
+  rounds differently. A level in XLA_FLAGS is kept.
   """
-  on_cpu = jax.default_backend() == "cpu"
-  options = {"xla_backend_optimization_level": 1} if on_cpu else None
-  return jax.jit(init, compiler_options=options, **keywords)
+  option, flags = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
+  lowers_level = jax.default_backend() == "cpu" and option not in flags
+  return jax.jit(init, compiler_options={option: 1} if lowers_level else None, **keywords)
 
 
 def require_one_process(request: EngineRequest) -> None:
