@@ -126,10 +126,6 @@ class EnsembleRun:
     for name, is_on in (("ASHA", self._rungs), ("PBT", ensemble.pbt_period)):
       if is_on and self.data.source.eval is None:
         raise UserError(f"{name} compares held-out losses: set eval_fraction above 0")
-    if ensemble.pbt_period and jax.process_count() > 1:
-      raise UserError(
-        "PBT exchanges members in one process: write num_processes=1, or pbt_period=0"
-      )
     if ensemble.pbt_period and len(self.members) < 2:
       raise UserError("PBT copies members from others: write two or more, or pbt_period=0")
 

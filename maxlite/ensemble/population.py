@@ -13,13 +13,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
 from maxlite.config import Config
 from maxlite.config.perturbations import perturbations_of
+from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.stacked import VmapEngine
 from maxlite.ensemble.member_run import MemberRun
-from maxlite.metrics.writers import JsonlWriter
+from maxlite.metrics.writers import JsonlWriter, Writers
 from maxlite.optim.build import hyperparameters, with_hyperparameters
 
 LINEAGE = "lineage.jsonl"  # in the folder of the ensemble: a row per copy
@@ -29,7 +31,8 @@ class Population:
   """The exchanges between stacked members.
 
   An exchange is a function of the members' states, their held-out losses, the seed and the step. It
-  takes place before the step after it, so that a checkpoint has what it starts from.
+  takes place before the step after it, so that a checkpoint has what it starts from. Of multiple
+  processes, process 0 reads the losses for all and writes the log.
   """
 
   def __init__(
@@ -44,7 +47,9 @@ class Population:
     self._period, self._fraction = cfg.ensemble.pbt_period, cfg.ensemble.pbt_fraction
     self._seed, self._perturbations = cfg.run.init_weights_seed, perturbations_of(cfg.optimizer)
     self._runs, self._console = runs, console
-    self._lineage = JsonlWriter(directory / LINEAGE, runs[0].step - 1)
+    is_writer = jax.process_index() == 0
+    rows = [JsonlWriter(directory / LINEAGE, runs[0].step - 1)] if is_writer else []
+    self._lineage = Writers(rows)
     self._copy = jax.jit(copy_members, out_shardings=engine.shardings, donate_argnums=0)
 
   def next_step(self, step: int) -> int:
@@ -58,7 +63,8 @@ class Population:
     """
     if step == 0 or step % self._period:
       return state
-    losses = [run.eval_losses.get(step, math.inf) for run in self._runs]
+    own = [run.eval_losses.get(step, math.inf) for run in self._runs]
+    losses = all_gather_object(own)[0]  # others may not see the latest rows yet
     draws = [random.Random(f"{self._seed} {step} {run.name}") for run in self._runs]
     donors = choose_donors(losses, self._fraction, draws)
     if not donors:
@@ -66,7 +72,7 @@ class Population:
         self._console.print(f"step {step}: no exchange, since no member has a held-out loss there")
       return state
     (stacked,) = state
-    before = jax.device_get(hyperparameters(stacked.opt_state))
+    before = process_allgather(hyperparameters(stacked.opt_state), tiled=True)
     donor_Z = np.arange(len(losses))
     donor_Z[[*donors]] = [*donors.values()]
     after = {key: values[donor_Z] for key, values in before.items()}

@@ -14,6 +14,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 from host_runs import Launch, run
 from test_ensemble_run import SIZES, TINY, checksums, rows_of
 
+from maxlite.ensemble.population import LINEAGE
+from maxlite.metrics.writers import read_rows
+
 pytestmark = pytest.mark.slow  # real processes
 PAIR = "{name: slow, learning_rate: 1e-3}, {name: fast, learning_rate: 1e-2, init_weights_seed: 1}"
 KEYS = TINY | {"run_name": "ens", "checkpoint_period": 2, "ensemble_data": "independent"}
@@ -22,6 +25,19 @@ ONE_EACH = {
   "ici_fsdp_parallelism": 1,
   "ensemble_strategy": "stacked",
 }
+POPULATION = (
+  KEYS
+  | ONE_EACH
+  | {
+    "members": f"[{PAIR}]",
+    "steps": 6,
+    "learning_rate_schedule_steps": 6,
+    "checkpoint_period": 1,
+    "pbt_period": 2,
+    "pbt_fraction": 0.5,
+    "pbt_hyperparameters": "{learning_rate: [0.5, 2]}",
+  }
+)
 LAST_BITS = 2e-5  # relative; float32 sums in a different order
 TWO = ("--processes", 2)
 
@@ -38,6 +54,13 @@ def on_two_hosts(tmp_path_factory):
   folder = tmp_path_factory.mktemp("two_hosts")
   keys = KEYS | ONE_EACH
   return folder, run(folder, *TWO, "--devices", 1, members=f"[{PAIR}]", **keys)
+
+
+@pytest.fixture(scope="module")
+def one_population(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("one_population")
+  run(folder, "--processes", 1, "--devices", 2, **POPULATION)
+  return folder
 
 
 def assert_equal_rows(folder, other, names, rtol):
@@ -99,6 +122,26 @@ def test_an_interrupted_ensemble_resumes_bit_for_bit(on_two_hosts, folder, numbe
   for name in ("slow", "fast"):
     assert rows_of(folder, name) == rows_of(on_two_hosts[0], name)
     assert checksums(folder, name) == checksums(on_two_hosts[0], name)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_population_on_two_hosts_equals_that_on_one_bit_for_bit(
+  one_population, folder, is_killed
+):
+  """Bit for bit, also if a host is lost after the first exchange."""
+  launch = Launch(folder, *TWO, "--devices", 1, "--restarts", 1, **POPULATION)
+  if is_killed:
+    launch.wait_for(r"^\[0\] step 3/")
+    os.kill(launch.process_id(1), signal.SIGKILL)
+  assert launch.wait() == 0, launch.output
+  assert is_killed == ("process 0 exits: process 1 died" in launch.output)
+  lineage = read_rows(folder / "ens" / LINEAGE)
+  assert lineage == read_rows(one_population / "ens" / LINEAGE)
+  assert [row["step"] for row in lineage] == [2, 4]
+  for name in ("slow", "fast"):
+    assert rows_of(folder, name) == rows_of(one_population, name)
+    for step in (2, 4, 6):
+      assert checksums(folder, name, step) == checksums(one_population, name, step)
 
 
 def test_halving_leaves_one_member_on_two_hosts(folder):
