@@ -247,6 +247,9 @@ def test_an_exported_member_is_a_solo_run(root, fused, capsys):
     assert run_training(cfg) == 0
   rows = read_rows(exported / "metrics.jsonl")
   assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+  assert main(["export", str(folder / "ens"), "member=deep", "run_name=deep"]) == 0
+  model = load_config([str(folder / "deep/config.yml")], needs_data=False).model
+  assert (model.base_num_decoder_layers, model.base_emb_dim) == (2, 24)
   for wrong, message in (
     (["export", str(folder / "ens"), "member=fas"], "did you mean fast?"),
     (["export", str(folder / "ens"), "member=fast", "run_name=mine"], "exists"),

@@ -50,12 +50,12 @@ KEYS = {
 }
 
 
-def run(folder):
+def run(folder, **keys):
   """Train the population in `folder`, without combined predictions; return the output."""
   output = Output()
   with contextlib.redirect_stdout(output):
     console = open_console()
-    cfg = config(folder, MEMBERS, **KEYS)
+    cfg = config(folder, MEMBERS, **KEYS | keys)
     ensemble = EnsembleRun(cfg, (), ROWS, console)
     ensemble.open()
     assert ensemble.train() == 0
@@ -209,6 +209,17 @@ def test_a_population_killed_after_an_exchange_is_resumed_bit_for_bit(root, popu
   for name in RATES:
     assert rows_of(folder, name) == rows_of(population[0], name)
     assert checksums(folder, name, STEPS) == checksums(population[0], name, STEPS)
+
+
+@pytest.mark.slow
+def test_a_population_on_all_devices_equals_one_on_a_device_each(root, population):
+  folder = root / "sharded"
+  run(folder, ici_ensemble_parallelism=1, ici_fsdp_parallelism=-1)
+  exchanges = lambda folder: [(row["member"], row["from"]) for row in lineage_of(folder)]
+  assert exchanges(folder) == exchanges(population[0])
+  for name in RATES:
+    here, there = ([row["loss"] for row in rows_of(f, name)] for f in (folder, population[0]))
+    np.testing.assert_allclose(here, there, rtol=TOLERANCE)
 
 
 def test_members_of_a_population_cannot_be_added(population, capsys):
