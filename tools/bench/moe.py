@@ -8,9 +8,10 @@ layer     an MoE layer with its router against a dense gated MLP of equal active
           width 512, 16 experts of 1024, top-2
 exchange  that layer on 4 simulated CPU devices, with expert parallelism (expert=4) or without
           (data=4)
-step      the training step: decoders of width 256 and 4 layers on 4 x 256 tokens, full remat, 8
-          experts of 512 with top-2 against a dense MLP of 1024, and, if torch and transformers are
-          installed, against the tokens/s of `MixtralForCausalLM` with grouped matmuls
+step      the training step: decoders of width 256 and 4 layers on 4 x 256 tokens, 8 experts of 512
+          with top-2 against a dense MLP of 1024, and, if torch and transformers are installed,
+          against the tokens/s of `MixtralForCausalLM` with grouped matmuls; no activation is
+          computed again, here or there
 rates     a grouped matmul of a large model on an accelerator: TFLOP/s and memory
 
 The default is all sections on an accelerator, and all except `rates` on a CPU. The goals of the
@@ -199,7 +200,7 @@ def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], A
 
 
 def step(timer: Timer, platform: str) -> None:
-  keys = [*SHAPE, "remat_policy=full", f"ici_data_parallelism={len(jax.devices())}"]
+  keys = [*SHAPE, f"ici_data_parallelism={len(jax.devices())}"]
   moe_cfg = load_config([*keys, "decoder_block=mixtral"])
   dense_cfg = load_config([*keys, "decoder_block=llama"])
   runs: Runs = {
@@ -218,9 +219,9 @@ def step(timer: Timer, platform: str) -> None:
   num_tokens = tokens_of(moe_cfg) * len(jax.devices())
   for name, value in seconds.items():
     print(f"step: {name} {value * 1e3:.0f} ms, {num_tokens / value:,.0f} tokens/s")
-  print_ratio("step: moe / dense", seconds["moe"] / seconds["dense"], at_most=1.5)
+  print_ratio("step: moe / dense", seconds["moe"] / seconds["dense"], at_most=1.3)
   if "mixtral" in seconds:
-    print_ratio("step: tokens/s, moe / mixtral", seconds["mixtral"] / seconds["moe"], at_least=1)
+    print_ratio("step: tokens/s, moe / mixtral", seconds["mixtral"] / seconds["moe"], at_least=1.2)
 
 
 def rates(timer: Timer, platform: str) -> None:
