@@ -1,0 +1,138 @@
+"""The models that ensemble.py trains, each set of them on one batch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxlite.ensemble import Member
+
+NUM_FEATURES, NUM_ROWS = 16, 64
+VOCAB_SIZE, NUM_HEADS, NUM_SEQS, LENGTH = 256, 4, 8, 64  # of the decoders
+WIDTHS, DEPTHS = (8, 16, 32, 64, 128, 256), (1, 2, 4, 6)  # plus one layer
+
+
+class MLP(nn.Module):
+  """`depth` layers between the first and the last one."""
+
+  width: int
+  depth: int
+
+  @nn.compact
+  def __call__(self, x_BD: jax.Array) -> jax.Array:
+    x_BD = nn.relu(nn.Dense(self.width)(x_BD))
+    for _ in range(self.depth):
+      x_BD = Hidden(self.width)(x_BD)
+    return nn.Dense(1)(x_BD)
+
+
+class Hidden(nn.Module):
+  width: int
+
+  @nn.compact
+  def __call__(self, x_BD: jax.Array) -> jax.Array:
+    return nn.relu(nn.Dense(self.width)(x_BD))
+
+
+class TinyDecoder(nn.Module):
+  """`depth` layers of causal attention and an MLP between embedding and unembedding."""
+
+  width: int
+  depth: int
+
+  @nn.compact
+  def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    x_BTD = nn.Embed(VOCAB_SIZE, self.width)(tokens_BT)
+    for _ in range(self.depth):
+      x_BTD = DecoderLayer(self.width)(x_BTD)
+    return nn.Dense(VOCAB_SIZE, use_bias=False)(nn.RMSNorm()(x_BTD))
+
+
+class DecoderLayer(nn.Module):
+  width: int
+
+  @nn.compact
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    dense = functools.partial(nn.Dense, use_bias=False)
+    qkv_BTF = dense(3 * self.width)(nn.RMSNorm()(x_BTD))
+    qkv = (x.reshape(*x.shape[:2], NUM_HEADS, -1) for x in jnp.split(qkv_BTF, 3, axis=-1))
+    o_BTHC = jax.nn.dot_product_attention(*qkv, is_causal=True)
+    x_BTD += dense(self.width)(o_BTHC.reshape(x_BTD.shape))
+    h_BTF = nn.silu(dense(4 * self.width)(nn.RMSNorm()(x_BTD)))
+    return x_BTD + dense(self.width)(h_BTF)
+
+
+class Problem(NamedTuple):
+  """Members that train on one batch with Adam."""
+
+  models: list[nn.Module]
+  rates: list[float]
+  batch: tuple[jax.Array, jax.Array]
+  loss: Callable[[nn.Module, tuple], jax.Array]
+
+  @property
+  def members(self) -> list[Member]:
+    each = enumerate(zip(self.models, self.rates, strict=True))
+    return [Member(model, optax.adam(rate), seed=z) for z, (model, rate) in each]
+
+
+def mlps_alike(width: int) -> Problem:
+  rates = np.geomspace(1e-4, 1e-2, 64).tolist()
+  return Problem([MLP(width, 2)] * len(rates), rates, features_and_targets(), squared_error)
+
+
+def mlps_different() -> Problem:
+  models = [MLP(width, depth) for width in WIDTHS for depth in DEPTHS]
+  return Problem(models, [1e-3] * len(models), features_and_targets(), squared_error)
+
+
+def decoders_alike() -> Problem:
+  rates = np.geomspace(1e-4, 1e-2, 12).tolist()
+  return Problem([TinyDecoder(64, 2)] * len(rates), rates, tokens_and_targets(), next_token)
+
+
+def decoders_different() -> Problem:
+  models = [TinyDecoder(width, depth) for width in (64, 128, 192) for depth in DEPTHS]
+  return Problem(models, [1e-3] * len(models), tokens_and_targets(), next_token)
+
+
+def features_and_targets() -> tuple[jax.Array, jax.Array]:
+  x_BD = jax.random.normal(jax.random.key(0), (NUM_ROWS, NUM_FEATURES))
+  return x_BD, jnp.sin(jnp.sum(x_BD, axis=1, keepdims=True))
+
+
+def tokens_and_targets() -> tuple[jax.Array, jax.Array]:
+  tokens_BT = jax.random.randint(jax.random.key(0), (NUM_SEQS, LENGTH), 0, VOCAB_SIZE)
+  return tokens_BT, jnp.roll(tokens_BT, -1, axis=1)
+
+
+def squared_error(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+  x_BD, y_BD = batch
+  return jnp.mean((model(x_BD) - y_BD) ** 2)
+
+
+def next_token(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+  tokens_BT, targets_BT = batch
+  losses_BT = optax.softmax_cross_entropy_with_integer_labels(model(tokens_BT), targets_BT)
+  return jnp.mean(losses_BT)
+
+
+def members_of(problem: str) -> dict[str, Any]:
+  """The arguments of `Ensemble`."""
+  return {"members": PROBLEMS[problem]().members, "loss": PROBLEMS[problem]().loss}
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+  **{f"mlps_{width}": functools.partial(mlps_alike, width) for width in (8, 32, 128)},
+  "mlps_different": mlps_different,
+  "decoders_alike": decoders_alike,
+  "decoders_different": decoders_different,
+}
+# What worker processes import.
+mlps_different_members = functools.partial(members_of, "mlps_different")
+decoders_different_members = functools.partial(members_of, "decoders_different")
