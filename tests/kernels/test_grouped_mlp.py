@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from grouped_cases import INTERPRETED, ROUTINGS, assert_close
 from jax.ad_checkpoint import print_saved_residuals
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
@@ -185,6 +186,23 @@ def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit, b
       expected = oracle(sizes, *wide, activation)
     got = without_dead_rows((*flat, *results[2:]), sizes)
     assert_equal_trees(got, expected, unit=2e-5 if dtype == "float32" else 2.0**-6)
+
+
+def test_on_tpus_the_gradient_of_wo_frees_its_rows_before_those_of_x_are_computed():
+  rows = (NUM_ROWS, 1024), (NUM_ROWS,), (NUM_ROWS, 1024)
+  weights = (NUM_GROUPS, 1024, 24), (NUM_GROUPS, 1024, 24), (NUM_GROUPS, 24, 1024)
+  x_MD, weight_M, dy_MD, *wi, wo = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (*rows, *weights))
+  sizes_G = jax.ShapeDtypeStruct((NUM_GROUPS,), jnp.int32)
+  of_x = lambda *operands: run_for_tpu(GATED, *operands)[1]
+  jaxpr = jax.make_jaxpr(of_x)(sizes_G, x_MD, weight_M, (tuple(wi), wo, None), dy_MD).jaxpr
+  (call,) = jaxpr.eqns
+  program = call.params["jaxpr"].jaxpr
+  needed, kernels = {program.outvars[call.outvars.index(jaxpr.outvars[0])]}, []
+  for equation in reversed(program.eqns):
+    if needed.intersection(equation.outvars):
+      needed.update(v for v in equation.invars if not isinstance(v, Literal))
+      kernels.append(equation.params.get("name"))
+  assert kernels.count("tgmm") == 1
 
 
 @pytest.mark.parametrize("backend", HERE)

@@ -403,8 +403,7 @@ def _cost(kernel: Callable, window: int | None, shape: _Shape, arrays, results) 
   channels = (sum(c.size for c in each) for each in (shape.key_channels, shape.value_channels))
   summed = sum(map(math.prod, zip(_PRODUCTS[kernel], channels, strict=True)))
   flops = 2 * num_seqs * num_heads * _num_scores(shape, window) * summed
-  num_bytes = sum(x.size * x.dtype.itemsize for x in (*arrays, *results))
-  return StatedCost(flops, 0, num_bytes)
+  return StatedCost(flops, 0, sum(x.size * x.dtype.itemsize for x in (*arrays, *results)))
 
 
 def _num_scores(shape: _Shape, window: int | None) -> float:

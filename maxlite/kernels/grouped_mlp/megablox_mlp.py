@@ -72,6 +72,8 @@ def _backward(activation, tiles, interpret, residuals, dy_M) -> tuple:
   operands = dh_MF, weight_M[:, None], *up_MF
   h_MF, dweight_M1, *dup_MF = over_rows(gradients, *operands, in_place=len(operands))
   dwo_GFD = sum_outer_products(h_MF, dy_MD, dtype=wo_GFD.dtype, tile=wo_tiles.drhs)
+  # Frees h and dy before the gradients of x, which are exchanged while those of wi are computed.
+  dwo_GFD, *dup_MF = jax.lax.optimization_barrier((dwo_GFD, *dup_MF))
   tile = _swapped(wi_tiles.dlhs)
   dx_MD = [multiply(d, w, tile=tile, transpose=True) for d, w in zip(dup_MF, wi_GDF, strict=True)]
   (dx_M,) = over_rows(_sum_as(dy_M.shape), *dx_MD)
