@@ -63,10 +63,11 @@ def one_population(tmp_path_factory):
   return folder
 
 
-def assert_equal_rows(folder, other, names, rtol):
+def assert_equal_rows(folder, other, names, rtol, num_steps=4):
   for name in names:
     rows, expected = rows_of(folder, name), rows_of(other, name)
-    assert [row["step"] for row in rows] == [row["step"] for row in expected] == [1, 2, 3, 4]
+    steps = list(range(1, num_steps + 1))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == steps
     for row, there in zip(rows, expected, strict=True):
       assert row.keys() == there.keys()
       for key in row:
@@ -142,6 +143,19 @@ def test_a_population_on_two_hosts_equals_that_on_one_bit_for_bit(
     assert rows_of(folder, name) == rows_of(one_population, name)
     for step in (2, 4, 6):
       assert checksums(folder, name, step) == checksums(one_population, name, step)
+
+
+def test_a_population_of_sharded_members_on_two_hosts_equals_that_on_one(folder):
+  keys = POPULATION | {"ici_fsdp_parallelism": 4, "global_batch_size": 16}
+  run(folder / "2", *TWO, "--devices", 4, **keys)
+  run(folder / "1", "--processes", 1, "--devices", 8, **keys)
+  copies, expected = (
+    [(row["step"], row["member"], row["from"], row["after"]) for row in rows]
+    for rows in (read_rows(folder / n / "ens" / LINEAGE) for n in "21")
+  )
+  assert copies == expected
+  assert [step for step, *_ in copies] == [2, 4]
+  assert_equal_rows(folder / "2", folder / "1", ["slow", "fast"], LAST_BITS, num_steps=6)
 
 
 def test_halving_leaves_one_member_on_two_hosts(folder):
