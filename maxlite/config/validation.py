@@ -279,6 +279,10 @@ def _ensemble(v: Values) -> Rules:
   text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"
   is_late = v.asha_reduction_factor and v.asha_min_steps >= v.steps
   yield is_late, "asha_min_steps steps", text
+  is_paused = v.asha_reduction_factor and v.ensemble_strategy == "processes"
+  text = "members pause at their checkpoints; write enable_checkpointing=true"
+  keys = "asha_reduction_factor enable_checkpointing"
+  yield is_paused and not v.enable_checkpointing, keys, text
 
 
 def _local_updates(v: Values) -> Rules:

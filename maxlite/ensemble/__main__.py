@@ -2,7 +2,7 @@
 
 `member=NAME,NAME,...` exports their soup, a model with the mean of their parameters.
 
-`python -m maxlite.ensemble worker RUN BATCH_SIZE NAME ...` is started by the strategy `processes`.
+`python -m maxlite.ensemble worker RUN BATCH_SIZE LAST_STEP NAME ...` is a worker of `processes`.
 """
 
 import dataclasses
@@ -77,11 +77,12 @@ def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
   return dataclasses.replace(mesh, **changes)
 
 
-def _train_members(folder: str, batch_size: str, *names: str) -> int:
-  """Train some of the members in this process."""
+def _train_members(folder: str, batch_size: str, last_step: str, *names: str) -> int:
+  """Train some of the members in this process up to a step."""
   cfg = _read_config(Path(folder))
-  ensemble = dataclasses.replace(cfg.ensemble, ensemble_strategy="auto", ensemble_num_workers=0)
-  return run_ensemble(dataclasses.replace(cfg, ensemble=ensemble), names, int(batch_size))
+  changes = {"ensemble_strategy": "auto", "ensemble_num_workers": 0, "asha_reduction_factor": 0}
+  cfg = dataclasses.replace(cfg, ensemble=dataclasses.replace(cfg.ensemble, **changes))
+  return run_ensemble(cfg, names, int(batch_size), int(last_step))
 
 
 def _read_config(folder: Path) -> Config:

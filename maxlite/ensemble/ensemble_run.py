@@ -5,11 +5,12 @@ resume what another one saved, and members can be added or removed between two s
 is behind (it is new, or its last checkpoint was lost) trains first, on the batches it missed.
 """
 
+import contextlib
 import functools
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import jax
@@ -27,6 +28,7 @@ from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import describe_process, process_0_first
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.asha import rungs, survivors
+from maxlite.ensemble.asynchronous_halving import JOURNAL, AsynchronousHalving
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, gather_metrics, train_members
 from maxlite.ensemble.evaluate_combinations import score_combinations
@@ -36,7 +38,14 @@ from maxlite.ensemble.member_program import MemberProgram
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import choose
 from maxlite.ensemble.soups import score_soups
-from maxlite.ensemble.worker_pool import GPU_MEMORY_SHARE, assign_workers, gpu_names, run_workers
+from maxlite.ensemble.worker_pool import (
+  GPU_MEMORY_SHARE,
+  WorkerAssignment,
+  assign_workers,
+  gpu_names,
+  run_queues,
+)
+from maxlite.ensemble.worker_process import WorkerCommand
 from maxlite.ensemble.worker_progress import WorkerProgress
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
@@ -51,16 +60,21 @@ from maxlite.training.trainer import mesh_degrees
 MAX_RESTARTS = 3  # of a worker process that dies
 
 
-def run_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) -> int:
+def run_ensemble(
+  cfg: Config, names: Sequence[str] = (), batch_size: int = 0, last_step: int = 0
+) -> int:
   """`train_ensemble` for the command: a mistake ends in one line."""
   with exit_on_user_error("maxlite.train"):
-    return train_ensemble(cfg, names, batch_size)
+    return train_ensemble(cfg, names, batch_size, last_step)
 
 
-def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) -> int:
+def train_ensemble(
+  cfg: Config, names: Sequence[str] = (), batch_size: int = 0, last_step: int = 0
+) -> int:
   """Train all members, or those in `names`, to the last step; return the exit code.
 
   The default batch size is that of a run on all devices.
+  The default last step is that of the run; at another one the members pause.
   """
   console = open_console(quiet=jax.process_index() > 0)
   enable_compilation_cache(cfg.run.jax_cache_dir)
@@ -69,14 +83,14 @@ def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) 
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
   batch_size = batch_size or global_batch_size(cfg.data, jax.device_count())
-  run = EnsembleRun(cfg, names, batch_size, console)
+  run = EnsembleRun(cfg, names, batch_size, last_step or cfg.run.steps, console)
   if not names:  # a worker's parent has locked it
     lock_folder(folder)
   with report_wait(f"opening {len(run.members)} members", console.print):
     run.open()
   if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
     console.print(
-      f"{folder.place} is at step {cfg.run.steps} with all its members: nothing to do. Give "
+      f"{folder.place} is at step {run.last_step} with all its members: nothing to do. Give "
       "it more steps or members, or choose another run_name."
     )
     return 0
@@ -99,9 +113,12 @@ def train_ensemble(cfg: Config, names: Sequence[str] = (), batch_size: int = 0) 
 class EnsembleRun:
   """The members of one command, trained by engines or in worker processes."""
 
-  def __init__(self, cfg: Config, names: Sequence[str], batch_size: int, console: Console):
-    """`names`: of the members to train; empty: all."""
+  def __init__(
+    self, cfg: Config, names: Sequence[str], batch_size: int, last_step: int, console: Console
+  ):
+    """`names`: of the members to train up to `last_step`; empty: all."""
     self.cfg, self.console, self.batch_size = cfg, console, batch_size
+    self.last_step, self._is_worker = last_step, bool(names)
     self.devices, ensemble = jax.devices(), cfg.ensemble
     self._in_workers = ensemble.ensemble_strategy == "processes"
     self._rungs = rungs(ensemble.asha_min_steps, ensemble.asha_reduction_factor, cfg.run.steps)
@@ -109,11 +126,6 @@ class EnsembleRun:
       raise UserError(
         f"ensemble_strategy=processes starts its own, and this run has {jax.process_count()}: "
         "write num_processes=1, or ensemble_strategy=stacked or fused"
-      )
-    if self._rungs and self._in_workers:
-      raise UserError(
-        "ASHA compares members at the same step, which separate processes do not keep: write "
-        "asha_reduction_factor=0 or another ensemble_strategy"
       )
     members = [m for m in members_of(cfg) if not names or m.name in names]
     self.members = [MemberRun(member, console.print) for member in members]
@@ -128,6 +140,11 @@ class EnsembleRun:
         raise UserError(f"{name} compares held-out losses: set eval_fraction above 0")
     if ensemble.pbt_period and len(self.members) < 2:
       raise UserError("PBT copies members from others: write two or more, or pbt_period=0")
+    self._asynchronous: AsynchronousHalving | None = None
+    if self._rungs and self._in_workers:
+      steps, journal = [*self._rungs, cfg.run.steps], run_folder(cfg).directory / JOURNAL
+      factor, report = ensemble.asha_reduction_factor, console.print
+      self._asynchronous = AsynchronousHalving(self.members, steps, factor, journal, report)
 
   @property
   def _member_devices(self) -> list[jax.Device]:
@@ -136,7 +153,7 @@ class EnsembleRun:
 
   @property
   def is_done(self) -> bool:
-    return not self._unfinished()
+    return self._asynchronous.is_done if self._asynchronous else not self._unfinished()
 
   def open(self) -> None:
     """Restore all members; if workers will train them, only find their steps."""
@@ -162,15 +179,19 @@ class EnsembleRun:
   def train(self) -> int:
     """Train until all members are at the last step or stopped; return the exit code."""
     if self._in_workers:
-      unfinished = self._unfinished()
-      exit_code = self._run_workers(unfinished) if unfinished else 0
+      exit_code = 0 if self.is_done else self._run_workers()
       if not exit_code:
         self._restore()
+        if all(member.diverged for member in self.members):
+          self.console.print("all members diverged")
+          return 1
       return exit_code
     while not self.is_done:
       group, last_step = self._next_segment()
       result = train_members(self._trainer_of(group), last_step, self.console)
       self._apply_halving()
+      if self._is_worker and all(member.diverged for member in group):
+        continue  # a result of theirs, and not of the worker
       if result.reason:
         last = self.cfg.run.steps
         self.console.print(f"{result.reason}; stopped after step {result.step} of {last}")
@@ -248,9 +269,10 @@ class EnsembleRun:
         if member.step > first:
           member.restore(program, default, first)
 
-  def _run_workers(self, members: Sequence[MemberRun]) -> int:
-    """Train the members in processes; return the exit code."""
+  def _run_workers(self) -> int:
+    """Train the unfinished members in processes; return the exit code."""
     ensemble, folder = self.cfg.ensemble, run_folder(self.cfg).directory.absolute()
+    members = self.members if self._asynchronous else self._unfinished()
     limit, stats = ensemble.ensemble_memory_gb * 1e9, self.devices[0].memory_stats()
     limited = limit / stats["bytes_limit"] if limit and stats else GPU_MEMORY_SHARE
     models = [member.config.model for member in members]
@@ -260,47 +282,64 @@ class EnsembleRun:
       gpus=gpu_names(self.devices),
       memory_fraction=min(limited, GPU_MEMORY_SHARE),
     )
-    argv = [sys.executable, "-m", "maxlite.ensemble", "worker", str(folder), str(self.batch_size)]
-    workers = []
-    for n, assignment in enumerate(assignments):
-      names = [members[z].name for z in assignment.members]
-      log = folder / "workers" / f"{n}.log"
-      workers.append(assignment.command(" ".join(names), [*argv, *names], log))
-    self.console.print(f"{len(workers)} workers: {folder / 'workers'}")
-    logs = [worker.log for worker in workers]
-    with WorkerProgress(members, logs, self.cfg.run.steps, self.console).printed():
-      codes = run_workers(
-        workers,
+    names = [[members[z].name for z in assignment.members] for assignment in assignments]
+    logs = [folder / "workers" / f"{n}.log" for n in range(len(assignments))]
+    self.console.print(f"{len(logs)} workers: {folder / 'workers'}")
+    progress = WorkerProgress(members, logs, self.cfg.run.steps, self.console)
+    with contextlib.nullcontext() if self._asynchronous else progress.printed():
+      codes = run_queues(
+        list(map(self._commands, assignments, names, logs)),
         executor=ensemble.ensemble_executor,
         max_restarts=MAX_RESTARTS,
         report=self.console.print,
       )
-    code = next(filter(None, codes.values()), 0)
+    code = next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code
 
+  def _commands(
+    self, assignment: WorkerAssignment, names: list[str], log: Path
+  ) -> Generator[WorkerCommand, None, None]:
+    """The commands of one worker: of `names` to the last step, or of jobs of ASHA."""
+    folder = str(run_folder(self.cfg).directory.absolute())
+    start = [sys.executable, "-m", "maxlite.ensemble", "worker", folder, str(self.batch_size)]
+    command = lambda names, step: assignment.command(
+      " ".join(names), [*start, str(step), *names], log
+    )
+    if not self._asynchronous:
+      yield command(names, self.last_step)
+      return
+    with contextlib.closing(self._asynchronous.jobs()) as jobs:
+      for name, step in jobs:
+        yield command([name], step)
+
   def _unfinished(self) -> list[MemberRun]:
-    return [m for m in self.members if m.step < self.cfg.run.steps and not m.is_stopped]
+    has_ended = lambda m: self._is_worker and m.state is not None and m.diverged
+    left = [m for m in self.members if m.step < self.last_step and not m.stop_status]
+    return [member for member in left if not has_ended(member)]
 
   def _next_segment(self) -> tuple[list[MemberRun], int]:
     """(the members that are furthest behind, the step up to which they train together)."""
     unfinished = self._unfinished()
     first = min(member.step for member in unfinished)
     group = [member for member in unfinished if member.step == first]
-    ends = [self.cfg.run.steps, *self._rungs, *(member.step for member in unfinished)]
+    ends = [self.last_step, *self._rungs, *(member.step for member in unfinished)]
     return group, min(end for end in ends if end > first)
 
   def _apply_halving(self) -> None:
     """Stop the members that ASHA does not promote."""
-    if not self._rungs:
+    if self._asynchronous:
+      for member in self.members:
+        member.stop_status = self._asynchronous.describe_pause(member.name)
+    if not self._rungs or self._asynchronous:
       return
     losses = {member.name: member.eval_losses for member in self.members}
     reached = {member.name: member.step for member in self.members}
     alive = survivors(losses, reached, self._rungs, self.cfg.ensemble.asha_reduction_factor)
     alive = all_gather_object(sorted(alive))[0]  # others may not see the latest rows yet
     for member in self.members:
-      if member.name not in alive and not member.is_stopped:
-        member.is_stopped = True
-        self.console.print(f"{member.name} is stopped at step {member.step} by halving")
+      if member.name not in alive and not member.stop_status:
+        member.stop_status = f"stopped at step {member.step} by halving"
+        self.console.print(f"{member.name} is {member.stop_status}")
 
   def _data(self, cfg: DataConfig, rows: range) -> DataLoader:
     opened = lambda: _open_data(cfg, self.cfg.model.vocab_size, self.batch_size, rows)

@@ -76,8 +76,8 @@ def finalize(
 def _entry(member: MemberRun, ancestor: str) -> LeaderboardEntry:
   rows, status = member.rows, "finished"
   losses = list(member.eval_losses.values())
-  if member.is_stopped:
-    status = f"stopped at step {member.step} by halving"
+  if member.stop_status:
+    status = member.stop_status
   elif member.diverged:
     status = f"diverged at step {rows[-1]['step'] if rows else 0}"
   if ancestor != member.name:

@@ -28,7 +28,7 @@ class MemberRun:
     self.step = 0
     self.state: Any = None
     self.data_state: dict | None = None
-    self.is_stopped = False  # by ASHA
+    self.stop_status = ""  # of a member that halving stopped or pauses
 
   @property
   def name(self) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,14 +95,17 @@ def gpu_names(devices: Sequence[jax.Device]) -> list[str]:
   return [names[index] if names else str(index) for index in indices]
 
 
-def run_workers(
-  workers: Sequence[WorkerCommand],
+def run_queues(
+  queues: Sequence[Generator[WorkerCommand, None, None]],
   *,
   executor: str = "local",
   max_restarts: int,
   report: Callable[[str], None],
-) -> dict[str, int]:
-  """Every worker's exit code, negative for a signal, as in `subprocess`.
+) -> list[int]:
+  """Run the workers of each queue one after another, and all queues at the same time.
+
+  Returns:
+    For each queue, the exit code of the worker at which it was closed, or 0; negative for a signal.
 
   A worker that dies is reported and restarted, up to `max_restarts` times, unless it exited with
   USER_ERROR; the others are not affected. SIGINT and SIGTERM are forwarded to all workers, and
@@ -115,10 +118,9 @@ def run_workers(
     known = ", ".join(ENSEMBLE_EXECUTORS)
     raise UserError(f"no executor {executor!r}; choose one of {known}")
   pool = ENSEMBLE_EXECUTORS[executor]()
-  supervisor, threads = _Supervisor(pool, max_restarts, report), ThreadPoolExecutor(len(workers))
+  supervisor, threads = _Supervisor(pool, max_restarts, report), ThreadPoolExecutor(len(queues))
   with contextlib.closing(pool), _forward_signals(supervisor.stop), threads:
-    codes = list(threads.map(supervisor.keep_running, workers))
-  return {worker.name: code for worker, code in zip(workers, codes, strict=True)}
+    return list(threads.map(supervisor.run_queue, queues))
 
 
 class WorkerExecutor(Protocol):
@@ -140,6 +142,10 @@ class _Supervisor:
     self._executor, self._max_restarts, self._report = executor, max_restarts, report
     self._report_lock = threading.Lock()
     self._stopped_by: signal.Signals | None = None
+
+  def run_queue(self, queue: Generator[WorkerCommand, None, None]) -> int:
+    with contextlib.closing(queue):
+      return next(filter(None, map(self.keep_running, queue)), 0)
 
   def keep_running(self, worker: WorkerCommand) -> int:
     """The last exit code."""

@@ -19,6 +19,12 @@ TUNING_MISTAKES = {
   ("phases=[{name: a, train: x, steps: 1, pbt_hyperparameters: {}}]",): ("the whole run",),
   ("pbt_period=10",): ("pbt_period=10", "members or sweep", "pbt_period=0"),
   ("pbt_period=10", "members=[{}]", "ensemble_strategy=fused"): ("ensemble_strategy=stacked",),
+  (
+    "members=[{}]",
+    "asha_reduction_factor=2",
+    "ensemble_strategy=processes",
+    "enable_checkpointing=false",
+  ): ("asha_reduction_factor=2", "enable_checkpointing=true"),
   ("pbt_period=10", "members=[{}]", "asha_reduction_factor=2"): ("asha_reduction_factor=0",),
   ("pbt_period=10", "members=[{}]", "steps=10"): ("pbt_period=10 with steps=10", "pbt_period=2"),
   ("pbt_period=10", "members=[{}]", "max_num_checkpoints_to_keep=1"): ("write 2 or more",),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlite.ensemble.worker_pool import WorkerCommand, assign_workers, run_workers
+from maxlite.ensemble.worker_pool import WorkerCommand, assign_workers, run_queues
 
 # Prints `up`; on a signal, takes a moment to save and prints the signal.
 STOPPABLE = """
@@ -44,6 +44,12 @@ print("up again")
 def python(tmp_path: Path, name: str, code: str, *args: str, **share) -> WorkerCommand:
   argv = (sys.executable, "-c", code, *args)
   return WorkerCommand(name, argv, tmp_path / "logs" / f"{name}.log", **share)
+
+
+def run_workers(workers: list[WorkerCommand], **keys) -> dict[str, int]:
+  """Every worker's exit code, each in a separate queue."""
+  codes = run_queues([(each for each in (worker,)) for worker in workers], **keys)
+  return {worker.name: code for worker, code in zip(workers, codes, strict=True)}
 
 
 def wait_for(text: str, *logs: Path) -> None:
@@ -118,7 +124,7 @@ def test_no_worker_outlives_its_supervisor(tmp_path):
   code = (
     "import sys; from pathlib import Path; from maxlite.ensemble.worker_pool import *; "
     f"worker = WorkerCommand('w', (sys.executable, '-c', {STOPPABLE!r}), Path({str(log)!r})); "
-    "run_workers([worker], max_restarts=0, report=print)"
+    "run_queues([(each for each in [worker])], max_restarts=0, report=print)"
   )
   supervisor = subprocess.Popen([sys.executable, "-c", code])
   wait_for("up\n", log)

@@ -60,7 +60,8 @@ class EnsembleConfig:
   asha_reduction_factor: int = field(
     0,
     "Reduction factor of successive halving (ASHA's eta): at each rung one in this many members "
-    "continues, and the next rung has this many times the steps. 0: no halving.",
+    "continues, and the next rung has this many times the steps; asynchronous with "
+    "ensemble_strategy=processes. 0: no halving.",
     low=0,
   )
   asha_min_steps: int = field(100, "Steps before the first rung of halving.", low=1)
