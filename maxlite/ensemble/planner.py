@@ -29,7 +29,7 @@ class DeviceCosts:
   operation_seconds: float
   program_seconds: float  # to start one
   message_seconds: float  # to request a step from the worker processes
-  compile_seconds: float  # per operation, in one thread
+  compile_seconds: float  # per operation, in one thread; on CPUs, where XLA takes all cores, in all
 
 
 DEVICE_COSTS = {
@@ -135,8 +135,10 @@ def choose(
       "train fewer members, use more devices, or raise the limit"
     )
   least = min(e.step_seconds for e in fitting)
-  fastest = [e for e in fitting if e.step_seconds <= least * CLOSE]  # in order of simplicity
-  best = min(fastest, key=lambda e: e.compile_seconds)
+  fastest = [e for e in fitting if e.step_seconds <= least * CLOSE]
+  soonest = min(e.compile_seconds for e in fastest)
+  # The simplest: on CPUs, one program takes less time than many of as many operations in all.
+  best = next(e for e in fastest if e.compile_seconds <= soonest * CLOSE)
   if request.spans_processes:  # whose estimates depend on their cores
     chosen = all_gather_object(best.strategy)[0]
     best = next(e for e in fitting if e.strategy == chosen)
@@ -160,13 +162,13 @@ def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> Strat
   if name == "processes":
     seconds += costs.message_seconds
   useful = sum(cost.flops for cost in request.costs)
-  compile_seconds = step.operations_compiled * costs.compile_seconds
+  compile_threads = 1 if platform == "cpu" else min(cores, step.num_programs)
   return StrategyEstimate(
     name,
     state_bytes=step.state_bytes,
     useful_share=min(useful / max(step.num_devices * step.on_device.flops, 1.0), 1.0),
     num_programs=step.num_programs,
-    compile_seconds=compile_seconds / min(cores, step.num_programs),
+    compile_seconds=step.operations_compiled * costs.compile_seconds / compile_threads,
     step_seconds=seconds,
   )
 
@@ -177,6 +179,6 @@ def _reason(best: StrategyEstimate, fitting: Sequence[StrategyEstimate]) -> str:
     return "the only one that supports these members"
   factor = others[0].step_seconds / best.step_seconds
   if factor < CLOSE:
-    is_first = best.compile_seconds < others[0].compile_seconds
+    is_first = best.compile_seconds * CLOSE < others[0].compile_seconds
     return f"{'starts sooner' if is_first else 'simpler'} than {others[0].strategy}, and as fast"
   return f"least time per step, {factor:.2g} x less than {others[0].strategy}"
