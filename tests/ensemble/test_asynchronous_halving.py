@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,8 +16,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
-from test_ensemble_run import ALIKE, SIZES, checksums, config, rows_of
-from tiny import fast_compilation
+from test_ensemble_run import ALIKE, SIZES, TINY, checksums, config, rows_of
+from tiny import KEYS, fast_compilation
 from tiny_run import Output
 
 from maxlite.config.errors import UserError
@@ -219,3 +221,39 @@ def test_a_diverged_member_is_a_result_and_not_a_failure(root):
   for _ in range(2):
     with contextlib.redirect_stdout(Output()):
       assert run_ensemble(cfg, ["wild"], 0, 4) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
+  keys = KEYS | TINY | {"steps": 60, "learning_rate_schedule_steps": 60, "checkpoint_period": 10}
+  keys |= {"asha_reduction_factor": 2, "asha_min_steps": 30, "ensemble_strategy": "processes"}
+  keys |= {"ensemble_num_workers": 1, "run_name": "ens", "jax_cache_dir": tmp_path / "jax_cache"}
+  command = [sys.executable, "-m", "maxlite.train", f"members=[{ALIKE}]"]
+  command += [f"{name}={value}" for name, value in keys.items()]
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
+  start = lambda folder: subprocess.Popen(
+    [*command, f"base_output_directory={folder}"], env=environment, stdout=subprocess.DEVNULL
+  )
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  assert start(whole).wait() == 0
+  best = next(name for name in ("slow", "fast") if rows_of(whole, name)[-1]["step"] == 60)
+  run = start(killed)
+  metrics = killed / "ens/members" / best / "metrics.jsonl"
+  deadline = time.monotonic() + 300
+  while not metrics.exists() or metrics.read_text().count("\n") < 23:  # step 42
+    assert run.poll() is None
+    assert time.monotonic() < deadline
+    time.sleep(0.002)
+  children = Path(f"/proc/{run.pid}/task").glob("*/children")
+  for process in [*(int(n) for path in children for n in path.read_text().split()), run.pid]:
+    os.kill(process, signal.SIGKILL)
+  run.wait()
+  assert len(read_rows(killed / "ens" / JOURNAL)) == 5  # the last is the promotion of `best`
+  assert start(killed).wait() == 0
+  without_time = lambda rows: [{k: v for k, v in row.items() if k != "time"} for row in rows]
+  journals = [without_time(read_rows(folder / "ens" / JOURNAL)) for folder in (whole, killed)]
+  assert journals[0] == journals[1]
+  for name in ("slow", "fast"):
+    assert rows_of(whole, name) == rows_of(killed, name)
+    step = rows_of(whole, name)[-1]["step"]
+    assert checksums(whole, name, step) == checksums(killed, name, step)
