@@ -12,6 +12,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
 from test_ensemble_run import ALIKE, TINY, checksums, rows_of, start
 
+from maxlite.ensemble.asynchronous_halving import JOURNAL
+from maxlite.ensemble.worker_process import available_cores
+from maxlite.metrics.writers import read_rows
+
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install maxlite[ray]")
 from ray.cluster_utils import Cluster  # noqa: E402 (only if Ray is installed)
 
@@ -76,3 +80,22 @@ def test_members_of_a_lost_node_move_and_end_with_the_same_results(cluster, tmp_
     assert rows_of(tmp_path / "ray", name) == rows_of(tmp_path / "local", name)
     there = checksums(tmp_path / "local", name, STEPS)
     assert checksums(tmp_path / "ray", name, STEPS) == there
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+  "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
+def test_asynchronous_halving_on_ray_equals_that_of_local_workers(cluster, tmp_path):
+  keys = KEYS | {"ensemble_num_workers": 1, "asha_reduction_factor": 2, "asha_min_steps": 20}
+  cluster.add_node(num_cpus=len(available_cores()))  # the only worker takes as many
+  journals = []
+  for executor in ("ray", "local"):
+    folder = tmp_path / executor
+    code, output = start(folder, f"[{ALIKE}]", ensemble_executor=executor, **keys)
+    assert code == 0, output
+    journals.append([row | {"time": 0} for row in read_rows(folder / "ens" / JOURNAL)])
+  assert journals[0] == journals[1]
+  assert [row["decision"] for row in journals[0]].count("promote") == 2
+  for name in ("slow", "fast"):
+    assert rows_of(tmp_path / "ray", name) == rows_of(tmp_path / "local", name)
