@@ -56,7 +56,7 @@ def run(folder, **keys):
   with contextlib.redirect_stdout(output):
     console = open_console()
     cfg = config(folder, MEMBERS, **KEYS | keys)
-    ensemble = EnsembleRun(cfg, (), ROWS, console)
+    ensemble = EnsembleRun(cfg, (), ROWS, cfg.run.steps, console)
     ensemble.open()
     assert ensemble.train() == 0
     finalize(ensemble.members, {}, run_folder(cfg), console)

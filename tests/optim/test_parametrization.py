@@ -1,7 +1,5 @@
 """Maximal update parametrization: the published factors, and activations that keep their size."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,7 +171,7 @@ def test_the_table_of_a_sweep_marks_the_best_rate_of_every_width(tmp_path):
   entry = lambda width, rate, loss: LeaderboardEntry(
     "m", {"base_emb_dim": width, "learning_rate": rate}, 1, loss, loss, 1.0, "finished"
   )
-  losses = [(64, 0.2, math.nan), (64, 0.1, 1.5), (32, 0.1, 2.5), (32, 0.2, 2.25)]
+  losses = [(64, 0.2, None), (64, 0.1, 1.5), (32, 0.1, 2.5), (32, 0.2, 2.25)]
   write_members([entry(*row) for row in losses], tmp_path / "members.jsonl")
   rows = transfer_table("run", read_losses(tmp_path)).splitlines()
   assert [row.split() for row in rows] == [
