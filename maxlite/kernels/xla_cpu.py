@@ -15,6 +15,8 @@ Elsewhere, because the workaround is the form of the code:
 - models/decoder.py: layer scans are unrolled by 4, because XLA:CPU copies what a loop carries.
 - inference/inference_params.py: kernels are transposed for `matmul_few_rows`.
 - checkpoint/checksum.py: more than 32 independent collectives in flight deadlock.
+- ensemble/engines/stacked.py: independent collectives of one program deadlock, so groups of members
+  that are sharded run one after another.
 - ensemble/ensemble_metrics.py: a logsumexp over the first axis is 300 times slower than a loop.
 """
 

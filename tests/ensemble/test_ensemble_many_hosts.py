@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
-from host_runs import Launch, run
+from host_runs import ROOT, Launch, run
 from test_ensemble_run import SIZES, TINY, checksums, rows_of
 
 from maxlite.ensemble.population import LINEAGE
@@ -165,3 +166,16 @@ def test_halving_leaves_one_member_on_two_hosts(folder):
   run(folder / "1", "--processes", 1, "--devices", 2, **keys)
   assert "slow is stopped at step 2 by halving" in output
   assert_equal_rows(folder / "2", folder / "1", ["fast"], LAST_BITS)
+
+
+def test_collectives_of_many_sharded_members_do_not_deadlock(tmp_path):
+  """XLA:CPU would start those of independent members in another order on every device."""
+  keys = f"ensemble_strategy=fused per_device_batch_size=1 base_output_directory={tmp_path}"
+  config = f"configs/ensemble/depth_width.yml steps=3 eval_fraction=0 jax_cache_dir= {keys}"
+  command = [sys.executable, "-m", "maxlite.train", *config.split()]
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
+  del environment["NPROC"]  # a user has one thread per device
+  ended = subprocess.run(
+    command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+  )
+  assert "step 3/3" in ended.stdout, ended.stderr

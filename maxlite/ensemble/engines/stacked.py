@@ -137,17 +137,32 @@ class VmapEngine(EnsembleEngine):
     return lambda seed, _: init(seed)
 
   def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
-    results = [
-      step(own, self._batch_of(group, batch))
-      for step, group, own in zip(self._steps, self.groups, state, strict=True)
-    ]
+    batches = [self._batch_of(group, batch) for group in self.groups]
+    results = self._run_groups(self._steps, state, batches)
     metrics = self._by_member([metrics for _, metrics in results])
     return [new for new, _ in results], self.request.finish(metrics)
 
   def _predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
     functions = [self._group_function(group, method, inputs, None) for group in self.groups]
-    results = [call(own, inputs) for call, own in zip(functions, state, strict=True)]
-    return self._by_member(results)
+    return self._by_member(self._run_groups(functions, state, [inputs] * len(self.groups)))
+
+  def _run_groups(
+    self, functions: Sequence[Callable], states: list[Any], inputs: list[Any]
+  ) -> list[Any]:
+    """Per group, functions[g](states[g], inputs[g]).
+
+    Devices that XLA:CPU simulates would start the collectives of independent groups in different
+    orders and wait for each other forever: there, each group waits for the results of the one
+    before it.
+    """
+    in_order = self.request.spread and self.request.devices[0].platform == "cpu"
+    results: list[Any] = []
+    for group, function in enumerate(functions):
+      operands = states[group], inputs[group]
+      if results and in_order:
+        operands, _ = jax.lax.optimization_barrier((operands, results[-1]))
+      results.append(function(*operands))
+    return results
 
   def _batch_of(self, group: list[int], batch: Any) -> Any:
     if not self.request.own_batches:
