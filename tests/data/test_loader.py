@@ -202,8 +202,9 @@ def test_eval_batches_are_one_pass_over_held_out_rows(tmp_path, kind):
   assert not filling.any()
 
 
-def test_eval_batches_do_not_depend_on_the_shuffle_seed(tmp_path):
-  cfg = config(tmp_path / "data")
+@pytest.mark.parametrize("kind", ["text", "synthetic"])
+def test_eval_batches_do_not_depend_on_the_shuffle_seed(tmp_path, kind):
+  cfg = config(tmp_path / "data", kind)
   other = dataclasses.replace(cfg, data_shuffle_seed=5)
   assert_same(list(open_part(cfg).eval_batches()), list(open_part(other).eval_batches()))
 

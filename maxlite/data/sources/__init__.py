@@ -62,9 +62,10 @@ class DataSource:
 
 
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
+  seeds = cfg.data_shuffle_seed, 0  # held-out rows do not depend on data_shuffle_seed
   train, held_out = (
-    SyntheticRows(stream, num_rows, cfg.max_target_length, vocab_size, cfg.data_shuffle_seed)
-    for stream, num_rows in enumerate(_SYNTHETIC_ROWS)
+    SyntheticRows(stream, num_rows, cfg.max_target_length, vocab_size, seed)
+    for stream, (num_rows, seed) in enumerate(zip(_SYNTHETIC_ROWS, seeds, strict=True))
   )
   num_bytes_V = np.zeros(vocab_size, np.int32)
   return DataSource(train, held_out, num_bytes_V, f"{len(train):,} synthetic training rows")
