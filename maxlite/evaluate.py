@@ -11,7 +11,7 @@ def main() -> int:
   from maxlite.training.evaluation import run_evaluation
   from maxlite.training.multi_host import join_hosts
 
-  with join_hosts(cfg, "maxlite.evaluate") as cfg:
+  with join_hosts(cfg, "maxlite.evaluate") as (cfg, _):
     return run_evaluation(cfg)
 
 

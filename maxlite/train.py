@@ -21,11 +21,11 @@ def main() -> int:
   # Imports JAX: only after the command line is checked.
   from maxlite.training.multi_host import join_hosts
 
-  with join_hosts(cfg, "maxlite.train") as cfg:
+  with join_hosts(cfg, "maxlite.train") as (cfg, peers):
     if cfg.ensemble.is_set:
       from maxlite.ensemble.search import run_members
 
-      return run_members(cfg)
+      return run_members(cfg, peers)
     from maxlite.training.run import run_training
 
     return run_training(cfg)

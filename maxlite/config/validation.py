@@ -264,12 +264,14 @@ def _ensemble(v: Values) -> Rules:
     text = "this strategy starts no processes; write ensemble_strategy=processes"
     yield is_unused and is_set(key), f"{key} ensemble_strategy", text
   text = "its workers share a local folder; write base_output_directory=FOLDER on this machine"
-  is_uri = "://" in v.base_output_directory
-  keys = "base_output_directory ensemble_strategy"
-  yield is_uri and v.ensemble_strategy == "processes", keys, text
+  is_remote = "://" in v.base_output_directory and v.ensemble_strategy == "processes"
+  yield is_remote, "base_output_directory ensemble_strategy", text
   text = "runs in one process; write ensemble_strategy=stacked or fused, or num_processes=1"
-  is_local = v.ensemble_strategy in ("switched", "submesh", "processes")
+  is_local = v.ensemble_strategy in ("switched", "processes")
   yield v.num_processes > 1 and is_local, "ensemble_strategy num_processes", text
+  text = "halving would compare members of all hosts; write ensemble_strategy=stacked or fused"
+  is_divided = v.num_processes > 1 and v.ensemble_strategy == "submesh"
+  yield is_divided and v.asha_reduction_factor, "asha_reduction_factor ensemble_strategy", text
   for key in ENSEMBLE_KEYS:
     text = "members keep their optimizer states on the devices; write false"
     keys = f"optimizer_memory_host_offload {key}"
@@ -277,8 +279,7 @@ def _ensemble(v: Values) -> Rules:
   text = "would stop no member; write asha_reduction_factor=2 or more, or 0 for no early stopping"
   yield v.asha_reduction_factor == 1, "asha_reduction_factor", text
   text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"
-  is_late = v.asha_reduction_factor and v.asha_min_steps >= v.steps
-  yield is_late, "asha_min_steps steps", text
+  yield v.asha_reduction_factor and v.asha_min_steps >= v.steps, "asha_min_steps steps", text
   is_paused = v.asha_reduction_factor and v.ensemble_strategy == "processes"
   text = "members pause at their checkpoints; write enable_checkpointing=true"
   keys = "asha_reduction_factor enable_checkpointing"

@@ -6,8 +6,10 @@ sends the reason. JAX alone would block the others in a collective and end them 
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -17,10 +19,10 @@ import time
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
-_BYE, _ALIVE, _FAILED = "bye", "alive", "failed "
+_BYE, _ALIVE, _FAILED, _VALUE = "bye", "alive", "failed ", "value "
 _GRACE_SECONDS = 3.0  # for a message that explains why a collective failed
 
 
@@ -34,6 +36,7 @@ class Heartbeat:
     """`peers` are the result of `rendezvous`; one that is silent for `timeout` seconds is lost."""
     self._process_id, self._timeout, self._interval = process_id, timeout, timeout / 5
     self._peers = dict(peers)
+    self._values: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in peers}
     self._unread = dict.fromkeys(peers, b"")
     self._last_seen = dict.fromkeys(peers, time.monotonic())
     self._selector = selectors.DefaultSelector()
@@ -56,6 +59,15 @@ class Heartbeat:
       self._fail(error)
     self._is_closed = True
     self._broadcast(_BYE)
+
+  def all_gather(self, value: Any) -> list[Any]:
+    """Return the JSON values of all processes, in order of process id, once all have called it."""
+    if self._process_id:
+      self._broadcast(_VALUE + json.dumps(value))
+      return self._values[0].get()
+    values = [value, *(self._values[peer].get() for peer in sorted(self._values))]
+    self._broadcast(_VALUE + json.dumps(values))
+    return values
 
   def _fail(self, error: BaseException) -> None:
     """Ends this process because of `error`, and sends the reason to all others."""
@@ -111,6 +123,8 @@ class Heartbeat:
       if message == _BYE:
         self._selector.unregister(self._peers.pop(peer))
         return
+      if message.startswith(_VALUE):
+        self._values[peer].put(json.loads(message.removeprefix(_VALUE)))
       if message.startswith(_FAILED):
         self._exit(message.removeprefix(_FAILED), EXIT_PEER_LOST)
     if not text:

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -41,6 +41,15 @@ class LaunchEnvironment:
   local_id: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class SeparateProcesses:
+  """This process and the others of a run in which JAX runs in each as if it were alone."""
+
+  process_id: int
+  num_processes: int
+  all_gather: Callable[[Any], list[Any]]  # JSON values, in order of process id
+
+
 @contextlib.contextmanager
 def distributed_runtime(
   *,
@@ -49,12 +58,16 @@ def distributed_runtime(
   process_id: int,
   jax_distributed_initialization_timeout: int,
   jax_distributed_heartbeat_timeout_seconds: int,
-) -> Iterator[None]:
+  separate: bool = False,
+) -> Iterator[SeparateProcesses | None]:
   """Connects this process to the other processes of its run while the context is open.
 
   Enter it before JAX initialises its devices. The arguments are config keys; by default, SLURM,
   Open MPI, Kubernetes and Cloud TPU are detected, and without any of them the process is alone. If
   a process is lost or fails, all others exit (heartbeat.py).
+
+  With `separate`, JAX runs in every process as if it were alone, on the devices of the process.
+  Yields None without it, and if there are no other processes.
 
   Raises:
     UserError: the processes do not find each other in time, or do not agree on their number.
@@ -64,12 +77,16 @@ def distributed_runtime(
   spec = resolve_process(coordinator_address, num_processes, process_id, environment)
   spec = spec or detect_process(environment.address, timeout)
   if spec.num_processes == 1:
-    yield
+    yield None
     return
   devices = local_devices(environment, os.environ)
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
   peers = rendezvous(spec, timeout, os.environ.get(TOKEN, ""))
-  with Heartbeat(spec.process_id, peers, jax_distributed_heartbeat_timeout_seconds):
+  with Heartbeat(spec.process_id, peers, jax_distributed_heartbeat_timeout_seconds) as heartbeat:
+    if separate:
+      _show_devices(devices)
+      yield SeparateProcesses(spec.process_id, spec.num_processes, heartbeat.all_gather)
+      return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
       spec.address,
       spec.num_processes,
@@ -81,16 +98,26 @@ def distributed_runtime(
       # A fallback if our heartbeat, which is faster and names the lost process, hangs.
       heartbeat_timeout_seconds=2 * jax_distributed_heartbeat_timeout_seconds,
     )
-    yield
+    yield None
 
 
-def describe_process() -> str:
+def _show_devices(indices: list[int] | None) -> None:
+  """Hide all other GPUs from JAX, as `jax.distributed.initialize` does; None: by JAX's variable."""
+  ids = os.environ["JAX_LOCAL_DEVICE_IDS"] if indices is None else ",".join(map(str, indices))
+  for platform in ("cuda", "rocm") if ids else ():
+    jax.config.update(f"jax_{platform}_visible_devices", ids)
+
+
+def describe_process(peers: SeparateProcesses | None = None) -> str:
   """One line about this process and its devices; empty for a single process."""
-  if jax.process_count() == 1:
+  index, count = jax.process_index(), jax.process_count()
+  if peers:
+    index, count = peers.process_id, peers.num_processes
+  if count == 1:
     return ""
   return (
-    f"process {jax.process_index()} of {jax.process_count()}: {jax.local_device_count()} of "
-    f"{jax.device_count()} devices, on {socket.gethostname()} with process number {os.getpid()}"
+    f"process {index} of {count}: {jax.local_device_count()} of {jax.device_count()} devices, on "
+    f"{socket.gethostname()} with process number {os.getpid()}"
   )
 
 

@@ -25,11 +25,17 @@ from maxlite.config.members import members_of
 from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import abstract_batch, local_rows
 from maxlite.data.loader import DataLoader, open_data
-from maxlite.distributed.initialize import describe_process, process_0_first
+from maxlite.distributed.initialize import (
+  SeparateProcesses,
+  describe_process,
+  process_0_first,
+)
 from maxlite.distributed.object_collectives import all_gather_object
+from maxlite.distributed.signals import stop_on_signals
 from maxlite.ensemble.asha import rungs, survivors
 from maxlite.ensemble.asynchronous_halving import JOURNAL, AsynchronousHalving
 from maxlite.ensemble.engines.engine_base import EngineRequest
+from maxlite.ensemble.engines.submesh import assign_lpt
 from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, gather_metrics, train_members
 from maxlite.ensemble.evaluate_combinations import score_combinations
 from maxlite.ensemble.finalize import LEADERBOARD, finalize
@@ -69,26 +75,35 @@ def run_ensemble(
 
 
 def train_ensemble(
-  cfg: Config, names: Sequence[str] = (), batch_size: int = 0, last_step: int = 0
+  cfg: Config,
+  names: Sequence[str] = (),
+  batch_size: int = 0,
+  last_step: int = 0,
+  peers: SeparateProcesses | None = None,
 ) -> int:
   """Train all members, or those in `names`, to the last step; return the exit code.
 
   The default batch size is that of a run on all devices.
   The default last step is that of the run; at another one the members pause.
+  With `peers`, this process trains its part of the members, and process 0 writes the leaderboard.
   """
-  console = open_console(quiet=jax.process_index() > 0)
+  is_first = (peers.process_id if peers else jax.process_index()) == 0
+  console = open_console(quiet=not is_first)
   enable_compilation_cache(cfg.run.jax_cache_dir)
-  if process := describe_process():
+  if process := describe_process(peers):
     sys.stdout.write(f"{process}\n")
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
-  batch_size = batch_size or global_batch_size(cfg.data, jax.device_count())
-  run = EnsembleRun(cfg, names, batch_size, last_step or cfg.run.steps, console)
-  if not names:  # a worker's parent has locked it
+  num_devices = sum(peers.all_gather(jax.device_count())) if peers else jax.device_count()
+  batch_size = batch_size or global_batch_size(cfg.data, num_devices)
+  run = EnsembleRun(cfg, names, batch_size, last_step or cfg.run.steps, console, peers)
+  is_owner = not names and (is_first or not peers)  # a worker's parent has locked the folder
+  if is_owner:
     lock_folder(folder)
   with report_wait(f"opening {len(run.members)} members", console.print):
     run.open()
-  if run.is_done and (names or (folder.directory / LEADERBOARD).exists()):
+  is_over = run.is_done and bool(names or (folder.directory / LEADERBOARD).exists())
+  if all(peers.all_gather(is_over)) if peers else is_over:
     console.print(
       f"{folder.place} is at step {run.last_step} with all its members: nothing to do. Give "
       "it more steps or members, or choose another run_name."
@@ -96,31 +111,37 @@ def train_ensemble(
     return 0
   if not run.is_done:
     run.print_header()
-    if not names:
+    if is_owner:
       save_config(cfg, folder, changes)
       (folder.directory / LEADERBOARD).unlink(missing_ok=True)  # of fewer members or steps
   exit_code = run.train()
-  if not names and not exit_code:
+  if is_owner and not exit_code:
     scores = run.score_combinations()
     if jax.process_index() == 0:
       finalize(run.members, scores, folder, console)
       folder.upload()
   run.close()
   folder.unlock()
-  return exit_code
+  return max(peers.all_gather(exit_code)) if peers else exit_code
 
 
 class EnsembleRun:
   """The members of one command, trained by engines or in worker processes."""
 
   def __init__(
-    self, cfg: Config, names: Sequence[str], batch_size: int, last_step: int, console: Console
+    self,
+    cfg: Config,
+    names: Sequence[str],
+    batch_size: int,
+    last_step: int,
+    console: Console,
+    peers: SeparateProcesses | None = None,
   ):
     """`names`: of the members to train up to `last_step`; empty: all."""
-    self.cfg, self.console, self.batch_size = cfg, console, batch_size
+    self.cfg, self.console, self.batch_size, self._peers = cfg, console, batch_size, peers
     self.last_step, self._is_worker = last_step, bool(names)
     self.devices, ensemble = jax.devices(), cfg.ensemble
-    self._in_workers = ensemble.ensemble_strategy == "processes"
+    self._in_workers = ensemble.ensemble_strategy == "processes" or peers is not None
     self._rungs = rungs(ensemble.asha_min_steps, ensemble.asha_reduction_factor, cfg.run.steps)
     if jax.process_count() > 1 and self._in_workers:
       raise UserError(
@@ -129,6 +150,8 @@ class EnsembleRun:
       )
     members = [m for m in members_of(cfg) if not names or m.name in names]
     self.members = [MemberRun(member, console.print) for member in members]
+    if peers:
+      self._check_peers(peers)
     degree = cfg.mesh.ici_ensemble_parallelism * cfg.mesh.dcn_ensemble_parallelism
     self._spread = 0 < degree < len(self.devices)
     self._rows = self._local_rows()
@@ -179,8 +202,11 @@ class EnsembleRun:
   def train(self) -> int:
     """Train until all members are at the last step or stopped; return the exit code."""
     if self._in_workers:
-      exit_code = 0 if self.is_done else self._run_workers()
-      if not exit_code:
+      if self._peers:
+        exit_code = self._train_own_members(self._peers)
+      else:
+        exit_code = 0 if self.is_done else self._run_workers()
+      if not exit_code and not (self._peers and self._peers.process_id):
         self._restore()
         if all(member.diverged for member in self.members):
           self.console.print("all members diverged")
@@ -269,15 +295,44 @@ class EnsembleRun:
         if member.step > first:
           member.restore(program, default, first)
 
+  def _check_peers(self, peers: SeparateProcesses) -> None:
+    """Raise UserError if the members cannot be divided among the processes."""
+    count, fix = peers.num_processes, "write ensemble_strategy=stacked or fused"
+    refusals = {
+      "the hosts of a TPU slice form one run": jax.process_count() > 1,
+      "halving would compare members of all hosts": bool(self._rungs),
+      "process 0 reads the folders of all members, which must be shared": run_folder(
+        self.cfg
+      ).mirror,
+      f"{len(self.members)} members are too few for {count} processes": len(self.members) < count,
+    }
+    for why, is_refused in refusals.items():
+      if is_refused:
+        raise UserError(f"ensemble_strategy=submesh on several processes: {why}; {fix}")
+
+  def _train_own_members(self, peers: SeparateProcesses) -> int:
+    """Train the unfinished members of this process; return the largest exit code of all."""
+    part_of = assign_lpt(self._costs(self.members), peers.num_processes)
+    own = [run for run, part in zip(self.members, part_of, strict=True) if part == peers.process_id]
+    names = [run.name for run in own if run in self._unfinished()]
+    exit_code = train_ensemble(self.cfg, names, self.batch_size, self.last_step) if names else 0
+    with stop_on_signals() as stop:
+      codes = peers.all_gather(exit_code)
+    return max(*codes, 128 + received if (received := stop.after(self.last_step)) else 0)
+
+  def _costs(self, members: Sequence[MemberRun]) -> list[float]:
+    """The active parameters of every member."""
+    models = [member.config.model for member in members]
+    return [float(active_parameter_count(parameter_sizes(model), model)) for model in models]
+
   def _run_workers(self) -> int:
     """Train the unfinished members in processes; return the exit code."""
     ensemble, folder = self.cfg.ensemble, run_folder(self.cfg).directory.absolute()
     members = self.members if self._asynchronous else self._unfinished()
     limit, stats = ensemble.ensemble_memory_gb * 1e9, self.devices[0].memory_stats()
     limited = limit / stats["bytes_limit"] if limit and stats else GPU_MEMORY_SHARE
-    models = [member.config.model for member in members]
     assignments = assign_workers(
-      [float(active_parameter_count(parameter_sizes(model), model)) for model in models],
+      self._costs(members),
       ensemble.ensemble_num_workers,
       gpus=gpu_names(self.devices),
       memory_fraction=min(limited, GPU_MEMORY_SHARE),
@@ -371,7 +426,8 @@ class EnsembleRun:
       )
       # After training in worker processes, only predictions remain.
       ensemble = self.cfg.ensemble
-      strategy, remedy = "fused" if self._in_workers else ensemble.ensemble_strategy, "use fused"
+      strategy, remedy = ensemble.ensemble_strategy, "use fused"
+      strategy = "fused" if strategy == "processes" else strategy
       if ensemble.pbt_period:
         strategy, remedy = "stacked", "a population has one architecture"
       with report_wait(f"tracing {len(group)} members to choose a strategy", self.console.print):

@@ -14,6 +14,7 @@ from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.registry import SAMPLERS
 from maxlite.config.schema import flatten
 from maxlite.config.search_space import Search, search_of, with_members
+from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.ensemble.member_run import MemberRun
@@ -21,13 +22,14 @@ from maxlite.ensemble.member_run import MemberRun
 _MAX_PROPOSALS = 100  # per member, before the space counts as having no further points
 
 
-def run_members(cfg: Config) -> int:
+def run_members(cfg: Config, peers: SeparateProcesses | None = None) -> int:
   """Train an ensemble or a search for the command: a mistake ends in one line."""
   with exit_on_user_error("maxlite.train"):
-    return train_search(cfg) if cfg.ensemble.search else train_ensemble(cfg)
+    train = train_search if cfg.ensemble.search else train_ensemble
+    return train(cfg, peers=peers)
 
 
-def train_search(cfg: Config) -> int:
+def train_search(cfg: Config, peers: SeparateProcesses | None = None) -> int:
   """Train all rounds, or those that are left, and return the exit code.
 
   A round is an ensemble with the members of earlier rounds, which are finished. So there is one
@@ -38,18 +40,19 @@ def train_search(cfg: Config) -> int:
   """
   search = search_of(cfg.ensemble.search)
   study, entries = Study(search), list[FrozenMapping]()
+  all_gather = peers.all_gather if peers else all_gather_object
   for number in range(search.rounds):
     names = (f"r{number:02d}_m{n:02d}" for n in range(search.num_members))
     points = zip(names, study.propose(), strict=True)
     entries += [FrozenMapping([("name", name), *point.items()]) for name, point in points]
     round_cfg = with_members(cfg, entries)
     members = members_of(round_cfg)[-search.num_members :]
-    is_finished = all_gather_object(all(_is_finished(member, search) for member in members))[0]
+    is_finished = all_gather(all(_is_finished(member, search) for member in members))[0]
     is_last = number == search.rounds - 1  # its leaderboard may be missing
-    exit_code = 0 if is_finished and not is_last else train_ensemble(round_cfg)
+    exit_code = 0 if is_finished and not is_last else train_ensemble(round_cfg, peers=peers)
     if exit_code:
       return exit_code
-    study.tell(all_gather_object([_loss(MemberRun(member, print)) for member in members])[0])
+    study.tell(all_gather([_loss(MemberRun(member, print)) for member in members])[0])
   return 0
 
 

@@ -194,8 +194,8 @@ MISTAKES = {
     "ensemble_num_workers=2",
     "ensemble_strategy=processes",
   ),
-  ("members=[{}]", "ensemble_strategy=submesh", "num_processes=2"): (
-    "ensemble_strategy=submesh",
+  ("members=[{}]", "ensemble_strategy=switched", "num_processes=2"): (
+    "ensemble_strategy=switched",
     "num_processes=1",
   ),
   ("quantization=int8", "sparse_matmul=false", "decoder_block=mixtral"): (

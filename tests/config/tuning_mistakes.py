@@ -25,6 +25,10 @@ TUNING_MISTAKES = {
     "ensemble_strategy=processes",
     "enable_checkpointing=false",
   ): ("asha_reduction_factor=2", "enable_checkpointing=true"),
+  ("members=[{}]", "ensemble_strategy=submesh", "num_processes=2", "asha_reduction_factor=2"): (
+    "asha_reduction_factor=2",
+    "ensemble_strategy=stacked or fused",
+  ),
   ("pbt_period=10", "members=[{}]", "asha_reduction_factor=2"): ("asha_reduction_factor=0",),
   ("pbt_period=10", "members=[{}]", "steps=10"): ("pbt_period=10 with steps=10", "pbt_period=2"),
   ("pbt_period=10", "members=[{}]", "max_num_checkpoints_to_keep=1"): ("write 2 or more",),

@@ -346,7 +346,10 @@ from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
 address, count, rank, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 peers = rendezvous(ProcessSpec(address, count, rank), 20)
-with Heartbeat(rank, peers, 1.5):
+with Heartbeat(rank, peers, 1.5) as heartbeat:
+  if what == "gather":
+    rounds = [heartbeat.all_gather({"rank": rank, "round": n}) for n in range(2)]
+    assert rounds == [[{"rank": each, "round": n} for each in range(count)] for n in range(2)]
   if what == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
   if what == "stop":
@@ -358,7 +361,7 @@ with Heartbeat(rank, peers, 1.5):
       raise ValueError("wrong key")
     except ValueError:
       raise SystemExit(2) from None
-  time.sleep(0 if what == "end" else 3 if what == "late" else 60)
+  time.sleep(0 if what in ("end", "gather") else 3 if what == "late" else 60)
 """
 
 
@@ -400,6 +403,10 @@ def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, lost, other):
     assert exit_code == EXIT_PEER_LOST
     assert written.startswith(f"process {survivor} exits: {message.format(lost)}")
     assert written.count("\n") == 1
+
+
+def test_values_are_gathered_in_order_of_process_id():
+  assert processes("gather", "gather", "gather") == [(0, "")] * 3
 
 
 def test_a_finished_process_may_exit_before_the_others():

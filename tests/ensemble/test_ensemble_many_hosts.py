@@ -13,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
 from host_runs import ROOT, Launch, run
-from test_ensemble_run import SIZES, TINY, checksums, rows_of
+from test_ensemble_run import MOE, SIZES, TINY, checksums, rows_of
 
 from maxlite.ensemble.population import LINEAGE
 from maxlite.metrics.writers import read_rows
@@ -64,6 +64,11 @@ def one_population(tmp_path_factory):
   return folder
 
 
+def entries_of(folder):
+  """The leaderboard's rows without the speed."""
+  return re.sub(r'"tokens_per_second": [\d.]+', "", (folder / "ens/members.jsonl").read_text())
+
+
 def assert_equal_rows(folder, other, names, rtol, num_steps=4):
   for name in names:
     rows, expected = rows_of(folder, name), rows_of(other, name)
@@ -83,9 +88,7 @@ def test_members_on_two_hosts_equal_those_on_one_bit_for_bit(on_two_hosts, folde
     for step in (2, 4):
       assert checksums(there, name, step) == checksums(folder, name, step)
   assert not re.search(r"^\[1\] (step|maxlite|Leader)", output, re.M)
-  entries = [(each / "ens/members.jsonl").read_text() for each in (there, folder)]
-  here, expected = (re.sub(r'"tokens_per_second": [\d.]+', "", each) for each in entries)
-  assert here == expected
+  assert entries_of(there) == entries_of(folder)
   assert "greedy selection" in one
 
 
@@ -166,6 +169,45 @@ def test_halving_leaves_one_member_on_two_hosts(folder):
   run(folder / "1", "--processes", 1, "--devices", 2, **keys)
   assert "slow is stopped at step 2 by halving" in output
   assert_equal_rows(folder / "2", folder / "1", ["fast"], LAST_BITS)
+
+
+SUBMESH = KEYS | {
+  "ensemble_strategy": "submesh",
+  "members": f"[{PAIR}, {SIZES}, {MOE}]",
+  "global_batch_size": 16,
+  "checkpoint_period": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def one_submesh(tmp_path_factory):
+  """One process with a device for every process of the others."""
+  folder = tmp_path_factory.mktemp("one_submesh")
+  run(folder, "--processes", 1, "--devices", 2, **SUBMESH)
+  return folder
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGKILL])
+def test_separate_processes_equal_one_process_bit_for_bit(one_submesh, folder, number):
+  """Without an interruption, after SIGTERM to one process, and after the loss of one."""
+  restarts = ("--restarts", 1) if number == signal.SIGKILL else ()
+  launch = Launch(folder, *TWO, "--devices", 1, *restarts, **SUBMESH)
+  if number:
+    launch.wait_for(r"^\[1\] step 1/")
+    os.kill(launch.process_id(1), number)
+  code = launch.wait()
+  if number == signal.SIGTERM:
+    assert code == 128 + signal.SIGTERM, launch.output
+    assert re.search(r"^\[1\] .*stopped after step \d of 4", launch.output, re.M)
+    assert "Leaderboard" not in launch.output
+    run(folder, *TWO, "--devices", 1, **SUBMESH)
+  else:
+    assert code == 0, launch.output
+  for name in ("slow", "fast", "deep", "moe"):
+    assert rows_of(folder, name) == rows_of(one_submesh, name)
+    for step in (3, 4):
+      assert checksums(folder, name, step) == checksums(one_submesh, name, step)
+  assert entries_of(folder) == entries_of(one_submesh)
 
 
 def test_collectives_of_many_sharded_members_do_not_deadlock(tmp_path):

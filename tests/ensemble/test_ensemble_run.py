@@ -20,12 +20,14 @@ from tiny_run import CLOCK, Output, empty_plots, keys_in
 
 from maxlite.checkpoint.run_mirror import open_mirror
 from maxlite.config import load_config
+from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.config.object_store import download, list_files
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.ensemble import finalize
 from maxlite.ensemble.__main__ import main
-from maxlite.ensemble.ensemble_run import run_ensemble
+from maxlite.ensemble.ensemble_run import run_ensemble, train_ensemble
 from maxlite.metrics.writers import read_rows
 from maxlite.training.run import run_training
 
@@ -142,6 +144,37 @@ def test_members_equal_their_solo_runs(root, alone, fused, strategy):
       for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
         if key in row:
           np.testing.assert_allclose(row[key], expected[key], rtol=TOLERANCE, err_msg=key)
+
+
+def start_separately(folder: Path, members: str, process: int, count: int = 2, **keys: object):
+  """One process of several; the others are at the same point and have the same exit code."""
+  output, peers = Output(), SeparateProcesses(process, count, lambda value: [value] * count)
+  keys = {"ensemble_strategy": "submesh", "per_device_batch_size": 1} | keys  # of 16 devices
+  cfg = config(folder, members, **keys)
+  with contextlib.redirect_stdout(output):
+    return train_ensemble(cfg, peers=peers), output.getvalue()
+
+
+def test_separate_processes_train_their_own_members(root, alone):
+  """One after the other; the last one is process 0, which writes the leaderboard."""
+  folder = root / "separate"
+  leaderboard = folder / "ens/leaderboard.md"
+  assert start_separately(folder, MEMBERS, 1)[0] == 0
+  assert rows_of(folder, "fast") == alone("fast")
+  assert not (folder / "ens/members/deep/checkpoints").exists()
+  assert not leaderboard.exists()
+  assert start_separately(folder, MEMBERS, 0)[0] == 0
+  assert rows_of(folder, "deep") == alone("deep")
+  assert "greedy selection" in leaderboard.read_text()
+  assert "nothing to do" in start_separately(folder, MEMBERS, 0)[1]
+
+
+def test_separate_processes_are_refused_in_one_line(root):
+  with pytest.raises(UserError, match="2 members are too few for 3 processes; write"):
+    start_separately(root / "refused", MEMBERS, 0, 3)
+  keys = {"asha_reduction_factor": 2, "asha_min_steps": 2}
+  with pytest.raises(UserError, match="halving would compare members of all hosts; write"):
+    start_separately(root / "refused", MEMBERS, 0, **keys)
 
 
 def test_output_of_a_finished_ensemble(fused, monkeypatch):
