@@ -61,7 +61,7 @@ class Heartbeat:
     self._broadcast(_BYE)
 
   def all_gather(self, value: Any) -> list[Any]:
-    """Return the JSON values of all processes, in order of process id, once all have called it."""
+    """The JSON values of all processes, in order of process id, once all have called it."""
     if self._process_id:
       self._broadcast(_VALUE + json.dumps(value))
       return self._values[0].get()

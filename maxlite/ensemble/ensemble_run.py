@@ -143,7 +143,7 @@ class EnsembleRun:
     self.devices, ensemble = jax.devices(), cfg.ensemble
     self._in_workers = ensemble.ensemble_strategy == "processes" or peers is not None
     self._rungs = rungs(ensemble.asha_min_steps, ensemble.asha_reduction_factor, cfg.run.steps)
-    if jax.process_count() > 1 and self._in_workers:
+    if jax.process_count() > 1 and ensemble.ensemble_strategy == "processes":
       raise UserError(
         f"ensemble_strategy=processes starts its own, and this run has {jax.process_count()}: "
         "write num_processes=1, or ensemble_strategy=stacked or fused"
@@ -301,9 +301,7 @@ class EnsembleRun:
     refusals = {
       "the hosts of a TPU slice form one run": jax.process_count() > 1,
       "halving would compare members of all hosts": bool(self._rungs),
-      "process 0 reads the folders of all members, which must be shared": run_folder(
-        self.cfg
-      ).mirror,
+      "process 0 reads the folders of all members": run_folder(self.cfg).mirror,
       f"{len(self.members)} members are too few for {count} processes": len(self.members) < count,
     }
     for why, is_refused in refusals.items():
@@ -316,9 +314,10 @@ class EnsembleRun:
     own = [run for run, part in zip(self.members, part_of, strict=True) if part == peers.process_id]
     names = [run.name for run in own if run in self._unfinished()]
     exit_code = train_ensemble(self.cfg, names, self.batch_size, self.last_step) if names else 0
-    with stop_on_signals() as stop:
-      codes = peers.all_gather(exit_code)
-    return max(*codes, 128 + received if (received := stop.after(self.last_step)) else 0)
+    with stop_on_signals() as stop:  # while the others train
+      exit_codes = peers.all_gather(exit_code)
+    received = stop.after(self.last_step)
+    return 128 + received if received else max(exit_codes)
 
   def _costs(self, members: Sequence[MemberRun]) -> list[float]:
     """The active parameters of every member."""
