@@ -119,13 +119,15 @@ def group_by_jaxpr(
   traced = {z: _trace(functions[z], member_args[z], shared_args) for z in sorted(set(first_Z))}
   groups: dict[int, list[int]] = {}  # by their first function
 
-  @functools.cache
-  def is_alike(a: int, b: int) -> bool:
+  def are_alike(indices: Sequence[int]) -> bool:
     with contextlib.suppress(JaxprMismatchError):
-      _align([traced[a], traced[b]], [names[a], names[b]])
+      _align([traced[z] for z in indices], [names[z] for z in indices])
       return True
     return False
 
+  if are_alike(list(traced)):
+    return [list(range(len(functions)))]
+  is_alike = functools.cache(lambda *pair: are_alike(pair))
   for z, first in enumerate(first_Z):
     leader = next((leader for leader in groups if is_alike(leader, first)), z)
     groups.setdefault(leader, []).append(z)

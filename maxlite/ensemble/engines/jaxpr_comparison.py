@@ -159,7 +159,7 @@ class _Aligner:
     self._require_same("operation", [eqn.primitive.name for eqn in eqns], eqns)
     operands = self._align_atoms("invars", eqns, var_ids)
     inner = [
-      self.align(jaxprs)
+      self.align(jaxprs[:1] if all(jaxpr is jaxprs[0] for jaxpr in jaxprs) else jaxprs)
       for key in SUBJAXPRS.get(name, ())
       for jaxprs in zip(*(_as_tuple(eqn.params[key]) for eqn in eqns), strict=True)
     ]
@@ -197,12 +197,10 @@ class _Aligner:
       return atoms[0]
     self._require_same("type of number", [atom.aval.dtype for atom in atoms])
     values = [np.asarray(atom.val, atom.aval.dtype) for atom in atoms]
-    same = all(_equal(values[0], value) for value in values)
-    return atoms[0] if same else self._add_literal(values)
+    return atoms[0] if _all_equal(values) else self._add_literal(values)
 
   def _const(self, values: tuple) -> Any:
-    same = all(_equal(values[0], value) for value in values)
-    return values[0] if same else self._add_literal(values)
+    return values[0] if _all_equal(values) else self._add_literal(values)
 
   def _add_literal(self, values: Sequence[Any]) -> int:
     self.literals.append(jnp.stack(values) if _is_key(values[0]) else np.stack(values))
@@ -210,9 +208,9 @@ class _Aligner:
 
   def _require_same(self, what: str, values: Sequence[Any], eqns: Sequence[JaxprEqn] = ()) -> None:
     """Raise JaxprMismatchError unless the values are equal; `eqns`: of operations, to name them."""
-    z = next((z for z, value in enumerate(values) if not _equal(values[0], value)), None)
-    if z is None:
+    if _all_equal(values):
       return
+    z = next(z for z, value in enumerate(values) if not _equal(values[0], value))
     subject, module, (a, b) = self._subject, "", (values[0], values[z])
     if isinstance(subject, JaxprEqn):
       path = re.sub(r"\w+\(|\)", "", str(subject.source_info.name_stack))  # of jvp(M)/Dense_0
@@ -246,6 +244,13 @@ def _called(eqn: JaxprEqn) -> str:
     if any(hasattr(module, function) for module in (jax.nn, jnp, jax.lax)):
       name = function
   return name
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+  if _is_array(values[0]):
+    return all(_equal(values[0], value) for value in values)
+  # As `_equal`, in C: most of the time goes into such comparisons.
+  return len(set(map(type, values))) == 1 and values.count(values[0]) == len(values)
 
 
 def _equal(a: Any, b: Any) -> bool:
