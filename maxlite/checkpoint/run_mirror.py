@@ -20,6 +20,7 @@ from maxlite.config.object_store import (
   join,
   list_files,
   list_names,
+  size_and_version,
   store_errors,
   upload,
 )
@@ -42,7 +43,7 @@ class RunMirror:
     self.uri, self._store = uri, filesystem(uri)
     self.directory = Path(tempfile.mkdtemp(prefix="maxlite_"))
     weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-    self._written: dict[Path, tuple[int, int]] = {}  # size and time of modification
+    self._written: dict[Path, tuple[int, int | str]] = {}  # size and time of modification
     self._token = ""  # of the lock, while this process trains
     for name, is_folder in list_names(uri).items():
       if name not in _NOT_COPIED:
@@ -50,7 +51,7 @@ class RunMirror:
         for file in list_files(place) if is_folder else (place,):
           local = self.directory / str(file).removeprefix(f"{uri}/")
           download(str(file), local)
-          self._written[local] = _stamp(local)
+          self._written[local] = size_and_version(local)
 
   def member_names(self) -> list[str]:
     """Return the names of the members of an ensemble."""
@@ -80,11 +81,6 @@ class RunMirror:
         "this process stops, as two would overwrite each other"
       )
     for local in sorted(self.directory.rglob("*")):
-      if local.is_file() and self._written.get(local) != (stamp := _stamp(local)):
+      if local.is_file() and self._written.get(local) != (stamp := size_and_version(local)):
         upload([(local, join(self.uri, local.relative_to(self.directory).as_posix()))])
         self._written[local] = stamp
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-  stat = file.stat()
-  return stat.st_size, stat.st_mtime_ns
