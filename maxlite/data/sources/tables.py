@@ -28,25 +28,6 @@ def _documents(
   Raises:
     UserError: pyarrow is missing, or `file` is damaged or has no strings in `column`.
   """
-  return convert_rows(_rows(open_table, kind, file, column, start, stop), _document, reject)
-
-
-def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
-  place, text = row
-  if text is None:
-    raise UserError(f"{place}: null: fill in or remove the row")
-  return iter([text.encode()])
-
-
-def _rows(
-  open_table: Callable[[BinaryIO, str], _Table],
-  kind: str,
-  file: DataFile,
-  column: str,
-  start: float,
-  stop: float,
-) -> Iterator[tuple[str, str | None]]:
-  """Yield (place, value of `column`) of each row in a fraction of the file."""
   try:
     import pyarrow as pa
   except ImportError:
@@ -64,12 +45,20 @@ def _rows(
       if (start, stop) != (0, 1):
         begin, end = (int(count_rows() * share) for share in (start, stop))
       values = (value for batch in batches for value in batch.column(column))
-      for number, value in enumerate(itertools.islice(values, begin, end), start=begin + 1):
-        yield f"{file}: row {number}", value.as_py()
+      numbered = enumerate(itertools.islice(values, begin, end), start=begin + 1)
+      rows = ((f"{file}: row {number}", value.as_py()) for number, value in numbered)
+      yield from convert_rows(rows, _document, reject)
   except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
     raise UserError(
       f"{file}: not a file of dataset_type={kind}, or damaged ({error}): replace it"
     ) from None
+
+
+def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
+  place, text = row
+  if text is None:
+    raise UserError(f"{place}: null: fill in or remove the row")
+  return iter([text.encode()])
 
 
 def _open_parquet(stream: BinaryIO, column: str) -> _Table:
