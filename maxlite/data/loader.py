@@ -71,14 +71,9 @@ class DataLoader:
     if self.source.eval is None:
       raise UserError(_NO_EVAL_DATA)
     selected = slice(num_batches if num_batches >= 0 else None)
-
-    shuffled = lambda rows: shuffled_order(len(rows), _EVAL_SEED)
-    held_out = {name: source.eval for name, source in self.source.by_name.items()}
-    return {
-      name: self._read_once(shuffled(rows), rows, selected)
-      for name, rows in held_out.items()
-      if rows is not None
-    }
+    read = lambda rows: self._read_once(shuffled_order(len(rows), _EVAL_SEED), rows, selected)
+    sources = self.source.by_name.items()
+    return {name: read(source.eval) for name, source in sources if source.eval is not None}
 
   def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.

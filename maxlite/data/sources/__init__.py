@@ -27,11 +27,7 @@ from maxlite.data.sources.synthetic import SyntheticRows
 from maxlite.data.sources.tables import arrow_documents, parquet_documents
 from maxlite.data.sources.text import text_documents
 from maxlite.data.split import Reader
-from maxlite.data.token_cache import (
-  TokenizedData,
-  Tokens,
-  open_tokens,
-)
+from maxlite.data.token_cache import TokenizedData, Tokens, open_tokens
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
 from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
@@ -82,15 +78,14 @@ def _text_source(
   # Held-out rows do not depend on the strategy, so that losses are comparable.
   held_out = PackedDocuments(data.eval, length, None)
   documents = DocumentWindows(data.eval, length)
-  source = _source(data, packed, held_out, documents, tokenizer, "documents")
-  note = f"; {cfg.packing_strategy}: {_describe_packing(packed, data.train, length)}"
-  return dataclasses.replace(source, summary=source.summary + note)
+  summary = f"{_summary(data, 'documents')}; {_describe_packing(cfg, packed, data.train)}"
+  return _source(data, packed, held_out, documents, tokenizer, summary)
 
 
-def _describe_packing(rows: PackedRows, tokens: Tokens, row_length: int) -> str:
-  padding = 1 - rows.num_tokens / max(len(rows) * row_length, 1)
+def _describe_packing(cfg: DataConfig, rows: PackedRows, tokens: Tokens) -> str:
+  padding = 1 - rows.num_tokens / max(len(rows) * cfg.max_target_length, 1)
   cut = rows.num_cut / max(len(tokens.lengths), 1)
-  return f"{padding:.2%} padding, {cut:.2%} of the documents cut"
+  return f"{cfg.packing_strategy}: {padding:.2%} padding, {cut:.2%} of the documents cut"
 
 
 def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
@@ -107,7 +102,7 @@ def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Data
   pack = functools.partial(PackedConversations, row_length=length, packing=cfg.packing)
   train, held_out = pack(data.train, order_seed=_order_seed(cfg)), pack(data.eval, order_seed=None)
   one_per_row = PackedConversations(data.eval, length, None, packing=False)
-  return _source(data, train, held_out, one_per_row, tokenizer, "conversations")
+  return _source(data, train, held_out, one_per_row, tokenizer, _summary(data, "conversations"))
 
 
 def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
@@ -147,12 +142,10 @@ def _source(
   held_out: RowSource,  # in the order of the files, so that runs are compared on the same rows
   documents: DocumentRows,
   tokenizer: Tokenizer,
-  unit: str,
+  summary: str,
 ) -> DataSource:
-  source = DataSource(train, None, tokenizer.num_bytes_V, _summary(data, unit), None, data.files)
-  if not len(data.eval.lengths):
-    return source
-  return dataclasses.replace(source, eval=held_out, documents=documents)
+  eval_rows, eval_documents = (held_out, documents) if len(data.eval.lengths) else (None, None)
+  return DataSource(train, eval_rows, tokenizer.num_bytes_V, summary, eval_documents, data.files)
 
 
 def _summary(data: TokenizedData, unit: str) -> str:

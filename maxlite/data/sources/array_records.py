@@ -23,7 +23,7 @@ def array_record_documents(
   Raises:
     UserError: array_record is missing, or `file` is damaged.
   """
-  document = lambda row: iter([_text(*row, column)])
+  document = lambda row: iter([_text(row[0], row[1], column)])
   return convert_rows(_records(file, start, stop), document, reject)
 
 
