@@ -1,7 +1,6 @@
 """Command-line arguments: YAML files, key=value, and absl flags generated from the schema."""
 
 import dataclasses
-import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from absl import flags
 
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
-from maxlite.config.schema import KEYS, SchemaKey
+from maxlite.config.schema import KEYS, SECTIONS, SchemaKey
 from maxlite.config.values import Setting, domain, suggest
 
 USAGE = """\
@@ -24,10 +23,6 @@ _MORE = """
 --help=KEY prints one key and --help=all prints all; --help=SECTION prints one of these sections:
 {sections}.
 """
-SECTIONS = {
-  section.__name__.removesuffix("Config").lower(): list(keys)
-  for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section)
-}
 # The sections that the help of a command lists.
 _OWN_SECTIONS = {
   "train": ("run", "data", "optimizer", "training"),

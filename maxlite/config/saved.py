@@ -1,6 +1,5 @@
 """The resolved config of a run on disk: save, read, compare."""
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from maxlite.config.file_io import write_atomically
 from maxlite.config.files import read_file
 from maxlite.config.plugins import import_plugins
 from maxlite.config.raw_values import FrozenMapping, Raw, show
-from maxlite.config.schema import DEFAULTS, KEYS, REMOVED_KEYS, RENAMED_KEYS, Config, flatten
+from maxlite.config.schema import DEFAULTS, REMOVED_KEYS, RENAMED_KEYS, SECTIONS, Config, flatten
 from maxlite.config.values import Setting, parse
 
 
@@ -19,8 +18,7 @@ def save_resolved(config: Config, path: Path) -> None:
   """Write all keys as YAML in schema order, by section; the file is replaced atomically."""
   values = flatten(config)
   text = "# All keys of one command, resolved. A model_name would be applied again when loaded.\n"
-  for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
-    title = section.__name__.removesuffix("Config").lower()
+  for title, keys in SECTIONS.items():
     text += f"\n# {title}\n" + "".join(_line(key.name, values[key.name]) for key in keys)
   write_atomically(path, text)
 
@@ -51,7 +49,7 @@ def differences(
   values_a: Mapping[str, Any], values_b: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
   """{key: (value in a, value in b)} of the keys whose values differ, in schema order."""
-  pairs = {name: (values_a[name], values_b[name]) for name in KEYS}
+  pairs = {name: (values_a[name], values_b[name]) for name in DEFAULTS}
   return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
 

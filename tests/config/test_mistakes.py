@@ -11,8 +11,7 @@ import pytest
 from tuning_mistakes import TUNING_MISTAKES
 
 from maxlite.config import UserError, exit_on_user_error, load_config, main_config
-from maxlite.config.command_line import SECTIONS
-from maxlite.config.schema import KEYS
+from maxlite.config.schema import KEYS, SECTIONS
 
 GROUPED = "router=group_limited_greedy"
 # Arguments -> what the line must contain: the source, the key with its value, the fix.

@@ -3,12 +3,11 @@
 python tools/inspect/config_reference.py [--check]
 """
 
-import itertools
 import sys
 from pathlib import Path
 
 from maxlite.config.raw_values import show
-from maxlite.config.schema import KEYS, SchemaKey
+from maxlite.config.schema import SECTIONS, SchemaKey
 from maxlite.config.values import domain
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
@@ -29,11 +28,11 @@ folder, because its weights depend on them. Mappings use YAML syntax on the comm
 
 def reference() -> str:
   """The page in Markdown, one table per section of the schema."""
-  sections = itertools.groupby(KEYS.values(), lambda key: key.section)
-  return INTRODUCTION + "".join(_table(section, list(keys)) for section, keys in sections)
+  return INTRODUCTION + "".join(map(_table, SECTIONS.values()))
 
 
-def _table(section: type, keys: list[SchemaKey]) -> str:
+def _table(keys: list[SchemaKey]) -> str:
+  section = keys[0].section
   head = f"\n## {section.__name__.removesuffix('Config')}\n\n{section.__doc__}\n\n"
   return head + "| key | value | default | doc |\n|---|---|---|---|\n" + "".join(map(_row, keys))
 

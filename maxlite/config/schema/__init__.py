@@ -7,6 +7,7 @@ has the key. Importing the schema does not import JAX, so mistakes are reported 
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -108,6 +109,11 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 KEYS: dict[str, SchemaKey] = {key.name: key for key in _walk(Config)}
+# By the name of the section in lower case, such as `run`.
+SECTIONS: dict[str, list[SchemaKey]] = {
+  section.__name__.removesuffix("Config").lower(): list(keys)
+  for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section)
+}
 DEFAULTS: dict[str, Any] = {key.name: key.default for key in KEYS.values()}
 # Old name -> new name. A run's saved config.yml may have either; elsewhere the old name is an error
 # that gives the new one.
