@@ -83,10 +83,6 @@ class _Entry:
   def error(self, violation: str) -> UserError:
     return UserError(f"{self.source}: {violation}")
 
-  @property
-  def from_step(self) -> int:
-    return int(self.values.get("from_step", 0))
-
 
 def _parse(raw: FrozenMapping, source: str) -> _Entry:
   name = raw.get("name")
@@ -98,7 +94,7 @@ def _parse(raw: FrozenMapping, source: str) -> _Entry:
       raise unknown.error(f"is not a key of a source; {suggest(key, _KEYS)}")
   if "weight" not in raw:
     raise UserError(f"{source}: {name} has no weight; {_FORM}")
-  return _Entry(name, parse_entry(raw, _KEYS, f"{source}: {name}"), source)
+  return _Entry(name, {"from_step": 0} | parse_entry(raw, _KEYS, f"{source}: {name}"), source)
 
 
 def _source(data: DataConfig, entries: list[_Entry]) -> MixtureSource:
@@ -111,7 +107,7 @@ def _source(data: DataConfig, entries: list[_Entry]) -> MixtureSource:
       )
   if "path" not in first.values:
     raise first.error(f"{first.name} has no path; {_FORM}")
-  weights = {entry.from_step: entry.values["weight"] for entry in entries}
+  weights = {entry.values["from_step"]: entry.values["weight"] for entry in entries}
   if len(weights) < len(entries):
     raise later[-1].error(f"{first.name} has two weights from one step; write another from_step")
   own = {key: first.values[name] for name, key in _DATA_KEYS.items() if name in first.values}

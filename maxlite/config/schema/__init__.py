@@ -109,7 +109,6 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 KEYS: dict[str, SchemaKey] = {key.name: key for key in _walk(Config)}
-# By the name of the section in lower case, such as `run`.
 SECTIONS: dict[str, list[SchemaKey]] = {
   section.__name__.removesuffix("Config").lower(): list(keys)
   for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section)
