@@ -38,8 +38,8 @@ from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.engines.submesh import assign_lpt
 from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, gather_metrics, train_members
 from maxlite.ensemble.evaluate_combinations import score_combinations
-from maxlite.ensemble.finalize import LEADERBOARD, finalize
 from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.leaderboard import LEADERBOARD
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import choose
@@ -118,6 +118,8 @@ def train_ensemble(
   if is_owner and not exit_code:
     scores = run.score_combinations()
     if jax.process_index() == 0:
+      from maxlite.ensemble.finalize import finalize  # its plots are slow to import
+
       finalize(run.members, scores, folder, console)
       folder.upload()
   run.close()

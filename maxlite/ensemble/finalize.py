@@ -9,6 +9,7 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.file_io import write_atomically
 from maxlite.config.schema import flatten
 from maxlite.ensemble.leaderboard import (
+  LEADERBOARD,
   LeaderboardEntry,
   leaderboard_markdown,
   leaderboard_table,
@@ -25,8 +26,6 @@ from maxlite.metrics.plots.ensemble_curves import (
 from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.writers import read_rows
 from maxlite.optim.build import hyperparameters
-
-LEADERBOARD = "leaderboard.md"  # written last
 
 
 def finalize(

@@ -16,6 +16,7 @@ from rich.text import Text
 from maxlite.config.file_io import write_atomically
 from maxlite.config.raw_values import show
 
+LEADERBOARD = "leaderboard.md"  # in the folder of an ensemble; written last
 NO_VALUE = "-"
 MAX_OVERRIDES_WIDTH = 60  # [characters]
 # Title, title on a console, and justification of every column.

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import matplotlib.image
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
@@ -152,6 +150,8 @@ class TensorBoardWriter:
 
   def __init__(self, directory: Path, resume_step: int):
     """Have TensorBoard hide earlier events in `directory` after `resume_step`."""
+    from tensorboardX import SummaryWriter  # slow to import, and only process 0 writes
+
     self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
 
   def write(self, row: Row) -> None:
@@ -163,6 +163,8 @@ class TensorBoardWriter:
     self._writer.add_text(name, text, step)
 
   def write_image(self, path: Path, step: int) -> None:
+    import matplotlib.image  # slow to import
+
     self._writer.add_image(path.stem, matplotlib.image.imread(path), step, dataformats="HWC")
 
   def flush(self) -> None:

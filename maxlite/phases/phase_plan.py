@@ -8,7 +8,7 @@ import jax
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.metrics.plots.timeline import PhaseSpan, spans_of_rows
+from maxlite.metrics.phase_spans import PhaseSpan, spans_of_rows
 from maxlite.optim.partition import Partition, paths_in
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 

@@ -12,7 +12,7 @@ from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
-from maxlite.metrics.plots.timeline import timeline_lines
+from maxlite.metrics.phase_spans import timeline_lines
 from maxlite.metrics.waits import report_wait
 from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import estimate_collectives

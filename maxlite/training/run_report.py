@@ -16,8 +16,6 @@ from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_groupe
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
-from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
-from maxlite.metrics.plots.timeline import draw_timeline
 from maxlite.metrics.writers import Writers, read_rows
 from maxlite.sharding.compiler_options import describe_options
 from maxlite.training.loop import TrainResult
@@ -107,6 +105,9 @@ def finalize(
   parameters = tree_hash(result.state.params)
   if jax.process_index() > 0:
     return
+  from maxlite.metrics.plots.curves import draw_curves, draw_expert_load  # slow to import
+  from maxlite.metrics.plots.timeline import draw_timeline
+
   draw_curves(folder.metrics, folder.curves)
   plots = [folder.curves]
   if folder.expert_load.exists():

@@ -4,7 +4,8 @@ import json
 
 from matplotlib.image import imread
 
-from maxlite.metrics.plots.timeline import BAR, draw_timeline, spans_of_rows, timeline_lines
+from maxlite.metrics.phase_spans import BAR, spans_of_rows, timeline_lines
+from maxlite.metrics.plots.timeline import draw_timeline
 
 SPANS = [(1, 3, "fit"), (4, 4, "match"), (5, 7, "fit"), (8, 8, "match")]
 NAMES = ["fit", "match"]

@@ -19,9 +19,10 @@ from tiny import config_of
 from maxlite.config import Config
 from maxlite.ensemble import finalize
 from maxlite.metrics.goodput import Stopwatch
+from maxlite.metrics.plots import curves, timeline
 from maxlite.metrics.writers import read_rows
 from maxlite.optim import with_schedule_steps
-from maxlite.training import open_run, run_report
+from maxlite.training import open_run
 from maxlite.training.run import run_training
 from maxlite.training.state import TrainState
 from maxlite.training.trainer import Trainer, build_trainer
@@ -76,7 +77,7 @@ def empty_plots() -> Iterator[None]:
         path.touch()
 
   with pytest.MonkeyPatch.context() as patch:
-    for module in (run_report, finalize):
+    for module in (curves, timeline, finalize):
       for name in vars(module).copy():
         if name.startswith("draw_"):
           patch.setattr(module, name, touch)

@@ -1,4 +1,4 @@
-"""The schedule of a phased run: as text, and as a plot above the loss curves."""
+"""A plot of the phases of a run above its loss curves."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,42 +6,12 @@ from pathlib import Path
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 
+from maxlite.metrics.phase_spans import PhaseSpan
 from maxlite.metrics.plots.figure import GRAY, curve_of, new_figure, save_figure, style_steps
 from maxlite.metrics.writers import read_rows
 
-PhaseSpan = tuple[int, int, str]  # first and last step of a span, and its phase
-BAR, NO_BAR = "█", "·"
 LOSSES = {"loss": ".", "draft_loss": "x"}  # with their markers
 MAX_SPAN_LINES = 60  # with more spans, the lines between them would hide the curves
-
-
-def timeline_lines(spans: Sequence[PhaseSpan], width: int = 60) -> list[str]:
-  """Render a row of bars per phase, in order of first occurrence, under a ruler of steps."""
-  num_steps = spans[-1][1]
-  width = min(width, num_steps)
-  names = list(dict.fromkeys(name for _, _, name in spans))
-  indent = max(map(len, names)) + 2
-  lines = [" " * indent + "1" + str(num_steps).rjust(width - 1)]
-  for name in names:
-    bars = [NO_BAR] * width
-    for first, last, phase in spans:
-      columns = range((first - 1) * width // num_steps, (last - 1) * width // num_steps + 1)
-      for column in columns if phase == name else ():
-        bars[column] = BAR
-    lines.append(name.ljust(indent) + "".join(bars))
-  return lines
-
-
-def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[PhaseSpan]:
-  """Derive spans from logged rows; each starts after the last row of the previous one."""
-  spans: list[PhaseSpan] = []
-  for row in (row for row in rows if "phase" in row):
-    name, step = names[int(row["phase"])], int(row["step"])
-    if spans and spans[-1][2] == name:
-      spans[-1] = (spans[-1][0], step, name)
-    else:
-      spans.append((spans[-1][1] + 1 if spans else 1, step, name))
-  return spans
 
 
 def draw_timeline(
