@@ -60,6 +60,7 @@ SLOW = {
   ("numbers", "submesh", 1),
   ("sizes", "fused", 1),
   ("sizes", "submesh", 1),
+  ("sizes", "switched", 8),
   ("structures", "submesh", 1),
 }
 CASES = [
