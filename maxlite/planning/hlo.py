@@ -188,18 +188,15 @@ def parse(
 
 def _sources(text: str) -> dict[int, str]:
   """Stack frame -> its innermost line in this package, from the tables before the computations."""
-  tables: dict[str, dict[int, str]] = {}
+  tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
   table: dict[int, str] = {}
   for line in text.partition("{\n  ")[0].splitlines():
     if row := re.match(r"(\d+) (.*)", line):
       table[int(row[1])] = row[2]
-    elif line in ("FileNames", "FileLocations", "StackFrames"):
-      table = tables.setdefault(line, {})
     else:
-      table = {}
+      table = tables.get(line, {})
   number = lambda row, name: int(re.findall(rf"\b{name}=(\d+)", row)[0])
-  names = ("FileNames", "FileLocations", "StackFrames")
-  files, locations, frames = (tables.get(name, {}) for name in names)
+  files, locations, frames = tables.values()
   sources: dict[int, str] = {}
   for frame, row in frames.items():  # parents come first
     location = locations[number(row, "file_location_id")]

@@ -170,6 +170,5 @@ def _costs(target: PlanTarget, compiled: CompiledStep | None, phase: int) -> lis
     bounds = step_bounds(CHIPS[kind], flops, moved, found)
     useful_share = model_flops / flops if compiled else None
     exposed = exposed_seconds(CHIPS[kind], found)
-    lines = plan_report.roofline_lines(bounds, useful_share, exposed, is_complete)
-    paragraphs.append(lines)
+    paragraphs.append(plan_report.roofline_lines(bounds, useful_share, exposed, is_complete))
   return [lines for lines in paragraphs if lines]
