@@ -182,7 +182,6 @@ def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: f
 def _trained(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
   """Return the adapters that were trained: their second matrix is not zero."""
   stored = _stored_parameters(cfg)  # a separate reader, since `verify` counts every read
-
   second = {path: path.replace("/lora_a/", "/lora_b/") for path in adapters}
   is_trained = lambda path: stored.read(path, whole(adapters[path].shape)).any()
   found = {path: leaf for path, leaf in adapters.items() if is_trained(second[path])}
@@ -259,9 +258,9 @@ def _created_at(place: str) -> Iterator[Path]:
       files = [file for file in folder.rglob("*") if file.is_file()]
       files.sort(key=lambda file: file.parent == folder)
       upload((file, join(place, file.relative_to(folder).as_posix())) for file in files)
-    return
-  with new_folder(Path(place)) as folder:
-    yield folder
+  else:
+    with new_folder(Path(place)) as folder:
+      yield folder
 
 
 def _count(params: Mapping[str, Any]) -> int:

@@ -44,7 +44,7 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
   index = directory / INDEX
   file_of = read_json_object(index, COPY_AGAIN).get("weight_map")
   if not isinstance(file_of, dict) or not all(isinstance(v, str) for v in file_of.values()):
-    raise UserError(f'{index} has no "weight_map" from tensors to files: copy it again')
+    raise UserError(f'{index} has no "weight_map" from tensors to files: {COPY_AGAIN}')
   tensors: dict[str, TensorEntry] = {}
   for name in sorted(set(file_of.values())):
     path = directory / name
