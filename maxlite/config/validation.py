@@ -280,10 +280,10 @@ def _ensemble(v: Values) -> Rules:
   yield v.asha_reduction_factor == 1, "asha_reduction_factor", text
   text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"
   yield v.asha_reduction_factor and v.asha_min_steps >= v.steps, "asha_min_steps steps", text
-  is_paused = v.asha_reduction_factor and v.ensemble_strategy == "processes"
-  text = "members pause at their checkpoints; write enable_checkpointing=true"
-  keys = "asha_reduction_factor enable_checkpointing"
-  yield is_paused and not v.enable_checkpointing, keys, text
+  in_other_processes = v.ensemble_strategy == "processes" or is_divided
+  text = "members of other processes are read from checkpoints; write enable_checkpointing=true"
+  keys = "ensemble_strategy enable_checkpointing"
+  yield in_other_processes and not v.enable_checkpointing, keys, text
 
 
 def _local_updates(v: Values) -> Rules:

@@ -304,6 +304,7 @@ class EnsembleRun:
       "the hosts of a TPU slice form one run": jax.process_count() > 1,
       "halving would compare members of all hosts": bool(self._rungs),
       "process 0 reads the folders of all members": run_folder(self.cfg).mirror,
+      "members are read from checkpoints": not self.cfg.checkpoint.enable_checkpointing,
       f"{len(self.members)} members are too few for {count} processes": len(self.members) < count,
     }
     for why, is_refused in refusals.items():

@@ -19,12 +19,10 @@ TUNING_MISTAKES = {
   ("phases=[{name: a, train: x, steps: 1, pbt_hyperparameters: {}}]",): ("the whole run",),
   ("pbt_period=10",): ("pbt_period=10", "members or sweep", "pbt_period=0"),
   ("pbt_period=10", "members=[{}]", "ensemble_strategy=fused"): ("ensemble_strategy=stacked",),
-  (
-    "members=[{}]",
-    "asha_reduction_factor=2",
+  ("members=[{}]", "ensemble_strategy=processes", "enable_checkpointing=false"): (
     "ensemble_strategy=processes",
-    "enable_checkpointing=false",
-  ): ("asha_reduction_factor=2", "enable_checkpointing=true"),
+    "enable_checkpointing=true",
+  ),
   ("members=[{}]", "ensemble_strategy=submesh", "num_processes=2", "asha_reduction_factor=2"): (
     "asha_reduction_factor=2",
     "ensemble_strategy=stacked or fused",
