@@ -13,7 +13,6 @@ import optax
 import pytest
 from families import largest_error
 from fuzz_operations import ACTIVATIONS, OPERATIONS
-from slow_cases import fast_only
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
@@ -153,7 +152,7 @@ def check(number: int, strategies: tuple[str, ...], most: int) -> None:
       assert error <= TOLERANCE, f"step {n} of {where}"
 
 
-@pytest.mark.parametrize("first", fast_only(range(0, NUM_DRAWS, BLOCK), 0))
+@pytest.mark.parametrize("first", range(0, NUM_DRAWS, BLOCK))
 def test_drawn_members_equal_plain_loops(first):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     for number in range(first, first + BLOCK):
