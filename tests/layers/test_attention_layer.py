@@ -36,13 +36,9 @@ def make_params(num_kv_heads):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything"))
 def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
-  family = f"toy {qk_norm} {everything}"
-  MODELS[family] = ModelFamily(
-    qk_norm=qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything
-  )
   cfg = dataclasses.replace(
     ModelConfig(),
-    decoder_block=family,
+    decoder_block="toy",
     base_num_query_heads=NUM_HEADS,
     base_num_kv_heads=num_kv_heads,
     head_dim=HEAD_DIM,
@@ -53,10 +49,13 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
     attn_logits_soft_cap=SOFT_CAP if everything else 0.0,
     sliding_window_size=WINDOW,
   )
-  layer = Attention(cfg, sharder)
+  family = ModelFamily(qk_norm=qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything)
   rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
   is_local = jnp.bool_(everything)  # traced, as in a scan over local and global layers
-  return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, is_local)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(MODELS, "toy", family)
+    layer = Attention(cfg, sharder)
+    return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, is_local)
 
 
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])
