@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by itemsize
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # by itemsize
+MAX_SIZE_ON_HOST = 2**16  # NumPy takes a millisecond, compiling a program for a shape fifty
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def tree_checksums(tree: Any) -> dict[str, int]:
   elements go unnoticed with probability 2**-32.
   """
   # Synchronous: XLA:CPU deadlocks on more than 32 independent collectives in flight.
-  return {name: int(_checksum(leaf)) for name, leaf in leaves_by_path(tree).items()}
+  return {name: _checksum(leaf) for name, leaf in leaves_by_path(tree).items()}
 
 
 def tree_hash(tree: Any) -> str:
@@ -40,50 +41,63 @@ def tree_hash(tree: Any) -> str:
 
 def chunk_checksum(chunk: np.ndarray, start: Sequence[int], shape: tuple[int, ...]) -> int:
   """Return the summand, modulo 2**32, of the chunk at `start` of an array of `shape`."""
-  return int(_chunk_checksum(chunk, jnp.asarray(np.asarray(start, np.uint32)), shape))
+  compute = _mixed_sum if chunk.size <= MAX_SIZE_ON_HOST else _compiled_sum
+  return int(compute(chunk, np.asarray(start, np.uint32), shape))
 
 
 def array_checksum(x: Array) -> Array:
   """Return the checksum of an array, uint32."""
   x = jax.device_put(x, jax.memory.Space.Device)  # it may be in the host's memory
-  return _chunk_checksum(x, jnp.zeros(x.ndim, jnp.uint32), x.shape)
+  return _mixed_sum(x, np.zeros(x.ndim, np.uint32), x.shape)
 
 
-# Compiled per leaf, so that moments reuse the program of their parameter.
-_checksum = jax.jit(array_checksum)
+def _checksum(x: Array | np.ndarray) -> int:
+  if x.size <= MAX_SIZE_ON_HOST and getattr(x, "is_fully_addressable", True):
+    return chunk_checksum(np.asarray(x), (0,) * x.ndim, x.shape)
+  return int(_compiled_checksum(x))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _chunk_checksum(x: Array, start: Array, shape: tuple[int, ...]) -> Array:
-  """Sum each element's bits, mixed with its position, modulo 2**32.
+def _mixed_sum(x: Array | np.ndarray, start: Array | np.ndarray, shape: tuple[int, ...]) -> Any:
+  """Sum each element's bits, mixed with its position, modulo 2**32, in NumPy or JAX as `x`.
 
   Integer addition is exact and commutative, so shards can be summed in any order. At each position
   the mixing is a bijection of the bits, so one changed element always changes the sum. Unlike bits
   times a weight, it distinguishes (x, -x) from (-x, x).
   """
+  numpy = np if isinstance(x, np.ndarray) else jnp
   bits = _bits(x)
-  position = jnp.zeros(bits.shape, jnp.uint32)
+  position = numpy.zeros(bits.shape, np.uint32)
   shape = (*shape, *bits.shape[len(shape) :])
-  for axis in range(bits.ndim):
-    stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
-    index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    position += (index + start[axis] if axis < start.size else index) * stride
-  return jnp.sum(_mix(bits ^ _mix(position + jnp.uint32(1))), dtype=jnp.uint32)
+  with np.errstate(over="ignore"):  # NumPy warns of the overflow of scalars
+    for axis in range(bits.ndim):
+      stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+      index = numpy.arange(bits.shape[axis], dtype=np.uint32)
+      index = (index + start[axis] if axis < start.size else index) * stride
+      position += index.reshape([-1 if i == axis else 1 for i in range(bits.ndim)])
+    return numpy.sum(_mix(bits ^ _mix(position + np.uint32(1))), dtype=np.uint32)
 
 
-def _bits(x: Array) -> Array:
+_compiled_sum = jax.jit(_mixed_sum, static_argnums=2)
+# Compiled per leaf, so that moments reuse the program of their parameter.
+_compiled_checksum = jax.jit(array_checksum)
+
+
+def _bits(x: Array | np.ndarray) -> Any:
   """Return the bits of `x` as uint32, with an extra axis of size 2 for 64-bit elements."""
-  if x.dtype == jnp.bool_:
-    return x.astype(jnp.uint32)
+  if x.dtype == np.bool_:
+    return x.astype(np.uint32)
   unsigned = UNSIGNED[x.dtype.itemsize]
-  return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+  if not isinstance(x, np.ndarray):
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(np.uint32)
+  pair = (2,) if x.dtype.itemsize == 8 else ()
+  return x.reshape(-1).view(unsigned).astype(np.uint32).reshape((*x.shape, *pair))
 
 
-def _mix(x: Array) -> Array:
+def _mix(x: Any) -> Any:
   """Apply a fixed bijection of uint32 in which every input bit affects all output bits.
 
   Source: the 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).
   """
-  x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
-  x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
-  return x ^ (x >> jnp.uint32(16))
+  x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+  x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+  return x ^ (x >> np.uint32(16))

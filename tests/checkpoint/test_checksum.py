@@ -1,4 +1,4 @@
-"""Checksums do not depend on the sharding and change with any bit."""
+"""Checksums do not depend on the sharding and change with any bit, in NumPy and compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlite.checkpoint.checksum import tree_checksums, tree_hash
+from maxlite.checkpoint import checksum
+from maxlite.checkpoint.checksum import chunk_checksum, tree_checksums, tree_hash
 
 SPECS = (P(), P("x"), P("y", "x"), P(None, ("x", "y")), P(("x", "y"), None))
+
+
+@pytest.fixture(autouse=True, params=["numpy", "compiled"])
+def place_of_computing(request, monkeypatch):
+  if request.param == "compiled":
+    monkeypatch.setattr(checksum, "MAX_SIZE_ON_HOST", -1)
 
 
 def bits_of(dtype):
@@ -56,6 +63,21 @@ def test_swapping_any_two_elements_changes_the_checksum():
 def test_transposing_changes_the_checksum():
   x = array(jnp.dtype("float32"))
   assert tree_checksums(x) != tree_checksums(x.T)
+
+
+def test_checksums_of_chunks_add_up_to_that_of_the_array():
+  x = np.asarray(array(jnp.dtype("float32")))
+  chunks = [(x[:3], (0, 0)), (x[3:, :5], (3, 0)), (x[3:, 5:], (3, 5))]
+  total = sum(chunk_checksum(chunk, start, x.shape) for chunk, start in chunks)
+  assert total % 2**32 == tree_checksums(x)[""]
+
+
+def test_the_hash_is_that_of_checkpoints_already_written():
+  bits = bits_of(jnp.dtype("float32"))
+  tree = {name: bits.view(name) for name in ("float32", "uint16", "int8", "float64", "int64")}
+  tree |= {"bool": bits > 99, "scalar": np.float32(0.1), "empty": np.zeros((0, 4), np.float32)}
+  with jax.enable_x64(True):
+    assert tree_hash(tree)[:16] == "78a1b16f06bb7b54"
 
 
 def test_names_are_paths_and_scalars_and_empty_arrays_have_checksums():
