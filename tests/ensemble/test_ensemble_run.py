@@ -15,7 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
-from tiny import KEYS, fast_compilation
+from tiny import KEYS, compilations, fast_compilation
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
 from maxlite.checkpoint.run_mirror import open_mirror
@@ -107,10 +107,11 @@ def alone(root):
 
 @pytest.fixture(scope="module")
 def fused(root):
-  """(folder, output) of a finished ensemble."""
+  """(folder, output) of a finished ensemble, whose step is compiled once."""
   folder = root / "fused"
-  code, output = start(folder, MEMBERS, **FUSED)
-  assert code == 0
+  with compilations() as compiled:
+    code, output = start(folder, MEMBERS, **FUSED)
+  assert (code, compiled.count("jit(_step)")) == (0, 1)
   return folder, output
 
 

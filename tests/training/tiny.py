@@ -98,9 +98,10 @@ def fast_compilation(cache: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-  """A list that gets an event whenever a program is compiled."""
+  """A list that gets the name of every program that is compiled, such as `jit(train_step)`."""
   found: list[str] = []
-  listen = lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
+  is_compiled = lambda event: "backend_compile" in event
+  listen = lambda event, *_, fun_name="", **__: is_compiled(event) and found.append(fun_name)
   jax.monitoring.register_event_duration_secs_listener(listen)
   yield found
   jax.monitoring.unregister_event_duration_listener(listen)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.batched_jaxpr import (
@@ -212,6 +212,10 @@ class VmapEngine(EnsembleEngine):
     if self._mesh is not None:
       return Sharder(self._mesh).sharding(("ensemble",))
     own, axis = self.programs[group[0]].shardings, self._ensemble_axis(group)
+    if own is None and not self.request.spread:
+      # A state that is not placed would leave the first step on the mesh in the member's program,
+      # and the second step would be compiled anew.
+      return SingleDeviceSharding(self.request.devices[0])
     if len(group) == 1 or own is None:
       return own
     return jax.tree.map(lambda s: NamedSharding(s.mesh, jax.P(axis, *s.spec)), own)
