@@ -3,6 +3,7 @@
 Here:
 - `materialized_transpose`, `matmul_few_rows`: faster operands for a product.
 - `pack`, `unpack`: 16-bit arrays carried through loops without conversion.
+- `jit_init`: compiles a function that runs once in half the time.
 - `keep_freed_memory`, `enable_compilation_cache`: process settings.
 
 Elsewhere, because the workaround is the form of the code:
@@ -24,7 +25,9 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +63,17 @@ def pack(x: jax.Array) -> jax.Array:
 def unpack(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """The inverse of `pack`."""
   return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def jit_init(init: Callable, **keywords: Any) -> Any:
+  """`jax.jit` of a function that runs once.
+
+  On CPUs, this optimization level takes half of the compile time and returns the same bits; level 0
+  rounds differently. A level in XLA_FLAGS is kept.
+  """
+  option, flags = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
+  lowers_level = jax.default_backend() == "cpu" and option not in flags
+  return jax.jit(init, compiler_options={option: 1} if lowers_level else None, **keywords)
 
 
 def enable_compilation_cache(directory: str) -> None:

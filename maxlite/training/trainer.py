@@ -18,6 +18,7 @@ from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, abstract_batch, to_global
 from maxlite.data.batch_schedule import BatchSchedule
 from maxlite.data.train_streams import TrainStreams
+from maxlite.kernels.xla_cpu import jit_init
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops
@@ -235,7 +236,7 @@ class Trainer:
 
   def init_state(self, params: Any = None) -> TrainState:
     """Initialize the state, every leaf on its own devices; it donates `params`, see `init`."""
-    init = jax.jit(self.init, out_shardings=self.state_shardings, donate_argnums=1)
+    init = jit_init(self.init, out_shardings=self.state_shardings, donate_argnums=1)
     return init(jnp.uint32(self.cfg.run.init_weights_seed), params)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,17 +95,6 @@ class EnsembleEngine:
 def program_costs(programs: Sequence[MemberProgram], batch: Any) -> list[ProgramCost]:
   """The cost of every member's step."""
   return [program_cost(jax.make_jaxpr(p.step)(p.abstract_state, batch)) for p in programs]
-
-
-def jit_init(init: Callable, **keywords: Any) -> Any:
-  """`jax.jit` of a function that runs once.
-
-  On CPUs, this optimization level takes half of the compile time and returns the same bits; level 0
-  rounds differently. A level in XLA_FLAGS is kept.
-  """
-  option, flags = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
-  lowers_level = jax.default_backend() == "cpu" and option not in flags
-  return jax.jit(init, compiler_options={option: 1} if lowers_level else None, **keywords)
 
 
 def require_one_process(request: EngineRequest) -> None:

@@ -23,11 +23,11 @@ from maxlite.ensemble.engines.batched_jaxpr import (
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
-  jit_init,
   require_no_phases,
 )
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
 from maxlite.ensemble.member_program import MemberProgram
+from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding import Sharder
 

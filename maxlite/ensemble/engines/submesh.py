@@ -13,10 +13,10 @@ from jax.sharding import SingleDeviceSharding
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
-  jit_init,
   require_one_process,
 )
 from maxlite.ensemble.engines.step_cost import StepCost
+from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 
 

@@ -19,11 +19,11 @@ from maxlite.ensemble.engines.batched_jaxpr import without_one_device_mesh
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
-  jit_init,
   require_no_phases,
   require_one_process,
 )
 from maxlite.ensemble.engines.step_cost import StepCost, tree_bytes
+from maxlite.kernels.xla_cpu import jit_init
 
 Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
 
