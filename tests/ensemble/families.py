@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.engine_base import jit_init
+from maxlite.kernels.xla_cpu import jit_init
 
 STEPS = 3
 

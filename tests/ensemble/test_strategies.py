@@ -2,6 +2,7 @@
 
 import functools
 import platform
+import re
 
 import flax.linen as nn
 import jax
@@ -23,8 +24,8 @@ from families import (
 
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.engine_base import jit_init
 from maxlite.ensemble.member_program import build_programs, variables_of
+from maxlite.kernels.xla_cpu import jit_init
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
 TOLERANCE = 1e-6
@@ -107,6 +108,15 @@ def test_members_that_are_not_stacked_are_bitwise_equal(strategy, num_devices):
   for z, (losses, state) in enumerate(own_programs()):
     np.testing.assert_array_equal(got.losses_SZ[:, z], losses)
     assert largest_error(got.end[z], variables_of(state)) == 0
+
+
+def test_members_on_several_devices_communicate_once_per_metric():
+  """Not once per member."""
+  trained = together("numbers", "stacked", 8)
+  step = trained.ensemble._engine.step.lower(trained.state, batch(0))
+  kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+  found = re.findall(rf" (?:{kinds})(?:-start)?\(", step.compile().as_text())
+  assert 0 < len(found) <= len(step.out_info[1])
 
 
 @pytest.mark.parametrize(("source", "target"), [("fused", "submesh"), ("switched", "fused")])

@@ -231,10 +231,18 @@ class VmapEngine(EnsembleEngine):
     """Per member, its entry of the stacked trees."""
     parts: dict[int, Any] = {}
     for group, tree in zip(self.groups, by_group, strict=True):
+      is_stacked, stack = self._is_stacked(group), self._gather(group, tree)
       for n, z in enumerate(group):
-        is_stacked = self._is_stacked(group)
-        parts[z] = jax.tree.map(lambda leaf, n=n: leaf[n], tree) if is_stacked else tree
+        parts[z] = jax.tree.map(lambda leaf, n=n: leaf[n], stack) if is_stacked else tree
     return [parts[z] for z in range(len(self.programs))]
+
+  def _gather(self, group: list[int], tree: Any) -> Any:
+    """Stacks on all devices: of a sharded one, each member would be a collective of its own."""
+    if self._mesh is None and not self._ensemble_axis(group):
+      return tree
+    mesh, other = self._mesh or self.programs[group[0]].sharder.mesh, jax.P.UNCONSTRAINED
+    place = lambda leaf: NamedSharding(mesh, jax.P(None, *[other] * (leaf.ndim - 1)))
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, place(leaf)), tree)
 
 
 def build_stacked(request: EngineRequest) -> VmapEngine:
