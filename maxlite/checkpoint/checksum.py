@@ -28,7 +28,8 @@ def tree_checksums(tree: Any) -> dict[str, int]:
   elements go unnoticed with probability 2**-32.
   """
   # Synchronous: XLA:CPU deadlocks on more than 32 independent collectives in flight.
-  return {name: _checksum(leaf) for name, leaf in leaves_by_path(tree).items()}
+  leaves = leaves_by_path(tree).items()
+  return {name: chunk_checksum(leaf, (0,) * leaf.ndim, leaf.shape) for name, leaf in leaves}
 
 
 def tree_hash(tree: Any) -> str:
@@ -39,22 +40,17 @@ def tree_hash(tree: Any) -> str:
   return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def chunk_checksum(chunk: np.ndarray, start: Sequence[int], shape: tuple[int, ...]) -> int:
+def chunk_checksum(chunk: Array | np.ndarray, start: Sequence[int], shape: tuple[int, ...]) -> int:
   """Return the summand, modulo 2**32, of the chunk at `start` of an array of `shape`."""
-  compute = _mixed_sum if chunk.size <= MAX_SIZE_ON_HOST else _compiled_sum
-  return int(compute(chunk, np.asarray(start, np.uint32), shape))
+  start = np.asarray(start, np.uint32)
+  if chunk.size <= MAX_SIZE_ON_HOST and getattr(chunk, "is_fully_addressable", True):
+    return int(_mixed_sum(np.asarray(chunk), start, shape))
+  return int(_compiled_sum(chunk, start, shape))
 
 
 def array_checksum(x: Array) -> Array:
   """Return the checksum of an array, uint32."""
-  x = jax.device_put(x, jax.memory.Space.Device)  # it may be in the host's memory
   return _mixed_sum(x, np.zeros(x.ndim, np.uint32), x.shape)
-
-
-def _checksum(x: Array | np.ndarray) -> int:
-  if x.size <= MAX_SIZE_ON_HOST and getattr(x, "is_fully_addressable", True):
-    return chunk_checksum(np.asarray(x), (0,) * x.ndim, x.shape)
-  return int(_compiled_checksum(x))
 
 
 def _mixed_sum(x: Array | np.ndarray, start: Array | np.ndarray, shape: tuple[int, ...]) -> Any:
@@ -77,13 +73,14 @@ def _mixed_sum(x: Array | np.ndarray, start: Array | np.ndarray, shape: tuple[in
     return numpy.sum(_mix(bits ^ _mix(position + np.uint32(1))), dtype=np.uint32)
 
 
-_compiled_sum = jax.jit(_mixed_sum, static_argnums=2)
 # Compiled per leaf, so that moments reuse the program of their parameter.
-_compiled_checksum = jax.jit(array_checksum)
+_compiled_sum = jax.jit(_mixed_sum, static_argnums=2)
 
 
 def _bits(x: Array | np.ndarray) -> Any:
   """Return the bits of `x` as uint32, with an extra axis of size 2 for 64-bit elements."""
+  if not isinstance(x, np.ndarray):
+    x = jax.device_put(x, jax.memory.Space.Device)  # it may be in the host's memory
   if x.dtype == np.bool_:
     return x.astype(np.uint32)
   unsigned = UNSIGNED[x.dtype.itemsize]

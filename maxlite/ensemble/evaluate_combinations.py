@@ -82,11 +82,8 @@ def _choose_weights(
 def _flatten_rows(
   log_prob: Sequence[jax.Array], batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """(log_prob_ZTV, target_T, weight_T) with all rows concatenated, on one device.
-
-  It waits for the predictions: simulated devices that gather those of several batches at the same
-  time deadlock.
-  """
+  """(log_prob_ZTV, target_T, weight_T) with all rows concatenated, on one device."""
+  # It waits: simulated devices that gather several batches at the same time deadlock.
   stacked = np.stack([own.reshape(-1, own.shape[-1]) for own in jax.device_get(log_prob)])
   return jnp.asarray(stacked), jnp.ravel(batch.targets_BT), jnp.ravel(batch.weight_BT)
 

@@ -260,8 +260,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   check_sharded(shardings, sharder, cfg.mesh.sharding_tolerance)
   plan = PhasePlan(phases_of(cfg), initial_phases_of(cfg), params) if cfg.phasing.phases else None
   objectives = build_objectives(cfg, plan, names, sharder)
-  first_state = lambda params: _first_state(params, jnp.uint32(0), cfg, objectives, plan)
-  state = jax.eval_shape(first_state, params)
+  state = jax.eval_shape(lambda p: _first_state(p, jnp.uint32(0), cfg, objectives, plan), params)
   axes = state_names(state, params, names)
   if outer is not None:
     axes = outer.names(axes, state, names)

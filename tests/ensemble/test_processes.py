@@ -93,7 +93,7 @@ def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):
   state, expected = engine.init(), alone.init()
   for n, batch in enumerate(stream):
     for place in {1: [0], 6: [1]}.get(n, []):
-      os.kill(engine.process_ids[place], signal.SIGKILL)
+      os.kill(engine._workers[place].process.pid, signal.SIGKILL)
     state, metrics = engine.step(state, batch)
     expected, expected_metrics = alone.step(expected, batch)
     assert same(metrics, expected_metrics)
@@ -102,7 +102,7 @@ def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):
   assert same(engine.unpack(state), alone.unpack(expected))
   inputs = stream[0][0]
   assert same(engine.predict(state, inputs), alone.predict(expected, inputs))
-  process_ids = engine.process_ids
+  process_ids = [worker.process.pid for worker in engine._workers]
   del engine
   for process_id in process_ids:
     with pytest.raises(ProcessLookupError):

@@ -68,11 +68,6 @@ class ProcessEngine(EnsembleEngine):
       command = assignment.command(name, _ARGV, logs / f"{assignment.members[0]}.log")
       self._workers.append(_WorkerConnection(command, self._handshake(assignment.members)))
 
-  @property
-  def process_ids(self) -> list[int | None]:
-    """The workers' process ids; None for one that was not started yet."""
-    return [worker.process and worker.process.pid for worker in self._workers]
-
   def step_cost(self) -> StepCost:
     return self.separate_programs_cost(self._parts)
 

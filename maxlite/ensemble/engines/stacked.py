@@ -237,7 +237,7 @@ class VmapEngine(EnsembleEngine):
     return [parts[z] for z in range(len(self.programs))]
 
   def _gather(self, group: list[int], tree: Any) -> Any:
-    """Stacks on all devices: of a sharded one, each member would be a collective of its own."""
+    """Stacks on all devices; of a sharded one, every member would take another collective."""
     if self._mesh is None and not self._ensemble_axis(group):
       return tree
     mesh, other = self._mesh or self.programs[group[0]].sharder.mesh, jax.P.UNCONSTRAINED
