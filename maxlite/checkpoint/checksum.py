@@ -42,10 +42,10 @@ def tree_hash(tree: Any) -> str:
 
 def chunk_checksum(chunk: Array | np.ndarray, start: Sequence[int], shape: tuple[int, ...]) -> int:
   """Return the summand, modulo 2**32, of the chunk at `start` of an array of `shape`."""
-  start = np.asarray(start, np.uint32)
+  first = np.asarray(start, np.uint32)
   if chunk.size <= MAX_SIZE_ON_HOST and getattr(chunk, "is_fully_addressable", True):
-    return int(_mixed_sum(np.asarray(chunk), start, shape))
-  return int(_compiled_sum(chunk, start, shape))
+    return int(_mixed_sum(np.asarray(chunk), first, shape))
+  return int(_compiled_sum(chunk, first, shape))
 
 
 def array_checksum(x: Array) -> Array:
