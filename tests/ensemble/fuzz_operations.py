@@ -95,12 +95,12 @@ REDUCTIONS = {
   "max": lambda x: x - jnp.max(x, axis=1, keepdims=True),
   "mean": lambda x: x - jnp.mean(x, axis=1, keepdims=True),
   "min": lambda x: x - jnp.min(x, axis=0, keepdims=True),
-  "norm": lambda x: x / (1 + jnp.linalg.norm(x, axis=1, keepdims=True)),
+  "norm": lambda x: x / (1 + jnp.linalg.norm(x + 0.1, axis=1, keepdims=True)),
   "prod": lambda x: x * jnp.prod(1 + 0.1 * jnp.tanh(x), axis=1, keepdims=True),
   "softmax": nn.softmax,
   "sort": lambda x: jnp.sort(x, axis=1),
   "standardize": nn.standardize,
-  "std": lambda x: x / (1 + jnp.std(x, axis=1, keepdims=True)),
+  "std": lambda x: x / jnp.sqrt(1 + jnp.var(x, axis=1, keepdims=True)),
   "top_k": lambda x: jax.lax.top_k(x, 2)[0],
 }
 MOVES = {
