@@ -214,7 +214,7 @@ class VmapEngine(EnsembleEngine):
     own, axis = self.programs[group[0]].shardings, self._ensemble_axis(group)
     if own is None and not self.request.spread:
       # A state that is not placed would leave the first step on the mesh in the member's program,
-      # and the second step would be compiled anew.
+      # and the second step would be compiled again.
       return SingleDeviceSharding(self.request.devices[0])
     if len(group) == 1 or own is None:
       return own
