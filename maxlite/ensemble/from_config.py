@@ -87,7 +87,7 @@ def _trainer_program(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberProgram
     step=trace_once(trainer.build_step(freeze_diverged=True)),
     predict=trace_once(predict),
     evaluate=trace_once(evaluate),
-    sharder=trainer.sharder if is_sharded else None,
+    sharder=trainer.sharder,
     shardings=trainer.state_shardings if is_sharded else None,
     batch_sharding=trainer.batch_sharding if is_sharded else None,
     init_from_file=init_from_file if cfg.checkpoint.load_parameters_path else None,

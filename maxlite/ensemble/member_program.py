@@ -66,7 +66,7 @@ class MemberProgram:
   step: Callable[[Any, Any], tuple[Any, dict]]  # (state, batch) -> (state, metrics)
   predict: Callable[[Any, Any], Any]  # (state, inputs) -> what is compared between members
   evaluate: Callable[[Any, Any], Any] | None = None  # (state, batch) -> sums, if supported
-  sharder: Sharder | None = None  # of a member that is sharded over a mesh, as the next two
+  sharder: Sharder | None = None  # of a member with a mesh; the next two if it has several devices
   shardings: Any = None  # of the state
   batch_sharding: Any = None
   init_from_file: Callable[[np.ndarray], Any] | None = None  # seed -> state with read parameters

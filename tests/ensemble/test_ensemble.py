@@ -68,6 +68,26 @@ def test_arrays_that_a_module_closes_over_are_not_donated(strategy):
   np.testing.assert_array_equal(kernel, np.ones((2, 1)))
 
 
+@pytest.mark.parametrize(("strategy", "widths"), [("fused", (3, 5)), ("stacked", (4, 4))])
+def test_members_may_use_several_devices_by_themselves(strategy, widths):
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
+
+  class Sharded(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x_BD):
+      x_BD = jax.lax.with_sharding_constraint(x_BD, jax.NamedSharding(mesh, jax.P("data")))
+      return nn.Dense(self.width)(x_BD)
+
+  members = [Member(Sharded(width), optax.sgd(0.1)) for width in widths]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
+  x_BD = np.ones((8, 2), np.float32)
+  state, first = ensemble.step(ensemble.init(x_BD), x_BD)
+  _, second = ensemble.step(state, x_BD)
+  assert np.all(second["loss"] < first["loss"])
+
+
 def test_injected_hyperparameters_are_stacked_arrays_of_the_state():
   rates = (0.1, 0.01)
   injected = optax.inject_hyperparams(optax.sgd)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.batched_jaxpr import (
@@ -211,11 +211,11 @@ class VmapEngine(EnsembleEngine):
   def _sharding(self, group: list[int]) -> Any:
     if self._mesh is not None:
       return Sharder(self._mesh).sharding(("ensemble",))
-    own, axis = self.programs[group[0]].shardings, self._ensemble_axis(group)
-    if own is None and not self.request.spread:
-      # A state that is not placed would leave the first step on the mesh in the member's program,
-      # and the second step would be compiled again.
-      return SingleDeviceSharding(self.request.devices[0])
+    first, axis = self.programs[group[0]], self._ensemble_axis(group)
+    own = first.shardings
+    if own is None and first.sharder:
+      # The placement that a step returns: with another one, the second step is compiled again.
+      return first.sharder.sharding(())
     if len(group) == 1 or own is None:
       return own
     return jax.tree.map(lambda s: NamedSharding(s.mesh, jax.P(axis, *s.spec)), own)
