@@ -9,6 +9,7 @@ from matplotlib.image import imread
 from maxlite.metrics.plots import ensemble_curves
 from maxlite.metrics.plots.ensemble_curves import (
   BEST_TO_WORST,
+  CROWD,
   METHOD_COLORS,
   draw_calibration,
   draw_learning_curves,
@@ -72,6 +73,18 @@ def test_a_label_has_the_last_loss_where_its_line_points(monkeypatch):
   found = {label.get_text(): label.xy for label in axes.texts}
   assert found == {"1. a  2.000 (best 1.000)": (2.0, 2.0), "2. b  1.500": (2.0, 1.5)}
   assert [tick for tick in axes.get_xticks() if 0 <= tick <= 2] == [0, 1, 2]
+
+
+def test_a_member_with_a_single_loss_is_visible_in_a_crowd(tmp_path):
+  curves = {f"m{i}": learning(1 + i / 10) for i in range(CROWD)}
+  drawn, without = (
+    plot(tmp_path, draw_learning_curves, curves | {"single": single})
+    for single in (learning(0.5, steps=0), [])
+  )
+  worst = BEST_TO_WORST(1.0)[:3]
+  half = drawn.shape[1] // 2  # without its label and the color bar
+  marker, nothing = (count(image[:, :half], worst) for image in (drawn, without))
+  assert marker > nothing + 10
 
 
 def test_colors_depend_on_rank_not_on_order(tmp_path):
@@ -184,9 +197,17 @@ def test_overconfidence_is_below_the_diagonal(tmp_path):
   rows = {}
   for accuracy in (0.1, 0.9):
     drawn = plot(tmp_path, draw_calibration, {"one": bins(0.9, accuracy)})
-    above = drawn[: int(0.68 * len(drawn)), drawn.shape[1] // 2 :]  # right of the legend
+    above = drawn[: int(0.68 * len(drawn)), drawn.shape[1] // 2 :]
     rows[accuracy] = np.mean(np.nonzero(np.abs(above - blue).max(axis=-1) < 0.05)[0])
   assert rows[0.1] > rows[0.9] + 300
+
+
+def test_the_legend_of_calibration_covers_no_curve(monkeypatch):
+  methods = {name: bins(0.9, 0.5) for name in ("mean of probabilities", "best member", "vote")}
+  figure = figure_of(monkeypatch, draw_calibration, methods)
+  figure.draw_without_rendering()
+  legend = figure.legends[0].get_window_extent()
+  assert not any(legend.overlaps(axes.get_window_extent()) for axes in figure.axes)
 
 
 @pytest.mark.parametrize(

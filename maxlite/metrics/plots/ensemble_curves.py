@@ -119,8 +119,9 @@ def _draw_member(
 ) -> None:
   if len(member.held_out_S2):
     axes.plot(*member.train_S2.T, color=color, linewidth=0.5, alpha=0.3, zorder=1)
-  style: dict[str, Any] = {"linewidth": 1.1} if crowded else {"linewidth": 1.6, "marker": "o"}
-  axes.plot(*member.main_S2.T, color=color, markersize=3, zorder=zorder, **style)
+  marker = "" if crowded and len(member.main_S2) > 1 else "o"  # a single loss has no line
+  style: dict[str, Any] = {"linewidth": 1.1 if crowded else 1.6, "marker": marker, "markersize": 3}
+  axes.plot(*member.main_S2.T, color=color, zorder=zorder, **style)
   if member.diverged and len(member.main_S2):
     axes.plot(*member.end(axes), "x", color=color, markersize=7, mew=1.8, zorder=4, clip_on=False)
 
@@ -321,10 +322,9 @@ def draw_calibration(methods: Mapping[str, Mapping[str, Any]], png_path: Path) -
     above.plot(confidence_C, accuracy_C, marker="o", markersize=3.5, label=label, **style)
     edges = np.linspace(0, 1, len(weight_C) + 1)
     below.stairs(weight_C / max(weight_C.sum(), 1e-30), edges, baseline=None, **style)
-  above.set(ylabel="accuracy", ylim=(0, 1), box_aspect=1)
-  above.legend(frameon=False, fontsize=8, loc="upper left")
-  below.set(xlabel="confidence", ylabel="share of tokens", box_aspect=1 / 3, xlim=(0, 1))
-  below.set_ylim(bottom=0)
+  above.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), box_aspect=1)
+  figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=2)
+  below.set(xlabel="confidence", ylabel="share of tokens", ylim=(0, None), box_aspect=1 / 3)
   below.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
   for axes in (above, below):
     style_axes(axes)
