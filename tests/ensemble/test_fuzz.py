@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,12 @@ def uniform(key, shape, dtype=jnp.float32):
   return jax.random.uniform(key, shape, dtype, -1, 1)
 
 
+def sines(key, shape, dtype=jnp.float32):
+  """Another one, which draws no random bits."""
+  seed = jax.random.key_data(key).astype(dtype).sum() / 2.0**32
+  return jnp.sin(100 * seed + 7 * jnp.arange(math.prod(shape), dtype=dtype)).reshape(shape)
+
+
 class Drawn(nn.Module):
   """A dense layer and an operation in alternation, with fields of every kind."""
 
@@ -44,7 +51,7 @@ class Drawn(nn.Module):
   @nn.compact
   def __call__(self, x_BD):
     for name, width in zip(self.operations, self.widths, strict=True):
-      x_BD = nn.Dense(width, dtype=self.dtype, kernel_init=uniform)(x_BD).astype(jnp.float32)
+      x_BD = nn.Dense(width, dtype=self.dtype, kernel_init=sines)(x_BD).astype(jnp.float32)
       x_BD = OPERATIONS[name](self, x_BD) * self.options["gain"] + self.offset
     x_BD = self.act(x_BD)
     if isinstance(self.scale, bool):
