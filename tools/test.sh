@@ -9,6 +9,12 @@ python=$(newest_python 11)
 fill_venv .venv "$python" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
+types=$(mktemp)
+.venv/bin/mypy > "$types" 2>&1 &  # it uses one processor
+mypy=$!
+status=0
 # One process more than processors, since tests that start processes wait for them.
-.venv/bin/pytest -n "$(($(getconf _NPROCESSORS_ONLN) + 1))" -m "not slow and not hf" "$@"
+.venv/bin/pytest -n "$(($(getconf _NPROCESSORS_ONLN) + 1))" -m "not slow and not hf" "$@" || status=$?
+wait "$mypy" || status=$?
+cat "$types"
+exit "$status"
