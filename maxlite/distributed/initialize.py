@@ -17,6 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from maxlite.config.errors import UserError
+from maxlite.config.schema import HostsConfig
 from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.jax_private import detect_cluster
 from maxlite.distributed.rendezvous import TOKEN, ProcessSpec, bind_address, rendezvous
@@ -52,19 +53,13 @@ class SeparateProcesses:
 
 @contextlib.contextmanager
 def distributed_runtime(
-  *,
-  coordinator_address: str,
-  num_processes: int,
-  process_id: int,
-  jax_distributed_initialization_timeout: int,
-  jax_distributed_heartbeat_timeout_seconds: int,
-  separate: bool = False,
+  hosts: HostsConfig, *, separate: bool = False
 ) -> Iterator[SeparateProcesses | None]:
   """Connects this process to the other processes of its run while the context is open.
 
-  Enter it before JAX initialises its devices. The arguments are config keys; by default, SLURM,
-  Open MPI, Kubernetes and Cloud TPU are detected, and without any of them the process is alone. If
-  a process is lost or fails, all others exit (heartbeat.py).
+  Enter it before JAX initialises its devices. By default, SLURM, Open MPI, Kubernetes and Cloud TPU
+  are detected, and without any of them the process is alone. If a process is lost or fails, all
+  others exit (heartbeat.py).
 
   With `separate`, JAX runs in every process as if it were alone, on the devices of the process.
   Yields None without it, and if there are no other processes.
@@ -73,15 +68,15 @@ def distributed_runtime(
     UserError: the processes do not find each other in time, or do not agree on their number.
   """
   environment = read_environment(os.environ)
-  timeout = jax_distributed_initialization_timeout
-  spec = resolve_process(coordinator_address, num_processes, process_id, environment)
-  spec = spec or detect_process(environment.address, timeout)
+  timeout = hosts.jax_distributed_initialization_timeout
+  max_silence = hosts.jax_distributed_heartbeat_timeout_seconds
+  spec = resolve_process(hosts, environment) or detect_process(environment.address, timeout)
   if spec.num_processes == 1:
     yield None
     return
   devices = local_devices(environment, os.environ)
   peers = rendezvous(spec, timeout, os.environ.get(TOKEN, ""))
-  with Heartbeat(spec.process_id, peers, jax_distributed_heartbeat_timeout_seconds) as heartbeat:
+  with Heartbeat(spec.process_id, peers, max_silence) as heartbeat:
     if separate:
       _show_devices(devices)
       yield SeparateProcesses(spec.process_id, spec.num_processes, heartbeat.all_gather)
@@ -96,7 +91,7 @@ def distributed_runtime(
       coordinator_bind_address=bind_address(spec),
       initialization_timeout=timeout,
       # A fallback if our heartbeat, which is faster and names the lost process, hangs.
-      heartbeat_timeout_seconds=2 * jax_distributed_heartbeat_timeout_seconds,
+      heartbeat_timeout_seconds=2 * max_silence,
     )
     yield None
 
@@ -137,9 +132,7 @@ def process_0_first(function: Callable[[], T], name: str) -> T:
   return result
 
 
-def resolve_process(
-  address: str, num_processes: int, process_id: int, environment: LaunchEnvironment
-) -> ProcessSpec | None:
+def resolve_process(hosts: HostsConfig, environment: LaunchEnvironment) -> ProcessSpec | None:
   """This process according to the keys (empty or -1: not given) and the environment.
 
   None if neither specifies it; `detect_process` may.
@@ -147,13 +140,13 @@ def resolve_process(
   Raises:
     UserError: the specification is incomplete or inconsistent.
   """
-  num_processes = environment.num_processes if num_processes == -1 else num_processes
+  num_processes = environment.num_processes if hosts.num_processes == -1 else hosts.num_processes
   if num_processes == 1:
     return ProcessSpec("", 1, 0)
-  if not (address or num_processes > 1 or process_id >= 0):
+  if not (hosts.coordinator_address or num_processes > 1 or hosts.process_id >= 0):
     return None
-  address = address or environment.address
-  process_id = environment.process_id if process_id == -1 else process_id
+  address = hosts.coordinator_address or environment.address
+  process_id = environment.process_id if hosts.process_id == -1 else hosts.process_id
   if not re.fullmatch(r".+:\d{1,5}", address):
     raise UserError(
       f"coordinator_address={address or '(not given)'} for process_id={process_id} of "
@@ -189,9 +182,8 @@ def detect_process(address: str, timeout: int) -> ProcessSpec:
     found, num_processes, process_id = detect_cluster(address, timeout)
   except UserError:
     raise
-  except (
-    Exception
-  ) as error:  # the clients of Kubernetes and of the metadata server raise many types
+  # The clients of Kubernetes and of the metadata server raise many types.
+  except Exception as error:
     why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     raise UserError(f"JAX does not find the other processes ({why}): {by_hand}") from None
   if found is not None and num_processes is not None and process_id is not None:

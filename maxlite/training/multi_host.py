@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from maxlite.config import Config, exit_on_user_error
-from maxlite.config.schema import HostsConfig, flatten
+from maxlite.config.schema import HostsConfig
 from maxlite.distributed.initialize import SeparateProcesses, distributed_runtime
 
 
@@ -19,6 +19,5 @@ def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProc
   with contextlib.ExitStack() as stack:
     with exit_on_user_error(program):
       separate = cfg.ensemble.is_set and cfg.ensemble.ensemble_strategy == "submesh"
-      runtime = distributed_runtime(**flatten(cfg.hosts), separate=separate)
-      peers = stack.enter_context(runtime)
+      peers = stack.enter_context(distributed_runtime(cfg.hosts, separate=separate))
     yield dataclasses.replace(cfg, hosts=HostsConfig()), peers

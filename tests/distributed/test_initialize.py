@@ -13,6 +13,7 @@ import pytest
 from slow_cases import slow
 
 from maxlite.config.errors import UserError
+from maxlite.config.schema import HostsConfig
 from maxlite.distributed import jax_private
 from maxlite.distributed.heartbeat import EXIT_PEER_LOST, Heartbeat
 from maxlite.distributed.initialize import (
@@ -77,7 +78,7 @@ def test_launchers_are_read_from_the_environment(environment, launch):
   ],
 )
 def test_keys_override_the_environment(keys, launch, spec):
-  assert resolve_process(*keys, launch) == spec
+  assert resolve_process(HostsConfig(*keys), launch) == spec
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_keys_override_the_environment(keys, launch, spec):
 )
 def test_an_incomplete_process_spec_is_an_error(keys, launch, message):
   with pytest.raises(UserError, match=re.escape(message)):
-    resolve_process(*keys, launch)
+    resolve_process(HostsConfig(*keys), launch)
 
 
 class Cluster:
@@ -147,6 +148,7 @@ def test_jax_without_cluster_detection_is_an_error(monkeypatch):
 
 FOUND_BY_JAX = """
 import sys
+from maxlite.config.schema import HostsConfig
 from maxlite.distributed.initialize import distributed_runtime
 from maxlite.distributed.jax_private import ClusterEnv
 class Cluster(ClusterEnv):
@@ -155,8 +157,7 @@ class Cluster(ClusterEnv):
   get_process_count = classmethod(lambda cls: 3)
   get_process_id = classmethod(lambda cls: int(sys.argv[2]))
 try:
-  with distributed_runtime(coordinator_address="", num_processes=-1, process_id=-1,
-    jax_distributed_initialization_timeout=3, jax_distributed_heartbeat_timeout_seconds=10):
+  with distributed_runtime(HostsConfig("", -1, -1, 3, 10)):
     pass
 except ValueError as error:
   sys.exit(str(error))
