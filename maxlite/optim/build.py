@@ -1,7 +1,7 @@
 """The optimizers: clip -> scale -> decoupled weight decay -> learning rate."""
 
 import dataclasses
-import inspect
+import functools
 from typing import Any
 
 import jax
@@ -69,14 +69,12 @@ def build_optimizer(
   if not searched:
     return _chain(cfg, names, model)
 
+  @functools.wraps(OptimizerConfig, updated=())  # Optax reads the names of its arguments
   def rebuild(**values: Any) -> optax.GradientTransformation:
-    return _chain(dataclasses.replace(cfg, **values), names, model)
+    return _chain(OptimizerConfig(**values), names, model)
 
-  # Optax reads the names of the hyperparameters from the signature.
-  keywords = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in searched]
-  vars(rebuild)["__signature__"] = inspect.Signature(keywords)
-  values = {key: getattr(cfg, key) for key in searched}
-  return optax.inject_hyperparams(rebuild, hyperparam_dtype=jnp.float32)(**values)
+  fixed = vars(cfg).keys() - searched.keys()
+  return optax.inject_hyperparams(rebuild, fixed, jnp.float32)(**vars(cfg))
 
 
 def learning_rate(cfg: OptimizerConfig, opt_state: Any, num_updates: jax.Array) -> jax.Array:
