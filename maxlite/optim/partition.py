@@ -22,7 +22,7 @@ def path_of(key_path: tuple) -> str:
 
 def paths_in(tree: Any) -> list[str]:
   """Paths of all leaves."""
-  return [path_of(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  return [path_of(key_path) for key_path, _ in jax.tree.leaves_with_path(tree)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Partition:
   def split(self, tree: Any) -> tuple[Any, Any]:
     """Split a tree like the parameters into (trained, frozen)."""
     is_trained = lambda key_path: self.trained is None or path_of(key_path) in self.trained
-    keep = lambda wanted: jax.tree_util.tree_map_with_path(
+    keep = lambda wanted: jax.tree.map_with_path(
       lambda key_path, leaf: leaf if is_trained(key_path) == wanted else None, tree
     )
     return keep(True), keep(False)
@@ -90,7 +90,7 @@ def merge(*parts: Any) -> Any:
 def decay_mask(params: Any) -> Any:
   """True for each parameter that decays: all except norms and biases."""
   decays = lambda key_path, _: re.search(NO_DECAY, path_of(key_path)) is None
-  return jax.tree_util.tree_map_with_path(decays, params)
+  return jax.tree.map_with_path(decays, params)
 
 
 def logical_names(boxed_params: Any) -> Any:
@@ -105,19 +105,15 @@ def state_names(opt_state: Any, params: Any, names: Any) -> Any:
   A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter.
   All others (counts, factored moments) are small and replicated.
   """
-  shapes = jax.tree_util.tree_leaves_with_path(params)
-  by_path = {
-    key_path: (leaf.shape, leaf_names)
-    for (key_path, leaf), leaf_names in zip(shapes, jax.tree.leaves(names), strict=True)
-  }
+  leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(names), strict=True)
+  of_parameter = {(key_path, leaf.shape): leaf_names for (key_path, leaf), leaf_names in leaves}
 
   def of_leaf(key_path: tuple, leaf: Any) -> jax.P:
-    ends = (key_path[start:] for start in range(len(key_path)))
-    shape, leaf_names = next((by_path[end] for end in ends if end in by_path), (None, None))
+    ends = ((key_path[start:], leaf.shape) for start in range(len(key_path)))
     replicated = jax.P(*(None,) * leaf.ndim)
-    return leaf_names if leaf_names is not None and leaf.shape == shape else replicated
+    return next((of_parameter[end] for end in ends if end in of_parameter), replicated)
 
-  return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
+  return jax.tree.map_with_path(of_leaf, opt_state)
 
 
 def matrix_axes(names: jax.P) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
