@@ -45,17 +45,14 @@ class ParameterScale(NamedTuple):
 def parameter_scale(
   path: str, names: jax.P, cfg: ModelConfig, *, muon: bool = False
 ) -> ParameterScale:
-  """The factors of one parameter.
+  """The factors of one parameter of a `cfg` with muP.
 
   Args:
     path: such as `layers/attention/query/kernel`.
     names: its logical axes.
     muon: whether hidden matrices are updated by Muon.
   """
-  scaling = cfg.scaling
-  if scaling.parametrization == "standard":
-    return ParameterScale(1.0, 1.0)
-  m = cfg.base_emb_dim / scaling.mup_base_emb_dim
+  m = cfg.base_emb_dim / cfg.scaling.mup_base_emb_dim
   if re.search(NO_DECAY, path) or len(names) < 2:
     scale = ParameterScale(1.0, 1.0)
   elif names[0] == "vocab":
@@ -83,11 +80,11 @@ def scale_initial(params: Any, names: Any, cfg: ModelConfig) -> Any:
   if cfg.scaling.parametrization == "standard":
     return params
   scale = lambda key_path, leaf, axes: leaf * parameter_scale(path_of(key_path), axes, cfg).init
-  return jax.tree_util.tree_map_with_path(scale, params, names)
+  return jax.tree.map_with_path(scale, params, names)
 
 
 def scale_updates(names: Any, cfg: ModelConfig, *, muon: bool) -> optax.GradientTransformation:
   """Multiply every update by its factor, before weight decay and learning rate."""
   factor = lambda key_path, axes: parameter_scale(path_of(key_path), axes, cfg, muon=muon).update
-  factors = jax.tree_util.tree_map_with_path(factor, names)
+  factors = jax.tree.map_with_path(factor, names)
   return optax.stateless(lambda updates, _: jax.tree.map(lambda u, x: u * x, updates, factors))
