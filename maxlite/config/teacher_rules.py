@@ -16,9 +16,8 @@ def teacher_rules(v: Values) -> Rules:
   keys = "phases teacher_path" if v.phases else f"{key} teacher_path"
   yield is_taught and not v.teacher_path, keys, text
   for name in TEACHER_KEYS:
-    is_unused = not is_taught and vars(v)[name] != DEFAULTS[name]
     text = f"is only read by loss distill; write {key}=distill, or {name}={show(DEFAULTS[name])}"
-    yield is_unused, f"{name} {key}", text
+    yield not is_taught and vars(v)[name] != DEFAULTS[name], f"{name} {key}", text
   for name in ("members", "sweep", "search"):
     text = f"members have no teacher; train students as solo runs, or write {key}=next_token"
     yield is_taught and vars(v)[name], f"{key} {name}", text

@@ -8,8 +8,7 @@ def population(v: Values) -> Rules:
   is_other = v.ensemble_strategy not in ("auto", "stacked")
   yield v.pbt_period and is_other, "pbt_period ensemble_strategy", text
   text = "the population keeps its size; write asha_reduction_factor=0 or pbt_period=0"
-  is_halved = v.pbt_period and v.asha_reduction_factor
-  yield is_halved, "pbt_period asha_reduction_factor", text
+  yield v.pbt_period and v.asha_reduction_factor, "pbt_period asha_reduction_factor", text
   text = f"no exchange before the last step; write pbt_period={max(v.steps // 4, 1)}"
   yield v.pbt_period >= v.steps, "pbt_period steps", text
   text = "a member saved later than others resumes where they do; write 2 or more"

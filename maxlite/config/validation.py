@@ -61,9 +61,8 @@ def _paths(v: Values) -> Rules:
 
 
 def _held_out(v: Values) -> Rules:
-  keys, is_late = "early_stopping_patience eval_period", not v.eval_period
   text = "there is one evaluation, at the end; write eval_period=100"
-  yield v.early_stopping_patience and is_late, keys, text
+  yield v.early_stopping_patience and not v.eval_period, "early_stopping_patience eval_period", text
   keys, text = "keep_best_checkpoint enable_checkpointing", "write enable_checkpointing=true"
   yield v.keep_best_checkpoint and not v.enable_checkpointing, keys, f"nothing is saved; {text}"
   for key in ("callbacks", "early_stopping_patience", "keep_best_checkpoint"):
@@ -72,10 +71,8 @@ def _held_out(v: Values) -> Rules:
 
 
 def _run(v: Values) -> Rules:
-  text = (
-    "must name one folder; write run_name=NAME of up to 255 bytes without slashes or a leading dot"
-  )
-  yield not is_folder_name(v.run_name), "run_name", text
+  fix = "write run_name=NAME of up to 255 bytes without slashes or a leading dot"
+  yield not is_folder_name(v.run_name), "run_name", f"must name one folder; {fix}"
   end = v.skip_first_n_steps_for_profiler + v.profiler_steps
   keys = "profiler skip_first_n_steps_for_profiler profiler_steps steps"
   text = f"the trace ends after the run; write steps={end} or more"
@@ -86,8 +83,7 @@ def _attention(v: Values) -> Rules:
   latent, heads, sinks = v.family.latent_attention, v.base_num_query_heads, v.family.sinks
   fix = f"write base_num_kv_heads={_largest_divisor(heads, v.base_num_kv_heads)}"
   text = f"query heads must be a multiple of key/value heads; {fix}"
-  is_uneven = not latent and heads % v.base_num_kv_heads
-  yield is_uneven, "base_num_query_heads base_num_kv_heads", text
+  yield not latent and heads % v.base_num_kv_heads, "base_num_query_heads base_num_kv_heads", text
   key = "qk_rope_head_dim" if latent else "head_dim"
   num_channels = vars(v)[key]
   text = f"rotary embedding pairs channels, so it must be even; write {key}={num_channels + 1}"
@@ -100,20 +96,17 @@ def _attention(v: Values) -> Rules:
   yield is_unused, "local_rope_max_timescale decoder_block", text
   key, what = ("decoder_block", "sinks") if sinks else ("attn_logits_soft_cap", "a soft cap")
   text = f"this backend does not support {what}; write attention=chunked"
-  is_unsupported = v.attention == "dot_product" and (v.attn_logits_soft_cap or sinks)
-  yield is_unsupported, f"attention {key}", text
+  yield v.attention == "dot_product" and (v.attn_logits_soft_cap or sinks), f"attention {key}", text
 
 
 def _rope(v: Values) -> Rules:
   for key in ("mscale", "beta_fast", "rope_truncate"):
-    is_unused = v.rope_type != "yarn" and vars(v)[key] != DEFAULTS[key]
     text = f"is only read by yarn; write {key}={show(DEFAULTS[key])}"
-    yield is_unused, f"{key} rope_type", text
+    yield v.rope_type != "yarn" and vars(v)[key] != DEFAULTS[key], f"{key} rope_type", text
   text = "extends nothing; write rope_type=default, or a larger rope_factor"
   yield v.rope_factor == 1 and v.rope_type != "default", "rope_factor rope_type", text
   text = "all channels have the same frequency; write rope_max_timescale=10000"
-  is_constant = v.rope_max_timescale == 1 and v.rope_type == "yarn"
-  yield is_constant, "rope_max_timescale rope_type", text
+  yield v.rope_max_timescale == 1 and v.rope_type == "yarn", "rope_max_timescale rope_type", text
 
 
 def _layers(v: Values) -> Rules:
@@ -167,8 +160,7 @@ def _dispatch(v: Values) -> Rules:
   text = "experts would not be quantized; write sparse_matmul=true or quantization=''"
   yield v.quantization and is_dense and v.family.is_moe, "quantization sparse_matmul", text
   text = "megablox=false forbids it; write megablox=true or grouped_matmul=auto"
-  is_forbidden = v.grouped_matmul == "megablox" and not v.megablox
-  yield is_forbidden, "grouped_matmul megablox", text
+  yield v.grouped_matmul == "megablox" and not v.megablox, "grouped_matmul megablox", text
   text = "only sparse matmuls are grouped; write grouped_matmul=auto or sparse_matmul=true"
   yield v.grouped_matmul != "auto" and is_dense, "grouped_matmul sparse_matmul", text
 
@@ -216,8 +208,7 @@ def _chat(v: Values) -> Rules:
   text = "chat needs control tokens; write tokenizer_type=huggingface, with tokenizer.json"
   yield is_chat and v.tokenizer_type == "sentencepiece", "tokenizer_type dataset_type", text
   text = "bytes have no chat template; write chat_template_path=configs/chat/plain.jinja"
-  is_byte = v.tokenizer_type == "byte"
-  yield is_chat and is_byte and not template, "dataset_type tokenizer_type", text
+  yield is_chat and v.tokenizer_type == "byte" and not template, "dataset_type tokenizer_type", text
 
 
 def _batches(v: Values) -> Rules:
@@ -347,8 +338,7 @@ def _phases(v: Values) -> Rules:
   text = "no phase trains them; write phases with loss: match_head, or num_draft_heads=0"
   yield v.num_draft_heads and not are_trained, "num_draft_heads", text
   text = f"rows are shorter; write num_draft_heads={min(3, v.max_target_length - 1)}"
-  too_many = v.num_draft_heads >= v.max_target_length
-  yield too_many, "num_draft_heads max_target_length", text
+  yield v.num_draft_heads >= v.max_target_length, "num_draft_heads max_target_length", text
 
 
 def _degrees(v: Values) -> Rules:
@@ -410,9 +400,8 @@ def _context_parallelism(v: Values) -> Rules:
   if strategy == "all_gather" or context == 1 or v.logical_axis_rules:
     return
   if strategy == "ring":
-    is_supported = v.attention in ("auto", *PARTIAL_ATTENTION_BACKENDS)
     text = "the backend cannot merge results of several shards' keys; write attention=chunked"
-    yield not is_supported, f"{key} attention", text
+    yield v.attention not in ("auto", *PARTIAL_ATTENTION_BACKENDS), f"{key} attention", text
     length = -(-v.max_target_length // (2 * context)) * 2 * context
     text = f"each of {context} shards must have an even number; write max_target_length={length}"
     yield v.max_target_length % (2 * context), f"{key} max_target_length", text
