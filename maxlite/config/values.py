@@ -165,10 +165,10 @@ def _convert(kind: Any, raw: Raw) -> Any:
     if raw not in ("true", "True", "false", "False"):
       raise ValueError(raw)
     return raw in ("true", "True")
-  number = kind(raw) if kind in (int, float) else 0
-  if kind is float and not math.isfinite(number):
+  value: Any = kind(raw) if kind in (int, float) else raw
+  if kind is float and not math.isfinite(value):
     raise ValueError(raw)
-  return number if kind in (int, float) else raw
+  return value
 
 
 def _split_list(raw: Raw, *, of_mappings: bool) -> tuple[Raw, ...]:
