@@ -93,10 +93,8 @@ def _walk(section: Any) -> Iterator[SchemaKey]:
 
 def build(section: type, values: dict[str, Any]) -> Any:
   """An instance of the (nested) section from flat `values`, which holds all of its keys."""
-  hints = _type_hints(section)
-  sections = {name for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-  value_of = lambda name: build(hints[name], values) if name in sections else values[name]
-  return section(**{name: value_of(name) for name in hints})
+  value_of = lambda name, hint: values[name] if name in KEYS else build(hint, values)
+  return section(**{name: value_of(name, hint) for name, hint in _type_hints(section).items()})
 
 
 def flatten(config: Any) -> dict[str, Any]:
