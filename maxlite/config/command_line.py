@@ -4,7 +4,6 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
@@ -117,13 +116,10 @@ def _title(key: SchemaKey) -> str:
 def _define_flags(keys: Iterable[SchemaKey]) -> flags.FlagValues:
   defined = flags.FlagValues()
   defined.set_gnu_getopt(True)
-  for key in keys:
-    doc = f"{key.field.doc} ({domain(key)}; default {show(key.default)})"
-    flags.DEFINE_flag(_flag(key.name, doc, boolean=key.type is bool), defined, _title(key))
-  flags.DEFINE_flag(_flag("help", "", boolean=True, short_name="h"), defined)
-  return defined
-
-
-def _flag(name: str, doc: str, **options: Any) -> flags.Flag:
   # The base class of parsers keeps the text; values.parse converts it.
-  return flags.Flag(flags.ArgumentParser(), None, name, None, doc, **options)
+  text: flags.ArgumentParser[str] = flags.ArgumentParser()
+  for key in keys:
+    doc, is_bool = f"{key.field.doc} ({domain(key)}; default {show(key.default)})", key.type is bool
+    flags.DEFINE(text, key.name, None, doc, defined, module_name=_title(key), boolean=is_bool)
+  flags.DEFINE(text, "help", None, "", defined, boolean=True, short_name="h")
+  return defined
