@@ -69,12 +69,11 @@ def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[
 
 def read_preset(model_name: Setting) -> list[Setting]:
   """Read the preset configs/models/NAME.yml that `model_name` selects, after its bases."""
-  names = sorted(path.stem for path in (CONFIGS / "models").glob("*.yml"))
-  name = model_name.raw
+  folder, name = CONFIGS / "models", model_name.raw
+  names = sorted(path.stem for path in folder.glob("*.yml"))
   if name not in names:
-    folder = CONFIGS / "models"
     raise model_name.error(f"has no file in {folder}; {suggest(str(name), names)}")
-  chain = read_chain(CONFIGS / "models" / f"{name}.yml", model_name.source)
+  chain = read_chain(folder / f"{name}.yml", model_name.source)
   settings = [setting for file in chain for setting in file]
   for setting in settings:
     if setting.name == model_name.name:
