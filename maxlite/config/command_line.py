@@ -58,21 +58,17 @@ class CommandLine:
     given = [Setting(name, str(defined[name].value), f"--{name}") for name in present]
     line = cls([], [], given, help=defined["help"].value)
     for argument in others:
-      line._add(argument)
+      name, equals, text = argument.partition("=")
+      if argument.startswith("-"):
+        line.flags.append(Setting(name.lstrip("-"), text, name))
+      elif equals:
+        line.assignments.append(Setting(name, text, "command line"))
+      elif argument.endswith((".yml", ".yaml")):
+        line.files.append(Path(argument))
+      else:
+        hint = suggest(argument, KEYS, "write FILE.yml, key=value or --key=value")
+        raise UserError(f"command line: {argument} is neither a YAML file nor key=value; {hint}")
     return line
-
-  def _add(self, argument: str) -> None:
-    """Add an argument that is not a known flag."""
-    name, equals, text = argument.partition("=")
-    if argument.startswith("-"):
-      self.flags.append(Setting(name.lstrip("-"), text, name))
-    elif equals:
-      self.assignments.append(Setting(name, text, "command line"))
-    elif argument.endswith((".yml", ".yaml")):
-      self.files.append(Path(argument))
-    else:
-      hint = suggest(argument, KEYS, "write FILE.yml, key=value or --key=value")
-      raise UserError(f"command line: {argument} is neither a YAML file nor key=value; {hint}")
 
 
 def without_files(argv: Sequence[str]) -> list[str]:
