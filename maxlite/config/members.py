@@ -119,11 +119,10 @@ def _member(cfg: Config, index: int, raw: _RawMember) -> MemberConfig:
 def _own_run(cfg: Config, index: int, name: str) -> dict[str, Any]:
   """The keys of a member's config that replace those of the ensemble."""
   parent = cfg.run.base_output_directory
-  cache = cfg.data.token_cache_directory or join(parent, ".tokens")
   values = flatten(EnsembleConfig()) | {
     "run_name": name,
     "base_output_directory": join(parent, cfg.run.run_name, "members"),
-    "token_cache_directory": cache,
+    "token_cache_directory": cfg.data.token_cache_directory or join(parent, ".tokens"),
   }
   if cfg.ensemble.ensemble_data != "shared":
     values["data_shuffle_seed"] = (cfg.data.data_shuffle_seed + index) % 2**31
