@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NoReturn
 
 EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
@@ -52,9 +51,7 @@ class Heartbeat:
     self._thread.start()
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-  ) -> None:
+  def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
     if error is not None:
       self._fail(error)
     self._is_closed = True

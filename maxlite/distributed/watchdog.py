@@ -4,7 +4,6 @@ import faulthandler
 import sys
 import threading
 import time
-from types import TracebackType
 
 from maxlite.distributed.heartbeat import exit_process
 
@@ -34,9 +33,7 @@ class Watchdog:
       threading.Thread(target=self._run, name="watchdog", daemon=True).start()
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     self._closed.set()
     if self._seconds:
       faulthandler.cancel_dump_traceback_later()
