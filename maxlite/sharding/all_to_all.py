@@ -19,9 +19,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from maxlite.config.errors import UserError
-from maxlite.sharding.collectives import pvary
-
-MeshAxes = tuple[str, ...]
+from maxlite.sharding.collectives import MeshAxes, pvary
 
 _SUBLANES, _LANES = 8, 128  # of a vector register of TPUs
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+MeshAxes = tuple[str, ...]
 
-def gather_weight(
-  w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int
-) -> jax.Array:
+
+def gather_weight(w: jax.Array, dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int) -> jax.Array:
   """All shards of w along `axis`, rounded to `dtype` but in w's type.
 
   The collective transfers `dtype`; XLA drops the cast back if the value is cast to `dtype` again.
@@ -20,7 +20,7 @@ def gather_weight(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int) -> jax.Array:
+def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int) -> jax.Array:
   # Rounded before the cast: XLA would hoist a bare cast of all layers out of the loop over layers.
   precision = jnp.finfo(dtype)
   rounded = jax.lax.reduce_precision(w, precision.nexp, precision.nmant)
@@ -31,7 +31,7 @@ def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: in
 
 
 def _scatter(
-  dtype: jnp.dtype, mesh_axes: tuple[str, ...], axis: int, _: None, dw: jax.Array
+  dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int, _: None, dw: jax.Array
 ) -> tuple[jax.Array]:
   for mesh_axis in mesh_axes:
     dw = jax.lax.psum_scatter(dw, mesh_axis, scatter_dimension=axis, tiled=True)
@@ -62,12 +62,12 @@ def _varying(array: jax.Array) -> frozenset[str]:
   return jax.typeof(array).manual_axis_type.varying
 
 
-def psum(x: Any, mesh_axes: tuple[str, ...]) -> Any:
+def psum(x: Any, mesh_axes: MeshAxes) -> Any:
   """The pytree x summed over shards; unchanged over no axes, which `jax.lax.psum` rejects."""
   return jax.lax.psum(x, mesh_axes) if mesh_axes else x
 
 
-def pmax(x: Any, mesh_axes: tuple[str, ...]) -> Any:
+def pmax(x: Any, mesh_axes: MeshAxes) -> Any:
   """The maximum of x over shards; unchanged over no axes."""
   return jax.lax.pmax(x, mesh_axes) if mesh_axes else x
 
@@ -80,7 +80,7 @@ def zigzag_chunks(shard: Any, num_shards: int) -> tuple[Any, Any]:
   return shard, 2 * num_shards - 1 - shard
 
 
-def to_zigzag(context: tuple[str, ...], x_bt: jax.Array) -> jax.Array:
+def to_zigzag(context: MeshAxes, x_bt: jax.Array) -> jax.Array:
   """x_2bn: the `zigzag_chunks` of this shard p, which has 2 p and 2 p + 1 in `x_bt`."""
   even, odd = (
     jax.lax.ppermute(half, context, pairs)
@@ -91,13 +91,13 @@ def to_zigzag(context: tuple[str, ...], x_bt: jax.Array) -> jax.Array:
   return jnp.stack([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)])
 
 
-def from_zigzag(context: tuple[str, ...], x_2bn: jax.Array) -> jax.Array:
+def from_zigzag(context: MeshAxes, x_2bn: jax.Array) -> jax.Array:
   """The inverse of `to_zigzag`, a permutation: its transpose."""
   x_bt = jax.eval_shape(lambda x_2bn: jnp.concatenate([*x_2bn], axis=1), x_2bn)
   return jax.linear_transpose(functools.partial(to_zigzag, context), x_bt)(x_2bn)[0]
 
 
-def _zigzag_pairs(context: tuple[str, ...]) -> list[list[tuple[int, int]]]:
+def _zigzag_pairs(context: MeshAxes) -> list[list[tuple[int, int]]]:
   """(from, to) shards of all even chunks, and of all odd ones."""
   num_shards = jax.lax.axis_size(context)
   owner = lambda chunk: min(zigzag_chunks(chunk, num_shards))
