@@ -55,10 +55,8 @@ SCHEDULES = _registry("maxlite.optim.schedules:{}", "cosine", "wsd", "constant")
 # router: see layers/moe/expert_choice.py. GROUP_ROUTERS use n_routing_groups.
 PLAIN_ROUTERS = _registry("maxlite.layers.moe.expert_choice:{}", "softmax_topk", "topk_softmax")
 GROUP_ROUTERS = Registry(
-  {
-    "group_limited_greedy": "maxlite.layers.moe.expert_choice:topk_softmax",
-    "sigmoid_group_topk": "maxlite.layers.moe.expert_choice:sigmoid_group_topk",
-  }
+  group_limited_greedy="maxlite.layers.moe.expert_choice:topk_softmax",
+  sigmoid_group_topk="maxlite.layers.moe.expert_choice:sigmoid_group_topk",
 )
 ROUTERS: Mapping[str, Any] = ChainMap(GROUP_ROUTERS, PLAIN_ROUTERS)
 # How tokens reach their experts: see layers/moe/dispatch.
