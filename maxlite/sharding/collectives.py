@@ -48,14 +48,9 @@ def pvary(*trees: Any) -> tuple:
   weight is a sum over shards, which is the transpose of this cast. Functions with a custom gradient
   rule need the cast to be explicit.
   """
-  leaves, structure = jax.tree.flatten(trees)
-  axes = frozenset().union(*map(_varying, leaves))
-  missing = [tuple(sorted(axes - _varying(leaf))) for leaf in leaves]
-  cast = [
-    jax.lax.pcast(leaf, names, to="varying") if names else leaf
-    for leaf, names in zip(leaves, missing, strict=True)
-  ]
-  return jax.tree.unflatten(structure, cast)
+  axes = frozenset().union(*map(_varying, jax.tree.leaves(trees)))
+  missing = lambda leaf: tuple(sorted(axes - _varying(leaf)))
+  return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, missing(leaf), to="varying"), trees)
 
 
 def _varying(array: jax.Array) -> frozenset[str]:
