@@ -41,19 +41,16 @@ def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   Source: Jordan et al., Muon (2024); updates scaled to the size of Adam's as in Liu et al., Muon is
   Scalable for LLM Training (2025), section 2.2.
   """
-  axes = jax.tree.map(matrix_axes, names)
-  is_axes = lambda node: node is None or isinstance(node, tuple)
   transform = optax.contrib.muon(
     learning_rate=1.0,
     beta=cfg.muon_beta,
-    muon_weight_dimension_numbers=jax.tree.map(
-      lambda leaf: leaf and optax.contrib.MuonDimensionNumbers(*leaf), axes, is_leaf=is_axes
-    ),
+    muon_weight_dimension_numbers=jax.tree.map(matrix_axes, names),
     consistent_rms=0.2,
   )
   transform = optax.chain(transform, optax.scale(-1.0))  # optax's muon already negates updates
   # Its Adam for other parameters is not used: it has Nesterov momentum and ignores adam_eps.
-  kinds = jax.tree.map(lambda leaf: "muon" if leaf else "adam", axes, is_leaf=is_axes)
+  kind = lambda axes: "muon" if axes and matrix_axes(axes) else "adam"
+  kinds = jax.tree.map(kind, names, is_leaf=lambda axes: axes is None)
   return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import optax
 from flax import linen as nn
 
 from maxlite.config.errors import UserError
@@ -116,7 +117,7 @@ def state_names(opt_state: Any, params: Any, names: Any) -> Any:
   return jax.tree.map_with_path(of_leaf, opt_state)
 
 
-def matrix_axes(names: jax.P) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def matrix_axes(names: jax.P) -> optax.contrib.MuonDimensionNumbers | None:
   """(input axes, output axes) of a hidden weight matrix; None for all other parameters.
 
   One side of every hidden matrix is the model width. Embeddings and unembeddings (which have a
@@ -126,6 +127,6 @@ def matrix_axes(names: jax.P) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   widths = [axis for axis in sides if names[axis].startswith("embed")]
   if len(sides) < 2 or len(widths) != 1 or {"vocab", "lora_rank"} & set(names):
     return None
-  others = tuple(axis for axis in sides if axis != widths[0])
-  width = (widths[0],)
-  return (width, others) if widths[0] < others[0] else (others, width)
+  width, others = tuple(widths), tuple(axis for axis in sides if axis not in widths)
+  inputs, outputs = (width, others) if width < others else (others, width)
+  return optax.contrib.MuonDimensionNumbers(inputs, outputs)
