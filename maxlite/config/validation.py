@@ -288,7 +288,7 @@ def _local_updates(v: Values) -> Rules:
   text = "old outer steps would never fade; write outer_momentum=0.9"
   yield period and v.outer_momentum == 1, "outer_momentum", text
   # Averages and teachers are of one model, and XLA cannot partition `capacity` in a shard_map.
-  alone = ("members", "sweep", "phases", "ema_decay", "teacher_path", "capacity_factor")
+  alone = (*ENSEMBLE_KEYS, "phases", "ema_decay", "teacher_path", "capacity_factor")
   for key in (*alone, "optimizer_memory_host_offload"):
     text = f"is not supported with replicas; write {key}={show(DEFAULTS[key])} or outer_period=0"
     yield period and is_set(key), f"{key} outer_period", text

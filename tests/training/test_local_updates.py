@@ -123,6 +123,7 @@ def assert_close(params, expected, first):
     ("outer_momentum=0.5", "write outer_period=100, or outer_momentum=0.9"),
     ("outer_period=5 outer_momentum=1", "write outer_momentum=0.9"),
     ("outer_period=5 members=[{}]", "write members=[] or outer_period=0"),
+    ('outer_period=5 search={"sampler":"tpe"}', "write search={} or outer_period=0"),
     ("outer_period=5 ema_decay=0.9", "write ema_decay=0.0 or outer_period=0"),
     ("outer_period=5 capacity_factor=2 sparse_matmul=false", "write capacity_factor=-1"),
   ],
