@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -57,14 +57,13 @@ def parameter_sharding(
 
 
 def check_sharded(
-  parameters: Iterable[ParameterSharding], sharder: Sharder, tolerance: float
+  parameters: Sequence[ParameterSharding], sharder: Sharder, tolerance: float
 ) -> None:
   """Checks that at most the share `tolerance` of the parameter bytes is unsharded.
 
   Raises:
     UserError: the share is larger, on a mesh that shards parameters.
   """
-  parameters = list(parameters)
   if math.prod(sharder.num_shards(name) for name in ("embed", "mlp")) == 1:
     return
   unsharded = [parameter for parameter in parameters if parameter.num_shards == 1]
