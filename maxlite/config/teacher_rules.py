@@ -18,9 +18,8 @@ def teacher_rules(v: Values) -> Rules:
   for name in TEACHER_KEYS:
     text = f"is only read by loss distill; write {key}=distill, or {name}={show(DEFAULTS[name])}"
     yield not is_taught and vars(v)[name] != DEFAULTS[name], f"{name} {key}", text
-  for name in ("members", "sweep", "search"):
-    text = f"members have no teacher; train students as solo runs, or write {key}=next_token"
-    yield is_taught and vars(v)[name], f"{key} {name}", text
+  text = f"members have no teacher; train students as solo runs, or write {key}=next_token"
+  yield is_taught and v.ensemble_key, f"{key} {v.ensemble_key}", text
   text = "logits are divided by it; write distill_temperature=1"
   yield v.distill_temperature == 0, "distill_temperature", text
   text = f"there are fewer tokens; write distill_top_k={v.vocab_size} or less, or 0 for all"

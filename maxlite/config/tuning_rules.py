@@ -15,8 +15,7 @@ def population(v: Values) -> Rules:
   keys, one_kept = "max_num_checkpoints_to_keep pbt_period", v.max_num_checkpoints_to_keep == 1
   yield v.pbt_period and one_kept and v.enable_checkpointing, keys, text
   text = "nothing changes them; write pbt_period=100, or pbt_hyperparameters={}"
-  is_ensemble = v.members or v.sweep or v.search
-  is_unused = is_ensemble and v.pbt_hyperparameters and not v.pbt_period
+  is_unused = v.ensemble_key and v.pbt_hyperparameters and not v.pbt_period
   yield is_unused, "pbt_hyperparameters pbt_period", text
   text = "each phase has its optimizer; write pbt_hyperparameters={}"
   yield v.pbt_hyperparameters and v.phases, "pbt_hyperparameters phases", text

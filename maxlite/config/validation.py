@@ -67,7 +67,7 @@ def _held_out(v: Values) -> Rules:
   yield v.keep_best_checkpoint and not v.enable_checkpointing, keys, f"nothing is saved; {text}"
   for key in ("callbacks", "early_stopping_patience", "keep_best_checkpoint"):
     text = f"not supported by ensembles; write {key}={show(DEFAULTS[key])}"
-    yield vars(v)[key] and any(vars(v)[each] for each in ENSEMBLE_KEYS), key, text
+    yield vars(v)[key] and v.ensemble_key, key, text
 
 
 def _run(v: Values) -> Rules:
@@ -233,9 +233,9 @@ def _schedules(v: Values) -> Rules:
     text = f"steps must ascend from 0; write {key}=[[0, 8], [1000, 16]]"
     yield entries and (starts[0] != 0 or sorted(set(starts)) != starts), key, text
     yield any(value < 1 for _, value in entries), key, "a step needs tokens; write 1 or more"
-    for other in ("phases", *ENSEMBLE_KEYS):
-      text = f"{other} have batches of one shape; write {key}=[]"
-      yield entries and vars(v)[other], f"{key} {other}", text
+    other = "phases" if v.phases else v.ensemble_key
+    text = f"{other} have batches of one shape; write {key}=[]"
+    yield entries and other, f"{key} {other}", text
   keys = "batch_size_schedule global_batch_size"
   text = "the schedule replaces the size; write global_batch_size=0"
   yield v.batch_size_schedule and v.global_batch_size, keys, text
@@ -249,7 +249,7 @@ def _ensemble(v: Values) -> Rules:
   is_set = lambda key: vars(v)[key] != DEFAULTS[key]
   for key in flatten(EnsembleConfig()):
     text = f"there is no ensemble; write members or sweep, or {key}={show(DEFAULTS[key])}"
-    yield not any(vars(v)[each] for each in ENSEMBLE_KEYS) and is_set(key), key, text
+    yield not v.ensemble_key and is_set(key), key, text
   for key in ("ensemble_executor", "ensemble_num_workers"):
     is_unused = v.ensemble_strategy not in ("auto", "processes")
     text = "this strategy starts no processes; write ensemble_strategy=processes"
@@ -263,10 +263,9 @@ def _ensemble(v: Values) -> Rules:
   text = "halving would compare members of all hosts; write ensemble_strategy=stacked or fused"
   is_divided = v.num_processes > 1 and v.ensemble_strategy == "submesh"
   yield is_divided and v.asha_reduction_factor, "asha_reduction_factor ensemble_strategy", text
-  for key in ENSEMBLE_KEYS:
-    text = "members keep their optimizer states on the devices; write false"
-    keys = f"optimizer_memory_host_offload {key}"
-    yield v.optimizer_memory_host_offload and vars(v)[key], keys, text
+  text = "members keep their optimizer states on the devices; write false"
+  keys = f"optimizer_memory_host_offload {v.ensemble_key}"
+  yield v.optimizer_memory_host_offload and v.ensemble_key, keys, text
   text = "would stop no member; write asha_reduction_factor=2 or more, or 0 for no early stopping"
   yield v.asha_reduction_factor == 1, "asha_reduction_factor", text
   text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"
@@ -331,9 +330,8 @@ def _parametrization(v: Values) -> Rules:
 def _phases(v: Values) -> Rules:
   text = "there are no phases; write phases, or no initial_phases"
   yield v.initial_phases and not v.phases, "initial_phases phases", text
-  for key in ENSEMBLE_KEYS:
-    text = "a member's phases are one program; write phase_strategy=auto or switch"
-    yield v.phase_strategy == "separate" and vars(v)[key], f"phase_strategy {key}", text
+  text = "a member's phases are one program; write phase_strategy=auto or switch"
+  yield v.phase_strategy == "separate" and v.ensemble_key, f"phase_strategy {v.ensemble_key}", text
   are_trained = any(phase.get("loss") in DRAFT_LOSSES for phase in v.phases)
   text = "no phase trains them; write phases with loss: match_head, or num_draft_heads=0"
   yield v.num_draft_heads and not are_trained, "num_draft_heads", text
@@ -423,9 +421,8 @@ def _local_checkpoints(v: Values) -> Rules:
     return
   text = "they are saved between shared ones; write enable_checkpointing=true"
   yield not v.enable_checkpointing, f"{key} enable_checkpointing", text
-  for ensemble_key in ENSEMBLE_KEYS:
-    text = f"an ensemble has no local checkpoints; write {key}="
-    yield vars(v)[ensemble_key], f"{key} {ensemble_key}", text
+  text = f"an ensemble has no local checkpoints; write {key}="
+  yield v.ensemble_key, f"{key} {v.ensemble_key}", text
   text = f"none would be saved; write local_checkpoint_period={max(v.checkpoint_period // 10, 1)}"
   if v.checkpoint_period == 1:
     text = f"a shared one is saved at every step; write {key}="
@@ -472,8 +469,9 @@ def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> 
   """
   values, family = flatten(config), config.model.family
   all_rules = RULES + (MOE_RULES if family.is_moe else ()) + ((_data_files,) if needs_data else ())
+  ensemble_key = next((key for key in ENSEMBLE_KEYS if values[key]), "")
   for rules in all_rules:
-    for violated, keys, text in rules(Values(**values, family=family)):
+    for violated, keys, text in rules(Values(**values, family=family, ensemble_key=ensemble_key)):
       if violated:
         raise UserError(f"{_describe(keys.split(), values, source)}: {text}")
 
