@@ -6,10 +6,9 @@ has the key. Importing the schema does not import JAX, so mistakes are reported 
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 from maxlite.config.config_field import ConfigField
 from maxlite.config.schema.data_config import DataConfig
@@ -78,23 +77,18 @@ class SchemaKey:
   section: type
 
 
-_type_hints = functools.cache(get_type_hints)
-
-
 def _walk(section: Any) -> Iterator[SchemaKey]:
-  hints = _type_hints(section)
   for entry in dataclasses.fields(section):
-    hint = hints[entry.name]
-    if dataclasses.is_dataclass(hint):
-      yield from _walk(hint)
+    if dataclasses.is_dataclass(entry.type):
+      yield from _walk(entry.type)
     else:
-      yield SchemaKey(entry.name, hint, entry.default, entry.metadata["config"], section)
+      yield SchemaKey(entry.name, entry.type, entry.default, entry.metadata["config"], section)
 
 
-def build(section: type, values: dict[str, Any]) -> Any:
+def build(section: Any, values: dict[str, Any]) -> Any:
   """An instance of the (nested) section from flat `values`, which holds all of its keys."""
-  value_of = lambda name, hint: values[name] if name in KEYS else build(hint, values)
-  return section(**{name: value_of(name, hint) for name, hint in _type_hints(section).items()})
+  value_of = lambda entry: values[entry.name] if entry.name in KEYS else build(entry.type, values)
+  return section(**{entry.name: value_of(entry) for entry in dataclasses.fields(section)})
 
 
 def flatten(config: Any) -> dict[str, Any]:
