@@ -177,9 +177,8 @@ def _source_rows(
   """
   offset_Mc = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - starts_c[None]
   inside_Mc = (offset_Mc >= 0) & (offset_Mc < sizes_c[None])
-  source_Mc = jnp.where(inside_Mc, offset_Mc + sources_c[None], 0)
-  source_M = jnp.sum(source_Mc, axis=1, dtype=jnp.int32)
-  return jnp.where(jnp.any(inside_Mc, axis=1), source_M, jnp.iinfo(jnp.int32).max)
+  source_Mc = jnp.where(inside_Mc, offset_Mc + sources_c[None], jnp.iinfo(jnp.int32).max)
+  return jnp.min(source_Mc, axis=1)  # of the one chunk that fills the row
 
 
 def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
