@@ -134,7 +134,7 @@ def test_activations_move_alike_at_all_widths(keys):
   for module in (*blocks, "logits"):
     assert 1 / 4 < wide[module] / narrow[module] < 2, (module, narrow, wide)
   standard = changes(16, **keys)
-  assert max(standard[module] / narrow[module] for module in blocks) > 4
+  assert max(standard[module] / narrow[module] for module in blocks) > 3
 
 
 def test_the_decay_of_a_weight_does_not_depend_on_the_width():
