@@ -229,12 +229,16 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
   """All-reduces over `tensor`: of outputs if a weight's input is sharded, else of input gradients.
 
   Products of linear layers are summed in float32, those of tables and experts in the dtype of
-  activations. The two or three input weights of an expert share one sum.
+  activations. The two or three input weights of an expert share one sum. On TPUs so do the linear
+  layers with the same input: XLA adds their input gradients, in the dtype of activations, first.
   """
   if not weight.product or (weight.kind == "expert" and weight.path[-1] not in ("wi_0", "wo")):
     return
+  added = weight.kind == "linear" and weight.product == "out" and bool(step.grid)
+  if added and weight.path[-2] in ("key", "value", "wi_1"):  # counted as that of query or wi_0
+    return
   recomputed = weight.kind == "linear" and weight.product == "in" and weight.is_recomputed(step)
-  itemsize = FLOAT32_BYTES if weight.kind == "linear" else step.compute_bytes
+  itemsize = FLOAT32_BYTES if weight.kind == "linear" and not added else step.compute_bytes
   payload = step.tokens * weight.width * itemsize
   step.add("all-reduce", step.axes("mlp"), weight.num_layers * (1 + recomputed), payload)
 
