@@ -22,7 +22,7 @@ from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_report import memory_lines
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.cross_entropy import teacher_sums
-from maxlite.training.distill_loss import DISTILL
+from maxlite.training.distillation import DISTILL
 from maxlite.training.loss import Sums
 from maxlite.training.model_folder import teacher_folders
 from maxlite.training.open_run import open_weights
