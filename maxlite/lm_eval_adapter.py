@@ -36,7 +36,7 @@ from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
-from maxlite.training.document_loss import row_sums
+from maxlite.training.evaluation import row_sums
 
 _MIN_LENGTH = 16  # rows are padded to this length, or to the next power of two
 _CHUNK_TOKENS = 2048

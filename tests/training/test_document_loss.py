@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from tiny import LENGTH, config_of, mesh_keys, state_on
 
-from maxlite.training.document_loss import document_losses, loss_row
-from maxlite.training.evaluation import evaluate
+from maxlite.training.evaluation import document_losses, evaluate, loss_row
 from maxlite.training.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
