@@ -46,3 +46,15 @@ class DraftHeads(nn.Module):
     names = ("activation_batch", "activation_length", None, "activation_embed")
     h_BTJD = self.sharder.constrain(checkpointed_activation(jax.nn.silu, h_BTJD), names)
     return x_BTD[..., None, :] + h_BTJD
+
+
+def shift_left(x_BT: jax.Array, num_heads: int) -> jax.Array:
+  """x_BTJ: for draft head j, the value 1 + j positions later, and 0 past the end of the row."""
+  shifted = (jnp.pad(x_BT[:, n:], ((0, 0), (0, n))) for n in range(1, num_heads + 1))
+  return jnp.stack(list(shifted), axis=-1)
+
+
+def draft_weight(segment_BT: jax.Array, weight_BT: jax.Array, num_heads: int) -> jax.Array:
+  """weight_BTJ of the token that draft head j predicts; 0 past the end of the document."""
+  same_BTJ = shift_left(segment_BT, num_heads) == segment_BT[..., None]
+  return jnp.where(same_BTJ, shift_left(weight_BT, num_heads), 0)

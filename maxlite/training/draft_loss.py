@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
+from maxlite.models.draft import draft_weight, shift_left
 from maxlite.sharding import Sharder
 from maxlite.training.cross_entropy import cross_entropy_sums, distillation_sums
-from maxlite.training.draft_targets import draft_weight, shift_left
 from maxlite.training.loss import DraftSums, Hidden, Loss, Sums, combine, next_token
 
 
@@ -15,7 +15,7 @@ def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
   """Divergence of the draft heads from the main head's prediction of the same token."""
   # Draft states are shifted to the position where the main head predicts the same token, so its
   # logits, computed once, serve all draft heads.
-  weight_BTJ = draft_weight(batch, hidden.y_BTJD.shape[2])
+  weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, hidden.y_BTJD.shape[2])
   y_BTJD, shifted_BTJ = _shift_right(hidden.y_BTJD), _shift_right(weight_BTJ)
   rest = (cfg.logits_chunk_tokens, sharder, hidden.soft_cap)
   nll, logits_z, loss = distillation_sums(
@@ -30,7 +30,7 @@ def next_token_and_draft(
 ) -> Sums:
   """Cross-entropy of the main head and of the draft heads against the tokens they predict."""
   num_heads = hidden.y_BTJD.shape[2]
-  weight_BTJ = draft_weight(batch, num_heads)
+  weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads)
   targets_BTJ = shift_left(batch.targets_BT, num_heads)
   rest = (cfg.logits_chunk_tokens, sharder, hidden.soft_cap)
   nll, _ = cross_entropy_sums(hidden.y_BTJD, hidden.w_DV, targets_BTJ, weight_BTJ, *rest)

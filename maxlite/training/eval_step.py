@@ -16,10 +16,10 @@ from maxlite.config.schema import TrainingConfig
 from maxlite.data.batch import Batch
 from maxlite.layers.linear import matmul
 from maxlite.models import Decoder
+from maxlite.models.draft import draft_weight, shift_left
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pmax
 from maxlite.training.cross_entropy import chunks
-from maxlite.training.draft_targets import draft_weight, shift_left
 from maxlite.training.loss import Hidden, next_token, run_forward
 
 
@@ -56,7 +56,7 @@ def acceptance_sums(hidden: Hidden, batch: Batch, chunk_tokens: int, sharder: Sh
   own_BT = argmax_token(hidden.x_BTD, hidden.w_DV, chunk_tokens, sharder)
   drafted_BTJ = argmax_token(hidden.y_BTJD, hidden.w_DV, chunk_tokens, sharder)
   num_heads = drafted_BTJ.shape[-1]
-  counts_BTJ = draft_weight(batch, num_heads) > 0
+  counts_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads) > 0
   agrees_BTJ = (drafted_BTJ == shift_left(own_BT, num_heads)) & counts_BTJ
   whole_BT = jnp.all(counts_BTJ, axis=-1)
   length_BT = jnp.sum(jnp.cumprod(agrees_BTJ.astype(jnp.int32), axis=-1), axis=-1)

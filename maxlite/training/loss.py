@@ -18,10 +18,10 @@ from maxlite.data.batch import Batch
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
+from maxlite.models.draft import draft_weight
 from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.training.cross_entropy import cross_entropy_sums
-from maxlite.training.draft_targets import draft_weight
 from maxlite.training.step import LossFunction
 
 
@@ -166,7 +166,8 @@ class DecoderLoss(LossFunction):
         totals = totals.replace(layers={"moe": routers.replace(tokens=tokens, rows=rows)})
     if totals.draft is None:
       return totals
-    weight = jnp.sum(draft_weight(batch, self.model.cfg.num_draft_heads))
+    rows, num_heads = (batch.segment_BT, batch.weight_BT), self.model.cfg.num_draft_heads
+    weight = jnp.sum(draft_weight(*rows, num_heads))
     return totals.replace(draft=totals.draft.replace(weight=weight))
 
   def sum_over_slices(
