@@ -9,7 +9,7 @@ def main() -> int:
   cfg = main_run_config(sys.argv[1:], "maxlite.evaluate")
   # Imports JAX: only after the command line is checked.
   from maxlite.training.evaluation import run_evaluation
-  from maxlite.training.multi_host import join_hosts
+  from maxlite.training.open_run import join_hosts
 
   with join_hosts(cfg, "maxlite.evaluate") as (cfg, _):
     return run_evaluation(cfg)

@@ -11,7 +11,7 @@ import sys
 from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.command_line import USAGE
 from maxlite.planning.topology import parse_topology
-from maxlite.training.model_folder import check_model_folders
+from maxlite.training.saved_run import check_model_folders
 
 PHASES, ESTIMATE = "phases", "estimate"
 _USAGE = f"""{USAGE}

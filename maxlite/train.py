@@ -4,8 +4,7 @@ import sys
 
 from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.schema import flatten
-from maxlite.training.model_folder import check_model_folders
-from maxlite.training.saved_run import run_folder
+from maxlite.training.saved_run import check_model_folders, run_folder
 
 
 def main() -> int:
@@ -19,7 +18,7 @@ def main() -> int:
     check_resumed_data(cfg, folder)
     check_model_folders(cfg)
   # Imports JAX: only after the command line is checked.
-  from maxlite.training.multi_host import join_hosts
+  from maxlite.training.open_run import join_hosts
 
   with join_hosts(cfg, "maxlite.train") as (cfg, peers):
     if cfg.ensemble.is_set:

@@ -16,8 +16,8 @@ from maxlite.metrics.waits import report_wait
 from maxlite.sharding import Sharder
 from maxlite.training.cross_entropy import teacher_sums
 from maxlite.training.loss import Hidden, Loss, Sums, combine, run_forward
-from maxlite.training.model_folder import teacher_folders
 from maxlite.training.model_weights import ModelWeights, open_weights_of
+from maxlite.training.saved_run import teacher_folders
 from maxlite.training.state import TrainState
 from maxlite.training.step import Step
 from maxlite.training.trainer import Trainer

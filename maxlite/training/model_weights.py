@@ -21,7 +21,7 @@ from maxlite.layers.lora import add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.optim.partition import ALL_PARAMETERS
 from maxlite.phases.phase_plan import PhasePlan
-from maxlite.training.model_folder import ModelFolder, model_folders
+from maxlite.training.saved_run import ModelFolder, model_folders
 from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 

@@ -1,8 +1,10 @@
-"""The parts of a run: its folder, data, checkpoints, writers, and trained parameters."""
+"""The parts of a run: its hosts, folder, data, checkpoints, writers, and trained parameters."""
 
+import contextlib
+import dataclasses
 import sys
 import textwrap
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,19 +13,25 @@ from rich.console import Console
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import Config, save_resolved
+from maxlite.config import Config, exit_on_user_error, save_resolved
 from maxlite.config.errors import UserError
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS
-from maxlite.config.schema import flatten
+from maxlite.config.schema import HostsConfig, flatten
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
-from maxlite.distributed.initialize import barrier, describe_process, process_0_first
+from maxlite.distributed.initialize import (
+  SeparateProcesses,
+  barrier,
+  describe_process,
+  distributed_runtime,
+  process_0_first,
+)
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.best_loss import LOSSES, BestLoss
-from maxlite.metrics.waits import print_to_stderr, report_wait
+from maxlite.metrics.waits import Report, print_to_stderr, report_wait
 from maxlite.metrics.writers import (
   ConsoleWriter,
   JsonlWriter,
@@ -40,7 +48,19 @@ from maxlite.training.saved_run import run_folder, token_cache
 from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
-Report = Callable[[str], None]  # receives a line for the console
+
+@contextlib.contextmanager
+def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProcesses | None]]:
+  """Connects the processes of one run while the context is open (distributed/initialize.py).
+
+  Yields a config that is the same on all processes, without the keys that identify this one; and
+  the processes of an ensemble with `submesh`, of which each trains its own members.
+  """
+  with contextlib.ExitStack() as stack:
+    with exit_on_user_error(program):
+      separate = cfg.ensemble.is_set and cfg.ensemble.ensemble_strategy == "submesh"
+      peers = stack.enter_context(distributed_runtime(cfg.hosts, separate=separate))
+    yield dataclasses.replace(cfg, hosts=HostsConfig()), peers
 
 
 def open_trainer(cfg: Config) -> Trainer:

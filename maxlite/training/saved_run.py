@@ -1,15 +1,21 @@
-"""The folder and the config of a saved run; does not import JAX, so that mistakes end early."""
+"""The folders of saved runs and models; does not import JAX, so that mistakes end early."""
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
 from maxlite.config.command_line import without_files
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import read_json_object
 from maxlite.config.object_store import AnyPath, join, to_path
+from maxlite.config.phases import phases_of
+from maxlite.config.registry import TAUGHT_LOSSES
 from maxlite.config.schema import flatten
+from maxlite.config.values import suggest
 
 
 def main_run_config(argv: Sequence[str], program: str) -> Config:
@@ -55,3 +61,69 @@ def check_saved(folder: RunFolder, cfg: Config) -> None:
   folder.config_changes(flatten(cfg))
   if not any(path.name.isdigit() for path in folder.checkpoints.glob("*")):
     raise UserError(f"there is no checkpoint in {folder.checkpoints}: train it first")
+
+
+class ModelFolder(NamedTuple):
+  """A folder, and the name of its format in WEIGHT_FORMATS."""
+
+  path: Path
+  format: str
+
+  @property
+  def vocab_size(self) -> int | None:
+    if self.format == "run":
+      return int(read_saved(self.path / "config.yml")["vocab_size"])
+    return read_json_object(self.path / "config.json", "copy it again").get("vocab_size")
+
+
+def model_folders(key: str, path: str, members: Collection[str] = ()) -> list[ModelFolder]:
+  """The folder at `path`, if any, or those of the members of an ensemble, or of these `members`.
+
+  Args:
+    key: of the config, for messages.
+
+  Raises:
+    UserError: the folder is of no known format, or has no such members.
+  """
+  if not path:
+    return []
+  folder = Path(os.path.expanduser(path))
+  run = RunFolder(folder)
+  names = run.member_names() if run.config.is_file() else []
+  if unknown := sorted(set(members) - set(names)):
+    hint = suggest(unknown[0], names) if names else "it is not an ensemble; write no members"
+    raise UserError(f"{key}={path} has no member {unknown[0]}: {hint}")
+  if names:
+    chosen = [name for name in names if name in members or not members]
+    return [ModelFolder(run.member(name).directory, "run") for name in chosen]
+  if run.config.is_file():
+    return [ModelFolder(folder, "run")]
+  if (folder / "config.json").is_file():
+    return [ModelFolder(folder, "huggingface")]
+  raise UserError(f"{key}={path} is not a run folder (config.yml) and has no config.json")
+
+
+def teacher_folders(cfg: Config) -> list[ModelFolder]:
+  """The models of the teacher, whose predictions are averaged; empty if no loss reads them.
+
+  Raises:
+    UserError: there is no such folder or member, or a model has another vocabulary.
+  """
+  losses = [phase.loss for phase in phases_of(cfg)] or [cfg.training.loss_type]
+  if not any(loss in TAUGHT_LOSSES for loss in losses):
+    return []
+  keys, vocab_size = cfg.training, cfg.model.vocab_size
+  folders = model_folders("teacher_path", keys.teacher_path, keys.teacher_members)
+  for folder in folders:
+    if folder.vocab_size != vocab_size:
+      raise UserError(
+        f"the teacher {folder.path} has vocab_size={folder.vocab_size}, the student {vocab_size}: "
+        "a student needs the vocabulary of its teacher; write the same tokenizer and vocab_size"
+      )
+  return folders
+
+
+def check_model_folders(cfg: Config) -> None:
+  """Raise UserError if a folder whose parameters the run reads is missing or of another model."""
+  teacher_folders(cfg)
+  model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)

@@ -24,8 +24,8 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.cross_entropy import teacher_sums
 from maxlite.training.distillation import DISTILL
 from maxlite.training.loss import Sums
-from maxlite.training.model_folder import teacher_folders
 from maxlite.training.open_run import open_weights
+from maxlite.training.saved_run import teacher_folders
 from maxlite.training.trainer import build_trainer
 
 WIDTHS = (8, 8, 12)  # of the student and of two teachers
