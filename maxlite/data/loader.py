@@ -15,10 +15,9 @@ from maxlite.config.mixture import mixture_of
 from maxlite.config.registry import ROW_ORDERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.batch_schedule import BatchSchedule, HostBatches
+from maxlite.data.host_batches import BatchSchedule, HostBatches, prefetch, read_once
 from maxlite.data.open_source import join_sources, open_source
 from maxlite.data.packing import RowSource
-from maxlite.data.prefetch import prefetch, read_once
 from maxlite.data.row_order import MixtureOrder, MixturePart, shuffled_order
 from maxlite.data.sources import DataSource
 from maxlite.data.stream_facts import order_facts, require_same_facts

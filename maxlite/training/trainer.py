@@ -16,7 +16,7 @@ from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, abstract_batch, to_global
-from maxlite.data.batch_schedule import BatchSchedule
+from maxlite.data.host_batches import BatchSchedule
 from maxlite.data.train_streams import TrainStreams
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.layers.lora import add_missing_modules

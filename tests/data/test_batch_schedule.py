@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config.schema import DataConfig
-from maxlite.data.batch_schedule import BatchSchedule, cut_rows
+from maxlite.data.host_batches import BatchSchedule, cut_rows
 from maxlite.data.loader import open_data
 from maxlite.data.packing import pad_row
 

@@ -25,8 +25,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from maxlite.config.schema import DataConfig
+from maxlite.data.host_batches import prefetch
 from maxlite.data.loader import DataLoader, open_data
-from maxlite.data.prefetch import prefetch
 from maxlite.data.sources.text import PIECE_BYTES
 from maxlite.data.tokenize import BATCH_BYTES
 from tools.inspect.data_memory import peak_megabytes
