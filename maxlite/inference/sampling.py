@@ -24,6 +24,7 @@ from maxlite.config.errors import UserError
 
 # Folded into a row's key, for sampling drafts and for accepting them.
 _DRAFT, _ACCEPT = np.uint32(2**32 - 1), np.uint32(2**32 - 2)
+_MIN_TEMPERATURE = 1e-30  # logits divided by less overflow float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +75,13 @@ def log_probs(logits_BV: jax.Array, seen_BV: jax.Array, params: BatchSamplingPar
   multiplies negative ones; the temperature divides all logits; top_k keeps the k most likely
   tokens; top_p keeps the smallest set of these with that total probability; min_p keeps tokens at
   least that likely relative to the most likely one. Ties with the last token kept are kept. With
-  temperature 0 all probability is on the argmax (the first of several).
+  a temperature of 0 (below 1e-30) all probability is on the argmax (the first of several).
   """
   logits_BV = logits_BV.astype(jnp.float32)
   penalty_B1 = params.repetition_penalty_B[:, None]
   penalized_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
   logits_BV = jnp.where(seen_BV, penalized_BV, logits_BV)
-  is_greedy_B1 = params.temperature_B[:, None] == 0
+  is_greedy_B1 = params.temperature_B[:, None] < _MIN_TEMPERATURE
   best_B1 = jnp.argmax(logits_BV, axis=-1, keepdims=True)
   token_1V = jnp.arange(logits_BV.shape[-1])[None]
   greedy_BV = jnp.where(token_1V == best_B1, 0, -jnp.inf)

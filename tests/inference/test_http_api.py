@@ -247,6 +247,8 @@ def test_a_waiting_client_that_disconnects_leaves_the_queue(service, monkeypatch
     ({"prompt": "a" * 24}, "25 tokens, .* is 24: shorten it to at most 23"),
     ({"prompt": "a", "max_tokens": 0.5}, "max_tokens=0.5 must be an integer"),
     ({"prompt": "a", "max_tokens": -1}, "max_new_tokens=-1"),
+    ({"prompt": "a", "max_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
+    ({"prompt": "a", "logprobs": 0}, "logprobs=0 is not supported"),
     ({"prompt": "a", "temperature": -1}, "temperature=-1 must be"),
     ({"prompt": "a", "temperature": "hot"}, "temperature='hot' must be a number"),
     ({"prompt": "a", "n": 2}, "n=2 is not supported"),

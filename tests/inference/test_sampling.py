@@ -47,6 +47,12 @@ def test_each_parameter_applies_to_its_own_row():
   np.testing.assert_allclose(probs(*expected), list(expected.values()), atol=1e-6)
 
 
+def test_logits_divided_by_a_tiny_temperature_do_not_overflow():
+  params = BatchSamplingParams.stack([SamplingParams(temperature=1e-37)])
+  log_prob_BV = log_probs(jnp.array([[30.0, 40.0, 10.0]]), jnp.zeros((1, 3), bool), params)
+  np.testing.assert_array_equal(log_prob_BV, [[-np.inf, 0, -np.inf]])
+
+
 def test_the_temperature_is_a_power_and_is_applied_before_top_p():
   hot, cold = probs(SamplingParams(temperature=2.0), SamplingParams(temperature=0.5, top_p=0.6))
   np.testing.assert_allclose(hot, PROB_V**0.5 / np.sum(PROB_V**0.5), rtol=1e-5)

@@ -149,7 +149,7 @@ class Api:
     return JSONResponse(schema.response(choices) | _usage(completions))
 
   def _parse(self, body: Any, is_chat: bool) -> tuple[CompletionRequest, list[_Completion]]:
-    max_tokens = 0 if is_chat else _DEFAULT_MAX_TOKENS
+    max_tokens = None if is_chat else _DEFAULT_MAX_TOKENS
     request = openai_schema.parse_request(body, is_chat=is_chat, max_tokens=max_tokens)
     if not is_chat:
       prompts = [self._tokens(prompt) for prompt in request.prompts]
@@ -159,11 +159,10 @@ class Api:
       prompts = [self._tokens(openai_schema.transcript(request.messages))]
       stop_strings = (*request.stop_strings, "\nuser:")
       request = dataclasses.replace(request, stop_strings=stop_strings)
-    if not request.max_tokens:
-      remaining = self._max_length - max(map(len, prompts))
-      request = dataclasses.replace(request, max_tokens=max(remaining, 1))
+    if (max_tokens := request.max_tokens) is None:
+      max_tokens = max(self._max_length - max(map(len, prompts)), 1)
     detokenizer = lambda: Detokenizer(self._tokenizer.decode, request.stop_strings)
-    requests = [request.generation_request(tokens, n) for n, tokens in enumerate(prompts)]
+    requests = [request.generation_request(p, max_tokens, n) for n, p in enumerate(prompts)]
     return request, [_Completion(each, detokenizer()) for each in requests]
 
   def _tokens(self, prompt: str | tuple[int, ...]) -> list[int]:

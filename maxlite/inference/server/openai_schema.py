@@ -34,18 +34,18 @@ class CompletionRequest:
 
   prompts: tuple[str | tuple[int, ...], ...]
   messages: tuple[dict[str, str], ...]  # {"role": ..., "content": ...}
-  max_tokens: int
+  max_tokens: int | None  # None: as many as there is room for
   sampling: SamplingParams
   seed: int
   stop_strings: tuple[str, ...]
   stream: bool
   include_usage: bool
 
-  def generation_request(self, tokens: list[int], n: int) -> GenerationRequest:
-    return GenerationRequest(tokens, self.max_tokens, self.sampling, (self.seed + n) % 2**32)
+  def generation_request(self, tokens: list[int], max_tokens: int, n: int) -> GenerationRequest:
+    return GenerationRequest(tokens, max_tokens, self.sampling, (self.seed + n) % 2**32)
 
 
-def parse_request(body: Any, *, is_chat: bool, max_tokens: int) -> CompletionRequest:
+def parse_request(body: Any, *, is_chat: bool, max_tokens: int | None) -> CompletionRequest:
   """Parse the JSON of a request.
 
   Args:
@@ -79,7 +79,8 @@ def parse_request(body: Any, *, is_chat: bool, max_tokens: int) -> CompletionReq
   for name, value in body.items():
     if name not in NEUTRAL and name not in _NUMBERS:
       raise UserError(f"{name} is not a known parameter")
-    if name in NEUTRAL and value not in NEUTRAL[name]:
+    neutral = [(x, isinstance(x, bool)) for x in NEUTRAL.get(name, ())]  # logprobs=0 is not False
+    if name in NEUTRAL and (value, isinstance(value, bool)) not in neutral:
       raise UserError(f"{name}={value} is not supported; leave it out")
   return request
 
