@@ -104,7 +104,7 @@ def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   kind = types.get(rope.rope_type, rope.rope_type)
   scaling = {"rope_type": kind, **write_keys(ROPE_KEYS[kind], flatten(rope))}
   scaling |= ROPE_REQUIRED.get(kind, {})
-  if scaling.pop("mscale", 0.0):
+  if scaling.pop("mscale", 0.0) and cfg.family.latent_attention:
     scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale}
   theta = {"rope_theta": rope.rope_max_timescale}
   keys = {"rope_parameters": scaling | theta, **theta}

@@ -107,6 +107,8 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
     write_weights(temporary, family, model, abstract, read)
     stored.verify()
   line = f"{target}: {_count(abstract):,} parameters of {stored.directory} as {family.model_type}"
+  if cfg.training.ema_decay:
+    line += "; these are the weights, not their moving averages"
   if cfg.model.num_draft_heads:
     line += "; its draft heads are omitted, since this format does not support them"
   return line
@@ -149,7 +151,8 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   cfg = upcycled_config(dense, without_files(argv), requested.convert.output_path)
   target = _new_run(cfg)
   abstract = abstract_params(cfg.model)
-  params = upcycled_params(stored, abstract, cfg)
+  read = lambda path, index: read_merged(stored, path, index, dense.model.lora.lora_alpha)
+  params = upcycled_params(stored, read, abstract, cfg)
   names = [name for name in flatten(cfg.model) if name not in EXECUTION | OPTIONAL_MODULE_KEYS]
   with _created_at(target) as temporary:
     fixed = {name: flatten(cfg)[name] for name in (*names, *TOKENIZER)}

@@ -99,6 +99,8 @@ class HfFamily:
       "logits_via_embedding": hf.get("tie_word_embeddings", self.tied),
     }
     keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf) | self.ours
+    if not MODELS[self.decoder_block].latent_attention:
+      require(keys, mscale=0.0)  # others have no factor of attention scores
     return keys | self.extra_from_hf(hf, keys)
 
   def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:

@@ -28,8 +28,8 @@ HARMLESS = {
 LARGE = 10**6  # sizes up to this are plausible
 # Keys of ModelConfig that determine how to compute or train the model, not which function it is.
 EXECUTION = {
-  "dtype", "weight_dtype", "quantization", "attention", "attention_block_q", "remat_policy",
-  "remat_saved_names",
+  "dtype", "weight_dtype", "quantization", "attention", "attention_block_q",
+  "context_parallel_strategy", "remat_policy", "remat_saved_names",
   "scan_layers", "scan_unroll", "routed_bias_update_rate", "float32_gate_logits",
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",

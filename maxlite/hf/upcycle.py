@@ -9,7 +9,7 @@ Source: Komatsuzaki et al., Sparse Upcycling (2022), section 3.
 
 import functools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ MIXTURES = {
   "llama": {"decoder_block": "mixtral", "router": "softmax_topk"},
   "qwen3": {"decoder_block": "qwen3_moe", "router": "topk_softmax"},
 }
-# The weights of the selected experts sum to one, and nothing else is added.
+# The weights of the selected experts sum to one, nothing else is added, and adapters are merged.
 KEYS = {
+  "lora_rank": 0,
   "norm_topk_prob": True,
   "routed_scaling_factor": 1.0,
   "shared_experts": 0,
@@ -47,6 +48,7 @@ SOURCES = {
 EXPERTS = ("moe/wi_0", "moe/wi_1", "moe/wo")
 ROUTER = "moe/router/kernel"
 FREE = {"num_experts", "num_experts_per_tok"}
+Read = Callable[[str, Index], np.ndarray]
 
 
 def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config:
@@ -73,9 +75,12 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
 
 
 def upcycled_params(
-  stored: StoredParameters, params: Mapping[str, Any], cfg: Config
+  stored: StoredParameters, read: Read, params: Mapping[str, Any], cfg: Config
 ) -> dict[str, ChunkedArray]:
-  """Return {path: ChunkedArray} for the mixture's `params`, {path: abstract array}."""
+  """Return {path: ChunkedArray} for the mixture's `params`, {path: abstract array}.
+
+  `read` reads the parameters in `stored`, with their adapters merged.
+  """
   upcycled = {}
   for path, leaf in params.items():
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
@@ -87,7 +92,8 @@ def upcycled_params(
     suffix = next((suffix for suffix in SOURCES if path.endswith(suffix)), "")
     source = path.removesuffix(suffix) + SOURCES.get(suffix, "")
     num_experts = cfg.model.moe.num_experts if suffix in EXPERTS else 0
-    chunks = functools.partial(_copies, stored, source, num_layers, num_experts)
+    shape_there = tuple(stored.leaves[source]["shape"])
+    chunks = functools.partial(_copies, read, source, shape_there, num_layers, num_experts)
     num_stacked = (num_layers > 0) + (num_experts > 0)
     chunk_shape = (1,) * num_stacked + shape[num_stacked:]
     upcycled[path] = ChunkedArray(shape, dtype, chunk_shape, chunks)
@@ -103,14 +109,13 @@ def _random_router(
 
 
 def _copies(
-  stored: StoredParameters, source: str, num_layers: int, num_experts: int
+  read: Read, source: str, shape: tuple[int, ...], num_layers: int, num_experts: int
 ) -> Iterator[tuple[Index, np.ndarray]]:
   """Yield a dense parameter layer by layer, repeated for every expert if there are any."""
-  shape = stored.leaves[source]["shape"]
   layers: list[Index] = [(slice(n, n + 1),) for n in range(num_layers)] or [()]
   for layer in layers:
     rest = whole(shape[len(layer) :])
-    part = stored.read(source, (*layer, *rest))
+    part = read(source, (*layer, *rest))
     if not num_experts:
       yield (*layer, *rest), part
     for e in range(num_experts):

@@ -189,6 +189,8 @@ def keys_of(llama, config):
 
 
 CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
+# transformers does not scale the scores of a Llama by mscale, unlike those of DeepSeek.
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +213,7 @@ CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
     ({"hidden_act": "cos"}, "hidden_act='cos'"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
     ({"rope_parameters": "default"}, "config.json: "),
+    ({"rope_parameters": YARN}, "mscale=1.0, but maxlite supports only mscale=0.0"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
   ],
 )

@@ -104,9 +104,16 @@ def test_configs_survive_the_round_trip(model_type):
 
 def test_a_config_that_no_family_supports_raises():
   keys = model_keys(FIXTURES / "mixtral")[1]
-  for change in ({"shared_experts": 1}, {"router": "topk_softmax"}, {"mlp_activations": ("relu",)}):
+  changes = {"shared_experts": 1}, {"router": "topk_softmax"}, {"mlp_activations": ("relu",)}
+  for change in (*changes, {"mscale": 1.0, "rope_type": "yarn"}):
     with pytest.raises(ValueError, match=next(iter(change))):
       find_family(build(ModelConfig, DEFAULTS | keys | change))
+
+
+def test_a_model_is_exported_however_it_was_computed():
+  keys = model_keys(FIXTURES / "mixtral")[1]
+  how = {"context_parallel_strategy": "ring", "remat_policy": "full", "sparse_matmul": False}
+  assert find_family(build(ModelConfig, DEFAULTS | keys | how))[0].model_type == "mixtral"
 
 
 @pytest.mark.parametrize("local", [0.0, 50.0, 5000.0])

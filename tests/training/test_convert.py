@@ -19,7 +19,7 @@ from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
-from maxlite.config import load_config, read_saved
+from maxlite.config import load_config, read_saved, save_resolved
 from maxlite.config.schema import CheckpointConfig
 from maxlite.hf.conversion import read_merged
 from maxlite.hf.hf_checkpoint import params_from_hf
@@ -156,6 +156,25 @@ def test_an_upcycled_model_computes_the_same_function(root, monkeypatch, dense):
   router = np.asarray(params["layers/moe/router/kernel"])
   assert router.shape == (2, 16, 4)
   assert np.std(router) == pytest.approx(0.25, rel=0.3)
+
+
+def test_adapters_are_merged_on_upcycling(root, monkeypatch, capsys):
+  overrides = ("run_name=adapted", f"base_output_directory={root}")
+  keys = (*overrides, "dataset_type=synthetic", "lora_rank=2", "ema_decay=0.9")
+  cfg = load_config(keys, defaults=read_saved(root / "llama" / "config.yml"))
+  rng = np.random.default_rng(0)
+  leaves = leaves_by_path(trainer_of_model(cfg.model).abstract_state.params)
+  draw = lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype(np.float32)
+  arrays = {path: chunked(draw(leaf)) for path, leaf in leaves.items()}
+  (root / "adapted").mkdir()
+  save_resolved(cfg, root / "adapted" / "config.yml")
+  write_parameters(root / "adapted" / "checkpoints" / "0", arrays)
+  target = ("output_path=mixture_of_adapted", "num_experts=4")
+  assert converted(monkeypatch, "upcycle", *overrides, *target) == 0
+  logits, expected = logits_of(root / "mixture_of_adapted"), logits_of(root / "adapted")
+  np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+  assert converted(monkeypatch, "to_hf", *overrides, f"output_path={root}/adapted_out") == 0
+  assert "not their moving averages" in capsys.readouterr().out
 
 
 def test_adapters_are_merged_on_export(tmp_path):
