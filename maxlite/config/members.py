@@ -9,6 +9,7 @@ from maxlite.config.files import EXECUTION_KEYS, read_preset
 from maxlite.config.object_store import join
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
+from maxlite.config.rules import TEACHER_KEYS
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -20,7 +21,6 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.sweep import Point, require_few_members, sweep_points
-from maxlite.config.teacher_rules import TEACHER_KEYS
 from maxlite.config.validation import SHARED, is_folder_name, validate
 from maxlite.config.values import Setting, parse
 

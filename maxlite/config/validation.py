@@ -8,10 +8,17 @@ from math import isqrt, lcm, prod
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import abbreviate, show
 from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
-from maxlite.config.rules import Rules, Values
-from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, EnsembleConfig, TilesConfig, flatten
-from maxlite.config.teacher_rules import teacher_rules
-from maxlite.config.tuning_rules import population, search
+from maxlite.config.rules import (
+  ENSEMBLE_KEYS,
+  Rules,
+  Values,
+  ensemble,
+  local_updates,
+  population,
+  search,
+  teacher,
+)
+from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, TilesConfig, flatten
 from maxlite.config.values import suggest
 
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
@@ -22,7 +29,6 @@ _HUB_KEYS = ("dataset_path", "eval_dataset_path", "tokenizer_path")
 _STORE_KEYS = ("base_output_directory", "token_cache_directory", "output_path", "jax_cache_dir")
 PATH_KEYS = tuple(key for key in DEFAULTS if key.endswith(_PATH_ENDINGS))
 SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
-ENSEMBLE_KEYS = ("members", "sweep", "search")
 _LINEAR = ("linear", "linear_plus_one")
 
 
@@ -245,54 +251,6 @@ def _schedules(v: Values) -> Rules:
     yield length > 0 and v.max_target_length % length, keys, f"{length} is not a divisor; {fix}"
 
 
-def _ensemble(v: Values) -> Rules:
-  is_set = lambda key: vars(v)[key] != DEFAULTS[key]
-  for key in flatten(EnsembleConfig()):
-    text = f"there is no ensemble; write members or sweep, or {key}={show(DEFAULTS[key])}"
-    yield not v.ensemble_key and is_set(key), key, text
-  for key in ("ensemble_executor", "ensemble_num_workers"):
-    is_unused = v.ensemble_strategy not in ("auto", "processes")
-    text = "this strategy starts no processes; write ensemble_strategy=processes"
-    yield is_unused and is_set(key), f"{key} ensemble_strategy", text
-  text = "its workers share a local folder; write base_output_directory=FOLDER on this machine"
-  is_remote = "://" in v.base_output_directory and v.ensemble_strategy == "processes"
-  yield is_remote, "base_output_directory ensemble_strategy", text
-  text = "runs in one process; write ensemble_strategy=stacked or fused, or num_processes=1"
-  is_local = v.ensemble_strategy in ("switched", "processes")
-  yield v.num_processes > 1 and is_local, "ensemble_strategy num_processes", text
-  text = "halving would compare members of all hosts; write ensemble_strategy=stacked or fused"
-  is_divided = v.num_processes > 1 and v.ensemble_strategy == "submesh"
-  yield is_divided and v.asha_reduction_factor, "asha_reduction_factor ensemble_strategy", text
-  text = "members keep their optimizer states on the devices; write false"
-  keys = f"optimizer_memory_host_offload {v.ensemble_key}"
-  yield v.optimizer_memory_host_offload and v.ensemble_key, keys, text
-  text = "would stop no member; write asha_reduction_factor=2 or more, or 0 for no early stopping"
-  yield v.asha_reduction_factor == 1, "asha_reduction_factor", text
-  text = f"the run ends before that rung; write asha_min_steps={max(v.steps // 4, 1)}"
-  yield v.asha_reduction_factor and v.asha_min_steps >= v.steps, "asha_min_steps steps", text
-  in_other_processes = v.ensemble_strategy == "processes" or is_divided
-  text = "members of other processes are read from checkpoints; write enable_checkpointing=true"
-  keys = "ensemble_strategy enable_checkpointing"
-  yield in_other_processes and not v.enable_checkpointing, keys, text
-
-
-def _local_updates(v: Values) -> Rules:
-  period, is_set = v.outer_period, lambda key: vars(v)[key] != DEFAULTS[key]
-  for key in ("outer_learning_rate", "outer_momentum"):
-    text = f"there are no outer steps; write outer_period=100, or {key}={DEFAULTS[key]}"
-    yield not period and is_set(key), key, text
-  multiple = period and max(round(v.steps / period), 1) * period
-  text = f"the last steps would not reach the model; write steps={multiple}"
-  yield period and v.steps % period, "steps outer_period", text
-  text = "old outer steps would never fade; write outer_momentum=0.9"
-  yield period and v.outer_momentum == 1, "outer_momentum", text
-  # Averages and teachers are of one model, and XLA cannot partition `capacity` in a shard_map.
-  alone = (*ENSEMBLE_KEYS, "phases", "ema_decay", "teacher_path", "capacity_factor")
-  for key in (*alone, "optimizer_memory_host_offload"):
-    text = f"is not supported with replicas; write {key}={show(DEFAULTS[key])} or outer_period=0"
-    yield period and is_set(key), f"{key} outer_period", text
-
-
 def _optimizer(v: Values) -> Rules:
   text = "has no length; write 1 or more, or learning_rate_schedule_steps=-1 for all steps"
   yield v.learning_rate_schedule_steps == 0, "learning_rate_schedule_steps", text
@@ -449,8 +407,8 @@ def _data_files(v: Values) -> Rules:
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
-  *(_chat, _batches, _schedules, _ensemble, population, _local_updates, _optimizer),
-  *(search, _parametrization, _phases, teacher_rules),
+  *(_chat, _batches, _schedules, ensemble, population, local_updates, _optimizer),
+  *(search, _parametrization, _phases, teacher),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 

@@ -6,6 +6,7 @@ import pytest
 
 from maxlite.config import UserError, files, load_config
 from maxlite.config.members import MEMBER_KEYS, members_of
+from maxlite.config.rules import TEACHER_KEYS
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -18,7 +19,6 @@ from maxlite.config.schema import (
   TrainingConfig,
   flatten,
 )
-from maxlite.config.teacher_rules import TEACHER_KEYS
 
 
 def members_from(*argv):
