@@ -15,7 +15,7 @@ from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.plugins import import_plugins
 from maxlite.config.schema import DEFAULTS, Config, build
-from maxlite.config.search_space import validate_tuning
+from maxlite.config.tuning import validate_tuning
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 

@@ -17,7 +17,7 @@ from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
 from maxlite.config import Config
-from maxlite.config.perturbations import perturbations_of
+from maxlite.config.tuning import perturbations_of
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.stacked import VmapEngine
 from maxlite.ensemble.member_run import MemberRun

@@ -13,7 +13,7 @@ from maxlite.config.members import MemberConfig, members_of
 from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.registry import SAMPLERS
 from maxlite.config.schema import flatten
-from maxlite.config.search_space import Search, search_of, with_members
+from maxlite.config.tuning import Search, search_of, with_members
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.ensemble_run import train_ensemble

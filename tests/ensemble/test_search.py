@@ -10,7 +10,7 @@ from test_ensemble_run import TINY, Output, checksums, keys_in, root, rows_of
 
 from maxlite.config import UserError, load_config
 from maxlite.config.registry import SAMPLERS
-from maxlite.config.search_space import search_of
+from maxlite.config.tuning import search_of
 from maxlite.config.values import Setting, parse
 from maxlite.ensemble.search import Study, run_members
 
