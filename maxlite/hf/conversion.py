@@ -23,8 +23,7 @@ from maxlite.config import Config, load_config, read_saved, save_keys, save_reso
 from maxlite.config.command_line import without_files
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import new_folder
-from maxlite.config.local_copy import local_folder
-from maxlite.config.object_store import is_remote, join, list_names, upload
+from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from maxlite.config.file_io import read_json_object
-from maxlite.config.local_copy import local_tokenizer
+from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizers.tokenizer import ByteTokenizer
 from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG

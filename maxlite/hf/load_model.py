@@ -19,7 +19,7 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.checkpoint.safetensors import DTYPES
 from maxlite.config import Config
 from maxlite.config.errors import UserError
-from maxlite.config.local_copy import HUB, local_folder
+from maxlite.config.object_store import HUB, local_folder
 from maxlite.config.schema import (
   DEFAULTS,
   FLOAT_TYPES,

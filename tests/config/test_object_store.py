@@ -6,8 +6,15 @@ import pytest
 
 from maxlite.config import load_config, object_store
 from maxlite.config.errors import UserError
-from maxlite.config.local_copy import local_folder, local_tokenizer
-from maxlite.config.object_store import filesystem, join, list_files, list_names, upload
+from maxlite.config.object_store import (
+  filesystem,
+  join,
+  list_files,
+  list_names,
+  local_folder,
+  local_tokenizer,
+  upload,
+)
 from maxlite.data.sources.file_paths import expand_paths
 from maxlite.hf.load_model import open_folder
 
@@ -81,7 +88,7 @@ def test_hub_paths_are_files_of_its_cache(hub):
 
 
 def test_folders_and_tokenizers_are_copied_once_per_version(bucket, tmp_path, monkeypatch):
-  monkeypatch.setattr("maxlite.config.local_copy._CACHE", tmp_path / "copies")
+  monkeypatch.setattr("maxlite.config.object_store._CACHE", tmp_path / "copies")
   for name in ("tokenizer.json", "config.json", "model.safetensors"):
     (tmp_path / name).write_text(name)
     upload([(tmp_path / name, f"{bucket}/model/{name}")])

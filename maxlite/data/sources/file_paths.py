@@ -9,8 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from maxlite.config.errors import UserError
-from maxlite.config.local_copy import HUB, hub_path
-from maxlite.config.object_store import DataFile, is_remote, list_files, size_and_version
+from maxlite.config.object_store import (
+  HUB,
+  DataFile,
+  hub_path,
+  is_remote,
+  list_files,
+  size_and_version,
+)
 from maxlite.data.sources.compressed import inner_name
 
 STDLIB = "stdlib"

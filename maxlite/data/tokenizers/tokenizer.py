@@ -13,7 +13,7 @@ import tokenizers
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import read_json_object
-from maxlite.config.local_copy import local_tokenizer
+from maxlite.config.object_store import local_tokenizer
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 
