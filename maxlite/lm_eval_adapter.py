@@ -28,7 +28,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig, build
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_tokenizer import tokenizer_keys
 from maxlite.hf.load_model import load, open_folder
 from maxlite.inference.batcher import Batcher

@@ -44,9 +44,9 @@ ROW_ORDERS = Registry(
 )
 # tokenizer_type -> (tokenizer_path) -> Tokenizer
 TOKENIZERS = Registry(
-  byte="maxlite.data.tokenizers.tokenizer:ByteTokenizer",
-  huggingface="maxlite.data.tokenizers.tokenizer:HuggingFaceTokenizer",
-  sentencepiece="maxlite.data.tokenizers.tokenizer:SentencePieceTokenizer",
+  byte="maxlite.data.tokenizer:ByteTokenizer",
+  huggingface="maxlite.data.tokenizer:HuggingFaceTokenizer",
+  sentencepiece="maxlite.data.tokenizer:SentencePieceTokenizer",
 )
 # opt_type -> (OptimizerConfig, logical names of the parameters) -> optax.GradientTransformation
 OPTIMIZERS = _registry("maxlite.optim.build:{}", "adamw", "lion", "adafactor", "muon")

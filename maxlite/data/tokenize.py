@@ -23,7 +23,7 @@ import numpy as np
 
 from maxlite.config.file_io import write_atomically
 from maxlite.data.split import SplitDocuments
-from maxlite.data.tokenizers.tokenizer import Tokenizer
+from maxlite.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval")
 BATCH_BYTES = 3 << 19  # encoded at once

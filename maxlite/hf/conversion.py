@@ -27,7 +27,7 @@ from maxlite.config.object_store import is_remote, join, list_names, local_folde
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import EXECUTION, find_family, model_keys
 from maxlite.hf.hf_folder import shorten_list, write_json

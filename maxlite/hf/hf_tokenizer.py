@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from maxlite.config.file_io import read_json_object
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizers.tokenizer import ByteTokenizer
+from maxlite.data.tokenizer import ByteTokenizer
 from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG
 from maxlite.hf.hf_folder import COPY_AGAIN, read_config, write_json
 

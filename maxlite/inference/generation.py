@@ -15,7 +15,7 @@ from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
 from maxlite.config.schema import GenerateConfig
 from maxlite.data.sources.jsonl import read_objects
-from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest

@@ -17,7 +17,7 @@ from maxlite.data.loader import open_data
 from maxlite.data.packing import PackedConversations, first_fit
 from maxlite.data.sources.chat import ChatEncoder, chat_documents, fixed_date, open_chat
 from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 

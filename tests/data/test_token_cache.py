@@ -19,7 +19,7 @@ from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.text import text_documents
 from maxlite.data.token_cache import open_tokens
 from maxlite.data.tokenize import TextTokenizer
-from maxlite.data.tokenizers.tokenizer import ByteTokenizer
+from maxlite.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer("")
 TEXT = TextTokenizer(BYTES)

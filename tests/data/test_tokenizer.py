@@ -8,7 +8,7 @@ import tokenizers
 
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 
 TEXT = "def add(a, b):\n  return a + b  # café, naïve, 日本語, 🙂\n" * 30
 PLAIN = "the cat sat on the mat and the dog sat on the log"

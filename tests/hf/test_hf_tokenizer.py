@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_tokenizer import byte_tokenizer, copy_tokenizer, write_tokenizer
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "chat" / "plain.jinja"

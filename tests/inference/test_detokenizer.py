@@ -3,7 +3,7 @@
 import pytest
 
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 from maxlite.inference.batcher import LENGTH, STOP, TokenEvent
 from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest

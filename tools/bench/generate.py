@@ -41,7 +41,7 @@ import maxlite
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved
 from maxlite.config.schema import build
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params

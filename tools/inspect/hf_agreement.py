@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import maxlite
-from maxlite.data.tokenizers.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.conversion import to_hf
 from maxlite.training.open_run import open_trained, open_trainer_data
 from maxlite.training.saved_run import config_of_run, run_folder

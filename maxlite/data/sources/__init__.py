@@ -29,7 +29,7 @@ from maxlite.data.sources.text import text_documents
 from maxlite.data.split import Reader
 from maxlite.data.token_cache import TokenizedData, Tokens, open_tokens
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
-from maxlite.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 
 _SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
 

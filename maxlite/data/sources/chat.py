@@ -18,7 +18,7 @@ from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import Encoded, Piece
-from maxlite.data.tokenizers.tokenizer import ChatTokenizer, Tokenizer
+from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
 
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers

@@ -7,7 +7,7 @@ from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.data.sources.template_worker import CLOSE, OPEN, RenderError, render
-from maxlite.data.tokenizers.tokenizer import ESCAPE
+from maxlite.data.tokenizer import ESCAPE
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and other fields a template reads
 Span = tuple[int, int]  # [start, stop) of characters

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from maxlite.config.errors import UserError
-from maxlite.data.tokenizers.tokenizer import Tokenizer
+from maxlite.data.tokenizer import Tokenizer
 from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema

@@ -1,1 +1,0 @@
-"""Tokenizers: bytes, Hugging Face and SentencePiece."""
