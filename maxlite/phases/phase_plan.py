@@ -8,10 +8,10 @@ import jax
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.metrics.phase_spans import PhaseSpan, spans_of_rows
 from maxlite.optim.partition import Partition, paths_in
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 
+PhaseSpan = tuple[int, int, str]  # first and last step of a span, and its phase
 LOSS_NAMES = ("loss", "draft_loss", "total_loss")  # in a step's row
 
 
@@ -78,6 +78,18 @@ class PhasePlan:
 def losses_by_phase(phase: PhaseConfig, row: Mapping[str, Any]) -> dict[str, Any]:
   """The losses of a step's row, keyed by the phase: `fit/loss`."""
   return {f"{phase.name}/{name}": row[name] for name in LOSS_NAMES if name in row}
+
+
+def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[PhaseSpan]:
+  """Derive spans from logged rows; each starts after the last row of the previous one."""
+  spans: list[PhaseSpan] = []
+  for row in (row for row in rows if "phase" in row):
+    name, step = names[int(row["phase"])], int(row["step"])
+    if spans and spans[-1][2] == name:
+      spans[-1] = (spans[-1][0], step, name)
+    else:
+      spans.append((spans[-1][1] + 1 if spans else 1, step, name))
+  return spans
 
 
 def _length(phase: PhaseConfig) -> int | Plateau | Threshold:

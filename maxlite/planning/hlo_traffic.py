@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from maxlite.planning.hlo import Array, Computation, Instruction, Module
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, is_chained, started_collective
-from maxlite.planning.hlo_cost import filled_shares, share_of_kernel
-from maxlite.planning.kernel_cost import is_kernel, kernel_cost
+from maxlite.planning.hlo_cost import filled_shares, is_kernel, kernel_cost, share_of_kernel
 
 _ALLOCATION = re.compile(r'custom_call_target="(?:AllocateBuffer|CreateBuffer)"')
 # Nothing is moved: the result is an operand, or is counted elsewhere.

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from maxlite.phases.phase_plan import PhaseSpan
 from maxlite.planning.hlo_collectives import Collective
 from maxlite.planning.hlo_cost import MatmulFlops
 from maxlite.planning.hlo_traffic import Traffic, largest_traffic
@@ -12,7 +13,8 @@ from maxlite.planning.roofline import Bound
 from maxlite.training.local_updates import AXIS
 
 GB = 1e9
-_LARGEST_LINES = 16
+BAR, NO_BAR = "█", "·"  # of a timeline
+_LARGEST_LINES, _TIMELINE_WIDTH = 16, 60
 
 
 def memory_lines(estimate: MemoryEstimate, stats: Any | None) -> list[str]:
@@ -155,4 +157,21 @@ def roofline_lines(
     mfu = useful / (bottleneck.seconds + exposed_seconds)
     exposed = f"{exposed_seconds * 1e3:.2f} ms of sends by synchronous collectives"
     lines.append(f"  exposed: {exposed}; with them, MFU is at most {mfu:.1%}")
+  return lines
+
+
+def timeline_lines(spans: Sequence[PhaseSpan]) -> list[str]:
+  """Render a row of bars per phase, in order of first occurrence, under a ruler of steps."""
+  num_steps = spans[-1][1]
+  width = min(_TIMELINE_WIDTH, num_steps)
+  names = list(dict.fromkeys(name for _, _, name in spans))
+  indent = max(map(len, names)) + 2
+  lines = [" " * indent + "1" + str(num_steps).rjust(width - 1)]
+  for name in names:
+    bars = [NO_BAR] * width
+    for first, last, phase in spans:
+      columns = range((first - 1) * width // num_steps, (last - 1) * width // num_steps + 1)
+      for column in columns if phase == name else ():
+        bars[column] = BAR
+    lines.append(name.ljust(indent) + "".join(bars))
   return lines

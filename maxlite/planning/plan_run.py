@@ -12,7 +12,6 @@ from maxlite.config import Config, exit_on_user_error
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
-from maxlite.metrics.phase_spans import timeline_lines
 from maxlite.metrics.waits import report_wait
 from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import estimate_collectives
@@ -67,7 +66,7 @@ def run_phase_plan(cfg: Config) -> int:
   spans = plan.spans(cfg.run.steps)
   _CONSOLE.print(*plan.describe(cfg.run.steps, cfg.data), "", sep="\n")
   unknown = ["phases end on conditions, so their steps are known only during the run"]
-  _CONSOLE.print(*(timeline_lines(spans) if spans else unknown), sep="\n")
+  _CONSOLE.print(*(plan_report.timeline_lines(spans) if spans else unknown), sep="\n")
   return 0
 
 

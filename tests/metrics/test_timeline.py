@@ -4,8 +4,9 @@ import json
 
 from matplotlib.image import imread
 
-from maxlite.metrics.phase_spans import BAR, spans_of_rows, timeline_lines
 from maxlite.metrics.plots.timeline import draw_timeline
+from maxlite.phases.phase_plan import spans_of_rows
+from maxlite.planning.plan_report import BAR, timeline_lines
 
 SPANS = [(1, 3, "fit"), (4, 4, "match"), (5, 7, "fit"), (8, 8, "match")]
 NAMES = ["fit", "match"]

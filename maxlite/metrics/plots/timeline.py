@@ -6,10 +6,10 @@ from pathlib import Path
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 
-from maxlite.metrics.phase_spans import PhaseSpan
 from maxlite.metrics.plots.figure import GRAY, curve_of, new_figure, save_figure, style_steps
 from maxlite.metrics.writers import read_rows
 
+Span = tuple[int, int, str]  # first step, last step, phase
 LOSSES = {"loss": ".", "draft_loss": "x"}  # with their markers
 MAX_SPAN_LINES = 60  # with more spans, the lines between them would hide the curves
 
@@ -18,7 +18,7 @@ def draw_timeline(
   metrics_path: Path,
   png_path: Path,
   groups: Mapping[str, Sequence[str]],
-  spans: Sequence[PhaseSpan],
+  spans: Sequence[Span],
 ) -> None:
   """Draw when each group of parameters is trained, coloured by phase, and the losses below.
 
@@ -40,7 +40,7 @@ def _draw_groups(
   axes: Axes,
   regexes: Sequence[str],
   groups: Mapping[str, Sequence[str]],
-  spans: Sequence[PhaseSpan],
+  spans: Sequence[Span],
   colors: Mapping[str, tuple],
 ) -> None:
   for line, regex in enumerate(regexes):
@@ -57,7 +57,7 @@ def _draw_groups(
 
 
 def _draw_losses(
-  axes: Axes, rows: Sequence[dict], spans: Sequence[PhaseSpan], colors: Mapping[str, tuple]
+  axes: Axes, rows: Sequence[dict], spans: Sequence[Span], colors: Mapping[str, tuple]
 ) -> None:
   axes.plot(*curve_of(rows, "loss").T, color=GRAY, linewidth=0.8, alpha=0.5)
   for name, color in colors.items():
