@@ -32,12 +32,11 @@ from maxlite.distributed.initialize import (
 )
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.signals import stop_on_signals
-from maxlite.ensemble.asha import rungs, survivors
-from maxlite.ensemble.asynchronous_halving import JOURNAL, AsynchronousHalving
+from maxlite.ensemble.asha import JOURNAL, AsynchronousHalving, rungs, survivors
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.engines.submesh import assign_lpt
+from maxlite.ensemble.ensemble_metrics import score_combinations
 from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, gather_metrics, train_members
-from maxlite.ensemble.evaluate_combinations import score_combinations
 from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.leaderboard import LEADERBOARD
 from maxlite.ensemble.member_program import MemberProgram

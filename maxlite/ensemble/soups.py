@@ -19,7 +19,7 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import CheckpointConfig
 from maxlite.data.batch import Batch
-from maxlite.ensemble.evaluate_combinations import score_combinations
+from maxlite.ensemble.ensemble_metrics import score_combinations
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.training.state import TrainState

@@ -22,8 +22,7 @@ from tiny_run import Output
 
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
-from maxlite.ensemble.asha import next_job
-from maxlite.ensemble.asynchronous_halving import JOURNAL, AsynchronousHalving
+from maxlite.ensemble.asha import JOURNAL, AsynchronousHalving, next_job
 from maxlite.ensemble.ensemble_run import run_ensemble
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.metrics.writers import JsonlWriter, read_rows

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 
 from test_ensemble_run import ALIKE, TINY, checksums, rows_of, start
 
-from maxlite.ensemble.asynchronous_halving import JOURNAL
+from maxlite.ensemble.asha import JOURNAL
 from maxlite.ensemble.worker_process import available_cores
 from maxlite.metrics.writers import read_rows
 
