@@ -1,7 +1,7 @@
 """Successive halving: early stopping of members by their loss at equal steps.
 
-`survivors` waits at a rung for all remaining members. `next_job` is asynchronous (ASHA): the jobs of
-workers are scheduled by `AsynchronousHalving`, whose journal repeats them after a restart.
+`survivors` waits at a rung for all remaining members. `next_job` is asynchronous (ASHA), and
+`AsynchronousHalving` schedules workers with it; its journal repeats their jobs after a restart.
 
 Sources: Jamieson and Talwalkar, Non-stochastic best arm identification and hyperparameter
 optimization (2016); Li et al., A system for massively parallel hyperparameter tuning (2020), for

@@ -2,7 +2,8 @@
 
 `score_combinations` scores them on held-out text. The others are pure functions of float32 arrays:
 Z members, T tokens (or examples), V classes, C confidence bins. Tokens of weight 0 (padding) are
-ignored, and so are members of weight 0 (such as diverged ones), even if their values are not finite.
+ignored, and so are members of weight 0 (such as diverged ones), even if their values are not
+finite.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Hugging Face model families: those of similar models share a file, which is listed in FAMILIES.
 
 To add a family, write `hf/families/NAME.py` with a tuple FAMILIES and add the file below. A family
-is an `HfFamily`; `hf/shared_mappings.py` has rules that families share, `mixtral.py` is a short
+is an `HfFamily`; `hf/family.py` has rules that families share, `mixtral.py` is a short
 example. tests/hf/test_hf_parity.py runs for every family and compares with fixtures written by
 tools/fixtures/hf_parity.py.
 """

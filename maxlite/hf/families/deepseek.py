@@ -6,8 +6,7 @@ from typing import Any
 
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_keys import Key
-from maxlite.hf.family import HfFamily, TensorRule
-from maxlite.hf.shared_mappings import DENSE_KEYS, NORMS, experts, mlp
+from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, TensorRule, experts, mlp
 
 # topk_method of config.json: router.
 ROUTERS = {"greedy": "topk_softmax", "group_limited_greedy": "group_limited_greedy"}

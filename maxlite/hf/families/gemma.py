@@ -6,8 +6,15 @@ from typing import Any
 
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_keys import Key, require, rope_from_hf, rope_to_hf
-from maxlite.hf.family import HfFamily, TensorRule
-from maxlite.hf.shared_mappings import ATTENTION, DENSE_KEYS, QK_NORM, SLIDING_WINDOW, mlp
+from maxlite.hf.family import (
+  ATTENTION,
+  DENSE_KEYS,
+  QK_NORM,
+  SLIDING_WINDOW,
+  HfFamily,
+  TensorRule,
+  mlp,
+)
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 NORMS = (

@@ -1,8 +1,7 @@
 """gpt-oss."""
 
 from maxlite.hf.config_keys import Key
-from maxlite.hf.family import HfFamily, TensorRule
-from maxlite.hf.shared_mappings import BLOCK, MOE_KEYS, SLIDING_WINDOW
+from maxlite.hf.family import BLOCK, MOE_KEYS, SLIDING_WINDOW, HfFamily, TensorRule
 
 RULES = (
   TensorRule("attention/out/bias", "self_attn.o_proj.bias", "d -> d"),

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from maxlite.hf.family import HfFamily
-from maxlite.hf.shared_mappings import BLOCK, DENSE_KEYS, SLIDING_WINDOW
+from maxlite.hf.family import BLOCK, DENSE_KEYS, SLIDING_WINDOW, HfFamily
 
 LLAMA = HfFamily(
   "llama", "LlamaForCausalLM", "llama", BLOCK, DENSE_KEYS, required={"mlp_bias": False}

@@ -1,8 +1,7 @@
 """Mixtral, OLMoE and Qwen3-MoE: layers of Llama with a mixture of experts in every layer."""
 
 from maxlite.hf.config_keys import Key
-from maxlite.hf.family import HfFamily
-from maxlite.hf.shared_mappings import BLOCK, MOE_KEYS, NORM_TOPK_PROB, experts
+from maxlite.hf.family import BLOCK, MOE_KEYS, NORM_TOPK_PROB, HfFamily, experts
 
 MIXTRAL = HfFamily(
   "mixtral",
