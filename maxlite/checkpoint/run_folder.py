@@ -1,32 +1,48 @@
-"""The folder of a run: the paths of its files, and its saved config."""
+"""The folder of a run: its files, its saved config, and its local copy if on an object store."""
 
 import fcntl
+import functools
 import itertools
 import os
 import secrets
 import shutil
 import socket
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlite.checkpoint.run_mirror import open_mirror
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
 from maxlite.config.files import MODEL_FILE, read_file
-from maxlite.config.object_store import is_remote, join, to_path
+from maxlite.config.object_store import (
+  download,
+  filesystem,
+  is_remote,
+  join,
+  list_files,
+  list_names,
+  size_and_version,
+  store_errors,
+  to_path,
+  upload,
+)
 from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
 from maxlite.config.saved import differences, read_saved
 from maxlite.config.schema import KEYS
 
 Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
+_LOCK = ".lock"
+# Folders with many objects that no command reads from the copy of an object store.
+_NOT_COPIED = (_LOCK, "checkpoints", "checkpoints_damaged", "members", "profile", "tensorboard")
 
 
 class RunFolder:
   """The paths of a run's files; creates nothing until something is written.
 
-  On an object store, `directory` is a copy on this machine; see run_mirror.py.
+  On an object store, `directory` is a copy on this machine; see `RunMirror`.
   """
 
   TOKENIZER = "tokenizer"
@@ -50,7 +66,7 @@ class RunFolder:
     self._members = self.directory / "members"  # of an ensemble
     self.profile = self.directory / "profile"
     self._run_id = self.directory / "run_id"  # of a run with local checkpoints or W&B
-    self._lock = self.directory / ".lock"  # held by the process that trains, which it names
+    self._lock = self.directory / _LOCK  # held by the process that trains, which it names
     self._locked: int | None = None  # file descriptor
 
   def member_names(self) -> list[str]:
@@ -165,3 +181,63 @@ class RunFolder:
 def _only_data(name: str, before: Any, now: Any) -> bool:
   """Return whether two values of `phases` differ only in their data, which shape no weights."""
   return name == "phases" and without_data(before) == without_data(now)
+
+
+@functools.cache
+def open_mirror(uri: str) -> "RunMirror":
+  """Open the copy that all of this process use; raise UserError if the store cannot be read."""
+  return RunMirror(uri.rstrip("/"))
+
+
+class RunMirror:
+  """The local copy of the run folder at `uri` on an object store, which ends with the process.
+
+  Metrics, plots and TensorBoard events are appended or drawn on local disk, and written back whole
+  before every checkpoint and at the end of a run. Checkpoints are written in place by Orbax.
+  """
+
+  def __init__(self, uri: str):
+    self.uri, self._store = uri, filesystem(uri)
+    self.directory = Path(tempfile.mkdtemp(prefix="maxlite_"))
+    weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+    self._written: dict[Path, tuple[int, int | str]] = {}  # size and time of modification
+    self._token = ""  # of the lock, while this process trains
+    for name, is_folder in list_names(uri).items():
+      if name not in _NOT_COPIED:
+        place = join(uri, name)
+        for file in list_files(place) if is_folder else (place,):
+          local = self.directory / str(file).removeprefix(f"{uri}/")
+          download(str(file), local)
+          self._written[local] = size_and_version(local)
+
+  def member_names(self) -> list[str]:
+    """Return the names of the members of an ensemble."""
+    return [name for name, is_folder in list_names(join(self.uri, "members")).items() if is_folder]
+
+  def lock(self) -> None:
+    """Declare this process the one that trains; an earlier one stops at its next `upload`.
+
+    Raises:
+      UserError: the store cannot be written.
+    """
+    self._token = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}"
+    with store_errors(self.uri):
+      self._store.pipe_file(join(self.uri, _LOCK), self._token.encode())
+
+  def upload(self) -> None:
+    """Write back the files that have changed, each atomically.
+
+    Raises:
+      UserError: another process has locked the run, or the store cannot be written.
+    """
+    with store_errors(self.uri):
+      holder = self._store.cat_file(join(self.uri, _LOCK)).decode() if self._token else ""
+    if holder != self._token:
+      raise UserError(
+        f"{self.uri} has been taken over by {holder.split(',')[0]}, which was started later: "
+        "this process stops, as two would overwrite each other"
+      )
+    for local in sorted(self.directory.rglob("*")):
+      if local.is_file() and self._written.get(local) != (stamp := size_and_version(local)):
+        upload([(local, join(self.uri, local.relative_to(self.directory).as_posix()))])
+        self._written[local] = stamp

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 from tiny import KEYS, compilations, fast_compilation
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
-from maxlite.checkpoint.run_mirror import open_mirror
+from maxlite.checkpoint.run_folder import open_mirror
 from maxlite.config import load_config
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of

@@ -6,8 +6,7 @@ from slow_cases import slow
 from tiny_run import STEPS, logged, parameter_hash, start
 
 from maxlite.checkpoint.manager import Checkpoints
-from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.checkpoint.run_mirror import RunMirror, open_mirror
+from maxlite.checkpoint.run_folder import RunFolder, RunMirror, open_mirror
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import download, filesystem, list_files, upload
 from maxlite.config.schema import CheckpointConfig
