@@ -18,9 +18,10 @@ from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.ensemble.search import train_search
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
+from maxlite.metrics.writers import read_rows
 from maxlite.training.callbacks import Callback
 from maxlite.training.evaluation import evaluate_held_out
-from maxlite.training.open_run import logged_rows, open_weights
+from maxlite.training.open_run import open_weights
 from maxlite.training.run import train_model
 from maxlite.training.saved_run import check_saved, run_folder
 from maxlite.training.state import averaged_params
@@ -50,7 +51,7 @@ class Run:
   @property
   def rows(self) -> list[dict[str, Any]]:
     """The logged rows, oldest first; None is a value that was not finite."""
-    return logged_rows(run_folder(self.config))
+    return read_rows(run_folder(self.config).metrics)
 
   @property
   def metrics(self) -> dict[str, np.ndarray]:

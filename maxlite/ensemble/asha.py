@@ -112,7 +112,7 @@ class AsynchronousHalving:
     self._steps, self._reduction_factor = steps, reduction_factor
     self._path, self._report = journal, report
     self._losses: list[dict[str, float | None]] = [{} for _ in steps]
-    for row in read_rows(journal) if journal.exists() else []:
+    for row in read_rows(journal):
       name, rung = row["member"], row["rung"]
       if row["step"] not in steps[rung : rung + 1]:
         raise UserError(

@@ -37,7 +37,7 @@ def finalize(
     scores: of the combinations by `score_combinations`; may be empty.
   """
   directory = folder.directory
-  lineage = read_rows(directory / LINEAGE) if (directory / LINEAGE).exists() else []
+  lineage = read_rows(directory / LINEAGE)
   ancestor_of = ancestors([member.name for member in members], lineage)
   entries = [_entry(member, ancestor_of[member.name]) for member in members]
   write_members(entries, directory / "members.jsonl")

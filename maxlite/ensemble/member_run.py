@@ -45,7 +45,7 @@ class MemberRun:
   @property
   def rows(self) -> list[dict]:
     """The logged metrics, oldest first."""
-    return read_rows(self.folder.metrics) if self.folder.metrics.exists() else []
+    return read_rows(self.folder.metrics)
 
   @property
   def eval_losses(self) -> dict[int, float]:

@@ -37,7 +37,7 @@ def run_generation(cfg: Config) -> int:
     prompts = read_prompts(cfg.generate)
     tokenizer = open_text_tokenizer(cfg)
     requests = [_request(cfg.generate, n, p, tokenizer) for n, p in enumerate(prompts)]
-    trainer, params, _ = open_trained(cfg)
+    trainer, params = open_trained(cfg)
     engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
   batcher = Batcher(engine)
   completions = stream_completions(batcher, requests, tokenizer.decode, cfg.generate.stop)

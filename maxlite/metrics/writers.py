@@ -123,7 +123,9 @@ class JsonlWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-  """Read a file of `JsonlWriter` without an incomplete last line; None means not finite.
+  """Read a file of `JsonlWriter` without an incomplete last line; empty if there is no file.
+
+  None means not finite.
 
   Raises:
     UserError: a line before the last is not a row.
@@ -132,6 +134,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  if not path.exists():
+    return
   lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
   for number, line in enumerate(lines, start=1):
     try:

@@ -171,11 +171,6 @@ def save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None
     folder.save_config(changes, lambda path: save_resolved(cfg, path))
 
 
-def logged_rows(folder: RunFolder) -> list[dict[str, Any]]:
-  """The rows of metrics.jsonl; empty if there are none yet."""
-  return read_rows(folder.metrics) if folder.metrics.exists() else []
-
-
 def open_best_loss(
   cfg: Config, folder: RunFolder, done: int, data: DataLoader, checkpoints: Checkpoints | None
 ) -> BestLoss:
@@ -185,7 +180,7 @@ def open_best_loss(
     key = "early_stopping_patience" if patience else "keep_best_checkpoint"
     raise UserError(f"{key} needs held-out data: set eval_fraction above 0")
   losses = lambda row: {name: row[name] for name in ("step", *LOSSES) if name in row}
-  rows = [losses(row) for row in logged_rows(folder) if row["step"] <= done]
+  rows = [losses(row) for row in read_rows(folder.metrics) if row["step"] <= done]
   best = BestLoss(patience, all_gather_object(rows)[0])  # the same on all processes
   if checkpoints and keeps:
     checkpoints.kept_step = lambda: best.step
@@ -196,7 +191,7 @@ def checkpoint_step(folder: RunFolder, which: str) -> int | None:
   """The step of the checkpoint `latest` (None) or `best`; UserError if the best is missing."""
   if which == "latest":
     return None
-  step = BestLoss(rows=logged_rows(folder)).step
+  step = BestLoss(rows=read_rows(folder.metrics)).step
   if (folder.checkpoints / str(step)).is_dir() and step:
     return step
   raise UserError(
@@ -242,13 +237,13 @@ def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:
   return trackers
 
 
-def open_trained(cfg: Config) -> tuple[Trainer, Any, int]:
-  """Load the checkpoint `load_checkpoint` of the run named by `cfg`: (trainer, parameters, step).
+def open_trained(cfg: Config) -> tuple[Trainer, Any]:
+  """Load the checkpoint `load_checkpoint` of the run named by `cfg`: (trainer, parameters).
 
   The parameters are their moving averages if the run keeps them.
   """
-  trainer, params, averages, step = open_weights(cfg)
-  return trainer, params if averages is None else averages, step
+  trainer, params, averages, _ = open_weights(cfg)
+  return trainer, params if averages is None else averages
 
 
 def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:

@@ -13,14 +13,13 @@ from maxlite.config.schema import flatten
 from maxlite.data.train_streams import TrainStreams
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
-from maxlite.metrics.writers import open_console
+from maxlite.metrics.writers import open_console, read_rows
 from maxlite.training.callbacks import Callback
 from maxlite.training.evaluation import build_evaluation
 from maxlite.training.loop import LoopContext, TrainResult, train
 from maxlite.training.open_run import (
   first_state,
   lock_folder,
-  logged_rows,
   open_best_loss,
   open_callbacks,
   open_checkpoints,
@@ -90,7 +89,7 @@ def _run(
     console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
   save_config(cfg, folder, changes)
   state = first_state(trainer, restored, console)
-  timer.resume(logged_rows(folder), done)  # before the writers drop those after `done`
+  timer.resume(read_rows(folder.metrics), done)  # before the writers drop those after `done`
   writers = open_writers(trainer, folder, done, console)
   stack.callback(writers.close)
   callbacks = open_callbacks(trainer, callbacks, writers, done + 1)

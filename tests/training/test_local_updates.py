@@ -22,7 +22,7 @@ from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.sharding import build_mesh
 from maxlite.training.local_updates import OuterOptimizer
-from maxlite.training.open_run import open_trained
+from maxlite.training.open_run import open_weights
 from maxlite.training.state import init_state
 from maxlite.training.step import LossFunction, build_gradients, build_train_step
 from maxlite.training.trainer import build_trainer
@@ -221,7 +221,7 @@ def last_leaves(folder):
 
 def test_one_model_comes_out_which_loads_on_any_mesh(local_run):
   cfg = config_of(**keys_in(local_run[0], **RUN | OUTER))
-  trainer, params, step = open_trained(cfg)
+  trainer, params, _, step = open_weights(cfg)
   assert (step, trainer.mesh.shape["ensemble"]) == (2 * PERIOD, 1)
   assert tree_hash(params)[:16] == parameter_hash(local_run[1])
 

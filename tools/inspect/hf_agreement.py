@@ -35,7 +35,7 @@ def main() -> None:
   own = open_tokenizer(cfg.data)
   assert ids == [own.bos, *own.encode(cfg.generate.prompt.encode())], "tokenizers differ"
 
-  trainer, _, _ = open_trained(cfg)
+  trainer, _ = open_trained(cfg)
   batch = next(iter(open_trainer_data(trainer).eval_batches(1)))
   tokens_BT, targets_BT = batch.tokens_BT, np.where(batch.weight_BT > 0, batch.targets_BT, -100)
   segments = {"segment_ids": batch.segment_BT, "positions": batch.position_BT}

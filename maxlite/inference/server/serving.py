@@ -29,7 +29,7 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
         f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
       ) from None
     tokenizer = open_text_tokenizer(cfg)
-    trainer, params, _ = open_trained(cfg)
+    trainer, params = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
     engine = build_engine(trainer, params, (chat or tokenizer).stop_token_ids)
   engine.compile_ahead()  # not while the first client waits
