@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxlite.config.schema import ModelConfig
-from maxlite.hf.config_keys import Key
-from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, TensorRule, experts, mlp
+from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
 
 # topk_method of config.json: router.
 ROUTERS = {"greedy": "topk_softmax", "group_limited_greedy": "group_limited_greedy"}

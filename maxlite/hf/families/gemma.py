@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxlite.config.schema import ModelConfig
-from maxlite.hf.config_keys import Key, require, rope_from_hf, rope_to_hf
 from maxlite.hf.family import (
   ATTENTION,
   DENSE_KEYS,
   QK_NORM,
   SLIDING_WINDOW,
   HfFamily,
+  Key,
   TensorRule,
   mlp,
+  require,
+  rope_from_hf,
+  rope_to_hf,
 )
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"

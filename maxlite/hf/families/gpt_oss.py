@@ -1,7 +1,6 @@
 """gpt-oss."""
 
-from maxlite.hf.config_keys import Key
-from maxlite.hf.family import BLOCK, MOE_KEYS, SLIDING_WINDOW, HfFamily, TensorRule
+from maxlite.hf.family import BLOCK, MOE_KEYS, SLIDING_WINDOW, HfFamily, Key, TensorRule
 
 RULES = (
   TensorRule("attention/out/bias", "self_attn.o_proj.bias", "d -> d"),

@@ -1,7 +1,6 @@
 """Mixtral, OLMoE and Qwen3-MoE: layers of Llama with a mixture of experts in every layer."""
 
-from maxlite.hf.config_keys import Key
-from maxlite.hf.family import BLOCK, MOE_KEYS, NORM_TOPK_PROB, HfFamily, experts
+from maxlite.hf.family import BLOCK, MOE_KEYS, NORM_TOPK_PROB, HfFamily, Key, experts
 
 MIXTRAL = HfFamily(
   "mixtral",
