@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
-from maxlite.checkpoint.safetensors import DTYPES, TensorEntry, TensorFile
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily
-from maxlite.hf.hf_folder import FolderWriter, read_tensors, shorten_list
+from maxlite.hf.hf_folder import (
+  DTYPES,
+  FolderWriter,
+  TensorEntry,
+  TensorFile,
+  read_tensors,
+  shorten_list,
+)
 from maxlite.hf.mxfp4 import unpack
 from maxlite.hf.tensor_mapping import TensorMapping, tensor_mappings
 

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.checkpoint.safetensors import DTYPES
 from maxlite.config import Config
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import HUB, local_folder
@@ -32,7 +31,7 @@ from maxlite.config.schema import (
 from maxlite.config.validation import validate
 from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.hf_config import model_keys
-from maxlite.hf.hf_folder import read_tensors
+from maxlite.hf.hf_folder import DTYPES, read_tensors
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
 from maxlite.training.model_weights import ModelWeights, RunWeights

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlite.checkpoint.safetensors import DTYPES, TensorEntry
 from maxlite.config.errors import UserError
+from maxlite.hf.hf_folder import DTYPES, TensorEntry
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127  # of a scale's exponent

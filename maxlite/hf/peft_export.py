@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlite.checkpoint.safetensors import TensorFile
 from maxlite.config.errors import UserError
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.hf_checkpoint import Read, write_tensors
-from maxlite.hf.hf_folder import write_json
+from maxlite.hf.hf_folder import TensorFile, write_json
 from maxlite.hf.tensor_mapping import axis_layout, tensor_mappings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

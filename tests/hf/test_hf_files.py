@@ -11,9 +11,8 @@ import pytest
 from hf_measure import FIXTURES
 from safetensors.numpy import load_file, save_file
 
-from maxlite.checkpoint.safetensors import DTYPES, read_header
 from maxlite.hf.hf_config import model_keys
-from maxlite.hf.hf_folder import FolderWriter, read_tensors
+from maxlite.hf.hf_folder import DTYPES, FolderWriter, read_header, read_tensors
 
 BF16 = np.dtype(jnp.bfloat16)
 ARRAYS = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from maxlite.checkpoint.safetensors import read_header
+from maxlite.hf.hf_folder import read_header
 from maxlite.hf.mxfp4 import unpack
 
 SHAPE_EF = (3, 5)
