@@ -9,6 +9,8 @@ from collections import ChainMap, UserDict
 from collections.abc import Mapping
 from typing import Any
 
+from maxlite.config.errors import UserError
+
 
 class Registry(UserDict[str, Any]):
   """Implementations by name; `registry[name]` imports a "module:attribute" entry."""
@@ -21,6 +23,26 @@ class Registry(UserDict[str, Any]):
 def with_auto(registry: Registry) -> Mapping[str, Any]:
   """A live view of `registry` that begins with the name "auto"."""
   return ChainMap(registry, {"auto": None})
+
+
+def resolve_backend(
+  key: str, backends: Registry, auto: Mapping[str, str], name: str, platform: str
+) -> str:
+  """The entry of `backends` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
+
+  Args:
+    key: the config key that selects the backend, for the error message.
+    auto: the choice of "auto" by platform, and "other".
+
+  Raises:
+    UserError: there is no such backend.
+  """
+  if name == "auto":
+    return auto.get(platform, auto["other"])
+  if name not in backends:
+    known = ", ".join(backends)
+    raise UserError(f"{key}={name!r} is not a backend; choose auto or one of: {known}")
+  return name
 
 
 def _registry(template: str, *names: str) -> Registry:

@@ -19,8 +19,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from maxlite.config import registry
 from maxlite.config.registry import ATTENTION_BACKENDS
-from maxlite.kernels import backends
 from maxlite.kernels.attention.reference import AttentionMask
 
 AUTO = {"tpu": "splash", "gpu": "triton", "other": "chunked"}  # by platform
@@ -28,7 +28,7 @@ AUTO = {"tpu": "splash", "gpu": "triton", "other": "chunked"}  # by platform
 WITHOUT_VMA = frozenset({"splash", "cudnn"})
 ROW_MULTIPLES = {"splash": 128}  # the queries of a part of the rows are multiples of it
 
-resolve_backend = functools.partial(backends.resolve_backend, "attention", ATTENTION_BACKENDS, AUTO)
+resolve_backend = functools.partial(registry.resolve_backend, "attention", ATTENTION_BACKENDS, AUTO)
 
 
 def attention(

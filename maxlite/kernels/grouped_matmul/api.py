@@ -11,8 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from maxlite.config import registry
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
-from maxlite.kernels import backends
 from maxlite.kernels.grouped_matmul import quantized_rows
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 
@@ -22,7 +22,7 @@ AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton", "other": "ragged_dot
 WITHOUT_VMA = frozenset({"megablox"})
 
 resolve_backend = functools.partial(
-  backends.resolve_backend, "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO
+  registry.resolve_backend, "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO
 )
 
 
