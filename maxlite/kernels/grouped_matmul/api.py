@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from maxlite.config import registry
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
-from maxlite.kernels.grouped_matmul import quantized_rows
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
+from maxlite.kernels.quantized import quantized_grouped_matmul
 
 # By platform.
 AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton", "other": "ragged_dot"}
@@ -47,5 +47,5 @@ def grouped_matmul(
   assert jnp.issubdtype(group_sizes_G.dtype, jnp.integer), group_sizes_G.dtype
   group_sizes_G = group_sizes_G.astype(jnp.int32)
   if quantization and x_MD.size:
-    return quantized_rows.grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, quantization, backend)
+    return quantized_grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, quantization, backend)
   return GROUPED_MATMUL_BACKENDS[backend](x_MD, w_GDF, group_sizes_G, tiles)
