@@ -21,9 +21,9 @@ from maxlite.ensemble.population import LINEAGE, ancestors
 from maxlite.metrics.plots.ensemble_curves import (
   draw_calibration,
   draw_learning_curves,
+  draw_lineage,
   draw_parallel_coordinates,
 )
-from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.writers import read_rows
 from maxlite.optim.build import hyperparameters
 

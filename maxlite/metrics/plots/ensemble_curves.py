@@ -1,4 +1,4 @@
-"""Plots of an ensemble: learning curves, swept keys against loss, and calibration."""
+"""Plots of an ensemble: learning curves, swept keys against loss, calibration, and lineage."""
 
 import itertools
 import math
@@ -37,6 +37,8 @@ BEST_TO_WORST = ListedColormap(colormaps["viridis"](np.linspace(0, 0.82, 256)))
 # A bin with fewer is not drawn: the standard error of its accuracy is up to 0.1.
 MIN_BIN_TOKENS = 30
 METHOD_COLORS = ("#2a6fbb", "#d95f02", "#1b9e77", "#b5338a", "#8c6d1f", "#555555")
+_ARROW = {"arrowstyle": "-|>", "color": GRAY, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 1}
+Segment = tuple[int, int, str, Mapping[str, float]]  # start, end, ancestor, hyperparameters
 
 
 class _MemberCurves(NamedTuple):
@@ -329,3 +331,59 @@ def draw_calibration(methods: Mapping[str, Mapping[str, Any]], png_path: Path) -
   for axes in (above, below):
     style_axes(axes)
   save_figure(figure, png_path)
+
+
+def draw_lineage(
+  final: Mapping[str, Mapping[str, float]],
+  rows: Sequence[Mapping[str, Any]],
+  last_step: int,
+  png_path: Path,
+) -> None:
+  """Draw who continues from whom in population-based training.
+
+  There is a line per member with an arrow per copy, and below it every hyperparameter over steps. A
+  colour is an ancestor that has descendants at the end; others are gray.
+
+  Args:
+    final: the members' hyperparameters at the end, by name.
+    rows: of `population.LINEAGE`, by step.
+  """
+  segments = _segments(final, rows, last_step)
+  survivors = sorted({own[-1][2] for own in segments.values()})
+  colors = {name: colormaps["tab10"](n % 10) for n, name in enumerate(survivors)}
+  keys, ratios = list(next(iter(final.values()))), [1 + 0.25 * len(final)]
+  ratios += [2] * len(keys)
+  figure = new_figure(9, sum(ratios) + 0.5, w_pad=0.12, h_pad=0.08)
+  panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
+  height_of = {name: y for y, name in enumerate(segments)}
+  for name, (start, end, ancestor, values) in ((n, s) for n in segments for s in segments[n]):
+    for axes, y in zip(panels, [height_of[name], *map(values.get, keys)], strict=True):
+      axes.hlines(y, start, end, color=colors.get(ancestor, GRAY), linewidth=1.8)
+  for row in rows:
+    tail, head = ((row["step"], height_of[row[key]]) for key in ("from", "member"))
+    panels[0].annotate("", head, tail, arrowprops=_ARROW)
+  panels[0].set_yticks(range(len(segments)), list(segments))
+  panels[0].invert_yaxis()
+  for axes, key in zip(panels[1:], keys, strict=True):
+    axes.set_ylabel(key)
+    low, high = axes.dataLim.intervaly
+    axes.set_yscale("log" if low > 0 and high > LARGE_RANGE * low else "linear")
+  for axes in panels:
+    style_steps(axes)
+    axes.label_outer()
+  save_figure(figure, png_path)
+
+
+def _segments(
+  final: Mapping[str, Mapping[str, float]], rows: Sequence[Mapping[str, Any]], last_step: int
+) -> dict[str, list[Segment]]:
+  """Per member, its time from one copy to the next."""
+  ancestor_of, start_of = {name: name for name in final}, dict.fromkeys(final, 0)
+  segments: dict[str, list[Segment]] = {name: [] for name in final}
+  for row in rows:
+    name, step = row["member"], row["step"]
+    segments[name].append((start_of[name], step, ancestor_of[name], row["before"]))
+    start_of[name], ancestor_of[name] = step, ancestor_of[row["from"]]
+  for name, own in segments.items():
+    own.append((start_of[name], last_step, ancestor_of[name], final[name]))
+  return segments
