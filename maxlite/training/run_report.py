@@ -105,18 +105,17 @@ def finalize(
   parameters = tree_hash(result.state.params)
   if jax.process_index() > 0:
     return
-  from maxlite.metrics.plots.curves import draw_curves, draw_expert_load  # slow to import
-  from maxlite.metrics.plots.timeline import draw_timeline
+  from maxlite.metrics.plots import curves  # slow to import
 
-  draw_curves(folder.metrics, folder.curves)
+  curves.draw_curves(folder.metrics, folder.curves)
   plots = [folder.curves]
   if folder.expert_load.exists():
-    draw_expert_load(folder.expert_load, folder.expert_map)
+    curves.draw_expert_load(folder.expert_load, folder.expert_map)
     plots.append(folder.expert_map)
   if plan := trainer.phase_plan:
     spans = plan.spans(result.step, read_rows(folder.metrics))
     groups = {phase.name: phase.train for phase in plan.phases}
-    draw_timeline(folder.metrics, folder.timeline, groups, spans)
+    curves.draw_timeline(folder.metrics, folder.timeline, groups, spans)
     plots.append(folder.timeline)
   for tracker in writers.trackers:
     for plot in plots:

@@ -4,7 +4,7 @@ import json
 
 from matplotlib.image import imread
 
-from maxlite.metrics.plots.timeline import draw_timeline
+from maxlite.metrics.plots.curves import draw_timeline
 from maxlite.phases.phase_plan import spans_of_rows
 from maxlite.planning.plan_report import BAR, timeline_lines
 

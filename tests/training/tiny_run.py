@@ -19,7 +19,7 @@ from tiny import config_of
 from maxlite.config import Config
 from maxlite.ensemble import finalize
 from maxlite.metrics.goodput import Stopwatch
-from maxlite.metrics.plots import curves, timeline
+from maxlite.metrics.plots import curves
 from maxlite.metrics.writers import read_rows
 from maxlite.optim import with_schedule_steps
 from maxlite.training import open_run
@@ -77,7 +77,7 @@ def empty_plots() -> Iterator[None]:
         path.touch()
 
   with pytest.MonkeyPatch.context() as patch:
-    for module in (curves, timeline, finalize):
+    for module in (curves, finalize):
       for name in vars(module).copy():
         if name.startswith("draw_"):
           patch.setattr(module, name, touch)
