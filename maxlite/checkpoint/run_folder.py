@@ -15,7 +15,6 @@ from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
-from maxlite.config.files import MODEL_FILE, read_file
 from maxlite.config.object_store import (
   download,
   filesystem,
@@ -32,6 +31,7 @@ from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
 from maxlite.config.saved import differences, read_saved
 from maxlite.config.schema import KEYS
+from maxlite.config.yaml_files import MODEL_FILE, read_file
 
 Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
 _LOCK = ".lock"

@@ -8,7 +8,6 @@ from typing import Any
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.errors import exit_on_interrupt, exit_on_user_error
-from maxlite.config.files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
 from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
@@ -18,6 +17,7 @@ from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.config.tuning import validate_tuning
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
+from maxlite.config.yaml_files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
 
 
 def load_config(

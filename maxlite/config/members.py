@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from maxlite.config.errors import UserError
-from maxlite.config.files import EXECUTION_KEYS, read_preset
 from maxlite.config.object_store import join
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
@@ -23,6 +22,7 @@ from maxlite.config.schema import (
 from maxlite.config.sweep import Point, require_few_members, sweep_points
 from maxlite.config.validation import SHARED, is_folder_name, validate
 from maxlite.config.values import Setting, parse
+from maxlite.config.yaml_files import EXECUTION_KEYS, read_preset
 
 _SECTIONS = (ModelConfig, OptimizerConfig, TrainingConfig)
 _SINGLE_KEYS = ("init_weights_seed", "model_name", "data_shuffle_seed", "data_sampling")

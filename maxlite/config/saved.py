@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 
 from maxlite.config.file_io import write_atomically
-from maxlite.config.files import read_file
 from maxlite.config.plugins import import_plugins
 from maxlite.config.raw_values import FrozenMapping, Raw, show
 from maxlite.config.schema import DEFAULTS, REMOVED_KEYS, RENAMED_KEYS, SECTIONS, Config, flatten
 from maxlite.config.values import Setting, parse
+from maxlite.config.yaml_files import read_file
 
 
 def save_resolved(config: Config, path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxlite.config import files, load_config
+from maxlite.config import load_config, yaml_files
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, Config, flatten
 from maxlite.config.values import Setting, domain, parse
@@ -19,7 +19,7 @@ def presets(tmp_path, monkeypatch):
   """A folder with the preset `small`, in place of the shipped presets."""
   (tmp_path / "models").mkdir()
   (tmp_path / "models" / "small.yml").write_text("steps: 30\n")
-  monkeypatch.setattr(files, "CONFIGS", tmp_path)
+  monkeypatch.setattr(yaml_files, "CONFIGS", tmp_path)
   return tmp_path / "models"
 
 
@@ -140,7 +140,9 @@ def test_defaults_are_valid():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("file", sorted(files.CONFIGS.rglob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+  "file", sorted(yaml_files.CONFIGS.rglob("*.yml")), ids=lambda path: path.stem
+)
 def test_shipped_files_load(file):
   preset = file.parent.name == "models"
   argv = [f"model_name={file.stem}" if preset else str(file)]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from maxlite.config import UserError, files, load_config
+from maxlite.config import UserError, load_config, yaml_files
 from maxlite.config.members import MEMBER_KEYS, members_of
 from maxlite.config.rules import TEACHER_KEYS
 from maxlite.config.schema import (
@@ -121,7 +121,7 @@ def test_member_preset_is_overridden_by_keys_and_leaves_shared_keys(tmp_path, mo
   (tmp_path / "models").mkdir()
   preset = "head_dim: 16\nbase_emb_dim: 128\nvocab_size: 999\nsteps: 3\n"
   (tmp_path / "models" / "small.yml").write_text(preset)
-  monkeypatch.setattr(files, "CONFIGS", tmp_path)
+  monkeypatch.setattr(yaml_files, "CONFIGS", tmp_path)
   [member] = members_from("members=[{base_emb_dim: 64, model_name: small}]", "base_emb_dim=32")
   config = member.config
   assert member.overrides == {"base_emb_dim": 64, "model_name": "small"}
@@ -195,7 +195,7 @@ def test_log_uniform_integers():
   ("file", "count"), [("seeds", 32), ("depth_width", 12)], ids=["seeds", "depth_width"]
 )
 def test_number_of_members_of_shipped_ensembles(file, count):
-  found = members_from(str(files.CONFIGS / "ensemble" / f"{file}.yml"))
+  found = members_from(str(yaml_files.CONFIGS / "ensemble" / f"{file}.yml"))
   assert len(found) == count
   if file == "seeds":
     assert len({tuple(flatten(member.config.model).items()) for member in found}) == 1

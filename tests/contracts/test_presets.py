@@ -3,8 +3,8 @@
 import pytest
 
 from maxlite.config import describe_changes, load_config
-from maxlite.config.files import CONFIGS
 from maxlite.config.members import members_of
+from maxlite.config.yaml_files import CONFIGS
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 
 # Total and active parameters.
