@@ -215,7 +215,7 @@ class EnsembleLog(Log):
         of_member = {name: value[z] for name, value in common.items()} | own[z]
         rows[run.name] = self._member_row(z, step, of_member, seconds) | evaluated[z]
         self._writers[z].write(rows[run.name], of_member.get("expert_load"))
-    self._print_step(step, seconds, rows)
+    self._console.print(*describe_step(step, self._cfg.run.steps, seconds, rows), sep="\n")
 
   def _member_row(self, z: int, step: int, metrics: dict, seconds: float | None) -> dict:
     """The row that the member's solo run would log."""
@@ -224,9 +224,6 @@ class EnsembleLog(Log):
     if phase is not None and phase.loss not in DRAFT_LOSSES:
       metrics = {name: x for name, x in metrics.items() if name != "draft_loss"}
     return self._row(step, metrics, seconds, self._flops[z][index], phase)
-
-  def _print_step(self, step: int, seconds: float | None, rows: dict[str, dict]) -> None:
-    self._console.print(*describe_step(step, self._cfg.run.steps, seconds, rows), sep="\n")
 
 
 def describe_step(
