@@ -1,13 +1,29 @@
-"""Grouped matmul for CPUs, in plain JAX: work proportional to the rows, for any group sizes."""
+"""Grouped matmul for CPUs, in plain JAX: work proportional to the rows, for any group sizes.
+
+`for_tiles` loops over groups of rows, tile by tile. The first tile of a group holds the remainder
+of its size modulo the largest tile, in the smallest tile that fits it; it may extend beyond the
+group, where rows of other groups are masked. All further tiles have the largest size and are
+entirely within the group. Empty groups cost nothing. `pack` keeps 16-bit arrays in the form that
+loops of XLA:CPU carry without conversion (kernels/xla_cpu.py).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul import row_tiles
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES
 from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
+
+SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512)
+SMALL = 8  # rows per tile if groups have fewer on average
+
+Carry = Any  # a pytree of arrays
 
 
 def grouped_matmul(x_MD, w_GDF, group_sizes_G: jax.Array, tiles: object) -> jax.Array:
@@ -33,7 +49,7 @@ def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile, transpose: bool) -> jax.Arr
 
     y_MF = jnp.zeros_like(bits_MD, shape=(num_rows, w_GDF.shape[2 - w_axis]))
     w_GDF = pack(w_GDF.astype(dtype))
-    return unpack(row_tiles.for_tiles(body, y_MF, (w_GDF,), group_sizes_G, num_rows), dtype)
+    return unpack(for_tiles(body, y_MF, (w_GDF,), group_sizes_G, num_rows), dtype)
 
   return kernel(x_MD, w_GDF, group_sizes_G)
 
@@ -50,9 +66,101 @@ def _group_sums(x_MD, dy_MF, group_sizes_G) -> jax.Array:
 
   shape = (group_sizes_G.shape[0], x_MD.shape[1], dy_MF.shape[1])
   dw_GDF = jnp.zeros_like(x_MD, shape=shape, dtype=accumulator_dtype(dtype))
-  return row_tiles.for_tiles(body, dw_GDF, (), group_sizes_G, x_MD.shape[0])
+  return for_tiles(body, dw_GDF, (), group_sizes_G, x_MD.shape[0])
 
 
 def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile) -> jax.Array:
   del tile
   return _group_sums(x_MD, dy_MF, group_sizes_G).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTile:
+  """`num_rows` rows starting at `row`; `mask_m1` marks those of the group (None: all)."""
+
+  group: jax.Array
+  row: jax.Array
+  num_rows: int
+  mask_m1: jax.Array | None  # only for the first tile of a group
+
+  def read(self, rows_M: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The tile's rows of packed `rows_M` as `dtype`; rows of other groups are zero."""
+    rows_m = jax.lax.dynamic_slice_in_dim(rows_M, self.row, self.num_rows)
+    return unpack(self._masked(rows_m, 0), dtype)
+
+  def write(self, rows_M: jax.Array, rows_m: jax.Array) -> jax.Array:
+    """Packed `rows_M` with the tile's rows replaced; rows of other groups are kept."""
+    rows_m = pack(rows_m)
+    if self.mask_m1 is not None:
+      rows_m = self._masked(rows_m, jax.lax.dynamic_slice_in_dim(rows_M, self.row, self.num_rows))
+    return jax.lax.dynamic_update_slice_in_dim(rows_M, rows_m, self.row, axis=0)
+
+  def add(self, sum_G: jax.Array, part: jax.Array) -> jax.Array:
+    """`sum_G` with `part` added to the group's sum; the first tile of a group overwrites it."""
+    if self.mask_m1 is None:
+      part += jax.lax.dynamic_index_in_dim(sum_G, self.group, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(sum_G, part, self.group, 0)
+
+  def _masked(self, rows_m: jax.Array, other: jax.Array | int) -> jax.Array:
+    if self.mask_m1 is None:
+      return rows_m
+    return jnp.where(self.mask_m1 if rows_m.ndim > 1 else self.mask_m1[:, 0], rows_m, other)
+
+
+def for_tiles(
+  body: Callable[[RowTile, tuple, Carry], Carry],
+  carry: Carry,
+  matrices_G: tuple[jax.Array, ...],
+  group_sizes_G: jax.Array,
+  num_rows: int,
+) -> Carry:
+  """Runs `carry = body(tile, the group's matrices, carry)` for all tiles of all groups."""
+  sizes = _sizes(num_rows, group_sizes_G.shape[0])
+  ends_G = jnp.cumsum(group_sizes_G)
+  starts_G = ends_G - group_sizes_G
+  is_empty_G = group_sizes_G == 0
+  group_G = jnp.argsort(is_empty_G)  # empty groups last: their matrices are never read
+
+  def group_body(n, carry):
+    group = group_G[n]
+    start, end = starts_G[group], ends_G[group]
+    matrices = tuple(jax.lax.dynamic_index_in_dim(w, group, keepdims=False) for w in matrices_G)
+    middle = start + (end - start) % sizes[-1]
+    visit = lambda tile, carry: body(tile, matrices, carry)
+    for smaller, size in zip((0, *sizes), sizes, strict=False):
+      mask = functools.partial(_between, end=middle, size=size, num_rows=num_rows)
+      first = lambda row, carry, n=size, mask=mask: visit(RowTile(group, row, n, mask(row)), carry)
+      fits = (middle - start > smaller) & (middle - start <= size)
+      carry = _while(first, start, jnp.where(fits, middle, start), size, carry)
+    further = lambda row, carry: visit(RowTile(group, row, sizes[-1], None), carry)
+    return _while(further, middle, end, sizes[-1], carry)
+
+  return jax.lax.fori_loop(0, jnp.sum(~is_empty_G, dtype=jnp.int32), group_body, carry)
+
+
+def _sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
+  """Tile sizes, smallest first."""
+  if num_rows < SMALL * num_groups:
+    return (min(SMALL, num_rows),)
+  return tuple(size for size in SIZES if size < num_rows) or (num_rows,)
+
+
+def _while(body: Callable[..., Carry], start, end, step: int, carry: Carry) -> Carry:
+  """Runs `carry = body(row, carry)` for every `step`-th row in [start, end).
+
+  Used also for at most one iteration: a conditional would copy the carried arrays.
+  """
+
+  def advance(state):
+    return state[0] + step, body(*state)
+
+  return jax.lax.while_loop(lambda state: state[0] < end, advance, (start, carry))[1]
+
+
+def _between(start, end, size: int, num_rows: int) -> jax.Array:
+  """[size, 1] which rows of a slice at `start` are in [start, end).
+
+  A slice that would extend past the array is moved back to fit, as in `dynamic_slice`.
+  """
+  rows_m1 = (jnp.minimum(start, num_rows - size) + jnp.arange(size, dtype=jnp.int32))[:, None]
+  return (rows_m1 >= start) & (rows_m1 < end)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.grouped_matmul.row_tiles import for_tiles
+from maxlite.kernels.grouped_matmul.tiled import for_tiles
 from maxlite.kernels.grouped_mlp.composed import weighted
 from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
