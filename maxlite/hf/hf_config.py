@@ -10,7 +10,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
 from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.schema import DEFAULTS, ModelConfig, TilesConfig, flatten
-from maxlite.config.schema.parametrization_config import ParametrizationConfig
+from maxlite.config.schema.training_config import ParametrizationConfig
 from maxlite.config.values import Setting, parse
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily

@@ -1,4 +1,4 @@
-"""Optimizer, training step and phases."""
+"""Optimizer, training step, phases, local updates and parametrization."""
 
 import dataclasses
 
@@ -125,3 +125,21 @@ class LocalUpdatesConfig:
     0.7, "Learning rate of outer steps; 1 without momentum: the replicas' mean.", low=0
   )
   outer_momentum: float = field(0.9, "Nesterov momentum of outer steps.", low=0, high=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParametrizationConfig:
+  """How initial weights and updates depend on the width of the model."""
+
+  parametrization: str = model_field(
+    "standard",
+    "`standard`, or `mup`: initial weights and updates scaled for the width, so that the best "
+    "learning rate of a model of the base width is that of wider ones (docs/tuning.md).",
+    choices=("standard", "mup"),
+  )
+  mup_base_emb_dim: int = model_field(
+    0, "base_emb_dim at which mup is the standard parametrization.", low=0
+  )
+  mup_base_head_dim: int = model_field(
+    0, "head_dim at which mup is the standard parametrization; 0: head_dim.", low=0
+  )
