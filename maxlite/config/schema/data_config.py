@@ -79,7 +79,7 @@ class DataConfig:
     "this length, so the tokens per step remain.",
   )
   enable_data_shuffling: bool = field(True, "Shuffle documents, and rows in every epoch.")
-  data_shuffle_seed: int = field(0, "Seed of the shuffling.", low=0, high=2**32 - 1)
+  data_shuffle_seed: int = field(0, "Seed of the shuffling.", low=0)
   data_sampling: str = field(
     "shuffle",
     "Rows of an epoch: `shuffle` reads each once; `bootstrap` draws as many with replacement.",

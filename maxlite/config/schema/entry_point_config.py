@@ -23,7 +23,7 @@ class GenerateConfig:
   )
   stop: tuple[str, ...] = field((), "Stop strings; the completion ends before the first.")
   decode_sampling_seed: int = field(
-    0, "Seed of the sampling; the n-th prompt of prompt_file adds n.", low=0, high=2**32 - 1
+    0, "Seed of the sampling; the n-th prompt of prompt_file adds n.", low=0
   )
   decode_batch_size: int = field(8, "Maximum number of sequences decoded at once.", low=1)
   num_speculative_tokens: int = field(
