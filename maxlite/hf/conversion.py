@@ -23,13 +23,14 @@ from maxlite.config import Config, load_config, read_saved, save_keys, save_reso
 from maxlite.config.command_line import without_files
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import new_folder
+from maxlite.config.model_function import EXECUTION
 from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
-from maxlite.hf.hf_config import EXECUTION, find_family, model_keys
+from maxlite.hf.hf_config import find_family, model_keys
 from maxlite.hf.hf_folder import shorten_list, write_json
 from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
 from maxlite.hf.load_model import abstract_params

@@ -18,9 +18,9 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.parameters import StoredParameters
 from maxlite.config import Config, load_config
 from maxlite.config.errors import UserError
+from maxlite.config.model_function import EXECUTION
 from maxlite.config.raw_values import show
 from maxlite.config.schema import flatten
-from maxlite.hf.hf_config import EXECUTION
 
 # decoder_block of the dense model: decoder_block and router of the mixture.
 MIXTURES = {

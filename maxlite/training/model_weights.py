@@ -13,11 +13,13 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved
 from maxlite.config.errors import UserError
+from maxlite.config.model_function import function_keys
 from maxlite.config.phases import initial_phases_of, phases_of
+from maxlite.config.raw_values import show
 from maxlite.config.registry import WEIGHT_FORMATS
 from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingConfig, build
 from maxlite.config.validation import validate
-from maxlite.layers.lora import add_missing_modules
+from maxlite.layers.lora import OPTIONAL_MODULE_KEYS, add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.optim.partition import ALL_PARAMETERS
 from maxlite.phases.phase_plan import PhasePlan
@@ -72,6 +74,8 @@ class RunWeights(ModelWeights):
 def read_parameters(trainer: Trainer) -> Any:
   """The parameters at load_parameters_path, sharded and typed as those of `trainer`.
 
+  Reports the keys in which the models differ although their parameters have the same shapes.
+
   Raises:
     UserError: there is no such folder, or its model has other shapes.
   """
@@ -87,6 +91,11 @@ def read_parameters(trainer: Trainer) -> Any:
     raise UserError(
       f"{key}={path} has a model of other shapes: set the model's keys as there, or write {key}="
     )
+  there, here = function_keys(weights.model), function_keys(trainer.cfg.model)
+  names = [n for n in here if here[n] != there.get(n, here[n]) and n not in OPTIONAL_MODULE_KEYS]
+  if names and jax.process_index() == 0:
+    listed = lambda keys: " ".join(f"{name}={show(keys[name])}" for name in names)
+    print_to_stderr(f"{key}={path} was trained with {listed(there)}, this run has {listed(here)}")
   dtype = trainer.cfg.model.weight_dtype
   return jax.tree.map(lambda leaf: leaf.astype(dtype), weights.read(other))
 

@@ -14,10 +14,11 @@ from maxlite.checkpoint import chunked_array
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
 from maxlite.config.model_families import MODELS
+from maxlite.config.model_function import EXECUTION
 from maxlite.config.schema import DEFAULTS, ModelConfig, build, flatten
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
-from maxlite.hf.hf_config import EXECUTION, find_family, model_keys
+from maxlite.hf.hf_config import find_family, model_keys
 from maxlite.hf.load_model import abstract_params, trainer_of_model
 from maxlite.hf.tensor_mapping import axis_layout
 

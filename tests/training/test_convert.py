@@ -24,6 +24,8 @@ from maxlite.config.schema import CheckpointConfig
 from maxlite.hf.conversion import read_merged
 from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.load_model import trainer_of_model
+from maxlite.training.model_weights import read_parameters
+from maxlite.training.trainer import build_trainer
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
@@ -138,6 +140,15 @@ def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
   moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
   assert moments
   assert not any(leaf.any() for leaf in moments)
+
+
+def test_a_run_reports_how_the_model_differs_whose_weights_it_starts_from(root, capsys):
+  keys = ("dataset_type=synthetic", "remat_policy=full", f"load_parameters_path={root}/llama")
+  for changed, line in (("lora_rank=2", ""), ("rope_max_timescale=5", "rope_max_timescale=5.0\n")):
+    cfg = load_config((*keys, changed), defaults=read_saved(root / "llama" / "config.yml"))
+    read_parameters(build_trainer(cfg, jax.devices()[:1]))
+    found = capsys.readouterr().err
+    assert found.endswith(line) if line else not found
 
 
 @pytest.mark.parametrize("dense", ["llama", slow("qwen3")])

@@ -1,0 +1,40 @@
+"""The keys of a model that determine which function it computes of its weights."""
+
+from typing import Any
+
+from maxlite.config.registry import GROUP_ROUTERS
+from maxlite.config.schema import ModelConfig, TilesConfig, flatten
+from maxlite.config.schema.training_config import ParametrizationConfig
+
+# Keys of ModelConfig that determine how to compute or train the model, not which function it is.
+EXECUTION = {
+  "dtype", "weight_dtype", "quantization", "attention", "attention_block_q",
+  "context_parallel_strategy", "remat_policy", "remat_saved_names",
+  "scan_layers", "scan_unroll", "routed_bias_update_rate", "float32_gate_logits",
+  "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
+  "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",
+  "ragged_buffer_factor", "megablox", "grouped_matmul", "lora_alpha", *flatten(TilesConfig()),
+  *flatten(ParametrizationConfig()),
+}  # fmt: skip
+
+
+def function_keys(cfg: ModelConfig) -> dict[str, Any]:
+  """Return {key: value} of the keys that determine the model's function and are in use."""
+  model, flat = cfg.family, flatten(cfg)
+  names = set(flat) - EXECUTION - {"decoder_block"}
+  if not model.is_moe:
+    names -= set(flatten(cfg.moe))
+  elif cfg.moe.first_num_dense_layers == 0 and cfg.moe.interleave_moe_layer_step == 1:
+    names -= {"base_mlp_dim"}
+  if cfg.moe.router not in GROUP_ROUTERS:
+    names -= {"n_routing_groups", "topk_routing_group"}
+  if model.latent_attention:
+    names -= {"base_num_kv_heads", "head_dim"}
+  else:
+    names -= set(flatten(cfg.mla))
+  bases = {"rope_max_timescale", "local_rope_max_timescale"}
+  if cfg.rope.rope_type == "default":
+    names -= set(flatten(cfg.rope)) - {"rope_type", *bases}
+    if len({flat[base] for base in bases}) == 1:  # all layers have the same rotary embedding
+      flat["local_rope_max_timescale"] = 0.0
+  return {name: value for name, value in flat.items() if name in names}
