@@ -23,8 +23,7 @@ except ImportError as error:
   message = f"maxlite.lm_eval_adapter needs {error.name}: pip install 'maxlite[lm_eval]'"
   raise (SystemExit if __name__ == "__main__" else ImportError)(message) from None
 
-from maxlite.config import Config, exit_on_user_error, read_saved
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error, read_saved
 from maxlite.config.schema import DataConfig, build
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlite.config import Config, load_config
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, load_config
 from maxlite.config.schema import flatten
 
 

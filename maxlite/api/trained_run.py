@@ -11,8 +11,7 @@ import numpy as np
 
 from maxlite.api.train_function import to_arguments
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, load_config, read_saved
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, load_config, read_saved
 from maxlite.config.schema import HostsConfig, flatten
 from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.ensemble.search import train_search

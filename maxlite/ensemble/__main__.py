@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, exit_on_user_error, read_saved, save_resolved
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
 from maxlite.config.members import members_of
 from maxlite.config.schema import MESH_AXES, MeshConfig, build
 from maxlite.config.values import suggest

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from rich.console import Console
 
 from maxlite import __version__
-from maxlite.config import Config, exit_on_user_error
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.members import members_of
 from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import abstract_batch, local_rows

@@ -7,8 +7,7 @@ results, so that a restart repeats those of the finished rounds.
 import math
 from collections.abc import Sequence
 
-from maxlite.config import Config, exit_on_user_error
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.members import MemberConfig, members_of
 from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.registry import SAMPLERS

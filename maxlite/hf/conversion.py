@@ -19,9 +19,8 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, load_config, read_saved, save_keys, save_resolved
+from maxlite.config import Config, UserError, load_config, read_saved, save_keys, save_resolved
 from maxlite.config.command_line import without_files
-from maxlite.config.errors import UserError
 from maxlite.config.file_io import new_folder
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload

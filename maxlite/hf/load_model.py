@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError
 from maxlite.config.object_store import HUB, local_folder
 from maxlite.config.schema import (
   DEFAULTS,

@@ -16,8 +16,7 @@ import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.parameters import StoredParameters
-from maxlite.config import Config, load_config
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, load_config
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.raw_values import show
 from maxlite.config.schema import flatten

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from maxlite.config import Config, exit_on_user_error
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.schema import GenerateConfig
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from maxlite.config import Config, exit_on_user_error
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.waits import report_wait

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, read_saved
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, read_saved
 from maxlite.config.model_function import function_keys
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show

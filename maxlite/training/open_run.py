@@ -13,8 +13,7 @@ from rich.console import Console
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import Config, exit_on_user_error, save_resolved
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error, save_resolved
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS

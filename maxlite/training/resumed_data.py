@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError
 from maxlite.config.mixture import mixture_of
 from maxlite.config.phases import phases_of, reads_same_documents
 from maxlite.config.schema import DataConfig

@@ -6,8 +6,7 @@ import os
 import socket
 import sys
 
-from maxlite.config import Config, exit_on_user_error
-from maxlite.config.errors import UserError
+from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine, open_text_tokenizer
