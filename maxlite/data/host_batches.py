@@ -15,6 +15,7 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.packing import Row, RowSource
 
 Entries = tuple[tuple[int, int], ...]  # (batches before, value), ascending from 0
+_READ_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +123,6 @@ def cut_rows(batch: Row, length: int) -> Row:
 
 def _value_at(entries: Entries, num_batches: int) -> int:
   return next(value for start, value in reversed(entries) if start <= num_batches)
-
-
-_READ_THREADS = 2
 
 
 def prefetch(
