@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.config.errors import UserError
 from maxlite.sharding import Sharder
@@ -157,39 +158,56 @@ def _model_functions(
 ) -> tuple[Callable, Callable, Callable]:
   """(init of the variables, gradients, prediction), each traced once."""
   init = trace_once(lambda key: nn.init(loss, model)(key, batch))
-  sown = _sown_collections(model, loss, jax.eval_shape(init, jax.random.key(0)), batch)
+  variables = jax.eval_shape(init, jax.random.key(0))
+  mutable = tuple(name for name in variables if name != "params")
+  sown = _sown_variables(model, loss, variables, mutable, batch)
+  gradients = build_gradients(_LinenLoss(model, loss, mutable, sown))
   return (
-    lambda key: {name: tree for name, tree in init(key).items() if name not in sown},
-    jax.jit(build_gradients(_LinenLoss(model, loss, sown))),  # inlined, it would lose its sources
+    lambda key: _without(init(key), sown),
+    jax.jit(gradients),  # inlined, it would lose its sources
     trace_once(lambda state, inputs: nn.apply(predict, model)(variables_of(state), inputs)),
   )
 
 
-def _sown_collections(model: nn.Module, loss: Loss, variables: Any, batch: Any) -> tuple[str, ...]:
-  """The collections that grow with every call, as by `Module.sow`: not part of the state."""
-  mutable = [name for name in variables if name != "params"]
-  if not mutable:
-    return ()
+def _sown_variables(
+  model: nn.Module, loss: Loss, variables: Any, mutable: Sequence[str], batch: Any
+) -> frozenset[tuple[str, ...]]:
+  """Paths of the variables that grow with every call, as by `Module.sow`: not part of the state."""
   run = lambda variables, key: nn.apply(loss, model, mutable=mutable)(variables, batch, rngs=key)
   _, updated = jax.eval_shape(run, variables, {"params": jax.random.key(0)})
+  before, after = flatten_dict({name: variables[name] for name in mutable}), flatten_dict(updated)
   shapes = lambda tree: jax.tree.map(jnp.shape, tree)
-  return tuple(name for name in mutable if shapes(updated[name]) != shapes(variables[name]))
+  grows = lambda path: shapes(before.get(path)) != shapes(after.get(path))
+  return frozenset(filter(grows, before | after))
 
 
-def _identity(value: Any) -> Hashable:
+def _without(variables: dict[str, Any], paths: frozenset[tuple[str, ...]]) -> dict[str, Any]:
+  if not paths:
+    return variables
+  flat = flatten_dict(variables, keep_empty_nodes=True)
+  return unflatten_dict({path: value for path, value in flat.items() if path not in paths})
+
+
+def _identity(value: Any, modules: dict[Any, int] | None = None) -> Hashable:
   """A key that only values share with which a module computes the same.
 
-  Equality does not suffice: 1 == 1.0 == True, 0.0 == -0.0, and a dataclass may leave fields out of
-  it. Values whose type is not known here are compared by identity, and must live as long as the
-  key.
+  Equality does not suffice: 1 == 1.0 == True, 0.0 == -0.0, a dataclass may leave fields out of it,
+  and a submodule that is in two fields has its parameters once. Values whose type is not known here
+  are compared by identity, and must live as long as the key.
+
+  Args:
+    modules: the numbers of the modules so far, in the order of their first use.
   """
+  modules = {} if modules is None else modules
+  identity = functools.partial(_identity, modules=modules)
   if isinstance(value, nn.Module):
+    number = modules.setdefault(vars(value)["_id"], len(modules))  # by which Flax shares modules
     own = {name: x for name, x in vars(value).items() if name not in _FLAX_INTERNALS}
-    return type(value), _identity(own)
+    return type(value), number, identity(own)
   if isinstance(value, tuple | list):
-    return type(value), *map(_identity, value)
+    return type(value), *map(identity, value)
   if isinstance(value, Mapping):
-    return type(value), *((_identity(key), _identity(x)) for key, x in value.items())
+    return type(value), *((identity(key), identity(x)) for key, x in value.items())
   if type(value) in (bool, int, float, str, bytes, type(None)):
     return type(value), repr(value)
   return id(value)
@@ -212,19 +230,19 @@ class _LinenLoss(LossFunction):
 
   model: nn.Module
   loss: Loss
-  sown: tuple[str, ...]  # collections that are empty before each step
+  mutable: tuple[str, ...]  # collections
+  sown: frozenset[tuple[str, ...]]  # paths of variables that do not exist before each step
 
   def forward(
     self, params: Any, collections: Any, batch: Any, key: jax.Array
   ) -> tuple[tuple[jax.Array, dict], Any]:
-    run = nn.apply(self.loss, self.model, mutable=[*collections, *self.sown])
+    run = nn.apply(self.loss, self.model, mutable=self.mutable)
     result, updated = run({"params": params, **collections}, batch, rngs={"params": key})
-    updated = {name: updated[name] for name in collections}
     loss, metrics = result, {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
       loss, metrics = result
     check_scalars({"loss": loss}, f"the model {type(self.model).__name__}")
-    return (loss, metrics), updated
+    return (loss, metrics), _without(updated, self.sown)
 
   def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
     loss, metrics = sums

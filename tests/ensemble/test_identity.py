@@ -25,6 +25,7 @@ class Fields(nn.Module):
   act: Callable = nn.tanh
   offset: float = dataclasses.field(default=0.0, compare=False)
   key: Any = None
+  layers: tuple[nn.Module, ...] = ()
 
   @nn.compact
   def __call__(self, x_BTD, train=True):
@@ -32,6 +33,8 @@ class Fields(nn.Module):
     x_BD = x_BTD[:, 0]
     for width in self.features:
       x_BD = self.act(nn.Dense(width)(x_BD))
+    for layer in self.layers:
+      x_BD = layer(x_BD)
     x_BD = x_BD / self.scale + self.offset
     if isinstance(self.scale, int):
       x_BD = -x_BD
@@ -42,6 +45,7 @@ class Fields(nn.Module):
     return nn.Dense(1)(x_BD)
 
 
+DENSE = nn.Dense(3)
 PAIRS = {
   "int and float": ({"scale": 1}, {"scale": 1.0}),
   "bool and int": ({"scale": True}, {"scale": 1}),
@@ -53,6 +57,7 @@ PAIRS = {
   "functions": ({"act": nn.relu}, {"act": nn.gelu}),
   "random keys": ({"key": jax.random.key(1)}, {"key": jax.random.key(2)}),
   "equal modules": ({"features": [3]}, {"features": [3]}),
+  "shared modules": ({"layers": (DENSE, DENSE)}, {"layers": (nn.Dense(3), nn.Dense(3))}),
 }
 
 
@@ -111,11 +116,12 @@ def test_any_integer_is_a_seed(strategy):
 
 
 class Sowing(nn.Module):
-  """A module whose loss has a term that it sows, and with statistics."""
+  """A module whose loss has a term that it sows, and with statistics, to which it sows as well."""
 
   @nn.compact
   def __call__(self, x_BTD, train=True):
     x_BD = nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x_BTD[:, 0]))
+    self.sow("batch_stats", "seen", x_BD)
     self.sow("losses", "size", jnp.mean(x_BD**2))
     self.sow("losses", "size", jnp.mean(jnp.abs(x_BD)))
     return nn.Dense(1)(x_BD)
@@ -135,7 +141,9 @@ def test_sown_values_live_for_one_step(strategy):
   for n in range(3):
     state, metrics = ensemble.step(state, batch(n))
     losses.append(np.asarray(metrics["loss"]))
-  assert set(ensemble.member_params(state, "m0")) == {"params", "batch_stats"}
+  variables = ensemble.member_params(state, "m0")
+  assert set(variables) == {"params", "batch_stats"}
+  assert set(variables["batch_stats"]) == {"BatchNorm_0"}
   for z, rate in enumerate(rates):
     np.testing.assert_allclose(np.stack(losses)[:, z], sown_losses_of_solo_run(rate), rtol=1e-6)
 
@@ -143,13 +151,13 @@ def test_sown_values_live_for_one_step(strategy):
 def sown_losses_of_solo_run(rate):
   model, losses = Sowing(), []
   variables = model.init(jax.random.key(0), batch(0)[0])
-  params, stats = variables["params"], variables["batch_stats"]
+  params, stats = variables["params"], variables["batch_stats"]["BatchNorm_0"]
 
   def value(params, stats, inputs, targets):
-    variables = {"params": params, "batch_stats": stats}
+    variables = {"params": params, "batch_stats": {"BatchNorm_0": stats}}
     y, new = model.apply(variables, inputs, mutable=["batch_stats", "losses"])
     penalty = sum(jax.tree.leaves(new["losses"]))
-    return jnp.mean((y - targets) ** 2) + penalty, new["batch_stats"]
+    return jnp.mean((y - targets) ** 2) + penalty, new["batch_stats"]["BatchNorm_0"]
 
   compute = jax.jit(jax.value_and_grad(value, has_aux=True))
   for n in range(3):
