@@ -118,6 +118,7 @@ class Ensemble:
     """The state before the first step; chooses the strategy and sets `plan`."""
     self._batch = abstract_tree(example_batch)
     if self._own_batches:
+      self._check_own_batches(example_batch)
       example_batch = jax.tree.map(lambda leaf: leaf[0], example_batch)
     programs = build_programs(self.members, self._loss, self._predict, example_batch)
     request = EngineRequest(
@@ -140,6 +141,8 @@ class Ensemble:
       UserError: the state was donated to an earlier step, or the batch has other shapes than that
         of `init`.
     """
+    if self._own_batches:
+      self._check_own_batches(batch)
     with self._explain_errors(state, batch):
       return self._engine.step(state, batch)
 
@@ -155,8 +158,16 @@ class Ensemble:
     return variables_of(self.member_states(state)[name])
 
   def load_states(self, states: dict[str, Any]) -> Any:
-    """The state built from the members' states, as `member_states` returns them."""
-    return self._engine.pack([states[name] for name in self.names])
+    """The state built from copies of the members' states, as `member_states` returns them.
+
+    Raises:
+      UserError: a member has no state, or one of another model or optimizer.
+    """
+    with self._explain_errors(states):
+      if missing := ", ".join(name for name in self.names if name not in states):
+        raise UserError(f"there is no state of {missing}: give one of every member")
+      own = map(_in_form_of, map(states.get, self.names), self._engine.abstract, self.names)
+      return self._engine.pack(jax.device_put(list(own), may_alias=False))
 
   def predict(self, state: Any, inputs: Any) -> Prediction:
     """The members' predictions, their mean and their standard deviation."""
@@ -165,6 +176,14 @@ class Ensemble:
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
     over_members = lambda of: jax.tree.map(functools.partial(of, axis=0), stacked)
     return Prediction(over_members(jnp.mean), stacked, over_members(jnp.std))
+
+  def _check_own_batches(self, batch: Any) -> None:
+    for leaf in jax.tree.leaves(batch):
+      if jnp.shape(leaf)[:1] != (len(self.members),):
+        raise UserError(
+          f"own_batches takes a batch per member, stacked: a leaf of shape {jnp.shape(leaf)} does "
+          f"not have a first axis of {len(self.members)}"
+        )
 
   @contextlib.contextmanager
   def _explain_errors(self, state: Any, batch: Any = None) -> Iterator[None]:
@@ -184,6 +203,22 @@ class Ensemble:
           f"{shapes(self._batch)}: give batches of one structure, shape and dtype"
         ) from error
       raise
+
+
+def _in_form_of(state: Any, abstract: Any, name: str) -> Any:
+  """The member's state with the containers of `abstract`, whose leaves it must have."""
+  leaves = lambda tree: [
+    (jax.tree_util.keystr(path, simple=True, separator="/"), jnp.shape(x), jnp.result_type(x))
+    for path, x in jax.tree.leaves_with_path(tree)
+  ]
+  given, needed = leaves(state), leaves(abstract)
+  if given != needed:
+    path = min({each[0] for each in set(given) ^ set(needed)}, default="the order of leaves")
+    raise UserError(
+      f"the state of {name} is not of its model and optimizer: it differs in {path}; give that of a "
+      "member with the same ones"
+    )
+  return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state))
 
 
 def stack_common(metrics: list[dict]) -> dict[str, jax.Array]:

@@ -118,7 +118,7 @@ def choose(
     try:
       engines[name] = ENSEMBLE_STRATEGIES[name](request)
       estimates.append(estimate(name, engines[name], request))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
       if strategy != "auto":
         end = f"; {remedy}" if isinstance(error, JaxprMismatchError) else ""
         raise UserError(f"strategy {name} cannot serve these members: {error}{end}") from None

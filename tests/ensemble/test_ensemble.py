@@ -112,6 +112,7 @@ def test_returned_states_stay_valid_after_the_next_step():
     states = ensemble.member_states(state)
     before = jax.tree.map(np.array, states)
     ensemble.step(state, BATCH)
+    ensemble.step(ensemble.load_states(states), BATCH)
     assert largest_error(states, before) == 0
 
 
@@ -175,6 +176,11 @@ def _init(strategy="auto", devices=8, **keywords):
       r"'loss' of the model Mlp is tuple; .* or \(scalar, \{name: scalar\}\)",
     ),
     (lambda: one_member(loss).step(None, BATCH), r"no state yet: call init\(example_batch\) first"),
+    (lambda: one_member(loss).load_states({}), r"no state yet: call init\(example_batch\) first"),
+    (
+      lambda: _init(own_batches=True),
+      r"takes a batch per member, stacked: a leaf of shape \(4, 2\) .* first axis of 2",
+    ),
     (lambda: _init(memory_gb=1e-9), "need .* GB on a device, and 1e-09 GB are given: train fewer"),
   ],
 )
@@ -208,6 +214,50 @@ def test_a_batch_of_another_size_is_one_line(strategy):
   with pytest.raises(UserError, match=match):
     ensemble.step(state, BATCH[:3])
   ensemble.step(state, BATCH)  # the state was not donated
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+def test_own_batches_of_another_number_of_members_are_one_line(strategy):
+  members = [Member(Mlp(), optax.sgd(rate)) for rate in (0.1, 0.2)]
+  devices = jax.devices()[: 2 if strategy == "switched" else 1]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=devices, own_batches=True)
+  state = ensemble.init(np.stack([BATCH] * 2))
+  for wrong in (1, 3):
+    with pytest.raises(UserError, match=rf"\({wrong}, 4, 2\) does not have a first axis of 2"):
+      ensemble.step(state, np.stack([BATCH] * wrong))
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+def test_states_of_other_members_are_one_line(strategy):
+  optimizers = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}
+  ensembles = {
+    name: Ensemble(
+      [Member(Mlp(), optimizer, name="a")], loss, strategy=strategy, devices=jax.devices()[:1]
+    )
+    for name, optimizer in optimizers.items()
+  }
+  states = {name: each.member_states(each.init(BATCH)) for name, each in ensembles.items()}
+  for given, of in (("sgd", "adam"), ("adam", "sgd")):
+    with pytest.raises(UserError, match=r"state of a is not .*: it differs in opt_state/0/count"):
+      ensembles[of].load_states(states[given])
+  with pytest.raises(UserError, match="there is no state of a: give one of every member"):
+    ensembles["sgd"].load_states({"b": states["sgd"]["a"]})
+
+
+def test_auto_avoids_strategies_that_cannot_batch_a_callback():
+  class Calling(nn.Module):
+    @nn.compact
+    def __call__(self, x_BD):
+      y_BD = jax.lax.stop_gradient(nn.Dense(1)(x_BD))
+      return y_BD + jax.pure_callback(np.sin, jax.ShapeDtypeStruct(y_BD.shape, y_BD.dtype), y_BD)
+
+  members = [Member(Calling(), optax.sgd(rate)) for rate in (0.1, 0.2)]
+  ensemble = Ensemble(members, loss, devices=jax.devices()[:1])
+  _, metrics = ensemble.step(ensemble.init(BATCH), BATCH)
+  assert ensemble.plan.strategy == "submesh"
+  assert np.isfinite(metrics["loss"]).all()
+  with pytest.raises(UserError, match=r"stacked cannot serve these members: .*vmap_method"):
+    Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1]).init(BATCH)
 
 
 def test_an_unknown_member_is_an_error_that_names_it():
