@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,15 @@ class Phase:
       raise UserError(f"phase {self.name} needs steps= or until=, one of the two")
     if isinstance(self.train, str) or not self.train:
       raise UserError(f"phase {self.name} trains {self.train!r}; give a list of path regexes")
-    if self.accumulate < 1:
-      raise UserError(f"phase {self.name} has accumulate={self.accumulate}; give at least 1")
+    if not hasattr(self.optimizer, "update"):
+      name = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
+      raise UserError(f"phase {self.name} has optimizer={name}; give an optimizer, as {name}(...)")
+    if not isinstance(self.steps, int | None):
+      raise UserError(f"phase {self.name} has steps={self.steps}; give an integer")
+    if not isinstance(self.accumulate, SupportsIndex) or int(self.accumulate) < 1:
+      raise UserError(
+        f"phase {self.name} has accumulate={self.accumulate}; give an integer, at least 1"
+      )
 
 
 class Alternation:
@@ -185,7 +192,15 @@ class Alternation:
     return averaged_params(state)
 
   def _partitions(self, params: Any) -> dict[str, Partition]:
-    return Partition.by_phase(params, {phase.name: phase.train for phase in self.phases})
+    partitions = Partition.by_phase(params, {phase.name: phase.train for phase in self.phases})
+    for name, partition in partitions.items():
+      for path, leaf in jax.tree.leaves_with_path(partition.split(params)[0]):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+          raise UserError(
+            f"phase {name} trains {path_of(path)}, which is {jax.typeof(leaf).str_short()} and has "
+            "no gradient: leave it out of its regexes"
+          )
+    return partitions
 
   def _init(self, params: Any, collections: Any, seed: jax.Array) -> TrainState:
     partitions = self._partitions(params)
@@ -279,11 +294,15 @@ def _freeze_collections(before: Any, after: Any, params: Any, partition: Partiti
 
   A module without parameters follows the nearest enclosing module that has some.
   """
-  trained, frozen = ([f"{path}/" for path in paths_in(x)] for x in partition.split(params))
+  module_paths = lambda tree: [f"{path}/".removeprefix("params/") for path in paths_in(tree)]
+  trained, frozen = map(module_paths, partition.split(params))
 
   def leaf(key_path: tuple, old: Any, new: Any) -> Any:
-    module = path_of(key_path[1:-1]).split("/")  # without the collection and the variable
-    around = (f"{'/'.join(module[:depth])}/" for depth in range(len(module), 0, -1))
+    keys = path_of(key_path[:-1]).split("/")
+    # Without the collection: the first key in Flax; below their module if models are in a dict.
+    modules = [keys[:n] + keys[n + 1 :] for n in range(len(keys))] + [keys]
+    depths = range(len(keys), 0, -1)
+    around = (f"{'/'.join(module[:depth])}/" for depth in depths for module in modules)
     below = lambda paths, module: any(path.startswith(module) for path in paths)
     nearest = next((m for m in around if below(trained + frozen, m)), "")
     return new if below(trained, nearest) else old

@@ -397,6 +397,34 @@ def test_collections_are_frozen_with_their_module_and_losses_get_keys():
   assert len(set(rows)) == 3
 
 
+@pytest.mark.parametrize(
+  ("wrap", "prefix"),
+  [
+    (lambda a, b: {"stats": {"a": {"norm": a}, "b": {"norm": b}}}, ""),
+    (lambda a, b: {"a": {"stats": {"norm": a}}, "b": {"stats": {"norm": b}}}, ""),
+    (lambda a, b: {"a": {"norm": a}, "b": {"norm": b}}, ""),
+    (lambda a, b: {"stats": {"a": {"norm": a}, "b": {"norm": b}}}, "params/"),
+  ],
+  ids=["flax", "collections of models", "one collection of models", "all variables"],
+)
+def test_collections_are_frozen_with_their_module_in_every_layout(wrap, prefix):
+  def loss(params, batch, collections):
+    size = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+    return size * batch, {}, jax.tree.map(lambda leaf: leaf + 1, collections)
+
+  params = {name: {"dense": jnp.ones(2)} for name in "ab"}
+  phases = [
+    Phase(name, [f"{prefix}{name}/.*"], loss, optax.sgd(0.1), steps=steps)
+    for name, steps in (("a", 2), ("b", 1))
+  ]
+  alternation = Alternation(phases)
+  counts = wrap({"count": jnp.zeros(())}, {"count": jnp.zeros(())})
+  state = alternation.init({"params": params} if prefix else params, counts)
+  for _ in range(4):
+    state, _ = alternation.step(state, jnp.ones(()))
+  assert jax.device_get(state.collections) == wrap({"count": 3.0}, {"count": 1.0})
+
+
 def test_a_phase_may_have_batches_of_another_shape():
   alternation = a_to_b_and_c("auto")
   state = alternation.init(make_params())

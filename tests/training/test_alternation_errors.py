@@ -1,6 +1,7 @@
 """Mistakes in the Python API of alternating training end in one line."""
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from test_alternation import (
@@ -59,10 +60,13 @@ def first_step(build_alternation):
     ({"name": "match"}, "two phases are called match"),
     ({"steps": 0}, "phase fit takes 0 steps"),
     ({"steps": None}, "phase fit needs steps= or until="),
+    ({"steps": 2.0}, "phase fit has steps=2.0; give an integer"),
+    ({"optimizer": optax.sgd}, r"phase fit has optimizer=sgd; give an optimizer, as sgd\("),
     ({"train": []}, "phase fit trains"),
     ({"train": "a/.*"}, "phase fit trains 'a/.*'; give a list"),
     ({"train": ["a/.*", "e/kernel"]}, "phase fit: 'e/kernel' matches no .* nearest are"),
     ({"accumulate": 0}, "accumulate=0"),
+    ({"accumulate": 2.0}, "accumulate=2.0; give an integer"),
     ({"accumulate": 3}, r"a batch of shape \(16, 8\) does not divide into accumulate=3"),
     ({"loss": lambda params, batch: batch[0]}, "'loss' of phase fit is float32\\[16,8\\]"),
     ({"loss": lambda params, batch: 1}, "'loss' of phase fit is int32"),
@@ -98,6 +102,17 @@ def test_mistakes_are_one_line_errors(changes, message):
 def test_unknown_choices_are_one_line_errors(keys, message):
   with pytest.raises(ValueError, match=message) as error:
     first_step(lambda: a_to_b_and_c(**keys))
+  assert "\n" not in str(error.value)
+
+
+def test_integers_are_frozen_and_to_train_them_is_a_one_line_error():
+  loss = lambda params, batch: jnp.sum(params["w"] * params["count"].astype(jnp.float32))
+  params = {"w": jnp.ones(2), "count": jnp.arange(2)}
+  alternation = Alternation([Phase("fit", ["w"], loss, optax.sgd(0.1), steps=1)])
+  state, _ = alternation.step(alternation.init(params), None)
+  np.testing.assert_array_equal(state.params["count"], [0, 1])
+  with pytest.raises(UserError, match=r"phase all trains count, which is int32\[2\]") as error:
+    Alternation([Phase("all", [".*"], loss, optax.sgd(0.1), steps=1)]).init(params)
   assert "\n" not in str(error.value)
 
 
