@@ -2,11 +2,15 @@
 
 import sys
 
-from maxlite.training.saved_run import main_run_config
+from maxlite.config import exit_on_user_error
+from maxlite.training.saved_run import main_run_config, run_folder
 
 
 def main() -> int:
   cfg = main_run_config(sys.argv[1:], "maxlite.evaluate")
+  if cfg.observe.eval_documents:
+    with exit_on_user_error("maxlite.evaluate"):
+      run_folder(cfg).require_writable()
   # Imports JAX: only after the command line is checked.
   from maxlite.training.evaluation import run_evaluation
   from maxlite.training.open_run import join_hosts

@@ -120,9 +120,12 @@ def build_engine(
 
 
 def read_prompts(cfg: GenerateConfig) -> list[str]:
-  """`prompt`, or those of `prompt_file`; raise UserError if it has none."""
+  """`prompt`, or those of `prompt_file`; raise UserError if it has none.
+
+  Unpaired surrogates, which JSON and bytes that are not UTF-8 give, become question marks.
+  """
   if not cfg.prompt_file:
-    return [cfg.prompt]
+    return [_encode(cfg.prompt).decode()]
   path = Path(cfg.prompt_file).expanduser()
   if not path.is_file():
     raise UserError(f"prompt_file={cfg.prompt_file} is not a file")
@@ -133,12 +136,16 @@ def read_prompts(cfg: GenerateConfig) -> list[str]:
       raise UserError(f'prompt_file={place}: write {{"prompt": "..."}}')
   if not prompts:
     raise UserError(f"prompt_file={cfg.prompt_file} has no lines")
-  return prompts
+  return [_encode(prompt).decode() for prompt in prompts]
+
+
+def _encode(text: str) -> bytes:
+  return text.encode(errors="replace")
 
 
 def _request(cfg: GenerateConfig, n: int, prompt: str, tokenizer: Tokenizer) -> GenerationRequest:
   sampling = SamplingParams(*(getattr(cfg, f.name) for f in dataclasses.fields(SamplingParams)))
-  tokens = [tokenizer.bos, *map(int, tokenizer.encode(prompt.encode()))]
+  tokens = [tokenizer.bos, *map(int, tokenizer.encode(_encode(prompt)))]
   seed = (cfg.decode_sampling_seed + n) % 2**32
   return GenerationRequest(tokens, cfg.max_new_tokens, sampling, seed)
 

@@ -37,8 +37,8 @@ def run_evaluation(cfg: Config) -> int:
     folder = run_folder(cfg)
     sys.stdout.write(f"{folder.place} step {step}  {_format(result)}\n")
     if sums_DX is not None:
-      _write_documents(sums_DX, folder.eval_documents)
       with exit_on_user_error("maxlite.evaluate"):
+        _write_documents(sums_DX, folder.eval_documents)
         folder.upload()
   return 0
 

@@ -10,8 +10,10 @@ from tiny import config_of, trainer_of, uneven_batch
 from tiny_run import Output, keys_in, logged, shared_programs
 
 import maxlite
+import maxlite.evaluate
 from maxlite.config import load_config
-from maxlite.inference.generation import run_generation
+from maxlite.config.schema import GenerateConfig
+from maxlite.inference.generation import read_prompts, run_generation
 from maxlite.training.evaluation import evaluate, run_evaluation
 from maxlite.training.saved_run import config_of_run, main_run_config
 
@@ -53,6 +55,17 @@ def test_synthetic_data_without_documents_exits_with_one_line(finished, capsys):
   with pytest.raises(SystemExit, match="2"):
     run_evaluation(config_of_run(argv))
   assert "dataset_type=synthetic has no documents: set" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_evaluation(
+  finished, monkeypatch, capsys
+):
+  argv = ["evaluate", f"base_output_directory={finished[0]}", "run_name=run", "eval_documents=true"]
+  monkeypatch.setattr("sys.argv", argv)
+  monkeypatch.setattr("os.access", lambda path, mode: False)
+  with pytest.raises(SystemExit, match="2"):
+    maxlite.evaluate.main()
+  assert "cannot be written (no permission in" in capsys.readouterr().err
 
 
 def test_sums_over_many_batches_are_not_rounded():
@@ -170,6 +183,13 @@ def test_prompt_files_are_validated_line_by_line(finished, capsys, tmp_path, mon
   ):
     file.write_text(content)
     assert message in generation_error(finished, capsys, "prompt_file=~/prompts.jsonl")
+
+
+def test_prompts_that_are_not_text_are_read_with_question_marks(tmp_path):
+  file = tmp_path / "prompts.jsonl"
+  file.write_text('{"prompt": "\\ud800a"}')  # half of a surrogate pair
+  for keys in ({"prompt_file": str(file)}, {"prompt": "\udcffa"}):  # a byte that is not UTF-8
+    assert read_prompts(GenerateConfig(**keys)) == ["?a"]
 
 
 def init_params():
