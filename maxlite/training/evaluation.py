@@ -1,4 +1,10 @@
-"""`maxlite.evaluate`, the held-out loss of a run, and that of each held-out document."""
+"""`maxlite.evaluate`: the held-out loss of a run, and that of each held-out document.
+
+The evaluation step sums over the tokens of a held-out batch. For draft heads it counts how many
+drafts speculative decoding would accept: a draft is accepted if the model's own head predicts the
+same token from the text before it. Of a chain of drafts, those before the first rejected one are
+accepted.
+"""
 
 import functools
 import json
@@ -12,12 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.config import Config, exit_on_user_error
+from maxlite.config.schema import TrainingConfig
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader
+from maxlite.layers.linear import matmul
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.metrics.waits import report_wait
-from maxlite.models.decoder import Decoder
+from maxlite.models import Decoder
+from maxlite.models.draft import draft_weight, shift_left
+from maxlite.sharding import Sharder
+from maxlite.sharding.collectives import gather_weight, pmax
 from maxlite.training.cross_entropy import chunks
+from maxlite.training.loss import Hidden, next_token, run_forward
 from maxlite.training.open_run import open_trainer_data, open_weights
 from maxlite.training.saved_run import run_folder
 from maxlite.training.state import TrainState, averaged_params
@@ -49,7 +61,7 @@ def evaluate_held_out(
   """Open the run's data, and return (the result of `evaluate` on `num_batches`, -1: all, data)."""
   data = open_trainer_data(trainer)
   batches = data.eval_batches_by_source(num_batches)
-  eval_step = trainer.eval_step(data.source.num_bytes_V)
+  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
   with report_wait("compiling the evaluation step, and evaluating"):
     return evaluate(trainer, eval_step, params, batches, averages), data
 
@@ -72,7 +84,7 @@ def build_evaluation(
   """Build the evaluation of a state in a run; None without held-out data."""
   if data.source.eval is None:
     return None
-  eval_step = trainer.eval_step(data.source.num_bytes_V)
+  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
 
   def evaluate_state(state: TrainState) -> dict[str, float]:
     batches = data.eval_batches_by_source(trainer.cfg.observe.eval_steps)
@@ -132,6 +144,86 @@ def _results(sums: dict) -> dict[str, float]:
     results |= {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
     results["eval_accepted_length"] = float(drafts["length"] / np.maximum(drafts["chains"], 1))
   return results
+
+
+def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> Callable[[Any, Batch], dict]:
+  """The compiled evaluation step, on the trainer's mesh."""
+  num_bytes_V = jnp.asarray(num_bytes_V)
+  return jax.jit(build_eval_step(trainer.model, trainer.cfg.training, num_bytes_V))
+
+
+def build_eval_step(
+  model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array
+) -> Callable[[Any, Batch], dict]:
+  """Build step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of the targets.
+
+  With draft heads also `draft`, the result of `acceptance_sums`.
+  """
+  has_drafts = model.cfg.num_draft_heads > 0
+
+  def eval_step(params: Any, batch: Batch) -> dict:
+    hidden = run_forward(model, params, batch, jitter_key=None, drafts=has_drafts)
+    sums = next_token(hidden, batch, cfg, model.sharder)
+    num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
+    num_bytes = jnp.sum(num_bytes_BT, where=batch.weight_BT > 0)
+    counts = {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
+    if has_drafts:
+      counts["draft"] = acceptance_sums(hidden, batch, cfg.logits_chunk_tokens, model.sharder)
+    return counts
+
+  return eval_step
+
+
+def acceptance_sums(hidden: Hidden, batch: Batch, chunk_tokens: int, sharder: Sharder) -> dict:
+  """Count `accepted_J` and `drafts_J` by head, and `chains` with their accepted `length`.
+
+  A chain starts wherever all heads have a token of the same document to predict.
+
+  Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (2023),
+  section 2, for greedy decoding.
+  """
+  own_BT = argmax_token(hidden.x_BTD, hidden.w_DV, chunk_tokens, sharder)
+  drafted_BTJ = argmax_token(hidden.y_BTJD, hidden.w_DV, chunk_tokens, sharder)
+  num_heads = drafted_BTJ.shape[-1]
+  counts_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads) > 0
+  agrees_BTJ = (drafted_BTJ == shift_left(own_BT, num_heads)) & counts_BTJ
+  whole_BT = jnp.all(counts_BTJ, axis=-1)
+  length_BT = jnp.sum(jnp.cumprod(agrees_BTJ.astype(jnp.int32), axis=-1), axis=-1)
+  return {
+    "accepted_J": jnp.sum(agrees_BTJ, axis=(0, 1)),
+    "drafts_J": jnp.sum(counts_BTJ, axis=(0, 1)),
+    "length": jnp.sum(length_BT, where=whole_BT),
+    "chains": jnp.sum(whole_BT),
+  }
+
+
+def argmax_token(x: jax.Array, w_DV: jax.Array, chunk_tokens: int, sharder: Sharder) -> jax.Array:
+  """The token with the largest logit for each state of x [B, T, ..., D]; the first of equals."""
+  vocab_axes = sharder.mesh_axes("vocab")
+  names = ("activation_batch", "activation_length", *(None,) * (x.ndim - 3))
+
+  def local(x, w_dv):
+    w_Dv = gather_weight(w_dv, x.dtype, sharder.mesh_axes("embed"), 0)
+    x_TD = x.reshape(-1, x.shape[-1])
+    by_chunk = chunks(x_TD, min(chunk_tokens, len(x_TD)))
+    token_T = jax.lax.map(lambda x_TD: _argmax_token(x_TD, w_Dv, vocab_axes), by_chunk).reshape(-1)
+    return token_T[: len(x_TD)].reshape(x.shape[:-1])
+
+  return jax.shard_map(
+    local,
+    mesh=sharder.mesh,
+    in_specs=(sharder.spec((*names, None)), sharder.spec(("embed", "vocab"))),
+    out_specs=sharder.spec(names),
+  )(x, w_DV)
+
+
+def _argmax_token(x_TD: jax.Array, w_DV: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
+  logits_TV = matmul(x_TD, w_DV, np.promote_types(x_TD.dtype, jnp.float32))
+  first = jax.lax.axis_index(vocab_axes) * w_DV.shape[1]
+  top_T = jnp.max(logits_TV, axis=-1)
+  token_T = first + jnp.argmax(logits_TV, axis=-1)
+  is_top_T = top_T == pmax(top_T, vocab_axes)
+  return -pmax(jnp.where(is_top_T, -token_T, np.iinfo(np.int32).min), vocab_axes)  # the first
 
 
 def loss_row(sums_X: np.ndarray) -> dict[str, Any]:

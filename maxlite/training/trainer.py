@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,6 @@ from maxlite.sharding.host_memory import offload_optimizer, place_state
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.training import local_updates
 from maxlite.training.batch_shape import batch_shape
-from maxlite.training.eval_step import build_eval_step
 from maxlite.training.local_updates import OuterOptimizer
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective, build_objectives
@@ -218,10 +217,6 @@ class Trainer:
     rows = stream.take(name)  # sets the shape
     batch = to_global(rows, self.batch_sharding, stream.batch_shape(name))
     return self.teacher.with_params(batch) if self.teacher else batch
-
-  def eval_step(self, num_bytes_V: Any) -> Callable[[Any, Batch], dict]:
-    """The compiled evaluation step."""
-    return jax.jit(build_eval_step(self.model, self.cfg.training, jnp.asarray(num_bytes_V)))
 
   def init(self, seed: jax.Array, params: Any = None) -> TrainState:
     """The state before the first step, as a pure function of the seed and of `params` if given.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import LENGTH, config_of, mesh_keys, state_on
 
-from maxlite.training.evaluation import document_losses, evaluate, loss_row
+from maxlite.training.evaluation import compile_eval_step, document_losses, evaluate, loss_row
 from maxlite.training.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
@@ -91,9 +91,8 @@ def test_document_losses_sum_to_the_held_out_loss(folder):
   """If no document is split, both use the same rows."""
   trainer, params, data = opened(folder, "rows")
   losses = document_losses(trainer, params, data)
-  held_out = evaluate(
-    trainer, trainer.eval_step(data.source.num_bytes_V), params, data.eval_batches_by_source()
-  )
+  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
+  held_out = evaluate(trainer, eval_step, params, data.eval_batches_by_source())
   assert len(losses) == 7
   num_tokens, _, nll = losses.sum(axis=0)
   assert num_tokens == held_out["eval_tokens"]

@@ -16,8 +16,12 @@ from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.training.eval_step import acceptance_sums, argmax_token
-from maxlite.training.evaluation import held_out_row
+from maxlite.training.evaluation import (
+  acceptance_sums,
+  argmax_token,
+  compile_eval_step,
+  held_out_row,
+)
 from maxlite.training.loss import Hidden, run_forward
 from maxlite.training.trainer import build_trainer
 
@@ -286,7 +290,7 @@ def test_draft_heads_start_as_copies_of_the_head(replicated):
     np.testing.assert_allclose(drafted_BTJV[:, :, j], own_BTV, rtol=1e-5, atol=1e-6)
   own_BT, drafted_BTJ = (np.argmax(jax.device_get(x), axis=-1) for x in both(second))
   agreed = [(j, drafted_BTJ[b, t, j] == own_BT[b, s]) for b, t, j, s in drafts_of(batch)]
-  sums = trainer.eval_step(np.ones(VOCAB, np.int32))(second, placed)
+  sums = compile_eval_step(trainer, np.ones(VOCAB, np.int32))(second, placed)
   expected = [sum(yes for head, yes in agreed if head == j) for j in range(J)]
   np.testing.assert_array_equal(sums["draft"]["accepted_J"], expected)
 

@@ -14,7 +14,7 @@ import maxlite.evaluate
 from maxlite.config import load_config
 from maxlite.config.schema import GenerateConfig
 from maxlite.inference.generation import read_prompts, run_generation
-from maxlite.training.evaluation import evaluate, run_evaluation
+from maxlite.training.evaluation import compile_eval_step, evaluate, run_evaluation
 from maxlite.training.saved_run import config_of_run, main_run_config
 
 
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_evaluation(
 
 def test_sums_over_many_batches_are_not_rounded():
   trainer, batch = trainer_of(decoder_block="llama"), uneven_batch(0)
-  eval_step = trainer.eval_step(np.ones(trainer.cfg.model.vocab_size, np.int32))
+  eval_step = compile_eval_step(trainer, np.ones(trainer.cfg.model.vocab_size, np.int32))
   once, often = (
     evaluate(trainer, eval_step, init_params(), {"data": [batch] * n}) for n in (1, 99)
   )

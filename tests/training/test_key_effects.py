@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny import VOCAB, config_of, place, state_on, take_steps, trainer_of, uneven_batch
 
+from maxlite.training.evaluation import compile_eval_step
 from maxlite.training.open_run import open_objective_data, open_trainer_data
 from maxlite.training.trainer import build_trainer
 
@@ -21,7 +22,7 @@ def one_step(**keys):
 
 def held_out_loss(**keys):
   trainer = trainer_of(decoder_block="mixtral", **keys)
-  eval_step = trainer.eval_step(np.ones(VOCAB, np.int32))
+  eval_step = compile_eval_step(trainer, np.ones(VOCAB, np.int32))
   sums = eval_step(state_on(trainer, first_state()).params, place(trainer, uneven_batch(0)))
   return sums["nll"] / sums["weight"]
 

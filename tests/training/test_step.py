@@ -17,6 +17,7 @@ from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory_estimate import bytes_per_device
 from maxlite.planning.plan_run import compile_step
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.training.evaluation import compile_eval_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 from maxlite.training.state import init_state
 from maxlite.training.step import build_gradients, build_train_step
@@ -191,7 +192,7 @@ def test_evaluation_has_no_jitter_and_equals_the_training_loss():
   _, (row,) = take_steps(trainer, before, [batch])
   jittery = trainer_of(**MESH, **JITTER)
   num_bytes_V = np.arange(jittery.cfg.model.vocab_size, dtype=np.int32) % 3
-  eval_step = jittery.eval_step(num_bytes_V)
+  eval_step = compile_eval_step(jittery, num_bytes_V)
   sums = jax.device_get(eval_step(state_on(jittery, before).params, place(jittery, batch)))
   np.testing.assert_allclose(sums["nll"] / sums["weight"], row["loss"], rtol=1e-6)
   assert sums["weight"] == np.sum(batch.weight_BT)

@@ -22,7 +22,8 @@ from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.plots import curves
 from maxlite.metrics.writers import read_rows
 from maxlite.optim import with_schedule_steps
-from maxlite.training import open_run
+from maxlite.training import evaluation, open_run
+from maxlite.training.evaluation import compile_eval_step
 from maxlite.training.run import run_training
 from maxlite.training.state import TrainState
 from maxlite.training.trainer import Trainer, build_trainer
@@ -101,17 +102,22 @@ def trainer_with_shared_programs(cfg: Config) -> Trainer:
   objective = dataclasses.replace(shared.objectives[0], data=cfg.data)
   trainer = dataclasses.replace(shared, cfg=cfg, objectives=[objective])
 
-  def eval_step(num_bytes_V: np.ndarray) -> Callable:
-    name = (key, num_bytes_V.tobytes())
-    if name not in _eval_steps:
-      _eval_steps[name] = shared.eval_step(num_bytes_V)
-    return _eval_steps[name]
-
   def init_state(params: object = None) -> TrainState:
     return _compiled_init(shared)(np.uint32(cfg.run.init_weights_seed), params)
 
-  vars(trainer).update(train_step=shared.train_step, eval_step=eval_step, init_state=init_state)
+  vars(trainer).update(train_step=shared.train_step, init_state=init_state, programs=key)
   return trainer
+
+
+def shared_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> Callable:
+  """The evaluation step of an earlier trainer, if they share compiled functions."""
+  key = vars(trainer).get("programs")
+  if key is None:
+    return compile_eval_step(trainer, num_bytes_V)
+  name = (key, num_bytes_V.tobytes())
+  if name not in _eval_steps:
+    _eval_steps[name] = compile_eval_step(_trainers[key], num_bytes_V)
+  return _eval_steps[name]
 
 
 @functools.cache
@@ -124,6 +130,7 @@ def shared_programs() -> Iterator[None]:
   """Make runs in this process compile programs once per config."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(open_run, "build_trainer", trainer_with_shared_programs)
+    patch.setattr(evaluation, "compile_eval_step", shared_eval_step)
     yield
 
 
