@@ -215,8 +215,8 @@ def _in_form_of(state: Any, abstract: Any, name: str) -> Any:
   if given != needed:
     path = min({each[0] for each in set(given) ^ set(needed)}, default="the order of leaves")
     raise UserError(
-      f"the state of {name} is not of its model and optimizer: it differs in {path}; give that of a "
-      "member with the same ones"
+      f"the state of {name} is not of its model and optimizer: it differs in {path}; give that of "
+      "a member with the same ones"
     )
   return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state))
 
