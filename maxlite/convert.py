@@ -5,7 +5,7 @@ from pathlib import Path
 
 from maxlite.config import exit_on_user_error, load_config
 from maxlite.config.command_line import help_text
-from maxlite.config.errors import UserError, exit_on_interrupt
+from maxlite.config.errors import UserError, prepare_process
 from maxlite.training.saved_run import config_of_run
 
 USAGE = """\
@@ -24,7 +24,7 @@ NEED_FOLDER = ("from_hf", "to_peft")
 
 def main() -> int:
   command, argv = sys.argv[1:2], sys.argv[2:]
-  exit_on_interrupt("maxlite.convert")
+  prepare_process("maxlite.convert")
   with exit_on_user_error("maxlite.convert"):
     for name, _, topic in (argument.partition("=") for argument in sys.argv[1:]):
       if name in ("--help", "-h"):

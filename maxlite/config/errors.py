@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -18,6 +19,7 @@ def exit_on_user_error(program: str) -> Iterator[None]:
   """Print a `UserError`, or an error of disks and permissions, as one line and exit with code 2."""
   try:
     yield
+    return
   except UserError as error:
     message = str(error)
   except OSError as error:
@@ -25,14 +27,13 @@ def exit_on_user_error(program: str) -> Iterator[None]:
       raise
     place = error.filename or "a file cannot be written"
     message = f"{place}: {error.strerror}: free space, change permissions or name another folder"
-  else:
-    return
   sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
   raise SystemExit(2)
 
 
-def exit_on_interrupt(program: str) -> None:
+def prepare_process(program: str) -> None:
   """Have the process of an entry point end in one line on Ctrl-C, also during imports."""
+  gc.set_threshold(50_000, 10, 10)  # else imports and tracing take a sixth longer
 
   def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     cause: BaseException | None = error

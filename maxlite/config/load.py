@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
-from maxlite.config.errors import exit_on_interrupt, exit_on_user_error
+from maxlite.config.errors import exit_on_user_error, prepare_process
 from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
@@ -39,7 +39,7 @@ def main_config(
   argv: Sequence[str], program: str, *, needs_data: bool = True, usage: str = USAGE
 ) -> Config:
   """`load_config` for entry points: exits with 0 after `--help`, with 2 on a user error."""
-  exit_on_interrupt(program)
+  prepare_process(program)
   with exit_on_user_error(program):
     if (line := CommandLine.split(argv)).help is not None:
       sys.stdout.write(help_text(program, line.help, usage))
