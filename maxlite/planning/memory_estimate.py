@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
@@ -70,13 +71,15 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     host_activations = saved_bytes - sum(activation.num_bytes for activation in full)
   num_layers = model.base_num_decoder_layers
   num_stacked = lambda activation: activation.length if model.scan_layers else 1
+  wide = lambda leaf: leaf.update(dtype=np.promote_types(leaf.dtype, np.float32))
+  accumulated = jax.tree.map(wide, trained) if num_micro > 1 else ()
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
   tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
   return MemoryEstimate(
     parameters=parameters,
     optimizer=bytes_per_device(state) - parameters - host_optimizer,
     saved_activations=saved_bytes - host_activations,
-    gradients=bytes_per_device(trained) * (1 if num_micro == 1 else 2),
+    gradients=bytes_per_device(trained) + bytes_per_device(accumulated),
     layer_activations=sum(activation.num_bytes for activation in in_layers) / num_layers,
     layer_gradient=max((a.num_bytes / num_stacked(a) for a in in_layers), default=0.0),
     layer_weights=_largest_layer(trainer) * weight_and_gradient_bytes,

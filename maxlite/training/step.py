@@ -160,10 +160,13 @@ def _accumulated_gradients(
     def add(carry: tuple, x: tuple) -> tuple[tuple, None]:
       forward = lambda trained: loss.forward(merge(trained, frozen), carry[1], *x)
       sums, pull_back, collections = jax.vjp(forward, trained, has_aux=True)
-      added = jax.tree.map(jnp.add, carry[0], (*pull_back(cotangent), sums))
+      widen = lambda total, x: total + x.astype(total.dtype)
+      added = jax.tree.map(widen, carry[0], (*pull_back(cotangent), sums))
       return (added, collections), None
 
-    start = (jax.tree.map(jnp.zeros_like, trained), zeros())
+    # In float32 at least: a sum in bfloat16 no longer grows after 256 equal terms.
+    wide = lambda x: jnp.zeros_like(x, np.promote_types(x.dtype, np.float32))
+    start = (jax.tree.map(wide, trained), zeros())
     return jax.lax.scan(add, (start, collections), inputs)[0]
 
   over_slices = lambda function, *args: loss.sum_over_slices(
@@ -172,6 +175,7 @@ def _accumulated_gradients(
   totals = loss.linearization_point(zeros(), batch, lambda: over_slices(sum_batch))
   cotangent = jax.grad(lambda sums: loss.combine(sums)[0])(totals)
   (gradients, sums), updated = over_slices(sum_gradients, cotangent)
+  gradients = jax.tree.map(lambda total, x: total.astype(x.dtype), gradients, trained)
   value, metrics = loss.combine(sums)
   return gradients, value, dict(metrics), updated
 

@@ -20,7 +20,7 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.evaluation import compile_eval_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 from maxlite.training.state import init_state
-from maxlite.training.step import build_gradients, build_train_step
+from maxlite.training.step import LossFunction, build_gradients, build_train_step
 from maxlite.training.trainer import build_trainer
 
 MESH = mesh_keys("fsdp=4 tensor=2")
@@ -90,6 +90,22 @@ def test_slices_reduce_accumulated_gradients_once(keys):
   shard_bytes = bytes_per_device(trainer.abstract_state.params)
   across = sum(one.payload_bytes for one in found if "data" in one.mesh_axes)
   assert shard_bytes <= across < 1.2 * shard_bytes  # the gradient once, plus scalars
+
+
+class Linear(LossFunction):
+  """The sum of the batch times the parameter."""
+
+  def forward(self, params, collections, batch, key):
+    return jnp.sum(batch.astype(params.dtype) * params), collections
+
+  def combine(self, sums):
+    return sums, {}
+
+
+def test_gradients_of_bfloat16_weights_are_accumulated_in_float32():
+  weight, ones = jnp.ones((), jnp.bfloat16), jnp.ones(512)
+  gradient, *_ = build_gradients(Linear(), 512)(weight, None, {}, ones, jax.random.key(0))
+  assert (gradient.dtype, float(gradient)) == (jnp.bfloat16, 512)
 
 
 def test_gradient_equals_finite_differences():
