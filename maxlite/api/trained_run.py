@@ -12,7 +12,8 @@ import numpy as np
 from maxlite.api.train_function import to_arguments
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, load_config, read_saved
-from maxlite.config.schema import HostsConfig, flatten
+from maxlite.config.model_function import EXECUTION
+from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
 from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.ensemble.search import train_search
 from maxlite.hf.load_model import LoadedModel
@@ -61,20 +62,29 @@ class Run:
 
   def evaluate(self, eval_steps: int = -1) -> dict[str, float]:
     """The result of `maxlite.evaluate` on `eval_steps` batches; -1: all."""
-    return evaluate_held_out(self.trainer, self.params, self.ema_params, eval_steps)[0]
+    num_batches = self._with(eval_steps=eval_steps).observe.eval_steps
+    return evaluate_held_out(self.trainer, self.params, self.ema_params, num_batches)[0]
 
   def generate(self, prompts: Sequence[str], **keys: Any) -> list[str]:
     """The completions of `prompts`, by the moving averages if the run keeps them.
 
     Args:
-      **keys: of sampling, such as `max_new_tokens` and `temperature`; see docs/config.md.
+      **keys: of sampling, such as `max_new_tokens` and `temperature`; see docs/config.md. Also
+        `max_target_length` and keys of how the model is computed, such as `dtype`.
 
     Raises:
       UserError: a key is wrong, a prompt is too long, or the run has no tokenizer.
     """
-    cfg = load_config(to_arguments(keys), defaults=flatten(self.config), needs_data=False)
+    cfg = self._with(**keys)
+    read = EXECUTION | flatten(GenerateConfig()).keys() | {"max_target_length"}
+    if others := ", ".join(sorted(keys.keys() - read)):
+      raise UserError(f"generate(...) does not read {others}: give it to open_run(...)")
     params = self.params if self.ema_params is None else self.ema_params
     return Completer(dataclasses.replace(self.trainer, cfg=cfg), prompts).complete(params)
+
+  def _with(self, **keys: Any) -> Config:
+    """The config with other values of `keys`."""
+    return load_config(to_arguments(keys), defaults=flatten(self.config), needs_data=False)
 
 
 def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[str, Run]:

@@ -67,6 +67,8 @@ def _paths(v: Values) -> Rules:
 
 
 def _held_out(v: Values) -> Rules:
+  text = "evaluates nothing; write 1 or more, or eval_steps=-1 for all"
+  yield v.eval_steps == 0, "eval_steps", text
   text = "there is one evaluation, at the end; write eval_period=100"
   yield v.early_stopping_patience and not v.eval_period, "early_stopping_patience eval_period", text
   keys, text = "keep_best_checkpoint enable_checkpointing", "write enable_checkpointing=true"
@@ -389,8 +391,6 @@ def _local_checkpoints(v: Values) -> Rules:
 
 
 def _data_files(v: Values) -> Rules:
-  text = "evaluates nothing; write 1 or more, or eval_steps=-1 for all"
-  yield v.eval_steps == 0, "eval_steps", text
   if v.dataset_type == "synthetic" or v.dataset_mixture:  # whose sources are validated one by one
     return
   yield not v.dataset_path, "dataset_path", "has no data; write dataset_path=FILE or [stdlib]"
