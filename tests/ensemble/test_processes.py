@@ -170,6 +170,15 @@ def test_serialization_keeps_trees_types_and_bits():
     assert np.asarray(new).dtype == np.asarray(old).dtype
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_serialization_keeps_random_keys(impl):
+  keys = {"one": jax.random.key(3, impl=impl), "more": jax.random.split(jax.random.key(1), 2)}
+  again = from_bytes(to_bytes(jax.device_get(keys)))
+  for name, key in keys.items():
+    assert again[name].dtype == key.dtype
+    np.testing.assert_array_equal(*map(jax.random.key_data, (again[name], key)))
+
+
 @pytest.mark.parametrize("tree", [{1: 2.0}, {"x": {1, 2}}, optax.EmptyState()])
 def test_serialization_rejects_other_types(tree):
   with pytest.raises(ValueError, match="cannot be sent to another process"):
