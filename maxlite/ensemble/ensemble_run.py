@@ -19,8 +19,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from rich.console import Console
 
 from maxlite import __version__
+from maxlite.checkpoint.run_folder import Changes
 from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.members import members_of
+from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
 from maxlite.data.batch import abstract_batch, local_rows
 from maxlite.data.loader import DataLoader, open_data
@@ -108,7 +110,7 @@ def train_ensemble(
     )
     return 0
   if not run.is_done:
-    run.print_header()
+    run.print_header(changes or {})
     if is_owner:
       save_config(cfg, folder, changes)
       (folder.directory / LEADERBOARD).unlink(missing_ok=True)  # of fewer members or steps
@@ -186,8 +188,8 @@ class EnsembleRun:
     else:
       self._restore()
 
-  def print_header(self) -> None:
-    """Print versions, devices and data; choose and print the strategy."""
+  def print_header(self, changes: Changes) -> None:
+    """Print versions, devices, data and config changes; choose and print the strategy."""
     self.console.print(
       f"maxlite {__version__}, jax {jax.__version__}: {len(self.devices)} x "
       f"{self.devices[0].device_kind}, {len(self.members)} members; {self.data.source.summary}; "
@@ -195,6 +197,11 @@ class EnsembleRun:
     )
     if files := self.data.source.files:
       self.console.print(f"data: {files}")
+    for name, own in ("", changes), *((f"{m.name} ", m.changes or {}) for m in self.members):
+      for key, (before, now) in own.items():
+        if key not in (changes if name else ("members", "sweep")):
+          change = f"{name}{key}={show(now)} (was {show(before)})"
+          self.console.print(f"  since the last start: {change}")
     if not self._in_workers:
       group, _ = self._next_segment()
       self.console.print(self._trainer_of(group).plan.table(), soft_wrap=False)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from maxlite.config import Config
+from maxlite.config import Config, UserError
 from maxlite.config.phases import phases_of
 from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.data.batch import Batch
@@ -55,7 +55,10 @@ class EnsembleTrainer:
     for run, loader in zip(readers, self.loaders, strict=False):
       stream = loader.train_stream()
       if run.data_state is not None:
-        stream.restore(run.data_state)
+        try:
+          stream.restore(run.data_state)
+        except UserError as error:
+          raise UserError(f"member {run.name}: {error}") from None
       streams.append(stream)
     return MemberStreams(streams, len(self.runs))
 

@@ -21,7 +21,7 @@ class MemberRun:
   def __init__(self, member: MemberConfig, report: Callable[[str], None]):
     """Raise UserError if the folder holds a run of another model."""
     self.member, self.folder = member, run_folder(member.config)
-    self._changes = self.folder.config_changes(flatten(member.config))
+    self.changes = self.folder.config_changes(flatten(member.config))  # since the last start
     self.checkpoints: Checkpoints | None = None
     if self.config.checkpoint.enable_checkpointing:
       self.checkpoints = Checkpoints(self.config.checkpoint, self.folder.checkpoints, report)
@@ -82,8 +82,8 @@ class MemberRun:
 
   def save_config(self) -> None:
     if jax.process_index() == 0:
-      self.folder.save_config(self._changes, lambda path: save_resolved(self.config, path))
-    self._changes = {}
+      self.folder.save_config(self.changes, lambda path: save_resolved(self.config, path))
+    self.changes = {}
 
   def open_writers(self) -> Writers:
     """Open the writers of process 0, which keep the rows up to the current step."""

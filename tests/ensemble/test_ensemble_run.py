@@ -263,7 +263,10 @@ def test_a_member_whose_last_checkpoint_is_lost_catches_up(root, fused):
 def test_members_can_be_added_and_removed(root, fused):
   folder = root / "changed"
   assert start(folder, f"[{ALIKE}]", steps=2, **FUSED)[0] == 0
-  assert start(folder, MEMBERS, **FUSED)[0] == 0
+  code, output = start(folder, MEMBERS, **FUSED)
+  assert code == 0
+  assert "since the last start: steps=4 (was 2)" in output
+  assert output.count("since the last start") == 1
   for name in ("fast", "deep"):
     np.testing.assert_allclose(
       [row["loss"] for row in rows_of(folder, name)],
@@ -330,7 +333,7 @@ def test_halving_stops_all_but_the_best_members(root, fused):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["independent", "bootstrap"])
-def test_members_may_read_separate_batches(root, data):
+def test_members_may_read_separate_batches(root, data, capsys):
   folder = root / data
   keys = {"ensemble_strategy": "stacked", "ensemble_data": data, **ONE_EACH}
   assert start(folder, f"[{ALIKE}]", **keys)[0] == 0
@@ -340,6 +343,13 @@ def test_members_may_read_separate_batches(root, data):
     expected = [row["loss"] for row in rows_of(root / f"{data}_alone", member.name)]
     losses = [row["loss"] for row in rows_of(folder, member.name)]
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+  output = Output()
+  with pytest.raises(SystemExit):  # the order of the data follows the position in the list
+    start(folder, f"[{FAST}]", output, steps=STEPS + 1, **keys)
+  assert "since the last start: fast data_shuffle_seed=0 (was 1)" in output.getvalue()
+  assert (
+    "member fast: the checkpoint was written with data_shuffle_seed=1" in capsys.readouterr().err
+  )
 
 
 @pytest.mark.slow
