@@ -8,13 +8,14 @@
 import dataclasses
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
 from maxlite.config.members import members_of
-from maxlite.config.schema import MESH_AXES, MeshConfig, build
+from maxlite.config.raw_values import show
+from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, build, flatten
 from maxlite.config.values import suggest
 from maxlite.ensemble.ensemble_run import run_ensemble
 from maxlite.ensemble.soups import write_soup
@@ -44,6 +45,7 @@ def _export(arguments: Sequence[str]) -> int:
     if name not in members:
       raise UserError(f"{arguments[0]} has no member {name}; {suggest(name, members)}")
   cfg = members[names[0]]
+  _require_one_model({name: members[name] for name in names})
   sources = [Path(cfg.run.base_output_directory) / name for name in names]
   for source in sources:
     if not (source / "checkpoints").is_dir():
@@ -62,6 +64,19 @@ def _export(arguments: Sequence[str]) -> int:
   save_resolved(cfg, target / "config.yml")
   sys.stdout.write(f"{target}: resume with python -m maxlite.train {target / 'config.yml'}\n")
   return 0
+
+
+def _require_one_model(members: Mapping[str, Config]) -> None:
+  """Raise UserError if the members of a soup differ in a key that weights depend on."""
+  (first, cfg), *others = members.items()
+  for name, other in others:
+    own = flatten(other.model)
+    for key, value in flatten(cfg.model).items():
+      if KEYS[key].field.shapes_model and value != own[key]:
+        raise UserError(
+          f"a soup has members of one model: {key} is {show(value)} in {first}, and "
+          f"{show(own[key])} in {name}"
+        )
 
 
 def _solo_mesh(mesh: MeshConfig) -> MeshConfig:

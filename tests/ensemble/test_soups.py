@@ -9,7 +9,7 @@ import pytest
 
 import maxlite
 from maxlite.api.train_function import to_arguments
-from maxlite.config import UserError, load_config
+from maxlite.config import UserError, load_config, save_resolved
 from maxlite.data.batch import Batch
 from maxlite.ensemble import __main__ as command
 from maxlite.ensemble.ensemble_run import train_ensemble
@@ -111,6 +111,19 @@ def test_a_soup_of_an_unknown_member_is_one_line(trained, capsys):
   with pytest.raises(SystemExit):
     command.main(["export", str(trained), "member=fast,none"])
   assert "has no member none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["lora_rank=2", "mlp_activations=[gelu, linear]"])
+def test_a_soup_of_other_models_is_one_line(tmp_path, capsys, key):
+  own = key.replace("=", ": ")
+  keys = [*KEYS, f"base_output_directory={tmp_path}", f"members=[{{name: a}}, {{name: b, {own}}}]"]
+  (tmp_path / "soups").mkdir()
+  save_resolved(load_config(keys), tmp_path / "soups" / "config.yml")
+  for names in ("a,b", "b,a"):
+    with pytest.raises(SystemExit):
+      command.main(["export", str(tmp_path / "soups"), f"member={names}", "run_name=soup"])
+    assert f"a soup has members of one model: {key.split('=')[0]} is" in capsys.readouterr().err
+  assert not (tmp_path / "soup").exists()
 
 
 def test_parameters_of_other_shapes_are_one_line(trained):
