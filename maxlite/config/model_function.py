@@ -33,6 +33,8 @@ def function_keys(cfg: ModelConfig) -> dict[str, Any]:
   else:
     names -= set(flatten(cfg.mla))
   bases = {"rope_max_timescale", "local_rope_max_timescale"}
+  if cfg.rope.rope_type == "linear":
+    names -= {"original_max_position_embeddings"}
   if cfg.rope.rope_type == "default":
     names -= set(flatten(cfg.rope)) - {"rope_type", *bases}
     if len({flat[base] for base in bases}) == 1:  # all layers have the same rotary embedding

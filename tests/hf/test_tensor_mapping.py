@@ -114,7 +114,15 @@ def test_a_config_that_no_family_supports_raises():
 def test_a_model_is_exported_however_it_was_computed():
   keys = model_keys(FIXTURES / "mixtral")[1]
   how = {"context_parallel_strategy": "ring", "remat_policy": "full", "sparse_matmul": False}
-  assert find_family(build(ModelConfig, DEFAULTS | keys | how))[0].model_type == "mixtral"
+  unread = {"rope_type": "linear", "original_max_position_embeddings": 8}
+  assert find_family(build(ModelConfig, DEFAULTS | keys | how | unread))[0].model_type == "mixtral"
+
+
+def test_a_model_without_a_limit_of_activations_is_not_exported_with_the_limit_0():
+  keys = model_keys(FIXTURES / "gpt_oss")[1] | {"mlp_activations_limit": 0.0}
+  family, hf = find_family(build(ModelConfig, DEFAULTS | keys))
+  assert hf["swiglu_limit"] == np.finfo(np.float16).max
+  assert family.config_from_hf(hf)["mlp_activations_limit"] == 0
 
 
 @pytest.mark.parametrize("local", [0.0, 50.0, 5000.0])

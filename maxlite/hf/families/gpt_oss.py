@@ -16,6 +16,7 @@ RULES = (
   TensorRule("moe/wo_bias", "mlp.experts.down_proj_bias", "e d -> e d"),
 )
 
+_NO_LIMIT = 65504.0  # the largest float16; transformers clamps to swiglu_limit in any case
 GPT_OSS = HfFamily(
   "gpt_oss",
   "GptOssForCausalLM",
@@ -36,6 +37,10 @@ GPT_OSS = HfFamily(
   required={"swiglu_alpha": 1.702},
   checks_layer_types=True,
   aux_loss_key="router_aux_loss_coef",
+  extra_from_hf=lambda hf, keys: (
+    {"mlp_activations_limit": 0.0} if keys["mlp_activations_limit"] == _NO_LIMIT else {}
+  ),
+  extra_to_hf=lambda cfg: {"swiglu_limit": cfg.moe.mlp_activations_limit or _NO_LIMIT},
   unread=("experts_per_token", "initial_context_length", "quantization_config"),
   quantized="mxfp4",
 )
