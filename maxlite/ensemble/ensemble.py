@@ -170,9 +170,20 @@ class Ensemble:
       return self._engine.pack(jax.device_put(list(own), may_alias=False))
 
   def predict(self, state: Any, inputs: Any) -> Prediction:
-    """The members' predictions, their mean and their standard deviation."""
+    """The members' predictions, their mean and their standard deviation.
+
+    Raises:
+      UserError: the predictions of two members have different shapes.
+    """
     with self._explain_errors(state):
       values = self._engine.predict(state, inputs)
+    first, *others = (jax.tree.map(jnp.shape, value) for value in values)
+    for name, shape in zip(self.names[1:], others, strict=True):
+      if shape != first:
+        raise UserError(
+          f"the prediction of {self.names[0]} has shape {first}, and that of {name} {shape}: give "
+          "a predict whose result has one shape for all members"
+        )
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
     over_members = lambda of: jax.tree.map(functools.partial(of, axis=0), stacked)
     return Prediction(over_members(jnp.mean), stacked, over_members(jnp.std))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,11 @@ class Member:
         name = getattr(value, "__name__", type(value).__name__)
         call = f": call it, {name}(...)" if callable(value) else ""
         raise UserError(f"{field}={name} of a Member is not an instance of {kind.__name__}{call}")
+    try:
+      operator.index(self.seed)
+    except TypeError:
+      given = " ".join(str(self.seed).split())
+      raise UserError(f"seed={given} of a Member is not an integer") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +92,7 @@ class MemberProgram:
   def seed_array(self) -> np.ndarray:
     """The seed as an argument of `init`: the bits that `jax.random.key` keeps of any integer."""
     dtype = jax.dtypes.canonicalize_dtype(np.uint64)
-    return np.array(self.seed % 2**64, np.uint64).astype(dtype)
+    return np.array(operator.index(self.seed) % 2**64, np.uint64).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +165,8 @@ def _model_functions(
   """(init of the variables, gradients, prediction), each traced once."""
   init = trace_once(lambda key: nn.init(loss, model)(key, batch))
   variables = jax.eval_shape(init, jax.random.key(0))
+  if "params" not in variables:
+    raise UserError(f"the model {type(model).__name__} has no parameters to train: leave it out")
   mutable = tuple(name for name in variables if name != "params")
   sown = _sown_variables(model, loss, variables, mutable, batch)
   gradients = build_gradients(_LinenLoss(model, loss, mutable, sown))

@@ -135,6 +135,11 @@ def one_member(own_loss, strategy="auto", devices=1):
   return Ensemble(members, own_loss, strategy=strategy, devices=jax.devices()[:devices])
 
 
+def predict_of_layers(*widths):
+  ensemble = Ensemble([Member(nn.Dense(width), optax.sgd(0.1)) for width in widths], loss)
+  return ensemble.predict(ensemble.init(BATCH), BATCH)
+
+
 def _init(strategy="auto", devices=8, **keywords):
   members = [Member(Mlp(width), optax.sgd(0.1)) for width in (2, 3)]
   return Ensemble(
@@ -165,6 +170,21 @@ def _init(strategy="auto", devices=8, **keywords):
     ),
     (lambda: Member(Mlp, optax.sgd(0.1)), r"model=Mlp of a Member is not .*: call it, Mlp\("),
     (lambda: Member(Mlp(), optax.sgd), r"optimizer=sgd of a Member is not .*: call it, sgd\("),
+    (lambda: Member(Mlp(), optax.sgd(0.1), seed=1.5), r"seed=1\.5 of a Member is not an integer"),
+    (
+      lambda: Member(Mlp(), optax.sgd(0.1), seed=jax.random.key(0)),
+      "of a Member is not an integer",
+    ),
+    (
+      lambda: Ensemble([Member(nn.Dropout(0.1, deterministic=True), optax.sgd(0.1))], loss).init(
+        BATCH
+      ),
+      "the model Dropout has no parameters to train",
+    ),
+    (
+      lambda: predict_of_layers(1, 2),
+      r"prediction of m0 has shape \(4, 1\), and that of m1 \(4, 2\): give a predict",
+    ),
     (lambda: Ensemble([Mlp()], loss), "must be a list of Member"),
     (lambda: Ensemble(Member(Mlp(), optax.sgd(0.1)), loss), "must be a list of Member"),
     (

@@ -106,12 +106,12 @@ def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
 
 @pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
 def test_any_integer_is_a_seed(strategy):
-  seeds = (-1, 2**40 + 5, 2**32 - 2)
+  seeds = (-1, 2**40 + 5, np.int64(2**32 - 2))
   members = [Member(Fields(), optax.sgd(0.1), seed=seed) for seed in seeds]
   ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:3])
   state = ensemble.init(batch(0))
   for member, own in zip(members, ensemble.member_states(state).values(), strict=True):
-    want = member.model.init(jax.random.key(member.seed), batch(0)[0])
+    want = member.model.init(jax.random.key(int(member.seed)), batch(0)[0])
     assert largest_error(own.params, want["params"]) == 0
 
 
