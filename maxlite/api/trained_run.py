@@ -75,6 +75,8 @@ class Run:
     Raises:
       UserError: a key is wrong, a prompt is too long, or the run has no tokenizer.
     """
+    if isinstance(prompts, str):  # of which every character would be a prompt
+      raise UserError("generate(...) takes a list of prompts: write [prompt]")
     cfg = self._with(**keys)
     read = EXECUTION | flatten(GenerateConfig()).keys() | {"max_target_length"}
     if others := ", ".join(sorted(keys.keys() - read)):

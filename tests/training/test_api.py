@@ -93,6 +93,8 @@ def test_an_opened_run_has_the_parameters_and_the_held_out_loss(interrupted):
     opened.evaluate(0)
   with pytest.raises(maxlite.UserError, match="does not read load_checkpoint: give it to open_run"):
     opened.generate(["a"], load_checkpoint="best", temperature=0)
+  with pytest.raises(maxlite.UserError, match="takes a list of prompts"):
+    opened.generate("to be")
   expected = {name: x for name, x in run.rows[-1].items() if name.startswith("eval_")}
   assert result == expected
   _, params = maxlite.load(folder / "run")
