@@ -84,7 +84,8 @@ def rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     raise UserError(
       f"config.json has a rotary embedding of type {kind!r}; supported are {', '.join(ROPE_KEYS)}"
     )
-  require(rope, **ROPE_REQUIRED.get(kind, {}))
+  require(rope, partial_rotary_factor=1.0, **ROPE_REQUIRED.get(kind, {}))
+  require(hf, partial_rotary_factor=1.0)
   if kind == "yarn":
     require(rope, attention_factor=None)
     mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")

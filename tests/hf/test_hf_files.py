@@ -212,6 +212,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0
     ({"hidden_act": "cos"}, "hidden_act='cos'"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
     ({"rope_parameters": "default"}, "config.json: "),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, but maxlite supports only"),
+    ({"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}, "only partial_rotary"),
     ({"rope_parameters": YARN}, "mscale=1.0, but maxlite supports only mscale=0.0"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
   ],
