@@ -14,7 +14,7 @@ from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
 
 # With those of DRAFTED, every way to attend and to build a layer.
-FAST = ("mixtral", "gemma2")
+FAST = ("gemma2",)
 NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window
 ROW_B = np.array([2, 0, 3], np.int32)  # rows of the cache; row 1 stays idle

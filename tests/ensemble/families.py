@@ -161,11 +161,11 @@ def train_alone(member: Member, first: int = 0) -> tuple:
   step, losses = _alone_step(member), []
   init = jit_init(member.model.init)
   variables = start = init(jax.random.key(member.seed), batch(0)[0])
-  opt_state = member.optimizer.init(variables["params"])
+  opt_state = jax.jit(member.optimizer.init)(variables["params"])
   for n in range(STEPS):
     variables, opt_state, value = step(variables, opt_state, n, batch(first + n))
     losses.append(value)
-  prediction = nn.apply(predict, member.model)(variables, batch(0)[0])
+  prediction = jax.jit(nn.apply(predict, member.model))(variables, batch(0)[0])
   return np.array(losses), start, variables, np.asarray(prediction)
 
 

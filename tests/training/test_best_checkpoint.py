@@ -40,6 +40,9 @@ def test_the_moving_average_counts_if_there_is_one():
 
 # Nothing is learned, so the first evaluation remains the best.
 STALLED = {
+  "decoder_block": "llama",
+  "base_num_decoder_layers": 1,
+  "gradient_accumulation_steps": 1,
   "learning_rate": 0,
   "eval_period": 1,
   "early_stopping_patience": 3,

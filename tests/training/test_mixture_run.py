@@ -10,6 +10,7 @@ from tiny_run import logged, start
 from maxlite.metrics.plots.curves import draw_curves
 
 LIGHT = {"decoder_block": "llama", "base_num_decoder_layers": 1, "gradient_accumulation_steps": 1}
+LIGHT |= {"ema_decay": 0, "eval_fraction": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +29,10 @@ def mixtures(tmp_path_factory):
 def test_a_run_whose_mixture_is_extended_equals_one_that_had_it_from_the_start(mixtures, folder):
   two, three = mixtures
   interrupted, whole = folder / "interrupted", folder / "whole"
-  light = LIGHT | {"eval_fraction": 0.3}
-  assert start(interrupted, dataset_mixture=two, **light | {"steps": 4})[0] == 0
-  code, output = start(interrupted, dataset_mixture=three, **light)
+  assert start(interrupted, dataset_mixture=two, **LIGHT | {"steps": 4})[0] == 0
+  code, output = start(interrupted, dataset_mixture=three, **LIGHT)
   assert (code, "resuming from the checkpoint of step 4" in output) == (0, True)
-  code, expected = start(whole, dataset_mixture=three, **light)
+  code, expected = start(whole, dataset_mixture=three, **LIGHT)
   assert code == 0
   rows = logged(whole)[4:]
   assert [row for row in logged(interrupted) if row["step"] > 4] == rows
@@ -52,7 +52,7 @@ def test_a_run_whose_mixture_is_extended_equals_one_that_had_it_from_the_start(m
 
 @pytest.mark.slow
 def test_two_hosts_and_a_host_that_resumes_from_them_read_the_mixture_of_one(mixtures, folder):
-  light = LIGHT | {"dataset_mixture": mixtures[1], "eval_fraction": 0.3, "ema_decay": 0}
+  light = LIGHT | {"dataset_mixture": mixtures[1]}
   one, two = folder / "one", folder / "two"
   run(one, "--processes", 1, "--devices", 8, **light)
   output = run(two, "--processes", 2, "--devices", 4, **light)

@@ -48,7 +48,7 @@ def test_the_example_trains_and_its_run_is_opened_without_naming_it(tmp_path, mo
   monkeypatch.chdir(EXAMPLE.parent)
   phases = [{"name": "all", "train": [".*"], "loss": "confident", "steps": 1}]
   keys = TINY | keys_in(tmp_path) | {"steps": 2, "scan_unroll": 1, "base_num_decoder_layers": 1}
-  keys |= {"warmup_steps_fraction": 0, "ema_decay": 0}
+  keys |= {"warmup_steps_fraction": 0, "ema_decay": 0, "gradient_accumulation_steps": 1}
   output = io.StringIO()
   with contextlib.redirect_stdout(output), empty_plots():
     run = maxlite.train(plugins=["plugin.py"], phases=phases, **keys | CHOICES)

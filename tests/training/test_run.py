@@ -146,7 +146,8 @@ def test_two_processes_cannot_train_in_one_folder(finished, copy, capsys):
 
 
 def test_diverging_run_stops(folder):
-  keys = {"decoder_block": "llama", "learning_rate": 1e30, "gradient_accumulation_steps": 1}
+  keys = {"decoder_block": "llama", "base_num_decoder_layers": 1, "ema_decay": 0}
+  keys |= {"learning_rate": 1e30, "gradient_accumulation_steps": 1}
   code, output = start(folder, max_skipped_steps=3, **keys)
   assert code == 1
   assert "not finite in 3 steps in a row (max_skipped_steps): lower learning_rate" in output

@@ -44,7 +44,8 @@ def test_watchdog_exits_with_the_stacks_of_all_threads():
 
 def test_run_with_differing_replicas_stops_without_a_checkpoint(tmp_path):
   keys = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": -1, "replica_check_period": 2}
-  keys |= {"decoder_block": "llama", "gradient_accumulation_steps": 1, "ema_decay": 0}
+  keys |= {"decoder_block": "llama", "base_num_decoder_layers": 1, "gradient_accumulation_steps": 1}
+  keys |= {"ema_decay": 0}
   cfg = config_of(**keys_in(tmp_path, checkpoint_period=1, **keys))
   trainer = build_trainer(cfg)
   checkpoints = Checkpoints(cfg.checkpoint, tmp_path / "checkpoints", pytest.fail)
