@@ -45,6 +45,7 @@ Restored = tuple[Any, dict[str, Any] | None, int]  # state, data state, step
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 PARAMS = "params/"  # prefix of the names of parameters
 CHUNK_BYTES = 32 << 20  # of an array on disk
+MIN_SLICE_BYTES = 1 << 20  # smaller shards are written by one of their replicas
 MAX_LAYERS = 512  # a larger first axis is not a stack of layers
 
 
@@ -316,7 +317,14 @@ class Checkpoints:
       enable_async_checkpointing=self._cfg.async_checkpointing,
       temporary_path_class=COMMIT_LAST if self._is_remote else None,
     )
-    return ocp.CheckpointManager(self._directory, options=options)
+    # Orbax compiles a program for every slice that a replica writes of a shard.
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handlers = ocp.handlers.create_default_handler_registry(
+      state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+      manifest=ocp.JsonCheckpointHandler(),
+    )
+    return ocp.CheckpointManager(self._directory, options=options, handler_registry=handlers)
 
 
 class _WriteErrors(logging.Filter):

@@ -15,8 +15,13 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlite.checkpoint import manager
 from maxlite.checkpoint.checksum import tree_hash
-from maxlite.checkpoint.manager import Checkpoints, CheckpointWriteError  # noqa: F401 (for the scripts)
+from maxlite.checkpoint.manager import (
+  MIN_SLICE_BYTES,
+  Checkpoints,
+  CheckpointWriteError,  # noqa: F401 (for the scripts)
+)
 from maxlite.config.schema import CheckpointConfig
 
 
@@ -266,6 +271,21 @@ def test_saving_a_damaged_step_keeps_both(folder):
   assert "rewriting it" in reports[0]
   assert_restores(open_checkpoints(folder), 2)
   assert (folder.parent / "checkpoints_damaged/2").is_dir()
+
+
+@pytest.mark.parametrize("min_slice_bytes", [MIN_SLICE_BYTES, 4])
+def test_replicas_write_slices_of_large_arrays_only(tmp_path, monkeypatch, min_slice_bytes):
+  """Orbax compiles a program for each slice."""
+  monkeypatch.setattr(manager, "MIN_SLICE_BYTES", min_slice_bytes)
+  state = jax.device_put({"x": np.arange(8.0, dtype=np.float32)}, NamedSharding(mesh_of(2, 4), P()))
+  compiled, checkpoints = [], open_checkpoints(tmp_path)
+  listen = lambda event, *_, fun_name="", **__: compiled.append(fun_name)
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  checkpoints.save(1, state, {})
+  checkpoints.close()
+  jax.monitoring.unregister_event_duration_listener(listen)
+  assert ("jit(slice)" in compiled) == (min_slice_bytes == 4)
+  assert tree_hash(open_checkpoints(tmp_path).restore(state)[0]) == tree_hash(state)
 
 
 SCRIPT_START = """
