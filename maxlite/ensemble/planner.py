@@ -17,7 +17,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.engines.jaxpr_comparison import JaxprMismatchError
+from maxlite.ensemble.engines.vmapped_jaxprs import JaxprMismatchError
 
 
 @dataclasses.dataclass(frozen=True)

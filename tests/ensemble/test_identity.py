@@ -13,7 +13,7 @@ import pytest
 from families import batch, largest_error, loss, train_alone
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.batched_jaxpr import vmap_programs
+from maxlite.ensemble.engines.vmapped_jaxprs import vmap_programs
 
 
 class Fields(nn.Module):
@@ -79,9 +79,9 @@ def first_loss(member):
 
 def test_programs_that_differ_in_the_sign_of_zero_are_not_merged():
   x = jax.ShapeDtypeStruct((), jnp.float32)
-  functions = [lambda x, _, zero=zero: 1 / (x * zero) for zero in (0.0, -0.0)]
-  run = vmap_programs(functions, ["f", "g"], [x, x], None)
-  np.testing.assert_array_equal(run(jnp.ones(2), None), [np.inf, -np.inf])
+  functions = [lambda x, zero=zero: 1 / (x * zero) for zero in (0.0, -0.0)]
+  run = vmap_programs(functions, ["f", "g"], [(x,), (x,)], in_axes=(0,))
+  np.testing.assert_array_equal(run(jnp.ones(2)), [np.inf, -np.inf])
 
 
 @pytest.mark.parametrize("impl", ["rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)])

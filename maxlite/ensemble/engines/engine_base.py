@@ -9,6 +9,7 @@ import jax
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.step_cost import ProgramCost, StepCost, program_cost, tree_bytes
+from maxlite.ensemble.engines.vmapped_jaxprs import trace
 from maxlite.ensemble.member_program import MemberFactory, MemberProgram
 
 
@@ -94,7 +95,7 @@ class EnsembleEngine:
 
 def program_costs(programs: Sequence[MemberProgram], batch: Any) -> list[ProgramCost]:
   """The cost of every member's step."""
-  return [program_cost(jax.make_jaxpr(p.step)(p.abstract_state, batch)) for p in programs]
+  return [program_cost(trace(p.step, p.abstract_state, batch).jaxpr) for p in programs]
 
 
 def require_one_process(request: EngineRequest) -> None:

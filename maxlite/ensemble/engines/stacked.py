@@ -15,17 +15,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.batched_jaxpr import (
-  group_by_jaxpr,
-  vmap_programs,
-  without_one_device_mesh,
-)
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
   require_no_phases,
 )
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
+from maxlite.ensemble.engines.vmapped_jaxprs import (
+  group_by_jaxpr,
+  trace,
+  vmap_programs,
+)
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
@@ -77,7 +77,7 @@ class VmapEngine(EnsembleEngine):
     if self.request.own_batches:
       stack = lambda leaf: jax.ShapeDtypeStruct((len(self.programs), *leaf.shape), leaf.dtype)
       batch = jax.tree.map(stack, batch)
-    cost = program_cost(jax.make_jaxpr(self._step)(state, batch))
+    cost = program_cost(trace(self.step, state, batch).jaxpr)
     sharding = self.programs[0].batch_sharding
     mesh = self._mesh if sharding is None else sharding.mesh
     num_devices = 1 if mesh is None else mesh.size if self._mesh is None else mesh.shape["ensemble"]
@@ -120,21 +120,15 @@ class VmapEngine(EnsembleEngine):
     seed_Z = np.stack([program.seed_array for program in programs])
     if not self._is_stacked(group):
       return programs[0].init(seed_Z[0])
-    inits = {id(program.init): self._init_of(program) for program in programs}
-    functions = [inits[id(program.init)] for program in programs]
-    names, seeds = [program.name for program in programs], [seed_Z[0]] * len(group)
-    subsets, parts = group_by_jaxpr(functions, names, seeds, None), []
+    subsets = group_by_jaxpr([program.init for program in programs], [(seed,) for seed in seed_Z])
+    parts = []
     for subset in subsets:
-      own = [functions[n] for n in subset], [names[n] for n in subset]
-      init = vmap_programs(*own, seeds[: len(subset)], None)
-      parts.append(init(jnp.asarray(seed_Z[subset]), None))
+      own = [programs[n] for n in subset]
+      functions, names = [program.init for program in own], [program.name for program in own]
+      init = vmap_programs(functions, names, [(seed,) for seed in seed_Z[subset]], in_axes=(0,))
+      parts.append(init(jnp.asarray(seed_Z[subset])))
     order_Z = np.argsort(np.concatenate(subsets))
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order_Z], *parts)
-
-  def _init_of(self, program: MemberProgram) -> Callable:
-    init = program.init
-    init = init if self._mesh is None else without_one_device_mesh(init, program.seed_array)
-    return lambda seed, _: init(seed)
 
   def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
     batches = [self._batch_of(group, batch) for group in self.groups]
@@ -180,9 +174,8 @@ class VmapEngine(EnsembleEngine):
     return vmap_programs(
       functions,
       [self.programs[z].name for z in group],
-      [self.abstract[z] for z in group],
-      inputs,
-      shared_axis=inputs_axis,
+      [(self.abstract[z], inputs) for z in group],
+      in_axes=(0, inputs_axis),
       spmd_axis_name=self._ensemble_axis(group),
       mesh=self._mesh,
     )
@@ -268,9 +261,7 @@ def build_fused(request: EngineRequest) -> VmapEngine:
   plain = [z for z, program in enumerate(programs) if not program.has_phases]
   groups = group_by_jaxpr(
     [programs[z].step for z in plain],
-    [programs[z].name for z in plain],
-    [programs[z].abstract_state for z in plain],
-    request.batch,
+    [(programs[z].abstract_state, request.batch) for z in plain],
   )
   groups = [[plain[n] for n in group] for group in groups]
   with_phases = [[z] for z, program in enumerate(programs) if program.has_phases]

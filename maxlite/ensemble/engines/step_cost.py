@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from maxlite.ensemble.engines.jaxpr_comparison import SUBJAXPRS
+from maxlite.ensemble.engines.vmapped_jaxprs import inner_jaxprs
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -56,11 +56,11 @@ def program_cost(program: ClosedJaxpr | Any) -> ProgramCost:
   total = ProgramCost()
   for eqn in getattr(program, "jaxpr", program).eqns:
     name = eqn.primitive.name
+    bodies = [program_cost(each) for each in inner_jaxprs(eqn)]
     if name == "cond":
-      total += max(program_cost(branch) for branch in eqn.params["branches"])
-    elif name in SUBJAXPRS:
-      inner = sum((program_cost(eqn.params[key]) for key in SUBJAXPRS[name]), ProgramCost())
-      inner = inner.times(eqn.params.get("length", 1))
+      total += max(bodies)
+    elif bodies:
+      inner = sum(bodies, ProgramCost()).times(eqn.params.get("length", 1))
       size = eqn.params["mesh"].size if name == "shard_map" else 1
       total += ProgramCost(inner.flops * size, inner.operations, inner.bytes * size)
     else:

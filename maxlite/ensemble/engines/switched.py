@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.batched_jaxpr import without_one_device_mesh
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
@@ -23,6 +22,7 @@ from maxlite.ensemble.engines.engine_base import (
   require_one_process,
 )
 from maxlite.ensemble.engines.step_cost import StepCost, tree_bytes
+from maxlite.ensemble.engines.vmapped_jaxprs import without_one_device_mesh
 from maxlite.kernels.xla_cpu import jit_init
 
 Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
