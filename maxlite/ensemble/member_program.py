@@ -36,6 +36,12 @@ _FLAX_INTERNALS = ("_id", "_state", "_parent_ref", "scope")  # attributes of mod
 trace_once = functools.partial(jax.jit, inline=True)
 
 
+def trace(function: Callable, *args: Any) -> jax.stages.Traced:
+  """Trace `function`; the same object is traced once for arguments of equal shapes."""
+  jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
+  return jitted.trace(*args)
+
+
 @dataclasses.dataclass(frozen=True)
 class Member:
   """A Linen module with its optimizer and seed; the default name is m00, m01, ..."""
@@ -86,7 +92,7 @@ class MemberProgram:
   @functools.cached_property
   def abstract_state(self) -> Any:
     """Shapes and dtypes of the state."""
-    return jax.eval_shape(self.init, jnp.uint32(0))
+    return trace(self.init, self.seed_array).out_info
 
   @property
   def seed_array(self) -> np.ndarray:

@@ -52,7 +52,6 @@ from ensemble_problems import (
   VOCAB_SIZE,
   WIDTHS,
   Problem,
-  members_of,
 )
 from moe import print_ratio
 from rich.console import Console
@@ -244,14 +243,14 @@ def serve(name: str, problem: str) -> int:
 
 
 def by_strategy(strategy: str, problem: str) -> Candidate:
+  own = PROBLEMS[problem]()
   if strategy == "processes":
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     factory = f"ensemble_problems:{problem}_members"
     ensemble = Ensemble.from_factory(factory, strategy=strategy)
   else:
-    ensemble = Ensemble(**members_of(problem), strategy=strategy)
-  data = PROBLEMS[problem]().batch
-  run = repeated(ensemble.step, ensemble.init(data), data)
+    ensemble = Ensemble(own.members, own.loss, strategy=strategy)
+  run = repeated(ensemble.step, ensemble.init(own.batch), own.batch)
   plan = ensemble.plan
   share = next(e.useful_share for e in plan.estimates if e.strategy == plan.strategy)
   if strategy == "auto":

@@ -124,7 +124,8 @@ def next_token(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Arra
 
 def members_of(problem: str) -> dict[str, Any]:
   """The arguments of `Ensemble`."""
-  return {"members": PROBLEMS[problem]().members, "loss": PROBLEMS[problem]().loss}
+  own = PROBLEMS[problem]()
+  return {"members": own.members, "loss": own.loss}
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {

@@ -9,8 +9,7 @@ import jax
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.step_cost import ProgramCost, StepCost, program_cost, tree_bytes
-from maxlite.ensemble.engines.vmapped_jaxprs import trace
-from maxlite.ensemble.member_program import MemberFactory, MemberProgram
+from maxlite.ensemble.member_program import MemberFactory, MemberProgram, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ class EnsembleEngine:
   def result_shapes(self, method: str, inputs: Any) -> list[Any]:
     """Per member, the shapes of what `method` returns."""
     return [
-      jax.eval_shape(getattr(program, method), state, inputs)
+      trace(getattr(program, method), state, inputs).out_info
       for program, state in zip(self.programs, self.abstract, strict=True)
     ]
 

@@ -23,10 +23,9 @@ from maxlite.ensemble.engines.engine_base import (
 from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
 from maxlite.ensemble.engines.vmapped_jaxprs import (
   group_by_jaxpr,
-  trace,
   vmap_programs,
 )
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.member_program import MemberProgram, trace
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding import Sharder

@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import Mesh
 
 from maxlite.config.errors import UserError
+from maxlite.ensemble.member_program import trace
 
 # Primitives with inner jaxprs: the parameters that hold them.
 _INNER_JAXPRS = {
@@ -48,12 +49,6 @@ _COLLECTIVES = ("all_gather", "all_to_all", "axis_index", "pcast", "pvary", *_RE
 
 class JaxprMismatchError(UserError):
   """Error for programs that cannot run as one; the message names the first difference."""
-
-
-def trace(function: Callable, *args: Any) -> jax.stages.Traced:
-  """Trace `function`; the same object is traced once for arguments of equal shapes."""
-  jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-  return jitted.trace(*args)
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
