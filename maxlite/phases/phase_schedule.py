@@ -6,7 +6,7 @@ A schedule is a list of segments: the initial phases, once, then a cycle of one 
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -191,8 +191,8 @@ def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
     raise UserError("there are no phases; give at least one")
   for name, ends in lengths.items():
     steps = ends if isinstance(ends, int) else ends.max_steps
-    if steps < 1:
-      raise UserError(f"phase {name} takes {steps} steps; give it at least 1, or leave it out")
+    if not isinstance(steps, SupportsIndex) or int(steps) < 1:
+      raise UserError(f"phase {name} takes {steps} steps; give an integer, at least 1, or omit it")
     if isinstance(ends, Plateau) and ends.patience < 1:
       raise UserError(f"phase {name} has patience={ends.patience}; give it at least 1")
   for name, steps in initial.items():
@@ -200,5 +200,7 @@ def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
       raise UserError(
         f"initial_phases: no phase is called {name!r}; there are {', '.join(lengths)}"
       )
-    if steps < 1:
-      raise UserError(f"initial_phases: {name} takes {steps} steps; give it at least 1, or omit it")
+    if not isinstance(steps, SupportsIndex) or int(steps) < 1:
+      raise UserError(
+        f"initial_phases: {name} takes {steps} steps; give an integer, at least 1, or omit it"
+      )

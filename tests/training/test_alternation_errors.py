@@ -81,6 +81,10 @@ def first_step(build_alternation):
       "the loss of phase fit must return the collections that it gets; they differ in sums/n",
     ),
     ({"until": Threshold("m", below=1.0, max_steps=9), "steps": None}, "waits for the metric 'm'"),
+    (
+      {"until": Threshold("loss", below=1.0, max_steps=2.5), "steps": None},
+      r"phase fit takes 2\.5 steps; give an integer",
+    ),
   ],
 )
 def test_mistakes_are_one_line_errors(changes, message):
@@ -114,6 +118,12 @@ def test_integers_are_frozen_and_to_train_them_is_a_one_line_error():
   with pytest.raises(UserError, match=r"phase all trains count, which is int32\[2\]") as error:
     Alternation([Phase("all", [".*"], loss, optax.sgd(0.1), steps=1)]).init(params)
   assert "\n" not in str(error.value)
+
+
+def test_an_initial_phase_takes_an_integer_number_of_steps():
+  phase = Phase("fit", ["a/.*"], fit_loss, optax.sgd(0.1), steps=1)
+  with pytest.raises(UserError, match=r"initial_phases: fit takes 1\.5 steps; give an integer"):
+    Alternation([phase], initial_phases={"fit": 1.5})
 
 
 def test_no_phases():
