@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from maxlite.config.schema import LatentAttentionConfig, ModelConfig
 from maxlite.layers.mla import LatentAttention
@@ -95,7 +96,7 @@ def value_and_gradients(function, params, x_BTD):
 @pytest.mark.parametrize(
   ("q_lora_rank", "mesh"),
   [
-    (0, "one device"),
+    slow(0, "one device"),
     (4, "data fsdp tensor"),
     (4, "context expert fsdp"),
     (0, "context tensor"),
