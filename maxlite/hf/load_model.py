@@ -71,6 +71,8 @@ def load(
 ) -> tuple[LoadedModel, dict[str, Any]]:
   """Return (model, parameters) of a run's latest checkpoint or of a folder with config.json.
 
+  The parameters are those that were trained, not their moving averages.
+
   Args:
     dtype: `float32` or `bfloat16`, of parameters and activations. The default is that of the run;
       of a Hugging Face folder float32 if any weight has it, else bfloat16.

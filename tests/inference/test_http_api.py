@@ -197,10 +197,10 @@ def test_concurrent_clients_get_the_same_completions_as_alone(service):
   assert len({choice["text"] for choices in together for choice in choices}) == 5
 
 
-def test_requests_beyond_the_queue_are_rejected_and_do_not_occupy_it(service):
+def test_a_request_that_no_idle_server_accepts_is_invalid_and_occupies_nothing(service):
   status, text = ask(service, "/v1/completions", {"prompt": ["a"] * 6})
-  assert status == 429
-  assert json.loads(text)["error"]["type"] == "rate_limit_error"
+  assert status == 400
+  assert "6 prompts are more than the 5 that" in json.loads(text)["error"]["message"]
   assert len(complete(service, prompt=["a"] * 5, max_tokens=2)["choices"]) == 5
 
 
@@ -222,7 +222,7 @@ def wait_for_active(engine_thread, number):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_waiting_client_that_disconnects_leaves_the_queue(service, monkeypatch, stream):
+def test_a_full_queue_rejects_others_until_a_client_disconnects(service, monkeypatch, stream):
   engine_thread, resume, step = service[1], threading.Event(), tiny.two_rows().step
   body = json.dumps({"prompt": ["a"] * 5, "max_tokens": 9, "stream": stream})
   with monkeypatch.context() as patch:
@@ -231,6 +231,9 @@ def test_a_waiting_client_that_disconnects_leaves_the_queue(service, monkeypatch
       with contextlib.closing(http.client.HTTPConnection("127.0.0.1", service[0])) as connection:
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         wait_for_active(engine_thread, 5)
+        status, text = ask(service, "/v1/completions", {"prompt": "a"})
+        assert status == 429
+        assert json.loads(text)["error"]["type"] == "rate_limit_error"
       wait_for_active(engine_thread, 0)
     finally:
       resume.set()

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from maxlite.config.errors import UserError
 from maxlite.inference.batcher import Batcher, TokenEvent
 from maxlite.inference.engine import GenerationRequest
 
@@ -46,11 +47,16 @@ class EngineThread:
     """Accept all of these requests, or none.
 
     Raises:
-      UserError: no row can hold a request.
+      UserError: no row can hold a request, or there are more than are ever accepted.
       QueueFullError: the queue has no room for them.
     """
     for request in on_event:
       self._batcher.engine.check(request)
+    if len(on_event) > self.max_active:
+      raise UserError(
+        f"{len(on_event)} prompts are more than the {self.max_active} that the server accepts "
+        "(decode_batch_size and serve_queue_size): send fewer in one request"
+      )
     with self._changed:
       if len(self._on_event) + len(on_event) > self.max_active:
         raise QueueFullError("too many requests are waiting: try again later")
