@@ -2,13 +2,27 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from maxlite.ensemble.engines.vmapped_jaxprs import inner_jaxprs
+# Primitives with inner jaxprs: the parameters that hold them.
+_INNER_JAXPRS = {
+  "jit": ("jaxpr",),
+  "closed_call": ("call_jaxpr",),
+  "custom_jvp_call": ("call_jaxpr",),
+  "custom_vjp_call": ("call_jaxpr",),
+  "custom_vmap_call": ("call",),
+  "remat2": ("jaxpr",),
+  "checkpoint": ("jaxpr",),
+  "cond": ("branches",),
+  "while": ("cond_jaxpr", "body_jaxpr"),
+  "scan": ("jaxpr",),
+  "shard_map": ("jaxpr",),
+}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -48,13 +62,24 @@ def tree_bytes(tree: Any) -> float:
   return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
 
 
+def open_jaxpr(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
+  """(jaxpr, constants) of a jaxpr, open or closed."""
+  return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
+  """The jaxprs that the equation calls, open or closed."""
+  held = [eqn.params[key] for key in _INNER_JAXPRS.get(eqn.primitive.name, ())]
+  return [each for own in held for each in (own if isinstance(own, tuple) else (own,))]
+
+
 def program_cost(program: ClosedJaxpr | Any) -> ProgramCost:
   """The cost of a jaxpr: scans count by length, branches by the most expensive one.
 
   The body of a shard_map is per device, and is counted on all its devices.
   """
   total = ProgramCost()
-  for eqn in getattr(program, "jaxpr", program).eqns:
+  for eqn in open_jaxpr(program)[0].eqns:
     name = eqn.primitive.name
     bodies = [program_cost(each) for each in inner_jaxprs(eqn)]
     if name == "cond":

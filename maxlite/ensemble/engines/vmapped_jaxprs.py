@@ -16,27 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import Mesh
 
 from maxlite.config.errors import UserError
+from maxlite.ensemble.engines.step_cost import inner_jaxprs, open_jaxpr
 from maxlite.ensemble.member_program import trace
 
-# Primitives with inner jaxprs: the parameters that hold them.
-_INNER_JAXPRS = {
-  "jit": ("jaxpr",),
-  "closed_call": ("call_jaxpr",),
-  "custom_jvp_call": ("call_jaxpr",),
-  "custom_vjp_call": ("call_jaxpr",),
-  "custom_vmap_call": ("call",),
-  "remat2": ("jaxpr",),
-  "checkpoint": ("jaxpr",),
-  "cond": ("branches",),
-  "while": ("cond_jaxpr", "body_jaxpr"),
-  "scan": ("jaxpr",),
-  "shard_map": ("jaxpr",),
-}
-# Their other parameters that must be equal.
+# Parameters of primitives with inner jaxprs that must be equal.
 _COMPARED_PARAMS = {
   "while": ("cond_nconsts", "body_nconsts"),
   "scan": ("num_consts", "num_carry", "reverse", "length"),
@@ -49,12 +36,6 @@ _COLLECTIVES = ("all_gather", "all_to_all", "axis_index", "pcast", "pvary", *_RE
 
 class JaxprMismatchError(UserError):
   """Error for programs that cannot run as one; the message names the first difference."""
-
-
-def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
-  """The jaxprs that the equation calls, open or closed."""
-  held = [eqn.params[key] for key in _INNER_JAXPRS.get(eqn.primitive.name, ())]
-  return [each for own in held for each in (own if isinstance(own, tuple) else (own,))]
 
 
 def vmap_programs(
@@ -88,7 +69,7 @@ def vmap_programs(
 
   def one(own: list[jax.Array | None], *args: Any) -> Any:
     values = [a if b is None else b for a, b in zip(first.signature.literals, own, strict=True)]
-    return first.call(values, args, "spmd" if spmd_axis_name else "one device" if mesh else "")
+    return first.call(values, args, _Context(mesh is not None, spmd_axis_name))
 
   run = jax.vmap(one, in_axes=(0, *in_axes), spmd_axis_name=spmd_axis_name)
   if mesh is not None:
@@ -114,12 +95,9 @@ def group_by_jaxpr(functions: Sequence[Callable], args_Z: Sequence[tuple]) -> li
 
 
 def without_one_device_mesh(function: Callable, *args: Any) -> Callable:
-  """`function` without its sharding over a mesh of one device; it can run inside any other mesh.
-
-  `args` are example arguments, which may be abstract.
-  """
+  """`function` without its mesh of one device, for use inside another; `args` may be abstract."""
   program = _program(function, args)
-  return lambda *args: program.call(program.signature.literals, args, "one device")
+  return lambda *args: program.call(program.signature.literals, args, _Context(one_device=True))
 
 
 class _Signature(NamedTuple):
@@ -152,9 +130,9 @@ class _Program(NamedTuple):
       for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
 
-  def call(self, literals: Sequence[Any], args: tuple, mode: str) -> Any:
-    """The result with these values of the literals; `mode` as in `_evaluate`."""
-    results = _evaluate(mode, self.traced.jaxpr, literals, jax.tree.leaves(args))
+  def call(self, literals: Sequence[Any], args: tuple, context: "_Context") -> Any:
+    """The result with these values of the literals."""
+    results = _evaluate(context, self.traced.jaxpr, literals, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(self.traced.out_info), results)
 
 
@@ -169,7 +147,7 @@ def _sign(program: Any) -> _Signature:
   """The signature of a jaxpr, open or closed."""
   if program in _signatures:
     return _signatures[program]
-  jaxpr, consts = _open(program)
+  jaxpr, consts = open_jaxpr(program)
   count = itertools.count()
   ids = dict(zip((*jaxpr.constvars, *jaxpr.invars), count, strict=False))
   rows, literals, kinds = _types(jaxpr.constvars), list(consts), set()
@@ -202,17 +180,12 @@ def _types(variables: Sequence[Any]) -> list[dict[str, Any]]:
   return [{"type": v.aval.dtype, "shape": v.aval.shape} for v in variables]
 
 
-def _open(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
-  """(jaxpr, constants) of a jaxpr, open or closed."""
-  return getattr(program, "jaxpr", program), getattr(program, "consts", ())
-
-
 def _compared_params(eqn: JaxprEqn) -> dict[str, Any]:
   """The parameters that must be equal, apart from inner jaxprs, whose rows are compared."""
   name, params = eqn.primitive.name, eqn.params
-  if name in _INNER_JAXPRS:
+  if inner := inner_jaxprs(eqn):
     own = {key: params[key] for key in _COMPARED_PARAMS.get(name, ())}
-    return own | {"number of branches": len(inner_jaxprs(eqn))}
+    return own | {"number of branches": len(inner)}
   ignored = _ignored_params(name)
   own = {key: value for key, value in params.items() if key not in ignored}
   # An array by its bits. Values of different types may be equal: 1 == 1.0 == True.
@@ -270,7 +243,7 @@ def _called(subject: JaxprEqn | str) -> str:
   if isinstance(subject, str):
     return subject
   inner = inner_jaxprs(subject)
-  name = _open(inner[0])[0].debug_info.func_name if len(inner) == 1 else subject.primitive.name
+  name = open_jaxpr(inner[0])[0].debug_info.func_name if len(inner) == 1 else subject.primitive.name
   for frame in getattr(subject.source_info.traceback, "frames", ()):  # innermost first
     if not frame.file_name.startswith(_JAX_FOLDER):
       break
@@ -305,28 +278,39 @@ def _kind(eqn: Any) -> str:
   return ""
 
 
-def _evaluate(mode: str, program: Any, literals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-  """The results of a jaxpr with these literals, in the order of its signature.
+class _Context(NamedTuple):
+  """What replaces the mesh of the programs; inner jaxprs, which depend on it, are evaluated too."""
 
-  Modes: `one device`, without the mesh of one device; `spmd`, over a mesh axis of the members. Both
-  replace the mesh that inner jaxprs depend on, so these are evaluated, too.
-  """
-  jaxpr, consts = _open(program)
+  one_device: bool = False  # the mesh of one device is removed
+  spmd_axis: str | None = None  # mesh axis over which members of several devices are sharded
+  manual_axis: str | None = None  # the same inside a shard_map
+
+  def pvary(self, array: Any) -> Any:
+    """Mark `array` as varying over the members' mesh axis, inside a shard_map."""
+    axis = self.manual_axis
+    if axis is None or axis in jax.typeof(array).manual_axis_type.varying:
+      return array
+    return jax.lax.pcast(array, axis, to="varying")
+
+
+def _evaluate(context: _Context, program: Any, literals: Sequence, args: Sequence) -> list[Any]:
+  """The results of a jaxpr with these literals, in the order of its signature."""
+  jaxpr, consts = open_jaxpr(program)
   rest = iter(literals)
-  inputs = [*itertools.islice(rest, len(consts)), *args]
+  inputs = [*map(context.pvary, itertools.islice(rest, len(consts))), *args]
   values = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-  read = lambda atom: next(rest) if isinstance(atom, Literal) else values[atom]
+  read = lambda atom: context.pvary(next(rest)) if isinstance(atom, Literal) else values[atom]
   for eqn in jaxpr.eqns:
     operands = list(map(read, eqn.invars))
     own = [[*itertools.islice(rest, len(_sign(inner).literals))] for inner in inner_jaxprs(eqn)]
-    values.update(zip(eqn.outvars, _apply(mode, eqn, own, operands), strict=True))
+    values.update(zip(eqn.outvars, _apply(context, eqn, own, operands), strict=True))
   return list(map(read, jaxpr.outvars))
 
 
-def _apply(mode: str, eqn: Any, literals: list[list], args: list[Any]) -> Sequence[Any]:
+def _apply(context: _Context, eqn: Any, literals: list[list], args: list) -> Sequence[Any]:
   """The results of an equation; `literals` are those of its inner jaxprs."""
   name, kind, inner = eqn.primitive.name, _kind(eqn), inner_jaxprs(eqn)
-  if kind == "collective" or (kind == "one device" and not inner):
+  if (kind == "collective" and context.one_device) or (kind == "one device" and not inner):
     args = args or [jnp.zeros((), jnp.int32)]  # of axis_index
     return [jnp.reshape(x, v.aval.shape) for x, v in zip(args, eqn.outvars, strict=True)]
   varies = any(isinstance(literal, jax.core.Tracer) for own in literals for literal in own)
@@ -340,19 +324,18 @@ def _apply(mode: str, eqn: Any, literals: list[list], args: list[Any]) -> Sequen
       "programs differ, or draw numbers by another generator than threefry, inside a shard_map "
       f"over {eqn.params['mesh'].size} devices"
     )
-  elif kind == "shard_map" and mode == "spmd":
-    # Not all operands vary over the members' axis. The program was checked when it was traced.
-    bind = functools.partial(bind, check_vma=False)
-  if kind == "shard_map" or not inner or not (needs_rule or mode):
-    return bind(*args)
+  elif kind == "shard_map" and context.spmd_axis:
+    return _shard_map_of_members(context.spmd_axis, eqn, literals[0], args)
+  if kind == "shard_map" or not inner or not (needs_rule or any(context)):
+    return list(map(context.pvary, bind(*args)))
+  context = context._replace(one_device=context.one_device or kind == "one device")
   calls = zip(inner, literals, strict=True)
-  bodies = [functools.partial(_evaluate, kind or mode, *call) for call in calls]
+  bodies = [functools.partial(_evaluate, context, *call) for call in calls]
   if name == "custom_vmap_call" and not needs_rule:
     return jax.custom_batching.sequential_vmap(bodies[0])(args)
   if name == "cond":
     return jax.lax.switch(args[0], bodies, args[1:])
-  rule = _RULES.get(name)
-  return rule(eqn.params, bodies, args) if rule else bodies[0](args)
+  return _RULES.get(name, lambda _, bodies, args: bodies[0](args))(eqn.params, bodies, args)
 
 
 def _bind(eqn: JaxprEqn, *operands: Any, **changed: Any) -> list[Any]:
@@ -361,6 +344,29 @@ def _bind(eqn: JaxprEqn, *operands: Any, **changed: Any) -> list[Any]:
   params |= {key: None for key in _ignored_params(primitive.name) if key in params} | changed
   results = primitive.bind(*operands, **params)
   return list(results) if primitive.multiple_results else [results]
+
+
+def _shard_map_of_members(axis: str, eqn: Any, literals: list, args: list[Any]) -> Sequence[Any]:
+  """A shard_map whose members are also sharded over another mesh axis.
+
+  In JAX's own rule only batched arrays vary over that axis, and a primitive rejects the others.
+  """
+  inside, (jaxpr,) = _Context(manual_axis=axis), inner_jaxprs(eqn)
+  run = jax.custom_batching.custom_vmap(functools.partial(_bind, eqn))
+
+  @run.def_vmap
+  def run_members(axis_size: int, in_batched: list[bool], *args: jax.Array) -> tuple:
+    specs = zip(eqn.params["in_specs"], in_batched, strict=True)
+    one = lambda *args: _evaluate(inside, jaxpr, literals, list(map(inside.pvary, args)))
+    results = jax.shard_map(
+      jax.vmap(one, in_axes=[0 if batched else None for batched in in_batched], out_axes=0),
+      mesh=eqn.params["mesh"],
+      in_specs=tuple(jax.P(axis, *spec) if batched else spec for spec, batched in specs),
+      out_specs=[jax.P(axis, *spec) for spec in eqn.params["out_specs"]],
+    )(*args)
+    return results, [True] * len(results)
+
+  return run(*args)
 
 
 def _remat(params: Any, bodies: Sequence[Callable], args: Sequence[Any]) -> Any:
@@ -387,8 +393,7 @@ def _scan(params: Any, bodies: Sequence[Callable], args: Sequence[Any]) -> Any:
     results = bodies[0]([*consts, *carry, *slices])
     return results[:num_carry], results[num_carry:]
 
-  options = {key: params[key] for key in ("length", "reverse", "unroll")}
-  last, ys = jax.lax.scan(iterate, init, xs, **options)
+  last, ys = jax.lax.scan(iterate, init, xs, params["length"], params["reverse"], params["unroll"])
   return [*last, *ys]
 
 
