@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.config.errors import UserError
 from maxlite.sharding import Sharder
-from maxlite.training.api_checks import check_scalars
+from maxlite.training.api_checks import check_scalars, check_unreserved
 from maxlite.training.state import TrainState, init_state
 from maxlite.training.step import (
   GradientFunction,
@@ -30,6 +30,7 @@ from maxlite.training.step import (
 # (bound module, batch) -> scalar or (scalar, {name: scalar})
 Loss = Callable[[nn.Module, Any], Any]
 
+_STEP_METRICS = ("diverged", "skipped", "skipped_in_a_row")
 _FLAX_INTERNALS = ("_id", "_state", "_parent_ref", "scope")  # attributes of modules, not fields
 
 # A jitted function that is traced once and whose equations are inlined wherever it is called.
@@ -255,7 +256,9 @@ class _LinenLoss(LossFunction):
     loss, metrics = result, {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
       loss, metrics = result
-    check_scalars({"loss": loss}, f"the model {type(self.model).__name__}")
+    place = f"the model {type(self.model).__name__}"
+    check_scalars({"loss": loss}, place)
+    check_unreserved(metrics, _STEP_METRICS, place)
     return (loss, metrics), _without(updated, self.sown)
 
   def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:

@@ -24,7 +24,7 @@ from maxlite.config.schema import PHASE_STRATEGIES
 from maxlite.optim.partition import Partition, path_of, paths_in, state_names
 from maxlite.phases.phase_programs import PhaseOptStates, PhasePrograms, build_phase_step
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
-from maxlite.training.api_checks import check_not_donated, check_scalars
+from maxlite.training.api_checks import check_not_donated, check_scalars, check_unreserved
 from maxlite.training.state import TrainState, averaged_params, init_state
 from maxlite.training.step import LossFunction, Step, build_gradients, build_train_step
 
@@ -281,6 +281,7 @@ def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: An
     raise UserError(f"the loss of phase {phase.name} returns {len(parts)} values, not ({form})")
   value, metrics, collections = (*parts, *({}, collections)[len(parts) - 1 :])
   check_scalars({"loss": value, **metrics}, f"phase {phase.name}")
+  check_unreserved(metrics, ("phase",), f"phase {phase.name}")
   if changed := set(paths_in(collections)) ^ set(paths_in(given["collections"])):
     raise UserError(
       f"the loss of phase {phase.name} must return the collections that it gets; they differ in "

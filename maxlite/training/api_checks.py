@@ -29,3 +29,9 @@ def check_scalars(values: Mapping[str, Any], place: str) -> None:
         f"{name!r} of {place} is {found}; a loss returns a floating scalar (take jnp.mean), or "
         "(scalar, {name: scalar})"
       )
+
+
+def check_unreserved(metrics: Mapping[str, Any], reserved: tuple[str, ...], place: str) -> None:
+  """Raise UserError if the loss of `place` logs a name that the step itself logs."""
+  for name in filter(metrics.__contains__, reserved):
+    raise UserError(f"{name!r} of {place} is a metric of the step: give it another name")

@@ -195,6 +195,10 @@ def _init(strategy="auto", devices=8, **keywords):
       lambda: one_member(lambda model, batch: (loss(model, batch), 1.0)).init(BATCH),
       r"'loss' of the model Mlp is tuple; .* or \(scalar, \{name: scalar\}\)",
     ),
+    (
+      lambda: one_member(lambda model, batch: (loss(model, batch), {"diverged": 1.0})).init(BATCH),
+      "'diverged' of the model Mlp is a metric of the step: give it another name",
+    ),
     (lambda: one_member(loss).step(None, BATCH), r"no state yet: call init\(example_batch\) first"),
     (lambda: one_member(loss).load_states({}), r"no state yet: call init\(example_batch\) first"),
     (
@@ -262,6 +266,19 @@ def test_states_of_other_members_are_one_line(strategy):
       ensembles[of].load_states(states[given])
   with pytest.raises(UserError, match="there is no state of a: give one of every member"):
     ensembles["sgd"].load_states({"b": states["sgd"]["a"]})
+
+
+@pytest.mark.parametrize("strategy", ["stacked", "switched"])
+def test_random_keys_in_the_optimizer_state_are_those_of_a_solo_run(strategy):
+  noisy = lambda seed: optax.chain(optax.add_noise(0.1, 0.5, seed), optax.sgd(0.1))
+  members = [Member(Mlp(), noisy(seed), seed, f"m{seed}") for seed in (0, 1)]
+  params = {}
+  for name in (strategy, "submesh"):
+    ensemble = Ensemble(members, loss, strategy=name, devices=jax.devices()[:2])
+    state, _ = ensemble.step(ensemble.init(BATCH), BATCH)
+    state, _ = ensemble.step(ensemble.load_states(ensemble.member_states(state)), BATCH)
+    params[name] = ensemble.member_params(state, "m1")
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *params.values())
 
 
 def test_auto_avoids_strategies_that_cannot_batch_a_callback():

@@ -71,6 +71,7 @@ def first_step(build_alternation):
     ({"loss": lambda params, batch: batch[0]}, "'loss' of phase fit is float32\\[16,8\\]"),
     ({"loss": lambda params, batch: 1}, "'loss' of phase fit is int32"),
     ({"loss": lambda params, batch: (1.0, {"m": batch[0]})}, "'m' of phase fit is float32"),
+    ({"loss": lambda params, batch: (1.0, {"phase": 1.0})}, "'phase' of phase fit is a metric of"),
     ({"loss": lambda params, batch: (1.0, {}, {}, {})}, "the loss of phase fit returns 4 values"),
     (
       {"loss": lambda params, batch, collections: 1.0},

@@ -126,6 +126,7 @@ class _VectorLayout:
     self._structures = [jax.tree.structure(tree) for tree in trees]
     self._leaves = [jax.tree.leaves(tree) for tree in trees]
     self._lengths: dict[str, int] = {}
+    self._dtypes = {str(leaf.dtype): leaf.dtype for leaves in self._leaves for leaf in leaves}
     for leaves in self._leaves:
       for dtype in {str(leaf.dtype) for leaf in leaves}:
         length = sum(leaf.size for leaf in leaves if str(leaf.dtype) == dtype)
@@ -135,7 +136,7 @@ class _VectorLayout:
     vectors = {}
     for dtype, length in self._lengths.items():
       parts = [leaf.ravel() for leaf in jax.tree.leaves(tree) if str(leaf.dtype) == dtype]
-      padding = jnp.zeros(length - sum(part.size for part in parts), dtype)
+      padding = jnp.zeros(length - sum(part.size for part in parts), self._dtypes[dtype])
       vectors[dtype] = jnp.concatenate([*parts, padding])
     return vectors
 
