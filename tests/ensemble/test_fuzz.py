@@ -21,7 +21,7 @@ from maxlite.ensemble import Ensemble, Member
 STEPS = 3
 STRATEGIES = ("auto", "fused", "stacked", "submesh", "switched")
 MAY_REFUSE = ("stacked", "switched")
-NUM_DRAWS, NUM_SLOW_DRAWS, BLOCK = 30, 2000, 10
+NUM_DRAWS, NUM_SLOW_DRAWS, BLOCK = 60, 2000, 20
 TOLERANCE = 2e-5  # of losses, relative to the largest
 BATCHES = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)
 
