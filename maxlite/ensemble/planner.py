@@ -16,8 +16,11 @@ from rich.table import Table
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
 from maxlite.distributed.object_collectives import all_gather_object
-from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.engines.vmapped_jaxprs import JaxprMismatchError
+from maxlite.ensemble.engines.engine_base import (
+  EngineRequest,
+  EnsembleEngine,
+  JaxprMismatchError,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,8 @@ import pytest
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.vmapped_jaxprs import (
-  JaxprMismatchError,
-  group_by_jaxpr,
-  vmap_programs,
-)
+from maxlite.ensemble.engines.engine_base import JaxprMismatchError
+from maxlite.ensemble.engines.vmapped_jaxprs import group_by_jaxpr, vmap_programs
 
 X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -54,6 +51,16 @@ def test_branches_and_loops_use_the_literals_of_each_program():
     got, count = run(x_ZD)
   np.testing.assert_array_equal(got, [[2.0, 2.0, 2.0], [0.0, 0.0, -1.0]])
   np.testing.assert_array_equal(count, [2, 5])
+
+
+def test_branches_of_other_platforms_are_not_compiled():
+  def times(n):
+    branches = {"cpu": lambda x: x * n, "default": lambda x: jnp.sin(x) * n}
+    return lambda x: jax.lax.platform_dependent(x, **branches)
+
+  run, x_ZD = vmapped(times(2.0), times(3.0)), jnp.ones((2, 3))
+  np.testing.assert_array_equal(run(x_ZD), [[2.0] * 3, [3.0] * 3])
+  assert "sine" not in jax.jit(run).lower(x_ZD).as_text()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,10 @@ from maxlite.ensemble.engines.step_cost import ProgramCost, StepCost, program_co
 from maxlite.ensemble.member_program import MemberFactory, MemberProgram, trace
 
 
+class JaxprMismatchError(UserError):
+  """Error for programs that cannot run as one; the message names the first difference."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineRequest:
   """The members, their data and their devices."""

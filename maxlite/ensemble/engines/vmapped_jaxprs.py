@@ -19,12 +19,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import Mesh
 
-from maxlite.config.errors import UserError
+from maxlite.ensemble.engines.engine_base import JaxprMismatchError
 from maxlite.ensemble.engines.step_cost import inner_jaxprs, open_jaxpr
 from maxlite.ensemble.member_program import trace
 
 # Parameters of primitives with inner jaxprs that must be equal.
 _COMPARED_PARAMS = {
+  "cond": ("branches_platforms",),
   "while": ("cond_nconsts", "body_nconsts"),
   "scan": ("num_consts", "num_carry", "reverse", "length"),
   "shard_map": ("mesh", "in_specs", "out_specs"),
@@ -32,10 +33,6 @@ _COMPARED_PARAMS = {
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 _REDUCTIONS = ("pmax", "pmin", "psum", "psum_invariant", "reduce_scatter")
 _COLLECTIVES = ("all_gather", "all_to_all", "axis_index", "pcast", "pvary", *_REDUCTIONS)
-
-
-class JaxprMismatchError(UserError):
-  """Error for programs that cannot run as one; the message names the first difference."""
 
 
 def vmap_programs(
@@ -184,7 +181,7 @@ def _compared_params(eqn: JaxprEqn) -> dict[str, Any]:
   """The parameters that must be equal, apart from inner jaxprs, whose rows are compared."""
   name, params = eqn.primitive.name, eqn.params
   if inner := inner_jaxprs(eqn):
-    own = {key: params[key] for key in _COMPARED_PARAMS.get(name, ())}
+    own = {key: params.get(key) for key in _COMPARED_PARAMS.get(name, ())}
     return own | {"number of branches": len(inner)}
   ignored = _ignored_params(name)
   own = {key: value for key, value in params.items() if key not in ignored}
@@ -234,8 +231,9 @@ def _first_difference(a: _Program, b: _Program) -> str:
   if key == "operation":
     called, of = (_called(subject[0]), _called(subject[1])), ""
     values = called if called[0] != called[1] else values
-  shown = map(_short, values)
-  return f"{key}{of}: {next(shown)} in {a.name}, {next(shown)} in {b.name}{module}"
+  texts = (" ".join(str(value).split()) for value in values)
+  shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in texts]
+  return f"{key}{of}: {shown[0]} in {a.name}, {shown[1]} in {b.name}{module}"
 
 
 def _called(subject: JaxprEqn | str) -> str:
@@ -251,11 +249,6 @@ def _called(subject: JaxprEqn | str) -> str:
     if any(hasattr(module, function) for module in (jax.nn, jnp, jax.lax)):
       name = function
   return name
-
-
-def _short(value: Any) -> str:
-  text = " ".join(str(value).split())
-  return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _kind(eqn: Any) -> str:
@@ -333,15 +326,13 @@ def _apply(context: _Context, eqn: Any, literals: list[list], args: list) -> Seq
   bodies = [functools.partial(_evaluate, context, *call) for call in calls]
   if name == "custom_vmap_call" and not needs_rule:
     return jax.custom_batching.sequential_vmap(bodies[0])(args)
-  if name == "cond":
-    return jax.lax.switch(args[0], bodies, args[1:])
   return _RULES.get(name, lambda _, bodies, args: bodies[0](args))(eqn.params, bodies, args)
 
 
-def _bind(eqn: JaxprEqn, *operands: Any, **changed: Any) -> list[Any]:
+def _bind(eqn: JaxprEqn, *operands: Any) -> list[Any]:
   """The results of the equation on other operands."""
   primitive, params = eqn.primitive, eqn.primitive.get_bind_params(eqn.params)
-  params |= {key: None for key in _ignored_params(primitive.name) if key in params} | changed
+  params |= {key: None for key in _ignored_params(primitive.name) if key in params}
   results = primitive.bind(*operands, **params)
   return list(results) if primitive.multiple_results else [results]
 
@@ -376,6 +367,15 @@ def _remat(params: Any, bodies: Sequence[Callable], args: Sequence[Any]) -> Any:
   return bodies[0](args)
 
 
+def _cond(params: Any, bodies: Sequence[Callable], args: Sequence[Any]) -> Any:
+  """Of a choice by platform, the branches of other platforms are not compiled."""
+  if not (platforms := params.get("branches_platforms")):
+    return jax.lax.switch(args[0], bodies, args[1:])
+  names = (own or ["default"] for own in platforms)
+  chosen = {name: body for own, body in zip(names, bodies, strict=True) for name in own}
+  return jax.lax.platform_dependent(args[1:], **chosen)
+
+
 def _while(params: Any, bodies: Sequence[Callable], args: Sequence[Any]) -> Any:
   num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
   cond_consts, body_consts = args[:num_cond], args[num_cond:][:num_body]
@@ -397,4 +397,4 @@ def _scan(params: Any, bodies: Sequence[Callable], args: Sequence[Any]) -> Any:
   return [*last, *ys]
 
 
-_RULES = {"checkpoint": _remat, "remat2": _remat, "scan": _scan, "while": _while}
+_RULES = {"checkpoint": _remat, "cond": _cond, "remat2": _remat, "scan": _scan, "while": _while}
