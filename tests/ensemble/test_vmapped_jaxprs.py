@@ -40,6 +40,27 @@ def test_literals_in_inner_jaxprs_are_found(wrap):
   np.testing.assert_allclose(vmapped(*functions)(jnp.stack([jnp.arange(3.0)] * 2)), want, rtol=1e-6)
 
 
+@jax.custom_vjp
+def scaled_with_bounded_gradient(x, scale):
+  return x * scale
+
+
+scaled_with_bounded_gradient.defvjp(
+  lambda x, scale: (x * scale, scale), lambda scale, g: (jnp.clip(g * scale, -1, 1), None)
+)
+
+
+@pytest.mark.parametrize("custom", [jnp.logaddexp, scaled_with_bounded_gradient])
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())])
+def test_literals_may_be_arguments_of_functions_with_their_own_derivative(custom, transform):
+  x_D = jnp.arange(3.0)
+  functions = [transform(lambda x, n=n: custom(x, jnp.full_like(x, n))) for n in (0.5, 2.0)]
+  scalars = [transform(lambda x, n=n: custom(x, n)) for n in (0.5, 2.0)]
+  for own in (functions, scalars):
+    got = jax.jit(vmapped(*own))(jnp.stack([x_D] * 2))
+    np.testing.assert_allclose(got, [function(x_D) for function in own], rtol=1e-6)
+
+
 def test_branches_and_loops_use_the_literals_of_each_program():
   def function(limit, x):
     count = jax.lax.while_loop(lambda n: n < limit, lambda n: n + 1, 0)

@@ -199,7 +199,8 @@ def _stack(*values: Any) -> Any:
   """A literal of every member, stacked; None if all have the same bits."""
   if len(set(map(_bits, {id(value): value for value in values}.values()))) == 1:
     return None
-  return jnp.stack(values) if _is_key(values[0]) else np.stack(values)
+  # A JAX array: a custom_jvp or custom_vjp under jit takes no stacked NumPy array.
+  return jnp.stack(values) if _is_key(values[0]) else jnp.asarray(np.stack(values))
 
 
 def _bits(array: Any) -> bytes:
