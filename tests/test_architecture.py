@@ -23,7 +23,7 @@ ROWS = (
   {"api"},
 )
 MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 60, 15  # [lines]
-MAX_PACKAGE, MAX_CORE_PATH = 31_780, 3_500  # [lines]
+MAX_PACKAGE, MAX_CORE_PATH = 31_779, 3_500  # [lines]
 # Folders in which every file implements the same interface: their file names may repeat elsewhere.
 REGISTRY_FOLDERS = ("kernels/*", "layers/moe/dispatch", "hf/families", "config/schema")
 PRIVATE_JAX = PACKAGE / "distributed" / "jax_private.py"

@@ -183,8 +183,7 @@ def _compared_params(eqn: JaxprEqn) -> dict[str, Any]:
   if inner := inner_jaxprs(eqn):
     own = {key: params.get(key) for key in _COMPARED_PARAMS.get(name, ())}
     return own | {"number of branches": len(inner)}
-  ignored = _ignored_params(name)
-  own = {key: value for key, value in params.items() if key not in ignored}
+  own = {key: value for key, value in params.items() if key not in _ignored_params(name)}
   # An array by its bits. Values of different types may be equal: 1 == 1.0 == True.
   arrays = {key: (x.dtype, x.shape, x.tobytes()) for key, x in own.items() if hasattr(x, "tobytes")}
   return own | arrays | {"types of parameters": [*map(type, own.values())]}
