@@ -23,7 +23,6 @@ ROWS = (
   {"api"},
 )
 MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 60, 15  # [lines]
-MAX_PACKAGE, MAX_CORE_PATH = 31_779, 3_500  # [lines]
 # Folders in which every file implements the same interface: their file names may repeat elsewhere.
 REGISTRY_FOLDERS = ("kernels/*", "layers/moe/dispatch", "hf/families", "config/schema")
 PRIVATE_JAX = PACKAGE / "distributed" / "jax_private.py"
@@ -154,12 +153,10 @@ def test_sizes():
   assert not wrong
 
 
-def test_the_package_and_its_core_path_stay_small():
-  lines = {path: path.read_text("utf-8").count("\n") for path in SOURCES}
-  assert sum(lines.values()) <= MAX_PACKAGE
+def test_the_tour_lists_each_file_of_the_core_path_once():
   core = re.findall(r"^#### `(maxlite/[\w/]+\.py)`", TOUR.read_text("utf-8"), re.MULTILINE)
   assert len(core) == len(set(core)) > 20
-  assert sum(lines[ROOT / path] for path in core) <= MAX_CORE_PATH
+  assert not [path for path in core if not (ROOT / path).is_file()]
 
 
 def test_no_file_is_a_catch_all():
