@@ -262,7 +262,7 @@ def test_shardings_prints_every_parameter_once(shardings):
 @pytest.mark.slow
 def test_killed_run_resumes_to_identical_results(run_keys, tmp_path):
   argv = [f"jax_cache_dir={tmp_path}", "steps=40", "checkpoint_period=5", "log_period=1"]
-  argv += ["eval_split=tail", "eval_period=10", "eval_steps=2", "router_jitter=0.1", run_keys[2]]
+  argv += ["eval_split=tail", "eval_interval=10", "eval_steps=2", "router_jitter=0.1", run_keys[2]]
   tool = open_process("tools/inspect/kill_test.py", "--kills", "3", BASE, *TINY, *argv)
   code, out, err = finish(tool)
   assert (code, "killed 3 times" in out, "losses equal: True" in out) == (0, True, True), out + err

@@ -81,20 +81,21 @@ def search(v: Values) -> Rules:
 
 
 def local_updates(v: Values) -> Rules:
-  period, is_set = v.outer_period, lambda key: vars(v)[key] != DEFAULTS[key]
-  for key in ("outer_learning_rate", "outer_momentum"):
-    text = f"there are no outer steps; write outer_period=100, or {key}={DEFAULTS[key]}"
+  period, is_set = v.diloco_sync_period, lambda key: vars(v)[key] != DEFAULTS[key]
+  for key in ("diloco_outer_lr", "diloco_outer_momentum"):
+    text = f"there are no outer steps; write diloco_sync_period=100, or {key}={DEFAULTS[key]}"
     yield not period and is_set(key), key, text
   multiple = period and max(round(v.steps / period), 1) * period
   text = f"the last steps would not reach the model; write steps={multiple}"
-  yield period and v.steps % period, "steps outer_period", text
-  text = "old outer steps would never fade; write outer_momentum=0.9"
-  yield period and v.outer_momentum == 1, "outer_momentum", text
+  yield period and v.steps % period, "steps diloco_sync_period", text
+  text = "old outer steps would never fade; write diloco_outer_momentum=0.9"
+  yield period and v.diloco_outer_momentum == 1, "diloco_outer_momentum", text
   # Averages and teachers are of one model, and XLA cannot partition `capacity` in a shard_map.
   alone = (*ENSEMBLE_KEYS, "phases", "ema_decay", "teacher_path", "capacity_factor")
   for key in (*alone, "optimizer_memory_host_offload"):
-    text = f"is not supported with replicas; write {key}={show(DEFAULTS[key])} or outer_period=0"
-    yield period and is_set(key), f"{key} outer_period", text
+    fix = f"write {key}={show(DEFAULTS[key])} or diloco_sync_period=0"
+    text = f"is not supported with replicas; {fix}"
+    yield period and is_set(key), f"{key} diloco_sync_period", text
 
 
 def teacher(v: Values) -> Rules:

@@ -69,8 +69,9 @@ def _paths(v: Values) -> Rules:
 def _held_out(v: Values) -> Rules:
   text = "evaluates nothing; write 1 or more, or eval_steps=-1 for all"
   yield v.eval_steps == 0, "eval_steps", text
-  text = "there is one evaluation, at the end; write eval_period=100"
-  yield v.early_stopping_patience and not v.eval_period, "early_stopping_patience eval_period", text
+  text = "there is one evaluation, at the end; write eval_interval=100"
+  is_single, keys = v.eval_interval < 1, "early_stopping_patience eval_interval"
+  yield v.early_stopping_patience and is_single, keys, text
   keys, text = "keep_best_checkpoint enable_checkpointing", "write enable_checkpointing=true"
   yield v.keep_best_checkpoint and not v.enable_checkpointing, keys, f"nothing is saved; {text}"
   for key in ("callbacks", "early_stopping_patience", "keep_best_checkpoint"):

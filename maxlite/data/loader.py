@@ -96,7 +96,7 @@ class DataLoader:
     size = self.global_batch_size
     schedule = BatchSchedule.constant(size, self.cfg.max_target_length)
     batches = HostBatches(order, rows, schedule, size, self.rows).slice(selected)
-    return (Batch(**batch) for batch in read_once(batches, self.cfg.grain_prefetch))
+    return (Batch(**batch) for batch in read_once(batches, self.cfg.grain_prefetch_buffer_size))
 
   def stream_facts(self, num_batches: int) -> dict[str, Any]:
     """Everything that the first batches depend on, by config key, as JSON values."""
@@ -148,7 +148,7 @@ class TrainStream:
     # A batch count, because Grain's own state depends on the number of workers.
     self._num_taken, cfg = num_taken, self._data.cfg
     remaining = self._batches[num_taken:]
-    self._iterator = prefetch(remaining, cfg.grain_prefetch, cfg.grain_worker_count)
+    self._iterator = prefetch(remaining, cfg.grain_prefetch_buffer_size, cfg.grain_worker_count)
 
   def __next__(self) -> Batch:
     batch = Batch(**next(self._iterator))

@@ -189,7 +189,7 @@ class WandbWriter:
     try:
       import wandb
     except ImportError:
-      raise UserError("wandb_project needs wandb: pip install 'maxlite[wandb]'") from None
+      raise UserError("wandb_project_name needs wandb: pip install 'maxlite[wandb]'") from None
     self._image = wandb.Image
     names |= {"resume": "allow", "settings": wandb.Settings(silent=True)}
     try:
@@ -197,7 +197,7 @@ class WandbWriter:
       self._run = wandb.init(dir=directory, config=dict(config), reinit="create_new", **names)
     except wandb.errors.Error as error:
       line, fix = " ".join(str(error).split()), "run `wandb login`, or set WANDB_MODE=offline"
-      raise UserError(f"wandb_project={names['project']}: {line}; {fix}") from None
+      raise UserError(f"wandb_project_name={names['project']}: {line}; {fix}") from None
 
   def write(self, row: Row) -> None:
     self._run.log({name: x for name, x in row.items() if name != "step"}, step=int(row["step"]))

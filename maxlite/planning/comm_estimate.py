@@ -53,7 +53,7 @@ class _Step:
   sharder: Sharder
   tokens: int  # per device, in all micro-batches
   num_micro: int
-  outer_period: int  # steps between the exchanges of replicas; 0: no replicas
+  diloco_sync_period: int  # steps between the exchanges of replicas; 0: no replicas
   slices: Mapping[str, int]  # mesh axes that span slices -> number of slices along the axis
   grid: tuple[int, ...]  # chips of a TPU slice; () for other devices
   found: list[Collective] = dataclasses.field(default_factory=list)
@@ -113,7 +113,7 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
     sharder=trainer.sharder,
     tokens=math.prod(objective.batch_shape) // num_token_shards(trainer.sharder),
     num_micro=objective.training.gradient_accumulation_steps,
-    outer_period=trainer.cfg.local_updates.outer_period,
+    diloco_sync_period=trainer.cfg.local_updates.diloco_sync_period,
     slices=target.slices,
     grid=target.grid,
   )
@@ -209,7 +209,7 @@ def _reduce_gradient(step: _Step, weight: _Weight) -> None:
   times = weight.num_layers * step.num_micro
   # Each slice accumulates its own micro-batches before the sum over `data`.
   once = tuple(axis for axis in weight.replicated if axis == "data" and step.num_micro > 1)
-  replicas = tuple(axis for axis in weight.replicated if axis == AXIS and step.outer_period)
+  replicas = tuple(axis for axis in weight.replicated if axis == AXIS and step.diloco_sync_period)
   each = tuple(axis for axis in weight.replicated if axis not in (*once, *replicas))
   if weight.is_left_to_xla:
     is_lookup = weight.path[0] == "embed"
@@ -222,7 +222,7 @@ def _reduce_gradient(step: _Step, weight: _Weight) -> None:
   step.add("all-reduce", once, weight.num_layers, payload / step.size(weight.gathered))
   if replicas:  # of all layers at once, in float32
     differences = weight.num_layers * weight.size / step.size(weight.gathered) * FLOAT32_BYTES
-    step.add("all-reduce", replicas, 1 / step.outer_period, differences)
+    step.add("all-reduce", replicas, 1 / step.diloco_sync_period, differences)
 
 
 def _reduce_products(step: _Step, weight: _Weight) -> None:

@@ -86,7 +86,7 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
     folder = Path(save_hlo).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"train_step{f'_{phase}' * (phase > 0)}.hlo.txt").write_text(text)
-  period = trainer.cfg.local_updates.outer_period
+  period = trainer.cfg.local_updates.diloco_sync_period
   outer_steps = {OUTER_SCOPE: 1 / period} if period else {}
   module = parse(text, _local_share(trainer.cfg.model), outer_steps)
   return CompiledStep(module, program.memory_analysis(), seconds)
@@ -162,7 +162,7 @@ def _costs(target: PlanTarget, compiled: CompiledStep | None, phase: int) -> lis
     paragraphs.append(plan_report.traffic_lines(traffic))
   paragraphs.append(plan_report.comm_lines(estimated, found if compiled else None))
   paragraphs.append(plan_report.collective_lines(found, is_compiled=bool(compiled)))
-  if period := target.trainer.cfg.local_updates.outer_period:
+  if period := target.trainer.cfg.local_updates.diloco_sync_period:
     paragraphs.append(plan_report.outer_lines(found, period))
   if kind in CHIPS:
     bounds = step_bounds(CHIPS[kind], flops, moved, found)

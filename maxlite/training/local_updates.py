@@ -1,4 +1,4 @@
-"""Local-update training (DiLoCo): replicas train alone and are averaged every `outer_period` steps.
+"""Local-update training (DiLoCo): replicas train alone and are averaged periodically.
 
 Each replica takes the run's training step on its share of the rows. After every period, the mean of
 (start - replica) over the replicas is the gradient of an outer step with Nesterov momentum, and all
@@ -53,7 +53,7 @@ class OuterOptimizer:
 
   @functools.cached_property
   def tx(self) -> optax.GradientTransformation:
-    return optax.sgd(self.cfg.outer_learning_rate, self.cfg.outer_momentum, nesterov=True)
+    return optax.sgd(self.cfg.diloco_outer_lr, self.cfg.diloco_outer_momentum, nesterov=True)
 
   def start(self, state: TrainState) -> TrainState:
     """The state before the first step: replicas of a solo run's, which draw different numbers."""
@@ -98,7 +98,7 @@ class OuterOptimizer:
       replicas, metrics = all_replicas(state.opt_state.replicas, batch)
       new = state.replace(step=state.step + 1, opt_state=state.opt_state.replace(replicas=replicas))
       with jax.named_scope(OUTER_SCOPE):
-        is_due = new.step % self.cfg.outer_period == 0
+        is_due = new.step % self.cfg.diloco_sync_period == 0
         new = jax.lax.cond(is_due, self._outer_step, lambda state: state, new)
       trained = new.opt_state.replicas
       counts = {name: jnp.max(vars(trained)[name]) for name in _COUNTERS}

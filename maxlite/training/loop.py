@@ -89,7 +89,7 @@ def train(
         if reason:
           log.settle()
           return TrainResult(state, step, reason, exit_code=1, is_saved=False)
-      if context.evaluate and (step == last_step or due(step, cfg.observe.eval_period)):
+      if context.evaluate and (step == last_step or due(step, cfg.observe.eval_interval)):
         watchdog.expect(f"the evaluation after step {step}")
         log.settle(lambda state=state: context.evaluate(state))
       reason = log.best.stop_reason if step < last_step else ""

@@ -229,7 +229,7 @@ def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:
     trackers.append(TensorBoardWriter(folder.tensorboard, done))
     code = textwrap.indent(folder.config.read_text("utf-8"), "    ")
     trackers[0].write_text("config", code, done)
-  if project := cfg.observe.wandb_project:
+  if project := cfg.observe.wandb_project_name:
     values = {k: show(x) if isinstance(x, Container) else x for k, x in flatten(cfg).items()}
     names = {"project": project, "name": cfg.run.run_name, "id": folder.run_id()}
     trackers.append(WandbWriter(folder.directory, values, **names))

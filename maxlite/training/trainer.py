@@ -242,7 +242,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
     UserError: mesh, batch and model do not fit together.
   """
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
-  outer = OuterOptimizer(cfg.local_updates, mesh) if cfg.local_updates.outer_period else None
+  outer = OuterOptimizer(cfg.local_updates, mesh) if cfg.local_updates.diloco_sync_period else None
   rules = dict(cfg.mesh.logical_axis_rules)
   sharder = local_updates.shard_rows(Sharder(mesh, rules)) if outer else Sharder(mesh, rules)
   shape = batch_shape(cfg.data, cfg.training, sharder)

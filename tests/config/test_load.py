@@ -44,14 +44,14 @@ def test_precedence_of_sources(kept, tmp_path, presets):
 
 def test_later_files_override_earlier_ones_and_all_bases(tmp_path):
   for name, text in {
-    "deep.yml": "steps: 1\nlog_period: 1\neval_period: 1\n",
+    "deep.yml": "steps: 1\nlog_period: 1\neval_interval: 1\n",
     "base.yml": "base_config: deep.yml\nsteps: 2\nlog_period: 2\n",
     "a.yml": "steps: 3\nhead_dim: 16\n",
     "b.yml": "base_config: base.yml\nhead_dim: 8\n",
   }.items():
     (tmp_path / name).write_text(text)
   config = load_config([str(tmp_path / "a.yml"), str(tmp_path / "b.yml")])
-  assert (config.run.steps, config.observe.log_period, config.observe.eval_period) == (3, 2, 1)
+  assert (config.run.steps, config.observe.log_period, config.observe.eval_interval) == (3, 2, 1)
   assert config.model.head_dim == 8
 
 

@@ -49,7 +49,7 @@ def write_source(folder, kind, num_documents):
 def config(folder, kind="text", num_documents=NUM_DOCUMENTS, **keys):
   folder.mkdir(exist_ok=True)
   write_source(folder, kind, num_documents)
-  defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch": 2}
+  defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch_buffer_size": 2}
   if kind == "chat":
     defaults["chat_template_path"] = str(folder / "template")
   return DataConfig(dataset_type=kind, dataset_path=(str(folder),), **{**defaults, **keys})

@@ -39,7 +39,7 @@ TINY = {
   "learning_rate_schedule_steps": STEPS,
   "gradient_accumulation_steps": 1,
   "router_jitter": 0,
-  "eval_period": 2,
+  "eval_interval": 2,
   "eval_steps": 2,
 }
 FAST = "{name: fast, learning_rate: 1e-2, init_weights_seed: 1}"

@@ -42,7 +42,7 @@ KEYS = {
   "warmup_steps_fraction": 0,
   "max_skipped_steps": 1,
   "checkpoint_period": 1,
-  "eval_period": 0,
+  "eval_interval": 0,
   "pbt_period": PERIOD,
   "pbt_fraction": 0.5,
   "pbt_hyperparameters": SEARCHED,

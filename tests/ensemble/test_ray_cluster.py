@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install m
 from ray.cluster_utils import Cluster  # noqa: E402 (only if Ray is installed)
 
 STEPS = 60
-KEYS = TINY | {"steps": STEPS, "learning_rate_schedule_steps": STEPS, "eval_period": 20}
+KEYS = TINY | {"steps": STEPS, "learning_rate_schedule_steps": STEPS, "eval_interval": 20}
 KEYS |= {"ensemble_strategy": "processes", "ensemble_num_workers": 2, "checkpoint_period": 4}
 
 

@@ -44,7 +44,7 @@ STALLED = {
   "base_num_decoder_layers": 1,
   "gradient_accumulation_steps": 1,
   "learning_rate": 0,
-  "eval_period": 1,
+  "eval_interval": 1,
   "early_stopping_patience": 3,
   "keep_best_checkpoint": True,
   "max_num_checkpoints_to_keep": 1,

@@ -13,7 +13,7 @@ TINY = [
   *("base_emb_dim=16", "base_num_decoder_layers=1", "base_num_query_heads=2"),
   *("base_num_kv_heads=1", "head_dim=8", "num_experts=4", "base_moe_mlp_dim=16"),
   *("max_target_length=16", "per_device_batch_size=2", "checkpoint_period=7", "log_period=1"),
-  *("eval_period=0", "eval_steps=1", "enable_tensorboard=false"),
+  *("eval_interval=0", "eval_steps=1", "enable_tensorboard=false"),
 ]
 
 

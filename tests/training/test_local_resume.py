@@ -70,7 +70,7 @@ def test_a_crashed_run_resumes_from_its_local_checkpoint(finished, folder):
 # ---- several hosts with separate folders ----
 
 SHARED, KILLED, END = 150, 180, 400  # steps, with enough time to kill the run before the end
-SHORT = LIGHT | {"steps": END, "learning_rate_schedule_steps": END, "eval_period": 0}
+SHORT = LIGHT | {"steps": END, "learning_rate_schedule_steps": END, "eval_interval": 0}
 SHORT |= {"checkpoint_period": SHARED, "global_batch_size": 16}
 LOCAL = {"local_checkpoint_directory": "local", "local_checkpoint_period": 3}
 BY_DATA = {

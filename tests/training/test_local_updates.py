@@ -30,9 +30,9 @@ from maxlite.training.trainer import build_trainer
 RATE, MOMENTUM, PERIOD = 0.5, 0.6, 3
 DENSE = {"decoder_block": "llama", "base_num_decoder_layers": 1}
 MOE = {"router_jitter": 0, "load_balance_loss_weight": 0, "gradient_accumulation_steps": 2}
-RUN = {"gradient_accumulation_steps": 1, "ema_decay": 0, "router_jitter": 0, "eval_period": 3}
+RUN = {"gradient_accumulation_steps": 1, "ema_decay": 0, "router_jitter": 0, "eval_interval": 3}
 RUN |= DENSE | {"steps": 2 * PERIOD, "learning_rate_schedule_steps": 2 * PERIOD}
-OUTER = {"outer_period": PERIOD, "outer_learning_rate": RATE, "outer_momentum": MOMENTUM}
+OUTER = {"diloco_sync_period": PERIOD, "diloco_outer_lr": RATE, "diloco_outer_momentum": MOMENTUM}
 LOCAL = RUN | OUTER | mesh_keys("ensemble=2 fsdp=4")
 
 
@@ -65,7 +65,7 @@ def test_one_local_step_of_sgd_is_data_parallelism_in_float64(num_replicas):
     state = init_state(params, tx.init(params), jax.random.key_data(jax.random.key(0)))
     solo_step = build_train_step(build_gradients(SquaredError()), tx)
     mesh = build_mesh((num_replicas, 1, 1, 1, 1, 1), (1,) * 6, jax.devices()[:num_replicas])
-    outer = OuterOptimizer(LocalUpdatesConfig(1, outer_learning_rate=1, outer_momentum=0), mesh)
+    outer = OuterOptimizer(LocalUpdatesConfig(1, diloco_outer_lr=1, diloco_outer_momentum=0), mesh)
     step, local = jax.jit(outer.build_step(solo_step)), outer.start(state)
     for batch in batches:
       state, expected = solo_step(state, batch)
@@ -85,7 +85,7 @@ def test_one_local_step_of_sgd_is_data_parallelism_in_float64(num_replicas):
 )
 def test_one_local_step_of_sgd_is_data_parallelism_of_decoders(mesh, without, keys):
   """Also with a shard_map over `data`, and one over `expert`, inside that over the replicas."""
-  outer = {"outer_period": 1, "outer_learning_rate": 1, "outer_momentum": 0}
+  outer = {"diloco_sync_period": 1, "diloco_outer_lr": 1, "diloco_outer_momentum": 0}
   _, state, step = with_sgd(**mesh_keys(mesh), **keys, **outer)
   trainer, expected, solo_step = with_sgd(**mesh_keys(without), **keys)
   first = jax.device_get(state.params)
@@ -119,13 +119,13 @@ def assert_close(params, expected, first):
 @pytest.mark.parametrize(
   ("keys", "fix"),
   [
-    ("outer_period=7 steps=20", "write steps=21"),
-    ("outer_momentum=0.5", "write outer_period=100, or outer_momentum=0.9"),
-    ("outer_period=5 outer_momentum=1", "write outer_momentum=0.9"),
-    ("outer_period=5 members=[{}]", "write members=[] or outer_period=0"),
-    ('outer_period=5 search={"sampler":"tpe"}', "write search={} or outer_period=0"),
-    ("outer_period=5 ema_decay=0.9", "write ema_decay=0.0 or outer_period=0"),
-    ("outer_period=5 capacity_factor=2 sparse_matmul=false", "write capacity_factor=-1"),
+    ("diloco_sync_period=7 steps=20", "write steps=21"),
+    ("diloco_outer_momentum=0.5", "write diloco_sync_period=100, or diloco_outer_momentum=0.9"),
+    ("diloco_sync_period=5 diloco_outer_momentum=1", "write diloco_outer_momentum=0.9"),
+    ("diloco_sync_period=5 members=[{}]", "write members=[] or diloco_sync_period=0"),
+    ('diloco_sync_period=5 search={"sampler":"tpe"}', "write search={} or diloco_sync_period=0"),
+    ("diloco_sync_period=5 ema_decay=0.9", "write ema_decay=0.0 or diloco_sync_period=0"),
+    ("diloco_sync_period=5 capacity_factor=2 sparse_matmul=false", "write capacity_factor=-1"),
   ],
 )
 def test_keys_that_do_not_fit_replicas_are_one_line(keys, fix):

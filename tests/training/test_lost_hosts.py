@@ -25,7 +25,7 @@ from maxlite.distributed.heartbeat import EXIT_PEER_LOST
 
 pytestmark = pytest.mark.slow
 TWO = ("--processes", 2, "--devices", 1)
-SHORT = LIGHT | {"steps": 40, "learning_rate_schedule_steps": 40, "eval_period": 0}
+SHORT = LIGHT | {"steps": 40, "learning_rate_schedule_steps": 40, "eval_interval": 0}
 SHORT |= {"checkpoint_period": 4, "global_batch_size": 16, "max_num_checkpoints_to_keep": 40}
 ENDLESS = SHORT | {"steps": 10**6, "max_num_checkpoints_to_keep": 3}
 

@@ -23,7 +23,7 @@ LONG = {
   "ema_decay": 0,
   "steps": 400,
   "learning_rate_schedule_steps": 400,
-  "eval_period": 0,
+  "eval_interval": 0,
   "log_period": 10,
   "checkpoint_period": 100,
   "max_num_checkpoints_to_keep": 2,

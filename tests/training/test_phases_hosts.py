@@ -24,7 +24,7 @@ def keys_of(folder):
     ),
     "{name: free, train: [.*], until: {metric: loss, max_steps: 4, below: 0.1}}",
   ]
-  keys = {"steps": 40, "learning_rate_schedule_steps": 40, "eval_period": 20}
+  keys = {"steps": 40, "learning_rate_schedule_steps": 40, "eval_interval": 20}
   keys |= {"checkpoint_period": 8, "global_batch_size": 16}
   return LIGHT | keys | {"phases": f"[{', '.join(phases)}]"}
 

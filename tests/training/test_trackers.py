@@ -23,7 +23,7 @@ KEYS = {
   "dataset_type": "text",
   "tokenizer_type": "byte",
   "steps": 4,
-  "eval_period": 1,
+  "eval_interval": 1,
   "learning_rate": 1,  # too large: the last evaluation is not the best
   "warmup_steps_fraction": 0,
   "gradient_accumulation_steps": 1,
@@ -44,7 +44,7 @@ def run(runs_folder):
   text.write_text("to be or not to be\n" * 400)
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("WANDB_MODE", "offline")
-    keys = KEYS | ({"wandb_project": "tiny"} if HAS_WANDB else {})
+    keys = KEYS | ({"wandb_project_name": "tiny"} if HAS_WANDB else {})
     assert start(folder, plots=True, dataset_path=text, **keys)[0] == 0
   return maxlite.open_run(folder / "run")
 

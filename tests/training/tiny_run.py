@@ -37,7 +37,7 @@ KEYS = {
   "router_jitter": 0.2,
   "ema_decay": 0.9,
   "log_period": 1,
-  "eval_period": 4,
+  "eval_interval": 4,
   "eval_steps": 2,
   "checkpoint_period": 2,
   "max_num_checkpoints_to_keep": STEPS,

@@ -86,4 +86,4 @@ class DataConfig:
     choices=ROW_ORDERS,
   )
   grain_worker_count: int = field(0, "Grain worker processes; 0: threads of this process.", low=0)
-  grain_prefetch: int = field(16, "Batches prefetched.", low=1)
+  grain_prefetch_buffer_size: int = field(16, "Batches prefetched.", low=1)

@@ -142,10 +142,10 @@ class ObserveConfig:
 
   log_period: int = field(10, "Steps between log lines and metrics.", low=1)
   enable_tensorboard: bool = field(True, "Also write TensorBoard event files.")
-  wandb_project: str = field(
+  wandb_project_name: str = field(
     "", "Project of Weights & Biases that also receives the metrics; empty: none."
   )
-  eval_period: int = field(100, "Steps between evaluations; 0: only at the end.", low=0)
+  eval_interval: int = field(100, "Steps between evaluations; -1 or 0: only at the end.", low=-1)
   eval_steps: int = field(16, "Batches per evaluation; -1: all held out.", low=-1)
   early_stopping_patience: int = field(
     0, "Evaluations without a lower held-out loss after which the run ends; 0: never.", low=0

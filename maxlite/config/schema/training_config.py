@@ -114,17 +114,17 @@ class PhasesConfig:
 class LocalUpdatesConfig:
   """Replicas that train alone and are averaged periodically (DiLoCo)."""
 
-  outer_period: int = field(
+  diloco_sync_period: int = field(
     0,
     "Steps that each replica along mesh axis `ensemble` trains alone on its share of the batch, "
     "before an outer step moves the model to where the replicas are on average and all continue "
     "from there (DiLoCo). 0: no replicas.",
     low=0,
   )
-  outer_learning_rate: float = field(
+  diloco_outer_lr: float = field(
     0.7, "Learning rate of outer steps; 1 without momentum: the replicas' mean.", low=0
   )
-  outer_momentum: float = field(0.9, "Nesterov momentum of outer steps.", low=0, high=1)
+  diloco_outer_momentum: float = field(0.9, "Nesterov momentum of outer steps.", low=0, high=1)
 
 
 @dataclasses.dataclass(frozen=True)
