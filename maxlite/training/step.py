@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,24 @@ _NEEDS_LOSS = (
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 GradientFunction = Callable[..., tuple[Any, jax.Array, dict, Any]]  # from `build_gradients`
+
+
+class GradientResult(NamedTuple):
+  """The result of a step's forward and backward pass."""
+
+  gradients: Any  # of the trained parameters
+  loss: jax.Array
+  metrics: dict[str, jax.Array]
+  collections: Any  # updated
+
+
+class StepParts(NamedTuple):
+  """A training step in two parts, which an ensemble maps over its members separately."""
+
+  # (all parameters, collections, batch, key of this step) -> result
+  gradients: Callable[[Any, Any, Any, jax.Array], GradientResult]
+  # (state, result) -> (state, metrics)
+  update: Callable[[TrainState, GradientResult], tuple[TrainState, dict[str, jax.Array]]]
 
 
 class LossFunction(abc.ABC):
@@ -63,7 +81,27 @@ class SkipRule:
   freeze_after: int | None = None  # consecutive skipped steps after which nothing is updated
 
 
-def build_train_step(
+def build_train_step(gradients_of: GradientFunction, tx: Any, **options: Any) -> Step:
+  """Build train_step(state, batch) -> (state, metrics); arguments as of `build_step_parts`."""
+  return join_parts(build_step_parts(gradients_of, tx, **options))
+
+
+def join_parts(parts: StepParts) -> Step:
+  """The training step of one model: the gradients, then the update."""
+
+  def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    result = parts.gradients(state.params, state.collections, batch, step_key(state))
+    return parts.update(state, result)
+
+  return train_step
+
+
+def step_key(state: TrainState) -> jax.Array:
+  """The random key of the step that is due."""
+  return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+
+
+def build_step_parts(
   gradients_of: GradientFunction,
   tx: optax.GradientTransformation,
   *,
@@ -72,8 +110,8 @@ def build_train_step(
   ema_decay: float = 0.0,
   post_update: Callable[[Any, dict, jax.Array], Any] | None = None,
   skip: SkipRule | None = SkipRule(),
-) -> Step:
-  """Build train_step(state, batch) -> (state, metrics).
+) -> StepParts:
+  """Build the two parts of a training step.
 
   Args:
     gradients_of: from `build_gradients`.
@@ -84,23 +122,46 @@ def build_train_step(
     skip: None applies every update.
   """
 
-  def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    trained, frozen = partition.split(state.params)
-    inputs = (trained, frozen, state.collections, batch, key)
-    gradients, loss, metrics, collections = gradients_of(*inputs)
-    if learning_rate is not None:
-      metrics["learning_rate"] = learning_rate(state)
-    finite, state = _check_finite(skip, state, loss, gradients, metrics)
-    trained, opt_state = _update(tx, gradients, state.opt_state, trained, finite, skip)
-    if post_update is not None:
-      trained, _ = partition.split(post_update(merge(trained, frozen), metrics, finite))
-    ema = _update_ema(state.ema, trained, partition, finite, ema_decay)
-    new = {"params": merge(trained, frozen), "opt_state": opt_state, "ema": ema}
-    collections = _select(skip, finite, collections, state.collections)
-    return state.replace(step=state.step + 1, collections=collections, **new), metrics
+  def gradients(params: Any, collections: Any, batch: Any, key: jax.Array) -> GradientResult:
+    trained, frozen = partition.split(params)
+    return GradientResult(*gradients_of(trained, frozen, collections, batch, key))
 
-  return train_step
+  update = _Update(tx, partition, learning_rate, ema_decay, post_update, skip)
+  return StepParts(gradients, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+  """The second part of a step; fields as of `build_step_parts`."""
+
+  tx: optax.GradientTransformation
+  partition: Partition
+  learning_rate: Callable[[TrainState], jax.Array] | None
+  ema_decay: float
+  post_update: Callable[[Any, dict, jax.Array], Any] | None
+  skip: SkipRule | None
+
+  def __call__(
+    self, state: TrainState, result: GradientResult
+  ) -> tuple[TrainState, dict[str, jax.Array]]:
+    trained, frozen = self.partition.split(state.params)
+    gradients = result.gradients
+    metrics = dict(result.metrics)
+    if self.learning_rate is not None:
+      metrics["learning_rate"] = self.learning_rate(state)
+    finite, state = _check_finite(self.skip, state, result.loss, gradients, metrics)
+    trained, opt_state = _update(self.tx, gradients, state.opt_state, trained, finite, self.skip)
+    if self.post_update is not None:
+      changed = self.post_update(merge(trained, frozen), metrics, finite)
+      trained, _ = self.partition.split(changed)
+    new_state = state.replace(
+      step=state.step + 1,
+      params=merge(trained, frozen),
+      opt_state=opt_state,
+      ema=_update_ema(state.ema, trained, self.partition, finite, self.ema_decay),
+      collections=_select(self.skip, finite, result.collections, state.collections),
+    )
+    return new_state, metrics
 
 
 def build_gradients(loss: LossFunction, num_micro: int = 1) -> GradientFunction:

@@ -45,7 +45,14 @@ from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective, build_objectives
 from maxlite.training.routed_bias import build_routed_bias_update
 from maxlite.training.state import TrainState, init_state
-from maxlite.training.step import SkipRule, Step, build_gradients, build_train_step
+from maxlite.training.step import (
+  SkipRule,
+  Step,
+  StepParts,
+  build_gradients,
+  build_step_parts,
+  join_parts,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,23 +104,28 @@ class Trainer:
     return abstract_batch(self.batch_shape, self.batch_sharding)
 
   def build_step(self, *, freeze_diverged: bool = False) -> Step:
-    """Build the training step as one pure function, also for all phases.
-
-    Args:
-      freeze_diverged: update nothing after `max_skipped_steps` skipped steps in a row, where a solo
-        run would end but an ensemble continues.
-    """
+    """Build the training step as one pure function, also for all phases; see `build_parts`."""
     steps = self._build_steps(freeze_diverged=freeze_diverged)
     if self.phase_plan is None:
       return steps["train"]
     schedule = self.phase_plan.schedule
     return switch_step(steps, schedule, self.abstract_state, self.abstract_batch)
 
-  def _build_steps(self, **keys: bool) -> dict[str, Step]:
-    return {each.name: self._build_step(n, **keys) for n, each in enumerate(self.objectives)}
+  def _build_steps(self, *, freeze_diverged: bool = False) -> dict[str, Step]:
+    return {
+      each.name: self._build_step(n, freeze_diverged=freeze_diverged)
+      for n, each in enumerate(self.objectives)
+    }
 
-  def _build_step(self, index: int, *, freeze_diverged: bool = False) -> Step:
-    objective, moe = self.objectives[index], self.cfg.model.moe
+  def build_parts(self, index: int, *, freeze_diverged: bool = False) -> StepParts:
+    """Build the two parts of the step of one objective.
+
+    Args:
+      freeze_diverged: update nothing after `max_skipped_steps` skipped steps in a row, where a solo
+        run would end but an ensemble continues.
+    """
+    objective = self.objectives[index]
+    moe = self.cfg.model.moe
     cfg = objective.training
 
     def learning_rate(state: TrainState) -> jax.Array:
@@ -123,7 +135,7 @@ class Trainer:
     model = self.outer.model_of_one(self.model) if self.outer else self.model
     entry = LOSSES[objective.loss]
     loss = DecoderLoss(model, entry, cfg, moe, entry.open_teacher and self.teacher)
-    step = build_train_step(
+    return build_step_parts(
       build_gradients(loss, cfg.gradient_accumulation_steps),
       objective.tx,
       partition=objective.partition,
@@ -132,6 +144,9 @@ class Trainer:
       post_update=build_routed_bias_update(moe) if self.is_moe else None,
       skip=SkipRule(freeze_after=cfg.max_skipped_steps if freeze_diverged else None),
     )
+
+  def _build_step(self, index: int, *, freeze_diverged: bool = False) -> Step:
+    step = join_parts(self.build_parts(index, freeze_diverged=freeze_diverged))
     if self.cfg.mesh.optimizer_memory_host_offload:
       step = offload_optimizer(step)
     step = self.outer.build_step(step) if self.outer else step
