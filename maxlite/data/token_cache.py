@@ -178,7 +178,7 @@ def _tokenize(
   total_bytes = sum(size_and_version(file)[0] for file in sources) if is_text else 0
   with _new_folder(folder, sources) as partial:
     source_digests = {str(file): _digest(file) for file in sources}
-    lengths, num_dropped = write_tokens(documents, tokenizer, partial, total_bytes)
+    lengths, num_dropped = write_tokens(documents, tokenizer, partial, total_bytes, source_digests)
     digests = {}
     for name, (path, lengths_path) in _split_files(partial).items():
       np.save(lengths_path, lengths[name])

@@ -1,34 +1,29 @@
 """Tokenization to files, on all cores, with progress, resumable after a kill.
 
 Documents are read once, in order, in pieces. Batches of pieces are encoded by the tokenizer's
-library on all cores and appended to the files of their split. Every few seconds sizes.json records
-how many pieces are in the files, and their sizes; a later process cuts the files to there, reads
-past those pieces and continues with the next.
+library on all cores and appended to the files of their split. Every few seconds the number of
+pieces in the files is recorded (`PartialFiles`); a later process reads past those pieces and
+continues with the next.
 """
 
-import contextlib
-import dataclasses
 import datetime
 import itertools
-import json
-import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from maxlite.config.file_io import write_atomically
+from maxlite.data.partial_files import PartialFiles
 from maxlite.data.split import SplitDocuments
 from maxlite.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval")
 BATCH_BYTES = 3 << 19  # encoded at once
 _SAVE_SECONDS, _REPORT_SECONDS = 5.0, 10.0
-_PROGRESS = "sizes.json"
 Piece = tuple[str, bytes | None]  # split, bytes of a document or None at its end
 Encoded = tuple[str, np.ndarray, bool]  # split, ids, whether they end a document
 
@@ -90,73 +85,60 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     yield batch
 
 
-@dataclasses.dataclass
-class _Progress:
-  """What the files of the splits hold."""
-
-  num_pieces: int = 0
-  open_ids: int = 0  # of the document that the last piece did not end
-  sizes: dict[str, int] = dataclasses.field(default_factory=dict)  # [bytes] of the files by name
-
-
 def write_tokens(
-  documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path, total_bytes: int
+  documents: SplitDocuments,
+  tokenizer: DocumentTokenizer,
+  folder: Path,
+  total_bytes: int,
+  source_digests: Mapping[str, str],
 ) -> tuple[dict[str, np.ndarray], int]:
   """Write the ids of each split to `folder`/SPLIT.bin, after what an earlier process has written.
 
   Args:
     total_bytes: of the text, to estimate the remaining time; 0: unknown.
+    source_digests: digest of each file of the text, by name.
 
   Returns:
     The number of ids of each document by split, and the number of documents dropped.
   """
-  done = _read_progress(folder)
-  dropped, report = Counter[str](), _Report(total_bytes)
+  dropped = Counter[str]()
+  report = _Report(total_bytes)
   pieces = report.count(_pieces(documents, dropped))
-  for _ in itertools.islice(pieces, done.num_pieces):
-    pass
-  report.start(resumes=done.num_pieces > 0)
-  saved = time.monotonic()
-  with contextlib.ExitStack() as stack:
-    opened = lambda path: stack.enter_context(path.open("ab", buffering=1 << 20))
-    files = {name: list(map(opened, _paths(folder, name))) for name in SPLITS}
-    for batch in tokenizer.encode(pieces, is_open=done.open_ids > 0):
-      for name, ids, is_last in batch:
-        files[name][0].write(ids.astype(tokenizer.dtype).tobytes())
-        done.open_ids += len(ids)
+  names = [name for split in SPLITS for name in (_ids_file(split), _lengths_file(split))]
+  files = PartialFiles(folder, names, source_digests)
+  with files.open() as progress:
+    for _ in itertools.islice(pieces, progress.num_pieces):
+      pass
+    report.start(resumes=progress.num_pieces > 0)
+    saved = time.monotonic()
+    for batch in tokenizer.encode(pieces, is_open=progress.open_ids > 0):
+      for split, ids, is_last in batch:
+        files.append(_ids_file(split), ids.astype(tokenizer.dtype).tobytes())
+        progress.open_ids += len(ids)
         if is_last:
-          files[name][1].write(np.int64(done.open_ids).tobytes())
-          done.open_ids = 0
-      done.num_pieces += len(batch)
+          files.append(_lengths_file(split), np.int64(progress.open_ids).tobytes())
+          progress.open_ids = 0
+      progress.num_pieces += len(batch)
       report.print()
       if tokenizer.is_resumable and time.monotonic() > saved + _SAVE_SECONDS:
-        for file in itertools.chain(*files.values()):
-          file.flush()
-          os.fsync(file.fileno())
-          done.sizes[Path(file.name).name] = file.tell()
-        write_atomically(folder / _PROGRESS, json.dumps(dataclasses.asdict(done)))
+        files.save(progress)
         saved = time.monotonic()
-  (folder / _PROGRESS).unlink(missing_ok=True)
-  lengths = {name: np.fromfile(_paths(folder, name)[1], np.int64) for name in SPLITS}
-  for name in SPLITS:
-    _paths(folder, name)[1].unlink()
+  files.remove_record()
+  lengths = {}
+  for split in SPLITS:
+    path = folder / _lengths_file(split)
+    lengths[split] = np.fromfile(path, np.int64)
+    path.unlink()
   return lengths, dropped["documents"]
 
 
-def _paths(folder: Path, name: str) -> tuple[Path, Path]:
-  """The files of the ids and, while they are written, of the documents' lengths."""
-  return folder / f"{name}.bin", folder / f"{name}_lengths.partial"
+def _ids_file(split: str) -> str:
+  return f"{split}.bin"
 
 
-def _read_progress(folder: Path) -> _Progress:
-  """Read how far an earlier process came, and cut or create the files accordingly."""
-  done = _Progress()
-  if (folder / _PROGRESS).exists():
-    done = _Progress(**json.loads((folder / _PROGRESS).read_bytes()))
-  for path in (path for name in SPLITS for path in _paths(folder, name)):
-    path.touch()
-    os.truncate(path, done.sizes.get(path.name, 0))
-  return done
+def _lengths_file(split: str) -> str:
+  """The lengths of the documents while they are written."""
+  return f"{split}_lengths.partial"
 
 
 def _pieces(documents: SplitDocuments, dropped: Counter[str]) -> Iterator[Piece]:

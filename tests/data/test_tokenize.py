@@ -101,8 +101,8 @@ def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
     command = [sys.executable, "-c", CHILD, here, str(tmp_path), kind, str(last)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
   (partial,) = (tmp_path / "cache").iterdir()
-  done = json.loads((partial / "sizes.json").read_text())
-  assert done["num_pieces"] >= 2
+  record = json.loads((partial / "progress.json").read_text())
+  assert record["content"]["progress"]["num_pieces"] >= 2
   with (partial / "train.bin").open("ab") as file:  # written after the last record of progress
     file.write(b"torn")
   calls, encode = [], ByteTokenizer.encode_batch
@@ -113,7 +113,70 @@ def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
   num_bytes = sum(len(split) // 2 for split, _ in expected)
   assert 0 < sum(map(len, calls)) < num_bytes
   (folder,) = (tmp_path / "cache").iterdir()
-  assert not {"sizes.json", ".lock", "train_lengths.partial"} & set(os.listdir(folder))
+  assert not {"progress.json", ".lock", "train_lengths.partial"} & set(os.listdir(folder))
+
+
+class Interrupted(ByteTokenizer):
+  """Stops the process, as a signal does, at its third batch."""
+
+  num_batches = 0
+
+  def encode_batch(self, texts):
+    self.num_batches += 1
+    if self.num_batches == 3:
+      raise KeyboardInterrupt
+    return super().encode_batch(texts)
+
+
+def flip_a_bit(folder):
+  content = bytearray((folder / "train.bin").read_bytes())
+  content[10] ^= 1
+  (folder / "train.bin").write_bytes(content)
+
+
+def edit_the_record(folder):
+  record = json.loads((folder / "progress.json").read_text())
+  record["content"]["progress"]["num_pieces"] += 1
+  (folder / "progress.json").write_text(json.dumps(record))
+
+
+def swap_the_source(folder):
+  source = folder.parent.parent / "a.jsonl"
+  before = source.stat()
+  source.write_text(source.read_text().replace("quick", "slick"))
+  os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+ATTACKS = {
+  "flipped bit": (flip_a_bit, "train.bin is damaged"),
+  "cut": (lambda folder: os.truncate(folder / "train.bin", 10), "train.bin was cut short"),
+  "removed": (lambda folder: (folder / "eval.bin").unlink(), "eval.bin cannot be read"),
+  "swapped source": (swap_the_source, "the data have changed"),
+  "other number": (edit_the_record, "progress.json is damaged"),
+  "garbage": (
+    lambda folder: (folder / "progress.json").write_bytes(b"\xff{"),
+    "progress.json is damaged",
+  ),
+  "other JSON": (
+    lambda folder: (folder / "progress.json").write_text("[1]"),
+    "progress.json is damaged",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_was_changed_after_a_kill_is_not_continued(name, tmp_path, monkeypatch, caplog):
+  attack, reason = ATTACKS[name]
+  write_jsonl(tmp_path / "a.jsonl", 150)
+  monkeypatch.setattr(tokenize, "BATCH_BYTES", 300)
+  monkeypatch.setattr(tokenize, "_SAVE_SECONDS", 0)
+  with pytest.raises(KeyboardInterrupt):
+    open_file(tmp_path, "jsonl", Interrupted(""))
+  (partial,) = (tmp_path / "cache").iterdir()
+  attack(partial)
+  resumed = contents(open_file(tmp_path, "jsonl", ByteTokenizer("")))
+  assert f"starts again: {reason}" in caplog.text
+  assert resumed == contents(open_file(tmp_path, "jsonl", ByteTokenizer(""), "uninterrupted"))
 
 
 def test_two_writers_at_once_write_the_same(tmp_path):
