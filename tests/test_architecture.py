@@ -16,6 +16,7 @@ ROWS = (
   {"layers"},
   {"models"},
   {"optim", "data", "metrics", "checkpoint"},
+  {"step"},
   {"phases"},
   {"training"},
   {"inference", "planning", "ensemble"},

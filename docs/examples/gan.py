@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from rich.console import Console
 
-from maxlite.training.alternation import Alternation, Phase
+from maxlite.phases import Alternation, Phase
 
 
 class MLP(nn.Module):

@@ -19,12 +19,12 @@ from maxlite.ensemble.search import train_search
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.metrics.writers import read_rows
+from maxlite.step.train_state import averaged_params
 from maxlite.training.callbacks import Callback
 from maxlite.training.evaluation import evaluate_held_out
 from maxlite.training.open_run import open_weights
 from maxlite.training.run import train_model
 from maxlite.training.saved_run import check_saved, run_folder
-from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer
 
 

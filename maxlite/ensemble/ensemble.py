@@ -26,7 +26,7 @@ from maxlite.ensemble.member_program import (
   variables_of,
 )
 from maxlite.ensemble.planner import Plan, choose
-from maxlite.training.api_checks import check_not_donated
+from maxlite.step.api_checks import check_not_donated
 
 
 class Prediction(NamedTuple):

@@ -12,9 +12,9 @@ from maxlite.config.members import MemberConfig
 from maxlite.config.schema import MESH_AXES
 from maxlite.data.batch import Batch
 from maxlite.ensemble.member_program import MemberProgram, trace_once
+from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.evaluation import build_eval_step
 from maxlite.training.model_weights import read_parameters
-from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
 

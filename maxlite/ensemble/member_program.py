@@ -16,9 +16,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.config.errors import UserError
 from maxlite.sharding import Sharder
-from maxlite.training.api_checks import check_scalars, check_unreserved
-from maxlite.training.state import TrainState, init_state
-from maxlite.training.step import (
+from maxlite.step.api_checks import check_scalars, check_unreserved
+from maxlite.step.train_state import TrainState, init_state
+from maxlite.step.train_step import (
   GradientFunction,
   LossFunction,
   SkipRule,

@@ -22,7 +22,7 @@ from maxlite.data.batch import Batch
 from maxlite.ensemble.ensemble_metrics import score_combinations
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.metrics.waits import print_to_stderr
-from maxlite.training.state import TrainState
+from maxlite.step.train_state import TrainState
 
 
 def mean_of_arrays(*arrays: np.ndarray) -> np.ndarray:

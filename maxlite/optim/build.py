@@ -10,8 +10,8 @@ import optax
 
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import ModelConfig, OptimizerConfig
+from maxlite.optim.labels import decay_mask, matrix_axes
 from maxlite.optim.parametrization import scale_updates
-from maxlite.optim.partition import decay_mask, matrix_axes
 from maxlite.optim.schedules import build_schedule
 
 

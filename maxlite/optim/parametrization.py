@@ -32,7 +32,7 @@ import jax
 import optax
 
 from maxlite.config.schema import ModelConfig
-from maxlite.optim.partition import NO_DECAY, matrix_axes, path_of
+from maxlite.optim.labels import NO_DECAY, matrix_axes, path_of
 
 
 class ParameterScale(NamedTuple):

@@ -1,1 +1,6 @@
 """Alternating training: which parameters each phase trains, when, and with which optimizer."""
+
+from maxlite.phases.alternation import Alternation, Phase
+from maxlite.phases.phase_schedule import Plateau, Threshold
+
+__all__ = ["Alternation", "Phase", "Plateau", "Threshold"]

@@ -8,7 +8,7 @@ import jax
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.optim.partition import Partition, paths_in
+from maxlite.optim.labels import Partition, paths_in
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 
 PhaseSpan = tuple[int, int, str]  # first and last step of a span, and its phase

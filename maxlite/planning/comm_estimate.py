@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models.remat import saved_by_remat
-from maxlite.optim.partition import paths_in
+from maxlite.optim.labels import paths_in
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
 from maxlite.planning.memory_estimate import FLOAT32_BYTES, num_token_shards
 from maxlite.planning.plan_target import PlanTarget

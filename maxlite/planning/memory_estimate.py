@@ -12,7 +12,7 @@ import numpy as np
 
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
-from maxlite.optim.partition import merge
+from maxlite.optim.labels import merge
 from maxlite.sharding.host_memory import is_on_host
 from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.training.objective import Objective

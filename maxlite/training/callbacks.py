@@ -6,7 +6,7 @@ from pathlib import Path
 from maxlite.config import Config
 from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import Writers
-from maxlite.training.state import TrainState
+from maxlite.step.train_state import TrainState
 from maxlite.training.trainer import Trainer
 
 

@@ -14,12 +14,12 @@ from maxlite.data.batch import Batch
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
 from maxlite.metrics.waits import report_wait
 from maxlite.sharding import Sharder
+from maxlite.step.train_state import TrainState
+from maxlite.step.train_step import Step
 from maxlite.training.cross_entropy import teacher_sums
 from maxlite.training.loss import Hidden, Loss, Sums, combine, run_forward
 from maxlite.training.model_weights import ModelWeights, open_weights_of
 from maxlite.training.saved_run import teacher_folders
-from maxlite.training.state import TrainState
-from maxlite.training.step import Step
 from maxlite.training.trainer import Trainer
 
 

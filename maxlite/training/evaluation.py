@@ -28,11 +28,11 @@ from maxlite.models import Decoder
 from maxlite.models.draft import draft_weight, shift_left
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pmax
+from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.cross_entropy import chunks
 from maxlite.training.loss import Hidden, next_token, run_forward
 from maxlite.training.open_run import open_trainer_data, open_weights
 from maxlite.training.saved_run import run_folder
-from maxlite.training.state import TrainState, averaged_params
 from maxlite.training.trainer import Trainer
 
 

@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 
 from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.models import Decoder
-from maxlite.optim.partition import state_names
+from maxlite.optim.labels import state_names
 from maxlite.sharding import Sharder
-from maxlite.training.state import TrainState
-from maxlite.training.step import Step, global_norm
+from maxlite.step.train_state import TrainState
+from maxlite.step.train_step import Step, global_norm
 
 AXIS = "ensemble"
 OUTER_SCOPE = "outer_step"  # named scope of outer steps in compiled programs

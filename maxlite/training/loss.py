@@ -21,8 +21,8 @@ from maxlite.models.decoder import Decoder
 from maxlite.models.draft import draft_weight
 from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
+from maxlite.step.train_step import LossFunction
 from maxlite.training.cross_entropy import cross_entropy_sums
-from maxlite.training.step import LossFunction
 
 
 @struct.dataclass

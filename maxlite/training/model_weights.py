@@ -20,10 +20,10 @@ from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingC
 from maxlite.config.validation import validate
 from maxlite.layers.lora import OPTIONAL_MODULE_KEYS, add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
-from maxlite.optim.partition import ALL_PARAMETERS
+from maxlite.optim.labels import ALL_PARAMETERS
 from maxlite.phases.phase_plan import PhasePlan
+from maxlite.step.train_state import averaged_params
 from maxlite.training.saved_run import ModelFolder, model_folders
-from maxlite.training.state import averaged_params
 from maxlite.training.trainer import Trainer, build_trainer
 
 

@@ -12,7 +12,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.phases import PhaseConfig
 from maxlite.config.schema import Config, DataConfig, TrainingConfig
 from maxlite.optim import build_optimizer, learning_rate, with_schedule_steps
-from maxlite.optim.partition import ALL_PARAMETERS, Partition
+from maxlite.optim.labels import ALL_PARAMETERS, Partition
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.sharding import Sharder
 from maxlite.training.batch_shape import batch_shape

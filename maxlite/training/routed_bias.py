@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
-from maxlite.optim.partition import paths_in
+from maxlite.optim.labels import paths_in
 
 BIAS = r"(^|/)router/bias$"
 

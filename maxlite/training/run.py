@@ -14,6 +14,7 @@ from maxlite.data.train_streams import TrainStreams
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import open_console, read_rows
+from maxlite.step.train_state import TrainState
 from maxlite.training.callbacks import Callback
 from maxlite.training.evaluation import build_evaluation
 from maxlite.training.loop import LoopContext, TrainResult, train
@@ -33,7 +34,6 @@ from maxlite.training.open_run import (
 )
 from maxlite.training.run_report import finalize, log_header, report_finished
 from maxlite.training.saved_run import run_folder
-from maxlite.training.state import TrainState
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import Trainer
 

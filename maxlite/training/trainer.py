@@ -23,8 +23,8 @@ from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops
 from maxlite.models import Decoder
+from maxlite.optim.labels import logical_names, paths_in, state_names
 from maxlite.optim.parametrization import scale_initial
-from maxlite.optim.partition import logical_names, paths_in, state_names
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.phases.phase_programs import (
   PhaseOptStates,
@@ -38,14 +38,8 @@ from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
 from maxlite.sharding.host_memory import offload_optimizer, place_state
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
-from maxlite.training import local_updates
-from maxlite.training.batch_shape import batch_shape
-from maxlite.training.local_updates import OuterOptimizer
-from maxlite.training.loss import DecoderLoss
-from maxlite.training.objective import Objective, build_objectives
-from maxlite.training.routed_bias import build_routed_bias_update
-from maxlite.training.state import TrainState, init_state
-from maxlite.training.step import (
+from maxlite.step.train_state import TrainState, init_state
+from maxlite.step.train_step import (
   SkipRule,
   Step,
   StepParts,
@@ -53,6 +47,12 @@ from maxlite.training.step import (
   build_step_parts,
   join_parts,
 )
+from maxlite.training import local_updates
+from maxlite.training.batch_shape import batch_shape
+from maxlite.training.local_updates import OuterOptimizer
+from maxlite.training.loss import DecoderLoss
+from maxlite.training.objective import Objective, build_objectives
+from maxlite.training.routed_bias import build_routed_bias_update
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

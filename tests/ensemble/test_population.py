@@ -25,8 +25,8 @@ from maxlite.ensemble.population import LINEAGE, ancestors, choose_donors, copy_
 from maxlite.metrics.plots.ensemble_curves import draw_lineage
 from maxlite.metrics.writers import open_console, read_rows
 from maxlite.optim.build import build_optimizer, hyperparameters
+from maxlite.step.train_state import init_state
 from maxlite.training.saved_run import run_folder
-from maxlite.training.state import init_state
 
 __all__ = ["root"]  # a fixture
 

@@ -11,7 +11,7 @@ from maxlite.config.schema import DEFAULTS, Config, LoraConfig, ModelConfig, bui
 from maxlite.layers.linear import Linear
 from maxlite.layers.lora import merge_lora
 from maxlite.models import Decoder
-from maxlite.optim.partition import path_of
+from maxlite.optim.labels import path_of
 from maxlite.sharding import Sharder, build_mesh
 
 ALPHA = 3.0

@@ -12,8 +12,8 @@ from maxlite.config.errors import UserError
 from maxlite.ensemble.leaderboard import LeaderboardEntry, write_members
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer, with_schedule_steps
+from maxlite.optim.labels import logical_names, path_of
 from maxlite.optim.parametrization import parameter_scale, scale_initial
-from maxlite.optim.partition import logical_names, path_of
 from maxlite.sharding import Sharder, build_mesh
 from tools.inspect.coordinate_check import activation_changes
 from tools.inspect.learning_rate_transfer import read_losses

@@ -44,7 +44,7 @@ from maxlite.data.batch import to_global
 from maxlite.data.loader import open_data
 from maxlite.layers.lora import drop_modules
 from maxlite.metrics.writers import read_rows
-from maxlite.training.state import averaged_params
+from maxlite.step.train_state import averaged_params
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import build_trainer
 

@@ -17,10 +17,10 @@ from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory_estimate import bytes_per_device
 from maxlite.planning.plan_run import compile_step
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.step.train_state import init_state
+from maxlite.step.train_step import LossFunction, build_gradients, build_train_step
 from maxlite.training.evaluation import compile_eval_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
-from maxlite.training.state import init_state
-from maxlite.training.step import LossFunction, build_gradients, build_train_step
 from maxlite.training.trainer import build_trainer
 
 MESH = mesh_keys("fsdp=4 tensor=2")

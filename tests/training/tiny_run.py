@@ -22,10 +22,10 @@ from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.plots import curves
 from maxlite.metrics.writers import read_rows
 from maxlite.optim import with_schedule_steps
+from maxlite.step.train_state import TrainState
 from maxlite.training import evaluation, open_run
 from maxlite.training.evaluation import compile_eval_step
 from maxlite.training.run import run_training
-from maxlite.training.state import TrainState
 from maxlite.training.trainer import Trainer, build_trainer
 
 STEPS = 8

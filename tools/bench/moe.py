@@ -46,7 +46,7 @@ from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
 from maxlite.kernels.xla_cpu import keep_freed_memory
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
-from maxlite.optim.partition import logical_names
+from maxlite.optim.labels import logical_names
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 NUM_SIMULATED = 4  # devices of the section `exchange`

@@ -19,9 +19,9 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
+from maxlite.phases import Alternation, Phase
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
-from maxlite.training.alternation import Alternation, Phase
 
 NUM_BLOCKS = 4
 BODY, HEAD = ["trunk/.*", "unembed/.*"], ["draft/.*"]

@@ -21,14 +21,12 @@ from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import PHASE_STRATEGIES
-from maxlite.optim.partition import Partition, path_of, paths_in, state_names
+from maxlite.optim.labels import Partition, path_of, paths_in, state_names
 from maxlite.phases.phase_programs import PhaseOptStates, PhasePrograms, build_phase_step
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
-from maxlite.training.api_checks import check_not_donated, check_scalars, check_unreserved
-from maxlite.training.state import TrainState, averaged_params, init_state
-from maxlite.training.step import LossFunction, Step, build_gradients, build_train_step
-
-__all__ = ["Alternation", "Phase", "Plateau", "Threshold"]
+from maxlite.step.api_checks import check_not_donated, check_scalars, check_unreserved
+from maxlite.step.train_state import TrainState, averaged_params, init_state
+from maxlite.step.train_step import LossFunction, Step, build_gradients, build_train_step
 
 
 @dataclasses.dataclass(frozen=True)

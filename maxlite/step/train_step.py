@@ -13,8 +13,8 @@ import optax
 
 from maxlite.config.errors import UserError
 from maxlite.data.batch import interleave
-from maxlite.optim.partition import ALL_PARAMETERS, Partition, merge
-from maxlite.training.state import TrainState
+from maxlite.optim.labels import ALL_PARAMETERS, Partition, merge
+from maxlite.step.train_state import TrainState
 
 _NEEDS_LOSS = (
   "an optimizer that needs the loss value, such as lbfgs, is not supported: choose one whose "

@@ -20,8 +20,8 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, ModelConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
-from maxlite.optim.partition import Partition
-from maxlite.training.alternation import Alternation, Phase, Plateau, Threshold
+from maxlite.optim.labels import Partition
+from maxlite.phases import Alternation, Phase, Plateau, Threshold
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIDTH, ROWS = 8, 16

@@ -13,7 +13,7 @@ from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer
-from maxlite.optim.partition import (
+from maxlite.optim.labels import (
   ALL_PARAMETERS,
   Partition,
   decay_mask,

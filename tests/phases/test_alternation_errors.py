@@ -15,7 +15,7 @@ from test_alternation import (
 )
 
 from maxlite.config.errors import UserError
-from maxlite.training.alternation import Alternation, Phase, Threshold
+from maxlite.phases import Alternation, Phase, Threshold
 
 
 def test_an_optimizer_that_needs_the_loss_value_is_a_user_error():

@@ -1,0 +1,1 @@
+"""The state of training and the step that updates it, of runs, phases and ensemble members."""
