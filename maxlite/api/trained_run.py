@@ -69,8 +69,9 @@ class Run:
     """The completions of `prompts`, by the moving averages if the run keeps them.
 
     Args:
-      **keys: of sampling, such as `max_new_tokens` and `temperature`; see docs/config.md. Also
-        `max_target_length` and keys of how the model is computed, such as `dtype`.
+      **keys: of sampling, such as `max_new_tokens` and `decode_sampling_temperature`; see
+        docs/config.md. Also `max_target_length` and keys of how the model is computed, such as
+        `dtype`.
 
     Raises:
       UserError: a key is wrong, a prompt is too long, or the run has no tokenizer.

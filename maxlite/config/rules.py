@@ -98,6 +98,17 @@ def local_updates(v: Values) -> Rules:
     yield period and is_set(key), f"{key} diloco_sync_period", text
 
 
+def generation(v: Values) -> Rules:
+  """The rules of sampling."""
+  key = "max_new_tokens"
+  yield v.max_new_tokens == 0, key, f"generates nothing; write {key}=1 or more, or {key}=-1"
+  key = "decode_sampling_nucleus_p"
+  yield v.decode_sampling_nucleus_p == 0, key, f"keeps no token; write {key}=0.95, or 1 for all"
+  key = "decode_sampling_repetition_penalty"
+  text = f"logits are divided by it; write {key}=1 for none"
+  yield v.decode_sampling_repetition_penalty == 0, key, text
+
+
 def teacher(v: Values) -> Rules:
   """The rules of loss `distill`."""
   losses = [phase.get("loss", v.loss_type) for phase in v.phases] or [v.loss_type]

@@ -13,6 +13,7 @@ from maxlite.config.rules import (
   Rules,
   Values,
   ensemble,
+  generation,
   local_updates,
   population,
   search,
@@ -409,7 +410,7 @@ def _data_files(v: Values) -> Rules:
 RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
   *(_chat, _batches, _schedules, ensemble, population, local_updates, _optimizer),
-  *(search, _parametrization, _phases, teacher),
+  *(search, _parametrization, _phases, teacher, generation),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 

@@ -1,7 +1,6 @@
 """Complete prompts: `maxlite.generate`, and the callback `completions` of a run."""
 
 import collections
-import dataclasses
 import json
 import sys
 import textwrap
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 
 from maxlite.config import Config, UserError, exit_on_user_error
-from maxlite.config.schema import GenerateConfig
+from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.inference.batcher import Batcher
@@ -35,7 +34,7 @@ def run_generation(cfg: Config) -> int:
   with exit_on_user_error("maxlite.generate"):
     prompts = read_prompts(cfg.generate)
     tokenizer = open_text_tokenizer(cfg)
-    requests = [_request(cfg.generate, n, p, tokenizer) for n, p in enumerate(prompts)]
+    requests = [_request(cfg, n, p, tokenizer) for n, p in enumerate(prompts)]
     trainer, params = open_trained(cfg)
     engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
   batcher = Batcher(engine)
@@ -55,7 +54,7 @@ class Completer:
 
   def __init__(self, trainer: Trainer, prompts: Sequence[str]) -> None:
     self._trainer, self._tokenizer = trainer, open_text_tokenizer(trainer.cfg)
-    cfg = trainer.cfg.generate
+    cfg = trainer.cfg
     self._requests = [_request(cfg, n, p, self._tokenizer) for n, p in enumerate(prompts)]
     self._engine: Engine | None = None
 
@@ -104,8 +103,8 @@ def build_engine(
   if needed > max_length:
     raise UserError(
       f"prompt and max_new_tokens={cfg.generate.max_new_tokens} are up to {needed} tokens, but "
-      f"max_target_length={max_length}, the longest sequence in training: lower max_new_tokens, or "
-      f"set max_target_length={needed} to exceed it"
+      f"max_target_length={max_length}, the longest sequence in training: lower max_new_tokens, "
+      f"shorten the prompt, or set max_target_length={needed} to exceed it"
     )
   num_shards = trainer.sharder.num_shards("activation_batch")
   num_rows = min(len(requests) or cfg.generate.decode_batch_size, cfg.generate.decode_batch_size)
@@ -143,11 +142,23 @@ def _encode(text: str) -> bytes:
   return text.encode(errors="replace")
 
 
-def _request(cfg: GenerateConfig, n: int, prompt: str, tokenizer: Tokenizer) -> GenerationRequest:
-  sampling = SamplingParams(*(getattr(cfg, f.name) for f in dataclasses.fields(SamplingParams)))
+def _request(cfg: Config, n: int, prompt: str, tokenizer: Tokenizer) -> GenerationRequest:
+  """The request of the n-th prompt."""
+  generate = cfg.generate
+  sampling = SamplingParams(
+    temperature=generate.decode_sampling_temperature,
+    top_k=generate.decode_sampling_top_k,
+    top_p=generate.decode_sampling_nucleus_p,
+    min_p=generate.decode_sampling_min_p,
+    repetition_penalty=generate.decode_sampling_repetition_penalty,
+  )
   tokens = [tokenizer.bos, *map(int, tokenizer.encode(_encode(prompt)))]
-  seed = (cfg.decode_sampling_seed + n) % 2**32
-  return GenerationRequest(tokens, cfg.max_new_tokens, sampling, seed)
+  num_new = generate.max_new_tokens
+  if num_new == -1:
+    room = cfg.data.max_target_length - len(tokens)
+    num_new = max(min(room, DEFAULT_NEW_TOKENS), 1)  # without room, `build_engine` raises
+  seed = (generate.decode_sampling_seed + n) % 2**32
+  return GenerationRequest(tokens, num_new, sampling, seed)
 
 
 def _write_text(prompts: Mapping[GenerationRequest, str], completions: Completions) -> None:

@@ -29,7 +29,7 @@ _MIN_TEMPERATURE = 1e-30  # logits divided by less overflow float32
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-  """Sampling parameters of one request; `GenerateConfig` documents each under the same name."""
+  """Sampling parameters of one request, with the names of OpenAI's API; see `GenerateConfig`."""
 
   temperature: float = 1.0
   top_k: int = 0

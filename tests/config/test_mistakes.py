@@ -161,6 +161,9 @@ MISTAKES = {
   ("chat_template_path=gone.jinja",): ("gone.jinja", "no such file", "chat_template_path=FILE"),
   ("packing=false",): ("packing=false", "dataset_type=text (default)", "packing=true"),
   ("eval_dataset_path=no.txt",): ("eval_dataset_path=[no.txt]", "eval_dataset_path=FILE"),
+  ("max_new_tokens=0",): ("max_new_tokens=0", "max_new_tokens=-1"),
+  ("decode_sampling_nucleus_p=0",): ("keeps no token", "decode_sampling_nucleus_p=0.95"),
+  ("decode_sampling_repetition_penalty=0",): ("decode_sampling_repetition_penalty=1",),
   ("eval_steps=0",): ("eval_steps=0", "eval_steps=-1"),
   ("per_device_batch_size=0",): ("per_device_batch_size=0.0", "per_device_batch_size=1"),
   ("learning_rate_schedule_steps=0",): ("learning_rate_schedule_steps=0", "=-1"),
@@ -433,7 +436,7 @@ def test_help_lists_every_key(capsys):
   ("program", "argument", "own", "other"),
   [
     ("train", "--help", "--learning_rate:", "--serve_port:"),
-    ("generate", "-h", "--top_p:", "--learning_rate:"),
+    ("generate", "-h", "--decode_sampling_nucleus_p:", "--learning_rate:"),
     ("serve", "--help=", "--serve_port:", "--learning_rate:"),
     ("plan", "--help", "`estimate` plans from shapes", "--learning_rate:"),
     ("plan", "--help", "`phases` prints the schedule", "--learning_rate:"),

@@ -92,7 +92,7 @@ def test_an_opened_run_has_the_parameters_and_the_held_out_loss(interrupted):
   with pytest.raises(maxlite.UserError, match="eval_steps=0: evaluates nothing"):
     opened.evaluate(0)
   with pytest.raises(maxlite.UserError, match="does not read load_checkpoint: give it to open_run"):
-    opened.generate(["a"], load_checkpoint="best", temperature=0)
+    opened.generate(["a"], load_checkpoint="best", decode_sampling_temperature=0)
   with pytest.raises(maxlite.UserError, match="takes a list of prompts"):
     opened.generate("to be")
   expected = {name: x for name, x in run.rows[-1].items() if name.startswith("eval_")}

@@ -82,11 +82,11 @@ def test_sums_over_many_batches_are_not_rounded():
 def test_only_keys_on_the_command_line_change_the_config_of_a_run(finished, tmp_path):
   file = tmp_path / "other.yml"
   file.write_text(f"base_output_directory: {finished[0]}\nrun_name: run\neval_steps: 7\n")
-  argv = [str(file), "temperature=0.25"]
+  argv = [str(file), "decode_sampling_temperature=0.25"]
   cfg = load_config(argv, needs_data=False)
   assert cfg.observe.eval_steps == 7
   saved = config_of_run(argv)
-  assert (saved.observe.eval_steps, saved.generate.temperature) == (2, 0.25)
+  assert (saved.observe.eval_steps, saved.generate.decode_sampling_temperature) == (2, 0.25)
   assert saved.model == config_of(**keys_in(finished[0])).model
 
 
@@ -161,7 +161,6 @@ def generation_error(finished, capsys, *overrides):
 @pytest.mark.parametrize(
   ("override", "message"),
   [
-    ("top_p=0", "top_p=0.0 must be above 0"),
     ("prompt_file=none.jsonl", "prompt_file=none.jsonl is not a file"),
     ("prompt_file=none.yml", "prompt_file=none.yml is not a file"),
     ("num_speculative_tokens=1", "exceeds num_draft_heads=0"),

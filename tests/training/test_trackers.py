@@ -32,7 +32,7 @@ KEYS = {
   "callbacks": "completions",
   "prompt": "to be",
   "max_new_tokens": 4,
-  "temperature": 0,
+  "decode_sampling_temperature": 0,
   "enable_tensorboard": True,
 }
 

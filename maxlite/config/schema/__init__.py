@@ -14,6 +14,9 @@ from maxlite.config.config_field import ConfigField
 from maxlite.config.schema.data_config import DataConfig
 from maxlite.config.schema.ensemble_config import EnsembleConfig
 from maxlite.config.schema.entry_point_config import (
+  DEFAULT_NEW_TOKENS as DEFAULT_NEW_TOKENS,
+)
+from maxlite.config.schema.entry_point_config import (
   ConvertConfig,
   GenerateConfig,
   PlanConfig,
@@ -114,12 +117,17 @@ RENAMED_KEYS: dict[str, str] = {
   "halving_factor": "asha_reduction_factor",
   "halving_first_rung": "asha_min_steps",
   "local_checkpoint_peer_copies": "local_checkpoint_replication",
+  "min_p": "decode_sampling_min_p",
   "outer_learning_rate": "diloco_outer_lr",
   "outer_momentum": "diloco_outer_momentum",
   "outer_period": "diloco_sync_period",
   "output": "output_path",
   "phase_warmup": "initial_phases",
   "remat_save": "remat_saved_names",
+  "repetition_penalty": "decode_sampling_repetition_penalty",
+  "temperature": "decode_sampling_temperature",
+  "top_k": "decode_sampling_top_k",
+  "top_p": "decode_sampling_nucleus_p",
   "wandb_project": "wandb_project_name",
 }
 # Removed key -> the value whose behaviour remains. A saved config.yml may have it with that value;

@@ -4,6 +4,8 @@ import dataclasses
 
 from maxlite.config.config_field import field
 
+DEFAULT_NEW_TOKENS = 200  # of max_new_tokens=-1
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
@@ -13,12 +15,21 @@ class GenerateConfig:
   prompt_file: str = field(
     "", 'Prompts as JSON lines {"prompt": "..."}, instead of `prompt`; prints JSON lines.'
   )
-  max_new_tokens: int = field(200, "Maximum number of generated tokens.", low=1)
-  temperature: float = field(0.8, "Softmax temperature; 0: greedy.", low=0)
-  top_k: int = field(0, "Sample from the k most likely tokens; 0: from all.", low=0)
-  top_p: float = field(1.0, "Sample from the smallest set with this probability.", low=0, high=1)
-  min_p: float = field(0.0, "Minimum probability, relative to the most likely.", low=0, high=1)
-  repetition_penalty: float = field(
+  max_new_tokens: int = field(
+    -1,
+    f"Maximum number of generated tokens; -1: {DEFAULT_NEW_TOKENS}, or fewer where the completion "
+    "would exceed max_target_length.",
+    low=-1,
+  )
+  decode_sampling_temperature: float = field(0.8, "Softmax temperature; 0: greedy.", low=0)
+  decode_sampling_top_k: int = field(0, "Sample from the k most likely tokens; 0: from all.", low=0)
+  decode_sampling_nucleus_p: float = field(
+    1.0, "Sample from the smallest set with this probability (top-p); 1: from all.", low=0, high=1
+  )
+  decode_sampling_min_p: float = field(
+    0.0, "Minimum probability, relative to the most likely.", low=0, high=1
+  )
+  decode_sampling_repetition_penalty: float = field(
     1.0, "Divides positive and multiplies negative logits of tokens already in the text.", low=0
   )
   stop: tuple[str, ...] = field((), "Stop strings; the completion ends before the first.")
