@@ -1,0 +1,65 @@
+"""Mistakes in `members` and `sweep`, for test_mistakes.py."""
+
+MEMBER_MISTAKES = {
+  ("members={name: a}",): ("members='{name: a}'", "a list of {key: value}", "[{key: value}]"),
+  ("members=[a]",): ("members=[a]", "a list of {key: value}"),
+  ("members=[{name: a, name: b}]",): ("members=", "name twice", "remove one"),
+  ("members=[{name: a/b}]",): ("members[0]: name=a/b", "one folder", "without slashes"),
+  ("members=[{name: [a]}]",): ("members[0]: name=[a]", "one folder"),
+  ("members=[{name: a}, {name: a, head_dim: 8}]",): ("members[1]: name=a", "of members[0]"),
+  ("members=[{name: m01, head_dim: 8}, {}]",): ("members[1]: name=m01", "of members[0]"),
+  ("members=[{head_dim: 8}, {name: b, head_dim: 010}, {head_dim: 08}]",): (
+    "members[2]: member m02",
+    "m00 of members[0]",
+    "init_weights_seed",
+  ),
+  ("members=[{learning_rte: 1}]",): ("members[0]: learning_rte=1", "learning_rate?"),
+  ("members=[{learning_rate: fast}]",): ("members[0]: learning_rate=fast", "learning_rate=0.5"),
+  ("members=[{}, {vocab_size: 512}]",): (
+    "members[1]: vocab_size=512 is shared by all members; set it once, outside of members",
+  ),
+  ("members=[{ici_fsdp_parallelism: 2}]",): ("ici_fsdp_parallelism=2", "is shared"),
+  ("members=[{members: [{}]}]",): ("members[0]: members=[{}]", "is shared"),
+  ("model_name=mixtral-8x7b", "vocab_size=320", "members=[{model_name: ''}]"): (
+    "members[0]: model_name=''",
+    "configs/models",
+  ),
+  ("members=[{model_name: mixtrall}]",): ("members[0]: model_name=mixtrall", "configs/models"),
+  ("capacity_factor=-1", "sparse_matmul=false", "members=[{num_experts: 1}]"): (
+    "members[0]: num_experts=1 with decoder_block=mixtral (default)",
+    "decoder_block=llama",
+  ),
+  ("base_num_kv_heads=2", "members=[{base_num_query_heads: 3}]"): (
+    "members[0]: base_num_query_heads=3 with base_num_kv_heads=2 (shared)",
+    "base_num_kv_heads=1",
+  ),
+  ("members=[{head_dim: 8}]", "sweep={grid: {head_dim: [4]}}"): (
+    "sweep.grid: head_dim=4",
+    "members[0]",
+    "remove one",
+  ),
+  ("sweep=grid",): ("sweep=grid", "a mapping {key: value}", "sweep={key: value}"),
+  ("sweep={gird: {head_dim: [8]}}",): ("sweep: has gird", "{grid: {key: [values]}}"),
+  ("sweep={draw: {head_dim: {choice: [8]}}}",): ("sweep: has draw", "num_members: 16"),
+  ("sweep={grid: {}}",): ("sweep: grid={}", "has no keys"),
+  ("sweep={grid: {steps: [1, 2]}}",): ("sweep.grid: steps=1", "is shared"),
+  ("sweep={grid: {stepz: [1, 2]}}",): ("sweep.grid: stepz=[1, 2]", "steps?"),
+  ("sweep={grid: {head_dim: 8}}",): ("sweep.grid: head_dim=8", "[value, value]"),
+  ("sweep={grid: {head_dim: [x]}}",): ("sweep.grid: head_dim=x", "a whole number"),
+  ("sweep={grid: {head_dim: [8, 8]}}",): ("member m01", "m00 of sweep.grid"),
+  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 0}",): ("num_members=0", "below 1"),
+  ("sweep={draw: {head_dim: {choice: [8]}}, num_members: 1, seed: -1}",): ("seed=-1", "below 0"),
+  ("sweep={draw: {head_dim: {choice: [8, 16]}}, num_members: 3}",): (
+    "num_members=3",
+    "num_members: 2",
+  ),
+  ("sweep={draw: {learning_rate: [1, 2]}, num_members: 1}",): (
+    "sweep.draw: learning_rate=[1, 2]",
+    "{log_uniform: [low, high]}",
+  ),
+  ("sweep={draw: {learning_rte: {uniform: [1, 2]}}, num_members: 1}",): ("learning_rate?",),
+  ("sweep={draw: {learning_rate: {uniform: [2, 1]}}, num_members: 1}",): ("a higher bound",),
+  ("sweep={draw: {learning_rate: {uniform: [-1, 1]}}, num_members: 1}",): ("-1", "below 0"),
+  ("sweep={draw: {learning_rate: {log_uniform: [0, 1]}}, num_members: 1}",): ("above 0",),
+  ("sweep={draw: {dtype: {uniform: [1, 2]}}, num_members: 1}",): ("sweep.draw: dtype=", "choice"),
+}
