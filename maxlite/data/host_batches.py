@@ -13,6 +13,7 @@ from absl import flags
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.packing import Row, RowSource
+from maxlite.data.vocabulary_check import VocabularyCheck
 
 Entries = tuple[tuple[int, int], ...]  # (batches before, value), ascending from 0
 _READ_THREADS = 2
@@ -72,7 +73,8 @@ class HostBatches(grain.MapDataset[Row]):
 
   Batches take rows from `order` one after the other, whatever the number of hosts. Of a batch this
   host loads the fraction of the rows that `host_rows` are of `global_batch_size`. A last batch that
-  `order` does not fill is completed with padding rows.
+  `order` does not fill is completed with padding rows. Reading a batch with ids outside the
+  vocabulary raises UserError.
   """
 
   def __init__(
@@ -82,11 +84,13 @@ class HostBatches(grain.MapDataset[Row]):
     schedule: BatchSchedule,
     global_batch_size: int,
     host_rows: range,
+    vocabulary: VocabularyCheck,
   ) -> None:
     super().__init__(order)
     self._rows, self._schedule = rows, schedule
     self._batch_size, self._host_rows = global_batch_size, host_rows
     self._num_rows = len(order)
+    self._vocabulary = vocabulary
 
   def __len__(self) -> int:
     return (self._num_rows + self._batch_size - 1) // self._batch_size
@@ -98,13 +102,19 @@ class HostBatches(grain.MapDataset[Row]):
     begin, end = (
       bound * size // self._batch_size for bound in (self._host_rows.start, self._host_rows.stop)
     )
-    rows = [self._row(first + n) for n in range(begin, end)]
+    row_B = [self._row_number(first + n) for n in range(begin, end)]
+    rows = [self._row(row) for row in row_B]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    self._vocabulary.check(batch, row_B)
     return cut_rows(batch, self._schedule.shape(index)[1])
 
-  def _row(self, n: int) -> Row:
-    if n < self._num_rows:
-      return self._rows[self._parent[n]]
+  def _row_number(self, n: int) -> int:
+    """The row of the source that is the n-th of the order, or -1 for padding after the last."""
+    return int(self._parent[n]) if n < self._num_rows else -1
+
+  def _row(self, row: int) -> Row:
+    if row >= 0:
+      return self._rows[row]
     return {name: np.zeros_like(x_T) for name, x_T in self._rows[0].items()}
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from maxlite.data.packing import RowSource
 from maxlite.data.row_order import MixtureOrder, MixturePart, shuffled_order
 from maxlite.data.sources import DataSource
 from maxlite.data.stream_facts import order_facts, require_same_facts
+from maxlite.data.vocabulary_check import VocabularyCheck
 
 _NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
@@ -28,12 +29,16 @@ _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
 @dataclasses.dataclass(frozen=True)
 class DataLoader:
-  """Batches of `global_batch_size` rows of a source, of which this host loads `rows`."""
+  """Batches of `global_batch_size` rows of a source, of which this host loads `rows`.
+
+  An id that is not below `vocab_size` raises UserError when its batch is read.
+  """
 
   cfg: DataConfig
   source: DataSource
   global_batch_size: int
   rows: range
+  vocab_size: int
 
   @functools.cached_property
   def order(self) -> MixtureOrder:
@@ -70,9 +75,13 @@ class DataLoader:
     if self.source.eval is None:
       raise UserError(_NO_EVAL_DATA)
     selected = slice(num_batches if num_batches >= 0 else None)
-    read = lambda rows: self._read_once(shuffled_order(len(rows), _EVAL_SEED), rows, selected)
-    sources = self.source.by_name.items()
-    return {name: read(source.eval) for name, source in sources if source.eval is not None}
+    batches = {}
+    for name, source in self.source.by_name.items():
+      if source.eval is not None:
+        order = shuffled_order(len(source.eval), _EVAL_SEED)
+        vocabulary = self._vocabulary("held-out", {name: source.eval})
+        batches[name] = self._read_once(order, source.eval, vocabulary, selected)
+    return batches
 
   def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
@@ -86,16 +95,40 @@ class DataLoader:
       no_documents = f"{kind} has no documents: set eval_documents=false"
       raise UserError(no_documents if self.source.eval else _NO_EVAL_DATA)
     order, size = grain.MapDataset.range(len(documents)), self.global_batch_size
-    for n, batch in enumerate(self._read_once(order, documents)):
+    sources = self.source.by_name.items()
+    by_name = {name: each.documents for name, each in sources if each.documents is not None}
+    vocabulary = self._vocabulary("held-out document", by_name)
+    for n, batch in enumerate(self._read_once(order, documents, vocabulary)):
       yield documents.document_N[n * size : (n + 1) * size], batch
 
+  def train_batches(self) -> HostBatches:
+    """The training batches of this host, without end."""
+    rows = {name: source.train for name, source in self.source.by_name.items()}
+    return HostBatches(
+      self.order,
+      self.source.train,
+      self.schedule,
+      self.global_batch_size,
+      self.rows,
+      self._vocabulary("training", rows),
+    )
+
+  def _vocabulary(self, kind: str, rows: Mapping[str, RowSource]) -> VocabularyCheck:
+    """The check of batches of the `rows` of all sources, one source after the other."""
+    num_rows = {name: len(of_source) for name, of_source in rows.items()}
+    return VocabularyCheck(self.vocab_size, kind, num_rows)
+
   def _read_once(
-    self, order: grain.MapDataset[int], rows: RowSource, selected: slice = slice(None)
+    self,
+    order: grain.MapDataset[int],
+    rows: RowSource,
+    vocabulary: VocabularyCheck,
+    selected: slice = slice(None),
   ) -> Iterator[Batch]:
     """The `selected` batches of `rows` in this order."""
     size = self.global_batch_size
     schedule = BatchSchedule.constant(size, self.cfg.max_target_length)
-    batches = HostBatches(order, rows, schedule, size, self.rows).slice(selected)
+    batches = HostBatches(order, rows, schedule, size, self.rows, vocabulary).slice(selected)
     return (Batch(**batch) for batch in read_once(batches, self.cfg.grain_prefetch_buffer_size))
 
   def stream_facts(self, num_batches: int) -> dict[str, Any]:
@@ -132,7 +165,8 @@ def open_data(
       parts[part.name] = open_one(part.data)
     except UserError as error:
       raise UserError(f"source {part.name} of dataset_mixture: {error}") from None
-  return DataLoader(cfg, join_sources(parts) if parts else open_one(cfg), global_batch_size, rows)
+  source = join_sources(parts) if parts else open_one(cfg)
+  return DataLoader(cfg, source, global_batch_size, rows, vocab_size)
 
 
 class TrainStream:
@@ -140,8 +174,7 @@ class TrainStream:
 
   def __init__(self, data: DataLoader) -> None:
     self._data = data
-    size, rows = data.global_batch_size, data.rows
-    self._batches = HostBatches(data.order, data.source.train, data.schedule, size, rows)
+    self._batches = data.train_batches()
     self._start(0)
 
   def _start(self, num_taken: int) -> None:

@@ -1,0 +1,56 @@
+"""A check that the ids of batches are in the vocabulary, whatever source they are from.
+
+JAX clamps or fills an index outside of an array, so that such an id would give a finite loss.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from maxlite.config.errors import UserError
+from maxlite.data.packing import Row
+
+_IDS = ("tokens_BT", "targets_BT")
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyCheck:
+  """Raises UserError for a batch with an id outside [0, vocab_size).
+
+  `num_rows` has the rows of each source, in their order; rows are numbered over all of them.
+  """
+
+  vocab_size: int
+  kind: str  # of the rows, for messages
+  num_rows: Mapping[str, int]
+
+  def check(self, batch: Row, row_B: Sequence[int]) -> None:
+    """
+    Args:
+      row_B: the number of the row that each row of `batch` is; -1 for padding.
+    """
+    for name in _IDS:
+      ids_BT = batch[name]
+      if not np.issubdtype(ids_BT.dtype, np.integer):
+        raise UserError(
+          f"{self._place(row_B[0])} has {name} of type {ids_BT.dtype}: convert the ids to int32"
+        )
+      if ids_BT.min() < 0 or ids_BT.max() >= self.vocab_size:
+        self._raise(name, ids_BT, row_B)
+
+  def _raise(self, name: str, ids_BT: np.ndarray, row_B: Sequence[int]) -> None:
+    is_outside_BT = (ids_BT < 0) | (ids_BT >= self.vocab_size)
+    b, t = (int(index) for index in np.argwhere(is_outside_BT)[0])
+    raise UserError(
+      f"{self._place(row_B[b])} has {name}={ids_BT[b, t]} at position {t}, outside of the "
+      f"vocabulary of {self.vocab_size} ids: correct the source, or set vocab_size above its "
+      "largest id"
+    )
+
+  def _place(self, row: int) -> str:
+    for source, num_rows in self.num_rows.items():
+      if row < num_rows:
+        return f"{self.kind} row {row} of source {source}"
+      row -= num_rows
+    raise AssertionError(f"no source has row {row}")
