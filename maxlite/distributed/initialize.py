@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import HostsConfig
+from maxlite.distributed.agreement import common_facts
 from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.jax_private import detect_cluster
 from maxlite.distributed.rendezvous import TOKEN, ProcessSpec, bind_address, rendezvous
@@ -28,6 +29,13 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{n}" for n in ("SIZE", "RANK", "LOCAL_SIZE",
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
 _SLURM_NODES = "SLURM_STEP_NODELIST"  # set only within a step, which srun starts
 _POD_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Kubernetes job
+# On which the program depends that all processes must compile alike.
+_JAX_SETTINGS = (
+  "jax_enable_x64",
+  "jax_default_matmul_precision",
+  "jax_default_prng_impl",
+  "jax_threefry_partitionable",
+)
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # the port is derived from the job id
 
 
@@ -53,7 +61,7 @@ class SeparateProcesses:
 
 @contextlib.contextmanager
 def distributed_runtime(
-  hosts: HostsConfig, *, separate: bool = False
+  hosts: HostsConfig, values: Mapping[str, Any], *, separate: bool = False
 ) -> Iterator[SeparateProcesses | None]:
   """Connects this process to the other processes of its run while the context is open.
 
@@ -64,8 +72,12 @@ def distributed_runtime(
   With `separate`, JAX runs in every process as if it were alone, on the devices of the process.
   Yields None without it, and if there are no other processes.
 
+  Args:
+    values: the resolved config, flat, on which all processes must agree (agreement.py).
+
   Raises:
-    UserError: the processes do not find each other in time, or do not agree on their number.
+    UserError: the processes do not find each other in time, or do not agree on their number, their
+      config or their versions.
   """
   environment = read_environment(os.environ)
   timeout = hosts.jax_distributed_initialization_timeout
@@ -75,7 +87,9 @@ def distributed_runtime(
     yield None
     return
   devices = local_devices(environment, os.environ)
-  peers = rendezvous(spec, timeout, os.environ.get(TOKEN, ""))
+  settings = {name: getattr(jax.config, name) for name in _JAX_SETTINGS}
+  facts = common_facts(values, settings)
+  peers = rendezvous(spec, timeout, os.environ.get(TOKEN, ""), facts)
   with Heartbeat(spec.process_id, peers, max_silence) as heartbeat:
     if separate:
       _show_devices(devices)

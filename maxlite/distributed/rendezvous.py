@@ -1,27 +1,29 @@
 """Rendezvous of all processes of a run at process 0: all are present and agree, or all fail.
 
-Process 0 sends a random challenge to whatever connects. A process answers with the number of
-processes, its id, and a proof: the HMAC of all three with the run's token. Connections without the
-proof are ignored. At the end, process 0 sends the outcome: a line with an error, or an empty line.
+A process sends a hello with the proof that it belongs to the run (visitors.py). Process 0 answers
+that it has joined, or first requests what both must have in common (agreement.py) if it differs. At
+the end, process 0 sends the outcome: a line with an error, or an empty line.
 """
 
 import contextlib
 import dataclasses
-import hmac
 import ipaddress
-import re
-import secrets
-import selectors
+import json
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 
 from maxlite.config.errors import UserError
+from maxlite.distributed.agreement import describe_difference, digest, parse_facts
+from maxlite.distributed.visitors import LINE_BYTES, REFUSED, Hello, Visitors
 
 TOKEN = "MAXLITE_COORDINATOR_TOKEN"  # environment variable: a secret that a run's processes share
-_LINE_BYTES = 4096
+_JOINED, _DESCRIBE = b"joined\n", b"describe\n"  # answers to a hello
+_FACTS_BYTES = 1 << 20
+_ANSWER_SECONDS = 10.0  # for an answer to a challenge, a hello or a request
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.2
-_HELLO = r"(\d{1,9}) (\d{1,9}) ([0-9a-f]{64})\n"
+_BACKLOG = 128  # connections that wait to be accepted
+_ERROR_SECONDS = 5.0  # after an error, for the other processes to connect and receive it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,29 +40,42 @@ class ProcessSpec:
     return host.strip("[]"), int(port)
 
 
-def rendezvous(spec: ProcessSpec, timeout: float, token: str = "") -> dict[int, socket.socket]:
+def rendezvous(
+  spec: ProcessSpec, timeout: float, token: str = "", facts: Mapping[str, str] | None = None
+) -> dict[int, socket.socket]:
   """{process id: connection} from process 0 to all others, or from another process to process 0.
 
   The port is free again afterwards, for JAX's coordinator.
 
+  Args:
+    facts: {name: value} of what all processes must have in common; None: nothing.
+
   Raises:
     UserError: on all processes, if one is missing after `timeout` seconds, two have the same id, or
-      they disagree on the number of processes.
+      they disagree on the number of processes or on the facts.
   """
   deadline = time.monotonic() + timeout
   if spec.process_id > 0:
-    return {0: _join(spec, deadline, timeout, token)}
+    return {0: _join(spec, facts or {}, deadline, timeout, token)}
+  joined: list[socket.socket] = []
   peers: dict[int, socket.socket] = {}
-  joined, error = [], ""
-  with _listen(spec) as listener:
-    for count, rank, connection in _hellos(listener, deadline, token):
-      joined.append(connection)
-      error = _hello_error(spec, peers, count, rank)
-      peers.setdefault(rank, connection)
-      if error or len(peers) == spec.num_processes - 1:
+  error = ""
+  with _listen(spec) as listener, Visitors(listener, token, spec.num_processes) as visitors:
+    while len(joined) < spec.num_processes - 1:
+      arrival = visitors.next_hello(deadline)
+      if arrival is None:
         break
-    else:
-      error = _missing_error(spec, peers, timeout)
+      hello, connection = arrival
+      joined.append(connection)
+      found = _hello_error(spec, peers, hello) or _facts_error(connection, hello, facts or {})
+      with contextlib.suppress(OSError):
+        connection.sendall(_JOINED)
+      peers.setdefault(hello.process_id, connection)
+      if found and not error:
+        error = found
+        deadline = min(deadline, time.monotonic() + _ERROR_SECONDS)
+  if not error and len(peers) < spec.num_processes - 1:
+    error = _missing_error(spec, peers, timeout)
   for connection in joined:
     with contextlib.suppress(OSError):
       connection.sendall(f"{error}\n".encode())
@@ -71,24 +86,53 @@ def rendezvous(spec: ProcessSpec, timeout: float, token: str = "") -> dict[int, 
   return peers
 
 
-def _join(spec: ProcessSpec, deadline: float, timeout: float, token: str) -> socket.socket:
+def _join(
+  spec: ProcessSpec, facts: Mapping[str, str], deadline: float, timeout: float, token: str
+) -> socket.socket:
   """The connection of another process to process 0."""
-  connection = _connect(spec, deadline, timeout)
-  challenge = _read_line(connection, timeout) or ""
-  count, rank = spec.num_processes, spec.process_id
-  with contextlib.suppress(OSError):
-    proof = _proof(token, challenge, count, rank)
-    connection.sendall(f"{count} {rank} {proof}\n".encode())
-  error = _read_line(connection, 2 * timeout)  # process 0 may have started later
-  if error is None:
+  while True:
+    connection = _connect(spec, deadline, timeout)
+    answer = _introduce(connection, spec, facts, token)
+    if answer == _JOINED:
+      break
+    connection.close()
+    if answer == REFUSED or time.monotonic() > deadline:
+      raise UserError(
+        f"process 0 at coordinator_address={spec.address} did not accept this process: see its "
+        f"output, and give all processes the same {TOKEN}"
+      )
+    time.sleep(_RETRY_SECONDS)  # process 0 has too many other connections, or is another program
+  outcome = _read_line(connection, 2 * timeout)  # process 0 may have started later
+  if outcome is None:
     error = (
-      f"process 0 at coordinator_address={spec.address} closed the connection before all {count} "
-      f"processes were connected: see its output, and give all processes the same {TOKEN}"
+      f"process 0 at coordinator_address={spec.address} closed the connection before all "
+      f"{spec.num_processes} processes were connected: see its output"
     )
+  else:
+    error = outcome.decode(errors="replace").strip()
   if error:
     connection.close()
     raise UserError(error)
   return connection
+
+
+def _introduce(
+  connection: socket.socket, spec: ProcessSpec, facts: Mapping[str, str], token: str
+) -> bytes | None:
+  """Send this process's hello, and its facts if requested; return the last answer, if any."""
+  challenge = _read_line(connection, _ANSWER_SECONDS)
+  if challenge is None:
+    return None
+  hello = Hello(spec.num_processes, spec.process_id, digest(facts))
+  try:
+    connection.sendall(hello.line(challenge.decode(errors="replace").strip(), token))
+    answer = _read_line(connection, _ANSWER_SECONDS)
+    if answer == _DESCRIBE:
+      connection.sendall(json.dumps(facts).encode() + b"\n")
+      answer = _read_line(connection, _ANSWER_SECONDS)
+  except OSError:
+    return None
+  return answer
 
 
 def bind_address(spec: ProcessSpec) -> str | None:
@@ -123,7 +167,7 @@ def _listen(spec: ProcessSpec) -> socket.socket:
   family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
   try:
     return socket.create_server(
-      (host, port), family=family, dualstack_ipv6=dual, backlog=spec.num_processes
+      (host, port), family=family, dualstack_ipv6=dual, backlog=max(_BACKLOG, spec.num_processes)
     )
   except (OSError, OverflowError) as error:
     raise UserError(
@@ -132,58 +176,32 @@ def _listen(spec: ProcessSpec) -> socket.socket:
     ) from None
 
 
-def _hellos(
-  listener: socket.socket, deadline: float, token: str
-) -> Iterator[tuple[int, int, socket.socket]]:
-  """(number of processes, process id, connection) of each process that connects in time."""
-  with selectors.DefaultSelector() as selector, contextlib.ExitStack() as visitors:
-    selector.register(listener, selectors.EVENT_READ)
-    while (seconds := deadline - time.monotonic()) > 0:
-      for key, _ in selector.select(seconds):
-        if key.fileobj is listener:
-          with contextlib.suppress(OSError):
-            visitor = visitors.enter_context(listener.accept()[0])
-            challenge = secrets.token_hex(16)
-            visitor.sendall(f"{challenge}\n".encode())
-            selector.register(visitor, selectors.EVENT_READ, (visitor, challenge, bytearray()))
-          continue
-        visitor, challenge, text = key.data
-        received = b""
-        with contextlib.suppress(OSError):
-          received = visitor.recv(_LINE_BYTES)
-        text += received
-        if received and not text.endswith(b"\n") and len(text) < _LINE_BYTES:
-          continue
-        selector.unregister(visitor)
-        if hello := _verify(text.decode("ascii", "replace"), challenge, token):
-          yield *hello, socket.socket(fileno=visitor.detach())
-        visitor.close()
-
-
-def _verify(text: str, challenge: str, token: str) -> tuple[int, int] | None:
-  """(number of processes, process id) of a hello with the right proof, else None."""
-  found = re.fullmatch(_HELLO, text)
-  if found is None:
-    return None
-  count, rank = int(found[1]), int(found[2])
-  is_proven = hmac.compare_digest(found[3], _proof(token, challenge, count, rank))
-  return (count, rank) if is_proven and 0 < rank < count else None
-
-
-def _proof(token: str, challenge: str, count: int, rank: int) -> str:
-  return hmac.new(token.encode(), f"{challenge} {count} {rank}".encode(), "sha256").hexdigest()
-
-
-def _hello_error(spec: ProcessSpec, peers: Collection[int], count: int, rank: int) -> str:
+def _hello_error(spec: ProcessSpec, peers: Collection[int], hello: Hello) -> str:
   """What is inconsistent in a process's message; empty: nothing."""
-  if count != spec.num_processes:
+  rank = hello.process_id
+  if hello.num_processes != spec.num_processes:
     return (
-      f"process_id={rank} was started with num_processes={count}, process_id=0 with "
+      f"process_id={rank} was started with num_processes={hello.num_processes}, process_id=0 with "
       f"num_processes={spec.num_processes}: give all the same"
     )
   if rank in peers:
     return f"two processes were started with process_id={rank}: give each a different one"
   return ""
+
+
+def _facts_error(connection: socket.socket, hello: Hello, facts: Mapping[str, str]) -> str:
+  """Which facts of a process differ from those of process 0; empty: none."""
+  if hello.digest == digest(facts):
+    return ""
+  with contextlib.suppress(OSError):
+    connection.sendall(_DESCRIBE)
+  others = parse_facts(_read_line(connection, _ANSWER_SECONDS, _FACTS_BYTES) or b"")
+  if not others:
+    return (
+      f"process_id={hello.process_id} was started with another config or version than "
+      "process_id=0: start all processes with the same"
+    )
+  return describe_difference(facts, others, hello.process_id)
 
 
 def _missing_error(spec: ProcessSpec, peers: Collection[int], timeout: float) -> str:
@@ -209,11 +227,19 @@ def _connect(spec: ProcessSpec, deadline: float, timeout: float) -> socket.socke
     time.sleep(_RETRY_SECONDS)
 
 
-def _read_line(connection: socket.socket, timeout: float) -> str | None:
+def _read_line(
+  connection: socket.socket, timeout: float, max_bytes: int = LINE_BYTES
+) -> bytes | None:
   """A line; None if it does not arrive. Bytes after it are left for the heartbeat."""
-  connection.settimeout(timeout)
+  deadline = time.monotonic() + timeout
   line = b""
-  with contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as unbuffered:
-    line = unbuffered.readline(_LINE_BYTES)
+  with contextlib.suppress(OSError):
+    while len(line) < max_bytes:
+      connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+      waiting = connection.recv(LINE_BYTES, socket.MSG_PEEK)
+      num_bytes = waiting.find(b"\n") + 1 or len(waiting)
+      line += connection.recv(num_bytes)
+      if not waiting or line.endswith(b"\n"):
+        break
   connection.settimeout(None)
-  return line.decode(errors="replace").strip() if line.endswith(b"\n") else None
+  return line if line.endswith(b"\n") else None

@@ -58,7 +58,7 @@ def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProc
   with contextlib.ExitStack() as stack:
     with exit_on_user_error(program):
       separate = cfg.ensemble.is_set and cfg.ensemble.ensemble_strategy == "submesh"
-      peers = stack.enter_context(distributed_runtime(cfg.hosts, separate=separate))
+      peers = stack.enter_context(distributed_runtime(cfg.hosts, flatten(cfg), separate=separate))
     yield dataclasses.replace(cfg, hosts=HostsConfig()), peers
 
 

@@ -1,0 +1,156 @@
+"""Connections to process 0 before they have proven that they belong to the run.
+
+A connection gets a random challenge and answers with the hello of its process. Its proof is the
+HMAC of the challenge and the hello with the run's token. There are few unproven connections, and
+each is open for seconds, so that strangers exhaust neither files nor time.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import hmac
+import re
+import secrets
+import selectors
+import socket
+import time
+
+LINE_BYTES = 4096
+REFUSED = b"refused\n"  # answers a hello without the proof
+_VISIT_SECONDS = 10.0  # for the hello to arrive
+_MIN_VISITORS = 64  # open at a time, or as many as the run has processes
+_RETRY_SECONDS = 0.1
+_HELLO = re.compile(r"(\d{1,9}) (\d{1,9}) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+  """What a process sends to process 0."""
+
+  num_processes: int
+  process_id: int
+  digest: str  # of what all processes must have in common (agreement.py), hexadecimal SHA-256
+
+  def line(self, challenge: str, token: str) -> bytes:
+    """The line that a process sends."""
+    return f"{self._text} {self._proof(challenge, token)}\n".encode()
+
+  @property
+  def _text(self) -> str:
+    return f"{self.num_processes} {self.process_id} {self.digest}"
+
+  def _proof(self, challenge: str, token: str) -> str:
+    return hmac.new(token.encode(), f"{challenge} {self._text}".encode(), "sha256").hexdigest()
+
+  @classmethod
+  def verify(cls, line: str, challenge: str, token: str) -> "Hello | None":
+    """The hello of a line with the right proof; None for other lines."""
+    found = _HELLO.fullmatch(line)
+    if found is None:
+      return None
+    hello = cls(int(found[1]), int(found[2]), found[3])
+    is_proven = hmac.compare_digest(found[4], hello._proof(challenge, token))
+    return hello if is_proven and 0 < hello.process_id < hello.num_processes else None
+
+
+@dataclasses.dataclass(eq=False)
+class _Visitor:
+  """A connection whose hello has not arrived in full."""
+
+  connection: socket.socket
+  challenge: str
+  deadline: float
+  received: bytes = b""
+
+
+class Visitors:
+  """The unproven connections of `listener`, while the context is open."""
+
+  def __init__(self, listener: socket.socket, token: str, num_processes: int):
+    self._listener = listener
+    self._token = token
+    self._max_visitors = max(_MIN_VISITORS, num_processes)
+    self._selector = selectors.DefaultSelector()
+    self._visitors: dict[_Visitor, None] = {}  # oldest first
+    self._arrived: collections.deque[tuple[Hello, socket.socket]] = collections.deque()
+    listener.setblocking(False)  # a connection may have gone before it is accepted
+    self._selector.register(listener, selectors.EVENT_READ, None)
+
+  def __enter__(self) -> "Visitors":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for visitor in list(self._visitors):
+      self._dismiss(visitor)
+    for _, connection in self._arrived:
+      connection.close()
+    self._selector.close()
+
+  def next_hello(self, deadline: float) -> tuple[Hello, socket.socket] | None:
+    """The next proven hello and its connection; None at the deadline (time.monotonic())."""
+    while not self._arrived:
+      now = time.monotonic()
+      if now >= deadline:
+        return None
+      self._dismiss_expired(now)
+      wake = min([deadline, *(visitor.deadline for visitor in self._visitors)])
+      for key, _ in self._selector.select(wake - now):
+        if key.data is None:
+          self._accept()
+        elif key.data in self._visitors:  # it was not dismissed for a newer one
+          self._receive(key.data)
+    return self._arrived.popleft()
+
+  def _accept(self) -> None:
+    try:
+      connection = self._listener.accept()[0]
+    except OSError as error:
+      if error.errno in _EXHAUSTED:
+        if self._visitors:
+          self._dismiss(next(iter(self._visitors)))
+        else:
+          time.sleep(_RETRY_SECONDS)  # the listener stays readable
+      return
+    if len(self._visitors) >= self._max_visitors:
+      self._dismiss(next(iter(self._visitors)))
+    connection.settimeout(_VISIT_SECONDS)
+    visitor = _Visitor(connection, secrets.token_hex(16), time.monotonic() + _VISIT_SECONDS)
+    self._visitors[visitor] = None
+    self._selector.register(connection, selectors.EVENT_READ, visitor)
+    with contextlib.suppress(OSError):
+      connection.sendall(f"{visitor.challenge}\n".encode())
+
+  def _receive(self, visitor: _Visitor) -> None:
+    received = b""
+    with contextlib.suppress(OSError):
+      received = visitor.connection.recv(LINE_BYTES)
+    visitor.received += received
+    is_open = received and len(visitor.received) < LINE_BYTES
+    if is_open and not visitor.received.endswith(b"\n"):
+      return
+    line = visitor.received.decode("ascii", "replace")
+    hello = Hello.verify(line, visitor.challenge, self._token)
+    if hello is None:
+      if _HELLO.fullmatch(line):  # of a process with another token, which need not wait
+        with contextlib.suppress(OSError):
+          visitor.connection.sendall(REFUSED)
+      self._dismiss(visitor)
+      return
+    self._forget(visitor)
+    visitor.connection.settimeout(None)
+    self._arrived.append((hello, visitor.connection))
+
+  def _dismiss_expired(self, now: float) -> None:
+    for visitor in list(self._visitors):
+      if visitor.deadline <= now:
+        self._dismiss(visitor)
+
+  def _dismiss(self, visitor: _Visitor) -> None:
+    self._forget(visitor)
+    visitor.connection.close()
+
+  def _forget(self, visitor: _Visitor) -> None:
+    del self._visitors[visitor]
+    self._selector.unregister(visitor.connection)

@@ -1,0 +1,152 @@
+"""What all processes of a run must have in common, and connections that belong to none."""
+
+import concurrent.futures
+import contextlib
+import errno
+import socket
+import time
+
+import pytest
+
+from maxlite.config import load_config
+from maxlite.config.schema import DEFAULTS
+from maxlite.distributed import visitors
+from maxlite.distributed.agreement import common_facts, describe_difference, digest, parse_facts
+from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
+from maxlite.distributed.visitors import Visitors
+from maxlite.training.open_run import join_hosts
+
+# Processes of which each runs JAX alone, so that threads of a test can be those that meet.
+SEPARATE = (
+  "dataset_type=synthetic",
+  "members=[{name: a}, {name: b, init_weights_seed: 1}]",
+  "ensemble_strategy=submesh",
+)
+MAY_DIFFER = {"jax_cache_dir": "/a", "process_id": 5, "serve_api_key": "secret"}
+
+
+def free_address():
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+  ("key", "value", "value_0"),
+  [("learning_rate", 0.5, 0.002), ("data_shuffle_seed", 5, 0), ("base_emb_dim", 64, 256)],
+)
+def test_a_process_with_another_config_ends_all_in_one_line(key, value, value_0, capsys):
+  address = free_address()
+
+  def join(rank):
+    hosts = [f"coordinator_address={address}", "num_processes=2", f"process_id={rank}"]
+    own = [f"{key}={value}", f"jax_cache_dir=/host{rank}"] if rank else []
+    with join_hosts(load_config([*SEPARATE, *hosts, *own]), "maxlite.train"):
+      pass
+
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    errors = [each.exception() for each in [pool.submit(join, 0), pool.submit(join, 1)]]
+  assert [getattr(error, "code", error) for error in errors] == [2, 2]
+  line = (
+    f"maxlite.train: process_id=1 was started with {key}={value}, process_id=0 with "
+    f"{key}={value_0}: start all processes with the same config and versions\n"
+  )
+  assert capsys.readouterr().err == 2 * line
+
+
+def facts_of(**keys):
+  return common_facts(DEFAULTS | keys, {"jax_enable_x64": False})
+
+
+def test_facts_are_all_keys_but_those_of_one_host(monkeypatch):
+  facts = facts_of()
+  assert len(facts) > 150
+  assert digest(facts_of(**MAY_DIFFER)) == digest(facts)
+  assert "secret" not in str(facts_of(**MAY_DIFFER))
+  assert digest(common_facts(DEFAULTS, {"jax_enable_x64": True})) != digest(facts)
+  for name, value in (("steps", 7), ("mlp_activations", ("gelu",)), ("run_name", "other")):
+    assert digest(facts_of(**{name: value})) != digest(facts)
+  monkeypatch.setenv("XLA_FLAGS", facts["XLA_FLAGS"] + " --xla_dump_to=/host")
+  assert facts_of() == facts
+  monkeypatch.setenv("XLA_FLAGS", facts["XLA_FLAGS"] + " --xla_allow_excess_precision=false")
+  assert digest(facts_of()) != digest(facts)
+
+
+def test_versions_and_the_part_of_a_long_value_that_differs_are_named():
+  members = "".join(f"{{name: m{n:02d}}}" for n in range(100))
+  ours = {"jax": "0.10.2", "members": members}
+  theirs = {"jax": "0.10.1", "members": members.replace("m57", "other")}
+  message = describe_difference(ours, theirs, 3)
+  assert message.startswith("process_id=3 was started with jax=0.10.1 members=...")
+  assert "{name: other}" in message
+  assert ", process_id=0 with jax=0.10.2 members=..." in message
+  assert "{name: m57}" in message
+  assert len(message) < 500
+
+
+@pytest.mark.parametrize("text", [b"", b"[" * 99_999, b"[1]", b'{"a": 1}', b'{"a": "\xff"}'])
+def test_facts_that_are_none_are_ignored(text):
+  assert parse_facts(text) == {}
+
+
+def test_a_terminal_gets_no_control_characters_of_others():
+  assert parse_facts(b'{"a": "\\u001b[2J"}') == {"a": r"'\x1b[2J'"}
+
+
+def connect(address):
+  """A connection to process 0 that has read its challenge."""
+  while True:
+    with contextlib.suppress(ConnectionRefusedError):
+      connection = socket.create_connection(ProcessSpec(address, 2, 0).endpoint, timeout=10)
+      connection.recv(100)
+      return connection
+    time.sleep(0.01)
+
+
+def test_many_idle_strangers_close_the_oldest(monkeypatch):
+  monkeypatch.setattr(visitors, "_MIN_VISITORS", 3)
+  address = free_address()
+  with concurrent.futures.ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+    first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 20.0)
+    strangers = [stack.enter_context(connect(address)) for _ in range(5)]
+    assert [stranger.recv(1) for stranger in strangers[:2]] == [b"", b""]
+    strangers[2].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+      strangers[2].recv(1)
+    second = pool.submit(rendezvous, ProcessSpec(address, 2, 1), 20.0)
+    assert [list(first.result()), list(second.result())] == [[1], [0]]
+  for peers in (first.result(), second.result()):
+    peers.popitem()[1].close()
+
+
+def test_a_stranger_is_closed_although_it_sends_bytes(monkeypatch):
+  monkeypatch.setattr(visitors, "_VISIT_SECONDS", 0.3)
+  with contextlib.ExitStack() as stack:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    unproven = stack.enter_context(Visitors(listener, "", 2))
+    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+    waiting = pool.submit(unproven.next_hello, time.monotonic() + 1.5)
+    stranger = stack.enter_context(socket.create_connection(listener.getsockname()))
+    with contextlib.suppress(OSError):  # once it is closed
+      while waiting.running():
+        stranger.sendall(b"1")
+        time.sleep(0.01)
+    assert waiting.running()
+    assert waiting.result() is None
+
+
+class Exhausted(socket.socket):
+  """A listener of a process that may open no more files."""
+
+  def accept(self):
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_process_0_does_not_spin_if_it_may_open_no_more_files():
+  with contextlib.ExitStack() as stack:
+    listener = socket.create_server(("127.0.0.1", 0))
+    exhausted = stack.enter_context(Exhausted(fileno=listener.detach()))
+    stack.enter_context(socket.create_connection(exhausted.getsockname()))
+    unproven = stack.enter_context(Visitors(exhausted, "", 2))
+    began = time.thread_time()
+    assert unproven.next_hello(time.monotonic() + 0.5) is None
+    assert time.thread_time() - began < 0.1
