@@ -23,7 +23,7 @@ except ImportError as error:
   message = f"maxlite.lm_eval_adapter needs {error.name}: pip install 'maxlite[lm_eval]'"
   raise (SystemExit if __name__ == "__main__" else ImportError)(message) from None
 
-from maxlite.config import Config, UserError, exit_on_user_error, read_saved
+from maxlite.config import Config, UserError, exit_on_user_error, read_values
 from maxlite.config.schema import DataConfig, build
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row
@@ -74,10 +74,11 @@ class MaxliteLM(TemplateLM):
     add_bos_token: bool = True,
     device: str | None = None,
     max_batch_size: int | None = None,
+    trust_plugins: bool = False,
   ) -> None:
     super().__init__()
     del device, max_batch_size
-    self._model, self._params = load(path, dtype=dtype, mesh=mesh)
+    self._model, self._params = load(path, dtype=dtype, mesh=mesh, trust_plugins=trust_plugins)
     data, trained_length = _data_config(str(path))
     self._tokenizer = open_tokenizer(data)
     self.max_length, self.max_gen_toks = max_length or trained_length, max_gen_toks
@@ -218,7 +219,7 @@ def _data_config(path: str) -> tuple[DataConfig, int]:
   """Return (data config with the tokenizer, maximum length or 0 if undefined)."""
   folder, run = open_folder(path)
   if run and run.config.is_file():
-    cfg: Config = build(Config, read_saved(run.config))
+    cfg: Config = build(Config, read_values(run.config))
     return cfg.data, cfg.data.max_target_length
   keys = tokenizer_keys(folder)
   if not keys:

@@ -3,13 +3,14 @@
 import sys
 
 from maxlite.config import exit_on_user_error
-from maxlite.inference.server.address import listen
+from maxlite.inference.server.address import listen, read_api_key
 from maxlite.training.saved_run import main_run_config
 
 
 def main() -> int:
   cfg = main_run_config(sys.argv[1:], "maxlite.serve")
   with exit_on_user_error("maxlite.serve"):
+    read_api_key(cfg.serve)
     listening = listen(cfg.serve.serve_host, cfg.serve.serve_port)
   # JAX is imported only after the command line is validated.
   from maxlite.inference.server.serving import run_serving

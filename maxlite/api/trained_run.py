@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from maxlite.api.train_function import to_arguments
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, load_config, read_saved
 from maxlite.config.model_function import EXECUTION
+from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
 from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.ensemble.search import train_search
@@ -98,7 +99,7 @@ def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[
     if callbacks:
       raise UserError("callbacks are not supported by ensembles: leave them out")
     (train_search if cfg.ensemble.search else train_ensemble)(cfg)
-    return open_run(run_folder(cfg).place)
+    return _open_run(run_folder(cfg), {}, cfg)
   trainer, end = train_model(cfg, callbacks)
   return Run(cfg, trainer, end.step, end.state.params, averaged_params(end.state), end.reason)
 
@@ -107,7 +108,8 @@ def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
   """Open a run folder with a checkpoint; one of an ensemble gives {name: Run}.
 
   Args:
-    **overrides: keys of the config to change, such as `load_checkpoint="best"`.
+    **overrides: keys of the config to change, such as `load_checkpoint="best"`. Keys of code and of
+      this machine, such as `plugins`, come from here only, unless `trust_plugins=True`.
 
   Raises:
     UserError: there is no such run, it has no checkpoint, or a key would change its model.
@@ -115,11 +117,21 @@ def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
   folder = RunFolder(os.path.expanduser(str(path).rstrip("/")))
   if not folder.config.exists():
     raise UserError(f"{path} is not a run folder: it has no config.yml")
+  of_machine = {key: value for key, value in overrides.items() if key in MACHINE_KEYS}
+  return _open_run(folder, overrides, load_config(to_arguments(of_machine), needs_data=False))
+
+
+def _open_run(
+  folder: RunFolder, overrides: Mapping[str, Any], command: Config
+) -> Run | dict[str, Run]:
+  """`open_run`, with the keys of this machine from `command`."""
   if names := folder.member_names():
-    return {name: open_run(folder.member(name).place, **overrides) for name in names}
+    opened = {name: _open_run(folder.member(name), overrides, command) for name in names}
+    return cast(dict[str, Run], opened)
   parent, name = os.path.split(folder.place)
   place = {"base_output_directory": parent, "run_name": name, "member": ""}
-  argv, saved = to_arguments(place | overrides), read_saved(folder.config)
+  argv = to_arguments(place | overrides)
+  saved = read_saved(folder.config, command)
   cfg = load_config(argv, defaults=saved, needs_data=False)
   check_saved(folder, cfg)
   trainer, params, averages, step = open_weights(cfg)

@@ -29,7 +29,7 @@ from maxlite.config.object_store import (
 )
 from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
-from maxlite.config.saved import differences, read_saved
+from maxlite.config.saved import differences, read_values
 from maxlite.config.schema import KEYS
 from maxlite.config.yaml_files import MODEL_FILE, read_file
 
@@ -152,7 +152,7 @@ class RunFolder:
     """
     if not self.config.exists():
       return None
-    changes = differences(read_saved(self.config), values)
+    changes = differences(read_values(self.config), values)
     is_fixed = lambda name: KEYS[name].field.shapes_model and not _only_data(name, *changes[name])
     fixed = {name: pair for name, pair in changes.items() if is_fixed(name)}
     if self.model.exists() and not self.metrics.exists():  # imported but not trained yet

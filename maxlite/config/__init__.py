@@ -2,7 +2,15 @@
 
 from maxlite.config.errors import UserError, exit_on_user_error
 from maxlite.config.load import load_config, main_config
-from maxlite.config.saved import describe_changes, differences, read_saved, save_keys, save_resolved
+from maxlite.config.saved import (
+  describe_changes,
+  differences,
+  public_values,
+  read_saved,
+  read_values,
+  save_keys,
+  save_resolved,
+)
 from maxlite.config.schema import Config
 
 __all__ = [
@@ -13,7 +21,9 @@ __all__ = [
   "exit_on_user_error",
   "load_config",
   "main_config",
+  "public_values",
   "read_saved",
+  "read_values",
   "save_keys",
   "save_resolved",
 ]

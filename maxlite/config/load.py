@@ -12,12 +12,19 @@ from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.phases import initial_phases_of, validate_phase_data
-from maxlite.config.plugins import import_plugins
-from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.config.plugins import import_plugins, refuse_code
+from maxlite.config.schema import DEFAULTS, KEYS, Config, build
 from maxlite.config.tuning import validate_tuning
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
-from maxlite.config.yaml_files import EXECUTION_KEYS, MODEL_FILE, read_chain, read_file, read_preset
+from maxlite.config.yaml_files import (
+  EXECUTION_KEYS,
+  MODEL_FILE,
+  is_of_run,
+  read_chain,
+  read_model_file,
+  read_preset,
+)
 
 
 def load_config(
@@ -51,6 +58,7 @@ def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -
   values = dict(defaults)
   sources: dict[str, str] = {}
   settings = _settings(line, defaults)
+  _refuse_code_of_runs(settings)
   plugins = import_plugins(settings)
   for setting in settings:
     values[setting.name] = parse(setting) if setting.name != "plugins" else plugins
@@ -63,6 +71,16 @@ def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -
   validate_phase_data(config, needs_data=needs_data)
   initial_phases_of(config)
   return config
+
+
+def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
+  """Raise UserError if the config.yml of a run folder, given as a file, decides what code runs."""
+  last = {setting.name: setting for setting in settings}
+  trust = last.get("trust_plugins")
+  if trust is not None and not is_of_run(trust) and parse(trust):
+    return
+  decided = [s for name, s in last.items() if name in KEYS and KEYS[name].field.runs_code]
+  refuse_code([setting for setting in decided if is_of_run(setting)])
 
 
 def _settings(line: CommandLine, defaults: Mapping[str, Any]) -> list[Setting]:
@@ -85,7 +103,7 @@ def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) ->
   parent, name = (str(raw.get(key, defaults[key])) for key in ("base_output_directory", "run_name"))
   place = join(os.path.expanduser(parent), name, MODEL_FILE)
   if not is_remote(place):
-    return read_file(Path(place), "run folder") if os.path.isfile(place) else []
+    return read_model_file(Path(place)) if os.path.isfile(place) else []
   with store_errors(place):
     file = to_path(place)
-    return read_file(file, "run folder") if file.exists() else []
+    return read_model_file(file) if file.exists() else []

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxlite.config.schema import KEYS
 from maxlite.config.values import Setting, parse
 
 
@@ -25,6 +26,17 @@ def import_plugins(settings: Sequence[Setting]) -> tuple[str, ...] | None:
   for setting in settings if plugins else ():
     parse(setting, any_choice=True)
   return tuple(_import(plugin, chosen[-1]) for plugin in plugins)
+
+
+def refuse_code(settings: Sequence[Setting]) -> None:
+  """Raise UserError if a run's file sets one of these keys, which name code, to run code."""
+  for setting in settings:
+    value = parse(setting, any_choice=True)
+    if value and value != KEYS[setting.name].default:
+      raise setting.error(
+        f"names code, which opening a run does not execute; write {setting.name}=... on the "
+        "command line, or trust_plugins=true if you trust this run"
+      )
 
 
 def _import(plugin: str, setting: Setting) -> str:

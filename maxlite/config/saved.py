@@ -7,20 +7,43 @@ from typing import Any
 import yaml
 
 from maxlite.config.file_io import write_atomically
-from maxlite.config.plugins import import_plugins
+from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.raw_values import FrozenMapping, Raw, show
-from maxlite.config.schema import DEFAULTS, REMOVED_KEYS, RENAMED_KEYS, SECTIONS, Config, flatten
-from maxlite.config.values import Setting, parse
+from maxlite.config.schema import (
+  DEFAULTS,
+  KEYS,
+  REMOVED_KEYS,
+  RENAMED_KEYS,
+  SECTIONS,
+  Config,
+  flatten,
+)
+from maxlite.config.values import SECRETS, Setting, parse
 from maxlite.config.yaml_files import read_file
+
+DEFAULT_COMMAND = Config()  # trusts nothing
+# Keys whose values a saved run does not set, since they name code, or places of this machine.
+MACHINE_KEYS = tuple(
+  name for name, key in KEYS.items() if key.field.of_machine or key.field.runs_code
+)
 
 
 def save_resolved(config: Config, path: Path) -> None:
-  """Write all keys as YAML in schema order, by section; the file is replaced atomically."""
-  values = flatten(config)
+  """Write all keys except secrets as YAML in schema order, by section, and atomically."""
+  values = public_values(config)
   text = "# All keys of one command, resolved. A model_name would be applied again when loaded.\n"
   for title, keys in SECTIONS.items():
-    text += f"\n# {title}\n" + "".join(_line(key.name, values[key.name]) for key in keys)
+    text += f"\n# {title}\n"
+    for key in keys:
+      if key.name in values:
+        text += _line(key.name, values[key.name])
   write_atomically(path, text)
+
+
+def public_values(config: Config) -> dict[str, Any]:
+  """{key: value} of all keys that may be saved, shown and sent to trackers: all but secrets."""
+  values = flatten(config)
+  return {name: value for name, value in values.items() if not KEYS[name].field.secret}
 
 
 def save_keys(values: Mapping[str, Any], path: Path) -> None:
@@ -29,27 +52,50 @@ def save_keys(values: Mapping[str, Any], path: Path) -> None:
   path.write_text(f"# The keys that this run's weights depend on.\n{lines}", encoding="utf-8")
 
 
-def read_saved(path: Path) -> dict[str, Any]:
-  """Read typed values of all keys from a file of `save_resolved`.
+def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, Any]:
+  """Read typed values of all keys from a file of `save_resolved`, which may be a stranger's.
 
-  A key that the file lacks has its default; old names of renamed keys are accepted.
+  A key that the file lacks has its default; old names of renamed keys are accepted. No code that
+  the file names is imported: keys of code and of this machine have the values of `command`, and
+  plug-ins must be among its keys. With its `trust_plugins` the file is obeyed.
+
+  Args:
+    command: config of the command that opens the run.
 
   Raises:
-    UserError: the file cannot be read, has an unknown key or a bad value, or names a plug-in that
-      cannot be imported.
+    UserError: the file cannot be read, has an unknown key or a bad value, or names plug-ins that
+      the command neither names nor trusts.
   """
-  saved = read_file(path, "resolved config")
-  kept = (setting for setting in saved if REMOVED_KEYS.get(setting.name) != setting.raw)
-  settings = list(map(_with_current_names, kept))
-  import_plugins(settings)
-  return DEFAULTS | {setting.name: parse(setting) for setting in settings}
+  settings = _read_settings(path)
+  own = flatten(command)
+  if command.run.trust_plugins:
+    import_plugins(settings)
+    kept = ("trust_plugins", *SECRETS)
+  else:
+    if not command.run.plugins:
+      refuse_code([setting for setting in settings if setting.name == "plugins"])
+    kept = (*MACHINE_KEYS, *SECRETS)
+  values = DEFAULTS | {s.name: parse(s) for s in settings if s.name not in kept}
+  return values | {name: own[name] for name in kept}
+
+
+def read_values(path: Path) -> dict[str, Any]:
+  """Read typed values of all keys from a file of `save_resolved`, only to compare or show them.
+
+  Names that plug-ins add are accepted as they are, since no plug-in is imported.
+
+  Raises:
+    UserError: as `read_saved`.
+  """
+  settings = _read_settings(path)
+  return DEFAULTS | {setting.name: parse(setting, any_choice=True) for setting in settings}
 
 
 def differences(
   values_a: Mapping[str, Any], values_b: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-  """{key: (value in a, value in b)} of the keys whose values differ, in schema order."""
-  pairs = {name: (values_a[name], values_b[name]) for name in DEFAULTS}
+  """{key: (value in a, value in b)} of the keys whose values differ; none of them is a secret."""
+  pairs = {name: (values_a[name], values_b[name]) for name in DEFAULTS if name not in SECRETS}
   return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
 
@@ -57,6 +103,12 @@ def describe_changes(config: Config) -> list[str]:
   """`key=value (default ...)` of each key that differs from its default, in schema order."""
   changed = differences(DEFAULTS, flatten(config))
   return [f"{name}={show(value)} (default {show(old)})" for name, (old, value) in changed.items()]
+
+
+def _read_settings(path: Path) -> list[Setting]:
+  saved = read_file(path, "resolved config")
+  kept = (setting for setting in saved if REMOVED_KEYS.get(setting.name) != setting.raw)
+  return list(map(_with_current_names, kept))
 
 
 def _with_current_names(setting: Setting) -> Setting:

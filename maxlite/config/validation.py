@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import isqrt, lcm, prod
 
 from maxlite.config.errors import UserError
-from maxlite.config.raw_values import abbreviate, show
+from maxlite.config.raw_values import show
 from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.rules import (
   ENSEMBLE_KEYS,
@@ -20,7 +20,7 @@ from maxlite.config.rules import (
   teacher,
 )
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, TilesConfig, flatten
-from maxlite.config.values import suggest
+from maxlite.config.values import SECRETS, show_key, suggest
 
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
 DEFAULT, SHARED = "default", "shared"
@@ -37,6 +37,11 @@ def is_folder_name(name: str) -> bool:
   """Whether `name` is the name of one folder, as needed for a run or a member."""
   is_valid = bool(name) and name.isprintable() and name[0] != "." and not set(name) & set("/\\")
   return is_valid and len(name.encode()) <= MAX_NAME_BYTES
+
+
+def is_header_text(secret: str) -> bool:
+  """Whether an HTTP header can hold `secret` as one word: visible ASCII without spaces."""
+  return all("!" <= character <= "~" for character in secret)
 
 
 def _is_file(path: str) -> bool:
@@ -65,6 +70,13 @@ def _paths(v: Values) -> Rules:
       kinds += ["hf"] if key in _HUB_KEYS else []
       fix = f"write a path on this machine{''.join(f', or {kind}://' for kind in kinds)}"
       yield is_uri and scheme not in kinds, key, f"cannot be on {scheme}://; {fix}"
+
+
+def _secrets(v: Values) -> Rules:
+  for key in SECRETS:
+    secret = vars(v)[key]
+    text = "has a character that HTTP headers cannot have; write visible ASCII without spaces"
+    yield not is_header_text(secret), key, text
 
 
 def _held_out(v: Values) -> Rules:
@@ -408,7 +420,7 @@ def _data_files(v: Values) -> Rules:
 
 
 RULES: tuple[Callable[[Values], Rules], ...] = (
-  *(_paths, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
+  *(_paths, _secrets, _run, _held_out, _attention, _rope, _hardware, _memory, _tokenizer),
   *(_chat, _batches, _schedules, ensemble, population, local_updates, _optimizer),
   *(search, _parametrization, _phases, teacher, generation),
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
@@ -441,7 +453,7 @@ def _describe(keys: list[str], values: Mapping[str, object], source: Mapping[str
   sources = [source.get(key, DEFAULT) for key in keys]
   first = next((s for s in sources if s not in (DEFAULT, SHARED)), sources[0])
   shown = [
-    abbreviate(f"{key}={show(values[key])}") + (f" ({s})" if s != first else "")
+    show_key(key, values[key]) + (f" ({s})" if s != first else "")
     for key, s in zip(keys, sources, strict=True)
   ]
   return f"{first}: {' with '.join(shown)}"

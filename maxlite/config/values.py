@@ -26,6 +26,7 @@ from maxlite.config.raw_values import (
 from maxlite.config.schema import KEYS, REMOVED_KEYS, RENAMED_KEYS, AxisRules, SchemaKey
 
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
+SECRETS = tuple(name for name, key in KEYS.items() if key.field.secret)
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
 _ANY_VALUE = ConfigField("")  # no choices and no range
 # Of each type: what error messages call it, and an example.
@@ -52,8 +53,17 @@ class Setting:
   source: str  # `FILE:LINE`, `command line` or `--key`
 
   def error(self, violation: str) -> UserError:
-    shown = abbreviate(f"{self.name}={show(self.raw)}")
-    return UserError(f"{self.source}: {shown} {violation}")
+    return UserError(f"{self.source}: {show_key(self.name, self.raw)} {violation}")
+
+
+def show_key(name: str, value: Any) -> str:
+  """`key=value` for messages: long values are abbreviated, and secrets hidden.
+
+  Names that are like a secret's may be misspellings of it.
+  """
+  if difflib.get_close_matches(name, SECRETS, n=1):
+    return f"{name}=(hidden)"
+  return abbreviate(f"{name}={show(value)}")
 
 
 def parse(setting: Setting, *, any_choice: bool = False) -> Any:

@@ -1,5 +1,6 @@
 """Settings from YAML files: a file, its base_config chain, and presets of configs/models."""
 
+import os
 from pathlib import Path
 
 import yaml
@@ -7,6 +8,7 @@ import yaml
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import AnyPath
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
+from maxlite.config.schema import KEYS, ModelConfig, flatten
 from maxlite.config.values import BASE_CONFIG, Setting, suggest
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -14,6 +16,9 @@ _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parent / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 EXECUTION_KEYS = ("dtype", "remat_policy")  # of presets: files and members may set others
 MODEL_FILE = "model.yml"  # in the folder of an imported run: the keys of its model
+_MARKS_OF_RUNS = ("checkpoints", "members", "metrics.jsonl", MODEL_FILE)  # in run folders
+_MODEL_KEYS = {name for name, key in KEYS.items() if key.field.shapes_model}
+_MODEL_KEYS |= flatten(ModelConfig()).keys()
 
 
 def read_file(path: AnyPath, referrer: str) -> list[Setting]:
@@ -42,6 +47,27 @@ def read_file(path: AnyPath, referrer: str) -> list[Setting]:
     except YamlValueError as error:
       raise UserError(f"{source}: {name} {error}") from None
   return list(settings.values())
+
+
+def read_model_file(path: AnyPath) -> list[Setting]:
+  """Read the `MODEL_FILE` of a run folder, which holds keys of the model and its tokenizer only.
+
+  Raises:
+    UserError: as `read_file`, or it has another key.
+  """
+  settings = read_file(path, "run folder")
+  for setting in settings:
+    if setting.name not in _MODEL_KEYS:
+      raise setting.error("is not a key of the model, which this file describes; remove the line")
+  return settings
+
+
+def is_of_run(setting: Setting) -> bool:
+  """Whether a setting comes from a file in a run folder, whose name is config.yml or similar."""
+  file, _, _ = setting.source.rpartition(":")
+  folder = os.path.dirname(file)
+  marks = (os.path.join(folder, mark) for mark in _MARKS_OF_RUNS)
+  return file.endswith((".yml", ".yaml")) and any(map(os.path.exists, marks))
 
 
 def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[list[Setting]]:

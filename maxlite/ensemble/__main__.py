@@ -15,12 +15,15 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
-from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, build, flatten
+from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, RunConfig, build, flatten
 from maxlite.config.values import suggest
 from maxlite.ensemble.ensemble_run import run_ensemble
 from maxlite.ensemble.soups import write_soup
 
-_USAGE = "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME[,NAME...] [run_name=NEW]"
+_USAGE = (
+  "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME[,NAME...] [run_name=NEW] "
+  "[trust_plugins=true]"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,9 +39,12 @@ def main(arguments: Sequence[str]) -> int:
 def _export(arguments: Sequence[str]) -> int:
   """Write a member, or the mean of several, to a run folder next to the ensemble's."""
   given = dict(argument.split("=", 1) for argument in arguments[1:] if "=" in argument)
-  if not arguments or "member" not in given or given.keys() - {"member", "run_name"}:
+  if (
+    not arguments or "member" not in given or given.keys() - {"member", "run_name", "trust_plugins"}
+  ):
     raise UserError(_USAGE)
-  ensemble = _read_config(Path(arguments[0]))
+  trusts = given.get("trust_plugins") == "true"
+  ensemble = _read_config(Path(arguments[0]), trust_plugins=trusts)
   members = {member.name: member.config for member in members_of(ensemble)}
   names = given["member"].split(",")
   for name in names:
@@ -93,17 +99,18 @@ def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
 
 def _train_members(folder: str, batch_size: str, last_step: str, *names: str) -> int:
   """Train some of the members in this process up to a step."""
-  cfg = _read_config(Path(folder))
+  cfg = _read_config(Path(folder), trust_plugins=True)  # the parent's own run
   changes = {"ensemble_strategy": "auto", "ensemble_num_workers": 0, "asha_reduction_factor": 0}
   cfg = dataclasses.replace(cfg, ensemble=dataclasses.replace(cfg.ensemble, **changes))
   return run_ensemble(cfg, names, int(batch_size), int(last_step))
 
 
-def _read_config(folder: Path) -> Config:
+def _read_config(folder: Path, *, trust_plugins: bool) -> Config:
   path = folder / "config.yml"
   if not path.exists():
     raise UserError(f"{folder} is not a run folder: it has no config.yml")
-  config: Config = build(Config, read_saved(path))
+  command = Config(run=RunConfig(trust_plugins=trust_plugins))
+  config: Config = build(Config, read_saved(path, command) | {"trust_plugins": False})
   if not config.ensemble.is_set:
     raise UserError(f"{folder} is a run of one model, not an ensemble")
   return config

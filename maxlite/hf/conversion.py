@@ -145,7 +145,7 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   folder = run_folder(requested)
   if not folder.config.is_file():
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
-  dense: Config = build(Config, read_saved(folder.config))
+  dense: Config = build(Config, read_saved(folder.config, requested))
   stored = _stored_parameters(requested)
   cfg = upcycled_config(dense, without_files(argv), requested.convert.output_path)
   target = _new_run(cfg)

@@ -1,6 +1,7 @@
 """Load a model and its parameters from a run folder or a Hugging Face folder."""
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from jax.sharding import Mesh
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, UserError
+from maxlite.config import Config, UserError, load_config
 from maxlite.config.object_store import HUB, local_folder
+from maxlite.config.raw_values import show
 from maxlite.config.schema import (
   DEFAULTS,
   FLOAT_TYPES,
@@ -67,7 +69,12 @@ class LoadedModel:
 
 
 def load(
-  path: str | Path, *, dtype: str | None = None, mesh: Mesh | Mapping[str, int] | None = None
+  path: str | Path,
+  *,
+  dtype: str | None = None,
+  mesh: Mesh | Mapping[str, int] | None = None,
+  plugins: Sequence[str] = (),
+  trust_plugins: bool = False,
 ) -> tuple[LoadedModel, dict[str, Any]]:
   """Return (model, parameters) of a run's latest checkpoint or of a folder with config.json.
 
@@ -77,19 +84,23 @@ def load(
     dtype: `float32` or `bfloat16`, of parameters and activations. The default is that of the run;
       of a Hugging Face folder float32 if any weight has it, else bfloat16.
     mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; default: one device.
+    plugins: those that the run needs, which are code and are not imported by the run's word.
+    trust_plugins: import the plug-ins that the run names.
 
   Raises:
-    UserError: the folder is neither, or damaged.
+    UserError: the folder is neither, or damaged, or needs plug-ins.
   """
   path = str(path)
   name = None if dtype is None else jnp.dtype(dtype).name
   if name not in (None, *FLOAT_TYPES):
     raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
+  keys = {"plugins": json.dumps(list(map(str, plugins))), "trust_plugins": show(trust_plugins)}
+  command = load_config([f"{key}={value}" for key, value in keys.items()])
   folder, run = open_folder(path)
   if names := run.member_names() if run else []:
     raise UserError(f"{path} is an ensemble: load a member, such as {path}/members/{names[0]}")
   if run and run.config.is_file():
-    trainer, params = _load_run(run, name, mesh)
+    trainer, params = _load_run(run, name, mesh, command)
   elif (folder / "config.json").is_file():
     trainer, params = _load_hf(folder, name, mesh)
   else:
@@ -143,8 +154,10 @@ def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Seq
   return degrees, jax.devices()[:num_devices]
 
 
-def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
-  weights = RunWeights(folder.place)
+def _load_run(
+  folder: RunFolder, dtype: str | None, mesh: Any, command: Config
+) -> tuple[Trainer, dict[str, Any]]:
+  weights = RunWeights(folder.place, command)
   dtypes = {"dtype": dtype, "weight_dtype": dtype} if dtype else {}
   trainer = trainer_of_model(dataclasses.replace(weights.model, **dtypes), mesh)
   params, like = weights.read(trainer_of_model(weights.model, mesh)), trainer.abstract_state.params
@@ -152,7 +165,7 @@ def _load_run(folder: RunFolder, dtype: str | None, mesh: Any) -> tuple[Trainer,
 
 
 def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
-  weights = HfWeights(folder, dtype)
+  weights = HfWeights(folder, dtype=dtype)
   trainer = trainer_of_model(weights.model, mesh)
   return trainer, weights.read(trainer)
 
@@ -160,7 +173,8 @@ def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[
 class HfWeights(ModelWeights):
   """A Hugging Face folder; the default dtype is that of `load`."""
 
-  def __init__(self, folder: Path, dtype: str | None = None):
+  def __init__(self, folder: Path, command: Config | None = None, dtype: str | None = None):
+    del command  # such a folder names no code
     self._folder = folder
     self._family, keys, _ = model_keys(folder)
     if dtype is None:

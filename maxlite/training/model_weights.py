@@ -28,7 +28,10 @@ from maxlite.training.trainer import Trainer, build_trainer
 
 
 class ModelWeights(abc.ABC):
-  """A folder with a model and its parameters; an entry of WEIGHT_FORMATS."""
+  """A folder with a model and its parameters; an entry of WEIGHT_FORMATS.
+
+  It is built from the folder and the config of the command that reads it.
+  """
 
   model: ModelConfig
 
@@ -44,9 +47,9 @@ class ModelWeights(abc.ABC):
 class RunWeights(ModelWeights):
   """A run folder: the parameters of its latest checkpoint."""
 
-  def __init__(self, folder: Path | str):
+  def __init__(self, folder: Path | str, command: Config):
     self._folder = RunFolder(folder)
-    self._cfg: Config = build(Config, read_saved(self._folder.config))
+    self._cfg: Config = build(Config, read_saved(self._folder.config, command))
     self.model = self._cfg.model
 
   def read(self, trainer: Trainer) -> Any:
@@ -105,7 +108,7 @@ def open_weights_of(folder: ModelFolder, like: Trainer) -> tuple[ModelWeights, T
   Raises:
     UserError: the folder is damaged, or the mesh does not divide the model.
   """
-  weights = WEIGHT_FORMATS[folder.format](folder.path)
+  weights = WEIGHT_FORMATS[folder.format](folder.path, like.cfg)
   sections = {"phasing": PhasesConfig(), "training": TrainingConfig()}
   cfg = dataclasses.replace(like.cfg, model=weights.model, **sections)
   without_drafts = dataclasses.replace(weights.model, num_draft_heads=0)  # as no phase trains them

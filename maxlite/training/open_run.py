@@ -13,11 +13,11 @@ from rich.console import Console
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import Config, UserError, exit_on_user_error, save_resolved
+from maxlite.config import Config, UserError, exit_on_user_error, public_values, save_resolved
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS
-from maxlite.config.schema import HostsConfig, flatten
+from maxlite.config.schema import HostsConfig
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import (
@@ -58,7 +58,8 @@ def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProc
   with contextlib.ExitStack() as stack:
     with exit_on_user_error(program):
       separate = cfg.ensemble.is_set and cfg.ensemble.ensemble_strategy == "submesh"
-      peers = stack.enter_context(distributed_runtime(cfg.hosts, flatten(cfg), separate=separate))
+      values = public_values(cfg)
+      peers = stack.enter_context(distributed_runtime(cfg.hosts, values, separate=separate))
     yield dataclasses.replace(cfg, hosts=HostsConfig()), peers
 
 
@@ -230,7 +231,8 @@ def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:
     code = textwrap.indent(folder.config.read_text("utf-8"), "    ")
     trackers[0].write_text("config", code, done)
   if project := cfg.observe.wandb_project_name:
-    values = {k: show(x) if isinstance(x, Container) else x for k, x in flatten(cfg).items()}
+    public = public_values(cfg)
+    values = {k: show(x) if isinstance(x, Container) else x for k, x in public.items()}
     names = {"project": project, "name": cfg.run.run_name, "id": folder.run_id()}
     trackers.append(WandbWriter(folder.directory, values, **names))
   return trackers

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
+from maxlite.config import (
+  Config,
+  exit_on_user_error,
+  load_config,
+  main_config,
+  read_saved,
+  read_values,
+)
 from maxlite.config.command_line import without_files
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import read_json_object
@@ -37,7 +44,8 @@ def token_cache(cfg: Config) -> AnyPath:
 def config_of_run(argv: Sequence[str]) -> Config:
   """Return the config with which the run named in `argv` was trained, with the keys in `argv` set.
 
-  YAML files in `argv` only name the run: they would reset keys that it was started with.
+  YAML files in `argv` only name the run, since they would reset keys that it was started with, and
+  set keys of this machine (`read_saved`).
 
   Raises:
     UserError: there is no such run or member, it has no checkpoint, or a key would change its
@@ -51,7 +59,7 @@ def config_of_run(argv: Sequence[str]) -> Config:
   if folder.member_names() or name:
     parent, folder = join(folder.place, "members"), folder.member(name)
     typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={name}"]
-  cfg = load_config(typed, defaults=read_saved(folder.config), needs_data=False)
+  cfg = load_config(typed, defaults=read_saved(folder.config, named), needs_data=False)
   check_saved(folder, cfg)
   return cfg
 
@@ -72,7 +80,7 @@ class ModelFolder(NamedTuple):
   @property
   def vocab_size(self) -> int | None:
     if self.format == "run":
-      return int(read_saved(self.path / "config.yml")["vocab_size"])
+      return int(read_values(self.path / "config.yml")["vocab_size"])
     return read_json_object(self.path / "config.json", "copy it again").get("vocab_size")
 
 
@@ -124,6 +132,12 @@ def teacher_folders(cfg: Config) -> list[ModelFolder]:
 
 
 def check_model_folders(cfg: Config) -> None:
-  """Raise UserError if a folder whose parameters the run reads is missing or of another model."""
-  teacher_folders(cfg)
-  model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)
+  """Check the folders whose parameters the run reads.
+
+  Raises:
+    UserError: a folder is missing, of another model, or needs plug-ins that `cfg` does not name.
+  """
+  parents = model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)
+  for folder in (*teacher_folders(cfg), *parents):
+    if folder.format == "run":
+      read_saved(folder.path / "config.yml", cfg)

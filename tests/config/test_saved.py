@@ -13,12 +13,24 @@ from maxlite.config import (
   describe_changes,
   differences,
   load_config,
+  public_values,
   read_saved,
+  read_values,
   save_resolved,
 )
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import FrozenMapping, show
-from maxlite.config.schema import DEFAULTS, KEYS, MESH_AXES, AxisRules, SchemaKey, build, flatten
+from maxlite.config.saved import MACHINE_KEYS
+from maxlite.config.schema import (
+  DEFAULTS,
+  KEYS,
+  MESH_AXES,
+  AxisRules,
+  RunConfig,
+  SchemaKey,
+  build,
+  flatten,
+)
 from maxlite.config.values import Setting, parse
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -60,6 +72,7 @@ def _values(key: SchemaKey) -> st.SearchStrategy:
 
 
 PLUGINS = st.lists(st.sampled_from(["json", "csv"]), max_size=2).map(tuple)  # can be imported
+TRUSTS = Config(run=RunConfig(trust_plugins=True))
 CONFIGS = st.fixed_dictionaries(
   {key.name: _values(key) for key in KEYS.values()} | {"plugins": PLUGINS}
 ).map(lambda values: build(Config, values))
@@ -70,7 +83,8 @@ CONFIGS = st.fixed_dictionaries(
 def test_saved_config_is_read_back_exactly(config, tmp_path_factory):
   path = tmp_path_factory.mktemp("run") / "config.yml"
   save_resolved(config, path)
-  assert build(Config, read_saved(path)) == config
+  assert read_saved(path, TRUSTS) == flatten(config) | {"trust_plugins": True, "serve_api_key": ""}
+  assert read_values(path) == flatten(config) | {"serve_api_key": ""}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -109,7 +123,7 @@ def test_saved_ensemble_and_members_load_unchanged(tmp_path):
 def test_saved_file_is_yaml_of_every_key_in_order(tmp_path):
   save_resolved(load_config(["steps=7"]), tmp_path / "run" / "config.yml")
   text = (tmp_path / "run" / "config.yml").read_text()
-  assert list(yaml.safe_load(text)) == list(KEYS)
+  assert list(yaml.safe_load(text)) == [name for name in KEYS if name != "serve_api_key"]
   assert text.index("# run\n") < text.index("steps: 7") < text.index("# mesh\n")
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yml"]
 
@@ -120,6 +134,67 @@ def test_saved_file_loads_as_a_config_file(tmp_path):
   assert load_config([str(tmp_path / "config.yml")]) == config
 
 
+def test_a_saved_run_does_not_set_keys_of_code_and_of_this_machine(tmp_path):
+  path = tmp_path / "config.yml"
+  strangers = {"jax_cache_dir": "/x", "serve_host": "0.0.0.0", "serve_port": 1, "save_hlo": "/x"}
+  strangers |= {"token_cache_directory": "/x", "local_checkpoint_directory": "/x", "process_id": 7}
+  strangers |= {"coordinator_address": "x:1", "wandb_project_name": "x", "prompt_file": "/x"}
+  save_resolved(build(Config, DEFAULTS | strangers | {"steps": 7, "trust_plugins": True}), path)
+  command = load_config(["serve_port=80", "jax_cache_dir=mine"])
+  mine = {"serve_port": 80, "jax_cache_dir": "mine"}
+  assert read_saved(path, command) == DEFAULTS | mine | {"steps": 7}
+  trusted = read_saved(path, load_config(["serve_port=80", "trust_plugins=true"]))
+  assert trusted == DEFAULTS | strangers | {"steps": 7, "trust_plugins": True}
+
+
+def test_every_key_of_a_path_that_is_written_or_of_an_address_is_of_this_machine():
+  """A new key has to be sorted: into these, or into what is only read or replaced on opening."""
+  words = ("_dir", "_directory", "_path", "_file", "_host", "_port", "_address", "_api_key", "hlo")
+  of_places = {name for name in KEYS if name.endswith(words)}
+  read_only = {"dataset_path", "eval_dataset_path", "tokenizer_path", "chat_template_path"}
+  only_in_training = {"load_parameters_path", "teacher_path"}
+  replaced = {"base_output_directory"}  # by the folder that is opened
+  assert of_places - {*MACHINE_KEYS} == read_only | only_in_training | replaced
+
+
+def test_a_model_file_describes_the_model_only(tmp_path):
+  (tmp_path / "run").mkdir()
+  argv = [f"base_output_directory={tmp_path}", "run_name=run"]
+  (tmp_path / "run" / "model.yml").write_text(
+    "head_dim: 16\ndtype: bfloat16\ntokenizer_type: byte\n"
+  )
+  assert load_config(argv).model.head_dim == 16
+  (tmp_path / "run" / "model.yml").write_text("head_dim: 16\nplugins: [json]\n")
+  with pytest.raises(UserError, match=r"model.yml:2: plugins=\[json\] is not a key of the model"):
+    load_config(argv)
+
+
+def test_a_secret_is_neither_saved_nor_shown(tmp_path):
+  config, path = load_config(["serve_api_key=hunter2"]), tmp_path / "config.yml"
+  assert config.serve.serve_api_key == "hunter2"
+  save_resolved(config, path)
+  (tmp_path / "old.yml").write_text("serve_api_key: hunter3\n")
+  assert read_saved(tmp_path / "old.yml", TRUSTS)["serve_api_key"] == ""
+  changes = differences(read_values(tmp_path / "old.yml"), flatten(config))
+  shown = (path.read_text(), repr(config), describe_changes(config), changes, public_values(config))
+  assert "hunter" not in str(shown)
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    ("serve_api_key=hünter2", "has a character that HTTP headers cannot have; write visible ASCII"),
+    ("serve_api_key=hunter 2", "has a character that HTTP headers cannot have; write visible"),
+    ("serve_apikey=hunter2", r"is not a key; did you mean serve_api_key\?"),
+  ],
+)
+def test_no_message_shows_a_secret(argument, message):
+  with pytest.raises(UserError, match=message) as caught:
+    load_config([argument])
+  assert "hunter2" not in str(caught.value)
+  assert "(hidden)" in str(caught.value)
+
+
 def test_missing_keys_have_their_defaults(tmp_path):
   (tmp_path / "config.yml").write_text("steps: 7\n")
   assert read_saved(tmp_path / "config.yml") == DEFAULTS | {"steps": 7}
@@ -128,9 +203,10 @@ def test_missing_keys_have_their_defaults(tmp_path):
 def test_old_names_of_renamed_keys_are_read(tmp_path):
   members = "members:\n- {phase_warmup: {a: 1}}\n"
   (tmp_path / "config.yml").write_text(f"output: x\nremat_save: [mlpwi]\n{members}")
-  new_names = {"output_path": "x", "remat_saved_names": ("mlpwi",)}
+  new_names = {"output_path": "x", "remat_saved_names": ("mlpwi",), "trust_plugins": True}
   new_members = (FrozenMapping([("initial_phases", FrozenMapping([("a", "1")]))]),)
-  assert read_saved(tmp_path / "config.yml") == DEFAULTS | new_names | {"members": new_members}
+  values = read_saved(tmp_path / "config.yml", TRUSTS)
+  assert values == DEFAULTS | new_names | {"members": new_members}
 
 
 @pytest.mark.parametrize("text", [None, "stepz: 7\n", "steps: seven\n"])

@@ -1,6 +1,7 @@
 """Plug-ins register families, routers, losses and others; the config of a run finds them."""
 
 import contextlib
+import dataclasses
 import io
 import sys
 from pathlib import Path
@@ -11,9 +12,13 @@ from tiny import KEYS as TINY
 from tiny_run import empty_plots, keys_in
 
 import maxlite
-from maxlite.config import load_config, read_saved, registry, save_resolved
+from maxlite.config import Config, load_config, read_saved, registry, save_resolved
 from maxlite.config.model_families import MODELS
+from maxlite.config.schema import RunConfig
+from maxlite.ensemble.__main__ import _read_config
 from maxlite.metrics.writers import read_rows
+from maxlite.training.model_weights import RunWeights
+from maxlite.training.saved_run import check_model_folders, config_of_run
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/plugin.py"
 CHOICES = {
@@ -57,8 +62,10 @@ def test_the_example_trains_and_its_run_is_opened_without_naming_it(tmp_path, mo
   assert [row["step"] for row in read_rows(run.folder / "norms.jsonl")] == [1, 2]
   forget()
   monkeypatch.chdir(tmp_path)
-  opened = maxlite.open_run(run.folder)
-  assert opened.config == run.config
+  assert "plugin" not in sys.modules
+  opened = maxlite.open_run(run.folder, trust_plugins=True)
+  trusting = dataclasses.replace(run.config.run, trust_plugins=True)
+  assert opened.config == dataclasses.replace(run.config, run=trusting)
   assert opened.evaluate(2)["eval_loss"] == run.rows[-1]["eval_loss"]
 
 
@@ -104,7 +111,68 @@ def test_a_saved_plugin_that_is_missing_is_one_line_with_the_file(tmp_path):
   save_resolved(load_config([f"plugins={source}"]), tmp_path / "config.yml")
   source.unlink()
   with pytest.raises(maxlite.UserError, match=r"config.yml:\d+: plugins=.*gone.py. cannot be imp"):
-    read_saved(tmp_path / "config.yml")
+    read_saved(tmp_path / "config.yml", load_config(["trust_plugins=true"]))
+
+
+def _open_by_name(folder):
+  config_of_run([f"base_output_directory={folder.parent}", f"run_name={folder.name}"])
+
+
+def _train_from(folder):
+  check_model_folders(load_config([f"load_parameters_path={folder}"]))
+
+
+def _teach_by(folder):
+  check_model_folders(load_config([f"teacher_path={folder}", "loss_type=distill"]))
+
+
+def _read_weights(folder):
+  RunWeights(folder, load_config([]))
+
+
+def _export(folder):
+  _read_config(folder, trust_plugins=False)
+
+
+def _resume_by_file(folder):
+  load_config([str(folder / "config.yml")])
+
+
+def _build_on_file(folder):
+  (folder.parent / "mine.yml").write_text(f"base_config: {folder}/config.yml\n")
+  load_config([str(folder.parent / "mine.yml")])
+
+
+@pytest.mark.parametrize(
+  "open_folder",
+  [
+    *(maxlite.load, maxlite.open_run, _open_by_name, _train_from, _teach_by, _read_weights),
+    *(_export, _resume_by_file, _build_on_file),
+  ],
+)
+def test_opening_a_folder_does_not_import_what_it_names(tmp_path, open_folder):
+  folder = tmp_path / "downloaded"
+  source = folder / "plugin.py"
+  (folder / "checkpoints/1").mkdir(parents=True)
+  source.write_text("raise SystemExit('code of a stranger')\n")
+  config = dataclasses.replace(Config(), run=RunConfig(plugins=(str(source),), trust_plugins=True))
+  save_resolved(config, folder / "config.yml")
+  message = (
+    r"config.yml:\d+: plugins=.* names code, which opening a run does not execute; write plug"
+  )
+  with pytest.raises(maxlite.UserError, match=message):
+    open_folder(folder)
+  assert "plugin" not in sys.modules
+
+
+def test_a_command_that_names_a_plugin_opens_runs_that_need_one(tmp_path):
+  (tmp_path / "own_plugin.py").write_text("answer = 42\n")
+  plugins = (str(tmp_path / "own_plugin.py"),)
+  there = dataclasses.replace(Config(), run=RunConfig(plugins=("/their/own_plugin.py",)))
+  save_resolved(there, tmp_path / "config.yml")
+  command = load_config([f"plugins={plugins[0]}"])
+  assert read_saved(tmp_path / "config.yml", command)["plugins"] == plugins
+  sys.modules.pop("own_plugin")
 
 
 def test_a_module_of_the_working_folder_is_found(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from maxlite.config.raw_values import show
+from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import SECTIONS, SchemaKey
 from maxlite.config.values import domain
 
@@ -21,7 +22,9 @@ Keys are flat. Write `key: value` in a YAML file, `key=value` or `--key=value` o
 (`--key` and `--nokey` for true and false). Later sources override earlier ones: the defaults below,
 the `base_config` chain of each YAML file, the YAML files from left to right, the preset that
 `model_name` selects, `key=value`, `--key=value`. Keys marked * are fixed for the lifetime of a run
-folder, because its weights depend on them. Mappings use YAML syntax on the command line, in quotes:
+folder, because its weights depend on them. Keys marked † name code, or places of this machine: the
+config of a run folder does not set them for the commands that open it ([api.md](api.md)). Mappings
+use YAML syntax on the command line, in quotes:
 `'members=[{{learning_rate: 1e-3}}, {{base_emb_dim: 64}}]'`.
 """
 
@@ -38,7 +41,11 @@ def _table(keys: list[SchemaKey]) -> str:
 
 
 def _row(key: SchemaKey) -> str:
-  name = f"`{key.name}`" + ("*" if key.field.shapes_model else "")
+  name = f"`{key.name}`"
+  if key.field.shapes_model:
+    name += "*"
+  if key.name in MACHINE_KEYS:
+    name += "†"
   cells = (name, domain(key), f"`{show(key.default)}`", key.field.doc)
   return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxlite.config.config_field import field, model_field
+from maxlite.config.config_field import field, machine_field, model_field
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import PACKING_STRATEGIES, ROW_ORDERS, SOURCES, TOKENIZERS
 
@@ -60,7 +60,9 @@ class DataConfig:
     choices=PACKING_STRATEGIES,
   )
   packing: bool = field(True, "Pack conversations of dataset_type=chat; false: one per row.")
-  token_cache_directory: str = field("", "Tokenized data; empty: base_output_directory/.tokens.")
+  token_cache_directory: str = machine_field(
+    "", "Tokenized data; empty: base_output_directory/.tokens."
+  )
   max_target_length: int = field(256, "Sequence length in tokens.", low=1)
   per_device_batch_size: float = field(
     8.0, "Rows per device and step; the product with all devices must be whole.", low=0

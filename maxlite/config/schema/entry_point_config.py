@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxlite.config.config_field import field
+from maxlite.config.config_field import field, machine_field
 
 DEFAULT_NEW_TOKENS = 200  # of max_new_tokens=-1
 
@@ -12,7 +12,7 @@ class GenerateConfig:
   """Sampling in `maxlite.generate`."""
 
   prompt: str = field("def ", "Prompt.")
-  prompt_file: str = field(
+  prompt_file: str = machine_field(
     "", 'Prompts as JSON lines {"prompt": "..."}, instead of `prompt`; prints JSON lines.'
   )
   max_new_tokens: int = field(
@@ -49,11 +49,15 @@ class GenerateConfig:
 class ServeConfig:
   """The server of `maxlite.serve`."""
 
-  serve_host: str = field("127.0.0.1", "Address to bind; by default only this machine has access.")
-  serve_port: int = field(8000, "Port to bind; 0: any free port.", low=0, high=65535)
-  serve_queue_size: int = field(32, "Waiting requests; more are rejected with status 429.", low=0)
-  serve_api_key: str = field(
-    "", "Key that clients must send; empty: that in MAXLITE_SERVE_API_KEY, or none."
+  serve_host: str = machine_field(
+    "127.0.0.1", "Address to bind; by default only this machine has access."
+  )
+  serve_port: int = machine_field(8000, "Port to bind; 0: any free port.", low=0, high=65535)
+  serve_queue_size: int = machine_field(
+    32, "Waiting requests; more are rejected with status 429.", low=0
+  )
+  serve_api_key: str = machine_field(
+    "", "Key that clients must send; empty: that in MAXLITE_SERVE_API_KEY, or none.", secret=True
   )
 
 
@@ -68,14 +72,16 @@ class PlanConfig:
     "devices.",
   )
   compile_topology_num_slices: int = field(1, "Number of such slices.", low=1)
-  gpu_target_config: str = field(
+  gpu_target_config: str = machine_field(
     "", "GpuTargetConfigProto text file of the GPU to compile for; empty: estimate only."
   )
-  save_hlo: str = field("", "Folder for the compiled program's text; empty: not written.")
+  save_hlo: str = machine_field("", "Folder for the compiled program's text; empty: not written.")
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertConfig:
   """Output of `maxlite.convert`."""
 
-  output_path: str = field("", "Folder that to_hf writes; name of the run that upcycle creates.")
+  output_path: str = machine_field(
+    "", "Folder that to_hf writes; name of the run that upcycle creates."
+  )

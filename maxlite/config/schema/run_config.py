@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from maxlite.config.config_field import field
+from maxlite.config.config_field import field, machine_field
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import CALLBACKS
 
@@ -28,7 +28,15 @@ class RunConfig:
     "", "Preset configs/models/NAME.yml, applied after the YAML files (except dtype, remat_policy)."
   )
   plugins: tuple[str, ...] = field(
-    (), "Modules, or paths of .py files, that add entries to the tables of config/registry.py."
+    (),
+    "Modules, or paths of .py files, that add entries to the tables of config/registry.py.",
+    runs_code=True,
+  )
+  trust_plugins: bool = field(
+    False,
+    "Also obey what run folders say about code and this machine: their plugins, compiler_options, "
+    "caches, folders and addresses. Only for folders whose code you trust.",
+    runs_code=True,
   )
   callbacks: tuple[str, ...] = field(
     (),
@@ -46,10 +54,12 @@ class RunConfig:
   jax_cache_dir: str = field(
     "~/.cache/maxlite/jax",
     "Persistent compilation cache; disabled if empty, or with multiple CPU devices.",
+    runs_code=True,
   )
   compiler_options: FrozenMapping = field(
     FrozenMapping(),
     "{option: value} of XLA for training steps; adds to, or replaces, those that the run prints.",
+    runs_code=True,
   )
 
 
@@ -57,13 +67,15 @@ class RunConfig:
 class HostsConfig:
   """Processes of the run; detected under SLURM, Open MPI, Kubernetes and Cloud TPU."""
 
-  coordinator_address: str = field("", "HOST:PORT of process 0; empty: auto-detect.")
-  num_processes: int = field(-1, "Processes of the run; 1: this one only; -1: auto-detect.", low=-1)
-  process_id: int = field(-1, "Index of this process, from 0; -1: auto-detect.", low=-1)
-  jax_distributed_initialization_timeout: int = field(
+  coordinator_address: str = machine_field("", "HOST:PORT of process 0; empty: auto-detect.")
+  num_processes: int = machine_field(
+    -1, "Processes of the run; 1: this one only; -1: auto-detect.", low=-1
+  )
+  process_id: int = machine_field(-1, "Index of this process, from 0; -1: auto-detect.", low=-1)
+  jax_distributed_initialization_timeout: int = machine_field(
     300, "Seconds to wait for all processes to connect.", low=1
   )
-  jax_distributed_heartbeat_timeout_seconds: int = field(
+  jax_distributed_heartbeat_timeout_seconds: int = machine_field(
     100, "Seconds of silence after which a process counts as lost and all others exit.", low=1
   )
 
@@ -123,7 +135,7 @@ class CheckpointConfig:
   checkpoint_keep_period: int = field(
     0, "Also keep every multiple of this many steps; 0: none.", low=0
   )
-  local_checkpoint_directory: str = field(
+  local_checkpoint_directory: str = machine_field(
     "",
     "Folder on each host, such as /dev/shm/maxlite, for checkpoints between the shared ones; "
     "empty: none.",
@@ -142,7 +154,7 @@ class ObserveConfig:
 
   log_period: int = field(10, "Steps between log lines and metrics.", low=1)
   enable_tensorboard: bool = field(True, "Also write TensorBoard event files.")
-  wandb_project_name: str = field(
+  wandb_project_name: str = machine_field(
     "", "Project of Weights & Biases that also receives the metrics; empty: none."
   )
   eval_interval: int = field(100, "Steps between evaluations; -1 or 0: only at the end.", low=-1)

@@ -1,9 +1,31 @@
-"""The address of the server; does not import JAX, so that a port in use is found early."""
+"""The address of the server and its key; does not import JAX, so that mistakes are found early."""
 
 import ipaddress
+import os
 import socket
 
 from maxlite.config.errors import UserError
+from maxlite.config.schema import ServeConfig
+from maxlite.config.validation import is_header_text
+
+API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
+
+
+def read_api_key(cfg: ServeConfig) -> str:
+  """Return the key that clients must send: that of the config or else of the environment, or "".
+
+  Raises:
+    UserError: no HTTP header can hold the key of the environment.
+  """
+  if cfg.serve_api_key:
+    return cfg.serve_api_key
+  api_key = os.environ.get(API_KEY_VARIABLE, "")
+  if not is_header_text(api_key):
+    raise UserError(
+      f"{API_KEY_VARIABLE} has a character that HTTP headers cannot have: export visible ASCII "
+      "without spaces"
+    )
+  return api_key
 
 
 def listen(host: str, port: int) -> socket.socket:

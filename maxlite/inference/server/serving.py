@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import os
 import socket
 import sys
 
@@ -10,11 +9,15 @@ from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine, open_text_tokenizer
-from maxlite.inference.server.address import allowed_hosts, is_loopback, url_host
+from maxlite.inference.server.address import (
+  API_KEY_VARIABLE,
+  allowed_hosts,
+  is_loopback,
+  read_api_key,
+  url_host,
+)
 from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.training.open_run import open_trained
-
-_API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
 
 
 def run_serving(cfg: Config, listening: socket.socket) -> int:
@@ -34,11 +37,11 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
   engine.compile_ahead()  # not while the first client waits
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
   host = cfg.serve.serve_host
-  api_key = cfg.serve.serve_api_key or os.environ.get(_API_KEY_VARIABLE, "")
+  api_key = read_api_key(cfg.serve)
   if not api_key and not is_loopback(host):
     sys.stderr.write(
       f"warning: serve_host={host} lets other machines use this server without a key: set "
-      f"serve_api_key or {_API_KEY_VARIABLE}\n"
+      f"serve_api_key or {API_KEY_VARIABLE}\n"
     )
   with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
     prompt, names = chat.prompt if chat else None, {"name": cfg.run.run_name, "api_key": api_key}
