@@ -4,30 +4,50 @@ import contextlib
 import errno
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 _OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 class UserError(ValueError):
-  """A mistake of the user: one line with its source, the keys, the rule and the fix."""
+  """Mistakes of the user, each one line with its source, the keys, the rule and the fix."""
+
+  @property
+  def lines(self) -> list[str]:
+    """The mistakes, each without line breaks."""
+    return [" ".join(str(mistake).split()) for mistake in self.args]
+
+  def __str__(self) -> str:
+    return "\n".join(map(str, self.args))
+
+
+def raise_all(errors: Sequence[UserError]) -> None:
+  """Raise one error with all mistakes of `errors`, in order and each once, if there are any."""
+  mistakes = dict.fromkeys(mistake for error in errors for mistake in error.args)
+  if mistakes:
+    raise UserError(*mistakes)
 
 
 @contextlib.contextmanager
 def exit_on_user_error(program: str) -> Iterator[None]:
-  """Print a `UserError`, or an error of disks and permissions, as one line and exit with code 2."""
+  """Print an error of the user, of disks or of permissions, and exit with code 2.
+
+  Each mistake is one line.
+  """
   try:
     yield
     return
   except UserError as error:
-    message = str(error)
+    lines = error.lines
   except OSError as error:
     if error.errno not in _OF_FILES:
       raise
     place = error.filename or "a file cannot be written"
-    message = f"{place}: {error.strerror}: free space, change permissions or name another folder"
-  sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
+    fix = "free space, change permissions or name another folder"
+    lines = [f"{place}: {error.strerror}: {fix}"]
+  for line in lines:
+    sys.stderr.write(f"{program}: {line}\n")
   raise SystemExit(2)
 
 

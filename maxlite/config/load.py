@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
-from maxlite.config.errors import exit_on_user_error, prepare_process
+from maxlite.config.errors import UserError, exit_on_user_error, prepare_process, raise_all
 from maxlite.config.members import members_of
 from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
@@ -20,6 +20,7 @@ from maxlite.config.values import Setting, parse
 from maxlite.config.yaml_files import (
   EXECUTION_KEYS,
   MODEL_FILE,
+  find_preset,
   is_of_run,
   read_chain,
   read_model_file,
@@ -89,12 +90,27 @@ def _settings(line: CommandLine, defaults: Mapping[str, Any]) -> list[Setting]:
   bases = [setting for chain in chains for base in chain[:-1] for setting in base]
   own = [setting for chain in chains for setting in chain[-1]]
   typed = [*line.assignments, *line.flags]
+  _check_settings([*bases, *own, *typed])
   chosen = [s for s in (*bases, *own, *typed) if s.name == "model_name"]
   preset = read_preset(chosen[-1]) if chosen and chosen[-1].raw else []
   imported = _imported_model([*bases, *own, *preset, *typed], defaults)
   execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
   structure = [setting for setting in preset if setting not in execution]
   return [*execution, *bases, *own, *structure, *imported, *typed]
+
+
+def _check_settings(settings: Sequence[Setting]) -> None:
+  """Raise the mistakes in all settings at once, except choices that plug-ins may add."""
+  has_plugins = any(setting.name == "plugins" and setting.raw for setting in settings)
+  errors: list[UserError] = []
+  for setting in settings:
+    try:
+      parse(setting, any_choice=has_plugins)
+      if setting.name == "model_name" and setting.raw:
+        find_preset(setting)
+    except UserError as error:
+      errors.append(error)
+  raise_all(errors)
 
 
 def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) -> list[Setting]:

@@ -7,6 +7,7 @@ parsed in one place: `3e-4`, `010` or `yes` mean the same wherever they are writ
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ import yaml
 
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
+from maxlite.config.maxtext_answers import answer_key, answer_value
 from maxlite.config.raw_values import (
   FrozenMapping,
   Raw,
@@ -29,6 +31,11 @@ BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the sche
 SECRETS = tuple(name for name, key in KEYS.items() if key.field.secret)
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
 _ANY_VALUE = ConfigField("")  # no choices and no range
+# The number that a text begins with.
+_NUMBERS: dict[Any, re.Pattern[str]] = {
+  int: re.compile(r"\d{1,9}(?!\d)"),
+  float: re.compile(r"\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?(?!\d)"),
+}
 # Of each type: what error messages call it, and an example.
 _TYPE_DOCS: dict[Any, tuple[str, str]] = {
   int: ("a whole number", "4"),
@@ -90,11 +97,11 @@ def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> An
   except YamlValueError as error:
     raise setting.error(str(error)) from None
   except ValueError:
-    noun, example = _TYPE_DOCS[kind]
-    raise setting.error(f"is not {noun}; write for example {setting.name}={example}") from None
+    advice = answer_value(setting.name, show(setting.raw))
+    raise setting.error(advice or _wrong_type(setting, kind)) from None
   for element in value if isinstance(value, tuple) else (value,):
     if violation := _violation(setting.name, kind, field, element):
-      raise setting.error(violation)
+      raise setting.error(answer_value(setting.name, show(setting.raw)) or violation)
   return value
 
 
@@ -120,7 +127,8 @@ def find_key(setting: Setting) -> SchemaKey:
   if name in REMOVED_KEYS:
     raise setting.error(f"was removed; every run behaves as with {name}={REMOVED_KEYS[name]}")
   if name not in KEYS:
-    raise setting.error(f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}")
+    otherwise = f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}"
+    raise setting.error(answer_key(name, show(setting.raw)) or otherwise)
   return KEYS[name]
 
 
@@ -142,6 +150,15 @@ def suggest(word: str, options: Iterable[str], otherwise: str = "") -> str:
   if near:
     return f"did you mean {near[0]}?"
   return otherwise or f"choose one of {', '.join(options)}"
+
+
+def _wrong_type(setting: Setting, kind: Any) -> str:
+  """Why a value does not have the type `kind`, with an example: the number it begins with."""
+  noun, example = _TYPE_DOCS[kind]
+  if kind in _NUMBERS and isinstance(setting.raw, str):
+    number = _NUMBERS[kind].match(setting.raw.strip())
+    example = number[0] if number else example
+  return f"is not {noun}; write for example {setting.name}={example}"
 
 
 def _violation(name: str, kind: Any, field: ConfigField, value: Any) -> str:
@@ -167,18 +184,45 @@ def _convert(kind: Any, raw: Raw) -> Any:
     if kind == tuple[str, ...] and "" in values:
       raise ValueError(raw)
     return values
-  if kind is FrozenMapping and isinstance(raw, str) and raw.startswith("{"):
-    raw = _parse_yaml(raw)
-  if not isinstance(raw, FrozenMapping if kind is FrozenMapping else str):
+  if kind is FrozenMapping:
+    return _to_mapping(raw)
+  if not isinstance(raw, str):
     raise ValueError(raw)
   if kind is bool:
     if raw not in ("true", "True", "false", "False"):
       raise ValueError(raw)
     return raw in ("true", "True")
-  value: Any = kind(raw) if kind in (int, float) else raw
-  if kind is float and not math.isfinite(value):
+  if kind is int:
+    return _to_int(raw)
+  if kind is float:
+    return _to_float(raw)
+  return raw
+
+
+def _to_mapping(raw: Raw) -> FrozenMapping:
+  if isinstance(raw, str) and raw.startswith("{"):
+    raw = _parse_yaml(raw)
+  if not isinstance(raw, FrozenMapping):
     raise ValueError(raw)
+  return raw
+
+
+def _to_float(text: str) -> float:
+  value = float(text)
+  if not math.isfinite(value):
+    raise ValueError(text)
   return value
+
+
+def _to_int(text: str) -> int:
+  """The whole number of `text`, which may be written as `1e3` or `3.0`."""
+  try:
+    return int(text)
+  except ValueError:
+    value = _to_float(text)
+  if not value.is_integer() or abs(value) > _MAX_INT:
+    raise ValueError(text)
+  return int(value)
 
 
 def _split_list(raw: Raw, *, of_mappings: bool) -> tuple[Raw, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from maxlite.config.errors import UserError
+from maxlite.config.maxtext_answers import answer_value
 from maxlite.config.object_store import AnyPath
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
 from maxlite.config.schema import KEYS, ModelConfig, flatten
@@ -93,13 +94,27 @@ def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[
   return [*read_chain(base_path, f"{base.source}: {BASE_CONFIG}", chain), own]
 
 
-def read_preset(model_name: Setting) -> list[Setting]:
-  """Read the preset configs/models/NAME.yml that `model_name` selects, after its bases."""
+def find_preset(model_name: Setting) -> Path:
+  """The file configs/models/NAME.yml that `model_name` selects.
+
+  Raises:
+    UserError: there is no such file.
+  """
   folder, name = CONFIGS / "models", model_name.raw
   names = sorted(path.stem for path in folder.glob("*.yml"))
   if name not in names:
-    raise model_name.error(f"has no file in {folder}; {suggest(str(name), names)}")
-  chain = read_chain(folder / f"{name}.yml", model_name.source)
+    otherwise = f"has no file in {folder}; {suggest(str(name), names)}"
+    raise model_name.error(answer_value("model_name", str(name)) or otherwise)
+  return folder / f"{name}.yml"
+
+
+def read_preset(model_name: Setting) -> list[Setting]:
+  """Read the preset that `model_name` selects, after its bases.
+
+  Raises:
+    UserError: there is no such preset, or a file of it is wrong.
+  """
+  chain = read_chain(find_preset(model_name), model_name.source)
   settings = [setting for file in chain for setting in file]
   for setting in settings:
     if setting.name == model_name.name:
