@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from maxlite.config import exit_on_user_error, load_config
+from maxlite.config.argument_mistakes import check_arguments
 from maxlite.config.command_line import help_text
 from maxlite.config.errors import UserError, prepare_process
 from maxlite.training.saved_run import config_of_run
@@ -26,7 +27,8 @@ def main() -> int:
   command, argv = sys.argv[1:2], sys.argv[2:]
   prepare_process("maxlite.convert")
   with exit_on_user_error("maxlite.convert"):
-    for name, _, topic in (argument.partition("=") for argument in sys.argv[1:]):
+    for argument in check_arguments(sys.argv[1:]):
+      name, _, topic = argument.partition("=")
       if name in ("--help", "-h"):
         sys.stdout.write(help_text("maxlite.convert", topic, USAGE))
         return 0

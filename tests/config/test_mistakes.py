@@ -26,6 +26,13 @@ MISTAKES = (
     ("members=[{remat_save: x}]",): ("members[0]: remat_save=x", "write remat_saved_names=x"),
     ("qqqqqq=1",): ("command line", "qqqqqq=1", "--help"),
     ("step",): ("command line", "step", "steps?"),
+    ("steps =3",): ("command line: steps =3 has a space before =; write steps=3",),
+    ("--steps =3",): ("command line: --steps =3 has a space before =; write --steps=3",),
+    ("steps",): ("steps has no value; write steps=VALUE, without spaces around =",),
+    ("steps=", "3"): ("command line: steps= 3 has a space after =; write steps=3",),
+    ("=3",): ("=3 has no key; write KEY=3",),
+    ("--flagfile=gone.txt",): ("--flagfile=gone.txt cannot be read: No such file", "--key=value"),
+    ("--flagfile",): ("--flagfile has no value; write --flagfile=FILE",),
     ("--steps",): ("command line", "--steps", "--key=value"),
     ("base_config=a.yml",): ("command line", "base_config=a.yml", "name the file itself"),
     ("steps=3.5",): ("command line", "steps=3.5", "a whole number", "steps=3"),
@@ -394,6 +401,10 @@ def test_help_lists_every_key(capsys):
     ("plan", "--help", "`estimate` plans from shapes", "--learning_rate:"),
     ("plan", "--help", "`phases` prints the schedule", "--learning_rate:"),
     ("convert", "--help", "--output_path:", "--learning_rate:"),
+    ("train", "--helpfull", "--serve_port:", "usage:"),
+    ("train", "--helpshort", "--learning_rate:", "--serve_port:"),
+    ("train", "--version", "maxlite 0.", "--steps"),
+    ("convert", "--version", "jax ", "--steps"),
     ("convert", "--help=steps", "--steps:", "--output_path:"),
     ("train", "--help=scan_layers", "--[no]scan_layers:", "--steps:"),
     ("train", "--help=moe", "--num_experts:", "--steps:"),
@@ -409,7 +420,7 @@ def test_help_of_a_command_lists_its_own_keys(program, argument, own, other, cap
   assert (code, err) == (0, "")
   assert own in out
   assert other not in out
-  if argument in ("--help", "-h"):
+  if argument in ("--help", "-h", "--helpshort"):
     assert f"python -m maxlite.{program}" in out
     assert "--help=KEY" in out
 
