@@ -60,6 +60,7 @@ setup(
     "tensorboardX>=2.6.4",
     "rich>=14",
     "matplotlib>=3.10",
+    "ml-collections>=1.1",
   ],
   extras_require={
     "sentencepiece": ["sentencepiece>=0.2.1"],

@@ -12,13 +12,15 @@ from typing import Any
 __version__ = "0.1.0"
 _MODULES = {
   "Callback": "maxlite.training.callbacks",
+  "Config": "maxlite.config",
   "Run": "maxlite.api.trained_run",
   "UserError": "maxlite.config",
+  "get_config": "maxlite.api.config_dict",
   "load": "maxlite.hf.load_model",
   "open_run": "maxlite.api.trained_run",
   "train": "maxlite.api.train_function",
 }
-__all__ = ["Callback", "Run", "UserError", "load", "open_run", "train"]
+__all__ = ["Callback", "Config", "Run", "UserError", "get_config", "load", "open_run", "train"]
 
 
 class _Package(ModuleType):
@@ -36,3 +38,12 @@ def __getattr__(name: str) -> Any:
   if name not in _MODULES:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+  own = [name for name, value in globals().items() if _is_subpackage(value)]
+  return sorted({*own, *__all__, "__version__"})
+
+
+def _is_subpackage(value: object) -> bool:
+  return isinstance(value, ModuleType) and value.__name__.startswith(f"{__name__}.")

@@ -29,7 +29,7 @@ from maxlite.training.saved_run import check_saved, run_folder
 from maxlite.training.trainer import Trainer
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Run:
   """A run at one step; its parameters are in memory, sharded as in training."""
 
@@ -39,6 +39,20 @@ class Run:
   params: Any
   ema_params: Any = None  # moving averages; None without `ema_decay`
   stopped: str = ""  # why training ended before the last step; empty if it did not
+
+  def __repr__(self) -> str:
+    """A line for notebooks: the step, the last losses and the folder, without the parameters."""
+    parts = [f"step {self.step} of {self.config.run.steps}"]
+    last: dict[str, Any] = {}
+    for row in self.rows:
+      last |= row
+    for name in ("loss", "eval_loss"):
+      if last.get(name) is not None:
+        parts.append(f"{name} {last[name]:.4f}")
+    parts.append(f"{sum(leaf.size for leaf in jax.tree.leaves(self.params)):,} parameters")
+    if self.stopped:
+      parts.append(f"stopped: {self.stopped}")
+    return f"<Run {self.config.run.run_name!r}: {', '.join(parts)}, in {self.folder}>"
 
   @property
   def folder(self) -> Path:
@@ -95,6 +109,10 @@ def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[
   """See `maxlite.train`."""
   if jax.process_count() > 1 or cfg.hosts != HostsConfig():
     raise UserError("maxlite.train(...) trains in one process: use python -m maxlite.train")
+  for callback in callbacks:
+    if not isinstance(callback, Callback):
+      fix = "write a subclass of maxlite.Callback, and pass an instance of it"
+      raise UserError(f"callbacks: {callback!r} is not a Callback: {fix}")
   if cfg.ensemble.is_set:
     if callbacks:
       raise UserError("callbacks are not supported by ensembles: leave them out")
@@ -110,6 +128,7 @@ def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
   Args:
     **overrides: keys of the config to change, such as `load_checkpoint="best"`. Keys of code and of
       this machine, such as `plugins`, come from here only, unless `trust_plugins=True`.
+      `member="best"`, or the name of a member, opens only that run of an ensemble.
 
   Raises:
     UserError: there is no such run, it has no checkpoint, or a key would change its model.
@@ -117,6 +136,8 @@ def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
   folder = RunFolder(os.path.expanduser(str(path).rstrip("/")))
   if not folder.config.exists():
     raise UserError(f"{path} is not a run folder: it has no config.yml")
+  if member := overrides.pop("member", ""):
+    return open_run(folder.member(member).place, **overrides)
   of_machine = {key: value for key, value in overrides.items() if key in MACHINE_KEYS}
   return _open_run(folder, overrides, load_config(to_arguments(of_machine), needs_data=False))
 

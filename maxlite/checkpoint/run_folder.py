@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import itertools
+import json
 import os
 import secrets
 import shutil
@@ -35,6 +36,7 @@ from maxlite.config.yaml_files import MODEL_FILE, read_file
 
 Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
 _LOCK = ".lock"
+_BEST = "best"  # stands for the best member of an ensemble
 # Folders with many objects that no command reads from the copy of an object store.
 _NOT_COPIED = (_LOCK, "checkpoints", "checkpoints_damaged", "members", "profile", "tensorboard")
 
@@ -76,13 +78,36 @@ class RunFolder:
     return sorted(path.parent.name for path in self._members.glob("*/config.yml"))
 
   def member(self, name: str) -> "RunFolder":
-    """Return the run folder of a member; raise UserError if there is none with this name."""
+    """Return the run folder of a member; raise UserError if there is none with this name.
+
+    Args:
+      name: of a member; `best`, if no member has that name, is the one with the lowest held-out
+        loss.
+    """
     names = self.member_names()
+    if name == _BEST and names and name not in names:
+      name = self._best_member()
     if name not in names:
       problem = f"has no member {name!r}" if name else "is an ensemble"
       fix = f"set member={'|'.join(names[:20])}" if names else "leave out member"
       raise UserError(f"{self.place} {problem}: {fix}")
     return RunFolder(join(self.place, "members", name))
+
+  def _best_member(self) -> str:
+    """The first of members.jsonl, where the members are in the order of their held-out losses."""
+    results = self.directory / "members.jsonl"
+    if not results.exists():
+      raise UserError(
+        f"{self.place} has no {results.name}, which ranks the members at the end of training: "
+        "write the name of a member instead of best"
+      )
+    with results.open(encoding="utf-8") as file:
+      first = json.loads(file.readline())
+    if first["best_loss"] is None:
+      raise UserError(
+        f"{self.place}: no member has a held-out loss: write the name of a member instead of best"
+      )
+    return str(first["name"])
 
   def run_id(self) -> str:
     """Return the id, created if missing, that distinguishes this run from earlier ones."""

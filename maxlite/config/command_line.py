@@ -1,4 +1,4 @@
-"""Command-line arguments: YAML files, key=value, and absl flags generated from the schema."""
+"""Command-line arguments: config files, key=value, and absl flags generated from the schema."""
 
 import dataclasses
 import platform
@@ -10,7 +10,9 @@ from absl import flags
 
 from maxlite import __version__
 from maxlite.config.argument_mistakes import check_arguments
+from maxlite.config.config_flags import take_config_flags
 from maxlite.config.errors import UserError
+from maxlite.config.python_files import PythonFile
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, SECTIONS, SchemaKey
 from maxlite.config.values import Setting, domain, suggest
@@ -19,7 +21,8 @@ USAGE = """\
 usage: python -m {program} [FILE.yml ...] [key=value ...] [--key=value ...]
 
 In any order. Later ones override earlier ones: defaults, base_config of the files, the files from
-left to right, the preset of model_name, key=value, --key=value.
+left to right, the preset of model_name, key=value, --key=value. FILE.py, whose get_config() returns
+a ConfigDict of ml_collections, is run; --config=FILE --config.key=value has the form of its flags.
 """
 _MORE = """
 --version prints versions, --help=KEY one key, --help=all all keys, and --help=SECTION one of these:
@@ -50,7 +53,7 @@ class CommandLine:
     """Sort arguments by kind.
 
     Raises:
-      UserError: an argument is neither a YAML file, an assignment nor a flag with its value.
+      UserError: an argument is neither a config file, an assignment nor a flag with its value.
     """
     argv = check_arguments(argv)
     defined = _define_flags(KEYS.values())
@@ -60,19 +63,36 @@ class CommandLine:
       raise UserError(f"command line: {error}; write --key=value") from None
     present = [name for name in KEYS if defined[name].present]
     given = [Setting(name, str(defined[name].value), f"--{name}") for name in present]
-    line = cls([], [], given, help=defined["help"].value)
+    overrides, others = take_config_flags(others)
+    line = cls([], [], [*overrides, *given], help=defined["help"].value)
     for argument in others:
       name, equals, text = argument.partition("=")
-      if argument.startswith("-"):
+      if _is_file(argument):
+        line.files.append(Path(argument))
+      elif argument.startswith("-"):
         line.flags.append(Setting(name.lstrip("-"), text, name))
       elif equals:
         line.assignments.append(Setting(name, text, "command line"))
-      elif argument.endswith((".yml", ".yaml")):
-        line.files.append(Path(argument))
       else:
-        hint = suggest(argument, KEYS, "write FILE.yml, key=value or --key=value")
-        raise UserError(f"command line: {argument} is neither a YAML file nor key=value; {hint}")
+        raise _not_an_argument(argument)
+    for file in defined["config"].value or ():
+      if not _is_file(file):
+        raise UserError(f"--config={file} is neither a YAML nor a Python file; write its name")
+      line.files.append(Path(file))
     return line
+
+
+def _is_file(argument: str) -> bool:
+  """Whether the argument names a YAML file, or a Python file with or without `:ARGUMENT`."""
+  if argument.startswith("-"):
+    return False
+  is_yaml = "=" not in argument and argument.endswith((".yml", ".yaml"))
+  return is_yaml or PythonFile.of(argument) is not None
+
+
+def _not_an_argument(argument: str) -> UserError:
+  hint = suggest(argument, KEYS, "write FILE.yml, FILE.py, key=value or --key=value")
+  return UserError(f"command line: {argument} is neither a config file nor key=value; {hint}")
 
 
 def without_files(argv: Sequence[str]) -> list[str]:
@@ -133,5 +153,6 @@ def _define_flags(keys: Iterable[SchemaKey]) -> flags.FlagValues:
   for key in keys:
     doc, is_bool = f"{key.field.doc} ({domain(key)}; default {show(key.default)})", key.type is bool
     flags.DEFINE(text, key.name, None, doc, defined, module_name=_title(key), boolean=is_bool)
+  flags.DEFINE_multi_string("config", None, "", flag_values=defined)
   flags.DEFINE(text, "help", None, "", defined, boolean=True, short_name="h")
   return defined

@@ -13,6 +13,7 @@ from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.plugins import import_plugins, refuse_code
+from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
 from maxlite.config.tuning import validate_tuning
 from maxlite.config.validation import validate
@@ -25,22 +26,30 @@ from maxlite.config.yaml_files import (
   read_chain,
   read_model_file,
   read_preset,
+  with_bases,
 )
+
+_MAPPING = "config"  # the source of settings from `load_config(config=...)`
 
 
 def load_config(
-  argv: Sequence[str], *, defaults: Mapping[str, Any] = DEFAULTS, needs_data: bool = True
+  argv: Sequence[str],
+  *,
+  config: Any = None,
+  defaults: Mapping[str, Any] = DEFAULTS,
+  needs_data: bool = True,
 ) -> Config:
   """The checked config of `argv` (without the program's name).
 
   Args:
+    config: a mapping or a `ml_collections.ConfigDict`, which stands for a file after those of argv.
     defaults: typed values of all keys; a run's `read_saved`, to change some of its keys.
     needs_data: whether the files of dataset_path and eval_dataset_path must exist.
 
   Raises:
     UserError: one line with the source, key, rule and fix.
   """
-  return _resolve(CommandLine.split(argv), defaults, needs_data)
+  return _resolve(CommandLine.split(argv), config, defaults, needs_data)
 
 
 def main_config(
@@ -52,26 +61,28 @@ def main_config(
     if (line := CommandLine.split(argv)).help is not None:
       sys.stdout.write(help_text(program, line.help, usage))
       raise SystemExit(0)
-    return _resolve(line, DEFAULTS, needs_data)
+    return _resolve(line, None, DEFAULTS, needs_data)
 
 
-def _resolve(line: CommandLine, defaults: Mapping[str, Any], needs_data: bool) -> Config:
+def _resolve(
+  line: CommandLine, config: Any, defaults: Mapping[str, Any], needs_data: bool
+) -> Config:
   values = dict(defaults)
   sources: dict[str, str] = {}
-  settings = _settings(line, defaults)
+  settings = _settings(line, config, defaults)
   _refuse_code_of_runs(settings)
   plugins = import_plugins(settings)
   for setting in settings:
     values[setting.name] = parse(setting) if setting.name != "plugins" else plugins
     sources[setting.name] = setting.source
-  config: Config = build(Config, values)
-  validate(config, sources, needs_data=needs_data)
-  validate_mixture(config, needs_data=needs_data)
-  members_of(config)  # raises on their mistakes
-  validate_tuning(config)
-  validate_phase_data(config, needs_data=needs_data)
-  initial_phases_of(config)
-  return config
+  resolved: Config = build(Config, values)
+  validate(resolved, sources, needs_data=needs_data)
+  validate_mixture(resolved, needs_data=needs_data)
+  members_of(resolved)  # raises on their mistakes
+  validate_tuning(resolved)
+  validate_phase_data(resolved, needs_data=needs_data)
+  initial_phases_of(resolved)
+  return resolved
 
 
 def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
@@ -84,15 +95,18 @@ def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
   refuse_code([setting for setting in decided if is_of_run(setting)])
 
 
-def _settings(line: CommandLine, defaults: Mapping[str, Any]) -> list[Setting]:
+def _settings(line: CommandLine, config: Any, defaults: Mapping[str, Any]) -> list[Setting]:
   """All settings of a command line and its files; later ones override earlier ones."""
   chains = [read_chain(file, "command line") for file in line.files]
-  bases = [setting for chain in chains for base in chain[:-1] for setting in base]
-  own = [setting for chain in chains for setting in chain[-1]]
+  if config is not None:
+    chains.append(with_bases(mapping_settings(config, _MAPPING), Path()))
+  base_files = [file for chain in chains for file in chain[:-1]]
+  own_files = [chain[-1] for chain in chains]
+  bases = [setting for file in base_files for setting in file]
+  own = [setting for file in own_files for setting in file]
   typed = [*line.assignments, *line.flags]
   _check_settings([*bases, *own, *typed])
-  chosen = [s for s in (*bases, *own, *typed) if s.name == "model_name"]
-  preset = read_preset(chosen[-1]) if chosen and chosen[-1].raw else []
+  preset = _chosen_preset([*base_files, *own_files], typed)
   imported = _imported_model([*bases, *own, *preset, *typed], defaults)
   execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
   structure = [setting for setting in preset if setting not in execution]
@@ -111,6 +125,25 @@ def _check_settings(settings: Sequence[Setting]) -> None:
     except UserError as error:
       errors.append(error)
   raise_all(errors)
+
+
+def _chosen_preset(files: Sequence[list[Setting]], typed: Sequence[Setting]) -> list[Setting]:
+  """The preset that the last `model_name` selects; empty if that of a resolved config is the last.
+
+  A file with all keys, such as the saved config of a run, is the result of its `model_name`.
+  """
+  chosen: Setting | None = None
+  for file in files:
+    is_resolved = sets_all_keys(file)
+    for setting in file:
+      if setting.name == MODEL_NAME:
+        chosen = None if is_resolved else setting
+  for setting in typed:
+    if setting.name == MODEL_NAME:
+      chosen = setting
+  if chosen is None or not chosen.raw:
+    return []
+  return read_preset(chosen)
 
 
 def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) -> list[Setting]:

@@ -31,7 +31,7 @@ MACHINE_KEYS = tuple(
 def save_resolved(config: Config, path: Path) -> None:
   """Write all keys except secrets as YAML in schema order, by section, and atomically."""
   values = public_values(config)
-  text = "# All keys of one command, resolved. A model_name would be applied again when loaded.\n"
+  text = "# All keys of one command, resolved: a model_name is not applied again when loaded.\n"
   for title, keys in SECTIONS.items():
     text += f"\n# {title}\n"
     for key in keys:

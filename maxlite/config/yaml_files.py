@@ -1,4 +1,4 @@
-"""Settings from YAML files: a file, its base_config chain, and presets of configs/models."""
+"""Settings from files: YAML or Python, their base_config chains, and presets of configs/models."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ import yaml
 from maxlite.config.errors import UserError
 from maxlite.config.maxtext_answers import answer_value
 from maxlite.config.object_store import AnyPath
+from maxlite.config.python_files import PythonFile, python_settings
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
 from maxlite.config.schema import KEYS, ModelConfig, flatten
 from maxlite.config.values import BASE_CONFIG, Setting, suggest
@@ -75,23 +76,42 @@ def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[
   """Read each file of the base_config chain of `path`, the file itself last.
 
   Args:
+    path: a YAML file, or a Python file, whose code is run.
     users: files whose base_config led here.
 
   Raises:
-    UserError: as `read_file`, or the chain is a cycle.
+    UserError: as `read_file` or `python_settings`, or the chain is a cycle.
   """
-  chain = (*users, path.resolve())
-  own = read_file(path, referrer)
+  python_file = PythonFile.of(path)
+  if python_file is None:
+    own = read_file(path, referrer)
+    folder = path.parent
+  else:
+    own = python_settings(python_file, _read_bytes(python_file.path, referrer))
+    folder = python_file.path.parent
+  return with_bases(own, folder, (*users, path.resolve()))
+
+
+def with_bases(
+  own: list[Setting], folder: Path, users: tuple[Path, ...] = ()
+) -> list[list[Setting]]:
+  """Settings after those of the base_config chain that they name, relative to `folder`.
+
+  Args:
+    users: the file of the settings, if any, and the files whose base_config led there.
+  """
   base = next((setting for setting in own if setting.name == BASE_CONFIG), None)
   if base is None:
     return [own]
   if not isinstance(base.raw, str) or "\0" in base.raw:
     raise base.error("is not a file name; write base_config: FILE.yml")
-  base_path = path.parent / base.raw
-  if base_path.resolve() in chain:
+  if is_of_run(base) and PythonFile.of(base.raw) is not None:
+    raise base.error("names code, which the file of a run does not execute; remove the line")
+  base_path = folder / base.raw
+  if base_path.resolve() in users:
     raise base.error("is a cycle: that file is built on this one; remove one base_config")
-  own.remove(base)
-  return [*read_chain(base_path, f"{base.source}: {BASE_CONFIG}", chain), own]
+  rest = [setting for setting in own if setting is not base]
+  return [*read_chain(base_path, f"{base.source}: {BASE_CONFIG}", users), rest]
 
 
 def find_preset(model_name: Setting) -> Path:
@@ -123,14 +143,20 @@ def read_preset(model_name: Setting) -> list[Setting]:
 
 
 def _compose(path: AnyPath, referrer: str) -> yaml.Node | None:
+  text = _read_bytes(path, referrer)
   try:
-    return compose_yaml(path.read_bytes())
-  except OSError as error:
-    names = (file.name for file in path.parent.glob("*.y*ml"))
-    hint = suggest(path.name, names, "name an existing YAML file")
-    raise UserError(f"{referrer}: {path} cannot be read ({error.strerror}); {hint}") from None
+    return compose_yaml(text)
   except yaml.MarkedYAMLError as error:
     line = error.problem_mark.line + 1 if error.problem_mark else 1
     raise UserError(f"{path}:{line}: bad YAML, {error.problem}; write `key: value`") from None
   except yaml.YAMLError as error:
     raise UserError(f"{path}: bad YAML, {error}; write plain UTF-8 text") from None
+
+
+def _read_bytes(path: AnyPath, referrer: str) -> bytes:
+  try:
+    return bytes(path.read_bytes())
+  except OSError as error:
+    names = [file.name for pattern in ("*.y*ml", "*.py") for file in path.parent.glob(pattern)]
+    hint = suggest(path.name, names, "name an existing YAML file")
+    raise UserError(f"{referrer}: {path} cannot be read ({error.strerror}); {hint}") from None

@@ -75,6 +75,7 @@ def load(
   mesh: Mesh | Mapping[str, int] | None = None,
   plugins: Sequence[str] = (),
   trust_plugins: bool = False,
+  member: str = "",
 ) -> tuple[LoadedModel, dict[str, Any]]:
   """Return (model, parameters) of a run's latest checkpoint or of a folder with config.json.
 
@@ -86,6 +87,7 @@ def load(
     mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; default: one device.
     plugins: those that the run needs, which are code and are not imported by the run's word.
     trust_plugins: import the plug-ins that the run names.
+    member: of an ensemble, a member or `best`, the one with the lowest held-out loss.
 
   Raises:
     UserError: the folder is neither, or damaged, or needs plug-ins.
@@ -97,8 +99,11 @@ def load(
   keys = {"plugins": json.dumps(list(map(str, plugins))), "trust_plugins": show(trust_plugins)}
   command = load_config([f"{key}={value}" for key, value in keys.items()])
   folder, run = open_folder(path)
+  if member and run:
+    run = run.member(member)
+    folder = run.directory
   if names := run.member_names() if run else []:
-    raise UserError(f"{path} is an ensemble: load a member, such as {path}/members/{names[0]}")
+    raise UserError(f"{path} is an ensemble: load a member, with member=best or member={names[0]}")
   if run and run.config.is_file():
     trainer, params = _load_run(run, name, mesh, command)
   elif (folder / "config.json").is_file():

@@ -57,8 +57,9 @@ def config_of_run(argv: Sequence[str]) -> Config:
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   typed = without_files(argv)
   if folder.member_names() or name:
-    parent, folder = join(folder.place, "members"), folder.member(name)
-    typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={name}"]
+    folder = folder.member(name)
+    parent, member = os.path.split(folder.place)  # the name, also where `name` is "best"
+    typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={member}"]
   cfg = load_config(typed, defaults=read_saved(folder.config, named), needs_data=False)
   check_saved(folder, cfg)
   return cfg

@@ -14,6 +14,7 @@ from tiny_run import STEPS, assert_equals_uninterrupted, empty_plots, keys_in, s
 import maxlite
 from maxlite.api.train_function import change_config
 from maxlite.config import load_config
+from maxlite.training.saved_run import config_of_run
 
 
 def train(folder, **keys):
@@ -110,6 +111,30 @@ def test_an_ensemble_is_opened_by_members(finished, tmp_path):
   members = maxlite.open_run(tmp_path / "both")
   assert list(members) == ["a", "b"]
   assert (members["b"].step, members["b"].folder.name) == (STEPS, "b")
+  with pytest.raises(maxlite.UserError, match=r"has no members.jsonl, which ranks the members at"):
+    maxlite.load(tmp_path / "both", member="best")
+  (tmp_path / "both/members.jsonl").write_text(
+    '{"name": "b", "best_loss": 2.5}\n{"name": "a", "best_loss": 3.5}\n'
+  )
+  best = maxlite.open_run(tmp_path / "both", member="best")
+  assert (best.step, best.folder.name) == (STEPS, "b")
+  assert maxlite.open_run(tmp_path / "both", member="a").folder.name == "a"
+  _, params = maxlite.load(tmp_path / "both", member="best")
+  jax.tree.map(np.testing.assert_array_equal, params, best.params)
+  argv = ["run_name=both", f"base_output_directory={tmp_path}", "member=best"]
+  assert config_of_run(argv).run.run_name == "b"
+  (tmp_path / "both/members.jsonl").write_text('{"name": "b", "best_loss": null}\n')
+  with pytest.raises(maxlite.UserError, match="no member has a held-out loss"):
+    maxlite.open_run(tmp_path / "both", member="best")
+
+
+def test_a_run_is_shown_in_one_line(interrupted):
+  run = interrupted[2]
+  num_parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+  last = run.rows[-1]
+  losses = f"loss {last['loss']:.4f}, eval_loss {last['eval_loss']:.4f}"
+  counts = f"{num_parameters:,} parameters"
+  assert repr(run) == f"<Run 'run': step {STEPS} of {STEPS}, {losses}, {counts}, in {run.folder}>"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +146,15 @@ def test_an_ensemble_is_opened_by_members(finished, tmp_path):
     ({"steps": 0}, "command line: steps=0 is below 1; write steps=1 or more"),
     ({"config": "none.yml"}, "command line: none.yml cannot be read"),
     ({"callbacks": ["none"]}, "command line: callbacks=.*none.* is not one of completions"),
+    ({"callbacks": [print]}, "callbacks: <built-in function print> is not a Callback: write a sub"),
+    (
+      {"callbacks": [Recorder]},
+      "test_api.Recorder'> is not a Callback: write a subclass of",
+    ),
+    ({"callbacks": "completions"}, r"callbacks is not a list: write callbacks=\[...\]"),
+    ({"config": {"stepz": 3}}, "config: stepz=3 is not a key; did you mean steps?"),
+    ({"config": 3}, "the config is of type int: pass a file, a list of files or a mapping"),
+    ({"config": [{"steps": 3}]}, "the config is a list with .*: it may only hold names of files"),
     ({"num_processes": 2}, "trains in one process"),
     (
       {"members": [{"learning_rate": 0.1}], "callbacks": [Recorder()]},
@@ -150,6 +184,28 @@ def test_python_values_are_those_of_the_command_line(tmp_path):
   paths = change_config(config, {"dataset_path": [tmp_path], "learning_rate": np.float32(0.5)})
   assert (paths.data.dataset_path, paths.optimizer.learning_rate) == ((str(tmp_path),), 0.5)
   assert change_config(config, {}) == config
+
+
+def test_a_python_config_trains_as_the_command_and_is_saved_as_yaml(finished, runs_folder):
+  folder = runs_folder / "from_python"
+  config = maxlite.get_config(**TINY | keys_in(folder))
+  (runs_folder / "own.py").write_text(f"def get_config(): return {config.to_dict()!r}")
+  with contextlib.redirect_stdout(io.StringIO()), shared_programs(), empty_plots():
+    run = maxlite.train(runs_folder / "own.py")
+    again = maxlite.train(config)
+  expected = maxlite.open_run(finished[0] / "run")
+  for params in (run.params, again.params):
+    jax.tree.map(np.testing.assert_array_equal, params, expected.params)
+  assert not list(folder.rglob("*.py"))
+  saved = maxlite.get_config(run.folder / "config.yml", jax_cache_dir=config.jax_cache_dir)
+  assert saved.to_dict() == config.to_dict()
+
+
+def test_dir_lists_the_names_of_the_api():
+  names = dir(maxlite)
+  assert {"train", "load", "open_run", "get_config", "Config", "Run", "Callback"} <= {*names}
+  assert not {"importlib", "sys", "Any", "ModuleType"} & {*names}
+  assert all(getattr(maxlite, name) is not None for name in names)
 
 
 def test_the_package_is_light():

@@ -20,12 +20,45 @@ Generated from `maxlite/config/schema` by `{COMMAND}`; do not edit.
 
 Keys are flat. Write `key: value` in a YAML file, `key=value` or `--key=value` on the command line
 (`--key` and `--nokey` for true and false). Later sources override earlier ones: the defaults below,
-the `base_config` chain of each YAML file, the YAML files from left to right, the preset that
-`model_name` selects, `key=value`, `--key=value`. Keys marked * are fixed for the lifetime of a run
-folder, because its weights depend on them. Keys marked † name code, or places of this machine: the
-config of a run folder does not set them for the commands that open it ([api.md](api.md)). Mappings
-use YAML syntax on the command line, in quotes:
+the `base_config` chain of each file, the files from left to right, the preset that `model_name`
+selects, `key=value`, `--key=value`. The saved config of a run, `config.yml`, is taken as it is,
+without its preset. A file may also be Python ([below](#configs-in-python)).
+
+Keys marked * are fixed for the lifetime of a run folder, because its weights depend on them. Keys
+marked † name code, or places of this machine: the config of a run folder does not set them for the
+commands that open it ([api.md](api.md)). Mappings use YAML syntax on the command line, in quotes:
 `'members=[{{learning_rate: 1e-3}}, {{base_emb_dim: 64}}]'`.
+
+## Configs in Python
+
+A file `my_config.py` with a function `get_config` stands for a YAML file, on the command line, in
+`base_config` and in `maxlite.train`:
+
+```python
+import ml_collections
+
+
+def get_config():
+  config = ml_collections.ConfigDict()
+  config.base_config = "configs/base.yml"  # relative to this file
+  config.steps = 200
+  config.warmup_steps_fraction = 20 / config.steps
+  return config
+```
+
+```sh
+python -m maxlite.train my_config.py steps=10
+python -m maxlite.train --config=my_config.py --config.steps=10  # as with ml_collections
+```
+
+`my_config.py:small` calls `get_config("small")`. A plain dict will do, too. A `ConfigDict` sorts
+its keys; where their order matters, as in `sweep`, return a dict. The function may be called more
+than once, so its result should not depend on time or chance. `--config.KEY=value` is parsed by
+`ml_collections.config_flags`, for the keys below.
+
+A Python config is code that every command given its name runs: read the file of someone else
+before. A YAML file runs code if its `base_config` or `plugins` name Python files. A run folder
+never contains a Python config: its `config.yml` holds the resolved values.
 """
 
 

@@ -23,7 +23,9 @@ class RunConfig:
 
   run_name: str = field("base", "Name of the run; its folder is base_output_directory/run_name.")
   base_output_directory: str = field("runs", "Folder of all runs.")
-  member: str = field("", "Member of an ensemble that is evaluated, served or exported.")
+  member: str = field(
+    "", "Member of an ensemble to evaluate, serve or export; `best` has the lowest held-out loss."
+  )
   model_name: str = field(
     "", "Preset configs/models/NAME.yml, applied after the YAML files (except dtype, remat_policy)."
   )

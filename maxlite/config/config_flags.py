@@ -1,0 +1,51 @@
+"""`--config.KEY=value`, parsed by `ml_collections.config_flags`."""
+
+import re
+from collections.abc import Sequence
+
+from absl import flags
+
+from maxlite.config.errors import UserError
+from maxlite.config.raw_values import show
+from maxlite.config.schema import KEYS
+from maxlite.config.values import Setting
+
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)", re.DOTALL)
+
+
+def take_config_flags(arguments: Sequence[str]) -> tuple[list[Setting], list[str]]:
+  """Return (settings of `--config.KEY`, the other arguments).
+
+  Values stay text, which is parsed like that of all other settings.
+
+  Raises:
+    UserError: a flag is not of a key, or has no value.
+  """
+  matches = [_OVERRIDE.match(argument) for argument in arguments]
+  names = [match[1] for match in matches if match is not None]
+  if not names:
+    return [], list(arguments)
+  for name in names:
+    _require_flat(name)
+  from ml_collections import ConfigDict, config_flags  # takes 0.1 s
+
+  is_bool = {name: name in KEYS and KEYS[name].type is bool for name in names}
+  values = ConfigDict({name: True if is_bool[name] else "" for name in names})
+  argv = ["", *arguments]
+  defined = flags.FlagValues()
+  defined.set_gnu_getopt(True)
+  try:
+    config_flags.DEFINE_config_dict("config", values, flag_values=defined, sys_argv=argv)
+    others = defined(argv, known_only=True)[1:]
+  except (flags.Error, ValueError) as error:
+    raise UserError(f"command line: {error}; write --config.KEY=value") from None
+  overrides = config_flags.get_override_values(defined["config"])
+  settings = [Setting(name, show(value), f"--config.{name}") for name, value in overrides.items()]
+  return settings, list(others)
+
+
+def _require_flat(name: str) -> None:
+  """Raise UserError if `name` is a part of a key's value, such as `sweep.learning_rate`."""
+  key = re.split(r"[.\[]", name)[0]
+  if key != name:
+    raise UserError(f"--config.{name} is a part of {key}; write --config.{key}=value as a whole")
