@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from maxlite.config.config_field import ConfigField
@@ -28,7 +29,15 @@ DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RU
 SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column")
 _OPTIMIZER_KEYS = (key for key in flatten(OptimizerConfig()) if key != "pbt_hyperparameters")
 _SCHEMA_KEYS = (*_OPTIMIZER_KEYS, "gradient_accumulation_steps", *DATA_KEYS)
-_PHASE_KEYS = ("name", "train", "loss", "steps", "until")
+_PHASE_KEYS = (
+  "name",
+  "train",
+  "loss",
+  "steps",
+  "until",
+  "repeat_batch",
+  "share_optimizer_state",
+)
 _OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the name in the schema, and in a phase
 _KEYS = (*_PHASE_KEYS, _OPTIMIZER, *(key for key in _SCHEMA_KEYS if key != _OPT_TYPE))
 _EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}
@@ -54,7 +63,7 @@ class UntilConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PhaseConfig:
-  """One phase; either `steps` or `until` is set."""
+  """One phase; `steps` or `until` is set unless it is an initial phase only."""
 
   name: str
   train: tuple[str, ...]  # regexes of whole parameter paths
@@ -64,6 +73,8 @@ class PhaseConfig:
   optimizer: OptimizerConfig
   training: TrainingConfig
   data: DataConfig  # phases with equal data share one stream of batches
+  repeat_batch: int = 1  # updates on each batch
+  share_optimizer_state: str | None = None  # the phase whose optimizer state this one updates
 
 
 def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
@@ -77,7 +88,37 @@ def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
   for name in cfg.phasing.initial_phases:
     if name not in names:
       raise UserError(f"initial_phases: {name} is not a phase; {suggest(name, names)}")
+  for n, phase in enumerate(phases):
+    _check_shared_phase(phase, phases, _source(cfg, n))
+  if phases and not any(phase.steps or phase.until for phase in phases):
+    raise UserError(
+      f"{_source(cfg, 0)}: all phases run only at the start; write steps: 20 in the phase that "
+      "trains after them"
+    )
   return phases
+
+
+def _check_shared_phase(phase: PhaseConfig, phases: tuple[PhaseConfig, ...], source: str) -> None:
+  """Raise UserError unless `share_optimizer_state` names a phase that has its own state."""
+  name = phase.share_optimizer_state
+  if name is None:
+    return
+  owners = {
+    other.name: other
+    for other in phases
+    if other is not phase and other.share_optimizer_state is None
+  }
+  given = f"{source}: share_optimizer_state={name}"
+  if name not in owners:
+    raise UserError(
+      f"{given} is not another phase with its own state; {suggest(name, list(owners))}"
+    )
+  theirs = owners[name].optimizer.opt_type
+  if theirs != phase.optimizer.opt_type:
+    raise UserError(
+      f"{given} trains by {theirs}, and this phase by {phase.optimizer.opt_type}: write "
+      f"optimizer: {theirs}"
+    )
 
 
 def initial_phases_of(cfg: Config) -> dict[str, int]:
@@ -125,7 +166,7 @@ def _source(cfg: Config, n: int) -> str:
 
 def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   source = _source(cfg, n)
-  _require_phase_keys(raw, source)
+  _require_phase_keys(raw, source, cfg.phasing.initial_phases)
   names = {_OPTIMIZER: _OPT_TYPE}
   written = (Setting(names.get(key, key), value, source) for key, value in raw.items())
   settings = {setting.name: setting for setting in written}
@@ -140,10 +181,22 @@ def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
     optimizer=dataclasses.replace(cfg.optimizer, **keys_of(cfg.optimizer)),
     training=dataclasses.replace(cfg.training, **keys_of(cfg.training)),
     data=_data(cfg.data, keys_of(cfg.data)),
+    repeat_batch=_repeat_batch(settings),
+    share_optimizer_state=_shared_phase(settings),
   )
 
 
-def _require_phase_keys(raw: FrozenMapping, source: str) -> None:
+def _repeat_batch(settings: dict[str, Setting]) -> int:
+  return parse_as(settings["repeat_batch"], *_STEPS) if "repeat_batch" in settings else 1
+
+
+def _shared_phase(settings: dict[str, Setting]) -> str | None:
+  if "share_optimizer_state" not in settings:
+    return None
+  return parse_as(settings["share_optimizer_state"], str)
+
+
+def _require_phase_keys(raw: FrozenMapping, source: str, initial_phases: Mapping[str, Any]) -> None:
   for setting in (Setting(key, value, source) for key, value in raw.items() if key not in _KEYS):
     key = setting.name
     if key in KEYS and key != _OPT_TYPE:
@@ -154,8 +207,14 @@ def _require_phase_keys(raw: FrozenMapping, source: str) -> None:
   for key, example in _EXAMPLES.items():
     if key not in raw:
       raise UserError(f"{source}: has no {key}; write {key}: {example}")
-  if ("steps" in raw) == ("until" in raw):
+  if "steps" in raw and "until" in raw:
     raise UserError(f"{source}: needs either steps or until; write steps: 20")
+  is_initial = str(raw["name"]) in initial_phases
+  if "steps" not in raw and "until" not in raw and not is_initial:
+    raise UserError(
+      f"{source}: needs either steps or until; write steps: 20, or, for a phase that runs only at "
+      f"the start, initial_phases={{{raw['name']}: 20}}"
+    )
 
 
 def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:

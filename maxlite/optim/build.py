@@ -49,8 +49,11 @@ def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   )
   transform = optax.chain(transform, optax.scale(-1.0))  # optax's muon already negates updates
   # Its Adam for other parameters is not used: it has Nesterov momentum and ignores adam_eps.
-  kind = lambda axes: "muon" if axes and matrix_axes(axes) else "adam"
-  kinds = jax.tree.map(kind, names, is_leaf=lambda axes: axes is None)
+
+  def kind(axes: jax.P) -> str:
+    return "muon" if matrix_axes(axes) else "adam"
+
+  kinds = jax.tree.map(kind, names)
   return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 
@@ -74,11 +77,21 @@ def build_optimizer(
   return optax.inject_hyperparams(rebuild, fixed, jnp.float32)(**vars(cfg))
 
 
-def learning_rate(cfg: OptimizerConfig, opt_state: Any, num_updates: jax.Array) -> jax.Array:
-  """The learning rate after `num_updates`, with the peak that is in force."""
+def learning_rate(cfg: OptimizerConfig, opt_state: Any) -> jax.Array:
+  """The learning rate of the next update, with the peak that is in force."""
   values: dict[str, Any] = hyperparameters(opt_state)
   peak = values.get("learning_rate", cfg.learning_rate)
-  return build_schedule(dataclasses.replace(cfg, learning_rate=peak))(num_updates)
+  schedule = build_schedule(dataclasses.replace(cfg, learning_rate=peak))
+  return schedule(_num_updates(opt_state).astype(jnp.float32))
+
+
+def _num_updates(opt_state: Any) -> jax.Array:
+  """The number of updates so far, by which the schedule is read."""
+
+  def is_of_schedule(key_path: tuple, _: Any) -> bool:
+    return getattr(key_path[-1], "tuple_name", "") == "ScaleByScheduleState"
+
+  return optax.tree.get(opt_state, "count", filtering=is_of_schedule)
 
 
 def hyperparameters(opt_state: Any) -> dict[str, jax.Array]:

@@ -1,6 +1,8 @@
-"""Groups of parameters, selected by their paths and by the logical names of their axes."""
+"""What each parameter is, by its path and by the logical names of its axes.
 
-import dataclasses
+Whether a phase trains it, whether it decays, and how its optimizer state is sharded.
+"""
+
 import difflib
 import re
 from collections.abc import Iterable, Mapping
@@ -11,6 +13,11 @@ import optax
 from flax import linen as nn
 
 from maxlite.config.errors import UserError
+
+TRAIN = "train"
+FROZEN = "frozen"
+# A tree like the parameters, with "train" or "frozen" at every leaf; None: all are trained.
+Labels = Any
 
 NO_DECAY = r"(^|/|_)(scale|bias)$"  # norms and biases
 STACKED = ("layers", "exp", "ensemble")  # axes that stack matrices and are not a side of one
@@ -26,66 +33,107 @@ def paths_in(tree: Any) -> list[str]:
   return [path_of(key_path) for key_path, _ in jax.tree.leaves_with_path(tree)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Partition:
-  """The parameters that a step trains, by path; None: all of them.
+def labels_of(params: Any, regexes: Iterable[str]) -> Labels:
+  """Label the parameters whose whole path matches one of `regexes` as trained.
 
-  A part of a tree has None in place of the other leaves, so every leaf keeps its path. Optax's
-  transformations treat None as an empty subtree: they neither update it nor keep state for it.
+  Raises:
+    UserError: a regex is invalid, or matches no path.
   """
+  paths = paths_in(params)
+  trained: set[str] = set()
+  for regex in regexes:
+    trained |= _matching(regex, paths)
 
-  trained: frozenset[str] | None = None
+  def label(key_path: tuple, _: Any) -> str:
+    return TRAIN if path_of(key_path) in trained else FROZEN
 
-  @classmethod
-  def matching(cls, params: Any, regexes: Iterable[str]) -> "Partition":
-    """Select the parameters whose whole path matches one of `regexes`.
-
-    Raises:
-      UserError: a regex is invalid, or matches no path.
-    """
-    paths, trained = paths_in(params), set()
-    for regex in regexes:
-      try:
-        matched = {path for path in paths if re.fullmatch(regex, path)}
-      except re.error as error:
-        raise UserError(f"{regex!r} is not a valid regex: {error}") from None
-      if not matched:
-        near = ", ".join(difflib.get_close_matches(regex, paths, n=3, cutoff=0))
-        raise UserError(f"{regex!r} matches no parameter's whole path; the nearest are {near}")
-      trained |= matched
-    return cls(frozenset(trained))
-
-  @classmethod
-  def by_phase(cls, params: Any, regexes: Mapping[str, Iterable[str]]) -> "dict[str, Partition]":
-    """Select the parameters of every phase, as `matching`; errors name the phase."""
-    partitions = {}
-    for name, of_phase in regexes.items():
-      try:
-        partitions[name] = cls.matching(params, of_phase)
-      except UserError as error:
-        raise UserError(f"phase {name}: {error}") from None
-    return partitions
-
-  @classmethod
-  def union(cls, partitions: Iterable["Partition"]) -> "Partition":
-    return cls(frozenset().union(*(partition.trained or () for partition in partitions)))
-
-  def split(self, tree: Any) -> tuple[Any, Any]:
-    """Split a tree like the parameters into (trained, frozen)."""
-    is_trained = lambda key_path: self.trained is None or path_of(key_path) in self.trained
-    keep = lambda wanted: jax.tree.map_with_path(
-      lambda key_path, leaf: leaf if is_trained(key_path) == wanted else None, tree
-    )
-    return keep(True), keep(False)
+  return jax.tree.map_with_path(label, params)
 
 
-ALL_PARAMETERS = Partition()
+def _matching(regex: str, paths: list[str]) -> set[str]:
+  try:
+    matched = {path for path in paths if re.fullmatch(regex, path)}
+  except re.error as error:
+    raise UserError(f"{regex!r} is not a valid regex: {error}") from None
+  if not matched:
+    near = ", ".join(difflib.get_close_matches(regex, paths, n=3, cutoff=0))
+    raise UserError(f"{regex!r} matches no parameter's whole path; the nearest are {near}")
+  return matched
 
 
-def merge(*parts: Any) -> Any:
-  """Merge parts of one tree; where several have a leaf, the first one's is taken."""
-  first = lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None)
-  return jax.tree.map(first, *parts, is_leaf=lambda node: node is None)
+def labels_by_phase(params: Any, regexes: Mapping[str, Iterable[str]]) -> dict[str, Labels]:
+  """The labels of every phase, by `labels_of`; errors name the phase."""
+  labels = {}
+  for name, of_phase in regexes.items():
+    try:
+      labels[name] = labels_of(params, of_phase)
+    except UserError as error:
+      raise UserError(f"phase {name}: {error}") from None
+  return labels
+
+
+def union(labels: Iterable[Labels]) -> Labels:
+  """Label as trained what any of `labels`, of which there is at least one, trains."""
+
+  def either(*labels: str) -> str:
+    return TRAIN if TRAIN in labels else FROZEN
+
+  return jax.tree.map(either, *labels)
+
+
+def trained_paths(labels: Labels) -> list[str]:
+  """Paths of the parameters that are trained; `labels` must not be None."""
+  leaves = jax.tree.leaves_with_path(labels)
+  return [path_of(key_path) for key_path, label in leaves if label == TRAIN]
+
+
+def frozen_paths(*labels: Labels) -> list[str]:
+  """Paths of the parameters that none of `labels` (of all phases of a run) trains."""
+  if any(each is None for each in labels):
+    return []
+  leaves = jax.tree.leaves_with_path(union(labels))
+  return [path_of(key_path) for key_path, label in leaves if label == FROZEN]
+
+
+def split(tree: Any, labels: Labels) -> tuple[Any, Any]:
+  """Split a tree like the parameters into its (trained, frozen) leaves.
+
+  Either part has `optax.MaskedNode()`, which is an empty subtree, in place of the other's leaves,
+  as `optax.partition` does.
+  """
+  if labels is None:
+    return tree, jax.tree.map(lambda _: optax.MaskedNode(), tree)
+
+  def trained(label: str, leaf: Any) -> Any:
+    return leaf if label == TRAIN else optax.MaskedNode()
+
+  def frozen(label: str, leaf: Any) -> Any:
+    return leaf if label == FROZEN else optax.MaskedNode()
+
+  return jax.tree.map(trained, labels, tree), jax.tree.map(frozen, labels, tree)
+
+
+def merge(trained: Any, frozen: Any) -> Any:
+  """The tree of which `trained` and `frozen` are the parts."""
+
+  def present(trained: Any, frozen: Any) -> Any:
+    return frozen if is_masked(trained) else trained
+
+  return jax.tree.map(present, trained, frozen, is_leaf=is_masked)
+
+
+def is_masked(node: Any) -> bool:
+  return isinstance(node, optax.MaskedNode)
+
+
+def partitioned(tx: optax.GradientTransformation, labels: Labels) -> optax.GradientTransformation:
+  """`tx` for the trained parameters, and neither updates nor state for the frozen ones.
+
+  Its update takes whole trees, or the trained parts of `split`.
+  """
+  if labels is None:
+    return tx
+  return optax.partition({TRAIN: tx, FROZEN: optax.set_to_zero()}, labels)
 
 
 def decay_mask(params: Any) -> Any:

@@ -8,67 +8,51 @@ A frozen leaf gets no gradient, weight decay, share of the clipping norm or EMA 
 bits.
 """
 
-import dataclasses
-import inspect
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import PHASE_STRATEGIES
-from maxlite.optim.labels import Partition, path_of, paths_in, state_names
-from maxlite.phases.phase_programs import PhaseOptStates, PhasePrograms, build_phase_step
-from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
-from maxlite.step.api_checks import check_not_donated, check_scalars, check_unreserved
+from maxlite.optim.labels import (
+  Labels,
+  frozen_paths,
+  labels_by_phase,
+  partitioned,
+  paths_in,
+  split,
+  state_names,
+  trained_paths,
+  union,
+)
+from maxlite.phases.module_collections import freeze_collections
+from maxlite.phases.phase import Phase, check_phases
+from maxlite.phases.phase_functions import PhaseLoss, check_divides
+from maxlite.phases.phase_opt_states import init_opt_states, owners_of
+from maxlite.phases.phase_programs import PhasePrograms, build_phase_step, repeat_on_batch
+from maxlite.phases.phase_schedule import PhaseSchedule
+from maxlite.phases.update_step import build_update_step
+from maxlite.phases.zero_gradients import check_any_gradient, shown_paths, zero_among
+from maxlite.step.api_checks import check_not_donated
 from maxlite.step.train_state import TrainState, averaged_params, init_state
-from maxlite.step.train_step import LossFunction, Step, build_gradients, build_train_step
+from maxlite.step.train_step import SkipRule, Step, build_gradients, build_train_step
 
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-  """What a phase trains, on which loss, and for how long: `steps`, or `until` a condition.
-
-  `loss(params, batch)` gets all parameters and returns a scalar, or (scalar, {name: scalar}). If it
-  has an argument `key`, it gets a random key, a new one in every step. If it has an argument
-  `collections`, it gets the state's collections (such as batch statistics) and returns (scalar,
-  {name: scalar}, collections). `accumulate` divides the batch into that many micro-batches, whose
-  losses are averaged. The optimizer, with its schedule, counts only the steps of its phase.
-  """
-
-  name: str
-  train: Sequence[str]  # regexes, each of whole parameter paths
-  loss: Callable[..., Any]
-  optimizer: optax.GradientTransformation
-  steps: int | None = None
-  until: Plateau | Threshold | None = None
-  accumulate: int = 1
-
-  def __post_init__(self):
-    if (self.steps is None) == (self.until is None):
-      raise UserError(f"phase {self.name} needs steps= or until=, one of the two")
-    if isinstance(self.train, str) or not self.train:
-      raise UserError(f"phase {self.name} trains {self.train!r}; give a list of path regexes")
-    if not hasattr(self.optimizer, "update"):
-      name = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
-      raise UserError(f"phase {self.name} has optimizer={name}; give an optimizer, as {name}(...)")
-    if not isinstance(self.steps, int | None):
-      raise UserError(f"phase {self.name} has steps={self.steps}; give an integer")
-    if not isinstance(self.accumulate, SupportsIndex) or int(self.accumulate) < 1:
-      raise UserError(
-        f"phase {self.name} has accumulate={self.accumulate}; give an integer, at least 1"
-      )
+_STEPS_IN_FLIGHT = 2  # steps after which the host reads whether a step was skipped
 
 
 class Alternation:
   """Phases that train one tree of parameters alternately.
 
   The state is a `TrainState`; every step donates it. It has the sharding of the parameters, also on
-  a mesh.
+  a mesh. A step whose loss or gradient is not finite updates nothing and is counted in the metrics
+  `skipped` and `skipped_in_a_row`.
   """
 
   def __init__(
@@ -78,30 +62,41 @@ class Alternation:
     initial_phases: Mapping[str, int] | None = None,
     strategy: str = "auto",
     ema_decay: float | None = None,
+    max_skipped_steps: int = 10,
   ):
     """
     Args:
-      initial_phases: by phase, steps that it takes alone before the cycle begins.
+      initial_phases: by phase, steps that it takes alone before the cycle begins. A phase without
+        `steps` and `until` is not in the cycle.
       strategy: `separate`, a program per phase; `switch`, one for all; or `auto`.
       ema_decay: keeps a moving average of the parameters, updated in steps that train them.
+      max_skipped_steps: consecutive skipped steps after which `step` raises UserError.
 
     Raises:
       UserError: no phases, a duplicate name, or an invalid length, name or choice.
     """
-    names = [phase.name for phase in phases]
-    duplicates = {name for name in names if names.count(name) > 1}
-    if duplicates:
-      raise UserError(f"two phases are called {min(duplicates)}; give each its own name")
+    check_phases(phases)
     if strategy not in PHASE_STRATEGIES:
       raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(PHASE_STRATEGIES)}")
     if ema_decay is not None and not 0 <= ema_decay < 1:
       raise UserError(f"ema_decay={ema_decay} is not from 0 to below 1; 0.999 is usual")
-    self.phases, self.names = list(phases), names
+    if not isinstance(max_skipped_steps, SupportsIndex) or int(max_skipped_steps) < 1:
+      raise UserError(f"max_skipped_steps={max_skipped_steps}: give an integer, at least 1")
+    self.phases = list(phases)
+    self.names = [phase.name for phase in phases]
     lengths = {phase.name: phase.until or phase.steps for phase in phases}
     self._schedule = PhaseSchedule(lengths, initial_phases)
+    # By phase with a gradient, the phase whose optimizer state it updates.
+    self._owners = owners_of(
+      {phase.name: phase.share_optimizer_state for phase in phases if phase.update is None}
+    )
     self._strategy = strategy
     self._ema_decay = ema_decay
+    self._max_skipped_steps = max_skipped_steps
     self._programs: PhasePrograms | None = None
+    self._labels: dict[str, Labels] = {}  # by phase, of the parameters that are compiled for
+    self._paths: list[str] = []  # of these parameters
+    self._latest: deque[Mapping[str, Any]] = deque()  # metrics of the latest steps
 
   @property
   def reason(self) -> str:
@@ -128,7 +123,7 @@ class Alternation:
 
   def untrained(self, params: Any) -> list[str]:
     """Paths of the parameters that no phase trains."""
-    return paths_in(Partition.union(self._partitions(params).values()).split(params)[1])
+    return frozen_paths(*self._labels_of(params).values())
 
   def init(self, params: Any, collections: Any = None, seed: int = 0) -> TrainState:
     """Initialize the state from copies of `params`.
@@ -149,7 +144,10 @@ class Alternation:
     specs = state_names(shapes, params, jax.tree.map(_spec, params))
     specs = specs.replace(collections=jax.tree.map(_spec, collections))
     mesh = _mesh_of(params)
-    place = lambda leaf, spec: leaf.update(sharding=NamedSharding(mesh, spec))
+
+    def place(leaf: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
+      return leaf.update(sharding=NamedSharding(mesh, spec))
+
     return jax.tree.map(place, shapes, specs)
 
   def compile(self, state: Any, batch: Any, own_batches: Mapping[str, Any] | None = None) -> None:
@@ -158,26 +156,43 @@ class Alternation:
     `own_batches` has, by phase, batches that are not shaped like `batch`.
     """
     batches = dict.fromkeys(self.names, batch) | dict(own_batches or {})
-    partitions = self._partitions(state.params)
-    steps = {name: self._build_step(n, partitions[name]) for n, name in enumerate(self.names)}
-    self._programs = PhasePrograms(steps, self._schedule, self._strategy, state, batches)
+    self._labels = self._labels_of(state.params)
+    self._paths = paths_in(state.params)
+    steps = {}
+    for index, name in enumerate(self.names):
+      steps[name] = self._build_step(index, self._labels[name])
+    self._programs = PhasePrograms(
+      steps,
+      self._schedule,
+      self._strategy,
+      state,
+      batches,
+      check_gradients=self._check_gradients,
+    )
 
   def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """Take a step of the phase that is due: (state, metrics).
 
-    The metrics are `loss`, those of the phase's loss, and `phase`, an index into `names`.
+    The metrics are `loss`, those of the phase's loss, `phase`, an index into `names`, and
+    `grad_norm`, `skipped` and `skipped_in_a_row`. A phase without a gradient has no `loss` and
+    `grad_norm`.
 
     Raises:
-      UserError: `state` was given to an earlier step, or differs in shape from the compiled one.
+      UserError: `state` was given to an earlier step, or differs in shape from the compiled one;
+        in the first step of a phase, all its gradients are zero; or too many consecutive steps
+        were skipped, as known two steps later.
     """
-    check_not_donated(state)
+    _check_state(state)
     if self._programs is None:
       self.compile(state, batch)
-    return self._programs.step(state, batch)
+    assert self._programs is not None
+    state, metrics = self._programs.step(state, batch)
+    self._check_skipped(metrics)
+    return state, metrics
 
   def next_phase(self, state: TrainState) -> str:
     """Name of the phase whose step is due."""
-    check_not_donated(state)
+    _check_state(state)
     if self._programs is None:
       return self.names[int(self._schedule.phase(state.clock))]
     return self._programs.phase(state)
@@ -186,135 +201,138 @@ class Alternation:
     """The parameters' moving averages; parameters that no phase trains are unchanged."""
     if self._ema_decay is None:
       raise UserError("there is no moving average: give Alternation an ema_decay")
-    check_not_donated(state)
+    _check_state(state)
     return averaged_params(state)
 
-  def _partitions(self, params: Any) -> dict[str, Partition]:
-    partitions = Partition.by_phase(params, {phase.name: phase.train for phase in self.phases})
-    for name, partition in partitions.items():
-      for path, leaf in jax.tree.leaves_with_path(partition.split(params)[0]):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-          raise UserError(
-            f"phase {name} trains {path_of(path)}, which is {jax.typeof(leaf).str_short()} and has "
-            "no gradient: leave it out of its regexes"
-          )
-    return partitions
+  def _labels_of(self, params: Any) -> dict[str, Labels]:
+    labels = labels_by_phase(params, {phase.name: phase.train for phase in self.phases})
+    leaves = dict(zip(paths_in(params), jax.tree.leaves(params), strict=True))
+    for phase in self.phases:
+      if phase.update is None:
+        trained = {path: leaves[path] for path in trained_paths(labels[phase.name])}
+        _check_differentiable(phase.name, trained)
+    return labels
+
+  def _optimizers(self, labels: Mapping[str, Labels]) -> dict[str, optax.GradientTransformation]:
+    """By phase with a gradient, its optimizer."""
+    optimizers = {}
+    for phase in self.phases:
+      if phase.optimizer is not None:
+        optimizers[phase.name] = partitioned(phase.optimizer, labels[phase.name])
+    return optimizers
 
   def _init(self, params: Any, collections: Any, seed: jax.Array) -> TrainState:
-    partitions = self._partitions(params)
-    init = lambda phase: phase.optimizer.init(partitions[phase.name].split(params)[0])
-    opt_states = {phase.name: init(phase) for phase in self.phases}
-    trained, _ = Partition.union(partitions.values()).split(params)
+    labels = self._labels_of(params)
+    averaged = None
+    if self._ema_decay is not None:
+      averaged = _averaged_part(params, union(labels.values()))
     return init_state(
       jax.tree.map(jnp.copy, params),  # the caller's own must not be donated
-      PhaseOptStates(opt_states),
+      init_opt_states(params, self._optimizers(labels), labels, self._owners),
       jax.random.key_data(jax.random.key(seed)),
       self._schedule.start(),
-      averaged=None if self._ema_decay is None else trained,
+      averaged=averaged,
       collections=jax.tree.map(jnp.copy, collections),
     )
 
-  def _build_step(self, index: int, partition: Partition) -> Step:
+  def _build_step(self, index: int, labels: Labels) -> Step:
     phase = self.phases[index]
-    step = build_train_step(
-      build_gradients(_PhaseLoss(phase), phase.accumulate),
-      phase.optimizer,
-      partition=partition,
-      ema_decay=self._ema_decay or 0.0,
-      skip=None,
-    )
+    skip = SkipRule()
+    ema_decay = self._ema_decay or 0.0
+
+    def is_first(state: TrainState) -> jax.Array:
+      return state.clock.taken_P[index] == 0
+
+    if phase.update is not None:
+      step = build_update_step(phase, labels, ema_decay, skip)
+    else:
+      assert phase.optimizer is not None
+      step = build_train_step(
+        build_gradients(PhaseLoss(phase), phase.accumulate),
+        partitioned(phase.optimizer, labels),
+        labels=labels,
+        ema_decay=ema_decay,
+        skip=skip,
+        check_zero=is_first,
+      )
 
     def step_and_freeze(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-      _check_divides(phase, batch)
+      check_divides(phase, batch)
       before = state.collections
       state, metrics = step(state, batch)
-      collections = _freeze_collections(before, state.collections, state.params, partition)
+      collections = freeze_collections(before, state.collections, labels)
       return state.replace(collections=collections), metrics
 
-    return build_phase_step(step_and_freeze, index, self._schedule)
+    repeated = repeat_on_batch(step_and_freeze, phase.repeat_batch)
+    return build_phase_step(repeated, index, self._schedule, self._owners.get(phase.name))
 
+  def _check_gradients(self, phase: str, zero_N: np.ndarray) -> None:
+    """Raise UserError if all gradients of the phase's first step are zero; warn if some are."""
+    trained = trained_paths(self._labels[phase])
+    zero = zero_among(self._paths, zero_N) & set(trained)
+    check_any_gradient(phase, trained, zero)
+    if zero:
+      warnings.warn(
+        f"phase {phase}: the gradient of {shown_paths(zero)} is exactly zero in its first step: "
+        "the loss does not depend on them, or multiplies them by zeros",
+        stacklevel=4,
+      )
 
-@dataclasses.dataclass(frozen=True)
-class _PhaseLoss(LossFunction):
-  """The mean of a phase's loss over its micro-batches."""
-
-  phase: Phase
-
-  def forward(
-    self, params: Any, collections: Any, batch: Any, key: jax.Array
-  ) -> tuple[tuple[jax.Array, dict], Any]:
-    loss, metrics, collections = _call(self.phase, params, batch, key, collections)
-    return (loss, jax.lax.stop_gradient({"loss": loss, **metrics})), collections
-
-  def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
-    return jax.tree.map(lambda x: x / self.phase.accumulate, sums)
-
-
-def _check_divides(phase: Phase, batch: Any) -> None:
-  for x in jax.tree.leaves(batch) if phase.accumulate > 1 else ():
-    if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
+  def _check_skipped(self, metrics: Mapping[str, Any]) -> None:
+    """Raise UserError if too many consecutive steps, up to two steps ago, were skipped."""
+    self._latest.append(metrics)
+    if len(self._latest) <= _STEPS_IN_FLIGHT:
+      return
+    earlier = self._latest.popleft()
+    skipped = int(earlier["skipped_in_a_row"])
+    if skipped >= self._max_skipped_steps:
+      phase = self.names[int(earlier["phase"])]
       raise UserError(
-        f"phase {phase.name}: a batch of shape {jnp.shape(x)} does not divide into "
-        f"accumulate={phase.accumulate} parts along its first axis"
+        f"phase {phase}: the loss or a gradient was not finite in {skipped} consecutive steps, "
+        "which were skipped: lower the learning rate, or check the loss and the batches"
       )
 
 
-def _call(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: Any) -> tuple:
-  """Call the phase's loss: (scalar, metrics, collections).
-
-  Raises:
-    UserError: the loss returns something else.
-  """
-  takes = inspect.signature(phase.loss).parameters
-  if "collections" in takes and collections is None:
+def _check_state(state: Any) -> None:
+  if not isinstance(state, TrainState) or state.clock is None:
     raise UserError(
-      f"the loss of phase {phase.name} takes collections, and the state has none: give them to "
-      "init(params, collections)"
+      f"the state is a {type(state).__name__} that Alternation.init did not return: give the state "
+      "of init(params), or of the latest step"
     )
-  given = {"key": key, "collections": collections}
-  result = phase.loss(params, batch, **{name: x for name, x in given.items() if name in takes})
-  parts = result if isinstance(result, tuple) else (result,)
-  form = "scalar, {name: scalar}, collections" if "collections" in takes else "scalar"
-  if ("collections" in takes and len(parts) != 3) or len(parts) > 3:
-    raise UserError(f"the loss of phase {phase.name} returns {len(parts)} values, not ({form})")
-  value, metrics, collections = (*parts, *({}, collections)[len(parts) - 1 :])
-  check_scalars({"loss": value, **metrics}, f"phase {phase.name}")
-  check_unreserved(metrics, ("phase",), f"phase {phase.name}")
-  if changed := set(paths_in(collections)) ^ set(paths_in(given["collections"])):
-    raise UserError(
-      f"the loss of phase {phase.name} must return the collections that it gets; they differ in "
-      f"{', '.join(sorted(changed)[:3])}"
-    )
-  return value, metrics, collections
+  check_not_donated(state)
 
 
-def _freeze_collections(before: Any, after: Any, params: Any, partition: Partition) -> Any:
-  """The collections after a step, unchanged for modules of which no parameter is trained.
+def _check_differentiable(phase: str, trained: Mapping[str, Any]) -> None:
+  for path, leaf in trained.items():
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+      raise UserError(
+        f"phase {phase} trains {path}, which is {jax.typeof(leaf).str_short()} and has no "
+        "gradient: leave it out of its regexes"
+      )
 
-  A module without parameters follows the nearest enclosing module that has some.
-  """
-  module_paths = lambda tree: [f"{path}/".removeprefix("params/") for path in paths_in(tree)]
-  trained, frozen = map(module_paths, partition.split(params))
 
-  def leaf(key_path: tuple, old: Any, new: Any) -> Any:
-    keys = path_of(key_path[:-1]).split("/")
-    # Without the collection: the first key in Flax; below their module if models are in a dict.
-    modules = [keys[:n] + keys[n + 1 :] for n in range(len(keys))] + [keys]
-    depths = range(len(keys), 0, -1)
-    around = (f"{'/'.join(module[:depth])}/" for depth in depths for module in modules)
-    below = lambda paths, module: any(path.startswith(module) for path in paths)
-    nearest = next((m for m in around if below(trained + frozen, m)), "")
-    return new if below(trained, nearest) else old
+def _averaged_part(params: Any, labels: Labels) -> Any:
+  """The trained parameters that have a moving average: those that are not integers."""
 
-  return jax.tree_util.tree_map_with_path(leaf, before, after)
+  def averaged(leaf: Any) -> Any:
+    is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return leaf if is_float else optax.MaskedNode()
+
+  trained, _ = split(params, labels)
+  return jax.tree.map(averaged, trained)
 
 
 def _mesh_of(params: Any) -> jax.sharding.Mesh:
   """The mesh of the parameters; if they have none, a mesh of their device."""
-  shardings = [s for leaf in jax.tree.leaves(params) if (s := getattr(leaf, "sharding", None))]
-  meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
-  devices = [*itertools.chain(*(each.device_set for each in shardings)), jax.devices()[0]]
-  return meshes[0] if meshes else jax.sharding.Mesh(devices[:1], ("device",))
+  devices = []
+  for leaf in jax.tree.leaves(params):
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+      return sharding.mesh
+    if sharding is not None:
+      devices += sharding.device_set
+  devices += jax.devices()
+  return jax.sharding.Mesh(devices[:1], ("device",))
 
 
 def _spec(leaf: Any) -> jax.P:

@@ -8,7 +8,8 @@ import jax
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.optim.labels import Partition, paths_in
+from maxlite.optim.labels import Labels, frozen_paths, labels_by_phase, split, union
+from maxlite.phases.phase_opt_states import owners_of
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 
 PhaseSpan = tuple[int, int, str]  # first and last step of a span, and its phase
@@ -24,32 +25,46 @@ class PhasePlan:
       initial_phases: by phase, steps that it takes alone before the cycle begins.
       params: may be abstract (`jax.ShapeDtypeStruct`).
     """
-    self.phases, self._params = phases, params
-    self.schedule = PhaseSchedule({p.name: _length(p) for p in phases}, initial_phases)
-    self.partitions = Partition.by_phase(params, {phase.name: phase.train for phase in phases})
+    self.phases = phases
+    self._params = params
+    lengths = {phase.name: _length(phase) for phase in phases}
+    self.schedule = PhaseSchedule(lengths, initial_phases)
+    self.labels: dict[str, Labels] = labels_by_phase(
+      params, {phase.name: phase.train for phase in phases}
+    )
+    # By phase, the phase whose optimizer state it updates.
+    self.owners = owners_of({phase.name: phase.share_optimizer_state for phase in phases})
+    self._initial_phases = dict(initial_phases)
 
   @property
-  def trained(self) -> Partition:
+  def trained(self) -> Labels:
     """The parameters that some phase trains."""
-    return Partition.union(self.partitions.values())
+    return union(self.labels.values())
 
   @property
   def untrained_paths(self) -> list[str]:
-    return paths_in(self.trained.split(self._params)[1])
+    return frozen_paths(*self.labels.values())
 
-  def num_steps(self, phase: PhaseConfig, run_steps: int) -> int:
-    """Steps of `phase` in a run of `run_steps`; all of them if any phase ends on a condition."""
-    if any(other.until for other in self.phases):
-      return run_steps
-    spans = self.schedule.timeline(run_steps)
-    return max(sum(last - first + 1 for first, last, name in spans if name == phase.name), 1)
+  def num_updates(self, phase: PhaseConfig, run_steps: int) -> int:
+    """Updates of the optimizer state of `phase` in a run of `run_steps`.
+
+    If any phase ends on a condition, their largest possible number.
+    """
+    sharing = [each for each in self.phases if self.owners[each.name] == self.owners[phase.name]]
+    if any(each.until for each in self.phases):
+      return run_steps * max(each.repeat_batch for each in sharing)
+    repeats = {each.name: each.repeat_batch for each in sharing}
+    num_updates = 0
+    for first, last, name in self.schedule.timeline(run_steps):
+      num_updates += (last - first + 1) * repeats.get(name, 0)
+    return max(num_updates, 1)
 
   def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[PhaseSpan]:
     """(first step, last step, phase) of each span in `num_steps` steps, counted from 1.
 
     If any phase ends on a condition, the spans are those of the logged `rows`.
     """
-    if all(phase.steps for phase in self.phases):
+    if not any(phase.until for phase in self.phases):
       return self.schedule.timeline(num_steps)
     return spans_of_rows(rows, [phase.name for phase in self.phases])
 
@@ -63,16 +78,29 @@ class PhasePlan:
 
   def describe_phase(self, phase: PhaseConfig, run_data: DataConfig) -> str:
     """A line on what the phase trains, and on the data keys that differ from the run's."""
-    trained, _ = self.partitions[phase.name].split(self._params)
+    trained, _ = split(self._params, self.labels[phase.name])
     num_trained = sum(leaf.size for leaf in jax.tree.leaves(trained))
-    length = f"{phase.steps} steps" if phase.steps else f"up to {phase.until.max_steps} steps"
     line = (
-      f"phase {phase.name}: {length} of {phase.loss} by {phase.optimizer.opt_type}, trains "
-      f"{num_trained:,} parameters ({', '.join(phase.train)})"
+      f"phase {phase.name}: {self._describe_length(phase)} of {phase.loss} by "
+      f"{phase.optimizer.opt_type}, trains {num_trained:,} parameters ({', '.join(phase.train)})"
     )
-    own, shared = flatten(phase.data), flatten(run_data)
+    if phase.repeat_batch > 1:
+      line += f", {phase.repeat_batch} times on each batch"
+    if phase.share_optimizer_state:
+      line += f", with the optimizer state of {phase.share_optimizer_state}"
+    own = flatten(phase.data)
+    shared = flatten(run_data)
     changed = [f"{key}={show(own[key])}" for key in DATA_KEYS if own[key] != shared[key]]
-    return line + (f", with {' '.join(changed)}" if changed else "")
+    if changed:
+      line += f", with {' '.join(changed)}"
+    return line
+
+  def _describe_length(self, phase: PhaseConfig) -> str:
+    if phase.until is not None:
+      return f"up to {phase.until.max_steps} steps"
+    if phase.steps is not None:
+      return f"{phase.steps} steps"
+    return f"{self._initial_phases[phase.name]} initial steps"
 
 
 def losses_by_phase(phase: PhaseConfig, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,10 +120,10 @@ def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[PhaseSpan]
   return spans
 
 
-def _length(phase: PhaseConfig) -> int | Plateau | Threshold:
-  if phase.until is None:
-    return phase.steps
+def _length(phase: PhaseConfig) -> int | Plateau | Threshold | None:
   until = phase.until
+  if until is None:
+    return phase.steps
   if until.patience is not None:
     return Plateau(until.metric, until.patience, until.max_steps, until.min_delta)
   return Threshold(until.metric, until.max_steps, until.below, until.above)

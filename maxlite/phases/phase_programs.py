@@ -8,40 +8,61 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from flax import struct
+import numpy as np
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
+from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
+from maxlite.step.train_step import ZERO_GRADIENTS
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 MANY_PROGRAMS = 8
 
 
-@struct.dataclass
-class PhaseOptStates:
-  """The optimizer states of all phases, each for the parameters that its phase trains."""
-
-  own: dict[str, optax.OptState]  # by phase
-
-
-def build_phase_step(step: Step, index: int, schedule: PhaseSchedule) -> Step:
+def build_phase_step(step: Step, index: int, schedule: PhaseSchedule, owner: str | None) -> Step:
   """Make `step`, which trains the parameters of one phase, a step of alternating training.
 
-  It updates the optimizer state of this phase only, advances the clock, and reports `phase`.
+  It updates the optimizer state of the phase `owner` (None: none), advances the clock, and reports
+  `phase`.
   """
-  name = schedule.names[index]
 
   def phase_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-    own, clock = state.opt_state.own, state.clock
-    state, metrics = step(state.replace(opt_state=own[name]), batch)
+    states = state.opt_state
+    clock = state.clock
+    own = None if owner is None else states.own[owner]
+    state, metrics = step(state.replace(opt_state=own), batch)
+    if owner is not None:
+      states = PhaseOptStates(states.own | {owner: state.opt_state})
     metrics["phase"] = jnp.array(index, jnp.int32)
-    opt_state = PhaseOptStates(own | {name: state.opt_state})
     clock = schedule.advance(clock, index, metrics)
-    return state.replace(opt_state=opt_state, clock=clock), metrics
+    return state.replace(opt_state=states, clock=clock), metrics
 
   return phase_step
+
+
+def repeat_on_batch(step: Step, num_times: int) -> Step:
+  """Make a step that takes `step` several times on one batch, with other random numbers each time.
+
+  It counts as one step; the metrics are those of the last time.
+  """
+  if num_times == 1:
+    return step
+
+  def repeated(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    first = state.step
+    rng = state.rng
+
+    def once(state: Any, time: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+      key = jax.random.fold_in(jax.random.wrap_key_data(rng), time)
+      state = state.replace(step=first, rng=jax.random.key_data(key))
+      return step(state, batch)
+
+    state, metrics_N = jax.lax.scan(once, state, jnp.arange(num_times))
+    metrics = jax.tree.map(lambda values_N: values_N[-1], metrics_N)
+    return state.replace(rng=rng), metrics
+
+  return repeated
 
 
 class PhasePrograms:
@@ -58,6 +79,7 @@ class PhasePrograms:
     state: Any,
     batches: Mapping[str, Any],
     compiler_options: Mapping[str, Any] | None = None,
+    check_gradients: Callable[[str, np.ndarray], None] | None = None,
   ):
     """
     Args:
@@ -65,6 +87,8 @@ class PhasePrograms:
       state: arrays, or shapes and shardings.
       batches: by phase, likewise.
       compiler_options: of XLA.
+      check_gradients: called with a phase and its metric ZERO_GRADIENTS after the first step that
+        it takes in this process.
 
     Raises:
       UserError: `switch` with batches, or with metrics of one name, of different shapes.
@@ -73,19 +97,14 @@ class PhasePrograms:
     self._schedule = schedule
     self._names = list(steps)
     self._latest: tuple[jax.Array, Position, jax.Array] | None = None
-    on_mesh = lambda leaf: isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    # None lets the compiler choose.
-    shardings = jax.tree.map(lambda leaf: leaf.sharding if on_mesh(leaf) else None, state)
-    metrics_of = lambda name: list(jax.eval_shape(steps[name], state, batches[name])[1])
-    self._metrics = [metrics_of(name) for name in self._names]
+    self._check_gradients = check_gradients
+    self._checked: set[str] = set()
+    self._metrics = {name: _metric_names(steps[name], state, batches[name]) for name in steps}
     if self.strategy == "switch":
       batch = next(iter(batches.values()))
       steps = {"switch": switch_step(steps, schedule, state, batch)}
       batches = {"switch": batch}
-    options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
-    jit = functools.partial(jax.jit, out_shardings=(shardings, None, None), **options)
-    lower = lambda name, step: jit(functools.partial(_with_last, step)).lower(state, batches[name])
-    lowered = [lower(name, step) for name, step in steps.items()]
+    lowered = [_lower(step, state, batches[name], compiler_options) for name, step in steps.items()]
     self.compiled = dict(zip(steps, compile_in_parallel(lowered), strict=True))
 
   def phase(self, state: Any) -> str:
@@ -99,8 +118,7 @@ class PhasePrograms:
       UserError: the phase was compiled for a batch of another shape.
     """
     position = self._position(state)
-    phase = self._schedule.phase_at(position)
-    name = self._names[phase]
+    name = self._names[self._schedule.phase_at(position)]
     program = self.compiled["switch" if self.strategy == "switch" else name]
     try:
       state, metrics, last = program(state, batch)
@@ -110,12 +128,40 @@ class PhasePrograms:
         "compile() batches like those to come, in own_batches where phases differ"
       ) from error
     self._latest = (state.clock.step, position, last)
-    return state, {key: metrics[key] for key in self._metrics[phase]}
+    if name not in self._checked:
+      self._checked.add(name)
+      if self._check_gradients is not None and ZERO_GRADIENTS in self._metrics[name]:
+        self._check_gradients(name, np.asarray(metrics[ZERO_GRADIENTS]))
+    reported = [key for key in self._metrics[name] if key != ZERO_GRADIENTS]
+    return state, {key: metrics[key] for key in reported}
 
   def _position(self, state: Any) -> Position:
     if self._latest is not None and self._latest[0] is state.clock.step:
       return self._schedule.follow(*self._latest[1:])
     return self._schedule.position(state.clock)
+
+
+def _metric_names(step: Step, state: Any, batch: Any) -> list[str]:
+  _, metrics = jax.eval_shape(step, state, batch)
+  return list(metrics)
+
+
+def _lower(
+  step: Step, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None
+) -> jax.stages.Lowered:
+  """Lower a step that donates the state and keeps its shardings; None lets the compiler choose."""
+
+  def sharding_of(leaf: Any) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+  jitted = jax.jit(
+    functools.partial(_with_last, step),
+    out_shardings=(jax.tree.map(sharding_of, state), None, None),
+    donate_argnums=0,
+    compiler_options=compiler_options or None,
+  )
+  return jitted.lower(state, batch)
 
 
 def _choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:

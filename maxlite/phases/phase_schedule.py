@@ -1,6 +1,7 @@
 """The schedule of phases: lengths and conditions, the clock in the state, its copy on the host.
 
-A schedule is a list of segments: the initial phases, once, then a cycle of one segment per phase.
+A schedule is a list of segments: the initial phases, once, then a cycle of one segment for every
+phase that has a length.
 """
 
 import dataclasses
@@ -81,28 +82,43 @@ class PhaseSchedule:
 
   def __init__(
     self,
-    lengths: Mapping[str, int | Plateau | Threshold],
+    lengths: Mapping[str, int | Plateau | Threshold | None],
     initial_phases: Mapping[str, int] | None = None,
   ):
     """
     Args:
-      lengths: by phase, in order, its steps or the condition that ends it.
+      lengths: by phase, in order, its steps or the condition that ends it; None for an initial
+        phase that is not in the cycle.
       initial_phases: by phase, steps that it takes alone before the cycle begins.
     """
     initial = initial_phases or {}
     _check(lengths, initial)
     self.names = list(lengths)
-    self._until = [None if isinstance(ends, int) else ends for ends in lengths.values()]
-    steps = [ends if isinstance(ends, int) else ends.max_steps for ends in lengths.values()]
+    self._until: list[Plateau | Threshold | None] = []  # by phase
+    cycle = []
+    for phase, ends in enumerate(lengths.values()):
+      until = ends if isinstance(ends, Plateau | Threshold) else None
+      self._until.append(until)
+      if ends is not None:
+        cycle.append((phase, _max_steps(ends)))
     self._num_initial = len(initial)
-    self._segments = [(self.names.index(name), n) for name, n in initial.items()]
-    self._segments += enumerate(steps)
+    self._segments = [(self.names.index(name), int(n)) for name, n in initial.items()]
+    self._segments += cycle
 
   def start(self) -> PhaseClock:
     """The clock before the first step."""
-    zero, last = jnp.zeros((), jnp.int32), jnp.array(self._segments[0][1] == 1)
-    taken_P, best = jnp.zeros(len(self.names), jnp.int32), jnp.array(jnp.inf, jnp.float32)
-    return PhaseClock(zero, zero, zero, last, round=zero, taken_P=taken_P, best=best, stale=zero)
+    zero = jnp.zeros((), jnp.int32)
+    _, length = self._segments[0]
+    return PhaseClock(
+      step=zero,
+      segment=zero,
+      step_in_segment=zero,
+      last=jnp.array(length == 1),
+      round=zero,
+      taken_P=jnp.zeros(len(self.names), jnp.int32),
+      best=jnp.array(jnp.inf, jnp.float32),
+      stale=zero,
+    )
 
   def phase(self, clock: PhaseClock) -> jax.Array:
     """Index of the next step's phase."""
@@ -186,21 +202,46 @@ class PhaseSchedule:
     return spans
 
 
+def _max_steps(ends: int | Plateau | Threshold) -> int:
+  return ends.max_steps if isinstance(ends, Plateau | Threshold) else ends
+
+
 def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
   if not lengths:
     raise UserError("there are no phases; give at least one")
   for name, ends in lengths.items():
-    steps = ends if isinstance(ends, int) else ends.max_steps
-    if not isinstance(steps, SupportsIndex) or int(steps) < 1:
-      raise UserError(f"phase {name} takes {steps} steps; give an integer, at least 1, or omit it")
+    if ends is None:
+      if name not in initial:
+        raise UserError(
+          f"phase {name} has no length: give it steps or until, or name it in initial_phases"
+        )
+      continue
+    steps = _max_steps(ends)
+    if not _is_positive(steps):
+      raise UserError(
+        f"phase {name} takes {steps} steps; give an integer, at least 1, or, for a phase that runs "
+        "only at the start, leave steps out and name it in initial_phases"
+      )
     if isinstance(ends, Plateau) and ends.patience < 1:
       raise UserError(f"phase {name} has patience={ends.patience}; give it at least 1")
+  _check_initial(lengths, initial)
+  if all(ends is None for ends in lengths.values()):
+    raise UserError(
+      "all phases run only at the start: give the phase that trains after them steps or until"
+    )
+
+
+def _check_initial(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
   for name, steps in initial.items():
     if name not in lengths:
       raise UserError(
         f"initial_phases: no phase is called {name!r}; there are {', '.join(lengths)}"
       )
-    if not isinstance(steps, SupportsIndex) or int(steps) < 1:
+    if not _is_positive(steps):
       raise UserError(
         f"initial_phases: {name} takes {steps} steps; give an integer, at least 1, or omit it"
       )
+
+
+def _is_positive(steps: Any) -> bool:
+  return isinstance(steps, SupportsIndex) and int(steps) >= 1

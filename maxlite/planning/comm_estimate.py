@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models.remat import saved_by_remat
-from maxlite.optim.labels import paths_in
+from maxlite.optim.labels import paths_in, split
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
 from maxlite.planning.memory_estimate import FLOAT32_BYTES, num_token_shards
 from maxlite.planning.plan_target import PlanTarget
@@ -117,7 +117,8 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
     slices=target.slices,
     grid=target.grid,
   )
-  trained_paths = set(paths_in(objective.partition.split(trainer.abstract_state.params)[0]))
+  trained, _ = split(trainer.abstract_state.params, objective.labels)
+  trained_paths = set(paths_in(trained))
   for parameter in trainer.parameter_shardings:
     weight = _Weight.of(step, parameter)
     _gather_weight(step, weight)

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
-from maxlite.optim.labels import merge
+from maxlite.optim.labels import merge, split
 from maxlite.sharding.host_memory import is_on_host
 from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.training.objective import Objective
@@ -62,7 +62,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
   weight_and_gradient_bytes = jnp.dtype(model.dtype).itemsize + FLOAT32_BYTES
   parameters = bytes_per_device(state.params)
-  trained, _ = objective.partition.split(state.params)
+  trained, _ = split(state.params, objective.labels)
   saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
   host_optimizer = bytes_per_device([x for x in jax.tree.leaves(state) if is_on_host(x)])
   saved_bytes, host_activations = sum(activation.num_bytes for activation in saved), 0.0
@@ -128,7 +128,7 @@ def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> li
     def residuals(params: Any, tokens_BT: jax.Array) -> Any:
       inputs = (tokens_BT, tokens_BT, tokens_BT)
       forward = lambda params: model.apply({"params": params}, *inputs, method=model.hidden)[0]
-      trained, frozen = objective.partition.split(params)
+      trained, frozen = split(params, objective.labels)
       return jax.vjp(lambda trained: forward(merge(trained, frozen)), trained)[1]
 
     return jax.eval_shape(residuals, trainer.abstract_state.params, tokens_BT)

@@ -1,4 +1,4 @@
-"""Checks of what the Python APIs are given: states and the values of losses."""
+"""Checks of what the Python APIs are given: states, optimizers and the values of losses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from maxlite.config.errors import UserError
 
@@ -19,9 +20,31 @@ def check_not_donated(state: Any) -> None:
     )
 
 
+def as_optimizer(value: Any, place: str) -> optax.GradientTransformation:
+  """The optimizer that was given for `place`; `optax.MultiSteps` becomes a transformation.
+
+  Raises:
+    UserError: it is not an optimizer.
+  """
+  if isinstance(value, optax.MultiSteps):
+    return value.gradient_transformation()
+  if isinstance(value, str):
+    example = value if hasattr(optax, value) else "adam"
+    raise UserError(
+      f"{place} has optimizer={value!r}, a string; give an optimizer, as optax.{example}(1e-3)"
+    )
+  if not hasattr(value, "init") or not hasattr(value, "update"):
+    name = getattr(value, "__name__", type(value).__name__)
+    call = f", as {name}(...)" if callable(value) else ", as optax.adam(1e-3)"
+    raise UserError(f"{place} has optimizer={name}; give an optimizer{call}")
+  return value
+
+
 def check_scalars(values: Mapping[str, Any], place: str) -> None:
   """Raise UserError if one of the values that the loss of `place` returned is not a scalar."""
   for name, x in values.items():
+    if x is None:
+      raise UserError(f"{name!r} of {place} is None; return the loss at the end of its function")
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
     if not is_array or jnp.shape(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
       found = jax.typeof(x).str_short() if is_array else type(x).__name__

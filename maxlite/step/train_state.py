@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from maxlite.optim.labels import is_masked
+
 
 @struct.dataclass
 class TrainState:
@@ -32,14 +34,29 @@ def init_state(
 ) -> TrainState:
   """The state before the first step; `averaged` has the parameters that the EMA follows."""
   zero = jnp.zeros((), jnp.int32)
-  start = lambda leaf: jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
-  ema = jax.tree.map(start, averaged)
-  return TrainState(zero, params, opt_state, rng, zero, zero, clock, ema, collections)
+
+  def start(leaf: jax.Array) -> jax.Array:
+    return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
+
+  return TrainState(
+    step=zero,
+    params=params,
+    opt_state=opt_state,
+    rng=rng,
+    skipped=zero,
+    skipped_in_a_row=zero,
+    clock=clock,
+    ema=jax.tree.map(start, averaged),
+    collections=collections,
+  )
 
 
 def averaged_params(state: TrainState) -> Any:
   """The parameters, with their moving averages where there are any; None without EMA."""
   if state.ema is None:
     return None
-  take = lambda mean, leaf: leaf if mean is None else mean.astype(leaf.dtype)
-  return jax.tree.map(take, state.ema, state.params, is_leaf=lambda mean: mean is None)
+
+  def take(mean: Any, leaf: jax.Array) -> jax.Array:
+    return leaf if is_masked(mean) else mean.astype(leaf.dtype)
+
+  return jax.tree.map(take, state.ema, state.params, is_leaf=is_masked)

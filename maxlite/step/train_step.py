@@ -13,13 +13,16 @@ import optax
 
 from maxlite.config.errors import UserError
 from maxlite.data.batch import interleave
-from maxlite.optim.labels import ALL_PARAMETERS, Partition, merge
+from maxlite.optim.labels import Labels, is_masked, merge, split
 from maxlite.step.train_state import TrainState
 
 _NEEDS_LOSS = (
   "an optimizer that needs the loss value, such as lbfgs, is not supported: choose one whose "
   "update takes gradients, state and parameters ({})"
 )
+
+# Metric of a step: by parameter, in the order of the leaves, whether its gradient is zero.
+ZERO_GRADIENTS = "zero_gradients"
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 GradientFunction = Callable[..., tuple[Any, jax.Array, dict, Any]]  # from `build_gradients`
@@ -105,28 +108,39 @@ def build_step_parts(
   gradients_of: GradientFunction,
   tx: optax.GradientTransformation,
   *,
-  partition: Partition = ALL_PARAMETERS,
+  labels: Labels = None,
   learning_rate: Callable[[TrainState], jax.Array] | None = None,
   ema_decay: float = 0.0,
   post_update: Callable[[Any, dict, jax.Array], Any] | None = None,
   skip: SkipRule | None = SkipRule(),
+  check_zero: Callable[[TrainState], jax.Array] | None = None,
 ) -> StepParts:
   """Build the two parts of a training step.
 
   Args:
     gradients_of: from `build_gradients`.
-    partition: the trained parameters; frozen ones get no gradient and keep their bits.
+    tx: with labels, as returned by `partitioned`.
+    labels: of the parameters; frozen ones get no gradient and keep their bits.
     learning_rate: of the step that is due, for the metrics.
     post_update: (parameters, metrics, whether the update was applied) -> parameters; what it
       changes in frozen parameters is discarded.
     skip: None applies every update.
+    check_zero: whether the step reports ZERO_GRADIENTS; None: never.
   """
 
   def gradients(params: Any, collections: Any, batch: Any, key: jax.Array) -> GradientResult:
-    trained, frozen = partition.split(params)
+    trained, frozen = split(params, labels)
     return GradientResult(*gradients_of(trained, frozen, collections, batch, key))
 
-  update = _Update(tx, partition, learning_rate, ema_decay, post_update, skip)
+  update = _Update(
+    tx=tx,
+    labels=labels,
+    learning_rate=learning_rate,
+    ema_decay=ema_decay,
+    post_update=post_update,
+    skip=skip,
+    check_zero=check_zero,
+  )
   return StepParts(gradients, update)
 
 
@@ -135,31 +149,34 @@ class _Update:
   """The second part of a step; fields as of `build_step_parts`."""
 
   tx: optax.GradientTransformation
-  partition: Partition
+  labels: Labels
   learning_rate: Callable[[TrainState], jax.Array] | None
   ema_decay: float
   post_update: Callable[[Any, dict, jax.Array], Any] | None
   skip: SkipRule | None
+  check_zero: Callable[[TrainState], jax.Array] | None
 
   def __call__(
     self, state: TrainState, result: GradientResult
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    trained, frozen = self.partition.split(state.params)
+    trained, frozen = split(state.params, self.labels)
     gradients = result.gradients
     metrics = dict(result.metrics)
     if self.learning_rate is not None:
       metrics["learning_rate"] = self.learning_rate(state)
+    if self.check_zero is not None:
+      metrics[ZERO_GRADIENTS] = _zero_gradients(gradients, self.check_zero(state))
     finite, state = _check_finite(self.skip, state, result.loss, gradients, metrics)
     trained, opt_state = _update(self.tx, gradients, state.opt_state, trained, finite, self.skip)
     if self.post_update is not None:
       changed = self.post_update(merge(trained, frozen), metrics, finite)
-      trained, _ = self.partition.split(changed)
+      trained, _ = split(changed, self.labels)
     new_state = state.replace(
       step=state.step + 1,
       params=merge(trained, frozen),
       opt_state=opt_state,
-      ema=_update_ema(state.ema, trained, self.partition, finite, self.ema_decay),
-      collections=_select(self.skip, finite, result.collections, state.collections),
+      ema=update_ema(state.ema, trained, self.labels, finite, self.ema_decay),
+      collections=select(self.skip, finite, result.collections, state.collections),
     )
     return new_state, metrics
 
@@ -253,11 +270,29 @@ def _check_finite(
     finite &= jnp.isfinite(metrics["grad_norm"])
   if skip.freeze_after is not None:
     finite &= state.skipped_in_a_row < skip.freeze_after
+  return finite, count_skipped(state, finite, metrics)
+
+
+def count_skipped(state: TrainState, finite: jax.Array, metrics: dict) -> TrainState:
+  """Count the step as skipped unless it is `finite`; adds the counters to the metrics."""
   skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
   in_a_row = (state.skipped_in_a_row + skipped) * skipped
   counters = {"skipped": state.skipped + skipped, "skipped_in_a_row": in_a_row}
   metrics |= counters
-  return finite, state.replace(**counters)
+  return state.replace(**counters)
+
+
+def _zero_gradients(gradients: Any, check: jax.Array) -> jax.Array:
+  """By parameter, whether its gradient is zero; False for frozen ones and unless `check`."""
+  leaves = jax.tree.leaves(gradients, is_leaf=is_masked)
+
+  def is_zero(leaf: Any) -> jax.Array:
+    return jnp.array(False) if is_masked(leaf) else jnp.all(leaf == 0)
+
+  def flags() -> jax.Array:
+    return jnp.stack([is_zero(leaf) for leaf in leaves])
+
+  return jax.lax.cond(check, flags, lambda: jnp.zeros(len(leaves), bool))
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -292,20 +327,26 @@ def _update(
     keep = lambda opt_state, trained: (trained, opt_state)
     return jax.lax.cond(finite, apply, keep, opt_state, trained)
   updated, opt_state = apply(opt_state, trained)
-  return _select(skip, finite, updated, trained), opt_state
+  return select(skip, finite, updated, trained), opt_state
 
 
-def _select(skip: SkipRule | None, finite: jax.Array, new: Any, old: Any) -> Any:
-  return new if skip is None else jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+def select(skip: SkipRule | None, finite: jax.Array, new: Any, old: Any) -> Any:
+  """`new` if the update is applied, otherwise `old`."""
+  if skip is None:
+    return new
+  return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
 
-def _update_ema(
-  ema: Any, trained: Any, partition: Partition, finite: jax.Array, decay: float
-) -> Any:
+def update_ema(ema: Any, trained: Any, labels: Labels, finite: jax.Array, decay: float) -> Any:
   """Move the averages of the trained parameters, if the update is applied."""
   if ema is None:
     return None
-  averages, frozen = partition.split(ema)
+  averages, frozen = split(ema, labels)
   share = jnp.where(finite, 1 - decay, 0)
-  move = lambda mean, leaf: mean + share.astype(mean.dtype) * (leaf.astype(mean.dtype) - mean)
-  return merge(jax.tree.map(move, averages, trained), frozen)
+
+  def move(mean: Any, leaf: jax.Array) -> Any:
+    if is_masked(mean):  # a parameter without an average
+      return mean
+    return mean + share.astype(mean.dtype) * (leaf.astype(mean.dtype) - mean)
+
+  return merge(jax.tree.map(move, averages, trained, is_leaf=is_masked), frozen)

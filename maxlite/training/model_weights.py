@@ -20,7 +20,7 @@ from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingC
 from maxlite.config.validation import validate
 from maxlite.layers.lora import OPTIONAL_MODULE_KEYS, add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
-from maxlite.optim.labels import ALL_PARAMETERS
+from maxlite.optim.labels import Labels, split
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.step.train_state import averaged_params
 from maxlite.training.saved_run import ModelFolder, model_folders
@@ -59,11 +59,15 @@ class RunWeights(ModelWeights):
     params, phasing = trainer.abstract_state.params, self._cfg.phasing
     if not self._cfg.training.ema_decay:
       return self.read(trainer)
-    trained = ALL_PARAMETERS
+    trained: Labels = None
     if phasing.phases:
       trained = PhasePlan(phases_of(self._cfg), initial_phases_of(self._cfg), params).trained
-    wide = lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32))
-    ema = jax.tree.map(wide, trained.split(params)[0])
+
+    def wide(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+      return leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+
+    averaged, _ = split(params, trained)
+    ema = jax.tree.map(wide, averaged)
     parts = self._restore({"params": params, "ema": ema})
     return averaged_params(trainer.abstract_state.replace(**parts))
 

@@ -10,9 +10,9 @@ import optax
 
 from maxlite.config.errors import UserError
 from maxlite.config.phases import PhaseConfig
-from maxlite.config.schema import Config, DataConfig, TrainingConfig
+from maxlite.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from maxlite.optim import build_optimizer, learning_rate, with_schedule_steps
-from maxlite.optim.labels import ALL_PARAMETERS, Partition
+from maxlite.optim.labels import Labels, partitioned, split
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.sharding import Sharder
 from maxlite.training.batch_shape import batch_shape
@@ -20,16 +20,17 @@ from maxlite.training.batch_shape import batch_shape
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
-  """A loss of a partition of the parameters, its optimizer and its batches."""
+  """A loss of a part of the parameters, its optimizer and its batches."""
 
   name: str  # of the phase; "train" in a run without phases
   data: DataConfig
   training: TrainingConfig
   loss: str  # a name in LOSSES
-  partition: Partition
-  tx: optax.GradientTransformation
-  learning_rate: Callable[[Any, jax.Array], jax.Array]  # of (optimizer state, number of updates)
+  labels: Labels  # of the parameters; None in a run without phases
+  tx: optax.GradientTransformation  # of the trained parameters
+  learning_rate: Callable[[Any], jax.Array]  # of the next update, by the optimizer state
   batch_shape: tuple[int, int]  # rows over all devices, positions
+  repeat_batch: int = 1  # updates on each batch
 
 
 def build_objectives(
@@ -40,26 +41,48 @@ def build_objectives(
   Args:
     names: logical axis names of the parameters.
   """
-  num_steps = cfg.run.steps
-  build_tx = lambda optimizer, partition: build_optimizer(
-    optimizer, partition.split(names)[0], cfg.model
-  )
   if plan is None:
-    sections = {"optimizer": cfg.optimizer, "training": cfg.training, "data": cfg.data}
-    whole = PhaseConfig("train", (".*",), cfg.training.loss_type, num_steps, None, **sections)
-    return [_build_objective(whole, num_steps, ALL_PARAMETERS, build_tx, sharder)]
-  part_of = lambda phase: (plan.num_steps(phase, num_steps), plan.partitions[phase.name])
-  return [_build_objective(phase, *part_of(phase), build_tx, sharder) for phase in plan.phases]
+    whole = PhaseConfig(
+      name="train",
+      train=(".*",),
+      loss=cfg.training.loss_type,
+      steps=cfg.run.steps,
+      until=None,
+      optimizer=cfg.optimizer,
+      training=cfg.training,
+      data=cfg.data,
+    )
+    return [_build_objective(whole, cfg.run.steps, None, names, cfg.model, sharder)]
+  objectives = []
+  for phase in plan.phases:
+    num_updates = plan.num_updates(phase, cfg.run.steps)
+    labels = plan.labels[phase.name]
+    objectives.append(_build_objective(phase, num_updates, labels, names, cfg.model, sharder))
+  return objectives
 
 
 def _build_objective(
-  phase: PhaseConfig, num_steps: int, partition: Partition, build_tx: Callable, sharder: Sharder
+  phase: PhaseConfig,
+  num_updates: int,
+  labels: Labels,
+  names: Any,
+  model: ModelConfig,
+  sharder: Sharder,
 ) -> Objective:
-  optimizer = with_schedule_steps(phase.optimizer, num_steps)
+  optimizer = with_schedule_steps(phase.optimizer, num_updates)
   try:
     shape = batch_shape(phase.data, phase.training, sharder)
   except UserError as error:
     raise UserError(f"phase {phase.name}: {error}") from None
-  tx, rate = build_tx(optimizer, partition), functools.partial(learning_rate, optimizer)
-  of_phase = phase.name, phase.data, phase.training, phase.loss
-  return Objective(*of_phase, partition, tx, rate, shape)
+  trained_names, _ = split(names, labels)
+  return Objective(
+    name=phase.name,
+    data=phase.data,
+    training=phase.training,
+    loss=phase.loss,
+    labels=labels,
+    tx=partitioned(build_optimizer(optimizer, trained_names, model), labels),
+    learning_rate=functools.partial(learning_rate, optimizer),
+    batch_shape=shape,
+    repeat_batch=phase.repeat_batch,
+  )

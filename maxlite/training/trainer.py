@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
@@ -23,16 +25,25 @@ from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops
 from maxlite.models import Decoder
-from maxlite.optim.labels import logical_names, paths_in, state_names
+from maxlite.optim.labels import (
+  frozen_paths,
+  logical_names,
+  paths_in,
+  split,
+  state_names,
+  trained_paths,
+)
 from maxlite.optim.parametrization import scale_initial
+from maxlite.phases.phase_opt_states import init_opt_states
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.phases.phase_programs import (
-  PhaseOptStates,
   PhasePrograms,
   build_phase_step,
   compile_for_batches,
+  repeat_on_batch,
   switch_step,
 )
+from maxlite.phases.zero_gradients import check_any_gradient, zero_among
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
@@ -52,7 +63,7 @@ from maxlite.training.batch_shape import batch_shape
 from maxlite.training.local_updates import OuterOptimizer
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective, build_objectives
-from maxlite.training.routed_bias import build_routed_bias_update
+from maxlite.training.routed_bias import BIAS, build_routed_bias_update
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,26 +122,33 @@ class Trainer:
     schedule = self.phase_plan.schedule
     return switch_step(steps, schedule, self.abstract_state, self.abstract_batch)
 
-  def _build_steps(self, *, freeze_diverged: bool = False) -> dict[str, Step]:
-    return {
-      each.name: self._build_step(n, freeze_diverged=freeze_diverged)
-      for n, each in enumerate(self.objectives)
-    }
+  def _build_steps(
+    self, *, freeze_diverged: bool = False, check_zero: bool = False
+  ) -> dict[str, Step]:
+    steps = {}
+    for n, each in enumerate(self.objectives):
+      steps[each.name] = self._build_step(n, freeze_diverged=freeze_diverged, check_zero=check_zero)
+    return steps
 
-  def build_parts(self, index: int, *, freeze_diverged: bool = False) -> StepParts:
+  def build_parts(
+    self, index: int, *, freeze_diverged: bool = False, check_zero: bool = False
+  ) -> StepParts:
     """Build the two parts of the step of one objective.
 
     Args:
       freeze_diverged: update nothing after `max_skipped_steps` skipped steps in a row, where a solo
         run would end but an ensemble continues.
+      check_zero: report ZERO_GRADIENTS of the first step of each phase.
     """
     objective = self.objectives[index]
     moe = self.cfg.model.moe
     cfg = objective.training
 
     def learning_rate(state: TrainState) -> jax.Array:
-      taken = state.step - state.skipped if state.clock is None else state.clock.taken_P[index]
-      return objective.learning_rate(state.opt_state, taken.astype(jnp.float32))
+      return objective.learning_rate(state.opt_state)
+
+    def is_first(state: TrainState) -> jax.Array:
+      return state.clock.taken_P[index] == 0
 
     model = self.outer.model_of_one(self.model) if self.outer else self.model
     entry = LOSSES[objective.loss]
@@ -138,20 +156,26 @@ class Trainer:
     return build_step_parts(
       build_gradients(loss, cfg.gradient_accumulation_steps),
       objective.tx,
-      partition=objective.partition,
+      labels=objective.labels,
       learning_rate=learning_rate,
       ema_decay=cfg.ema_decay,
       post_update=build_routed_bias_update(moe) if self.is_moe else None,
       skip=SkipRule(freeze_after=cfg.max_skipped_steps if freeze_diverged else None),
+      check_zero=is_first if check_zero else None,
     )
 
-  def _build_step(self, index: int, *, freeze_diverged: bool = False) -> Step:
-    step = join_parts(self.build_parts(index, freeze_diverged=freeze_diverged))
+  def _build_step(
+    self, index: int, *, freeze_diverged: bool = False, check_zero: bool = False
+  ) -> Step:
+    objective = self.objectives[index]
+    parts = self.build_parts(index, freeze_diverged=freeze_diverged, check_zero=check_zero)
+    step = repeat_on_batch(join_parts(parts), objective.repeat_batch)
     if self.cfg.mesh.optimizer_memory_host_offload:
       step = offload_optimizer(step)
     step = self.outer.build_step(step) if self.outer else step
     if self.phase_plan is not None:
-      step = build_phase_step(step, index, self.phase_plan.schedule)
+      owner = self.phase_plan.owners[objective.name]
+      step = build_phase_step(step, index, self.phase_plan.schedule, owner)
     return self.teacher.with_teacher(step) if self.teacher else step
 
   @functools.cached_property
@@ -205,10 +229,29 @@ class Trainer:
   def phase_programs(self) -> PhasePrograms:
     """The compiled steps of all phases."""
     assert self.phase_plan is not None
-    schedule, strategy = self.phase_plan.schedule, self.cfg.phasing.phase_strategy
-    batches = {each.name: self._abstract_input(each.batch_shape) for each in self.objectives}
-    steps, options = self._build_steps(), self.compiler_options
-    return PhasePrograms(steps, schedule, strategy, self.abstract_state, batches, options)
+    return PhasePrograms(
+      self._build_steps(check_zero=True),
+      self.phase_plan.schedule,
+      self.cfg.phasing.phase_strategy,
+      self.abstract_state,
+      {each.name: self._abstract_input(each.batch_shape) for each in self.objectives},
+      self.compiler_options,
+      self._check_gradients,
+    )
+
+  def _check_gradients(self, phase: str, zero_N: np.ndarray) -> None:
+    """Raise UserError if the loss of `phase` does not depend on what it trains."""
+    assert self.phase_plan is not None
+    trained = trained_paths(self.phase_plan.labels[phase])
+    if self.cfg.model.moe.routed_bias:  # moved without a gradient
+      trained = [path for path in trained if not re.search(BIAS, path)]
+    paths = paths_in(self.abstract_state.params)
+    check_any_gradient(phase, trained, zero_among(paths, zero_N))
+
+  @property
+  def frozen_paths(self) -> list[str]:
+    """Paths of the parameters that no step trains."""
+    return frozen_paths(*(each.labels for each in self.objectives))
 
   @property
   def flops_per_step(self) -> list[float]:
@@ -217,10 +260,19 @@ class Trainer:
 
   def flops_of(self, objective: Objective, batch_shape: tuple[int, int]) -> float:
     """FLOPs of a step on one batch over all devices."""
-    loss, trained = LOSSES[objective.loss], objective.partition.trained
-    keys = {"logits": loss.logits, "drafts": loss.drafts}
-    own = train_flops(self.cfg.model, self.parameter_sizes, batch_shape, trained, **keys).total
-    return own + self.teacher.flops(batch_shape) if loss.open_teacher else own
+    loss = LOSSES[objective.loss]
+    trained = None if objective.labels is None else trained_paths(objective.labels)
+    flops = train_flops(
+      self.cfg.model,
+      self.parameter_sizes,
+      batch_shape,
+      trained,
+      logits=loss.logits,
+      drafts=loss.drafts,
+    ).total
+    if loss.open_teacher:
+      flops += self.teacher.flops(batch_shape)
+    return flops * objective.repeat_batch
 
   def place(self, batch: Batch) -> Batch:
     """Make a global batch of the run's size from this host's rows (numpy)."""
@@ -321,10 +373,16 @@ def _first_state(
   plan: PhasePlan | None,
 ) -> TrainState:
   rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
-  opt_states = {each.name: each.tx.init(each.partition.split(params)[0]) for each in objectives}
   if plan is None:
-    opt_state, clock, averaged = opt_states["train"], None, params
+    opt_state = objectives[0].tx.init(params)
+    clock = None
+    averaged = params
   else:
-    opt_state, clock = PhaseOptStates(opt_states), plan.schedule.start()
-    averaged = plan.trained.split(params)[0]
-  return init_state(params, opt_state, rng, clock, averaged if cfg.training.ema_decay else None)
+    opt_state = init_opt_states(
+      params, {each.name: each.tx for each in objectives}, plan.labels, plan.owners
+    )
+    clock = plan.schedule.start()
+    averaged, _ = split(params, plan.trained)
+  if not cfg.training.ema_decay:
+    averaged = None
+  return init_state(params, opt_state, rng, clock, averaged)

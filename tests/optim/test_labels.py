@@ -1,4 +1,4 @@
-"""Partitions, weight decay, matrix axes, and the sharding of optimizer state."""
+"""Labels, weight decay, matrix axes, and the sharding of optimizer state."""
 
 import functools
 
@@ -14,15 +14,19 @@ from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer
 from maxlite.optim.labels import (
-  ALL_PARAMETERS,
-  Partition,
   decay_mask,
+  frozen_paths,
+  labels_of,
   logical_names,
   matrix_axes,
   merge,
+  partitioned,
   path_of,
   paths_in,
+  split,
   state_names,
+  trained_paths,
+  union,
 )
 from maxlite.sharding import Sharder, build_mesh
 
@@ -122,16 +126,20 @@ NUM_MOMENTS = {
 }
 
 
+def shapes_of(shapes):
+  return jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
+    shapes,
+    is_leaf=lambda leaf: isinstance(leaf, tuple),
+  )
+
+
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
 def test_moments_are_sharded_like_parameters_and_the_rest_replicated(opt_type):
   cfg = build(
     Config, DEFAULTS | {"opt_type": opt_type, "learning_rate_schedule_steps": 10}
   ).optimizer
-  params = jax.tree.map(
-    lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
-    STATE_SHAPES,
-    is_leaf=lambda leaf: isinstance(leaf, tuple),
-  )
+  params = shapes_of(STATE_SHAPES)
   state = jax.eval_shape(build_optimizer(cfg, STATE_NAMES, ModelConfig()).init, params)
   names = state_names(state, params, STATE_NAMES)
   assert jax.tree.structure(names) == jax.tree.structure(state)
@@ -155,28 +163,61 @@ NESTED = {
 
 
 def test_merge_inverts_split():
-  trained, frozen = Partition.matching(NESTED, ["a/.*l", "b/.*"]).split(NESTED)
+  trained, frozen = split(NESTED, labels_of(NESTED, ["a/.*l", "b/.*"]))
   assert paths_in(trained) == ["a/kernel", "b/[0]"]
   assert paths_in(frozen) == ["a/bias"]
   assert jax.tree.structure(merge(trained, frozen)) == jax.tree.structure(NESTED)
-  assert all(
-    x is y for x, y in zip(*map(jax.tree.leaves, (merge(frozen, trained), NESTED)), strict=True)
-  )
+  for part in ((trained, frozen), (frozen, trained)):
+    merged = jax.tree.leaves(merge(*part))
+    assert all(x is y for x, y in zip(merged, jax.tree.leaves(NESTED), strict=True))
 
 
-def test_all_parameters_are_trained_by_default():
-  trained, frozen = ALL_PARAMETERS.split(NESTED)
+def test_without_labels_all_parameters_are_trained():
+  trained, frozen = split(NESTED, None)
   assert paths_in(trained) == paths_in(NESTED)
   assert paths_in(frozen) == []
+  assert frozen_paths(None) == []
+  tx = optax.sgd(0.1)
+  assert partitioned(tx, None) is tx
+
+
+def test_frozen_paths_are_those_that_no_phase_trains():
+  kernels = labels_of(NESTED, ["a/kernel"])
+  lists = labels_of(NESTED, ["b/.*"])
+  assert trained_paths(kernels) == ["a/kernel"]
+  assert frozen_paths(kernels) == ["a/bias", "b/[0]"]
+  assert frozen_paths(kernels, lists) == ["a/bias"]
+  assert frozen_paths(kernels, None) == []
+  assert trained_paths(union([kernels, lists])) == ["a/kernel", "b/[0]"]
 
 
 def test_a_regex_matches_whole_paths_and_the_error_names_the_nearest():
   with pytest.raises(ValueError, match=r"^'a/kern' matches no .* nearest are a/kernel") as error:
-    Partition.matching(NESTED, ["b/.*", "a/kern"])
+    labels_of(NESTED, ["b/.*", "a/kern"])
   assert "\n" not in str(error.value)
 
 
 def test_an_optimizer_keeps_state_for_the_trained_leaves_only():
-  trained, _ = Partition.matching(NESTED, ["a/kernel", "b/.*"]).split(NESTED)
-  state = optax.adam(1e-3).init(trained)
+  labels = labels_of(NESTED, ["a/kernel", "b/.*"])
+  state = partitioned(optax.adam(1e-3), labels).init(NESTED)
   assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim) == 2 * (6 + 4)
+
+
+@pytest.mark.parametrize("opt_type", OPTIMIZERS)
+def test_moments_of_a_phase_are_sharded_like_its_parameters(opt_type):
+  """Below the states of `optax.partition`, and only for what the phase trains."""
+  keys = {"opt_type": opt_type, "learning_rate_schedule_steps": 10}
+  cfg = build(Config, DEFAULTS | keys).optimizer
+  params = shapes_of(STATE_SHAPES)
+  labels = labels_of(params, ["embed/.*", "layers/out/.*"])
+  trained_names, _ = split(STATE_NAMES, labels)
+  tx = partitioned(build_optimizer(cfg, trained_names, ModelConfig()), labels)
+  state = jax.eval_shape(tx.init, params)
+  names = jax.tree.leaves(state_names(state, params, STATE_NAMES))
+  found = {"embedding": 0, "scale": 0, "wi": 0, "kernel": 0}
+  for leaf, leaf_names in zip(jax.tree.leaves(state), names, strict=True):
+    for path, param in by_path(params).items():
+      if leaf.shape == param.shape:
+        assert leaf_names == by_path(STATE_NAMES)[path]
+        found[path.split("/")[-1]] += 1
+  assert found == NUM_MOMENTS[opt_type] | {"scale": 0, "wi": 0}

@@ -20,7 +20,7 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, ModelConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
-from maxlite.optim.labels import Partition
+from maxlite.optim.labels import labels_of, split, trained_paths
 from maxlite.phases import Alternation, Phase, Plateau, Threshold
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -73,6 +73,11 @@ def a_to_b_and_c(strategy="separate", match=match_loss, **keys):
     strategy=strategy,
     **keys,
   )
+
+
+def own_state(state, phase):
+  """The state of a phase's optimizer."""
+  return state.opt_state.own[phase].inner_states["train"].inner_state
 
 
 def take(alternation, state, stream):
@@ -216,7 +221,7 @@ def test_mesh_equals_one_device(strategy):
   mesh = jax.make_mesh((8,), ("x",))
   alternation = a_to_b_and_c(strategy, ema_decay=0.5)
   state = alternation.init(sharded(make_params(), mesh))
-  for tree in (state.params, state.opt_state.own["fit"][0].mu, state.ema):
+  for tree in (state.params, own_state(state, "fit")[0].mu, state.ema):
     assert tree["a"]["kernel"].sharding.spec == jax.P("x")
   rows_of = jax.NamedSharding(mesh, jax.P("x"))
   stream = (jax.device_put(batch, rows_of) for batch in batches(12))
@@ -255,7 +260,7 @@ def test_resumes_on_another_mesh(tmp_path):
   four, eight = (jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]) for n in (4, 8))
   state, _ = take(before, before.init(sharded(make_params(), four)), batches(6))
   state = save_and_restore(tmp_path, after, state, sharded(make_params(), eight))
-  assert state.opt_state.own["fit"][0].mu["a"]["kernel"].sharding.mesh == eight
+  assert own_state(state, "fit")[0].mu["a"]["kernel"].sharding.mesh == eight
   state, _ = take(after, state, batches(6, first=6))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   jax.tree.map(close, jax.device_get(state), uninterrupted()[0])
@@ -294,12 +299,12 @@ def test_frozen_parameters_keep_their_bits(tmp_path_factory, parts, kinds, accum
   phases = []
   for opt_type, part, parts_of_batch in zip(OPTIMIZERS, parts, accumulate, strict=True):
     train = [f"{name}/{kinds}" for name in sorted(part)]
-    tx = optimizer_of(opt_type, Partition.matching(names, train).split(names)[0])
+    tx = optimizer_of(opt_type, split(names, labels_of(names, train))[0])
     phases.append(Phase(opt_type, train, loss, tx, steps=1, accumulate=parts_of_batch))
   alternation = Alternation(phases, strategy=strategy, ema_decay=0.5)
   state = alternation.init(params)
   for step, batch in enumerate(batches(len(phases) + 1)):
-    trained = Partition.matching(params, phases[step % len(phases)].train).trained
+    trained = set(trained_paths(labels_of(params, phases[step % len(phases)].train)))
     before = jax.device_get((state.params, state.ema))
     if step == 2:
       folder = tmp_path_factory.mktemp("checkpoints")
@@ -320,7 +325,9 @@ def test_phases_that_train_the_same_leaf_have_separate_optimizer_states():
   for phases in (halves, whole):
     alternation = Alternation(phases)
     states.append(take(alternation, alternation.init(make_params()), batches(4))[0])
-  counts = [[int(own[0].count) for own in state.opt_state.own.values()] for state in states]
+  counts = [
+    [int(own_state(state, name)[0].count) for name in state.opt_state.own] for state in states
+  ]
   assert counts == [[2, 2], [4]]
   assert not np.array_equal(*(state.params["a"]["kernel"] for state in states))
 

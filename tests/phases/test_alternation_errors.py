@@ -59,7 +59,7 @@ def first_step(build_alternation):
   [
     ({"name": "match"}, "two phases are called match"),
     ({"steps": 0}, "phase fit takes 0 steps"),
-    ({"steps": None}, "phase fit needs steps= or until="),
+    ({"steps": None}, "phase fit has no length: give it steps or until, or name it in initial"),
     ({"steps": 2.0}, "phase fit has steps=2.0; give an integer"),
     ({"optimizer": optax.sgd}, r"phase fit has optimizer=sgd; give an optimizer, as sgd\("),
     ({"train": []}, "phase fit trains"),

@@ -96,12 +96,15 @@ class PhasesConfig:
     "Phases in order, each {name: N, train: [path regexes], loss: L, steps: N}. Losses: "
     "`next_token`, `distill` (default: loss_type); for draft heads `match_head` or "
     "`next_token_and_draft`. Instead of steps: `until: {metric: M, max_steps: N, patience: N}` (or "
-    "below: X, above: X). A phase may also set optimizer keys, gradient_accumulation_steps and "
-    "data keys such as dataset_path and per_device_batch_size (not tokenizer_*, eval_*, "
-    "max_target_length).",
+    "below: X, above: X). A phase may also set `repeat_batch: N` (updates on each batch), "
+    "`share_optimizer_state: PHASE` (of a phase that trains the same parameters), optimizer keys, "
+    "gradient_accumulation_steps and data keys such as dataset_path and per_device_batch_size (not "
+    "tokenizer_*, eval_*, max_target_length).",
   )
   initial_phases: FrozenMapping = model_field(
-    FrozenMapping(), "{phase: steps}: phases that run once, in order, before the alternation."
+    FrozenMapping(),
+    "{phase: steps}: phases that run once, in order, before the alternation. A phase that is named "
+    "here may leave out steps: then it runs only here.",
   )
   phase_strategy: str = field(
     "auto",
