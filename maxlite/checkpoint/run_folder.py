@@ -30,6 +30,7 @@ from maxlite.config.object_store import (
 )
 from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
+from maxlite.config.rules import ENSEMBLE_KEYS
 from maxlite.config.saved import differences, read_values
 from maxlite.config.schema import KEYS
 from maxlite.config.yaml_files import MODEL_FILE, read_file
@@ -173,11 +174,14 @@ class RunFolder:
     all keys except those of the imported model.
 
     Raises:
-      UserError: such a key differs, so that the run's weights would not fit.
+      UserError: such a key differs, so that the run's weights would not fit, or one of the two is
+        an ensemble and the other a single run.
     """
     if not self.config.exists():
       return None
-    changes = differences(read_values(self.config), values)
+    saved = read_values(self.config)
+    self._check_kind(saved, values)
+    changes = differences(saved, values)
     is_fixed = lambda name: KEYS[name].field.shapes_model and not _only_data(name, *changes[name])
     fixed = {name: pair for name, pair in changes.items() if is_fixed(name)}
     if self.model.exists() and not self.metrics.exists():  # imported but not trained yet
@@ -191,6 +195,22 @@ class RunFolder:
         f"another run_name, or set {before}"
       )
     return changes
+
+  def _check_kind(self, saved: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise UserError if one config is of an ensemble and the other of a single run."""
+    was_ensemble = any(saved[key] for key in ENSEMBLE_KEYS)
+    is_ensemble = any(values[key] for key in ENSEMBLE_KEYS)
+    if self.member_names() and was_ensemble and not is_ensemble:
+      raise UserError(
+        f"run folder {self.place} holds an ensemble, and this command trains a single run: choose "
+        "another run_name, or give the members, sweep or search of the ensemble"
+      )
+    is_run = self.metrics.exists() or self.model.exists()
+    if is_run and is_ensemble and not was_ensemble:
+      raise UserError(
+        f"run folder {self.place} holds a single run, which an ensemble would hide: choose another "
+        f"run_name; load_parameters_path={self.place} starts all members from its parameters"
+      )
 
   def save_config(self, changes: Changes | None, save: Callable[[Path], None]) -> None:
     """Write config.yml with `save(path)` if it changed; the previous is kept as config.N.yml."""

@@ -10,6 +10,7 @@ import pytest
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.errors import UserError
+from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.saved import read_saved, save_resolved
 from maxlite.config.schema import Config, flatten
 
@@ -93,6 +94,25 @@ def test_another_model_raises_and_writes_nothing(folder):
     start(folder, base_emb_dim=128, head_dim=16, steps=9)
   assert folder.config.read_text() == before
   assert [path.name for path in folder.directory.iterdir()] == ["config.yml"]
+
+
+def test_a_folder_holds_a_run_or_an_ensemble(folder, tmp_path):
+  members = (FrozenMapping([("name", "a")]),)
+  start(folder)
+  assert start(folder, members=members) is not None  # nothing was trained
+  start(folder)
+  folder.metrics.write_text("{}\n")
+  fix = f"load_parameters_path={re.escape(folder.place)} starts all members from its parameters"
+  with pytest.raises(UserError, match=f"holds a single run, .* another run_name; {fix}$"):
+    start(folder, members=members)
+  ensemble = RunFolder(tmp_path / "ensemble")
+  start(ensemble, members=members)
+  member = ensemble.directory / "members" / "a"
+  member.mkdir(parents=True)
+  (member / "config.yml").touch()
+  assert start(ensemble, members=members, steps=9) is not None
+  with pytest.raises(UserError, match="holds an ensemble, and this command trains a single run"):
+    start(ensemble)
 
 
 def test_an_imported_run_fixes_only_its_model_before_training(folder):
