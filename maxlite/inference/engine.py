@@ -31,7 +31,6 @@ from maxlite.models.decoder import Decoder
 
 NO_TOKEN = -1  # padding in the output of rows that have finished
 MAX_STEPS = 16  # decode steps per call
-_MIN_PROMPT_LENGTH = 16  # prompts are padded to this length, or to the next power of two
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +67,9 @@ class Engine:
     num_drafts: tokens that the model's draft heads propose per decode step.
     first_block: cache positions read at least; doubled whenever a row has reached them. GPUs, which
       would have to synchronize with the host each time, read all.
+    min_prompt_length: prompts are padded to this length times a power of `prompt_growth`, and each
+      such length is a program.
+    prompt_growth: a larger one has fewer programs and more padding.
 
   Raises:
     UserError: the shards of a batch do not divide num_rows, or there are fewer draft heads.
@@ -83,6 +85,8 @@ class Engine:
     stop_token_ids: Sequence[int],
     num_drafts: int = 0,
     first_block: int = 128,
+    min_prompt_length: int = 16,
+    prompt_growth: int = 2,
   ) -> None:
     self.num_shards = model.sharder.num_shards("activation_batch")
     if num_rows % self.num_shards:
@@ -97,6 +101,8 @@ class Engine:
       )
     self._model, self._params, self.stop_token_ids = model, params, tuple(stop_token_ids)
     self.num_rows, self.max_length, self.num_drafts = num_rows, max_length, num_drafts
+    self._min_prompt_length = min_prompt_length
+    self._prompt_growth = prompt_growth
     self._first_block = 0 if model.sharder.platform == "gpu" else first_block
     self.compile_seconds = 0.0
     self._programs: dict[Hashable, Callable] = {}
@@ -172,7 +178,10 @@ class Engine:
     self._params = self._state = None
 
   def _padded(self, length: int) -> int:
-    return min(max(_MIN_PROMPT_LENGTH, 1 << (length - 1).bit_length()), self.max_length)
+    padded = self._min_prompt_length
+    while padded < length:
+      padded *= self._prompt_growth
+    return min(padded, self.max_length)
 
   def _prefill_args(
     self, requests: Sequence[GenerationRequest], rows: Sequence[int], size: int

@@ -86,8 +86,12 @@ def build_engine(
   params: Any,
   stop_token_ids: Sequence[int],
   requests: Sequence[GenerationRequest] = (),
+  **options: int,
 ) -> Engine:
   """Build an engine for `requests`, or for any of up to max_target_length tokens if empty.
+
+  Args:
+    **options: of `Engine`.
 
   Raises:
     UserError: a request exceeds max_target_length, or num_speculative_tokens the draft heads.
@@ -115,6 +119,7 @@ def build_engine(
     max_length=min(needed + -needed % _LENGTH_MULTIPLE, max_length),
     stop_token_ids=stop_token_ids,
     num_drafts=num_heads if num_drafts < 0 else num_drafts,
+    **options,
   )
 
 

@@ -85,11 +85,11 @@ def stop_token():
   return greedy_completions()[1][4]
 
 
-def engine_of(num_rows, **degrees):
+def engine_of(num_rows, padding=None, **degrees):
   sharder = sharder_of(**degrees)
   model, params = inference_model(config_of(), sharder), inference_params(config_of(), params_of())
   keys = {"num_rows": num_rows, "max_length": MAX_LENGTH, "first_block": 8}
-  return Engine(model, params, stop_token_ids=[stop_token()], **keys)
+  return Engine(model, params, stop_token_ids=[stop_token()], **keys, **padding or {})
 
 
 @functools.cache
@@ -169,6 +169,14 @@ def test_requests_compile_nothing_after_compile_ahead():
   for length in (1, 16, 17, MAX_LENGTH - 1):
     completions_of(engine, [GenerationRequest([1] * length, 1, GREEDY)])
   assert engine.compile_seconds == seconds
+
+
+def test_larger_growth_of_prompts_compiles_fewer_programs():
+  engine = engine_of(2, padding={"min_prompt_length": 2, "prompt_growth": 5})
+  engine.compile_ahead()
+  assert [*engine._programs] == ["step", (1, 2), (1, 10), (1, MAX_LENGTH)]
+  found = completions_of(engine, greedy_requests()[:1])
+  assert found == [until_stop(greedy_completions()[0])]
 
 
 @pytest.mark.parametrize(

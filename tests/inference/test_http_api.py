@@ -60,7 +60,7 @@ TEMPLATE = (
 
 
 @contextlib.contextmanager
-def served(engine_thread, template="", **keys):
+def served(engine_thread, template="", max_per_address=0, **keys):
   """(port, engine_thread) of a running server."""
   letters = Letters()
   chat = (
@@ -70,7 +70,8 @@ def served(engine_thread, template="", **keys):
   )
   api = Api(engine_thread, letters, chat, name="tiny", max_length=tiny.MAX_LENGTH, **keys)
   app = api.build_app(allowed_hosts("127.0.0.1"))
-  server = http_server.HttpServer(app, engine_thread, log_level="error")
+  options = {"max_per_address": max_per_address, "log_level": "error"}
+  server = http_server.HttpServer(app, engine_thread, **options)
   with listen("127.0.0.1", 0) as listening:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -253,6 +254,9 @@ def test_a_full_queue_rejects_others_until_a_client_disconnects(service, monkeyp
     ({"prompt": "a", "max_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
     ({"prompt": "a", "logprobs": 0}, "logprobs=0 is not supported"),
     ({"prompt": "a", "temperature": -1}, "temperature=-1 must be"),
+    ({"prompt": "a", "temperature": 2.1}, "temperature=2.1 must be from 0 to 2"),
+    ({"prompt": "a", "model": 7}, "model=7 must be a string"),
+    ({"prompt": "a" * 1537}, "1537 bytes, more than 24 tokens can hold (1536 bytes): shorten it"),
     ({"prompt": "a", "temperature": "hot"}, "temperature='hot' must be a number"),
     ({"prompt": "a", "n": 2}, "n=2 is not supported"),
     ({"prompt": "a", "topk": 2}, "topk is not a known parameter"),
@@ -285,41 +289,6 @@ def test_a_body_that_is_not_json_is_rejected(service, body):
     assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_that_does_not_arrive_times_out(service, monkeypatch):
-  monkeypatch.setattr("maxlite.inference.server.http_api.MAX_BODY_SECONDS", 0.1)
-  head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-  with socket.create_connection(("127.0.0.1", service[0])) as connection:
-    connection.sendall(f"{head}content-length: 9\r\n\r\n".encode())
-    assert connection.recv(999).startswith(b"HTTP/1.1 400")
-
-
-def is_closed_within(connection, seconds):
-  """Whether the server closes the connection, while single bytes of headers arrive."""
-  end = time.monotonic() + seconds
-  connection.settimeout(0.05)
-  while time.monotonic() < end:
-    try:
-      connection.sendall(b"x")
-      if not connection.recv(1):
-        return True
-    except TimeoutError:
-      continue
-    except ConnectionError:
-      return True
-  return False
-
-
-@pytest.mark.parametrize("answered", [False, True], ids=["first", "next"])
-def test_headers_that_arrive_byte_by_byte_time_out(service, monkeypatch, answered):
-  monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.3)
-  with socket.create_connection(("127.0.0.1", service[0])) as connection:
-    if answered:
-      connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-      assert connection.recv(999).startswith(b"HTTP/1.1 200")
-    connection.sendall(b"GET / HTTP/1.1\r\nx-slow: ")
-    assert is_closed_within(connection, 5)
-
-
 def test_a_stream_may_take_longer_than_the_headers(service, monkeypatch):
   monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.05)
   step = tiny.two_rows().step
@@ -344,6 +313,31 @@ def test_a_body_that_is_aborted_leaves_no_error(service, errors):
     time.sleep(0.2)
   complete(service, prompt="a", max_tokens=2)
   assert not errors.records
+
+
+def test_another_model_is_not_found(service):
+  for path, body in [
+    ("/v1/completions", {"prompt": "a", "model": "gpt"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "model": "gpt"}),
+    ("/v1/models/gpt", None),
+  ]:
+    status, text = ask(service, path, body)
+    error = json.loads(text)["error"]
+    assert (status, error["code"], error["type"]) == (
+      404,
+      "model_not_found",
+      "invalid_request_error",
+    )
+    assert error["message"] == "the model `gpt` does not exist: this server has `tiny`"
+  assert json.loads(ask(service, "/v1/models/tiny")[1])["id"] == "tiny"
+
+
+def test_completions_without_a_seed_vary(service):
+  params = {"prompt": "a", "max_tokens": 12}
+  without = {complete(service, **params)["choices"][0]["text"] for _ in range(4)}
+  assert len(without) > 1
+  zero = {complete(service, seed=0, **params)["choices"][0]["text"] for _ in range(2)}
+  assert zero == {direct("a", 12, SamplingParams(), 0)[0]}
 
 
 def test_unknown_paths_and_methods_are_answered_in_json(service):
@@ -479,11 +473,12 @@ def test_the_openai_client_works(service, chat_service):
     stream = client.completions.create(prompt="abc", stream=True, **params)
     assert "".join(chunk.choices[0].text for chunk in stream) == whole
     messages = [{"role": "user", "content": "hi"}]
-    reply = client.chat.completions.create(messages=messages, model="tiny", max_tokens=3)
+    params = {"messages": messages, "model": "tiny", "max_tokens": 3, "seed": 2}
+    reply = client.chat.completions.create(**params)
     assert reply.choices[0].message.content is not None
-    stream = client.chat.completions.create(
-      messages=messages, model="tiny", max_tokens=3, stream=True
-    )
+    stream = client.chat.completions.create(stream=True, **params)
     assert "".join(c.choices[0].delta.content for c in stream) == reply.choices[0].message.content
+    with pytest.raises(openai.NotFoundError, match="this server has `tiny`"):
+      client.completions.create(prompt="abc", model="gpt")
     with pytest.raises(openai.BadRequestError, match="request at most"):
       client.completions.create(prompt="abc", model="tiny", max_tokens=99)

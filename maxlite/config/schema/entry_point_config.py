@@ -56,6 +56,12 @@ class ServeConfig:
   serve_queue_size: int = machine_field(
     32, "Waiting requests; more are rejected with status 429.", low=0
   )
+  serve_connections_per_address: int = machine_field(
+    64,
+    "Connections of one address; more are rejected with status 429. 0: any number, behind a proxy "
+    "that limits its clients.",
+    low=0,
+  )
   serve_api_key: str = machine_field(
     "", "Key that clients must send; empty: that in MAXLITE_SERVE_API_KEY, or none.", secret=True
   )

@@ -43,6 +43,14 @@ class EngineThread:
         self._changed.notify()
       thread.join()
 
+  def check_number(self, num_prompts: int) -> None:
+    """Raise UserError if one request may not have this number of prompts."""
+    if num_prompts > self.max_active:
+      raise UserError(
+        f"{num_prompts} prompts are more than the {self.max_active} that the server accepts "
+        "(decode_batch_size and serve_queue_size): send fewer in one request"
+      )
+
   def submit(self, on_event: dict[GenerationRequest, OnEvent]) -> None:
     """Accept all of these requests, or none.
 
@@ -52,11 +60,7 @@ class EngineThread:
     """
     for request in on_event:
       self._batcher.engine.check(request)
-    if len(on_event) > self.max_active:
-      raise UserError(
-        f"{len(on_event)} prompts are more than the {self.max_active} that the server accepts "
-        "(decode_batch_size and serve_queue_size): send fewer in one request"
-      )
+    self.check_number(len(on_event))
     with self._changed:
       if len(self._on_event) + len(on_event) > self.max_active:
         raise QueueFullError("too many requests are waiting: try again later")

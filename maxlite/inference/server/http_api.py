@@ -26,10 +26,20 @@ from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema
 from maxlite.inference.server.engine_thread import EngineThread, QueueFullError
-from maxlite.inference.server.openai_schema import CompletionRequest, ResponseSchema
+from maxlite.inference.server.openai_schema import (
+  CompletionRequest,
+  ResponseSchema,
+  UnknownModelError,
+)
 
 MAX_BODY_BYTES = 4 * 2**20
-MAX_BODY_SECONDS = 60.0  # to receive a request's body
+# A body has this time, and more by what has arrived: slow links are accepted, idle ones are not.
+BODY_SECONDS = 10.0
+BODY_BYTES_PER_SECOND = 2**16
+# No text has more bytes per token, so that prompts which cannot fit are refused without tokenizing.
+MAX_BYTES_PER_TOKEN = 64
+_MAX_ESCAPED = 6  # JSON writes a byte in at most this many, as \u0000
+_OTHER_BODY_BYTES = 2**16  # for all but the prompts
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may use the remaining length
 _MAX_ERROR_LENGTH = 500  # [characters]
 
@@ -44,10 +54,12 @@ class GenerationError(Exception):
 _STATUS: dict[type[Exception], int] = {
   ValueError: 400,
   ClientDisconnect: 400,  # while the body is sent; no client receives this
+  UnknownModelError: 404,
   QueueFullError: 429,
   GenerationError: 500,
 }
 _TYPES = {429: "rate_limit_error", 500: "server_error"}  # by status; others: a bad request
+_CODES = {UnknownModelError: "model_not_found"}  # clients distinguish this from a wrong path
 
 
 @dataclasses.dataclass
@@ -85,6 +97,9 @@ class Api:
     self._chat_prompt, self._name, self._max_length = chat_prompt, name, max_length
     self._authorization = f"Bearer {api_key}" if api_key else ""
     self._start = int(time.time())
+    self._max_prompt_bytes = MAX_BYTES_PER_TOKEN * max_length
+    prompts_bytes = _MAX_ESCAPED * self._max_prompt_bytes * engine_thread.max_active
+    self._max_body_bytes = min(_OTHER_BODY_BYTES + prompts_bytes, MAX_BODY_BYTES)
     self._tokenizer_lock = asyncio.Lock()  # tokenizers are not thread-safe
 
   def build_app(self, hosts: Sequence[str]) -> Starlette:
@@ -98,6 +113,7 @@ class Api:
         Route("/health", lambda http: JSONResponse({"status": "ok"})),
         Route("/metrics", self._metrics),
         Route("/v1/models", self._models),
+        Route("/v1/models/{name:path}", self._model),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
       ],
@@ -121,14 +137,26 @@ class Api:
 
   async def _models(self, http: Request) -> Response:
     self._require_key(http)
-    model = {"id": self._name, "object": "model", "created": self._start, "owned_by": "maxlite"}
-    model["has_chat_template"] = self._chat_prompt is not None
-    return JSONResponse({"object": "list", "data": [model]})
+    return JSONResponse({"object": "list", "data": [self._describe()]})
+
+  async def _model(self, http: Request) -> Response:
+    self._require_key(http)
+    openai_schema.require_model(http.path_params["name"], self._name)
+    return JSONResponse(self._describe())
+
+  def _describe(self) -> dict[str, Any]:
+    return {
+      "id": self._name,
+      "object": "model",
+      "created": self._start,
+      "owned_by": "maxlite",
+      "has_chat_template": self._chat_prompt is not None,
+    }
 
   async def _respond(self, http: Request, is_chat: bool) -> Response:
     self._require_key(http)
     received: asyncio.Queue = asyncio.Queue()
-    body = await _read_json(http)
+    body = await _read_json(http, self._max_body_bytes)
     async with self._tokenizer_lock:  # in a thread, so that long prompts do not block others
       request, completions = await asyncio.to_thread(self._parse, body, is_chat)
     self._submit(completions, received)
@@ -150,7 +178,12 @@ class Api:
 
   def _parse(self, body: Any, is_chat: bool) -> tuple[CompletionRequest, list[_Completion]]:
     max_tokens = None if is_chat else _DEFAULT_MAX_TOKENS
-    request = openai_schema.parse_request(body, is_chat=is_chat, max_tokens=max_tokens)
+    request = openai_schema.parse_request(
+      body, model=self._name, is_chat=is_chat, max_tokens=max_tokens
+    )
+    self._engine_thread.check_number(len(request.prompts))
+    chat_bytes = [len(m["content"].encode(errors="replace")) for m in request.messages]
+    self._require_short(sum(chat_bytes))
     if not is_chat:
       prompts = [self._tokens(prompt) for prompt in request.prompts]
     elif self._chat_prompt:
@@ -168,12 +201,21 @@ class Api:
   def _tokens(self, prompt: str | tuple[int, ...]) -> list[int]:
     if isinstance(prompt, str):
       text = prompt.encode(errors="replace")  # JSON can encode half of a surrogate pair
+      self._require_short(len(text))
       return [self._tokenizer.bos, *map(int, self._tokenizer.encode(text))]
     if max(prompt) >= self._tokenizer.size:
       raise UserError(
         f"prompt: token {max(prompt)} is outside the vocabulary of {self._tokenizer.size} tokens"
       )
     return list(prompt)
+
+  def _require_short(self, num_bytes: int) -> None:
+    """Raise UserError if a prompt of this length cannot fit, whatever its tokens are."""
+    if num_bytes > self._max_prompt_bytes:
+      raise UserError(
+        f"the prompt has {num_bytes} bytes, more than {self._max_length} tokens can hold "
+        f"({self._max_prompt_bytes} bytes): shorten it"
+      )
 
   def _submit(self, completions: list[_Completion], received: asyncio.Queue) -> None:
     loop = asyncio.get_running_loop()
@@ -253,7 +295,7 @@ async def _watch_for_disconnect(http: Request, received: asyncio.Queue) -> None:
   received.put_nowait((None, ConnectionError("the client has disconnected")))
 
 
-async def _read_json(http: Request) -> Any:
+async def _read_json(http: Request, max_bytes: int) -> Any:
   """Read the JSON body; requires its content type, which other sites' pages cannot send.
 
   Raises:
@@ -263,13 +305,17 @@ async def _read_json(http: Request) -> Any:
     raise UserError("send content-type: application/json")
   body = bytearray()
   try:
-    async with asyncio.timeout(MAX_BODY_SECONDS):
+    async with asyncio.timeout(BODY_SECONDS) as limit:
+      first_limit = limit.when() or 0.0
       async for part in http.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-          raise UserError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+        if len(body) > max_bytes:
+          raise UserError(f"the body is longer than {max_bytes} bytes")
+        limit.reschedule(first_limit + len(body) / BODY_BYTES_PER_SECOND)
   except TimeoutError:
-    raise UserError(f"the body did not arrive within {MAX_BODY_SECONDS:g} seconds") from None
+    raise UserError(
+      f"the body is too slow: only {len(body)} bytes arrived within {BODY_SECONDS:g} seconds"
+    ) from None
   try:
     return json.loads(bytes(body))
   except (ValueError, RecursionError):
@@ -284,5 +330,5 @@ def _respond_with_error(_: Request, error: Exception) -> Response:
   # The message may quote the request, and JSON can encode half of a surrogate pair.
   message = text[:_MAX_ERROR_LENGTH].encode(errors="replace").decode()
   kind = _TYPES.get(status, "invalid_request_error")
-  content = {"message": message, "type": kind, "param": None, "code": None}
+  content = {"message": message, "type": kind, "param": None, "code": _CODES.get(type(error))}
   return JSONResponse({"error": content}, status)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import secrets
 import time
 import uuid
 from typing import Any
@@ -21,11 +22,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
   "presence_penalty": (0, None),
   "logit_bias": (None, {}),
 }
-IGNORED = ("model", "user")
+IGNORED = ("user",)
 _NUMBERS = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
+MAX_TEMPERATURE = 2.0  # OpenAI's; above it completions are noise
 MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000  # each is searched for after every token
 _ROLES, _MESSAGE_KEYS = ("system", "developer", "user", "assistant"), ("role", "content")
+
+
+class UnknownModelError(Exception):
+  """The request names a model that the server does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +51,46 @@ class CompletionRequest:
     return GenerationRequest(tokens, max_tokens, self.sampling, (self.seed + n) % 2**32)
 
 
-def parse_request(body: Any, *, is_chat: bool, max_tokens: int | None) -> CompletionRequest:
+def require_model(given: Any, model: str) -> None:
+  """Check the model that a request names; None: the request names none.
+
+  Raises:
+    UserError: the name is not text.
+    UnknownModelError: the server has another model.
+  """
+  if given is None:
+    return
+  if not isinstance(given, str):
+    raise UserError(f"model={given!r} must be a string")
+  if given != model:
+    raise UnknownModelError(f"the model `{given}` does not exist: this server has `{model}`")
+
+
+def parse_request(
+  body: Any, *, model: str, is_chat: bool, max_tokens: int | None
+) -> CompletionRequest:
   """Parse the JSON of a request.
 
   Args:
+    model: name of the server's model.
     max_tokens: default, for clients that do not set it.
 
   Raises:
     UserError: a parameter is unknown, unsupported or of the wrong type.
+    UnknownModelError: the request names another model.
   """
   if not isinstance(body, dict):
     raise UserError("the body must be a JSON object")
   body = {name: value for name, value in body.items() if name not in IGNORED}
+  require_model(body.pop("model", None), model)
   prompts = () if is_chat else _parse_prompts(body.pop("prompt", ""))
   messages = _parse_messages(body.pop("messages", None)) if is_chat else ()
   given = {name: _number(name, body.pop(name)) for name in _NUMBERS if body.get(name) is not None}
   for name in ("max_completion_tokens", "max_tokens"):
     given_limit = body.pop(name, None)
     max_tokens = max_tokens if given_limit is None else _integer("max_tokens", given_limit)
+  if given.get("temperature", 0.0) > MAX_TEMPERATURE:
+    raise UserError(f"temperature={given['temperature']} must be from 0 to {MAX_TEMPERATURE:g}")
   options = body.pop("stream_options", None) or {}
   if not isinstance(options, dict):
     raise UserError("stream_options must be an object")
@@ -71,7 +99,7 @@ def parse_request(body: Any, *, is_chat: bool, max_tokens: int | None) -> Comple
     messages,
     max_tokens,
     SamplingParams(**given),
-    _integer("seed", body.pop("seed", None) or 0) % 2**32,
+    _parse_seed(body.pop("seed", None)),
     _parse_stop(body.pop("stop", None)),
     _boolean("stream", body.pop("stream", None)),
     _boolean("include_usage", options.get("include_usage")),
@@ -149,6 +177,13 @@ def _parse_stop(given: Any) -> tuple[str, ...]:
       f"stop may have at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters"
     )
   return tuple(stops)
+
+
+def _parse_seed(given: Any) -> int:
+  """Return the seed, or a random one for a request without, so that its completions vary."""
+  if given is None:
+    return secrets.randbits(32)
+  return _integer("seed", given) % 2**32
 
 
 def _number(name: str, value: Any) -> float:

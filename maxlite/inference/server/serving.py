@@ -19,6 +19,9 @@ from maxlite.inference.server.address import (
 from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.training.open_run import open_trained
 
+# All programs are compiled before the first answer, so there are few: more padding costs less.
+_FEW_PROGRAMS = {"min_prompt_length": 64, "prompt_growth": 4}
+
 
 def run_serving(cfg: Config, listening: socket.socket) -> int:
   """Serve on the socket `listening` until interrupted."""
@@ -33,7 +36,8 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     tokenizer = open_text_tokenizer(cfg)
     trainer, params = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
-    engine = build_engine(trainer, params, (chat or tokenizer).stop_token_ids)
+    stop_token_ids = (chat or tokenizer).stop_token_ids
+    engine = build_engine(trainer, params, stop_token_ids, **_FEW_PROGRAMS)
   engine.compile_ahead()  # not while the first client waits
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
   host = cfg.serve.serve_host
@@ -47,7 +51,8 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     prompt, names = chat.prompt if chat else None, {"name": cfg.run.run_name, "api_key": api_key}
     api = Api(engine_thread, tokenizer, prompt, max_length=engine.max_length, **names)
     app = api.build_app(allowed_hosts(host))
-    server = http_server.HttpServer(app, engine_thread)
+    max_per_address = cfg.serve.serve_connections_per_address
+    server = http_server.HttpServer(app, engine_thread, max_per_address=max_per_address)
     address = f"{url_host(host)}:{listening.getsockname()[1]}"
     sys.stderr.write(f"serving {cfg.run.run_name} on http://{address}/\n")
     with contextlib.suppress(KeyboardInterrupt):
