@@ -132,7 +132,7 @@ OTHER_NAME: dict[str, str] = {
   "grain_per_worker_buffer_size": "grain_prefetch_buffer_size=N, over all workers",
   "grain_train_files": _FILES,
   "grain_train_mixture_config_path": "dataset_mixture=[{name: N, path: [FILES], weight: W}, ...]",
-  "hf_data_dir": "dataset_path={value}/**/*.parquet dataset_type=parquet",
+  "hf_data_dir": "dataset_path=hf://datasets/OWNER/NAME/{value}/**",
   "hf_eval_files": "eval_dataset_path={value}",
   "hf_eval_split": _SPLITS,
   "hf_name": "dataset_path=hf://datasets/OWNER/NAME/{value}/*.parquet",

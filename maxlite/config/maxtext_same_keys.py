@@ -22,7 +22,7 @@ SAME_NAME: dict[str, str] = {
   "dcn_context_parallelism": "1",
   "dcn_expert_parallelism": "1",
   "dcn_tensor_parallelism": "1",
-  "logical_axis_rules": "its table",
+  "logical_axis_rules": "a table",
   "sharding_tolerance": "0.02",
   "optimizer_memory_host_offload": "false",
   "decoder_block": "llama2",
