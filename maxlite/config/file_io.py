@@ -45,3 +45,18 @@ def read_json_object(path: Path, fix: str) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise UserError(f"{path} is not a JSON object: {fix}")
   return value
+
+
+def require_own_file(path: Path) -> None:
+  """Raise UserError if `path` is a link out of its folder, whose content would be copied.
+
+  The hub's cache is `snapshots/REVISION/...` with links to `blobs` beside it.
+  """
+  target = path.resolve()
+  folder = path.parent.resolve()
+  allowed = [folder]
+  for parent in folder.parents:
+    if parent.name == "snapshots":
+      allowed.append(parent.parent / "blobs")
+  if not any(target.is_relative_to(each) for each in allowed):
+    raise UserError(f"{path} is a link to {target}: replace it by a copy, or remove it")

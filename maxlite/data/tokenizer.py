@@ -12,11 +12,12 @@ import numpy as np
 import tokenizers
 
 from maxlite.config.errors import UserError
-from maxlite.config.file_io import read_json_object
+from maxlite.config.file_io import read_json_object, require_own_file
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 
+MAX_SIZE = 1 << 24  # ids of a tokenizer; published ones have at most some hundred thousand
 # A Unicode noncharacter: inside the spelling of a special token it makes the token plain text.
 ESCAPE = "\ufdd0"
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
@@ -124,7 +125,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
   """Read the files of `folder`; earlier files in `_TOKEN_FILES` and `_ID_FILES` take precedence.
 
   Raises:
-    UserError: a file is not a JSON object or has an invalid token id.
+    UserError: a file is not a JSON object, has an invalid token id, or is a link to another folder.
   """
   tokens: dict[str, str] = {}
   for name in _TOKEN_FILES:
@@ -139,7 +140,10 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-  return read_json_object(path, "fix or remove it") if path.is_file() else {}
+  if not path.is_file():
+    return {}
+  require_own_file(path)
+  return read_json_object(path, "fix or remove it")
 
 
 def _spelling(value: Any) -> str:
@@ -159,12 +163,21 @@ def _chat_template(folder: Path) -> str:
   """chat_template.jinja, or the entry of tokenizer_config.json (of several, `default`)."""
   file = folder / "chat_template.jinja"
   if file.is_file():
-    return file.read_text("utf-8")
+    require_own_file(file)
+    return read_template(file, str(file))
   template = _read(folder / "tokenizer_config.json").get("chat_template", "")
   if isinstance(template, list):
     named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
     template = named.get("default")
   return template if isinstance(template, str) else ""
+
+
+def read_template(file: Path, place: str) -> str:
+  """Read a Jinja2 template; raise UserError that names `place` if it is not text."""
+  try:
+    return file.read_text("utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f"{place} is not a Jinja2 template ({error}): replace it") from None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -182,7 +195,12 @@ class HuggingFaceTokenizer(Tokenizer):
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-    self.size = max(vocabulary.values()) + 1
+    self.size = max(vocabulary.values(), default=0) + 1
+    if self.size > MAX_SIZE:  # the library ends the process when it writes such a vocabulary
+      raise UserError(
+        f"tokenizer_path={path!r} has the id {self.size - 1:,}, more than {MAX_SIZE:,}: correct "
+        "or replace it"
+      )
     config = read_tokenizer_config(Path(path).parent)
     self.chat_template = config.chat_template
     self.bos, self.stop_token_ids = _special_ids(vocabulary, config, path)

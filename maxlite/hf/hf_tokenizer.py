@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from maxlite.config.file_io import read_json_object
+from maxlite.config.file_io import read_json_object, require_own_file
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizer import ByteTokenizer
@@ -32,11 +32,13 @@ def tokenizer_keys(directory: Path) -> dict[str, str]:
 def copy_tokenizer(source: Path, target: Path) -> None:
   """Copy the tokenizer files of `source`, if any, into the new folder `target`.
 
-  Without a generation_config.json, one is written with the bos and eos ids of config.json.
+  Without a generation_config.json, one is written with the bos and eos ids of config.json. Raises
+  UserError if a file is a link out of `source`.
   """
   paths = (source / name for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES))
   found = [path for path in paths if path.is_file()]
   for path in found:
+    require_own_file(path)
     target.mkdir(exist_ok=True)
     shutil.copyfile(path, target / path.name)
   if found and not (target / GENERATION).exists() and (source / FOLDER_CONFIG).is_file():

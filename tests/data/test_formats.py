@@ -12,7 +12,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
-from maxlite.data.sources import compressed
+from maxlite.data.sources import compressed, text
 from maxlite.data.sources.file_paths import expand_paths
 
 TEXTS = [f"Text {n}, naïve 😀\n" * (n % 7 + 1) for n in range(150)]
@@ -97,11 +97,11 @@ def test_all_formats_give_the_same_rows(name, expected, tmp_path):
 def test_parts_of_a_compressed_text_are_those_of_the_text(suffix, start, stop, tmp_path):
   from maxlite.data.sources.text import text_documents
 
-  text = "".join(TEXTS).encode()
+  content = "".join(TEXTS).encode()
   pack = gzip.compress if suffix == ".gz" else lambda x: pa.compress(x, "zstd", asbytes=True)
   plain, packed = tmp_path / "a.txt", tmp_path / f"a.txt{suffix}"
-  plain.write_bytes(text)
-  packed.write_bytes(pack(text))
+  plain.write_bytes(content)
+  packed.write_bytes(pack(content))
   read = lambda file: [b"".join(pieces) for pieces in text_documents(file, "", start, stop)]
   assert read(packed) == read(plain)
 
@@ -127,11 +127,59 @@ def test_a_damaged_file_is_named(name, tmp_path):
     rows_of(tmp_path / name)
 
 
-def test_expansion_is_bounded(tmp_path, monkeypatch):
+BOMBS = {
+  "a.jsonl.zst": lambda file: file.write_bytes(pa.compress(bytes(1 << 24), "zstd", asbytes=True)),
+  "a.parquet": lambda file: pq.write_table(
+    pa.table({"text": ["x" * (1 << 16)] * 64}), file, compression="zstd", use_dictionary=False
+  ),
+  "a.arrow": lambda file: write_compressed_arrow(file, ["x" * (1 << 16)] * 64),
+  "a.array_record": lambda file: write_records(file, [b"x" * (1 << 20)] * 64),
+}
+
+
+def write_compressed_arrow(file, texts):
+  table = pa.table({"text": texts, "other": [1] * len(texts)})
+  options = pa.ipc.IpcWriteOptions(compression="zstd")
+  with pa.ipc.new_file(str(file), table.schema, options=options) as writer:
+    writer.write_table(table, max_chunksize=8)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_expansion_is_bounded(name, tmp_path, monkeypatch):
   monkeypatch.setattr(compressed, "MAX_BYTES", 1 << 20)
-  (tmp_path / "a.jsonl.zst").write_bytes(pa.compress(bytes(1 << 24), "zstd", asbytes=True))
-  with pytest.raises(UserError, match=r"a\.jsonl\.zst expands to more than 200 times its size"):
-    rows_of(tmp_path / "a.jsonl.zst")
+  BOMBS[name](tmp_path / name)
+  assert (tmp_path / name).stat().st_size < 1 << 18
+  with pytest.raises(UserError, match=rf"{name} expands to more than 200 times its size: "):
+    rows_of(tmp_path / name)
+
+
+def test_values_of_a_dictionary_are_not_repeated_in_memory(tmp_path, monkeypatch):
+  size = 1 << 25
+  monkeypatch.setattr(compressed, "MAX_BYTES", 5 * size // 4)
+  texts = pa.chunked_array([pa.array(["x" * size])] * 8)
+  pq.write_table(
+    pa.table({"text": texts}),
+    tmp_path / "a.parquet",
+    compression="zstd",
+    dictionary_pagesize_limit=2 * size,
+  )
+  del texts
+  before = pa.default_memory_pool().max_memory()
+  with pytest.raises(UserError, match=r"a\.parquet expands to more than 200 times its size"):
+    rows_of(tmp_path / "a.parquet")
+  assert pa.default_memory_pool().max_memory() <= max(before, 4 * size)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "text.array_record"])
+def test_a_large_document_is_cut_into_pieces(name, tmp_path, monkeypatch):
+  monkeypatch.setattr(text, "MAX_PIECE_BYTES", 7)
+  FORMATS[name](tmp_path / name)
+  whole = [split.copy() for split in rows_of(tmp_path / name, eval_split="tail")]
+  monkeypatch.undo()
+  (tmp_path / "uncut").mkdir()
+  FORMATS[name](tmp_path / "uncut" / name)
+  for cut, uncut in zip(whole, rows_of(tmp_path / "uncut" / name, eval_split="tail"), strict=True):
+    np.testing.assert_array_equal(cut, uncut)
 
 
 def test_missing_features_and_other_types_are_named(tmp_path):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config.errors import UserError
-from maxlite.data.sources import text
+from maxlite.data.sources import bad_rows, jsonl, text
 from maxlite.data.sources.bad_rows import build_reject
-from maxlite.data.sources.file_paths import count_suffixes, expand_paths
+from maxlite.data.sources.file_paths import count_suffixes, expand_glob, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.tables import parquet_documents
 from maxlite.data.sources.text import text_documents
@@ -104,6 +104,37 @@ def test_jsonl_accepts_blank_lines_and_unpaired_surrogates(tmp_path):
   assert read(jsonl_documents(file, "text", 0, 1)) == [b"a", b"x?"]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_many_blank_lines_are_refused(tmp_path, monkeypatch, share):
+  monkeypatch.setattr(jsonl, "MAX_BLANK_LINES", 5)
+  row = '{"text": "a"}'
+  file = write_jsonl(tmp_path / "a.jsonl", [row, *["", " "] * 2, "", row, *[""] * 5])
+  assert read(jsonl_documents(file, "text", 0, 1)) == [b"a", b"a"]
+  file = write_jsonl(tmp_path / "a.jsonl", [row, *[""] * 6])
+  with pytest.raises(UserError, match=r"a\.jsonl: 5 blank lines up to line 6: remove them"):
+    read(jsonl_documents(file, "text", share, 1))
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+  mark = b"\xef\xbb\xbf"
+  (tmp_path / "a.txt").write_bytes(mark + mark + "é\n".encode() + b"\xff\n" + b"b")
+  with pytest.raises(UserError, match="byte 9 is not UTF-8"):
+    read(text_documents(tmp_path / "a.txt", "", 0, 1))
+  whole = read(text_documents(tmp_path / "a.txt", "", 0, 1, lambda error: None))
+  assert whole == [mark + "é\nb".encode()]
+  (tmp_path / "b.txt").write_bytes(mark)
+  assert read(text_documents(tmp_path / "b.txt", "", 0, 1)) == [b""]
+  (tmp_path / "a.jsonl").write_bytes(mark + b'\n{"text": "a"}\n')
+  assert read(jsonl_documents(tmp_path / "a.jsonl", "text", 0, 1)) == [b"a"]
+
+
+def test_rows_left_out_are_reported_while_there_are_more(tmp_path, monkeypatch, caplog):
+  monkeypatch.setattr(bad_rows, "REPORT_SECONDS", 0)
+  reject = build_reject("skip", Counter())
+  read(jsonl_documents(write_jsonl(tmp_path / "a.jsonl", ["?"] * 3), "text", 0, 1, reject))
+  assert re.search(r"has left out 3 rows, up to: .*a\.jsonl:3", caplog.text)
+
+
 @pytest.mark.parametrize(
   ("line", "reason"),
   [
@@ -179,6 +210,29 @@ def test_paths_expand_to_sorted_unique_files(tmp_path):
   assert names([str(tmp_path), str(tmp_path / "**")]) == ["a.txt", "b.txt", "c.jsonl"]
   with pytest.raises(ValueError, match="eval_dataset_path: 'nowhere' gives no file"):
     expand_paths(["nowhere"], "", "eval_dataset_path")
+
+
+def test_globs_do_not_follow_links_to_folders(tmp_path):
+  above = tmp_path / "above"
+  folder = above / "folder"
+  for name in ("a.txt", "deep/er/b.txt", ".hidden/c.txt", "deep/.d.txt"):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("x")
+  (above / "outside.txt").write_text("x")
+  (folder / "up").symlink_to(above)
+  (folder / "deep" / "link.txt").symlink_to(folder / "a.txt")
+
+  def names(pattern):
+    matches = [match.removeprefix(f"{folder}/") for match in expand_glob(f"{folder}/{pattern}")]
+    return sorted(match for match in matches if (folder / match).is_file())
+
+  every = ["a.txt", "deep/er/b.txt", "deep/link.txt"]
+  assert names("**") == names("**/**") == names("**/*.txt") == every
+  assert names("*/**/b.txt") == names("**/er/*") == ["deep/er/b.txt"]
+  assert names("**/.hidden/**") == [".hidden/c.txt"]
+  assert names("**/.*.txt") == ["deep/.d.txt"]
+  assert names("*.txt") == ["a.txt"]
+  assert names("none/**") == []
 
 
 def test_a_folder_of_text_skips_and_reports_other_formats(tmp_path):

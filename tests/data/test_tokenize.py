@@ -174,6 +174,7 @@ def test_what_was_changed_after_a_kill_is_not_continued(name, tmp_path, monkeypa
     open_file(tmp_path, "jsonl", Interrupted(""))
   (partial,) = (tmp_path / "cache").iterdir()
   attack(partial)
+  monkeypatch.undo()
   resumed = contents(open_file(tmp_path, "jsonl", ByteTokenizer("")))
   assert f"starts again: {reason}" in caplog.text
   assert resumed == contents(open_file(tmp_path, "jsonl", ByteTokenizer(""), "uninterrupted"))

@@ -6,6 +6,7 @@ import json
 import pytest
 import tokenizers
 
+from maxlite.config.errors import UserError
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizer import open_tokenizer
@@ -220,6 +221,46 @@ def test_errors_are_one_line(tmp_path):
     TOKENIZERS["huggingface"](save_huggingface(tmp_path, ()))
   with pytest.raises(ValueError, match="tokenizer_type=byte"):
     TOKENIZERS["byte"]("x.json")
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordLevel"])
+def test_an_id_beyond_any_vocabulary_is_one_line(tmp_path, kind):
+  path = save_huggingface(tmp_path)
+  content = json.loads((tmp_path / "tokenizer.json").read_text())
+  content["added_tokens"] = []
+  vocabulary = content["model"]["vocab"] | {"<|endoftext|>": 2**32 - 2}
+  content["model"] = {"type": kind, "vocab": vocabulary, "merges": [], "unk_token": "a"}
+  (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+  with pytest.raises(UserError, match="has the id 4,294,967,294, more than 16,777,216"):
+    TOKENIZERS["huggingface"](path)
+
+
+@pytest.mark.parametrize(
+  "name", ["special_tokens_map.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_link_out_of_the_folder_is_refused(tmp_path, name):
+  folder = tmp_path / "models--x" / "snapshots" / "1"
+  (folder / "inside").mkdir(parents=True)
+  path = save_huggingface(folder)
+  for secret in (tmp_path / "secret", folder / "inside" / "content", folder / "../../blobs/7"):
+    secret.parent.mkdir(exist_ok=True)
+    secret.write_text("{}")
+  (folder / name).symlink_to("../../blobs/7")  # as in the hub's cache
+  TOKENIZERS["huggingface"](path)
+  (folder / name).unlink()
+  (folder / name).symlink_to("inside/content")
+  TOKENIZERS["huggingface"](path)
+  (folder / name).unlink()
+  (folder / name).symlink_to(tmp_path / "secret")
+  with pytest.raises(UserError, match=f"{name} is a link to .*/secret: replace it by a copy"):
+    TOKENIZERS["huggingface"](path)
+
+
+def test_a_template_that_is_not_text_is_one_line(tmp_path):
+  path = save_huggingface(tmp_path)
+  (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+  with pytest.raises(UserError, match=r"chat_template\.jinja is not a Jinja2 template"):
+    TOKENIZERS["huggingface"](path)
 
 
 def test_identity_depends_on_the_content(tmp_path):

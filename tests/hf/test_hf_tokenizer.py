@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_tokenizer import byte_tokenizer, copy_tokenizer, write_tokenizer
@@ -63,3 +64,11 @@ def test_the_byte_tokenizer_is_exported_with_its_template(tmp_path):
   assert exported.special_tokens == own.special_tokens
   assert exported.special_tokens_map == own.special_tokens_map
   assert exported.encode_with_offsets("é<|end_of_text|>")[0].tolist() == [195, 169, 257]
+
+
+def test_a_link_to_another_folder_is_not_copied(source, tmp_path):
+  (tmp_path / "secret").write_text("{}")
+  (source / "added_tokens.json").symlink_to(tmp_path / "secret")
+  with pytest.raises(UserError, match=r"added_tokens\.json is a link to .*secret: replace it"):
+    copy_tokenizer(source, tmp_path / "run")
+  assert not (tmp_path / "run" / "added_tokens.json").exists()

@@ -8,8 +8,11 @@ from typing import Any
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile, RemoteFile, download
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
+from maxlite.data.sources.compressed import TOO_LARGE, ExpansionLimit
+from maxlite.data.sources.text import cut_document
 
-_BATCH_RECORDS = 64
+# The defaults read ahead in every thread, each of which holds records of any size.
+_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 
 def array_record_documents(
@@ -23,7 +26,7 @@ def array_record_documents(
   Raises:
     UserError: array_record is missing, or `file` is damaged.
   """
-  document = lambda row: iter([_text(row[0], row[1], column)])
+  document = lambda row: cut_document(_text(row[0], row[1], column))
   return convert_rows(_records(file, start, stop), document, reject)
 
 
@@ -32,20 +35,24 @@ def _records(file: DataFile, start: float, stop: float) -> Iterator[tuple[str, b
     from array_record.python.array_record_module import ArrayRecordReader
   except ImportError:
     raise UserError("dataset_type=array_record needs a package: pip install array_record") from None
+  limit = ExpansionLimit(file, TOO_LARGE)
   with tempfile.TemporaryDirectory() as folder:
     path: Any = file
     if isinstance(file, RemoteFile):
       path = Path(folder, "records")
       download(file.uri, path)
     try:
-      reader = ArrayRecordReader(str(path))
+      reader = ArrayRecordReader(str(path), _READER_OPTIONS)
       if not reader.ok():  # it would have no records
         raise ValueError("no footer")
       num_records = reader.num_records()
-      for first in range(int(num_records * start), int(num_records * stop), _BATCH_RECORDS):
-        last = min(first + _BATCH_RECORDS, int(num_records * stop))
-        for n, record in enumerate(reader.read(first, last), start=first + 1):
-          yield f"{file}: record {n}", record
+      first = int(num_records * start)
+      last = int(num_records * stop)
+      reader.seek(first)
+      for number in range(first + 1, last + 1):
+        record = reader.read()
+        limit.add(len(record))
+        yield f"{file}: record {number}", record
     except (RuntimeError, IndexError, ValueError) as error:
       if isinstance(error, UserError):
         raise

@@ -1,6 +1,7 @@
 """Rows that cannot be read: an error, or counted and left out (`on_bad_row`)."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
@@ -12,6 +13,7 @@ U = TypeVar("U")
 # Receives the reason why a row cannot be read; the row is left out if it returns.
 Reject = Callable[[UserError], None]
 _SKIPPED = "bad rows skipped"
+REPORT_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +23,22 @@ def raise_error(error: UserError) -> NoReturn:
 
 
 def build_reject(on_bad_row: str, counts: Counter[str]) -> Reject:
-  """Build the policy of a config; `counts` receives the number of rows left out."""
+  """Build the policy of a config; `counts` receives the number of rows left out.
+
+  That number is logged every few seconds, since a file of bad rows gives nothing else to report.
+  """
+  reported = time.monotonic()
 
   def reject(error: UserError) -> None:
+    nonlocal reported
     if on_bad_row == "error":
       raise UserError(f"{error}, or set on_bad_row=skip to leave such rows out") from None
     if not counts[_SKIPPED]:
       log.warning("on_bad_row=skip leaves out rows, the first: %s", error)
     counts[_SKIPPED] += 1
+    if time.monotonic() > reported + REPORT_SECONDS:
+      reported = time.monotonic()
+      log.warning("on_bad_row=skip has left out %d rows, up to: %s", counts[_SKIPPED], error)
 
   return reject
 

@@ -18,7 +18,7 @@ from maxlite.data.sources.chat_template import ChatTemplate, Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import Encoded, Piece
-from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
+from maxlite.data.tokenizer import ChatTokenizer, Tokenizer, read_template
 
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers
@@ -100,7 +100,8 @@ def open_chat(
     path = Path(cfg.chat_template_path).expanduser()
     if not path.is_file():
       raise UserError(f"chat_template_path={path} is not a file: name a Jinja2 template")
-    source, place = path.read_text("utf-8"), f"chat_template_path={path}"
+    place = f"chat_template_path={path}"
+    source = read_template(path, place)
   return ChatEncoder(tokenizer, source, place=place, today=today) if source else None
 
 

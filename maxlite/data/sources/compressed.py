@@ -1,4 +1,4 @@
-"""Data files that may be compressed (`.gz`, `.zst`), expanded while they are read."""
+"""Data files that may be compressed (`.gz`, `.zst`), expanded while they are read, and a limit."""
 
 import gzip
 import io
@@ -11,7 +11,28 @@ from maxlite.config.object_store import DataFile, size_and_version
 EXPANDED = (".gz", ".zst")
 # A file that expands to more of both is refused: an attack, or damaged.
 MAX_RATIO, MAX_BYTES = 200, 1 << 28
+TOO_LARGE = "check where it is from, or write its text as JSON lines"  # for tables and records
 _BUFFER_BYTES = 1 << 18
+
+
+class ExpansionLimit:
+  """Counts the bytes that a file of compressed content expands to."""
+
+  def __init__(self, file: DataFile, fix: str) -> None:
+    self._file = file
+    self._fix = fix
+    self._num_bytes = 0
+    self.max_bytes = max(MAX_RATIO * size_and_version(file)[0], MAX_BYTES)
+
+  def add(self, num_bytes: int) -> None:
+    """Count further bytes. Raises UserError if they are too many."""
+    self._num_bytes += num_bytes
+    self.check(self._num_bytes)
+
+  def check(self, num_bytes: int) -> None:
+    """Raise UserError if `num_bytes` in all are too many."""
+    if num_bytes > self.max_bytes:
+      raise UserError(f"{self._file} expands to more than {MAX_RATIO} times its size: {self._fix}")
 
 
 def open_file(file: DataFile) -> BinaryIO:
@@ -49,8 +70,9 @@ def skip(stream: BinaryIO, num_bytes: int) -> None:
 
 class _Expander(io.RawIOBase):
   def __init__(self, file: DataFile) -> None:
-    self._file, self._limit = file, max(MAX_RATIO * size_and_version(file)[0], MAX_BYTES)
-    self._compressed, self._position = file.open("rb"), 0
+    self._file = file
+    self._limit = ExpansionLimit(file, "decompress it first")
+    self._compressed = file.open("rb")
     if file.suffix == ".gz":
       self._stream = gzip.GzipFile(fileobj=self._compressed)
       return
@@ -68,11 +90,7 @@ class _Expander(io.RawIOBase):
       block = self._stream.read(len(buffer))
     except (OSError, EOFError, ValueError) as error:  # of gzip, zlib and pyarrow
       raise UserError(f"{self._file} is damaged ({error}): replace it") from None
-    self._position += len(block)
-    if self._position > self._limit:
-      raise UserError(
-        f"{self._file} expands to more than {MAX_RATIO} times its size: decompress it first"
-      )
+    self._limit.add(len(block))
     buffer[: len(block)] = block
     return len(block)
 

@@ -2,10 +2,11 @@
 
 import glob
 import itertools
+import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from maxlite.config.errors import UserError
@@ -106,11 +107,34 @@ def _list_store(uri: str) -> tuple[dict[DataFile, str], bool]:
   return {file: str(file).removeprefix(uri).strip("/") for file in found}, is_folder
 
 
+def expand_glob(pattern: str) -> Iterator[str]:
+  """Yield what matches, as `glob.glob(recursive=True)`, but `**` does not follow links to folders.
+
+  A link to the root of the file system, or to a folder above it, would be searched in full.
+  """
+  parts = PurePosixPath(pattern).parts
+  if "**" not in parts:
+    yield from glob.iglob(pattern)
+    return
+  first = parts.index("**")
+  last = first
+  while last + 1 < len(parts) and parts[last + 1] == "**":
+    last += 1
+  below = "/".join(parts[last + 1 :]) or "*"
+  above = str(PurePosixPath(*parts[:first]))
+  for root in glob.iglob(above):
+    if os.path.islink(root) and glob.has_magic(above):
+      continue
+    for folder, names, _ in os.walk(root):
+      names[:] = [name for name in names if not name.startswith(".")]
+      yield from expand_glob(os.path.join(glob.escape(folder), below))
+
+
 def _list_local(entry: str) -> tuple[dict[DataFile, str], bool]:
   """({file without symbolic links: name in the folder}, whether `entry` is a folder)"""
   path = Path(hub_path(entry) if entry.startswith(HUB) else entry).expanduser()
   is_folder = path.is_dir()
-  matches = path.rglob("*") if is_folder else map(Path, glob.glob(str(path), recursive=True))
+  matches = path.rglob("*") if is_folder else map(Path, expand_glob(str(path)))
   found = [path] if path.is_file() else [match for match in matches if match.is_file()]
   # Files of the hub's cache are links to names without a suffix.
   real = {file: file if "snapshots" in file.parts else file.resolve() for file in found}

@@ -1,6 +1,8 @@
 """JSON lines: each line is a document."""
 
+import codecs
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +10,10 @@ from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import open_file
+from maxlite.data.sources.text import cut_document
+
+# In a row. A compressed file can hold billions, which are read without any progress.
+MAX_BLANK_LINES = 1_000_000
 
 
 def jsonl_documents(
@@ -17,7 +23,7 @@ def jsonl_documents(
 
   Rejects lines that are not an object with a string in `column`, by file and line.
   """
-  document = lambda row: iter([_text(row[1], column, row[0])])
+  document = lambda row: cut_document(_text(row[1], column, row[0]))
   return convert_rows(read_objects(file, start, stop, reject), document, reject)
 
 
@@ -32,17 +38,31 @@ def read_objects(
 
 
 def _lines(file: DataFile, start: float, stop: float) -> Iterator[tuple[str, bytes]]:
-  begin, end = 0, None
+  """Yield (`FILE:LINE`, line) for the fraction [start, stop) of the lines, except blank ones."""
+  begin = 0
+  end = math.inf
   if (start, stop) != (0, 1):
-    with open_file(file) as lines:
-      num_lines = sum(1 for _ in lines)
-    begin, end = int(num_lines * start), int(num_lines * stop)
+    num_lines = sum(1 for _ in _all_lines(file))
+    begin = int(num_lines * start)
+    end = int(num_lines * stop)
+  for index, line in enumerate(_all_lines(file)):
+    if index >= end:
+      return
+    if index >= begin and not line.isspace():
+      yield f"{file}:{index + 1}", line
+
+
+def _all_lines(file: DataFile) -> Iterator[bytes]:
+  """Yield the lines, the first without a byte order mark; raise UserError if too many are blank."""
+  num_blank = 0
   with open_file(file) as lines:
-    for number, line in enumerate(lines):
-      if number == end:
-        return
-      if number >= begin and not line.isspace():
-        yield f"{file}:{number + 1}", line
+    for index, line in enumerate(lines):
+      num_blank = num_blank + 1 if line.isspace() else 0
+      if num_blank > MAX_BLANK_LINES:
+        raise UserError(
+          f"{file}: {MAX_BLANK_LINES:,} blank lines up to line {index}: remove them, or the file"
+        )
+      yield line if index else line.removeprefix(codecs.BOM_UTF8)
 
 
 def _object(row: tuple[str, bytes]) -> tuple[str, dict[str, Any]]:

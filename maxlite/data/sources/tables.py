@@ -1,5 +1,6 @@
 """Parquet and Arrow files, such as those of Hugging Face `datasets`: each row is a document."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -8,14 +9,26 @@ from typing import Any, BinaryIO
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
+from maxlite.data.sources.compressed import TOO_LARGE, ExpansionLimit
+from maxlite.data.sources.text import cut_document
 
 _BATCH_ROWS = 16  # decoded at once; a row of a small file may be megabytes
-# pyarrow has no types: schema, function that counts the rows, and record batches of a column.
-_Table = tuple[Any, Callable[[], int], Iterator[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+  """An open file; pyarrow has no types."""
+
+  schema: Any
+  count_rows: Callable[[], int]
+  batches: Iterator[Any]  # record batches that have the column of the text
+
+
+_OpenTable = Callable[[BinaryIO, str, ExpansionLimit], _Table]
 
 
 def _documents(
-  open_table: Callable[[BinaryIO, str], _Table],
+  open_table: _OpenTable,
   kind: str,
   file: DataFile,
   column: str,
@@ -26,26 +39,24 @@ def _documents(
   """Read the documents in the fraction [start, stop) of the rows of `file`; rejects nulls.
 
   Raises:
-    UserError: pyarrow is missing, or `file` is damaged or has no strings in `column`.
+    UserError: pyarrow is missing, `file` is damaged or has no strings in `column`, or the strings
+      are more than `ExpansionLimit` allows.
   """
   try:
     import pyarrow as pa
   except ImportError:
     raise UserError(f"dataset_type={kind} needs a package: pip install pyarrow") from None
+  limit = ExpansionLimit(file, TOO_LARGE)
   try:
     with file.open("rb") as stream:
-      schema, count_rows, batches = open_table(stream, column)
-      if column not in schema.names:
-        names = sorted(schema.names)
-        raise UserError(f"{file}: no column {column!r} among {names}: set text_column")
-      strings = schema.field(column).type
-      if not (pa.types.is_string(strings) or pa.types.is_large_string(strings)):
-        raise UserError(f"{file}: column {column!r} holds {strings}, not strings: set text_column")
+      table = open_table(stream, column, limit)
+      _require_strings(table.schema, column, file)
       begin, end = 0, None
       if (start, stop) != (0, 1):
-        begin, end = (int(count_rows() * share) for share in (start, stop))
-      values = (value for batch in batches for value in batch.column(column))
-      numbered = enumerate(itertools.islice(values, begin, end), start=begin + 1)
+        num_rows = table.count_rows()
+        begin, end = int(num_rows * start), int(num_rows * stop)
+      values = itertools.islice(_values(table.batches, column, limit), begin, end)
+      numbered = enumerate(values, start=begin + 1)
       rows = ((f"{file}: row {number}", value.as_py()) for number, value in numbered)
       yield from convert_rows(rows, _document, reject)
   except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -54,36 +65,78 @@ def _documents(
     ) from None
 
 
+def _require_strings(schema: Any, column: str, file: DataFile) -> None:
+  import pyarrow as pa
+
+  if column not in schema.names:
+    names = sorted(schema.names)
+    raise UserError(f"{file}: no column {column!r} among {names}: set text_column")
+  kind = schema.field(column).type
+  if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    raise UserError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
+
+
+def _values(batches: Iterator[Any], column: str, limit: ExpansionLimit) -> Iterator[Any]:
+  for batch in batches:
+    values = batch.column(column)
+    limit.add(values.nbytes)
+    yield from values
+
+
 def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
   place, text = row
   if text is None:
     raise UserError(f"{place}: null: fill in or remove the row")
-  return iter([text.encode()])
+  return cut_document(text.encode())
 
 
-def _open_parquet(stream: BinaryIO, column: str) -> _Table:
+def _open_parquet(stream: BinaryIO, column: str, limit: ExpansionLimit) -> _Table:
   import pyarrow.parquet as pq
 
   table = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
-  batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=[column])
-  return table.schema_arrow, lambda: table.metadata.num_rows, batches
+  sizes = _chunk_sizes(table.metadata, column)
+  limit.check(sum(sizes))
+  # A dictionary holds a value once for many rows. No value is larger than its chunk.
+  largest = max(sizes, default=1)
+  batch_rows = min(max(limit.max_bytes // largest, 1), _BATCH_ROWS)
+  batches = table.iter_batches(batch_size=batch_rows, columns=[column])
+  return _Table(table.schema_arrow, lambda: table.metadata.num_rows, batches)
 
 
-def _open_arrow(stream: BinaryIO, _column: str) -> _Table:
+def _chunk_sizes(metadata: Any, column: str) -> list[int]:
+  """The size in bytes, decompressed, of the part of a column in each row group."""
+  sizes = []
+  for group in range(metadata.num_row_groups):
+    for n in range(metadata.num_columns):
+      chunk = metadata.row_group(group).column(n)
+      if chunk.path_in_schema == column:
+        sizes.append(chunk.total_uncompressed_size)
+  return sizes
+
+
+def _open_arrow(stream: BinaryIO, column: str, _limit: ExpansionLimit) -> _Table:
   """Open Arrow's file or stream format, of which the latter is read to count its rows."""
   from pyarrow import ipc
 
-  if stream.read(6) == b"ARROW1":
-    table = ipc.open_file(stream)
-    return table.schema, table.count_rows, map(table.get_batch, range(table.num_record_batches))
-
-  def batches() -> Iterator[Any]:
-    stream.seek(0)
-    yield from ipc.open_stream(stream)
-
+  is_file = stream.read(6) == b"ARROW1"
+  opened = ipc.open_file if is_file else ipc.open_stream
   stream.seek(0)
-  schema = ipc.open_stream(stream).schema
-  return schema, lambda: sum(batch.num_rows for batch in batches()), batches()
+  schema = opened(stream).schema
+  # Other columns are not decompressed.
+  options = ipc.IpcReadOptions(included_fields=[max(schema.get_field_index(column), 0)])
+  if is_file:
+    table = opened(stream, options=options)
+    batches = map(table.get_batch, range(table.num_record_batches))
+    return _Table(schema, table.count_rows, batches)
+
+  def read_batches() -> Iterator[Any]:
+    stream.seek(0)
+    yield from opened(stream, options=options)
+
+  def count_rows() -> int:
+    return sum(batch.num_rows for batch in read_batches())
+
+  return _Table(schema, count_rows, read_batches())
 
 
 parquet_documents = functools.partial(_documents, _open_parquet, "parquet")

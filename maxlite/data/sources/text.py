@@ -10,6 +10,8 @@ from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import expanded_size, open_file, skip
 
 PIECE_BYTES = 1 << 18
+# Of a document of other formats. Encoding a piece takes many times its size in memory.
+MAX_PIECE_BYTES = 1 << 22
 
 
 def text_documents(
@@ -17,7 +19,7 @@ def text_documents(
 ) -> Iterator[Iterator[bytes]]:
   """Read the fraction [start, stop) of the bytes of `file` as one document.
 
-  Rejects lines that are not UTF-8, by file and byte.
+  A byte order mark is left out. Rejects lines that are not UTF-8, by file and byte.
   """
   size = expanded_size(file)
   begin, end = (_character_start(file, int(size * share)) for share in (start, stop))
@@ -26,22 +28,36 @@ def text_documents(
     yield _valid(_pieces(stream, end - begin), file, begin, reject)
 
 
+def cut_document(document: bytes) -> Iterator[bytes]:
+  """Yield a document in UTF-8 in pieces of about MAX_PIECE_BYTES, cut where `text` is cut."""
+  begin = 0
+  while begin < len(document):
+    block = document[begin : begin + MAX_PIECE_BYTES]
+    cut = len(block)
+    if begin + cut < len(document):
+      cut = _cut(block)
+    yield block[:cut]
+    begin += cut
+
+
 def _valid(pieces: Iterator[bytes], file: DataFile, begin: int, reject: Reject) -> Iterator[bytes]:
   """Yield pieces that start at byte `begin` of `file`, without rejected lines."""
 
   def validate(line: bytes) -> bytes:
     nonlocal begin
+    start = begin
     begin += len(line)
     try:
       line.decode()
     except UnicodeDecodeError as error:
-      place = begin - len(line) + error.start
+      place = start + error.start
       raise UserError(f"{file}: byte {place} is not UTF-8: convert the file") from None
-    return line
+    return line if start else line.removeprefix(codecs.BOM_UTF8)
 
   for piece in pieces:
-    if lines := list(convert_rows(piece.splitlines(keepends=True), validate, reject)):
-      yield b"".join(lines)
+    lines = convert_rows(piece.splitlines(keepends=True), validate, reject)
+    if valid := b"".join(lines):
+      yield valid
 
 
 def _character_start(file: DataFile, offset: int) -> int:
