@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Run lint, type checks and all tests, except those against transformers (`-m hf`, see .ci/run).
-# Needs only Python >= 3.11. Arguments go to pytest.
+# Needs only Python >= 3.11; takes the newest up to 3.14. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/venv.sh
 
-python=$(newest_python 11)
+python=$(newest_python)
 fill_venv .venv "$python" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

@@ -38,10 +38,18 @@ def store(ref: Any, values: jax.Array, *where: jax.Array | int | Range) -> None:
   plt.store(ref.at[_slices(where)], values.astype(ref.dtype), mask=_mask(where))
 
 
-def _slices(where):
-  # In interpret mode all indices must have one type: int32, also with 64-bit types enabled.
-  start = lambda i: np.int32(i.start) if isinstance(i.start, int) else i.start
-  return tuple(pl.ds(start(i), i.size) if isinstance(i, Range) else i for i in where)
+def _slices(where: tuple[jax.Array | int | Range, ...]) -> tuple[Any, ...]:
+  return tuple(pl.ds(_start(i), i.size) if isinstance(i, Range) else i for i in where)
+
+
+def _start(part: Range) -> jax.Array | np.int32:
+  """The start of a range. In interpret mode all indices have one type: int32."""
+  if not isinstance(part.start, int):
+    return part.start
+  if isinstance(part.end, int) and part.start + part.size > part.end:
+    # Masked beyond the axis: JAX 0.12 refuses such a slice if its start is a constant.
+    return jnp.full((), part.start, jnp.int32)
+  return np.int32(part.start)
 
 
 def _mask(where) -> jax.Array | None:

@@ -35,12 +35,13 @@ def test_only_options_of_the_config_must_exist(monkeypatch):
   with pytest.raises(ValueError, match=r"compiler_options: .*not a valid bool value"):
     options("cpu", {"xla_cpu_enable_fast_math": "maybe"})
   with pytest.raises(ValueError, match=r"compiler_options: .*has a value of a wrong type"):
-    options("cpu", {"exec_time_optimization_effort": "fast"})
+    options("cpu", {"xla_cpu_enable_fast_math": ("yes", "no")})
 
 
 def test_numbers_are_given_as_text():
-  overrides = {"exec_time_optimization_effort": "-0.5", "xla_backend_optimization_level": "2"}
-  assert list(options("cpu", overrides).values()) == [-0.5, 2]
+  ratio = "xla_gpu_auto_spmd_partitioning_memory_budget_ratio"
+  overrides = {ratio: "0.5", "xla_backend_optimization_level": "2"}
+  assert list(options("cpu", overrides).values()) == [0.5, 2]
 
 
 def test_the_training_step_is_compiled_with_them():
