@@ -54,7 +54,7 @@ def run_conversion(command: str, folder: str, argv: Sequence[str]) -> int:
 def from_hf(folder: str, argv: Sequence[str]) -> str:
   """Import the Hugging Face folder `folder` as the run named in `argv`."""
   directory = local_folder(folder)
-  family, keys, unread = model_keys(directory)
+  family, keys = model_keys(directory)
   tokenizer = tokenizer_keys(directory)
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
@@ -81,8 +81,6 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
   if not tokenizer and cfg.data.tokenizer_type == "byte":
     notes.append("the folder has no tokenizer.json or tokenizer.model: using byte tokens")
-  if unread:
-    notes.append(f"keys of config.json that maxlite does not read: {unread}")
   return "; ".join(notes)
 
 
@@ -123,7 +121,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
       f"the run {run_folder(cfg).place} has no adapters (lora_rank=0): use to_hf, or train it "
       "with lora_rank=8"
     )
-  family, keys, _ = model_keys(directory)
+  family, keys = model_keys(directory)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   base = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   model = dataclasses.replace(base, lora=cfg.model.lora)

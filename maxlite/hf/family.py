@@ -7,114 +7,32 @@ from typing import Any
 from maxlite.config.errors import UserError
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig, flatten
+from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
+from maxlite.hf.hf_rope import rope_from_hf, rope_to_hf
 
-ConfigJson = Mapping[str, Any]
-REQUIRED = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-  """A config key and the key of config.json with the same value."""
-
-  ours: str
-  theirs: str
-  default: Any = REQUIRED  # value if config.json lacks the key or has null
-  alias: str = ""  # another spelling that is read
-  writes_null: bool = False  # whether the default is written as null
-
-
-def read_keys(keys: Sequence[Key], hf: Mapping[str, Any]) -> dict[str, Any]:
-  """Return our keys with the values of config.json."""
-  values = {}
-  for key in keys:
-    name = key.alias if key.alias in hf and key.theirs not in hf else key.theirs
-    value = hf[name] if key.default is REQUIRED else hf.get(name)
-    use_default = value is None and key.default is not REQUIRED
-    values[key.ours] = key.default if use_default else value
-  return values
-
-
-def write_keys(keys: Sequence[Key], flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the keys of config.json with the values of our flat keys; the inverse of read_keys."""
-  is_null = lambda key: key.writes_null and flat[key.ours] == key.default
-  return {key.theirs: None if is_null(key) else flat[key.ours] for key in keys}
-
-
-def require(hf: Mapping[str, Any], **values: Any) -> None:
-  """Raise UserError unless config.json has these values, null, or no such keys."""
-  for name, value in values.items():
-    if hf.get(name) not in (None, value):
-      raise UserError(
-        f"config.json has {name}={hf[name]!r}, but maxlite supports only {name}={value!r} here: "
-        "choose another checkpoint"
-      )
-
-
-_FACTOR = Key("rope_factor", "factor")
-_ORIGINAL = Key("original_max_position_embeddings", "original_max_position_embeddings")
-ROPE_KEYS: dict[str, Sequence[Key]] = {
-  "default": (),
-  "linear": (_FACTOR,),
-  "llama3": (_FACTOR, _ORIGINAL),
-  "yarn": (
-    _FACTOR,
-    _ORIGINAL,
-    Key("beta_fast", "beta_fast", 32.0),
-    Key("rope_truncate", "truncate", True),
-    Key("mscale", "mscale", 0.0),
-  ),
-}
-ROPE_REQUIRED = {
-  "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-  "yarn": {"beta_slow": 1},
-}
-ROPE_TYPES = {"llama3": "llama3.1"}  # config.json's rope_type: ours, where they differ
-
-
-def rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """Return our keys of the rotary embedding.
-
-  Newer files have `rope_parameters`, older ones `rope_theta` and, if scaled, `rope_scaling`.
-  """
-  rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-  kind = rope.get("rope_type") or rope.get("type") or "default"
-  thetas = (rope.get("rope_theta"), hf.get("rope_theta"), 10_000.0)
-  theta = next(theta for theta in thetas if theta is not None)
-  if kind not in ROPE_KEYS:
-    raise UserError(
-      f"config.json has a rotary embedding of type {kind!r}; supported are {', '.join(ROPE_KEYS)}"
-    )
-  require(rope, partial_rotary_factor=1.0, **ROPE_REQUIRED.get(kind, {}))
-  require(hf, partial_rotary_factor=1.0)
-  if kind == "yarn":
-    require(rope, attention_factor=None)
-    mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
-    if mscale != all_dims:
-      raise UserError(
-        f"config.json has mscale={mscale} and mscale_all_dim={all_dims}, but maxlite supports yarn "
-        "only with one value for both: choose another checkpoint"
-      )
-    if not rope.get(_ORIGINAL.theirs):
-      rope = {**rope, _ORIGINAL.theirs: hf["max_position_embeddings"]}
-  keys = {"rope_type": ROPE_TYPES.get(kind, kind), "rope_max_timescale": float(theta)}
-  return keys | read_keys(ROPE_KEYS[kind], rope)
-
-
-def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-  """Return both forms of config.json, for tools that read only the older one."""
-  rope = cfg.rope
-  types = {ours: theirs for theirs, ours in ROPE_TYPES.items()}
-  kind = types.get(rope.rope_type, rope.rope_type)
-  scaling = {"rope_type": kind, **write_keys(ROPE_KEYS[kind], flatten(rope))}
-  scaling |= ROPE_REQUIRED.get(kind, {})
-  if scaling.pop("mscale", 0.0) and cfg.family.latent_attention:
-    scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale}
-  theta = {"rope_theta": rope.rope_max_timescale}
-  keys = {"rope_parameters": scaling | theta, **theta}
-  if kind == "default":
-    return keys
-  length = int(rope.original_max_position_embeddings * rope.rope_factor)
-  return keys | {"rope_scaling": scaling, "max_position_embeddings": length}
+# Keys without effect on what a model computes from its weights. Keys of losses and dropout concern
+# training, which uses our own keys.
+WITHOUT_EFFECT = {
+  # Of the file, the tokenizer and the number format.
+  "_commit_hash", "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype",
+  "eos_token_id", "max_position_embeddings", "model_type", "name_or_path", "pad_token_id",
+  "quantization_config", "sep_token_id", "tokenizer_class", "torch_dtype", "transformers_version",
+  # Of training, of other tasks, and of outputs.
+  "attention_dropout", "aux_loss_alpha", "finetuning_task", "id2label", "initializer_range",
+  "label2id", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits",
+  "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
+  "task_specific_params",
+  # Of the implementation.
+  "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
+  "cache_implementation", "ep_size", "pretraining_tp", "torchscript", "use_bfloat16", "use_cache",
+  # Of generation.
+  "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+  "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+  "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
+  "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+  "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
+  "temperature", "top_k", "top_p", "typical_p",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +74,14 @@ DECODER_KEYS = (
 )
 
 
+def _nothing_more(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  return {}
+
+
+def _no_more_keys(cfg: ModelConfig) -> dict[str, Any]:
+  return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class HfFamily:
   """One `model_type` of config.json.
@@ -172,16 +98,18 @@ class HfFamily:
   block: Sequence[TensorRule]  # rules of a layer
   keys: Sequence[Key] = ()  # in addition to DECODER_KEYS
   ours: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our keys of all its models
-  # Keys that config.json must have with these values, or lack.
+  # Values of missing keys: those of the config class in transformers, and its `rope_theta`.
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  nullable: Sequence[str] = ()  # keys of config.json that may be null
+  # Keys that config.json must have with these values, or lack without another default.
   required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   activation: str = "silu"
   activation_key: str = "hidden_act"
-  tied: bool = False  # default of tie_word_embeddings
   checks_layer_types: bool = False  # whether local and global layers must follow MODELS
   aux_loss_key: str = ""  # load balance loss weight, written but not read
   # What keys cannot express: (config.json, our keys) -> more of our keys, config -> more of theirs.
-  extra_from_hf: Callable[[ConfigJson, Mapping[str, Any]], dict[str, Any]] = lambda hf, keys: {}
-  extra_to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda cfg: {}
+  extra_from_hf: Callable[[ConfigJson, Mapping[str, Any]], dict[str, Any]] = _nothing_more
+  extra_to_hf: Callable[[ModelConfig], dict[str, Any]] = _no_more_keys
   rope_from_hf: Callable[[ConfigJson], dict[str, Any]] = rope_from_hf
   rope_to_hf: Callable[[ModelConfig], dict[str, Any]] = rope_to_hf
   extra_block: Callable[[ModelConfig], Sequence[TensorRule]] = lambda cfg: ()
@@ -191,23 +119,36 @@ class HfFamily:
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
 
-  def config_from_hf(self, hf: ConfigJson) -> dict[str, Any]:
-    require(hf, hidden_act=self.activation, hidden_activation=self.activation)
-    require(hf, attention_bias=MODELS[self.decoder_block].out_bias, mlp_bias=False)
-    require(hf, **self.required)
+  def config_from_hf(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our keys for the content of a config.json.
+
+    Raises:
+      KeyError: a key is missing and has no default.
+      UserError: a value is not supported, or a key is not known.
+    """
+    hf = ConfigJson(values, self.defaults, self.nullable)
+    model = MODELS[self.decoder_block]
+    hf.require(is_causal=True, attention_bias=model.out_bias, mlp_bias=False)
+    hf.require(**{self.activation_key: self.activation}, **self.required)
+    if "sliding_window" not in (*self.defaults, *self.unread):
+      hf.require(sliding_window=None)
     if self.checks_layer_types:
       self._require_layer_types(hf)
-    heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads")
     keys = read_keys(DECODER_KEYS, hf) | {
-      "base_num_kv_heads": heads if kv_heads is None else kv_heads,
-      "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+      "base_num_kv_heads": _num_kv_heads(hf),
+      "head_dim": _head_dim(hf),
       "mlp_activations": (ACTIVATIONS[self.activation], "linear"),
-      "logits_via_embedding": hf.get("tie_word_embeddings", self.tied),
+      "logits_via_embedding": hf["tie_word_embeddings"],
     }
     keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf) | self.ours
-    if not MODELS[self.decoder_block].latent_attention:
-      require(keys, mscale=0.0)  # others have no factor of attention scores
-    return keys | self.extra_from_hf(hf, keys)
+    if keys.get("mscale") and not model.latent_attention:
+      raise UserError(
+        f"config.json has mscale_all_dim={keys['mscale']}, but maxlite supports it only for latent "
+        "attention: choose another checkpoint"
+      )
+    keys |= self.extra_from_hf(hf, keys)
+    hf.require_no_others(WITHOUT_EFFECT | set(self.unread))
+    return keys
 
   def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:
     flat, model = flatten(cfg), MODELS[self.decoder_block]
@@ -235,10 +176,21 @@ class HfFamily:
     return ["sliding_attention" if local else "full_attention" for local in is_local]
 
   def _require_layer_types(self, hf: ConfigJson) -> None:
-    every = MODELS[self.decoder_block].global_layer_every
-    require(hf, sliding_window_pattern=every, _sliding_window_pattern=every)
-    if hf.get("layer_types"):
-      require(hf, layer_types=self._layer_types(hf["num_hidden_layers"]))
+    if hf.get("layer_types") is not None:
+      hf.require(layer_types=self._layer_types(hf["num_hidden_layers"]))
+
+
+def _num_kv_heads(hf: ConfigJson) -> int:
+  num_kv_heads = hf["num_key_value_heads"]
+  return hf["num_attention_heads"] if num_kv_heads is None else num_kv_heads
+
+
+def _head_dim(hf: ConfigJson) -> int:
+  """Return the size of a head; classes without a default divide the width by the heads."""
+  head_dim = None
+  if "head_dim" in hf or hf.default("head_dim") is not None:
+    head_dim = hf["head_dim"]
+  return hf["hidden_size"] // hf["num_attention_heads"] if head_dim is None else head_dim
 
 
 # Rules and keys that several families share.
@@ -292,5 +244,5 @@ MOE_KEYS = (
   Key("base_moe_mlp_dim", "intermediate_size"),
   Key("num_experts_per_tok", "num_experts_per_tok"),
 )
-SLIDING_WINDOW = Key("sliding_window_size", "sliding_window", 0, writes_null=True)
-NORM_TOPK_PROB = Key("norm_topk_prob", "norm_topk_prob", False)
+SLIDING_WINDOW = Key("sliding_window_size", "sliding_window", null=0, off=0)
+NORM_TOPK_PROB = Key("norm_topk_prob", "norm_topk_prob", null=False)

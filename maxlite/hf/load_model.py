@@ -181,7 +181,7 @@ class HfWeights(ModelWeights):
   def __init__(self, folder: Path, command: Config | None = None, dtype: str | None = None):
     del command  # such a folder names no code
     self._folder = folder
-    self._family, keys, _ = model_keys(folder)
+    self._family, keys = model_keys(folder)
     if dtype is None:
       dtypes = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
       dtype = "float32" if np.dtype("float32") in dtypes else "bfloat16"

@@ -33,7 +33,7 @@ def small_chunks(monkeypatch):
 
 def model_of(folder, **changes):
   """(family, model config, {path: abstract array}) of a fixture."""
-  family, keys, _ = model_keys(folder)
+  family, keys = model_keys(folder)
   model = build(ModelConfig, DEFAULTS | keys | changes)
   return family, model, abstract_params(model)
 

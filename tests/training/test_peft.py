@@ -53,7 +53,7 @@ def random_adapter(path, leaf, trained):
 
 def make_run(root, family, name, trained="lora"):
   """Create a run with the fixture's weights and adapters, some of which are trained."""
-  hf, keys, _ = model_keys(FIXTURES / family)
+  hf, keys = model_keys(FIXTURES / family)
   overrides = (*overrides_of(root, name), f"lora_rank={RANK}", f"lora_alpha={ALPHA}")
   cfg = load_config(overrides, defaults=DEFAULTS | keys, needs_data=False)
   params = abstract_params(cfg.model)

@@ -4,7 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from maxlite.config.errors import UserError
+from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
+from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   ATTENTION,
   DENSE_KEYS,
@@ -14,10 +17,8 @@ from maxlite.hf.family import (
   Key,
   TensorRule,
   mlp,
-  require,
-  rope_from_hf,
-  rope_to_hf,
 )
+from maxlite.hf.hf_rope import dict_of, read_rope, rope_to_hf
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 NORMS = (
@@ -28,25 +29,45 @@ NORMS = (
 )
 
 
-def _extra_from_hf(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   if hf.get("use_bidirectional_attention"):
-    require(hf, use_bidirectional_attention=False)
+    hf.require(use_bidirectional_attention=False)
   scalar = hf["query_pre_attn_scalar"]
   return {"query_pre_attn_scalar": 0.0 if scalar == keys["head_dim"] else float(scalar)}
 
 
-def _rope_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  hf.require(sliding_window_pattern=MODELS["gemma3"].global_layer_every)
+  return _extra_from_hf(hf, keys)
+
+
+def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
   """Newer files have `rope_parameters` by layer type, older ones a base for each type."""
-  ropes = hf.get("rope_parameters") or {}
-  if GLOBAL in ropes:
-    require(ropes[LOCAL], rope_type="default")
-    local, rope = ropes[LOCAL]["rope_theta"], {"rope_parameters": ropes[GLOBAL]}
-  else:
-    local = hf.get("rope_local_base_freq", 10_000.0)
-    rope = {"rope_theta": hf.get("rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")}
-  keys = rope_from_hf(rope)
-  is_same = keys["rope_type"] == "default" and keys["rope_max_timescale"] == local
-  return keys | {"local_rope_max_timescale": 0.0 if is_same else float(local)}
+  ropes = ConfigJson(dict_of(hf, "rope_parameters"), {}, prefix="rope_parameters.")
+  rope = dict_of(ropes, GLOBAL) | dict_of(hf, "rope_scaling")
+  rope.setdefault("rope_theta", hf.get("rope_theta"))
+  local = dict_of(ropes, LOCAL)
+  local.setdefault("rope_theta", hf.get("rope_local_base_freq"))
+  ropes.require_no_others(())
+  keys = read_rope(rope, hf, f"rope_parameters.{GLOBAL}")
+  if keys["rope_type"] == "yarn" and not keys["rope_truncate"]:
+    raise UserError(
+      f"config.json has rope_parameters.{GLOBAL}.truncate=false, which transformers does not read: "
+      "remove it, or choose another checkpoint"
+    )
+  local_keys = read_rope(local, hf, f"rope_parameters.{LOCAL}")
+  if local_keys["rope_type"] != "default":
+    raise UserError(
+      f"config.json has rope_parameters.{LOCAL}.rope_type={local_keys['rope_type']}, but maxlite "
+      "supports only default there: choose another checkpoint"
+    )
+  timescale = local_keys["rope_max_timescale"]
+  if timescale < 1:
+    raise UserError(
+      f"config.json has rope_theta={timescale} in rope_parameters.{LOCAL}: write a number from 1"
+    )
+  is_same = keys["rope_type"] == "default" and keys["rope_max_timescale"] == timescale
+  return keys | {"local_rope_max_timescale": 0.0 if is_same else timescale}
 
 
 def _rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
@@ -56,6 +77,26 @@ def _rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   return keys | {"rope_parameters": ropes}
 
 
+def _scalar_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  return {"query_pre_attn_scalar": int(cfg.query_pre_attn_scalar) or cfg.head_dim}
+
+
+FINAL_SOFT_CAP = Key("final_logits_soft_cap", "final_logit_softcapping", null=0.0, off=0.0)
+_DEFAULTS = {
+  "hidden_size": 2304,
+  "intermediate_size": 9216,
+  "num_hidden_layers": 26,
+  "num_attention_heads": 8,
+  "num_key_value_heads": 4,
+  "head_dim": 256,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "rms_norm_eps": 1e-6,
+  "tie_word_embeddings": True,
+  "attention_bias": False,
+  "query_pre_attn_scalar": 256,
+  "sliding_window": 4096,
+  "layer_types": None,
+}
 GEMMA2 = HfFamily(
   "gemma2",
   "Gemma2ForCausalLM",
@@ -64,22 +105,46 @@ GEMMA2 = HfFamily(
   (
     *DENSE_KEYS,
     SLIDING_WINDOW,
-    Key("attn_logits_soft_cap", "attn_logit_softcapping", 0.0, writes_null=True),
-    Key("final_logits_soft_cap", "final_logit_softcapping", 0.0, writes_null=True),
+    FINAL_SOFT_CAP,
+    Key("attn_logits_soft_cap", "attn_logit_softcapping", null=0.0, off=0.0),
   ),
+  defaults=_DEFAULTS
+  | {
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "rope_theta": 10_000.0,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "use_bidirectional_attention": None,
+  },
+  nullable=("final_logit_softcapping", "attn_logit_softcapping"),
   activation="gelu_pytorch_tanh",
   activation_key="hidden_activation",
-  tied=True,
   checks_layer_types=True,
   extra_from_hf=_extra_from_hf,
-  extra_to_hf=lambda cfg: {"query_pre_attn_scalar": int(cfg.query_pre_attn_scalar) or cfg.head_dim},
+  extra_to_hf=_scalar_to_hf,
+  unread=("hidden_act",),
 )
 GEMMA3 = dataclasses.replace(
   GEMMA2,
   model_type="gemma3_text",
   architecture="Gemma3ForCausalLM",
   decoder_block="gemma3",
+  keys=(*DENSE_KEYS, SLIDING_WINDOW, FINAL_SOFT_CAP),
+  defaults=_DEFAULTS
+  | {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10_000.0,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+  },
+  nullable=("final_logit_softcapping",),
+  extra_from_hf=_gemma3_from_hf,
   rope_from_hf=_rope_from_hf,
   rope_to_hf=_rope_to_hf,
+  # transformers reads the soft cap of attention, but does not apply it.
+  unread=("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern"),
 )
 FAMILIES = (GEMMA2, GEMMA3)

@@ -1,0 +1,121 @@
+"""config.json as `transformers` reads it: missing keys have the defaults of the config class."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from maxlite.config.errors import UserError
+
+NEVER_OFF = object()
+
+
+class ConfigJson:
+  """A config.json, or an object inside it, that records which of its keys are read."""
+
+  def __init__(
+    self,
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    nullable: Collection[str] = (),
+    prefix: str = "",
+  ):
+    """Wrap `values`.
+
+    Args:
+      defaults: values of missing keys.
+      nullable: keys that may be null.
+      prefix: of keys in messages, such as `rope_parameters.`
+    """
+    self._values = values
+    self._defaults = defaults
+    self._nullable = nullable
+    self._prefix = prefix
+    self._read: set[str] = set()
+
+  def __contains__(self, name: str) -> bool:
+    """Return whether the file has the key."""
+    self._read.add(name)
+    return name in self._values
+
+  def __getitem__(self, name: str) -> Any:
+    """Return the value of a key, or its default.
+
+    Raises:
+      KeyError: the key is missing and has no default.
+      UserError: it is null, which has no meaning for this key.
+    """
+    value = self.get(name)
+    is_missing = name not in self._values
+    if is_missing and name not in self._defaults:
+      raise KeyError(f"{self._prefix}{name}")
+    if value is not None or name in self._nullable:
+      return value
+    if is_missing:
+      raise KeyError(f"{self._prefix}{name}")
+    default = self._defaults.get(name)
+    remedy = "write a value" if default is None else f"remove it for the default {default!r}"
+    raise UserError(f"config.json has {self._prefix}{name}=null, which has no meaning: {remedy}")
+
+  def get(self, name: str) -> Any:
+    """Return the value of a key, its default, or None."""
+    self._read.add(name)
+    return self._values.get(name, self._defaults.get(name))
+
+  def default(self, name: str) -> Any:
+    """Return the default of a key, or None."""
+    return self._defaults.get(name)
+
+  def require(self, **values: Any) -> None:
+    """Raise UserError unless each key has this value, or is missing without another default."""
+    for name, value in values.items():
+      is_missing = name not in self._values and name not in self._defaults
+      found = self.get(name)
+      if not is_missing and found != value:
+        raise UserError(
+          f"config.json has {self._prefix}{name}={found!r}, but maxlite supports only "
+          f"{name}={value!r} here: choose another checkpoint"
+        )
+
+  def require_no_others(self, without_effect: Collection[str]) -> None:
+    """Raise UserError for keys that were not read and are not in `without_effect`."""
+    others = sorted(set(self._values) - self._read - set(without_effect))
+    if others:
+      names = ", ".join(f"{self._prefix}{name}" for name in others[:8])
+      raise UserError(
+        f"config.json has {names}, which maxlite does not read and which may change what the "
+        "model computes: remove what does not, or choose another checkpoint"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """A config key and the key of config.json with the same value."""
+
+  ours: str
+  theirs: str
+  null: Any = None  # our value of null, for families with the key in `nullable`
+  # Our value for "none", which config.json does not have: it writes null, if that is nullable.
+  off: Any = NEVER_OFF
+  alias: str = ""  # another spelling, which wins
+
+
+def read_keys(keys: Sequence[Key], hf: ConfigJson) -> dict[str, Any]:
+  """Return our keys with the values of config.json."""
+  values = {}
+  for key in keys:
+    value = hf[key.theirs]
+    if key.alias and key.alias in hf:
+      value = hf[key.alias]
+    if value is not None and value == key.off:
+      raise UserError(f"config.json has {key.theirs}={value!r}: write another number, or null")
+    values[key.ours] = key.null if value is None else value
+  return values
+
+
+def write_keys(keys: Sequence[Key], flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the keys of config.json with the values of our flat keys; the inverse of read_keys."""
+  values = {}
+  for key in keys:
+    is_off = flat[key.ours] == key.off
+    values[key.theirs] = None if is_off else flat[key.ours]
+  return values

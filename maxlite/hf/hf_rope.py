@@ -1,0 +1,141 @@
+"""The rotary embedding in config.json."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import ModelConfig, flatten
+from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
+
+ORIGINAL = "original_max_position_embeddings"
+_FACTOR = Key("rope_factor", "factor")
+_ORIGINAL = Key(ORIGINAL, ORIGINAL)
+ROPE_KEYS: dict[str, Sequence[Key]] = {
+  "default": (),
+  "linear": (_FACTOR,),
+  "llama3": (_FACTOR, _ORIGINAL),
+  "yarn": (
+    _FACTOR,
+    _ORIGINAL,
+    Key("beta_fast", "beta_fast", null=32.0),
+    Key("rope_truncate", "truncate", null=False),
+    Key("mscale", "mscale"),
+  ),
+}
+ROPE_REQUIRED = {
+  "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+  "yarn": {"beta_slow": 1},
+}
+ROPE_TYPES = {"llama3": "llama3.1"}  # config.json's rope_type: ours, where they differ
+# Keys of one type that have no effect in another.
+ROPE_UNUSED = {
+  "type", "factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale",
+  "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
+}  # fmt: skip
+
+
+def rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
+  """Return our keys of the rotary embedding.
+
+  Newer files have `rope_parameters`, older ones `rope_theta` and, if scaled, `rope_scaling`, which
+  wins where a file has both.
+  """
+  name, rope = "rope_scaling", dict_of(hf, "rope_scaling")
+  parameters = dict_of(hf, "rope_parameters")
+  if not rope:
+    name, rope = "rope_parameters", parameters
+  rope.setdefault("rope_theta", hf.get("rope_theta"))
+  if hf.get("partial_rotary_factor") is not None:
+    rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
+  if ORIGINAL in hf:
+    rope[ORIGINAL] = hf.get(ORIGINAL)
+  return read_rope(rope, hf, name)
+
+
+def dict_of(hf: ConfigJson, name: str) -> dict[str, Any]:
+  """Return a copy of the object at `name`; of the default if it is missing or null."""
+  value = hf.get(name)
+  if value is None:
+    value = hf.default(name)
+  if value is None:
+    return {}
+  if not isinstance(value, Mapping):
+    raise UserError(f"config.json has {name}={value!r}, not an object: copy it again")
+  return dict(value)
+
+
+def read_rope(values: dict[str, Any], hf: ConfigJson, name: str) -> dict[str, Any]:
+  """Return our keys of the rotary embedding `values`, which config.json has as `name`."""
+  kind = values.get("rope_type", values.get("type", "default"))
+  if kind not in ROPE_KEYS:
+    raise UserError(
+      f"config.json has a rotary embedding of type {kind!r}; supported are {', '.join(ROPE_KEYS)}"
+    )
+  if kind == "yarn":
+    values = _complete_yarn(values, hf)
+  elif values.get("mscale_all_dim"):
+    raise UserError(
+      f"config.json has mscale_all_dim={values['mscale_all_dim']} for a rotary embedding of type "
+      f"{kind}, but maxlite supports it only for yarn: choose another checkpoint"
+    )
+  if kind == "llama3" and ORIGINAL not in values:
+    values = values | {ORIGINAL: hf["max_position_embeddings"]}
+  rope = ConfigJson(values, {}, nullable=("beta_fast", "truncate"), prefix=f"{name}.")
+  for required, value in ROPE_REQUIRED.get(kind, {}).items():
+    if required not in rope:
+      raise KeyError(f"{name}.{required}")
+    rope.require(**{required: value})
+  rope.require(partial_rotary_factor=1.0)
+  keys = {"rope_type": ROPE_TYPES.get(kind, kind), "rope_max_timescale": float(rope["rope_theta"])}
+  keys |= read_keys(ROPE_KEYS[kind], rope)
+  rope.require_no_others({"rope_type", "mscale_all_dim", *ROPE_UNUSED})
+  return keys
+
+
+def _complete_yarn(values: Mapping[str, Any], hf: ConfigJson) -> dict[str, Any]:
+  """Return `values` with defaults, and one `mscale` in place of two.
+
+  The rotated channels are scaled by 0.1 ln(factor) + 1 unless both are set and not zero. Latent
+  attention scales all scores by `mscale_all_dim`, if that is not zero.
+
+  Raises:
+    UserError: maxlite does not support this combination.
+  """
+  yarn = {"beta_fast": None, "beta_slow": None, "truncate": True, **values}
+  yarn["beta_fast"] = yarn["beta_fast"] or None
+  yarn["beta_slow"] = yarn["beta_slow"] or 1
+  if ORIGINAL not in yarn:
+    yarn[ORIGINAL] = hf["max_position_embeddings"]
+  if yarn.get("attention_factor") is not None:
+    raise UserError(
+      f"config.json has attention_factor={yarn['attention_factor']!r}, but maxlite supports only "
+      "the one that yarn derives from its factor: choose another checkpoint"
+    )
+  if yarn.get("factor", 0) is None:
+    yarn["factor"] = hf["max_position_embeddings"] / yarn[ORIGINAL]
+  mscale = yarn.get("mscale") or 0.0
+  all_dims = yarn.get("mscale_all_dim") or 0.0
+  if all_dims and (mscale != all_dims or values.get("factor") is None):
+    raise UserError(
+      f"config.json has mscale={mscale} and mscale_all_dim={all_dims}, but maxlite supports yarn "
+      "only with one value for both, and a factor: choose another checkpoint"
+    )
+  yarn["mscale"] = all_dims
+  return yarn
+
+
+def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  """Return both forms of config.json, for tools that read only the older one."""
+  rope = cfg.rope
+  types = {ours: theirs for theirs, ours in ROPE_TYPES.items()}
+  kind = types.get(rope.rope_type, rope.rope_type)
+  scaling = {"rope_type": kind, **write_keys(ROPE_KEYS[kind], flatten(rope))}
+  scaling |= ROPE_REQUIRED.get(kind, {})
+  if scaling.pop("mscale", 0.0) and cfg.family.latent_attention:
+    scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale}
+  theta = {"rope_theta": rope.rope_max_timescale}
+  keys = {"rope_parameters": scaling | theta, **theta}
+  if kind == "default":
+    return keys
+  length = int(rope.original_max_position_embeddings * rope.rope_factor)
+  return keys | {"rope_scaling": scaling, "max_position_embeddings": length}

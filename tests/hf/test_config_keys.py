@@ -1,0 +1,182 @@
+"""A config.json means what it means in `transformers`, or is refused by name."""
+
+import dataclasses
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from config_variants import LLAMA3, YARN, Folder, config_class, config_of, variants_of, without
+
+import maxlite
+from maxlite.config.errors import UserError
+from maxlite.hf.families import FAMILIES
+from maxlite.hf.family import WITHOUT_EFFECT
+
+TRUNCATED = config_of("gpt_oss")["rope_parameters"] | {"truncate": None}
+# (model_type, removed key, other keys, our keys that follow)
+MEANINGS = [
+  ("mixtral", "rope_parameters", {}, {"rope_max_timescale": 1e6}),
+  ("mixtral", "num_local_experts", {"num_experts": 4}, {"num_experts": 4}),
+  ("gpt_oss", "rope_parameters", {}, {"rope_type": "yarn", "rope_truncate": False}),
+  ("gpt_oss", "", {"rope_parameters": TRUNCATED}, {"rope_truncate": False}),
+  ("gpt_oss", "sliding_window", {}, {"sliding_window_size": 128}),
+  ("gemma2", "attn_logit_softcapping", {}, {"attn_logits_soft_cap": 50.0}),
+  ("gemma2", "final_logit_softcapping", {}, {"final_logits_soft_cap": 30.0}),
+  ("gemma2", "sliding_window", {}, {"sliding_window_size": 4096}),
+  ("gemma3_text", "sliding_window", {}, {"sliding_window_size": 4096}),
+  ("gemma3_text", "", {"attn_logit_softcapping": 0.5}, {"final_logits_soft_cap": 0.0}),
+  ("mistral", "sliding_window", {}, {"sliding_window_size": 4096}),
+  ("mistral", "", {"sliding_window": None}, {"sliding_window_size": 0}),
+  ("deepseek_v3", "routed_scaling_factor", {}, {"routed_scaling_factor": 2.5}),
+  ("deepseek_v3", "topk_group", {}, {"topk_routing_group": 4}),
+  ("deepseek_v3", "", {"norm_topk_prob": None}, {"norm_topk_prob": False}),
+  ("mistral", "", {"rope_scaling": YARN}, {"rope_type": "yarn", "rope_factor": 4.0}),
+  (
+    "mistral",
+    "",
+    {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+    {"original_max_position_embeddings": 16},
+  ),
+  (
+    "mistral",
+    "",
+    {"rope_scaling": YARN, "original_max_position_embeddings": 16},
+    {"original_max_position_embeddings": 16},
+  ),
+]
+REFUSED = [
+  ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types"),
+  ("llama", {"is_causal": False}, "is_causal=False"),
+  ("llama", {"is_causal": None}, "is_causal=None"),
+  ("llama", {"sliding_window": 4}, "sliding_window=4"),
+  ("olmoe", {"sliding_window": 4}, "sliding_window=4"),
+  ("mistral", {"sliding_window": 0}, "sliding_window=0"),
+  ("gemma2", {"sliding_window": None}, "sliding_window=null"),
+  ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
+  ("deepseek_v3", {"rope_interleave": None}, "rope_interleave=None"),
+  ("deepseek_v3", {"topk_group": None}, "topk_group=null"),
+  ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+  ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+  ("llama", {"num_wings": 2}, "has num_wings, which maxlite does not read"),
+  ("llama", {"rope_parameters": {"num_wings": 2}}, "has rope_parameters.num_wings, which"),
+]
+needs_transformers = pytest.mark.skipif(
+  not (find_spec("torch") and find_spec("transformers")),
+  reason="needs torch and transformers: pip install -e .[hf]",
+)
+FAST = ("mistral",)
+every_family = pytest.mark.parametrize(
+  "model_type", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES]
+)
+TOLERANCE = 1e-4  # of float32 rounding, relative to the largest logit
+
+
+def changed(model_type, removed, others):
+  return without(config_of(model_type), removed) | others
+
+
+@pytest.mark.parametrize(("model_type", "removed", "others", "expected"), MEANINGS)
+def test_a_missing_or_null_key_means_what_it_means_there(model_type, removed, others, expected):
+  keys = FAMILIES[model_type].config_from_hf(changed(model_type, removed, others))
+  assert {name: keys[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("model_type", "others", "message"), REFUSED)
+def test_a_config_with_another_function_is_refused(model_type, others, message):
+  with pytest.raises(UserError, match=message):
+    FAMILIES[model_type].config_from_hf(config_of(model_type) | others)
+
+
+def test_an_unknown_key_is_refused_by_load_and_import(tmp_path):
+  folder = Folder("llama", tmp_path / "model")
+  folder.write(config_of("llama") | {"num_wings": 2})
+  with pytest.raises(UserError, match=r"model/config\.json: config.json has num_wings"):
+    maxlite.load(folder.path)
+  from maxlite.hf.conversion import from_hf
+
+  argv = [f"base_output_directory={tmp_path}", "run_name=run", "dataset_type=synthetic"]
+  with pytest.raises(UserError, match=r"model/config\.json: config.json has num_wings"):
+    from_hf(str(folder.path), argv)
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.hf
+@needs_transformers
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "kimi_k2"])
+def test_defaults_are_those_of_the_config_class(model_type):
+  family, cls = FAMILIES[model_type], config_class(model_type)
+  fields = {field.name: field for field in dataclasses.fields(cls)}
+  thetas = cls.default_theta
+  if not isinstance(thetas, dict):
+    thetas = {"global": thetas}
+  expected = {name: field.default for name, field in fields.items()}
+  expected |= {"rope_theta": thetas["global"], "rope_local_base_freq": thetas.get("local")}
+  if model_type == "gpt_oss":  # set where the field is null
+    expected["rope_parameters"] = without(cls().rope_parameters, "rope_theta")
+  for name, default in family.defaults.items():
+    assert default == expected[name], name
+  for name in family.nullable:
+    assert "None" in str(fields[name].type), f"{name} is never null in transformers"
+  unknown = set(fields) - set(family.defaults) - set(family.unread) - WITHOUT_EFFECT
+  # Refused unless they have no effect.
+  assert unknown <= {"chunk_size_feed_forward", "is_encoder_decoder", "rope_parameters"}
+
+
+def is_fast(meaning):
+  return meaning[:2] == ("mixtral", "rope_parameters") or "rope_scaling" in meaning[2]
+
+
+@pytest.mark.hf
+@needs_transformers
+@pytest.mark.parametrize(
+  ("model_type", "removed", "others", "expected"),
+  [pytest.param(*each, marks=() if is_fast(each) else pytest.mark.slow) for each in MEANINGS],
+)
+def test_logits_agree_for_a_missing_or_null_key(model_type, removed, others, expected, tmp_path):
+  folder = Folder(model_type, tmp_path / "model")
+  values = changed(model_type, removed, others)
+  theirs = folder.their_logits(values)
+  assert theirs is not None
+  assert_close(folder.our_logits(values), theirs)
+
+
+@pytest.mark.hf
+@needs_transformers
+@every_family
+def test_a_removed_or_null_key_leaves_the_logits_or_is_refused(model_type, tmp_path):
+  folder = Folder(model_type, tmp_path / "model")
+  base = config_of(model_type)
+  keys = folder.our_keys(base)
+  logits = folder.their_logits(base)
+  for variant in variants_of(model_type):
+    is_tested = variant.name.endswith((" removed", "=None"))
+    if is_tested and folder.our_keys(variant.values) == keys:
+      theirs = folder.their_logits(variant.values)
+      if theirs is not None:  # otherwise there is no function to compare with
+        assert_close(logits, theirs, variant.name)
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_any_changed_key_gives_equal_logits_or_is_refused(model_type, tmp_path):
+  folder = Folder(model_type, tmp_path / "model")
+  base = config_of(model_type)
+  keys = folder.our_keys(base)
+  logits = folder.their_logits(base)
+  for variant in variants_of(model_type):
+    changed_keys = folder.our_keys(variant.values)
+    if changed_keys is None:
+      continue
+    theirs = folder.their_logits(variant.values)
+    ours = logits
+    if theirs is not None and changed_keys != keys:
+      ours = folder.our_logits(variant.values)
+    if theirs is not None and ours is not None:
+      assert_close(ours, theirs, variant.name)
+
+
+def assert_close(ours, theirs, name=""):
+  difference = np.abs(ours - theirs).max() / np.abs(theirs).max()
+  assert difference < TOLERANCE, name
