@@ -10,6 +10,7 @@ import sys
 
 from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.command_line import USAGE
+from maxlite.config.libtpu_environment import NO_TPU_ENVIRONMENT
 from maxlite.planning.topology import parse_topology
 from maxlite.training.saved_run import check_model_folders
 
@@ -19,11 +20,8 @@ _USAGE = f"""{USAGE}
 """
 # Nothing runs, so this machine's accelerators are not used. libtpu must not query the metadata
 # server, and must allow a second process.
-COMPILE_ONLY_ENV = {
+COMPILE_ONLY_ENV = NO_TPU_ENVIRONMENT | {
   "JAX_PLATFORMS": "cpu",
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_ACCELERATOR_TYPE": "v5p-8",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 

@@ -277,3 +277,18 @@ def test_shardings_stacks_the_parameters_of_members_of_one_model(shardings):
   assert spec.startswith("P('ensemble', ")
   num_members, *sizes = map(int, shape.split())
   assert (num_members, int(num_bytes.replace(",", ""))) == (4, 4 * 4 * math.prod(sizes) // 8)
+
+
+def test_the_package_lists_its_commands():
+  code, out, err = finish(open_process("-m", "maxlite"))
+  assert (code, err) == (0, "")
+  main = re.compile(r"^if __name__ == .__main__.:$", re.MULTILINE)
+  package = ROOT / "maxlite"
+  scripts = [*package.glob("*.py"), *package.glob("*/__main__.py")]
+  names = [path.stem if path.parent == package else path.parent.name for path in scripts]
+  commands = {
+    name for name, path in zip(names, scripts, strict=True) if main.search(path.read_text())
+  }
+  assert set(re.findall(r"python -m maxlite\.(\w+)  ", out)) == commands - {"__main__"}
+  code, out, err = finish(open_process("-m", "maxlite", "train", "steps=5"))
+  assert (code, out, err) == (2, "", "maxlite: write a dot: python -m maxlite.train steps=5\n")

@@ -1,5 +1,6 @@
 """The launch scripts, checked by the parsers and programs that consume them."""
 
+import os
 import re
 import shutil
 import string
@@ -29,7 +30,7 @@ def lines_of(*command):
   return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu_vm.sh"])
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu_vm.sh", "restart.sh"])
 def test_shell_scripts_pass_shellcheck(name):
   checker = shutil.which("shellcheck")
   lines_of(*([checker] if checker else ["bash", "-n"]), LAUNCH / name)
@@ -52,7 +53,7 @@ def test_all_workers_of_a_tpu_get_the_arguments_unchanged():
   to_gcloud = lines_of("bash", "-c", f"gcloud() {{ printf '%s\\n' \"$@\"; }}; {train}")
   assert {"--zone=us-east5-a", "--worker=all", "t1"} <= set(to_gcloud)
   (command,) = (argument for argument in to_gcloud if argument.startswith("--command="))
-  setup, on_worker = command.split(" && exec .venv/bin/python")
+  setup, on_worker = command.split(" && exec tools/launch/restart.sh 20 .venv/bin/python")
   assert re.fullmatch(
     "--command=cd maxlite && export MAXLITE_COORDINATOR_TOKEN=[0-9a-f]{32}", setup
   )
@@ -61,6 +62,82 @@ def test_all_workers_of_a_tpu_get_the_arguments_unchanged():
     "maxlite.train",
     *arguments,
   ]
+
+
+def test_a_tpu_script_warns_of_files_that_workers_do_not_get(tmp_path):
+  (tmp_path / "mine.yml").write_text("steps: 5\n")
+  repository = tmp_path / "clone"
+  (repository / "tools/launch").mkdir(parents=True)
+  shutil.copy(LAUNCH / "tpu_vm.sh", repository / "tools/launch")
+  (repository / "base.yml").touch()
+  git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+  for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "Add all"]):
+    lines_of(*git, *command)
+  script = [
+    repository / "tools/launch/tpu_vm.sh",
+    "--dry-run",
+    "t1",
+    "zone",
+    "base.yml",
+    "lr=a.yml",
+  ]
+
+  def warnings(*more):
+    result = subprocess.run([*script, *more], check=True, capture_output=True, text=True)
+    return result.stderr.splitlines()
+
+  assert warnings() == []
+  (repository / "new.yml").touch()
+  changes, outside, new = warnings(f"{tmp_path}/mine.yml", "new.yml")
+  assert changes == "warning: uncommitted changes are not copied to the workers; commit them"
+  assert outside.startswith(f"warning: {tmp_path}/mine.yml is not in the last commit")
+  assert new.startswith("warning: new.yml is not in the last commit")
+
+
+def fake_program(folder, name, script):
+  path = folder / name
+  path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+  path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+  ("code", "restarted"), [(0, False), (2, False), (126, False), (127, False), (75, True), (1, True)]
+)
+def test_only_failures_that_may_pass_are_restarted(tmp_path, code, restarted):
+  fake_program(tmp_path, "srun", f'echo "$@" >> {tmp_path}/srun.log; exit {code}')
+  fake_program(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/scontrol.log')
+  environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+  environment["RESTART_SECONDS"] = "0"
+  job = ["bash", LAUNCH / "slurm.sbatch", "steps=5"]
+  result = subprocess.run(job, env=environment, check=False, capture_output=True)
+  assert (tmp_path / "scontrol.log").exists() == restarted
+  assert restarted or result.returncode == code
+  started = (tmp_path / "srun.log").read_text()
+  assert started == "--label --wait=60 --cpu-bind=none python -m maxlite.train steps=5\n"
+  again = [LAUNCH / "restart.sh", "2", tmp_path / "srun"]
+  result = subprocess.run(again, env=environment, check=False, capture_output=True)
+  assert result.returncode == code
+  assert (tmp_path / "srun.log").read_text().count("\n") == (4 if restarted else 2)
+
+
+def test_a_restarted_command_gets_signals_and_is_not_restarted(tmp_path):
+  program = f"trap 'echo stopped > {tmp_path}/log; exit 143' TERM; echo; sleep 30 & wait"
+  command = [LAUNCH / "restart.sh", "5", "bash", "-c", program]
+  with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    process.stdout.readline()
+    process.terminate()
+    assert process.wait(10) == 143
+  assert (tmp_path / "log").read_text() == "stopped\n"
+
+
+def test_the_image_installs_what_setup_declares():
+  text = (LAUNCH / "Dockerfile").read_text()
+  copied = re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+  root = LAUNCH.parents[1]
+  assert all((root / path).exists() for line in copied for path in line.split())
+  assert '--editable ".[${EXTRAS}]"' in text
+  assert "ARG EXTRAS=tpu" in text
+  assert '"tpu": [' in (root / "setup.py").read_text()
 
 
 def test_too_few_arguments_print_the_usage():

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
+from maxlite.config.libtpu_environment import quiet_libtpu
+
 _OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -52,7 +54,11 @@ def exit_on_user_error(program: str) -> Iterator[None]:
 
 
 def prepare_process(program: str) -> None:
-  """Have the process of an entry point end in one line on Ctrl-C, also during imports."""
+  """Set up the process of an entry point, before JAX is imported.
+
+  It ends in one line on Ctrl-C, also during imports, and libtpu prints no errors without a TPU.
+  """
+  quiet_libtpu()
   gc.set_threshold(50_000, 10, 10)  # else imports and tracing take a sixth longer
 
   def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

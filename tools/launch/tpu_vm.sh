@@ -6,7 +6,8 @@
 # Copies the last commit of this checkout to every worker, installs it with its `tpu` extra, and runs
 # the same command on all workers, with their output here. The workers find each other. They need a
 # shared folder for base_output_directory (Filestore, or a bucket mounted by gcsfuse). After a failure,
-# rerunning the command resumes from the latest checkpoint. Requires gcloud, logged in.
+# all workers restart the command, up to RESTARTS times (environment variable; 20), and resume from the
+# latest checkpoint. Requires gcloud, logged in.
 # --dry-run prints the commands instead.
 set -euo pipefail
 
@@ -19,9 +20,17 @@ if (($# < 3)); then
   sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
   exit 2
 fi
-readonly name=$1 zone=$2
+readonly name=$1 zone=$2 restarts=${RESTARTS:-20}
 shift 2
 cd "$(dirname "$0")/../.."
+if [[ -n "$(git status --porcelain)" ]]; then
+  echo "warning: uncommitted changes are not copied to the workers; commit them" >&2
+fi
+for argument in "$@"; do
+  if [[ "$argument" == *.y*ml && "$argument" != *=* ]] && ! git cat-file -e "HEAD:$argument" 2>/dev/null; then
+    echo "warning: $argument is not in the last commit, which is what workers get; commit it, and write its path from the top of the checkout" >&2
+  fi
+done
 
 gcloud_tpu() {
   local command=(gcloud compute tpus tpu-vm "$@" --zone="$zone" --worker=all)
@@ -41,4 +50,4 @@ gcloud_tpu ssh "$name" --command="rm -rf maxlite && mkdir maxlite && tar -xzf ma
 && cd maxlite && python3 -m venv .venv && .venv/bin/pip install --quiet --constraint constraints.txt --editable '.[tpu]'"
 printf -v words ' %q' "$@"
 token=$(openssl rand -hex 16) # without it, no process can join this run
-gcloud_tpu ssh "$name" --command="cd maxlite && export MAXLITE_COORDINATOR_TOKEN=$token && exec .venv/bin/python -m maxlite.train$words"
+gcloud_tpu ssh "$name" --command="cd maxlite && export MAXLITE_COORDINATOR_TOKEN=$token && exec tools/launch/restart.sh $restarts .venv/bin/python -m maxlite.train$words"
