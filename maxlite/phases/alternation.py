@@ -96,7 +96,9 @@ class Alternation:
     self._programs: PhasePrograms | None = None
     self._labels: dict[str, Labels] = {}  # by phase, of the parameters that are compiled for
     self._paths: list[str] = []  # of these parameters
-    self._latest: deque[Mapping[str, Any]] = deque()  # metrics of the latest steps
+    # Metrics of the latest steps, and the count of steps in the state that the last one returned.
+    self._latest: deque[Mapping[str, Any]] = deque()
+    self._last_count: jax.Array | None = None
 
   @property
   def reason(self) -> str:
@@ -186,7 +188,10 @@ class Alternation:
     if self._programs is None:
       self.compile(state, batch)
     assert self._programs is not None
+    if state.clock.step is not self._last_count:  # the state of another training
+      self._latest.clear()
     state, metrics = self._programs.step(state, batch)
+    self._last_count = state.clock.step
     self._check_skipped(metrics)
     return state, metrics
 

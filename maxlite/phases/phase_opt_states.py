@@ -25,7 +25,7 @@ def owners_of(shares: Mapping[str, str | None]) -> dict[str, str]:
     shares: by phase, the phase that it names, or None.
 
   Raises:
-    UserError: a phase names itself, no phase, or one that names another.
+    UserError: a phase names itself, no phase with an optimizer, or one that names another.
   """
   owners = {}
   for name, owner in shares.items():
@@ -34,7 +34,7 @@ def owners_of(shares: Mapping[str, str | None]) -> dict[str, str]:
       continue
     place = f"phase {name}: share_optimizer_state={owner}"
     if owner not in shares:
-      raise UserError(f"{place} is not a phase; there are {', '.join(shares)}")
+      raise UserError(f"{place} is not a phase with an optimizer; there are {', '.join(shares)}")
     if owner == name:
       raise UserError(f"{place} is the phase itself: name another phase, or leave it out")
     if shares[owner] is not None:
@@ -71,8 +71,7 @@ def _init(name: str, tx: optax.GradientTransformation, params: Any) -> optax.Opt
   except (AttributeError, TypeError, ValueError) as error:
     reason = " ".join(str(error).split())
     raise UserError(
-      f"phase {name}: its optimizer cannot be initialized with a tree of parameters ({reason}); "
-      "one that needs another form of them, such as optax.lookahead, is not supported"
+      f"phase {name}: its optimizer cannot be initialized with the parameters: {reason}"
     ) from error
 
 

@@ -20,6 +20,10 @@ _NEEDS_LOSS = (
   "an optimizer that needs the loss value, such as lbfgs, is not supported: choose one whose "
   "update takes gradients, state and parameters ({})"
 )
+_NEEDS_PAIRS = (
+  "optax.lookahead, which needs pairs of fast and slow parameters, is not supported: give the "
+  "optimizer inside of it; a moving average of the parameters is ema_decay"
+)
 
 # Metric of a step: by parameter, in the order of the leaves, whether its gradient is zero.
 ZERO_GRADIENTS = "zero_gradients"
@@ -316,6 +320,10 @@ def _update(
     try:
       with jax.numpy_dtype_promotion("standard"):  # optax mixes types
         updates, opt_state = tx.update(gradients, opt_state, trained)
+    except AttributeError as error:
+      if "attribute 'fast'" not in str(error):
+        raise
+      raise UserError(_NEEDS_PAIRS) from None
     except TypeError as error:
       if "required keyword-only argument" not in str(error):
         raise

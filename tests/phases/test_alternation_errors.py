@@ -1,5 +1,6 @@
 """Mistakes in the Python API of alternating training end in one line."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,6 +8,7 @@ import pytest
 from test_alternation import (
   a_to_b_and_c,
   adams,
+  assert_same,
   batches,
   fit_loss,
   make_params,
@@ -47,6 +49,13 @@ def test_a_loss_with_collections_needs_them_in_the_state():
     alternation.step(alternation.init(make_params()), next(batches(1)))
 
 
+UPDATE = {"loss": None, "optimizer": None}
+
+
+def halved(params):
+  return jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+
+
 def first_step(build_alternation):
   alternation = build_alternation()
   alternation.step(
@@ -62,6 +71,41 @@ def first_step(build_alternation):
     ({"steps": None}, "phase fit has no length: give it steps or until, or name it in initial"),
     ({"steps": 2.0}, "phase fit has steps=2.0; give an integer"),
     ({"optimizer": optax.sgd}, r"phase fit has optimizer=sgd; give an optimizer, as sgd\("),
+    ({"optimizer": "adam"}, r"optimizer='adam', a string; give an optimizer, as optax.adam\("),
+    ({"optimizer": None}, r"phase fit has optimizer=NoneType; give an optimizer, as optax.adam"),
+    ({"until": {"metric": "loss"}, "steps": None}, r"until={'metric': 'loss'}, a dict; give Plate"),
+    ({"until": Threshold("loss", below=1.0, max_steps=9)}, "needs steps= or until=, one of the"),
+    ({"loss": "mse"}, r"phase fit has loss='mse'; give a function loss\(params, batch\)"),
+    ({"loss": lambda batch, params: 1.0}, r"has the arguments \(batch, params\); it is called as"),
+    (
+      {"loss": lambda params: 1.0},
+      r"has the arguments \(params\); it is called as loss\(params, b",
+    ),
+    (
+      {"loss": lambda xy, tree: fit_loss(tree, xy)},
+      r"the loss of phase fit takes \(batch, params\); it is called as loss\(params, batch\)",
+    ),
+    ({"loss": lambda params, batch: None}, "'loss' of phase fit is None; return the loss at the"),
+    ({"loss": lambda params, batch: (1.0, 2.0)}, "returns a float as its second value, not a dict"),
+    ({"loss": lambda params, batch: (1.0, {"skipped": 1.0})}, "'skipped' of phase fit is a metric"),
+    ({"repeat_batch": 0}, "repeat_batch=0; give an integer, at least 1"),
+    (
+      {"optimizer": optax.lookahead(optax.sgd(1.0), 2, 0.1)},
+      r"optax\.lookahead, which needs pairs .* is not supported",
+    ),
+    (
+      {"optimizer": optax.masked(optax.sgd(1.0), {"e": True})},
+      "cannot be initialized with the par",
+    ),
+    (
+      {"update": lambda params, batch: params},
+      "has update= and loss=: an update takes no gradient",
+    ),
+    (UPDATE | {"update": lambda params, batch: params["a"]}, "the update .* must return all param"),
+    (UPDATE | {"update": lambda params, batch: (params, 1.0)}, "a float as its second value, not"),
+    (UPDATE | {"update": lambda params, batch: halved(params)}, "returns a/bias as float16"),
+    (UPDATE | {"update": lambda batch, params: params}, "it is called as update\\(params, batch"),
+    ({"train": [1]}, "phase fit trains"),
     ({"train": []}, "phase fit trains"),
     ({"train": "a/.*"}, "phase fit trains 'a/.*'; give a list"),
     ({"train": ["a/.*", "e/kernel"]}, "phase fit: 'e/kernel' matches no .* nearest are"),
@@ -125,6 +169,75 @@ def test_an_initial_phase_takes_an_integer_number_of_steps():
   phase = Phase("fit", ["a/.*"], fit_loss, optax.sgd(0.1), steps=1)
   with pytest.raises(UserError, match=r"initial_phases: fit takes 1\.5 steps; give an integer"):
     Alternation([phase], initial_phases={"fit": 1.5})
+
+
+@pytest.mark.parametrize(
+  ("phases", "message"),
+  [
+    ([("fit", ["a/.*"], fit_loss)], r"phases\[0\] is a tuple, not a Phase; write Phase\("),
+    (Phase("fit", ["a/.*"], fit_loss, optax.sgd(0.1), steps=1), "phases is a Phase; give a list"),
+    ([Phase("warm", ["a/.*"], fit_loss, optax.sgd(0.1))], "phase warm has no length"),
+  ],
+)
+def test_what_is_not_a_list_of_phases_is_a_one_line_error(phases, message):
+  with pytest.raises(UserError, match=message) as error:
+    Alternation(phases)
+  assert "\n" not in str(error.value)
+
+
+def test_a_phase_after_the_initial_phases_is_needed():
+  phase = Phase("warm", ["a/.*"], fit_loss, optax.sgd(0.1))
+  with pytest.raises(UserError, match="all phases run only at the start: give the phase that"):
+    Alternation([phase], initial_phases={"warm": 2})
+
+
+def test_a_state_that_init_did_not_return_is_a_one_line_error():
+  with pytest.raises(UserError, match=r"a dict that Alternation\.init did not return"):
+    a_to_b_and_c().step(make_params(), next(batches(1)))
+
+
+@pytest.mark.parametrize("strategy", ["separate", "switch"])
+def test_a_loss_that_does_not_depend_on_what_its_phase_trains_is_an_error(strategy):
+  """At the first step of the phase; weight decay would move its parameters silently."""
+  fit = Phase("fit", ["a/.*"], fit_loss, optax.sgd(0.1), steps=1)
+  wrong = Phase("wrong", ["d/.*", "c/bias"], fit_loss, optax.adamw(0.1), steps=1)
+  alternation = Alternation([fit, wrong], strategy=strategy)
+  state, _ = take(alternation, alternation.init(make_params()), batches(1))
+  says = "phase wrong trains c/bias, d/bias, d/kernel, whose gradient is exactly zero in its first"
+  with pytest.raises(UserError, match=says) as error:
+    alternation.step(state, next(batches(1)))
+  assert "\n" not in str(error.value)
+
+
+def test_parameters_that_do_not_change_the_loss_are_warned_of_once():
+  phase = Phase("fit", ["a/.*", "c/kernel"], fit_loss, optax.sgd(0.1), steps=1)
+  alternation = Alternation([phase])
+  with pytest.warns(UserWarning, match="phase fit: the gradient of c/kernel is exactly zero"):
+    state, _ = take(alternation, alternation.init(make_params()), batches(1))
+  take(alternation, state, batches(1))  # a warning would be an error
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_training():
+  """The loss is NaN for a NaN batch, and the gradient of the root infinite at zero."""
+  loss = lambda params, batch: jnp.sum(params["w"] * batch) + jnp.sqrt(params["v"])
+  phase = Phase("fit", [".*"], loss, optax.adam(0.1), steps=1)
+  alternation = Alternation([phase], max_skipped_steps=3, ema_decay=0.5)
+  state = alternation.init({"w": jnp.ones(2), "v": jnp.ones(())})
+  good, bad = np.float32(1), np.float32(np.nan)
+  state, _ = take(alternation, state, [good])
+  before = jax.device_get(state)
+  state, rows = take(alternation, state, [bad, bad])
+  for name in ("params", "opt_state", "ema"):
+    assert_same(getattr(state, name), getattr(before, name))
+  assert [int(row["skipped_in_a_row"]) for row in rows] == [1, 2]
+  state, rows = take(alternation, state, [good, bad, bad])
+  assert int(rows[0]["skipped_in_a_row"]) == 0
+  with pytest.raises(UserError, match="phase fit: the loss or a gradient was not finite in 3 cons"):
+    take(alternation, state, [bad] * 5)
+  zero = alternation.init({"w": jnp.ones(2), "v": jnp.zeros(())})
+  zero, rows = take(alternation, zero, [good])
+  assert (int(rows[0]["skipped"]), np.isfinite(rows[0]["loss"])) == (1, True)
+  assert float(zero.params["v"]) == 0
 
 
 def test_no_phases():
