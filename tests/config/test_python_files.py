@@ -14,6 +14,7 @@ from maxlite.api.train_function import change_config
 from maxlite.config import UserError, load_config, save_resolved
 from maxlite.config.schema import KEYS, flatten
 from maxlite.config.values import SECRETS
+from maxlite.config.yaml_files import CONFIGS
 
 CONFIG = """
 import ml_collections
@@ -221,3 +222,15 @@ def test_other_commands_do_not_import_ml_collections(folder):
   command = [sys.executable, "-c", code]
   output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
   assert output.strip() == "False"
+
+
+SHIPPED = [*CONFIGS.glob("*.yml"), *CONFIGS.glob("alternating/*"), *CONFIGS.glob("ensemble/*")]
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED), ids=lambda path: path.stem)
+def test_shipped_configs_pass_through_a_config_dict(path):
+  expected = load_config([str(path)], needs_data=False)
+  config = maxlite.get_config(path)
+  read = change_config(config, {}, needs_data=False)
+  assert flatten(read) == flatten(expected) | {"model_name": ""}
+  assert yaml.safe_load(yaml.safe_dump(config.to_dict())) == config.to_dict()
