@@ -261,7 +261,7 @@ NOT_NEEDED: dict[str, str] = {
     prefill_cache_axis_order prefill_chunk_size reshape_q stack_prefill_result_cache
     use_chunked_prefill
   """,
-  "programs are compiled at first use, and jax_cache_dir keeps them": "enable_model_warmup",
+  "maxlite.serve compiles its programs before it answers": "enable_model_warmup",
   "each process writes its trace into the run folder": """
     profile_cleanly upload_all_profiler_results
   """,

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from collections.abc import Callable, Mapping
 from math import isqrt, lcm, prod
 
@@ -21,6 +22,7 @@ from maxlite.config.rules import (
 )
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, TilesConfig, flatten
 from maxlite.config.values import SECRETS, show_key, suggest
+from maxlite.config.yaml_files import CONFIGS
 
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
 DEFAULT, SHARED = "default", "shared"
@@ -217,8 +219,16 @@ def _tokenizer(v: Values) -> Rules:
   keys = "tokenizer_path tokenizer_type"
   text = "bytes need no file; write tokenizer_type=huggingface or sentencepiece, or no path"
   yield is_byte and v.tokenizer_path, keys, text
-  text = "no such file; write tokenizer_path=FILE or tokenizer_type=byte"
+  text = f"no such file; write {_tokenizer_file(v.tokenizer_path)} or tokenizer_type=byte"
   yield not is_byte and not _is_file(v.tokenizer_path), keys, text
+
+
+def _tokenizer_file(path: str) -> str:
+  """What to write for a path that is not a file: of the hub, if it is the name of a model there."""
+  if not re.fullmatch(r"([\w.-]+/)?[\w.-]+", path) or path.endswith((".json", ".model")):
+    return "tokenizer_path=FILE"
+  repository = path if "/" in path else f"OWNER/{path}"
+  return f"tokenizer_path=FILE, such as hf://{repository}/tokenizer.json of the hub,"
 
 
 def _chat(v: Values) -> Rules:
@@ -229,7 +239,10 @@ def _chat(v: Values) -> Rules:
   yield not is_chat and not v.packing, "packing dataset_type", text
   text = "chat needs control tokens; write tokenizer_type=huggingface, with tokenizer.json"
   yield is_chat and v.tokenizer_type == "sentencepiece", "tokenizer_type dataset_type", text
-  text = "bytes have no chat template; write chat_template_path=configs/chat/plain.jinja"
+  file = CONFIGS / "chat" / "plain.jinja"
+  if file.is_relative_to(os.getcwd()):
+    file = file.relative_to(os.getcwd())
+  text = f"bytes have no chat template; write chat_template_path={file}"
   yield is_chat and v.tokenizer_type == "byte" and not template, "dataset_type tokenizer_type", text
 
 

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from member_mistakes import MEMBER_MISTAKES
@@ -166,6 +167,12 @@ MISTAKES = (
     ("remat_saved_names=mlpwi",): ("remat_saved_names=[mlpwi]", "remat_policy=custom"),
     ("vocab_size=257",): ("vocab_size=257", "tokenizer_type=byte", "vocab_size=258"),
     ("tokenizer_path=t.json",): ("tokenizer_path=t.json", "tokenizer_type=huggingface"),
+    ("tokenizer_type=huggingface", "tokenizer_path=gpt2"): (
+      "no such file; write tokenizer_path=FILE, such as hf://OWNER/gpt2/tokenizer.json of the hub",
+    ),
+    ("tokenizer_type=huggingface", "tokenizer_path=openai-community/gpt2"): (
+      "such as hf://openai-community/gpt2/tokenizer.json of the hub",
+    ),
     ("tokenizer_type=huggingface",): ("tokenizer_path=''", "tokenizer_path=FILE"),
     ("dataset_path=none/*.txt",): ("dataset_path=[none/*.txt]", "no file", "dataset_path=FILE"),
     ("dataset_path=",): ("dataset_path=[]", "[stdlib]"),
@@ -358,6 +365,13 @@ def test_nested_brackets_of_an_argument_are_an_error(capsys):
 def test_misspelt_file_gets_suggestion(capsys, tmp_path):
   (tmp_path / "tiny.yml").write_text("")
   assert "did you mean tiny.yml?" in _line_of(capsys, [str(tmp_path / "tny.yml")])
+
+
+def test_the_template_that_is_offered_exists_outside_of_a_clone(capsys, tmp_path, monkeypatch):
+  (tmp_path / "talks.jsonl").touch()
+  monkeypatch.chdir(tmp_path)
+  line = _line_of(capsys, ["dataset_type=chat", "dataset_path=talks.jsonl"])
+  assert Path(line.split("write chat_template_path=")[1].strip()).is_file()
 
 
 def test_binary_file_is_an_error(capsys, tmp_path):
