@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-_PACKAGE = __name__.partition(".")[0]
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
 _NAMED = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -170,9 +171,16 @@ class Module:
 
 
 def parse(
-  text: str, true_share: float | None = None, scope_shares: Mapping[str, float] | None = None
+  text: str,
+  true_share: float | None = None,
+  scope_shares: Mapping[str, float] | None = None,
+  package_folder: str = _PACKAGE_FOLDER,
 ) -> Module:
-  """Parse the output of `jax.stages.Compiled.as_text`; shares of conditionals as in `Module`."""
+  """Parse the output of `jax.stages.Compiled.as_text`; shares of conditionals as in `Module`.
+
+  Args:
+    package_folder: lines of files in it are sources of instructions.
+  """
   computations: dict[str, Computation] = {}
   current: dict[str, Instruction] = {}
   entry = ""
@@ -183,11 +191,12 @@ def parse(
       entry = header[2] if header[1] else entry
     elif named := _NAMED.match(line):
       current[named[2]] = _instruction(named, line[named.end() :], current)
-  return Module(entry, computations, _sources(text), true_share, scope_shares or {})
+  sources = _sources(text, package_folder)
+  return Module(entry, computations, sources, true_share, scope_shares or {})
 
 
-def _sources(text: str) -> dict[int, str]:
-  """Stack frame -> its innermost line in this package, from the tables before the computations."""
+def _sources(text: str, package_folder: str) -> dict[int, str]:
+  """Stack frame -> its innermost line in the package, from the tables before the computations."""
   tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
   table: dict[int, str] = {}
   for line in text.partition("{\n  ")[0].splitlines():
@@ -200,8 +209,9 @@ def _sources(text: str) -> dict[int, str]:
   sources: dict[int, str] = {}
   for frame, row in frames.items():  # parents come first
     location = locations[number(row, "file_location_id")]
-    path = files[number(location, "file_name_id")].strip('"')
-    _, found, inside = path.rpartition(f"/{_PACKAGE}/")
+    path = os.path.abspath(files[number(location, "file_name_id")].strip('"'))
+    found = path.startswith(f"{package_folder}/")
+    inside = path.removeprefix(f"{package_folder}/")
     # Numbers of parents are one too high: that of the first frame, which has none, is 1.
     parent = number(row, "parent_frame_id") - number(frames[1], "parent_frame_id")
     sources[frame] = f"{inside}:{number(location, 'line')}" if found else sources.get(parent, "")

@@ -145,12 +145,27 @@ def _bytes_used(module: Module, fused: Computation, value: Instruction) -> list[
       (nested,) = module.called(user)
       for index, operand in enumerate(user.operands):
         if operand is value:
-          used += _bytes_used(module, nested, _parameter(nested, index))
+          parameter = _parameter(nested, index)
+          used += _bytes_used(module, nested, parameter)
+          if _origin(module, nested.root) is parameter:  # the users of the result read it
+            used += _bytes_used(module, fused, user)
     elif sliced and user.opcode in _SLICES:
       used.append(user.num_bytes)
     elif not (sliced and user.opcode == "dynamic-update-slice") and not _is_passed_on(user):
       used.append(value.num_bytes)
   return used
+
+
+def _origin(module: Module, part: Instruction) -> Instruction:
+  """The instruction whose result `part` is, as it is or viewed with another shape."""
+  if part.opcode in _VIEWS:
+    return _origin(module, part.operands[0])
+  if part.opcode == "fusion":
+    (nested,) = module.called(part)
+    origin = _origin(module, nested.root)
+    if origin.opcode == "parameter":
+      return _origin(module, part.operands[int(origin.literal)])
+  return part
 
 
 def _is_passed_on(part: Instruction) -> bool:

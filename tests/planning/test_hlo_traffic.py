@@ -26,7 +26,7 @@ CHAINED_PROGRAM = Path(__file__).with_name("tpu_chained.hlo.txt").read_text()
 
 
 def test_forms_that_only_tpus_print():
-  module = parse(TPU_PROGRAM)
+  module = parse(TPU_PROGRAM, package_folder="/clones/maxlite")
   traffic = hbm_traffic(module)
   assert [(part.category, part.num_bytes) for part in traffic] == [
     ("element-wise", pytest.approx(2 * 8 * ROW, abs=8)),  # reads and writes the updated rows
@@ -55,6 +55,52 @@ def test_a_collective_continued_in_a_matmul_counts_once():
   assert (between.category, between.num_bytes) == ("matmuls", 2 * 512 * 256 + 4 * 512 * 512)
   assert done.num_bytes == 0
   assert matmul_flops(module).total == 2 * 512 * 512 * 256
+
+
+NESTED_VIEW = """HloModule step, is_scheduled=true
+
+%view (a: bf16[4,128,256]) -> bf16[512,256] {
+  %a = bf16[4,128,256]{2,1,0} parameter(0)
+  ROOT %flat = bf16[512,256]{1,0} bitcast(%a)
+}
+
+%rows (b: bf16[4,128,256], i: s32[]) -> bf16[64,256] {
+  %b = bf16[4,128,256]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %viewed = bf16[512,256]{1,0} fusion(%b), kind=kLoop, calls=%view
+  ROOT %some = bf16[64,256]{1,0} dynamic-slice(%viewed, %i, %i), dynamic_slice_sizes={64,256}
+}
+
+%product (c: bf16[4,128,256], d: bf16[256,64]) -> bf16[512,64] {
+  %c = bf16[4,128,256]{2,1,0} parameter(0)
+  %d = bf16[256,64]{1,0} parameter(1)
+  %viewed = bf16[512,256]{1,0} fusion(%c), kind=kLoop, calls=%view
+  ROOT %y = bf16[512,64]{1,0} dot(%viewed, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: bf16[4,128,256], w: bf16[256,64], n: s32[]) -> bf16[512,64] {
+  %x = bf16[4,128,256]{2,1,0} parameter(0)
+  %w = bf16[256,64]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %sliced = bf16[64,256]{1,0} fusion(%x, %n), kind=kLoop, calls=%rows
+  ROOT %z = bf16[512,64]{1,0} fusion(%x, %w), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_what_a_nested_fusion_views_counts_as_its_users_read_it():
+  sliced, product = hbm_traffic(parse(NESTED_VIEW))
+  assert sliced.num_bytes == 2 * 2 * 64 * 256 + 4  # reads and writes the rows, reads the index
+  assert product.num_bytes == 2 * (4 * 128 * 256 + 256 * 64 + 512 * 64)
+
+
+def test_lines_of_other_packages_in_the_clone_are_not_sources():
+  """The clone, too, has the name of the package, and often holds the virtual environment."""
+  inside = '"/clones/maxlite/.venv/lib/python3/site-packages/kernels/b.py"'
+  text = TPU_PROGRAM.replace('"/usr/lib/python3/site-packages/kernels/b.py"', inside)
+  text = text.replace("/clones/maxlite/layers", "/clones/maxlite/maxlite/layers")
+  module = parse(text, package_folder="/clones/maxlite/maxlite")
+  assert module.sources == {1: "layers/a.py:5", 2: "layers/a.py:5"}
 
 
 def test_a_kernel_without_a_stated_cost_leaves_the_bound_open():
