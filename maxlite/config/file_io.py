@@ -1,12 +1,13 @@
 """Files and folders that are written or read as a whole."""
 
 import contextlib
+import glob
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from maxlite.config.errors import UserError
@@ -60,3 +61,26 @@ def require_own_file(path: Path) -> None:
       allowed.append(parent.parent / "blobs")
   if not any(target.is_relative_to(each) for each in allowed):
     raise UserError(f"{path} is a link to {target}: replace it by a copy, or remove it")
+
+
+def expand_glob(pattern: str) -> Iterator[str]:
+  """Yield what matches, as `glob.glob(recursive=True)`, but `**` does not follow links to folders.
+
+  A link to the root of the file system, or to a folder above it, would be searched in full.
+  """
+  parts = PurePosixPath(pattern).parts
+  if "**" not in parts:
+    yield from glob.iglob(pattern)
+    return
+  first = parts.index("**")
+  last = first
+  while last + 1 < len(parts) and parts[last + 1] == "**":
+    last += 1
+  below = "/".join(parts[last + 1 :]) or "*"
+  above = str(PurePosixPath(*parts[:first]))
+  for root in glob.iglob(above):
+    if os.path.islink(root) and glob.has_magic(above):
+      continue
+    for folder, names, _ in os.walk(root):
+      names[:] = [name for name in names if not name.startswith(".")]
+      yield from expand_glob(os.path.join(glob.escape(folder), below))

@@ -1,12 +1,16 @@
 """Validate a config: the rules between keys that need no devices; rules.py has their form."""
 
-import glob
 import os
-import re
 from collections.abc import Callable, Mapping
 from math import isqrt, lcm, prod
 
+from maxlite.config.data_files import (
+  other_dataset_type,
+  template_fix,
+  tokenizer_fix,
+)
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import expand_glob
 from maxlite.config.raw_values import show
 from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.rules import (
@@ -217,23 +221,16 @@ def _tokenizer(v: Values) -> Rules:
   too_small = is_byte and v.vocab_size < 258 and v.dataset_type != "synthetic"
   yield too_small, "vocab_size tokenizer_type", "bytes need 258 ids; write vocab_size=258"
   keys = "tokenizer_path tokenizer_type"
+  is_file = _is_file(v.tokenizer_path)
   text = "bytes need no file; write tokenizer_type=huggingface or sentencepiece, or no path"
-  yield is_byte and v.tokenizer_path, keys, text
-  text = f"no such file; write {_tokenizer_file(v.tokenizer_path)} or tokenizer_type=byte"
-  yield not is_byte and not _is_file(v.tokenizer_path), keys, text
-
-
-def _tokenizer_file(path: str) -> str:
-  """What to write for a path that is not a file: of the hub, if it is the name of a model there."""
-  if not re.fullmatch(r"([\w.-]+/)?[\w.-]+", path) or path.endswith((".json", ".model")):
-    return "tokenizer_path=FILE"
-  repository = path if "/" in path else f"OWNER/{path}"
-  return f"tokenizer_path=FILE, such as hf://{repository}/tokenizer.json of the hub,"
+  yield is_byte and is_file, keys, text
+  needs_file = v.tokenizer_path or not is_byte
+  yield needs_file and not is_file, keys, tokenizer_fix(v.tokenizer_path)
 
 
 def _chat(v: Values) -> Rules:
   template, is_chat = v.chat_template_path, v.dataset_type == "chat"
-  text = "no such file; write chat_template_path=FILE, a Jinja2 template"
+  text = template_fix(template, CONFIGS.parent)
   yield template and not _is_file(template), "chat_template_path", text
   text = "only conversations can have a row each; write packing=true"
   yield not is_chat and not v.packing, "packing dataset_type", text
@@ -427,9 +424,11 @@ def _data_files(v: Values) -> Rules:
       text = f"stdlib is text; write {key}=FILE"
       yield is_stdlib and v.dataset_type != "text", f"{key} dataset_type", text
       is_uri = "://" in entry  # looked up when it is opened
-      exists = is_stdlib or is_uri or os.path.exists(path) or any(glob.iglob(path, recursive=True))
+      exists = is_stdlib or is_uri or os.path.exists(path) or any(expand_glob(path))
       fix = f"write {key}=FILE, a folder or a glob that matches"
       yield not exists, key, f"{entry} matches no file; {fix}"
+      other = "" if os.path.isdir(path) else other_dataset_type(entry, v.dataset_type)
+      yield other, f"{key} dataset_type", f"{entry} is of another type; write dataset_type={other}"
 
 
 RULES: tuple[Callable[[Values], Rules], ...] = (

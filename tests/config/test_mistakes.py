@@ -14,6 +14,7 @@ from tuning_mistakes import TUNING_MISTAKES
 
 from maxlite.config import UserError, exit_on_user_error, load_config, main_config
 from maxlite.config.schema import KEYS, SECTIONS
+from maxlite.config.yaml_files import CONFIGS
 
 GROUPED = "router=group_limited_greedy"
 # Arguments -> what the line must contain: the source, the key with its value, the fix.
@@ -166,13 +167,10 @@ MISTAKES = (
     ),
     ("remat_saved_names=mlpwi",): ("remat_saved_names=[mlpwi]", "remat_policy=custom"),
     ("vocab_size=257",): ("vocab_size=257", "tokenizer_type=byte", "vocab_size=258"),
-    ("tokenizer_path=t.json",): ("tokenizer_path=t.json", "tokenizer_type=huggingface"),
-    ("tokenizer_type=huggingface", "tokenizer_path=gpt2"): (
-      "no such file; write tokenizer_path=FILE, such as hf://OWNER/gpt2/tokenizer.json of the hub",
-    ),
-    ("tokenizer_type=huggingface", "tokenizer_path=openai-community/gpt2"): (
-      "such as hf://openai-community/gpt2/tokenizer.json of the hub",
-    ),
+    (f"tokenizer_path={__file__}",): ("tokenizer_path=", "tokenizer_type=huggingface"),
+    ("tokenizer_path=t.json",): ("tokenizer_path=t.json", "no such file", "tokenizer_path=FILE"),
+    ("tokenizer_path=gpt2",): ("no such file", "tokenizer_path=hf://OWNER/gpt2/tokenizer.json"),
+    ("tokenizer_type=huggingface", "tokenizer_path=me/m"): ("hf://me/m/tokenizer.json",),
     ("tokenizer_type=huggingface",): ("tokenizer_path=''", "tokenizer_path=FILE"),
     ("dataset_path=none/*.txt",): ("dataset_path=[none/*.txt]", "no file", "dataset_path=FILE"),
     ("dataset_path=",): ("dataset_path=[]", "[stdlib]"),
@@ -183,6 +181,9 @@ MISTAKES = (
       "tokenizer_type=huggingface",
     ),
     ("dataset_type=chat",): ("dataset_type=chat", "tokenizer_type=byte", "chat_template_path="),
+    ("dataset_path=data/*.parquet",): ("matches no file",),
+    ("dataset_path=hf://datasets/a/b/x.parquet",): ("another type", "write dataset_type=parquet"),
+    ("dataset_type=parquet", "dataset_path=s3://b/x.jsonl.gz"): ("write dataset_type=jsonl",),
     ("chat_template_path=gone.jinja",): ("gone.jinja", "no such file", "chat_template_path=FILE"),
     ("packing=false",): ("packing=false", "dataset_type=text (default)", "packing=true"),
     ("eval_dataset_path=no.txt",): ("eval_dataset_path=[no.txt]", "eval_dataset_path=FILE"),
@@ -380,6 +381,21 @@ def test_binary_file_is_an_error(capsys, tmp_path):
 
 
 SHARED_KEY = ("members=[{}, {vocab_size: 512}]",)
+
+
+def test_paths_of_another_folder_are_answered_by_the_right_one(capsys, tmp_path, monkeypatch):
+  base = str(CONFIGS / "base.yml")
+  template = "chat_template_path=configs/chat/plain.jinja"
+  (tmp_path / "model").mkdir()
+  (tmp_path / "model" / "tokenizer.json").touch()
+  monkeypatch.chdir(tmp_path)
+  line = _line_of(capsys, [base, template])
+  assert f"no such file in this folder; write chat_template_path={CONFIGS}/chat/plain.jinja" in line
+  line = _line_of(capsys, [base, "dataset_type=chat", f"dataset_path={base}"])
+  assert f"write chat_template_path={CONFIGS}/chat/plain.jinja" in line
+  line = _line_of(capsys, [base, "tokenizer_path=model"])
+  fix = "write tokenizer_type=huggingface tokenizer_path=model/tokenizer.json"
+  assert f"is a folder; {fix}" in line
 
 
 @pytest.mark.parametrize("argv", [*list(MISTAKES)[:4], SHARED_KEY], ids=" ".join)

@@ -1,5 +1,6 @@
 """Readers lose nothing at piece boundaries, and their errors name the place."""
 
+import gzip
 import json
 import re
 from collections import Counter
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import expand_glob
 from maxlite.data.sources import bad_rows, jsonl, text
 from maxlite.data.sources.bad_rows import build_reject
-from maxlite.data.sources.file_paths import count_suffixes, expand_glob, expand_paths
+from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.tables import parquet_documents
 from maxlite.data.sources.text import text_documents
@@ -184,6 +186,16 @@ def test_a_damaged_page_of_parquet_is_one_line(tmp_path):
   assert "\n" not in str(error.value)
 
 
+def test_text_that_is_another_format_is_answered_by_it(tmp_path):
+  file = tmp_path / "train-00000-of-00001"
+  write_parquet(file, {"text": ["é" * 9] * 9})
+  with pytest.raises(UserError, match="is not UTF-8: write dataset_type=parquet"):
+    read(text_documents(file, "", 0, 1))
+  file.write_bytes(gzip.compress(b"text"))
+  with pytest.raises(UserError, match=r"is not UTF-8: decompress the file, or name it \*\.txt\.gz"):
+    read(text_documents(file, "", 0, 1))
+
+
 def test_parquet_errors_name_the_file(tmp_path):
   file = write_parquet(tmp_path / "a.parquet", {"n": [1, 2]})
   for column, reason in (("text", "no column 'text' among .*'n'"), ("n", "holds int64")):
@@ -250,12 +262,38 @@ def test_a_folder_of_text_skips_and_reports_other_formats(tmp_path):
 
 @pytest.mark.parametrize(
   ("suffix", "name"),
-  [("", "a.jsonl.gz"), (".jsonl", "a.gz"), (".jsonl", "a.jsonl.xz"), (".parquet", "a.parquet.gz")],
+  [("", "a.gz"), (".jsonl", "a.gz"), (".jsonl", "a.jsonl.xz"), (".parquet", "a.parquet.gz")],
 )
 def test_a_compressed_file_of_another_kind_is_an_error(tmp_path, suffix, name):
   (tmp_path / name).write_bytes(b"\x1f\x8b")
   with pytest.raises(ValueError, match=rf"dataset_path: .*{name} is compressed: decompress it"):
     expand_paths([str(tmp_path / name)], suffix, "dataset_path")
+
+
+@pytest.mark.parametrize(
+  ("suffix", "name", "kind"),
+  [
+    ("", "a.parquet", "parquet"),
+    ("", "a.jsonl.gz", "jsonl"),
+    (".parquet", "a.jsonl.gz", "jsonl"),
+    (".parquet", "a.jsonl", "jsonl"),
+    (".jsonl", "a.array_record", "array_record"),
+    (".jsonl", "a.arrow", "arrow"),
+  ],
+)
+def test_a_file_of_another_type_is_answered_by_that_type(tmp_path, suffix, name, kind):
+  (tmp_path / name).write_bytes(b"x")
+  for entry in (tmp_path / name, f"{tmp_path}/**"):
+    with pytest.raises(UserError, match=rf"{name} is of another type: write dataset_type={kind}$"):
+      expand_paths([str(entry)], suffix, "dataset_path")
+  with pytest.raises(UserError, match=rf"gives no .*\(only 1 .*\): write dataset_type={kind}$"):
+    expand_paths([str(tmp_path)], suffix, "dataset_path")
+
+
+def test_files_of_text_and_json_may_have_other_names(tmp_path):
+  for suffix, name in (("", "a.jsonl"), (".jsonl", "a.json.gz"), (".jsonl", "a.json")):
+    (tmp_path / name).write_bytes(b"x")
+    assert expand_paths([str(tmp_path / name)], suffix, "dataset_path")[0]
 
 
 def test_stdlib_expands_to_the_standard_library_without_tests():

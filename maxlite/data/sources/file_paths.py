@@ -2,14 +2,15 @@
 
 import glob
 import itertools
-import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+from maxlite.config.data_files import other_dataset_type
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import expand_glob
 from maxlite.config.object_store import (
   HUB,
   DataFile,
@@ -42,23 +43,47 @@ def expand_paths(
   sources of Python's library.
 
   Raises:
-    UserError: an entry of the config key `key` yields no file, or a compressed one.
+    UserError: an entry of the config key `key` yields no file, or one of another format.
   """
   files: dict[DataFile, None] = {}
   skipped: list[DataFile] = []
   for entry in entries:
     found, others = _expand(entry, suffix)
     if not found:
-      kind = f"*{suffix} file" if suffix else "file"
-      only = f" (only {count_suffixes(others)})" if others else ""
-      raise UserError(f"{key}: {entry!r} gives no {kind}{only}: name a file, a folder or a glob")
-    is_unknown = lambda file: _COMPRESSED.fullmatch(file.suffix) and not _is_read(file.name, suffix)
-    if compressed := list(filter(is_unknown, found)):
-      fix = f", or name it *{suffix or '.txt'}.gz" if suffix in _MAY_BE_COMPRESSED else ""
-      raise UserError(f"{key}: {compressed[0]} is compressed: decompress it{fix}")
-    files.update((file, None) for file in found)
+      raise UserError(f"{key}: {entry!r} gives no {_describe_lack(suffix, others)}")
+    for file in found:
+      _require_readable(file, suffix, key)
+      files[file] = None
     skipped += others
   return list(files), [file for file in skipped if file not in files]
+
+
+def _describe_lack(suffix: str, others: list[DataFile]) -> str:
+  """What there is instead of files with `suffix`, and what to do."""
+  kind = f"*{suffix} file" if suffix else "file"
+  if not others:
+    return f"{kind}: name a file, a folder or a glob"
+  types = {other_dataset_type(file.name, _dataset_type(suffix)) for file in others}
+  fix = "name a file, a folder or a glob"
+  if len(types) == 1 and "" not in types:
+    fix = f"write dataset_type={types.pop()}"
+  return f"{kind} (only {count_suffixes(others)}): {fix}"
+
+
+def _require_readable(file: DataFile, suffix: str, key: str) -> None:
+  """Raise UserError if a file that was named is of another format, or of another compression."""
+  if other := other_dataset_type(file.name, _dataset_type(suffix)):
+    raise UserError(f"{key}: {file} is of another type: write dataset_type={other}")
+  if not _COMPRESSED.fullmatch(file.suffix) or _is_read(file.name, suffix):
+    return
+  if suffix == ".jsonl" and inner_name(file.name).endswith(".json"):
+    return
+  fix = f", or name it *{suffix or '.txt'}.gz" if suffix in _MAY_BE_COMPRESSED else ""
+  raise UserError(f"{key}: {file} is compressed: decompress it{fix}")
+
+
+def _dataset_type(suffix: str) -> str:
+  return suffix.removeprefix(".") or "text"
 
 
 def total_bytes(entries: Iterable[str]) -> int:
@@ -105,29 +130,6 @@ def _list_store(uri: str) -> tuple[dict[DataFile, str], bool]:
   found: list[DataFile] = list(list_files(uri))
   is_folder = not glob.has_magic(uri) and [str(file) for file in found] != [uri]
   return {file: str(file).removeprefix(uri).strip("/") for file in found}, is_folder
-
-
-def expand_glob(pattern: str) -> Iterator[str]:
-  """Yield what matches, as `glob.glob(recursive=True)`, but `**` does not follow links to folders.
-
-  A link to the root of the file system, or to a folder above it, would be searched in full.
-  """
-  parts = PurePosixPath(pattern).parts
-  if "**" not in parts:
-    yield from glob.iglob(pattern)
-    return
-  first = parts.index("**")
-  last = first
-  while last + 1 < len(parts) and parts[last + 1] == "**":
-    last += 1
-  below = "/".join(parts[last + 1 :]) or "*"
-  above = str(PurePosixPath(*parts[:first]))
-  for root in glob.iglob(above):
-    if os.path.islink(root) and glob.has_magic(above):
-      continue
-    for folder, names, _ in os.walk(root):
-      names[:] = [name for name in names if not name.startswith(".")]
-      yield from expand_glob(os.path.join(glob.escape(folder), below))
 
 
 def _list_local(entry: str) -> tuple[dict[DataFile, str], bool]:

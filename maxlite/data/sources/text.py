@@ -13,6 +13,13 @@ PIECE_BYTES = 1 << 18
 # Of a document of other formats. Encoding a piece takes many times its size in memory.
 MAX_PIECE_BYTES = 1 << 22
 
+_FIXES = {
+  b"PAR1": "write dataset_type=parquet",
+  b"ARROW1": "write dataset_type=arrow",
+  b"\x1f\x8b": "decompress the file, or name it *.txt.gz",
+  b"\x28\xb5\x2f\xfd": "decompress the file, or name it *.txt.zst",
+}
+
 
 def text_documents(
   file: DataFile, _column: str, start: float, stop: float, reject: Reject = raise_error
@@ -51,13 +58,23 @@ def _valid(pieces: Iterator[bytes], file: DataFile, begin: int, reject: Reject) 
       line.decode()
     except UnicodeDecodeError as error:
       place = start + error.start
-      raise UserError(f"{file}: byte {place} is not UTF-8: convert the file") from None
+      raise UserError(f"{file}: byte {place} is not UTF-8: {_fix(file)}") from None
     return line if start else line.removeprefix(codecs.BOM_UTF8)
 
   for piece in pieces:
     lines = convert_rows(piece.splitlines(keepends=True), validate, reject)
     if valid := b"".join(lines):
       yield valid
+
+
+def _fix(file: DataFile) -> str:
+  """What to do about a file that is not UTF-8, by its first bytes."""
+  with open_file(file) as stream:
+    start = stream.read(8)
+  for magic, fix in _FIXES.items():
+    if start.startswith(magic):
+      return fix
+  return "convert the file"
 
 
 def _character_start(file: DataFile, offset: int) -> int:
