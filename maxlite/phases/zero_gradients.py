@@ -29,7 +29,8 @@ def check_any_gradient(phase: str, trained: Collection[str], zero: Collection[st
   if trained and set(trained) <= set(zero):
     raise UserError(
       f"phase {phase} trains {shown_paths(trained)}, whose gradient is exactly zero in its first "
-      "step: its loss does not depend on them; check its loss and its regexes"
+      "step: its loss does not depend on them, or multiplies them by zeros; check its loss, its "
+      "regexes and the order of phases"
     )
 
 

@@ -11,6 +11,11 @@ FIT = "{name: fit, train: [layers/.*], steps: 20, learning_rate: 1e-3}"
 TUNE = "{name: tune, train: '.*norm.*', until: {metric: loss, max_steps: 9, patience: 3}}"
 
 DRAFT = "{name: draft, train: [draft_head/.*], steps: 9, loss: match_head}"
+WARM = "{name: warm, train: [x]}"
+
+
+def shared(name):
+  return f"{{name: shared, train: [layers/.*], steps: 1, share_optimizer_state: {name}}}"
 
 
 def load(phases, **keys):
@@ -57,6 +62,14 @@ def test_phase_keys_override_those_of_the_run():
   assert tune.train == (".*norm.*",)
   assert (tune.until.metric, tune.until.max_steps, tune.until.patience) == ("loss", 9, 3)
   assert initial_phases_of(cfg) == {"fit": 7}
+  assert (fit.repeat_batch, fit.share_optimizer_state) == (1, None)
+
+
+def test_an_initial_phase_needs_no_length():
+  cfg = load(f"{WARM}, {FIT}, {shared('fit')}", initial_phases="{warm: 7}")
+  warm, _, shares = phases_of(cfg)
+  assert (warm.steps, warm.until) == (None, None)
+  assert shares.share_optimizer_state == "fit"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +86,17 @@ def test_phase_keys_override_those_of_the_run():
     ("{name: a, train: [x], steps: 1, optimizer: lino}", {}, "did you mean lion?"),
     ("{name: a, train: [x], steps: 1, learning_rate: fast}", {}, "is not a finite number"),
     ("{name: a, train: [x], steps: 1, loss: next_tokn}", {}, "did you mean next_token?"),
+    ("{name: a, train: [x], steps: 1, repeat_batch: 0}", {}, "repeat_batch=0 is below 1"),
+    (f"{FIT}, {shared('fti')}", {}, "is not another phase with its own state; did you mean fit?"),
+    (f"{FIT}, {shared('shared')}", {}, "share_optimizer_state=shared is not another phase"),
+    (
+      f"{FIT}, {shared('fit')[:-1]}, optimizer: lion}}",
+      {},
+      "share_optimizer_state=fit trains by adamw, and this phase by lion: write optimizer: adamw",
+    ),
+    ("{name: a, train: [x], steps: 1, until: {metric: loss}}", {}, "needs either steps or until"),
+    (WARM, {}, "or, for a phase that runs only at the start, initial_phases={warm: 20}"),
+    (WARM, {"initial_phases": "{warm: 3}"}, "all phases run only at the start; write steps: 20"),
     (f"{FIT}, {FIT}", {}, "name=fit is also the name of phases[0]"),
     (FIT, {"initial_phases": "{fti: 3}"}, "did you mean fit?"),
     (FIT, {"initial_phases": "{fit: 0}"}, "fit=0 is below 1; write fit=1"),

@@ -49,6 +49,14 @@ def test_initial_phases_come_once_and_first():
   assert schedule.timeline(2) == [(1, 2, "b")]
 
 
+def test_a_phase_without_a_length_comes_only_at_the_start():
+  schedule = PhaseSchedule({"a": None, "b": 2, "c": 1}, {"a": 2, "c": 1})
+  names, clock = walk(schedule, [0.0] * 9)
+  assert runs_of(names) == [("a", 2), ("c", 1), ("b", 2), ("c", 1), ("b", 2), ("c", 1)]
+  assert schedule.timeline(5) == [(1, 2, "a"), (3, 3, "c"), (4, 5, "b")]
+  assert (clock.taken_P.tolist(), int(clock.round)) == ([2, 4, 3], 2)
+
+
 def test_a_threshold_allows_one_more_step():
   lengths = {"a": Threshold("loss", below=0.5, max_steps=5), "b": 2}
   names, _ = walk(PhaseSchedule(lengths), [1, 0.4, 0.4, 0, 0, 9, 9, 9, 9, 0, 9, 9, 9])
@@ -99,6 +107,8 @@ def test_the_clock_advances_in_a_compiled_program():
     ({"a": Plateau("loss", patience=0, max_steps=3)}, {}, "patience=0"),
     ({"a": Plateau("loss", patience=1, max_steps=0)}, {}, "phase a takes 0 steps"),
     ({"a": 1}, {"b": 1}, "initial_phases: no phase is called 'b'; there are a"),
+    ({"a": 1, "b": None}, {}, "phase b has no length: give it steps or until, or name it in"),
+    ({"a": None}, {"a": 1}, "all phases run only at the start"),
     ({"a": 1}, {"a": 0}, "initial_phases: a takes 0 steps"),
   ],
 )

@@ -39,6 +39,7 @@ from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
 from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import write_parameters
+from maxlite.config.errors import UserError
 from maxlite.config.phases import phases_of
 from maxlite.data.batch import to_global
 from maxlite.data.loader import open_data
@@ -137,6 +138,49 @@ def test_a_phase_of_all_parameters_equals_a_run_without_phases(accumulate):
   jax.tree.map(close, state.params, expected.params)
   for row, own in zip(rows, own_rows, strict=True):
     jax.tree.map(close, {name: own[name] for name in row}, row)
+
+
+def test_a_shared_state_and_a_repeated_batch_equal_a_run_without_phases():
+  """Also the learning rate of each update, which is in the metrics of a batch's last one."""
+  keys = MESH | SMALL | {"decoder_block": "llama", "learning_rate_schedule_steps": 8}
+  twice = "{name: twice, train: .*, steps: 1, repeat_batch: 2}"
+  once = "{name: once, train: .*, steps: 1, share_optimizer_state: twice}"
+  phased = trainer_of(**keys, phases=f"[{twice}, {once}]")
+  state, rows = take_steps(phased, jax.device_get(phased.init_state()), BATCHES[:3])
+  plain = trainer_of(**keys)
+  batches = [BATCHES[n] for n in (0, 0, 1, 2, 2)]
+  want, want_rows = take_steps(plain, jax.device_get(plain.init_state()), batches)
+  close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7)
+  jax.tree.map(close, state.params, want.params)
+  for name in ("loss", "learning_rate"):
+    close([row[name] for row in rows], [want_rows[n][name] for n in (1, 2, 4)])
+  assert phased.flops_per_step[0] == 2 * phased.flops_per_step[1]
+  lines = phased.phase_plan.describe(8, phased.cfg.data)
+  assert lines[0].endswith("(.*), 2 times on each batch")
+  assert lines[1].endswith("(.*), with the optimizer state of twice")
+
+
+def test_the_schedule_of_a_shared_state_has_all_its_updates():
+  twice = "{name: twice, train: .*, steps: 1, repeat_batch: 2}"
+  once = "{name: once, train: .*, steps: 2, share_optimizer_state: twice}"
+  other = "{name: other, train: .*, steps: 1}"
+  plan = trainer_of(**MESH, **SMALL, phases=f"[{twice}, {once}, {other}]").phase_plan
+  assert [plan.num_updates(phase, 8) for phase in plan.phases] == [8, 8, 2]
+
+
+def test_frozen_paths_are_those_that_no_phase_trains():
+  trainer = trainer_of(**MESH, **KEYS)
+  untrained = {path for path in paths(trainer.abstract_state.params) if "moe/" not in path}
+  assert set(trainer.frozen_paths) == untrained
+  assert trainer_of(**MESH, **SMALL).frozen_paths == []
+
+
+def test_a_run_stops_at_a_phase_without_a_gradient():
+  """The first factor of new adapters has none, since the second one is zero."""
+  phases = "[{name: first, train: ['.*lora_a/.*'], steps: 1}]"
+  trainer = trainer_of(**MESH, **SMALL, decoder_block="llama", lora_rank=2, phases=phases)
+  with pytest.raises(UserError, match=r"phase first trains .* and 4 more, whose gradient is exac"):
+    take_steps(trainer, jax.device_get(trainer.init_state()), BATCHES[:1])
 
 
 def test_optimizer_state_exists_only_for_trained_parameters():
