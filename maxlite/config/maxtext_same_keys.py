@@ -215,7 +215,7 @@ VALUES: dict[str, dict[str, str]] = {
   "local_rope_max_timescale": {"-1": "local_rope_max_timescale=0"},
   "max_num_checkpoints_to_keep": {"None": "max_num_checkpoints_to_keep=N; N=1000000 keeps all"},
   "mlp_activations_limit": {"-1": "mlp_activations_limit=0"},
-  "model_name": {"default": "no model_name, or decoder_block=llama for a dense model"},
+  "model_name": {"default": "model_name= for no preset; decoder_block=llama is dense"},
   "n_routing_groups": {"-1": "n_routing_groups=1"},
   "opt_type": {"adam_pax": "opt_type=adamw"},
   "profiler": {"nsys": "profiler=xplane, or run the command under nsys profile"},

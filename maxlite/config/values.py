@@ -83,7 +83,9 @@ def parse(setting: Setting, *, any_choice: bool = False) -> Any:
     UserError: the key does not exist, or the value has the wrong type or is not allowed.
   """
   known = KEYS.get(setting.name)
-  if isinstance(setting.raw, FrozenMapping) and (known is None or known.type is not FrozenMapping):
+  takes_mapping = known is not None and known.type is FrozenMapping
+  is_nested = isinstance(setting.raw, FrozenMapping) and not takes_mapping
+  if is_nested and not answer_key(setting.name, ""):
     raise setting.error("is a mapping; keys are flat, write one `key: value` per line")
   key = find_key(setting)
   field = dataclasses.replace(key.field, choices=()) if any_choice else key.field

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, raise_all
 from maxlite.config.maxtext_answers import answer_value
 from maxlite.config.object_store import AnyPath
 from maxlite.config.python_files import PythonFile, python_settings
@@ -38,16 +38,22 @@ def read_file(path: AnyPath, referrer: str) -> list[Setting]:
   if not isinstance(root, yaml.MappingNode):
     raise UserError(f"{path}:1: the file is not a mapping; write one `key: value` per line")
   settings: dict[str, Setting] = {}
+  errors: list[UserError] = []
   for name_node, node in root.value:
     source = f"{path}:{name_node.start_mark.line + 1}"
     name = str(name_node.value)
     if name in settings:
       first = settings[name].source
-      raise UserError(f"{source}: {name} is already set at {first}; remove one of the two")
+      mistake = f"{source}: {name} is already set at {first}; remove one of the two"
+      errors.append(UserError(mistake))
+      continue
     try:
       settings[name] = Setting(name, from_yaml(node, str(path)), source)
     except YamlValueError as error:
-      raise UserError(f"{source}: {name} {error}") from None
+      if name in KEYS or name == BASE_CONFIG:
+        errors.append(UserError(f"{source}: {name} {error}"))
+      settings[name] = Setting(name, "null", source)  # of other keys, the name is the mistake
+  raise_all(errors)
   return list(settings.values())
 
 

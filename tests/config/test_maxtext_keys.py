@@ -76,7 +76,9 @@ def test_a_value_with_a_place_is_filled_in():
 
 
 def test_all_mistakes_of_a_pasted_command_are_answered_at_once(capsys, tmp_path):
-  (tmp_path / "mine.yml").write_text("steps: 3\nuse_dpo: false\n")
+  (tmp_path / "mine.yml").write_text(
+    "steps: 3\nuse_dpo: false\nweight_sparsity_n: null\nvllm_hf_overrides: {}\n"
+  )
   argv = [
     *(str(tmp_path / "mine.yml"), "model_name=llama3.1-405b", "dataset_type=tfds", "steps=9"),
     *("ici_pipeline_parallelism=2", "--enable_goodput_recording=true", "learning_rate=1e-3x"),
@@ -86,7 +88,15 @@ def test_all_mistakes_of_a_pasted_command_are_answered_at_once(capsys, tmp_path)
     main_config(argv, "maxlite.train")
   lines = capsys.readouterr().err.splitlines()
   assert all(line.startswith("maxlite.train: ") for line in lines)
-  named = ("mine.yml:2: use_dpo", "llama3.1-405b", "ici_pipeline_parallelism", "1e-3x", "stepz=3")
+  named = (
+    "mine.yml:2: use_dpo",
+    "mine.yml:3: weight_sparsity_n",
+    "mine.yml:4: vllm_hf_overrides",
+    "llama3.1-405b",
+    "ici_pipeline_parallelism",
+    "1e-3x",
+    "stepz=3",
+  )
   named += ("--enable_goodput_recording",)
   for name in named:
     assert sum(name in line for line in lines) == 1, name
