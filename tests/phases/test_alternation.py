@@ -460,10 +460,16 @@ def test_the_documentation_contains_the_script():
 
 
 @pytest.mark.parametrize(
-  ("script", "says"), [("alternating.py", "2 programs"), slow("gan.py", "radius")]
+  ("script", "arguments", "says"),
+  [
+    ("alternating.py", "--steps 4", "2 programs"),
+    slow("gan.py", "--steps 4", "radius"),
+    slow("actor_critic.py", "--rounds 40", "round  40  reward"),
+    slow("em.py", "--steps 60", "component with weight 0.67"),
+  ],
 )
-def test_the_scripts_of_the_documentation_run(script, says, monkeypatch, capsys):
-  monkeypatch.setattr("sys.argv", [script, "--steps", "4"])
+def test_the_scripts_of_the_documentation_run(script, arguments, says, monkeypatch, capsys):
+  monkeypatch.setattr("sys.argv", [script, *arguments.split()])
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     runpy.run_path(str(DOCS / "examples" / script), run_name="__main__")
   assert says in capsys.readouterr().out
