@@ -11,6 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 _MODULES = {
+  "Batch": "maxlite.data.batch",
   "Callback": "maxlite.training.callbacks",
   "Config": "maxlite.config",
   "Run": "maxlite.api.trained_run",
@@ -20,7 +21,17 @@ _MODULES = {
   "open_run": "maxlite.api.trained_run",
   "train": "maxlite.api.train_function",
 }
-__all__ = ["Callback", "Config", "Run", "UserError", "get_config", "load", "open_run", "train"]
+__all__ = [
+  "Batch",
+  "Callback",
+  "Config",
+  "Run",
+  "UserError",
+  "get_config",
+  "load",
+  "open_run",
+  "train",
+]
 
 
 class _Package(ModuleType):

@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlite.api.train_function import to_arguments
@@ -15,10 +16,12 @@ from maxlite.config import Config, UserError, load_config, read_saved
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
+from maxlite.data.batch import Batch
 from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.ensemble.search import train_search
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
+from maxlite.metrics.step_row import step_row
 from maxlite.metrics.writers import read_rows
 from maxlite.step.train_state import averaged_params
 from maxlite.training.callbacks import Callback
@@ -99,6 +102,61 @@ class Run:
       raise UserError(f"generate(...) does not read {others}: give it to open_run(...)")
     params = self.params if self.ema_params is None else self.ema_params
     return Completer(dataclasses.replace(self.trainer, cfg=cfg), prompts).complete(params)
+
+  def train_on(self, batches: Iterable[Any]) -> tuple["Run", list[dict[str, Any]]]:
+    """Train on given batches in memory: a step per batch, from a new state of the optimizer.
+
+    The files of the run do not change. Keys of `open_run`, such as `learning_rate` and `steps`,
+    determine the optimizer and its schedule.
+
+    Args:
+      batches: each a `maxlite.Batch`, or token ids [B, T] of which each row is one document. B is
+        `per_device_batch_size` times the number of devices, T is `max_target_length`.
+
+    Returns:
+      The run after the steps, and a row of metrics per step.
+
+    Raises:
+      UserError: the run has phases, or a batch has another shape or unknown token ids.
+    """
+    if self.trainer.phase_plan is not None:
+      raise UserError("train_on(...) does not support phases: open a run without them")
+    state = self.trainer.init_state(jax.tree.map(jnp.copy, self.params))
+    rows = []
+    for batch in batches:
+      placed = self.trainer.place(self._checked(batch))
+      if self.trainer.teacher:
+        placed = self.trainer.teacher.with_params(placed)
+      state, metrics = self.trainer.train_step(state, placed)
+      rows.append(step_row(len(rows) + 1, jax.device_get(metrics)))
+    after = dataclasses.replace(
+      self,
+      step=self.step + len(rows),
+      params=state.params,
+      ema_params=averaged_params(state),
+      stopped="",
+    )
+    return after, rows
+
+  def _checked(self, batch: Any) -> Batch:
+    """Return the rows of `batch` on this host; UserError unless they fit the trainer."""
+    if not isinstance(batch, Batch):
+      batch = Batch.of(batch)
+    tokens_BT = np.asarray(batch.tokens_BT)
+    if tokens_BT.shape != self.trainer.batch_shape:
+      raise UserError(
+        f"a batch has the shape {tokens_BT.shape}, but the run trains on "
+        f"{self.trainer.batch_shape}: open it with per_device_batch_size and max_target_length "
+        "to match"
+      )
+    vocab_size = self.config.model.vocab_size
+    for ids_BT in (tokens_BT, np.asarray(batch.targets_BT)):
+      if ids_BT.min() < 0 or ids_BT.max() >= vocab_size:
+        raise UserError(
+          f"a batch has ids from {ids_BT.min()} to {ids_BT.max()}, but vocab_size={vocab_size}: "
+          "give ids of the run's tokenizer"
+        )
+    return batch
 
   def _with(self, **keys: Any) -> Config:
     """The config with other values of `keys`."""

@@ -26,6 +26,52 @@ class Batch:
   position_BT: jax.Array | np.ndarray
   weight_BT: jax.Array | np.ndarray
 
+  @classmethod
+  def of(cls, tokens_BT: Any, segment_BT: Any = None) -> "Batch":
+    """Build a batch in which every token predicts the next one of its segment.
+
+    Args:
+      tokens_BT: token ids, integers.
+      segment_BT: numbers from 1 of the documents in each row, which must be contiguous, and 0 for
+        padding; by default each row is one document.
+
+    Raises:
+      UserError: these are not two arrays [B, T] of integers.
+    """
+    tokens_BT = _integers("tokens", tokens_BT)
+    if segment_BT is None:
+      segment_BT = np.ones_like(tokens_BT)
+    segment_BT = _integers("segments", segment_BT)
+    if segment_BT.shape != tokens_BT.shape:
+      raise UserError(
+        f"a batch has tokens of shape {tokens_BT.shape} and segments of shape {segment_BT.shape}: "
+        "give them the same"
+      )
+    column_1T = np.arange(tokens_BT.shape[1], dtype=np.int32)[None]
+    starts_BT = np.ones_like(tokens_BT, bool)
+    starts_BT[:, 1:] = segment_BT[:, 1:] != segment_BT[:, :-1]
+    first_BT = np.maximum.accumulate(np.where(starts_BT, column_1T, 0), axis=1)
+    has_next_BT = np.zeros_like(starts_BT)
+    has_next_BT[:, :-1] = ~starts_BT[:, 1:] & (segment_BT[:, 1:] > 0)
+    next_BT = np.roll(tokens_BT, -1, axis=1)
+    return cls(
+      tokens_BT=tokens_BT,
+      targets_BT=np.where(has_next_BT, next_BT, 0),
+      segment_BT=segment_BT,
+      position_BT=np.where(segment_BT > 0, column_1T - first_BT, 0).astype(np.int32),
+      weight_BT=has_next_BT.astype(np.float32),
+    )
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
+  """Return `values` as int32 [B, T]."""
+  array = np.asarray(values)
+  if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+    raise UserError(
+      f"{name} of a batch are {array.dtype} of shape {array.shape}: give integers [rows, positions]"
+    )
+  return array.astype(np.int32)
+
 
 def abstract_batch(shape: tuple[int, int], sharding: jax.sharding.Sharding | None = None) -> Batch:
   """Return the shapes, dtypes and sharding of a [B, T] batch."""

@@ -24,12 +24,7 @@ def training_row(
   Throughput is per device; `flops_per_step` and `num_tokens` are over all devices. A step without
   `step_seconds`, which included compilation, has no throughput.
   """
-  row: Row = {"step": step}
-  for name, value in metrics.items():
-    if name not in ("expert_load", "expert_dropped"):
-      row[name] = np.asarray(value).item()
-  if "expert_load" in metrics:
-    row |= expert_row(metrics["expert_load"], metrics["expert_dropped"])
+  row = step_row(step, metrics)
   if step_seconds is None:
     return row
   row["step_seconds"] = step_seconds
@@ -38,6 +33,17 @@ def training_row(
   row["tflops_per_device"] = flops_per_step / device_seconds / 1e12
   if peak_tflops is not None:
     row["mfu"] = row["tflops_per_device"] / peak_tflops
+  return row
+
+
+def step_row(step: int, metrics: Mapping[str, np.ndarray]) -> Row:
+  """Build the part of the row that does not depend on time; `metrics` as for `training_row`."""
+  row: Row = {"step": step}
+  for name, value in metrics.items():
+    if name not in ("expert_load", "expert_dropped"):
+      row[name] = np.asarray(value).item()
+  if "expert_load" in metrics:
+    row |= expert_row(metrics["expert_load"], metrics["expert_dropped"])
   return row
 
 

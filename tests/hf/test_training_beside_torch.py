@@ -1,0 +1,83 @@
+"""Imported models trained beside torch, on the same batches, have its losses and gradient norms."""
+
+import contextlib
+import io
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import maxlite
+from maxlite.hf.conversion import from_hf
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools" / "fixtures"))
+STEPS, NUM_DEVICES = 20, 8
+# With a ten times larger one, the weights reach a region in which the gradient norm of torch itself
+# changes by 1e-4 if the first weights change by one rounding error (docs/models.md).
+LEARNING_RATE = 1e-3
+KEYS = {
+  "steps": STEPS,
+  "learning_rate": LEARNING_RATE,
+  "lr_schedule_type": "constant",
+  "warmup_steps_fraction": 0.0,
+  "adam_b1": 0.9,
+  "adam_b2": 0.95,
+  "adam_eps": 1e-8,
+  "adam_weight_decay": 0.1,
+  "gradient_clipping_threshold": 1.0,
+  # Without what transformers does not have.
+  "load_balance_loss_weight": 0.0,
+  "router_z_loss_weight": 0.0,
+  "routed_bias_update_rate": 0.0,
+  "z_loss_multiplier": 0.0,
+  "max_target_length": 14,
+  "per_device_batch_size": 3,
+  "ici_data_parallelism": NUM_DEVICES,
+  "ici_fsdp_parallelism": 1,
+  # Fastest to compile; other tests compare them with the rest.
+  "attention": "reference",
+  "sparse_matmul": False,
+  "scan_unroll": 1,
+}
+
+
+def imported(folder, root):
+  """The run that `from_hf` creates."""
+  argv = [f"base_output_directory={root}", "run_name=run", "dataset_type=synthetic"]
+  with contextlib.redirect_stdout(io.StringIO()):
+    from_hf(str(folder), argv)
+  return root / "run"
+
+
+def batch_of(hf_parity, step):
+  """The batch of a step: packed documents in rows for every device."""
+  parts = [hf_parity.batch(NUM_DEVICES * step + device) for device in range(NUM_DEVICES)]
+  return {name: hf_parity.torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@pytest.mark.hf
+@pytest.mark.skipif(
+  not (find_spec("torch") and find_spec("transformers")),
+  reason="needs torch and transformers: pip install -e .[hf]",
+)
+@pytest.mark.parametrize(
+  "model_type",
+  [
+    "llama",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "mixtral", "gpt_oss")),
+  ],
+)
+def test_losses_and_gradient_norms_of_twenty_steps(model_type, tmp_path):
+  import hf_parity
+
+  model = hf_parity.build(model_type, seed=0)
+  hf_parity.save(model, tmp_path / "model")
+  batches = [batch_of(hf_parity, step) for step in range(STEPS)]
+  run = maxlite.open_run(imported(tmp_path / "model", tmp_path), **KEYS)
+  ours = [maxlite.Batch.of(batch["tokens_BT"], batch["segment_BT"]) for batch in batches]
+  _, rows = run.train_on(ours)
+  theirs = hf_parity.train(model, batches, LEARNING_RATE)
+  np.testing.assert_allclose([row["loss"] for row in rows], theirs["loss"], rtol=1e-5)
+  np.testing.assert_allclose([row["grad_norm"] for row in rows], theirs["grad_norm"], rtol=2e-5)
