@@ -5,10 +5,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxlite.api.train_function import change_config
-from maxlite.config.python_values import MODEL_NAME, to_raw
+from maxlite.config import UserError
+from maxlite.config.python_values import MODEL_NAME
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.saved import public_values
-from maxlite.config.values import Setting, find_key
+from maxlite.config.values import SECRETS, Setting, find_key
 
 
 class FullConfigDict(ConfigDict):
@@ -16,7 +17,11 @@ class FullConfigDict(ConfigDict):
 
   def __setitem__(self, key: str, value: Any) -> None:
     if self.is_locked and key not in self:
-      find_key(Setting(key, to_raw(value), "config"))
+      if key not in SECRETS:
+        find_key(Setting(key, str(value), "config"))
+      raise UserError(
+        f"config: {key} is a secret, which configs do not hold; give it to the command"
+      )
     super().__setitem__(key, value)
 
 

@@ -92,7 +92,10 @@ def test_the_config_of_a_run_folder_executes_no_python_file(folder):
 
 
 def test_secrets_are_not_in_a_config_dict():
-  assert "serve_api_key" not in maxlite.get_config(serve_api_key="secret")
+  config = maxlite.get_config(serve_api_key="secret")
+  assert "serve_api_key" not in config
+  with pytest.raises(UserError, match=r"^config: serve_api_key is a secret, which no config holds;"):
+    config.serve_api_key = "secret"
 
 
 def test_a_python_file_may_return_a_mapping_with_values_of_numpy(folder):
@@ -155,6 +158,8 @@ def test_get_config_is_a_locked_config_dict(folder):
   assert set(KEYS) - set(SECRETS) <= set(dir(config))
   with pytest.raises(UserError, match=r"^config: stepz=3 is not a key; did you mean steps\?$"):
     config.stepz = 3
+  with pytest.raises(UserError, match=r"^config: stepz=None is not a key; did you mean steps\?$"):
+    config["stepz"] = None
   with pytest.raises(TypeError, match="steps"):
     config.steps = "many"
   config.steps = 60
