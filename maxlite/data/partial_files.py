@@ -116,7 +116,7 @@ def _read_record(path: Path) -> dict[str, Any]:
   raise _ChangedError(f"{path.name} is damaged")
 
 
-def _digest_prefix(path: Path, size: int) -> "hashlib._Hash":
+def _digest_prefix(path: Path, size: int) -> hashlib.blake2b:
   """The digest of the first `size` bytes of a file."""
   digest = _new_digest()
   remaining = size
@@ -139,5 +139,5 @@ def _digest_of(content: Any) -> str:
   return digest.hexdigest()
 
 
-def _new_digest() -> "hashlib._Hash":
+def _new_digest() -> hashlib.blake2b:
   return hashlib.blake2b(digest_size=16)

@@ -84,7 +84,7 @@ class Visitors:
   def __exit__(self, *_: object) -> None:
     for visitor in list(self._visitors):
       self._dismiss(visitor)
-    for _, connection in self._arrived:
+    for _hello, connection in self._arrived:
       connection.close()
     self._selector.close()
 
