@@ -90,6 +90,7 @@ class Module:
   sources: dict[int, str] = dataclasses.field(default_factory=dict)  # stack frame -> line of code
   true_share: float | None = None  # how often one of two branches, the true one, runs, if known
   scope_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)  # in a named scope
+  counts_loops: bool = True  # False: a loop's body and all branches run once
 
   @cached_property
   def runs(self) -> dict[str, Executions]:
@@ -113,6 +114,10 @@ class Module:
     loops = (instruction for _, instruction, _ in self.executed() if instruction.opcode == "while")
     return sum(self._trip_count(loop) is None for loop in loops)
 
+  def with_loops_once(self) -> "Module":
+    """The program as XLA's cost analysis counts it: loop bodies and all branches once."""
+    return dataclasses.replace(self, true_share=None, scope_shares={}, counts_loops=False)
+
   def executed(self) -> Iterator[tuple[Computation, Instruction, Executions]]:
     """Yield every instruction that runs."""
     for name, runs in self.runs.items():
@@ -133,10 +138,11 @@ class Module:
 
   def _callees(self, instruction: Instruction) -> list[tuple[str, float]]:
     if instruction.opcode == "while":
-      return [(instruction.attribute("body"), self._trip_count(instruction) or 1.0)]
+      trips = self._trip_count(instruction) if self.counts_loops else None
+      return [(instruction.attribute("body"), trips or 1.0)]
     if instruction.opcode in _CALLING:
       names = [computation.name for computation in self.called(instruction)]
-      if instruction.opcode == "conditional" and len(names) > 2:
+      if instruction.opcode == "conditional" and len(names) > 2 and self.counts_loops:
         return [(name, 1 / len(names)) for name in names]
       shares = (x for scope, x in self.scope_shares.items() if scope in instruction.attributes)
       share = next(shares, self.true_share)

@@ -36,6 +36,9 @@ def hbm_traffic(module: Module) -> list[Traffic]:
   Each instruction reads its operands and writes its result once. Slices and in-place updates count
   the slice only, and kernels the rows that `matmul_flops` counts. Arrays in on-chip memory do not
   count. Asynchronous operations count where they start.
+
+  XLA's cost analysis gives one sum for the program, with the bodies of loops once, so it cannot be
+  scaled by their lengths. `Module.with_loops_once` counts in the same way, to compare the two.
   """
   filled = filled_shares(module)
   traffic = []

@@ -128,6 +128,12 @@ def traffic_lines(traffic: Sequence[Traffic]) -> list[str]:
   return [*lines, *(row(*named) for named in by_line[:_LARGEST_LINES])]
 
 
+def compare_traffic(once: float, by_xla: float) -> str:
+  """HBM bytes against those of XLA's cost analysis, which counts the bodies of loops once."""
+  counts = f"{once / GB:.3f} GB, by XLA's cost analysis {by_xla / GB:.3f} GB"
+  return f"  with loops counted once: {counts} ({once / by_xla - 1:+.1%})"
+
+
 def roofline_lines(
   bounds: Sequence[Bound], useful_share: float | None, exposed_seconds: float, is_complete: bool
 ) -> list[str]:

@@ -34,6 +34,7 @@ class CompiledStep:
 
   module: Module
   memory: Any  # jax's CompiledMemoryStats, of one device
+  once_bytes: float  # HBM bytes by XLA's cost analysis, which counts loops once; 0: unknown
   seconds: float  # of compilation
 
 
@@ -89,7 +90,16 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
   period = trainer.cfg.local_updates.diloco_sync_period
   outer_steps = {OUTER_SCOPE: 1 / period} if period else {}
   module = parse(text, _local_share(trainer.cfg.model), outer_steps)
-  return CompiledStep(module, program.memory_analysis(), seconds)
+  return CompiledStep(module, program.memory_analysis(), _once_bytes(program), seconds)
+
+
+def _once_bytes(program: jax.stages.Compiled) -> float:
+  """HBM bytes by XLA's cost analysis, which not every compiler has; 0: unknown."""
+  try:
+    analysis = program.cost_analysis()
+  except (NotImplementedError, jax.errors.JaxRuntimeError):
+    return 0.0
+  return float((analysis or {}).get("bytes accessed", 0.0))
 
 
 def _local_share(model: ModelConfig) -> float | None:
@@ -160,6 +170,9 @@ def _costs(target: PlanTarget, compiled: CompiledStep | None, phase: int) -> lis
     traffic = hbm_traffic(module)
     moved = sum(part.num_bytes for part in traffic)
     paragraphs.append(plan_report.traffic_lines(traffic))
+    if compiled.once_bytes:
+      once = sum(part.num_bytes for part in hbm_traffic(module.with_loops_once()))
+      paragraphs[-1].append(plan_report.compare_traffic(once, compiled.once_bytes))
   paragraphs.append(plan_report.comm_lines(estimated, found if compiled else None))
   paragraphs.append(plan_report.collective_lines(found, is_compiled=bool(compiled)))
   if period := target.trainer.cfg.local_updates.diloco_sync_period:
