@@ -81,21 +81,24 @@ def search(v: Values) -> Rules:
 
 
 def local_updates(v: Values) -> Rules:
-  period, is_set = v.diloco_sync_period, lambda key: vars(v)[key] != DEFAULTS[key]
-  for key in ("diloco_outer_lr", "diloco_outer_momentum"):
-    text = f"there are no outer steps; write diloco_sync_period=100, or {key}={DEFAULTS[key]}"
-    yield not period and is_set(key), key, text
-  multiple = period and max(round(v.steps / period), 1) * period
+  """The rules of DiLoCo."""
+  period = v.diloco_sync_period
+  if not period:
+    for key in ("diloco_outer_lr", "diloco_outer_momentum"):
+      text = f"there are no outer steps; write diloco_sync_period=100, or {key}={DEFAULTS[key]}"
+      yield vars(v)[key] != DEFAULTS[key], key, text
+    return
+  multiple = max(round(v.steps / period), 1) * period
   text = f"the last steps would not reach the model; write steps={multiple}"
-  yield period and v.steps % period, "steps diloco_sync_period", text
+  yield v.steps % period, "steps diloco_sync_period", text
   text = "old outer steps would never fade; write diloco_outer_momentum=0.9"
-  yield period and v.diloco_outer_momentum == 1, "diloco_outer_momentum", text
+  yield v.diloco_outer_momentum == 1, "diloco_outer_momentum", text
   # Averages and teachers are of one model, and XLA cannot partition `capacity` in a shard_map.
-  alone = (*ENSEMBLE_KEYS, "phases", "ema_decay", "teacher_path", "capacity_factor")
-  for key in (*alone, "optimizer_memory_host_offload"):
+  of_one_model = ("phases", "ema_decay", "teacher_path", "capacity_factor")
+  for key in (*ENSEMBLE_KEYS, *of_one_model, "optimizer_memory_host_offload"):
     fix = f"write {key}={show(DEFAULTS[key])} or diloco_sync_period=0"
     text = f"is not supported with replicas; {fix}"
-    yield period and is_set(key), f"{key} diloco_sync_period", text
+    yield vars(v)[key] != DEFAULTS[key], f"{key} diloco_sync_period", text
 
 
 def generation(v: Values) -> Rules:

@@ -88,11 +88,12 @@ def _secrets(v: Values) -> Rules:
 def _held_out(v: Values) -> Rules:
   text = "evaluates nothing; write 1 or more, or eval_steps=-1 for all"
   yield v.eval_steps == 0, "eval_steps", text
+  is_single = v.eval_interval < 1
   text = "there is one evaluation, at the end; write eval_interval=100"
-  is_single, keys = v.eval_interval < 1, "early_stopping_patience eval_interval"
-  yield v.early_stopping_patience and is_single, keys, text
-  keys, text = "keep_best_checkpoint enable_checkpointing", "write enable_checkpointing=true"
-  yield v.keep_best_checkpoint and not v.enable_checkpointing, keys, f"nothing is saved; {text}"
+  yield v.early_stopping_patience and is_single, "early_stopping_patience eval_interval", text
+  keys = "keep_best_checkpoint enable_checkpointing"
+  text = "nothing is saved; write enable_checkpointing=true"
+  yield v.keep_best_checkpoint and not v.enable_checkpointing, keys, text
   for key in ("callbacks", "early_stopping_patience", "keep_best_checkpoint"):
     text = f"not supported by ensembles; write {key}={show(DEFAULTS[key])}"
     yield vars(v)[key] and v.ensemble_key, key, text
@@ -229,18 +230,25 @@ def _tokenizer(v: Values) -> Rules:
 
 
 def _chat(v: Values) -> Rules:
-  template, is_chat = v.chat_template_path, v.dataset_type == "chat"
+  template = v.chat_template_path
+  is_chat = v.dataset_type == "chat"
   text = template_fix(template, CONFIGS.parent)
   yield template and not _is_file(template), "chat_template_path", text
   text = "only conversations can have a row each; write packing=true"
   yield not is_chat and not v.packing, "packing dataset_type", text
   text = "chat needs control tokens; write tokenizer_type=huggingface, with tokenizer.json"
   yield is_chat and v.tokenizer_type == "sentencepiece", "tokenizer_type dataset_type", text
+  text = f"bytes have no chat template; write chat_template_path={_plain_template()}"
+  is_missing = v.tokenizer_type == "byte" and not template
+  yield is_chat and is_missing, "dataset_type tokenizer_type", text
+
+
+def _plain_template() -> str:
+  """The path of a chat template that is shipped: relative in a clone, absolute elsewhere."""
   file = CONFIGS / "chat" / "plain.jinja"
   if file.is_relative_to(os.getcwd()):
     file = file.relative_to(os.getcwd())
-  text = f"bytes have no chat template; write chat_template_path={file}"
-  yield is_chat and v.tokenizer_type == "byte" and not template, "dataset_type tokenizer_type", text
+  return str(file)
 
 
 def _batches(v: Values) -> Rules:
