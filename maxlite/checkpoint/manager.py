@@ -1,20 +1,21 @@
 """Checkpoints verified by checksums: Orbax writes the arrays, a manifest describes them.
 
 A checkpoint is a folder named by its step with two items: `state`, the arrays, and `manifest`, JSON
-with the data position and the shape, dtype and checksum of every array. A damaged checkpoint is
+with the step, the id of the run, the data position, and the shape, dtype and checksum of every
+array. A damaged checkpoint, one of another step (its folder was renamed) and one of another run are
 never restored, and only `max_num_checkpoints_to_keep` deletes checkpoints, except that of
-`kept_step`. If the data position is
-null, the checkpoint holds only parameters (written by parameters.py), from which a run starts.
+`kept_step`. If the data position is null, the checkpoint holds only parameters (written by
+parameters.py), from which a run starts.
 """
 
 import asyncio
 import concurrent.futures
+import functools
 import glob
 import hashlib
 import itertools
 import json
 import logging
-import re
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,10 +30,13 @@ from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
 from maxlite.checkpoint.orbax_object_store import (
   COMMIT_LAST,
   is_complete,
+  list_folder,
   move_folder,
   open_object_stores,
   remove_folder,
 )
+from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
+from maxlite.checkpoint.run_folder import require_regular_files, step_of
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import AnyPath, is_remote, to_path
 from maxlite.config.schema import CheckpointConfig
@@ -77,11 +81,21 @@ class Checkpoints:
     self._report = report
     self._manager: ocp.CheckpointManager | None = None
     self._write_errors = _WriteErrors()
+    self.run_id = ""  # of the run folder; empty: checkpoints of any run are read
     self.kept_step: Callable[[], int] = lambda: 0  # whose checkpoint is never deleted
 
   def latest_step(self) -> int | None:
     """Return the latest step that has a checkpoint, valid or not."""
     return max(self._steps(), default=None)
+
+  def saved_run_id(self) -> str:
+    """Return the id of the run that wrote the latest checkpoint; empty if unknown."""
+    steps = self._steps()
+    self._require_shared(steps)
+    if not steps:
+      return ""
+    manifest, _ = self._manifest(steps[-1])
+    return manifest["body"].get("run", "") if manifest else ""
 
   def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
     """Start writing `state`, a pytree of arrays, which may be donated once this returns.
@@ -90,20 +104,25 @@ class Checkpoints:
 
     Raises:
       UserError: the step has a checkpoint of another state.
-      CheckpointWriteError: the previous checkpoint could not be written on this host.
+      CheckpointWriteError: this or the previous checkpoint could not be written on this host.
     """
     leaves = manifest_leaves(leaves_by_path(state), tree_checksums(state))
-    manifest = seal_manifest({"leaves": leaves, "data": dict(data_state)})
+    body = {"step": step, "run": self.run_id, "leaves": leaves, "data": dict(data_state)}
+    manifest = seal_manifest(body)
     self.wait()
     if step in self._steps() and self._is_saved(step, manifest):
       return
-    if self._manager is None:
-      self._manager = self._open()
     items = {
       "state": ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state)),
       "manifest": ocp.args.JsonSave(manifest),
     }
-    self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+    try:
+      if self._manager is None:
+        self._manager = self._open()
+      self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+    # Disks, networks and TensorStore raise various types.
+    except Exception as error:
+      raise self._write_error(error) from error
 
   def wait(self) -> None:
     """Wait until all is on disk; raise CheckpointWriteError if a write failed."""
@@ -113,10 +132,11 @@ class Checkpoints:
       self._write_errors.raise_while_waiting_for(self._manager)
     # Disks, networks and TensorStore raise various types.
     except Exception as error:
-      self._manager = None  # it would raise again, or wait for the other processes
-      raise CheckpointWriteError(
-        f"no checkpoint can be written to {self._shown}: {_one_line(error)}"
-      ) from error
+      raise self._write_error(error) from error
+
+  def _write_error(self, error: Exception) -> CheckpointWriteError:
+    self._manager = None  # it would raise again, or wait for the other processes
+    return CheckpointWriteError(f"no checkpoint can be written to {self._shown}: {one_line(error)}")
 
   def close(self) -> None:
     """Wait for all writes and free their threads; raise CheckpointWriteError if one failed."""
@@ -171,7 +191,7 @@ class Checkpoints:
     """Remove the files of interrupted writes."""
     barrier("checkpoints read")
     for name in self._names() if jax.process_index() == 0 else ():
-      if TEMPORARY in name or (name.isdigit() and not is_complete(self._directory / name)):
+      if TEMPORARY in name or (step_of(name) is not None and not self._is_complete(name)):
         remove_folder(self._directory / name)
     barrier("unfinished checkpoints removed")
 
@@ -184,8 +204,8 @@ class Checkpoints:
     step = self.latest_step() if step is None else step
     if step is None:
       raise self._missing()
-    manifest, damage = _on_all_processes(self._read_manifest, step)
-    if damage:
+    manifest, damage = self._manifest(step)
+    if manifest is None:
       raise UserError(
         f"checkpoint {self._shown / str(step)} is damaged: {damage}; move it away to use an earlier"
       )
@@ -205,17 +225,15 @@ class Checkpoints:
     """Restore the first valid one of `steps`, the latest first; `is_given`: the user chose it."""
     self._require_shared(steps)
     for step, earlier in itertools.zip_longest(steps, steps[1:]):
-      manifest, damage = _on_all_processes(self._read_manifest, step)
-      if not damage:
+      manifest, damage = self._manifest(step)
+      if manifest is not None:
         part = abstract
         if not prefix and manifest["body"]["data"] is None:
           part, prefix = {"params": _drop_missing(abstract.params, manifest)}, PARAMS
         self._require_same_structure(step, manifest, part, prefix)
-        state, damage = _on_all_processes(self._read_state, step, part)
-      if not damage:  # checksums are a collective computation
-        damage = _damaged_leaf(state, manifest)
-      if not damage:
-        return state, manifest["body"]["data"], step
+        state, damage = self._state(step, part, manifest)
+        if not damage:
+          return state, manifest["body"]["data"], step
       if is_given:
         shown = self._shown / str(step)
         raise UserError(f"checkpoint {shown} is damaged: {damage}; write load_checkpoint=latest")
@@ -228,10 +246,29 @@ class Checkpoints:
       )
     return None
 
+  def _manifest(self, step: int) -> tuple[Manifest | None, str]:
+    """Return (manifest, "") or (None, damage), the same on all processes."""
+    read = functools.partial(self._read_manifest, step)
+    return read_repeatedly(f"checkpoint {self._shown / str(step)}", read)
+
+  def _state(self, step: int, abstract: Any, manifest: Manifest) -> tuple[Any, str]:
+    """Return (state, "") or (None, damage), the same on all processes."""
+    read = functools.partial(self._read_state, step, abstract)
+    check = functools.partial(_damaged_leaf, manifest=manifest)  # a collective computation
+    return read_repeatedly(f"checkpoint {self._shown / str(step)}", read, check)
+
   def _read_manifest(self, step: int) -> Manifest:
+    folder = self._directory / str(step)
+    require_regular_files(folder)
     # A Checkpointer would let all processes wait for one that cannot read.
-    handler = ocp.JsonCheckpointHandler()
-    return verify_manifest(handler.restore(self._directory / str(step) / "manifest"))
+    manifest = verify_manifest(ocp.JsonCheckpointHandler().restore(folder / "manifest"))
+    saved_step = manifest["body"].get("step", step)  # earlier versions saved neither
+    saved_run = manifest["body"].get("run", "")
+    if saved_step != step:
+      raise OSError(f"it was saved as step {saved_step}, and its folder was renamed")
+    if saved_run and self.run_id and saved_run != self.run_id:
+      raise OSError(f"it is of another run (run_id {saved_run}, here {self.run_id})")
+    return manifest
 
   def _read_state(self, step: int, abstract: Any) -> Any:
     """Read the arrays of `abstract`, which may be part of the saved state."""
@@ -270,12 +307,12 @@ class Checkpoints:
 
   def _is_saved(self, step: int, manifest: Manifest) -> bool:
     """Return whether the checkpoint of `step` has this state; move it aside if damaged."""
-    saved, damage = _on_all_processes(self._read_manifest, step)
-    if damage:
+    saved, damage = self._manifest(step)
+    if saved is None:
       self._report(f"checkpoint {self._shown / str(step)} is damaged: {damage}; rewriting it")
       self._move_aside([step])
       return False
-    if saved["sha256"] != manifest["sha256"]:
+    if any(saved["body"][part] != manifest["body"][part] for part in ("leaves", "data")):
       raise UserError(
         f"checkpoint {self._shown / str(step)} holds another state of this step and is kept: "
         "choose another run_name"
@@ -283,11 +320,18 @@ class Checkpoints:
     return True
 
   def _steps(self) -> list[int]:
-    names = (name for name in self._names() if name.isdigit())
-    return sorted(int(name) for name in names if is_complete(self._directory / name))
+    steps = []
+    for name in self._names():
+      step = step_of(name)
+      if step is not None and self._is_complete(name):
+        steps.append(step)
+    return sorted(steps)
 
   def _names(self) -> list[str]:
-    return [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
+    return list_folder(self._directory)
+
+  def _is_complete(self, name: str) -> bool:
+    return is_complete(self._directory / name)
 
   def _move_aside(self, steps: Iterable[int]) -> None:
     """Move checkpoints into the folder `checkpoints_damaged`, under unused names."""
@@ -388,8 +432,10 @@ class _DrainingArrayHandler(ocp.type_handlers.ArrayHandler):
 def _damaged_leaf(state: Any, manifest: Manifest) -> str:
   """Describe the first leaf that differs from what was saved; empty if none does."""
   saved = manifest["body"]["leaves"]
-  damaged = (name for name, x in tree_checksums(state).items() if x != saved[name]["checksum"])
-  return next((f"the bits of {name} are not those that were saved" for name in damaged), "")
+  for name, checksum in tree_checksums(state).items():
+    if checksum != saved[name]["checksum"]:
+      return f"the bits of {name} are not those that were saved (checksum {checksum:08x})"
+  return ""
 
 
 def _drop_missing(params: Any, manifest: Manifest) -> Any:
@@ -421,38 +467,11 @@ def seal_manifest(body: Mapping[str, Any]) -> Manifest:
 
 def verify_manifest(manifest: Manifest) -> Manifest:
   """Return `manifest`; raise OSError if it is not what was written."""
-  if _digest(manifest.get("body")) != manifest.get("sha256"):
-    raise OSError("its manifest is not what was written")
+  digest = _digest(manifest.get("body"))
+  if digest != manifest.get("sha256"):
+    raise OSError(f"its manifest is not what was written (SHA-256 {digest[:8]})")
   return manifest
 
 
 def _digest(body: Any) -> str:
   return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _one_line(error: Exception) -> str:
-  """Shorten an error of TensorStore or Orbax to one line."""
-  line = f"{type(error).__name__}: {first_line(error)}"
-  # A reason from the operating system comes after the names of many files.
-  if found := re.search(r"[^:]*\[os_error_code='\d+'", line):
-    return found[0].split(" [")[0].strip()
-  return line[:200]
-
-
-def first_line(error: Exception) -> str:
-  """Return the first line of an error, without the internals that TensorStore appends."""
-  return str(error).split("\n", 1)[0].split(" See full", 1)[0]
-
-
-def _on_all_processes(read: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-  """Return (result of `read(*args)`, "") if all processes succeed, else (None, error)."""
-  try:
-    value, damage = read(*args), ""
-  # Damaged files raise any error of JSON, zstd, TensorStore or Orbax; all are handled alike, by
-  # reporting the checkpoint and using an earlier one.
-  except Exception as error:
-    value, damage = None, _one_line(error)
-  is_damaged = any(all_gather_object(damage))
-  if is_damaged and not damage:
-    value, damage = None, "another process cannot read it"
-  return value, damage

@@ -13,7 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from maxlite.config.errors import UserError
-from maxlite.config.object_store import AnyPath, filesystem
+from maxlite.config.object_store import AnyPath, filesystem, list_names, repeated, store_errors
 
 try:
   from orbax.checkpoint._src.path import gcs_utils
@@ -81,14 +81,22 @@ def _s3_options() -> dict[str, Any]:
 
 def is_complete(folder: AnyPath) -> bool:
   """Return whether a checkpoint was written to the end; a local one was then renamed."""
-  return isinstance(folder, Path) or (folder / COMMITTED).exists()
+  return isinstance(folder, Path) or repeated(str(folder), (folder / COMMITTED).exists)
+
+
+def list_folder(folder: AnyPath) -> list[str]:
+  """Return the names in a folder; empty if there is none."""
+  if isinstance(folder, Path):
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+  return list(repeated(str(folder), functools.partial(list_names, str(folder))))
 
 
 def remove_folder(folder: AnyPath) -> None:
   """Remove a folder and all its contents."""
   if isinstance(folder, Path):
     shutil.rmtree(folder)
-  else:
+    return
+  with store_errors(str(folder)):
     (folder / COMMITTED).unlink(missing_ok=True)  # first: half of a checkpoint is none
     folder.rmtree(missing_ok=True)
 
@@ -97,7 +105,7 @@ def move_folder(folder: AnyPath, target: AnyPath) -> None:
   """Rename a folder; on an object store, copy its objects and remove them."""
   if isinstance(folder, Path):
     folder.rename(target)
-  else:
-    store = filesystem(str(folder))
-    store.copy(str(folder), str(target), recursive=True)
-    remove_folder(folder)
+    return
+  with store_errors(str(folder)):
+    filesystem(str(folder)).copy(str(folder), str(target), recursive=True)
+  remove_folder(folder)

@@ -19,8 +19,9 @@ from flax import traverse_util
 
 from maxlite.checkpoint.checksum import chunk_checksum
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split
-from maxlite.checkpoint.manager import PARAMS, Manifest, first_line, manifest_leaves, seal_manifest
+from maxlite.checkpoint.manager import PARAMS, Manifest, manifest_leaves, seal_manifest
 from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
+from maxlite.checkpoint.repeated_read import first_line, is_environment_error
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import AnyPath
 
@@ -28,7 +29,7 @@ METADATA = "_CHECKPOINT_METADATA"
 
 
 def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> None:
-  """Write a new checkpoint `directory` with {path: ChunkedArray} of all parameters."""
+  """Write a new checkpoint `directory`, named by its step, with {path: array} of all parameters."""
   handler = _ChunkedArrayHandler()
   handled = ((kind, handler) for kind in (ChunkedArray, jax.Array))  # Orbax requires the second
   registry = ocp.type_handlers.create_type_handler_registry(*handled)
@@ -36,7 +37,8 @@ def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> Non
     tree = {"params": traverse_util.unflatten_dict(dict(params), sep="/")}
     writer.save(directory / "state", args=ocp.args.PyTreeSave(tree))
   leaves = {PARAMS + path: chunked for path, chunked in params.items()}
-  body = {"leaves": manifest_leaves(leaves, handler.checksums), "data": None}
+  saved = manifest_leaves(leaves, handler.checksums)
+  body = {"step": int(directory.name), "run": "", "leaves": saved, "data": None}
   with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
     writer.save(directory / "manifest", args=ocp.args.JsonSave(seal_manifest(body)))
   # Orbax's CheckpointManager, which writes both items at once, expects this file in a checkpoint.
@@ -62,7 +64,8 @@ class StoredParameters:
       part = self._open(path)[index].read().result()
     except ValueError as error:  # TensorStore raises it whenever it cannot read
       reason = first_line(error)[:200]
-      raise UserError(f"checkpoint {self.directory} is damaged: {path}: {reason}") from None
+      problem = "cannot be read" if is_environment_error(error) else "is damaged"
+      raise UserError(f"checkpoint {self.directory} {problem}: {path}: {reason}") from None
     shape = tuple(self.leaves[path]["shape"])
     for chunk in split(index, part.dtype):
       axes = zip(chunk, index, strict=True)

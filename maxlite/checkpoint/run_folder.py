@@ -1,13 +1,16 @@
 """The folder of a run: its files, its saved config, and its local copy if on an object store."""
 
+import errno
 import fcntl
 import functools
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,6 +20,7 @@ from typing import Any
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
 from maxlite.config.object_store import (
+  AnyPath,
   download,
   filesystem,
   is_remote,
@@ -37,6 +41,7 @@ from maxlite.config.yaml_files import MODEL_FILE, read_file
 
 Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
 _LOCK = ".lock"
+_STEP = re.compile("0|[1-9][0-9]*")  # 00099 is not a step, nor are digits of other scripts
 _BEST = "best"  # stands for the best member of an ensemble
 # Folders with many objects that no command reads from the copy of an object store.
 _NOT_COPIED = (_LOCK, "checkpoints", "checkpoints_damaged", "members", "profile", "tensorboard")
@@ -68,7 +73,7 @@ class RunFolder:
     self.checkpoints = to_path(join(self.place, "checkpoints"))
     self._members = self.directory / "members"  # of an ensemble
     self.profile = self.directory / "profile"
-    self._run_id = self.directory / "run_id"  # of a run with local checkpoints or W&B
+    self._run_id = self.directory / "run_id"
     self._lock = self.directory / _LOCK  # held by the process that trains, which it names
     self._locked: int | None = None  # file descriptor
 
@@ -110,14 +115,32 @@ class RunFolder:
       )
     return str(first["name"])
 
-  def run_id(self) -> str:
-    """Return the id, created if missing, that distinguishes this run from earlier ones."""
+  def run_id(self, default: str = "") -> str:
+    """Return the id that distinguishes this run from others, such as earlier ones of its name.
+
+    If it is missing, it is `default`, or a new one if that is empty.
+    """
     if not self._run_id.exists():
-      write_atomically(self._run_id, secrets.token_hex(8))
-    return self._run_id.read_text()
+      write_atomically(self._run_id, default or secrets.token_hex(8))
+    return self.saved_run_id()
+
+  def saved_run_id(self) -> str:
+    """Return the id of this run; empty if it has none yet."""
+    if not self._run_id.exists():
+      return ""
+    return self._run_id.read_text("utf-8", errors="replace").strip()
+
+  def require_regular(self) -> None:
+    """Raise UserError if a file or folder of the run is something else, such as a link loop."""
+    files = (self.config, self.model, self.metrics, self.expert_load, self._run_id, self._lock)
+    folders = (self.directory, self.directory / "checkpoints", self.tensorboard, self._members)
+    for path in (*folders, *files):
+      if problem := _irregularity(path, is_folder=path in folders):
+        raise UserError(f"run folder {self.place}: {path.name} {problem}: move it away")
 
   def require_writable(self) -> None:
     """Raise UserError if the folder cannot be written, without creating it; see also `lock`."""
+    self.require_regular()
     place = self.directory.absolute()
     parent = next(path for path in (place, *place.parents) if path.exists())
     if not parent.is_dir():
@@ -141,6 +164,7 @@ class RunFolder:
     if self.mirror:
       self.mirror.lock()
       return
+    self.require_regular()
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
       self._locked = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -221,6 +245,37 @@ class RunFolder:
       shutil.copyfile(self.config, next(path for path in numbered if not path.exists()))
     save(self.config)
     self.upload()
+
+
+def step_of(name: str) -> int | None:
+  """Return the step of the checkpoint folder `name`; None if it is not named like one."""
+  return int(name) if _STEP.fullmatch(name) else None
+
+
+def require_regular_files(folder: AnyPath) -> None:
+  """Raise OSError if a local folder contains something whose reading may never end."""
+  if not isinstance(folder, Path):
+    return
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = Path(parent, name)
+      if problem := _irregularity(path, is_folder=False):
+        raise OSError(f"{path.relative_to(folder)} {problem}")
+
+
+def _irregularity(path: Path, *, is_folder: bool) -> str:
+  """Return why a path is not a file, or not a folder; empty if it is, or if there is none."""
+  try:
+    mode = path.stat().st_mode
+  except FileNotFoundError:
+    return "is a link to nothing" if path.is_symlink() else ""
+  except OSError as error:
+    return "is a loop of links" if error.errno == errno.ELOOP else ""  # its reader reports others
+  if is_folder:
+    return "" if stat.S_ISDIR(mode) else "is not a folder"
+  if stat.S_ISREG(mode):
+    return ""
+  return "is a folder" if stat.S_ISDIR(mode) else "is not a file"
 
 
 def _only_data(name: str, before: Any, now: Any) -> bool:

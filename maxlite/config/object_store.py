@@ -10,9 +10,10 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import fsspec
 from etils import epath
@@ -20,6 +21,7 @@ from etils import epath
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import new_folder
 
+T = TypeVar("T")
 AnyPath: TypeAlias = Path | epath.Path
 # {scheme: (package that opens it, where credentials come from)}
 STORES = {
@@ -28,6 +30,7 @@ STORES = {
 }
 HUB = "hf://"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model")
+_PAUSES = (0.2, 1.0)  # between calls of a store that answers by an error [s]
 _CACHE = Path("~/.cache/maxlite/folders")  # of local copies
 _KINDS = {"datasets": "dataset", "spaces": "space"}  # of repositories on the hub
 
@@ -85,6 +88,20 @@ def store_errors(uri: str) -> Iterator[None]:
     raise UserError(
       f"{uri} cannot be used ({reason}): check network, permissions and credentials ({places})"
     ) from None
+
+
+def repeated(uri: str, call: Callable[[], T]) -> T:
+  """Return the result of `call`, which reads a store, repeated if the store answers by an error.
+
+  Raises:
+    UserError: all calls have failed.
+  """
+  for pause in _PAUSES:
+    with contextlib.suppress(Exception):  # of various types; the last call raises it
+      return call()
+    time.sleep(pause)
+  with store_errors(uri):
+    return call()
 
 
 @dataclasses.dataclass(frozen=True)

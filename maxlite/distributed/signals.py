@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -38,8 +39,14 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-  """While open, SIGTERM and SIGINT (Ctrl-C) are recorded instead of ending the process."""
+  """While open, SIGTERM and SIGINT (Ctrl-C) are recorded instead of ending the process.
+
+  Python has them handled by the main thread; in another thread, they are left as they are.
+  """
   request = StopRequest(is_shared=jax.process_count() > 1)
+  if threading.current_thread() is not threading.main_thread():
+    yield request
+    return
   previous = {each: signal.signal(each, request.handle) for each in request.handled}
   try:
     yield request

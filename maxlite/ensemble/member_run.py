@@ -11,7 +11,7 @@ from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.metrics.writers import JsonlWriter, Writers, read_rows
-from maxlite.training.open_run import lock_folder, open_trackers
+from maxlite.training.open_run import identify_run, lock_folder, open_trackers
 from maxlite.training.saved_run import run_folder
 
 
@@ -74,6 +74,7 @@ class MemberRun:
     lock_folder(self.folder)
     if self.checkpoints is None:
       return
+    identify_run(self.folder, self.checkpoints)
     shardings = program.shardings or jax.tree.map(lambda _: default, program.abstract_state)
     shard = lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
     abstract = jax.tree.map(shard, program.abstract_state, shardings)

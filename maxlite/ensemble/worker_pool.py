@@ -170,6 +170,9 @@ class _Supervisor:
 
 @contextlib.contextmanager
 def _forward_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
+  if threading.current_thread() is not threading.main_thread():
+    yield  # only the main thread may handle signals
+    return
   handler = lambda number, frame: stop(signal.Signals(number))
   previous = {each: signal.signal(each, handler) for each in (signal.SIGINT, signal.SIGTERM)}
   try:

@@ -113,6 +113,20 @@ def lock_folder(folder: RunFolder) -> None:
     raise UserError(refusal)
 
 
+def identify_run(folder: RunFolder, checkpoints: Checkpoints) -> str:
+  """Return the id of the run, which its checkpoints carry; process 0 creates it.
+
+  A folder without an id gets the one of its latest checkpoint.
+  """
+  run_id = str(all_gather_object(folder.saved_run_id())[0])
+  if not run_id:
+    saved = checkpoints.saved_run_id()
+    created = folder.run_id(saved) if jax.process_index() == 0 else ""
+    run_id = str(all_gather_object(created)[0])
+  checkpoints.run_id = run_id
+  return run_id
+
+
 def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoints | None:
   """Open the checkpoints; None if they are disabled.
 
@@ -130,12 +144,14 @@ def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoi
 
 
 def open_local_checkpoints(
-  trainer: Trainer, folder: RunFolder, report: Report
+  trainer: Trainer, folder: RunFolder, checkpoints: Checkpoints | None, report: Report
 ) -> LocalCheckpoints | None:
   cfg = trainer.cfg.checkpoint
+  if checkpoints is None:
+    return None
+  run_id = identify_run(folder, checkpoints)
   if not cfg.local_checkpoint_directory:
     return None
-  run_id = all_gather_object(folder.run_id() if jax.process_index() == 0 else None)[0]
   return LocalCheckpoints(cfg, run_id, trainer.abstract_state, report)
 
 
@@ -251,6 +267,7 @@ def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
   """Load a checkpoint: (trainer, parameters, their moving averages or None, step)."""
   trainer, folder = open_trainer(cfg), run_folder(cfg)
   checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=print_to_stderr)
+  checkpoints.run_id = folder.saved_run_id()
   state = trainer.abstract_state
   ema = {} if state.ema is None else {"ema": state.ema}
   which = checkpoint_step(folder, cfg.checkpoint.load_checkpoint)

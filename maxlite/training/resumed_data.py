@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, UserError
 from maxlite.config.mixture import mixture_of
 from maxlite.config.phases import phases_of, reads_same_documents
@@ -39,8 +39,10 @@ def _saved_state(folder: RunFolder) -> dict[str, Any]:
   """The data position of the latest checkpoint; empty if there is none that can be read here."""
   if folder.mirror:
     return {}
-  steps = (int(path.name) for path in folder.checkpoints.glob("*") if path.name.isdigit())
+  steps = [step_of(path.name) or 0 for path in folder.checkpoints.glob("*")]
   manifest = folder.checkpoints / str(max(steps, default=0)) / "manifest" / "metadata"
+  if not manifest.is_file():
+    return {}
   try:
     return json.loads(manifest.read_bytes())["body"]["data"] or {}
   except (OSError, ValueError, KeyError, TypeError):  # `Checkpoints.restore` reports damage

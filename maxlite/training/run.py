@@ -72,7 +72,7 @@ def _run(
   checkpoints = open_checkpoints(cfg, folder, console.print)
   lock_folder(folder)
   stack.callback(folder.unlock)
-  local = open_local_checkpoints(trainer, folder, console.print)
+  local = open_local_checkpoints(trainer, folder, checkpoints, console.print)
   restored = restore(trainer, checkpoints, local)
   teacher = trainer.teacher.identity if trainer.teacher else ""
   stream = stack.enter_context(contextlib.closing(TrainStreams(data_by_objective, teacher)))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import (
   Config,
   exit_on_user_error,
@@ -68,7 +68,7 @@ def config_of_run(argv: Sequence[str]) -> Config:
 def check_saved(folder: RunFolder, cfg: Config) -> None:
   """Raise UserError if the run has no checkpoint, or if `cfg` has another model."""
   folder.config_changes(flatten(cfg))
-  if not any(path.name.isdigit() for path in folder.checkpoints.glob("*")):
+  if not any(step_of(path.name) is not None for path in folder.checkpoints.glob("*")):
     raise UserError(f"there is no checkpoint in {folder.checkpoints}: train it first")
 
 

@@ -1,5 +1,7 @@
 """Checkpoints restore the saved bits, and damaged ones are never restored."""
 
+import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -10,18 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from corruption import corrupted
 from flax import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlite.checkpoint import manager
+from maxlite.checkpoint import manager, repeated_read
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.checkpoint.manager import (
   MIN_SLICE_BYTES,
   Checkpoints,
-  CheckpointWriteError,  # noqa: F401 (for the scripts)
+  CheckpointWriteError,
 )
+from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 
 
@@ -223,6 +228,113 @@ def test_another_optimizer_raises_with_a_leaf(folder):
   other = abstract(state.replace(opt_state=optax.sgd(1e-3).init(state.params)), mesh_of(2, 4))
   with pytest.raises(ValueError, match=r"opt_state/.* is .* in it and missing here"):
     open_checkpoints(folder).restore(other)
+
+
+def test_a_renamed_checkpoint_is_moved_aside(folder):
+  (folder / "2").rename(folder / "99")
+  assert_restores(open_checkpoints(folder, reports := []), 1)
+  assert reports[0] == (
+    f"checkpoint {folder}/99 is damaged: it was saved as step 2, and its folder was renamed; "
+    "falling back to 1"
+  )
+  assert (folder.parent / "checkpoints_damaged/99").is_dir()
+
+
+def test_a_checkpoint_of_another_run_is_moved_aside(tmp_path):
+  for run, step in (("a", 1), ("b", 2)):
+    checkpoints = open_checkpoints(tmp_path / run)
+    checkpoints.run_id = run
+    checkpoints.save(step, make_state(step, mesh_of(2, 4)), {"epoch": 0, "row": 10 * step})
+    checkpoints.close()
+  shutil.copytree(tmp_path / "b/2", tmp_path / "a/2")
+  checkpoints = open_checkpoints(tmp_path / "a", reports := [])
+  assert checkpoints.saved_run_id() == "b"
+  checkpoints.run_id = "a"
+  assert_restores(checkpoints, 1)
+  assert "2 is damaged: it is of another run (run_id b, here a)" in reports[0]
+
+
+def test_folders_that_are_not_named_like_a_step_are_ignored(folder):
+  for name in ("00099", "\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT THREE}"):
+    (folder / name).mkdir()
+  checkpoints = open_checkpoints(folder)
+  assert_restores(checkpoints, 2)
+  checkpoints.save(3, make_state(3, mesh_of(2, 4)), {"epoch": 0, "row": 30})
+  checkpoints.close()
+  assert_restores(open_checkpoints(folder), 3)
+
+
+@pytest.mark.parametrize("part", ["manifest/metadata", "state/_METADATA"])
+def test_a_pipe_in_a_checkpoint_does_not_block(folder, part):
+  (folder / "2" / part).unlink()
+  os.mkfifo(folder / "2" / part)
+  assert_restores(open_checkpoints(folder, reports := []), 1)
+  assert f"2 is damaged: {part} is not a file; falling back to 1" in reports[0]
+
+
+def test_a_folder_that_cannot_be_opened_is_an_error_of_writing(tmp_path):
+  checkpoints = open_checkpoints(tmp_path / "checkpoints")
+  (tmp_path / "checkpoints").symlink_to("checkpoints")  # a loop
+  with pytest.raises(CheckpointWriteError, match="no checkpoint can be written to"):
+    checkpoints.save(1, make_state(1, mesh_of(2, 4)), {})
+
+
+def fail_first(monkeypatch, owner, name, faults):
+  """Have the first calls of a reader of Orbax raise an error each, or return a changed result."""
+  read, left = getattr(owner, name), list(faults)
+
+  def faulty(*args, **keys):
+    fault = left.pop(0) if left else None
+    if isinstance(fault, Exception):
+      raise fault
+    result = read(*args, **keys)
+    return fault(result) if fault else result
+
+  monkeypatch.setattr(owner, name, faulty)
+
+
+def flip_kernel(state):
+  layer = state.params["layer"]
+  params = {"layer": layer | {"kernel": corrupted(layer["kernel"], 3)}}
+  return state.replace(params=params)
+
+
+def flip_step(state):
+  return state.replace(step=state.step + 1)
+
+
+DENIED = PermissionError(errno.EACCES, "Permission denied", "metadata")
+UNAVAILABLE = ValueError("UNAVAILABLE: Error reading: HTTP response code: 503")
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+  monkeypatch.setattr(repeated_read, "_PAUSES", (0,) * 4)
+
+
+@pytest.mark.parametrize("error", [DENIED, UNAVAILABLE, ConnectionResetError(), ValueError("flip")])
+def test_a_read_that_fails_once_is_repeated(folder, monkeypatch, no_pauses, error):
+  fail_first(monkeypatch, ocp.JsonCheckpointHandler, "restore", [error])
+  fail_first(monkeypatch, ocp.PyTreeCheckpointHandler, "restore", [error, flip_kernel, flip_step])
+  assert_restores(open_checkpoints(folder), 2)
+
+
+DIFFERENT = [ValueError(f"checksum {n}") for n in range(9)]
+
+
+@pytest.mark.parametrize("errors", [9 * [DENIED], 9 * [UNAVAILABLE], DIFFERENT])
+def test_errors_of_the_environment_move_nothing(folder, monkeypatch, no_pauses, errors):
+  fail_first(monkeypatch, ocp.PyTreeCheckpointHandler, "restore", errors)
+  with pytest.raises(UserError, match="2 cannot be read, also repeatedly, but is not known to be"):
+    assert_restores(open_checkpoints(folder), 2)
+  assert sorted(path.name for path in folder.parent.iterdir()) == ["checkpoints"]
+
+
+def test_bits_that_are_wrong_twice_are_damage(folder, monkeypatch, no_pauses):
+  faults = [flip_kernel, flip_step, flip_kernel]
+  fail_first(monkeypatch, ocp.PyTreeCheckpointHandler, "restore", faults)
+  assert_restores(open_checkpoints(folder, reports := []), 1)
+  assert "the bits of params/layer/kernel are not those that were saved" in reports[0]
 
 
 def test_restore_parts_skips_damage_without_modifying_the_folder(folder):

@@ -1,6 +1,7 @@
 """The run folder rejects another model and keeps all configs of the run."""
 
 import dataclasses
+import os
 import re
 import socket
 import subprocess
@@ -125,3 +126,31 @@ def test_an_imported_run_fixes_only_its_model_before_training(folder):
     start(folder, opt_type="lion")
   folder.metrics.unlink()
   assert start(folder, opt_type="lion") == {"opt_type": ("adamw", "lion")}
+
+
+@pytest.mark.parametrize(
+  ("name", "make", "problem"),
+  [
+    ("metrics.jsonl", lambda path: path.mkdir(), "is a folder"),
+    ("metrics.jsonl", lambda path: path.symlink_to(path.name), "is a loop of links"),
+    ("metrics.jsonl", os.mkfifo, "is not a file"),
+    ("config.yml", lambda path: path.symlink_to("nothing"), "is a link to nothing"),
+    (".lock", lambda path: path.mkdir(), "is a folder"),
+    ("checkpoints", lambda path: path.symlink_to(path.name), "is a loop of links"),
+    ("checkpoints", lambda path: path.touch(), "is not a folder"),
+  ],
+)
+def test_a_path_of_another_kind_is_named(tmp_path, name, make, problem):
+  folder = RunFolder(tmp_path / "run")
+  folder.directory.mkdir()
+  make(folder.directory / name)
+  for check in (folder.require_writable, folder.lock):
+    with pytest.raises(UserError, match=f"run: {name} {problem}: move it away"):
+      check()
+
+
+def test_a_run_keeps_the_id_of_its_checkpoints(tmp_path):
+  folder = RunFolder(tmp_path)
+  assert folder.saved_run_id() == ""
+  assert folder.run_id("of its checkpoints") == "of its checkpoints"
+  assert folder.run_id() == folder.saved_run_id() == "of its checkpoints"

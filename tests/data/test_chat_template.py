@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from maxlite.config.errors import UserError
 from maxlite.data.sources import template_worker
 from maxlite.data.sources.chat_template import ChatTemplate
 
@@ -120,3 +121,17 @@ def test_output_equals_transformers():
     if "strftime_now" not in source:  # transformers always uses today's date
       (theirs,), _ = render_jinja_template([CONVERSATION], chat_template=source, **NAMES)
       assert template_of(source).render(CONVERSATION) == theirs, json.dumps(source)
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "\ufdd1",
+    "\ufdd1\ufdd2",
+    "{{ '\\ufdd1' }}",
+    "\ufdd2{% generation %}a{% endgeneration %}\ufdd1",
+  ],
+)
+def test_a_template_that_prints_the_marks_of_answers_is_refused(source):
+  with pytest.raises(UserError, match=r"prints .*, which mark the answers: remove"):
+    template_of(source).render([{"role": "user", "content": "a"}])

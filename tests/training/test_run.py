@@ -1,5 +1,6 @@
 """Runs: stopped, resumed, damaged, moved to another mesh, and invalid ones."""
 
+import concurrent.futures
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,14 @@ def test_every_step_is_logged_once_and_evaluations_when_due(finished):
   assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
   assert checkpoint_steps(finished[0]) == [2, 4, 6, 8]
   assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_a_run_trains_in_a_thread_which_may_handle_no_signals(copy):
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    code, output = pool.submit(start, copy, steps=STEPS + 1).result()
+  assert code == 0
+  assert f"resuming from the checkpoint of step {STEPS}" in output
+  assert checkpoint_steps(copy)[-1] == STEPS + 1
 
 
 def test_expert_load_is_logged_and_plotted(finished):

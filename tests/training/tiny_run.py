@@ -162,9 +162,11 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def last_manifest(folder: Path) -> dict:
-  """Checksums of the arrays in the last checkpoint, and its data position."""
+  """Checksums of the arrays in the last checkpoint, its data position and step."""
   path = folder / f"run/checkpoints/{STEPS}/manifest/metadata"
-  return json.loads(path.read_text())["body"]
+  body = json.loads(path.read_text())["body"]
+  del body["run"]
+  return body
 
 
 def parameter_hash(output: str) -> str:

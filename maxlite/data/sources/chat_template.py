@@ -92,7 +92,7 @@ class ChatTemplate:
 
   def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
     try:
-      return render(
+      text = render(
         self._source,
         self._today(),
         messages=self._escape(list(messages)),
@@ -103,6 +103,12 @@ class ChatTemplate:
       )
     except RenderError as error:
       raise UserError(f"{self._place}: {error}") from None
+    if not _has_paired_marks(text) or (OPEN in text and not self._marks_answers):
+      raise UserError(
+        f"{self._place} prints U+{ord(OPEN):X} or U+{ord(CLOSE):X}, which mark the answers: remove "
+        "these characters from it"
+      )
+    return text
 
   def _escape(self, value: Any) -> Any:
     """Escape special tokens and replace reserved characters in all strings of `value`."""
@@ -113,6 +119,16 @@ class ChatTemplate:
     if isinstance(value, Mapping):
       return {key: self._escape(inner) for key, inner in value.items()}
     return [self._escape(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _has_paired_marks(text: str) -> bool:
+  """Return whether every OPEN in `text` has its CLOSE after it."""
+  num_open = 0
+  for part in re.findall(f"[{OPEN}{CLOSE}]", text):
+    num_open += 1 if part == OPEN else -1
+    if num_open < 0:
+      return False
+  return num_open == 0
 
 
 def _extract_spans(text: str) -> tuple[str, list[Span]]:
