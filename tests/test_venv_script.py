@@ -1,5 +1,6 @@
 """tools/venv.sh finds the newest Python that can create a virtual environment."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -62,3 +63,9 @@ def test_a_named_python_is_the_only_candidate(tmp_path):
   result = call("newest_python", tmp_path, PYTHON="nope")
   assert (result.returncode, result.stdout) == (1, "")
   assert "PYTHON=nope is not a command" in result.stderr
+
+
+def test_ci_runs_tests_that_exist():
+  named = re.findall(r"tests/[\w/.]*\w", (ROOT / ".ci" / "run").read_text())
+  assert len(named) >= 5
+  assert [path for path in named if not (ROOT / path).exists()] == []
