@@ -111,8 +111,8 @@ def with_bases(
     return [own]
   if not isinstance(base.raw, str) or "\0" in base.raw:
     raise base.error("is not a file name; write base_config: FILE.yml")
-  if is_of_run(base) and PythonFile.of(base.raw) is not None:
-    raise base.error("names code, which the file of a run does not execute; remove the line")
+  if is_of_run(base):  # that file could name code, in a folder which is not known to be of a run
+    raise base.error("is in a run folder, whose files are resolved; remove the line")
   base_path = folder / base.raw
   if base_path.resolve() in users:
     raise base.error("is a cycle: that file is built on this one; remove one base_config")

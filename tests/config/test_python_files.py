@@ -1,5 +1,6 @@
 """Configs in Python: files with `get_config`, flags of ml_collections, and `maxlite.get_config`."""
 
+import re
 import subprocess
 import sys
 
@@ -81,12 +82,14 @@ def test_a_python_file_imports_the_files_beside_it(folder):
   assert str(folder) not in sys.path
 
 
-def test_the_config_of_a_run_folder_executes_no_python_file(folder):
-  (folder / "run").mkdir()
+@pytest.mark.parametrize("base", ["evil.py", "sub/base.yml"])
+def test_the_config_of_a_run_folder_executes_no_python_file(base, folder):
+  (folder / "run/sub").mkdir(parents=True)
   (folder / "run/metrics.jsonl").touch()
   (folder / "run/evil.py").write_text("open('ran', 'w')")
-  (folder / "run/config.yml").write_text("base_config: evil.py\n")
-  with pytest.raises(UserError, match=r"config.yml:1: base_config=evil.py names code, which"):
+  (folder / "run/sub/base.yml").write_text("base_config: ../evil.py\n")
+  (folder / "run/config.yml").write_text(f"base_config: {base}\n")
+  with pytest.raises(UserError, match=rf"config.yml:1: base_config={base} is in a run folder"):
     load_config(["run/config.yml"])
   assert not (folder / "ran").exists()
 
@@ -239,3 +242,18 @@ def test_shipped_configs_pass_through_a_config_dict(path):
   read = change_config(config, {}, needs_data=False)
   assert flatten(read) == flatten(expected) | {"model_name": ""}
   assert yaml.safe_load(yaml.safe_dump(config.to_dict())) == config.to_dict()
+
+
+def test_the_example_of_the_documentation_is_a_config(tmp_path, monkeypatch):
+  page = (CONFIGS.parent / "docs" / "config.md").read_text()
+  code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+  (tmp_path / "configs").symlink_to(CONFIGS)
+  (tmp_path / "my_config.py").write_text(code)
+  monkeypatch.chdir(tmp_path)
+  config = load_config(["my_config.py"], needs_data=False)
+  assert (config.run.steps, config.optimizer.warmup_steps_fraction) == (200, 0.1)
+  commands = re.findall(r"^python -m maxlite.train (.*my_config.py.*)$", page, re.MULTILINE)
+  assert len(commands) == 2
+  for command in commands:
+    arguments = command.partition("#")[0].split()
+    assert load_config(arguments, needs_data=False).run.steps == 10
