@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -241,11 +242,11 @@ def describe_step(
   for name in ("eval_loss", "loss"):
     losses = {member: row[name] for member, row in rows.items() if row.get(name) is not None}
     if losses:
-      ranked = sorted(losses, key=lambda member: losses[member])
-      best, median, worst = (ranked[n] for n in (0, len(ranked) // 2, -1))
+      best = min(losses, key=lambda member: losses[member])
+      worst = max(losses, key=lambda member: losses[member])
+      median = statistics.median(losses.values())
       lines.append(
         f"step {step}/{num_steps}  {name.replace('_', ' ')}: best {losses[best]:.4f} ({best}), "
-        f"median {losses[median]:.4f}, worst {losses[worst]:.4f} ({worst})  {len(rows)} "
-        f"members{speed}"
+        f"median {median:.4f}, worst {losses[worst]:.4f} ({worst})  {len(rows)} members{speed}"
       )
   return lines

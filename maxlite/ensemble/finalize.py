@@ -1,13 +1,14 @@
 """The end of an ensemble run: leaderboard, combined predictions and plots."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.file_io import write_atomically
-from maxlite.config.schema import flatten
+from maxlite.config.schema import Config, LatentAttentionConfig, MoeConfig, flatten
 from maxlite.ensemble.leaderboard import (
   LEADERBOARD,
   LeaderboardEntry,
@@ -44,13 +45,13 @@ def finalize(
   plots = ["learning_curves.png"]
   draw_learning_curves({member.name: member.rows for member in members}, directory / plots[0])
   points = [
-    flatten(member.config) | entry.hyperparameters | {"best_loss": entry.best_loss}
+    keys_of_model(member.config) | entry.hyperparameters | {"best_loss": entry.best_loss}
     for member, entry in zip(members, entries, strict=True)
   ]
   overridden = dict.fromkeys(key for entry in entries for key in entry.overrides)
   for key in ("phases", "initial_phases"):  # their values have no scale
     overridden.pop(key, None)
-  keys = [key for key in overridden if len({point[key] for point in points}) > 1]
+  keys = [key for key in overridden if len({point.get(key) for point in points}) > 1]
   if keys:
     plots.append("parallel_coordinates.png")
     draw_parallel_coordinates(points, keys, directory / plots[-1])
@@ -70,6 +71,17 @@ def finalize(
     )
   files = ", ".join(["members.jsonl", *[LINEAGE] * bool(lineage), LEADERBOARD, *plots])
   console.print(f"{folder.place}: {files}; run folders of the members in {folder.place}/members")
+
+
+def keys_of_model(cfg: Config) -> dict[str, Any]:
+  """The keys of a config that its model reads."""
+  keys = flatten(cfg)
+  unread: dict[str, Any] = {}
+  if not cfg.model.family.is_moe:
+    unread |= flatten(MoeConfig())
+  if not cfg.model.family.latent_attention:
+    unread |= flatten(LatentAttentionConfig())
+  return {name: value for name, value in keys.items() if name not in unread}
 
 
 def _entry(member: MemberRun, ancestor: str) -> LeaderboardEntry:

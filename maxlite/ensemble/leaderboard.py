@@ -18,7 +18,7 @@ from maxlite.config.raw_values import show
 
 LEADERBOARD = "leaderboard.md"  # in the folder of an ensemble; written last
 NO_VALUE = "-"
-MAX_OVERRIDES_WIDTH = 60  # [characters]
+MAX_VALUE_LENGTH = 40  # characters of an override on a console
 # Title, title on a console, and justification of every column.
 COLUMNS = (
   ("rank", "rank", "right"),
@@ -80,24 +80,21 @@ def write_members(entries: Sequence[LeaderboardEntry], path: Path) -> None:
 def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
   """The members, best first, for a console.
 
-  Overrides with the same value in all members are in the caption. If the others are too long, their
-  column is only in leaderboard.md.
+  Overrides with the same value in all members are in the caption. Long values are shortened; they
+  are whole in leaderboard.md.
   """
-  rows = _rows(entries)
-  is_wide = max(len(overrides) for _, _, overrides, *_ in rows) > MAX_OVERRIDES_WIDTH
   # Cells are Text because Rich would parse `[a, b]`, a list, as markup.
   table = Table(
     title="Leaderboard, by held-out loss",
-    caption=Text(_shared_line(entries)),
+    caption=Text("\n".join(_notes(entries, MAX_VALUE_LENGTH))),
     title_justify="left",
     caption_justify="left",
     box=box.SIMPLE_HEAD,
     pad_edge=False,
     collapse_padding=True,
   )
-  kept = [n for n, (title, *_) in enumerate(COLUMNS) if not (is_wide and title == "overrides")]
-  for title, short_title, justify in (COLUMNS[n] for n in kept):
-    wraps = title in ("member", "overrides")
+  for title, short_title, justify in COLUMNS:
+    wraps = title in ("member", "overrides", "status")
     table.add_column(
       short_title,
       justify=justify,
@@ -105,8 +102,8 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
       overflow="fold" if wraps else "ellipsis",
       min_width=len(title) if wraps else None,
     )
-  for row in rows:
-    table.add_row(*(Text(row[n]) for n in kept))
+  for row in _rows(entries, MAX_VALUE_LENGTH):
+    table.add_row(*map(Text, row))
   return table
 
 
@@ -120,8 +117,7 @@ def leaderboard_markdown(
   """
   is_left = [justify == "left" for *_, justify in COLUMNS]
   parts = ["# Leaderboard", _markdown_table([c[0] for c in COLUMNS], is_left, _rows(entries))]
-  if shared := _shared_line(entries):
-    parts.append(shared)
+  parts += _notes(entries)
   if scores:
     titles = ["prediction", *SCORES.values()]
     rows = [[name, *(_number(own.get(key)) for key in SCORES)] for name, own in scores.items()]
@@ -129,14 +125,14 @@ def leaderboard_markdown(
   return "\n\n".join(parts) + "\n"
 
 
-def _rows(entries: Sequence[LeaderboardEntry]) -> list[list[str]]:
-  """The cells of COLUMNS for every entry, best first."""
+def _rows(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -> list[list[str]]:
+  """The cells of COLUMNS for every entry, best first; `max_length`: of a value of an override."""
   shared = _shared_overrides(entries)
   return [
     [
       str(rank),
       entry.name,
-      _format({key: value for key, value in entry.settings.items() if key not in shared}),
+      _format({k: x for k, x in entry.settings.items() if k not in shared}, max_length),
       _short(entry.num_parameters),
       _number(entry.final_loss),
       _number(entry.best_loss),
@@ -155,13 +151,25 @@ def _shared_overrides(entries: Sequence[LeaderboardEntry]) -> dict[str, Any]:
   return {k: v for k, v in first.items() if all(k in other and other[k] == v for other in rest)}
 
 
-def _shared_line(entries: Sequence[LeaderboardEntry]) -> str:
-  shared = _shared_overrides(entries)
-  return f"All members: {_format(shared)}" if shared else ""
+def _notes(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -> list[str]:
+  """What is true of several members: overrides, and steps that they take together."""
+  notes = []
+  if shared := _shared_overrides(entries):
+    notes.append(f"All members: {_format(shared, max_length)}")
+  speeds = [entry.tokens_per_second for entry in entries if entry.tokens_per_second]
+  if len(set(speeds)) < len(speeds):
+    notes.append("tokens/s: of one member, while all members of its group train in the same step")
+  return notes
 
 
-def _format(overrides: Mapping[str, Any]) -> str:
-  return " ".join(f"{key}={show(value)}" for key, value in overrides.items())
+def _format(overrides: Mapping[str, Any], max_length: int | None = None) -> str:
+  cells = []
+  for key, value in overrides.items():
+    shown = show(value)
+    if max_length is not None and len(shown) > max_length:
+      shown = f"{shown[: max_length - 1]}…"
+    cells.append(f"{key}={shown}")
+  return " ".join(cells)
 
 
 def _short(number: int) -> str:

@@ -7,6 +7,9 @@ import json
 import pytest
 from rich.console import Console
 
+from maxlite.config import load_config
+from maxlite.ensemble.ensemble_trainer import describe_step
+from maxlite.ensemble.finalize import keys_of_model
 from maxlite.ensemble.leaderboard import (
   LeaderboardEntry,
   leaderboard_markdown,
@@ -98,14 +101,42 @@ def test_cells_are_shown_verbatim():
     assert "remat_saved_names=[bold, moe_rows] prompt='two words'" in text
 
 
-def test_long_overrides_are_only_in_the_file():
-  long = {f"a_rather_long_key_number_{i}": i for i in range(6)}
+@pytest.mark.parametrize("width", [80, 110])
+def test_long_overrides_are_shown_in_several_lines(width):
+  long = {f"a_rather_long_key_number_{i}": i for i in range(6)} | {"phases": "x" * 99}
   entries = [dataclasses.replace(ENTRIES[0], overrides=long), ENTRIES[1]]
-  table, markdown = printed(entries, 110), leaderboard_markdown(entries, {})
-  assert "a_rather_long" not in table
-  assert "overrides" not in table
+  table, markdown = printed(entries, width), leaderboard_markdown(entries, {})
+  assert table.count("overrides") == 1
+  assert 20 < table.count("x") < 41  # of the long value
   assert all(f"{key}={value}" in markdown for key, value in long.items())
   assert all(cell in table for cell in ("3.2500", "9,876", "1.2M"))
+
+
+def test_a_speed_of_several_members_is_explained():
+  note = "tokens/s: of one member, while all members of its group train in the same step"
+  together = [dataclasses.replace(entry, tokens_per_second=5.0) for entry in ENTRIES[:2]]
+  for text in (leaderboard_markdown(together, {}), printed(together, 150)):
+    assert note in text
+  assert note not in leaderboard_markdown(ENTRIES, {})
+
+
+def test_keys_of_another_family_are_not_those_of_a_model():
+  dense, moe, latent = (
+    keys_of_model(load_config([f"decoder_block={name}"], needs_data=False))
+    for name in ("llama", "mixtral", "deepseek")
+  )
+  keys = ("num_experts", "kv_lora_rank", "base_mlp_dim")
+  assert [key in dense for key in keys] == [False, False, True]
+  assert [key in moe for key in keys] == [True, False, True]
+  assert [key in latent for key in keys] == [True, True, True]
+
+
+def test_the_median_of_two_is_between_them():
+  rows = {"a": {"loss": 1.0}, "b": {"loss": 2.0}}
+  (line,) = describe_step(1, 2, None, rows)
+  assert "best 1.0000 (a), median 1.5000, worst 2.0000 (b)" in line
+  (line,) = describe_step(1, 2, None, rows | {"c": {"loss": 1.8}})
+  assert "median 1.8000" in line
 
 
 def test_speed_is_the_median_of_the_run():

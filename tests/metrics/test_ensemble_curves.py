@@ -11,12 +11,15 @@ from maxlite.metrics.plots.ensemble_curves import (
   BEST_TO_WORST,
   CROWD,
   METHOD_COLORS,
+  NOT_USED,
+  NUM_LABELLED,
   draw_calibration,
   draw_learning_curves,
   draw_parallel_coordinates,
   scale_of,
   spread,
 )
+from maxlite.metrics.plots.figure import GRAY
 
 
 def plot(folder, draw, *arguments):
@@ -75,6 +78,30 @@ def test_a_label_has_the_last_loss_where_its_line_points(monkeypatch):
   assert [tick for tick in axes.get_xticks() if 0 <= tick <= 2] == [0, 1, 2]
 
 
+def test_leaders_are_level_inside_the_plot_and_unlike_curves(monkeypatch):
+  curves = {"a": learning(1.0), "b": learning(1.2), "early": learning(1.1, steps=50)}
+  axes = figure_of(monkeypatch, draw_learning_curves, curves).axes[0]
+  leaders = [line for line in axes.lines if line.get_transform() == axes.transAxes]
+  assert len(leaders) == 3
+  for leader in leaders:
+    x, y = leader.get_data()
+    assert x[1] == 1  # the edge of the plot
+    assert y[0] == y[1]
+    assert (leader.get_color(), leader.get_linestyle()) == (GRAY, ":")
+  assert sum(leader.get_xdata()[0] < 0.6 for leader in leaders) == 1
+  found = [label.get_text() for label in axes.texts]
+  assert [text.startswith("3. early") and text.endswith(" at step 50") for text in found][2]
+
+
+def test_as_many_members_are_labelled_as_fit(monkeypatch):
+  for number, labelled in ((12, 12), (40, NUM_LABELLED + 1)):
+    curves = {f"m{i}": learning(1 + i / 10) for i in range(number)}
+    figure = figure_of(monkeypatch, draw_learning_curves, curves)
+    assert len(figure.axes[0].texts) == labelled
+    assert len(figure.axes) == 1 + (number > labelled)  # the color bar
+    assert any(f"m{number - 1} " in label.get_text() for label in figure.axes[0].texts)
+
+
 def test_a_member_with_a_single_loss_is_visible_in_a_crowd(tmp_path):
   curves = {f"m{i}": learning(1 + i / 10) for i in range(CROWD)}
   drawn, without = (
@@ -128,6 +155,18 @@ def test_a_large_range_has_a_log_scale():
   assert scale_of([0, 50, 100]).heights == pytest.approx([0, 0.5, 1])
   assert scale_of([-100, 0, 100]).heights == pytest.approx([0, 0.5, 1])
   assert scale_of([3, 3]).heights == [0.5, 0.5]
+
+
+def test_a_member_without_a_key_is_below_its_axis(monkeypatch):
+  found = scale_of([8, None, 4])
+  assert found.heights == [1, NOT_USED, 0]
+  assert found.ticks == [(NOT_USED, "not used"), (0, "4"), (1, "8")]
+  assert scale_of([None, "a", "b"]).heights == [NOT_USED, 0, 1]
+  rows = [{"num_experts": 8, "best_loss": 1.0}, {"best_loss": 2.0}]
+  axes = figure_of(monkeypatch, draw_parallel_coordinates, rows, ["num_experts"]).axes[0]
+  starts = [patch.get_path().vertices[0, 1] for patch in axes.patches]
+  assert sorted(starts) == [NOT_USED, 0.5]
+  assert axes.get_ylim()[0] < NOT_USED
 
 
 def test_names_are_evenly_spaced():

@@ -4,6 +4,7 @@ import json
 
 from matplotlib.image import imread
 
+from maxlite.metrics.plots import curves
 from maxlite.metrics.plots.curves import draw_timeline
 from maxlite.phases.phase_plan import spans_of_rows
 from maxlite.planning.plan_report import BAR, timeline_lines
@@ -48,3 +49,18 @@ def test_groups_shared_by_phases_are_drawn(tmp_path):
   groups = {"fit": ["trunk/.*", "head/.*"], "match": ["head/.*", "draft/.*"]}
   draw_timeline(metrics, tmp_path / "timeline.png", groups, SPANS)
   assert imread(tmp_path / "timeline.png")[..., :3].std() > 0.05
+
+
+def test_losses_of_different_phases_are_not_joined(tmp_path, monkeypatch):
+  figures = []
+  monkeypatch.setattr(curves, "save_figure", lambda figure, _: figures.append(figure))
+  metrics = tmp_path / "metrics.jsonl"
+  metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(SPANS)))
+  curves.draw_timeline(metrics, None, {"fit": ["a"], "match": ["b"]}, SPANS)
+  lines = [line for line in figures[0].axes[1].lines if line.get_label() != "held out"]
+  joined = [list(line.get_xdata()) for line in lines if line.get_linestyle() == "-"]
+  starts = [[first - 0.5] * 2 for first, _, _ in SPANS]  # of a span: a vertical line
+  assert [steps for steps in joined if steps and steps not in starts] == [
+    [1, 2, 3, 5, 6, 7],
+    [4, 8],
+  ]

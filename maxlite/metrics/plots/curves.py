@@ -197,12 +197,14 @@ def _draw_groups(
 def _draw_phase_losses(
   axes: Axes, rows: Sequence[dict], spans: Sequence[Span], colors: Mapping[str, tuple]
 ) -> None:
-  axes.plot(*curve_of(rows, "loss").T, color=GRAY, linewidth=0.8, alpha=0.5)
   for name, color in colors.items():
     steps = [range(first, last + 1) for first, last, phase in spans if phase == name]
     of_phase = [row for row in rows if any(row["step"] in span for span in steps)]
+    # A line of each phase: its losses are not comparable with those of another.
     for metric, marker in PHASE_LOSSES.items():
-      axes.plot(*curve_of(of_phase, metric).T, marker, color=color, markersize=4)
+      curve_S2 = curve_of(of_phase, metric)
+      axes.plot(*curve_S2.T, "-", color=color, linewidth=0.8, alpha=0.5)
+      axes.plot(*curve_S2.T, marker, color=color, markersize=4)
   for first, _, name in spans if len(spans) <= MAX_SPAN_LINES else ():
     axes.axvline(first - 0.5, color=colors[name], linewidth=0.6, alpha=0.4)
   eval_S2 = curve_of(rows, "eval_loss")

@@ -29,9 +29,11 @@ from maxlite.metrics.plots.figure import (
 )
 
 CROWD = 12  # with more members, lines are thinner
-NUM_LABELLED = 5  # best members with a label; the worst has one, too
+NUM_LABELLED = 14  # best members with a label; the worst has one, too
+LABEL_GAP = 0.055  # between labels, as a fraction of the axis
 LARGE_RANGE = 10  # a larger ratio of values gives a log scale
 MAX_TICKS = 8  # per axis of the parallel coordinates
+NOT_USED = -0.1  # height of a member whose model does not have the key of an axis
 # From dark to light, without the lightest fifth, which is invisible on white.
 BEST_TO_WORST = ListedColormap(colormaps["viridis"](np.linspace(0, 0.82, 256)))
 # A bin with fewer is not drawn: the standard error of its accuracy is up to 0.1.
@@ -124,25 +126,35 @@ def _draw_member(
   marker = "" if crowded and len(member.main_S2) > 1 else "o"  # a single loss has no line
   style: dict[str, Any] = {"linewidth": 1.1 if crowded else 1.6, "marker": marker, "markersize": 3}
   axes.plot(*member.main_S2.T, color=color, zorder=zorder, **style)
+  if len(member.main_S2) and not member.diverged:  # also where the curve ends before the others
+    axes.plot(*member.end(axes), "o", color=color, markersize=4, zorder=zorder)
   if member.diverged and len(member.main_S2):
     axes.plot(*member.end(axes), "x", color=color, markersize=7, mew=1.8, zorder=4, clip_on=False)
 
 
 def _draw_labels(axes: Axes, members: Sequence[_MemberCurves], colors: np.ndarray) -> None:
-  """Label the best members and the worst, each with a line to its last loss.
+  """Label the best members and the worst, right of the plot.
 
-  A label shows the last loss, and the best one if that is another.
+  A label shows the last loss, its step if others were trained longer, and the best loss if that is
+  another. A dotted gray line leads to it
+  from the end of the curve: level inside the plot, so that it does not look like more of the curve.
   """
   drawn = [(rank, member) for rank, member in enumerate(members) if len(member.main_S2)]
   chosen = drawn[:NUM_LABELLED] + drawn[NUM_LABELLED:][-1:]
   to_fraction = axes.transData + axes.transAxes.inverted()
-  heights = [to_fraction.transform(member.end(axes))[1] for _, member in chosen]
-  arrow = {"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 0, "linewidth": 0.6, "alpha": 0.6}
-  for (rank, member), height in zip(chosen, spread(heights, 0.055), strict=True):
+  ends = [to_fraction.transform(member.end(axes)) for _, member in chosen]
+  heights = spread([float(y) for _, y in ends], LABEL_GAP)
+  last_step = max((member.main_S2[-1, 0] for _, member in drawn), default=0)
+  for (rank, member), (x, y), height in zip(chosen, ends, heights, strict=True):
+    _draw_leader(axes, [(x + 0.005, y), (1.0, y), (1.04, height)])
     last = float(member.main_S2[-1, 1])
-    best = f" (best {member.best:#.4g})" if member.best < last else ""
+    text = f"{rank + 1}. {_shorten(member.name)}  {last:#.4g}"
+    if member.main_S2[-1, 0] < last_step:
+      text += f" at step {member.main_S2[-1, 0]:.0f}"
+    if member.best < last:
+      text += f" (best {member.best:#.4g})"
     axes.annotate(
-      f"{rank + 1}. {_shorten(member.name)}  {last:#.4g}{best}",
+      text,
       member.end(axes),
       (1.05, height),
       xycoords="data",
@@ -151,8 +163,23 @@ def _draw_labels(axes: Axes, members: Sequence[_MemberCurves], colors: np.ndarra
       fontsize=9,
       color=colors[rank],
       annotation_clip=False,
-      arrowprops=arrow | {"color": colors[rank]},
     )
+
+
+def _draw_leader(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+  """Draw a line through `points`, in fractions of the axes."""
+  x, y = zip(*points, strict=True)
+  axes.plot(
+    x,
+    y,
+    ":",
+    color=GRAY,
+    linewidth=0.7,
+    transform=axes.transAxes,
+    clip_on=False,
+    scalex=False,
+    scaley=False,
+  )
 
 
 def _shorten(name: str, limit: int = 28) -> str:
@@ -205,13 +232,13 @@ def draw_parallel_coordinates(
 ) -> None:
   """Draw each member as a line across one axis per swept key and a last axis for `best_loss`.
 
-  Each row has a value for every key, and `best_loss`; a member whose loss is None or not finite is
-  a dotted line that ends before the last axis. Positive numbers that span more than `LARGE_RANGE`
-  have a log axis; other values are evenly spaced.
+  Each row has `best_loss`; a member whose loss is None or not finite is a dotted line that ends
+  before the last axis. The line of a member without a key crosses that axis below it. Positive
+  numbers that span more than `LARGE_RANGE` have a log axis; other values are evenly spaced.
   """
   losses = np.asarray([row["best_loss"] for row in rows], np.float64)
   finite = np.flatnonzero(np.isfinite(losses))
-  scales = [scale_of([row[key] for row in rows]) for key in keys]
+  scales = [scale_of([row.get(key) for row in rows]) for key in keys]
   loss_scale = _number_scale(losses[finite])
   figure = new_figure(max(4.5, 1.5 + 1.7 * (len(keys) + 1)), 5, w_pad=0.15)
   axes = figure.add_subplot()
@@ -224,10 +251,13 @@ def draw_parallel_coordinates(
   for x, (title, scale) in enumerate(zip([*keys, "best loss"], [*scales, loss_scale], strict=True)):
     _draw_axis(axes, x, _wrap_key(title), scale, is_loss=x == len(keys))
   axes.set_xlim(-0.3, len(keys) + 0.45)
-  axes.set_ylim(-0.04, 1.04)
+  lowest = min((height for scale in scales for height in scale.heights), default=0.0)
+  axes.set_ylim(min(lowest, 0.0) - 0.04, 1.04)
   axes.axis("off")
   if len(finite) < len(rows):
-    axes.text(0, -0.06, "dotted: no finite loss", va="top", fontsize=8, color=GRAY)
+    axes.text(
+      0, min(lowest, 0.0) - 0.06, "dotted: no finite loss", va="top", fontsize=8, color=GRAY
+    )
   save_figure(figure, png_path)
 
 
@@ -237,7 +267,17 @@ def _wrap_key(key: str) -> str:
 
 
 def scale_of(values: Sequence[Any]) -> Scale:
-  """Choose the axis for `values`; see `draw_parallel_coordinates`."""
+  """Choose the axis for `values`; see `draw_parallel_coordinates`. None is placed below it."""
+  present = [value for value in values if value is not None]
+  scale = _scale_of_present(present)
+  if len(present) == len(values):
+    return scale
+  placed = iter(scale.heights)
+  heights = [NOT_USED if value is None else next(placed) for value in values]
+  return Scale(heights, [(NOT_USED, "not used"), *scale.ticks])
+
+
+def _scale_of_present(values: Sequence[Any]) -> Scale:
   if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
     return _number_scale(np.asarray(values, np.float64))
   names = [show(value) for value in values]
@@ -287,6 +327,8 @@ def _draw_line(
 
 def _draw_axis(axes: Axes, x: int, title: str, scale: Scale, is_loss: bool) -> None:
   axes.plot([x, x], [0, 1], color=GRAY, linewidth=1, zorder=4)
+  if scale.ticks and scale.ticks[0][0] < 0:  # members that do not use the key
+    axes.plot([x, x], [scale.ticks[0][0], 0], ":", color=GRAY, linewidth=1, zorder=4)
   box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
   for height, label in scale.ticks:
     axes.plot([x, x + 0.03], [height, height], color=GRAY, linewidth=1, zorder=4)
