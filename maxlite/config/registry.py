@@ -107,8 +107,8 @@ ENSEMBLE_STRATEGIES = Registry(
   switched="maxlite.ensemble.engines.switched:SwitchEngine",
   submesh="maxlite.ensemble.engines.submesh:SubmeshEngine",
   processes="maxlite.ensemble.engines.processes:ProcessEngine",
+  padded="maxlite.ensemble.engines.padded:PaddedEngine",
 )
-REMOVED_STRATEGIES = ("padded",)  # accepted as `auto`
 # sampler of `search` -> (seed) -> optuna.samplers.BaseSampler
 SAMPLERS = Registry(
   tpe="optuna.samplers:TPESampler",

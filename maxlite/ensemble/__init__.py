@@ -2,6 +2,6 @@
 
 from maxlite.ensemble.ensemble import Ensemble, Prediction
 from maxlite.ensemble.lift import lift
-from maxlite.ensemble.member_program import Member
+from maxlite.ensemble.member import Member
 
 __all__ = ["Ensemble", "Member", "Prediction", "lift"]

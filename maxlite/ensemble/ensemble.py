@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,20 +9,14 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxlite.config.errors import UserError
-from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.member_program import (
-  Loss,
-  Member,
-  MemberFactory,
-  abstract_tree,
-  build_programs,
-  call_factory,
-  call_model,
-  variables_of,
-)
+from maxlite.ensemble.linen_members import build_programs
+from maxlite.ensemble.member import Loss, Member, MemberFactory, call_factory, call_model
+from maxlite.ensemble.member_program import abstract_tree, variables_of
 from maxlite.ensemble.planner import Plan, choose
 from maxlite.step.api_checks import check_not_donated
 
@@ -58,6 +50,7 @@ class Ensemble:
     devices: Sequence[jax.Device] | None = None,
     own_batches: bool = False,
     memory_gb: float = 0.0,
+    base: Any = None,
   ):
     """
     Args:
@@ -66,6 +59,8 @@ class Ensemble:
       strategy: a name of ENSEMBLE_STRATEGIES, or `auto`.
       own_batches: whether `step` takes a batch per member, stacked along a first axis.
       memory_gb: for the members' states on one device; 0: no limit.
+      base: parameters of a module from which all members start, such as a pretrained model. Those
+        that members do not train are held once, however many members there are.
 
     Raises:
       UserError: no members, a duplicate name, or no such strategy.
@@ -78,9 +73,13 @@ class Ensemble:
       for z, member in enumerate(members)
     ]
     self.names = [member.name for member in self.members]
-    self._loss, self._predict, self._strategy = loss, predict, strategy
+    self._loss = loss
+    self._predict = predict
+    self._strategy = strategy
     self._devices = list(devices or jax.local_devices())
-    self._own_batches, self._memory_gb = own_batches, memory_gb
+    self._own_batches = own_batches
+    self._memory_gb = memory_gb
+    self._base = base
     self.plan: Plan | None = None
     self._engine: EnsembleEngine | None = None
     self._factory: MemberFactory | None = None
@@ -89,9 +88,7 @@ class Ensemble:
     name, count = Counter(self.names).most_common(1)[0]
     if count > 1:
       raise UserError(f"two members are called {name}; give each a different name")
-    if strategy in REMOVED_STRATEGIES:
-      warnings.warn(f"strategy {strategy} was removed: use auto", FutureWarning, stacklevel=2)
-    elif strategy not in ("auto", *ENSEMBLE_STRATEGIES):
+    if strategy not in ("auto", *ENSEMBLE_STRATEGIES):
       known = ", ".join(("auto", *ENSEMBLE_STRATEGIES))
       raise UserError(f"no strategy {strategy!r}; choose one of {known}")
 
@@ -120,17 +117,18 @@ class Ensemble:
     if self._own_batches:
       self._check_own_batches(example_batch)
       example_batch = jax.tree.map(lambda leaf: leaf[0], example_batch)
-    programs = build_programs(self.members, self._loss, self._predict, example_batch)
+    programs = build_programs(self.members, self._loss, self._predict, example_batch, self._base)
+    factory = None
+    if self._factory is not None:
+      factory = dataclasses.replace(self._factory, example_batch=example_batch)
     request = EngineRequest(
       num_members=len(programs),
       program=lambda z, _: programs[z],
       batch=abstract_tree(example_batch),
       devices=self._devices,
       own_batches=self._own_batches,
-      finish=stack_common,
-      factory=self._factory and dataclasses.replace(self._factory, example_batch=example_batch),
+      factory=factory,
     )
-    _ = request.costs  # an error in a member's step is not a strategy's reason
     self.plan, self._engine = choose(request, self._strategy, self._memory_gb)
     return self._engine.init()
 
@@ -141,10 +139,10 @@ class Ensemble:
       UserError: the state was donated to an earlier step, or the batch has other shapes than that
         of `init`.
     """
-    if self._own_batches:
-      self._check_own_batches(batch)
-    with self._explain_errors(state, batch):
-      return self._engine.step(state, batch)
+    with self._explain_errors(state):
+      self._check_batch(batch)
+      state, metrics = self._engine.step(state, batch)
+    return state, metrics.common
 
   def member_states(self, state: Any) -> dict[str, Any]:
     """Every member's state, in the form of a solo run."""
@@ -155,7 +153,8 @@ class Ensemble:
     """The member's variables, in the form of its `module.init`."""
     if name not in self.names:
       raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
-    return variables_of(self.member_states(state)[name])
+    with self._explain_errors(state):
+      return variables_of(self._engine.take(state, self.names.index(name)))
 
   def load_states(self, states: dict[str, Any]) -> Any:
     """The state built from copies of the members' states, as `member_states` returns them.
@@ -166,8 +165,11 @@ class Ensemble:
     with self._explain_errors(states):
       if missing := ", ".join(name for name in self.names if name not in states):
         raise UserError(f"there is no state of {missing}: give one of every member")
-      own = map(_in_form_of, map(states.get, self.names), self._engine.abstract, self.names)
-      return self._engine.pack(jax.device_put(list(own), may_alias=False))
+      own = [
+        _in_form_of(states[name], abstract, name)
+        for name, abstract in zip(self.names, self._engine.abstract, strict=True)
+      ]
+      return self._engine.pack(jax.device_put(own, may_alias=False))
 
   def predict(self, state: Any, inputs: Any) -> Prediction:
     """The members' predictions, their mean and their standard deviation.
@@ -177,16 +179,30 @@ class Ensemble:
     """
     with self._explain_errors(state):
       values = self._engine.predict(state, inputs)
-    first, *others = (jax.tree.map(jnp.shape, value) for value in values)
-    for name, shape in zip(self.names[1:], others, strict=True):
-      if shape != first:
+    shapes = [jax.tree.map(jnp.shape, value) for value in values]
+    for name, shape in zip(self.names[1:], shapes[1:], strict=True):
+      if shape != shapes[0]:
         raise UserError(
-          f"the prediction of {self.names[0]} has shape {first}, and that of {name} {shape}: give "
-          "a predict whose result has one shape for all members"
+          f"the prediction of {self.names[0]} has shape {shapes[0]}, and that of {name} {shape}: "
+          "give a predict whose result has one shape for all members"
         )
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
-    over_members = lambda of: jax.tree.map(functools.partial(of, axis=0), stacked)
-    return Prediction(over_members(jnp.mean), stacked, over_members(jnp.std))
+    members = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *jax.device_get(values))
+    return Prediction(
+      mean=jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), members),
+      members=members,
+      disagreement=jax.tree.map(lambda leaf: jnp.std(leaf, axis=0), members),
+    )
+
+  def _check_batch(self, batch: Any) -> None:
+    """Raise UserError if the batch has another structure, shape or dtype than that of `init`."""
+    if self._own_batches:
+      self._check_own_batches(batch)
+    given = abstract_tree(batch)
+    if given != self._batch:
+      raise UserError(
+        f"the batch is {_describe(given)}, and that of init was {_describe(self._batch)}: give "
+        "batches of one structure, shape and dtype"
+      )
 
   def _check_own_batches(self, batch: Any) -> None:
     for leaf in jax.tree.leaves(batch):
@@ -197,32 +213,27 @@ class Ensemble:
         )
 
   @contextlib.contextmanager
-  def _explain_errors(self, state: Any, batch: Any = None) -> Iterator[None]:
-    """Raise UserError, where an operation fails because of its arguments."""
+  def _explain_errors(self, state: Any) -> Iterator[None]:
+    """Raise UserError where an operation fails because of the state that it was given."""
     if self._engine is None:
       raise UserError("the ensemble has no state yet: call init(example_batch) first")
     try:
       yield
     except UserError:
       raise
-    except Exception as error:  # a user's module may raise any; raised again if not explained
+    except Exception:  # a user's module may raise any; raised again if not explained
       check_not_donated(state)
-      if batch is not None and abstract_tree(batch) != self._batch:
-        shapes = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), tree)
-        raise UserError(
-          f"the batch is {shapes(abstract_tree(batch))}, and that of init was "
-          f"{shapes(self._batch)}: give batches of one structure, shape and dtype"
-        ) from error
       raise
+
+
+def _describe(batch: Any) -> Any:
+  return jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), batch)
 
 
 def _in_form_of(state: Any, abstract: Any, name: str) -> Any:
   """The member's state with the containers of `abstract`, whose leaves it must have."""
-  leaves = lambda tree: [
-    (jax.tree_util.keystr(path, simple=True, separator="/"), jnp.shape(x), jnp.result_type(x))
-    for path, x in jax.tree.leaves_with_path(tree)
-  ]
-  given, needed = leaves(state), leaves(abstract)
+  given = _describe_leaves(state)
+  needed = _describe_leaves(abstract)
   if given != needed:
     path = min({each[0] for each in set(given) ^ set(needed)}, default="the order of leaves")
     raise UserError(
@@ -232,8 +243,10 @@ def _in_form_of(state: Any, abstract: Any, name: str) -> Any:
   return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state))
 
 
-def stack_common(metrics: list[dict]) -> dict[str, jax.Array]:
-  """{name: [Z]} of the scalars that every member has."""
-  names = set.intersection(*(set(one) for one in metrics))
-  scalar = [n for n in metrics[0] if n in names and all(one[n].ndim == 0 for one in metrics)]
-  return {name: jnp.stack([one[name] for one in metrics]) for name in scalar}
+def _describe_leaves(tree: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+  """(path, shape, dtype) of every leaf."""
+  described = []
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    described.append((name, jnp.shape(leaf), jnp.result_type(leaf)))
+  return described

@@ -1,7 +1,9 @@
-"""Members from configs: the program of each one is that of the Trainer of its solo run."""
+"""The programs of members from configs: each has the functions of the Trainer of its solo run."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,52 +11,106 @@ import numpy as np
 
 from maxlite.config import Config
 from maxlite.config.members import MemberConfig
-from maxlite.config.schema import MESH_AXES
+from maxlite.config.phases import initial_phases_of, phases_of
+from maxlite.config.raw_values import show
+from maxlite.config.schema import MESH_AXES, OptimizerConfig, PhasesConfig, flatten
 from maxlite.data.batch import Batch
-from maxlite.ensemble.member_program import MemberProgram, trace_once
+from maxlite.ensemble.engines.engine_base import Placement
+from maxlite.ensemble.member_program import (
+  MemberFunctions,
+  MemberProgram,
+  MemberSetting,
+  Numbers,
+)
+from maxlite.layers.lora import OPTIONAL_MODULES
+from maxlite.optim.build import NUMBERS
+from maxlite.phases.phase_programs import build_phase_step
+from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.step.train_state import TrainState, averaged_params
+from maxlite.step.train_step import StepParts
 from maxlite.training.evaluation import build_eval_step
 from maxlite.training.model_weights import read_parameters
 from maxlite.training.trainer import Trainer, build_trainer
 
+_ROWS = ("activation_batch", "activation_batch_no_exp")  # logical axes of the rows of a batch
+
 
 class ConfigPrograms:
-  """The programs of members on given devices, each built and traced once.
+  """Builds the programs of members; those that differ in their seeds only share functions.
 
   On any devices, a member's batch has `batch_size` rows.
   """
 
   def __init__(self, devices: Sequence[jax.Device], batch_size: int, num_bytes_V: np.ndarray):
-    self._devices, self._batch_size, self._num_bytes_V = devices, batch_size, num_bytes_V
-    self._programs: dict[tuple, MemberProgram] = {}
+    self._devices = devices
+    self._batch_size = batch_size
+    self._num_bytes_V = num_bytes_V
+    self._functions: dict[Hashable, MemberFunctions] = {}
+    self._trainers: dict[Hashable, Trainer] = {}
 
-  def build(self, member: MemberConfig, devices: Sequence[jax.Device]) -> MemberProgram:
-    """A member's program for these devices; members that differ in seeds only share functions."""
-    program, seed = self._program(member.config, devices), member.config.run.init_weights_seed
-    return dataclasses.replace(program, name=member.name, seed=seed)
+  def build(self, member: MemberConfig, placement: Placement) -> MemberProgram:
+    """The program of a member on these devices."""
+    cfg = self._placed(member.config, placement)
+    optimizers = _optimizers(cfg)
+    trainer = functools.partial(self._trainer, cfg, placement, frozenset())
+    reads_parameters = bool(cfg.checkpoint.load_parameters_path)
+    return MemberProgram(
+      name=member.name,
+      seed=cfg.run.init_weights_seed,
+      group=_group_key(cfg, member.name, placement),
+      update_key=None,
+      numbers=tuple(_numbers(optimizer) for optimizer in optimizers),
+      build=functools.partial(self._build, cfg, placement),
+      settings=functools.partial(_settings, cfg),
+      solo_numbers=frozenset(cfg.optimizer.pbt_hyperparameters),
+      base=_base_of(cfg),
+      base_params=(lambda: read_parameters(trainer())) if reads_parameters else None,
+      flops=trainer().flops_per_step,
+    )
 
-  def _program(self, cfg: Config, devices: Sequence[jax.Device]) -> MemberProgram:
-    if len(devices) < len(self._devices):
-      cfg = _on_devices(cfg, len(devices), self._batch_size)
-    key = (_without_seeds(cfg), tuple(devices))
-    if key not in self._programs:
-      trainer = build_trainer(cfg, devices)
+  def _placed(self, cfg: Config, placement: Placement) -> Config:
+    """The config of a member on these devices, with the whole batch."""
+    devices, num_parts, copies = placement
+    if len(devices) == len(self._devices) and num_parts * copies == 1:
+      return cfg
+    if num_parts * copies > 1 or len(devices) == 1:
+      degrees = {f"{kind}_{axis}_parallelism": 1 for kind in ("ici", "dcn") for axis in MESH_AXES}
+      degrees |= {"ici_ensemble_parallelism": num_parts, "ici_data_parallelism": copies}
+    else:
+      degrees = {"ici_ensemble_parallelism": 1}
+    mesh = dataclasses.replace(cfg.mesh, **degrees)
+    if copies > 1:  # they repeat the computation of a part instead of sharing it
+      rules = dict(mesh.logical_axis_rules)
+      for name in _ROWS:
+        axes = rules.get(name, DEFAULT_RULES[name])
+        rules[name] = tuple(axis for axis in axes if axis != "data")
+      mesh = dataclasses.replace(mesh, logical_axis_rules=tuple(rules.items()))
+    rows = {"per_device_batch_size": self._batch_size / len(devices), "global_batch_size": 0}
+    return dataclasses.replace(cfg, mesh=mesh, data=dataclasses.replace(cfg.data, **rows))
+
+  def _trainer(self, cfg: Config, placement: Placement, stored: frozenset[str]) -> Trainer:
+    key = (_without_seeds(cfg), placement, stored)
+    if key not in self._trainers:
+      trainer = build_trainer(cfg, placement.devices, stored_numbers=stored)
       trainer.check_devices()
-      self._programs[key] = _trainer_program(trainer, self._num_bytes_V)
-    return self._programs[key]
+      self._trainers[key] = trainer
+    return self._trainers[key]
+
+  def _build(self, cfg: Config, placement: Placement, stored: frozenset[str]) -> MemberFunctions:
+    key = (_without_seeds(cfg), placement, stored)
+    if key not in self._functions:
+      trainer = self._trainer(cfg, placement, stored - set(cfg.optimizer.pbt_hyperparameters))
+      self._functions[key] = _trainer_functions(trainer, self._num_bytes_V)
+    return self._functions[key]
 
 
-def _on_devices(cfg: Config, num_devices: int, batch_size: int) -> Config:
-  """The config of a member on some of the devices, with the whole batch."""
-  degrees = {"ici_ensemble_parallelism": 1}
-  if num_devices == 1:
-    degrees = {f"{kind}_{axis}_parallelism": 1 for kind in ("ici", "dcn") for axis in MESH_AXES}
-  rows = {"per_device_batch_size": batch_size / num_devices, "global_batch_size": 0}
-  return dataclasses.replace(
-    cfg,
-    mesh=dataclasses.replace(cfg.mesh, **degrees),
-    data=dataclasses.replace(cfg.data, **rows),
-  )
+def _optimizers(cfg: Config) -> list[OptimizerConfig]:
+  """The optimizer of every phase, or the one of a run without phases."""
+  return [phase.optimizer for phase in phases_of(cfg)] or [cfg.optimizer]
+
+
+def _numbers(cfg: OptimizerConfig) -> Numbers:
+  return {name: getattr(cfg, name) for name in NUMBERS}
 
 
 def _without_seeds(cfg: Config) -> Config:
@@ -64,32 +120,94 @@ def _without_seeds(cfg: Config) -> Config:
   return dataclasses.replace(cfg, run=run, data=data)
 
 
-def _trainer_program(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberProgram:
-  cfg, model, is_sharded = trainer.cfg, trainer.model, trainer.mesh.size > 1
+def _without_numbers(cfg: OptimizerConfig) -> tuple[Hashable, bool]:
+  """The part of an optimizer's config that is not in its state, and whether it clips."""
+  fixed = {name: value for name, value in vars(cfg).items() if name not in NUMBERS}
+  return tuple(sorted(fixed.items(), key=lambda item: item[0])), cfg.gradient_clipping_threshold > 0
+
+
+def _group_key(cfg: Config, name: str, placement: Placement) -> Hashable:
+  """Equal for members whose programs differ in seeds and in numbers of the optimizer only.
+
+  The phases of one group change at the same steps, so a member with a phase that ends on a
+  condition is in a group alone; and so is one that repeats updates on a batch.
+  """
+  whole = dataclasses.replace(
+    _without_seeds(cfg), optimizer=OptimizerConfig(), phasing=PhasesConfig()
+  )
+  phases = phases_of(cfg)
+  parts: list[Hashable] = [_without_numbers(cfg.optimizer)]
+  for phase in phases:
+    without = dataclasses.replace(phase, optimizer=OptimizerConfig())
+    parts.append((without, _without_numbers(phase.optimizer)))
+  parts.append(tuple(initial_phases_of(cfg).items()))
+  is_alone = any(phase.until or phase.repeat_batch > 1 for phase in phases)
+  parts.append(name if is_alone else "")
+  return whole, tuple(parts), placement
+
+
+def _settings(cfg: Config) -> dict[str, MemberSetting]:
+  """The keys of a config that members of one stack have equal."""
+  varying = {*NUMBERS, "init_weights_seed", "run_name", "data_shuffle_seed", "data_sampling"}
+  return {
+    key: MemberSetting(value, show(value))
+    for key, value in flatten(cfg).items()
+    if key not in varying
+  }
+
+
+def _base_of(cfg: Config) -> Hashable:
+  """Equal for members whose frozen parameters are equal: read from one folder, or drawn alike."""
+  path = cfg.checkpoint.load_parameters_path
+  return ("path", path) if path else ("seed", cfg.run.init_weights_seed)
+
+
+def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunctions:
+  cfg = trainer.cfg
+  model = trainer.model
+  is_sharded = trainer.mesh.size > 1
   eval_step = build_eval_step(model, cfg.training, jnp.asarray(num_bytes_V))
+  plan = trainer.phase_plan
 
   def predict(state: TrainState, batch: Batch) -> jax.Array:
     inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
     return jax.nn.log_softmax(model.apply({"params": state.params}, *inputs))
 
-  def evaluate(state: TrainState, batch: Batch) -> dict:
-    sums, averages = eval_step(state.params, batch), averaged_params(state)
+  def evaluate(state: TrainState, batch: Batch) -> dict[str, Any]:
+    sums = eval_step(state.params, batch)
+    averages = averaged_params(state)
     return sums if averages is None else sums | {"ema": eval_step(averages, batch)}
 
-  def init_from_file(seed: np.ndarray) -> TrainState:
-    init = jax.jit(trainer.init, out_shardings=trainer.state_shardings)
-    return init(seed, read_parameters(trainer))
-
-  return MemberProgram(
-    name="",
-    seed=0,
-    init=trace_once(trainer.init),
-    step=trace_once(trainer.build_step(freeze_diverged=True)),
-    predict=trace_once(predict),
-    evaluate=trace_once(evaluate),
+  return MemberFunctions(
+    init_variables=lambda seed, params: {"params": trainer.init_params(seed, params)},
+    start=lambda variables, seed: trainer.first_state(variables["params"], seed),
+    phases=tuple(_phase_parts(trainer, index) for index in range(len(trainer.objectives))),
+    step=trainer.build_step(freeze_diverged=True),
+    predict=predict,
+    evaluate=evaluate,
+    frozen=_frozen_paths(trainer),
+    schedule=None if plan is None else plan.schedule,
     sharder=trainer.sharder,
     shardings=trainer.state_shardings if is_sharded else None,
     batch_sharding=trainer.batch_sharding if is_sharded else None,
-    init_from_file=init_from_file if cfg.checkpoint.load_parameters_path else None,
-    flops=trainer.flops_per_step,
   )
+
+
+def _phase_parts(trainer: Trainer, index: int) -> StepParts:
+  parts = trainer.build_parts(index, freeze_diverged=True)
+  if trainer.phase_plan is None:
+    return parts
+  owner = trainer.phase_plan.owners[trainer.objectives[index].name]
+  update = build_phase_step(parts.update, index, trainer.phase_plan.schedule, owner)
+  return parts._replace(update=update)
+
+
+def _frozen_paths(trainer: Trainer) -> frozenset[str]:
+  """Paths of the parameters that no phase trains and that members with one base share."""
+  if trainer.phase_plan is None:
+    return frozenset()
+  paths = trainer.phase_plan.untrained_paths
+  if trainer.cfg.checkpoint.load_parameters_path:
+    # The folder may lack them; then they are drawn, by each member with its seed.
+    paths = [path for path in paths if not set(path.split("/")) & set(OPTIONAL_MODULES)]
+  return frozenset(paths)

@@ -1,8 +1,8 @@
-"""The choice of a strategy for given members and devices, from the cost of their programs.
+"""The choice of a strategy for given members and devices.
 
-A step's time is estimated from the FLOPs of matrix products, the bytes that operations write, and
-constant times per operation and per program. These constants of a kind of device were measured with
-tools/bench/ensemble.py; they only need to be accurate enough to rank strategies.
+A step's time is estimated from shapes: the FLOPs of matrix products, the bytes that are read and
+written, and constant times per operation and per program. The constants of a kind of device were
+measured with tools/bench/ensemble.py; they only need to be accurate enough to rank strategies.
 """
 
 import dataclasses
@@ -14,13 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlite.config.errors import UserError
-from maxlite.config.registry import ENSEMBLE_STRATEGIES, REMOVED_STRATEGIES
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.distributed.object_collectives import all_gather_object
-from maxlite.ensemble.engines.engine_base import (
-  EngineRequest,
-  EnsembleEngine,
-  JaxprMismatchError,
-)
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
+from maxlite.ensemble.engines.stacked import NotAlikeError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +87,9 @@ class Plan:
     for estimate in self.estimates:
       if estimate.why_not:
         continue
+      mark = "> " if estimate.strategy == self.strategy else "  "
       table.add_row(
-        ("> " if estimate.strategy == self.strategy else "  ") + estimate.strategy,
+        mark + estimate.strategy,
         f"{estimate.state_bytes / 1e6:.3g} MB",
         f"{estimate.useful_share:.0%}",
         str(estimate.num_programs),
@@ -106,54 +104,77 @@ def choose(
 ) -> tuple[Plan, EnsembleEngine]:
   """(plan, engine) of `strategy`; `auto` takes the fastest that fits.
 
-  A removed strategy is `auto`, and the plan's reason begins with that.
-
   Args:
     remedy: for the error about members that cannot be stacked.
 
   Raises:
     UserError: the strategy does not support these members, or none fits `memory_gb`.
   """
-  estimates, engines, note = [], {}, ""
-  if strategy in REMOVED_STRATEGIES:
-    strategy, note = "auto", f"{strategy} was removed, auto replaces it: "
-  for name in ENSEMBLE_STRATEGIES if strategy == "auto" else [strategy]:
+  names = [strategy]
+  if strategy == "auto":
+    names = [name for name in ENSEMBLE_STRATEGIES if name != "padded"]  # only by name
+  estimates: dict[str, StrategyEstimate] = {}
+  engines: dict[str, EnsembleEngine] = {}
+  for name in names:
     try:
       engines[name] = ENSEMBLE_STRATEGIES[name](request)
-      estimates.append(estimate(name, engines[name], request))
-    except (ValueError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
+      estimates[name] = estimate(name, engines[name], request)
+    except (UserError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
+      why_not = " ".join(str(error).split())
+      estimates[name] = StrategyEstimate(name, why_not=why_not)
       if strategy != "auto":
-        end = f"; {remedy}" if isinstance(error, JaxprMismatchError) else ""
-        raise UserError(f"strategy {name} cannot serve these members: {error}{end}") from None
-      estimates.append(StrategyEstimate(name, why_not=str(error)))
-  supported = [e for e in estimates if not e.why_not]
+        end = f"; {remedy}" if isinstance(error, NotAlikeError) else ""
+        raise UserError(f"strategy {name} cannot serve these members: {why_not}{end}") from None
+  while True:
+    best, reason = _choose_estimate(list(estimates.values()), memory_gb, request, strategy)
+    try:
+      engines[best.strategy].trace()
+    except NotImplementedError as error:  # JAX cannot vmap some callbacks
+      why_not = " ".join(str(error).split())
+      if strategy != "auto":
+        text = f"strategy {best.strategy} cannot serve these members: {why_not}; use submesh"
+        raise UserError(text) from None
+      estimates[best.strategy] = StrategyEstimate(best.strategy, why_not=why_not)
+      continue
+    return Plan(list(estimates.values()), best.strategy, reason), engines[best.strategy]
+
+
+def _choose_estimate(
+  estimates: Sequence[StrategyEstimate], memory_gb: float, request: EngineRequest, strategy: str
+) -> tuple[StrategyEstimate, str]:
+  """(the best estimate that fits, why it is the best)."""
+  supported = [each for each in estimates if not each.why_not]
   if not supported:
-    reasons = "; ".join(f"{e.strategy}: {e.why_not}" for e in estimates)
+    reasons = "; ".join(f"{each.strategy}: {each.why_not}" for each in estimates)
     raise UserError(f"no strategy supports these members: {reasons}")
-  fitting = [e for e in supported if e.state_bytes <= (memory_gb * 1e9 or math.inf)]
+  limit = memory_gb * 1e9 or math.inf
+  fitting = [each for each in supported if each.state_bytes <= limit]
   if not fitting:
-    least = min(e.state_bytes for e in supported)
+    least = min(each.state_bytes for each in supported)
     raise UserError(
       f"the members' states need {least / 1e9:.3g} GB on a device, and {memory_gb:g} GB are given: "
       "train fewer members, use more devices, or raise the limit"
     )
-  least = min(e.step_seconds for e in fitting)
-  fastest = [e for e in fitting if e.step_seconds <= least * CLOSE]
-  soonest = min(e.compile_seconds for e in fastest)
+  least = min(each.step_seconds for each in fitting)
+  fastest = [each for each in fitting if each.step_seconds <= least * CLOSE]
+  soonest = min(each.compile_seconds for each in fastest)
   # The simplest: on CPUs, one program takes less time than many of as many operations in all.
-  best = next(e for e in fastest if e.compile_seconds <= soonest * CLOSE)
+  best = next(each for each in fastest if each.compile_seconds <= soonest * CLOSE)
   if request.spans_processes:  # whose estimates depend on their cores
     chosen = all_gather_object(best.strategy)[0]
-    best = next(e for e in fitting if e.strategy == chosen)
+    best = next(each for each in fitting if each.strategy == chosen)
   reason = "as configured" if strategy != "auto" else _reason(best, fitting)
-  return Plan(estimates, best.strategy, note + reason), engines[best.strategy]
+  return best, reason
 
 
 def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> StrategyEstimate:
   """The estimate for a step of `engine` on the devices of the request."""
-  platform, cores = request.devices[0].platform, os.cpu_count() or 1
-  costs, step = DEVICE_COSTS[platform], engine.step_cost()
-  program, parallelism = step.on_device, 1.0
+  platform = request.devices[0].platform
+  costs = DEVICE_COSTS[platform]
+  cores = os.cpu_count() or 1
+  step = engine.step_cost()
+  program = step.on_device
+  parallelism = 1.0
   if platform == "cpu":  # its devices, simulated or not, share the cores
     program = step.total
     parallelism = max(min(step.num_devices, cores) / CORES_PER_PROGRAM, 1.0)
@@ -164,7 +185,7 @@ def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> Strat
   ) / parallelism + step.num_programs * costs.program_seconds
   if name == "processes":
     seconds += costs.message_seconds
-  useful = sum(cost.flops for cost in request.costs)
+  useful = sum(cost.flops for cost in engine.member_costs())
   compile_threads = 1 if platform == "cpu" else min(cores, step.num_programs)
   return StrategyEstimate(
     name,
@@ -177,7 +198,9 @@ def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> Strat
 
 
 def _reason(best: StrategyEstimate, fitting: Sequence[StrategyEstimate]) -> str:
-  others = sorted((e for e in fitting if e is not best), key=lambda e: e.step_seconds)
+  others = sorted(
+    (each for each in fitting if each is not best), key=lambda each: each.step_seconds
+  )
   if not others:
     return "the only one that supports these members"
   factor = others[0].step_seconds / best.step_seconds

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -57,31 +58,43 @@ def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 
+# Numbers that an optimizer may have in its state instead of its program.
+NUMBERS = (
+  *("learning_rate", "learning_rate_final_fraction", "adam_weight_decay"),
+  *("adam_b1", "adam_b2", "adam_eps", "muon_beta", "gradient_clipping_threshold"),
+)
+SCHEDULE_NUMBERS = ("learning_rate", "learning_rate_final_fraction")  # which the schedule reads
+
+
 def build_optimizer(
-  cfg: OptimizerConfig, names: Any, model: ModelConfig
+  cfg: OptimizerConfig, names: Any, model: ModelConfig, stored: Collection[str] = ()
 ) -> optax.GradientTransformation:
   """Build the optimizer for parameters with the logical axis `names` (a tree of `jax.P`).
 
-  Its learning rate follows the number of updates, which its state counts. The state also has the
-  hyperparameters that population-based training changes, as float32.
+  Its learning rate follows the number of updates, which its state counts. The state also has, as
+  float32, the hyperparameters that population-based training changes.
+
+  Args:
+    stored: further numbers, of `NUMBERS`, that the state has.
   """
-  searched = cfg.pbt_hyperparameters
-  if not searched:
-    return _chain(cfg, names, model)
+  clips = cfg.gradient_clipping_threshold > 0
+  in_state = {*cfg.pbt_hyperparameters, *stored}
+  if not in_state:
+    return _chain(cfg, names, model, clips)
 
   @functools.wraps(OptimizerConfig, updated=())  # Optax reads the names of its arguments
   def rebuild(**values: Any) -> optax.GradientTransformation:
-    return _chain(OptimizerConfig(**values), names, model)
+    return _chain(OptimizerConfig(**values), names, model, clips)
 
-  fixed = vars(cfg).keys() - searched.keys()
+  fixed = vars(cfg).keys() - in_state
   return optax.inject_hyperparams(rebuild, fixed, jnp.float32)(**vars(cfg))
 
 
 def learning_rate(cfg: OptimizerConfig, opt_state: Any) -> jax.Array:
-  """The learning rate of the next update, with the peak that is in force."""
-  values: dict[str, Any] = hyperparameters(opt_state)
-  peak = values.get("learning_rate", cfg.learning_rate)
-  schedule = build_schedule(dataclasses.replace(cfg, learning_rate=peak))
+  """The learning rate of the next update, with the numbers that are in the optimizer's state."""
+  stored = hyperparameters(opt_state)
+  in_force = {name: value for name, value in stored.items() if name in SCHEDULE_NUMBERS}
+  schedule = build_schedule(dataclasses.replace(cfg, **in_force))
   return schedule(_num_updates(opt_state).astype(jnp.float32))
 
 
@@ -104,7 +117,9 @@ def with_hyperparameters(opt_state: Any, values: dict[str, jax.Array]) -> Any:
   return optax.tree.set(opt_state, hyperparams=values) if values else opt_state
 
 
-def _chain(cfg: OptimizerConfig, names: Any, model: ModelConfig) -> optax.GradientTransformation:
+def _chain(
+  cfg: OptimizerConfig, names: Any, model: ModelConfig, clips: bool
+) -> optax.GradientTransformation:
   parts = [
     OPTIMIZERS[cfg.opt_type](cfg, names),
     optax.add_decayed_weights(cfg.adam_weight_decay, mask=decay_mask),
@@ -112,6 +127,6 @@ def _chain(cfg: OptimizerConfig, names: Any, model: ModelConfig) -> optax.Gradie
   ]
   if model.scaling.parametrization == "mup":
     parts.insert(1, scale_updates(names, model, muon=cfg.opt_type == "muon"))
-  if cfg.gradient_clipping_threshold:
+  if clips:
     parts.insert(0, optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
   return optax.chain(*parts)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -34,13 +34,21 @@ class Objective:
 
 
 def build_objectives(
-  cfg: Config, plan: PhasePlan | None, names: Any, sharder: Sharder
+  cfg: Config,
+  plan: PhasePlan | None,
+  names: Any,
+  sharder: Sharder,
+  stored_numbers: Collection[str] = (),
 ) -> list[Objective]:
   """Build the objective of every phase, or the one of a run without phases.
 
   Args:
     names: logical axis names of the parameters.
+    stored_numbers: numbers of the optimizers that are in their states.
   """
+  build = functools.partial(
+    _build_objective, names=names, model=cfg.model, sharder=sharder, stored_numbers=stored_numbers
+  )
   if plan is None:
     whole = PhaseConfig(
       name="train",
@@ -52,12 +60,12 @@ def build_objectives(
       training=cfg.training,
       data=cfg.data,
     )
-    return [_build_objective(whole, cfg.run.steps, None, names, cfg.model, sharder)]
+    return [build(whole, cfg.run.steps, None)]
   objectives = []
   for phase in plan.phases:
     num_updates = plan.num_updates(phase, cfg.run.steps)
     labels = plan.labels[phase.name]
-    objectives.append(_build_objective(phase, num_updates, labels, names, cfg.model, sharder))
+    objectives.append(build(phase, num_updates, labels))
   return objectives
 
 
@@ -68,6 +76,7 @@ def _build_objective(
   names: Any,
   model: ModelConfig,
   sharder: Sharder,
+  stored_numbers: Collection[str],
 ) -> Objective:
   optimizer = with_schedule_steps(phase.optimizer, num_updates)
   try:
@@ -81,7 +90,7 @@ def _build_objective(
     training=phase.training,
     loss=phase.loss,
     labels=labels,
-    tx=partitioned(build_optimizer(optimizer, trained_names, model), labels),
+    tx=partitioned(build_optimizer(optimizer, trained_names, model, stored_numbers), labels),
     learning_rate=functools.partial(learning_rate, optimizer),
     batch_shape=shape,
     repeat_batch=phase.repeat_batch,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -285,16 +285,26 @@ class Trainer:
     batch = to_global(rows, self.batch_sharding, stream.batch_shape(name))
     return self.teacher.with_params(batch) if self.teacher else batch
 
-  def init(self, seed: jax.Array, params: Any = None) -> TrainState:
-    """The state before the first step, as a pure function of the seed and of `params` if given.
+  def init_params(self, seed: jax.Array, params: Any = None) -> Any:
+    """The parameters before the first step, with logical names (`nn.Partitioned`).
 
-    Adapters and draft heads that they lack are new.
+    They are a pure function of the seed and of `params` if given; adapters and draft heads that
+    these lack are new.
     """
     boxed = _init_params(self.model, seed, self.batch_shape)
     new = scale_initial(meta.unbox(boxed), logical_names(boxed), self.cfg.model)
-    params = new if params is None else add_missing_modules(params, new)
+    if params is not None:
+      new = add_missing_modules(params, new)
+    return meta.replace_boxed(boxed, new)
+
+  def first_state(self, params: Any, seed: jax.Array) -> TrainState:
+    """The state before the first step, with these parameters (without logical names)."""
     state = _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
     return state if self.outer is None else self.outer.start(state)
+
+  def init(self, seed: jax.Array, params: Any = None) -> TrainState:
+    """The state before the first step, from `init_params`."""
+    return self.first_state(meta.unbox(self.init_params(seed, params)), seed)
 
   def init_state(self, params: Any = None) -> TrainState:
     """Initialize the state, every leaf on its own devices; it donates `params`, see `init`."""
@@ -302,8 +312,15 @@ class Trainer:
     return init(jnp.uint32(self.cfg.run.init_weights_seed), params)
 
 
-def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Trainer:
+def build_trainer(
+  cfg: Config,
+  devices: Sequence[jax.Device] | None = None,
+  stored_numbers: Collection[str] = (),
+) -> Trainer:
   """Build the Trainer of `cfg` on `devices`, which may be abstract; by default on all devices.
+
+  Args:
+    stored_numbers: numbers of the optimizer, of `optim.build.NUMBERS`, that are in its state.
 
   Raises:
     UserError: mesh, batch and model do not fit together.
@@ -321,7 +338,7 @@ def build_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> T
   shardings = [parameter_sharding(*leaf, sharder) for leaf in leaves]
   check_sharded(shardings, sharder, cfg.mesh.sharding_tolerance)
   plan = PhasePlan(phases_of(cfg), initial_phases_of(cfg), params) if cfg.phasing.phases else None
-  objectives = build_objectives(cfg, plan, names, sharder)
+  objectives = build_objectives(cfg, plan, names, sharder, stored_numbers)
   state = jax.eval_shape(lambda p: _first_state(p, jnp.uint32(0), cfg, objectives, plan), params)
   axes = state_names(state, params, names)
   if outer is not None:

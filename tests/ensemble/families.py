@@ -71,7 +71,20 @@ def _adamw(rate: float, decay: float, length: int) -> optax.GradientTransformati
   return optax.adamw(optax.cosine_decay_schedule(rate, length), weight_decay=decay)
 
 
+def _cosine_adamw(learning_rate: float, weight_decay: float) -> optax.GradientTransformation:
+  schedule = optax.cosine_decay_schedule(learning_rate, 4)
+  return optax.adamw(schedule, weight_decay=weight_decay)
+
+
 FAMILIES = {
+  "hyperparameters": [
+    Member(
+      Normed(), _cosine_adamw, seed=0, hyperparameters={"learning_rate": 1e-2, "weight_decay": 0.01}
+    ),
+    Member(
+      Normed(), _cosine_adamw, seed=1, hyperparameters={"learning_rate": 3e-3, "weight_decay": 0.1}
+    ),
+  ],
   "numbers": [
     Member(Normed(), _adamw(1e-2, 0.01, 4), seed=0),
     Member(Normed(), _adamw(3e-3, 0.1, 2), seed=1),
@@ -148,7 +161,8 @@ def _build_step(member: Member) -> Callable:
       return value, changed
 
     (value, rest), gradients = jax.value_and_grad(loss_of, has_aux=True)(variables["params"])
-    updates, opt_state = member.optimizer.update(gradients, opt_state, variables["params"])
+    optimizer = member.build_optimizer()
+    updates, opt_state = optimizer.update(gradients, opt_state, variables["params"])
     params = optax.apply_updates(variables["params"], updates)
     return {"params": params, **rest}, opt_state, value
 
@@ -161,7 +175,7 @@ def train_alone(member: Member, first: int = 0) -> tuple:
   step, losses = _alone_step(member), []
   init = jit_init(member.model.init)
   variables = start = init(jax.random.key(member.seed), batch(0)[0])
-  opt_state = jax.jit(member.optimizer.init)(variables["params"])
+  opt_state = jax.jit(member.build_optimizer().init)(variables["params"])
   for n in range(STEPS):
     variables, opt_state, value = step(variables, opt_state, n, batch(first + n))
     losses.append(value)

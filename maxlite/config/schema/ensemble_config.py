@@ -7,7 +7,6 @@ from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import (
   ENSEMBLE_EXECUTORS,
   ENSEMBLE_STRATEGIES,
-  REMOVED_STRATEGIES,
   with_auto,
 )
 
@@ -38,9 +37,9 @@ class EnsembleConfig:
   ensemble_strategy: str = field(
     "auto",
     "How members are trained: `stacked` as arrays of one program; `fused` one stack per "
-    "architecture in one program; `switched` one per device; `submesh` some devices each; "
-    "`processes` in separate processes; `padded` was removed and is `auto`.",
-    choices=(*with_auto(ENSEMBLE_STRATEGIES), *REMOVED_STRATEGIES),
+    "architecture in one program; `submesh` some devices each; `processes` in separate processes; "
+    "`padded` as one stack of the largest member's shapes. `switched` is for members in Python.",
+    choices=with_auto(ENSEMBLE_STRATEGIES),
   )
   ensemble_data: str = field(
     "shared",

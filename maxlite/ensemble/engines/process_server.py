@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.engines.submesh import SubmeshEngine
-from maxlite.ensemble.member_program import abstract_tree, build_programs, call_factory
+from maxlite.ensemble.linen_members import build_programs
+from maxlite.ensemble.member import call_factory
+from maxlite.ensemble.member_program import abstract_tree
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 
 
@@ -46,7 +48,7 @@ def _build_engine(handshake: dict[str, Any]) -> SubmeshEngine:
   """The members on the devices of this process, each as in a solo run."""
   ensemble, batch = call_factory(handshake["factory"]), handshake["example_batch"]
   members = [ensemble["members"][z] for z in handshake["members"]]
-  programs = build_programs(members, ensemble["loss"], ensemble["predict"], batch)
+  programs = build_programs(members, ensemble["loss"], ensemble["predict"], batch, ensemble["base"])
   request = EngineRequest(
     num_members=len(programs),
     program=lambda z, _: programs[z],

@@ -6,6 +6,7 @@ worker that dies is restarted and gets them again, so the results do not change.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import shutil
@@ -22,8 +23,13 @@ from typing import Any
 import jax
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.engines.step_cost import StepCost
+from maxlite.ensemble.engines.engine_base import (
+  EngineRequest,
+  EnsembleEngine,
+  StackMetrics,
+  StepCost,
+)
+from maxlite.ensemble.engines.member_group import join_metrics
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 from maxlite.ensemble.worker_pool import assign_workers, gpu_names
 from maxlite.ensemble.worker_process import WorkerCommand, describe_exit, start
@@ -50,11 +56,10 @@ class ProcessEngine(EnsembleEngine):
     """Raise UserError if the request has no factory."""
     if request.factory is None:
       raise UserError(request.no_factory)
-    super().__init__(request, request.build(request.devices[:1]))
-    self._finish = jax.jit(request.finish)
-    self._metrics = [metrics for _, metrics in self.result_shapes("step", request.batch)]
+    super().__init__(request, request.build())
+    self._join = jax.jit(join_metrics)
     assignments = assign_workers(
-      [cost.flops for cost in request.costs],
+      [cost.flops for cost in self.member_costs()],
       request.factory.num_workers,
       gpus=gpu_names(request.devices),
     )
@@ -69,14 +74,19 @@ class ProcessEngine(EnsembleEngine):
       self._workers.append(_WorkerConnection(command, self._handshake(assignment.members)))
 
   def step_cost(self) -> StepCost:
-    return self.separate_programs_cost(self._parts)
+    return self.cost_of_separate_programs(self._parts)
+
+  @functools.cached_property
+  def _metrics(self) -> list[Any]:
+    """Per member, the shapes of its metrics."""
+    return [metrics for _, metrics in self.result_shapes("step", self.request.batch)]
 
   def init(self) -> int:
     """Start the workers."""
     self._change("init", [None] * len(self._workers))
     return self._num_changes
 
-  def step(self, state: int, batch: Any) -> tuple[int, Any]:
+  def step(self, state: int, batch: Any) -> tuple[int, StackMetrics]:
     """Send the batch to all workers before waiting for the first."""
     self._require_current(state)
     batch = jax.device_get(batch)
@@ -87,7 +97,7 @@ class ProcessEngine(EnsembleEngine):
     if self._num_changes % self.request.factory.checkpoint_period == 0:
       for worker, leaves in zip(self._workers, self._call_unpack(), strict=True):
         worker.journal = [_request("load", leaves)]
-    return self._num_changes, self._finish(metrics)
+    return self._num_changes, self._join(metrics)
 
   def predict(self, state: int, inputs: Any, method: str = "predict") -> list[Any]:
     self._require_current(state)
@@ -99,6 +109,9 @@ class ProcessEngine(EnsembleEngine):
     leaves = [jax.device_get(jax.tree.leaves([states[z] for z in part])) for part in self._parts]
     self._change("load", leaves)
     return self._num_changes
+
+  def take(self, state: int, z: int) -> Any:
+    return self.unpack(state)[z]
 
   def unpack(self, state: int) -> list[Any]:
     self._require_current(state)

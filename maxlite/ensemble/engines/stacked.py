@@ -1,12 +1,11 @@
 """Members in one compiled step: the engine of the strategies stacked and fused.
 
-Members of one group run under `jax.vmap`. Their states are stacked along the logical axis
-`ensemble` (Z), which the sharding table places. A group of one member runs that member's function
-unchanged.
+Members with equal modules form a group, which member_group.py lifts along the axis `ensemble`. A
+group of one member runs the program of its solo run unchanged.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -16,128 +15,192 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
+  NO_COST,
   EngineRequest,
   EnsembleEngine,
-  require_no_phases,
+  MemberCost,
+  Placement,
+  StackMetrics,
+  StepCost,
+  stack_common,
+  tree_bytes,
 )
-from maxlite.ensemble.engines.step_cost import StepCost, program_cost, tree_bytes
-from maxlite.ensemble.engines.vmapped_jaxprs import (
-  group_by_jaxpr,
-  vmap_programs,
-)
-from maxlite.ensemble.member_program import MemberProgram, trace
+from maxlite.ensemble.engines.member_group import MemberGroup, SoloGroup, take_row
+from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
-from maxlite.sharding import Sharder
+from maxlite.step.train_state import TrainState
 
 
-class VmapEngine(EnsembleEngine):
-  """Groups of members under vmap; the state is one tree per group, placed by `shardings`."""
+class NotAlikeError(UserError):
+  """Error for members that cannot run as one stack; the message names the first difference."""
+
+
+class StackedEngine(EnsembleEngine):
+  """Groups of members in one step; the state is a list with that of every group."""
 
   def __init__(
     self,
     request: EngineRequest,
     programs: Sequence[MemberProgram],
     groups: list[list[int]],
-    *,
     mesh: Mesh | None = None,
   ):
     """
     Args:
       groups: indices of programs, by group.
-      mesh: its first axis `ensemble` shards groups, each member on one device; devices along
-        another axis repeat the computation. If the devices belong to several processes, every
-        result except the state is replicated, and so is an unpacked state of such a member.
-
-    Raises:
-      JaxprMismatchError: the members of a group cannot run as one.
+      mesh: with an axis `ensemble`, over which the one group of members is sharded; of members
+        whose modules have no mesh themselves.
     """
     super().__init__(request, programs)
-    self.groups, self._mesh = groups, mesh
-    axis = 0 if request.own_batches else None
-    self._steps = [self._group_function(group, "step", request.batch, axis) for group in groups]
-    self.shardings = [self._sharding(group) for group in groups]
-    replicated = unpacked = None
-    if request.spans_processes:
-      replicated = NamedSharding(mesh or self.programs[0].sharder.mesh, jax.P())
-      unpacked = [program.shardings or replicated for program in self.programs]
+    self.indices = groups
+    self.groups = [self._build_group(group) for group in groups]
+    self._mesh = mesh
+    self._order_Z = np.argsort(np.concatenate(groups)).tolist()
+    self.shardings = [self._state_shardings(group) for group in self.groups]
+    results = self._replicated() if request.spans_processes else None
     self.step = jax.jit(
       self._step,
       in_shardings=(self.shardings, self._batch_sharding(request.own_batches)),
-      out_shardings=(self.shardings, replicated),
+      out_shardings=(self.shardings, results),
       donate_argnums=0,
     )
-    self._pack = jax.jit(self._pack_groups, out_shardings=self.shardings)
-    self.unpack = jax.jit(self._by_member, out_shardings=unpacked)
-    self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
+    self._predict_groups = jax.jit(self._predict, static_argnames="method", out_shardings=results)
+    self._gathered_shardings = [self._gathered_sharding(group) for group in self.groups]
+    self._copy_held = [jax.jit(group.copy_held) for group in self.groups]
+    self._take = [self._jit_take(group) for group in self.groups]
 
-  def step_cost(self) -> StepCost:
-    state, batch = jax.eval_shape(self._pack_groups, self.abstract), self.request.batch
-    if self.request.own_batches:
-      stack = lambda leaf: jax.ShapeDtypeStruct((len(self.programs), *leaf.shape), leaf.dtype)
-      batch = jax.tree.map(stack, batch)
-    cost = program_cost(trace(self.step, state, batch).jaxpr)
-    sharding = self.programs[0].batch_sharding
-    mesh = self._mesh if sharding is None else sharding.mesh
-    num_devices = 1 if mesh is None else mesh.size if self._mesh is None else mesh.shape["ensemble"]
-    on_device = cost.per_device(num_devices)
-    return StepCost(
-      on_device,
-      total=on_device.times(num_devices),
-      num_devices=num_devices,
-      num_programs=1,
-      operations_compiled=cost.operations,
-      state_bytes=tree_bytes(state) / num_devices,
+  def _build_group(self, group: list[int]) -> MemberGroup | SoloGroup:
+    programs = [self.programs[z] for z in group]
+    if len(programs) == 1:
+      return SoloGroup(programs[0], own_batches=self.request.own_batches)
+    members = MemberGroup(programs, own_batches=self.request.own_batches)
+    degree = 1 if members.axis is None else members.functions.sharder.num_shards("ensemble")
+    if len(programs) % degree:
+      raise UserError(
+        f"{len(programs)} members that are alike do not divide over "
+        f"ici_ensemble_parallelism={degree}"
+      )
+    return members
+
+  def init(self) -> list[Any]:
+    """The state before the first step, by one program per group."""
+    params = []
+    for group in self.groups:
+      read = group.programs[0].base_params
+      params.append(None if read is None else read())
+    lowered = (
+      jit_init(group.init, out_shardings=sharding).lower(own)
+      for group, sharding, own in zip(self.groups, self.shardings, params, strict=True)
     )
+    compiled = compile_in_parallel(lowered)
+    return [program(own) for program, own in zip(compiled, params, strict=True)]
+
+  def pack(self, states: Sequence[TrainState]) -> list[Any]:
+    """Raise UserError if members of one group differ in parameters that are held once."""
+    if not self.request.spread and not self.request.spans_processes:
+      states = jax.device_get(list(states))  # they may be on other devices
+    by_group = [[states[z] for z in group] for group in self.indices]
+    for group, own in zip(self.groups, by_group, strict=True):
+      group.check_shared(own)
+
+    def stack(by_group: list[list[TrainState]]) -> list[Any]:
+      return [group.stack(own) for group, own in zip(self.groups, by_group, strict=True)]
+
+    return jax.jit(stack, out_shardings=self.shardings)(by_group)
+
+  def take(self, state: list[Any], z: int) -> TrainState:
+    """The solo state of member z; no part of it is donated by the next step."""
+    number, row = self._place_of(z)
+    return self._take[number](self._copy_held[number](state[number]), row)
+
+  def unpack(self, state: list[Any]) -> list[TrainState]:
+    """The solo states of all members; a stack over devices is gathered once for all of them."""
+    copies = []
+    for number, own in enumerate(state):
+      gathered = self._gathered_shardings[number]
+      if gathered is None:
+        copies.append(self._copy_held[number](own))
+      else:
+        copies.append(jax.jit(_copy, out_shardings=gathered)(own))
+    states = []
+    for z in range(len(self.programs)):
+      number, row = self._place_of(z)
+      states.append(self._take[number](copies[number], row))
+    return states
+
+  def _place_of(self, z: int) -> tuple[int, int]:
+    """(number of the group, row in it) of a member."""
+    for number, group in enumerate(self.indices):
+      if z in group:
+        return number, group.index(z)
+    raise IndexError(z)
+
+  def _jit_take(self, group: MemberGroup | SoloGroup) -> Callable[[Any, int], TrainState]:
+    """The solo state of a row; one program for all rows where they have one optimizer."""
+    static = () if isinstance(group, MemberGroup) and group.has_one_optimizer else (1,)
+    shardings = group.programs[0].functions.shardings
+    if shardings is None and self.request.spans_processes:
+      shardings = self._replicated()
+    return jax.jit(group.take, static_argnums=static, out_shardings=shardings)
+
+  def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
+    by_group = self._predict_groups(state, inputs, method=method)
+    results = []
+    for z in range(len(self.programs)):
+      number, row = self._place_of(z)
+      results.append(take_row(by_group[number], row))
+    return results
 
   def place(self, batch: Any, *, own_batches: bool = False) -> Any:
     if not self.request.spans_processes:
       return batch
     sharding = self._batch_sharding(own_batches)
-    members = (len(self.programs),) * own_batches
-    assemble = lambda local, one: jax.make_array_from_process_local_data(
-      sharding, local, (*members, *one.shape)
-    )
+    members = (len(self.programs),) if own_batches else ()
+
+    def assemble(local: np.ndarray, one: Any) -> jax.Array:
+      shape = (*members, *one.shape)
+      return jax.make_array_from_process_local_data(sharding, local, shape)
+
     return jax.tree.map(assemble, batch, self.request.batch)
 
-  def pack(self, states: Sequence[Any]) -> list[Any]:
-    if not self.request.spread:  # the states may be on other devices
-      states = jax.device_get(states)
-    return self._pack(list(states))
-
-  def init(self) -> list[Any]:
-    """One program per group."""
-    lowered = (
-      jit_init(functools.partial(self._init_group, group), out_shardings=sharding).lower()
-      for group, sharding in zip(self.groups, self.shardings, strict=True)
+  def step_cost(self) -> StepCost:
+    costs = self.member_costs()
+    num_devices = self._num_devices()
+    total = sum(costs, NO_COST)
+    # The members of a group share operations.
+    operations = sum(costs[group[0]].operations for group in self.indices)
+    state_bytes = sum(tree_bytes(state) for state in self.abstract)
+    state_bytes -= sum(group.bytes_saved for group in self.groups)
+    return StepCost(
+      on_device=MemberCost(total.flops / num_devices, operations, total.bytes / num_devices),
+      total=MemberCost(total.flops, operations * num_devices, total.bytes),
+      num_devices=num_devices,
+      num_programs=1,
+      operations_compiled=operations,
+      state_bytes=state_bytes / num_devices,
     )
-    return [compiled() for compiled in compile_in_parallel(lowered)]
 
-  def _init_group(self, group: list[int]) -> Any:
-    """The state of one group; members whose init functions differ in literals only share one."""
-    programs = [self.programs[z] for z in group]
-    seed_Z = np.stack([program.seed_array for program in programs])
-    if not self._is_stacked(group):
-      return programs[0].init(seed_Z[0])
-    subsets = group_by_jaxpr([program.init for program in programs], [(seed,) for seed in seed_Z])
-    parts = []
-    for subset in subsets:
-      own = [programs[n] for n in subset]
-      functions, names = [program.init for program in own], [program.name for program in own]
-      init = vmap_programs(functions, names, [(seed,) for seed in seed_Z[subset]], in_axes=(0,))
-      parts.append(init(jnp.asarray(seed_Z[subset])))
-    order_Z = np.argsort(np.concatenate(subsets))
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order_Z], *parts)
+  def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
+    batches = [self._batch_of(group, batch) for group in self.indices]
+    steps = [group.step for group in self.groups]
+    results = self._run_groups(steps, state, batches)
+    metrics = [self._on_all_devices(metrics) for _, metrics in results]
+    return [new_state for new_state, _ in results], self._join(metrics)
 
-  def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
-    batches = [self._batch_of(group, batch) for group in self.groups]
-    results = self._run_groups(self._steps, state, batches)
-    metrics = self._by_member([metrics for _, metrics in results])
-    return [new for new, _ in results], self.request.finish(metrics)
+  def _join(self, by_group: list[dict[str, jax.Array]]) -> StackMetrics:
+    common = stack_common(by_group, self._order_Z)
+    own = []
+    for z in range(len(self.programs)):
+      number, row = self._place_of(z)
+      others = {name: x for name, x in by_group[number].items() if name not in common}
+      own.append(take_row(others, row))
+    return StackMetrics(common, own)
 
-  def _predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
-    functions = [self._group_function(group, method, inputs, None) for group in self.groups]
-    return self._by_member(self._run_groups(functions, state, [inputs] * len(self.groups)))
+  def _predict(self, state: list[Any], inputs: Any, method: str) -> list[Any]:
+    functions = [functools.partial(group.predict, method=method) for group in self.groups]
+    results = self._run_groups(functions, state, [inputs] * len(self.groups))
+    return [self._on_all_devices(result) for result in results]
 
   def _run_groups(
     self, functions: Sequence[Callable], states: list[Any], inputs: list[Any]
@@ -158,124 +221,153 @@ class VmapEngine(EnsembleEngine):
     return results
 
   def _batch_of(self, group: list[int], batch: Any) -> Any:
-    if not self.request.own_batches:
-      return batch
-    members = np.asarray(group) if self._is_stacked(group) else group[0]
-    return jax.tree.map(lambda leaf: leaf[members], batch)
+    """The part of a step's batch that the group reads."""
+    return take_row(batch, np.asarray(group)) if self.request.own_batches else batch
 
-  def _group_function(
-    self, group: list[int], method: str, inputs: Any, inputs_axis: int | None
-  ) -> Callable:
-    """f(state of the group, inputs) for a method of its programs."""
-    functions = [getattr(self.programs[z], method) for z in group]
-    if not self._is_stacked(group):
-      return functions[0]
-    return vmap_programs(
-      functions,
-      [self.programs[z].name for z in group],
-      [(self.abstract[z], inputs) for z in group],
-      in_axes=(0, inputs_axis),
-      spmd_axis_name=self._ensemble_axis(group),
-      mesh=self._mesh,
-    )
-
-  def _is_stacked(self, group: list[int]) -> bool:
-    return len(group) > 1 or self._mesh is not None
-
-  def _ensemble_axis(self, group: list[int]) -> str | None:
-    """The mesh axis over which members that use several devices are sharded, if any."""
-    sharder = self.programs[group[0]].sharder
-    degree = sharder.num_shards("ensemble") if sharder else 1
-    if len(group) % degree:
-      raise UserError(
-        f"{len(group)} members that are alike do not divide over ici_ensemble_parallelism={degree}"
-      )
-    return sharder.mesh_axes("ensemble")[0] if degree > 1 else None
-
-  def _batch_sharding(self, own_batches: bool) -> Any:
-    own = self.programs[0].batch_sharding
+  def _mesh_of(self, group: MemberGroup | SoloGroup) -> Mesh | None:
+    """The mesh over which the group's members are sharded, if any."""
     if self._mesh is not None:
-      return Sharder(self._mesh).sharding(("ensemble",) if own_batches else ())
+      return self._mesh
+    return group.functions.sharder.mesh if group.axis else None
+
+  def _on_all_devices(self, tree: Any) -> Any:
+    """Stacked results on all devices; of a sharded stack, every member would take a collective."""
+    mesh = self._mesh_of(self.groups[0])
+    if mesh is None:
+      return tree
+
+    def replicate(leaf: jax.Array) -> jax.Array:
+      others = [jax.P.UNCONSTRAINED] * (leaf.ndim - 1)
+      return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, jax.P(None, *others)))
+
+    return jax.tree.map(replicate, tree)
+
+  def _num_devices(self) -> int:
+    if self._mesh is not None:
+      return self._mesh.shape["ensemble"]
+    sharder = self.groups[0].functions.sharder
+    return 1 if sharder is None else sharder.mesh.size
+
+  def _batch_sharding(self, own_batches: bool) -> NamedSharding | None:
+    if self._mesh is not None:
+      return NamedSharding(self._mesh, jax.P("ensemble") if own_batches else jax.P())
+    own = self.groups[0].functions.batch_sharding
     if own is None or not own_batches:
       return own
     return NamedSharding(own.mesh, jax.P(None, *own.spec))
 
-  def _sharding(self, group: list[int]) -> Any:
+  def _state_shardings(self, group: MemberGroup | SoloGroup) -> Any:
+    """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
     if self._mesh is not None:
-      return Sharder(self._mesh).sharding(("ensemble",))
-    first, axis = self.programs[group[0]], self._ensemble_axis(group)
-    own = first.shardings
-    if own is None and first.sharder:
+      return self._sharded_over_members(group)
+    sharder = group.functions.sharder
+    if sharder is not None and group.functions.shardings is None:
       # The placement that a step returns: with another one, the second step is compiled again.
-      return first.sharder.sharding(())
-    if len(group) == 1 or own is None:
-      return own
-    return jax.tree.map(lambda s: NamedSharding(s.mesh, jax.P(axis, *s.spec)), own)
+      return sharder.sharding(())
+    return group.shardings()
 
-  def _pack_groups(self, states: list[Any]) -> list[Any]:
-    stack = lambda own: jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
-    own = ([states[z] for z in group] for group in self.groups)
-    return [
-      stack(o) if self._is_stacked(g) else o[0] for g, o in zip(self.groups, own, strict=True)
-    ]
+  def _sharded_over_members(self, group: MemberGroup | SoloGroup) -> Any:
+    members = NamedSharding(self._mesh, jax.P("ensemble"))
+    if not isinstance(group, MemberGroup):
+      return NamedSharding(self._mesh, jax.P())
+    replicated = NamedSharding(self._mesh, jax.P())
+    abstract = group.abstract_state
+    state = jax.tree.map(lambda _: members, abstract)
+    if not group.has_one_optimizer:
+      opt_states = jax.tree.map(lambda _: replicated, abstract.members.opt_state)
+      state = state.replace(members=state.members.replace(opt_state=opt_states))
+    return state.replace(shared=jax.tree.map(lambda _: replicated, abstract.shared))
 
-  def _by_member(self, by_group: list[Any]) -> list[Any]:
-    """Per member, its entry of the stacked trees."""
-    parts: dict[int, Any] = {}
-    for group, tree in zip(self.groups, by_group, strict=True):
-      is_stacked, stack = self._is_stacked(group), self._gather(group, tree)
-      for n, z in enumerate(group):
-        parts[z] = jax.tree.map(lambda leaf, n=n: leaf[n], stack) if is_stacked else tree
-    return [parts[z] for z in range(len(self.programs))]
+  def _gathered_sharding(self, group: MemberGroup | SoloGroup) -> Any:
+    """The sharding of a state with all members on every device; None if it has it already."""
+    if self._mesh is not None:
+      return NamedSharding(self._mesh, jax.P())
+    if group.axis is None:
+      return None
 
-  def _gather(self, group: list[int], tree: Any) -> Any:
-    """Stacks on all devices; of a sharded one, every member would take another collective."""
-    if self._mesh is None and not self._ensemble_axis(group):
-      return tree
-    mesh, other = self._mesh or self.programs[group[0]].sharder.mesh, jax.P.UNCONSTRAINED
-    place = lambda leaf: NamedSharding(mesh, jax.P(None, *[other] * (leaf.ndim - 1)))
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, place(leaf)), tree)
+    def without_axis(sharding: NamedSharding) -> NamedSharding:
+      return NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
+
+    shardings = group.shardings()
+    return shardings.replace(members=jax.tree.map(without_axis, shardings.members))
+
+  def _replicated(self) -> NamedSharding:
+    mesh = self._mesh or self.groups[0].functions.sharder.mesh
+    return NamedSharding(mesh, jax.P())
+
+  def trace(self) -> None:
+    """Trace the step for its first call, which does not trace it again.
+
+    Raises:
+      NotImplementedError: the members' modules have an operation that JAX cannot vmap.
+    """
+    batch = self.request.batch
+    if self.request.own_batches:
+      count = len(self.programs)
+      batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), batch)
+    self.step.eval_shape([group.abstract_state for group in self.groups], batch)
 
 
-def build_stacked(request: EngineRequest) -> VmapEngine:
-  """All members as one program; several devices get an equal number of members each.
+def _copy(tree: Any) -> Any:
+  return jax.tree.map(jnp.copy, tree)
+
+
+def group_members(programs: Sequence[MemberProgram]) -> list[list[int]]:
+  """Indices of the programs of each group, in the order of their first members."""
+  groups: dict[Hashable, list[int]] = {}
+  for z, program in enumerate(programs):
+    groups.setdefault(program.group, []).append(z)
+  return list(groups.values())
+
+
+def build_stacked(request: EngineRequest) -> StackedEngine:
+  """All members as one group; several devices get an equal number of members each.
 
   Raises:
-    JaxprMismatchError: the members differ in more than literals.
+    NotAlikeError: the members have modules that compute different functions.
   """
-  programs = request.build(request.devices if request.spread else request.devices[:1])
-  require_no_phases(programs)
-  mesh = None if request.spread else _member_mesh(request)
-  return VmapEngine(request, programs, [list(range(request.num_members))], mesh=mesh)
+  placement = request.placement_of_one if request.spread else _member_placement(request)
+  programs = request.build(placement)
+  groups = group_members(programs)
+  if len(groups) > 1:
+    raise NotAlikeError(describe_difference(programs[0], programs[groups[1][0]]))
+  mesh = None
+  if len(placement.devices) > 1 and programs[0].functions.sharder is None:
+    shape = (placement.num_parts, placement.copies)
+    mesh = Mesh(np.array(placement.devices).reshape(shape), ("ensemble", "copy"))
+  return StackedEngine(request, programs, groups, mesh)
 
 
-def build_fused(request: EngineRequest) -> VmapEngine:
-  """Groups of members that differ in literals only, and each member with phases alone."""
+def build_fused(request: EngineRequest) -> StackedEngine:
+  """A group for each module that members have."""
   if request.spans_processes and not request.spread:
     raise UserError(
       "over several processes each member uses all devices or a part of the mesh: write "
       "ici_ensemble_parallelism=1, or a number below that of the devices"
     )
-  programs = request.build(request.devices if request.spread else request.devices[:1])
-  plain = [z for z, program in enumerate(programs) if not program.has_phases]
-  groups = group_by_jaxpr(
-    [programs[z].step for z in plain],
-    [(programs[z].abstract_state, request.batch) for z in plain],
-  )
-  groups = [[plain[n] for n in group] for group in groups]
-  with_phases = [[z] for z, program in enumerate(programs) if program.has_phases]
-  return VmapEngine(request, programs, groups + with_phases)
+  programs = request.build()
+  return StackedEngine(request, programs, group_members(programs))
 
 
-def _member_mesh(request: EngineRequest) -> Mesh | None:
-  """A mesh for members on one device each, in equal numbers; None for a single device.
+def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
+  """The first setting in which two members differ that one stack cannot have."""
+  ours = first.settings()
+  theirs = second.settings()
+  for name in [*ours, *theirs]:
+    if name not in theirs or name not in ours or ours[name].key != theirs[name].key:
+      shown = [each[name].text if name in each else "not set" for each in (ours, theirs)]
+      return f"{name} is {shown[0]} in {first.name}, and {shown[1]} in {second.name}"
+  return f"{first.name} and {second.name} have modules that are not the same"
+
+
+def _member_placement(request: EngineRequest) -> Placement:
+  """Equal numbers of members for as many devices as divide them.
 
   Devices of other processes that are left over repeat a member, because all processes take part.
   """
   devices = request.devices
   num_parts = max(n for n in range(1, len(devices) + 1) if request.num_members % n == 0)
   copies = len(devices) // num_parts if request.spans_processes else 1
-  if num_parts * copies == 1:
-    return None
-  chosen = [devices[n * len(devices) // (num_parts * copies)] for n in range(num_parts * copies)]
-  return Mesh(np.array(chosen).reshape(num_parts, copies), ("ensemble", "copy"))
+  count = num_parts * copies
+  chosen = tuple(devices[n * len(devices) // count] for n in range(count))
+  return Placement(chosen, num_parts, copies)

@@ -13,9 +13,13 @@ from jax.sharding import SingleDeviceSharding
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
+  Placement,
+  StackMetrics,
+  StepCost,
   require_one_process,
 )
-from maxlite.ensemble.engines.step_cost import StepCost
+from maxlite.ensemble.engines.member_group import join_metrics
+from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 
@@ -26,58 +30,71 @@ class SubmeshEngine(EnsembleEngine):
   def __init__(self, request: EngineRequest):
     require_one_process(request)
     parts = split_devices(request.devices, request.num_members)
+    placements = [Placement(tuple(part)) for part in parts]
+    programs = [request.program(z, placements[0]) for z in range(request.num_members)]
+    super().__init__(request, programs)
     self.part_of = [0] * request.num_members
     if len(parts) > 1:
-      self.part_of = assign_lpt([cost.flops for cost in request.costs], len(parts))
-    programs = [request.program(z, parts[part]) for z, part in enumerate(self.part_of)]
-    super().__init__(request, programs)
-    devices = [SingleDeviceSharding(parts[part][0]) for part in self.part_of]
-    placed = list(zip(self.programs, devices, strict=True))
-    self._batch_shardings = [program.batch_sharding or device for program, device in placed]
-    self._state_shardings = [program.shardings or device for program, device in placed]
+      self.part_of = assign_lpt([cost.flops for cost in self.member_costs()], len(parts))
+      self.programs = [request.program(z, placements[part]) for z, part in enumerate(self.part_of)]
+    self._batch_shardings = []
+    self._state_shardings = []
+    for program, part in zip(self.programs, self.part_of, strict=True):
+      device = SingleDeviceSharding(parts[part][0])
+      self._batch_shardings.append(program.functions.batch_sharding or device)
+      self._state_shardings.append(program.functions.shardings or device)
     self._first_device = SingleDeviceSharding(request.devices[0])
-    self._finish = jax.jit(request.finish)
-    self._jitted = functools.cache(
-      lambda method: [jax.jit(getattr(program, method)) for program in self.programs]
-    )
+    self._join = jax.jit(join_metrics)
 
   @functools.cached_property
   def _steps(self) -> list[jax.stages.Compiled]:
     def lower(z: int) -> jax.stages.Lowered:
       sharding = self._state_shardings[z]
       step = jax.jit(
-        self.programs[z].step,
+        self.programs[z].functions.step,
         in_shardings=(sharding, self._batch_shardings[z]),
         out_shardings=(sharding, None),
         donate_argnums=0,
       )
       return step.lower(self.abstract[z], self.request.batch)
 
-    return self._compiled([program.step for program in self.programs], lower)
+    return self._compiled(lower)
 
-  def _compiled(
-    self, functions: list[Callable], lower: Callable[[int], Any]
-  ) -> list[jax.stages.Compiled]:
-    """Every member's compiled function; members with the same function and devices share it."""
-    keys = list(zip(map(id, functions), self._batch_shardings, strict=True))
-    firsts = {key: z for z, key in reversed(list(enumerate(keys)))}
+  def _compiled(self, lower: Callable[[int], Any]) -> list[jax.stages.Compiled]:
+    """Every member's compiled function; members with the same functions and devices share it."""
+    firsts: dict[Any, int] = {}
+    keys = []
+    for z, program in enumerate(self.programs):
+      key = (id(program.functions), self._batch_shardings[z])
+      firsts.setdefault(key, z)
+      keys.append(key)
     by_key = dict(zip(firsts, compile_in_parallel(map(lower, firsts.values())), strict=True))
     return [by_key[key] for key in keys]
 
+  @functools.cache  # noqa: B019 - an engine lives as long as its programs
+  def _jitted(self, method: str) -> list[Callable]:
+    return [jax.jit(getattr(program.functions, method)) for program in self.programs]
+
   def step_cost(self) -> StepCost:
-    parts = [[z for z, own in enumerate(self.part_of) if own == p] for p in set(self.part_of)]
-    sharding = self.programs[0].batch_sharding
+    parts = []
+    for part in sorted(set(self.part_of)):
+      parts.append([z for z, own in enumerate(self.part_of) if own == part])
+    sharding = self.programs[0].functions.batch_sharding
     size = 1 if sharding is None else sharding.mesh.size
-    return self.separate_programs_cost(parts, size)
+    return self.cost_of_separate_programs(parts, size)
 
   def init(self) -> list[Any]:
-    seeds = [program.seed_array for program in self.programs]
-    functions = [program.init for program in self.programs]
-    lower = lambda z: jit_init(functions[z], out_shardings=self._state_shardings[z]).lower(seeds[z])
-    inits = self._compiled(functions, lower)
-    return [init(seed) for init, seed in zip(inits, seeds, strict=True)]
+    params = [_base_params(program) for program in self.programs]
 
-  def step(self, state: list[Any], batch: Any) -> tuple[list[Any], Any]:
+    def lower(z: int) -> jax.stages.Lowered:
+      init = jit_init(self.programs[z].functions.init, out_shardings=self._state_shardings[z])
+      return init.lower(self.programs[z].seed_array, params[z])
+
+    inits = self._compiled(lower)
+    seeds = [program.seed_array for program in self.programs]
+    return [init(seed, own) for init, seed, own in zip(inits, seeds, params, strict=True)]
+
+  def step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
     """Dispatch every member's step and return without waiting."""
     if self.request.own_batches:
       batches = [jax.tree.map(lambda leaf, z=z: leaf[z], batch) for z in range(len(state))]
@@ -87,7 +104,7 @@ class SubmeshEngine(EnsembleEngine):
       batches = [placed[sharding] for sharding in self._batch_shardings]
     results = [step(*args) for step, *args in zip(self._steps, state, batches, strict=True)]
     metrics = jax.device_put([metrics for _, metrics in results], self._first_device)
-    return [new for new, _ in results], self._finish(metrics)
+    return [new for new, _ in results], self._join(metrics)
 
   def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
     calls = zip(self._jitted(method), state, self._batch_shardings, strict=True)
@@ -97,9 +114,14 @@ class SubmeshEngine(EnsembleEngine):
   def pack(self, states: Sequence[Any]) -> list[Any]:
     return list(map(jax.device_put, states, self._state_shardings))
 
-  def unpack(self, state: list[Any]) -> list[Any]:
+  def take(self, state: list[Any], z: int) -> Any:
     # A copy, since the next step donates the state; `jnp.copy` would compile one per shape.
-    return jax.device_put(list(state), self._state_shardings, may_alias=False)
+    return jax.device_put(state[z], self._state_shardings[z], may_alias=False)
+
+
+def _base_params(program: MemberProgram) -> Any:
+  """The parameters that the member starts from; None: it draws them."""
+  return None if program.base_params is None else program.base_params()
 
 
 def split_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:

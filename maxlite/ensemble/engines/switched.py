@@ -18,11 +18,13 @@ from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
-  require_no_phases,
+  StackMetrics,
+  StepCost,
   require_one_process,
+  tree_bytes,
 )
-from maxlite.ensemble.engines.step_cost import StepCost, tree_bytes
-from maxlite.ensemble.engines.vmapped_jaxprs import without_one_device_mesh
+from maxlite.ensemble.engines.member_group import join_metrics
+from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 
 Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
@@ -32,10 +34,14 @@ class SwitchEngine(EnsembleEngine):
   """Programs in one compiled step; the state is `Vectors`, sharded over the members."""
 
   def __init__(self, request: EngineRequest):
-    """Raise UserError if there are fewer devices than members, or a member has phases."""
+    """Raise UserError if there are fewer devices than members, or a member has a mesh."""
     require_one_process(request)
-    super().__init__(request, request.build(request.devices[:1]))
-    require_no_phases(self.programs)
+    super().__init__(request, request.build())
+    if any(program.functions.sharder is not None for program in self.programs):
+      raise UserError(
+        "members from configs have a mesh of their devices, and here each device runs a part of "
+        "one program; use submesh, which also runs one member per device"
+      )
     num_members, num_devices = len(self.programs), len(request.devices)
     if num_devices < num_members:
       raise UserError(
@@ -44,9 +50,8 @@ class SwitchEngine(EnsembleEngine):
       )
     self._mesh = Mesh(np.array(request.devices[:num_members]), ("ensemble",))
     self._states = _VectorLayout(self.abstract)
-    metrics = [shapes[1] for shapes in self.result_shapes("step", request.batch)]
-    self._metrics = _VectorLayout(metrics)
-    sharded, replicated = (NamedSharding(self._mesh, spec) for spec in (jax.P("ensemble"), jax.P()))
+    sharded = NamedSharding(self._mesh, jax.P("ensemble"))
+    replicated = NamedSharding(self._mesh, jax.P())
     self.step = jax.jit(
       self._step,
       in_shardings=(sharded, sharded if request.own_batches else replicated),
@@ -55,46 +60,58 @@ class SwitchEngine(EnsembleEngine):
     )
     self.init = jit_init(self._init, out_shardings=sharded)
     self._pack = jax.jit(self._states.flatten_all, out_shardings=sharded)
-    self.unpack = jax.jit(self._states.unflatten_all, out_shardings=replicated)
+    self._unpack = jax.jit(self._states.unflatten_all, out_shardings=replicated)
     self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
 
   def pack(self, states: Sequence[Any]) -> Vectors:
     return self._pack(jax.device_get(list(states)))  # which may be on other devices
 
+  def take(self, state: Vectors, z: int) -> Any:
+    return self._unpack(state)[z]
+
+  def unpack(self, state: Vectors) -> list[Any]:
+    return self._unpack(state)
+
   def step_cost(self) -> StepCost:
     num_members = len(self.programs)
-    separate = self.separate_programs_cost([[z] for z in range(num_members)])
+    separate = self.cost_of_separate_programs([[z] for z in range(num_members)])
     state_bytes = tree_bytes(jax.eval_shape(self._init)) / num_members
     return dataclasses.replace(separate, num_programs=1, state_bytes=state_bytes)
 
   def _init(self) -> Vectors:
     seed_Z = jnp.stack([program.seed_array for program in self.programs])
-    inits = [without_one_device_mesh(program.init, seed_Z[0]) for program in self.programs]
-    functions = [lambda _, seed, init=init: self._states.flatten(init(seed)) for init in inits]
+
+    def init_of(program: MemberProgram) -> Callable[[Vectors, jax.Array], Vectors]:
+      params = None if program.base_params is None else program.base_params()
+      return lambda _, seed: self._states.flatten(program.functions.init(seed, params))
+
+    functions = [init_of(program) for program in self.programs]
     return self._on_devices(functions, {}, seed_Z, own_inputs=True)
 
-  def _step(self, vectors: Vectors, batch: Any) -> tuple[Vectors, Any]:
-    flatten = lambda result: (self._states.flatten(result[0]), self._metrics.flatten(result[1]))
-    functions = self._on_vectors("step", self.request.batch, flatten)
+  def _step(self, vectors: Vectors, batch: Any) -> tuple[Vectors, StackMetrics]:
+    layout = _VectorLayout([shapes[1] for shapes in self.result_shapes("step", self.request.batch)])
+
+    def flatten(result: tuple[Any, dict]) -> tuple[Vectors, Vectors]:
+      return self._states.flatten(result[0]), layout.flatten(result[1])
+
+    functions = self._on_vectors("step", flatten)
     own_batches = self.request.own_batches
     vectors, metrics = self._on_devices(functions, vectors, batch, own_inputs=own_batches)
-    return vectors, self.request.finish(self._metrics.unflatten_all(metrics))
+    return vectors, join_metrics(layout.unflatten_all(metrics))
 
   def _predict(self, vectors: Vectors, inputs: Any, method: str = "predict") -> list[Any]:
     layout = _VectorLayout(self.result_shapes(method, inputs))
-    functions = self._on_vectors(method, inputs, layout.flatten)
+    functions = self._on_vectors(method, layout.flatten)
     return layout.unflatten_all(self._on_devices(functions, vectors, inputs, own_inputs=False))
 
-  def _on_vectors(self, method: str, inputs: Any, flatten: Callable) -> list[Callable]:
+  def _on_vectors(self, method: str, flatten: Callable) -> list[Callable]:
     """Per member, its method as a function of (`Vectors`, inputs) whose result is flattened."""
-    methods = [
-      without_one_device_mesh(getattr(program, method), state, inputs)
-      for program, state in zip(self.programs, self.abstract, strict=True)
-    ]
-    return [
-      lambda own, inputs, z=z, call=call: flatten(call(self._states.unflatten(own, z), inputs))
-      for z, call in enumerate(methods)
-    ]
+
+    def function_of(z: int) -> Callable[[Vectors, Any], Any]:
+      call = getattr(self.programs[z].functions, method)
+      return lambda own, inputs: flatten(call(self._states.unflatten(own, z), inputs))
+
+    return [function_of(z) for z in range(len(self.programs))]
 
   def _on_devices(
     self, functions: list[Callable], vectors: Vectors, inputs: Any, *, own_inputs: bool

@@ -1,0 +1,426 @@
+"""Members with equal modules as one module, lifted by `nn.vmap`.
+
+`MemberModule` holds the variables of one member and computes the gradients of its loss. `nn.vmap`
+gives every variable a first axis of Z members, the logical axis `ensemble`. The update of the step
+runs under `jax.vmap` on the members' states, in which numbers that differ between members (learning
+rates, decays) are arrays. So the step of a group is the step of a solo run with one more axis.
+
+Frozen parameters that are equal in all members have no such axis: a group holds them once.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from flax.linen import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding
+
+from maxlite.config.errors import UserError
+from maxlite.ensemble.engines.engine_base import StackMetrics, stack_common, tree_bytes
+from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, variables_of
+from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
+from maxlite.phases.phase_opt_states import PhaseOptStates
+from maxlite.phases.phase_programs import switch_step
+from maxlite.step.train_state import TrainState
+from maxlite.step.train_step import GradientResult, step_key
+
+
+@struct.dataclass
+class GroupState:
+  """The states of Z members; in `members`, every leaf has a first axis of Z."""
+
+  # Without the parameters in `shared`. If the members' optimizers are different functions, the
+  # optimizer state is a tuple of one per member.
+  members: TrainState
+  shared: Any  # frozen parameters that are equal in all members
+
+  @property
+  def clock(self) -> Any:
+    """The position in the schedule of phases, which all members have."""
+    return jax.tree.map(lambda leaf: leaf[0], self.members.clock)
+
+
+class MemberModule(nn.Module):
+  """The variables of one member, and the gradients of its loss."""
+
+  init_variables: Callable[[jax.Array, Any], dict[str, Any]]
+  gradients: Callable[..., GradientResult]
+  shared_paths: frozenset[str]
+  has_collections: bool
+
+  def create(self, seed: jax.Array, params: Any) -> None:
+    """Create the variables; every one has logical names, so that the members' axis has one too."""
+    variables = self.init_variables(seed, params)
+    variables["params"] = without_paths(variables["params"], self.shared_paths)
+    for collection, values in variables.items():
+      for name, value in values.items():
+        self.put_variable(collection, name, jax.tree.map(_with_names, value, is_leaf=_has_names))
+
+  def __call__(self, shared: Any, batch: Any, key: jax.Array) -> GradientResult:
+    collections = dict(self.variables)
+    params = merge_params(collections.pop("params"), shared)
+    return self.gradients(params, collections if self.has_collections else None, batch, key)
+
+
+def _has_names(leaf: Any) -> bool:
+  return isinstance(leaf, meta.AxisMetadata)
+
+
+def _with_names(leaf: Any) -> Any:
+  if _has_names(leaf):
+    return leaf
+  return nn.LogicallyPartitioned(leaf, (None,) * jnp.ndim(leaf))
+
+
+def without_paths(params: Any, paths: frozenset[str]) -> Any:
+  """The parameters except those at `paths`."""
+  flat = flatten_dict(params, sep="/")
+  return unflatten_dict({path: x for path, x in flat.items() if path not in paths}, sep="/")
+
+
+def only_paths(params: Any, paths: frozenset[str]) -> Any:
+  """The parameters at `paths`."""
+  flat = flatten_dict(params, sep="/")
+  return unflatten_dict({path: x for path, x in flat.items() if path in paths}, sep="/")
+
+
+def merge_params(own: Any, shared: Any) -> Any:
+  """All parameters from two parts of them."""
+  return unflatten_dict(flatten_dict(own) | flatten_dict(shared))
+
+
+class MemberGroup:
+  """The pure functions of several members with equal modules."""
+
+  def __init__(self, programs: Sequence[MemberProgram], *, own_batches: bool):
+    """
+    Args:
+      own_batches: whether a step takes a batch per member, stacked.
+    """
+    first = programs[0]
+    self.programs = list(programs)
+    self._seed_Z = np.stack([program.seed_array for program in programs])
+    # One optimizer under vmap; otherwise one per member, on its part of the stacked arrays.
+    self.has_one_optimizer = len({program.update_key for program in programs}) == 1
+    self._stored = first.solo_numbers
+    if self.has_one_optimizer:
+      self._stored |= _names_of_differing_numbers(programs)
+    self.functions = first.build(self._stored)
+    self.shared_paths = _shared_paths(programs, self.functions)
+    self._own_batches = own_batches
+
+  @property
+  def axis(self) -> str | None:
+    """The mesh axis over which the members are sharded, if their modules use a mesh."""
+    sharder = self.functions.sharder
+    if sharder is None or sharder.num_shards("ensemble") == 1:
+      return None
+    return sharder.mesh_axes("ensemble")[0]
+
+  @functools.cached_property
+  def abstract_state(self) -> GroupState:
+    """Shapes and dtypes of the state."""
+    return jax.eval_shape(self.init)
+
+  @property
+  def bytes_saved(self) -> float:
+    """The size of the copies of shared parameters that the group does not hold."""
+    shared = only_paths(self.functions.abstract_state.params, self.shared_paths)
+    return tree_bytes(shared) * (len(self.programs) - 1)
+
+  def boxed_variables(self, params: Any = None) -> dict[str, Any]:
+    """The members' variables before the first step, with logical names (`nn.Partitioned`)."""
+    module = self._lift("create", in_axes=(0, None))
+    return module.apply({}, self._seed_Z, params, method="create", mutable=True)[1]
+
+  def init(self, params: Any = None) -> GroupState:
+    """The state before the first step; `params` replace those that are drawn."""
+    drawn = self.functions.init_variables(self._seed_Z[0], params)["params"]
+    shared = only_paths(meta.unbox(drawn), self.shared_paths)
+    variables_Z = meta.unbox(self.boxed_variables(params))
+
+    def start(functions: MemberFunctions, variables: dict, seed: jax.Array) -> TrainState:
+      whole = variables | {"params": merge_params(variables["params"], shared)}
+      return self._without_shared(functions.start(whole, seed))
+
+    members = jax.vmap(functools.partial(start, self.functions))(variables_Z, self._seed_Z)
+    if self.has_one_optimizer:
+      opt_state = self._by_phase(
+        lambda index, own: set_numbers(own, self._numbers(index)), members.opt_state
+      )
+    else:
+      opt_state = tuple(
+        start(program.functions, take_row(variables_Z, z), self._seed_Z[z]).opt_state
+        for z, program in enumerate(self.programs)
+      )
+    return GroupState(members.replace(opt_state=opt_state), shared)
+
+  def step(self, state: GroupState, batch: Any) -> tuple[GroupState, dict[str, jax.Array]]:
+    """(state, {metric: [Z, ...]}) after a step of the phase that is due."""
+    schedule = self.functions.schedule
+    if schedule is None:
+      return self._phase_step(0, state, batch)
+    steps = {
+      name: functools.partial(self._phase_step, index) for index, name in enumerate(schedule.names)
+    }
+    return switch_step(steps, schedule, state, batch)
+
+  def gradients(self, state: GroupState, batch: Any, index: int = 0) -> GradientResult:
+    """The result of the members' forward and backward passes, stacked, in the phase `index`."""
+    batch_axis = 0 if self._own_batches else None
+    of_one = self.functions.phases[index].gradients
+    module = self._lift("__call__", in_axes=(None, batch_axis, 0), gradients=of_one)
+    key_Z = jax.vmap(step_key)(state.members.replace(opt_state=None))
+    return module.apply(variables_of(state.members), state.shared, batch, key_Z)
+
+  def predict(self, state: GroupState, inputs: Any, method: str = "predict") -> Any:
+    """The result of the members' function `method`, stacked."""
+    function = getattr(self.functions, method)
+
+    def predict_one(member: TrainState) -> Any:
+      return function(self._with_shared(member, state.shared), inputs)
+
+    members = state.members.replace(opt_state=None)
+    return jax.vmap(predict_one, spmd_axis_name=self.axis)(members)
+
+  def stack(self, states: Sequence[TrainState]) -> GroupState:
+    """The group's state from the states of solo runs."""
+    shared = only_paths(states[0].params, self.shared_paths)
+    own = [self._without_shared(state) for state in states]
+    if self.has_one_optimizer:
+      stored = [
+        state.replace(opt_state=self._with_numbers(state.opt_state, z))
+        for z, state in enumerate(own)
+      ]
+      return GroupState(stack_rows(stored), shared)
+    members = stack_rows([state.replace(opt_state=None) for state in own])
+    opt_states = tuple(state.opt_state for state in own)
+    return GroupState(members.replace(opt_state=opt_states), shared)
+
+  def check_shared(self, states: Sequence[TrainState]) -> None:
+    """Raise UserError if the members' frozen parameters, of which one copy is held, differ."""
+    first = flatten_dict(only_paths(states[0].params, self.shared_paths), sep="/")
+    for program, state in zip(self.programs[1:], states[1:], strict=True):
+      other = flatten_dict(only_paths(state.params, self.shared_paths), sep="/")
+      for path, leaf in first.items():
+        if leaf is not other[path] and not np.array_equal(leaf, other[path], equal_nan=True):
+          raise UserError(
+            f"{path} is frozen and shared, but differs between {self.programs[0].name} and "
+            f"{program.name}: train them as separate runs, or from one load_parameters_path"
+          )
+
+  def copy_held(self, state: GroupState) -> GroupState:
+    """The state with copies of the arrays that `take` returns as they are."""
+    return state.replace(shared=jax.tree.map(jnp.copy, state.shared))
+
+  def take(self, state: GroupState, row: int | jax.Array) -> TrainState:
+    """The state of a solo run from that of a member; `row` is an `int` if optimizers differ."""
+    if self.has_one_optimizer:
+      member = take_row(state.members, row)
+      opt_state = self._by_phase(
+        lambda _, own: without_numbers(own, self.programs[0].solo_numbers), member.opt_state
+      )
+    else:
+      member = take_row(state.members.replace(opt_state=None), row)
+      opt_state = state.members.opt_state[row]
+    return self._with_shared(member.replace(opt_state=opt_state), state.shared)
+
+  def shardings(self) -> GroupState | None:
+    """The sharding of every leaf: that of a solo run, after the axis of the members."""
+    solo = self.functions.shardings
+    if solo is None:
+      return None
+
+    def with_axis(sharding: NamedSharding) -> NamedSharding:
+      return NamedSharding(sharding.mesh, jax.P(self.axis, *sharding.spec))
+
+    members = jax.tree.map(with_axis, self._without_shared(solo))
+    if not self.has_one_optimizer:
+      opt_states = tuple(program.functions.shardings.opt_state for program in self.programs)
+      members = members.replace(opt_state=opt_states)
+    return GroupState(members, only_paths(solo.params, self.shared_paths))
+
+  def _lift(
+    self, method: str, in_axes: tuple, gradients: Callable[..., GradientResult] | None = None
+  ) -> nn.Module:
+    """The module of all members: every variable has a first axis of Z."""
+    lifted = nn.vmap(
+      MemberModule,
+      variable_axes={True: 0},
+      split_rngs={True: False},  # every member has its seed and its key as arguments
+      in_axes=in_axes,
+      axis_size=len(self.programs),
+      spmd_axis_name=self.axis,
+      metadata_params={nn.PARTITION_NAME: "ensemble"},
+      methods=[method],
+    )
+    return lifted(
+      init_variables=self.functions.init_variables,
+      gradients=gradients,
+      shared_paths=self.shared_paths,
+      has_collections=self.functions.abstract_state.collections is not None,
+    )
+
+  def _phase_step(
+    self, index: int, state: GroupState, batch: Any
+  ) -> tuple[GroupState, dict[str, jax.Array]]:
+    """A step of the phase with this index."""
+    result = self.gradients(state, batch, index)
+    if self.has_one_optimizer:
+      update = self._update_of(self.functions, index, state.shared)
+      members, metrics = jax.vmap(update, spmd_axis_name=self.axis)(state.members, result)
+    else:
+      members, metrics = self._update_one_by_one(index, state, result)
+    return state.replace(members=members), metrics
+
+  def _update_of(self, functions: MemberFunctions, index: int, shared: Any) -> Callable:
+    """The update of one member, whose state lacks the shared parameters."""
+
+    def update(state: TrainState, result: GradientResult) -> tuple[TrainState, dict]:
+      whole = self._with_shared(state, shared)
+      new_state, metrics = functions.phases[index].update(whole, result)
+      return self._without_shared(new_state), metrics
+
+    return update
+
+  def _update_one_by_one(
+    self, index: int, state: GroupState, result: GradientResult
+  ) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The updates of members whose optimizers are different functions."""
+    opt_states = state.members.opt_state
+    without_optimizer = state.members.replace(opt_state=None)
+    new_states = []
+    metrics = []
+    for z, program in enumerate(self.programs):
+      update = self._update_of(program.functions, index, state.shared)
+      own = take_row(without_optimizer, z).replace(opt_state=opt_states[z])
+      new_state, own_metrics = update(own, take_row(result, z))
+      new_states.append(new_state)
+      metrics.append(own_metrics)
+    members = stack_rows([state.replace(opt_state=None) for state in new_states])
+    opt_states = tuple(state.opt_state for state in new_states)
+    return members.replace(opt_state=opt_states), stack_rows(metrics)
+
+  def _without_shared(self, state: TrainState) -> TrainState:
+    return state.replace(params=without_paths(state.params, self.shared_paths))
+
+  def _with_shared(self, state: TrainState, shared: Any) -> TrainState:
+    return state.replace(params=merge_params(state.params, shared))
+
+  def _by_phase(self, function: Callable[[int, Any], Any], opt_state: Any) -> Any:
+    """function(index of a phase, its optimizer state) for every phase."""
+    schedule = self.functions.schedule
+    if schedule is None:
+      return function(0, opt_state)
+    names = list(schedule.names)
+    own = {name: function(names.index(name), state) for name, state in opt_state.own.items()}
+    return PhaseOptStates(own)
+
+  def _numbers(self, index: int) -> dict[str, np.ndarray]:
+    """The members' values [Z] of the stored numbers of a phase."""
+    return {
+      name: np.array([program.numbers[index][name] for program in self.programs], np.float32)
+      for name in sorted(self._stored)
+    }
+
+  def _with_numbers(self, opt_state: Any, z: int) -> Any:
+    """The optimizer state of a solo run of member z, with the stored numbers."""
+    kept = self.programs[0].solo_numbers
+    if self._stored == kept:
+      return opt_state
+    abstract = self.functions.abstract_state.opt_state
+
+    def convert(index: int, own: Any) -> Any:
+      values = {name: value[z] for name, value in self._numbers(index).items()}
+      like = abstract
+      if self.functions.schedule is not None:
+        like = abstract.own[self.functions.schedule.names[index]]
+      return with_numbers(own, like, values, kept)
+
+    return self._by_phase(convert, opt_state)
+
+
+class SoloGroup:
+  """The same functions for a member in a group of one: those of its solo run, without `vmap`.
+
+  Metrics and predictions have a first axis of one.
+  """
+
+  axis = None
+  shared_paths: frozenset[str] = frozenset()
+  bytes_saved = 0.0
+
+  def __init__(self, program: MemberProgram, *, own_batches: bool):
+    self.programs = [program]
+    self.functions = program.functions
+    self.abstract_state = program.functions.abstract_state
+    self._own_batches = own_batches
+
+  def init(self, params: Any = None) -> TrainState:
+    return self.functions.init(self.programs[0].seed_array, params)
+
+  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    own = take_row(batch, 0) if self._own_batches else batch
+    state, metrics = self.functions.step(state, own)
+    return state, stack_rows([metrics])
+
+  def predict(self, state: TrainState, inputs: Any, method: str = "predict") -> Any:
+    return stack_rows([getattr(self.functions, method)(state, inputs)])
+
+  def stack(self, states: Sequence[TrainState]) -> TrainState:
+    return states[0]
+
+  def copy_held(self, state: TrainState) -> TrainState:
+    return jax.tree.map(jnp.copy, state)
+
+  def take(self, state: TrainState, row: int) -> TrainState:
+    del row
+    return state
+
+  def check_shared(self, states: Sequence[TrainState]) -> None:
+    """There is nothing to share."""
+
+  def shardings(self) -> TrainState | None:
+    return self.functions.shardings
+
+
+def take_row(tree: Any, row: int | jax.Array) -> Any:
+  """Entry `row` along the first axis of every array."""
+  return jax.tree.map(lambda leaf: leaf[row], tree)
+
+
+def stack_rows(trees: Sequence[Any]) -> Any:
+  """The trees as one, with a new first axis."""
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def join_metrics(by_member: Sequence[dict]) -> StackMetrics:
+  """The metrics of members in separate programs."""
+  by_group = [stack_rows([metrics]) for metrics in by_member]
+  common = stack_common(by_group, range(len(by_member)))
+  own = [{name: x for name, x in each.items() if name not in common} for each in by_member]
+  return StackMetrics(common, own)
+
+
+def _names_of_differing_numbers(programs: Sequence[MemberProgram]) -> frozenset[str]:
+  """Names of the numbers of which, in some phase, two members have different values."""
+  names = set()
+  for of_phase in zip(*(program.numbers for program in programs), strict=True):
+    for name in of_phase[0]:
+      if len({numbers[name] for numbers in of_phase}) > 1:
+        names.add(name)
+  return frozenset(names)
+
+
+def _shared_paths(programs: Sequence[MemberProgram], functions: MemberFunctions) -> frozenset[str]:
+  """Paths of the frozen parameters that are equal in all members."""
+  bases = {program.base for program in programs}
+  if len(bases) > 1 or None in bases:
+    return frozenset()
+  return functions.frozen

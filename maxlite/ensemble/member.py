@@ -1,0 +1,140 @@
+"""The members of an ensemble, as a user gives them."""
+
+import dataclasses
+import importlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import optax
+
+from maxlite.config.errors import UserError
+
+# (bound module, batch) -> scalar or (scalar, {name: scalar})
+Loss = Callable[[nn.Module, Any], Any]
+Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """A Linen module with its optimizer and seed.
+
+  Args:
+    model: members with equal modules are trained as one stack.
+    optimizer: a transformation, such as `optax.adam(1e-3)`; or a function that returns one, such as
+      `optax.adam`, for members that differ in its numbers: they are data of one program.
+    seed: of the parameters and of random numbers in training.
+    name: by default m00, m01, ...
+    hyperparameters: the arguments of an optimizer that is a function.
+    train: regexes of whole parameter paths; other parameters are frozen. By default, all train.
+  """
+
+  model: nn.Module
+  optimizer: Optimizer
+  seed: int = 0
+  name: str = ""
+  hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  train: Sequence[str] | None = None
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.model, nn.Module):
+      raise _not_an_instance("model", self.model, "Module")
+    if not isinstance(self.optimizer, optax.GradientTransformation):
+      self._check_optimizer_function()
+    elif self.hyperparameters:
+      raise UserError(
+        "hyperparameters of a Member are arguments of an optimizer that is a function: write "
+        "optimizer=optax.adam, or leave hyperparameters out"
+      )
+    if isinstance(self.train, str):
+      raise UserError(f"train={self.train!r} of a Member is not a list: write [{self.train!r}]")
+    try:
+      operator.index(self.seed)
+    except TypeError:
+      given = " ".join(str(self.seed).split())
+      raise UserError(f"seed={given} of a Member is not an integer") from None
+
+  def _check_optimizer_function(self) -> None:
+    """Raise UserError if the optimizer and its hyperparameters give no transformation."""
+    if hasattr(self.optimizer, "gradient_transformation"):
+      raise UserError(
+        f"optimizer={type(self.optimizer).__name__} of a Member: give it its "
+        ".gradient_transformation()"
+      )
+    if not callable(self.optimizer) or not self.hyperparameters:
+      raise _not_an_instance("optimizer", self.optimizer, "GradientTransformation")
+    name = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
+    try:
+      built = self.optimizer(**self.hyperparameters)
+    except (TypeError, ValueError) as error:
+      first_line = str(error).partition("\n")[0]
+      raise UserError(f"hyperparameters of a Member: {name}(...) fails: {first_line}") from error
+    if not isinstance(built, optax.GradientTransformation):
+      raise UserError(f"optimizer={name} of a Member returns no GradientTransformation")
+
+  def build_optimizer(self) -> optax.GradientTransformation:
+    """The transformation with the member's hyperparameters."""
+    if isinstance(self.optimizer, optax.GradientTransformation):
+      return self.optimizer
+    return self.optimizer(**self.hyperparameters)
+
+  @property
+  def numbers(self) -> dict[str, float]:
+    """The hyperparameters that are numbers."""
+    return {name: value for name, value in self.hyperparameters.items() if is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _not_an_instance(field: str, value: Any, kind: str) -> UserError:
+  name = getattr(value, "__name__", type(value).__name__)
+  remedy = ""
+  if callable(value) and not isinstance(value, nn.Module):
+    remedy = f": call it, {name}(...)"
+    if field == "optimizer":
+      remedy += ", or give its arguments as hyperparameters"
+  return UserError(f"{field}={name} of a Member is not an instance of {kind}{remedy}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemberFactory:
+  """An importable function from which any process can build the members."""
+
+  path: str  # package.module:function
+  num_workers: int  # 0: one per member, up to the cores
+  checkpoint_period: int  # steps between the snapshots from which a restarted worker resumes
+  example_batch: Any = None
+
+  def __post_init__(self) -> None:
+    if self.num_workers < 0 or self.checkpoint_period < 1:
+      raise UserError(
+        f"num_workers={self.num_workers} must be 0 or more, and "
+        f"checkpoint_period={self.checkpoint_period} 1 or more"
+      )
+
+
+def call_factory(path: str) -> dict[str, Any]:
+  """{members, loss, predict}, as returned by the function.
+
+  Raises:
+    UserError: there is no such function, or it returns something else.
+  """
+  module, _, name = path.partition(":")
+  try:
+    function = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise UserError(f"no factory {path!r}, give package.module:function ({error})") from error
+  ensemble = function()
+  required = {"members", "loss"}
+  optional = {"predict", "base"}
+  if not isinstance(ensemble, dict) or not required <= set(ensemble) <= required | optional:
+    raise UserError(f"{path} must return a dict of members, loss and, optionally, predict, base")
+  return {"predict": call_model, "base": None, **ensemble}
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+  """The default `predict`."""
+  return model(inputs)

@@ -1,0 +1,64 @@
+"""Hyperparameters as arrays in an optimizer's state, by `optax.inject_hyperparams`.
+
+A group of ensemble members has one optimizer, and the numbers in which its members differ are in
+its state. The state of a solo run lacks them; the functions here convert between the two forms.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+_Stored = optax.InjectStatefulHyperparamsState
+
+
+def _is_stored(node: Any) -> bool:
+  return isinstance(node, _Stored)
+
+
+def set_numbers(opt_state: Any, values: Mapping[str, jax.Array]) -> Any:
+  """The state with these values of numbers that it stores."""
+
+  def with_values(node: Any) -> Any:
+    if not _is_stored(node):
+      return node
+    return node._replace(hyperparams={**node.hyperparams, **values})
+
+  return jax.tree.map(with_values, opt_state, is_leaf=_is_stored)
+
+
+def without_numbers(opt_state: Any, kept: Collection[str]) -> Any:
+  """The state of an optimizer that stores only the numbers `kept`."""
+
+  def strip(node: Any) -> Any:
+    if not _is_stored(node):
+      return node
+    if not kept:
+      return node.inner_state
+    numbers = {name: value for name, value in node.hyperparams.items() if name in kept}
+    return node._replace(hyperparams=numbers)
+
+  return jax.tree.map(strip, opt_state, is_leaf=_is_stored)
+
+
+def with_numbers(
+  opt_state: Any, like: Any, values: Mapping[str, jax.Array], kept: Collection[str]
+) -> Any:
+  """The inverse of `without_numbers`.
+
+  Args:
+    like: a state of the optimizer that stores the numbers; may be abstract.
+    values: of the numbers that `opt_state` lacks.
+    kept: names of those that it stores.
+  """
+
+  def store(node: Any, given: Any) -> Any:
+    if not _is_stored(node):
+      return given
+    if kept:
+      return given._replace(hyperparams={**values, **given.hyperparams})
+    return _Stored(jnp.zeros((), jnp.int32), dict(values), {}, given)
+
+  return jax.tree.map(store, like, opt_state, is_leaf=_is_stored)
