@@ -34,10 +34,10 @@ from maxlite.distributed.initialize import (
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.signals import stop_on_signals
 from maxlite.ensemble.asha import JOURNAL, AsynchronousHalving, rungs, survivors
-from maxlite.ensemble.engines.engine_base import EngineRequest
+from maxlite.ensemble.engines.engine_base import EngineRequest, Placement
 from maxlite.ensemble.engines.submesh import assign_lpt
 from maxlite.ensemble.ensemble_metrics import score_combinations
-from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, gather_metrics, train_members
+from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, train_members
 from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.leaderboard import LEADERBOARD
 from maxlite.ensemble.member_program import MemberProgram
@@ -172,9 +172,9 @@ class EnsembleRun:
       self._asynchronous = AsynchronousHalving(self.members, steps, factor, journal, report)
 
   @property
-  def _member_devices(self) -> list[jax.Device]:
+  def _placement(self) -> Placement:
     """The devices of a member's own program."""
-    return self.devices if self._spread else self.devices[:1]
+    return Placement(tuple(self.devices if self._spread else self.devices[:1]))
 
   @property
   def is_done(self) -> bool:
@@ -260,26 +260,26 @@ class EnsembleRun:
     if others := [run.name for run in trainer.runs if run not in alike]:
       text = f"soups leave out {', '.join(others)}: other shapes than {best.name}"
       self.console.print(text)
-    program = self._programs.build(best.member, self._member_devices)
+    program = self._programs.build(best.member, self._placement)
     params = {run.name: jax.device_get(run.state.params) for run in alike}
     with report_wait("scoring soups", self.console.print):
-      return score_soups(program, params, trainer.eval_batches, self.data.source.num_bytes_V)
+      return score_soups(
+        program.functions, params, trainer.eval_batches, self.data.source.num_bytes_V
+      )
 
   def close(self) -> None:
     for member in self.members:
       member.close()
 
   def _restore(self) -> None:
-    programs = [self._programs.build(run.member, self._member_devices) for run in self.members]
+    programs = [self._programs.build(run.member, self._placement) for run in self.members]
     default: Sharding = SingleDeviceSharding(self.devices[0])
     if jax.process_count() > 1:
       default = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
     for member, program in zip(self.members, programs, strict=True):
       member.restore(program, default)
-      if member.state is None and program.init_from_file:
-        if jax.process_count() > 1:
-          raise UserError("load_parameters_path: members read it in one process: num_processes=1")
-        member.state = program.init_from_file(program.seed_array)
+      if member.state is None and program.base_params and jax.process_count() > 1:
+        raise UserError("load_parameters_path: members read it in one process: num_processes=1")
     if self.cfg.ensemble.pbt_period:
       self._restore_common_step(programs, default)
     step_of = lambda member: member.step
@@ -423,12 +423,11 @@ class EnsembleRun:
       data = list({member.config.data: None for member in group})
       request = EngineRequest(
         num_members=len(group),
-        program=lambda z, devices: self._programs.build(group[z].member, devices),
+        program=lambda z, placement: self._programs.build(group[z].member, placement),
         batch=abstract_batch((self.batch_size, self.cfg.data.max_target_length)),
         devices=self.devices,
         spread=self._spread,
         own_batches=len(data) > 1,
-        finish=gather_metrics,
         no_factory="not estimated; ensemble_strategy=processes trains each member in a process",
       )
       # After training in worker processes, only predictions remain.

@@ -16,9 +16,8 @@ from maxlite.config.phases import phases_of
 from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
-from maxlite.ensemble.engines.engine_base import EnsembleEngine
-from maxlite.ensemble.engines.stacked import VmapEngine
-from maxlite.ensemble.ensemble import stack_common
+from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
+from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import Plan
 from maxlite.ensemble.population import Population
@@ -116,7 +115,7 @@ def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) ->
   context = LoopContext(trainer, trainer, log, profiler, evaluate, timer)
   population = None
   if cfg.ensemble.pbt_period:
-    assert isinstance(trainer.engine, VmapEngine)  # as the rules of the config require
+    assert isinstance(trainer.engine, StackedEngine)  # as the rules of the config require
     population = Population(cfg, runs, trainer.engine, run_folder(cfg).directory, console)
   try:
     what = f"compiling the steps of {len(runs)} members ({trainer.plan.strategy})"
@@ -171,12 +170,6 @@ class MemberStreams:
       stream.close()
 
 
-def gather_metrics(metrics: list[dict]) -> tuple[dict, list[dict]]:
-  """({name: [Z]} of the scalars that all members have, the other metrics of each)."""
-  common = stack_common(metrics)
-  return common, [{k: v for k, v in own.items() if k not in common} for own in metrics]
-
-
 class EnsembleLog(Log):
   """The log of all members: a row of each, and one line on the console."""
 
@@ -193,9 +186,9 @@ class EnsembleLog(Log):
       return ""
     return "all members diverged: " + describe_divergence(self._cfg.training.max_skipped_steps)
 
-  def _count_step(self, step: int, metrics: tuple[dict, list[dict]]) -> None:
+  def _count_step(self, step: int, metrics: StackMetrics) -> None:
     self._steps_since += 1
-    for z, skipped in enumerate(metrics[0]["skipped_in_a_row"]):
+    for z, skipped in enumerate(metrics.common["skipped_in_a_row"]):
       run = self._runs[z]
       limit = run.config.training.max_skipped_steps
       if skipped < limit:
@@ -207,16 +200,15 @@ class EnsembleLog(Log):
   def _write(
     self,
     step: int,
-    metrics: tuple[dict, list[dict]],
+    metrics: StackMetrics,
     evaluation: Callable[[], list[dict]] | None,
   ) -> None:
-    common, own = metrics
     seconds = self._step_seconds(time.perf_counter())
     evaluated = evaluation() if evaluation else [{}] * len(self._runs)
     rows = {}
     for z, run in enumerate(self._runs):
       if z not in self._diverged:
-        of_member = {name: value[z] for name, value in common.items()} | own[z]
+        of_member = {name: value[z] for name, value in metrics.common.items()} | metrics.own[z]
         rows[run.name] = self._member_row(z, step, of_member, seconds) | evaluated[z]
         self._writers[z].write(rows[run.name], of_member.get("expert_load"))
     self._console.print(*describe_step(step, self._cfg.run.steps, seconds, rows), sep="\n")

@@ -75,9 +75,13 @@ class MemberRun:
     if self.checkpoints is None:
       return
     identify_run(self.folder, self.checkpoints)
-    shardings = program.shardings or jax.tree.map(lambda _: default, program.abstract_state)
-    shard = lambda leaf, own: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
-    abstract = jax.tree.map(shard, program.abstract_state, shardings)
+    abstract = program.functions.abstract_state
+    shardings = program.functions.shardings or jax.tree.map(lambda _: default, abstract)
+
+    def shard(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    abstract = jax.tree.map(shard, abstract, shardings)
     restored = self.checkpoints.restore(abstract, last_step)
     self.state, self.data_state, self.step = restored or (None, None, 0)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from maxlite.config import Config
 from maxlite.config.tuning import perturbations_of
 from maxlite.distributed.object_collectives import all_gather_object
-from maxlite.ensemble.engines.stacked import VmapEngine
+from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.member_run import MemberRun
 from maxlite.metrics.writers import JsonlWriter, Writers
 from maxlite.optim.build import hyperparameters, with_hyperparameters
@@ -39,7 +39,7 @@ class Population:
     self,
     cfg: Config,
     runs: Sequence[MemberRun],
-    engine: VmapEngine,
+    engine: StackedEngine,
     directory: Path,
     console: Console,
   ):
@@ -72,7 +72,7 @@ class Population:
         self._console.print(f"step {step}: no exchange, since no member has a held-out loss there")
       return state
     (stacked,) = state
-    before = process_allgather(hyperparameters(stacked.opt_state), tiled=True)
+    before = process_allgather(hyperparameters(stacked.members.opt_state), tiled=True)
     donor_Z = np.arange(len(losses))
     donor_Z[[*donors]] = [*donors.values()]
     after = {key: values[donor_Z] for key, values in before.items()}
@@ -128,5 +128,7 @@ def ancestors(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[s
 
 def copy_members(state: list[Any], donor_Z: jax.Array, values: dict[str, jax.Array]) -> list[Any]:
   """The state whose member z has all of the former member donor_Z[z], but its own `values`."""
-  (stacked,) = jax.tree.map(lambda leaf: leaf[donor_Z], state)
-  return [stacked.replace(opt_state=with_hyperparameters(stacked.opt_state, values))]
+  (stacked,) = state
+  members = jax.tree.map(lambda leaf: leaf[donor_Z], stacked.members)
+  members = members.replace(opt_state=with_hyperparameters(members.opt_state, values))
+  return [stacked.replace(members=members)]

@@ -20,7 +20,7 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import CheckpointConfig
 from maxlite.data.batch import Batch
 from maxlite.ensemble.ensemble_metrics import score_combinations
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.member_program import MemberFunctions
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.step.train_state import TrainState
 
@@ -47,7 +47,7 @@ def greedy_soup(nll_Z: Sequence[float], nll_of: Callable[[list[int]], float]) ->
 
 
 def score_soups(
-  program: MemberProgram,
+  functions: MemberFunctions,
   params: Mapping[str, Any],
   batches: Callable[[], Iterator[Batch]],
   num_bytes_V: np.ndarray,
@@ -58,23 +58,27 @@ def score_soups(
   a single batch, there is none.
 
   Args:
-    program: of one of the members, on one device or with shardings.
+    functions: of one of the members, on one device or with shardings.
     params: by member, numpy, of the same shapes.
   """
-  names, one = list(params), jax.devices()[0]
+  names = list(params)
+  one = jax.devices()[0]
+  assert functions.evaluate is not None
+  evaluate = jax.jit(functions.evaluate)
+  predict_one = jax.jit(functions.predict)
 
   def state_of(members: Sequence[int]) -> TrainState:
     mean = jax.tree.map(mean_of_arrays, *(params[names[z]] for z in members))
-    mean = jax.device_put(mean, program.shardings.params if program.shardings else one)
+    mean = jax.device_put(mean, functions.shardings.params if functions.shardings else one)
     return TrainState(*[None] * 6).replace(params=mean)
 
   def nll_of(members: Sequence[int]) -> float:
-    assert program.evaluate is not None
-    state, half = state_of(members), itertools.islice(batches(), 0, None, 2)
-    sums = jax.device_get([program.evaluate(state, place(batch)) for batch in half])
+    state = state_of(members)
+    half = itertools.islice(batches(), 0, None, 2)
+    sums = jax.device_get([evaluate(state, place(batch)) for batch in half])
     return float(sum(each["nll"] for each in sums) / sum(each["weight"] for each in sums))
 
-  place = lambda batch: jax.device_put(batch, program.batch_sharding or one)
+  place = lambda batch: jax.device_put(batch, functions.batch_sharding or one)
   soups = {"uniform soup": list(range(len(names)))}
   if sum(1 for _ in batches()) > 1:
     greedy = greedy_soup([nll_of([z]) for z in soups["uniform soup"]], nll_of)
@@ -82,7 +86,7 @@ def score_soups(
   scores = {}
   for soup, members in soups.items():
     state = state_of(members)
-    predict = lambda batch, state=state: [program.predict(state, place(batch))]
+    predict = lambda batch, state=state: [predict_one(state, place(batch))]
     scores[soup] = score_combinations(predict, batches, num_bytes_V)["best member"]
   return scores
 
