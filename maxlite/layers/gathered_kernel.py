@@ -93,4 +93,5 @@ def multiply_gathered(
     mesh=plan.sharder.mesh,
     in_specs=(plan.x_spec, plan.kernel_spec),
     out_specs=plan.y_spec,
+    check_vma=plan.sharder.check_vma,
   )(x, kernel)

@@ -72,7 +72,7 @@ def attend(
       *(*segment_specs, jax.P()),
     ),
     out_specs=q_spec,
-    check_vma=backend not in WITHOUT_VMA,
+    check_vma=sharder.check_vma and backend not in WITHOUT_VMA,
   )
   return sharded(q_BTHC, k_BTGC, v_BTGC, sink_H, segment_BT, segment_BT, is_local)
 

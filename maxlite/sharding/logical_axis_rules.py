@@ -79,6 +79,17 @@ class Sharder:
     platform = self.mesh.devices.flat[0].platform
     return "gpu" if platform in ("cuda", "rocm") else platform
 
+  @property
+  def check_vma(self) -> bool:
+    """Whether `jax.shard_map` can check over which mesh axes values vary.
+
+    JAX cannot where `vmap` shards the members of an ensemble over the axis `ensemble`
+    (`spmd_axis_name`); tests/ensemble/test_sharded_members.py compares the gradients there.
+    """
+    kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+    is_lifted = kinds.get("ensemble") != AxisType.Manual
+    return not (is_lifted and self.mesh.shape.get("ensemble", 1) > 1)
+
   def inside_shard_map(self, mesh_axis: str) -> "Sharder":
     """The sharder for code inside a shard_map over `mesh_axis`, which no rule uses any more."""
     kinds = [

@@ -129,6 +129,7 @@ def _token_sums(
     mesh=sharder.mesh,
     in_specs=(*jax.tree.map(by_row, (states, rows)), sharder.spec(("embed", "vocab"))),
     out_specs=jax.P(),
+    check_vma=sharder.check_vma,
   )(states, rows, tuple(w_DV for w_DV, _ in heads))
 
 

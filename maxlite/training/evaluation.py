@@ -214,6 +214,7 @@ def argmax_token(x: jax.Array, w_DV: jax.Array, chunk_tokens: int, sharder: Shar
     mesh=sharder.mesh,
     in_specs=(sharder.spec((*names, None)), sharder.spec(("embed", "vocab"))),
     out_specs=sharder.spec(names),
+    check_vma=sharder.check_vma,
   )(x, w_DV)
 
 

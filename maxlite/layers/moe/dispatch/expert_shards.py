@@ -54,7 +54,7 @@ def apply_on_shards(
     mesh=sharder.mesh,
     in_specs=(rows_D, rows_D, rows_D, ExpertWeights(*map(sharder.spec, (WI, WO, BI, BO)))),
     out_specs=(rows_D, jax.P()),
-    check_vma=mlp.supports_vma,  # False only for kernels in WITHOUT_VMA
+    check_vma=sharder.check_vma and mlp.supports_vma,  # which kernels in WITHOUT_VMA do not
   )(x_BTD, route.expert_BTK, route.weight_BTK, weights)
 
 
