@@ -12,8 +12,8 @@ import optax
 import pytest
 from families import batch, largest_error, loss, train_alone
 
+from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.vmapped_jaxprs import vmap_programs
 
 
 class Fields(nn.Module):
@@ -77,15 +77,10 @@ def first_loss(member):
   return np.asarray(nn.apply(loss, member.model)(variables, batch(0))[0])
 
 
-def test_programs_that_differ_in_the_sign_of_zero_are_not_merged():
-  x = jax.ShapeDtypeStruct((), jnp.float32)
-  functions = [lambda x, zero=zero: 1 / (x * zero) for zero in (0.0, -0.0)]
-  run = vmap_programs(functions, ["f", "g"], [(x,), (x,)], in_axes=(0,))
-  np.testing.assert_array_equal(run(jnp.ones(2)), [np.inf, -np.inf])
-
-
 @pytest.mark.parametrize("impl", ["rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)])
 def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
+  """Under `vmap`, these generators would draw all members' numbers from the first one's key."""
+
   class Noisy(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, train=True):
@@ -94,7 +89,7 @@ def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
 
   with jax.default_prng_impl(impl), jax.numpy_dtype_promotion("standard"):
     members = [Member(Noisy(), optax.sgd(rate), seed=z) for z, rate in enumerate((0.1, 0.2))]
-    ensemble = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
+    ensemble = Ensemble(members, loss, strategy="fused", devices=jax.devices()[:1])
     state = ensemble.init(batch(0))
     losses, start, *_ = zip(*map(train_alone, members), strict=True)
     starts = [own.params for own in ensemble.member_states(state).values()]
@@ -102,6 +97,9 @@ def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
     for n in range(2):
       state, metrics = ensemble.step(state, batch(n))
       assert largest_error(np.asarray(metrics["loss"]), np.stack(losses)[:, n]) <= 1e-6
+    stacked = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
+    with pytest.raises(UserError, match=f"jax_default_prng_impl={impl} draws .*; use fused"):
+      stacked.init(batch(0))
 
 
 @pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])

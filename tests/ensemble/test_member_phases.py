@@ -1,17 +1,17 @@
 """Members with phases: each equals its solo run, or the strategy rejects it."""
 
 import contextlib
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
 
 from maxlite.config.members import members_of
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
-from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.engines.engine_base import Placement
+from maxlite.ensemble.engines.stacked import group_members
+from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.training.run import run_training
 
 PHASES = (
@@ -43,27 +43,36 @@ def test_members_with_phases_equal_their_solo_runs(tmp_path, strategy):
         np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)
 
 
-def toy(name, *flops):
-  init = lambda seed: {"x": jnp.zeros(()) + seed.astype(jnp.float32)}
-  step = lambda state, batch: ({"x": state["x"] + batch}, {"loss": state["x"]})
-  return MemberProgram(name, 0, init, step, lambda state, batch: state["x"], flops=flops)
-
-
-def request_of(*programs):
-  batch = jax.ShapeDtypeStruct((), jnp.float32)
-  return EngineRequest(
-    len(programs), lambda z, _: programs[z], batch, jax.devices()[: len(programs)]
+def test_members_with_equal_phases_are_one_group():
+  """Phases that end on a condition may change at different steps in different members."""
+  until = "until: {metric: loss, max_steps: 3, below: 1}"
+  entries = (
+    f"{{name: a, phases: [{PHASES}]}}, {{name: b, phases: [{PHASES}], learning_rate: 3e-3}}, "
+    f"{{name: later, phases: [{PHASES}], initial_phases: {{a: 2}}}}, "
+    f"{{name: c, phases: [{{name: a, train: [.*], {until}}}]}}, "
+    f"{{name: d, phases: [{{name: a, train: [.*], {until}}}], init_weights_seed: 5}}"
   )
+  cfg = config(Path(), f"[{entries}]")
+  builder = ConfigPrograms(jax.devices()[:1], 16, np.ones(cfg.model.vocab_size))
+  placement = Placement(tuple(jax.devices()[:1]))
+  programs = [builder.build(member, placement) for member in members_of(cfg)]
+  assert group_members(programs) == [[0, 1], [2], [3], [4]]
 
 
-@pytest.mark.parametrize("strategy", ["stacked", "switched"])
-def test_strategies_that_would_compute_all_phases_reject_members_with_phases(strategy):
-  request = request_of(toy("plain", 1.0), toy("phased", 1.0, 2.0))
-  with pytest.raises(ValueError, match="phased has phases; use fused, submesh or processes"):
-    ENSEMBLE_STRATEGIES[strategy](request)
-
-
-def test_members_with_phases_are_not_stacked():
-  names = ("a", "phased", "b", "later")
-  request = request_of(*(toy(name, *(1.0,) * (1 + (len(name) > 1))) for name in names))
-  assert ENSEMBLE_STRATEGIES["fused"](request).groups == [[0, 2], [1], [3]]
+@pytest.mark.slow
+def test_stacked_members_with_phases_equal_their_solo_runs(tmp_path):
+  members = (
+    f"[{{name: a, phases: [{PHASES}], ema_decay: 0.5}}, "
+    f"{{name: b, phases: [{PHASES}], ema_decay: 0.5, learning_rate: 3e-3, init_weights_seed: 4}}]"
+  )
+  folder, solo = tmp_path / "ensemble", tmp_path / "alone"
+  assert start(folder, members, ensemble_strategy="stacked", **ONE_EACH)[0] == 0
+  for member in members_of(config(solo, members)):
+    with contextlib.redirect_stdout(Output()):
+      assert run_training(member.config) == 0
+    here, there = rows_of(folder, member.name), rows_of(solo, member.name)
+    assert len(here) == STEPS
+    for row, expected in zip(here, there, strict=True):
+      assert row.keys() == expected.keys()
+      for key, value in expected.items():
+        np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)

@@ -9,10 +9,10 @@ import pytest
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.engines.stacked import VmapEngine
-from maxlite.ensemble.engines.step_cost import program_cost
 from maxlite.ensemble.engines.submesh import SubmeshEngine, assign_lpt, split_devices
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.linen_members import build_programs
+from maxlite.ensemble.member import call_model
+from maxlite.ensemble.member_program import abstract_tree
 
 BATCH = np.ones((4, 3), np.float32)
 
@@ -40,54 +40,33 @@ def of(plan, strategy):
   return next(e for e in plan.estimates if e.strategy == strategy)
 
 
-def test_flops_are_of_matrix_products_including_loops():
-  def step(x, w):
-    y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y @ w), None), x, None, length=5)
-    return y @ w
-
-  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-  cost = program_cost(jax.make_jaxpr(step)(shape(4, 3), shape(3, 3)))
-  assert cost.flops == 6 * 2 * 4 * 3 * 3
-  assert cost.operations == 11
-  assert cost.bytes == 11 * 4 * 3 * 4
+def test_costs_come_from_shapes():
+  """Six FLOPs per parameter and row; a stack has the FLOPs of all and the operations of one."""
+  plan = planned([MLP(4)] * 8, 1)
+  engines = {name: of(plan, name) for name in ("stacked", "submesh")}
+  assert engines["stacked"].useful_share == engines["submesh"].useful_share == 1
+  assert engines["submesh"].compile_seconds == 8 * engines["stacked"].compile_seconds
+  assert engines["submesh"].num_programs == 8
 
 
-def test_cost_on_a_mesh_is_of_all_its_devices():
-  """With explicit shard_map, and with sharding by the compiler."""
-  mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (1, 8)), ("ensemble", "data"))
-  home = jax.NamedSharding(mesh, jax.P("data"))
-  by_compiler = lambda state, batch: (state, {"loss": jnp.sum(batch @ state)})
-  product = jax.shard_map(
-    jnp.dot, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=home.spec
-  )
-  by_shard_map = lambda state, batch: (state, {"loss": jnp.sum(product(batch, state))})
-  init = lambda seed: jnp.full((3, 2), seed, jnp.float32)
-  for step in (by_compiler, by_shard_map):
-    place = {"shardings": jax.NamedSharding(mesh, jax.P()), "batch_sharding": home}
-    program = MemberProgram("m", 0, init, step, step, **place)
-    batch = jax.ShapeDtypeStruct((16, 3), jnp.float32)
-    request = EngineRequest(1, lambda z, _, program=program: program, batch, jax.devices())
-    cost = VmapEngine(request, [program], [[0]]).step_cost()
-    assert cost.total.flops == 2 * 16 * 3 * 2
-    assert cost.on_device.flops == cost.total.flops / 8
-    assert cost.total.operations == 8 * cost.on_device.operations > 0
+def test_a_stack_over_devices_has_its_share_of_the_members_on_each():
+  one, eight = (of(planned([MLP(512, 3)] * 8, n), "stacked") for n in (1, 8))
+  assert one.state_bytes == 8 * eight.state_bytes
 
 
-def test_a_sub_mesh_builds_each_member_once_on_its_own_devices():
-  step = lambda state, batch: (state, {"loss": jnp.sum(batch @ state)})
-  program = MemberProgram("m", 0, lambda seed: jnp.zeros((3, 2)), step, step)
+def test_a_sub_mesh_builds_each_member_on_its_own_devices():
+  loss = lambda model, batch: jnp.mean(model(batch))
+  members = [Member(MLP(4), optax.sgd(0.1), seed=z, name=f"m{z}") for z in range(4)]
+  programs = build_programs(members, loss, call_model, BATCH)
   built = []
 
-  def build(z, devices):
-    built.append((z, tuple(devices)))
-    return program
+  def build(z, placement):
+    built.append((z, placement.devices))
+    return programs[z]
 
-  request = EngineRequest(4, build, jax.ShapeDtypeStruct((16, 3), jnp.float32), jax.devices())
-  assert len(request.costs) == 4
-  built.clear()
-  SubmeshEngine(request)
-  members, parts = zip(*built, strict=True)
-  assert members == (0, 1, 2, 3)
+  SubmeshEngine(EngineRequest(4, build, abstract_tree(BATCH), jax.devices()))
+  numbers, parts = zip(*built[-4:], strict=True)
+  assert numbers == (0, 1, 2, 3)
   assert len(set(parts)) == 4
   assert sum(map(len, parts)) == len(set().union(*parts))
 
@@ -102,7 +81,7 @@ def test_members_of_different_structure_are_fused_on_one_device():
   plan = planned([MLP(4), MLP(4, 2), MLP(8, 3)], 1)
   assert plan.strategy == "fused"
   assert "cannot" not in of(plan, "fused").why_not
-  assert of(plan, "stacked").why_not == "params/Dense_1/bias is only in m1"
+  assert of(plan, "stacked").why_not == "depth is 1 in m0, and 2 in m1"
 
 
 def test_of_strategies_with_equal_steps_and_compilation_the_simplest_is_chosen():
@@ -114,12 +93,11 @@ def test_of_strategies_with_equal_steps_and_compilation_the_simplest_is_chosen()
   assert plan.reason == "simpler than submesh, and as fast"
 
 
-def test_a_removed_strategy_is_replaced_and_the_plan_reports_it():
+def test_padded_is_only_chosen_by_name():
   models = [MLP(4), MLP(5)]
-  with pytest.warns(FutureWarning, match="strategy padded was removed: use auto"):
-    plan = planned(models, 1, strategy="padded")
-  assert plan.strategy == planned(models, 1).strategy == "fused"
-  assert "padded was removed, auto replaces it" in str(plan.table())
+  assert planned(models, 1).strategy == "fused"
+  assert "padded" not in [each.strategy for each in planned(models, 1).estimates]
+  assert planned(models, 1, strategy="padded").strategy == "padded"
 
 
 def test_state_bytes_are_of_the_fullest_device():

@@ -15,7 +15,8 @@ from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines import processes
 from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.member_program import MemberFactory, build_programs, call_factory
+from maxlite.ensemble.linen_members import build_programs
+from maxlite.ensemble.member import MemberFactory, call_factory
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 
 FACTORY = f"{__name__}:make"

@@ -14,7 +14,7 @@ from maxlite.config import UserError, load_config, save_resolved
 from maxlite.data.batch import Batch
 from maxlite.ensemble import __main__ as command
 from maxlite.ensemble.ensemble_run import train_ensemble
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.member_program import MemberFunctions
 from maxlite.ensemble.soups import greedy_soup, mean_of_arrays, score_soups
 from maxlite.hf.hf_config import model_keys
 
@@ -68,8 +68,10 @@ def test_members_are_chosen_on_every_other_batch_and_scored_on_the_rest():
     return {"nll": 2 * nll, "weight": 2}
 
   predict = lambda state, batch: log_prob(state.params)
-  program = MemberProgram("", 0, None, None, predict, evaluate)
-  score = lambda targets: score_soups(program, params, lambda: batches_of(targets), np.ones(3))
+  functions = MemberFunctions(
+    init_variables=None, start=None, phases=(), step=None, predict=predict, evaluate=evaluate
+  )
+  score = lambda targets: score_soups(functions, params, lambda: batches_of(targets), np.ones(3))
   scores = score([1, 0, 1, 0])
   assert list(scores) == ["uniform soup", "greedy soup of b"]
   expected = -jax.nn.log_softmax(3 * params["b"])[0]

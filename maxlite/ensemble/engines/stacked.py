@@ -312,8 +312,15 @@ def _copy(tree: Any) -> Any:
   return jax.tree.map(jnp.copy, tree)
 
 
+def _has_vmappable_keys() -> bool:
+  """Whether `vmap` over random keys draws each member's numbers from its own key."""
+  return jax.config.jax_default_prng_impl == "threefry2x32"
+
+
 def group_members(programs: Sequence[MemberProgram]) -> list[list[int]]:
   """Indices of the programs of each group, in the order of their first members."""
+  if not _has_vmappable_keys():
+    return [[z] for z in range(len(programs))]
   groups: dict[Hashable, list[int]] = {}
   for z, program in enumerate(programs):
     groups.setdefault(program.group, []).append(z)
@@ -351,6 +358,9 @@ def build_fused(request: EngineRequest) -> StackedEngine:
 
 def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
   """The first setting in which two members differ that one stack cannot have."""
+  if not _has_vmappable_keys():
+    impl = jax.config.jax_default_prng_impl
+    return f"jax_default_prng_impl={impl} draws the same random numbers for all members of a stack"
   ours = first.settings()
   theirs = second.settings()
   for name in [*ours, *theirs]:
