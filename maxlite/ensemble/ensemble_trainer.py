@@ -208,7 +208,7 @@ class EnsembleLog(Log):
     rows = {}
     for z, run in enumerate(self._runs):
       if z not in self._diverged:
-        of_member = {name: value[z] for name, value in metrics.common.items()} | metrics.own[z]
+        of_member = metrics.of_member(z)
         rows[run.name] = self._member_row(z, step, of_member, seconds) | evaluated[z]
         self._writers[z].write(rows[run.name], of_member.get("expert_load"))
     self._console.print(*describe_step(step, self._cfg.run.steps, seconds, rows), sep="\n")

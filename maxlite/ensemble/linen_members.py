@@ -21,7 +21,7 @@ from maxlite.ensemble.member_program import (
   MemberSetting,
   variables_of,
 )
-from maxlite.optim.labels import Labels, frozen_paths, labels_of, partitioned, split
+from maxlite.optim.labels import Labels, frozen_paths, labels_of, partitioned
 from maxlite.step.api_checks import check_scalars, check_unreserved
 from maxlite.step.train_state import TrainState, init_state
 from maxlite.step.train_step import (
@@ -177,7 +177,7 @@ class _ModuleFunctions:
     def start(variables: dict[str, Any], seed: jax.Array) -> TrainState:
       collections = dict(variables)
       params = collections.pop("params")
-      opt_state = tx.init(split(params, self.labels)[0])
+      opt_state = tx.init(params)
       rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
       return init_state(params, opt_state, rng, collections=collections)
 

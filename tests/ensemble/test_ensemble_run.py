@@ -51,7 +51,6 @@ ONE_EACH = {"ici_ensemble_parallelism": 8, "ici_fsdp_parallelism": 1}
 CASES = {
   "stacked": (f"[{ALIKE}]", {"ici_ensemble_parallelism": 2}),
   "fused": (f"[{FAST}, {SIZES}]", ONE_EACH),
-  "switched": (f"[{ALIKE}, {MOE}]", ONE_EACH),
   "submesh": (f"[{ALIKE}, {MOE}]", {}),
 }
 FUSED = {"ensemble_strategy": "fused", **ONE_EACH}
@@ -116,14 +115,25 @@ def fused(root):
 
 
 def test_every_strategy_has_a_case():
-  assert set(CASES) == set(ENSEMBLE_STRATEGIES) - {"processes"}
+  assert set(CASES) == set(ENSEMBLE_STRATEGIES) - {"processes", "switched", "padded"}
+
+
+@pytest.mark.parametrize(
+  ("strategy", "message"),
+  [
+    ("switched", "members from configs have a mesh of their devices, .*; use submesh"),
+    ("padded", "padding changes the loss of fast by .*: use fused"),  # the mean in its norms
+  ],
+)
+def test_strategies_that_do_not_take_the_members_are_refused_in_one_line(root, strategy, message):
+  with pytest.raises(UserError, match=message):
+    train_ensemble(config(root / strategy, f"[{FAST}, {SIZES}]", ensemble_strategy=strategy))
 
 
 # One of the stacked members is enough; test_strategies.py tests the bits of members that are not.
 PROBED = {
   "stacked": ("slow", "fast"),
   "fused": ("fast",),
-  "switched": ("fast", "moe"),
   "submesh": ("fast", "moe"),
 }
 SLOW = set(CASES) - {"fused"}  # to compile; test_strategies.py tests all of them

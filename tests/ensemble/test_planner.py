@@ -29,7 +29,8 @@ class MLP(nn.Module):
 
 
 def planned(models, num_devices, **keywords):
-  members = [Member(model, optax.sgd(0.1)) for model in models]
+  optimizer = optax.sgd(0.1)
+  members = [Member(model, optimizer) for model in models]
   loss = lambda model, batch: jnp.mean(model(batch))
   ensemble = Ensemble(members, loss, devices=jax.devices()[:num_devices], **keywords)
   ensemble.init(BATCH)

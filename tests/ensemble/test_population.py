@@ -18,6 +18,8 @@ from maxlite.config.members import members_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.data.loader import open_data
+from maxlite.ensemble.engines.engine_base import Placement
+from maxlite.ensemble.engines.member_group import GroupState
 from maxlite.ensemble.ensemble_run import EnsembleRun
 from maxlite.ensemble.finalize import finalize
 from maxlite.ensemble.from_config import ConfigPrograms
@@ -107,7 +109,8 @@ def drawn_states(num_members):
 def test_copies_have_the_bits_of_the_donor():
   states, donor_Z = drawn_states(4), np.array([0, 3, 2, 0])
   values = {"learning_rate": jnp.arange(4.0), "adam_b1": jnp.full(4, 0.25)}
-  (copied,) = jax.jit(copy_members)([states], donor_Z, values)
+  (group,) = jax.jit(copy_members)([GroupState(states, {})], donor_Z, values)
+  copied = group.members
   got = hyperparameters(copied.opt_state)
   jax.tree.map(np.testing.assert_array_equal, got, values)
   others = lambda state: state.replace(opt_state=state.opt_state._replace(hyperparams=None))
@@ -153,7 +156,7 @@ def program(data, folder, own, **keys):
   """The program of the first member of `own`, for one device."""
   member = members_of(config(folder, f"[{{{own}}}]", **KEYS | {"pbt_period": 0} | keys))[0]
   builder = ConfigPrograms(jax.devices(), ROWS, data.source.num_bytes_V)
-  return builder.build(member, jax.devices()[:1])
+  return builder.build(member, Placement(tuple(jax.devices()[:1])))
 
 
 def solo(data, folder, own):
@@ -176,17 +179,18 @@ def test_members_equal_solo_runs_and_copies_those_from_the_donors_state(populati
   stream = data.train_stream()
   batches = [next(stream) for _ in range(PERIOD + 1)]
   alone = solo(data, tmp_path, "learning_rate: 1e-2")
-  state, step = jax.jit(alone.init)(alone.seed_array), jax.jit(alone.step)
+  state = jax.jit(alone.functions.init)(alone.seed_array)
+  step = jax.jit(alone.functions.step)
   for batch, logged in zip(batches[:PERIOD], rows_of(folder, "a"), strict=False):
     state, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], logged["loss"], rtol=TOLERANCE)
     np.testing.assert_allclose(metrics["learning_rate"], logged["learning_rate"], rtol=1e-6)
   row = lineage_of(folder)[0]
-  abstract = program(data, tmp_path, "", pbt_period=PERIOD).abstract_state
+  abstract = program(data, tmp_path, "", pbt_period=PERIOD).functions.abstract_state
   donor = saved(folder, row["from"], PERIOD, abstract)
   state = state.replace(params=donor["params"], opt_state=donor["opt_state"].inner_state)
   values = ", ".join(f"{key}: {value!r}" for key, value in row["after"].items())
-  state, metrics = jax.jit(solo(data, tmp_path, values).step)(state, batches[PERIOD])
+  state, metrics = jax.jit(solo(data, tmp_path, values).functions.step)(state, batches[PERIOD])
   logged = next(own for own in rows_of(folder, row["member"]) if own["step"] == PERIOD + 1)
   np.testing.assert_allclose(metrics["learning_rate"], logged["learning_rate"], rtol=1e-6)
   np.testing.assert_allclose(metrics["loss"], logged["loss"], rtol=TOLERANCE)

@@ -30,6 +30,10 @@ class StackMetrics(NamedTuple):
   common: dict[str, jax.Array]  # {name: [Z]} of the scalars that all members have
   own: list[dict[str, jax.Array]]  # by member, all others
 
+  def of_member(self, z: int) -> dict[str, jax.Array]:
+    """All that the step of member z reports."""
+    return {name: values_Z[z] for name, values_Z in self.common.items()} | self.own[z]
+
 
 @dataclasses.dataclass(frozen=True)
 class MemberCost:

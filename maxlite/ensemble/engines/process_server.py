@@ -36,7 +36,8 @@ def serve(connection: Connection) -> None:
         leaves = map(jnp.asarray, content)
         state = engine.pack(jax.tree.unflatten(jax.tree.structure(engine.abstract), leaves))
       case "step":
-        state, result = engine.step(state, content)
+        state, metrics = engine.step(state, content)
+        result = [metrics.of_member(z) for z in range(len(engine.programs))]
       case "unpack":
         result = engine.unpack(state)
       case method:

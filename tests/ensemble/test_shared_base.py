@@ -1,0 +1,173 @@
+"""Members that train a part of the parameters hold the rest once, and equal their solo runs."""
+
+import contextlib
+import functools
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import largest_error
+from test_ensemble_run import ONE_EACH, TOLERANCE, Output, config, rows_of, start
+
+from maxlite.config.errors import UserError
+from maxlite.config.members import members_of
+from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines.engine_base import tree_bytes
+from maxlite.training.run import run_training
+
+WIDTH = 16
+ADAPTERS = [r"lora_.*"]
+BATCH = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
+
+
+class Adapted(nn.Module):
+  """Dense layers with low-rank adapters."""
+
+  rank: int = 2
+
+  @nn.compact
+  def __call__(self, x_BD):
+    for n in range(2):
+      kernel = self.param(f"kernel_{n}", nn.initializers.lecun_normal(), (WIDTH, WIDTH))
+      a = self.param(f"lora_a_{n}", nn.initializers.lecun_normal(), (WIDTH, self.rank))
+      b = self.param(f"lora_b_{n}", nn.initializers.normal(), (self.rank, WIDTH))
+      x_BD = nn.tanh(x_BD @ kernel + (x_BD @ a) @ b)
+    return x_BD
+
+
+def loss(model, x_BD):
+  return jnp.mean((model(x_BD) - 1) ** 2)
+
+
+@functools.cache
+def base() -> dict:
+  """The frozen parameters of a pretrained model, without adapters."""
+  params = Adapted().init(jax.random.key(99), BATCH)["params"]
+  return {name: leaf for name, leaf in params.items() if name.startswith("kernel")}
+
+
+def members(count: int) -> list[Member]:
+  return [
+    Member(
+      Adapted(),
+      optax.adam,
+      seed=z,
+      hyperparameters={"learning_rate": 1e-2 / (1 + z)},
+      train=ADAPTERS,
+    )
+    for z in range(count)
+  ]
+
+
+def solo_run(member: Member, num_steps: int) -> tuple[list[float], dict]:
+  """(losses, parameters) of the loop that a user would write."""
+  drawn = Adapted().init(jax.random.key(member.seed), BATCH)["params"]
+  adapters = {name: leaf for name, leaf in drawn.items() if name.startswith("lora")}
+  tx = member.build_optimizer()
+  opt_state = tx.init(adapters)
+  losses = []
+
+  def compute(adapters):
+    return nn.apply(loss, Adapted())({"params": base() | adapters}, BATCH)
+
+  for _ in range(num_steps):
+    value, gradients = jax.value_and_grad(compute)(adapters)
+    updates, opt_state = tx.update(gradients, opt_state, adapters)
+    adapters = optax.apply_updates(adapters, updates)
+    losses.append(float(value))
+  return losses, base() | adapters
+
+
+@pytest.mark.parametrize("strategy", ["stacked", pytest.param("submesh", marks=pytest.mark.slow)])
+def test_adapters_on_one_base_equal_solo_runs(strategy):
+  own = members(3)
+  ensemble = Ensemble(own, loss, strategy=strategy, devices=jax.devices()[:1], base=base())
+  losses = []
+  with jax.numpy_dtype_promotion("standard"):
+    state = ensemble.init(BATCH)
+    for _ in range(3):
+      state, metrics = ensemble.step(state, BATCH)
+      losses.append(np.asarray(metrics["loss"]))
+    for z, (name, member) in enumerate(zip(ensemble.names, own, strict=True)):
+      expected, params = solo_run(member, 3)
+      np.testing.assert_allclose(np.stack(losses)[:, z], expected, rtol=1e-6)
+      got = ensemble.member_params(state, name)["params"]
+      assert largest_error(got, params) <= 1e-6
+      assert largest_error({n: got[n] for n in base()}, base()) == 0
+
+
+def test_the_base_is_held_once():
+  for count in (2, 16):
+    ensemble = Ensemble(
+      members(count), loss, strategy="stacked", devices=jax.devices()[:1], base=base()
+    )
+    state = ensemble.init(BATCH)
+    (group,) = state
+    assert set(group.shared) == set(base())
+    trained = tree_bytes(ensemble.members[0].model.init(jax.random.key(0), BATCH)["params"])
+    trained -= tree_bytes(base())
+    # The trained parameters, two moments, and a few numbers per member.
+    most = tree_bytes(base()) + count * (3 * trained + 64)
+    assert tree_bytes(state) <= most
+    step = ensemble._engine.step.lower(state, BATCH).compile()
+    assert step.memory_analysis().argument_size_in_bytes <= most + BATCH.nbytes
+
+
+def test_states_of_members_with_one_base_are_restored():
+  ensemble = Ensemble(members(2), loss, strategy="stacked", devices=jax.devices()[:1], base=base())
+  state, _ = ensemble.step(ensemble.init(BATCH), BATCH)
+  states = ensemble.member_states(state)
+  before = jax.tree.map(np.asarray, states)
+  _, expected = ensemble.step(ensemble.load_states(states), BATCH)
+  _, metrics = ensemble.step(state, BATCH)  # donates the state, and no array of `states`
+  assert largest_error(states, before) == 0
+  assert largest_error(metrics["loss"], expected["loss"]) == 0
+  other = jax.tree.map(np.asarray, states)
+  other["m1"].params["kernel_0"] = other["m1"].params["kernel_0"] + 1
+  with pytest.raises(
+    UserError, match="kernel_0 is frozen and shared, but differs between m0 and m1"
+  ):
+    ensemble.load_states(other)
+
+
+@pytest.mark.parametrize(
+  ("wrong", "message"),
+  [
+    (
+      {"kernel_0": base()["kernel_0"]},
+      "base lacks kernel_1, which is frozen: give it, or train it",
+    ),
+    (base() | {"kernel_2": np.ones(1)}, "base has kernel_2, which the model Adapted does not have"),
+    (
+      base() | {"kernel_1": np.ones(3)},
+      r"kernel_1 of base has shape \(3,\), and that of the model",
+    ),
+  ],
+)
+def test_a_base_of_another_model_is_one_line(wrong, message):
+  with pytest.raises(UserError, match=message) as error:
+    Ensemble(members(2), loss, base=wrong).init(BATCH)
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_config_members_with_adapters_share_the_run_they_start_from(tmp_path):
+  keys = {"lora_rank": 2, "phases": "[{name: lora, train: [.*lora.*], steps: 1}]"}
+  parent = members_of(config(tmp_path, "[{name: parent}, {name: other, init_weights_seed: 7}]"))[0]
+  with contextlib.redirect_stdout(Output()):
+    assert run_training(parent.config) == 0
+  folder = Path(parent.config.run.base_output_directory) / parent.config.run.run_name
+  keys |= {"load_parameters_path": folder, "ensemble_strategy": "stacked"}
+  entries = "[{name: a, learning_rate: 1e-2}, {name: b, learning_rate: 1e-3, init_weights_seed: 3}]"
+  assert start(tmp_path / "ensemble", entries, **keys, **ONE_EACH)[0] == 0
+  for member in members_of(config(tmp_path / "alone", entries, **keys)):
+    with contextlib.redirect_stdout(Output()):
+      assert run_training(member.config) == 0
+    here = rows_of(tmp_path / "ensemble", member.name)
+    there = rows_of(tmp_path / "alone", member.name)
+    for row, expected in zip(here, there, strict=True):
+      np.testing.assert_allclose(row["loss"], expected["loss"], rtol=TOLERANCE)
