@@ -3,6 +3,7 @@
 import functools
 import platform
 import re
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -199,3 +200,32 @@ def test_members_that_index_by_different_sizes(module):
       losses.append(np.asarray(metrics["loss"]))
   want = [train_alone(member)[0] for member in members]
   assert largest_error(np.stack(losses, axis=1), np.stack(want)) <= TOLERANCE
+
+
+class Drawn(nn.Module):
+  """A layer whose initial values are from one of two distributions."""
+
+  kernel_init: Callable
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    return nn.Dense(1, kernel_init=self.kernel_init)(x_BTD[:, 0])
+
+
+def test_interleaved_groups_keep_the_order_of_the_members():
+  normal, uniform = nn.initializers.normal(), nn.initializers.uniform()
+  inits = (normal, uniform, uniform, normal, uniform)
+  members = [Member(Drawn(init), optax.sgd(0.1), seed=z) for z, init in enumerate(inits)]
+  ensemble = Ensemble(members, loss, predict=predict, strategy="fused", devices=jax.devices()[:1])
+  state = ensemble.init(batch(0))
+  want = [train_alone(member) for member in members]
+  starts = [own.params for own in ensemble.member_states(state).values()]
+  assert largest_error(starts, [start["params"] for _, start, *_ in want]) <= START_TOLERANCE
+  losses = []
+  for n in range(STEPS):
+    state, metrics = ensemble.step(state, batch(n))
+    losses.append(np.asarray(metrics["loss"]))
+  assert largest_error(np.stack(losses, axis=1), np.stack([own for own, *_ in want])) <= TOLERANCE
+  predictions = ensemble.predict(state, batch(0)[0]).members
+  assert largest_error(np.asarray(predictions), np.stack([own[-1] for own in want])) <= TOLERANCE

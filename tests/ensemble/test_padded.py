@@ -1,0 +1,68 @@
+"""Members of different sizes on zero-padded arrays: they equal solo runs, or are refused."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from families import MLP, STEPS, batch, largest_error, loss, predict, train_alone
+
+from maxlite.config.errors import UserError
+from maxlite.ensemble import Ensemble, Member
+
+TOLERANCE = 1e-6
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+BY_MEAN = optax.chain(optax.scale_by_param_block_rms(), optax.sgd(0.1))  # over all elements
+
+
+def padded(models, optimizer=OPTIMIZER):
+  members = [Member(model, optimizer, seed=z) for z, model in enumerate(models)]
+  ensemble = Ensemble(members, loss, predict=predict, strategy="padded", devices=jax.devices()[:1])
+  return members, ensemble
+
+
+def test_padded_members_equal_members_trained_alone():
+  members, ensemble = padded([MLP((3, 4)), MLP((5, 4)), MLP((5, 2))])
+  state = ensemble.init(batch(0))
+  losses = []
+  for n in range(STEPS):
+    state, metrics = ensemble.step(state, batch(n))
+    losses.append(np.asarray(metrics["loss"]))
+  want = [train_alone(member) for member in members]
+  assert largest_error(np.stack(losses, axis=1), np.stack([own for own, *_ in want])) <= TOLERANCE
+  ends = [ensemble.member_params(state, name) for name in ensemble.names]
+  assert largest_error(ends, [own[2] for own in want]) <= TOLERANCE
+  predictions = np.asarray(ensemble.predict(state, batch(0)[0]).members)
+  assert largest_error(predictions, np.stack([own[-1] for own in want])) <= TOLERANCE
+  states = ensemble.member_states(state)
+  assert largest_error(ensemble.member_states(ensemble.load_states(states)), states) == 0
+
+
+class Means(nn.Module):
+  """A module of which the mean over units would include the padding."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    return nn.Dense(1)(nn.LayerNorm()(nn.Dense(self.width)(x_BTD[:, 0])))
+
+
+@pytest.mark.parametrize(
+  ("models", "optimizer", "message"),
+  [
+    ([Means(3), Means(5)], OPTIMIZER, "padding changes the loss of m0 by .*: use fused"),
+    ([MLP((3,)), MLP((5,))], BY_MEAN, "padding changes the update of m0 by .*: use fused"),
+    ([MLP((3, 5)), MLP((5, 3))], OPTIMIZER, "no member is the largest along every axis"),
+    ([MLP((3,)), MLP((3, 3))], OPTIMIZER, "the same parameters and optimizer function"),
+  ],
+)
+def test_members_that_padding_would_change_are_refused_in_one_line(models, optimizer, message):
+  _, ensemble = padded(models, optimizer)
+  with (
+    jax.numpy_dtype_promotion("standard"),
+    pytest.raises(UserError, match=message) as error,
+  ):
+    ensemble.step(ensemble.init(batch(0)), batch(0))
+  assert "\n" not in str(error.value)
