@@ -223,7 +223,7 @@ def _check_base(base: Any, params: Any, frozen: frozenset[str], model: nn.Module
 
 
 def _replace_params(drawn: Any, given: Any) -> Any:
-  """`drawn`, which may have logical names, with the parameters of `given` in place of its own."""
+  """`drawn`, which may have logical names, with the parameters of `given` in their places."""
   flat = flatten_dict(drawn)
   for path, leaf in flatten_dict(given).items():
     value = jnp.asarray(leaf, meta.unbox(flat[path]).dtype)
