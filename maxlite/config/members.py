@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, raise_all
 from maxlite.config.object_store import join
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
@@ -55,6 +55,7 @@ class _RawMember(NamedTuple):
 def members_of(cfg: Config) -> tuple[MemberConfig, ...]:
   """The members in order, each combined with every point of `sweep`; empty without an ensemble."""
   raws = _raw_members(cfg.ensemble)
+  _check_settings(raws)
   members = tuple(_member(cfg, index, raw) for index, raw in enumerate(raws))
   _require_unique(members, raws)
   return members
@@ -67,6 +68,21 @@ def _raw_members(ensemble: EnsembleConfig) -> list[_RawMember]:
   raws = raws or [_RawMember("", point[0].source, point) for point in points]
   numbered = enumerate(raws)
   return [raw._replace(name=raw.name or _numbered("m", n, len(raws))) for n, raw in numbered]
+
+
+def _check_settings(raws: list[_RawMember]) -> None:
+  """Raise the mistakes in all settings of all members at once, one per key of a source."""
+  errors: dict[tuple[str, str], UserError] = {}
+  for raw in raws:
+    for setting in raw.settings:
+      place = (setting.source, setting.name)
+      try:
+        parse(setting)
+        if setting.name not in MEMBER_KEYS:
+          raise setting.error("is shared by all members; set it once, outside of members")
+      except UserError as error:
+        errors.setdefault(place, error)
+  raise_all(list(errors.values()))
 
 
 def _combine(index: int, entry: FrozenMapping, points: list[Point]) -> Iterator[_RawMember]:
@@ -91,9 +107,6 @@ def _numbered(stem: str, index: int, count: int) -> str:
 
 def _member(cfg: Config, index: int, raw: _RawMember) -> MemberConfig:
   overrides = {setting.name: parse(setting) for setting in raw.settings}
-  for setting in raw.settings:
-    if setting.name not in MEMBER_KEYS:
-      raise setting.error("is shared by all members; set it once, outside of members")
   chosen = [setting for setting in raw.settings if setting.name == "model_name"]
   whole_preset = read_preset(chosen[-1]) if chosen else []
   allowed = MEMBER_KEYS - set(EXECUTION_KEYS)

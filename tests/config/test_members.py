@@ -201,3 +201,14 @@ def test_number_of_members_of_shipped_ensembles(file, count):
     assert len({tuple(flatten(member.config.model).items()) for member in found}) == 1
   else:
     assert len({tuple(flatten(member.config.model).items()) for member in found}) == count
+
+
+def test_all_mistakes_of_all_members_are_reported_at_once():
+  members = "members=[{dropout_rate: 0.1, learning_rte: 1}, {vocab_size: 5}]"
+  with pytest.raises(UserError) as error:
+    load_config([members, "sweep={grid: {adam_eps: [x, 1e-6]}}"])
+  first, second, third, fourth = error.value.lines
+  assert first.startswith("members[0]: dropout_rate=0.1 is a key of MaxText")
+  assert "learning_rte=1 is not a key; did you mean learning_rate?" in second
+  assert "sweep.grid: adam_eps=x is not a finite number" in third
+  assert "members[1]: vocab_size=5 is shared by all members" in fourth
