@@ -7,6 +7,7 @@ what to write instead.
 """
 
 from collections.abc import Iterator
+from math import isqrt
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,12 @@ Values = SimpleNamespace
 Rules = Iterator[tuple[Any, str, str]]
 ENSEMBLE_KEYS = ("members", "sweep", "search")
 TEACHER_KEYS = tuple(key for key in DEFAULTS if key.startswith(("teacher_", "distill_")))
+
+
+def largest_divisor(number: int, limit: int) -> int:
+  """The largest divisor of `number` up to `limit`."""
+  small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+  return max(d for low in small for d in (low, number // low) if d <= limit)
 
 
 def ensemble(v: Values) -> Rules:
@@ -60,7 +67,8 @@ def population(v: Values) -> Rules:
   text = f"no exchange before the last step; write pbt_period={max(v.steps // 4, 1)}"
   yield v.pbt_period >= v.steps, "pbt_period steps", text
   text = "a member saved later than others resumes where they do; write 2 or more"
-  keys, one_kept = "max_num_checkpoints_to_keep pbt_period", v.max_num_checkpoints_to_keep == 1
+  keys = "max_num_checkpoints_to_keep pbt_period"
+  one_kept = v.max_num_checkpoints_to_keep == 1
   yield v.pbt_period and one_kept and v.enable_checkpointing, keys, text
   text = "nothing changes them; write pbt_period=100, or pbt_hyperparameters={}"
   is_unused = v.ensemble_key and v.pbt_hyperparameters and not v.pbt_period
@@ -115,7 +123,8 @@ def generation(v: Values) -> Rules:
 def teacher(v: Values) -> Rules:
   """The rules of loss `distill`."""
   losses = [phase.get("loss", v.loss_type) for phase in v.phases] or [v.loss_type]
-  is_taught, key = any(loss in TAUGHT_LOSSES for loss in losses), "loss_type"
+  is_taught = any(loss in TAUGHT_LOSSES for loss in losses)
+  key = "loss_type"
   text = "needs a teacher; write teacher_path=FOLDER of a run, an ensemble or of Hugging Face"
   keys = "phases teacher_path" if v.phases else f"{key} teacher_path"
   yield is_taught and not v.teacher_path, keys, text

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from math import isqrt, lcm, prod
+from math import lcm, prod
 
 from maxlite.config.data_files import (
   other_dataset_type,
@@ -11,14 +11,16 @@ from maxlite.config.data_files import (
 )
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import expand_glob
+from maxlite.config.moe_rules import MOE_RULES
 from maxlite.config.raw_values import show
-from maxlite.config.registry import DRAFT_LOSSES, GROUP_ROUTERS, PARTIAL_ATTENTION_BACKENDS
+from maxlite.config.registry import DRAFT_LOSSES, PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.rules import (
   ENSEMBLE_KEYS,
   Rules,
   Values,
   ensemble,
   generation,
+  largest_divisor,
   local_updates,
   population,
   search,
@@ -52,12 +54,6 @@ def is_header_text(secret: str) -> bool:
 
 def _is_file(path: str) -> bool:
   return "://" in path or os.path.isfile(os.path.expanduser(path))
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-  """The largest divisor of `number` up to `limit`."""
-  small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-  return max(d for low in small for d in (low, number // low) if d <= limit)
 
 
 def _paths(v: Values) -> Rules:
@@ -109,8 +105,10 @@ def _run(v: Values) -> Rules:
 
 
 def _attention(v: Values) -> Rules:
-  latent, heads, sinks = v.family.latent_attention, v.base_num_query_heads, v.family.sinks
-  fix = f"write base_num_kv_heads={_largest_divisor(heads, v.base_num_kv_heads)}"
+  latent = v.family.latent_attention
+  heads = v.base_num_query_heads
+  sinks = v.family.sinks
+  fix = f"write base_num_kv_heads={largest_divisor(heads, v.base_num_kv_heads)}"
   text = f"query heads must be a multiple of key/value heads; {fix}"
   yield not latent and heads % v.base_num_kv_heads, "base_num_query_heads base_num_kv_heads", text
   key = "qk_rope_head_dim" if latent else "head_dim"
@@ -123,7 +121,12 @@ def _attention(v: Values) -> Rules:
   is_unused = v.local_rope_max_timescale and not v.family.global_layer_every
   text = "this family has no local layers; write local_rope_max_timescale=0"
   yield is_unused, "local_rope_max_timescale decoder_block", text
-  key, what = ("decoder_block", "sinks") if sinks else ("attn_logits_soft_cap", "a soft cap")
+  if sinks:
+    key = "decoder_block"
+    what = "sinks"
+  else:
+    key = "attn_logits_soft_cap"
+    what = "a soft cap"
   text = f"this backend does not support {what}; write attention=chunked"
   yield v.attention == "dot_product" and (v.attn_logits_soft_cap or sinks), f"attention {key}", text
 
@@ -138,62 +141,6 @@ def _rope(v: Values) -> Rules:
   yield v.rope_max_timescale == 1 and v.rope_type == "yarn", "rope_max_timescale rope_type", text
 
 
-def _layers(v: Values) -> Rules:
-  text = "one expert is a dense model; write decoder_block=llama"
-  yield v.num_experts == 1, "num_experts decoder_block", text
-  text = f"there are fewer experts; write num_experts_per_tok={v.num_experts} or less"
-  yield v.num_experts_per_tok > v.num_experts, "num_experts_per_tok num_experts", text
-  fix = f"first_num_dense_layers={v.base_num_decoder_layers - 1} or less, or decoder_block=llama"
-  others = v.base_num_decoder_layers - v.first_num_dense_layers
-  keys = "first_num_dense_layers base_num_decoder_layers"
-  yield others <= 0, keys, f"leaves no MoE layer; write {fix}"
-  fix = f"write interleave_moe_layer_step={_largest_divisor(others, v.interleave_moe_layer_step)}"
-  keys = f"interleave_moe_layer_step {keys}"
-  text = f"does not divide the {others} other layers; {fix}"
-  yield others % v.interleave_moe_layer_step, keys, text
-
-
-def _router(v: Values) -> Rules:
-  num_groups, is_grouped = v.n_routing_groups, v.router in GROUP_ROUTERS
-  if is_grouped:
-    divisor = _largest_divisor(v.num_experts, num_groups)
-    text = f"groups must have equal size; write n_routing_groups={divisor}"
-    yield v.num_experts % num_groups, "n_routing_groups num_experts", text
-    text = f"there are fewer groups; write topk_routing_group={num_groups} or less"
-    yield v.topk_routing_group > num_groups, "topk_routing_group n_routing_groups", text
-    eligible = v.topk_routing_group * v.num_experts // num_groups
-    fix = f"write num_experts_per_tok={eligible} or less, or a larger topk_routing_group"
-    keys = "num_experts_per_tok topk_routing_group n_routing_groups num_experts"
-    text = f"the groups of a token hold {eligible} experts; {fix}"
-    yield eligible < v.num_experts_per_tok, keys, text
-  text = "its weights always sum to one; write router=topk_softmax or norm_topk_prob=true"
-  yield v.router == "softmax_topk" and not v.norm_topk_prob, "norm_topk_prob router", text
-  fix = f"write router={next(iter(GROUP_ROUTERS))} or n_routing_groups=1"
-  text = f"this router has no groups; {fix}"
-  yield num_groups > 1 and not is_grouped, "n_routing_groups router", text
-
-
-def _dispatch(v: Values) -> Rules:
-  for key in ("capacity_factor", "ragged_buffer_factor"):
-    text = f"leaves no room for a token; write {key}=1.25, or -1 to drop nothing"
-    yield -1 < vars(v)[key] <= 0, key, text
-  text = "sparse matmuls have no slots; write sparse_matmul=false or capacity_factor=-1"
-  yield v.sparse_matmul and v.capacity_factor != -1, "capacity_factor sparse_matmul", text
-  key = "use_ring_of_experts" if v.use_ring_of_experts else "sparse_matmul"
-  text = "only the ragged all-to-all has that buffer; write ragged_buffer_factor=-1"
-  is_ragged = v.sparse_matmul and not v.use_ring_of_experts
-  yield v.ragged_buffer_factor != -1 and not is_ragged, f"ragged_buffer_factor {key}", text
-  text = "needs sparse matmuls; write sparse_matmul=true or use_ring_of_experts=false"
-  is_dense = not v.sparse_matmul
-  yield v.use_ring_of_experts and is_dense, "use_ring_of_experts sparse_matmul", text
-  text = "experts would not be quantized; write sparse_matmul=true or quantization=''"
-  yield v.quantization and is_dense and v.family.is_moe, "quantization sparse_matmul", text
-  text = "megablox=false forbids it; write megablox=true or grouped_matmul=auto"
-  yield v.grouped_matmul == "megablox" and not v.megablox, "grouped_matmul megablox", text
-  text = "only sparse matmuls are grouped; write grouped_matmul=auto or sparse_matmul=true"
-  yield v.grouped_matmul != "auto" and is_dense, "grouped_matmul sparse_matmul", text
-
-
 def _hardware(v: Values) -> Rules:
   for key in flatten(TilesConfig()):
     text = f"a tile is [rows, embed, mlp]; write {key}=[512, 1024, 1024], or [] to select it"
@@ -206,11 +153,13 @@ def _hardware(v: Values) -> Rules:
 
 
 def _memory(v: Values) -> Rules:
-  first, others = v.mlp_activations[:1], v.mlp_activations[1:]
+  first = v.mlp_activations[:1]
+  others = v.mlp_activations[1:]
   is_valid = first and first[0] not in _LINEAR and others in ((), *zip(_LINEAR))
   text = "must be one activation, or one and `linear`; write mlp_activations=[silu, linear]"
   yield not is_valid, "mlp_activations", text
-  is_custom, keys = v.remat_policy == "custom", "remat_saved_names remat_policy"
+  is_custom = v.remat_policy == "custom"
+  keys = "remat_saved_names remat_policy"
   text = "is only read by a custom policy; write remat_policy=custom"
   yield v.remat_saved_names and not is_custom, keys, text
   text = "a custom policy must save something; write remat_saved_names=[query_proj]"
@@ -255,14 +204,18 @@ def _batches(v: Values) -> Rules:
   needs_column = v.dataset_type in ("jsonl", "parquet", "arrow", "array_record")
   text = "is empty; write text_column=text"
   yield needs_column and not v.text_column, "text_column dataset_type", text
-  keys, text = "eval_dataset_path dataset_mixture", "write eval_path in the sources of the mixture"
+  keys = "eval_dataset_path dataset_mixture"
+  text = "write eval_path in the sources of the mixture"
   yield v.eval_dataset_path and v.dataset_mixture, keys, text
   text = "a step needs rows; write per_device_batch_size=1, or a fraction of it"
   yield v.per_device_batch_size <= 0, "per_device_batch_size", text
-  is_ordered, fix = not v.enable_data_shuffling, "write enable_data_shuffling=true"
-  keys, text = "data_sampling enable_data_shuffling", f"draws rows at random; {fix}"
+  is_ordered = not v.enable_data_shuffling
+  fix = "write enable_data_shuffling=true"
+  keys = "data_sampling enable_data_shuffling"
+  text = f"draws rows at random; {fix}"
   yield is_ordered and v.data_sampling == "bootstrap", keys, text
-  keys, text = "ensemble_data enable_data_shuffling", f"members would read the same order; {fix}"
+  keys = "ensemble_data enable_data_shuffling"
+  text = f"members would read the same order; {fix}"
   yield is_ordered and v.ensemble_data != "shared", keys, text
 
 
@@ -280,7 +233,7 @@ def _schedules(v: Values) -> Rules:
   text = "the schedule replaces the size; write global_batch_size=0"
   yield v.batch_size_schedule and v.global_batch_size, keys, text
   for _, length in v.sequence_length_schedule:
-    fix = f"write {_largest_divisor(v.max_target_length, max(length, 1))}"
+    fix = f"write {largest_divisor(v.max_target_length, max(length, 1))}"
     keys = "sequence_length_schedule max_target_length"
     yield length > 0 and v.max_target_length % length, keys, f"{length} is not a divisor; {fix}"
 
@@ -290,7 +243,8 @@ def _optimizer(v: Values) -> Rules:
   yield v.learning_rate_schedule_steps == 0, "learning_rate_schedule_steps", text
   overlaps = v.warmup_steps_fraction + v.wsd_decay_steps_fraction > 1
   fix = f"write wsd_decay_steps_fraction={round(1 - v.warmup_steps_fraction, 6)} or less"
-  keys, text = "warmup_steps_fraction wsd_decay_steps_fraction", f"warm-up and decay overlap; {fix}"
+  keys = "warmup_steps_fraction wsd_decay_steps_fraction"
+  text = f"warm-up and decay overlap; {fix}"
   yield v.lr_schedule_type == "wsd" and overlaps, keys, text
   for key in ("adam_b1", "adam_b2", "muon_beta"):
     yield vars(v)[key] == 1, key, f"would never change; write {key}={DEFAULTS[key]}"
@@ -301,7 +255,9 @@ def _optimizer(v: Values) -> Rules:
 
 
 def _parametrization(v: Values) -> Rules:
-  is_mup, base, key = v.parametrization == "mup", "mup_base_emb_dim", "parametrization"
+  is_mup = v.parametrization == "mup"
+  base = "mup_base_emb_dim"
+  key = "parametrization"
   text = f"needs the width at which rates were tuned; write {base}=64, or parametrization=standard"
   yield is_mup and not vars(v)[base], f"{key} {base}", text
   for name in (base, "mup_base_head_dim"):
@@ -357,7 +313,8 @@ def _divisibility(v: Values) -> Rules:
   """Known degrees must divide the dimensions that the default sharding table maps to them."""
   if v.logical_axis_rules:  # checked against the mesh when it is built
     return
-  is_moe, latent = v.family.is_moe, v.family.latent_attention
+  is_moe = v.family.is_moe
+  latent = v.family.latent_attention
   has_dense = not is_moe or v.first_num_dense_layers or v.interleave_moe_layer_step > 1
   by_fsdp = ("base_emb_dim", *(("q_lora_rank", "kv_lora_rank") if latent else ()))
   sharded = (
@@ -374,15 +331,17 @@ def _divisibility(v: Values) -> Rules:
   for key, axes in sharded:
     degrees = [f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axis in axes.split()]
     used = [degree for degree in degrees if vars(v)[degree] > 1]
-    size, shards = vars(v)[key], prod(vars(v)[degree] for degree in used)
-    divisor = _largest_divisor(size, shards) if size else 0
+    size = vars(v)[key]
+    shards = prod(vars(v)[degree] for degree in used)
+    divisor = largest_divisor(size, shards) if size else 0
     fix = f"write degrees that make {divisor}, or another {key}"
     yield size % shards, " ".join([*used, key]), f"{shards} shards do not divide {size}; {fix}"
 
 
 def _context_parallelism(v: Values) -> Rules:
   """The strategy must fit the backend, and known degrees the positions and the heads."""
-  strategy, key = v.context_parallel_strategy, "context_parallel_strategy"
+  strategy = v.context_parallel_strategy
+  key = "context_parallel_strategy"
   context, tensor = (
     prod(max(vars(v)[f"{group}_{axis}_parallelism"], 1) for group in ("ici", "dcn"))
     for axis in ("context", "tensor")
@@ -399,7 +358,8 @@ def _context_parallelism(v: Values) -> Rules:
       text = f"each of {context} shards must have an even number; write multiples of {2 * context}"
       yield length % (2 * context), f"sequence_length_schedule {key}", text
     return
-  num_heads, num_groups = v.base_num_query_heads // tensor, v.base_num_kv_heads // tensor
+  num_heads = v.base_num_query_heads // tensor
+  num_groups = v.base_num_kv_heads // tensor
   num_groups = num_heads if v.family.latent_attention else max(num_groups, 1)
   text = f"{context} shards do not divide {num_heads} heads per tensor shard; write {key}=ring"
   yield num_heads % lcm(num_groups, context), f"{key} base_num_query_heads", text
@@ -428,7 +388,8 @@ def _data_files(v: Values) -> Rules:
   yield not v.dataset_path, "dataset_path", "has no data; write dataset_path=FILE or [stdlib]"
   for key in ("dataset_path", "eval_dataset_path"):
     for entry in vars(v)[key]:
-      is_stdlib, path = entry == "stdlib", os.path.expanduser(entry)
+      is_stdlib = entry == "stdlib"
+      path = os.path.expanduser(entry)
       text = f"stdlib is text; write {key}=FILE"
       yield is_stdlib and v.dataset_type != "text", f"{key} dataset_type", text
       is_uri = "://" in entry  # looked up when it is opened
@@ -446,8 +407,6 @@ RULES: tuple[Callable[[Values], Rules], ...] = (
   *(_degrees, _axis_rules, _divisibility, _context_parallelism, _local_checkpoints),
 )
 
-MOE_RULES = (_layers, _router, _dispatch)
-
 
 def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> None:
   """Raise an error for the first rule that is violated.
@@ -459,7 +418,8 @@ def validate(config: Config, source: Mapping[str, str], *, needs_data: bool) -> 
   Raises:
     UserError: one line with the keys, their values and sources, the rule and the fix.
   """
-  values, family = flatten(config), config.model.family
+  values = flatten(config)
+  family = config.model.family
   all_rules = RULES + (MOE_RULES if family.is_moe else ()) + ((_data_files,) if needs_data else ())
   ensemble_key = next((key for key in ENSEMBLE_KEYS if values[key]), "")
   for rules in all_rules:
