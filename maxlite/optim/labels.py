@@ -138,13 +138,19 @@ def partitioned(tx: optax.GradientTransformation, labels: Labels) -> optax.Gradi
 
 def decay_mask(params: Any) -> Any:
   """True for each parameter that decays: all except norms and biases."""
-  decays = lambda key_path, _: re.search(NO_DECAY, path_of(key_path)) is None
+
+  def decays(key_path: tuple, _: Any) -> bool:
+    return re.search(NO_DECAY, path_of(key_path)) is None
+
   return jax.tree.map_with_path(decays, params)
 
 
 def logical_names(boxed_params: Any) -> Any:
   """Logical axis names of every parameter: a tree of `jax.P` like the unboxed parameters."""
-  is_box = lambda leaf: isinstance(leaf, nn.Partitioned)
+
+  def is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.Partitioned)
+
   return jax.tree.map(lambda box: jax.P(*box.names), boxed_params, is_leaf=is_box)
 
 
@@ -158,9 +164,11 @@ def state_names(opt_state: Any, params: Any, names: Any) -> Any:
   of_parameter = {(key_path, leaf.shape): leaf_names for (key_path, leaf), leaf_names in leaves}
 
   def of_leaf(key_path: tuple, leaf: Any) -> jax.P:
-    ends = ((key_path[start:], leaf.shape) for start in range(len(key_path)))
-    replicated = jax.P(*(None,) * leaf.ndim)
-    return next((of_parameter[end] for end in ends if end in of_parameter), replicated)
+    for start in range(len(key_path)):
+      end = (key_path[start:], leaf.shape)
+      if end in of_parameter:
+        return of_parameter[end]
+    return jax.P(*(None,) * leaf.ndim)
 
   return jax.tree.map_with_path(of_leaf, opt_state)
 
@@ -175,6 +183,8 @@ def matrix_axes(names: jax.P) -> optax.contrib.MuonDimensionNumbers | None:
   widths = [axis for axis in sides if names[axis].startswith("embed")]
   if len(sides) < 2 or len(widths) != 1 or {"vocab", "lora_rank"} & set(names):
     return None
-  width, others = tuple(widths), tuple(axis for axis in sides if axis not in widths)
-  inputs, outputs = (width, others) if width < others else (others, width)
-  return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+  width = tuple(widths)
+  others = tuple(axis for axis in sides if axis not in widths)
+  if width < others:
+    return optax.contrib.MuonDimensionNumbers(width, others)
+  return optax.contrib.MuonDimensionNumbers(others, width)

@@ -203,18 +203,32 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
 
   def branch(step: Step, state: Any, batch: Any) -> tuple[Any, dict]:
     state, metrics = step(state, batch)
-    return state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | metrics
+    zeros = {key: jnp.zeros(shape.shape, shape.dtype) for key, shape in shapes.items()}
+    return state, zeros | metrics
 
   branches = [functools.partial(branch, step) for step in steps.values()]
-  return lambda state, batch: jax.lax.switch(schedule.phase(state.clock), branches, state, batch)
+
+  def switched(state: Any, batch: Any) -> tuple[Any, dict]:
+    return jax.lax.switch(schedule.phase(state.clock), branches, state, batch)
+
+  return switched
 
 
 def compile_for_batches(step: Any, state: Any, batches: Sequence[Any]) -> Step:
   """Compile a jitted `step` for batches of several shapes; each call takes the one that fits."""
   programs = compile_in_parallel([step.lower(state, batch) for batch in batches])
-  shape_of = lambda batch: tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-  by_shape = dict(zip(map(shape_of, batches), programs, strict=True))
-  return lambda state, batch: by_shape[shape_of(batch)](state, batch)
+  by_shape = {}
+  for batch, program in zip(batches, programs, strict=True):
+    by_shape[_shapes_of(batch)] = program
+
+  def fitting(state: Any, batch: Any) -> tuple[Any, dict]:
+    return by_shape[_shapes_of(batch)](state, batch)
+
+  return fitting
+
+
+def _shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+  return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
 
 
 def compile_in_parallel(lowered: Iterable[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
