@@ -349,7 +349,7 @@ NOT_SUPPORTED: dict[str, str] = {
     indexer_n_heads indexer_sparse_training indexer_topk indexer_use_approx_top_k
     local_rope_proportion mhc_expansion_rate mhc_pallas_kernel_bwd_block_size
     mhc_pallas_kernel_fwd_block_size moba moba_chunk_size moba_topk nope_layer_interval
-    num_kv_shared_layers o_groups o_lora_rank partial_rotary_factor share_kv_projections
+    num_kv_shared_layers o_groups o_lora_rank share_kv_projections
     sinkhorn_iterations temperature_tuning trainable_position_size use_double_wide_mlp use_indexer
     use_mhc_pallas_kernel use_qk_norm_in_gdn use_untrainable_positional_embedding
     vocab_size_per_layer_input

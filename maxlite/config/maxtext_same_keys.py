@@ -49,6 +49,7 @@ SAME_NAME: dict[str, str] = {
   "lora_rank": "0",
   "lora_alpha": "0.0",
   "rope_max_timescale": "10000",
+  "partial_rotary_factor": "1.0",
   "rope_type": "default",
   "local_rope_max_timescale": "-1",
   "rope_factor": "40",

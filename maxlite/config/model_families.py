@@ -42,6 +42,9 @@ MODELS: dict[str, ModelFamily] = {
   "deepseek": ModelFamily(is_moe=True, latent_attention=True),
   # Qwen3 Technical Report (2025), section 2.
   "qwen3_moe": ModelFamily(is_moe=True, qk_norm="head"),
+  # GLM-4.5 (2025), section 2.1; GLM-4.5-Air has no QK-norm.
+  "glm4_moe": ModelFamily(is_moe=True, qkv_bias=True, qk_norm="head"),
+  "glm4_moe_air": ModelFamily(is_moe=True, qkv_bias=True),
   # Muennighoff et al., OLMoE (2024), section 2 and appendix B.
   "olmoe": ModelFamily(is_moe=True, qk_norm="projection"),
   # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.

@@ -33,10 +33,11 @@ def function_keys(cfg: ModelConfig) -> dict[str, Any]:
   else:
     names -= set(flatten(cfg.mla))
   bases = {"rope_max_timescale", "local_rope_max_timescale"}
+  always = {"rope_type", "partial_rotary_factor"}
   if cfg.rope.rope_type == "linear":
     names -= {"original_max_position_embeddings"}
   if cfg.rope.rope_type == "default":
-    names -= set(flatten(cfg.rope)) - {"rope_type", *bases}
+    names -= set(flatten(cfg.rope)) - {*always, *bases}
     if len({flat[base] for base in bases}) == 1:  # all layers have the same rotary embedding
       flat["local_rope_max_timescale"] = 0.0
   return {name: value for name, value in flat.items() if name in names}

@@ -115,6 +115,11 @@ def _attention(v: Values) -> Rules:
   num_channels = vars(v)[key]
   text = f"rotary embedding pairs channels, so it must be even; write {key}={num_channels + 1}"
   yield num_channels % 2, key, text
+  rotated = int(num_channels * v.partial_rotary_factor)
+  text = f"rotates {rotated} channels, but needs a positive even number; write 1"
+  yield rotated % 2 or not rotated, f"partial_rotary_factor {key}", text
+  text = "not supported by latent attention, where qk_rope_head_dim rotate; write 1"
+  yield latent and v.partial_rotary_factor != 1, "partial_rotary_factor decoder_block", text
   for key in ("sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar"):
     text = f"not supported by latent attention; write {key}=0"
     yield latent and vars(v)[key], f"{key} decoder_block", text

@@ -105,7 +105,11 @@ class HfFamily:
   required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   activation: str = "silu"
   activation_key: str = "hidden_act"
+  partial_rotary: bool = False  # whether its heads may rotate only their first channels
   checks_layer_types: bool = False  # whether local and global layers must follow MODELS
+  # Whether attention_bias of config.json is set; None: if the family's `out_bias` is.
+  attention_bias: bool | None = None
+  variants: Sequence[str] = ()  # further decoder blocks, which `extra_from_hf` returns
   aux_loss_key: str = ""  # load balance loss weight, written but not read
   # What keys cannot express: (config.json, our keys) -> more of our keys, config -> more of theirs.
   extra_from_hf: Callable[[ConfigJson, Mapping[str, Any]], dict[str, Any]] = _nothing_more
@@ -128,7 +132,7 @@ class HfFamily:
     """
     hf = ConfigJson(values, self.defaults, self.nullable)
     model = MODELS[self.decoder_block]
-    hf.require(is_causal=True, attention_bias=model.out_bias, mlp_bias=False)
+    hf.require(is_causal=True, attention_bias=self._attention_bias, mlp_bias=False)
     hf.require(**{self.activation_key: self.activation}, **self.required)
     if "sliding_window" not in (*self.defaults, *self.unread):
       hf.require(sliding_window=None)
@@ -146,6 +150,11 @@ class HfFamily:
         f"config.json has mscale_all_dim={keys['mscale']}, but maxlite supports it only for latent "
         "attention: choose another checkpoint"
       )
+    if keys["partial_rotary_factor"] != 1 and not self.partial_rotary:
+      raise UserError(
+        f"config.json has partial_rotary_factor={keys['partial_rotary_factor']}, but maxlite "
+        "supports only partial_rotary_factor=1.0 here: choose another checkpoint"
+      )
     keys |= self.extra_from_hf(hf, keys)
     hf.require_no_others(WITHOUT_EFFECT | set(self.unread))
     return keys
@@ -156,7 +165,7 @@ class HfFamily:
       "num_key_value_heads": cfg.base_num_kv_heads,
       "head_dim": cfg.head_dim,
       self.activation_key: self.activation,
-      "attention_bias": model.out_bias,
+      "attention_bias": self._attention_bias,
       "tie_word_embeddings": cfg.logits_via_embedding,
       **self.rope_to_hf(cfg),
       **self.required,
@@ -169,6 +178,12 @@ class HfFamily:
 
   def block_rules(self, cfg: ModelConfig) -> list[TensorRule]:
     return [*self.block, *self.extra_block(cfg)]
+
+  @property
+  def _attention_bias(self) -> bool:
+    if self.attention_bias is None:
+      return MODELS[self.decoder_block].out_bias
+    return self.attention_bias
 
   def _layer_types(self, num_layers: int) -> list[str]:
     every = MODELS[self.decoder_block].global_layer_every

@@ -53,16 +53,18 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:
   """
   reason = f"no supported Hugging Face family has decoder_block={cfg.decoder_block}"
   for family in FAMILIES.values():
-    if family.decoder_block != cfg.decoder_block:
+    if cfg.decoder_block not in (family.decoder_block, *family.variants):
       continue
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.config_to_hf(cfg)
     try:
-      read_back = DEFAULTS | family.config_from_hf(hf)
+      read_back = {"decoder_block": family.decoder_block} | family.config_from_hf(hf)
     except UserError as error:
       reason = f"{family.model_type} cannot express it: {error}"
       continue
-    different = {n: value for n, value in function_keys(cfg).items() if read_back[n] != value}
+    read_back = DEFAULTS | read_back
+    wanted = function_keys(cfg) | {"decoder_block": cfg.decoder_block}
+    different = {name: value for name, value in wanted.items() if read_back[name] != value}
     if not different:
       return family, hf
     lost = " ".join(f"{name}={show(value)}" for name, value in different.items())

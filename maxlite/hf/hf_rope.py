@@ -80,13 +80,18 @@ def read_rope(values: dict[str, Any], hf: ConfigJson, name: str) -> dict[str, An
     )
   if kind == "llama3" and ORIGINAL not in values:
     values = values | {ORIGINAL: hf["max_position_embeddings"]}
-  rope = ConfigJson(values, {}, nullable=("beta_fast", "truncate"), prefix=f"{name}.")
+  rope = ConfigJson(
+    values, {"partial_rotary_factor": 1.0}, nullable=("beta_fast", "truncate"), prefix=f"{name}."
+  )
   for required, value in ROPE_REQUIRED.get(kind, {}).items():
     if required not in rope:
       raise KeyError(f"{name}.{required}")
     rope.require(**{required: value})
-  rope.require(partial_rotary_factor=1.0)
-  keys = {"rope_type": ROPE_TYPES.get(kind, kind), "rope_max_timescale": float(rope["rope_theta"])}
+  keys = {
+    "rope_type": ROPE_TYPES.get(kind, kind),
+    "rope_max_timescale": float(rope["rope_theta"]),
+    "partial_rotary_factor": float(rope["partial_rotary_factor"]),
+  }
   keys |= read_keys(ROPE_KEYS[kind], rope)
   rope.require_no_others({"rope_type", "mscale_all_dim", *ROPE_UNUSED})
   return keys
@@ -133,8 +138,10 @@ def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   scaling |= ROPE_REQUIRED.get(kind, {})
   if scaling.pop("mscale", 0.0) and cfg.family.latent_attention:
     scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale}
-  theta = {"rope_theta": rope.rope_max_timescale}
-  keys = {"rope_parameters": scaling | theta, **theta}
+  base = {"rope_theta": rope.rope_max_timescale}
+  if rope.partial_rotary_factor != 1:
+    base["partial_rotary_factor"] = rope.partial_rotary_factor
+  keys = {"rope_parameters": scaling | base, **base}
   if kind == "default":
     return keys
   length = int(rope.original_max_position_embeddings * rope.rope_factor)

@@ -44,8 +44,14 @@ def score_factor(cfg: RopeConfig) -> float:
 def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax.Array:
   """x_BTHC with channel pairs (c, c + C/2) of every head rotated, in x's type.
 
+  Tables with fewer pairs than the head has rotate its first channels and leave the others.
+
   Source: Su et al., RoFormer (2021), section 3.2; pairs are halves of the head, as in Llama.
   """
+  num_rotated = 2 * cos_BTC.shape[-1]
+  if num_rotated < x_BTHC.shape[-1]:
+    rotated = apply_rope(x_BTHC[..., :num_rotated], cos_BTC, sin_BTC)
+    return jnp.concatenate([rotated, x_BTHC[..., num_rotated:]], axis=-1)
   cos = cos_BTC[:, :, None].astype(accumulator_dtype(x_BTHC.dtype))
   sin = sin_BTC[:, :, None].astype(cos.dtype)
   left, right = jnp.split(x_BTHC.astype(cos.dtype), 2, axis=-1)
@@ -89,7 +95,9 @@ def _yarn(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
   if cfg.rope_truncate:
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, num_channels - 1)
-  return (np.arange(len(frequency_C)) - first) / max(last - first, 1e-3)
+  # If the context has fewer positions than a rotation, the ramp falls, as in the published code.
+  width = last - first if last != first else 1e-3
+  return (np.arange(len(frequency_C)) - first) / width
 
 
 def _llama(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:

@@ -23,7 +23,10 @@ Rope = tuple[jax.Array, ...]
 
 def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
   """The rotary embedding tables of all layers at these positions."""
-  num_channels = cfg.mla.qk_rope_head_dim if cfg.family.latent_attention else cfg.head_dim
+  if cfg.family.latent_attention:
+    num_channels = cfg.mla.qk_rope_head_dim
+  else:
+    num_channels = int(cfg.head_dim * cfg.rope.partial_rotary_factor)
   tables = rope_tables(position_BT, num_channels, cfg.rope)
   base = cfg.rope.local_rope_max_timescale
   if not (cfg.family.global_layer_every and base):

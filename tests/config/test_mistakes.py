@@ -144,6 +144,8 @@ MISTAKES = (
     ("wi_tile_drhs=512,1024",): ("wi_tile_drhs=[512, 1024]", "wi_tile_drhs=[512, 1024, 1024]"),
     ("mscale=0.5",): ("rope_type=default (default)", "mscale=0"),
     ("beta_fast=4", "rope_type=llama3.1"): ("only read by yarn", "beta_fast=32"),
+    ("partial_rotary_factor=0.1",): ("partial_rotary_factor=0.1", "head_dim=32", "write 1"),
+    ("partial_rotary_factor=0.5", "decoder_block=deepseek"): ("latent attention", "write 1"),
     ("rope_truncate=false",): ("only read by yarn", "rope_truncate=true"),
     ("rope_type=linear", "rope_factor=1"): ("rope_factor=1.0", "rope_type=default"),
     ("local_rope_max_timescale=10",): ("decoder_block=mixtral", "local_rope_max_timescale=0"),

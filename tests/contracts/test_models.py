@@ -60,6 +60,13 @@ FAMILY_KEYS = {
     "sliding_window_size": 3,
     "local_rope_max_timescale": 50.0,
   },
+  "glm4_moe": {
+    "base_num_decoder_layers": 3,
+    "first_num_dense_layers": 1,
+    "shared_experts": 1,
+    "router": "sigmoid_group_topk",
+    "partial_rotary_factor": 0.5,
+  },
   "deepseek": {
     "base_num_decoder_layers": 3,
     "first_num_dense_layers": 1,

@@ -40,6 +40,25 @@ def test_pairs_rotate_like_complex_numbers(dtype, rtol):
   np.testing.assert_allclose(np.asarray(y_BTHC, np.float64), expected, rtol=rtol, atol=5e-5)
 
 
+def test_tables_of_fewer_channels_rotate_the_first_ones():
+  x_BTHC, position_BT = draw(0), np.array([[0, 1, 2, 3, 50], [7, 0, 1, 300, 2]], np.int32)
+  half = NUM_CHANNELS // 2
+  tables = rope_tables(position_BT, half, PLAIN)
+  y_BTHC = np.asarray(apply_rope(x_BTHC, *tables))
+  first = np.asarray(apply_rope(x_BTHC[..., :half], *tables))
+  np.testing.assert_array_equal(y_BTHC[..., :half], first)
+  np.testing.assert_array_equal(y_BTHC[..., half:], x_BTHC[..., half:])
+  assert np.abs(first - x_BTHC[..., :half]).max() > 0.1
+
+
+def test_yarn_of_a_context_below_one_rotation_is_that_of_transformers():
+  """Its ramp falls from the first pair: all frequencies are kept."""
+  cfg = RopeConfig(rope_type="yarn", rope_factor=4.0, original_max_position_embeddings=1)
+  cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, cfg)
+  angle_C = np.arctan2(sin, cos)[0, 0]
+  np.testing.assert_allclose(angle_C, 10_000.0 ** -(np.arange(32) / 32), rtol=1e-5)
+
+
 def test_a_score_depends_only_on_the_distance_of_positions():
   q_BTHC, k_BTHC = draw(1), draw(2)
   position_BT = np.array([[0, 1, 2, 3, 4], [3, 9, 0, 0, 8]], np.int32)

@@ -39,6 +39,13 @@ class RopeConfig:
     "(gemma3); 0: the same as in the other layers.",
     low=0,
   )
+  partial_rotary_factor: float = model_field(
+    1.0,
+    "Share of a head's channels that rotate, the first ones; the others carry no position "
+    "(glm4_moe).",
+    low=0,
+    high=1,
+  )
   rope_factor: float = model_field(40.0, "Factor of context extension.", low=1)
   original_max_position_embeddings: int = model_field(
     4096, "Tokens of context before extension.", low=1

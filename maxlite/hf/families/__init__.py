@@ -6,13 +6,13 @@ example. tests/hf/test_hf_parity.py runs for every family and compares with fixt
 tools/fixtures/hf_parity.py.
 """
 
-from maxlite.hf.families import deepseek, gemma, gpt_oss, llama, mixtral
+from maxlite.hf.families import deepseek, gemma, glm, gpt_oss, llama, mixtral
 from maxlite.hf.family import HfFamily
 
 # By config.json's `model_type`. If several have the same decoder_block, an export uses the first
 # that can express the config.
 FAMILIES: dict[str, HfFamily] = {
   family.model_type: family
-  for file in (llama, mixtral, deepseek, gemma, gpt_oss)
+  for file in (llama, mixtral, deepseek, gemma, gpt_oss, glm)
   for family in file.FAMILIES
 }

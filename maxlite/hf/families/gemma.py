@@ -56,10 +56,11 @@ def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
       "remove it, or choose another checkpoint"
     )
   local_keys = read_rope(local, hf, f"rope_parameters.{LOCAL}")
-  if local_keys["rope_type"] != "default":
+  if local_keys["rope_type"] != "default" or local_keys["partial_rotary_factor"] != 1:
     raise UserError(
-      f"config.json has rope_parameters.{LOCAL}.rope_type={local_keys['rope_type']}, but maxlite "
-      "supports only default there: choose another checkpoint"
+      f"config.json has rope_parameters.{LOCAL} of rope_type={local_keys['rope_type']} and "
+      f"partial_rotary_factor={local_keys['partial_rotary_factor']}, but maxlite supports only "
+      "default and 1.0 there: choose another checkpoint"
     )
   timescale = local_keys["rope_max_timescale"]
   if timescale < 1:
