@@ -17,25 +17,23 @@ from maxlite.distributed.object_collectives import all_gather_object
 T = TypeVar("T")
 _PAUSES = (0.1, 0.5, 1.0, 2.0)  # between reads [s]
 _MAX_REASON = 200  # characters in a message
-_ENVIRONMENT_CODES = frozenset(
-  code
-  for code in (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.ESTALE,
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOBUFS,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENOTCONN,
-  )
+_ENVIRONMENT_CODES = (
+  errno.EACCES,
+  errno.EPERM,
+  errno.EIO,
+  errno.EAGAIN,
+  errno.EBUSY,
+  errno.ESTALE,
+  errno.ENOMEM,
+  errno.EMFILE,
+  errno.ENFILE,
+  errno.ENOBUFS,
+  errno.ENETDOWN,
+  errno.ENETUNREACH,
+  errno.EHOSTDOWN,
+  errno.EHOSTUNREACH,
+  errno.ENOTCONN,
+  getattr(errno, "EREMOTEIO", errno.EIO),  # of s3fs, for a status of 500
 )
 # What libraries of stores raise, unless an object is missing.
 _STORE_PACKAGES = ("aiohttp", "botocore", "aiobotocore", "google", "gcsfs", "requests", "urllib3")

@@ -4,12 +4,15 @@ Stores are opened through fsspec. Credentials come from the standard places of a
 never from the config. Some files are read from a local copy.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -30,6 +33,7 @@ STORES = {
 }
 HUB = "hf://"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model")
+_WAITS = (5, 10, 20, 40)  # for the first answer of a bucket [s]: each is reported, the last ends it
 _PAUSES = (0.2, 1.0)  # between calls of a store that answers by an error [s]
 _CACHE = Path("~/.cache/maxlite/folders")  # of local copies
 _KINDS = {"datasets": "dataset", "spaces": "space"}  # of repositories on the hub
@@ -54,8 +58,50 @@ def to_path(path: str | AnyPath) -> AnyPath:
 
 
 def filesystem(uri: str) -> fsspec.AbstractFileSystem:
-  """Open the store of `uri`; raise UserError if its package is missing."""
-  return _filesystem(next(scheme for scheme in STORES if uri.startswith(scheme)))
+  """Open the store of `uri`.
+
+  Raises:
+    UserError: its package is missing, or its bucket does not answer, which is reported meanwhile.
+  """
+  scheme = next(scheme for scheme in STORES if uri.startswith(scheme))
+  _require_answer(scheme, bucket_of(uri))
+  return _filesystem(scheme)
+
+
+@functools.cache
+def _require_answer(scheme: str, bucket: str) -> None:
+  """Raise UserError if `bucket` does not answer in time; any answer is one, such as a refusal."""
+  answered = concurrent.futures.Future[None]()
+  # A daemon, as it may wait forever.
+  threading.Thread(target=_ask, args=(scheme, bucket, answered), daemon=True).start()
+  waited = 0
+  for seconds in _WAITS:
+    try:
+      error = answered.exception(timeout=seconds - waited)
+    except TimeoutError:
+      waited = seconds
+      sys.stderr.write(f"waiting for {bucket} to answer ... {seconds} s\n")
+      sys.stderr.flush()
+      continue
+    if error is not None:
+      raise error
+    return
+  raise UserError(
+    f"{bucket} does not answer within {waited} s: check network, proxy and endpoint (of s3://, "
+    "AWS_ENDPOINT_URL), or name a local folder"
+  )
+
+
+def _ask(scheme: str, bucket: str, answered: concurrent.futures.Future[None]) -> None:
+  try:
+    store = _filesystem(scheme)  # gs:// looks for credentials on the network
+  except UserError as error:
+    answered.set_exception(error)
+    return
+  # What is wrong is raised by the call that needs the store.
+  with contextlib.suppress(Exception):
+    store.info(bucket)
+  answered.set_result(None)
 
 
 @functools.cache

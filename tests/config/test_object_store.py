@@ -1,5 +1,6 @@
 """Mistakes with paths on object stores end in one line; the hub's cache is read offline."""
 
+import socket
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from maxlite.config.object_store import (
   list_names,
   local_folder,
   local_tokenizer,
+  repeated,
   upload,
 )
 from maxlite.data.sources.file_paths import expand_paths
@@ -45,6 +47,7 @@ def test_a_missing_package_is_named(monkeypatch):
   # As in a process that has not opened it.
   monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
   object_store._filesystem.cache_clear()
+  object_store._require_answer.cache_clear()
   with pytest.raises(UserError, match=r"^gs:// paths need a package: pip install gcsfs$"):
     filesystem("gs://bucket")
 
@@ -104,3 +107,32 @@ def test_folders_and_tokenizers_are_copied_once_per_version(bucket, tmp_path, mo
   assert {path.name for path in tokenizer.parent.iterdir()} == {"tokenizer.json", "config.json"}
   filesystem(bucket).pipe_file(f"{bucket}/model/config.json", b"new")
   assert (local_folder(f"{bucket}/model") / "config.json").read_text() == "new"
+
+
+def test_a_store_that_never_answers_ends_in_one_line(monkeypatch, capsys):
+  s3fs = pytest.importorskip("s3fs")
+  monkeypatch.setattr(object_store, "_WAITS", (1, 2))
+  with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
+    silent_store = s3fs.S3FileSystem(
+      endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}", skip_instance_cache=True
+    )
+    monkeypatch.setattr(object_store, "_filesystem", lambda scheme: silent_store)
+    with pytest.raises(UserError, match=r"^s3://silent does not answer within 2 s: check network"):
+      list_files("s3://silent/x")
+  lines = capsys.readouterr().err.splitlines()
+  assert lines == [f"waiting for s3://silent to answer ... {seconds} s" for seconds in (1, 2)]
+
+
+def test_a_read_of_a_store_is_repeated(monkeypatch):
+  monkeypatch.setattr(object_store, "_PAUSES", (0, 0))
+  errors = [OSError(121, "Internal Server Error"), OSError(121, "Internal Server Error")]
+
+  def read():
+    if errors:
+      raise errors.pop()
+    return "content"
+
+  assert repeated("s3://bucket/x", read) == "content"
+  errors += 3 * [OSError(121, "Internal Server Error")]
+  with pytest.raises(UserError, match=r"^s3://bucket/x cannot be used \(OSError: .*121"):
+    repeated("s3://bucket/x", read)
