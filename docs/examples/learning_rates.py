@@ -1,5 +1,8 @@
 """Train 64 MLPs of one shape with different learning rates and print the best rates.
 
+The rates are hyperparameters of one optimizer function, so that all members are one stack with one
+update. With `optax.adam(rate)` in each member, 64 optimizers would be compiled.
+
 python docs/examples/learning_rates.py [--steps 500]
 """
 
@@ -39,7 +42,10 @@ parser.add_argument("--steps", type=int, default=500)
 steps = parser.parse_args().steps
 
 rates = jnp.geomspace(1e-5, 1.0, 64).tolist()
-members = [Member(MLP(), optax.adam(rate), name=f"{rate:.1e}") for rate in rates]
+members = [
+  Member(MLP(), optax.adam, name=f"{rate:.1e}", hyperparameters={"learning_rate": rate})
+  for rate in rates
+]
 ensemble = Ensemble(members, loss)
 console = Console(highlight=False)
 state = ensemble.init(draw(jax.random.key(0), 64))

@@ -304,9 +304,16 @@ def test_an_unknown_member_is_an_error_that_names_it():
     ensemble.member_params(state, "b")
 
 
-@pytest.mark.parametrize("script", ["different_mlps.py", "learning_rates.py"])
-def test_example_scripts_run(script, monkeypatch, capsys):
+@pytest.mark.parametrize(
+  ("script", "printed"),
+  [
+    ("different_mlps.py", "mean of all"),
+    ("learning_rates.py", "mean of all"),
+    ("adapters.py", "state of 16 adapters"),
+  ],
+)
+def test_example_scripts_run(script, printed, monkeypatch, capsys):
   monkeypatch.setattr("sys.argv", [script, "--steps", "3"])
   with jax.numpy_dtype_promotion("standard"):
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-  assert "mean of all" in capsys.readouterr().out
+  assert printed in capsys.readouterr().out
