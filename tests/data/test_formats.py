@@ -13,6 +13,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.sources import compressed, text
+from maxlite.data.sources.arrow_sizes import read_sizes
 from maxlite.data.sources.file_paths import expand_paths
 
 TEXTS = [f"Text {n}, naïve 😀\n" * (n % 7 + 1) for n in range(150)]
@@ -180,6 +181,51 @@ def test_a_large_document_is_cut_into_pieces(name, tmp_path, monkeypatch):
   FORMATS[name](tmp_path / "uncut" / name)
   for cut, uncut in zip(whole, rows_of(tmp_path / "uncut" / name, eval_split="tail"), strict=True):
     np.testing.assert_array_equal(cut, uncut)
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_sizes_of_arrow_batches_are_read_from_their_metadata(compression, tmp_path):
+  columns = {
+    "text": pa.array(TEXTS),
+    "number": pa.array([n if n % 3 else None for n in range(len(TEXTS))]),
+    "name": pa.array([f"{n % 5}" for n in range(len(TEXTS))]).dictionary_encode(),
+    "list": pa.array([[n] * (n % 4) for n in range(len(TEXTS))]),
+  }
+  table = pa.table(columns)
+  options = pa.ipc.IpcWriteOptions(compression=compression)
+  with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
+    writer.write_table(table, max_chunksize=64)
+  with (tmp_path / "a.arrow").open("rb") as stream:
+    sizes = read_sizes(stream)
+  assert sizes.num_rows == len(TEXTS)
+  assert table.nbytes <= sizes.num_bytes <= 1.1 * table.nbytes
+  rows = rows_of(tmp_path / "a.arrow", eval_split="tail")
+  (tmp_path / "plain").mkdir()
+  FORMATS["a.jsonl"](tmp_path / "plain" / "a.jsonl")
+  plain = rows_of(tmp_path / "plain" / "a.jsonl", eval_split="tail")
+  for here, there in zip(rows, plain, strict=True):
+    np.testing.assert_array_equal(here, there)
+
+
+def test_a_batch_of_arrow_is_refused_before_it_is_decompressed(tmp_path, monkeypatch):
+  monkeypatch.setattr(compressed, "MAX_BYTES", 1 << 20)
+  BOMBS["a.arrow"](tmp_path / "a.arrow")
+  monkeypatch.setattr(pa.ipc, "open_stream", None)  # which decompresses
+  with pytest.raises(UserError, match=r"a\.arrow expands to more than 200 times its size"):
+    rows_of(tmp_path / "a.arrow")
+
+
+def test_an_arrow_file_cut_between_two_batches_is_damaged(tmp_path):
+  write_arrow(tmp_path / "a.arrow", pa.ipc.new_file)
+  content = (tmp_path / "a.arrow").read_bytes()
+  with pa.ipc.open_file(tmp_path / "a.arrow") as file:
+    num_batches = file.num_record_batches
+  ends = [n for n in range(8, len(content)) if content.startswith(b"\xff\xff\xff\xff", n)]
+  assert len(ends) >= num_batches
+  for end in (ends[2], ends[-1], len(content) - 1):
+    (tmp_path / "a.arrow").write_bytes(content[:end])
+    with pytest.raises(UserError, match=r"a\.arrow: .*damaged \(its end is missing\)"):
+      rows_of(tmp_path / "a.arrow")
 
 
 def test_missing_features_and_other_types_are_named(tmp_path):

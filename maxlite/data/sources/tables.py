@@ -3,15 +3,19 @@
 import dataclasses
 import functools
 import itertools
+import os
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile
+from maxlite.data.sources.arrow_sizes import read_sizes
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import TOO_LARGE, ExpansionLimit
 from maxlite.data.sources.text import cut_document
 
+_ARROW_FILE = b"ARROW1\0\0"
 _BATCH_ROWS = 16  # decoded at once; a row of a small file may be megabytes
 
 
@@ -114,29 +118,34 @@ def _chunk_sizes(metadata: Any, column: str) -> list[int]:
   return sizes
 
 
-def _open_arrow(stream: BinaryIO, column: str, _limit: ExpansionLimit) -> _Table:
-  """Open Arrow's file or stream format, of which the latter is read to count its rows."""
+def _open_arrow(stream: BinaryIO, column: str, limit: ExpansionLimit) -> _Table:
+  """Open Arrow's stream format, or its file format: a stream between two marks."""
   from pyarrow import ipc
 
-  is_file = stream.read(6) == b"ARROW1"
-  opened = ipc.open_file if is_file else ipc.open_stream
-  stream.seek(0)
-  schema = opened(stream).schema
+  begin = 0
+  if stream.read(len(_ARROW_FILE)) == _ARROW_FILE:
+    begin = len(_ARROW_FILE)
+    _require_end(stream)
+  stream.seek(begin)
+  try:
+    sizes = read_sizes(stream)
+  except (struct.error, IndexError) as error:
+    raise OSError(f"its metadata are damaged: {error}") from None
+  limit.check(sizes.num_bytes)
+  stream.seek(begin)
+  schema = ipc.open_stream(stream).schema
   # Other columns are not decompressed.
   options = ipc.IpcReadOptions(included_fields=[max(schema.get_field_index(column), 0)])
-  if is_file:
-    table = opened(stream, options=options)
-    batches = map(table.get_batch, range(table.num_record_batches))
-    return _Table(schema, table.count_rows, batches)
+  stream.seek(begin)
+  return _Table(schema, lambda: sizes.num_rows, iter(ipc.open_stream(stream, options=options)))
 
-  def read_batches() -> Iterator[Any]:
-    stream.seek(0)
-    yield from opened(stream, options=options)
 
-  def count_rows() -> int:
-    return sum(batch.num_rows for batch in read_batches())
-
-  return _Table(schema, count_rows, read_batches())
+def _require_end(stream: BinaryIO) -> None:
+  """Raise OSError if the end of Arrow's file format is missing, as a stream may end anywhere."""
+  mark = _ARROW_FILE.rstrip(b"\0")
+  stream.seek(-len(mark), os.SEEK_END)
+  if stream.read() != mark:
+    raise OSError("its end is missing")
 
 
 parquet_documents = functools.partial(_documents, _open_parquet, "parquet")
