@@ -224,4 +224,14 @@ def test_half_precision_is_read_as_either_dtype(tmp_path):
 
 
 def test_every_decoder_block_has_a_family():
-  assert {family.decoder_block for family in FAMILIES.values()} == set(MODELS)
+  blocks = set()
+  for family in FAMILIES.values():
+    blocks |= {family.decoder_block, *family.variants}
+  assert blocks == set(MODELS)
+
+
+def test_a_variant_of_a_family_is_exported_as_itself():
+  keys = model_keys(FIXTURES / "glm4_moe")[1] | {"decoder_block": "glm4_moe_air"}
+  family, hf = find_family(build(ModelConfig, DEFAULTS | keys))
+  assert (family.model_type, hf["use_qk_norm"]) == ("glm4_moe", False)
+  assert family.config_from_hf(hf)["decoder_block"] == "glm4_moe_air"
