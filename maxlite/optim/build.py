@@ -93,7 +93,9 @@ def build_optimizer(
 def learning_rate(cfg: OptimizerConfig, opt_state: Any) -> jax.Array:
   """The learning rate of the next update, with the numbers that are in the optimizer's state."""
   stored = hyperparameters(opt_state)
-  in_force = {name: value for name, value in stored.items() if name in SCHEDULE_NUMBERS}
+  in_force: dict[str, Any] = {}  # traced, in the place of numbers
+  for name in stored.keys() & set(SCHEDULE_NUMBERS):
+    in_force[name] = stored[name]
   schedule = build_schedule(dataclasses.replace(cfg, **in_force))
   return schedule(_num_updates(opt_state).astype(jnp.float32))
 
