@@ -14,7 +14,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "fixtures" / "hf_parity
 # Errors from mistakes are orders of magnitude larger, those of float32 rounding one smaller.
 LOGITS, GRADIENT, LOSS, LOSSES = 1e-5, 1e-4, 1e-5, 1e-4
 FAST = ("mixtral",)  # the others' gradients take a few seconds each to compile
-SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2")  # other families cover their parts
+# Other families cover their parts.
+SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2", "seed_oss")
 
 
 def test_every_family_has_a_small_fixture():

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and dense models with its layers: Mistral, Qwen2, Qwen2.5 and Qwen3."""
+"""Llama 2 and 3, and dense models with its layers: Mistral, Qwen2, Qwen2.5, Qwen3, Seed-OSS."""
 
 import dataclasses
 
@@ -84,4 +84,30 @@ QWEN3 = dataclasses.replace(
   decoder_block="qwen3",
   defaults=_QWEN2_DEFAULTS | {"head_dim": 128, "attention_bias": False},
 )
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+SEED_OSS = dataclasses.replace(
+  LLAMA,
+  model_type="seed_oss",
+  architecture="SeedOssForCausalLM",
+  decoder_block="qwen2",
+  defaults={
+    "vocab_size": 155136,
+    "hidden_size": 4096,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 80,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 524288,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+  },
+  required={"mlp_bias": False, "attention_out_bias": False},
+  attention_bias=True,
+  unread=("residual_dropout",),
+)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS)
