@@ -28,6 +28,10 @@ class StopRequest:
       return signal.SIGTERM
     return self._received
 
+  def after_last(self) -> signal.Signals | None:
+    """The signal that this process received after the last call of `after`."""
+    return self._received
+
   def handle(self, number: int, _: FrameType | None) -> None:
     for each in self.handled:
       signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once

@@ -120,7 +120,10 @@ def run_queues(
   pool = ENSEMBLE_EXECUTORS[executor]()
   supervisor, threads = _Supervisor(pool, max_restarts, report), ThreadPoolExecutor(len(queues))
   with contextlib.closing(pool), _forward_signals(supervisor.stop), threads:
-    return list(threads.map(supervisor.run_queue, queues))
+    codes = list(threads.map(supervisor.run_queue, queues))
+    if supervisor.stopped_by and not any(codes):  # received after the last worker had ended
+      return [-supervisor.stopped_by] * len(codes)
+    return codes
 
 
 class WorkerExecutor(Protocol):
@@ -141,7 +144,7 @@ class _Supervisor:
   def __init__(self, executor: WorkerExecutor, max_restarts: int, report: Callable[[str], None]):
     self._executor, self._max_restarts, self._report = executor, max_restarts, report
     self._report_lock = threading.Lock()
-    self._stopped_by: signal.Signals | None = None
+    self.stopped_by: signal.Signals | None = None
 
   def run_queue(self, queue: Generator[WorkerCommand, None, None]) -> int:
     with contextlib.closing(queue):
@@ -150,12 +153,12 @@ class _Supervisor:
   def keep_running(self, worker: WorkerCommand) -> int:
     """The last exit code."""
     for restarts in range(self._max_restarts + 1):
-      if self._stopped_by:
-        return -self._stopped_by
+      if self.stopped_by:
+        return -self.stopped_by
       code = self._executor.run(worker)
       if code == 0:
         break
-      final = self._stopped_by or code == USER_ERROR or restarts == self._max_restarts
+      final = self.stopped_by or code == USER_ERROR or restarts == self._max_restarts
       then = "" if final else f"; restarting it ({restarts + 1} of {self._max_restarts})"
       with self._report_lock:
         self._report(describe_exit(worker, code) + then)
@@ -164,7 +167,7 @@ class _Supervisor:
     return code
 
   def stop(self, number: signal.Signals) -> None:
-    again, self._stopped_by = self._stopped_by is not None, number
+    again, self.stopped_by = self.stopped_by is not None, number
     self._executor.stop(signal.SIGKILL if again else number)
 
 

@@ -1,6 +1,7 @@
 """The training loop, from the first step of a process to its last."""
 
 import dataclasses
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -95,8 +96,8 @@ def train(
       reason = log.best.stop_reason if step < last_step else ""
       if log.diverged:
         reason, exit_code = log.diverged, 1
-      if signal := stop.after(step):
-        reason, exit_code = f"stopped by {signal.name}", 128 + signal
+      if received := stop.after(step):
+        reason, exit_code = f"stopped by {received.name}", 128 + received
       is_last = bool(reason) or step == last_step
       if saver := _due_checkpoints(context, step, is_last=is_last):
         log.settle()
@@ -108,8 +109,16 @@ def train(
             callback.on_checkpoint(step, state)
       if reason:
         break
-  log.settle()
-  return TrainResult(state, step, reason, exit_code)
+    log.settle()
+    result = TrainResult(state, step, reason, exit_code)
+    return _with_late_signal(result, stop.after_last())
+
+
+def _with_late_signal(result: TrainResult, received: signal.Signals | None) -> TrainResult:
+  """Have a signal during the last checkpoint end what follows, such as a search's next round."""
+  if result.reason or received is None:
+    return result
+  return dataclasses.replace(result, reason=f"stopped by {received.name}", exit_code=128 + received)
 
 
 def _due_checkpoints(context: LoopContext, step: int, *, is_last: bool) -> CheckpointSaver | None:

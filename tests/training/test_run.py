@@ -1,6 +1,7 @@
 """Runs: stopped, resumed, damaged, moved to another mesh, and invalid ones."""
 
 import concurrent.futures
+import os
 import shutil
 import signal
 import subprocess
@@ -8,17 +9,23 @@ import sys
 
 import numpy as np
 import pytest
-from tiny import mesh_keys
+from tiny import config_of, mesh_keys
 from tiny_run import (
   STEPS,
   Output,
   assert_equals_uninterrupted,
   checkpoint_steps,
+  empty_plots,
   expert_loads,
+  keys_in,
   logged,
+  shared_programs,
   snapshot,
   start,
 )
+
+from maxlite.training.callbacks import Callback
+from maxlite.training.run import train_model
 
 
 def test_every_step_is_logged_once_and_evaluations_when_due(finished):
@@ -35,6 +42,21 @@ def test_a_run_trains_in_a_thread_which_may_handle_no_signals(copy):
   assert code == 0
   assert f"resuming from the checkpoint of step {STEPS}" in output
   assert checkpoint_steps(copy)[-1] == STEPS + 1
+
+
+class Terminating(Callback):
+  """Sends SIGTERM to this process once a checkpoint is being written."""
+
+  def on_checkpoint(self, step, state):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_during_the_last_checkpoint_is_not_lost(copy):
+  cfg = config_of(**keys_in(copy, steps=STEPS + 1))
+  with shared_programs(), empty_plots():
+    result = train_model(cfg, [Terminating()])[1]
+  assert (result.step, result.exit_code) == (STEPS + 1, 128 + signal.SIGTERM)
+  assert result.reason == "stopped by SIGTERM"
 
 
 def test_expert_load_is_logged_and_plotted(finished):
