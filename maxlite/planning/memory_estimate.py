@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,9 +28,9 @@ class MemoryEstimate(NamedTuple):
   saved_activations: float  # for the backward pass, under the model's remat policy
   gradients: float
   layer_activations: float  # of one layer, during its backward pass
-  layer_gradient: float  # of the largest of these activations
-  layer_weights: float  # of one layer, gathered, and their gradients before the reduce-scatter
-  unembedding: float  # gathered, and its gradient, which is live until the update
+  layer_gradients: float  # of the largest of these and of the largest of the model's width: MLPs
+  gathered_weights: float  # two kernels of a layer, and the gradient of one before it is scattered
+  unembedding: float  # gathered, and its gradient, until it is scattered at the end of the loss
   logits: float  # one chunk, and its gradient
   teacher: float = 0.0  # parameters of the models that a loss follows
   host_optimizer: float = 0.0
@@ -39,9 +38,10 @@ class MemoryEstimate(NamedTuple):
 
   @property
   def temporaries(self) -> float:
-    """The peak: either in the loss, before any gradient, or in the layers, after the logits."""
-    in_layers = self.gradients + self.layer_activations + self.layer_gradient + self.layer_weights
-    return self.saved_activations + self.unembedding + max(self.logits, in_layers)
+    """The peak: either in the loss, before the gradients of layers, or in the layers, after it."""
+    in_loss = self.unembedding + self.logits
+    in_layer = self.layer_activations + self.layer_gradients + self.gathered_weights
+    return self.saved_activations + max(in_loss, self.gradients + in_layer)
 
   @property
   def total(self) -> float:
@@ -52,6 +52,7 @@ class Activation(NamedTuple):
   """One array saved by the forward pass for the backward pass."""
 
   length: int  # of its leading axis: layers, if they are stacked
+  width: int  # of its last axis
   num_bytes: float  # per shard
 
 
@@ -60,7 +61,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   cfg, state, objective = trainer.cfg, trainer.abstract_state, trainer.objectives[phase]
   model, num_micro = cfg.model, objective.training.gradient_accumulation_steps
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
-  weight_and_gradient_bytes = jnp.dtype(model.dtype).itemsize + FLOAT32_BYTES
+  weight_bytes = jnp.dtype(model.dtype).itemsize
   parameters = bytes_per_device(state.params)
   trained, _ = split(state.params, objective.labels)
   saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
@@ -71,6 +72,9 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     host_activations = saved_bytes - sum(activation.num_bytes for activation in full)
   num_layers = model.base_num_decoder_layers
   num_stacked = lambda activation: activation.length if model.scan_layers else 1
+  largest = max((a.num_bytes / num_stacked(a) for a in in_layers), default=0.0)
+  of_model_width = [a for a in in_layers if a.width == model.base_emb_dim]
+  largest_of_model_width = max((a.num_bytes / num_stacked(a) for a in of_model_width), default=0.0)
   wide = lambda leaf: leaf.update(dtype=np.promote_types(leaf.dtype, np.float32))
   accumulated = jax.tree.map(wide, trained) if num_micro > 1 else ()
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
@@ -81,9 +85,9 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     saved_activations=saved_bytes - host_activations,
     gradients=bytes_per_device(trained) + bytes_per_device(accumulated),
     layer_activations=sum(activation.num_bytes for activation in in_layers) / num_layers,
-    layer_gradient=max((a.num_bytes / num_stacked(a) for a in in_layers), default=0.0),
-    layer_weights=_largest_layer(trainer) * weight_and_gradient_bytes,
-    unembedding=model.base_emb_dim * vocab * weight_and_gradient_bytes,
+    layer_gradients=largest + largest_of_model_width,
+    gathered_weights=_largest_kernel(trainer) * (2 * weight_bytes + FLOAT32_BYTES),
+    unembedding=model.base_emb_dim * vocab * (weight_bytes + FLOAT32_BYTES),
     logits=2 * FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
     teacher=bytes_per_device(trainer.teacher and trainer.teacher.with_params(None, abstract=True)),
     host_optimizer=host_optimizer,
@@ -111,7 +115,9 @@ def activations(residuals_of: Callable[[int], Any], rows: int, num_shards: int) 
   """
   once, twice = (jax.tree.leaves(residuals_of(n)) for n in (rows, 2 * rows))
   return [
-    Activation(leaf.shape[0], (larger.size - leaf.size) * leaf.dtype.itemsize / num_shards)
+    Activation(
+      leaf.shape[0], leaf.shape[-1], (larger.size - leaf.size) * leaf.dtype.itemsize / num_shards
+    )
     for leaf, larger in zip(once, twice, strict=True)
     if larger.size > leaf.size
   ]
@@ -137,14 +143,14 @@ def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> li
   return activations(residuals_of, rows, num_token_shards(trainer.sharder))
 
 
-def _largest_layer(trainer: Trainer) -> float:
-  """Parameters of the largest layer on one device after the all-gather over `fsdp`."""
-  num_weights: dict[str, float] = defaultdict(float)
+def _largest_kernel(trainer: Trainer) -> float:
+  """Parameters of the largest kernel of a layer on one device after the all-gather over `fsdp`."""
+  num_weights = [0.0]
   for parameter in trainer.parameter_shardings:
     stack = parameter.path.split("/")[0]
     if "layers" in stack:
       sharded = [name for name in parameter.names if name not in ("embed", "embed_no_exp")]
       shards = math.prod(map(trainer.sharder.num_shards, sharded))
       shape = parameter.shape[1:] if "layers" in parameter.names else parameter.shape
-      num_weights[stack] += math.prod(shape) / shards
-  return max(num_weights.values())
+      num_weights.append(math.prod(shape) / shards)
+  return max(num_weights)
