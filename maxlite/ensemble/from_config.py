@@ -47,26 +47,38 @@ class ConfigPrograms:
     self._num_bytes_V = num_bytes_V
     self._functions: dict[Hashable, MemberFunctions] = {}
     self._trainers: dict[Hashable, Trainer] = {}
+    self._firsts: dict[Hashable, MemberProgram] = {}  # by group
 
   def build(self, member: MemberConfig, placement: Placement) -> MemberProgram:
     """The program of a member on these devices."""
     cfg = self._placed(member.config, placement)
-    optimizers = _optimizers(cfg)
-    trainer = functools.partial(self._trainer, cfg, placement, frozenset())
-    reads_parameters = bool(cfg.checkpoint.load_parameters_path)
-    return MemberProgram(
+    group = _group_key(cfg, member.name, placement)
+    if group in self._firsts:
+      flops = self._firsts[group].flops
+    else:
+      flops = self._trainer(cfg, placement, frozenset()).flops_per_step
+    base_params = None
+    if cfg.checkpoint.load_parameters_path:
+      base_params = functools.partial(self._read_parameters, cfg, placement)
+    program = MemberProgram(
       name=member.name,
       seed=cfg.run.init_weights_seed,
-      group=_group_key(cfg, member.name, placement),
+      group=group,
       update_key=None,
-      numbers=tuple(_numbers(optimizer) for optimizer in optimizers),
+      numbers=tuple(_numbers(optimizer) for optimizer in _optimizers(cfg)),
       build=functools.partial(self._build, cfg, placement),
+      like=lambda: self._firsts[group].functions,
       settings=functools.partial(_settings, cfg),
       solo_numbers=frozenset(cfg.optimizer.pbt_hyperparameters),
       base=_base_of(cfg),
-      base_params=(lambda: read_parameters(trainer())) if reads_parameters else None,
-      flops=trainer().flops_per_step,
+      base_params=base_params,
+      flops=flops,
     )
+    self._firsts.setdefault(group, program)
+    return program
+
+  def _read_parameters(self, cfg: Config, placement: Placement) -> Any:
+    return read_parameters(self._trainer(cfg, placement, frozenset()))
 
   def _placed(self, cfg: Config, placement: Placement) -> Config:
     """The config of a member on these devices, with the whole batch."""

@@ -64,6 +64,7 @@ class _Builder:
     self._base = base
     self._modules: dict[Hashable, _ModuleFunctions] = {}
     self._functions: dict[Hashable, MemberFunctions] = {}
+    self._firsts: dict[Hashable, MemberProgram] = {}  # by module and update key
 
   def program(self, member: Member) -> MemberProgram:
     module_key = (identity(member.model), tuple(member.train or ()), member.train is None)
@@ -72,17 +73,21 @@ class _Builder:
         member, self._loss, self._predict, self._batch, self._base
       )
     base = ("seed", member.seed) if self._base is None else "base"
-    return MemberProgram(
+    key = (module_key, _update_key(member))
+    program = MemberProgram(
       name=member.name,
       seed=member.seed,
       group=module_key,
-      update_key=_update_key(member),
+      update_key=key[1],
       numbers=(member.numbers,),
       build=functools.partial(self._build, member, module_key),
+      like=lambda: self._firsts[key].functions,
       settings=functools.partial(_settings, member),
       base=base,
       base_params=None if self._base is None else lambda: self._base,
     )
+    self._firsts.setdefault(key, program)
+    return program
 
   def _build(self, member: Member, module_key: Hashable, stored: frozenset[str]) -> MemberFunctions:
     values = tuple(sorted(member.numbers.items()))

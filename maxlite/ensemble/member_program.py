@@ -69,6 +69,8 @@ class MemberProgram:
   numbers: tuple[Numbers, ...]  # of the optimizer, by phase
   # Functions whose optimizer has the numbers with these names in its state.
   build: Callable[[frozenset[str]], MemberFunctions]
+  # The solo functions of one member with this group and update key: their states have equal shapes.
+  like: Callable[[], MemberFunctions]
   settings: Callable[[], dict[str, MemberSetting]]  # by name, what members of a group have equal
   solo_numbers: frozenset[str] = frozenset()  # names of numbers in the state of a solo run
   base: Hashable = None  # members of one base have equal frozen parameters; None: not known
@@ -79,6 +81,16 @@ class MemberProgram:
   def functions(self) -> MemberFunctions:
     """The functions of the solo run."""
     return self.build(self.solo_numbers)
+
+  @property
+  def abstract_state(self) -> TrainState:
+    """Shapes and dtypes of the state of the solo run."""
+    return self.like().abstract_state
+
+  @property
+  def shardings(self) -> Any:
+    """The sharding of that state, on a mesh of several devices."""
+    return self.like().shardings
 
   @property
   def has_phases(self) -> bool:

@@ -75,8 +75,8 @@ class MemberRun:
     if self.checkpoints is None:
       return
     identify_run(self.folder, self.checkpoints)
-    abstract = program.functions.abstract_state
-    shardings = program.functions.shardings or jax.tree.map(lambda _: default, abstract)
+    abstract = program.abstract_state
+    shardings = program.shardings or jax.tree.map(lambda _: default, abstract)
 
     def shard(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

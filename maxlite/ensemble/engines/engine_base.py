@@ -112,14 +112,7 @@ class EnsembleEngine:
   @functools.cached_property
   def abstract(self) -> list[TrainState]:
     """Per member, shapes and dtypes of the state of its solo run."""
-    by_key: dict[Any, TrainState] = {}
-    states = []
-    for program in self.programs:
-      key = (program.group, program.update_key)
-      if key not in by_key:
-        by_key[key] = program.functions.abstract_state
-      states.append(by_key[key])
-    return states
+    return [program.abstract_state for program in self.programs]
 
   def unpack(self, state: Any) -> list[TrainState]:
     """The solo states of all members."""

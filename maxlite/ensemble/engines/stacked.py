@@ -139,7 +139,7 @@ class StackedEngine(EnsembleEngine):
   def _jit_take(self, group: MemberGroup | SoloGroup) -> Callable[[Any, int], TrainState]:
     """The solo state of a row; one program for all rows where they have one optimizer."""
     static = () if isinstance(group, MemberGroup) and group.has_one_optimizer else (1,)
-    shardings = group.programs[0].functions.shardings
+    shardings = group.programs[0].shardings
     if shardings is None and self.request.spans_processes:
       shardings = self._replicated()
     return jax.jit(group.take, static_argnums=static, out_shardings=shardings)
