@@ -17,7 +17,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
-from maxlite.ensemble.engines.stacked import NotAlikeError
+from maxlite.ensemble.engines.grouping import NotAlikeError
 
 
 @dataclasses.dataclass(frozen=True)

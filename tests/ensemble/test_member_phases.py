@@ -10,7 +10,7 @@ from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config,
 
 from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
-from maxlite.ensemble.engines.stacked import group_members
+from maxlite.ensemble.engines.grouping import group_members
 from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.training.run import run_training
 

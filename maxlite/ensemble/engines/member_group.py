@@ -18,11 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.linen import meta
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.engine_base import StackMetrics, stack_common, tree_bytes
+from maxlite.ensemble.engines.engine_base import tree_bytes
+from maxlite.ensemble.engines.group_trees import (
+  merge_params,
+  only_paths,
+  stack_rows,
+  take_row,
+  without_paths,
+)
 from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, variables_of
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
 from maxlite.phases.phase_opt_states import PhaseOptStates
@@ -76,23 +83,6 @@ def _with_names(leaf: Any) -> Any:
   if _has_names(leaf):
     return leaf
   return nn.LogicallyPartitioned(leaf, (None,) * jnp.ndim(leaf))
-
-
-def without_paths(params: Any, paths: frozenset[str]) -> Any:
-  """The parameters except those at `paths`."""
-  flat = flatten_dict(params, sep="/")
-  return unflatten_dict({path: x for path, x in flat.items() if path not in paths}, sep="/")
-
-
-def only_paths(params: Any, paths: frozenset[str]) -> Any:
-  """The parameters at `paths`."""
-  flat = flatten_dict(params, sep="/")
-  return unflatten_dict({path: x for path, x in flat.items() if path in paths}, sep="/")
-
-
-def merge_params(own: Any, shared: Any) -> Any:
-  """All parameters from two parts of them."""
-  return unflatten_dict(flatten_dict(own) | flatten_dict(shared))
 
 
 class MemberGroup:
@@ -209,7 +199,7 @@ class MemberGroup:
     for program, state in zip(self.programs[1:], states[1:], strict=True):
       other = flatten_dict(only_paths(state.params, self.shared_paths), sep="/")
       for path, leaf in first.items():
-        if leaf is not other[path] and not np.array_equal(leaf, other[path], equal_nan=True):
+        if leaf is not other[path] and not _are_equal(leaf, other[path]):
           raise UserError(
             f"{path} is frozen and shared, but differs between {self.programs[0].name} and "
             f"{program.name}: train them as separate runs, or from one load_parameters_path"
@@ -346,68 +336,6 @@ class MemberGroup:
     return self._by_phase(convert, opt_state)
 
 
-class SoloGroup:
-  """The same functions for a member in a group of one: those of its solo run, without `vmap`.
-
-  Metrics and predictions have a first axis of one.
-  """
-
-  axis = None
-  shared_paths: frozenset[str] = frozenset()
-  bytes_saved = 0.0
-
-  def __init__(self, program: MemberProgram, *, own_batches: bool):
-    self.programs = [program]
-    self.functions = program.functions
-    self.abstract_state = program.functions.abstract_state
-    self._own_batches = own_batches
-
-  def init(self, params: Any = None) -> TrainState:
-    return self.functions.init(self.programs[0].seed_array, params)
-
-  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-    own = take_row(batch, 0) if self._own_batches else batch
-    state, metrics = self.functions.step(state, own)
-    return state, stack_rows([metrics])
-
-  def predict(self, state: TrainState, inputs: Any, method: str = "predict") -> Any:
-    return stack_rows([getattr(self.functions, method)(state, inputs)])
-
-  def stack(self, states: Sequence[TrainState]) -> TrainState:
-    return states[0]
-
-  def copy_held(self, state: TrainState) -> TrainState:
-    return jax.tree.map(jnp.copy, state)
-
-  def take(self, state: TrainState, row: int) -> TrainState:
-    del row
-    return state
-
-  def check_shared(self, states: Sequence[TrainState]) -> None:
-    """There is nothing to share."""
-
-  def shardings(self) -> TrainState | None:
-    return self.functions.shardings
-
-
-def take_row(tree: Any, row: int | jax.Array) -> Any:
-  """Entry `row` along the first axis of every array."""
-  return jax.tree.map(lambda leaf: leaf[row], tree)
-
-
-def stack_rows(trees: Sequence[Any]) -> Any:
-  """The trees as one, with a new first axis."""
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def join_metrics(by_member: Sequence[dict]) -> StackMetrics:
-  """The metrics of members in separate programs."""
-  by_group = [stack_rows([metrics]) for metrics in by_member]
-  common = stack_common(by_group, range(len(by_member)))
-  own = [{name: x for name, x in each.items() if name not in common} for each in by_member]
-  return StackMetrics(common, own)
-
-
 def _names_of_differing_numbers(programs: Sequence[MemberProgram]) -> frozenset[str]:
   """Names of the numbers of which, in some phase, two members have different values."""
   names = set()
@@ -424,3 +352,10 @@ def _shared_paths(programs: Sequence[MemberProgram], functions: MemberFunctions)
   if len(bases) > 1 or None in bases:
     return frozenset()
   return functions.frozen
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+  """Whether two arrays, which may be on several hosts, are equal."""
+  if isinstance(left, jax.Array) and not left.is_fully_addressable:
+    return bool(jax.jit(jnp.array_equal)(left, right))
+  return np.array_equal(left, right, equal_nan=True)

@@ -29,7 +29,7 @@ from maxlite.ensemble.engines.engine_base import (
   StackMetrics,
   StepCost,
 )
-from maxlite.ensemble.engines.member_group import join_metrics
+from maxlite.ensemble.engines.group_trees import join_metrics
 from maxlite.ensemble.serialization import from_bytes, to_bytes
 from maxlite.ensemble.worker_pool import assign_workers, gpu_names
 from maxlite.ensemble.worker_process import WorkerCommand, describe_exit, start

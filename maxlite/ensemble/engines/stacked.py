@@ -5,13 +5,13 @@ group of one member runs the program of its solo run unchanged.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
@@ -25,15 +25,15 @@ from maxlite.ensemble.engines.engine_base import (
   stack_common,
   tree_bytes,
 )
-from maxlite.ensemble.engines.member_group import MemberGroup, SoloGroup, take_row
+from maxlite.ensemble.engines.group_trees import take_row
+from maxlite.ensemble.engines.grouping import NotAlikeError, describe_difference, group_members
+from maxlite.ensemble.engines.member_group import MemberGroup
+from maxlite.ensemble.engines.solo_group import SoloGroup
+from maxlite.ensemble.engines.stack_placement import StackPlacement
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.step.train_state import TrainState
-
-
-class NotAlikeError(UserError):
-  """Error for members that cannot run as one stack; the message names the first difference."""
 
 
 class StackedEngine(EnsembleEngine):
@@ -55,18 +55,18 @@ class StackedEngine(EnsembleEngine):
     super().__init__(request, programs)
     self.indices = groups
     self.groups = [self._build_group(group) for group in groups]
-    self._mesh = mesh
+    self._placement = StackPlacement(self.groups, mesh)
     self._order_Z = np.argsort(np.concatenate(groups)).tolist()
-    self.shardings = [self._state_shardings(group) for group in self.groups]
-    results = self._replicated() if request.spans_processes else None
+    self.shardings = [self._placement.state(group) for group in self.groups]
+    results = self._placement.replicated if request.spans_processes else None
     self.step = jax.jit(
       self._step,
-      in_shardings=(self.shardings, self._batch_sharding(request.own_batches)),
+      in_shardings=(self.shardings, self._placement.batch(request.own_batches)),
       out_shardings=(self.shardings, results),
       donate_argnums=0,
     )
     self._predict_groups = jax.jit(self._predict, static_argnames="method", out_shardings=results)
-    self._gathered_shardings = [self._gathered_sharding(group) for group in self.groups]
+    self._gathered_shardings = [self._placement.gathered(group) for group in self.groups]
     self._copy_held = [jax.jit(group.copy_held) for group in self.groups]
     self._take = [self._jit_take(group) for group in self.groups]
 
@@ -141,7 +141,7 @@ class StackedEngine(EnsembleEngine):
     static = () if isinstance(group, MemberGroup) and group.has_one_optimizer else (1,)
     shardings = group.programs[0].shardings
     if shardings is None and self.request.spans_processes:
-      shardings = self._replicated()
+      shardings = self._placement.replicated
     return jax.jit(group.take, static_argnums=static, out_shardings=shardings)
 
   def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
@@ -155,7 +155,7 @@ class StackedEngine(EnsembleEngine):
   def place(self, batch: Any, *, own_batches: bool = False) -> Any:
     if not self.request.spans_processes:
       return batch
-    sharding = self._batch_sharding(own_batches)
+    sharding = self._placement.batch(own_batches)
     members = (len(self.programs),) if own_batches else ()
 
     def assemble(local: np.ndarray, one: Any) -> jax.Array:
@@ -166,7 +166,7 @@ class StackedEngine(EnsembleEngine):
 
   def step_cost(self) -> StepCost:
     costs = self.member_costs()
-    num_devices = self._num_devices()
+    num_devices = self._placement.num_devices
     total = sum(costs, NO_COST)
     # The members of a group share operations.
     operations = sum(costs[group[0]].operations for group in self.indices)
@@ -185,7 +185,7 @@ class StackedEngine(EnsembleEngine):
     batches = [self._batch_of(group, batch) for group in self.indices]
     steps = [group.step for group in self.groups]
     results = self._run_groups(steps, state, batches)
-    metrics = [self._on_all_devices(metrics) for _, metrics in results]
+    metrics = [self._placement.on_all_devices(metrics) for _, metrics in results]
     return [new_state for new_state, _ in results], self._join(metrics)
 
   def _join(self, by_group: list[dict[str, jax.Array]]) -> StackMetrics:
@@ -200,7 +200,7 @@ class StackedEngine(EnsembleEngine):
   def _predict(self, state: list[Any], inputs: Any, method: str) -> list[Any]:
     functions = [functools.partial(group.predict, method=method) for group in self.groups]
     results = self._run_groups(functions, state, [inputs] * len(self.groups))
-    return [self._on_all_devices(result) for result in results]
+    return [self._placement.on_all_devices(result) for result in results]
 
   def _run_groups(
     self, functions: Sequence[Callable], states: list[Any], inputs: list[Any]
@@ -224,77 +224,6 @@ class StackedEngine(EnsembleEngine):
     """The part of a step's batch that the group reads."""
     return take_row(batch, np.asarray(group)) if self.request.own_batches else batch
 
-  def _mesh_of(self, group: MemberGroup | SoloGroup) -> Mesh | None:
-    """The mesh over which the group's members are sharded, if any."""
-    if self._mesh is not None:
-      return self._mesh
-    return group.functions.sharder.mesh if group.axis else None
-
-  def _on_all_devices(self, tree: Any) -> Any:
-    """Stacked results on all devices; of a sharded stack, every member would take a collective."""
-    mesh = self._mesh_of(self.groups[0])
-    if mesh is None:
-      return tree
-
-    def replicate(leaf: jax.Array) -> jax.Array:
-      others = [jax.P.UNCONSTRAINED] * (leaf.ndim - 1)
-      return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, jax.P(None, *others)))
-
-    return jax.tree.map(replicate, tree)
-
-  def _num_devices(self) -> int:
-    if self._mesh is not None:
-      return self._mesh.shape["ensemble"]
-    sharder = self.groups[0].functions.sharder
-    return 1 if sharder is None else sharder.mesh.size
-
-  def _batch_sharding(self, own_batches: bool) -> NamedSharding | None:
-    if self._mesh is not None:
-      return NamedSharding(self._mesh, jax.P("ensemble") if own_batches else jax.P())
-    own = self.groups[0].functions.batch_sharding
-    if own is None or not own_batches:
-      return own
-    return NamedSharding(own.mesh, jax.P(None, *own.spec))
-
-  def _state_shardings(self, group: MemberGroup | SoloGroup) -> Any:
-    """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
-    if self._mesh is not None:
-      return self._sharded_over_members(group)
-    sharder = group.functions.sharder
-    if sharder is not None and group.functions.shardings is None:
-      # The placement that a step returns: with another one, the second step is compiled again.
-      return sharder.sharding(())
-    return group.shardings()
-
-  def _sharded_over_members(self, group: MemberGroup | SoloGroup) -> Any:
-    members = NamedSharding(self._mesh, jax.P("ensemble"))
-    if not isinstance(group, MemberGroup):
-      return NamedSharding(self._mesh, jax.P())
-    replicated = NamedSharding(self._mesh, jax.P())
-    abstract = group.abstract_state
-    state = jax.tree.map(lambda _: members, abstract)
-    if not group.has_one_optimizer:
-      opt_states = jax.tree.map(lambda _: replicated, abstract.members.opt_state)
-      state = state.replace(members=state.members.replace(opt_state=opt_states))
-    return state.replace(shared=jax.tree.map(lambda _: replicated, abstract.shared))
-
-  def _gathered_sharding(self, group: MemberGroup | SoloGroup) -> Any:
-    """The sharding of a state with all members on every device; None if it has it already."""
-    if self._mesh is not None:
-      return NamedSharding(self._mesh, jax.P())
-    if group.axis is None:
-      return None
-
-    def without_axis(sharding: NamedSharding) -> NamedSharding:
-      return NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
-
-    shardings = group.shardings()
-    return shardings.replace(members=jax.tree.map(without_axis, shardings.members))
-
-  def _replicated(self) -> NamedSharding:
-    mesh = self._mesh or self.groups[0].functions.sharder.mesh
-    return NamedSharding(mesh, jax.P())
-
   def trace(self) -> None:
     """Trace the step for its first call, which does not trace it again.
 
@@ -310,21 +239,6 @@ class StackedEngine(EnsembleEngine):
 
 def _copy(tree: Any) -> Any:
   return jax.tree.map(jnp.copy, tree)
-
-
-def _has_vmappable_keys() -> bool:
-  """Whether `vmap` over random keys draws each member's numbers from its own key."""
-  return jax.config.jax_default_prng_impl == "threefry2x32"
-
-
-def group_members(programs: Sequence[MemberProgram]) -> list[list[int]]:
-  """Indices of the programs of each group, in the order of their first members."""
-  if not _has_vmappable_keys():
-    return [[z] for z in range(len(programs))]
-  groups: dict[Hashable, list[int]] = {}
-  for z, program in enumerate(programs):
-    groups.setdefault(program.group, []).append(z)
-  return list(groups.values())
 
 
 def build_stacked(request: EngineRequest) -> StackedEngine:
@@ -354,20 +268,6 @@ def build_fused(request: EngineRequest) -> StackedEngine:
     )
   programs = request.build()
   return StackedEngine(request, programs, group_members(programs))
-
-
-def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
-  """The first setting in which two members differ that one stack cannot have."""
-  if not _has_vmappable_keys():
-    impl = jax.config.jax_default_prng_impl
-    return f"jax_default_prng_impl={impl} draws the same random numbers for all members of a stack"
-  ours = first.settings()
-  theirs = second.settings()
-  for name in [*ours, *theirs]:
-    if name not in theirs or name not in ours or ours[name].key != theirs[name].key:
-      shown = [each[name].text if name in each else "not set" for each in (ours, theirs)]
-      return f"{name} is {shown[0]} in {first.name}, and {shown[1]} in {second.name}"
-  return f"{first.name} and {second.name} have modules that are not the same"
 
 
 def _member_placement(request: EngineRequest) -> Placement:

@@ -18,7 +18,7 @@ from maxlite.ensemble.engines.engine_base import (
   StepCost,
   require_one_process,
 )
-from maxlite.ensemble.engines.member_group import join_metrics
+from maxlite.ensemble.engines.group_trees import join_metrics
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel

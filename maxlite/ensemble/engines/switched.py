@@ -23,7 +23,7 @@ from maxlite.ensemble.engines.engine_base import (
   require_one_process,
   tree_bytes,
 )
-from maxlite.ensemble.engines.member_group import join_metrics
+from maxlite.ensemble.engines.group_trees import join_metrics
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 

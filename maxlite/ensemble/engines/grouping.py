@@ -1,0 +1,41 @@
+"""Which members form a group, and why others do not."""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+
+from maxlite.config.errors import UserError
+from maxlite.ensemble.member_program import MemberProgram
+
+
+class NotAlikeError(UserError):
+  """Error for members that cannot run as one stack; the message names the first difference."""
+
+
+def _has_vmappable_keys() -> bool:
+  """Whether `vmap` over random keys draws each member's numbers from its own key."""
+  return jax.config.jax_default_prng_impl == "threefry2x32"
+
+
+def group_members(programs: Sequence[MemberProgram]) -> list[list[int]]:
+  """Indices of the programs of each group, in the order of their first members."""
+  if not _has_vmappable_keys():
+    return [[z] for z in range(len(programs))]
+  groups: dict[Hashable, list[int]] = {}
+  for z, program in enumerate(programs):
+    groups.setdefault(program.group, []).append(z)
+  return list(groups.values())
+
+
+def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
+  """The first setting in which two members differ that one stack cannot have."""
+  if not _has_vmappable_keys():
+    impl = jax.config.jax_default_prng_impl
+    return f"jax_default_prng_impl={impl} draws the same random numbers for all members of a stack"
+  ours = first.settings()
+  theirs = second.settings()
+  for name in [*ours, *theirs]:
+    if name not in theirs or name not in ours or ours[name].key != theirs[name].key:
+      shown = [each[name].text if name in each else "not set" for each in (ours, theirs)]
+      return f"{name} is {shown[0]} in {first.name}, and {shown[1]} in {second.name}"
+  return f"{first.name} and {second.name} have modules that are not the same"

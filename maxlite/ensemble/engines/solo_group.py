@@ -1,0 +1,55 @@
+"""A member in a group of one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlite.ensemble.engines.group_trees import stack_rows, take_row
+from maxlite.ensemble.member_program import MemberProgram
+from maxlite.step.train_state import TrainState
+
+
+class SoloGroup:
+  """The functions of a `MemberGroup`, here those of the member's solo run, without `vmap`.
+
+  Metrics and predictions have a first axis of one.
+  """
+
+  axis = None
+  shared_paths: frozenset[str] = frozenset()
+  bytes_saved = 0.0
+
+  def __init__(self, program: MemberProgram, *, own_batches: bool):
+    self.programs = [program]
+    self.functions = program.functions
+    self.abstract_state = program.functions.abstract_state
+    self._own_batches = own_batches
+
+  def init(self, params: Any = None) -> TrainState:
+    return self.functions.init(self.programs[0].seed_array, params)
+
+  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    own = take_row(batch, 0) if self._own_batches else batch
+    state, metrics = self.functions.step(state, own)
+    return state, stack_rows([metrics])
+
+  def predict(self, state: TrainState, inputs: Any, method: str = "predict") -> Any:
+    return stack_rows([getattr(self.functions, method)(state, inputs)])
+
+  def stack(self, states: Sequence[TrainState]) -> TrainState:
+    return states[0]
+
+  def copy_held(self, state: TrainState) -> TrainState:
+    return jax.tree.map(jnp.copy, state)
+
+  def take(self, state: TrainState, row: int) -> TrainState:
+    del row
+    return state
+
+  def check_shared(self, states: Sequence[TrainState]) -> None:
+    """There is nothing to share."""
+
+  def shardings(self) -> TrainState | None:
+    return self.functions.shardings

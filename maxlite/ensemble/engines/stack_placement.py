@@ -1,0 +1,96 @@
+"""Where the states, batches and results of a stack of members are placed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from maxlite.ensemble.engines.member_group import MemberGroup
+from maxlite.ensemble.engines.solo_group import SoloGroup
+
+Group = MemberGroup | SoloGroup
+
+
+class StackPlacement:
+  """The shardings of a stack; None in place of one lets the compiler choose.
+
+  Members whose modules have a mesh are placed by the sharding table, after the axis `ensemble` of
+  that mesh. Others are whole on each device of `mesh`, which has an axis `ensemble`, if there is
+  one.
+  """
+
+  def __init__(self, groups: Sequence[Group], mesh: Mesh | None):
+    self._first = groups[0]
+    self._mesh = mesh
+
+  @property
+  def num_devices(self) -> int:
+    """The number of devices over which the members are divided."""
+    if self._mesh is not None:
+      return self._mesh.shape["ensemble"]
+    sharder = self._first.functions.sharder
+    return 1 if sharder is None else sharder.mesh.size
+
+  @property
+  def replicated(self) -> NamedSharding:
+    """On all devices of a stack that has a mesh."""
+    mesh = self._mesh or self._first.functions.sharder.mesh
+    return NamedSharding(mesh, jax.P())
+
+  def batch(self, own_batches: bool) -> NamedSharding | None:
+    if self._mesh is not None:
+      return NamedSharding(self._mesh, jax.P("ensemble") if own_batches else jax.P())
+    own = self._first.functions.batch_sharding
+    if own is None or not own_batches:
+      return own
+    return NamedSharding(own.mesh, jax.P(None, *own.spec))
+
+  def state(self, group: Group) -> Any:
+    """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
+    if self._mesh is not None:
+      return self._sharded_over_members(group)
+    sharder = group.functions.sharder
+    if sharder is not None and group.functions.shardings is None:
+      # The placement that a step returns: with another one, the second step is compiled again.
+      return sharder.sharding(())
+    return group.shardings()
+
+  def _sharded_over_members(self, group: Group) -> Any:
+    members = NamedSharding(self._mesh, jax.P("ensemble"))
+    if not isinstance(group, MemberGroup):
+      return NamedSharding(self._mesh, jax.P())
+    replicated = NamedSharding(self._mesh, jax.P())
+    abstract = group.abstract_state
+    state = jax.tree.map(lambda _: members, abstract)
+    if not group.has_one_optimizer:
+      opt_states = jax.tree.map(lambda _: replicated, abstract.members.opt_state)
+      state = state.replace(members=state.members.replace(opt_state=opt_states))
+    return state.replace(shared=jax.tree.map(lambda _: replicated, abstract.shared))
+
+  def gathered(self, group: Group) -> Any:
+    """The sharding of a state with all members on every device; None if it has it already."""
+    if self._mesh is not None:
+      return NamedSharding(self._mesh, jax.P())
+    if group.axis is None:
+      return None
+
+    def without_axis(sharding: NamedSharding) -> NamedSharding:
+      return NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
+
+    shardings = group.shardings()
+    return shardings.replace(members=jax.tree.map(without_axis, shardings.members))
+
+  def on_all_devices(self, tree: Any) -> Any:
+    """Stacked results on all devices; of a sharded stack, every member would take a collective."""
+    mesh = self._mesh
+    if mesh is None and self._first.axis is not None:
+      mesh = self._first.functions.sharder.mesh
+    if mesh is None:
+      return tree
+
+    def replicate(leaf: jax.Array) -> jax.Array:
+      others = [jax.P.UNCONSTRAINED] * (leaf.ndim - 1)
+      return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, jax.P(None, *others)))
+
+    return jax.tree.map(replicate, tree)
