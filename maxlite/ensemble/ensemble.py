@@ -156,6 +156,28 @@ class Ensemble:
     with self._explain_errors(state):
       return variables_of(self._engine.take(state, self.names.index(name)))
 
+  def abstract_states(self) -> dict[str, Any]:
+    """Shapes and dtypes of `member_states`, for restoring a checkpoint of them."""
+    if self._engine is None:
+      raise UserError("the ensemble has no state yet: call init(example_batch) first")
+    return dict(zip(self.names, self._engine.abstract, strict=True))
+
+  def best(self, values_Z: Any) -> str:
+    """The name of the member with the lowest value, such as `metrics["loss"]`.
+
+    Raises:
+      UserError: no value is finite, or there is not one for each member.
+    """
+    values_Z = np.asarray(values_Z, np.float64)
+    if values_Z.shape != (len(self.names),):
+      raise UserError(
+        f"best takes a value per member, {len(self.names)} in all, and not an array of shape "
+        f"{values_Z.shape}"
+      )
+    if not np.isfinite(values_Z).any():
+      raise UserError("no member has a finite value: all have diverged")
+    return self.names[int(np.nanargmin(np.where(np.isfinite(values_Z), values_Z, np.nan)))]
+
   def load_states(self, states: dict[str, Any]) -> Any:
     """The state built from copies of the members' states, as `member_states` returns them.
 

@@ -40,6 +40,8 @@ class Member:
   def __post_init__(self) -> None:
     if not isinstance(self.model, nn.Module):
       raise _not_an_instance("model", self.model, "Module")
+    if isinstance(self.optimizer, optax.MultiSteps):
+      object.__setattr__(self, "optimizer", self.optimizer.gradient_transformation())
     if not isinstance(self.optimizer, optax.GradientTransformation):
       self._check_optimizer_function()
     elif self.hyperparameters:
@@ -57,11 +59,6 @@ class Member:
 
   def _check_optimizer_function(self) -> None:
     """Raise UserError if the optimizer and its hyperparameters give no transformation."""
-    if hasattr(self.optimizer, "gradient_transformation"):
-      raise UserError(
-        f"optimizer={type(self.optimizer).__name__} of a Member: give it its "
-        ".gradient_transformation()"
-      )
     if not callable(self.optimizer) or not self.hyperparameters:
       raise _not_an_instance("optimizer", self.optimizer, "GradientTransformation")
     name = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)

@@ -1,6 +1,7 @@
 """The Python API: divergence, user errors, and the example scripts."""
 
 import runpy
+import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -8,8 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from families import largest_error
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
+
+from tiny import compilations
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
@@ -317,3 +323,57 @@ def test_example_scripts_run(script, printed, monkeypatch, capsys):
   with jax.numpy_dtype_promotion("standard"):
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
   assert printed in capsys.readouterr().out
+
+
+def test_states_are_saved_and_restored_by_orbax(tmp_path):
+  """In another program, as `abstract_states` describes them."""
+  make = lambda: Ensemble(
+    [Member(Mlp(width), optax.adam(0.1), name=f"w{width}") for width in (2, 3)], loss
+  )
+  ensemble = make()
+  with jax.numpy_dtype_promotion("standard"):
+    state, _ = ensemble.step(ensemble.init(BATCH), BATCH)
+    saved = ensemble.member_states(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(tmp_path / "states", saved)
+    _, expected = ensemble.step(state, BATCH)
+    other = make()
+    other.init(BATCH)
+    with ocp.StandardCheckpointer() as checkpointer:
+      restored = checkpointer.restore(tmp_path / "states", other.abstract_states())
+    _, metrics = other.step(other.load_states(restored), BATCH)
+  np.testing.assert_array_equal(metrics["loss"], expected["loss"])
+  assert other.best(metrics["loss"]) == ensemble.names[int(np.argmin(metrics["loss"]))]
+  assert other.best([np.nan, 1.0]) == "w3"
+  with pytest.raises(UserError, match="no member has a finite value"):
+    other.best([np.nan, np.inf])
+
+
+def test_accumulated_updates_of_optax_are_an_optimizer():
+  members = [Member(Mlp(), optax.MultiSteps(optax.sgd(rate), 2)) for rate in (0.1, 0.2)]
+  ensemble = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
+  state = ensemble.init(BATCH)
+  losses = []
+  with jax.numpy_dtype_promotion("standard"):
+    for _ in range(3):
+      state, metrics = ensemble.step(state, BATCH)
+      losses.append(np.asarray(metrics["loss"]))
+  np.testing.assert_array_equal(losses[0], losses[1])
+  assert np.all(losses[2] < losses[1])
+
+
+def test_the_cost_of_one_member_does_not_grow_with_their_number():
+  """Starting a stack and taking a member out of it compile programs of one member."""
+  compiled = {}
+  for count in (2, 200):
+    members = [
+      Member(Mlp(), optax.sgd, seed=z, hyperparameters={"learning_rate": 0.1 / (1 + z)})
+      for z in range(count)
+    ]
+    with compilations() as found:
+      ensemble = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
+      state, _ = ensemble.step(ensemble.init(BATCH), BATCH)
+      for name in (ensemble.names[0], ensemble.names[-1]):
+        ensemble.member_params(state, name)
+    compiled[count] = found
+  assert len(compiled[2]) == len(compiled[200])
