@@ -1,5 +1,6 @@
 """The Python API: divergence, user errors, and the example scripts."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -20,7 +21,8 @@ from tiny import compilations
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
 
 
 class Mlp(nn.Module):
@@ -377,3 +379,29 @@ def test_the_cost_of_one_member_does_not_grow_with_their_number():
         ensemble.member_params(state, name)
     compiled[count] = found
   assert len(compiled[2]) == len(compiled[200])
+
+
+class DocumentedMlp(nn.Module):
+  width: int
+  depth: int
+
+  @nn.compact
+  def __call__(self, x_BD):
+    for _ in range(self.depth):
+      x_BD = nn.tanh(nn.Dense(self.width)(x_BD))
+    return nn.Dense(1)(x_BD)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ensembles.md"])
+def test_the_first_lines_of_the_pages_run(page):
+  """The first block that creates an `Ensemble`, and the line with a rate per member."""
+  text = (ROOT / page).read_text("utf-8")
+  block = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Ensemble(" in b)
+  inputs = {"MLP": DocumentedMlp, "loss": loss, "optax": optax}
+  inputs |= {"batch": BATCH, "batches": [BATCH, BATCH], "inputs": BATCH[0]}
+  with jax.numpy_dtype_promotion("standard"):
+    exec(block, inputs)
+  assert inputs["metrics"]["loss"].shape == (4,)
+  rates = re.search(r"\[Member\(MLP\(.*hyperparameters.*\]", text).group()
+  members = eval(rates, inputs | {"rates": [1e-3, 1e-2]})
+  assert [member.numbers for member in members] == [{"learning_rate": r} for r in (1e-3, 1e-2)]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.ensemble import Member
 
@@ -67,6 +68,32 @@ class DecoderLayer(nn.Module):
     return x_BTD + dense(self.width)(h_BTF)
 
 
+class AdaptedDense(nn.Module):
+  """A dense layer and the product of two thin matrices beside it, which is zero at first."""
+
+  width: int
+  rank: int
+
+  @nn.compact
+  def __call__(self, x_BD: jax.Array) -> jax.Array:
+    a_DR = self.param("lora_a", nn.initializers.lecun_normal(), (x_BD.shape[-1], self.rank))
+    b_RF = self.param("lora_b", nn.initializers.zeros, (self.rank, self.width))
+    return nn.Dense(self.width)(x_BD) + x_BD @ a_DR @ b_RF
+
+
+class AdaptedMLP(nn.Module):
+  width: int
+  depth: int
+  rank: int
+
+  @nn.compact
+  def __call__(self, x_BD: jax.Array) -> jax.Array:
+    x_BD = nn.Dense(self.width)(x_BD)
+    for _ in range(self.depth):
+      x_BD = nn.relu(AdaptedDense(self.width, self.rank)(x_BD))
+    return nn.Dense(1)(x_BD)
+
+
 class Problem(NamedTuple):
   """Members that train on one batch with Adam."""
 
@@ -74,15 +101,54 @@ class Problem(NamedTuple):
   rates: list[float]
   batch: tuple[jax.Array, jax.Array]
   loss: Callable[[nn.Module, tuple], jax.Array]
+  build_base: Callable[[], Any] | None = None  # parameters that no member trains
+  num_steps: int = 10  # of one timed run
 
   @property
   def members(self) -> list[Member]:
+    """The rates are hyperparameters of one function."""
+    train = None if self.build_base is None else [".*lora_.*"]
+    members = []
+    for z, (model, rate) in enumerate(zip(self.models, self.rates, strict=True)):
+      hyperparameters = {"learning_rate": rate}
+      member = Member(model, optax.adam, seed=z, hyperparameters=hyperparameters, train=train)
+      members.append(member)
+    return members
+
+  @property
+  def members_with_closures(self) -> list[Member]:
+    """A transformation per member, which contains the rate."""
     each = enumerate(zip(self.models, self.rates, strict=True))
     return [Member(model, optax.adam(rate), seed=z) for z, (model, rate) in each]
 
 
-def mlps_alike(width: int) -> Problem:
-  rates = np.geomspace(1e-4, 1e-2, 64).tolist()
+def split_adapters(params: Any) -> tuple[Any, Any]:
+  """(adapters, base)"""
+  adapters = {}
+  base = {}
+  for path, leaf in flatten_dict(params).items():
+    part = adapters if path[-1].startswith("lora_") else base
+    part[path] = leaf
+  return unflatten_dict(adapters), unflatten_dict(base)
+
+
+def adapters_on_base(width: int, depth: int, num_steps: int) -> Problem:
+  """16 adapters of rank 8 on a frozen model."""
+  rates = np.geomspace(1e-4, 1e-2, 16).tolist()
+  model = AdaptedMLP(width, depth, rank=8)
+  batch = features_and_targets()
+
+  def build_base() -> Any:
+    def init(key: jax.Array) -> Any:
+      return split_adapters(model.init(key, batch[0])["params"])[1]
+
+    return jax.jit(init)(jax.random.key(99))
+
+  return Problem([model] * len(rates), rates, batch, squared_error, build_base, num_steps)
+
+
+def mlps_alike(width: int, num_members: int = 64) -> Problem:
+  rates = np.geomspace(1e-4, 1e-2, num_members).tolist()
   return Problem([MLP(width, 2)] * len(rates), rates, features_and_targets(), squared_error)
 
 
@@ -130,9 +196,12 @@ def members_of(problem: str) -> dict[str, Any]:
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
   **{f"mlps_{width}": functools.partial(mlps_alike, width) for width in (8, 32, 128)},
+  "mlps_thousand": functools.partial(mlps_alike, 32, 1024),
   "mlps_different": mlps_different,
   "decoders_alike": decoders_alike,
   "decoders_different": decoders_different,
+  "adapters_12m": functools.partial(adapters_on_base, 1024, 12, 10),
+  "adapters_100m": functools.partial(adapters_on_base, 2048, 24, 1),
 }
 # What worker processes import.
 mlps_different_members = functools.partial(members_of, "mlps_different")

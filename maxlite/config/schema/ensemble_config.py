@@ -36,9 +36,10 @@ class EnsembleConfig:
   )
   ensemble_strategy: str = field(
     "auto",
-    "How members are trained: `stacked` as arrays of one program; `fused` one stack per "
-    "architecture in one program; `submesh` some devices each; `processes` in separate processes; "
-    "`padded` as one stack of the largest member's shapes. `switched` is for members in Python.",
+    "How members are trained: `stacked` as one module, lifted by nn.vmap, if they differ in seeds "
+    "and numbers of the optimizer only; `fused` one stack per architecture in one program; "
+    "`submesh` some devices each; `processes` in separate processes; `padded` as one stack of the "
+    "largest member's shapes. `switched` is for members in Python.",
     choices=with_auto(ENSEMBLE_STRATEGIES),
   )
   ensemble_data: str = field(
