@@ -393,15 +393,17 @@ class DocumentedMlp(nn.Module):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/ensembles.md"])
-def test_the_first_lines_of_the_pages_run(page):
+def test_the_first_lines_of_the_pages_run(page, tmp_path):
   """The first block that creates an `Ensemble`, and the line with a rate per member."""
   text = (ROOT / page).read_text("utf-8")
   block = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Ensemble(" in b)
+  of_rates = re.search(r"\[Member\(MLP\(.*hyperparameters.*\]", text).group()
+  script = tmp_path / "example.py"
+  script.write_text(f"{block}\nrates = (1e-3, 1e-2)\nmembers_of_rates = {of_rates}\n")
   inputs = {"MLP": DocumentedMlp, "loss": loss, "optax": optax}
-  inputs |= {"batch": BATCH, "batches": [BATCH, BATCH], "inputs": BATCH[0]}
+  inputs |= {"batch": BATCH, "batches": [BATCH, BATCH], "inputs": BATCH}
   with jax.numpy_dtype_promotion("standard"):
-    exec(block, inputs)
-  assert inputs["metrics"]["loss"].shape == (4,)
-  rates = re.search(r"\[Member\(MLP\(.*hyperparameters.*\]", text).group()
-  members = eval(rates, inputs | {"rates": [1e-3, 1e-2]})
-  assert [member.numbers for member in members] == [{"learning_rate": r} for r in (1e-3, 1e-2)]
+    names = runpy.run_path(str(script), inputs)
+  assert names["metrics"]["loss"].shape == (4,)
+  numbers = [member.numbers for member in names["members_of_rates"]]
+  assert numbers == [{"learning_rate": 1e-3}, {"learning_rate": 1e-2}]
