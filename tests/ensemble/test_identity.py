@@ -14,6 +14,7 @@ from families import batch, largest_error, loss, train_alone
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.linen_members import identity
 
 
 class Fields(nn.Module):
@@ -70,6 +71,14 @@ def test_members_with_different_fields_equal_solo_runs(pair):
     _, metrics = ensemble.step(ensemble.init(batch(0)), batch(0))
     want = [first_loss(member) for member in members]
   assert largest_error(np.asarray(metrics["loss"]), np.stack(want)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+  ("left", "right"), [(0.0, -0.0), (1, 1.0), (1, True), ((1,), [1]), ({"a": 1}, {"a": 1.0})]
+)
+def test_values_that_compare_equal_have_different_identities(left, right):
+  assert left == right or isinstance(left, tuple)
+  assert identity(left) != identity(right)
 
 
 def first_loss(member):

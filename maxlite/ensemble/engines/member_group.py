@@ -205,12 +205,16 @@ class MemberGroup:
             f"{program.name}: train them as separate runs, or from one load_parameters_path"
           )
 
-  def copy_held(self, state: GroupState) -> GroupState:
-    """The state with copies of the arrays that `take` returns as they are."""
-    return state.replace(shared=jax.tree.map(jnp.copy, state.shared))
+  def held(self, state: GroupState) -> Any:
+    """The parameters of which the group holds one copy for all members."""
+    return state.shared
 
   def take(self, state: GroupState, row: int | jax.Array) -> TrainState:
-    """The state of a solo run from that of a member; `row` is an `int` if optimizers differ."""
+    """The state of a solo run, without the parameters in `held`.
+
+    Args:
+      row: of the member; an `int` if their optimizers are different functions.
+    """
     if self.has_one_optimizer:
       member = take_row(state.members, row)
       opt_state = self._by_phase(
@@ -219,7 +223,11 @@ class MemberGroup:
     else:
       member = take_row(state.members.replace(opt_state=None), row)
       opt_state = state.members.opt_state[row]
-    return self._with_shared(member.replace(opt_state=opt_state), state.shared)
+    return member.replace(opt_state=opt_state)
+
+  def with_held(self, member: TrainState, held: Any) -> TrainState:
+    """The state of a solo run, from `take`, with the parameters that all members have."""
+    return self._with_shared(member, held)
 
   def shardings(self) -> GroupState | None:
     """The sharding of every leaf: that of a solo run, after the axis of the members."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from maxlite.ensemble.engines.group_trees import stack_rows, take_row
 from maxlite.ensemble.member_program import MemberProgram
@@ -41,12 +40,17 @@ class SoloGroup:
   def stack(self, states: Sequence[TrainState]) -> TrainState:
     return states[0]
 
-  def copy_held(self, state: TrainState) -> TrainState:
-    return jax.tree.map(jnp.copy, state)
+  def held(self, state: TrainState) -> Any:
+    del state
+    return {}
 
   def take(self, state: TrainState, row: int) -> TrainState:
     del row
     return state
+
+  def with_held(self, member: TrainState, held: Any) -> TrainState:
+    del held
+    return member
 
   def check_shared(self, states: Sequence[TrainState]) -> None:
     """There is nothing to share."""

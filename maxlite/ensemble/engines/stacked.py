@@ -25,7 +25,7 @@ from maxlite.ensemble.engines.engine_base import (
   stack_common,
   tree_bytes,
 )
-from maxlite.ensemble.engines.group_trees import take_row
+from maxlite.ensemble.engines.group_trees import take_row, without_paths
 from maxlite.ensemble.engines.grouping import NotAlikeError, describe_difference, group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
@@ -67,7 +67,6 @@ class StackedEngine(EnsembleEngine):
     )
     self._predict_groups = jax.jit(self._predict, static_argnames="method", out_shardings=results)
     self._gathered_shardings = [self._placement.gathered(group) for group in self.groups]
-    self._copy_held = [jax.jit(group.copy_held) for group in self.groups]
     self._take = [self._jit_take(group) for group in self.groups]
 
   def _build_group(self, group: list[int]) -> MemberGroup | SoloGroup:
@@ -110,24 +109,29 @@ class StackedEngine(EnsembleEngine):
     return jax.jit(stack, out_shardings=self.shardings)(by_group)
 
   def take(self, state: list[Any], z: int) -> TrainState:
-    """The solo state of member z; no part of it is donated by the next step."""
-    number, row = self._place_of(z)
-    return self._take[number](self._copy_held[number](state[number]), row)
+    """The solo state of member z: copies, since the next step donates the state."""
+    number, _ = self._place_of(z)
+    held = _copy(self.groups[number].held(state[number]))
+    return self._take_with_held(state, z, held)
 
   def unpack(self, state: list[Any]) -> list[TrainState]:
-    """The solo states of all members; a stack over devices is gathered once for all of them."""
-    copies = []
-    for number, own in enumerate(state):
-      gathered = self._gathered_shardings[number]
-      if gathered is None:
-        copies.append(self._copy_held[number](own))
-      else:
-        copies.append(jax.jit(_copy, out_shardings=gathered)(own))
+    """The solo states of all members, which share one copy of what their group holds once.
+
+    A stack over devices is gathered once for all of them.
+    """
+    held = [_copy(group.held(own)) for group, own in zip(self.groups, state, strict=True)]
+    gathered = []
+    for own, sharding in zip(state, self._gathered_shardings, strict=True):
+      gathered.append(own if sharding is None else jax.jit(_copy, out_shardings=sharding)(own))
     states = []
     for z in range(len(self.programs)):
-      number, row = self._place_of(z)
-      states.append(self._take[number](copies[number], row))
+      number, _ = self._place_of(z)
+      states.append(self._take_with_held(gathered, z, held[number]))
     return states
+
+  def _take_with_held(self, state: list[Any], z: int, held: Any) -> TrainState:
+    number, row = self._place_of(z)
+    return self.groups[number].with_held(self._take[number](state[number], row), held)
 
   def _place_of(self, z: int) -> tuple[int, int]:
     """(number of the group, row in it) of a member."""
@@ -140,7 +144,9 @@ class StackedEngine(EnsembleEngine):
     """The solo state of a row; one program for all rows where they have one optimizer."""
     static = () if isinstance(group, MemberGroup) and group.has_one_optimizer else (1,)
     shardings = group.programs[0].shardings
-    if shardings is None and self.request.spans_processes:
+    if shardings is not None:
+      shardings = shardings.replace(params=without_paths(shardings.params, group.shared_paths))
+    elif self.request.spans_processes:
       shardings = self._placement.replicated
     return jax.jit(group.take, static_argnums=static, out_shardings=shardings)
 
