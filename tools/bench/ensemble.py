@@ -175,7 +175,7 @@ def adapters(options: argparse.Namespace) -> None:
     print(f"{title}: arguments {num_bytes / 1e6:,.1f} MB; base and one adapter {of_one / 1e6:,.1f}")
     print_ratio(f"{title}: arguments / (base + 16 adapters)", num_bytes / least, at_most=1.05)
     difference = np.max(np.abs(np.array(losses) / np.array(expected) - 1))
-    print(f"{title}: the losses differ from those of the loop by a relative {difference:.1e}")
+    print(f"{title}: early losses differ from those of the loop by a relative {difference:.1e}")
 
 
 def bytes_of_adapters(problem: str) -> int:

@@ -52,12 +52,15 @@ class RepeatedStep:
     self._step = step
     self._data = data
     self._num_steps = num_steps
-    self.state, self.metrics = jax.block_until_ready(step(state, data))
+    self.early_metrics = None  # of the last step of the first run
+    self.state, _ = jax.block_until_ready(step(state, data))
 
   def run(self) -> None:
     for _ in range(self._num_steps):
-      self.state, self.metrics = self._step(self.state, self._data)
-    jax.block_until_ready((self.state, self.metrics))
+      self.state, metrics = self._step(self.state, self._data)
+    jax.block_until_ready((self.state, metrics))
+    if self.early_metrics is None:
+      self.early_metrics = metrics
 
 
 def by_strategy(strategy: str, problem: str, *, closures: bool = False) -> Candidate:
@@ -86,7 +89,7 @@ def by_strategy(strategy: str, problem: str, *, closures: bool = False) -> Candi
     useful_share=share,
     strategy=plan.strategy if strategy == "auto" else "",
     reports={
-      "losses": lambda: np.asarray(repeated.metrics["loss"]).tolist(),
+      "losses": lambda: np.asarray(repeated.early_metrics["loss"]).tolist(),
       "argument_bytes": lambda: argument_bytes(ensemble._engine.step, repeated.state, own.batch),
       "member_params": lambda: seconds_of_member_params(ensemble, repeated.state),
     },
@@ -321,7 +324,7 @@ def loop_of_adapters(problem: str) -> Candidate:
     repeated.run,
     own.num_steps,
     reports={
-      "losses": lambda: [float(value) for value in repeated.metrics],
+      "losses": lambda: [float(value) for value in repeated.early_metrics],
       "argument_bytes": lambda: argument_bytes(step, repeated.state[0], base, own.batch),
     },
   )
