@@ -1,8 +1,8 @@
 """The choice of a strategy for given members and devices.
 
 A step's time is estimated from shapes: the FLOPs of matrix products, the bytes that are read and
-written, and constant times per operation and per program. The constants of a kind of device were
-measured with tools/bench/ensemble.py; they only need to be accurate enough to rank strategies.
+written, and constant times per operation and per program. The estimates only need to be accurate
+enough to rank strategies.
 """
 
 import dataclasses

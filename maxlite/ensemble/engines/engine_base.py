@@ -13,7 +13,7 @@ from maxlite.ensemble.member import MemberFactory
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.step.train_state import TrainState
 
-OPERATIONS_PER_ARRAY = 30  # of a step, per array of parameters; measured for MLPs and decoders
+OPERATIONS_PER_ARRAY = 30  # of a step, per array of parameters: a rough count, to rank strategies
 
 
 class Placement(NamedTuple):
