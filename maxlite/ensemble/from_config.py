@@ -23,7 +23,8 @@ from maxlite.ensemble.member_program import (
   Numbers,
 )
 from maxlite.layers.lora import OPTIONAL_MODULES
-from maxlite.optim.build import NUMBERS
+from maxlite.optim.build import number_names, numbers_of
+from maxlite.optim.schedules import with_schedule_steps
 from maxlite.phases.phase_programs import build_phase_step
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.step.train_state import TrainState, averaged_params
@@ -47,16 +48,16 @@ class ConfigPrograms:
     self._num_bytes_V = num_bytes_V
     self._functions: dict[Hashable, MemberFunctions] = {}
     self._trainers: dict[Hashable, Trainer] = {}
+    self._trainer_of_group: dict[Hashable, Trainer] = {}  # of the first member
     self._firsts: dict[Hashable, MemberProgram] = {}  # by group
 
   def build(self, member: MemberConfig, placement: Placement) -> MemberProgram:
     """The program of a member on these devices."""
     cfg = self._placed(member.config, placement)
     group = _group_key(cfg, member.name, placement)
-    if group in self._firsts:
-      flops = self._firsts[group].flops
-    else:
-      flops = self._trainer(cfg, placement, frozenset()).flops_per_step
+    if group not in self._trainer_of_group:
+      self._trainer_of_group[group] = self._trainer(cfg, placement, frozenset())
+    trainer = self._trainer_of_group[group]
     base_params = None
     if cfg.checkpoint.load_parameters_path:
       base_params = functools.partial(self._read_parameters, cfg, placement)
@@ -65,14 +66,14 @@ class ConfigPrograms:
       seed=cfg.run.init_weights_seed,
       group=group,
       update_key=None,
-      numbers=tuple(_numbers(optimizer) for optimizer in _optimizers(cfg)),
+      numbers=_numbers(cfg, [each.num_updates for each in trainer.objectives]),
       build=functools.partial(self._build, cfg, placement),
       like=lambda: self._firsts[group].functions,
       settings=functools.partial(_settings, cfg),
       solo_numbers=frozenset(cfg.optimizer.pbt_hyperparameters),
       base=_base_of(cfg),
       base_params=base_params,
-      flops=flops,
+      flops=trainer.flops_per_step,
     )
     self._firsts.setdefault(group, program)
     return program
@@ -121,8 +122,16 @@ def _optimizers(cfg: Config) -> list[OptimizerConfig]:
   return [phase.optimizer for phase in phases_of(cfg)] or [cfg.optimizer]
 
 
-def _numbers(cfg: OptimizerConfig) -> Numbers:
-  return {name: getattr(cfg, name) for name in NUMBERS}
+def _numbers(cfg: Config, num_updates: Sequence[int]) -> tuple[Numbers, ...]:
+  """The numbers of these optimizers.
+
+  Args:
+    num_updates: of each optimizer, which is the default length of its schedule.
+  """
+  return tuple(
+    numbers_of(with_schedule_steps(optimizer, count))
+    for optimizer, count in zip(_optimizers(cfg), num_updates, strict=True)
+  )
 
 
 def _without_seeds(cfg: Config) -> Config:
@@ -134,7 +143,7 @@ def _without_seeds(cfg: Config) -> Config:
 
 def _without_numbers(cfg: OptimizerConfig) -> tuple[Hashable, bool]:
   """The part of an optimizer's config that is not in its state, and whether it clips."""
-  fixed = {name: value for name, value in vars(cfg).items() if name not in NUMBERS}
+  fixed = {name: value for name, value in vars(cfg).items() if name not in number_names(cfg)}
   return tuple(sorted(fixed.items(), key=lambda item: item[0])), cfg.gradient_clipping_threshold > 0
 
 
@@ -160,7 +169,8 @@ def _group_key(cfg: Config, name: str, placement: Placement) -> Hashable:
 
 def _settings(cfg: Config) -> dict[str, MemberSetting]:
   """The keys of a config that members of one stack have equal."""
-  varying = {*NUMBERS, "init_weights_seed", "run_name", "data_shuffle_seed", "data_sampling"}
+  varying = {*number_names(cfg.optimizer), "init_weights_seed", "run_name"}
+  varying |= {"data_shuffle_seed", "data_sampling"}
   return {
     key: MemberSetting(value, show(value))
     for key, value in flatten(cfg).items()

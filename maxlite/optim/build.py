@@ -13,7 +13,7 @@ from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.optim.labels import decay_mask, matrix_axes
 from maxlite.optim.parametrization import scale_updates
-from maxlite.optim.schedules import build_schedule
+from maxlite.optim.schedules import SCHEDULES_OF_ARRAYS, build_schedule, schedule_numbers
 
 
 def adamw(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
@@ -58,12 +58,31 @@ def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
   return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 
-# Numbers that an optimizer may have in its state instead of its program.
-NUMBERS = (
-  *("learning_rate", "learning_rate_final_fraction", "adam_weight_decay"),
-  *("adam_b1", "adam_b2", "adam_eps", "muon_beta", "gradient_clipping_threshold"),
+# Numbers of a config that an optimizer may have in its state instead of its program.
+UPDATE_NUMBERS = (
+  *("adam_weight_decay", "adam_b1", "adam_b2", "adam_eps", "muon_beta"),
+  "gradient_clipping_threshold",
 )
-SCHEDULE_NUMBERS = ("learning_rate", "learning_rate_final_fraction")  # which the schedule reads
+RATE_NUMBERS = ("learning_rate", "learning_rate_final_fraction")
+SCHEDULE_NUMBERS = (
+  *("learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"),
+)
+
+
+def number_names(cfg: OptimizerConfig) -> tuple[str, ...]:
+  """The numbers of this config that an optimizer may have in its state.
+
+  The lengths of the schedule are among them unless a plug-in computes it.
+  """
+  if cfg.lr_schedule_type in SCHEDULES_OF_ARRAYS:
+    return (*UPDATE_NUMBERS, *RATE_NUMBERS, *SCHEDULE_NUMBERS)
+  return (*UPDATE_NUMBERS, *RATE_NUMBERS)
+
+
+def numbers_of(cfg: OptimizerConfig) -> dict[str, float]:
+  """The values of `number_names`; `learning_rate_schedule_steps` must be > 0."""
+  values = vars(cfg) | schedule_numbers(cfg)
+  return {name: values[name] for name in number_names(cfg)}
 
 
 def build_optimizer(
@@ -75,7 +94,7 @@ def build_optimizer(
   float32, the hyperparameters that population-based training changes.
 
   Args:
-    stored: further numbers, of `NUMBERS`, that the state has.
+    stored: further numbers, of `numbers_of`, that the state has.
   """
   clips = cfg.gradient_clipping_threshold > 0
   in_state = {*cfg.pbt_hyperparameters, *stored}
@@ -94,7 +113,7 @@ def learning_rate(cfg: OptimizerConfig, opt_state: Any) -> jax.Array:
   """The learning rate of the next update, with the numbers that are in the optimizer's state."""
   stored = hyperparameters(opt_state)
   in_force: dict[str, Any] = {}  # traced, in the place of numbers
-  for name in stored.keys() & set(SCHEDULE_NUMBERS):
+  for name in stored.keys() & {*RATE_NUMBERS, *SCHEDULE_NUMBERS}:
     in_force[name] = stored[name]
   schedule = build_schedule(dataclasses.replace(cfg, **in_force))
   return schedule(_num_updates(opt_state).astype(jnp.float32))

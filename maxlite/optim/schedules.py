@@ -1,29 +1,45 @@
-"""Learning-rate schedules: a linear warm-up, then a schedule from the table."""
+"""Learning-rate schedules: a linear warm-up, then a schedule from the table.
+
+The numbers of a config may be arrays, where they are in the state of an optimizer.
+"""
 
 import dataclasses
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from maxlite.config.registry import SCHEDULES
 from maxlite.config.schema import OptimizerConfig
 
+Number = Any  # a Python number or a scalar array
+# Schedules whose lengths may be arrays.
+SCHEDULES_OF_ARRAYS = ("cosine", "wsd", "constant")
 
-def cosine(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+
+def cosine(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
+  length = _at_least_one(steps)
   final = cfg.learning_rate_final_fraction
-  return optax.cosine_decay_schedule(cfg.learning_rate, max(steps, 1), alpha=final)
+
+  def schedule(count: jax.Array) -> jax.Array:
+    done = jnp.minimum(count, length)
+    decay = 0.5 * (1 + jnp.cos(jnp.pi * done / length))
+    return cfg.learning_rate * ((1 - final) * decay + final)
+
+  return schedule
 
 
-def wsd(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+def wsd(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
   """Constant, then linear decay. Source: Hu et al., MiniCPM (2024), section 4.2."""
-  total = cfg.learning_rate_schedule_steps
-  decay_steps = min(round(total * cfg.wsd_decay_steps_fraction), steps)
+  decay_steps = _smaller(_whole(_total(cfg) * cfg.wsd_decay_steps_fraction), steps)
   final = cfg.learning_rate * cfg.learning_rate_final_fraction
-  decay = optax.linear_schedule(cfg.learning_rate, final, max(decay_steps, 1))
+  decay = _linear(cfg.learning_rate, final, _at_least_one(decay_steps))
   plateau = optax.constant_schedule(cfg.learning_rate)
   return optax.join_schedules([plateau, decay], [steps - decay_steps])
 
 
-def constant(cfg: OptimizerConfig, steps: int) -> optax.Schedule:
+def constant(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
   del steps
   return optax.constant_schedule(cfg.learning_rate)
 
@@ -33,17 +49,65 @@ def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
 
   The rate of the first update is above zero: warm-up update i of w has (i + 1) / w of the peak.
   """
+  warmup = _whole(_total(cfg) * cfg.warmup_steps_fraction)
+  schedule = SCHEDULES[cfg.lr_schedule_type](cfg, _total(cfg) - warmup)
+  if isinstance(warmup, int) and warmup == 0:
+    return schedule
+  first_rate = cfg.learning_rate / _at_least_one(warmup)
+  rise = _linear(first_rate, cfg.learning_rate, _at_least_one(warmup - 1))
+  return optax.join_schedules([rise, schedule], [warmup])
+
+
+def schedule_numbers(cfg: OptimizerConfig) -> dict[str, float]:
+  """The lengths of a schedule, as numbers that give the same schedule in float32.
+
+  A fraction is that of the whole updates that it stands for, so that it is rounded to these again.
+  """
   total = cfg.learning_rate_schedule_steps
   warmup = round(total * cfg.warmup_steps_fraction)
-  schedule = SCHEDULES[cfg.lr_schedule_type](cfg, total - warmup)
-  if warmup == 0:
-    return schedule
-  rise = optax.linear_schedule(cfg.learning_rate / warmup, cfg.learning_rate, max(warmup - 1, 1))
-  return optax.join_schedules([rise, schedule], [warmup])
+  decay = min(round(total * cfg.wsd_decay_steps_fraction), total - warmup)
+  return {
+    "learning_rate_schedule_steps": float(total),
+    "warmup_steps_fraction": warmup / total,
+    "wsd_decay_steps_fraction": decay / total,
+  }
 
 
 def with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
   """Return `cfg` with a schedule of `steps` updates if `learning_rate_schedule_steps` is -1."""
-  if cfg.learning_rate_schedule_steps != -1:
-    return cfg
-  return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)
+  if isinstance(cfg.learning_rate_schedule_steps, int) and cfg.learning_rate_schedule_steps == -1:
+    return dataclasses.replace(cfg, learning_rate_schedule_steps=steps)
+  return cfg
+
+
+def _total(cfg: OptimizerConfig) -> Number:
+  return cfg.learning_rate_schedule_steps
+
+
+def _linear(start: Number, end: Number, num_steps: Number) -> optax.Schedule:
+  """From `start` to `end` in `num_steps` updates, which must be at least one."""
+
+  def schedule(count: jax.Array) -> jax.Array:
+    left = 1 - jnp.clip(count, 0, num_steps) / num_steps
+    return (start - end) * left + end
+
+  return schedule
+
+
+def _is_array(value: Number) -> bool:
+  return isinstance(value, jax.Array)
+
+
+def _whole(value: Number) -> Number:
+  """The nearest integer; of two, the even one."""
+  return jnp.round(value) if _is_array(value) else round(value)
+
+
+def _at_least_one(value: Number) -> Number:
+  return jnp.maximum(value, 1) if _is_array(value) else max(value, 1)
+
+
+def _smaller(left: Number, right: Number) -> Number:
+  if _is_array(left) or _is_array(right):
+    return jnp.minimum(left, right)
+  return min(left, right)

@@ -30,6 +30,7 @@ class Objective:
   tx: optax.GradientTransformation  # of the trained parameters
   learning_rate: Callable[[Any], jax.Array]  # of the next update, by the optimizer state
   batch_shape: tuple[int, int]  # rows over all devices, positions
+  num_updates: int  # in the run, by which the schedule is built
   repeat_batch: int = 1  # updates on each batch
 
 
@@ -93,5 +94,6 @@ def _build_objective(
     tx=partitioned(build_optimizer(optimizer, trained_names, model, stored_numbers), labels),
     learning_rate=functools.partial(learning_rate, optimizer),
     batch_shape=shape,
+    num_updates=num_updates,
     repeat_batch=phase.repeat_batch,
   )

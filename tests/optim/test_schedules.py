@@ -1,11 +1,17 @@
 """Learning rates by number of updates."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from maxlite.config.registry import SCHEDULES
 from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
 from maxlite.optim import build_schedule
+from maxlite.optim.schedules import schedule_numbers
 
 PEAK, STEPS, WARMUP, FINAL = 0.02, 100, 10, 0.002
 
@@ -66,3 +72,44 @@ def test_wsd_decay_limited_by_warmup():
   rate = rates("wsd", warmup_steps_fraction=0.9)
   assert rate[89] == rate[90] == np.float32(PEAK)
   assert rate[-1] == pytest.approx(FINAL, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize(
+  ("steps", "fraction"), [(100, 0.1), (7, 0.5), (30, 0.05), (9, 0.0), (5, 1)]
+)
+def test_lengths_in_arrays_give_the_schedule_of_the_numbers(kind, steps, fraction):
+  """As in the state of an optimizer; 30 x 0.05 and 7 x 0.5 are halfway between two integers."""
+  cfg = build(
+    OptimizerConfig,
+    DEFAULTS
+    | {
+      "lr_schedule_type": kind,
+      "learning_rate_schedule_steps": steps,
+      "warmup_steps_fraction": fraction,
+      "wsd_decay_steps_fraction": 0.3,
+    },
+  )
+  numbers = {name: jnp.float32(value) for name, value in schedule_numbers(cfg).items()}
+  with_arrays = build_schedule(dataclasses.replace(cfg, **numbers))
+  count = np.arange(steps + 2, dtype=np.float32)
+  np.testing.assert_allclose(with_arrays(count), build_schedule(cfg)(count), rtol=1e-6)
+
+
+def optax_schedule(cfg):
+  """The same by optax's own schedules."""
+  total = cfg.learning_rate_schedule_steps
+  warmup = round(total * cfg.warmup_steps_fraction)
+  rise = optax.linear_schedule(cfg.learning_rate / warmup, cfg.learning_rate, warmup - 1)
+  decay = optax.cosine_decay_schedule(
+    cfg.learning_rate, total - warmup, alpha=cfg.learning_rate_final_fraction
+  )
+  return optax.join_schedules([rise, decay], [warmup])
+
+
+def test_the_cosine_schedule_has_the_bits_of_optax():
+  cfg = build(OptimizerConfig, DEFAULTS | {"learning_rate_schedule_steps": 200})
+  count = np.arange(202, dtype=np.int32)
+  with jax.numpy_dtype_promotion("standard"):
+    ours, theirs = jax.jit(build_schedule(cfg))(count), jax.jit(optax_schedule(cfg))(count)
+  np.testing.assert_array_equal(ours, theirs)
