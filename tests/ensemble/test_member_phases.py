@@ -6,11 +6,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from families import largest_error
 from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
+from tiny import uneven_batch
 
 from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.grouping import group_members
+from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.training.run import run_training
 
@@ -57,6 +60,30 @@ def test_members_with_equal_phases_are_one_group():
   placement = Placement(tuple(jax.devices()[:1]))
   programs = [builder.build(member, placement) for member in members_of(cfg)]
   assert group_members(programs) == [[0, 1], [2], [3], [4]]
+
+
+def test_a_step_of_a_group_is_of_the_phase_that_is_due():
+  """Each member's loss and parameters, over a change of the phase, are those of its solo run."""
+  entries = f"[{{phases: [{PHASES}]}}, {{phases: [{PHASES}], init_weights_seed: 5}}]"
+  cfg = config(Path(), entries)
+  builder = ConfigPrograms(jax.devices()[:1], 16, np.ones(cfg.model.vocab_size))
+  placement = Placement(tuple(jax.devices()[:1]))
+  programs = [builder.build(member, placement) for member in members_of(cfg)]
+  group = MemberGroup(programs, own_batches=False)
+  state = jax.jit(group.init)()
+  step = jax.jit(group.step)
+  solo_step = jax.jit(programs[0].functions.step)
+  solo_states = [jax.jit(programs[0].functions.init)(each.seed_array) for each in programs]
+  for n in range(3):
+    batch = uneven_batch(n)
+    state, metrics = step(state, batch)
+    for z, solo in enumerate(solo_states):
+      solo_states[z], expected = solo_step(solo, batch)
+      assert metrics["phase"][z] == expected["phase"] == n % 2
+      np.testing.assert_allclose(metrics["loss"][z], expected["loss"], rtol=TOLERANCE)
+  for z, solo in enumerate(solo_states):
+    member = group.take(state, z)
+    assert largest_error(member.params, jax.device_get(solo.params)) <= TOLERANCE
 
 
 @pytest.mark.slow

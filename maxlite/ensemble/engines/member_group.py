@@ -159,7 +159,7 @@ class MemberGroup:
     steps = {
       name: functools.partial(self._phase_step, index) for index, name in enumerate(schedule.names)
     }
-    return switch_step(steps, schedule, state, batch)
+    return switch_step(steps, schedule, state, batch)(state, batch)
 
   def gradients(self, state: GroupState, batch: Any, index: int = 0) -> GradientResult:
     """The result of the members' forward and backward passes, stacked, in the phase `index`."""

@@ -37,6 +37,8 @@ class PaddedEngine(EnsembleEngine):
     """Raise UserError if the members' arrays are not parts of those of one of them."""
     require_one_process(request)
     super().__init__(request, request.build())
+    if any(program.functions.schedule is not None for program in self.programs):
+      raise UserError("padding takes members without phases; use fused")
     largest = self.programs[_find_largest(self.programs, self.abstract)]
     stand_ins = [
       dataclasses.replace(largest, name=each.name, seed=each.seed, numbers=each.numbers, base=None)
