@@ -48,7 +48,7 @@ def test_steps_are_printed_once_all_members_have_reached_them(tmp_path):
   write("b", row(5, 0.5))
   diverged, step_5 = printed()
   assert diverged == "c diverged by step 5: loss was not finite"
-  assert step_5.startswith("step 5/100  loss: best 0.5000 (b), median 1.0000, worst 1.0000 (a)  2")
+  assert step_5.startswith("step 5/100  loss: best 0.5000 (b), median 0.7500, worst 1.0000 (a)  2")
   write("b", row(6, 0.25))
   assert printed() == []
   assert [line[:11] for line in printed(is_over=True)] == ["step 6/100 "]

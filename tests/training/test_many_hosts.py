@@ -66,7 +66,7 @@ def test_two_hosts_equal_one_and_one_resumes_from_their_checkpoint(on_two_hosts,
 def test_only_process_0_writes_and_each_identifies_itself(on_two_hosts):
   folder, output = on_two_hosts
   assert sorted(path.name for path in (folder / "run").iterdir()) == [
-    *(".lock", "checkpoints", "config.yml", "curves.png", "metrics.jsonl")
+    *(".lock", "checkpoints", "config.yml", "curves.png", "metrics.jsonl", "run_id")
   ]
   assert [row["step"] for row in logged(folder)] == [1, 2, 3, 4]
   identity = r"^\[{0}\] process {0} of 2: 4 of 8 devices, on \S+ with process number \d+$"

@@ -13,11 +13,13 @@ child=''
 is_stopping=false
 
 stop() {
-  if [[ -z "$child" ]]; then
+  local running
+  running=$(jobs -p) # also a command that was started, but not yet assigned to `child`
+  if [[ -z "$running" ]]; then
     exit 143 # between two attempts
   fi
   is_stopping=true
-  kill -TERM "$child" 2>/dev/null
+  kill -TERM "$running" 2>/dev/null
 }
 trap stop TERM INT
 
