@@ -5,14 +5,25 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from maxlite.config.errors import UserError
+
 
 def lift(module: nn.Module, num_members: int) -> nn.Module:
   """A module that computes `num_members` copies of `module` on the same inputs.
 
-  Every variable, and the result, has a first axis of this size. In the parameters it is the logical
-  axis `ensemble`; axes without a logical name are None. `init` draws different parameters for every
-  member, and `apply` different random numbers. Methods other than `__call__` are not lifted.
+  Every variable, and the result, has a first axis of this size. In what `init` returns it is the
+  logical axis `ensemble`; axes without a logical name are None. `init` draws different parameters
+  for every member, and `apply` different random numbers. Methods other than `__call__` are not
+  lifted.
+
+  Raises:
+    UserError: `module` is not an instance of a module, or there is no member.
   """
+  if not isinstance(module, nn.Module):
+    name = getattr(module, "__name__", type(module).__name__)
+    raise UserError(f"lift takes an instance of nn.Module, and not {name}: call it, {name}(...)")
+  if not isinstance(num_members, int) or num_members < 1:
+    raise UserError(f"lift takes a number of members of at least 1, and not {num_members!r}")
   return _LiftedModule(module, num_members)
 
 
@@ -34,9 +45,12 @@ class _LiftedModule(nn.Module):
     )
     result = run(self.module)
     if self.is_initializing():
-      for name, params in self.variables.get("params", {}).items():
-        named = jax.tree.map(_with_names, params, is_leaf=_has_names)
-        self.put_variable("params", name, named)
+      for collection, variables in dict(self.variables).items():
+        for name, value in variables.items():
+          if isinstance(value, tuple):  # sown, which is of one call
+            continue
+          named = jax.tree.map(_with_names, value, is_leaf=_has_names)
+          self.put_variable(collection, name, named)
     return result
 
 
@@ -45,7 +59,7 @@ def _has_names(leaf: Any) -> bool:
 
 
 def _with_names(leaf: Any) -> Any:
-  """The parameter with logical names, if the module gave it none."""
+  """The variable with logical names, if the module gave it none."""
   if _has_names(leaf):
     return leaf
   return nn.LogicallyPartitioned(leaf, ("ensemble", *[None] * (leaf.ndim - 1)))

@@ -14,7 +14,7 @@ import pytest
 from flax.linen import meta
 from jax.sharding import Mesh
 
-from maxlite.config import load_config
+from maxlite.config import UserError, load_config
 from maxlite.ensemble import lift
 from maxlite.models import Decoder
 from maxlite.sharding import DEFAULT_RULES, MESH_AXES, Sharder
@@ -67,6 +67,24 @@ def test_parameters_have_the_logical_axis_ensemble():
   names = nn.get_partition_spec(lift(Net([4]), 2).init(jax.random.key(0), np.ones((2, 5))))
   assert names["params"]["scale"] == jax.P("ensemble", "embed")
   assert names["params"]["Dense_0"]["kernel"] == jax.P("ensemble", None, None)
+
+
+def test_statistics_have_the_logical_axis_ensemble():
+  names = nn.get_partition_spec(lift(Net([4]), 2).init(jax.random.key(0), np.ones((2, 5))))
+  assert names["batch_stats"]["BatchNorm_0"]["mean"] == jax.P("ensemble", None)
+
+
+@pytest.mark.parametrize(
+  ("module", "count", "message"),
+  [
+    (nn.Dense, 3, r"lift takes an instance of nn.Module, and not Dense: call it, Dense\("),
+    (nn.Dense(3), 0, "a number of members of at least 1, and not 0"),
+    (nn.Dense(3), 2.5, "and not 2.5"),
+  ],
+)
+def test_what_cannot_be_lifted_is_one_line(module, count, message):
+  with pytest.raises(UserError, match=message):
+    lift(module, count)
 
 
 def decoder(mesh_shape, family):
