@@ -45,6 +45,7 @@ class SubmeshEngine(EnsembleEngine):
       self._state_shardings.append(program.functions.shardings or device)
     self._first_device = SingleDeviceSharding(request.devices[0])
     self._join = jax.jit(join_metrics)
+    self._jitted_methods: dict[str, list[Callable]] = {}
 
   @functools.cached_property
   def _steps(self) -> list[jax.stages.Compiled]:
@@ -71,9 +72,12 @@ class SubmeshEngine(EnsembleEngine):
     by_key = dict(zip(firsts, compile_in_parallel(map(lower, firsts.values())), strict=True))
     return [by_key[key] for key in keys]
 
-  @functools.cache  # noqa: B019 - an engine lives as long as its programs
   def _jitted(self, method: str) -> list[Callable]:
-    return [jax.jit(getattr(program.functions, method)) for program in self.programs]
+    """Every member's function of this name, compiled on its first call."""
+    if method not in self._jitted_methods:
+      functions = [getattr(program.functions, method) for program in self.programs]
+      self._jitted_methods[method] = [jax.jit(function) for function in functions]
+    return self._jitted_methods[method]
 
   def step_cost(self) -> StepCost:
     parts = []
