@@ -27,6 +27,17 @@ PHASED = (
 )
 
 
+def compare_rows(folder: Path, solo: Path, name: str) -> None:
+  """Assert that the member logged in both folders the same keys and values in every step."""
+  here = rows_of(folder, name)
+  there = rows_of(solo, name)
+  assert len(here) == STEPS
+  for row, expected in zip(here, there, strict=True):
+    assert row.keys() == expected.keys()
+    for key, value in expected.items():
+      np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fused", "submesh", "processes"])
 def test_members_with_phases_equal_their_solo_runs(tmp_path, strategy):
@@ -38,12 +49,7 @@ def test_members_with_phases_equal_their_solo_runs(tmp_path, strategy):
   for member in members_of(config(solo, f"[{PHASED}]")):
     with contextlib.redirect_stdout(Output()):
       assert run_training(member.config) == 0
-    here, there = rows_of(folder, member.name), rows_of(solo, member.name)
-    assert len(here) == STEPS
-    for row, expected in zip(here, there, strict=True):
-      assert row.keys() == expected.keys()
-      for key, value in expected.items():
-        np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)
+    compare_rows(folder, solo, member.name)
 
 
 def test_members_with_equal_phases_are_one_group():
@@ -97,9 +103,4 @@ def test_stacked_members_with_phases_equal_their_solo_runs(tmp_path):
   for member in members_of(config(solo, members)):
     with contextlib.redirect_stdout(Output()):
       assert run_training(member.config) == 0
-    here, there = rows_of(folder, member.name), rows_of(solo, member.name)
-    assert len(here) == STEPS
-    for row, expected in zip(here, there, strict=True):
-      assert row.keys() == expected.keys()
-      for key, value in expected.items():
-        np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)
+    compare_rows(folder, solo, member.name)
