@@ -22,7 +22,7 @@ def main() -> int:
 
   with join_hosts(cfg, "maxlite.train") as (cfg, peers):
     if cfg.ensemble.is_set:
-      from maxlite.ensemble.search import run_members
+      from maxlite.ensemble.run_members import run_members
 
       return run_members(cfg, peers)
     from maxlite.training.run import run_training

@@ -17,8 +17,7 @@ from maxlite.config.model_function import EXECUTION
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
 from maxlite.data.batch import Batch
-from maxlite.ensemble.ensemble_run import train_ensemble
-from maxlite.ensemble.search import train_search
+from maxlite.ensemble.run_members import train_members_of
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.metrics.step_row import step_row
@@ -174,7 +173,7 @@ def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[
   if cfg.ensemble.is_set:
     if callbacks:
       raise UserError("callbacks are not supported by ensembles: leave them out")
-    (train_search if cfg.ensemble.search else train_ensemble)(cfg)
+    train_members_of(cfg)
     return _open_run(run_folder(cfg), {}, cfg)
   trainer, end = train_model(cfg, callbacks)
   return Run(cfg, trainer, end.step, end.state.params, averaged_params(end.state), end.reason)

@@ -115,10 +115,10 @@ SAMPLERS = Registry(
   cma="optuna.samplers:CmaEsSampler",
   random="optuna.samplers:RandomSampler",
 )
-# ensemble_executor -> () -> WorkerExecutor; see ensemble/worker_pool.py.
+# ensemble_executor -> () -> WorkerExecutor; see ensemble/workers/worker_pool.py.
 ENSEMBLE_EXECUTORS = Registry(
-  local="maxlite.ensemble.worker_process:LocalExecutor",
-  ray="maxlite.ensemble.ray_executor:RayExecutor",
+  local="maxlite.ensemble.workers.worker_process:LocalExecutor",
+  ray="maxlite.ensemble.workers.ray_executor:RayExecutor",
 )
 # callbacks -> () -> Callback; see training/callbacks.py.
 CALLBACKS = Registry(completions="maxlite.inference.generation:CompletionsCallback")

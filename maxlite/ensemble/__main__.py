@@ -17,8 +17,8 @@ from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, RunConfig, build, flatten
 from maxlite.config.values import suggest
-from maxlite.ensemble.ensemble_run import run_ensemble
-from maxlite.ensemble.soups import write_soup
+from maxlite.ensemble.report.soups import write_soup
+from maxlite.ensemble.run.ensemble_run import run_ensemble
 
 _USAGE = (
   "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME[,NAME...] [run_name=NEW] "

@@ -18,8 +18,8 @@ Elsewhere, because the workaround is the form of the code:
 - checkpoint/checksum.py: more than 32 independent collectives in flight deadlock.
 - ensemble/engines/stacked.py: independent collectives of one program deadlock, so groups of members
   that are sharded run one after another.
-- ensemble/ensemble_metrics.py: all-gathers of several batches at the same time deadlock, and a
-  logsumexp over the first axis is 300 times slower than a loop.
+- ensemble/report/ensemble_metrics.py: all-gathers of several batches at the same time deadlock, and
+  a logsumexp over the first axis is 300 times slower than a loop.
 """
 
 import ctypes

@@ -84,7 +84,7 @@ class Sharder:
     """Whether `jax.shard_map` can check over which mesh axes values vary.
 
     JAX cannot where `vmap` shards the members of an ensemble over the axis `ensemble`
-    (`spmd_axis_name`); tests/ensemble/test_sharded_members.py compares the gradients there.
+    (`spmd_axis_name`); tests/ensemble/engines/test_sharded_members.py compares the gradients there.
     """
     kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
     is_lifted = kinds.get("ensemble") != AxisType.Manual

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -13,9 +12,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from families import largest_error
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
-
 from tiny import compilations
 
 from maxlite.config.errors import UserError

@@ -1,15 +1,9 @@
 """Members from configs: which of them are one stack, and that its numbers are of solo runs."""
 
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 from families import largest_error
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
-
 from tiny import KEYS, uneven_batch
 
 from maxlite.config import load_config

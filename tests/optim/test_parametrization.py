@@ -9,7 +9,7 @@ from slow_cases import slow
 
 from maxlite.config import load_config
 from maxlite.config.errors import UserError
-from maxlite.ensemble.leaderboard import LeaderboardEntry, write_members
+from maxlite.ensemble.report.leaderboard import LeaderboardEntry, write_members
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer, with_schedule_steps
 from maxlite.optim.labels import logical_names, path_of

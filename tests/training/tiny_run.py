@@ -17,7 +17,7 @@ import pytest
 from tiny import config_of
 
 from maxlite.config import Config
-from maxlite.ensemble import finalize
+from maxlite.ensemble.run import finalize
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.plots import curves
 from maxlite.metrics.writers import read_rows

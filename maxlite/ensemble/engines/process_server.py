@@ -17,7 +17,7 @@ from maxlite.ensemble.engines.submesh import SubmeshEngine
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import call_factory
 from maxlite.ensemble.member_program import abstract_tree
-from maxlite.ensemble.serialization import from_bytes, to_bytes
+from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 
 
 def serve(connection: Connection) -> None:

@@ -30,9 +30,9 @@ from maxlite.ensemble.engines.engine_base import (
   StepCost,
 )
 from maxlite.ensemble.engines.group_trees import join_metrics
-from maxlite.ensemble.serialization import from_bytes, to_bytes
-from maxlite.ensemble.worker_pool import assign_workers, gpu_names
-from maxlite.ensemble.worker_process import WorkerCommand, describe_exit, start
+from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
+from maxlite.ensemble.workers.worker_pool import assign_workers, gpu_names
+from maxlite.ensemble.workers.worker_process import WorkerCommand, describe_exit, start
 
 MAX_RESTARTS = 3
 _EXIT_SECONDS = 10.0  # for a worker to exit after its connection was closed

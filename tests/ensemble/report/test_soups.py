@@ -13,12 +13,12 @@ from maxlite.api.train_function import to_arguments
 from maxlite.config import UserError, load_config, save_resolved
 from maxlite.data.batch import Batch
 from maxlite.ensemble import __main__ as command
-from maxlite.ensemble.ensemble_run import train_ensemble
 from maxlite.ensemble.member_program import MemberFunctions
-from maxlite.ensemble.soups import greedy_soup, mean_of_arrays, score_soups
+from maxlite.ensemble.report.soups import greedy_soup, mean_of_arrays, score_soups
+from maxlite.ensemble.run.ensemble_run import train_ensemble
 from maxlite.hf.hf_config import model_keys
 
-WEIGHTS = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures" / "llama"
+WEIGHTS = Path(__file__).resolve().parents[2] / "hf" / "hf_fixtures" / "llama"
 KEYS = [
   *to_arguments(model_keys(WEIGHTS)[1]),
   *("dataset_type=synthetic", "max_target_length=8", "steps=2", "eval_steps=4", "log_period=1"),

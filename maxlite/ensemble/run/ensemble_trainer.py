@@ -18,9 +18,9 @@ from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import Plan
-from maxlite.ensemble.population import Population
+from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.selection.population import Population
 from maxlite.metrics.goodput import KINDS, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.member_run import MemberRun
+from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.writers import JsonlWriter, read_rows
 
 JOURNAL = "asha.jsonl"  # in the folder of the ensemble: a row per decision and per result

@@ -7,7 +7,7 @@ results, so that a restart repeats those of the finished rounds.
 import math
 from collections.abc import Sequence
 
-from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config import Config, UserError
 from maxlite.config.members import MemberConfig, members_of
 from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.registry import SAMPLERS
@@ -15,17 +15,10 @@ from maxlite.config.schema import flatten
 from maxlite.config.tuning import Search, search_of, with_members
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.distributed.object_collectives import all_gather_object
-from maxlite.ensemble.ensemble_run import train_ensemble
-from maxlite.ensemble.member_run import MemberRun
+from maxlite.ensemble.run.ensemble_run import train_ensemble
+from maxlite.ensemble.run.member_run import MemberRun
 
 _MAX_PROPOSALS = 100  # per member, before the space counts as having no further points
-
-
-def run_members(cfg: Config, peers: SeparateProcesses | None = None) -> int:
-  """Train an ensemble or a search for the command: a mistake ends in one line."""
-  with exit_on_user_error("maxlite.train"):
-    train = train_search if cfg.ensemble.search else train_ensemble
-    return train(cfg, peers=peers)
 
 
 def train_search(cfg: Config, peers: SeparateProcesses | None = None) -> int:

@@ -20,7 +20,7 @@ from maxlite.config import Config
 from maxlite.config.tuning import perturbations_of
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.member_run import MemberRun
+from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.writers import JsonlWriter, Writers
 from maxlite.optim.build import hyperparameters, with_hyperparameters
 

@@ -5,17 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
-
 from host_runs import ROOT, Launch, run
 from test_ensemble_run import MOE, SIZES, TINY, checksums, rows_of
 
-from maxlite.ensemble.population import LINEAGE
+from maxlite.ensemble.selection.population import LINEAGE
 from maxlite.metrics.writers import read_rows
 
 pytestmark = pytest.mark.slow  # real processes

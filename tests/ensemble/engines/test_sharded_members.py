@@ -1,16 +1,10 @@
 """Members that are each sharded over a part of the mesh: the gradients of every member are those of
 one device, although JAX cannot check the varying axes of a `shard_map` under such a `vmap`."""
 
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 from families import largest_error
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
-
 from tiny import KEYS, mesh_keys, uneven_batch
 
 from maxlite.config import load_config

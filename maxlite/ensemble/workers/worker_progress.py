@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from maxlite.ensemble.ensemble_trainer import describe_step
-from maxlite.ensemble.member_run import MemberRun
+from maxlite.ensemble.run.ensemble_trainer import describe_step
+from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_activities
 
 _POLL_SECONDS = 0.5

@@ -12,7 +12,8 @@ from maxlite.config import UserError, load_config
 from maxlite.config.registry import SAMPLERS
 from maxlite.config.tuning import search_of
 from maxlite.config.values import Setting, parse
-from maxlite.ensemble.search import Study, run_members
+from maxlite.ensemble.run_members import run_members
+from maxlite.ensemble.selection.search import Study
 
 __all__ = ["root"]  # a fixture
 

@@ -20,10 +20,10 @@ from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.data.loader import open_data
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.member_group import GroupState
-from maxlite.ensemble.ensemble_run import EnsembleRun
-from maxlite.ensemble.finalize import finalize
 from maxlite.ensemble.from_config import ConfigPrograms
-from maxlite.ensemble.population import LINEAGE, ancestors, choose_donors, copy_members
+from maxlite.ensemble.run.ensemble_run import EnsembleRun
+from maxlite.ensemble.run.finalize import finalize
+from maxlite.ensemble.selection.population import LINEAGE, ancestors, choose_donors, copy_members
 from maxlite.metrics.plots.ensemble_curves import draw_lineage
 from maxlite.metrics.writers import open_console, read_rows
 from maxlite.optim.build import build_optimizer, hyperparameters

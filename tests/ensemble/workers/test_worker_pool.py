@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlite.ensemble.worker_pool import WorkerCommand, assign_workers, run_queues
+from maxlite.ensemble.workers.worker_pool import WorkerCommand, assign_workers, run_queues
 
 # Prints `up`; on a signal, takes a moment to save and prints the signal.
 STOPPABLE = """
@@ -122,7 +122,7 @@ def test_a_second_signal_kills(tmp_path):
 def test_no_worker_outlives_its_supervisor(tmp_path):
   log = tmp_path / "log"
   code = (
-    "import sys; from pathlib import Path; from maxlite.ensemble.worker_pool import *; "
+    "import sys; from pathlib import Path; from maxlite.ensemble.workers.worker_pool import *; "
     f"worker = WorkerCommand('w', (sys.executable, '-c', {STOPPABLE!r}), Path({str(log)!r})); "
     "run_queues([(each for each in [worker])], max_restarts=0, report=print)"
   )
@@ -177,7 +177,7 @@ def test_an_unknown_or_missing_executor_is_a_user_error(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match="choose one of local, ray"):
     run_workers([worker], executor="slurm", max_restarts=0, report=print)
   monkeypatch.setitem(sys.modules, "ray", None)
-  monkeypatch.delitem(sys.modules, "maxlite.ensemble.ray_executor", raising=False)
+  monkeypatch.delitem(sys.modules, "maxlite.ensemble.workers.ray_executor", raising=False)
   with pytest.raises(ValueError, match=r"pip install maxlite\[ray\]"):
     run_workers([worker], executor="ray", max_restarts=0, report=print)
 

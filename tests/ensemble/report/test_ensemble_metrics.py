@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.ensemble import ensemble_metrics
-from maxlite.ensemble.ensemble_metrics import (
+from maxlite.ensemble.report import ensemble_metrics
+from maxlite.ensemble.report.ensemble_metrics import (
   COMBINATIONS,
   NUM_BINS,
   loss_weights,

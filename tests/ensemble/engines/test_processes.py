@@ -17,7 +17,7 @@ from maxlite.ensemble.engines import processes
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import MemberFactory, call_factory
-from maxlite.ensemble.serialization import from_bytes, to_bytes
+from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 
 FACTORY = f"{__name__}:make"
 NUM_STEPS = 8

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from maxlite.config import load_config
-from maxlite.ensemble.ensemble_trainer import describe_step
-from maxlite.ensemble.finalize import keys_of_model
-from maxlite.ensemble.leaderboard import (
+from maxlite.ensemble.report.leaderboard import (
   LeaderboardEntry,
   leaderboard_markdown,
   leaderboard_table,
   median_tokens_per_second,
   write_members,
 )
+from maxlite.ensemble.run.ensemble_trainer import describe_step
+from maxlite.ensemble.run.finalize import keys_of_model
 
 ENTRIES = [
   LeaderboardEntry(

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
-
 from tiny import KEYS, compilations, fast_compilation
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
@@ -25,9 +22,9 @@ from maxlite.config.members import members_of
 from maxlite.config.object_store import download, list_files
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.distributed.initialize import SeparateProcesses
-from maxlite.ensemble import finalize
 from maxlite.ensemble.__main__ import main
-from maxlite.ensemble.ensemble_run import run_ensemble, train_ensemble
+from maxlite.ensemble.run import finalize
+from maxlite.ensemble.run.ensemble_run import run_ensemble, train_ensemble
 from maxlite.metrics.writers import read_rows
 from maxlite.training.run import run_training
 

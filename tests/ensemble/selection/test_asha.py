@@ -13,18 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
-
 from test_ensemble_run import ALIKE, SIZES, TINY, checksums, config, rows_of
 from tiny import KEYS, fast_compilation
 from tiny_run import Output
 
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
-from maxlite.ensemble.asha import JOURNAL, AsynchronousHalving, next_job
-from maxlite.ensemble.ensemble_run import run_ensemble
-from maxlite.ensemble.member_run import MemberRun
+from maxlite.ensemble.run.ensemble_run import run_ensemble
+from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, next_job
 from maxlite.metrics.writers import JsonlWriter, read_rows
 from maxlite.training.run import run_training
 

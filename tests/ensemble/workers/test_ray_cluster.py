@@ -7,13 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
-
 from test_ensemble_run import ALIKE, TINY, checksums, rows_of, start
 
-from maxlite.ensemble.asha import JOURNAL
-from maxlite.ensemble.worker_process import available_cores
+from maxlite.ensemble.selection.asha import JOURNAL
+from maxlite.ensemble.workers.worker_process import available_cores
 from maxlite.metrics.writers import read_rows
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra: pip install maxlite[ray]")

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.worker_process import LocalExecutor, WorkerCommand
+from maxlite.ensemble.workers.worker_process import LocalExecutor, WorkerCommand
 
 try:
   import ray

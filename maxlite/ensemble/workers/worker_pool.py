@@ -15,7 +15,7 @@ import jax
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_EXECUTORS
 from maxlite.ensemble.engines.submesh import assign_lpt
-from maxlite.ensemble.worker_process import WorkerCommand, available_cores, describe_exit
+from maxlite.ensemble.workers.worker_process import WorkerCommand, available_cores, describe_exit
 
 USER_ERROR = 2  # an exit code after which a restart would fail again
 GPU_MEMORY_SHARE = 0.9  # the rest is for the GPU's libraries

@@ -9,7 +9,7 @@ from rich.console import Console
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.file_io import write_atomically
 from maxlite.config.schema import Config, LatentAttentionConfig, MoeConfig, flatten
-from maxlite.ensemble.leaderboard import (
+from maxlite.ensemble.report.leaderboard import (
   LEADERBOARD,
   LeaderboardEntry,
   leaderboard_markdown,
@@ -17,8 +17,8 @@ from maxlite.ensemble.leaderboard import (
   median_tokens_per_second,
   write_members,
 )
-from maxlite.ensemble.member_run import MemberRun
-from maxlite.ensemble.population import LINEAGE, ancestors
+from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.selection.population import LINEAGE, ancestors
 from maxlite.metrics.plots.ensemble_curves import (
   draw_calibration,
   draw_learning_curves,

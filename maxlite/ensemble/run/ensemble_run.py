@@ -33,26 +33,26 @@ from maxlite.distributed.initialize import (
 )
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.signals import stop_on_signals
-from maxlite.ensemble.asha import JOURNAL, AsynchronousHalving, rungs, survivors
 from maxlite.ensemble.engines.engine_base import EngineRequest, Placement
 from maxlite.ensemble.engines.submesh import assign_lpt
-from maxlite.ensemble.ensemble_metrics import score_combinations
-from maxlite.ensemble.ensemble_trainer import EnsembleTrainer, train_members
 from maxlite.ensemble.from_config import ConfigPrograms
-from maxlite.ensemble.leaderboard import LEADERBOARD
 from maxlite.ensemble.member_program import MemberProgram
-from maxlite.ensemble.member_run import MemberRun
 from maxlite.ensemble.planner import choose
-from maxlite.ensemble.soups import score_soups
-from maxlite.ensemble.worker_pool import (
+from maxlite.ensemble.report.ensemble_metrics import score_combinations
+from maxlite.ensemble.report.leaderboard import LEADERBOARD
+from maxlite.ensemble.report.soups import score_soups
+from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer, train_members
+from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, rungs, survivors
+from maxlite.ensemble.workers.worker_pool import (
   GPU_MEMORY_SHARE,
   WorkerAssignment,
   assign_workers,
   gpu_names,
   run_queues,
 )
-from maxlite.ensemble.worker_process import WorkerCommand
-from maxlite.ensemble.worker_progress import WorkerProgress
+from maxlite.ensemble.workers.worker_process import WorkerCommand
+from maxlite.ensemble.workers.worker_progress import WorkerProgress
 from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.metrics.waits import report_wait
@@ -118,7 +118,7 @@ def train_ensemble(
   if is_owner and not exit_code:
     scores = run.score_combinations()
     if jax.process_index() == 0:
-      from maxlite.ensemble.finalize import finalize  # its plots are slow to import
+      from maxlite.ensemble.run.finalize import finalize  # its plots are slow to import
 
       finalize(run.members, scores, folder, console)
       folder.upload()

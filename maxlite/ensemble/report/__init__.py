@@ -1,0 +1,1 @@
+"""Results of an ensemble: the leaderboard, combined predictions and soups."""

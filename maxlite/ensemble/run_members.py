@@ -1,0 +1,26 @@
+"""Training of the members that a config describes: one ensemble, or the rounds of a search."""
+
+from maxlite.config import Config, exit_on_user_error
+from maxlite.distributed.initialize import SeparateProcesses
+from maxlite.ensemble.run.ensemble_run import train_ensemble
+from maxlite.ensemble.selection.search import train_search
+
+
+def run_members(cfg: Config, peers: SeparateProcesses | None = None) -> int:
+  """`train_members_of` for the command: a mistake ends in one line."""
+  with exit_on_user_error("maxlite.train"):
+    return train_members_of(cfg, peers)
+
+
+def train_members_of(cfg: Config, peers: SeparateProcesses | None = None) -> int:
+  """Train an ensemble or a search, and return the exit code.
+
+  Args:
+    peers: the other processes, if each trains its own members.
+
+  Raises:
+    UserError: a mistake in the config, or a run folder that does not fit it.
+  """
+  if cfg.ensemble.search:
+    return train_search(cfg, peers=peers)
+  return train_ensemble(cfg, peers=peers)

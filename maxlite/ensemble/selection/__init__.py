@@ -1,0 +1,1 @@
+"""Which members train on, and from what: halving, populations and searches."""

@@ -1,0 +1,1 @@
+"""Worker processes on this machine or on a Ray cluster."""
