@@ -1,14 +1,17 @@
 """The batch of a training step: numpy rows of one host, or global arrays."""
 
-import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from flax import struct
+from numpy.typing import ArrayLike, DTypeLike
 
 from maxlite.config.errors import UserError
+
+# Of one host, of the global batch, or only its shape and dtype.
+BatchField: TypeAlias = np.ndarray | jax.Array | jax.ShapeDtypeStruct
 
 
 @struct.dataclass
@@ -20,14 +23,14 @@ class Batch:
   same document; `weight_BT` (float32) is 0 where there is none. All other fields are int32.
   """
 
-  tokens_BT: jax.Array | np.ndarray
-  targets_BT: jax.Array | np.ndarray
-  segment_BT: jax.Array | np.ndarray
-  position_BT: jax.Array | np.ndarray
-  weight_BT: jax.Array | np.ndarray
+  tokens_BT: BatchField
+  targets_BT: BatchField
+  segment_BT: BatchField
+  position_BT: BatchField
+  weight_BT: BatchField
 
   @classmethod
-  def of(cls, tokens_BT: Any, segment_BT: Any = None) -> "Batch":
+  def of(cls, tokens_BT: ArrayLike, segment_BT: ArrayLike | None = None) -> "Batch":
     """Build a batch in which every token predicts the next one of its segment.
 
     Args:
@@ -47,23 +50,30 @@ class Batch:
         f"a batch has tokens of shape {tokens_BT.shape} and segments of shape {segment_BT.shape}: "
         "give them the same"
       )
-    column_1T = np.arange(tokens_BT.shape[1], dtype=np.int32)[None]
-    starts_BT = np.ones_like(tokens_BT, bool)
-    starts_BT[:, 1:] = segment_BT[:, 1:] != segment_BT[:, :-1]
-    first_BT = np.maximum.accumulate(np.where(starts_BT, column_1T, 0), axis=1)
-    has_next_BT = np.zeros_like(starts_BT)
-    has_next_BT[:, :-1] = ~starts_BT[:, 1:] & (segment_BT[:, 1:] > 0)
+
+    is_start_BT = np.ones_like(tokens_BT, bool)
+    is_start_BT[:, 1:] = segment_BT[:, 1:] != segment_BT[:, :-1]
+
+    has_next_BT = np.zeros_like(is_start_BT)
+    has_next_BT[:, :-1] = ~is_start_BT[:, 1:]
+    has_next_BT[:, :-1] &= segment_BT[:, 1:] > 0
     next_BT = np.roll(tokens_BT, -1, axis=1)
+
+    num_positions = tokens_BT.shape[1]
+    column_1T = np.arange(num_positions, dtype=np.int32)[None]
+    start_or_0_BT = np.where(is_start_BT, column_1T, 0)
+    start_BT = np.maximum.accumulate(start_or_0_BT, axis=1)
+    position_BT = np.where(segment_BT > 0, column_1T - start_BT, 0)
     return cls(
       tokens_BT=tokens_BT,
       targets_BT=np.where(has_next_BT, next_BT, 0),
       segment_BT=segment_BT,
-      position_BT=np.where(segment_BT > 0, column_1T - first_BT, 0).astype(np.int32),
+      position_BT=position_BT.astype(np.int32),
       weight_BT=has_next_BT.astype(np.float32),
     )
 
 
-def _integers(name: str, values: Any) -> np.ndarray:
+def _integers(name: str, values: ArrayLike) -> np.ndarray:
   """Return `values` as int32 [B, T]."""
   array = np.asarray(values)
   if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
@@ -75,14 +85,26 @@ def _integers(name: str, values: Any) -> np.ndarray:
 
 def abstract_batch(shape: tuple[int, int], sharding: jax.sharding.Sharding | None = None) -> Batch:
   """Return the shapes, dtypes and sharding of a [B, T] batch."""
-  leaf: Any = functools.partial(jax.ShapeDtypeStruct, shape, sharding=sharding)
-  ids = ("tokens_BT", "targets_BT", "segment_BT", "position_BT")
-  return Batch(**{name: leaf(np.int32) for name in ids}, weight_BT=leaf(np.float32))
+
+  def abstract(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  return Batch(
+    tokens_BT=abstract(np.int32),
+    targets_BT=abstract(np.int32),
+    segment_BT=abstract(np.int32),
+    position_BT=abstract(np.int32),
+    weight_BT=abstract(np.float32),
+  )
 
 
 def contiguous_rows(indices: Iterable[slice], num_rows: int) -> range:
   """Return the union of `indices`. Raises UserError if it has a gap."""
-  spans = sorted({index.indices(num_rows)[:2] for index in indices})
+  distinct = set()
+  for index in indices:
+    start, stop, _ = index.indices(num_rows)
+    distinct.add((start, stop))
+  spans = sorted(distinct)
   start, stop = spans[0]
   for first, last in spans[1:]:
     if first > stop:
@@ -97,16 +119,25 @@ def contiguous_rows(indices: Iterable[slice], num_rows: int) -> range:
 
 def local_rows(sharding: jax.sharding.Sharding, global_shape: tuple[int, int]) -> range:
   """Return the rows of a [B, T] batch that the devices of this process hold."""
-  indices = sharding.addressable_devices_indices_map(global_shape).values()
-  return contiguous_rows((index[0] for index in indices if index is not None), global_shape[0])
+  num_rows = global_shape[0]
+  row_slices = []
+  for index in sharding.addressable_devices_indices_map(global_shape).values():
+    if index is not None:
+      row_slices.append(index[0])
+  return contiguous_rows(row_slices, num_rows)
 
 
 def to_global(local: Batch, sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> Batch:
-  """Assemble the global Batch from each host's `local_rows` (numpy, all positions)."""
-  place = lambda x_BT: jax.make_array_from_process_local_data(sharding, x_BT, shape)
+  """Assemble the global batch from each host's `local_rows` (numpy, all positions)."""
+
+  def place(x_BT: np.ndarray) -> jax.Array:
+    return jax.make_array_from_process_local_data(sharding, x_BT, shape)
+
   return jax.tree.map(place, local)
 
 
 def interleave(x: jax.Array, num_parts: int) -> jax.Array:
   """[B, ...] -> [num_parts, B / num_parts, ...]; each part has rows of every shard."""
-  return x.reshape(-1, num_parts, *x.shape[1:]).swapaxes(0, 1)
+  rest = x.shape[1:]
+  by_row = x.reshape((-1, num_parts, *rest))
+  return by_row.swapaxes(0, 1)

@@ -2,7 +2,7 @@
 
 import bisect
 import hashlib
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,19 +37,56 @@ class DocumentRows(RowSource, Protocol):
     """The document of each row, ascending from 0."""
 
 
-def pad_row(tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray, size: int) -> Row:
-  """Build a row of `size` positions from segments of `lengths`; target -1 means no target."""
+class Documents(NamedTuple):
+  """Where the documents, or pieces of documents, of a split are in its file of ids."""
+
+  offset_N: np.ndarray  # first id of each in the file
+  length_N: np.ndarray  # ids of each
+
+
+class Pieces(NamedTuple):
+  """Documents cut into pieces that fit a row."""
+
+  offset_N: np.ndarray  # first id of each piece in the file
+  length_N: np.ndarray  # ids of each piece
+  document_N: np.ndarray  # document of each piece, ascending from 0
+
+
+def pad_row(
+  tokens: np.ndarray,
+  targets: np.ndarray,
+  lengths: np.ndarray,
+  size: int,
+) -> Row:
+  """Build a row of `size` positions from consecutive segments.
+
+  Args:
+    tokens: ids of all segments, at most `size`.
+    targets: the target of each id; -1 means no target.
+    lengths: positions of each segment; their sum is the number of `tokens`.
+    size: positions of the row; those after the last segment are padding.
+  """
   total = len(tokens)
-  names = ("tokens_BT", "targets_BT", "segment_BT", "position_BT")
-  row = {name: np.zeros(size, np.int32) for name in names}
-  row["tokens_BT"][:total] = tokens
-  row["targets_BT"][:total] = np.maximum(targets, 0)
-  row["segment_BT"][:total] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-  begin = np.cumsum(lengths) - lengths
-  row["position_BT"][:total] = np.arange(total) - np.repeat(begin, lengths)
-  row["weight_BT"] = np.zeros(size, np.float32)
-  row["weight_BT"][:total] = targets >= 0
-  return row
+  num_segments = len(lengths)
+  segment_starts = np.cumsum(lengths) - lengths
+
+  tokens_T = np.zeros(size, np.int32)
+  tokens_T[:total] = tokens
+  targets_T = np.zeros(size, np.int32)
+  targets_T[:total] = np.maximum(targets, 0)
+  segment_T = np.zeros(size, np.int32)
+  segment_T[:total] = np.repeat(np.arange(1, num_segments + 1), lengths)
+  position_T = np.zeros(size, np.int32)
+  position_T[:total] = np.arange(total) - np.repeat(segment_starts, lengths)
+  weight_T = np.zeros(size, np.float32)
+  weight_T[:total] = targets >= 0
+  return {
+    "tokens_BT": tokens_T,
+    "targets_BT": targets_T,
+    "segment_BT": segment_T,
+    "position_BT": position_T,
+    "weight_BT": weight_T,
+  }
 
 
 class PackedRows(RowSource, Protocol):
@@ -60,12 +97,14 @@ class PackedRows(RowSource, Protocol):
     """Documents that are in more than one row or piece."""
 
 
-def ordered_documents(tokens: Tokens, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-  """(offset in the file, length) of each document, shuffled once unless `seed` is None."""
-  order = np.arange(len(tokens.lengths))
+def ordered_documents(tokens: Tokens, seed: int | None) -> Documents:
+  """Return all documents in the order of the file, or shuffled once if `seed` is not None."""
+  length_N = tokens.lengths
+  offset_N = np.cumsum(length_N) - length_N
+  order = np.arange(len(length_N))
   if seed is not None:
     order = np.random.default_rng(seed).permutation(order)
-  return (np.cumsum(tokens.lengths) - tokens.lengths)[order], tokens.lengths[order]
+  return Documents(offset_N[order], length_N[order])
 
 
 def _identity(tokens: Tokens, *placement: np.ndarray) -> str:
@@ -85,41 +124,64 @@ class PackedDocuments:
   """
 
   def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None) -> None:
-    self._offsets, lengths = ordered_documents(tokens, order_seed)
-    self._starts = np.zeros(len(lengths) + 1, np.int64)  # of each document in the concatenation
-    np.cumsum(lengths, out=self._starts[1:])
-    self._file, self._row_length = TokenFile(tokens), row_length
+    documents = ordered_documents(tokens, order_seed)
+    self._offsets = documents.offset_N
+    num_documents = len(documents.length_N)
+    # Start of each document in the concatenation, and the end of the last one.
+    self._starts = np.zeros(num_documents + 1, np.int64)
+    np.cumsum(documents.length_N, out=self._starts[1:])
+    self._file = TokenFile(tokens)
+    self._row_length = row_length
     self.identity = _identity(tokens, self._offsets)
 
   @property
   def num_cut(self) -> int:
-    """Documents that are in more than one row."""
-    starts = self._starts
-    return int((starts[:-1] // self._row_length < (starts[1:] - 1) // self._row_length).sum())
+    """Number of documents that are in more than one row."""
+    first_row_N = self._starts[:-1] // self._row_length
+    last_row_N = (self._starts[1:] - 1) // self._row_length
+    is_cut_N = first_row_N < last_row_N
+    return int(is_cut_N.sum())
 
   @property
   def num_tokens(self) -> int:
     return int(self._starts[-1])
 
   def __len__(self) -> int:
-    return (int(self._starts[-1]) + self._row_length - 1) // self._row_length
+    return (self.num_tokens + self._row_length - 1) // self._row_length
 
   def __getitem__(self, index: int) -> Row:
+    # The row is positions [first, last) of the concatenation, from the documents [low, high).
     first = index * self._row_length
-    last = min(first + self._row_length, int(self._starts[-1]))
+    last = min(first + self._row_length, self.num_tokens)
     low = int(np.searchsorted(self._starts, first, "right")) - 1
-    high = int(np.searchsorted(self._starts, last, "left"))  # documents [low, high) are in the row
-    begin = np.maximum(self._starts[low:high], first)
-    end = np.minimum(self._starts[low + 1 : high + 1], last)
-    counts = end - begin
-    counts[-1] += self._starts[high] > last  # the target past the end, if the document continues
-    offsets = self._offsets[low:high] + begin - self._starts[low:high]
-    ids = np.concatenate(list(map(self._file.read, offsets.tolist(), counts.tolist())))
-    targets = np.full(last - first, -1, np.int32)
+    high = int(np.searchsorted(self._starts, last, "left"))
+    document_starts = self._starts[low:high]
+    document_ends = self._starts[low + 1 : high + 1]
+    begin = np.maximum(document_starts, first)
+    end = np.minimum(document_ends, last)
+    lengths = end - begin
+
+    # If the last document continues after the row, its next id is the target of the last position.
+    counts = lengths.copy()
+    if document_ends[-1] > last:
+      counts[-1] += 1
+    offsets = self._offsets[low:high] + begin - document_starts
+    ids = np.concatenate(_read_all(self._file, offsets, counts))
+
+    num_inputs = last - first
+    targets = np.full(num_inputs, -1, np.int32)
     targets[: len(ids) - 1] = ids[1:]
-    is_last = end == self._starts[low + 1 : high + 1]
-    targets[end[is_last] - first - 1] = -1
-    return pad_row(ids[: last - first], targets, end - begin, self._row_length)
+    ends_in_row = end == document_ends
+    targets[end[ends_in_row] - first - 1] = -1
+    return pad_row(ids[:num_inputs], targets, lengths, self._row_length)
+
+
+def _read_all(file: TokenFile, offsets: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+  """Read the ids [offset, offset + count) of each pair of `offsets` and `counts`."""
+  ids = []
+  for offset, count in zip(offsets.tolist(), counts.tolist(), strict=True):
+    ids.append(file.read(offset, count))
+  return ids
 
 
 class PackedPieces:
@@ -140,9 +202,14 @@ class PackedPieces:
     masked: bool,
   ) -> None:
     by_row = np.argsort(row_of, kind="stable")
-    self._offsets, self._lengths = offsets[by_row], lengths[by_row]
-    self._bounds = np.searchsorted(row_of[by_row], np.arange(row_of.max(initial=-1) + 2))
-    self._file, self._row_length, self._masked = TokenFile(tokens), row_length, masked
+    num_rows = row_of.max(initial=-1) + 1
+    self._offsets = offsets[by_row]
+    self._lengths = lengths[by_row]
+    # The pieces of row i are [bounds[i], bounds[i + 1]).
+    self._bounds = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
+    self._file = TokenFile(tokens)
+    self._row_length = row_length
+    self._masked = masked
     self.identity = _identity(tokens, self._offsets, self._bounds)
 
   def __len__(self) -> int:
@@ -153,16 +220,26 @@ class PackedPieces:
     return int((self._lengths - 1).sum())
 
   def __getitem__(self, index: int) -> Row:
-    documents = slice(*self._bounds[index : index + 2].tolist())
-    offsets, lengths = self._offsets[documents], self._lengths[documents]
-    read = list(map(self._file.read, offsets.tolist(), lengths.tolist()))
-    inputs = np.concatenate([ids[:-1] for ids in read])
-    targets = np.concatenate([ids[1:] for ids in read])
-    unmasked = lambda ids: (ids & ~LOSS_MASK_BIT).astype(np.int32)
-    row = pad_row(unmasked(inputs), unmasked(targets), lengths - 1, self._row_length)
+    first = int(self._bounds[index])
+    last = int(self._bounds[index + 1])
+    lengths = self._lengths[first:last]
+    pieces = _read_all(self._file, self._offsets[first:last], lengths)
+    inputs = np.concatenate([ids[:-1] for ids in pieces])
+    targets = np.concatenate([ids[1:] for ids in pieces])
+    row = pad_row(
+      tokens=_without_loss_mask(inputs),
+      targets=_without_loss_mask(targets),
+      lengths=lengths - 1,
+      size=self._row_length,
+    )
     if self._masked:
       row["weight_BT"][: len(targets)] = targets & LOSS_MASK_BIT > 0
     return row
+
+
+def _without_loss_mask(ids: np.ndarray) -> np.ndarray:
+  """Return ids without LOSS_MASK_BIT, as int32."""
+  return (ids & ~LOSS_MASK_BIT).astype(np.int32)
 
 
 class PackedConversations(PackedPieces):
@@ -172,10 +249,27 @@ class PackedConversations(PackedPieces):
   of each row.
   """
 
-  def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None, *, packing: bool):
-    offsets, lengths = ordered_documents(tokens, order_seed)
-    row_of = first_fit(lengths - 1, row_length) if packing else np.arange(len(lengths))
-    super().__init__(tokens, row_length, offsets, lengths, row_of, masked=True)
+  def __init__(
+    self,
+    tokens: Tokens,
+    row_length: int,
+    order_seed: int | None,
+    *,
+    packing: bool,
+  ) -> None:
+    documents = ordered_documents(tokens, order_seed)
+    if packing:
+      row_of = first_fit(documents.length_N - 1, row_length)
+    else:
+      row_of = np.arange(len(documents.length_N))
+    super().__init__(
+      tokens,
+      row_length,
+      offsets=documents.offset_N,
+      lengths=documents.length_N,
+      row_of=row_of,
+      masked=True,
+    )
 
   @property
   def document_N(self) -> np.ndarray:
@@ -187,19 +281,20 @@ def first_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
   At most `_NUM_OPEN_ROWS` rows are open; a new row replaces the fullest.
   """
-  room = np.zeros(_NUM_OPEN_ROWS, np.int64)
-  row = np.zeros(_NUM_OPEN_ROWS, np.int64)
+  room_by_slot = np.zeros(_NUM_OPEN_ROWS, np.int64)
+  row_by_slot = np.zeros(_NUM_OPEN_ROWS, np.int64)
   rows = np.empty(len(lengths), np.int64)
   num_rows = 0
   for n, length in enumerate(lengths.tolist()):
-    has_room = room >= length
+    has_room = room_by_slot >= length
     slot = int(np.argmax(has_room))
     if not has_room[slot]:
-      slot = int(np.argmin(room))
-      room[slot], row[slot] = size, num_rows
+      slot = int(np.argmin(room_by_slot))
+      room_by_slot[slot] = size
+      row_by_slot[slot] = num_rows
       num_rows += 1
-    room[slot] -= length
-    rows[n] = row[slot]
+    room_by_slot[slot] -= length
+    rows[n] = row_by_slot[slot]
   return rows
 
 
@@ -211,10 +306,17 @@ class BestFitDocuments(PackedPieces):
   """
 
   def __init__(self, tokens: Tokens, row_length: int, order_seed: int | None) -> None:
-    offsets, lengths, document_N = _split_documents(tokens, row_length, order_seed)
-    rows = best_fit(lengths - 1, row_length)
-    super().__init__(tokens, row_length, offsets, lengths, rows, masked=False)
-    self.num_cut = int((np.bincount(document_N) > 1).sum())
+    pieces = _split_documents(tokens, row_length, order_seed)
+    super().__init__(
+      tokens,
+      row_length,
+      offsets=pieces.offset_N,
+      lengths=pieces.length_N,
+      row_of=best_fit(pieces.length_N - 1, row_length),
+      masked=False,
+    )
+    num_pieces_N = np.bincount(pieces.document_N)
+    self.num_cut = int((num_pieces_N > 1).sum())
 
 
 def best_fit(lengths: np.ndarray, size: int, window: int = WINDOW) -> np.ndarray:
@@ -230,19 +332,28 @@ def best_fit(lengths: np.ndarray, size: int, window: int = WINDOW) -> np.ndarray
   for start in range(0, len(lengths), window):
     rooms: list[tuple[int, int]] = []  # (room, row), ascending
     in_window = lengths[start : start + window]
-    for n in np.argsort(-in_window, kind="stable").tolist():
+    longest_first = np.argsort(-in_window, kind="stable")
+    for n in longest_first.tolist():
       length = int(in_window[n])
       k = bisect.bisect_left(rooms, (length, -1))
       if k < len(rooms):
         room, row = rooms.pop(k)
       else:
-        room, row = size, num_rows
+        room = size
+        row = num_rows
         num_rows += 1
       rows[start + n] = row
       if room > length:
         bisect.insort(rooms, (room - length, row))
+  return _number_by_first_use(rows)
+
+
+def _number_by_first_use(rows: np.ndarray) -> np.ndarray:
+  """Renumber rows 0, 1, ... in the order in which they first occur."""
   _, first, index = np.unique(rows, return_index=True, return_inverse=True)
-  return np.argsort(np.argsort(first))[index]
+  by_first = np.argsort(first)
+  rank = np.argsort(by_first)
+  return rank[index]
 
 
 class DocumentWindows(PackedPieces):
@@ -252,22 +363,32 @@ class DocumentWindows(PackedPieces):
   """
 
   def __init__(self, tokens: Tokens, row_length: int) -> None:
-    offsets, lengths, self.document_N = _split_documents(tokens, row_length, None)
-    rows = np.arange(len(lengths))
-    super().__init__(tokens, row_length, offsets, lengths, rows, masked=False)
+    pieces = _split_documents(tokens, row_length, seed=None)
+    self.document_N = pieces.document_N
+    super().__init__(
+      tokens,
+      row_length,
+      offsets=pieces.offset_N,
+      lengths=pieces.length_N,
+      row_of=np.arange(len(pieces.length_N)),
+      masked=False,
+    )
 
 
-def _split_documents(
-  tokens: Tokens, row_length: int, seed: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """(offset in the file, length, document) of pieces of at most `row_length` + 1 ids.
+def _split_documents(tokens: Tokens, row_length: int, seed: int | None) -> Pieces:
+  """Cut the documents, in the order of `seed`, into pieces of at most `row_length` + 1 ids.
 
   A piece overlaps the next by one id: its last target is the first input of the next.
   """
   offsets, lengths = ordered_documents(tokens, seed)
   num_pieces = -(-(lengths - 1) // row_length)
   document_N = np.repeat(np.arange(len(lengths)), num_pieces)
-  first = np.cumsum(num_pieces) - num_pieces
-  begin = (np.arange(len(document_N)) - first[document_N]) * row_length
+  first_piece = np.cumsum(num_pieces) - num_pieces
+  index_in_document = np.arange(len(document_N)) - first_piece[document_N]
+  begin = index_in_document * row_length
   sizes = np.minimum(lengths[document_N] - begin, row_length + 1)
-  return offsets[document_N] + begin, sizes, document_N
+  return Pieces(
+    offset_N=offsets[document_N] + begin,
+    length_N=sizes,
+    document_N=document_N,
+  )

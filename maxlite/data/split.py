@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
@@ -11,17 +12,28 @@ from maxlite.config.schema import DataConfig
 # (file, column, start, stop, reject) -> the documents in the fraction [start, stop) of a file, each
 # as an iterator over pieces, which must be consumed before the next document is requested.
 Reader = Callable[..., Iterator[Iterator[bytes]]]
-Document = tuple[bytes, Iterator[bytes]]  # its first piece, and all of its pieces
-SplitDocuments = Iterator[tuple[str, Iterator[bytes]]]
+# (split, pieces) of each document.
+SplitDocuments: TypeAlias = Iterator[tuple[str, Iterator[bytes]]]
+
+
+class Document(NamedTuple):
+  """A document that is not empty."""
+
+  first_piece: bytes
+  pieces: Iterator[bytes]  # all of its pieces, the first included
 
 
 def content_hash(first_piece: bytes) -> int:
-  """64-bit hash of a document's first piece."""
-  return int.from_bytes(hashlib.blake2b(first_piece, digest_size=8).digest(), "big")
+  """Return a 64-bit hash of a document's first piece."""
+  digest = hashlib.blake2b(first_piece, digest_size=8).digest()
+  return int.from_bytes(digest, "big")
 
 
 def split_documents(
-  cfg: DataConfig, read: Reader, files: list[DataFile], eval_files: list[DataFile]
+  cfg: DataConfig,
+  read: Reader,
+  files: list[DataFile],
+  eval_files: list[DataFile],
 ) -> SplitDocuments:
   """Yield (`train`, `eval` or `dropped`, pieces) for every non-empty document.
 
@@ -32,25 +44,39 @@ def split_documents(
   documents = functools.partial(_documents, read, cfg.text_column)
   if eval_files:
     held_out = set()
-    for first, pieces in documents(eval_files):
-      held_out.add(content_hash(first))
-      yield "eval", pieces
-    for first, pieces in documents(files):
-      yield ("dropped" if content_hash(first) in held_out else "train"), pieces
+    for document in documents(eval_files):
+      held_out.add(content_hash(document.first_piece))
+      yield "eval", document.pieces
+    for document in documents(files):
+      if content_hash(document.first_piece) in held_out:
+        yield "dropped", document.pieces
+      else:
+        yield "train", document.pieces
   elif cfg.eval_split == "tail":
     cut = 1 - cfg.eval_fraction
-    for name, start, stop in (("train", 0.0, cut), ("eval", cut, 1.0)):
-      yield from ((name, pieces) for _, pieces in documents(files, start, stop))
+    for document in documents(files, start=0.0, stop=cut):
+      yield "train", document.pieces
+    for document in documents(files, start=cut, stop=1.0):
+      yield "eval", document.pieces
   else:
     limit = cfg.eval_fraction * 2**64
-    for first, pieces in documents(files):
-      yield ("eval" if content_hash(first) < limit else "train"), pieces
+    for document in documents(files):
+      if content_hash(document.first_piece) < limit:
+        yield "eval", document.pieces
+      else:
+        yield "train", document.pieces
 
 
 def _documents(
-  read: Reader, column: str, files: list[DataFile], start: float = 0, stop: float = 1
+  read: Reader,
+  column: str,
+  files: list[DataFile],
+  start: float = 0,
+  stop: float = 1,
 ) -> Iterator[Document]:
+  """Yield the documents that are not empty in the fraction [start, stop) of each file."""
   for file in files:
     for pieces in read(file, column, start, stop):
-      if first := next(pieces, b""):
-        yield first, itertools.chain([first], pieces)
+      first = next(pieces, b"")
+      if first:
+        yield Document(first, itertools.chain([first], pieces))

@@ -10,12 +10,15 @@ _OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoint
 
 
 def order_facts(cfg: DataConfig) -> dict[str, Any]:
-  """The keys of `cfg` that length and order of the rows depend on."""
+  """Return the keys of `cfg` that length and order of the rows depend on, as JSON values."""
+  seed = None
+  if cfg.enable_data_shuffling:
+    seed = cfg.data_shuffle_seed
   return {
     "max_target_length": cfg.max_target_length,
     "enable_data_shuffling": cfg.enable_data_shuffling,
     "data_sampling": cfg.data_sampling,
-    "data_shuffle_seed": cfg.data_shuffle_seed if cfg.enable_data_shuffling else None,
+    "data_shuffle_seed": seed,
   }
 
 
@@ -27,7 +30,8 @@ def require_same_facts(state: Mapping[str, Any], facts: Mapping[str, Any]) -> No
       raise UserError(_difference(name, then, now, state["num_batches"]))
 
 
-def _difference(name: str, then: Any, now: Any, num_batches: int) -> str:
+def _difference(name: str, then: object, now: object, num_batches: int) -> str:
+  """Return the error for a fact that was `then` in the checkpoint and is `now` in this run."""
   if name == "data":
     return _other_data(then, now, num_batches)
   if isinstance(then, list) or isinstance(now, list):
@@ -43,18 +47,24 @@ def _difference(name: str, then: Any, now: Any, num_batches: int) -> str:
   return f"the checkpoint was written with {name}={then}, this run has {now}: set {name}={then}"
 
 
-def _other_data(then: Any, now: Any, num_batches: int) -> str:
-  """Compare two results of `MixtureOrder.history`."""
-  if isinstance(then, dict) and isinstance(now, dict):
-    old, new = then["sources"], now["sources"]
-    changed = [name for name in old | new if old.get(name) != new.get(name)]
-    what = f"other data of {', '.join(changed)}" if changed else "other shares of its sources"
+def _other_data(then: object, now: object, num_batches: int) -> str:
+  """Return the error for two different results of `MixtureOrder.history`."""
+  if not isinstance(then, dict) or not isinstance(now, dict):
     return (
-      f"the first {num_batches} batches would have {what} than the checkpoint was trained on: "
-      f"restore the entries of dataset_mixture with from_step below {num_batches}"
-      f"{', and their data' if changed else ''} (later ones may change), or choose a new run_name"
+      "the checkpoint was trained on other data than this run would read: restore the files, "
+      "dataset_path, the eval_* keys and the tokenizer, or choose a new run_name"
     )
+  old = then["sources"]
+  new = now["sources"]
+  changed = [name for name in old | new if old.get(name) != new.get(name)]
+  if changed:
+    what = f"other data of {', '.join(changed)}"
+    also = ", and their data"
+  else:
+    what = "other shares of its sources"
+    also = ""
   return (
-    "the checkpoint was trained on other data than this run would read: restore the files, "
-    "dataset_path, the eval_* keys and the tokenizer, or choose a new run_name"
+    f"the first {num_batches} batches would have {what} than the checkpoint was trained on: "
+    f"restore the entries of dataset_mixture with from_step below {num_batches}{also} (later ones "
+    "may change), or choose a new run_name"
   )

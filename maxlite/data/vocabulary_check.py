@@ -18,37 +18,45 @@ _IDS = ("tokens_BT", "targets_BT")
 class VocabularyCheck:
   """Raises UserError for a batch with an id outside [0, vocab_size).
 
-  `num_rows` has the rows of each source, in their order; rows are numbered over all of them.
+  `kind` describes the rows in messages. `num_rows` has the number of rows of each source, in their
+  order; rows are numbered over all of them.
   """
 
   vocab_size: int
-  kind: str  # of the rows, for messages
+  kind: str
   num_rows: Mapping[str, int]
 
   def check(self, batch: Row, row_B: Sequence[int]) -> None:
-    """
+    """Check the ids of a batch.
+
     Args:
-      row_B: the number of the row that each row of `batch` is; -1 for padding.
+      batch: the fields of a Batch, [B, T].
+      row_B: the number of each row of `batch` over all sources; -1 for padding.
+
+    Raises:
+      UserError: ids are not integers, or outside of the vocabulary.
     """
     for name in _IDS:
       ids_BT = batch[name]
       if not np.issubdtype(ids_BT.dtype, np.integer):
-        raise UserError(
-          f"{self._place(row_B[0])} has {name} of type {ids_BT.dtype}: convert the ids to int32"
-        )
+        place = self._place(row_B[0])
+        raise UserError(f"{place} has {name} of type {ids_BT.dtype}: convert the ids to int32")
       if ids_BT.min() < 0 or ids_BT.max() >= self.vocab_size:
         self._raise(name, ids_BT, row_B)
 
   def _raise(self, name: str, ids_BT: np.ndarray, row_B: Sequence[int]) -> None:
+    """Raise UserError with the first id outside of the vocabulary."""
     is_outside_BT = (ids_BT < 0) | (ids_BT >= self.vocab_size)
-    b, t = (int(index) for index in np.argwhere(is_outside_BT)[0])
+    b, t = np.argwhere(is_outside_BT)[0].tolist()
+    place = self._place(row_B[b])
     raise UserError(
-      f"{self._place(row_B[b])} has {name}={ids_BT[b, t]} at position {t}, outside of the "
+      f"{place} has {name}={ids_BT[b, t]} at position {t}, outside of the "
       f"vocabulary of {self.vocab_size} ids: correct the source, or set vocab_size above its "
       "largest id"
     )
 
   def _place(self, row: int) -> str:
+    """Return the name of a row, by its source and its number there."""
     for source, num_rows in self.num_rows.items():
       if row < num_rows:
         return f"{self.kind} row {row} of source {source}"
