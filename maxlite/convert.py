@@ -7,7 +7,7 @@ from maxlite.config import exit_on_user_error, load_config
 from maxlite.config.argument_mistakes import check_arguments
 from maxlite.config.command_line import help_text
 from maxlite.config.errors import UserError, prepare_process
-from maxlite.training.saved_run import config_of_run
+from maxlite.runs.saved_run import config_of_run
 
 USAGE = """\
 usage: python -m maxlite.convert from_hf FOLDER run_name=NAME [key=value ...]

@@ -3,7 +3,7 @@
 import sys
 
 from maxlite.config import exit_on_user_error
-from maxlite.training.saved_run import main_run_config, run_folder
+from maxlite.runs.saved_run import main_run_config, run_folder
 
 
 def main() -> int:
@@ -12,8 +12,8 @@ def main() -> int:
     with exit_on_user_error("maxlite.evaluate"):
       run_folder(cfg).require_writable()
   # Imports JAX: only after the command line is checked.
-  from maxlite.training.evaluation import run_evaluation
-  from maxlite.training.open_run import join_hosts
+  from maxlite.runs.evaluate_run import run_evaluation
+  from maxlite.runs.open_run import join_hosts
 
   with join_hosts(cfg, "maxlite.evaluate") as (cfg, _):
     return run_evaluation(cfg)

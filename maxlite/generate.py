@@ -2,7 +2,7 @@
 
 import sys
 
-from maxlite.training.saved_run import main_run_config
+from maxlite.runs.saved_run import main_run_config
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ from maxlite.config.schema import DataConfig, build
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row
 from maxlite.data.tokenizer import open_tokenizer
+from maxlite.evaluation.document_losses import row_sums
 from maxlite.hf.hf_tokenizer import tokenizer_keys
 from maxlite.hf.load_model import load, open_folder
 from maxlite.inference.batcher import Batcher
@@ -35,7 +36,6 @@ from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
-from maxlite.training.evaluation import row_sums
 
 _MIN_LENGTH = 16  # rows are padded to this length, or to the next power of two
 _CHUNK_TOKENS = 2048

@@ -12,7 +12,7 @@ from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.command_line import USAGE
 from maxlite.config.libtpu_environment import NO_TPU_ENVIRONMENT
 from maxlite.planning.topology import parse_topology
-from maxlite.training.saved_run import check_model_folders
+from maxlite.training.model_folders import check_model_folders
 
 PHASES, ESTIMATE = "phases", "estimate"
 _USAGE = f"""{USAGE}

@@ -4,7 +4,8 @@ import sys
 
 from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.schema import flatten
-from maxlite.training.saved_run import check_model_folders, run_folder
+from maxlite.runs.saved_run import run_folder
+from maxlite.training.model_folders import check_model_folders
 
 
 def main() -> int:
@@ -13,19 +14,19 @@ def main() -> int:
     folder = run_folder(cfg)
     folder.require_writable()
     folder.config_changes(flatten(cfg))
-    from maxlite.training.resumed_data import check_resumed_data  # imports NumPy
+    from maxlite.runs.resumed_data import check_resumed_data  # imports NumPy
 
     check_resumed_data(cfg, folder)
     check_model_folders(cfg)
   # Imports JAX: only after the command line is checked.
-  from maxlite.training.open_run import join_hosts
+  from maxlite.runs.open_run import join_hosts
 
   with join_hosts(cfg, "maxlite.train") as (cfg, peers):
     if cfg.ensemble.is_set:
       from maxlite.ensemble.run_members import run_members
 
       return run_members(cfg, peers)
-    from maxlite.training.run import run_training
+    from maxlite.runs.run import run_training
 
     return run_training(cfg)
 

@@ -19,6 +19,8 @@ ROWS = (
   {"step"},
   {"phases"},
   {"training"},
+  {"evaluation"},
+  {"runs"},
   {"inference", "planning", "ensemble"},
   {"hf"},
   {"api"},

@@ -22,12 +22,12 @@ from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.metrics.step_row import step_row
 from maxlite.metrics.writers import read_rows
+from maxlite.runs.evaluate_run import evaluate_held_out
+from maxlite.runs.open_run import open_weights
+from maxlite.runs.run import train_model
+from maxlite.runs.saved_run import check_saved, run_folder
 from maxlite.step.train_state import averaged_params
 from maxlite.training.callbacks import Callback
-from maxlite.training.evaluation import evaluate_held_out
-from maxlite.training.open_run import open_weights
-from maxlite.training.run import train_model
-from maxlite.training.saved_run import check_saved, run_folder
 from maxlite.training.trainer import Trainer
 
 

@@ -129,7 +129,7 @@ DRAFT_LOSSES = Registry(
   match_head="maxlite.training.draft_loss:MATCH_HEAD",
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
-TAUGHT_LOSSES = Registry(distill="maxlite.training.distillation:DISTILL")
+TAUGHT_LOSSES = Registry(distill="maxlite.training.transforms.teacher:DISTILL")
 RUN_LOSSES: Mapping[str, Any] = ChainMap(TAUGHT_LOSSES, TOKEN_LOSSES)
 LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
 # Folders with the parameters of a model: see training/model_weights.py.

@@ -22,6 +22,7 @@ from maxlite.ensemble.member_program import (
   MemberSetting,
   Numbers,
 )
+from maxlite.evaluation.held_out import build_eval_step
 from maxlite.layers.lora import OPTIONAL_MODULES
 from maxlite.optim.build import number_names, numbers_of
 from maxlite.optim.schedules import with_schedule_steps
@@ -29,7 +30,6 @@ from maxlite.phases.phase_programs import build_phase_step
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.step.train_step import StepParts
-from maxlite.training.evaluation import build_eval_step
 from maxlite.training.model_weights import read_parameters
 from maxlite.training.trainer import Trainer, build_trainer
 

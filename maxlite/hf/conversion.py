@@ -37,8 +37,8 @@ from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
 from maxlite.metrics.waits import report_wait
-from maxlite.training.open_run import checkpoint_step
-from maxlite.training.saved_run import config_of_run, run_folder
+from maxlite.runs.open_run import checkpoint_step
+from maxlite.runs.saved_run import config_of_run, run_folder
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
 

@@ -20,9 +20,9 @@ from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
 from maxlite.metrics.writers import JsonlWriter
+from maxlite.runs.open_run import open_trained
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.callbacks import Callback, CallbackContext
-from maxlite.training.open_run import open_trained
 from maxlite.training.trainer import Trainer
 
 _LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reuse the programs

@@ -22,8 +22,8 @@ from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import exposed_seconds, step_bounds
 from maxlite.sharding.compiler_options import describe_options
-from maxlite.training.local_updates import OUTER_SCOPE
 from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.transforms.local_updates import OUTER_SCOPE
 
 _CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
 

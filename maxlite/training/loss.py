@@ -100,7 +100,7 @@ def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array,
 
 
 class Teacher(Protocol):
-  """Frozen models, see training/distillation.py; `collections` are their parameters."""
+  """Frozen models, see training/transforms/teacher.py; `collections` are their parameters."""
 
   def hidden(self, collections: Any, batch: Batch, sharder: Sharder) -> tuple[Hidden, ...]: ...
 

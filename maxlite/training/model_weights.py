@@ -23,7 +23,7 @@ from maxlite.metrics.waits import print_to_stderr
 from maxlite.optim.labels import Labels, split
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.step.train_state import averaged_params
-from maxlite.training.saved_run import ModelFolder, model_folders
+from maxlite.training.model_folders import ModelFolder, model_folders
 from maxlite.training.trainer import Trainer, build_trainer
 
 

@@ -58,12 +58,12 @@ from maxlite.step.train_step import (
   build_step_parts,
   join_parts,
 )
-from maxlite.training import local_updates
 from maxlite.training.batch_shape import batch_shape
-from maxlite.training.local_updates import OuterOptimizer
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective, build_objectives
 from maxlite.training.routed_bias import BIAS, build_routed_bias_update
+from maxlite.training.transforms import local_updates
+from maxlite.training.transforms.local_updates import OuterOptimizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from maxlite.config import registry as tables
 from maxlite.config.model_families import MODELS, ModelFamily
 from maxlite.ensemble import Ensemble, Member
 from maxlite.layers.moe import experts
-from maxlite.training.run import run_training
+from maxlite.runs.run import run_training
 
 # Of each kind: the table, and the entry that the toy calls.
 KINDS = {

@@ -14,7 +14,7 @@ from maxlite.distributed import visitors
 from maxlite.distributed.agreement import common_facts, describe_difference, digest, parse_facts
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
 from maxlite.distributed.visitors import Visitors
-from maxlite.training.open_run import join_hosts
+from maxlite.runs.open_run import join_hosts
 
 # Processes of which each runs JAX alone, so that threads of a test can be those that meet.
 SEPARATE = (

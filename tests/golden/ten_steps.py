@@ -5,7 +5,7 @@ from pathlib import Path
 
 from maxlite.config import load_config
 from maxlite.data.batch import to_global
-from maxlite.training.open_run import open_trainer_data
+from maxlite.runs.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 FILE = Path(__file__).with_name("base_10_steps.json")

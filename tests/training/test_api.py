@@ -14,7 +14,7 @@ from tiny_run import STEPS, assert_equals_uninterrupted, empty_plots, keys_in, s
 import maxlite
 from maxlite.api.train_function import change_config
 from maxlite.config import load_config
-from maxlite.training.saved_run import config_of_run
+from maxlite.runs.saved_run import config_of_run
 
 
 def train(folder, **keys):

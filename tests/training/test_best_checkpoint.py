@@ -11,8 +11,8 @@ from tiny_run import Output, checkpoint_steps, keys_in, logged, start
 
 import maxlite
 from maxlite.metrics.best_loss import BestLoss
-from maxlite.training.evaluation import run_evaluation
-from maxlite.training.saved_run import config_of_run
+from maxlite.runs.evaluate_run import run_evaluation
+from maxlite.runs.saved_run import config_of_run
 
 LOSSES = st.lists(st.none() | st.sampled_from([math.nan, 1.0, 2.0, 3.0, 4.0]), max_size=12)
 

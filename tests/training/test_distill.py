@@ -20,13 +20,13 @@ from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_report import memory_lines
+from maxlite.runs.open_run import open_weights
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.cross_entropy import teacher_sums
-from maxlite.training.distillation import DISTILL
 from maxlite.training.loss import Sums
-from maxlite.training.open_run import open_weights
-from maxlite.training.saved_run import teacher_folders
+from maxlite.training.model_folders import teacher_folders
 from maxlite.training.trainer import build_trainer
+from maxlite.training.transforms.teacher import DISTILL
 
 WIDTHS = (8, 8, 12)  # of the student and of two teachers
 SMALL = {"decoder_block": "llama", "base_num_decoder_layers": 1}

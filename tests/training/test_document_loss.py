@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tiny import LENGTH, config_of, mesh_keys, state_on
 
-from maxlite.training.evaluation import compile_eval_step, document_losses, evaluate, loss_row
-from maxlite.training.open_run import open_trainer_data
+from maxlite.evaluation.document_losses import document_losses, loss_row
+from maxlite.evaluation.held_out import compile_eval_step, evaluate
+from maxlite.runs.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 BOS, EOS = 256, 257

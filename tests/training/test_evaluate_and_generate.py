@@ -13,9 +13,10 @@ import maxlite
 import maxlite.evaluate
 from maxlite.config import load_config
 from maxlite.config.schema import GenerateConfig
+from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.inference.generation import read_prompts, run_generation
-from maxlite.training.evaluation import compile_eval_step, evaluate, run_evaluation
-from maxlite.training.saved_run import config_of_run, main_run_config
+from maxlite.runs.evaluate_run import run_evaluation
+from maxlite.runs.saved_run import config_of_run, main_run_config
 
 
 def evaluated(folder, *overrides):

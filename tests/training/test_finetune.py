@@ -10,7 +10,7 @@ from test_peft import FIXTURES, converted
 
 import maxlite
 from maxlite.config import load_config
-from maxlite.training.run import run_training
+from maxlite.runs.run import run_training
 
 CONVERSATIONS = [
   {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny import VOCAB, config_of, place, state_on, take_steps, trainer_of, uneven_batch
 
-from maxlite.training.evaluation import compile_eval_step
-from maxlite.training.open_run import open_objective_data, open_trainer_data
+from maxlite.evaluation.held_out import compile_eval_step
+from maxlite.runs.open_run import open_objective_data, open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 

@@ -20,12 +20,12 @@ from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.data.batch import Batch
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.plan_target import PlanTarget
+from maxlite.runs.open_run import open_weights
 from maxlite.sharding import build_mesh
 from maxlite.step.train_state import init_state
 from maxlite.step.train_step import LossFunction, build_gradients, build_train_step
-from maxlite.training.local_updates import OuterOptimizer
-from maxlite.training.open_run import open_weights
 from maxlite.training.trainer import build_trainer
+from maxlite.training.transforms.local_updates import OuterOptimizer
 
 RATE, MOMENTUM, PERIOD = 0.5, 0.6, 3
 DENSE = {"decoder_block": "llama", "base_num_decoder_layers": 1}

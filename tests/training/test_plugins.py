@@ -17,8 +17,9 @@ from maxlite.config.model_families import MODELS
 from maxlite.config.schema import RunConfig
 from maxlite.ensemble.__main__ import _read_config
 from maxlite.metrics.writers import read_rows
+from maxlite.runs.saved_run import config_of_run
+from maxlite.training.model_folders import check_model_folders
 from maxlite.training.model_weights import RunWeights
-from maxlite.training.saved_run import check_model_folders, config_of_run
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/plugin.py"
 CHOICES = {

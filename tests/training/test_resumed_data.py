@@ -16,9 +16,9 @@ from maxlite.config.errors import UserError
 from maxlite.config.phases import phases_of
 from maxlite.data.loader import open_data
 from maxlite.data.train_streams import TrainStreams
-from maxlite.training import resumed_data
-from maxlite.training.resumed_data import check_resumed_data
-from maxlite.training.saved_run import run_folder, token_cache
+from maxlite.runs import resumed_data
+from maxlite.runs.resumed_data import check_resumed_data
+from maxlite.runs.saved_run import run_folder, token_cache
 
 SIZE = 4
 

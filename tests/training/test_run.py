@@ -24,8 +24,8 @@ from tiny_run import (
   start,
 )
 
+from maxlite.runs.run import train_model
 from maxlite.training.callbacks import Callback
-from maxlite.training.run import train_model
 
 
 def test_every_step_is_logged_once_and_evaluations_when_due(finished):

@@ -12,6 +12,7 @@ import pytest
 from slow_cases import slow
 from tiny import config_of, mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
 
+from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.models import Decoder
 from maxlite.optim import build_schedule, with_schedule_steps
 from maxlite.planning.hlo_collectives import collectives
@@ -20,7 +21,6 @@ from maxlite.planning.plan_run import compile_step
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.step.train_state import init_state
 from maxlite.step.train_step import LossFunction, build_gradients, build_train_step
-from maxlite.training.evaluation import compile_eval_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 from maxlite.training.trainer import build_trainer
 

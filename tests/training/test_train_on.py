@@ -8,7 +8,7 @@ import pytest
 from tiny_run import STEPS
 
 import maxlite
-from maxlite.training.open_run import open_trainer_data
+from maxlite.runs.open_run import open_trainer_data
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.data.train_streams import TrainStreams
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
+from maxlite.runs.open_run import open_trainer_data
 from maxlite.training.loop import LoopContext, train
-from maxlite.training.open_run import open_trainer_data
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import build_trainer
 

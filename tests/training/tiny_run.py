@@ -18,14 +18,15 @@ from tiny import config_of
 
 from maxlite.config import Config
 from maxlite.ensemble.run import finalize
+from maxlite.evaluation import held_out
+from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.plots import curves
 from maxlite.metrics.writers import read_rows
 from maxlite.optim import with_schedule_steps
+from maxlite.runs import evaluate_run, open_run
+from maxlite.runs.run import run_training
 from maxlite.step.train_state import TrainState
-from maxlite.training import evaluation, open_run
-from maxlite.training.evaluation import compile_eval_step
-from maxlite.training.run import run_training
 from maxlite.training.trainer import Trainer, build_trainer
 
 STEPS = 8
@@ -130,7 +131,8 @@ def shared_programs() -> Iterator[None]:
   """Make runs in this process compile programs once per config."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(open_run, "build_trainer", trainer_with_shared_programs)
-    patch.setattr(evaluation, "compile_eval_step", shared_eval_step)
+    for module in (held_out, evaluate_run):
+      patch.setattr(module, "compile_eval_step", shared_eval_step)
     yield
 
 

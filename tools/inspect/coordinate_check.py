@@ -25,7 +25,7 @@ from maxlite.config import Config, exit_on_user_error, load_config
 from maxlite.config.schema import flatten
 from maxlite.data.batch import Batch
 from maxlite.metrics.plots.figure import new_figure, save_figure, style_axes
-from maxlite.training.open_run import open_trainer_data
+from maxlite.runs.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 NUM_STEPS, FACTORS = 5, (1, 2, 4, 8)

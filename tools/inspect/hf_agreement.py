@@ -17,8 +17,8 @@ import transformers
 import maxlite
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.conversion import to_hf
-from maxlite.training.open_run import open_trained, open_trainer_data
-from maxlite.training.saved_run import config_of_run, run_folder
+from maxlite.runs.open_run import open_trained, open_trainer_data
+from maxlite.runs.saved_run import config_of_run, run_folder
 
 
 def main() -> None:

@@ -57,10 +57,10 @@ from maxlite.kernels.xla_cpu import enable_compilation_cache
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import open_console
+from maxlite.runs.open_run import lock_folder, save_config
+from maxlite.runs.saved_run import run_folder
 from maxlite.sharding import Sharder, build_mesh
 from maxlite.training.batch_shape import global_batch_size
-from maxlite.training.open_run import lock_folder, save_config
-from maxlite.training.saved_run import run_folder
 from maxlite.training.trainer import mesh_degrees
 
 MAX_RESTARTS = 3  # of a worker process that dies

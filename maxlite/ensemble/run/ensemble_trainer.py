@@ -21,12 +21,12 @@ from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.planner import Plan
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import Population
+from maxlite.evaluation.held_out import held_out_row
 from maxlite.metrics.goodput import KINDS, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
-from maxlite.training.evaluation import held_out_row
+from maxlite.runs.saved_run import run_folder
 from maxlite.training.loop import LoopContext, TrainResult, train
-from maxlite.training.saved_run import run_folder
 from maxlite.training.step_log import Log, describe_divergence
 
 

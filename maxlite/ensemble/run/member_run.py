@@ -11,8 +11,8 @@ from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.metrics.writers import JsonlWriter, Writers, read_rows
-from maxlite.training.open_run import identify_run, lock_folder, open_trackers
-from maxlite.training.saved_run import run_folder
+from maxlite.runs.open_run import identify_run, lock_folder, open_trackers
+from maxlite.runs.saved_run import run_folder
 
 
 class MemberRun:

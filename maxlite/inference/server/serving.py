@@ -17,7 +17,7 @@ from maxlite.inference.server.address import (
   url_host,
 )
 from maxlite.inference.server.engine_thread import EngineThread
-from maxlite.training.open_run import open_trained
+from maxlite.runs.open_run import open_trained
 
 # All programs are compiled before the first answer, so there are few: more padding costs less.
 _FEW_PROGRAMS = {"min_prompt_length": 64, "prompt_growth": 4}

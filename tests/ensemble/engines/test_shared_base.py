@@ -17,7 +17,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import tree_bytes
-from maxlite.training.run import run_training
+from maxlite.runs.run import run_training
 
 WIDTH = 16
 ADAPTERS = [r"lora_.*"]

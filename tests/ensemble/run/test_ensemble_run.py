@@ -26,7 +26,7 @@ from maxlite.ensemble.__main__ import main
 from maxlite.ensemble.run import finalize
 from maxlite.ensemble.run.ensemble_run import run_ensemble, train_ensemble
 from maxlite.metrics.writers import read_rows
-from maxlite.training.run import run_training
+from maxlite.runs.run import run_training
 
 STEPS = 4
 TINY = {

@@ -15,7 +15,7 @@ from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.grouping import group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.from_config import ConfigPrograms
-from maxlite.training.run import run_training
+from maxlite.runs.run import run_training
 
 PHASES = (
   "{name: a, train: [layers/.*], steps: 1}, {name: b, train: [unembed/.*], steps: 1, "

@@ -23,7 +23,7 @@ from maxlite.ensemble.run.ensemble_run import run_ensemble
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, next_job
 from maxlite.metrics.writers import JsonlWriter, read_rows
-from maxlite.training.run import run_training
+from maxlite.runs.run import run_training
 
 STEPS = [2, 4]
 MEMBERS = f"[{ALIKE}, {SIZES}]"

@@ -27,8 +27,8 @@ from maxlite.ensemble.selection.population import LINEAGE, ancestors, choose_don
 from maxlite.metrics.plots.ensemble_curves import draw_lineage
 from maxlite.metrics.writers import open_console, read_rows
 from maxlite.optim.build import build_optimizer, hyperparameters
+from maxlite.runs.saved_run import run_folder
 from maxlite.step.train_state import init_state
-from maxlite.training.saved_run import run_folder
 
 __all__ = ["root"]  # a fixture
 

@@ -18,8 +18,8 @@ from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step
 from maxlite.training.cross_entropy import teacher_sums
 from maxlite.training.loss import Hidden, Loss, Sums, combine, run_forward
+from maxlite.training.model_folders import teacher_folders
 from maxlite.training.model_weights import ModelWeights, open_weights_of
-from maxlite.training.saved_run import teacher_folders
 from maxlite.training.trainer import Trainer
 
 

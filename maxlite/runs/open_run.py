@@ -40,11 +40,11 @@ from maxlite.metrics.writers import (
   Writers,
   read_rows,
 )
+from maxlite.runs.saved_run import run_folder, token_cache
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.model_weights import read_parameters
 from maxlite.training.objective import Objective
-from maxlite.training.saved_run import run_folder, token_cache
 from maxlite.training.trainer import Trainer, build_trainer
 
 

@@ -11,7 +11,7 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.open_source import open_source
 from maxlite.data.sources.file_paths import total_bytes
 from maxlite.data.stream_facts import order_facts, require_same_facts
-from maxlite.training.saved_run import token_cache
+from maxlite.runs.saved_run import token_cache
 
 _MAX_BYTES = 32 << 20  # of data that are tokenized here if they are new
 

@@ -11,14 +11,11 @@ from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.config import Config, exit_on_user_error
 from maxlite.config.schema import flatten
 from maxlite.data.train_streams import TrainStreams
+from maxlite.evaluation.held_out import build_evaluation
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import open_console, read_rows
-from maxlite.step.train_state import TrainState
-from maxlite.training.callbacks import Callback
-from maxlite.training.evaluation import build_evaluation
-from maxlite.training.loop import LoopContext, TrainResult, train
-from maxlite.training.open_run import (
+from maxlite.runs.open_run import (
   first_state,
   lock_folder,
   open_best_loss,
@@ -32,8 +29,11 @@ from maxlite.training.open_run import (
   restore,
   save_config,
 )
-from maxlite.training.run_report import finalize, log_header, report_finished
-from maxlite.training.saved_run import run_folder
+from maxlite.runs.run_report import finalize, log_header, report_finished
+from maxlite.runs.saved_run import run_folder
+from maxlite.step.train_state import TrainState
+from maxlite.training.callbacks import Callback
+from maxlite.training.loop import LoopContext, TrainResult, train
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import Trainer
 

@@ -1,0 +1,92 @@
+"""The loss of each held-out document."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.data.batch import Batch
+from maxlite.data.loader import DataLoader
+from maxlite.metrics.step_row import bits_per_byte
+from maxlite.models import Decoder
+from maxlite.training.cross_entropy import chunks
+from maxlite.training.trainer import Trainer
+
+
+def loss_row(sums_X: np.ndarray) -> dict[str, Any]:
+  """The sums of `document_losses` by name, and bits per byte."""
+  num_tokens, num_bytes, *nlls = sums_X.tolist()
+  row: dict[str, Any] = {"tokens": int(num_tokens), "bytes": int(num_bytes)}
+  for prefix, nll in zip(("", "ema_"), nlls, strict=False):
+    row[f"{prefix}nll"] = nll
+    if num_bytes:
+      row[f"{prefix}bits_per_byte"] = bits_per_byte(nll, num_bytes)
+  return row
+
+
+def document_losses(
+  trainer: Trainer, params: Any, data: DataLoader, averages: Any = None
+) -> np.ndarray:
+  """Sum over each held-out document in float64: predicted tokens, their bytes, their NLL [nats].
+
+  With `averages` of the parameters also theirs. A document longer than a row is read in windows
+  (`DocumentWindows` of data/packing.py).
+
+  Raises:
+    UserError: no document was held out.
+  """
+  num_bytes_V = jnp.asarray(data.source.num_bytes_V)
+  chunk_tokens = trainer.cfg.training.logits_chunk_tokens
+
+  def step(params: Any, batch: Batch) -> jax.Array:
+    """[B, 3]: of each row the number of predicted tokens, their bytes and their NLL."""
+    is_target_BT = batch.weight_BT > 0
+    num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
+    nll_B, _ = row_sums(trainer.model, params, batch, chunk_tokens)
+    counted = (jnp.ones_like(num_bytes_BT), num_bytes_BT)
+    counts = [jnp.sum(x_BT, axis=1, where=is_target_BT) for x_BT in counted]
+    return jnp.stack([*counts, nll_B], axis=1)
+
+  # Replicated: every host needs all rows, and has only some.
+  step = jax.jit(step, out_shardings=trainer.sharder.sharding(()))
+  documents, sums = [], []
+  for document_B, host_batch in data.document_batches():
+    batch = trainer.place(host_batch)
+    columns = [step(params, batch)]
+    if averages is not None:
+      columns.append(step(averages, batch)[:, -1:])
+    sums.append(np.concatenate(jax.device_get(columns), axis=1)[: len(document_B)])
+    documents.append(document_B)
+  document_N = np.concatenate(documents)
+  sums_DX = np.zeros((document_N[-1] + 1, sums[0].shape[1]))
+  np.add.at(sums_DX, document_N, np.concatenate(sums))
+  return sums_DX
+
+
+def row_sums(
+  model: Decoder, params: Any, batch: Batch, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+  """Return (nll_B [nats] of the targets, number of targets that are the most likely token).
+
+  At most `chunk_tokens` tokens per device have logits at once.
+  """
+  inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
+  x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
+  num_rows, length = batch.tokens_BT.shape
+  rows_per_device = num_rows // model.sharder.num_shards("activation_batch")
+  size = min(max(chunk_tokens // rows_per_device, 1), length)
+  chunked = lambda x: chunks(x.swapaxes(0, 1), size).swapaxes(1, 2)
+
+  def sums(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    x_BtD, targets_Bt, weight_Bt = chunk
+    logits_BtV = model.apply({"params": params}, x_BtD, method=model.logits)
+    target_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
+    nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt
+    is_argmax_Bt = jnp.argmax(logits_BtV, axis=-1) == targets_Bt
+    add = functools.partial(jnp.sum, axis=1, where=weight_Bt > 0)
+    return add(nll_Bt), add(is_argmax_Bt.astype(jnp.int32))
+
+  by_chunk = jax.lax.map(sums, jax.tree.map(chunked, (x_BTD, batch.targets_BT, batch.weight_BT)))
+  return jax.tree.map(lambda sums_NB: jnp.sum(sums_NB, axis=0), by_chunk)

@@ -1,0 +1,70 @@
+"""How many drafts of draft heads speculative decoding would accept.
+
+A draft is accepted if the model's own head predicts the same token from the text before it. Of a
+chain of drafts, those before the first rejected one are accepted.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.data.batch import Batch
+from maxlite.layers.linear import matmul
+from maxlite.models.draft import draft_weight, shift_left
+from maxlite.sharding import Sharder
+from maxlite.sharding.collectives import gather_weight, pmax
+from maxlite.training.cross_entropy import chunks
+from maxlite.training.loss import Hidden
+
+
+def acceptance_sums(hidden: Hidden, batch: Batch, chunk_tokens: int, sharder: Sharder) -> dict:
+  """Count `accepted_J` and `drafts_J` by head, and `chains` with their accepted `length`.
+
+  A chain starts wherever all heads have a token of the same document to predict.
+
+  Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (2023),
+  section 2, for greedy decoding.
+  """
+  own_BT = argmax_token(hidden.x_BTD, hidden.w_DV, chunk_tokens, sharder)
+  drafted_BTJ = argmax_token(hidden.y_BTJD, hidden.w_DV, chunk_tokens, sharder)
+  num_heads = drafted_BTJ.shape[-1]
+  counts_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads) > 0
+  agrees_BTJ = (drafted_BTJ == shift_left(own_BT, num_heads)) & counts_BTJ
+  whole_BT = jnp.all(counts_BTJ, axis=-1)
+  length_BT = jnp.sum(jnp.cumprod(agrees_BTJ.astype(jnp.int32), axis=-1), axis=-1)
+  return {
+    "accepted_J": jnp.sum(agrees_BTJ, axis=(0, 1)),
+    "drafts_J": jnp.sum(counts_BTJ, axis=(0, 1)),
+    "length": jnp.sum(length_BT, where=whole_BT),
+    "chains": jnp.sum(whole_BT),
+  }
+
+
+def argmax_token(x: jax.Array, w_DV: jax.Array, chunk_tokens: int, sharder: Sharder) -> jax.Array:
+  """The token with the largest logit for each state of x [B, T, ..., D]; the first of equals."""
+  vocab_axes = sharder.mesh_axes("vocab")
+  names = ("activation_batch", "activation_length", *(None,) * (x.ndim - 3))
+
+  def local(x, w_dv):
+    w_Dv = gather_weight(w_dv, x.dtype, sharder.mesh_axes("embed"), 0)
+    x_TD = x.reshape(-1, x.shape[-1])
+    by_chunk = chunks(x_TD, min(chunk_tokens, len(x_TD)))
+    token_T = jax.lax.map(lambda x_TD: _argmax_token(x_TD, w_Dv, vocab_axes), by_chunk).reshape(-1)
+    return token_T[: len(x_TD)].reshape(x.shape[:-1])
+
+  return jax.shard_map(
+    local,
+    mesh=sharder.mesh,
+    in_specs=(sharder.spec((*names, None)), sharder.spec(("embed", "vocab"))),
+    out_specs=sharder.spec(names),
+    check_vma=sharder.check_vma,
+  )(x, w_DV)
+
+
+def _argmax_token(x_TD: jax.Array, w_DV: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
+  logits_TV = matmul(x_TD, w_DV, np.promote_types(x_TD.dtype, jnp.float32))
+  first = jax.lax.axis_index(vocab_axes) * w_DV.shape[1]
+  top_T = jnp.max(logits_TV, axis=-1)
+  token_T = first + jnp.argmax(logits_TV, axis=-1)
+  is_top_T = top_T == pmax(top_T, vocab_axes)
+  return -pmax(jnp.where(is_top_T, -token_T, np.iinfo(np.int32).min), vocab_axes)  # the first

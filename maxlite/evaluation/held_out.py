@@ -1,0 +1,119 @@
+"""The held-out loss of a run.
+
+The evaluation step sums over the tokens of a held-out batch. For draft heads it counts how many
+drafts speculative decoding would accept (`draft_acceptance.py`).
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlite.config.schema import TrainingConfig
+from maxlite.data.batch import Batch
+from maxlite.data.loader import DataLoader
+from maxlite.evaluation.draft_acceptance import acceptance_sums
+from maxlite.metrics.step_row import bits_per_byte
+from maxlite.models import Decoder
+from maxlite.step.train_state import TrainState, averaged_params
+from maxlite.training.loss import next_token, run_forward
+from maxlite.training.trainer import Trainer
+
+
+def build_evaluation(
+  trainer: Trainer, data: DataLoader
+) -> Callable[[TrainState], dict[str, float]] | None:
+  """Build the evaluation of a state in a run; None without held-out data."""
+  if data.source.eval is None:
+    return None
+  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
+
+  def evaluate_state(state: TrainState) -> dict[str, float]:
+    batches = data.eval_batches_by_source(trainer.cfg.observe.eval_steps)
+    return evaluate(trainer, eval_step, state.params, batches, averaged_params(state))
+
+  return evaluate_state
+
+
+def evaluate(
+  trainer: Trainer,
+  eval_step: Callable[[Any, Batch], dict],
+  params: Any,
+  batches: Mapping[str, Iterable[Batch]],
+  averages: Any = None,
+) -> dict[str, float]:
+  """Compute `eval_loss` [nats per token], `eval_bits_per_byte` and `eval_tokens` of `batches`.
+
+  With moving averages of the parameters also `eval_ema_loss` and `eval_ema_bits_per_byte`.
+
+  Args:
+    batches: by source; with several sources, the results are over the tokens of all, and
+      `eval_loss/SOURCE` is the loss of each.
+  """
+
+  def sums(batch: Batch) -> dict:
+    batch = trainer.place(batch)
+    found = eval_step(params, batch)
+    return found if averages is None else found | {"ema": eval_step(averages, batch)}
+
+  return held_out_row({name: map(sums, each) for name, each in batches.items()})
+
+
+def held_out_row(batches: Mapping[str, Iterable[dict]]) -> dict[str, float]:
+  """The results of `evaluate` from the evaluation step's sums of every batch, by source.
+
+  With draft heads also `eval_acceptance_1`, ..., the share of each head's drafts that are accepted,
+  and `eval_accepted_length`, the mean number of accepted drafts in a chain.
+  """
+  # In float64: float32 rounds every sum, and cannot count beyond 2**24 tokens.
+  in_float64 = lambda sums: jax.tree.map(np.float64, jax.device_get(sums))
+  total = lambda each: functools.reduce(functools.partial(jax.tree.map, np.add), each)
+  by_source = {name: total(map(in_float64, each)) for name, each in batches.items()}
+  sums = total(by_source.values())
+  row = _results(sums) | {"eval_tokens": int(sums["weight"])}
+  if len(by_source) > 1:
+    row |= {f"eval_loss/{name}": float(s["nll"] / s["weight"]) for name, s in by_source.items()}
+  averaged = _results(sums["ema"]) if "ema" in sums else {}
+  return row | {name.replace("eval_", "eval_ema_", 1): x for name, x in averaged.items()}
+
+
+def _results(sums: dict) -> dict[str, float]:
+  results = {"eval_loss": float(sums["nll"] / sums["weight"])}
+  if sums["num_bytes"]:
+    results["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
+  if drafts := sums.get("draft"):
+    shares_J = drafts["accepted_J"] / np.maximum(drafts["drafts_J"], 1)
+    results |= {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
+    results["eval_accepted_length"] = float(drafts["length"] / np.maximum(drafts["chains"], 1))
+  return results
+
+
+def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> Callable[[Any, Batch], dict]:
+  """The compiled evaluation step, on the trainer's mesh."""
+  num_bytes_V = jnp.asarray(num_bytes_V)
+  return jax.jit(build_eval_step(trainer.model, trainer.cfg.training, num_bytes_V))
+
+
+def build_eval_step(
+  model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array
+) -> Callable[[Any, Batch], dict]:
+  """Build step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of the targets.
+
+  With draft heads also `draft`, the result of `acceptance_sums`.
+  """
+  has_drafts = model.cfg.num_draft_heads > 0
+
+  def eval_step(params: Any, batch: Batch) -> dict:
+    hidden = run_forward(model, params, batch, jitter_key=None, drafts=has_drafts)
+    sums = next_token(hidden, batch, cfg, model.sharder)
+    num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
+    num_bytes = jnp.sum(num_bytes_BT, where=batch.weight_BT > 0)
+    counts = {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
+    if has_drafts:
+      counts["draft"] = acceptance_sums(hidden, batch, cfg.logits_chunk_tokens, model.sharder)
+    return counts
+
+  return eval_step

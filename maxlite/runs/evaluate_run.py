@@ -1,0 +1,61 @@
+"""`maxlite.evaluate`: the held-out loss of a checkpoint, and that of each held-out document."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlite.config import Config, exit_on_user_error
+from maxlite.data.loader import DataLoader
+from maxlite.evaluation.document_losses import document_losses, loss_row
+from maxlite.evaluation.held_out import compile_eval_step, evaluate
+from maxlite.metrics.waits import report_wait
+from maxlite.runs.open_run import open_trainer_data, open_weights
+from maxlite.runs.saved_run import run_folder
+from maxlite.training.trainer import Trainer
+
+
+def run_evaluation(cfg: Config) -> int:
+  """Print the loss of a checkpoint of the run over `eval_steps` held-out batches (-1: all)."""
+  with exit_on_user_error("maxlite.evaluate"):
+    trainer, params, averages, step = open_weights(cfg)
+    result, data = evaluate_held_out(trainer, params, averages, cfg.observe.eval_steps)
+  sums_DX = None
+  if cfg.observe.eval_documents:
+    with exit_on_user_error("maxlite.evaluate"), report_wait("evaluating documents"):
+      sums_DX = document_losses(trainer, params, data, averages)
+  if jax.process_index() == 0:
+    folder = run_folder(cfg)
+    sys.stdout.write(f"{folder.place} step {step}  {_format(result)}\n")
+    if sums_DX is not None:
+      with exit_on_user_error("maxlite.evaluate"):
+        _write_documents(sums_DX, folder.eval_documents)
+        folder.upload()
+  return 0
+
+
+def evaluate_held_out(
+  trainer: Trainer, params: Any, averages: Any, num_batches: int
+) -> tuple[dict[str, float], DataLoader]:
+  """Open the run's data, and return (the result of `evaluate` on `num_batches`, -1: all, data)."""
+  data = open_trainer_data(trainer)
+  batches = data.eval_batches_by_source(num_batches)
+  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
+  with report_wait("compiling the evaluation step, and evaluating"):
+    return evaluate(trainer, eval_step, params, batches, averages), data
+
+
+def _write_documents(sums_DX: np.ndarray, file: Path) -> None:
+  """Write a JSON line per document and print the totals."""
+  rows = ({"document": n} | loss_row(sums_X) for n, sums_X in enumerate(sums_DX))
+  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+  total = loss_row(sums_DX.sum(axis=0))
+  sys.stdout.write(f"{file}: {len(sums_DX):,} documents  {_format(total)}\n")
+
+
+def _format(row: Mapping[str, float]) -> str:
+  return "  ".join(f"{name} {value:.6g}" for name, value in row.items())
