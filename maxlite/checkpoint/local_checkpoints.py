@@ -32,8 +32,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes
 
-# Earlier versions wrote .safetensors.
-_FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(slices|safetensors|\d+\.tmp)")
+_FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(slices|\d+\.tmp)")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis
 Content = tuple[dict[str, Any], np.ndarray]  # body of a file's manifest, bytes of its slices
 Snapshot = tuple[int, str]  # step, start of the run

@@ -262,8 +262,8 @@ class Checkpoints:
     require_regular_files(folder)
     # A Checkpointer would let all processes wait for one that cannot read.
     manifest = verify_manifest(ocp.JsonCheckpointHandler().restore(folder / "manifest"))
-    saved_step = manifest["body"].get("step", step)  # earlier versions saved neither
-    saved_run = manifest["body"].get("run", "")
+    saved_step = manifest["body"].get("step")
+    saved_run = manifest["body"].get("run")
     if saved_step != step:
       raise OSError(f"it was saved as step {saved_step}, and its folder was renamed")
     if saved_run and self.run_id and saved_run != self.run_id:

@@ -8,17 +8,9 @@ import yaml
 
 from maxlite.config.file_io import write_atomically
 from maxlite.config.plugins import import_plugins, refuse_code
-from maxlite.config.raw_values import FrozenMapping, Raw, show
-from maxlite.config.schema import (
-  DEFAULTS,
-  KEYS,
-  REMOVED_KEYS,
-  RENAMED_KEYS,
-  SECTIONS,
-  Config,
-  flatten,
-)
-from maxlite.config.values import SECRETS, Setting, parse
+from maxlite.config.raw_values import show
+from maxlite.config.schema import DEFAULTS, KEYS, SECTIONS, Config, flatten
+from maxlite.config.values import SECRETS, parse
 from maxlite.config.yaml_files import read_file
 
 DEFAULT_COMMAND = Config()  # trusts nothing
@@ -55,9 +47,9 @@ def save_keys(values: Mapping[str, Any], path: Path) -> None:
 def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, Any]:
   """Read typed values of all keys from a file of `save_resolved`, which may be a stranger's.
 
-  A key that the file lacks has its default; old names of renamed keys are accepted. No code that
-  the file names is imported: keys of code and of this machine have the values of `command`, and
-  plug-ins must be among its keys. With its `trust_plugins` the file is obeyed.
+  A key that the file lacks has its default. No code that the file names is imported: keys of code
+  and of this machine have the values of `command`, and plug-ins must be among its keys. With its
+  `trust_plugins` the file is obeyed.
 
   Args:
     command: config of the command that opens the run.
@@ -66,7 +58,7 @@ def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, Any]:
     UserError: the file cannot be read, has an unknown key or a bad value, or names plug-ins that
       the command neither names nor trusts.
   """
-  settings = _read_settings(path)
+  settings = read_file(path, "resolved config")
   own = flatten(command)
   if command.run.trust_plugins:
     import_plugins(settings)
@@ -87,7 +79,7 @@ def read_values(path: Path) -> dict[str, Any]:
   Raises:
     UserError: as `read_saved`.
   """
-  settings = _read_settings(path)
+  settings = read_file(path, "resolved config")
   return DEFAULTS | {setting.name: parse(setting, any_choice=True) for setting in settings}
 
 
@@ -103,29 +95,6 @@ def describe_changes(config: Config) -> list[str]:
   """`key=value (default ...)` of each key that differs from its default, in schema order."""
   changed = differences(DEFAULTS, flatten(config))
   return [f"{name}={show(value)} (default {show(old)})" for name, (old, value) in changed.items()]
-
-
-def _read_settings(path: Path) -> list[Setting]:
-  saved = read_file(path, "resolved config")
-  kept = (setting for setting in saved if REMOVED_KEYS.get(setting.name) != setting.raw)
-  return list(map(_with_current_names, kept))
-
-
-def _with_current_names(setting: Setting) -> Setting:
-  in_members = setting.name in ("members", "sweep", "search")
-  raw = _rename_keys(setting.raw) if in_members else setting.raw
-  return Setting(RENAMED_KEYS.get(setting.name, setting.name), raw, setting.source)
-
-
-def _rename_keys(raw: Raw) -> Raw:
-  """`raw` with renamed keys renamed and removed keys dropped in all its mappings."""
-  if isinstance(raw, tuple):
-    return tuple(map(_rename_keys, raw))
-  if isinstance(raw, FrozenMapping):
-    kept = ((key, part) for key, part in raw.items() if REMOVED_KEYS.get(key) != part)
-    entries = ((RENAMED_KEYS.get(key, key), _rename_keys(part)) for key, part in kept)
-    return FrozenMapping(entries, raw.source)
-  return raw
 
 
 def _line(name: str, value: Any) -> str:

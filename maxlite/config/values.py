@@ -25,7 +25,7 @@ from maxlite.config.raw_values import (
   from_yaml,
   show,
 )
-from maxlite.config.schema import KEYS, REMOVED_KEYS, RENAMED_KEYS, AxisRules, SchemaKey
+from maxlite.config.schema import KEYS, AxisRules, SchemaKey
 
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
 SECRETS = tuple(name for name, key in KEYS.items() if key.field.secret)
@@ -122,12 +122,6 @@ def find_key(setting: Setting) -> SchemaKey:
     raise setting.error(
       "belongs in a YAML file; on the command line name the file itself, before other files"
     )
-  if name in RENAMED_KEYS:
-    raise setting.error(
-      f"was renamed; write {abbreviate(f'{RENAMED_KEYS[name]}={show(setting.raw)}')}"
-    )
-  if name in REMOVED_KEYS:
-    raise setting.error(f"was removed; every run behaves as with {name}={REMOVED_KEYS[name]}")
   if name not in KEYS:
     otherwise = f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}"
     raise setting.error(answer_key(name, show(setting.raw)) or otherwise)

@@ -200,15 +200,6 @@ def test_missing_keys_have_their_defaults(tmp_path):
   assert read_saved(tmp_path / "config.yml") == DEFAULTS | {"steps": 7}
 
 
-def test_old_names_of_renamed_keys_are_read(tmp_path):
-  members = "members:\n- {phase_warmup: {a: 1}}\n"
-  (tmp_path / "config.yml").write_text(f"output: x\nremat_save: [mlpwi]\n{members}")
-  new_names = {"output_path": "x", "remat_saved_names": ("mlpwi",), "trust_plugins": True}
-  new_members = (FrozenMapping([("initial_phases", FrozenMapping([("a", "1")]))]),)
-  values = read_saved(tmp_path / "config.yml", TRUSTS)
-  assert values == DEFAULTS | new_names | {"members": new_members}
-
-
 @pytest.mark.parametrize("text", [None, "stepz: 7\n", "steps: seven\n"])
 def test_damaged_file_is_a_user_error(text, tmp_path):
   if text is not None:

@@ -109,27 +109,3 @@ SECTIONS: dict[str, list[SchemaKey]] = {
   for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section)
 }
 DEFAULTS: dict[str, Any] = {key.name: key.default for key in KEYS.values()}
-# Old name -> new name. A run's saved config.yml may have either; elsewhere the old name is an error
-# that gives the new one.
-RENAMED_KEYS: dict[str, str] = {
-  "eval_period": "eval_interval",
-  "grain_prefetch": "grain_prefetch_buffer_size",
-  "halving_factor": "asha_reduction_factor",
-  "halving_first_rung": "asha_min_steps",
-  "local_checkpoint_peer_copies": "local_checkpoint_replication",
-  "min_p": "decode_sampling_min_p",
-  "outer_learning_rate": "diloco_outer_lr",
-  "outer_momentum": "diloco_outer_momentum",
-  "outer_period": "diloco_sync_period",
-  "output": "output_path",
-  "phase_warmup": "initial_phases",
-  "remat_save": "remat_saved_names",
-  "repetition_penalty": "decode_sampling_repetition_penalty",
-  "temperature": "decode_sampling_temperature",
-  "top_k": "decode_sampling_top_k",
-  "top_p": "decode_sampling_nucleus_p",
-  "wandb_project": "wandb_project_name",
-}
-# Removed key -> the value whose behaviour remains. A saved config.yml may have it with that value;
-# elsewhere it is an error.
-REMOVED_KEYS: dict[str, str] = {"phase_optimizer_state": "own"}
