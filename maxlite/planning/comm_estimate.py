@@ -23,7 +23,7 @@ from maxlite.optim.labels import paths_in, split
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
 from maxlite.planning.memory_estimate import FLOAT32_BYTES, num_token_shards
 from maxlite.planning.plan_target import PlanTarget
-from maxlite.sharding.logical_axis_rules import Sharder
+from maxlite.sharding.logical_axis_rules import LogicalNames, Sharder
 from maxlite.sharding.sharding_report import ParameterSharding
 from maxlite.training.transforms.local_updates import AXIS
 
@@ -47,24 +47,43 @@ _OUTPUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-  """Properties of a step that determine its communication, and its collectives so far."""
+  """The properties of a step that determine its communication, and its collectives so far.
+
+  Attributes:
+    model: the config of the model.
+    sharder: the mesh, and the mesh axes of every logical axis.
+    tokens: tokens per device, summed over micro-batches.
+    num_micro: micro-batches per step.
+    diloco_sync_period: steps between the exchanges of replicas; 0 without replicas.
+    slices: mesh axes that span slices, with the number of slices along each.
+    grid: chips of a TPU slice along its dimensions; empty for other devices.
+    found: the collectives that were added so far.
+  """
 
   model: ModelConfig
   sharder: Sharder
-  tokens: int  # per device, in all micro-batches
+  tokens: int
   num_micro: int
-  diloco_sync_period: int  # steps between the exchanges of replicas; 0: no replicas
-  slices: Mapping[str, int]  # mesh axes that span slices -> number of slices along the axis
-  grid: tuple[int, ...]  # chips of a TPU slice; () for other devices
+  diloco_sync_period: int
+  slices: Mapping[str, int]
+  grid: tuple[int, ...]
   found: list[Collective] = dataclasses.field(default_factory=list)
 
   @property
   def compute_bytes(self) -> int:
+    """Bytes of one activation."""
     return jnp.dtype(self.model.dtype).itemsize
+
+  @property
+  def is_on_tpu(self) -> bool:
+    return len(self.grid) > 0
 
   def axes(self, *names: str | None) -> tuple[str, ...]:
     """The mesh axes that shard logical axes."""
-    return tuple(axis for name in names for axis in self.sharder.mesh_axes(name))
+    mesh_axes: list[str] = []
+    for name in names:
+      mesh_axes += self.sharder.mesh_axes(name)
+    return tuple(mesh_axes)
 
   def size(self, mesh_axes: Collection[str]) -> int:
     """Number of devices along mesh axes."""
@@ -84,21 +103,43 @@ class _Step:
     Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
     MPICH (2005), section 4, for the bytes a device sends (`SENT_PER_BYTE`).
     """
-    sizes, degree = self.sharder.mesh.shape, lambda axis: self.slices.get(axis, 1)
-    across = tuple(axis for axis in sizes if axis in mesh_axes and degree(axis) > 1)
-    inside = tuple(axis for axis in sizes if axis in mesh_axes and sizes[axis] > degree(axis))
-    between = math.prod(map(degree, across))
+    inside: list[str] = []
+    across: list[str] = []
+    between = 1
+    for axis, size in self.sharder.mesh.shape.items():
+      if axis in mesh_axes:
+        num_slices = self.slices.get(axis, 1)
+        between *= num_slices
+        if size > num_slices:
+          inside.append(axis)
+        if num_slices > 1:
+          across.append(axis)
     within = self.size(mesh_axes) // between
+    sent_within = SENT_PER_BYTE[kind](within)
+    sent_between = SENT_PER_BYTE[kind](between)
     share = payload / within
-    sent_within, sent_between = (SENT_PER_BYTE[kind](size) for size in (within, between))
     if kind.endswith("all-to-all"):  # every peer gets different bytes
-      sent_within, share = sent_within / between, payload
+      sent_within /= between
+      share = payload
     if within > 1:
-      total = (times, times * payload, times * sent_within * payload)
-      self.found.append(Collective(kind, inside, *total))
+      collective = Collective(
+        kind=kind,
+        mesh_axes=tuple(inside),
+        times=times,
+        payload_bytes=times * payload,
+        sent_bytes=times * sent_within * payload,
+      )
+      self.found.append(collective)
     if between > 1:
-      total = (times, times * share, times * sent_between * share)
-      self.found.append(Collective(kind, across, *total, between_slices=True))
+      collective = Collective(
+        kind=kind,
+        mesh_axes=tuple(across),
+        times=times,
+        payload_bytes=times * share,
+        sent_bytes=times * sent_between * share,
+        between_slices=True,
+      )
+      self.found.append(collective)
 
 
 def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]:
@@ -106,8 +147,13 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
 
   Excludes scalars such as metrics, and the collectives that XLA inserts for the dispatches `dense`
   and `capacity`.
+
+  Args:
+    target: the trainer, and the devices that its mesh stands for.
+    phase: index of the phase whose step is estimated.
   """
-  trainer, objective = target.trainer, target.trainer.objectives[phase]
+  trainer = target.trainer
+  objective = trainer.objectives[phase]
   step = _Step(
     model=trainer.cfg.model,
     sharder=trainer.sharder,
@@ -120,7 +166,7 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
   trained, _ = split(trainer.abstract_state.params, objective.labels)
   trained_paths = set(paths_in(trained))
   for parameter in trainer.parameter_shardings:
-    weight = _Weight.of(step, parameter)
+    weight = _build_weight(step, parameter)
     _gather_weight(step, weight)
     if parameter.path in trained_paths:
       _reduce_gradient(step, weight)
@@ -133,39 +179,29 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-  """A parameter, or a stack of one per layer."""
+  """A parameter of one layer, or the stack of those of all layers.
+
+  Attributes:
+    path: the parts of the parameter's path.
+    kind: "table" (embedding or unembedding), "expert" or "linear".
+    itemsize: bytes of an element.
+    num_layers: number of layers in the stack; 1 for a single parameter.
+    size: elements per layer on a device after the all-gather: sharded over `tensor` and `expert`.
+    width: size of the gathered axis; 0 if no axis is gathered.
+    gathered: mesh axes of the all-gather.
+    replicated: mesh axes of the batch over which the parameter is replicated.
+    product: the side of the matmul, "in" or "out", that `tensor` shards; "" if it shards neither.
+  """
 
   path: list[str]
-  kind: str  # "table" (embedding or unembedding), "expert" or "linear"
+  kind: str
   itemsize: int
   num_layers: int
-  size: float  # elements per layer, sharded over `tensor` and `expert` only
-  width: int  # of the gathered axis; 0 if there is none
-  gathered: tuple[str, ...]  # mesh axes of the all-gather
-  replicated: tuple[str, ...]  # mesh axes of the batch that do not shard it
-  product: str  # "in" or "out": which side of the gathered axis `tensor` shards; "" for neither
-
-  @classmethod
-  def of(cls, step: _Step, parameter: ParameterSharding) -> "_Weight":
-    names, shape, batch_axes = parameter.names, parameter.shape, step.axes(*_BATCH_AXES)
-    path = parameter.path.split("/")
-    is_table, is_expert = path[0] in ("embed", "unembed"), path[-2] == "moe"
-    num_layers = shape[0] if names[0] == "layers" else 1
-    at = next((i for i, name in enumerate(names) if name in _GATHERED), None)
-    gathered = () if at is None else tuple(a for a in step.axes(names[at]) if a in batch_axes)
-    experts = step.axes("exp") if "exp" in names else ()
-    sharded = [i for i, name in enumerate(names) if i != at and name != "exp" and step.axes(name)]
-    return cls(
-      path=path,
-      kind="table" if is_table else "expert" if is_expert else "linear",
-      itemsize=parameter.dtype.itemsize,
-      num_layers=num_layers,
-      size=math.prod(shape) / num_layers * step.size(gathered) / parameter.num_shards,
-      width=0 if at is None else shape[at],
-      gathered=gathered,
-      replicated=tuple(axis for axis in batch_axes if axis not in (*gathered, *experts)),
-      product="" if at is None or not sharded else "in" if sharded[0] < at else "out",
-    )
+  size: float
+  width: int
+  gathered: tuple[str, ...]
+  replicated: tuple[str, ...]
+  product: str
 
   @property
   def is_left_to_xla(self) -> bool:
@@ -174,8 +210,67 @@ class _Weight:
 
   def is_recomputed(self, step: _Step) -> bool:
     """Whether the backward pass recomputes its output separately."""
-    name = next((_OUTPUTS[part] for part in self.path if part in _OUTPUTS), None)
-    return name is not None and not step.is_saved(name)
+    for part in self.path:
+      if part in _OUTPUTS:
+        return not step.is_saved(_OUTPUTS[part])
+    return False
+
+
+def _build_weight(step: _Step, parameter: ParameterSharding) -> _Weight:
+  """Describe a parameter by what its communication depends on."""
+  names = parameter.names
+  path = parameter.path.split("/")
+  num_layers = 1
+  if names[0] == "layers":
+    num_layers = parameter.shape[0]
+  batch_axes = step.axes(*_BATCH_AXES)
+  gathered_index = _gathered_index(names)
+  width = 0
+  gathered: tuple[str, ...] = ()
+  if gathered_index is not None:
+    width = parameter.shape[gathered_index]
+    gathered_axes = step.axes(names[gathered_index])
+    gathered = tuple(axis for axis in gathered_axes if axis in batch_axes)
+  sharding = list(gathered)
+  if "exp" in names:
+    sharding += step.axes("exp")
+  return _Weight(
+    path=path,
+    kind=_kind_of_weight(path),
+    itemsize=parameter.dtype.itemsize,
+    num_layers=num_layers,
+    size=math.prod(parameter.shape) / num_layers * step.size(gathered) / parameter.num_shards,
+    width=width,
+    gathered=gathered,
+    replicated=tuple(axis for axis in batch_axes if axis not in sharding),
+    product=_sharded_side(step, names, gathered_index),
+  )
+
+
+def _gathered_index(names: LogicalNames) -> int | None:
+  """The index of the axis that is gathered for each use; None if there is none."""
+  for index, name in enumerate(names):
+    if name in _GATHERED:
+      return index
+  return None
+
+
+def _kind_of_weight(path: list[str]) -> str:
+  if path[0] in ("embed", "unembed"):
+    return "table"
+  if path[-2] == "moe":
+    return "expert"
+  return "linear"
+
+
+def _sharded_side(step: _Step, names: LogicalNames, gathered_index: int | None) -> str:
+  """The side of the gathered axis, "in" or "out", that is sharded; "" if neither is."""
+  if gathered_index is None:
+    return ""
+  for index, name in enumerate(names):
+    if index != gathered_index and name != "exp" and step.axes(name):
+      return "in" if index < gathered_index else "out"
+  return ""
 
 
 def _add_by_axis(step: _Step, weight: _Weight, kind: str, times: float, payload: float) -> None:
@@ -185,99 +280,132 @@ def _add_by_axis(step: _Step, weight: _Weight, kind: str, times: float, payload:
   two.
   """
   is_torus = len(step.grid) == 3 and min(step.grid) >= 4
-  each_axis = [(mesh_axis,) for mesh_axis in weight.gathered]
-  for mesh_axes in [weight.gathered] if weight.is_left_to_xla else each_axis:
+  groups = [(mesh_axis,) for mesh_axis in weight.gathered]
+  if weight.is_left_to_xla:
+    groups = [weight.gathered]
+  for mesh_axes in groups:
     num_shards = step.size(mesh_axes)
-    is_whole = num_shards * math.prod(step.slices.values()) == step.sharder.mesh.size
-    reduces = step.grid and is_whole and (kind == "reduce-scatter" or is_torus)
-    step.add("all-reduce" if reduces else kind, mesh_axes, times, payload)
+    is_whole_slice = num_shards * math.prod(step.slices.values()) == step.sharder.mesh.size
+    is_reduced = step.is_on_tpu and is_whole_slice and (kind == "reduce-scatter" or is_torus)
+    if is_reduced:
+      step.add("all-reduce", mesh_axes, times, payload)
+    else:
+      step.add(kind, mesh_axes, times, payload)
     payload /= num_shards
 
 
 def _gather_weight(step: _Step, weight: _Weight) -> None:
-  """All-gathers for the forward pass and the input gradient; one per use for tables."""
-  uses = 1 if weight.kind == "table" and not step.model.logits_via_embedding else 2
+  """Add the all-gathers for the forward pass and the input gradient; one per use for tables."""
+  uses = 2
+  if weight.kind == "table" and not step.model.logits_via_embedding:
+    uses = 1
   times = weight.num_layers * uses * step.num_micro
   _add_by_axis(step, weight, "all-gather", times, weight.size * step.compute_bytes)
 
 
 def _reduce_gradient(step: _Step, weight: _Weight) -> None:
-  """Reduce-scatter over the gathered axes, and all-reduce over the other axes of the batch.
+  """Add the reduce-scatter over the gathered axes, and the all-reduces over the rest of the batch.
 
   Gradients have the dtype of the weight; that of a lookup has the dtype of activations. What is
   left to XLA is all-reduced as a whole.
   """
+  in_each_micro: list[str] = []
+  once: list[str] = []
+  between_replicas: list[str] = []
+  for axis in weight.replicated:
+    if axis == "data" and step.num_micro > 1:
+      once.append(axis)  # each slice accumulates its own micro-batches before the sum over `data`
+    elif axis == AXIS and step.diloco_sync_period:
+      between_replicas.append(axis)
+    else:
+      in_each_micro.append(axis)
+  itemsize = weight.itemsize
+  if weight.path[0] == "embed":
+    itemsize = step.compute_bytes
+  payload = weight.size * itemsize
+  num_gathered = step.size(weight.gathered)
   times = weight.num_layers * step.num_micro
-  # Each slice accumulates its own micro-batches before the sum over `data`.
-  once = tuple(axis for axis in weight.replicated if axis == "data" and step.num_micro > 1)
-  replicas = tuple(axis for axis in weight.replicated if axis == AXIS and step.diloco_sync_period)
-  each = tuple(axis for axis in weight.replicated if axis not in (*once, *replicas))
   if weight.is_left_to_xla:
-    is_lookup = weight.path[0] == "embed"
-    payload = weight.size * (step.compute_bytes if is_lookup else weight.itemsize)
-    step.add("all-reduce", (*weight.gathered, *each), times, payload)
+    step.add("all-reduce", (*weight.gathered, *in_each_micro), times, payload)
   else:
-    payload = weight.size * weight.itemsize
     _add_by_axis(step, weight, "reduce-scatter", times, payload)
-    step.add("all-reduce", each, times, payload / step.size(weight.gathered))
-  step.add("all-reduce", once, weight.num_layers, payload / step.size(weight.gathered))
-  if replicas:  # of all layers at once, in float32
-    differences = weight.num_layers * weight.size / step.size(weight.gathered) * FLOAT32_BYTES
-    step.add("all-reduce", replicas, 1 / step.diloco_sync_period, differences)
+    step.add("all-reduce", in_each_micro, times, payload / num_gathered)
+  step.add("all-reduce", once, weight.num_layers, payload / num_gathered)
+  if between_replicas:  # the outer step sends the differences of all layers at once, in float32
+    differences = weight.num_layers * weight.size / num_gathered * FLOAT32_BYTES
+    step.add("all-reduce", between_replicas, 1 / step.diloco_sync_period, differences)
 
 
 def _reduce_products(step: _Step, weight: _Weight) -> None:
-  """All-reduces over `tensor`: of outputs if a weight's input is sharded, else of input gradients.
+  """Add the all-reduces over `tensor`: of outputs if inputs are sharded, else of input gradients.
 
   Products of linear layers are summed in float32, those of tables and experts in the dtype of
   activations. The two or three input weights of an expert share one sum. On TPUs so do the linear
   layers with the same input: XLA adds their input gradients, in the dtype of activations, first.
   """
-  if not weight.product or (weight.kind == "expert" and weight.path[-1] not in ("wi_0", "wo")):
+  if not weight.product:
     return
-  added = weight.kind == "linear" and weight.product == "out" and bool(step.grid)
-  if added and weight.path[-2] in ("key", "value", "wi_1"):  # counted as that of query or wi_0
+  if weight.kind == "expert" and weight.path[-1] not in ("wi_0", "wo"):
     return
-  recomputed = weight.kind == "linear" and weight.product == "in" and weight.is_recomputed(step)
-  itemsize = FLOAT32_BYTES if weight.kind == "linear" and not added else step.compute_bytes
+  is_linear = weight.kind == "linear"
+  is_added_first = is_linear and weight.product == "out" and step.is_on_tpu
+  if is_added_first and weight.path[-2] in ("key", "value", "wi_1"):
+    return  # the sum of `query` or `wi_0` includes it
+  itemsize = step.compute_bytes
+  if is_linear and not is_added_first:
+    itemsize = FLOAT32_BYTES
+  times = weight.num_layers
+  if is_linear and weight.product == "in" and weight.is_recomputed(step):
+    times *= 2
   payload = step.tokens * weight.width * itemsize
-  step.add("all-reduce", step.axes("mlp"), weight.num_layers * (1 + recomputed), payload)
+  step.add("all-reduce", step.axes("mlp"), times, payload)
 
 
 def _gather_keys(step: _Step) -> None:
-  """All-gathers of keys and values over sharded positions, and reduce-scatters of gradients."""
-  axes = step.axes("activation_length")
+  """Add the all-gathers of keys and values over sharded positions, and their gradients' sums."""
   model = step.model
   if model.family.latent_attention:
-    heads, mla = model.base_num_query_heads, model.mla
-    channels = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    mla = model.mla
+    channels_per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+    channels = model.base_num_query_heads * channels_per_head
     shards = step.sharder.num_shards("activation_q_heads")
   else:
     channels = 2 * model.base_num_kv_heads * model.head_dim
     shards = step.sharder.num_shards("activation_kv_heads")
+  axes = step.axes("activation_length")
   positions = step.tokens * step.size(axes)
   payload = positions * channels / shards * step.compute_bytes
   layers = model.base_num_decoder_layers
-  step.add("all-gather", axes, layers * (1 + (not step.is_saved("attention_out"))), payload)
+  gathers = 1
+  if not step.is_saved("attention_out"):
+    gathers = 2
+  step.add("all-gather", axes, layers * gathers, payload)
   step.add("reduce-scatter", axes, layers, payload)
 
 
 def _dispatch_tokens(step: _Step) -> None:
-  """Dispatch and combine of tokens, forward and backward, and again if recomputed.
+  """Add dispatch and combine of tokens, forward and backward, and again if recomputed.
 
   Assumes a uniform load: a device sends the same number of rows to each peer. TPUs send each
   routing weight as a full row of lanes.
   """
-  model, axes = step.model, step.axes("exp")
-  layers, dispatch = model.num_moe_layers, choose_dispatch(model.moe)
+  model = step.model
+  axes = step.axes("exp")
+  layers = model.num_moe_layers
+  dispatch = choose_dispatch(model.moe)
   payload = step.tokens * model.base_emb_dim * step.compute_bytes
-  num_chosen = model.moe.num_experts_per_tok
-  recomputed = not step.is_saved("moe_rows")
+  num_recomputed = 0
+  if not step.is_saved("moe_rows"):
+    num_recomputed = 1
   if dispatch == "ragged":
-    lanes = _TPU_LANES if step.grid else 1
+    num_chosen = model.moe.num_experts_per_tok
+    lanes = 1
+    if step.is_on_tpu:
+      lanes = _TPU_LANES
     weights = step.tokens * num_chosen * lanes * FLOAT32_BYTES
-    step.add("ragged-all-to-all", axes, layers * (4 + recomputed), payload * num_chosen)
-    step.add("ragged-all-to-all", axes, layers * (2 + recomputed), weights)
+    step.add("ragged-all-to-all", axes, layers * (4 + num_recomputed), payload * num_chosen)
+    step.add("ragged-all-to-all", axes, layers * (2 + num_recomputed), weights)
   if dispatch == "all_gather":
-    step.add("all-gather", axes, layers * (2 + recomputed), payload * step.size(axes))
-    step.add("reduce-scatter", axes, layers * 2, payload * step.size(axes))
+    gathered = payload * step.size(axes)
+    step.add("all-gather", axes, layers * (2 + num_recomputed), gathered)
+    step.add("reduce-scatter", axes, layers * 2, gathered)

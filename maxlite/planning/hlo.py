@@ -16,50 +16,79 @@ _CALLS = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?
 _NAME = re.compile(r"%([\w.-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLING = ("fusion", "call", "call-start", "async-start", "conditional")
+_CALLING = ("fusion", "call", "call-start", "async-start")
 
 
 class Array(NamedTuple):
-  """An array of an instruction's type."""
+  """An array of an instruction's type.
+
+  Attributes:
+    dtype: XLA's name of the element type, such as bf16 or f8e4m3fn.
+    shape: the dimensions; empty for a scalar.
+    on_chip: whether it is in the memory next to the compute units (TPU: VMEM), not in HBM.
+  """
 
   dtype: str
   shape: tuple[int, ...]
-  on_chip: bool  # in the memory next to the compute units (TPU: VMEM), not in HBM
+  on_chip: bool
 
   @property
   def num_bytes(self) -> float:
-    bits = re.search(r"\d+", self.dtype)  # bf16, f8e4m3fn; `pred` is a byte, a token nothing
-    per_element = int(bits[0]) / 8 if bits else float(self.dtype == "pred")
-    return math.prod(self.shape) * per_element
+    return math.prod(self.shape) * _bytes_per_element(self.dtype)
+
+
+def _bytes_per_element(dtype: str) -> float:
+  """Bytes of an element; `pred` is a byte, a token nothing."""
+  bits = re.search(r"\d+", dtype)
+  if bits:
+    return int(bits[0]) / 8
+  if dtype == "pred":
+    return 1.0
+  return 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  """`name = type opcode(operands), attributes`."""
+  """`name = type opcode(operands), attributes`.
+
+  Attributes:
+    name: the name, which is unique in its computation.
+    type: the type of the result: an array, or a tuple of arrays.
+    opcode: the operation.
+    operands: the instructions whose results it reads.
+    literal: the text in place of operands: the value of a constant, the index of a parameter.
+    attributes: the text after the operands.
+    is_root: whether its result is that of its computation.
+  """
 
   name: str
   type: str
   opcode: str
   operands: tuple["Instruction", ...]
-  literal: str  # in place of operands, of a constant or parameter
+  literal: str
   attributes: str
   is_root: bool
 
   @cached_property
   def arrays(self) -> list[Array]:
-    """The arrays of its result; of a tuple, in order."""
-    found = _ARRAY.findall(self.type)
-    shape = lambda dims: tuple(map(int, re.findall(r"\d+", dims)))
-    return [Array(dtype, shape(dims), "S(" in layout) for dtype, dims, layout in found]
+    """The arrays of its result; those of a tuple in order."""
+    arrays: list[Array] = []
+    for dtype, dims, layout in _ARRAY.findall(self.type):
+      sizes = [int(size) for size in re.findall(r"\d+", dims)]
+      arrays.append(Array(dtype, tuple(sizes), on_chip="S(" in layout))
+    return arrays
 
   @property
   def num_bytes(self) -> float:
+    """Bytes of its result."""
     return sum(array.num_bytes for array in self.arrays)
 
   def attribute(self, name: str) -> str:
     """The value of `name={...}` or `name=value`, without a leading %; "" if there is none."""
     found = re.search(rf"\b{name}=%?(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
-    return found[1] if found else ""
+    if found is None:
+      return ""
+    return found[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,48 +100,77 @@ class Computation:
 
   @property
   def root(self) -> Instruction:
-    return next(i for i in self.instructions.values() if i.is_root)
+    return next(each for each in self.instructions.values() if each.is_root)
 
 
 class Executions(NamedTuple):
-  """How often a computation runs in a step."""
+  """How often a computation runs in a step.
+
+  Attributes:
+    times: number of runs.
+    fused: whether it is inside a fusion, so that its results are not written to memory.
+  """
 
   times: float
-  fused: bool  # inside a fusion, so that its results are not written to memory
+  fused: bool
+
+
+class _Callee(NamedTuple):
+  """A computation that an instruction runs, and how often per execution of the instruction."""
+
+  name: str
+  times: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  """A compiled program."""
+  """A compiled program.
+
+  Attributes:
+    entry: name of the computation that runs first.
+    computations: all computations, by name.
+    sources: stack frame -> line of code.
+    true_share: how often the true one of two branches runs; None if unknown.
+    scope_shares: the same for conditionals in a named scope, by the scope's name.
+    counts_loops: whether a loop's body counts once per iteration. If not, it counts once, as do all
+      branches of a conditional.
+  """
 
   entry: str
   computations: dict[str, Computation]
-  sources: dict[int, str] = dataclasses.field(default_factory=dict)  # stack frame -> line of code
-  true_share: float | None = None  # how often one of two branches, the true one, runs, if known
-  scope_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)  # in a named scope
-  counts_loops: bool = True  # False: a loop's body and all branches run once
+  sources: dict[int, str] = dataclasses.field(default_factory=dict)
+  true_share: float | None = None
+  scope_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  counts_loops: bool = True
 
   @cached_property
   def runs(self) -> dict[str, Executions]:
-    """How often each computation runs; loops of unknown length count once, as do both branches
-    without `true_share`. More than two branches run equally often."""
+    """How often each computation runs.
+
+    Loops of unknown length count once, as do both branches without `true_share`. More than two
+    branches run equally often.
+    """
     runs: dict[str, Executions] = {}
-
-    def visit(name: str, times: float, fused: bool) -> None:
-      before = runs.get(name, Executions(0.0, fused))
-      runs[name] = Executions(before.times + times, fused)
-      for instruction in self.computations[name].instructions.values():
-        for callee, per_run in self._callees(instruction):
-          visit(callee, times * per_run, fused or instruction.opcode == "fusion")
-
-    visit(self.entry, 1.0, False)
+    self._add_runs(runs, self.entry, times=1.0, fused=False)
     return runs
+
+  def _add_runs(self, runs: dict[str, Executions], name: str, times: float, fused: bool) -> None:
+    """Add `times` runs of the computation `name`, and those of all that it calls, to `runs`."""
+    before = runs.get(name, Executions(0.0, fused))
+    runs[name] = Executions(before.times + times, fused)
+    for instruction in self.computations[name].instructions.values():
+      is_fused = fused or instruction.opcode == "fusion"
+      for callee in self._callees(instruction):
+        self._add_runs(runs, callee.name, times * callee.times, is_fused)
 
   @cached_property
   def unknown_loops(self) -> int:
     """Number of loops whose length is not in the text."""
-    loops = (instruction for _, instruction, _ in self.executed() if instruction.opcode == "while")
-    return sum(self._trip_count(loop) is None for loop in loops)
+    unknown = 0
+    for _, instruction, _ in self.executed():
+      if instruction.opcode == "while" and self._trip_count(instruction) is None:
+        unknown += 1
+    return unknown
 
   def with_loops_once(self) -> "Module":
     """The program as XLA's cost analysis counts it: loop bodies and all branches once."""
@@ -127,38 +185,59 @@ class Module:
   def source(self, instruction: Instruction) -> str:
     """The innermost line of this package that `instruction` is from; "" if there is none."""
     frame = instruction.attribute("stack_frame_id").rstrip("}")
-    return self.sources.get(int(frame), "") if frame else ""
+    if not frame:
+      return ""
+    return self.sources.get(int(frame), "")
 
   def called(self, instruction: Instruction) -> list[Computation]:
     """Computations that `instruction` calls as a whole, not once per element."""
     names = _CALLS.findall(instruction.attributes)
     for branches in _BRANCHES.findall(instruction.attributes):
-      names += [name.strip().lstrip("%") for name in branches.split(",")]
+      for name in branches.split(","):
+        names.append(name.strip().lstrip("%"))
     return [self.computations[name] for name in names]
 
-  def _callees(self, instruction: Instruction) -> list[tuple[str, float]]:
+  def _callees(self, instruction: Instruction) -> list[_Callee]:
+    """The computations that one execution of `instruction` runs."""
     if instruction.opcode == "while":
-      trips = self._trip_count(instruction) if self.counts_loops else None
-      return [(instruction.attribute("body"), trips or 1.0)]
+      trips = None
+      if self.counts_loops:
+        trips = self._trip_count(instruction)
+      return [_Callee(instruction.attribute("body"), trips or 1.0)]
+    if instruction.opcode == "conditional":
+      return self._branches(instruction)
     if instruction.opcode in _CALLING:
-      names = [computation.name for computation in self.called(instruction)]
-      if instruction.opcode == "conditional" and len(names) > 2 and self.counts_loops:
-        return [(name, 1 / len(names)) for name in names]
-      shares = (x for scope, x in self.scope_shares.items() if scope in instruction.attributes)
-      share = next(shares, self.true_share)
-      if instruction.opcode != "conditional" or share is None:
-        return [(name, 1.0) for name in names]
-      is_indexed = "branch_computations" in instruction.attributes  # in the order false, true
-      true, false = reversed(names) if is_indexed else names
-      return [(true, share), (false, 1.0 - share)]
+      return [_Callee(computation.name, 1.0) for computation in self.called(instruction)]
     return []
+
+  def _branches(self, conditional: Instruction) -> list[_Callee]:
+    """The branches of a conditional and their shares of its executions."""
+    names = [computation.name for computation in self.called(conditional)]
+    if len(names) > 2 and self.counts_loops:
+      return [_Callee(name, 1 / len(names)) for name in names]
+    true_share = self._true_share(conditional)
+    if true_share is None:
+      return [_Callee(name, 1.0) for name in names]
+    if "branch_computations" in conditional.attributes:  # listed by index: false, true
+      false, true = names
+    else:
+      true, false = names
+    return [_Callee(true, true_share), _Callee(false, 1.0 - true_share)]
+
+  def _true_share(self, conditional: Instruction) -> float | None:
+    """How often a conditional takes its true branch; None if unknown."""
+    for scope, share in self.scope_shares.items():
+      if scope in conditional.attributes:
+        return share
+    return self.true_share
 
   def _trip_count(self, loop: Instruction) -> float | None:
     """Iterations of a `while`, from its annotation or its condition `i < n`; None if unknown.
 
     XLA:TPU unrolls rings of collective-permutes, so i may grow by more than 1.
     """
-    if known := _KNOWN_TRIPS.search(loop.attributes):
+    known = _KNOWN_TRIPS.search(loop.attributes)
+    if known:
       return float(known[1])
     compare = self.computations[loop.attribute("condition")].root
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
@@ -168,12 +247,9 @@ class Module:
     if counter.opcode != "get-tuple-element" or stop is None:
       return None
     index = int(counter.attribute("index") or 0)
-    (initial,) = loop.operands
-    start = initial.operands[index] if initial.opcode == "tuple" else initial
-    while start.opcode in ("copy", "bitcast"):
-      (start,) = start.operands
-    step = _step(self.computations[loop.attribute("body")], index)
-    return float(math.ceil((stop - (_constant(start) or 0)) / step))
+    start = _initial(loop, index)
+    step = _increment(self.computations[loop.attribute("body")], index)
+    return float(math.ceil((stop - start) / step))
 
 
 def parse(
@@ -182,81 +258,153 @@ def parse(
   scope_shares: Mapping[str, float] | None = None,
   package_folder: str = _PACKAGE_FOLDER,
 ) -> Module:
-  """Parse the output of `jax.stages.Compiled.as_text`; shares of conditionals as in `Module`.
+  """Parse the output of `jax.stages.Compiled.as_text`.
 
   Args:
+    text: the program.
+    true_share: the share of conditionals as in `Module`.
+    scope_shares: the shares of conditionals in named scopes as in `Module`.
     package_folder: lines of files in it are sources of instructions.
   """
   computations: dict[str, Computation] = {}
   current: dict[str, Instruction] = {}
   entry = ""
   for line in text.splitlines():
-    if header := _HEADER.match(line):
+    header = _HEADER.match(line)
+    named = _NAMED.match(line)
+    if header:
+      name = header[2]
       current = {}
-      computations[header[2]] = Computation(header[2], current)
-      entry = header[2] if header[1] else entry
-    elif named := _NAMED.match(line):
-      current[named[2]] = _instruction(named, line[named.end() :], current)
-  sources = _sources(text, package_folder)
-  return Module(entry, computations, sources, true_share, scope_shares or {})
+      computations[name] = Computation(name, current)
+      if header[1]:
+        entry = name
+    elif named:
+      name = named[2]
+      current[name] = _parse_instruction(
+        name=name,
+        rest=line[named.end() :],
+        before=current,
+        is_root=bool(named[1]),
+      )
+  return Module(
+    entry=entry,
+    computations=computations,
+    sources=_sources(text, package_folder),
+    true_share=true_share,
+    scope_shares=scope_shares or {},
+  )
 
 
 def _sources(text: str, package_folder: str) -> dict[int, str]:
   """Stack frame -> its innermost line in the package, from the tables before the computations."""
-  tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
+  files: dict[int, str] = {}
+  locations: dict[int, str] = {}
+  frames: dict[int, str] = {}
+  tables = {"FileNames": files, "FileLocations": locations, "StackFrames": frames}
   table: dict[int, str] = {}
   for line in text.partition("{\n  ")[0].splitlines():
-    if row := re.match(r"(\d+) (.*)", line):
+    row = re.match(r"(\d+) (.*)", line)
+    if row:
       table[int(row[1])] = row[2]
     else:
       table = tables.get(line, {})
-  number = lambda row, name: int(re.findall(rf"\b{name}=(\d+)", row)[0])
-  files, locations, frames = tables.values()
   sources: dict[int, str] = {}
-  for frame, row in frames.items():  # parents come first
-    location = locations[number(row, "file_location_id")]
-    path = os.path.abspath(files[number(location, "file_name_id")].strip('"'))
+  for frame, row_text in frames.items():  # parents come first
+    location = locations[_number(row_text, "file_location_id")]
+    path = os.path.abspath(files[_number(location, "file_name_id")].strip('"'))
     found = path.startswith(f"{package_folder}/")
-    inside = path.removeprefix(f"{package_folder}/")
-    # Numbers of parents are one too high: that of the first frame, which has none, is 1.
-    parent = number(row, "parent_frame_id") - number(frames[1], "parent_frame_id")
-    sources[frame] = f"{inside}:{number(location, 'line')}" if found else sources.get(parent, "")
+    if found:
+      inside = path.removeprefix(f"{package_folder}/")
+      sources[frame] = f"{inside}:{_number(location, 'line')}"
+    else:
+      # Numbers of parents are one too high: that of the first frame, which has none, is 1.
+      offset = _number(frames[1], "parent_frame_id")
+      parent = _number(row_text, "parent_frame_id") - offset
+      sources[frame] = sources.get(parent, "")
   return sources
 
 
-def _instruction(named: re.Match[str], rest: str, before: dict[str, Instruction]) -> Instruction:
-  end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-  type_, rest = rest[:end], rest[end:].lstrip()
-  opening = rest.index("(")
-  closing = _closing(rest, opening)
-  inside = rest[opening + 1 : closing - 1]
-  opcode = rest[:opening]
-  literal = inside if opcode in ("constant", "parameter") else ""
-  operands = () if literal else tuple(before[name] for name in _NAME.findall(inside))
-  return Instruction(named[2], type_, opcode, operands, literal, rest[closing:], bool(named[1]))
+def _number(row: str, name: str) -> int:
+  """The number in `name=number` of a row of a table."""
+  return int(re.findall(rf"\b{name}=(\d+)", row)[0])
+
+
+def _parse_instruction(
+  name: str, rest: str, before: dict[str, Instruction], is_root: bool
+) -> Instruction:
+  """Parse the line of an instruction.
+
+  Args:
+    name: the name of the instruction.
+    rest: the line after `name = `.
+    before: the earlier instructions of the computation, by name.
+    is_root: whether the line begins with ROOT.
+  """
+  type_end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+  operation = rest[type_end:].lstrip()
+  opening = operation.index("(")
+  closing = _closing(operation, opening)
+  opcode = operation[:opening]
+  inside = operation[opening + 1 : closing - 1]
+  literal = ""
+  operands: list[Instruction] = []
+  if opcode in ("constant", "parameter"):
+    literal = inside
+  else:
+    operands = [before[operand] for operand in _NAME.findall(inside)]
+  return Instruction(
+    name=name,
+    type=rest[:type_end],
+    opcode=opcode,
+    operands=tuple(operands),
+    literal=literal,
+    attributes=operation[closing:],
+    is_root=is_root,
+  )
 
 
 def _closing(text: str, opening: int) -> int:
   """The position after the parenthesis that closes the one at `opening`."""
   depth = 0
   for position in re.finditer(r"[()]", text[opening:]):
-    depth += 1 if position[0] == "(" else -1
+    if position[0] == "(":
+      depth += 1
+    else:
+      depth -= 1
     if depth == 0:
       return opening + position.end()
   raise ValueError(f"not a line of HLO: {text[:80]}")
 
 
-def _step(body: Computation, index: int) -> float:
+def _initial(loop: Instruction, index: int) -> float:
+  """The initial value of a loop's counter, element `index` of its tuple; 0 if unknown."""
+  (initial,) = loop.operands
+  start = initial
+  if initial.opcode == "tuple":
+    start = initial.operands[index]
+  while start.opcode in ("copy", "bitcast"):
+    (start,) = start.operands
+  return _constant(start) or 0.0
+
+
+def _increment(body: Computation, index: int) -> float:
   """The increment per iteration of a loop's counter, element `index` of its tuple."""
   if body.root.opcode != "tuple":
     return 1.0
-  counter, step = body.root.operands[index], 0.0
+  counter = body.root.operands[index]
+  increment = 0.0
   while counter.opcode in ("add", "copy"):
-    step += sum(_constant(addend) or 0.0 for addend in counter.operands)
-    counter = next((a for a in counter.operands if a.opcode != "constant"), counter.operands[0])
-  return step or 1.0
+    variables: list[Instruction] = []
+    for addend in counter.operands:
+      increment += _constant(addend) or 0.0
+      if addend.opcode != "constant":
+        variables.append(addend)
+    counter = variables[0] if variables else counter.operands[0]
+  return increment or 1.0
 
 
 def _constant(instruction: Instruction) -> float | None:
-  is_number = instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.literal)
-  return float(instruction.literal) if is_number else None
+  """The value of a constant whole number; None for other instructions."""
+  if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.literal):
+    return float(instruction.literal)
+  return None

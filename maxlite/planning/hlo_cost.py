@@ -21,10 +21,15 @@ _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
 
 
 class MatmulFlops(NamedTuple):
-  """FLOPs of one device and step; loops count once per iteration."""
+  """FLOPs of one device and step; loops count once per iteration.
+
+  Attributes:
+    total: FLOPs of all instructions whose FLOPs are known.
+    kernels_unknown: number of kernels without a cost estimate, which `total` excludes.
+  """
 
   total: float
-  kernels_unknown: int  # kernels without a cost estimate, which `total` excludes
+  kernels_unknown: int
 
 
 def matmul_flops(module: Module) -> MatmulFlops:
@@ -33,11 +38,15 @@ def matmul_flops(module: Module) -> MatmulFlops:
   A kernel on the receive buffer of a ragged all-to-all counts the rows that a uniform load sends:
   the buffer may be several times larger, but such kernels skip its empty part.
   """
-  filled, total, kernels_unknown = filled_shares(module), 0.0, 0
+  filled = filled_shares(module)
+  total = 0.0
+  kernels_unknown = 0
   for _, instruction, runs in module.executed():
     flops = _flops(instruction, filled)
-    kernels_unknown += flops is None
-    total += runs.times * (flops or 0.0)
+    if flops is None:
+      kernels_unknown += 1
+    else:
+      total += runs.times * flops
   return MatmulFlops(total, kernels_unknown)
 
 
@@ -46,14 +55,23 @@ def filled_shares(module: Module) -> dict[int, float]:
   shares: dict[int, float] = {}
   for _, instruction, _ in module.executed():
     if instruction.opcode.removesuffix("-start") == "ragged-all-to-all":
-      fewer, more = sorted(side.arrays[0].shape[0] for side in instruction.operands[:2])
+      sent, received = instruction.operands[:2]
+      num_sent = sent.arrays[0].shape[0]
+      num_received = received.arrays[0].shape[0]
+      fewer = min(num_sent, num_received)
+      more = max(num_sent, num_received)
       shares[more] = min(fewer / more, shares.get(more, 1.0))
   return shares
 
 
 def share_of_kernel(kernel: Instruction, filled: dict[int, float]) -> float:
-  arrays = (array for operand in kernel.operands for array in operand.arrays if array.shape)
-  return min((filled.get(array.shape[0], 1.0) for array in arrays), default=1.0)
+  """The share of a kernel's rows that a uniform load fills; `filled` is from `filled_shares`."""
+  share = 1.0
+  for operand in kernel.operands:
+    for array in operand.arrays:
+      if array.shape:
+        share = min(share, filled.get(array.shape[0], 1.0))
+  return share
 
 
 def _flops(instruction: Instruction, filled: dict[int, float]) -> float | None:
@@ -63,7 +81,8 @@ def _flops(instruction: Instruction, filled: dict[int, float]) -> float | None:
   if instruction.opcode == "dot":
     return _dot_flops(instruction)
   if instruction.opcode == "custom-call":
-    if cost := kernel_cost(instruction):
+    cost = kernel_cost(instruction)
+    if cost is not None:
       return cost.flops * share_of_kernel(instruction, filled)
     if _GEMMS.search(instruction.attributes):
       return _dot_flops(instruction)
@@ -73,34 +92,80 @@ def _flops(instruction: Instruction, filled: dict[int, float]) -> float | None:
 
 
 def _dot_flops(instruction: Instruction) -> float:
-  lhs = instruction.operands[0].arrays[0].shape
-  found = _CONTRACTED.search(instruction.attributes)
-  contracted = [lhs[int(axis)] for axis in re.findall(r"\d+", found[1])] if found else []
-  return 2.0 * np.prod(instruction.arrays[0].shape) * np.prod(contracted)
+  """Two FLOPs per element of the result and of the contracted axes."""
+  lhs_shape = instruction.operands[0].arrays[0].shape
+  out_shape = instruction.arrays[0].shape
+  terms = 1  # of the sum in each element of the result
+  contracted = _CONTRACTED.search(instruction.attributes)
+  if contracted:
+    for axis in re.findall(r"\d+", contracted[1]):
+      terms *= lhs_shape[int(axis)]
+  return 2.0 * math.prod(out_shape) * terms
+
+
+class _LabelledShape(NamedTuple):
+  """The shape of an operand of a convolution, with a label per axis: b, f, i, o, 0, 1, ..."""
+
+  shape: tuple[int, ...]
+  labels: str
+
+  def size(self, label: str) -> int:
+    return self.shape[self.labels.index(label)]
 
 
 def _convolution_flops(instruction: Instruction) -> float:
   """2 x multiplications of non-padding elements; XLA:TPU writes every matmul as a convolution."""
-  lhs, rhs = (operand.arrays[0].shape for operand in instruction.operands[:2])
+  lhs_operand, rhs_operand = instruction.operands[:2]
   lhs_labels, rhs_labels, out_labels = re.split("_|->", instruction.attribute("dim_labels"))
-  out = instruction.arrays[0].shape
-  flops = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
-  window = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window")))
+  lhs = _LabelledShape(lhs_operand.arrays[0].shape, lhs_labels)
+  rhs = _LabelledShape(rhs_operand.arrays[0].shape, rhs_labels)
+  out = _LabelledShape(instruction.arrays[0].shape, out_labels)
+  flops = 2.0 * out.size("b") * out.size("f") * rhs.size("i")
+  numbers_of = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window")))
   for axis, label in enumerate(sorted(set(out_labels) - {"b", "f"})):
-    at = {name: numbers.split("x")[axis] for name, numbers in window.items()}
-    sides = ((out, out_labels), (rhs, rhs_labels), (lhs, lhs_labels))
-    sizes = (shape[labels.index(label)] for shape, labels in sides)
-    step = {name: int(at.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")}
-    flops *= _positions(*sizes, step, int(at.get("pad", "0_0").split("_")[0]))
+    window: dict[str, str] = {}
+    for name, numbers in numbers_of.items():
+      window[name] = numbers.split("x")[axis]
+    pad_before, _, _ = window.get("pad", "0_0").partition("_")
+    flops *= _num_positions(
+      num_out=out.size(label),
+      num_kernel=rhs.size(label),
+      num_in=lhs.size(label),
+      stride=int(window.get("stride", 1)),
+      lhs_dilate=int(window.get("lhs_dilate", 1)),
+      rhs_dilate=int(window.get("rhs_dilate", 1)),
+      pad=int(pad_before),
+    )
   return flops
 
 
-def _positions(num_out: int, num_kernel: int, num_in: int, step: dict[str, int], pad: int) -> int:
-  """Number of (output, kernel) positions of one spatial axis that read an input element."""
-  out, kernel = np.arange(num_out)[:, None], np.arange(num_kernel)[None]
-  position = out * step["stride"] + kernel * step["rhs_dilate"] - pad
-  inside = (position >= 0) & (position <= (num_in - 1) * step["lhs_dilate"])
-  return int(np.sum(inside & (position % step["lhs_dilate"] == 0)))
+def _num_positions(
+  *,
+  num_out: int,
+  num_kernel: int,
+  num_in: int,
+  stride: int,
+  lhs_dilate: int,
+  rhs_dilate: int,
+  pad: int,
+) -> int:
+  """Number of (output, kernel) positions of one spatial axis that read an input element.
+
+  Args:
+    num_out: size of the output along the axis.
+    num_kernel: size of the kernel along the axis.
+    num_in: size of the input along the axis, without dilation.
+    stride: positions between two windows.
+    lhs_dilate: distance of the elements of the input.
+    rhs_dilate: distance of the elements of the kernel.
+    pad: positions before the first element of the input.
+  """
+  out = np.arange(num_out)[:, None]
+  kernel = np.arange(num_kernel)[None]
+  position = out * stride + kernel * rhs_dilate - pad
+  is_inside = (position >= 0) & (position <= (num_in - 1) * lhs_dilate)
+  is_element = position % lhs_dilate == 0
+  return int(np.sum(is_inside & is_element))
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -113,12 +178,17 @@ def kernel_cost(instruction: Instruction) -> StatedCost | None:
   if not is_kernel(instruction):
     return None
   op_name = _OP_NAME.search(instruction.attributes)
-  if cost := parse_stated_cost(op_name[1] if op_name else ""):
-    return cost
-  if estimate := _ESTIMATE.search(instruction.attributes):
+  if op_name:
+    stated = parse_stated_cost(op_name[1])
+    if stated is not None:
+      return stated
+  estimate = _ESTIMATE.search(instruction.attributes)
+  if estimate:
     return StatedCost(float(estimate[1]), float(estimate[2]))
   splash = _SPLASH.search(instruction.name)
-  return _splash_cost(instruction, splash[1]) if splash else None
+  if splash:
+    return _splash_cost(instruction, splash[1])
+  return None
 
 
 def _splash_cost(instruction: Instruction, kind: str) -> StatedCost:
@@ -129,18 +199,30 @@ def _splash_cost(instruction: Instruction, kind: str) -> StatedCost:
   whole axis but hides about half of its blocks, which are skipped. Each visited block reads one
   side again; the other side, and the results, move once.
   """
-  table, q, k, v = (instruction.operands[i].arrays[0] for i in (0, 2, 3, 4))
-  (*_, num_queries, key_channels), num_keys, value_channels = q.shape, k.shape[-2], v.shape[-1]
+  table = instruction.operands[0].arrays[0]
+  q = instruction.operands[2].arrays[0]
+  k = instruction.operands[3].arrays[0]
+  v = instruction.operands[4].arrays[0]
+  num_queries, key_channels = q.shape[-2:]
+  num_keys = k.shape[-2]
+  value_channels = v.shape[-1]
   if kind == "dkv":
-    reach, block = table.shape[1], num_keys // table.shape[2]
+    reach = table.shape[1]
+    block = num_keys // table.shape[2]
+    read_again = q
   else:
-    reach, block = table.shape[2], num_queries // table.shape[1]
+    reach = table.shape[2]
+    block = num_queries // table.shape[1]
+    read_again = k
   num_blocks = num_keys // block
-  visited = sum(min(i + 1, reach) for i in range(num_blocks)) * num_queries / num_keys
+  blocks_per_column = [min(i + 1, reach) for i in range(num_blocks)]
+  visited = sum(blocks_per_column) * num_queries / num_keys
   scores = visited * block**2 * math.prod(q.shape[:-2])
   for_keys, for_values = _PRODUCTS[kind]
   flops = 2 * scores * (for_keys * key_channels + for_values * value_channels)
   row_bytes = (key_channels + value_channels) * q.num_bytes / math.prod(q.shape)
-  rows_once = math.prod((q if kind == "dkv" else k).shape[:-1])  # of the side read again
-  moved_once = instruction.num_bytes + sum(operand.num_bytes for operand in instruction.operands)
-  return StatedCost(flops, moved_once + (scores / block - rows_once) * row_bytes)
+  rows_once = math.prod(read_again.shape[:-1])
+  operand_bytes = sum(operand.num_bytes for operand in instruction.operands)
+  moved_once = instruction.num_bytes + operand_bytes
+  moved_again = (scores / block - rows_once) * row_bytes
+  return StatedCost(flops, moved_once + moved_again)
