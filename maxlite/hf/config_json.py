@@ -6,7 +6,7 @@ from typing import Any
 
 from maxlite.config.errors import UserError
 
-NEVER_OFF = object()
+NEVER_OFF = object()  # equal to no value
 
 
 class ConfigJson:
@@ -22,9 +22,10 @@ class ConfigJson:
     """Wrap `values`.
 
     Args:
+      values: the content of the object.
       defaults: values of missing keys.
       nullable: keys that may be null.
-      prefix: of keys in messages, such as `rope_parameters.`
+      prefix: precedes the names of keys in messages, such as `rope_parameters.`
     """
     self._values = values
     self._defaults = defaults
@@ -53,7 +54,9 @@ class ConfigJson:
     if is_missing:
       raise KeyError(f"{self._prefix}{name}")
     default = self._defaults.get(name)
-    remedy = "write a value" if default is None else f"remove it for the default {default!r}"
+    remedy = f"remove it for the default {default!r}"
+    if default is None:
+      remedy = "write a value"
     raise UserError(f"config.json has {self._prefix}{name}=null, which has no meaning: {remedy}")
 
   def get(self, name: str) -> Any:
@@ -93,10 +96,12 @@ class Key:
 
   ours: str
   theirs: str
-  null: Any = None  # our value of null, for families with the key in `nullable`
-  # Our value for "none", which config.json does not have: it writes null, if that is nullable.
+  # Our value for null, in families that have the key in `nullable`.
+  null: Any = None
+  # Our value for "none". config.json writes null for it and must not have the value itself.
   off: Any = NEVER_OFF
-  alias: str = ""  # another spelling, which wins
+  # Another spelling of the key in config.json, which wins where a file has both.
+  alias: str = ""
 
 
 def read_keys(keys: Sequence[Key], hf: ConfigJson) -> dict[str, Any]:
@@ -108,7 +113,9 @@ def read_keys(keys: Sequence[Key], hf: ConfigJson) -> dict[str, Any]:
       value = hf[key.alias]
     if value is not None and value == key.off:
       raise UserError(f"config.json has {key.theirs}={value!r}: write another number, or null")
-    values[key.ours] = key.null if value is None else value
+    if value is None:
+      value = key.null
+    values[key.ours] = value
   return values
 
 
@@ -116,6 +123,8 @@ def write_keys(keys: Sequence[Key], flat: Mapping[str, Any]) -> dict[str, Any]:
   """Return the keys of config.json with the values of our flat keys; the inverse of read_keys."""
   values = {}
   for key in keys:
-    is_off = flat[key.ours] == key.off
-    values[key.theirs] = None if is_off else flat[key.ours]
+    value = flat[key.ours]
+    if value == key.off:
+      value = None
+    values[key.theirs] = value
   return values

@@ -25,7 +25,7 @@ from maxlite.config.file_io import new_folder
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
 from maxlite.config.raw_values import show
-from maxlite.config.schema import DEFAULTS, LoraConfig, build, flatten
+from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
@@ -61,22 +61,27 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   target = _new_run(cfg)
   if tokenizer and cfg.data.dataset_type != "synthetic":
     open_tokenizer(cfg.data)  # raises if it is damaged
-  abstract, not_finite = abstract_params(cfg.model), collections.Counter[str]()
-  params = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
-  counted = lambda path, chunked: functools.partial(_counted, path, chunked, not_finite)
-  params = {path: dataclasses.replace(x, chunks=counted(path, x)) for path, x in params.items()}
-  path = cfg.data.tokenizer_path
-  if copies_tokenizer := path and path == tokenizer.get("tokenizer_path"):
-    path = join(target, RunFolder.TOKENIZER, Path(path).name)
-    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=path))
+  abstract = abstract_params(cfg.model)
+  not_finite = collections.Counter[str]()
+  params = {}
+  read = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
+  for path, chunked in read.items():
+    counted = functools.partial(_counted, path, chunked, not_finite)
+    params[path] = dataclasses.replace(chunked, chunks=counted)
+  tokenizer_path = cfg.data.tokenizer_path
+  copies_tokenizer = bool(tokenizer_path) and tokenizer_path == tokenizer.get("tokenizer_path")
+  if copies_tokenizer:
+    copy = join(target, RunFolder.TOKENIZER, Path(tokenizer_path).name)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=copy))
   with _created_at(target) as temporary:
-    fixed = {name: flatten(cfg)[name] for name in (*keys, *TOKENIZER)}
-    _write_run(RunFolder(temporary), cfg, fixed, params)
+    _write_run(RunFolder(temporary), cfg, (*keys, *TOKENIZER), params)
     if copies_tokenizer:
       copy_tokenizer(directory, RunFolder(temporary).tokenizer)
   notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
-  if found := +not_finite:
-    notes.append(f"{found.total():,} weights are NaN or infinite, in {shorten_list(set(found))}")
+  damaged = {path for path, count in not_finite.items() if count}
+  if damaged:
+    total = not_finite.total()
+    notes.append(f"{total:,} weights are NaN or infinite, in {shorten_list(damaged)}")
   if cfg.model.vocab_size > keys["vocab_size"]:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
   if not tokenizer and cfg.data.tokenizer_type == "byte":
@@ -94,13 +99,11 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   abstract = abstract_params(model)
   length = cfg.data.max_target_length
   hf = {"dtype": model.weight_dtype, "max_position_embeddings": length, **hf}
-  tokenizer = None if cfg.data.dataset_type == "synthetic" else open_tokenizer(cfg.data)
-  chat = open_chat(cfg.data, tokenizer) if tokenizer else None
   with _created_at(target) as temporary:
-    if tokenizer:
-      hf |= write_tokenizer(cfg.data, tokenizer.bos, (chat or tokenizer).stop_token_ids, temporary)
+    if cfg.data.dataset_type != "synthetic":
+      hf |= _export_tokenizer(cfg.data, temporary)
     write_json(temporary / "config.json", hf)
-    read = lambda path, index: read_merged(stored, path, index, cfg.model.lora.lora_alpha)
+    read = functools.partial(read_merged, stored, lora_alpha=cfg.model.lora.lora_alpha)
     write_weights(temporary, family, model, abstract, read)
     stored.verify()
   line = f"{target}: {_count(abstract):,} parameters of {stored.directory} as {family.model_type}"
@@ -109,6 +112,16 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   if cfg.model.num_draft_heads:
     line += "; its draft heads are omitted, since this format does not support them"
   return line
+
+
+def _export_tokenizer(cfg: DataConfig, target: Path) -> dict[str, Any]:
+  """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
+  tokenizer = open_tokenizer(cfg)
+  chat = open_chat(cfg, tokenizer)
+  stop_token_ids = tokenizer.stop_token_ids
+  if chat:
+    stop_token_ids = chat.stop_token_ids
+  return write_tokenizer(cfg, tokenizer.bos, stop_token_ids, target)
 
 
 def to_peft(folder: str, argv: Sequence[str]) -> str:
@@ -125,9 +138,14 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   base = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   model = dataclasses.replace(base, lora=cfg.model.lora)
-  stored, abstract = _stored_parameters(cfg), abstract_params(model)
-  base_leaves = {path: x for path, x in abstract.items() if not set(path.split("/")) & set(ADAPTER)}
-  adapters = {path: leaf for path, leaf in abstract.items() if path not in base_leaves}
+  stored = _stored_parameters(cfg)
+  base_leaves = {}
+  adapters = {}
+  for path, leaf in abstract_params(model).items():
+    if set(path.split("/")) & set(ADAPTER):
+      adapters[path] = leaf
+    else:
+      base_leaves[path] = leaf
   adapters = _trained(adapters, cfg)
   base_params = params_from_hf(directory, family, base, keys["vocab_size"], base_leaves)
   with _created_at(target) as temporary:
@@ -148,12 +166,11 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   cfg = upcycled_config(dense, without_files(argv), requested.convert.output_path)
   target = _new_run(cfg)
   abstract = abstract_params(cfg.model)
-  read = lambda path, index: read_merged(stored, path, index, dense.model.lora.lora_alpha)
+  read = functools.partial(read_merged, stored, lora_alpha=dense.model.lora.lora_alpha)
   params = upcycled_params(stored, read, abstract, cfg)
   names = [name for name in flatten(cfg.model) if name not in EXECUTION | OPTIONAL_MODULE_KEYS]
   with _created_at(target) as temporary:
-    fixed = {name: flatten(cfg)[name] for name in (*names, *TOKENIZER)}
-    _write_run(RunFolder(temporary), cfg, fixed, params)
+    _write_run(RunFolder(temporary), cfg, (*names, *TOKENIZER), params)
     stored.verify()
   return f"{target}: {_count(abstract):,} parameters of {stored.directory}"
 
@@ -168,23 +185,25 @@ def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: f
   if f"{parent}lora_a/kernel" not in stored.leaves:
     return part
   is_layer = stored.leaves[path]["shape"][0] > index[0].stop - index[0].start
-  layer = index[: 1 if is_layer else 0]
-
-  def adapter(name: str) -> dict[str, jax.Array]:
-    own = f"{parent}{name}/kernel"
-    rest = whole(stored.leaves[own]["shape"][len(layer) :])
-    return {"kernel": jax.numpy.asarray(stored.read(own, (*layer, *rest)))}
-
-  module = {"kernel": part, **{name: adapter(name) for name in ADAPTER}}
+  layer: Index = ()
+  if is_layer:
+    layer = index[:1]
+  module: dict[str, Any] = {"kernel": part}
+  for name in ADAPTER:
+    adapter = f"{parent}{name}/kernel"
+    rest = whole(stored.leaves[adapter]["shape"][len(layer) :])
+    module[name] = {"kernel": jax.numpy.asarray(stored.read(adapter, (*layer, *rest)))}
   return np.asarray(merge_lora(module, lora_alpha)["kernel"])
 
 
 def _trained(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
   """Return the adapters that were trained: their second matrix is not zero."""
   stored = _stored_parameters(cfg)  # a separate reader, since `verify` counts every read
-  second = {path: path.replace("/lora_a/", "/lora_b/") for path in adapters}
-  is_trained = lambda path: stored.read(path, whole(adapters[path].shape)).any()
-  found = {path: leaf for path, leaf in adapters.items() if is_trained(second[path])}
+  found = {}
+  for path, leaf in adapters.items():
+    second = path.replace("/lora_a/", "/lora_b/")
+    if stored.read(second, whole(adapters[second].shape)).any():
+      found[path] = leaf
   if not found:
     raise UserError(f"no adapter of {run_folder(cfg).place} was trained: train it first")
   return found
@@ -205,11 +224,17 @@ def _require_same_weights(
 
 
 def _require_unchanged(keys: Mapping[str, Any], flat: Mapping[str, Any], file: str) -> None:
+  """Raise UserError unless `flat` has the values of `keys`; its vocabulary may be larger."""
   for name, value in keys.items():
-    is_size = name == "vocab_size"
-    if flat[name] != value and not (is_size and flat[name] > value):
-      more = " or more" if is_size else ""
-      raise UserError(f"{name}={show(flat[name])}, but {file} has {show(value)}: use that{more}")
+    found = flat[name]
+    if name == "vocab_size":
+      is_allowed = found >= value
+      remedy = "use that or more"
+    else:
+      is_allowed = found == value
+      remedy = "use that"
+    if not is_allowed:
+      raise UserError(f"{name}={show(found)}, but {file} has {show(value)}: {remedy}")
 
 
 def _counted(
@@ -222,27 +247,32 @@ def _counted(
 
 
 def _new_run(cfg: Config) -> str:
+  """Return the place of a run that does not exist yet."""
   return _require_new(run_folder(cfg).place, "run_name")
 
 
 def _require_new(path: str, key: str) -> str:
-  if list_names(path) if is_remote(path) else os.path.lexists(path):
+  """Return `path`, the value of `key`; raise UserError if something is there."""
+  exists = bool(list_names(path)) if is_remote(path) else os.path.lexists(path)
+  if exists:
     raise UserError(f"{path} already exists: choose another {key}, or move it away")
   return path
 
 
 def _stored_parameters(cfg: Config) -> StoredParameters:
+  """Return the parameters of the run's checkpoint that `cfg` selects, by default the latest."""
   checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=lambda line: None)
   step = checkpoint_step(run_folder(cfg), cfg.checkpoint.load_checkpoint)
   return StoredParameters(*checkpoints.stored(step))
 
 
 def _write_run(
-  folder: RunFolder, cfg: Config, fixed: Mapping[str, Any], params: Mapping[str, ChunkedArray]
+  folder: RunFolder, cfg: Config, fixed: Sequence[str], params: Mapping[str, ChunkedArray]
 ) -> None:
-  """Write a run that starts from `params` and has the keys `fixed`, whatever config files set."""
+  """Write a run that starts from `params` and keeps the keys `fixed`, whatever files set later."""
   save_resolved(cfg, folder.config)
-  save_keys(fixed, folder.model)
+  values = flatten(cfg)
+  save_keys({name: values[name] for name in fixed}, folder.model)
   write_parameters(folder.checkpoints.absolute() / "0", params)
 
 
@@ -254,7 +284,8 @@ def _created_at(place: str) -> Iterator[Path]:
   """
   if is_remote(place):
     with tempfile.TemporaryDirectory() as temporary:
-      yield (folder := Path(temporary))
+      folder = Path(temporary)
+      yield folder
       files = [file for file in folder.rglob("*") if file.is_file()]
       files.sort(key=lambda file: file.parent == folder)
       upload((file, join(place, file.relative_to(folder).as_posix())) for file in files)
@@ -264,4 +295,5 @@ def _created_at(place: str) -> Iterator[Path]:
 
 
 def _count(params: Mapping[str, Any]) -> int:
+  """Return the number of elements of {path: array}."""
   return sum(math.prod(leaf.shape) for leaf in params.values())

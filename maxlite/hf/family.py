@@ -56,7 +56,10 @@ class TensorRule:
 
   @property
   def paths(self) -> tuple[str, ...]:
-    return (self.ours,) if isinstance(self.ours, str) else self.ours
+    """The paths in `ours`, one or several."""
+    if isinstance(self.ours, str):
+      return (self.ours,)
+    return self.ours
 
 
 OUTER = (
@@ -82,6 +85,10 @@ def _no_more_keys(cfg: ModelConfig) -> dict[str, Any]:
   return {}
 
 
+def _no_more_rules(cfg: ModelConfig) -> Sequence[TensorRule]:
+  return ()
+
+
 @dataclasses.dataclass(frozen=True)
 class HfFamily:
   """One `model_type` of config.json.
@@ -93,11 +100,12 @@ class HfFamily:
   """
 
   model_type: str
-  architecture: str  # of config.json's `architectures`
-  decoder_block: str  # of MODELS
-  block: Sequence[TensorRule]  # rules of a layer
+  architecture: str  # the entry of config.json's `architectures`
+  decoder_block: str  # the key of its entry in MODELS
+  block: Sequence[TensorRule]  # the rules of a layer
   keys: Sequence[Key] = ()  # in addition to DECODER_KEYS
-  ours: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # our keys of all its models
+  # The values of our keys that all models of the family share.
+  ours: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   # Values of missing keys: those of the config class in transformers, and its `rope_theta`.
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   nullable: Sequence[str] = ()  # keys of config.json that may be null
@@ -111,14 +119,15 @@ class HfFamily:
   attention_bias: bool | None = None
   variants: Sequence[str] = ()  # further decoder blocks, which `extra_from_hf` returns
   aux_loss_key: str = ""  # load balance loss weight, written but not read
-  # What keys cannot express: (config.json, our keys) -> more of our keys, config -> more of theirs.
+  # What keys cannot express: more of our keys, given config.json and our keys so far; and more keys
+  # of config.json, given our config.
   extra_from_hf: Callable[[ConfigJson, Mapping[str, Any]], dict[str, Any]] = _nothing_more
   extra_to_hf: Callable[[ModelConfig], dict[str, Any]] = _no_more_keys
   rope_from_hf: Callable[[ConfigJson], dict[str, Any]] = rope_from_hf
   rope_to_hf: Callable[[ModelConfig], dict[str, Any]] = rope_to_hf
-  extra_block: Callable[[ModelConfig], Sequence[TensorRule]] = lambda cfg: ()
+  extra_block: Callable[[ModelConfig], Sequence[TensorRule]] = _no_more_rules
   outer: Sequence[TensorRule] = OUTER  # rules outside of layers
-  layer_prefix: str = "model.layers.{layer}."  # of the tensors of `block`
+  layer_prefix: str = "model.layers.{layer}."  # precedes the names of the tensors of `block`
   ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors without weights
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
@@ -160,23 +169,25 @@ class HfFamily:
     return keys
 
   def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:
-    flat, model = flatten(cfg), MODELS[self.decoder_block]
-    hf = write_keys((*DECODER_KEYS, *self.keys), flat) | {
+    """Return the content of a config.json; the inverse of `config_from_hf`."""
+    hf = write_keys((*DECODER_KEYS, *self.keys), flatten(cfg))
+    hf |= {
       "num_key_value_heads": cfg.base_num_kv_heads,
       "head_dim": cfg.head_dim,
       self.activation_key: self.activation,
       "attention_bias": self._attention_bias,
       "tie_word_embeddings": cfg.logits_via_embedding,
-      **self.rope_to_hf(cfg),
-      **self.required,
     }
-    if self.checks_layer_types and model.global_layer_every:
+    hf |= self.rope_to_hf(cfg)
+    hf |= self.required
+    if self.checks_layer_types and MODELS[self.decoder_block].global_layer_every:
       hf["layer_types"] = self._layer_types(cfg.base_num_decoder_layers)
     if self.aux_loss_key:
       hf[self.aux_loss_key] = cfg.moe.load_balance_loss_weight
     return hf | self.extra_to_hf(cfg)
 
   def block_rules(self, cfg: ModelConfig) -> list[TensorRule]:
+    """Return the rules of a layer of the model `cfg`."""
     return [*self.block, *self.extra_block(cfg)]
 
   @property
@@ -186,9 +197,13 @@ class HfFamily:
     return self.attention_bias
 
   def _layer_types(self, num_layers: int) -> list[str]:
+    """Return what `layer_types` of config.json has for this family's layers."""
     every = MODELS[self.decoder_block].global_layer_every
-    is_local = [bool(every and (i + 1) % every) for i in range(num_layers)]
-    return ["sliding_attention" if local else "full_attention" for local in is_local]
+    kinds = []
+    for number in range(1, num_layers + 1):
+      is_local = every > 0 and number % every != 0
+      kinds.append("sliding_attention" if is_local else "full_attention")
+    return kinds
 
   def _require_layer_types(self, hf: ConfigJson) -> None:
     if hf.get("layer_types") is not None:
@@ -196,8 +211,11 @@ class HfFamily:
 
 
 def _num_kv_heads(hf: ConfigJson) -> int:
+  """Return the number of key/value heads; null means one for each query head."""
   num_kv_heads = hf["num_key_value_heads"]
-  return hf["num_attention_heads"] if num_kv_heads is None else num_kv_heads
+  if num_kv_heads is None:
+    num_kv_heads = hf["num_attention_heads"]
+  return num_kv_heads
 
 
 def _head_dim(hf: ConfigJson) -> int:
@@ -205,7 +223,9 @@ def _head_dim(hf: ConfigJson) -> int:
   head_dim = None
   if "head_dim" in hf or hf.default("head_dim") is not None:
     head_dim = hf["head_dim"]
-  return hf["hidden_size"] // hf["num_attention_heads"] if head_dim is None else head_dim
+  if head_dim is None:
+    head_dim = hf["hidden_size"] // hf["num_attention_heads"]
+  return head_dim
 
 
 # Rules and keys that several families share.
@@ -252,7 +272,7 @@ def experts(
   )
 
 
-# Of the layers of most families; rules for parameters that a model does not have are skipped.
+# The rules of most families' layers. Rules for parameters that a model does not have are skipped.
 BLOCK = (*NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *mlp("mlp", "mlp"))
 DENSE_KEYS = (Key("base_mlp_dim", "intermediate_size"),)
 MOE_KEYS = (

@@ -42,13 +42,15 @@ def params_from_hf(
   tensors = read_tensors(directory)
   if family.quantized:
     tensors = unpack(tensors)
-  mappings = [_with_vocab_size(m, vocab_size) for m in tensor_mappings(family, cfg, params)]
+  mappings = []
+  for mapping in tensor_mappings(family, cfg, params):
+    mappings.append(_with_vocab_size(mapping, vocab_size))
   by_name = {mapping.tensor: mapping for mapping in mappings}
-  ignored = {name for name in tensors if any(re.fullmatch(p, name) for p in family.ignored)}
-  unexpected = set(tensors) - set(by_name) - ignored
+  unexpected = {name for name in set(tensors) - set(by_name) if not _is_ignored(family, name)}
   if cfg.logits_via_embedding:
     unexpected -= _copies_of_embedding(family, tensors, by_name)
-  if missing := set(by_name) - set(tensors):
+  missing = set(by_name) - set(tensors)
+  if missing:
     raise UserError(f"{directory} lacks {len(missing)} tensors: {shorten_list(missing)}")
   if unexpected:
     raise UserError(
@@ -60,7 +62,15 @@ def params_from_hf(
     _require_fit(mapping, tensors[mapping.tensor])
     for path in mapping.paths:
       by_path[path].append(mapping)
-  return {path: _chunked(path, by_path[path], tensors, leaf) for path, leaf in params.items()}
+  chunked = {}
+  for path, leaf in params.items():
+    chunked[path] = _chunked(path, by_path[path], tensors, leaf)
+  return chunked
+
+
+def _is_ignored(family: HfFamily, tensor: str) -> bool:
+  """Return whether the tensor holds no weights of the model."""
+  return any(re.fullmatch(pattern, tensor) for pattern in family.ignored)
 
 
 def write_weights(
@@ -101,21 +111,28 @@ def _write_layer(
   params: Mapping[str, Any],
   read: Read,
 ) -> None:
+  """Write the tensors of `mappings`, which are of the same parameters and in the same layer."""
   layer = tuple(slice(i, i + 1) for i in mappings[0].index[:1])
-  shapes = {path: params[path].shape[len(layer) :] for path in mappings[0].paths}
-  arrays = {path: read(path, (*layer, *whole(shape))) for path, shape in shapes.items()}
+  arrays = {}
+  for path in mappings[0].paths:
+    shape = params[path].shape[len(layer) :]
+    arrays[path] = read(path, (*layer, *whole(shape)))
   first = tuple(slice(0, 1) for _ in layer)  # `arrays` start at the layer
   for mapping in mappings:
     for block in mapping.blocks():
-      targets = block.targets().items()
-      parts = [arrays[path][first + index[len(first) :]] for path, index in targets]
+      parts = []
+      for path, index in block.targets().items():
+        index_here = first + index[len(first) :]
+        parts.append(arrays[path][index_here])
       writer.write_rows(mapping.tensor, block.rows[0], block.to_theirs(parts))
 
 
 def _with_vocab_size(mapping: TensorMapping, vocab_size: int) -> TensorMapping:
-  axes = zip(mapping.layout.ours, mapping.sizes, strict=True)
-  sizes = tuple(vocab_size if axis == VOCAB else size for axis, size in axes)
-  return dataclasses.replace(mapping, sizes=sizes)
+  """Return `mapping` with this size of the vocabulary's axis, if it has one."""
+  sizes = list(mapping.sizes)
+  if VOCAB in mapping.layout.ours:
+    sizes[mapping.layout.ours.index(VOCAB)] = vocab_size
+  return dataclasses.replace(mapping, sizes=tuple(sizes))
 
 
 def _copies_of_embedding(
@@ -123,17 +140,23 @@ def _copies_of_embedding(
 ) -> set[str]:
   """Return the output projection if a tied model's files have one that equals the embedding."""
   outer = {rule.paths[0]: rule.theirs for rule in family.outer}
-  table, copy = outer["embed/embedding"], outer["unembed/kernel"]
-  if table not in tensors or copy not in tensors or tensors[table].shape != tensors[copy].shape:
+  table = outer["embed/embedding"]
+  copy = outer["unembed/kernel"]
+  if table not in tensors or copy not in tensors:
+    return set()
+  if tensors[table].shape != tensors[copy].shape:
     return set()
   for block in mappings[table].blocks():
-    embedding, projection = (tensors[name].read_rows(*block.rows) for name in (table, copy))
+    low, high = block.rows
+    embedding = tensors[table].read_rows(low, high)
+    projection = tensors[copy].read_rows(low, high)
     if embedding.tobytes() != projection.tobytes():
       return set()
   return {copy}
 
 
 def _require_fit(mapping: TensorMapping, tensor: TensorEntry) -> None:
+  """Raise UserError unless the tensor has the shape of `mapping` and a type that can be read."""
   if tensor.shape != mapping.shape:
     raise UserError(
       f"{tensor.path} has {mapping.tensor} of shape {list(tensor.shape)}, but config.json implies "
@@ -149,18 +172,23 @@ def _require_fit(mapping: TensorMapping, tensor: TensorEntry) -> None:
 def _chunked(
   path: str, mappings: list[TensorMapping], tensors: Mapping[str, TensorEntry], leaf: Any
 ) -> ChunkedArray:
-  shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+  """Return the parameter `path`, read from the tensors of `mappings`, in the type of `leaf`."""
+  shape = tuple(leaf.shape)
+  dtype = np.dtype(leaf.dtype)
 
   def chunks() -> Iterator[tuple[Index, np.ndarray]]:
     for mapping in mappings:
       for block in mapping.blocks():
-        if index := block.targets().get(path):
-          parts = block.to_ours(tensors[mapping.tensor].read_rows(*block.rows))
+        index = block.targets().get(path)
+        if index is not None:
+          low, high = block.rows
+          parts = block.to_ours(tensors[mapping.tensor].read_rows(low, high))
           yield index, np.ascontiguousarray(parts[path], dtype)
     yield from _padding(mappings[0], shape, dtype)
 
   first = next(mappings[0].blocks()).targets()[path]
-  return ChunkedArray(shape, dtype, tuple(axis.stop - axis.start for axis in first), chunks)
+  chunk_shape = tuple(axis.stop - axis.start for axis in first)
+  return ChunkedArray(shape, dtype, chunk_shape, chunks)
 
 
 def _padding(
@@ -173,4 +201,5 @@ def _padding(
   index = list(whole(shape))
   index[axis] = slice(mapping.sizes[axis], shape[axis])
   for chunk in split(tuple(index), dtype):
-    yield chunk, np.zeros([span.stop - span.start for span in chunk], dtype)
+    sizes = [span.stop - span.start for span in chunk]
+    yield chunk, np.zeros(sizes, dtype)

@@ -30,7 +30,9 @@ def model_keys(directory: Path) -> tuple[HfFamily, dict[str, Any]]:
     raise UserError(f"{file} has model_type={model_type!r}; supported are {', '.join(FAMILIES)}")
   family = FAMILIES[str(model_type)]
   quantization = values.get("quantization_config")
-  method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+  method = quantization
+  if isinstance(quantization, dict):
+    method = quantization.get("quant_method")
   if quantization and method != family.quantized:
     raise UserError(f"{file} has quantization_config: save the weights as bfloat16 first")
   try:
@@ -40,7 +42,10 @@ def model_keys(directory: Path) -> tuple[HfFamily, dict[str, Any]]:
   except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
     raise UserError(f"{file}: {error}") from None
   keys = {"decoder_block": family.decoder_block, **keys}
-  typed = {name: parse(Setting(name, _as_text(value), str(file))) for name, value in keys.items()}
+  typed = {}
+  for name, value in keys.items():
+    setting = Setting(name, _as_text(value), str(file))
+    typed[name] = parse(setting)
   _require_plausible(typed, directory)
   return family, typed
 
@@ -64,10 +69,13 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:
       continue
     read_back = DEFAULTS | read_back
     wanted = function_keys(cfg) | {"decoder_block": cfg.decoder_block}
-    different = {name: value for name, value in wanted.items() if read_back[name] != value}
+    different = []
+    for name, value in wanted.items():
+      if read_back[name] != value:
+        different.append(f"{name}={show(value)}")
     if not different:
       return family, hf
-    lost = " ".join(f"{name}={show(value)}" for name, value in different.items())
+    lost = " ".join(different)
     reason = f"no supported Hugging Face family has {lost}"
   raise UserError(f"{reason}: this model cannot be exported")
 
@@ -86,6 +94,9 @@ def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
 
 
 def _as_text(value: Any) -> Any:
+  """Return a value as the command line would have it, so that it is checked in the same way."""
   if isinstance(value, tuple | list):
     return tuple(map(_as_text, value))
-  return str(value).lower() if isinstance(value, bool) else str(value)
+  if isinstance(value, bool):
+    return str(value).lower()
+  return str(value)

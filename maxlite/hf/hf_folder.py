@@ -20,14 +20,19 @@ from safetensors import SafetensorError, safe_open
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import read_json_object
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 COPY_AGAIN = "copy it again"  # the fix of a damaged file
 SHARD_BYTES = 5_000_000_000  # maximum of a file; a larger tensor gets its own
-DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16")}
-DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
+DTYPES: dict[str, np.dtype] = {
+  "F32": np.dtype("float32"),
+  "F16": np.dtype("float16"),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PACKED = {"U8": np.dtype("uint8")}  # of packed weights (mxfp4.py)
-ALIGNMENT = 8  # [bytes] of the first tensor in a file
+PACKED = {"U8": np.dtype("uint8")}  # the type of packed weights (mxfp4.py)
+ALIGNMENT = 8  # the first tensor of a file starts at a multiple of this many bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +48,11 @@ class TensorEntry:
     """Read rows [low, high) along the first axis; raise UserError if the file is truncated."""
     dtype = (DTYPES | PACKED)[self.dtype]
     bytes_each = math.prod(self.shape[1:]) * dtype.itemsize
-    num_bytes, offset = (high - low) * bytes_each, self.start + low * bytes_each
+    num_bytes = (high - low) * bytes_each
+    offset = self.start + low * bytes_each
     data = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
-    if missing := num_bytes - data.size:
+    missing = num_bytes - data.size
+    if missing:
       raise UserError(f"{self.path} ends {missing} bytes early: copy it again")
     return data.view(dtype).reshape(high - low, *self.shape[1:])
 
@@ -65,10 +72,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     start = 8 + int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(start - 8))
   header.pop("__metadata__", None)
-  return {
-    name: TensorEntry(path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
-    for name, entry in header.items()
-  }
+  entries = {}
+  for name, entry in header.items():
+    offset = entry["data_offsets"][0]
+    entries[name] = TensorEntry(path, entry["dtype"], tuple(entry["shape"]), start + offset)
+  return entries
 
 
 class TensorFile:
@@ -79,9 +87,14 @@ class TensorFile:
     end = 0
     self._offsets: dict[str, int] = {}
     for name, (dtype, shape) in tensors.items():
-      start, end = end, end + math.prod(shape) * dtype.itemsize
-      entry = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-      header[name], self._offsets[name] = entry, start
+      start = end
+      end = start + math.prod(shape) * dtype.itemsize
+      header[name] = {
+        "dtype": NAMES[dtype],
+        "shape": list(shape),
+        "data_offsets": [start, end],
+      }
+      self._offsets[name] = start
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     self._first = 8 + len(text)
@@ -138,17 +151,25 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
     raise UserError(f'{index} has no "weight_map" from tensors to files: {COPY_AGAIN}')
   tensors: dict[str, TensorEntry] = {}
   for name in sorted(set(file_of.values())):
-    path = directory / name
-    if Path(name).name != name or not path.is_file():
-      raise UserError(f"{index} names the file {name!r}, which is not in {directory}")
-    found = read_header(path)
     expected = {tensor for tensor, file in file_of.items() if file == name}
-    if missing := expected - set(found):
-      raise UserError(f"{path} lacks tensors of {index}: {shorten_list(missing)}")
-    if unexpected := set(found) - expected:
-      raise UserError(f"{path} has unexpected tensors, not in {index}: {shorten_list(unexpected)}")
-    tensors |= found
+    tensors |= _read_shard(directory, name, expected)
   return tensors
+
+
+def _read_shard(directory: Path, name: str, expected: set[str]) -> dict[str, TensorEntry]:
+  """Read the header of the file `name`, which must hold the tensors `expected` and no others."""
+  index = directory / INDEX
+  path = directory / name
+  if Path(name).name != name or not path.is_file():
+    raise UserError(f"{index} names the file {name!r}, which is not in {directory}")
+  found = read_header(path)
+  missing = expected - set(found)
+  if missing:
+    raise UserError(f"{path} lacks tensors of {index}: {shorten_list(missing)}")
+  unexpected = set(found) - expected
+  if unexpected:
+    raise UserError(f"{path} has unexpected tensors, not in {index}: {shorten_list(unexpected)}")
+  return found
 
 
 class FolderWriter:
@@ -162,9 +183,13 @@ class FolderWriter:
   ):
     from huggingface_hub import split_state_dict_into_shards_factory  # slow to import
 
+    def num_bytes(tensor: tuple[np.dtype, tuple[int, ...]]) -> int:
+      dtype, shape = tensor
+      return math.prod(shape) * dtype.itemsize
+
     split = split_state_dict_into_shards_factory(
       dict(tensors),
-      get_storage_size=lambda tensor: math.prod(tensor[1]) * tensor[0].itemsize,
+      get_storage_size=num_bytes,
       filename_pattern="model{suffix}.safetensors",
       max_shard_size=shard_bytes,
     )
@@ -177,19 +202,25 @@ class FolderWriter:
       self._file_of |= dict.fromkeys(names, opened)
 
   def write_rows(self, name: str, low: int, rows: np.ndarray) -> None:
+    """Write rows of a tensor, starting at row `low`."""
     self._file_of[name].write_rows(name, low, rows)
 
   def close(self) -> None:
+    """Close all files; return when all is on disk."""
     for file in set(self._file_of.values()):
       file.close()
 
 
 def write_json(path: Path, value: Any) -> None:
+  """Write `value` as indented JSON with a final newline."""
   path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def shorten_list(names: set[str]) -> str:
   """Return the first few of `names` and the number of others."""
   shown = sorted(names)[:8]
+  text = ", ".join(shown)
   rest = len(names) - len(shown)
-  return ", ".join(shown) + (f" and {rest} more" if rest else "")
+  if rest:
+    text += f" and {rest} more"
+  return text

@@ -81,7 +81,10 @@ def read_rope(values: dict[str, Any], hf: ConfigJson, name: str) -> dict[str, An
   if kind == "llama3" and ORIGINAL not in values:
     values = values | {ORIGINAL: hf["max_position_embeddings"]}
   rope = ConfigJson(
-    values, {"partial_rotary_factor": 1.0}, nullable=("beta_fast", "truncate"), prefix=f"{name}."
+    values,
+    defaults={"partial_rotary_factor": 1.0},
+    nullable=("beta_fast", "truncate"),
+    prefix=f"{name}.",
   )
   for required, value in ROPE_REQUIRED.get(kind, {}).items():
     if required not in rope:

@@ -15,17 +15,22 @@ from maxlite.data.tokenizer import ByteTokenizer
 from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG
 from maxlite.hf.hf_folder import COPY_AGAIN, read_config, write_json
 
-MAIN, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-GENERATION, CHAT = "generation_config.json", "chat_template.jinja"
+MAIN = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+CHAT = "chat_template.jinja"
 EXTRA_FILES = (CONFIG, "special_tokens_map.json", "added_tokens.json", CHAT, GENERATION)
-_BOS, _EOS = "bos_token_id", "eos_token_id"
+_BOS = "bos_token_id"
+_EOS = "eos_token_id"
 
 
 def tokenizer_keys(directory: Path) -> dict[str, str]:
   """Return our keys for the tokenizer in `directory`; empty if it has none."""
   for kind, name in (("huggingface", MAIN), ("sentencepiece", SENTENCEPIECE)):
-    if (directory / name).is_file():
-      return {"tokenizer_type": kind, "tokenizer_path": str(directory / name)}
+    path = directory / name
+    if path.is_file():
+      return {"tokenizer_type": kind, "tokenizer_path": str(path)}
   return {}
 
 
@@ -35,15 +40,19 @@ def copy_tokenizer(source: Path, target: Path) -> None:
   Without a generation_config.json, one is written with the bos and eos ids of config.json. Raises
   UserError if a file is a link out of `source`.
   """
-  paths = (source / name for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES))
-  found = [path for path in paths if path.is_file()]
-  for path in found:
-    require_own_file(path)
-    target.mkdir(exist_ok=True)
-    shutil.copyfile(path, target / path.name)
-  if found and not (target / GENERATION).exists() and (source / FOLDER_CONFIG).is_file():
+  has_tokenizer = False
+  for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES):
+    path = source / name
+    if path.is_file():
+      require_own_file(path)
+      target.mkdir(exist_ok=True)
+      shutil.copyfile(path, target / name)
+      has_tokenizer = True
+  is_generation_known = (target / GENERATION).exists()
+  if has_tokenizer and not is_generation_known and (source / FOLDER_CONFIG).is_file():
     config = read_config(source)
-    if ids := {name: config[name] for name in (_BOS, _EOS) if config.get(name) is not None}:
+    ids = {name: config[name] for name in (_BOS, _EOS) if config.get(name) is not None}
+    if ids:
       write_json(target / GENERATION, ids)
 
 
@@ -51,17 +60,21 @@ def write_tokenizer(
   cfg: DataConfig, bos: int, stop_token_ids: Sequence[int], target: Path
 ) -> dict[str, Any]:
   """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
-  eos, *others = stop_token_ids
-  ids = {_BOS: bos, _EOS: [eos, *others] if others else eos}
+  eos = stop_token_ids[0]
+  ids: dict[str, Any] = {_BOS: bos, _EOS: eos}
+  if len(stop_token_ids) > 1:
+    ids[_EOS] = list(stop_token_ids)
   _write_files(cfg, bos, eos, target)
   if cfg.chat_template_path:
     shutil.copyfile(Path(cfg.chat_template_path).expanduser(), target / CHAT)
-  if (target / GENERATION).exists():
-    write_json(target / GENERATION, read_json_object(target / GENERATION, COPY_AGAIN) | ids)
+  generation = target / GENERATION
+  if generation.exists():
+    write_json(generation, read_json_object(generation, COPY_AGAIN) | ids)
   return ids
 
 
 def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
+  """Write the tokenizer itself and, unless it has one, its tokenizer_config.json."""
   if cfg.tokenizer_type == "sentencepiece":
     shutil.copyfile(local_tokenizer(cfg.tokenizer_path), target / SENTENCEPIECE)
     return
@@ -74,8 +87,12 @@ def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
     shutil.copyfile(path, target / MAIN)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if not (target / CONFIG).exists():
-    tokens = {"bos_token": tokenizer.id_to_token(bos), "eos_token": tokenizer.id_to_token(eos)}
-    write_json(target / CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+    config = {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "bos_token": tokenizer.id_to_token(bos),
+      "eos_token": tokenizer.id_to_token(eos),
+    }
+    write_json(target / CONFIG, config)
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -87,12 +104,15 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
   others = [byte for byte in range(256) if chr(byte) not in printable]
   vocabulary = {character: ord(character) for character in printable}
   vocabulary |= dict(zip(sorted(alphabet - printable), others, strict=True))
-  specials, bos = ByteTokenizer.special_tokens, ByteTokenizer.special_tokens_map["bos_token"]
+  specials = ByteTokenizer.special_tokens
+  bos = ByteTokenizer.special_tokens_map["bos_token"]
   tokenizer = tokenizers.Tokenizer(models.BPE({**vocabulary, **specials}, []))
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens(list(specials))
   tokenizer.post_processor = processors.TemplateProcessing(
-    single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=list(specials.items())
+    single=f"{bos} $A",
+    pair=f"{bos} $A {bos} $B",
+    special_tokens=list(specials.items()),
   )
   return tokenizer

@@ -63,7 +63,9 @@ class LoadedModel:
         is one document.
       positions: [B, T], from 0 within each document.
     """
-    variables = params if set(params) == {"params"} else {"params": params}
+    variables: Mapping[str, Any] = {"params": params}
+    if set(params) == {"params"}:
+      variables = params
     arrays = jax.tree.map(jnp.asarray, (tokens_BT, segment_ids, positions))  # None stays None
     return self.decoder.apply(variables, *arrays)
 
@@ -82,28 +84,32 @@ def load(
   The parameters are those that were trained, not their moving averages.
 
   Args:
-    dtype: `float32` or `bfloat16`, of parameters and activations. The default is that of the run;
-      of a Hugging Face folder float32 if any weight has it, else bfloat16.
+    path: the run folder, or the folder with config.json.
+    dtype: the type of parameters and activations, `float32` or `bfloat16`. The default is that of
+      the run; for a Hugging Face folder float32 if any weight has it, else bfloat16.
     mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; default: one device.
-    plugins: those that the run needs, which are code and are not imported by the run's word.
+    plugins: the plug-ins that the run needs. They are code, so the run alone cannot import them.
     trust_plugins: import the plug-ins that the run names.
-    member: of an ensemble, a member or `best`, the one with the lowest held-out loss.
+    member: which member of an ensemble; `best` is the one with the lowest held-out loss.
 
   Raises:
     UserError: the folder is neither, or damaged, or needs plug-ins.
   """
   path = str(path)
-  name = None if dtype is None else jnp.dtype(dtype).name
-  if name not in (None, *FLOAT_TYPES):
-    raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
+  name = None
+  if dtype is not None:
+    name = jnp.dtype(dtype).name
+    if name not in FLOAT_TYPES:
+      raise UserError(f"dtype={dtype}: choose one of {', '.join(FLOAT_TYPES)}")
   keys = {"plugins": json.dumps(list(map(str, plugins))), "trust_plugins": show(trust_plugins)}
   command = load_config([f"{key}={value}" for key, value in keys.items()])
   folder, run = open_folder(path)
   if member and run:
     run = run.member(member)
     folder = run.directory
-  if names := run.member_names() if run else []:
-    raise UserError(f"{path} is an ensemble: load a member, with member=best or member={names[0]}")
+  if run and run.member_names():
+    first = run.member_names()[0]
+    raise UserError(f"{path} is an ensemble: load a member, with member=best or member={first}")
   if run and run.config.is_file():
     trainer, params = _load_run(run, name, mesh, command)
   elif (folder / "config.json").is_file():
@@ -146,8 +152,9 @@ def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Sequence[jax.Device]]:
   """Return ({mesh axis: size}, devices)."""
-  degrees = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
-  if unknown := set(degrees) - set(MESH_AXES):
+  degrees = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh or {})
+  unknown = set(degrees) - set(MESH_AXES)
+  if unknown:
     raise UserError(
       f"mesh has the axes {', '.join(sorted(unknown))}; choose from {', '.join(MESH_AXES)}"
     )
@@ -162,14 +169,19 @@ def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Seq
 def _load_run(
   folder: RunFolder, dtype: str | None, mesh: Any, command: Config
 ) -> tuple[Trainer, dict[str, Any]]:
+  """Return (trainer, parameters) of a run's checkpoint, in `dtype` if it is given."""
   weights = RunWeights(folder.place, command)
-  dtypes = {"dtype": dtype, "weight_dtype": dtype} if dtype else {}
-  trainer = trainer_of_model(dataclasses.replace(weights.model, **dtypes), mesh)
-  params, like = weights.read(trainer_of_model(weights.model, mesh)), trainer.abstract_state.params
-  return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, like)
+  model = weights.model
+  if dtype:
+    model = dataclasses.replace(model, dtype=dtype, weight_dtype=dtype)
+  trainer = trainer_of_model(model, mesh)
+  params = weights.read(trainer_of_model(weights.model, mesh))
+  abstract = trainer.abstract_state.params
+  return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
 
 
 def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
+  """Return (trainer, parameters) of a Hugging Face folder, in `dtype` if it is given."""
   weights = HfWeights(folder, dtype=dtype)
   trainer = trainer_of_model(weights.model, mesh)
   return trainer, weights.read(trainer)
@@ -184,13 +196,19 @@ class HfWeights(ModelWeights):
     self._family, keys = model_keys(folder)
     if dtype is None:
       dtypes = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
-      dtype = "float32" if np.dtype("float32") in dtypes else "bfloat16"
+      dtype = "bfloat16"
+      if np.dtype("float32") in dtypes:
+        dtype = "float32"
     cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
     validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
     self.model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
 
   def read(self, trainer: Trainer) -> dict[str, Any]:
-    leaves, model = leaves_by_path(trainer.abstract_state.params), self.model
-    params = params_from_hf(self._folder, self._family, model, model.vocab_size, leaves)
-    arrays = {path: to_array(chunked, leaves[path].sharding) for path, chunked in params.items()}
+    """Return the parameters, placed as those of `trainer`."""
+    leaves = leaves_by_path(trainer.abstract_state.params)
+    num_rows = self.model.vocab_size
+    params = params_from_hf(self._folder, self._family, self.model, num_rows, leaves)
+    arrays = {}
+    for path, chunked in params.items():
+      arrays[path] = to_array(chunked, leaves[path].sharding)
     return traverse_util.unflatten_dict(arrays, sep="/")

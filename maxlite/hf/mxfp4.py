@@ -11,8 +11,9 @@ import numpy as np
 from maxlite.config.errors import UserError
 from maxlite.hf.hf_folder import DTYPES, TensorEntry
 
-BLOCKS, SCALES = "_blocks", "_scales"
-BIAS = 127  # of a scale's exponent
+BLOCKS = "_blocks"  # the ends of the names of the two tensors
+SCALES = "_scales"
+BIAS = 127  # subtracted from the exponent of a scale
 # Values of the four bits: sign, two bits of exponent, one of mantissa.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NUMBERS = np.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], np.float32)

@@ -13,10 +13,12 @@ from maxlite.hf.hf_checkpoint import Read, write_tensors
 from maxlite.hf.hf_folder import TensorFile, write_json
 from maxlite.hf.tensor_mapping import axis_layout, tensor_mappings
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every tensor, since peft wraps the model
-_KERNEL, _WEIGHT = "kernel", ".weight"
-_RANK = "z"  # its axis
+_KERNEL = "kernel"  # the last part of a parameter's path
+_WEIGHT = ".weight"  # the end of a tensor's name
+_RANK = "z"  # the axis of the adapter's rank
 _EXPERT_MODULES = (".gate_proj", ".up_proj", ".down_proj")
 
 
@@ -38,34 +40,52 @@ def write_adapter(
     UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
   rules = family.block_rules(cfg)
-  block = [adapter for rule in rules for adapter in _adapter_rules(rule)]
-  prefix = _PREFIX + family.layer_prefix
-  adapters = dataclasses.replace(
-    family, outer=(), block=block, extra_block=lambda cfg: (), layer_prefix=prefix
-  )
-  mappings = tensor_mappings(adapters, cfg, params)
-  _require_loadable(family, [mapping.tensor for mapping in mappings])
+  mappings = tensor_mappings(_adapter_family(family, rules), cfg, params)
+  names = [mapping.tensor for mapping in mappings]
+  _require_loadable(family, names)
   tensors = {mapping.tensor: (mapping.dtype, mapping.shape) for mapping in mappings}
   write_tensors(TensorFile(directory / WEIGHTS, tensors), mappings, params, read)
-  modules = {mapping.tensor.rpartition(".lora_")[0] for mapping in mappings}
-  targets = {rule.theirs.removesuffix(_WEIGHT) for rule in rules}
-  targets = {target for target in targets if any(name.endswith(f".{target}") for name in modules)}
-  alpha = cfg.lora.lora_alpha
-  write_json(
-    directory / CONFIG,
-    {
-      "peft_type": "LORA",
-      "task_type": "CAUSAL_LM",
-      "base_model_name_or_path": base,
-      "inference_mode": True,
-      "r": cfg.lora.lora_rank,
-      "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-      "lora_dropout": 0.0,
-      "target_modules": sorted(targets),
-      "bias": "none",
-      "fan_in_fan_out": False,
-    },
+  alpha: float = cfg.lora.lora_alpha
+  if alpha == int(alpha):
+    alpha = int(alpha)
+  config = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base,
+    "inference_mode": True,
+    "r": cfg.lora.lora_rank,
+    "lora_alpha": alpha,
+    "lora_dropout": 0.0,
+    "target_modules": _target_modules(rules, names),
+    "bias": "none",
+    "fan_in_fan_out": False,
+  }
+  write_json(directory / CONFIG, config)
+
+
+def _adapter_family(family: HfFamily, rules: Sequence[TensorRule]) -> HfFamily:
+  """Return `family` with the tensors of its kernels' adapters instead of those of the model."""
+  block: list[TensorRule] = []
+  for rule in rules:
+    block += _adapter_rules(rule)
+  return dataclasses.replace(
+    family,
+    outer=(),
+    block=block,
+    extra_block=lambda cfg: (),
+    layer_prefix=_PREFIX + family.layer_prefix,
   )
+
+
+def _target_modules(rules: Sequence[TensorRule], tensors: Sequence[str]) -> list[str]:
+  """Return the names within a layer of the modules that have one of the adapters' `tensors`."""
+  modules = {tensor.rpartition(".lora_")[0] for tensor in tensors}
+  targets = set()
+  for rule in rules:
+    target = rule.theirs.removesuffix(_WEIGHT)
+    if any(module.endswith(f".{target}") for module in modules):
+      targets.add(target)
+  return sorted(targets)
 
 
 def _require_loadable(family: HfFamily, tensors: Sequence[str]) -> None:
@@ -89,11 +109,19 @@ def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
   if not isinstance(rule.ours, str) or not rule.ours.endswith(f"/{_KERNEL}"):
     return []
   layout = axis_layout(rule.axes)
-  inputs, outputs = ([axis for axis in layout.ours if axis in layout.theirs[n]] for n in (1, 0))
-  parent, module = rule.ours.removesuffix(_KERNEL), rule.theirs.removesuffix(_WEIGHT)
-  axes_a = f"{' '.join(inputs)} {_RANK} -> {_RANK} ({' '.join(layout.theirs[1])})"
-  axes_b = f"{_RANK} {' '.join(outputs)} -> ({' '.join(layout.theirs[0])}) {_RANK}"
-  return [
-    TensorRule(f"{parent}lora_a/{_KERNEL}", f"{module}.lora_A{_WEIGHT}", axes_a),
-    TensorRule(f"{parent}lora_b/{_KERNEL}", f"{module}.lora_B{_WEIGHT}", axes_b),
-  ]
+  theirs_out, theirs_in = layout.theirs
+  ours_in = " ".join(axis for axis in layout.ours if axis in theirs_in)
+  ours_out = " ".join(axis for axis in layout.ours if axis in theirs_out)
+  parent = rule.ours.removesuffix(_KERNEL)
+  module = rule.theirs.removesuffix(_WEIGHT)
+  lora_a = TensorRule(
+    ours=f"{parent}lora_a/{_KERNEL}",
+    theirs=f"{module}.lora_A{_WEIGHT}",
+    axes=f"{ours_in} {_RANK} -> {_RANK} ({' '.join(theirs_in)})",
+  )
+  lora_b = TensorRule(
+    ours=f"{parent}lora_b/{_KERNEL}",
+    theirs=f"{module}.lora_B{_WEIGHT}",
+    axes=f"{_RANK} {ours_out} -> ({' '.join(theirs_out)}) {_RANK}",
+  )
+  return [lora_a, lora_b]

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,17 @@ class AxisLayout:
   @property
   def order(self) -> tuple[int, ...]:
     """Positions in `ours` of the axes of `theirs`, with groups flattened."""
-    return tuple(self.ours.index(name) for group in self.theirs for name in group)
+    positions: list[int] = []
+    for group in self.theirs:
+      positions.extend(self.ours.index(name) for name in group)
+    return tuple(positions)
 
-  def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
+  def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of the tensor, given the size of each named axis."""
+    shape: list[int] = []
+    for group in self.theirs:
+      shape.append(math.prod([sizes[name] for name in group]))
+    return tuple(shape)
 
   def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Convert a tensor to an array of `shape`, a view if possible."""
@@ -38,6 +45,7 @@ class AxisLayout:
     return split.transpose(np.argsort(self.order))
 
   def to_theirs(self, array: np.ndarray) -> np.ndarray:
+    """Convert an array to the layout of the tensor; the inverse of `to_ours`."""
     sizes = dict(zip(self.ours, array.shape, strict=True))
     return array.transpose(self.order).reshape(self.shape(sizes))
 
@@ -46,9 +54,11 @@ class AxisLayout:
 def axis_layout(notation: str) -> AxisLayout:
   """Parse a layout such as `d h c -> (h c) d`."""
   ours, _, theirs = notation.partition("->")
-  groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", theirs)]
-  layout = AxisLayout(tuple(ours.split()), tuple(map(tuple, groups)))
-  names = [name for group in layout.theirs for name in group]
+  groups: list[tuple[str, ...]] = []
+  for text in re.findall(r"\([^)]*\)|\w+", theirs):
+    groups.append(tuple(text.strip("()").split()))
+  layout = AxisLayout(tuple(ours.split()), tuple(groups))
+  names = [name for group in groups for name in group]
   assert sorted(names) == sorted(layout.ours), f"{notation}: both sides need the same axes"
   assert len(set(names)) == len(names), f"{notation}: an axis occurs twice"
   return layout
@@ -72,61 +82,97 @@ class TensorMapping:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    return self.layout.shape(dict(zip(self.layout.ours, self.sizes, strict=True)))
+    """The shape of the tensor, or of the block of its rows."""
+    sizes = dict(zip(self.layout.ours, self.sizes, strict=True))
+    return self.layout.shape(sizes)
+
+  @property
+  def row_axis(self) -> int:
+    """The axis of our array that is the first of the tensor's."""
+    return self.layout.order[0]
 
   @property
   def rows(self) -> tuple[int, int]:
     """The range of the tensor's rows."""
-    size = self.sizes[self.layout.order[0]]
+    size = self.sizes[self.row_axis]
     rows_each = self.shape[0] // size
     return self.low * rows_each, (self.low + size) * rows_each
 
   def blocks(self) -> Iterator["TensorMapping"]:
     """Split the tensor into blocks of rows of bounded size."""
-    axis = self.layout.order[0]
+    axis = self.row_axis
     size = self.sizes[axis]
     bytes_each = math.prod(self.sizes) // max(size, 1) * self.dtype.itemsize
     for low, high in split_range(size, bytes_each):
-      sizes = (*self.sizes[:axis], high - low, *self.sizes[axis + 1 :])
-      yield dataclasses.replace(self, sizes=sizes, low=low)
+      sizes = list(self.sizes)
+      sizes[axis] = high - low
+      yield dataclasses.replace(self, sizes=tuple(sizes), low=low)
 
   def targets(self) -> dict[str, Index]:
     """Return {path: index} of the parameters that the block holds a part of."""
-    starts = [self.low if n == self.layout.order[0] else 0 for n in range(len(self.sizes))]
-    spans = tuple(slice(a, a + n) for a, n in zip(starts, self.sizes, strict=True))
+    spans = [slice(0, size) for size in self.sizes]
+    axis = self.row_axis
+    spans[axis] = slice(self.low, self.low + self.sizes[axis])
     fixed = tuple(slice(i, i + 1) for i in self.index)
     if len(self.paths) == 1:
-      return {self.paths[0]: fixed + spans}
-    return {path: fixed + spans[1:] for path in self.paths[spans[0]]}
+      return {self.paths[0]: (*fixed, *spans)}
+    parameters, *rest = spans
+    return {path: (*fixed, *rest) for path in self.paths[parameters]}
 
   def to_ours(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
     """Convert the rows of the tensor to {path: part at its target}."""
     array = self.layout.to_ours(tensor, self.sizes)
-    parts = [array] if len(self.paths) == 1 else list(array)
+    parts = [array]
+    if len(self.paths) > 1:
+      parts = list(array)
     stacked = (1,) * len(self.index)
-    reshaped = (part.reshape(stacked + part.shape) for part in parts)
-    return dict(zip(self.targets(), reshaped, strict=True))
+    by_path = {}
+    for path, part in zip(self.targets(), parts, strict=True):
+      by_path[path] = part.reshape(stacked + part.shape)
+    return by_path
 
   def to_theirs(self, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Convert the parts at `targets` to the rows of the tensor."""
-    arrays = [part.reshape(part.shape[len(self.index) :]) for part in parts]
-    return self.layout.to_theirs(arrays[0] if len(self.paths) == 1 else np.stack(arrays))
+    num_stacked = len(self.index)
+    arrays = [part.reshape(part.shape[num_stacked:]) for part in parts]
+    if len(self.paths) == 1:
+      return self.layout.to_theirs(arrays[0])
+    return self.layout.to_theirs(np.stack(arrays))
 
 
-def layers(cfg: ModelConfig) -> list[tuple[int, str, tuple[int, ...]]]:
-  """Return (number, path of the parameters, index in their stack if scanned) of each layer."""
-  num_dense, step = 0, 1
-  if cfg.family.is_moe:
-    num_dense, step = cfg.moe.first_num_dense_layers, cfg.moe.interleave_moe_layer_step
-  names = [""] if step == 1 else [*(f"/dense_{i}" for i in range(step - 1)), "/mixture"]
+class LayerPlace(NamedTuple):
+  """The place of a decoder layer among our parameters."""
+
+  number: int  # from 0, in the order of the forward pass
+  path: str  # the prefix of its parameters' paths, without a slash at the end
+  index: tuple[int, ...]  # its index in the stack if layers are scanned, otherwise empty
+
+
+def layers(cfg: ModelConfig) -> list[LayerPlace]:
+  """Return the place of each layer, in the order of the forward pass."""
+  num_dense, step = cfg.layer_plan
+  names = [""]
+  if step > 1:
+    names = [f"/dense_{i}" for i in range(step - 1)]
+    names.append("/mixture")
   numbers = range(cfg.base_num_decoder_layers)
-  groups = [("dense_layers", "", numbers[:num_dense])]
-  groups += [("layers", name, numbers[num_dense + i :: step]) for i, name in enumerate(names)]
-  return sorted(
-    (number, f"{path}{name}", (i,)) if cfg.scan_layers else (number, f"{path}_{i}{name}", ())
-    for path, name, group in groups
-    for i, number in enumerate(group)
-  )
+  places = _stack_places(cfg, "dense_layers", "", numbers[:num_dense])
+  for i, name in enumerate(names):
+    places += _stack_places(cfg, "layers", name, numbers[num_dense + i :: step])
+  return sorted(places)
+
+
+def _stack_places(
+  cfg: ModelConfig, stack: str, name: str, numbers: Sequence[int]
+) -> list[LayerPlace]:
+  """Return the places of the layers `numbers`, which are the modules `name` of a stack's units."""
+  places = []
+  for i, number in enumerate(numbers):
+    if cfg.scan_layers:
+      places.append(LayerPlace(number, f"{stack}{name}", (i,)))
+    else:
+      places.append(LayerPlace(number, f"{stack}_{i}{name}", ()))
+  return places
 
 
 def tensor_mappings(
@@ -137,13 +183,19 @@ def tensor_mappings(
   Raises:
     UserError: the family has no tensor for a parameter.
   """
-  mappings = [mapping for rule in family.outer for mapping in _mappings(rule, "", (), params)]
-  for number, path, index in layers(cfg):
-    prefix = family.layer_prefix.format(layer=number)
-    for rule in family.block_rules(cfg):
+  mappings: list[TensorMapping] = []
+  for rule in family.outer:
+    mappings += _mappings(rule, "", (), params)
+  block = family.block_rules(cfg)
+  for layer in layers(cfg):
+    prefix = family.layer_prefix.format(layer=layer.number)
+    for rule in block:
       layer_rule = dataclasses.replace(rule, theirs=prefix + rule.theirs)
-      mappings += _mappings(layer_rule, f"{path}/", index, params)
-  unmapped = sorted(set(params) - {path for mapping in mappings for path in mapping.paths})
+      mappings += _mappings(layer_rule, f"{layer.path}/", layer.index, params)
+  mapped: set[str] = set()
+  for mapping in mappings:
+    mapped.update(mapping.paths)
+  unmapped = sorted(set(params) - mapped)
   if unmapped:
     raise UserError(
       f"Hugging Face's model_type {family.model_type!r} has no tensor for {', '.join(unmapped)}: "
@@ -159,13 +211,20 @@ def _mappings(
   paths = tuple(prefix + path for path in rule.paths)
   if paths[0] not in params:
     return []
-  shape, dtype = params[paths[0]].shape[len(index) :], np.dtype(params[paths[0]].dtype)
+  first = params[paths[0]]
+  shape = first.shape[len(index) :]
+  dtype = np.dtype(first.dtype)
   assert all(params[path].shape[len(index) :] == shape for path in paths), paths
   if "{expert}" not in rule.theirs:
-    sizes = shape if len(paths) == 1 else (len(paths), *shape)
+    sizes = shape
+    if len(paths) > 1:
+      sizes = (len(paths), *shape)
     return [TensorMapping(rule.theirs, paths, index, axis_layout(rule.axes), sizes, dtype)]
   assert len(paths) == 1, rule
   assert rule.axes.startswith(f"{EXPERT} "), rule
-  layout, sizes = axis_layout(rule.axes.removeprefix(f"{EXPERT} ")), shape[1:]
-  name = lambda e: rule.theirs.format(expert=e)
-  return [TensorMapping(name(e), paths, (*index, e), layout, sizes, dtype) for e in range(shape[0])]
+  layout = axis_layout(rule.axes.removeprefix(f"{EXPERT} "))
+  mappings = []
+  for expert in range(shape[0]):
+    tensor = rule.theirs.format(expert=expert)
+    mappings.append(TensorMapping(tensor, paths, (*index, expert), layout, shape[1:], dtype))
+  return mappings

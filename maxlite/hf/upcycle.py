@@ -59,11 +59,13 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
   block = dense.model.decoder_block
   if block not in MIXTURES:
     raise UserError(f"decoder_block={block} cannot be upcycled, only {', '.join(MIXTURES)} can")
-  keys = {"base_moe_mlp_dim": dense.model.base_mlp_dim, "model_name": ""}
-  keys |= KEYS | MIXTURES[block]
+  keys: dict[str, Any] = {"base_moe_mlp_dim": dense.model.base_mlp_dim, "model_name": ""}
+  keys |= KEYS
+  keys |= MIXTURES[block]
   defaults = flatten(dense) | keys
   cfg = load_config([*argv, f"--run_name={run_name}"], defaults=defaults, needs_data=False)
-  now, before = flatten(cfg.model), flatten(dense.model) | keys
+  now = flatten(cfg.model)
+  before = flatten(dense.model) | keys
   for name in set(now) - EXECUTION - FREE:
     if now[name] != before[name]:
       raise UserError(
@@ -82,21 +84,45 @@ def upcycled_params(
   """
   upcycled = {}
   for path, leaf in params.items():
-    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     if path.endswith(ROUTER):
-      chunks = functools.partial(_random_router, path, shape, dtype, cfg.run.init_weights_seed)
-      upcycled[path] = ChunkedArray(shape, dtype, shape, chunks)
-      continue
-    num_layers = shape[0] if cfg.model.scan_layers and path.startswith("layers/") else 0
-    suffix = next((suffix for suffix in SOURCES if path.endswith(suffix)), "")
-    source = path.removesuffix(suffix) + SOURCES.get(suffix, "")
-    num_experts = cfg.model.moe.num_experts if suffix in EXPERTS else 0
-    shape_there = tuple(stored.leaves[source]["shape"])
-    chunks = functools.partial(_copies, read, source, shape_there, num_layers, num_experts)
-    num_stacked = (num_layers > 0) + (num_experts > 0)
-    chunk_shape = (1,) * num_stacked + shape[num_stacked:]
-    upcycled[path] = ChunkedArray(shape, dtype, chunk_shape, chunks)
+      upcycled[path] = _router(path, leaf, cfg.run.init_weights_seed)
+    else:
+      upcycled[path] = _copy(path, leaf, stored, read, cfg)
   return upcycled
+
+
+def _router(path: str, leaf: Any, seed: int) -> ChunkedArray:
+  """Return a random router with the shape and type of `leaf`."""
+  shape = tuple(leaf.shape)
+  dtype = np.dtype(leaf.dtype)
+  chunks = functools.partial(_random_router, path, shape, dtype, seed)
+  return ChunkedArray(shape, dtype, shape, chunks)
+
+
+def _copy(path: str, leaf: Any, stored: StoredParameters, read: Read, cfg: Config) -> ChunkedArray:
+  """Return the mixture's parameter `path`, copied from the dense model's."""
+  shape = tuple(leaf.shape)
+  num_layers = 0
+  if cfg.model.scan_layers and path.startswith("layers/"):
+    num_layers = shape[0]
+  suffix = _mixture_suffix(path)
+  source = path.removesuffix(suffix) + SOURCES.get(suffix, "")
+  num_experts = 0
+  if suffix in EXPERTS:
+    num_experts = cfg.model.moe.num_experts
+  source_shape = tuple(stored.leaves[source]["shape"])
+  chunks = functools.partial(_copies, read, source, source_shape, num_layers, num_experts)
+  num_stacked = (num_layers > 0) + (num_experts > 0)
+  chunk_shape = (1,) * num_stacked + shape[num_stacked:]
+  return ChunkedArray(shape, np.dtype(leaf.dtype), chunk_shape, chunks)
+
+
+def _mixture_suffix(path: str) -> str:
+  """Return the end of `path` that SOURCES lists; empty if both models have the same path."""
+  for suffix in SOURCES:
+    if path.endswith(suffix):
+      return suffix
+  return ""
 
 
 def _random_router(
@@ -111,7 +137,9 @@ def _copies(
   read: Read, source: str, shape: tuple[int, ...], num_layers: int, num_experts: int
 ) -> Iterator[tuple[Index, np.ndarray]]:
   """Yield a dense parameter layer by layer, repeated for every expert if there are any."""
-  layers: list[Index] = [(slice(n, n + 1),) for n in range(num_layers)] or [()]
+  layers: list[Index] = [()]
+  if num_layers:
+    layers = [(slice(n, n + 1),) for n in range(num_layers)]
   for layer in layers:
     rest = whole(shape[len(layer) :])
     part = read(source, (*layer, *rest))

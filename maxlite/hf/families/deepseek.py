@@ -9,7 +9,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
 
-# topk_method of config.json: router.
+# Our router by the topk_method of config.json.
 ROUTERS = {"greedy": "topk_softmax", "group_limited_greedy": "group_limited_greedy"}
 LATENT_ATTENTION = (
   TensorRule("attention/query_down/kernel", "self_attn.q_a_proj.weight", "d q -> q d"),
@@ -84,7 +84,10 @@ def _v3_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _query(cfg: ModelConfig) -> Sequence[TensorRule]:
-  name = "q_b_proj" if cfg.mla.q_lora_rank else "q_proj"
+  """Return the rule of the projection to queries, whose name depends on the query latent."""
+  name = "q_proj"
+  if cfg.mla.q_lora_rank:
+    name = "q_b_proj"
   return (TensorRule("attention/query/kernel", f"self_attn.{name}.weight", "d h c -> (h c) d"),)
 
 

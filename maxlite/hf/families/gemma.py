@@ -20,7 +20,8 @@ from maxlite.hf.family import (
 )
 from maxlite.hf.hf_rope import dict_of, read_rope, rope_to_hf
 
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
+GLOBAL = "full_attention"
+LOCAL = "sliding_attention"
 NORMS = (
   TensorRule("attention_norm/scale", "input_layernorm.weight", "d -> d"),
   TensorRule("attention_post_norm/scale", "post_attention_layernorm.weight", "d -> d"),
@@ -33,7 +34,9 @@ def _extra_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   if hf.get("use_bidirectional_attention"):
     hf.require(use_bidirectional_attention=False)
   scalar = hf["query_pre_attn_scalar"]
-  return {"query_pre_attn_scalar": 0.0 if scalar == keys["head_dim"] else float(scalar)}
+  if scalar == keys["head_dim"]:
+    return {"query_pre_attn_scalar": 0.0}
+  return {"query_pre_attn_scalar": float(scalar)}
 
 
 def _gemma3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,11 +70,13 @@ def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
     raise UserError(
       f"config.json has rope_theta={timescale} in rope_parameters.{LOCAL}: write a number from 1"
     )
-  is_same = keys["rope_type"] == "default" and keys["rope_max_timescale"] == timescale
-  return keys | {"local_rope_max_timescale": 0.0 if is_same else timescale}
+  if keys["rope_type"] == "default" and keys["rope_max_timescale"] == timescale:
+    timescale = 0.0
+  return keys | {"local_rope_max_timescale": timescale}
 
 
 def _rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  """Return `rope_parameters` by layer type, and the older form of the global layers' keys."""
   keys = rope_to_hf(cfg)
   local = cfg.rope.local_rope_max_timescale or cfg.rope.rope_max_timescale
   ropes = {LOCAL: {"rope_type": "default", "rope_theta": local}, GLOBAL: keys["rope_parameters"]}

@@ -9,7 +9,9 @@ from maxlite.hf.family import BLOCK, DENSE_KEYS, HfFamily, Key, TensorRule, expe
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
-  return {"decoder_block": "glm4_moe" if hf["use_qk_norm"] else "glm4_moe_air"}
+  if hf["use_qk_norm"]:
+    return {"decoder_block": "glm4_moe"}
+  return {"decoder_block": "glm4_moe_air"}
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
