@@ -14,7 +14,7 @@ import pytest
 from maxlite.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 CONFIGURED = ("train", "evaluate", "generate", "serve", "plan", "convert")
 # Words of a command line that are not configuration: see maxlite/plan.py and maxlite/convert.py.
@@ -81,8 +81,8 @@ def link_folders(folder: Path) -> None:
 
 def test_every_page_is_in_the_index():
   index = (ROOT / "docs" / "README.md").read_text("utf-8")
-  pages = {page.name for page in PAGES} - {"README.md"}
-  assert pages == set(re.findall(r"\]\((\w+\.md)\)", index))
+  pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "README.md"}
+  assert pages == set(re.findall(r"\]\(((?:measurements/)?\w+\.md)\)", index))
 
 
 @pytest.mark.slow

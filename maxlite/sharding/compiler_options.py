@@ -1,6 +1,7 @@
 """Options of XLA's compiler for training steps, by platform: collectives overlap other work.
 
-docs/performance.md has their effect. Without them XLA:TPU starts a collective and waits for it.
+docs/measurements/compiled.md has their effect. Without them XLA:TPU starts a collective and waits
+for it.
 """
 
 import contextlib
