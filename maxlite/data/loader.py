@@ -44,12 +44,21 @@ class DataLoader:
   def order(self) -> MixtureOrder:
     """The order of the training rows; epochs of a source follow each other without padding."""
     parts = []
-    for each in mixture_of(self.cfg):
-      rows = self.source.by_name[each.name].train
-      order = grain.MapDataset.range(len(rows))
+    for mixture_source in mixture_of(self.cfg):
+      rows = self.source.by_name[mixture_source.name].train
       if self.cfg.enable_data_shuffling:
-        order = ROW_ORDERS[self.cfg.data_sampling](len(rows), self.cfg.data_shuffle_seed)
-      parts.append(MixturePart(each, order.repeat(), len(rows), rows.num_tokens, rows.identity))
+        build_order = ROW_ORDERS[self.cfg.data_sampling]
+        order = build_order(len(rows), self.cfg.data_shuffle_seed)
+      else:
+        order = grain.MapDataset.range(len(rows))
+      part = MixturePart(
+        source=mixture_source,
+        order=order.repeat(),
+        num_rows=len(rows),
+        num_tokens=rows.num_tokens,
+        identity=rows.identity,
+      )
+      parts.append(part)
     return MixtureOrder(parts, self.schedule.first_row)
 
   @functools.cached_property
@@ -58,64 +67,88 @@ class DataLoader:
     return BatchSchedule.of(self.cfg, self.global_batch_size)
 
   def train_stream(self) -> "TrainStream":
-    """Training batches from the first, without end."""
+    """Return the training batches from the first, without end."""
     return TrainStream(self)
 
   def eval_batches(self, num_batches: int = -1) -> Iterator[Batch]:
-    """The batches of `eval_batches_by_source`, one source after the other."""
-    return itertools.chain.from_iterable(self.eval_batches_by_source(num_batches).values())
+    """Yield the batches of `eval_batches_by_source`, one source after the other."""
+    by_source = self.eval_batches_by_source(num_batches)
+    return itertools.chain.from_iterable(by_source.values())
 
   def eval_batches_by_source(self, num_batches: int = -1) -> dict[str, Iterator[Batch]]:
-    """By source, one pass over the first `num_batches` (-1: all) held-out batches.
+    """Return, by source, one pass over its first `num_batches` (-1: all) held-out batches.
 
     Every call gives the same batches. Rows are in a fixed random order, so that the first batches
-    are representative. The last batch of a source is completed with rows of weight 0. Raises
-    UserError if no data is held out.
+    are representative. The last batch of a source is completed with rows of weight 0.
+
+    Raises:
+      UserError: no data is held out.
     """
     if self.source.eval is None:
       raise UserError(_NO_EVAL_DATA)
-    selected = slice(num_batches if num_batches >= 0 else None)
+    selected = slice(None)
+    if num_batches >= 0:
+      selected = slice(num_batches)
     batches = {}
     for name, source in self.source.by_name.items():
       if source.eval is not None:
-        order = shuffled_order(len(source.eval), _EVAL_SEED)
-        vocabulary = self._vocabulary("held-out", {name: source.eval})
-        batches[name] = self._read_once(order, source.eval, vocabulary, selected)
+        batches[name] = self._read_once(
+          order=shuffled_order(len(source.eval), _EVAL_SEED),
+          rows=source.eval,
+          vocabulary=self._vocabulary("held-out", {name: source.eval}),
+          selected=selected,
+        )
     return batches
 
   def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
 
-    `document_B` covers the rows of all hosts, and is shorter than the batch at the end. Raises
-    ValueError if no document is held out.
+    `document_B` covers the rows of all hosts, and is shorter than the batch at the end.
+
+    Raises:
+      UserError: no document is held out.
     """
     documents = self.source.documents
     if documents is None:
-      kind = f"dataset_type={self.cfg.dataset_type}"
-      no_documents = f"{kind} has no documents: set eval_documents=false"
-      raise UserError(no_documents if self.source.eval else _NO_EVAL_DATA)
-    order, size = grain.MapDataset.range(len(documents)), self.global_batch_size
-    sources = self.source.by_name.items()
-    by_name = {name: each.documents for name, each in sources if each.documents is not None}
-    vocabulary = self._vocabulary("held-out document", by_name)
-    for n, batch in enumerate(self._read_once(order, documents, vocabulary)):
-      yield documents.document_N[n * size : (n + 1) * size], batch
+      if not self.source.eval:
+        raise UserError(_NO_EVAL_DATA)
+      raise UserError(
+        f"dataset_type={self.cfg.dataset_type} has no documents: set eval_documents=false"
+      )
+    by_name = {}
+    for name, source in self.source.by_name.items():
+      if source.documents is not None:
+        by_name[name] = source.documents
+    batches = self._read_once(
+      order=grain.MapDataset.range(len(documents)),
+      rows=documents,
+      vocabulary=self._vocabulary("held-out document", by_name),
+    )
+    first = 0
+    for batch in batches:
+      last = first + self.global_batch_size
+      yield documents.document_N[first:last], batch
+      first = last
 
   def train_batches(self) -> HostBatches:
-    """The training batches of this host, without end."""
-    rows = {name: source.train for name, source in self.source.by_name.items()}
+    """Return the training batches of this host, without end."""
+    rows_by_source = {name: source.train for name, source in self.source.by_name.items()}
     return HostBatches(
-      self.order,
-      self.source.train,
-      self.schedule,
-      self.global_batch_size,
-      self.rows,
-      self._vocabulary("training", rows),
+      order=self.order,
+      rows=self.source.train,
+      schedule=self.schedule,
+      global_batch_size=self.global_batch_size,
+      host_rows=self.rows,
+      vocabulary=self._vocabulary("training", rows_by_source),
     )
 
-  def _vocabulary(self, kind: str, rows: Mapping[str, RowSource]) -> VocabularyCheck:
-    """The check of batches of the `rows` of all sources, one source after the other."""
-    num_rows = {name: len(of_source) for name, of_source in rows.items()}
+  def _vocabulary(
+    self,
+    kind: str,
+    rows_by_source: Mapping[str, RowSource],
+  ) -> VocabularyCheck:
+    """Return the check of batches of the rows of all sources, one source after the other."""
+    num_rows = {name: len(rows) for name, rows in rows_by_source.items()}
     return VocabularyCheck(self.vocab_size, kind, num_rows)
 
   def _read_once(
@@ -125,18 +158,25 @@ class DataLoader:
     vocabulary: VocabularyCheck,
     selected: slice = slice(None),
   ) -> Iterator[Batch]:
-    """The `selected` batches of `rows` in this order."""
-    size = self.global_batch_size
-    schedule = BatchSchedule.constant(size, self.cfg.max_target_length)
-    batches = HostBatches(order, rows, schedule, size, self.rows, vocabulary).slice(selected)
-    return (Batch(**batch) for batch in read_once(batches, self.cfg.grain_prefetch_buffer_size))
+    """Yield the `selected` batches of `rows` in this order."""
+    batches = HostBatches(
+      order=order,
+      rows=rows,
+      schedule=BatchSchedule.constant(self.global_batch_size, self.cfg.max_target_length),
+      global_batch_size=self.global_batch_size,
+      host_rows=self.rows,
+      vocabulary=vocabulary,
+    )
+    for batch in read_once(batches.slice(selected), self.cfg.grain_prefetch_buffer_size):
+      yield Batch(**batch)
 
   def stream_facts(self, num_batches: int) -> dict[str, Any]:
-    """Everything that the first batches depend on, by config key, as JSON values."""
-    return order_facts(self.cfg) | {
-      "global_batch_size": self.schedule.past_sizes(num_batches),
-      "data": self.order.history(self.schedule.first_row(num_batches)),
-    }
+    """Return everything that the first batches depend on, by config key, as JSON values."""
+    num_rows = self.schedule.first_row(num_batches)
+    facts = order_facts(self.cfg)
+    facts["global_batch_size"] = self.schedule.past_sizes(num_batches)
+    facts["data"] = self.order.history(num_rows)
+    return facts
 
 
 def open_data(
@@ -158,14 +198,16 @@ def open_data(
     UserError: missing or unreadable files, an empty split, or a tokenizer larger than
       `vocab_size`.
   """
-  open_one = lambda cfg: open_source(cfg, vocab_size, cache_directory, evaluates=evaluates)
-  parts: dict[str, DataSource] = {}
-  for part in mixture_of(cfg) if cfg.dataset_mixture else ():
-    try:
-      parts[part.name] = open_one(part.data)
-    except UserError as error:
-      raise UserError(f"source {part.name} of dataset_mixture: {error}") from None
-  source = join_sources(parts) if parts else open_one(cfg)
+  if cfg.dataset_mixture:
+    parts: dict[str, DataSource] = {}
+    for part in mixture_of(cfg):
+      try:
+        parts[part.name] = open_source(part.data, vocab_size, cache_directory, evaluates=evaluates)
+      except UserError as error:
+        raise UserError(f"source {part.name} of dataset_mixture: {error}") from None
+    source = join_sources(parts)
+  else:
+    source = open_source(cfg, vocab_size, cache_directory, evaluates=evaluates)
   return DataLoader(cfg, source, global_batch_size, rows, vocab_size)
 
 
@@ -178,9 +220,11 @@ class TrainStream:
     self._start(0)
 
   def _start(self, num_taken: int) -> None:
+    """Continue after `num_taken` batches."""
     # A batch count, because Grain's own state depends on the number of workers.
-    self._num_taken, cfg = num_taken, self._data.cfg
+    self._num_taken = num_taken
     remaining = self._batches[num_taken:]
+    cfg = self._data.cfg
     self._iterator = prefetch(remaining, cfg.grain_prefetch_buffer_size, cfg.grain_worker_count)
 
   def __next__(self) -> Batch:
@@ -194,7 +238,7 @@ class TrainStream:
     return self._data.schedule.shape(self._num_taken - 1)
 
   def state(self) -> dict[str, Any]:
-    """The number of batches taken and all that they depend on, as JSON values."""
+    """Return the number of batches taken and all that they depend on, as JSON values."""
     return {"num_batches": self._num_taken, **self._data.stream_facts(self._num_taken)}
 
   def restore(self, state: dict[str, Any]) -> None:
@@ -205,8 +249,9 @@ class TrainStream:
     self._start(num_batches)
 
   def describe(self) -> list[str]:
-    """A line per source on the rows that were taken."""
-    return self._data.order.describe_use(self._data.schedule.first_row(self._num_taken))
+    """Return a line per source on the rows that were taken."""
+    num_rows = self._data.schedule.first_row(self._num_taken)
+    return self._data.order.describe_use(num_rows)
 
   def close(self) -> None:
     self._iterator.close()

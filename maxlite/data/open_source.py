@@ -1,7 +1,6 @@
 """Opening data sources: one, with data held out, or the several of a mixture as one."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,30 +12,37 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.packing import DocumentRows, Row, RowSource
 from maxlite.data.sources import DataSource
 
-# Where the split by content holds out none or all of few documents: other keys, and what they do.
-_FEW_DOCUMENTS = (
-  ({"eval_split": "tail"}, "eval_split=tail holds out the tail of the data"),
-  ({"eval_fraction": 0.0}, "nothing is held out"),
-)
-
 
 def open_source(
   cfg: DataConfig, vocab_size: int, cache_directory: Path, *, evaluates: bool
 ) -> DataSource:
-  """Open one source; raise UserError as `open_data` does.
+  """Open one source.
 
-  `evaluates`: whether data must be held out, if its documents allow it.
+  The split by content may hold out none or all of few documents. Then the tail of the data is held
+  out instead, or nothing if that leaves nothing to train on.
+
+  Args:
+    cfg: the config of the source.
+    vocab_size: ids of the model.
+    cache_directory: where the tokenized data are.
+    evaluates: whether data must be held out, if its documents allow it.
+
+  Raises:
+    UserError: nothing is left to train on, nothing is held out although `cfg` asks for it, or the
+      files cannot be read.
   """
-  open_one = lambda cfg: SOURCES[cfg.dataset_type](cfg, vocab_size, cache_directory)
-  source: DataSource = open_one(cfg)
+  open_rows = SOURCES[cfg.dataset_type]
+  source: DataSource = open_rows(cfg, vocab_size, cache_directory)
   holds_out = bool(cfg.eval_fraction or cfg.eval_dataset_path)
   by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
-  for keys, effect in _FEW_DOCUMENTS if by_content else ():
-    if len(source.train) and (source.eval or not evaluates):
-      break
-    source = open_one(dataclasses.replace(cfg, **keys))
-    summary = f"{source.summary}; too few documents for eval_split=documents, so {effect}"
-    source = dataclasses.replace(source, summary=summary)
+  if by_content and not _has_both_splits(source, evaluates):
+    tail = dataclasses.replace(cfg, eval_split="tail")
+    source = open_rows(tail, vocab_size, cache_directory)
+    source = _with_note(source, "eval_split=tail holds out the tail of the data")
+    if not _has_both_splits(source, evaluates):
+      nothing = dataclasses.replace(cfg, eval_fraction=0.0)
+      source = open_rows(nothing, vocab_size, cache_directory)
+      source = _with_note(source, "nothing is held out")
   if not len(source.train):
     raise UserError(
       f"nothing is left to train on ({source.summary}): lower eval_fraction, or add files to "
@@ -51,12 +57,26 @@ def open_source(
   return source
 
 
+def _has_both_splits(source: DataSource, evaluates: bool) -> bool:
+  """Return whether a source has training rows and, if it `evaluates`, held-out ones."""
+  if not len(source.train):
+    return False
+  return bool(source.eval) or not evaluates
+
+
+def _with_note(source: DataSource, effect: str) -> DataSource:
+  """Add to the summary why a source is not split as its config says."""
+  summary = f"{source.summary}; too few documents for eval_split=documents, so {effect}"
+  return dataclasses.replace(source, summary=summary)
+
+
 class JoinedRows:
   """The rows of several sources, one source after the other."""
 
   def __init__(self, parts: Sequence[RowSource]) -> None:
     self._parts = parts
-    self._starts = np.cumsum([0, *map(len, parts)])
+    lengths = [len(part) for part in parts]
+    self._starts = np.cumsum([0, *lengths])  # first row of each part, and their number
     self.identity = " ".join(part.identity for part in parts)
 
   def __len__(self) -> int:
@@ -68,7 +88,8 @@ class JoinedRows:
 
   def __getitem__(self, index: int) -> Row:
     n = int(np.searchsorted(self._starts, index, "right")) - 1
-    return self._parts[n][index - int(self._starts[n])]
+    start = int(self._starts[n])
+    return self._parts[n][index - start]
 
 
 class JoinedDocuments(JoinedRows):
@@ -76,22 +97,25 @@ class JoinedDocuments(JoinedRows):
 
   def __init__(self, parts: Sequence[DocumentRows]) -> None:
     super().__init__(parts)
-    counts = [int(part.document_N[-1]) + 1 for part in parts]
-    firsts = itertools.accumulate(counts, initial=0)
-    numbered = (part.document_N + n for part, n in zip(parts, firsts, strict=False))
-    self.document_N = np.concatenate(list(numbered))
+    numbered = []
+    num_documents = 0
+    for part in parts:
+      numbered.append(part.document_N + num_documents)
+      num_documents += int(part.document_N[-1]) + 1
+    self.document_N = np.concatenate(numbered)
 
 
 def join_sources(parts: Mapping[str, DataSource]) -> DataSource:
-  """One source with the rows of all parts; only some parts may have held-out rows."""
+  """Return one source with the rows of all parts; only some parts may have held-out rows."""
   sources = list(parts.values())
+  train = [source.train for source in sources]
   held_out = [source.eval for source in sources if source.eval is not None]
   documents = [source.documents for source in sources if source.documents is not None]
   return DataSource(
-    JoinedRows([source.train for source in sources]),
-    JoinedRows(held_out) if held_out else None,
-    sources[0].num_bytes_V,  # all sources have the tokenizer of the run
-    f"mixture of {', '.join(parts)}",
-    JoinedDocuments(documents) if documents else None,
+    train=JoinedRows(train),
+    eval=JoinedRows(held_out) if held_out else None,
+    num_bytes_V=sources[0].num_bytes_V,  # all sources have the tokenizer of the run
+    summary=f"mixture of {', '.join(parts)}",
+    documents=JoinedDocuments(documents) if documents else None,
     parts=parts,
   )

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,8 @@ from maxlite.data.tokenize import SPLITS, DocumentTokenizer, write_tokens
 LOSS_MASK_BIT = np.uint32(1 << 31)  # set in ids of conversations that count in the loss
 _FORMAT = 2
 _STALE_SECONDS = 24 * 3600.0
-_META, _LOCK = "meta.json", ".lock"
+_META = "meta.json"
+_LOCK = ".lock"
 _PACKED = (".gz", ".zst", ".parquet", ".arrow", ".array_record")  # size is not that of their text
 _LOCAL_COPIES = Path("~/.cache/maxlite/tokens")  # of caches on object stores
 
@@ -63,13 +64,23 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedData:
-  """Both splits; `num_dropped` training documents were dropped as duplicates of held-out ones."""
+  """Both splits; `num_dropped` training documents were dropped as duplicates of held-out ones.
+
+  `counts` are those of the DocumentTokenizer. `files` is a report of the files that were read.
+  """
 
   train: Tokens
   eval: Tokens
   num_dropped: int
-  counts: dict[str, int]  # of the DocumentTokenizer
-  files: str = ""  # a report of the files that were read
+  counts: dict[str, int]
+  files: str = ""
+
+
+class SplitFiles(NamedTuple):
+  """The files of a split."""
+
+  ids: Path
+  lengths: Path
 
 
 def open_tokens(
@@ -84,49 +95,106 @@ def open_tokens(
 
   A cache on an object store is copied to this machine: from there, or to there.
   """
-  key, sources = _key(cfg, files, eval_files, tokenizer), [*files, *eval_files]
-  shared = join(cache_directory, key) if is_remote(cache_directory) else ""
-  folder = (_LOCAL_COPIES.expanduser() if shared else Path(cache_directory)) / key
+  key = _key(cfg, files, eval_files, tokenizer)
+  sources = [*files, *eval_files]
+  shared = ""  # URI of the cache on an object store
+  folder = Path(cache_directory) / key
+  if is_remote(cache_directory):
+    shared = join(cache_directory, key)
+    folder = _LOCAL_COPIES.expanduser() / key
   damage = _damage(folder, sources)
   if damage and shared and _META in list_names(shared):
-    with _new_folder(folder, sources) as partial:
-      for file in list_files(shared):
-        download(file.uri, partial / file.name)
+    _download_folder(shared, folder, sources)
     damage = _damage(folder, sources)
   if damage:
     if folder.exists():
       log.warning("%s is rebuilt: %s", shared or folder, damage)
-    _tokenize(split_documents(cfg, read, files, eval_files), tokenizer, folder, sources)
-    if damage := _damage(folder, sources):
+    documents = split_documents(cfg, read, files, eval_files)
+    _tokenize(documents, tokenizer, folder, sources)
+    damage = _damage(folder, sources)
+    if damage:
       raise UserError(f"{folder} has just been written: {damage}: check the disk")
-    if shared:  # the file that makes it complete comes last
-      written = (*itertools.chain(*_split_files(folder).values()), folder / _META)
-      upload((file, join(shared, file.name)) for file in written)
+    if shared:
+      _upload_folder(folder, shared)
+  return _read_folder(folder, tokenizer.dtype)
+
+
+def _download_folder(shared: str, folder: Path, sources: list[DataFile]) -> None:
+  """Copy a cache on an object store to this machine."""
+  with _new_folder(folder, sources) as partial:
+    for file in list_files(shared):
+      download(file.uri, partial / file.name)
+
+
+def _upload_folder(folder: Path, shared: str) -> None:
+  """Copy a cache to an object store; the file that makes it complete comes last."""
+  uploads = []
+  for file in [*_all_split_files(folder), folder / _META]:
+    uploads.append((file, join(shared, file.name)))
+  upload(uploads)
+
+
+def _read_folder(folder: Path, dtype: np.dtype) -> TokenizedData:
+  """Read a valid cache; the ids remain on disk."""
   meta = json.loads((folder / _META).read_bytes())
-  train, held_out = (
-    Tokens(path, tokenizer.dtype, meta["digests"][name], np.load(lengths_path))
-    for name, (path, lengths_path) in _split_files(folder).items()
+  tokens = {}
+  for name in SPLITS:
+    files = _split_files(folder, name)
+    tokens[name] = Tokens(
+      path=files.ids,
+      dtype=dtype,
+      digest=meta["digests"][name],
+      lengths=np.load(files.lengths),
+    )
+  return TokenizedData(
+    train=tokens["train"],
+    eval=tokens["eval"],
+    num_dropped=meta["num_dropped"],
+    counts=meta["counts"],
   )
-  return TokenizedData(train, held_out, meta["num_dropped"], meta["counts"])
 
 
 def _key(
-  cfg: DataConfig, files: list[DataFile], eval_files: list[DataFile], tokenizer: DocumentTokenizer
+  cfg: DataConfig,
+  files: list[DataFile],
+  eval_files: list[DataFile],
+  tokenizer: DocumentTokenizer,
 ) -> str:
-  facts = (
+  """Return the name of the folder, a hash of everything the tokens depend on."""
+  facts: list[object] = [
     _FORMAT,
     tokenizer.identity,
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
-    # Data without a bad row are the same under either policy, and older caches lack it.
-    *(["on_bad_row=skip"] if cfg.on_bad_row == "skip" else []),
-    *([(str(f), *size_and_version(f)) for f in fs] for fs in (files, eval_files)),
-  )
+  ]
+  if cfg.on_bad_row == "skip":  # data without a bad row are the same under either policy
+    facts.append("on_bad_row=skip")
+  facts.append(_versions(files))
+  facts.append(_versions(eval_files))
   return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
 
 
-def _split_files(folder: Path) -> dict[str, tuple[Path, Path]]:
-  """The files of the ids and of the lengths of each split."""
-  return {name: (folder / f"{name}.bin", folder / f"{name}_lengths.npy") for name in SPLITS}
+def _versions(files: list[DataFile]) -> list[tuple[str, int, int | str]]:
+  """Return (name, size, version) of each file."""
+  versions = []
+  for file in files:
+    size, version = size_and_version(file)
+    versions.append((str(file), size, version))
+  return versions
+
+
+def _split_files(folder: Path, split: str) -> SplitFiles:
+  return SplitFiles(
+    ids=folder / f"{split}.bin",
+    lengths=folder / f"{split}_lengths.npy",
+  )
+
+
+def _all_split_files(folder: Path) -> list[Path]:
+  """Return the files of all splits."""
+  files: list[Path] = []
+  for name in SPLITS:
+    files.extend(_split_files(folder, name))
+  return files
 
 
 def _damage(folder: Path, sources: list[DataFile]) -> str:
@@ -135,18 +203,13 @@ def _damage(folder: Path, sources: list[DataFile]) -> str:
   All files are compared with the digests of meta.json if any was touched since the last comparison.
   st_ctime_ns shows that: unlike the time of modification, it cannot be set. Objects have versions.
   """
-  meta_path, verified_path, splits = folder / _META, folder / "verified", _split_files(folder)
-  files = [meta_path, *itertools.chain(*splits.values()), *sources]
+  verified_path = folder / "verified"
+  files: list[DataFile] = [folder / _META, *_all_split_files(folder), *sources]
   try:
     stamp = str([(str(file), _touched(file)) for file in files])
     if verified_path.exists() and verified_path.read_text() == stamp:
       return ""
-    meta = json.loads(meta_path.read_bytes())
-    by_name, digests = {str(file): file for file in sources}, meta.get("sources", {})
-    changed = [by_name[name] for name in digests if _digest(by_name[name]) != digests[name]]
-    for name, (path, lengths_path) in splits.items():
-      if _digest(path, np.load(lengths_path).tobytes()) != meta["digests"][name]:
-        changed.append(path)
+    changed = _changed_files(folder, sources)
   except Exception as error:  # damaged files can raise anything
     return f"it is incomplete or damaged ({error})"
   if changed:
@@ -156,12 +219,35 @@ def _damage(folder: Path, sources: list[DataFile]) -> str:
   return ""
 
 
+def _changed_files(folder: Path, sources: list[DataFile]) -> list[DataFile]:
+  """Return the files whose digests are not those of meta.json.
+
+  A folder that is incomplete or damaged can raise any exception.
+  """
+  meta = json.loads((folder / _META).read_bytes())
+  source_by_name = {str(file): file for file in sources}
+  changed: list[DataFile] = []
+  for name, digest in meta.get("sources", {}).items():
+    source = source_by_name[name]
+    if _digest(source) != digest:
+      changed.append(source)
+  for name in SPLITS:
+    files = _split_files(folder, name)
+    lengths = np.load(files.lengths).tobytes()
+    if _digest(files.ids, lengths) != meta["digests"][name]:
+      changed.append(files.ids)
+  return changed
+
+
 def _touched(file: DataFile) -> int | str:
-  return file.version if isinstance(file, RemoteFile) else file.stat().st_ctime_ns
+  """Return what changes whenever a file is written."""
+  if isinstance(file, RemoteFile):
+    return file.version
+  return file.stat().st_ctime_ns
 
 
 def _digest(file: DataFile, end: bytes = b"") -> str:
-  """The digest of the content of `file` and `end`; of an object, its version."""
+  """Return the digest of the content of `file` and `end`; of an object, its version."""
   if isinstance(file, RemoteFile):
     return file.version
   with file.open("rb") as content:
@@ -171,20 +257,46 @@ def _digest(file: DataFile, end: bytes = b"") -> str:
 
 
 def _tokenize(
-  documents: SplitDocuments, tokenizer: DocumentTokenizer, folder: Path, sources: list[DataFile]
+  documents: SplitDocuments,
+  tokenizer: DocumentTokenizer,
+  folder: Path,
+  sources: list[DataFile],
 ) -> None:
+  """Write the cache `folder` of the documents in `sources`."""
   log.info("tokenizing once into %s", folder)
-  is_text = not any(file.suffix in _PACKED for file in sources)
-  total_bytes = sum(size_and_version(file)[0] for file in sources) if is_text else 0
   with _new_folder(folder, sources) as partial:
     source_digests = {str(file): _digest(file) for file in sources}
-    lengths, num_dropped = write_tokens(documents, tokenizer, partial, total_bytes, source_digests)
+    written = write_tokens(
+      documents,
+      tokenizer,
+      partial,
+      total_bytes=_text_bytes(sources),
+      source_digests=source_digests,
+    )
     digests = {}
-    for name, (path, lengths_path) in _split_files(partial).items():
-      np.save(lengths_path, lengths[name])
-      digests[name] = _digest(path, lengths[name].tobytes())
-    meta = {"sources": source_digests, "digests": digests, "num_dropped": num_dropped}
-    (partial / _META).write_text(json.dumps(meta | {"counts": tokenizer.counts}))
+    for name in SPLITS:
+      files = _split_files(partial, name)
+      lengths = written.lengths[name]
+      np.save(files.lengths, lengths)
+      digests[name] = _digest(files.ids, lengths.tobytes())
+    meta = {
+      "sources": source_digests,
+      "digests": digests,
+      "num_dropped": written.num_dropped,
+      "counts": tokenizer.counts,
+    }
+    (partial / _META).write_text(json.dumps(meta))
+
+
+def _text_bytes(sources: list[DataFile]) -> int:
+  """Return the size of the text in `sources`; 0 if the size of a file is not that of its text."""
+  total = 0
+  for file in sources:
+    if file.suffix in _PACKED:
+      return 0
+    size, _ = size_and_version(file)
+    total += size
+  return total
 
 
 @contextlib.contextmanager
@@ -225,7 +337,7 @@ def _remove_stale(cache_directory: Path, kept: Path) -> None:
   """Remove partial folders of killed processes, recognized by their last modification."""
   for partial in cache_directory.glob("*.partial"):
     with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
-      newest = max(f.stat().st_mtime for f in (partial, *partial.iterdir()))
+      newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
       if partial != kept and time.time() - newest > _STALE_SECONDS:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -234,21 +346,23 @@ class TokenFile:
   """The ids of a split, read from disk on access."""
 
   def __init__(self, tokens: Tokens) -> None:
-    self._path, self._dtype = tokens.path, tokens.dtype
+    self._path = tokens.path
+    self._dtype = tokens.dtype
     self._open()
 
   def _open(self) -> None:
     self._file = os.open(self._path, os.O_RDONLY)
     weakref.finalize(self, os.close, self._file)
 
-  def __setstate__(self, state: dict) -> None:
+  def __setstate__(self, state: dict[str, object]) -> None:
     vars(self).update(state)
     self._open()  # a worker process or a copy needs its own file descriptor
 
   def read(self, offset: int, count: int) -> np.ndarray:
     """Read ids [offset, offset + count)."""
-    size = self._dtype.itemsize
-    data = os.pread(self._file, count * size, offset * size)
-    if len(data) != count * size:
+    id_bytes = self._dtype.itemsize
+    num_bytes = count * id_bytes
+    data = os.pread(self._file, num_bytes, offset * id_bytes)
+    if len(data) != num_bytes:
       raise UserError(f"{self._path} was cut short: remove its folder and start again")
     return np.frombuffer(data, self._dtype)

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,9 +23,31 @@ from maxlite.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval")
 BATCH_BYTES = 3 << 19  # encoded at once
-_SAVE_SECONDS, _REPORT_SECONDS = 5.0, 10.0
-Piece = tuple[str, bytes | None]  # split, bytes of a document or None at its end
-Encoded = tuple[str, np.ndarray, bool]  # split, ids, whether they end a document
+_SAVE_SECONDS = 5.0
+_REPORT_SECONDS = 10.0
+_PIECE_OVERHEAD_BYTES = 64  # of the Python objects of a piece
+
+
+class Piece(NamedTuple):
+  """A part of a document of a split; `content` is None after the last part."""
+
+  split: str
+  content: bytes | None
+
+
+class EncodedPiece(NamedTuple):
+  """The ids of a piece, and whether they end a document of the split."""
+
+  split: str
+  ids: np.ndarray
+  is_last: bool
+
+
+class WrittenTokens(NamedTuple):
+  """The number of ids of each document by split, and the number of documents dropped."""
+
+  lengths: dict[str, np.ndarray]
+  num_dropped: int
 
 
 class DocumentTokenizer(Protocol):
@@ -40,7 +62,7 @@ class DocumentTokenizer(Protocol):
   counts: Counter[str]
   is_resumable: bool
 
-  def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[Encoded]]:
+  def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
     """Yield the ids of consecutive pieces in batches; a document may become several, or none.
 
     Args:
@@ -54,33 +76,41 @@ class TextTokenizer:
   is_resumable = True
 
   def __init__(self, tokenizer: Tokenizer) -> None:
-    self._tokenizer, self.identity = tokenizer, tokenizer.identity
-    self.dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    self._tokenizer = tokenizer
+    self.identity = tokenizer.identity
+    fits_16_bits = tokenizer.size <= 1 << 16
+    self.dtype: np.dtype = np.dtype(np.uint16 if fits_16_bits else np.uint32)
     self.counts: Counter[str] = Counter()
-    self._bos, self._eos = (np.asarray([i], self.dtype) for i in (tokenizer.bos, tokenizer.eos))
+    self._bos = np.asarray([tokenizer.bos], self.dtype)
+    self._eos = np.asarray([tokenizer.eos], self.dtype)
 
-  def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[Encoded]]:
+  def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
     """Yield the ids of consecutive pieces, an entry for each."""
     for batch in _batches(pieces):
-      texts = [piece for _, piece in batch if piece is not None]
-      ids, encoded = iter(self._tokenizer.encode_batch(texts)), []
-      for name, piece in batch:
-        is_last = piece is None
-        own = self._eos if is_last else next(ids)
-        encoded.append((name, own if is_open else np.concatenate([self._bos, own]), is_last))
+      texts = [piece.content for piece in batch if piece.content is not None]
+      remaining_ids = iter(self._tokenizer.encode_batch(texts))
+      encoded = []
+      for piece in batch:
+        is_last = piece.content is None
+        ids = self._eos if is_last else next(remaining_ids)
+        if not is_open:
+          ids = np.concatenate([self._bos, ids])
+        encoded.append(EncodedPiece(piece.split, ids, is_last))
         is_open = not is_last
       yield encoded
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+  """Group consecutive pieces to batches of about BATCH_BYTES."""
   batch: list[Piece] = []
   size = 0
-  for name, piece in pieces:
-    batch.append((name, piece))
-    size += len(piece or b"") + 64  # of a Python object
+  for piece in pieces:
+    batch.append(piece)
+    size += len(piece.content or b"") + _PIECE_OVERHEAD_BYTES
     if size >= BATCH_BYTES:
       yield batch
-      batch, size = [], 0
+      batch = []
+      size = 0
   if batch:
     yield batch
 
@@ -91,32 +121,35 @@ def write_tokens(
   folder: Path,
   total_bytes: int,
   source_digests: Mapping[str, str],
-) -> tuple[dict[str, np.ndarray], int]:
+) -> WrittenTokens:
   """Write the ids of each split to `folder`/SPLIT.bin, after what an earlier process has written.
 
   Args:
-    total_bytes: of the text, to estimate the remaining time; 0: unknown.
+    documents: all documents, in the order of the files.
+    tokenizer: converts them to ids.
+    folder: an existing folder.
+    total_bytes: size of the text, to estimate the remaining time; 0 if unknown.
     source_digests: digest of each file of the text, by name.
-
-  Returns:
-    The number of ids of each document by split, and the number of documents dropped.
   """
   dropped = Counter[str]()
   report = _Report(total_bytes)
   pieces = report.count(_pieces(documents, dropped))
-  names = [name for split in SPLITS for name in (_ids_file(split), _lengths_file(split))]
-  files = PartialFiles(folder, names, source_digests)
+  ids_files = [_ids_file(split) for split in SPLITS]
+  lengths_files = [_lengths_file(split) for split in SPLITS]
+  files = PartialFiles(folder, [*ids_files, *lengths_files], source_digests)
   with files.open() as progress:
     for _ in itertools.islice(pieces, progress.num_pieces):
       pass
     report.start(resumes=progress.num_pieces > 0)
     saved = time.monotonic()
     for batch in tokenizer.encode(pieces, is_open=progress.open_ids > 0):
-      for split, ids, is_last in batch:
-        files.append(_ids_file(split), ids.astype(tokenizer.dtype).tobytes())
+      for encoded in batch:
+        ids = encoded.ids.astype(tokenizer.dtype)
+        files.append(_ids_file(encoded.split), ids.tobytes())
         progress.open_ids += len(ids)
-        if is_last:
-          files.append(_lengths_file(split), np.int64(progress.open_ids).tobytes())
+        if encoded.is_last:
+          length = np.int64(progress.open_ids)
+          files.append(_lengths_file(encoded.split), length.tobytes())
           progress.open_ids = 0
       progress.num_pieces += len(batch)
       report.print()
@@ -129,7 +162,7 @@ def write_tokens(
     path = folder / _lengths_file(split)
     lengths[split] = np.fromfile(path, np.int64)
     path.unlink()
-  return lengths, dropped["documents"]
+  return WrittenTokens(lengths, dropped["documents"])
 
 
 def _ids_file(split: str) -> str:
@@ -137,34 +170,41 @@ def _ids_file(split: str) -> str:
 
 
 def _lengths_file(split: str) -> str:
-  """The lengths of the documents while they are written."""
+  """Return the name of the file of the documents' lengths while they are written."""
   return f"{split}_lengths.partial"
 
 
 def _pieces(documents: SplitDocuments, dropped: Counter[str]) -> Iterator[Piece]:
   """Yield the pieces of all documents that are not dropped, each followed by an end."""
-  for name, pieces in documents:
-    if name == "dropped":
+  for split, contents in documents:
+    if split == "dropped":
       dropped["documents"] += 1
       continue
-    yield from ((name, piece) for piece in pieces)
-    yield name, None
+    for content in contents:
+      yield Piece(split, content)
+    yield Piece(split, None)
 
 
 class _Report:
   """Prints progress and the remaining time to stderr, not more often than every few seconds."""
 
   def __init__(self, total_bytes: int) -> None:
-    self._total, self._done, self._skipped = total_bytes, 0, 0
-    self._began = self._printed = time.monotonic()
+    self._total = total_bytes
+    self._done = 0  # bytes that were read
+    self._skipped = 0  # bytes of them that an earlier process has tokenized
+    self._began = time.monotonic()
+    self._printed = self._began
 
   def count(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yield the pieces, and count their bytes."""
     for piece in pieces:
-      self._done += len(piece[1] or b"")
+      self._done += len(piece.content or b"")
       yield piece
 
   def start(self, *, resumes: bool) -> None:
-    self._skipped, self._began = self._done, time.monotonic()
+    """Start the clock after the pieces that an earlier process has tokenized."""
+    self._skipped = self._done
+    self._began = time.monotonic()
     if resumes:
       sys.stderr.write(f"tokenizing resumes after {self._done / 1e6:,.0f} MB\n")
 
@@ -173,7 +213,13 @@ class _Report:
     if now < self._printed + _REPORT_SECONDS:
       return
     self._printed = now
-    speed = max(self._done - self._skipped, 1) / (now - self._began)
-    left = datetime.timedelta(seconds=round(max(self._total - self._done, 0) / speed))
-    of = f" of {self._total / 1e6:,.0f} MB, {left} left" if self._total else " MB"
-    sys.stderr.write(f"tokenizing: {self._done / 1e6:,.0f}{of}, {speed / 1e6:.1f} MB/s\n")
+    own_bytes = max(self._done - self._skipped, 1)
+    speed = own_bytes / (now - self._began)
+    progress = f"{self._done / 1e6:,.0f}"
+    if self._total:
+      left_bytes = max(self._total - self._done, 0)
+      left = datetime.timedelta(seconds=round(left_bytes / speed))
+      progress += f" of {self._total / 1e6:,.0f} MB, {left} left"
+    else:
+      progress += " MB"
+    sys.stderr.write(f"tokenizing: {progress}, {speed / 1e6:.1f} MB/s\n")

@@ -6,48 +6,63 @@ from typing import Any
 from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
-from maxlite.data.loader import DataLoader
+from maxlite.data.loader import DataLoader, TrainStream
 
 
 class TrainStreams:
   """The streams of all objectives; objectives with equal DataConfigs share one stream."""
 
   def __init__(self, data: Mapping[str, DataLoader], teacher: str = "") -> None:
-    """
+    """Open the streams.
+
     Args:
       data: by objective (a phase, or "train"), its loader.
-      teacher: a hash of the model whose predictions are training data too, if there is one.
+      teacher: a hash of the model whose predictions are training data too; empty if there is none.
     """
-    self._teacher = {"teacher": teacher} if teacher else {}
-    first_with: dict[DataConfig, str] = {}
-    self._readers = {name: first_with.setdefault(each.cfg, name) for name, each in data.items()}
-    self._streams = {name: data[name].train_stream() for name in first_with.values()}
+    self._teacher = teacher
+    # Streams are named by the first objective that reads them.
+    reader_by_config: dict[DataConfig, str] = {}
+    self._readers: dict[str, str] = {}
+    for objective, loader in data.items():
+      reader = reader_by_config.setdefault(loader.cfg, objective)
+      self._readers[objective] = reader
+    self._streams = {reader: data[reader].train_stream() for reader in reader_by_config.values()}
 
   def take(self, objective: str) -> Batch:
     """Return the next batch of the objective's stream."""
-    return next(self._streams[self._readers[objective]])
+    return next(self._stream(objective))
 
   def batch_shape(self, objective: str) -> tuple[int, int]:
-    """(rows, positions) of the objective's latest batch over all hosts."""
-    return self._streams[self._readers[objective]].batch_shape
+    """Return (rows, positions) of the objective's latest batch over all hosts."""
+    return self._stream(objective).batch_shape
 
   def state(self) -> dict[str, Any]:
-    """The state of the only stream, or of each by its first objective, as JSON values."""
+    """Return the state of the only stream, or of each by its first objective, as JSON values."""
     states = {reader: stream.state() for reader, stream in self._streams.items()}
-    return self._teacher | ({"streams": states} if len(states) > 1 else next(iter(states.values())))
+    state: dict[str, Any] = {}
+    if self._teacher:
+      state["teacher"] = self._teacher
+    if len(states) > 1:
+      state["streams"] = states
+    else:
+      (only_state,) = states.values()
+      state.update(only_state)
+    return state
 
   def describe(self) -> list[str]:
-    """A line per stream and source on the data that was read."""
-    prefix = "read of {}, " if len(self._streams) > 1 else "read of "
-    return [
-      prefix.format(reader) + line
-      for reader, stream in self._streams.items()
-      for line in stream.describe()
-    ]
+    """Return a line per stream and source on the data that was read."""
+    lines = []
+    for reader, stream in self._streams.items():
+      prefix = "read of "
+      if len(self._streams) > 1:
+        prefix = f"read of {reader}, "
+      for line in stream.describe():
+        lines.append(f"{prefix}{line}")
+    return lines
 
   def restore(self, state: dict[str, Any]) -> None:
     """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
-    if "teacher" in state and self._teacher and state["teacher"] != self._teacher["teacher"]:
+    if "teacher" in state and self._teacher and state["teacher"] != self._teacher:
       raise UserError(
         "the checkpoint was trained with another teacher: restore teacher_path, teacher_members "
         "and the weights there, or choose a new run_name"
@@ -63,9 +78,15 @@ class TrainStreams:
       try:
         stream.restore(states[reader])
       except ValueError as error:
-        where = f"phase {reader}: " if len(readers) > 1 else ""
-        raise UserError(f"{where}{error}") from None
+        if len(readers) > 1:
+          raise UserError(f"phase {reader}: {error}") from None
+        raise UserError(str(error)) from None
 
   def close(self) -> None:
     for stream in self._streams.values():
       stream.close()
+
+  def _stream(self, objective: str) -> TrainStream:
+    """Return the stream that an objective reads."""
+    reader = self._readers[objective]
+    return self._streams[reader]

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,21 @@ from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat_template import ChatTemplate, Message
-from maxlite.data.sources.jsonl import read_objects
+from maxlite.data.sources.jsonl import JsonRow, read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
-from maxlite.data.tokenize import Encoded, Piece
-from maxlite.data.tokenizer import ChatTokenizer, Tokenizer, read_template
+from maxlite.data.tokenize import EncodedPiece, Piece
+from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
+from maxlite.data.tokenizer_config import read_template
 
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers
+
+
+class MaskedIds(NamedTuple):
+  """The ids of a text, and which of them are the assistant's."""
+
+  ids: np.ndarray
+  is_answer: np.ndarray
 
 
 class ChatEncoder:
@@ -30,7 +38,25 @@ class ChatEncoder:
   `stop_token_ids` are the tokenizer's, and the special token that the template puts after answers.
   """
 
-  def __init__(self, tokenizer: ChatTokenizer, source: str, *, place: str, today: Today):
+  def __init__(
+    self,
+    tokenizer: ChatTokenizer,
+    source: str,
+    *,
+    place: str,
+    today: Today,
+  ) -> None:
+    """Compile the template.
+
+    Args:
+      tokenizer: encodes the rendered conversations.
+      source: the template's text.
+      place: its origin, for error messages.
+      today: the date for templates that print it.
+
+    Raises:
+      UserError: `source` is not a Jinja2 template.
+    """
     self._tokenizer = tokenizer
     self._template = ChatTemplate(
       source,
@@ -41,7 +67,8 @@ class ChatEncoder:
     )
     digest = hashlib.blake2b(source.encode(), digest_size=12).hexdigest()
     self.identity = f"{tokenizer.identity} template {digest}"
-    self.stop_token_ids = tuple(dict.fromkeys((*tokenizer.stop_token_ids, *self._end_of_turn())))
+    stop_token_ids = [*tokenizer.stop_token_ids, *self._end_of_turn()]
+    self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
 
   def prompt(self, messages: Sequence[Message]) -> list[int]:
     """Encode a conversation up to the start of the assistant's next answer.
@@ -50,43 +77,55 @@ class ChatEncoder:
       UserError: the template rejects the conversation.
     """
     text = self._template.render(messages, add_generation_prompt=True)
-    return self._tokenizer.encode_with_offsets(text)[0].tolist()
+    ids, _ = self._tokenizer.encode_with_offsets(text)
+    return ids.tolist()
 
-  def encode(self, messages: Sequence[Message]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, mask of the assistant's tokens) of each text of `ChatTemplate.render_answers`.
+  def encode(self, messages: Sequence[Message]) -> Iterator[MaskedIds]:
+    """Encode each text of `ChatTemplate.render_answers`.
 
-    A token that is partly in an answer is in the mask.
+    A token that is partly in an answer is the assistant's.
 
     Raises:
       UserError: see `ChatTemplate.render_answers`.
     """
-    for text, spans in self._template.render_answers(messages):
-      ids, starts = self._tokenizer.encode_with_offsets(text)
-      stops = np.append(starts[1:], len(text))
+    for rendered in self._template.render_answers(messages):
+      ids, starts = self._tokenizer.encode_with_offsets(rendered.text)
+      stops = np.append(starts[1:], len(rendered.text))
       is_answer = np.zeros(len(ids), bool)
-      for start, stop in spans:
-        is_answer |= (starts < stop) & ((starts >= start) | (stops > start)) & (start < stop)
-      yield ids, is_answer
+      for answer in rendered.answers:
+        if answer.start < answer.stop:
+          starts_before_end = starts < answer.stop
+          ends_after_start = (starts >= answer.start) | (stops > answer.start)
+          is_answer |= starts_before_end & ends_after_start
+      yield MaskedIds(ids, is_answer)
 
   def _end_of_turn(self) -> list[int]:
-    """The special token that the template puts after an answer, or []."""
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    """Return the special token that the template puts after an answer, or []."""
+    turns = [
+      {"role": "user", "content": "?"},
+      {"role": "assistant", "content": _PROBE},
+    ]
     try:
       text = self._template.render(turns)
     except ValueError:  # the template requires another form of conversation
       return []
     ids, starts = self._tokenizer.encode_with_offsets(text)
-    after = ids[starts >= text.rfind(_PROBE) + len(_PROBE)]
-    return [int(i) for i in after if i in self._tokenizer.special_tokens.values()][:1]
+    end_of_answer = text.rfind(_PROBE) + len(_PROBE)
+    for i in ids[starts >= end_of_answer].tolist():
+      if i in self._tokenizer.special_tokens.values():
+        return [i]
+    return []
 
 
 def fixed_date() -> datetime.date:
-  """The date in training data; today's would change the data of templates that print it."""
+  """Return the date in training data; today's would change data of templates that print it."""
   return datetime.date(2025, 1, 1)
 
 
 def open_chat(
-  cfg: DataConfig, tokenizer: Tokenizer, today: Today = fixed_date
+  cfg: DataConfig,
+  tokenizer: Tokenizer,
+  today: Today = fixed_date,
 ) -> ChatEncoder | None:
   """Open the chat template that `cfg` names or the tokenizer provides; None if there is none.
 
@@ -95,14 +134,17 @@ def open_chat(
   """
   if not isinstance(tokenizer, ChatTokenizer):
     return None
-  source, place = tokenizer.chat_template, f"the chat template of {cfg.tokenizer_path}"
+  source = tokenizer.chat_template
+  place = f"the chat template of {cfg.tokenizer_path}"
   if cfg.chat_template_path:
     path = Path(cfg.chat_template_path).expanduser()
     if not path.is_file():
       raise UserError(f"chat_template_path={path} is not a file: name a Jinja2 template")
     place = f"chat_template_path={path}"
     source = read_template(path, place)
-  return ChatEncoder(tokenizer, source, place=place, today=today) if source else None
+  if not source:
+    return None
+  return ChatEncoder(tokenizer, source, place=place, today=today)
 
 
 class ConversationTokenizer:
@@ -116,22 +158,27 @@ class ConversationTokenizer:
   is_resumable = False  # `counts` come from encoding
 
   def __init__(self, chat: ChatEncoder, max_length: int, on_bad_row: str) -> None:
-    self._chat, self._max_length = chat, max_length
+    self._chat = chat
+    self._max_length = max_length
     self.counts: Counter[str] = Counter()
     self.reject = build_reject(on_bad_row, self.counts)
     self.identity = f"chat {chat.identity} up to {max_length}"
 
-  def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[Encoded]]:
+  def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
     """Yield the documents of each of `chat_documents`; none if it has nothing to learn."""
     assert not is_open  # conversations are whole
-    for name, messages in pieces:
-      _, place = next(pieces)
+    for messages in pieces:
+      place = next(pieces)
       next(pieces)  # the end of the document
-      assert messages is not None
-      assert place is not None
-      yield [(name, ids, True) for ids in self._encode_one(messages, place)]
+      assert messages.content is not None
+      assert place.content is not None
+      encoded = []
+      for ids in self._encode_one(messages.content, place.content):
+        encoded.append(EncodedPiece(messages.split, ids, is_last=True))
+      yield encoded
 
   def _encode_one(self, messages: bytes, place: bytes) -> Iterator[np.ndarray]:
+    """Yield the documents of a conversation, given as JSON."""
     try:
       texts = list(self._chat.encode(json.loads(messages)))
     except ValueError as error:
@@ -142,24 +189,37 @@ class ConversationTokenizer:
       is_cut = len(ids) > self._max_length
       if is_answer[1 : self._max_length].any():  # the first id is never a target
         self.counts["cut at max_target_length"] += is_cut
-        yield (ids | is_answer * LOSS_MASK_BIT)[: self._max_length]
+        marked_ids = ids | is_answer * LOSS_MASK_BIT
+        yield marked_ids[: self._max_length]
+      elif is_cut:
+        self.counts["cut before their first answer"] += 1
       else:
-        self.counts["cut before their first answer" if is_cut else "without an answer"] += 1
+        self.counts["without an answer"] += 1
 
 
 def chat_documents(
-  file: DataFile, _column: str, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile,
+  _column: str,
+  start: float,
+  stop: float,
+  reject: Reject = raise_error,
 ) -> Iterator[Iterator[bytes]]:
   """Yield (messages as JSON, `FILE:LINE`) for the fraction [start, stop) of the lines of `file`.
 
   A line has `messages`, or a `prompt` and its `completion`, each a string or a list of messages.
   Rejects lines that have neither, by file and line.
   """
-  document = lambda row: iter([json.dumps(_messages(*row)).encode(), row[0].encode()])
-  return convert_rows(read_objects(file, start, stop, reject), document, reject)
+  return convert_rows(read_objects(file, start, stop, reject), _document, reject)
+
+
+def _document(row: JsonRow) -> Iterator[bytes]:
+  """Return the pieces of a line: its messages as JSON, and its place."""
+  messages = _messages(row.place, row.record)
+  return iter([json.dumps(messages).encode(), row.place.encode()])
 
 
 def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
+  """Return the messages of a line; raise UserError if it has none."""
   if "messages" in record:
     return _checked(record["messages"], f"{place}: messages")
   if not {"prompt", "completion"} <= set(record):
@@ -170,7 +230,8 @@ def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
   messages: list[Message] = []
   for name, role in (("prompt", "user"), ("completion", "assistant")):
     value = record[name]
-    value = [{"role": role, "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+      value = [{"role": role, "content": value}]
     messages += _checked(value, f"{place}: {name}")
   return messages
 
@@ -180,7 +241,12 @@ def _checked(messages: Any, place: str) -> list[Message]:
   if not isinstance(messages, list) or not messages:
     raise UserError(f"{place} must be a list of at least one message")
   for n, message in enumerate(messages, start=1):
-    fields = message if isinstance(message, dict) else {}
-    if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+    if not _is_message(message):
       raise UserError(f'{place}: the {n}. must be {{"role": "user", "content": "..."}}')
   return messages
+
+
+def _is_message(message: Any) -> bool:
+  if not isinstance(message, dict):
+    return False
+  return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

@@ -3,16 +3,29 @@
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxlite.config.errors import UserError
 from maxlite.data.sources.template_worker import CLOSE, OPEN, RenderError, render
 from maxlite.data.tokenizer import ESCAPE
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and other fields a template reads
-Span = tuple[int, int]  # [start, stop) of characters
 _RESERVED = re.compile(f"[{ESCAPE}{OPEN}{CLOSE}]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Span(NamedTuple):
+  """The characters [start, stop) of a text."""
+
+  start: int
+  stop: int
+
+
+class RenderedText(NamedTuple):
+  """A rendered conversation, and where the assistant's answers are in it."""
+
+  text: str
+  answers: list[Span]
 
 
 class ChatTemplate:
@@ -40,10 +53,15 @@ class ChatTemplate:
     special_tokens: Sequence[str],
     today: Callable[[], datetime.date],
   ) -> None:
-    self._place, self._variables, self._specials = place, special_tokens_map, tuple(special_tokens)
-    self._source, self._today = source, today
+    self._source = source
+    self._place = place
+    self._variables = special_tokens_map
+    self._special_tokens = tuple(special_tokens)
+    self._today = today
     self._marks_answers = bool(_GENERATION.search(source))
-    spelled = "|".join(map(re.escape, special_tokens)) or "(?!)"  # (?!) never matches
+    spelled = "|".join(re.escape(spelling) for spelling in special_tokens)
+    if not spelled:
+      spelled = "(?!)"  # never matches
     self._spelled = re.compile(f"(?=(?:{spelled}))(.)", re.DOTALL)
     try:
       render(source, today())
@@ -52,9 +70,10 @@ class ChatTemplate:
 
   def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
     """Render a conversation, optionally up to the start of the assistant's next answer."""
-    return _extract_spans(self._render(messages, add_generation_prompt))[0]
+    marked_text = self._render(messages, add_generation_prompt)
+    return _extract_spans(marked_text).text
 
-  def render_answers(self, messages: Sequence[Message]) -> list[tuple[str, list[Span]]]:
+  def render_answers(self, messages: Sequence[Message]) -> list[RenderedText]:
     """Render texts that contain all answers of the assistant, and the span of each answer.
 
     An answer is the output of a {% generation %} block. Without such blocks it is the difference
@@ -70,14 +89,19 @@ class ChatTemplate:
     text = self._render(messages, add_generation_prompt=False)
     if self._marks_answers:
       return [_extract_spans(text)]
-    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    prefixes = [self._render_last_answer(messages[: n + 1]) for n in answers]
-    if all(text.startswith(prefix) for prefix, _ in prefixes):
-      return [(text, [span for _, span in prefixes])]
-    return [(prefix, [span]) for prefix, span in prefixes]
+    prefixes = []
+    for n, message in enumerate(messages):
+      if message["role"] == "assistant":
+        prefixes.append(self._render_last_answer(messages[: n + 1]))
+    if not all(text.startswith(prefix.text) for prefix in prefixes):
+      return prefixes
+    answers: list[Span] = []
+    for prefix in prefixes:
+      answers += prefix.answers
+    return [RenderedText(text, answers)]
 
-  def _render_last_answer(self, messages: Sequence[Message]) -> tuple[str, Span]:
-    """(text of a conversation that ends with an answer, span of that answer)"""
+  def _render_last_answer(self, messages: Sequence[Message]) -> RenderedText:
+    """Render a conversation that ends with an answer, and locate only that answer."""
     before = self._render(messages[:-1], add_generation_prompt=True)
     text = self._render(messages, add_generation_prompt=False)
     if not text.startswith(before):
@@ -86,11 +110,15 @@ class ChatTemplate:
         "cannot be located: set chat_template_path to one that has {% generation %} and "
         "{% endgeneration %} around the assistant's messages"
       )
+    end = len(text)
     trimmed = text.rstrip()
-    end = len(trimmed if trimmed.endswith(self._specials) else text)
-    return text, (len(before), max(end, len(before)))
+    if trimmed.endswith(self._special_tokens):
+      end = len(trimmed)
+    answer = Span(len(before), max(end, len(before)))
+    return RenderedText(text, [answer])
 
   def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    """Render a conversation with OPEN and CLOSE around the output of generation blocks."""
     try:
       text = render(
         self._source,
@@ -118,22 +146,29 @@ class ChatTemplate:
       return self._spelled.sub(rf"\1{ESCAPE}", text)
     if isinstance(value, Mapping):
       return {key: self._escape(inner) for key, inner in value.items()}
-    return [self._escape(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+      return [self._escape(inner) for inner in value]
+    return value
 
 
 def _has_paired_marks(text: str) -> bool:
   """Return whether every OPEN in `text` has its CLOSE after it."""
   num_open = 0
   for part in re.findall(f"[{OPEN}{CLOSE}]", text):
-    num_open += 1 if part == OPEN else -1
+    if part == OPEN:
+      num_open += 1
+    else:
+      num_open -= 1
     if num_open < 0:
       return False
   return num_open == 0
 
 
-def _extract_spans(text: str) -> tuple[str, list[Span]]:
-  """Remove OPEN and CLOSE from `text`; return it and the spans that were between them."""
-  kept, begins, ends = "", [], []
+def _extract_spans(text: str) -> RenderedText:
+  """Remove OPEN and CLOSE from `text`; what was between them are the answers."""
+  kept = ""
+  begins = []
+  ends = []
   for part in re.split(f"([{OPEN}{CLOSE}])", text):
     if part == OPEN:
       begins.append(len(kept))
@@ -141,4 +176,5 @@ def _extract_spans(text: str) -> tuple[str, list[Span]]:
       ends.append(len(kept))
     else:
       kept += part
-  return kept, list(zip(begins, ends, strict=True))
+  answers = [Span(begin, end) for begin, end in zip(begins, ends, strict=True)]
+  return RenderedText(kept, answers)

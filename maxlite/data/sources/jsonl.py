@@ -4,7 +4,7 @@ import codecs
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile
@@ -16,21 +16,39 @@ from maxlite.data.sources.text import cut_document
 MAX_BLANK_LINES = 1_000_000
 
 
+class JsonRow(NamedTuple):
+  """The object in a line, and its place (`FILE:LINE`)."""
+
+  place: str
+  record: dict[str, Any]
+
+
 def jsonl_documents(
-  file: DataFile, column: str, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile,
+  column: str,
+  start: float,
+  stop: float,
+  reject: Reject = raise_error,
 ) -> Iterator[Iterator[bytes]]:
   """Read the documents in the fraction [start, stop) of the lines of `file`, skipping blank lines.
 
   Rejects lines that are not an object with a string in `column`, by file and line.
   """
-  document = lambda row: cut_document(_text(row[1], column, row[0]))
-  return convert_rows(read_objects(file, start, stop, reject), document, reject)
+
+  def document(row: JsonRow) -> Iterator[bytes]:
+    return cut_document(_text(row, column))
+
+  rows = read_objects(file, start, stop, reject)
+  return convert_rows(rows, document, reject)
 
 
 def read_objects(
-  file: DataFile, start: float, stop: float, reject: Reject = raise_error
-) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yield (`FILE:LINE`, object) for the fraction [start, stop) of the lines, except blank ones.
+  file: DataFile,
+  start: float,
+  stop: float,
+  reject: Reject = raise_error,
+) -> Iterator[JsonRow]:
+  """Yield the objects in the fraction [start, stop) of the lines, except blank ones.
 
   Rejects lines that are not a JSON object.
   """
@@ -57,15 +75,22 @@ def _all_lines(file: DataFile) -> Iterator[bytes]:
   num_blank = 0
   with open_file(file) as lines:
     for index, line in enumerate(lines):
-      num_blank = num_blank + 1 if line.isspace() else 0
+      if line.isspace():
+        num_blank += 1
+      else:
+        num_blank = 0
       if num_blank > MAX_BLANK_LINES:
         raise UserError(
           f"{file}: {MAX_BLANK_LINES:,} blank lines up to line {index}: remove them, or the file"
         )
-      yield line if index else line.removeprefix(codecs.BOM_UTF8)
+      if index:
+        yield line
+      else:
+        yield line.removeprefix(codecs.BOM_UTF8)
 
 
-def _object(row: tuple[str, bytes]) -> tuple[str, dict[str, Any]]:
+def _object(row: tuple[str, bytes]) -> JsonRow:
+  """Parse a line, given as (`FILE:LINE`, line); raise UserError if it is not an object."""
   place, line = row
   try:
     record = json.loads(line)
@@ -73,13 +98,18 @@ def _object(row: tuple[str, bytes]) -> tuple[str, dict[str, Any]]:
     raise UserError(f"{place}: not JSON ({error}): fix or remove the line") from None
   if not isinstance(record, dict):
     raise UserError(f"{place}: not a JSON object: write {{...}} in each line")
-  return place, record
+  return JsonRow(place, record)
 
 
-def _text(record: dict[str, Any], column: str, place: str) -> bytes:
-  if column not in record:
-    raise UserError(f"{place}: no field {column!r} among {sorted(record)}: set text_column")
-  if not isinstance(record[column], str):
-    raise UserError(f"{place}: field {column!r} is not a string: set text_column to one that is")
+def _text(row: JsonRow, column: str) -> bytes:
+  """Return the text of a row in UTF-8; raise UserError if it has none."""
+  if column not in row.record:
+    fields = sorted(row.record)
+    raise UserError(f"{row.place}: no field {column!r} among {fields}: set text_column")
+  text = row.record[column]
+  if not isinstance(text, str):
+    raise UserError(
+      f"{row.place}: field {column!r} is not a string: set text_column to one that is"
+    )
   # JSON can spell an unpaired surrogate, which no encoding can represent.
-  return record[column].encode(errors="replace")
+  return text.encode(errors="replace")

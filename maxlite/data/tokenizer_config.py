@@ -1,0 +1,165 @@
+"""The files beside a tokenizer.json: its special tokens and its chat template."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxlite.config.errors import UserError
+from maxlite.config.file_io import read_json_object, require_own_file
+
+_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
+_ID_FILES = ("generation_config.json", "config.json")  # tokens by id
+_COMMON_SPELLINGS = {
+  "bos_token": ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]"),
+  "eos_token": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+  """Contents of the files, by the names that chat templates use: `bos_token`, `eos_token`, ...
+
+  `ids` has the ids of bos_token and eos_token, none of them if no file has any.
+  """
+
+  special_tokens_map: dict[str, str]
+  ids: dict[str, list[int]]
+  chat_template: str
+
+
+def read_tokenizer_config(folder: Path) -> TokenizerConfig:
+  """Read the files of `folder`; earlier files in `_TOKEN_FILES` and `_ID_FILES` take precedence.
+
+  Raises:
+    UserError: a file is not a JSON object, has an invalid token id, or is a link to another folder.
+  """
+  tokens: dict[str, str] = {}
+  for name in _TOKEN_FILES:
+    named = {}
+    for key, value in _read(folder / name).items():
+      spelling = _spelling(value)
+      if key.endswith("_token") and spelling:
+        named[key] = spelling
+    tokens = named | tokens
+  ids: dict[str, list[int]] = {"bos_token": [], "eos_token": []}
+  for name in _ID_FILES:
+    values = _read(folder / name)
+    for key, earlier in ids.items():
+      found = _ids(values.get(f"{key}_id"), folder / name)
+      ids[key] = earlier or found
+  return TokenizerConfig(tokens, ids, _chat_template(folder))
+
+
+def _read(path: Path) -> dict[str, Any]:
+  """Read a JSON object; empty if there is no file."""
+  if not path.is_file():
+    return {}
+  require_own_file(path)
+  return read_json_object(path, "fix or remove it")
+
+
+def _spelling(value: object) -> str:
+  """Return a token given as a string or as an object with `content`; "" for anything else."""
+  if isinstance(value, dict):
+    value = value.get("content")
+  if isinstance(value, str):
+    return value
+  return ""
+
+
+def _ids(value: Any, path: Path) -> list[int]:
+  """Return the ids of tokens given as one id, as a list, or as null."""
+  if value is None:
+    return []
+  ids = value if isinstance(value, list) else [value]
+  if not all(type(i) is int and i >= 0 for i in ids):
+    raise UserError(f"{path} has {value!r} for a token's id: fix or remove it")
+  return ids
+
+
+def _chat_template(folder: Path) -> str:
+  """Read chat_template.jinja, or the entry of tokenizer_config.json (of several, `default`)."""
+  file = folder / "chat_template.jinja"
+  if file.is_file():
+    require_own_file(file)
+    return read_template(file, str(file))
+  template = _read(folder / "tokenizer_config.json").get("chat_template", "")
+  if isinstance(template, list):
+    named = {}
+    for entry in template:
+      if isinstance(entry, dict):
+        named[entry.get("name")] = entry.get("template")
+    template = named.get("default")
+  if isinstance(template, str):
+    return template
+  return ""
+
+
+def read_template(file: Path, place: str) -> str:
+  """Read a Jinja2 template; raise UserError that names `place` if it is not text."""
+  try:
+    return file.read_text("utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f"{place} is not a Jinja2 template ({error}): replace it") from None
+
+
+class SpecialIds(NamedTuple):
+  """The ids of bos and of the stop tokens, of which the first is eos."""
+
+  bos: int
+  stop: tuple[int, ...]
+
+
+def find_special_ids(vocabulary: dict[str, int], config: TokenizerConfig, path: str) -> SpecialIds:
+  """Find the ids that the files name, else those of a common spelling in the vocabulary.
+
+  The stop tokens are the named eos and the listed ones. Without a bos, it is the eos.
+
+  Raises:
+    UserError: there is no eos, or a file names a token that the vocabulary lacks.
+  """
+  bos_ids = _named_ids("bos_token", vocabulary, config, path)
+  eos_ids = _named_ids("eos_token", vocabulary, config, path)
+  stop_token_ids = tuple(dict.fromkeys(eos_ids))
+  if not stop_token_ids:
+    raise UserError(
+      f"tokenizer_path={path!r} has none of {', '.join(_COMMON_SPELLINGS['eos_token'])} to "
+      "separate documents: add one of them, or name another as eos_token in a "
+      "tokenizer_config.json beside it"
+    )
+  bos = bos_ids[0] if bos_ids else stop_token_ids[0]
+  return SpecialIds(bos, stop_token_ids)
+
+
+def _named_ids(
+  name: str,
+  vocabulary: dict[str, int],
+  config: TokenizerConfig,
+  path: str,
+) -> list[int]:
+  """Return the ids of the token `name` (bos_token or eos_token), the preferred one first.
+
+  Raises:
+    UserError: a file names a token that the vocabulary lacks.
+  """
+  token = config.special_tokens_map.get(name)
+  if token is not None and token not in vocabulary:
+    raise UserError(
+      f"tokenizer_path={path!r} lacks {token!r}, which a file beside it names as {name}: correct "
+      "one of the two"
+    )
+  unknown = set(config.ids[name]) - set(vocabulary.values())
+  if unknown:
+    raise UserError(
+      f"tokenizer_path={path!r} has no token {min(unknown)}, which a file beside it names as bos "
+      "or eos: correct one of the two"
+    )
+  ids = list(config.ids[name])
+  if token is not None:
+    ids.insert(0, vocabulary[token])
+  if ids:
+    return ids
+  for spelling in _COMMON_SPELLINGS[name]:
+    if spelling in vocabulary:
+      return [vocabulary[spelling]]
+  return []
