@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,7 +32,9 @@ from maxlite.data.token_cache import TokenizedData, Tokens, open_tokens
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 
-_SYNTHETIC_ROWS = (1 << 20, 1 << 10)  # of the training and the evaluation split
+_SYNTHETIC_TRAIN_ROWS = 1 << 20
+_SYNTHETIC_EVAL_ROWS = 1 << 10
+_SYNTHETIC_EVAL_SEED = 0  # held-out rows do not depend on data_shuffle_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,66 +61,116 @@ class DataSource:
 
 
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
-  seeds = cfg.data_shuffle_seed, 0  # held-out rows do not depend on data_shuffle_seed
-  train, held_out = (
-    SyntheticRows(stream, num_rows, cfg.max_target_length, vocab_size, seed)
-    for stream, (num_rows, seed) in enumerate(zip(_SYNTHETIC_ROWS, seeds, strict=True))
+  """Open random counting sequences, which need no files."""
+  train = SyntheticRows(
+    stream=0,
+    num_rows=_SYNTHETIC_TRAIN_ROWS,
+    row_length=cfg.max_target_length,
+    vocab_size=vocab_size,
+    seed=cfg.data_shuffle_seed,
   )
-  num_bytes_V = np.zeros(vocab_size, np.int32)
-  return DataSource(train, held_out, num_bytes_V, f"{len(train):,} synthetic training rows")
+  held_out = SyntheticRows(
+    stream=1,
+    num_rows=_SYNTHETIC_EVAL_ROWS,
+    row_length=cfg.max_target_length,
+    vocab_size=vocab_size,
+    seed=_SYNTHETIC_EVAL_SEED,
+  )
+  return DataSource(
+    train=train,
+    eval=held_out,
+    num_bytes_V=np.zeros(vocab_size, np.int32),
+    summary=f"{len(train):,} synthetic training rows",
+  )
 
 
 def _text_source(
-  read: Reader, suffix: str, cfg: DataConfig, vocab_size: int, cache_directory: Path
+  read: Reader,
+  suffix: str,
+  cfg: DataConfig,
+  vocab_size: int,
+  cache_directory: Path,
 ) -> DataSource:
-  length, tokenizer = cfg.max_target_length, _open_fitting_tokenizer(cfg, vocab_size)
+  """Open documents of text.
+
+  Args:
+    read: reads the documents of a file.
+    suffix: of the files that are read if a folder is named; empty: those of text.
+    cfg: the config of the source.
+    vocab_size: ids of the model.
+    cache_directory: where the tokenized data are.
+  """
+  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
   text = TextTokenizer(tokenizer)
   read = functools.partial(read, reject=build_reject(cfg.on_bad_row, text.counts))
   data = _open_tokens(read, suffix, cfg, text, cache_directory)
-  packed = PACKING_STRATEGIES[cfg.packing_strategy](data.train, length, _order_seed(cfg))
-  # Held-out rows do not depend on the strategy, so that losses are comparable.
-  held_out = PackedDocuments(data.eval, length, None)
-  documents = DocumentWindows(data.eval, length)
-  summary = f"{_summary(data, 'documents')}; {_describe_packing(cfg, packed, data.train)}"
-  return _source(data, packed, held_out, documents, tokenizer, summary)
+  row_length = cfg.max_target_length
+  packed_rows = PACKING_STRATEGIES[cfg.packing_strategy]
+  train: PackedRows = packed_rows(data.train, row_length, _order_seed(cfg))
+  summary = _summary(data, "documents")
+  packing = _describe_packing(cfg, train, data.train)
+  return _source(
+    data,
+    train=train,
+    # Held-out rows do not depend on the strategy, so that losses are comparable.
+    held_out=PackedDocuments(data.eval, row_length, None),
+    documents=DocumentWindows(data.eval, row_length),
+    tokenizer=tokenizer,
+    summary=f"{summary}; {packing}",
+  )
 
 
 def _describe_packing(cfg: DataConfig, rows: PackedRows, tokens: Tokens) -> str:
-  padding = 1 - rows.num_tokens / max(len(rows) * cfg.max_target_length, 1)
+  """Return the shares of padding and of cut documents, for the log."""
+  num_positions = len(rows) * cfg.max_target_length
+  padding = 1 - rows.num_tokens / max(num_positions, 1)
   cut = rows.num_cut / max(len(tokens.lengths), 1)
   return f"{cfg.packing_strategy}: {padding:.2%} padding, {cut:.2%} of the documents cut"
 
 
 def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
-  length, tokenizer = cfg.max_target_length, _open_fitting_tokenizer(cfg, vocab_size)
+  """Open conversations, of which only the assistant's tokens count in the loss."""
+  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
   chat = open_chat(cfg, tokenizer)
   if chat is None:
     raise UserError(
       f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} has no chat "
       "template: set chat_template_path to one that fits the model"
     )
-  conversations = ConversationTokenizer(chat, length + 1, cfg.on_bad_row)
+  row_length = cfg.max_target_length
+  conversations = ConversationTokenizer(chat, row_length + 1, cfg.on_bad_row)
   read = functools.partial(chat_documents, reject=conversations.reject)
   data = _open_tokens(read, ".jsonl", cfg, conversations, cache_directory)
-  pack = functools.partial(PackedConversations, row_length=length, packing=cfg.packing)
-  train, held_out = pack(data.train, order_seed=_order_seed(cfg)), pack(data.eval, order_seed=None)
-  one_per_row = PackedConversations(data.eval, length, None, packing=False)
-  return _source(data, train, held_out, one_per_row, tokenizer, _summary(data, "conversations"))
+  return _source(
+    data,
+    train=PackedConversations(data.train, row_length, _order_seed(cfg), packing=cfg.packing),
+    held_out=PackedConversations(data.eval, row_length, None, packing=cfg.packing),
+    documents=PackedConversations(data.eval, row_length, None, packing=False),
+    tokenizer=tokenizer,
+    summary=_summary(data, "conversations"),
+  )
 
 
 def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
+  """Open the tokenizer; raise UserError if the model has fewer ids."""
   tokenizer = open_tokenizer(cfg)
   if tokenizer.size > vocab_size:
+    multiple_of_64 = math.ceil(tokenizer.size / 64) * 64
     raise UserError(
       f"the tokenizer has {tokenizer.size} ids and the model vocab_size={vocab_size}: "
-      f"set vocab_size={-(-tokenizer.size // 64) * 64}"
+      f"set vocab_size={multiple_of_64}"
     )
   return tokenizer
 
 
 def _open_tokens(
-  read: Reader, suffix: str, cfg: DataConfig, tokenizer: DocumentTokenizer, cache_directory: Path
+  read: Reader,
+  suffix: str,
+  cfg: DataConfig,
+  tokenizer: DocumentTokenizer,
+  cache_directory: Path,
 ) -> TokenizedData:
+  """Open the tokens of both splits; raise UserError if files cannot be read or hold no text."""
   files, skipped = expand_paths(cfg.dataset_path, suffix, "dataset_path")
   eval_files, eval_skipped = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
   try:
@@ -125,34 +178,72 @@ def _open_tokens(
   except OSError as error:
     raise UserError(f"cannot read the data, or write to {cache_directory}: {error}") from None
   report = f"read {count_suffixes([*files, *eval_files])}"
-  if others := [*skipped, *eval_skipped]:
+  others = [*skipped, *eval_skipped]
+  if others:
     report += f"; skipped {count_suffixes(others)} (dataset_path=FOLDER/** reads any file)"
-  if not len(data.train.lengths) + len(data.eval.lengths):
+  num_documents = len(data.train.lengths) + len(data.eval.lengths)
+  if num_documents == 0:
     raise UserError(f"dataset_path={','.join(cfg.dataset_path)} holds no text: name other files")
   return dataclasses.replace(data, files=report)
 
 
 def _order_seed(cfg: DataConfig) -> int | None:
-  return cfg.data_shuffle_seed if cfg.enable_data_shuffling else None
+  """Return the seed of the order of documents; None: the order of the files."""
+  if not cfg.enable_data_shuffling:
+    return None
+  return cfg.data_shuffle_seed
 
 
 def _source(
   data: TokenizedData,
+  *,
   train: RowSource,
-  held_out: RowSource,  # in the order of the files, so that runs are compared on the same rows
+  held_out: RowSource,
   documents: DocumentRows,
   tokenizer: Tokenizer,
   summary: str,
 ) -> DataSource:
-  eval_rows, eval_documents = (held_out, documents) if len(data.eval.lengths) else (None, None)
-  return DataSource(train, eval_rows, tokenizer.num_bytes_V, summary, eval_documents, data.files)
+  """Return the source of tokenized data.
+
+  Args:
+    data: both splits.
+    train: the rows of the training split.
+    held_out: those of the other split, in the order of the files, so that runs are compared on the
+      same rows.
+    documents: the held-out documents one by one.
+    tokenizer: that of `data`.
+    summary: a description for the log.
+  """
+  has_eval = len(data.eval.lengths) > 0
+  return DataSource(
+    train=train,
+    eval=held_out if has_eval else None,
+    num_bytes_V=tokenizer.num_bytes_V,
+    summary=summary,
+    documents=documents if has_eval else None,
+    files=data.files,
+  )
 
 
 def _summary(data: TokenizedData, unit: str) -> str:
-  size = lambda lengths: f"{int(lengths.sum()):,} tokens in {len(lengths):,} {unit}"
-  dropped = {f"training {unit} dropped as duplicates of held-out ones": data.num_dropped}
-  notes = [f"; {count:,} {what}" for what, count in (dropped | data.counts).items() if count]
-  return f"train {size(data.train.lengths)}; eval {size(data.eval.lengths)}{''.join(notes)}"
+  """Return the sizes of both splits, and what was dropped or changed, for the log.
+
+  Args:
+    data: both splits.
+    unit: what a document is, in the plural.
+  """
+  summary = f"train {_size(data.train, unit)}; eval {_size(data.eval, unit)}"
+  if data.num_dropped:
+    summary += f"; {data.num_dropped:,} training {unit} dropped as duplicates of held-out ones"
+  for what, count in data.counts.items():
+    if count:
+      summary += f"; {count:,} {what}"
+  return summary
+
+
+def _size(tokens: Tokens, unit: str) -> str:
+  num_tokens = int(tokens.lengths.sum())
+  return f"{num_tokens:,} tokens in {len(tokens.lengths):,} {unit}"
 
 
 text_source = functools.partial(_text_source, text_documents, "")

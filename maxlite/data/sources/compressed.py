@@ -10,7 +10,8 @@ from maxlite.config.object_store import DataFile, size_and_version
 
 EXPANDED = (".gz", ".zst")
 # A file that expands to more of both is refused: an attack, or damaged.
-MAX_RATIO, MAX_BYTES = 200, 1 << 28
+MAX_RATIO = 200
+MAX_BYTES = 1 << 28
 TOO_LARGE = "check where it is from, or write its text as JSON lines"  # for tables and records
 _BUFFER_BYTES = 1 << 18
 
@@ -22,7 +23,8 @@ class ExpansionLimit:
     self._file = file
     self._fix = fix
     self._num_bytes = 0
-    self.max_bytes = max(MAX_RATIO * size_and_version(file)[0], MAX_BYTES)
+    compressed_size, _ = size_and_version(file)
+    self.max_bytes = max(MAX_RATIO * compressed_size, MAX_BYTES)
 
   def add(self, num_bytes: int) -> None:
     """Count further bytes. Raises UserError if they are too many."""
@@ -47,16 +49,23 @@ def open_file(file: DataFile) -> BinaryIO:
 
 
 def inner_name(name: str) -> str:
-  """The name without the suffix of the compression."""
-  return name.removesuffix(Path(name).suffix) if Path(name).suffix in EXPANDED else name
+  """Return the name without the suffix of the compression."""
+  suffix = Path(name).suffix
+  if suffix not in EXPANDED:
+    return name
+  return name.removesuffix(suffix)
 
 
 def expanded_size(file: DataFile) -> int:
-  """The number of bytes that `open_file` gives; reads a compressed file."""
+  """Return the number of bytes that `open_file` gives; reads a compressed file."""
   if file.suffix not in EXPANDED:
-    return size_and_version(file)[0]
+    size, _ = size_and_version(file)
+    return size
+  num_bytes = 0
   with open_file(file) as stream:
-    return sum(len(block) for block in iter(lambda: stream.read(_BUFFER_BYTES), b""))
+    while block := stream.read(_BUFFER_BYTES):
+      num_bytes += len(block)
+  return num_bytes
 
 
 def skip(stream: BinaryIO, num_bytes: int) -> None:
@@ -69,6 +78,8 @@ def skip(stream: BinaryIO, num_bytes: int) -> None:
 
 
 class _Expander(io.RawIOBase):
+  """The expanded content of a compressed file."""
+
   def __init__(self, file: DataFile) -> None:
     self._file = file
     self._limit = ExpansionLimit(file, "decompress it first")

@@ -1,12 +1,12 @@
 """Expansion of `dataset_path` entries to files."""
 
 import glob
-import itertools
 import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from maxlite.config.data_files import other_dataset_type
 from maxlite.config.errors import UserError
@@ -34,16 +34,32 @@ _NOT_TEXT = re.compile(
 )
 
 
-def expand_paths(
-  entries: Iterable[str], suffix: str, key: str
-) -> tuple[list[DataFile], list[DataFile]]:
-  """Expand to (files, other visible files of the folders), in order and without duplicates.
+class ExpandedPaths(NamedTuple):
+  """The files to read, and the other visible files of the folders."""
 
-  A folder yields its visible files with `suffix` (those of text if it is empty), and `stdlib` the
-  sources of Python's library.
+  files: list[DataFile]
+  skipped: list[DataFile]
+
+
+class _Listing(NamedTuple):
+  """The files that a path names, and their names in the folder if it is one."""
+
+  name_by_file: dict[DataFile, str]
+  is_folder: bool
+
+
+def expand_paths(entries: Iterable[str], suffix: str, key: str) -> ExpandedPaths:
+  """Expand entries to files, in order and without duplicates.
+
+  A folder yields its visible files with `suffix`, and `stdlib` the sources of Python's library.
+
+  Args:
+    entries: files, folders, globs or URIs.
+    suffix: that of the files to read; empty: those of text.
+    key: the config key of the entries, for messages.
 
   Raises:
-    UserError: an entry of the config key `key` yields no file, or one of another format.
+    UserError: an entry yields no file, or one of another format.
   """
   files: dict[DataFile, None] = {}
   skipped: list[DataFile] = []
@@ -55,16 +71,17 @@ def expand_paths(
       _require_readable(file, suffix, key)
       files[file] = None
     skipped += others
-  return list(files), [file for file in skipped if file not in files]
+  never_read = [file for file in skipped if file not in files]
+  return ExpandedPaths(list(files), never_read)
 
 
 def _describe_lack(suffix: str, others: list[DataFile]) -> str:
-  """What there is instead of files with `suffix`, and what to do."""
+  """Return what there is instead of files with `suffix`, and what to do."""
   kind = f"*{suffix} file" if suffix else "file"
-  if not others:
-    return f"{kind}: name a file, a folder or a glob"
-  types = {other_dataset_type(file.name, _dataset_type(suffix)) for file in others}
   fix = "name a file, a folder or a glob"
+  if not others:
+    return f"{kind}: {fix}"
+  types = {other_dataset_type(file.name, _dataset_type(suffix)) for file in others}
   if len(types) == 1 and "" not in types:
     fix = f"write dataset_type={types.pop()}"
   return f"{kind} (only {count_suffixes(others)}): {fix}"
@@ -72,14 +89,17 @@ def _describe_lack(suffix: str, others: list[DataFile]) -> str:
 
 def _require_readable(file: DataFile, suffix: str, key: str) -> None:
   """Raise UserError if a file that was named is of another format, or of another compression."""
-  if other := other_dataset_type(file.name, _dataset_type(suffix)):
+  other = other_dataset_type(file.name, _dataset_type(suffix))
+  if other:
     raise UserError(f"{key}: {file} is of another type: write dataset_type={other}")
   if not _COMPRESSED.fullmatch(file.suffix) or _is_read(file.name, suffix):
     return
   if suffix == ".jsonl" and inner_name(file.name).endswith(".json"):
     return
-  fix = f", or name it *{suffix or '.txt'}.gz" if suffix in _MAY_BE_COMPRESSED else ""
-  raise UserError(f"{key}: {file} is compressed: decompress it{fix}")
+  fix = "decompress it"
+  if suffix in _MAY_BE_COMPRESSED:
+    fix += f", or name it *{suffix or '.txt'}.gz"
+  raise UserError(f"{key}: {file} is compressed: {fix}")
 
 
 def _dataset_type(suffix: str) -> str:
@@ -87,58 +107,115 @@ def _dataset_type(suffix: str) -> str:
 
 
 def total_bytes(entries: Iterable[str]) -> int:
-  """The size of all visible files that `entries` name, of any format."""
-  found = itertools.chain.from_iterable(_expand(entry, "") for entry in entries)
-  return sum(size_and_version(file)[0] for file in itertools.chain.from_iterable(found))
+  """Return the size of all visible files that `entries` name, of any format."""
+  total = 0
+  for entry in entries:
+    expanded = _expand(entry, suffix="")
+    for file in [*expanded.files, *expanded.skipped]:
+      size, _ = size_and_version(file)
+      total += size
+  return total
 
 
 def count_suffixes(files: Iterable[DataFile]) -> str:
-  """The number of files by suffix: `3 .py and 12 .txt`."""
-  counts = sorted(Counter(file.suffix or "without suffix" for file in files).items())
-  return " and ".join(f"{count:,} {suffix}" for suffix, count in counts)
+  """Return the number of files by suffix: `3 .py and 12 .txt`."""
+  counter = Counter(file.suffix or "without suffix" for file in files)
+  counts = [f"{count:,} {suffix}" for suffix, count in sorted(counter.items())]
+  return " and ".join(counts)
 
 
-def _expand(entry: str, suffix: str) -> tuple[list[DataFile], list[DataFile]]:
-  """(files of an entry, other visible files of a folder)"""
+def _expand(entry: str, suffix: str) -> ExpandedPaths:
+  """Return the files of an entry with `suffix`, and the other visible ones if it is a folder."""
   if entry == STDLIB:
-    root = Path(sysconfig.get_path("stdlib")).resolve()
-    sources = [] if suffix else sorted(root.rglob("*.py"))
-    is_excluded = lambda file: _NOT_STDLIB.intersection(file.relative_to(root).parts)
-    return [file for file in sources if not is_excluded(file)], []
-  names, is_folder = _list_store(entry) if is_remote(entry) else _list_local(entry)
-  if not is_folder:
-    return list(names), []
+    files = [] if suffix else _stdlib_sources()
+    return ExpandedPaths(files, [])
+  listing = _list_store(entry) if is_remote(entry) else _list_local(entry)
+  if not listing.is_folder:
+    return ExpandedPaths(list(listing.name_by_file), [])
   read: list[DataFile] = []
   others: list[DataFile] = []
-  for file, name in names.items():
-    if not any(part[0] == "." for part in name.split("/")):
-      (read if _is_read(name, suffix) else others).append(file)
-  return read, others
+  for file, name in listing.name_by_file.items():
+    if _is_hidden(name):
+      continue
+    if _is_read(name, suffix):
+      read.append(file)
+    else:
+      others.append(file)
+  return ExpandedPaths(read, others)
+
+
+def _stdlib_sources() -> list[DataFile]:
+  """Return the sources of Python's library, without tests and installed packages."""
+  root = Path(sysconfig.get_path("stdlib")).resolve()
+  sources: list[DataFile] = []
+  for file in sorted(root.rglob("*.py")):
+    parts = file.relative_to(root).parts
+    if not _NOT_STDLIB.intersection(parts):
+      sources.append(file)
+  return sources
+
+
+def _is_hidden(name: str) -> bool:
+  """Return whether a file, or a folder above it, has a name that starts with a dot."""
+  return any(part[0] == "." for part in name.split("/"))
 
 
 def _is_read(name: str, suffix: str) -> bool:
-  """Whether a file is read if its folder is named: by its suffix, without that of a compression."""
-  inner = inner_name(name) if suffix in _MAY_BE_COMPRESSED else name
+  """Return whether a file is read if its folder is named, by its suffix.
+
+  The suffix of a compression is left out where it may be compressed.
+  """
+  inner = name
+  if suffix in _MAY_BE_COMPRESSED:
+    inner = inner_name(name)
   if suffix:
     return inner.endswith(suffix)
   kind = PurePosixPath(inner).suffix
-  return not _NOT_TEXT.fullmatch(kind) and (inner == name or bool(kind))
+  if _NOT_TEXT.fullmatch(kind):
+    return False
+  is_compressed = inner != name
+  return bool(kind) or not is_compressed
 
 
-def _list_store(uri: str) -> tuple[dict[DataFile, str], bool]:
-  """({object: name in the folder}, whether `uri` is a folder)"""
-  found: list[DataFile] = list(list_files(uri))
-  is_folder = not glob.has_magic(uri) and [str(file) for file in found] != [uri]
-  return {file: str(file).removeprefix(uri).strip("/") for file in found}, is_folder
+def _list_store(uri: str) -> _Listing:
+  """List the objects that a URI names."""
+  found = list_files(uri)
+  is_one_object = [str(file) for file in found] == [uri]
+  name_by_file: dict[DataFile, str] = {}
+  for file in found:
+    name_by_file[file] = str(file).removeprefix(uri).strip("/")
+  is_folder = not is_one_object and not glob.has_magic(uri)
+  return _Listing(name_by_file, is_folder)
 
 
-def _list_local(entry: str) -> tuple[dict[DataFile, str], bool]:
-  """({file without symbolic links: name in the folder}, whether `entry` is a folder)"""
-  path = Path(hub_path(entry) if entry.startswith(HUB) else entry).expanduser()
+def _list_local(entry: str) -> _Listing:
+  """List the files on disk that an entry names, without symbolic links, in order."""
+  if entry.startswith(HUB):
+    path = Path(hub_path(entry))
+  else:
+    path = Path(entry).expanduser()
   is_folder = path.is_dir()
-  matches = path.rglob("*") if is_folder else map(Path, expand_glob(str(path)))
-  found = [path] if path.is_file() else [match for match in matches if match.is_file()]
-  # Files of the hub's cache are links to names without a suffix.
-  real = {file: file if "snapshots" in file.parts else file.resolve() for file in found}
-  name = lambda file: file.relative_to(path).as_posix() if is_folder else file.name
-  return {real[file]: name(file) for file in sorted(found, key=real.__getitem__)}, is_folder
+  name_by_real: dict[Path, str] = {}
+  for file in _local_files(path):
+    name = file.name
+    if is_folder:
+      name = file.relative_to(path).as_posix()
+    real = file
+    if "snapshots" not in file.parts:  # files of the hub's cache are links to names without suffix
+      real = file.resolve()
+    name_by_real[real] = name
+  in_order: dict[DataFile, str] = {}
+  for real in sorted(name_by_real):
+    in_order[real] = name_by_real[real]
+  return _Listing(in_order, is_folder)
+
+
+def _local_files(path: Path) -> list[Path]:
+  """Return the file of this path, the files in the folder, or those that match the glob."""
+  if path.is_file():
+    return [path]
+  if path.is_dir():
+    matches = list(path.rglob("*"))
+  else:
+    matches = [Path(match) for match in expand_glob(str(path))]
+  return [match for match in matches if match.is_file()]

@@ -14,9 +14,19 @@ class SyntheticRows:
   `stream`s are independent.
   """
 
-  def __init__(self, stream: int, num_rows: int, row_length: int, vocab_size: int, seed: int):
-    self._num_rows, self._row_length, self._vocab_size = num_rows, row_length, vocab_size
-    self._key = (seed, stream)
+  def __init__(
+    self,
+    stream: int,
+    num_rows: int,
+    row_length: int,
+    vocab_size: int,
+    seed: int,
+  ) -> None:
+    self._stream = stream
+    self._num_rows = num_rows
+    self._row_length = row_length
+    self._vocab_size = vocab_size
+    self._seed = seed
     self.identity = f"synthetic, {num_rows} rows of {vocab_size} ids, stream {stream}, seed {seed}"
 
   def __len__(self) -> int:
@@ -27,9 +37,15 @@ class SyntheticRows:
     return self._num_rows * self._row_length
 
   def __getitem__(self, index: int) -> Row:
-    random = np.random.default_rng((*self._key, index))
-    num_ids = self._row_length + 1
-    steps = random.integers(self._vocab_size, size=num_ids)
-    steps[1:][random.random(num_ids - 1) >= _JUMP_PROBABILITY] = 1
+    random = np.random.default_rng((self._seed, self._stream, index))
+    # The first step is the first id; a later one is 1, or any if the sequence jumps.
+    steps = random.integers(self._vocab_size, size=self._row_length + 1)
+    is_jump = random.random(self._row_length) < _JUMP_PROBABILITY
+    steps[1:][~is_jump] = 1
     ids = np.cumsum(steps) % self._vocab_size
-    return pad_row(ids[:-1], ids[1:], np.array([self._row_length]), self._row_length)
+    return pad_row(
+      tokens=ids[:-1],
+      targets=ids[1:],
+      lengths=np.array([self._row_length]),
+      size=self._row_length,
+    )

@@ -21,11 +21,14 @@ _BATCH_ROWS = 16  # decoded at once; a row of a small file may be megabytes
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-  """An open file; pyarrow has no types."""
+  """An open file; `batches` are record batches that have the column of the text.
+
+  pyarrow has no types.
+  """
 
   schema: Any
   count_rows: Callable[[], int]
-  batches: Iterator[Any]  # record batches that have the column of the text
+  batches: Iterator[Any]
 
 
 _OpenTable = Callable[[BinaryIO, str, ExpansionLimit], _Table]
@@ -55,10 +58,12 @@ def _documents(
     with file.open("rb") as stream:
       table = open_table(stream, column, limit)
       _require_strings(table.schema, column, file)
-      begin, end = 0, None
+      begin = 0
+      end = None
       if (start, stop) != (0, 1):
         num_rows = table.count_rows()
-        begin, end = int(num_rows * start), int(num_rows * stop)
+        begin = int(num_rows * start)
+        end = int(num_rows * stop)
       values = itertools.islice(_values(table.batches, column, limit), begin, end)
       numbered = enumerate(values, start=begin + 1)
       rows = ((f"{file}: row {number}", value.as_py()) for number, value in numbered)

@@ -24,8 +24,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Unicode noncharacters around the output of {% generation %} blocks.
-OPEN, CLOSE = "\ufdd1", "\ufdd2"
-CPU_SECONDS, MEMORY_BYTES, MAX_LENGTH = 5, 512 << 20, 16 << 20  # of one rendering
+OPEN = "\ufdd1"
+CLOSE = "\ufdd2"
+# Limits of one rendering.
+CPU_SECONDS = 5
+MEMORY_BYTES = 512 << 20
+MAX_LENGTH = 16 << 20  # characters
 _LOCK = threading.Lock()  # of the worker's pipes
 
 
@@ -57,11 +61,16 @@ def render(source: str, today: datetime.date, **variables: Any) -> str:
 
 @functools.cache
 def _worker(_process_id: int) -> subprocess.Popen[str]:
+  """Start the worker of this process."""
   # -P: the files beside this one must not hide modules of the standard library.
   command = [sys.executable, "-P", __file__, str(CPU_SECONDS)]
-  pipe, hidden = subprocess.PIPE, subprocess.DEVNULL
   worker = subprocess.Popen(
-    command, stdin=pipe, stdout=pipe, stderr=hidden, text=True, start_new_session=True
+    command,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+    start_new_session=True,
   )
   atexit.register(_stop, worker)
   return worker
@@ -88,17 +97,33 @@ class _Generation(Extension):
 
 @functools.lru_cache(maxsize=8)
 def _compile(source: str, today: str) -> jinja2.Template:
+  """Compile a template with the filters and functions that `transformers` offers."""
   environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[_Generation, loopcontrols],
   )
-  # As in `transformers`; Jinja's own filter escapes HTML.
-  to_json = lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
-    x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-  )
-  environment.filters["tojson"] = to_json
-  strftime_now = datetime.date.fromisoformat(today).strftime
-  environment.globals |= {"raise_exception": _raise, "strftime_now": strftime_now}
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _raise
+  environment.globals["strftime_now"] = datetime.date.fromisoformat(today).strftime
   return environment.from_string(source)
+
+
+def _to_json(
+  x: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """Return `x` as JSON, as in `transformers`; Jinja's own filter escapes HTML."""
+  return json.dumps(
+    x,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
 
 
 def _raise(message: str) -> NoReturn:
@@ -106,9 +131,12 @@ def _raise(message: str) -> NoReturn:
 
 
 def _response(source: str, today: str, variables: dict[str, Any]) -> dict[str, str]:
+  """Return the rendered `text`, or an `error`."""
+  text = ""
   try:
     template = _compile(source, today)
-    text = template.render(**variables) if variables else ""
+    if variables:
+      text = template.render(**variables)
   except MemoryError:
     return {"error": f"it takes more than {MEMORY_BYTES >> 20} MB to render"}
   except Exception as error:  # a template can raise any other exception

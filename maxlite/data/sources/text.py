@@ -13,6 +13,7 @@ PIECE_BYTES = 1 << 18
 # Of a document of other formats. Encoding a piece takes many times its size in memory.
 MAX_PIECE_BYTES = 1 << 22
 
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # of a UTF-8 character, after its first byte
 _FIXES = {
   b"PAR1": "write dataset_type=parquet",
   b"ARROW1": "write dataset_type=arrow",
@@ -22,14 +23,19 @@ _FIXES = {
 
 
 def text_documents(
-  file: DataFile, _column: str, start: float, stop: float, reject: Reject = raise_error
+  file: DataFile,
+  _column: str,
+  start: float,
+  stop: float,
+  reject: Reject = raise_error,
 ) -> Iterator[Iterator[bytes]]:
   """Read the fraction [start, stop) of the bytes of `file` as one document.
 
   A byte order mark is left out. Rejects lines that are not UTF-8, by file and byte.
   """
   size = expanded_size(file)
-  begin, end = (_character_start(file, int(size * share)) for share in (start, stop))
+  begin = _character_start(file, int(size * start))
+  end = _character_start(file, int(size * stop))
   with open_file(file) as stream:
     skip(stream, begin)
     yield _valid(_pieces(stream, end - begin), file, begin, reject)
@@ -59,16 +65,19 @@ def _valid(pieces: Iterator[bytes], file: DataFile, begin: int, reject: Reject) 
     except UnicodeDecodeError as error:
       place = start + error.start
       raise UserError(f"{file}: byte {place} is not UTF-8: {_fix(file)}") from None
-    return line if start else line.removeprefix(codecs.BOM_UTF8)
+    if start == 0:
+      return line.removeprefix(codecs.BOM_UTF8)
+    return line
 
   for piece in pieces:
     lines = convert_rows(piece.splitlines(keepends=True), validate, reject)
-    if valid := b"".join(lines):
+    valid = b"".join(lines)
+    if valid:
       yield valid
 
 
 def _fix(file: DataFile) -> str:
-  """What to do about a file that is not UTF-8, by its first bytes."""
+  """Return what to do about a file that is not UTF-8, by its first bytes."""
   with open_file(file) as stream:
     start = stream.read(8)
   for magic, fix in _FIXES.items():
@@ -84,7 +93,8 @@ def _character_start(file: DataFile, offset: int) -> int:
   with open_file(file) as stream:
     skip(stream, offset)
     following = stream.read(3)
-  return offset + len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
+  from_character = following.lstrip(_CONTINUATION_BYTES)
+  return offset + len(following) - len(from_character)
 
 
 def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
@@ -93,7 +103,8 @@ def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
   while block := stream.read(min(PIECE_BYTES, size)):
     size -= len(block)
     rest += block
-    if cut := _cut(rest):
+    cut = _cut(rest)
+    if cut:
       yield rest[:cut]
     rest = rest[cut:]
   if rest:
@@ -101,8 +112,10 @@ def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _cut(data: bytes) -> int:
-  if newline := data.rfind(b"\n") + 1:
-    return newline
+  """Return the position after the last newline; without one, after the last whole character."""
+  after_newline = data.rfind(b"\n") + 1
+  if after_newline:
+    return after_newline
   decoder = codecs.getincrementaldecoder("utf-8")("replace")
   decoder.decode(data)
   incomplete, _ = decoder.getstate()
