@@ -81,9 +81,10 @@ GROUP_ROUTERS = Registry(
   sigmoid_group_topk="maxlite.layers.moe.expert_choice:sigmoid_group_topk",
 )
 ROUTERS: Mapping[str, Any] = ChainMap(GROUP_ROUTERS, PLAIN_ROUTERS)
-# How tokens reach their experts: see layers/moe/dispatch.
+# How tokens reach their experts: see layers/moe/dispatch. Each entry is a `Dispatch`, which states
+# by which keys it is selected; of several that are, the last one is used.
 DISPATCHES = _registry(
-  "maxlite.layers.moe.dispatch.{}:apply_experts", "ragged", "all_gather", "dense", "capacity"
+  "maxlite.layers.moe.dispatch.{}:DISPATCH", "ragged", "all_gather", "dense", "capacity"
 )
 # attention: see kernels/attention/api.py.
 ATTENTION_BACKENDS = _registry(

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
-from maxlite.layers.linear import TRANSPOSED
 from maxlite.layers.lora import merge_lora
+from maxlite.layers.transposed_linear import TRANSPOSED, TransposedLinear
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 
 STACKS = ("dense_layers", "layers")  # parameters of the layers that a decoder scans over
-NOT_TRANSPOSED = ("kv_up", "router", "unembed")  # kernels with readers other than `Linear`
+NOT_TRANSPOSED = ("kv_up", "router", "unembed", "draft_head")  # with readers other than `Linear`
 
 
 def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
@@ -36,7 +36,9 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
   moe = dataclasses.replace(cfg.moe, **no_drops, router_jitter=0.0)
   lora = dataclasses.replace(cfg.lora, lora_rank=0)
   changes = {"scan_layers": False, "remat_policy": "none", "quantization": ""}
-  return Decoder(dataclasses.replace(cfg, moe=moe, lora=lora, **changes), sharder)
+  cfg = dataclasses.replace(cfg, moe=moe, lora=lora, **changes)
+  linear = TransposedLinear if _transposes_kernels(cfg) else None
+  return Decoder(cfg, sharder, linear)
 
 
 def inference_params(cfg: ModelConfig, params: Any) -> Any:
@@ -50,21 +52,33 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
     params = merge_lora(params, cfg.lora.lora_alpha)
   cast = lambda path, leaf: _cast(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers)
   params = jax.tree_util.tree_map_with_path(cast, params)
-  if not cfg.scan_layers:
-    return _transpose(params)
+  if cfg.scan_layers:
+    params = _unstack(params)
+  if _transposes_kernels(cfg):
+    params = _transpose(params)
+  return params
+
+
+def _unstack(params: Any) -> Any:
+  """Parameters of scanned layers as those of separate layers."""
   unstacked = {name: tree for name, tree in params.items() if name not in STACKS}
   for name in STACKS:
     leaves, tree = jax.tree.flatten(params.get(name, {}))
     for i, layer in enumerate(zip(*map(jnp.unstack, leaves), strict=True)):
-      unstacked[f"{name}_{i}"] = _transpose(jax.tree.unflatten(tree, layer))
+      unstacked[f"{name}_{i}"] = jax.tree.unflatten(tree, layer)
   return unstacked
 
 
+def _transposes_kernels(cfg: ModelConfig) -> bool:
+  """Whether decoding is faster with transposed kernels (layers/transposed_linear.py)."""
+  return jax.default_backend() == "cpu" and cfg.dtype == "float32"
+
+
 def _transpose(params: Any, name: str = "") -> Any:
-  """Transpose the kernels of the module `name` if that is faster."""
-  if not isinstance(params, Mapping) or jax.default_backend() != "cpu":
+  """Transpose the kernels of the module `name`."""
+  if not isinstance(params, Mapping):
     return params
-  if name in NOT_TRANSPOSED or "kernel" not in params or params["kernel"].dtype != jnp.float32:
+  if name in NOT_TRANSPOSED or "kernel" not in params:
     return {name: _transpose(node, name) for name, node in params.items()}
   others = {name: leaf for name, leaf in params.items() if name != "kernel"}
   num_in = 2 if name == "out" else 1  # contracted axes

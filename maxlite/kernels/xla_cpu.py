@@ -14,7 +14,7 @@ Elsewhere, because the workaround is the form of the code:
   `ragged_dot` is dense over the groups.
 - sharding/all_to_all.py: `ragged_all_to_all` is not implemented; a padded all-to-all replaces it.
 - models/decoder.py: layer scans are unrolled by 4, because XLA:CPU copies what a loop carries.
-- inference/inference_params.py: kernels are transposed for `matmul_few_rows`.
+- layers/transposed_linear.py: kernels are transposed for `matmul_few_rows`.
 - checkpoint/checksum.py: more than 32 independent collectives in flight deadlock.
 - ensemble/engines/stacked.py: independent collectives of one program deadlock, so groups of members
   that are sharded run one after another.

@@ -1,6 +1,6 @@
 """Grouped-query self-attention over packed rows."""
 
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,22 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
-from maxlite.layers.linear import Linear
+from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import apply_rope, score_factor
+from maxlite.layers.rope import RopeTables, apply_rope, score_factor
 from maxlite.layers.sharded_attention import attend
 from maxlite.sharding import ROWS, Sharder
+
+# Logical axes of a block of the cache.
+_CACHE_NAMES = ("activation_batch", "activation_kv_heads", "activation_kv_length", "activation_kv")
+
+
+class _Window(NamedTuple):
+  """Which of the previous positions a layer's queries attend."""
+
+  size: int  # Positions that a query attends, including its own; 0: all.
+  # Whether `size` applies, where scanned layers differ in it; None: it does.
+  is_local: jax.Array | None
 
 
 class Attention(nn.Module):
@@ -30,72 +41,144 @@ class Attention(nn.Module):
 
   cfg: ModelConfig
   sharder: Sharder
+  linear: LinearClass = Linear
 
   @nn.compact
   def __call__(
     self,
     x_BTD: jax.Array,
     segment_BT: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
+    rope: RopeTables,
     is_local: bool | jax.Array | None = None,
   ) -> jax.Array:
     """`is_local`: whether `sliding_window_size` applies (None: it does); may be traced."""
-    num_heads, num_kv_heads = self.cfg.base_num_query_heads, self.cfg.base_num_kv_heads
+    num_heads = self.cfg.base_num_query_heads
+    num_kv_heads = self.cfg.base_num_kv_heads
+    cos_BTC, sin_BTC = rope
     q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
     k_BTGC = self._norm(self._project(x_BTD, "key", num_kv_heads, "kv_heads"), "key")
     v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
-    q_BTHC, k_BTGC = apply_rope(q_BTHC, *rope), apply_rope(k_BTGC, *rope)
-    o_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, segment_BT, is_local)
-    linear = functools.partial(Linear, num_in=2, use_bias=self.cfg.family.out_bias, name="out")
-    out = linear(self.cfg, self.sharder, x_BTD.shape[-1:], ("q_heads", "kv", "embed"))
+    q_BTHC = apply_rope(q_BTHC, cos_BTC, sin_BTC)
+    k_BTGC = apply_rope(k_BTGC, cos_BTC, sin_BTC)
+
+    window = self._window(is_local)
+    sink_H = self._sinks()
+    if cache.is_filled(self):
+      o_BTHC = self._attend_cache(q_BTHC, k_BTGC, v_BTGC, segment_BT, window, sink_H)
+    else:
+      o_BTHC = self._attend_rows(q_BTHC, k_BTGC, v_BTGC, segment_BT, window, sink_H)
+
+    out = self.linear(
+      self.cfg,
+      self.sharder,
+      features=x_BTD.shape[-1:],
+      kernel_names=("q_heads", "kv", "embed"),
+      num_in=2,
+      use_bias=self.cfg.family.out_bias,
+      name="out",
+    )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
 
-  def _attend(
+  def _attend_rows(
     self,
     q_BTHC: jax.Array,
     k_BTGC: jax.Array,
     v_BTGC: jax.Array,
     segment_BT: jax.Array,
-    is_local: bool | jax.Array | None,
+    window: _Window,
+    sink_H: jax.Array | None,
   ) -> jax.Array:
-    cfg = self.cfg
-    window = 0 if is_local is False else cfg.sliding_window_size
-    is_local = is_local if window and isinstance(is_local, jax.Array) else None
-    scale = (cfg.query_pre_attn_scalar or cfg.head_dim) ** -0.5 * score_factor(cfg.rope)
-    options = {"scale": scale, "soft_cap": cfg.attn_logits_soft_cap, "sink_H": self._sinks()}
-    new = {"key": k_BTGC, "value": v_BTGC}
-    if cache.is_filled(self):
-      limit = window if is_local is None else jnp.where(is_local, window, jnp.iinfo(jnp.int32).max)
-      (k_blocks, v_blocks), masks = cache.update(self, segment_BT, limit, **new)
-      names = ("activation_batch", "activation_kv_heads", "activation_kv_length", "activation_kv")
-      constrain = lambda blocks: [self.sharder.constrain(block, names) for block in blocks]
-      return cached.attention(q_BTHC, constrain(k_blocks), constrain(v_blocks), masks, **options)
+    """o_BTHC of whole rows, in training and in a prefill, which stores keys and values."""
     # Scanned layers have equal shapes: where only some are local, all have slots for all keys.
-    cache.store_prefill(self, segment_BT, window if is_local is None else 0, **new)
-    operands = q_BTHC, k_BTGC, v_BTGC, segment_BT
-    return attend(cfg, self.sharder, *operands, window=window, is_local=is_local, **options)
+    cached_positions = window.size if window.is_local is None else 0
+    cache.store_prefill(self, segment_BT, cached_positions, key=k_BTGC, value=v_BTGC)
+    return attend(
+      self.cfg,
+      self.sharder,
+      q_BTHC,
+      k_BTGC,
+      v_BTGC,
+      segment_BT,
+      scale=self._score_scale(),
+      soft_cap=self.cfg.attn_logits_soft_cap,
+      window=window.size,
+      is_local=window.is_local,
+      sink_H=sink_H,
+    )
+
+  def _attend_cache(
+    self,
+    q_BTHC: jax.Array,
+    k_BTGC: jax.Array,
+    v_BTGC: jax.Array,
+    segment_BT: jax.Array,
+    window: _Window,
+    sink_H: jax.Array | None,
+  ) -> jax.Array:
+    """o_BTHC of new positions, which are added to the cache, to all positions in it."""
+    limit = window.size
+    if window.is_local is not None:
+      limit = jnp.where(window.is_local, window.size, jnp.iinfo(jnp.int32).max)
+    entries, masks = cache.update(self, segment_BT, limit, key=k_BTGC, value=v_BTGC)
+    k_blocks, v_blocks = entries
+    return cached.attention(
+      q_BTHC,
+      [self.sharder.constrain(block, _CACHE_NAMES) for block in k_blocks],
+      [self.sharder.constrain(block, _CACHE_NAMES) for block in v_blocks],
+      masks,
+      scale=self._score_scale(),
+      soft_cap=self.cfg.attn_logits_soft_cap,
+      sink_H=sink_H,
+    )
+
+  def _window(self, is_local: bool | jax.Array | None) -> _Window:
+    size = self.cfg.sliding_window_size
+    if size == 0 or is_local is False:
+      return _Window(size=0, is_local=None)
+    if isinstance(is_local, jax.Array):
+      return _Window(size, is_local)
+    return _Window(size, is_local=None)
+
+  def _score_scale(self) -> float:
+    """The factor of the products of queries and keys."""
+    scalar = self.cfg.query_pre_attn_scalar or self.cfg.head_dim
+    return scalar**-0.5 * score_factor(self.cfg.rope)
 
   def _sinks(self) -> jax.Array | None:
+    """sink_H, if the family has attention sinks."""
     if not self.cfg.family.sinks:
       return None
     init = nn.with_logical_partitioning(nn.initializers.zeros, ("q_heads",))
-    shape, dtype = (self.cfg.base_num_query_heads,), jnp.dtype(self.cfg.weight_dtype)
-    return self.param("sinks_bias", init, shape, dtype)
+    shape = (self.cfg.base_num_query_heads,)
+    return self.param("sinks_bias", init, shape, jnp.dtype(self.cfg.weight_dtype))
 
   def _project(self, x_BTD: jax.Array, name: str, num_heads: int, heads: str) -> jax.Array:
-    features, use_bias = (num_heads, self.cfg.head_dim), self.cfg.family.qkv_bias
-    names = ("embed", heads, "kv")
-    linear = Linear(self.cfg, self.sharder, features, names, use_bias=use_bias, name=name)
+    """Queries, keys or values [B, T, num_heads, C]; `heads` is the logical name of their axis."""
+    linear = self.linear(
+      self.cfg,
+      self.sharder,
+      features=(num_heads, self.cfg.head_dim),
+      kernel_names=("embed", heads, "kv"),
+      use_bias=self.cfg.family.qkv_bias,
+      name=name,
+    )
     y_BTHC = checkpoint_name(linear(x_BTD), f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROWS, f"activation_{heads}", "activation_kv"))
 
   def _norm(self, x_BTHC: jax.Array, name: str) -> jax.Array:
-    cfg, family = self.cfg, self.cfg.family
+    """Queries or keys, normalised if the family does."""
+    family = self.cfg.family
     if not family.qk_norm:
       return x_BTHC
-    epsilon, dtype = cfg.normalization_layer_epsilon, jnp.dtype(cfg.weight_dtype)
-    norm = RMSNorm(epsilon, dtype, family.zero_centred_norms, name=f"{name}_norm")
+    norm = RMSNorm(
+      self.cfg.normalization_layer_epsilon,
+      jnp.dtype(self.cfg.weight_dtype),
+      family.zero_centred_norms,
+      name=f"{name}_norm",
+    )
     if family.qk_norm == "head":
       return norm(x_BTHC)
-    return norm(x_BTHC.reshape(*x_BTHC.shape[:2], -1)).reshape(x_BTHC.shape)
+    num_rows, num_positions = x_BTHC.shape[:2]
+    x_BTP = x_BTHC.reshape(num_rows, num_positions, -1)  # P: the channels of all heads.
+    return norm(x_BTP).reshape(x_BTHC.shape)

@@ -8,17 +8,15 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
-from maxlite.layers.linear import Linear
-from maxlite.layers.lora import merge_lora
+from maxlite.layers.linear import Linear, LinearClass
+from maxlite.layers.lora import linear_class, merge_lora
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import apply_rope, deinterleave, score_factor
+from maxlite.layers.rope import RopeTables, apply_rope, deinterleave, score_factor
 from maxlite.layers.sharded_attention import attend
 from maxlite.sharding import ROWS, Sharder
 
-EPSILON = 1e-6  # of the latents' norms, independent of the epsilon of the other norms
+EPSILON = 1e-6  # Of the latents' norms, independent of the epsilon of the other norms.
 HEAD_NAMES = (*ROWS, "activation_q_heads", "activation_kv")
-
-Rope = tuple[jax.Array, jax.Array]  # cos_BTC, sin_BTC
 
 
 class LatentAttention(nn.Module):
@@ -34,50 +32,72 @@ class LatentAttention(nn.Module):
 
   cfg: ModelConfig
   sharder: Sharder
+  linear: LinearClass = Linear
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope) -> jax.Array:
-    mla = self.cfg.mla
-    scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * score_factor(self.cfg.rope)
+  def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array, rope: RopeTables) -> jax.Array:
     q_BTHC = self._queries(x_BTD, rope)
     latent_BTL, rotated_BT1R = self._latents(x_BTD, rope)
     entry_BT1C = jnp.concatenate([latent_BTL[:, :, None], rotated_BT1R], axis=-1)
     if cache.is_filled(self):
-      o_BTHC = self._attend_latents(q_BTHC, entry_BT1C, segment_BT, scale)
+      o_BTHC = self._attend_cache(q_BTHC, entry_BT1C, segment_BT)
     else:
       cache.store_prefill(self, segment_BT, latent=entry_BT1C)
-      k_BTHC, v_BTHC = self._keys_and_values(latent_BTL, rotated_BT1R)
-      o_BTHC = attend(self.cfg, self.sharder, q_BTHC, k_BTHC, v_BTHC, segment_BT, scale=scale)
+      o_BTHC = self._attend_rows(q_BTHC, latent_BTL, rotated_BT1R, segment_BT)
     out = self._linear("out", x_BTD.shape[-1:], ("q_heads", "kv", "embed"), num_in=2)
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
 
-  def _queries(self, x_BTD: jax.Array, rope: Rope) -> jax.Array:
+  def _queries(self, x_BTD: jax.Array, rope: RopeTables) -> jax.Array:
     """q_BTHC, rotated."""
-    mla, names = self.cfg.mla, ("embed", "q_heads", "kv")
+    mla = self.cfg.mla
+    names = ("embed", "q_heads", "kv")
     if mla.q_lora_rank:
-      latent_BTQ = self._linear("query_down", (mla.q_lora_rank,), ("embed", "latent"))(x_BTD)
-      x_BTD = self._norm("query_norm")(checkpoint_name(latent_BTQ, "query_latent"))
+      query_down = self._linear("query_down", (mla.q_lora_rank,), ("embed", "latent"))
+      latent_BTQ = checkpoint_name(query_down(x_BTD), "query_latent")
+      x_BTD = self._norm("query_norm")(latent_BTQ)
       names = ("q_lora", "q_heads", "kv")
     features = (self.cfg.base_num_query_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    q_BTHC = self._linear("query", features, names)(x_BTD)
-    q_BTHC = self.sharder.constrain(checkpoint_name(q_BTHC, "query_proj"), HEAD_NAMES)
+    query = self._linear("query", features, names)
+    q_BTHC = checkpoint_name(query(x_BTD), "query_proj")
+    q_BTHC = self.sharder.constrain(q_BTHC, HEAD_NAMES)
     plain_BTHC, x_BTHR = jnp.split(q_BTHC, [mla.qk_nope_head_dim], axis=-1)
     rotated_BTHR = apply_rope(deinterleave(x_BTHR), *rope)
     return jnp.concatenate([plain_BTHC, rotated_BTHR], axis=-1)
 
-  def _latents(self, x_BTD: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+  def _latents(self, x_BTD: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
     """(normalised latent_BTL, the key's rotated channels BT1R), from which keys and values come."""
     mla = self.cfg.mla
     features = (mla.kv_lora_rank + mla.qk_rope_head_dim,)
-    down_BTL = self._linear("kv_down", features, ("embed", "latent"))(x_BTD)
-    down_BTL = checkpoint_name(down_BTL, "kv_latent")
+    kv_down = self._linear("kv_down", features, ("embed", "latent"))
+    down_BTL = checkpoint_name(kv_down(x_BTD), "kv_latent")
     latent_BTL, x_BTR = jnp.split(down_BTL, [mla.kv_lora_rank], axis=-1)
     rotated_BT1R = apply_rope(deinterleave(x_BTR[:, :, None]), *rope)
     return self._norm("kv_norm")(latent_BTL), rotated_BT1R
 
+  def _attend_rows(
+    self,
+    q_BTHC: jax.Array,
+    latent_BTL: jax.Array,
+    rotated_BT1R: jax.Array,
+    segment_BT: jax.Array,
+  ) -> jax.Array:
+    """o_BTHC of whole rows, with the keys and values of every head."""
+    k_BTHC, v_BTHC = self._keys_and_values(latent_BTL, rotated_BT1R)
+    return attend(
+      self.cfg,
+      self.sharder,
+      q_BTHC,
+      k_BTHC,
+      v_BTHC,
+      segment_BT,
+      scale=self._score_scale(),
+    )
+
   def _keys_and_values(
-    self, latent_BTL: jax.Array, rotated_BT1R: jax.Array
+    self,
+    latent_BTL: jax.Array,
+    rotated_BT1R: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
     """(rotated k_BTHC, v_BTHC)"""
     mla = self.cfg.mla
@@ -88,12 +108,16 @@ class LatentAttention(nn.Module):
     k_BTHC = jnp.concatenate([plain_BTHC, rotated_BTHR], axis=-1)
     return k_BTHC, checkpoint_name(v_BTHC, "value_proj")
 
-  def _attend_latents(
-    self, q_BTHC: jax.Array, entry_BT1C: jax.Array, segment_BT: jax.Array, scale: float
+  def _attend_cache(
+    self,
+    q_BTHC: jax.Array,
+    entry_BT1C: jax.Array,
+    segment_BT: jax.Array,
   ) -> jax.Array:
     """o_BTHC by the cache, with the up-projection absorbed into queries and outputs."""
     mla = self.cfg.mla
-    (blocks,), masks = cache.update(self, segment_BT, latent=entry_BT1C)
+    entries, masks = cache.update(self, segment_BT, latent=entry_BT1C)
+    (blocks,) = entries
     names = ("activation_batch", None, "activation_kv_length", None)
     blocks = [self.sharder.constrain(block_B1SC, names) for block_B1SC in blocks]
     up = merge_lora(self._up().variables["params"], self.cfg.lora.lora_alpha)
@@ -103,16 +127,43 @@ class LatentAttention(nn.Module):
     q_BTHL = jnp.einsum("bthc,lhc->bthl", plain_BTHC, k_LHC)
     q_BTHC = jnp.concatenate([q_BTHL, rotated_BTHR], axis=-1)
     # Summing the key's few rotated channels too is cheaper than a copy of the cache without them.
-    o_BTHC = cached.attention(q_BTHC, blocks, blocks, masks, scale=scale)
+    o_BTHC = cached.attention(q_BTHC, blocks, blocks, masks, scale=self._score_scale())
     return jnp.einsum("bthl,lhc->bthc", o_BTHC[..., : mla.kv_lora_rank], v_LHC)
 
-  def _up(self) -> Linear:
-    channels = self.cfg.mla.qk_nope_head_dim + self.cfg.mla.v_head_dim
-    features = (self.cfg.base_num_query_heads, channels)
-    return self._linear("kv_up", features, ("kv_lora", "q_heads", "kv"))
+  def _score_scale(self) -> float:
+    """The factor of the products of queries and keys."""
+    mla = self.cfg.mla
+    num_channels = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    return num_channels**-0.5 * score_factor(self.cfg.rope)
 
-  def _linear(self, name: str, features: tuple, names: tuple[str, ...], num_in: int = 1) -> Linear:
-    return Linear(self.cfg, self.sharder, features, names, num_in, name=name)
+  def _up(self) -> nn.Module:
+    """The projection from the latent to the keys and values of all heads."""
+    mla = self.cfg.mla
+    # Its kernel is also read as a matrix, so its layout is that of `Linear` in decoding too.
+    linear = linear_class(self.cfg)
+    return linear(
+      self.cfg,
+      self.sharder,
+      features=(self.cfg.base_num_query_heads, mla.qk_nope_head_dim + mla.v_head_dim),
+      kernel_names=("kv_lora", "q_heads", "kv"),
+      name="kv_up",
+    )
+
+  def _linear(
+    self,
+    name: str,
+    features: tuple[int, ...],
+    kernel_names: tuple[str, ...],
+    num_in: int = 1,
+  ) -> nn.Module:
+    return self.linear(
+      self.cfg,
+      self.sharder,
+      features=features,
+      kernel_names=kernel_names,
+      num_in=num_in,
+      name=name,
+    )
 
   def _norm(self, name: str) -> RMSNorm:
     return RMSNorm(EPSILON, jnp.dtype(self.cfg.weight_dtype), name=name)

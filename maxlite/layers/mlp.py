@@ -9,47 +9,79 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import ModelConfig
-from maxlite.layers.linear import Linear
+from maxlite.layers.linear import Linear, LinearClass
 from maxlite.sharding import ROWS, Sharder
+
+Activation = Callable[..., jax.Array]  # Maps arrays of one shape to one array of that shape.
+
+
+def _quick_gelu(x: jax.Array) -> jax.Array:
+  return x * jax.nn.sigmoid(1.702 * x)
+
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
-  "gelu": jax.nn.gelu,  # the tanh approximation
-  "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+  "gelu": jax.nn.gelu,  # The tanh approximation.
+  "quick_gelu": _quick_gelu,
   "relu": jax.nn.relu,
 }
+# By the name of the second activation: what is added to the linear part of a gated MLP.
+_SHIFTS = {"linear": 0.0, "linear_plus_one": 1.0}
 
 
-def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Callable[..., jax.Array]:
+def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Activation:
   """The function of the input projections, one for each of `names`, that gives the hidden layer.
 
   With a `limit`, the activation's input is clamped from above and the linear part on both sides.
   """
-  act = ACTIVATIONS[names[0]]
-  low, high = (-limit, limit) if limit else (None, None)
-  if names[1:]:
-    shift = {"linear": 0.0, "linear_plus_one": 1.0}[names[1]]
-    return lambda gate, up: act(jnp.clip(gate, max=high)) * (jnp.clip(up, low, high) + shift)
-  return lambda h: act(jnp.clip(h, max=high))
+  activate = ACTIVATIONS[names[0]]
+  low = -limit if limit else None
+  high = limit if limit else None
+
+  def ungated(h: jax.Array) -> jax.Array:
+    return activate(jnp.clip(h, max=high))
+
+  if len(names) == 1:
+    return ungated
+  shift = _SHIFTS[names[1]]
+
+  def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return activate(jnp.clip(gate, max=high)) * (jnp.clip(up, low, high) + shift)
+
+  return gated
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def checkpointed_activation(activation: Callable[..., jax.Array], *up: jax.Array) -> jax.Array:
+def checkpointed_activation(activation: Activation, *up: jax.Array) -> jax.Array:
   """activation(*up); the backward pass saves only the operands and recomputes the result."""
   return activation(*up)
 
 
-def _backward(activation: Callable, up: tuple, dh: jax.Array) -> tuple:
+def _activation_forward(
+  activation: Activation,
+  *up: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return activation(*up), up
+
+
+def _activation_backward(
+  activation: Activation,
+  up: tuple[jax.Array, ...],
+  dh: jax.Array,
+) -> tuple[jax.Array, ...]:
   # The barrier makes XLA recompute the activation, which is cheaper than writing it to memory in
   # the forward pass; without it, XLA would reuse that of the forward pass.
-  return jax.vjp(activation, *jax.lax.optimization_barrier(up))[1](dh)
+  _, pull_back = jax.vjp(activation, *jax.lax.optimization_barrier(up))
+  return pull_back(dh)
 
 
-checkpointed_activation.defvjp(lambda activation, *up: (activation(*up), up), _backward)
+checkpointed_activation.defvjp(_activation_forward, _activation_backward)
 
 
 class MLP(nn.Module):
   """act(x wi_0) * (x wi_1) wo if the activations are gated, else act(x wi_0) wo.
+
+  `limit` bounds the activation's input, see `build_activation`.
 
   Source: Shazeer, GLU Variants Improve Transformer (2020), eq. 5.
   """
@@ -57,18 +89,30 @@ class MLP(nn.Module):
   cfg: ModelConfig
   sharder: Sharder
   hidden_dim: int
-  limit: float = 0.0  # of the activation's input, see `build_activation`
+  limit: float = 0.0
+  linear: LinearClass = Linear
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    names = self.cfg.mlp_activations
-    linear = functools.partial(Linear, self.cfg, self.sharder)
+    activations = self.cfg.mlp_activations
     up = []
-    for i in range(len(names)):
-      wi = linear((self.hidden_dim,), ("embed", "mlp"), name=f"wi_{i}")
-      up.append(
-        self.sharder.constrain(checkpoint_name(wi(x_BTD), "mlpwi"), (*ROWS, "activation_mlp"))
+    for i in range(len(activations)):
+      wi = self.linear(
+        self.cfg,
+        self.sharder,
+        features=(self.hidden_dim,),
+        kernel_names=("embed", "mlp"),
+        name=f"wi_{i}",
       )
-    h_BTF = checkpointed_activation(build_activation(names, self.limit), *up)
-    y_BTD = linear(x_BTD.shape[-1:], ("mlp", "embed"), name="wo")(h_BTF)
-    return self.sharder.constrain(checkpoint_name(y_BTD, "mlpwo"), (*ROWS, "activation_embed"))
+      up_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
+      up.append(self.sharder.constrain(up_BTF, (*ROWS, "activation_mlp")))
+    h_BTF = checkpointed_activation(build_activation(activations, self.limit), *up)
+    wo = self.linear(
+      self.cfg,
+      self.sharder,
+      features=x_BTD.shape[-1:],
+      kernel_names=("mlp", "embed"),
+      name="wo",
+    )
+    y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))

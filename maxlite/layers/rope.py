@@ -1,6 +1,7 @@
 """Rotary position embedding, with optional context extension."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,21 @@ import numpy as np
 from maxlite.config.schema import RopeConfig
 from maxlite.kernels.numerics import accumulator_dtype
 
-# In rotations over the original context: frequencies below the first are interpolated, those above
-# the second are kept by Llama 3.1 (YaRN: cfg.beta_fast).
-SLOW, LLAMA_FAST = 1.0, 4.0
+# Numbers of rotations over the original context. Channel pairs with fewer than SLOW are
+# interpolated. Those with more than LLAMA_FAST are kept by Llama 3.1; YaRN has cfg.beta_fast.
+SLOW = 1.0
+LLAMA_FAST = 4.0
 
 
-def rope_tables(
-  position_BT: jax.Array, num_channels: int, cfg: RopeConfig
-) -> tuple[jax.Array, jax.Array]:
-  """(cos_BTC, sin_BTC), float32, C = num_channels / 2: the rotation of each channel pair.
+class RopeTables(NamedTuple):
+  """The rotation of each channel pair at each position, float32."""
+
+  cos_BTC: jax.Array
+  sin_BTC: jax.Array
+
+
+def rope_tables(position_BT: jax.Array, num_channels: int, cfg: RopeConfig) -> RopeTables:
+  """The rotations of `num_channels` channels, so C = num_channels / 2.
 
   YaRN lowers the temperature of attention. With mscale = 0, as published: both tables are scaled
   by 0.1 ln(factor) + 1, which affects the rotated channels only. Otherwise `score_factor` applies
@@ -27,8 +34,10 @@ def rope_tables(
   """
   frequency_C = jnp.asarray(_frequencies(num_channels, cfg), jnp.float32)
   angle_BTC = position_BT.astype(jnp.float32)[..., None] * frequency_C[None, None]
-  size = _growth(cfg, 1.0) if cfg.rope_type == "yarn" and not cfg.mscale else 1.0
-  return jnp.cos(angle_BTC) * size, jnp.sin(angle_BTC) * size
+  size = 1.0
+  if cfg.rope_type == "yarn" and not cfg.mscale:
+    size = _yarn_growth(cfg, mscale=1.0)
+  return RopeTables(cos_BTC=jnp.cos(angle_BTC) * size, sin_BTC=jnp.sin(angle_BTC) * size)
 
 
 def score_factor(cfg: RopeConfig) -> float:
@@ -38,7 +47,9 @@ def score_factor(cfg: RopeConfig) -> float:
 
   Source: DeepSeek-V2 (2024), section 3.1.4 and the published configuration's mscale_all_dim.
   """
-  return _growth(cfg, cfg.mscale) ** 2 if cfg.rope_type == "yarn" and cfg.mscale else 1.0
+  if cfg.rope_type == "yarn" and cfg.mscale:
+    return _yarn_growth(cfg, cfg.mscale) ** 2
+  return 1.0
 
 
 def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax.Array:
@@ -52,9 +63,10 @@ def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax
   if num_rotated < x_BTHC.shape[-1]:
     rotated = apply_rope(x_BTHC[..., :num_rotated], cos_BTC, sin_BTC)
     return jnp.concatenate([rotated, x_BTHC[..., num_rotated:]], axis=-1)
-  cos = cos_BTC[:, :, None].astype(accumulator_dtype(x_BTHC.dtype))
-  sin = sin_BTC[:, :, None].astype(cos.dtype)
-  left, right = jnp.split(x_BTHC.astype(cos.dtype), 2, axis=-1)
+  dtype = accumulator_dtype(x_BTHC.dtype)
+  cos = cos_BTC[:, :, None].astype(dtype)
+  sin = sin_BTC[:, :, None].astype(dtype)
+  left, right = jnp.split(x_BTHC.astype(dtype), 2, axis=-1)
   rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
   return rotated.astype(x_BTHC.dtype)
 
@@ -64,11 +76,12 @@ def deinterleave(x_BTHC: jax.Array) -> jax.Array:
 
   The order of channels does not affect the scores, so there is no inverse.
   """
-  pairs = x_BTHC.reshape(*x_BTHC.shape[:-1], -1, 2)
+  pairs = x_BTHC.reshape((*x_BTHC.shape[:-1], -1, 2))
   return pairs.swapaxes(-1, -2).reshape(x_BTHC.shape)
 
 
-def _growth(cfg: RopeConfig, mscale: float) -> float:
+def _yarn_growth(cfg: RopeConfig, mscale: float) -> float:
+  """The factor of queries and keys by which YaRN lowers the temperature."""
   return 0.1 * mscale * math.log(cfg.rope_factor) + 1
 
 
@@ -79,37 +92,52 @@ def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
   """
   pair_C = np.arange(num_channels // 2, dtype=np.float64)
   frequency_C = cfg.rope_max_timescale ** (-2 * pair_C / num_channels)
-  degree_C = np.clip(INTERPOLATIONS[cfg.rope_type](frequency_C, cfg), 0, 1)
+  interpolation = INTERPOLATIONS[cfg.rope_type]
+  degree_C = np.clip(interpolation(frequency_C, cfg), 0, 1)
   return frequency_C * (1 - degree_C + degree_C / cfg.rope_factor)
 
 
-def _yarn(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+def _keep_all(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+  return np.zeros_like(frequency_C)
+
+
+def _interpolate_all(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+  return np.ones_like(frequency_C)
+
+
+def _yarn_ramp(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
   """A ramp over channel pairs, between those with beta_fast and SLOW rotations."""
-  num_channels = 2 * len(frequency_C)
-  first, last = (
-    num_channels
-    * math.log(cfg.original_max_position_embeddings / (2 * math.pi * rotations))
-    / (2 * math.log(cfg.rope_max_timescale))
-    for rotations in (cfg.beta_fast, SLOW)
-  )
+  num_pairs = len(frequency_C)
+  num_channels = 2 * num_pairs
+  first = _pair_with_rotations(cfg.beta_fast, num_channels, cfg)
+  last = _pair_with_rotations(SLOW, num_channels, cfg)
   if cfg.rope_truncate:
-    first, last = math.floor(first), math.ceil(last)
-  first, last = max(first, 0), min(last, num_channels - 1)
+    first = math.floor(first)
+    last = math.ceil(last)
+  first = max(first, 0)
+  last = min(last, num_channels - 1)
   # If the context has fewer positions than a rotation, the ramp falls, as in the published code.
   width = last - first if last != first else 1e-3
-  return (np.arange(len(frequency_C)) - first) / width
+  return (np.arange(num_pairs) - first) / width
 
 
-def _llama(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+def _pair_with_rotations(rotations: float, num_channels: int, cfg: RopeConfig) -> float:
+  """The (fractional) channel pair with this number of rotations over the original context."""
+  ratio = cfg.original_max_position_embeddings / (2 * math.pi * rotations)
+  return num_channels * math.log(ratio) / (2 * math.log(cfg.rope_max_timescale))
+
+
+def _llama_ramp(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
   """A ramp over rotations. Source: the code published with Grattafiori et al., Llama 3 (2024)."""
   rotations_C = cfg.original_max_position_embeddings * frequency_C / (2 * math.pi)
   return (LLAMA_FAST - rotations_C) / (LLAMA_FAST - SLOW)
 
 
 # By rope_type: each pair's degree of interpolation, from 0 (kept) to 1 (divided by the factor).
+# Values outside this range are clipped.
 INTERPOLATIONS = {
-  "default": lambda frequency_C, cfg: np.zeros_like(frequency_C),
-  "linear": lambda frequency_C, cfg: np.ones_like(frequency_C),
-  "llama3.1": _llama,
-  "yarn": _yarn,
+  "default": _keep_all,
+  "linear": _interpolate_all,
+  "llama3.1": _llama_ramp,
+  "yarn": _yarn_ramp,
 }

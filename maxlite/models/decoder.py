@@ -8,14 +8,18 @@ import numpy as np
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
-from maxlite.kernels.numerics import apply_soft_cap
+from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
+from maxlite.layers.linear import LinearClass
+from maxlite.layers.lora import linear_class
 from maxlite.layers.norm import RMSNorm
 from maxlite.models.decoder_layer import DecoderLayer, InterleavedLayers, Rope, build_rope
 from maxlite.models.draft import DraftHeads
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
+
+Stack = nn.Module | list[nn.Module]  # One scanned module, or a list of layers.
 
 
 class Decoder(nn.Module):
@@ -23,7 +27,8 @@ class Decoder(nn.Module):
 
   `dense_layers` holds the first_num_dense_layers of a mixture, if any. `layers` holds the others:
   `DecoderLayer`s, or `InterleavedLayers` if interleave_moe_layer_step > 1. Each stack is one
-  scanned module (scan_layers) or a list.
+  scanned module (scan_layers) or a list. `linear` is the class of the linear layers; by default
+  `cfg` determines it.
 
   The sums that layers return are sums over tokens; training/loss.py computes the auxiliary losses
   from them.
@@ -31,94 +36,124 @@ class Decoder(nn.Module):
 
   cfg: ModelConfig
   sharder: Sharder
+  linear: LinearClass | None = None
 
   def setup(self) -> None:
-    cfg, weight_dtype = self.cfg, jnp.dtype(self.cfg.weight_dtype)
+    cfg = self.cfg
+    weight_dtype = jnp.dtype(cfg.weight_dtype)
+    linear = self.linear or linear_class(cfg)
     self.embed = Embed(cfg, self.sharder)
     layer = remat(DecoderLayer, cfg)
     num_dense, step = cfg.layer_plan
     if num_dense:
-      self.dense_layers = self._stack(layer, num_dense, cfg, self.sharder, False)
+      self.dense_layers = self._stack(layer, num_dense, moe=False, linear=linear)
     num_units = (cfg.base_num_decoder_layers - num_dense) // step
     if step == 1:
-      self.layers = self._stack(layer, num_units, cfg, self.sharder, cfg.family.is_moe)
+      self.layers = self._stack(layer, num_units, moe=cfg.family.is_moe, linear=linear)
     else:
-      self.layers = self._stack(InterleavedLayers, num_units, cfg, self.sharder)
+      self.layers = self._stack(InterleavedLayers, num_units, linear=linear)
     self.final_norm = RMSNorm(
-      cfg.normalization_layer_epsilon, weight_dtype, cfg.family.zero_centred_norms
+      cfg.normalization_layer_epsilon,
+      weight_dtype,
+      cfg.family.zero_centred_norms,
     )
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg)
     if cfg.num_draft_heads:
       self.draft_head = DraftHeads(cfg.num_draft_heads, weight_dtype, self.sharder)
 
-  def _stack(self, layer: type[nn.Module], length: int, *args: Any) -> nn.Module | list[nn.Module]:
-    """`length` instances of layer(*args): one scanned module, or a list."""
+  def _stack(self, layer: type[nn.Module], length: int, **fields: Any) -> Stack:
+    """`length` instances of `layer` with these fields: one scanned module, or a list."""
     if not self.cfg.scan_layers:
-      return [layer(*args) for _ in range(length)]
-    unroll = self.cfg.scan_unroll or (4 if self.sharder.platform == "cpu" else 1)
-    if self.is_initializing():  # once: a loop compiles faster, and draws the same numbers
-      unroll = 1
+      return [layer(self.cfg, self.sharder, **fields) for _ in range(length)]
     scanned = nn.scan(
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
       in_axes=(nn.broadcast, nn.broadcast, 0),
       length=length,
-      unroll=min(unroll, length),
+      unroll=min(self._scan_unroll(), length),
       metadata_params={nn.PARTITION_NAME: "layers"},
       # Traces the layer a second time. Without it, random numbers would differ from earlier runs.
       check_constancy_invariants=self.is_initializing() or bool(self.cfg.moe.router_jitter),
     )
-    return scanned(*args)
+    return scanned(self.cfg, self.sharder, **fields)
+
+  def _scan_unroll(self) -> int:
+    """Layers per iteration of the scan."""
+    if self.is_initializing():
+      return 1  # Runs once: a loop compiles faster, and draws the same numbers.
+    if self.cfg.scan_unroll:
+      return self.cfg.scan_unroll
+    if self.sharder.platform == "cpu":
+      return 4
+    return 1
 
   def hidden(
-    self, tokens_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
+    self,
+    tokens_BT: jax.Array,
+    segment_BT: jax.Array,
+    position_BT: jax.Array,
   ) -> tuple[jax.Array, Any]:
     """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
     rope = build_rope(position_BT, self.cfg)
     num_dense, step = self.cfg.layer_plan
     if num_dense:
-      is_local = self._is_local(slice(num_dense))
-      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope, is_local)
-    is_local = self._is_local(slice(num_dense, None), step)
-    x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope, is_local)
+      is_local_N = self._is_local(slice(num_dense))
+      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope, is_local_N)
+    is_local_N = self._is_local(slice(num_dense, None))
+    if is_local_N is not None and step > 1:
+      is_local_N = is_local_N.reshape(-1, step)  # One row per unit.
+    x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope, is_local_N)
     x_BTD = self.final_norm(x_BTD)
     if self.is_initializing() and self.cfg.num_draft_heads:
       self.draft_head(x_BTD)
     return x_BTD, sums
 
   def _run(
-    self, stack: nn.Module | list[nn.Module], x_BTD, segment_BT, rope: Rope, is_local
+    self,
+    stack: Stack,
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+    rope: Rope,
+    is_local_N: np.ndarray | None,
   ) -> tuple[jax.Array, Any]:
+    """(x_BTD after a stack of layers, their sums stacked along a leading axis N)."""
     if self.cfg.scan_layers:
-      return stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, is_local))
+      return stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, is_local_N))
     sums_by_layer = []
     for i, layer in enumerate(stack):
-      x_BTD, sums = layer(
-        x_BTD, segment_BT, rope, None if is_local is None else is_local[i].tolist()
-      )
+      is_local = None
+      if is_local_N is not None:
+        is_local = is_local_N[i].tolist()
+      x_BTD, sums = layer(x_BTD, segment_BT, rope, is_local)
       sums_by_layer.append(sums)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums_by_layer)
 
-  def _is_local(self, layers: slice, step: int = 1) -> np.ndarray | None:
-    """Which layers attend locally, one row per unit if step > 1; None if all layers are alike."""
+  def _is_local(self, layers: slice) -> np.ndarray | None:
+    """Which of `layers` attend locally; None if the family has no local layers."""
     every = self.cfg.family.global_layer_every
     if not every:
       return None
-    is_local_N = np.arange(1, self.cfg.base_num_decoder_layers + 1)[layers] % every != 0
-    return is_local_N.reshape(-1, step) if step > 1 else is_local_N
+    number_N = np.arange(1, self.cfg.base_num_decoder_layers + 1)
+    return number_N[layers] % every != 0
 
   def unembedding(self) -> jax.Array:
     """w_DV: the projection from hidden states to logits."""
-    return self.embed.unembedding() if self.cfg.logits_via_embedding else self.unembed()
+    if self.cfg.logits_via_embedding:
+      return self.embed.unembedding()
+    return self.unembed()
 
   def hidden_and_unembedding(
-    self, tokens_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
+    self,
+    tokens_BT: jax.Array,
+    segment_BT: jax.Array,
+    position_BT: jax.Array,
   ) -> tuple[jax.Array, Any, jax.Array]:
     """(x_BTD, sums, w_DV): what a loss over chunks of tokens needs."""
-    return *self.hidden(tokens_BT, segment_BT, position_BT), self.unembedding()
+    x_BTD, sums = self.hidden(tokens_BT, segment_BT, position_BT)
+    return x_BTD, sums, self.unembedding()
 
   def __call__(
     self,
@@ -144,9 +179,13 @@ class Decoder(nn.Module):
 
   def logits(self, x: jax.Array) -> jax.Array:
     """logits_BT...V of x_BT...D, float32."""
-    accumulator = np.promote_types(x.dtype, jnp.float32)
     w_DV = self.unembedding().astype(x.dtype)
-    logits = jnp.einsum("bt...d,dv->bt...v", x, w_DV, preferred_element_type=accumulator)
+    logits = jnp.einsum(
+      "bt...d,dv->bt...v",
+      x,
+      w_DV,
+      preferred_element_type=accumulator_dtype(x.dtype),
+    )
     logits = apply_soft_cap(logits, self.cfg.final_logits_soft_cap)
     between = (None,) * (x.ndim - 3)
     names = ("activation_batch", "activation_length", *between, "activation_vocab")

@@ -1,7 +1,7 @@
 """The decoder layer of all model families; `cfg.family` holds what differs between them."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,23 @@ from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.attention import Attention
+from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import rope_tables
+from maxlite.layers.rope import RopeTables, rope_tables
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
-# (cos_BTC, sin_BTC) of global layers, followed by those of local layers where they differ.
-Rope = tuple[jax.Array, ...]
+IsLocal = bool | jax.Array | None  # Whether a layer attends locally; None: no layer does.
+
+
+class Rope(NamedTuple):
+  """The rotary embedding of all layers."""
+
+  tables: RopeTables  # Of global layers, and of local ones unless theirs differ.
+  local_tables: RopeTables | None = None
 
 
 def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
@@ -28,11 +35,25 @@ def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
   else:
     num_channels = int(cfg.head_dim * cfg.rope.partial_rotary_factor)
   tables = rope_tables(position_BT, num_channels, cfg.rope)
-  base = cfg.rope.local_rope_max_timescale
-  if not (cfg.family.global_layer_every and base):
-    return tables
-  local = dataclasses.replace(cfg.rope, rope_type="default", rope_max_timescale=base)
-  return *tables, *rope_tables(position_BT, num_channels, local)
+  local_timescale = cfg.rope.local_rope_max_timescale
+  if not cfg.family.global_layer_every or not local_timescale:
+    return Rope(tables)
+  local = dataclasses.replace(
+    cfg.rope,
+    rope_type="default",
+    rope_max_timescale=local_timescale,
+  )
+  return Rope(tables, rope_tables(position_BT, num_channels, local))
+
+
+def _select_rope(rope: Rope, is_local: IsLocal) -> RopeTables:
+  """The tables of a local or a global layer."""
+  if rope.local_tables is None:
+    return rope.tables
+  return RopeTables(
+    cos_BTC=jnp.where(is_local, rope.local_tables.cos_BTC, rope.tables.cos_BTC),
+    sin_BTC=jnp.where(is_local, rope.local_tables.sin_BTC, rope.tables.sin_BTC),
+  )
 
 
 class DecoderLayer(nn.Module):
@@ -44,6 +65,7 @@ class DecoderLayer(nn.Module):
   cfg: ModelConfig
   sharder: Sharder
   moe: bool
+  linear: LinearClass = Linear
 
   @nn.compact
   def __call__(
@@ -51,39 +73,46 @@ class DecoderLayer(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    is_local: bool | jax.Array | None = None,
-  ) -> tuple[jax.Array, dict]:
+    is_local: IsLocal = None,
+  ) -> tuple[jax.Array, dict[str, Any]]:
     """`is_local` is given if the family has local and global layers; it may be traced."""
     normed_BTD = self._norm("attention_norm")(x_BTD)
-    if self.cfg.family.latent_attention:
-      attention = LatentAttention(self.cfg, self.sharder, name="attention")
-      y_BTD = attention(normed_BTD, segment_BT, rope)
-    else:
-      attention = Attention(self.cfg, self.sharder, name="attention")
-      y_BTD = attention(normed_BTD, segment_BT, _select_rope(rope, is_local), is_local)
+    y_BTD = self._attention(normed_BTD, segment_BT, rope, is_local)
     x_BTD += self._post_norm("attention_post_norm", y_BTD)
-    if not self.moe:
-      mlp = MLP(self.cfg, self.sharder, self.cfg.base_mlp_dim, name="mlp")
-      y_BTD = mlp(self._norm("mlp_norm")(x_BTD))
-      return x_BTD + self._post_norm("mlp_post_norm", y_BTD), {}
-    moe = MoeBlock(self.cfg, self.sharder, name="moe")
-    y_BTD, sums = moe(self._norm("moe_norm")(x_BTD), segment_BT)
-    return x_BTD + self._post_norm("moe_post_norm", y_BTD), {"moe": sums}
+    if self.moe:
+      moe = MoeBlock(self.cfg, self.sharder, self.linear, name="moe")
+      y_BTD, sums = moe(self._norm("moe_norm")(x_BTD), segment_BT)
+      return x_BTD + self._post_norm("moe_post_norm", y_BTD), {"moe": sums}
+    mlp = MLP(self.cfg, self.sharder, self.cfg.base_mlp_dim, linear=self.linear, name="mlp")
+    y_BTD = mlp(self._norm("mlp_norm")(x_BTD))
+    return x_BTD + self._post_norm("mlp_post_norm", y_BTD), {}
+
+  def _attention(
+    self,
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+    rope: Rope,
+    is_local: IsLocal,
+  ) -> jax.Array:
+    if self.cfg.family.latent_attention:
+      latent_attention = LatentAttention(self.cfg, self.sharder, self.linear, name="attention")
+      return latent_attention(x_BTD, segment_BT, rope.tables)
+    attention = Attention(self.cfg, self.sharder, self.linear, name="attention")
+    return attention(x_BTD, segment_BT, _select_rope(rope, is_local), is_local)
 
   def _norm(self, name: str) -> RMSNorm:
-    cfg = self.cfg
-    dtype, zero_centred = jnp.dtype(cfg.weight_dtype), cfg.family.zero_centred_norms
-    return RMSNorm(cfg.normalization_layer_epsilon, dtype, zero_centred, name=name)
+    return RMSNorm(
+      self.cfg.normalization_layer_epsilon,
+      jnp.dtype(self.cfg.weight_dtype),
+      self.cfg.family.zero_centred_norms,
+      name=name,
+    )
 
   def _post_norm(self, name: str, y_BTD: jax.Array) -> jax.Array:
-    return self._norm(name)(y_BTD) if self.cfg.family.post_norms else y_BTD
-
-
-def _select_rope(rope: Rope, is_local: bool | jax.Array | None) -> Rope:
-  """The tables of a local or a global layer."""
-  if len(rope) == 2:
-    return rope
-  return tuple(jnp.where(is_local, *pair) for pair in zip(rope[2:], rope[:2], strict=True))
+    """The output of attention or MLP, normalised if the family does."""
+    if self.cfg.family.post_norms:
+      return self._norm(name)(y_BTD)
+    return y_BTD
 
 
 class InterleavedLayers(nn.Module):
@@ -94,15 +123,23 @@ class InterleavedLayers(nn.Module):
 
   cfg: ModelConfig
   sharder: Sharder
+  linear: LinearClass = Linear
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, segment_BT: jax.Array, rope: Rope, is_local: Any
-  ) -> tuple[jax.Array, Any]:
+    self,
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+    rope: Rope,
+    is_local: Any,
+  ) -> tuple[jax.Array, dict[str, Any]]:
     """`is_local` has one element per layer, or is None."""
-    layer, at = remat(DecoderLayer, self.cfg), lambda i: None if is_local is None else is_local[i]
-    for i in range(self.cfg.moe.interleave_moe_layer_step - 1):
-      dense = layer(self.cfg, self.sharder, moe=False, name=f"dense_{i}")
-      x_BTD, _ = dense(x_BTD, segment_BT, rope, at(i))
-    mixture = layer(self.cfg, self.sharder, moe=True, name="mixture")
-    return mixture(x_BTD, segment_BT, rope, at(-1))
+    layer = remat(DecoderLayer, self.cfg)
+    num_layers = self.cfg.moe.interleave_moe_layer_step
+    if is_local is None:
+      is_local = [None] * num_layers
+    for i in range(num_layers - 1):
+      dense = layer(self.cfg, self.sharder, moe=False, linear=self.linear, name=f"dense_{i}")
+      x_BTD, _ = dense(x_BTD, segment_BT, rope, is_local[i])
+    mixture = layer(self.cfg, self.sharder, moe=True, linear=self.linear, name="mixture")
+    return mixture(x_BTD, segment_BT, rope, is_local[-1])

@@ -392,12 +392,12 @@ def _dispatch_tokens(step: _Step) -> None:
   model = step.model
   axes = step.axes("exp")
   layers = model.num_moe_layers
-  dispatch = choose_dispatch(model.moe)
+  collective = choose_dispatch(model.moe).collective
   payload = step.tokens * model.base_emb_dim * step.compute_bytes
   num_recomputed = 0
   if not step.is_saved("moe_rows"):
     num_recomputed = 1
-  if dispatch == "ragged":
+  if collective == "ragged-all-to-all":
     num_chosen = model.moe.num_experts_per_tok
     lanes = 1
     if step.is_on_tpu:
@@ -405,7 +405,7 @@ def _dispatch_tokens(step: _Step) -> None:
     weights = step.tokens * num_chosen * lanes * FLOAT32_BYTES
     step.add("ragged-all-to-all", axes, layers * (4 + num_recomputed), payload * num_chosen)
     step.add("ragged-all-to-all", axes, layers * (2 + num_recomputed), weights)
-  if dispatch == "all_gather":
+  if collective == "all-gather":
     gathered = payload * step.size(axes)
     step.add("all-gather", axes, layers * (2 + num_recomputed), gathered)
     step.add("reduce-scatter", axes, layers * 2, gathered)

@@ -177,13 +177,14 @@ class DecoderLoss(LossFunction):
 
     `data` spans the slow links between slices, over which XLA would reduce gradients in every
     micro-batch. XLA still does so where `data` shards other arrays than rows, with jitter, which is
-    drawn for all rows of a micro-batch together, and with dispatch `capacity`, whose gathers XLA
-    cannot partition in here (it ends the process).
+    drawn for all rows of a micro-batch together, and with a dispatch that XLA cannot partition in
+    here.
     """
     sharder = self.model.sharder
     rows = {"activation_batch", "activation_batch_no_exp"}
     sharded = {name for name in DEFAULT_RULES if "data" in sharder.mesh_axes(name)}
-    jointly = self.moe.router_jitter or choose_dispatch(self.moe) == "capacity"
+    dispatch = choose_dispatch(self.moe)
+    jointly = self.moe.router_jitter or not dispatch.works_in_shard_map
     if sharder.mesh.shape["data"] == 1 or sharded != rows or jointly:
       return function(self, trained, frozen, inputs, *rest)
     model = self.model.clone(sharder=sharder.inside_shard_map("data"))

@@ -93,8 +93,9 @@ class Trainer:
   @property
   def uses_all_to_all(self) -> bool:
     """Whether tokens reach their experts by the ragged all-to-all."""
-    ragged = choose_dispatch(self.cfg.model.moe) == "ragged"
-    return self.is_moe and ragged and self.sharder.num_shards("exp") > 1
+    dispatch = choose_dispatch(self.cfg.model.moe)
+    is_ragged = dispatch.collective == "ragged-all-to-all"
+    return self.is_moe and is_ragged and self.sharder.num_shards("exp") > 1
 
   def check_devices(self) -> None:
     """Raise UserError if the ragged all-to-all gives wrong results on these accelerators."""

@@ -13,7 +13,6 @@ from maxlite.config import UserError, load_config
 from maxlite.config import registry as tables
 from maxlite.config.model_families import MODELS, ModelFamily
 from maxlite.ensemble import Ensemble, Member
-from maxlite.layers.moe import experts
 from maxlite.runs.run import run_training
 
 # Of each kind: the table, and the entry that the toy calls.
@@ -53,7 +52,11 @@ def registered():
     )
     byte_tokenizer = tables.TOKENIZERS["byte"]
     TOYS.tokenizer = recorded("tokenizer", lambda path: byte_tokenizer(""))
-    patch.setattr(experts, "choose_dispatch", lambda cfg: "toy")
+    TOYS.dispatch = dataclasses.replace(
+      tables.DISPATCHES["ragged"],
+      apply_experts=recorded("dispatch", tables.DISPATCHES["ragged"].apply_experts),
+      is_selected=lambda cfg: cfg.router == "toy",
+    )
     patch.setitem(MODELS, "toy", ModelFamily(is_moe=True, qk_norm="head"))
     yield
 

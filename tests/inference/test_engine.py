@@ -222,3 +222,15 @@ def test_inference_params_compute_the_same_logits(dtype, extra):
   kernels = {name: leaf.dtype for name, leaf in converted["layers_0"]["mlp"]["wo"].items()}
   assert kernels == {"kernel" if dtype == "bfloat16" else "transposed": np.dtype(dtype)}
   assert converted["layers_1"]["mlp_norm"]["scale"].dtype == np.float32
+
+
+def test_draft_heads_beside_separate_layers_give_the_same_logits():
+  """Their kernel is not transposed: it is not that of a linear layer."""
+  keys = {"decoder_block": "llama", "scan_layers": False, "num_draft_heads": 2}
+  cfg, params = config_of(**keys), params_of(**keys)
+  x_BTD = np.random.default_rng(2).normal(size=(1, 1, cfg.base_emb_dim)).astype(np.float32)
+  model, converted = inference_model(cfg, sharder_of()), inference_params(cfg, params)
+  got_BTJV = model.apply({"params": converted}, x_BTD, method=model.draft_logits)
+  model = Decoder(cfg, sharder_of())
+  want_BTJV = model.apply({"params": params}, x_BTD, method=model.draft_logits)
+  np.testing.assert_array_equal(got_BTJV, want_BTJV)

@@ -15,7 +15,7 @@ from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.models import Decoder
-from maxlite.models.decoder_layer import DecoderLayer
+from maxlite.models.decoder_layer import DecoderLayer, Rope
 from maxlite.sharding import Sharder, build_mesh
 
 TINY = {
@@ -75,7 +75,7 @@ def test_layers_run_in_order(plan):
     lambda moe: jax.jit(DecoderLayer(model.cfg, model.sharder, moe=moe).apply)
   )
   x_BTD, every = jnp.asarray(params["embed"]["embedding"][TOKENS_BT]), []
-  rope = rope_tables(ROWS[1], 4, model.cfg.rope)
+  rope = Rope(rope_tables(ROWS[1], 4, model.cfg.rope))
   for moe, place, row in PLANS[plan]:
     layer = functools.reduce(lambda tree, name: tree[name], place.split("/"), params)
     layer = jax.tree.map(lambda leaf, row=row: leaf[row], layer)

@@ -8,8 +8,7 @@ from flax.linen import meta
 from slow_cases import slow
 
 from maxlite.config.schema import DEFAULTS, Config, LoraConfig, ModelConfig, build
-from maxlite.layers.linear import Linear
-from maxlite.layers.lora import merge_lora
+from maxlite.layers.lora import LoraLinear, merge_lora
 from maxlite.models import Decoder
 from maxlite.optim.labels import path_of
 from maxlite.sharding import Sharder, build_mesh
@@ -125,7 +124,7 @@ def test_values_and_gradients_on_a_mesh_match_the_formula(case):
   rank = 2
   sharder = sharder_of((1, 1, 2, 2, 1, 2), 8)
   lora = LoraConfig(lora_rank=rank, lora_alpha=ALPHA)
-  linear = Linear(ModelConfig(lora=lora), sharder, features, names, num_in=num_in)
+  linear = LoraLinear(ModelConfig(lora=lora), sharder, features, names, num_in=num_in)
   x = draw(shape, 0)
   boxed = jax.eval_shape(linear.init, jax.random.key(0), x)["params"]
   is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)

@@ -8,18 +8,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from maxlite.config.registry import DISPATCHES
 from maxlite.config.schema import ModelConfig, MoeConfig
 from maxlite.kernels.grouped_matmul.api import WITHOUT_VMA, Tiles, resolve_backend
 from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
 from maxlite.layers.mlp import build_activation
-from maxlite.layers.moe.dispatch import choose_dispatch
-from maxlite.layers.moe.router import Route
 from maxlite.sharding import Sharder
 
-# Logical axes of the parameters.
-WI, WO = ("exp", "embed_no_exp", "mlp"), ("exp", "mlp", "embed_no_exp")
-BI, BO = ("exp", "mlp"), ("exp", "norm")
+# Logical axes of the parameters: of the input and output projections, and of their biases.
+WI = ("exp", "embed_no_exp", "mlp")
+WO = ("exp", "mlp", "embed_no_exp")
+BI = ("exp", "mlp")
+BO = ("exp", "norm")
 
 
 @struct.dataclass
@@ -28,7 +27,7 @@ class ExpertWeights:
 
   wi_EDF: tuple[jax.Array, ...]
   wo_EFD: jax.Array
-  bi_EF: tuple[jax.Array, ...]  # empty without biases
+  bi_EF: tuple[jax.Array, ...]  # Empty without biases.
   bo_ED: jax.Array | None
 
 
@@ -43,9 +42,11 @@ class ExpertMlp(NamedTuple):
   @property
   def backend(self) -> str:
     """The grouped matmul backend that `cfg` selects on the mesh's platform."""
-    name, platform = self.cfg.grouped_matmul, self.sharder.platform
-    without_megablox = name == "auto" and platform == "tpu" and not self.cfg.megablox
-    return "ragged_dot" if without_megablox else resolve_backend(name, platform)
+    name = self.cfg.grouped_matmul
+    platform = self.sharder.platform
+    if name == "auto" and platform == "tpu" and not self.cfg.megablox:
+      return "ragged_dot"
+    return resolve_backend(name, platform)
 
   @property
   def supports_vma(self) -> bool:
@@ -53,9 +54,16 @@ class ExpertMlp(NamedTuple):
     return self.backend not in WITHOUT_VMA
 
   def __call__(
-    self, x_M: jax.Array, weight_M: jax.Array, weights: ExpertWeights, group_sizes_E: jax.Array
+    self,
+    x_M: jax.Array,
+    weight_M: jax.Array,
+    weights: ExpertWeights,
+    group_sizes_E: jax.Array,
   ) -> jax.Array:
     """y_M of rows sorted by expert, times each row's weight; undefined past the last group."""
+    biases = None
+    if weights.bo_ED is not None:
+      biases = Biases(weights.bi_EF, weights.bo_ED)
     tiles = self.cfg.tiles
     return grouped_mlp(
       x_M,
@@ -64,50 +72,67 @@ class ExpertMlp(NamedTuple):
       weights.wo_EFD,
       group_sizes_E,
       activation=self.activation,
-      biases=None if weights.bo_ED is None else Biases(weights.bi_EF, weights.bo_ED),
+      biases=biases,
       backend=self.backend,
       quantization=self.quantization,
-      wi_tiles=_tiles(tiles.wi_tile_fwd, tiles.wi_tile_dlhs, tiles.wi_tile_drhs),
-      wo_tiles=_tiles(tiles.wo_tile_fwd, tiles.wo_tile_dlhs, tiles.wo_tile_drhs, (0, 2, 1)),
+      wi_tiles=Tiles(
+        fwd=tiles.wi_tile_fwd or None,
+        dlhs=tiles.wi_tile_dlhs or None,
+        drhs=tiles.wi_tile_drhs or None,
+      ),
+      wo_tiles=Tiles(
+        fwd=_mlp_before_embed(tiles.wo_tile_fwd),
+        dlhs=_mlp_before_embed(tiles.wo_tile_dlhs),
+        drhs=_mlp_before_embed(tiles.wo_tile_drhs),
+      ),
     )
 
 
-class Experts(nn.Module):
-  """Each token's weighted sum over its routed experts.
+def _mlp_before_embed(tile: tuple[int, ...]) -> tuple[int, ...] | None:
+  """A tile [rows, embed, mlp] in the order of the axes of `wo`; None for an empty one."""
+  if not tile:
+    return None
+  rows, embed, mlp = tile
+  return rows, mlp, embed
 
-  Returns (y_BTD, number of assignments dropped).
-  """
+
+def build_experts(cfg: ModelConfig, sharder: Sharder) -> ExpertMlp:
+  """The feed-forward networks of the experts of a model."""
+  return ExpertMlp(
+    cfg=cfg.moe,
+    sharder=sharder,
+    activation=build_activation(cfg.mlp_activations, cfg.moe.mlp_activations_limit),
+    quantization=cfg.quantization,
+  )
+
+
+class ExpertParameters(nn.Module):
+  """The parameters of all experts, for inputs of a given width; returns `ExpertWeights`."""
 
   cfg: ModelConfig
-  sharder: Sharder
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array, route: Route) -> tuple[jax.Array, jax.Array]:
-    moe = self.cfg.moe
-    activation = build_activation(self.cfg.mlp_activations, moe.mlp_activations_limit)
-    mlp = ExpertMlp(moe, self.sharder, activation, self.cfg.quantization)
-    return DISPATCHES[choose_dispatch(moe)](mlp, x_BTD, route, self._weights(x_BTD.shape[-1]))
-
-  def _weights(self, width: int) -> ExpertWeights:
+  def __call__(self, width: int) -> ExpertWeights:
     hidden = self.cfg.moe.base_moe_mlp_dim
     in_names = [f"wi_{i}" for i in range(len(self.cfg.mlp_activations))]
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
-    wi_EDF = tuple(self._param(name, init, WI, width, hidden) for name in in_names)
-    wo_EFD = self._param("wo", init, WO, hidden, width)
+    wi_EDF = tuple(self._param(name, init, WI, (width, hidden)) for name in in_names)
+    wo_EFD = self._param("wo", init, WO, (hidden, width))
     if not self.cfg.moe.expert_bias:
-      return ExpertWeights(wi_EDF, wo_EFD, (), None)
+      return ExpertWeights(wi_EDF, wo_EFD, bi_EF=(), bo_ED=None)
     zeros = nn.initializers.zeros
-    bi_EF = tuple(self._param(f"{name}_bias", zeros, BI, hidden) for name in in_names)
-    return ExpertWeights(wi_EDF, wo_EFD, bi_EF, self._param("wo_bias", zeros, BO, width))
+    bi_EF = tuple(self._param(f"{name}_bias", zeros, BI, (hidden,)) for name in in_names)
+    bo_ED = self._param("wo_bias", zeros, BO, (width,))
+    return ExpertWeights(wi_EDF, wo_EFD, bi_EF, bo_ED)
 
-  def _param(self, name: str, init: Callable, names: tuple[str, ...], *shape: int) -> jax.Array:
-    init = nn.with_logical_partitioning(init, names)
-    shape, dtype = (self.cfg.moe.num_experts, *shape), jnp.dtype(self.cfg.weight_dtype)
-    return self.param(name, init, shape, dtype)
-
-
-def _tiles(
-  fwd: tuple[int, ...], dlhs: tuple[int, ...], drhs: tuple[int, ...], order: tuple = (0, 1, 2)
-) -> Tiles:
-  """Tiles in the order of the weight's axes; for wo, the mlp axis precedes the embed axis."""
-  return Tiles(*(tuple(tile[i] for i in order) if tile else None for tile in (fwd, dlhs, drhs)))
+  def _param(
+    self,
+    name: str,
+    init: nn.initializers.Initializer,
+    logical_names: tuple[str, ...],
+    shape: tuple[int, ...],
+  ) -> jax.Array:
+    """A parameter that has `shape` for each expert."""
+    init = nn.with_logical_partitioning(init, logical_names)
+    weight_dtype = jnp.dtype(self.cfg.weight_dtype)
+    return self.param(name, init, (self.cfg.moe.num_experts, *shape), weight_dtype)

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import MLP
-from maxlite.layers.moe.experts import Experts
-from maxlite.layers.moe.router import Router, RouterSums
+from maxlite.layers.moe.dispatch import choose_dispatch
+from maxlite.layers.moe.experts import ExpertParameters, build_experts
+from maxlite.layers.moe.router import Route, Router, RouterSums
 from maxlite.sharding import ROWS, Sharder
 
 
@@ -19,22 +21,39 @@ class MoeBlock(nn.Module):
 
   cfg: ModelConfig
   sharder: Sharder
+  linear: LinearClass = Linear  # The class of the shared experts' linear layers.
 
   def setup(self) -> None:
-    cfg, moe = self.cfg, self.cfg.moe
+    cfg = self.cfg
+    moe = cfg.moe
     self.router = Router(moe, jnp.dtype(cfg.weight_dtype), cfg.family.router_bias)
-    self.experts = Experts(cfg, self.sharder)
-    nn.share_scope(self, self.experts)  # the experts' parameters have the block's path
+    self.expert_parameters = ExpertParameters(cfg)
+    nn.share_scope(self, self.expert_parameters)  # The experts' parameters have the block's path.
     if moe.shared_experts:
-      hidden_dim = moe.shared_experts * moe.base_moe_mlp_dim
-      self.shared_experts = MLP(cfg, self.sharder, hidden_dim, moe.mlp_activations_limit)
+      self.shared_experts = MLP(
+        cfg,
+        self.sharder,
+        hidden_dim=moe.shared_experts * moe.base_moe_mlp_dim,
+        limit=moe.mlp_activations_limit,
+        linear=self.linear,
+      )
 
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, RouterSums]:
-    moe = self.cfg.moe
     route = self.router(x_BTD, segment_BT)
-    masked_BTK = jnp.where(segment_BT[..., None] > 0, route.expert_BTK, moe.num_experts)
-    y_BTD, num_dropped = self.experts(x_BTD, route.replace(expert_BTK=masked_BTK))
-    if moe.shared_experts:
+    route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
+
+    dispatch = choose_dispatch(self.cfg.moe)
+    experts = build_experts(self.cfg, self.sharder)
+    weights = self.expert_parameters(x_BTD.shape[-1])
+    y_BTD, num_dropped = dispatch.apply_experts(experts, x_BTD, route, weights)
+
+    if self.cfg.moe.shared_experts:
       y_BTD += self.shared_experts(x_BTD)
     sums = route.sums.replace(dropped=num_dropped.astype(route.sums.tokens.dtype))
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), sums
+
+
+def _mask_padding(route: Route, segment_BT: jax.Array, num_experts: int) -> Route:
+  """`route` with padding assigned to expert `num_experts`, which does not exist."""
+  is_real_BT1 = segment_BT[..., None] > 0
+  return route.replace(expert_BTK=jnp.where(is_real_BT1, route.expert_BTK, num_experts))

@@ -9,31 +9,57 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from maxlite.layers.moe.dispatch import ragged
+from maxlite.config.schema import MoeConfig
+from maxlite.layers.moe.dispatch import Dispatch, ragged
 from maxlite.layers.moe.dispatch.expert_shards import apply_on_shards
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.permutation import permute, permute_weights, sort_by_expert, unpermute
 from maxlite.layers.moe.router import Route
 
 
+def _is_selected(cfg: MoeConfig) -> bool:
+  return cfg.sparse_matmul and cfg.use_ring_of_experts
+
+
 def apply_experts(
-  mlp: ExpertMlp, x_BTD: jax.Array, route: Route, weights: ExpertWeights
+  experts: ExpertMlp,
+  x_BTD: jax.Array,
+  route: Route,
+  weights: ExpertWeights,
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, 0): nothing is dropped."""
-  if mlp.sharder.num_shards("exp") == 1:
-    return ragged.apply_experts(mlp, x_BTD, route, weights)  # which does not exchange rows then
-  local = functools.partial(_apply_shard, mlp, mlp.sharder.mesh_axes("exp"))
-  return apply_on_shards(local, mlp, x_BTD, route, weights)
+  if experts.sharder.num_shards("exp") == 1:
+    # With one shard of experts, the ragged dispatch exchanges no rows.
+    return ragged.apply_experts(experts, x_BTD, route, weights)
+  apply_shard = functools.partial(_apply_shard, experts)
+  return apply_on_shards(apply_shard, experts, x_BTD, route, weights)
 
 
-def _apply_shard(mlp, mesh_axes, x_TD, expert_TK, weight_TK, weights) -> tuple:
+def _apply_shard(
+  experts: ExpertMlp,
+  x_TD: jax.Array,
+  expert_TK: jax.Array,
+  weight_TK: jax.Array,
+  weights: ExpertWeights,
+) -> tuple[jax.Array, jax.Array]:
+  """(y_TD of this shard's tokens, 0), by this shard's experts on the tokens of all shards."""
+  mesh_axes = experts.sharder.mesh_axes("exp")
   gather = functools.partial(jax.lax.all_gather, axis_name=mesh_axes, tiled=True)
-  x_TD, expert_TK, weight_TK = gather(x_TD), gather(expert_TK), gather(weight_TK)
+  x_TD = gather(x_TD)
+  expert_TK = gather(expert_TK)
+  weight_TK = gather(weight_TK)
+  num_tokens, num_chosen = expert_TK.shape
   num_local = weights.wo_EFD.shape[0]
   # Experts of other shards are out of range here, and get no row.
   local_TK = expert_TK - num_local * jax.lax.axis_index(mesh_axes)
-  num_rows = expert_TK.shape[0] * min(expert_TK.shape[1], num_local)
+  num_rows = num_tokens * min(num_chosen, num_local)
   order, group_sizes_e = sort_by_expert(local_TK, num_local, num_rows)
-  y_MD = mlp(permute(x_TD, order), permute_weights(weight_TK, order), weights, group_sizes_e)
+  x_MD = permute(x_TD, order)
+  weight_M = permute_weights(weight_TK, order)
+  y_MD = experts(x_MD, weight_M, weights, group_sizes_e)
   y_TD = jax.lax.psum_scatter(unpermute(y_MD, order), mesh_axes, tiled=True)
-  return y_TD, jnp.zeros_like(group_sizes_e[0])
+  num_dropped = jnp.zeros_like(group_sizes_e[0])
+  return y_TD, num_dropped
+
+
+DISPATCH = Dispatch(apply_experts, _is_selected, collective="all-gather")

@@ -3,43 +3,70 @@
 import jax
 import jax.numpy as jnp
 
+from maxlite.config.schema import MoeConfig
+from maxlite.layers.moe.dispatch import Dispatch
 from maxlite.layers.moe.expert_choice import is_chosen
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
 
 
+def _is_selected(cfg: MoeConfig) -> bool:
+  return not cfg.sparse_matmul and cfg.capacity_factor <= 0
+
+
 def apply_experts(
-  mlp: ExpertMlp, x_BTD: jax.Array, route: Route, weights: ExpertWeights
+  experts: ExpertMlp,
+  x_BTD: jax.Array,
+  route: Route,
+  weights: ExpertWeights,
 ) -> tuple[jax.Array, jax.Array]:
   """(y_BTD, 0); work and memory grow with the number of experts."""
-  chosen_BTKE = is_chosen(route.expert_BTK, mlp.cfg.num_experts)
+  chosen_BTKE = is_chosen(route.expert_BTK, experts.cfg.num_experts)
   weight_BTE = jnp.sum(jnp.where(chosen_BTKE, route.weight_BTK[..., None], 0), axis=2)
-  weight_BTE = weight_BTE.astype(x_BTD.dtype)
-  y_BTD = dense_mlp(mlp, x_BTD, weight_BTE, weights, "btd", "btef", "btd")
-  return y_BTD, jnp.zeros((), jnp.int32)
+  y_BTD = dense_mlp(
+    experts,
+    x_BTD,
+    weight_BTE.astype(x_BTD.dtype),
+    weights,
+    x_axes="btd",
+    h_axes="btef",
+    y_axes="btd",
+  )
+  num_dropped = jnp.zeros((), jnp.int32)
+  return y_BTD, num_dropped
 
 
 def dense_mlp(
-  mlp: ExpertMlp,
+  experts: ExpertMlp,
   x: jax.Array,
   weight: jax.Array,
   weights: ExpertWeights,
+  *,
   x_axes: str,
   h_axes: str,
   y_axes: str,
 ) -> jax.Array:
   """The experts' networks as einsums over arrays with these axes, where `e` is experts.
 
-  `weight` has the axes of the hidden layer without the last one, `f`.
+  Args:
+    weight: the routing weights, with the axes of the hidden layer without its last one, `f`.
+    h_axes: the axes of the hidden layer.
   """
-  dtype, has_bias = x.dtype, weights.bo_ED is not None
-  up = [jnp.einsum(f"{x_axes},edf->{h_axes}", x, w.astype(dtype)) for w in weights.wi_EDF]
+  dtype = x.dtype
+  has_bias = weights.bo_ED is not None
+  up = []
+  for wi_EDF in weights.wi_EDF:
+    up.append(jnp.einsum(f"{x_axes},edf->{h_axes}", x, wi_EDF.astype(dtype)))
   if has_bias:
-    others = [i for i, axis in enumerate(h_axes) if axis not in "ef"]
-    biases = [jnp.expand_dims(b_EF.astype(dtype), others) for b_EF in weights.bi_EF]
-    up = [h + b for h, b in zip(up, biases, strict=True)]
-  h = mlp.activation(*up) * weight[..., None]
+    missing_axes = [i for i, axis in enumerate(h_axes) if axis not in "ef"]
+    for i, bi_EF in enumerate(weights.bi_EF):
+      up[i] = up[i] + jnp.expand_dims(bi_EF.astype(dtype), missing_axes)
+  h = experts.activation(*up) * weight[..., None]
   y = jnp.einsum(f"{h_axes},efd->{y_axes}", h, weights.wo_EFD.astype(dtype))
   if has_bias:
-    y += jnp.einsum(f"{h_axes[:-1]},ed->{y_axes}", weight, weights.bo_ED.astype(dtype))
+    weight_axes = h_axes[:-1]
+    y += jnp.einsum(f"{weight_axes},ed->{y_axes}", weight, weights.bo_ED.astype(dtype))
   return y
+
+
+DISPATCH = Dispatch(apply_experts, _is_selected)

@@ -1,6 +1,7 @@
 """The shard_map and the weight gathering shared by the strategies that run shard by shard."""
 
-from collections.abc import Callable
+import functools
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,59 +15,100 @@ from maxlite.sharding.collectives import gather_weight, psum, pvary
 _GATHERED = "moe_gathered"
 
 
+class ApplyShard(Protocol):
+  """Computes (y_TD, number of assignments dropped) of one shard's tokens."""
+
+  def __call__(
+    self,
+    x_TD: jax.Array,
+    expert_TK: jax.Array,
+    weight_TK: jax.Array,
+    weights: ExpertWeights,
+  ) -> tuple[jax.Array, jax.Array]: ...
+
+
 def apply_on_shards(
-  local: Callable[..., tuple[jax.Array, jax.Array]],
-  mlp: ExpertMlp,
+  apply_shard: ApplyShard,
+  experts: ExpertMlp,
   x_BTD: jax.Array,
   route: Route,
   weights: ExpertWeights,
 ) -> tuple[jax.Array, jax.Array]:
-  """(y_BTD, number of assignments dropped), computed by `local` on every shard.
+  """(y_BTD, number of assignments dropped), computed by `apply_shard` on every shard.
 
-  `local(x_TD, expert_TK, weight_TK, weights)` gets its shard's tokens and the weights of its
-  shard's experts, sharded along the hidden axis only. Its result is summed over that axis.
+  `apply_shard` gets its shard's tokens and the weights of its shard's experts, sharded along the
+  hidden axis only. Its result is summed over that axis.
   """
-  sharder = mlp.sharder
-  rows_D = sharder.spec((*ROWS, None))
-  is_sharded = sharder.num_shards("embed_no_exp") > 1
-  row_axes = tuple(axis for name in ROWS for axis in sharder.mesh_axes(name))
-
-  merge_rows = lambda x_btD: x_btD.reshape(-1, x_btD.shape[-1])
-
-  def on_shard(x_btD, expert_btK, weight_btK, weights):
-    if is_sharded:
-      # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
-      x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
-    gathered = _gather(weights, sharder, x_btD.dtype)
-    x_TD, expert_TK, weight_TK = map(merge_rows, (x_btD, expert_btK, weight_btK))
-    x_TD, weight_TK, gathered = pvary(x_TD, weight_TK, gathered)
-    gathered = _bias_once(gathered, sharder)
-    y_TD, num_dropped = local(x_TD, expert_TK, weight_TK, gathered)
-    y_btD = psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
-    return y_btD, psum(num_dropped, row_axes)
-
-  if is_sharded:
+  sharder = experts.sharder
+  on_shard = functools.partial(_gather_and_apply, apply_shard, sharder)
+  if sharder.num_shards("embed_no_exp") > 1:
     # The backward pass gathers the weights again instead of saving them for every layer.
     policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
     on_shard = jax.checkpoint(on_shard, policy=policy)
-  return jax.shard_map(
+  rows = sharder.spec((*ROWS, None))
+  sharded = jax.shard_map(
     on_shard,
     mesh=sharder.mesh,
-    in_specs=(rows_D, rows_D, rows_D, ExpertWeights(*map(sharder.spec, (WI, WO, BI, BO)))),
-    out_specs=(rows_D, jax.P()),
-    check_vma=sharder.check_vma and mlp.supports_vma,  # which kernels in WITHOUT_VMA do not
-  )(x_BTD, route.expert_BTK, route.weight_BTK, weights)
+    in_specs=(rows, rows, rows, _weight_specs(sharder)),
+    out_specs=(rows, jax.P()),
+    # Kernels in WITHOUT_VMA do not support it.
+    check_vma=sharder.check_vma and experts.supports_vma,
+  )
+  return sharded(x_BTD, route.expert_BTK, route.weight_BTK, weights)
 
 
-def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> ExpertWeights:
-  axes = sharder.mesh_axes("embed_no_exp")
-  gather = lambda w, axis: checkpoint_name(gather_weight(w, dtype, axes, axis), _GATHERED)
-  return weights.replace(
-    wi_EDF=tuple(gather(w_EDF, 1) for w_EDF in weights.wi_EDF), wo_EFD=gather(weights.wo_EFD, 2)
+def _gather_and_apply(
+  apply_shard: ApplyShard,
+  sharder: Sharder,
+  x_btD: jax.Array,
+  expert_btK: jax.Array,
+  weight_btK: jax.Array,
+  weights: ExpertWeights,
+) -> tuple[jax.Array, jax.Array]:
+  """(y_btD, number of assignments dropped on all shards), on one shard of the mesh."""
+  if sharder.num_shards("embed_no_exp") > 1:
+    # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
+    x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
+  gathered = _gather(weights, sharder, x_btD.dtype)
+  x_TD = _merge_rows(x_btD)
+  expert_TK = _merge_rows(expert_btK)
+  weight_TK = _merge_rows(weight_btK)
+  x_TD, weight_TK, gathered = pvary(x_TD, weight_TK, gathered)
+  gathered = _keep_bias_once(gathered, sharder)
+  y_TD, num_dropped = apply_shard(x_TD, expert_TK, weight_TK, gathered)
+  y_btD = psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
+  batch_axes, length_axes = (sharder.mesh_axes(name) for name in ROWS)
+  return y_btD, psum(num_dropped, batch_axes + length_axes)
+
+
+def _merge_rows(x_btD: jax.Array) -> jax.Array:
+  """x_TD: the tokens of all rows of a shard along one axis."""
+  return x_btD.reshape(-1, x_btD.shape[-1])
+
+
+def _weight_specs(sharder: Sharder) -> ExpertWeights:
+  """The PartitionSpec of every parameter of the experts."""
+  return ExpertWeights(
+    wi_EDF=sharder.spec(WI),
+    wo_EFD=sharder.spec(WO),
+    bi_EF=sharder.spec(BI),
+    bo_ED=sharder.spec(BO),
   )
 
 
-def _bias_once(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
+def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> ExpertWeights:
+  """The weights of this shard's experts with their whole model axis, in `dtype`'s precision."""
+  mesh_axes = sharder.mesh_axes("embed_no_exp")
+
+  def gather(w: jax.Array, axis: int) -> jax.Array:
+    return checkpoint_name(gather_weight(w, dtype, mesh_axes, axis), _GATHERED)
+
+  wi_EDF = tuple(gather(w_EDF, axis=1) for w_EDF in weights.wi_EDF)
+  wo_EFD = gather(weights.wo_EFD, axis=2)
+  return weights.replace(wi_EDF=wi_EDF, wo_EFD=wo_EFD)
+
+
+def _keep_bias_once(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
   """The output bias on the first shard of the hidden axis only, because outputs are summed."""
   if weights.bo_ED is None:
     return weights
