@@ -19,15 +19,27 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _VIEWS = ("bitcast", "reshape")
 _MATMULS = ("dot", "convolution")
+# Categories by the operations that a fusion may contain, the most significant first.
+_CATEGORIES = {
+  "matmuls": _MATMULS,
+  "gathers and scatters": ("gather", "scatter"),
+  "slices and updates": _SLICES + _UPDATES,
+}
 _MOVES = ("copy", "reshape", "transpose", "bitcast-convert", "broadcast", "pad", "concatenate")
 
 
 class Traffic(NamedTuple):
-  """Bytes that one instruction moves in a step."""
+  """Bytes that one instruction moves in a step.
+
+  Attributes:
+    num_bytes: bytes read and written, over all executions.
+    category: "matmuls", "collectives", "kernels", "copies" or another kind of work.
+    source: the line of code that it is from; "" if unknown.
+  """
 
   num_bytes: float
   category: str
-  source: str  # line of code; "" if unknown
+  source: str
 
 
 def hbm_traffic(module: Module) -> list[Traffic]:
@@ -41,12 +53,16 @@ def hbm_traffic(module: Module) -> list[Traffic]:
   scaled by their lengths. `Module.with_loops_once` counts in the same way, to compare the two.
   """
   filled = filled_shares(module)
-  traffic = []
+  traffic: list[Traffic] = []
   for _, instruction, runs in module.executed():
     if not runs.fused and not _is_free(instruction):
       moved = started_collective(module, instruction) or instruction
-      num_bytes = runs.times * _bytes_moved(module, moved, filled)
-      traffic.append(Traffic(num_bytes, _category(module, moved), module.source(instruction)))
+      part = Traffic(
+        num_bytes=runs.times * _bytes_moved(module, moved, filled),
+        category=_category(module, moved),
+        source=module.source(instruction),
+      )
+      traffic.append(part)
   return traffic
 
 
@@ -61,7 +77,10 @@ def largest_traffic(
 
 
 def _is_free(instruction: Instruction) -> bool:
-  return bool(_FREE.fullmatch(instruction.opcode) or _ALLOCATION.search(instruction.attributes))
+  """Whether the instruction moves no bytes, or only those that other instructions count."""
+  if _FREE.fullmatch(instruction.opcode):
+    return True
+  return _ALLOCATION.search(instruction.attributes) is not None
 
 
 def _category(module: Module, instruction: Instruction) -> str:
@@ -73,30 +92,30 @@ def _category(module: Module, instruction: Instruction) -> str:
   opcodes = {opcode}
   if opcode == "fusion":
     (fused,) = module.called(instruction)
-    opcodes = {i.opcode for i in fused.instructions.values()}
-  for category, members in (
-    ("matmuls", _MATMULS),
-    ("gathers and scatters", ("gather", "scatter")),
-    ("slices and updates", (*_SLICES, *_UPDATES)),
-  ):
+    opcodes = {each.opcode for each in fused.instructions.values()}
+  for category, members in _CATEGORIES.items():
     if opcodes.intersection(members):
       return category
-  return "copies" if opcode in _MOVES else "element-wise"
+  if opcode in _MOVES:
+    return "copies"
+  return "element-wise"
 
 
 def _bytes_moved(module: Module, instruction: Instruction, filled: dict[int, float]) -> float:
-  operands, opcode = instruction.operands, instruction.opcode.removesuffix("-start")
+  """Bytes that one execution of an instruction reads and writes in HBM."""
+  operands = instruction.operands
+  opcode = instruction.opcode.removesuffix("-start")
   written = _in_hbm(_results(instruction))
-  if cost := kernel_cost(instruction):
+  cost = kernel_cost(instruction)
+  if cost is not None:
     return cost.row_bytes * share_of_kernel(instruction, filled) + cost.fixed_bytes
   if opcode == "fusion":
-    (fused,) = module.called(instruction)
-    reads = (_share_read(module, fused, i) * _in_hbm(x.arrays) for i, x in enumerate(operands))
-    # The rest of the result is updated in place.
-    return sum(reads) + written * _bytes_written(module, fused.root) / (fused.root.num_bytes or 1)
+    return _bytes_moved_by_fusion(module, instruction)
   if opcode in _SLICES:
-    read = sum(array.num_bytes for array in _results(instruction))
-    return written + read * (not operands[0].arrays[0].on_chip)
+    read = 0.0
+    if not operands[0].arrays[0].on_chip:
+      read = sum(array.num_bytes for array in _results(instruction))
+    return written + read
   if opcode in _UPDATES:
     return 2 * sum(_in_hbm(operand.arrays) for operand in operands[1:])
   if opcode == "ragged-all-to-all":
@@ -105,13 +124,26 @@ def _bytes_moved(module: Module, instruction: Instruction, filled: dict[int, flo
   return sum(_in_hbm(operand.arrays) for operand in operands) + written
 
 
+def _bytes_moved_by_fusion(module: Module, fusion: Instruction) -> float:
+  """Bytes that a fusion reads of its operands and writes of its result."""
+  (fused,) = module.called(fusion)
+  read = 0.0
+  for index, operand in enumerate(fusion.operands):
+    read += _share_read(module, fused, index) * _in_hbm(operand.arrays)
+  # The rest of the result is updated in place.
+  result_bytes = fused.root.num_bytes or 1
+  written = _in_hbm(_results(fusion))
+  return read + written * _bytes_written(module, fused.root) / result_bytes
+
+
 def _results(instruction: Instruction) -> list[Array]:
   """The arrays that an instruction writes.
 
   The type of an asynchronous start has, besides, its operands and scalars that signal its progress:
   before the result, except of a copy.
   """
-  arrays, num_operands = instruction.arrays, len(instruction.operands)
+  arrays = instruction.arrays
+  num_operands = len(instruction.operands)
   if instruction.opcode == "copy-start":
     return arrays[:1]
   if instruction.opcode.endswith("-start"):
@@ -127,12 +159,16 @@ def _share_read(module: Module, fused: Computation, index: int) -> float:
   """The share of operand `index` of a fusion that is read."""
   parameter = _parameter(fused, index)
   used = sum(_bytes_used(module, fused, parameter))
-  return min(used / (parameter.num_bytes or 1), 1.0)
+  whole = parameter.num_bytes or 1
+  return min(used / whole, 1.0)
 
 
 def _parameter(fused: Computation, index: int) -> Instruction:
-  instructions = fused.instructions.values()
-  return next(i for i in instructions if i.opcode == "parameter" and i.literal == str(index))
+  """The parameter with this index of a computation."""
+  for instruction in fused.instructions.values():
+    if instruction.opcode == "parameter" and instruction.literal == str(index):
+      return instruction
+  raise ValueError(f"{fused.name} has no parameter {index}")
 
 
 def _bytes_used(module: Module, fused: Computation, value: Instruction) -> list[float]:
@@ -141,21 +177,32 @@ def _bytes_used(module: Module, fused: Computation, value: Instruction) -> list[
   for user in fused.instructions.values():
     if value not in user.operands:
       continue
-    sliced = user.operands[0] is value
+    is_sliced = user.operands[0] is value
     if user.opcode in _VIEWS:
       used += _bytes_used(module, fused, user)
     elif user.opcode == "fusion":
-      (nested,) = module.called(user)
-      for index, operand in enumerate(user.operands):
-        if operand is value:
-          parameter = _parameter(nested, index)
-          used += _bytes_used(module, nested, parameter)
-          if _origin(module, nested.root) is parameter:  # the users of the result read it
-            used += _bytes_used(module, fused, user)
-    elif sliced and user.opcode in _SLICES:
+      used += _bytes_used_by_fusion(module, fused, value, user)
+    elif is_sliced and user.opcode in _SLICES:
       used.append(user.num_bytes)
-    elif not (sliced and user.opcode == "dynamic-update-slice") and not _is_passed_on(user):
+    elif is_sliced and user.opcode == "dynamic-update-slice":
+      continue  # updated in place
+    elif not _is_passed_on(user):
       used.append(value.num_bytes)
+  return used
+
+
+def _bytes_used_by_fusion(
+  module: Module, fused: Computation, value: Instruction, fusion: Instruction
+) -> list[float]:
+  """Bytes of `value` that each instruction in a fusion nested in `fused` reads."""
+  used: list[float] = []
+  (nested,) = module.called(fusion)
+  for index, operand in enumerate(fusion.operands):
+    if operand is value:
+      parameter = _parameter(nested, index)
+      used += _bytes_used(module, nested, parameter)
+      if _origin(module, nested.root) is parameter:  # the users of the result read it
+        used += _bytes_used(module, fused, fusion)
   return used
 
 
@@ -177,6 +224,7 @@ def _is_passed_on(part: Instruction) -> bool:
 
 
 def _bytes_written(module: Module, part: Instruction) -> float:
+  """Bytes of `part`, an instruction of a fusion, that the fusion writes."""
   if part.opcode == "tuple":
     return sum(_bytes_written(module, operand) for operand in part.operands)
   if part.opcode == "parameter" or _is_passed_on(part):

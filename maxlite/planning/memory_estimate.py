@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from maxlite.models import Decoder
 from maxlite.optim.labels import merge, split
 from maxlite.sharding.host_memory import is_on_host
 from maxlite.sharding.logical_axis_rules import Sharder
+from maxlite.sharding.pytree import PyTree
+from maxlite.sharding.sharding_report import ParameterSharding
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
 
@@ -21,18 +23,34 @@ FLOAT32_BYTES = 4
 
 
 class MemoryEstimate(NamedTuple):
-  """Bytes on one device, and in the host's memory for it."""
+  """Bytes on one device, and in the host's memory for it.
+
+  Attributes:
+    parameters: the parameters.
+    optimizer: the optimizer state, and the rest of the state.
+    saved_activations: what the forward pass saves for the backward pass under the remat policy.
+    gradients: the gradients, and their sum over micro-batches.
+    layer_activations: the activations of one layer during its backward pass.
+    layer_gradients: the gradients of the layer's largest activation, and of its largest one that is
+      as wide as the model.
+    gathered_weights: two kernels of a layer, and the gradient of one before it is scattered.
+    unembedding: the gathered unembedding and its gradient until the end of the loss.
+    logits: one chunk of logits and its gradient.
+    teacher: parameters of the models that a loss follows.
+    host_optimizer: the optimizer state in the host's memory.
+    host_activations: saved activations in the host's memory.
+  """
 
   parameters: float
-  optimizer: float  # and the rest of the state
-  saved_activations: float  # for the backward pass, under the model's remat policy
+  optimizer: float
+  saved_activations: float
   gradients: float
-  layer_activations: float  # of one layer, during its backward pass
-  layer_gradients: float  # of the largest of these and of the largest of the model's width: MLPs
-  gathered_weights: float  # two kernels of a layer, and the gradient of one before it is scattered
-  unembedding: float  # gathered, and its gradient, until it is scattered at the end of the loss
-  logits: float  # one chunk, and its gradient
-  teacher: float = 0.0  # parameters of the models that a loss follows
+  layer_activations: float
+  layer_gradients: float
+  gathered_weights: float
+  unembedding: float
+  logits: float
+  teacher: float = 0.0
   host_optimizer: float = 0.0
   host_activations: float = 0.0
 
@@ -45,112 +63,175 @@ class MemoryEstimate(NamedTuple):
 
   @property
   def total(self) -> float:
+    """The peak on the device."""
     return self.parameters + self.optimizer + self.teacher + self.temporaries
 
 
 class Activation(NamedTuple):
-  """One array saved by the forward pass for the backward pass."""
+  """One array saved by the forward pass for the backward pass.
 
-  length: int  # of its leading axis: layers, if they are stacked
-  width: int  # of its last axis
-  num_bytes: float  # per shard
+  Attributes:
+    length: size of its leading axis: the number of layers if they are stacked.
+    width: size of its last axis.
+    num_bytes: bytes per shard.
+  """
+
+  length: int
+  width: int
+  num_bytes: float
 
 
 def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   """Estimate the memory of one device in a step of a phase."""
-  cfg, state, objective = trainer.cfg, trainer.abstract_state, trainer.objectives[phase]
-  model, num_micro = cfg.model, objective.training.gradient_accumulation_steps
-  save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
+  model = trainer.cfg.model
+  state = trainer.abstract_state
+  objective = trainer.objectives[phase]
   weight_bytes = jnp.dtype(model.dtype).itemsize
   parameters = bytes_per_device(state.params)
-  trained, _ = split(state.params, objective.labels)
-  saved, in_layers = (_activations(trainer, objective, each) for each in (model, save_all))
-  host_optimizer = bytes_per_device([x for x in jax.tree.leaves(state) if is_on_host(x)])
-  saved_bytes, host_activations = sum(activation.num_bytes for activation in saved), 0.0
-  if model.remat_policy == "offload":  # on the device are only the inputs of the layers
-    full = _activations(trainer, objective, dataclasses.replace(model, remat_policy="full"))
-    host_activations = saved_bytes - sum(activation.num_bytes for activation in full)
-  num_layers = model.base_num_decoder_layers
-  num_stacked = lambda activation: activation.length if model.scan_layers else 1
-  largest = max((a.num_bytes / num_stacked(a) for a in in_layers), default=0.0)
-  of_model_width = [a for a in in_layers if a.width == model.base_emb_dim]
-  largest_of_model_width = max((a.num_bytes / num_stacked(a) for a in of_model_width), default=0.0)
-  wide = lambda leaf: leaf.update(dtype=np.promote_types(leaf.dtype, np.float32))
-  accumulated = jax.tree.map(wide, trained) if num_micro > 1 else ()
+  on_host = [leaf for leaf in jax.tree.leaves(state) if is_on_host(leaf)]
+  host_optimizer = bytes_per_device(on_host)
+  saved_bytes = _total(_activations(trainer, objective, model))
+  host_activations = 0.0
+  if model.remat_policy == "offload":  # only the inputs of the layers stay on the device
+    full_remat = dataclasses.replace(model, remat_policy="full")
+    host_activations = saved_bytes - _total(_activations(trainer, objective, full_remat))
+  save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
+  in_layers = _activations(trainer, objective, save_all)
+  layer_bytes = _total(in_layers) / model.base_num_decoder_layers
+  teacher = 0
+  if trainer.teacher is not None:
+    teacher = bytes_per_device(trainer.teacher.with_params(None, abstract=True))
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
   tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
+  chunk_tokens = min(tokens, trainer.cfg.training.logits_chunk_tokens)
   return MemoryEstimate(
     parameters=parameters,
     optimizer=bytes_per_device(state) - parameters - host_optimizer,
     saved_activations=saved_bytes - host_activations,
-    gradients=bytes_per_device(trained) + bytes_per_device(accumulated),
-    layer_activations=sum(activation.num_bytes for activation in in_layers) / num_layers,
-    layer_gradients=largest + largest_of_model_width,
+    gradients=_gradient_bytes(state.params, objective),
+    layer_activations=layer_bytes,
+    layer_gradients=_layer_gradient_bytes(in_layers, model),
     gathered_weights=_largest_kernel(trainer) * (2 * weight_bytes + FLOAT32_BYTES),
     unembedding=model.base_emb_dim * vocab * (weight_bytes + FLOAT32_BYTES),
-    logits=2 * FLOAT32_BYTES * min(tokens, cfg.training.logits_chunk_tokens) * vocab,
-    teacher=bytes_per_device(trainer.teacher and trainer.teacher.with_params(None, abstract=True)),
+    logits=2 * FLOAT32_BYTES * chunk_tokens * vocab,
+    teacher=teacher,
     host_optimizer=host_optimizer,
     host_activations=host_activations,
   )
 
 
+def _total(activations: Sequence[Activation]) -> float:
+  return sum(activation.num_bytes for activation in activations)
+
+
+def _gradient_bytes(params: PyTree, objective: Objective) -> int:
+  """Bytes of the gradients of the trained parameters, and of their sums over micro-batches."""
+  trained, _ = split(params, objective.labels)
+  num_bytes = bytes_per_device(trained)
+  if objective.training.gradient_accumulation_steps > 1:
+    num_bytes += bytes_per_device(jax.tree.map(_at_least_float32, trained))
+  return num_bytes
+
+
+def _at_least_float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  return leaf.update(dtype=np.promote_types(leaf.dtype, np.float32))
+
+
+def _layer_gradient_bytes(in_layers: Sequence[Activation], model: ModelConfig) -> float:
+  """Bytes of the gradients of the largest activation, and of the largest of the model's width."""
+  largest = 0.0
+  largest_of_model_width = 0.0
+  for activation in in_layers:
+    num_bytes = activation.num_bytes
+    if model.scan_layers:
+      num_bytes /= activation.length
+    largest = max(largest, num_bytes)
+    if activation.width == model.base_emb_dim:
+      largest_of_model_width = max(largest_of_model_width, num_bytes)
+  return largest + largest_of_model_width
+
+
 def num_token_shards(sharder: Sharder) -> int:
   """Number of devices that a batch's tokens are divided over."""
-  return math.prod(map(sharder.num_shards, ("activation_batch", "activation_length")))
+  return sharder.num_shards("activation_batch") * sharder.num_shards("activation_length")
 
 
-def bytes_per_device(tree: Any) -> int:
+def bytes_per_device(tree: PyTree) -> int:
   """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
-  size = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-  return sum(map(size, jax.tree.leaves(tree)))
+  num_bytes = 0
+  for leaf in jax.tree.leaves(tree):
+    shard_shape = leaf.sharding.shard_shape(leaf.shape)
+    num_bytes += math.prod(shard_shape) * leaf.dtype.itemsize
+  return num_bytes
 
 
-def activations(residuals_of: Callable[[int], Any], rows: int, num_shards: int) -> list[Activation]:
+def activations(
+  residuals_of: Callable[[int], PyTree], rows: int, num_shards: int
+) -> list[Activation]:
   """The activations that a forward pass over `rows` rows saves for its backward pass.
 
   Args:
     residuals_of: rows -> pytree of the shapes that are saved. Those that grow with the rows are
       activations, the others weights.
+    rows: number of rows of a batch.
+    num_shards: number of devices that the rows are divided over.
   """
-  once, twice = (jax.tree.leaves(residuals_of(n)) for n in (rows, 2 * rows))
-  return [
-    Activation(
-      leaf.shape[0], leaf.shape[-1], (larger.size - leaf.size) * leaf.dtype.itemsize / num_shards
-    )
-    for leaf, larger in zip(once, twice, strict=True)
-    if larger.size > leaf.size
-  ]
+  once = jax.tree.leaves(residuals_of(rows))
+  twice = jax.tree.leaves(residuals_of(2 * rows))
+  found: list[Activation] = []
+  for leaf, larger in zip(once, twice, strict=True):
+    if larger.size > leaf.size:
+      growth = larger.size - leaf.size
+      activation = Activation(
+        length=leaf.shape[0],
+        width=leaf.shape[-1],
+        num_bytes=growth * leaf.dtype.itemsize / num_shards,
+      )
+      found.append(activation)
+  return found
 
 
 def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> list[Activation]:
   """The activations that a model of `cfg` saves on a device for one micro-batch."""
   model = Decoder(cfg, trainer.sharder)
   rows, length = objective.batch_shape
+  rows_per_micro = rows // objective.training.gradient_accumulation_steps
 
-  def residuals_of(rows: int) -> Any:
+  def residuals(params: PyTree, tokens_BT: jax.Array) -> PyTree:
+    trained, frozen = split(params, objective.labels)
+
+    def hidden(trained: PyTree) -> jax.Array:
+      variables = {"params": merge(trained, frozen)}
+      x_BTD, _ = model.apply(variables, tokens_BT, tokens_BT, tokens_BT, method=model.hidden)
+      return x_BTD
+
+    _, backward = jax.vjp(hidden, trained)
+    return backward
+
+  def residuals_of(rows: int) -> PyTree:
     tokens_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-
-    def residuals(params: Any, tokens_BT: jax.Array) -> Any:
-      inputs = (tokens_BT, tokens_BT, tokens_BT)
-      forward = lambda params: model.apply({"params": params}, *inputs, method=model.hidden)[0]
-      trained, frozen = split(params, objective.labels)
-      return jax.vjp(lambda trained: forward(merge(trained, frozen)), trained)[1]
-
     return jax.eval_shape(residuals, trainer.abstract_state.params, tokens_BT)
 
-  rows //= objective.training.gradient_accumulation_steps
-  return activations(residuals_of, rows, num_token_shards(trainer.sharder))
+  return activations(residuals_of, rows_per_micro, num_token_shards(trainer.sharder))
 
 
 def _largest_kernel(trainer: Trainer) -> float:
   """Parameters of the largest kernel of a layer on one device after the all-gather over `fsdp`."""
-  num_weights = [0.0]
+  largest = 0.0
   for parameter in trainer.parameter_shardings:
-    stack = parameter.path.split("/")[0]
+    stack, _, _ = parameter.path.partition("/")
     if "layers" in stack:
-      sharded = [name for name in parameter.names if name not in ("embed", "embed_no_exp")]
-      shards = math.prod(map(trainer.sharder.num_shards, sharded))
-      shape = parameter.shape[1:] if "layers" in parameter.names else parameter.shape
-      num_weights.append(math.prod(shape) / shards)
-  return max(num_weights)
+      largest = max(largest, _gathered_size(parameter, trainer.sharder))
+  return largest
+
+
+def _gathered_size(parameter: ParameterSharding, sharder: Sharder) -> float:
+  """Elements of a parameter of one layer on one device after the all-gather over `fsdp`."""
+  num_shards = 1
+  for name in parameter.names:
+    if name not in ("embed", "embed_no_exp"):
+      num_shards *= sharder.num_shards(name)
+  shape = parameter.shape
+  if "layers" in parameter.names:
+    shape = shape[1:]
+  return math.prod(shape) / num_shards

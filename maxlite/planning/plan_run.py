@@ -2,8 +2,9 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jax
 from rich.console import Console
@@ -15,13 +16,14 @@ from maxlite.metrics.waits import report_wait
 from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo import Module, parse
-from maxlite.planning.hlo_collectives import collectives
+from maxlite.planning.hlo_collectives import Collective, collectives
 from maxlite.planning.hlo_cost import filled_shares, matmul_flops
 from maxlite.planning.hlo_traffic import hbm_traffic
 from maxlite.planning.memory_estimate import estimate_memory
+from maxlite.planning.plan_report import CompiledMemory
 from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import exposed_seconds, step_bounds
-from maxlite.sharding.compiler_options import describe_options
+from maxlite.sharding.compiler_options import Options, describe_options
 from maxlite.training.trainer import Trainer, build_trainer
 from maxlite.training.transforms.local_updates import OUTER_SCOPE
 
@@ -30,12 +32,19 @@ _CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-  """A compiled training step."""
+  """A compiled training step.
+
+  Attributes:
+    module: the program.
+    memory: its memory on one device.
+    once_bytes: HBM bytes by XLA's cost analysis, which counts loops once; 0 if unknown.
+    seconds: time of tracing and compilation.
+  """
 
   module: Module
-  memory: Any  # jax's CompiledMemoryStats, of one device
-  once_bytes: float  # HBM bytes by XLA's cost analysis, which counts loops once; 0: unknown
-  seconds: float  # of compilation
+  memory: CompiledMemory
+  once_bytes: float
+  seconds: float
 
 
 def run_plan(cfg: Config, *, compiles: bool = True) -> int:
@@ -45,16 +54,23 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
   """
   with exit_on_user_error("maxlite.plan"):
     target = build_target(cfg, compiles=compiles)
-    compiles = compiles and not target.missing
+    if target.missing:
+      compiles = False
     trainer = target.trainer
-    options = trainer.compiler_options if compiles else {}  # refuses unknown ones here
+    options: Options = {}
+    if compiles:
+      options = trainer.compiler_options  # raises UserError for unknown ones
   if target.missing:
-    needed = f"compiling for {cfg.plan.compile_topology} needs {target.missing}"
-    _CONSOLE.print(f"estimate only: {needed}")
-  for line in describe_options(options, trainer.sharder.platform) if compiles else ():
-    _CONSOLE.print(f"  {line}")
-  phases = range(len(trainer.objectives))
-  return 0 if all([_plan_step(target, phase, compiles=compiles) for phase in phases]) else 1
+    topology = cfg.plan.compile_topology
+    _CONSOLE.print(f"estimate only: compiling for {topology} needs {target.missing}")
+  if compiles:
+    for line in describe_options(options, trainer.sharder.platform):
+      _CONSOLE.print(f"  {line}")
+  exit_code = 0
+  for phase in range(len(trainer.objectives)):
+    if not _plan_step(target, phase, compiles=compiles):
+      exit_code = 1
+  return exit_code
 
 
 def run_phase_plan(cfg: Config) -> int:
@@ -63,15 +79,23 @@ def run_phase_plan(cfg: Config) -> int:
     plan = build_trainer(cfg).phase_plan
     if plan is None:
       raise UserError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
+  for line in plan.describe(cfg.run.steps, cfg.data):
+    _CONSOLE.print(line)
   spans = plan.spans(cfg.run.steps)
-  _CONSOLE.print(*plan.describe(cfg.run.steps, cfg.data), "", sep="\n")
-  unknown = ["phases end on conditions, so their steps are known only during the run"]
-  _CONSOLE.print(*(plan_report.timeline_lines(spans) if spans else unknown), sep="\n")
+  timeline = ["phases end on conditions, so their steps are known only during the run"]
+  if spans:
+    timeline = plan_report.timeline_lines(spans)
+  _print_paragraph(timeline)
   return 0
 
 
 def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> CompiledStep:
-  """Compile the step of a phase for the trainer's devices; write its HLO to folder `save_hlo`.
+  """Compile the step of a phase for the trainer's devices.
+
+  Args:
+    trainer: the trainer whose step is compiled.
+    save_hlo: a folder to which the step's HLO is written; "" for none.
+    phase: index of the phase.
 
   Raises:
     jax.errors.JaxRuntimeError: compilation failed, such as for lack of memory.
@@ -83,14 +107,28 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
     program = lowered.compile()
   seconds = time.perf_counter() - start
   text = program.as_text()
+  if text is None:
+    raise RuntimeError("this compiler does not return the text of a program")
   if save_hlo:
-    folder = Path(save_hlo).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"train_step{f'_{phase}' * (phase > 0)}.hlo.txt").write_text(text)
+    _write_hlo(text, save_hlo, phase)
+  outer_steps: dict[str, float] = {}
   period = trainer.cfg.local_updates.diloco_sync_period
-  outer_steps = {OUTER_SCOPE: 1 / period} if period else {}
+  if period:
+    outer_steps[OUTER_SCOPE] = 1 / period
   module = parse(text, _local_share(trainer.cfg.model), outer_steps)
-  return CompiledStep(module, program.memory_analysis(), _once_bytes(program), seconds)
+  memory = cast(CompiledMemory, program.memory_analysis())
+  return CompiledStep(module, memory, _once_bytes(program), seconds)
+
+
+def _write_hlo(text: str, save_hlo: str, phase: int) -> None:
+  """Write the text of the program of a phase to the folder `save_hlo`."""
+  name = "train_step.hlo.txt"
+  if phase > 0:
+    name = f"train_step_{phase}.hlo.txt"
+  folder = Path(save_hlo).expanduser()
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / name
+  path.write_text(text)
 
 
 def _once_bytes(program: jax.stages.Compiled) -> float:
@@ -99,44 +137,68 @@ def _once_bytes(program: jax.stages.Compiled) -> float:
     analysis = program.cost_analysis()
   except (NotImplementedError, jax.errors.JaxRuntimeError):
     return 0.0
-  return float((analysis or {}).get("bytes accessed", 0.0))
+  if not analysis:
+    return 0.0
+  return float(analysis.get("bytes accessed", 0.0))
 
 
 def _local_share(model: ModelConfig) -> float | None:
   """The share of local layers, which take the true branch of their scan's only conditional."""
-  num_layers, every = model.base_num_decoder_layers, model.family.global_layer_every
-  return 1 - num_layers // every / num_layers if every else None
+  every = model.family.global_layer_every
+  if not every:
+    return None
+  num_layers = model.base_num_decoder_layers
+  num_global = num_layers // every
+  return 1 - num_global / num_layers
 
 
 def _plan_step(target: PlanTarget, phase: int, *, compiles: bool) -> bool:
   """Print the plan of the step of a phase; return whether it compiles and fits."""
-  trainer, compiled = target.trainer, None
-  if plan := trainer.phase_plan:
+  trainer = target.trainer
+  plan = trainer.phase_plan
+  if plan is not None:
     _CONSOLE.print(plan.describe_phase(plan.phases[phase], trainer.cfg.data))
   _CONSOLE.print(_title(trainer, target.kind, phase))
+  compiled = None
   if compiles:
     try:
       compiled = compile_step(trainer, trainer.cfg.plan.save_hlo, phase)
     except jax.errors.JaxRuntimeError as error:
-      _CONSOLE.print(f"does not compile: {' '.join(str(error).split())}")
+      reason = " ".join(str(error).split())
+      _CONSOLE.print(f"does not compile: {reason}")
   estimate = estimate_memory(trainer, phase)
-  _CONSOLE.print("", *plan_report.memory_lines(estimate, compiled and compiled.memory), sep="\n")
-  peak = compiled.memory.peak_memory_in_bytes if compiled else estimate.total
-  fits = _print_fit(peak, target.kind)
-  for lines in _costs(target, compiled, phase):
-    _CONSOLE.print("", *lines, sep="\n")
-  if compiled:
+  if compiled is None:
+    _print_paragraph(plan_report.memory_lines(estimate, None))
+    fits = _print_fit(estimate.total, target.kind)
+    paragraphs = _estimated_costs(target, phase)
+  else:
+    _print_paragraph(plan_report.memory_lines(estimate, compiled.memory))
+    fits = _print_fit(compiled.memory.peak_memory_in_bytes, target.kind)
+    paragraphs = _compiled_costs(target, compiled, phase)
+  for lines in paragraphs:
+    _print_paragraph(lines)
+  if compiled is not None:
     _CONSOLE.print(f"\ncompiled in {compiled.seconds:.0f} s")
-  return fits and bool(compiled or not compiles)
+  failed = compiles and compiled is None
+  return fits and not failed
+
+
+def _print_paragraph(lines: Sequence[str]) -> None:
+  """Print an empty line and `lines`; nothing if there are none."""
+  if lines:
+    _CONSOLE.print()
+  for line in lines:
+    _CONSOLE.print(line)
 
 
 def _title(trainer: Trainer, kind: str, phase: int) -> str:
   cfg = trainer.cfg
+  name = cfg.run.model_name or cfg.model.decoder_block
   degrees = [f"{axis}={size}" for axis, size in trainer.mesh.shape.items() if size > 1]
+  sharding = " x ".join(degrees) or "no sharding"
   rows, length = trainer.objectives[phase].batch_shape
   return (
-    f"{cfg.run.model_name or cfg.model.decoder_block} on {trainer.mesh.size} x {kind}, "
-    f"{' x '.join(degrees) or 'no sharding'}; {rows} x {length} tokens per step, "
+    f"{name} on {trainer.mesh.size} x {kind}, {sharding}; {rows} x {length} tokens per step, "
     f"remat_policy={cfg.model.remat_policy}"
   )
 
@@ -146,40 +208,86 @@ def _print_fit(needed: float, kind: str) -> bool:
 
   TPU compilers also reject a step that fits only without gaps between its arrays.
   """
-  hbm = CHIPS[kind].hbm_bytes if kind in CHIPS else None
+  if kind not in CHIPS:
+    return True
+  hbm = CHIPS[kind].hbm_bytes
   if hbm is None:
     return True
-  verdict = "fits" if needed <= hbm else "does not fit"
-  _CONSOLE.print(f"{verdict}: {needed / hbm:.1%} of the {hbm / plan_report.GB:.1f} GB of a device")
-  return needed <= hbm
+  fits = needed <= hbm
+  verdict = "does not fit"
+  if fits:
+    verdict = "fits"
+  share = needed / hbm
+  _CONSOLE.print(f"{verdict}: {share:.1%} of the {hbm / plan_report.GB:.1f} GB of a device")
+  return fits
 
 
-def _costs(target: PlanTarget, compiled: CompiledStep | None, phase: int) -> list[list[str]]:
-  """Paragraphs about FLOPs, communication and the roofline of a device."""
-  mesh, kind = target.trainer.mesh, target.kind
-  model_flops = target.trainer.flops_per_step[phase] / mesh.size
+def _estimated_costs(target: PlanTarget, phase: int) -> list[list[str]]:
+  """Paragraphs about the estimated communication and the roofline of a device."""
   estimated = estimate_collectives(target, phase)
-  found, flops, moved, is_complete, paragraphs = estimated, model_flops, None, False, []
-  if compiled:
-    module = compiled.module
-    compiled_flops = matmul_flops(module)
-    paragraphs.append(plan_report.matmul_lines(compiled_flops, model_flops, module.unknown_loops))
-    found = collectives(module, dict(mesh.shape), target.slices)
+  paragraphs = [
+    plan_report.comm_lines(estimated, None),
+    plan_report.collective_lines(estimated, is_compiled=False),
+    _outer_lines(target, estimated),
+  ]
+  if target.kind in CHIPS:
+    chip = CHIPS[target.kind]
+    lines = plan_report.roofline_lines(
+      step_bounds(chip, _model_flops(target, phase), None, estimated),
+      useful_share=None,
+      exposed_seconds=exposed_seconds(chip, estimated),
+      is_complete=False,
+    )
+    paragraphs.append(lines)
+  return paragraphs
+
+
+def _compiled_costs(target: PlanTarget, compiled: CompiledStep, phase: int) -> list[list[str]]:
+  """Paragraphs about FLOPs, HBM traffic, communication and the roofline of a device."""
+  module = compiled.module
+  model_flops = _model_flops(target, phase)
+  compiled_flops = matmul_flops(module)
+  traffic = hbm_traffic(module)
+  found = collectives(module, dict(target.trainer.mesh.shape), target.slices)
+  paragraphs = [
+    plan_report.matmul_lines(compiled_flops, model_flops, module.unknown_loops),
+    plan_report.traffic_lines(traffic) + _compared_traffic(compiled),
+    plan_report.comm_lines(estimate_collectives(target, phase), found),
+    plan_report.collective_lines(found, is_compiled=True),
+    _outer_lines(target, found),
+  ]
+  if target.kind in CHIPS:
+    chip = CHIPS[target.kind]
     flops = max(compiled_flops.total, model_flops)  # some kernels do not report theirs
-    is_complete = not compiled_flops.kernels_unknown
-    traffic = hbm_traffic(module)
-    moved = sum(part.num_bytes for part in traffic)
-    paragraphs.append(plan_report.traffic_lines(traffic))
-    if compiled.once_bytes and not filled_shares(module):  # XLA counts receive buffers as full
-      once = sum(part.num_bytes for part in hbm_traffic(module.with_loops_once()))
-      paragraphs[-1].append(plan_report.compare_traffic(once, compiled.once_bytes))
-  paragraphs.append(plan_report.comm_lines(estimated, found if compiled else None))
-  paragraphs.append(plan_report.collective_lines(found, is_compiled=bool(compiled)))
-  if period := target.trainer.cfg.local_updates.diloco_sync_period:
-    paragraphs.append(plan_report.outer_lines(found, period))
-  if kind in CHIPS:
-    bounds = step_bounds(CHIPS[kind], flops, moved, found)
-    useful_share = model_flops / flops if compiled else None
-    exposed = exposed_seconds(CHIPS[kind], found)
-    paragraphs.append(plan_report.roofline_lines(bounds, useful_share, exposed, is_complete))
-  return [lines for lines in paragraphs if lines]
+    hbm_bytes = sum(part.num_bytes for part in traffic)
+    lines = plan_report.roofline_lines(
+      step_bounds(chip, flops, hbm_bytes, found),
+      useful_share=model_flops / flops,
+      exposed_seconds=exposed_seconds(chip, found),
+      is_complete=not compiled_flops.kernels_unknown,
+    )
+    paragraphs.append(lines)
+  return paragraphs
+
+
+def _model_flops(target: PlanTarget, phase: int) -> float:
+  """FLOPs of a step of one device, without rematerialization and padding."""
+  trainer = target.trainer
+  return trainer.flops_per_step[phase] / trainer.mesh.size
+
+
+def _compared_traffic(compiled: CompiledStep) -> list[str]:
+  """A line that compares HBM bytes with XLA's, if it has counted the same."""
+  if not compiled.once_bytes or filled_shares(compiled.module):  # XLA counts buffers as full
+    return []
+  traffic = hbm_traffic(compiled.module.with_loops_once())
+  once = sum(part.num_bytes for part in traffic)
+  return [plan_report.compare_traffic(once, compiled.once_bytes)]
+
+
+def _outer_lines(target: PlanTarget, found: Sequence[Collective]) -> list[str]:
+  """Lines about the exchanges of replicas, if there are any."""
+  period = target.trainer.cfg.local_updates.diloco_sync_period
+  if not period:
+    return []
+  return plan_report.outer_lines(found, period)

@@ -7,20 +7,28 @@ import jax
 from jax.experimental import topologies
 
 from maxlite.config import Config
-from maxlite.planning.topology import parse_topology
+from maxlite.planning.topology import Topology, parse_topology
 from maxlite.sharding.mesh import MESH_AXES, dcn_degrees, resolve_degrees
 from maxlite.training.trainer import Trainer, build_trainer, mesh_degrees
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanTarget:
-  """A trainer for described devices, and properties of the devices that its mesh may lack."""
+  """A trainer for described devices, and properties of the devices that its mesh may lack.
+
+  Attributes:
+    trainer: the trainer.
+    kind: the `jax.Device.device_kind` of the described devices.
+    slices: mesh axes that span slices -> number of slices along the axis.
+    missing: a requirement for compilation that is not installed; empty if there is none.
+    grid: chips of a TPU slice along its dimensions; empty for other devices.
+  """
 
   trainer: Trainer
-  kind: str  # jax.Device.device_kind
-  slices: Mapping[str, int]  # mesh axes that span slices -> number of slices along the axis
-  missing: str = ""  # a requirement for compilation that is not installed
-  grid: tuple[int, ...] = ()  # chips of a TPU slice
+  kind: str
+  slices: Mapping[str, int]
+  missing: str = ""
+  grid: tuple[int, ...] = ()
 
 
 def build_target(cfg: Config, *, compiles: bool) -> PlanTarget:
@@ -34,19 +42,46 @@ def build_target(cfg: Config, *, compiles: bool) -> PlanTarget:
     kind = trainer.mesh.devices.flat[0].device_kind
     return PlanTarget(trainer, kind, dcn_degrees(trainer.mesh))
   topology = parse_topology(cfg.plan.compile_topology, cfg.plan.compile_topology_num_slices)
-  kind, num_devices = topology.kind.device_kind, topology.num_devices
-  missing = topology.missing(cfg.plan.gpu_target_config) if compiles else ""
+  missing = ""
+  if compiles:
+    missing = topology.missing(cfg.plan.gpu_target_config)
   if compiles and not missing:
-    request = topology.request(cfg.plan.gpu_target_config)
-    trainer = build_trainer(cfg, topologies.get_topology_desc(**request).devices)
-    return PlanTarget(trainer, kind, dcn_degrees(trainer.mesh), grid=topology.grid)
-  # An estimate needs only shapes, so CPU devices suffice.
+    return _target_to_compile_for(cfg, topology)
+  return _target_of_cpu_devices(cfg, topology, missing)
+
+
+def _target_to_compile_for(cfg: Config, topology: Topology) -> PlanTarget:
+  """A target whose mesh has the described devices."""
+  request = topology.request(cfg.plan.gpu_target_config)
+  devices = topologies.get_topology_desc(**request).devices
+  trainer = build_trainer(cfg, devices)
+  return PlanTarget(
+    trainer=trainer,
+    kind=topology.kind.device_kind,
+    slices=dcn_degrees(trainer.mesh),
+    grid=topology.grid,
+  )
+
+
+def _target_of_cpu_devices(cfg: Config, topology: Topology, missing: str) -> PlanTarget:
+  """A target whose mesh has as many CPU devices: an estimate needs only shapes."""
+  num_devices = topology.num_devices
   if jax.config.values["jax_num_cpu_devices"] < num_devices:
     jax.config.update("jax_num_cpu_devices", num_devices)
-  degrees = (mesh_degrees(cfg.mesh, group) for group in ("ici", "dcn"))
-  sizes, slices = resolve_degrees(*degrees, num_devices, topology.num_slices)
-  joined = {f"ici_{axis}_parallelism": size for axis, size in zip(MESH_AXES, sizes, strict=True)}
-  joined |= {f"dcn_{axis}_parallelism": 1 for axis in MESH_AXES}
-  cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **joined))
+  ici = mesh_degrees(cfg.mesh, "ici")
+  dcn = mesh_degrees(cfg.mesh, "dcn")
+  sizes, slices = resolve_degrees(ici, dcn, num_devices, topology.num_slices)
+  one_slice: dict[str, int] = {}
+  for axis, size in zip(MESH_AXES, sizes, strict=True):
+    one_slice[f"ici_{axis}_parallelism"] = size
+    one_slice[f"dcn_{axis}_parallelism"] = 1
+  mesh_cfg = dataclasses.replace(cfg.mesh, **one_slice)
+  cfg = dataclasses.replace(cfg, mesh=mesh_cfg)
   trainer = build_trainer(cfg, jax.devices()[:num_devices])
-  return PlanTarget(trainer, kind, slices, missing, topology.grid)
+  return PlanTarget(
+    trainer=trainer,
+    kind=topology.kind.device_kind,
+    slices=slices,
+    missing=missing,
+    grid=topology.grid,
+  )

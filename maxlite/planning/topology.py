@@ -6,25 +6,33 @@ Does not import JAX, so that a wrong name is found early.
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterator
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from maxlite.config.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class AcceleratorKind:
-  """A generation of accelerators: the names of its slices and its limits."""
+  """A generation of accelerators: the names of its slices and its limits.
 
-  device_kind: str  # jax.Device.device_kind
-  platform: str  # "tpu" or "cuda"
-  counted: int = 1  # units per chip that the number in a slice's name counts
-  devices: int = 1  # JAX devices per chip
-  grid: int = 3  # dimensions of a slice's torus
-  largest: int = 8  # chips per slice
+  Attributes:
+    device_kind: its `jax.Device.device_kind`.
+    platform: "tpu" or "cuda".
+    counted: units per chip that the number in a slice's name counts.
+    devices: JAX devices per chip.
+    grid: number of dimensions of a slice's torus.
+    largest: chips of the largest slice.
+  """
+
+  device_kind: str
+  platform: str
+  counted: int = 1
+  devices: int = 1
+  grid: int = 3
+  largest: int = 8
 
 
 KINDS: dict[str, AcceleratorKind] = {
@@ -37,6 +45,18 @@ KINDS: dict[str, AcceleratorKind] = {
   "h200": AcceleratorKind("NVIDIA H200", "cuda"),
 }
 _OTHER_NAMES = {"v5litepod": "v5e", "tpu7": "tpu7x"}
+
+
+class TopologyRequest(TypedDict, total=False):
+  """Arguments of `jax.experimental.topologies.get_topology_desc`, which differ by platform."""
+
+  platform: str
+  topology: str
+  target_config: str
+  topology_name: str
+  chips_per_host_bounds: list[int]
+  chip_config_name: str
+  num_slices: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +80,27 @@ class Topology:
     """The arrangement of a slice's chips; () for GPUs."""
     if self.kind.platform != "tpu":
       return ()
-    return (1,) * self.kind.grid if self.chips == 1 else next(_grids(self.chips, self.kind.grid))
+    if self.chips == 1:
+      return (1,) * self.kind.grid
+    return _grids(self.chips, self.kind.grid)[0]
 
   def missing(self, target_config: str) -> str:
-    """A requirement for compilation that is not met, or ""."""
+    """A requirement for compilation that is not met, or "".
+
+    Args:
+      target_config: as for `request`.
+    """
     if self.kind.platform == "tpu":
-      return "" if importlib.util.find_spec("libtpu") else "libtpu (pip install 'maxlite[tpu]')"
+      if importlib.util.find_spec("libtpu") is None:
+        return "libtpu (pip install 'maxlite[tpu]')"
+      return ""
     if not target_config:
       return "gpu_target_config=FILE"
-    plugin = importlib.util.find_spec("jax_cuda13_plugin")
-    return "" if plugin else "the CUDA plugin (pip install 'maxlite[cuda]')"
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+      return "the CUDA plugin (pip install 'maxlite[cuda]')"
+    return ""
 
-  def request(self, target_config: str) -> dict[str, Any]:
+  def request(self, target_config: str) -> TopologyRequest:
     """The arguments of `jax.experimental.topologies.get_topology_desc`.
 
     Args:
@@ -81,13 +110,13 @@ class Topology:
       UserError: that file cannot be read.
     """
     if self.kind.platform == "cuda":
-      path = Path(target_config).expanduser()
-      if not path.is_file():
-        raise UserError(f"gpu_target_config={target_config}: no such file; name an existing one")
-      topology = f"{self.num_slices}x1x{self.chips}"
-      return {"platform": "cuda", "topology": topology, "target_config": path.read_text()}
-    name = f"{self.generation}:{'x'.join(map(str, self.grid))}"
-    request: dict[str, Any] = {"platform": "tpu", "topology_name": name}
+      return self._gpu_request(target_config)
+    sizes = [str(size) for size in self.grid]
+    name = "x".join(sizes)
+    request: TopologyRequest = {
+      "platform": "tpu",
+      "topology_name": f"{self.generation}:{name}",
+    }
     if self.chips == 1:
       request["chips_per_host_bounds"] = [1, 1, 1]
     if self.generation == "v4":
@@ -96,42 +125,69 @@ class Topology:
       request["num_slices"] = self.num_slices
     return request
 
+  def _gpu_request(self, target_config: str) -> TopologyRequest:
+    path = Path(target_config).expanduser()
+    if not path.is_file():
+      raise UserError(f"gpu_target_config={target_config}: no such file; name an existing one")
+    return {
+      "platform": "cuda",
+      "topology": f"{self.num_slices}x1x{self.chips}",
+      "target_config": path.read_text(),
+    }
+
 
 def parse_topology(name: str, num_slices: int) -> Topology:
   """Parse a name such as `v5p-64`.
+
+  Args:
+    name: a generation and the size of a slice.
+    num_slices: number of slices.
 
   Raises:
     UserError: no such accelerator or slice exists.
   """
   found = re.fullmatch(r"([a-z]\w*?)-(\d+)", name.lower())
-  generation = found and _OTHER_NAMES.get(found[1], found[1])
+  generation = ""
+  if found:
+    generation = _OTHER_NAMES.get(found[1], found[1])
   if not found or generation not in KINDS:
-    known = ", ".join(f"{known}-N" for known in KINDS)
+    known = ", ".join(f"{each}-N" for each in KINDS)
     raise UserError(
       f"compile_topology={name} is unknown; write one of {known}, where N counts TensorCores "
       "(two per chip) of v4, v5p and tpu7x, chips of the others"
     )
-  kind, number = KINDS[generation], int(found[2])
+  kind = KINDS[generation]
+  number = int(found[2])
   chips, rest = divmod(number, kind.counted)
-  fits = 0 < chips <= kind.largest and (kind.platform == "cuda" or chips == 1)
-  if rest or not (fits or (chips <= kind.largest and any(_grids(chips, kind.grid)))):
-    what = f"{kind.grid}-dimensional slice" if kind.platform == "tpu" else "machine"
+  if rest or not _is_slice(kind, chips):
+    what = "machine"
+    if kind.platform == "tpu":
+      what = f"{kind.grid}-dimensional slice"
+    smallest = f"{generation}-{4 * kind.counted}"
+    second = f"{generation}-{8 * kind.counted}"
+    largest = f"{generation}-{kind.largest * kind.counted}"
     raise UserError(
       f"compile_topology={name}: no {what} of {generation} has {number / kind.counted:g} chips; "
-      f"write {generation}-{4 * kind.counted}, {generation}-{8 * kind.counted}, ... up to "
-      f"{generation}-{kind.largest * kind.counted}"
+      f"write {smallest}, {second}, ... up to {largest}"
     )
   return Topology(generation, chips, num_slices)
 
 
-def _grids(chips: int, num_dims: int) -> Iterator[tuple[int, ...]]:
+def _is_slice(kind: AcceleratorKind, chips: int) -> bool:
+  """Whether there is a slice, or a machine with GPUs, of this number of chips."""
+  if not 0 < chips <= kind.largest:
+    return False
+  if kind.platform == "cuda" or chips == 1:
+    return True
+  return len(_grids(chips, kind.grid)) > 0
+
+
+def _grids(chips: int, num_dims: int) -> list[tuple[int, ...]]:
   """Arrangements of `chips` with hosts of 2 x 2 chips, most compact first."""
   sizes = [size for size in range(1, chips + 1) if chips % size == 0]
-  even = [size for size in sizes if size % 2 == 0]
-  grids = {
-    (*host, *rest)
-    for host in product(even, repeat=2)
-    for rest in product(sizes, repeat=num_dims - 2)
-    if prod(host) * prod(rest) == chips
-  }
-  yield from sorted(grids, key=lambda grid: (sum(grid), grid))
+  grids: list[tuple[int, ...]] = []
+  for grid in product(sizes, repeat=num_dims):
+    fills_hosts = grid[0] % 2 == 0 and grid[1] % 2 == 0
+    if prod(grid) == chips and fills_hosts:
+      grids.append(grid)
+  return sorted(grids, key=lambda grid: (sum(grid), grid))
