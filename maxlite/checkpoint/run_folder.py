@@ -34,7 +34,7 @@ from maxlite.config.object_store import (
 )
 from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
-from maxlite.config.rules import ENSEMBLE_KEYS
+from maxlite.config.rules.violation import ENSEMBLE_KEYS
 from maxlite.config.saved import differences, read_values
 from maxlite.config.schema import KEYS
 from maxlite.config.yaml_files import MODEL_FILE, read_file

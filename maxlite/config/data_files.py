@@ -1,44 +1,44 @@
-"""Formats of data files by their names, and what to write in place of a path that is none."""
+"""Formats of data files by their names, and what to write instead of a path that does not exist."""
 
 import os
 import re
 from pathlib import Path, PurePosixPath
 
+from maxlite.config.registry import SOURCES
+
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-_TYPE_OF_SUFFIX = {
-  ".jsonl": "jsonl",
-  ".ndjson": "jsonl",
-  ".parquet": "parquet",
-  ".arrow": "arrow",
-  ".array_record": "array_record",
-}
 _TOKENIZER_FILES = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def other_dataset_type(name: str, dataset_type: str) -> str:
-  """Return the dataset_type of a file that `dataset_type` does not read, by its name, or "".
+  """The dataset_type whose format a file has, if `dataset_type` does not read it; else empty.
 
-  Text may be that of JSON lines, but not of other formats, nor of compressed JSON lines. Types that
-  plugins add may read any file.
+  Args:
+    name: the name or the path of the file; only its suffixes matter.
+    dataset_type: a name of SOURCES. A source without suffixes may read any file.
   """
-  if dataset_type not in ("text", "chat", *_TYPE_OF_SUFFIX.values()):
+  suffix = _suffix(name)
+  source = SOURCES.entry(dataset_type)
+  readable = (*source.suffixes, *source.also_reads)
+  if not readable or suffix in readable:
     return ""
+  for other, entry in SOURCES.entries().items():
+    if suffix in entry.suffixes:
+      return other
+  return ""
+
+
+def _suffix(name: str) -> str:
+  """The suffix of a file, with that of its compression: `.jsonl.gz` of `a.b.jsonl.gz`."""
   path = PurePosixPath(name)
-  is_compressed = path.suffix in COMPRESSED_SUFFIXES
-  suffix = PurePosixPath(path.stem).suffix if is_compressed else path.suffix
-  kind = _TYPE_OF_SUFFIX.get(suffix, "")
-  if not kind:
-    return ""
-  if kind == "jsonl":
-    readers = ["jsonl", "chat"] if is_compressed else ["jsonl", "chat", "text"]
-  else:
-    readers = [kind]
-  return "" if dataset_type in readers else kind
+  if path.suffix in COMPRESSED_SUFFIXES:
+    return PurePosixPath(path.stem).suffix + path.suffix
+  return path.suffix
 
 
 def tokenizer_fix(path: str) -> str:
-  """What to write in place of a tokenizer_path that is not a file."""
+  """What to write instead of a tokenizer_path that is not a file."""
   folder = os.path.expanduser(path)
   for name, kind in _TOKENIZER_FILES.items():
     if path and os.path.isfile(os.path.join(folder, name)):
@@ -55,7 +55,11 @@ def tokenizer_fix(path: str) -> str:
 
 
 def template_fix(path: str, package: Path) -> str:
-  """What to write in place of a chat_template_path that is not a file; `package` has configs/."""
+  """What to write instead of a chat_template_path that is not a file.
+
+  Args:
+    package: the folder that contains the shipped `configs`.
+  """
   in_package = package / path
   if not os.path.isabs(path) and in_package.is_file():
     return f"no such file in this folder; write chat_template_path={in_package}"

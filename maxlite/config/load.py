@@ -4,18 +4,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.errors import UserError, exit_on_user_error, prepare_process, raise_all
-from maxlite.config.members import members_of
-from maxlite.config.mixture import validate_mixture
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
-from maxlite.config.phases import initial_phases_of, validate_phase_data
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
-from maxlite.config.tuning import validate_tuning
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 from maxlite.config.yaml_files import (
@@ -30,6 +26,20 @@ from maxlite.config.yaml_files import (
 )
 
 _MAPPING = "config"  # the source of settings from `load_config(config=...)`
+
+
+class Layer(NamedTuple):
+  """Settings of one kind of source, in the order of writing."""
+
+  name: str
+  settings: Sequence[Setting]
+
+
+class _Files(NamedTuple):
+  """The settings of the files of a command, a list per file, from left to right."""
+
+  bases: list[list[Setting]]  # files of the base_config chains
+  own: list[list[Setting]]  # files that the command names, and the mapping of `load_config`
 
 
 def load_config(
@@ -58,7 +68,8 @@ def main_config(
   """`load_config` for entry points: exits with 0 after `--help`, with 2 on a user error."""
   prepare_process(program)
   with exit_on_user_error(program):
-    if (line := CommandLine.split(argv)).help is not None:
+    line = CommandLine.split(argv)
+    if line.help is not None:
       sys.stdout.write(help_text(program, line.help, usage))
       raise SystemExit(0)
     return _resolve(line, None, DEFAULTS, needs_data)
@@ -67,22 +78,73 @@ def main_config(
 def _resolve(
   line: CommandLine, config: Any, defaults: Mapping[str, Any], needs_data: bool
 ) -> Config:
-  values = dict(defaults)
-  sources: dict[str, str] = {}
-  settings = _settings(line, config, defaults)
+  settings: list[Setting] = []
+  for layer in read_layers(line, config, defaults):
+    settings.extend(layer.settings)
   _refuse_code_of_runs(settings)
   plugins = import_plugins(settings)
+  values = dict(defaults)
+  sources: dict[str, str] = {}
   for setting in settings:
-    values[setting.name] = parse(setting) if setting.name != "plugins" else plugins
+    if setting.name == "plugins":
+      values[setting.name] = plugins
+    else:
+      values[setting.name] = parse(setting)
     sources[setting.name] = setting.source
   resolved: Config = build(Config, values)
   validate(resolved, sources, needs_data=needs_data)
-  validate_mixture(resolved, needs_data=needs_data)
-  members_of(resolved)  # raises on their mistakes
-  validate_tuning(resolved)
-  validate_phase_data(resolved, needs_data=needs_data)
-  initial_phases_of(resolved)
   return resolved
+
+
+def read_layers(line: CommandLine, config: Any, defaults: Mapping[str, Any]) -> list[Layer]:
+  """The layers over the defaults, from the weakest: each overrides those before it.
+
+  Args:
+    config: see `load_config`.
+    defaults: typed values of all keys.
+
+  Raises:
+    UserError: a file cannot be read, or a setting is wrong; all wrong settings at once.
+  """
+  files = _read_files(line, config)
+  bases = _joined(files.bases)
+  own = _joined(files.own)
+  typed = [*line.assignments, *line.flags]
+  _check_settings([*bases, *own, *typed])
+  preset = _chosen_preset([*files.bases, *files.own], typed)
+  execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
+  structure = [setting for setting in preset if setting.name not in EXECUTION_KEYS]
+  imported = _imported_model([*bases, *own, *preset, *typed], defaults)
+  return [
+    Layer("how the preset is computed", execution),
+    Layer("base_config", bases),
+    Layer("file", own),
+    Layer("preset", structure),
+    Layer("imported model", imported),
+    Layer("key=value", line.assignments),
+    Layer("--key=value", line.flags),
+  ]
+
+
+def _read_files(line: CommandLine, config: Any) -> _Files:
+  """Read the files of a command line, and the mapping `config` if it is not None."""
+  chains = []
+  for file in line.files:
+    chains.append(read_chain(file, "command line"))
+  if config is not None:
+    chains.append(with_bases(mapping_settings(config, _MAPPING), Path()))
+  files = _Files([], [])
+  for chain in chains:
+    files.bases.extend(chain[:-1])
+    files.own.append(chain[-1])
+  return files
+
+
+def _joined(files: Sequence[Sequence[Setting]]) -> list[Setting]:
+  settings: list[Setting] = []
+  for file in files:
+    settings.extend(file)
+  return settings
 
 
 def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
@@ -91,26 +153,11 @@ def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
   trust = last.get("trust_plugins")
   if trust is not None and not is_of_run(trust) and parse(trust):
     return
-  decided = [s for name, s in last.items() if name in KEYS and KEYS[name].field.runs_code]
-  refuse_code([setting for setting in decided if is_of_run(setting)])
-
-
-def _settings(line: CommandLine, config: Any, defaults: Mapping[str, Any]) -> list[Setting]:
-  """All settings of a command line and its files; later ones override earlier ones."""
-  chains = [read_chain(file, "command line") for file in line.files]
-  if config is not None:
-    chains.append(with_bases(mapping_settings(config, _MAPPING), Path()))
-  base_files = [file for chain in chains for file in chain[:-1]]
-  own_files = [chain[-1] for chain in chains]
-  bases = [setting for file in base_files for setting in file]
-  own = [setting for file in own_files for setting in file]
-  typed = [*line.assignments, *line.flags]
-  _check_settings([*bases, *own, *typed])
-  preset = _chosen_preset([*base_files, *own_files], typed)
-  imported = _imported_model([*bases, *own, *preset, *typed], defaults)
-  execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
-  structure = [setting for setting in preset if setting not in execution]
-  return [*execution, *bases, *own, *structure, *imported, *typed]
+  refused = []
+  for name, setting in last.items():
+    if name in KEYS and KEYS[name].field.runs_code and is_of_run(setting):
+      refused.append(setting)
+  refuse_code(refused)
 
 
 def _check_settings(settings: Sequence[Setting]) -> None:
@@ -148,11 +195,20 @@ def _chosen_preset(files: Sequence[list[Setting]], typed: Sequence[Setting]) -> 
 
 def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) -> list[Setting]:
   """The model keys of an imported run (hf/conversion.py); empty for other runs."""
-  raw = {setting.name: setting.raw for setting in settings}
-  parent, name = (str(raw.get(key, defaults[key])) for key in ("base_output_directory", "run_name"))
-  place = join(os.path.expanduser(parent), name, MODEL_FILE)
+  parent = defaults["base_output_directory"]
+  name = defaults["run_name"]
+  for setting in settings:
+    if setting.name == "base_output_directory":
+      parent = setting.raw
+    elif setting.name == "run_name":
+      name = setting.raw
+  place = join(os.path.expanduser(str(parent)), str(name), MODEL_FILE)
   if not is_remote(place):
-    return read_model_file(Path(place)) if os.path.isfile(place) else []
+    if not os.path.isfile(place):
+      return []
+    return read_model_file(Path(place))
   with store_errors(place):
     file = to_path(place)
-    return read_model_file(file) if file.exists() else []
+    if not file.exists():
+      return []
+    return read_model_file(file)

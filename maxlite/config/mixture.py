@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
+from maxlite.config.registry import SOURCES
+from maxlite.config.rules import check_rules
 from maxlite.config.schema import DEFAULTS, KEYS, Config, DataConfig
-from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse_entry, suggest
 
 # Key of an entry -> key of the schema; only in the first entry of a source.
@@ -19,7 +20,7 @@ _DATA_KEYS = {
   "text_column": "text_column",
   "eval_path": "eval_dataset_path",
 }
-# Type and range of all keys.
+# Type and range of all keys of an entry.
 _KEYS: dict[str, tuple[Any, ConfigField]] = {
   "name": (str, ConfigField("")),
   **{name: (KEYS[key].type, KEYS[key].field) for name, key in _DATA_KEYS.items()},
@@ -27,7 +28,7 @@ _KEYS: dict[str, tuple[Any, ConfigField]] = {
   "from_step": (int, ConfigField("", low=0)),
   "max_epochs": (float, ConfigField("", low=1e-3)),
 }
-_WEIGHT_KEYS = ("name", "weight", "from_step")  # of the later entries of a source
+_WEIGHT_KEYS = ("name", "weight", "from_step")  # the keys of the later entries of a source
 _NAME = re.compile(r"\w[\w.-]*")
 _FORM = "write {name: NAME, path: [FILES], weight: 1}"
 
@@ -43,11 +44,18 @@ class MixtureSource:
 
   def weight_after(self, num_steps: int) -> float:
     """The weight of the batch after `num_steps` batches."""
-    return next((w for first, w in reversed(self.weights) if first <= num_steps), 0.0)
+    for from_step, weight in reversed(self.weights):
+      if from_step <= num_steps:
+        return weight
+    return 0.0
 
 
 def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
-  """The sources in the order of their first entries; without a mixture one, called `data`."""
+  """The sources in the order of their first entries; without a mixture one, called `data`.
+
+  Raises:
+    UserError: an entry is wrong, or no source has a weight at some step.
+  """
   if not data.dataset_mixture:
     return (MixtureSource("data", data, ((0, 1.0),), None),)
   entries: dict[str, list[_Entry]] = {}
@@ -59,12 +67,14 @@ def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
   return sources
 
 
-def validate_mixture(cfg: Config, *, needs_data: bool) -> None:
-  """Apply the rules on data to every source of `cfg.data`; raise UserError if one is violated."""
-  for source in mixture_of(cfg.data) if cfg.data.dataset_mixture else ():
+def check_mixture(cfg: Config, *, needs_data: bool) -> None:
+  """Apply the rules on data to every source of `cfg.data`; raise UserError if one is broken."""
+  if not cfg.data.dataset_mixture:
+    return
+  for source in mixture_of(cfg.data):
     own = dataclasses.replace(cfg, data=source.data)
     try:
-      validate(own, dict.fromkeys(DEFAULTS, source.name), needs_data=needs_data)
+      check_rules(own, dict.fromkeys(DEFAULTS, source.name), needs_data=needs_data)
     except UserError as error:
       text = str(error)
       for name, key in _DATA_KEYS.items():  # what the user writes
@@ -78,7 +88,7 @@ class _Entry:
 
   name: str
   values: Mapping[str, Any]
-  source: str  # for error messages
+  source: str  # where the entry is written, for error messages
 
   def error(self, violation: str) -> UserError:
     return UserError(f"{self.source}: {violation}")
@@ -94,13 +104,16 @@ def _parse(raw: FrozenMapping, source: str) -> _Entry:
       raise unknown.error(f"is not a key of a source; {suggest(key, _KEYS)}")
   if "weight" not in raw:
     raise UserError(f"{source}: {name} has no weight; {_FORM}")
-  return _Entry(name, {"from_step": 0} | parse_entry(raw, _KEYS, f"{source}: {name}"), source)
+  values = {"from_step": 0, **parse_entry(raw, _KEYS, f"{source}: {name}")}
+  return _Entry(name, values, source)
 
 
-def _source(data: DataConfig, entries: list[_Entry]) -> MixtureSource:
-  first, *later = entries
-  for entry in later:
-    if others := [key for key in entry.values if key not in _WEIGHT_KEYS]:
+def _source(data: DataConfig, entries: Sequence[_Entry]) -> MixtureSource:
+  """The source that `entries` of one name describe, the first of which has its data."""
+  first = entries[0]
+  for entry in entries[1:]:
+    others = [key for key in entry.values if key not in _WEIGHT_KEYS]
+    if others:
       raise entry.error(
         f"{entry.name} is already at {first.source}; write {others[0]} there, and here name, "
         "weight and from_step"
@@ -109,28 +122,47 @@ def _source(data: DataConfig, entries: list[_Entry]) -> MixtureSource:
     raise first.error(f"{first.name} has no path; {_FORM}")
   weights = {entry.values["from_step"]: entry.values["weight"] for entry in entries}
   if len(weights) < len(entries):
-    raise later[-1].error(f"{first.name} has two weights from one step; write another from_step")
-  own = {key: first.values[name] for name, key in _DATA_KEYS.items() if name in first.values}
-  data = dataclasses.replace(data, dataset_mixture=(), **own)
-  if data.dataset_type == "synthetic":
-    raise first.error(f"{first.name} has type=synthetic, which has no files; write type=text")
-  if data.dataset_type != "chat":
-    data = dataclasses.replace(data, packing=True)
+    raise entries[-1].error(f"{first.name} has two weights from one step; write another from_step")
   return MixtureSource(
-    first.name, data, tuple(sorted(weights.items())), first.values.get("max_epochs")
+    first.name,
+    _data_of(data, first),
+    tuple(sorted(weights.items())),
+    first.values.get("max_epochs"),
   )
 
 
-def _require_weights(sources: Iterable[MixtureSource]) -> None:
+def _data_of(data: DataConfig, first: _Entry) -> DataConfig:
+  """The config of the data that only the source of this entry reads."""
+  values: dict[str, Any] = {"dataset_mixture": ()}
+  for name, key in _DATA_KEYS.items():
+    if name in first.values:
+      values[key] = first.values[name]
+  data = dataclasses.replace(data, **values)
+  source = SOURCES.entry(data.dataset_type)
+  if source.is_synthetic:
+    raise first.error(
+      f"{first.name} has type={data.dataset_type}, which has no files; write type=text"
+    )
+  if not source.has_conversations:
+    data = dataclasses.replace(data, packing=True)
+  return data
+
+
+def _require_weights(sources: Sequence[MixtureSource]) -> None:
   """Raise UserError if no source has a weight from some step on, or all end by `max_epochs`."""
-  steps = sorted({0, *(step for source in sources for step, _ in source.weights)})
+  changes = {0}
+  for source in sources:
+    for from_step, _ in source.weights:
+      changes.add(from_step)
+  steps = sorted(changes)
   for step in steps:
     if not any(source.weight_after(step) for source in sources):
       raise UserError(
         f"dataset_mixture: no source has a weight above 0 from step {step} on; write "
         f"{{name: NAME, weight: 1, from_step: {step}}}"
       )
-  if not any(s.weight_after(steps[-1]) for s in sources if s.max_epochs is None):
+  endless = [source for source in sources if source.max_epochs is None]
+  if not any(source.weight_after(steps[-1]) for source in endless):
     raise UserError(
       "dataset_mixture: every source has max_epochs, so the batches would end; remove the "
       "max_epochs of one"

@@ -7,9 +7,11 @@ from typing import Any
 
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
-from maxlite.config.mixture import validate_mixture
+from maxlite.config.mixture import check_mixture
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import DRAFT_LOSSES, LOSSES
+from maxlite.config.rules import check_rules
+from maxlite.config.rules.data_rules import SCHEDULE_KEYS
 from maxlite.config.schema import (
   DEFAULTS,
   KEYS,
@@ -20,14 +22,13 @@ from maxlite.config.schema import (
   TrainingConfig,
   flatten,
 )
-from maxlite.config.validation import SCHEDULE_KEYS, validate
 from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
 
-# Not per phase.
+# Keys of data, or their beginnings, that apply to the whole run.
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
 SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column")
-_OPTIMIZER_KEYS = (key for key in flatten(OptimizerConfig()) if key != "pbt_hyperparameters")
+_OPTIMIZER_KEYS = tuple(key for key in flatten(OptimizerConfig()) if key != "pbt_hyperparameters")
 _SCHEMA_KEYS = (*_OPTIMIZER_KEYS, "gradient_accumulation_steps", *DATA_KEYS)
 _PHASE_KEYS = (
   "name",
@@ -38,14 +39,21 @@ _PHASE_KEYS = (
   "repeat_batch",
   "share_optimizer_state",
 )
-_OPT_TYPE, _OPTIMIZER = "opt_type", "optimizer"  # the name in the schema, and in a phase
+# The key `opt_type` of the schema is called `optimizer` in a phase.
+_OPT_TYPE = "opt_type"
+_OPTIMIZER = "optimizer"
 _KEYS = (*_PHASE_KEYS, _OPTIMIZER, *(key for key in _SCHEMA_KEYS if key != _OPT_TYPE))
-_EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}
-_STEPS, _NUMBER = (int, ConfigField("", low=1)), (float, ConfigField(""))
+_EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}  # of the keys that every phase has
+_COUNT = ConfigField("", low=1)
+_ANY_NUMBER = ConfigField("")
 # Type and range of the keys of `until`.
 _UNTIL_KEYS: dict[str, tuple[type, ConfigField]] = {
-  **{"metric": (str, ConfigField("")), "max_steps": _STEPS, "patience": _STEPS},
-  **dict.fromkeys(("min_delta", "below", "above"), _NUMBER),
+  "metric": (str, ConfigField("")),
+  "max_steps": (int, _COUNT),
+  "patience": (int, _COUNT),
+  "min_delta": (float, _ANY_NUMBER),
+  "below": (float, _ANY_NUMBER),
+  "above": (float, _ANY_NUMBER),
 }
 
 
@@ -78,7 +86,11 @@ class PhaseConfig:
 
 
 def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
-  """The phases in order; empty if the run has none. Raise UserError if one is not valid."""
+  """The phases in order; empty if the run has none.
+
+  Raises:
+    UserError: a phase is not valid.
+  """
   phases = tuple(_phase(cfg, n, raw) for n, raw in enumerate(cfg.phasing.phases))
   names = [phase.name for phase in phases]
   for n, name in enumerate(names):
@@ -103,11 +115,10 @@ def _check_shared_phase(phase: PhaseConfig, phases: tuple[PhaseConfig, ...], sou
   name = phase.share_optimizer_state
   if name is None:
     return
-  owners = {
-    other.name: other
-    for other in phases
-    if other is not phase and other.share_optimizer_state is None
-  }
+  owners = {}
+  for other in phases:
+    if other is not phase and other.share_optimizer_state is None:
+      owners[other.name] = other
   given = f"{source}: share_optimizer_state={name}"
   if name not in owners:
     raise UserError(
@@ -124,7 +135,7 @@ def _check_shared_phase(phase: PhaseConfig, phases: tuple[PhaseConfig, ...], sou
 def initial_phases_of(cfg: Config) -> dict[str, int]:
   """{phase: steps} of the phases that run before the alternation."""
   raws = cfg.phasing.initial_phases
-  return parse_entry(raws, dict.fromkeys(raws, _STEPS), "initial_phases")
+  return parse_entry(raws, dict.fromkeys(raws, (int, _COUNT)), "initial_phases")
 
 
 def reads_same_documents(run: DataConfig, phase: DataConfig) -> bool:
@@ -134,29 +145,37 @@ def reads_same_documents(run: DataConfig, phase: DataConfig) -> bool:
 
 def without_data(phases: tuple[FrozenMapping, ...]) -> tuple[FrozenMapping, ...]:
   """Raw `phases` without their data keys, which may change when a run resumes."""
-  return tuple(
-    FrozenMapping((key, raw) for key, raw in phase.items() if key not in DATA_KEYS)
-    for phase in phases
-  )
+  kept = []
+  for phase in phases:
+    entries = [(key, raw) for key, raw in phase.items() if key not in DATA_KEYS]
+    kept.append(FrozenMapping(entries))
+  return tuple(kept)
 
 
-def validate_phase_data(cfg: Config, *, needs_data: bool) -> None:
-  """Apply `validate`, with its `needs_data`, to every phase with its own data."""
+def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
+  """Apply the rules to every phase with its own data; raise UserError if one is broken."""
   phases = phases_of(cfg)
   for n, phase in enumerate(phases):
     if phase.data == cfg.data:
       continue
     source = _source(cfg, n)
     own = dataclasses.replace(cfg, data=phase.data)
-    validate(own, dict.fromkeys(DEFAULTS, source), needs_data=needs_data)
-    validate_mixture(own, needs_data=needs_data)
-    for key in ("per_device_batch_size", "global_batch_size"):
-      size, other = (getattr(each.data, key) for each in (phase, phases[0]))
-      if size != other and cfg.phasing.phase_strategy == "switch":
-        raise UserError(
-          f"{source}: {key}={size:g} with phase_strategy=switch: one program needs batches of one "
-          f"size, and phase {phases[0].name} has {other:g}; write phase_strategy=separate"
-        )
+    check_rules(own, dict.fromkeys(DEFAULTS, source), needs_data=needs_data)
+    check_mixture(own, needs_data=needs_data)
+    if cfg.phasing.phase_strategy == "switch":
+      _require_same_size(phase, phases[0], source)
+
+
+def _require_same_size(phase: PhaseConfig, first: PhaseConfig, source: str) -> None:
+  """Raise UserError unless a phase has batches of the size of those of the first phase."""
+  for key in ("per_device_batch_size", "global_batch_size"):
+    size = getattr(phase.data, key)
+    other = getattr(first.data, key)
+    if size != other:
+      raise UserError(
+        f"{source}: {key}={size:g} with phase_strategy=switch: one program needs batches of one "
+        f"size, and phase {first.name} has {other:g}; write phase_strategy=separate"
+      )
 
 
 def _source(cfg: Config, n: int) -> str:
@@ -167,43 +186,54 @@ def _source(cfg: Config, n: int) -> str:
 def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   source = _source(cfg, n)
   _require_phase_keys(raw, source, cfg.phasing.initial_phases)
-  names = {_OPTIMIZER: _OPT_TYPE}
-  written = (Setting(names.get(key, key), value, source) for key, value in raw.items())
-  settings = {setting.name: setting for setting in written}
-  own = {key: parse(setting) for key, setting in settings.items() if key in _SCHEMA_KEYS}
-  keys_of = lambda section: {key: own[key] for key in flatten(section) if key in own}
+  settings: dict[str, Setting] = {}
+  own: dict[str, Any] = {}  # typed values of the keys of the schema
+  for key, value in raw.items():
+    name = _OPT_TYPE if key == _OPTIMIZER else key
+    settings[name] = Setting(name, value, source)
+    if name in _SCHEMA_KEYS:
+      own[name] = parse(settings[name])
+  loss = cfg.training.loss_type
+  if "loss" in settings:
+    loss = _loss(settings["loss"], cfg.model)
+  until = None
+  if "until" in settings:
+    until = _until(settings["until"])
   return PhaseConfig(
     name=parse_as(settings["name"], str),
     train=_regexes(settings["train"]),
-    loss=_loss(settings["loss"], cfg.model) if "loss" in settings else cfg.training.loss_type,
-    steps=parse_as(settings["steps"], *_STEPS) if "steps" in settings else None,
-    until=_until(settings["until"]) if "until" in settings else None,
-    optimizer=dataclasses.replace(cfg.optimizer, **keys_of(cfg.optimizer)),
-    training=dataclasses.replace(cfg.training, **keys_of(cfg.training)),
-    data=_data(cfg.data, keys_of(cfg.data)),
-    repeat_batch=_repeat_batch(settings),
-    share_optimizer_state=_shared_phase(settings),
+    loss=loss,
+    steps=_optional(settings, "steps", int, _COUNT, None),
+    until=until,
+    optimizer=dataclasses.replace(cfg.optimizer, **_part(own, cfg.optimizer)),
+    training=dataclasses.replace(cfg.training, **_part(own, cfg.training)),
+    data=_data(cfg.data, _part(own, cfg.data)),
+    repeat_batch=_optional(settings, "repeat_batch", int, _COUNT, 1),
+    share_optimizer_state=_optional(settings, "share_optimizer_state", str, ConfigField(""), None),
   )
 
 
-def _repeat_batch(settings: dict[str, Setting]) -> int:
-  return parse_as(settings["repeat_batch"], *_STEPS) if "repeat_batch" in settings else 1
+def _optional(
+  settings: Mapping[str, Setting], name: str, kind: type, field: ConfigField, default: Any
+) -> Any:
+  """The typed value of a key of a phase, or `default` if the phase does not set it."""
+  if name not in settings:
+    return default
+  return parse_as(settings[name], kind, field)
 
 
-def _shared_phase(settings: dict[str, Setting]) -> str | None:
-  if "share_optimizer_state" not in settings:
-    return None
-  return parse_as(settings["share_optimizer_state"], str)
+def _part(
+  values: Mapping[str, Any], section: OptimizerConfig | TrainingConfig | DataConfig
+) -> dict[str, Any]:
+  """Those of `values` that are keys of a section."""
+  return {key: values[key] for key in flatten(section) if key in values}
 
 
 def _require_phase_keys(raw: FrozenMapping, source: str, initial_phases: Mapping[str, Any]) -> None:
-  for setting in (Setting(key, value, source) for key, value in raw.items() if key not in _KEYS):
-    key = setting.name
-    if key in KEYS and key != _OPT_TYPE:
-      raise setting.error("applies to the whole run; write it once, outside of phases")
-    word = _OPTIMIZER if key == _OPT_TYPE else key
-    hint = suggest(word, _KEYS, f"a phase has {', '.join(_PHASE_KEYS)}")
-    raise setting.error(f"is not a phase key; {hint}")
+  """Raise UserError if a key does not belong to phases, or a required one is missing."""
+  for key, value in raw.items():
+    if key not in _KEYS:
+      raise _unknown_key(Setting(key, value, source))
   for key, example in _EXAMPLES.items():
     if key not in raw:
       raise UserError(f"{source}: has no {key}; write {key}: {example}")
@@ -217,6 +247,16 @@ def _require_phase_keys(raw: FrozenMapping, source: str, initial_phases: Mapping
     )
 
 
+def _unknown_key(setting: Setting) -> UserError:
+  key = setting.name
+  if key == _OPT_TYPE:
+    key = _OPTIMIZER
+  elif key in KEYS:
+    return setting.error("applies to the whole run; write it once, outside of phases")
+  hint = suggest(key, _KEYS, f"a phase has {', '.join(_PHASE_KEYS)}")
+  return setting.error(f"is not a phase key; {hint}")
+
+
 def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:
   """The data of a phase that sets the keys `own`.
 
@@ -224,18 +264,22 @@ def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:
   with other documents holds out the same ones, so no phase trains on evaluation data.
   """
   if "per_device_batch_size" in own:  # overrides the run's global_batch_size
-    own = {"global_batch_size": 0} | own
+    own = {"global_batch_size": 0, **own}
   data = dataclasses.replace(run, **own)
   if reads_same_documents(run, data):
     return data
-  by_content = run.eval_split == "documents" and not run.eval_dataset_path
-  fraction = run.eval_fraction if by_content else 0.0
+  fraction = 0.0
+  if run.eval_split == "documents" and not run.eval_dataset_path:
+    fraction = run.eval_fraction
   return dataclasses.replace(data, eval_dataset_path=(), eval_fraction=fraction)
 
 
 def _regexes(setting: Setting) -> tuple[str, ...]:
-  raw = setting.raw
-  regexes = (raw,) if isinstance(raw, str) else tuple(parse_as(setting, tuple[str, ...]))
+  """The regexes of `train`, which is one or a list."""
+  if isinstance(setting.raw, str):
+    regexes: tuple[str, ...] = (setting.raw,)
+  else:
+    regexes = parse_as(setting, tuple[str, ...])
   if not regexes:
     raise setting.error(f"is not a list of regexes; write train: {_EXAMPLES['train']}")
   for regex in regexes:
@@ -258,6 +302,8 @@ def _until(setting: Setting) -> UntilConfig:
   form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
   if not isinstance(raw, FrozenMapping) or not {"metric", "max_steps"} <= set(raw):
     raise setting.error(f"is not a complete condition; {form}")
-  if set(raw) - set(_UNTIL_KEYS) or len({"patience", "below", "above"} & set(raw)) != 1:
+  has_unknown_key = bool(set(raw) - set(_UNTIL_KEYS))
+  conditions = {"patience", "below", "above"} & set(raw)
+  if has_unknown_key or len(conditions) != 1:
     raise setting.error(f"is not a condition; {form}")
   return UntilConfig(**parse_entry(raw, _UNTIL_KEYS, setting.source))

@@ -1,32 +1,83 @@
 """Every implementation that a config key or an argument selects by name.
 
 To add one, write it and add a line here: the key's `choices` and the contract tests follow. An
-entry is "module:attribute" and is imported on first use, so the names are known without JAX.
+entry names the implementation as "module:attribute", which is imported on first use, so the names
+and the other fields of entries can be read without JAX. Code that needs to know something about an
+implementation reads it from the entry, and never compares names.
 """
 
+import dataclasses
 import pkgutil
-from collections import ChainMap, UserDict
-from collections.abc import Mapping
-from typing import Any
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Generic, Literal, TypeVar
 
 from maxlite.config.errors import UserError
 
 
-class Registry(UserDict[str, Any]):
-  """Implementations by name; `registry[name]` imports a "module:attribute" entry."""
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """An implementation: the object itself, or "module:attribute"."""
+
+  implementation: Any
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+class Registry(MutableMapping[str, Any], Generic[EntryT]):
+  """Implementations by name, each with an entry of the type of this table.
+
+  `registry[name]` is the implementation, imported if needed, and `registry.entry(name)` its entry.
+  `registry[name] = implementation` registers it with the defaults of the other fields, which assume
+  nothing about it; `registry[name] = SourceEntry(implementation, ...)` sets them.
+  """
+
+  def __init__(self, entry_type: type[EntryT], **entries: EntryT | str) -> None:
+    self._entry_type = entry_type
+    self._entries: dict[str, EntryT] = {}
+    for name, entry in entries.items():
+      self[name] = entry
 
   def __getitem__(self, name: str) -> Any:
-    entry = self.data[name]
-    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+    implementation = self._entries[name].implementation
+    if isinstance(implementation, str):
+      return pkgutil.resolve_name(implementation)
+    return implementation
+
+  def __setitem__(self, name: str, entry: Any) -> None:
+    if not isinstance(entry, self._entry_type):
+      entry = self._entry_type(entry)
+    self._entries[name] = entry
+
+  def __delitem__(self, name: str) -> None:
+    del self._entries[name]
+
+  def __contains__(self, name: object) -> bool:  # the inherited one imports the implementation
+    return name in self._entries
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._entries)
+
+  def __len__(self) -> int:
+    return len(self._entries)
+
+  def entry(self, name: str) -> EntryT:
+    """The entry of `name`; KeyError if there is none. Nothing is imported."""
+    return self._entries[name]
+
+  def entries(self) -> Mapping[str, EntryT]:
+    """All entries by name. Nothing is imported."""
+    return self._entries
 
 
-def with_auto(registry: Registry) -> Mapping[str, Any]:
+def with_auto(registry: Registry[Any]) -> Mapping[str, Any]:
   """A live view of `registry` that begins with the name "auto"."""
   return ChainMap(registry, {"auto": None})
 
 
 def resolve_backend(
-  key: str, backends: Registry, auto: Mapping[str, str], name: str, platform: str
+  key: str, backends: Registry[Any], auto: Mapping[str, str], name: str, platform: str
 ) -> str:
   """The entry of `backends` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
 
@@ -45,95 +96,288 @@ def resolve_backend(
   return name
 
 
-def _registry(template: str, *names: str) -> Registry:
-  """A registry whose entries are `template` with {} replaced by their names."""
-  return Registry((name, template.format(name)) for name in names)
+# The suffixes of JSON lines, plain and compressed.
+_PLAIN_JSON_LINES = (".jsonl", ".ndjson")
+_JSON_LINES = (*_PLAIN_JSON_LINES, ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
 
 
-# dataset_type -> (DataConfig, vocab_size, token cache directory) -> DataSource
-SOURCES = _registry(
-  "maxlite.data.sources:{}_source",
-  *("synthetic", "text", "jsonl", "parquet", "arrow", "array_record", "chat"),
+@dataclasses.dataclass(frozen=True)
+class SourceEntry(Entry):
+  """A data source: (DataConfig, vocab_size, token cache directory) -> DataSource."""
+
+  # It draws token ids itself, so it needs neither files nor a tokenizer.
+  is_synthetic: bool = False
+  # It reads plain text, so it can read the standard library, `dataset_path=stdlib`.
+  is_plain_text: bool = False
+  # It reads the text of the column (field, feature) `text_column`.
+  has_text_column: bool = False
+  # It reads conversations: they need a chat template, and may have a row each.
+  has_conversations: bool = False
+  # Suffixes of the files whose format is that of this source.
+  suffixes: tuple[str, ...] = ()
+  # Further suffixes that it reads. If it has no suffixes at all, it may read any file.
+  also_reads: tuple[str, ...] = ()
+
+
+# dataset_type
+SOURCES = Registry(
+  SourceEntry,
+  synthetic=SourceEntry("maxlite.data.sources:synthetic_source", is_synthetic=True),
+  text=SourceEntry(
+    "maxlite.data.sources:text_source",
+    is_plain_text=True,
+    also_reads=_PLAIN_JSON_LINES,
+  ),
+  jsonl=SourceEntry(
+    "maxlite.data.sources:jsonl_source",
+    has_text_column=True,
+    suffixes=_JSON_LINES,
+  ),
+  parquet=SourceEntry(
+    "maxlite.data.sources:parquet_source",
+    has_text_column=True,
+    suffixes=(".parquet", ".parquet.gz", ".parquet.zst"),
+  ),
+  arrow=SourceEntry(
+    "maxlite.data.sources:arrow_source",
+    has_text_column=True,
+    suffixes=(".arrow", ".arrow.gz", ".arrow.zst"),
+  ),
+  array_record=SourceEntry(
+    "maxlite.data.sources:array_record_source",
+    has_text_column=True,
+    suffixes=(".array_record", ".array_record.gz", ".array_record.zst"),
+  ),
+  chat=SourceEntry(
+    "maxlite.data.sources:chat_source",
+    has_conversations=True,
+    also_reads=_JSON_LINES,
+  ),
 )
 # packing_strategy -> (Tokens, row length, seed of the order or None) -> PackedRows
 PACKING_STRATEGIES = Registry(
+  Entry,
   concatenate="maxlite.data.packing:PackedDocuments",
   best_fit="maxlite.data.packing:BestFitDocuments",
 )
 # data_sampling -> (number of rows, seed) -> order of one epoch
 ROW_ORDERS = Registry(
-  shuffle="maxlite.data.row_order:shuffled_order", bootstrap="maxlite.data.row_order:BootstrapOrder"
+  Entry,
+  shuffle="maxlite.data.row_order:shuffled_order",
+  bootstrap="maxlite.data.row_order:BootstrapOrder",
 )
-# tokenizer_type -> (tokenizer_path) -> Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerEntry(Entry):
+  """A tokenizer: (tokenizer_path) -> Tokenizer."""
+
+  # What its ids stand for, in error messages.
+  units: str = "its tokens"
+  # `tokenizer_path` must name its file.
+  needs_file: bool = True
+  # The number of its ids, which vocab_size must reach; 0: its file decides.
+  min_vocab_size: int = 0
+  # It can encode the control tokens of chats.
+  has_control_tokens: bool = True
+  # Its file may hold a chat template.
+  has_chat_template: bool = True
+
+
+# tokenizer_type
 TOKENIZERS = Registry(
-  byte="maxlite.data.tokenizer:ByteTokenizer",
+  TokenizerEntry,
+  byte=TokenizerEntry(
+    "maxlite.data.tokenizer:ByteTokenizer",
+    units="bytes",
+    needs_file=False,
+    min_vocab_size=258,
+    has_chat_template=False,
+  ),
   huggingface="maxlite.data.tokenizer:HuggingFaceTokenizer",
-  sentencepiece="maxlite.data.tokenizer:SentencePieceTokenizer",
+  sentencepiece=TokenizerEntry(
+    "maxlite.data.tokenizer:SentencePieceTokenizer",
+    has_control_tokens=False,
+  ),
 )
-# opt_type -> (OptimizerConfig, logical names of the parameters) -> optax.GradientTransformation
-OPTIMIZERS = _registry("maxlite.optim.build:{}", "adamw", "lion", "adafactor", "muon")
-# lr_schedule_type -> (OptimizerConfig, steps after the warm-up) -> optax.Schedule
-SCHEDULES = _registry("maxlite.optim.schedules:{}", "cosine", "wsd", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerEntry(Entry):
+  """An optimizer: (OptimizerConfig, logical names of the parameters) -> GradientTransformation."""
+
+  # The kind of its updates, which determines how muP scales them (optim/parametrization.py): those
+  # of `adam` have a size per element, those of `muon` a spectral norm. None: muP refuses it.
+  mup_updates: Literal["adam", "muon"] | None = None
+  # Why muP refuses it, as a part of an error message.
+  why_no_mup: str = "mup has no rule for its updates"
+  # The keys of OptimizerConfig that it reads besides the learning rate and the weight decay.
+  hyperparameters: tuple[str, ...] = ()
+
+
+# opt_type
+OPTIMIZERS = Registry(
+  OptimizerEntry,
+  adamw=OptimizerEntry(
+    "maxlite.optim.build:adamw",
+    mup_updates="adam",
+    hyperparameters=("adam_b1", "adam_b2", "adam_eps"),
+  ),
+  lion=OptimizerEntry(
+    "maxlite.optim.build:lion",
+    mup_updates="adam",
+    hyperparameters=("adam_b1", "adam_b2"),
+  ),
+  adafactor=OptimizerEntry(
+    "maxlite.optim.build:adafactor",
+    why_no_mup="its updates follow the size of the weights",
+  ),
+  muon=OptimizerEntry(
+    "maxlite.optim.build:muon",
+    mup_updates="muon",
+    hyperparameters=("adam_b1", "adam_b2", "adam_eps", "muon_beta"),
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleEntry(Entry):
+  """A learning-rate schedule: (OptimizerConfig, steps after the warm-up) -> optax.Schedule."""
+
+  # The lengths in the config may be arrays, so that ensemble members may differ in them.
+  takes_arrays: bool = False
+
+
+# lr_schedule_type
+SCHEDULES = Registry(
+  ScheduleEntry,
+  cosine=ScheduleEntry("maxlite.optim.schedules:cosine", takes_arrays=True),
+  wsd=ScheduleEntry("maxlite.optim.schedules:wsd", takes_arrays=True),
+  constant=ScheduleEntry("maxlite.optim.schedules:constant", takes_arrays=True),
+)
 # router: see layers/moe/expert_choice.py. GROUP_ROUTERS use n_routing_groups.
-PLAIN_ROUTERS = _registry("maxlite.layers.moe.expert_choice:{}", "softmax_topk", "topk_softmax")
+PLAIN_ROUTERS = Registry(
+  Entry,
+  softmax_topk="maxlite.layers.moe.expert_choice:softmax_topk",
+  topk_softmax="maxlite.layers.moe.expert_choice:topk_softmax",
+)
 GROUP_ROUTERS = Registry(
+  Entry,
   group_limited_greedy="maxlite.layers.moe.expert_choice:topk_softmax",
   sigmoid_group_topk="maxlite.layers.moe.expert_choice:sigmoid_group_topk",
 )
 ROUTERS: Mapping[str, Any] = ChainMap(GROUP_ROUTERS, PLAIN_ROUTERS)
 # How tokens reach their experts: see layers/moe/dispatch. Each entry is a `Dispatch`, which states
 # by which keys it is selected; of several that are, the last one is used.
-DISPATCHES = _registry(
-  "maxlite.layers.moe.dispatch.{}:DISPATCH", "ragged", "all_gather", "dense", "capacity"
+DISPATCHES = Registry(
+  Entry,
+  ragged="maxlite.layers.moe.dispatch.ragged:DISPATCH",
+  all_gather="maxlite.layers.moe.dispatch.all_gather:DISPATCH",
+  dense="maxlite.layers.moe.dispatch.dense:DISPATCH",
+  capacity="maxlite.layers.moe.dispatch.capacity:DISPATCH",
 )
 # attention: see kernels/attention/api.py.
-ATTENTION_BACKENDS = _registry(
-  "maxlite.kernels.attention.{}:attention",
-  *("reference", "chunked", "dot_product", "splash", "triton"),
+ATTENTION_BACKENDS = Registry(
+  Entry,
+  reference="maxlite.kernels.attention.reference:attention",
+  chunked="maxlite.kernels.attention.chunked:attention",
+  dot_product="maxlite.kernels.attention.dot_product:attention",
+  splash="maxlite.kernels.attention.splash:attention",
+  triton="maxlite.kernels.attention.triton:attention",
+  cudnn="maxlite.kernels.attention.dot_product:cudnn_attention",
 )
 # Those that can merge results over several sets of keys, for ring attention.
-PARTIAL_ATTENTION_BACKENDS = _registry(
-  "maxlite.kernels.attention.{}:PARTIAL_ATTENTION", "chunked", "triton"
+PARTIAL_ATTENTION_BACKENDS = Registry(
+  Entry,
+  chunked="maxlite.kernels.attention.chunked:PARTIAL_ATTENTION",
+  triton="maxlite.kernels.attention.triton:PARTIAL_ATTENTION",
 )
-ATTENTION_BACKENDS["cudnn"] = "maxlite.kernels.attention.dot_product:cudnn_attention"
 # grouped_matmul: see kernels/grouped_matmul/api.py.
-GROUPED_MATMUL_BACKENDS = _registry(
-  "maxlite.kernels.grouped_matmul.{}:grouped_matmul",
-  *("reference", "tiled", "megablox", "triton", "ragged_dot"),
+GROUPED_MATMUL_BACKENDS = Registry(
+  Entry,
+  reference="maxlite.kernels.grouped_matmul.reference:grouped_matmul",
+  tiled="maxlite.kernels.grouped_matmul.tiled:grouped_matmul",
+  megablox="maxlite.kernels.grouped_matmul.megablox:grouped_matmul",
+  triton="maxlite.kernels.grouped_matmul.triton:grouped_matmul",
+  ragged_dot="maxlite.kernels.grouped_matmul.ragged_dot:grouped_matmul",
 )
-# ensemble_strategy, simplest first: (EngineRequest) -> EnsembleEngine; see ensemble/engines.
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyEntry(Entry):
+  """A strategy of ensembles: (EngineRequest) -> EnsembleEngine; see ensemble/engines."""
+
+  # `ensemble_strategy=auto` may choose it.
+  is_automatic: bool = True
+  # It starts worker processes on this machine, which train the members one by one.
+  starts_processes: bool = False
+  # What the processes of a run on several hosts do: train all members `together`, or each its own
+  # members, `separate`; `none`: the strategy does not support such runs.
+  hosts: Literal["none", "together", "separate"] = "none"
+  # It can copy members on their devices, as population-based training does.
+  exchanges_members: bool = False
+
+
+# ensemble_strategy, simplest first
 ENSEMBLE_STRATEGIES = Registry(
-  stacked="maxlite.ensemble.engines.stacked:build_stacked",
-  fused="maxlite.ensemble.engines.stacked:build_fused",
+  StrategyEntry,
+  stacked=StrategyEntry(
+    "maxlite.ensemble.engines.stacked:build_stacked",
+    hosts="together",
+    exchanges_members=True,
+  ),
+  fused=StrategyEntry("maxlite.ensemble.engines.stacked:build_fused", hosts="together"),
   switched="maxlite.ensemble.engines.switched:SwitchEngine",
-  submesh="maxlite.ensemble.engines.submesh:SubmeshEngine",
-  processes="maxlite.ensemble.engines.processes:ProcessEngine",
-  padded="maxlite.ensemble.engines.padded:PaddedEngine",
+  submesh=StrategyEntry("maxlite.ensemble.engines.submesh:SubmeshEngine", hosts="separate"),
+  processes=StrategyEntry(
+    "maxlite.ensemble.engines.processes:ProcessEngine",
+    starts_processes=True,
+  ),
+  padded=StrategyEntry(
+    "maxlite.ensemble.engines.padded:PaddedEngine",
+    is_automatic=False,
+    hosts="together",
+  ),
 )
-# sampler of `search` -> (seed) -> optuna.samplers.BaseSampler
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerEntry(Entry):
+  """A sampler of `search`: (seed) -> optuna.samplers.BaseSampler."""
+
+  # Packages that must be installed.
+  packages: tuple[str, ...] = ("optuna",)
+
+
+# sampler of `search`
 SAMPLERS = Registry(
+  SamplerEntry,
   tpe="optuna.samplers:TPESampler",
-  cma="optuna.samplers:CmaEsSampler",
+  cma=SamplerEntry("optuna.samplers:CmaEsSampler", packages=("optuna", "cmaes")),
   random="optuna.samplers:RandomSampler",
 )
 # ensemble_executor -> () -> WorkerExecutor; see ensemble/workers/worker_pool.py.
 ENSEMBLE_EXECUTORS = Registry(
+  Entry,
   local="maxlite.ensemble.workers.worker_process:LocalExecutor",
   ray="maxlite.ensemble.workers.ray_executor:RayExecutor",
 )
 # callbacks -> () -> Callback; see training/callbacks.py.
-CALLBACKS = Registry(completions="maxlite.inference.generation:CompletionsCallback")
+CALLBACKS = Registry(Entry, completions="maxlite.inference.generation:CompletionsCallback")
 # Losses: see training/loss.py. DRAFT_LOSSES need draft heads, and a phase that trains them;
 # TAUGHT_LOSSES need a teacher.
-TOKEN_LOSSES = Registry(next_token="maxlite.training.loss:NEXT_TOKEN")
+TOKEN_LOSSES = Registry(Entry, next_token="maxlite.training.loss:NEXT_TOKEN")
 DRAFT_LOSSES = Registry(
+  Entry,
   match_head="maxlite.training.draft_loss:MATCH_HEAD",
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
-TAUGHT_LOSSES = Registry(distill="maxlite.training.transforms.teacher:DISTILL")
+TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.transforms.teacher:DISTILL")
 RUN_LOSSES: Mapping[str, Any] = ChainMap(TAUGHT_LOSSES, TOKEN_LOSSES)
 LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
 # Folders with the parameters of a model: see training/model_weights.py.
 WEIGHT_FORMATS = Registry(
-  run="maxlite.training.model_weights:RunWeights", huggingface="maxlite.hf.load_model:HfWeights"
+  Entry,
+  run="maxlite.training.model_weights:RunWeights",
+  huggingface="maxlite.hf.load_model:HfWeights",
 )

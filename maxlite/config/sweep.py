@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from maxlite.config.config_field import ConfigField
@@ -33,24 +33,35 @@ def sweep_points(sweep: FrozenMapping) -> list[Point]:
   if set(sweep) not in _FORMS:
     fix = "write {grid: {key: [values]}} or {draw: {key: rule}, num_members: 16, seed: 0}"
     raise UserError(f"{source}: has {', '.join(sweep)}, not a complete grid or draw; {fix}")
-  kind = "grid" if "grid" in sweep else "draw"
-  whole = Setting(kind, sweep[kind], source)
-  if not isinstance(whole.raw, FrozenMapping) or not whole.raw:
-    raise whole.error(f"has no keys; write {kind}: {{key: ...}}")
-  keys = [Setting(key, raw, sweep.located(f"sweep.{kind}")) for key, raw in whole.raw.items()]
-  for key in keys:
-    find_key(key)
-  if kind == "grid":
-    values = [*map(_values, keys)]
-    require_few_members(math.prod(map(len, values)), source)
-    return list(itertools.product(*values))
+  if "grid" in sweep:
+    return _grid(_keys(sweep, "grid"), source)
+  keys = _keys(sweep, "draw")
   num_members = Setting("num_members", sweep["num_members"], source)
   seed = parse_as(Setting("seed", sweep.get("seed", "0"), source), int, ConfigField("", low=0))
-  draws = zip(*(_draws(key, seed) for key in keys), strict=True)
-  return _distinct(draws, num_members)
+  draws = [_draws(key, seed) for key in keys]
+  return _distinct(zip(*draws, strict=True), num_members)
+
+
+def _keys(sweep: FrozenMapping, kind: str) -> list[Setting]:
+  """The keys under `grid` or `draw`, each with its values or its rule."""
+  whole = Setting(kind, sweep[kind], sweep.located("sweep"))
+  if not isinstance(whole.raw, FrozenMapping) or not whole.raw:
+    raise whole.error(f"has no keys; write {kind}: {{key: ...}}")
+  source = sweep.located(f"sweep.{kind}")
+  keys = [Setting(key, raw, source) for key, raw in whole.raw.items()]
+  for key in keys:
+    find_key(key)
+  return keys
+
+
+def _grid(keys: Iterable[Setting], source: str) -> list[Point]:
+  values = [_values(key) for key in keys]
+  require_few_members(math.prod(len(of_key) for of_key in values), source)
+  return list(itertools.product(*values))
 
 
 def require_few_members(count: int, source: str) -> None:
+  """Raise UserError if there are more than MAX_MEMBERS members."""
   if count > MAX_MEMBERS:
     raise UserError(f"{source}: {count} members are more than {MAX_MEMBERS}; write fewer values")
 
@@ -62,7 +73,7 @@ def _values(setting: Setting) -> list[Setting]:
   return [Setting(setting.name, value, setting.source) for value in setting.raw]
 
 
-def _distinct(draws: Iterator[Point], num_members: Setting) -> list[Point]:
+def _distinct(draws: Iterable[Point], num_members: Setting) -> list[Point]:
   """The first `num_members` distinct points."""
   count = parse_as(num_members, int, ConfigField("", low=1, high=MAX_MEMBERS))
   points: dict[Point, None] = {}
@@ -87,32 +98,51 @@ def draw_rule(setting: Setting) -> Callable[[float], Raw]:
   Raises:
     UserError: the setting is not a rule, or does not fit its key.
   """
-  name, raw = "", setting.raw
-  if isinstance(setting.raw, FrozenMapping) and len(setting.raw) == 1:
-    [(name, raw)] = setting.raw.items()
-  if name not in ("log_uniform", "uniform", "choice"):
-    raise setting.error(f"is not a rule; write {setting.name}: {_RULES}")
+  name, raw = _rule(setting)
   values = _values(Setting(setting.name, raw, setting.source))
   if name == "choice":
-    return lambda share: values[int(share * len(values))].raw
+    return _choice(values)
   kind = find_key(setting).type
   if kind not in (int, float):
     raise setting.error(f"is not a number; write {setting.name}: {{choice: [values]}}")
   bounds = [parse(value) for value in values]
   if len(bounds) != 2 or bounds[0] >= bounds[1]:
     raise setting.error(f"needs a low and a higher bound; write {{{name}: [low, high]}}")
-  if name == "log_uniform" and bounds[0] <= 0:
+  low, high = bounds
+  if name == "log_uniform" and low <= 0:
     raise setting.error("has no logarithm at its low end; write a bound above 0, or uniform")
-  return _between(bounds[0], bounds[1], kind, logarithmic=name == "log_uniform")
+  return _between(low, high, kind, logarithmic=name == "log_uniform")
+
+
+def _rule(setting: Setting) -> tuple[str, Raw]:
+  """(name of the rule, its bounds or values)."""
+  if isinstance(setting.raw, FrozenMapping) and len(setting.raw) == 1:
+    [(name, raw)] = setting.raw.items()
+    if name in ("log_uniform", "uniform", "choice"):
+      return name, raw
+  raise setting.error(f"is not a rule; write {setting.name}: {_RULES}")
+
+
+def _choice(values: list[Setting]) -> Callable[[float], Raw]:
+  def draw(share: float) -> Raw:
+    return values[int(share * len(values))].raw
+
+  return draw
 
 
 def _between(low: Any, high: Any, kind: type, *, logarithmic: bool) -> Callable[[float], str]:
   """Draw text between two bounds: whole numbers, or 4 significant digits."""
-  if logarithmic:
-    number = lambda share: low * math.pow(high / low, share)
-  elif kind is int:
-    number = lambda share: low - 0.5 + share * (high - low + 1)  # all integers equally often
-  else:
-    number = lambda share: low + share * (high - low)
-  rounded = round if kind is int else lambda exact: float(f"{exact:.4g}")
-  return lambda share: str(min(max(rounded(number(share)), low), high))
+
+  def number(share: float) -> float:
+    if logarithmic:
+      return float(low * math.pow(high / low, share))
+    if kind is int:  # all whole numbers equally often
+      return float(low - 0.5 + share * (high - low + 1))
+    return float(low + share * (high - low))
+
+  def draw(share: float) -> str:
+    exact = number(share)
+    rounded = round(exact) if kind is int else float(f"{exact:.4g}")
+    return str(min(max(rounded, low), high))
+
+  return draw

@@ -16,8 +16,8 @@ from maxlite.config.model_function import function_keys
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show
 from maxlite.config.registry import WEIGHT_FORMATS
+from maxlite.config.rules import check_rules
 from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingConfig, build
-from maxlite.config.validation import validate
 from maxlite.layers.lora import OPTIONAL_MODULE_KEYS, add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.optim.labels import Labels, split
@@ -117,5 +117,5 @@ def open_weights_of(folder: ModelFolder, like: Trainer) -> tuple[ModelWeights, T
   cfg = dataclasses.replace(like.cfg, model=weights.model, **sections)
   without_drafts = dataclasses.replace(weights.model, num_draft_heads=0)  # as no phase trains them
   checked = dataclasses.replace(cfg, model=without_drafts)
-  validate(checked, dict.fromkeys(DEFAULTS, str(folder.path)), needs_data=False)
+  check_rules(checked, dict.fromkeys(DEFAULTS, str(folder.path)), needs_data=False)
   return weights, build_trainer(cfg, list(like.mesh.devices.flat))

@@ -6,7 +6,7 @@ import pytest
 
 from maxlite.config import UserError, load_config, yaml_files
 from maxlite.config.members import MEMBER_KEYS, members_of
-from maxlite.config.rules import TEACHER_KEYS
+from maxlite.config.rules.training_rules import TEACHER_KEYS
 from maxlite.config.schema import (
   DEFAULTS,
   Config,

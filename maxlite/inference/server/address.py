@@ -5,8 +5,8 @@ import os
 import socket
 
 from maxlite.config.errors import UserError
+from maxlite.config.rules.path_rules import is_header_text
 from maxlite.config.schema import ServeConfig
-from maxlite.config.validation import is_header_text
 
 API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
 

@@ -1,0 +1,176 @@
+"""Rules on data: its files, tokenizer, conversations and batches."""
+
+import os
+
+from maxlite.config.data_files import other_dataset_type, template_fix, tokenizer_fix
+from maxlite.config.file_io import expand_glob
+from maxlite.config.registry import SOURCES, TOKENIZERS
+from maxlite.config.rules.path_rules import is_file
+from maxlite.config.rules.violation import (
+  Violation,
+  Violations,
+  ensemble_key,
+  largest_divisor,
+)
+from maxlite.config.schema import Config, flatten
+from maxlite.config.yaml_files import CONFIGS
+
+# Keys that change the shape of batches during a run.
+SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
+
+
+def tokenizer(cfg: Config) -> Violations:
+  """The rules on the tokenizer and its file."""
+  data = cfg.data
+  entry = TOKENIZERS.entry(data.tokenizer_type)
+  is_synthetic = SOURCES.entry(data.dataset_type).is_synthetic
+  if cfg.model.vocab_size < entry.min_vocab_size and not is_synthetic:
+    yield Violation(
+      ["vocab_size", "tokenizer_type"],
+      f"{entry.units} need {entry.min_vocab_size} ids; write vocab_size={entry.min_vocab_size}",
+    )
+  keys = ["tokenizer_path", "tokenizer_type"]
+  has_file = is_file(data.tokenizer_path)
+  if has_file and not entry.needs_file:
+    with_file = [name for name, other in TOKENIZERS.entries().items() if other.needs_file]
+    yield Violation(
+      keys,
+      f"{entry.units} need no file; write tokenizer_type={' or '.join(with_file)}, or no path",
+    )
+  if not has_file and (entry.needs_file or data.tokenizer_path):
+    yield Violation(keys, tokenizer_fix(data.tokenizer_path))
+
+
+def chat(cfg: Config) -> Violations:
+  """The rules on conversations and their template."""
+  data = cfg.data
+  template = data.chat_template_path
+  if template and not is_file(template):
+    yield Violation(["chat_template_path"], template_fix(template, CONFIGS.parent))
+  if not SOURCES.entry(data.dataset_type).has_conversations:
+    if not data.packing:
+      yield Violation(
+        ["packing", "dataset_type"],
+        "only conversations can have a row each; write packing=true",
+      )
+    return
+  entry = TOKENIZERS.entry(data.tokenizer_type)
+  if not entry.has_control_tokens:
+    yield Violation(
+      ["tokenizer_type", "dataset_type"],
+      "chat needs control tokens; write tokenizer_type=huggingface, with tokenizer.json",
+    )
+  if not entry.has_chat_template and not template:
+    yield Violation(
+      ["dataset_type", "tokenizer_type"],
+      f"{entry.units} have no chat template; write chat_template_path={_plain_template()}",
+    )
+
+
+def _plain_template() -> str:
+  """The path of a chat template that is shipped: relative in a clone, absolute elsewhere."""
+  file = CONFIGS / "chat" / "plain.jinja"
+  if file.is_relative_to(os.getcwd()):
+    file = file.relative_to(os.getcwd())
+  return str(file)
+
+
+def batches(cfg: Config) -> Violations:
+  """The rules on columns, rows and their order."""
+  data = cfg.data
+  if SOURCES.entry(data.dataset_type).has_text_column and not data.text_column:
+    yield Violation(["text_column", "dataset_type"], "is empty; write text_column=text")
+  if data.eval_dataset_path and data.dataset_mixture:
+    yield Violation(
+      ["eval_dataset_path", "dataset_mixture"],
+      "write eval_path in the sources of the mixture",
+    )
+  if data.per_device_batch_size <= 0:
+    yield Violation(
+      ["per_device_batch_size"],
+      "a step needs rows; write per_device_batch_size=1, or a fraction of it",
+    )
+  if data.enable_data_shuffling:
+    return
+  if data.data_sampling == "bootstrap":
+    yield Violation(
+      ["data_sampling", "enable_data_shuffling"],
+      "draws rows at random; write enable_data_shuffling=true",
+    )
+  if cfg.ensemble.ensemble_data != "shared":
+    yield Violation(
+      ["ensemble_data", "enable_data_shuffling"],
+      "members would read the same order; write enable_data_shuffling=true",
+    )
+
+
+def schedules(cfg: Config) -> Violations:
+  """The rules on the schedules of the batch size and of the sequence length."""
+  data = cfg.data
+  values = flatten(data)
+  other = ensemble_key(cfg.ensemble)
+  if cfg.phasing.phases:
+    other = "phases"
+  for key in SCHEDULE_KEYS:
+    entries = values[key]
+    if not entries:
+      continue
+    starts = [start for start, _ in entries]
+    if starts[0] != 0 or starts != sorted(set(starts)):
+      yield Violation([key], f"steps must ascend from 0; write {key}=[[0, 8], [1000, 16]]")
+    if any(value < 1 for _, value in entries):
+      yield Violation([key], "a step needs tokens; write 1 or more")
+    if other:
+      yield Violation([key, other], f"{other} have batches of one shape; write {key}=[]")
+  if data.batch_size_schedule and data.global_batch_size:
+    yield Violation(
+      ["batch_size_schedule", "global_batch_size"],
+      "the schedule replaces the size; write global_batch_size=0",
+    )
+  for _, length in data.sequence_length_schedule:
+    if data.max_target_length % length:
+      divisor = largest_divisor(data.max_target_length, length)
+      yield Violation(
+        ["sequence_length_schedule", "max_target_length"],
+        f"{length} is not a divisor; write {divisor}",
+      )
+
+
+def data_files(cfg: Config) -> Violations:
+  """The rules on the files of data; they are checked only by commands that read them."""
+  data = cfg.data
+  if SOURCES.entry(data.dataset_type).is_synthetic:
+    return
+  if data.dataset_mixture:  # its sources are validated one by one
+    return
+  if not data.dataset_path:
+    yield Violation(["dataset_path"], "has no data; write dataset_path=FILE or [stdlib]")
+  for path in data.dataset_path:
+    yield from _data_file("dataset_path", path, data.dataset_type)
+  for path in data.eval_dataset_path:
+    yield from _data_file("eval_dataset_path", path, data.dataset_type)
+
+
+def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
+  """The rules on one entry of a key: `stdlib`, a URI, a file, a folder or a glob."""
+  if entry == "stdlib":
+    if not SOURCES.entry(dataset_type).is_plain_text:
+      yield Violation([key, "dataset_type"], f"stdlib is text; write {key}=FILE")
+    return
+  path = os.path.expanduser(entry)
+  is_uri = "://" in entry  # looked up when it is opened
+  if not is_uri and not os.path.exists(path) and not any(expand_glob(path)):
+    yield Violation(
+      [key],
+      f"{entry} matches no file; write {key}=FILE, a folder or a glob that matches",
+    )
+  if os.path.isdir(path):
+    return
+  other = other_dataset_type(entry, dataset_type)
+  if other:
+    yield Violation(
+      [key, "dataset_type"], f"{entry} is of another type; write dataset_type={other}"
+    )
+
+
+DATA_RULES = (tokenizer, chat, batches, schedules)

@@ -1,0 +1,128 @@
+"""Rules on the architecture of the decoder and on what its backward pass saves."""
+
+from maxlite.config.raw_values import show
+from maxlite.config.rules.violation import (
+  Violation,
+  Violations,
+  changed_keys,
+  largest_divisor,
+  set_keys,
+)
+from maxlite.config.schema import DEFAULTS, Config, TilesConfig, flatten
+
+_LINEAR = ("linear", "linear_plus_one")  # activations of the up projection of a gated MLP
+
+
+def attention(cfg: Config) -> Violations:
+  """The rules on heads, and on the backend of attention."""
+  model = cfg.model
+  num_heads = model.base_num_query_heads
+  is_latent = model.family.latent_attention
+  if not is_latent and num_heads % model.base_num_kv_heads:
+    divisor = largest_divisor(num_heads, model.base_num_kv_heads)
+    yield Violation(
+      ["base_num_query_heads", "base_num_kv_heads"],
+      f"query heads must be a multiple of key/value heads; write base_num_kv_heads={divisor}",
+    )
+  yield from _rotated_channels(cfg)
+  if is_latent:
+    for key in set_keys(
+      cfg, ["sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar"]
+    ):
+      yield Violation([key, "decoder_block"], f"not supported by latent attention; write {key}=0")
+  if model.rope.local_rope_max_timescale and not model.family.global_layer_every:
+    yield Violation(
+      ["local_rope_max_timescale", "decoder_block"],
+      "this family has no local layers; write local_rope_max_timescale=0",
+    )
+  if model.attention == "dot_product":
+    if model.family.sinks:
+      yield Violation(
+        ["attention", "decoder_block"],
+        "this backend does not support sinks; write attention=chunked",
+      )
+    elif model.attn_logits_soft_cap:
+      yield Violation(
+        ["attention", "attn_logits_soft_cap"],
+        "this backend does not support a soft cap; write attention=chunked",
+      )
+
+
+def _rotated_channels(cfg: Config) -> Violations:
+  """The rules on the channels of a head that the rotary embedding rotates."""
+  model = cfg.model
+  if model.family.latent_attention:
+    key = "qk_rope_head_dim"
+    num_channels = model.mla.qk_rope_head_dim
+  else:
+    key = "head_dim"
+    num_channels = model.head_dim
+  if num_channels % 2:
+    yield Violation(
+      [key],
+      f"rotary embedding pairs channels, so it must be even; write {key}={num_channels + 1}",
+    )
+  rotated = int(num_channels * model.rope.partial_rotary_factor)
+  if rotated == 0 or rotated % 2:
+    yield Violation(
+      ["partial_rotary_factor", key],
+      f"rotates {rotated} channels, but needs a positive even number; write 1",
+    )
+  if model.family.latent_attention and model.rope.partial_rotary_factor != 1:
+    yield Violation(
+      ["partial_rotary_factor", "decoder_block"],
+      "not supported by latent attention, where qk_rope_head_dim rotate; write 1",
+    )
+
+
+def rope(cfg: Config) -> Violations:
+  """The rules on the extension of the context."""
+  rope = cfg.model.rope
+  if rope.rope_type != "yarn":
+    for key in changed_keys(cfg, ["mscale", "beta_fast", "rope_truncate"]):
+      yield Violation(
+        [key, "rope_type"], f"is only read by yarn; write {key}={show(DEFAULTS[key])}"
+      )
+  if rope.rope_factor == 1 and rope.rope_type != "default":
+    yield Violation(
+      ["rope_factor", "rope_type"],
+      "extends nothing; write rope_type=default, or a larger rope_factor",
+    )
+  if rope.rope_max_timescale == 1 and rope.rope_type == "yarn":
+    yield Violation(
+      ["rope_max_timescale", "rope_type"],
+      "all channels have the same frequency; write rope_max_timescale=10000",
+    )
+
+
+def mlp(cfg: Config) -> Violations:
+  """The rules on activations, and on the tiles of the experts' matmuls."""
+  values = flatten(cfg)
+  for key in flatten(TilesConfig()):
+    if len(values[key]) not in (0, 3):
+      yield Violation(
+        [key], f"a tile is [rows, embed, mlp]; write {key}=[512, 1024, 1024], or [] to select it"
+      )
+  activations = cfg.model.mlp_activations
+  is_plain = len(activations) == 1
+  is_gated = len(activations) == 2 and activations[1] in _LINEAR
+  if not (is_plain or is_gated) or activations[0] in _LINEAR:
+    yield Violation(
+      ["mlp_activations"],
+      "must be one activation, or one and `linear`; write mlp_activations=[silu, linear]",
+    )
+
+
+def memory(cfg: Config) -> Violations:
+  """The rules on what the backward pass recomputes."""
+  keys = ["remat_saved_names", "remat_policy"]
+  is_custom = cfg.model.remat_policy == "custom"
+  if cfg.model.remat_saved_names and not is_custom:
+    yield Violation(keys, "is only read by a custom policy; write remat_policy=custom")
+  if is_custom and not cfg.model.remat_saved_names:
+    yield Violation(
+      keys, "a custom policy must save something; write remat_saved_names=[query_proj]"
+    )
+
+
+MODEL_RULES = (attention, rope, mlp, memory)

@@ -1,0 +1,190 @@
+"""Rules on the optimizer, the parametrization, phases, replicas and teachers."""
+
+from maxlite.config.raw_values import show
+from maxlite.config.registry import DRAFT_LOSSES, OPTIMIZERS, TAUGHT_LOSSES
+from maxlite.config.rules.violation import (
+  ENSEMBLE_KEYS,
+  Violation,
+  Violations,
+  changed_keys,
+  ensemble_key,
+  set_keys,
+)
+from maxlite.config.schema import DEFAULTS, Config, flatten
+
+# Keys that only loss `distill` reads.
+TEACHER_KEYS = tuple(key for key in DEFAULTS if key.startswith(("teacher_", "distill_")))
+
+
+def optimizer(cfg: Config) -> Violations:
+  """The rules on the optimizer and its schedule."""
+  optimizer = cfg.optimizer
+  if optimizer.learning_rate_schedule_steps == 0:
+    yield Violation(
+      ["learning_rate_schedule_steps"],
+      "has no length; write 1 or more, or learning_rate_schedule_steps=-1 for all steps",
+    )
+  if optimizer.lr_schedule_type == "wsd":
+    longest = 1 - optimizer.warmup_steps_fraction
+    if optimizer.warmup_steps_fraction + optimizer.wsd_decay_steps_fraction > 1:
+      yield Violation(
+        ["warmup_steps_fraction", "wsd_decay_steps_fraction"],
+        f"warm-up and decay overlap; write wsd_decay_steps_fraction={round(longest, 6)} or less",
+      )
+  values = flatten(optimizer)
+  for key in ("adam_b1", "adam_b2", "muon_beta"):
+    if values[key] == 1:
+      yield Violation([key], f"would never change; write {key}={DEFAULTS[key]}")
+  if cfg.training.ema_decay == 1:
+    yield Violation(["ema_decay"], "the average would never change; write ema_decay=0.999, or 0")
+  reads_eps = "adam_eps" in OPTIMIZERS.entry(optimizer.opt_type).hyperparameters
+  if reads_eps and optimizer.adam_eps == 0:
+    yield Violation(
+      ["adam_eps"],
+      f"divides by zero where a gradient is zero; write adam_eps={DEFAULTS['adam_eps']}",
+    )
+
+
+def parametrization(cfg: Config) -> Violations:
+  """The rules of muP."""
+  model = cfg.model
+  scaling = model.scaling
+  key = "parametrization"
+  if scaling.parametrization != "mup":
+    for name in set_keys(cfg, ["mup_base_emb_dim", "mup_base_head_dim"]):
+      yield Violation([name, key], f"is only read by mup; write parametrization=mup, or {name}=0")
+    return
+  if not scaling.mup_base_emb_dim:
+    yield Violation(
+      [key, "mup_base_emb_dim"],
+      "needs the width at which rates were tuned; write mup_base_emb_dim=64, or "
+      "parametrization=standard",
+    )
+  if model.lora.lora_rank:
+    yield Violation(
+      [key, "lora_rank"], "mup has no rule for adapters; write parametrization=standard"
+    )
+  optimizer = OPTIMIZERS.entry(cfg.optimizer.opt_type)
+  if optimizer.mup_updates is None:
+    yield Violation(
+      ["opt_type", key], f"{optimizer.why_no_mup}; write opt_type=adamw, lion or muon"
+    )
+  if model.family.scaled_embedding or model.family.zero_centred_norms:
+    yield Violation(
+      [key, "decoder_block"],
+      "mup has no rule for this family's embedding and norms; write parametrization=standard",
+    )
+  has_fixed_scale = model.query_pre_attn_scalar or model.family.latent_attention
+  if scaling.mup_base_head_dim and has_fixed_scale:
+    yield Violation(
+      ["mup_base_head_dim", "decoder_block"],
+      "attention scores have another scale; write mup_base_head_dim=0",
+    )
+
+
+def phases(cfg: Config) -> Violations:
+  """The rules on phases, and on draft heads, which only phases train."""
+  phasing = cfg.phasing
+  if phasing.initial_phases and not phasing.phases:
+    yield Violation(
+      ["initial_phases", "phases"], "there are no phases; write phases, or no initial_phases"
+    )
+  own_ensemble_key = ensemble_key(cfg.ensemble)
+  if own_ensemble_key and phasing.phase_strategy == "separate":
+    yield Violation(
+      ["phase_strategy", own_ensemble_key],
+      "a member's phases are one program; write phase_strategy=auto or switch",
+    )
+  num_heads = cfg.model.num_draft_heads
+  are_trained = any(phase.get("loss") in DRAFT_LOSSES for phase in phasing.phases)
+  if num_heads and not are_trained:
+    yield Violation(
+      ["num_draft_heads"],
+      "no phase trains them; write phases with loss: match_head, or num_draft_heads=0",
+    )
+  if num_heads >= cfg.data.max_target_length:
+    limit = min(3, cfg.data.max_target_length - 1)
+    yield Violation(
+      ["num_draft_heads", "max_target_length"],
+      f"rows are shorter; write num_draft_heads={limit}",
+    )
+
+
+def local_updates(cfg: Config) -> Violations:
+  """The rules of DiLoCo."""
+  local = cfg.local_updates
+  period = local.diloco_sync_period
+  if not period:
+    for key in changed_keys(cfg, ["diloco_outer_lr", "diloco_outer_momentum"]):
+      yield Violation(
+        [key],
+        f"there are no outer steps; write diloco_sync_period=100, or {key}={DEFAULTS[key]}",
+      )
+    return
+  if cfg.run.steps % period:
+    multiple = max(round(cfg.run.steps / period), 1) * period
+    yield Violation(
+      ["steps", "diloco_sync_period"],
+      f"the last steps would not reach the model; write steps={multiple}",
+    )
+  if local.diloco_outer_momentum == 1:
+    yield Violation(
+      ["diloco_outer_momentum"],
+      "old outer steps would never fade; write diloco_outer_momentum=0.9",
+    )
+  # Averages and teachers are of one model, and XLA cannot partition `capacity` in a shard_map.
+  unsupported = [
+    *ENSEMBLE_KEYS,
+    "phases",
+    "ema_decay",
+    "teacher_path",
+    "capacity_factor",
+    "optimizer_memory_host_offload",
+  ]
+  for key in changed_keys(cfg, unsupported):
+    yield Violation(
+      [key, "diloco_sync_period"],
+      f"is not supported with replicas; write {key}={show(DEFAULTS[key])} or diloco_sync_period=0",
+    )
+
+
+def teacher(cfg: Config) -> Violations:
+  """The rules of loss `distill`."""
+  training = cfg.training
+  raw_phases = cfg.phasing.phases
+  losses = [phase.get("loss", training.loss_type) for phase in raw_phases]
+  if not losses:
+    losses = [training.loss_type]
+  if not any(loss in TAUGHT_LOSSES for loss in losses):
+    for name in changed_keys(cfg, TEACHER_KEYS):
+      yield Violation(
+        [name, "loss_type"],
+        f"is only read by loss distill; write loss_type=distill, or {name}={show(DEFAULTS[name])}",
+      )
+    return
+  if not training.teacher_path:
+    key = "loss_type"
+    if raw_phases:
+      key = "phases"
+    yield Violation(
+      [key, "teacher_path"],
+      "needs a teacher; write teacher_path=FOLDER of a run, an ensemble or of Hugging Face",
+    )
+  own_ensemble_key = ensemble_key(cfg.ensemble)
+  if own_ensemble_key:
+    yield Violation(
+      ["loss_type", own_ensemble_key],
+      "members have no teacher; train students as solo runs, or write loss_type=next_token",
+    )
+  if training.distill_temperature == 0:
+    yield Violation(
+      ["distill_temperature"], "logits are divided by it; write distill_temperature=1"
+    )
+  if training.distill_top_k > cfg.model.vocab_size:
+    yield Violation(
+      ["distill_top_k", "vocab_size"],
+      f"there are fewer tokens; write distill_top_k={cfg.model.vocab_size} or less, or 0 for all",
+    )
+
+
+TRAINING_RULES = (optimizer, parametrization, phases, local_updates, teacher)
