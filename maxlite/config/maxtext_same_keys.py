@@ -265,7 +265,7 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
   },
   "decoder_block": {
     _FAMILIES: """
-      deepseek4 envy gemma gemma4 gemma4_small gpt3 llama4 olmo3 qwen3_5 qwen3_custom_moe
+      deepseek4 envy gemma4 gemma4_small gpt3 llama4 qwen3_5 qwen3_custom_moe
       qwen3_next simple simple_mlp
     """
   },
@@ -275,10 +275,10 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     _PRESETS: """
       deepseek-custom deepseek3-671b-2dfsdp deepseek3-671b-batchsplit deepseek3-test
       deepseek3-tiny deepseek3.2-671b deepseek4-284b deepseek4-tiny envy-switch-base
-      envy-switch-large envy-switch-xxl envy-test gemma-2b gemma-7b gemma2-27b gemma3-12b
+      envy-switch-large envy-switch-xxl envy-test gemma2-27b gemma3-12b
       gemma3-27b gemma4-26b gemma4-31b gemma4-e2b gemma4-e4b gpt3-175b gpt3-22b gpt3-52k gpt3-6b
       llama2-13b llama2-70b llama3-70b llama3.1-405b llama3.1-70b-Instruct llama3.1-8b-Instruct
-      llama3.3-70b llama4-17b-128e llama4-17b-16e mixtral-8x22b olmo3-32b olmo3-7b olmo3-7b-pt
+      llama3.3-70b llama4-17b-128e llama4-17b-16e mixtral-8x22b olmo3-7b-pt
       qwen2.5-1.5b qwen2.5-14b qwen3-1.7b qwen3-1.7b-base qwen3-14b qwen3-14b-base
       qwen3-30b-a3b-base qwen3-32b qwen3-4b qwen3-4b-base qwen3-4b-thinking-2507
       qwen3-480b-a35b qwen3-8b-base qwen3-custom-30b-a3b qwen3-next-80b-a3b qwen3-omni-30b-a3b

@@ -15,13 +15,16 @@ class ModelFamily:
   router_bias: bool = False
   sinks: bool = False  # a learned attention sink per query head
   zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter
-  post_norms: bool = False  # also normalise the outputs of attention and MLP
+  pre_norms: bool = True  # normalise the inputs of attention and MLP
+  post_norms: bool = False  # normalise the outputs of attention and MLP
   scaled_embedding: bool = False  # multiply embeddings by sqrt(base_emb_dim)
   # Every n-th layer attends globally. The others attend within sliding_window_size and use
   # local_rope_max_timescale. 0: all layers are alike.
   global_layer_every: int = 0
+  global_rope: bool = True  # whether layers that attend globally have a rotary embedding
 
 
+_OLMO2 = ModelFamily(qk_norm="projection", pre_norms=False, post_norms=True)
 _GEMMA2 = ModelFamily(
   zero_centred_norms=True, post_norms=True, scaled_embedding=True, global_layer_every=2
 )
@@ -32,20 +35,28 @@ MODELS: dict[str, ModelFamily] = {
   "qwen2": ModelFamily(qkv_bias=True),
   # Qwen3 Technical Report (2025), section 2.
   "qwen3": ModelFamily(qk_norm="head"),
+  # The configuration and code published with SmolLM3 (2025): NoPE in every fourth layer.
+  "smollm3": ModelFamily(global_layer_every=4, global_rope=False),
+  # OLMo Team, 2 OLMo 2 Furious (2024), section 2.1.
+  "olmo2": _OLMO2,
+  # Olmo Team, Olmo 3 (2025), section 3.2.
+  "olmo3": dataclasses.replace(_OLMO2, global_layer_every=4),
+  # Gemma (2024), section 2; zero-centred norms and the embedding's scale as published.
+  "gemma": ModelFamily(zero_centred_norms=True, scaled_embedding=True),
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma2": _GEMMA2,
   # Gemma 3 Technical Report (2025), section 2.
   "gemma3": dataclasses.replace(_GEMMA2, qk_norm="head", global_layer_every=6),
-  # Jiang et al., Mixtral of Experts (2024), section 2.
+  # Jiang et al., Mixtral of Experts (2024), section 2; also Granite 3 MoE and ERNIE 4.5.
   "mixtral": ModelFamily(is_moe=True),
-  # DeepSeek-V2 (2024), section 2; also DeepSeek-V3 and Kimi K2.
+  # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2 and GLM-4.7-Flash.
   "deepseek": ModelFamily(is_moe=True, latent_attention=True),
-  # Qwen3 Technical Report (2025), section 2.
+  # Qwen3 Technical Report (2025), section 2; also dots.llm1.
   "qwen3_moe": ModelFamily(is_moe=True, qk_norm="head"),
   # GLM-4.5 (2025), section 2.1; GLM-4.5-Air has no QK-norm.
   "glm4_moe": ModelFamily(is_moe=True, qkv_bias=True, qk_norm="head"),
   "glm4_moe_air": ModelFamily(is_moe=True, qkv_bias=True),
-  # Muennighoff et al., OLMoE (2024), section 2 and appendix B.
+  # Muennighoff et al., OLMoE (2024), section 2 and appendix B; also MiniMax-M2.
   "olmoe": ModelFamily(is_moe=True, qk_norm="projection"),
   # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.
   "gpt_oss": ModelFamily(

@@ -41,9 +41,10 @@ class TensorRule:
 
   `ours` is the path of the parameter, in rules of a block relative to the layer; several paths of
   one shape if a tensor holds several parameters. `theirs` is the name of the tensor, with {expert}
-  for the number of the expert. `axes` describes the layout in the notation of tensor_mapping.py:
-  axes have any letters, except that `e` counts {expert} and `g` the several parameters, and both
-  come first:
+  for the number of the expert. Parameters whose rules have the same tensor are concatenated along
+  its rows, in the order of the rules. `axes` describes the layout in the notation of
+  tensor_mapping.py: axes have any letters, except that `e` counts {expert} and `g` the several
+  parameters, and both come first:
 
     TensorRule("attention/query/kernel", "self_attn.q_proj.weight", "d h c -> (h c) d")
     TensorRule("moe/wi_0", "mlp.experts.{expert}.gate_proj.weight", "e d f -> f d")
@@ -113,6 +114,7 @@ class HfFamily:
   required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   activation: str = "silu"
   activation_key: str = "hidden_act"
+  activation_aliases: Sequence[str] = ()  # values of that key that mean the same activation
   partial_rotary: bool = False  # whether its heads may rotate only their first channels
   checks_layer_types: bool = False  # whether local and global layers must follow MODELS
   # Whether attention_bias of config.json is set; None: if the family's `out_bias` is.
@@ -142,7 +144,9 @@ class HfFamily:
     hf = ConfigJson(values, self.defaults, self.nullable)
     model = MODELS[self.decoder_block]
     hf.require(is_causal=True, attention_bias=self._attention_bias, mlp_bias=False)
-    hf.require(**{self.activation_key: self.activation}, **self.required)
+    hf.require(**self.required)
+    if hf.get(self.activation_key) not in self.activation_aliases:
+      hf.require(**{self.activation_key: self.activation})
     if "sliding_window" not in (*self.defaults, *self.unread):
       hf.require(sliding_window=None)
     if self.checks_layer_types:

@@ -23,7 +23,7 @@ from maxlite.hf.hf_folder import (
   shorten_list,
 )
 from maxlite.hf.mxfp4 import unpack
-from maxlite.hf.tensor_mapping import TensorMapping, tensor_mappings
+from maxlite.hf.tensor_mapping import TensorMapping, tensor_mappings, tensor_shapes
 
 VOCAB = "v"  # the axis along which our arrays may be larger
 Read = Callable[[str, Index], np.ndarray]  # reads the part of the parameter `path` at an index
@@ -58,8 +58,9 @@ def params_from_hf(
       f"have: {shorten_list(unexpected)}"
     )
   by_path: dict[str, list[TensorMapping]] = defaultdict(list)
+  for name, shape in tensor_shapes(mappings).items():
+    _require_fit(name, shape, tensors[name])
   for mapping in mappings:
-    _require_fit(mapping, tensors[mapping.tensor])
     for path in mapping.paths:
       by_path[path].append(mapping)
   chunked = {}
@@ -86,8 +87,14 @@ def write_weights(
   `read` is called once for each layer of a parameter, or for a parameter that is not stacked.
   """
   mappings = tensor_mappings(family, cfg, params)
-  tensors = {mapping.tensor: (mapping.dtype, mapping.shape) for mapping in mappings}
-  write_tensors(FolderWriter(directory, tensors, **options), mappings, params, read)
+  writer = FolderWriter(directory, described(mappings), **options)
+  write_tensors(writer, mappings, params, read)
+
+
+def described(mappings: Sequence[TensorMapping]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+  """Return {tensor: (dtype, shape)}."""
+  dtypes = {mapping.tensor: mapping.dtype for mapping in mappings}
+  return {name: (dtypes[name], shape) for name, shape in tensor_shapes(mappings).items()}
 
 
 def write_tensors(
@@ -155,16 +162,16 @@ def _copies_of_embedding(
   return {copy}
 
 
-def _require_fit(mapping: TensorMapping, tensor: TensorEntry) -> None:
-  """Raise UserError unless the tensor has the shape of `mapping` and a type that can be read."""
-  if tensor.shape != mapping.shape:
+def _require_fit(name: str, shape: tuple[int, ...], tensor: TensorEntry) -> None:
+  """Raise UserError unless the tensor has the expected shape and a type that can be read."""
+  if tensor.shape != shape:
     raise UserError(
-      f"{tensor.path} has {mapping.tensor} of shape {list(tensor.shape)}, but config.json implies "
-      f"{list(mapping.shape)}: one of the two is of another model"
+      f"{tensor.path} has {name} of shape {list(tensor.shape)}, but config.json implies "
+      f"{list(shape)}: one of the two is of another model"
     )
   if tensor.dtype not in DTYPES:
     raise UserError(
-      f"{tensor.path} has {mapping.tensor} of type {tensor.dtype}; maxlite reads "
+      f"{tensor.path} has {name} of type {tensor.dtype}; maxlite reads "
       f"{', '.join(DTYPES)}: save the weights as one of these"
     )
 

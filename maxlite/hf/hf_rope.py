@@ -1,5 +1,6 @@
 """The rotary embedding in config.json."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from maxlite.config.schema import ModelConfig, flatten
 from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
 
 ORIGINAL = "original_max_position_embeddings"
+# Keys of `rope_parameters` in families whose local and global layers differ.
+GLOBAL = "full_attention"
+LOCAL = "sliding_attention"
 _FACTOR = Key("rope_factor", "factor")
 _ORIGINAL = Key(ORIGINAL, ORIGINAL)
 ROPE_KEYS: dict[str, Sequence[Key]] = {
@@ -114,11 +118,6 @@ def _complete_yarn(values: Mapping[str, Any], hf: ConfigJson) -> dict[str, Any]:
   yarn["beta_slow"] = yarn["beta_slow"] or 1
   if ORIGINAL not in yarn:
     yarn[ORIGINAL] = hf["max_position_embeddings"]
-  if yarn.get("attention_factor") is not None:
-    raise UserError(
-      f"config.json has attention_factor={yarn['attention_factor']!r}, but maxlite supports only "
-      "the one that yarn derives from its factor: choose another checkpoint"
-    )
   if yarn.get("factor", 0) is None:
     yarn["factor"] = hf["max_position_embeddings"] / yarn[ORIGINAL]
   mscale = yarn.get("mscale") or 0.0
@@ -129,7 +128,69 @@ def _complete_yarn(values: Mapping[str, Any], hf: ConfigJson) -> dict[str, Any]:
       "only with one value for both, and a factor: choose another checkpoint"
     )
   yarn["mscale"] = all_dims
+  _require_derived_attention_factor(yarn)
   return yarn
+
+
+def _require_derived_attention_factor(yarn: Mapping[str, Any]) -> None:
+  """Raise UserError unless `attention_factor` is missing or the one that yarn derives."""
+  given = yarn.get("attention_factor")
+  if given is None:
+    return
+  derived = 1.0
+  if not yarn["mscale"]:
+    derived = 0.1 * math.log(yarn["factor"]) + 1
+  if not math.isclose(given, derived, rel_tol=1e-9):
+    raise UserError(
+      f"config.json has attention_factor={given!r}, but maxlite supports only the one that yarn "
+      f"derives from its factor, {derived}: choose another checkpoint"
+    )
+
+
+def layered_rope_from_hf(hf: ConfigJson, local_theta: float | None) -> dict[str, Any]:
+  """Return our keys of the rotary embeddings of a family with local and global layers.
+
+  Newer files have `rope_parameters` by layer type, older ones `rope_theta` and `rope_scaling` for
+  global layers. `local_theta` is the base of local layers where `rope_parameters` has none.
+  """
+  ropes = ConfigJson(dict_of(hf, "rope_parameters"), {}, prefix="rope_parameters.")
+  rope = dict_of(ropes, GLOBAL) | dict_of(hf, "rope_scaling")
+  rope.setdefault("rope_theta", hf.get("rope_theta"))
+  local = dict_of(ropes, LOCAL)
+  local.setdefault("rope_theta", local_theta)
+  ropes.require_no_others(())
+  keys = read_rope(rope, hf, f"rope_parameters.{GLOBAL}")
+  if keys["rope_type"] == "yarn" and not keys["rope_truncate"]:
+    raise UserError(
+      f"config.json has rope_parameters.{GLOBAL}.truncate=false, which transformers does not read: "
+      "remove it, or choose another checkpoint"
+    )
+  local_keys = read_rope(local, hf, f"rope_parameters.{LOCAL}")
+  if local_keys["rope_type"] != "default" or local_keys["partial_rotary_factor"] != 1:
+    raise UserError(
+      f"config.json has rope_parameters.{LOCAL} of rope_type={local_keys['rope_type']} and "
+      f"partial_rotary_factor={local_keys['partial_rotary_factor']}, but maxlite supports only "
+      "default and 1.0 there: choose another checkpoint"
+    )
+  timescale = local_keys["rope_max_timescale"]
+  if timescale < 1:
+    raise UserError(
+      f"config.json has rope_theta={timescale} in rope_parameters.{LOCAL}: write a number from 1"
+    )
+  if keys["rope_type"] == "default" and keys["rope_max_timescale"] == timescale:
+    timescale = 0.0
+  return keys | {"local_rope_max_timescale": timescale}
+
+
+def layered_rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  """Return `rope_parameters` by layer type, and the older form of the global layers' keys."""
+  keys = rope_to_hf(cfg)
+  local = cfg.rope.local_rope_max_timescale or cfg.rope.rope_max_timescale
+  ropes = {
+    LOCAL: {"rope_type": "default", "rope_theta": local},
+    GLOBAL: keys["rope_parameters"],
+  }
+  return keys | {"rope_parameters": ropes}
 
 
 def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:

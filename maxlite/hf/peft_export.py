@@ -1,5 +1,6 @@
 """Write LoRA adapters in the format of the peft package."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily, TensorRule
-from maxlite.hf.hf_checkpoint import Read, write_tensors
+from maxlite.hf.hf_checkpoint import Read, described, write_tensors
 from maxlite.hf.hf_folder import TensorFile, write_json
 from maxlite.hf.tensor_mapping import axis_layout, tensor_mappings
 
@@ -42,9 +43,9 @@ def write_adapter(
   rules = family.block_rules(cfg)
   mappings = tensor_mappings(_adapter_family(family, rules), cfg, params)
   names = [mapping.tensor for mapping in mappings]
+  _require_one_adapter_each(names)
   _require_loadable(family, names)
-  tensors = {mapping.tensor: (mapping.dtype, mapping.shape) for mapping in mappings}
-  write_tensors(TensorFile(directory / WEIGHTS, tensors), mappings, params, read)
+  write_tensors(TensorFile(directory / WEIGHTS, described(mappings)), mappings, params, read)
   alpha: float = cfg.lora.lora_alpha
   if alpha == int(alpha):
     alpha = int(alpha)
@@ -88,6 +89,17 @@ def _target_modules(rules: Sequence[TensorRule], tensors: Sequence[str]) -> list
   return sorted(targets)
 
 
+def _require_one_adapter_each(tensors: Sequence[str]) -> None:
+  """Raise UserError for adapters of projections that share a tensor, where peft has one adapter."""
+  for tensor, count in collections.Counter(tensors).items():
+    if count > 1:
+      module = tensor.partition(".lora_")[0].removeprefix(_PREFIX)
+      raise UserError(
+        f"{module} holds {count} projections with adapters, and peft has one adapter for all: use "
+        "to_hf, which merges them"
+      )
+
+
 def _require_loadable(family: HfFamily, tensors: Sequence[str]) -> None:
   """Raise UserError for adapters that peft, by their names, would apply to experts."""
   modules = [tensor.partition(".lora_")[0] for tensor in tensors]
@@ -110,6 +122,7 @@ def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
     return []
   layout = axis_layout(rule.axes)
   theirs_out, theirs_in = layout.theirs
+  names_out = [f"{axis}*" if axis == layout.interleaved else axis for axis in theirs_out]
   ours_in = " ".join(axis for axis in layout.ours if axis in theirs_in)
   ours_out = " ".join(axis for axis in layout.ours if axis in theirs_out)
   parent = rule.ours.removesuffix(_KERNEL)
@@ -122,6 +135,6 @@ def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
   lora_b = TensorRule(
     ours=f"{parent}lora_b/{_KERNEL}",
     theirs=f"{module}.lora_B{_WEIGHT}",
-    axes=f"{_RANK} {ours_out} -> ({' '.join(theirs_out)}) {_RANK}",
+    axes=f"{_RANK} {ours_out} -> ({' '.join(names_out)}) {_RANK}",
   )
   return [lora_a, lora_b]

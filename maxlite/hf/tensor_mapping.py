@@ -19,10 +19,15 @@ EXPERT = "e"  # the axis that counts {expert}
 
 @dataclasses.dataclass(frozen=True)
 class AxisLayout:
-  """Named axes of an array, `ours`, and of a tensor, `theirs`, whose groups are merged axes."""
+  """Named axes of an array, `ours`, and of a tensor, `theirs`, whose groups are merged axes.
+
+  A group without axes has size 1. Channels 2c and 2c + 1 of the tensor's axis `interleaved` are
+  channels c and C/2 + c of the array's.
+  """
 
   ours: tuple[str, ...]
   theirs: tuple[tuple[str, ...], ...]
+  interleaved: str = ""
 
   @property
   def order(self) -> tuple[int, ...]:
@@ -42,22 +47,34 @@ class AxisLayout:
   def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Convert a tensor to an array of `shape`, a view if possible."""
     split = tensor.reshape([shape[axis] for axis in self.order])
-    return split.transpose(np.argsort(self.order))
+    array = split.transpose(np.argsort(self.order))
+    if not self.interleaved:
+      return array
+    axis = self.ours.index(self.interleaved)
+    size = shape[axis]
+    channels = [*range(0, size, 2), *range(1, size, 2)]
+    return array.take(channels, axis)
 
   def to_theirs(self, array: np.ndarray) -> np.ndarray:
     """Convert an array to the layout of the tensor; the inverse of `to_ours`."""
     sizes = dict(zip(self.ours, array.shape, strict=True))
+    if self.interleaved:
+      axis = self.ours.index(self.interleaved)
+      halves = np.arange(sizes[self.interleaved]).reshape(2, -1)
+      array = array.take(halves.T.reshape(-1), axis)
     return array.transpose(self.order).reshape(self.shape(sizes))
 
 
 @functools.cache
 def axis_layout(notation: str) -> AxisLayout:
-  """Parse a layout such as `d h c -> (h c) d`."""
+  """Parse a layout such as `d h c -> (h c) d`; a star follows the interleaved axis."""
   ours, _, theirs = notation.partition("->")
+  interleaved = re.findall(r"(\w+)\*", theirs)
+  assert len(interleaved) <= 1, f"{notation}: only one axis can be interleaved"
   groups: list[tuple[str, ...]] = []
-  for text in re.findall(r"\([^)]*\)|\w+", theirs):
+  for text in re.findall(r"\([^)]*\)|\w+", theirs.replace("*", "")):
     groups.append(tuple(text.strip("()").split()))
-  layout = AxisLayout(tuple(ours.split()), tuple(groups))
+  layout = AxisLayout(tuple(ours.split()), tuple(groups), "".join(interleaved))
   names = [name for group in groups for name in group]
   assert sorted(names) == sorted(layout.ours), f"{notation}: both sides need the same axes"
   assert len(set(names)) == len(names), f"{notation}: an axis occurs twice"
@@ -79,6 +96,7 @@ class TensorMapping:
   sizes: tuple[int, ...]
   dtype: np.dtype
   low: int = 0  # start of the array along the axis that is the first of the tensor's
+  first_row: int = 0  # where the parameter starts in a tensor that it shares with others
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -94,12 +112,18 @@ class TensorMapping:
   @property
   def rows(self) -> tuple[int, int]:
     """The range of the tensor's rows."""
+    if not self.layout.theirs[0]:
+      return 0, 1
     size = self.sizes[self.row_axis]
     rows_each = self.shape[0] // size
-    return self.low * rows_each, (self.low + size) * rows_each
+    low = self.first_row + self.low * rows_each
+    return low, low + size * rows_each
 
   def blocks(self) -> Iterator["TensorMapping"]:
     """Split the tensor into blocks of rows of bounded size."""
+    if not self.layout.theirs[0]:
+      yield self
+      return
     axis = self.row_axis
     size = self.sizes[axis]
     bytes_each = math.prod(self.sizes) // max(size, 1) * self.dtype.itemsize
@@ -201,7 +225,29 @@ def tensor_mappings(
       f"Hugging Face's model_type {family.model_type!r} has no tensor for {', '.join(unmapped)}: "
       "this model cannot be exported"
     )
-  return mappings
+  return _concatenated(mappings)
+
+
+def _concatenated(mappings: Sequence[TensorMapping]) -> list[TensorMapping]:
+  """Return `mappings` with those that have the same tensor one after the other in its rows."""
+  num_rows: dict[str, int] = {}
+  placed = []
+  for mapping in mappings:
+    first_row = num_rows.get(mapping.tensor, 0)
+    placed.append(dataclasses.replace(mapping, first_row=first_row))
+    num_rows[mapping.tensor] = first_row + mapping.shape[0]
+  return placed
+
+
+def tensor_shapes(mappings: Sequence[TensorMapping]) -> dict[str, tuple[int, ...]]:
+  """Return {tensor: shape}, with the rows of all mappings that have the same tensor."""
+  shapes: dict[str, tuple[int, ...]] = {}
+  for mapping in mappings:
+    num_rows, *rest = mapping.shape
+    if mapping.tensor in shapes:
+      num_rows += shapes[mapping.tensor][0]
+    shapes[mapping.tensor] = (num_rows, *rest)
+  return shapes
 
 
 def _mappings(

@@ -26,6 +26,8 @@ class Embed(nn.Module):
     x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
     if self.cfg.family.scaled_embedding:
       x_BTD = x_BTD * jnp.asarray(self.cfg.base_emb_dim**0.5, x_BTD.dtype)
+    if self.cfg.embedding_multiplier != 1:
+      x_BTD = x_BTD * jnp.asarray(self.cfg.embedding_multiplier, x_BTD.dtype)
     return self.sharder.constrain(x_BTD, (*ROWS, "activation_embed"))
 
   def unembedding(self) -> jax.Array:

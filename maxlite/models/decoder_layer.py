@@ -35,6 +35,12 @@ def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
   else:
     num_channels = int(cfg.head_dim * cfg.rope.partial_rotary_factor)
   tables = rope_tables(position_BT, num_channels, cfg.rope)
+  if not cfg.family.global_rope:
+    no_rotation = RopeTables(
+      cos_BTC=jnp.ones_like(tables.cos_BTC),
+      sin_BTC=jnp.zeros_like(tables.sin_BTC),
+    )
+    return Rope(no_rotation, tables)
   local_timescale = cfg.rope.local_rope_max_timescale
   if not cfg.family.global_layer_every or not local_timescale:
     return Rope(tables)
@@ -76,16 +82,16 @@ class DecoderLayer(nn.Module):
     is_local: IsLocal = None,
   ) -> tuple[jax.Array, dict[str, Any]]:
     """`is_local` is given if the family has local and global layers; it may be traced."""
-    normed_BTD = self._norm("attention_norm")(x_BTD)
+    normed_BTD = self._pre_norm("attention_norm", x_BTD)
     y_BTD = self._attention(normed_BTD, segment_BT, rope, is_local)
-    x_BTD += self._post_norm("attention_post_norm", y_BTD)
+    x_BTD += self._update("attention_post_norm", y_BTD)
     if self.moe:
       moe = MoeBlock(self.cfg, self.sharder, self.linear, name="moe")
-      y_BTD, sums = moe(self._norm("moe_norm")(x_BTD), segment_BT)
-      return x_BTD + self._post_norm("moe_post_norm", y_BTD), {"moe": sums}
+      y_BTD, sums = moe(self._pre_norm("moe_norm", x_BTD), segment_BT)
+      return x_BTD + self._update("moe_post_norm", y_BTD), {"moe": sums}
     mlp = MLP(self.cfg, self.sharder, self.cfg.base_mlp_dim, linear=self.linear, name="mlp")
-    y_BTD = mlp(self._norm("mlp_norm")(x_BTD))
-    return x_BTD + self._post_norm("mlp_post_norm", y_BTD), {}
+    y_BTD = mlp(self._pre_norm("mlp_norm", x_BTD))
+    return x_BTD + self._update("mlp_post_norm", y_BTD), {}
 
   def _attention(
     self,
@@ -108,10 +114,18 @@ class DecoderLayer(nn.Module):
       name=name,
     )
 
-  def _post_norm(self, name: str, y_BTD: jax.Array) -> jax.Array:
-    """The output of attention or MLP, normalised if the family does."""
+  def _pre_norm(self, name: str, x_BTD: jax.Array) -> jax.Array:
+    """The input of attention or MLP, normalised if the family does."""
+    if self.cfg.family.pre_norms:
+      return self._norm(name)(x_BTD)
+    return x_BTD
+
+  def _update(self, norm_name: str, y_BTD: jax.Array) -> jax.Array:
+    """What the output y_BTD of attention or MLP adds to the residual stream."""
     if self.cfg.family.post_norms:
-      return self._norm(name)(y_BTD)
+      y_BTD = self._norm(norm_name)(y_BTD)
+    if self.cfg.residual_multiplier != 1:
+      y_BTD = y_BTD * jnp.asarray(self.cfg.residual_multiplier, y_BTD.dtype)
     return y_BTD
 
 

@@ -38,6 +38,13 @@ TINY = {
 }
 # Changes to TINY per family.
 FAMILY_KEYS = {
+  "smollm3": {"base_num_decoder_layers": 5},
+  "olmo3": {
+    "base_num_decoder_layers": 5,
+    "sliding_window_size": 3,
+    "local_rope_max_timescale": 50.0,
+  },
+  "gemma": {"mlp_activations": ("gelu", "linear")},
   "gemma2": {
     "base_num_decoder_layers": 2,
     "mlp_activations": ("gelu", "linear"),

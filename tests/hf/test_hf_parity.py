@@ -15,7 +15,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "fixtures" / "hf_parity
 LOGITS, GRADIENT, LOSS, LOSSES = 1e-5, 1e-4, 1e-5, 1e-4
 FAST = ("mixtral",)  # the others' gradients take a few seconds each to compile
 # Other families cover their parts.
-SHARED = ("mistral", "qwen3", "gemma2", "qwen3_moe", "kimi_k2", "seed_oss")
+SHARED = (
+  *("mistral", "qwen3", "gemma", "gemma2", "qwen3_moe", "kimi_k2", "seed_oss", "olmo2"),
+  *("glm4_moe_lite", "dots1", "minimax_m2"),
+)
 
 
 def test_every_family_has_a_small_fixture():

@@ -30,10 +30,11 @@ def attention(cfg: Config) -> Violations:
       cfg, ["sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar"]
     ):
       yield Violation([key, "decoder_block"], f"not supported by latent attention; write {key}=0")
-  if model.rope.local_rope_max_timescale and not model.family.global_layer_every:
+  has_two_ropes = model.family.global_layer_every > 0 and model.family.global_rope
+  if model.rope.local_rope_max_timescale and not has_two_ropes:
     yield Violation(
       ["local_rope_max_timescale", "decoder_block"],
-      "this family has no local layers; write local_rope_max_timescale=0",
+      "this family has one rotary embedding; write local_rope_max_timescale=0",
     )
   if model.attention == "dot_product":
     if model.family.sinks:

@@ -42,7 +42,7 @@ class RopeConfig:
   partial_rotary_factor: float = model_field(
     1.0,
     "Share of a head's channels that rotate, the first ones; the others carry no position "
-    "(glm4_moe).",
+    "(as in GLM-4.5 and MiniMax-M2).",
     low=0,
     high=1,
   )
@@ -83,7 +83,7 @@ class ModelConfig:
 
   decoder_block: str = model_field(
     "mixtral",
-    "Model family (config/model_families.py): the first five are dense, the others MoE.",
+    "Model family (config/model_families.py): the first nine are dense, the others MoE.",
     choices=MODELS,
   )
   vocab_size: int = model_field(320, "Rows of the embedding; at least the tokenizer's size.", low=1)
@@ -106,6 +106,11 @@ class ModelConfig:
     "match_head or next_token_and_draft.",
     low=0,
   )
+  embedding_multiplier: float = model_field(1.0, "Embeddings are multiplied by it.", low=0)
+  residual_multiplier: float = model_field(
+    1.0, "The outputs of attention and MLP are multiplied by it before they are added.", low=0
+  )
+  logits_scaling: float = model_field(1.0, "Logits are divided by it.", low=0.001)
   normalization_layer_epsilon: float = model_field(1e-5, "Epsilon of RMSNorm.", low=0)
   scan_layers: bool = model_field(True, "Stack layers and scan over them: one compilation for all.")
   scan_unroll: int = field(
@@ -131,7 +136,7 @@ class ModelConfig:
   sliding_window_size: int = model_field(
     0,
     "Keys that a query attends, including its own: in every layer, or in the local layers of "
-    "gemma2, gemma3 and gpt_oss; 0: all.",
+    "gemma2, gemma3, gpt_oss and olmo3; 0: all.",
     low=0,
   )
   attn_logits_soft_cap: float = model_field(0.0, "Soft cap of attention scores; 0: none.", low=0)

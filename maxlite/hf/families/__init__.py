@@ -6,13 +6,39 @@ example. tests/hf/test_hf_parity.py runs for every family and compares with fixt
 tools/fixtures/hf_parity.py.
 """
 
-from maxlite.hf.families import deepseek, gemma, glm, gpt_oss, llama, mixtral
+from maxlite.hf.families import (
+  deepseek,
+  dots,
+  ernie,
+  gemma,
+  glm,
+  gpt_oss,
+  granite,
+  llama,
+  minimax,
+  mixtral,
+  olmo,
+  phi,
+  smollm,
+)
 from maxlite.hf.family import HfFamily
 
 # By config.json's `model_type`. If several have the same decoder_block, an export uses the first
 # that can express the config.
-FAMILIES: dict[str, HfFamily] = {
-  family.model_type: family
-  for file in (llama, mixtral, deepseek, gemma, gpt_oss, glm)
-  for family in file.FAMILIES
-}
+FAMILIES: dict[str, HfFamily] = {}
+for _file in (
+  llama,
+  mixtral,
+  deepseek,
+  gemma,
+  gpt_oss,
+  glm,
+  minimax,
+  smollm,
+  olmo,
+  phi,
+  dots,
+  ernie,
+  granite,
+):
+  FAMILIES |= {family.model_type: family for family in _file.FAMILIES}

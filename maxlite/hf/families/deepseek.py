@@ -59,7 +59,8 @@ def _v2_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {"router": ROUTERS[method]}
 
 
-def _v3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def v3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """Refuse a number of key/value heads or a head_dim that latent attention cannot have."""
   _require_all_heads(keys)
   hf.require(head_dim=keys["qk_rope_head_dim"])
   return {}
@@ -79,7 +80,8 @@ def _v2_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   return _extra_to_hf(cfg) | {"topk_method": method, "norm_topk_prob": False}
 
 
-def _v3_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def v3_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  """Return keys that have one value, or follow from others."""
   return _extra_to_hf(cfg) | {"num_nextn_predict_layers": 0}
 
 
@@ -188,8 +190,8 @@ V3 = dataclasses.replace(
     "rope_interleave": True,
     "moe_layer_freq": 1,
   },
-  extra_from_hf=_v3_from_hf,
-  extra_to_hf=_v3_to_hf,
+  extra_from_hf=v3_from_hf,
+  extra_to_hf=v3_to_hf,
   # The published draft model is one more layer, which transformers ignores too.
   ignored=(*V2.ignored, r"model\.layers\.61\..*"),
   unread=("num_mtp_layers", "num_nextn_predict_layers", "qk_head_dim"),

@@ -1,15 +1,15 @@
-"""Gemma 2, and the text model of Gemma 3."""
+"""Gemma 1 and 2, and the text model of Gemma 3."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from maxlite.config.errors import UserError
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   ATTENTION,
+  BLOCK,
   DENSE_KEYS,
   QK_NORM,
   SLIDING_WINDOW,
@@ -18,11 +18,9 @@ from maxlite.hf.family import (
   TensorRule,
   mlp,
 )
-from maxlite.hf.hf_rope import dict_of, read_rope, rope_to_hf
+from maxlite.hf.hf_rope import layered_rope_from_hf, layered_rope_to_hf
 
-GLOBAL = "full_attention"
-LOCAL = "sliding_attention"
-NORMS = (
+POST_NORMS = (
   TensorRule("attention_norm/scale", "input_layernorm.weight", "d -> d"),
   TensorRule("attention_post_norm/scale", "post_attention_layernorm.weight", "d -> d"),
   TensorRule("mlp_norm/scale", "pre_feedforward_layernorm.weight", "d -> d"),
@@ -31,12 +29,17 @@ NORMS = (
 
 
 def _extra_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
-  if hf.get("use_bidirectional_attention"):
-    hf.require(use_bidirectional_attention=False)
+  _require_causal(hf, keys)
   scalar = hf["query_pre_attn_scalar"]
   if scalar == keys["head_dim"]:
     return {"query_pre_attn_scalar": 0.0}
   return {"query_pre_attn_scalar": float(scalar)}
+
+
+def _require_causal(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  if hf.get("use_bidirectional_attention"):
+    hf.require(use_bidirectional_attention=False)
+  return {}
 
 
 def _gemma3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,43 +47,8 @@ def _gemma3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return _extra_from_hf(hf, keys)
 
 
-def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
-  """Newer files have `rope_parameters` by layer type, older ones a base for each type."""
-  ropes = ConfigJson(dict_of(hf, "rope_parameters"), {}, prefix="rope_parameters.")
-  rope = dict_of(ropes, GLOBAL) | dict_of(hf, "rope_scaling")
-  rope.setdefault("rope_theta", hf.get("rope_theta"))
-  local = dict_of(ropes, LOCAL)
-  local.setdefault("rope_theta", hf.get("rope_local_base_freq"))
-  ropes.require_no_others(())
-  keys = read_rope(rope, hf, f"rope_parameters.{GLOBAL}")
-  if keys["rope_type"] == "yarn" and not keys["rope_truncate"]:
-    raise UserError(
-      f"config.json has rope_parameters.{GLOBAL}.truncate=false, which transformers does not read: "
-      "remove it, or choose another checkpoint"
-    )
-  local_keys = read_rope(local, hf, f"rope_parameters.{LOCAL}")
-  if local_keys["rope_type"] != "default" or local_keys["partial_rotary_factor"] != 1:
-    raise UserError(
-      f"config.json has rope_parameters.{LOCAL} of rope_type={local_keys['rope_type']} and "
-      f"partial_rotary_factor={local_keys['partial_rotary_factor']}, but maxlite supports only "
-      "default and 1.0 there: choose another checkpoint"
-    )
-  timescale = local_keys["rope_max_timescale"]
-  if timescale < 1:
-    raise UserError(
-      f"config.json has rope_theta={timescale} in rope_parameters.{LOCAL}: write a number from 1"
-    )
-  if keys["rope_type"] == "default" and keys["rope_max_timescale"] == timescale:
-    timescale = 0.0
-  return keys | {"local_rope_max_timescale": timescale}
-
-
-def _rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-  """Return `rope_parameters` by layer type, and the older form of the global layers' keys."""
-  keys = rope_to_hf(cfg)
-  local = cfg.rope.local_rope_max_timescale or cfg.rope.rope_max_timescale
-  ropes = {LOCAL: {"rope_type": "default", "rope_theta": local}, GLOBAL: keys["rope_parameters"]}
-  return keys | {"rope_parameters": ropes}
+def _gemma3_rope(hf: ConfigJson) -> dict[str, Any]:
+  return layered_rope_from_hf(hf, hf.get("rope_local_base_freq"))
 
 
 def _scalar_to_hf(cfg: ModelConfig) -> dict[str, Any]:
@@ -103,11 +71,38 @@ _DEFAULTS = {
   "sliding_window": 4096,
   "layer_types": None,
 }
+GEMMA = HfFamily(
+  "gemma",
+  "GemmaForCausalLM",
+  "gemma",
+  BLOCK,
+  DENSE_KEYS,
+  defaults={
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_bidirectional_attention": None,
+  },
+  activation="gelu_pytorch_tanh",
+  activation_aliases=("gelu",),  # published by mistake, and corrected by transformers
+  extra_from_hf=_require_causal,
+  unread=("hidden_activation",),
+)
 GEMMA2 = HfFamily(
   "gemma2",
   "Gemma2ForCausalLM",
   "gemma2",
-  (*NORMS, *ATTENTION, *QK_NORM, *mlp("mlp", "mlp")),
+  (*POST_NORMS, *ATTENTION, *QK_NORM, *mlp("mlp", "mlp")),
   (
     *DENSE_KEYS,
     SLIDING_WINDOW,
@@ -148,9 +143,9 @@ GEMMA3 = dataclasses.replace(
   },
   nullable=("final_logit_softcapping",),
   extra_from_hf=_gemma3_from_hf,
-  rope_from_hf=_rope_from_hf,
-  rope_to_hf=_rope_to_hf,
+  rope_from_hf=_gemma3_rope,
+  rope_to_hf=layered_rope_to_hf,
   # transformers reads the soft cap of attention, but does not apply it.
   unread=("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern"),
 )
-FAMILIES = (GEMMA2, GEMMA3)
+FAMILIES = (GEMMA, GEMMA2, GEMMA3)

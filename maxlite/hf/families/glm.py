@@ -1,10 +1,12 @@
-"""GLM-4.5, 4.6 and 4.7, and GLM-4.5-Air, which has no QK-norm."""
+"""GLM-4.5, 4.6 and 4.7, GLM-4.5-Air, which has no QK-norm, and GLM-4.7-Flash."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.families.deepseek import V3, v3_from_hf, v3_to_hf
 from maxlite.hf.family import BLOCK, DENSE_KEYS, HfFamily, Key, TensorRule, experts, mlp
 
 
@@ -79,4 +81,68 @@ GLM4_MOE = HfFamily(
   ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.(46|92)\..*"),
   unread=("num_mtp_layers", "num_nextn_predict_layers"),
 )
-FAMILIES = (GLM4_MOE,)
+
+
+def _lite_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """Read which layers are dense: `mlp_layer_types`, or null for the first."""
+  v3_from_hf(hf, keys)
+  num_layers = keys["base_num_decoder_layers"]
+  num_dense = 1
+  types = hf.get("mlp_layer_types")
+  if types is not None:
+    num_dense = types.count("dense")
+    hf.require(mlp_layer_types=_mlp_layer_types(num_dense, num_layers))
+  hf.require(first_k_dense_replace=num_dense)  # a published key that transformers does not read
+  return {"first_num_dense_layers": num_dense}
+
+
+def _lite_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  num_dense = cfg.moe.first_num_dense_layers
+  types = _mlp_layer_types(num_dense, cfg.base_num_decoder_layers)
+  return v3_to_hf(cfg) | {"mlp_layer_types": types, "first_k_dense_replace": num_dense}
+
+
+def _mlp_layer_types(num_dense: int, num_layers: int) -> list[str]:
+  return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+
+
+GLM4_MOE_LITE = dataclasses.replace(
+  V3,
+  model_type="glm4_moe_lite",
+  architecture="Glm4MoeLiteForCausalLM",
+  keys=[key for key in V3.keys if key.ours != "first_num_dense_layers"],
+  defaults={
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "hidden_act": "silu",
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "rope_interleave": True,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_layer_types": None,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+  },
+  nullable=("q_lora_rank",),
+  extra_from_hf=_lite_from_hf,
+  extra_to_hf=_lite_to_hf,
+  ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.47\..*"),
+)
+FAMILIES = (GLM4_MOE, GLM4_MOE_LITE)

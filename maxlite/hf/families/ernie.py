@@ -1,0 +1,86 @@
+"""ERNIE 4.5 MoE: Llama's layers with shared and routed experts, which a bias helps to choose."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxlite.config.schema import ModelConfig
+from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
+
+# Rotated channels are pairs (2c, 2c + 1); those of our layers are halves of a head.
+ATTENTION = (
+  TensorRule("attention/query/kernel", "self_attn.q_proj.weight", "d h c -> (h c*) d"),
+  TensorRule("attention/key/kernel", "self_attn.k_proj.weight", "d h c -> (h c*) d"),
+  TensorRule("attention/value/kernel", "self_attn.v_proj.weight", "d h c -> (h c) d"),
+  TensorRule("attention/out/kernel", "self_attn.o_proj.weight", "h c d -> d (h c)"),
+)
+
+
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  if hf["moe_layer_end_index"] != -1:
+    hf.require(moe_layer_end_index=keys["base_num_decoder_layers"] - 1)
+  return {}
+
+
+def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  return {"moe_layer_end_index": cfg.base_num_decoder_layers - 1}
+
+
+ERNIE4_5_MOE = HfFamily(
+  "ernie4_5_moe",
+  "Ernie4_5_MoeForCausalLM",
+  "mixtral",
+  (
+    *NORMS,
+    *ATTENTION,
+    *mlp("mlp", "mlp"),
+    *experts("mlp"),
+    TensorRule("moe/router/bias", "mlp.moe_statics.e_score_correction_bias", "e -> () e"),
+    *mlp("moe/shared_experts", "mlp.shared_experts"),
+  ),
+  (
+    *DENSE_KEYS,
+    Key("base_moe_mlp_dim", "moe_intermediate_size"),
+    Key("first_num_dense_layers", "moe_layer_start_index"),
+    Key("num_experts", "moe_num_experts", alias="num_experts"),
+    Key("num_experts_per_tok", "moe_k", alias="num_experts_per_tok"),
+    Key("shared_experts", "moe_num_shared_experts"),
+  ),
+  ours={"router": "topk_softmax", "routed_bias": True, "norm_topk_prob": True},
+  defaults={
+    "vocab_size": 103424,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "moe_norm_min": 1e-12,
+  },
+  required={"use_bias": False, "moe_layer_interval": 1, "moe_norm_min": 1e-12},
+  aux_loss_key="router_aux_loss_coef",
+  extra_from_hf=_from_hf,
+  extra_to_hf=_to_hf,
+  # The published draft model, which transformers ignores too.
+  ignored=(r".*\.rotary_emb\.inv_freq", r"model\.mtp_.*"),
+  # transformers reads none of these. Published files describe training and the draft layer by them.
+  unread=(
+    "moe_capacity",
+    "moe_gate",
+    "moe_use_aux_free",
+    "num_nextn_predict_layers",
+  ),
+)
+FAMILIES = (ERNIE4_5_MOE,)

@@ -1,0 +1,75 @@
+"""Granite 3 MoE: layers of Mixtral, with multipliers at four places."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import ModelConfig
+from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.family import ATTENTION, MOE_KEYS, NORMS, HfFamily, Key, TensorRule
+
+RULES = (
+  TensorRule("moe/router/kernel", "block_sparse_moe.router.layer.weight", "d e -> e d"),
+  TensorRule(
+    ("moe/wi_0", "moe/wi_1"), "block_sparse_moe.input_linear.weight", "g e d f -> e (g f) d"
+  ),
+  TensorRule("moe/wo", "block_sparse_moe.output_linear.weight", "e f d -> e d f"),
+)
+
+
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """Read the factor of attention scores, which is query_pre_attn_scalar ** -0.5 here."""
+  multiplier = hf["attention_multiplier"]
+  scalar = multiplier**-2
+  if scalar**-0.5 != multiplier:
+    raise UserError(
+      f"config.json has attention_multiplier={multiplier}, but maxlite supports only numbers x "
+      "that equal (x ** -2) ** -0.5, such as powers of two: choose another checkpoint"
+    )
+  return {"query_pre_attn_scalar": 0.0 if scalar == keys["head_dim"] else scalar}
+
+
+def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  scalar = cfg.query_pre_attn_scalar or cfg.head_dim
+  return {"attention_multiplier": float(scalar) ** -0.5}
+
+
+GRANITEMOE = HfFamily(
+  "granitemoe",
+  "GraniteMoeForCausalLM",
+  "mixtral",
+  (*NORMS, *ATTENTION, *RULES),
+  (
+    *MOE_KEYS,
+    Key("num_experts", "num_local_experts"),
+    Key("embedding_multiplier", "embedding_multiplier"),
+    Key("residual_multiplier", "residual_multiplier"),
+    Key("logits_scaling", "logits_scaling"),
+  ),
+  ours={"router": "softmax_topk", "norm_topk_prob": True},
+  defaults={
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+  },
+  nullable=("num_key_value_heads",),
+  aux_loss_key="router_aux_loss_coef",
+  extra_from_hf=_from_hf,
+  extra_to_hf=_to_hf,
+)
+FAMILIES = (GRANITEMOE,)

@@ -1,0 +1,64 @@
+"""Phi-3, Phi-4 and Phi-4-mini: layers of Llama whose projections share tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import ModelConfig
+from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.family import DENSE_KEYS, NORMS, SLIDING_WINDOW, HfFamily, TensorRule
+
+RULES = (
+  # Parameters of one tensor are concatenated along its rows.
+  TensorRule("attention/query/kernel", "self_attn.qkv_proj.weight", "d h c -> (h c) d"),
+  TensorRule("attention/key/kernel", "self_attn.qkv_proj.weight", "d h c -> (h c) d"),
+  TensorRule("attention/value/kernel", "self_attn.qkv_proj.weight", "d h c -> (h c) d"),
+  TensorRule("attention/out/kernel", "self_attn.o_proj.weight", "h c d -> d (h c)"),
+  TensorRule("mlp/wi_0/kernel", "mlp.gate_up_proj.weight", "d f -> f d"),
+  TensorRule("mlp/wi_1/kernel", "mlp.gate_up_proj.weight", "d f -> f d"),
+  TensorRule("mlp/wo/kernel", "mlp.down_proj.weight", "f d -> d f"),
+)
+
+
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+  # transformers reads yarn as longrope here, and no other type.
+  if keys["rope_type"] != "default":
+    raise UserError(
+      f"config.json has a rotary embedding of type {keys['rope_type']!r}, but maxlite supports "
+      "only default here: choose another checkpoint"
+    )
+  return {}
+
+
+def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+  return {"original_max_position_embeddings": cfg.rope.original_max_position_embeddings}
+
+
+PHI3 = HfFamily(
+  "phi3",
+  "Phi3ForCausalLM",
+  "llama",
+  (*NORMS, *RULES),
+  (*DENSE_KEYS, SLIDING_WINDOW),
+  defaults={
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "original_max_position_embeddings": 4096,
+  },
+  nullable=("num_key_value_heads", "sliding_window"),
+  partial_rotary=True,
+  extra_from_hf=_from_hf,
+  extra_to_hf=_to_hf,
+  unread=("embd_pdrop", "resid_pdrop"),
+)
+FAMILIES = (PHI3,)
