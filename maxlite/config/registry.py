@@ -202,13 +202,17 @@ TOKENIZERS = Registry(
 )
 
 
+# The kind of the updates of an optimizer, by which muP scales them: the updates of `adam` have
+# a size per element, those of `muon` a spectral norm (optim/parametrization.py).
+MupUpdates = Literal["adam", "muon"]
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerEntry(Entry):
   """An optimizer: (OptimizerConfig, logical names of the parameters) -> GradientTransformation."""
 
-  # The kind of its updates, which determines how muP scales them (optim/parametrization.py): those
-  # of `adam` have a size per element, those of `muon` a spectral norm. None: muP refuses it.
-  mup_updates: Literal["adam", "muon"] | None = None
+  # The kind of its updates; None: muP refuses it.
+  mup_updates: MupUpdates | None = None
   # Why muP refuses it, as a part of an error message.
   why_no_mup: str = "mup has no rule for its updates"
   # The keys of OptimizerConfig that it reads besides the learning rate and the weight decay.

@@ -2,41 +2,45 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxlite.config.registry import OPTIMIZERS
+from maxlite.config.errors import UserError
+from maxlite.config.registry import OPTIMIZERS, SCHEDULES
 from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.optim.labels import decay_mask, matrix_axes
 from maxlite.optim.parametrization import scale_updates
-from maxlite.optim.schedules import SCHEDULES_OF_ARRAYS, build_schedule, schedule_numbers
+from maxlite.optim.schedules import build_schedule, schedule_numbers
+from maxlite.sharding.pytree import PyTree
 
 
-def adamw(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def adamw(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
   """Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2017)."""
   del names
   return optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
 
 
-def lion(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def lion(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
   """Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023)."""
   del names
   return optax.scale_by_lion(cfg.adam_b1, cfg.adam_b2)
 
 
-def adafactor(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def adafactor(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
   """Source: Shazeer and Stern, Adafactor (2018), without momentum."""
   del cfg, names
   return optax.chain(
-    optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
+    optax.scale_by_factored_rms(),
+    optax.clip_by_block_rms(1.0),
+    optax.scale_by_param_block_rms(),
   )
 
 
-def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+def muon(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
   """Muon for hidden matrices and Adam for the rest, with one learning rate.
 
   Source: Jordan et al., Muon (2024); updates scaled to the size of Adam's as in Liu et al., Muon is
@@ -60,33 +64,39 @@ def muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
 
 # Numbers of a config that an optimizer may have in its state instead of its program.
 UPDATE_NUMBERS = (
-  *("adam_weight_decay", "adam_b1", "adam_b2", "adam_eps", "muon_beta"),
+  "adam_weight_decay",
+  "adam_b1",
+  "adam_b2",
+  "adam_eps",
+  "muon_beta",
   "gradient_clipping_threshold",
 )
 RATE_NUMBERS = ("learning_rate", "learning_rate_final_fraction")
 SCHEDULE_NUMBERS = (
-  *("learning_rate_schedule_steps", "warmup_steps_fraction", "wsd_decay_steps_fraction"),
+  "learning_rate_schedule_steps",
+  "warmup_steps_fraction",
+  "wsd_decay_steps_fraction",
 )
 
 
 def number_names(cfg: OptimizerConfig) -> tuple[str, ...]:
   """The numbers of this config that an optimizer may have in its state.
 
-  The lengths of the schedule are among them unless a plug-in computes it.
+  The lengths of the schedule are among them if the schedule takes arrays in their place.
   """
-  if cfg.lr_schedule_type in SCHEDULES_OF_ARRAYS:
+  if SCHEDULES.entry(cfg.lr_schedule_type).takes_arrays:
     return (*UPDATE_NUMBERS, *RATE_NUMBERS, *SCHEDULE_NUMBERS)
   return (*UPDATE_NUMBERS, *RATE_NUMBERS)
 
 
 def numbers_of(cfg: OptimizerConfig) -> dict[str, float]:
   """The values of `number_names`; `learning_rate_schedule_steps` must be > 0."""
-  values = vars(cfg) | schedule_numbers(cfg)
+  values = {**vars(cfg), **schedule_numbers(cfg)}
   return {name: values[name] for name in number_names(cfg)}
 
 
 def build_optimizer(
-  cfg: OptimizerConfig, names: Any, model: ModelConfig, stored: Collection[str] = ()
+  cfg: OptimizerConfig, names: PyTree, model: ModelConfig, stored: Collection[str] = ()
 ) -> optax.GradientTransformation:
   """Build the optimizer for parameters with the logical axis `names` (a tree of `jax.P`).
 
@@ -94,7 +104,10 @@ def build_optimizer(
   float32, the hyperparameters that population-based training changes.
 
   Args:
-    stored: further numbers, of `numbers_of`, that the state has.
+    stored: names of further numbers, of those in `numbers_of`, that the state has.
+
+  Raises:
+    UserError: the model has muP, which has no rule for this optimizer.
   """
   clips = cfg.gradient_clipping_threshold > 0
   in_state = {*cfg.pbt_hyperparameters, *stored}
@@ -109,17 +122,17 @@ def build_optimizer(
   return optax.inject_hyperparams(rebuild, fixed, jnp.float32)(**vars(cfg))
 
 
-def learning_rate(cfg: OptimizerConfig, opt_state: Any) -> jax.Array:
+def learning_rate(cfg: OptimizerConfig, opt_state: optax.OptState) -> jax.Array:
   """The learning rate of the next update, with the numbers that are in the optimizer's state."""
   stored = hyperparameters(opt_state)
-  in_force: dict[str, Any] = {}  # traced, in the place of numbers
+  in_force: dict[str, Any] = {}  # traced values in the place of numbers
   for name in stored.keys() & {*RATE_NUMBERS, *SCHEDULE_NUMBERS}:
     in_force[name] = stored[name]
   schedule = build_schedule(dataclasses.replace(cfg, **in_force))
   return schedule(_num_updates(opt_state).astype(jnp.float32))
 
 
-def _num_updates(opt_state: Any) -> jax.Array:
+def _num_updates(opt_state: optax.OptState) -> jax.Array:
   """The number of updates so far, by which the schedule is read."""
 
   def is_of_schedule(key_path: tuple, _: Any) -> bool:
@@ -128,26 +141,36 @@ def _num_updates(opt_state: Any) -> jax.Array:
   return optax.tree.get(opt_state, "count", filtering=is_of_schedule)
 
 
-def hyperparameters(opt_state: Any) -> dict[str, jax.Array]:
-  """Those of `pbt_hyperparameters`, by key; empty if there are none."""
+def hyperparameters(opt_state: optax.OptState) -> dict[str, jax.Array]:
+  """The numbers in the state, by their keys in the config; empty if there are none."""
   return optax.tree.get(opt_state, "hyperparams", {})
 
 
-def with_hyperparameters(opt_state: Any, values: dict[str, jax.Array]) -> Any:
+def with_hyperparameters(
+  opt_state: optax.OptState, values: Mapping[str, jax.Array]
+) -> optax.OptState:
   """The optimizer state with other values of its hyperparameters."""
-  return optax.tree.set(opt_state, hyperparams=values) if values else opt_state
+  if not values:
+    return opt_state
+  return optax.tree.set(opt_state, hyperparams=values)
 
 
 def _chain(
-  cfg: OptimizerConfig, names: Any, model: ModelConfig, clips: bool
+  cfg: OptimizerConfig, names: PyTree, model: ModelConfig, clips: bool
 ) -> optax.GradientTransformation:
-  parts = [
-    OPTIMIZERS[cfg.opt_type](cfg, names),
-    optax.add_decayed_weights(cfg.adam_weight_decay, mask=decay_mask),
-    optax.scale_by_learning_rate(build_schedule(cfg)),
-  ]
-  if model.scaling.parametrization == "mup":
-    parts.insert(1, scale_updates(names, model, muon=cfg.opt_type == "muon"))
+  """The optimizer of a config whose numbers may be traced."""
+  entry = OPTIMIZERS.entry(cfg.opt_type)
+  parts: list[optax.GradientTransformation] = []
   if clips:
-    parts.insert(0, optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
+    parts.append(optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
+  parts.append(OPTIMIZERS[cfg.opt_type](cfg, names))
+  if model.scaling.parametrization == "mup":
+    if entry.mup_updates is None:
+      raise UserError(
+        f"opt_type={cfg.opt_type} with parametrization=mup: {entry.why_no_mup}; write "
+        "opt_type=adamw, lion or muon"
+      )
+    parts.append(scale_updates(names, model, entry.mup_updates))
+  parts.append(optax.add_decayed_weights(cfg.adam_weight_decay, mask=decay_mask))
+  parts.append(optax.scale_by_learning_rate(build_schedule(cfg)))
   return optax.chain(*parts)

@@ -13,11 +13,12 @@ import optax
 from flax import linen as nn
 
 from maxlite.config.errors import UserError
+from maxlite.sharding.pytree import PyTree
 
 TRAIN = "train"
 FROZEN = "frozen"
 # A tree like the parameters, with "train" or "frozen" at every leaf; None: all are trained.
-Labels = Any
+Labels = PyTree
 
 NO_DECAY = r"(^|/|_)(scale|bias)$"  # norms and biases
 STACKED = ("layers", "exp", "ensemble")  # axes that stack matrices and are not a side of one
@@ -25,15 +26,24 @@ STACKED = ("layers", "exp", "ensemble")  # axes that stack matrices and are not 
 
 def path_of(key_path: tuple) -> str:
   """Parameter path as written in regexes and error messages: `layers/attention/query/kernel`."""
-  return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in key_path)
+  return "/".join(_key_name(key) for key in key_path)
 
 
-def paths_in(tree: Any) -> list[str]:
+def _key_name(key: object) -> str:
+  """One key of a path: the name of a module or a field, or `[0]` of a list."""
+  if isinstance(key, jax.tree_util.GetAttrKey):
+    return key.name
+  if isinstance(key, jax.tree_util.DictKey | jax.tree_util.FlattenedIndexKey):
+    return str(key.key)
+  return str(key)
+
+
+def paths_in(tree: PyTree) -> list[str]:
   """Paths of all leaves."""
   return [path_of(key_path) for key_path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def labels_of(params: Any, regexes: Iterable[str]) -> Labels:
+def labels_of(params: PyTree, regexes: Iterable[str]) -> Labels:
   """Label the parameters whose whole path matches one of `regexes` as trained.
 
   Raises:
@@ -61,7 +71,7 @@ def _matching(regex: str, paths: list[str]) -> set[str]:
   return matched
 
 
-def labels_by_phase(params: Any, regexes: Mapping[str, Iterable[str]]) -> dict[str, Labels]:
+def labels_by_phase(params: PyTree, regexes: Mapping[str, Iterable[str]]) -> dict[str, Labels]:
   """The labels of every phase, by `labels_of`; errors name the phase."""
   labels = {}
   for name, of_phase in regexes.items():
@@ -75,10 +85,13 @@ def labels_by_phase(params: Any, regexes: Mapping[str, Iterable[str]]) -> dict[s
 def union(labels: Iterable[Labels]) -> Labels:
   """Label as trained what any of `labels`, of which there is at least one, trains."""
 
-  def either(*labels: str) -> str:
-    return TRAIN if TRAIN in labels else FROZEN
+  def either(label: str, other: str) -> str:
+    return TRAIN if TRAIN in (label, other) else FROZEN
 
-  return jax.tree.map(either, *labels)
+  combined, *others = labels
+  for other in others:
+    combined = jax.tree.map(either, combined, other)
+  return combined
 
 
 def trained_paths(labels: Labels) -> list[str]:
@@ -95,7 +108,7 @@ def frozen_paths(*labels: Labels) -> list[str]:
   return [path_of(key_path) for key_path, label in leaves if label == FROZEN]
 
 
-def split(tree: Any, labels: Labels) -> tuple[Any, Any]:
+def split(tree: PyTree, labels: Labels) -> tuple[PyTree, PyTree]:
   """Split a tree like the parameters into its (trained, frozen) leaves.
 
   Either part has `optax.MaskedNode()`, which is an empty subtree, in place of the other's leaves,
@@ -103,26 +116,33 @@ def split(tree: Any, labels: Labels) -> tuple[Any, Any]:
   """
   if labels is None:
     return tree, jax.tree.map(lambda _: optax.MaskedNode(), tree)
-
-  def trained(label: str, leaf: Any) -> Any:
-    return leaf if label == TRAIN else optax.MaskedNode()
-
-  def frozen(label: str, leaf: Any) -> Any:
-    return leaf if label == FROZEN else optax.MaskedNode()
-
-  return jax.tree.map(trained, labels, tree), jax.tree.map(frozen, labels, tree)
+  return _part(tree, labels, TRAIN), _part(tree, labels, FROZEN)
 
 
-def merge(trained: Any, frozen: Any) -> Any:
+def _part(tree: PyTree, labels: Labels, wanted: str) -> PyTree:
+  """The leaves with the label `wanted`, and `optax.MaskedNode()` in place of the others."""
+
+  def keep(label: str, leaf: PyTree) -> PyTree:
+    if label == wanted:
+      return leaf
+    return optax.MaskedNode()
+
+  return jax.tree.map(keep, labels, tree)
+
+
+def merge(trained: PyTree, frozen: PyTree) -> PyTree:
   """The tree of which `trained` and `frozen` are the parts."""
 
-  def present(trained: Any, frozen: Any) -> Any:
-    return frozen if is_masked(trained) else trained
+  def present(trained: PyTree, frozen: PyTree) -> PyTree:
+    if is_masked(trained):
+      return frozen
+    return trained
 
   return jax.tree.map(present, trained, frozen, is_leaf=is_masked)
 
 
-def is_masked(node: Any) -> bool:
+def is_masked(node: object) -> bool:
+  """Whether `node` stands for a leaf of the other part of `split`."""
   return isinstance(node, optax.MaskedNode)
 
 
@@ -136,7 +156,7 @@ def partitioned(tx: optax.GradientTransformation, labels: Labels) -> optax.Gradi
   return optax.partition({TRAIN: tx, FROZEN: optax.set_to_zero()}, labels)
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: PyTree) -> PyTree:
   """True for each parameter that decays: all except norms and biases."""
 
   def decays(key_path: tuple, _: Any) -> bool:
@@ -145,25 +165,27 @@ def decay_mask(params: Any) -> Any:
   return jax.tree.map_with_path(decays, params)
 
 
-def logical_names(boxed_params: Any) -> Any:
+def logical_names(boxed_params: PyTree) -> PyTree:
   """Logical axis names of every parameter: a tree of `jax.P` like the unboxed parameters."""
 
-  def is_box(leaf: Any) -> bool:
+  def is_box(leaf: object) -> bool:
     return isinstance(leaf, nn.Partitioned)
 
   return jax.tree.map(lambda box: jax.P(*box.names), boxed_params, is_leaf=is_box)
 
 
-def state_names(opt_state: Any, params: Any, names: Any) -> Any:
+def state_names(opt_state: optax.OptState, params: PyTree, names: PyTree) -> PyTree:
   """Logical axis names for every leaf of an optimizer state.
 
   A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter.
   All others (counts, factored moments) are small and replicated.
   """
-  leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(names), strict=True)
-  of_parameter = {(key_path, leaf.shape): leaf_names for (key_path, leaf), leaf_names in leaves}
+  of_parameter: dict[tuple[Any, ...], jax.P] = {}
+  leaves = jax.tree.leaves_with_path(params)
+  for (key_path, leaf), leaf_names in zip(leaves, jax.tree.leaves(names), strict=True):
+    of_parameter[key_path, leaf.shape] = leaf_names
 
-  def of_leaf(key_path: tuple, leaf: Any) -> jax.P:
+  def of_leaf(key_path: tuple, leaf: jax.Array) -> jax.P:
     for start in range(len(key_path)):
       end = (key_path[start:], leaf.shape)
       if end in of_parameter:
@@ -179,12 +201,19 @@ def matrix_axes(names: jax.P) -> optax.contrib.MuonDimensionNumbers | None:
   One side of every hidden matrix is the model width. Embeddings and unembeddings (which have a
   vocabulary side), norms, biases and low-rank adapters are not hidden matrices.
   """
-  sides = [axis for axis, name in enumerate(names) if name not in STACKED]
-  widths = [axis for axis in sides if names[axis].startswith("embed")]
-  if len(sides) < 2 or len(widths) != 1 or {"vocab", "lora_rank"} & set(names):
+  if "vocab" in names or "lora_rank" in names:
     return None
-  width = tuple(widths)
-  others = tuple(axis for axis in sides if axis not in widths)
+  width = []
+  others = []
+  for axis, name in enumerate(names):
+    if name in STACKED:
+      continue
+    if name.startswith("embed"):
+      width.append(axis)
+    else:
+      others.append(axis)
+  if len(width) != 1 or not others:
+    return None
   if width < others:
-    return optax.contrib.MuonDimensionNumbers(width, others)
-  return optax.contrib.MuonDimensionNumbers(others, width)
+    return optax.contrib.MuonDimensionNumbers(tuple(width), tuple(others))
+  return optax.contrib.MuonDimensionNumbers(tuple(others), tuple(width))

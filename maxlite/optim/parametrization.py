@@ -25,14 +25,17 @@ routers, Malasnicki et al., muP for Mixture of Experts (2025); for spectral norm
 Bernstein, A Spectral Condition for Feature Learning (2023).
 """
 
+import operator
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
 
+from maxlite.config.registry import MupUpdates
 from maxlite.config.schema import ModelConfig
 from maxlite.optim.labels import NO_DECAY, matrix_axes, path_of
+from maxlite.sharding.pytree import PyTree
 
 
 class ParameterScale(NamedTuple):
@@ -43,14 +46,14 @@ class ParameterScale(NamedTuple):
 
 
 def parameter_scale(
-  path: str, names: jax.P, cfg: ModelConfig, *, muon: bool = False
+  path: str, names: jax.P, cfg: ModelConfig, updates: MupUpdates = "adam"
 ) -> ParameterScale:
   """The factors of one parameter of a `cfg` with muP.
 
   Args:
     path: such as `layers/attention/query/kernel`.
     names: its logical axes.
-    muon: whether hidden matrices are updated by Muon.
+    updates: the kind of the optimizer's updates; see `OptimizerEntry`.
   """
   m = cfg.base_emb_dim / cfg.scaling.mup_base_emb_dim
   if re.search(NO_DECAY, path) or len(names) < 2:
@@ -59,8 +62,10 @@ def parameter_scale(
     scale = ParameterScale(m**0.5, 1.0)
   elif {"vocab", "router"} & set(names):
     scale = ParameterScale(m**-0.5, 1 / m)
+  elif updates == "muon" and matrix_axes(names) is not None:
+    scale = ParameterScale(1.0, m**-0.5)
   else:
-    scale = ParameterScale(1.0, m**-0.5 if muon and matrix_axes(names) else 1 / m)
+    scale = ParameterScale(1.0, 1 / m)
   folded = _output_factor(path, cfg, m)
   return ParameterScale(scale.init * folded, scale.update * folded)
 
@@ -69,22 +74,38 @@ def _output_factor(path: str, cfg: ModelConfig, m: float) -> float:
   """muP's factor of logits or attention scores, for the parameter that takes it."""
   if cfg.logits_via_embedding and path == "final_norm/scale":
     return 1 / m
-  queries = r"query_norm/scale" if cfg.family.qk_norm else r"query/(kernel|bias)"
+  queries = "query/(kernel|bias)"
+  if cfg.family.qk_norm:
+    queries = "query_norm/scale"
   if re.search(rf"/attention/{queries}$", path):
-    return ((cfg.scaling.mup_base_head_dim or cfg.head_dim) / cfg.head_dim) ** 0.5
+    base_head_dim = cfg.scaling.mup_base_head_dim or cfg.head_dim
+    return (base_head_dim / cfg.head_dim) ** 0.5
   return 1.0
 
 
-def scale_initial(params: Any, names: Any, cfg: ModelConfig) -> Any:
+def scale_initial(params: PyTree, names: PyTree, cfg: ModelConfig) -> PyTree:
   """`params`, drawn by the standard parametrization, for that of `cfg`."""
   if cfg.scaling.parametrization == "standard":
     return params
-  scale = lambda key_path, leaf, axes: leaf * parameter_scale(path_of(key_path), axes, cfg).init
+
+  def scale(key_path: tuple, leaf: jax.Array, axes: jax.P) -> jax.Array:
+    return leaf * parameter_scale(path_of(key_path), axes, cfg).init
+
   return jax.tree.map_with_path(scale, params, names)
 
 
-def scale_updates(names: Any, cfg: ModelConfig, *, muon: bool) -> optax.GradientTransformation:
+def scale_updates(
+  names: PyTree, cfg: ModelConfig, updates: MupUpdates
+) -> optax.GradientTransformation:
   """Multiply every update by its factor, before weight decay and learning rate."""
-  factor = lambda key_path, axes: parameter_scale(path_of(key_path), axes, cfg, muon=muon).update
+
+  def factor(key_path: tuple, axes: jax.P) -> float:
+    return parameter_scale(path_of(key_path), axes, cfg, updates).update
+
   factors = jax.tree.map_with_path(factor, names)
-  return optax.stateless(lambda updates, _: jax.tree.map(lambda u, x: u * x, updates, factors))
+
+  def scale(values: PyTree, params: PyTree | None) -> PyTree:
+    del params
+    return jax.tree.map(operator.mul, values, factors)
+
+  return optax.stateless(scale)

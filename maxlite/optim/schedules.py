@@ -14,11 +14,10 @@ from maxlite.config.registry import SCHEDULES
 from maxlite.config.schema import OptimizerConfig
 
 Number = Any  # a Python number or a scalar array
-# Schedules whose lengths may be arrays.
-SCHEDULES_OF_ARRAYS = ("cosine", "wsd", "constant")
 
 
 def cosine(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
+  """Half a period of a cosine, from the peak to the final rate."""
   length = _at_least_one(steps)
   final = cfg.learning_rate_final_fraction
 
@@ -32,7 +31,8 @@ def cosine(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
 
 def wsd(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
   """Constant, then linear decay. Source: Hu et al., MiniCPM (2024), section 4.2."""
-  decay_steps = _smaller(_whole(_total(cfg) * cfg.wsd_decay_steps_fraction), steps)
+  whole_decay = _whole(cfg.learning_rate_schedule_steps * cfg.wsd_decay_steps_fraction)
+  decay_steps = _smaller(whole_decay, steps)
   final = cfg.learning_rate * cfg.learning_rate_final_fraction
   decay = _linear(cfg.learning_rate, final, _at_least_one(decay_steps))
   plateau = optax.constant_schedule(cfg.learning_rate)
@@ -40,6 +40,7 @@ def wsd(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
 
 
 def constant(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
+  """The peak, for ever."""
   del steps
   return optax.constant_schedule(cfg.learning_rate)
 
@@ -49,8 +50,9 @@ def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
 
   The rate of the first update is above zero: warm-up update i of w has (i + 1) / w of the peak.
   """
-  warmup = _whole(_total(cfg) * cfg.warmup_steps_fraction)
-  schedule = SCHEDULES[cfg.lr_schedule_type](cfg, _total(cfg) - warmup)
+  total = cfg.learning_rate_schedule_steps
+  warmup = _whole(total * cfg.warmup_steps_fraction)
+  schedule = SCHEDULES[cfg.lr_schedule_type](cfg, total - warmup)
   if isinstance(warmup, int) and warmup == 0:
     return schedule
   first_rate = cfg.learning_rate / _at_least_one(warmup)
@@ -80,10 +82,6 @@ def with_schedule_steps(cfg: OptimizerConfig, steps: int) -> OptimizerConfig:
   return cfg
 
 
-def _total(cfg: OptimizerConfig) -> Number:
-  return cfg.learning_rate_schedule_steps
-
-
 def _linear(start: Number, end: Number, num_steps: Number) -> optax.Schedule:
   """From `start` to `end` in `num_steps` updates, which must be at least one."""
 
@@ -94,20 +92,20 @@ def _linear(start: Number, end: Number, num_steps: Number) -> optax.Schedule:
   return schedule
 
 
-def _is_array(value: Number) -> bool:
-  return isinstance(value, jax.Array)
-
-
 def _whole(value: Number) -> Number:
   """The nearest integer; of two, the even one."""
-  return jnp.round(value) if _is_array(value) else round(value)
+  if isinstance(value, jax.Array):
+    return jnp.round(value)
+  return round(value)
 
 
 def _at_least_one(value: Number) -> Number:
-  return jnp.maximum(value, 1) if _is_array(value) else max(value, 1)
+  if isinstance(value, jax.Array):
+    return jnp.maximum(value, 1)
+  return max(value, 1)
 
 
 def _smaller(left: Number, right: Number) -> Number:
-  if _is_array(left) or _is_array(right):
+  if isinstance(left, jax.Array) or isinstance(right, jax.Array):
     return jnp.minimum(left, right)
   return min(left, right)

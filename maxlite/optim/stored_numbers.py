@@ -5,23 +5,25 @@ its state. The state of a solo run lacks them; the functions here convert betwee
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from maxlite.sharding.pytree import PyTree
+
 _Stored = optax.InjectStatefulHyperparamsState
 
 
-def _is_stored(node: Any) -> bool:
+def _is_stored(node: object) -> TypeGuard[_Stored]:
   return isinstance(node, _Stored)
 
 
-def set_numbers(opt_state: Any, values: Mapping[str, jax.Array]) -> Any:
+def set_numbers(opt_state: optax.OptState, values: Mapping[str, jax.Array]) -> optax.OptState:
   """The state with these values of numbers that it stores."""
 
-  def with_values(node: Any) -> Any:
+  def with_values(node: PyTree) -> PyTree:
     if not _is_stored(node):
       return node
     return node._replace(hyperparams={**node.hyperparams, **values})
@@ -29,10 +31,10 @@ def set_numbers(opt_state: Any, values: Mapping[str, jax.Array]) -> Any:
   return jax.tree.map(with_values, opt_state, is_leaf=_is_stored)
 
 
-def without_numbers(opt_state: Any, kept: Collection[str]) -> Any:
+def without_numbers(opt_state: optax.OptState, kept: Collection[str]) -> optax.OptState:
   """The state of an optimizer that stores only the numbers `kept`."""
 
-  def strip(node: Any) -> Any:
+  def strip(node: PyTree) -> PyTree:
     if not _is_stored(node):
       return node
     if not kept:
@@ -44,17 +46,20 @@ def without_numbers(opt_state: Any, kept: Collection[str]) -> Any:
 
 
 def with_numbers(
-  opt_state: Any, like: Any, values: Mapping[str, jax.Array], kept: Collection[str]
-) -> Any:
+  opt_state: optax.OptState,
+  like: optax.OptState,
+  values: Mapping[str, jax.Array],
+  kept: Collection[str],
+) -> optax.OptState:
   """The inverse of `without_numbers`.
 
   Args:
     like: a state of the optimizer that stores the numbers; may be abstract.
-    values: of the numbers that `opt_state` lacks.
-    kept: names of those that it stores.
+    values: the numbers that `opt_state` lacks.
+    kept: names of the numbers that `opt_state` stores.
   """
 
-  def store(node: Any, given: Any) -> Any:
+  def store(node: PyTree, given: PyTree) -> PyTree:
     if not _is_stored(node):
       return given
     if kept:

@@ -87,7 +87,7 @@ def test_factors_are_the_published_ones(block, of_layer):
 def test_factors_of_muon_follow_the_spectral_norm():
   cfg = config_of(4, decoder_block="llama", **MUP).model
   by_muon = {path: (1, 1 / 2) for path in DENSE}
-  assert scales(cfg, muon=True) == EMBED | UNEMBED | layers(by_muon)
+  assert scales(cfg, updates="muon") == EMBED | UNEMBED | layers(by_muon)
 
 
 def test_output_factors_move_into_norms_and_queries():
@@ -106,7 +106,7 @@ def test_at_the_base_width_nothing_changes():
   params = jax.tree.map(lambda leaf: np.full(leaf.shape, 3, leaf.dtype), shapes)
   jax.tree.map(np.testing.assert_array_equal, scale_initial(params, names, cfg), params)
   assert not scales(cfg)
-  assert not scales(cfg, muon=True)
+  assert not scales(cfg, updates="muon")
 
 
 def changes(factor, **keys):
