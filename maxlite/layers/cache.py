@@ -28,7 +28,7 @@ from maxlite.kernels.attention.cached import BlockMask
 COLLECTION = "cache"
 _LENGTH = "length"
 
-Blocks = tuple[jax.Array, ...]  # of one entry
+Blocks = tuple[jax.Array, ...]  # The blocks of one entry.
 
 
 def is_filled(layer: nn.Module) -> bool:
@@ -37,7 +37,10 @@ def is_filled(layer: nn.Module) -> bool:
 
 
 def store_prefill(
-  layer: nn.Module, segment_BT: jax.Array, window: int = 0, **new_BTGC: jax.Array
+  layer: nn.Module,
+  segment_BT: jax.Array,
+  window: int = 0,
+  **new_BTGC: jax.Array,
 ) -> None:
   """Stores the entries of `layer` if the collection is mutable.
 
@@ -51,12 +54,17 @@ def store_prefill(
   layer.put_variable(COLLECTION, _LENGTH, length_B)
   for name, x_BTGC in new_BTGC.items():
     x_BGTC = x_BTGC.swapaxes(1, 2)
-    num_slots = min(x_BGTC.shape[2], window) if window else x_BGTC.shape[2]
+    num_slots = x_BGTC.shape[2]
+    if window:
+      num_slots = min(num_slots, window)
     layer.put_variable(COLLECTION, name, _resize(x_BGTC, length_B, num_slots))
 
 
 def update(
-  layer: nn.Module, segment_BT: jax.Array, window: int | jax.Array = 0, **new_BTGC: jax.Array
+  layer: nn.Module,
+  segment_BT: jax.Array,
+  window: int | jax.Array = 0,
+  **new_BTGC: jax.Array,
 ) -> tuple[list[Blocks], list[BlockMask]]:
   """Adds new positions; returns (the updated entries, the mask of each of their blocks).
 
@@ -72,18 +80,33 @@ def update(
     blocks = _write(layer.get_variable(COLLECTION, name), x_BTGC.swapaxes(1, 2), length_B)
     layer.put_variable(COLLECTION, name, blocks)
     entries.append(blocks)
-  num_new, spans = segment_BT.shape[1], _spans(entries[0])
-  query_BT1 = (length_B[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None])[..., None]
+  return entries, _block_masks(entries[0], length_B, segment_BT, window)
+
+
+def _block_masks(
+  blocks: Blocks,
+  length_B: jax.Array,
+  segment_BT: jax.Array,
+  window: int | jax.Array,
+) -> list[BlockMask]:
+  """The mask of each block, after new positions were added to `length_B` earlier ones."""
+  num_new = segment_BT.shape[1]
+  spans = _spans(blocks)
+  new_1T = jnp.arange(num_new, dtype=jnp.int32)[None]
+  query_BT1 = (length_B[:, None] + new_1T)[..., None]
   position_B1S = _positions(length_B + num_new, spans[-1].stop)[:, None]
   visible_BTS = (position_B1S >= 0) & (position_B1S <= query_BT1)
   if isinstance(window, jax.Array) or window:
     visible_BTS &= position_B1S > query_BT1 - window
   # Rows with padding only are idle and keep their length.
   longest = jnp.max(jnp.where(segment_BT[:, 0] > 0, length_B + num_new, 0))
-  return entries, [
-    BlockMask(visible_BTS[:, :, span], longest > span.start if span.start else None)
-    for span in spans
-  ]
+  masks = []
+  for span in spans:
+    is_reached = None
+    if span.start:
+      is_reached = longest > span.start
+    masks.append(BlockMask(visible_BTS[:, :, span], is_reached))
+  return masks
 
 
 def init_cache(prefill: Any, num_rows: int, num_new: int = 1, first_block: int = 0) -> Any:
@@ -98,10 +121,11 @@ def init_cache(prefill: Any, num_rows: int, num_new: int = 1, first_block: int =
     if path[-1].key == _LENGTH:
       return jnp.zeros((*leaf.shape[:-1], num_rows), leaf.dtype)
     *lead, _, num_heads, num_slots, num_channels = leaf.shape
-    return tuple(
-      jnp.zeros((*lead, num_rows, num_heads, size, num_channels), leaf.dtype)
-      for size in _block_sizes(num_slots + num_new - 1, first_block)
-    )
+    blocks = []
+    for size in _block_sizes(num_slots + num_new - 1, first_block):
+      shape = (*lead, num_rows, num_heads, size, num_channels)
+      blocks.append(jnp.zeros(shape, leaf.dtype))
+    return tuple(blocks)
 
   return jax.tree_util.tree_map_with_path(zeros, prefill)
 
@@ -115,23 +139,33 @@ def insert(cache: Any, prefill: Any, row_B: jax.Array, length_B: jax.Array) -> A
   def write(path: tuple, new: jax.Array, entry: jax.Array | Blocks) -> jax.Array | Blocks:
     if path[-1].key == _LENGTH:
       return entry.at[..., row_B].set(length_B.astype(entry.dtype), mode="drop")
-    spans = _spans(entry)
-    resize = lambda x_BGTC: _resize(x_BGTC, length_B, spans[-1].stop)
-    resized = jnp.vectorize(resize, signature="(b,g,t,c)->(b,g,s,c)")(new)
-    return tuple(
-      block.at[..., row_B, :, :, :].set(resized[..., span, :], mode="drop")
-      for block, span in zip(entry, spans, strict=True)
-    )
+    return _insert_rows(entry, new, row_B, length_B)
 
   return jax.tree_util.tree_map_with_path(write, prefill, cache)
+
+
+def _insert_rows(blocks: Blocks, new: jax.Array, row_B: jax.Array, length_B: jax.Array) -> Blocks:
+  """`blocks` with the rows of a prefill's entry `new` [..., B, G, T, C]."""
+  spans = _spans(blocks)
+
+  def resize(x_BGTC: jax.Array) -> jax.Array:
+    return _resize(x_BGTC, length_B, spans[-1].stop)
+
+  resized = jnp.vectorize(resize, signature="(b,g,t,c)->(b,g,s,c)")(new)
+  written = []
+  for block, span in zip(blocks, spans, strict=True):
+    written.append(block.at[..., row_B, :, :, :].set(resized[..., span, :], mode="drop"))
+  return tuple(written)
 
 
 def rewind(cache: Any, length_B: jax.Array) -> Any:
   """The cache with only the first `length_B` positions of each row."""
 
   def reset(path: tuple, leaf: jax.Array) -> jax.Array:
-    is_length = getattr(path[-1], "key", "") == _LENGTH
-    return jnp.broadcast_to(length_B, leaf.shape) if is_length else leaf
+    # The blocks of an entry are a tuple, whose path ends in an index without a key.
+    if getattr(path[-1], "key", "") == _LENGTH:
+      return jnp.broadcast_to(length_B, leaf.shape)
+    return leaf
 
   return jax.tree_util.tree_map_with_path(reset, cache)
 
@@ -150,14 +184,22 @@ def _resize(x_BGTC: jax.Array, length_B: jax.Array, num_slots: int) -> jax.Array
 
 def _write(blocks: Blocks, new_BGTC: jax.Array, length_B: jax.Array) -> Blocks:
   """The blocks with position length_B + t of each row in its slot."""
-  write = jax.vmap(lambda block, new, slot: block.at[:, slot].set(new, mode="drop"))
   spans = _spans(blocks)
+  num_slots = spans[-1].stop
+  written = list(blocks)
   for t in range(new_BGTC.shape[2]):
-    slot_B = (length_B + t) % spans[-1].stop
-    # A slot before the block is mapped past its end; a negative index would count from the end.
-    slots = [jnp.where(slot_B < s.start, s.stop, slot_B) - s.start for s in spans]
-    blocks = tuple(write(x, new_BGTC[:, :, t], p) for x, p in zip(blocks, slots, strict=True))
-  return blocks
+    slot_B = (length_B + t) % num_slots
+    # A slot before a block is mapped past its end; a negative index would count from the end.
+    slots = [jnp.where(slot_B < span.start, span.stop, slot_B) - span.start for span in spans]
+    for i, in_block_B in enumerate(slots):
+      written[i] = _write_position(written[i], new_BGTC[:, :, t], in_block_B)
+  return tuple(written)
+
+
+@jax.vmap
+def _write_position(block_GSC: jax.Array, new_GC: jax.Array, slot: jax.Array) -> jax.Array:
+  """One row of a block, with a position in `slot`; unchanged if that is past its end."""
+  return block_GSC.at[:, slot].set(new_GC, mode="drop")
 
 
 def _block_sizes(num_slots: int, first: int) -> list[int]:
@@ -170,5 +212,6 @@ def _block_sizes(num_slots: int, first: int) -> list[int]:
 
 def _spans(blocks: Blocks) -> list[slice]:
   """The slots of each block."""
-  ends = np.cumsum([0, *(block.shape[-2] for block in blocks)]).tolist()
-  return [slice(*pair) for pair in itertools.pairwise(ends)]
+  sizes = [block.shape[-2] for block in blocks]
+  ends = np.cumsum([0, *sizes]).tolist()
+  return [slice(start, stop) for start, stop in itertools.pairwise(ends)]

@@ -17,8 +17,8 @@ class Embed(nn.Module):
   def setup(self) -> None:
     init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
     init = nn.with_logical_partitioning(init, ("vocab", "embed"))
-    shape, dtype = (self.cfg.vocab_size, self.cfg.base_emb_dim), jnp.dtype(self.cfg.weight_dtype)
-    self.embedding = self.param("embedding", init, shape, dtype)
+    shape = (self.cfg.vocab_size, self.cfg.base_emb_dim)
+    self.embedding = self.param("embedding", init, shape, jnp.dtype(self.cfg.weight_dtype))
 
   def __call__(self, tokens_BT: jax.Array) -> jax.Array:
     # All-gathered along D first: for a lookup in a sharded table, XLA fully rematerializes x_BTD.

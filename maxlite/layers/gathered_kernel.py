@@ -1,27 +1,42 @@
 """Gathering of the kernels of linear layers over the mesh axes that also shard the batch."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import gather_weight, pvary
 
+MeshAxes = tuple[str, ...]
+
 # Axes of kernels after which an axis of the activations is named.
 SHARDED_FEATURES = ("q_heads", "kv_heads", "kv", "mlp")
 _GATHERED = "gathered_kernel"
+
+
+class Multiply(Protocol):
+  """The product of the last `num_in` axes of x with the first axes of a kernel (linear.py)."""
+
+  def __call__(
+    self,
+    x: jax.Array,
+    kernel: jax.Array,
+    num_in: int,
+    out_dtype: jnp.dtype | None = None,
+  ) -> jax.Array: ...
 
 
 class GatherPlan(NamedTuple):
   """How the kernel of a linear layer is gathered, and the shardings around its matmul."""
 
   sharder: Sharder
-  num_in: int
-  gathered: tuple[tuple[str, ...], ...]  # by axis of the kernel: the mesh axes gathered over
-  summed: tuple[str, ...]  # mesh axes over which contracted axes stay sharded
+  num_in: int  # Contracted axes of the kernel, the first ones.
+  gathered: tuple[MeshAxes, ...]  # By axis of the kernel: the mesh axes that it is gathered over.
+  summed: MeshAxes  # The mesh axes over which contracted axes stay sharded.
   x_spec: jax.P
   kernel_spec: jax.P
   y_spec: jax.P
@@ -40,58 +55,95 @@ def plan_gather(
   combinations, and axes that do not divide over their shards, are left to XLA (None).
 
   Args:
-    lead: the axes of the activations before those that are contracted.
+    lead: sizes of the axes of the activations before those that are contracted.
   """
-  kernel_axes = [sharder.mesh_axes(name) for name in kernel_names]
-  names = [f"activation_{name}" if name in SHARDED_FEATURES else None for name in kernel_names]
-  activation_axes = [sharder.mesh_axes(name) for name in names]
-  gathered = tuple(
-    () if own == activation else own
-    for own, activation in zip(kernel_axes, activation_axes, strict=True)
-  )
-  sizes = zip((*ROWS, *kernel_names), (*lead[: len(ROWS)], *kernel_shape), strict=False)
-  whole = all(size % sharder.num_shards(name) == 0 for name, size in sizes)
-  mixed = any(own and activation for own, activation in zip(gathered, activation_axes, strict=True))
-  if len(lead) < len(ROWS) or mixed or not whole or not any(gathered):
+  if len(lead) < len(ROWS) or not _divides(sharder, kernel_names, kernel_shape, lead):
     return None
-  rows = (*ROWS, *(None,) * (len(lead) - len(ROWS)))
+  names = [_activation_name(name) for name in kernel_names]
+  gathered: list[MeshAxes] = []
+  for kernel_name, name in zip(kernel_names, names, strict=True):
+    kernel_axes = sharder.mesh_axes(kernel_name)
+    activation_axes = sharder.mesh_axes(name)
+    if kernel_axes == activation_axes:
+      gathered.append(())
+    elif activation_axes and kernel_axes:
+      return None
+    else:
+      gathered.append(kernel_axes)
+  if not any(gathered):
+    return None
+  summed: list[str] = []
+  for name in names[:num_in]:
+    summed.extend(sharder.mesh_axes(name))
+  rows = [*ROWS, *[None] * (len(lead) - len(ROWS))]
   return GatherPlan(
-    sharder,
-    num_in,
-    gathered,
-    tuple(axis for axes in activation_axes[:num_in] for axis in axes),
-    sharder.spec((*rows, *names[:num_in])),
-    sharder.spec(kernel_names),
-    sharder.spec((*rows, *names[num_in:])),
+    sharder=sharder,
+    num_in=num_in,
+    gathered=tuple(gathered),
+    summed=tuple(summed),
+    x_spec=sharder.spec(rows + names[:num_in]),
+    kernel_spec=sharder.spec(kernel_names),
+    y_spec=sharder.spec(rows + names[num_in:]),
   )
+
+
+def _activation_name(kernel_name: str) -> str | None:
+  """The logical name of the axis of activations that corresponds to an axis of a kernel."""
+  if kernel_name in SHARDED_FEATURES:
+    return f"activation_{kernel_name}"
+  return None
+
+
+def _divides(
+  sharder: Sharder,
+  kernel_names: tuple[str, ...],
+  kernel_shape: tuple[int, ...],
+  lead: tuple[int, ...],
+) -> bool:
+  """Whether the rows and all axes of the kernel divide over their shards."""
+  names = ROWS + kernel_names
+  sizes = lead[: len(ROWS)] + kernel_shape
+  return all(size % sharder.num_shards(name) == 0 for name, size in zip(names, sizes, strict=True))
 
 
 def multiply_gathered(
-  plan: GatherPlan, multiply: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array
+  plan: GatherPlan,
+  multiply: Multiply,
+  x: jax.Array,
+  kernel: jax.Array,
 ) -> jax.Array:
   """multiply(x, kernel, num_in) on each shard's rows, with the kernel gathered in x's type.
 
   The gradient of the kernel is summed over shards by a reduce-scatter in its own type. XLA's own
   choice is a ring of permutes with float32 accumulators, or an all-reduce of the whole gradient.
   """
-
-  def on_shard(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    # Also orders the gradients: the kernel's is scattered before the backward pass proceeds.
-    x, kernel = pvary(*jax.lax.optimization_barrier((x, kernel)))
-    for axis, mesh_axes in enumerate(plan.gathered):
-      kernel = gather_weight(kernel, x.dtype, mesh_axes, axis)
-    kernel = checkpoint_name(kernel, _GATHERED)
-    if not plan.summed:
-      return multiply(x, kernel, plan.num_in)
-    partial_sums = multiply(x, kernel, plan.num_in, accumulator_dtype(x.dtype))
-    return jax.lax.psum(partial_sums, plan.summed).astype(x.dtype)
-
   # The backward pass gathers the kernel again instead of saving it for every layer.
   policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-  return jax.shard_map(
+  on_shard = functools.partial(_gather_and_multiply, plan, multiply)
+  sharded = jax.shard_map(
     jax.checkpoint(on_shard, policy=policy),
     mesh=plan.sharder.mesh,
     in_specs=(plan.x_spec, plan.kernel_spec),
     out_specs=plan.y_spec,
     check_vma=plan.sharder.check_vma,
-  )(x, kernel)
+  )
+  return sharded(x, kernel)
+
+
+def _gather_and_multiply(
+  plan: GatherPlan,
+  multiply: Multiply,
+  x: jax.Array,
+  kernel: jax.Array,
+) -> jax.Array:
+  """The product on one shard."""
+  # Also orders the gradients: the kernel's is scattered before the backward pass proceeds.
+  x, kernel = jax.lax.optimization_barrier((x, kernel))
+  x, kernel = pvary(x, kernel)
+  for axis, mesh_axes in enumerate(plan.gathered):
+    kernel = gather_weight(kernel, x.dtype, mesh_axes, axis)
+  kernel = checkpoint_name(kernel, _GATHERED)
+  if not plan.summed:
+    return multiply(x, kernel, plan.num_in)
+  partial_sums = multiply(x, kernel, plan.num_in, accumulator_dtype(x.dtype))
+  return jax.lax.psum(partial_sums, plan.summed).astype(x.dtype)

@@ -21,11 +21,15 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    start = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-    init = nn.with_logical_partitioning(start, ("norm",))
+    init = nn.initializers.ones
+    if self.zero_centred:
+      init = nn.initializers.zeros
+    init = nn.with_logical_partitioning(init, ("norm",))
     scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
     x32 = x.astype(accumulator_dtype(x.dtype))
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    scale_D = scale_D.astype(x32.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-    scale_D = 1 + scale_D if self.zero_centred else scale_D
+    lead = (1,) * (x.ndim - 1)
+    scale_D = scale_D.astype(x32.dtype).reshape((*lead, -1))
+    if self.zero_centred:
+      scale_D = 1 + scale_D
     return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale_D).astype(x.dtype)

@@ -34,7 +34,7 @@ class DraftHeads(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    dim = x_BTD.shape[-1]
+    num_rows, num_positions, dim = x_BTD.shape
     init = nn.with_logical_partitioning(nn.initializers.zeros, ("layers", "embed", "mlp"))
     w_JDF = self.param("kernel", init, (self.num_heads, dim, dim), self.weight_dtype)
     multiply = jax.vmap(matmul, (None, 0), out_axes=1)
@@ -42,16 +42,20 @@ class DraftHeads(nn.Module):
       # B and T, both sharded, cannot be merged into one axis without moving data.
       h_BTJD = jax.vmap(multiply, (0, None))(x_BTD, w_JDF)
     else:
-      h_BTJD = multiply(x_BTD.reshape(-1, dim), w_JDF).reshape(*x_BTD.shape[:-1], -1, dim)
+      h_TJD = multiply(x_BTD.reshape(-1, dim), w_JDF)  # Tokens of all rows.
+      h_BTJD = h_TJD.reshape(num_rows, num_positions, self.num_heads, dim)
     names = ("activation_batch", "activation_length", None, "activation_embed")
-    h_BTJD = self.sharder.constrain(checkpointed_activation(jax.nn.silu, h_BTJD), names)
+    h_BTJD = checkpointed_activation(jax.nn.silu, h_BTJD)
+    h_BTJD = self.sharder.constrain(h_BTJD, names)
     return x_BTD[..., None, :] + h_BTJD
 
 
 def shift_left(x_BT: jax.Array, num_heads: int) -> jax.Array:
   """x_BTJ: for draft head j, the value 1 + j positions later, and 0 past the end of the row."""
-  shifted = (jnp.pad(x_BT[:, n:], ((0, 0), (0, n))) for n in range(1, num_heads + 1))
-  return jnp.stack(list(shifted), axis=-1)
+  shifted = []
+  for num_later in range(1, num_heads + 1):
+    shifted.append(jnp.pad(x_BT[:, num_later:], ((0, 0), (0, num_later))))
+  return jnp.stack(shifted, axis=-1)
 
 
 def draft_weight(segment_BT: jax.Array, weight_BT: jax.Array, num_heads: int) -> jax.Array:

@@ -23,8 +23,13 @@ MATMUL_OUTPUTS = (
 
 def saved_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
   """Names of the activations that the forward pass saves; None: all of them."""
-  saved = {"none": None, "full": (), "custom": cfg.remat_saved_names}
-  return saved.get(cfg.remat_policy, MATMUL_OUTPUTS)
+  if cfg.remat_policy == "none":
+    return None
+  if cfg.remat_policy == "full":
+    return ()
+  if cfg.remat_policy == "custom":
+    return cfg.remat_saved_names
+  return MATMUL_OUTPUTS
 
 
 def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
@@ -32,12 +37,13 @@ def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
   names = saved_by_remat(cfg)
   if names is None:
     return layer
-  policies = jax.checkpoint_policies
   if cfg.remat_policy == "offload":
-    places = {"offload_src": "device", "offload_dst": HOST_MEMORY}
-    policy = policies.save_and_offload_only_these_names(
-      names_which_can_be_saved=[], names_which_can_be_offloaded=list(names), **places
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[],
+      names_which_can_be_offloaded=list(names),
+      offload_src="device",
+      offload_dst=HOST_MEMORY,
     )
   else:
-    policy = policies.save_only_these_names(*names)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
   return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)

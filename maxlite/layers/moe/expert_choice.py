@@ -1,9 +1,10 @@
 """The ROUTERS: how a token's experts and their weights follow from the router's logits.
 
-Each is a function (logits_BTE, bias_E, cfg) -> (probability_BTE, expert_BTK, weight_BTK), listed in
-config/registry.py. The bias affects the choice of experts only. The probabilities are for the
-auxiliary losses and sum to one over the experts.
+Each is a function (logits_BTE, bias_E, cfg) -> ExpertChoice, listed in config/registry.py. The bias
+affects the choice of experts only.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,26 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import MoeConfig
 
 
-def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
+class ExpertChoice(NamedTuple):
+  """The experts of every token."""
+
+  probability_BTE: jax.Array  # For the auxiliary losses; sums to one over the experts.
+  expert_BTK: jax.Array  # int32
+  weight_BTK: jax.Array
+
+
+def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> ExpertChoice:
   """The experts with the highest logits, weighted by a softmax over these logits.
 
   Source: Jiang et al., Mixtral of Experts (2024), section 2.1.
   """
   expert_BTK = _best(_biased(logits_BTE, bias_E), cfg)
   weight_BTK = jax.nn.softmax(_at(expert_BTK, logits_BTE), axis=-1)
-  return jax.nn.softmax(logits_BTE, axis=-1), expert_BTK, weight_BTK
+  probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+  return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
 
 
-def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
+def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> ExpertChoice:
   """The most probable experts, weighted by their probabilities.
 
   With groups (`group_limited_greedy`), only those whose best expert is most probable.
@@ -32,20 +42,23 @@ def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tu
   Technical Report (2025); with groups, DeepSeek-AI, DeepSeek-V2 (2024), section 2.2.2.
   """
   probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-  choice_BTE = _limit_to_groups(_biased(probability_BTE, bias_E), 1, cfg)
+  choice_BTE = _limit_to_groups(_biased(probability_BTE, bias_E), cfg, num_best=1)
   expert_BTK = _best(choice_BTE, cfg)
-  return probability_BTE, expert_BTK, _weights(probability_BTE, expert_BTK, cfg)
+  weight_BTK = _weights(probability_BTE, expert_BTK, cfg)
+  return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
 
 
-def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> tuple:
+def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> ExpertChoice:
   """The experts with the highest affinity within the groups with the highest sum of the two best.
 
   Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 13 to 16; probabilities as in eq. 19.
   """
   affinity_BTE = jax.nn.sigmoid(logits_BTE)
-  choice_BTE = _limit_to_groups(_biased(affinity_BTE, bias_E), 2, cfg)
+  choice_BTE = _limit_to_groups(_biased(affinity_BTE, bias_E), cfg, num_best=2)
   expert_BTK = _best(choice_BTE, cfg)
-  return _normalized(affinity_BTE), expert_BTK, _weights(affinity_BTE, expert_BTK, cfg)
+  probability_BTE = _normalized(affinity_BTE)
+  weight_BTK = _weights(affinity_BTE, expert_BTK, cfg)
+  return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
 
 
 def _biased(score_BTE: jax.Array, bias_E: jax.Array) -> jax.Array:
@@ -53,18 +66,22 @@ def _biased(score_BTE: jax.Array, bias_E: jax.Array) -> jax.Array:
   return jax.lax.stop_gradient(score_BTE + bias_E[None, None])
 
 
-def _limit_to_groups(choice_BTE: jax.Array, num_best: int, cfg: MoeConfig) -> jax.Array:
+def _limit_to_groups(choice_BTE: jax.Array, cfg: MoeConfig, *, num_best: int) -> jax.Array:
   """`choice_BTE`, with -inf outside the topk_routing_group best groups.
 
   A group consists of adjacent experts; its score is the sum of its `num_best` best.
   """
-  num_groups, num_kept = cfg.n_routing_groups, cfg.topk_routing_group
+  num_groups = cfg.n_routing_groups
+  num_kept = cfg.topk_routing_group
   if num_kept >= num_groups:
     return choice_BTE
-  group_BTGe = choice_BTE.reshape(*choice_BTE.shape[:2], num_groups, -1)
-  best_BTG = jax.lax.top_k(group_BTGe, min(num_best, group_BTGe.shape[-1]))[0].sum(-1)
-  kept_BTG = is_chosen(jax.lax.top_k(best_BTG, num_kept)[1], num_groups).any(2)
-  return jnp.where(kept_BTG[..., None], group_BTGe, -jnp.inf).reshape(choice_BTE.shape)
+  num_rows, num_tokens, num_experts = choice_BTE.shape
+  group_size = num_experts // num_groups
+  group_BTGe = choice_BTE.reshape(num_rows, num_tokens, num_groups, group_size)
+  best_BTGe, _ = jax.lax.top_k(group_BTGe, min(num_best, group_size))
+  _, kept_group_BTK = jax.lax.top_k(best_BTGe.sum(-1), num_kept)
+  is_kept_BTG = is_chosen(kept_group_BTK, num_groups).any(2)
+  return jnp.where(is_kept_BTG[..., None], group_BTGe, -jnp.inf).reshape(choice_BTE.shape)
 
 
 def _best(choice_BTE: jax.Array, cfg: MoeConfig) -> jax.Array:
@@ -72,7 +89,7 @@ def _best(choice_BTE: jax.Array, cfg: MoeConfig) -> jax.Array:
   if cfg.use_random_routing:
     expert_BTK = _round_robin(choice_BTE.shape, cfg.num_experts_per_tok)
   else:
-    expert_BTK = jax.lax.top_k(choice_BTE, cfg.num_experts_per_tok)[1]
+    _, expert_BTK = jax.lax.top_k(choice_BTE, cfg.num_experts_per_tok)
   return checkpoint_name(expert_BTK, "moe_route")
 
 
@@ -96,9 +113,13 @@ def _at(expert_BTK: jax.Array, value_BTE: jax.Array) -> jax.Array:
 
 
 def _weights(score_BTE: jax.Array, expert_BTK: jax.Array, cfg: MoeConfig) -> jax.Array:
+  """weight_BTK: the scores of the chosen experts, normalised with norm_topk_prob."""
   weight_BTK = _at(expert_BTK, score_BTE)
-  return _normalized(weight_BTK) if cfg.norm_topk_prob else weight_BTK
+  if cfg.norm_topk_prob:
+    return _normalized(weight_BTK)
+  return weight_BTK
 
 
 def _normalized(x: jax.Array) -> jax.Array:
+  """x divided by its sum over the last axis."""
   return x / (jnp.sum(x, axis=-1, keepdims=True) + 1e-20)

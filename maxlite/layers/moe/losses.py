@@ -22,7 +22,8 @@ def load_balance_loss(sums_N: RouterSums, cfg: MoeConfig) -> jax.Array:
   num_experts = sums_N.count_E.shape[-1]
   tokens_N1 = jnp.maximum(sums_N.tokens, 1)[:, None]
   share_NE = sums_N.count_E / (tokens_N1 * cfg.num_experts_per_tok)
-  return num_experts * jnp.mean(jnp.sum(share_NE * sums_N.prob_E / tokens_N1, axis=-1))
+  product_N = jnp.sum(share_NE * sums_N.prob_E / tokens_N1, axis=-1)
+  return num_experts * jnp.mean(product_N)
 
 
 def router_z_loss(sums_N: RouterSums) -> jax.Array:

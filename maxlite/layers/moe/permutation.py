@@ -22,7 +22,11 @@ class Permutation:
   row_TK: jax.Array
 
 
-def sort_by_expert(expert_TK: jax.Array, num_experts: int, num_rows: int) -> tuple:
+def sort_by_expert(
+  expert_TK: jax.Array,
+  num_experts: int,
+  num_rows: int,
+) -> tuple[Permutation, jax.Array]:
   """(Permutation, group_sizes_E): a stable counting sort of the assignments into `num_rows` rows.
 
   Masked expert ids (out of range) get no row.
@@ -32,14 +36,19 @@ def sort_by_expert(expert_TK: jax.Array, num_experts: int, num_rows: int) -> tup
   start_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32) - group_sizes_E
   row_A = jnp.sum((start_E[None] + before_AE) * chosen_AE, axis=1, dtype=jnp.int32)
   row_A = jnp.where(jnp.any(chosen_AE > 0, axis=1), row_A, num_rows)
-  return Permutation(invert(row_A, num_rows), row_A.reshape(expert_TK.shape)), group_sizes_E
+  permutation = Permutation(
+    assignment_M=invert(row_A, num_rows),
+    row_TK=row_A.reshape(expert_TK.shape),
+  )
+  return permutation, group_sizes_E
 
 
 def rank_by_expert(expert_A: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
   """(1 if assignment a is to expert e, number of earlier assignments to e), int32 [A, E] each."""
   experts_E = jnp.arange(num_experts, dtype=expert_A.dtype)
   chosen_AE = (expert_A[:, None] == experts_E[None]).astype(jnp.int32)
-  return chosen_AE, jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32) - chosen_AE
+  before_AE = jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32) - chosen_AE
+  return chosen_AE, before_AE
 
 
 def invert(row_A: jax.Array, num_rows: int) -> jax.Array:
@@ -65,14 +74,24 @@ def unpermute(y_MD: jax.Array, permutation: Permutation) -> jax.Array:
   return jnp.sum(y_KTD, axis=0, dtype=accumulator).astype(y_MD.dtype)
 
 
-permute.defvjp(
-  lambda x_TD, permutation: (permute(x_TD, permutation), permutation),
-  lambda permutation, dx_MD: (unpermute(dx_MD, permutation), None),
-)
-unpermute.defvjp(
-  lambda y_MD, permutation: (unpermute(y_MD, permutation), permutation),
-  lambda permutation, dy_TD: (permute(dy_TD, permutation), None),
-)
+def _permute_forward(x_TD: jax.Array, permutation: Permutation) -> tuple[jax.Array, Permutation]:
+  return permute(x_TD, permutation), permutation
+
+
+def _permute_backward(permutation: Permutation, dx_MD: jax.Array) -> tuple[jax.Array, None]:
+  return unpermute(dx_MD, permutation), None
+
+
+def _unpermute_forward(y_MD: jax.Array, permutation: Permutation) -> tuple[jax.Array, Permutation]:
+  return unpermute(y_MD, permutation), permutation
+
+
+def _unpermute_backward(permutation: Permutation, dy_TD: jax.Array) -> tuple[jax.Array, None]:
+  return permute(dy_TD, permutation), None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
+unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 
 
 @jax.custom_vjp
@@ -81,7 +100,19 @@ def permute_weights(weight_TK: jax.Array, permutation: Permutation) -> jax.Array
   return jnp.take(weight_TK.reshape(-1), permutation.assignment_M, mode="fill", fill_value=0)
 
 
-permute_weights.defvjp(
-  lambda weight_TK, permutation: (permute_weights(weight_TK, permutation), permutation),
-  lambda permutation, dw_M: (jnp.take(dw_M, permutation.row_TK, mode="fill", fill_value=0), None),
-)
+def _permute_weights_forward(
+  weight_TK: jax.Array,
+  permutation: Permutation,
+) -> tuple[jax.Array, Permutation]:
+  return permute_weights(weight_TK, permutation), permutation
+
+
+def _permute_weights_backward(
+  permutation: Permutation,
+  dweight_M: jax.Array,
+) -> tuple[jax.Array, None]:
+  dweight_TK = jnp.take(dweight_M, permutation.row_TK, mode="fill", fill_value=0)
+  return dweight_TK, None
+
+
+permute_weights.defvjp(_permute_weights_forward, _permute_weights_backward)

@@ -20,33 +20,36 @@ class RouterSums:
   global. Stacked over layers, they have a leading N.
   """
 
-  tokens: jax.Array  # number of tokens
-  count_E: jax.Array  # assignments per expert; no gradient
-  prob_E: jax.Array  # router probability per expert
-  z: jax.Array  # squared log-partition of the router's logits
-  rows: jax.Array  # rows with at least one token
-  row_balance: jax.Array  # over these rows, E * sum_e (share of assignments) * (mean probability)
-  dropped: jax.Array  # assignments dropped by the dispatch; 0 from the router
+  tokens: jax.Array  # Number of tokens.
+  count_E: jax.Array  # Assignments to each expert; no gradient.
+  prob_E: jax.Array  # The router's probability of each expert.
+  z: jax.Array  # Squared log-partition of the router's logits.
+  rows: jax.Array  # Number of rows with at least one token.
+  # The sum over these rows of E * sum_e (share of assignments to e) * (mean probability of e).
+  row_balance: jax.Array
+  dropped: jax.Array  # Assignments dropped by the dispatch; the router returns 0.
 
 
 @struct.dataclass
 class Route:
   """The experts of every token."""
 
-  expert_BTK: jax.Array  # int32, distinct along K
-  weight_BTK: jax.Array  # float32
+  expert_BTK: jax.Array  # int32, distinct along K.
+  weight_BTK: jax.Array  # float32.
   sums: RouterSums
 
 
 class Router(nn.Module):
   """Computes the `Route` of every token.
 
-  With cfg.routed_bias, the parameter `bias` has no gradient; training/routed_bias.py updates it.
+  With `use_bias`, the logits have a bias, which affects both choice and weights. With
+  cfg.routed_bias, the parameter `bias` affects the choice only; it has no gradient, and
+  training/routed_bias.py updates it.
   """
 
   cfg: MoeConfig
   weight_dtype: jnp.dtype
-  use_bias: bool = False  # a bias of the logits, which affects both choice and weights
+  use_bias: bool = False
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> Route:
@@ -57,9 +60,11 @@ class Router(nn.Module):
       # float32 regardless of weight_dtype: bfloat16 would round its small updates away.
       zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("router",))
       bias_E += self.param("bias", zeros, (cfg.num_experts,), jnp.float32).astype(bias_E.dtype)
-    probability_BTE, expert_BTK, weight_BTK = ROUTERS[cfg.router](logits_BTE, bias_E, cfg)
+    choose_experts = ROUTERS[cfg.router]
+    probability_BTE, expert_BTK, weight_BTK = choose_experts(logits_BTE, bias_E, cfg)
     weight_BTK = checkpoint_name(weight_BTK * cfg.routed_scaling_factor, "moe_route")
-    return Route(expert_BTK, weight_BTK, _sums(logits_BTE, probability_BTE, expert_BTK, segment_BT))
+    sums = _router_sums(logits_BTE, probability_BTE, expert_BTK, segment_BT)
+    return Route(expert_BTK, weight_BTK, sums)
 
   def _logits(self, x_BTD: jax.Array) -> jax.Array:
     """logits_BTE in float32, from float32 operands or from operands in x's type."""
@@ -68,12 +73,13 @@ class Router(nn.Module):
     init = nn.with_logical_partitioning(init, ("embed", "router"))
     kernel_DE = self.param("kernel", init, (x_BTD.shape[-1], cfg.num_experts), self.weight_dtype)
     dtype = accumulator_dtype(x_BTD.dtype)
-    # The default precision of accelerators would round float32 operands to bfloat16 or TF32.
-    precision = "highest" if cfg.float32_gate_logits else None
-    x_BTD = x_BTD.astype(dtype) if cfg.float32_gate_logits else x_BTD
+    precision = None
+    if cfg.float32_gate_logits:
+      x_BTD = x_BTD.astype(dtype)
+      # The default precision of accelerators would round float32 operands to bfloat16 or TF32.
+      precision = "highest"
     if cfg.router_jitter and self.has_rng("jitter"):
-      low, high = 1 - cfg.router_jitter, 1 + cfg.router_jitter
-      x_BTD *= jax.random.uniform(self.make_rng("jitter"), x_BTD.shape, x_BTD.dtype, low, high)
+      x_BTD *= self._jitter(x_BTD)
     logits_BTE = jnp.einsum(
       "btd,de->bte",
       x_BTD,
@@ -87,19 +93,34 @@ class Router(nn.Module):
       logits_BTE += bias_E.astype(dtype)[None, None]
     return logits_BTE
 
+  def _jitter(self, x_BTD: jax.Array) -> jax.Array:
+    """Uniform noise in 1 +- router_jitter, with x's shape and type."""
+    return jax.random.uniform(
+      self.make_rng("jitter"),
+      x_BTD.shape,
+      x_BTD.dtype,
+      minval=1 - self.cfg.router_jitter,
+      maxval=1 + self.cfg.router_jitter,
+    )
 
-def _sums(
-  logits_BTE: jax.Array, probability_BTE: jax.Array, expert_BTK: jax.Array, segment_BT: jax.Array
+
+def _router_sums(
+  logits_BTE: jax.Array,
+  probability_BTE: jax.Array,
+  expert_BTK: jax.Array,
+  segment_BT: jax.Array,
 ) -> RouterSums:
-  dtype, num_experts = logits_BTE.dtype, logits_BTE.shape[-1]
+  dtype = logits_BTE.dtype
+  num_experts = logits_BTE.shape[-1]
+  num_chosen = expert_BTK.shape[-1]
   real_BT = segment_BT > 0
   real_BT1 = real_BT[..., None]
   chosen_BTE = is_chosen(expert_BTK, num_experts).any(2) & real_BT1
   count_BE = jnp.sum(chosen_BTE, axis=1, dtype=dtype)
   prob_BE = jnp.sum(jnp.where(real_BT1, probability_BTE, 0), axis=1)
   tokens_B = jnp.sum(real_BT, axis=1, dtype=dtype)
-  least_one_B = jnp.maximum(tokens_B, 1)
-  share_BE = count_BE / (least_one_B * expert_BTK.shape[-1])[:, None]
+  at_least_one_B = jnp.maximum(tokens_B, 1)
+  share_BE = count_BE / (at_least_one_B * num_chosen)[:, None]
   z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
   return RouterSums(
     tokens=jnp.sum(tokens_B),
@@ -107,6 +128,6 @@ def _sums(
     prob_E=jnp.sum(prob_BE, axis=0),
     z=jnp.sum(jnp.where(real_BT, z_BT, 0)),
     rows=jnp.sum(tokens_B > 0, dtype=dtype),
-    row_balance=num_experts * jnp.sum(share_BE * prob_BE / least_one_B[:, None]),
+    row_balance=num_experts * jnp.sum(share_BE * prob_BE / at_least_one_B[:, None]),
     dropped=jnp.zeros((), dtype),
   )
