@@ -2,46 +2,71 @@
 
 import collections
 import dataclasses
-import itertools
 import time
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from maxlite.inference.engine import MAX_STEPS, NO_TOKEN, Engine, GenerationRequest
 
-STOP, LENGTH = "stop", "length"  # finish reasons: a stop token or string, or max_new_tokens
+# Finish reasons: a stop token or string, or max_new_tokens.
+STOP = "stop"
+LENGTH = "length"
 # Decode steps per engine call amortise dispatch overhead, but take at most this long, since tokens
 # are returned and new requests admitted between calls.
 _CALL_SECONDS = 0.02
 
 
+class _InFlight(NamedTuple):
+  """Tokens that the device still computes, with the requests of their rows."""
+
+  token_NBT: jax.Array
+  requests: list[GenerationRequest | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenEvent:
-  """A new token of a request; None for a stop token, which is not part of the completion."""
+  """A new token of a request.
+
+  Attributes:
+    request: the request.
+    token: the token; None for a stop token, which is not part of the completion.
+    finish_reason: why this is the last token; "" if it is not.
+  """
 
   request: GenerationRequest
   token: int | None
-  finish_reason: str = ""  # set if this is the last token
+  finish_reason: str = ""
 
 
 @dataclasses.dataclass
 class Throughput:
-  """Tokens and seconds without compilation; the first token of a completion counts as prefill."""
+  """Tokens and seconds without compilation; the first token of a completion counts as prefill.
+
+  Attributes:
+    num_drafts: tokens that draft heads propose per step.
+    prompt_tokens: tokens of prompts.
+    new_tokens: tokens that decode steps generated.
+    num_steps: decode steps that generated a token.
+    row_steps: rows that generated a token, summed over steps.
+    prefill_seconds: time of prefill.
+    decode_seconds: time of decode steps.
+  """
 
   num_drafts: int = 0
   prompt_tokens: int = 0
   new_tokens: int = 0
   num_steps: int = 0
-  row_steps: int = 0  # summed over steps: rows that generated a token
+  row_steps: int = 0
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
 
   def __str__(self) -> str:
-    rate = lambda n, seconds: f"{n:,} tokens, {n / seconds if n else 0:,.0f} tok/s"
-    prefill = rate(self.prompt_tokens, self.prefill_seconds)
-    rates = f"prefill {prefill}; decode {rate(self.new_tokens, self.decode_seconds)}"
+    prefill = _describe_rate(self.prompt_tokens, self.prefill_seconds)
+    decode = _describe_rate(self.new_tokens, self.decode_seconds)
+    rates = f"prefill {prefill}; decode {decode}"
     if not self.num_drafts:
       return rates
     drafted = f"{self.accepted_length:.2f} of {self.num_drafts} drafts accepted"
@@ -50,19 +75,28 @@ class Throughput:
   @property
   def accepted_length(self) -> float:
     """Mean number of accepted drafts per step and row."""
-    return self.new_tokens / self.row_steps - 1 if self.row_steps else 0.0
+    if not self.row_steps:
+      return 0.0
+    return self.new_tokens / self.row_steps - 1
+
+
+def _describe_rate(num_tokens: int, seconds: float) -> str:
+  rate = 0.0
+  if num_tokens:
+    rate = num_tokens / seconds
+  return f"{num_tokens:,} tokens, {rate:,.0f} tok/s"
 
 
 class Batcher:
   """Assigns requests to the rows of an engine; not thread-safe."""
 
   def __init__(self, engine: Engine) -> None:
-    self.engine, self.throughput = engine, Throughput(engine.num_drafts)
+    self.engine = engine
+    self.throughput = Throughput(engine.num_drafts)
     self._request_by_row: list[GenerationRequest | None] = [None] * engine.num_rows
     self._remaining: dict[GenerationRequest, int] = {}
-    # Tokens still being computed, with the requests of their rows. Two calls are in flight, so that
-    # the device does not wait while the host processes tokens.
-    self._in_flight: collections.deque[tuple[jax.Array, list]] = collections.deque()
+    # Two calls are in flight, so that the device does not wait while the host processes tokens.
+    self._in_flight: collections.deque[_InFlight] = collections.deque()
 
   @property
   def num_free(self) -> int:
@@ -85,31 +119,34 @@ class Batcher:
     """
     if not requests:
       return []
-    free = (row for row, request in enumerate(self._request_by_row) if request is None)
-    rows = list(itertools.islice(free, len(requests)))
-    start, compiled = time.perf_counter(), self.engine.compile_seconds
-    tokens = np.asarray(self.engine.prefill(requests, rows))
+    free = [row for row, request in enumerate(self._request_by_row) if request is None]
+    rows = free[: len(requests)]
+    start = time.perf_counter()
+    compiled = self.engine.compile_seconds
+    token_B = self.engine.prefill(requests, rows)
     compiling = self.engine.compile_seconds - compiled
     self.throughput.prefill_seconds += time.perf_counter() - start - compiling
-    self.throughput.prompt_tokens += sum(len(request.prompt) for request in requests)
     for row, request in zip(rows, requests, strict=True):
+      self.throughput.prompt_tokens += len(request.prompt)
       self._request_by_row[row] = request
       self._remaining[request] = request.max_new_tokens
-    return self._events(tokens[:, None], requests)
+    return self._events(token_B[:, None], requests)
 
   def step(self) -> list[TokenEvent]:
     """Return the next tokens of all active requests."""
-    start, compiled = time.perf_counter(), self.engine.compile_seconds
+    start = time.perf_counter()
+    compiled = self.engine.compile_seconds
     while len(self._in_flight) < 2:
       tokens = self.engine.step(self._steps_per_call())
-      self._in_flight.append((tokens, list(self._request_by_row)))
-    tokens, requests = self._in_flight.popleft()
-    events = []
-    for token_BT in np.asarray(tokens):
+      self._in_flight.append(_InFlight(tokens, list(self._request_by_row)))
+    token_NBT, requests = self._in_flight.popleft()
+    events: list[TokenEvent] = []
+    for token_BT in np.asarray(token_NBT):
       step_events = self._events(token_BT, requests)
-      self.throughput.num_steps += bool(np.any(token_BT != NO_TOKEN))
-      self.throughput.row_steps += len({event.request for event in step_events})
       events += step_events
+      if np.any(token_BT != NO_TOKEN):
+        self.throughput.num_steps += 1
+      self.throughput.row_steps += len({event.request for event in step_events})
     if self.is_idle:
       self._in_flight.clear()
     compiling = self.engine.compile_seconds - compiled
@@ -118,6 +155,7 @@ class Batcher:
     return events
 
   def cancel(self, request: GenerationRequest) -> None:
+    """End a request, if it has a row; its further tokens are not returned."""
     if request in self._remaining:
       self.engine.cancel(self._request_by_row.index(request))
       self._free(request)
@@ -140,21 +178,26 @@ class Batcher:
   def _events(
     self, token_BT: np.ndarray, requests: Sequence[GenerationRequest | None]
   ) -> list[TokenEvent]:
-    return [
-      self._event(token, request)
-      for tokens, request in zip(token_BT.tolist(), requests, strict=True)
-      if request in self._remaining  # else cancelled in the meantime
-      for token in tokens
-      if token != NO_TOKEN
-    ]
+    """The events of the tokens that each request's row has generated."""
+    events: list[TokenEvent] = []
+    for tokens, request in zip(token_BT.tolist(), requests, strict=True):
+      if request is None or request not in self._remaining:  # cancelled in the meantime
+        continue
+      for token in tokens:
+        if token != NO_TOKEN:
+          events.append(self._event(token, request))
+    return events
 
   def _event(self, token: int, request: GenerationRequest) -> TokenEvent:
+    """Count a token of a request, and free its row after the last one."""
     self._remaining[request] -= 1
-    is_stop = token in self.engine.stop_token_ids
-    finish_reason = STOP if is_stop else "" if self._remaining[request] else LENGTH
-    if finish_reason:
+    if token in self.engine.stop_token_ids:
       self._free(request)
-    return TokenEvent(request, None if is_stop else token, finish_reason)
+      return TokenEvent(request, None, STOP)
+    if not self._remaining[request]:
+      self._free(request)
+      return TokenEvent(request, token, LENGTH)
+    return TokenEvent(request, token)
 
   def _free(self, request: GenerationRequest) -> None:
     del self._remaining[request]

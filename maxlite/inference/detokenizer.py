@@ -2,12 +2,25 @@
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from maxlite.inference.batcher import STOP, Batcher, TokenEvent
 from maxlite.inference.engine import GenerationRequest
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from the bytes of an incomplete character
 Decode = Callable[[Sequence[int]], str]  # token ids to text
+
+
+class NewText(NamedTuple):
+  """What a token adds to a completion.
+
+  Attributes:
+    text: text that has become final.
+    finish_reason: why the completion ends with this text; "" if it does not.
+  """
+
+  text: str
+  finish_reason: str
 
 
 class Detokenizer:
@@ -17,44 +30,78 @@ class Detokenizer:
   """
 
   def __init__(self, decode: Decode, stop_strings: Sequence[str] = ()) -> None:
-    self._decode, self._stop_strings = decode, [stop for stop in stop_strings if stop]
+    self._decode = decode
+    self._stop_strings = [stop for stop in stop_strings if stop]
     self._ids: list[int] = []
     # The text of the ids before `_done` is final. Decoding starts at `_start`, since the text of a
     # token may depend on the previous one.
-    self._start = self._done = 0
+    self._start = 0
+    self._done = 0
     self._held = ""
     self.is_stopped = False
 
-  def push(self, event: TokenEvent) -> tuple[str, str]:
-    """Return (new text, finish reason or "")."""
+  def push(self, event: TokenEvent) -> NewText:
+    """Add a token of the request and return the text that becomes final."""
     text = ""
     if event.token is not None:
       self._ids.append(event.token)
       decoded = self._decode(self._ids[self._start :])
-      text = "" if decoded.endswith(_INCOMPLETE) else self._release(decoded)
+      if not decoded.endswith(_INCOMPLETE):
+        text = self._release(decoded)
     if event.finish_reason:
-      text += self._release(self._decode(self._ids[self._start :])) + self._held
+      text += self._release(self._decode(self._ids[self._start :]))
+      text += self._held
       self._held = ""
-    return text, STOP if self.is_stopped else event.finish_reason
+    if self.is_stopped:
+      return NewText(text, STOP)
+    return NewText(text, event.finish_reason)
 
   def _release(self, text: str) -> str:
     """Return what is new in `text`, the text from `_start`, and cannot begin a stop string."""
     previous = self._decode(self._ids[self._start : self._done])
-    self._start, self._done = self._done, len(self._ids)
+    self._start = self._done
+    self._done = len(self._ids)
+    if self.is_stopped:
+      return ""
     self._held += text[len(previous) :]
-    stops = [self._held.find(stop) for stop in self._stop_strings if stop in self._held]
-    if stops or self.is_stopped:
-      released, self._held = self._held[: min(stops, default=0)], ""
-      released, self.is_stopped = ("" if self.is_stopped else released), True
+    end = self._first_stop()
+    if end is not None:
+      released = self._held[:end]
+      self._held = ""
+      self.is_stopped = True
       return released
     end = len(self._held) - self._num_held_back()
-    released, self._held = self._held[:end], self._held[end:]
+    released = self._held[:end]
+    self._held = self._held[end:]
     return released
+
+  def _first_stop(self) -> int | None:
+    """Return where the first stop string begins in the held text; None if it has none."""
+    positions = [self._held.find(stop) for stop in self._stop_strings]
+    return min((position for position in positions if position >= 0), default=None)
 
   def _num_held_back(self) -> int:
     """Return how many characters at the end of the held text may begin a stop string."""
-    begins = (stop[:n] for stop in self._stop_strings for n in range(1, len(stop)))
-    return max((len(begin) for begin in begins if self._held.endswith(begin)), default=0)
+    longest = 0
+    for stop in self._stop_strings:
+      for length in range(1, len(stop)):
+        if self._held.endswith(stop[:length]):
+          longest = max(longest, length)
+    return longest
+
+
+class CompletionText(NamedTuple):
+  """Text of a completion that has become final.
+
+  Attributes:
+    request: the request that is completed.
+    text: the new text.
+    finish_reason: why the completion ends with this text; "" if it does not.
+  """
+
+  request: GenerationRequest
+  text: str
+  finish_reason: str
 
 
 def stream_completions(
@@ -62,13 +109,16 @@ def stream_completions(
   requests: Iterable[GenerationRequest],
   decode: Decode,
   stop_strings: Sequence[str] = (),
-) -> Iterator[tuple[GenerationRequest, str, str]]:
-  """Run `requests` and yield (request, new text, finish reason or "") as text becomes final."""
+) -> Iterator[CompletionText]:
+  """Run `requests` and yield their texts as these become final."""
   waiting = collections.deque(requests)
   detokenizers: dict[GenerationRequest, Detokenizer] = {}
   while waiting or not batcher.is_idle:
-    admitted = [waiting.popleft() for _ in range(min(batcher.num_free, len(waiting)))]
-    detokenizers |= {request: Detokenizer(decode, stop_strings) for request in admitted}
+    admitted: list[GenerationRequest] = []
+    while waiting and len(admitted) < batcher.num_free:
+      request = waiting.popleft()
+      admitted.append(request)
+      detokenizers[request] = Detokenizer(decode, stop_strings)
     for event in batcher.add(admitted) or batcher.step():
       if event.request not in detokenizers:  # stopped before this token
         continue
@@ -77,4 +127,4 @@ def stream_completions(
         batcher.cancel(event.request)
         del detokenizers[event.request]
       if text or finish_reason:
-        yield event.request, text, finish_reason
+        yield CompletionText(event.request, text, finish_reason)

@@ -14,6 +14,7 @@ Sampling (2023), algorithm 2.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from flax import struct
 from maxlite.config.errors import UserError
 
 # Folded into a row's key, for sampling drafts and for accepting them.
-_DRAFT, _ACCEPT = np.uint32(2**32 - 1), np.uint32(2**32 - 2)
+_DRAFT = np.uint32(2**32 - 1)
+_ACCEPT = np.uint32(2**32 - 2)
 _MIN_TEMPERATURE = 1e-30  # logits divided by less overflow float32
 
 
@@ -38,34 +40,47 @@ class SamplingParams:
   repetition_penalty: float = 1.0
 
   def __post_init__(self) -> None:
-    """Raise UserError if a parameter is out of range."""
-    for name, is_valid, allowed in (
-      ("temperature", self.temperature >= 0, "0 or above"),
-      ("top_k", self.top_k >= 0, "0 (all) or above"),
-      ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-      ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-      ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
-    ):
-      if not is_valid:  # NaN is invalid too
-        raise UserError(f"{name}={getattr(self, name)} must be {allowed}")
+    """Raise UserError if a parameter is out of range or NaN."""
+    if not self.temperature >= 0:
+      raise UserError(f"temperature={self.temperature} must be 0 or above")
+    if not self.top_k >= 0:
+      raise UserError(f"top_k={self.top_k} must be 0 (all) or above")
+    if not 0 < self.top_p <= 1:
+      raise UserError(f"top_p={self.top_p} must be above 0, at most 1")
+    if not 0 <= self.min_p <= 1:
+      raise UserError(f"min_p={self.min_p} must be from 0 to 1")
+    if not self.repetition_penalty > 0:
+      raise UserError(f"repetition_penalty={self.repetition_penalty} must be above 0")
 
 
 @struct.dataclass
 class BatchSamplingParams:
   """`SamplingParams` of every row, as arrays."""
 
-  temperature_B: jax.Array
-  top_k_B: jax.Array
-  top_p_B: jax.Array
-  min_p_B: jax.Array
-  repetition_penalty_B: jax.Array
+  temperature_B: jax.Array | np.ndarray
+  top_k_B: jax.Array | np.ndarray
+  top_p_B: jax.Array | np.ndarray
+  min_p_B: jax.Array | np.ndarray
+  repetition_penalty_B: jax.Array | np.ndarray
 
   @classmethod
   def stack(cls, params: Sequence[SamplingParams]) -> "BatchSamplingParams":
-    fields = dataclasses.fields(SamplingParams)
-    dtypes = {int: np.int32, float: np.float32}
-    column = lambda field: np.asarray([getattr(p, field.name) for p in params], dtypes[field.type])
-    return cls(*map(column, fields))
+    """The parameters of the rows `params`, in order."""
+    return cls(
+      temperature_B=_float32([each.temperature for each in params]),
+      top_k_B=_int32([each.top_k for each in params]),
+      top_p_B=_float32([each.top_p for each in params]),
+      min_p_B=_float32([each.min_p for each in params]),
+      repetition_penalty_B=_float32([each.repetition_penalty for each in params]),
+    )
+
+
+def _float32(numbers: Sequence[float]) -> np.ndarray:
+  return np.asarray(numbers, np.float32)
+
+
+def _int32(numbers: Sequence[int]) -> np.ndarray:
+  return np.asarray(numbers, np.int32)
 
 
 def log_probs(logits_BV: jax.Array, seen_BV: jax.Array, params: BatchSamplingParams) -> jax.Array:
@@ -90,8 +105,9 @@ def log_probs(logits_BV: jax.Array, seen_BV: jax.Array, params: BatchSamplingPar
   threshold_B1 = jax.lax.cond(
     needs_sort,
     _top_k_top_p_threshold,
-    lambda logits_BV, _: jnp.full_like(logits_BV[:, :1], -jnp.inf),
-    *(logits_BV, params),
+    _no_threshold,
+    logits_BV,
+    params,
   )
   max_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
   threshold_B1 = jnp.maximum(threshold_B1, max_B1 + jnp.log(params.min_p_B)[:, None])
@@ -105,11 +121,23 @@ def sample(key_B: jax.Array, log_prob_BV: jax.Array) -> jax.Array:
   is_certain = jnp.all(jnp.sum(log_prob_BV > -jnp.inf, axis=-1) == 1)
   token_B = jax.lax.cond(
     is_certain,
-    lambda _, log_prob_BV: jnp.argmax(log_prob_BV, axis=-1),
+    _most_likely,
     jax.vmap(jax.random.categorical),
-    *(key_B, log_prob_BV),
+    key_B,
+    log_prob_BV,
   )
   return token_B.astype(jnp.int32)
+
+
+def _most_likely(key_B: jax.Array, log_prob_BV: jax.Array) -> jax.Array:
+  del key_B
+  return jnp.argmax(log_prob_BV, axis=-1)
+
+
+def _no_threshold(logits_BV: jax.Array, params: BatchSamplingParams) -> jax.Array:
+  """Return a logit that all tokens reach, [B, 1]."""
+  del params
+  return jnp.full_like(logits_BV[:, :1], -jnp.inf)
 
 
 def _top_k_top_p_threshold(logits_BV: jax.Array, params: BatchSamplingParams) -> jax.Array:
@@ -127,11 +155,17 @@ def _top_k_top_p_threshold(logits_BV: jax.Array, params: BatchSamplingParams) ->
 
 @struct.dataclass
 class Drafts:
-  """J proposed tokens after the newest token of each row."""
+  """J proposed tokens after the newest token of each row.
+
+  Attributes:
+    token_BJ: the drafts.
+    log_q_BJV: log of the distribution that each draft was sampled from.
+    seen_BTV: whether a token was seen before each draft, and (T = J + 1) after the last.
+  """
 
   token_BJ: jax.Array
-  log_q_BJV: jax.Array  # distribution that each draft was sampled from
-  seen_BTV: jax.Array  # tokens seen before each draft, and (T = J + 1) after the last
+  log_q_BJV: jax.Array
+  seen_BTV: jax.Array
 
 
 # (key_B, position_B) to the keys that sample the tokens at these positions of the rows.
@@ -147,44 +181,81 @@ def propose(
   first_B: jax.Array,
 ) -> Drafts:
   """Sample drafts for the positions from `first_B`, given the logits of the draft heads."""
-  key_B = _fold_in_all(key_B, _DRAFT)
-  tokens, log_qs, seen = [], [], [seen_BV]
-  for j in range(logits_BJV.shape[1]):
-    log_qs.append(log_probs(logits_BJV[:, j], seen[-1], params))
-    tokens.append(sample(keys_at(key_B, first_B + j), log_qs[-1]))
-    seen.append(seen[-1].at[jnp.arange(len(key_B)), tokens[-1]].set(True))
-  stack = lambda arrays, empty: jnp.stack(arrays, axis=1) if arrays else empty
-  token_BJ = stack(tokens, jnp.zeros((len(key_B), 0), jnp.int32))
-  return Drafts(token_BJ, stack(log_qs, logits_BJV), jnp.stack(seen, axis=1))
+  num_rows, num_drafts, _ = logits_BJV.shape
+  if num_drafts == 0:
+    no_token_BJ = jnp.zeros((num_rows, 0), jnp.int32)
+    return Drafts(no_token_BJ, logits_BJV, seen_BV[:, None])
+  draft_key_B = _fold_in_all(key_B, _DRAFT)
+  row_B = jnp.arange(num_rows)
+  tokens: list[jax.Array] = []
+  log_qs: list[jax.Array] = []
+  seen = [seen_BV]
+  for j in range(num_drafts):
+    log_q_BV = log_probs(logits_BJV[:, j], seen_BV, params)
+    token_B = sample(keys_at(draft_key_B, first_B + j), log_q_BV)
+    seen_BV = seen_BV.at[row_B, token_B].set(True)
+    tokens.append(token_B)
+    log_qs.append(log_q_BV)
+    seen.append(seen_BV)
+  return Drafts(
+    token_BJ=jnp.stack(tokens, axis=1),
+    log_q_BJV=jnp.stack(log_qs, axis=1),
+    seen_BTV=jnp.stack(seen, axis=1),
+  )
 
 
-def verify(
-  drafts: Drafts, log_p_BTV: jax.Array, key_B: jax.Array, first_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Return (number of accepted drafts of each row, the token after them).
+class Verified(NamedTuple):
+  """What a decode step generates.
+
+  Attributes:
+    num_accepted_B: number of accepted drafts of each row.
+    token_B: the token after them.
+  """
+
+  num_accepted_B: jax.Array
+  token_B: jax.Array
+
+
+def verify(drafts: Drafts, log_p_BTV: jax.Array, key_B: jax.Array, first_B: jax.Array) -> Verified:
+  """Accept drafts of each row, and sample the token after them.
 
   A draft x is accepted with probability min(1, p(x) / q(x)); the first rejected draft ends the
   sequence and is replaced by a sample from max(p - q, 0). If all are accepted, one more token is
   sampled from p.
 
   Args:
+    drafts: the drafts.
     log_p_BTV: the model's distribution at the position of each draft and at the one after them.
+    key_B: the keys of the rows.
     first_B: position of the first draft in its row.
   """
-  num_drafts, index_BJ1 = drafts.token_BJ.shape[1], drafts.token_BJ[..., None]
-  of_draft = lambda log_BJV: jnp.take_along_axis(log_BJV, index_BJ1, axis=-1)[..., 0]
-  log_ratio_BJ = of_draft(log_p_BTV[:, :num_drafts]) - of_draft(drafts.log_q_BJV)
+  num_drafts = drafts.token_BJ.shape[1]
+  log_p_BJ = _at_tokens(log_p_BTV[:, :num_drafts], drafts.token_BJ)
+  log_q_BJ = _at_tokens(drafts.log_q_BJV, drafts.token_BJ)
+  log_ratio_BJ = log_p_BJ - log_q_BJ
   accept_key_B = keys_at(_fold_in_all(key_B, _ACCEPT), first_B)
-  uniform_BJ = jax.vmap(lambda key: jax.random.uniform(key, num_drafts))(accept_key_B)
+  uniform_BJ = jax.vmap(lambda key: jax.random.uniform(key, (num_drafts,)))(accept_key_B)
   is_accepted_BJ = uniform_BJ < jnp.exp(log_ratio_BJ)
   num_accepted_B = jnp.sum(jnp.cumprod(is_accepted_BJ.astype(jnp.int32), axis=1), axis=1)
   # After the last draft q is zero, so p - q is p.
   log_q_BTV = jnp.pad(drafts.log_q_BJV, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)
-  at = lambda log_BTV: jnp.take_along_axis(log_BTV, num_accepted_B[:, None, None], axis=1)[:, 0]
-  log_p_BV, log_q_BV = at(log_p_BTV), at(log_q_BTV)
+  log_p_BV = _at_positions(log_p_BTV, num_accepted_B)
+  log_q_BV = _at_positions(log_q_BTV, num_accepted_B)
   residual_BV = jnp.maximum(jnp.exp(log_p_BV) - jnp.exp(log_q_BV), 0)
   # If p equals q, rounding may still reject a draft and leave no residual: sample from p.
   has_residual_B1 = jnp.any(residual_BV > 0, axis=-1, keepdims=True)
   use_p_B1 = (num_accepted_B == num_drafts)[:, None] | ~has_residual_B1
+  log_prob_BV = jnp.where(use_p_B1, log_p_BV, jnp.log(residual_BV))
   last_key_B = keys_at(key_B, first_B + num_accepted_B)
-  return num_accepted_B, sample(last_key_B, jnp.where(use_p_B1, log_p_BV, jnp.log(residual_BV)))
+  token_B = sample(last_key_B, log_prob_BV)
+  return Verified(num_accepted_B, token_B)
+
+
+def _at_tokens(log_BJV: jax.Array, token_BJ: jax.Array) -> jax.Array:
+  """Return the entries [B, J] of the tokens."""
+  return jnp.take_along_axis(log_BJV, token_BJ[..., None], axis=-1)[..., 0]
+
+
+def _at_positions(log_BTV: jax.Array, position_B: jax.Array) -> jax.Array:
+  """Return the entries [B, V] at a position of each row."""
+  return jnp.take_along_axis(log_BTV, position_B[:, None, None], axis=1)[:, 0]

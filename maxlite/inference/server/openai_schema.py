@@ -5,14 +5,17 @@ import math
 import secrets
 import time
 import uuid
-from typing import Any
+from typing import TypedDict
 
 from maxlite.config.errors import UserError
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
 
+Prompt = str | tuple[int, ...]  # text, or token ids
+JsonObject = dict[str, object]
+
 # Parameters that clients send but that are not supported, with the values that have no effect.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
   "n": (1, None),
   "best_of": (1, None),
   "echo": (False, None),
@@ -23,11 +26,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
   "logit_bias": (None, {}),
 }
 IGNORED = ("user",)
+# Sampling parameters and their types.
 _NUMBERS = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
 MAX_TEMPERATURE = 2.0  # OpenAI's; above it completions are noise
 MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000  # each is searched for after every token
-_ROLES, _MESSAGE_KEYS = ("system", "developer", "user", "assistant"), ("role", "content")
+# Each stop string is searched for after every token.
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1000
+_ROLES = ("system", "developer", "user", "assistant")
+_MESSAGE_KEYS = ("role", "content")
+_PROMPT_RULE = "prompt must be a string, a list of tokens, or a list of such"
+
+
+class Message(TypedDict):
+  """A message of a conversation."""
+
+  role: str
+  content: str
 
 
 class UnknownModelError(Exception):
@@ -36,11 +51,22 @@ class UnknownModelError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-  """A parsed request: complete each of `prompts`, or the conversation `messages`."""
+  """A parsed request: complete each of `prompts`, or the conversation `messages`.
 
-  prompts: tuple[str | tuple[int, ...], ...]
-  messages: tuple[dict[str, str], ...]  # {"role": ..., "content": ...}
-  max_tokens: int | None  # None: as many as there is room for
+  Attributes:
+    prompts: the prompts as text or token ids; empty for a conversation.
+    messages: the messages of a conversation; empty if there are prompts.
+    max_tokens: the maximum number of new tokens; None for as many as there is room for.
+    sampling: the sampling parameters.
+    seed: the seed of the first completion; each further one has the next seed.
+    stop_strings: texts that end a completion.
+    stream: whether the response is a stream of chunks.
+    include_usage: whether a stream ends with a chunk of token counts.
+  """
+
+  prompts: tuple[Prompt, ...]
+  messages: tuple[Message, ...]
+  max_tokens: int | None
   sampling: SamplingParams
   seed: int
   stop_strings: tuple[str, ...]
@@ -48,10 +74,16 @@ class CompletionRequest:
   include_usage: bool
 
   def generation_request(self, tokens: list[int], max_tokens: int, n: int) -> GenerationRequest:
-    return GenerationRequest(tokens, max_tokens, self.sampling, (self.seed + n) % 2**32)
+    """The request to the engine for the n-th completion, whose prompt is `tokens`."""
+    return GenerationRequest(
+      prompt=tokens,
+      max_new_tokens=max_tokens,
+      sampling=self.sampling,
+      seed=(self.seed + n) % 2**32,
+    )
 
 
-def require_model(given: Any, model: str) -> None:
+def require_model(given: object, model: str) -> None:
   """Check the model that a request names; None: the request names none.
 
   Raises:
@@ -67,12 +99,14 @@ def require_model(given: Any, model: str) -> None:
 
 
 def parse_request(
-  body: Any, *, model: str, is_chat: bool, max_tokens: int | None
+  body: object, *, model: str, is_chat: bool, max_tokens: int | None
 ) -> CompletionRequest:
   """Parse the JSON of a request.
 
   Args:
+    body: the decoded JSON.
     model: name of the server's model.
+    is_chat: whether the request has messages instead of prompts.
     max_tokens: default, for clients that do not set it.
 
   Raises:
@@ -81,39 +115,62 @@ def parse_request(
   """
   if not isinstance(body, dict):
     raise UserError("the body must be a JSON object")
-  body = {name: value for name, value in body.items() if name not in IGNORED}
-  require_model(body.pop("model", None), model)
-  prompts = () if is_chat else _parse_prompts(body.pop("prompt", ""))
-  messages = _parse_messages(body.pop("messages", None)) if is_chat else ()
-  given = {name: _number(name, body.pop(name)) for name in _NUMBERS if body.get(name) is not None}
+  given = {name: value for name, value in body.items() if name not in IGNORED}
+  require_model(given.pop("model", None), model)
+  prompts: tuple[Prompt, ...] = ()
+  messages: tuple[Message, ...] = ()
+  if is_chat:
+    messages = _parse_messages(given.pop("messages", None))
+  else:
+    prompts = _parse_prompts(given.pop("prompt", ""))
+  numbers = _take_numbers(given)
   for name in ("max_completion_tokens", "max_tokens"):
-    given_limit = body.pop(name, None)
-    max_tokens = max_tokens if given_limit is None else _integer("max_tokens", given_limit)
-  if given.get("temperature", 0.0) > MAX_TEMPERATURE:
-    raise UserError(f"temperature={given['temperature']} must be from 0 to {MAX_TEMPERATURE:g}")
-  options = body.pop("stream_options", None) or {}
+    limit = given.pop(name, None)
+    if limit is not None:
+      max_tokens = _integer("max_tokens", limit)
+  if numbers.get("temperature", 0.0) > MAX_TEMPERATURE:
+    raise UserError(f"temperature={numbers['temperature']} must be from 0 to {MAX_TEMPERATURE:g}")
+  options = given.pop("stream_options", None) or {}
   if not isinstance(options, dict):
     raise UserError("stream_options must be an object")
   request = CompletionRequest(
-    prompts,
-    messages,
-    max_tokens,
-    SamplingParams(**given),
-    _parse_seed(body.pop("seed", None)),
-    _parse_stop(body.pop("stop", None)),
-    _boolean("stream", body.pop("stream", None)),
-    _boolean("include_usage", options.get("include_usage")),
+    prompts=prompts,
+    messages=messages,
+    max_tokens=max_tokens,
+    sampling=SamplingParams(**numbers),  # type: ignore[arg-type]  # top_k is an int
+    seed=_parse_seed(given.pop("seed", None)),
+    stop_strings=_parse_stop(given.pop("stop", None)),
+    stream=_boolean("stream", given.pop("stream", None)),
+    include_usage=_boolean("include_usage", options.get("include_usage")),
   )
-  for name, value in body.items():
-    if name not in NEUTRAL and name not in _NUMBERS:
-      raise UserError(f"{name} is not a known parameter")
-    neutral = [(x, isinstance(x, bool)) for x in NEUTRAL.get(name, ())]  # logprobs=0 is not False
-    if name in NEUTRAL and (value, isinstance(value, bool)) not in neutral:
-      raise UserError(f"{name}={value} is not supported; leave it out")
+  for name, value in given.items():
+    _require_neutral(name, value)
   return request
 
 
-def transcript(messages: tuple[dict[str, str], ...]) -> str:
+def _take_numbers(given: dict[str, object]) -> dict[str, float]:
+  """Remove the sampling parameters from `given` and parse them; null means the default."""
+  numbers: dict[str, float] = {}
+  for name in _NUMBERS:
+    if given.get(name) is not None:
+      numbers[name] = _number(name, given.pop(name))
+  return numbers
+
+
+def _require_neutral(name: str, value: object) -> None:
+  """Raise UserError if a parameter that no parser has read is unknown, or has an effect."""
+  if name in _NUMBERS:
+    return  # null
+  if name not in NEUTRAL:
+    raise UserError(f"{name} is not a known parameter")
+  for neutral in NEUTRAL[name]:
+    # In Python 0 equals False, but logprobs=0 is a request and logprobs=false is none.
+    if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
+      return
+  raise UserError(f"{name}={value} is not supported; leave it out")
+
+
+def transcript(messages: tuple[Message, ...]) -> str:
   """Format a conversation as lines of `role: content`, up to the assistant's answer."""
   lines = [f"{message['role']}: {message['content']}\n" for message in messages]
   return "".join(lines) + "assistant:"
@@ -123,86 +180,146 @@ class ResponseSchema:
   """Builds the JSON objects of one response, whole or in chunks."""
 
   def __init__(self, model: str, is_chat: bool) -> None:
-    kind = "chatcmpl" if is_chat else "cmpl"
-    self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    kind = "cmpl"
+    if is_chat:
+      kind = "chatcmpl"
+    self._head: JsonObject = {
+      "id": f"{kind}-{uuid.uuid4().hex}",
+      "created": int(time.time()),
+      "model": model,
+    }
     self._is_chat = is_chat
 
-  def response(self, choices: list[dict], *, is_chunk: bool = False) -> dict:
-    chat = "chat.completion.chunk" if is_chunk else "chat.completion"
-    kind = chat if self._is_chat else "text_completion"
+  def response(self, choices: list[JsonObject], *, is_chunk: bool = False) -> JsonObject:
+    """A response, or a chunk of one, with the given choices."""
+    if not self._is_chat:
+      kind = "text_completion"
+    elif is_chunk:
+      kind = "chat.completion.chunk"
+    else:
+      kind = "chat.completion"
     return self._head | {"object": kind, "choices": choices}
 
-  def choice(self, index: int, text: str, finish_reason: str, *, is_chunk: bool = False) -> dict:
-    content: dict[str, Any] = {"text": text}
-    if self._is_chat:
-      content = {"delta" if is_chunk else "message": {"role": "assistant", "content": text}}
-    return {"index": index, "logprobs": None, "finish_reason": finish_reason or None} | content
+  def choice(
+    self, index: int, text: str, finish_reason: str, *, is_chunk: bool = False
+  ) -> JsonObject:
+    """The completion number `index`, or in a chunk its new text; finish_reason "" becomes null."""
+    choice: JsonObject = {
+      "index": index,
+      "logprobs": None,
+      "finish_reason": finish_reason or None,
+    }
+    if not self._is_chat:
+      choice["text"] = text
+    elif is_chunk:
+      choice["delta"] = {"role": "assistant", "content": text}
+    else:
+      choice["message"] = {"role": "assistant", "content": text}
+    return choice
 
 
-def _parse_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
+def _parse_prompts(given: object) -> tuple[Prompt, ...]:
   """Parse one prompt or a list of them, each a string or a list of token ids."""
-  is_tokens = lambda x: isinstance(x, list) and x and all(type(i) is int and i >= 0 for i in x)
-  is_prompt = lambda x: isinstance(x, str) or is_tokens(x)
-  prompts = [given] if is_prompt(given) else given
-  if not isinstance(prompts, list) or not prompts or not all(map(is_prompt, prompts)):
-    raise UserError("prompt must be a string, a list of tokens, or a list of such")
-  return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+  one = _as_prompt(given)
+  if one is not None:
+    return (one,)
+  prompts: list[Prompt] = []
+  if isinstance(given, list):
+    for each in given:
+      prompt = _as_prompt(each)
+      if prompt is None:
+        raise UserError(_PROMPT_RULE)
+      prompts.append(prompt)
+  if not prompts:
+    raise UserError(_PROMPT_RULE)
+  return tuple(prompts)
 
 
-def _parse_messages(given: Any) -> tuple[dict[str, str], ...]:
+def _as_prompt(given: object) -> Prompt | None:
+  """`given` as a prompt; None if it is neither a string nor a list of token ids."""
+  if isinstance(given, str):
+    return given
+  if isinstance(given, list) and given and all(_is_token(each) for each in given):
+    return tuple(given)
+  return None
+
+
+def _is_token(given: object) -> bool:
+  return type(given) is int and given >= 0  # True is no token
+
+
+def _parse_messages(given: object) -> tuple[Message, ...]:
   if not isinstance(given, list) or not given:
     raise UserError("messages must be a list of at least one")
-  return tuple(map(_parse_message, given))
+  return tuple(_parse_message(message) for message in given)
 
 
-def _parse_message(given: Any) -> dict[str, str]:
+def _parse_message(given: object) -> Message:
   """Parse a message's role and its content, a string or a list of text parts."""
   message = given if isinstance(given, dict) else {}
-  role, content = message.get("role"), message.get("content")
-  parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-  texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-  if role not in _ROLES or not all(isinstance(text, str) for text in texts):
+  role = message.get("role")
+  text = _parse_content(message.get("content"))
+  if role not in _ROLES or text is None:
     raise UserError('a message must be {"role": "user", "content": "..."}, with text only')
-  if unsupported := [name for name in message if message[name] and name not in _MESSAGE_KEYS]:
-    raise UserError(f"a message with {unsupported[0]} is not supported; leave it out")
-  return {"role": role, "content": "".join(texts)}
+  for name, value in message.items():
+    if value and name not in _MESSAGE_KEYS:
+      raise UserError(f"a message with {name} is not supported; leave it out")
+  return {"role": role, "content": text}
 
 
-def _parse_stop(given: Any) -> tuple[str, ...]:
-  stops = [given] if isinstance(given, str) else given or []
+def _parse_content(given: object) -> str | None:
+  """The text of a message's content; None if it has something else."""
+  if isinstance(given, str):
+    return given
+  if not isinstance(given, list):
+    return None
+  texts: list[str] = []
+  for part in given:
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+      return None
+    texts.append(text)
+  return "".join(texts)
+
+
+def _parse_stop(given: object) -> tuple[str, ...]:
+  stops = given or []
+  if isinstance(given, str):
+    stops = [given]
   if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
     raise UserError("stop must be a string or a list of strings")
-  if len(stops) > MAX_STOP_STRINGS or max(map(len, stops), default=0) > MAX_STOP_LENGTH:
+  longest = max((len(stop) for stop in stops), default=0)
+  if len(stops) > MAX_STOP_STRINGS or longest > MAX_STOP_LENGTH:
     raise UserError(
       f"stop may have at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters"
     )
   return tuple(stops)
 
 
-def _parse_seed(given: Any) -> int:
+def _parse_seed(given: object) -> int:
   """Return the seed, or a random one for a request without, so that its completions vary."""
   if given is None:
     return secrets.randbits(32)
   return _integer("seed", given) % 2**32
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: object) -> float:
   if _NUMBERS[name] is int:
     _integer(name, value)
-  if type(value) not in (int, float):
+  if not isinstance(value, int | float) or isinstance(value, bool):
     raise UserError(f"{name}={value!r} must be a number")
   if abs(value) > MAX_NUMBER or not math.isfinite(value):
     raise UserError(f"{name} must be a number up to {MAX_NUMBER}")
   return value
 
 
-def _boolean(name: str, value: Any) -> bool:
+def _boolean(name: str, value: object) -> bool:
   if value is not None and not isinstance(value, bool):
     raise UserError(f"{name} must be true or false")
   return bool(value)
 
 
-def _integer(name: str, value: Any) -> int:
-  if type(value) is not int:
+def _integer(name: str, value: object) -> int:
+  if not isinstance(value, int) or isinstance(value, bool):
     raise UserError(f"{name}={value!r} must be an integer")
   return value
