@@ -8,7 +8,7 @@ are independent: a completion does not depend on the requests that share the bat
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,16 @@ from maxlite.inference.sampling import (
 from maxlite.layers import cache
 from maxlite.metrics.waits import report_wait
 from maxlite.models.decoder import Decoder
+from maxlite.sharding.pytree import PyTree
 
 NO_TOKEN = -1  # padding in the output of rows that have finished
 MAX_STEPS = 16  # decode steps per call
+_STEP = "step"  # name of the program of decode steps; those of prefill have a shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerationRequest:
-  """A prompt to complete, up to a stop token or `max_new_tokens`."""
+  """A prompt to complete, up to a stop token or `max_new_tokens`; equal only to itself."""
 
   prompt: Sequence[int]
   max_new_tokens: int
@@ -45,16 +47,59 @@ class GenerationRequest:
 
 @struct.dataclass
 class DecodeState:
-  """The state of all rows between decode steps."""
+  """The state of all rows between decode steps.
 
-  cache: Any
-  token_B: jax.Array  # newest token, not in the cache yet
-  length_B: jax.Array  # positions in the cache
-  remaining_B: jax.Array  # tokens that may still be generated; 0: the row is idle
+  Attributes:
+    cache: keys and values of the positions before `token_B`; None for new rows.
+    token_B: the newest token, which is not in the cache yet.
+    length_B: number of positions in the cache.
+    remaining_B: number of tokens that may still be generated; 0 if the row is idle.
+    key_B: the random key of the row's request.
+    seen_BV: whether the token occurs in the prompt or completion.
+    sampling: the sampling parameters.
+    x_BD: the hidden state that `token_B` was sampled from, for draft heads.
+  """
+
+  cache: PyTree
+  token_B: jax.Array
+  length_B: jax.Array
+  remaining_B: jax.Array
   key_B: jax.Array
-  seen_BV: jax.Array  # whether the token occurs in the prompt or completion
+  seen_BV: jax.Array
   sampling: BatchSamplingParams
-  x_BD: jax.Array  # for draft heads: the hidden state that `token_B` was sampled from
+  x_BD: jax.Array
+
+
+class _Prompts(NamedTuple):
+  """Prompts to insert into rows, padded to the same length and to a number of requests.
+
+  Attributes:
+    token_BT: the tokens.
+    length_B: number of tokens; 0 for requests that are padding.
+    row_B: the rows; `num_rows`, which does not exist, for requests that are padding.
+    seed_B: the seeds.
+    remaining_B: number of tokens to generate.
+    sampling: the sampling parameters.
+  """
+
+  token_BT: np.ndarray
+  length_B: np.ndarray
+  row_B: np.ndarray
+  seed_B: np.ndarray
+  remaining_B: np.ndarray
+  sampling: BatchSamplingParams
+
+
+# (params, state, argument) -> (new state, tokens).
+_Function = Callable[[PyTree, DecodeState, Any], tuple[DecodeState, jax.Array]]
+
+
+class _Carry(NamedTuple):
+  """What a loop over decode steps updates: steps taken, the state, and the new tokens."""
+
+  num_steps: jax.Array
+  state: DecodeState
+  token_NBT: jax.Array
 
 
 class Engine:
@@ -78,7 +123,7 @@ class Engine:
   def __init__(
     self,
     model: Decoder,
-    params: Any,
+    params: PyTree,
     *,
     num_rows: int,
     max_length: int,
@@ -89,32 +134,39 @@ class Engine:
     prompt_growth: int = 2,
   ) -> None:
     self.num_shards = model.sharder.num_shards("activation_batch")
-    if num_rows % self.num_shards:
+    rest = num_rows % self.num_shards
+    if rest:
       raise UserError(
         f"{num_rows} rows are not divisible by the {self.num_shards} shards of a batch: use "
-        f"{num_rows + -num_rows % self.num_shards}"
+        f"{num_rows + self.num_shards - rest}"
       )
     num_heads = model.cfg.num_draft_heads
     if num_drafts > num_heads:
       raise UserError(
         f"num_draft_heads={num_heads} cannot propose {num_drafts} tokens: use at most as many"
       )
-    self._model, self._params, self.stop_token_ids = model, params, tuple(stop_token_ids)
-    self.num_rows, self.max_length, self.num_drafts = num_rows, max_length, num_drafts
+    if model.sharder.platform == "gpu":
+      first_block = 0
+    self.stop_token_ids = tuple(stop_token_ids)
+    self.num_rows = num_rows
+    self.max_length = max_length
+    self.num_drafts = num_drafts
+    self.compile_seconds = 0.0
+    self._model = model
+    self._params = params
     self._min_prompt_length = min_prompt_length
     self._prompt_growth = prompt_growth
-    self._first_block = 0 if model.sharder.platform == "gpu" else first_block
-    self.compile_seconds = 0.0
-    self._programs: dict[Hashable, Callable] = {}
+    self._first_block = first_block
+    self._programs: dict[Hashable, jax.stages.Compiled] = {}
     self._shardings = self._state_shardings()
     self._init_state = jax.jit(self._empty_state, out_shardings=self._shardings)
-    self._state = self._init_state()
-    make_idle = lambda state, row: state.replace(remaining_B=state.remaining_B.at[row].set(0))
-    self._cancel = jax.jit(make_idle, donate_argnums=0, out_shardings=self._shardings)
+    self._state: DecodeState | None = self._init_state()
+    self._cancel = jax.jit(_make_idle, donate_argnums=0, out_shardings=self._shardings)
 
   def check(self, request: GenerationRequest) -> None:
     """Raise UserError if no row can hold the request."""
-    num_tokens, limit = len(request.prompt), self.max_length
+    num_tokens = len(request.prompt)
+    limit = self.max_length
     if not num_tokens:
       raise UserError("the prompt has no tokens: begin it with the tokenizer's bos token")
     if request.max_new_tokens < 1:
@@ -132,10 +184,12 @@ class Engine:
 
   def compile_ahead(self) -> None:
     """Compile all programs that a request may need, except prefill of all rows at once."""
-    self._program("step", self._steps, np.int32(0))
-    for length in sorted({self._padded(1 << n) for n in range(self.max_length.bit_length() + 1)}):
-      args = self._prefill_args([GenerationRequest([0] * length, 0)], [0], self.num_shards)
-      self._program(args[0].shape, self._prefill, *args)
+    self._program(_STEP, self._steps, np.int32(0))
+    lengths = {self._padded(1 << n) for n in range(self.max_length.bit_length() + 1)}
+    for length in sorted(lengths):
+      request = GenerationRequest([0] * length, 0)
+      prompts = self._prompts([request], [0], self.num_shards)
+      self._program(prompts.token_BT.shape, self._prefill, prompts)
 
   def prefill(self, requests: Sequence[GenerationRequest], rows: Sequence[int]) -> np.ndarray:
     """Insert `requests` into the idle rows `rows` and return the first token of each.
@@ -145,12 +199,15 @@ class Engine:
     """
     for request in requests:
       self.check(request)
-    size = self.num_rows if len(requests) == self.num_rows else self.num_shards
-    tokens = []
+    size = self.num_shards
+    if len(requests) == self.num_rows:
+      size = self.num_rows
+    tokens: list[np.ndarray] = []
     for start in range(0, len(requests), size):
-      batch, batch_rows = requests[start : start + size], rows[start : start + size]
-      args = self._prefill_args(batch, batch_rows, size)
-      tokens.append(np.asarray(self._run(args[0].shape, self._prefill, *args))[: len(batch)])
+      batch = requests[start : start + size]
+      prompts = self._prompts(batch, rows[start : start + size], size)
+      token_B = self._run(prompts.token_BT.shape, self._prefill, prompts)
+      tokens.append(np.asarray(token_B)[: len(batch)])
     return np.concatenate(tokens)
 
   def step(self, num_steps: int = 1) -> jax.Array:
@@ -159,70 +216,86 @@ class Engine:
     Entries are padded with NO_TOKEN, also within a row and step after its tokens. The array is
     returned asynchronously.
     """
-    return self._run("step", self._steps, np.int32(num_steps))
+    return self._run(_STEP, self._steps, np.int32(num_steps))
 
   def cancel(self, row: int) -> None:
+    """Make a row idle."""
     self._state = self._cancel(self._state, row)
 
   def reset(self) -> None:
     """Make all rows idle with a new state, since a failed program may have consumed the old one."""
     self._state = self._init_state()
 
-  def load(self, params: Any) -> None:
+  def load(self, params: PyTree) -> None:
     """Replace the parameters by `params`, of the same shapes and shardings, and reset."""
     self._params = params
     self.reset()
 
   def unload(self) -> None:
     """Free the memory of the parameters and rows until `load`; the programs stay compiled."""
-    self._params = self._state = None
+    self._params = None
+    self._state = None
 
   def _padded(self, length: int) -> int:
+    """The length to which a prompt of `length` tokens is padded."""
     padded = self._min_prompt_length
     while padded < length:
       padded *= self._prompt_growth
     return min(padded, self.max_length)
 
-  def _prefill_args(
+  def _prompts(
     self, requests: Sequence[GenerationRequest], rows: Sequence[int], size: int
-  ) -> tuple:
+  ) -> _Prompts:
+    """Pad the prompts of `requests`, which get `rows`, to `size` prompts of one length."""
     num_padding = size - len(requests)
-    padded = [*requests, *[GenerationRequest((), 0)] * num_padding]
-    int32 = lambda values: np.asarray(list(values), np.int32)
+    no_request = GenerationRequest((), 0)
+    padded = [*requests, *[no_request] * num_padding]
+    padded_rows = [*rows, *[self.num_rows] * num_padding]
     lengths = [len(request.prompt) for request in padded]
-    tokens_BT = np.zeros((size, self._padded(max(lengths))), np.int32)
-    for row_T, request in zip(tokens_BT, padded, strict=True):
+    token_BT = np.zeros((size, self._padded(max(lengths))), np.int32)
+    for row_T, request in zip(token_BT, padded, strict=True):
       row_T[: len(request.prompt)] = request.prompt
-    return (
-      tokens_BT,
-      int32(lengths),
-      int32([*rows, *[self.num_rows] * num_padding]),
-      np.asarray([request.seed for request in padded], np.uint32),
-      int32(request.max_new_tokens for request in padded),
-      BatchSamplingParams.stack([request.sampling for request in padded]),
+    return _Prompts(
+      token_BT=token_BT,
+      length_B=np.asarray(lengths, np.int32),
+      row_B=np.asarray(padded_rows, np.int32),
+      seed_B=np.asarray([request.seed for request in padded], np.uint32),
+      remaining_B=np.asarray([request.max_new_tokens for request in padded], np.int32),
+      sampling=BatchSamplingParams.stack([request.sampling for request in padded]),
     )
 
-  def _run(self, name: Hashable, function: Callable, *args: Any) -> jax.Array:
-    """Run function(params, state, *args), store the new state and return the tokens."""
-    program = self._program(name, function, *args)
-    self._state, tokens = program(self._params, self._state, *args)
+  def _run(self, name: Hashable, function: _Function, argument: PyTree) -> jax.Array:
+    """Run function(params, state, argument), store the new state and return the tokens."""
+    program = self._program(name, function, argument)
+    self._state, tokens = program(self._params, self._state, argument)
     return tokens
 
-  def _program(self, name: Hashable, function: Callable, *args: Any) -> Callable:
-    """Return the compiled `function`; `name` must determine the shapes of the arguments."""
+  def _program(self, name: Hashable, function: _Function, argument: PyTree) -> jax.stages.Compiled:
+    """Return the compiled `function`; `name` must determine the shapes of the argument."""
     if name not in self._programs:
       start = time.perf_counter()
       replicated = self._model.sharder.sharding(())
       jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._shardings, replicated))
-      what = "a decode step" if name == "step" else f"prefill of {name} tokens"
+      what = f"prefill of {name} tokens"
+      if name == _STEP:
+        what = "a decode step"
       with report_wait(f"compiling {what}"):
-        self._programs[name] = jitted.lower(self._params, self._state, *args).compile()
+        lowered = jitted.lower(self._params, self._state, argument)
+        self._programs[name] = lowered.compile()
       self.compile_seconds += time.perf_counter() - start
     return self._programs[name]
 
   def _empty_state(self) -> DecodeState:
+    """The state of idle rows."""
     tokens_BT = jax.ShapeDtypeStruct((self.num_shards, self.max_length), jnp.int32)
-    x_BTD, prefix = jax.eval_shape(self._hidden, self._params, None, *[tokens_BT] * 3)
+    x_BTD, prefix = jax.eval_shape(
+      self._hidden,
+      self._params,
+      None,
+      tokens_BT,
+      tokens_BT,
+      tokens_BT,
+    )
     zeros_B = jnp.zeros(self.num_rows, jnp.int32)
     return DecodeState(
       cache=cache.init_cache(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
@@ -248,94 +321,133 @@ class Engine:
     return jax.tree.map(sharding, jax.eval_shape(self._empty_state))
 
   def _hidden(
-    self, params: Any, entries: Any, tokens_BT, segment_BT, position_BT
-  ) -> tuple[jax.Array, Any]:
-    """Return (x_BTD, the new cache entries)."""
-    variables = {"params": params} | ({} if entries is None else {cache.COLLECTION: entries})
-    options = {"method": self._model.hidden, "mutable": [cache.COLLECTION]}
-    (x_BTD, _), new = self._model.apply(variables, tokens_BT, segment_BT, position_BT, **options)
+    self,
+    params: PyTree,
+    entries: PyTree,
+    token_BT: jax.Array,
+    segment_BT: jax.Array,
+    position_BT: jax.Array,
+  ) -> tuple[jax.Array, PyTree]:
+    """Return (x_BTD, the new cache entries); without `entries` the tokens begin their rows."""
+    variables = {"params": params}
+    if entries is not None:
+      variables[cache.COLLECTION] = entries
+    (x_BTD, _), new = self._model.apply(
+      variables,
+      token_BT,
+      segment_BT,
+      position_BT,
+      method=self._model.hidden,
+      mutable=[cache.COLLECTION],
+    )
     return x_BTD, new[cache.COLLECTION]
 
-  def _logits(self, params: Any, x: jax.Array) -> jax.Array:
-    return self._model.apply({"params": params}, x, method=self._model.logits)
+  def _apply(self, params: PyTree, method: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    """Apply a method of the model that changes no variables."""
+    return cast(jax.Array, self._model.apply({"params": params}, x, method=method))
 
-  def _draft_logits(self, params: Any, x_BD: jax.Array) -> jax.Array:
+  def _logits(self, params: PyTree, x: jax.Array) -> jax.Array:
+    return self._apply(params, self._model.logits, x)
+
+  def _draft_logits(self, params: PyTree, x_BD: jax.Array) -> jax.Array:
     """Return logits_BJV of the tokens after the newest one."""
     if not self.num_drafts:
       return jnp.zeros((self.num_rows, 0, self._model.cfg.vocab_size))
-    method = self._model.draft_hidden
-    y_B1JD = self._model.apply({"params": params}, x_BD[:, None], method=method)
+    y_B1JD = self._apply(params, self._model.draft_hidden, x_BD[:, None])
     return self._logits(params, y_B1JD[:, :, : self.num_drafts])[:, 0]
 
   def _prefill(
-    self,
-    params: Any,
-    state: DecodeState,
-    tokens_BT: jax.Array,
-    length_B: jax.Array,
-    row_B: jax.Array,
-    seed_B: jax.Array,
-    remaining_B: jax.Array,
-    sampling: BatchSamplingParams,
+    self, params: PyTree, state: DecodeState, prompts: _Prompts
   ) -> tuple[DecodeState, jax.Array]:
-    """Return (state, token_B) after inserting prompts as the rows `row_B`."""
-    column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    """Return (state, token_B) after inserting prompts as the rows `prompts.row_B`."""
+    token_BT = jnp.asarray(prompts.token_BT)
+    length_B = jnp.asarray(prompts.length_B)
+    row_B = jnp.asarray(prompts.row_B)
+    column_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1])[None], token_BT.shape)
     is_real_BT = column_BT < length_B[:, None]
-    x_BTD, prefix = self._hidden(params, None, tokens_BT, is_real_BT.astype(jnp.int32), column_BT)
+    segment_BT = is_real_BT.astype(jnp.int32)
+    x_BTD, prefix = self._hidden(params, None, token_BT, segment_BT, column_BT)
     last_B11 = jnp.maximum(length_B - 1, 0)[:, None, None]
     x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1)
     logits_BV = self._logits(params, x_B1D)[:, 0]
     batch_B1 = jnp.arange(len(length_B))[:, None]
-    seen_BV = jnp.zeros(logits_BV.shape, bool).at[batch_B1, tokens_BT].max(is_real_BT)
-    key_B = jax.vmap(jax.random.key)(seed_B)
-    token_B = sample(keys_at(key_B, length_B), log_probs(logits_BV, seen_BV, sampling))
-    x_BD = x_B1D[:, 0]
-    new = DecodeState(None, token_B, length_B, remaining_B, key_B, seen_BV, sampling, x_BD)
-    new, token_B1 = self._append_tokens(new, token_B[:, None])
-    insert = lambda old, rows: old.at[row_B].set(rows, mode="drop")
-    inserted = jax.tree.map(insert, state.replace(cache=None), new)
+    seen_BV = jnp.zeros(logits_BV.shape, bool).at[batch_B1, token_BT].max(is_real_BT)
+    key_B = jax.vmap(jax.random.key)(prompts.seed_B)
+    log_prob_BV = log_probs(logits_BV, seen_BV, prompts.sampling)
+    token_B = sample(keys_at(key_B, length_B), log_prob_BV)
+    new = DecodeState(
+      cache=None,
+      token_B=token_B,
+      length_B=length_B,
+      remaining_B=jnp.asarray(prompts.remaining_B),
+      key_B=key_B,
+      seen_BV=seen_BV,
+      sampling=prompts.sampling,
+      x_BD=x_B1D[:, 0],
+    )
+    new, new_token_B1 = self._append_tokens(new, token_B[:, None])
     entries = cache.insert(state.cache, prefix, row_B, length_B)
-    return inserted.replace(cache=entries), token_B1[:, 0]
+
+    def insert(old: jax.Array, rows: jax.Array) -> jax.Array:
+      return old.at[row_B].set(rows, mode="drop")
+
+    without_cache = dataclasses.replace(state, cache=None)
+    inserted = jax.tree.map(insert, without_cache, new)
+    return dataclasses.replace(inserted, cache=entries), new_token_B1[:, 0]
 
   def _steps(
-    self, params: Any, state: DecodeState, num_steps: jax.Array
+    self, params: PyTree, state: DecodeState, num_steps: jax.Array
   ) -> tuple[DecodeState, jax.Array]:
     """Return (state, token_NBT) after `num_steps`, or as soon as all rows are idle."""
-    token_NBT = jnp.full((MAX_STEPS, self.num_rows, 1 + self.num_drafts), NO_TOKEN, jnp.int32)
 
-    def is_unfinished(carry: tuple) -> jax.Array:
-      n, state, _ = carry
-      return (n < num_steps) & jnp.any(state.remaining_B > 0)
+    def is_unfinished(carry: _Carry) -> jax.Array:
+      is_active = jnp.any(carry.state.remaining_B > 0)
+      return (carry.num_steps < num_steps) & is_active
 
-    def step(carry: tuple) -> tuple:
-      n, state, token_NBT = carry
-      state, token_BT = self._step(params, state)
-      return n + 1, state, token_NBT.at[n].set(token_BT)
+    def step(carry: _Carry) -> _Carry:
+      state, token_BT = self._step(params, carry.state)
+      token_NBT = carry.token_NBT.at[carry.num_steps].set(token_BT)
+      return _Carry(carry.num_steps + 1, state, token_NBT)
 
-    return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, token_NBT))[1:]
+    shape = (MAX_STEPS, self.num_rows, 1 + self.num_drafts)
+    first = _Carry(
+      num_steps=jnp.int32(0),
+      state=state,
+      token_NBT=jnp.full(shape, NO_TOKEN, jnp.int32),
+    )
+    last = jax.lax.while_loop(is_unfinished, step, first)
+    return last.state, last.token_NBT
 
-  def _step(self, params: Any, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+  def _step(self, params: PyTree, state: DecodeState) -> tuple[DecodeState, jax.Array]:
     """Return (state, token_BT) after a forward pass over the newest tokens and their drafts."""
-    is_active_B1, first_B = (state.remaining_B > 0)[:, None], state.length_B + 1
+    is_active_B = state.remaining_B > 0
+    first_B = state.length_B + 1
     draft_logits_BJV = self._draft_logits(params, state.x_BD)
     drafts = propose(draft_logits_BJV, state.seen_BV, state.sampling, state.key_B, first_B)
-    tokens_BT = jnp.concatenate([state.token_B[:, None], drafts.token_BJ], axis=1)
-    column_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-    is_active_BT = jnp.broadcast_to(is_active_B1, tokens_BT.shape).astype(jnp.int32)
+    token_BT = jnp.concatenate([state.token_B[:, None], drafts.token_BJ], axis=1)
+    column_1T = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
+    segment_BT = jnp.broadcast_to(is_active_B[:, None], token_BT.shape).astype(jnp.int32)
     position_BT = state.length_B[:, None] + column_1T
-    x_BTD, entries = self._hidden(params, state.cache, tokens_BT, is_active_BT, position_BT)
-    process = jax.vmap(log_probs, (1, 1, None), 1)
-    log_p_BTV = process(self._logits(params, x_BTD), drafts.seen_BTV, state.sampling)
-    num_accepted_B, token_B = verify(drafts, log_p_BTV, state.key_B, first_B)
+    x_BTD, entries = self._hidden(params, state.cache, token_BT, segment_BT, position_BT)
+    log_probs_of_each = jax.vmap(log_probs, (1, 1, None), 1)
+    log_p_BTV = log_probs_of_each(self._logits(params, x_BTD), drafts.seen_BTV, state.sampling)
+    num_accepted_B, last_token_B = verify(drafts, log_p_BTV, state.key_B, first_B)
     num_accepted_B1 = num_accepted_B[:, None]
-    length_B = state.length_B + jnp.where(is_active_B1[:, 0], 1 + num_accepted_B, 0)
+    length_B = state.length_B + jnp.where(is_active_B, 1 + num_accepted_B, 0)
     if self.num_drafts:
       entries = cache.rewind(entries, length_B)
     x_BD = jnp.take_along_axis(x_BTD, num_accepted_B1[..., None], axis=1)[:, 0]
-    state = state.replace(cache=entries, token_B=token_B, length_B=length_B, x_BD=x_BD)
+    state = dataclasses.replace(
+      state,
+      cache=entries,
+      token_B=last_token_B,
+      length_B=length_B,
+      x_BD=x_BD,
+    )
     drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
-    new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, token_B[:, None])
-    return self._append_tokens(state, jnp.where(column_1T <= num_accepted_B1, new_BT, NO_TOKEN))
+    new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, last_token_B[:, None])
+    new_BT = jnp.where(column_1T <= num_accepted_B1, new_BT, NO_TOKEN)
+    return self._append_tokens(state, new_BT)
 
   def _append_tokens(self, state: DecodeState, new_BT: jax.Array) -> tuple[DecodeState, jax.Array]:
     """Count tokens as generated; return (state, those up to the first stop token or the limit)."""
@@ -348,5 +460,9 @@ class Engine:
     remaining_B = jnp.where(jnp.any(is_stop_BT, axis=1), 0, num_left_B)
     batch_B1 = jnp.arange(len(remaining_B))[:, None]
     seen_BV = state.seen_BV.at[batch_B1, jnp.maximum(new_BT, 0)].max(is_new_BT)
-    state = state.replace(remaining_B=remaining_B, seen_BV=seen_BV)
+    state = dataclasses.replace(state, remaining_B=remaining_B, seen_BV=seen_BV)
     return state, jnp.where(is_new_BT, new_BT, NO_TOKEN)
+
+
+def _make_idle(state: DecodeState, row: int) -> DecodeState:
+  return dataclasses.replace(state, remaining_B=state.remaining_B.at[row].set(0))

@@ -2,17 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.lora import merge_lora
 from maxlite.layers.transposed_linear import TRANSPOSED, TransposedLinear
 from maxlite.models import Decoder
+from maxlite.optim.labels import path_of
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 
 STACKS = ("dense_layers", "layers")  # parameters of the layers that a decoder scans over
 NOT_TRANSPOSED = ("kv_up", "router", "unembed", "draft_head")  # with readers other than `Linear`
@@ -32,16 +34,26 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
       "generation cannot shard sequences over the context axis: set ici_context_parallelism=1 and "
       "dcn_context_parallelism=1 (and ici_fsdp_parallelism=-1 to use the devices)"
     )
-  no_drops = {"capacity_factor": -1.0, "ragged_buffer_factor": -1.0}
-  moe = dataclasses.replace(cfg.moe, **no_drops, router_jitter=0.0)
-  lora = dataclasses.replace(cfg.lora, lora_rank=0)
-  changes = {"scan_layers": False, "remat_policy": "none", "quantization": ""}
-  cfg = dataclasses.replace(cfg, moe=moe, lora=lora, **changes)
-  linear = TransposedLinear if _transposes_kernels(cfg) else None
-  return Decoder(cfg, sharder, linear)
+  inference_cfg = dataclasses.replace(
+    cfg,
+    moe=dataclasses.replace(
+      cfg.moe,
+      capacity_factor=-1.0,
+      ragged_buffer_factor=-1.0,
+      router_jitter=0.0,
+    ),
+    lora=dataclasses.replace(cfg.lora, lora_rank=0),
+    scan_layers=False,
+    remat_policy="none",
+    quantization="",
+  )
+  linear = None
+  if _transposes_kernels(cfg):
+    linear = TransposedLinear
+  return Decoder(inference_cfg, sharder, linear)
 
 
-def inference_params(cfg: ModelConfig, params: Any) -> Any:
+def inference_params(cfg: ModelConfig, params: PyTree) -> PyTree:
   """Convert `params` of a model of `cfg` to those of `inference_model`.
 
   Adapters are merged, stacked layers are unstacked, and matrices are cast to the activation dtype,
@@ -50,8 +62,7 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
   """
   if cfg.lora.lora_rank:
     params = merge_lora(params, cfg.lora.lora_alpha)
-  cast = lambda path, leaf: _cast(path, leaf, jnp.dtype(cfg.dtype), cfg.scan_layers)
-  params = jax.tree_util.tree_map_with_path(cast, params)
+  params = _cast_matrices(cfg, params)
   if cfg.scan_layers:
     params = _unstack(params)
   if _transposes_kernels(cfg):
@@ -59,13 +70,33 @@ def inference_params(cfg: ModelConfig, params: Any) -> Any:
   return params
 
 
-def _unstack(params: Any) -> Any:
+def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
+  """Cast the matrices of all modules except the router to the activation dtype."""
+  dtype = jnp.dtype(cfg.dtype)
+
+  def cast(key_path: KeyPath, leaf: jax.Array) -> jax.Array:
+    names = path_of(key_path).split("/")
+    num_axes = leaf.ndim
+    if cfg.scan_layers and names[0] in STACKS:
+      num_axes -= 1
+    if num_axes <= 1 or "bias" in names[-1] or "router" in names:
+      return leaf
+    return leaf.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def _unstack(params: PyTree) -> PyTree:
   """Parameters of scanned layers as those of separate layers."""
-  unstacked = {name: tree for name, tree in params.items() if name not in STACKS}
+  unstacked: dict[str, PyTree] = {}
+  for name, module in params.items():
+    if name not in STACKS:
+      unstacked[name] = module
   for name in STACKS:
-    leaves, tree = jax.tree.flatten(params.get(name, {}))
-    for i, layer in enumerate(zip(*map(jnp.unstack, leaves), strict=True)):
-      unstacked[f"{name}_{i}"] = jax.tree.unflatten(tree, layer)
+    leaves, structure = jax.tree.flatten(params.get(name, {}))
+    leaves_by_layer = zip(*map(jnp.unstack, leaves), strict=True)
+    for index, layer in enumerate(leaves_by_layer):
+      unstacked[f"{name}_{index}"] = jax.tree.unflatten(structure, layer)
   return unstacked
 
 
@@ -74,18 +105,17 @@ def _transposes_kernels(cfg: ModelConfig) -> bool:
   return jax.default_backend() == "cpu" and cfg.dtype == "float32"
 
 
-def _transpose(params: Any, name: str = "") -> Any:
-  """Transpose the kernels of the module `name`."""
+def _transpose(params: PyTree, name: str = "") -> PyTree:
+  """Transpose the kernels of the module `name`, and of the modules in it."""
   if not isinstance(params, Mapping):
     return params
   if name in NOT_TRANSPOSED or "kernel" not in params:
-    return {name: _transpose(node, name) for name, node in params.items()}
-  others = {name: leaf for name, leaf in params.items() if name != "kernel"}
+    return {child: _transpose(node, child) for child, node in params.items()}
+  transposed: dict[str, PyTree] = {}
+  for child, leaf in params.items():
+    if child != "kernel":
+      transposed[child] = leaf
   num_in = 2 if name == "out" else 1  # contracted axes
-  return others | {TRANSPOSED: jnp.moveaxis(params["kernel"], range(num_in), range(-num_in, 0))}
-
-
-def _cast(path: tuple, leaf: jax.Array, dtype: jnp.dtype, scanned: bool) -> jax.Array:
-  names = [entry.key for entry in path]
-  is_matrix = leaf.ndim - (scanned and names[0] in STACKS) > 1 and "bias" not in names[-1]
-  return leaf.astype(dtype) if is_matrix and "router" not in names else leaf
+  kernel = params["kernel"]
+  transposed[TRANSPOSED] = jnp.moveaxis(kernel, range(num_in), range(-num_in, 0))
+  return transposed

@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
   """
   try:
     family, _, _, _, address = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    return socket.create_server(address[:2], family=family)  # type: ignore[arg-type]
+    return socket.create_server(address[:2], family=family)
   except OSError as error:
     raise UserError(
       f"serve_host={host} serve_port={port}: {str(error.strerror).partition(' (')[0]}: choose "
@@ -54,7 +54,9 @@ def is_loopback(host: str) -> bool:
 
 def url_host(host: str) -> str:
   """Return `host` as it is written in a URL: IPv6 addresses in brackets."""
-  return f"[{host}]" if ":" in host else host
+  if ":" in host:
+    return f"[{host}]"
+  return host
 
 
 def allowed_hosts(host: str) -> list[str]:
@@ -62,4 +64,6 @@ def allowed_hosts(host: str) -> list[str]:
 
   On a loopback address other names are rejected: a web page could point them here (DNS rebinding).
   """
-  return [url_host(host), "localhost", "127.0.0.1"] if is_loopback(host) else ["*"]
+  if is_loopback(host):
+    return [url_host(host), "localhost", "127.0.0.1"]
+  return ["*"]

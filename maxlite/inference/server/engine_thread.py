@@ -23,7 +23,8 @@ class EngineThread:
   """
 
   def __init__(self, batcher: Batcher, queue_size: int) -> None:
-    self._batcher, self.throughput = batcher, batcher.throughput
+    self._batcher = batcher
+    self.throughput = batcher.throughput
     self.max_active = batcher.engine.num_rows + queue_size
     self._changed = threading.Condition()
     # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
@@ -84,10 +85,9 @@ class EngineThread:
       self._changed.notify()
 
   def _run(self) -> None:
-    has_work = lambda: self._is_closing or self._on_event or not self._batcher.is_idle
     while True:
       with self._changed:
-        self._changed.wait_for(has_work)
+        self._changed.wait_for(self._has_work)
         if self._is_closing:
           return
         requests = list(self._on_event)[: self._batcher.engine.num_rows]
@@ -101,12 +101,19 @@ class EngineThread:
       for event in events:
         self._send(event.request, event, is_last=bool(event.finish_reason))
 
+  def _has_work(self) -> bool:
+    """Whether there are requests, or rows of requests that ended, or the thread should end."""
+    return self._is_closing or len(self._on_event) > 0 or not self._batcher.is_idle
+
   def _advance(self, requests: list[GenerationRequest]) -> list[TokenEvent]:
     """Give rows to exactly these requests, and return their next tokens."""
     for request in self._batcher.active - set(requests):
       self._batcher.cancel(request)
-    events = self._batcher.add([r for r in requests if r not in self._batcher.active])
-    return self._batcher.step() if requests and not events else events
+    new = [request for request in requests if request not in self._batcher.active]
+    events = self._batcher.add(new)
+    if requests and not events:
+      events = self._batcher.step()
+    return events
 
   def _fail(self, requests: list[GenerationRequest], error: Exception) -> None:
     for request in requests:
@@ -114,6 +121,9 @@ class EngineThread:
 
   def _send(self, request: GenerationRequest, event: Event, *, is_last: bool) -> None:
     with self._changed:
-      on_event = (self._on_event.pop if is_last else self._on_event.get)(request, None)
-    if on_event:
-      on_event(event)
+      on_event = self._on_event.get(request)
+      if on_event is None:  # cancelled
+        return
+      if is_last:
+        del self._on_event[request]
+    on_event(event)

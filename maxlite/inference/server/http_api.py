@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,9 +25,11 @@ from maxlite.data.tokenizer import Tokenizer
 from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema
-from maxlite.inference.server.engine_thread import EngineThread, QueueFullError
+from maxlite.inference.server.engine_thread import EngineThread, Event, OnEvent, QueueFullError
 from maxlite.inference.server.openai_schema import (
   CompletionRequest,
+  JsonObject,
+  Prompt,
   ResponseSchema,
   UnknownModelError,
 )
@@ -59,7 +61,8 @@ _STATUS: dict[type[Exception], int] = {
   GenerationError: 500,
 }
 _TYPES = {429: "rate_limit_error", 500: "server_error"}  # by status; others: a bad request
-_CODES = {UnknownModelError: "model_not_found"}  # clients distinguish this from a wrong path
+# By exception: clients distinguish an unknown model from a wrong path.
+_CODES: dict[type[Exception], str] = {UnknownModelError: "model_not_found"}
 
 
 @dataclasses.dataclass
@@ -73,14 +76,27 @@ class _Completion:
   num_tokens: int = 0
 
 
+# (a completion, or None for all of them; its new token, or an error).
+_Queue = asyncio.Queue[tuple[_Completion | None, Event]]
+
+
+class _Piece(NamedTuple):
+  """New text of the completion number `choice` of an HTTP request."""
+
+  choice: int
+  text: str
+
+
 class Api:
   """The HTTP API of one model.
 
   Args:
+    engine_thread: the thread that generates.
+    tokenizer: the model's tokenizer.
     chat_prompt: applies the model's chat template; without one a chat becomes a transcript.
-    name: of the model.
-    max_length: of a prompt with its completion.
-    api_key: that requests to the model and for metrics must have; empty: none.
+    name: the model's name.
+    max_length: the maximum number of tokens of a prompt with its completion.
+    api_key: the key that requests to the model and for metrics must have; empty if they need none.
   """
 
   def __init__(
@@ -93,9 +109,14 @@ class Api:
     max_length: int,
     api_key: str = "",
   ) -> None:
-    self._engine_thread, self._tokenizer = engine_thread, tokenizer
-    self._chat_prompt, self._name, self._max_length = chat_prompt, name, max_length
-    self._authorization = f"Bearer {api_key}" if api_key else ""
+    self._engine_thread = engine_thread
+    self._tokenizer = tokenizer
+    self._chat_prompt = chat_prompt
+    self._name = name
+    self._max_length = max_length
+    self._authorization = ""
+    if api_key:
+      self._authorization = f"Bearer {api_key}"
     self._start = int(time.time())
     self._max_prompt_bytes = MAX_BYTES_PER_TOKEN * max_length
     prompts_bytes = _MAX_ESCAPED * self._max_prompt_bytes * engine_thread.max_active
@@ -109,8 +130,8 @@ class Api:
     chat = functools.partial(self._respond, is_chat=True)
     return Starlette(
       routes=[
-        Route("/", lambda http: HTMLResponse(page)),
-        Route("/health", lambda http: JSONResponse({"status": "ok"})),
+        Route("/", lambda _: HTMLResponse(page)),
+        Route("/health", lambda _: JSONResponse({"status": "ok"})),
         Route("/metrics", self._metrics),
         Route("/v1/models", self._models),
         Route("/v1/models/{name:path}", self._model),
@@ -144,7 +165,8 @@ class Api:
     openai_schema.require_model(http.path_params["name"], self._name)
     return JSONResponse(self._describe())
 
-  def _describe(self) -> dict[str, Any]:
+  def _describe(self) -> JsonObject:
+    """The model, as in the list of models."""
     return {
       "id": self._name,
       "object": "model",
@@ -155,14 +177,14 @@ class Api:
 
   async def _respond(self, http: Request, is_chat: bool) -> Response:
     self._require_key(http)
-    received: asyncio.Queue = asyncio.Queue()
+    received: _Queue = asyncio.Queue()
     body = await _read_json(http, self._max_body_bytes)
     async with self._tokenizer_lock:  # in a thread, so that long prompts do not block others
       request, completions = await asyncio.to_thread(self._parse, body, is_chat)
     self._submit(completions, received)
     schema = ResponseSchema(self._name, is_chat)
     pieces = self._pieces(completions, received)
-    cancel = functools.partial(self._engine_thread.cancel, *(c.request for c in completions))
+    cancel = functools.partial(self._cancel, completions)
     if request.stream:
       events = _events(schema, completions, pieces, include_usage=request.include_usage)
       return _EventStream(events, cancel)
@@ -173,17 +195,31 @@ class Api:
     finally:
       watching.cancel()
       cancel()
-    choices = [schema.choice(n, c.text, c.finish_reason) for n, c in enumerate(completions)]
+    choices: list[JsonObject] = []
+    for index, completion in enumerate(completions):
+      choices.append(schema.choice(index, completion.text, completion.finish_reason))
     return JSONResponse(schema.response(choices) | _usage(completions))
 
-  def _parse(self, body: Any, is_chat: bool) -> tuple[CompletionRequest, list[_Completion]]:
-    max_tokens = None if is_chat else _DEFAULT_MAX_TOKENS
+  def _cancel(self, completions: list[_Completion]) -> None:
+    requests = [completion.request for completion in completions]
+    self._engine_thread.cancel(*requests)
+
+  def _parse(self, body: object, is_chat: bool) -> tuple[CompletionRequest, list[_Completion]]:
+    """Parse the body of a request, and tokenize its prompts."""
+    max_tokens = None
+    if not is_chat:
+      max_tokens = _DEFAULT_MAX_TOKENS
     request = openai_schema.parse_request(
-      body, model=self._name, is_chat=is_chat, max_tokens=max_tokens
+      body,
+      model=self._name,
+      is_chat=is_chat,
+      max_tokens=max_tokens,
     )
     self._engine_thread.check_number(len(request.prompts))
-    chat_bytes = [len(m["content"].encode(errors="replace")) for m in request.messages]
-    self._require_short(sum(chat_bytes))
+    chat_bytes = 0
+    for message in request.messages:
+      chat_bytes += len(message["content"].encode(errors="replace"))
+    self._require_short(chat_bytes)
     if not is_chat:
       prompts = [self._tokens(prompt) for prompt in request.prompts]
     elif self._chat_prompt:
@@ -192,13 +228,19 @@ class Api:
       prompts = [self._tokens(openai_schema.transcript(request.messages))]
       stop_strings = (*request.stop_strings, "\nuser:")
       request = dataclasses.replace(request, stop_strings=stop_strings)
-    if (max_tokens := request.max_tokens) is None:
-      max_tokens = max(self._max_length - max(map(len, prompts)), 1)
-    detokenizer = lambda: Detokenizer(self._tokenizer.decode, request.stop_strings)
-    requests = [request.generation_request(p, max_tokens, n) for n, p in enumerate(prompts)]
-    return request, [_Completion(each, detokenizer()) for each in requests]
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+      longest = max(len(prompt) for prompt in prompts)
+      max_tokens = max(self._max_length - longest, 1)
+    completions: list[_Completion] = []
+    for index, prompt in enumerate(prompts):
+      detokenizer = Detokenizer(self._tokenizer.decode, request.stop_strings)
+      generation_request = request.generation_request(prompt, max_tokens, index)
+      completions.append(_Completion(generation_request, detokenizer))
+    return request, completions
 
-  def _tokens(self, prompt: str | tuple[int, ...]) -> list[int]:
+  def _tokens(self, prompt: Prompt) -> list[int]:
+    """The tokens of a prompt: for text the bos token and its encoding."""
     if isinstance(prompt, str):
       text = prompt.encode(errors="replace")  # JSON can encode half of a surrogate pair
       self._require_short(len(text))
@@ -217,61 +259,77 @@ class Api:
         f"({self._max_prompt_bytes} bytes): shorten it"
       )
 
-  def _submit(self, completions: list[_Completion], received: asyncio.Queue) -> None:
+  def _submit(self, completions: list[_Completion], received: _Queue) -> None:
+    """Pass the completions to the engine; their events go into the queue `received`."""
     loop = asyncio.get_running_loop()
 
-    def on_event(completion: _Completion, event: Any) -> None:
+    def on_event(completion: _Completion, event: Event) -> None:
       with contextlib.suppress(RuntimeError):  # the loop is closed: no client is left
         loop.call_soon_threadsafe(received.put_nowait, (completion, event))
 
-    callbacks = {c.request: functools.partial(on_event, c) for c in completions}
+    callbacks: dict[GenerationRequest, OnEvent] = {}
+    for completion in completions:
+      callbacks[completion.request] = functools.partial(on_event, completion)
     self._engine_thread.submit(callbacks)
 
   async def _pieces(
-    self, completions: list[_Completion], received: asyncio.Queue
-  ) -> AsyncIterator[tuple[int, str]]:
-    """Yield (index of a completion, its new text) until all are finished."""
+    self, completions: list[_Completion], received: _Queue
+  ) -> AsyncIterator[_Piece]:
+    """Yield new texts until all completions are finished."""
     while not all(completion.finish_reason for completion in completions):
       completion, event = await received.get()
       if isinstance(event, Exception):
         raise GenerationError(f"generation failed: {event}")
-      if completion.finish_reason:
+      if completion is None or completion.finish_reason:
         continue
-      piece, completion.finish_reason = completion.detokenizer.push(event)
-      completion.text += piece
+      new = completion.detokenizer.push(event)
+      completion.text += new.text
+      completion.finish_reason = new.finish_reason
       completion.num_tokens += 1
-      if completion.finish_reason:
+      if new.finish_reason:
         self._engine_thread.cancel(completion.request)
-      if piece or completion.finish_reason:
-        yield completions.index(completion), piece
+      if new.text or new.finish_reason:
+        yield _Piece(completions.index(completion), new.text)
 
 
-def _usage(completions: list[_Completion]) -> dict:
-  prompt = sum(len(completion.request.prompt) for completion in completions)
-  new = sum(completion.num_tokens for completion in completions)
-  counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+def _usage(completions: list[_Completion]) -> JsonObject:
+  """The part of a response that counts tokens."""
+  num_prompt_tokens = 0
+  num_new_tokens = 0
+  for completion in completions:
+    num_prompt_tokens += len(completion.request.prompt)
+    num_new_tokens += completion.num_tokens
+  counts = {
+    "prompt_tokens": num_prompt_tokens,
+    "completion_tokens": num_new_tokens,
+    "total_tokens": num_prompt_tokens + num_new_tokens,
+  }
   return {"usage": counts}
 
 
 async def _events(
   schema: ResponseSchema,
   completions: list[_Completion],
-  pieces: AsyncIterator[tuple[int, str]],
+  pieces: AsyncIterator[_Piece],
   *,
   include_usage: bool,
 ) -> AsyncIterator[str]:
   """Format `pieces` as server-sent events."""
-  event = lambda content: f"data: {json.dumps(content)}\n\n"
   try:
-    async for n, piece in pieces:
-      choice = schema.choice(n, piece, completions[n].finish_reason, is_chunk=True)
-      yield event(schema.response([choice], is_chunk=True))
+    async for index, text in pieces:
+      choice = schema.choice(index, text, completions[index].finish_reason, is_chunk=True)
+      yield _event(schema.response([choice], is_chunk=True))
   except GenerationError as error:
-    yield event({"error": {"message": str(error), "type": "server_error"}})
+    yield _event({"error": {"message": str(error), "type": "server_error"}})
     return
   if include_usage:
-    yield event(schema.response([], is_chunk=True) | _usage(completions))
+    yield _event(schema.response([], is_chunk=True) | _usage(completions))
   yield "data: [DONE]\n\n"
+
+
+def _event(content: JsonObject) -> str:
+  """Format a server-sent event."""
+  return f"data: {json.dumps(content)}\n\n"
 
 
 class _EventStream(StreamingResponse):
@@ -288,20 +346,21 @@ class _EventStream(StreamingResponse):
       self._on_end()
 
 
-async def _watch_for_disconnect(http: Request, received: asyncio.Queue) -> None:
+async def _watch_for_disconnect(http: Request, received: _Queue) -> None:
   """Put an error into the queue `received` when the client disconnects."""
   while (await http.receive())["type"] != "http.disconnect":
     pass
   received.put_nowait((None, ConnectionError("the client has disconnected")))
 
 
-async def _read_json(http: Request, max_bytes: int) -> Any:
+async def _read_json(http: Request, max_bytes: int) -> object:
   """Read the JSON body; requires its content type, which other sites' pages cannot send.
 
   Raises:
     UserError: the body is not JSON, too long or too slow.
   """
-  if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+  content_type, _, _ = http.headers.get("content-type", "").partition(";")
+  if content_type.strip() != "application/json":
     raise UserError("send content-type: application/json")
   body = bytearray()
   try:
@@ -324,11 +383,17 @@ async def _read_json(http: Request, max_bytes: int) -> Any:
 
 def _respond_with_error(_: Request, error: Exception) -> Response:
   if isinstance(error, HTTPException):
-    status, text = error.status_code, error.detail
+    status = error.status_code
+    text = error.detail
   else:
-    status, text = next(_STATUS[of] for of in _STATUS if isinstance(error, of)), str(error)
+    status = next(_STATUS[kind] for kind in _STATUS if isinstance(error, kind))
+    text = str(error)
   # The message may quote the request, and JSON can encode half of a surrogate pair.
   message = text[:_MAX_ERROR_LENGTH].encode(errors="replace").decode()
-  kind = _TYPES.get(status, "invalid_request_error")
-  content = {"message": message, "type": kind, "param": None, "code": _CODES.get(type(error))}
+  content = {
+    "message": message,
+    "type": _TYPES.get(status, "invalid_request_error"),
+    "param": None,
+    "code": _CODES.get(type(error)),
+  }
   return JSONResponse({"error": content}, status)

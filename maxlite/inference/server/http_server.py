@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from maxlite.inference.server.engine_thread import EngineThread
 
@@ -45,7 +45,9 @@ class TimedProtocol(H11Protocol):
 
   def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
     super().connection_made(transport)
-    self.network = _network(self.client[0]) if self.client else ""
+    if self.client:
+      host, _ = self.client
+      self.network = _network(host)
     if self._max_per_address and self._num_connections() > self._max_per_address:
       transport.write(_TOO_MANY_CONNECTIONS)
       self._close()
@@ -79,7 +81,9 @@ class TimedProtocol(H11Protocol):
     networks = [getattr(connection, "network", None) for connection in self.connections]
     return networks.count(self.network)
 
-  def _close_without_request_after(self, previous: Any) -> None:
+  def _close_without_request_after(self, previous: RequestResponseCycle | None) -> None:
+    """Close the connection unless a request after `previous` arrives within HEADER_SECONDS."""
+
     def close_if_idle() -> None:
       if self.cycle is previous:
         self._close()
@@ -110,7 +114,7 @@ class HttpServer(uvicorn.Server):
 
   Args:
     max_per_address: connections of one address; 0: any number.
-    **options: of uvicorn.
+    **options: further arguments of `uvicorn.Config`.
   """
 
   def __init__(

@@ -5,13 +5,13 @@ import math
 import secrets
 import time
 import uuid
-from typing import TypedDict
 
 from maxlite.config.errors import UserError
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
 
 Prompt = str | tuple[int, ...]  # text, or token ids
+Message = dict[str, str]  # {"role": ..., "content": ...}
 JsonObject = dict[str, object]
 
 # Parameters that clients send but that are not supported, with the values that have no effect.
@@ -36,13 +36,6 @@ MAX_STOP_LENGTH = 1000
 _ROLES = ("system", "developer", "user", "assistant")
 _MESSAGE_KEYS = ("role", "content")
 _PROMPT_RULE = "prompt must be a string, a list of tokens, or a list of such"
-
-
-class Message(TypedDict):
-  """A message of a conversation."""
-
-  role: str
-  content: str
 
 
 class UnknownModelError(Exception):
@@ -164,7 +157,7 @@ def _require_neutral(name: str, value: object) -> None:
   if name not in NEUTRAL:
     raise UserError(f"{name} is not a known parameter")
   for neutral in NEUTRAL[name]:
-    # In Python 0 equals False, but logprobs=0 is a request and logprobs=false is none.
+    # In Python 0 equals False, but logprobs=0 requests log-probabilities, logprobs=false does not.
     if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
       return
   raise UserError(f"{name}={value} is not supported; leave it out")
@@ -245,7 +238,7 @@ def _as_prompt(given: object) -> Prompt | None:
 
 
 def _is_token(given: object) -> bool:
-  return type(given) is int and given >= 0  # True is no token
+  return type(given) is int and given >= 0  # not a bool, which is an int too
 
 
 def _parse_messages(given: object) -> tuple[Message, ...]:

@@ -20,7 +20,8 @@ from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.runs.open_run import open_trained
 
 # All programs are compiled before the first answer, so there are few: more padding costs less.
-_FEW_PROGRAMS = {"min_prompt_length": 64, "prompt_growth": 4}
+_MIN_PROMPT_LENGTH = 64
+_PROMPT_GROWTH = 4
 
 
 def run_serving(cfg: Config, listening: socket.socket) -> int:
@@ -36,8 +37,18 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     tokenizer = open_text_tokenizer(cfg)
     trainer, params = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
-    stop_token_ids = (chat or tokenizer).stop_token_ids
-    engine = build_engine(trainer, params, stop_token_ids, **_FEW_PROGRAMS)
+    stop_token_ids = tokenizer.stop_token_ids
+    chat_prompt = None
+    if chat is not None:
+      stop_token_ids = chat.stop_token_ids
+      chat_prompt = chat.prompt
+    engine = build_engine(
+      trainer,
+      params,
+      stop_token_ids,
+      min_prompt_length=_MIN_PROMPT_LENGTH,
+      prompt_growth=_PROMPT_GROWTH,
+    )
   engine.compile_ahead()  # not while the first client waits
   sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
   host = cfg.serve.serve_host
@@ -48,11 +59,19 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
       f"serve_api_key or {API_KEY_VARIABLE}\n"
     )
   with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
-    prompt, names = chat.prompt if chat else None, {"name": cfg.run.run_name, "api_key": api_key}
-    api = Api(engine_thread, tokenizer, prompt, max_length=engine.max_length, **names)
-    app = api.build_app(allowed_hosts(host))
-    max_per_address = cfg.serve.serve_connections_per_address
-    server = http_server.HttpServer(app, engine_thread, max_per_address=max_per_address)
+    api = Api(
+      engine_thread,
+      tokenizer,
+      chat_prompt,
+      name=cfg.run.run_name,
+      max_length=engine.max_length,
+      api_key=api_key,
+    )
+    server = http_server.HttpServer(
+      api.build_app(allowed_hosts(host)),
+      engine_thread,
+      max_per_address=cfg.serve.serve_connections_per_address,
+    )
     address = f"{url_host(host)}:{listening.getsockname()[1]}"
     sys.stderr.write(f"serving {cfg.run.run_name} on http://{address}/\n")
     with contextlib.suppress(KeyboardInterrupt):
