@@ -27,7 +27,8 @@ import jax
 import numpy as np
 
 from maxlite.checkpoint.checksum import leaves_by_path
-from maxlite.checkpoint.manager import Restored, seal_manifest, verify_manifest
+from maxlite.checkpoint.manager import Restored
+from maxlite.checkpoint.manifest import seal_manifest, verify_manifest
 from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes

@@ -8,17 +8,12 @@ never restored, and only `max_num_checkpoints_to_keep` deletes checkpoints, exce
 parameters.py), from which a run starts.
 """
 
-import asyncio
-import concurrent.futures
 import functools
 import glob
-import hashlib
 import itertools
-import json
 import logging
-import threading
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +22,18 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
+from maxlite.checkpoint.manifest import (
+  Manifest,
+  manifest_leaves,
+  seal_manifest,
+  verify_manifest,
+)
+from maxlite.checkpoint.orbax_handlers import (
+  MIN_SLICE_BYTES,
+  DrainingArrayHandler,
+  WriteErrors,
+  build_save_args,
+)
 from maxlite.checkpoint.orbax_object_store import (
   COMMIT_LAST,
   is_complete,
@@ -44,13 +51,9 @@ from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
 
-Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
 Restored = tuple[Any, dict[str, Any] | None, int]  # state, data state, step
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 PARAMS = "params/"  # prefix of the names of parameters
-CHUNK_BYTES = 32 << 20  # of an array on disk
-MIN_SLICE_BYTES = 1 << 20  # smaller shards are written by one of their replicas
-MAX_LAYERS = 512  # a larger first axis is not a stack of layers
 
 
 class CheckpointWriteError(OSError):
@@ -80,7 +83,7 @@ class Checkpoints:
       )
     self._report = report
     self._manager: ocp.CheckpointManager | None = None
-    self._write_errors = _WriteErrors()
+    self._write_errors = WriteErrors()
     self.run_id = ""  # of the run folder; empty: checkpoints of any run are read
     self.kept_step: Callable[[], int] = lambda: 0  # whose checkpoint is never deleted
 
@@ -113,7 +116,7 @@ class Checkpoints:
     if step in self._steps() and self._is_saved(step, manifest):
       return
     items = {
-      "state": ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state)),
+      "state": ocp.args.PyTreeSave(state, save_args=jax.tree.map(build_save_args, state)),
       "manifest": ocp.args.JsonSave(manifest),
     }
     try:
@@ -278,7 +281,7 @@ class Checkpoints:
       partial_restore=True,
     )
     path = self._directory / str(step) / "state"
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _DrainingArrayHandler()))
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, DrainingArrayHandler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry).restore(path, args=args)
 
   def _require_shared(self, steps: list[int]) -> None:
@@ -371,64 +374,6 @@ class Checkpoints:
     return ocp.CheckpointManager(self._directory, options=options, handler_registry=handlers)
 
 
-class _WriteErrors(logging.Filter):
-  """Detects failed writes when Orbax logs them, and suppresses the logged traceback.
-
-  With many processes Orbax raises only when the other processes are done, which wait for this one.
-  """
-
-  def __init__(self) -> None:
-    super().__init__()
-    self._first: BaseException | None = None
-
-  def filter(self, record: logging.LogRecord) -> bool:
-    if not record.exc_info or "orbax" not in record.pathname:
-      return True
-    self._first = self._first or record.exc_info[1]
-    return False
-
-  def raise_while_waiting_for(self, manager: ocp.CheckpointManager) -> None:
-    """Return when all is on disk; raise the error that ended a write."""
-    if jax.process_count() == 1:
-      manager.wait_until_finished()
-      return
-    waiting = concurrent.futures.Future[None]()
-
-    def wait() -> None:
-      try:
-        waiting.set_result(manager.wait_until_finished())
-      except BaseException as error:
-        waiting.set_exception(error)
-
-    threading.Thread(target=wait, daemon=True).start()
-    while not waiting.done() and self._first is None:
-      concurrent.futures.wait([waiting], timeout=0.05)
-    failure, self._first = self._first, None
-    if failure is not None:
-      raise failure
-    waiting.result()
-
-
-class _DrainingArrayHandler(ocp.type_handlers.ArrayHandler):
-  """Reads arrays with Orbax, but returns only when no read is in flight.
-
-  Orbax raises at the first read that fails and closes the event loop while the others run, each of
-  which then prints a traceback.
-  """
-
-  async def deserialize(
-    self,
-    infos: Sequence[ocp.type_handlers.ParamInfo],
-    args: Sequence[ocp.type_handlers.RestoreArgs] | None = None,
-  ) -> Sequence[jax.Array]:
-    others = asyncio.all_tasks()
-    try:
-      return await super().deserialize(infos, args)
-    finally:
-      while reads := asyncio.all_tasks() - others:
-        await asyncio.gather(*reads, return_exceptions=True)
-
-
 def _damaged_leaf(state: Any, manifest: Manifest) -> str:
   """Describe the first leaf that differs from what was saved; empty if none does."""
   saved = manifest["body"]["leaves"]
@@ -442,36 +387,3 @@ def _drop_missing(params: Any, manifest: Manifest) -> Any:
   """Drop the optional modules, such as adapters, that the checkpoint does not have."""
   saved = {name for path in manifest["body"]["leaves"] for name in path.split("/")}
   return drop_modules(params, [name for name in OPTIONAL_MODULES if name not in saved])
-
-
-def _save_args(leaf: Any) -> ocp.SaveArgs:
-  """Chunk `leaf` on disk; a large stack of layers is split by layer first."""
-  stacked = leaf.ndim > 2 and leaf.shape[0] <= MAX_LAYERS and leaf.nbytes > CHUNK_BYTES
-  return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if stacked else ())
-
-
-def manifest_leaves(
-  leaves: Mapping[str, Any], checksums: Mapping[str, int]
-) -> dict[str, dict[str, Any]]:
-  """Return {name: shape, dtype and checksum} for the arrays {name: leaf}."""
-  return {
-    name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": checksums[name]}
-    for name, leaf in leaves.items()
-  }
-
-
-def seal_manifest(body: Mapping[str, Any]) -> Manifest:
-  """Return the manifest with `body` and its SHA-256."""
-  return {"body": dict(body), "sha256": _digest(body)}
-
-
-def verify_manifest(manifest: Manifest) -> Manifest:
-  """Return `manifest`; raise OSError if it is not what was written."""
-  digest = _digest(manifest.get("body"))
-  if digest != manifest.get("sha256"):
-    raise OSError(f"its manifest is not what was written (SHA-256 {digest[:8]})")
-  return manifest
-
-
-def _digest(body: Any) -> str:
-  return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,79 @@
+"""How Orbax writes and reads arrays here, and how its failed writes are detected."""
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+CHUNK_BYTES = 32 << 20  # of an array on disk
+MIN_SLICE_BYTES = 1 << 20  # smaller shards are written by one of their replicas
+MAX_LAYERS = 512  # a larger first axis is not a stack of layers
+
+
+class WriteErrors(logging.Filter):
+  """Detects failed writes when Orbax logs them, and suppresses the logged traceback.
+
+  With many processes Orbax raises only when the other processes are done, which wait for this one.
+  """
+
+  def __init__(self) -> None:
+    super().__init__()
+    self._first: BaseException | None = None
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    if not record.exc_info or "orbax" not in record.pathname:
+      return True
+    self._first = self._first or record.exc_info[1]
+    return False
+
+  def raise_while_waiting_for(self, manager: ocp.CheckpointManager) -> None:
+    """Return when all is on disk; raise the error that ended a write."""
+    if jax.process_count() == 1:
+      manager.wait_until_finished()
+      return
+    waiting = concurrent.futures.Future[None]()
+
+    def wait() -> None:
+      try:
+        waiting.set_result(manager.wait_until_finished())
+      except BaseException as error:
+        waiting.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not waiting.done() and self._first is None:
+      concurrent.futures.wait([waiting], timeout=0.05)
+    failure, self._first = self._first, None
+    if failure is not None:
+      raise failure
+    waiting.result()
+
+
+class DrainingArrayHandler(ocp.type_handlers.ArrayHandler):
+  """Reads arrays with Orbax, but returns only when no read is in flight.
+
+  Orbax raises at the first read that fails and closes the event loop while the others run, each of
+  which then prints a traceback.
+  """
+
+  async def deserialize(
+    self,
+    infos: Sequence[ocp.type_handlers.ParamInfo],
+    args: Sequence[ocp.type_handlers.RestoreArgs] | None = None,
+  ) -> Sequence[jax.Array]:
+    others = asyncio.all_tasks()
+    try:
+      return await super().deserialize(infos, args)
+    finally:
+      while reads := asyncio.all_tasks() - others:
+        await asyncio.gather(*reads, return_exceptions=True)
+
+
+def build_save_args(leaf: Any) -> ocp.SaveArgs:
+  """Chunk `leaf` on disk; a large stack of layers is split by layer first."""
+  stacked = leaf.ndim > 2 and leaf.shape[0] <= MAX_LAYERS and leaf.nbytes > CHUNK_BYTES
+  return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if stacked else ())
