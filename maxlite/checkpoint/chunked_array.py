@@ -15,33 +15,46 @@ CHUNK_BYTES = 8 << 20  # approximate size of a chunk
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedArray:
-  """An array of `shape` and `dtype`; `chunks()` yields (index, values) that cover it once."""
+  """An array of `shape` and `dtype`; `chunks()` yields (index, values) that cover it once.
+
+  `chunk_shape` is the shape of most chunks, and of the chunks on disk.
+  """
 
   shape: tuple[int, ...]
   dtype: np.dtype
-  chunk_shape: tuple[int, ...]  # of most chunks, for the chunks on disk
+  chunk_shape: tuple[int, ...]
   chunks: Callable[[], Iterator[tuple[Index, np.ndarray]]]
 
 
 def to_array(chunked: ChunkedArray, sharding: jax.sharding.Sharding) -> jax.Array:
   """Build the sharded array by copying chunk by chunk to the devices."""
+  areas = {}
+  buffers = {}
   indices = sharding.addressable_devices_indices_map(chunked.shape)
-  areas = {device: bounded(index or (), chunked.shape) for device, index in indices.items()}
-  buffers = {
-    device: jnp.zeros([axis.stop - axis.start for axis in area], chunked.dtype, device=device)
-    for device, area in areas.items()
-  }
+  for device, device_index in indices.items():
+    area = bounded(device_index or (), chunked.shape)
+    areas[device] = area
+    shape = _sizes(area)
+    buffers[device] = jnp.zeros(shape, chunked.dtype, device=device)
   for index, chunk in chunked.chunks():
     for device, area in areas.items():
-      buffers[device] = _update(buffers[device], area, index, chunk)
+      buffer = buffers[device]
+      buffers[device] = _update(buffer, area, index, chunk)
   return jax.make_array_from_single_device_arrays(
-    chunked.shape, sharding, list(buffers.values()), dtype=chunked.dtype
+    chunked.shape,
+    sharding,
+    list(buffers.values()),
+    dtype=chunked.dtype,
   )
 
 
 def bounded(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
   """Return `index` with explicit start and stop for every axis of `shape`."""
-  return tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(index, shape, strict=True))
+  explicit = []
+  for axis, size in zip(index, shape, strict=True):
+    start, stop, _ = axis.indices(size)
+    explicit.append(slice(start, stop))
+  return tuple(explicit)
 
 
 def whole(shape: Sequence[int]) -> Index:
@@ -51,13 +64,28 @@ def whole(shape: Sequence[int]) -> Index:
 
 def split(index: Index, dtype: np.dtype) -> Iterator[Index]:
   """Split `index` along its longest axis into chunks of bounded size."""
-  sizes = [axis.stop - axis.start for axis in index]
-  if not math.prod(sizes):
+  sizes = _sizes(index)
+  num_elements = math.prod(sizes)
+  if num_elements == 0:
     return
-  n = int(np.argmax(sizes))
-  first, bytes_each = index[n].start, math.prod(sizes) // sizes[n] * dtype.itemsize
-  for low, high in split_range(sizes[n], bytes_each):
-    yield (*index[:n], slice(first + low, first + high), *index[n + 1 :])
+  longest = int(np.argmax(sizes))
+  first = index[longest].start
+  bytes_each = num_elements // sizes[longest] * dtype.itemsize
+  before = index[:longest]
+  after = index[longest + 1 :]
+  for low, high in split_range(sizes[longest], bytes_each):
+    part = slice(first + low, first + high)
+    yield (*before, part, *after)
+
+
+def relative(index: Index, area: Index) -> Index:
+  """Return `index`, which is inside `area`, relative to the start of `area`."""
+  inside = []
+  for axis, area_axis in zip(index, area, strict=True):
+    start = axis.start - area_axis.start
+    stop = axis.stop - area_axis.start
+    inside.append(slice(start, stop))
+  return tuple(inside)
 
 
 def split_range(size: int, bytes_each: int) -> Iterator[tuple[int, int]]:
@@ -67,18 +95,45 @@ def split_range(size: int, bytes_each: int) -> Iterator[tuple[int, int]]:
     yield low, min(low + step, size)
 
 
-def _update(buffer: jax.Array, area: Index, index: Index, chunk: np.ndarray) -> jax.Array:
+def _update(
+  buffer: jax.Array,
+  area: Index,
+  index: Index,
+  chunk: np.ndarray,
+) -> jax.Array:
   """Copy the intersection of `chunk` at `index` into `buffer`, which holds `area` of the array."""
-  lows = [max(a.start, i.start) for a, i in zip(area, index, strict=True)]
-  highs = [min(a.stop, i.stop) for a, i in zip(area, index, strict=True)]
-  if any(low >= high for low, high in zip(lows, highs, strict=True)):
+  overlap = _intersection(area, index)
+  if overlap is None:
     return buffer
-  bounds = zip(lows, highs, index, strict=True)
-  inside = chunk[tuple(slice(low - i.start, high - i.start) for low, high, i in bounds)]
-  start = np.asarray([low - a.start for low, a in zip(lows, area, strict=True)], np.int32)
-  return _put(buffer, jax.device_put(inside, buffer.sharding), start)
+  values = chunk[relative(overlap, index)]
+  on_device = jax.device_put(values, buffer.sharding)
+  start = [axis.start for axis in relative(overlap, area)]
+  start_A = np.asarray(start, np.int32)
+  return _put(buffer, on_device, start_A)
+
+
+def _intersection(a: Index, b: Index) -> Index | None:
+  """Return the index that is in both; None if it is empty."""
+  both = []
+  for axis_a, axis_b in zip(a, b, strict=True):
+    low = max(axis_a.start, axis_b.start)
+    high = min(axis_a.stop, axis_b.stop)
+    if low >= high:
+      return None
+    both.append(slice(low, high))
+  return tuple(both)
+
+
+def _sizes(index: Index) -> list[int]:
+  """Return the shape of the part at `index`."""
+  return [axis.stop - axis.start for axis in index]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(buffer: jax.Array, chunk: jax.Array, start: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_update_slice(buffer, chunk, tuple(start))
+def _put(
+  buffer: jax.Array,
+  chunk: jax.Array,
+  start_A: jax.Array | np.ndarray,
+) -> jax.Array:
+  """Write `chunk` into `buffer` at the index `start_A`."""
+  return jax.lax.dynamic_update_slice(buffer, chunk, tuple(start_A))

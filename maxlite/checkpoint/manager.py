@@ -12,10 +12,9 @@ import functools
 import glob
 import itertools
 import logging
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -31,6 +30,7 @@ from maxlite.checkpoint.manifest import (
 from maxlite.checkpoint.orbax_handlers import (
   MIN_SLICE_BYTES,
   DrainingArrayHandler,
+  KeepStep,
   WriteErrors,
   build_save_args,
 )
@@ -51,9 +51,16 @@ from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
 
-Restored = tuple[Any, dict[str, Any] | None, int]  # state, data state, step
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 PARAMS = "params/"  # prefix of the names of parameters
+
+
+class Restored(NamedTuple):
+  """What was read of a checkpoint; without a position of the data it has only parameters."""
+
+  state: Any  # any pytree of arrays
+  data_state: dict[str, Any] | None
+  step: int
 
 
 class CheckpointWriteError(OSError):
@@ -63,8 +70,18 @@ class CheckpointWriteError(OSError):
 class Checkpoints:
   """The checkpoints in one folder. In a multi-process run all processes call every method."""
 
-  def __init__(self, cfg: CheckpointConfig, directory: AnyPath, report: Callable[[str], None]):
-    """`report` receives a line for each damaged checkpoint.
+  def __init__(
+    self,
+    cfg: CheckpointConfig,
+    directory: AnyPath,
+    report: Callable[[str], None],
+  ) -> None:
+    """Open the folder, which need not exist.
+
+    Args:
+      cfg: how to write checkpoints, and how many to keep.
+      directory: a local path, or a URI on an object store.
+      report: receives a line for each damaged checkpoint.
 
     Raises:
       UserError: several processes cannot write to this path.
@@ -74,7 +91,9 @@ class Checkpoints:
     self._is_remote = is_remote(directory)
     if self._is_remote:
       open_object_stores()
-    self._directory: AnyPath = self._shown if self._is_remote else Path(directory).absolute()
+      self._directory: AnyPath = self._shown
+    else:
+      self._directory = Path(directory).absolute()
     if jax.process_count() > 1 and glob.has_magic(str(self._directory)):
       # Orbax finds the files of other processes with a glob pattern, which would not match.
       raise UserError(
@@ -84,8 +103,8 @@ class Checkpoints:
     self._report = report
     self._manager: ocp.CheckpointManager | None = None
     self._write_errors = WriteErrors()
-    self.run_id = ""  # of the run folder; empty: checkpoints of any run are read
-    self.kept_step: Callable[[], int] = lambda: 0  # whose checkpoint is never deleted
+    self.run_id = ""  # that of the run folder; empty: checkpoints of any run are read
+    self.kept_step: Callable[[], int] = _no_step  # returns the step that is never deleted
 
   def latest_step(self) -> int | None:
     """Return the latest step that has a checkpoint, valid or not."""
@@ -98,9 +117,16 @@ class Checkpoints:
     if not steps:
       return ""
     manifest, _ = self._manifest(steps[-1])
-    return manifest["body"].get("run", "") if manifest else ""
+    if manifest is None:
+      return ""
+    return manifest["body"].get("run", "")
 
-  def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
+  def save(
+    self,
+    step: int,
+    state: Any,
+    data_state: Mapping[str, Any],
+  ) -> None:
     """Start writing `state`, a pytree of arrays, which may be donated once this returns.
 
     `data_state` is JSON. If the step has a checkpoint of the same state, nothing is written.
@@ -109,20 +135,26 @@ class Checkpoints:
       UserError: the step has a checkpoint of another state.
       CheckpointWriteError: this or the previous checkpoint could not be written on this host.
     """
-    leaves = manifest_leaves(leaves_by_path(state), tree_checksums(state))
-    body = {"step": step, "run": self.run_id, "leaves": leaves, "data": dict(data_state)}
-    manifest = seal_manifest(body)
+    manifest = seal_manifest(
+      {
+        "step": step,
+        "run": self.run_id,
+        "leaves": manifest_leaves(leaves_by_path(state), tree_checksums(state)),
+        "data": dict(data_state),
+      }
+    )
     self.wait()
     if step in self._steps() and self._is_saved(step, manifest):
       return
-    items = {
-      "state": ocp.args.PyTreeSave(state, save_args=jax.tree.map(build_save_args, state)),
-      "manifest": ocp.args.JsonSave(manifest),
-    }
+    save_args = jax.tree.map(build_save_args, state)
+    items = ocp.args.Composite(
+      state=ocp.args.PyTreeSave(state, save_args=save_args),
+      manifest=ocp.args.JsonSave(manifest),
+    )
     try:
       if self._manager is None:
         self._manager = self._open()
-      self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+      self._manager.save(step, args=items, force=True)
     # Disks, networks and TensorStore raise various types.
     except Exception as error:
       raise self._write_error(error) from error
@@ -163,15 +195,23 @@ class Checkpoints:
     Raises:
       UserError: all checkpoints are damaged, or the latest valid one is of another model.
     """
-    steps = [step for step in self._steps() if last_step is None or step <= last_step]
+    steps = self._steps()
+    if last_step is not None:
+      steps = [step for step in steps if step <= last_step]
     found = self._restore_latest_valid(abstract_state, "", steps[::-1])
     self.remove_unfinished()
-    last_step = found[2] if found else last_step
-    self._move_aside([s for s in self._steps() if last_step is not None and s > last_step])
+    if found is not None:
+      last_step = found.step
+    later_steps = []
+    if last_step is not None:
+      later_steps = [step for step in self._steps() if step > last_step]
+    self._move_aside(later_steps)
     return found
 
   def restore_parts(
-    self, abstract: Mapping[str, Any], step: int | None = None
+    self,
+    abstract: Mapping[str, Any],
+    step: int | None = None,
   ) -> tuple[dict[str, Any], int]:
     """Return ({name: part of the state}, step) of a checkpoint: `step`, or the latest valid one.
 
@@ -183,20 +223,34 @@ class Checkpoints:
     Raises:
       UserError: there are no checkpoints, all are damaged, or a part is of another model.
     """
-    prefixes = tuple(f"{name}/" for name in abstract)
-    steps = self._steps()[::-1] if step is None else [step]
-    found = self._restore_latest_valid(dict(abstract), prefixes, steps, is_given=step is not None)
+    if step is None:
+      steps = self._steps()[::-1]
+    else:
+      steps = [step]
+    found = self._restore_latest_valid(
+      abstract=dict(abstract),
+      prefix=tuple(f"{name}/" for name in abstract),
+      steps=steps,
+      is_given=step is not None,
+    )
     if found is None:
       raise self._missing()
-    return found[0], found[2]
+    return found.state, found.step
 
   def remove_unfinished(self) -> None:
     """Remove the files of interrupted writes."""
     barrier("checkpoints read")
-    for name in self._names() if jax.process_index() == 0 else ():
-      if TEMPORARY in name or (step_of(name) is not None and not self._is_complete(name)):
-        remove_folder(self._directory / name)
+    if jax.process_index() == 0:
+      for name in self._names():
+        if self._is_unfinished(name):
+          remove_folder(self._directory / name)
     barrier("unfinished checkpoints removed")
+
+  def _is_unfinished(self, name: str) -> bool:
+    """Return whether a folder has the files of an interrupted write."""
+    if TEMPORARY in name:
+      return True
+    return step_of(name) is not None and not self._is_complete(name)
 
   def stored(self, step: int | None = None) -> tuple[AnyPath, Manifest]:
     """Return (folder, manifest) of the checkpoint of `step`, or the latest, to read it in chunks.
@@ -204,15 +258,18 @@ class Checkpoints:
     Raises:
       UserError: there are no checkpoints, or this one is damaged.
     """
-    step = self.latest_step() if step is None else step
+    if step is None:
+      step = self.latest_step()
     if step is None:
       raise self._missing()
     manifest, damage = self._manifest(step)
     if manifest is None:
-      raise UserError(
-        f"checkpoint {self._shown / str(step)} is damaged: {damage}; move it away to use an earlier"
-      )
+      raise UserError(f"{self._named(step)} is damaged: {damage}; move it away to use an earlier")
     return self._directory / str(step), manifest
+
+  def _named(self, step: int) -> str:
+    """Return the name of a checkpoint in messages."""
+    return f"checkpoint {self._shown / str(step)}"
 
   def _missing(self) -> UserError:
     return UserError(f"there is no checkpoint in {self._shown}: train first, or correct run_name")
@@ -225,46 +282,63 @@ class Checkpoints:
     *,
     is_given: bool = False,
   ) -> Restored | None:
-    """Restore the first valid one of `steps`, the latest first; `is_given`: the user chose it."""
+    """Restore the first valid one of some checkpoints; None if there are none.
+
+    Args:
+      abstract: the state, or a part of it; it may be a whole state if the checkpoint has only
+        parameters.
+      prefix: of the names of the leaves of `abstract`; empty: of all leaves.
+      steps: those of the checkpoints, the latest first.
+      is_given: whether the user chose the only step, so that damage is an error.
+
+    Raises:
+      UserError: all checkpoints are damaged, or the latest valid one is of another model.
+    """
     self._require_shared(steps)
     for step, earlier in itertools.zip_longest(steps, steps[1:]):
       manifest, damage = self._manifest(step)
       if manifest is not None:
         part = abstract
         if not prefix and manifest["body"]["data"] is None:
-          part, prefix = {"params": _drop_missing(abstract.params, manifest)}, PARAMS
+          part = {"params": _drop_missing(abstract.params, manifest)}
+          prefix = PARAMS
         self._require_same_structure(step, manifest, part, prefix)
         state, damage = self._state(step, part, manifest)
         if not damage:
-          return state, manifest["body"]["data"], step
+          return Restored(state, manifest["body"]["data"], step)
       if is_given:
-        shown = self._shown / str(step)
-        raise UserError(f"checkpoint {shown} is damaged: {damage}; write load_checkpoint=latest")
-      outcome = "no earlier one is left" if earlier is None else f"falling back to {earlier}"
-      self._report(f"checkpoint {self._shown / str(step)} is damaged: {damage}; {outcome}")
+        raise UserError(f"{self._named(step)} is damaged: {damage}; write load_checkpoint=latest")
+      if earlier is None:
+        outcome = "no earlier one is left"
+      else:
+        outcome = f"falling back to {earlier}"
+      self._report(f"{self._named(step)} is damaged: {damage}; {outcome}")
     if steps:
+      listed = ", ".join(str(step) for step in steps)
       raise UserError(
-        f"all checkpoints in {self._shown} are damaged (steps {', '.join(map(str, steps))}): move "
-        "the folder away to train from the beginning, or choose another run_name"
+        f"all checkpoints in {self._shown} are damaged (steps {listed}): move the folder away to "
+        "train from the beginning, or choose another run_name"
       )
     return None
 
   def _manifest(self, step: int) -> tuple[Manifest | None, str]:
     """Return (manifest, "") or (None, damage), the same on all processes."""
     read = functools.partial(self._read_manifest, step)
-    return read_repeatedly(f"checkpoint {self._shown / str(step)}", read)
+    return read_repeatedly(self._named(step), read)
 
   def _state(self, step: int, abstract: Any, manifest: Manifest) -> tuple[Any, str]:
     """Return (state, "") or (None, damage), the same on all processes."""
     read = functools.partial(self._read_state, step, abstract)
     check = functools.partial(_damaged_leaf, manifest=manifest)  # a collective computation
-    return read_repeatedly(f"checkpoint {self._shown / str(step)}", read, check)
+    return read_repeatedly(self._named(step), read, check)
 
   def _read_manifest(self, step: int) -> Manifest:
+    """Read a manifest; raise OSError if it is damaged, or of another step or run."""
     folder = self._directory / str(step)
     require_regular_files(folder)
     # A Checkpointer would let all processes wait for one that cannot read.
-    manifest = verify_manifest(ocp.JsonCheckpointHandler().restore(folder / "manifest"))
+    manifest = ocp.JsonCheckpointHandler().restore(folder / "manifest")
+    verify_manifest(manifest)
     saved_step = manifest["body"].get("step")
     saved_run = manifest["body"].get("run")
     if saved_step != step:
@@ -280,9 +354,10 @@ class Checkpoints:
       restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
       partial_restore=True,
     )
-    path = self._directory / str(step) / "state"
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, DrainingArrayHandler()))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry).restore(path, args=args)
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    path = self._directory / str(step) / "state"
+    return handler.restore(path, args=args)
 
   def _require_shared(self, steps: list[int]) -> None:
     """Raise UserError on all processes if they do not see the same checkpoints."""
@@ -294,35 +369,47 @@ class Checkpoints:
         )
 
   def _require_same_structure(
-    self, step: int, manifest: Manifest, abstract: Any, prefix: str | tuple[str, ...]
+    self,
+    step: int,
+    manifest: Manifest,
+    abstract: Any,
+    prefix: str | tuple[str, ...],
   ) -> None:
     """Raise UserError with the first leaf that differs from the checkpoint's."""
-    leaves = manifest["body"]["leaves"].items()
-    saved = {name: f"{x['dtype']}{x['shape']}" for name, x in leaves if name.startswith(prefix)}
-    here = {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves_by_path(abstract).items()}
+    saved = {}
+    for name, leaf in manifest["body"]["leaves"].items():
+      if name.startswith(prefix):
+        saved[name] = f"{leaf['dtype']}{leaf['shape']}"
+    here = {}
+    for name, leaf in leaves_by_path(abstract).items():
+      shape = list(leaf.shape)
+      here[name] = f"{leaf.dtype}{shape}"
     for name in sorted(saved.keys() | here.keys()):
-      a, b = saved.get(name, "missing"), here.get(name, "missing")
-      if a != b:
+      in_checkpoint = saved.get(name, "missing")
+      in_model = here.get(name, "missing")
+      if in_checkpoint != in_model:
         raise UserError(
-          f"checkpoint {self._shown / str(step)} is of another model or optimizer: {name} is {a} "
-          f"in it and {b} here; use the config it was made with, or another run_name"
+          f"{self._named(step)} is of another model or optimizer: {name} is {in_checkpoint} in it "
+          f"and {in_model} here; use the config it was made with, or another run_name"
         )
 
   def _is_saved(self, step: int, manifest: Manifest) -> bool:
     """Return whether the checkpoint of `step` has this state; move it aside if damaged."""
     saved, damage = self._manifest(step)
     if saved is None:
-      self._report(f"checkpoint {self._shown / str(step)} is damaged: {damage}; rewriting it")
+      self._report(f"{self._named(step)} is damaged: {damage}; rewriting it")
       self._move_aside([step])
       return False
-    if any(saved["body"][part] != manifest["body"][part] for part in ("leaves", "data")):
-      raise UserError(
-        f"checkpoint {self._shown / str(step)} holds another state of this step and is kept: "
-        "choose another run_name"
-      )
+    for part in ("leaves", "data"):
+      if saved["body"][part] != manifest["body"][part]:
+        raise UserError(
+          f"{self._named(step)} holds another state of this step and is kept: choose another "
+          "run_name"
+        )
     return True
 
   def _steps(self) -> list[int]:
+    """Return the steps that have a complete checkpoint, valid or not, ascending."""
     steps = []
     for name in self._names():
       step = step_of(name)
@@ -336,29 +423,42 @@ class Checkpoints:
   def _is_complete(self, name: str) -> bool:
     return is_complete(self._directory / name)
 
-  def _move_aside(self, steps: Iterable[int]) -> None:
+  def _move_aside(self, steps: list[int]) -> None:
     """Move checkpoints into the folder `checkpoints_damaged`, under unused names."""
     barrier("checkpoints listed")
-    damaged = f"{self._directory.name}_damaged"
-    for name in map(str, steps) if jax.process_index() == 0 else ():
-      folder = self._directory.parent / damaged
-      folder.mkdir(exist_ok=True)
-      candidates = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
-      unused = next(candidate for candidate in candidates if not (folder / candidate).exists())
-      move_folder(self._directory / name, folder / unused)
-      self._report(f"{self._shown / name} is kept as {self._shown.parent / damaged / unused}")
+    if jax.process_index() == 0:
+      for step in steps:
+        self._move_one_aside(str(step))
     barrier("damaged checkpoints moved")
     if steps and self._manager is not None:
       self._manager.reload()
 
+  def _move_one_aside(self, name: str) -> None:
+    damaged = f"{self._directory.name}_damaged"
+    folder = self._directory.parent / damaged
+    folder.mkdir(exist_ok=True)
+    unused = name
+    for n in itertools.count(1):
+      if not (folder / unused).exists():
+        break
+      unused = f"{name}.{n}"
+    move_folder(self._directory / name, folder / unused)
+    kept_as = self._shown.parent / damaged / unused
+    self._report(f"{self._shown / name} is kept as {kept_as}")
+
+  def _current_kept_step(self) -> int:
+    """Return `kept_step()`, whose function may be replaced after the manager is open."""
+    return self.kept_step()
+
   def _open(self) -> ocp.CheckpointManager:
     """Open the manager, at the first save: it lists the folder only once, after `restore`."""
     logging.getLogger("absl").addFilter(self._write_errors)
-    policies = [checkpoint_managers.LatestN(self._cfg.max_num_checkpoints_to_keep)]
-    is_kept = lambda checkpoints, context: [x.step == self.kept_step() for x in checkpoints]
-    policies.append(types.SimpleNamespace(should_preserve=is_kept))
-    if period := self._cfg.checkpoint_keep_period:
-      policies.append(checkpoint_managers.EveryNSteps(period))
+    policies: list[checkpoint_managers.PreservationPolicy] = [
+      checkpoint_managers.LatestN(self._cfg.max_num_checkpoints_to_keep),
+      KeepStep(self._current_kept_step),
+    ]
+    if self._cfg.checkpoint_keep_period:
+      policies.append(checkpoint_managers.EveryNSteps(self._cfg.checkpoint_keep_period))
     options = ocp.CheckpointManagerOptions(
       preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
       enable_async_checkpointing=self._cfg.async_checkpointing,
@@ -374,6 +474,10 @@ class Checkpoints:
     return ocp.CheckpointManager(self._directory, options=options, handler_registry=handlers)
 
 
+def _no_step() -> int:
+  return 0
+
+
 def _damaged_leaf(state: Any, manifest: Manifest) -> str:
   """Describe the first leaf that differs from what was saved; empty if none does."""
   saved = manifest["body"]["leaves"]
@@ -385,5 +489,8 @@ def _damaged_leaf(state: Any, manifest: Manifest) -> str:
 
 def _drop_missing(params: Any, manifest: Manifest) -> Any:
   """Drop the optional modules, such as adapters, that the checkpoint does not have."""
-  saved = {name for path in manifest["body"]["leaves"] for name in path.split("/")}
-  return drop_modules(params, [name for name in OPTIONAL_MODULES if name not in saved])
+  saved: set[str] = set()
+  for path in manifest["body"]["leaves"]:
+    saved.update(path.split("/"))
+  missing = [name for name in OPTIONAL_MODULES if name not in saved]
+  return drop_modules(params, missing)

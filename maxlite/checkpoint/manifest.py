@@ -3,19 +3,36 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-Manifest = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": of the body}
+import numpy as np
+
+Manifest: TypeAlias = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": digest}
+
+
+class ArrayLike(Protocol):
+  """An array, or the description of one."""
+
+  @property
+  def shape(self) -> tuple[int, ...]: ...
+
+  @property
+  def dtype(self) -> np.dtype: ...
 
 
 def manifest_leaves(
-  leaves: Mapping[str, Any], checksums: Mapping[str, int]
+  leaves: Mapping[str, ArrayLike],
+  checksums: Mapping[str, int],
 ) -> dict[str, dict[str, Any]]:
-  """Return {name: shape, dtype and checksum} for the arrays {name: leaf}."""
-  return {
-    name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": checksums[name]}
-    for name, leaf in leaves.items()
-  }
+  """Return {name: shape, dtype and checksum} for the arrays {name: leaf}, as JSON values."""
+  described = {}
+  for name, leaf in leaves.items():
+    described[name] = {
+      "shape": list(leaf.shape),
+      "dtype": str(leaf.dtype),
+      "checksum": checksums[name],
+    }
+  return described
 
 
 def seal_manifest(body: Mapping[str, Any]) -> Manifest:
@@ -31,5 +48,6 @@ def verify_manifest(manifest: Manifest) -> Manifest:
   return manifest
 
 
-def _digest(body: Any) -> str:
-  return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _digest(body: object) -> str:
+  text = json.dumps(body, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()

@@ -4,13 +4,13 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
 
-CHUNK_BYTES = 32 << 20  # of an array on disk
+CHUNK_BYTES = 32 << 20  # size of the chunks of an array on disk
 MIN_SLICE_BYTES = 1 << 20  # smaller shards are written by one of their replicas
 MAX_LAYERS = 512  # a larger first axis is not a stack of layers
 
@@ -28,7 +28,8 @@ class WriteErrors(logging.Filter):
   def filter(self, record: logging.LogRecord) -> bool:
     if not record.exc_info or "orbax" not in record.pathname:
       return True
-    self._first = self._first or record.exc_info[1]
+    if self._first is None:
+      self._first = record.exc_info[1]
     return False
 
   def raise_while_waiting_for(self, manager: ocp.CheckpointManager) -> None:
@@ -47,7 +48,8 @@ class WriteErrors(logging.Filter):
     threading.Thread(target=wait, daemon=True).start()
     while not waiting.done() and self._first is None:
       concurrent.futures.wait([waiting], timeout=0.05)
-    failure, self._first = self._first, None
+    failure = self._first
+    self._first = None
     if failure is not None:
       raise failure
     waiting.result()
@@ -73,7 +75,26 @@ class DrainingArrayHandler(ocp.type_handlers.ArrayHandler):
         await asyncio.gather(*reads, return_exceptions=True)
 
 
-def build_save_args(leaf: Any) -> ocp.SaveArgs:
+class KeepStep(checkpoint_managers.PreservationPolicy):
+  """Never deletes the checkpoint of the step that `kept_step` returns, which may change."""
+
+  def __init__(self, kept_step: Callable[[], int]) -> None:
+    self._kept_step = kept_step
+
+  def should_preserve(
+    self,
+    checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+    *,
+    context: checkpoint_managers.PreservationContext,
+  ) -> list[bool]:
+    del context
+    kept_step = self._kept_step()
+    return [checkpoint.step == kept_step for checkpoint in checkpoints]
+
+
+def build_save_args(leaf: jax.Array) -> ocp.SaveArgs:
   """Chunk `leaf` on disk; a large stack of layers is split by layer first."""
-  stacked = leaf.ndim > 2 and leaf.shape[0] <= MAX_LAYERS and leaf.nbytes > CHUNK_BYTES
-  return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if stacked else ())
+  is_stack = leaf.ndim > 2 and leaf.shape[0] <= MAX_LAYERS
+  if is_stack and leaf.nbytes > CHUNK_BYTES:
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,))
+  return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)

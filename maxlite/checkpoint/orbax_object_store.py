@@ -7,8 +7,9 @@ although TensorStore has a driver for both.
 import functools
 import os
 import shutil
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orbax.checkpoint as ocp
 
@@ -25,6 +26,8 @@ except ImportError:
 COMMIT_LAST = ocp.path.atomicity.CommitFileTemporaryPath
 COMMITTED = "commit_success.txt"
 _S3 = "s3://"
+_GS = "gs://"
+StoreSpec: TypeAlias = dict[str, Any]  # a specification of TensorStore, as JSON values
 
 
 @functools.cache
@@ -36,44 +39,63 @@ def open_object_stores() -> None:
   Raises:
     UserError: this version of Orbax lacks one of them.
   """
-  replaced = (tensorstore_utils, "_use_gcs_driver"), (tensorstore_utils, "_normalize_path")
-  for module, name in (*replaced, (gcs_utils, "get_kvstore_for_gcs")):
-    if not hasattr(module, name):
-      raise UserError(
-        f"{ocp.__name__} {ocp.__version__} lacks {name}, with which checkpoints reach an object "
-        "store: pip install orbax-checkpoint==0.12.8"
-      )
-  normalize, gcs_store = tensorstore_utils._normalize_path, gcs_utils.get_kvstore_for_gcs
-  tensorstore_utils._normalize_path = lambda path: normalize(path).replace("s3:/", _S3)
-  tensorstore_utils._use_gcs_driver = lambda path: path.startswith(("gs://", _S3))
-  gcs_utils.get_kvstore_for_gcs = lambda path: (
-    _s3_store(path) if path.startswith(_S3) else gcs_store(path)
-  )
+  _require_function(tensorstore_utils, "_use_gcs_driver")
+  _require_function(tensorstore_utils, "_normalize_path")
+  _require_function(gcs_utils, "get_kvstore_for_gcs")
+  orbax_normalize_path = tensorstore_utils._normalize_path
+  orbax_store = gcs_utils.get_kvstore_for_gcs
+
+  def normalize_path(path: str) -> str:
+    normalized = orbax_normalize_path(path)
+    return normalized.replace("s3:/", _S3)
+
+  def is_on_store(path: str) -> bool:
+    return path.startswith((_GS, _S3))
+
+  def store_of(path: str) -> StoreSpec:
+    if path.startswith(_S3):
+      return _s3_store(path)
+    return orbax_store(path)
+
+  tensorstore_utils._normalize_path = normalize_path
+  tensorstore_utils._use_gcs_driver = is_on_store
+  gcs_utils.get_kvstore_for_gcs = store_of
 
 
-def key_value_store(path: AnyPath) -> dict[str, Any]:
+def _require_function(module: types.ModuleType | None, name: str) -> None:
+  """Raise UserError if a private module of Orbax is missing, or has no function `name`."""
+  if not hasattr(module, name):
+    raise UserError(
+      f"{ocp.__name__} {ocp.__version__} lacks {name}, with which checkpoints reach an object "
+      "store: pip install orbax-checkpoint==0.12.8"
+    )
+
+
+def key_value_store(path: AnyPath) -> StoreSpec:
   """Return the TensorStore specification of the folder `path`."""
-  if str(path).startswith((_S3, "gs://")):
+  if str(path).startswith((_GS, _S3)):
     open_object_stores()
     return gcs_utils.get_kvstore_for_gcs(f"{path}/")
   return {"driver": "file", "path": f"{path.absolute()}/"}
 
 
-def _s3_store(uri: str) -> dict[str, Any]:
-  """The TensorStore specification of an `s3://` folder."""
+def _s3_store(uri: str) -> StoreSpec:
+  """Return the TensorStore specification of an `s3://` folder."""
   bucket, _, path = uri.removeprefix(_S3).partition("/")
-  return {"driver": "s3", "bucket": bucket, "path": path, **_s3_options()}
+  spec = {"driver": "s3", "bucket": bucket, "path": path}
+  return spec | _s3_options()
 
 
 @functools.cache
-def _s3_options() -> dict[str, Any]:
-  """Endpoint and kind of credentials, from where s3fs has found them."""
-  store, options = filesystem(_S3), {}
+def _s3_options() -> StoreSpec:
+  """Return endpoint and kind of credentials, from where s3fs has found them."""
+  options: StoreSpec = {}
+  store = filesystem(_S3)
   store.connect()
   client = store.s3.meta
   if not client.endpoint_url.endswith(".amazonaws.com"):  # of AWS, TensorStore finds the region
-    region = client.config.region_name or "us-east-1"
-    options = {"endpoint": client.endpoint_url, "aws_region": region}
+    options["endpoint"] = client.endpoint_url
+    options["aws_region"] = client.config.region_name or "us-east-1"
   if "AWS_ACCESS_KEY_ID" in os.environ:  # otherwise TensorStore logs all places without any
     options["aws_credentials"] = {"type": "environment"}
   return options
@@ -81,14 +103,21 @@ def _s3_options() -> dict[str, Any]:
 
 def is_complete(folder: AnyPath) -> bool:
   """Return whether a checkpoint was written to the end; a local one was then renamed."""
-  return isinstance(folder, Path) or repeated(str(folder), (folder / COMMITTED).exists)
+  if isinstance(folder, Path):
+    return True
+  marker = folder / COMMITTED
+  return repeated(str(folder), marker.exists)
 
 
 def list_folder(folder: AnyPath) -> list[str]:
   """Return the names in a folder; empty if there is none."""
-  if isinstance(folder, Path):
-    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
-  return list(repeated(str(folder), functools.partial(list_names, str(folder))))
+  if not isinstance(folder, Path):
+    uri = str(folder)
+    names = repeated(uri, functools.partial(list_names, uri))
+    return list(names)
+  if not folder.is_dir():
+    return []
+  return [path.name for path in folder.iterdir()]
 
 
 def remove_folder(folder: AnyPath) -> None:
@@ -106,6 +135,8 @@ def move_folder(folder: AnyPath, target: AnyPath) -> None:
   if isinstance(folder, Path):
     folder.rename(target)
     return
-  with store_errors(str(folder)):
-    filesystem(str(folder)).copy(str(folder), str(target), recursive=True)
+  uri = str(folder)
+  with store_errors(uri):
+    store = filesystem(uri)
+    store.copy(uri, str(target), recursive=True)
   remove_folder(folder)

@@ -18,7 +18,7 @@ import tensorstore as ts
 from flax import traverse_util
 
 from maxlite.checkpoint.checksum import chunk_checksum
-from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split
+from maxlite.checkpoint.chunked_array import ChunkedArray, Index, relative, split
 from maxlite.checkpoint.manager import PARAMS
 from maxlite.checkpoint.manifest import Manifest, manifest_leaves, seal_manifest
 from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
@@ -27,21 +27,30 @@ from maxlite.config.errors import UserError
 from maxlite.config.object_store import AnyPath
 
 METADATA = "_CHECKPOINT_METADATA"
+_MAX_REASON = 200  # characters in a message
 
 
 def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> None:
   """Write a new checkpoint `directory`, named by its step, with {path: array} of all parameters."""
   handler = _ChunkedArrayHandler()
-  handled = ((kind, handler) for kind in (ChunkedArray, jax.Array))  # Orbax requires the second
-  registry = ocp.type_handlers.create_type_handler_registry(*handled)
+  registry = ocp.type_handlers.create_type_handler_registry(
+    (ChunkedArray, handler),
+    (jax.Array, handler),  # required by Orbax
+  )
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as writer:
     tree = {"params": traverse_util.unflatten_dict(dict(params), sep="/")}
-    writer.save(directory / "state", args=ocp.args.PyTreeSave(tree))
+    state_args = ocp.args.PyTreeSave(tree)
+    writer.save(directory / "state", args=state_args)
   leaves = {PARAMS + path: chunked for path, chunked in params.items()}
-  saved = manifest_leaves(leaves, handler.checksums)
-  body = {"step": int(directory.name), "run": "", "leaves": saved, "data": None}
+  body = {
+    "step": int(directory.name),
+    "run": "",
+    "leaves": manifest_leaves(leaves, handler.checksums),
+    "data": None,
+  }
   with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
-    writer.save(directory / "manifest", args=ocp.args.JsonSave(seal_manifest(body)))
+    manifest_args = ocp.args.JsonSave(seal_manifest(body))
+    writer.save(directory / "manifest", args=manifest_args)
   # Orbax's CheckpointManager, which writes both items at once, expects this file in a checkpoint.
   shutil.copyfile(directory / "manifest" / METADATA, directory / METADATA)
   (directory / COMMITTED).touch()  # it may be copied to an object store
@@ -50,12 +59,12 @@ def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> Non
 class StoredParameters:
   """Reads the parameters of the checkpoint in `directory` in chunks."""
 
-  def __init__(self, directory: AnyPath, manifest: Manifest):
+  def __init__(self, directory: AnyPath, manifest: Manifest) -> None:
     self.directory = directory
-    leaves = manifest["body"]["leaves"]
-    self.leaves: dict[str, dict[str, Any]] = {
-      name.removeprefix(PARAMS): leaf for name, leaf in leaves.items() if name.startswith(PARAMS)
-    }
+    self.leaves: dict[str, dict[str, Any]] = {}
+    for name, leaf in manifest["body"]["leaves"].items():
+      if name.startswith(PARAMS):
+        self.leaves[name.removeprefix(PARAMS)] = leaf
     self._checksums: dict[str, int] = {}
     self._open = functools.cache(self._open_array)
 
@@ -64,15 +73,16 @@ class StoredParameters:
     try:
       part = self._open(path)[index].read().result()
     except ValueError as error:  # TensorStore raises it whenever it cannot read
-      reason = first_line(error)[:200]
+      reason = first_line(error)[:_MAX_REASON]
       problem = "cannot be read" if is_environment_error(error) else "is damaged"
       raise UserError(f"checkpoint {self.directory} {problem}: {path}: {reason}") from None
     shape = tuple(self.leaves[path]["shape"])
-    for chunk in split(index, part.dtype):
-      axes = zip(chunk, index, strict=True)
-      inside = tuple(slice(c.start - i.start, c.stop - i.start) for c, i in axes)
-      added = chunk_checksum(part[inside], [axis.start for axis in chunk], shape)
-      self._checksums[path] = (self._checksums.get(path, 0) + added) % 2**32
+    checksum = self._checksums.get(path, 0)
+    for chunk_index in split(index, part.dtype):
+      chunk = part[relative(chunk_index, index)]
+      start = [axis.start for axis in chunk_index]
+      checksum += chunk_checksum(chunk, start, shape)
+    self._checksums[path] = checksum % 2**32
     return part
 
   def verify(self) -> None:
@@ -84,9 +94,15 @@ class StoredParameters:
         )
 
   def _open_array(self, path: str) -> ts.TensorStore:
-    base = key_value_store(self.directory / "state")
-    store = {"driver": "ocdbt", "base": base, "path": f"params.{path.replace('/', '.')}/"}
-    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
+    """Open the array of a parameter."""
+    name = path.replace("/", ".")
+    store = {
+      "driver": "ocdbt",
+      "base": key_value_store(self.directory / "state"),
+      "path": f"params.{name}/",
+    }
+    opening = ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True)
+    return opening.result()
 
 
 class _ChunkedArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -108,9 +124,10 @@ class _ChunkedArrayHandler(ocp.type_handlers.ArrayHandler):
       checksum = 0
       for index, chunk in chunked.chunks():
         start = [axis.start for axis in index]
-        checksum = (checksum + chunk_checksum(chunk, start, chunked.shape)) % 2**32
+        checksum += chunk_checksum(chunk, start, chunked.shape)
         await store[index].write(chunk)
-      self.checksums[info.name.replace(".", "/")] = checksum
+      path = info.name.replace(".", "/")
+      self.checksums[path] = checksum % 2**32
     return []
 
 

@@ -53,8 +53,15 @@ class _Failure(NamedTuple):
   is_environment: bool = False
 
 
+def _accept(value: object) -> str:
+  del value
+  return ""
+
+
 def read_repeatedly(
-  name: str, read: Callable[[], T], check: Callable[[T], str] = lambda value: ""
+  name: str,
+  read: Callable[[], T],
+  check: Callable[[T], str] = _accept,
 ) -> tuple[T | None, str]:
   """Return (value, "") or (None, damage); all processes call it, with the same outcome.
 
@@ -62,7 +69,7 @@ def read_repeatedly(
     name: what is read, for messages.
     read: the read of this process.
     check: called with the value if all processes could read; returns what is wrong with it, the
-      same on all processes. It may be a collective computation.
+      same on all processes. It may be a collective computation. By default nothing is wrong.
 
   Raises:
     UserError: the environment prevents the read.
@@ -74,7 +81,7 @@ def read_repeatedly(
       wrong = check(value)
       if not wrong:
         return value, ""
-      failures = [_Failure(wrong, wrong)]
+      failures = [_Failure(reason=wrong, details=wrong)]
     is_environment = any(failure.is_environment for failure in failures)
     reason = next(failure.reason for failure in failures if failure.reason)
     details = [failure.details for failure in failures]
@@ -89,16 +96,23 @@ def read_repeatedly(
   )
 
 
-def _read_on_all(read: Callable[[], T]) -> tuple[T | None, list[_Failure]]:
+def _read_on_all(
+  read: Callable[[], T],
+) -> tuple[T | None, list[_Failure]]:
   """Return (this process's value, failures of all processes); no value if any has failed."""
-  value, failure = None, _Failure()
+  value = None
+  own_failure = _Failure()
   try:
     value = read()
   # Damaged files raise any error of JSON, zstd, TensorStore or Orbax.
   except Exception as error:
-    failure = _Failure(one_line(error), _details(error), is_environment_error(error))
-  failures = [_Failure(*each) for each in all_gather_object(failure)]
-  if any(each.reason for each in failures):
+    own_failure = _Failure(
+      reason=one_line(error),
+      details=_details(error),
+      is_environment=is_environment_error(error),
+    )
+  failures = [_Failure(*fields) for fields in all_gather_object(own_failure)]
+  if any(failure.reason for failure in failures):
     return None, failures
   return value, failures
 
@@ -111,7 +125,8 @@ def is_environment_error(error: BaseException) -> bool:
     return True
   if isinstance(error, OSError) and error.errno in _ENVIRONMENT_CODES:
     return True
-  if type(error).__module__.partition(".")[0] in _STORE_PACKAGES:
+  package, _, _ = type(error).__module__.partition(".")
+  if package in _STORE_PACKAGES:
     return True
   if _STORE_STATUS.match(str(error)):
     return True
@@ -124,19 +139,24 @@ def one_line(error: BaseException) -> str:
   if type(error) is not OSError:  # raised by the checks of checkpoints
     line = f"{type(error).__name__}: {line}"
   # A reason from the operating system comes after the names of many files.
-  if found := re.search(r"[^:]*\[os_error_code='\d+'", line):
-    return found[0].split(" [")[0].strip()
+  found = re.search(r"[^:]*\[os_error_code='\d+'", line)
+  if found:
+    reason, _, _ = found[0].partition(" [")
+    return reason.strip()
   return line[:_MAX_REASON]
 
 
 def first_line(error: BaseException) -> str:
   """Return the first line of an error, without the internals that TensorStore appends."""
-  return str(error).split("\n", 1)[0].split(" See full", 1)[0]
+  line, _, _ = str(error).partition("\n")
+  message, _, _ = line.partition(" See full")
+  return message
 
 
 def _details(error: BaseException) -> str:
   """Return the texts of an error and its causes, without the internals of TensorStore."""
-  text = f"{type(error).__name__}: {first_line(error)}".split(" [tensorstore_spec", 1)[0]
+  line = f"{type(error).__name__}: {first_line(error)}"
+  text, _, _ = line.partition(" [tensorstore_spec")
   text = _FIRST_ARRAY.sub("", text)
   if error.__cause__ is not None:
     text += f"; {_details(error.__cause__)}"

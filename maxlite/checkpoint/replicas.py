@@ -5,6 +5,7 @@ slightly wrong. Replicas are compared by their checksums.
 """
 
 import collections
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from jax.sharding import Mesh, PartitionSpec
 from maxlite.checkpoint.checksum import array_checksum, leaves_by_path
 from maxlite.sharding.collectives import pvary
 
+_MAX_SHOWN = 4  # devices in a message
+
 
 class ReplicaCheck:
   """Compares the replicas of all arrays of a state; in a multi-process run all processes call it.
@@ -24,50 +27,95 @@ class ReplicaCheck:
     abstract_state: a pytree with the structure and the `NamedSharding`s of the state.
   """
 
-  def __init__(self, abstract_state: Any):
+  def __init__(self, abstract_state: Any) -> None:
     leaves = leaves_by_path(abstract_state)
-    self._specs = {name: leaf.sharding.spec for name, leaf in leaves.items()}
-    self._mesh: Mesh = next(iter(leaves.values())).sharding.mesh
+    self._specs: dict[str, PartitionSpec] = {}
+    for name, leaf in leaves.items():
+      self._specs[name] = leaf.sharding.spec
+    first_leaf = next(iter(leaves.values()))
+    self._mesh: Mesh = first_leaf.sharding.mesh
     axes = self._mesh.axis_names
 
     def device_checksums(*shards: jax.Array) -> jax.Array:
-      *sums, _ = pvary(*map(array_checksum, shards), jax.lax.axis_index(axes))
-      return jnp.stack(sums).reshape((1,) * len(axes) + (len(sums),))
+      """Return this device's checksums, with an axis of size 1 for each axis of the mesh."""
+      checksums = [array_checksum(shard) for shard in shards]
+      # All vary over the mesh like the index of the device, which is then dropped.
+      device_index = jax.lax.axis_index(axes)
+      *varying, _ = pvary(*checksums, device_index)
+      mesh_shape = [1] * len(axes)
+      stacked = jnp.stack(varying)
+      return stacked.reshape([*mesh_shape, len(varying)])
 
-    self._checksums = jax.jit(
-      jax.shard_map(
-        device_checksums,
-        mesh=self._mesh,
-        in_specs=tuple(self._specs.values()),
-        out_specs=PartitionSpec(*axes, None),
-      )
+    sharded_checksums = jax.shard_map(
+      device_checksums,
+      mesh=self._mesh,
+      in_specs=tuple(self._specs.values()),
+      out_specs=PartitionSpec(*axes, None),
     )
+    self._checksums = jax.jit(sharded_checksums)
 
   def difference(self, state: Any) -> str:
     """Describe the first array whose replicas differ, and the devices; empty if none does."""
-    on_devices = self._checksums(*leaves_by_path(state).values())
+    arrays = leaves_by_path(state).values()
+    on_devices = self._checksums(*arrays)
     if jax.process_count() > 1:
       on_devices = multihost_utils.process_allgather(on_devices, tiled=True)
-    sums = np.asarray(on_devices)
+    checksums = np.asarray(on_devices)
     for n, (name, spec) in enumerate(self._specs.items()):
-      odd = self._odd_devices(sums[..., n], spec)
+      odd = self._odd_devices(checksums[..., n], spec)
       if odd:
-        where = ", ".join(f"device {d.id} of process {d.process_index}" for d in odd[:4])
-        more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
-        return f"{name} is not the same on all devices that hold it: {where}{more}"
+        return f"{name} is not the same on all devices that hold it: {_list_devices(odd)}"
     return ""
 
-  def _odd_devices(self, sums: np.ndarray, spec: PartitionSpec) -> list[jax.Device]:
-    """Return the devices whose checksum differs from the majority of their shard's replicas."""
-    sharded = jax.tree.leaves(tuple(spec))
-    replicated = [n for n, axis in enumerate(self._mesh.axis_names) if axis not in sharded]
-    last = range(sums.ndim - len(replicated), sums.ndim)
-    num_copies = int(np.prod([sums.shape[n] for n in replicated]))
-    copies = np.moveaxis(sums, replicated, last).reshape(-1, num_copies)
-    devices = np.moveaxis(self._mesh.devices, replicated, last).reshape(-1, num_copies)
+  def _odd_devices(self, checksums: np.ndarray, spec: PartitionSpec) -> list[jax.Device]:
+    """Return the devices whose checksum differs from the majority of their shard's replicas.
+
+    Args:
+      checksums: of one array, on all devices of the mesh.
+      spec: how the array is sharded.
+    """
+    sharded_axes = jax.tree.leaves(tuple(spec))
+    replicated = []
+    for n, axis in enumerate(self._mesh.axis_names):
+      if axis not in sharded_axes:
+        replicated.append(n)
+    checksums_SC = _by_shard(checksums, replicated)
+    devices_SC = _by_shard(self._mesh.devices, replicated)
+    num_copies = checksums_SC.shape[1]
+    differs_SC = checksums_SC != checksums_SC[:, :1]
+    differs_S = differs_SC.any(axis=1)
     odd: list[jax.Device] = []
-    for row in np.flatnonzero((copies != copies[:, :1]).any(axis=1)):
-      value, count = collections.Counter(copies[row].tolist()).most_common(1)[0]
-      majority = copies[row] == value if 2 * count > num_copies else np.zeros(num_copies, bool)
-      odd += devices[row][~majority].tolist()
+    for shard in np.flatnonzero(differs_S):
+      copies_C = checksums_SC[shard]
+      counter = collections.Counter(copies_C.tolist())
+      most_common, count = counter.most_common(1)[0]
+      is_odd_C = np.ones(num_copies, bool)  # without a majority, any of them may be wrong
+      if 2 * count > num_copies:
+        is_odd_C = copies_C != most_common
+      odd += devices_SC[shard][is_odd_C].tolist()
     return odd
+
+
+def _by_shard(on_mesh: np.ndarray, replicated: list[int]) -> np.ndarray:
+  """Return the values on the devices of a mesh as [shards, copies of the shard].
+
+  Args:
+    on_mesh: a value for each device, in the shape of the mesh.
+    replicated: the axes of the mesh over which an array is replicated.
+  """
+  first_replicated = on_mesh.ndim - len(replicated)
+  last = range(first_replicated, on_mesh.ndim)
+  num_copies = math.prod(on_mesh.shape[n] for n in replicated)
+  copies_last = np.moveaxis(on_mesh, replicated, last)
+  return copies_last.reshape(-1, num_copies)
+
+
+def _list_devices(devices: list[jax.Device]) -> str:
+  """Name the first devices, and the number of the others."""
+  first = devices[:_MAX_SHOWN]
+  names = [f"device {device.id} of process {device.process_index}" for device in first]
+  shown = ", ".join(names)
+  num_more = len(devices) - len(first)
+  if num_more:
+    shown += f" and {num_more} more"
+  return shown

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import functools
-import itertools
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
@@ -39,10 +38,11 @@ from maxlite.config.saved import differences, read_values
 from maxlite.config.schema import KEYS
 from maxlite.config.yaml_files import MODEL_FILE, read_file
 
-Changes = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
+Changes: TypeAlias = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
 _LOCK = ".lock"
 _STEP = re.compile("0|[1-9][0-9]*")  # 00099 is not a step, nor are digits of other scripts
 _BEST = "best"  # stands for the best member of an ensemble
+_MAX_SHOWN_MEMBERS = 20  # in a message
 # Folders with many objects that no command reads from the copy of an object store.
 _NOT_COPIED = (_LOCK, "checkpoints", "checkpoints_damaged", "members", "profile", "tensorboard")
 
@@ -55,23 +55,27 @@ class RunFolder:
 
   TOKENIZER = "tokenizer"
 
-  def __init__(self, directory: Path | str):
+  def __init__(self, directory: Path | str) -> None:
     """Raise UserError if `directory` is on an object store that cannot be read."""
-    self.mirror = open_mirror(str(directory)) if is_remote(directory) else None
-    self.place = self.mirror.uri if self.mirror else str(directory)  # for messages
-    self.directory = self.mirror.directory if self.mirror else Path(directory)
+    self.mirror: RunMirror | None = None
+    self.place = str(directory)  # for messages
+    self.directory = Path(directory)
+    if is_remote(directory):
+      self.mirror = open_mirror(str(directory))
+      self.place = self.mirror.uri
+      self.directory = self.mirror.directory
     self.config = self.directory / "config.yml"
-    self.model = self.directory / MODEL_FILE  # the model's keys, of an imported run
-    self.tokenizer = self.directory / self.TOKENIZER  # of an imported run
+    self.model = self.directory / MODEL_FILE  # only in an imported run: the keys of its model
+    self.tokenizer = self.directory / self.TOKENIZER  # only in an imported run
     self.metrics = self.directory / "metrics.jsonl"
     self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"
-    self.timeline = self.directory / "timeline.png"  # of a run with phases
+    self.timeline = self.directory / "timeline.png"  # only in a run with phases
     self.expert_load = self.directory / "expert_load.jsonl"
     self.expert_map = self.directory / "expert_load.png"
     self.tensorboard = self.directory / "tensorboard"
     self.checkpoints = to_path(join(self.place, "checkpoints"))
-    self._members = self.directory / "members"  # of an ensemble
+    self._members = self.directory / "members"  # only in an ensemble
     self.profile = self.directory / "profile"
     self._run_id = self.directory / "run_id"
     self._lock = self.directory / _LOCK  # held by the process that trains, which it names
@@ -81,26 +85,32 @@ class RunFolder:
     """Return the names of the members of an ensemble; empty for other runs."""
     if self.mirror:
       return sorted(self.mirror.member_names())
-    return sorted(path.parent.name for path in self._members.glob("*/config.yml"))
+    configs = self._members.glob("*/config.yml")
+    return sorted(path.parent.name for path in configs)
 
   def member(self, name: str) -> "RunFolder":
     """Return the run folder of a member; raise UserError if there is none with this name.
 
     Args:
-      name: of a member; `best`, if no member has that name, is the one with the lowest held-out
-        loss.
+      name: that of a member; `best`, if no member has that name, is the one with the lowest
+        held-out loss.
     """
     names = self.member_names()
     if name == _BEST and names and name not in names:
       name = self._best_member()
-    if name not in names:
-      problem = f"has no member {name!r}" if name else "is an ensemble"
-      fix = f"set member={'|'.join(names[:20])}" if names else "leave out member"
-      raise UserError(f"{self.place} {problem}: {fix}")
-    return RunFolder(join(self.place, "members", name))
+    if name in names:
+      return RunFolder(join(self.place, "members", name))
+    problem = "is an ensemble"
+    if name:
+      problem = f"has no member {name!r}"
+    fix = "leave out member"
+    if names:
+      choices = "|".join(names[:_MAX_SHOWN_MEMBERS])
+      fix = f"set member={choices}"
+    raise UserError(f"{self.place} {problem}: {fix}")
 
   def _best_member(self) -> str:
-    """The first of members.jsonl, where the members are in the order of their held-out losses."""
+    """Return the first of members.jsonl, which is in the order of the held-out losses."""
     results = self.directory / "members.jsonl"
     if not results.exists():
       raise UserError(
@@ -132,17 +142,32 @@ class RunFolder:
 
   def require_regular(self) -> None:
     """Raise UserError if a file or folder of the run is something else, such as a link loop."""
-    files = (self.config, self.model, self.metrics, self.expert_load, self._run_id, self._lock)
-    folders = (self.directory, self.directory / "checkpoints", self.tensorboard, self._members)
+    files = (
+      self.config,
+      self.model,
+      self.metrics,
+      self.expert_load,
+      self._run_id,
+      self._lock,
+    )
+    folders = (
+      self.directory,
+      self.directory / "checkpoints",
+      self.tensorboard,
+      self._members,
+    )
     for path in (*folders, *files):
-      if problem := _irregularity(path, is_folder=path in folders):
+      problem = _irregularity(path, is_folder=path in folders)
+      if problem:
         raise UserError(f"run folder {self.place}: {path.name} {problem}: move it away")
 
   def require_writable(self) -> None:
     """Raise UserError if the folder cannot be written, without creating it; see also `lock`."""
     self.require_regular()
     place = self.directory.absolute()
-    parent = next(path for path in (place, *place.parents) if path.exists())
+    parent = place
+    while not parent.exists():
+      parent = parent.parent
     if not parent.is_dir():
       raise self._cannot_write(f"{parent} is a file")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -167,7 +192,8 @@ class RunFolder:
     self.require_regular()
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
-      self._locked = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
+      flags = os.O_RDWR | os.O_CREAT
+      self._locked = os.open(self._lock, flags, 0o666)
       fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       self.unlock()
@@ -179,7 +205,8 @@ class RunFolder:
     except OSError as error:
       raise self._cannot_write(error.strerror) from None
     os.truncate(self._locked, 0)
-    os.write(self._locked, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    os.write(self._locked, holder.encode())
 
   def upload(self) -> None:
     """Write changed files back to an object store; raise UserError if that is not possible."""
@@ -205,22 +232,39 @@ class RunFolder:
       return None
     saved = read_values(self.config)
     self._check_kind(saved, values)
-    changes = differences(saved, values)
-    is_fixed = lambda name: KEYS[name].field.shapes_model and not _only_data(name, *changes[name])
-    fixed = {name: pair for name, pair in changes.items() if is_fixed(name)}
-    if self.model.exists() and not self.metrics.exists():  # imported but not trained yet
-      imported = {setting.name for setting in read_file(self.model, "run folder")}
-      fixed = {name: pair for name, pair in fixed.items() if name in imported}
-    if fixed:
-      before = " ".join(f"{name}={show(old)}" for name, (old, _) in fixed.items())
-      now = " ".join(f"{name}={show(new)}" for name, (_, new) in fixed.items())
+    changes: Changes = differences(saved, values)
+    settings_before = []
+    settings_now = []
+    for name in self._fixed_keys(changes):
+      old, new = changes[name]
+      settings_before.append(f"{name}={show(old)}")
+      settings_now.append(f"{name}={show(new)}")
+    if settings_before:
+      before = " ".join(settings_before)
+      now = " ".join(settings_now)
       raise UserError(
         f"run folder {self.place} was made with {before}, this command says {now}: choose "
         f"another run_name, or set {before}"
       )
     return changes
 
-  def _check_kind(self, saved: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+  def _fixed_keys(self, changes: Changes) -> list[str]:
+    """Return those of the changed keys that may not change."""
+    fixed = []
+    for name, (old, new) in changes.items():
+      if KEYS[name].field.shapes_model and not _only_data(name, old, new):
+        fixed.append(name)
+    is_trained = self.metrics.exists()
+    if self.model.exists() and not is_trained:  # an imported run
+      imported = {setting.name for setting in read_file(self.model, "run folder")}
+      fixed = [name for name in fixed if name in imported]
+    return fixed
+
+  def _check_kind(
+    self,
+    saved: Mapping[str, Any],
+    values: Mapping[str, Any],
+  ) -> None:
     """Raise UserError if one config is of an ensemble and the other of a single run."""
     was_ensemble = any(saved[key] for key in ENSEMBLE_KEYS)
     is_ensemble = any(values[key] for key in ENSEMBLE_KEYS)
@@ -238,18 +282,27 @@ class RunFolder:
 
   def save_config(self, changes: Changes | None, save: Callable[[Path], None]) -> None:
     """Write config.yml with `save(path)` if it changed; the previous is kept as config.N.yml."""
-    if changes is not None and not changes:
-      return
-    if changes is not None:
-      numbered = (self.directory / f"config.{n}.yml" for n in itertools.count(1))
-      shutil.copyfile(self.config, next(path for path in numbered if not path.exists()))
+    is_first_start = changes is None
+    if not is_first_start:
+      if not changes:
+        return
+      shutil.copyfile(self.config, self._unused_config_path())
     save(self.config)
     self.upload()
+
+  def _unused_config_path(self) -> Path:
+    """Return the first config.N.yml that does not exist."""
+    n = 1
+    while (self.directory / f"config.{n}.yml").exists():
+      n += 1
+    return self.directory / f"config.{n}.yml"
 
 
 def step_of(name: str) -> int | None:
   """Return the step of the checkpoint folder `name`; None if it is not named like one."""
-  return int(name) if _STEP.fullmatch(name) else None
+  if not _STEP.fullmatch(name):
+    return None
+  return int(name)
 
 
 def require_regular_files(folder: AnyPath) -> None:
@@ -259,7 +312,8 @@ def require_regular_files(folder: AnyPath) -> None:
   for parent, _, names in os.walk(folder):
     for name in names:
       path = Path(parent, name)
-      if problem := _irregularity(path, is_folder=False):
+      problem = _irregularity(path, is_folder=False)
+      if problem:
         raise OSError(f"{path.relative_to(folder)} {problem}")
 
 
@@ -270,17 +324,22 @@ def _irregularity(path: Path, *, is_folder: bool) -> str:
   except FileNotFoundError:
     return "is a link to nothing" if path.is_symlink() else ""
   except OSError as error:
-    return "is a loop of links" if error.errno == errno.ELOOP else ""  # its reader reports others
-  if is_folder:
-    return "" if stat.S_ISDIR(mode) else "is not a folder"
-  if stat.S_ISREG(mode):
-    return ""
-  return "is a folder" if stat.S_ISDIR(mode) else "is not a file"
+    # What reads the path reports other errors.
+    return "is a loop of links" if error.errno == errno.ELOOP else ""
+  if is_folder and not stat.S_ISDIR(mode):
+    return "is not a folder"
+  if not is_folder and stat.S_ISDIR(mode):
+    return "is a folder"
+  if not is_folder and not stat.S_ISREG(mode):
+    return "is not a file"
+  return ""
 
 
 def _only_data(name: str, before: Any, now: Any) -> bool:
   """Return whether two values of `phases` differ only in their data, which shape no weights."""
-  return name == "phases" and without_data(before) == without_data(now)
+  if name != "phases":
+    return False
+  return without_data(before) == without_data(now)
 
 
 @functools.cache
@@ -296,23 +355,35 @@ class RunMirror:
   before every checkpoint and at the end of a run. Checkpoints are written in place by Orbax.
   """
 
-  def __init__(self, uri: str):
-    self.uri, self._store = uri, filesystem(uri)
+  def __init__(self, uri: str) -> None:
+    """Copy the files of the run; raise UserError if the store cannot be read."""
+    self.uri = uri
+    self._store = filesystem(uri)
     self.directory = Path(tempfile.mkdtemp(prefix="maxlite_"))
     weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-    self._written: dict[Path, tuple[int, int | str]] = {}  # size and time of modification
-    self._token = ""  # of the lock, while this process trains
+    # Size and time of modification of the local files that the store has too.
+    self._written: dict[Path, tuple[int, int | str]] = {}
+    self._token = ""  # content of the lock, while this process trains
     for name, is_folder in list_names(uri).items():
-      if name not in _NOT_COPIED:
-        place = join(uri, name)
-        for file in list_files(place) if is_folder else (place,):
-          local = self.directory / str(file).removeprefix(f"{uri}/")
-          download(str(file), local)
-          self._written[local] = size_and_version(local)
+      if name in _NOT_COPIED:
+        continue
+      place = join(uri, name)
+      if is_folder:
+        for file in list_files(place):
+          self._download(str(file))
+      else:
+        self._download(place)
+
+  def _download(self, file: str) -> None:
+    """Copy an object of the run."""
+    local = self.directory / file.removeprefix(f"{self.uri}/")
+    download(file, local)
+    self._written[local] = size_and_version(local)
 
   def member_names(self) -> list[str]:
     """Return the names of the members of an ensemble."""
-    return [name for name, is_folder in list_names(join(self.uri, "members")).items() if is_folder]
+    names = list_names(join(self.uri, "members"))
+    return [name for name, is_folder in names.items() if is_folder]
 
   def lock(self) -> None:
     """Declare this process the one that trains; an earlier one stops at its next `upload`.
@@ -320,9 +391,11 @@ class RunMirror:
     Raises:
       UserError: the store cannot be written.
     """
-    self._token = f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}"
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    self._token = f"{holder}, {secrets.token_hex(8)}"
+    lock = join(self.uri, _LOCK)
     with store_errors(self.uri):
-      self._store.pipe_file(join(self.uri, _LOCK), self._token.encode())
+      self._store.pipe_file(lock, self._token.encode())
 
   def upload(self) -> None:
     """Write back the files that have changed, each atomically.
@@ -330,14 +403,22 @@ class RunMirror:
     Raises:
       UserError: another process has locked the run, or the store cannot be written.
     """
-    with store_errors(self.uri):
-      holder = self._store.cat_file(join(self.uri, _LOCK)).decode() if self._token else ""
+    holder = ""
+    if self._token:
+      with store_errors(self.uri):
+        content = self._store.cat_file(join(self.uri, _LOCK))
+        holder = content.decode()
     if holder != self._token:
+      process, _, _ = holder.partition(",")
       raise UserError(
-        f"{self.uri} has been taken over by {holder.split(',')[0]}, which was started later: "
+        f"{self.uri} has been taken over by {process}, which was started later: "
         "this process stops, as two would overwrite each other"
       )
     for local in sorted(self.directory.rglob("*")):
-      if local.is_file() and self._written.get(local) != (stamp := size_and_version(local)):
-        upload([(local, join(self.uri, local.relative_to(self.directory).as_posix()))])
-        self._written[local] = stamp
+      if not local.is_file():
+        continue
+      size_and_time = size_and_version(local)
+      if self._written.get(local) != size_and_time:
+        name = local.relative_to(self.directory).as_posix()
+        upload([(local, join(self.uri, name))])
+        self._written[local] = size_and_time
