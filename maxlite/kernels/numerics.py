@@ -14,12 +14,18 @@ def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int], num_batch: int = 
   """Product of x and y, in the accumulator type.
 
   Args:
+    x, y: arrays of one type.
     contract: the axis of x and the axis of y that are summed over.
     num_batch: number of leading axes that are batch axes.
   """
+  x_axis, y_axis = contract
   batch = tuple(range(num_batch))
-  dims = (((contract[0],), (contract[1],)), (batch, batch))
-  return jax.lax.dot_general(x, y, dims, preferred_element_type=accumulator_dtype(x.dtype))
+  return jax.lax.dot_general(
+    x,
+    y,
+    dimension_numbers=(((x_axis,), (y_axis,)), (batch, batch)),
+    preferred_element_type=accumulator_dtype(x.dtype),
+  )
 
 
 def apply_soft_cap(x: jax.Array, soft_cap: float) -> jax.Array:
@@ -27,7 +33,9 @@ def apply_soft_cap(x: jax.Array, soft_cap: float) -> jax.Array:
 
   Source: Gemma 2 (2024), section 2.
   """
-  return soft_cap * jnp.tanh(x / soft_cap) if soft_cap else x
+  if not soft_cap:
+    return x
+  return soft_cap * jnp.tanh(x / soft_cap)
 
 
 def ceil_div(a: int, b: int) -> int:

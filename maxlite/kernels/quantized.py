@@ -22,9 +22,11 @@ from maxlite.kernels.stated_cost import StatedCost, stated_cost
 
 
 class QuantizedType(NamedTuple):
+  """A narrow type, its largest number, and the type in which products are summed."""
+
   dtype: jnp.dtype
   largest: float
-  sum_dtype: jnp.dtype  # of products
+  sum_dtype: jnp.dtype
 
 
 QUANTIZED_TYPES = {
@@ -52,9 +54,10 @@ def quantize(x: jax.Array, kind: str, axes: Sequence[int]) -> Quantized:
   x = x.astype(jnp.float32)
   peak = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True)
   scale = jnp.where(peak == 0, 1, peak / largest)
-  scaled = jnp.clip(x / scale, -largest, largest)
-  rounded = jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
-  return Quantized(rounded.astype(dtype), scale)
+  values = jnp.clip(x / scale, -largest, largest)
+  if jnp.issubdtype(dtype, jnp.integer):
+    values = jnp.round(values)
+  return Quantized(values.astype(dtype), scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -65,28 +68,57 @@ def quantized_matmul(
   out_dtype: jnp.dtype | None,
   kind: str,
 ) -> jax.Array:
-  """y_TF of quantized operands, as `out_dtype` (x's type); one scale per row of x and column of w.
+  """y_TF of quantized operands; one scale per row of x and column of w.
 
   The gradients are those of `matmul(x, w, out_dtype)` at the quantized operands.
+
+  Args:
+    matmul: the product of unquantized operands.
+    x_TD, w_DF: the operands before quantization.
+    out_dtype: type of the result; None: that of x.
+    kind: an entry of QUANTIZED_TYPES.
   """
-  x, w, sum_dtype = *_operands(x_TD, w_DF, kind), QUANTIZED_TYPES[kind].sum_dtype
-  dims = (((1,), (0,)), ((), ()))
-  y_TF = jax.lax.dot_general(x.values, w.values, dims, preferred_element_type=sum_dtype)
+  x = _quantize_rows(x_TD, kind)
+  w = _quantize_columns(w_DF, kind)
+  y_TF = jax.lax.dot_general(
+    x.values,
+    w.values,
+    dimension_numbers=(((1,), (0,)), ((), ())),
+    preferred_element_type=QUANTIZED_TYPES[kind].sum_dtype,
+  )
   return (y_TF.astype(jnp.float32) * x.scale * w.scale).astype(out_dtype or x_TD.dtype)
 
 
-def _operands(x_TD: jax.Array, w_DF: jax.Array, kind: str) -> tuple[Quantized, Quantized]:
-  return quantize(x_TD, kind, (1,)), quantize(w_DF, kind, (0,))
+def _quantize_rows(x_TD: jax.Array, kind: str) -> Quantized:
+  return quantize(x_TD, kind, axes=(1,))
 
 
-def _forward(matmul, x_TD, w_DF, out_dtype, kind):
+def _quantize_columns(w_DF: jax.Array, kind: str) -> Quantized:
+  return quantize(w_DF, kind, axes=(0,))
+
+
+def _forward(
+  matmul: Callable[..., jax.Array],
+  x_TD: jax.Array,
+  w_DF: jax.Array,
+  out_dtype: jnp.dtype | None,
+  kind: str,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   return quantized_matmul(matmul, x_TD, w_DF, out_dtype, kind), (x_TD, w_DF)
 
 
-def _backward(matmul, out_dtype, kind, residuals, dy_TF):
-  quantized = _operands(*residuals, kind)
-  rounded = [q.dequantize(a.dtype) for q, a in zip(quantized, residuals, strict=True)]
-  return jax.vjp(lambda x, w: matmul(x, w, out_dtype), *rounded)[1](dy_TF)
+def _backward(
+  matmul: Callable[..., jax.Array],
+  out_dtype: jnp.dtype | None,
+  kind: str,
+  operands: tuple[jax.Array, jax.Array],
+  dy_TF: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  x_TD, w_DF = operands
+  x_TD = _quantize_rows(x_TD, kind).dequantize(x_TD.dtype)
+  w_DF = _quantize_columns(w_DF, kind).dequantize(w_DF.dtype)
+  _, vjp = jax.vjp(lambda x, w: matmul(x, w, out_dtype), x_TD, w_DF)
+  return vjp(dy_TF)
 
 
 quantized_matmul.defvjp(_forward, _backward)
@@ -101,10 +133,17 @@ def quantized_grouped_matmul(
   `backend` computes the gradients. A row has one scale, and so has the matrix of a group: a scale
   per column would have to be gathered for every row.
   """
-  x, w = quantize(x_MD, kind, (1,)), quantize(w_GDF, kind, (1, 2))
-  num_rows, num_out, sum_dtype = x_MD.shape[0], w_GDF.shape[2], QUANTIZED_TYPES[kind].sum_dtype
-  row_bytes = num_rows * num_out * sum_dtype.itemsize + x.values.nbytes
-  with stated_cost(StatedCost(2 * x_MD.size * num_out, row_bytes, w.values.nbytes)):
+  x = _quantize_rows(x_MD, kind)
+  w = _quantize_matrices(w_GDF, kind)
+  num_rows = x_MD.shape[0]
+  num_out = w_GDF.shape[2]
+  sum_dtype = QUANTIZED_TYPES[kind].sum_dtype
+  cost = StatedCost(
+    flops=2 * x_MD.size * num_out,
+    row_bytes=num_rows * num_out * sum_dtype.itemsize + x.values.nbytes,
+    fixed_bytes=w.values.nbytes,
+  )
+  with stated_cost(cost):
     y_MF = jax.lax.ragged_dot(x.values, w.values, group_sizes_G, preferred_element_type=sum_dtype)
   # Rows past the last group repeat the last scale; they are masked.
   scale_M = jnp.repeat(w.scale[:, 0, 0], group_sizes_G, total_repeat_length=num_rows)
@@ -113,17 +152,38 @@ def quantized_grouped_matmul(
   return jnp.where(live_M[:, None], y_MF, 0).astype(x_MD.dtype)
 
 
-def _grouped_forward(x_MD, w_GDF, group_sizes_G, tiles, kind, backend):
+def _quantize_matrices(w_GDF: jax.Array, kind: str) -> Quantized:
+  return quantize(w_GDF, kind, axes=(1, 2))
+
+
+class _GroupedOperands(NamedTuple):
+  """What the backward pass reads."""
+
+  x_MD: jax.Array
+  w_GDF: jax.Array
+  group_sizes_G: jax.Array
+
+
+def _grouped_forward(
+  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: Tiles, kind: str, backend: str
+) -> tuple[jax.Array, _GroupedOperands]:
   y_MF = quantized_grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, kind, backend)
-  return y_MF, (x_MD, w_GDF, group_sizes_G)
+  return y_MF, _GroupedOperands(x_MD, w_GDF, group_sizes_G)
 
 
-def _grouped_backward(tiles, kind, backend, residuals, dy_MF):
-  x_MD, w_GDF, group_sizes_G = residuals
-  x_MD = quantize(x_MD, kind, (1,)).dequantize(x_MD.dtype)
-  w_GDF = quantize(w_GDF, kind, (1, 2)).dequantize(w_GDF.dtype)
-  multiply = lambda x, w: GROUPED_MATMUL_BACKENDS[backend](x, w, group_sizes_G, tiles)
-  return *jax.vjp(multiply, x_MD, w_GDF)[1](dy_MF), None
+def _grouped_backward(
+  tiles: Tiles, kind: str, backend: str, operands: _GroupedOperands, dy_MF: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+  x_MD, w_GDF, group_sizes_G = operands
+  x_MD = _quantize_rows(x_MD, kind).dequantize(x_MD.dtype)
+  w_GDF = _quantize_matrices(w_GDF, kind).dequantize(w_GDF.dtype)
+
+  def multiply(x_MD: jax.Array, w_GDF: jax.Array) -> jax.Array:
+    return GROUPED_MATMUL_BACKENDS[backend](x_MD, w_GDF, group_sizes_G, tiles)
+
+  _, vjp = jax.vjp(multiply, x_MD, w_GDF)
+  dx_MD, dw_GDF = vjp(dy_MF)
+  return dx_MD, dw_GDF, None
 
 
 quantized_grouped_matmul.defvjp(_grouped_forward, _grouped_backward)

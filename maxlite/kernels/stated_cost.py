@@ -22,11 +22,16 @@ class StatedCost(NamedTuple):
 
 def stated_cost(cost: StatedCost) -> jax.named_scope:
   """A context in which a kernel is called that costs `cost`."""
-  flops, row_bytes, fixed_bytes = map(int, cost)
+  flops = int(cost.flops)
+  row_bytes = int(cost.row_bytes)
+  fixed_bytes = int(cost.fixed_bytes)
   return jax.named_scope(f"cost_flops{flops}_rows{row_bytes}_fixed{fixed_bytes}")
 
 
 def parse_stated_cost(name: str) -> StatedCost | None:
   """The cost in the innermost scope of an operation's name, if any."""
   found = _SCOPE.findall(name)
-  return StatedCost(*map(float, found[-1])) if found else None
+  if not found:
+    return None
+  flops, row_bytes, fixed_bytes = found[-1]
+  return StatedCost(float(flops), float(row_bytes), float(fixed_bytes))

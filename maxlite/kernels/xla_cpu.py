@@ -35,7 +35,10 @@ import jax.numpy as jnp
 
 from maxlite.kernels.numerics import dot
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # constants of glibc's malloc.h
+# Parameters of mallopt in glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 
 
 def materialized_transpose(x_TD: jax.Array) -> jax.Array:
@@ -58,7 +61,9 @@ def pack(x: jax.Array) -> jax.Array:
 
   XLA:CPU converts a bfloat16 array that a loop carries in every iteration.
   """
-  return jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else x.dtype)
+  if x.dtype.itemsize != 2:
+    return x
+  return jax.lax.bitcast_convert_type(x, jnp.uint16)
 
 
 def unpack(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -72,9 +77,11 @@ def jit_init(init: Callable, **keywords: Any) -> Any:
   On CPUs, this optimization level takes half of the compile time and returns the same bits; level 0
   rounds differently. A level in XLA_FLAGS is kept.
   """
-  option, flags = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
-  lowers_level = jax.default_backend() == "cpu" and option not in flags
-  return jax.jit(init, compiler_options={option: 1} if lowers_level else None, **keywords)
+  option = "xla_backend_optimization_level"
+  is_set = option in os.environ.get("XLA_FLAGS", "")
+  if is_set or jax.default_backend() != "cpu":
+    return jax.jit(init, **keywords)
+  return jax.jit(init, compiler_options={option: 1}, **keywords)
 
 
 def enable_compilation_cache(directory: str) -> None:
@@ -108,5 +115,9 @@ def keep_freed_memory() -> None:
 
 
 def _simulates_devices() -> bool:
-  flag = re.findall(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-  return jax.config.values["jax_num_cpu_devices"] > 1 or bool(flag and int(flag[-1]) > 1)
+  """Whether this process has several CPU devices."""
+  if jax.config.values["jax_num_cpu_devices"] > 1:
+    return True
+  flags = os.environ.get("XLA_FLAGS", "")
+  counts = re.findall(r"xla_force_host_platform_device_count=(\d+)", flags)
+  return bool(counts) and int(counts[-1]) > 1

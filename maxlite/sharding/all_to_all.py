@@ -11,6 +11,7 @@ the same rows are sent by an ordinary all-to-all of padded blocks.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,9 @@ from jax.sharding import Mesh
 from maxlite.config.errors import UserError
 from maxlite.sharding.collectives import MeshAxes, pvary
 
-_SUBLANES, _LANES = 8, 128  # of a vector register of TPUs
+# The shape of a vector register of TPUs.
+_SUBLANES = 8
+_LANES = 128
 
 
 class Chunks(NamedTuple):
@@ -65,14 +68,14 @@ def plan_dispatch(
   """
   counts_PE = jax.lax.all_gather(counts_E, mesh_axes)
   kept_PE = _bounded(counts_PE, num_received)
-  shard, num_shards = jax.lax.axis_index(mesh_axes), counts_PE.shape[0]
+  num_shards = counts_PE.shape[0]
   # First row of every chunk, in the sender's buffer and in the receiver's.
   sent_PE = _exclusive_cumsum(counts_PE, axis=1)
   per_shard_Pe = jnp.sum(kept_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1)
   group_start_1E = _exclusive_cumsum(per_shard_Pe, axis=1).reshape(1, -1)
   landed_PE = group_start_1E + _exclusive_cumsum(kept_PE, axis=0)
-  mine = lambda x_PE: jax.lax.dynamic_index_in_dim(x_PE, shard, keepdims=False)
-  for_me = lambda x_PE: mine(x_PE.reshape(num_shards, num_shards, -1).swapaxes(0, 1)).reshape(-1)
+  mine = functools.partial(_row_of_this_shard, mesh_axes)
+  for_me = functools.partial(_columns_of_this_shard, mesh_axes)
   return DispatchPlan(
     to_experts=Chunks(mine(sent_PE), mine(kept_PE), mine(landed_PE), for_me(kept_PE)),
     to_tokens=Chunks(for_me(landed_PE), for_me(kept_PE), for_me(sent_PE), mine(kept_PE)),
@@ -83,6 +86,19 @@ def plan_dispatch(
     num_sent=num_sent,
     num_received=num_received,
   )
+
+
+def _row_of_this_shard(mesh_axes: MeshAxes, x_PE: jax.Array) -> jax.Array:
+  """The row that belongs to this shard as a sender."""
+  shard = jax.lax.axis_index(mesh_axes)
+  return jax.lax.dynamic_index_in_dim(x_PE, shard, keepdims=False)
+
+
+def _columns_of_this_shard(mesh_axes: MeshAxes, x_PE: jax.Array) -> jax.Array:
+  """The columns of this shard's experts, flattened: sorted by sender, then by expert."""
+  num_shards = x_PE.shape[0]
+  x_PPe = x_PE.reshape(num_shards, num_shards, -1).swapaxes(0, 1)  # receiver, sender, expert
+  return _row_of_this_shard(mesh_axes, x_PPe).reshape(-1)
 
 
 @jax.custom_vjp
@@ -105,17 +121,31 @@ def combine(y: jax.Array, plan: DispatchPlan) -> jax.Array:
   return _exchange(y, plan.num_sent, plan.to_tokens, plan.mesh_axes, zeros=plan.may_drop)
 
 
-dispatch.defvjp(
-  lambda x, plan: (dispatch(x, plan), plan), lambda plan, dy: (combine(dy, plan), None)
-)
-combine.defvjp(
-  lambda y, plan: (combine(y, plan), plan), lambda plan, dx: (dispatch(dx, plan), None)
-)
+def _dispatch_forward(x: jax.Array, plan: DispatchPlan) -> tuple[jax.Array, DispatchPlan]:
+  return dispatch(x, plan), plan
+
+
+def _dispatch_backward(plan: DispatchPlan, dy: jax.Array) -> tuple[jax.Array, None]:
+  return combine(dy, plan), None
+
+
+def _combine_forward(y: jax.Array, plan: DispatchPlan) -> tuple[jax.Array, DispatchPlan]:
+  return combine(y, plan), plan
+
+
+def _combine_backward(plan: DispatchPlan, dx: jax.Array) -> tuple[jax.Array, None]:
+  return dispatch(dx, plan), None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+combine.defvjp(_combine_forward, _combine_backward)
 
 
 def row_shape(width: int) -> tuple[int, ...]:
   """The shape of a row of `width` values in which it is contiguous in the memory of a TPU."""
-  return (width // _LANES, _LANES) if width % (_SUBLANES * _LANES) == 0 else (width,)
+  if width % (_SUBLANES * _LANES):
+    return (width,)
+  return (width // _LANES, _LANES)
 
 
 def _exchange(
@@ -126,20 +156,31 @@ def _exchange(
   Elsewhere zero, or undefined without `zeros`.
   """
   x, chunks, _ = pvary(x, chunks, jax.lax.axis_index(mesh_axes))
-  native, emulated = (
-    functools.partial(all_to_all, num_rows=num_rows, mesh_axes=mesh_axes, zeros=zeros)
-    for all_to_all in (_native_all_to_all, _emulated_all_to_all)
+  options = {"num_rows": num_rows, "mesh_axes": mesh_axes, "zeros": zeros}
+  return jax.lax.platform_dependent(
+    x,
+    chunks,
+    cpu=functools.partial(_emulated_all_to_all, **options),
+    default=functools.partial(_native_all_to_all, **options),
   )
-  return jax.lax.platform_dependent(x, chunks, cpu=emulated, default=native)
 
 
 def _native_all_to_all(
   x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes, zeros: bool
 ) -> jax.Array:
   """The ragged collective of XLA:TPU and XLA:GPU."""
-  shape = num_rows, *x.shape[1:]
-  output = pvary(x, jnp.zeros(shape, x.dtype) if zeros else jax.lax.empty(shape, x.dtype))[1]
-  return jax.lax.ragged_all_to_all(x, output, *chunks, axis_name=mesh_axes)
+  shape = (num_rows, *x.shape[1:])
+  allocate = jnp.zeros if zeros else jax.lax.empty
+  _, output = pvary(x, allocate(shape, x.dtype))
+  return jax.lax.ragged_all_to_all(
+    x,
+    output,
+    chunks.input_offsets,
+    chunks.send_sizes,
+    chunks.output_offsets,
+    chunks.recv_sizes,
+    axis_name=mesh_axes,
+  )
 
 
 def _emulated_all_to_all(
@@ -150,22 +191,27 @@ def _emulated_all_to_all(
   A block has the size of the smaller buffer, which bounds the rows between two shards. Undefined
   rows are NaN, so that results show if one is read.
   """
-  num_shards, block = jax.lax.axis_size(mesh_axes), min(x.shape[0], num_rows)
+  num_shards = jax.lax.axis_size(mesh_axes)
+  block = min(x.shape[0], num_rows)
   swap = functools.partial(
     jax.lax.all_to_all, axis_name=mesh_axes, split_axis=0, concat_axis=0, tiled=True
   )
-
-  def packed(sizes: jax.Array) -> jax.Array:
-    """The first row of each chunk if the chunks of a peer are contiguous in its block."""
-    first_P1 = block * jnp.arange(num_shards, dtype=jnp.int32)[:, None]
-    return (first_P1 + _exclusive_cumsum(sizes.reshape(num_shards, -1), axis=1)).reshape(-1)
-
-  sizes = chunks.send_sizes
-  sent = _source_rows(num_shards * block, packed(sizes), sizes, chunks.input_offsets)
+  packed_sent = _packed_starts(chunks.send_sizes, num_shards, block)
+  packed_received = _packed_starts(chunks.recv_sizes, num_shards, block)
+  num_packed = num_shards * block
+  sent = _source_rows(num_packed, packed_sent, chunks.send_sizes, chunks.input_offsets)
   blocks = swap(jnp.take(x, sent, axis=0, mode="clip"))
-  sizes = chunks.recv_sizes
-  landed = _source_rows(num_rows, swap(chunks.output_offsets), sizes, packed(sizes))
-  return jnp.take(blocks, landed, axis=0, mode="fill", fill_value=0 if zeros else jnp.nan)
+  output_offsets = swap(chunks.output_offsets)
+  landed = _source_rows(num_rows, output_offsets, chunks.recv_sizes, packed_received)
+  undefined = 0 if zeros else jnp.nan
+  return jnp.take(blocks, landed, axis=0, mode="fill", fill_value=undefined)
+
+
+def _packed_starts(sizes: jax.Array, num_shards: int, block: int) -> jax.Array:
+  """The first row of each chunk if the chunks of a peer are contiguous in its block."""
+  first_P1 = block * jnp.arange(num_shards, dtype=jnp.int32)[:, None]
+  start_Pc = first_P1 + _exclusive_cumsum(sizes.reshape(num_shards, -1), axis=1)
+  return start_Pc.reshape(-1)
 
 
 def _source_rows(
@@ -178,7 +224,7 @@ def _source_rows(
   offset_Mc = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - starts_c[None]
   inside_Mc = (offset_Mc >= 0) & (offset_Mc < sizes_c[None])
   source_Mc = jnp.where(inside_Mc, offset_Mc + sources_c[None], jnp.iinfo(jnp.int32).max)
-  return jnp.min(source_Mc, axis=1)  # of the one chunk that fills the row
+  return jnp.min(source_Mc, axis=1)  # at most one chunk fills a row
 
 
 def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
@@ -187,9 +233,8 @@ def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
   All experts of a full shard get the largest common limit that fits; earlier senders come first.
   """
   num_shards = counts_PE.shape[0]
-  ascending_Pe = jnp.sort(
-    jnp.sum(counts_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1), axis=1
-  )
+  per_shard_Pe = jnp.sum(counts_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1)
+  ascending_Pe = jnp.sort(per_shard_Pe, axis=1)
   num_larger_e = jnp.arange(ascending_Pe.shape[1], 0, -1, dtype=counts_PE.dtype)
   # If the i smallest are complete and the others share the rest evenly, the buffer is full.
   limit_Pe = (num_received - _exclusive_cumsum(ascending_Pe, axis=1)) // num_larger_e[None]
@@ -199,6 +244,7 @@ def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
 
 
 def _exclusive_cumsum(sizes: jax.Array, axis: int) -> jax.Array:
+  """The sum of all sizes before each."""
   return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes
 
 
@@ -220,23 +266,39 @@ def check_all_to_all(mesh: Mesh, mesh_axes: MeshAxes) -> None:
 
 def _count_wrong_rows(mesh_axes: MeshAxes) -> jax.Array:
   """Number of rows, over all devices, that `dispatch` or `combine` move unlike the emulation."""
-  num_shards, index = jax.lax.axis_size(mesh_axes), jax.lax.axis_index(mesh_axes)
-  num_experts, num_sent, width = 2 * num_shards, 64, 128
-  key = jax.random.fold_in(jax.random.key(0), index)
-  # Widely different loads, with experts and whole shards without rows.
+  num_shards = jax.lax.axis_size(mesh_axes)
+  num_sent = 64
+  num_received = num_sent * num_shards
+  key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(mesh_axes))
+  counts_E = _uneven_counts(key, mesh_axes, num_sent)
+  plan = plan_dispatch(counts_E, mesh_axes, num_sent=num_sent, num_received=num_received)
+  wrong = _wrong_rows(key, dispatch, plan, plan.to_experts, num_sent, num_received)
+  wrong += _wrong_rows(key, combine, plan, plan.to_tokens, num_received, num_sent)
+  return jax.lax.psum(wrong, mesh_axes)
+
+
+def _uneven_counts(key: jax.Array, mesh_axes: MeshAxes, num_sent: int) -> jax.Array:
+  """Widely different loads, with experts and whole shards without rows."""
+  num_experts = 2 * jax.lax.axis_size(mesh_axes)
   share_E = jax.random.uniform(key, (num_experts,)) ** 4
   counts_E = jnp.floor(share_E / jnp.sum(share_E) * num_sent).astype(jnp.int32)
-  counts_E *= (jnp.arange(num_experts, dtype=jnp.int32) % 5 != index % 5).astype(jnp.int32)
-  num_received = num_sent * num_shards
-  plan = plan_dispatch(counts_E, mesh_axes, num_sent=num_sent, num_received=num_received)
-  wrong = jnp.zeros((), jnp.int32)
-  for move, chunks, num_in, num_out in (
-    (dispatch, plan.to_experts, num_sent, num_received),
-    (combine, plan.to_tokens, num_received, num_sent),
-  ):
-    x = jax.random.normal(jax.random.fold_in(key, num_in), (num_in, width))
-    expected = _emulated_all_to_all(x, chunks, num_out, mesh_axes, zeros=True)
-    arrived = jnp.arange(num_out, dtype=jnp.int32) < jnp.sum(chunks.recv_sizes, dtype=jnp.int32)
-    is_wrong = jnp.any(move(x, plan) != expected, axis=1) & arrived
-    wrong += jnp.sum(is_wrong, dtype=jnp.int32)
-  return jax.lax.psum(wrong, mesh_axes)
+  skipped = jax.lax.axis_index(mesh_axes) % 5
+  has_rows_E = jnp.arange(num_experts, dtype=jnp.int32) % 5 != skipped
+  return counts_E * has_rows_E.astype(jnp.int32)
+
+
+def _wrong_rows(
+  key: jax.Array,
+  move: Callable[[jax.Array, DispatchPlan], jax.Array],
+  plan: DispatchPlan,
+  chunks: Chunks,
+  num_in: int,
+  num_out: int,
+) -> jax.Array:
+  """Number of rows that arrive at this shard by `move` unlike those of the emulation."""
+  x = jax.random.normal(jax.random.fold_in(key, num_in), (num_in, _LANES))
+  expected = _emulated_all_to_all(x, chunks, num_out, plan.mesh_axes, zeros=True)
+  num_arrived = jnp.sum(chunks.recv_sizes, dtype=jnp.int32)
+  arrived = jnp.arange(num_out, dtype=jnp.int32) < num_arrived
+  is_wrong = jnp.any(move(x, plan) != expected, axis=1) & arrived
+  return jnp.sum(is_wrong, dtype=jnp.int32)

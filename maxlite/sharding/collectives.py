@@ -16,7 +16,9 @@ def gather_weight(w: jax.Array, dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int
   The gradient is summed over shards in w's type. Without sharding, w is returned unchanged. Mesh
   axes take turns, since XLA:TPU replaces a reduce-scatter over a whole slice by an all-reduce.
   """
-  return _gather(w, dtype, mesh_axes, axis) if mesh_axes else w
+  if not mesh_axes:
+    return w
+  return _gather(w, dtype, mesh_axes, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -30,15 +32,21 @@ def _gather(w: jax.Array, dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int) -> j
   return gathered.astype(w.dtype)
 
 
+def _gather_forward(
+  w: jax.Array, dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int
+) -> tuple[jax.Array, None]:
+  return _gather(w, dtype, mesh_axes, axis), None
+
+
 def _scatter(
-  dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int, _: None, dw: jax.Array
+  dtype: jnp.dtype, mesh_axes: MeshAxes, axis: int, _residuals: None, dw: jax.Array
 ) -> tuple[jax.Array]:
   for mesh_axis in mesh_axes:
     dw = jax.lax.psum_scatter(dw, mesh_axis, scatter_dimension=axis, tiled=True)
   return (dw,)
 
 
-_gather.defvjp(lambda *args: (_gather(*args), None), _scatter)
+_gather.defvjp(_gather_forward, _scatter)
 
 
 def pvary(*trees: Any) -> tuple:
@@ -48,23 +56,34 @@ def pvary(*trees: Any) -> tuple:
   weight is a sum over shards, which is the transpose of this cast. Functions with a custom gradient
   rule need the cast to be explicit.
   """
-  axes = frozenset().union(*map(_varying, jax.tree.leaves(trees)))
-  missing = lambda leaf: tuple(sorted(axes - _varying(leaf)))
-  return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, missing(leaf), to="varying"), trees)
+  axes: set[str] = set()
+  for leaf in jax.tree.leaves(trees):
+    axes |= _varying(leaf)
+
+  def cast(leaf: jax.Array) -> jax.Array:
+    missing = tuple(sorted(axes - _varying(leaf)))
+    return jax.lax.pcast(leaf, missing, to="varying")
+
+  return jax.tree.map(cast, trees)
 
 
 def _varying(array: jax.Array) -> frozenset[str]:
+  """The mesh axes over which an array varies."""
   return jax.typeof(array).manual_axis_type.varying
 
 
 def psum(x: Any, mesh_axes: MeshAxes) -> Any:
   """The pytree x summed over shards; unchanged over no axes, which `jax.lax.psum` rejects."""
-  return jax.lax.psum(x, mesh_axes) if mesh_axes else x
+  if not mesh_axes:
+    return x
+  return jax.lax.psum(x, mesh_axes)
 
 
 def pmax(x: Any, mesh_axes: MeshAxes) -> Any:
   """The maximum of x over shards; unchanged over no axes."""
-  return jax.lax.pmax(x, mesh_axes) if mesh_axes else x
+  if not mesh_axes:
+    return x
+  return jax.lax.pmax(x, mesh_axes)
 
 
 def zigzag_chunks(shard: Any, num_shards: int) -> tuple[Any, Any]:
@@ -77,23 +96,29 @@ def zigzag_chunks(shard: Any, num_shards: int) -> tuple[Any, Any]:
 
 def to_zigzag(context: MeshAxes, x_bt: jax.Array) -> jax.Array:
   """x_2bn: the `zigzag_chunks` of this shard p, which has 2 p and 2 p + 1 in `x_bt`."""
-  even, odd = (
-    jax.lax.ppermute(half, context, pairs)
-    for half, pairs in zip(jnp.split(x_bt, 2, axis=1), _zigzag_pairs(context), strict=True)
-  )
-  # Of the two chunks that arrive, the first of an even shard is the even one.
+  first_bn, second_bn = jnp.split(x_bt, 2, axis=1)
+  even_bn = jax.lax.ppermute(first_bn, context, _zigzag_pairs(context, 0))
+  odd_bn = jax.lax.ppermute(second_bn, context, _zigzag_pairs(context, 1))
+  # The first of the two chunks that arrive is the even one on an even shard, else the odd one.
   is_even = jax.lax.axis_index(context) % 2 == 0
-  return jnp.stack([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)])
+  first_bn = jnp.where(is_even, even_bn, odd_bn)
+  second_bn = jnp.where(is_even, odd_bn, even_bn)
+  return jnp.stack([first_bn, second_bn])
 
 
 def from_zigzag(context: MeshAxes, x_2bn: jax.Array) -> jax.Array:
   """The inverse of `to_zigzag`, a permutation: its transpose."""
-  x_bt = jax.eval_shape(lambda x_2bn: jnp.concatenate([*x_2bn], axis=1), x_2bn)
-  return jax.linear_transpose(functools.partial(to_zigzag, context), x_bt)(x_2bn)[0]
+  x_bt = jax.eval_shape(lambda x_2bn: jnp.concatenate([x_2bn[0], x_2bn[1]], axis=1), x_2bn)
+  transpose = jax.linear_transpose(functools.partial(to_zigzag, context), x_bt)
+  (y_bt,) = transpose(x_2bn)
+  return y_bt
 
 
-def _zigzag_pairs(context: MeshAxes) -> list[list[tuple[int, int]]]:
-  """(from, to) shards of all even chunks, and of all odd ones."""
+def _zigzag_pairs(context: MeshAxes, odd: int) -> list[tuple[int, int]]:
+  """(from, to) shards of all even chunks (`odd` is 0), or of all odd ones (1)."""
   num_shards = jax.lax.axis_size(context)
-  owner = lambda chunk: min(zigzag_chunks(chunk, num_shards))
-  return [[(p, owner(2 * p + odd)) for p in range(num_shards)] for odd in (0, 1)]
+  pairs = []
+  for shard in range(num_shards):
+    owner = min(zigzag_chunks(2 * shard + odd, num_shards))
+    pairs.append((shard, owner))
+  return pairs

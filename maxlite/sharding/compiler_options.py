@@ -37,10 +37,10 @@ def compiler_options(device: jax.Device, platform: str, overrides: Mapping) -> O
     UserError: the compiler refuses an option in `overrides`.
   """
   own = {name: _parse(value) for name, value in overrides.items()}
-  options, place = PLATFORM_OPTIONS.get(platform, {}) | own, SingleDeviceSharding(device)
+  options = PLATFORM_OPTIONS.get(platform, {}) | own
   while options:
     try:
-      jax.jit(lambda: 0, out_shardings=place, compiler_options=options).lower().compile()
+      _compile_nothing(device, options)
       break
     except jax.errors.JaxRuntimeError as error:
       refusal = " ".join(str(error).split())
@@ -53,12 +53,22 @@ def compiler_options(device: jax.Device, platform: str, overrides: Mapping) -> O
   return options
 
 
+def _compile_nothing(device: jax.Device, options: Options) -> None:
+  """Compile a program without work, to let the compiler check the options."""
+  placement = SingleDeviceSharding(device)
+  program = jax.jit(lambda: 0, out_shardings=placement, compiler_options=options)
+  program.lower().compile()
+
+
 def _parse(value: Any) -> Any:
   """The boolean or number that a text spells, or the value itself."""
-  if isinstance(value, str):
-    for convert in ({"true": True, "false": False}.__getitem__, int, float):
-      with contextlib.suppress(KeyError, ValueError):
-        return convert(value)
+  if not isinstance(value, str):
+    return value
+  if value in ("true", "false"):
+    return value == "true"
+  for convert in (int, float):
+    with contextlib.suppress(ValueError):
+      return convert(value)
   return value
 
 
@@ -66,4 +76,6 @@ def describe_options(options: Options, platform: str) -> list[str]:
   """A line per option that is set, and per option of the platform that this compiler lacks."""
   lines = [f"compiler option {name}={value}" for name, value in options.items()]
   missing = PLATFORM_OPTIONS.get(platform, {}).keys() - options.keys()
-  return lines + [f"compiler option {name}: not in this XLA, left out" for name in sorted(missing)]
+  for name in sorted(missing):
+    lines.append(f"compiler option {name}: not in this XLA, left out")
+  return lines

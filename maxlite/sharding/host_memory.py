@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from maxlite.sharding.logical_axis_rules import Sharder
+from maxlite.sharding.logical_axis_rules import LogicalNames, Sharder
 
 HOST_MEMORY = "pinned_host"
 
@@ -15,11 +15,16 @@ def place_state(state: Any, axes: Any, sharder: Sharder, offload: bool) -> Any:
 
   With `offload`, the optimizer state is in the host's memory.
   """
-  place = lambda leaf, axes: leaf.update(sharding=sharder.sharding(axes))
+
+  def place(leaf: jax.ShapeDtypeStruct, axes: LogicalNames) -> jax.ShapeDtypeStruct:
+    return leaf.update(sharding=sharder.sharding(axes))
+
+  def on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return leaf.update(sharding=leaf.sharding.with_memory_kind(HOST_MEMORY))
+
   state = jax.tree.map(place, state, axes)
   if not offload:
     return state
-  on_host = lambda leaf: leaf.update(sharding=leaf.sharding.with_memory_kind(HOST_MEMORY))
   return state.replace(opt_state=jax.tree.map(on_host, state.opt_state))
 
 
@@ -31,8 +36,10 @@ def is_on_host(leaf: Any) -> bool:
 def offload_optimizer(step: Callable[..., tuple]) -> Callable[..., tuple]:
   """Make `step` one whose optimizer state is in the host's memory before and after it."""
 
+  def move(state: Any, space: jax.memory.Space) -> Any:
+    return state.replace(opt_state=jax.device_put(state.opt_state, space))
+
   def offloaded(state: Any, batch: Any) -> tuple[Any, dict]:
-    move = lambda state, to: state.replace(opt_state=jax.device_put(state.opt_state, to))
     state, metrics = step(move(state, jax.memory.Space.Device), batch)
     return move(state, jax.memory.Space.Host), metrics
 

@@ -77,7 +77,9 @@ class Sharder:
   def platform(self) -> str:
     """`cpu`, `tpu` or `gpu`; also for devices of a topology that is only compiled for."""
     platform = self.mesh.devices.flat[0].platform
-    return "gpu" if platform in ("cuda", "rocm") else platform
+    if platform in ("cuda", "rocm"):
+      return "gpu"
+    return platform
 
   @property
   def check_vma(self) -> bool:
@@ -92,14 +94,13 @@ class Sharder:
 
   def inside_shard_map(self, mesh_axis: str) -> "Sharder":
     """The sharder for code inside a shard_map over `mesh_axis`, which no rule uses any more."""
-    kinds = [
-      AxisType.Manual if axis == mesh_axis else kind
-      for axis, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-    ]
+    kinds = list(self.mesh.axis_types)
+    kinds[self.mesh.axis_names.index(mesh_axis)] = AxisType.Manual
     mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=tuple(kinds))
-    rows = DEFAULT_RULES | dict(self.overrides)
-    rest = {name: [axis for axis in axes if axis != mesh_axis] for name, axes in rows.items()}
-    return Sharder(mesh, rest)
+    rules = {}
+    for name in DEFAULT_RULES:
+      rules[name] = [axis for axis in self._rule(name) if axis != mesh_axis]
+    return Sharder(mesh, rules)
 
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard a logical axis; none for None."""
@@ -122,16 +123,20 @@ class Sharder:
     Raises:
       UserError: an unknown name, or a mesh axis that would shard two axes of the array.
     """
-    used = [mesh_axis for name in names for mesh_axis in self._rule(name)]
-    twice = {mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}
+    used: list[str] = []
+    for name in names:
+      used += self._rule(name)
+    twice = sorted(mesh_axis for mesh_axis in set(used) if used.count(mesh_axis) > 1)
     if twice:
       raise UserError(
-        f"logical axes {tuple(names)} put mesh axis {sorted(twice)[0]!r} on two axes of one array: "
+        f"logical axes {tuple(names)} put mesh axis {twice[0]!r} on two axes of one array: "
         "change logical_axis_rules"
       )
-    return PartitionSpec(*(self.mesh_axes(name) or None for name in names))
+    parts = [self.mesh_axes(name) or None for name in names]
+    return PartitionSpec(*parts)
 
   def sharding(self, names: LogicalNames) -> NamedSharding:
+    """NamedSharding of an array whose axes have these logical names."""
     return NamedSharding(self.mesh, self.spec(names))
 
   def constrain(self, x: jax.Array, names: LogicalNames) -> jax.Array:

@@ -5,6 +5,7 @@ Every mesh has all six axes, including those of size 1, so one code path serves 
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +16,20 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import MESH_AXES
 
 
+class Slices(NamedTuple):
+  """The division of the devices into slices, which `dcn` degrees span."""
+
+  count: int
+  are_processes: bool  # whether each process counts as a slice
+
+
+class ResolvedDegrees(NamedTuple):
+  """The degrees of a mesh for a number of devices."""
+
+  sizes: list[int]  # of the mesh axes, in their order
+  dcn: dict[str, int]  # as `dcn_degrees` returns them
+
+
 def build_mesh(
   ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
@@ -23,16 +38,19 @@ def build_mesh(
   Args:
     ici, dcn: degrees within and between slices, in the order of `MESH_AXES`. One -1 in each is
       auto-detected. The size of a mesh axis is the product of its two degrees.
+    devices: default: all.
 
   Raises:
     UserError: the degrees do not multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
-  num_slices, by_process = _granules(devices, dcn)
-  dcn = _fill("dcn", dcn, num_slices, "slices")
-  ici = _fill("ici", ici, len(devices) // num_slices, "devices per slice")
-  if num_slices > 1:
-    grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=by_process)
+  slices = _find_slices(devices, dcn)
+  dcn = _fill("dcn", dcn, slices.count, "slices")
+  ici = _fill("ici", ici, len(devices) // slices.count, "devices per slice")
+  if slices.count > 1:
+    grid = mesh_utils.create_hybrid_device_mesh(
+      ici, dcn, devices, process_is_granule=slices.are_processes
+    )
   else:
     grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
   return Mesh(grid, MESH_AXES)
@@ -40,8 +58,8 @@ def build_mesh(
 
 def resolve_degrees(
   ici: Sequence[int], dcn: Sequence[int], num_devices: int, num_slices: int
-) -> tuple[list[int], dict[str, int]]:
-  """(sizes of the mesh axes, their `dcn_degrees`) for a number of devices instead of devices.
+) -> ResolvedDegrees:
+  """The degrees for a number of devices instead of devices.
 
   Raises:
     UserError: the degrees do not multiply to the number of devices.
@@ -49,53 +67,67 @@ def resolve_degrees(
   dcn = _fill("dcn", dcn, num_slices, "slices")
   ici = _fill("ici", ici, num_devices // num_slices, "devices per slice")
   sizes = [within * between for within, between in zip(ici, dcn, strict=True)]
-  between = dict(zip(MESH_AXES, dcn, strict=True))
-  return sizes, {name: degree for name, degree in between.items() if degree > 1}
+  named = dict(zip(MESH_AXES, dcn, strict=True))
+  return ResolvedDegrees(sizes, _without_ones(named))
 
 
 def dcn_degrees(mesh: Mesh) -> dict[str, int]:
   """{mesh axis: degree between TPU slices} of the axes that span slices."""
-  slice_of = np.vectorize(lambda device: getattr(device, "slice_index", 0), otypes=[int])
+  slice_of = np.vectorize(_slice_index, otypes=[int])
   index = slice_of(mesh.devices)
   degrees = {}
   for axis, name in enumerate(mesh.axis_names):
     first = np.moveaxis(index, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0]
     degrees[name] = len(np.unique(first))
+  return _without_ones(degrees)
+
+
+def _without_ones(degrees: dict[str, int]) -> dict[str, int]:
   return {name: degree for name, degree in degrees.items() if degree > 1}
 
 
-def _granules(devices: Sequence[jax.Device], dcn: Sequence[int]) -> tuple[int, bool]:
-  """(number of slices, whether each process counts as a slice).
+def _slice_index(device: jax.Device) -> int:
+  """The number of a device's TPU slice; 0 on other platforms."""
+  return getattr(device, "slice_index", 0)
+
+
+def _find_slices(devices: Sequence[jax.Device], dcn: Sequence[int]) -> Slices:
+  """The slices of the devices.
 
   Only TPU devices have a slice index; on other platforms processes are slices if `dcn` has degrees.
   """
-  num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+  num_slices = len({_slice_index(device) for device in devices})
   if num_slices > 1:
-    return num_slices, False
-  num_processes = len({device.process_index for device in devices})
+    return Slices(num_slices, are_processes=False)
   requested = math.prod(degree for degree in dcn if degree != -1)
-  return (num_processes, True) if requested > 1 else (1, False)
+  if requested > 1:
+    num_processes = len({device.process_index for device in devices})
+    return Slices(num_processes, are_processes=True)
+  return Slices(1, are_processes=False)
 
 
 def _fill(group: str, degrees: Sequence[int], total: int, things: str) -> list[int]:
-  """`degrees` with a -1 replaced so that their product is `total`."""
+  """`degrees` with a -1 replaced so that their product is `total`.
+
+  Raises:
+    UserError: there is no such replacement, or there is more than one.
+  """
   known = math.prod(degree for degree in degrees if degree != -1)
-  free = [axis for axis, degree in zip(MESH_AXES, degrees, strict=True) if degree == -1]
+  num_free = list(degrees).count(-1)
   filled = [total // known if degree == -1 else degree for degree in degrees]
-  if len(free) <= 1 and math.prod(filled) == total:
+  if num_free <= 1 and math.prod(filled) == total:
     return filled
-  named = [
-    f"{group}_{axis}_parallelism={degree}"
-    for axis, degree in zip(MESH_AXES, degrees, strict=True)
-    if degree != 1
-  ]
-  fix = (
-    f"make {known} divide {total}" if free else f"set one of them to {total // known or 1} or -1"
-  )
+  named = []
+  for axis, degree in zip(MESH_AXES, degrees, strict=True):
+    if degree != 1:
+      named.append(f"{group}_{axis}_parallelism={degree}")
+  written = " x ".join(named) or f"all {group}_*_parallelism=1"
+  fix = f"set one of them to {total // known or 1} or -1"
+  if num_free:
+    fix = f"make {known} divide {total}"
   hint = ""
   if group == "ici" and jax.default_backend() == "cpu":
     hint = " (on a CPU, the environment variable JAX_NUM_CPU_DEVICES=N simulates N devices)"
   raise UserError(
-    f"mesh: {' x '.join(named) or f'all {group}_*_parallelism=1'} multiply to {known}, but there "
-    f"are {total} {things}: {fix}{hint}"
+    f"mesh: {written} multiply to {known}, but there are {total} {things}: {fix}{hint}"
   )

@@ -50,9 +50,13 @@ def parameter_sharding(
         f"parameter {path} of shape {tuple(leaf.shape)}: its axis {name!r} of {leaf.shape[axis]} "
         f"is not divisible by {product}: change {keys}, or that dimension of the model"
       )
-  shards = math.prod(sharder.num_shards(name) for name in names)
   return ParameterSharding(
-    path, tuple(leaf.shape), np.dtype(leaf.dtype), tuple(names), sharder.spec(names), shards
+    path=path,
+    shape=tuple(leaf.shape),
+    dtype=np.dtype(leaf.dtype),
+    names=tuple(names),
+    spec=sharder.spec(names),
+    num_shards=math.prod(sharder.num_shards(name) for name in names),
   )
 
 
@@ -67,7 +71,8 @@ def check_sharded(
   if math.prod(sharder.num_shards(name) for name in ("embed", "mlp")) == 1:
     return
   unsharded = [parameter for parameter in parameters if parameter.num_shards == 1]
-  share = sum(p.num_bytes for p in unsharded) / sum(p.num_bytes for p in parameters)
+  unsharded_bytes = sum(parameter.num_bytes for parameter in unsharded)
+  share = unsharded_bytes / sum(parameter.num_bytes for parameter in parameters)
   if share > tolerance:
     largest = max(unsharded, key=lambda parameter: parameter.num_bytes)
     raise UserError(

@@ -175,13 +175,14 @@ def test_shards_attend_equally_many_gathered_keys(num_shards):
   num_keys = 2 * num_shards * size
   zeros = np.zeros((1, 1, num_keys, 1), np.float32)
   keys = chunked._Keys(zeros, zeros, np.zeros((1, num_keys), np.int32), None)
-  count = lambda options, keys, first, carry, block: carry + keys.segment_BS.shape[1]
+  count = lambda options, keys, first, carry, block: (carry + keys.segment_BS.shape[1], None)
   span = chunked._Span(0, size, 0, num_keys)
   body = chunked._with_keys_in_reach(count, options, span, keys)
 
   def num_attended(chunk):
     rows = chunk * size + np.arange(size, dtype=np.int32).reshape(-1, 1, block)
-    return sum(int(body(0, (chunked._Queries(None, None, row_BT),))) for row_BT in rows)
+    blocks = [chunked._Block(chunked._Queries(None, None, row_BT)) for row_BT in rows]
+    return sum(int(body(0, block)[0]) for block in blocks)
 
   counts = [sum(map(num_attended, zigzag_chunks(shard, num_shards))) for shard in range(num_shards)]
   assert max(counts) <= 1.05 * min(counts)

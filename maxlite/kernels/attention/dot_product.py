@@ -5,41 +5,89 @@ in packed rows: they are a mask of all scores, which cuDNN reads. In bfloat16 JA
 types, which strict dtype promotion rejects.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.attention.reference import RESIDUAL_NAME
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
 
 
 def attention(
-  q_BTHC, k_BSGC, v_BSGC, mask, *, scale, block_q, soft_cap, sink_H, implementation="xla"
+  q_BTHC: jax.Array,
+  k_BSGC: jax.Array,
+  v_BSGC: jax.Array,
+  mask: AttentionMask,
+  *,
+  scale: float,
+  block_q: int,
+  soft_cap: float,
+  sink_H: jax.Array | None,
 ) -> jax.Array:
   """o_BTHC in q's type.
 
   Raises:
-    UserError: a soft cap or sinks, which JAX's function does not support; cuDNN with float32.
+    UserError: a soft cap or sinks, which JAX's function does not support.
   """
   del block_q
-  name = "dot_product" if implementation == "xla" else implementation
-  if soft_cap or sink_H is not None:
-    feature = "a soft cap" if soft_cap else "sinks"
-    raise UserError(f"attention={name} does not support {feature}; write attention=chunked")
-  if name == "cudnn" and q_BTHC.dtype.itemsize != 2:
+  _check_features("dot_product", soft_cap, sink_H)
+  return _attend(q_BTHC, k_BSGC, v_BSGC, mask, scale, "xla")
+
+
+def cudnn_attention(
+  q_BTHC: jax.Array,
+  k_BSGC: jax.Array,
+  v_BSGC: jax.Array,
+  mask: AttentionMask,
+  *,
+  scale: float,
+  block_q: int,
+  soft_cap: float,
+  sink_H: jax.Array | None,
+) -> jax.Array:
+  """o_BTHC in q's type, by cuDNN.
+
+  Raises:
+    UserError: a soft cap, sinks, or float32.
+  """
+  del block_q
+  _check_features("cudnn", soft_cap, sink_H)
+  if q_BTHC.dtype.itemsize != 2:
     raise UserError(f"attention=cudnn does not support {q_BTHC.dtype}; write dtype=bfloat16")
+  return _attend(q_BTHC, k_BSGC, v_BSGC, mask, scale, "cudnn")
+
+
+def _check_features(name: str, soft_cap: float, sink_H: jax.Array | None) -> None:
+  """Refuse what JAX's function does not support."""
+  if soft_cap:
+    raise UserError(f"attention={name} does not support a soft cap; write attention=chunked")
+  if sink_H is not None:
+    raise UserError(f"attention={name} does not support sinks; write attention=chunked")
+
+
+def _attend(
+  q_BTHC: jax.Array,
+  k_BSGC: jax.Array,
+  v_BSGC: jax.Array,
+  mask: AttentionMask,
+  scale: float,
+  implementation: str,
+) -> jax.Array:
+  # JAX requires the same number of channels for queries, keys and values.
   num_channels = v_BSGC.shape[-1]
-  width = max(q_BTHC.shape[-1], num_channels)  # JAX requires the same number for q, k and v
-  q_BTHC, k_BSGC, v_BSGC = (
-    jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q_BTHC, k_BSGC, v_BSGC)
-  )
-  visible_B1TS = mask.visible_BTS[:, None]
+  width = max(q_BTHC.shape[-1], num_channels)
   o_BTHC = jax.nn.dot_product_attention(
-    *(q_BTHC, k_BSGC, v_BSGC), mask=visible_B1TS, scale=scale, implementation=implementation
+    _pad_channels(q_BTHC, width),
+    _pad_channels(k_BSGC, width),
+    _pad_channels(v_BSGC, width),
+    mask=mask.visible_BTS[:, None],
+    scale=scale,
+    implementation=implementation,
   )
   return checkpoint_name(o_BTHC[..., :num_channels], RESIDUAL_NAME)
 
 
-cudnn_attention = functools.partial(attention, implementation="cudnn")
+def _pad_channels(x_BTHC: jax.Array, width: int) -> jax.Array:
+  """x_BTHC with `width` channels, the additional ones zero."""
+  missing = width - x_BTHC.shape[-1]
+  return jnp.pad(x_BTHC, ((0, 0), (0, 0), (0, 0), (0, missing)))

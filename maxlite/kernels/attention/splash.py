@@ -8,6 +8,8 @@ The kernels do not declare over which mesh axes their results vary, so `jax.shar
 needs check_vma=False; tests/kernels/test_attention.py checks their gradients there.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -21,13 +23,32 @@ from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
 _LANES = 128  # of a vector register: blocks are multiples of it
 # Queries and keys of a block, by the bytes of a query: larger blocks exceed the on-chip memory of
 # v4, v5e or v5p (tests/kernels/splash_compiles.py).
-_NARROW_BYTES, _LARGE_BLOCK, _BLOCK = 384, 1024, 512
+_NARROW_BYTES = 384
+_LARGE_BLOCK = 1024
+_BLOCK = 512
 _LONG = 8  # large blocks in a sequence from which the hidden scores of diagonal blocks are few
 _WINDOW_BLOCKS = 4  # blocks in a window at least, so that few hidden scores are computed beside it
 
 
+class _ScoreShape(NamedTuple):
+  """The shape of the scores of one sequence."""
+
+  num_heads: int
+  num_queries: int
+  num_keys: int
+
+
 def attention(
-  q_BTHC, k_BSGC, v_BSGC, mask: AttentionMask, *, scale, block_q, soft_cap, sink_H, interpret=False
+  q_BTHC: jax.Array,
+  k_BSGC: jax.Array,
+  v_BSGC: jax.Array,
+  mask: AttentionMask,
+  *,
+  scale: float,
+  block_q: int,
+  soft_cap: float,
+  sink_H: jax.Array | None,
+  interpret: bool = False,
 ) -> jax.Array:
   """o_BTHC in q's type, which must be float32 or bfloat16; `interpret` is for tests without a TPU.
 
@@ -37,46 +58,89 @@ def attention(
     UserError: a shard of the context axis has a number of queries that is not a multiple of 128.
   """
   del block_q
-  num_queries, num_keys = q_BTHC.shape[1], k_BSGC.shape[1]
-  missing = -num_keys % _LANES if num_queries == num_keys else 0
-  if (num_queries + missing) % _LANES or (num_keys + missing) % (num_queries + missing):
+  num_queries = q_BTHC.shape[1]
+  missing = _missing_rows(num_queries, k_BSGC.shape[1])
+  shape = _ScoreShape(
+    num_heads=q_BTHC.shape[2],
+    num_queries=num_queries + missing,
+    num_keys=k_BSGC.shape[1] + missing,
+  )
+  query_bytes = max(q_BTHC.shape[3], v_BSGC.shape[3]) * q_BTHC.dtype.itemsize
+  block = _block(shape, query_bytes, mask.window)
+  kernel = _build_kernel(shape, mask, block, soft_cap, interpret)
+  segments = splash_attention_kernel.SegmentIds(
+    q=_pad_rows(mask.q_segment_BT, missing, value=-1),
+    kv=_pad_rows(mask.kv_segment_BS, missing, value=-1),
+  )
+
+  def attend(
+    q_HTC: jax.Array,
+    k_GSC: jax.Array,
+    v_GSC: jax.Array,
+    segments: splash_attention_kernel.SegmentIds,
+  ) -> jax.Array:
+    return kernel(q_HTC, k_GSC, v_GSC, segments, sink_H)
+
+  q_BTHC = (q_BTHC * scale).astype(q_BTHC.dtype)
+  with jax.numpy_dtype_promotion("standard"):  # the kernels mix types
+    o_BHTC = jax.vmap(attend)(
+      _heads_first(q_BTHC, missing),
+      _heads_first(k_BSGC, missing),
+      _heads_first(v_BSGC, missing),
+      segments,
+    )
+  return o_BHTC.swapaxes(1, 2)[:, :num_queries]
+
+
+def _missing_rows(num_queries: int, num_keys: int) -> int:
+  """Rows to add to queries and keys for a number that the kernels support.
+
+  Raises:
+    UserError: there is none.
+  """
+  missing = 0
+  if num_queries == num_keys:
+    missing = -num_keys % _LANES
+  padded_queries = num_queries + missing
+  padded_keys = num_keys + missing
+  if padded_queries % _LANES or padded_keys % padded_queries:
     raise UserError(
       f"attention=splash on {num_queries} of {num_keys} positions: a shard of the context axis "
       "needs a multiple of 128; change max_target_length or the context parallelism, or write "
       "attention=chunked"
     )
-  pad = lambda x, value=0: jnp.pad(
-    x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), constant_values=value
-  )
-  heads_first = lambda x_BTHC: pad(x_BTHC).swapaxes(1, 2)
-  segments = splash_attention_kernel.SegmentIds(
-    pad(mask.q_segment_BT, -1), pad(mask.kv_segment_BS, -1)
-  )
-  query_bytes = max(q_BTHC.shape[3], v_BSGC.shape[3]) * q_BTHC.dtype.itemsize
-  score_shape = q_BTHC.shape[2], num_queries + missing, num_keys + missing
-  block = _block(*score_shape[1:], query_bytes, mask.window)
-  kernel = _build_kernel(score_shape, mask, block, soft_cap, interpret)
-  q_BTHC = (q_BTHC * scale).astype(q_BTHC.dtype)
-  with jax.numpy_dtype_promotion("standard"):  # the kernels mix types
-    attend = jax.vmap(lambda q, k, v, segments: kernel(q, k, v, segments, sink_H))
-    o_BHTC = attend(*map(heads_first, (q_BTHC, k_BSGC, v_BSGC)), segments)
-  return o_BHTC.swapaxes(1, 2)[:, :num_queries]
+  return missing
+
+
+def _pad_rows(x_BT: jax.Array, num_missing: int, value: int = 0) -> jax.Array:
+  """[B, T, ...] with `num_missing` rows of `value` at the end."""
+  padding = [(0, 0)] * x_BT.ndim
+  padding[1] = (0, num_missing)
+  return jnp.pad(x_BT, padding, constant_values=value)
+
+
+def _heads_first(x_BTHC: jax.Array, num_missing: int) -> jax.Array:
+  """x_BHTC with padded rows."""
+  return _pad_rows(x_BTHC, num_missing).swapaxes(1, 2)
 
 
 def _build_kernel(
-  score_shape: tuple[int, int, int], mask: AttentionMask, block: int, soft_cap: float, interpret
+  shape: _ScoreShape,
+  mask: AttentionMask,
+  block: int,
+  soft_cap: float,
+  interpret: bool,
 ) -> splash_attention_kernel.SplashAttentionKernel:
   """The kernel for the shard of the queries that starts at `mask.q_start`, or for all of them."""
-  num_heads, num_queries, num_keys = score_shape
-  num_shards, shape = num_keys // num_queries, (num_keys, num_keys)
+  all_scores = (shape.num_keys, shape.num_keys)
   if mask.window is None:
-    visible = splash_attention_mask.CausalMask(shape)
+    visible = splash_attention_mask.CausalMask(all_scores)
   else:
-    visible = splash_attention_mask.LocalMask(shape, (mask.window - 1, 0), offset=0)
-  sizes = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    visible = splash_attention_mask.LocalMask(all_scores, (mask.window - 1, 0), offset=0)
+  num_shards = shape.num_keys // shape.num_queries
   kernel = splash_attention_kernel.make_splash_mha(
-    splash_attention_mask.MultiHeadMask([visible] * num_heads),
-    block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{size}": block for size in sizes}),
+    splash_attention_mask.MultiHeadMask([visible] * shape.num_heads),
+    block_sizes=_block_sizes(block),
     head_shards=1,
     q_seq_shards=num_shards,
     attn_logits_soft_cap=soft_cap or None,
@@ -85,28 +149,47 @@ def _build_kernel(
   )
   if num_shards == 1:
     return kernel
-  shard = mask.q_start // num_queries
+  shard = mask.q_start // shape.num_queries
   infos, options = kernel.tree_flatten()
   return kernel.tree_unflatten(options, [_cut(info, num_shards, shard) for info in infos])
 
 
-def _cut(info, num_shards: int, shard: int | jax.Array):
-  """The tables of one shard of the queries."""
-  cut = lambda table, axis: jax.lax.dynamic_slice_in_dim(
-    table, shard * (table.shape[axis] // num_shards), table.shape[axis] // num_shards, axis
+def _block_sizes(block: int) -> splash_attention_kernel.BlockSizes:
+  """Blocks of the same size for all kernels."""
+  return splash_attention_kernel.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_kv_compute=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_kv_dkv_compute=block,
+    block_q_dq=block,
+    block_kv_dq=block,
   )
-  by_block = {
-    name: cut(table, 1)
-    for name in ("data_next", "mask_next", "block_mask")
-    if (table := getattr(info, name)) is not None
-  }
-  return info._replace(**by_block, q_sequence=cut(info.q_sequence, 0))
 
 
-def _block(num_queries: int, num_keys: int, query_bytes: int, window: int | None) -> int:
+def _cut(info: Any, num_shards: int, shard: int | jax.Array) -> Any:
+  """The tables of one shard of the queries; `info` is a MaskInfo of the kernels' module."""
+  changed = {"q_sequence": _shard_of(info.q_sequence, num_shards, shard, axis=0)}
+  for name in ("data_next", "mask_next", "block_mask"):
+    table = getattr(info, name)
+    if table is not None:
+      changed[name] = _shard_of(table, num_shards, shard, axis=1)
+  return info._replace(**changed)
+
+
+def _shard_of(table: jax.Array, num_shards: int, shard: int | jax.Array, axis: int) -> jax.Array:
+  """One of `num_shards` equal parts of an axis."""
+  size = table.shape[axis] // num_shards
+  return jax.lax.dynamic_slice_in_dim(table, shard * size, size, axis)
+
+
+def _block(shape: _ScoreShape, query_bytes: int, window: int | None) -> int:
   """The largest multiple of 128 that fits and divides the number of queries."""
-  is_large = query_bytes <= _NARROW_BYTES and num_keys >= _LONG * _LARGE_BLOCK
-  largest = _LARGE_BLOCK if is_large else _BLOCK
+  largest = _BLOCK
+  if query_bytes <= _NARROW_BYTES and shape.num_keys >= _LONG * _LARGE_BLOCK:
+    largest = _LARGE_BLOCK
   if window is not None:
     largest = max(min(largest, window // _WINDOW_BLOCKS), _LANES)
-  return max(n for n in range(_LANES, largest + 1, _LANES) if num_queries % n == 0)
+  blocks = range(_LANES, largest + 1, _LANES)
+  return max(block for block in blocks if shape.num_queries % block == 0)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from maxlite.kernels.grouped_matmul.tiles import Tiles
+from maxlite.kernels.grouped_matmul.tiles import Tiles, transpose_tile
 
 
 class GroupedKernels(NamedTuple):
@@ -25,20 +25,40 @@ class GroupedKernels(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
 def grouped_matmul_of(
-  kernels: GroupedKernels, x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: Tiles
+  kernels: GroupedKernels,
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  tiles: Tiles,
 ) -> jax.Array:
   """y_MF in x's type; the weight gradient has w's type."""
   return kernels.multiply_rows(x_MD, w_GDF, group_sizes_G, tiles.fwd, transpose=False)
 
 
-def _forward(kernels, x_MD, w_GDF, group_sizes_G, tiles):
-  operands = x_MD, w_GDF, group_sizes_G
-  return grouped_matmul_of(kernels, *operands, tiles), operands
+class _Operands(NamedTuple):
+  """What the backward pass reads."""
+
+  x_MD: jax.Array
+  w_GDF: jax.Array
+  group_sizes_G: jax.Array
 
 
-def _backward(kernels, tiles, operands, dy_MF):
+def _forward(
+  kernels: GroupedKernels,
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  tiles: Tiles,
+) -> tuple[jax.Array, _Operands]:
+  y_MF = grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, tiles)
+  return y_MF, _Operands(x_MD, w_GDF, group_sizes_G)
+
+
+def _backward(
+  kernels: GroupedKernels, tiles: Tiles, operands: _Operands, dy_MF: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
   x_MD, w_GDF, group_sizes_G = operands
-  tile = tiles.dlhs and (tiles.dlhs[0], tiles.dlhs[2], tiles.dlhs[1])
+  tile = transpose_tile(tiles.dlhs)
   dx_MD = kernels.multiply_rows(dy_MF, w_GDF, group_sizes_G, tile, transpose=True)
   dw_GDF = kernels.sum_outer_products(x_MD, dy_MF, group_sizes_G, w_GDF.dtype, tiles.drhs)
   return dx_MD, dw_GDF, None

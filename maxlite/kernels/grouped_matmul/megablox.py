@@ -10,7 +10,6 @@ needs check_vma=False; tests/kernels/test_megablox.py checks their gradients the
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,12 @@ from maxlite.kernels.stated_cost import StatedCost, stated_cost
 
 
 def grouped_matmul(
-  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: Tiles, *, interpret=False
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  tiles: Tiles,
+  *,
+  interpret: bool = False,
 ) -> jax.Array:
   """y_MF in x's type, which must be float32 or bfloat16; `interpret` is for tests without a TPU.
 
@@ -34,8 +38,10 @@ def grouped_matmul(
   if x_MD.size == 0:
     return jnp.zeros_like(x_MD, shape=(x_MD.shape[0], w_GDF.shape[2]))
   fitted = fit_tiles(tiles, x_MD.shape[0], x_MD.dtype, w_GDF)
-  products = (_multiply_masked, sum_outer_products)
-  kernels = GroupedKernels(*(functools.partial(f, interpret=interpret) for f in products))
+  kernels = GroupedKernels(
+    functools.partial(_multiply_masked, interpret=interpret),
+    functools.partial(sum_outer_products, interpret=interpret),
+  )
   return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, fitted)
 
 
@@ -45,71 +51,142 @@ def fit_tiles(tiles: Tiles, num_rows: int, dtype: jnp.dtype, w_GDF: jax.Array) -
   Raises:
     UserError: a tile in `tiles` that TPUs do not support.
   """
-  itemsizes = dtype.itemsize, w_GDF.dtype.itemsize
-  chosen = choose_tiles(num_rows, *w_GDF.shape, *itemsizes, _device_kind())
+  num_groups, num_in, num_out = w_GDF.shape
+  chosen = choose_tiles(
+    num_rows,
+    num_groups,
+    num_in,
+    num_out,
+    row_bytes=dtype.itemsize,
+    weight_bytes=w_GDF.dtype.itemsize,
+    device_kind=_device_kind(),
+  )
   return Tiles(
-    *(_fit(tile or own, num_rows, w_GDF) for tile, own in zip(tiles, chosen, strict=True))
+    fwd=_fit(tiles.fwd or chosen.fwd, num_rows, w_GDF),
+    dlhs=_fit(tiles.dlhs or chosen.dlhs, num_rows, w_GDF),
+    drhs=_fit(tiles.drhs or chosen.drhs, num_rows, w_GDF),
   )
 
 
 def _device_kind() -> str:
   """Kind of the devices that the enclosing `shard_map` is compiled for; empty outside of one."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  return device.device_kind if device else ""
+  if device is None:
+    return ""
+  return device.device_kind
 
 
 def _fit(tile: Tile, num_rows: int, w_GDF: jax.Array) -> Tile:
   """The tile, no larger than the arrays."""
   m, d, f = tile
   _, num_in, num_out = w_GDF.shape
-  whole = all(width % 128 == 0 or width >= dim for width, dim in ((d, num_in), (f, num_out)))
-  if m % 16 or not whole:
+  fits_in = d % 128 == 0 or d >= num_in
+  fits_out = f % 128 == 0 or f >= num_out
+  if m % 16 or not fits_in or not fits_out:
     raise UserError(
       f"Megablox tile {list(tile)} for weights {list(w_GDF.shape)}: rows must be a multiple of 16, "
       "the others of 128 or at least the whole axis"
     )
-  return min(m, -(-num_rows // 16) * 16), min(d, num_in), min(f, num_out)
+  rows = ceil_div(num_rows, 16) * 16
+  return min(m, rows), min(d, num_in), min(f, num_out)
 
 
-def _multiply_masked(x_MD, w_GDF, group_sizes_G, tile: Tile, transpose: bool, interpret: bool):
+def _multiply_masked(
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  tile: Tile,
+  transpose: bool,
+  interpret: bool,
+) -> jax.Array:
+  """As in `GroupedKernels`."""
   y_MF = multiply_rows(x_MD, w_GDF, group_sizes_G, tile, transpose, interpret)
   live_M = jnp.arange(x_MD.shape[0], dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32)
   return jnp.where(live_M[:, None], y_MF, 0)
 
 
-def multiply_rows(x_MD, w_GDF, group_sizes_G, tile: Tile, transpose: bool, interpret: bool):
+def multiply_rows(
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  tile: Tile,
+  transpose: bool,
+  interpret: bool,
+) -> jax.Array:
   """As in `GroupedKernels`, but rows past the last group are undefined."""
-  num_rows, dtype, x_MD = x_MD.shape[0], x_MD.dtype, _pad_rows(x_MD, tile[0])
-  options = {"tiling": tile, "transpose_rhs": transpose, "interpret": interpret}
+  num_rows = x_MD.shape[0]
+  dtype = x_MD.dtype
+  x_MD = _pad_rows(x_MD, tile[0])
   with stated_cost(_cost_of_rows(x_MD, w_GDF, tile, transpose)):
-    return gmm(x_MD, w_GDF.astype(dtype), group_sizes_G, dtype, **options)[:num_rows]
+    y_MF = gmm(
+      x_MD,
+      w_GDF.astype(dtype),
+      group_sizes_G,
+      dtype,
+      tiling=tile,
+      transpose_rhs=transpose,
+      interpret=interpret,
+    )
+  return y_MF[:num_rows]
 
 
-def sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile: Tile, interpret: bool):
+def sum_outer_products(
+  x_MD: jax.Array,
+  dy_MF: jax.Array,
+  group_sizes_G: jax.Array,
+  dtype: jnp.dtype,
+  tile: Tile,
+  interpret: bool,
+) -> jax.Array:
   """As in `GroupedKernels`."""
-  x_MD, dy_MF = _pad_rows(x_MD, tile[0]), _pad_rows(dy_MF, tile[0])
-  shape = len(group_sizes_G), x_MD.shape[1], dy_MF.shape[1]
-  # Each tile of columns of one operand reads the other operand again.
-  again = ceil_div(shape[2], tile[2]) * x_MD.nbytes + ceil_div(shape[1], tile[1]) * dy_MF.nbytes
-  flops = 2 * x_MD.size * shape[2]
-  cost = StatedCost(flops, again, math.prod(shape) * jnp.dtype(dtype).itemsize)
+  x_MD = _pad_rows(x_MD, tile[0])
+  dy_MF = _pad_rows(dy_MF, tile[0])
+  cost = _cost_of_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile)
   # `tgmm` mixes int and bool.
   with stated_cost(cost), jax.numpy_dtype_promotion("standard"):
     return tgmm(x_MD.T, dy_MF, group_sizes_G, dtype, tiling=tile, interpret=interpret)
 
 
-def _cost_of_rows(x_MD, w_GDF, tile: Tile, transpose: bool) -> StatedCost:
+def _cost_of_outer_products(
+  x_MD: jax.Array,
+  dy_MF: jax.Array,
+  group_sizes_G: jax.Array,
+  dtype: jnp.dtype,
+  tile: Tile,
+) -> StatedCost:
+  """Each tile of columns of one operand reads the other operand again."""
+  num_in = x_MD.shape[1]
+  num_out = dy_MF.shape[1]
+  _, tile_in, tile_out = tile
+  reads_of_x = ceil_div(num_out, tile_out)
+  reads_of_dy = ceil_div(num_in, tile_in)
+  num_weights = group_sizes_G.shape[0] * num_in * num_out
+  return StatedCost(
+    flops=2 * x_MD.size * num_out,
+    row_bytes=reads_of_x * x_MD.nbytes + reads_of_dy * dy_MF.nbytes,
+    fixed_bytes=num_weights * jnp.dtype(dtype).itemsize,
+  )
+
+
+def _cost_of_rows(x_MD: jax.Array, w_GDF: jax.Array, tile: Tile, transpose: bool) -> StatedCost:
   """Each tile of columns reads x again; weights are read once per group if a tile has a whole K."""
   num_rows, num_in = x_MD.shape
-  num_groups, num_out = w_GDF.shape[0], w_GDF.shape[1 if transpose else 2]
+  num_groups = w_GDF.shape[0]
+  num_out = w_GDF.shape[1] if transpose else w_GDF.shape[2]
   m, k, n = tile
-  row_bytes = ceil_div(num_out, n) * x_MD.nbytes + num_rows * num_out * x_MD.dtype.itemsize
-  group_bytes = num_in * num_out * x_MD.dtype.itemsize
+  itemsize = x_MD.dtype.itemsize
+  reads_of_x = ceil_div(num_out, n)
+  row_bytes = reads_of_x * x_MD.nbytes + num_rows * num_out * itemsize
+  group_bytes = num_in * num_out * itemsize
   if k < num_in:
     row_bytes += num_rows // m * group_bytes
-  return StatedCost(2 * x_MD.size * num_out, row_bytes, num_groups * group_bytes)
+  return StatedCost(
+    flops=2 * x_MD.size * num_out,
+    row_bytes=row_bytes,
+    fixed_bytes=num_groups * group_bytes,
+  )
 
 
-def _pad_rows(x_MD, tile: int):
+def _pad_rows(x_MD: jax.Array, tile: int) -> jax.Array:
   """The rows, padded with zeros to whole tiles."""
   return jnp.pad(x_MD, ((0, -x_MD.shape[0] % tile), (0, 0)))

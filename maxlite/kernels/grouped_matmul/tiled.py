@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
-from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES
+from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tile
 from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 
@@ -26,7 +26,9 @@ SMALL = 8  # rows per tile if groups have fewer on average
 Carry = Any  # a pytree of arrays
 
 
-def grouped_matmul(x_MD, w_GDF, group_sizes_G: jax.Array, tiles: object) -> jax.Array:
+def grouped_matmul(
+  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, tiles: object
+) -> jax.Array:
   """y_MF in x's type."""
   del tiles  # this backend's are fixed
   if x_MD.size == 0:
@@ -35,41 +37,65 @@ def grouped_matmul(x_MD, w_GDF, group_sizes_G: jax.Array, tiles: object) -> jax.
   return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, DEFAULT_TILES)
 
 
-def _multiply_rows(x_MD, w_GDF, group_sizes_G, tile, transpose: bool) -> jax.Array:
+def _multiply_rows(
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  tile: Tile | None,
+  transpose: bool,
+) -> jax.Array:
   del tile
   w_axis = 1 if transpose else 0
 
   @jax.custom_batching.sequential_vmap
-  def kernel(x_MD, w_GDF, group_sizes_G):
-    dtype, bits_MD, num_rows = x_MD.dtype, pack(x_MD), x_MD.shape[0]
+  def multiply(x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
+    return _products(x_MD, w_GDF, group_sizes_G, w_axis)
 
-    def body(tile, matrices, y_MF):
-      y_mF = dot(tile.read(bits_MD, dtype), unpack(matrices[0], dtype), (1, w_axis))
-      return tile.write(y_MF, y_mF.astype(dtype))
+  return multiply(x_MD, w_GDF, group_sizes_G)
 
-    y_MF = jnp.zeros_like(bits_MD, shape=(num_rows, w_GDF.shape[2 - w_axis]))
-    w_GDF = pack(w_GDF.astype(dtype))
-    return unpack(for_tiles(body, y_MF, (w_GDF,), group_sizes_G, num_rows), dtype)
 
-  return kernel(x_MD, w_GDF, group_sizes_G)
+def _products(
+  x_MD: jax.Array, w_GDF: jax.Array, group_sizes_G: jax.Array, w_axis: int
+) -> jax.Array:
+  """y_MF: the rows times their groups' matrices, whose axis `w_axis` is summed over."""
+  dtype = x_MD.dtype
+  num_rows = x_MD.shape[0]
+  bits_MD = pack(x_MD)
+
+  def body(tile: RowTile, matrices: tuple[jax.Array, ...], y_MF: jax.Array) -> jax.Array:
+    (w_bits,) = matrices
+    y_mF = dot(tile.read(bits_MD, dtype), unpack(w_bits, dtype), (1, w_axis))
+    return tile.write(y_MF, y_mF.astype(dtype))
+
+  y_MF = jnp.zeros_like(bits_MD, shape=(num_rows, w_GDF.shape[2 - w_axis]))
+  matrices_G = (pack(w_GDF.astype(dtype)),)
+  y_MF = for_tiles(body, y_MF, matrices_G, group_sizes_G, num_rows)
+  return unpack(y_MF, dtype)
 
 
 @jax.custom_batching.sequential_vmap
-def _group_sums(x_MD, dy_MF, group_sizes_G) -> jax.Array:
+def _group_sums(x_MD: jax.Array, dy_MF: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
   """dw_GDF in the accumulator type."""
   dtype = x_MD.dtype
-  x_MD, dy_MF = pack(x_MD), pack(dy_MF)
+  x_bits_MD = pack(x_MD)
+  dy_bits_MF = pack(dy_MF)
 
-  def body(tile, _, dw_GDF):
-    x_Dm = materialized_transpose(tile.read(x_MD, dtype))
-    return tile.add(dw_GDF, dot(x_Dm, tile.read(dy_MF, dtype), (1, 0)))
+  def body(tile: RowTile, _: tuple[()], dw_GDF: jax.Array) -> jax.Array:
+    x_Dm = materialized_transpose(tile.read(x_bits_MD, dtype))
+    return tile.add(dw_GDF, dot(x_Dm, tile.read(dy_bits_MF, dtype), (1, 0)))
 
   shape = (group_sizes_G.shape[0], x_MD.shape[1], dy_MF.shape[1])
-  dw_GDF = jnp.zeros_like(x_MD, shape=shape, dtype=accumulator_dtype(dtype))
+  dw_GDF = jnp.zeros_like(x_bits_MD, shape=shape, dtype=accumulator_dtype(dtype))
   return for_tiles(body, dw_GDF, (), group_sizes_G, x_MD.shape[0])
 
 
-def _sum_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile) -> jax.Array:
+def _sum_outer_products(
+  x_MD: jax.Array,
+  dy_MF: jax.Array,
+  group_sizes_G: jax.Array,
+  dtype: jnp.dtype,
+  tile: Tile | None,
+) -> jax.Array:
   del tile
   return _group_sums(x_MD, dy_MF, group_sizes_G).astype(dtype)
 
@@ -104,7 +130,10 @@ class RowTile:
   def _masked(self, rows_m: jax.Array, other: jax.Array | int) -> jax.Array:
     if self.mask_m1 is None:
       return rows_m
-    return jnp.where(self.mask_m1 if rows_m.ndim > 1 else self.mask_m1[:, 0], rows_m, other)
+    mask = self.mask_m1
+    if rows_m.ndim == 1:
+      mask = mask[:, 0]
+    return jnp.where(mask, rows_m, other)
 
 
 def for_tiles(
@@ -121,46 +150,83 @@ def for_tiles(
   is_empty_G = group_sizes_G == 0
   group_G = jnp.argsort(is_empty_G)  # empty groups last: their matrices are never read
 
-  def group_body(n, carry):
+  def visit_group(n: jax.Array, carry: Carry) -> Carry:
     group = group_G[n]
-    start, end = starts_G[group], ends_G[group]
     matrices = tuple(jax.lax.dynamic_index_in_dim(w, group, keepdims=False) for w in matrices_G)
-    middle = start + (end - start) % sizes[-1]
-    visit = lambda tile, carry: body(tile, matrices, carry)
-    for smaller, size in zip((0, *sizes), sizes, strict=False):
-      mask = functools.partial(_between, end=middle, size=size, num_rows=num_rows)
-      first = lambda row, carry, n=size, mask=mask: visit(RowTile(group, row, n, mask(row)), carry)
-      fits = (middle - start > smaller) & (middle - start <= size)
-      carry = _while(first, start, jnp.where(fits, middle, start), size, carry)
-    further = lambda row, carry: visit(RowTile(group, row, sizes[-1], None), carry)
-    return _while(further, middle, end, sizes[-1], carry)
 
-  return jax.lax.fori_loop(0, jnp.sum(~is_empty_G, dtype=jnp.int32), group_body, carry)
+    def visit(row: jax.Array, carry: Carry, size: int, mask_m1: jax.Array | None) -> Carry:
+      return body(RowTile(group, row, size, mask_m1), matrices, carry)
+
+    return _for_tiles_of_group(visit, carry, starts_G[group], ends_G[group], sizes, num_rows)
+
+  num_visited = jnp.sum(~is_empty_G, dtype=jnp.int32)
+  return jax.lax.fori_loop(0, num_visited, visit_group, carry)
+
+
+def _for_tiles_of_group(
+  visit: Callable[..., Carry],
+  carry: Carry,
+  start: jax.Array,
+  end: jax.Array,
+  sizes: tuple[int, ...],
+  num_rows: int,
+) -> Carry:
+  """Runs `carry = visit(row, carry, size, mask_m1)` for the tiles of the rows [start, end)."""
+  largest = sizes[-1]
+  middle = start + (end - start) % largest  # where the whole tiles begin
+
+  def visit_first(row: jax.Array, carry: Carry, size: int) -> Carry:
+    return visit(row, carry, size, _between(row, middle, size, num_rows))
+
+  def visit_whole(row: jax.Array, carry: Carry) -> Carry:
+    return visit(row, carry, largest, None)
+
+  smaller = 0
+  for size in sizes:
+    fits = (middle - start > smaller) & (middle - start <= size)
+    stop = jnp.where(fits, middle, start)
+    carry = _while(functools.partial(visit_first, size=size), start, stop, size, carry)
+    smaller = size
+  return _while(visit_whole, middle, end, largest, carry)
 
 
 def _sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
   """Tile sizes, smallest first."""
   if num_rows < SMALL * num_groups:
     return (min(SMALL, num_rows),)
-  return tuple(size for size in SIZES if size < num_rows) or (num_rows,)
+  smaller = tuple(size for size in SIZES if size < num_rows)
+  return smaller or (num_rows,)
 
 
-def _while(body: Callable[..., Carry], start, end, step: int, carry: Carry) -> Carry:
+def _while(
+  body: Callable[[jax.Array, Carry], Carry],
+  start: jax.Array,
+  end: jax.Array,
+  step: int,
+  carry: Carry,
+) -> Carry:
   """Runs `carry = body(row, carry)` for every `step`-th row in [start, end).
 
   Used also for at most one iteration: a conditional would copy the carried arrays.
   """
 
-  def advance(state):
-    return state[0] + step, body(*state)
+  def is_before_end(state: tuple[jax.Array, Carry]) -> jax.Array:
+    row, _ = state
+    return row < end
 
-  return jax.lax.while_loop(lambda state: state[0] < end, advance, (start, carry))[1]
+  def advance(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+    row, carry = state
+    return row + step, body(row, carry)
+
+  _, carry = jax.lax.while_loop(is_before_end, advance, (start, carry))
+  return carry
 
 
-def _between(start, end, size: int, num_rows: int) -> jax.Array:
+def _between(start: jax.Array, end: jax.Array, size: int, num_rows: int) -> jax.Array:
   """[size, 1] which rows of a slice at `start` are in [start, end).
 
   A slice that would extend past the array is moved back to fit, as in `dynamic_slice`.
   """
-  rows_m1 = (jnp.minimum(start, num_rows - size) + jnp.arange(size, dtype=jnp.int32))[:, None]
-  return (rows_m1 >= start) & (rows_m1 < end)
+  first = jnp.minimum(start, num_rows - size)
+  row_m1 = (first + jnp.arange(size, dtype=jnp.int32))[:, None]
+  return (row_m1 >= start) & (row_m1 < end)

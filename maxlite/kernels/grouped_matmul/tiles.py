@@ -30,6 +30,14 @@ class Tiles(NamedTuple):
 DEFAULT_TILES = Tiles()
 
 
+def transpose_tile(tile: Tile | None) -> Tile | None:
+  """The tile (rows, F, D) for the product with the transposed weight."""
+  if tile is None:
+    return None
+  rows, d, f = tile
+  return rows, f, d
+
+
 class TpuSpec(NamedTuple):
   """One JAX device: published figures, and the memory that the compiler grants one kernel."""
 
@@ -69,44 +77,64 @@ def choose_tiles(
 ) -> Tiles:
   """The tiles of all passes for x_MD and w_GDF, whose elements have these sizes in bytes."""
   spec = TPU_SPECS.get(device_kind, _FALLBACK)
-  fwd = _fastest(_Problem(m, groups, d, f, row_bytes, 0), spec)
-  tile_m, tile_f, tile_d = _fastest(_Problem(m, groups, f, d, row_bytes, 0), spec)
-  drhs = _fastest(_Problem(m, groups, d, f, row_bytes, weight_bytes), spec)
-  return Tiles(fwd, (tile_m, tile_d, tile_f), drhs)
+  fwd = _Problem(m, groups, k=d, n=f, row_bytes=row_bytes, sum_bytes=0)
+  dlhs = _Problem(m, groups, k=f, n=d, row_bytes=row_bytes, sum_bytes=0)
+  drhs = _Problem(m, groups, k=d, n=f, row_bytes=row_bytes, sum_bytes=weight_bytes)
+  return Tiles(
+    fwd=_fastest(fwd, spec),
+    dlhs=transpose_tile(_fastest(dlhs, spec)),
+    drhs=_fastest(drhs, spec),
+  )
 
 
 @functools.cache
 def _fastest(problem: _Problem, spec: TpuSpec) -> Tile:
-  rows = [m for m in _ROW_TILES if m <= problem.num_rows] or [_round_up(problem.num_rows, 16)]
-  # If no tile divides the rows, they are copied into a padded buffer.
-  rows = [m for m in rows if problem.num_rows % m == 0] or rows
-  tiles = itertools.product(rows, _widths(problem.k), _widths(problem.n))
   limit = _VMEM_MARGIN * spec.vmem_mib * 2**20
-  fitting = [t for t in tiles if _vmem_bytes(problem, t) <= limit]
+  tiles = itertools.product(_heights(problem.num_rows), _widths(problem.k), _widths(problem.n))
+  fitting = [tile for tile in tiles if _vmem_bytes(problem, tile) <= limit]
   return min(fitting, key=lambda tile: _seconds(problem, tile, spec))
+
+
+def _heights(num_rows: int) -> list[int]:
+  """The rows of a tile to choose from."""
+  heights = [height for height in _ROW_TILES if height <= num_rows]
+  if not heights:
+    return [_round_up(num_rows, 16)]
+  dividing = [height for height in heights if num_rows % height == 0]
+  if dividing:
+    return dividing
+  return heights  # the rows will be copied into a padded buffer
 
 
 def _widths(dim: int) -> list[int]:
   """The smallest tile for each number of tiles along an axis, largest (the whole axis) first."""
-  cuts = range(1, ceil_div(dim, _LANES) + 1)
-  return sorted({min(dim, _round_up(ceil_div(dim, cut), _LANES)) for cut in cuts}, reverse=True)
+  widths = set()
+  for num_tiles in range(1, ceil_div(dim, _LANES) + 1):
+    width = _round_up(ceil_div(dim, num_tiles), _LANES)
+    widths.add(min(dim, width))
+  return sorted(widths, reverse=True)
 
 
 def _vmem_bytes(problem: _Problem, tile: Tile) -> int:
   """Estimated VMEM: two buffers per operand and result, the accumulator, and spills."""
   m, k, n = tile
   if problem.sum_bytes:
+    rows = 2 * problem.row_bytes * (m * k + m * n)
+    sums = (2 * problem.sum_bytes + 4) * k * n
     spilled = 4 * m * k  # masked rows, transposed in float32
-    return 2 * problem.row_bytes * (m * k + m * n) + (2 * problem.sum_bytes + 4) * k * n + spilled
+    return rows + sums + spilled
+  operands = 2 * problem.row_bytes * (m * k + k * n + m * n)
+  accumulator = 4 * m * n
   spilled = 4 * m * n  # the product, before it is accumulated
-  return 2 * problem.row_bytes * (m * k + k * n + m * n) + 4 * m * n + spilled
+  return operands + accumulator + spilled
 
 
 def _seconds(problem: _Problem, tile: Tile, spec: TpuSpec) -> float:
   """Estimated time: the slower of arithmetic and memory, idle cores, and grid steps."""
   m, k, n = tile
   visits = ceil_div(problem.num_rows, m) + problem.num_groups - 1
-  cuts_k, cuts_n = ceil_div(problem.k, k), ceil_div(problem.n, n)
+  cuts_k = ceil_div(problem.k, k)
+  cuts_n = ceil_div(problem.n, n)
   steps = visits * cuts_k * cuts_n
   if problem.sum_bytes:
     moved = problem.row_bytes * steps * (m * k + m * n)

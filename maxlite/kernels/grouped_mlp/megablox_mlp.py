@@ -11,6 +11,7 @@ weights with which they are multiplied.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,96 +19,174 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from maxlite.kernels.grouped_matmul import megablox
-from maxlite.kernels.grouped_matmul.tiles import Tiles
+from maxlite.kernels.grouped_matmul.tiles import Tiles, transpose_tile
+from maxlite.kernels.grouped_mlp.biases import Biases
+from maxlite.kernels.grouped_mlp.composed import Activation
 from maxlite.kernels.numerics import accumulator_dtype, ceil_div
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
 
-# Of the kernel on live rows.
-_LARGEST_BLOCK = 256
-_ROWS = 16  # of a tile of 16-bit values
+# Limits of a block of the kernel on live rows.
+_LARGEST_BLOCK = 256  # rows
+_ROWS = 16  # rows of a tile of 16-bit values
 _LANES = 128
 # For two buffers of each operand and result and for float32 temporaries, of 16 MiB.
 _BLOCK_BYTES = 5 * 2**19
 
+_Arrays = tuple[jax.Array, ...]
+
+
+class _Options(NamedTuple):
+  """What is static in the computation."""
+
+  activation: Activation
+  wi_tiles: Tiles
+  wo_tiles: Tiles
+  interpret: bool
+
+
+class _Residuals(NamedTuple):
+  """What the backward pass reads."""
+
+  x_MD: jax.Array
+  up_MF: _Arrays
+  weight_M: jax.Array
+  wi_GDF: _Arrays
+  wo_GFD: jax.Array
+  group_sizes_G: jax.Array
+
 
 def grouped_mlp(
-  x_M, weight_M, wi_GDF: tuple, wo_GFD, biases, group_sizes_G, activation, tiles, interpret=False
+  x_M: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: _Arrays,
+  wo_GFD: jax.Array,
+  biases: Biases | None,
+  group_sizes_G: jax.Array,
+  *,
+  activation: Activation,
+  wi_tiles: Tiles,
+  wo_tiles: Tiles,
+  interpret: bool = False,
 ) -> jax.Array:
-  """y_M, of x_M's shape and type; `tiles` of wi and wo."""
+  """y_M, of x_M's shape and type."""
   if biases is not None:
-    with_bias = lambda w_GDF, b_GF: jnp.concatenate([w_GDF, b_GF[:, None]], axis=1)
-    wi_GDF = tuple(map(with_bias, wi_GDF, biases.bi_GF))
-    wo_GFD = with_bias(wo_GFD, biases.bo_GD)
-  return _apply(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, interpret)
+    with_biases = []
+    for w_GDF, bi_GF in zip(wi_GDF, biases.bi_GF, strict=True):
+      with_biases.append(_append_bias(w_GDF, bi_GF))
+    wi_GDF = tuple(with_biases)
+    wo_GFD = _append_bias(wo_GFD, biases.bo_GD)
+  options = _Options(activation, wi_tiles, wo_tiles, interpret)
+  return _apply(options, x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _apply(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, interpret) -> jax.Array:
-  return _forward(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, interpret)[0]
+def _append_bias(w_GDF: jax.Array, b_GF: jax.Array) -> jax.Array:
+  """The matrices with a bias as the last row."""
+  return jnp.concatenate([w_GDF, b_GF[:, None]], axis=1)
 
 
-def _forward(x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation, tiles, interpret) -> tuple:
-  over_rows = _over_live_rows(group_sizes_G, interpret)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(
+  options: _Options,
+  x_M: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: _Arrays,
+  wo_GFD: jax.Array,
+  group_sizes_G: jax.Array,
+) -> jax.Array:
+  y_M, _ = _forward(options, x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G)
+  return y_M
+
+
+def _forward(
+  options: _Options,
+  x_M: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: _Arrays,
+  wo_GFD: jax.Array,
+  group_sizes_G: jax.Array,
+) -> tuple[jax.Array, _Residuals]:
+  over_rows = _over_live_rows(group_sizes_G, options.interpret)
   multiply = functools.partial(
-    megablox.multiply_rows, group_sizes_G=group_sizes_G, transpose=False, interpret=interpret
+    megablox.multiply_rows,
+    group_sizes_G=group_sizes_G,
+    transpose=False,
+    interpret=options.interpret,
   )
-  flat = functools.partial(_flat, wi_GDF[0].shape[1])
-  x_MD = x_M if x_M.shape[1:] == wi_GDF[0].shape[1:2] else over_rows(flat, x_M)[0]
-  wi_tiles, wo_tiles = _fitted(tiles, x_MD, wi_GDF[0], wo_GFD)
-  up_MF = tuple(checkpoint_name(multiply(x_MD, w, tile=wi_tiles.fwd), "mlpwi") for w in wi_GDF)
-  hidden = functools.partial(_hidden, activation, wo_GFD.shape[1])
-  (h_MF,) = over_rows(hidden, weight_M[:, None], *up_MF)
-  y_MD = multiply(h_MF, wo_GFD, tile=wo_tiles.fwd)
-  y_M = y_MD if x_M.ndim == 2 else over_rows(_sum_as(x_M.shape), y_MD)[0]
+  num_columns = wi_GDF[0].shape[1]
+  x_MD = x_M
+  if x_M.shape[1:] != (num_columns,):
+    (x_MD,) = over_rows(functools.partial(_flat, num_columns), (x_M,))
+  wi_tiles = _fit(options.wi_tiles, x_MD, wi_GDF[0])
+  wo_tiles = _fit(options.wo_tiles, x_MD, wo_GFD)
+  up_MF = []
+  for w_GDF in wi_GDF:
+    up_MF.append(checkpoint_name(multiply(x_MD, w_GDF, tile=wi_tiles.fwd), "mlpwi"))
+  hidden = functools.partial(_hidden, options.activation, wo_GFD.shape[1])
+  (h_MF,) = over_rows(hidden, (weight_M[:, None], *up_MF))
+  y_M = multiply(h_MF, wo_GFD, tile=wo_tiles.fwd)
+  if x_M.ndim != 2:
+    (y_M,) = over_rows(_sum_as(x_M.shape), (y_M,))
   # `jax.checkpoint` rounds, and so copies, a value that is both used and saved. The results of the
   # barriers are only saved.
-  x_MD, *up_MF = map(jax.lax.optimization_barrier, (x_MD, *up_MF))
-  return y_M, (x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G)
-
-
-def _backward(activation, tiles, interpret, residuals, dy_M) -> tuple:
-  x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G = residuals
-  wi_tiles, wo_tiles = _fitted(tiles, x_MD, wi_GDF[0], wo_GFD)
-  over_rows = _over_live_rows(group_sizes_G, interpret)
-  multiply, sum_outer_products = (
-    functools.partial(product, group_sizes_G=group_sizes_G, interpret=interpret)
-    for product in (megablox.multiply_rows, megablox.sum_outer_products)
+  residuals = _Residuals(
+    x_MD=jax.lax.optimization_barrier(x_MD),
+    up_MF=tuple(jax.lax.optimization_barrier(up) for up in up_MF),
+    weight_M=weight_M,
+    wi_GDF=wi_GDF,
+    wo_GFD=wo_GFD,
+    group_sizes_G=group_sizes_G,
   )
-  flat = functools.partial(_flat, wo_GFD.shape[2])
-  dy_MD = dy_M if dy_M.ndim == 2 else over_rows(flat, dy_M)[0]
-  dh_MF = multiply(dy_MD, wo_GFD, tile=_swapped(wo_tiles.dlhs), transpose=True)
-  gradients = functools.partial(_hidden_gradients, activation)
-  operands = dh_MF, weight_M[:, None], *up_MF
-  h_MF, dweight_M1, *dup_MF = over_rows(gradients, *operands, in_place=len(operands))
+  return y_M, residuals
+
+
+def _backward(
+  options: _Options, residuals: _Residuals, dy_M: jax.Array
+) -> tuple[jax.Array, jax.Array, _Arrays, jax.Array, None]:
+  x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G = residuals
+  wi_tiles = _fit(options.wi_tiles, x_MD, wi_GDF[0])
+  wo_tiles = _fit(options.wo_tiles, x_MD, wo_GFD)
+  over_rows = _over_live_rows(group_sizes_G, options.interpret)
+  multiply_transposed = functools.partial(
+    megablox.multiply_rows,
+    group_sizes_G=group_sizes_G,
+    transpose=True,
+    interpret=options.interpret,
+  )
+  sum_outer_products = functools.partial(
+    megablox.sum_outer_products, group_sizes_G=group_sizes_G, interpret=options.interpret
+  )
+  dy_MD = dy_M
+  if dy_M.ndim != 2:
+    (dy_MD,) = over_rows(functools.partial(_flat, wo_GFD.shape[2]), (dy_M,))
+  dh_MF = multiply_transposed(dy_MD, wo_GFD, tile=transpose_tile(wo_tiles.dlhs))
+  gradients = functools.partial(_hidden_gradients, options.activation)
+  operands = (dh_MF, weight_M[:, None], *up_MF)
+  h_MF, dweight_M1, *dup_MF = over_rows(gradients, operands, in_place=len(operands))
   dwo_GFD = sum_outer_products(h_MF, dy_MD, dtype=wo_GFD.dtype, tile=wo_tiles.drhs)
   # Frees h and dy before the gradients of x, which are exchanged while those of wi are computed.
   dwo_GFD, *dup_MF = jax.lax.optimization_barrier((dwo_GFD, *dup_MF))
-  tile = _swapped(wi_tiles.dlhs)
-  dx_MD = [multiply(d, w, tile=tile, transpose=True) for d, w in zip(dup_MF, wi_GDF, strict=True)]
-  (dx_M,) = over_rows(_sum_as(dy_M.shape), *dx_MD)
-  dwi_GDF = tuple(
-    sum_outer_products(x_MD, d_MF, dtype=wi_GDF[0].dtype, tile=wi_tiles.drhs) for d_MF in dup_MF
-  )
-  return dx_M, dweight_M1[:, 0], dwi_GDF, dwo_GFD, None
+  tile = transpose_tile(wi_tiles.dlhs)
+  dx_terms = []
+  for d_MF, w_GDF in zip(dup_MF, wi_GDF, strict=True):
+    dx_terms.append(multiply_transposed(d_MF, w_GDF, tile=tile))
+  (dx_M,) = over_rows(_sum_as(dy_M.shape), dx_terms)
+  dwi_GDF = []
+  for d_MF in dup_MF:
+    dwi_GDF.append(sum_outer_products(x_MD, d_MF, dtype=wi_GDF[0].dtype, tile=wi_tiles.drhs))
+  return dx_M, dweight_M1[:, 0], tuple(dwi_GDF), dwo_GFD, None
 
 
 _apply.defvjp(_forward, _backward)
 
 
-def _over_live_rows(group_sizes_G: jax.Array, interpret: bool) -> Callable[..., tuple]:
+def _over_live_rows(group_sizes_G: jax.Array, interpret: bool) -> Callable[..., _Arrays]:
+  """`map_live_rows` for the rows of these groups."""
   num_live = jnp.sum(group_sizes_G, dtype=jnp.int32)
   return functools.partial(map_live_rows, num_live=num_live, interpret=interpret)
 
 
-def _fitted(tiles: tuple[Tiles, Tiles], x_MD, wi_GDF, wo_GFD) -> tuple[Tiles, Tiles]:
-  """Tiles of wi and wo."""
-  rows = x_MD.shape[0], x_MD.dtype
-  return megablox.fit_tiles(tiles[0], *rows, wi_GDF), megablox.fit_tiles(tiles[1], *rows, wo_GFD)
-
-
-def _swapped(tile: tuple[int, int, int]) -> tuple[int, int, int]:
-  """The tile of a transposed weight."""
-  return tile[0], tile[2], tile[1]
+def _fit(tiles: Tiles, x_MD: jax.Array, w_GDF: jax.Array) -> Tiles:
+  return megablox.fit_tiles(tiles, x_MD.shape[0], x_MD.dtype, w_GDF)
 
 
 def _flat(num_columns: int, x_m: jax.Array) -> tuple[jax.Array]:
@@ -118,7 +197,9 @@ def _flat(num_columns: int, x_m: jax.Array) -> tuple[jax.Array]:
 
 def _append(x_mD: jax.Array, bias_m1: jax.Array, num_columns: int) -> jax.Array:
   """x_mD, with the column that a bias is multiplied by if the matrices have `num_columns` rows."""
-  return x_mD if x_mD.shape[1] == num_columns else jnp.concatenate([x_mD, bias_m1], axis=1)
+  if x_mD.shape[1] == num_columns:
+    return x_mD
+  return jnp.concatenate([x_mD, bias_m1], axis=1)
 
 
 def _sum_as(shape: tuple[int, ...]) -> Callable[..., tuple[jax.Array]]:
@@ -133,30 +214,40 @@ def _sum_as(shape: tuple[int, ...]) -> Callable[..., tuple[jax.Array]]:
   return add
 
 
-def _hidden(activation, num_columns: int, weight_m1, *up_mF) -> tuple[jax.Array]:
+def _hidden(
+  activation: Activation, num_columns: int, weight_m1: jax.Array, *up_mF: jax.Array
+) -> tuple[jax.Array]:
   """(h_mF,): the hidden rows times their weights, computed in float32."""
-  h_mF = _wide_hidden(activation, weight_m1, *up_mF).astype(up_mF[0].dtype)
+  h_mF = _wide_hidden(activation, weight_m1, up_mF).astype(up_mF[0].dtype)
   return (_append(h_mF, weight_m1.astype(h_mF.dtype), num_columns),)
 
 
-def _wide_hidden(activation, weight_m1, *up_mF) -> jax.Array:
+def _wide_hidden(activation: Activation, weight_m1: jax.Array, up_mF: _Arrays) -> jax.Array:
+  """The hidden rows times their weights, in the accumulator type."""
   dtype = accumulator_dtype(up_mF[0].dtype)
-  return activation(*(up.astype(dtype) for up in up_mF)) * weight_m1.astype(dtype)
+  wide_mF = [up.astype(dtype) for up in up_mF]
+  return activation(*wide_mF) * weight_m1.astype(dtype)
 
 
-def _hidden_gradients(activation, dh_mF, weight_m1, *up_mF) -> tuple[jax.Array, ...]:
-  """(h_mF, dweight_m1, *dup_mF)"""
-  dtype, (width, num_columns) = dh_mF.dtype, (up_mF[0].shape[1], dh_mF.shape[1])
-  h_mF, vjp = jax.vjp(functools.partial(_wide_hidden, activation), weight_m1, *up_mF)
-  dweight_m1, *dup_mF = vjp(dh_mF[:, :width].astype(h_mF.dtype))
+def _hidden_gradients(
+  activation: Activation, dh_mF: jax.Array, weight_m1: jax.Array, *up_mF: jax.Array
+) -> _Arrays:
+  """(h_mF, dweight_m1, gradient of each array of up_mF)"""
+  dtype = dh_mF.dtype
+  width = up_mF[0].shape[1]
+  num_columns = dh_mF.shape[1]
+  h_mF, vjp = jax.vjp(functools.partial(_wide_hidden, activation), weight_m1, up_mF)
+  dweight_m1, dup_mF = vjp(dh_mF[:, :width].astype(h_mF.dtype))
   if num_columns > width:
     dweight_m1 += dh_mF[:, width:].astype(dweight_m1.dtype)
-  return _append(h_mF.astype(dtype), weight_m1.astype(dtype), num_columns), dweight_m1, *dup_mF
+  h_mF = _append(h_mF.astype(dtype), weight_m1.astype(dtype), num_columns)
+  return h_mF, dweight_m1, *dup_mF
 
 
 def map_live_rows(
-  function: Callable[..., tuple[jax.Array, ...]],
-  *rows: jax.Array,
+  function: Callable[..., _Arrays],
+  rows: Sequence[jax.Array],
+  *,
   num_live: jax.Array,
   in_place: int = 0,
   interpret: bool = False,
@@ -170,35 +261,47 @@ def map_live_rows(
     function: maps arrays [m, ...] to a tuple of arrays [m, ...]. It is applied to blocks of rows,
       the last of which may have undefined rows, so a row of its results must depend on the same row
       of its operands only.
-    rows: arrays [M, ...] of at least two dimensions.
+    rows: the arguments, arrays [M, ...] of at least two dimensions.
     num_live: scalar int32.
     in_place: number of leading operands whose memory the leading results take.
+    interpret: run without a TPU, for tests.
   """
   num_rows = rows[0].shape[0]
   shapes = jax.eval_shape(function, *rows)
-  row_bytes = sum(map(_row_bytes, (*rows, *shapes)))
-  block = min(_LARGEST_BLOCK, _BLOCK_BYTES // row_bytes // _ROWS * _ROWS or _ROWS)
-  block = min(block, num_rows)
+  row_bytes = sum(_row_bytes(array) for array in (*rows, *shapes))
+  block = _block_rows(num_rows, row_bytes)
 
-  def kernel(*refs):
-    results = function(*(ref[...] for ref in refs[: len(rows)]))
-    for ref, result in zip(refs[len(rows) :], results, strict=True):
+  def kernel(*refs: Any) -> None:
+    operand_refs = refs[: len(rows)]
+    result_refs = refs[len(rows) :]
+    blocks = [ref[...] for ref in operand_refs]
+    results = function(*blocks)
+    for ref, result in zip(result_refs, results, strict=True):
       ref[...] = result
-
-  def spec(array):
-    return pl.BlockSpec((block, *array.shape[1:]), lambda i: (i, *[0] * (array.ndim - 1)))
 
   call = pl.pallas_call(
     kernel,
     out_shape=shapes,
     grid=(ceil_div(num_live, block),),
-    in_specs=[spec(array) for array in rows],
-    out_specs=tuple(map(spec, shapes)),
+    in_specs=[_row_blocks(array, block) for array in rows],
+    out_specs=tuple(_row_blocks(array, block) for array in shapes),
     input_output_aliases={i: i for i in range(in_place)},
     interpret=interpret,
   )
-  with stated_cost(StatedCost(0, num_rows * row_bytes)):
+  with stated_cost(StatedCost(flops=0, row_bytes=num_rows * row_bytes)):
     return call(*rows)
+
+
+def _block_rows(num_rows: int, row_bytes: int) -> int:
+  """Rows of a block: as many as fit, in whole tiles if there is room for one."""
+  fitting = _BLOCK_BYTES // row_bytes // _ROWS * _ROWS
+  return min(_LARGEST_BLOCK, max(fitting, _ROWS), num_rows)
+
+
+def _row_blocks(array: jax.Array | jax.ShapeDtypeStruct, block: int) -> pl.BlockSpec:
+  """Blocks of `block` rows; a program of the kernel has the block with its number."""
+  other_axes = [0] * (array.ndim - 1)
+  return pl.BlockSpec((block, *array.shape[1:]), lambda i: (i, *other_axes))
 
 
 def _row_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:

@@ -6,100 +6,191 @@ does not repeat the rest.
 """
 
 import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.grouped_matmul.tiled import for_tiles
-from maxlite.kernels.grouped_mlp.composed import weighted
+from maxlite.kernels.grouped_matmul.tiled import RowTile, for_tiles
+from maxlite.kernels.grouped_mlp.composed import Activation, weighted
 from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
+
+_Arrays = tuple[jax.Array, ...]
+
+
+class _Residuals(NamedTuple):
+  """What the backward pass reads."""
+
+  x_MD: jax.Array
+  up_MF: _Arrays
+  weight_M: jax.Array
+  wi_GDF: _Arrays
+  wo_GFD: jax.Array
+  group_sizes_G: jax.Array
+
+
+class _Gradients(NamedTuple):
+  """The gradients of all rows, and of all matrices in the accumulator type."""
+
+  dx_MD: jax.Array
+  dweight_M: jax.Array
+  dwi_GDF: _Arrays
+  dwo_GFD: jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def grouped_mlp(
-  x_MD, weight_M, wi_GDF: tuple, wo_GFD, group_sizes_G, activation: Callable[..., jax.Array]
+  x_MD: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: _Arrays,
+  wo_GFD: jax.Array,
+  group_sizes_G: jax.Array,
+  activation: Activation,
 ) -> jax.Array:
   """y_MD in x's type, without biases."""
-  return _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)[0]
+  y_MD, _ = _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)
+  return y_MD
 
 
-def _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation) -> tuple:
+def _forward(
+  x_MD: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: _Arrays,
+  wo_GFD: jax.Array,
+  group_sizes_G: jax.Array,
+  activation: Activation,
+) -> tuple[jax.Array, _Residuals]:
   up_MF = jax.custom_batching.sequential_vmap(_up)(x_MD, wi_GDF, group_sizes_G)
   up_MF = tuple(checkpoint_name(up, "mlpwi") for up in up_MF)
   down = jax.custom_batching.sequential_vmap(functools.partial(_down, activation))
   y_MD = down(up_MF, weight_M, wo_GFD, group_sizes_G)
-  return y_MD, (x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G)
+  return y_MD, _Residuals(x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G)
 
 
-def _backward(activation, residuals, dy_MD) -> tuple:
-  *_, wi_GDF, wo_GFD, _ = residuals
-  gradients = jax.custom_batching.sequential_vmap(functools.partial(_gradients, activation))
-  dx_MD, dweight_M, dwi_GDF, dwo_GFD = gradients(*residuals, dy_MD)
-  dwi_GDF = tuple(dw.astype(w.dtype) for dw, w in zip(dwi_GDF, wi_GDF, strict=True))
-  return dx_MD, dweight_M, dwi_GDF, dwo_GFD.astype(wo_GFD.dtype), None
+def _backward(
+  activation: Activation, residuals: _Residuals, dy_MD: jax.Array
+) -> tuple[jax.Array, jax.Array, _Arrays, jax.Array, None]:
+  compute = functools.partial(_gradients, activation)
+  gradients = jax.custom_batching.sequential_vmap(compute)(residuals, dy_MD)
+  dwi_GDF = []
+  for dw_GDF, w_GDF in zip(gradients.dwi_GDF, residuals.wi_GDF, strict=True):
+    dwi_GDF.append(dw_GDF.astype(w_GDF.dtype))
+  dwo_GFD = gradients.dwo_GFD.astype(residuals.wo_GFD.dtype)
+  return gradients.dx_MD, gradients.dweight_M, tuple(dwi_GDF), dwo_GFD, None
 
 
 grouped_mlp.defvjp(_forward, _backward)
 
 
-def _up(x_MD, wi_GDF, group_sizes_G) -> tuple[jax.Array, ...]:
+def _up(x_MD: jax.Array, wi_GDF: _Arrays, group_sizes_G: jax.Array) -> _Arrays:
   """up_MF: the activation's operands."""
-  dtype, num_rows = x_MD.dtype, x_MD.shape[0]
-  x_MD = pack(x_MD)
+  dtype = x_MD.dtype
+  num_rows = x_MD.shape[0]
+  x_bits_MD = pack(x_MD)
 
-  def body(tile, wi_DF, up_MF):
-    x_mD = tile.read(x_MD, dtype)
-    up_mF = (dot(x_mD, unpack(w_DF, dtype), (1, 0)).astype(dtype) for w_DF in wi_DF)
-    return tuple(map(tile.write, up_MF, up_mF))
+  def body(tile: RowTile, wi_DF: _Arrays, up_MF: _Arrays) -> _Arrays:
+    x_mD = tile.read(x_bits_MD, dtype)
+    written = []
+    for w_DF, whole_MF in zip(wi_DF, up_MF, strict=True):
+      up_mF = dot(x_mD, unpack(w_DF, dtype), (1, 0)).astype(dtype)
+      written.append(tile.write(whole_MF, up_mF))
+    return tuple(written)
 
-  up_MF = tuple(jnp.zeros_like(x_MD, shape=(num_rows, w.shape[2])) for w in wi_GDF)
-  wi_GDF = tuple(pack(w.astype(dtype)) for w in wi_GDF)
-  up_MF = for_tiles(body, up_MF, wi_GDF, group_sizes_G, num_rows)
+  up_MF = tuple(jnp.zeros_like(x_bits_MD, shape=(num_rows, w.shape[2])) for w in wi_GDF)
+  wi_bits_GDF = _pack_as(dtype, wi_GDF)
+  up_MF = for_tiles(body, up_MF, wi_bits_GDF, group_sizes_G, num_rows)
   return tuple(unpack(up, dtype) for up in up_MF)
 
 
-def _down(activation, up_MF, weight_M, wo_GFD, group_sizes_G) -> jax.Array:
+def _down(
+  activation: Activation,
+  up_MF: _Arrays,
+  weight_M: jax.Array,
+  wo_GFD: jax.Array,
+  group_sizes_G: jax.Array,
+) -> jax.Array:
   """y_MD"""
-  dtype, num_rows = up_MF[0].dtype, weight_M.shape[0]
-  up_MF = tuple(map(pack, up_MF))
+  dtype = up_MF[0].dtype
+  num_rows = weight_M.shape[0]
+  up_bits_MF = tuple(pack(up) for up in up_MF)
 
-  def body(tile, matrices, y_MD):
-    up_mF = [tile.read(up, dtype) for up in up_MF]
+  def body(tile: RowTile, matrices: _Arrays, y_MD: jax.Array) -> jax.Array:
+    (wo_bits_FD,) = matrices
+    up_mF = [tile.read(up, dtype) for up in up_bits_MF]
     h_mF = weighted(activation, up_mF, tile.read(weight_M, weight_M.dtype))
-    return tile.write(y_MD, dot(h_mF, unpack(matrices[0], dtype), (1, 0)).astype(dtype))
+    y_mD = dot(h_mF, unpack(wo_bits_FD, dtype), (1, 0)).astype(dtype)
+    return tile.write(y_MD, y_mD)
 
-  y_MD = jnp.zeros_like(up_MF[0], shape=(num_rows, wo_GFD.shape[2]))
-  wo_GFD = pack(wo_GFD.astype(dtype))
-  return unpack(for_tiles(body, y_MD, (wo_GFD,), group_sizes_G, num_rows), dtype)
+  y_MD = jnp.zeros_like(up_bits_MF[0], shape=(num_rows, wo_GFD.shape[2]))
+  y_MD = for_tiles(body, y_MD, _pack_as(dtype, (wo_GFD,)), group_sizes_G, num_rows)
+  return unpack(y_MD, dtype)
 
 
-def _gradients(activation, x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G, dy_MD) -> tuple:
-  """(dx_MD, dweight_M, dwi_GDF, dwo_GFD); those of matrices in the accumulator type."""
-  dtype, num_rows = x_MD.dtype, x_MD.shape[0]
-  x_MD, dy_MD, up_MF = pack(x_MD), pack(dy_MD), tuple(map(pack, up_MF))
-  hidden = functools.partial(weighted, activation)
+class _Rows(NamedTuple):
+  """The operands of the backward pass that have rows, all but the weights packed."""
 
-  def body(tile, matrices, gradients):
-    dx_MD, dweight_M, dwi_GDF, dwo_GFD = gradients
-    *wi_DF, wo_FD = (unpack(w, dtype) for w in matrices)
-    x_mD, dy_mD = tile.read(x_MD, dtype), tile.read(dy_MD, dtype)
-    up_mF = tuple(tile.read(up, dtype) for up in up_MF)
-    h_mF, hidden_vjp = jax.vjp(hidden, up_mF, tile.read(weight_M, weight_M.dtype))
-    dup_mF, dweight_m = hidden_vjp(dot(dy_mD, wo_FD, (1, 1)).astype(dtype))
-    dx_mD = sum(map(functools.partial(dot, contract=(1, 1)), dup_mF, wi_DF)).astype(dtype)
-    x_Dm, h_Fm = materialized_transpose(x_mD), materialized_transpose(h_mF)
-    return (
-      tile.write(dx_MD, dx_mD),
-      tile.write(dweight_M, dweight_m),
-      tuple(tile.add(dw, dot(x_Dm, dup, (1, 0))) for dw, dup in zip(dwi_GDF, dup_mF, strict=True)),
-      tile.add(dwo_GFD, dot(h_Fm, dy_mD, (1, 0))),
-    )
+  x_MD: jax.Array
+  dy_MD: jax.Array
+  up_MF: _Arrays
+  weight_M: jax.Array
 
-  sums = functools.partial(jnp.zeros_like, dtype=accumulator_dtype(dtype))
-  gradients = jnp.zeros_like(x_MD), jnp.zeros_like(weight_M), tuple(map(sums, wi_GDF)), sums(wo_GFD)
-  matrices = tuple(pack(w.astype(dtype)) for w in (*wi_GDF, wo_GFD))
-  dx_MD, *others = for_tiles(body, gradients, matrices, group_sizes_G, num_rows)
-  return unpack(dx_MD, dtype), *others
+
+def _gradients(activation: Activation, residuals: _Residuals, dy_MD: jax.Array) -> _Gradients:
+  dtype = residuals.x_MD.dtype
+  rows = _Rows(
+    x_MD=pack(residuals.x_MD),
+    dy_MD=pack(dy_MD),
+    up_MF=tuple(pack(up) for up in residuals.up_MF),
+    weight_M=residuals.weight_M,
+  )
+  sums_like = functools.partial(jnp.zeros_like, dtype=accumulator_dtype(dtype))
+  zeros = _Gradients(
+    dx_MD=jnp.zeros_like(rows.x_MD),
+    dweight_M=jnp.zeros_like(rows.weight_M),
+    dwi_GDF=tuple(sums_like(w) for w in residuals.wi_GDF),
+    dwo_GFD=sums_like(residuals.wo_GFD),
+  )
+  body = functools.partial(_add_tile_gradients, activation, dtype, rows)
+  matrices_G = _pack_as(dtype, (*residuals.wi_GDF, residuals.wo_GFD))
+  num_rows = rows.x_MD.shape[0]
+  gradients = for_tiles(body, zeros, matrices_G, residuals.group_sizes_G, num_rows)
+  return gradients._replace(dx_MD=unpack(gradients.dx_MD, dtype))
+
+
+def _add_tile_gradients(
+  activation: Activation,
+  dtype: jnp.dtype,
+  rows: _Rows,
+  tile: RowTile,
+  matrices: _Arrays,
+  gradients: _Gradients,
+) -> _Gradients:
+  """`gradients` with those of a tile of a group; `matrices` are the group's, wo last."""
+  wo_FD = unpack(matrices[-1], dtype)
+  x_mD = tile.read(rows.x_MD, dtype)
+  dy_mD = tile.read(rows.dy_MD, dtype)
+  up_mF = tuple(tile.read(up, dtype) for up in rows.up_MF)
+  weight_m = tile.read(rows.weight_M, rows.weight_M.dtype)
+  h_mF, hidden_vjp = jax.vjp(functools.partial(weighted, activation), up_mF, weight_m)
+  dup_mF, dweight_m = hidden_vjp(dot(dy_mD, wo_FD, (1, 1)).astype(dtype))
+  dx_terms = []
+  for dup, wi_DF in zip(dup_mF, matrices[:-1], strict=True):
+    dx_terms.append(dot(dup, unpack(wi_DF, dtype), (1, 1)))
+  x_Dm = materialized_transpose(x_mD)
+  h_Fm = materialized_transpose(h_mF)
+  dwi_GDF = []
+  for dw_GDF, dup in zip(gradients.dwi_GDF, dup_mF, strict=True):
+    dwi_GDF.append(tile.add(dw_GDF, dot(x_Dm, dup, (1, 0))))
+  return _Gradients(
+    dx_MD=tile.write(gradients.dx_MD, sum(dx_terms).astype(dtype)),
+    dweight_M=tile.write(gradients.dweight_M, dweight_m),
+    dwi_GDF=tuple(dwi_GDF),
+    dwo_GFD=tile.add(gradients.dwo_GFD, dot(h_Fm, dy_mD, (1, 0))),
+  )
+
+
+def _pack_as(dtype: jnp.dtype, matrices: _Arrays) -> _Arrays:
+  """The matrices, converted to `dtype` and packed."""
+  return tuple(pack(w.astype(dtype)) for w in matrices)
