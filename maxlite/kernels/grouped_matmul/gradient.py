@@ -35,7 +35,7 @@ def grouped_matmul_of(
   return kernels.multiply_rows(x_MD, w_GDF, group_sizes_G, tiles.fwd, transpose=False)
 
 
-class _Operands(NamedTuple):
+class _MatmulOperands(NamedTuple):
   """What the backward pass reads."""
 
   x_MD: jax.Array
@@ -49,13 +49,13 @@ def _forward(
   w_GDF: jax.Array,
   group_sizes_G: jax.Array,
   tiles: Tiles,
-) -> tuple[jax.Array, _Operands]:
+) -> tuple[jax.Array, _MatmulOperands]:
   y_MF = grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, tiles)
-  return y_MF, _Operands(x_MD, w_GDF, group_sizes_G)
+  return y_MF, _MatmulOperands(x_MD, w_GDF, group_sizes_G)
 
 
 def _backward(
-  kernels: GroupedKernels, tiles: Tiles, operands: _Operands, dy_MF: jax.Array
+  kernels: GroupedKernels, tiles: Tiles, operands: _MatmulOperands, dy_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
   x_MD, w_GDF, group_sizes_G = operands
   tile = transpose_tile(tiles.dlhs)

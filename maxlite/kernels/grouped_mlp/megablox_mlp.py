@@ -35,7 +35,7 @@ _BLOCK_BYTES = 5 * 2**19
 _Arrays = tuple[jax.Array, ...]
 
 
-class _Options(NamedTuple):
+class _MlpOptions(NamedTuple):
   """What is static in the computation."""
 
   activation: Activation
@@ -44,7 +44,7 @@ class _Options(NamedTuple):
   interpret: bool
 
 
-class _Residuals(NamedTuple):
+class _MegabloxResiduals(NamedTuple):
   """What the backward pass reads."""
 
   x_MD: jax.Array
@@ -75,7 +75,7 @@ def grouped_mlp(
       with_biases.append(_append_bias(w_GDF, bi_GF))
     wi_GDF = tuple(with_biases)
     wo_GFD = _append_bias(wo_GFD, biases.bo_GD)
-  options = _Options(activation, wi_tiles, wo_tiles, interpret)
+  options = _MlpOptions(activation, wi_tiles, wo_tiles, interpret)
   return _apply(options, x_M, weight_M, wi_GDF, wo_GFD, group_sizes_G)
 
 
@@ -86,7 +86,7 @@ def _append_bias(w_GDF: jax.Array, b_GF: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(
-  options: _Options,
+  options: _MlpOptions,
   x_M: jax.Array,
   weight_M: jax.Array,
   wi_GDF: _Arrays,
@@ -98,13 +98,13 @@ def _apply(
 
 
 def _forward(
-  options: _Options,
+  options: _MlpOptions,
   x_M: jax.Array,
   weight_M: jax.Array,
   wi_GDF: _Arrays,
   wo_GFD: jax.Array,
   group_sizes_G: jax.Array,
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, _MegabloxResiduals]:
   over_rows = _over_live_rows(group_sizes_G, options.interpret)
   multiply = functools.partial(
     megablox.multiply_rows,
@@ -128,7 +128,7 @@ def _forward(
     (y_M,) = over_rows(_sum_as(x_M.shape), (y_M,))
   # `jax.checkpoint` rounds, and so copies, a value that is both used and saved. The results of the
   # barriers are only saved.
-  residuals = _Residuals(
+  residuals = _MegabloxResiduals(
     x_MD=jax.lax.optimization_barrier(x_MD),
     up_MF=tuple(jax.lax.optimization_barrier(up) for up in up_MF),
     weight_M=weight_M,
@@ -140,7 +140,7 @@ def _forward(
 
 
 def _backward(
-  options: _Options, residuals: _Residuals, dy_M: jax.Array
+  options: _MlpOptions, residuals: _MegabloxResiduals, dy_M: jax.Array
 ) -> tuple[jax.Array, jax.Array, _Arrays, jax.Array, None]:
   x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G = residuals
   wi_tiles = _fit(options.wi_tiles, x_MD, wi_GDF[0])

@@ -20,7 +20,7 @@ from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 _Arrays = tuple[jax.Array, ...]
 
 
-class _Residuals(NamedTuple):
+class _TiledResiduals(NamedTuple):
   """What the backward pass reads."""
 
   x_MD: jax.Array
@@ -61,16 +61,16 @@ def _forward(
   wo_GFD: jax.Array,
   group_sizes_G: jax.Array,
   activation: Activation,
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, _TiledResiduals]:
   up_MF = jax.custom_batching.sequential_vmap(_up)(x_MD, wi_GDF, group_sizes_G)
   up_MF = tuple(checkpoint_name(up, "mlpwi") for up in up_MF)
   down = jax.custom_batching.sequential_vmap(functools.partial(_down, activation))
   y_MD = down(up_MF, weight_M, wo_GFD, group_sizes_G)
-  return y_MD, _Residuals(x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G)
+  return y_MD, _TiledResiduals(x_MD, up_MF, weight_M, wi_GDF, wo_GFD, group_sizes_G)
 
 
 def _backward(
-  activation: Activation, residuals: _Residuals, dy_MD: jax.Array
+  activation: Activation, residuals: _TiledResiduals, dy_MD: jax.Array
 ) -> tuple[jax.Array, jax.Array, _Arrays, jax.Array, None]:
   compute = functools.partial(_gradients, activation)
   gradients = jax.custom_batching.sequential_vmap(compute)(residuals, dy_MD)
@@ -137,7 +137,7 @@ class _Rows(NamedTuple):
   weight_M: jax.Array
 
 
-def _gradients(activation: Activation, residuals: _Residuals, dy_MD: jax.Array) -> _Gradients:
+def _gradients(activation: Activation, residuals: _TiledResiduals, dy_MD: jax.Array) -> _Gradients:
   dtype = residuals.x_MD.dtype
   rows = _Rows(
     x_MD=pack(residuals.x_MD),
