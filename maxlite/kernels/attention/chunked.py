@@ -60,7 +60,7 @@ class _Results(NamedTuple):
   lse_BTH1: jax.Array
 
 
-class _Block(NamedTuple):
+class _QueryBlock(NamedTuple):
   """The operands of a scan's body: queries, and in the backward pass what belongs to them."""
 
   queries: _Queries
@@ -99,7 +99,7 @@ class _Span(NamedTuple):
 
 # The body of a scan over blocks of queries for given keys, of which the first is the span's key
 # number `first`: body(options, keys, first, carry, block) -> (carry, result of the block).
-_BlockBody = Callable[[_Options, _Keys, int, Any, _Block], tuple[Any, Any]]
+_QueryBlockBody = Callable[[_Options, _Keys, int, Any, _QueryBlock], tuple[Any, Any]]
 
 
 def attention(
@@ -155,7 +155,7 @@ def _compute(options: _Options, queries: _Queries, keys: _Keys) -> _Results:
   lse_spans = []
   for span in _spans(options, queries, keys):
     body = _with_keys_in_reach(_forward_block, options, span, keys)
-    blocks = _split(_Block(span.rows(queries)), options.block)
+    blocks = _split(_QueryBlock(span.rows(queries)), options.block)
     _, results = _scan(body, (), blocks)
     o_spans.append(_join(results.o_BTHC, span))
     lse_spans.append(_join(results.lse_BTH1, span))
@@ -182,7 +182,7 @@ def _backward(
       dsink_H=dsink_H,
     )
     body = _with_keys_in_reach(_backward_block, options, span, keys)
-    blocks = _split(span.rows(_Block(queries, results, do_BTHC)), options.block)
+    blocks = _split(span.rows(_QueryBlock(queries, results, do_BTHC)), options.block)
     sums, dq_nBtHC = _scan(body, zeros, blocks)
     dsink_H = sums.dsink_H
     dq_spans.append(_join(dq_nBtHC, span))
@@ -262,7 +262,7 @@ PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)
 
 
 def _forward_block(
-  options: _Options, keys: _Keys, _first: int, _carry: tuple[()], block: _Block
+  options: _Options, keys: _Keys, _first: int, _carry: tuple[()], block: _QueryBlock
 ) -> tuple[tuple[()], _Results]:
   """The body of the forward pass's scan, which carries nothing."""
   queries = block.queries
@@ -286,7 +286,7 @@ def _forward_block(
 
 
 def _backward_block(
-  options: _Options, keys: _Keys, first: int, sums: _KeyGradients, block: _Block
+  options: _Options, keys: _Keys, first: int, sums: _KeyGradients, block: _QueryBlock
 ) -> tuple[_KeyGradients, jax.Array]:
   """(gradients of keys and sinks including this block's, dq_BtHC): the backward pass's body.
 
@@ -385,8 +385,8 @@ def _spans(options: _Options, queries: _Queries, keys: _Keys) -> list[_Span]:
 
 
 def _with_keys_in_reach(
-  function: _BlockBody, options: _Options, span: _Span, keys: _Keys
-) -> Callable[[Any, _Block], tuple[Any, Any]]:
+  function: _QueryBlockBody, options: _Options, span: _Span, keys: _Keys
+) -> Callable[[Any, _QueryBlock], tuple[Any, Any]]:
   """The body of a scan over a span's blocks: `function(options, keys, first, carry, block)`.
 
   Its keys are those of the span from `first` on that the block may attend, in one of a few ranges
@@ -412,7 +412,7 @@ def _with_keys_in_reach(
   if len(bodies) == 1:
     return bodies[0]
 
-  def body(carry: Any, block: _Block) -> tuple[Any, Any]:
+  def body(carry: Any, block: _QueryBlock) -> tuple[Any, Any]:
     last_range = jnp.clip(block.queries.row_BT.max() // length, 0, len(bodies) - 1)
     return jax.lax.switch(last_range, bodies, carry, block)
 
@@ -420,7 +420,7 @@ def _with_keys_in_reach(
 
 
 def _scan(
-  body: Callable[[Any, _Block], tuple[Any, Any]], carry: Any, blocks: _Block
+  body: Callable[[Any, _QueryBlock], tuple[Any, Any]], carry: Any, blocks: _QueryBlock
 ) -> tuple[Any, Any]:
   num_blocks = blocks.queries.row_BT.shape[0]
   # For a single block, an unroll beyond the length removes the loop and its copy of the carry.
@@ -428,7 +428,7 @@ def _scan(
   return jax.lax.scan(body, carry, blocks, unroll=unroll)
 
 
-def _split(tree: _Block, block: int) -> _Block:
+def _split(tree: _QueryBlock, block: int) -> _QueryBlock:
   """Each [B, T, ...] as blocks [n, B, t, ...]; the last one is padded with zeros."""
 
   def split(x_BT: jax.Array) -> jax.Array:

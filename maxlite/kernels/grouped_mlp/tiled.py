@@ -31,7 +31,7 @@ class _TiledResiduals(NamedTuple):
   group_sizes_G: jax.Array
 
 
-class _Gradients(NamedTuple):
+class _MlpGradients(NamedTuple):
   """The gradients of all rows, and of all matrices in the accumulator type."""
 
   dx_MD: jax.Array
@@ -128,7 +128,7 @@ def _down(
   return unpack(y_MD, dtype)
 
 
-class _Rows(NamedTuple):
+class _PackedRows(NamedTuple):
   """The operands of the backward pass that have rows, all but the weights packed."""
 
   x_MD: jax.Array
@@ -137,16 +137,18 @@ class _Rows(NamedTuple):
   weight_M: jax.Array
 
 
-def _gradients(activation: Activation, residuals: _TiledResiduals, dy_MD: jax.Array) -> _Gradients:
+def _gradients(
+  activation: Activation, residuals: _TiledResiduals, dy_MD: jax.Array
+) -> _MlpGradients:
   dtype = residuals.x_MD.dtype
-  rows = _Rows(
+  rows = _PackedRows(
     x_MD=pack(residuals.x_MD),
     dy_MD=pack(dy_MD),
     up_MF=tuple(pack(up) for up in residuals.up_MF),
     weight_M=residuals.weight_M,
   )
   sums_like = functools.partial(jnp.zeros_like, dtype=accumulator_dtype(dtype))
-  zeros = _Gradients(
+  zeros = _MlpGradients(
     dx_MD=jnp.zeros_like(rows.x_MD),
     dweight_M=jnp.zeros_like(rows.weight_M),
     dwi_GDF=tuple(sums_like(w) for w in residuals.wi_GDF),
@@ -162,11 +164,11 @@ def _gradients(activation: Activation, residuals: _TiledResiduals, dy_MD: jax.Ar
 def _add_tile_gradients(
   activation: Activation,
   dtype: jnp.dtype,
-  rows: _Rows,
+  rows: _PackedRows,
   tile: RowTile,
   matrices: _Arrays,
-  gradients: _Gradients,
-) -> _Gradients:
+  gradients: _MlpGradients,
+) -> _MlpGradients:
   """`gradients` with those of a tile of a group; `matrices` are the group's, wo last."""
   wo_FD = unpack(matrices[-1], dtype)
   x_mD = tile.read(rows.x_MD, dtype)
@@ -183,7 +185,7 @@ def _add_tile_gradients(
   dwi_GDF = []
   for dw_GDF, dup in zip(gradients.dwi_GDF, dup_mF, strict=True):
     dwi_GDF.append(tile.add(dw_GDF, dot(x_Dm, dup, (1, 0))))
-  return _Gradients(
+  return _MlpGradients(
     dx_MD=tile.write(gradients.dx_MD, sum(dx_terms).astype(dtype)),
     dweight_M=tile.write(gradients.dweight_M, dweight_m),
     dwi_GDF=tuple(dwi_GDF),
