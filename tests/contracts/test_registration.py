@@ -1,6 +1,7 @@
 """One line in a table registers an implementation: a toy of every kind is registered and run."""
 
 import dataclasses
+import re
 import types
 
 import flax.linen as nn
@@ -41,24 +42,33 @@ def recorded(kind, function):
   return toy
 
 
+def write_toys():
+  """Writes the toys, each of which calls the entry of its kind in KINDS."""
+  for kind, (table, name) in KINDS.items():
+    setattr(TOYS, kind, recorded(kind, table[name]))
+  next_token = tables.LOSSES["next_token"]
+  TOYS.loss = dataclasses.replace(next_token, sums=recorded("loss", next_token.sums))
+  byte_tokenizer = tables.TOKENIZERS["byte"]
+  TOYS.tokenizer = recorded("tokenizer", lambda path: byte_tokenizer(""))
+  ragged = tables.DISPATCHES["ragged"]
+  TOYS.dispatch = dataclasses.replace(
+    ragged,
+    apply_experts=recorded("dispatch", ragged.apply_experts),
+    is_selected=lambda cfg: cfg.router == "toy",
+  )
+
+
 @pytest.fixture(scope="module")
 def registered():
-  with pytest.MonkeyPatch.context() as patch:
-    for kind, (table, name) in KINDS.items():
-      patch.setitem(table, "toy", f"{__name__}:TOYS.{kind}")
-      setattr(TOYS, kind, recorded(kind, table[name]))
-    TOYS.loss = dataclasses.replace(
-      tables.LOSSES["next_token"], sums=recorded("loss", tables.LOSSES["next_token"].sums)
-    )
-    byte_tokenizer = tables.TOKENIZERS["byte"]
-    TOYS.tokenizer = recorded("tokenizer", lambda path: byte_tokenizer(""))
-    TOYS.dispatch = dataclasses.replace(
-      tables.DISPATCHES["ragged"],
-      apply_experts=recorded("dispatch", tables.DISPATCHES["ragged"].apply_experts),
-      is_selected=lambda cfg: cfg.router == "toy",
-    )
-    patch.setitem(MODELS, "toy", ModelFamily(is_moe=True, qk_norm="head"))
-    yield
+  """Adds one line per kind to its table, as a plug-in does; nothing else is changed."""
+  write_toys()
+  for kind, (table, _) in KINDS.items():
+    table["toy"] = f"{__name__}:TOYS.{kind}"
+  MODELS["toy"] = ModelFamily(is_moe=True, qk_norm="head")
+  yield
+  for table, _ in KINDS.values():
+    del table["toy"]
+  del MODELS["toy"]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +109,56 @@ def test_toy_strategy(registered):
   _, metrics = ensemble.step(ensemble.init(batch_BD), batch_BD)
   assert metrics["loss"].shape == (2,)
   assert "strategy" in CALLED
+
+
+MUP = ("parametrization=mup", "mup_base_emb_dim=64", "decoder_block=llama")
+MEMBERS = ("members=[{}]", "ensemble_strategy=toy")
+
+
+@pytest.mark.parametrize(
+  ("argv", "message"),
+  [
+    (("opt_type=toy", *MUP), "opt_type=toy with parametrization=mup: mup has no rule for its"),
+    (
+      ("opt_type=toy", "pbt_hyperparameters={adam_b1: {uniform: [0, 0.9]}}"),
+      "is not read by opt",
+    ),
+    ((*MEMBERS, "num_processes=2"), "ensemble_strategy=toy with num_processes=2: runs in one proc"),
+    ((*MEMBERS, "pbt_period=10"), "pbt_period=10 with ensemble_strategy=toy: only stacked members"),
+    ((*MEMBERS, "ensemble_num_workers=2"), "this strategy starts no processes"),
+    (("dataset_type=toy",), "dataset_type=toy: stdlib is text"),
+    (("dataset_type=toy", "packing=false"), "only conversations can have a row each"),
+    (("tokenizer_type=toy",), "with tokenizer_type=toy: no such file"),
+  ],
+)
+def test_nothing_is_assumed_about_a_toy_whose_entry_states_nothing(argv, message, registered):
+  with pytest.raises(UserError, match=re.escape(message)):
+    load_config(list(argv))
+
+
+def test_rules_read_what_the_entry_of_a_toy_states(registered):
+  optimizer = tables.OPTIMIZERS.entry("toy")
+  source = tables.SOURCES.entry("toy")
+  tables.OPTIMIZERS["toy"] = dataclasses.replace(
+    optimizer, mup_updates="adam", hyperparameters=("adam_b1",)
+  )
+  tables.SOURCES["toy"] = dataclasses.replace(source, has_text_column=True, is_plain_text=True)
+  try:
+    changes = "pbt_hyperparameters={adam_b1: {uniform: [0, 0.9]}}"
+    assert load_config(["opt_type=toy", changes, *MUP]).optimizer.opt_type == "toy"
+    assert load_config(["dataset_type=toy"]).data.dataset_path == ("stdlib",)
+    with pytest.raises(UserError, match="text_column='' with dataset_type=toy: is empty"):
+      load_config(["dataset_type=toy", "text_column="])
+  finally:
+    tables.OPTIMIZERS["toy"] = optimizer
+    tables.SOURCES["toy"] = source
+
+
+def test_names_and_entries_are_read_without_an_import():
+  table = tables.Registry(tables.Entry, toy="no_such_module:attribute")
+  assert "toy" in table
+  assert list(table) == ["toy"]
+  assert table.entry("toy").implementation == "no_such_module:attribute"
 
 
 def test_unregistered_name_is_an_error():
