@@ -4,7 +4,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxlite.api.train_function import change_config
+from maxlite.api.arguments import change_config
 from maxlite.config import UserError
 from maxlite.config.python_values import MODEL_NAME
 from maxlite.config.raw_values import FrozenMapping

@@ -4,13 +4,13 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.api.train_function import to_arguments
+from maxlite.api.arguments import to_arguments
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, load_config, read_saved
 from maxlite.config.model_function import EXECUTION
@@ -26,6 +26,7 @@ from maxlite.runs.evaluate_run import evaluate_held_out
 from maxlite.runs.open_run import open_weights
 from maxlite.runs.run import train_model
 from maxlite.runs.saved_run import check_saved, run_folder
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
 from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
@@ -38,8 +39,8 @@ class Run:
   config: Config
   trainer: Trainer
   step: int  # of the parameters
-  params: Any
-  ema_params: Any = None  # moving averages; None without `ema_decay`
+  params: PyTree
+  ema_params: PyTree | None = None  # moving averages; None without `ema_decay`
   stopped: str = ""  # why training ended before the last step; empty if it did not
 
   def __repr__(self) -> str:
@@ -51,7 +52,8 @@ class Run:
     for name in ("loss", "eval_loss"):
       if last.get(name) is not None:
         parts.append(f"{name} {last[name]:.4f}")
-    parts.append(f"{sum(leaf.size for leaf in jax.tree.leaves(self.params)):,} parameters")
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+    parts.append(f"{num_parameters:,} parameters")
     if self.stopped:
       parts.append(f"stopped: {self.stopped}")
     return f"<Run {self.config.run.run_name!r}: {', '.join(parts)}, in {self.folder}>"
@@ -74,13 +76,19 @@ class Run:
   def metrics(self) -> dict[str, np.ndarray]:
     """By name, the values of all logged rows [rows], float64; NaN where a row has none."""
     rows = self.rows
-    values = lambda name: np.array([row.get(name) for row in rows], np.float64)  # None is NaN
-    return {name: values(name) for name in dict.fromkeys(name for row in rows for name in row)}
+    names: dict[str, None] = {}  # in the order of their first rows
+    for row in rows:
+      names |= dict.fromkeys(row)
+    metrics = {}
+    for name in names:
+      metrics[name] = np.array([row.get(name) for row in rows], np.float64)  # None is NaN
+    return metrics
 
   def evaluate(self, eval_steps: int = -1) -> dict[str, float]:
     """The result of `maxlite.evaluate` on `eval_steps` batches; -1: all."""
     num_batches = self._with(eval_steps=eval_steps).observe.eval_steps
-    return evaluate_held_out(self.trainer, self.params, self.ema_params, num_batches)[0]
+    losses, _ = evaluate_held_out(self.trainer, self.params, self.ema_params, num_batches)
+    return losses
 
   def generate(self, prompts: Sequence[str], **keys: Any) -> list[str]:
     """The completions of `prompts`, by the moving averages if the run keeps them.
@@ -97,10 +105,14 @@ class Run:
       raise UserError("generate(...) takes a list of prompts: write [prompt]")
     cfg = self._with(**keys)
     read = EXECUTION | flatten(GenerateConfig()).keys() | {"max_target_length"}
-    if others := ", ".join(sorted(keys.keys() - read)):
-      raise UserError(f"generate(...) does not read {others}: give it to open_run(...)")
-    params = self.params if self.ema_params is None else self.ema_params
-    return Completer(dataclasses.replace(self.trainer, cfg=cfg), prompts).complete(params)
+    others = sorted(keys.keys() - read)
+    if others:
+      raise UserError(f"generate(...) does not read {', '.join(others)}: give it to open_run(...)")
+    params = self.params
+    if self.ema_params is not None:
+      params = self.ema_params
+    trainer = dataclasses.replace(self.trainer, cfg=cfg)
+    return Completer(trainer, prompts).complete(params)
 
   def train_on(self, batches: Iterable[Any]) -> tuple["Run", list[dict[str, Any]]]:
     """Train on given batches in memory: a step per batch, from a new state of the optimizer.
@@ -121,7 +133,7 @@ class Run:
     if self.trainer.phase_plan is not None:
       raise UserError("train_on(...) does not support phases: open a run without them")
     state = self.trainer.init_state(jax.tree.map(jnp.copy, self.params))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in batches:
       placed = self.trainer.place(self._checked(batch))
       if self.trainer.teacher:
@@ -176,7 +188,14 @@ def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[
     train_members_of(cfg)
     return _open_run(run_folder(cfg), {}, cfg)
   trainer, end = train_model(cfg, callbacks)
-  return Run(cfg, trainer, end.step, end.state.params, averaged_params(end.state), end.reason)
+  return Run(
+    config=cfg,
+    trainer=trainer,
+    step=end.step,
+    params=end.state.params,
+    ema_params=averaged_params(end.state),
+    stopped=end.reason,
+  )
 
 
 def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
@@ -193,7 +212,8 @@ def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
   folder = RunFolder(os.path.expanduser(str(path).rstrip("/")))
   if not folder.config.exists():
     raise UserError(f"{path} is not a run folder: it has no config.yml")
-  if member := overrides.pop("member", ""):
+  member = overrides.pop("member", "")
+  if member:
     return open_run(folder.member(member).place, **overrides)
   of_machine = {key: value for key, value in overrides.items() if key in MACHINE_KEYS}
   return _open_run(folder, overrides, load_config(to_arguments(of_machine), needs_data=False))
@@ -203,14 +223,21 @@ def _open_run(
   folder: RunFolder, overrides: Mapping[str, Any], command: Config
 ) -> Run | dict[str, Run]:
   """`open_run`, with the keys of this machine from `command`."""
-  if names := folder.member_names():
-    opened = {name: _open_run(folder.member(name), overrides, command) for name in names}
-    return cast(dict[str, Run], opened)
+  names = folder.member_names()
+  if not names:
+    return _open_solo_run(folder, overrides, command)
+  runs = {}
+  for name in names:
+    runs[name] = _open_solo_run(folder.member(name), overrides, command)
+  return runs
+
+
+def _open_solo_run(folder: RunFolder, overrides: Mapping[str, Any], command: Config) -> Run:
+  """`_open_run` of a folder that is not an ensemble's."""
   parent, name = os.path.split(folder.place)
-  place = {"base_output_directory": parent, "run_name": name, "member": ""}
-  argv = to_arguments(place | overrides)
+  values = {"base_output_directory": parent, "run_name": name, "member": "", **overrides}
   saved = read_saved(folder.config, command)
-  cfg = load_config(argv, defaults=saved, needs_data=False)
+  cfg = load_config(to_arguments(values), defaults=saved, needs_data=False)
   check_saved(folder, cfg)
   trainer, params, averages, step = open_weights(cfg)
   return Run(cfg, trainer, step, params, averages)

@@ -5,7 +5,6 @@ its state. The state of a solo run lacks them; the functions here convert betwee
 """
 
 from collections.abc import Collection, Mapping
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from maxlite.sharding.pytree import PyTree
 _Stored = optax.InjectStatefulHyperparamsState
 
 
-def _is_stored(node: object) -> TypeGuard[_Stored]:
+def _is_stored(node: PyTree) -> bool:
   return isinstance(node, _Stored)
 
 

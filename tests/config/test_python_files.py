@@ -11,7 +11,7 @@ import yaml
 from ml_collections import config_dict
 
 import maxlite
-from maxlite.api.train_function import change_config
+from maxlite.api.arguments import change_config
 from maxlite.config import UserError, load_config, save_resolved
 from maxlite.config.schema import KEYS, flatten
 from maxlite.config.values import SECRETS

@@ -12,7 +12,7 @@ from tiny import KEYS as TINY
 from tiny_run import STEPS, assert_equals_uninterrupted, empty_plots, keys_in, shared_programs
 
 import maxlite
-from maxlite.api.train_function import change_config
+from maxlite.api.arguments import change_config
 from maxlite.config import load_config
 from maxlite.runs.saved_run import config_of_run
 

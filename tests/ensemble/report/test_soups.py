@@ -9,7 +9,7 @@ import pytest
 from test_ensemble_run import empty_plots
 
 import maxlite
-from maxlite.api.train_function import to_arguments
+from maxlite.api.arguments import to_arguments
 from maxlite.config import UserError, load_config, save_resolved
 from maxlite.data.batch import Batch
 from maxlite.ensemble import __main__ as command
