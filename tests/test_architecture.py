@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.inspect.plainness import density_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maxlite"
 # A package imports only packages of earlier rows; entry points (maxlite/*.py) may import all.
@@ -26,6 +28,20 @@ ROWS = (
   {"api"},
 )
 MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 60, 15  # [lines]
+# A folder of more than MIN_LINES lines of code may be this many times as dense as the goals.
+MIN_LINES, PACKAGE_TOLERANCE = 300, 1.25
+# Packages that are still denser, and their excess, which may only shrink.
+DENSE: dict[str, float] = {
+  "maxlite": 1.83,
+  "distributed": 4.46,
+  "ensemble": 9.04,
+  "kernels": 4.06,
+  "metrics": 10.92,
+  "phases": 1.53,
+  "runs": 5.99,
+  "step": 7.93,
+  "training": 5.82,
+}
 # Folders in which every file implements the same interface: their file names may repeat elsewhere.
 REGISTRY_FOLDERS = ("kernels/*", "layers/moe/dispatch", "hf/families", "config/schema")
 PRIVATE_JAX = PACKAGE / "distributed" / "jax_private.py"
@@ -154,6 +170,51 @@ def test_sizes():
       if lines > (MAX_NESTED if inside else MAX_FUNCTION):
         wrong.append(f"{_place(path, function)}: {function.name} has {lines} lines")
   assert not wrong
+
+
+def _excess_by_package() -> dict[str, float]:
+  """The excess over the goals of plain code: of the whole, and of each package.
+
+  A package is as dense as its densest folder with more than MIN_LINES lines of code, so that no
+  folder hides behind another.
+  """
+  excess = {"maxlite": density_of(SOURCES).excess()}
+  for folder in sorted({path.parent for path in SOURCES} - {PACKAGE}):
+    density = density_of(folder.rglob("*.py"))
+    if density.lines > MIN_LINES:
+      package = folder.relative_to(PACKAGE).parts[0]
+      of_folder = density.excess() / PACKAGE_TOLERANCE
+      excess[package] = max(of_folder, excess.get(package, 0.0))
+  return excess
+
+
+def test_code_is_plain():
+  """The figures and goals are those of tools/inspect/plainness.py."""
+  excess = _excess_by_package()
+  assert not set(DENSE) - set(excess), "remove the packages that do not exist from DENSE"
+  denser = {name: value for name, value in excess.items() if value > DENSE.get(name, 1.0)}
+  assert not denser, "run tools/inspect/plainness.py maxlite/PACKAGE --worst 10"
+  plain = [name for name in DENSE if excess[name] <= 1]
+  assert not plain, "these meet the goals: remove them from DENSE"
+
+
+DENSE_CODE = """
+double = lambda x: 2 * x
+a, b = 1, 2
+c = a if b else 0
+d = [y for x in [[1]] for y in x]
+print(*d)
+"""
+
+
+def test_each_kind_of_dense_code_is_counted(tmp_path):
+  (tmp_path / "dense.py").write_text(DENSE_CODE)
+  density = density_of([tmp_path / "dense.py"])
+  assert density.lines == 5
+  kinds = ("named lambdas", "packed assignments", "conditional expressions")
+  kinds += ("nested comprehensions", "star-splats")
+  assert [density.counts[kind] for kind in kinds] == [1] * 5
+  assert density.excess() == 200  # one nested comprehension in 5 lines; the goal is one in 1,000
 
 
 def test_the_tour_lists_each_file_of_the_core_path_once():

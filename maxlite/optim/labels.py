@@ -171,7 +171,10 @@ def logical_names(boxed_params: PyTree) -> PyTree:
   def is_box(leaf: object) -> bool:
     return isinstance(leaf, nn.Partitioned)
 
-  return jax.tree.map(lambda box: jax.P(*box.names), boxed_params, is_leaf=is_box)
+  def names(box: nn.Partitioned) -> jax.P:
+    return box.get_partition_spec()
+
+  return jax.tree.map(names, boxed_params, is_leaf=is_box)
 
 
 def state_names(opt_state: optax.OptState, params: PyTree, names: PyTree) -> PyTree:
