@@ -15,12 +15,10 @@ blocks before it, so that attention can skip those that no row has reached. Wher
 scanned, every leaf has a leading N.
 """
 
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from maxlite.kernels.attention.cached import BlockMask
@@ -77,7 +75,9 @@ def update(
   layer.put_variable(COLLECTION, _LENGTH, length_B + num_real_B)
   entries = []
   for name, x_BTGC in new_BTGC.items():
-    blocks = _write(layer.get_variable(COLLECTION, name), x_BTGC.swapaxes(1, 2), length_B)
+    blocks = layer.get_variable(COLLECTION, name)
+    x_BGTC = x_BTGC.swapaxes(1, 2)
+    blocks = _write(blocks, x_BGTC, length_B)
     layer.put_variable(COLLECTION, name, blocks)
     entries.append(blocks)
   return entries, _block_masks(entries[0], length_B, segment_BT, window)
@@ -92,14 +92,21 @@ def _block_masks(
   """The mask of each block, after new positions were added to `length_B` earlier ones."""
   num_new = segment_BT.shape[1]
   spans = _spans(blocks)
-  new_1T = jnp.arange(num_new, dtype=jnp.int32)[None]
-  query_BT1 = (length_B[:, None] + new_1T)[..., None]
-  position_B1S = _positions(length_B + num_new, spans[-1].stop)[:, None]
-  visible_BTS = (position_B1S >= 0) & (position_B1S <= query_BT1)
+  num_slots = spans[-1].stop
+  new_T = jnp.arange(num_new, dtype=jnp.int32)
+  query_BT = length_B[:, None] + new_T[None]
+  query_BT1 = query_BT[..., None]
+  length_after_B = length_B + num_new
+  position_BS = _positions(length_after_B, num_slots)
+  position_B1S = position_BS[:, None]
+  is_written_B1S = position_B1S >= 0
+  is_past_BTS = position_B1S <= query_BT1
+  visible_BTS = is_written_B1S & is_past_BTS
   if isinstance(window, jax.Array) or window:
     visible_BTS &= position_B1S > query_BT1 - window
   # Rows with padding only are idle and keep their length.
-  longest = jnp.max(jnp.where(segment_BT[:, 0] > 0, length_B + num_new, 0))
+  is_active_B = segment_BT[:, 0] > 0
+  longest = jnp.max(jnp.where(is_active_B, length_after_B, 0))
   masks = []
   for span in spans:
     is_reached = None
@@ -147,14 +154,17 @@ def insert(cache: Any, prefill: Any, row_B: jax.Array, length_B: jax.Array) -> A
 def _insert_rows(blocks: Blocks, new: jax.Array, row_B: jax.Array, length_B: jax.Array) -> Blocks:
   """`blocks` with the rows of a prefill's entry `new` [..., B, G, T, C]."""
   spans = _spans(blocks)
+  num_slots = spans[-1].stop
 
   def resize(x_BGTC: jax.Array) -> jax.Array:
-    return _resize(x_BGTC, length_B, spans[-1].stop)
+    return _resize(x_BGTC, length_B, num_slots)
 
-  resized = jnp.vectorize(resize, signature="(b,g,t,c)->(b,g,s,c)")(new)
+  resize_layers = jnp.vectorize(resize, signature="(b,g,t,c)->(b,g,s,c)")
+  resized = resize_layers(new)
   written = []
   for block, span in zip(blocks, spans, strict=True):
-    written.append(block.at[..., row_B, :, :, :].set(resized[..., span, :], mode="drop"))
+    rows = block.at[..., row_B, :, :, :]
+    written.append(rows.set(resized[..., span, :], mode="drop"))
   return tuple(written)
 
 
@@ -173,13 +183,18 @@ def rewind(cache: Any, length_B: jax.Array) -> Any:
 def _positions(length_B: jax.Array, num_slots: int) -> jax.Array:
   """[B, S] the latest of `length_B` positions in each slot; negative if there is none."""
   last_B1 = length_B[:, None] - 1
-  return last_B1 - (last_B1 - jnp.arange(num_slots, dtype=jnp.int32)[None]) % num_slots
+  slot_1S = jnp.arange(num_slots, dtype=jnp.int32)[None]
+  # How many positions before the last one the position in each slot is.
+  age_BS = (last_B1 - slot_1S) % num_slots
+  return last_B1 - age_BS
 
 
 def _resize(x_BGTC: jax.Array, length_B: jax.Array, num_slots: int) -> jax.Array:
   """x_BGSC: a ring buffer of T slots as one of `num_slots`."""
-  slot_BS = jnp.maximum(_positions(length_B, num_slots), 0) % x_BGTC.shape[2]
-  return jnp.take_along_axis(x_BGTC, slot_BS[:, None, :, None], axis=2)
+  old_num_slots = x_BGTC.shape[2]
+  position_BS = jnp.maximum(_positions(length_B, num_slots), 0)
+  old_slot_BS = position_BS % old_num_slots
+  return jnp.take_along_axis(x_BGTC, old_slot_BS[:, None, :, None], axis=2)
 
 
 def _write(blocks: Blocks, new_BGTC: jax.Array, length_B: jax.Array) -> Blocks:
@@ -187,12 +202,14 @@ def _write(blocks: Blocks, new_BGTC: jax.Array, length_B: jax.Array) -> Blocks:
   spans = _spans(blocks)
   num_slots = spans[-1].stop
   written = list(blocks)
-  for t in range(new_BGTC.shape[2]):
+  num_new = new_BGTC.shape[2]
+  for t in range(num_new):
+    new_BGC = new_BGTC[:, :, t]
     slot_B = (length_B + t) % num_slots
-    # A slot before a block is mapped past its end; a negative index would count from the end.
-    slots = [jnp.where(slot_B < span.start, span.stop, slot_B) - span.start for span in spans]
-    for i, in_block_B in enumerate(slots):
-      written[i] = _write_position(written[i], new_BGTC[:, :, t], in_block_B)
+    for i, span in enumerate(spans):
+      # A slot before a block is mapped past its end; a negative index would count from the end.
+      slot_or_end_B = jnp.where(slot_B < span.start, span.stop, slot_B)
+      written[i] = _write_position(written[i], new_BGC, slot_or_end_B - span.start)
   return tuple(written)
 
 
@@ -204,14 +221,23 @@ def _write_position(block_GSC: jax.Array, new_GC: jax.Array, slot: jax.Array) ->
 
 def _block_sizes(num_slots: int, first: int) -> list[int]:
   """Sizes that double from `first` on; a remainder below half a block joins the previous block."""
-  ends = [first or num_slots]
-  while 2 * (num_slots - ends[-1]) >= ends[-1]:
-    ends.append(2 * ends[-1])
-  return np.diff([0, *ends[:-1], num_slots]).tolist()
+  sizes = []
+  end = first or num_slots  # Slots of all blocks up to and including the next one.
+  previous_end = 0
+  while 2 * (num_slots - end) >= end:
+    sizes.append(end - previous_end)
+    previous_end = end
+    end = 2 * end
+  sizes.append(num_slots - previous_end)
+  return sizes
 
 
 def _spans(blocks: Blocks) -> list[slice]:
   """The slots of each block."""
-  sizes = [block.shape[-2] for block in blocks]
-  ends = np.cumsum([0, *sizes]).tolist()
-  return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+  spans = []
+  start = 0
+  for block in blocks:
+    stop = start + block.shape[-2]
+    spans.append(slice(start, stop))
+    start = stop
+  return spans

@@ -18,14 +18,17 @@ class Embed(nn.Module):
     init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
     init = nn.with_logical_partitioning(init, ("vocab", "embed"))
     shape = (self.cfg.vocab_size, self.cfg.base_emb_dim)
-    self.embedding = self.param("embedding", init, shape, jnp.dtype(self.cfg.weight_dtype))
+    weight_dtype = jnp.dtype(self.cfg.weight_dtype)
+    self.embedding = self.param("embedding", init, shape, weight_dtype)
 
   def __call__(self, tokens_BT: jax.Array) -> jax.Array:
     # All-gathered along D first: for a lookup in a sharded table, XLA fully rematerializes x_BTD.
-    table_VD = self.sharder.constrain(self.embedding.astype(self.cfg.dtype), ("vocab", None))
+    table_VD = self.embedding.astype(self.cfg.dtype)
+    table_VD = self.sharder.constrain(table_VD, ("vocab", None))
     x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
     if self.cfg.family.scaled_embedding:
-      x_BTD = x_BTD * jnp.asarray(self.cfg.base_emb_dim**0.5, x_BTD.dtype)
+      scale = jnp.asarray(self.cfg.base_emb_dim**0.5, x_BTD.dtype)
+      x_BTD = x_BTD * scale
     if self.cfg.embedding_multiplier != 1:
       x_BTD = x_BTD * jnp.asarray(self.cfg.embedding_multiplier, x_BTD.dtype)
     return self.sharder.constrain(x_BTD, (*ROWS, "activation_embed"))
@@ -45,4 +48,5 @@ class Unembed(nn.Module):
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
     init = nn.with_logical_partitioning(init, ("embed", "vocab"))
     shape = (self.cfg.base_emb_dim, self.cfg.vocab_size)
-    return self.param("kernel", init, shape, jnp.dtype(self.cfg.weight_dtype))
+    weight_dtype = jnp.dtype(self.cfg.weight_dtype)
+    return self.param("kernel", init, shape, weight_dtype)

@@ -41,10 +41,11 @@ def _matmul_backward(
   dy_TF: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   x_TD, w_DF = residuals
-  dy_TF = dy_TF.astype(x_TD.dtype)
-  dx_TD = dot(dy_TF, w_DF.astype(x_TD.dtype), (1, 1)).astype(x_TD.dtype)
+  dtype = x_TD.dtype
+  dy_TF = dy_TF.astype(dtype)
+  dx_TD = dot(dy_TF, w_DF.astype(dtype), (1, 1)).astype(dtype)
   # In these cases, a materialized transpose is a third faster on a CPU.
-  if x_TD.dtype == jnp.bfloat16 or x_TD.shape[1] > dy_TF.shape[1]:
+  if dtype == jnp.bfloat16 or x_TD.shape[1] > dy_TF.shape[1]:
     x_DT = materialized_transpose(x_TD)
   else:
     x_DT = x_TD.T
@@ -68,8 +69,9 @@ def multiply(
     out_dtype: type of the result; None: x's type.
     quantization: type that the operands are rounded to (kernels/quantized.py); empty: none.
   """
-  lead = x.shape[: x.ndim - num_in]
-  contracted = x.shape[x.ndim - num_in :]
+  num_lead = x.ndim - num_in
+  lead = x.shape[:num_lead]
+  contracted = x.shape[num_lead:]
   x_TD = x.reshape(math.prod(lead), -1)
   w_DF = kernel.reshape(math.prod(contracted), -1)
   if quantization:
@@ -105,9 +107,11 @@ class Linear(nn.Module):
   def _project(self, x: jax.Array) -> jax.Array:
     """The product of x and the kernel, on the shards of the mesh."""
     lead = x.shape[: -self.num_in]
-    shape = x.shape[-self.num_in :] + self.features
+    contracted = x.shape[-self.num_in :]
+    shape = contracted + self.features
     init = nn.with_logical_partitioning(self._kernel_init(), self.kernel_names)
-    kernel = self.param("kernel", init, shape, jnp.dtype(self.cfg.weight_dtype))
+    weight_dtype = jnp.dtype(self.cfg.weight_dtype)
+    kernel = self.param("kernel", init, shape, weight_dtype)
     quantization = self.cfg.quantization if self.is_quantized else ""
     product = functools.partial(multiply, quantization=quantization)
     plan = plan_gather(self.sharder, self.kernel_names, self.num_in, shape, lead)
@@ -115,8 +119,8 @@ class Linear(nn.Module):
       return multiply_gathered(plan, product, x, kernel)
     if self.sharder.num_shards("activation_length") > 1:
       # If both B and T are sharded, merging them would move data.
-      product_of_rows = jax.vmap(functools.partial(product, num_in=self.num_in), (0, None))
-      return product_of_rows(x, kernel)
+      product_of_row = functools.partial(product, num_in=self.num_in)
+      return jax.vmap(product_of_row, in_axes=(0, None))(x, kernel)
     return product(x, kernel, self.num_in)
 
   def _kernel_init(self) -> nn.initializers.Initializer:
@@ -139,11 +143,13 @@ class Linear(nn.Module):
       # The bias of the residual stream's axis is too small to be sharded.
       names.append("norm" if name == "embed" else name)
     init = nn.with_logical_partitioning(nn.initializers.zeros, tuple(names))
-    bias = self.param("bias", init, self.features, jnp.dtype(self.cfg.weight_dtype))
+    weight_dtype = jnp.dtype(self.cfg.weight_dtype)
+    bias = self.param("bias", init, self.features, weight_dtype)
     dtype = accumulator_dtype(y.dtype)
-    num_lead = y.ndim - bias.ndim
-    bias = bias.astype(dtype).reshape((1,) * num_lead + bias.shape)
-    return (y.astype(dtype) + bias).astype(y.dtype)
+    lead = (1,) * (y.ndim - bias.ndim)
+    bias = bias.astype(dtype).reshape(lead + bias.shape)
+    biased = y.astype(dtype) + bias
+    return biased.astype(y.dtype)
 
 
 # `Linear`, or a class that is constructed as it is: see lora.py and transposed_linear.py.

@@ -44,36 +44,53 @@ class LatentAttention(nn.Module):
     else:
       cache.store_prefill(self, segment_BT, latent=entry_BT1C)
       o_BTHC = self._attend_rows(q_BTHC, latent_BTL, rotated_BT1R, segment_BT)
-    out = self._linear("out", x_BTD.shape[-1:], ("q_heads", "kv", "embed"), num_in=2)
+    out = self._linear(
+      "out",
+      features=x_BTD.shape[-1:],
+      kernel_names=("q_heads", "kv", "embed"),
+      num_in=2,
+    )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
 
   def _queries(self, x_BTD: jax.Array, rope: RopeTables) -> jax.Array:
     """q_BTHC, rotated."""
     mla = self.cfg.mla
-    names = ("embed", "q_heads", "kv")
+    name_in = "embed"
     if mla.q_lora_rank:
-      query_down = self._linear("query_down", (mla.q_lora_rank,), ("embed", "latent"))
+      query_down = self._linear(
+        "query_down",
+        features=(mla.q_lora_rank,),
+        kernel_names=("embed", "latent"),
+      )
       latent_BTQ = checkpoint_name(query_down(x_BTD), "query_latent")
       x_BTD = self._norm("query_norm")(latent_BTQ)
-      names = ("q_lora", "q_heads", "kv")
-    features = (self.cfg.base_num_query_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    query = self._linear("query", features, names)
+      name_in = "q_lora"
+    num_channels = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    query = self._linear(
+      "query",
+      features=(self.cfg.base_num_query_heads, num_channels),
+      kernel_names=(name_in, "q_heads", "kv"),
+    )
     q_BTHC = checkpoint_name(query(x_BTD), "query_proj")
     q_BTHC = self.sharder.constrain(q_BTHC, HEAD_NAMES)
     plain_BTHC, x_BTHR = jnp.split(q_BTHC, [mla.qk_nope_head_dim], axis=-1)
-    rotated_BTHR = apply_rope(deinterleave(x_BTHR), *rope)
+    rotated_BTHR = _rotate_pairs(x_BTHR, rope)
     return jnp.concatenate([plain_BTHC, rotated_BTHR], axis=-1)
 
   def _latents(self, x_BTD: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
     """(normalised latent_BTL, the key's rotated channels BT1R), from which keys and values come."""
     mla = self.cfg.mla
-    features = (mla.kv_lora_rank + mla.qk_rope_head_dim,)
-    kv_down = self._linear("kv_down", features, ("embed", "latent"))
-    down_BTL = checkpoint_name(kv_down(x_BTD), "kv_latent")
-    latent_BTL, x_BTR = jnp.split(down_BTL, [mla.kv_lora_rank], axis=-1)
-    rotated_BT1R = apply_rope(deinterleave(x_BTR[:, :, None]), *rope)
-    return self._norm("kv_norm")(latent_BTL), rotated_BT1R
+    kv_down = self._linear(
+      "kv_down",
+      features=(mla.kv_lora_rank + mla.qk_rope_head_dim,),
+      kernel_names=("embed", "latent"),
+    )
+    down_BTC = checkpoint_name(kv_down(x_BTD), "kv_latent")
+    latent_BTL, x_BTR = jnp.split(down_BTC, [mla.kv_lora_rank], axis=-1)
+    rotated_BT1R = _rotate_pairs(x_BTR[:, :, None], rope)
+    normed_BTL = self._norm("kv_norm")(latent_BTL)
+    return normed_BTL, rotated_BT1R
 
   def _attend_rows(
     self,
@@ -101,12 +118,15 @@ class LatentAttention(nn.Module):
   ) -> tuple[jax.Array, jax.Array]:
     """(rotated k_BTHC, v_BTHC)"""
     mla = self.cfg.mla
-    kv_BTHC = self.sharder.constrain(self._up()(latent_BTL), HEAD_NAMES)
+    kv_up = self._up()
+    kv_BTHC = self.sharder.constrain(kv_up(latent_BTL), HEAD_NAMES)
     plain_BTHC, v_BTHC = jnp.split(kv_BTHC, [mla.qk_nope_head_dim], axis=-1)
     plain_BTHC = checkpoint_name(plain_BTHC, "key_proj")
-    rotated_BTHR = jnp.broadcast_to(rotated_BT1R, (*plain_BTHC.shape[:3], mla.qk_rope_head_dim))
+    rotated_shape = (*plain_BTHC.shape[:3], mla.qk_rope_head_dim)
+    rotated_BTHR = jnp.broadcast_to(rotated_BT1R, rotated_shape)
     k_BTHC = jnp.concatenate([plain_BTHC, rotated_BTHR], axis=-1)
-    return k_BTHC, checkpoint_name(v_BTHC, "value_proj")
+    v_BTHC = checkpoint_name(v_BTHC, "value_proj")
+    return k_BTHC, v_BTHC
 
   def _attend_cache(
     self,
@@ -120,15 +140,17 @@ class LatentAttention(nn.Module):
     (blocks,) = entries
     names = ("activation_batch", None, "activation_kv_length", None)
     blocks = [self.sharder.constrain(block_B1SC, names) for block_B1SC in blocks]
-    up = merge_lora(self._up().variables["params"], self.cfg.lora.lora_alpha)
-    w_LHC = up["kernel"].astype(q_BTHC.dtype)
+    kv_up = self._up()
+    params = merge_lora(kv_up.variables["params"], self.cfg.lora.lora_alpha)
+    w_LHC = params["kernel"].astype(q_BTHC.dtype)
     k_LHC, v_LHC = jnp.split(w_LHC, [mla.qk_nope_head_dim], axis=-1)
     plain_BTHC, rotated_BTHR = jnp.split(q_BTHC, [mla.qk_nope_head_dim], axis=-1)
     q_BTHL = jnp.einsum("bthc,lhc->bthl", plain_BTHC, k_LHC)
     q_BTHC = jnp.concatenate([q_BTHL, rotated_BTHR], axis=-1)
     # Summing the key's few rotated channels too is cheaper than a copy of the cache without them.
     o_BTHC = cached.attention(q_BTHC, blocks, blocks, masks, scale=self._score_scale())
-    return jnp.einsum("bthl,lhc->bthc", o_BTHC[..., : mla.kv_lora_rank], v_LHC)
+    o_BTHL = o_BTHC[..., : mla.kv_lora_rank]
+    return jnp.einsum("bthl,lhc->bthc", o_BTHL, v_LHC)
 
   def _score_scale(self) -> float:
     """The factor of the products of queries and keys."""
@@ -167,3 +189,8 @@ class LatentAttention(nn.Module):
 
   def _norm(self, name: str) -> RMSNorm:
     return RMSNorm(EPSILON, jnp.dtype(self.cfg.weight_dtype), name=name)
+
+
+def _rotate_pairs(x_BTHR: jax.Array, rope: RopeTables) -> jax.Array:
+  """The rotary embedding of interleaved pairs of channels, in the layout of `apply_rope`."""
+  return apply_rope(deinterleave(x_BTHR), rope.cos_BTC, rope.sin_BTC)

@@ -35,8 +35,11 @@ def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Activation:
   With a `limit`, the activation's input is clamped from above and the linear part on both sides.
   """
   activate = ACTIVATIONS[names[0]]
-  low = -limit if limit else None
-  high = limit if limit else None
+  low = None
+  high = None
+  if limit:
+    low = -limit
+    high = limit
 
   def ungated(h: jax.Array) -> jax.Array:
     return activate(jnp.clip(h, max=high))

@@ -26,10 +26,13 @@ class RMSNorm(nn.Module):
       init = nn.initializers.zeros
     init = nn.with_logical_partitioning(init, ("norm",))
     scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
-    x32 = x.astype(accumulator_dtype(x.dtype))
+    dtype = accumulator_dtype(x.dtype)
+    x32 = x.astype(dtype)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    inverse_rms = jax.lax.rsqrt(mean_square + self.epsilon)
     lead = (1,) * (x.ndim - 1)
-    scale_D = scale_D.astype(x32.dtype).reshape((*lead, -1))
+    scale = scale_D.astype(dtype).reshape((*lead, -1))
     if self.zero_centred:
-      scale_D = 1 + scale_D
-    return (x32 * jax.lax.rsqrt(mean_square + self.epsilon) * scale_D).astype(x.dtype)
+      scale = 1 + scale
+    y = x32 * inverse_rms * scale
+    return y.astype(x.dtype)

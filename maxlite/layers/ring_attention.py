@@ -163,15 +163,17 @@ def _forward(
     output = _add_pairs(ring, add_pair, output, kv, index, segment_bS)
     return (_pass_on(ring, kv), output), None
 
+  own_kv = _KeysValues(k_2bngc, v_2bngc)
+  output = _first_output(q_2bnhc, v_2bngc, sink_h, dtype)
   last = ring.num_shards - 1
-  carry = (_KeysValues(k_2bngc, v_2bngc), _first_output(q_2bnhc, v_2bngc, sink_h, dtype))
-  (kv, output), _ = jax.lax.scan(step, carry, jnp.arange(last, dtype=jnp.int32))
+  steps = jnp.arange(last, dtype=jnp.int32)
+  (kv, output), _ = jax.lax.scan(step, (own_kv, output), steps)
   output = _add_pairs(ring, add_pair, output, kv, last, segment_bS)
   results = (output.o_2bnhc.astype(q_2bnhc.dtype), output.lse_2bhn)
   o_2bnhc, lse_2bhn = checkpoint_name(results, RESIDUAL_NAME)
   residuals = _Residuals(
     q_2bnhc=q_2bnhc,
-    kv=_KeysValues(k_2bngc, v_2bngc),
+    kv=own_kv,
     sink_h=sink_h,
     segment_bS=segment_bS,
     o_2bnhc=o_2bnhc,
@@ -188,9 +190,10 @@ def _first_output(
 ) -> _Output:
   """The output over no keys; with sinks, over them."""
   lowest = jnp.finfo(dtype).min
-  lse_2bhn = jnp.full_like(q_2bnhc[..., 0].swapaxes(2, 3), lowest, dtype=dtype)
+  like_2bhn = q_2bnhc[..., 0].swapaxes(2, 3)
+  lse_2bhn = jnp.full_like(like_2bhn, lowest, dtype=dtype)
   if sink_h is not None:
-    lse_2bhn = jnp.zeros_like(lse_2bhn) + sink_h.astype(dtype)[None, None, :, None]
+    lse_2bhn = jnp.zeros_like(lse_2bhn) + _per_head(sink_h, dtype)
   o_shape = (*q_2bnhc.shape[:-1], v_2bngc.shape[-1])
   o_2bnhc = jnp.zeros_like(q_2bnhc, shape=o_shape, dtype=dtype)
   return _Output(o_2bnhc, lse_2bhn)
@@ -269,9 +272,16 @@ def _sink_gradient(residuals: _Residuals, do_2bnhc: jax.Array) -> jax.Array | No
     return None
   lse_2bhn = residuals.lse_2bhn
   dtype = lse_2bhn.dtype
-  mean_2bnh = (do_2bnhc.astype(dtype) * residuals.o_2bnhc.astype(dtype)).sum(-1)
-  p_2bhn = jnp.exp(sink_h.astype(dtype)[None, None, :, None] - lse_2bhn)
-  return -(p_2bhn * mean_2bnh.swapaxes(2, 3)).sum((0, 1, 3)).astype(sink_h.dtype)
+  product_2bnhc = do_2bnhc.astype(dtype) * residuals.o_2bnhc.astype(dtype)
+  product_2bnh = product_2bnhc.sum(-1)
+  p_2bhn = jnp.exp(_per_head(sink_h, dtype) - lse_2bhn)
+  dsink_2bhn = p_2bhn * product_2bnh.swapaxes(2, 3)
+  return -dsink_2bhn.sum((0, 1, 3)).astype(sink_h.dtype)
+
+
+def _per_head(sink_h: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """sink_11h1, to be broadcast over queries."""
+  return sink_h.astype(dtype)[None, None, :, None]
 
 
 _attend.defvjp(_forward, _backward)
@@ -288,8 +298,9 @@ def _add_pairs(
   """`state` with the pairs of this shard's queries and the keys that it holds at this step."""
   size = kv.k_2bngc.shape[2]
   shard = jax.lax.axis_index(ring.context)
+  owner_of_keys = (shard - step) % ring.num_shards
   q_chunks = zigzag_chunks(shard, ring.num_shards)
-  k_chunks = zigzag_chunks((shard - step) % ring.num_shards, ring.num_shards)
+  k_chunks = zigzag_chunks(owner_of_keys, ring.num_shards)
   for i, q_chunk in enumerate(q_chunks):
     for j, k_chunk in enumerate(k_chunks):
       mask = AttentionMask(
@@ -330,12 +341,18 @@ def _merge(
 ) -> tuple[jax.Array, jax.Array]:
   """Output and log-sum-exp of two disjoint sets of keys."""
   total_bhn = jnp.logaddexp(lse_bhn, other_lse_bhn)
-  weight_bnh1 = jnp.exp(lse_bhn - total_bhn).swapaxes(1, 2)[..., None]
-  other_weight_bnh1 = jnp.exp(other_lse_bhn - total_bhn).swapaxes(1, 2)[..., None]
-  return o_bnhc * weight_bnh1 + other_o_bnhc * other_weight_bnh1, total_bhn
+  weight_bhn = jnp.exp(lse_bhn - total_bhn)
+  other_weight_bhn = jnp.exp(other_lse_bhn - total_bhn)
+  weight_bnh1 = weight_bhn.swapaxes(1, 2)[..., None]
+  other_weight_bnh1 = other_weight_bhn.swapaxes(1, 2)[..., None]
+  o_bnhc = o_bnhc * weight_bnh1 + other_o_bnhc * other_weight_bnh1
+  return o_bnhc, total_bhn
 
 
 def _pass_on(ring: _Ring, tree: Any) -> Any:
   """The arrays of the previous shard of the ring."""
-  pairs = [(shard, (shard + 1) % ring.num_shards) for shard in range(ring.num_shards)]
+  pairs = []
+  for shard in range(ring.num_shards):
+    next_shard = (shard + 1) % ring.num_shards
+    pairs.append((shard, next_shard))
   return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.context, pairs), tree)

@@ -33,7 +33,8 @@ def rope_tables(position_BT: jax.Array, num_channels: int, cfg: RopeConfig) -> R
   Source: Peng et al., YaRN (2023), sections 2.2 (linear) and 3.4.
   """
   frequency_C = jnp.asarray(_frequencies(num_channels, cfg), jnp.float32)
-  angle_BTC = position_BT.astype(jnp.float32)[..., None] * frequency_C[None, None]
+  position_BT1 = position_BT.astype(jnp.float32)[..., None]
+  angle_BTC = position_BT1 * frequency_C[None, None]
   size = 1.0
   if cfg.rope_type == "yarn" and not cfg.mscale:
     size = _yarn_growth(cfg, mscale=1.0)
@@ -62,12 +63,15 @@ def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax
   num_rotated = 2 * cos_BTC.shape[-1]
   if num_rotated < x_BTHC.shape[-1]:
     rotated = apply_rope(x_BTHC[..., :num_rotated], cos_BTC, sin_BTC)
-    return jnp.concatenate([rotated, x_BTHC[..., num_rotated:]], axis=-1)
+    others = x_BTHC[..., num_rotated:]
+    return jnp.concatenate([rotated, others], axis=-1)
   dtype = accumulator_dtype(x_BTHC.dtype)
   cos = cos_BTC[:, :, None].astype(dtype)
   sin = sin_BTC[:, :, None].astype(dtype)
   left, right = jnp.split(x_BTHC.astype(dtype), 2, axis=-1)
-  rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+  rotated_left = left * cos - right * sin
+  rotated_right = right * cos + left * sin
+  rotated = jnp.concatenate([rotated_left, rotated_right], axis=-1)
   return rotated.astype(x_BTHC.dtype)
 
 
@@ -91,10 +95,12 @@ def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
   High frequencies are kept, low ones are divided by the factor, with a ramp in between.
   """
   pair_C = np.arange(num_channels // 2, dtype=np.float64)
-  frequency_C = cfg.rope_max_timescale ** (-2 * pair_C / num_channels)
+  exponent_C = -2 * pair_C / num_channels
+  frequency_C = cfg.rope_max_timescale**exponent_C
   interpolation = INTERPOLATIONS[cfg.rope_type]
   degree_C = np.clip(interpolation(frequency_C, cfg), 0, 1)
-  return frequency_C * (1 - degree_C + degree_C / cfg.rope_factor)
+  factor_C = 1 - degree_C + degree_C / cfg.rope_factor
+  return frequency_C * factor_C
 
 
 def _keep_all(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
@@ -117,19 +123,25 @@ def _yarn_ramp(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
   first = max(first, 0)
   last = min(last, num_channels - 1)
   # If the context has fewer positions than a rotation, the ramp falls, as in the published code.
-  width = last - first if last != first else 1e-3
-  return (np.arange(num_pairs) - first) / width
+  width = last - first
+  if width == 0:
+    width = 1e-3
+  pair_C = np.arange(num_pairs)
+  return (pair_C - first) / width
 
 
 def _pair_with_rotations(rotations: float, num_channels: int, cfg: RopeConfig) -> float:
   """The (fractional) channel pair with this number of rotations over the original context."""
-  ratio = cfg.original_max_position_embeddings / (2 * math.pi * rotations)
-  return num_channels * math.log(ratio) / (2 * math.log(cfg.rope_max_timescale))
+  num_positions = cfg.original_max_position_embeddings
+  ratio = num_positions / (2 * math.pi * rotations)
+  log_timescale = math.log(cfg.rope_max_timescale)
+  return num_channels * math.log(ratio) / (2 * log_timescale)
 
 
 def _llama_ramp(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
   """A ramp over rotations. Source: the code published with Grattafiori et al., Llama 3 (2024)."""
-  rotations_C = cfg.original_max_position_embeddings * frequency_C / (2 * math.pi)
+  num_positions = cfg.original_max_position_embeddings
+  rotations_C = num_positions * frequency_C / (2 * math.pi)
   return (LLAMA_FAST - rotations_C) / (LLAMA_FAST - SLOW)
 
 

@@ -141,7 +141,10 @@ class Decoder(nn.Module):
 
   def unembedding(self) -> jax.Array:
     """w_DV: the projection from hidden states to logits."""
-    w_DV = self.embed.unembedding() if self.cfg.logits_via_embedding else self.unembed()
+    if self.cfg.logits_via_embedding:
+      w_DV = self.embed.unembedding()
+    else:
+      w_DV = self.unembed()
     if self.cfg.logits_scaling != 1:
       w_DV = w_DV / jnp.asarray(self.cfg.logits_scaling, w_DV.dtype)
     return w_DV

@@ -36,11 +36,12 @@ class DraftHeads(nn.Module):
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     num_rows, num_positions, dim = x_BTD.shape
     init = nn.with_logical_partitioning(nn.initializers.zeros, ("layers", "embed", "mlp"))
-    w_JDF = self.param("kernel", init, (self.num_heads, dim, dim), self.weight_dtype)
-    multiply = jax.vmap(matmul, (None, 0), out_axes=1)
+    shape = (self.num_heads, dim, dim)
+    w_JDF = self.param("kernel", init, shape, self.weight_dtype)
+    multiply = jax.vmap(matmul, in_axes=(None, 0), out_axes=1)
     if self.sharder.num_shards("activation_length") > 1:
       # B and T, both sharded, cannot be merged into one axis without moving data.
-      h_BTJD = jax.vmap(multiply, (0, None))(x_BTD, w_JDF)
+      h_BTJD = jax.vmap(multiply, in_axes=(0, None))(x_BTD, w_JDF)
     else:
       h_TJD = multiply(x_BTD.reshape(-1, dim), w_JDF)  # Tokens of all rows.
       h_BTJD = h_TJD.reshape(num_rows, num_positions, self.num_heads, dim)
@@ -54,7 +55,8 @@ def shift_left(x_BT: jax.Array, num_heads: int) -> jax.Array:
   """x_BTJ: for draft head j, the value 1 + j positions later, and 0 past the end of the row."""
   shifted = []
   for num_later in range(1, num_heads + 1):
-    shifted.append(jnp.pad(x_BT[:, num_later:], ((0, 0), (0, num_later))))
+    later = x_BT[:, num_later:]
+    shifted.append(jnp.pad(later, ((0, 0), (0, num_later))))
   return jnp.stack(shifted, axis=-1)
 
 

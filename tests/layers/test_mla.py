@@ -10,6 +10,7 @@ from slow_cases import slow
 
 from maxlite.config.schema import LatentAttentionConfig, ModelConfig
 from maxlite.layers.mla import LatentAttention
+from maxlite.layers.rope import RopeTables
 
 NUM_SEQS, NUM_POSITIONS, DIM, NUM_HEADS = 4, 8, 8, 4
 NOPE, ROPE, VALUE, LATENT = 3, 4, 5, 8
@@ -53,7 +54,7 @@ def layer(sharder, q_lora_rank, params, x_BTD):
     decoder_block="deepseek", base_num_query_heads=NUM_HEADS, attention_block_q=4, mla=mla
   )
   module = LatentAttention(cfg, sharder)
-  rope = (jnp.cos(ANGLE_BTR), jnp.sin(ANGLE_BTR))
+  rope = RopeTables(jnp.cos(ANGLE_BTR), jnp.sin(ANGLE_BTR))
   return module.apply({"params": params}, x_BTD, SEGMENT_BT, rope)
 
 

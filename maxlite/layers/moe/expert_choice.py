@@ -27,8 +27,10 @@ def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> Ex
 
   Source: Jiang et al., Mixtral of Experts (2024), section 2.1.
   """
-  expert_BTK = _best(_biased(logits_BTE, bias_E), cfg)
-  weight_BTK = jax.nn.softmax(_at(expert_BTK, logits_BTE), axis=-1)
+  choice_BTE = _biased(logits_BTE, bias_E)
+  expert_BTK = _best(choice_BTE, cfg)
+  chosen_logits_BTK = _at(expert_BTK, logits_BTE)
+  weight_BTK = jax.nn.softmax(chosen_logits_BTK, axis=-1)
   probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
   return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
 
@@ -42,7 +44,8 @@ def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> Ex
   Technical Report (2025); with groups, DeepSeek-AI, DeepSeek-V2 (2024), section 2.2.2.
   """
   probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-  choice_BTE = _limit_to_groups(_biased(probability_BTE, bias_E), cfg, num_best=1)
+  choice_BTE = _biased(probability_BTE, bias_E)
+  choice_BTE = _limit_to_groups(choice_BTE, cfg, num_best=1)
   expert_BTK = _best(choice_BTE, cfg)
   weight_BTK = _weights(probability_BTE, expert_BTK, cfg)
   return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
@@ -54,7 +57,8 @@ def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig)
   Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 13 to 16; probabilities as in eq. 19.
   """
   affinity_BTE = jax.nn.sigmoid(logits_BTE)
-  choice_BTE = _limit_to_groups(_biased(affinity_BTE, bias_E), cfg, num_best=2)
+  choice_BTE = _biased(affinity_BTE, bias_E)
+  choice_BTE = _limit_to_groups(choice_BTE, cfg, num_best=2)
   expert_BTK = _best(choice_BTE, cfg)
   probability_BTE = _normalized(affinity_BTE)
   weight_BTK = _weights(affinity_BTE, expert_BTK, cfg)
@@ -81,7 +85,8 @@ def _limit_to_groups(choice_BTE: jax.Array, cfg: MoeConfig, *, num_best: int) ->
   best_BTGe, _ = jax.lax.top_k(group_BTGe, min(num_best, group_size))
   _, kept_group_BTK = jax.lax.top_k(best_BTGe.sum(-1), num_kept)
   is_kept_BTG = is_chosen(kept_group_BTK, num_groups).any(2)
-  return jnp.where(is_kept_BTG[..., None], group_BTGe, -jnp.inf).reshape(choice_BTE.shape)
+  limited_BTGe = jnp.where(is_kept_BTG[..., None], group_BTGe, -jnp.inf)
+  return limited_BTGe.reshape(choice_BTE.shape)
 
 
 def _best(choice_BTE: jax.Array, cfg: MoeConfig) -> jax.Array:
@@ -96,20 +101,26 @@ def _best(choice_BTE: jax.Array, cfg: MoeConfig) -> jax.Array:
 def _round_robin(shape_BTE: tuple[int, ...], num_chosen: int) -> jax.Array:
   """expert_BTK with the same load for every expert over any E consecutive tokens."""
   num_rows, num_positions, num_experts = shape_BTE
-  offset_K = np.random.default_rng(0).permutation(num_experts)[:num_chosen].astype(np.int32)
-  token_BT = jnp.arange(num_rows * num_positions, dtype=jnp.int32).reshape(num_rows, -1)
+  order_E = np.random.default_rng(0).permutation(num_experts)
+  offset_K = order_E[:num_chosen].astype(np.int32)
+  token_A = jnp.arange(num_rows * num_positions, dtype=jnp.int32)
+  token_BT = token_A.reshape(num_rows, num_positions)
   return (token_BT[..., None] + offset_K[None, None]) % num_experts
 
 
 def is_chosen(index_BTK: jax.Array, size: int) -> jax.Array:
   """chosen_BTKE: whether the k-th choice is e."""
-  return index_BTK[..., None] == jnp.arange(size, dtype=index_BTK.dtype)[None, None, None]
+  index_BTK1 = index_BTK[..., None]
+  index_111E = jnp.arange(size, dtype=index_BTK.dtype)[None, None, None]
+  return index_BTK1 == index_111E
 
 
 def _at(expert_BTK: jax.Array, value_BTE: jax.Array) -> jax.Array:
   """value_BTK of the chosen experts, without a gather, whose gradient would be a scatter."""
-  chosen_BTKE = is_chosen(expert_BTK, value_BTE.shape[-1])
-  return jnp.sum(jnp.where(chosen_BTKE, value_BTE[:, :, None], 0), axis=-1)
+  num_experts = value_BTE.shape[-1]
+  chosen_BTKE = is_chosen(expert_BTK, num_experts)
+  value_BTKE = jnp.where(chosen_BTKE, value_BTE[:, :, None], 0)
+  return jnp.sum(value_BTKE, axis=-1)
 
 
 def _weights(score_BTE: jax.Array, expert_BTK: jax.Array, cfg: MoeConfig) -> jax.Array:
@@ -122,4 +133,5 @@ def _weights(score_BTE: jax.Array, expert_BTK: jax.Array, cfg: MoeConfig) -> jax
 
 def _normalized(x: jax.Array) -> jax.Array:
   """x divided by its sum over the last axis."""
-  return x / (jnp.sum(x, axis=-1, keepdims=True) + 1e-20)
+  total = jnp.sum(x, axis=-1, keepdims=True)
+  return x / (total + 1e-20)

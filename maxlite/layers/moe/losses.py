@@ -18,11 +18,13 @@ def load_balance_loss(sums_N: RouterSums, cfg: MoeConfig) -> jax.Array:
   DeepSeek-AI, DeepSeek-V3 (2024), eq. 17 to 20.
   """
   if cfg.load_balance_loss_scope == "sequence":
-    return jnp.mean(sums_N.row_balance / jnp.maximum(sums_N.rows, 1))
+    rows_N = jnp.maximum(sums_N.rows, 1)
+    return jnp.mean(sums_N.row_balance / rows_N)
   num_experts = sums_N.count_E.shape[-1]
   tokens_N1 = jnp.maximum(sums_N.tokens, 1)[:, None]
   share_NE = sums_N.count_E / (tokens_N1 * cfg.num_experts_per_tok)
-  product_N = jnp.sum(share_NE * sums_N.prob_E / tokens_N1, axis=-1)
+  product_NE = share_NE * sums_N.prob_E / tokens_N1
+  product_N = jnp.sum(product_NE, axis=-1)
   return num_experts * jnp.mean(product_N)
 
 
@@ -31,4 +33,5 @@ def router_z_loss(sums_N: RouterSums) -> jax.Array:
 
   Source: Zoph et al., ST-MoE (2022), eq. 5.
   """
-  return jnp.mean(sums_N.z / jnp.maximum(sums_N.tokens, 1))
+  tokens_N = jnp.maximum(sums_N.tokens, 1)
+  return jnp.mean(sums_N.z / tokens_N)

@@ -31,11 +31,13 @@ def sort_by_expert(
 
   Masked expert ids (out of range) get no row.
   """
-  chosen_AE, before_AE = rank_by_expert(expert_TK.reshape(-1), num_experts)
+  expert_A = expert_TK.reshape(-1)
+  chosen_AE, before_AE = rank_by_expert(expert_A, num_experts)
   group_sizes_E = jnp.sum(chosen_AE, axis=0, dtype=jnp.int32)
   start_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32) - group_sizes_E
   row_A = jnp.sum((start_E[None] + before_AE) * chosen_AE, axis=1, dtype=jnp.int32)
-  row_A = jnp.where(jnp.any(chosen_AE > 0, axis=1), row_A, num_rows)
+  is_valid_A = jnp.any(chosen_AE > 0, axis=1)
+  row_A = jnp.where(is_valid_A, row_A, num_rows)
   permutation = Permutation(
     assignment_M=invert(row_A, num_rows),
     row_TK=row_A.reshape(expert_TK.shape),
@@ -47,7 +49,8 @@ def rank_by_expert(expert_A: jax.Array, num_experts: int) -> tuple[jax.Array, ja
   """(1 if assignment a is to expert e, number of earlier assignments to e), int32 [A, E] each."""
   experts_E = jnp.arange(num_experts, dtype=expert_A.dtype)
   chosen_AE = (expert_A[:, None] == experts_E[None]).astype(jnp.int32)
-  before_AE = jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32) - chosen_AE
+  up_to_AE = jnp.cumsum(chosen_AE, axis=0, dtype=jnp.int32)
+  before_AE = up_to_AE - chosen_AE
   return chosen_AE, before_AE
 
 
@@ -61,7 +64,8 @@ def invert(row_A: jax.Array, num_rows: int) -> jax.Array:
 @jax.custom_vjp
 def permute(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
   """x_MD: each token's row, of any shape, once per assignment; rows without one are undefined."""
-  token_M = permutation.assignment_M // permutation.row_TK.shape[1]
+  num_chosen = permutation.row_TK.shape[1]
+  token_M = permutation.assignment_M // num_chosen
   return jnp.take(x_TD, token_M, axis=0, mode="clip")
 
 
@@ -70,8 +74,8 @@ def unpermute(y_MD: jax.Array, permutation: Permutation) -> jax.Array:
   """y_TD: the sum of each token's rows, accumulated in float32."""
   row_KT = permutation.row_TK.T  # in the order [T, K], XLA:TPU copies the gathered rows
   y_KTD = jnp.take(y_MD, row_KT, axis=0, mode="fill", fill_value=0)
-  accumulator = accumulator_dtype(y_MD.dtype)
-  return jnp.sum(y_KTD, axis=0, dtype=accumulator).astype(y_MD.dtype)
+  y_TD = jnp.sum(y_KTD, axis=0, dtype=accumulator_dtype(y_MD.dtype))
+  return y_TD.astype(y_MD.dtype)
 
 
 def _permute_forward(x_TD: jax.Array, permutation: Permutation) -> tuple[jax.Array, Permutation]:
@@ -97,7 +101,8 @@ unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 @jax.custom_vjp
 def permute_weights(weight_TK: jax.Array, permutation: Permutation) -> jax.Array:
   """weight_M: the weight of each row's assignment; zero in rows without one."""
-  return jnp.take(weight_TK.reshape(-1), permutation.assignment_M, mode="fill", fill_value=0)
+  weight_A = weight_TK.reshape(-1)
+  return jnp.take(weight_A, permutation.assignment_M, mode="fill", fill_value=0)
 
 
 def _permute_weights_forward(
