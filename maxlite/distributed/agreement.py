@@ -24,17 +24,20 @@ PER_HOST_KEYS = ("jax_cache_dir", "local_checkpoint_directory", "token_cache_dir
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _XLA_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _HOST_FLAGS = re.compile(r"--xla_(dump|force_host_platform_device_count)\S*")  # may differ
-_MAX_NAMES = 8  # of differences in a message
-_MAX_SHOWN = 120  # characters of a value in it
-_CONTEXT = 40  # of these, before the first character that differs
+_MAX_NAMES = 8  # differences in a message
+_MAX_SHOWN = 120  # characters of a value in a message
+_CONTEXT = 40  # of these characters, those before the first that differs
 
 
-def common_facts(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+def common_facts(
+  values: Mapping[str, Any],
+  settings: Mapping[str, Any],
+) -> dict[str, str]:
   """Return {name: value} of versions, settings of JAX and keys, which all processes must share.
 
   Args:
     values: the resolved config, flat.
-    settings: of JAX.
+    settings: those of JAX, by name.
   """
   facts = {"maxlite": f"{__version__} (source {_source_digest()})"}
   for package in _PACKAGES:
@@ -45,14 +48,16 @@ def common_facts(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     flags = _HOST_FLAGS.sub("", os.environ.get(name, ""))
     facts[name] = " ".join(flags.split())
   for name, value in values.items():
-    if KEYS[name].section not in _OTHER_SECTIONS and name not in PER_HOST_KEYS:
+    is_of_run = KEYS[name].section not in _OTHER_SECTIONS
+    if is_of_run and name not in PER_HOST_KEYS:
       facts[name] = show(value)
   return facts
 
 
 def digest(facts: Mapping[str, str]) -> str:
   """Return the hexadecimal SHA-256 of facts."""
-  return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+  text = json.dumps(facts, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def parse_facts(text: bytes) -> dict[str, str]:
@@ -71,34 +76,66 @@ def parse_facts(text: bytes) -> dict[str, str]:
   return parsed
 
 
-def describe_difference(own: Mapping[str, str], others: Mapping[str, str], process_id: int) -> str:
-  """Return the error for facts of process 0 (`own`) that differ from those of another process."""
-  ours, theirs = [], []
+def describe_difference(
+  own: Mapping[str, str],
+  others: Mapping[str, str],
+  process_id: int,
+) -> str:
+  """Return the error for facts of process 0 that differ from those of another process.
+
+  Args:
+    own: the facts of process 0.
+    others: those of the other process.
+    process_id: that of the other process.
+  """
+  ours = []
+  theirs = []
   for name in own.keys() | others.keys():
-    if own.get(name) != others.get(name):
-      ours.append(f"{name}=" + _shorten(own.get(name, "(missing)"), others.get(name, "")))
-      theirs.append(f"{name}=" + _shorten(others.get(name, "(missing)"), own.get(name, "")))
+    own_fact = own.get(name)
+    other_fact = others.get(name)
+    if own_fact != other_fact:
+      ours.append(_describe_fact(name, own_fact, other_fact))
+      theirs.append(_describe_fact(name, other_fact, own_fact))
   return (
     f"process_id={process_id} was started with {_list(theirs)}, process_id=0 with {_list(ours)}: "
     "start all processes with the same config and versions"
   )
 
 
+def _describe_fact(name: str, fact: str | None, other: str | None) -> str:
+  """Return a fact of one process, of which the other has another value; None: it is missing."""
+  if fact is None:
+    fact = "(missing)"
+  return f"{name}={_shorten(fact, other or '')}"
+
+
 def _shorten(text: str, other: str) -> str:
   """Return `text`, or its part around the first character in which it differs from `other`."""
   if len(text) <= _MAX_SHOWN:
     return text
-  first = 0
-  while first < min(len(text), len(other)) and text[first] == other[first]:
-    first += 1
+  first = _first_difference(text, other)
   start = max(first - _CONTEXT, 0)
-  return f"...{text[start : start + _MAX_SHOWN]}..."
+  end = start + _MAX_SHOWN
+  return f"...{text[start:end]}..."
+
+
+def _first_difference(text: str, other: str) -> int:
+  """Return the index of the first character that differs, or at which the shorter text ends."""
+  shorter = min(len(text), len(other))
+  for n in range(shorter):
+    if text[n] != other[n]:
+      return n
+  return shorter
 
 
 def _list(shown: list[str]) -> str:
-  text = " ".join(sorted(shown)[:_MAX_NAMES])
-  more = len(shown) - _MAX_NAMES
-  return f"{text} and {more} more" if more > 0 else text
+  """Join the first differences, in order, and the number of the others."""
+  first = sorted(shown)[:_MAX_NAMES]
+  text = " ".join(first)
+  num_more = len(shown) - len(first)
+  if num_more:
+    text += f" and {num_more} more"
+  return text
 
 
 def _source_digest() -> str:
@@ -106,6 +143,8 @@ def _source_digest() -> str:
   root = Path(__file__).parents[1]
   content = hashlib.sha256()
   for path in sorted(root.rglob("*.py")):
-    content.update(path.relative_to(root).as_posix().encode())
-    content.update(hashlib.sha256(path.read_bytes()).digest())
+    name = path.relative_to(root).as_posix()
+    content.update(name.encode())
+    source = hashlib.sha256(path.read_bytes())
+    content.update(source.digest())
   return content.hexdigest()[:12]

@@ -21,7 +21,12 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
-_BYE, _ALIVE, _FAILED, _VALUE = "bye", "alive", "failed ", "value "
+# Messages; the last two are prefixes.
+_BYE = "bye"
+_ALIVE = "alive"
+_FAILED = "failed "
+_VALUE = "value "
+_MAX_REASON = 500  # characters
 _GRACE_SECONDS = 3.0  # for a message that explains why a collective failed
 
 
@@ -31,11 +36,26 @@ class Heartbeat:
   An exception that leaves the context ends this process, and all others with its reason.
   """
 
-  def __init__(self, process_id: int, peers: Mapping[int, socket.socket], timeout: float):
-    """`peers` are the result of `rendezvous`; one that is silent for `timeout` seconds is lost."""
-    self._process_id, self._timeout, self._interval = process_id, timeout, timeout / 5
+  def __init__(
+    self,
+    process_id: int,
+    peers: Mapping[int, socket.socket],
+    timeout: float,
+  ) -> None:
+    """Take over the connections.
+
+    Args:
+      process_id: that of this process.
+      peers: the result of `rendezvous`.
+      timeout: a peer that is silent for longer is lost, in seconds.
+    """
+    self._process_id = process_id
+    self._timeout = timeout
+    self._interval = timeout / 5
     self._peers = dict(peers)
-    self._values: dict[int, queue.SimpleQueue] = {peer: queue.SimpleQueue() for peer in peers}
+    self._values: dict[int, queue.SimpleQueue[Any]] = {}  # received JSON values, by peer
+    for peer in peers:
+      self._values[peer] = queue.SimpleQueue()
     self._unread = dict.fromkeys(peers, b"")
     self._last_seen = dict.fromkeys(peers, time.monotonic())
     self._selector = selectors.DefaultSelector()
@@ -58,30 +78,35 @@ class Heartbeat:
     self._broadcast(_BYE)
 
   def all_gather(self, value: Any) -> list[Any]:
-    """The JSON values of all processes, in order of process id, once all have called it."""
-    if self._process_id:
+    """Return the JSON values of all processes, in order of process id, once all have called it."""
+    if self._process_id > 0:
       self._broadcast(_VALUE + json.dumps(value))
       return self._values[0].get()
-    values = [value, *(self._values[peer].get() for peer in sorted(self._values))]
+    values = [value]
+    for peer in sorted(self._values):
+      values.append(self._values[peer].get())
     self._broadcast(_VALUE + json.dumps(values))
     return values
 
   def _fail(self, error: BaseException) -> None:
-    """Ends this process because of `error`, and sends the reason to all others."""
+    """End this process because of `error`, and send the reason to all others."""
     if isinstance(error, SystemExit):
-      code = error.code if isinstance(error.code, int) else int(error.code is not None)
+      code = _exit_code(error)
       reason = str(error.__context__ or "")  # the line that exit_on_user_error has printed
     else:
       time.sleep(_GRACE_SECONDS)  # if a lost peer is the cause, the heartbeat thread exits here
       traceback.print_exception(error)
-      interrupted = isinstance(error, KeyboardInterrupt)
-      code = 128 + signal.SIGINT if interrupted else 1
+      code = 1
+      if isinstance(error, KeyboardInterrupt):
+        code = 128 + signal.SIGINT
       reason = f"{type(error).__name__}: {error}"
     if code:
-      reason = " ".join(reason.split())[:500]
-      self._exit(f"process {self._process_id} failed: {reason}", code, show=False)
+      one_line = " ".join(reason.split())
+      shown = one_line[:_MAX_REASON]
+      self._exit(f"process {self._process_id} failed: {shown}", code, show=False)
 
   def _exit(self, reason: str, code: int, *, show: bool = True) -> None:
+    """Send the reason to all others, print it if `show`, and end this process."""
     self._exiting.acquire()  # never released
     self._broadcast(_FAILED + reason)
     if show:
@@ -89,6 +114,7 @@ class Heartbeat:
     exit_process(code)
 
   def _run(self) -> None:
+    """Send and receive heartbeats until the context is closed."""
     due = time.monotonic()
     while self._peers and not self._is_closed:
       for key, _ in self._selector.select(max(due - time.monotonic(), 0)):
@@ -102,7 +128,8 @@ class Heartbeat:
       due = now + self._interval
       self._broadcast(_ALIVE)
       for peer in self._peers:
-        if now - self._last_seen[peer] > self._timeout:
+        silent_seconds = now - self._last_seen[peer]
+        if silent_seconds > self._timeout:
           self._exit(
             f"process {peer} was silent for {self._timeout:g} s "
             "(jax_distributed_heartbeat_timeout_seconds)",
@@ -110,13 +137,16 @@ class Heartbeat:
           )
 
   def _receive(self, peer: int) -> None:
+    """Read what a peer has sent, which may end within a message."""
     try:
       text = self._peers[peer].recv(4096)
     except OSError:
       text = b""
     self._last_seen[peer] = time.monotonic()
-    *messages, self._unread[peer] = (self._unread[peer] + text).split(b"\n")
-    for message in map(bytes.decode, messages):
+    lines = (self._unread[peer] + text).split(b"\n")
+    self._unread[peer] = lines.pop()
+    for line in lines:
+      message = line.decode()
       if message == _BYE:
         self._selector.unregister(self._peers.pop(peer))
         return
@@ -128,13 +158,24 @@ class Heartbeat:
       self._exit(f"process {peer} died", EXIT_PEER_LOST)
 
   def _broadcast(self, message: str) -> None:
+    """Send a message to all peers that can still be reached."""
+    line = f"{message}\n".encode()
     for connection in list(self._peers.values()):
       with contextlib.suppress(OSError):
-        connection.sendall(message.encode() + b"\n")
+        connection.sendall(line)
+
+
+def _exit_code(error: SystemExit) -> int:
+  """Return the exit code of a process that ends by `error`."""
+  if isinstance(error.code, int):
+    return error.code
+  if error.code is None:
+    return 0
+  return 1
 
 
 def exit_process(code: int) -> NoReturn:
-  """Ends this process and its children without the exit handlers, which would wait for peers."""
+  """End this process and its children without the exit handlers, which would wait for peers."""
   for child in multiprocessing.active_children():
     child.kill()
   for stream in (sys.stdout, sys.stderr):

@@ -24,46 +24,78 @@ from maxlite.distributed.jax_private import detect_cluster
 from maxlite.distributed.rendezvous import TOKEN, ProcessSpec, bind_address, rendezvous
 
 T = TypeVar("T")
-# Environment variables: number of processes, process id; the last two, on this host.
-_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{n}" for n in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
-_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
+# Environment variables of Open MPI.
+_OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
+_OPEN_MPI_RANK = "OMPI_COMM_WORLD_RANK"
+_OPEN_MPI_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+_OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+_OPEN_MPI = (_OPEN_MPI_SIZE, _OPEN_MPI_RANK, _OPEN_MPI_LOCAL_SIZE, _OPEN_MPI_LOCAL_RANK)
+# Environment variables of SLURM.
+_SLURM_SIZE = "SLURM_NTASKS"
+_SLURM_RANK = "SLURM_PROCID"
+_SLURM_LOCAL_SIZES = "SLURM_STEP_TASKS_PER_NODE"
+_SLURM_LOCAL_RANK = "SLURM_LOCALID"
 _SLURM_NODES = "SLURM_STEP_NODELIST"  # set only within a step, which srun starts
-_POD_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Kubernetes job
-# On which the program depends that all processes must compile alike.
+_SLURM_JOB = "SLURM_JOB_ID"
+_SLURM = (
+  _SLURM_SIZE,
+  _SLURM_RANK,
+  _SLURM_LOCAL_SIZES,
+  _SLURM_LOCAL_RANK,
+  _SLURM_NODES,
+  _SLURM_JOB,
+)
+_POD_INDEX = "JOB_COMPLETION_INDEX"  # set in an indexed Kubernetes job
+# Settings that the program depends on, which all processes must compile alike.
 _JAX_SETTINGS = (
   "jax_enable_x64",
   "jax_default_matmul_precision",
   "jax_default_prng_impl",
   "jax_threefry_partitionable",
 )
-_FIRST_PORT, _NUM_PORTS = 61440, 4096  # the port is derived from the job id
+# The port is derived from the job id.
+_FIRST_PORT = 61440
+_NUM_PORTS = 4096
+
+
+_MAX_REASON = 500  # characters in a message
+_ALONE = ProcessSpec(address="", num_processes=1, process_id=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchEnvironment:
-  """What the launcher's environment variables specify; -1 and empty: not specified."""
+  """What the launcher's environment variables specify; -1 and empty: not specified.
+
+  `local_size` is the number of processes on this host, and `local_id` the index of this one there.
+  """
 
   num_processes: int = -1
   process_id: int = -1
   address: str = ""
-  local_size: int = 1  # processes on this host
+  local_size: int = 1
   local_id: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class SeparateProcesses:
-  """This process and the others of a run in which JAX runs in each as if it were alone."""
+  """This process and the others of a run in which JAX runs in each as if it were alone.
+
+  `all_gather` returns the JSON values of all processes, in order of process id.
+  """
 
   process_id: int
   num_processes: int
-  all_gather: Callable[[Any], list[Any]]  # JSON values, in order of process id
+  all_gather: Callable[[Any], list[Any]]
 
 
 @contextlib.contextmanager
 def distributed_runtime(
-  hosts: HostsConfig, values: Mapping[str, Any], *, separate: bool = False
+  hosts: HostsConfig,
+  values: Mapping[str, Any],
+  *,
+  separate: bool = False,
 ) -> Iterator[SeparateProcesses | None]:
-  """Connects this process to the other processes of its run while the context is open.
+  """Connect this process to the other processes of its run while the context is open.
 
   Enter it before JAX initialises its devices. By default, SLURM, Open MPI, Kubernetes and Cloud TPU
   are detected, and without any of them the process is alone. If a process is lost or fails, all
@@ -73,7 +105,9 @@ def distributed_runtime(
   Yields None without it, and if there are no other processes.
 
   Args:
+    hosts: how to find the other processes.
     values: the resolved config, flat, on which all processes must agree (agreement.py).
+    separate: whether JAX runs in every process as if it were alone.
 
   Raises:
     UserError: the processes do not find each other in time, or do not agree on their number, their
@@ -82,7 +116,9 @@ def distributed_runtime(
   environment = read_environment(os.environ)
   timeout = hosts.jax_distributed_initialization_timeout
   max_silence = hosts.jax_distributed_heartbeat_timeout_seconds
-  spec = resolve_process(hosts, environment) or detect_process(environment.address, timeout)
+  spec = resolve_process(hosts, environment)
+  if spec is None:
+    spec = detect_process(environment.address, timeout)
   if spec.num_processes == 1:
     yield None
     return
@@ -111,17 +147,28 @@ def distributed_runtime(
 
 
 def _show_devices(indices: list[int] | None) -> None:
-  """Hide all other GPUs from JAX, as `jax.distributed.initialize` does; None: by JAX's variable."""
-  ids = os.environ["JAX_LOCAL_DEVICE_IDS"] if indices is None else ",".join(map(str, indices))
-  for platform in ("cuda", "rocm") if ids else ():
-    jax.config.update(f"jax_{platform}_visible_devices", ids)
+  """Hide all other GPUs from JAX, as `jax.distributed.initialize` does.
+
+  Args:
+    indices: the GPUs of this process; empty: all; None: those of JAX's environment variable.
+  """
+  if indices is None:
+    ids = os.environ["JAX_LOCAL_DEVICE_IDS"]
+  else:
+    ids = ",".join(str(index) for index in indices)
+  if ids:
+    jax.config.update("jax_cuda_visible_devices", ids)
+    jax.config.update("jax_rocm_visible_devices", ids)
 
 
 def describe_process(peers: SeparateProcesses | None = None) -> str:
-  """One line about this process and its devices; empty for a single process."""
-  index, count = jax.process_index(), jax.process_count()
+  """Return one line about this process and its devices; empty for a single process."""
   if peers:
-    index, count = peers.process_id, peers.num_processes
+    index = peers.process_id
+    count = peers.num_processes
+  else:
+    index = jax.process_index()
+    count = jax.process_count()
   if count == 1:
     return ""
   return (
@@ -131,13 +178,13 @@ def describe_process(peers: SeparateProcesses | None = None) -> str:
 
 
 def barrier(name: str) -> None:
-  """Returns when all processes have called it with this `name`, which must be unique."""
+  """Return when all processes have called it with this `name`, which must be unique."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(name)
 
 
 def process_0_first(function: Callable[[], T], name: str) -> T:
-  """Calls `function` on process 0 first; the other processes can use the files it wrote."""
+  """Call `function` on process 0 first; the other processes can use the files it wrote."""
   if jax.process_index() > 0:
     barrier(name)
   result = function()
@@ -146,21 +193,28 @@ def process_0_first(function: Callable[[], T], name: str) -> T:
   return result
 
 
-def resolve_process(hosts: HostsConfig, environment: LaunchEnvironment) -> ProcessSpec | None:
-  """This process according to the keys (empty or -1: not given) and the environment.
+def resolve_process(
+  hosts: HostsConfig,
+  environment: LaunchEnvironment,
+) -> ProcessSpec | None:
+  """Return this process according to the keys (empty or -1: not given) and the environment.
 
-  None if neither specifies it; `detect_process` may.
+  Returns None if neither specifies it; `detect_process` may.
 
   Raises:
     UserError: the specification is incomplete or inconsistent.
   """
-  num_processes = environment.num_processes if hosts.num_processes == -1 else hosts.num_processes
+  num_processes = hosts.num_processes
+  if num_processes == -1:
+    num_processes = environment.num_processes
   if num_processes == 1:
-    return ProcessSpec("", 1, 0)
+    return _ALONE
   if not (hosts.coordinator_address or num_processes > 1 or hosts.process_id >= 0):
     return None
   address = hosts.coordinator_address or environment.address
-  process_id = environment.process_id if hosts.process_id == -1 else hosts.process_id
+  process_id = hosts.process_id
+  if process_id == -1:
+    process_id = environment.process_id
   if not re.fullmatch(r".+:\d{1,5}", address):
     raise UserError(
       f"coordinator_address={address or '(not given)'} for process_id={process_id} of "
@@ -182,10 +236,13 @@ def resolve_process(hosts: HostsConfig, environment: LaunchEnvironment) -> Proce
 
 
 def detect_process(address: str, timeout: int) -> ProcessSpec:
-  """This process in a Kubernetes job or a Cloud TPU, as JAX detects it; alone if in neither.
+  """Return this process in a Kubernetes job or a Cloud TPU, as JAX detects it.
+
+  In neither, the process is alone.
 
   Args:
     address: JAX_COORDINATOR_ADDRESS of the environment; empty: not set.
+    timeout: for requests to the cluster, in seconds.
 
   Raises:
     UserError: the detection fails, is incomplete or takes longer than `timeout` seconds.
@@ -198,8 +255,10 @@ def detect_process(address: str, timeout: int) -> ProcessSpec:
     raise
   # The clients of Kubernetes and of the metadata server raise many types.
   except Exception as error:
-    why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    raise UserError(f"JAX does not find the other processes ({why}): {by_hand}") from None
+    text = f"{type(error).__name__}: {error}"
+    one_line = " ".join(text.split())
+    reason = one_line[:_MAX_REASON]
+    raise UserError(f"JAX does not find the other processes ({reason}): {by_hand}") from None
   if found is not None and num_processes is not None and process_id is not None:
     return ProcessSpec(found, num_processes, process_id)
   if address:
@@ -212,36 +271,57 @@ def detect_process(address: str, timeout: int) -> ProcessSpec:
       f"this is pod {os.environ[_POD_INDEX]} of an indexed job, and JAX needs the kubernetes "
       f"package to find the others: pip install 'jax[k8s]'; or {by_hand}"
     )
-  return ProcessSpec("", 1, 0)
+  return _ALONE
 
 
 def read_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
-  """This process according to the variables of SLURM, Open MPI or a Kubernetes job."""
-  address = environment.get("JAX_COORDINATOR_ADDRESS", "")
-  if all(name in environment for name in (*_SLURM, _SLURM_NODES, "SLURM_JOB_ID")):
-    size, rank, tasks_per_node, local_rank = (environment[name] for name in _SLURM)
-    local_size = _tasks_of_node(tasks_per_node, int(environment.get("SLURM_NODEID", "0")))
-    address = address or _slurm_address(environment)
-    return LaunchEnvironment(int(size), int(rank), address, local_size, int(local_rank))
+  """Return what the variables of SLURM, Open MPI or a Kubernetes job specify."""
+  given_address = environment.get("JAX_COORDINATOR_ADDRESS", "")
+  if all(name in environment for name in _SLURM):
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return LaunchEnvironment(
+      num_processes=int(environment[_SLURM_SIZE]),
+      process_id=int(environment[_SLURM_RANK]),
+      address=given_address or _slurm_address(environment),
+      local_size=_tasks_of_node(environment[_SLURM_LOCAL_SIZES], node),
+      local_id=int(environment[_SLURM_LOCAL_RANK]),
+    )
   if all(name in environment for name in _OPEN_MPI):
-    count, index, on_host, local_index = (int(environment[name]) for name in _OPEN_MPI)
-    address = address or _open_mpi_address(environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    return LaunchEnvironment(count, index, address, on_host, local_index)
-  return LaunchEnvironment(process_id=int(environment.get(_POD_INDEX, -1)), address=address)
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    return LaunchEnvironment(
+      num_processes=int(environment[_OPEN_MPI_SIZE]),
+      process_id=int(environment[_OPEN_MPI_RANK]),
+      address=given_address or _open_mpi_address(uri),
+      local_size=int(environment[_OPEN_MPI_LOCAL_SIZE]),
+      local_id=int(environment[_OPEN_MPI_LOCAL_RANK]),
+    )
+  return LaunchEnvironment(
+    process_id=int(environment.get(_POD_INDEX, -1)),
+    address=given_address,
+  )
 
 
-def local_devices(launch: LaunchEnvironment, environment: Mapping[str, str]) -> list[int] | None:
-  """Indices of this process's GPUs among the visible ones; empty: all; None: set by JAX's variable.
+def local_devices(
+  launch: LaunchEnvironment,
+  environment: Mapping[str, str],
+) -> list[int] | None:
+  """Return the indices of this process's GPUs among the visible ones.
 
   Processes on one host divide the visible GPUs evenly, unless each one sees only its own.
 
+  Returns:
+    The indices; empty: all; None: JAX's environment variable has them.
+
   Raises:
-    UserError: they cannot be divided evenly.
+    UserError: the GPUs cannot be divided evenly.
   """
   if environment.get("JAX_LOCAL_DEVICE_IDS"):
     return None
-  size, visible = launch.local_size, environment.get("CUDA_VISIBLE_DEVICES", "")
-  num_visible = len(visible.split(",")) if visible else 0
+  size = launch.local_size
+  visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+  num_visible = 0
+  if visible:
+    num_visible = len(visible.split(","))
   if size == 1 or 0 < num_visible < size:
     return []
   if num_visible % size:
@@ -250,27 +330,40 @@ def local_devices(launch: LaunchEnvironment, environment: Mapping[str, str]) -> 
       f"(CUDA_VISIBLE_DEVICES={visible}) evenly: start {num_visible} processes, or one"
     )
   per_process = max(num_visible // size, 1)
-  return list(range(launch.local_id * per_process, (launch.local_id + 1) * per_process))
+  first = launch.local_id * per_process
+  return list(range(first, first + per_process))
 
 
 def _tasks_of_node(tasks: str, node: int) -> int:
-  """Number of tasks on a node; SLURM writes 4,4,2 as `4(x2),2`."""
-  parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-  return [int(count) for count, times in parts for _ in range(int(times or 1))][node]
+  """Return the number of tasks on a node; SLURM writes 4,4,2 as `4(x2),2`."""
+  tasks_by_node: list[int] = []
+  for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+    num_nodes = int(times or 1)
+    tasks_by_node += [int(count)] * num_nodes
+  return tasks_by_node[node]
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str:
-  """The first node of the step; node lists are `a7`, `a7,b2` or `a[007-011,15],b2`."""
+  """Return the first node of the step; node lists are `a7`, `a7,b2` or `a[007-011,15],b2`."""
   found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", environment[_SLURM_NODES])
   assert found is not None
-  return f"{found[1]}{found[2] or ''}:{_port(environment['SLURM_JOB_ID'])}"
+  host = found[1] + (found[2] or "")
+  port = _port(int(environment[_SLURM_JOB]))
+  return f"{host}:{port}"
 
 
 def _open_mpi_address(uri: str) -> str:
-  """The host of mpirun, on which process 0 runs too; empty for Open MPI 5, which has no URI."""
+  """Return the host of mpirun, on which process 0 runs too.
+
+  It is empty for Open MPI 5, which has no URI.
+  """
   found = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
-  return f"{found[2] or found[3]}:{_port(str(int(found[1]) >> 12))}" if found else ""
+  if found is None:
+    return ""
+  host = found[2] or found[3]
+  job = int(found[1]) >> 12
+  return f"{host}:{_port(job)}"
 
 
-def _port(job: str) -> int:
-  return _FIRST_PORT + int(job) % _NUM_PORTS
+def _port(job: int) -> int:
+  return _FIRST_PORT + job % _NUM_PORTS

@@ -18,11 +18,14 @@ except ImportError:
 
 
 def detect_cluster(address: str, timeout: int) -> tuple[str | None, int | None, int | None]:
-  """(coordinator address, number of processes, process id); None where nothing is detected.
+  """Detect the other processes of a Kubernetes job or a Cloud TPU.
 
   Args:
     address: overrides the detected address if not empty.
     timeout: for requests to the cluster, in seconds.
+
+  Returns:
+    (coordinator address, number of processes, process id); None where nothing is detected.
 
   Raises:
     UserError: this version of JAX has no such cluster detection.

@@ -18,10 +18,14 @@ from maxlite.distributed.agreement import describe_difference, digest, parse_fac
 from maxlite.distributed.visitors import LINE_BYTES, REFUSED, Hello, Visitors
 
 TOKEN = "MAXLITE_COORDINATOR_TOKEN"  # environment variable: a secret that a run's processes share
-_JOINED, _DESCRIBE = b"joined\n", b"describe\n"  # answers to a hello
+# Answers to a hello.
+_JOINED = b"joined\n"
+_DESCRIBE = b"describe\n"
 _FACTS_BYTES = 1 << 20
 _ANSWER_SECONDS = 10.0  # for an answer to a challenge, a hello or a request
-_CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.2
+_CONNECT_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+_MAX_SHOWN = 8  # missing processes in a message
 _BACKLOG = 128  # connections that wait to be accepted
 _ERROR_SECONDS = 5.0  # after an error, for the other processes to connect and receive it
 
@@ -36,27 +40,38 @@ class ProcessSpec:
 
   @property
   def endpoint(self) -> tuple[str, int]:
+    """Host and port of process 0."""
     host, _, port = self.address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def rendezvous(
-  spec: ProcessSpec, timeout: float, token: str = "", facts: Mapping[str, str] | None = None
+  spec: ProcessSpec,
+  timeout: float,
+  token: str = "",
+  facts: Mapping[str, str] | None = None,
 ) -> dict[int, socket.socket]:
-  """{process id: connection} from process 0 to all others, or from another process to process 0.
+  """Connect process 0 to all others, and any other process to process 0.
 
   The port is free again afterwards, for JAX's coordinator.
 
   Args:
+    spec: this process.
+    timeout: for all processes to connect, in seconds.
+    token: the secret that the processes of the run share.
     facts: {name: value} of what all processes must have in common; None: nothing.
+
+  Returns:
+    {process id: connection}, on process 0 of all others, on another process of process 0.
 
   Raises:
     UserError: on all processes, if one is missing after `timeout` seconds, two have the same id, or
       they disagree on the number of processes or on the facts.
   """
   deadline = time.monotonic() + timeout
+  own_facts = facts or {}
   if spec.process_id > 0:
-    return {0: _join(spec, facts or {}, deadline, timeout, token)}
+    return {0: _join(spec, own_facts, deadline, timeout, token)}
   joined: list[socket.socket] = []
   peers: dict[int, socket.socket] = {}
   error = ""
@@ -67,7 +82,9 @@ def rendezvous(
         break
       hello, connection = arrival
       joined.append(connection)
-      found = _hello_error(spec, peers, hello) or _facts_error(connection, hello, facts or {})
+      found = _hello_error(spec, peers, hello)
+      if not found:
+        found = _facts_error(connection, hello, own_facts)
       with contextlib.suppress(OSError):
         connection.sendall(_JOINED)
       peers.setdefault(hello.process_id, connection)
@@ -87,9 +104,13 @@ def rendezvous(
 
 
 def _join(
-  spec: ProcessSpec, facts: Mapping[str, str], deadline: float, timeout: float, token: str
+  spec: ProcessSpec,
+  facts: Mapping[str, str],
+  deadline: float,
+  timeout: float,
+  token: str,
 ) -> socket.socket:
-  """The connection of another process to process 0."""
+  """Return the connection of another process to process 0; raise UserError as `rendezvous` does."""
   while True:
     connection = _connect(spec, deadline, timeout)
     answer = _introduce(connection, spec, facts, token)
@@ -117,7 +138,10 @@ def _join(
 
 
 def _introduce(
-  connection: socket.socket, spec: ProcessSpec, facts: Mapping[str, str], token: str
+  connection: socket.socket,
+  spec: ProcessSpec,
+  facts: Mapping[str, str],
+  token: str,
 ) -> bytes | None:
   """Send this process's hello, and its facts if requested; return the last answer, if any."""
   challenge = _read_line(connection, _ANSWER_SECONDS)
@@ -125,10 +149,12 @@ def _introduce(
     return None
   hello = Hello(spec.num_processes, spec.process_id, digest(facts))
   try:
-    connection.sendall(hello.line(challenge.decode(errors="replace").strip(), token))
+    challenge_text = challenge.decode(errors="replace").strip()
+    connection.sendall(hello.line(challenge_text, token))
     answer = _read_line(connection, _ANSWER_SECONDS)
     if answer == _DESCRIBE:
-      connection.sendall(json.dumps(facts).encode() + b"\n")
+      line = f"{json.dumps(facts)}\n"
+      connection.sendall(line.encode())
       answer = _read_line(connection, _ANSWER_SECONDS)
   except OSError:
     return None
@@ -136,16 +162,22 @@ def _introduce(
 
 
 def bind_address(spec: ProcessSpec) -> str | None:
-  """HOST:PORT at which process 0 listens, and JAX's coordinator after it; None: on all interfaces.
+  """Return HOST:PORT at which process 0 listens, and JAX's coordinator after it.
 
-  The latter if HOST is not an address of this host, but is translated to one.
+  Returns None, which means all interfaces, if HOST is not an address of this host, but is
+  translated to one.
   """
-  host, port = _listening_host(spec.endpoint[0]), spec.endpoint[1]
-  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if host else None
+  named_host, port = spec.endpoint
+  host = _listening_host(named_host)
+  if not host:
+    return None
+  if ":" in host:
+    return f"[{host}]:{port}"
+  return f"{host}:{port}"
 
 
 def _listening_host(host: str) -> str:
-  """The address of this host that `host` names; empty if it names none.
+  """Return the address of this host that `host` names; empty if it names none.
 
   Loopback counts only if it is meant: Debian resolves a host's own name to 127.0.1.1, where other
   hosts cannot connect.
@@ -153,7 +185,8 @@ def _listening_host(host: str) -> str:
   with contextlib.suppress(OSError, UnicodeError):
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
       ip = str(address[0])
-      is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+      without_zone, _, _ = ip.partition("%")
+      is_loopback = ipaddress.ip_address(without_zone).is_loopback
       if not is_loopback or host in ("localhost", ip):
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
           probe.bind(address)
@@ -162,12 +195,17 @@ def _listening_host(host: str) -> str:
 
 
 def _listen(spec: ProcessSpec) -> socket.socket:
-  host, port = _listening_host(spec.endpoint[0]), spec.endpoint[1]
-  dual = not host and socket.has_dualstack_ipv6()
-  family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+  """Listen at the address of process 0; raise UserError if that is not possible."""
+  named_host, port = spec.endpoint
+  host = _listening_host(named_host)
+  accepts_both = not host and socket.has_dualstack_ipv6()
+  is_ipv6 = accepts_both or ":" in host
   try:
     return socket.create_server(
-      (host, port), family=family, dualstack_ipv6=dual, backlog=max(_BACKLOG, spec.num_processes)
+      (host, port),
+      family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+      dualstack_ipv6=accepts_both,
+      backlog=max(_BACKLOG, spec.num_processes),
     )
   except (OSError, OverflowError) as error:
     raise UserError(
@@ -176,8 +214,12 @@ def _listen(spec: ProcessSpec) -> socket.socket:
     ) from None
 
 
-def _hello_error(spec: ProcessSpec, peers: Collection[int], hello: Hello) -> str:
-  """What is inconsistent in a process's message; empty: nothing."""
+def _hello_error(
+  spec: ProcessSpec,
+  peers: Collection[int],
+  hello: Hello,
+) -> str:
+  """Return what is inconsistent in a process's message; empty: nothing."""
   rank = hello.process_id
   if hello.num_processes != spec.num_processes:
     return (
@@ -189,13 +231,18 @@ def _hello_error(spec: ProcessSpec, peers: Collection[int], hello: Hello) -> str
   return ""
 
 
-def _facts_error(connection: socket.socket, hello: Hello, facts: Mapping[str, str]) -> str:
-  """Which facts of a process differ from those of process 0; empty: none."""
+def _facts_error(
+  connection: socket.socket,
+  hello: Hello,
+  facts: Mapping[str, str],
+) -> str:
+  """Return which facts of a process differ from those of process 0; empty: none."""
   if hello.digest == digest(facts):
     return ""
   with contextlib.suppress(OSError):
     connection.sendall(_DESCRIBE)
-  others = parse_facts(_read_line(connection, _ANSWER_SECONDS, _FACTS_BYTES) or b"")
+  line = _read_line(connection, _ANSWER_SECONDS, _FACTS_BYTES)
+  others = parse_facts(line or b"")
   if not others:
     return (
       f"process_id={hello.process_id} was started with another config or version than "
@@ -204,9 +251,19 @@ def _facts_error(connection: socket.socket, hello: Hello, facts: Mapping[str, st
   return describe_difference(facts, others, hello.process_id)
 
 
-def _missing_error(spec: ProcessSpec, peers: Collection[int], timeout: float) -> str:
-  missing = [str(n) for n in range(1, spec.num_processes) if n not in peers]
-  shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+def _missing_error(
+  spec: ProcessSpec,
+  peers: Collection[int],
+  timeout: float,
+) -> str:
+  """Return the error for the processes that did not connect in time."""
+  missing = []
+  for process_id in range(1, spec.num_processes):
+    if process_id not in peers:
+      missing.append(str(process_id))
+  shown = ", ".join(missing[:_MAX_SHOWN])
+  if len(missing) > _MAX_SHOWN:
+    shown += ", ..."
   return (
     f"{len(missing)} of {spec.num_processes} processes did not connect to coordinator_address="
     f"{spec.address} in {timeout:g} s (jax_distributed_initialization_timeout): process_id "
@@ -214,7 +271,12 @@ def _missing_error(spec: ProcessSpec, peers: Collection[int], timeout: float) ->
   )
 
 
-def _connect(spec: ProcessSpec, deadline: float, timeout: float) -> socket.socket:
+def _connect(
+  spec: ProcessSpec,
+  deadline: float,
+  timeout: float,
+) -> socket.socket:
+  """Connect to process 0; raise UserError if it does not listen before the deadline."""
   while True:
     try:
       return socket.create_connection(spec.endpoint, timeout=_CONNECT_SECONDS)
@@ -228,18 +290,23 @@ def _connect(spec: ProcessSpec, deadline: float, timeout: float) -> socket.socke
 
 
 def _read_line(
-  connection: socket.socket, timeout: float, max_bytes: int = LINE_BYTES
+  connection: socket.socket,
+  timeout: float,
+  max_bytes: int = LINE_BYTES,
 ) -> bytes | None:
-  """A line; None if it does not arrive. Bytes after it are left for the heartbeat."""
+  """Read a line; None if it does not arrive. Bytes after it are left for the heartbeat."""
   deadline = time.monotonic() + timeout
   line = b""
   with contextlib.suppress(OSError):
     while len(line) < max_bytes:
-      connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+      left_seconds = deadline - time.monotonic()
+      connection.settimeout(max(left_seconds, 1e-3))
       waiting = connection.recv(LINE_BYTES, socket.MSG_PEEK)
       num_bytes = waiting.find(b"\n") + 1 or len(waiting)
       line += connection.recv(num_bytes)
       if not waiting or line.endswith(b"\n"):
         break
   connection.settimeout(None)
-  return line if line.endswith(b"\n") else None
+  if not line.endswith(b"\n"):
+    return None
+  return line

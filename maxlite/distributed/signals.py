@@ -17,22 +17,26 @@ class StopRequest:
   and agrees on a step that no process has finished yet.
   """
 
-  def __init__(self, is_shared: bool):
+  def __init__(self, is_shared: bool) -> None:
+    """Choose the signals to handle; `is_shared`: the run has several processes."""
     self._is_shared = is_shared
-    self.handled = (signal.SIGINT,) if is_shared else (signal.SIGTERM, signal.SIGINT)
+    self.handled = [signal.SIGINT]
+    if not is_shared:
+      self.handled.append(signal.SIGTERM)
     self._received: signal.Signals | None = None
 
   def after(self, step: int) -> signal.Signals | None:
-    """The signal to stop for after `step`; call it after every step."""
+    """Return the signal to stop for after `step`; call it after every step."""
     if self._is_shared and multihost_utils.reached_preemption_sync_point(step):
       return signal.SIGTERM
     return self._received
 
   def after_last(self) -> signal.Signals | None:
-    """The signal that this process received after the last call of `after`."""
+    """Return the signal that this process received after the last call of `after`."""
     return self._received
 
   def handle(self, number: int, _: FrameType | None) -> None:
+    """Record a signal; the handler of `signal.signal`."""
     for each in self.handled:
       signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
     if self._is_shared:

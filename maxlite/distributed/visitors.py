@@ -27,32 +27,45 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-  """What a process sends to process 0."""
+  """What a process sends to process 0.
+
+  `digest` is the hexadecimal SHA-256 of what all processes must have in common (agreement.py).
+  """
 
   num_processes: int
   process_id: int
-  digest: str  # of what all processes must have in common (agreement.py), hexadecimal SHA-256
+  digest: str
 
   def line(self, challenge: str, token: str) -> bytes:
-    """The line that a process sends."""
-    return f"{self._text} {self._proof(challenge, token)}\n".encode()
+    """Return the line that a process sends."""
+    proof = self._proof(challenge, token)
+    return f"{self._text} {proof}\n".encode()
 
   @property
   def _text(self) -> str:
     return f"{self.num_processes} {self.process_id} {self.digest}"
 
   def _proof(self, challenge: str, token: str) -> str:
-    return hmac.new(token.encode(), f"{challenge} {self._text}".encode(), "sha256").hexdigest()
+    message = f"{challenge} {self._text}"
+    return hmac.new(token.encode(), message.encode(), "sha256").hexdigest()
 
   @classmethod
   def verify(cls, line: str, challenge: str, token: str) -> "Hello | None":
-    """The hello of a line with the right proof; None for other lines."""
+    """Return the hello of a line with the right proof; None for other lines."""
     found = _HELLO.fullmatch(line)
     if found is None:
       return None
-    hello = cls(int(found[1]), int(found[2]), found[3])
-    is_proven = hmac.compare_digest(found[4], hello._proof(challenge, token))
-    return hello if is_proven and 0 < hello.process_id < hello.num_processes else None
+    hello = cls(
+      num_processes=int(found[1]),
+      process_id=int(found[2]),
+      digest=found[3],
+    )
+    proof = hello._proof(challenge, token)
+    if not hmac.compare_digest(found[4], proof):
+      return None
+    if not 0 < hello.process_id < hello.num_processes:
+      return None
+    return hello
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,7 +81,19 @@ class _Visitor:
 class Visitors:
   """The unproven connections of `listener`, while the context is open."""
 
-  def __init__(self, listener: socket.socket, token: str, num_processes: int):
+  def __init__(
+    self,
+    listener: socket.socket,
+    token: str,
+    num_processes: int,
+  ) -> None:
+    """Accept connections of `listener`; the caller closes it.
+
+    Args:
+      listener: listens at the address of process 0.
+      token: the secret that the processes of the run share.
+      num_processes: the number of all processes of the run.
+    """
     self._listener = listener
     self._token = token
     self._max_visitors = max(_MIN_VISITORS, num_processes)
@@ -89,13 +114,15 @@ class Visitors:
     self._selector.close()
 
   def next_hello(self, deadline: float) -> tuple[Hello, socket.socket] | None:
-    """The next proven hello and its connection; None at the deadline (time.monotonic())."""
+    """Return the next proven hello and its connection; None at the deadline (time.monotonic())."""
     while not self._arrived:
       now = time.monotonic()
       if now >= deadline:
         return None
       self._dismiss_expired(now)
-      wake = min([deadline, *(visitor.deadline for visitor in self._visitors)])
+      wake = deadline
+      for visitor in self._visitors:
+        wake = min(wake, visitor.deadline)
       for key, _ in self._selector.select(wake - now):
         if key.data is None:
           self._accept()
@@ -104,8 +131,9 @@ class Visitors:
     return self._arrived.popleft()
 
   def _accept(self) -> None:
+    """Accept a connection and send it a challenge; too many dismiss the oldest."""
     try:
-      connection = self._listener.accept()[0]
+      connection, _ = self._listener.accept()
     except OSError as error:
       if error.errno in _EXHAUSTED:
         if self._visitors:
@@ -116,13 +144,18 @@ class Visitors:
     if len(self._visitors) >= self._max_visitors:
       self._dismiss(next(iter(self._visitors)))
     connection.settimeout(_VISIT_SECONDS)
-    visitor = _Visitor(connection, secrets.token_hex(16), time.monotonic() + _VISIT_SECONDS)
+    visitor = _Visitor(
+      connection=connection,
+      challenge=secrets.token_hex(16),
+      deadline=time.monotonic() + _VISIT_SECONDS,
+    )
     self._visitors[visitor] = None
     self._selector.register(connection, selectors.EVENT_READ, visitor)
     with contextlib.suppress(OSError):
       connection.sendall(f"{visitor.challenge}\n".encode())
 
   def _receive(self, visitor: _Visitor) -> None:
+    """Read what a visitor has sent; once it is a line, accept or dismiss the visitor."""
     received = b""
     with contextlib.suppress(OSError):
       received = visitor.connection.recv(LINE_BYTES)
@@ -148,6 +181,7 @@ class Visitors:
         self._dismiss(visitor)
 
   def _dismiss(self, visitor: _Visitor) -> None:
+    """Close the connection of a visitor."""
     self._forget(visitor)
     visitor.connection.close()
 

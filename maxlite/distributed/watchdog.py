@@ -1,6 +1,7 @@
 """A timeout for steps that hang."""
 
 import faulthandler
+import math
 import sys
 import threading
 import time
@@ -16,15 +17,17 @@ class Watchdog:
   The stacks of all threads are printed first.
   """
 
-  def __init__(self, seconds: float):
-    """`seconds` is the timeout of each operation; 0: none."""
+  def __init__(self, seconds: float) -> None:
+    """Set the timeout of each operation; 0 seconds: none."""
     self._seconds = seconds
-    self._operation, self._deadline = "", float("inf")
+    self._operation = ""
+    self._deadline = math.inf
     self._closed = threading.Event()
 
   def expect(self, operation: str) -> None:
-    """Starts the timeout of the next operation."""
-    self._operation, self._deadline = operation, time.monotonic() + self._seconds
+    """Start the timeout of the next operation."""
+    self._operation = operation
+    self._deadline = time.monotonic() + self._seconds
     if self._seconds:  # a fallback if the GIL is held and no Python thread can run
       faulthandler.dump_traceback_later(self._seconds + _FALLBACK_SECONDS, exit=True)
 
@@ -39,6 +42,7 @@ class Watchdog:
       faulthandler.cancel_dump_traceback_later()
 
   def _run(self) -> None:
+    """Wait until the context is closed, or end the process at the deadline."""
     while not self._closed.wait(min(self._deadline - time.monotonic(), self._seconds)):
       if time.monotonic() >= self._deadline:
         sys.stderr.write(
