@@ -1,8 +1,9 @@
 """The lowest held-out loss of a run: which checkpoint is the best, and when to stop early."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+
+from maxlite.metrics.step_row import LoggedRow
 
 LOSSES = ("eval_ema_loss", "eval_loss")  # of a row; the first that it has counts
 
@@ -10,19 +11,32 @@ LOSSES = ("eval_ema_loss", "eval_loss")  # of a row; the first that it has count
 class BestLoss:
   """The lowest held-out loss so far; a function of the logged rows, from which a run resumes."""
 
-  def __init__(self, patience: int = 0, rows: Iterable[Mapping[str, Any]] = ()):
-    """`patience`: evaluations without a lower loss before `stop_reason`; 0: none."""
-    self.step, self.loss = 0, math.inf
-    self._patience, self._evaluations_since = patience, 0
+  def __init__(self, patience: int = 0, rows: Iterable[LoggedRow] = ()):
+    """Count `rows`.
+
+    Args:
+      patience: evaluations without a lower loss before there is a `stop_reason`; 0: never.
+      rows: logged rows, in order of steps.
+    """
+    self.step = 0
+    self.loss = math.inf
+    self._patience = patience
+    self._evaluations_since = 0
     for row in rows:
       self.add(row)
 
-  def add(self, row: Mapping[str, Any]) -> None:
+  def add(self, row: LoggedRow) -> None:
     """Count a row, if it has a held-out loss; None is a loss that was not finite."""
-    loss, *_ = [row[name] for name in LOSSES if name in row] or [math.inf]
-    self._evaluations_since += any(name in row for name in LOSSES)
+    names = [name for name in LOSSES if name in row]
+    if not names:
+      return
+    loss = row[names[0]]
     if loss is not None and loss < self.loss:
-      self.step, self.loss, self._evaluations_since = int(row["step"]), loss, 0
+      self.step = int(row["step"])
+      self.loss = loss
+      self._evaluations_since = 0
+    else:
+      self._evaluations_since += 1
 
   @property
   def stop_reason(self) -> str:

@@ -11,16 +11,25 @@ from typing import NamedTuple
 
 
 class ChipSpec(NamedTuple):
-  """One device; None if not looked up, as no plan needs it."""
+  """One device; a figure that no plan needs is None.
 
-  bf16_tflops: float  # dense
+  Attributes:
+    bf16_tflops: peak of dense bfloat16 products, in TFLOP/s.
+    hbm_bytes: size of the memory.
+    hbm_bytes_per_second: bandwidth of the memory.
+    link_bytes_per_second: bandwidth in one direction, summed over the device's links.
+    dcn_bytes_per_second: the device's share of the host's network cards.
+  """
+
+  bf16_tflops: float
   hbm_bytes: float | None = None
   hbm_bytes_per_second: float | None = None
-  link_bytes_per_second: float | None = None  # one direction, sum over the device's links
-  dcn_bytes_per_second: float | None = None  # the device's share of the host's network cards
+  link_bytes_per_second: float | None = None
+  dcn_bytes_per_second: float | None = None
 
 
-GB, GiB = 1e9, 2**30
+GB = 1e9
+GiB = 2**30
 
 _V5E = ChipSpec(197.0, 16 * GiB, 819 * GB, 200 * GB, 3.125 * GB)
 _V5P = ChipSpec(459.0, 95 * GiB, 2765 * GB, 600 * GB, 6.25 * GB)
@@ -61,4 +70,6 @@ CHIPS: dict[str, ChipSpec] = {
 
 def peak_bf16_tflops(device_kind: str) -> float | None:
   """Return the peak dense bfloat16 TFLOP/s of a device; None if unknown (a CPU)."""
-  return CHIPS[device_kind].bf16_tflops if device_kind in CHIPS else None
+  if device_kind not in CHIPS:
+    return None
+  return CHIPS[device_kind].bf16_tflops

@@ -26,22 +26,31 @@ EXPERT = r".*moe/w[io](_\d)?(_bias)?"
 
 
 class Flops(NamedTuple):
-  """FLOPs of one training step, over all devices."""
+  """FLOPs of one training step, over all devices.
+
+  Attributes:
+    total: all of them.
+    attention: the part in attention scores and weighted values.
+  """
 
   total: float
-  attention: float  # the part of `total` in attention scores and weighted values
+  attention: float
 
 
 @functools.cache
 def parameter_sizes(model: ModelConfig) -> dict[str, int]:
   """`sizes` of a model, by an abstract initialization."""
   one = (1,) * len(MESH_AXES)
-  decoder = Decoder(model, Sharder(build_mesh(one, one, jax.devices()[:1])))
+  mesh = build_mesh(one, one, jax.devices()[:1])
+  decoder = Decoder(model, Sharder(mesh))
   tokens_BT = jnp.zeros((1, model.num_draft_heads + 1), jnp.int32)
   variables = jax.eval_shape(decoder.init, jax.random.key(0), tokens_BT)
-  leaves = jax.tree_util.tree_leaves_with_path(meta.unbox(variables)["params"])
-  path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-  return {path_of(key_path): leaf.size for key_path, leaf in leaves}
+  params = meta.unbox(variables)["params"]
+  sizes: dict[str, int] = {}
+  for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+    sizes[path] = leaf.size
+  return sizes
 
 
 def active_parameter_count(sizes: Mapping[str, int], model: ModelConfig) -> int:
@@ -68,59 +77,89 @@ def train_flops(
   anything in the stack or before it is trained.
 
   Args:
-    trained: paths; None: all.
+    model: the model's config.
+    sizes: the number of elements of every parameter, by path.
+    batch_shape: rows and positions of the batch.
+    trained: paths of the trained parameters; None for all.
     logits: whether the gradient of the loss flows through the model's own logits.
     drafts: whether the loss uses the draft heads.
   """
-  trained = sizes.keys() if trained is None else trained
-  first = min(map(_stage, trained))
-  unread = ("unembed",) if drafts else ("unembed", "draft_head")
+  if trained is None:
+    trained = sizes.keys()
+  first = min(_stage(path) for path in trained)
   macs = 0
   for path, size in sizes.items():
-    if re.fullmatch(MATRIX, path) and path.split("/")[0] not in unread:
-      passes = 1 + _needs_input_gradient(STAGES[_stage(path)], first) + (path in trained)
-      macs += passes * _active(path, size, model)
-  weight = "embed/embedding" if model.logits_via_embedding else "unembed/kernel"
+    module, _, _ = path.partition("/")
+    is_read = module != "unembed" and (drafts or module != "draft_head")
+    if is_read and re.fullmatch(MATRIX, path):
+      backward = _backward_products(STAGES[_stage(path)], first, path in trained)
+      macs += (1 + backward) * _active(path, size, model)
+  weight = "unembed/kernel"
+  if model.logits_via_embedding:
+    weight = "embed/embedding"
   # A trained embedding makes all later layers need gradients, but its lookup is not a product.
-  backward = _needs_input_gradient("unembed", first) + (weight in trained)
-  passes = 1 + logits * backward + drafts * model.num_draft_heads * (1 + backward)
-  macs += passes * model.vocab_size * model.base_emb_dim
-  flops_per_mac = FLOPS_PER_MAC * batch_shape[0] * batch_shape[1]
-  attention = flops_per_mac * _attention_macs_per_token(model, batch_shape[1], first)
+  backward = _backward_products("unembed", first, weight in trained)
+  products = 1
+  if logits:
+    products += backward
+  if drafts:
+    products += model.num_draft_heads * (1 + backward)
+  macs += products * model.vocab_size * model.base_emb_dim
+  rows, row_length = batch_shape
+  flops_per_mac = FLOPS_PER_MAC * rows * row_length
+  attention = flops_per_mac * _attention_macs_per_token(model, row_length, first)
   return Flops(flops_per_mac * macs + attention, attention)
+
+
+def _backward_products(stage: str, first: int, is_trained: bool) -> int:
+  """Products of a matrix in the backward pass: for its input's gradient, and for its own."""
+  products = 0
+  if _needs_input_gradient(stage, first):
+    products += 1
+  if is_trained:
+    products += 1
+  return products
 
 
 def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
   """Products of queries with keys, and of scores with values, over all layers."""
-  mla, num_layers = model.mla, model.base_num_decoder_layers
+  mla = model.mla
+  num_layers = model.base_num_decoder_layers
   channels = 2 * model.head_dim
   if model.family.latent_attention:
     channels = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+  num_local = num_layers
   every = model.family.global_layer_every
-  num_local = num_layers - (num_layers // every if every else 0)
+  if every:
+    num_local -= num_layers // every
   window = min(model.sliding_window_size or row_length, row_length)
   hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number of keys outside the window
   keys_per_query = num_layers * row_length / 2 - num_local * hidden  # summed over layers
-  dense = model.layer_plan[0] / num_layers
-  needed = sum(
-    share * _needs_input_gradient(stack, first)
-    for stack, share in zip(STACKS, (dense, 1 - dense), strict=True)
-  )
+  num_dense, _ = model.layer_plan
+  dense_share = num_dense / num_layers
+  needed = 0.0  # share of the layers with a backward pass
+  if _needs_input_gradient("dense_layers", first):
+    needed += dense_share
+  if _needs_input_gradient("layers", first):
+    needed += 1 - dense_share
   forward = model.base_num_query_heads * channels * keys_per_query
   return forward * (1 + BACKWARD_OVER_FORWARD * needed)
 
 
 def _stage(path: str) -> int:
-  return STAGES.index(re.sub(r"_\d+$", "", path.split("/", maxsplit=1)[0]))
+  """The index in STAGES of the module that a parameter belongs to."""
+  module, _, _ = path.partition("/")
+  return STAGES.index(re.sub(r"_\d+$", "", module))
 
 
 def _needs_input_gradient(stage: str, first: int) -> bool:
+  """Whether gradients flow to the input of a stage, if `first` is the first trained one."""
   index = STAGES.index(stage)
   return first < index or (stage in STACKS and first == index)
 
 
 def _active(path: str, size: int, model: ModelConfig) -> int:
   """Elements of a parameter that each token uses."""
-  moe = model.moe
-  is_expert = re.fullmatch(EXPERT, path)
-  return size * moe.num_experts_per_tok // moe.num_experts if is_expert else size
+  if not re.fullmatch(EXPERT, path):
+    return size
+  return size * model.moe.num_experts_per_tok // model.moe.num_experts

@@ -8,13 +8,13 @@ compilation, waiting for data, evaluation and checkpointing.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-from maxlite.metrics.step_row import Row
+from maxlite.metrics.step_row import LoggedRow, Row
 from maxlite.metrics.waits import Report, report_activities
 
 STEP = "step"
-KINDS = {  # and what is printed of long ones
+# Activities, and what is printed of long ones.
+KINDS = {
   STEP: "",
   "compile": "compiling the training step",
   "data": "waiting for data",
@@ -23,38 +23,48 @@ KINDS = {  # and what is printed of long ones
   "startup": "starting",
   "restart": "restoring",
 }
-ELAPSED, GOODPUT = "elapsed_seconds", "goodput"
+# Names in rows: seconds since the start, and the share of them in steps.
+ELAPSED = "elapsed_seconds"
+GOODPUT = "goodput"
 
 
 class Stopwatch:
   """Attributes every second to one of KINDS."""
 
   def __init__(self, kind: str = "startup", clock: Callable[[], float] = time.perf_counter):
-    """`kind` is the current activity; `clock` returns seconds."""
+    """Start with the activity `kind`; `clock` returns seconds."""
     self._seconds = dict.fromkeys(KINDS, 0.0)
-    self._kind, self._clock, self._since = kind, clock, clock()
+    self._kind = kind
+    self._clock = clock
+    self._since = clock()
 
-  def resume(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+  def resume(self, rows: Sequence[LoggedRow], step: int) -> None:
     """Add the times of the interrupted run that this process continues after `step`.
 
     `rows` are all logged rows. The time of steps after `step`, and of this process so far, counts
     as `restart`.
     """
     before = _logged_seconds(rows, step)
-    if before:
-      self.switch("restart")
-      self._seconds["restart"] += self._seconds.pop("startup")
-      self._seconds = {k: self._seconds.get(k, 0.0) + before[k] for k in KINDS}
+    if not before:
+      return
+    self.switch("restart")
+    self._seconds["restart"] += self._seconds["startup"]
+    self._seconds["startup"] = 0.0
+    for kind in KINDS:
+      self._seconds[kind] += before[kind]
 
   def switch(self, kind: str) -> str:
     """Attribute time to `kind` from now on; return the previous kind."""
-    now, before = self._clock(), self._kind
+    now = self._clock()
+    before = self._kind
     self._seconds[before] += now - self._since
-    self._kind, self._since = kind, now
+    self._kind = kind
+    self._since = now
     return before
 
   @contextlib.contextmanager
   def during(self, kind: str) -> Iterator[None]:
+    """While open, attribute time to `kind`."""
     before = self.switch(kind)
     try:
       yield
@@ -65,33 +75,51 @@ class Stopwatch:
     self, report: Report, activities: Mapping[str, str] = KINDS
   ) -> contextlib.AbstractContextManager[None]:
     """While open, report what takes more than 5 s, by the texts in `activities`."""
-    elapsed = lambda: self._clock() - self._since
-    return report_activities(lambda: (activities[self._kind], elapsed()), report)
+
+    def current() -> tuple[str, float]:
+      return activities[self._kind], self._clock() - self._since
+
+    return report_activities(current, report)
 
   def row(self) -> Row:
     """Total `elapsed_seconds`, `goodput`, and the share of each other kind."""
     self.switch(self._kind)
     elapsed = sum(self._seconds.values())
-    shares = {_share(kind): self._seconds[kind] / max(elapsed, 1e-9) for kind in KINDS}
-    return {ELAPSED: elapsed, **shares}
+    row: Row = {ELAPSED: elapsed}
+    for kind, seconds in self._seconds.items():
+      row[_share(kind)] = seconds / max(elapsed, 1e-9)
+    return row
 
 
-def _logged_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-  """Seconds of each kind in logged rows; time after `step` counts as `restart`."""
+def _logged_seconds(rows: Sequence[LoggedRow], step: int) -> dict[str, float]:
+  """Seconds of each kind in logged rows; empty without rows. Time after `step` is `restart`."""
   timed = [row for row in rows if row.get(ELAPSED)]
   if not timed:
     return {}
-  kept = next((row for row in reversed(timed) if row["step"] <= step), {ELAPSED: 0.0})
-  seconds = {kind: kept.get(_share(kind), 0.0) * kept[ELAPSED] for kind in KINDS}
-  return seconds | {"restart": seconds["restart"] + timed[-1][ELAPSED] - kept[ELAPSED]}
+  kept: LoggedRow = {ELAPSED: 0.0}
+  for row in timed:
+    if row["step"] <= step:
+      kept = row
+  seconds: dict[str, float] = {}
+  for kind in KINDS:
+    seconds[kind] = kept.get(_share(kind), 0.0) * kept[ELAPSED]
+  last = timed[-1]
+  seconds["restart"] = seconds["restart"] + last[ELAPSED] - kept[ELAPSED]
+  return seconds
 
 
-def describe_goodput(row: Mapping[str, Any]) -> str:
+def describe_goodput(row: LoggedRow) -> str:
   """Format `Stopwatch.row` as one line, largest shares first."""
-  others = sorted((kind for kind in KINDS if kind != STEP), key=lambda kind: -row[_share(kind)])
-  shares = ", ".join(f"{kind} {row[_share(kind)]:.1%}" for kind in others)
-  return f"goodput {row[GOODPUT]:.1%} of {row[ELAPSED]:,.0f} s; {shares}"
+  others = [kind for kind in KINDS if kind != STEP]
+  shares: list[str] = []
+  for kind in sorted(others, key=lambda kind: -row[_share(kind)]):
+    share = row[_share(kind)]
+    shares.append(f"{kind} {share:.1%}")
+  return f"goodput {row[GOODPUT]:.1%} of {row[ELAPSED]:,.0f} s; {', '.join(shares)}"
 
 
 def _share(kind: str) -> str:
-  return GOODPUT if kind == STEP else f"{kind}_share"
+  """The name of a kind's share in rows."""
+  if kind == STEP:
+    return GOODPUT
+  return f"{kind}_share"

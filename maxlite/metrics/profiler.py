@@ -1,11 +1,11 @@
 """Profiler traces of a few steps, for XProf or Perfetto."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from maxlite.config.schema import ObserveConfig
+from maxlite.sharding.pytree import PyTree
 
 
 class Profiler:
@@ -15,16 +15,20 @@ class Profiler:
   """
 
   def __init__(self, cfg: ObserveConfig, directory: Path):
-    self._directory, self._num_steps, self._tracing = directory, 0, False
-    first = cfg.skip_first_n_steps_for_profiler
-    self._traced = range(first, first + cfg.profiler_steps) if cfg.profiler else range(0)
+    self._directory = directory
+    self._num_steps = 0
+    self._tracing = False
+    self._traced = range(0)
+    if cfg.profiler:
+      first = cfg.skip_first_n_steps_for_profiler
+      self._traced = range(first, first + cfg.profiler_steps)
 
   def before_step(self) -> None:
     if self._traced and self._num_steps == self._traced.start:
       jax.profiler.start_trace(self._directory)
       self._tracing = True
 
-  def after_step(self, outputs: Any) -> None:
+  def after_step(self, outputs: PyTree) -> None:
     """Count the step; at the end of the trace, first wait for `outputs` so that it is complete."""
     self._num_steps += 1
     if self._tracing and self._num_steps == self._traced.stop:

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 Row = dict[str, int | float]
+# A row as it is read from a file: numbers, text and lists of integers; None if not finite.
+LoggedRow = Mapping[str, Any]
 
 
 def training_row(

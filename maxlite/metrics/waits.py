@@ -11,6 +11,7 @@ FIRST_SECONDS = 5.0
 
 
 def print_to_stderr(line: str) -> None:
+  """Print a line at once."""
   sys.stderr.write(f"{line}\n")
   sys.stderr.flush()
 
@@ -30,10 +31,12 @@ def report_activities(current: Callable[[], tuple[str, float]], report: Report) 
   Args:
     current: returns (activity, its elapsed seconds); an empty activity is not reported.
   """
-  closed, seconds = threading.Event(), FIRST_SECONDS
+  closed = threading.Event()
+  seconds = FIRST_SECONDS
 
   def watch() -> None:
-    before, due = 0.0, seconds
+    before = 0.0
+    due = seconds
     while not closed.wait(seconds / 5):
       activity, elapsed = current()
       if elapsed < before:  # another activity has begun

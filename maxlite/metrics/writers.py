@@ -5,7 +5,6 @@ loads go to a separate file.
 """
 
 import datetime
-import functools
 import json
 import math
 import os
@@ -20,9 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
-from maxlite.metrics.step_row import Row
+from maxlite.metrics.step_row import LoggedRow, Row
 
-# Console cells by metric, in order; of a metric that the row has, `skipped` only if not zero.
+# Console cells by metric, in order. A row has a cell for each metric in it; `skipped` has one only
+# if it is not zero.
 TRAINING_CELLS = {
   "loss": "loss {:7.4f}",
   "draft_loss": "drafts {:7.4f}",
@@ -68,24 +68,38 @@ class Writers:
     writers: Sequence[Writer],
     expert_load: "JsonlWriter | None" = None,
     trackers: Sequence[Tracker] = (),
-    upload: Callable[[], None] = lambda: None,
+    upload: Callable[[], None] | None = None,
   ):
-    """`upload` copies the files to where they survive this machine, at every flush."""
-    self._writers, self._expert_load, self._upload = [*writers, *trackers], expert_load, upload
+    """Group writers.
+
+    Args:
+      writers: writers of rows.
+      expert_load: the file of expert loads.
+      trackers: writers of rows, text and images.
+      upload: copies the files to where they survive this machine; called at every flush.
+    """
     self.trackers = trackers
-    self._all = [*self._writers, *([expert_load] if expert_load else [])]
+    self._expert_load = expert_load
+    self._upload = upload
+    self._writers: list[Writer] = [*writers, *trackers]
+    self._all = list(self._writers)
+    if expert_load is not None:
+      self._all.append(expert_load)
 
   def write(self, row: Row, load_NE: np.ndarray | None = None) -> None:
     """Write `row` and the assignments per expert and MoE layer."""
     for writer in self._writers:
       writer.write(row)
-    if self._expert_load and load_NE is not None:
-      self._expert_load.write({"step": row["step"], "expert_load": load_NE.astype(int).tolist()})
+    if self._expert_load is not None and load_NE is not None:
+      load = load_NE.astype(int).tolist()
+      self._expert_load.write({"step": row["step"], "expert_load": load})
 
   def flush(self) -> None:
+    """Return once all rows written so far survive a crash."""
     for writer in self._all:
       writer.flush()
-    self._upload()
+    if self._upload is not None:
+      self._upload()
 
   def close(self) -> None:
     for writer in self._all:
@@ -102,16 +116,22 @@ class JsonlWriter:
     """Open `path` and drop its rows after `resume_step`, and an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-      kept = (line for line, row in _lines_and_rows(path) if row["step"] <= resume_step)
+      kept: list[str] = []
+      for line, row in _lines_and_rows(path):
+        if row["step"] <= resume_step:
+          kept.append(line)
       write_atomically(path, "".join(kept))
     self._file = path.open("a", encoding="utf-8")
 
-  def write(self, row: Mapping[str, Any]) -> None:
+  def write(self, row: LoggedRow) -> None:
     """Append `row`, whose values are numbers, text or lists of integers."""
-    is_finite = lambda value: not isinstance(value, float) or math.isfinite(value)
-    finite = {name: value if is_finite(value) else None for name, value in row.items()}
-    ordered = {"step": row["step"]} | dict(sorted(finite.items()))
-    self._file.write(json.dumps(ordered, allow_nan=False) + "\n")
+    written = {"step": row["step"]}
+    for name in sorted(row):
+      value = row[name]
+      if isinstance(value, float) and not math.isfinite(value):
+        value = None
+      written[name] = value
+    self._file.write(json.dumps(written, allow_nan=False) + "\n")
     self._file.flush()  # for readers such as `tail -f`; only flush() below survives a crash
 
   def flush(self) -> None:
@@ -134,19 +154,27 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yield the complete lines of a file and their rows."""
   if not path.exists():
     return
   lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
   for number, line in enumerate(lines, start=1):
-    try:
-      row = json.loads(line)
-      complete = line.endswith("\n") and isinstance(row, dict) and "step" in row
-    except json.JSONDecodeError:
-      complete = False
-    if complete:
+    row = _parse_row(line)
+    if row is not None:
       yield line, row
     elif number < len(lines):
       raise UserError(f"{path} line {number} is not a row of metrics: fix or move the file")
+
+
+def _parse_row(line: str) -> dict[str, Any] | None:
+  """The row of a line; None if the line is incomplete or is not a row."""
+  try:
+    row = json.loads(line)
+  except json.JSONDecodeError:
+    return None
+  if line.endswith("\n") and isinstance(row, dict) and "step" in row:
+    return row
+  return None
 
 
 class TensorBoardWriter:
@@ -184,23 +212,52 @@ class WandbWriter:
   Mode and account are those of the library: `wandb login`, or WANDB_MODE=offline.
   """
 
-  def __init__(self, directory: Path, config: Mapping[str, Any], **names: Any):
-    """Open the run with `names` (project, name, id); UserError if wandb is missing or fails."""
+  def __init__(
+    self,
+    directory: Path,
+    config: Mapping[str, Any],
+    *,
+    project: str,
+    name: str,
+    id: str,
+  ):
+    """Open a run.
+
+    Args:
+      directory: where wandb keeps its files.
+      config: the settings that it shows.
+      project: the project of the run.
+      name: the name that it shows.
+      id: identifies the run, which a later one with the same id continues.
+
+    Raises:
+      UserError: wandb is missing or fails.
+    """
     try:
       import wandb
     except ImportError:
       raise UserError("wandb_project_name needs wandb: pip install 'maxlite[wandb]'") from None
     self._image = wandb.Image
-    names |= {"resume": "allow", "settings": wandb.Settings(silent=True)}
     try:
-      # create_new: members of an ensemble are runs at the same time.
-      self._run = wandb.init(dir=directory, config=dict(config), reinit="create_new", **names)
+      self._run = wandb.init(
+        dir=directory,
+        config=dict(config),
+        reinit="create_new",  # members of an ensemble are runs at the same time
+        resume="allow",
+        settings=wandb.Settings(silent=True),
+        project=project,
+        name=name,
+        id=id,
+      )
     except wandb.errors.Error as error:
-      line, fix = " ".join(str(error).split()), "run `wandb login`, or set WANDB_MODE=offline"
-      raise UserError(f"wandb_project_name={names['project']}: {line}; {fix}") from None
+      line = " ".join(str(error).split())
+      raise UserError(
+        f"wandb_project_name={project}: {line}; run `wandb login`, or set WANDB_MODE=offline"
+      ) from None
 
   def write(self, row: Row) -> None:
-    self._run.log({name: x for name, x in row.items() if name != "step"}, step=int(row["step"]))
+    values = {name: value for name, value in row.items() if name != "step"}
+    self._run.log(values, step=int(row["step"]))
 
   def write_text(self, name: str, text: str, step: int) -> None:
     self._run.log({name: text}, step=step)
@@ -218,12 +275,15 @@ class WandbWriter:
 def open_console(*, quiet: bool = False) -> Console:
   """A console on stdout; in a notebook plain text, as in a file, instead of HTML and colors."""
   is_terminal = sys.stdout.isatty()
+  width = None
+  if not is_terminal:
+    width = 120  # wide tables in files
   return Console(
     quiet=quiet,
     highlight=False,
     markup=False,
     soft_wrap=True,
-    width=None if is_terminal else 120,  # wide tables in files
+    width=width,
     force_terminal=is_terminal,
     force_jupyter=False,
   )
@@ -235,33 +295,50 @@ class ConsoleWriter:
   def __init__(
     self, num_steps: int, resume_step: int, console: Console, phases: Sequence[str] = ()
   ):
-    """`num_steps` is the run's total; the remaining time is estimated from `resume_step` on.
+    """Start the progress bar.
 
-    `phases` are the names of phases; a row's `phase` is an index.
+    Args:
+      num_steps: steps of the run.
+      resume_step: the step from which the remaining time is estimated.
+      console: where lines are printed.
+      phases: the names of phases; a row's `phase` is an index.
     """
     self._num_steps = num_steps
-    self._phases = [phase.ljust(max(map(len, phases))) for phase in phases]
+    width = max((len(phase) for phase in phases), default=0)
+    self._phases = [phase.ljust(width) for phase in phases]
     self._console = console
-    columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("left")
     self._is_piped = not console.is_terminal
-    options = functools.partial(Progress, transient=True, speed_estimate_period=600)  # seconds
-    self._progress = options(*columns, console=console, disable=self._is_piped)
+    self._progress = Progress(
+      MofNCompleteColumn(),
+      BarColumn(),
+      TimeRemainingColumn(),
+      TextColumn("left"),
+      console=console,
+      disable=self._is_piped,
+      transient=True,
+      speed_estimate_period=600,  # seconds
+    )
     self._task = self._progress.add_task("", total=num_steps, completed=max(resume_step, 0))
     self._progress.start()
 
   def write(self, row: Row) -> None:
-    phase = [self._phases[int(row["phase"])]] if "phase" in row else []
     self._progress.update(self._task, completed=row["step"])
-    seconds = self._progress.tasks[0].time_remaining if self._is_piped else None
-    left = [f"{datetime.timedelta(seconds=seconds)} left"] if seconds else []
-    self._print("step", row["step"], phase + _cells(row, TRAINING_CELLS) + left)
+    cells: list[str] = []
+    if "phase" in row:
+      cells.append(self._phases[int(row["phase"])])
+    cells += _cells(row, TRAINING_CELLS)
+    seconds = None
+    if self._is_piped:
+      seconds = self._progress.tasks[0].time_remaining
+    if seconds:
+      cells.append(f"{datetime.timedelta(seconds=seconds)} left")
+    self._print("step", row["step"], cells)
     if "eval_loss" in row:
-      names = (name for name in row if name.startswith("eval_loss/"))
-      by_source = {name: f"{name.removeprefix('eval_loss/')} {{:.4f}}" for name in names}
-      self._print("eval", row["step"], _cells(row, EVAL_CELLS | by_source))
+      self._print("eval", row["step"], _cells(row, EVAL_CELLS | _source_cells(row)))
 
   def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
-    done = f"{kind} {step:>{len(str(self._num_steps))}}/{self._num_steps}"
+    width = len(str(self._num_steps))
+    done = f"{kind} {step:>{width}}/{self._num_steps}"
     # soft_wrap keeps a line whole in a log file, whatever its assumed width
     self._console.print("  ".join([done, *cells]), soft_wrap=True, markup=False, highlight=False)
 
@@ -273,11 +350,25 @@ class ConsoleWriter:
     self.flush()
 
 
+def _source_cells(row: Row) -> dict[str, str]:
+  """Cells of the held-out loss of each source of data."""
+  cells: dict[str, str] = {}
+  for name in row:
+    if name.startswith("eval_loss/"):
+      source = name.removeprefix("eval_loss/")
+      cells[name] = f"{source} {{:.4f}}"
+  return cells
+
+
 def _cells(row: Row, formats: Mapping[str, str]) -> list[str]:
-  heads = [share for name, share in row.items() if name.startswith("eval_acceptance_")]
-  accepted = " ".join(f"{share:.1%}" for share in heads)
-  return [
-    text.format(row[name], accepted=accepted)
-    for name, text in formats.items()
-    if name in row and (row[name] or name != "skipped")
-  ]
+  """The cells of the metrics that the row has; `formats` is like TRAINING_CELLS."""
+  accepted: list[str] = []  # share of the drafts of each head
+  for name, share in row.items():
+    if name.startswith("eval_acceptance_"):
+      accepted.append(f"{share:.1%}")
+  cells: list[str] = []
+  for name, text in formats.items():
+    is_shown = name != "skipped" or row.get(name)
+    if name in row and is_shown:
+      cells.append(text.format(row[name], accepted=" ".join(accepted)))
+  return cells

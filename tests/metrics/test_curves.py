@@ -1,15 +1,19 @@
 """Plots of a run show what its metrics file has."""
 
-import itertools
-import json
 import math
 
 import numpy as np
 import pytest
+from drawn_figures import figures_of
 from matplotlib.image import imread
 
-from maxlite.metrics.plots import curves
-from maxlite.metrics.plots.curves import draw_curves, draw_expert_load
+from maxlite.metrics.plots.curves import (
+  MAX_LAYERS,
+  MAX_STEPS,
+  PANELS,
+  draw_curves,
+  draw_expert_load,
+)
 from maxlite.metrics.writers import JsonlWriter
 
 
@@ -30,36 +34,39 @@ def eval_row(step):
   return {"step": step, "eval_loss": loss, "eval_bits_per_byte": loss / math.log(2)}
 
 
-def draw(folder, rows):
-  writer = JsonlWriter(folder / "metrics.jsonl", -1)
+def write(path, rows):
+  writer = JsonlWriter(path, -1)
   for row in rows:
     writer.write(row)
   writer.close()
-  draw_curves(folder / "metrics.jsonl", folder / "curves.png")
-  assert sorted(path.name for path in folder.iterdir()) == ["curves.png", "metrics.jsonl"]
-  return imread(folder / "curves.png")
 
 
-def test_every_metric_adds_to_the_plot(tmp_path):
+def figure_of_rows(monkeypatch, folder, rows):
+  write(folder / "metrics.jsonl", rows)
+  (figure,) = figures_of(monkeypatch, draw_curves, folder / "metrics.jsonl", None)
+  return figure
+
+
+def test_every_metric_adds_to_the_plot(tmp_path, monkeypatch):
   rows = [training_row(step) for step in range(0, 301, 5)]
   rows += [eval_row(step) for step in (0, 100, 200, 300)]
-  pictures = []
-  for i, metric in enumerate([None, "eval_bits_per_byte", "eval_loss", "expert_imbalance"]):
-    rows = [{name: value for name, value in row.items() if name != metric} for row in rows]
-    folder = tmp_path / str(i)
-    folder.mkdir()
-    pictures.append(draw(folder, [row for row in rows if len(row) > 1]))
-  for more, fewer in itertools.pairwise(pictures):
-    assert not np.array_equal(more, fewer)
+  figure = figure_of_rows(monkeypatch, tmp_path, rows)
+  loss, *panels = figure.axes
+  assert [line.get_label() for line in loss.lines] == ["training", "held out (last: 1.739)"]
+  assert [axes.get_ylabel() for axes in loss.child_axes] == ["bits per byte (held out)"]
+  assert [axes.get_title() for axes in panels] == [panel.title for panel in PANELS]
+
+  (tmp_path / "fewer").mkdir()
+  hidden = ("eval_bits_per_byte", "expert_imbalance")
+  rows = [{name: row[name] for name in row if name not in hidden} for row in rows]
+  loss, *panels = figure_of_rows(monkeypatch, tmp_path / "fewer", rows).axes
+  assert not loss.child_axes
+  assert len(panels) == len(PANELS) - 1
 
 
 def test_ticks_are_whole_steps(tmp_path, monkeypatch):
-  figures = []
-  monkeypatch.setattr(curves, "save_figure", lambda figure, _: figures.append(figure))
   rows = [training_row(step) | eval_row(step) for step in range(4)]
-  (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-  draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-  for axes in figures[0].axes:
+  for axes in figure_of_rows(monkeypatch, tmp_path, rows).axes:
     assert [tick for tick in axes.get_xticks() if 0 <= tick <= 3] == [0, 1, 2, 3]
 
 
@@ -74,35 +81,39 @@ def test_ticks_are_whole_steps(tmp_path, monkeypatch):
   ],
 )
 def test_edge_cases_are_drawn_without_a_warning(tmp_path, rows):
-  assert draw(tmp_path, rows).ndim == 3
+  write(tmp_path / "metrics.jsonl", rows)
+  draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+  assert imread(tmp_path / "curves.png").ndim == 3
 
 
-def draw_load(folder, steps, load_SNE):
-  """The plot, or None if none was drawn."""
-  folder.mkdir()
-  writer = JsonlWriter(folder / "expert_load.jsonl", -1)
+def write_load(path, steps, load_SNE):
+  rows = []
   for step, load_NE in zip(steps, load_SNE, strict=True):
-    writer.write({"step": step, "expert_load": np.asarray(load_NE).tolist()})
-  writer.close()
-  draw_expert_load(folder / "expert_load.jsonl", folder / "expert_load.png")
-  png = folder / "expert_load.png"
-  return imread(png) if png.exists() else None
+    rows.append({"step": step, "expert_load": np.asarray(load_NE).tolist()})
+  write(path, rows)
 
 
-def reds(picture):
-  """Number of pixels with the color of an overloaded expert."""
-  red, green, blue = (picture[..., i] for i in range(3))
-  return int(((red > 0.35) & (green < 0.1) & (blue < 0.2)).sum())
+def figures_of_load(monkeypatch, folder, steps, load_SNE):
+  write_load(folder / "expert_load.jsonl", steps, load_SNE)
+  return figures_of(monkeypatch, draw_expert_load, folder / "expert_load.jsonl", None)
 
 
-def test_an_overloaded_expert_is_red_while_overloaded(tmp_path):
-  even, overloaded = np.full((2, 8), 10), np.full((2, 8), 10)
+def test_an_overloaded_expert_is_red_while_overloaded(tmp_path, monkeypatch):
+  even = np.full((2, 8), 10)
+  overloaded = np.full((2, 8), 10)
   overloaded[1, 5] = 200
-  loads = {"never": [even] * 8, "half": [even] * 4 + [overloaded] * 4, "always": [overloaded] * 8}
-  pictures = {n: draw_load(tmp_path / n, range(0, 80, 10), load) for n, load in loads.items()}
-  never, half, always = (reds(pictures[name]) for name in loads)
-  assert always - never == pytest.approx(2 * (half - never), rel=0.05)
-  assert half - never > 500
+  load_SNE = [even] * 4 + [overloaded] * 4
+  (figure,) = figures_of_load(monkeypatch, tmp_path, range(0, 80, 10), load_SNE)
+  first, second = (axes.collections[0] for axes in figure.axes[:2])
+  np.testing.assert_allclose(first.get_array(), 1)
+  expected_ES = np.ones((8, 8))
+  expected_ES[:, 4:] = 10 / (270 / 8)
+  expected_ES[5, 4:] = 200 / (270 / 8)
+  np.testing.assert_allclose(second.get_array(), expected_ES)
+  red, green, blue, _ = second.cmap(second.norm(expected_ES[5, 4]))
+  assert red > 0.35
+  assert max(green, blue) < 0.2
 
 
 @pytest.mark.parametrize(
@@ -111,17 +122,16 @@ def test_an_overloaded_expert_is_red_while_overloaded(tmp_path):
   ids=str,
 )
 def test_ticks_of_loads_are_logged_steps(tmp_path, monkeypatch, steps, ticks):
-  figures = []
-  monkeypatch.setattr(curves, "save_figure", lambda figure, _: figures.append(figure))
-  draw_load(tmp_path / "run", steps, [[[3, 1]]] * len(steps))
-  assert figures[0].axes[0].get_xticks().tolist() == ticks
+  (figure,) = figures_of_load(monkeypatch, tmp_path, steps, [[[3, 1]]] * len(steps))
+  assert figure.axes[0].get_xticks().tolist() == ticks
 
 
-def test_number_of_layers_and_steps_is_limited(tmp_path):
+def test_number_of_layers_and_steps_is_limited(tmp_path, monkeypatch):
   load_SNE = np.random.default_rng(0).integers(1, 9, (1000, 40, 3))
-  picture = draw_load(tmp_path / "many", range(1000), load_SNE)
-  few = draw_load(tmp_path / "few", range(1000), load_SNE[:, :16])
-  assert picture.shape == few.shape
+  (figure,) = figures_of_load(monkeypatch, tmp_path, range(1000), load_SNE)
+  drawn = [axes.collections[0] for axes in figure.axes if axes.get_title()]
+  assert len(drawn) == MAX_LAYERS
+  assert drawn[0].get_array().shape == (3, MAX_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +145,6 @@ def test_number_of_layers_and_steps_is_limited(tmp_path):
   ids=str,
 )
 def test_edge_cases_of_loads_are_drawn_without_a_warning(tmp_path, steps, load_SNE):
-  picture = draw_load(tmp_path / "run", steps, load_SNE)
-  assert (picture is None) == (not steps)
+  write_load(tmp_path / "expert_load.jsonl", steps, load_SNE)
+  draw_expert_load(tmp_path / "expert_load.jsonl", tmp_path / "expert_load.png")
+  assert (tmp_path / "expert_load.png").exists() == bool(steps)

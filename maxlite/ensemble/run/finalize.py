@@ -19,12 +19,10 @@ from maxlite.ensemble.report.leaderboard import (
 )
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import LINEAGE, ancestors
-from maxlite.metrics.plots.ensemble_curves import (
-  draw_calibration,
-  draw_learning_curves,
-  draw_lineage,
-  draw_parallel_coordinates,
-)
+from maxlite.metrics.plots.calibration import draw_calibration
+from maxlite.metrics.plots.ensemble_curves import draw_learning_curves
+from maxlite.metrics.plots.lineage import draw_lineage
+from maxlite.metrics.plots.parallel_coordinates import draw_parallel_coordinates
 from maxlite.metrics.writers import read_rows
 from maxlite.optim.build import hyperparameters
 

@@ -16,14 +16,18 @@ from maxlite.metrics.plots.figure import (
   BLUE,
   GRAY,
   ORANGE,
+  Color,
   curve_of,
   new_figure,
   save_figure,
   style_steps,
 )
+from maxlite.metrics.step_row import LoggedRow
 from maxlite.metrics.writers import read_rows
 
-MAX_LAYERS, MAX_STEPS = 16, 400  # of the expert load plot; more would not be visible
+# Limits of the plot of expert loads; more would not be visible.
+MAX_LAYERS = 16
+MAX_STEPS = 400
 MAX_TICKS = 6
 MAX_LOAD = 3  # upper end of the color scale, in multiples of a uniform load
 Span = tuple[int, int, str]  # first step, last step, phase
@@ -52,9 +56,13 @@ def draw_curves(metrics_path: Path, png_path: Path) -> None:
   """Draw training and held-out loss, and below them a panel per metric that the run has."""
   rows = read_rows(metrics_path)
   panels = [panel for panel in PANELS if curve_of(rows, panel.metric).size]
-  figure = new_figure(10, 6.2 if panels else 4, w_pad=0.12, h_pad=0.1)
-  heights = [2, 1] if panels else [2]
-  grid = figure.add_gridspec(len(heights), max(len(panels), 1), height_ratios=heights)
+  num_columns = max(len(panels), 1)
+  if panels:
+    figure = new_figure(10, 6.2, w_pad=0.12, h_pad=0.1)
+    grid = figure.add_gridspec(2, num_columns, height_ratios=[2, 1])
+  else:
+    figure = new_figure(10, 4, w_pad=0.12, h_pad=0.1)
+    grid = figure.add_gridspec(1, num_columns, height_ratios=[2])
   _draw_loss(figure.add_subplot(grid[0, :]), rows)
   for column, panel in enumerate(panels):
     _draw_panel(figure.add_subplot(grid[1, column]), rows, panel)
@@ -73,7 +81,8 @@ def draw_expert_load(load_path: Path, png_path: Path) -> None:
   steps = np.asarray([row["step"] for row in rows])
   num_layers = len(rows[0]["expert_load"])
   layers = _evenly_spaced(num_layers, MAX_LAYERS)
-  columns = min(math.ceil(math.sqrt(len(layers))), 4)
+  side_of_square = math.ceil(math.sqrt(len(layers)))
+  columns = min(side_of_square, 4)
   lines = math.ceil(len(layers) / columns)
   figure = new_figure(1.5 + 3.2 * columns, 0.5 + 2.3 * lines, w_pad=0.08, h_pad=0.08)
   panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
@@ -94,7 +103,9 @@ def draw_expert_load(load_path: Path, png_path: Path) -> None:
 
 def _evenly_spaced(number: int, limit: int) -> list[int]:
   """At most `limit` of the indices below `number`, including the first and the last."""
-  return np.unique(np.linspace(0, number - 1, min(number, limit)).round().astype(int)).tolist()
+  positions = np.linspace(0, number - 1, min(number, limit))
+  indices = np.unique(positions.round().astype(int))
+  return indices.tolist()
 
 
 def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
@@ -102,8 +113,13 @@ def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
   mean_S1 = load_SE.mean(axis=1, keepdims=True)
   relative_ES = (load_SE / np.where(mean_S1 > 0, mean_S1, np.nan)).T
   between = (steps[1:] + steps[:-1]) / 2
-  left = steps[0] - (between[0] - steps[0] if between.size else 0.5)
-  right = steps[-1] + (steps[-1] - between[-1] if between.size else 0.5)
+  first_half = 0.5  # half of the width of the first column
+  last_half = 0.5
+  if between.size:
+    first_half = between[0] - steps[0]
+    last_half = steps[-1] - between[-1]
+  left = steps[0] - first_half
+  right = steps[-1] + last_half
   mesh = axes.pcolormesh(
     np.concatenate([[left], between, [right]]),
     np.arange(load_SE.shape[1] + 1) - 0.5,
@@ -118,30 +134,56 @@ def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
   return mesh
 
 
-def _draw_loss(axes: Axes, rows: Sequence[dict]) -> None:
-  axes.plot(*curve_of(rows, "loss").T, color=BLUE, linewidth=1.2, label="training")
-  steps, loss = curve_of(rows, "eval_loss").T
-  if steps.size:
-    label = f"held out (last: {loss[-1]:.3f})"
-    axes.plot(steps, loss, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label=label)
-  for name in sorted({name for row in rows for name in row if name.startswith("eval_loss/")}):
-    steps, of_source = curve_of(rows, name).T
-    label = f"{name.removeprefix('eval_loss/')} (last: {of_source[-1]:.3f})"
-    axes.plot(steps, of_source, marker=".", linewidth=0.8, label=label)
+def _draw_loss(axes: Axes, rows: Sequence[LoggedRow]) -> None:
+  """Draw the training and held-out losses, and those of each source of held-out data."""
+  steps, loss = curve_of(rows, "loss").T
+  axes.plot(steps, loss, color=BLUE, linewidth=1.2, label="training")
+  eval_steps, eval_loss = curve_of(rows, "eval_loss").T
+  if eval_steps.size:
+    axes.plot(
+      eval_steps,
+      eval_loss,
+      color=ORANGE,
+      marker="o",
+      markersize=4,
+      linewidth=1.5,
+      label=f"held out (last: {eval_loss[-1]:.3f})",
+    )
+  for name in _source_losses(rows):
+    source = name.removeprefix("eval_loss/")
+    source_steps, source_loss = curve_of(rows, name).T
+    label = f"{source} (last: {source_loss[-1]:.3f})"
+    axes.plot(source_steps, source_loss, marker=".", linewidth=0.8, label=label)
   _, bits = curve_of(rows, "eval_bits_per_byte").T
-  if bits.size and 0 < bits[-1] < np.inf and 0 < loss[-1] < np.inf:
-    # Both measure the same text and differ by a constant factor: a second scale is enough.
-    factor = bits[-1] / loss[-1]
-    right = axes.secondary_yaxis("right", functions=(lambda y: y * factor, lambda y: y / factor))
-    right.set_ylabel("bits per byte (held out)")
-    right.tick_params(labelsize=8)
+  if bits.size and 0 < bits[-1] < np.inf and 0 < eval_loss[-1] < np.inf:
+    _add_bits_per_byte(axes, bits[-1] / eval_loss[-1])
   axes.set_ylabel("loss (nats per token)")
   axes.legend(frameon=False)
   style_steps(axes)
 
 
-def _draw_panel(axes: Axes, rows: Sequence[dict], panel: Panel) -> None:
-  axes.plot(*curve_of(rows, panel.metric).T, color=BLUE, linewidth=1.2)
+def _source_losses(rows: Sequence[LoggedRow]) -> list[str]:
+  """The metrics of the held-out losses of single sources."""
+  names: set[str] = set()
+  for row in rows:
+    names.update(name for name in row if name.startswith("eval_loss/"))
+  return sorted(names)
+
+
+def _add_bits_per_byte(axes: Axes, factor: float) -> None:
+  """Add an axis of bits per byte, which are `factor` times the loss.
+
+  Both measure the same text and differ by a constant factor: a second scale is enough.
+  """
+  functions = (lambda loss: loss * factor, lambda bits: bits / factor)
+  right = axes.secondary_yaxis("right", functions=functions)
+  right.set_ylabel("bits per byte (held out)")
+  right.tick_params(labelsize=8)
+
+
+def _draw_panel(axes: Axes, rows: Sequence[LoggedRow], panel: Panel) -> None:
+  steps, values = curve_of(rows, panel.metric).T
+  axes.plot(steps, values, color=BLUE, linewidth=1.2)
   if panel.log_scale:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(LogFormatter())
@@ -161,14 +203,23 @@ def draw_timeline(
   """Draw when each group of parameters is trained, coloured by phase, and the losses below.
 
   Args:
+    metrics_path: the file of the run's rows.
+    png_path: where the plot is saved.
     groups: phase -> regexes of the parameters it trains.
+    spans: the steps of each phase, in order.
   """
-  regexes = list(dict.fromkeys(regex for trained in groups.values() for regex in trained))
+  regexes: list[str] = []
+  for trained in groups.values():
+    for regex in trained:
+      if regex not in regexes:
+        regexes.append(regex)
   height = 0.8 + 0.32 * len(regexes)
   figure = new_figure(10, height + 3.6, w_pad=0.12, h_pad=0.08)
   top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[height, 3.2])
   palette = colormaps["tab10"]
-  colors = {name: palette(n % palette.N) for n, name in enumerate(groups)}
+  colors: dict[str, Color] = {}
+  for index, phase in enumerate(groups):
+    colors[phase] = palette(index % palette.N)
   _draw_groups(top, regexes, groups, spans, colors)
   _draw_phase_losses(bottom, read_rows(metrics_path), spans, colors)
   save_figure(figure, png_path)
@@ -179,37 +230,68 @@ def _draw_groups(
   regexes: Sequence[str],
   groups: Mapping[str, Sequence[str]],
   spans: Sequence[Span],
-  colors: Mapping[str, tuple],
+  colors: Mapping[str, Color],
 ) -> None:
+  """Draw a line of bars per regex: the steps in which a phase trains its parameters."""
   for line, regex in enumerate(regexes):
-    for name, trained in groups.items():
-      bars = [(first - 0.5, last - first + 1) for first, last, phase in spans if phase == name]
+    for phase, trained in groups.items():
       if regex in trained:
-        axes.broken_barh(bars, (line - 0.38, 0.76), color=colors[name], label=name)
+        bars: list[tuple[float, float]] = []  # left edge, width
+        for first, last, phase_of_span in spans:
+          if phase_of_span == phase:
+            bars.append((first - 0.5, last - first + 1))
+        axes.broken_barh(bars, (line - 0.38, 0.76), color=colors[phase], label=phase)
   axes.set_yticks(range(len(regexes)), regexes, fontsize=8)
   axes.set_ylim(len(regexes) - 0.5, -0.5)
   axes.set_title("trained parameters by phase", fontsize=9, color=GRAY)
-  handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-  axes.legend(handles.values(), handles, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+  handles, labels = axes.get_legend_handles_labels()
+  handle_of = dict(zip(labels, handles, strict=True))  # one of each phase
+  axes.legend(
+    handle_of.values(),
+    handle_of.keys(),
+    frameon=False,
+    loc="upper left",
+    bbox_to_anchor=(1, 1),
+  )
   axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_phase_losses(
-  axes: Axes, rows: Sequence[dict], spans: Sequence[Span], colors: Mapping[str, tuple]
+  axes: Axes,
+  rows: Sequence[LoggedRow],
+  spans: Sequence[Span],
+  colors: Mapping[str, Color],
 ) -> None:
-  for name, color in colors.items():
-    steps = [range(first, last + 1) for first, last, phase in spans if phase == name]
-    of_phase = [row for row in rows if any(row["step"] in span for span in steps)]
-    # A line of each phase: its losses are not comparable with those of another.
+  """Draw a line of each phase: its losses are not comparable with those of another."""
+  for phase, color in colors.items():
+    rows_of_phase = _rows_of_phase(rows, spans, phase)
     for metric, marker in PHASE_LOSSES.items():
-      curve_S2 = curve_of(of_phase, metric)
-      axes.plot(*curve_S2.T, "-", color=color, linewidth=0.8, alpha=0.5)
-      axes.plot(*curve_S2.T, marker, color=color, markersize=4)
-  for first, _, name in spans if len(spans) <= MAX_SPAN_LINES else ():
-    axes.axvline(first - 0.5, color=colors[name], linewidth=0.6, alpha=0.4)
-  eval_S2 = curve_of(rows, "eval_loss")
-  if eval_S2.size:
-    axes.plot(*eval_S2.T, "o-", color="black", markersize=4, linewidth=1, label="held out")
+      steps, loss = curve_of(rows_of_phase, metric).T
+      axes.plot(steps, loss, "-", color=color, linewidth=0.8, alpha=0.5)
+      axes.plot(steps, loss, marker, color=color, markersize=4)
+  if len(spans) <= MAX_SPAN_LINES:
+    for first, _, phase in spans:
+      axes.axvline(first - 0.5, color=colors[phase], linewidth=0.6, alpha=0.4)
+  eval_steps, eval_loss = curve_of(rows, "eval_loss").T
+  if eval_steps.size:
+    axes.plot(
+      eval_steps,
+      eval_loss,
+      "o-",
+      color="black",
+      markersize=4,
+      linewidth=1,
+      label="held out",
+    )
     axes.legend(frameon=False)
   axes.set_ylabel("loss (nats per token)")
   style_steps(axes)
+
+
+def _rows_of_phase(rows: Sequence[LoggedRow], spans: Sequence[Span], phase: str) -> list[LoggedRow]:
+  """The rows of the steps in the spans of a phase."""
+  steps: set[int] = set()
+  for first, last, phase_of_span in spans:
+    if phase_of_span == phase:
+      steps.update(range(first, last + 1))
+  return [row for row in rows if row["step"] in steps]

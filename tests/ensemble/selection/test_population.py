@@ -24,7 +24,7 @@ from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.run.ensemble_run import EnsembleRun
 from maxlite.ensemble.run.finalize import finalize
 from maxlite.ensemble.selection.population import LINEAGE, ancestors, choose_donors, copy_members
-from maxlite.metrics.plots.ensemble_curves import draw_lineage
+from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.writers import open_console, read_rows
 from maxlite.optim.build import build_optimizer, hyperparameters
 from maxlite.runs.saved_run import run_folder
