@@ -35,7 +35,6 @@ DENSE: dict[str, float] = {
   "maxlite": 1.83,
   "ensemble": 9.04,
   "kernels": 4.06,
-  "metrics": 10.92,
   "phases": 1.53,
   "runs": 5.99,
   "step": 7.93,

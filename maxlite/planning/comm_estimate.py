@@ -280,7 +280,7 @@ def _add_by_axis(step: _Step, weight: _Weight, kind: str, times: float, payload:
   two.
   """
   is_torus = len(step.grid) == 3 and min(step.grid) >= 4
-  groups = [(mesh_axis,) for mesh_axis in weight.gathered]
+  groups: list[tuple[str, ...]] = [(mesh_axis,) for mesh_axis in weight.gathered]
   if weight.is_left_to_xla:
     groups = [weight.gathered]
   for mesh_axes in groups:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -71,7 +72,7 @@ def _target_of_cpu_devices(cfg: Config, topology: Topology, missing: str) -> Pla
   ici = mesh_degrees(cfg.mesh, "ici")
   dcn = mesh_degrees(cfg.mesh, "dcn")
   sizes, slices = resolve_degrees(ici, dcn, num_devices, topology.num_slices)
-  one_slice: dict[str, int] = {}
+  one_slice: dict[str, Any] = {}
   for axis, size in zip(MESH_AXES, sizes, strict=True):
     one_slice[f"ici_{axis}_parallelism"] = size
     one_slice[f"dcn_{axis}_parallelism"] = 1
