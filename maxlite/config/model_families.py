@@ -49,7 +49,7 @@ MODELS: dict[str, ModelFamily] = {
   "gemma3": dataclasses.replace(_GEMMA2, qk_norm="head", global_layer_every=6),
   # Jiang et al., Mixtral of Experts (2024), section 2; also Granite 3 MoE and ERNIE 4.5.
   "mixtral": ModelFamily(is_moe=True),
-  # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2 and GLM-4.7-Flash.
+  # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2, GLM-4.7-Flash and Mistral 4.
   "deepseek": ModelFamily(is_moe=True, latent_attention=True),
   # Qwen3 Technical Report (2025), section 2; also dots.llm1.
   "qwen3_moe": ModelFamily(is_moe=True, qk_norm="head"),

@@ -44,16 +44,24 @@ def rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
   Newer files have `rope_parameters`, older ones `rope_theta` and, if scaled, `rope_scaling`, which
   wins where a file has both.
   """
-  name, rope = "rope_scaling", dict_of(hf, "rope_scaling")
+  name, rope = rope_values(hf)
+  return read_rope(rope, hf, name)
+
+
+def rope_values(hf: ConfigJson) -> tuple[str, dict[str, Any]]:
+  """Return (key of config.json, object) of the rotary embedding, with its base and share."""
+  name = "rope_scaling"
+  rope = dict_of(hf, "rope_scaling")
   parameters = dict_of(hf, "rope_parameters")
   if not rope:
-    name, rope = "rope_parameters", parameters
+    name = "rope_parameters"
+    rope = parameters
   rope.setdefault("rope_theta", hf.get("rope_theta"))
   if hf.get("partial_rotary_factor") is not None:
     rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
   if ORIGINAL in hf:
     rope[ORIGINAL] = hf.get(ORIGINAL)
-  return read_rope(rope, hf, name)
+  return name, rope
 
 
 def dict_of(hf: ConfigJson, name: str) -> dict[str, Any]:

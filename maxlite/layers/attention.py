@@ -12,7 +12,7 @@ from maxlite.kernels.attention import cached
 from maxlite.layers import cache
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import RopeTables, apply_rope, score_factor
+from maxlite.layers.rope import RopeTables, apply_rope, scale_queries, score_factor
 from maxlite.layers.sharded_attention import attend
 from maxlite.sharding import ROWS, Sharder
 
@@ -50,6 +50,7 @@ class Attention(nn.Module):
     segment_BT: jax.Array,
     rope: RopeTables,
     is_local: bool | jax.Array | None = None,
+    query_scale_BT: jax.Array | None = None,
   ) -> jax.Array:
     """`is_local`: whether `sliding_window_size` applies (None: it does); may be traced."""
     num_heads = self.cfg.base_num_query_heads
@@ -58,7 +59,7 @@ class Attention(nn.Module):
     q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
     k_BTGC = self._norm(self._project(x_BTD, "key", num_kv_heads, "kv_heads"), "key")
     v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
-    q_BTHC = apply_rope(q_BTHC, cos_BTC, sin_BTC)
+    q_BTHC = scale_queries(apply_rope(q_BTHC, cos_BTC, sin_BTC), query_scale_BT)
     k_BTGC = apply_rope(k_BTGC, cos_BTC, sin_BTC)
 
     window = self._window(is_local)

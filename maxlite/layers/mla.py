@@ -11,7 +11,13 @@ from maxlite.layers import cache
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class, merge_lora
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import RopeTables, apply_rope, deinterleave, score_factor
+from maxlite.layers.rope import (
+  RopeTables,
+  apply_rope,
+  deinterleave,
+  scale_queries,
+  score_factor,
+)
 from maxlite.layers.sharded_attention import attend
 from maxlite.sharding import ROWS, Sharder
 
@@ -35,8 +41,14 @@ class LatentAttention(nn.Module):
   linear: LinearClass = Linear
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array, rope: RopeTables) -> jax.Array:
-    q_BTHC = self._queries(x_BTD, rope)
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+    rope: RopeTables,
+    query_scale_BT: jax.Array | None = None,
+  ) -> jax.Array:
+    q_BTHC = scale_queries(self._queries(x_BTD, rope), query_scale_BT)
     latent_BTL, rotated_BT1R = self._latents(x_BTD, rope)
     entry_BT1C = jnp.concatenate([latent_BTL[:, :, None], rotated_BT1R], axis=-1)
     if cache.is_filled(self):

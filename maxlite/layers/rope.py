@@ -53,6 +53,24 @@ def score_factor(cfg: RopeConfig) -> float:
   return 1.0
 
 
+def query_scale(position_BT: jax.Array, cfg: RopeConfig) -> jax.Array:
+  """scale_BT, float32: the factor of the query at each position, which grows with its logarithm.
+
+  Source: the code published with Mistral Small 4 (2026), which has it from Llama 4.
+  """
+  num_contexts_BT = jnp.floor(
+    position_BT.astype(jnp.float32) / cfg.original_max_position_embeddings
+  )
+  return 1 + cfg.query_scaling_beta * jnp.log(1 + num_contexts_BT)
+
+
+def scale_queries(q_BTHC: jax.Array, scale_BT: jax.Array | None) -> jax.Array:
+  """q_BTHC * scale_BT, in q's type; without a scale unchanged."""
+  if scale_BT is None:
+    return q_BTHC
+  return q_BTHC * scale_BT[:, :, None, None].astype(q_BTHC.dtype)
+
+
 def apply_rope(x_BTHC: jax.Array, cos_BTC: jax.Array, sin_BTC: jax.Array) -> jax.Array:
   """x_BTHC with channel pairs (c, c + C/2) of every head rotated, in x's type.
 

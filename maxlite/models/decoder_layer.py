@@ -14,7 +14,7 @@ from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.norm import RMSNorm
-from maxlite.layers.rope import RopeTables, rope_tables
+from maxlite.layers.rope import RopeTables, query_scale, rope_tables
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
@@ -26,10 +26,18 @@ class Rope(NamedTuple):
 
   tables: RopeTables  # Of global layers, and of local ones unless theirs differ.
   local_tables: RopeTables | None = None
+  query_scale_BT: jax.Array | None = None  # None: queries are not scaled.
 
 
 def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
-  """The rotary embedding tables of all layers at these positions."""
+  """The rotary embedding of all layers at these positions."""
+  rope = _build_tables(position_BT, cfg)
+  if cfg.rope.query_scaling_beta:
+    rope = rope._replace(query_scale_BT=query_scale(position_BT, cfg.rope))
+  return rope
+
+
+def _build_tables(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
   if cfg.family.latent_attention:
     num_channels = cfg.mla.qk_rope_head_dim
   else:
@@ -102,9 +110,10 @@ class DecoderLayer(nn.Module):
   ) -> jax.Array:
     if self.cfg.family.latent_attention:
       latent_attention = LatentAttention(self.cfg, self.sharder, self.linear, name="attention")
-      return latent_attention(x_BTD, segment_BT, rope.tables)
+      return latent_attention(x_BTD, segment_BT, rope.tables, rope.query_scale_BT)
     attention = Attention(self.cfg, self.sharder, self.linear, name="attention")
-    return attention(x_BTD, segment_BT, _select_rope(rope, is_local), is_local)
+    tables = _select_rope(rope, is_local)
+    return attention(x_BTD, segment_BT, tables, is_local, rope.query_scale_BT)
 
   def _norm(self, name: str) -> RMSNorm:
     return RMSNorm(

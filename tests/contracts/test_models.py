@@ -40,7 +40,7 @@ TINY = {
 FAMILY_KEYS = {
   "smollm3": {"base_num_decoder_layers": 5},
   "olmo3": {
-    "base_num_decoder_layers": 5,
+    "base_num_decoder_layers": 4,
     "sliding_window_size": 3,
     "local_rope_max_timescale": 50.0,
   },
@@ -80,6 +80,8 @@ FAMILY_KEYS = {
     "shared_experts": 1,
     "rope_type": "yarn",
     "mscale": 0.7,
+    "query_scaling_beta": 0.5,
+    "original_max_position_embeddings": 4,
   },
 }
 # Each token occurs once, so the gradient of an embedding row is that of one position.

@@ -143,6 +143,15 @@ def config_class(model_type: str) -> type:
   return CONFIG_MAPPING["deepseek_v3" if model_type == "kimi_k2" else model_type]
 
 
+def register_mistral4() -> None:
+  """Add Mistral Small 4 to transformers' table of causal models, which lacks it."""
+  import transformers
+
+  transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+  )
+
+
 class Folder:
   """A copy of a fixture whose config.json is replaced."""
 
@@ -181,6 +190,7 @@ class Folder:
     import torch
     import transformers
 
+    register_mistral4()
     values = copy.deepcopy(values)
     if values["model_type"] == "kimi_k2":
       values["model_type"] = "deepseek_v3"

@@ -39,8 +39,9 @@ MEANINGS = [
   ("phi3", "", {"sliding_window": None}, {"sliding_window_size": 0}),
   ("gemma", "", {"hidden_act": "gelu"}, {"mlp_activations": ("gelu", "linear")}),
   ("glm4_moe_lite", "mlp_layer_types", {}, {"first_num_dense_layers": 1}),
-  ("dots1", "layer_types", {}, {"sliding_window_size": 0}),
+  ("dots1", "layer_types", {}, {"first_num_dense_layers": 1}),
   ("ernie4_5_moe", "", {"moe_layer_end_index": -1}, {"first_num_dense_layers": 1}),
+  ("mistral4", "n_routed_experts", {"num_local_experts": 8}, {"num_experts": 8}),
   ("granitemoe", "", {"attention_multiplier": 0.5}, {"query_pre_attn_scalar": 0.0}),
   (
     "mistral",
@@ -80,8 +81,11 @@ REFUSED = [
   ("dots1", {"layer_types": None, "max_window_layers": 2}, "sliding_window=4096"),
   ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index=1"),
   ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval=2"),
-  ("granitemoe", {"attention_multiplier": 0.3}, "attention_multiplier=0.3"),
+  ("granitemoe", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
   ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+  ("mistral4", {"n_group": 2}, "n_group=2"),
+  ("mistral4", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "of type 'default'"),
+  ("mistral4", {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "partial_rotary_factor=1"),
   ("llama", {"num_wings": 2}, "has num_wings, which maxlite does not read"),
   ("llama", {"rope_parameters": {"num_wings": 2}}, "has rope_parameters.num_wings, which"),
 ]
@@ -139,6 +143,9 @@ def test_defaults_are_those_of_the_config_class(model_type):
   expected["partial_rotary_factor"] = cls().rope_parameters.get("partial_rotary_factor")
   if model_type == "gpt_oss":  # set where the field is null
     expected["rope_parameters"] = without(cls().rope_parameters, "rope_theta")
+  if model_type == "mistral4":
+    names = family.defaults["rope_parameters"]
+    expected["rope_parameters"] = {name: cls().rope_parameters[name] for name in names}
   for name, default in family.defaults.items():
     assert default == expected[name], name
   for name in family.nullable:

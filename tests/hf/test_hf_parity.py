@@ -17,7 +17,7 @@ FAST = ("mixtral",)  # the others' gradients take a few seconds each to compile
 # Other families cover their parts.
 SHARED = (
   *("mistral", "qwen3", "gemma", "gemma2", "qwen3_moe", "kimi_k2", "seed_oss", "olmo2"),
-  *("glm4_moe_lite", "dots1", "minimax_m2"),
+  *("glm4_moe_lite", "dots1", "minimax_m2", "mistral4"),
 )
 
 

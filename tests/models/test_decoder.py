@@ -135,3 +135,19 @@ def test_mscale_scales_all_channels_of_scores(family):
   query = params["layers"]["attention"]["query"]
   query["kernel"] *= (0.1 * np.log(scaled.cfg.rope.rope_factor) + 1) ** 2
   np.testing.assert_allclose(hidden(unscaled, params)[0], expected_BTD, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_queries_are_scaled_by_the_contexts_before_them(family):
+  base = {"decoder_block": family, "base_num_decoder_layers": 1, "rope_type": "yarn"}
+  base |= {"original_max_position_embeddings": 4}
+  scaled = model_of(query_scaling_beta=0.5, **base)
+  unscaled = model_of(**base)
+  params = params_of(scaled)
+  got_BTD, _ = hidden(scaled, params)
+  kernel = params["layers"]["attention"]["query"]["kernel"]
+  for num_contexts in range(3):
+    params["layers"]["attention"]["query"]["kernel"] = kernel * (1 + 0.5 * np.log(1 + num_contexts))
+    expected_BTD, _ = hidden(unscaled, params)
+    part = np.s_[:, 4 * num_contexts : 4 * (num_contexts + 1)]
+    np.testing.assert_allclose(got_BTD[part], expected_BTD[part], atol=1e-4)

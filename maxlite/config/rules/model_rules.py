@@ -80,7 +80,7 @@ def rope(cfg: Config) -> Violations:
   """The rules on the extension of the context."""
   rope = cfg.model.rope
   if rope.rope_type != "yarn":
-    for key in changed_keys(cfg, ["mscale", "beta_fast", "rope_truncate"]):
+    for key in changed_keys(cfg, ["mscale", "beta_fast", "rope_truncate", "query_scaling_beta"]):
       yield Violation(
         [key, "rope_type"], f"is only read by yarn; write {key}={show(DEFAULTS[key])}"
       )

@@ -62,6 +62,12 @@ class RopeConfig:
     "0: only the rotated channels are scaled, with mscale 1.",
     low=0,
   )
+  query_scaling_beta: float = model_field(
+    0.0,
+    "With yarn, queries are multiplied by 1 + this * ln(1 + floor(position / "
+    "original_max_position_embeddings)), as in Mistral Small 4.",
+    low=0,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from maxlite.hf.families import (
   granite,
   llama,
   minimax,
+  mistral4,
   mixtral,
   olmo,
   phi,
@@ -40,5 +41,6 @@ for _file in (
   dots,
   ernie,
   granite,
+  mistral4,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}

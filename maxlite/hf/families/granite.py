@@ -20,13 +20,15 @@ RULES = (
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   """Read the factor of attention scores, which is query_pre_attn_scalar ** -0.5 here."""
   multiplier = hf["attention_multiplier"]
-  scalar = multiplier**-2
-  if scalar**-0.5 != multiplier:
+  if multiplier <= 0:
     raise UserError(
-      f"config.json has attention_multiplier={multiplier}, but maxlite supports only numbers x "
-      "that equal (x ** -2) ** -0.5, such as powers of two: choose another checkpoint"
+      f"config.json has attention_multiplier={multiplier}, but maxlite supports only positive "
+      "numbers: choose another checkpoint"
     )
-  return {"query_pre_attn_scalar": 0.0 if scalar == keys["head_dim"] else scalar}
+  scalar = multiplier**-2
+  if scalar == keys["head_dim"]:
+    scalar = 0.0
+  return {"query_pre_attn_scalar": scalar}
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
