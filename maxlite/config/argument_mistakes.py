@@ -22,17 +22,18 @@ def check_arguments(argv: Sequence[str]) -> list[str]:
   errors: list[UserError] = []
   previous = ""
   for argument in argv:
-    is_value = previous.startswith("-") and "=" not in previous  # of `--key value`
-    mistake = "" if is_value else _mistake(argument, previous)
-    if mistake:
-      errors.append(UserError(f"command line: {mistake}"))
+    is_value = previous.startswith("-") and "=" not in previous  # the second part of `--key value`
+    if not is_value:
+      mistake = _mistake(argument, previous)
+      if mistake:
+        errors.append(UserError(f"command line: {mistake}"))
     previous = argument
   raise_all(errors)
   return [_PRINTING.get(argument, argument) for argument in argv]
 
 
 def _mistake(argument: str, previous: str) -> str:
-  """What is wrong with an argument after `previous`; empty if nothing is, of what this checks."""
+  """What is wrong with the form of an argument after `previous`; empty if nothing is."""
   name, equals, value = argument.partition("=")
   if argument in KEYS:
     return f"{argument} has no value; write {argument}=VALUE, without spaces around ="
@@ -49,6 +50,7 @@ def _mistake(argument: str, previous: str) -> str:
 
 
 def _flag_file_mistake(path: str) -> str:
+  """What is wrong with `--flagfile=path`; empty if the file can be read."""
   if not path:
     return "--flagfile has no value; write --flagfile=FILE, with a --key=value per line"
   try:

@@ -46,7 +46,7 @@ class CommandLine:
   files: list[Path]
   assignments: list[Setting]
   flags: list[Setting]
-  help: str | None  # the topic, `true` if none is given; None: no help
+  help: str | None  # the topic of --help, `true` if it names none; None without --help
 
   @classmethod
   def split(cls, argv: Sequence[str]) -> "CommandLine":
@@ -61,10 +61,12 @@ class CommandLine:
       others = defined(["", *argv], known_only=True)[1:]
     except (flags.Error, ValueError) as error:
       raise UserError(f"command line: {error}; write --key=value") from None
-    present = [name for name in KEYS if defined[name].present]
-    given = [Setting(name, str(defined[name].value), f"--{name}") for name in present]
+    given = []
+    for name in KEYS:
+      if defined[name].present:
+        given.append(Setting(name, str(defined[name].value), f"--{name}"))
     overrides, others = take_config_flags(others)
-    line = cls([], [], [*overrides, *given], help=defined["help"].value)
+    line = cls(files=[], assignments=[], flags=[*overrides, *given], help=defined["help"].value)
     for argument in others:
       name, equals, text = argument.partition("=")
       if _is_file(argument):
@@ -91,6 +93,7 @@ def _is_file(argument: str) -> bool:
 
 
 def _not_an_argument(argument: str) -> UserError:
+  """The error about an argument that has none of the forms of arguments."""
   hint = suggest(argument, KEYS, "write FILE.yml, FILE.py, key=value or --key=value")
   return UserError(f"command line: {argument} is neither a config file nor key=value; {hint}")
 
@@ -118,7 +121,9 @@ def help_text(program: str, topic: str, usage: str = USAGE) -> str:
     return usage.format(program=program) + _describe(own) + more
   if topic == "version":
     return _versions()
-  topics = {name: [key] for name, key in KEYS.items()} | SECTIONS | {"all": [*KEYS.values()]}
+  topics = {name: [key] for name, key in KEYS.items()}
+  topics |= SECTIONS
+  topics["all"] = list(KEYS.values())
   if topic not in topics:
     hint = suggest(topic, topics, "--help=all lists all keys")
     raise UserError(f"command line: --help={topic} is not a key or section; {hint}")
@@ -136,8 +141,9 @@ def _versions() -> str:
 
 
 def _describe(keys: Sequence[SchemaKey]) -> str:
-  titles = dict.fromkeys(map(_title, keys))
-  return "\n".join(map(_define_flags(keys).module_help, titles)) + "\n"
+  titles = dict.fromkeys(_title(key) for key in keys)  # each once, in order
+  defined = _define_flags(keys)
+  return "\n".join(defined.module_help(title) for title in titles) + "\n"
 
 
 def _title(key: SchemaKey) -> str:
@@ -151,8 +157,15 @@ def _define_flags(keys: Iterable[SchemaKey]) -> flags.FlagValues:
   # The base class of parsers keeps the text; values.parse converts it.
   text: flags.ArgumentParser[str] = flags.ArgumentParser()
   for key in keys:
-    doc, is_bool = f"{key.field.doc} ({domain(key)}; default {show(key.default)})", key.type is bool
-    flags.DEFINE(text, key.name, None, doc, defined, module_name=_title(key), boolean=is_bool)
+    flags.DEFINE(
+      text,
+      key.name,
+      default=None,
+      help=f"{key.field.doc} ({domain(key)}; default {show(key.default)})",
+      flag_values=defined,
+      module_name=_title(key),
+      boolean=key.type is bool,
+    )
   flags.DEFINE_multi_string("config", None, "", flag_values=defined)
   flags.DEFINE(text, "help", None, "", defined, boolean=True, short_name="h")
   return defined

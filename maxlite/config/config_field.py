@@ -11,13 +11,19 @@ class ConfigField:
   """Metadata of one config field, beyond its name, type and default."""
 
   doc: str
-  choices: Collection[Any] = ()  # of the value, or of each element where the type is a tuple
-  low: float | None = None  # smallest allowed value
-  high: float | None = None  # largest allowed value
-  shapes_model: bool = False  # fixed for the lifetime of a run folder: weights depend on it
-  of_machine: bool = False  # names a place or address of this machine: no saved run sets it
-  runs_code: bool = False  # names code, or what becomes code: no saved run sets it
-  secret: bool = False  # never saved, shown, logged or sent to trackers
+  # The allowed values, or the allowed elements if the type is a tuple; empty: all.
+  choices: Collection[Any] = ()
+  # The smallest and the largest allowed value; None: no limit.
+  low: float | None = None
+  high: float | None = None
+  # The value is fixed for the lifetime of a run folder, because weights depend on it.
+  shapes_model: bool = False
+  # The value is a place or an address of this machine, so no saved run sets it.
+  of_machine: bool = False
+  # The value names code, or what becomes code, so no saved run sets it.
+  runs_code: bool = False
+  # The value is never saved, shown, logged or sent to trackers.
+  secret: bool = False
 
 
 def field(default: Any, doc: str, **metadata: Any) -> Any:

@@ -21,21 +21,25 @@ def take_config_flags(arguments: Sequence[str]) -> tuple[list[Setting], list[str
   Raises:
     UserError: a flag is not of a key, or has no value.
   """
-  matches = [_OVERRIDE.match(argument) for argument in arguments]
-  names = [match[1] for match in matches if match is not None]
-  if not names:
+  values: dict[str, bool | str] = {}  # a value of the type of each flag, to be overridden
+  for argument in arguments:
+    match = _OVERRIDE.match(argument)
+    if match is not None:
+      name = match[1]
+      _require_flat(name)
+      is_bool = name in KEYS and KEYS[name].type is bool
+      values[name] = True if is_bool else ""
+  if not values:
     return [], list(arguments)
-  for name in names:
-    _require_flat(name)
   from ml_collections import ConfigDict, config_flags  # takes 0.1 s
 
-  is_bool = {name: name in KEYS and KEYS[name].type is bool for name in names}
-  values = ConfigDict({name: True if is_bool[name] else "" for name in names})
   argv = ["", *arguments]
   defined = flags.FlagValues()
   defined.set_gnu_getopt(True)
   try:
-    config_flags.DEFINE_config_dict("config", values, flag_values=defined, sys_argv=argv)
+    config_flags.DEFINE_config_dict(
+      "config", ConfigDict(values), flag_values=defined, sys_argv=argv
+    )
     others = defined(argv, known_only=True)[1:]
   except (flags.Error, ValueError) as error:
     raise UserError(f"command line: {error}; write --config.KEY=value") from None

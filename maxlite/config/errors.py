@@ -18,7 +18,11 @@ class UserError(ValueError):
   @property
   def lines(self) -> list[str]:
     """The mistakes, each without line breaks."""
-    return [" ".join(str(mistake).split()) for mistake in self.args]
+    lines = []
+    for mistake in self.args:
+      words = str(mistake).split()
+      lines.append(" ".join(words))
+    return lines
 
   def __str__(self) -> str:
     return "\n".join(map(str, self.args))
@@ -26,7 +30,9 @@ class UserError(ValueError):
 
 def raise_all(errors: Sequence[UserError]) -> None:
   """Raise one error with all mistakes of `errors`, in order and each once, if there are any."""
-  mistakes = dict.fromkeys(mistake for error in errors for mistake in error.args)
+  mistakes: dict[object, None] = {}
+  for error in errors:
+    mistakes |= dict.fromkeys(error.args)
   if mistakes:
     raise UserError(*mistakes)
 

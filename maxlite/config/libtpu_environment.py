@@ -23,12 +23,12 @@ _OTHER_CLASSES = ("0x01", "0x02")  # PCI classes of Google's disks and network c
 def quiet_libtpu(environment: MutableMapping[str, str] = os.environ) -> None:
   """Set the environment, unless this machine has a TPU or the environment describes one."""
   is_described = any(name.startswith(("TPU_", "MEGASCALE_")) for name in environment)
-  is_requested = (
-    "tpu" in environment.get("JAX_PLATFORMS", "") or "JAX_FORCE_TPU_INIT" in environment
-  )
-  if is_described or is_requested or not importlib.util.find_spec("libtpu") or has_tpu():
+  is_requested = "tpu" in environment.get("JAX_PLATFORMS", "")
+  is_forced = "JAX_FORCE_TPU_INIT" in environment
+  if is_described or is_requested or is_forced:
     return
-  environment.update(NO_TPU_ENVIRONMENT)
+  if importlib.util.find_spec("libtpu") is not None and not has_tpu():
+    environment.update(NO_TPU_ENVIRONMENT)
 
 
 def has_tpu(root: str = "/") -> bool:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 import fsspec
 from etils import epath
@@ -46,7 +46,9 @@ def is_remote(path: str | AnyPath) -> bool:
 
 def join(folder: str | AnyPath, *names: str) -> str:
   """Return the path of `names` in `folder`, of which either may be a URI."""
-  return os.path.join(folder, *names) if is_remote(folder) else str(Path(folder, *names))
+  if is_remote(folder):
+    return os.path.join(folder, *names)
+  return str(Path(folder, *names))
 
 
 def to_path(path: str | AnyPath) -> AnyPath:
@@ -63,9 +65,14 @@ def filesystem(uri: str) -> fsspec.AbstractFileSystem:
   Raises:
     UserError: its package is missing, or its bucket does not answer, which is reported meanwhile.
   """
-  scheme = next(scheme for scheme in STORES if uri.startswith(scheme))
+  scheme = _scheme_of(uri)
   _require_answer(scheme, bucket_of(uri))
   return _filesystem(scheme)
+
+
+def _scheme_of(uri: str) -> str:
+  """The key of STORES with which `uri` begins."""
+  return next(scheme for scheme in STORES if uri.startswith(scheme))
 
 
 @functools.cache
@@ -108,7 +115,10 @@ def _ask(scheme: str, bucket: str, answered: concurrent.futures.Future[None]) ->
 def _filesystem(scheme: str) -> fsspec.AbstractFileSystem:
   name = scheme.removesuffix("://")
   # Other processes write too. Through the configuration, Orbax's own file systems are alike.
-  for alias in (name, "gcs") if name == "gs" else (name,):
+  aliases = [name]
+  if name == "gs":
+    aliases.append("gcs")
+  for alias in aliases:
     fsspec.config.conf.setdefault(alias, {}).setdefault("use_listings_cache", False)
   logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also raises every error that it logs
   try:
@@ -130,7 +140,7 @@ def store_errors(uri: str) -> Iterator[None]:
   # botocore, aiohttp, google.auth and fsspec raise various types.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    places = next(places for scheme, (_, places) in STORES.items() if uri.startswith(scheme))
+    _, places = STORES[_scheme_of(uri)]
     raise UserError(
       f"{uri} cannot be used ({reason}): check network, permissions and credentials ({places})"
     ) from None
@@ -194,11 +204,14 @@ def list_files(uri: str) -> list[RemoteFile]:
   store = filesystem(uri)
   with store_errors(uri):
     is_glob = any(character in uri for character in "*?[")
-    found = store.glob(uri, detail=True) if is_glob else store.find(uri, detail=True)
+    if is_glob:
+      found = store.glob(uri, detail=True)
+    else:
+      found = store.find(uri, detail=True)
     if not found:
       store.info(bucket_of(uri))  # raises if there is none
-    files = (info for info in found.values() if info["type"] == "file")
-    return sorted((_remote_file(uri, info) for info in files), key=str)
+    files = [_remote_file(uri, info) for info in found.values() if info["type"] == "file"]
+    return sorted(files, key=str)
 
 
 def list_names(uri: str) -> dict[str, bool]:
@@ -214,15 +227,21 @@ def list_names(uri: str) -> dict[str, bool]:
     except FileNotFoundError:
       store.info(bucket_of(uri))
       return {}
-  return {info["name"].rsplit("/", 1)[1]: info["type"] == "directory" for info in found}
+  names = {}
+  for info in found:
+    _, _, name = info["name"].rpartition("/")
+    names[name] = info["type"] == "directory"
+  return names
 
 
 def bucket_of(uri: str) -> str:
+  """The URI of the bucket that holds `uri`."""
   scheme, _, path = uri.partition("://")
   return f"{scheme}://{path.split('/')[0]}"
 
 
 def _remote_file(uri: str, info: dict[str, Any]) -> RemoteFile:
+  """The file that a store describes by `info`, on the store of `uri`."""
   scheme = uri.partition("://")[0]
   version = str(info.get("ETag") or info.get("etag")).strip('"')
   return RemoteFile(f"{scheme}://{info['name']}", int(info["size"]), version)
@@ -254,8 +273,7 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",)) -> Path:
     return Path(hub_path(path, patterns))
   if not is_remote(path):
     return Path(path).expanduser()
-  matches = lambda file: any(PurePosixPath(file.name).match(pattern) for pattern in patterns)
-  files = [file for file in list_files(path) if matches(file)]
+  files = [file for file in list_files(path) if _matches(file.name, patterns)]
   if not files:
     raise UserError(f"{path} has no {' or '.join(patterns)}: correct it")
   versions = [(file.uri, file.version) for file in files]
@@ -272,12 +290,40 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",)) -> Path:
   return folder
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+  return any(PurePosixPath(name).match(pattern) for pattern in patterns)
+
+
 def local_tokenizer(path: str) -> Path:
   """Return the tokenizer file `path`, copied with the small files beside it if it is a URI."""
   if not (is_remote(path) or path.startswith(HUB)):
     return Path(path).expanduser()
   folder, _, name = path.rpartition("/")
   return local_folder(folder, TOKENIZER_FILES) / name
+
+
+class _Repository(NamedTuple):
+  """The parts of `hf://[datasets/]OWNER/NAME[@REVISION][/PATH]`."""
+
+  kind: str | None  # `dataset` or `space`; None: a model
+  owner: str
+  name: str
+  revision: str  # empty: the default one
+  inside: str  # PATH, empty for the whole repository
+
+
+def _repository_of(uri: str) -> _Repository:
+  parts = list(PurePosixPath(uri.removeprefix(HUB)).parts)
+  kind = None
+  if parts and parts[0] in _KINDS:
+    kind = _KINDS[parts.pop(0)]
+  name = ""
+  revision = ""
+  if len(parts) > 1:
+    name, _, revision = parts[1].partition("@")
+  if not name:
+    raise UserError(f"{uri} names no repository: write hf://OWNER/NAME or hf://datasets/OWNER/NAME")
+  return _Repository(kind, parts[0], name, revision, "/".join(parts[2:]))
 
 
 def hub_path(uri: str, patterns: Sequence[str] = ("*",)) -> str:
@@ -289,22 +335,19 @@ def hub_path(uri: str, patterns: Sequence[str] = ("*",)) -> str:
   Raises:
     UserError: the repository does not exist, needs credentials, or is not in the cache.
   """
-  parts = PurePosixPath(uri.removeprefix(HUB)).parts
-  kind = _KINDS.get(parts[0]) if parts else None
-  owner, name, *path = (*parts[1 if kind else 0 :], "", "")
-  name, _, revision = name.partition("@")
-  inside = "/".join(filter(None, path))
-  if not name:
-    raise UserError(f"{uri} names no repository: write hf://OWNER/NAME or hf://datasets/OWNER/NAME")
+  repository = _repository_of(uri)
   from huggingface_hub import snapshot_download  # slow to import
   from huggingface_hub.errors import HfHubHTTPError
 
+  allowed = [repository.inside]
+  for pattern in patterns:
+    allowed.append(f"{repository.inside}/{pattern}".lstrip("/"))
   try:
     folder = snapshot_download(
-      f"{owner}/{name}",
-      repo_type=kind,
-      revision=revision or None,
-      allow_patterns=[inside, *(f"{inside}/{p}".lstrip("/") for p in patterns)],
+      f"{repository.owner}/{repository.name}",
+      repo_type=repository.kind,
+      revision=repository.revision or None,
+      allow_patterns=allowed,
     )
   # Repositories that do not exist, the network, and names that are not valid.
   except (HfHubHTTPError, OSError, ValueError) as error:
@@ -313,4 +356,4 @@ def hub_path(uri: str, patterns: Sequence[str] = ("*",)) -> str:
       f"{uri} is neither on the hub nor in its cache on this machine ({reason}): correct it, check "
       "the network, or log in with `hf auth login`"
     ) from None
-  return str(Path(folder, inside))
+  return str(Path(folder, repository.inside))

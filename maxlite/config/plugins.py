@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from maxlite.config.schema import KEYS
 from maxlite.config.values import Setting, parse
@@ -19,13 +20,17 @@ def import_plugins(settings: Sequence[Setting]) -> tuple[str, ...] | None:
   Raises:
     UserError: a setting is wrong, or a module cannot be imported.
   """
-  chosen = [setting for setting in settings if setting.name == "plugins"]
-  if not chosen:
+  chosen = None
+  for setting in settings:
+    if setting.name == "plugins":
+      chosen = setting
+  if chosen is None:
     return None
-  plugins = parse(chosen[-1])
-  for setting in settings if plugins else ():
-    parse(setting, any_choice=True)
-  return tuple(_import(plugin, chosen[-1]) for plugin in plugins)
+  plugins = parse(chosen)
+  if plugins:
+    for setting in settings:
+      parse(setting, any_choice=True)
+  return tuple(_import(plugin, chosen) for plugin in plugins)
 
 
 def refuse_code(settings: Sequence[Setting]) -> None:
@@ -41,22 +46,31 @@ def refuse_code(settings: Sequence[Setting]) -> None:
 
 def _import(plugin: str, setting: Setting) -> str:
   """Import a module by its name, or by the path of its file; return the name or absolute path."""
-  is_file = plugin.endswith(".py")
+  if not plugin.endswith(".py"):
+    _import_module(plugin, os.getcwd(), plugin, setting)
+    return plugin
   path = Path(os.path.abspath(os.path.expanduser(plugin)))
-  name = path.stem if is_file else plugin
-  if is_file and not path.is_file():
+  if not path.is_file():
     raise setting.error(f"cannot be imported: there is no file {path}; correct the path")
+  module = _import_module(path.stem, str(path.parent), plugin, setting)
+  if module.__file__ is None or not os.path.samefile(module.__file__, path):
+    raise setting.error(f"has the name of another module, {module.__file__}; rename the file")
+  return str(path)
+
+
+def _import_module(name: str, folder: str, plugin: str, setting: Setting) -> ModuleType:
+  """Import a module that `folder` or the path of modules holds.
+
+  Args:
+    plugin: the module as the user wrote it in `setting`, for error messages.
+  """
   if not all(part.isidentifier() for part in name.split(".")):
     raise setting.error(f"cannot be imported: {plugin} is not the name of a module; rename it")
-  folder = str(path.parent) if is_file else os.getcwd()
   if folder not in sys.path:
     sys.path.append(folder)
   importlib.invalidate_caches()
   try:
-    module = importlib.import_module(name)
+    return importlib.import_module(name)
   except (ImportError, SyntaxError) as error:
     fix = "write the path of a .py file, or a module of this folder or of PYTHONPATH"
     raise setting.error(f"cannot be imported: {type(error).__name__}: {error}; {fix}") from None
-  if is_file and not (module.__file__ and os.path.samefile(module.__file__, path)):
-    raise setting.error(f"has the name of another module, {module.__file__}; rename the file")
-  return str(path) if is_file else plugin

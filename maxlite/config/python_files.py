@@ -21,7 +21,7 @@ class PythonFile(NamedTuple):
   """`FILE.py`, or `FILE.py:ARGUMENT`."""
 
   path: Path
-  argument: str | None  # of get_config; None: it is called without
+  argument: str | None  # what get_config is called with; None: nothing
 
   @classmethod
   def of(cls, name: str | Path) -> "PythonFile | None":
@@ -68,7 +68,10 @@ def python_settings(file: PythonFile, code: bytes) -> list[Setting]:
 def _call(get_config: Callable[..., Any] | None, file: PythonFile) -> Any:
   if get_config is None:
     raise UserError(f"{file.path}: has no function get_config; write {_EXAMPLE}")
-  config = get_config() if file.argument is None else get_config(file.argument)
+  if file.argument is None:
+    config = get_config()
+  else:
+    config = get_config(file.argument)
   if not is_mapping(config):
     kind = type(config).__name__
     raise UserError(f"{file.path}: get_config() returned {kind}; return a ConfigDict or a dict")
@@ -110,5 +113,6 @@ def _assigned_keys(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _text(node: ast.expr | None) -> Iterator[tuple[str, int]]:
+  """(text, line) of a literal text; nothing for other expressions."""
   if isinstance(node, ast.Constant) and isinstance(node.value, str):
     yield node.value, node.lineno

@@ -35,7 +35,9 @@ class FrozenMapping(Mapping[str, "Raw"]):
 
   def located(self, name: str) -> str:
     """`name (FILE:LINE)`, or `name` if it is not from a file."""
-    return f"{name} ({self.source})" if self.source else name
+    if not self.source:
+      return name
+    return f"{name} ({self.source})"
 
   def __repr__(self) -> str:
     return f"FrozenMapping({[*self.items()]!r})"
@@ -44,9 +46,9 @@ class FrozenMapping(Mapping[str, "Raw"]):
 yaml.SafeDumper.add_representer(FrozenMapping, yaml.SafeDumper.represent_dict)
 Raw = str | tuple["Raw", ...] | FrozenMapping
 _UNQUOTED = re.compile(r"-?[\w./][\w./+*-]*")  # text that needs no quotes within [] and {}
-
-
-_MAX_DEPTH, _MAX_NODES = 32, 100_000  # of a YAML document
+# Limits of a YAML document.
+_MAX_DEPTH = 32
+_MAX_NODES = 100_000
 _MAX_SHOWN = 300  # characters of a value in an error message
 
 
@@ -60,7 +62,15 @@ def compose_yaml(text: bytes | str) -> yaml.Node | None:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
   except RecursionError:
     raise yaml.MarkedYAMLError(problem=f"nested deeper than {_MAX_DEPTH} levels") from None
-  num_nodes, stack = 0, [(root, 0)] if root else []
+  if root is not None:
+    _require_small(root)
+  return root
+
+
+def _require_small(root: yaml.Node) -> None:
+  """Raise `yaml.MarkedYAMLError` if a document is too deep or too large, aliases written out."""
+  num_nodes = 0
+  stack = [(root, 0)]
   while stack:
     node, depth = stack.pop()
     num_nodes += 1
@@ -68,10 +78,12 @@ def compose_yaml(text: bytes | str) -> yaml.Node | None:
       limit = f"nested deeper than {_MAX_DEPTH} levels or more than {_MAX_NODES} values"
       raise yaml.MarkedYAMLError(problem=limit, problem_mark=node.start_mark)
     if isinstance(node, yaml.MappingNode):
-      stack.extend((part, depth + 1) for pair in node.value for part in pair)
+      for key, value in node.value:
+        stack.append((key, depth + 1))
+        stack.append((value, depth + 1))
     elif isinstance(node, yaml.SequenceNode):
-      stack.extend((part, depth + 1) for part in node.value)
-  return root
+      for part in node.value:
+        stack.append((part, depth + 1))
 
 
 def from_yaml(node: yaml.Node | None, file: str = "") -> Raw:
@@ -104,7 +116,10 @@ def _mapping_from_yaml(node: yaml.MappingNode, file: str) -> FrozenMapping:
       entries[key] = from_yaml(value_node, file)
     except YamlValueError as error:
       raise YamlValueError(f"has a mapping whose {key} {error}") from None
-  return FrozenMapping(entries.items(), f"{file}:{node.start_mark.line + 1}" if file else "")
+  source = ""
+  if file:
+    source = f"{file}:{node.start_mark.line + 1}"
+  return FrozenMapping(entries.items(), source)
 
 
 def show(value: Any) -> str:
@@ -112,12 +127,15 @@ def show(value: Any) -> str:
   if isinstance(value, bool):
     return str(value).lower()
   if isinstance(value, tuple):
-    return f"[{', '.join(map(_show_element, value))}]"
+    elements = [_show_element(element) for element in value]
+    return "[" + ", ".join(elements) + "]"
   if isinstance(value, FrozenMapping):
-    entries = (f"{_show_element(key)}: {_show_element(part)}" for key, part in value.items())
+    entries = [f"{_show_element(key)}: {_show_element(part)}" for key, part in value.items()]
     return "{" + ", ".join(entries) + "}"
   text = str(value)
-  return text if text.isprintable() and text and " " not in text else repr(text)
+  if not text or " " in text or not text.isprintable():
+    return repr(text)
+  return text
 
 
 def abbreviate(text: str) -> str:

@@ -40,8 +40,10 @@ def public_values(config: Config) -> dict[str, Any]:
 
 def save_keys(values: Mapping[str, Any], path: Path) -> None:
   """Write these keys as YAML."""
-  lines = "".join(_line(name, value) for name, value in values.items())
-  path.write_text(f"# The keys that this run's weights depend on.\n{lines}", encoding="utf-8")
+  text = "# The keys that this run's weights depend on.\n"
+  for name, value in values.items():
+    text += _line(name, value)
+  path.write_text(text, encoding="utf-8")
 
 
 def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, Any]:
@@ -67,8 +69,13 @@ def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, Any]:
     if not command.run.plugins:
       refuse_code([setting for setting in settings if setting.name == "plugins"])
     kept = (*MACHINE_KEYS, *SECRETS)
-  values = DEFAULTS | {s.name: parse(s) for s in settings if s.name not in kept}
-  return values | {name: own[name] for name in kept}
+  values = dict(DEFAULTS)
+  for setting in settings:
+    if setting.name not in kept:
+      values[setting.name] = parse(setting)
+  for name in kept:
+    values[name] = own[name]
+  return values
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -80,23 +87,32 @@ def read_values(path: Path) -> dict[str, Any]:
     UserError: as `read_saved`.
   """
   settings = read_file(path, "resolved config")
-  return DEFAULTS | {setting.name: parse(setting, any_choice=True) for setting in settings}
+  values = dict(DEFAULTS)
+  for setting in settings:
+    values[setting.name] = parse(setting, any_choice=True)
+  return values
 
 
 def differences(
   values_a: Mapping[str, Any], values_b: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
   """{key: (value in a, value in b)} of the keys whose values differ; none of them is a secret."""
-  pairs = {name: (values_a[name], values_b[name]) for name in DEFAULTS if name not in SECRETS}
-  return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
+  changes = {}
+  for name in DEFAULTS:
+    if name not in SECRETS and values_a[name] != values_b[name]:
+      changes[name] = (values_a[name], values_b[name])
+  return changes
 
 
 def describe_changes(config: Config) -> list[str]:
   """`key=value (default ...)` of each key that differs from its default, in schema order."""
-  changed = differences(DEFAULTS, flatten(config))
-  return [f"{name}={show(value)} (default {show(old)})" for name, (old, value) in changed.items()]
+  lines = []
+  for name, (default, value) in differences(DEFAULTS, flatten(config)).items():
+    lines.append(f"{name}={show(value)} (default {show(default)})")
+  return lines
 
 
 def _line(name: str, value: Any) -> str:
+  """`name: value` as a line of YAML."""
   # Escapes non-ASCII text: PyYAML's Unicode output turns some line separators into spaces.
   return yaml.safe_dump({name: value}, width=float("inf"), sort_keys=False)

@@ -88,7 +88,9 @@ def parse(setting: Setting, *, any_choice: bool = False) -> Any:
   if is_nested and not answer_key(setting.name, ""):
     raise setting.error("is a mapping; keys are flat, write one `key: value` per line")
   key = find_key(setting)
-  field = dataclasses.replace(key.field, choices=()) if any_choice else key.field
+  field = key.field
+  if any_choice:
+    field = dataclasses.replace(field, choices=())
   return parse_as(setting, key.type, field)
 
 
@@ -101,8 +103,10 @@ def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> An
   except ValueError:
     advice = answer_value(setting.name, show(setting.raw))
     raise setting.error(advice or _wrong_type(setting, kind)) from None
-  for element in value if isinstance(value, tuple) else (value,):
-    if violation := _violation(setting.name, kind, field, element):
+  elements = value if isinstance(value, tuple) else (value,)
+  for element in elements:
+    violation = _violation(setting.name, kind, field, element)
+    if violation:
       raise setting.error(answer_value(setting.name, show(setting.raw)) or violation)
   return value
 
@@ -111,8 +115,11 @@ def parse_entry(
   raw: FrozenMapping, kinds: Mapping[str, tuple[Any, ConfigField]], source: str
 ) -> dict[str, Any]:
   """`parse_as` of the values of a mapping, whose keys have type and range in `kinds`."""
-  settings = (Setting(key, value, source) for key, value in raw.items())
-  return {setting.name: parse_as(setting, *kinds[setting.name]) for setting in settings}
+  values = {}
+  for key, value in raw.items():
+    kind, field = kinds[key]
+    values[key] = parse_as(Setting(key, value, source), kind, field)
+  return values
 
 
 def find_key(setting: Setting) -> SchemaKey:
@@ -130,13 +137,21 @@ def find_key(setting: Setting) -> SchemaKey:
 
 def domain(key: SchemaKey) -> str:
   """Describe the allowed values of a key: type or choices, and range."""
-  field, (noun, _) = key.field, _TYPE_DOCS[key.type]
+  field = key.field
   if field.choices:
     head = "any of" if key.type == tuple[str, ...] else "one of"
-    noun = f"{head} {', '.join(map(show, field.choices))}"
-  low = "" if field.low is None else f" from {show(field.low)}"
-  high = "" if field.high is None else f" up to {show(field.high)}"
-  return noun + low + high
+    text = f"{head} {_joined(field.choices)}"
+  else:
+    text, _ = _TYPE_DOCS[key.type]
+  if field.low is not None:
+    text += f" from {show(field.low)}"
+  if field.high is not None:
+    text += f" up to {show(field.high)}"
+  return text
+
+
+def _joined(values: Iterable[Any]) -> str:
+  return ", ".join(show(value) for value in values)
 
 
 def suggest(word: str, options: Iterable[str], otherwise: str = "") -> str:
@@ -153,15 +168,16 @@ def _wrong_type(setting: Setting, kind: Any) -> str:
   noun, example = _TYPE_DOCS[kind]
   if kind in _NUMBERS and isinstance(setting.raw, str):
     number = _NUMBERS[kind].match(setting.raw.strip())
-    example = number[0] if number else example
+    if number is not None:
+      example = number[0]
   return f"is not {noun}; write for example {setting.name}={example}"
 
 
 def _violation(name: str, kind: Any, field: ConfigField, value: Any) -> str:
   """Why a value (or an element of it) of the right type is not allowed; empty if it is."""
   if field.choices and value not in field.choices:
-    known = ", ".join(map(show, field.choices))
-    return f"is not one of {known}; {suggest(value, field.choices, 'choose one of them')}"
+    hint = suggest(value, field.choices, "choose one of them")
+    return f"is not one of {_joined(field.choices)}; {hint}"
   if field.low is not None and value < field.low:
     return f"is below {show(field.low)}; write {name}={show(field.low)} or more"
   if field.high is not None and value > field.high:
@@ -173,13 +189,8 @@ def _violation(name: str, kind: Any, field: ConfigField, value: Any) -> str:
 
 def _convert(kind: Any, raw: Raw) -> Any:
   """`raw` as a `kind`, a type of the schema; ValueError if it is not one."""
-  if elements := get_args(kind):  # of tuple[X, ...] or tuple[X, Y]
-    items = _split_list(raw, of_mappings=elements[0] is FrozenMapping)
-    kinds = elements[:1] * len(items) if elements[-1] is Ellipsis else elements
-    values = tuple(_convert(element, item) for element, item in zip(kinds, items, strict=True))
-    if kind == tuple[str, ...] and "" in values:
-      raise ValueError(raw)
-    return values
+  if get_args(kind):
+    return _to_tuple(kind, raw)
   if kind is FrozenMapping:
     return _to_mapping(raw)
   if not isinstance(raw, str):
@@ -193,6 +204,18 @@ def _convert(kind: Any, raw: Raw) -> Any:
   if kind is float:
     return _to_float(raw)
   return raw
+
+
+def _to_tuple(kind: Any, raw: Raw) -> tuple[Any, ...]:
+  """`raw` as a `tuple[X, ...]` or a `tuple[X, Y]`."""
+  kinds = get_args(kind)
+  items = _split_list(raw, of_mappings=kinds[0] is FrozenMapping)
+  if kinds[-1] is Ellipsis:
+    kinds = kinds[:1] * len(items)
+  values = tuple(_convert(element, item) for element, item in zip(kinds, items, strict=True))
+  if kind == tuple[str, ...] and "" in values:
+    raise ValueError(raw)
+  return values
 
 
 def _to_mapping(raw: Raw) -> FrozenMapping:
@@ -229,7 +252,9 @@ def _split_list(raw: Raw, *, of_mappings: bool) -> tuple[Raw, ...]:
     raise ValueError(raw)
   if raw.startswith("[") and raw.endswith("]"):
     return _split_list(_parse_yaml(raw), of_mappings=of_mappings)
-  return tuple(part.strip() for part in raw.split(",")) if raw else ()
+  if not raw:
+    return ()
+  return tuple(part.strip() for part in raw.split(","))
 
 
 def _parse_yaml(text: str) -> Raw:

@@ -14,8 +14,9 @@ from maxlite.config.schema import KEYS, ModelConfig, flatten
 from maxlite.config.values import BASE_CONFIG, Setting, suggest
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parent / "configs"
-CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+CONFIGS = _PACKAGE / "configs"  # in an installed package
+if not CONFIGS.is_dir():
+  CONFIGS = _PACKAGE.parent / "configs"  # in a clone
 EXECUTION_KEYS = ("dtype", "remat_policy")  # of presets: files and members may set others
 MODEL_FILE = "model.yml"  # in the folder of an imported run: the keys of its model
 _MARKS_OF_RUNS = ("checkpoints", "members", "metrics.jsonl", MODEL_FILE)  # in run folders
@@ -74,8 +75,9 @@ def is_of_run(setting: Setting) -> bool:
   """Whether a setting comes from a file in a run folder, whose name is config.yml or similar."""
   file, _, _ = setting.source.rpartition(":")
   folder = os.path.dirname(file)
-  marks = (os.path.join(folder, mark) for mark in _MARKS_OF_RUNS)
-  return file.endswith((".yml", ".yaml")) and any(map(os.path.exists, marks))
+  if not file.endswith((".yml", ".yaml")):
+    return False
+  return any(os.path.exists(os.path.join(folder, mark)) for mark in _MARKS_OF_RUNS)
 
 
 def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[list[Setting]]:
@@ -106,7 +108,11 @@ def with_bases(
   Args:
     users: the file of the settings, if any, and the files whose base_config led there.
   """
-  base = next((setting for setting in own if setting.name == BASE_CONFIG), None)
+  base = None
+  for setting in own:
+    if setting.name == BASE_CONFIG:
+      base = setting
+      break
   if base is None:
     return [own]
   if not isinstance(base.raw, str) or "\0" in base.raw:
@@ -126,11 +132,12 @@ def find_preset(model_name: Setting) -> Path:
   Raises:
     UserError: there is no such file.
   """
-  folder, name = CONFIGS / "models", model_name.raw
+  folder = CONFIGS / "models"
+  name = str(model_name.raw)
   names = sorted(path.stem for path in folder.glob("*.yml"))
   if name not in names:
-    otherwise = f"has no file in {folder}; {suggest(str(name), names)}"
-    raise model_name.error(answer_value("model_name", str(name)) or otherwise)
+    otherwise = f"has no file in {folder}; {suggest(name, names)}"
+    raise model_name.error(answer_value("model_name", name) or otherwise)
   return folder / f"{name}.yml"
 
 
@@ -141,19 +148,24 @@ def read_preset(model_name: Setting) -> list[Setting]:
     UserError: there is no such preset, or a file of it is wrong.
   """
   chain = read_chain(find_preset(model_name), model_name.source)
-  settings = [setting for file in chain for setting in file]
-  for setting in settings:
-    if setting.name == model_name.name:
-      raise setting.error("cannot be set in a preset; remove it, or use base_config")
+  settings: list[Setting] = []
+  for file in chain:
+    for setting in file:
+      if setting.name == model_name.name:
+        raise setting.error("cannot be set in a preset; remove it, or use base_config")
+      settings.append(setting)
   return settings
 
 
 def _compose(path: AnyPath, referrer: str) -> yaml.Node | None:
+  """The root node of a file; None if the file is empty."""
   text = _read_bytes(path, referrer)
   try:
     return compose_yaml(text)
   except yaml.MarkedYAMLError as error:
-    line = error.problem_mark.line + 1 if error.problem_mark else 1
+    line = 1
+    if error.problem_mark is not None:
+      line = error.problem_mark.line + 1
     raise UserError(f"{path}:{line}: bad YAML, {error.problem}; write `key: value`") from None
   except yaml.YAMLError as error:
     raise UserError(f"{path}: bad YAML, {error}; write plain UTF-8 text") from None
@@ -163,6 +175,8 @@ def _read_bytes(path: AnyPath, referrer: str) -> bytes:
   try:
     return bytes(path.read_bytes())
   except OSError as error:
-    names = [file.name for pattern in ("*.y*ml", "*.py") for file in path.parent.glob(pattern)]
+    names: list[str] = []
+    for pattern in ("*.y*ml", "*.py"):
+      names.extend(file.name for file in path.parent.glob(pattern))
     hint = suggest(path.name, names, "name an existing YAML file")
     raise UserError(f"{referrer}: {path} cannot be read ({error.strerror}); {hint}") from None

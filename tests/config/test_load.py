@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config import load_config, yaml_files
+from maxlite.config.command_line import CommandLine
+from maxlite.config.load import read_layers
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, Config, flatten
 from maxlite.config.values import Setting, domain, parse
@@ -40,6 +42,26 @@ def test_precedence_of_sources(kept, tmp_path, presets):
   ]
   given = [steps for steps, layer in zip((10, 20, 30, 40, 50), kept, strict=True) if layer]
   assert load_config(argv).run.steps == (given[-1] if given else DEFAULTS["steps"])
+
+
+def test_layers_are_a_list_from_the_weakest_to_the_strongest(tmp_path, presets):
+  (tmp_path / "base.yml").write_text("steps: 10\n")
+  (tmp_path / "own.yml").write_text("base_config: base.yml\nsteps: 20\n")
+  (presets / "small.yml").write_text("steps: 30\ndtype: bfloat16\n")
+  argv = ["--steps=50", "steps=40", "model_name=small", str(tmp_path / "own.yml")]
+  layers = {
+    layer.name: [(setting.name, setting.raw) for setting in layer.settings]
+    for layer in read_layers(CommandLine.split(argv), None, DEFAULTS)
+  }
+  assert list(layers.items()) == [
+    ("how the preset is computed", [("dtype", "bfloat16")]),
+    ("base_config", [("steps", "10")]),
+    ("file", [("steps", "20")]),
+    ("preset", [("steps", "30")]),
+    ("imported model", []),
+    ("key=value", [("steps", "40"), ("model_name", "small")]),
+    ("--key=value", [("steps", "50")]),
+  ]
 
 
 def test_later_files_override_earlier_ones_and_all_bases(tmp_path):

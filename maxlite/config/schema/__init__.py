@@ -81,6 +81,7 @@ class SchemaKey:
 
 
 def _walk(section: Any) -> Iterator[SchemaKey]:
+  """The keys of a section and of the sections in it, in order."""
   for entry in dataclasses.fields(section):
     if dataclasses.is_dataclass(entry.type):
       yield from _walk(entry.type)
@@ -90,8 +91,13 @@ def _walk(section: Any) -> Iterator[SchemaKey]:
 
 def build(section: Any, values: dict[str, Any]) -> Any:
   """An instance of the (nested) section from flat `values`, which holds all of its keys."""
-  value_of = lambda entry: values[entry.name] if entry.name in KEYS else build(entry.type, values)
-  return section(**{entry.name: value_of(entry) for entry in dataclasses.fields(section)})
+  own: dict[str, Any] = {}
+  for entry in dataclasses.fields(section):
+    if entry.name in KEYS:
+      own[entry.name] = values[entry.name]
+    else:
+      own[entry.name] = build(entry.type, values)
+  return section(**own)
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -99,7 +105,10 @@ def flatten(config: Any) -> dict[str, Any]:
   flat: dict[str, Any] = {}
   for entry in dataclasses.fields(config):
     value = getattr(config, entry.name)
-    flat.update(flatten(value) if dataclasses.is_dataclass(value) else {entry.name: value})
+    if dataclasses.is_dataclass(value):
+      flat.update(flatten(value))
+    else:
+      flat[entry.name] = value
   return flat
 
 
