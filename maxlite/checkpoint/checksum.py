@@ -3,12 +3,13 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from maxlite.sharding.pytree import PyTree
 
 # By the size of an element; one of 8 bytes is two of 4.
 UNSIGNED = {
@@ -20,7 +21,7 @@ UNSIGNED = {
 MAX_SIZE_ON_HOST = 2**16  # NumPy takes a millisecond, compiling a program for a shape fifty
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: PyTree) -> dict[str, PyTree]:
   """Return {name: leaf} of a pytree, with names such as `params/decoder/embedding`."""
   leaves = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -29,7 +30,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
   return leaves
 
 
-def tree_checksums(tree: Any) -> dict[str, int]:
+def tree_checksums(tree: PyTree) -> dict[str, int]:
   """Return {name: 32-bit checksum} of all arrays of a pytree.
 
   A changed element always changes the checksum of its array. Swapped elements or damage to several
@@ -43,7 +44,7 @@ def tree_checksums(tree: Any) -> dict[str, int]:
   return checksums
 
 
-def tree_hash(tree: Any) -> str:
+def tree_hash(tree: PyTree) -> str:
   """Return the hexadecimal SHA-256 of all names, shapes, dtypes and checksums of a pytree."""
   leaves = leaves_by_path(tree)
   checksums = tree_checksums(tree)
@@ -72,14 +73,16 @@ def chunk_checksum(
 def array_checksum(x: Array) -> Array:
   """Return the checksum of an array, uint32."""
   start_A = np.zeros(x.ndim, np.uint32)
-  return _mixed_sum(x, start_A, x.shape)
+  checksum = _mixed_sum(x, start_A, x.shape)
+  assert isinstance(checksum, Array)  # as `x` is one
+  return checksum
 
 
 def _mixed_sum(
   x: Array | np.ndarray,
   start_A: Array | np.ndarray,
   shape: tuple[int, ...],
-) -> Any:
+) -> Array | np.uint32:
   """Sum each element's bits, mixed with its position, modulo 2**32, in NumPy or JAX as `x`.
 
   Integer addition is exact and commutative, so shards can be summed in any order. At each position
@@ -115,7 +118,7 @@ def _mixed_sum(
 _compiled_sum = jax.jit(_mixed_sum, static_argnums=2)
 
 
-def _bits(x: Array | np.ndarray) -> Any:
+def _bits(x: Array | np.ndarray) -> Array | np.ndarray:
   """Return the bits of `x` as uint32, with an extra axis of size 2 for 64-bit elements."""
   if not isinstance(x, np.ndarray):
     x = jax.device_put(x, jax.memory.Space.Device)  # it may be in the host's memory
@@ -132,7 +135,7 @@ def _bits(x: Array | np.ndarray) -> Any:
   return bits.reshape(x.shape)
 
 
-def _mix(x: Any) -> Any:
+def _mix(x: Array | np.ndarray) -> Array | np.ndarray:
   """Apply a fixed bijection of uint32 in which every input bit affects all output bits.
 
   Source: the 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain).

@@ -21,7 +21,7 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -30,8 +30,10 @@ from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Restored
 from maxlite.checkpoint.manifest import seal_manifest, verify_manifest
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes
+from maxlite.sharding.pytree import PyTree
 
 _FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(slices|\d+\.tmp)")
 Bounds: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) of every axis
@@ -47,7 +49,7 @@ class Snapshot(NamedTuple):
 class Content(NamedTuple):
   """The content of a file: the body of its manifest, and the bytes of its slices."""
 
-  body: dict[str, Any]
+  body: JsonObject
   data: np.ndarray
 
 
@@ -102,7 +104,7 @@ class LocalCheckpoints:
     self,
     cfg: CheckpointConfig,
     run_id: str,
-    abstract_state: Any,
+    abstract_state: PyTree,
     report: Callable[[str], None],
   ) -> None:
     """Create the folder and determine which slices this process writes.
@@ -151,8 +153,8 @@ class LocalCheckpoints:
   def save(
     self,
     step: int,
-    state: Any,
-    data_state: Mapping[str, Any],
+    state: PyTree,
+    data_state: Mapping[str, Json],
   ) -> None:
     """Copy this process's slices of `state` to host memory and write them in the background.
 
@@ -171,7 +173,7 @@ class LocalCheckpoints:
     self._started = Snapshot(step, self._run_start)
     self._writing = self._writer.submit(self._write, files, body)
 
-  def _copy_to_host(self, state: Any) -> None:
+  def _copy_to_host(self, state: PyTree) -> None:
     """Copy this process's slices of `state` to the bytes of its file."""
     shards: dict[tuple[str, Bounds], jax.Array] = {}
     for name, leaf in leaves_by_path(state).items():
@@ -239,7 +241,7 @@ class LocalCheckpoints:
   def _write(
     self,
     files: Mapping[FileName, np.ndarray],
-    body: Mapping[str, Any],
+    body: Mapping[str, Json],
   ) -> None:
     """Write files: a manifest as a line of JSON, then the bytes of the slices."""
     for name, data in files.items():
@@ -333,7 +335,7 @@ class LocalCheckpoints:
       content = None
       if source == self._rank:
         content = already_read or self._read(name)
-      description: tuple[dict[str, Any] | None, int] = (None, 0)
+      description: tuple[JsonObject | None, int] = (None, 0)
       data = None
       if content is not None:
         description = (content.body, content.data.size)
@@ -359,7 +361,7 @@ class LocalCheckpoints:
       return None
     return Content(body, data)
 
-  def _state(self, data: np.ndarray) -> Any:
+  def _state(self, data: np.ndarray) -> PyTree:
     """Build the state on this process's devices from the bytes of its file."""
     views = {}
     for part in self._slices:
@@ -412,7 +414,7 @@ class LocalCheckpoints:
         path.unlink(missing_ok=True)
 
 
-def _slices_of(process: int, abstract_state: Any) -> list[StateSlice]:
+def _slices_of(process: int, abstract_state: PyTree) -> list[StateSlice]:
   """Return the slices of the state on a process's devices, each once."""
   slices: list[StateSlice] = []
   like_by_leaf = leaves_by_path(abstract_state)

@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -45,11 +45,13 @@ from maxlite.checkpoint.orbax_object_store import (
 from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
 from maxlite.checkpoint.run_folder import require_regular_files, step_of
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.object_store import AnyPath, is_remote, to_path
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
+from maxlite.sharding.pytree import PyTree
 
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 PARAMS = "params/"  # prefix of the names of parameters
@@ -58,8 +60,8 @@ PARAMS = "params/"  # prefix of the names of parameters
 class Restored(NamedTuple):
   """What was read of a checkpoint; without a position of the data it has only parameters."""
 
-  state: Any  # any pytree of arrays
-  data_state: dict[str, Any] | None
+  state: PyTree
+  data_state: JsonObject | None
   step: int
 
 
@@ -124,8 +126,8 @@ class Checkpoints:
   def save(
     self,
     step: int,
-    state: Any,
-    data_state: Mapping[str, Any],
+    state: PyTree,
+    data_state: Mapping[str, Json],
   ) -> None:
     """Start writing `state`, a pytree of arrays, which may be donated once this returns.
 
@@ -180,7 +182,7 @@ class Checkpoints:
       self._manager.close()
       self._manager = None
 
-  def restore(self, abstract_state: Any, last_step: int | None = None) -> Restored | None:
+  def restore(self, abstract_state: PyTree, last_step: int | None = None) -> Restored | None:
     """Return (state, data state, step) of the latest valid checkpoint; None if there are none.
 
     A checkpoint with only parameters gives ({"params": parameters}, None, step). Later checkpoints,
@@ -210,9 +212,9 @@ class Checkpoints:
 
   def restore_parts(
     self,
-    abstract: Mapping[str, Any],
+    abstract: Mapping[str, PyTree],
     step: int | None = None,
-  ) -> tuple[dict[str, Any], int]:
+  ) -> tuple[dict[str, PyTree], int]:
     """Return ({name: part of the state}, step) of a checkpoint: `step`, or the latest valid one.
 
     The folder is not modified, so this is safe while another process trains into it.
@@ -276,7 +278,7 @@ class Checkpoints:
 
   def _restore_latest_valid(
     self,
-    abstract: Any,
+    abstract: PyTree,
     prefix: str | tuple[str, ...],
     steps: list[int],
     *,
@@ -326,7 +328,7 @@ class Checkpoints:
     read = functools.partial(self._read_manifest, step)
     return read_repeatedly(self._named(step), read)
 
-  def _state(self, step: int, abstract: Any, manifest: Manifest) -> tuple[Any, str]:
+  def _state(self, step: int, abstract: PyTree, manifest: Manifest) -> tuple[PyTree, str]:
     """Return (state, "") or (None, damage), the same on all processes."""
     read = functools.partial(self._read_state, step, abstract)
     check = functools.partial(_damaged_leaf, manifest=manifest)  # a collective computation
@@ -347,7 +349,7 @@ class Checkpoints:
       raise OSError(f"it is of another run (run_id {saved_run}, here {self.run_id})")
     return manifest
 
-  def _read_state(self, step: int, abstract: Any) -> Any:
+  def _read_state(self, step: int, abstract: PyTree) -> PyTree:
     """Read the arrays of `abstract`, which may be part of the saved state."""
     args = ocp.args.PyTreeRestore(
       item=abstract,
@@ -372,7 +374,7 @@ class Checkpoints:
     self,
     step: int,
     manifest: Manifest,
-    abstract: Any,
+    abstract: PyTree,
     prefix: str | tuple[str, ...],
   ) -> None:
     """Raise UserError with the first leaf that differs from the checkpoint's."""
@@ -478,7 +480,7 @@ def _no_step() -> int:
   return 0
 
 
-def _damaged_leaf(state: Any, manifest: Manifest) -> str:
+def _damaged_leaf(state: PyTree, manifest: Manifest) -> str:
   """Describe the first leaf that differs from what was saved; empty if none does."""
   saved = manifest["body"]["leaves"]
   for name, checksum in tree_checksums(state).items():
@@ -487,7 +489,7 @@ def _damaged_leaf(state: Any, manifest: Manifest) -> str:
   return ""
 
 
-def _drop_missing(params: Any, manifest: Manifest) -> Any:
+def _drop_missing(params: PyTree, manifest: Manifest) -> PyTree:
   """Drop the optional modules, such as adapters, that the checkpoint does not have."""
   saved: set[str] = set()
   for path in manifest["body"]["leaves"]:

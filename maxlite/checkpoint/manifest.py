@@ -3,11 +3,13 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-Manifest: TypeAlias = dict[str, Any]  # {"body": {"leaves": ..., "data": ...}, "sha256": digest}
+from maxlite.config.json_values import Json, JsonObject
+
+Manifest: TypeAlias = JsonObject  # {"body": {"leaves": ..., "data": ...}, "sha256": digest}
 
 
 class ArrayLike(Protocol):
@@ -23,7 +25,7 @@ class ArrayLike(Protocol):
 def manifest_leaves(
   leaves: Mapping[str, ArrayLike],
   checksums: Mapping[str, int],
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JsonObject]:
   """Return {name: shape, dtype and checksum} for the arrays {name: leaf}, as JSON values."""
   described = {}
   for name, leaf in leaves.items():
@@ -35,7 +37,7 @@ def manifest_leaves(
   return described
 
 
-def seal_manifest(body: Mapping[str, Any]) -> Manifest:
+def seal_manifest(body: Mapping[str, Json]) -> Manifest:
   """Return the manifest with `body` and its SHA-256."""
   return {"body": dict(body), "sha256": _digest(body)}
 

@@ -9,11 +9,12 @@ import os
 import shutil
 import types
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import orbax.checkpoint as ocp
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import AnyPath, filesystem, list_names, repeated, store_errors
 
 try:
@@ -27,7 +28,7 @@ COMMIT_LAST = ocp.path.atomicity.CommitFileTemporaryPath
 COMMITTED = "commit_success.txt"
 _S3 = "s3://"
 _GS = "gs://"
-StoreSpec: TypeAlias = dict[str, Any]  # a specification of TensorStore, as JSON values
+StoreSpec: TypeAlias = JsonObject  # a specification of TensorStore, as JSON values
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from maxlite.checkpoint.manifest import Manifest, manifest_leaves, seal_manifest
 from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
 from maxlite.checkpoint.repeated_read import first_line, is_environment_error
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import AnyPath
 
 METADATA = "_CHECKPOINT_METADATA"
@@ -61,7 +61,7 @@ class StoredParameters:
 
   def __init__(self, directory: AnyPath, manifest: Manifest) -> None:
     self.directory = directory
-    self.leaves: dict[str, dict[str, Any]] = {}
+    self.leaves: dict[str, JsonObject] = {}
     for name, leaf in manifest["body"]["leaves"].items():
       if name.startswith(PARAMS):
         self.leaves[name.removeprefix(PARAMS)] = leaf
@@ -117,7 +117,7 @@ class _ChunkedArrayHandler(ocp.type_handlers.ArrayHandler):
     values: Sequence[ChunkedArray],
     infos: Sequence[ocp.type_handlers.ParamInfo],
     args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
-  ) -> Sequence[Future]:
+  ) -> Sequence[Future[None]]:
     for chunked, info in zip(values, infos, strict=True):
       await info.await_path_creation()
       store = await _create_store(chunked, info)

@@ -6,7 +6,6 @@ slightly wrong. Replicas are compared by their checksums.
 
 import collections
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxlite.checkpoint.checksum import array_checksum, leaves_by_path
 from maxlite.sharding.collectives import pvary
+from maxlite.sharding.pytree import PyTree
 
 _MAX_SHOWN = 4  # devices in a message
 
@@ -27,7 +27,7 @@ class ReplicaCheck:
     abstract_state: a pytree with the structure and the `NamedSharding`s of the state.
   """
 
-  def __init__(self, abstract_state: Any) -> None:
+  def __init__(self, abstract_state: PyTree) -> None:
     leaves = leaves_by_path(abstract_state)
     self._specs: dict[str, PartitionSpec] = {}
     for name, leaf in leaves.items():
@@ -54,7 +54,7 @@ class ReplicaCheck:
     )
     self._checksums = jax.jit(sharded_checksums)
 
-  def difference(self, state: Any) -> str:
+  def difference(self, state: PyTree) -> str:
     """Describe the first array whose replicas differ, and the devices; empty if none does."""
     arrays = leaves_by_path(state).values()
     on_devices = self._checksums(*arrays)

@@ -218,7 +218,7 @@ class RunFolder:
       os.close(self._locked)
       self._locked = None
 
-  def config_changes(self, values: Mapping[str, Any]) -> Changes | None:
+  def config_changes(self, values: Mapping[str, object]) -> Changes | None:
     """Return how `values`, of all keys, differ from the saved config; None at the first start.
 
     Keys that shape the model may not change. An imported run that has not been trained may change
@@ -262,8 +262,8 @@ class RunFolder:
 
   def _check_kind(
     self,
-    saved: Mapping[str, Any],
-    values: Mapping[str, Any],
+    saved: Mapping[str, object],
+    values: Mapping[str, object],
   ) -> None:
     """Raise UserError if one config is of an ensemble and the other of a single run."""
     was_ensemble = any(saved[key] for key in ENSEMBLE_KEYS)

@@ -5,12 +5,12 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import grain
 import numpy as np
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.config.mixture import mixture_of
 from maxlite.config.registry import ROW_ORDERS
 from maxlite.config.schema import DataConfig
@@ -170,7 +170,7 @@ class DataLoader:
     for batch in read_once(batches.slice(selected), self.cfg.grain_prefetch_buffer_size):
       yield Batch(**batch)
 
-  def stream_facts(self, num_batches: int) -> dict[str, Any]:
+  def stream_facts(self, num_batches: int) -> JsonObject:
     """Return everything that the first batches depend on, by config key, as JSON values."""
     num_rows = self.schedule.first_row(num_batches)
     facts = order_facts(self.cfg)
@@ -237,11 +237,11 @@ class TrainStream:
     """(rows, positions) of the latest batch over all hosts."""
     return self._data.schedule.shape(self._num_taken - 1)
 
-  def state(self) -> dict[str, Any]:
+  def state(self) -> JsonObject:
     """Return the number of batches taken and all that they depend on, as JSON values."""
     return {"num_batches": self._num_taken, **self._data.stream_facts(self._num_taken)}
 
-  def restore(self, state: dict[str, Any]) -> None:
+  def restore(self, state: JsonObject) -> None:
     """Continue after the batches that `state` counts. Raises UserError if they would differ."""
     num_batches = state["num_batches"]
     require_same_facts(state, self._data.stream_facts(num_batches))

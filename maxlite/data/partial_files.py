@@ -13,9 +13,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from maxlite.config.file_io import write_atomically
+from maxlite.config.json_values import Json, JsonObject
 
 _RECORD = "progress.json"
 _BLOCK_BYTES = 1 << 20
@@ -106,7 +107,7 @@ class PartialFiles:
     return Progress(**content["progress"])
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _read_record(path: Path) -> JsonObject:
   try:
     record = json.loads(path.read_bytes())
     if record["digest"] == _digest_of(record["content"]):
@@ -133,7 +134,7 @@ def _digest_prefix(path: Path, size: int) -> hashlib.blake2b:
   return digest
 
 
-def _digest_of(content: Any) -> str:
+def _digest_of(content: Json) -> str:
   digest = _new_digest()
   digest.update(json.dumps(content, sort_keys=True).encode())
   return digest.hexdigest()

@@ -11,19 +11,20 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grain
 import numpy as np
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.config.mixture import MixtureSource
 
 SHARE_UNITS = 10_000  # shares are rounded to multiples of 1 / SHARE_UNITS
 
 # What the rows of a run depend on, as JSON values: the identity of the only source, or
 # {"sources": {name: identity}, "shares": [[first row, [[name, units], ...]], ...]}.
-History: TypeAlias = str | dict[str, Any]
+History: TypeAlias = str | JsonObject
 
 
 def shuffled_order(num_rows: int, seed: int) -> grain.MapDataset[int]:

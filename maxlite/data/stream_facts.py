@@ -1,15 +1,15 @@
 """What the batches of a stream depend on, as checkpoints store it, and how it may not change."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import DataConfig
 
 _OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
 
 
-def order_facts(cfg: DataConfig) -> dict[str, Any]:
+def order_facts(cfg: DataConfig) -> JsonObject:
   """Return the keys of `cfg` that length and order of the rows depend on, as JSON values."""
   seed = None
   if cfg.enable_data_shuffling:
@@ -22,7 +22,7 @@ def order_facts(cfg: DataConfig) -> dict[str, Any]:
   }
 
 
-def require_same_facts(state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+def require_same_facts(state: Mapping[str, Json], facts: Mapping[str, Json]) -> None:
   """Raise UserError if one of `facts` differs from the state of a stream in a checkpoint."""
   for name, now in facts.items():
     then = state.get(name, _OLD_STATE_DEFAULTS.get(name))

@@ -2,10 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import read_json_object, require_own_file
+from maxlite.config.json_values import Json, JsonObject
 
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
 _ID_FILES = ("generation_config.json", "config.json")  # tokens by id
@@ -50,7 +51,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
   return TokenizerConfig(tokens, ids, _chat_template(folder))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
   """Read a JSON object; empty if there is no file."""
   if not path.is_file():
     return {}
@@ -67,7 +68,7 @@ def _spelling(value: object) -> str:
   return ""
 
 
-def _ids(value: Any, path: Path) -> list[int]:
+def _ids(value: Json, path: Path) -> list[int]:
   """Return the ids of tokens given as one id, as a list, or as null."""
   if value is None:
     return []

@@ -1,9 +1,9 @@
 """The training streams of a run: one, or with phases one per data config."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
@@ -36,10 +36,10 @@ class TrainStreams:
     """Return (rows, positions) of the objective's latest batch over all hosts."""
     return self._stream(objective).batch_shape
 
-  def state(self) -> dict[str, Any]:
+  def state(self) -> JsonObject:
     """Return the state of the only stream, or of each by its first objective, as JSON values."""
     states = {reader: stream.state() for reader, stream in self._streams.items()}
-    state: dict[str, Any] = {}
+    state: JsonObject = {}
     if self._teacher:
       state["teacher"] = self._teacher
     if len(states) > 1:
@@ -60,7 +60,7 @@ class TrainStreams:
         lines.append(f"{prefix}{line}")
     return lines
 
-  def restore(self, state: dict[str, Any]) -> None:
+  def restore(self, state: JsonObject) -> None:
     """Continue after the batches that `state` counts. Raises UserError if the streams differ."""
     if "teacher" in state and self._teacher and state["teacher"] != self._teacher:
       raise UserError(

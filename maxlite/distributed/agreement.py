@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from maxlite import __version__
 from maxlite.config.raw_values import show
@@ -30,8 +29,8 @@ _CONTEXT = 40  # of these characters, those before the first that differs
 
 
 def common_facts(
-  values: Mapping[str, Any],
-  settings: Mapping[str, Any],
+  values: Mapping[str, object],
+  settings: Mapping[str, object],
 ) -> dict[str, str]:
   """Return {name: value} of versions, settings of JAX and keys, which all processes must share.
 

@@ -18,7 +18,9 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from maxlite.config.json_values import Json
 
 EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
 # Messages; the last two are prefixes.
@@ -53,7 +55,7 @@ class Heartbeat:
     self._timeout = timeout
     self._interval = timeout / 5
     self._peers = dict(peers)
-    self._values: dict[int, queue.SimpleQueue[Any]] = {}  # received JSON values, by peer
+    self._values: dict[int, queue.SimpleQueue[Json]] = {}  # received JSON values, by peer
     for peer in peers:
       self._values[peer] = queue.SimpleQueue()
     self._unread = dict.fromkeys(peers, b"")
@@ -77,7 +79,7 @@ class Heartbeat:
     self._is_closed = True
     self._broadcast(_BYE)
 
-  def all_gather(self, value: Any) -> list[Any]:
+  def all_gather(self, value: Json) -> list[Json]:
     """Return the JSON values of all processes, in order of process id, once all have called it."""
     if self._process_id > 0:
       self._broadcast(_VALUE + json.dumps(value))

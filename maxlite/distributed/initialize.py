@@ -11,12 +11,13 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json
 from maxlite.config.schema import HostsConfig
 from maxlite.distributed.agreement import common_facts
 from maxlite.distributed.heartbeat import Heartbeat
@@ -85,13 +86,13 @@ class SeparateProcesses:
 
   process_id: int
   num_processes: int
-  all_gather: Callable[[Any], list[Any]]
+  all_gather: Callable[[Json], list[Json]]
 
 
 @contextlib.contextmanager
 def distributed_runtime(
   hosts: HostsConfig,
-  values: Mapping[str, Any],
+  values: Mapping[str, object],
   *,
   separate: bool = False,
 ) -> Iterator[SeparateProcesses | None]:

@@ -3,17 +3,19 @@
 import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlite.config.json_values import Json
+
 _CHUNK_BYTES = 16 << 20
 
 
-def all_gather_object(value: Any) -> list[Any]:
+def all_gather_object(value: Json) -> list[Json]:
   """Return the JSON values of all processes, in order of process id."""
   if jax.process_count() == 1:
     return [value]

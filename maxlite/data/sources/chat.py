@@ -6,11 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json
 from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
@@ -218,7 +219,7 @@ def _document(row: JsonRow) -> Iterator[bytes]:
   return iter([json.dumps(messages).encode(), row.place.encode()])
 
 
-def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
+def _messages(place: str, record: Mapping[str, Json]) -> list[Message]:
   """Return the messages of a line; raise UserError if it has none."""
   if "messages" in record:
     return _checked(record["messages"], f"{place}: messages")
@@ -236,7 +237,7 @@ def _messages(place: str, record: Mapping[str, Any]) -> list[Message]:
   return messages
 
 
-def _checked(messages: Any, place: str) -> list[Message]:
+def _checked(messages: Json, place: str) -> list[Message]:
   """Return `messages` if it is a list of {"role": ..., "content": ..., ...}."""
   if not isinstance(messages, list) or not messages:
     raise UserError(f"{place} must be a list of at least one message")
@@ -246,7 +247,7 @@ def _checked(messages: Any, place: str) -> list[Message]:
   return messages
 
 
-def _is_message(message: Any) -> bool:
+def _is_message(message: Json) -> bool:
   if not isinstance(message, dict):
     return False
   return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

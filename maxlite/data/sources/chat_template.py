@@ -3,13 +3,14 @@
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json
 from maxlite.data.sources.template_worker import CLOSE, OPEN, RenderError, render
 from maxlite.data.tokenizer import ESCAPE
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and other fields a template reads
+Message = Mapping[str, Json]  # {"role": ..., "content": ...}, and other fields a template reads
 _RESERVED = re.compile(f"[{ESCAPE}{OPEN}{CLOSE}]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -138,7 +139,7 @@ class ChatTemplate:
       )
     return text
 
-  def _escape(self, value: Any) -> Any:
+  def _escape(self, value: Json) -> Json:
     """Escape special tokens and replace reserved characters in all strings of `value`."""
     if isinstance(value, str):
       valid = value.encode(errors="replace").decode()  # JSON can spell an unpaired surrogate

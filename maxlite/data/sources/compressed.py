@@ -3,10 +3,13 @@
 import gzip
 import io
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile, size_and_version
+
+if TYPE_CHECKING:
+  from _typeshed import WriteableBuffer
 
 EXPANDED = (".gz", ".zst")
 # A file that expands to more of both is refused: an attack, or damaged.
@@ -96,13 +99,14 @@ class _Expander(io.RawIOBase):
   def readable(self) -> bool:
     return True
 
-  def readinto(self, buffer: Any) -> int:
+  def readinto(self, buffer: "WriteableBuffer") -> int:
+    view = memoryview(buffer)
     try:
-      block = self._stream.read(len(buffer))
+      block = self._stream.read(len(view))
     except (OSError, EOFError, ValueError) as error:  # of gzip, zlib and pyarrow
       raise UserError(f"{self._file} is damaged ({error}): replace it") from None
     self._limit.add(len(block))
-    buffer[: len(block)] = block
+    view[: len(block)] = block
     return len(block)
 
   def close(self) -> None:

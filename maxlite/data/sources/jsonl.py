@@ -4,9 +4,10 @@ import codecs
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import open_file
@@ -20,7 +21,7 @@ class JsonRow(NamedTuple):
   """The object in a line, and its place (`FILE:LINE`)."""
 
   place: str
-  record: dict[str, Any]
+  record: JsonObject
 
 
 def jsonl_documents(

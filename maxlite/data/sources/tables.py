@@ -6,7 +6,7 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import DataFile
@@ -15,20 +15,18 @@ from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import TOO_LARGE, ExpansionLimit
 from maxlite.data.sources.text import cut_document
 
+ArrowObject: TypeAlias = Any  # an object of pyarrow, which has no types
 _ARROW_FILE = b"ARROW1\0\0"
 _BATCH_ROWS = 16  # decoded at once; a row of a small file may be megabytes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-  """An open file; `batches` are record batches that have the column of the text.
+  """An open file; `batches` are record batches that have the column of the text."""
 
-  pyarrow has no types.
-  """
-
-  schema: Any
+  schema: ArrowObject
   count_rows: Callable[[], int]
-  batches: Iterator[Any]
+  batches: Iterator[ArrowObject]
 
 
 _OpenTable = Callable[[BinaryIO, str, ExpansionLimit], _Table]
@@ -74,7 +72,7 @@ def _documents(
     ) from None
 
 
-def _require_strings(schema: Any, column: str, file: DataFile) -> None:
+def _require_strings(schema: ArrowObject, column: str, file: DataFile) -> None:
   import pyarrow as pa
 
   if column not in schema.names:
@@ -85,7 +83,9 @@ def _require_strings(schema: Any, column: str, file: DataFile) -> None:
     raise UserError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
 
 
-def _values(batches: Iterator[Any], column: str, limit: ExpansionLimit) -> Iterator[Any]:
+def _values(
+  batches: Iterator[ArrowObject], column: str, limit: ExpansionLimit
+) -> Iterator[ArrowObject]:
   for batch in batches:
     values = batch.column(column)
     limit.add(values.nbytes)
@@ -112,7 +112,7 @@ def _open_parquet(stream: BinaryIO, column: str, limit: ExpansionLimit) -> _Tabl
   return _Table(table.schema_arrow, lambda: table.metadata.num_rows, batches)
 
 
-def _chunk_sizes(metadata: Any, column: str) -> list[int]:
+def _chunk_sizes(metadata: ArrowObject, column: str) -> list[int]:
   """The size in bytes, decompressed, of the part of a column in each row group."""
   sizes = []
   for group in range(metadata.num_row_groups):
