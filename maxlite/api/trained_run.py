@@ -38,7 +38,7 @@ class Run:
 
   config: Config
   trainer: Trainer
-  step: int  # of the parameters
+  step: int  # the step that gave the parameters
   params: PyTree
   ema_params: PyTree | None = None  # moving averages; None without `ema_decay`
   stopped: str = ""  # why training ended before the last step; empty if it did not
@@ -94,14 +94,14 @@ class Run:
     """The completions of `prompts`, by the moving averages if the run keeps them.
 
     Args:
-      **keys: of sampling, such as `max_new_tokens` and `decode_sampling_temperature`; see
+      **keys: keys of sampling, such as `max_new_tokens` and `decode_sampling_temperature`; see
         docs/config.md. Also `max_target_length` and keys of how the model is computed, such as
         `dtype`.
 
     Raises:
       UserError: a key is wrong, a prompt is too long, or the run has no tokenizer.
     """
-    if isinstance(prompts, str):  # of which every character would be a prompt
+    if isinstance(prompts, str):  # every character would be a prompt
       raise UserError("generate(...) takes a list of prompts: write [prompt]")
     cfg = self._with(**keys)
     read = EXECUTION | flatten(GenerateConfig()).keys() | {"max_target_length"}

@@ -11,7 +11,7 @@ class ModelFamily:
   latent_attention: bool = False  # multi-head latent attention (layers/mla.py)
   qk_norm: str = ""  # RMSNorm of queries and keys: "head" per head, "projection" over all heads
   qkv_bias: bool = False
-  out_bias: bool = False  # of attention's output projection
+  out_bias: bool = False  # attention's output projection has a bias
   router_bias: bool = False
   sinks: bool = False  # a learned attention sink per query head
   zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter

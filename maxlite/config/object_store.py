@@ -33,10 +33,12 @@ STORES = {
 }
 HUB = "hf://"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model")
-_WAITS = (5, 10, 20, 40)  # for the first answer of a bucket [s]: each is reported, the last ends it
-_PAUSES = (0.2, 1.0)  # between calls of a store that answers by an error [s]
-_CACHE = Path("~/.cache/maxlite/folders")  # of local copies
-_KINDS = {"datasets": "dataset", "spaces": "space"}  # of repositories on the hub
+# Seconds of waiting for the first answer of a bucket; each is reported, and the last is the limit.
+_WAITS = (5, 10, 20, 40)
+# Seconds between the calls of a store that answers by an error.
+_PAUSES = (0.2, 1.0)
+_CACHE = Path("~/.cache/maxlite/folders")  # holds local copies
+_KINDS = {"datasets": "dataset", "spaces": "space"}  # kinds of repositories on the hub by prefix
 
 
 def is_remote(path: str | AnyPath) -> bool:
@@ -153,7 +155,7 @@ def repeated(uri: str, call: Callable[[], T]) -> T:
     UserError: all calls have failed.
   """
   for pause in _PAUSES:
-    with contextlib.suppress(Exception):  # of various types; the last call raises it
+    with contextlib.suppress(Exception):  # the last call raises it
       return call()
     time.sleep(pause)
   with store_errors(uri):

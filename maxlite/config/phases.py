@@ -43,7 +43,8 @@ _PHASE_KEYS = (
 _OPT_TYPE = "opt_type"
 _OPTIMIZER = "optimizer"
 _KEYS = (*_PHASE_KEYS, _OPTIMIZER, *(key for key in _SCHEMA_KEYS if key != _OPT_TYPE))
-_EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}  # of the keys that every phase has
+# The keys that every phase has, with examples of their values.
+_EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}
 _COUNT = ConfigField("", low=1)
 _ANY_NUMBER = ConfigField("")
 # Type and range of the keys of `until`.

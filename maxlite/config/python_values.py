@@ -70,7 +70,7 @@ def to_raw(value: Any, source: str = "") -> Raw:
     YamlValueError: the value is None or of another type; the message continues a line that begins
       with the key.
   """
-  to_list = getattr(value, "tolist", None)  # of arrays and scalars of NumPy and JAX
+  to_list = getattr(value, "tolist", None)  # arrays and scalars of NumPy and JAX have it
   if to_list is not None:
     value = to_list()
   if isinstance(value, list | tuple):

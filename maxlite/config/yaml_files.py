@@ -17,7 +17,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = _PACKAGE / "configs"  # in an installed package
 if not CONFIGS.is_dir():
   CONFIGS = _PACKAGE.parent / "configs"  # in a clone
-EXECUTION_KEYS = ("dtype", "remat_policy")  # of presets: files and members may set others
+# Keys of a preset that do not describe the model, so that files and members may set others.
+EXECUTION_KEYS = ("dtype", "remat_policy")
 MODEL_FILE = "model.yml"  # in the folder of an imported run: the keys of its model
 _MARKS_OF_RUNS = ("checkpoints", "members", "metrics.jsonl", MODEL_FILE)  # in run folders
 _MODEL_KEYS = {name for name, key in KEYS.items() if key.field.shapes_model}
@@ -53,7 +54,7 @@ def read_file(path: AnyPath, referrer: str) -> list[Setting]:
     except YamlValueError as error:
       if name in KEYS or name == BASE_CONFIG:
         errors.append(UserError(f"{source}: {name} {error}"))
-      settings[name] = Setting(name, "null", source)  # of other keys, the name is the mistake
+      settings[name] = Setting(name, "null", source)  # the mistake is the unknown name
   raise_all(errors)
   return list(settings.values())
 

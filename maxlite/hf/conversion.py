@@ -25,6 +25,7 @@ from maxlite.config.file_io import new_folder
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
 from maxlite.config.raw_values import show
+from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
@@ -59,7 +60,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = _new_run(cfg)
-  if tokenizer and cfg.data.dataset_type != "synthetic":
+  if tokenizer and not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
     open_tokenizer(cfg.data)  # raises if it is damaged
   abstract = abstract_params(cfg.model)
   not_finite = collections.Counter[str]()
@@ -100,7 +101,7 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   length = cfg.data.max_target_length
   hf = {"dtype": model.weight_dtype, "max_position_embeddings": length, **hf}
   with _created_at(target) as temporary:
-    if cfg.data.dataset_type != "synthetic":
+    if not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
       hf |= _export_tokenizer(cfg.data, temporary)
     write_json(temporary / "config.json", hf)
     read = functools.partial(read_merged, stored, lora_alpha=cfg.model.lora.lora_alpha)

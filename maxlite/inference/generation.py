@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
@@ -88,7 +89,7 @@ class Completer:
 
 def open_text_tokenizer(cfg: Config) -> Tokenizer:
   """Open the tokenizer of the run's data; raise UserError if they are synthetic."""
-  if cfg.data.dataset_type == "synthetic":
+  if SOURCES.entry(cfg.data.dataset_type).is_synthetic:
     raise UserError("a run on dataset_type=synthetic has no tokenizer to write text with")
   return open_tokenizer(cfg.data)
 

@@ -80,7 +80,9 @@ def test_a_folder_of_the_hub_is_not_a_run_folder(hub, tmp_path, monkeypatch):
 
 
 def test_hub_paths_are_files_of_its_cache(hub):
-  expand = lambda entry: expand_paths([entry], "", "dataset_path")[0]
+  def expand(entry):
+    return expand_paths([entry], "", "dataset_path")[0]
+
   assert expand("hf://datasets/me/texts") == [hub / "a.txt", hub / "sub/b.txt"]
   assert expand("hf://datasets/me/texts@main/sub") == [hub / "sub/b.txt"]
   assert expand("hf://datasets/me/texts/*.txt") == [hub / "a.txt"]

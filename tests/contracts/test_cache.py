@@ -40,7 +40,10 @@ def prefilled(model, params, num_new):
 
 def appended(model, params, entries, tokens_BT, length_B):
   """(logits_BTV, updated cache) of tokens appended after the `length_B` cached tokens of ROW_B."""
-  place = lambda x_BT: jnp.zeros((NUM_ROWS, x_BT.shape[1]), jnp.int32).at[ROW_B].set(x_BT)
+
+  def place(x_BT):
+    return jnp.zeros((NUM_ROWS, x_BT.shape[1]), jnp.int32).at[ROW_B].set(x_BT)
+
   position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
   rows = (place(tokens_BT), place(jnp.ones_like(position_BT)), place(position_BT))
   variables = {"params": params, cache.COLLECTION: entries}
@@ -79,7 +82,10 @@ def decoded_with_drafts(model, params):
 
   start = (entries, jnp.asarray(LENGTH_B))
   _, logits_nBTV = jax.lax.scan(step, start, jnp.asarray(TAKEN_nB))
-  of_row = lambda b: [logits_nBTV[n, b, :taken] for n, taken in enumerate(TAKEN_nB[:, b])]
+
+  def of_row(b):
+    return [logits_nBTV[n, b, :taken] for n, taken in enumerate(TAKEN_nB[:, b])]
+
   later_nBV = jnp.stack([jnp.concatenate(of_row(b)) for b in range(3)], axis=1)
   return jnp.concatenate([first_BV[None], later_nBV])
 

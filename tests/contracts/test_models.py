@@ -232,7 +232,10 @@ def unstacked(params):
   apart = {}
   for name, tree in params.items():
     if name in ("dense_layers", "layers"):
-      take = lambda i, tree=tree: jax.tree.map(lambda leaf: leaf[i], tree)
+
+      def take(i, tree=tree):
+        return jax.tree.map(lambda leaf: leaf[i], tree)
+
       length = len(jax.tree.leaves(tree)[0])
       apart |= {f"{name}_{i}": take(i) for i in range(length)}
     else:

@@ -103,7 +103,10 @@ def test_toy_family(trained):
 
 def test_toy_strategy(registered):
   members = [Member(nn.Dense(1), optax.sgd(0.1), name=name) for name in "ab"]
-  loss = lambda model, batch: jnp.mean(model(batch) ** 2)
+
+  def loss(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
   batch_BD = jnp.ones((2, 2))
   ensemble = Ensemble(members, loss, strategy="toy", devices=jax.devices()[:1])
   _, metrics = ensemble.step(ensemble.init(batch_BD), batch_BD)

@@ -168,9 +168,12 @@ def test_what_mup_has_no_rule_for_is_refused(keys, fix):
 
 def test_the_table_of_a_sweep_marks_the_best_rate_of_every_width(tmp_path):
   """A member without a finite loss is never the best."""
-  entry = lambda width, rate, loss: LeaderboardEntry(
-    "m", {"base_emb_dim": width, "learning_rate": rate}, 1, loss, loss, 1.0, "finished"
-  )
+
+  def entry(width, rate, loss):
+    return LeaderboardEntry(
+      "m", {"base_emb_dim": width, "learning_rate": rate}, 1, loss, loss, 1.0, "finished"
+    )
+
   losses = [(64, 0.2, None), (64, 0.1, 1.5), (32, 0.1, 2.5), (32, 0.2, 2.25)]
   write_members([entry(*row) for row in losses], tmp_path / "members.jsonl")
   rows = transfer_table("run", read_losses(tmp_path)).splitlines()

@@ -150,7 +150,10 @@ def report(outcomes: list[Outcome], note: str) -> str:
 
 def markdown(columns: tuple[str, ...], rows: list[list[Any]]) -> list[str]:
   cells = [columns, ["---"] * len(columns), *rows]
-  escape = lambda cell: str(cell).replace("|", "\\|").replace("\n", " ")
+
+  def escape(cell):
+    return str(cell).replace("|", "\\|").replace("\n", " ")
+
   return [f"| {' | '.join(map(escape, row))} |" for row in cells]
 
 

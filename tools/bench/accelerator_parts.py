@@ -124,7 +124,10 @@ def compare_attention(backend: str, title: str, shape: tuple, dtype: str, option
   segment_T = 1 + np.searchsorted(cuts, np.arange(num_positions), side="right")
   segment_T[segment_T == 4] = 0
   segment_BT = np.broadcast_to(segment_T.astype(np.int32), keys[:2])
-  run = lambda name, *operands: run_attention(name, segment_BT, options, *operands)
+
+  def run(name, *operands):
+    return run_attention(name, segment_BT, options, *operands)
+
   compare(f"attention {backend}", title, dtype, run, backend, operands)
 
 
@@ -223,7 +226,10 @@ def mlp(small: bool) -> None:
   def run(name, x_MD, weight_M, gate_GDF, up_GDF, wo_GFD, dy_MD):
     def apply(x_MD, weight_M, *matrices):
       operands = x_MD, weight_M, matrices[:2], matrices[2], sizes_G
-      activation = lambda gate, up: jax.nn.silu(gate) * up
+
+      def activation(gate, up):
+        return jax.nn.silu(gate) * up
+
       return grouped_mlp(*operands, activation=activation, backend=name)
 
     return value_and_gradients(apply, x_MD, weight_M, gate_GDF, up_GDF, wo_GFD, dy_MD)

@@ -273,7 +273,10 @@ def _request(process: subprocess.Popen, report: str = "") -> Any:
 def serve(name: str, problem: str) -> int:
   """A candidate's process: answers each line on stdin, see `_request`."""
   sys.stdin.readline()
-  clocks = lambda: np.array([time.perf_counter(), time.process_time()])
+
+  def clocks():
+    return np.array([time.perf_counter(), time.process_time()])
+
   start = clocks()
   try:
     candidate = CANDIDATES[name](problem)

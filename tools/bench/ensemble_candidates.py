@@ -261,7 +261,10 @@ def one_grouped_matmul(problem: str) -> Candidate:
   """
   layers = hidden_layers(problem)
   size_Z = jnp.asarray([w_DF.shape[0] for _, w_DF, _ in layers])
-  wide = lambda array: jnp.pad(array, ((0, 0), (0, max(WIDTHS) - array.shape[1])))
+
+  def wide(array):
+    return jnp.pad(array, ((0, 0), (0, max(WIDTHS) - array.shape[1])))
+
   x_MB = jnp.concatenate([x_BD.T for x_BD, _, _ in layers])
   w_MF = jnp.concatenate([wide(w_DF) for _, w_DF, _ in layers])
   dy_ZBF = jnp.stack([wide(dy_BF) for _, _, dy_BF in layers])

@@ -110,8 +110,13 @@ def main() -> int:
   parser.add_argument("--tokens", type=int, default=1024)
   options = parser.parse_args()
   width, num_tokens = options.width, options.tokens
-  is_shape = lambda node: isinstance(node, tuple)
-  array = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def is_shape(node):
+    return isinstance(node, tuple)
+
+  def array(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
   params = jax.tree.map(array, make_shapes(width), is_leaf=is_shape)
   batch = (array((num_tokens, width)), jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
   fit = Phase("fit", BODY, fit_loss, optax.adam(1e-3), steps=20)

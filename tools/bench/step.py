@@ -168,7 +168,10 @@ def plain_params(model: ModelConfig) -> dict:
     "wo": (model.base_mlp_dim, width),
   }
   rng = np.random.default_rng(0)
-  draw = lambda shape: jnp.asarray(rng.normal(0, 0.01, shape), jnp.float32)
+
+  def draw(shape):
+    return jnp.asarray(rng.normal(0, 0.01, shape), jnp.float32)
+
   layers = [
     {name: draw(shape) for name, shape in shapes.items()}
     for _ in range(model.base_num_decoder_layers)

@@ -76,25 +76,35 @@ def activation_changes(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, flo
 
   @jax.jit
   def activations(params: Any, batch: Batch) -> dict[str, jax.Array]:
-    inputs = batch.tokens_BT, batch.segment_BT, batch.position_BT
     logits, sown = trainer.model.apply(
       {"params": params},
-      *inputs,
+      batch.tokens_BT,
+      batch.segment_BT,
+      batch.position_BT,
       capture_intermediates=lambda module, method: module.name in MODULES and method == "__call__",
       mutable="intermediates",
     )
-    outputs = flatten_dict(sown["intermediates"])
-    # A mixture returns its sums for the losses too.
-    first = lambda output: output[0] if isinstance(output, tuple) else output
-    by_module = {"/".join(path[:-1]): first(output) for path, (output, *_) in outputs.items()}
-    return by_module | {"logits": logits}
+    return {**_by_module(sown["intermediates"]), "logits": logits}
 
   before = activations(state.params, batches[0])
   for batch in batches:
     state, _ = trainer.train_step(state, batch)
   after = activations(state.params, batches[0])
-  rms = lambda x: float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
-  return {module: rms(after[module] - before[module]) for module in before}
+
+  return {module: _rms(after[module] - before[module]) for module in before}
+
+
+def _by_module(intermediates: Any) -> dict[str, jax.Array]:
+  """The first output of each module, by its path; a mixture also returns sums for the losses."""
+  outputs = {}
+  for path, (output, *_) in flatten_dict(intermediates).items():
+    first = output[0] if isinstance(output, tuple) else output
+    outputs["/".join(path[:-1])] = first
+  return outputs
+
+
+def _rms(x: jax.Array) -> float:
+  return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
 
 
 def slope(changes: Sequence[float]) -> float:
@@ -104,7 +114,10 @@ def slope(changes: Sequence[float]) -> float:
 
 def table(kind: str, width: int, changes: dict[str, list[float]]) -> str:
   head = f"{kind:24}" + "".join(f"{width * factor:>9}" for factor in FACTORS) + "    slope"
-  row = lambda module, x: f"{module:24}" + "".join(f"{v:9.4f}" for v in x) + f"{slope(x):9.2f}"
+
+  def row(module, x):
+    return f"{module:24}" + "".join(f"{v:9.4f}" for v in x) + f"{slope(x):9.2f}"
+
   return "\n".join([head, *(row(*entry) for entry in changes.items())])
 
 

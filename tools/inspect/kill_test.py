@@ -112,7 +112,10 @@ def has_unfinished(checkpoints: str) -> bool:
   """Whether a save was killed: Orbax renames a local folder at its end."""
   folder = to_path(checkpoints)
   steps = list(folder.iterdir()) if folder.exists() else []
-  is_temporary = lambda step: isinstance(step, Path) and "tmp" in step.name
+
+  def is_temporary(step):
+    return isinstance(step, Path) and "tmp" in step.name
+
   return any(is_temporary(step) or not is_complete(step) for step in steps)
 
 

@@ -6,7 +6,7 @@ from maxlite.config.rules.violation import Violation, Violations
 from maxlite.config.schema import DEFAULTS, Config, flatten
 from maxlite.config.values import SECRETS
 
-_MAX_NAME_BYTES = 255  # of the name of a file, on all usual file systems
+_MAX_NAME_BYTES = 255  # the most in the name of a file, on all usual file systems
 _MAX_PATH_CHARACTERS = 4096
 _PATH_ENDINGS = ("_path", "_directory", "_dir", "_file", "save_hlo", "gpu_target_config")
 PATH_KEYS = tuple(key for key in DEFAULTS if key.endswith(_PATH_ENDINGS))

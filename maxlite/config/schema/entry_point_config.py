@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field, machine_field
 
-DEFAULT_NEW_TOKENS = 200  # of max_new_tokens=-1
+DEFAULT_NEW_TOKENS = 200  # the number that max_new_tokens=-1 stands for
 
 
 @dataclasses.dataclass(frozen=True)
