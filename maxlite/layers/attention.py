@@ -118,7 +118,7 @@ class Attention(nn.Module):
     sink_H: jax.Array | None,
   ) -> jax.Array:
     """o_BTHC of new positions, which are added to the cache, to all positions in it."""
-    limit = window.size
+    limit: int | jax.Array = window.size
     if window.is_local is not None:
       limit = jnp.where(window.is_local, window.size, jnp.iinfo(jnp.int32).max)
     entries, masks = cache.update(self, segment_BT, limit, key=k_BTGC, value=v_BTGC)

@@ -70,12 +70,12 @@ def update(
   positions removed by `rewind`. T new positions need T - 1 slots more than the window (or than all
   positions), because slots are overwritten before all queries have attended their old content.
   """
-  length_B = layer.get_variable(COLLECTION, _LENGTH)
+  length_B: jax.Array = layer.get_variable(COLLECTION, _LENGTH)
   num_real_B = jnp.sum(segment_BT > 0, axis=1, dtype=jnp.int32)
   layer.put_variable(COLLECTION, _LENGTH, length_B + num_real_B)
   entries = []
   for name, x_BTGC in new_BTGC.items():
-    blocks = layer.get_variable(COLLECTION, name)
+    blocks: Blocks = layer.get_variable(COLLECTION, name)
     x_BGTC = x_BTGC.swapaxes(1, 2)
     blocks = _write(blocks, x_BGTC, length_B)
     layer.put_variable(COLLECTION, name, blocks)

@@ -89,7 +89,7 @@ def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
 
   The sum is computed in float32 before it is rounded to the kernel's type.
   """
-  merged = {}
+  merged: dict[str, Any] = {}
   for name, node in params.items():
     if isinstance(node, Mapping) and name not in ADAPTER:
       merged[name] = merge_lora(node, lora_alpha)

@@ -149,9 +149,9 @@ class LatentAttention(nn.Module):
     """o_BTHC by the cache, with the up-projection absorbed into queries and outputs."""
     mla = self.cfg.mla
     entries, masks = cache.update(self, segment_BT, latent=entry_BT1C)
-    (blocks,) = entries
+    (latent_blocks,) = entries
     names = ("activation_batch", None, "activation_kv_length", None)
-    blocks = [self.sharder.constrain(block_B1SC, names) for block_B1SC in blocks]
+    blocks = [self.sharder.constrain(block_B1SC, names) for block_B1SC in latent_blocks]
     kv_up = self._up()
     params = merge_lora(kv_up.variables["params"], self.cfg.lora.lora_alpha)
     w_LHC = params["kernel"].astype(q_BTHC.dtype)

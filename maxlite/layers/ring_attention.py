@@ -11,8 +11,7 @@ Here `i` and `j` count a shard's two chunks of queries and of keys; arrays are [
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +86,10 @@ class _Pair(NamedTuple):
   mask: AttentionMask
 
 
-_AddPair = Callable[[Any, _KeysValues, _Pair], Any]  # Returns the new state.
+class _AddPair(Protocol):
+  """Returns the state with the results of one more pair of chunks."""
+
+  def __call__(self, state: Any, kv: _KeysValues, /, *, pair: _Pair) -> Any: ...
 
 
 def ring_attention(
@@ -148,7 +150,7 @@ def _forward(
   kernel = PARTIAL_ATTENTION_BACKENDS[ring.options.backend]
   dtype = accumulator_dtype(q_2bnhc.dtype)
 
-  def add_pair(output: _Output, kv: _KeysValues, pair: _Pair) -> _Output:
+  def add_pair(output: _Output, kv: _KeysValues, *, pair: _Pair) -> _Output:
     o_bnhc, lse_bhn = kernel.forward(
       q_2bnhc[pair.i],
       kv.k_2bngc[pair.j],
@@ -217,7 +219,7 @@ def _backward(
   kernel = PARTIAL_ATTENTION_BACKENDS[ring.options.backend]
   q_2bnhc = residuals.q_2bnhc
 
-  def add_pair(total: _Gradients, kv: _KeysValues, pair: _Pair) -> _Gradients:
+  def add_pair(total: _Gradients, kv: _KeysValues, *, pair: _Pair) -> _Gradients:
     gradients = kernel.gradients(
       q_2bnhc[pair.i],
       kv.k_2bngc[pair.j],

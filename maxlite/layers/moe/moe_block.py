@@ -42,10 +42,10 @@ class MoeBlock(nn.Module):
     route = self.router(x_BTD, segment_BT)
     route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
 
-    dispatch = choose_dispatch(self.cfg.moe)
+    dispatch = choose_dispatch(self.cfg.moe).apply_experts
     experts = build_experts(self.cfg, self.sharder)
     weights = self.expert_parameters(x_BTD.shape[-1])
-    y_BTD, num_dropped = dispatch.apply_experts(experts, x_BTD, route, weights)
+    y_BTD, num_dropped = dispatch(experts, x_BTD, route, weights)
 
     if self.cfg.moe.shared_experts:
       y_BTD += self.shared_experts(x_BTD)
