@@ -13,12 +13,14 @@ import numpy as np
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
+from maxlite.hf import block_fp8
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_folder import (
   DTYPES,
   FolderWriter,
   TensorEntry,
   TensorFile,
+  read_config,
   read_tensors,
   shorten_list,
 )
@@ -39,9 +41,7 @@ def params_from_hf(
   Raises:
     UserError: a file is damaged, or tensors are missing, unexpected, or of another shape or dtype.
   """
-  tensors = read_tensors(directory)
-  if family.quantized:
-    tensors = unpack(tensors)
+  tensors = open_weights(directory)
   mappings = []
   for mapping in tensor_mappings(family, cfg, params):
     mappings.append(_with_vocab_size(mapping, vocab_size))
@@ -67,6 +67,19 @@ def params_from_hf(
   for path, leaf in params.items():
     chunked[path] = _chunked(path, by_path[path], tensors, leaf)
   return chunked
+
+
+def open_weights(directory: Path) -> dict[str, TensorEntry]:
+  """Return {name: entry} of the weights, which are decoded as they are read if they are quantized.
+
+  Raises:
+    UserError: a file is missing or damaged, or quantized weights do not match their scales.
+  """
+  tensors = read_tensors(directory)
+  quantization = read_config(directory).get("quantization_config")
+  if quantization and quantization.get("quant_method") == block_fp8.METHOD:
+    return block_fp8.unpack_fp8(tensors, block_fp8.block_shape_of(quantization))
+  return unpack(tensors)
 
 
 def _is_ignored(family: HfFamily, tensor: str) -> bool:

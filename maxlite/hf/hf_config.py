@@ -10,6 +10,7 @@ from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, ModelConfig
 from maxlite.config.values import Setting, parse
+from maxlite.hf.block_fp8 import METHOD, block_shape_of
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
@@ -30,11 +31,8 @@ def model_keys(directory: Path) -> tuple[HfFamily, dict[str, Any]]:
     raise UserError(f"{file} has model_type={model_type!r}; supported are {', '.join(FAMILIES)}")
   family = FAMILIES[str(model_type)]
   quantization = values.get("quantization_config")
-  method = quantization
-  if isinstance(quantization, dict):
-    method = quantization.get("quant_method")
-  if quantization and method != family.quantized:
-    raise UserError(f"{file} has quantization_config: save the weights as bfloat16 first")
+  if quantization:
+    _require_readable(quantization, family, file)
   try:
     keys = family.config_from_hf(values)
   except KeyError as error:
@@ -48,6 +46,17 @@ def model_keys(directory: Path) -> tuple[HfFamily, dict[str, Any]]:
     typed[name] = parse(setting)
   _require_plausible(typed, directory)
   return family, typed
+
+
+def _require_readable(quantization: Any, family: HfFamily, file: Path) -> None:
+  """Raise UserError unless weights that are quantized in this way can be read."""
+  method = None
+  if isinstance(quantization, dict):
+    method = quantization.get("quant_method")
+  if method == METHOD:
+    block_shape_of(quantization)
+  elif method is None or method != family.quantized:
+    raise UserError(f"{file} has quantization_config: save the weights as bfloat16 first")
 
 
 def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:

@@ -31,7 +31,8 @@ DTYPES: dict[str, np.dtype] = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PACKED = {"U8": np.dtype("uint8")}  # the type of packed weights (mxfp4.py)
+# The types of packed weights (mxfp4.py, block_fp8.py).
+PACKED = {"U8": np.dtype("uint8"), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 ALIGNMENT = 8  # the first tensor of a file starts at a multiple of this many bytes
 
 

@@ -30,9 +30,9 @@ from maxlite.config.schema import (
   build,
 )
 from maxlite.config.validation import validate
-from maxlite.hf.hf_checkpoint import params_from_hf
+from maxlite.hf.hf_checkpoint import open_weights, params_from_hf
 from maxlite.hf.hf_config import model_keys
-from maxlite.hf.hf_folder import DTYPES, read_tensors
+from maxlite.hf.hf_folder import DTYPES
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
 from maxlite.training.model_weights import ModelWeights, RunWeights
@@ -195,7 +195,7 @@ class HfWeights(ModelWeights):
     self._folder = folder
     self._family, keys = model_keys(folder)
     if dtype is None:
-      dtypes = {DTYPES.get(tensor.dtype) for tensor in read_tensors(folder).values()}
+      dtypes = {DTYPES.get(tensor.dtype) for tensor in open_weights(folder).values()}
       dtype = "bfloat16"
       if np.dtype("float32") in dtypes:
         dtype = "float32"

@@ -216,6 +216,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0
     ({"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}, "only partial_rotary"),
     ({"rope_parameters": YARN}, "mscale_all_dim=1.0, but maxlite supports it only for latent"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ({"quantization_config": "fp8"}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None"),
   ],
 )
 def test_an_invalid_config_raises_one_line(llama, change, message):
