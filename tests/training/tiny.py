@@ -99,9 +99,26 @@ def fast_compilation(cache: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
   """A list that gets the name of every program that is compiled, such as `jit(train_step)`."""
+  with _functions_of("backend_compile") as found:
+    yield found
+
+
+@contextlib.contextmanager
+def traces() -> Iterator[list[str]]:
+  """A list that gets the name of every jitted function that is traced, such as `train_step`."""
+  with _functions_of("jaxpr_trace") as found:
+    yield found
+
+
+@contextlib.contextmanager
+def _functions_of(kind: str) -> Iterator[list[str]]:
+  """A list that gets the function's name from every event of JAX of this kind."""
   found: list[str] = []
-  is_compiled = lambda event: "backend_compile" in event
-  listen = lambda event, *_, fun_name="", **__: is_compiled(event) and found.append(fun_name)
+
+  def listen(event: str, _seconds: float, *, fun_name: str = "", **_others: object) -> None:
+    if kind in event:
+      found.append(fun_name)
+
   jax.monitoring.register_event_duration_secs_listener(listen)
   yield found
   jax.monitoring.unregister_event_duration_listener(listen)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
@@ -240,7 +240,32 @@ class StackedEngine(EnsembleEngine):
     if self.request.own_batches:
       count = len(self.programs)
       batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), batch)
-    self.step.eval_shape([group.abstract_state for group in self.groups], batch)
+    if self.request.spans_processes:
+      batch = _with_shardings(batch, self._placement.batch(self.request.own_batches))
+    # Without the shardings, the types of the arrays would lack the mesh that those of the first
+    # call have, and the step would be traced again.
+    states = []
+    for group, sharding in zip(self.groups, self.shardings, strict=True):
+      states.append(_with_shardings(group.abstract_state, sharding))
+    self.step.eval_shape(states, batch)
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+  """The abstract arrays with shardings.
+
+  Args:
+    shardings: a tree of them, or one for all arrays; None: none.
+  """
+  if shardings is None:
+    return tree
+
+  def shard_all(sharding: NamedSharding, part: Any) -> Any:
+    def shard(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(shard, part)
+
+  return jax.tree.map(shard_all, shardings, tree)
 
 
 def _copy(tree: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import KEYS, compilations, fast_compilation
+from tiny import KEYS, compilations, fast_compilation, traces
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
 from maxlite.checkpoint.run_folder import open_mirror
@@ -103,12 +103,12 @@ def alone(root):
 
 @pytest.fixture(scope="module")
 def fused(root):
-  """(folder, output, names of the compiled programs) of a finished ensemble."""
+  """(folder, output, names of the compiled programs and traced functions) of an ensemble."""
   folder = root / "fused"
-  with compilations() as compiled:
+  with compilations() as compiled, traces() as traced:
     code, output = start(folder, MEMBERS, **FUSED)
   assert code == 0
-  return folder, output, compiled
+  return folder, output, compiled, traced
 
 
 def test_every_strategy_has_a_case():
@@ -185,12 +185,14 @@ def test_separate_processes_are_refused_in_one_line(root):
     start_separately(root / "refused", MEMBERS, 0, **keys)
 
 
-def test_the_step_is_compiled_once(fused):
-  assert fused[2].count("jit(_step)") == 1
+def test_the_step_is_traced_and_compiled_once(fused):
+  _, _, compiled, traced = fused
+  assert compiled.count("jit(_step)") == 1
+  assert traced.count("_step") == 1
 
 
 def test_output_of_a_finished_ensemble(fused, monkeypatch):
-  folder, output, _ = fused
+  folder, output, *_ = fused
   directory = folder / "ens"
   lines = (directory / "members.jsonl").read_text().splitlines()
   entries = [json.loads(line) for line in lines]
