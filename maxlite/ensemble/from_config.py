@@ -13,7 +13,7 @@ from maxlite.config import Config
 from maxlite.config.members import MemberConfig
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show
-from maxlite.config.schema import MESH_AXES, OptimizerConfig, PhasesConfig, flatten
+from maxlite.config.schema import MESH_AXES, MeshConfig, OptimizerConfig, PhasesConfig, flatten
 from maxlite.data.batch import Batch
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.member_program import (
@@ -33,7 +33,8 @@ from maxlite.step.train_step import StepParts
 from maxlite.training.model_weights import read_parameters
 from maxlite.training.trainer import Trainer, build_trainer
 
-_ROWS = ("activation_batch", "activation_batch_no_exp")  # logical axes of the rows of a batch
+# Logical axes over which the rows of a batch are sharded.
+_ROWS = ("activation_batch", "activation_batch_no_exp")
 
 
 class ConfigPrograms:
@@ -42,14 +43,25 @@ class ConfigPrograms:
   On any devices, a member's batch has `batch_size` rows.
   """
 
-  def __init__(self, devices: Sequence[jax.Device], batch_size: int, num_bytes_V: np.ndarray):
+  def __init__(
+    self,
+    devices: Sequence[jax.Device],
+    batch_size: int,
+    num_bytes_V: np.ndarray,
+  ):
+    """
+    Args:
+      devices: those of the whole run.
+      num_bytes_V: bytes of text of every token of the vocabulary.
+    """
     self._devices = devices
     self._batch_size = batch_size
     self._num_bytes_V = num_bytes_V
     self._functions: dict[Hashable, MemberFunctions] = {}
     self._trainers: dict[Hashable, Trainer] = {}
-    self._trainer_of_group: dict[Hashable, Trainer] = {}  # of the first member
-    self._firsts: dict[Hashable, MemberProgram] = {}  # by group
+    # By group, the trainer and the program of its first member.
+    self._trainer_of_group: dict[Hashable, Trainer] = {}
+    self._firsts: dict[Hashable, MemberProgram] = {}
 
   def build(self, member: MemberConfig, placement: Placement) -> MemberProgram:
     """The program of a member on these devices."""
@@ -58,17 +70,22 @@ class ConfigPrograms:
     if group not in self._trainer_of_group:
       self._trainer_of_group[group] = self._trainer(cfg, placement, frozenset())
     trainer = self._trainer_of_group[group]
+    num_updates = [objective.num_updates for objective in trainer.objectives]
     base_params = None
     if cfg.checkpoint.load_parameters_path:
       base_params = functools.partial(self._read_parameters, cfg, placement)
+
+    def functions_of_first() -> MemberFunctions:
+      return self._firsts[group].functions
+
     program = MemberProgram(
       name=member.name,
       seed=cfg.run.init_weights_seed,
       group=group,
       update_key=None,
-      numbers=_numbers(cfg, [each.num_updates for each in trainer.objectives]),
+      numbers=_numbers(cfg, num_updates),
       build=functools.partial(self._build, cfg, placement),
-      like=lambda: self._firsts[group].functions,
+      like=functions_of_first,
       settings=functools.partial(_settings, cfg),
       solo_numbers=frozenset(cfg.optimizer.pbt_hyperparameters),
       base=_base_of(cfg),
@@ -83,23 +100,28 @@ class ConfigPrograms:
 
   def _placed(self, cfg: Config, placement: Placement) -> Config:
     """The config of a member on these devices, with the whole batch."""
-    devices, num_parts, copies = placement
-    if len(devices) == len(self._devices) and num_parts * copies == 1:
+    num_devices = len(placement.devices)
+    is_divided = placement.num_parts * placement.copies > 1
+    if num_devices == len(self._devices) and not is_divided:
       return cfg
-    if num_parts * copies > 1 or len(devices) == 1:
-      degrees = {f"{kind}_{axis}_parallelism": 1 for kind in ("ici", "dcn") for axis in MESH_AXES}
-      degrees |= {"ici_ensemble_parallelism": num_parts, "ici_data_parallelism": copies}
+    degrees = {}
+    if is_divided or num_devices == 1:
+      for axis in MESH_AXES:
+        degrees[f"ici_{axis}_parallelism"] = 1
+        degrees[f"dcn_{axis}_parallelism"] = 1
+      degrees["ici_ensemble_parallelism"] = placement.num_parts
+      degrees["ici_data_parallelism"] = placement.copies
     else:
-      degrees = {"ici_ensemble_parallelism": 1}
+      degrees["ici_ensemble_parallelism"] = 1
     mesh = dataclasses.replace(cfg.mesh, **degrees)
-    if copies > 1:  # they repeat the computation of a part instead of sharing it
-      rules = dict(mesh.logical_axis_rules)
-      for name in _ROWS:
-        axes = rules.get(name, DEFAULT_RULES[name])
-        rules[name] = tuple(axis for axis in axes if axis != "data")
-      mesh = dataclasses.replace(mesh, logical_axis_rules=tuple(rules.items()))
-    rows = {"per_device_batch_size": self._batch_size / len(devices), "global_batch_size": 0}
-    return dataclasses.replace(cfg, mesh=mesh, data=dataclasses.replace(cfg.data, **rows))
+    if placement.copies > 1:
+      mesh = _without_data_axis_of_rows(mesh)
+    data = dataclasses.replace(
+      cfg.data,
+      per_device_batch_size=self._batch_size / num_devices,
+      global_batch_size=0,
+    )
+    return dataclasses.replace(cfg, mesh=mesh, data=data)
 
   def _trainer(self, cfg: Config, placement: Placement, stored: frozenset[str]) -> Trainer:
     key = (_without_seeds(cfg), placement, stored)
@@ -110,41 +132,65 @@ class ConfigPrograms:
     return self._trainers[key]
 
   def _build(self, cfg: Config, placement: Placement, stored: frozenset[str]) -> MemberFunctions:
+    """The member's functions; the numbers with the names in `stored` are in the optimizer state."""
     key = (_without_seeds(cfg), placement, stored)
     if key not in self._functions:
-      trainer = self._trainer(cfg, placement, stored - set(cfg.optimizer.pbt_hyperparameters))
+      stored_besides_pbt = stored - set(cfg.optimizer.pbt_hyperparameters)
+      trainer = self._trainer(cfg, placement, stored_besides_pbt)
       self._functions[key] = _trainer_functions(trainer, self._num_bytes_V)
     return self._functions[key]
 
 
+def _without_data_axis_of_rows(mesh: MeshConfig) -> MeshConfig:
+  """A mesh whose devices along the axis `data` repeat a computation instead of sharing its rows."""
+  rules = dict(mesh.logical_axis_rules)
+  for name in _ROWS:
+    axes = rules.get(name, DEFAULT_RULES[name])
+    rules[name] = tuple(axis for axis in axes if axis != "data")
+  return dataclasses.replace(mesh, logical_axis_rules=tuple(rules.items()))
+
+
 def _optimizers(cfg: Config) -> list[OptimizerConfig]:
   """The optimizer of every phase, or the one of a run without phases."""
-  return [phase.optimizer for phase in phases_of(cfg)] or [cfg.optimizer]
+  phases = phases_of(cfg)
+  if not phases:
+    return [cfg.optimizer]
+  return [phase.optimizer for phase in phases]
 
 
 def _numbers(cfg: Config, num_updates: Sequence[int]) -> tuple[Numbers, ...]:
-  """The numbers of these optimizers.
+  """The numbers of the optimizer of every phase.
 
   Args:
-    num_updates: of each optimizer, which is the default length of its schedule.
+    num_updates: by phase, the default length of the optimizer's schedule.
   """
-  return tuple(
-    numbers_of(with_schedule_steps(optimizer, count))
-    for optimizer, count in zip(_optimizers(cfg), num_updates, strict=True)
-  )
+  numbers = []
+  for optimizer, count in zip(_optimizers(cfg), num_updates, strict=True):
+    numbers.append(numbers_of(with_schedule_steps(optimizer, count)))
+  return tuple(numbers)
 
 
 def _without_seeds(cfg: Config) -> Config:
   """The part of a config that affects the program."""
-  run = dataclasses.replace(cfg.run, run_name="", base_output_directory="", init_weights_seed=0)
+  run = dataclasses.replace(
+    cfg.run,
+    run_name="",
+    base_output_directory="",
+    init_weights_seed=0,
+  )
   data = dataclasses.replace(cfg.data, data_shuffle_seed=0, data_sampling="shuffle")
   return dataclasses.replace(cfg, run=run, data=data)
 
 
 def _without_numbers(cfg: OptimizerConfig) -> tuple[Hashable, bool]:
   """The part of an optimizer's config that is not in its state, and whether it clips."""
-  fixed = {name: value for name, value in vars(cfg).items() if name not in number_names(cfg)}
-  return tuple(sorted(fixed.items(), key=lambda item: item[0])), cfg.gradient_clipping_threshold > 0
+  in_state = number_names(cfg)
+  fixed = []
+  for name in sorted(vars(cfg)):
+    if name not in in_state:
+      fixed.append((name, getattr(cfg, name)))
+  clips = cfg.gradient_clipping_threshold > 0
+  return tuple(fixed), clips
 
 
 def _group_key(cfg: Config, name: str, placement: Placement) -> Hashable:
@@ -153,69 +199,95 @@ def _group_key(cfg: Config, name: str, placement: Placement) -> Hashable:
   The phases of one group change at the same steps, so a member with a phase that ends on a
   condition is in a group alone; and so is one that repeats updates on a batch.
   """
-  whole = dataclasses.replace(
-    _without_seeds(cfg), optimizer=OptimizerConfig(), phasing=PhasesConfig()
+  without_optimizers = dataclasses.replace(
+    _without_seeds(cfg),
+    optimizer=OptimizerConfig(),
+    phasing=PhasesConfig(),
   )
-  phases = phases_of(cfg)
   parts: list[Hashable] = [_without_numbers(cfg.optimizer)]
-  for phase in phases:
-    without = dataclasses.replace(phase, optimizer=OptimizerConfig())
-    parts.append((without, _without_numbers(phase.optimizer)))
+  is_alone = False
+  for phase in phases_of(cfg):
+    without_optimizer = dataclasses.replace(phase, optimizer=OptimizerConfig())
+    parts.append((without_optimizer, _without_numbers(phase.optimizer)))
+    if phase.until or phase.repeat_batch > 1:
+      is_alone = True
   parts.append(tuple(initial_phases_of(cfg).items()))
-  is_alone = any(phase.until or phase.repeat_batch > 1 for phase in phases)
   parts.append(name if is_alone else "")
-  return whole, tuple(parts), placement
+  return without_optimizers, tuple(parts), placement
 
 
 def _settings(cfg: Config) -> dict[str, MemberSetting]:
   """The keys of a config that members of one stack have equal."""
-  varying = {*number_names(cfg.optimizer), "init_weights_seed", "run_name"}
-  varying |= {"data_shuffle_seed", "data_sampling"}
-  return {
-    key: MemberSetting(value, show(value))
-    for key, value in flatten(cfg).items()
-    if key not in varying
-  }
+  varying = set(number_names(cfg.optimizer))
+  varying |= {"init_weights_seed", "run_name", "data_shuffle_seed", "data_sampling"}
+  settings = {}
+  for key, value in flatten(cfg).items():
+    if key not in varying:
+      settings[key] = MemberSetting(value, show(value))
+  return settings
 
 
 def _base_of(cfg: Config) -> Hashable:
   """Equal for members whose frozen parameters are equal: read from one folder, or drawn alike."""
   path = cfg.checkpoint.load_parameters_path
-  return ("path", path) if path else ("seed", cfg.run.init_weights_seed)
+  if path:
+    return ("path", path)
+  return ("seed", cfg.run.init_weights_seed)
 
 
 def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunctions:
-  cfg = trainer.cfg
+  """The functions of the trainer's run, whose step freezes a diverged member."""
   model = trainer.model
-  is_sharded = trainer.mesh.size > 1
-  eval_step = build_eval_step(model, cfg.training, jnp.asarray(num_bytes_V))
-  plan = trainer.phase_plan
+  eval_step = build_eval_step(model, trainer.cfg.training, jnp.asarray(num_bytes_V))
+
+  def init_variables(seed: jax.Array, params: Any) -> dict[str, Any]:
+    return {"params": trainer.init_params(seed, params)}
+
+  def start(variables: dict[str, Any], seed: jax.Array) -> TrainState:
+    return trainer.first_state(variables["params"], seed)
 
   def predict(state: TrainState, batch: Batch) -> jax.Array:
-    inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
-    return jax.nn.log_softmax(model.apply({"params": state.params}, *inputs))
+    logits_BTV = model.apply(
+      {"params": state.params},
+      batch.tokens_BT,
+      batch.segment_BT,
+      batch.position_BT,
+    )
+    return jax.nn.log_softmax(logits_BTV)
 
   def evaluate(state: TrainState, batch: Batch) -> dict[str, Any]:
     sums = eval_step(state.params, batch)
     averages = averaged_params(state)
-    return sums if averages is None else sums | {"ema": eval_step(averages, batch)}
+    if averages is not None:
+      sums["ema"] = eval_step(averages, batch)
+    return sums
 
+  phases = [_phase_parts(trainer, index) for index in range(len(trainer.objectives))]
+  schedule = None
+  if trainer.phase_plan is not None:
+    schedule = trainer.phase_plan.schedule
+  shardings = None
+  batch_sharding = None
+  if trainer.mesh.size > 1:
+    shardings = trainer.state_shardings
+    batch_sharding = trainer.batch_sharding
   return MemberFunctions(
-    init_variables=lambda seed, params: {"params": trainer.init_params(seed, params)},
-    start=lambda variables, seed: trainer.first_state(variables["params"], seed),
-    phases=tuple(_phase_parts(trainer, index) for index in range(len(trainer.objectives))),
+    init_variables=init_variables,
+    start=start,
+    phases=tuple(phases),
     step=trainer.build_step(freeze_diverged=True),
     predict=predict,
     evaluate=evaluate,
     frozen=_frozen_paths(trainer),
-    schedule=None if plan is None else plan.schedule,
+    schedule=schedule,
     sharder=trainer.sharder,
-    shardings=trainer.state_shardings if is_sharded else None,
-    batch_sharding=trainer.batch_sharding if is_sharded else None,
+    shardings=shardings,
+    batch_sharding=batch_sharding,
   )
 
 
 def _phase_parts(trainer: Trainer, index: int) -> StepParts:
+  """The parts of the step of a phase; the update advances the clock of a run with phases."""
   parts = trainer.build_parts(index, freeze_diverged=True)
   if trainer.phase_plan is None:
     return parts
@@ -231,5 +303,6 @@ def _frozen_paths(trainer: Trainer) -> frozenset[str]:
   paths = trainer.phase_plan.untrained_paths
   if trainer.cfg.checkpoint.load_parameters_path:
     # The folder may lack them; then they are drawn, by each member with its seed.
-    paths = [path for path in paths if not set(path.split("/")) & set(OPTIONAL_MODULES)]
+    optional = set(OPTIONAL_MODULES)
+    paths = [path for path in paths if optional.isdisjoint(path.split("/"))]
   return frozenset(paths)
