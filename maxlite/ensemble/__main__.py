@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
@@ -24,6 +25,7 @@ _USAGE = (
   "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME[,NAME...] [run_name=NEW] "
   "[trust_plugins=true]"
 )
+_EXPORT_KEYS = {"member", "run_name", "trust_plugins"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,53 +34,86 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["export"]:
       return _export(arguments[1:])
     if arguments[:1] == ["worker"]:
-      return _train_members(*arguments[1:])
+      folder, batch_size, last_step, *names = arguments[1:]
+      return _train_members(Path(folder), int(batch_size), int(last_step), names)
     raise UserError(_USAGE)
+
+
+class _ExportRequest(NamedTuple):
+  """The command line of `export`."""
+
+  folder: str  # of the ensemble's run
+  names: list[str]  # of the members
+  new_name: str  # of the exported run
+  trusts_plugins: bool
+
+
+def _parse_export(arguments: Sequence[str]) -> _ExportRequest:
+  """Raise UserError if the arguments are not those of `_USAGE`."""
+  if not arguments:
+    raise UserError(_USAGE)
+  given = {}
+  for argument in arguments[1:]:
+    key, separator, value = argument.partition("=")
+    if separator:
+      given[key] = value
+  if "member" not in given or not given.keys() <= _EXPORT_KEYS:
+    raise UserError(_USAGE)
+  names = given["member"].split(",")
+  return _ExportRequest(
+    folder=arguments[0],
+    names=names,
+    new_name=given.get("run_name", names[0]),
+    trusts_plugins=given.get("trust_plugins") == "true",
+  )
 
 
 def _export(arguments: Sequence[str]) -> int:
   """Write a member, or the mean of several, to a run folder next to the ensemble's."""
-  given = dict(argument.split("=", 1) for argument in arguments[1:] if "=" in argument)
-  if (
-    not arguments or "member" not in given or given.keys() - {"member", "run_name", "trust_plugins"}
-  ):
-    raise UserError(_USAGE)
-  trusts = given.get("trust_plugins") == "true"
-  ensemble = _read_config(Path(arguments[0]), trust_plugins=trusts)
+  request = _parse_export(arguments)
+  ensemble = _read_config(Path(request.folder), trust_plugins=request.trusts_plugins)
   members = {member.name: member.config for member in members_of(ensemble)}
-  names = given["member"].split(",")
-  for name in names:
+  for name in request.names:
     if name not in members:
-      raise UserError(f"{arguments[0]} has no member {name}; {suggest(name, members)}")
-  cfg = members[names[0]]
-  _require_one_model({name: members[name] for name in names})
-  sources = [Path(cfg.run.base_output_directory) / name for name in names]
+      raise UserError(f"{request.folder} has no member {name}; {suggest(name, members)}")
+  chosen = {name: members[name] for name in request.names}
+  _require_one_model(chosen)
+  cfg = members[request.names[0]]
+  sources = [Path(cfg.run.base_output_directory) / name for name in request.names]
   for source in sources:
     if not (source / "checkpoints").is_dir():
       raise UserError(f"{source} has no checkpoint: train the ensemble first")
-  root, new_name = ensemble.run.base_output_directory, given.get("run_name", names[0])
-  target = Path(root) / new_name
+  root = ensemble.run.base_output_directory
+  target = Path(root) / request.new_name
   if target.exists():
     raise UserError(f"{target} exists: write run_name=ANOTHER_NAME")
-  if len(names) > 1:
-    write_soup([RunFolder(source) for source in sources], target / "checkpoints" / "0")
-    cfg = dataclasses.replace(cfg, training=dataclasses.replace(cfg.training, ema_decay=0.0))
+  if len(sources) > 1:
+    folders = [RunFolder(source) for source in sources]
+    write_soup(folders, target / "checkpoints" / "0")
+    training = dataclasses.replace(cfg.training, ema_decay=0.0)
+    cfg = dataclasses.replace(cfg, training=training)
   else:
-    shutil.copytree(sources[0], target, ignore=shutil.ignore_patterns("config*.yml"))
-  run = dataclasses.replace(cfg.run, run_name=new_name, base_output_directory=root)
+    ignored = shutil.ignore_patterns("config*.yml")
+    shutil.copytree(sources[0], target, ignore=ignored)
+  run = dataclasses.replace(cfg.run, run_name=request.new_name, base_output_directory=root)
   cfg = dataclasses.replace(cfg, run=run, mesh=_solo_mesh(cfg.mesh))
-  save_resolved(cfg, target / "config.yml")
-  sys.stdout.write(f"{target}: resume with python -m maxlite.train {target / 'config.yml'}\n")
+  config_file = target / "config.yml"
+  save_resolved(cfg, config_file)
+  sys.stdout.write(f"{target}: resume with python -m maxlite.train {config_file}\n")
   return 0
 
 
 def _require_one_model(members: Mapping[str, Config]) -> None:
   """Raise UserError if the members of a soup differ in a key that weights depend on."""
-  (first, cfg), *others = members.items()
-  for name, other in others:
+  first = next(iter(members))
+  shaping_keys = {}
+  for key, value in flatten(members[first].model).items():
+    if KEYS[key].field.shapes_model:
+      shaping_keys[key] = value
+  for name, other in members.items():
     own = flatten(other.model)
-    for key, value in flatten(cfg.model).items():
-      if KEYS[key].field.shapes_model and value != own[key]:
+    for key, value in shaping_keys.items():
+      if value != own[key]:
         raise UserError(
           f"a soup has members of one model: {key} is {show(value)} in {first}, and "
           f"{show(own[key])} in {name}"
@@ -90,27 +125,39 @@ def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
   changes = {}
   for kind in ("ici", "dcn"):
     degrees = {axis: getattr(mesh, f"{kind}_{axis}_parallelism") for axis in MESH_AXES}
-    if degrees.pop("ensemble") != 1:
+    ensemble_degree = degrees.pop("ensemble")
+    if ensemble_degree != 1:
       changes[f"{kind}_ensemble_parallelism"] = 1
       if -1 not in degrees.values():
         changes[f"{kind}_fsdp_parallelism"] = -1
   return dataclasses.replace(mesh, **changes)
 
 
-def _train_members(folder: str, batch_size: str, last_step: str, *names: str) -> int:
+def _train_members(folder: Path, batch_size: int, last_step: int, names: Sequence[str]) -> int:
   """Train some of the members in this process up to a step."""
-  cfg = _read_config(Path(folder), trust_plugins=True)  # the parent's own run
-  changes = {"ensemble_strategy": "auto", "ensemble_num_workers": 0, "asha_reduction_factor": 0}
-  cfg = dataclasses.replace(cfg, ensemble=dataclasses.replace(cfg.ensemble, **changes))
-  return run_ensemble(cfg, names, int(batch_size), int(last_step))
+  cfg = _read_config(folder, trust_plugins=True)  # the parent's own run
+  ensemble = dataclasses.replace(
+    cfg.ensemble,
+    ensemble_strategy="auto",
+    ensemble_num_workers=0,
+    asha_reduction_factor=0,
+  )
+  cfg = dataclasses.replace(cfg, ensemble=ensemble)
+  return run_ensemble(cfg, names, batch_size, last_step)
 
 
 def _read_config(folder: Path, *, trust_plugins: bool) -> Config:
+  """The config of an ensemble's run folder.
+
+  Raises:
+    UserError: there is none, or it is of a run of one model.
+  """
   path = folder / "config.yml"
   if not path.exists():
     raise UserError(f"{folder} is not a run folder: it has no config.yml")
   command = Config(run=RunConfig(trust_plugins=trust_plugins))
-  config: Config = build(Config, read_saved(path, command) | {"trust_plugins": False})
+  values = read_saved(path, command)
+  config: Config = build(Config, values | {"trust_plugins": False})
   if not config.ensemble.is_set:
     raise UserError(f"{folder} is a run of one model, not an ensemble")
   return config

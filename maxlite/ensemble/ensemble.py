@@ -13,10 +13,10 @@ import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
-from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
+from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, Placement
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import Loss, Member, MemberFactory, call_factory, call_model
-from maxlite.ensemble.member_program import abstract_tree, variables_of
+from maxlite.ensemble.member_program import MemberProgram, abstract_tree, variables_of
 from maxlite.ensemble.planner import Plan, choose
 from maxlite.step.api_checks import check_not_donated
 
@@ -54,25 +54,26 @@ class Ensemble:
   ):
     """
     Args:
-      loss: of a bound module and a batch; a scalar, or (scalar, {name: scalar} to be logged).
-      predict: of a bound module and inputs; the output that is compared and combined.
+      members: their modules, optimizers and seeds.
+      loss: a function of a bound module and a batch. It returns a scalar, or a scalar and a dict of
+        scalars to be logged, {name: scalar}.
+      predict: a function of a bound module and inputs. Its result is compared and combined.
       strategy: a name of ENSEMBLE_STRATEGIES, or `auto`.
+      devices: the devices that the members may use; by default, those of this process.
       own_batches: whether `step` takes a batch per member, stacked along a first axis.
-      memory_gb: for the members' states on one device; 0: no limit.
+      memory_gb: the limit [GB] for the members' states on one device; 0: no limit.
       base: parameters of a module from which all members start, such as a pretrained model. Those
         that members do not train are held once, however many members there are.
 
     Raises:
       UserError: no members, a duplicate name, or no such strategy.
     """
-    if isinstance(members, Member) or not all(isinstance(each, Member) for each in members):
-      raise UserError("members of an ensemble must be a list of Member(model, optimizer)")
-    width = len(str(max(len(members) - 1, 0)))
-    self.members = [
-      dataclasses.replace(member, name=member.name or f"m{z:0{width}d}")
-      for z, member in enumerate(members)
-    ]
+    self.members = _with_names(members)
     self.names = [member.name for member in self.members]
+    _check_names(self.names)
+    known = ("auto", *ENSEMBLE_STRATEGIES)
+    if strategy not in known:
+      raise UserError(f"no strategy {strategy!r}; choose one of {', '.join(known)}")
     self._loss = loss
     self._predict = predict
     self._strategy = strategy
@@ -83,18 +84,15 @@ class Ensemble:
     self.plan: Plan | None = None
     self._engine: EnsembleEngine | None = None
     self._factory: MemberFactory | None = None
-    if not members:
-      raise UserError("an ensemble needs members; give a list of Member")
-    name, count = Counter(self.names).most_common(1)[0]
-    if count > 1:
-      raise UserError(f"two members are called {name}; give each a different name")
-    if strategy not in ("auto", *ENSEMBLE_STRATEGIES):
-      known = ", ".join(("auto", *ENSEMBLE_STRATEGIES))
-      raise UserError(f"no strategy {strategy!r}; choose one of {known}")
 
   @classmethod
   def from_factory(
-    cls, path: str, *, num_workers: int = 0, checkpoint_period: int = 100, **options: Any
+    cls,
+    path: str,
+    *,
+    num_workers: int = 0,
+    checkpoint_period: int = 100,
+    **options: Any,
   ) -> "Ensemble":
     """An ensemble that other processes can build, as the strategy `processes` requires.
 
@@ -103,12 +101,18 @@ class Ensemble:
 
     Args:
       path: `package.module:function` of a function that returns {members, loss, predict}.
-      num_workers: of strategy `processes`; 0: one per member, up to the cores or GPUs.
+      num_workers: the number of worker processes of the strategy `processes`; 0: one per member, up
+        to the number of cores or GPUs.
       checkpoint_period: steps between the snapshots from which a restarted worker resumes.
       options: keyword arguments of `Ensemble`.
     """
-    ensemble = cls(**call_factory(path), **options)
-    ensemble._factory = MemberFactory(path, num_workers, checkpoint_period)
+    built = call_factory(path)
+    ensemble = cls(**built, **options)
+    ensemble._factory = MemberFactory(
+      path=path,
+      num_workers=num_workers,
+      checkpoint_period=checkpoint_period,
+    )
     return ensemble
 
   def init(self, example_batch: Any) -> Any:
@@ -117,13 +121,23 @@ class Ensemble:
     if self._own_batches:
       self._check_own_batches(example_batch)
       example_batch = jax.tree.map(lambda leaf: leaf[0], example_batch)
-    programs = build_programs(self.members, self._loss, self._predict, example_batch, self._base)
+    programs = build_programs(
+      self.members,
+      self._loss,
+      self._predict,
+      example_batch,
+      self._base,
+    )
     factory = None
     if self._factory is not None:
       factory = dataclasses.replace(self._factory, example_batch=example_batch)
+
+    def program_of(z: int, _placement: Placement) -> MemberProgram:
+      return programs[z]
+
     request = EngineRequest(
       num_members=len(programs),
-      program=lambda z, _: programs[z],
+      program=program_of,
       batch=abstract_tree(example_batch),
       devices=self._devices,
       own_batches=self._own_batches,
@@ -147,14 +161,16 @@ class Ensemble:
   def member_states(self, state: Any) -> dict[str, Any]:
     """Every member's state, in the form of a solo run."""
     with self._explain_errors(state):
-      return dict(zip(self.names, self._engine.unpack(state), strict=True))
+      states = self._engine.unpack(state)
+      return dict(zip(self.names, states, strict=True))
 
   def member_params(self, state: Any, name: str) -> Any:
     """The member's variables, in the form of its `module.init`."""
     if name not in self.names:
       raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
     with self._explain_errors(state):
-      return variables_of(self._engine.take(state, self.names.index(name)))
+      z = self.names.index(name)
+      return variables_of(self._engine.take(state, z))
 
   def abstract_states(self) -> dict[str, Any]:
     """Shapes and dtypes of `member_states`, for restoring a checkpoint of them."""
@@ -174,9 +190,11 @@ class Ensemble:
         f"best takes a value per member, {len(self.names)} in all, and not an array of shape "
         f"{values_Z.shape}"
       )
-    if not np.isfinite(values_Z).any():
+    is_finite_Z = np.isfinite(values_Z)
+    if not is_finite_Z.any():
       raise UserError("no member has a finite value: all have diverged")
-    return self.names[int(np.nanargmin(np.where(np.isfinite(values_Z), values_Z, np.nan)))]
+    finite_Z = np.where(is_finite_Z, values_Z, np.nan)
+    return self.names[int(np.nanargmin(finite_Z))]
 
   def load_states(self, states: dict[str, Any]) -> Any:
     """The state built from copies of the members' states, as `member_states` returns them.
@@ -185,13 +203,14 @@ class Ensemble:
       UserError: a member has no state, or one of another model or optimizer.
     """
     with self._explain_errors(states):
-      if missing := ", ".join(name for name in self.names if name not in states):
-        raise UserError(f"there is no state of {missing}: give one of every member")
-      own = [
-        _in_form_of(states[name], abstract, name)
-        for name, abstract in zip(self.names, self._engine.abstract, strict=True)
-      ]
-      return self._engine.pack(jax.device_put(own, may_alias=False))
+      missing = [name for name in self.names if name not in states]
+      if missing:
+        raise UserError(f"there is no state of {', '.join(missing)}: give one of every member")
+      own = []
+      for name, abstract in zip(self.names, self._engine.abstract, strict=True):
+        own.append(_in_form_of(states[name], abstract, name))
+      copies = jax.device_put(own, may_alias=False)
+      return self._engine.pack(copies)
 
   def predict(self, state: Any, inputs: Any) -> Prediction:
     """The members' predictions, their mean and their standard deviation.
@@ -201,14 +220,19 @@ class Ensemble:
     """
     with self._explain_errors(state):
       values = self._engine.predict(state, inputs)
-    shapes = [jax.tree.map(jnp.shape, value) for value in values]
-    for name, shape in zip(self.names[1:], shapes[1:], strict=True):
-      if shape != shapes[0]:
+    first_shape = jax.tree.map(jnp.shape, values[0])
+    for name, value in zip(self.names, values, strict=True):
+      shape = jax.tree.map(jnp.shape, value)
+      if shape != first_shape:
         raise UserError(
-          f"the prediction of {self.names[0]} has shape {shapes[0]}, and that of {name} {shape}: "
+          f"the prediction of {self.names[0]} has shape {first_shape}, and that of {name} {shape}: "
           "give a predict whose result has one shape for all members"
         )
-    members = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *jax.device_get(values))
+
+    def stack(*leaves: np.ndarray) -> jax.Array:
+      return jnp.asarray(np.stack(leaves))
+
+    members = jax.tree.map(stack, *jax.device_get(values))
     return Prediction(
       mean=jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), members),
       members=members,
@@ -227,11 +251,14 @@ class Ensemble:
       )
 
   def _check_own_batches(self, batch: Any) -> None:
+    """Raise UserError if a leaf of the batch does not have an entry per member."""
+    num_members = len(self.members)
     for leaf in jax.tree.leaves(batch):
-      if jnp.shape(leaf)[:1] != (len(self.members),):
+      shape = jnp.shape(leaf)
+      if shape[:1] != (num_members,):
         raise UserError(
-          f"own_batches takes a batch per member, stacked: a leaf of shape {jnp.shape(leaf)} does "
-          f"not have a first axis of {len(self.members)}"
+          f"own_batches takes a batch per member, stacked: a leaf of shape {shape} does "
+          f"not have a first axis of {num_members}"
         )
 
   @contextlib.contextmanager
@@ -248,7 +275,33 @@ class Ensemble:
       raise
 
 
+def _with_names(members: Sequence[Member]) -> list[Member]:
+  """The members; those without a name are called m0, m1, ... by their number.
+
+  Raises:
+    UserError: `members` is not a list of members, or it is empty.
+  """
+  if isinstance(members, Member) or not all(isinstance(each, Member) for each in members):
+    raise UserError("members of an ensemble must be a list of Member(model, optimizer)")
+  if not members:
+    raise UserError("an ensemble needs members; give a list of Member")
+  width = len(str(len(members) - 1))
+  named = []
+  for z, member in enumerate(members):
+    name = member.name or f"m{z:0{width}d}"
+    named.append(dataclasses.replace(member, name=name))
+  return named
+
+
+def _check_names(names: Sequence[str]) -> None:
+  """Raise UserError if two members have one name."""
+  name, count = Counter(names).most_common(1)[0]
+  if count > 1:
+    raise UserError(f"two members are called {name}; give each a different name")
+
+
 def _describe(batch: Any) -> Any:
+  """Dtype and shape of every leaf, such as `f32[8,2]`."""
   return jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), batch)
 
 
@@ -257,7 +310,8 @@ def _in_form_of(state: Any, abstract: Any, name: str) -> Any:
   given = _describe_leaves(state)
   needed = _describe_leaves(abstract)
   if given != needed:
-    path = min({each[0] for each in set(given) ^ set(needed)}, default="the order of leaves")
+    differing = set(given) ^ set(needed)
+    path = min((leaf.path for leaf in differing), default="the order of leaves")
     raise UserError(
       f"the state of {name} is not of its model and optimizer: it differs in {path}; give that of "
       "a member with the same ones"
@@ -265,10 +319,17 @@ def _in_form_of(state: Any, abstract: Any, name: str) -> Any:
   return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(state))
 
 
-def _describe_leaves(tree: Any) -> list[tuple[str, tuple[int, ...], Any]]:
-  """(path, shape, dtype) of every leaf."""
+class _Leaf(NamedTuple):
+  """What distinguishes a leaf of a state from that of another model or optimizer."""
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: Any
+
+
+def _describe_leaves(tree: Any) -> list[_Leaf]:
   described = []
   for path, leaf in jax.tree.leaves_with_path(tree):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    described.append((name, jnp.shape(leaf), jnp.result_type(leaf)))
+    described.append(_Leaf(name, jnp.shape(leaf), jnp.result_type(leaf)))
   return described

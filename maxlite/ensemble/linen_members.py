@@ -42,7 +42,11 @@ _FREEZE_DIVERGED = SkipRule(grad_norm=False, keep_opt_state=False, freeze_after=
 
 
 def build_programs(
-  members: Sequence[Member], loss: Loss, predict: Loss, example_batch: Any, base: Any = None
+  members: Sequence[Member],
+  loss: Loss,
+  predict: Loss,
+  example_batch: Any,
+  base: Any = None,
 ) -> list[MemberProgram]:
   """The members' programs; members with equal modules share what depends on the module only.
 
@@ -64,33 +68,58 @@ class _Builder:
     self._base = base
     self._modules: dict[Hashable, _ModuleFunctions] = {}
     self._functions: dict[Hashable, MemberFunctions] = {}
-    self._firsts: dict[Hashable, MemberProgram] = {}  # by module and update key
+    # By module and update key, the program of the first member.
+    self._firsts: dict[Hashable, MemberProgram] = {}
 
   def program(self, member: Member) -> MemberProgram:
-    module_key = (identity(member.model), tuple(member.train or ()), member.train is None)
+    """The program of a member."""
+    train = None if member.train is None else tuple(member.train)
+    module_key = (identity(member.model), train)
     if module_key not in self._modules:
       self._modules[module_key] = _ModuleFunctions.build(
-        member, self._loss, self._predict, self._batch, self._base
+        member,
+        self._loss,
+        self._predict,
+        self._batch,
+        self._base,
       )
-    base = ("seed", member.seed) if self._base is None else "base"
-    key = (module_key, _update_key(member))
+    update_key = _update_key(member)
+    key = (module_key, update_key)
+    base: Hashable = ("seed", member.seed)
+    base_params = None
+    if self._base is not None:
+      base = "base"
+      base_params = self._read_base
+
+    def functions_of_first() -> MemberFunctions:
+      return self._firsts[key].functions
+
     program = MemberProgram(
       name=member.name,
       seed=member.seed,
       group=module_key,
-      update_key=key[1],
+      update_key=update_key,
       numbers=(member.numbers,),
       build=functools.partial(self._build, member, module_key),
-      like=lambda: self._firsts[key].functions,
+      like=functions_of_first,
       settings=functools.partial(_settings, member),
       base=base,
-      base_params=None if self._base is None else lambda: self._base,
+      base_params=base_params,
     )
     self._firsts.setdefault(key, program)
     return program
 
-  def _build(self, member: Member, module_key: Hashable, stored: frozenset[str]) -> MemberFunctions:
-    values = tuple(sorted(member.numbers.items()))
+  def _read_base(self) -> Any:
+    return self._base
+
+  def _build(
+    self,
+    member: Member,
+    module_key: Hashable,
+    stored: frozenset[str],
+  ) -> MemberFunctions:
+    """The member's functions; the numbers with the names in `stored` are in the optimizer state."""
+    values = sorted(member.numbers.items())
     key = (module_key, _update_key(member), repr(values), stored)
     if key not in self._functions:
       tx = _optimizer_with_stored(member, stored)
@@ -100,14 +129,17 @@ class _Builder:
 
 def _settings(member: Member) -> dict[str, MemberSetting]:
   """The fields of the member's module, and what it trains."""
-  model = member.model
-  settings = {"model": MemberSetting(type(model), type(model).__name__)}
-  for field in dataclasses.fields(model):
-    if field.name not in ("parent", "name"):
-      value = getattr(model, field.name)
-      shown = " ".join(getattr(value, "__name__", repr(value)).split())
-      settings[field.name] = MemberSetting(identity(value), shown)
-  settings["train"] = MemberSetting(repr(member.train), repr(member.train))
+  kind = type(member.model)
+  settings = {"model": MemberSetting(kind, kind.__name__)}
+  for field in dataclasses.fields(member.model):
+    if field.name in ("parent", "name"):
+      continue
+    value = getattr(member.model, field.name)
+    text = getattr(value, "__name__", repr(value))
+    on_one_line = " ".join(text.split())
+    settings[field.name] = MemberSetting(identity(value), on_one_line)
+  train = repr(member.train)
+  settings["train"] = MemberSetting(train, train)
   return settings
 
 
@@ -115,7 +147,8 @@ def _optimizer_with_stored(member: Member, stored: frozenset[str]) -> optax.Grad
   """The member's optimizer with the numbers `stored` in its state, as arrays."""
   if not stored:
     return member.build_optimizer()
-  static = inspect.signature(member.optimizer).parameters.keys() - stored
+  parameters = inspect.signature(member.optimizer).parameters
+  static = parameters.keys() - stored
   inject = optax.inject_hyperparams(member.optimizer, static, jnp.float32)
   return inject(**member.hyperparameters)
 
@@ -124,9 +157,12 @@ def _update_key(member: Member) -> Hashable:
   """Equal for members whose optimizers are one function of numbers."""
   if isinstance(member.optimizer, optax.GradientTransformation):
     return id(member.optimizer)
-  kept = []
+  kept: list[Hashable] = []
   for name, value in sorted(member.hyperparameters.items()):
-    kept.append((name, "number" if is_number(value) else identity(value)))
+    if is_number(value):
+      kept.append((name, "number"))
+    else:
+      kept.append((name, identity(value)))
   return id(member.optimizer), tuple(kept)
 
 
@@ -134,15 +170,20 @@ def _update_key(member: Member) -> Hashable:
 class _ModuleFunctions:
   """What depends on a module and its loss only."""
 
-  init_variables: Callable[[jax.Array, Any], dict[str, Any]]
-  gradients: Callable[..., Any]
+  init_variables: Callable[[jax.Array, Any], dict[str, Any]]  # as in `MemberFunctions`
+  gradients: Callable[..., GradientResult]
   predict: Callable[[TrainState, Any], Any]
-  labels: Labels
-  frozen: frozenset[str]
+  labels: Labels  # by parameter, whether it is trained
+  frozen: frozenset[str]  # paths of the parameters that are not trained
 
   @classmethod
   def build(
-    cls, member: Member, loss: Loss, predict: Loss, batch: Any, base: Any
+    cls,
+    member: Member,
+    loss: Loss,
+    predict: Loss,
+    batch: Any,
+    base: Any,
   ) -> "_ModuleFunctions":
     """Raise UserError if the model has no parameters, or `base` and `train` do not fit it."""
     model = member.model
@@ -153,23 +194,28 @@ class _ModuleFunctions:
     mutable = tuple(name for name in variables if name != "params")
     sown = _sown_variables(model, loss, meta.unbox(variables), mutable, batch)
     params = meta.unbox(variables["params"])
-    labels = None if member.train is None else labels_of(params, member.train)
+    labels = None
+    if member.train is not None:
+      labels = labels_of(params, member.train)
     frozen = frozenset(frozen_paths(labels))
     if base is not None:
       _check_base(base, params, frozen, model)
 
     def init_variables(seed: jax.Array, start_params: Any) -> dict[str, Any]:
-      drawn = dict(_without(init(jax.random.key(seed), batch), sown))
+      variables = init(jax.random.key(seed), batch)
+      drawn = dict(_without(variables, sown))
       if start_params is not None:
         drawn["params"] = _replace_params(drawn["params"], start_params)
       return drawn
 
     def predict_one(state: TrainState, inputs: Any) -> Any:
-      return nn.apply(predict, model)(variables_of(state), inputs)
+      apply = nn.apply(predict, model)
+      return apply(variables_of(state), inputs)
 
+    loss_function = _LinenLoss(model=model, loss=loss, mutable=mutable, sown=sown)
     return cls(
       init_variables=init_variables,
-      gradients=build_gradients(_LinenLoss(model, loss, mutable, sown)),
+      gradients=build_gradients(loss_function),
       predict=predict_one,
       labels=labels,
       frozen=frozen,
@@ -183,7 +229,8 @@ class _ModuleFunctions:
       collections = dict(variables)
       params = collections.pop("params")
       opt_state = tx.init(params)
-      rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
+      training_key = jax.random.fold_in(jax.random.key(seed), 1)
+      rng = jax.random.key_data(training_key)
       return init_state(params, opt_state, rng, collections=collections)
 
     parts = build_step_parts(self.gradients, tx, labels=self.labels, skip=_FREEZE_DIVERGED)
@@ -203,8 +250,10 @@ def _report_divergence(parts: StepParts) -> Callable:
 
   def update(state: TrainState, result: GradientResult) -> tuple[TrainState, dict]:
     state, metrics = parts.update(state, result)
-    del metrics["skipped"], metrics["skipped_in_a_row"]
-    return state, metrics | {"diverged": state.skipped > 0}
+    del metrics["skipped"]
+    del metrics["skipped_in_a_row"]
+    metrics["diverged"] = state.skipped > 0
+    return state, metrics
 
   return update
 
@@ -231,34 +280,44 @@ def _replace_params(drawn: Any, given: Any) -> Any:
   """`drawn`, which may have logical names, with the parameters of `given` in their places."""
   flat = flatten_dict(drawn)
   for path, leaf in flatten_dict(given).items():
-    value = jnp.asarray(leaf, meta.unbox(flat[path]).dtype)
-    flat[path] = meta.replace_boxed(flat[path], value)
+    own = flat[path]
+    dtype = meta.unbox(own).dtype
+    flat[path] = meta.replace_boxed(own, jnp.asarray(leaf, dtype))
   return unflatten_dict(flat)
 
 
 def _sown_variables(
-  model: nn.Module, loss: Loss, variables: Any, mutable: Sequence[str], batch: Any
+  model: nn.Module,
+  loss: Loss,
+  variables: Any,
+  mutable: Sequence[str],
+  batch: Any,
 ) -> frozenset[tuple[str, ...]]:
   """Paths of the variables that grow with every call, as by `Module.sow`: not part of the state."""
 
-  def run(variables: Any, key: Any) -> Any:
-    return nn.apply(loss, model, mutable=mutable)(variables, batch, rngs=key)
+  def run(variables: Any, keys: dict[str, jax.Array]) -> Any:
+    apply = nn.apply(loss, model, mutable=mutable)
+    return apply(variables, batch, rngs=keys)
 
   _, updated = jax.eval_shape(run, variables, {"params": jax.random.key(0)})
   before = flatten_dict({name: variables[name] for name in mutable})
   after = flatten_dict(updated)
   grown = set()
   for path in before | after:
-    if jax.tree.map(jnp.shape, before.get(path)) != jax.tree.map(jnp.shape, after.get(path)):
+    shapes_before = jax.tree.map(jnp.shape, before.get(path))
+    shapes_after = jax.tree.map(jnp.shape, after.get(path))
+    if shapes_before != shapes_after:
       grown.add(path)
   return frozenset(grown)
 
 
 def _without(variables: dict[str, Any], paths: frozenset[tuple[str, ...]]) -> dict[str, Any]:
+  """The variables except those at `paths`."""
   if not paths:
     return variables
   flat = flatten_dict(variables, keep_empty_nodes=True)
-  return unflatten_dict({path: value for path, value in flat.items() if path not in paths})
+  kept = {path: value for path, value in flat.items() if path not in paths}
+  return unflatten_dict(kept)
 
 
 def identity(value: Any, modules: dict[Any, int] | None = None) -> Hashable:
@@ -271,16 +330,21 @@ def identity(value: Any, modules: dict[Any, int] | None = None) -> Hashable:
   Args:
     modules: the numbers of the modules so far, in the order of their first use.
   """
-  modules = {} if modules is None else modules
-  own_identity = functools.partial(identity, modules=modules)
+  if modules is None:
+    modules = {}
   if isinstance(value, nn.Module):
-    number = modules.setdefault(vars(value)["_id"], len(modules))  # by which Flax shares modules
+    flax_id = vars(value)["_id"]  # by which Flax shares the parameters of a module
+    number = modules.setdefault(flax_id, len(modules))
     fields = {name: x for name, x in vars(value).items() if name not in _FLAX_INTERNALS}
-    return type(value), number, own_identity(fields)
+    return type(value), number, identity(fields, modules)
   if isinstance(value, tuple | list):
-    return type(value), *map(own_identity, value)
+    items = [identity(item, modules) for item in value]
+    return type(value), tuple(items)
   if isinstance(value, Mapping):
-    return type(value), *((own_identity(key), own_identity(x)) for key, x in value.items())
+    items = []
+    for key, item in value.items():
+      items.append((identity(key, modules), identity(item, modules)))
+    return type(value), tuple(items)
   if type(value) in (bool, int, float, str, bytes, type(None)):
     return type(value), repr(value)
   return id(value)
@@ -296,10 +360,15 @@ class _LinenLoss(LossFunction):
   sown: frozenset[tuple[str, ...]]  # paths of variables that do not exist before each step
 
   def forward(
-    self, params: Any, collections: Any, batch: Any, key: jax.Array
-  ) -> tuple[tuple[jax.Array, dict], Any]:
+    self,
+    params: Any,
+    collections: Any,
+    batch: Any,
+    key: jax.Array,
+  ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Any]:
     run = nn.apply(self.loss, self.model, mutable=self.mutable)
-    result, updated = run({"params": params, **collections}, batch, rngs={"params": key})
+    variables = {"params": params, **collections}
+    result, updated = run(variables, batch, rngs={"params": key})
     loss = result
     metrics = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
@@ -309,6 +378,9 @@ class _LinenLoss(LossFunction):
     check_unreserved(metrics, _STEP_METRICS, place)
     return (loss, metrics), _without(updated, self.sown)
 
-  def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
+  def combine(
+    self,
+    sums: tuple[jax.Array, dict[str, jax.Array]],
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
     loss, metrics = sums
     return loss, {"loss": loss, **metrics}

@@ -24,8 +24,8 @@ class Member:
     model: members with equal modules are trained as one stack.
     optimizer: a transformation, such as `optax.adam(1e-3)`; or a function that returns one, such as
       `optax.adam`, for members that differ in its numbers: they are data of one program.
-    seed: of the parameters and of random numbers in training.
-    name: by default m00, m01, ...
+    seed: the seed of the parameters and of random numbers in training.
+    name: by default the member's number, such as m0 or, of more than ten members, m00.
     hyperparameters: the arguments of an optimizer that is a function.
     train: regexes of whole parameter paths; other parameters are frozen. By default, all train.
   """
@@ -79,7 +79,11 @@ class Member:
   @property
   def numbers(self) -> dict[str, float]:
     """The hyperparameters that are numbers."""
-    return {name: value for name, value in self.hyperparameters.items() if is_number(value)}
+    numbers = {}
+    for name, value in self.hyperparameters.items():
+      if is_number(value):
+        numbers[name] = value
+    return numbers
 
 
 def is_number(value: Any) -> bool:
@@ -101,9 +105,9 @@ class MemberFactory:
   """An importable function from which any process can build the members."""
 
   path: str  # package.module:function
-  num_workers: int  # 0: one per member, up to the cores
+  num_workers: int  # the number of processes; 0: one per member, up to the number of cores
   checkpoint_period: int  # steps between the snapshots from which a restarted worker resumes
-  example_batch: Any = None
+  example_batch: Any = None  # of one member
 
   def __post_init__(self) -> None:
     if self.num_workers < 0 or self.checkpoint_period < 1:
@@ -119,15 +123,16 @@ def call_factory(path: str) -> dict[str, Any]:
   Raises:
     UserError: there is no such function, or it returns something else.
   """
-  module, _, name = path.partition(":")
+  module_name, _, name = path.partition(":")
   try:
-    function = getattr(importlib.import_module(module), name)
+    module = importlib.import_module(module_name)
+    function = getattr(module, name)
   except (ImportError, AttributeError, ValueError) as error:
     raise UserError(f"no factory {path!r}, give package.module:function ({error})") from error
   ensemble = function()
   required = {"members", "loss"}
-  optional = {"predict", "base"}
-  if not isinstance(ensemble, dict) or not required <= set(ensemble) <= required | optional:
+  known = required | {"predict", "base"}
+  if not isinstance(ensemble, dict) or not required <= set(ensemble) <= known:
     raise UserError(f"{path} must return a dict of members, loss and, optionally, predict, base")
   return {"predict": call_model, "base": None, **ensemble}
 

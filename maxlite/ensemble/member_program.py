@@ -33,16 +33,25 @@ class MemberFunctions:
   # (seed, parameters to start from or None) -> {"params": ..., other collections}, in which
   # parameters may have logical names (`nn.Partitioned`).
   init_variables: Callable[[jax.Array, Any], dict[str, Any]]
-  start: Callable[[dict[str, Any], jax.Array], TrainState]  # (variables without names, seed)
-  phases: tuple[StepParts, ...]  # the step of each phase in its two parts; one without phases
-  step: Step  # of the phase that is due
-  predict: Callable[[TrainState, Any], Any]  # (state, inputs): what is compared between members
-  evaluate: Callable[[TrainState, Any], Any] | None = None  # (state, batch) -> sums
-  frozen: frozenset[str] = frozenset()  # paths of parameters that no phase trains
-  schedule: PhaseSchedule | None = None  # of a member with phases
-  sharder: Sharder | None = None  # of a module with a mesh
-  shardings: Any = None  # of the state, on a mesh of several devices
-  batch_sharding: NamedSharding | None = None  # likewise
+  # (variables without logical names, seed) -> the state before the first step
+  start: Callable[[dict[str, Any], jax.Array], TrainState]
+  # The step of each phase in its two parts. There is one if the member has no phases.
+  phases: tuple[StepParts, ...]
+  # The step of the phase that is due.
+  step: Step
+  # (state, inputs) -> what is compared between members
+  predict: Callable[[TrainState, Any], Any]
+  # (state, batch) -> the sums of the held-out loss, as of `build_eval_step`; None: there is none.
+  evaluate: Callable[[TrainState, Any], Any] | None = None
+  # Paths of the parameters that no phase trains.
+  frozen: frozenset[str] = frozenset()
+  # The schedule of phases; None: the member has none.
+  schedule: PhaseSchedule | None = None
+  # The sharder of a module that has a mesh.
+  sharder: Sharder | None = None
+  # The shardings of the state and of a batch, on a mesh of several devices.
+  shardings: Any = None
+  batch_sharding: NamedSharding | None = None
 
   def init(self, seed: jax.Array, params: Any = None) -> TrainState:
     """The state before the first step; `params` replace those that are drawn."""
@@ -66,16 +75,21 @@ class MemberProgram:
   seed: int
   group: Hashable
   update_key: Hashable
-  numbers: tuple[Numbers, ...]  # of the optimizer, by phase
-  # Functions whose optimizer has the numbers with these names in its state.
+  numbers: tuple[Numbers, ...]  # by phase, the numbers of its optimizer
+  # Builds functions whose optimizer has the numbers with the given names in its state.
   build: Callable[[frozenset[str]], MemberFunctions]
   # The solo functions of one member with this group and update key: their states have equal shapes.
   like: Callable[[], MemberFunctions]
-  settings: Callable[[], dict[str, MemberSetting]]  # by name, what members of a group have equal
-  solo_numbers: frozenset[str] = frozenset()  # names of numbers in the state of a solo run
-  base: Hashable = None  # members of one base have equal frozen parameters; None: not known
-  base_params: Callable[[], Any] | None = None  # reads parameters to start from
-  flops: Sequence[float] = ()  # of a step, by phase; empty: unknown
+  # By name, what members of a group have equal.
+  settings: Callable[[], dict[str, MemberSetting]]
+  # Names of the numbers that the state of a solo run has.
+  solo_numbers: frozenset[str] = frozenset()
+  # Equal for members whose frozen parameters are equal; None if that is not known.
+  base: Hashable = None
+  # Reads the parameters that the member starts from; None: it draws all.
+  base_params: Callable[[], Any] | None = None
+  # By phase, the FLOPs of a step; empty if they are not known.
+  flops: Sequence[float] = ()
 
   @functools.cached_property
   def functions(self) -> MemberFunctions:
@@ -99,6 +113,12 @@ class MemberProgram:
   @property
   def seed_array(self) -> np.ndarray:
     return seed_array(self.seed)
+
+  def read_base_params(self) -> Any:
+    """The parameters that the member starts from; None if it draws all."""
+    if self.base_params is None:
+      return None
+    return self.base_params()
 
 
 def seed_array(seed: int) -> np.ndarray:

@@ -26,19 +26,41 @@ class DeviceCosts:
 
   flops_per_second: float
   bytes_per_second: float
-  operation_seconds: float
-  program_seconds: float  # to start one
-  message_seconds: float  # to request a step from the worker processes
-  compile_seconds: float  # per operation, in one thread; on CPUs, where XLA takes all cores, in all
+  operation_seconds: float  # constant time of an operation
+  program_seconds: float  # constant time of starting a program
+  message_seconds: float  # time of requesting a step from the worker processes
+  # Time of compiling an operation: in one thread, and on CPUs, where XLA takes all cores, in all.
+  compile_seconds: float
 
 
 DEVICE_COSTS = {
-  "cpu": DeviceCosts(1e11, 2.5e10, 6e-7, 1e-4, 1e-3, 1e-3),
-  "gpu": DeviceCosts(5e13, 1e12, 3e-6, 5e-5, 1e-3, 5e-3),
-  "tpu": DeviceCosts(1e14, 1e12, 1e-6, 5e-5, 1e-3, 1e-2),
+  "cpu": DeviceCosts(
+    flops_per_second=1e11,
+    bytes_per_second=2.5e10,
+    operation_seconds=6e-7,
+    program_seconds=1e-4,
+    message_seconds=1e-3,
+    compile_seconds=1e-3,
+  ),
+  "gpu": DeviceCosts(
+    flops_per_second=5e13,
+    bytes_per_second=1e12,
+    operation_seconds=3e-6,
+    program_seconds=5e-5,
+    message_seconds=1e-3,
+    compile_seconds=5e-3,
+  ),
+  "tpu": DeviceCosts(
+    flops_per_second=1e14,
+    bytes_per_second=1e12,
+    operation_seconds=1e-6,
+    program_seconds=5e-5,
+    message_seconds=1e-3,
+    compile_seconds=1e-2,
+  ),
 }
-CORES_PER_PROGRAM = 1.5  # of two, that XLA:CPU keeps busy with one program
-CLOSE = 1.05  # estimates within this factor are equal
+CORES_PER_PROGRAM = 1.5  # the cores, of two, that XLA:CPU keeps busy with one program
+CLOSE = 1.05  # estimates within this factor count as equal
 _PRINTED_WIDTH = 110
 
 
@@ -47,10 +69,10 @@ class StrategyEstimate:
   """The estimated cost of one strategy."""
 
   strategy: str
-  why_not: str = ""  # empty: it supports these members
+  why_not: str = ""  # why the strategy does not support these members; empty if it does
   state_bytes: float = 0.0  # parameters and optimizer state on the fullest device
   useful_share: float = 1.0  # FLOPs of solo runs / FLOPs of the strategy
-  num_programs: int = 0
+  num_programs: int = 0  # calls of compiled programs per step
   compile_seconds: float = 0.0
   step_seconds: float = math.inf
 
@@ -75,18 +97,18 @@ class Plan:
 
   def table(self) -> PlanTable:
     """A row per supported strategy, the chosen one marked; the caption explains the others."""
-    unsupported = [f"{e.strategy}: {e.why_not}" for e in self.estimates if e.why_not]
+    supported = [each for each in self.estimates if not each.why_not]
+    unsupported = [f"{each.strategy}: {each.why_not}" for each in self.estimates if each.why_not]
     table = PlanTable(
       title=f"strategy {self.strategy}: {self.reason}",
       caption="\n".join(unsupported) or None,
       title_justify="left",
       caption_justify="left",
     )
-    for column in ("strategy", "state / device", "useful FLOPs", "programs", "compile", "step"):
-      table.add_column(column, justify="left" if column == "strategy" else "right")
-    for estimate in self.estimates:
-      if estimate.why_not:
-        continue
+    table.add_column("strategy", justify="left")
+    for column in ("state / device", "useful FLOPs", "programs", "compile", "step"):
+      table.add_column(column, justify="right")
+    for estimate in supported:
       mark = "> " if estimate.strategy == self.strategy else "  "
       table.add_row(
         mark + estimate.strategy,
@@ -100,49 +122,83 @@ class Plan:
 
 
 def choose(
-  request: EngineRequest, strategy: str, memory_gb: float, *, remedy: str = "use fused"
+  request: EngineRequest,
+  strategy: str,
+  memory_gb: float,
+  *,
+  remedy: str = "use fused",
 ) -> tuple[Plan, EnsembleEngine]:
-  """(plan, engine) of `strategy`; `auto` takes the fastest that fits.
+  """Build the engine of `strategy`; `auto` takes the fastest that fits.
 
   Args:
-    remedy: for the error about members that cannot be stacked.
+    request: the members, their data and their devices.
+    strategy: a name of ENSEMBLE_STRATEGIES, or `auto`.
+    memory_gb: the limit [GB] for the members' states on one device; 0: no limit.
+    remedy: what the error about members that cannot be stacked proposes.
+
+  Returns:
+    (plan, engine)
 
   Raises:
     UserError: the strategy does not support these members, or none fits `memory_gb`.
   """
-  names = [strategy]
-  if strategy == "auto":
-    names = [name for name in ENSEMBLE_STRATEGIES if name != "padded"]  # only by name
+  if strategy != "auto":
+    return _take_strategy(request, strategy, memory_gb, remedy)
   estimates: dict[str, StrategyEstimate] = {}
   engines: dict[str, EnsembleEngine] = {}
-  for name in names:
+  for name in ENSEMBLE_STRATEGIES:
+    if name == "padded":  # only by name
+      continue
     try:
       engines[name] = ENSEMBLE_STRATEGIES[name](request)
       estimates[name] = estimate(name, engines[name], request)
     except (UserError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
-      why_not = " ".join(str(error).split())
-      estimates[name] = StrategyEstimate(name, why_not=why_not)
-      if strategy != "auto":
-        end = f"; {remedy}" if isinstance(error, NotAlikeError) else ""
-        raise UserError(f"strategy {name} cannot serve these members: {why_not}{end}") from None
+      estimates[name] = StrategyEstimate(name, why_not=_on_one_line(error))
   while True:
-    best, reason = _choose_estimate(list(estimates.values()), memory_gb, request, strategy)
+    fitting = _fitting(list(estimates.values()), memory_gb)
+    best = _fastest(fitting, request)
     try:
       engines[best.strategy].trace()
-    except NotImplementedError as error:  # JAX cannot vmap some callbacks
-      why_not = " ".join(str(error).split())
-      if strategy != "auto":
-        text = f"strategy {best.strategy} cannot serve these members: {why_not}; use submesh"
-        raise UserError(text) from None
-      estimates[best.strategy] = StrategyEstimate(best.strategy, why_not=why_not)
+    except NotImplementedError as error:
+      estimates[best.strategy] = StrategyEstimate(best.strategy, why_not=_on_one_line(error))
       continue
-    return Plan(list(estimates.values()), best.strategy, reason), engines[best.strategy]
+    plan = Plan(list(estimates.values()), best.strategy, _reason(best, fitting))
+    return plan, engines[best.strategy]
 
 
-def _choose_estimate(
-  estimates: Sequence[StrategyEstimate], memory_gb: float, request: EngineRequest, strategy: str
-) -> tuple[StrategyEstimate, str]:
-  """(the best estimate that fits, why it is the best)."""
+def _take_strategy(
+  request: EngineRequest,
+  strategy: str,
+  memory_gb: float,
+  remedy: str,
+) -> tuple[Plan, EnsembleEngine]:
+  """`choose` for one strategy, which the user named."""
+  refused = f"strategy {strategy} cannot serve these members"
+  try:
+    engine = ENSEMBLE_STRATEGIES[strategy](request)
+    own_estimate = estimate(strategy, engine, request)
+  except NotAlikeError as error:
+    raise UserError(f"{refused}: {_on_one_line(error)}; {remedy}") from None
+  except (UserError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
+    raise UserError(f"{refused}: {_on_one_line(error)}") from None
+  _fitting([own_estimate], memory_gb)
+  try:
+    engine.trace()
+  except NotImplementedError as error:
+    raise UserError(f"{refused}: {_on_one_line(error)}; use submesh") from None
+  return Plan([own_estimate], strategy, "as configured"), engine
+
+
+def _on_one_line(error: Exception) -> str:
+  return " ".join(str(error).split())
+
+
+def _fitting(estimates: Sequence[StrategyEstimate], memory_gb: float) -> list[StrategyEstimate]:
+  """The strategies that support the members and fit the memory.
+
+  Raises:
+    UserError: there is none.
+  """
   supported = [each for each in estimates if not each.why_not]
   if not supported:
     reasons = "; ".join(f"{each.strategy}: {each.why_not}" for each in estimates)
@@ -155,42 +211,52 @@ def _choose_estimate(
       f"the members' states need {least / 1e9:.3g} GB on a device, and {memory_gb:g} GB are given: "
       "train fewer members, use more devices, or raise the limit"
     )
+  return fitting
+
+
+def _fastest(fitting: Sequence[StrategyEstimate], request: EngineRequest) -> StrategyEstimate:
+  """The strategy with the fastest step; of equal ones, what compiles first, then the simplest."""
   least = min(each.step_seconds for each in fitting)
   fastest = [each for each in fitting if each.step_seconds <= least * CLOSE]
   soonest = min(each.compile_seconds for each in fastest)
-  # The simplest: on CPUs, one program takes less time than many of as many operations in all.
+  # The table lists the simplest first. On CPUs, one program takes less time than many that have as
+  # many operations in all.
   best = next(each for each in fastest if each.compile_seconds <= soonest * CLOSE)
-  if request.spans_processes:  # whose estimates depend on their cores
-    chosen = all_gather_object(best.strategy)[0]
-    best = next(each for each in fitting if each.strategy == chosen)
-  reason = "as configured" if strategy != "auto" else _reason(best, fitting)
-  return best, reason
+  if not request.spans_processes:
+    return best
+  # The estimates of other processes depend on their cores.
+  chosen = all_gather_object(best.strategy)[0]
+  return next(each for each in fitting if each.strategy == chosen)
 
 
 def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> StrategyEstimate:
   """The estimate for a step of `engine` on the devices of the request."""
   platform = request.devices[0].platform
   costs = DEVICE_COSTS[platform]
-  cores = os.cpu_count() or 1
+  num_cores = os.cpu_count() or 1
   step = engine.step_cost()
-  program = step.on_device
-  parallelism = 1.0
   if platform == "cpu":  # its devices, simulated or not, share the cores
     program = step.total
-    parallelism = max(min(step.num_devices, cores) / CORES_PER_PROGRAM, 1.0)
-  seconds = (
+    parallelism = max(min(step.num_devices, num_cores) / CORES_PER_PROGRAM, 1.0)
+    compile_threads = 1
+  else:
+    program = step.on_device
+    parallelism = 1.0
+    compile_threads = min(num_cores, step.num_programs)
+  seconds_of_programs = (
     program.operations * costs.operation_seconds
     + program.bytes / costs.bytes_per_second
     + program.flops / costs.flops_per_second
-  ) / parallelism + step.num_programs * costs.program_seconds
+  )
+  seconds = seconds_of_programs / parallelism + step.num_programs * costs.program_seconds
   if name == "processes":
     seconds += costs.message_seconds
-  useful = sum(cost.flops for cost in engine.member_costs())
-  compile_threads = 1 if platform == "cpu" else min(cores, step.num_programs)
+  useful_flops = sum(cost.flops for cost in engine.member_costs())
+  computed_flops = max(step.num_devices * step.on_device.flops, 1.0)
   return StrategyEstimate(
     name,
     state_bytes=step.state_bytes,
-    useful_share=min(useful / max(step.num_devices * step.on_device.flops, 1.0), 1.0),
+    useful_share=min(useful_flops / computed_flops, 1.0),
     num_programs=step.num_programs,
     compile_seconds=step.operations_compiled * costs.compile_seconds / compile_threads,
     step_seconds=seconds,
@@ -198,13 +264,14 @@ def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> Strat
 
 
 def _reason(best: StrategyEstimate, fitting: Sequence[StrategyEstimate]) -> str:
-  others = sorted(
-    (each for each in fitting if each is not best), key=lambda each: each.step_seconds
-  )
+  """Why `best` was chosen among the strategies that fit."""
+  others = [each for each in fitting if each is not best]
   if not others:
     return "the only one that supports these members"
-  factor = others[0].step_seconds / best.step_seconds
-  if factor < CLOSE:
-    is_first = best.compile_seconds * CLOSE < others[0].compile_seconds
-    return f"{'starts sooner' if is_first else 'simpler'} than {others[0].strategy}, and as fast"
-  return f"least time per step, {factor:.2g} x less than {others[0].strategy}"
+  second = min(others, key=lambda each: each.step_seconds)
+  factor = second.step_seconds / best.step_seconds
+  if factor >= CLOSE:
+    return f"least time per step, {factor:.2g} x less than {second.strategy}"
+  if best.compile_seconds * CLOSE < second.compile_seconds:
+    return f"starts sooner than {second.strategy}, and as fast"
+  return f"simpler than {second.strategy}, and as fast"
