@@ -3,65 +3,76 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.member import MemberFactory
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.step.train_state import TrainState
 
-OPERATIONS_PER_ARRAY = 30  # of a step, per array of parameters: a rough count, to rank strategies
+# Operations of a step per array of parameters: a rough count, which suffices to rank strategies.
+OPERATIONS_PER_ARRAY = 30
 
 
 class Placement(NamedTuple):
   """Where a member's program runs, or a stack of members."""
 
   devices: tuple[jax.Device, ...]
-  num_parts: int = 1  # of the devices, each of which holds a part of the members
-  copies: int = 1  # of a part, which repeat its computation
+  num_parts: int = 1  # parts of the devices, each of which holds a part of the members
+  copies: int = 1  # devices that repeat the computation of each part
 
 
 class StackMetrics(NamedTuple):
   """What a step reports."""
 
-  common: dict[str, jax.Array]  # {name: [Z]} of the scalars that all members have
-  own: list[dict[str, jax.Array]]  # by member, all others
+  common: dict[str, jax.Array]  # the scalars that all members report, {name: [Z]}
+  own: list[dict[str, jax.Array]]  # by member, all other metrics
 
   def of_member(self, z: int) -> dict[str, jax.Array]:
     """All that the step of member z reports."""
-    return {name: values_Z[z] for name, values_Z in self.common.items()} | self.own[z]
+    metrics = {name: values_Z[z] for name, values_Z in self.common.items()}
+    metrics.update(self.own[z])
+    return metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class MemberCost:
   """The cost of one member's step, from shapes; its parts add up for members in one program."""
 
-  flops: float  # of matrix products
-  operations: float  # started on a device
-  bytes: float  # read and written
+  flops: float  # floating-point operations of matrix products
+  operations: float  # operations that are started on a device
+  bytes: float  # bytes that are read and written
 
   def __add__(self, other: "MemberCost") -> "MemberCost":
     return MemberCost(
-      self.flops + other.flops, self.operations + other.operations, self.bytes + other.bytes
+      flops=self.flops + other.flops,
+      operations=self.operations + other.operations,
+      bytes=self.bytes + other.bytes,
     )
 
 
-NO_COST = MemberCost(0.0, 0.0, 0.0)
+NO_COST = MemberCost(flops=0.0, operations=0.0, bytes=0.0)
+
+
+def total_cost(costs: Iterable[MemberCost]) -> MemberCost:
+  """The sum of the costs."""
+  return sum(costs, NO_COST)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
   """The cost of a step of an engine."""
 
-  on_device: MemberCost  # on the busiest device
-  total: MemberCost  # over all devices
+  on_device: MemberCost  # the cost on the busiest device
+  total: MemberCost  # the sum over all devices
   num_devices: int
-  num_programs: int  # calls, in total
-  operations_compiled: float
-  state_bytes: float  # on the fullest device
+  num_programs: int  # calls of compiled programs on all devices together
+  operations_compiled: float  # operations of the programs that are compiled
+  state_bytes: float  # bytes of the members' states on the fullest device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +80,45 @@ class EngineRequest:
   """The members, their data and their devices."""
 
   num_members: int
-  program: Callable[[int, Placement], MemberProgram]  # of a member on these devices
-  batch: Any  # of one member; may be abstract
+  # (number of a member, devices) -> its program on these devices
+  program: Callable[[int, Placement], MemberProgram]
+  batch: Any  # one member's batch, which may be abstract
   devices: Sequence[jax.Device]
-  spread: bool = False  # each member is itself sharded over all devices
-  own_batches: bool = False  # a step takes a batch per member, stacked
+  spread: bool = False  # whether each member is itself sharded over all devices
+  own_batches: bool = False  # whether a step takes a batch per member, stacked
   factory: MemberFactory | None = None  # builds the members in other processes
-  # Why there is none.
+  # Why there is no factory, for an error message.
   no_factory: str = (
     "another process cannot build members that are given as objects; use Ensemble.from_factory"
   )
 
   @property
   def spans_processes(self) -> bool:
-    return len({device.process_index for device in self.devices}) > 1
+    """Whether the devices belong to several processes."""
+    processes = {device.process_index for device in self.devices}
+    return len(processes) > 1
 
   @property
   def placement_of_one(self) -> Placement:
     """The devices of a member's own program."""
-    return Placement(tuple(self.devices if self.spread else self.devices[:1]))
+    return own_placement(self.devices, spread=self.spread)
 
   def build(self, placement: Placement | None = None) -> list[MemberProgram]:
     """The programs of all members, each on all of these devices."""
-    placement = placement or self.placement_of_one
+    if placement is None:
+      placement = self.placement_of_one
     return [self.program(z, placement) for z in range(self.num_members)]
+
+
+def own_placement(devices: Sequence[jax.Device], *, spread: bool) -> Placement:
+  """The devices of the program of one member.
+
+  Args:
+    spread: whether a member is sharded over all devices; otherwise it is on the first one.
+  """
+  if spread:
+    return Placement(tuple(devices))
+  return Placement((devices[0],))
 
 
 class EnsembleEngine:
@@ -139,12 +165,13 @@ class EnsembleEngine:
 
   def member_costs(self) -> list[MemberCost]:
     """The cost of every member's step."""
-    by_shape: dict[int, MemberCost] = {}
+    by_state: dict[int, MemberCost] = {}  # members of a group share their abstract state
     costs = []
     for program, state in zip(self.programs, self.abstract, strict=True):
-      if id(state) not in by_shape:
-        by_shape[id(state)] = _member_cost(state, program.flops, self.request.batch)
-      costs.append(by_shape[id(state)])
+      key = id(state)
+      if key not in by_state:
+        by_state[key] = _member_cost(state, program.flops, self.request.batch)
+      costs.append(by_state[key])
     return costs
 
   def cost_of_separate_programs(self, parts: Sequence[Sequence[int]], size: int = 1) -> StepCost:
@@ -155,34 +182,57 @@ class EnsembleEngine:
       size: number of devices in a part.
     """
     costs = self.member_costs()
-    by_part = [sum((costs[z] for z in part), NO_COST) for part in parts]
-    busiest = max(by_part, key=lambda cost: cost.flops + cost.bytes)
-    state_bytes = [sum(tree_bytes(self.abstract[z]) for z in part) for part in parts]
+    cost_of_part = []
+    bytes_of_part = []
+    for part in parts:
+      cost_of_part.append(total_cost(costs[z] for z in part))
+      bytes_of_part.append(sum(tree_bytes(self.abstract[z]) for z in part))
+    busiest = max(cost_of_part, key=lambda cost: cost.flops + cost.bytes)
     return StepCost(
       on_device=share_of_device(busiest, size),
-      total=sum(by_part, NO_COST),
+      total=total_cost(cost_of_part),
       num_devices=len(parts) * size,
       num_programs=len(costs),
       operations_compiled=sum(cost.operations for cost in costs),
-      state_bytes=max(state_bytes) / size,
+      state_bytes=max(bytes_of_part) / size,
     )
 
 
 def _member_cost(state: TrainState, flops: Sequence[float], batch: Any) -> MemberCost:
+  """The cost of a member's step.
+
+  Args:
+    flops: by phase, as in `MemberProgram`. Without them, a matrix product per row and parameter is
+      counted, forward and, at twice its cost, backward.
+  """
   arrays = jax.tree.leaves(state.params)
-  leaves = jax.tree.leaves(batch)
-  num_rows = leaves[0].shape[0] if leaves and leaves[0].shape else 1
-  num_parameters = sum(array.size for array in arrays)
+  if flops:
+    flops_of_step = flops[0]
+  else:
+    num_parameters = sum(array.size for array in arrays)
+    flops_of_step = 6.0 * _num_rows(batch) * num_parameters
   return MemberCost(
-    flops=flops[0] if flops else 6.0 * num_rows * num_parameters,
+    flops=flops_of_step,
     operations=float(OPERATIONS_PER_ARRAY * len(arrays)),
     bytes=6.0 * tree_bytes(state),
   )
 
 
+def _num_rows(batch: Any) -> int:
+  """The size of the first axis of a batch; 1 if it has none."""
+  leaves = jax.tree.leaves(batch)
+  if not leaves or not leaves[0].shape:
+    return 1
+  return leaves[0].shape[0]
+
+
 def share_of_device(cost: MemberCost, num_devices: float) -> MemberCost:
   """The share of one of the devices over which a program is sharded."""
-  return MemberCost(cost.flops / num_devices, cost.operations, cost.bytes / num_devices)
+  return MemberCost(
+    flops=cost.flops / num_devices,
+    operations=cost.operations,
+    bytes=cost.bytes / num_devices,
+  )
 
 
 def tree_bytes(tree: Any) -> float:
@@ -199,18 +249,26 @@ def require_one_process(request: EngineRequest) -> None:
     raise UserError("it runs in one process; over several, use stacked or fused")
 
 
-def stack_common(by_group: Sequence[dict], order_Z: Sequence[int]) -> dict[str, jax.Array]:
+def stack_common(
+  by_group: Sequence[dict[str, jax.Array]],
+  order_Z: Sequence[int],
+) -> dict[str, jax.Array]:
   """{name: [Z]} of the scalars that all members have, in the order of the members.
 
   Args:
-    by_group: {name: [members of the group, ...]}.
+    by_group: the metrics of every group, {name: [members of the group, ...]}.
     order_Z: for every member, its position in the concatenated groups.
   """
+  is_ordered = list(order_Z) == list(range(len(order_Z)))
   common = {}
-  for name, first in by_group[0].items():
+  for name in by_group[0]:
     values = [metrics[name] for metrics in by_group if name in metrics]
-    if len(values) == len(by_group) and all(value.ndim == 1 for value in values):
-      joined = jax.numpy.concatenate(values) if len(values) > 1 else first
-      is_ordered = list(order_Z) == list(range(len(order_Z)))
-      common[name] = joined if is_ordered else joined[jax.numpy.asarray(order_Z)]
+    is_common = len(values) == len(by_group) and all(value.ndim == 1 for value in values)
+    if not is_common:
+      continue
+    joined_Z = values[0] if len(values) == 1 else jnp.concatenate(values)
+    if is_ordered:
+      common[name] = joined_Z
+    else:
+      common[name] = joined_Z[jnp.asarray(order_Z)]
   return common

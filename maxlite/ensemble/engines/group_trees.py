@@ -1,11 +1,13 @@
 """Parts of trees: parameters by path, and the entries of members along the first axis."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding
 
 from maxlite.ensemble.engines.engine_base import StackMetrics, stack_common
 
@@ -13,13 +15,15 @@ from maxlite.ensemble.engines.engine_base import StackMetrics, stack_common
 def without_paths(params: Any, paths: frozenset[str]) -> Any:
   """The parameters except those at `paths`."""
   flat = flatten_dict(params, sep="/")
-  return unflatten_dict({path: x for path, x in flat.items() if path not in paths}, sep="/")
+  kept = {path: leaf for path, leaf in flat.items() if path not in paths}
+  return unflatten_dict(kept, sep="/")
 
 
 def only_paths(params: Any, paths: frozenset[str]) -> Any:
   """The parameters at `paths`."""
   flat = flatten_dict(params, sep="/")
-  return unflatten_dict({path: x for path, x in flat.items() if path in paths}, sep="/")
+  kept = {path: leaf for path, leaf in flat.items() if path in paths}
+  return unflatten_dict(kept, sep="/")
 
 
 def merge_params(own: Any, shared: Any) -> Any:
@@ -27,19 +31,33 @@ def merge_params(own: Any, shared: Any) -> Any:
   return unflatten_dict(flatten_dict(own) | flatten_dict(shared))
 
 
-def take_row(tree: Any, row: int | jax.Array) -> Any:
-  """Entry `row` along the first axis of every array."""
+def take_row(tree: Any, row: int | jax.Array | np.ndarray | list[int]) -> Any:
+  """Entry `row`, or the entries with these numbers, along the first axis of every array."""
   return jax.tree.map(lambda leaf: leaf[row], tree)
 
 
 def stack_rows(trees: Sequence[Any]) -> Any:
   """The trees as one, with a new first axis."""
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+  def stack(*leaves: jax.Array) -> jax.Array:
+    return jnp.stack(leaves)
+
+  return jax.tree.map(stack, *trees)
+
+
+def behind_axis(sharding: NamedSharding, axis: str | None) -> NamedSharding:
+  """The sharding of stacked arrays: their first axis over `axis`, the others as in `sharding`."""
+  return NamedSharding(sharding.mesh, jax.P(axis, *sharding.spec))
 
 
 def join_metrics(by_member: Sequence[dict]) -> StackMetrics:
   """The metrics of members in separate programs."""
   by_group = [stack_rows([metrics]) for metrics in by_member]
   common = stack_common(by_group, range(len(by_member)))
-  own = [{name: x for name, x in each.items() if name not in common} for each in by_member]
+  own = [metrics_besides(common, metrics) for metrics in by_member]
   return StackMetrics(common, own)
+
+
+def metrics_besides(common: Container[str], metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """The metrics whose names are not in `common`."""
+  return {name: value for name, value in metrics.items() if name not in common}

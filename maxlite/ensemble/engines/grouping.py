@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 import jax
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.member_program import MemberProgram, MemberSetting
 
 
 class NotAlikeError(UserError):
@@ -32,10 +32,12 @@ def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
   if not _has_vmappable_keys():
     impl = jax.config.jax_default_prng_impl
     return f"jax_default_prng_impl={impl} draws the same random numbers for all members of a stack"
+  not_set = MemberSetting(key=None, text="not set")
   ours = first.settings()
   theirs = second.settings()
   for name in [*ours, *theirs]:
-    if name not in theirs or name not in ours or ours[name].key != theirs[name].key:
-      shown = [each[name].text if name in each else "not set" for each in (ours, theirs)]
-      return f"{name} is {shown[0]} in {first.name}, and {shown[1]} in {second.name}"
+    here = ours.get(name, not_set)
+    there = theirs.get(name, not_set)
+    if name not in ours or name not in theirs or here.key != there.key:
+      return f"{name} is {here.text} in {first.name}, and {there.text} in {second.name}"
   return f"{first.name} and {second.name} have modules that are not the same"

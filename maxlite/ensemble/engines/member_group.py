@@ -19,11 +19,11 @@ import numpy as np
 from flax import struct
 from flax.linen import meta
 from flax.traverse_util import flatten_dict
-from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import tree_bytes
 from maxlite.ensemble.engines.group_trees import (
+  behind_axis,
   merge_params,
   only_paths,
   stack_rows,
@@ -37,29 +37,34 @@ from maxlite.phases.phase_programs import switch_step
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import GradientResult, step_key
 
+# (state of a member, result of its backward pass) -> (state, metrics)
+Update = Callable[[TrainState, GradientResult], tuple[TrainState, dict[str, jax.Array]]]
+
 
 @struct.dataclass
 class GroupState:
   """The states of Z members; in `members`, every leaf has a first axis of Z."""
 
-  # Without the parameters in `shared`. If the members' optimizers are different functions, the
-  # optimizer state is a tuple of one per member.
+  # The members' states without the parameters in `shared`. If the members' optimizers are different
+  # functions, the optimizer state is a tuple of one per member.
   members: TrainState
-  shared: Any  # frozen parameters that are equal in all members
+  # Frozen parameters that are equal in all members.
+  shared: Any
 
   @property
   def clock(self) -> Any:
     """The position in the schedule of phases, which all members have."""
-    return jax.tree.map(lambda leaf: leaf[0], self.members.clock)
+    return take_row(self.members.clock, 0)
 
 
 class MemberModule(nn.Module):
   """The variables of one member, and the gradients of its loss."""
 
-  init_variables: Callable[[jax.Array, Any], dict[str, Any]]
-  gradients: Callable[..., GradientResult]
-  shared_paths: frozenset[str]
-  has_collections: bool
+  init_variables: Callable[[jax.Array, Any], dict[str, Any]]  # as in `MemberFunctions`
+  # (parameters, other collections, batch, random key) -> GradientResult
+  gradients: Callable[..., GradientResult] | None
+  shared_paths: frozenset[str]  # paths of the parameters that the group holds once
+  has_collections: bool  # whether the module has others than `params`
 
   def create(self, seed: jax.Array, params: Any) -> None:
     """Create the variables; every one has logical names, so that the members' axis has one too."""
@@ -67,12 +72,16 @@ class MemberModule(nn.Module):
     variables["params"] = without_paths(variables["params"], self.shared_paths)
     for collection, values in variables.items():
       for name, value in values.items():
-        self.put_variable(collection, name, jax.tree.map(_with_names, value, is_leaf=_has_names))
+        named = jax.tree.map(_with_names, value, is_leaf=_has_names)
+        self.put_variable(collection, name, named)
 
   def __call__(self, shared: Any, batch: Any, key: jax.Array) -> GradientResult:
+    """The gradients of the loss, for the variables of this module and the shared parameters."""
     collections = dict(self.variables)
     params = merge_params(collections.pop("params"), shared)
-    return self.gradients(params, collections if self.has_collections else None, batch, key)
+    if not self.has_collections:
+      collections = None
+    return self.gradients(params, collections, batch, key)
 
 
 def _has_names(leaf: Any) -> bool:
@@ -80,6 +89,7 @@ def _has_names(leaf: Any) -> bool:
 
 
 def _with_names(leaf: Any) -> Any:
+  """The variable with a logical name, which may be None, for every axis."""
   if _has_names(leaf):
     return leaf
   return nn.LogicallyPartitioned(leaf, (None,) * jnp.ndim(leaf))
@@ -97,8 +107,9 @@ class MemberGroup:
     self.programs = list(programs)
     self._seed_Z = np.stack([program.seed_array for program in programs])
     # One optimizer under vmap; otherwise one per member, on its part of the stacked arrays.
-    self.has_one_optimizer = len({program.update_key for program in programs}) == 1
-    self._stored = first.solo_numbers
+    update_keys = {program.update_key for program in programs}
+    self.has_one_optimizer = len(update_keys) == 1
+    self._stored = first.solo_numbers  # names of the numbers in the optimizer state
     if self.has_one_optimizer:
       self._stored |= _names_of_differing_numbers(programs)
     self.functions = first.build(self._stored)
@@ -127,28 +138,34 @@ class MemberGroup:
   def boxed_variables(self, params: Any = None) -> dict[str, Any]:
     """The members' variables before the first step, with logical names (`nn.Partitioned`)."""
     module = self._lift("create", in_axes=(0, None))
-    return module.apply({}, self._seed_Z, params, method="create", mutable=True)[1]
+    _, variables = module.apply({}, self._seed_Z, params, method="create", mutable=True)
+    return variables
 
   def init(self, params: Any = None) -> GroupState:
     """The state before the first step; `params` replace those that are drawn."""
-    drawn = self.functions.init_variables(self._seed_Z[0], params)["params"]
-    shared = only_paths(meta.unbox(drawn), self.shared_paths)
+    drawn = self.functions.init_variables(self._seed_Z[0], params)
+    shared = only_paths(meta.unbox(drawn["params"]), self.shared_paths)
     variables_Z = meta.unbox(self.boxed_variables(params))
 
-    def start(functions: MemberFunctions, variables: dict, seed: jax.Array) -> TrainState:
-      whole = variables | {"params": merge_params(variables["params"], shared)}
+    def start(
+      functions: MemberFunctions,
+      variables: dict[str, Any],
+      seed: jax.Array,
+    ) -> TrainState:
+      whole = dict(variables)
+      whole["params"] = merge_params(variables["params"], shared)
       return self._without_shared(functions.start(whole, seed))
 
-    members = jax.vmap(functools.partial(start, self.functions))(variables_Z, self._seed_Z)
+    start_all = jax.vmap(functools.partial(start, self.functions))
+    members = start_all(variables_Z, self._seed_Z)
     if self.has_one_optimizer:
-      opt_state = self._by_phase(
-        lambda index, own: set_numbers(own, self._numbers(index)), members.opt_state
-      )
+      opt_state = self._by_phase(self._set_numbers, members.opt_state)
     else:
-      opt_state = tuple(
-        start(program.functions, take_row(variables_Z, z), self._seed_Z[z]).opt_state
-        for z, program in enumerate(self.programs)
-      )
+      opt_states = []
+      for z, program in enumerate(self.programs):
+        own = start(program.functions, take_row(variables_Z, z), self._seed_Z[z])
+        opt_states.append(own.opt_state)
+      opt_state = tuple(opt_states)
     return GroupState(members.replace(opt_state=opt_state), shared)
 
   def step(self, state: GroupState, batch: Any) -> tuple[GroupState, dict[str, jax.Array]]:
@@ -156,10 +173,11 @@ class MemberGroup:
     schedule = self.functions.schedule
     if schedule is None:
       return self._phase_step(0, state, batch)
-    steps = {
-      name: functools.partial(self._phase_step, index) for index, name in enumerate(schedule.names)
-    }
-    return switch_step(steps, schedule, state, batch)(state, batch)
+    steps = {}
+    for index, name in enumerate(schedule.names):
+      steps[name] = functools.partial(self._phase_step, index)
+    switched = switch_step(steps, schedule, state, batch)
+    return switched(state, batch)
 
   def gradients(self, state: GroupState, batch: Any, index: int = 0) -> GradientResult:
     """The result of the members' forward and backward passes, stacked, in the phase `index`."""
@@ -167,7 +185,8 @@ class MemberGroup:
     of_one = self.functions.phases[index].gradients
     module = self._lift("__call__", in_axes=(None, batch_axis, 0), gradients=of_one)
     key_Z = jax.vmap(step_key)(state.members.replace(opt_state=None))
-    return module.apply(variables_of(state.members), state.shared, batch, key_Z)
+    variables = variables_of(state.members)
+    return module.apply(variables, state.shared, batch, key_Z)
 
   def predict(self, state: GroupState, inputs: Any, method: str = "predict") -> Any:
     """The result of the members' function `method`, stacked."""
@@ -184,10 +203,10 @@ class MemberGroup:
     shared = only_paths(states[0].params, self.shared_paths)
     own = [self._without_shared(state) for state in states]
     if self.has_one_optimizer:
-      stored = [
-        state.replace(opt_state=self._with_numbers(state.opt_state, z))
-        for z, state in enumerate(own)
-      ]
+      stored = []
+      for z, state in enumerate(own):
+        opt_state = self._with_numbers(state.opt_state, z)
+        stored.append(state.replace(opt_state=opt_state))
       return GroupState(stack_rows(stored), shared)
     members = stack_rows([state.replace(opt_state=None) for state in own])
     opt_states = tuple(state.opt_state for state in own)
@@ -195,11 +214,12 @@ class MemberGroup:
 
   def check_shared(self, states: Sequence[TrainState]) -> None:
     """Raise UserError if the members' frozen parameters, of which one copy is held, differ."""
-    first = flatten_dict(only_paths(states[0].params, self.shared_paths), sep="/")
+    first = _flat(only_paths(states[0].params, self.shared_paths))
     for program, state in zip(self.programs[1:], states[1:], strict=True):
-      other = flatten_dict(only_paths(state.params, self.shared_paths), sep="/")
+      others = _flat(only_paths(state.params, self.shared_paths))
       for path, leaf in first.items():
-        if leaf is not other[path] and not _are_equal(leaf, other[path]):
+        other = others[path]
+        if leaf is not other and not _are_equal(leaf, other):
           raise UserError(
             f"{path} is frozen and shared, but differs between {self.programs[0].name} and "
             f"{program.name}: train them as separate runs, or from one load_parameters_path"
@@ -213,13 +233,11 @@ class MemberGroup:
     """The state of a solo run, without the parameters in `held`.
 
     Args:
-      row: of the member; an `int` if their optimizers are different functions.
+      row: the member's number in the group; an `int` if their optimizers are different functions.
     """
     if self.has_one_optimizer:
       member = take_row(state.members, row)
-      opt_state = self._by_phase(
-        lambda _, own: without_numbers(own, self.programs[0].solo_numbers), member.opt_state
-      )
+      opt_state = self._by_phase(self._without_numbers, member.opt_state)
     else:
       member = take_row(state.members.replace(opt_state=None), row)
       opt_state = state.members.opt_state[row]
@@ -235,19 +253,27 @@ class MemberGroup:
     if solo is None:
       return None
 
-    def with_axis(sharding: NamedSharding) -> NamedSharding:
-      return NamedSharding(sharding.mesh, jax.P(self.axis, *sharding.spec))
-
-    members = jax.tree.map(with_axis, self._without_shared(solo))
+    own = self._without_shared(solo)
+    members = jax.tree.map(lambda sharding: behind_axis(sharding, self.axis), own)
     if not self.has_one_optimizer:
       opt_states = tuple(program.functions.shardings.opt_state for program in self.programs)
       members = members.replace(opt_state=opt_states)
-    return GroupState(members, only_paths(solo.params, self.shared_paths))
+    shared = only_paths(solo.params, self.shared_paths)
+    return GroupState(members, shared)
 
   def _lift(
-    self, method: str, in_axes: tuple, gradients: Callable[..., GradientResult] | None = None
+    self,
+    method: str,
+    in_axes: tuple[int | None, ...],
+    gradients: Callable[..., GradientResult] | None = None,
   ) -> nn.Module:
-    """The module of all members: every variable has a first axis of Z."""
+    """The module of all members: every variable has a first axis of Z.
+
+    Args:
+      method: the method that is lifted.
+      in_axes: for each of its arguments, the axis of the members; None: they share it.
+      gradients: as in `MemberModule`.
+    """
     lifted = nn.vmap(
       MemberModule,
       variable_axes={True: 0},
@@ -266,21 +292,28 @@ class MemberGroup:
     )
 
   def _phase_step(
-    self, index: int, state: GroupState, batch: Any
+    self,
+    index: int,
+    state: GroupState,
+    batch: Any,
   ) -> tuple[GroupState, dict[str, jax.Array]]:
     """A step of the phase with this index."""
     result = self.gradients(state, batch, index)
     if self.has_one_optimizer:
       update = self._update_of(self.functions, index, state.shared)
-      members, metrics = jax.vmap(update, spmd_axis_name=self.axis)(state.members, result)
+      update_all = jax.vmap(update, spmd_axis_name=self.axis)
+      members, metrics = update_all(state.members, result)
     else:
       members, metrics = self._update_one_by_one(index, state, result)
     return state.replace(members=members), metrics
 
-  def _update_of(self, functions: MemberFunctions, index: int, shared: Any) -> Callable:
+  def _update_of(self, functions: MemberFunctions, index: int, shared: Any) -> Update:
     """The update of one member, whose state lacks the shared parameters."""
 
-    def update(state: TrainState, result: GradientResult) -> tuple[TrainState, dict]:
+    def update(
+      state: TrainState,
+      result: GradientResult,
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
       whole = self._with_shared(state, shared)
       new_state, metrics = functions.phases[index].update(whole, result)
       return self._without_shared(new_state), metrics
@@ -288,7 +321,10 @@ class MemberGroup:
     return update
 
   def _update_one_by_one(
-    self, index: int, state: GroupState, result: GradientResult
+    self,
+    index: int,
+    state: GroupState,
+    result: GradientResult,
   ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The updates of members whose optimizers are different functions."""
     opt_states = state.members.opt_state
@@ -306,10 +342,12 @@ class MemberGroup:
     return members.replace(opt_state=opt_states), stack_rows(metrics)
 
   def _without_shared(self, state: TrainState) -> TrainState:
-    return state.replace(params=without_paths(state.params, self.shared_paths))
+    own_params = without_paths(state.params, self.shared_paths)
+    return state.replace(params=own_params)
 
   def _with_shared(self, state: TrainState, shared: Any) -> TrainState:
-    return state.replace(params=merge_params(state.params, shared))
+    whole_params = merge_params(state.params, shared)
+    return state.replace(params=whole_params)
 
   def _by_phase(self, function: Callable[[int, Any], Any], opt_state: Any) -> Any:
     """function(index of a phase, its optimizer state) for every phase."""
@@ -317,15 +355,26 @@ class MemberGroup:
     if schedule is None:
       return function(0, opt_state)
     names = list(schedule.names)
-    own = {name: function(names.index(name), state) for name, state in opt_state.own.items()}
+    own = {}
+    for name, state in opt_state.own.items():
+      own[name] = function(names.index(name), state)
     return PhaseOptStates(own)
 
   def _numbers(self, index: int) -> dict[str, np.ndarray]:
     """The members' values [Z] of the stored numbers of a phase."""
-    return {
-      name: np.array([program.numbers[index][name] for program in self.programs], np.float32)
-      for name in sorted(self._stored)
-    }
+    numbers = {}
+    for name in sorted(self._stored):
+      values = [program.numbers[index][name] for program in self.programs]
+      numbers[name] = np.array(values, np.float32)
+    return numbers
+
+  def _set_numbers(self, index: int, opt_state: Any) -> Any:
+    """The stacked optimizer state of a phase with each member's numbers."""
+    return set_numbers(opt_state, self._numbers(index))
+
+  def _without_numbers(self, _index: int, opt_state: Any) -> Any:
+    """The optimizer state of a member without the numbers that a solo run does not store."""
+    return without_numbers(opt_state, self.programs[0].solo_numbers)
 
   def _with_numbers(self, opt_state: Any, z: int) -> Any:
     """The optimizer state of a solo run of member z, with the stored numbers."""
@@ -346,10 +395,11 @@ class MemberGroup:
 
 def _names_of_differing_numbers(programs: Sequence[MemberProgram]) -> frozenset[str]:
   """Names of the numbers of which, in some phase, two members have different values."""
+  first = programs[0].numbers
   names = set()
-  for of_phase in zip(*(program.numbers for program in programs), strict=True):
-    for name in of_phase[0]:
-      if len({numbers[name] for numbers in of_phase}) > 1:
+  for index, numbers in enumerate(first):
+    for name, value in numbers.items():
+      if any(program.numbers[index][name] != value for program in programs):
         names.add(name)
   return frozenset(names)
 
@@ -360,6 +410,11 @@ def _shared_paths(programs: Sequence[MemberProgram], functions: MemberFunctions)
   if len(bases) > 1 or None in bases:
     return frozenset()
   return functions.frozen
+
+
+def _flat(params: Any) -> dict[str, Any]:
+  """The parameters by path."""
+  return flatten_dict(params, sep="/")
 
 
 def _are_equal(left: Any, right: Any) -> bool:

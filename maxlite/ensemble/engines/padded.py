@@ -7,7 +7,7 @@ So the first step compares every member's loss, gradients and update with those 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,14 @@ from maxlite.ensemble.engines.engine_base import (
   StepCost,
   require_one_process,
 )
+from maxlite.ensemble.engines.group_trees import take_row
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import step_key
 
-TOLERANCE = 1e-4  # relative to the largest value of an array
+TOLERANCE = 1e-4  # the largest error, relative to the largest value of an array
 
 
 class PaddedEngine(EnsembleEngine):
@@ -40,11 +41,18 @@ class PaddedEngine(EnsembleEngine):
     if any(program.functions.schedule is not None for program in self.programs):
       raise UserError("padding takes members without phases; use fused")
     largest = self.programs[_find_largest(self.programs, self.abstract)]
-    stand_ins = [
-      dataclasses.replace(largest, name=each.name, seed=each.seed, numbers=each.numbers, base=None)
-      for each in self.programs
-    ]
-    self._stack = StackedEngine(request, stand_ins, [list(range(len(stand_ins)))])
+    stand_ins = []
+    for program in self.programs:
+      stand_in = dataclasses.replace(
+        largest,
+        name=program.name,
+        seed=program.seed,
+        numbers=program.numbers,
+        base=None,
+      )
+      stand_ins.append(stand_in)
+    one_group = list(range(len(stand_ins)))
+    self._stack = StackedEngine(request, stand_ins, [one_group])
     self._is_compared = False
 
   def step_cost(self) -> StepCost:
@@ -53,23 +61,26 @@ class PaddedEngine(EnsembleEngine):
   def init(self) -> list[Any]:
     states = []
     for program in self.programs:
-      params = None if program.base_params is None else program.base_params()
-      states.append(jit_init(program.functions.init)(program.seed_array, params))
+      init = jit_init(program.functions.init)
+      states.append(init(program.seed_array, program.read_base_params()))
     return self.pack(states)
 
   def pack(self, states: Sequence[TrainState]) -> list[Any]:
-    (largest,) = {id(each): each for each in self._stack.abstract}.values()
-    return self._stack.pack([jax.tree.map(_pad, state, largest) for state in states])
+    padded = []
+    for state, largest in zip(states, self._stack.abstract, strict=True):
+      padded.append(jax.tree.map(_pad, state, largest))
+    return self._stack.pack(padded)
 
   def take(self, state: list[Any], z: int) -> TrainState:
     return jax.tree.map(_cut, self._stack.take(state, z), self.abstract[z])
 
   def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
-    results = self._stack.predict(state, inputs, method)
-    return [
-      jax.tree.map(_cut, result, shape)
-      for result, shape in zip(results, self.result_shapes(method, inputs), strict=True)
-    ]
+    padded = self._stack.predict(state, inputs, method)
+    shapes = self.result_shapes(method, inputs)
+    results = []
+    for result, shape in zip(padded, shapes, strict=True):
+      results.append(jax.tree.map(_cut, result, shape))
+    return results
 
   def step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
     """Raise UserError in the first step if padding changes what a member computes."""
@@ -80,14 +91,13 @@ class PaddedEngine(EnsembleEngine):
     gradients = jax.jit(group.gradients)(state[0], batch).gradients
     state, metrics = self._stack.step(state, batch)
     for z, program in enumerate(self.programs):
-      own_batch = batch
-      if self.request.own_batches:
-        own_batch = jax.tree.map(lambda leaf, z=z: leaf[z], batch)
-      after = self._stack.take(state, z)
-      own_gradients = jax.tree.map(lambda leaf, z=z: leaf[z], gradients)
-      _compare(
-        program, before[z], own_batch, own_gradients, after.params, metrics.common["loss"][z]
+      padded = _PaddedResult(
+        loss=metrics.common["loss"][z],
+        gradients=take_row(gradients, z),
+        params=self._stack.take(state, z).params,
       )
+      own_batch = take_row(batch, z) if self.request.own_batches else batch
+      _compare(program, before[z], own_batch, padded)
     self._is_compared = True
     return state, metrics
 
@@ -97,45 +107,86 @@ def _find_largest(programs: Sequence[MemberProgram], states: Sequence[TrainState
   structures = {jax.tree.structure(state) for state in states}
   if len(structures) > 1 or len({program.update_key for program in programs}) > 1:
     raise UserError("padding takes members with the same parameters and optimizer function")
-  shapes = np.array([[n for leaf in jax.tree.leaves(s) for n in leaf.shape] for s in states])
-  is_largest = (shapes == shapes.max(axis=0)).all(axis=1)
+  sizes_of_axes = []  # by member, the sizes of all axes of its arrays
+  for state in states:
+    sizes: list[int] = []
+    for leaf in jax.tree.leaves(state):
+      sizes.extend(leaf.shape)
+    sizes_of_axes.append(sizes)
+  sizes_ZA = np.array(sizes_of_axes)
+  is_largest = (sizes_ZA == sizes_ZA.max(axis=0)).all(axis=1)
   if not is_largest.any():
     raise UserError("no member is the largest along every axis, to whose shapes to pad the others")
   return int(np.argmax(is_largest))
 
 
-def _pad(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _pad(leaf: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+  """An array with zeros at the end of its axes, up to the shape of `like`."""
+  if leaf.shape == like.shape:
+    return leaf
   widths = [(0, large - small) for small, large in zip(leaf.shape, like.shape, strict=True)]
-  return jnp.pad(leaf, widths) if any(width for _, width in widths) else leaf
+  return jnp.pad(leaf, widths)
 
 
 def _cut(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-  return leaf[tuple(slice(size) for size in like.shape)]
+  """The part of a padded array that has the shape of `like`."""
+  own_part = tuple(slice(size) for size in like.shape)
+  return leaf[own_part]
+
+
+class _PaddedResult(NamedTuple):
+  """The result of a padded member's step; trees of arrays with the largest member's shapes."""
+
+  loss: jax.Array
+  gradients: Any
+  params: Any  # after the step
+
+
+class _SoloResult(NamedTuple):
+  """The result of the same step of the member's solo run."""
+
+  loss: jax.Array
+  gradients: Any
+  change: Any  # parameters after the step minus those before it
 
 
 def _compare(
-  program: MemberProgram, before: TrainState, batch: Any, gradients: Any, after: Any, loss: Any
+  program: MemberProgram,
+  before: TrainState,
+  batch: Any,
+  padded: _PaddedResult,
 ) -> None:
-  """Raise UserError if a padded member differs from its solo run in the first step."""
+  """Raise UserError if a padded member differs from its solo run in the first step.
+
+  Args:
+    before: the state before the step, without padding.
+    batch: the member's batch.
+    padded: the result of the step with padding.
+  """
   (parts,) = program.functions.phases
 
-  def solo(state: TrainState) -> tuple[Any, Any, Any]:
+  def solo_step(state: TrainState) -> _SoloResult:
     result = parts.gradients(state.params, state.collections, batch, step_key(state))
     new_state, _ = parts.update(state, result)
     change = jax.tree.map(jnp.subtract, new_state.params, state.params)
-    return result.loss, result.gradients, change
+    return _SoloResult(result.loss, result.gradients, change)
 
-  solo_loss, solo_gradients, solo_change = jax.jit(solo)(before)
-  padded_before = jax.tree.map(_pad, before.params, jax.eval_shape(lambda: after))
-  change = jax.tree.map(jnp.subtract, after, padded_before)
-  pairs = {"loss": (loss, solo_loss), "gradient": (gradients, solo_gradients)}
-  pairs["update"] = (change, solo_change)
-  for what, (padded, expected) in pairs.items():
-    padded_expected = jax.tree.map(_pad, expected, jax.eval_shape(lambda tree=padded: tree))
-    for got, want in zip(jax.tree.leaves(padded), jax.tree.leaves(padded_expected), strict=True):
-      error = np.max(np.abs(got - want), initial=0)
-      if not error <= TOLERANCE * np.max(np.abs(want), initial=0):
-        raise UserError(
-          f"padding changes the {what} of {program.name} by {error:.2g}, so its results would not "
-          "be those of its solo run: use fused"
-        )
+  solo = jax.jit(solo_step)(before)
+  padded_before = jax.tree.map(_pad, before.params, padded.params)
+  change = jax.tree.map(jnp.subtract, padded.params, padded_before)
+  _require_equal("loss", program.name, padded.loss, solo.loss)
+  _require_equal("gradient", program.name, padded.gradients, solo.gradients)
+  _require_equal("update", program.name, change, solo.change)
+
+
+def _require_equal(what: str, name: str, padded: Any, solo: Any) -> None:
+  """Raise UserError if arrays of a padded member are not the padded arrays of its solo run."""
+  expected = jax.tree.map(_pad, solo, padded)
+  for got, want in zip(jax.tree.leaves(padded), jax.tree.leaves(expected), strict=True):
+    error = np.max(np.abs(got - want), initial=0)
+    largest = np.max(np.abs(want), initial=0)
+    if not error <= TOLERANCE * largest:
+      raise UserError(
+        f"padding changes the {what} of {name} by {error:.2g}, so its results would not "
+        "be those of its solo run: use fused"
+      )

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlite.ensemble.engines.engine_base import EngineRequest
+from maxlite.ensemble.engines.engine_base import EngineRequest, Placement
 from maxlite.ensemble.engines.submesh import SubmeshEngine
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import call_factory
-from maxlite.ensemble.member_program import abstract_tree
+from maxlite.ensemble.member_program import MemberProgram, abstract_tree
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 
 
@@ -25,16 +25,19 @@ def serve(connection: Connection) -> None:
   handshake = from_bytes(connection.recv_bytes())
   for name, value in handshake["jax_config"].items():
     jax.config.update(name, value)
-  engine, state = _build_engine(handshake), None
+  engine = _build_engine(handshake)
+  state = None
   while True:
-    request, result = from_bytes(connection.recv_bytes()), None
+    request = from_bytes(connection.recv_bytes())
     content = request["content"]
+    result = None
     match request["kind"]:
       case "init":
         state = engine.init()
       case "load":
-        leaves = map(jnp.asarray, content)
-        state = engine.pack(jax.tree.unflatten(jax.tree.structure(engine.abstract), leaves))
+        leaves = [jnp.asarray(leaf) for leaf in content]
+        structure = jax.tree.structure(engine.abstract)
+        state = engine.pack(jax.tree.unflatten(structure, leaves))
       case "step":
         state, metrics = engine.step(state, content)
         result = [metrics.of_member(z) for z in range(len(engine.programs))]
@@ -42,17 +45,29 @@ def serve(connection: Connection) -> None:
         result = engine.unpack(state)
       case method:
         result = engine.predict(state, content, method)
-    connection.send_bytes(to_bytes(jax.device_get(jax.tree.leaves(result))))
+    leaves = jax.device_get(jax.tree.leaves(result))
+    connection.send_bytes(to_bytes(leaves))
 
 
 def _build_engine(handshake: dict[str, Any]) -> SubmeshEngine:
   """The members on the devices of this process, each as in a solo run."""
-  ensemble, batch = call_factory(handshake["factory"]), handshake["example_batch"]
+  ensemble = call_factory(handshake["factory"])
+  batch = handshake["example_batch"]
   members = [ensemble["members"][z] for z in handshake["members"]]
-  programs = build_programs(members, ensemble["loss"], ensemble["predict"], batch, ensemble["base"])
+  programs = build_programs(
+    members,
+    ensemble["loss"],
+    ensemble["predict"],
+    batch,
+    ensemble["base"],
+  )
+
+  def program_of(z: int, _placement: Placement) -> MemberProgram:
+    return programs[z]
+
   request = EngineRequest(
     num_members=len(programs),
-    program=lambda z, _: programs[z],
+    program=program_of,
     batch=abstract_tree(batch),
     devices=jax.local_devices(),
     own_batches=handshake["own_batches"],

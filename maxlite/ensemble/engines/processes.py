@@ -29,15 +29,15 @@ from maxlite.ensemble.engines.engine_base import (
   StackMetrics,
   StepCost,
 )
-from maxlite.ensemble.engines.group_trees import join_metrics
+from maxlite.ensemble.engines.group_trees import join_metrics, take_row
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 from maxlite.ensemble.workers.worker_pool import assign_workers, gpu_names
 from maxlite.ensemble.workers.worker_process import WorkerCommand, describe_exit, start
 
 MAX_RESTARTS = 3
-_EXIT_SECONDS = 10.0  # for a worker to exit after its connection was closed
+_EXIT_SECONDS = 10.0  # the time that a worker has to exit after its connection was closed
 _ARGV = (sys.executable, "-m", "maxlite.ensemble.engines.process_server")
-# Options that affect results, and that code which a worker does not run may have set.
+# Options of JAX that affect results, and that code which a worker does not run may have set.
 _JAX_OPTIONS = (
   "jax_default_matmul_precision",
   "jax_default_prng_impl",
@@ -58,8 +58,9 @@ class ProcessEngine(EnsembleEngine):
       raise UserError(request.no_factory)
     super().__init__(request, request.build())
     self._join = jax.jit(join_metrics)
+    flops = [cost.flops for cost in self.member_costs()]
     assignments = assign_workers(
-      [cost.flops for cost in self.member_costs()],
+      flops,
       request.factory.num_workers,
       gpus=gpu_names(request.devices),
     )
@@ -69,9 +70,11 @@ class ProcessEngine(EnsembleEngine):
     logs = Path(tempfile.mkdtemp(prefix="maxlite-"))
     weakref.finalize(self, _close, self._workers, logs)
     for assignment in assignments:
-      name = "of " + ", ".join(self.programs[z].name for z in assignment.members)
-      command = assignment.command(name, _ARGV, logs / f"{assignment.members[0]}.log")
-      self._workers.append(_WorkerConnection(command, self._handshake(assignment.members)))
+      members = ", ".join(self.programs[z].name for z in assignment.members)
+      log = logs / f"{assignment.members[0]}.log"
+      command = assignment.command(f"of {members}", _ARGV, log)
+      handshake = self._handshake(assignment.members)
+      self._workers.append(_WorkerConnection(command, handshake))
 
   def step_cost(self) -> StepCost:
     return self.cost_of_separate_programs(self._parts)
@@ -90,10 +93,14 @@ class ProcessEngine(EnsembleEngine):
     """Send the batch to all workers before waiting for the first."""
     self._require_current(state)
     batch = jax.device_get(batch)
-    contents = [batch] * len(self._parts)
-    if self.request.own_batches:
-      contents = [jax.tree.map(lambda x, part=part: x[list(part)], batch) for part in self._parts]
-    metrics = self._by_member(self._change("step", contents), self._metrics)
+    contents = []
+    for part in self._parts:
+      if self.request.own_batches:
+        contents.append(take_row(batch, list(part)))
+      else:
+        contents.append(batch)
+    replies = self._change("step", contents)
+    metrics = self._by_member(replies, self._metrics)
     if self._num_changes % self.request.factory.checkpoint_period == 0:
       for worker, leaves in zip(self._workers, self._call_unpack(), strict=True):
         worker.journal = [_request("load", leaves)]
@@ -102,12 +109,16 @@ class ProcessEngine(EnsembleEngine):
   def predict(self, state: int, inputs: Any, method: str = "predict") -> list[Any]:
     self._require_current(state)
     shapes = self.result_shapes(method, inputs)
-    replies = self._call(method, [jax.device_get(inputs)] * len(self._workers))
+    contents = [jax.device_get(inputs)] * len(self._workers)
+    replies = self._call(method, contents)
     return jax.device_put(self._by_member(replies, shapes))
 
   def pack(self, states: Sequence[Any]) -> int:
-    leaves = [jax.device_get(jax.tree.leaves([states[z] for z in part])) for part in self._parts]
-    self._change("load", leaves)
+    contents = []
+    for part in self._parts:
+      own = [states[z] for z in part]
+      contents.append(jax.device_get(jax.tree.leaves(own)))
+    self._change("load", contents)
     return self._num_changes
 
   def take(self, state: int, z: int) -> Any:
@@ -121,29 +132,33 @@ class ProcessEngine(EnsembleEngine):
     return self._call("unpack", [None] * len(self._workers))
 
   def _handshake(self, members: Sequence[int]) -> bytes:
+    """The first message to a worker, which describes its members."""
     factory = self.request.factory
-    return to_bytes(
-      {
-        "factory": factory.path,
-        "example_batch": jax.device_get(factory.example_batch),
-        "members": list(members),
-        "own_batches": self.request.own_batches,
-        "jax_config": {name: getattr(jax.config, name) for name in _JAX_OPTIONS},
-      }
-    )
+    content = {
+      "factory": factory.path,
+      "example_batch": jax.device_get(factory.example_batch),
+      "members": list(members),
+      "own_batches": self.request.own_batches,
+      "jax_config": {name: getattr(jax.config, name) for name in _JAX_OPTIONS},
+    }
+    return to_bytes(content)
 
   def _require_current(self, state: int) -> None:
+    """Raise UserError if later steps have changed the workers' states."""
     if state != self._num_changes:
       raise UserError("this state was donated to a later step; use what that step returned")
 
   def _change(self, kind: str, contents: Sequence[Any]) -> list[list[Any]]:
+    """`_call` with requests that change the workers' states."""
     self._num_changes += 1  # before an interrupt, which would leave some workers changed
     return self._call(kind, contents)
 
   def _call(self, kind: str, contents: Sequence[Any]) -> list[list[Any]]:
     """Every worker's reply; all requests are sent before the first reply is read."""
-    unique = {id(content): content for content in contents}  # equal ones are serialized once
-    requests = {key: _request(kind, content) for key, content in unique.items()}
+    requests: dict[int, bytes] = {}  # a content for several workers is serialized once
+    for content in contents:
+      if id(content) not in requests:
+        requests[id(content)] = _request(kind, content)
     for worker, content in zip(self._workers, contents, strict=True):
       worker.send(kind, requests[id(content)])
     return [worker.receive() for worker in self._workers]
@@ -153,7 +168,9 @@ class ProcessEngine(EnsembleEngine):
     trees = {}
     for part, leaves in zip(self._parts, replies, strict=True):
       structure = jax.tree.structure([shapes[z] for z in part])
-      trees.update(zip(part, jax.tree.unflatten(structure, leaves), strict=True))
+      own = jax.tree.unflatten(structure, leaves)
+      for z, tree in zip(part, own, strict=True):
+        trees[z] = tree
     return [trees[z] for z in range(len(self.programs))]
 
 
@@ -165,10 +182,12 @@ class _WorkerConnection:
   """A worker, started on the first request and restarted whenever it dies."""
 
   def __init__(self, command: WorkerCommand, handshake: bytes):
-    self._command, self._handshake = command, handshake
+    self._command = command
+    self._handshake = handshake
     self.process: subprocess.Popen | None = None
     self._connection: Connection | None = None
     self._num_restarts = 0
+    self._kind = ""  # of the last request
     self._pending: bytes | None = None  # the request whose reply was not read
     self.journal: list[bytes] = []  # the finished requests that lead to the worker's states
 
@@ -176,7 +195,8 @@ class _WorkerConnection:
     """Start a request."""
     if self._pending is not None:  # an interrupt came before the reply was read
       self.receive()
-    self._kind, self._pending = kind, request
+    self._kind = kind
+    self._pending = request
     with contextlib.suppress(OSError):  # `receive` handles a dead worker
       if self.process is None:
         self._start()
@@ -213,14 +233,17 @@ class _WorkerConnection:
       self.process.wait()
 
   def _start(self) -> None:
+    """Start the process and send the handshake."""
+    import_path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     ours, theirs = socket.socketpair()
     with theirs:
       fd = theirs.fileno()
+      argv = (*self._command.argv, str(fd))
       self.process = start(
-        dataclasses.replace(self._command, argv=(*self._command.argv, str(fd))),
+        dataclasses.replace(self._command, argv=argv),
         follow=False,  # it exits when the connection is closed
         pass_fds=(fd,),
-        more_environment={"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+        more_environment={"PYTHONPATH": import_path},
       )
     self._connection = Connection(ours.detach())
     self._connection.send_bytes(self._handshake)
@@ -233,7 +256,10 @@ class _WorkerConnection:
       raise RuntimeError(f"{exit_line}; it was restarted {MAX_RESTARTS} times before")
     self._num_restarts += 1
     logging.getLogger(__name__).warning(
-      "%s; restarting it (%d of %d)", exit_line, self._num_restarts, MAX_RESTARTS
+      "%s; restarting it (%d of %d)",
+      exit_line,
+      self._num_restarts,
+      MAX_RESTARTS,
     )
     with contextlib.suppress(EOFError, OSError):  # `receive` handles another death
       self._start()
@@ -244,6 +270,7 @@ class _WorkerConnection:
 
 
 def _close(workers: Sequence[_WorkerConnection], logs: Path) -> None:
+  """Stop the workers and remove their logs."""
   for worker in workers:
     worker.close()
   shutil.rmtree(logs, ignore_errors=True)

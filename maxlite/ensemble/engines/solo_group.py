@@ -30,12 +30,15 @@ class SoloGroup:
     return self.functions.init(self.programs[0].seed_array, params)
 
   def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-    own = take_row(batch, 0) if self._own_batches else batch
-    state, metrics = self.functions.step(state, own)
+    if self._own_batches:
+      batch = take_row(batch, 0)
+    state, metrics = self.functions.step(state, batch)
     return state, stack_rows([metrics])
 
   def predict(self, state: TrainState, inputs: Any, method: str = "predict") -> Any:
-    return stack_rows([getattr(self.functions, method)(state, inputs)])
+    function = getattr(self.functions, method)
+    result = function(state, inputs)
+    return stack_rows([result])
 
   def stack(self, states: Sequence[TrainState]) -> TrainState:
     return states[0]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from maxlite.ensemble.engines.group_trees import behind_axis
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
 
@@ -21,6 +22,11 @@ class StackPlacement:
   """
 
   def __init__(self, groups: Sequence[Group], mesh: Mesh | None):
+    """
+    Args:
+      groups: the groups of members; those whose modules have a mesh have it in common.
+      mesh: with an axis `ensemble`, over which members whose modules have no mesh are sharded.
+    """
     self._first = groups[0]
     self._mesh = mesh
 
@@ -30,7 +36,9 @@ class StackPlacement:
     if self._mesh is not None:
       return self._mesh.shape["ensemble"]
     sharder = self._first.functions.sharder
-    return 1 if sharder is None else sharder.mesh.size
+    if sharder is None:
+      return 1
+    return sharder.mesh.size
 
   @property
   def replicated(self) -> NamedSharding:
@@ -39,12 +47,18 @@ class StackPlacement:
     return NamedSharding(mesh, jax.P())
 
   def batch(self, own_batches: bool) -> NamedSharding | None:
+    """The sharding of a step's batch.
+
+    Args:
+      own_batches: whether it has a batch per member along the first axis.
+    """
     if self._mesh is not None:
-      return NamedSharding(self._mesh, jax.P("ensemble") if own_batches else jax.P())
-    own = self._first.functions.batch_sharding
-    if own is None or not own_batches:
-      return own
-    return NamedSharding(own.mesh, jax.P(None, *own.spec))
+      spec = jax.P("ensemble") if own_batches else jax.P()
+      return NamedSharding(self._mesh, spec)
+    sharding = self._first.functions.batch_sharding
+    if sharding is None or not own_batches:
+      return sharding
+    return behind_axis(sharding, None)
 
   def state(self, group: Group) -> Any:
     """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
@@ -57,16 +71,18 @@ class StackPlacement:
     return group.shardings()
 
   def _sharded_over_members(self, group: Group) -> Any:
-    members = NamedSharding(self._mesh, jax.P("ensemble"))
-    if not isinstance(group, MemberGroup):
-      return NamedSharding(self._mesh, jax.P())
     replicated = NamedSharding(self._mesh, jax.P())
+    if not isinstance(group, MemberGroup):
+      return replicated
+    members = NamedSharding(self._mesh, jax.P("ensemble"))
     abstract = group.abstract_state
     state = jax.tree.map(lambda _: members, abstract)
     if not group.has_one_optimizer:
       opt_states = jax.tree.map(lambda _: replicated, abstract.members.opt_state)
-      state = state.replace(members=state.members.replace(opt_state=opt_states))
-    return state.replace(shared=jax.tree.map(lambda _: replicated, abstract.shared))
+      with_optimizers = state.members.replace(opt_state=opt_states)
+      state = state.replace(members=with_optimizers)
+    shared = jax.tree.map(lambda _: replicated, abstract.shared)
+    return state.replace(shared=shared)
 
   def gathered(self, group: Group) -> Any:
     """The sharding of a state with all members on every device; None if it has it already."""
@@ -76,10 +92,12 @@ class StackPlacement:
       return None
 
     def without_axis(sharding: NamedSharding) -> NamedSharding:
-      return NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
+      replicated_over_members = jax.P(None, *sharding.spec[1:])
+      return NamedSharding(sharding.mesh, replicated_over_members)
 
     shardings = group.shardings()
-    return shardings.replace(members=jax.tree.map(without_axis, shardings.members))
+    members = jax.tree.map(without_axis, shardings.members)
+    return shardings.replace(members=members)
 
   def on_all_devices(self, tree: Any) -> Any:
     """Stacked results on all devices; of a sharded stack, every member would take a collective."""
@@ -91,6 +109,7 @@ class StackPlacement:
 
     def replicate(leaf: jax.Array) -> jax.Array:
       others = [jax.P.UNCONSTRAINED] * (leaf.ndim - 1)
-      return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, jax.P(None, *others)))
+      sharding = NamedSharding(mesh, jax.P(None, *others))
+      return jax.lax.with_sharding_constraint(leaf, sharding)
 
     return jax.tree.map(replicate, tree)

@@ -5,7 +5,7 @@ group of one member runs the program of its solo run unchanged.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
-  NO_COST,
   EngineRequest,
   EnsembleEngine,
   MemberCost,
@@ -23,9 +22,10 @@ from maxlite.ensemble.engines.engine_base import (
   StackMetrics,
   StepCost,
   stack_common,
+  total_cost,
   tree_bytes,
 )
-from maxlite.ensemble.engines.group_trees import take_row, without_paths
+from maxlite.ensemble.engines.group_trees import metrics_besides, take_row, without_paths
 from maxlite.ensemble.engines.grouping import NotAlikeError, describe_difference, group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
@@ -48,8 +48,10 @@ class StackedEngine(EnsembleEngine):
   ):
     """
     Args:
-      groups: indices of programs, by group.
-      mesh: with an axis `ensemble`, over which the one group of members is sharded; of members
+      request: the members, their data and their devices.
+      programs: the programs of all members.
+      groups: by group, the indices of its programs.
+      mesh: with an axis `ensemble`, over which the one group of members is sharded; for members
         whose modules have no mesh themselves.
     """
     super().__init__(request, programs)
@@ -58,10 +60,11 @@ class StackedEngine(EnsembleEngine):
     self._placement = StackPlacement(self.groups, mesh)
     self._order_Z = np.argsort(np.concatenate(groups)).tolist()
     self.shardings = [self._placement.state(group) for group in self.groups]
+    batch_sharding = self._placement.batch(request.own_batches)
     results = self._placement.replicated if request.spans_processes else None
     self.step = jax.jit(
       self._step,
-      in_shardings=(self.shardings, self._placement.batch(request.own_batches)),
+      in_shardings=(self.shardings, batch_sharding),
       out_shardings=(self.shardings, results),
       donate_argnums=0,
     )
@@ -74,39 +77,41 @@ class StackedEngine(EnsembleEngine):
     if len(programs) == 1:
       return SoloGroup(programs[0], own_batches=self.request.own_batches)
     members = MemberGroup(programs, own_batches=self.request.own_batches)
-    degree = 1 if members.axis is None else members.functions.sharder.num_shards("ensemble")
-    if len(programs) % degree:
-      raise UserError(
-        f"{len(programs)} members that are alike do not divide over "
-        f"ici_ensemble_parallelism={degree}"
-      )
+    if members.axis is not None:
+      degree = members.functions.sharder.num_shards("ensemble")
+      if len(programs) % degree:
+        raise UserError(
+          f"{len(programs)} members that are alike do not divide over "
+          f"ici_ensemble_parallelism={degree}"
+        )
     return members
 
   def init(self) -> list[Any]:
     """The state before the first step, by one program per group."""
-    params = []
-    for group in self.groups:
-      read = group.programs[0].base_params
-      params.append(None if read is None else read())
-    lowered = (
-      jit_init(group.init, out_shardings=sharding).lower(own)
-      for group, sharding, own in zip(self.groups, self.shardings, params, strict=True)
-    )
-    compiled = compile_in_parallel(lowered)
+    params = [group.programs[0].read_base_params() for group in self.groups]
+
+    def lower_each() -> Iterator[jax.stages.Lowered]:
+      for group, sharding, own in zip(self.groups, self.shardings, params, strict=True):
+        yield jit_init(group.init, out_shardings=sharding).lower(own)
+
+    compiled = compile_in_parallel(lower_each())
     return [program(own) for program, own in zip(compiled, params, strict=True)]
 
   def pack(self, states: Sequence[TrainState]) -> list[Any]:
     """Raise UserError if members of one group differ in parameters that are held once."""
     if not self.request.spread and not self.request.spans_processes:
       states = jax.device_get(list(states))  # they may be on other devices
-    by_group = [[states[z] for z in group] for group in self.indices]
-    for group, own in zip(self.groups, by_group, strict=True):
+    by_group = []
+    for group, members in zip(self.groups, self.indices, strict=True):
+      own = [states[z] for z in members]
       group.check_shared(own)
+      by_group.append(own)
 
     def stack(by_group: list[list[TrainState]]) -> list[Any]:
       return [group.stack(own) for group, own in zip(self.groups, by_group, strict=True)]
 
-    return jax.jit(stack, out_shardings=self.shardings)(by_group)
+    jitted = jax.jit(stack, out_shardings=self.shardings)
+    return jitted(by_group)
 
   def take(self, state: list[Any], z: int) -> TrainState:
     """The solo state of member z: copies, since the next step donates the state."""
@@ -122,7 +127,11 @@ class StackedEngine(EnsembleEngine):
     held = [_copy(group.held(own)) for group, own in zip(self.groups, state, strict=True)]
     gathered = []
     for own, sharding in zip(state, self._gathered_shardings, strict=True):
-      gathered.append(own if sharding is None else jax.jit(_copy, out_shardings=sharding)(own))
+      if sharding is None:
+        gathered.append(own)
+      else:
+        gather = jax.jit(_copy, out_shardings=sharding)
+        gathered.append(gather(own))
     states = []
     for z in range(len(self.programs)):
       number, _ = self._place_of(z)
@@ -130,8 +139,10 @@ class StackedEngine(EnsembleEngine):
     return states
 
   def _take_with_held(self, state: list[Any], z: int, held: Any) -> TrainState:
+    """The solo state of member z, with a copy of what its group holds once."""
     number, row = self._place_of(z)
-    return self.groups[number].with_held(self._take[number](state[number], row), held)
+    own = self._take[number](state[number], row)
+    return self.groups[number].with_held(own, held)
 
   def _place_of(self, z: int) -> tuple[int, int]:
     """(number of the group, row in it) of a member."""
@@ -142,10 +153,14 @@ class StackedEngine(EnsembleEngine):
 
   def _jit_take(self, group: MemberGroup | SoloGroup) -> Callable[[Any, int], TrainState]:
     """The solo state of a row; one program for all rows where they have one optimizer."""
-    static = () if isinstance(group, MemberGroup) and group.has_one_optimizer else (1,)
+    if isinstance(group, MemberGroup) and group.has_one_optimizer:
+      static: tuple[int, ...] = ()
+    else:
+      static = (1,)  # the row
     shardings = group.programs[0].shardings
     if shardings is not None:
-      shardings = shardings.replace(params=without_paths(shardings.params, group.shared_paths))
+      own_params = without_paths(shardings.params, group.shared_paths)
+      shardings = shardings.replace(params=own_params)
     elif self.request.spans_processes:
       shardings = self._placement.replicated
     return jax.jit(group.take, static_argnums=static, out_shardings=shardings)
@@ -162,25 +177,46 @@ class StackedEngine(EnsembleEngine):
     if not self.request.spans_processes:
       return batch
     sharding = self._placement.batch(own_batches)
-    members = (len(self.programs),) if own_batches else ()
+    global_batch = self._abstract_batch(own_batches)
 
-    def assemble(local: np.ndarray, one: Any) -> jax.Array:
-      shape = (*members, *one.shape)
-      return jax.make_array_from_process_local_data(sharding, local, shape)
+    def assemble(local: np.ndarray, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+      return jax.make_array_from_process_local_data(sharding, local, abstract.shape)
 
-    return jax.tree.map(assemble, batch, self.request.batch)
+    return jax.tree.map(assemble, batch, global_batch)
+
+  def _abstract_batch(self, own_batches: bool) -> Any:
+    """Shapes and dtypes of a step's batch, with all its rows."""
+    one = self.request.batch
+    if not own_batches:
+      return one
+    num_members = len(self.programs)
+
+    def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((num_members, *leaf.shape), leaf.dtype)
+
+    return jax.tree.map(stacked, one)
 
   def step_cost(self) -> StepCost:
     costs = self.member_costs()
     num_devices = self._placement.num_devices
-    total = sum(costs, NO_COST)
+    all_members = total_cost(costs)
     # The members of a group share operations.
     operations = sum(costs[group[0]].operations for group in self.indices)
     state_bytes = sum(tree_bytes(state) for state in self.abstract)
     state_bytes -= sum(group.bytes_saved for group in self.groups)
+    total = MemberCost(
+      flops=all_members.flops,
+      operations=operations * num_devices,
+      bytes=all_members.bytes,
+    )
+    on_device = MemberCost(
+      flops=all_members.flops / num_devices,
+      operations=operations,
+      bytes=all_members.bytes / num_devices,
+    )
     return StepCost(
-      on_device=MemberCost(total.flops / num_devices, operations, total.bytes / num_devices),
-      total=MemberCost(total.flops, operations * num_devices, total.bytes),
+      on_device=on_device,
+      total=total,
       num_devices=num_devices,
       num_programs=1,
       operations_compiled=operations,
@@ -188,28 +224,38 @@ class StackedEngine(EnsembleEngine):
     )
 
   def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
+    """A step of all groups, to be jitted."""
     batches = [self._batch_of(group, batch) for group in self.indices]
     steps = [group.step for group in self.groups]
-    results = self._run_groups(steps, state, batches)
-    metrics = [self._placement.on_all_devices(metrics) for _, metrics in results]
-    return [new_state for new_state, _ in results], self._join(metrics)
+    new_states = []
+    metrics = []
+    for new_state, own_metrics in self._run_groups(steps, state, batches):
+      new_states.append(new_state)
+      metrics.append(self._placement.on_all_devices(own_metrics))
+    return new_states, self._join(metrics)
 
   def _join(self, by_group: list[dict[str, jax.Array]]) -> StackMetrics:
+    """The metrics of all members from the stacked metrics of every group."""
     common = stack_common(by_group, self._order_Z)
     own = []
     for z in range(len(self.programs)):
       number, row = self._place_of(z)
-      others = {name: x for name, x in by_group[number].items() if name not in common}
+      others = metrics_besides(common, by_group[number])
       own.append(take_row(others, row))
     return StackMetrics(common, own)
 
   def _predict(self, state: list[Any], inputs: Any, method: str) -> list[Any]:
+    """The results of all groups, to be jitted."""
     functions = [functools.partial(group.predict, method=method) for group in self.groups]
-    results = self._run_groups(functions, state, [inputs] * len(self.groups))
+    inputs_of_groups = [inputs] * len(self.groups)
+    results = self._run_groups(functions, state, inputs_of_groups)
     return [self._placement.on_all_devices(result) for result in results]
 
   def _run_groups(
-    self, functions: Sequence[Callable], states: list[Any], inputs: list[Any]
+    self,
+    functions: Sequence[Callable[[Any, Any], Any]],
+    states: list[Any],
+    inputs: list[Any],
   ) -> list[Any]:
     """Per group, functions[g](states[g], inputs[g]).
 
@@ -228,7 +274,9 @@ class StackedEngine(EnsembleEngine):
 
   def _batch_of(self, group: list[int], batch: Any) -> Any:
     """The part of a step's batch that the group reads."""
-    return take_row(batch, np.asarray(group)) if self.request.own_batches else batch
+    if not self.request.own_batches:
+      return batch
+    return take_row(batch, np.asarray(group))
 
   def trace(self) -> None:
     """Trace the step for its first call, which does not trace it again.
@@ -236,12 +284,10 @@ class StackedEngine(EnsembleEngine):
     Raises:
       NotImplementedError: the members' modules have an operation that JAX cannot vmap.
     """
-    batch = self.request.batch
-    if self.request.own_batches:
-      count = len(self.programs)
-      batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), batch)
+    own_batches = self.request.own_batches
+    batch = self._abstract_batch(own_batches)
     if self.request.spans_processes:
-      batch = _with_shardings(batch, self._placement.batch(self.request.own_batches))
+      batch = _with_shardings(batch, self._placement.batch(own_batches))
     # Without the shardings, the types of the arrays would lack the mesh that those of the first
     # call have, and the step would be traced again.
     states = []
@@ -278,11 +324,15 @@ def build_stacked(request: EngineRequest) -> StackedEngine:
   Raises:
     NotAlikeError: the members have modules that compute different functions.
   """
-  placement = request.placement_of_one if request.spread else _member_placement(request)
+  if request.spread:
+    placement = request.placement_of_one
+  else:
+    placement = _member_placement(request)
   programs = request.build(placement)
   groups = group_members(programs)
   if len(groups) > 1:
-    raise NotAlikeError(describe_difference(programs[0], programs[groups[1][0]]))
+    first_other = groups[1][0]
+    raise NotAlikeError(describe_difference(programs[0], programs[first_other]))
   mesh = None
   if len(placement.devices) > 1 and programs[0].functions.sharder is None:
     shape = (placement.num_parts, placement.copies)
@@ -306,9 +356,13 @@ def _member_placement(request: EngineRequest) -> Placement:
 
   Devices of other processes that are left over repeat a member, because all processes take part.
   """
-  devices = request.devices
-  num_parts = max(n for n in range(1, len(devices) + 1) if request.num_members % n == 0)
-  copies = len(devices) // num_parts if request.spans_processes else 1
-  count = num_parts * copies
-  chosen = tuple(devices[n * len(devices) // count] for n in range(count))
-  return Placement(chosen, num_parts, copies)
+  num_devices = len(request.devices)
+  num_parts = max(n for n in range(1, num_devices + 1) if request.num_members % n == 0)
+  copies = 1
+  if request.spans_processes:
+    copies = num_devices // num_parts
+  num_chosen = num_parts * copies
+  chosen = []
+  for n in range(num_chosen):  # spread evenly, so that every process has some
+    chosen.append(request.devices[n * num_devices // num_chosen])
+  return Placement(tuple(chosen), num_parts, copies)

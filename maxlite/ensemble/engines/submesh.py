@@ -18,8 +18,7 @@ from maxlite.ensemble.engines.engine_base import (
   StepCost,
   require_one_process,
 )
-from maxlite.ensemble.engines.group_trees import join_metrics
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.engines.group_trees import join_metrics, take_row
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 
@@ -28,15 +27,19 @@ class SubmeshEngine(EnsembleEngine):
   """Programs, each on a part of the devices; the state is a list of solo states."""
 
   def __init__(self, request: EngineRequest):
+    """Raise UserError if the devices belong to several processes."""
     require_one_process(request)
     parts = split_devices(request.devices, request.num_members)
     placements = [Placement(tuple(part)) for part in parts]
-    programs = [request.program(z, placements[0]) for z in range(request.num_members)]
-    super().__init__(request, programs)
+    on_first_part = [request.program(z, placements[0]) for z in range(request.num_members)]
+    super().__init__(request, on_first_part)
     self.part_of = [0] * request.num_members
     if len(parts) > 1:
-      self.part_of = assign_lpt([cost.flops for cost in self.member_costs()], len(parts))
-      self.programs = [request.program(z, placements[part]) for z, part in enumerate(self.part_of)]
+      flops = [cost.flops for cost in self.member_costs()]
+      self.part_of = assign_lpt(flops, len(parts))
+      self.programs = []
+      for z, part in enumerate(self.part_of):
+        self.programs.append(request.program(z, placements[part]))
     self._batch_shardings = []
     self._state_shardings = []
     for program, part in zip(self.programs, self.part_of, strict=True):
@@ -45,10 +48,12 @@ class SubmeshEngine(EnsembleEngine):
       self._state_shardings.append(program.functions.shardings or device)
     self._first_device = SingleDeviceSharding(request.devices[0])
     self._join = jax.jit(join_metrics)
-    self._jitted_methods: dict[str, list[Callable]] = {}
+    self._jitted_methods: dict[str, list[Callable[[Any, Any], Any]]] = {}
 
   @functools.cached_property
   def _steps(self) -> list[jax.stages.Compiled]:
+    """Every member's compiled step."""
+
     def lower(z: int) -> jax.stages.Lowered:
       sharding = self._state_shardings[z]
       step = jax.jit(
@@ -61,18 +66,23 @@ class SubmeshEngine(EnsembleEngine):
 
     return self._compiled(lower)
 
-  def _compiled(self, lower: Callable[[int], Any]) -> list[jax.stages.Compiled]:
-    """Every member's compiled function; members with the same functions and devices share it."""
-    firsts: dict[Any, int] = {}
+  def _compiled(self, lower: Callable[[int], jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    """Every member's compiled function; members with the same functions and devices share it.
+
+    Args:
+      lower: lowers the function of a member, given its number.
+    """
+    firsts: dict[Any, int] = {}  # the first member with each key
     keys = []
     for z, program in enumerate(self.programs):
       key = (id(program.functions), self._batch_shardings[z])
       firsts.setdefault(key, z)
       keys.append(key)
-    by_key = dict(zip(firsts, compile_in_parallel(map(lower, firsts.values())), strict=True))
+    compiled = compile_in_parallel(map(lower, firsts.values()))
+    by_key = dict(zip(firsts, compiled, strict=True))
     return [by_key[key] for key in keys]
 
-  def _jitted(self, method: str) -> list[Callable]:
+  def _jitted(self, method: str) -> list[Callable[[Any, Any], Any]]:
     """Every member's function of this name, compiled on its first call."""
     if method not in self._jitted_methods:
       functions = [getattr(program.functions, method) for program in self.programs]
@@ -80,59 +90,77 @@ class SubmeshEngine(EnsembleEngine):
     return self._jitted_methods[method]
 
   def step_cost(self) -> StepCost:
-    parts = []
-    for part in sorted(set(self.part_of)):
-      parts.append([z for z, own in enumerate(self.part_of) if own == part])
+    members_of_part: dict[int, list[int]] = {}
+    for z, part in enumerate(self.part_of):
+      members_of_part.setdefault(part, []).append(z)
+    parts = [members_of_part[part] for part in sorted(members_of_part)]
+    num_devices = 1
     sharding = self.programs[0].functions.batch_sharding
-    size = 1 if sharding is None else sharding.mesh.size
-    return self.cost_of_separate_programs(parts, size)
+    if sharding is not None:
+      num_devices = sharding.mesh.size
+    return self.cost_of_separate_programs(parts, num_devices)
 
   def init(self) -> list[Any]:
-    params = [_base_params(program) for program in self.programs]
+    params = [program.read_base_params() for program in self.programs]
 
     def lower(z: int) -> jax.stages.Lowered:
-      init = jit_init(self.programs[z].functions.init, out_shardings=self._state_shardings[z])
-      return init.lower(self.programs[z].seed_array, params[z])
+      program = self.programs[z]
+      init = jit_init(program.functions.init, out_shardings=self._state_shardings[z])
+      return init.lower(program.seed_array, params[z])
 
-    inits = self._compiled(lower)
-    seeds = [program.seed_array for program in self.programs]
-    return [init(seed, own) for init, seed, own in zip(inits, seeds, params, strict=True)]
+    states = []
+    for z, init in enumerate(self._compiled(lower)):
+      states.append(init(self.programs[z].seed_array, params[z]))
+    return states
 
   def step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
     """Dispatch every member's step and return without waiting."""
+    batches = self._placed_batches(batch)
+    states = []
+    metrics = []
+    for z, step in enumerate(self._steps):
+      new_state, own_metrics = step(state[z], batches[z])
+      states.append(new_state)
+      metrics.append(own_metrics)
+    return states, self._join(jax.device_put(metrics, self._first_device))
+
+  def _placed_batches(self, batch: Any) -> list[Any]:
+    """Every member's batch on its devices; members with the same devices share one copy."""
     if self.request.own_batches:
-      batches = [jax.tree.map(lambda leaf, z=z: leaf[z], batch) for z in range(len(state))]
-      batches = jax.device_put(batches, self._batch_shardings)
-    else:
-      placed = {sharding: jax.device_put(batch, sharding) for sharding in self._batch_shardings}
-      batches = [placed[sharding] for sharding in self._batch_shardings]
-    results = [step(*args) for step, *args in zip(self._steps, state, batches, strict=True)]
-    metrics = jax.device_put([metrics for _, metrics in results], self._first_device)
-    return [new for new, _ in results], self._join(metrics)
+      own = [take_row(batch, z) for z in range(len(self.programs))]
+      return jax.device_put(own, self._batch_shardings)
+    placed = {}
+    for sharding in self._batch_shardings:
+      if sharding not in placed:
+        placed[sharding] = jax.device_put(batch, sharding)
+    return [placed[sharding] for sharding in self._batch_shardings]
 
   def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
-    calls = zip(self._jitted(method), state, self._batch_shardings, strict=True)
-    results = [call(own, jax.device_put(inputs, sharding)) for call, own, sharding in calls]
+    results = []
+    for z, function in enumerate(self._jitted(method)):
+      own_inputs = jax.device_put(inputs, self._batch_shardings[z])
+      results.append(function(state[z], own_inputs))
     return jax.device_put(results, self._first_device)
 
   def pack(self, states: Sequence[Any]) -> list[Any]:
-    return list(map(jax.device_put, states, self._state_shardings))
+    placed = []
+    for state, sharding in zip(states, self._state_shardings, strict=True):
+      placed.append(jax.device_put(state, sharding))
+    return placed
 
   def take(self, state: list[Any], z: int) -> Any:
     # A copy, since the next step donates the state; `jnp.copy` would compile one per shape.
     return jax.device_put(state[z], self._state_shardings[z], may_alias=False)
 
 
-def _base_params(program: MemberProgram) -> Any:
-  """The parameters that the member starts from; None: it draws them."""
-  return None if program.base_params is None else program.base_params()
-
-
 def split_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:
   """Split devices into equal parts, as many as divide them and at most one per member."""
   num_parts = max(n for n in range(1, num_members + 1) if len(devices) % n == 0)
   size = len(devices) // num_parts
-  return [devices[n * size : (n + 1) * size] for n in range(num_parts)]
+  parts = []
+  for start in range(0, len(devices), size):
+    parts.append(devices[start : start + size])
+  return parts
 
 
 def assign_lpt(costs: Sequence[float], num_parts: int) -> list[int]:
@@ -142,8 +170,10 @@ def assign_lpt(costs: Sequence[float], num_parts: int) -> list[int]:
 
   Source: Graham, Bounds on multiprocessing timing anomalies (1969).
   """
-  load, part_of = [0.0] * num_parts, [0] * len(costs)
+  cost_of_part = [0.0] * num_parts
+  part_of = [0] * len(costs)
   for z in sorted(range(len(costs)), key=lambda z: -costs[z]):
-    part_of[z] = load.index(min(load))
-    load[part_of[z]] += costs[z]
+    cheapest = cost_of_part.index(min(cost_of_part))
+    part_of[z] = cheapest
+    cost_of_part[cheapest] += costs[z]
   return part_of

@@ -23,11 +23,14 @@ from maxlite.ensemble.engines.engine_base import (
   require_one_process,
   tree_bytes,
 )
-from maxlite.ensemble.engines.group_trees import join_metrics
+from maxlite.ensemble.engines.group_trees import join_metrics, stack_rows, take_row
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 
-Vectors = dict[str, jax.Array]  # by dtype: [length], or stacked over members
+# By dtype, a vector [length], or the vectors of all members [Z, length].
+Vectors = dict[str, jax.Array]
+# (`Vectors` of a member, inputs) -> `Vectors` or trees of them
+MemberFunction = Callable[[Vectors, Any], Any]
 
 
 class SwitchEngine(EnsembleEngine):
@@ -42,7 +45,8 @@ class SwitchEngine(EnsembleEngine):
         "members from configs have a mesh of their devices, and here each device runs a part of "
         "one program; use submesh, which also runs one member per device"
       )
-    num_members, num_devices = len(self.programs), len(request.devices)
+    num_members = len(self.programs)
+    num_devices = len(request.devices)
     if num_devices < num_members:
       raise UserError(
         f"it takes a device per member, and there are {num_members} members and {num_devices} "
@@ -52,19 +56,21 @@ class SwitchEngine(EnsembleEngine):
     self._states = _VectorLayout(self.abstract)
     sharded = NamedSharding(self._mesh, jax.P("ensemble"))
     replicated = NamedSharding(self._mesh, jax.P())
+    batch_sharding = sharded if request.own_batches else replicated
     self.step = jax.jit(
       self._step,
-      in_shardings=(sharded, sharded if request.own_batches else replicated),
+      in_shardings=(sharded, batch_sharding),
       out_shardings=(sharded, replicated),
       donate_argnums=0,
     )
     self.init = jit_init(self._init, out_shardings=sharded)
+    self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
     self._pack = jax.jit(self._states.flatten_all, out_shardings=sharded)
     self._unpack = jax.jit(self._states.unflatten_all, out_shardings=replicated)
-    self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
 
   def pack(self, states: Sequence[Any]) -> Vectors:
-    return self._pack(jax.device_get(list(states)))  # which may be on other devices
+    on_host = jax.device_get(list(states))  # the states may be on other devices
+    return self._pack(on_host)
 
   def take(self, state: Vectors, z: int) -> Any:
     return self._unpack(state)[z]
@@ -75,61 +81,93 @@ class SwitchEngine(EnsembleEngine):
   def step_cost(self) -> StepCost:
     num_members = len(self.programs)
     separate = self.cost_of_separate_programs([[z] for z in range(num_members)])
-    state_bytes = tree_bytes(jax.eval_shape(self._init)) / num_members
-    return dataclasses.replace(separate, num_programs=1, state_bytes=state_bytes)
+    bytes_of_all = tree_bytes(jax.eval_shape(self._init))
+    return dataclasses.replace(
+      separate,
+      num_programs=1,
+      state_bytes=bytes_of_all / num_members,
+    )
 
   def _init(self) -> Vectors:
     seed_Z = jnp.stack([program.seed_array for program in self.programs])
-
-    def init_of(program: MemberProgram) -> Callable[[Vectors, jax.Array], Vectors]:
-      params = None if program.base_params is None else program.base_params()
-      return lambda _, seed: self._states.flatten(program.functions.init(seed, params))
-
-    functions = [init_of(program) for program in self.programs]
+    functions = [self._init_function(program) for program in self.programs]
     return self._on_devices(functions, {}, seed_Z, own_inputs=True)
 
-  def _step(self, vectors: Vectors, batch: Any) -> tuple[Vectors, StackMetrics]:
-    layout = _VectorLayout([shapes[1] for shapes in self.result_shapes("step", self.request.batch)])
+  def _init_function(self, program: MemberProgram) -> MemberFunction:
+    """The member's state before the first step, flattened, as a function of ({}, seed)."""
+    params = program.read_base_params()
 
-    def flatten(result: tuple[Any, dict]) -> tuple[Vectors, Vectors]:
-      return self._states.flatten(result[0]), layout.flatten(result[1])
+    def init(_no_vectors: Vectors, seed: jax.Array) -> Vectors:
+      state = program.functions.init(seed, params)
+      return self._states.flatten(state)
+
+    return init
+
+  def _step(self, vectors: Vectors, batch: Any) -> tuple[Vectors, StackMetrics]:
+    results = self.result_shapes("step", self.request.batch)
+    layout = _VectorLayout([metrics for _, metrics in results])
+
+    def flatten(result: tuple[Any, dict[str, jax.Array]]) -> tuple[Vectors, Vectors]:
+      state, metrics = result
+      return self._states.flatten(state), layout.flatten(metrics)
 
     functions = self._on_vectors("step", flatten)
-    own_batches = self.request.own_batches
-    vectors, metrics = self._on_devices(functions, vectors, batch, own_inputs=own_batches)
+    vectors, metrics = self._on_devices(
+      functions,
+      vectors,
+      batch,
+      own_inputs=self.request.own_batches,
+    )
     return vectors, join_metrics(layout.unflatten_all(metrics))
 
   def _predict(self, vectors: Vectors, inputs: Any, method: str = "predict") -> list[Any]:
     layout = _VectorLayout(self.result_shapes(method, inputs))
     functions = self._on_vectors(method, layout.flatten)
-    return layout.unflatten_all(self._on_devices(functions, vectors, inputs, own_inputs=False))
+    results = self._on_devices(functions, vectors, inputs, own_inputs=False)
+    return layout.unflatten_all(results)
 
-  def _on_vectors(self, method: str, flatten: Callable) -> list[Callable]:
+  def _on_vectors(self, method: str, flatten: Callable[[Any], Any]) -> list[MemberFunction]:
     """Per member, its method as a function of (`Vectors`, inputs) whose result is flattened."""
 
-    def function_of(z: int) -> Callable[[Vectors, Any], Any]:
+    def function_of(z: int) -> MemberFunction:
       call = getattr(self.programs[z].functions, method)
-      return lambda own, inputs: flatten(call(self._states.unflatten(own, z), inputs))
+
+      def on_vectors(vectors: Vectors, inputs: Any) -> Any:
+        state = self._states.unflatten(vectors, z)
+        return flatten(call(state, inputs))
+
+      return on_vectors
 
     return [function_of(z) for z in range(len(self.programs))]
 
   def _on_devices(
-    self, functions: list[Callable], vectors: Vectors, inputs: Any, *, own_inputs: bool
+    self,
+    functions: Sequence[MemberFunction],
+    vectors: Vectors,
+    inputs: Any,
+    *,
+    own_inputs: bool,
   ) -> Any:
-    """functions[z](vectors of member z, inputs) on device z, stacked over members."""
-    own = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)
+    """functions[z](vectors of member z, inputs) on device z, stacked over members.
+
+    Args:
+      own_inputs: whether `inputs` have an entry per member along their first axis.
+    """
 
     def local(vectors: Vectors, inputs: Any) -> Any:
+      own_vectors = take_row(vectors, 0)
+      if own_inputs:
+        inputs = take_row(inputs, 0)
       member = jax.lax.axis_index("ensemble")
-      inputs = own(inputs) if own_inputs else inputs
-      result = jax.lax.switch(member, functions, own(vectors), inputs)
+      result = jax.lax.switch(member, functions, own_vectors, inputs)
       return jax.tree.map(lambda leaf: leaf[None], result)
 
+    per_member = jax.P("ensemble")
     run = jax.shard_map(
       local,
       mesh=self._mesh,
-      in_specs=(jax.P("ensemble"), jax.P("ensemble") if own_inputs else jax.P()),
-      out_specs=jax.P("ensemble"),
+      in_specs=(per_member, per_member if own_inputs else jax.P()),
+      out_specs=per_member,
       check_vma=False,  # no communication between members; gradients were taken before
     )
     return run(vectors, inputs)
@@ -142,34 +180,47 @@ class _VectorLayout:
     """The trees may be abstract."""
     self._structures = [jax.tree.structure(tree) for tree in trees]
     self._leaves = [jax.tree.leaves(tree) for tree in trees]
-    self._lengths: dict[str, int] = {}
-    self._dtypes = {str(leaf.dtype): leaf.dtype for leaves in self._leaves for leaf in leaves}
+    self._lengths: dict[str, int] = {}  # by dtype, of the longest tree's vector
+    self._dtypes: dict[str, np.dtype] = {}
     for leaves in self._leaves:
-      for dtype in {str(leaf.dtype) for leaf in leaves}:
-        length = sum(leaf.size for leaf in leaves if str(leaf.dtype) == dtype)
-        self._lengths[dtype] = max(length, self._lengths.get(dtype, 0))
+      sizes: dict[str, int] = {}
+      for leaf in leaves:
+        name = str(leaf.dtype)
+        self._dtypes[name] = leaf.dtype
+        sizes[name] = sizes.get(name, 0) + leaf.size
+      for name, size in sizes.items():
+        self._lengths[name] = max(size, self._lengths.get(name, 0))
 
   def flatten(self, tree: Any) -> Vectors:
+    """The leaves of one of the trees as one vector per dtype, padded with zeros."""
+    leaves = jax.tree.leaves(tree)
     vectors = {}
-    for dtype, length in self._lengths.items():
-      parts = [leaf.ravel() for leaf in jax.tree.leaves(tree) if str(leaf.dtype) == dtype]
-      padding = jnp.zeros(length - sum(part.size for part in parts), self._dtypes[dtype])
-      vectors[dtype] = jnp.concatenate([*parts, padding])
+    for name, length in self._lengths.items():
+      parts = [leaf.ravel() for leaf in leaves if str(leaf.dtype) == name]
+      num_used = sum(part.size for part in parts)
+      parts.append(jnp.zeros(length - num_used, self._dtypes[name]))
+      vectors[name] = jnp.concatenate(parts)
     return vectors
 
   def unflatten(self, vectors: Vectors, z: int) -> Any:
     """Tree `z` from its vectors."""
-    start, leaves = dict.fromkeys(self._lengths, 0), []
+    start = dict.fromkeys(self._lengths, 0)
+    leaves = []
     for leaf in self._leaves[z]:
-      dtype = str(leaf.dtype)
-      own = vectors[dtype][start[dtype] : start[dtype] + leaf.size]
-      leaves.append(own.reshape(leaf.shape))
-      start[dtype] += leaf.size
+      name = str(leaf.dtype)
+      end = start[name] + leaf.size
+      values = vectors[name][start[name] : end]
+      leaves.append(values.reshape(leaf.shape))
+      start[name] = end
     return jax.tree.unflatten(self._structures[z], leaves)
 
   def flatten_all(self, trees: Sequence[Any]) -> Vectors:
-    return jax.tree.map(lambda *vectors: jnp.stack(vectors), *map(self.flatten, trees))
+    """All trees, whose vectors are stacked."""
+    return stack_rows([self.flatten(tree) for tree in trees])
 
   def unflatten_all(self, vectors: Vectors) -> list[Any]:
-    own = [{dtype: v[z] for dtype, v in vectors.items()} for z in range(len(self._structures))]
-    return [self.unflatten(vectors, z) for z, vectors in enumerate(own)]
+    """All trees from their stacked vectors."""
+    trees = []
+    for z in range(len(self._structures)):
+      trees.append(self.unflatten(take_row(vectors, z), z))
+    return trees
