@@ -5,13 +5,10 @@ resume what another one saved, and members can be added or removed between two s
 is behind (it is new, or its last checkpoint was lost) trains first, on the batches it missed.
 """
 
-import contextlib
-import functools
 import itertools
-import math
 import sys
-from collections.abc import Generator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,51 +20,40 @@ from maxlite.checkpoint.run_folder import Changes
 from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
-from maxlite.config.schema import DataConfig, flatten
-from maxlite.data.batch import abstract_batch, local_rows
-from maxlite.data.loader import DataLoader, open_data
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.config.schema import flatten
+from maxlite.data.batch import abstract_batch
 from maxlite.distributed.initialize import (
   SeparateProcesses,
   describe_process,
-  process_0_first,
 )
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.signals import stop_on_signals
-from maxlite.ensemble.engines.engine_base import EngineRequest, Placement
-from maxlite.ensemble.engines.submesh import assign_lpt
+from maxlite.ensemble.engines.engine_base import EngineRequest, Placement, own_placement
 from maxlite.ensemble.from_config import ConfigPrograms
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.member_program import MemberFunctions, MemberProgram
 from maxlite.ensemble.planner import choose
-from maxlite.ensemble.report.ensemble_metrics import score_combinations
 from maxlite.ensemble.report.leaderboard import LEADERBOARD
-from maxlite.ensemble.report.soups import score_soups
+from maxlite.ensemble.run.combination_scores import score_members
+from maxlite.ensemble.run.divided_members import check_division, members_of_process
+from maxlite.ensemble.run.ensemble_data import EnsembleData
 from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer, train_members
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, rungs, survivors
-from maxlite.ensemble.workers.worker_pool import (
-  GPU_MEMORY_SHARE,
-  WorkerAssignment,
-  assign_workers,
-  gpu_names,
-  run_queues,
-)
-from maxlite.ensemble.workers.worker_process import WorkerCommand
-from maxlite.ensemble.workers.worker_progress import WorkerProgress
+from maxlite.ensemble.workers.member_workers import MemberWorkers
 from maxlite.kernels.xla_cpu import enable_compilation_cache
-from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import open_console
 from maxlite.runs.open_run import lock_folder, save_config
 from maxlite.runs.saved_run import run_folder
-from maxlite.sharding import Sharder, build_mesh
 from maxlite.training.batch_shape import global_batch_size
-from maxlite.training.trainer import mesh_degrees
-
-MAX_RESTARTS = 3  # of a worker process that dies
 
 
 def run_ensemble(
-  cfg: Config, names: Sequence[str] = (), batch_size: int = 0, last_step: int = 0
+  cfg: Config,
+  names: Sequence[str] = (),
+  batch_size: int = 0,
+  last_step: int = 0,
 ) -> int:
   """`train_ensemble` for the command: a mistake ends in one line."""
   with exit_on_user_error("maxlite.train"):
@@ -83,27 +69,41 @@ def train_ensemble(
 ) -> int:
   """Train all members, or those in `names`, to the last step; return the exit code.
 
-  The default batch size is that of a run on all devices.
-  The default last step is that of the run; at another one the members pause.
-  With `peers`, this process trains its part of the members, and process 0 writes the leaderboard.
+  Args:
+    cfg: the config of the ensemble.
+    names: the names of the members that a worker process trains; empty: all.
+    batch_size: rows of a batch; 0: those of a run on all devices.
+    last_step: the step at which the members pause; 0: the last one of the run.
+    peers: the other processes, if this process trains its part of the members. Process 0 writes
+      the leaderboard.
+
+  Raises:
+    UserError: a mistake in the config, or a run folder that does not fit it.
   """
-  is_first = (peers.process_id if peers else jax.process_index()) == 0
-  console = open_console(quiet=not is_first)
+  console = open_console(quiet=not _is_first_process(peers))
   enable_compilation_cache(cfg.run.jax_cache_dir)
-  if process := describe_process(peers):
+  process = describe_process(peers)
+  if process:
     sys.stdout.write(f"{process}\n")
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
-  num_devices = sum(peers.all_gather(jax.device_count())) if peers else jax.device_count()
-  batch_size = batch_size or global_batch_size(cfg.data, num_devices)
-  run = EnsembleRun(cfg, names, batch_size, last_step or cfg.run.steps, console, peers)
-  is_owner = not names and (is_first or not peers)  # a worker's parent has locked the folder
+  num_devices = sum(_gather(jax.device_count(), peers))
+  run = EnsembleRun(
+    cfg,
+    names,
+    batch_size or global_batch_size(cfg.data, num_devices),
+    last_step or cfg.run.steps,
+    console,
+    peers,
+  )
+  # The parent of a worker has locked the folder.
+  is_owner = not names and (peers is None or _is_first_process(peers))
   if is_owner:
     lock_folder(folder)
   with report_wait(f"opening {len(run.members)} members", console.print):
     run.open()
-  is_over = run.is_done and bool(names or (folder.directory / LEADERBOARD).exists())
-  if all(peers.all_gather(is_over)) if peers else is_over:
+  is_over = run.is_done and (bool(names) or (folder.directory / LEADERBOARD).exists())
+  if all(_gather(is_over, peers)):
     console.print(
       f"{folder.place} is at step {run.last_step} with all its members: nothing to do. Give "
       "it more steps or members, or choose another run_name."
@@ -113,18 +113,39 @@ def train_ensemble(
     run.print_header(changes or {})
     if is_owner:
       save_config(cfg, folder, changes)
-      (folder.directory / LEADERBOARD).unlink(missing_ok=True)  # of fewer members or steps
+      # An earlier leaderboard is of fewer members or steps.
+      (folder.directory / LEADERBOARD).unlink(missing_ok=True)
   exit_code = run.train()
-  if is_owner and not exit_code:
-    scores = run.score_combinations()
-    if jax.process_index() == 0:
-      from maxlite.ensemble.run.finalize import finalize  # its plots are slow to import
-
-      finalize(run.members, scores, folder, console)
-      folder.upload()
+  if is_owner and exit_code == 0:
+    _finalize(run)
   run.close()
   folder.unlock()
-  return max(peers.all_gather(exit_code)) if peers else exit_code
+  return max(_gather(exit_code, peers))
+
+
+def _is_first_process(peers: SeparateProcesses | None) -> bool:
+  if peers is None:
+    return jax.process_index() == 0
+  return peers.process_id == 0
+
+
+def _gather(value: Any, peers: SeparateProcesses | None) -> list[Any]:
+  """The values of all separate processes, or the one of this process if it has no peers."""
+  if peers is None:
+    return [value]
+  return peers.all_gather(value)
+
+
+def _finalize(run: "EnsembleRun") -> None:
+  """Score the combinations of the members, and write the results in process 0."""
+  scores = run.score_combinations()
+  if jax.process_index() != 0:
+    return
+  from maxlite.ensemble.run.finalize import finalize  # its plots are slow to import
+
+  folder = run_folder(run.cfg)
+  finalize(run.members, scores, folder, run.console)
+  folder.upload()
 
 
 class EnsembleRun:
@@ -139,46 +160,63 @@ class EnsembleRun:
     console: Console,
     peers: SeparateProcesses | None = None,
   ):
-    """`names`: of the members to train up to `last_step`; empty: all."""
-    self.cfg, self.console, self.batch_size, self._peers = cfg, console, batch_size, peers
-    self.last_step, self._is_worker = last_step, bool(names)
-    self.devices, ensemble = jax.devices(), cfg.ensemble
-    self._in_workers = ensemble.ensemble_strategy == "processes" or peers is not None
+    """
+    Args:
+      cfg: the config of the ensemble.
+      names: the names of the members to train; empty: all.
+      batch_size: rows of a batch.
+      last_step: the step up to which they are trained.
+      console: prints the progress.
+      peers: as in `train_ensemble`.
+
+    Raises:
+      UserError: the members cannot be trained as the config says.
+    """
+    self.cfg = cfg
+    self.console = console
+    self.batch_size = batch_size
+    self.last_step = last_step
+    self.devices = jax.devices()
+    self._peers = peers
+    self._is_worker = bool(names)
+    ensemble = cfg.ensemble
+    self._starts_processes = _starts_processes(ensemble.ensemble_strategy)
+    self._in_workers = self._starts_processes or peers is not None
     self._rungs = rungs(ensemble.asha_min_steps, ensemble.asha_reduction_factor, cfg.run.steps)
-    if jax.process_count() > 1 and ensemble.ensemble_strategy == "processes":
+    if jax.process_count() > 1 and self._starts_processes:
       raise UserError(
         f"ensemble_strategy=processes starts its own, and this run has {jax.process_count()}: "
         "write num_processes=1, or ensemble_strategy=stacked or fused"
       )
-    members = [m for m in members_of(cfg) if not names or m.name in names]
-    self.members = [MemberRun(member, console.print) for member in members]
-    if peers:
-      self._check_peers(peers)
+    chosen = [member for member in members_of(cfg) if not names or member.name in names]
+    self.members = [MemberRun(member, console.print) for member in chosen]
+    if peers is not None:
+      check_division(cfg, len(self.members), peers)
     degree = cfg.mesh.ici_ensemble_parallelism * cfg.mesh.dcn_ensemble_parallelism
     self._spread = 0 < degree < len(self.devices)
-    self._rows = self._local_rows()
-    self.data = self._data(self.members[0].config.data, self._rows)
-    self._programs = ConfigPrograms(self.devices, batch_size, self.data.source.num_bytes_V)
+    # The devices of a member's own program.
+    self._placement = own_placement(self.devices, spread=self._spread)
+    self._data = EnsembleData(cfg, batch_size, spread=self._spread)
+    self.source = self._data.local(self.members[0].config.data).source
+    self._programs = ConfigPrograms(self.devices, batch_size, self.source.num_bytes_V)
     self._trainer: EnsembleTrainer | None = None
-    for name, is_on in (("ASHA", self._rungs), ("PBT", ensemble.pbt_period)):
-      if is_on and self.data.source.eval is None:
-        raise UserError(f"{name} compares held-out losses: set eval_fraction above 0")
-    if ensemble.pbt_period and len(self.members) < 2:
-      raise UserError("PBT copies members from others: write two or more, or pbt_period=0")
+    self._check_comparisons()
     self._asynchronous: AsynchronousHalving | None = None
     if self._rungs and self._in_workers:
-      steps, journal = [*self._rungs, cfg.run.steps], run_folder(cfg).directory / JOURNAL
-      factor, report = ensemble.asha_reduction_factor, console.print
-      self._asynchronous = AsynchronousHalving(self.members, steps, factor, journal, report)
-
-  @property
-  def _placement(self) -> Placement:
-    """The devices of a member's own program."""
-    return Placement(tuple(self.devices if self._spread else self.devices[:1]))
+      self._asynchronous = AsynchronousHalving(
+        self.members,
+        steps=[*self._rungs, cfg.run.steps],
+        reduction_factor=ensemble.asha_reduction_factor,
+        journal=run_folder(cfg).directory / JOURNAL,
+        report=console.print,
+      )
 
   @property
   def is_done(self) -> bool:
-    return self._asynchronous.is_done if self._asynchronous else not self._unfinished()
+    """Whether all members are at the last step or stopped."""
+    if self._asynchronous is not None:
+      return self._asynchronous.is_done
+    return not self._unfinished()
 
   def open(self) -> None:
     """Restore all members; if workers will train them, only find their steps."""
@@ -189,89 +227,92 @@ class EnsembleRun:
       self._restore()
 
   def print_header(self, changes: Changes) -> None:
-    """Print versions, devices, data and config changes; choose and print the strategy."""
+    """Print versions, devices, data and config changes; choose and print the strategy.
+
+    Args:
+      changes: the keys of the ensemble that have changed since the last start.
+    """
     self.console.print(
       f"maxlite {__version__}, jax {jax.__version__}: {len(self.devices)} x "
-      f"{self.devices[0].device_kind}, {len(self.members)} members; {self.data.source.summary}; "
+      f"{self.devices[0].device_kind}, {len(self.members)} members; {self.source.summary}; "
       f"{self.batch_size} x {self.cfg.data.max_target_length} tokens per step"
     )
-    if files := self.data.source.files:
-      self.console.print(f"data: {files}")
-    for name, own in ("", changes), *((f"{m.name} ", m.changes or {}) for m in self.members):
-      for key, (before, now) in own.items():
-        if key not in (changes if name else ("members", "sweep")):
-          change = f"{name}{key}={show(now)} (was {show(before)})"
-          self.console.print(f"  since the last start: {change}")
+    if self.source.files:
+      self.console.print(f"data: {self.source.files}")
+    # The changes of `members` and `sweep` are printed as those of the members' keys.
+    self._print_changes("", changes, besides=("members", "sweep"))
+    for member in self.members:
+      self._print_changes(f"{member.name} ", member.changes or {}, besides=tuple(changes))
     if not self._in_workers:
       group, _ = self._next_segment()
       self.console.print(self._trainer_of(group).plan.table(), soft_wrap=False)
 
+  def _print_changes(self, owner: str, changes: Changes, besides: Sequence[str]) -> None:
+    """Print the changed keys of the ensemble or of a member, except those in `besides`."""
+    for key, (before, now) in changes.items():
+      if key not in besides:
+        change = f"{owner}{key}={show(now)} (was {show(before)})"
+        self.console.print(f"  since the last start: {change}")
+
   def train(self) -> int:
     """Train until all members are at the last step or stopped; return the exit code."""
     if self._in_workers:
-      if self._peers:
-        exit_code = self._train_own_members(self._peers)
-      else:
-        exit_code = 0 if self.is_done else self._run_workers()
-      if not exit_code and not (self._peers and self._peers.process_id):
-        self._restore()
-        if all(member.diverged for member in self.members):
-          self.console.print("all members diverged")
-          return 1
-      return exit_code
+      return self._train_in_other_processes()
     while not self.is_done:
       group, last_step = self._next_segment()
       result = train_members(self._trainer_of(group), last_step, self.console)
       self._apply_halving()
       if self._is_worker and all(member.diverged for member in group):
-        continue  # a result of theirs, and not of the worker
+        continue  # a result of the members, which does not end the worker with an error
       if result.reason:
         last = self.cfg.run.steps
         self.console.print(f"{result.reason}; stopped after step {result.step} of {last}")
         return result.exit_code
     return 0
 
-  def score_combinations(self) -> dict[str, dict]:
-    """Score combinations of the members that completed all steps; empty without held-out data."""
-    members = [m for m in self.members if m.step >= self.cfg.run.steps and not m.diverged]
-    if self.data.source.eval is None or len(members) < 2:
-      return {}
-    trainer = self._trainer_of(members)
-    state = trainer.pack()
-    with report_wait("scoring combined predictions", self.console.print):
-      scores = score_combinations(
-        lambda batch: trainer.predict(state, batch),
-        trainer.eval_batches,
-        self.data.source.num_bytes_V,
-      )
-    trainer.unpack(state)
-    return scores | self._score_soups(trainer)
+  def _train_in_other_processes(self) -> int:
+    """Train in worker processes, or each process its members; read all; return the exit code."""
+    if self._peers is not None:
+      exit_code = self._train_own_members(self._peers)
+    elif self.is_done:
+      exit_code = 0
+    else:
+      exit_code = self._run_workers()
+    is_reader = self._peers is None or self._peers.process_id == 0
+    if exit_code or not is_reader:
+      return exit_code
+    self._restore()
+    if all(member.diverged for member in self.members):
+      self.console.print("all members diverged")
+      return 1
+    return 0
 
-  def _score_soups(self, trainer: EnsembleTrainer) -> dict[str, dict]:
-    """Score the soups of all members that have the shapes of the one with the lowest loss."""
-    if jax.process_count() > 1:
-      self.console.print("soups are not scored: an ensemble on several hosts has no host with all")
+  def score_combinations(self) -> dict[str, dict[str, Any]]:
+    """Score combinations of the members that completed all steps; empty without held-out data."""
+    members = []
+    for member in self.members:
+      if member.step >= self.cfg.run.steps and not member.diverged:
+        members.append(member)
+    if self.source.eval is None or len(members) < 2:
       return {}
-    best = min(trainer.runs, key=lambda run: run.eval_losses.get(run.step, math.inf))
-    shapes = lambda run: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), run.state.params)
-    alike = [run for run in trainer.runs if shapes(run) == shapes(best)]
-    if len(alike) < 2:
-      return {}
-    if others := [run.name for run in trainer.runs if run not in alike]:
-      text = f"soups leave out {', '.join(others)}: other shapes than {best.name}"
-      self.console.print(text)
-    program = self._programs.build(best.member, self._placement)
-    params = {run.name: jax.device_get(run.state.params) for run in alike}
-    with report_wait("scoring soups", self.console.print):
-      return score_soups(
-        program.functions, params, trainer.eval_batches, self.data.source.num_bytes_V
-      )
+
+    def functions_of(member: MemberRun) -> MemberFunctions:
+      return self._programs.build(member.member, self._placement).functions
+
+    return score_members(
+      self._trainer_of(members),
+      functions_of,
+      self.source.num_bytes_V,
+      self.console,
+    )
 
   def close(self) -> None:
+    """Wait for the members' checkpoints, and unlock their folders."""
     for member in self.members:
       member.close()
 
   def _restore(self) -> None:
+    """Restore all members from their latest checkpoints, and print their steps."""
     programs = [self._programs.build(run.member, self._placement) for run in self.members]
     default: Sharding = SingleDeviceSharding(self.devices[0])
     if jax.process_count() > 1:
@@ -282,174 +323,164 @@ class EnsembleRun:
         raise UserError("load_parameters_path: members read it in one process: num_processes=1")
     if self.cfg.ensemble.pbt_period:
       self._restore_common_step(programs, default)
-    step_of = lambda member: member.step
-    for step, group in itertools.groupby(sorted(self.members, key=step_of), step_of):
+    by_step = sorted(self.members, key=_step_of)
+    for step, group in itertools.groupby(by_step, key=_step_of):
       if step:
         names = ", ".join(member.name for member in group)
         self.console.print(f"resuming from the checkpoints of step {step}: {names}")
     self._apply_halving()
 
   def _restore_common_step(self, programs: Sequence[MemberProgram], default: Sharding) -> None:
-    """Restore all members at the last step that all have: a population exchanges at equal steps."""
-    changed = {m.name for m in self.members} ^ set(run_folder(self.cfg).member_names())
+    """Restore all members at the last step that all have: a population exchanges at equal steps.
+
+    Args:
+      programs: those of the members.
+      default: the sharding of programs that have none.
+    """
+    names = {member.name for member in self.members}
+    changed = names ^ set(run_folder(self.cfg).member_names())
     if changed and any(member.step for member in self.members):
       raise UserError(
         f"a population keeps its members, and {min(changed)} is added or removed: choose another "
         "run_name"
       )
-    while (first := min(m.step for m in self.members)) < max(m.step for m in self.members):
+    while True:
+      steps = [member.step for member in self.members]
+      common_step = min(steps)
+      if max(steps) == common_step:
+        return
       for member, program in zip(self.members, programs, strict=True):
-        if member.step > first:
-          member.restore(program, default, first)
+        if member.step > common_step:
+          member.restore(program, default, common_step)
 
-  def _check_peers(self, peers: SeparateProcesses) -> None:
-    """Raise UserError if the members cannot be divided among the processes."""
-    count, fix = peers.num_processes, "write ensemble_strategy=stacked or fused"
-    refusals = {
-      "the hosts of a TPU slice form one run": jax.process_count() > 1,
-      "halving would compare members of all hosts": bool(self._rungs),
-      "process 0 reads the folders of all members": run_folder(self.cfg).mirror,
-      "members are read from checkpoints": not self.cfg.checkpoint.enable_checkpointing,
-      f"{len(self.members)} members are too few for {count} processes": len(self.members) < count,
-    }
-    for why, is_refused in refusals.items():
-      if is_refused:
-        raise UserError(f"ensemble_strategy=submesh on several processes: {why}; {fix}")
+  def _check_comparisons(self) -> None:
+    """Raise UserError if members that are to be compared have no held-out losses."""
+    ensemble = self.cfg.ensemble
+    if self.source.eval is None:
+      text = "compares held-out losses: set eval_fraction above 0"
+      if self._rungs:
+        raise UserError(f"ASHA {text}")
+      if ensemble.pbt_period:
+        raise UserError(f"PBT {text}")
+    if ensemble.pbt_period and len(self.members) < 2:
+      raise UserError("PBT copies members from others: write two or more, or pbt_period=0")
 
   def _train_own_members(self, peers: SeparateProcesses) -> int:
     """Train the unfinished members of this process; return the largest exit code of all."""
-    part_of = assign_lpt(self._costs(self.members), peers.num_processes)
-    own = [run for run, part in zip(self.members, part_of, strict=True) if part == peers.process_id]
-    names = [run.name for run in own if run in self._unfinished()]
-    exit_code = train_ensemble(self.cfg, names, self.batch_size, self.last_step) if names else 0
+    own = members_of_process(self.members, peers)
+    names = [member.name for member in self._unfinished() if member in own]
+    exit_code = 0
+    if names:
+      exit_code = train_ensemble(self.cfg, names, self.batch_size, self.last_step)
     with stop_on_signals() as stop:  # while the others train
       exit_codes = peers.all_gather(exit_code)
     received = stop.after(self.last_step)
-    return 128 + received if received else max(exit_codes)
-
-  def _costs(self, members: Sequence[MemberRun]) -> list[float]:
-    """The active parameters of every member."""
-    models = [member.config.model for member in members]
-    return [float(active_parameter_count(parameter_sizes(model), model)) for model in models]
+    if received:
+      return 128 + received
+    return max(exit_codes)
 
   def _run_workers(self) -> int:
-    """Train the unfinished members in processes; return the exit code."""
-    ensemble, folder = self.cfg.ensemble, run_folder(self.cfg).directory.absolute()
-    members = self.members if self._asynchronous else self._unfinished()
-    limit, stats = ensemble.ensemble_memory_gb * 1e9, self.devices[0].memory_stats()
-    limited = limit / stats["bytes_limit"] if limit and stats else GPU_MEMORY_SHARE
-    assignments = assign_workers(
-      self._costs(members),
-      ensemble.ensemble_num_workers,
-      gpus=gpu_names(self.devices),
-      memory_fraction=min(limited, GPU_MEMORY_SHARE),
+    """Train the unfinished members in worker processes; return the exit code."""
+    workers = MemberWorkers(
+      self.cfg,
+      self.devices,
+      self.batch_size,
+      self.last_step,
+      self.console,
     )
-    names = [[members[z].name for z in assignment.members] for assignment in assignments]
-    logs = [folder / "workers" / f"{n}.log" for n in range(len(assignments))]
-    self.console.print(f"{len(logs)} workers: {folder / 'workers'}")
-    progress = WorkerProgress(members, logs, self.cfg.run.steps, self.console)
-    with contextlib.nullcontext() if self._asynchronous else progress.printed():
-      codes = run_queues(
-        list(map(self._commands, assignments, names, logs)),
-        executor=ensemble.ensemble_executor,
-        max_restarts=MAX_RESTARTS,
-        report=self.console.print,
-      )
-    code = next(filter(None, codes), 0)
-    return code if code >= 0 else 128 - code
-
-  def _commands(
-    self, assignment: WorkerAssignment, names: list[str], log: Path
-  ) -> Generator[WorkerCommand, None, None]:
-    """The commands of one worker: of `names` to the last step, or of jobs of ASHA."""
-    folder = str(run_folder(self.cfg).directory.absolute())
-    start = [sys.executable, "-m", "maxlite.ensemble", "worker", folder, str(self.batch_size)]
-    command = lambda names, step: assignment.command(
-      " ".join(names), [*start, str(step), *names], log
-    )
-    if not self._asynchronous:
-      yield command(names, self.last_step)
-      return
-    with contextlib.closing(self._asynchronous.jobs()) as jobs:
-      for name, step in jobs:
-        yield command([name], step)
+    if self._asynchronous is not None:
+      return workers.train_jobs(self.members, self._asynchronous)
+    return workers.train(self._unfinished())
 
   def _unfinished(self) -> list[MemberRun]:
-    has_ended = lambda m: self._is_worker and m.state is not None and m.diverged
-    left = [m for m in self.members if m.step < self.last_step and not m.stop_status]
-    return [member for member in left if not has_ended(member)]
+    """The members that are neither at the last step nor stopped."""
+    unfinished = []
+    for member in self.members:
+      has_ended = member.step >= self.last_step or bool(member.stop_status)
+      if self._is_worker and member.state is not None and member.diverged:
+        has_ended = True
+      if not has_ended:
+        unfinished.append(member)
+    return unfinished
 
   def _next_segment(self) -> tuple[list[MemberRun], int]:
     """(the members that are furthest behind, the step up to which they train together)."""
     unfinished = self._unfinished()
     first = min(member.step for member in unfinished)
     group = [member for member in unfinished if member.step == first]
-    ends = [self.last_step, *self._rungs, *(member.step for member in unfinished)]
+    ends = [self.last_step, *self._rungs]
+    ends.extend(member.step for member in unfinished)
     return group, min(end for end in ends if end > first)
 
   def _apply_halving(self) -> None:
     """Stop the members that ASHA does not promote."""
-    if self._asynchronous:
+    if self._asynchronous is not None:
       for member in self.members:
         member.stop_status = self._asynchronous.describe_pause(member.name)
-    if not self._rungs or self._asynchronous:
+      return
+    if not self._rungs:
       return
     losses = {member.name: member.eval_losses for member in self.members}
     reached = {member.name: member.step for member in self.members}
     alive = survivors(losses, reached, self._rungs, self.cfg.ensemble.asha_reduction_factor)
-    alive = all_gather_object(sorted(alive))[0]  # others may not see the latest rows yet
+    # Process 0 decides for all: the others may not see the latest rows yet.
+    alive = all_gather_object(sorted(alive))[0]
     for member in self.members:
       if member.name not in alive and not member.stop_status:
         member.stop_status = f"stopped at step {member.step} by halving"
         self.console.print(f"{member.name} is {member.stop_status}")
 
-  def _data(self, cfg: DataConfig, rows: range) -> DataLoader:
-    opened = lambda: _open_data(cfg, self.cfg.model.vocab_size, self.batch_size, rows)
-    return process_0_first(opened, "the data is tokenized")
-
-  def _local_rows(self) -> range:
-    """The rows of a batch that the devices of this process hold: all, if a device holds all."""
-    if not self._spread or jax.process_count() == 1:
-      return range(self.batch_size)
-    mesh = build_mesh(*(mesh_degrees(self.cfg.mesh, group) for group in ("ici", "dcn")))
-    sharder = Sharder(mesh, dict(self.cfg.mesh.logical_axis_rules))
-    sharding = sharder.sharding(("activation_batch", "activation_length"))
-    return local_rows(sharding, (self.batch_size, self.cfg.data.max_target_length))
-
   def _trainer_of(self, group: Sequence[MemberRun]) -> EnsembleTrainer:
     """The trainer of these members; only the latest one is kept."""
     if self._trainer is None or self._trainer.runs != list(group):
       self._trainer = None  # frees the memory of the former engine
-      data = list({member.config.data: None for member in group})
-      request = EngineRequest(
-        num_members=len(group),
-        program=lambda z, placement: self._programs.build(group[z].member, placement),
-        batch=abstract_batch((self.batch_size, self.cfg.data.max_target_length)),
-        devices=self.devices,
-        spread=self._spread,
-        own_batches=len(data) > 1,
-        no_factory="not estimated; ensemble_strategy=processes trains each member in a process",
-      )
-      # After training in worker processes, only predictions remain.
-      ensemble = self.cfg.ensemble
-      strategy, remedy = ensemble.ensemble_strategy, "use fused"
-      strategy = "fused" if strategy == "processes" else strategy
-      if ensemble.pbt_period:
-        strategy, remedy = "stacked", "a population has one architecture"
-      with report_wait(f"tracing {len(group)} members to choose a strategy", self.console.print):
-        plan, engine = choose(request, strategy, ensemble.ensemble_memory_gb, remedy=remedy)
-      loaders = [self._data(member.config.data, self._rows) for member in group]
-      whole = self._data(group[0].config.data, range(self.batch_size))
-      self._trainer = EnsembleTrainer(self.cfg, plan, engine, list(group), loaders, whole)
+      self._trainer = self._build_trainer(group)
     return self._trainer
 
+  def _build_trainer(self, group: Sequence[MemberRun]) -> EnsembleTrainer:
+    """Choose the strategy for these members, and open their data."""
 
-@functools.cache
-def _open_data(cfg: DataConfig, vocab_size: int, batch_size: int, rows: range) -> DataLoader:
-  return open_data(
-    cfg,
-    vocab_size=vocab_size,
-    global_batch_size=batch_size,
-    rows=rows,
-    cache_directory=Path(cfg.token_cache_directory).expanduser(),
-  )
+    def program_of(z: int, placement: Placement) -> MemberProgram:
+      return self._programs.build(group[z].member, placement)
+
+    data_configs = {member.config.data for member in group}
+    request = EngineRequest(
+      num_members=len(group),
+      program=program_of,
+      batch=abstract_batch((self.batch_size, self.cfg.data.max_target_length)),
+      devices=self.devices,
+      spread=self._spread,
+      own_batches=len(data_configs) > 1,
+      no_factory="not estimated; ensemble_strategy=processes trains each member in a process",
+    )
+    strategy = self.cfg.ensemble.ensemble_strategy
+    remedy = "use fused"
+    if self.cfg.ensemble.pbt_period:
+      strategy = "stacked"
+      remedy = "a population has one architecture"
+    elif self._starts_processes:
+      strategy = "fused"  # after training in worker processes, only predictions remain
+    with report_wait(f"tracing {len(group)} members to choose a strategy", self.console.print):
+      plan, engine = choose(
+        request,
+        strategy,
+        self.cfg.ensemble.ensemble_memory_gb,
+        remedy=remedy,
+      )
+    return EnsembleTrainer(
+      cfg=self.cfg,
+      plan=plan,
+      engine=engine,
+      runs=list(group),
+      loaders=[self._data.local(member.config.data) for member in group],
+      whole_batches=self._data.whole(group[0].config.data),
+    )
+
+
+def _starts_processes(strategy: str) -> bool:
+  """Whether the strategy trains members in worker processes; `auto` does not choose such a one."""
+  return strategy != "auto" and ENSEMBLE_STRATEGIES.entry(strategy).starts_processes
+
+
+def _step_of(member: MemberRun) -> int:
+  return member.step

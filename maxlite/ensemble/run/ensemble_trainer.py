@@ -1,10 +1,8 @@
 """Members that train together, in the roles that the training loop needs."""
 
+import contextlib
 import dataclasses
-import datetime
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,22 +10,19 @@ import numpy as np
 from rich.console import Console
 
 from maxlite.config import Config, UserError
-from maxlite.config.phases import phases_of
-from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.planner import Plan
+from maxlite.ensemble.run.ensemble_log import EnsembleLog
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import Population
 from maxlite.evaluation.held_out import held_out_row
 from maxlite.metrics.goodput import KINDS, Stopwatch
 from maxlite.metrics.profiler import Profiler
-from maxlite.metrics.writers import Writers
 from maxlite.runs.saved_run import run_folder
 from maxlite.training.loop import LoopContext, TrainResult, train
-from maxlite.training.step_log import Log, describe_divergence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +33,11 @@ class EnsembleTrainer:
   plan: Plan
   engine: EnsembleEngine
   runs: list[MemberRun]
-  loaders: list[DataLoader]  # of the members; the rows of this process
-  whole_batches: DataLoader  # the same data, all rows
+  loaders: list[DataLoader]  # by member, its data; batches have the rows of this process
+  whole_batches: DataLoader  # the data of the first member; batches have all rows
 
   @property
-  def train_step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
+  def train_step(self) -> Callable[[Any, Any], tuple[Any, StackMetrics]]:
     return self.engine.step
 
   def next_batch(self, stream: "MemberStreams", _state: Any) -> Batch:
@@ -50,8 +45,10 @@ class EnsembleTrainer:
 
   def open_streams(self) -> "MemberStreams":
     """The members' batches, from their current step on."""
+    readers = self.runs
+    if not self.engine.request.own_batches:
+      readers = self.runs[:1]
     streams = []
-    readers = self.runs if self.engine.request.own_batches else self.runs[:1]
     for run, loader in zip(readers, self.loaders, strict=False):
       stream = loader.train_stream()
       if run.data_state is not None:
@@ -67,66 +64,83 @@ class EnsembleTrainer:
     return self.whole_batches.eval_batches(self.cfg.observe.eval_steps)
 
   def predict(self, state: Any, batch: Batch, method: str = "predict") -> list[Any]:
+    """Per member, the result of its function of this name."""
     return self.engine.predict(state, self.engine.place(batch), method)
 
   def evaluate(self, state: Any) -> list[dict[str, float]]:
     """Per member, its held-out loss and figures on the same batches."""
-    batches = self.loaders[0].eval_batches_by_source(self.cfg.observe.eval_steps)
-    sums = {
-      name: jax.device_get([self.predict(state, batch, "evaluate") for batch in each])
-      for name, each in batches.items()
-    }
-    members = range(len(self.runs))
-    return [
-      held_out_row({name: [b[z] for b in each] for name, each in sums.items()}) for z in members
-    ]
+    sums: list[dict[str, list[Any]]] = [{} for _ in self.runs]  # by member and source
+    sources = self.loaders[0].eval_batches_by_source(self.cfg.observe.eval_steps)
+    for source, batches in sources.items():
+      for own in sums:
+        own[source] = []
+      results = [self.predict(state, batch, "evaluate") for batch in batches]
+      for sums_of_batch in jax.device_get(results):
+        for own, sums_of_member in zip(sums, sums_of_batch, strict=True):
+          own[source].append(sums_of_member)
+    return [held_out_row(own) for own in sums]
 
-  def save(self, step: int, state: Any, data_states: list[dict]) -> None:
+  def save(self, step: int, state: Any, data_states: list[dict[str, Any]]) -> None:
     """Start to write a checkpoint of every member, all at the same time in one process."""
     states = self.engine.unpack(state)
     for run, own, data_state in zip(self.runs, states, data_states, strict=True):
-      if run.checkpoints is not None:
-        run.checkpoints.save(step, own, data_state)
-        if self.engine.request.spans_processes:
-          run.checkpoints.wait()  # Orbax numbers barriers in the order of each process's writes
+      if run.checkpoints is None:
+        continue
+      run.checkpoints.save(step, own, data_state)
+      if self.engine.request.spans_processes:
+        run.checkpoints.wait()  # Orbax numbers barriers in the order of each process's writes
 
   def pack(self) -> Any:
     """The engine's state of the members, which give theirs up or are new."""
     states = [run.state for run in self.runs]
     for run in self.runs:
       run.state = None
-    return self.engine.init() if states[0] is None else self.engine.pack(states)
+    if states[0] is None:
+      return self.engine.init()
+    return self.engine.pack(states)
 
   def unpack(self, state: Any) -> None:
+    """Give the members their states."""
     for run, own in zip(self.runs, self.engine.unpack(state), strict=True):
       run.state = own
 
 
 def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) -> TrainResult:
   """Train up to `last_step`; the members take their states, and the result has none."""
-  cfg, runs, streams = trainer.cfg, trainer.runs, trainer.open_streams()
-  for run in runs:
-    run.save_config()
-  writers = [run.open_writers() for run in runs]
-  log = EnsembleLog(trainer, writers, console)
-  profiler = Profiler(cfg.observe, run_folder(cfg).profile)
-  evaluate = None if trainer.loaders[0].source.eval is None else trainer.evaluate
+  cfg = trainer.cfg
+  runs = trainer.runs
   timer = Stopwatch("compile")
-  context = LoopContext(trainer, trainer, log, profiler, evaluate, timer)
-  population = None
-  if cfg.ensemble.pbt_period:
-    assert isinstance(trainer.engine, StackedEngine)  # as the rules of the config require
-    population = Population(cfg, runs, trainer.engine, run_folder(cfg).directory, console)
-  try:
-    what = f"compiling the steps of {len(runs)} members ({trainer.plan.strategy})"
-    with timer.report_waits(console.print, KINDS | {"compile": what}):
+  with contextlib.ExitStack() as opened:
+    streams = opened.enter_context(contextlib.closing(trainer.open_streams()))
+    for run in runs:
+      run.save_config()
+    writers = [opened.enter_context(contextlib.closing(run.open_writers())) for run in runs]
+    profiler = Profiler(cfg.observe, run_folder(cfg).profile)
+    opened.callback(profiler.close)
+    population = None
+    if cfg.ensemble.pbt_period:
+      assert isinstance(trainer.engine, StackedEngine)  # as the rules of the config require
+      directory = run_folder(cfg).directory
+      population = Population(cfg, runs, trainer.engine, directory, console)
+      opened.callback(population.close)
+    evaluate = None
+    if trainer.loaders[0].source.eval is not None:
+      evaluate = trainer.evaluate
+    context = LoopContext(
+      trainer=trainer,
+      checkpoints=trainer,
+      log=EnsembleLog(trainer.engine, cfg, runs, writers, console),
+      profiler=profiler,
+      evaluate=evaluate,
+      timer=timer,
+    )
+    compiling = f"compiling the steps of {len(runs)} members ({trainer.plan.strategy})"
+    with timer.report_waits(console.print, KINDS | {"compile": compiling}):
       result = _train_segments(context, trainer, streams, last_step, population)
     trainer.unpack(result.state)
     for run, data_state in zip(runs, streams.state(), strict=True):
-      run.step, run.data_state = result.step, data_state
-  finally:
-    for each in (profiler, streams, *writers, *([population] if population else [])):
-      each.close()
+      run.step = result.step
+      run.data_state = data_state
   return dataclasses.replace(result, state=None)
 
 
@@ -138,107 +152,44 @@ def _train_segments(
   population: Population | None,
 ) -> TrainResult:
   """Train up to `last_step`, from one exchange of the population to the next."""
-  state, step = trainer.pack(), trainer.runs[0].step
+  state = trainer.pack()
+  step = trainer.runs[0].step
   while True:
     end = last_step
-    if population:
+    if population is not None:
       state = population.exchange(state, step)
       end = min(end, population.next_step(step))
     result = train(context, state, streams, step + 1, end)
     if result.reason or end == last_step:
       return result
-    state, step = result.state, end
+    state = result.state
+    step = end
 
 
 class MemberStreams:
   """The members' batches: of one stream that all share, or of a stream each, stacked."""
 
   def __init__(self, streams: Sequence[TrainStream], num_members: int):
-    self._streams, self._num_members = streams, num_members
+    self._streams = streams
+    self._num_members = num_members
 
   def __next__(self) -> Batch:
-    if len(self._streams) == 1:
-      return next(self._streams[0])
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *map(next, self._streams))
+    batches = [next(stream) for stream in self._streams]
+    if len(batches) == 1:
+      return batches[0]
 
-  def state(self) -> list[dict]:
+    def stack(*leaves: np.ndarray) -> np.ndarray:
+      return np.stack(leaves)
+
+    return jax.tree.map(stack, *batches)
+
+  def state(self) -> list[dict[str, Any]]:
+    """Per member, the position of its batches."""
     states = [stream.state() for stream in self._streams]
-    return states * self._num_members if len(states) == 1 else states
+    if len(states) == 1:
+      return states * self._num_members
+    return states
 
   def close(self) -> None:
     for stream in self._streams:
       stream.close()
-
-
-class EnsembleLog(Log):
-  """The log of all members: a row of each, and one line on the console."""
-
-  def __init__(self, trainer: EnsembleTrainer, writers: Sequence[Writers], console: Console):
-    super().__init__(trainer.cfg, writers, trainer.engine.request.devices)
-    self._runs, self._console = trainer.runs, console
-    self._flops = [program.flops for program in trainer.engine.programs]
-    self._phases = [phases_of(run.config) for run in self._runs]
-    self._diverged: set[int] = set()
-
-  @property
-  def diverged(self) -> str:
-    if len(self._diverged) < len(self._runs):
-      return ""
-    return "all members diverged: " + describe_divergence(self._cfg.training.max_skipped_steps)
-
-  def _count_step(self, step: int, metrics: StackMetrics) -> None:
-    self._steps_since += 1
-    for z, skipped in enumerate(metrics.common["skipped_in_a_row"]):
-      run = self._runs[z]
-      limit = run.config.training.max_skipped_steps
-      if skipped < limit:
-        self._diverged.discard(z)  # of a population: it continues from another member
-      elif z not in self._diverged:
-        self._diverged.add(z)
-        self._console.print(f"{run.name} diverged by step {step}: {describe_divergence(limit)}")
-
-  def _write(
-    self,
-    step: int,
-    metrics: StackMetrics,
-    evaluation: Callable[[], list[dict]] | None,
-  ) -> None:
-    seconds = self._step_seconds(time.perf_counter())
-    evaluated = evaluation() if evaluation else [{}] * len(self._runs)
-    rows = {}
-    for z, run in enumerate(self._runs):
-      if z not in self._diverged:
-        of_member = metrics.of_member(z)
-        rows[run.name] = self._member_row(z, step, of_member, seconds) | evaluated[z]
-        self._writers[z].write(rows[run.name], of_member.get("expert_load"))
-    self._console.print(*describe_step(step, self._cfg.run.steps, seconds, rows), sep="\n")
-
-  def _member_row(self, z: int, step: int, metrics: dict, seconds: float | None) -> dict:
-    """The row that the member's solo run would log."""
-    index = int(metrics.get("phase", 0))
-    phase = self._phases[z][index] if self._phases[z] else None
-    if phase is not None and phase.loss not in DRAFT_LOSSES:
-      metrics = {name: x for name, x in metrics.items() if name != "draft_loss"}
-    return self._row(step, metrics, seconds, self._flops[z][index], phase)
-
-
-def describe_step(
-  step: int, num_steps: int, seconds: float | None, rows: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-  """The lines of a step: of the members' rows the best, median and worst losses."""
-  speed = ""
-  if seconds is not None:
-    left = datetime.timedelta(seconds=round(seconds * (num_steps - step)))
-    speed = f"  {seconds:.3f} s" + f"  {left} left" * bool(left)
-  lines = []
-  for name in ("eval_loss", "loss"):
-    losses = {member: row[name] for member, row in rows.items() if row.get(name) is not None}
-    if losses:
-      best = min(losses, key=lambda member: losses[member])
-      worst = max(losses, key=lambda member: losses[member])
-      median = statistics.median(losses.values())
-      lines.append(
-        f"step {step}/{num_steps}  {name.replace('_', ' ')}: best {losses[best]:.4f} ({best}), "
-        f"median {median:.4f}, worst {losses[worst]:.4f} ({worst})  {len(rows)} members{speed}"
-      )
-  return lines

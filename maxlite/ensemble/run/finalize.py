@@ -1,6 +1,7 @@
 """The end of an ensemble run: leaderboard, combined predictions and plots."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,38 +29,25 @@ from maxlite.optim.build import hyperparameters
 
 
 def finalize(
-  members: Sequence[MemberRun], scores: Mapping[str, dict], folder: RunFolder, console: Console
+  members: Sequence[MemberRun],
+  scores: Mapping[str, dict[str, Any]],
+  folder: RunFolder,
+  console: Console,
 ) -> None:
   """Write members.jsonl, plots and leaderboard into the ensemble's folder, and print the results.
 
   Args:
-    scores: of the combinations by `score_combinations`; may be empty.
+    members: those of the whole ensemble, with their states.
+    scores: the scores of the combinations, by `score_combinations`; may be empty.
+    folder: the ensemble's.
+    console: prints the leaderboard and the scores.
   """
   directory = folder.directory
   lineage = read_rows(directory / LINEAGE)
   ancestor_of = ancestors([member.name for member in members], lineage)
   entries = [_entry(member, ancestor_of[member.name]) for member in members]
   write_members(entries, directory / "members.jsonl")
-  plots = ["learning_curves.png"]
-  draw_learning_curves({member.name: member.rows for member in members}, directory / plots[0])
-  points = [
-    keys_of_model(member.config) | entry.hyperparameters | {"best_loss": entry.best_loss}
-    for member, entry in zip(members, entries, strict=True)
-  ]
-  overridden = dict.fromkeys(key for entry in entries for key in entry.overrides)
-  for key in ("phases", "initial_phases"):  # their values have no scale
-    overridden.pop(key, None)
-  keys = [key for key in overridden if len({point.get(key) for point in points}) > 1]
-  if keys:
-    plots.append("parallel_coordinates.png")
-    draw_parallel_coordinates(points, keys, directory / plots[-1])
-  if lineage:
-    plots.append("lineage.png")
-    final = {entry.name: entry.hyperparameters for entry in entries}
-    draw_lineage(final, lineage, max(member.step for member in members), directory / plots[-1])
-  if scores:
-    plots.append("calibration.png")
-    draw_calibration(scores, directory / plots[-1])
+  plots = _draw_plots(members, entries, lineage, scores, directory)
   write_atomically(directory / LEADERBOARD, leaderboard_markdown(entries, scores))
   console.print(leaderboard_table(entries), soft_wrap=False)
   for name, own in scores.items():
@@ -67,40 +55,112 @@ def finalize(
       f"{name}: nll {own['nll']:.4f}, accuracy {own['accuracy']:.4f}, "
       f"Brier {own['brier']:.4f}, calibration error {own['ece']:.4f}"
     )
-  files = ", ".join(["members.jsonl", *[LINEAGE] * bool(lineage), LEADERBOARD, *plots])
-  console.print(f"{folder.place}: {files}; run folders of the members in {folder.place}/members")
+  files = ["members.jsonl"]
+  if lineage:
+    files.append(LINEAGE)
+  files.append(LEADERBOARD)
+  files.extend(plots)
+  console.print(
+    f"{folder.place}: {', '.join(files)}; run folders of the members in {folder.place}/members"
+  )
+
+
+def _draw_plots(
+  members: Sequence[MemberRun],
+  entries: Sequence[LeaderboardEntry],
+  lineage: Sequence[dict[str, Any]],
+  scores: Mapping[str, dict[str, Any]],
+  directory: Path,
+) -> list[str]:
+  """Write the plots that these results have, and return the names of their files."""
+  plots = ["learning_curves.png"]
+  rows_of_members = {member.name: member.rows for member in members}
+  draw_learning_curves(rows_of_members, directory / "learning_curves.png")
+  points = []
+  for member, entry in zip(members, entries, strict=True):
+    point = keys_of_model(member.config)
+    point.update(entry.hyperparameters)
+    point["best_loss"] = entry.best_loss
+    points.append(point)
+  keys = _varying_keys(entries, points)
+  if keys:
+    plots.append("parallel_coordinates.png")
+    draw_parallel_coordinates(points, keys, directory / "parallel_coordinates.png")
+  if lineage:
+    plots.append("lineage.png")
+    final = {entry.name: entry.hyperparameters for entry in entries}
+    last_step = max(member.step for member in members)
+    draw_lineage(final, lineage, last_step, directory / "lineage.png")
+  if scores:
+    plots.append("calibration.png")
+    draw_calibration(scores, directory / "calibration.png")
+  return plots
+
+
+def _varying_keys(
+  entries: Sequence[LeaderboardEntry],
+  points: Sequence[Mapping[str, Any]],
+) -> list[str]:
+  """The overridden keys of which two members have different values, except those of phases."""
+  overridden: dict[str, None] = {}
+  for entry in entries:
+    overridden.update(dict.fromkeys(entry.overrides))
+  for key in ("phases", "initial_phases"):  # their values have no scale
+    overridden.pop(key, None)
+  varying = []
+  for key in overridden:
+    values = {point.get(key) for point in points}
+    if len(values) > 1:
+      varying.append(key)
+  return varying
 
 
 def keys_of_model(cfg: Config) -> dict[str, Any]:
   """The keys of a config that its model reads."""
-  keys = flatten(cfg)
-  unread: dict[str, Any] = {}
+  unread: set[str] = set()
   if not cfg.model.family.is_moe:
-    unread |= flatten(MoeConfig())
+    unread.update(flatten(MoeConfig()))
   if not cfg.model.family.latent_attention:
-    unread |= flatten(LatentAttentionConfig())
-  return {name: value for name, value in keys.items() if name not in unread}
+    unread.update(flatten(LatentAttentionConfig()))
+  return {key: value for key, value in flatten(cfg).items() if key not in unread}
 
 
 def _entry(member: MemberRun, ancestor: str) -> LeaderboardEntry:
-  rows, status = member.rows, "finished"
-  losses = list(member.eval_losses.values())
-  if member.stop_status:
-    status = member.stop_status
-  elif member.diverged:
-    status = f"diverged at step {rows[-1]['step'] if rows else 0}"
+  """The member's row of the leaderboard.
+
+  Args:
+    ancestor: the member whose initial weights it has.
+  """
+  status = _status(member)
   if ancestor != member.name:
     status += f", from {ancestor}"
+  final_loss = None
+  losses = list(member.eval_losses.values())
+  if losses:
+    final_loss = losses[-1]
+  at_the_end = {}
+  for key, value in hyperparameters(member.state.opt_state).items():
+    at_the_end[key] = float(f"{value:.4g}")
   return LeaderboardEntry(
     name=member.name,
     overrides=member.member.overrides,
     num_parameters=sum(leaf.size for leaf in jax.tree.leaves(member.state.params)),
-    final_loss=losses[-1] if losses else None,
+    final_loss=final_loss,
     best_loss=min(losses, default=None),
-    tokens_per_second=median_tokens_per_second(rows),
+    tokens_per_second=median_tokens_per_second(member.rows),
     status=status,
-    hyperparameters={
-      key: float(f"{value:.4g}") for key, value in hyperparameters(member.state.opt_state).items()
-    },
+    hyperparameters=at_the_end,
     ancestor=ancestor,
   )
+
+
+def _status(member: MemberRun) -> str:
+  """How the member's training ended."""
+  if member.stop_status:
+    return member.stop_status
+  if not member.diverged:
+    return "finished"
+  last_step = 0
+  if member.rows:
+    last_step = member.rows[-1]["step"]
+  return f"diverged at step {last_step}"

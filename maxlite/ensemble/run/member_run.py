@@ -19,16 +19,25 @@ class MemberRun:
   """A member's run folder, step and state; while it trains, the engine holds the state."""
 
   def __init__(self, member: MemberConfig, report: Callable[[str], None]):
-    """Raise UserError if the folder holds a run of another model."""
-    self.member, self.folder = member, run_folder(member.config)
-    self.changes = self.folder.config_changes(flatten(member.config))  # since the last start
+    """
+    Args:
+      member: the member's name and config.
+      report: called with messages about damaged checkpoints.
+
+    Raises:
+      UserError: the folder holds a run of another model.
+    """
+    self.member = member
+    self.folder = run_folder(member.config)
+    # The keys that have changed since the last start; None at the first start.
+    self.changes = self.folder.config_changes(flatten(member.config))
     self.checkpoints: Checkpoints | None = None
     if self.config.checkpoint.enable_checkpointing:
       self.checkpoints = Checkpoints(self.config.checkpoint, self.folder.checkpoints, report)
     self.step = 0
     self.state: Any = None
     self.data_state: dict | None = None
-    self.stop_status = ""  # of a member that halving stopped or pauses
+    self.stop_status = ""  # why halving stopped or pauses the member; empty if it does not
 
   @property
   def name(self) -> str:
@@ -40,6 +49,7 @@ class MemberRun:
 
   @property
   def diverged(self) -> bool:
+    """Whether so many steps in a row were skipped that training has ended."""
     return int(self.state.skipped_in_a_row) >= self.config.training.max_skipped_steps
 
   @property
@@ -50,12 +60,18 @@ class MemberRun:
   @property
   def eval_losses(self) -> dict[int, float]:
     """{step: held-out loss} of the evaluations with a finite one."""
-    losses = {row["step"]: row.get("eval_loss") for row in self.rows}
-    return {step: loss for step, loss in losses.items() if loss is not None}
+    losses = {}
+    for row in self.rows:
+      loss = row.get("eval_loss")
+      if loss is not None:
+        losses[row["step"]] = loss
+    return losses
 
   def find_step(self) -> None:
     """Set the step to that of the latest checkpoint without reading it."""
-    self.step = (self.checkpoints.latest_step() or 0) if self.checkpoints else 0
+    self.step = 0
+    if self.checkpoints is not None:
+      self.step = self.checkpoints.latest_step() or 0
 
   def restore(
     self,
@@ -66,7 +82,9 @@ class MemberRun:
     """Restore the latest complete checkpoint, if any, or that up to `last_step`.
 
     Args:
-      default: replaces missing shardings.
+      program: the member's program, which has the shapes and shardings of the state.
+      default: the sharding of all arrays if the program has none.
+      last_step: the latest step that may be restored; None: any.
 
     Raises:
       UserError: another process trains the member.
@@ -76,16 +94,24 @@ class MemberRun:
       return
     identify_run(self.folder, self.checkpoints)
     abstract = program.abstract_state
-    shardings = program.shardings or jax.tree.map(lambda _: default, abstract)
+    shardings = program.shardings
+    if shardings is None:
+      shardings = jax.tree.map(lambda _: default, abstract)
 
     def shard(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     abstract = jax.tree.map(shard, abstract, shardings)
     restored = self.checkpoints.restore(abstract, last_step)
-    self.state, self.data_state, self.step = restored or (None, None, 0)
+    if restored is None:
+      self.state = None
+      self.data_state = None
+      self.step = 0
+    else:
+      self.state, self.data_state, self.step = restored
 
   def save_config(self) -> None:
+    """Write the config, if it is new or has changed, in process 0."""
     if jax.process_index() == 0:
       self.folder.save_config(self.changes, lambda path: save_resolved(self.config, path))
     self.changes = {}
@@ -94,10 +120,13 @@ class MemberRun:
     """Open the writers of process 0, which keep the rows up to the current step."""
     if jax.process_index() > 0:
       return Writers([])
-    is_moe = self.config.model.family.is_moe
+    metrics = JsonlWriter(self.folder.metrics, self.step)
+    expert_load = None
+    if self.config.model.family.is_moe:
+      expert_load = JsonlWriter(self.folder.expert_load, self.step)
     return Writers(
-      [JsonlWriter(self.folder.metrics, self.step)],
-      JsonlWriter(self.folder.expert_load, self.step) if is_moe else None,
+      [metrics],
+      expert_load,
       open_trackers(self.config, self.folder, self.step),
       upload=self.folder.upload,
     )

@@ -18,9 +18,12 @@ except ImportError as error:
     "ensemble_executor=ray needs Ray, which is not installed: pip install maxlite[ray]"
   ) from error
 
-_MAX_MOVES = 3  # to another machine, when a machine is lost with all its processes
-_LOST = -int(signal.SIGKILL)  # exit code of a worker that was lost more often
-_KILL_SECONDS = 5.0  # for a machine to confirm that it killed a worker
+# Moves of a worker to another machine, when a machine is lost with all its processes.
+_MAX_MOVES = 3
+# The exit code of a worker that was lost more often.
+_LOST = -int(signal.SIGKILL)
+# The time that a machine has to confirm that it killed a worker.
+_KILL_SECONDS = 5.0
 
 
 class RayExecutor:
@@ -31,20 +34,26 @@ class RayExecutor:
     if self._owns_cluster:
       ray.init(log_to_driver=False, logging_level="error")
     # An actor can forward a signal to its worker; a task can at best be cancelled.
-    options = {"max_restarts": _MAX_MOVES, "max_task_retries": _MAX_MOVES}
-    self._actor_class = ray.remote(max_concurrency=2, **options)(LocalExecutor)
+    as_actor = ray.remote(
+      max_concurrency=2,
+      max_restarts=_MAX_MOVES,
+      max_task_retries=_MAX_MOVES,
+    )
+    self._actor_class = as_actor(LocalExecutor)
     self._running: set[Any] = set()
     self._stopped_by: signal.Signals | None = None
 
   def run(self, worker: WorkerCommand) -> int:
     """Ray chooses the cores and GPUs; their number is the worker's."""
-    num_gpus = _num_gpus(worker)
-    actor = self._actor_class.options(num_cpus=len(worker.cores), num_gpus=num_gpus).remote()
+    actor_class = self._actor_class.options(
+      num_cpus=len(worker.cores),
+      num_gpus=_num_gpus(worker),
+    )
+    actor = actor_class.remote()
     self._running.add(actor)
+    anywhere = dataclasses.replace(worker, log=worker.log.absolute(), cores=(), gpus=())
     try:
-      exit_code = actor.run.remote(
-        dataclasses.replace(worker, log=worker.log.absolute(), cores=(), gpus=())
-      )
+      exit_code = actor.run.remote(anywhere)
       if self._stopped_by:
         actor.stop.remote(self._stopped_by)
       return ray.get(exit_code)
@@ -55,6 +64,7 @@ class RayExecutor:
       ray.kill(actor)
 
   def stop(self, number: signal.Signals) -> None:
+    """Send a signal to all workers; SIGKILL also ends their actors."""
     self._stopped_by = number
     actors = list(self._running)
     stopped = [actor.stop.remote(number) for actor in actors]

@@ -15,11 +15,21 @@ def to_bytes(tree: Any) -> bytes:
     UserError: the tree holds anything else.
   """
   leaves, structure = jax.tree.flatten(tree)
-  by_index = {str(n): leaf for n, leaf in enumerate(leaves)}  # flax splits large arrays in dicts
-  keys = {n: str(jax.random.key_impl(leaf)) for n, leaf in by_index.items() if _is_key(leaf)}
-  by_index |= {n: jax.random.key_data(by_index[n]) for n in keys}
+  by_index = {}  # a dict, because Flax splits large arrays in dicts only
+  implementations = {}  # of the leaves that are random keys
+  for n, leaf in enumerate(leaves):
+    if _is_key(leaf):
+      implementations[str(n)] = str(jax.random.key_impl(leaf))
+      leaf_data = jax.random.key_data(leaf)
+    else:
+      leaf_data = leaf
+    by_index[str(n)] = leaf_data
   try:
-    content = {"structure": structure.serialize_using_proto(), "leaves": by_index, "keys": keys}
+    content = {
+      "structure": structure.serialize_using_proto(),
+      "leaves": by_index,
+      "keys": implementations,
+    }
     return serialization.msgpack_serialize(content, in_place=True)
   except (TypeError, ValueError) as error:
     raise UserError(
@@ -31,12 +41,16 @@ def to_bytes(tree: Any) -> bytes:
 def from_bytes(data: bytes) -> Any:
   """The tree, with NumPy arrays and random keys."""
   content = serialization.msgpack_restore(data)
-  registry = jax.tree_util.default_registry
-  structure = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, content["structure"])
-  leaves, keys = content["leaves"], content["keys"]
-  leaves |= {n: jax.random.wrap_key_data(leaves[n], impl=impl) for n, impl in keys.items()}
+  structure = jax.tree_util.PyTreeDef.deserialize_using_proto(
+    jax.tree_util.default_registry,
+    content["structure"],
+  )
+  leaves = content["leaves"]
+  for n, impl in content["keys"].items():
+    leaves[n] = jax.random.wrap_key_data(leaves[n], impl=impl)
   return jax.tree.unflatten(structure, leaves.values())
 
 
 def _is_key(leaf: Any) -> bool:
+  """Whether a leaf is an array of typed random keys."""
   return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -24,10 +24,10 @@ class WorkerCommand:
 
   name: str
   argv: tuple[str, ...]
-  log: Path  # stdout and stderr are appended
-  cores: tuple[int, ...] = ()  # empty: all
-  gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES; empty: all
-  memory_fraction: float | None = None  # of each of its GPUs
+  log: Path  # the file to which stdout and stderr are appended
+  cores: tuple[int, ...] = ()  # the cores to which it is bound; empty: all
+  gpus: tuple[str, ...] = ()  # its GPUs by their names in CUDA_VISIBLE_DEVICES; empty: all
+  memory_fraction: float | None = None  # the share of the memory of each of its GPUs
 
 
 class LocalExecutor:
@@ -39,6 +39,7 @@ class LocalExecutor:
     self._lock = threading.RLock()  # a second signal may arrive while the first one is handled
 
   def run(self, worker: WorkerCommand) -> int:
+    """Run the worker to its end; return the exit code, which is negative for a signal."""
     process = start(worker)
     with self._lock:
       self._running.add(process)
@@ -51,6 +52,7 @@ class LocalExecutor:
         self._running.remove(process)
 
   def stop(self, number: signal.Signals) -> None:
+    """Send a signal to all workers; SIGKILL also to their child processes."""
     with self._lock:
       if number != self._stopped_by:  # a worker that is stopping would exit on a second signal
         for process in self._running:
@@ -70,9 +72,14 @@ def start(
 ) -> subprocess.Popen:
   """Start the worker in a separate process group, so that Ctrl-C does not reach it directly.
 
-  `follow`: it gets SIGTERM when the calling thread ends, for whatever reason.
+  Args:
+    follow: whether the worker gets SIGTERM when the calling thread ends, for whatever reason.
+    pass_fds: file descriptors that it inherits.
+    more_environment: variables besides those of this process.
   """
-  environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(more_environment or {})}
+  environment = dict(os.environ)
+  environment["PYTHONUNBUFFERED"] = "1"
+  environment.update(more_environment or {})
   if worker.cores:
     # XLA splits a matrix product by its number of threads, which affects rounding. With as many
     # threads as a single process would use, results are bitwise equal, at little cost.
@@ -81,11 +88,13 @@ def start(
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
   if worker.memory_fraction is not None:
     environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{worker.memory_fraction:.3f}"
-  launcher = [sys.executable, "-I", "-S", __file__, str(os.getpid() if follow else 0)]
+  parent = os.getpid() if follow else 0
+  cores = ",".join(str(core) for core in worker.cores)
+  launcher = [sys.executable, "-I", "-S", __file__, str(parent), cores]
   worker.log.parent.mkdir(parents=True, exist_ok=True)
   with worker.log.open("ab") as log:
     return subprocess.Popen(
-      [*launcher, ",".join(map(str, worker.cores)), *worker.argv],
+      [*launcher, *worker.argv],
       stdin=subprocess.DEVNULL,
       stdout=log,
       stderr=subprocess.STDOUT,
@@ -97,7 +106,9 @@ def start(
 
 def available_cores() -> list[int]:
   """The cores that this process may use; empty if the system does not report them."""
-  return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+  if not hasattr(os, "sched_getaffinity"):
+    return []
+  return sorted(os.sched_getaffinity(0))
 
 
 def send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
@@ -113,22 +124,43 @@ def send_signal(process: subprocess.Popen, number: signal.Signals) -> None:
 
 def describe_exit(worker: WorkerCommand, code: int) -> str:
   """One line on an unexpected exit, with the last line of the log."""
-  how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-  lines = worker.log.read_text("utf-8", "replace").splitlines() if worker.log.exists() else []
-  line = next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
-  return f"worker {worker.name} {how}{line} ({worker.log})"
+  if code < 0:
+    how = f"was killed by {signal.Signals(-code).name}"
+  else:
+    how = f"exited with code {code}"
+  last_line = _last_line(worker.log)
+  if last_line:
+    how += f": {last_line}"
+  return f"worker {worker.name} {how} ({worker.log})"
+
+
+def _last_line(log: Path) -> str:
+  """The last line of a log that is not blank; empty if there is none."""
+  if not log.exists():
+    return ""
+  lines = log.read_text("utf-8", "replace").splitlines()
+  for line in reversed(lines):
+    if line.strip():
+      return line.strip()
+  return ""
 
 
 def exec_worker(parent: int, cores: str, command: list[str]) -> None:
   """Replace this process by a command that gets SIGTERM when `parent` dies (0: no parent).
 
-  `cores`, separated by commas, are those to which it is bound (empty: all). Both must be set before
-  the command starts a thread, and a parent with threads cannot run code between fork and exec. Only
-  Linux offers both; on other systems a worker outlives its parent.
+  Both that and the cores must be set before the command starts a thread, and a parent with threads
+  cannot run code between fork and exec. Only Linux offers both; on other systems a worker outlives
+  its parent.
+
+  Args:
+    parent: the process id of the parent; 0: none.
+    cores: the cores to which the command is bound, separated by commas; empty: all.
+    command: the command and its arguments.
   """
   if sys.platform == "linux":
     if cores:
-      os.sched_setaffinity(0, map(int, cores.split(",")))
+      own_cores = {int(core) for core in cores.split(",")}
+      os.sched_setaffinity(0, own_cores)
     if parent:
       ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
       if os.getppid() != parent:  # the parent died before the call

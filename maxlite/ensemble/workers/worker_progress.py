@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from maxlite.ensemble.run.ensemble_trainer import describe_step
+from maxlite.ensemble.run.ensemble_log import describe_step
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_activities
 
@@ -24,14 +24,30 @@ class WorkerProgress:
   """Prints a step once all members have reached it, and members that diverge."""
 
   def __init__(
-    self, members: Sequence[MemberRun], logs: Sequence[Path], num_steps: int, console: Console
+    self,
+    members: Sequence[MemberRun],
+    logs: Sequence[Path],
+    num_steps: int,
+    console: Console,
   ):
+    """
+    Args:
+      members: the members that the workers train.
+      logs: the workers' logs.
+      num_steps: the last step of the run.
+      console: prints the steps.
+    """
     self._metrics = {member.name: NewLines(member.folder.metrics) for member in members}
     self._logs = [NewLines(log) for log in logs]
+    # By member, the last step that it has reached; infinity if it diverged.
     self._reached: dict[str, float] = {member.name: member.step for member in members}
-    self._rows: dict[int, dict[str, Any]] = {}  # by step and member, not printed yet
-    self._num_steps, self._console = num_steps, console
-    self._since, self._activity = time.perf_counter(), f"{len(logs)} workers start and compile"
+    # By step and member, the rows that are not printed yet.
+    self._rows: dict[int, dict[str, Any]] = {}
+    self._num_steps = num_steps
+    self._console = console
+    # What takes time until the first step is printed, and since when.
+    self._activity = f"{len(logs)} workers start and compile"
+    self._since = time.perf_counter()
 
   @contextlib.contextmanager
   def printed(self) -> Iterator[None]:
@@ -42,11 +58,13 @@ class WorkerProgress:
       while not closed.wait(_POLL_SECONDS):
         self.print_new()
 
+    def activity_and_seconds() -> tuple[str, float]:
+      return self._activity, time.perf_counter() - self._since
+
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()
-    current = lambda: (self._activity, time.perf_counter() - self._since)
     try:
-      with report_activities(current, self._console.print):
+      with report_activities(activity_and_seconds, self._console.print):
         yield
     finally:
       closed.set()
@@ -55,29 +73,50 @@ class WorkerProgress:
 
   def print_new(self, *, is_over: bool = False) -> None:
     """Print the steps that all members have reached since the last call, or, at the end, any."""
-    for name, file in self._metrics.items():
-      for row in map(json.loads, file.read()):
-        if row["step"] > self._reached[name]:  # a restarted worker writes earlier rows again
-          self._reached[name] = row["step"]
-          self._rows.setdefault(row["step"], {})[name] = row
-    for line in (line for log in self._logs for line in log.read()):
-      if (found := _DIVERGED.match(line)) and found[1] in self._reached:
-        self._console.print(line)
-        self._reached[found[1]] = math.inf
-    last = math.inf if is_over else min(self._reached.values())
-    for step in sorted(step for step in self._rows if step <= last):
+    self._read_rows()
+    self._read_divergences()
+    last = math.inf
+    if not is_over:
+      last = min(self._reached.values())
+    due = sorted(step for step in self._rows if step <= last)
+    for step in due:
       rows = self._rows.pop(step)
       seconds = [row["step_seconds"] for row in rows.values() if "step_seconds" in row]
-      lines = describe_step(step, self._num_steps, max(seconds, default=None), rows)
+      slowest = max(seconds, default=None)
+      lines = describe_step(step, self._num_steps, slowest, rows)
       self._console.print(*lines, sep="\n")
       self._activity = ""
+
+  def _read_rows(self) -> None:
+    """Read the members' new rows."""
+    for name, file in self._metrics.items():
+      for line in file.read():
+        row = json.loads(line)
+        step = row["step"]
+        if step > self._reached[name]:  # a restarted worker writes earlier rows again
+          self._reached[name] = step
+          self._rows.setdefault(step, {})[name] = row
+
+  def _read_divergences(self) -> None:
+    """Print which members have diverged, by the logs' new lines; they reach no further step."""
+    for log in self._logs:
+      for line in log.read():
+        found = _DIVERGED.match(line)
+        if found is None:
+          continue
+        name = found[1]
+        if name in self._reached:
+          self._console.print(line)
+          self._reached[name] = math.inf
 
 
 class NewLines:
   """Complete lines appended to a file from now on, or all lines of a file that replaces it."""
 
   def __init__(self, path: Path):
-    self._path, self._inode, self._offset = path, 0, 0
+    self._path = path
+    self._inode = 0
+    self._offset = 0  # bytes that were read
     self.read()
 
   def read(self) -> list[str]:
@@ -86,10 +125,11 @@ class NewLines:
       return []
     inode = self._path.stat().st_ino
     if inode != self._inode:
-      self._inode, self._offset = inode, 0
+      self._inode = inode
+      self._offset = 0
     with self._path.open("rb") as file:
       file.seek(self._offset)
       data = file.read()
-    data = data[: data.rfind(b"\n") + 1]
-    self._offset += len(data)
-    return data.decode(errors="replace").splitlines()
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    self._offset += len(complete_lines)
+    return complete_lines.decode(errors="replace").splitlines()

@@ -15,7 +15,7 @@ from maxlite.ensemble.report.leaderboard import (
   median_tokens_per_second,
   write_members,
 )
-from maxlite.ensemble.run.ensemble_trainer import describe_step
+from maxlite.ensemble.run.ensemble_log import describe_step
 from maxlite.ensemble.run.finalize import keys_of_model
 
 ENTRIES = [

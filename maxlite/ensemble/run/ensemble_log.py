@@ -1,0 +1,132 @@
+"""The log of members that train together."""
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from maxlite.config import Config
+from maxlite.config.phases import phases_of
+from maxlite.config.registry import DRAFT_LOSSES
+from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
+from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.metrics.writers import Writers
+from maxlite.training.step_log import Log, describe_divergence
+
+
+class EnsembleLog(Log):
+  """The log of all members: a row of each, and one line on the console."""
+
+  def __init__(
+    self,
+    engine: EnsembleEngine,
+    cfg: Config,
+    runs: Sequence[MemberRun],
+    writers: Sequence[Writers],
+    console: Console,
+  ):
+    """
+    Args:
+      engine: that of the members.
+      cfg: the config of the ensemble.
+      runs: the members.
+      writers: by member, the writers of its rows.
+      console: prints the best, median and worst losses of a step.
+    """
+    super().__init__(cfg, writers, engine.request.devices)
+    self._runs = runs
+    self._console = console
+    self._flops = [program.flops for program in engine.programs]
+    self._phases = [phases_of(run.config) for run in runs]
+    self._diverged: set[int] = set()  # the numbers of the members
+
+  @property
+  def diverged(self) -> str:
+    if len(self._diverged) < len(self._runs):
+      return ""
+    return "all members diverged: " + describe_divergence(self._cfg.training.max_skipped_steps)
+
+  def _count_step(self, step: int, metrics: StackMetrics) -> None:
+    self._steps_since += 1
+    for z, skipped in enumerate(metrics.common["skipped_in_a_row"]):
+      run = self._runs[z]
+      limit = run.config.training.max_skipped_steps
+      if skipped < limit:
+        self._diverged.discard(z)  # in a population: it continues from another member
+      elif z not in self._diverged:
+        self._diverged.add(z)
+        self._console.print(f"{run.name} diverged by step {step}: {describe_divergence(limit)}")
+
+  def _write(
+    self,
+    step: int,
+    metrics: StackMetrics,
+    evaluation: Callable[[], list[dict[str, float]]] | None,
+  ) -> None:
+    seconds = self._step_seconds(time.perf_counter())
+    evaluated: list[dict[str, float]] = [{} for _ in self._runs]
+    if evaluation is not None:
+      evaluated = evaluation()
+    rows = {}
+    for z, run in enumerate(self._runs):
+      if z in self._diverged:
+        continue
+      of_member = metrics.of_member(z)
+      row = self._member_row(z, step, of_member, seconds)
+      row.update(evaluated[z])
+      rows[run.name] = row
+      self._writers[z].write(row, of_member.get("expert_load"))
+    lines = describe_step(step, self._cfg.run.steps, seconds, rows)
+    self._console.print("\n".join(lines))
+
+  def _member_row(
+    self,
+    z: int,
+    step: int,
+    metrics: dict[str, Any],
+    seconds: float | None,
+  ) -> dict[str, Any]:
+    """The row that the member's solo run would log."""
+    index = int(metrics.get("phase", 0))
+    phase = None
+    if self._phases[z]:
+      phase = self._phases[z][index]
+      if phase.loss not in DRAFT_LOSSES:
+        metrics = {name: value for name, value in metrics.items() if name != "draft_loss"}
+    return self._row(step, metrics, seconds, self._flops[z][index], phase)
+
+
+def describe_step(
+  step: int,
+  num_steps: int,
+  seconds: float | None,
+  rows: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
+  """The lines of a step on the console: the best, median and worst losses of the members.
+
+  Args:
+    seconds: the duration of a step; None: not known.
+    rows: by member, the row of this step.
+  """
+  speed = ""
+  if seconds is not None:
+    speed = f"  {seconds:.3f} s"
+    seconds_left = round(seconds * (num_steps - step))
+    if seconds_left:
+      speed += f"  {datetime.timedelta(seconds=seconds_left)} left"
+  lines = []
+  for name in ("eval_loss", "loss"):
+    losses = {member: row[name] for member, row in rows.items() if row.get(name) is not None}
+    if not losses:
+      continue
+    best = min(losses, key=lambda member: losses[member])
+    worst = max(losses, key=lambda member: losses[member])
+    median = statistics.median(losses.values())
+    lines.append(
+      f"step {step}/{num_steps}  {name.replace('_', ' ')}: best {losses[best]:.4f} ({best}), "
+      f"median {median:.4f}, worst {losses[worst]:.4f} ({worst})  {len(rows)} members{speed}"
+    )
+  return lines
