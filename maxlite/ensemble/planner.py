@@ -146,8 +146,8 @@ def choose(
     return _take_strategy(request, strategy, memory_gb, remedy)
   estimates: dict[str, StrategyEstimate] = {}
   engines: dict[str, EnsembleEngine] = {}
-  for name in ENSEMBLE_STRATEGIES:
-    if name == "padded":  # only by name
+  for name, entry in ENSEMBLE_STRATEGIES.entries().items():
+    if not entry.is_automatic:
       continue
     try:
       engines[name] = ENSEMBLE_STRATEGIES[name](request)
@@ -249,7 +249,7 @@ def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> Strat
     + program.flops / costs.flops_per_second
   )
   seconds = seconds_of_programs / parallelism + step.num_programs * costs.program_seconds
-  if name == "processes":
+  if ENSEMBLE_STRATEGIES.entry(name).starts_processes:
     seconds += costs.message_seconds
   useful_flops = sum(cost.flops for cost in engine.member_costs())
   computed_flops = max(step.num_devices * step.on_device.flops, 1.0)

@@ -104,10 +104,7 @@ def train_ensemble(
     run.open()
   is_over = run.is_done and (bool(names) or (folder.directory / LEADERBOARD).exists())
   if all(_gather(is_over, peers)):
-    console.print(
-      f"{folder.place} is at step {run.last_step} with all its members: nothing to do. Give "
-      "it more steps or members, or choose another run_name."
-    )
+    run.print_nothing_to_do()
     return 0
   if not run.is_done:
     run.print_header(changes or {})
@@ -246,6 +243,13 @@ class EnsembleRun:
     if not self._in_workers:
       group, _ = self._next_segment()
       self.console.print(self._trainer_of(group).plan.table(), soft_wrap=False)
+
+  def print_nothing_to_do(self) -> None:
+    """Print that the run has ended before."""
+    self.console.print(
+      f"{run_folder(self.cfg).place} is at step {self.last_step} with all its members: nothing to "
+      "do. Give it more steps or members, or choose another run_name."
+    )
 
   def _print_changes(self, owner: str, changes: Changes, besides: Sequence[str]) -> None:
     """Print the changed keys of the ensemble or of a member, except those in `besides`."""

@@ -49,7 +49,7 @@ class MemberRun:
 
   @property
   def diverged(self) -> bool:
-    """Whether so many steps in a row were skipped that training has ended."""
+    """Whether training has ended because steps in a row had no finite loss or gradient."""
     return int(self.state.skipped_in_a_row) >= self.config.training.max_skipped_steps
 
   @property

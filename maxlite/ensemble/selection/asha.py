@@ -13,19 +13,33 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.writers import JsonlWriter, read_rows
 
 JOURNAL = "asha.jsonl"  # in the folder of the ensemble: a row per decision and per result
-_RESULTS = ("pause", "finish", "diverge")
+_RESULTS = ("pause", "finish", "diverge")  # the decisions that end a job
+
+
+class Job(NamedTuple):
+  """Training of a member up to a rung."""
+
+  name: str  # of the member
+  rung: int
 
 
 def rungs(min_steps: int, reduction_factor: int, num_steps: int) -> list[int]:
-  """The rungs: `min_steps` times powers of `reduction_factor`, below `num_steps`."""
-  steps, rung = [], min_steps
-  while reduction_factor and rung < num_steps:
+  """The rungs: `min_steps` times powers of `reduction_factor`, below `num_steps`.
+
+  There are none if the factor is 0.
+  """
+  steps: list[int] = []
+  if reduction_factor == 0:
+    return steps
+  rung = min_steps
+  while rung < num_steps:
     steps.append(rung)
     rung *= reduction_factor
   return steps
@@ -43,23 +57,28 @@ def survivors(
   at least one.
 
   Args:
-    losses: {name: {step: finite held-out loss}}; a member without one at a rung diverged before.
-    reached: {name: step}
+    losses: by member and step, the finite held-out losses. A member without one at a rung diverged
+      before.
+    reached: by member, its step.
     steps: the rungs.
   """
   alive = list(losses)
   for rung in steps:
     if any(reached[name] < rung for name in alive):
       break
-    rank = {name: losses[name].get(rung, math.inf) for name in alive}
-    alive = sorted(alive, key=rank.get)[: max(len(alive) // reduction_factor, 1)]
+    loss_at_rung = {name: losses[name].get(rung, math.inf) for name in alive}
+    num_kept = max(len(alive) // reduction_factor, 1)
+    ranked = sorted(alive, key=lambda name: loss_at_rung[name])
+    alive = ranked[:num_kept]
   return alive
 
 
 def next_job(
-  names: Sequence[str], losses: Sequence[Mapping[str, float | None]], reduction_factor: int
-) -> tuple[str, int] | None:
-  """(member, rung) that a free worker trains next; None: nothing, before another result at least.
+  names: Sequence[str],
+  losses: Sequence[Mapping[str, float | None]],
+  reduction_factor: int,
+) -> Job | None:
+  """The job that a free worker trains next; None: there is none before another result at least.
 
   The member is one of the best 1 / reduction_factor at the highest rung where such a one has not
   been promoted, otherwise a new one at rung 0. Unlike the paper's, members are finite: once all
@@ -67,22 +86,52 @@ def next_job(
 
   Args:
     names: the members, in the order in which they start.
-    losses: by rung, the last of which is the end: {name: held-out loss}, None while it trains there
-      and infinity if it diverged on the way.
+    losses: by rung, the last of which is the end, the held-out losses of the members that were
+      started there: None while a member trains, and infinity if it diverged on the way.
   """
-  finished = [{n: x for n, x in rung.items() if x is not None} for rung in losses]
-  ranked = [sorted(rung, key=rung.__getitem__) for rung in finished]
-  promotable = lambda rung, count: [
-    (name, rung + 1)
-    for name in ranked[rung][:count]
-    if name not in losses[rung + 1] and math.isfinite(finished[rung][name])
-  ]
-  lower_rungs = range(len(losses) - 2, -1, -1)
-  jobs = [job for k in lower_rungs for job in promotable(k, len(ranked[k]) // reduction_factor)]
-  jobs += [(name, 0) for name in names if name not in losses[0]]
-  if finished == list(losses) and not any(map(math.isfinite, losses[-1].values())):
-    jobs += [job for k in lower_rungs for job in promotable(k, None)]
-  return next(iter(jobs), None)
+  lower_rungs = range(len(losses) - 2, -1, -1)  # the highest first
+  for rung in lower_rungs:
+    ranked = _ranked(losses[rung])
+    promotable = ranked[: len(ranked) // reduction_factor]
+    name = _first_to_promote(promotable, losses, rung)
+    if name is not None:
+      return Job(name, rung + 1)
+  for name in names:
+    if name not in losses[0]:
+      return Job(name, 0)
+  is_training = any(loss is None for own in losses for loss in own.values())
+  is_one_at_the_end = any(math.isfinite(loss) for loss in _finished(losses[-1]).values())
+  if is_training or is_one_at_the_end:
+    return None
+  for rung in lower_rungs:
+    name = _first_to_promote(_ranked(losses[rung]), losses, rung)
+    if name is not None:
+      return Job(name, rung + 1)
+  return None
+
+
+def _finished(losses_at_rung: Mapping[str, float | None]) -> dict[str, float]:
+  """The losses of the members that do not train any more."""
+  return {name: loss for name, loss in losses_at_rung.items() if loss is not None}
+
+
+def _ranked(losses_at_rung: Mapping[str, float | None]) -> list[str]:
+  """The members that have finished a rung, the one with the lowest loss first."""
+  finished = _finished(losses_at_rung)
+  return sorted(finished, key=lambda name: finished[name])
+
+
+def _first_to_promote(
+  names: Sequence[str],
+  losses: Sequence[Mapping[str, float | None]],
+  rung: int,
+) -> str | None:
+  """The first of the members that did not diverge and were not started at the next rung."""
+  for name in names:
+    loss = losses[rung][name]
+    if loss is not None and math.isfinite(loss) and name not in losses[rung + 1]:
+      return name
+  return None
 
 
 class AsynchronousHalving:
@@ -103,36 +152,62 @@ class AsynchronousHalving:
     """Read the journal, if there is one.
 
     Args:
-      steps: of the rungs, and the last one of the run.
+      members: the members of the ensemble.
+      steps: the step of each rung, and the last step of the run.
+      reduction_factor: as in `next_job`.
+      journal: the file of the journal.
+      report: called with a line for every decision and result.
 
     Raises:
       UserError: the journal has other rungs.
     """
     self._members = {member.name: member for member in members}
-    self._steps, self._reduction_factor = steps, reduction_factor
-    self._path, self._report = journal, report
+    self._steps = steps
+    self._reduction_factor = reduction_factor
+    self._path = journal
+    self._report = report
+    # As in `next_job`.
     self._losses: list[dict[str, float | None]] = [{} for _ in steps]
-    for row in read_rows(journal):
-      name, rung = row["member"], row["rung"]
-      if row["step"] not in steps[rung : rung + 1]:
-        raise UserError(
-          f"{journal}: rung {rung} was at step {row['step']}, and the rungs are now at {steps}: "
-          "write the steps and asha_* keys that the run was started with, or another run_name"
-        )
-      if name in self._members:
-        result = math.inf if row["result"] is None else row["result"]
-        self._losses[rung][name] = result if row["decision"] in _RESULTS else None
-    self._left = [(n, k) for k, own in enumerate(self._losses) for n in own if own[n] is None]
-    self._running: set[tuple[str, int]] = set()
+    self._read_journal()
+    # The jobs of an earlier start that have no result.
+    self._left: list[Job] = []
+    for rung, own in enumerate(self._losses):
+      for name, loss in own.items():
+        if loss is None:
+          self._left.append(Job(name, rung))
+    self._running: set[Job] = set()
     self._changed = threading.Condition()
+
+  def _read_journal(self) -> None:
+    """Set the losses from the rows of the journal."""
+    for row in read_rows(self._path):
+      name = row["member"]
+      rung = row["rung"]
+      is_known_rung = rung < len(self._steps) and self._steps[rung] == row["step"]
+      if not is_known_rung:
+        raise UserError(
+          f"{self._path}: rung {rung} was at step {row['step']}, and the rungs are now at "
+          f"{self._steps}: write the steps and asha_* keys that the run was started with, or "
+          "another run_name"
+        )
+      if name not in self._members:
+        continue
+      if row["decision"] not in _RESULTS:
+        self._losses[rung][name] = None  # the job has started
+      elif row["result"] is None:
+        self._losses[rung][name] = math.inf  # the member diverged
+      else:
+        self._losses[rung][name] = row["result"]
 
   @property
   def is_done(self) -> bool:
-    return not self._left and not self._next_job()
+    """Whether there is no further job, unless one is running."""
+    return not self._left and self._next_job() is None
 
   def describe_pause(self, name: str) -> str:
     """Where a member pauses; empty if it is at the end or diverged."""
-    rung, loss = [(k, own[name]) for k, own in enumerate(self._losses) if name in own][-1]
+    rung = max(rung for rung, own in enumerate(self._losses) if name in own)
+    loss = self._losses[rung][name]
     if rung == len(self._steps) - 1 or loss == math.inf:
       return ""
     return f"paused at rung {rung}, step {self._steps[rung]}, loss {loss:.4f}"
@@ -143,52 +218,85 @@ class AsynchronousHalving:
     Waits for the results of others while there is nothing to do. A generator that is closed instead
     leaves its job to a restart of the run.
     """
-    while job := self._take():
-      name, rung = job
+    while True:
+      job = self._take()
+      if job is None:
+        return
       try:
-        yield name, self._steps[rung]
-        self._finish(name, rung)
+        yield job.name, self._steps[job.rung]
+        self._finish(job)
       finally:
         with self._changed:
           self._running.discard(job)
           self._changed.notify_all()
 
-  def _next_job(self) -> tuple[str, int] | None:
+  def _next_job(self) -> Job | None:
     return next_job(list(self._members), self._losses, self._reduction_factor)
 
-  def _take(self) -> tuple[str, int] | None:
+  def _take(self) -> Job | None:
+    """Start a job, once there is one; None if there will be none."""
     with self._changed:
-      while not (job := self._left[0] if self._left else self._next_job()):
+      while True:
+        if self._left:
+          job = self._left.pop(0)
+          break
+        job = self._next_job()
+        if job is not None:
+          self._log_start(job)
+          self._losses[job.rung][job.name] = None
+          break
         if not self._running:
           return None
         self._changed.wait()
-      name, rung = job
-      if self._left:
-        self._left.pop(0)
-      else:
-        self._log("promote" if rung else "start", name, rung, self._losses[rung - 1].get(name))
-        self._losses[rung][name] = None
       self._running.add(job)
       return job
 
-  def _finish(self, name: str, rung: int) -> None:
-    member, step = self._members[name], self._steps[rung]
+  def _log_start(self, job: Job) -> None:
+    """Log that a member starts, or that its loss at the rung below promotes it."""
+    if job.rung == 0:
+      self._log("start", job, None)
+    else:
+      self._log("promote", job, self._losses[job.rung - 1][job.name])
+
+  def _finish(self, job: Job) -> None:
+    """Record the loss of a member that a worker has trained.
+
+    Raises:
+      UserError: the member was not evaluated at the rung.
+    """
+    member = self._members[job.name]
+    step = self._steps[job.rung]
     member.find_step()
     loss = member.eval_losses.get(step)
     if loss is None and member.step > step:
       raise UserError(
-        f"member {name} is at step {member.step} and was not evaluated at step {step}, the rung "
-        "where it is compared: choose another run_name"
+        f"member {job.name} is at step {member.step} and was not evaluated at step {step}, the "
+        "rung where it is compared: choose another run_name"
       )
-    decision = "finish" if rung == len(self._steps) - 1 else "pause"
     with self._changed:
-      self._losses[rung][name] = math.inf if loss is None else loss
-      self._log("diverge" if loss is None else decision, name, rung, loss)
+      if loss is None:
+        self._losses[job.rung][job.name] = math.inf
+        self._log("diverge", job, None)
+      else:
+        is_last = job.rung == len(self._steps) - 1
+        self._losses[job.rung][job.name] = loss
+        self._log("finish" if is_last else "pause", job, loss)
 
-  def _log(self, decision: str, name: str, rung: int, result: float | None) -> None:
-    step, loss = self._steps[rung], "" if result is None else f", loss {result:.4f}"
-    self._report(f"{decision} {name}: rung {rung}, step {step}{loss}")
-    row = {"step": step, "member": name, "rung": rung, "decision": decision, "result": result}
+  def _log(self, decision: str, job: Job, result: float | None) -> None:
+    """Report a decision or a result, and write its row to the journal."""
+    step = self._steps[job.rung]
+    line = f"{decision} {job.name}: rung {job.rung}, step {step}"
+    if result is not None:
+      line += f", loss {result:.4f}"
+    self._report(line)
+    row = {
+      "step": step,
+      "member": job.name,
+      "rung": job.rung,
+      "decision": decision,
+      "result": result,
+      "time": time.time(),
+    }
     writer = JsonlWriter(self._path, self._steps[-1])
-    writer.write(row | {"time": time.time()})
+    writer.write(row)
     writer.close()

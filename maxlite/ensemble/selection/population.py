@@ -4,12 +4,11 @@ Source: Jaderberg et al., Population Based Training of Neural Networks (2017), w
 selection.
 """
 
-import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from rich.console import Console
 from maxlite.config import Config
 from maxlite.config.tuning import perturbations_of
 from maxlite.distributed.object_collectives import all_gather_object
+from maxlite.ensemble.engines.group_trees import take_row
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.writers import JsonlWriter, Writers
@@ -43,13 +43,25 @@ class Population:
     directory: Path,
     console: Console,
   ):
-    """Open the log in `directory`, and drop its rows from the current step on."""
-    self._period, self._fraction = cfg.ensemble.pbt_period, cfg.ensemble.pbt_fraction
-    self._seed, self._perturbations = cfg.run.init_weights_seed, perturbations_of(cfg.optimizer)
-    self._runs, self._console = runs, console
-    is_writer = jax.process_index() == 0
-    rows = [JsonlWriter(directory / LINEAGE, runs[0].step - 1)] if is_writer else []
-    self._lineage = Writers(rows)
+    """Open the log in `directory`, and drop its rows from the current step on.
+
+    Args:
+      cfg: the config of the ensemble.
+      runs: the members.
+      engine: that of the members, all of which are one group.
+      directory: the folder of the ensemble.
+      console: prints the exchanges.
+    """
+    self._period = cfg.ensemble.pbt_period
+    self._fraction = cfg.ensemble.pbt_fraction
+    self._seed = cfg.run.init_weights_seed
+    self._perturbations = perturbations_of(cfg.optimizer)
+    self._runs = runs
+    self._console = console
+    writers = []
+    if jax.process_index() == 0:
+      writers.append(JsonlWriter(directory / LINEAGE, runs[0].step - 1))
+    self._lineage = Writers(writers)
     self._copy = jax.jit(copy_members, out_shardings=engine.shardings, donate_argnums=0)
 
   def next_step(self, step: int) -> int:
@@ -74,51 +86,118 @@ class Population:
     (stacked,) = state
     before = process_allgather(hyperparameters(stacked.members.opt_state), tiled=True)
     donor_Z = np.arange(len(losses))
-    donor_Z[[*donors]] = [*donors.values()]
-    after = {key: values[donor_Z] for key, values in before.items()}
-    for z, (key, change) in itertools.product(donors, self._perturbations.items()):
-      after[key][z] = change(float(after[key][z]), draws[z].random())
+    for z, donor in donors.items():
+      donor_Z[z] = donor
+    after = self._perturbed(before, donor_Z, list(donors), draws)
     state = self._copy(state, donor_Z, after)
     for z, donor in donors.items():
-      row = {"step": step, "member": self._runs[z].name, "from": self._runs[donor].name}
-      row |= {"loss": losses[z], "from_loss": losses[donor]}
-      old, new = ({key: float(own[z]) for key, own in each.items()} for each in (before, after))
-      self._lineage.write(row | {"before": old, "after": new})
-      changes = "".join(f", {key} {old[key]:.3g} -> {new[key]:.3g}" for key in new)
-      self._console.print(
-        f"step {step}: {row['member']} (loss {losses[z]:.4f}) continues from {row['from']} "
-        f"({losses[donor]:.4f}){changes}"
+      copy = _Copy(
+        step=step,
+        member=self._runs[z].name,
+        donor=self._runs[donor].name,
+        loss=losses[z],
+        donor_loss=losses[donor],
+        before={key: float(values_Z[z]) for key, values_Z in before.items()},
+        after={key: float(values_Z[z]) for key, values_Z in after.items()},
       )
+      self._lineage.write(copy.row())
+      self._console.print(copy.describe())
     self._lineage.flush()
     return state
+
+  def _perturbed(
+    self,
+    before: Mapping[str, np.ndarray],
+    donor_Z: np.ndarray,
+    replaced: Sequence[int],
+    draws: Sequence[random.Random],
+  ) -> dict[str, np.ndarray]:
+    """The hyperparameters [Z] after an exchange: those of the donors, perturbed.
+
+    Args:
+      before: the hyperparameters [Z] before it.
+      donor_Z: for every member, the one that it copies; for one that is not replaced, itself.
+      replaced: the members that are replaced, whose hyperparameters are perturbed.
+      draws: by member, its random numbers.
+    """
+    after = {key: values_Z[donor_Z] for key, values_Z in before.items()}
+    for z in replaced:
+      for key, perturb in self._perturbations.items():
+        after[key][z] = perturb(float(after[key][z]), draws[z].random())
+    return after
 
   def close(self) -> None:
     self._lineage.close()
 
 
+class _Copy(NamedTuple):
+  """A member that continues from a copy of another one."""
+
+  step: int
+  member: str
+  donor: str
+  loss: float  # held-out [nats per token]; infinity if the member has none
+  donor_loss: float
+  before: dict[str, float]  # the member's hyperparameters
+  after: dict[str, float]
+
+  def row(self) -> dict[str, Any]:
+    """The row of `LINEAGE`."""
+    return {
+      "step": self.step,
+      "member": self.member,
+      "from": self.donor,
+      "loss": self.loss,
+      "from_loss": self.donor_loss,
+      "before": self.before,
+      "after": self.after,
+    }
+
+  def describe(self) -> str:
+    """The line on the console."""
+    changes = ""
+    for key, value in self.after.items():
+      changes += f", {key} {self.before[key]:.3g} -> {value:.3g}"
+    return (
+      f"step {self.step}: {self.member} (loss {self.loss:.4f}) continues from {self.donor} "
+      f"({self.donor_loss:.4f}){changes}"
+    )
+
+
 def choose_donors(
-  losses: Sequence[float], fraction: float, draws: Sequence[random.Random]
+  losses: Sequence[float],
+  fraction: float,
+  draws: Sequence[random.Random],
 ) -> dict[int, int]:
   """{replaced member: its donor}: of the worst, each with one of the best drawn at random.
 
   Nothing is replaced if there are no finite losses.
 
   Args:
-    losses: infinity for members without a finite one, which are the worst and no donors.
-    fraction: of the members that are replaced, at least one unless it is 0.
+    losses: by member; infinity for members without a finite loss, which are the worst and no
+      donors.
+    fraction: the share of the members that are replaced, at least one unless it is 0.
+    draws: by member, its random numbers.
   """
-  count = max(int(fraction * len(losses)), 1) if fraction else 0
-  order = sorted(range(len(losses)), key=losses.__getitem__)
-  best = [z for z in order[:count] if math.isfinite(losses[z])]
-  worst = order[len(order) - count :] if best else []
-  return {z: draws[z].choice(best) for z in worst}
+  if fraction == 0:
+    return {}
+  num_replaced = max(int(fraction * len(losses)), 1)
+  order = sorted(range(len(losses)), key=lambda z: losses[z])
+  best = [z for z in order[:num_replaced] if math.isfinite(losses[z])]
+  if not best:
+    return {}
+  donors = {}
+  for z in order[len(order) - num_replaced :]:
+    donors[z] = draws[z].choice(best)
+  return donors
 
 
 def ancestors(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
   """Per member, the one from whose initial weights its weights descend.
 
   Args:
-    rows: of `LINEAGE`.
+    names: the members.
+    rows: the rows of `LINEAGE`.
   """
   ancestor_of = {name: name for name in names}
   for row in rows:  # no donor is replaced at the same step
@@ -129,6 +208,7 @@ def ancestors(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[s
 def copy_members(state: list[Any], donor_Z: jax.Array, values: dict[str, jax.Array]) -> list[Any]:
   """The state whose member z has all of the former member donor_Z[z], but its own `values`."""
   (stacked,) = state
-  members = jax.tree.map(lambda leaf: leaf[donor_Z], stacked.members)
-  members = members.replace(opt_state=with_hyperparameters(members.opt_state, values))
+  members = take_row(stacked.members, donor_Z)
+  opt_state = with_hyperparameters(members.opt_state, values)
+  members = members.replace(opt_state=opt_state)
   return [stacked.replace(members=members)]

@@ -72,7 +72,7 @@ def assign_workers(
   if cores is None:
     cores = available_cores()
   if num_workers == 0:
-    num_workers = len(gpus) or len(cores)
+    num_workers = len(gpus) or len(cores) or os.cpu_count() or 1
   num_workers = min(num_workers, len(costs))
   memory_share = None
   if gpus:
