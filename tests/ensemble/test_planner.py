@@ -8,11 +8,6 @@ import optax
 import pytest
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.engines.submesh import SubmeshEngine, assign_lpt, split_devices
-from maxlite.ensemble.linen_members import build_programs
-from maxlite.ensemble.member import call_model
-from maxlite.ensemble.member_program import abstract_tree
 
 BATCH = np.ones((4, 3), np.float32)
 
@@ -53,23 +48,6 @@ def test_costs_come_from_shapes():
 def test_a_stack_over_devices_has_its_share_of_the_members_on_each():
   one, eight = (of(planned([MLP(512, 3)] * 8, n), "stacked") for n in (1, 8))
   assert one.state_bytes == 8 * eight.state_bytes
-
-
-def test_a_sub_mesh_builds_each_member_on_its_own_devices():
-  loss = lambda model, batch: jnp.mean(model(batch))
-  members = [Member(MLP(4), optax.sgd(0.1), seed=z, name=f"m{z}") for z in range(4)]
-  programs = build_programs(members, loss, call_model, BATCH)
-  built = []
-
-  def build(z, placement):
-    built.append((z, placement.devices))
-    return programs[z]
-
-  SubmeshEngine(EngineRequest(4, build, abstract_tree(BATCH), jax.devices()))
-  numbers, parts = zip(*built[-4:], strict=True)
-  assert numbers == (0, 1, 2, 3)
-  assert len(set(parts)) == 4
-  assert sum(map(len, parts)) == len(set().union(*parts))
 
 
 def test_many_small_members_of_one_shape_are_stacked():
@@ -126,17 +104,3 @@ def test_the_table_shows_every_strategy_and_why_one_is_unsupported():
   assert plan.reason in text
   assert all(e.strategy in text for e in plan.estimates)
   assert "it takes a device per member" in text
-
-
-def test_the_most_expensive_members_are_assigned_first():
-  assert assign_lpt([1, 5, 4, 3, 3], 2) == [1, 0, 1, 1, 0]
-  costs, places = [7, 1, 3, 2, 5, 4], assign_lpt([7, 1, 3, 2, 5, 4], 3)
-  loads = [sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(3)]
-  assert max(loads) <= 8
-
-
-@pytest.mark.parametrize(("members", "parts"), [(1, 1), (2, 2), (3, 2), (7, 4), (9, 8)])
-def test_devices_are_split_evenly(members, parts):
-  cut = split_devices(list(range(8)), members)
-  assert len(cut) == parts
-  assert [device for part in cut for device in part] == list(range(8))

@@ -14,6 +14,8 @@ from maxlite.ensemble.member import MemberFactory
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.step.train_state import TrainState
 
+Metrics = dict[str, jax.Array]  # by name
+
 # Operations of a step per array of parameters: a rough count, which suffices to rank strategies.
 OPERATIONS_PER_ARRAY = 30
 
@@ -29,12 +31,14 @@ class Placement(NamedTuple):
 class StackMetrics(NamedTuple):
   """What a step reports."""
 
-  common: dict[str, jax.Array]  # the scalars that all members report, {name: [Z]}
-  own: list[dict[str, jax.Array]]  # by member, all other metrics
+  common: Metrics  # the scalars that all members report, [Z]
+  own: list[Metrics]  # by member, all other metrics
 
-  def of_member(self, z: int) -> dict[str, jax.Array]:
+  def of_member(self, z: int) -> Metrics:
     """All that the step of member z reports."""
-    metrics = {name: values_Z[z] for name, values_Z in self.common.items()}
+    metrics = {}
+    for name, values_Z in self.common.items():
+      metrics[name] = values_Z[z]
     metrics.update(self.own[z])
     return metrics
 
@@ -249,26 +253,34 @@ def require_one_process(request: EngineRequest) -> None:
     raise UserError("it runs in one process; over several, use stacked or fused")
 
 
-def stack_common(
-  by_group: Sequence[dict[str, jax.Array]],
-  order_Z: Sequence[int],
-) -> dict[str, jax.Array]:
-  """{name: [Z]} of the scalars that all members have, in the order of the members.
+def stack_common(by_group: Sequence[Metrics], order_Z: Sequence[int]) -> Metrics:
+  """The scalars [Z] that all members have, in the order of the members.
 
   Args:
-    by_group: the metrics of every group, {name: [members of the group, ...]}.
+    by_group: the metrics of every group, [members of the group, ...].
     order_Z: for every member, its position in the concatenated groups.
   """
-  is_ordered = list(order_Z) == list(range(len(order_Z)))
+  num_members = len(order_Z)
+  is_ordered = list(order_Z) == list(range(num_members))
   common = {}
   for name in by_group[0]:
     values = [metrics[name] for metrics in by_group if name in metrics]
-    is_common = len(values) == len(by_group) and all(value.ndim == 1 for value in values)
-    if not is_common:
+    if len(values) < len(by_group):
       continue
-    joined_Z = values[0] if len(values) == 1 else jnp.concatenate(values)
-    if is_ordered:
-      common[name] = joined_Z
-    else:
-      common[name] = joined_Z[jnp.asarray(order_Z)]
+    if any(value.ndim != 1 for value in values):
+      continue
+    joined_Z = values[0]
+    if len(values) > 1:
+      joined_Z = jnp.concatenate(values)
+    if not is_ordered:
+      joined_Z = joined_Z[jnp.asarray(order_Z)]
+    common[name] = joined_Z
   return common
+
+
+def largest_divisor(number: int, limit: int) -> int:
+  """The largest divisor of `number` that is at most `limit`."""
+  for divisor in range(limit, 1, -1):
+    if number % divisor == 0:
+      return divisor
+  return 1

@@ -1,6 +1,6 @@
 """Parts of trees: parameters by path, and the entries of members along the first axis."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -9,20 +9,24 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 
-from maxlite.ensemble.engines.engine_base import StackMetrics, stack_common
+from maxlite.ensemble.engines.engine_base import Metrics, StackMetrics, stack_common
 
 
 def without_paths(params: Any, paths: frozenset[str]) -> Any:
   """The parameters except those at `paths`."""
-  flat = flatten_dict(params, sep="/")
-  kept = {path: leaf for path, leaf in flat.items() if path not in paths}
+  kept = {}
+  for path, leaf in flatten_dict(params, sep="/").items():
+    if path not in paths:
+      kept[path] = leaf
   return unflatten_dict(kept, sep="/")
 
 
 def only_paths(params: Any, paths: frozenset[str]) -> Any:
   """The parameters at `paths`."""
-  flat = flatten_dict(params, sep="/")
-  kept = {path: leaf for path, leaf in flat.items() if path in paths}
+  kept = {}
+  for path, leaf in flatten_dict(params, sep="/").items():
+    if path in paths:
+      kept[path] = leaf
   return unflatten_dict(kept, sep="/")
 
 
@@ -31,7 +35,10 @@ def merge_params(own: Any, shared: Any) -> Any:
   return unflatten_dict(flatten_dict(own) | flatten_dict(shared))
 
 
-def take_row(tree: Any, row: int | jax.Array | np.ndarray | list[int]) -> Any:
+Rows = int | list[int] | np.ndarray | jax.Array  # the number of an entry, or several numbers
+
+
+def take_row(tree: Any, row: Rows) -> Any:
   """Entry `row`, or the entries with these numbers, along the first axis of every array."""
   return jax.tree.map(lambda leaf: leaf[row], tree)
 
@@ -50,7 +57,7 @@ def behind_axis(sharding: NamedSharding, axis: str | None) -> NamedSharding:
   return NamedSharding(sharding.mesh, jax.P(axis, *sharding.spec))
 
 
-def join_metrics(by_member: Sequence[dict]) -> StackMetrics:
+def join_metrics(by_member: Sequence[Metrics]) -> StackMetrics:
   """The metrics of members in separate programs."""
   by_group = [stack_rows([metrics]) for metrics in by_member]
   common = stack_common(by_group, range(len(by_member)))
@@ -58,6 +65,6 @@ def join_metrics(by_member: Sequence[dict]) -> StackMetrics:
   return StackMetrics(common, own)
 
 
-def metrics_besides(common: Container[str], metrics: Mapping[str, Any]) -> dict[str, Any]:
+def metrics_besides(common: Container[str], metrics: Metrics) -> Metrics:
   """The metrics whose names are not in `common`."""
   return {name: value for name, value in metrics.items() if name not in common}

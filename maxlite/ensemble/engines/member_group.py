@@ -21,7 +21,7 @@ from flax.linen import meta
 from flax.traverse_util import flatten_dict
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.engines.engine_base import tree_bytes
+from maxlite.ensemble.engines.engine_base import Metrics, tree_bytes
 from maxlite.ensemble.engines.group_trees import (
   behind_axis,
   merge_params,
@@ -38,7 +38,7 @@ from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import GradientResult, step_key
 
 # (state of a member, result of its backward pass) -> (state, metrics)
-Update = Callable[[TrainState, GradientResult], tuple[TrainState, dict[str, jax.Array]]]
+Update = Callable[[TrainState, GradientResult], tuple[TrainState, Metrics]]
 
 
 @struct.dataclass
@@ -168,7 +168,7 @@ class MemberGroup:
       opt_state = tuple(opt_states)
     return GroupState(members.replace(opt_state=opt_state), shared)
 
-  def step(self, state: GroupState, batch: Any) -> tuple[GroupState, dict[str, jax.Array]]:
+  def step(self, state: GroupState, batch: Any) -> tuple[GroupState, Metrics]:
     """(state, {metric: [Z, ...]}) after a step of the phase that is due."""
     schedule = self.functions.schedule
     if schedule is None:
@@ -214,9 +214,9 @@ class MemberGroup:
 
   def check_shared(self, states: Sequence[TrainState]) -> None:
     """Raise UserError if the members' frozen parameters, of which one copy is held, differ."""
-    first = _flat(only_paths(states[0].params, self.shared_paths))
-    for program, state in zip(self.programs[1:], states[1:], strict=True):
-      others = _flat(only_paths(state.params, self.shared_paths))
+    first = self._flat_shared(states[0])
+    for program, state in zip(self.programs, states, strict=True):
+      others = self._flat_shared(state)
       for path, leaf in first.items():
         other = others[path]
         if leaf is not other and not _are_equal(leaf, other):
@@ -224,6 +224,11 @@ class MemberGroup:
             f"{path} is frozen and shared, but differs between {self.programs[0].name} and "
             f"{program.name}: train them as separate runs, or from one load_parameters_path"
           )
+
+  def _flat_shared(self, state: TrainState) -> dict[str, Any]:
+    """By path, the parameters of a solo state that the group holds once."""
+    shared = only_paths(state.params, self.shared_paths)
+    return flatten_dict(shared, sep="/")
 
   def held(self, state: GroupState) -> Any:
     """The parameters of which the group holds one copy for all members."""
@@ -296,7 +301,7 @@ class MemberGroup:
     index: int,
     state: GroupState,
     batch: Any,
-  ) -> tuple[GroupState, dict[str, jax.Array]]:
+  ) -> tuple[GroupState, Metrics]:
     """A step of the phase with this index."""
     result = self.gradients(state, batch, index)
     if self.has_one_optimizer:
@@ -310,10 +315,7 @@ class MemberGroup:
   def _update_of(self, functions: MemberFunctions, index: int, shared: Any) -> Update:
     """The update of one member, whose state lacks the shared parameters."""
 
-    def update(
-      state: TrainState,
-      result: GradientResult,
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(state: TrainState, result: GradientResult) -> tuple[TrainState, Metrics]:
       whole = self._with_shared(state, shared)
       new_state, metrics = functions.phases[index].update(whole, result)
       return self._without_shared(new_state), metrics
@@ -325,7 +327,7 @@ class MemberGroup:
     index: int,
     state: GroupState,
     result: GradientResult,
-  ) -> tuple[TrainState, dict[str, jax.Array]]:
+  ) -> tuple[TrainState, Metrics]:
     """The updates of members whose optimizers are different functions."""
     opt_states = state.members.opt_state
     without_optimizer = state.members.replace(opt_state=None)
@@ -410,11 +412,6 @@ def _shared_paths(programs: Sequence[MemberProgram], functions: MemberFunctions)
   if len(bases) > 1 or None in bases:
     return frozenset()
   return functions.frozen
-
-
-def _flat(params: Any) -> dict[str, Any]:
-  """The parameters by path."""
-  return flatten_dict(params, sep="/")
 
 
 def _are_equal(left: Any, right: Any) -> bool:

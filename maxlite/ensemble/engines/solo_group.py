@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from maxlite.ensemble.engines.engine_base import Metrics
 from maxlite.ensemble.engines.group_trees import stack_rows, take_row
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.step.train_state import TrainState
@@ -29,7 +28,7 @@ class SoloGroup:
   def init(self, params: Any = None) -> TrainState:
     return self.functions.init(self.programs[0].seed_array, params)
 
-  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     if self._own_batches:
       batch = take_row(batch, 0)
     state, metrics = self.functions.step(state, batch)

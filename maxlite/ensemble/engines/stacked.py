@@ -6,7 +6,7 @@ group of one member runs the program of its solo run unchanged.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
   MemberCost,
+  Metrics,
   Placement,
   StackMetrics,
   StepCost,
+  largest_divisor,
   stack_common,
   total_cost,
   tree_bytes,
@@ -34,6 +36,22 @@ from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.step.train_state import TrainState
+
+
+class _Place(NamedTuple):
+  """Where a member is."""
+
+  group: int  # the number of its group
+  row: int  # its position in the group
+
+
+def _places(groups: Sequence[Sequence[int]]) -> list[_Place]:
+  """The place of every member, from the members of each group."""
+  place_of = {}
+  for number, members in enumerate(groups):
+    for row, z in enumerate(members):
+      place_of[z] = _Place(number, row)
+  return [place_of[z] for z in range(len(place_of))]
 
 
 class StackedEngine(EnsembleEngine):
@@ -59,6 +77,7 @@ class StackedEngine(EnsembleEngine):
     self.groups = [self._build_group(group) for group in groups]
     self._placement = StackPlacement(self.groups, mesh)
     self._order_Z = np.argsort(np.concatenate(groups)).tolist()
+    self._places = _places(groups)
     self.shardings = [self._placement.state(group) for group in self.groups]
     batch_sharding = self._placement.batch(request.own_batches)
     results = self._placement.replicated if request.spans_processes else None
@@ -115,41 +134,35 @@ class StackedEngine(EnsembleEngine):
 
   def take(self, state: list[Any], z: int) -> TrainState:
     """The solo state of member z: copies, since the next step donates the state."""
-    number, _ = self._place_of(z)
-    held = _copy(self.groups[number].held(state[number]))
-    return self._take_with_held(state, z, held)
+    number = self._places[z].group
+    held = self.groups[number].held(state[number])
+    return self._take_with_held(state, z, _copy(held))
 
   def unpack(self, state: list[Any]) -> list[TrainState]:
     """The solo states of all members, which share one copy of what their group holds once.
 
     A stack over devices is gathered once for all of them.
     """
-    held = [_copy(group.held(own)) for group, own in zip(self.groups, state, strict=True)]
+    held = []
     gathered = []
-    for own, sharding in zip(state, self._gathered_shardings, strict=True):
+    for group, own, sharding in zip(self.groups, state, self._gathered_shardings, strict=True):
+      held.append(_copy(group.held(own)))
       if sharding is None:
         gathered.append(own)
       else:
         gather = jax.jit(_copy, out_shardings=sharding)
         gathered.append(gather(own))
     states = []
-    for z in range(len(self.programs)):
-      number, _ = self._place_of(z)
-      states.append(self._take_with_held(gathered, z, held[number]))
+    for z, place in enumerate(self._places):
+      states.append(self._take_with_held(gathered, z, held[place.group]))
     return states
 
   def _take_with_held(self, state: list[Any], z: int, held: Any) -> TrainState:
     """The solo state of member z, with a copy of what its group holds once."""
-    number, row = self._place_of(z)
-    own = self._take[number](state[number], row)
+    number, row = self._places[z]
+    take_row_of_group = self._take[number]
+    own = take_row_of_group(state[number], row)
     return self.groups[number].with_held(own, held)
-
-  def _place_of(self, z: int) -> tuple[int, int]:
-    """(number of the group, row in it) of a member."""
-    for number, group in enumerate(self.indices):
-      if z in group:
-        return number, group.index(z)
-    raise IndexError(z)
 
   def _jit_take(self, group: MemberGroup | SoloGroup) -> Callable[[Any, int], TrainState]:
     """The solo state of a row; one program for all rows where they have one optimizer."""
@@ -167,11 +180,7 @@ class StackedEngine(EnsembleEngine):
 
   def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
     by_group = self._predict_groups(state, inputs, method=method)
-    results = []
-    for z in range(len(self.programs)):
-      number, row = self._place_of(z)
-      results.append(take_row(by_group[number], row))
-    return results
+    return [take_row(by_group[place.group], place.row) for place in self._places]
 
   def place(self, batch: Any, *, own_batches: bool = False) -> Any:
     if not self.request.spans_processes:
@@ -234,14 +243,13 @@ class StackedEngine(EnsembleEngine):
       metrics.append(self._placement.on_all_devices(own_metrics))
     return new_states, self._join(metrics)
 
-  def _join(self, by_group: list[dict[str, jax.Array]]) -> StackMetrics:
+  def _join(self, by_group: list[Metrics]) -> StackMetrics:
     """The metrics of all members from the stacked metrics of every group."""
     common = stack_common(by_group, self._order_Z)
     own = []
-    for z in range(len(self.programs)):
-      number, row = self._place_of(z)
-      others = metrics_besides(common, by_group[number])
-      own.append(take_row(others, row))
+    for place in self._places:
+      others = metrics_besides(common, by_group[place.group])
+      own.append(take_row(others, place.row))
     return StackMetrics(common, own)
 
   def _predict(self, state: list[Any], inputs: Any, method: str) -> list[Any]:
@@ -263,10 +271,11 @@ class StackedEngine(EnsembleEngine):
     orders and wait for each other forever: there, each group waits for the results of the one
     before it.
     """
-    in_order = self.request.spread and self.request.devices[0].platform == "cpu"
+    platform = self.request.devices[0].platform
+    in_order = self.request.spread and platform == "cpu"
     results: list[Any] = []
-    for group, function in enumerate(functions):
-      operands = states[group], inputs[group]
+    for function, state, own_inputs in zip(functions, states, inputs, strict=True):
+      operands = (state, own_inputs)
       if results and in_order:
         operands, _ = jax.lax.optimization_barrier((operands, results[-1]))
       results.append(function(*operands))
@@ -335,8 +344,9 @@ def build_stacked(request: EngineRequest) -> StackedEngine:
     raise NotAlikeError(describe_difference(programs[0], programs[first_other]))
   mesh = None
   if len(placement.devices) > 1 and programs[0].functions.sharder is None:
+    devices = np.array(placement.devices)
     shape = (placement.num_parts, placement.copies)
-    mesh = Mesh(np.array(placement.devices).reshape(shape), ("ensemble", "copy"))
+    mesh = Mesh(devices.reshape(shape), ("ensemble", "copy"))
   return StackedEngine(request, programs, groups, mesh)
 
 
@@ -357,7 +367,7 @@ def _member_placement(request: EngineRequest) -> Placement:
   Devices of other processes that are left over repeat a member, because all processes take part.
   """
   num_devices = len(request.devices)
-  num_parts = max(n for n in range(1, num_devices + 1) if request.num_members % n == 0)
+  num_parts = largest_divisor(request.num_members, num_devices)
   copies = 1
   if request.spans_processes:
     copies = num_devices // num_parts

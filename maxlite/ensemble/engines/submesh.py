@@ -16,11 +16,14 @@ from maxlite.ensemble.engines.engine_base import (
   Placement,
   StackMetrics,
   StepCost,
+  largest_divisor,
   require_one_process,
 )
 from maxlite.ensemble.engines.group_trees import join_metrics, take_row
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
+
+Method = Callable[[Any, Any], Any]  # (state, inputs) -> result
 
 
 class SubmeshEngine(EnsembleEngine):
@@ -31,7 +34,7 @@ class SubmeshEngine(EnsembleEngine):
     require_one_process(request)
     parts = split_devices(request.devices, request.num_members)
     placements = [Placement(tuple(part)) for part in parts]
-    on_first_part = [request.program(z, placements[0]) for z in range(request.num_members)]
+    on_first_part = request.build(placements[0])
     super().__init__(request, on_first_part)
     self.part_of = [0] * request.num_members
     if len(parts) > 1:
@@ -48,7 +51,7 @@ class SubmeshEngine(EnsembleEngine):
       self._state_shardings.append(program.functions.shardings or device)
     self._first_device = SingleDeviceSharding(request.devices[0])
     self._join = jax.jit(join_metrics)
-    self._jitted_methods: dict[str, list[Callable[[Any, Any], Any]]] = {}
+    self._jitted_methods: dict[str, list[Method]] = {}
 
   @functools.cached_property
   def _steps(self) -> list[jax.stages.Compiled]:
@@ -82,7 +85,7 @@ class SubmeshEngine(EnsembleEngine):
     by_key = dict(zip(firsts, compiled, strict=True))
     return [by_key[key] for key in keys]
 
-  def _jitted(self, method: str) -> list[Callable[[Any, Any], Any]]:
+  def _jitted(self, method: str) -> list[Method]:
     """Every member's function of this name, compiled on its first call."""
     if method not in self._jitted_methods:
       functions = [getattr(program.functions, method) for program in self.programs]
@@ -109,8 +112,8 @@ class SubmeshEngine(EnsembleEngine):
       return init.lower(program.seed_array, params[z])
 
     states = []
-    for z, init in enumerate(self._compiled(lower)):
-      states.append(init(self.programs[z].seed_array, params[z]))
+    for init, program, own in zip(self._compiled(lower), self.programs, params, strict=True):
+      states.append(init(program.seed_array, own))
     return states
 
   def step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
@@ -155,11 +158,13 @@ class SubmeshEngine(EnsembleEngine):
 
 def split_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:
   """Split devices into equal parts, as many as divide them and at most one per member."""
-  num_parts = max(n for n in range(1, num_members + 1) if len(devices) % n == 0)
-  size = len(devices) // num_parts
+  num_devices = len(devices)
+  num_parts = largest_divisor(num_devices, num_members)
+  size = num_devices // num_parts
   parts = []
-  for start in range(0, len(devices), size):
-    parts.append(devices[start : start + size])
+  for start in range(0, num_devices, size):
+    end = start + size
+    parts.append(devices[start:end])
   return parts
 
 
@@ -172,7 +177,8 @@ def assign_lpt(costs: Sequence[float], num_parts: int) -> list[int]:
   """
   cost_of_part = [0.0] * num_parts
   part_of = [0] * len(costs)
-  for z in sorted(range(len(costs)), key=lambda z: -costs[z]):
+  by_decreasing_cost = sorted(range(len(costs)), key=lambda z: -costs[z])
+  for z in by_decreasing_cost:
     cheapest = cost_of_part.index(min(cost_of_part))
     part_of[z] = cheapest
     cost_of_part[cheapest] += costs[z]

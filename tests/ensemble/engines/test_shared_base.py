@@ -16,7 +16,11 @@ from test_ensemble_run import ONE_EACH, TOLERANCE, Output, config, rows_of, star
 from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.engines.engine_base import tree_bytes
+from maxlite.ensemble.engines.engine_base import EngineRequest, tree_bytes
+from maxlite.ensemble.engines.stacked import StackedEngine, build_stacked
+from maxlite.ensemble.linen_members import build_programs
+from maxlite.ensemble.member import call_model
+from maxlite.ensemble.member_program import abstract_tree
 from maxlite.runs.run import run_training
 
 WIDTH = 16
@@ -61,6 +65,18 @@ def members(count: int) -> list[Member]:
     )
     for z in range(count)
   ]
+
+
+def stacked_engine(members: list[Member]) -> StackedEngine:
+  """The engine of an ensemble of the members on one device."""
+  programs = build_programs(members, loss, call_model, BATCH, base())
+  request = EngineRequest(
+    num_members=len(programs),
+    program=lambda z, _: programs[z],
+    batch=abstract_tree(BATCH),
+    devices=jax.devices()[:1],
+  )
+  return build_stacked(request)
 
 
 def solo_run(member: Member, num_steps: int) -> tuple[list[float], dict]:
@@ -113,7 +129,8 @@ def test_the_base_is_held_once():
     # The trained parameters, two moments, and a few numbers per member.
     most = tree_bytes(base()) + count * (3 * trained + 64)
     assert tree_bytes(state) <= most
-    step = ensemble._engine.step.lower(state, BATCH).compile()
+    engine = stacked_engine(ensemble.members)
+    step = engine.step.lower(state, BATCH).compile()
     assert step.memory_analysis().argument_size_in_bytes <= most + BATCH.nbytes
 
 

@@ -25,8 +25,9 @@ from families import (
 
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.linen_members import build_programs
-from maxlite.ensemble.member_program import variables_of
+from maxlite.ensemble.member_program import abstract_tree, variables_of
 from maxlite.kernels.xla_cpu import jit_init
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
@@ -127,7 +128,16 @@ def test_members_that_are_not_stacked_are_bitwise_equal(strategy, num_devices):
 def test_members_on_several_devices_communicate_once_per_metric():
   """Not once per member."""
   trained = together("hyperparameters", "stacked", 8)
-  step = trained.ensemble._engine.step.lower(trained.state, batch(0))
+  programs = build_programs(trained.ensemble.members, loss, predict, batch(0))
+  request = EngineRequest(
+    num_members=len(programs),
+    program=lambda z, _: programs[z],
+    batch=abstract_tree(batch(0)),
+    devices=jax.devices(),
+  )
+  engine = ENSEMBLE_STRATEGIES["stacked"](request)
+  with jax.numpy_dtype_promotion("standard"):
+    step = engine.step.lower(trained.state, batch(0))
   kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
   found = re.findall(rf" (?:{kinds})(?:-start)?\(", step.compile().as_text())
   assert 0 < len(found) <= len(step.out_info[1].common)
