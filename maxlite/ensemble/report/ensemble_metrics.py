@@ -8,8 +8,8 @@ finite.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from maxlite.config.errors import UserError
 from maxlite.data.batch import Batch
 from maxlite.metrics.step_row import bits_per_byte
 
-NUM_BINS = 15  # of confidence, as in Guo et al. 2017
+NUM_BINS = 15  # bins of confidence, as in Guo et al. 2017
 LOSS_TEMPERATURE = 0.1  # [nats per token] a member worse by this has 1/e of the weight
-GREEDY_ROUNDS = 50
+GREEDY_ROUNDS = 50  # rounds of greedy selection, each of which adds a member
 
 
 def mean_of_probabilities(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
@@ -32,13 +32,15 @@ def mean_of_probabilities(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.A
   """
   share_Z = weight_Z / jnp.sum(weight_Z)
 
-  def add(sum_TV: jax.Array, member: tuple) -> tuple:
+  def add(sum_TV: jax.Array, member: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
     share, log_prob_TV = member
-    return jnp.where(share > 0, jnp.logaddexp(sum_TV, jnp.log(share) + log_prob_TV), sum_TV), None
+    with_member_TV = jnp.logaddexp(sum_TV, jnp.log(share) + log_prob_TV)
+    return jnp.where(share > 0, with_member_TV, sum_TV), None
 
   # A scan over members: on XLA:CPU, a logsumexp over the first axis takes 300 times as long.
   zero_TV = jnp.full_like(log_prob_ZTV[0], -jnp.inf)
-  return jax.lax.scan(add, zero_TV, (share_Z, log_prob_ZTV))[0]
+  sum_TV, _ = jax.lax.scan(add, zero_TV, (share_Z, log_prob_ZTV))
+  return sum_TV
 
 
 def mean_of_logits(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
@@ -49,8 +51,10 @@ def mean_of_logits(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.Array:
 
   Source: Heskes 1998, Selecting weighting factors in logarithmic opinion pools, section 2.
   """
-  share_Z = (weight_Z / jnp.sum(weight_Z))[:, None, None]
-  mean_TV = jnp.sum(jnp.where(share_Z > 0, share_Z * log_prob_ZTV, 0), axis=0)
+  share_Z = weight_Z / jnp.sum(weight_Z)
+  share_Z11 = share_Z[:, None, None]
+  weighted_ZTV = jnp.where(share_Z11 > 0, share_Z11 * log_prob_ZTV, 0)
+  mean_TV = jnp.sum(weighted_ZTV, axis=0)
   return jax.nn.log_softmax(mean_TV, axis=-1)
 
 
@@ -78,11 +82,14 @@ def loss_weights(nll_Z: jax.Array, temperature: float) -> jax.Array:
   """
   if not temperature > 0:
     raise UserError(f"temperature={temperature} of the members' weights must be above 0")
-  return jax.nn.softmax(jnp.where(jnp.isfinite(nll_Z), -nll_Z / temperature, -jnp.inf))
+  logit_Z = jnp.where(jnp.isfinite(nll_Z), -nll_Z / temperature, -jnp.inf)
+  return jax.nn.softmax(logit_Z)
 
 
 def greedy_weights(
-  target_log_prob_ZT: jax.Array, weight_T: jax.Array, num_rounds: int
+  target_log_prob_ZT: jax.Array,
+  weight_T: jax.Array,
+  num_rounds: int,
 ) -> jax.Array:
   """weight_Z of greedy selection with replacement for the mean of probabilities, with sum 1.
 
@@ -94,7 +101,10 @@ def greedy_weights(
   """
   share_T = weight_T / jnp.sum(weight_T)
 
-  def add_one(log_sum_T, size):
+  def add_one(
+    log_sum_T: jax.Array,
+    size: jax.Array,
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     log_sum_ZT = jnp.logaddexp(log_sum_T[None], target_log_prob_ZT)
     nll_ZT = jnp.where(share_T > 0, jnp.log(size) - log_sum_ZT, 0)
     nll_Z = jnp.sum(share_T[None] * nll_ZT, axis=-1)
@@ -111,7 +121,9 @@ def greedy_weights(
 
 
 def score_sums(
-  log_prob_TV: jax.Array, target_T: jax.Array, weight_T: jax.Array
+  log_prob_TV: jax.Array,
+  target_T: jax.Array,
+  weight_T: jax.Array,
 ) -> dict[str, jax.Array]:
   """Sums over tokens of a prediction's scores, which add up over batches; see `mean_scores`.
 
@@ -127,15 +139,22 @@ def score_sums(
   is_target_TV = jax.nn.one_hot(target_T, log_prob_TV.shape[-1], dtype=jnp.float32)
   log_prob_T = jnp.take_along_axis(log_prob_TV, target_T[:, None], axis=-1)[:, 0]
   correct_T = (jnp.argmax(log_prob_TV, axis=-1) == target_T).astype(jnp.float32)
+  brier_T = jnp.sum(jnp.square(prob_TV - is_target_TV), axis=-1)
   confidence_T = jnp.max(prob_TV, axis=-1)
-  bin_T = jnp.clip(jnp.ceil(confidence_T * NUM_BINS) - 1, 0, NUM_BINS - 1).astype(jnp.int32)
-  total = lambda values_T: jnp.sum(_weighted(values_T, weight_T))
-  per_bin = lambda values_T: jnp.bincount(bin_T, _weighted(values_T, weight_T), length=NUM_BINS)
+  bin_T = jnp.ceil(confidence_T * NUM_BINS) - 1
+  bin_T = jnp.clip(bin_T, 0, NUM_BINS - 1).astype(jnp.int32)
+
+  def total(values_T: jax.Array) -> jax.Array:
+    return jnp.sum(_weighted(values_T, weight_T))
+
+  def per_bin(values_T: jax.Array) -> jax.Array:
+    return jnp.bincount(bin_T, _weighted(values_T, weight_T), length=NUM_BINS)
+
   return {
     "weight": jnp.sum(weight_T),
     "nll": total(-log_prob_T),
     "correct": total(correct_T),
-    "brier": total(jnp.sum(jnp.square(prob_TV - is_target_TV), axis=-1)),
+    "brier": total(brier_T),
     "bin_weight": per_bin(jnp.ones_like(confidence_T)),
     "bin_confidence": per_bin(confidence_T),
     "bin_correct": per_bin(correct_T),
@@ -155,7 +174,8 @@ def disagreement_sums(log_prob_ZTV: jax.Array, weight_T: jax.Array) -> dict[str,
   """
   num_members = len(log_prob_ZTV)
   vote_ZT = jnp.argmax(log_prob_ZTV, axis=-1)
-  num_differ_T = jnp.sum(vote_ZT[:, None] != vote_ZT[None], axis=(0, 1)).astype(jnp.float32)
+  differ_ZZT = vote_ZT[:, None] != vote_ZT[None]
+  num_differ_T = jnp.sum(differ_ZZT, axis=(0, 1)).astype(jnp.float32)
   mean_TV = mean_of_probabilities(log_prob_ZTV, uniform_weights(num_members))
   prob_ZTV = jnp.exp(log_prob_ZTV)
   divergence_ZTV = jnp.where(prob_ZTV > 0, prob_ZTV * (log_prob_ZTV - mean_TV[None]), 0)
@@ -185,17 +205,34 @@ def mean_scores(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
   Raises:
     UserError: no token has a weight.
   """
-  totals = {name: np.asarray(value, np.float64) for name, value in sums.items()}
+  totals = _in_float64(sums)
   if not totals["weight"] > 0:
     raise UserError("no held-out token to score: give more held-out data")
   if "nll" in totals:
     totals["accuracy"] = totals["correct"]
     totals["ece"] = np.abs(totals["bin_correct"] - totals["bin_confidence"]).sum()
-  names = ("nll", "accuracy", "brier", "ece", "disagreement", "mutual_information")
-  means = {name: float(totals[name] / totals["weight"]) for name in names if name in totals}
+  means = {}
+  for name in ("nll", "accuracy", "brier", "ece", "disagreement", "mutual_information"):
+    if name in totals:
+      means[name] = float(totals[name] / totals["weight"])
   if "nll" in totals and num_bytes:
     means["bits_per_byte"] = bits_per_byte(float(totals["nll"]), num_bytes)
   return means
+
+
+class _Combination(NamedTuple):
+  """A way to combine the members' predictions."""
+
+  how: str  # a name of COMBINATIONS
+  weight_Z: jax.Array
+
+
+class _Predictions(NamedTuple):
+  """The members' predictions for the tokens of a batch, on one device."""
+
+  log_prob_ZTV: jax.Array
+  target_T: jax.Array
+  weight_T: jax.Array
 
 
 def score_combinations(
@@ -211,72 +248,127 @@ def score_combinations(
   Args:
     predict: per member, log-probabilities [B, T, V] of a batch's targets.
     batches: iterates over the same batches on every call.
+    num_bytes_V: bytes of text of every token of the vocabulary.
   """
-  is_single = sum(1 for _ in batches()) < 2
+  num_batches = sum(1 for _ in batches())
+  is_single = num_batches < 2
   step = 1 if is_single else 2
-  weights = _choose_weights(predict, itertools.islice(batches(), 0, None, step), is_single)
-  totals: dict[str, dict] = {}
+  chosen_on = itertools.islice(batches(), 0, None, step)
+  scored_on = itertools.islice(batches(), step - 1, None, step)
+  combinations = _choose_combinations(predict, chosen_on, is_single)
+  totals: dict[str, dict[str, np.ndarray]] = {name: {} for name in combinations}
+  disagreement_totals: dict[str, np.ndarray] = {}
   num_bytes = 0.0
-  for batch in itertools.islice(batches(), step - 1, None, step):
-    log_prob_ZTV, target_T, weight_T = _flatten_rows(predict(batch), batch)
-    counted_BT = np.asarray(batch.weight_BT) > 0
-    num_bytes += float(np.sum(num_bytes_V[np.asarray(batch.targets_BT)][counted_BT]))
-    for name, (how, weight_Z) in weights.items():
-      _add(totals, name, _score(how, log_prob_ZTV, weight_Z, target_T, weight_T))
-    _add(totals, "disagreement", _disagreement(log_prob_ZTV, weight_T))
-  disagreement = mean_scores(totals.pop("disagreement"), 0.0)
-  return {name: sums | mean_scores(sums, num_bytes) | disagreement for name, sums in totals.items()}
+  for batch in scored_on:
+    predictions = _predictions(predict, batch)
+    num_bytes += _count_bytes(batch, num_bytes_V)
+    for name, combination in combinations.items():
+      sums = _score(
+        combination.how,
+        predictions.log_prob_ZTV,
+        combination.weight_Z,
+        predictions.target_T,
+        predictions.weight_T,
+      )
+      _add(totals[name], sums)
+    sums = _disagreement(predictions.log_prob_ZTV, predictions.weight_T)
+    _add(disagreement_totals, sums)
+  disagreement = mean_scores(disagreement_totals, 0.0)
+  scores = {}
+  for name, sums in totals.items():
+    scores[name] = sums | mean_scores(sums, num_bytes) | disagreement
+  return scores
 
 
-def _choose_weights(
-  predict: Callable, batches: Iterator[Batch], is_single: bool
-) -> dict[str, tuple[str, jax.Array]]:
-  """{name: (how to combine, weight_Z)}"""
-  target_ZT, weight_T = [], []
+def _count_bytes(batch: Batch, num_bytes_V: np.ndarray) -> float:
+  """Bytes of text of the targets that have a weight."""
+  is_counted_BT = np.asarray(batch.weight_BT) > 0
+  num_bytes_BT = num_bytes_V[np.asarray(batch.targets_BT)]
+  return float(np.sum(num_bytes_BT[is_counted_BT]))
+
+
+def _choose_combinations(
+  predict: Callable[[Batch], list[jax.Array]],
+  batches: Iterable[Batch],
+  is_single: bool,
+) -> dict[str, _Combination]:
+  """The combinations by name, with weights that are chosen on these batches.
+
+  Args:
+    is_single: whether the only batch is also the one that is scored. Then weights other than those
+      of the best member are not chosen.
+  """
+  target_log_probs = []
+  weights = []
   for batch in batches:
-    log_prob_ZTV, target, weight = _flatten_rows(predict(batch), batch)
-    target_ZT.append(_target_log_probs(log_prob_ZTV, target))
-    weight_T.append(weight)
-  target_ZT, weight_T = jnp.concatenate(target_ZT, axis=1), jnp.concatenate(weight_T)
-  nll_Z = -jnp.sum(target_ZT * weight_T[None], axis=1) / jnp.sum(weight_T)
-  equal_Z = uniform_weights(target_ZT.shape[0])
-  best_Z = jax.nn.one_hot(jnp.nanargmin(nll_Z), target_ZT.shape[0])
-  weights = {
-    "best member": ("probabilities", best_Z),
-    "mean of probabilities": ("probabilities", equal_Z),
-    "mean of logits": ("logits", equal_Z),
+    predictions = _predictions(predict, batch)
+    target_log_probs.append(_target_log_probs(predictions.log_prob_ZTV, predictions.target_T))
+    weights.append(predictions.weight_T)
+  target_log_prob_ZT = jnp.concatenate(target_log_probs, axis=1)
+  weight_T = jnp.concatenate(weights)
+  num_members = len(target_log_prob_ZT)
+  nll_Z = -jnp.sum(target_log_prob_ZT * weight_T[None], axis=1) / jnp.sum(weight_T)
+  best_Z = jax.nn.one_hot(jnp.nanargmin(nll_Z), num_members)
+  equal_Z = uniform_weights(num_members)
+  combinations = {
+    "best member": _Combination("probabilities", best_Z),
+    "mean of probabilities": _Combination("probabilities", equal_Z),
+    "mean of logits": _Combination("logits", equal_Z),
   }
-  if not is_single:
-    weights["weighted by held-out loss"] = ("probabilities", loss_weights(nll_Z, LOSS_TEMPERATURE))
-    chosen_Z = greedy_weights(target_ZT, weight_T, GREEDY_ROUNDS)
-    weights["greedy selection"] = ("probabilities", chosen_Z)
-  return weights
+  if is_single:
+    return combinations
+  by_loss_Z = loss_weights(nll_Z, LOSS_TEMPERATURE)
+  combinations["weighted by held-out loss"] = _Combination("probabilities", by_loss_Z)
+  greedy_Z = greedy_weights(target_log_prob_ZT, weight_T, GREEDY_ROUNDS)
+  combinations["greedy selection"] = _Combination("probabilities", greedy_Z)
+  return combinations
 
 
-def _flatten_rows(
-  log_prob: Sequence[jax.Array], batch: Batch
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """(log_prob_ZTV, target_T, weight_T) with all rows concatenated, on one device."""
+def _predictions(predict: Callable[[Batch], list[jax.Array]], batch: Batch) -> _Predictions:
+  """The members' predictions for a batch, with all rows concatenated."""
   # It waits: simulated devices that gather several batches at the same time deadlock.
-  stacked = np.stack([own.reshape(-1, own.shape[-1]) for own in jax.device_get(log_prob)])
-  return jnp.asarray(stacked), jnp.ravel(batch.targets_BT), jnp.ravel(batch.weight_BT)
+  on_host = jax.device_get(predict(batch))
+  by_member = []
+  for log_prob_BTV in on_host:
+    vocab_size = log_prob_BTV.shape[-1]
+    by_member.append(log_prob_BTV.reshape(-1, vocab_size))
+  return _Predictions(
+    log_prob_ZTV=jnp.asarray(np.stack(by_member)),
+    target_T=jnp.ravel(batch.targets_BT),
+    weight_T=jnp.ravel(batch.weight_BT),
+  )
 
 
 @jax.jit
 def _target_log_probs(log_prob_ZTV: jax.Array, target_T: jax.Array) -> jax.Array:
+  """Each member's log-probabilities [Z, T] of the targets."""
   return jnp.take_along_axis(log_prob_ZTV, target_T[None, :, None], axis=2)[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(how, log_prob_ZTV, weight_Z, target_T, weight_T) -> dict:
-  return score_sums(COMBINATIONS[how](log_prob_ZTV, weight_Z), target_T, weight_T)
+def _score(
+  how: str,
+  log_prob_ZTV: jax.Array,
+  weight_Z: jax.Array,
+  target_T: jax.Array,
+  weight_T: jax.Array,
+) -> dict[str, jax.Array]:
+  """The `score_sums` of a combination, by its name in COMBINATIONS."""
+  log_prob_TV = COMBINATIONS[how](log_prob_ZTV, weight_Z)
+  return score_sums(log_prob_TV, target_T, weight_T)
 
 
 _disagreement = jax.jit(disagreement_sums)
 
 
-def _add(totals: dict[str, dict], name: str, sums: dict) -> None:
-  """Add in float64 on the host: float32 cannot count beyond 2**24 tokens."""
-  exact = {key: np.asarray(value, np.float64) for key, value in jax.device_get(sums).items()}
-  before = totals.get(name)
-  totals[name] = exact if before is None else {key: before[key] + exact[key] for key in exact}
+def _add(totals: dict[str, np.ndarray], sums: Mapping[str, Any]) -> None:
+  """Add sums to totals in float64 on the host: float32 cannot count beyond 2**24 tokens."""
+  for name, value in _in_float64(jax.device_get(sums)).items():
+    if name in totals:
+      totals[name] = totals[name] + value
+    else:
+      totals[name] = value
+
+
+def _in_float64(sums: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  return {name: np.asarray(value, np.float64) for name, value in sums.items()}

@@ -1,13 +1,12 @@
 """The results of all members: members.jsonl, and the leaderboard on the console and in Markdown."""
 
 import dataclasses
-import functools
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -19,18 +18,28 @@ from maxlite.config.raw_values import show
 LEADERBOARD = "leaderboard.md"  # in the folder of an ensemble; written last
 NO_VALUE = "-"
 MAX_VALUE_LENGTH = 40  # characters of an override on a console
-# Title, title on a console, and justification of every column.
+
+
+class _Column(NamedTuple):
+  """A column of the leaderboard."""
+
+  title: str
+  short_title: str  # on a console
+  is_left: bool = False  # whether its cells are justified to the left
+  wraps: bool = False  # whether long cells take several lines on a console
+
+
 COLUMNS = (
-  ("rank", "rank", "right"),
-  ("member", "member", "left"),
-  ("overrides", "overrides", "left"),
-  ("parameters", "params", "right"),
-  ("final loss", "final", "right"),
-  ("best loss", "best", "right"),
-  ("tokens/s", "tokens/s", "right"),
-  ("status", "status", "left"),
+  _Column("rank", "rank"),
+  _Column("member", "member", is_left=True, wraps=True),
+  _Column("overrides", "overrides", is_left=True, wraps=True),
+  _Column("parameters", "params"),
+  _Column("final loss", "final"),
+  _Column("best loss", "best"),
+  _Column("tokens/s", "tokens/s"),
+  _Column("status", "status", is_left=True, wraps=True),
 )
-# Of combined predictions: a key of `mean_scores`, and its title.
+# The columns of combined predictions: a key of `mean_scores`, and its title.
 SCORES = {
   "nll": "nll",
   "bits_per_byte": "bits/byte",
@@ -48,11 +57,13 @@ class LeaderboardEntry:
   overrides: dict[str, Any]
   num_parameters: int
   final_loss: float | None  # held-out [nats per token], finite; None: there is none
-  best_loss: float | None
+  best_loss: float | None  # likewise
   tokens_per_second: float  # median of the logged steps
   status: str  # "finished", "diverged at step 7", "stopped at step 7 by halving", ", from m03"
-  hyperparameters: dict[str, float] = dataclasses.field(default_factory=dict)  # at the end, of PBT
-  ancestor: str = ""  # whose initial weights it has; another member only by PBT
+  # The hyperparameters that population-based training changes, at the end.
+  hyperparameters: dict[str, float] = dataclasses.field(default_factory=dict)
+  # The member whose initial weights it has; another one only by population-based training.
+  ancestor: str = ""
 
   @property
   def settings(self) -> dict[str, Any]:
@@ -63,18 +74,27 @@ class LeaderboardEntry:
 def median_tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
   """The median of the logged steps; 0 if there are none besides those that compiled."""
   speeds = [row["num_tokens"] / row["step_seconds"] for row in rows if "step_seconds" in row]
-  return statistics.median(speeds) if speeds else 0.0
+  if not speeds:
+    return 0.0
+  return statistics.median(speeds)
 
 
 def ranked(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
   """The entries by best held-out loss; those without one last."""
-  return sorted(entries, key=lambda entry: math.inf if entry.best_loss is None else entry.best_loss)
+
+  def rank(entry: LeaderboardEntry) -> float:
+    return math.inf if entry.best_loss is None else entry.best_loss
+
+  return sorted(entries, key=rank)
 
 
 def write_members(entries: Sequence[LeaderboardEntry], path: Path) -> None:
   """Write one strict JSON object per member, best first."""
-  as_json = functools.partial(json.dumps, allow_nan=False, default=dict)
-  write_atomically(path, "".join(f"{as_json(dataclasses.asdict(e))}\n" for e in ranked(entries)))
+  lines = []
+  for entry in ranked(entries):
+    line = json.dumps(dataclasses.asdict(entry), allow_nan=False, default=dict)
+    lines.append(f"{line}\n")
+  write_atomically(path, "".join(lines))
 
 
 def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
@@ -84,77 +104,112 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
   are whole in leaderboard.md.
   """
   # Cells are Text because Rich would parse `[a, b]`, a list, as markup.
+  notes = Text("\n".join(_notes(entries, MAX_VALUE_LENGTH)))
   table = Table(
     title="Leaderboard, by held-out loss",
-    caption=Text("\n".join(_notes(entries, MAX_VALUE_LENGTH))),
+    caption=notes,
     title_justify="left",
     caption_justify="left",
     box=box.SIMPLE_HEAD,
     pad_edge=False,
     collapse_padding=True,
   )
-  for title, short_title, justify in COLUMNS:
-    wraps = title in ("member", "overrides", "status")
+  for column in COLUMNS:
+    if column.wraps:
+      overflow = "fold"
+      min_width = len(column.title)
+    else:
+      overflow = "ellipsis"
+      min_width = None
     table.add_column(
-      short_title,
-      justify=justify,
-      no_wrap=not wraps,
-      overflow="fold" if wraps else "ellipsis",
-      min_width=len(title) if wraps else None,
+      column.short_title,
+      justify="left" if column.is_left else "right",
+      no_wrap=not column.wraps,
+      overflow=overflow,
+      min_width=min_width,
     )
   for row in _rows(entries, MAX_VALUE_LENGTH):
-    table.add_row(*map(Text, row))
+    cells = [Text(cell) for cell in row]
+    table.add_row(*cells)
   return table
 
 
 def leaderboard_markdown(
-  entries: Sequence[LeaderboardEntry], scores: Mapping[str, Mapping[str, float]]
+  entries: Sequence[LeaderboardEntry],
+  scores: Mapping[str, Mapping[str, float]],
 ) -> str:
   """The leaderboard as Markdown, followed by a table of `scores`.
 
   Args:
+    entries: the members.
     scores: by name of a prediction, its `mean_scores`: the best member, then every combination.
   """
-  is_left = [justify == "left" for *_, justify in COLUMNS]
-  parts = ["# Leaderboard", _markdown_table([c[0] for c in COLUMNS], is_left, _rows(entries))]
-  parts += _notes(entries)
+  titles = [column.title for column in COLUMNS]
+  is_left = [column.is_left for column in COLUMNS]
+  parts = ["# Leaderboard", _markdown_table(titles, is_left, _rows(entries))]
+  parts.extend(_notes(entries))
   if scores:
-    titles = ["prediction", *SCORES.values()]
-    rows = [[name, *(_number(own.get(key)) for key in SCORES)] for name, own in scores.items()]
-    parts += ["# Combined prediction", _markdown_table(titles, [True] + [False] * 5, rows)]
+    parts.append("# Combined prediction")
+    parts.append(_scores_table(scores))
   return "\n\n".join(parts) + "\n"
 
 
+def _scores_table(scores: Mapping[str, Mapping[str, float]]) -> str:
+  """The scores as a Markdown table with a row per prediction."""
+  titles = ["prediction", *SCORES.values()]
+  is_left = [True] + [False] * len(SCORES)
+  rows = []
+  for name, own in scores.items():
+    cells = [_number(own.get(key)) for key in SCORES]
+    rows.append([name, *cells])
+  return _markdown_table(titles, is_left, rows)
+
+
 def _rows(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -> list[list[str]]:
-  """The cells of COLUMNS for every entry, best first; `max_length`: of a value of an override."""
+  """The cells of COLUMNS for every entry, best first.
+
+  Args:
+    max_length: characters of the value of an override, after which it is shortened; None: never.
+  """
   shared = _shared_overrides(entries)
-  return [
-    [
+  rows = []
+  for rank, entry in enumerate(ranked(entries), start=1):
+    own_settings = {key: x for key, x in entry.settings.items() if key not in shared}
+    cells = [
       str(rank),
       entry.name,
-      _format({k: x for k, x in entry.settings.items() if k not in shared}, max_length),
+      _format(own_settings, max_length),
       _short(entry.num_parameters),
       _number(entry.final_loss),
       _number(entry.best_loss),
       _number(entry.tokens_per_second, ",.0f"),
       entry.status,
     ]
-    for rank, entry in enumerate(ranked(entries), start=1)
-  ]
+    rows.append(cells)
+  return rows
 
 
 def _shared_overrides(entries: Sequence[LeaderboardEntry]) -> dict[str, Any]:
   """The overrides with the same value in all of several members."""
   if len(entries) < 2:
     return {}
-  first, *rest = (entry.settings for entry in entries)
-  return {k: v for k, v in first.items() if all(k in other and other[k] == v for other in rest)}
+  settings = [entry.settings for entry in entries]
+  shared = {}
+  for key, value in settings[0].items():
+    if all(key in other and other[key] == value for other in settings):
+      shared[key] = value
+  return shared
 
 
 def _notes(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -> list[str]:
-  """What is true of several members: overrides, and steps that they take together."""
+  """What is true of several members: overrides, and steps that they take together.
+
+  Args:
+    max_length: as in `_rows`.
+  """
   notes = []
-  if shared := _shared_overrides(entries):
+  shared = _shared_overrides(entries)
+  if shared:
     notes.append(f"All members: {_format(shared, max_length)}")
   speeds = [entry.tokens_per_second for entry in entries if entry.tokens_per_second]
   if len(set(speeds)) < len(speeds):
@@ -163,6 +218,7 @@ def _notes(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -
 
 
 def _format(overrides: Mapping[str, Any], max_length: int | None = None) -> str:
+  """The overrides as `key=value key=value`; `max_length` as in `_rows`."""
   cells = []
   for key, value in overrides.items():
     shown = show(value)
@@ -181,16 +237,36 @@ def _short(number: int) -> str:
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
-  return NO_VALUE if value is None or not math.isfinite(value) else format(value, form)
+  """A number in this format, or NO_VALUE."""
+  if value is None or not math.isfinite(value):
+    return NO_VALUE
+  return format(value, form)
 
 
 def _markdown_table(
-  titles: Sequence[str], is_left: Sequence[bool], rows: Sequence[Sequence[str]]
+  titles: Sequence[str],
+  is_left: Sequence[bool],
+  rows: Sequence[Sequence[str]],
 ) -> str:
-  """A table whose cells are padded to equal width, for reading as plain text."""
-  cells = [list(titles)] + [[cell.replace("|", "\\|") for cell in row] for row in rows]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  rule = ["-" * w if left else "-" * (w - 1) + ":" for w, left in zip(widths, is_left, strict=True)]
-  align = lambda cell, width, left: cell.ljust(width) if left else cell.rjust(width)
-  lines = [map(align, row, widths, is_left) for row in (cells[0], rule, *cells[1:])]
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  """A table whose cells are padded to equal width, for reading as plain text.
+
+  Args:
+    is_left: by column, whether its cells are justified to the left.
+  """
+  lines = [list(titles)]
+  for row in rows:
+    lines.append([cell.replace("|", "\\|") for cell in row])
+  widths = []
+  rule = []
+  for n, left in enumerate(is_left):
+    width = max(len(line[n]) for line in lines)
+    widths.append(width)
+    rule.append("-" * width if left else "-" * (width - 1) + ":")
+  lines.insert(1, rule)
+  padded = []
+  for line in lines:
+    cells = []
+    for cell, width, left in zip(line, widths, is_left, strict=True):
+      cells.append(cell.ljust(width) if left else cell.rjust(width))
+    padded.append(f"| {' | '.join(cells)} |")
+  return "\n".join(padded)
