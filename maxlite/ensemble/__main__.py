@@ -75,14 +75,18 @@ def _export(arguments: Sequence[str]) -> int:
   members = {member.name: member.config for member in members_of(ensemble)}
   for name in request.names:
     if name not in members:
-      raise UserError(f"{request.folder} has no member {name}; {suggest(name, members)}")
+      remedy = suggest(name, members)
+      raise UserError(f"{request.folder} has no member {name}; {remedy}")
   chosen = {name: members[name] for name in request.names}
   _require_one_model(chosen)
   cfg = members[request.names[0]]
-  sources = [Path(cfg.run.base_output_directory) / name for name in request.names]
-  for source in sources:
+  folder_of_members = Path(cfg.run.base_output_directory)
+  sources = []
+  for name in request.names:
+    source = folder_of_members / name
     if not (source / "checkpoints").is_dir():
       raise UserError(f"{source} has no checkpoint: train the ensemble first")
+    sources.append(source)
   root = ensemble.run.base_output_directory
   target = Path(root) / request.new_name
   if target.exists():
@@ -95,8 +99,13 @@ def _export(arguments: Sequence[str]) -> int:
   else:
     ignored = shutil.ignore_patterns("config*.yml")
     shutil.copytree(sources[0], target, ignore=ignored)
-  run = dataclasses.replace(cfg.run, run_name=request.new_name, base_output_directory=root)
-  cfg = dataclasses.replace(cfg, run=run, mesh=_solo_mesh(cfg.mesh))
+  run = dataclasses.replace(
+    cfg.run,
+    run_name=request.new_name,
+    base_output_directory=root,
+  )
+  mesh = _solo_mesh(cfg.mesh)
+  cfg = dataclasses.replace(cfg, run=run, mesh=mesh)
   config_file = target / "config.yml"
   save_resolved(cfg, config_file)
   sys.stdout.write(f"{target}: resume with python -m maxlite.train {config_file}\n")
@@ -113,18 +122,22 @@ def _require_one_model(members: Mapping[str, Config]) -> None:
   for name, other in members.items():
     own = flatten(other.model)
     for key, value in shaping_keys.items():
-      if value != own[key]:
-        raise UserError(
-          f"a soup has members of one model: {key} is {show(value)} in {first}, and "
-          f"{show(own[key])} in {name}"
-        )
+      if value == own[key]:
+        continue
+      here = show(value)
+      there = show(own[key])
+      raise UserError(
+        f"a soup has members of one model: {key} is {here} in {first}, and {there} in {name}"
+      )
 
 
 def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
   """A mesh without members; `fsdp` takes the devices of the axis `ensemble`."""
   changes = {}
   for kind in ("ici", "dcn"):
-    degrees = {axis: getattr(mesh, f"{kind}_{axis}_parallelism") for axis in MESH_AXES}
+    degrees = {}
+    for axis in MESH_AXES:
+      degrees[axis] = getattr(mesh, f"{kind}_{axis}_parallelism")
     ensemble_degree = degrees.pop("ensemble")
     if ensemble_degree != 1:
       changes[f"{kind}_ensemble_parallelism"] = 1

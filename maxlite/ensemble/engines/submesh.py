@@ -69,7 +69,10 @@ class SubmeshEngine(EnsembleEngine):
 
     return self._compiled(lower)
 
-  def _compiled(self, lower: Callable[[int], jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+  def _compiled(
+    self,
+    lower: Callable[[int], jax.stages.Lowered],
+  ) -> list[jax.stages.Compiled]:
     """Every member's compiled function; members with the same functions and devices share it.
 
     Args:
@@ -121,16 +124,18 @@ class SubmeshEngine(EnsembleEngine):
     batches = self._placed_batches(batch)
     states = []
     metrics = []
-    for z, step in enumerate(self._steps):
-      new_state, own_metrics = step(state[z], batches[z])
+    for step, own_state, own_batch in zip(self._steps, state, batches, strict=True):
+      new_state, own_metrics = step(own_state, own_batch)
       states.append(new_state)
       metrics.append(own_metrics)
-    return states, self._join(jax.device_put(metrics, self._first_device))
+    metrics = jax.device_put(metrics, self._first_device)
+    return states, self._join(metrics)
 
   def _placed_batches(self, batch: Any) -> list[Any]:
     """Every member's batch on its devices; members with the same devices share one copy."""
     if self.request.own_batches:
-      own = [take_row(batch, z) for z in range(len(self.programs))]
+      num_members = len(self.programs)
+      own = [take_row(batch, z) for z in range(num_members)]
       return jax.device_put(own, self._batch_shardings)
     placed = {}
     for sharding in self._batch_shardings:
@@ -156,7 +161,10 @@ class SubmeshEngine(EnsembleEngine):
     return jax.device_put(state[z], self._state_shardings[z], may_alias=False)
 
 
-def split_devices(devices: Sequence[jax.Device], num_members: int) -> list[Sequence[jax.Device]]:
+def split_devices(
+  devices: Sequence[jax.Device],
+  num_members: int,
+) -> list[Sequence[jax.Device]]:
   """Split devices into equal parts, as many as divide them and at most one per member."""
   num_devices = len(devices)
   num_parts = largest_divisor(num_devices, num_members)

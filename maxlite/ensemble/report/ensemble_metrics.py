@@ -32,9 +32,13 @@ def mean_of_probabilities(log_prob_ZTV: jax.Array, weight_Z: jax.Array) -> jax.A
   """
   share_Z = weight_Z / jnp.sum(weight_Z)
 
-  def add(sum_TV: jax.Array, member: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+  def add(
+    sum_TV: jax.Array,
+    member: tuple[jax.Array, jax.Array],
+  ) -> tuple[jax.Array, None]:
     share, log_prob_TV = member
-    with_member_TV = jnp.logaddexp(sum_TV, jnp.log(share) + log_prob_TV)
+    own_TV = jnp.log(share) + log_prob_TV
+    with_member_TV = jnp.logaddexp(sum_TV, own_TV)
     return jnp.where(share > 0, with_member_TV, sum_TV), None
 
   # A scan over members: on XLA:CPU, a logsumexp over the first axis takes 300 times as long.
@@ -82,7 +86,9 @@ def loss_weights(nll_Z: jax.Array, temperature: float) -> jax.Array:
   """
   if not temperature > 0:
     raise UserError(f"temperature={temperature} of the members' weights must be above 0")
-  logit_Z = jnp.where(jnp.isfinite(nll_Z), -nll_Z / temperature, -jnp.inf)
+  is_finite_Z = jnp.isfinite(nll_Z)
+  logit_Z = -nll_Z / temperature
+  logit_Z = jnp.where(is_finite_Z, logit_Z, -jnp.inf)
   return jax.nn.softmax(logit_Z)
 
 
@@ -106,7 +112,8 @@ def greedy_weights(
     size: jax.Array,
   ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     log_sum_ZT = jnp.logaddexp(log_sum_T[None], target_log_prob_ZT)
-    nll_ZT = jnp.where(share_T > 0, jnp.log(size) - log_sum_ZT, 0)
+    nll_ZT = jnp.log(size) - log_sum_ZT
+    nll_ZT = jnp.where(share_T > 0, nll_ZT, 0)
     nll_Z = jnp.sum(share_T[None] * nll_ZT, axis=-1)
     nll_Z = jnp.where(jnp.isnan(nll_Z), jnp.inf, nll_Z)
     chosen = jnp.argmin(nll_Z)
@@ -116,8 +123,13 @@ def greedy_weights(
   sizes = jnp.arange(1, num_rounds + 1, dtype=jnp.float32)
   _, (chosen, nll) = jax.lax.scan(add_one, empty_T, sizes)
   best = jnp.argmin(nll)
-  counted = (jnp.arange(num_rounds) <= best).astype(jnp.float32)
-  return jnp.bincount(chosen, counted, length=len(target_log_prob_ZT)) / sizes[best]
+  is_counted = jnp.arange(num_rounds) <= best
+  count_Z = jnp.bincount(
+    chosen,
+    is_counted.astype(jnp.float32),
+    length=len(target_log_prob_ZT),
+  )
+  return count_Z / sizes[best]
 
 
 def score_sums(
@@ -135,14 +147,19 @@ def score_sums(
   Source: Brier 1950, Verification of forecasts expressed in terms of probability (score P);
   Guo et al. 2017, On calibration of modern neural networks, section 2 (bins).
   """
+  vocab_size = log_prob_TV.shape[-1]
   prob_TV = jnp.exp(log_prob_TV)
-  is_target_TV = jax.nn.one_hot(target_T, log_prob_TV.shape[-1], dtype=jnp.float32)
-  log_prob_T = jnp.take_along_axis(log_prob_TV, target_T[:, None], axis=-1)[:, 0]
-  correct_T = (jnp.argmax(log_prob_TV, axis=-1) == target_T).astype(jnp.float32)
-  brier_T = jnp.sum(jnp.square(prob_TV - is_target_TV), axis=-1)
+  log_prob_T1 = jnp.take_along_axis(log_prob_TV, target_T[:, None], axis=-1)
+  log_prob_T = log_prob_T1[:, 0]
+  is_correct_T = jnp.argmax(log_prob_TV, axis=-1) == target_T
+  is_target_TV = jax.nn.one_hot(target_T, vocab_size, dtype=jnp.float32)
+  squared_error_TV = jnp.square(prob_TV - is_target_TV)
+  brier_T = jnp.sum(squared_error_TV, axis=-1)
   confidence_T = jnp.max(prob_TV, axis=-1)
   bin_T = jnp.ceil(confidence_T * NUM_BINS) - 1
   bin_T = jnp.clip(bin_T, 0, NUM_BINS - 1).astype(jnp.int32)
+
+  correct_T = is_correct_T.astype(jnp.float32)
 
   def total(values_T: jax.Array) -> jax.Array:
     return jnp.sum(_weighted(values_T, weight_T))
@@ -178,9 +195,12 @@ def disagreement_sums(log_prob_ZTV: jax.Array, weight_T: jax.Array) -> dict[str,
   num_differ_T = jnp.sum(differ_ZZT, axis=(0, 1)).astype(jnp.float32)
   mean_TV = mean_of_probabilities(log_prob_ZTV, uniform_weights(num_members))
   prob_ZTV = jnp.exp(log_prob_ZTV)
-  divergence_ZTV = jnp.where(prob_ZTV > 0, prob_ZTV * (log_prob_ZTV - mean_TV[None]), 0)
-  information_T = jnp.sum(jnp.mean(divergence_ZTV, axis=0), axis=-1)
-  disagreement_T = num_differ_T / max(num_members * (num_members - 1), 1)
+  divergence_ZTV = prob_ZTV * (log_prob_ZTV - mean_TV[None])
+  divergence_ZTV = jnp.where(prob_ZTV > 0, divergence_ZTV, 0)
+  mean_divergence_TV = jnp.mean(divergence_ZTV, axis=0)
+  information_T = jnp.sum(mean_divergence_TV, axis=-1)
+  num_pairs = num_members * (num_members - 1)
+  disagreement_T = num_differ_T / max(num_pairs, 1)
   return {
     "weight": jnp.sum(weight_T),
     "disagreement": jnp.sum(_weighted(disagreement_T, weight_T)),
@@ -210,14 +230,20 @@ def mean_scores(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
     raise UserError("no held-out token to score: give more held-out data")
   if "nll" in totals:
     totals["accuracy"] = totals["correct"]
-    totals["ece"] = np.abs(totals["bin_correct"] - totals["bin_confidence"]).sum()
+    distances = np.abs(totals["bin_correct"] - totals["bin_confidence"])
+    totals["ece"] = distances.sum()
   means = {}
   for name in ("nll", "accuracy", "brier", "ece", "disagreement", "mutual_information"):
     if name in totals:
-      means[name] = float(totals[name] / totals["weight"])
+      mean = totals[name] / totals["weight"]
+      means[name] = float(mean)
   if "nll" in totals and num_bytes:
     means["bits_per_byte"] = bits_per_byte(float(totals["nll"]), num_bytes)
   return means
+
+
+Predict = Callable[[Batch], list[jax.Array]]  # per member, log-probabilities [B, T, V]
+Sums = dict[str, np.ndarray]  # by name, sums over tokens in float64
 
 
 class _Combination(NamedTuple):
@@ -236,7 +262,7 @@ class _Predictions(NamedTuple):
 
 
 def score_combinations(
-  predict: Callable[[Batch], list[jax.Array]],
+  predict: Predict,
   batches: Callable[[], Iterator[Batch]],
   num_bytes_V: np.ndarray,
 ) -> dict[str, dict[str, Any]]:
@@ -256,8 +282,8 @@ def score_combinations(
   chosen_on = itertools.islice(batches(), 0, None, step)
   scored_on = itertools.islice(batches(), step - 1, None, step)
   combinations = _choose_combinations(predict, chosen_on, is_single)
-  totals: dict[str, dict[str, np.ndarray]] = {name: {} for name in combinations}
-  disagreement_totals: dict[str, np.ndarray] = {}
+  totals: dict[str, Sums] = {name: {} for name in combinations}
+  disagreement_totals: Sums = {}
   num_bytes = 0.0
   for batch in scored_on:
     predictions = _predictions(predict, batch)
@@ -271,8 +297,10 @@ def score_combinations(
         predictions.weight_T,
       )
       _add(totals[name], sums)
-    sums = _disagreement(predictions.log_prob_ZTV, predictions.weight_T)
-    _add(disagreement_totals, sums)
+    _add(
+      disagreement_totals,
+      _disagreement(predictions.log_prob_ZTV, predictions.weight_T),
+    )
   disagreement = mean_scores(disagreement_totals, 0.0)
   scores = {}
   for name, sums in totals.items():
@@ -288,7 +316,7 @@ def _count_bytes(batch: Batch, num_bytes_V: np.ndarray) -> float:
 
 
 def _choose_combinations(
-  predict: Callable[[Batch], list[jax.Array]],
+  predict: Predict,
   batches: Iterable[Batch],
   is_single: bool,
 ) -> dict[str, _Combination]:
@@ -307,7 +335,8 @@ def _choose_combinations(
   target_log_prob_ZT = jnp.concatenate(target_log_probs, axis=1)
   weight_T = jnp.concatenate(weights)
   num_members = len(target_log_prob_ZT)
-  nll_Z = -jnp.sum(target_log_prob_ZT * weight_T[None], axis=1) / jnp.sum(weight_T)
+  total_log_prob_Z = jnp.sum(target_log_prob_ZT * weight_T[None], axis=1)
+  nll_Z = -total_log_prob_Z / jnp.sum(weight_T)
   best_Z = jax.nn.one_hot(jnp.nanargmin(nll_Z), num_members)
   equal_Z = uniform_weights(num_members)
   combinations = {
@@ -324,7 +353,7 @@ def _choose_combinations(
   return combinations
 
 
-def _predictions(predict: Callable[[Batch], list[jax.Array]], batch: Batch) -> _Predictions:
+def _predictions(predict: Predict, batch: Batch) -> _Predictions:
   """The members' predictions for a batch, with all rows concatenated."""
   # It waits: simulated devices that gather several batches at the same time deadlock.
   on_host = jax.device_get(predict(batch))
@@ -342,7 +371,9 @@ def _predictions(predict: Callable[[Batch], list[jax.Array]], batch: Batch) -> _
 @jax.jit
 def _target_log_probs(log_prob_ZTV: jax.Array, target_T: jax.Array) -> jax.Array:
   """Each member's log-probabilities [Z, T] of the targets."""
-  return jnp.take_along_axis(log_prob_ZTV, target_T[None, :, None], axis=2)[..., 0]
+  target_1T1 = target_T[None, :, None]
+  log_prob_ZT1 = jnp.take_along_axis(log_prob_ZTV, target_1T1, axis=2)
+  return log_prob_ZT1[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -361,7 +392,7 @@ def _score(
 _disagreement = jax.jit(disagreement_sums)
 
 
-def _add(totals: dict[str, np.ndarray], sums: Mapping[str, Any]) -> None:
+def _add(totals: Sums, sums: Mapping[str, Any]) -> None:
   """Add sums to totals in float64 on the host: float32 cannot count beyond 2**24 tokens."""
   for name, value in _in_float64(jax.device_get(sums)).items():
     if name in totals:
@@ -370,5 +401,8 @@ def _add(totals: dict[str, np.ndarray], sums: Mapping[str, Any]) -> None:
       totals[name] = value
 
 
-def _in_float64(sums: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  return {name: np.asarray(value, np.float64) for name, value in sums.items()}
+def _in_float64(sums: Mapping[str, Any]) -> Sums:
+  converted = {}
+  for name, value in sums.items():
+    converted[name] = np.asarray(value, np.float64)
+  return converted

@@ -23,6 +23,10 @@ JOURNAL = "asha.jsonl"  # in the folder of the ensemble: a row per decision and 
 _RESULTS = ("pause", "finish", "diverge")  # the decisions that end a job
 
 
+# By member, its loss at a rung: None while it trains, and infinity if it diverged on the way.
+RungLosses = Mapping[str, float | None]
+
+
 class Job(NamedTuple):
   """Training of a member up to a rung."""
 
@@ -66,7 +70,9 @@ def survivors(
   for rung in steps:
     if any(reached[name] < rung for name in alive):
       break
-    loss_at_rung = {name: losses[name].get(rung, math.inf) for name in alive}
+    loss_at_rung = {}
+    for name in alive:
+      loss_at_rung[name] = losses[name].get(rung, math.inf)
     num_kept = max(len(alive) // reduction_factor, 1)
     ranked = sorted(alive, key=lambda name: loss_at_rung[name])
     alive = ranked[:num_kept]
@@ -75,7 +81,7 @@ def survivors(
 
 def next_job(
   names: Sequence[str],
-  losses: Sequence[Mapping[str, float | None]],
+  losses: Sequence[RungLosses],
   reduction_factor: int,
 ) -> Job | None:
   """The job that a free worker trains next; None: there is none before another result at least.
@@ -87,7 +93,7 @@ def next_job(
   Args:
     names: the members, in the order in which they start.
     losses: by rung, the last of which is the end, the held-out losses of the members that were
-      started there: None while a member trains, and infinity if it diverged on the way.
+      started there.
   """
   lower_rungs = range(len(losses) - 2, -1, -1)  # the highest first
   for rung in lower_rungs:
@@ -99,9 +105,10 @@ def next_job(
   for name in names:
     if name not in losses[0]:
       return Job(name, 0)
-  is_training = any(loss is None for own in losses for loss in own.values())
-  is_one_at_the_end = any(math.isfinite(loss) for loss in _finished(losses[-1]).values())
-  if is_training or is_one_at_the_end:
+  if any(None in own.values() for own in losses):
+    return None  # a member trains
+  losses_at_end = _finished(losses[-1]).values()
+  if any(math.isfinite(loss) for loss in losses_at_end):
     return None
   for rung in lower_rungs:
     name = _first_to_promote(_ranked(losses[rung]), losses, rung)
@@ -110,12 +117,16 @@ def next_job(
   return None
 
 
-def _finished(losses_at_rung: Mapping[str, float | None]) -> dict[str, float]:
+def _finished(losses_at_rung: RungLosses) -> dict[str, float]:
   """The losses of the members that do not train any more."""
-  return {name: loss for name, loss in losses_at_rung.items() if loss is not None}
+  finished = {}
+  for name, loss in losses_at_rung.items():
+    if loss is not None:
+      finished[name] = loss
+  return finished
 
 
-def _ranked(losses_at_rung: Mapping[str, float | None]) -> list[str]:
+def _ranked(losses_at_rung: RungLosses) -> list[str]:
   """The members that have finished a rung, the one with the lowest loss first."""
   finished = _finished(losses_at_rung)
   return sorted(finished, key=lambda name: finished[name])
@@ -123,13 +134,14 @@ def _ranked(losses_at_rung: Mapping[str, float | None]) -> list[str]:
 
 def _first_to_promote(
   names: Sequence[str],
-  losses: Sequence[Mapping[str, float | None]],
+  losses: Sequence[RungLosses],
   rung: int,
 ) -> str | None:
   """The first of the members that did not diverge and were not started at the next rung."""
+  finished = _finished(losses[rung])
+  started_at_next = losses[rung + 1]
   for name in names:
-    loss = losses[rung][name]
-    if loss is not None and math.isfinite(loss) and name not in losses[rung + 1]:
+    if math.isfinite(finished[name]) and name not in started_at_next:
       return name
   return None
 
@@ -183,12 +195,11 @@ class AsynchronousHalving:
     for row in read_rows(self._path):
       name = row["member"]
       rung = row["rung"]
-      is_known_rung = rung < len(self._steps) and self._steps[rung] == row["step"]
-      if not is_known_rung:
+      step = row["step"]
+      if rung >= len(self._steps) or self._steps[rung] != step:
         raise UserError(
-          f"{self._path}: rung {rung} was at step {row['step']}, and the rungs are now at "
-          f"{self._steps}: write the steps and asha_* keys that the run was started with, or "
-          "another run_name"
+          f"{self._path}: rung {rung} was at step {step}, and the rungs are now at {self._steps}: "
+          "write the steps and asha_* keys that the run was started with, or another run_name"
         )
       if name not in self._members:
         continue
@@ -207,10 +218,12 @@ class AsynchronousHalving:
   def describe_pause(self, name: str) -> str:
     """Where a member pauses; empty if it is at the end or diverged."""
     rung = max(rung for rung, own in enumerate(self._losses) if name in own)
+    step = self._steps[rung]
     loss = self._losses[rung][name]
-    if rung == len(self._steps) - 1 or loss == math.inf:
+    is_at_the_end = rung == len(self._steps) - 1
+    if is_at_the_end or loss == math.inf:
       return ""
-    return f"paused at rung {rung}, step {self._steps[rung]}, loss {loss:.4f}"
+    return f"paused at rung {rung}, step {step}, loss {loss:.4f}"
 
   def jobs(self) -> Generator[tuple[str, int], None, None]:
     """Yield (member's name, step to train to) to one worker; the next call records the result.
@@ -255,8 +268,9 @@ class AsynchronousHalving:
     """Log that a member starts, or that its loss at the rung below promotes it."""
     if job.rung == 0:
       self._log("start", job, None)
-    else:
-      self._log("promote", job, self._losses[job.rung - 1][job.name])
+      return
+    losses_below = self._losses[job.rung - 1]
+    self._log("promote", job, losses_below[job.name])
 
   def _finish(self, job: Job) -> None:
     """Record the loss of a member that a worker has trained.
