@@ -14,9 +14,13 @@ REQUEST = GenerationRequest([0], 99)
 def stream(text, *stop_strings):
   """(pieces of the text, finish reason) with a token per byte, up to the first stop string."""
   decode = open_tokenizer(DataConfig()).decode
-  pieces, reason, detokenizer = [], "", Detokenizer(decode, stop_strings)
+  detokenizer = Detokenizer(decode, stop_strings)
+  pieces = []
+  reason = ""
   for n, byte in enumerate(text):
-    last = LENGTH if n == len(text) - 1 else ""
+    last = ""
+    if n == len(text) - 1:
+      last = LENGTH
     piece, reason = detokenizer.push(TokenEvent(REQUEST, byte, last))
     pieces.append(piece)
     if reason:

@@ -19,7 +19,8 @@ from maxlite.inference.sampling import SamplingParams
 from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
-SIZE, MAX_LENGTH = 10, 24
+SIZE = 10  # tokens of each completion
+MAX_LENGTH = 24
 KEYS = {
   "decoder_block": "mixtral",
   "vocab_size": 48,
@@ -58,9 +59,13 @@ def config_of(**keys):
 @functools.cache
 def params_of(**keys):
   """Parameters larger than initial ones, so that the argmax depends on the context."""
-  model, rng = Decoder(config_of(**keys), sharder_of()), np.random.default_rng(1)
+  model = Decoder(config_of(**keys), sharder_of())
   abstract = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 4), np.int32))
-  fill = lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 2
+  rng = np.random.default_rng(1)
+
+  def fill(leaf):
+    return rng.normal(size=leaf.shape).astype(np.float32) / 2
+
   return jax.tree.map(fill, meta.unbox(abstract)["params"])
 
 
@@ -87,9 +92,15 @@ def stop_token():
 
 def engine_of(num_rows, padding=None, **degrees):
   sharder = sharder_of(**degrees)
-  model, params = inference_model(config_of(), sharder), inference_params(config_of(), params_of())
-  keys = {"num_rows": num_rows, "max_length": MAX_LENGTH, "first_block": 8}
-  return Engine(model, params, stop_token_ids=[stop_token()], **keys, **padding or {})
+  return Engine(
+    inference_model(config_of(), sharder),
+    inference_params(config_of(), params_of()),
+    num_rows=num_rows,
+    max_length=MAX_LENGTH,
+    stop_token_ids=[stop_token()],
+    first_block=8,
+    **padding or {},
+  )
 
 
 @functools.cache
@@ -97,13 +108,30 @@ def two_rows():
   return engine_of(2)
 
 
+def decode(ids):
+  """A character per token."""
+  return "".join(map(chr, ids))
+
+
+def slow_down(patch, engine, wait):
+  """Make `engine` call `wait` before every call of `step`."""
+  step = engine.step
+
+  def slow_step(num_steps):
+    wait()
+    return step(num_steps)
+
+  patch.setattr(engine, "step", slow_step)
+
+
 def completions_of(engine, requests):
   """(tokens, finish reason) of each request, all submitted at once."""
-  batcher, found = Batcher(engine), {request: ([], []) for request in requests}
-  decode = lambda ids: "".join(map(chr, ids))
-  for request, text, finish_reason in stream_completions(batcher, requests, decode):
-    found[request][0].extend(map(ord, text))
-    found[request][1].extend([finish_reason] if finish_reason else [])
+  found = {request: ([], []) for request in requests}
+  for request, text, finish_reason in stream_completions(Batcher(engine), requests, decode):
+    tokens, reasons = found[request]
+    tokens.extend(map(ord, text))
+    if finish_reason:
+      reasons.append(finish_reason)
   return [(tokens, *reasons) for tokens, reasons in found.values()]
 
 
@@ -207,16 +235,17 @@ def test_unsupported_meshes_raise():
 def test_inference_params_compute_the_same_logits(dtype, extra):
   """After the cast to bfloat16, merging of adapters and transposition of kernels."""
   keys = {"decoder_block": "llama", "dtype": dtype, "weight_dtype": "float32"} | extra
-  cfg, params = config_of(**keys), params_of(**keys)
+  cfg = config_of(**keys)
+  params = params_of(**keys)
   if extra:  # adapters are initialized to zero
     params = jax.tree_util.tree_map_with_path(
       lambda path, leaf: leaf + 0.1 if "lora_b" in str(path) else leaf, params
     )
   tokens_BT = np.arange(8, dtype=np.int32)[None]
-  logits = lambda model, params: jax.jit(model.apply)({"params": params}, tokens_BT)
-  want_BTV = logits(Decoder(cfg, sharder_of()), params)
+  want_BTV = jax.jit(Decoder(cfg, sharder_of()).apply)({"params": params}, tokens_BT)
   converted = inference_params(cfg, params)
-  got_BTV = logits(inference_model(cfg, sharder_of()), converted)
+  model = inference_model(cfg, sharder_of())
+  got_BTV = jax.jit(model.apply)({"params": converted}, tokens_BT)
   rounding = 0.15 if extra else 0.02
   np.testing.assert_allclose(got_BTV, want_BTV, atol=rounding if dtype == "bfloat16" else 2e-5)
   kernels = {name: leaf.dtype for name, leaf in converted["layers_0"]["mlp"]["wo"].items()}
@@ -227,9 +256,11 @@ def test_inference_params_compute_the_same_logits(dtype, extra):
 def test_draft_heads_beside_separate_layers_give_the_same_logits():
   """Their kernel is not transposed: it is not that of a linear layer."""
   keys = {"decoder_block": "llama", "scan_layers": False, "num_draft_heads": 2}
-  cfg, params = config_of(**keys), params_of(**keys)
+  cfg = config_of(**keys)
+  params = params_of(**keys)
   x_BTD = np.random.default_rng(2).normal(size=(1, 1, cfg.base_emb_dim)).astype(np.float32)
-  model, converted = inference_model(cfg, sharder_of()), inference_params(cfg, params)
+  model = inference_model(cfg, sharder_of())
+  converted = inference_params(cfg, params)
   got_BTJV = model.apply({"params": converted}, x_BTD, method=model.draft_logits)
   model = Decoder(cfg, sharder_of())
   want_BTJV = model.apply({"params": params}, x_BTD, method=model.draft_logits)

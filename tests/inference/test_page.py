@@ -10,7 +10,8 @@ import pytest
 import test_engine as tiny
 
 pytestmark = pytest.mark.slow
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
 if not (CHROMIUM and DRIVER):
   pytest.skip("needs a browser: apt-get install chromium chromium-driver", allow_module_level=True)
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
@@ -48,8 +49,7 @@ def browser(tmp_path_factory):
 def engine_thread():
   """A slow engine, so that the browser shows intermediate text."""
   with pytest.MonkeyPatch.context() as patch:
-    step = tiny.two_rows().step
-    patch.setattr(tiny.two_rows(), "step", lambda *args: (time.sleep(0.1), step(*args))[1])
+    tiny.slow_down(patch, tiny.two_rows(), lambda: time.sleep(0.1))
     with EngineThread(Batcher(tiny.two_rows()), queue_size=3).running() as engine_thread:
       yield engine_thread
 
@@ -59,7 +59,10 @@ def page(browser, engine_thread, request):
   """at(id): an element of the page; the test's parameter is the model's chat template."""
   with served(engine_thread, request.param) as (port, _):
     browser.get(f"http://127.0.0.1:{port}/")
-    at = lambda name: browser.find_element("id", name)
+
+    def at(name):
+      return browser.find_element("id", name)
+
     wait(lambda: at("model").text == "tiny")
     yield at
     browser.get("about:blank")  # disconnects: the server waits for open connections
@@ -80,8 +83,11 @@ def write(element, text):
 @functools.cache
 def letter():
   """A prompt with a long greedy completion."""
-  long = lambda prompt: len(direct(prompt, 20, SamplingParams(temperature=0.0))[0]) == 20
-  return next(filter(long, string.ascii_lowercase))
+  for prompt in string.ascii_lowercase:
+    completion, *_ = direct(prompt, 20, SamplingParams(temperature=0.0))
+    if len(completion) == 20:
+      return prompt
+  raise AssertionError("all completions are short")
 
 
 def fill_in(at, size):

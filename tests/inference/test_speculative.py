@@ -21,7 +21,10 @@ from maxlite.inference.sampling import (
 )
 from maxlite.models import Decoder
 
-VOCAB, NUM_DRAFTS, NUM_SEQUENCES, SIZE = 5, 2, 20_000, 3
+VOCAB = 5
+NUM_DRAFTS = 2
+NUM_SEQUENCES = 20_000
+SIZE = 3  # tokens of each sequence
 SAMPLING = (
   SamplingParams(),
   SamplingParams(temperature=0.6, top_k=3),
@@ -36,9 +39,11 @@ DRAFT_JVV = TARGET_VV + NOISE_JVV.astype(np.float32)
 
 @jax.jit
 def _generate(sampling, seed_B, draft_JVV):
-  batch, num_rows = jnp.arange(len(seed_B)), len(seed_B)
+  num_rows = len(seed_B)
+  batch = jnp.arange(num_rows)
   key_B = jax.vmap(jax.random.key)(seed_B)
-  token_B, length_B = jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, jnp.int32)
+  token_B = jnp.zeros(num_rows, jnp.int32)
+  length_B = jnp.zeros(num_rows, jnp.int32)
   token_BT = jnp.zeros((num_rows, SIZE + NUM_DRAFTS + 1), jnp.int32)
   seen_BV = jnp.zeros((num_rows, VOCAB), bool).at[:, 0].set(True)
   accepted = []
@@ -70,7 +75,8 @@ def generate(sampling, draft_JVV=DRAFT_JVV):
 
 def exact(sampling):
   """{sequence: probability} by enumeration."""
-  sampling, probs = BatchSamplingParams.stack([sampling]), {(): 1.0}
+  sampling = BatchSamplingParams.stack([sampling])
+  probs = {(): 1.0}
   for _ in range(SIZE):
     longer = {}
     for prefix, prob in probs.items():
@@ -104,7 +110,8 @@ def test_sequences_have_the_exact_distribution(sampling):
 
 def test_greedy_drafts_are_accepted_up_to_the_first_mismatch():
   token_BT, accepted_B = generate(SamplingParams(temperature=0.0))
-  argmax_V, want = np.argmax(TARGET_VV, axis=-1), [0]
+  argmax_V = np.argmax(TARGET_VV, axis=-1)
+  want = [0]
   for _ in range(SIZE):
     want.append(int(argmax_V[want[-1]]))
   np.testing.assert_array_equal(token_BT, np.tile(want[1:], (NUM_SEQUENCES, 1)))
@@ -121,7 +128,8 @@ HEADS = {"num_draft_heads": 3}
 
 
 def engine_of(num_rows, num_drafts, **degrees):
-  cfg, sharder = tiny.config_of(**HEADS), tiny.sharder_of(**degrees)
+  cfg = tiny.config_of(**HEADS)
+  sharder = tiny.sharder_of(**degrees)
   return Engine(
     inference_model(cfg, sharder),
     inference_params(cfg, params()),
@@ -169,11 +177,15 @@ def test_a_completion_depends_only_on_its_seed_and_sampling_parameters():
 
 
 def test_a_stop_string_can_end_a_completion_within_a_step():
-  decode = lambda ids: "".join(map(chr, ids))
-  completions = [decode(tiny.until_stop(tokens)[0]) for tokens in tiny.greedy_completions()]
-  requests, stop = tiny.greedy_requests(), completions[2][3]
+  completions = []
+  for tokens in tiny.greedy_completions():
+    kept, _ = tiny.until_stop(tokens)
+    completions.append(tiny.decode(kept))
+  stop = completions[2][3]
+  requests = tiny.greedy_requests()
   found = dict.fromkeys(requests, "")
-  for request, text, _ in stream_completions(Batcher(three_drafts()), requests, decode, [stop]):
+  batcher = Batcher(three_drafts())
+  for request, text, _ in stream_completions(batcher, requests, tiny.decode, [stop]):
     found[request] += text
   assert list(found.values()) == [text.split(stop)[0] for text in completions]
 
@@ -192,7 +204,9 @@ def accepted_lengths(prompt, completion):
     logits_BTJV = model.apply({"params": params}, x_BTD, method=model.draft_logits)
     return jnp.argmax(logits_BTJV[0], axis=-1)
 
-  predicted_TJ, newest, lengths = np.asarray(predict(params())), len(prompt), []
+  predicted_TJ = np.asarray(predict(params()))
+  newest = len(prompt)
+  lengths = []
   while newest + 1 < len(prompt) + len(completion):
     # The heads read the hidden state that the newest token was sampled from.
     following = tokens_BT[0, newest + 1 : len(prompt) + len(completion)][: predicted_TJ.shape[1]]
@@ -203,7 +217,8 @@ def accepted_lengths(prompt, completion):
 
 
 def test_a_step_accepts_the_drafts_that_the_heads_get_right():
-  prompt, completion = tiny.PROMPTS[2], tiny.greedy_completions()[2]
+  prompt = tiny.PROMPTS[2]
+  completion = tiny.greedy_completions()[2]
   batcher = Batcher(three_drafts())
   batcher.add([GenerationRequest(prompt, len(completion), tiny.GREEDY)])
   by_step = []

@@ -106,7 +106,8 @@ def test_deepseek2_16b_equals_maxtext():
 @pytest.mark.parametrize(("family", "num_local"), [("llama", 4), ("gemma2", 2), ("gpt_oss", 2)])
 def test_a_window_reduces_scores_of_local_layers_only(family, num_local):
   model = dataclasses.replace(TINY, decoder_block=family, base_num_decoder_layers=4)
-  length, window = 8, 3
+  length = 8
+  window = 3
   seen = [min(t + 0.5, window) for t in range(length)]  # halves, as the causal square is halved
   whole, local = (
     flops_of(changed, 2, length).attention

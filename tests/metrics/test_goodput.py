@@ -20,7 +20,8 @@ class Clock:
 def first_run():
   """Rows of 100 s: 10 s startup, 5 s compilation, then steps of 1 s with 0.25 s of data each."""
   clock = Clock()
-  watch, rows = Stopwatch(clock=clock), []
+  watch = Stopwatch(clock=clock)
+  rows = []
   clock.now = 10
   watch.switch("compile")
   clock.now = 15
@@ -62,7 +63,8 @@ def test_kinds_may_be_nested():
 
 def test_long_activities_are_reported_until_they_end(monkeypatch):
   monkeypatch.setattr(waits, "FIRST_SECONDS", 0.05)
-  watch, lines = Stopwatch(), []
+  watch = Stopwatch()
+  lines = []
   with watch.report_waits(lines.append):
     with watch.during("compile"):
       time.sleep(0.5)
@@ -86,7 +88,8 @@ def test_a_wait_is_reported_until_it_ends(monkeypatch, capsys):
 @pytest.mark.parametrize("step", [0, 60])
 def test_lost_time_counts_as_restart(step):
   """Time after the restored step is lost, as is the startup of the new process."""
-  rows, clock = first_run(), Clock()
+  rows = first_run()
+  clock = Clock()
   watch = Stopwatch(clock=clock)
   clock.now = 7
   watch.resume(rows, step)

@@ -2,9 +2,8 @@
 
 import json
 
-from matplotlib.image import imread
+from drawn_figures import figures_of
 
-from maxlite.metrics.plots import curves
 from maxlite.metrics.plots.curves import draw_timeline
 from maxlite.phases.phase_plan import spans_of_rows
 from maxlite.planning.plan_report import BAR, timeline_lines
@@ -14,12 +13,13 @@ NAMES = ["fit", "match"]
 
 
 def rows_of(spans, every=1):
-  return [
-    {"step": step, "phase": NAMES.index(name), "loss": 1 / step, "eval_loss": 2 / step}
-    for first, last, name in spans
-    for step in range(first, last + 1)
-    if step % every == 0
-  ]
+  rows = []
+  for first, last, name in spans:
+    for step in range(first, last + 1):
+      if step % every == 0:
+        row = {"step": step, "phase": NAMES.index(name), "loss": 1 / step, "eval_loss": 2 / step}
+        rows.append(row)
+  return rows
 
 
 def test_spans_of_rows():
@@ -36,28 +36,30 @@ def test_spans_of_rows():
 def test_each_step_has_one_bar():
   ruler, *bars = timeline_lines(SPANS)
   assert ruler.split() == ["1", "8"]
-  rows = {row.split()[0]: row.split()[1] for row in bars}
-  assert [name for step in range(8) for name in NAMES if rows[name][step] == BAR] == [
-    name for first, last, name in SPANS for _ in range(first, last + 1)
-  ]
+  bars_of = dict(row.split() for row in bars)
+  for first, last, phase in SPANS:
+    for step in range(first, last + 1):
+      assert [name for name in NAMES if bars_of[name][step - 1] == BAR] == [phase]
   assert {len(row) for row in timeline_lines([(1, 999, "a"), (1000, 1000, "b")])} == {63}
 
 
-def test_groups_shared_by_phases_are_drawn(tmp_path):
+def test_groups_shared_by_phases_are_drawn(tmp_path, monkeypatch):
   metrics = tmp_path / "metrics.jsonl"
   metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(SPANS)))
   groups = {"fit": ["trunk/.*", "head/.*"], "match": ["head/.*", "draft/.*"]}
-  draw_timeline(metrics, tmp_path / "timeline.png", groups, SPANS)
-  assert imread(tmp_path / "timeline.png")[..., :3].std() > 0.05
+  (figure,) = figures_of(monkeypatch, draw_timeline, metrics, None, groups, SPANS)
+  top, _ = figure.axes
+  assert [text.get_text() for text in top.get_yticklabels()] == ["trunk/.*", "head/.*", "draft/.*"]
+  assert len(top.collections) == 4  # the bars of each phase in each of its lines
+  assert [text.get_text() for text in top.get_legend().get_texts()] == NAMES
 
 
 def test_losses_of_different_phases_are_not_joined(tmp_path, monkeypatch):
-  figures = []
-  monkeypatch.setattr(curves, "save_figure", lambda figure, _: figures.append(figure))
   metrics = tmp_path / "metrics.jsonl"
   metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows_of(SPANS)))
-  curves.draw_timeline(metrics, None, {"fit": ["a"], "match": ["b"]}, SPANS)
-  lines = [line for line in figures[0].axes[1].lines if line.get_label() != "held out"]
+  groups = {"fit": ["a"], "match": ["b"]}
+  (figure,) = figures_of(monkeypatch, draw_timeline, metrics, None, groups, SPANS)
+  lines = [line for line in figure.axes[1].lines if line.get_label() != "held out"]
   joined = [list(line.get_xdata()) for line in lines if line.get_linestyle() == "-"]
   starts = [[first - 0.5] * 2 for first, _, _ in SPANS]  # of a span: a vertical line
   assert [steps for steps in joined if steps and steps not in starts] == [

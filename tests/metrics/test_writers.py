@@ -169,9 +169,10 @@ def test_tensorboard_has_every_value_and_purges_on_resume(tmp_path):
   writer.write({"step": 5, "loss": 2.5, "skipped": 1})
   writer.close()
   events = list(tensorboard_events(tmp_path))
-  scalars = {
-    (value.tag, event.step, value.simple_value) for event in events for value in event.summary.value
-  }
+  scalars = set()
+  for event in events:
+    for value in event.summary.value:
+      scalars.add((value.tag, event.step, value.simple_value))
   assert scalars == {("loss", 5, 2.5), ("skipped", 5, 1.0)}
   assert [event.step for event in events if event.session_log.status == SessionLog.START] == [5]
 

@@ -94,8 +94,10 @@ def test_matmuls_in_nested_loops():
     return jnp.tanh(x @ w)
 
   def program(x, w):
-    inner = lambda x: jax.lax.fori_loop(0, 3, lambda _, x: turn(x, w), x)
-    return jax.lax.fori_loop(0, 4, lambda _, x: inner(x) + turn(x, w), x)
+    def outer_turn(_, x):
+      return jax.lax.fori_loop(0, 3, lambda _, x: turn(x, w), x) + turn(x, w)
+
+    return jax.lax.fori_loop(0, 4, outer_turn, x)
 
   module = module_of(program, (16, 32), (32, 32))
   assert matmul_flops(module) == (4 * (3 + 1) * 2 * 16 * 32 * 32, 0)
@@ -104,11 +106,14 @@ def test_matmuls_in_nested_loops():
 
 @pytest.mark.parametrize("branch", ["pred", "index"])
 def test_branches_count_by_their_share(branch):
-  multiply = lambda times: repeated(lambda x: jnp.tanh(x @ x), times)
-  if branch == "pred":
-    program = lambda x: jax.lax.cond(x[0, 0] > 0, multiply(3), multiply(7), x)
-  else:
-    program = lambda x: jax.lax.switch(x[0, 0].astype(int), [multiply(7), multiply(3)], x)
+  three_times = repeated(lambda x: jnp.tanh(x @ x), 3)
+  seven_times = repeated(lambda x: jnp.tanh(x @ x), 7)
+
+  def program(x):
+    if branch == "pred":
+      return jax.lax.cond(x[0, 0] > 0, three_times, seven_times, x)
+    return jax.lax.switch(x[0, 0].astype(int), [seven_times, three_times], x)
+
   text = compiled(jax.named_scope("branch_scope")(program), (16, 16)).as_text()
   product = 2 * 16**3
   assert matmul_flops(parse(text)).total == (3 + 7) * product
@@ -151,14 +156,17 @@ def test_hbm_bytes_equal_the_compilers():
 
 
 def test_a_loop_counts_its_slices_only():
-  rows = lambda x: jax.lax.scan(lambda total, row: (total + row, jnp.sin(row)), x[0], x)
+  def rows(x):
+    return jax.lax.scan(lambda total, row: (total + row, jnp.sin(row)), x[0], x)
+
   once = 64 * 4096 * 4  # bytes of x, which is read once; its sine is written once
   assert 2 * once <= hbm_bytes(module_of(rows, (64, 4096))) < 8 * once
 
 
 def test_forms_that_only_tpus_print():
   module = parse(TPU_STEP.read_text())
-  turns, rows = math.ceil((7 - 2) / 2), 512 * 8 * 4
+  turns = math.ceil((7 - 2) / 2)
+  rows = 512 * 8 * 4
   assert module.unknown_loops == 0
   found = collectives(module, MESH_SHAPE, {"data": 2})
   assert {(c.kind, c.mesh_axes): c[2:] for c in found} == {

@@ -47,7 +47,8 @@ def test_asynchronous_collectives_are_not_exposed():
 
 
 def test_a_collective_continued_in_a_matmul_counts_once():
-  module, gathered = parse(CHAINED_PROGRAM), 256 * 256 * 2
+  module = parse(CHAINED_PROGRAM)
+  gathered = 256 * 256 * 2
   (gather,) = collectives(module, {"fsdp": 4})
   assert (gather.times, gather.async_times, gather.payload_bytes) == (1, 1, gathered)
   start, between, done = hbm_traffic(module)
@@ -107,9 +108,10 @@ def test_a_kernel_without_a_stated_cost_leaves_the_bound_open():
   text = TPU_PROGRAM.replace("cost_flops4000_rows400_fixed7/", "").replace("cost_estimate", "none")
   assert matmul_flops(parse(text)).kernels_unknown == 1
   bounds = step_bounds(CHIPS["TPU v5"], 1e12, 1e9, [])
-  describe = lambda is_complete: plan_report.roofline_lines(bounds, 0.5, 0.0, is_complete)
-  assert "MFU" in describe(True)[-1]
-  assert not any("MFU" in line for line in describe(False))
+  complete = plan_report.roofline_lines(bounds, 0.5, 0.0, is_complete=True)
+  assert "MFU" in complete[-1]
+  incomplete = plan_report.roofline_lines(bounds, 0.5, 0.0, is_complete=False)
+  assert not any("MFU" in line for line in incomplete)
 
 
 def test_sends_of_synchronous_collectives_lower_the_bound():
@@ -131,7 +133,8 @@ def test_the_cost_of_a_kernel_is_in_the_compiled_program():
 
 
 def test_the_bytes_of_a_loop_free_step_equal_the_compilers():
-  optimizer, widths = optax.adamw(1e-3), (256, 512, 512, 64)
+  optimizer = optax.adamw(1e-3)
+  widths = (256, 512, 512, 64)
 
   def loss(weights, x):
     for w in weights:
@@ -153,8 +156,7 @@ def test_the_bytes_of_a_loop_free_step_equal_the_compilers():
 
 def test_with_loops_once_the_bytes_of_a_scan_equal_the_compilers():
   def layers(x, weights):
-    step = lambda x, w: (jnp.tanh(x @ w), jnp.sum(x))
-    return jax.lax.scan(step, x, weights)
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.sum(x)), x, weights)
 
   shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 256), (8, 256, 256))]
   program = jax.jit(layers).lower(*shapes).compile()

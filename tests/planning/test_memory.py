@@ -13,13 +13,14 @@ from maxlite.planning.plan_report import memory_lines
 
 def test_bytes_per_device_of_sharded_and_replicated_arrays():
   mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "fsdp"))
-  array = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*axes))
-  )
+
+  def array(shape, dtype, spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
   tree = {
-    "replicated": array((3,), jnp.float32),
-    "sharded in 2": array((4, 6), jnp.bfloat16, "data"),
-    "sharded in 8": array((16, 5), jnp.float32, ("data", "fsdp")),
+    "replicated": array((3,), jnp.float32, jax.P()),
+    "sharded in 2": array((4, 6), jnp.bfloat16, jax.P("data")),
+    "sharded in 8": array((16, 5), jnp.float32, jax.P(("data", "fsdp"))),
   }
   assert bytes_per_device(tree) == 3 * 4 + 2 * 6 * 2 + 2 * 5 * 4
 

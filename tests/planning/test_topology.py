@@ -63,9 +63,8 @@ def test_dcn_axes_span_slices(monkeypatch):
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   devices = get_topology_desc(**parse_topology("v5e-4", 4).request("")).devices
-  ici, dcn = dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1)
-  ici |= {"data": 2, "fsdp": -1}
-  dcn |= {"data": 2, "expert": -1}
+  ici = dict.fromkeys(MESH_AXES, 1) | {"data": 2, "fsdp": -1}
+  dcn = dict.fromkeys(MESH_AXES, 1) | {"data": 2, "expert": -1}
   mesh = build_mesh(list(ici.values()), list(dcn.values()), devices)
   assert [size for size in mesh.devices.shape if size > 1] == [4, 2, 2]
   assert dcn_degrees(mesh) == {"data": 2, "expert": 2}

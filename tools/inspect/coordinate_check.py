@@ -11,6 +11,7 @@ with the standard parametrization activations grow with the width.
 Source: Yang et al., Tensor Programs V (2022), appendix D.1.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from matplotlib.ticker import NullLocator
 
@@ -25,13 +27,19 @@ from maxlite.config import Config, exit_on_user_error, load_config
 from maxlite.config.schema import flatten
 from maxlite.data.batch import Batch
 from maxlite.metrics.plots.figure import new_figure, save_figure, style_axes
+from maxlite.models import Decoder
 from maxlite.runs.open_run import open_trainer_data
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.trainer import build_trainer
 
-NUM_STEPS, FACTORS = 5, (1, 2, 4, 8)
+NUM_STEPS = 5
+FACTORS = (1, 2, 4, 8)
 WIDTHS = (
-  *("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"),
-  *("base_num_query_heads", "base_num_kv_heads"),
+  "base_emb_dim",
+  "base_mlp_dim",
+  "base_moe_mlp_dim",
+  "base_num_query_heads",
+  "base_num_kv_heads",
 )
 MODULES = ("embed", "attention", "mlp", "moe", "final_norm")  # whose outputs are compared
 PARAMETRIZATIONS = ("standard", "mup")
@@ -39,8 +47,11 @@ PARAMETRIZATIONS = ("standard", "mup")
 
 def main() -> int:
   argv = sys.argv[1:]
-  plot = Path(argv.pop(argv.index("--plot") + 1)) if "--plot" in argv else None
-  argv = [word for word in argv if word != "--plot"]
+  plot = None
+  if "--plot" in argv:
+    option = argv.index("--plot")
+    plot = Path(argv[option + 1])
+    argv = argv[:option] + argv[option + 2 :]
   with exit_on_user_error("coordinate_check"):
     base = load_config(argv)
     moved = {kind: measure(base, argv, kind) for kind in PARAMETRIZATIONS}
@@ -53,8 +64,12 @@ def main() -> int:
 
 def measure(base: Config, argv: Sequence[str], kind: str) -> dict[str, list[float]]:
   """The change of every module's output, at each of FACTORS."""
-  changes = [activation_changes(load_config([*argv, *width_keys(base, n, kind)])) for n in FACTORS]
-  return {module: [change[module] for change in changes] for module in changes[0]}
+  changes: dict[str, list[float]] = {}
+  for factor in FACTORS:
+    cfg = load_config([*argv, *width_keys(base, factor, kind)])
+    for module, change in activation_changes(cfg).items():
+      changes.setdefault(module, []).append(change)
+  return changes
 
 
 def width_keys(base: Config, factor: int, kind: str) -> list[str]:
@@ -62,77 +77,93 @@ def width_keys(base: Config, factor: int, kind: str) -> list[str]:
   sizes = flatten(base.model)
   keys: dict[str, Any] = {key: sizes[key] * factor for key in WIDTHS}
   keys["parametrization"] = kind
-  keys["mup_base_emb_dim"] = sizes["base_emb_dim"] if kind == "mup" else 0
-  keys |= {"warmup_steps_fraction": 0, "lr_schedule_type": "constant", "scan_layers": "false"}
+  keys["mup_base_emb_dim"] = 0
+  if kind == "mup":
+    keys["mup_base_emb_dim"] = sizes["base_emb_dim"]
+  keys["warmup_steps_fraction"] = 0
+  keys["lr_schedule_type"] = "constant"
+  keys["scan_layers"] = "false"
   return [f"{key}={value}" for key, value in keys.items()]
 
 
 def activation_changes(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, float]:
   """RMS of the change of each module's output on the first batch, and of the logits."""
   trainer = build_trainer(cfg)
-  state, stream = trainer.init_state(), open_trainer_data(trainer).train_stream()
+  state = trainer.init_state()
+  stream = open_trainer_data(trainer).train_stream()
   batches = [trainer.place(next(stream)) for _ in range(num_steps)]
   stream.close()
 
-  @jax.jit
-  def activations(params: Any, batch: Batch) -> dict[str, jax.Array]:
-    logits, sown = trainer.model.apply(
-      {"params": params},
-      batch.tokens_BT,
-      batch.segment_BT,
-      batch.position_BT,
-      capture_intermediates=lambda module, method: module.name in MODULES and method == "__call__",
-      mutable="intermediates",
-    )
-    return {**_by_module(sown["intermediates"]), "logits": logits}
-
-  before = activations(state.params, batches[0])
+  outputs_of = jax.jit(functools.partial(module_outputs, trainer.model))
+  before = outputs_of(state.params, batches[0])
   for batch in batches:
     state, _ = trainer.train_step(state, batch)
-  after = activations(state.params, batches[0])
+  after = outputs_of(state.params, batches[0])
+  return {module: root_mean_square(after[module] - before[module]) for module in before}
 
-  return {module: _rms(after[module] - before[module]) for module in before}
 
-
-def _by_module(intermediates: Any) -> dict[str, jax.Array]:
-  """The first output of each module, by its path; a mixture also returns sums for the losses."""
-  outputs = {}
-  for path, (output, *_) in flatten_dict(intermediates).items():
-    first = output[0] if isinstance(output, tuple) else output
-    outputs["/".join(path[:-1])] = first
+def module_outputs(model: Decoder, params: PyTree, batch: Batch) -> dict[str, jax.Array]:
+  """The outputs of MODULES by path, and the logits."""
+  logits, sown = model.apply(
+    {"params": params},
+    batch.tokens_BT,
+    batch.segment_BT,
+    batch.position_BT,
+    capture_intermediates=is_compared,
+    mutable="intermediates",
+  )
+  outputs: dict[str, jax.Array] = {}
+  for (*path, _), (output, *_) in flatten_dict(sown["intermediates"]).items():
+    name = "/".join(path)
+    if isinstance(output, tuple):  # a mixture returns its sums for the losses too
+      outputs[name] = output[0]
+    else:
+      outputs[name] = output
+  outputs["logits"] = logits
   return outputs
 
 
-def _rms(x: jax.Array) -> float:
+def is_compared(module: nn.Module, method: str) -> bool:
+  return module.name in MODULES and method == "__call__"
+
+
+def root_mean_square(x: jax.Array) -> float:
   return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
 
 
 def slope(changes: Sequence[float]) -> float:
-  """Of the logarithm of the change against the logarithm of the width."""
+  """The slope of the logarithm of the change against the logarithm of the width."""
   return float(np.polyfit(np.log(FACTORS), np.log(changes), 1)[0])
 
 
 def table(kind: str, width: int, changes: dict[str, list[float]]) -> str:
-  head = f"{kind:24}" + "".join(f"{width * factor:>9}" for factor in FACTORS) + "    slope"
-
-  def row(module, x):
-    return f"{module:24}" + "".join(f"{v:9.4f}" for v in x) + f"{slope(x):9.2f}"
-
-  return "\n".join([head, *(row(*entry) for entry in changes.items())])
+  """A line per module: its change at each width, and the slope."""
+  head = f"{kind:24}"
+  for factor in FACTORS:
+    head += f"{width * factor:>9}"
+  lines = [f"{head}    slope"]
+  for module, by_width in changes.items():
+    line = f"{module:24}"
+    for change in by_width:
+      line += f"{change:9.4f}"
+    lines.append(f"{line}{slope(by_width):9.2f}")
+  return "\n".join(lines)
 
 
 def draw(png_path: Path, width: int, moved: dict[str, dict[str, list[float]]]) -> None:
   """A plot per parametrization, with a line per module over the width."""
-  figure, widths = new_figure(9, 3.4, w_pad=0.1), [width * factor for factor in FACTORS]
+  figure = new_figure(9, 3.4, w_pad=0.1)
+  widths = [width * factor for factor in FACTORS]
   for axes, (kind, changes) in zip(figure.subplots(1, 2, sharey=True), moved.items(), strict=True):
     for n, (module, line) in enumerate(changes.items()):
       axes.loglog(widths, line, "o-", color=f"C{n}", label=module, markersize=3)
     axes.set(title=kind, xlabel="base_emb_dim")
     style_axes(axes)
-    axes.set_xticks(widths, map(str, widths))
+    axes.set_xticks(widths, [str(each) for each in widths])
     axes.xaxis.set_minor_locator(NullLocator())
   figure.axes[0].set_ylabel(f"RMS change in {NUM_STEPS} steps")
-  figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
+  handles, labels = figure.axes[0].get_legend_handles_labels()
+  figure.legend(handles, labels, loc="outside right", fontsize=8)
   save_figure(figure, png_path)
 
 
