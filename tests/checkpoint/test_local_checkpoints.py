@@ -89,7 +89,8 @@ def test_the_latest_is_restored_bitwise_and_two_are_kept(tmp_path):
 
 
 def test_the_state_may_be_donated_once_save_returns(tmp_path):
-  local, state = Start(tmp_path).local, sharded(1)
+  local = Start(tmp_path).local
+  state = sharded(1)
   local.save(1, state, {"num_batches": 1})
   change = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf ^ leaf, state), donate_argnums=0)
   change({"c": state["c"], "d": state["d"]})

@@ -281,7 +281,8 @@ def test_a_folder_that_cannot_be_opened_is_an_error_of_writing(tmp_path):
 
 def fail_first(monkeypatch, owner, name, faults):
   """Have the first calls of a reader of Orbax raise an error each, or return a changed result."""
-  read, left = getattr(owner, name), list(faults)
+  read = getattr(owner, name)
+  left = list(faults)
 
   def faulty(*args, **keys):
     fault = left.pop(0) if left else None
@@ -390,8 +391,12 @@ def test_replicas_write_slices_of_large_arrays_only(tmp_path, monkeypatch, min_s
   """Orbax compiles a program for each slice."""
   monkeypatch.setattr(manager, "MIN_SLICE_BYTES", min_slice_bytes)
   state = jax.device_put({"x": np.arange(8.0, dtype=np.float32)}, NamedSharding(mesh_of(2, 4), P()))
-  compiled, checkpoints = [], open_checkpoints(tmp_path)
-  listen = lambda event, *_, fun_name="", **__: compiled.append(fun_name)
+  compiled = []
+  checkpoints = open_checkpoints(tmp_path)
+
+  def listen(event, *_, fun_name="", **__):
+    compiled.append(fun_name)
+
   jax.monitoring.register_event_duration_secs_listener(listen)
   checkpoints.save(1, state, {})
   checkpoints.close()

@@ -18,8 +18,11 @@ def state():
   rng = np.random.default_rng(0)
   arrays = {name: rng.normal(size=(8, 3)).astype(np.float32) for name in SPECS}
   arrays |= {"count": np.int32(7), "rows": arrays["rows"].astype(jnp.bfloat16)}
-  sharding = lambda name: NamedSharding(MESH, PartitionSpec(*SPECS[name]))
-  return {name: jax.device_put(array, sharding(name)) for name, array in arrays.items()}
+  placed = {}
+  for name, array in arrays.items():
+    sharding = NamedSharding(MESH, PartitionSpec(*SPECS[name]))
+    placed[name] = jax.device_put(array, sharding)
+  return placed
 
 
 @pytest.fixture(scope="module")

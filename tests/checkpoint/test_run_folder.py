@@ -19,13 +19,11 @@ from maxlite.config.schema import Config, flatten
 def start(folder, **changes):
   """Check and save the config as a start of the run does; return the changes."""
   base = Config()
-  sections = {
-    field.name: dataclasses.replace(
-      getattr(base, field.name),
-      **{k: v for k, v in changes.items() if hasattr(getattr(base, field.name), k)},
-    )
-    for field in dataclasses.fields(base)
-  }
+  sections = {}
+  for field in dataclasses.fields(base):
+    section = getattr(base, field.name)
+    own_changes = {key: value for key, value in changes.items() if hasattr(section, key)}
+    sections[field.name] = dataclasses.replace(section, **own_changes)
   config = Config(**sections)
   found = folder.config_changes(flatten(config))
   folder.save_config(found, lambda path: save_resolved(config, path))

@@ -31,9 +31,12 @@ def field(number, content):
 
 def example(**features):
   """A serialized `tf.train.Example` of bytes features, by its Protocol Buffers definition."""
-  value = lambda content: field(1, field(1, content))
-  pairs = (field(1, name.encode()) + field(2, value(x)) for name, x in features.items())
-  return field(1, b"".join(field(1, pair) for pair in pairs))
+  entries = []
+  for name, content in features.items():
+    value = field(1, field(1, content))
+    entry = field(1, name.encode()) + field(2, value)
+    entries.append(field(1, entry))
+  return field(1, b"".join(entries))
 
 
 def write_records(file, records):
@@ -73,10 +76,11 @@ def rows_of(path, **keys):
     rows=range(1),
     cache_directory=path.parent / "tokens",
   ).source
-  return [
-    np.stack([split[n]["tokens_BT"] for n in range(len(split))])
-    for split in (data.train, data.eval)
-  ]
+  tokens = []
+  for split in (data.train, data.eval):
+    rows = [split[n]["tokens_BT"] for n in range(len(split))]
+    tokens.append(np.stack(rows))
+  return tokens
 
 
 @pytest.fixture(scope="module", params=["documents", "tail"])
@@ -101,21 +105,25 @@ def test_parts_of_a_compressed_text_are_those_of_the_text(suffix, start, stop, t
 
   content = "".join(TEXTS).encode()
   pack = gzip.compress if suffix == ".gz" else lambda x: pa.compress(x, "zstd", asbytes=True)
-  plain, packed = tmp_path / "a.txt", tmp_path / f"a.txt{suffix}"
+  plain = tmp_path / "a.txt"
+  packed = tmp_path / f"a.txt{suffix}"
   plain.write_bytes(content)
   packed.write_bytes(pack(content))
-  read = lambda file: [b"".join(pieces) for pieces in text_documents(file, "", start, stop)]
+
+  def read(file):
+    return [b"".join(pieces) for pieces in text_documents(file, "", start, stop)]
+
   assert read(packed) == read(plain)
 
 
 def test_only_compressed_files_of_known_content_are_read(tmp_path):
   for name in ("a.txt.gz", "b.zst", "c.tar.gz", "d.png.zst", "e.py.zst"):
     (tmp_path / name).touch()
-  names = lambda files: [file.name for file in files]
   found, others = expand_paths([str(tmp_path)], "", "dataset_path")
-  assert names(found) == ["a.txt.gz", "e.py.zst"]
-  assert names(others) == ["b.zst", "c.tar.gz", "d.png.zst"]
-  for name in names(others):
+  other_names = [file.name for file in others]
+  assert [file.name for file in found] == ["a.txt.gz", "e.py.zst"]
+  assert other_names == ["b.zst", "c.tar.gz", "d.png.zst"]
+  for name in other_names:
     with pytest.raises(UserError, match=r"is compressed: decompress it, or name it \*\.txt\.gz$"):
       expand_paths([str(tmp_path / name)], "", "dataset_path")
 

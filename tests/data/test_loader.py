@@ -14,7 +14,8 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.train_streams import TrainStreams
 
-T, B = 16, 8
+T = 16
+B = 8
 NUM_DOCUMENTS = 40
 TEMPLATE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 
@@ -104,7 +105,9 @@ def test_bootstrap_draws_rows_with_replacement(tmp_path):
   cfg = config(tmp_path / "data", data_sampling="bootstrap", eval_fraction=0.0)
   source = open_part(cfg).source.train
   rows = [source[index]["tokens_BT"].tobytes() for index in range(len(source))]
-  places = [rows.index(x_T.tobytes()) for b in taken(cfg, 20) for x_T in b.tokens_BT]
+  places = []
+  for batch in taken(cfg, 20):
+    places += [rows.index(x_T.tobytes()) for x_T in batch.tokens_BT]
   in_epochs = [places[n : n + len(rows)] for n in range(0, len(places) - len(rows), len(rows))]
   assert all(len(set(epoch)) < len(rows) for epoch in in_epochs)
   assert in_epochs[0] != in_epochs[1]
@@ -165,7 +168,10 @@ def test_a_change_of_shuffling_is_reported_before_the_seed(tmp_path):
 
 
 def tokens_of(batches):
-  return [tuple(row) for batch in batches for row in batch.tokens_BT.tolist() if any(row)]
+  tokens = []
+  for batch in batches:
+    tokens += [tuple(row) for row in batch.tokens_BT.tolist() if any(row)]
+  return tokens
 
 
 def test_each_epoch_has_every_row_once_in_a_new_order(tmp_path):
@@ -227,7 +233,8 @@ def test_fewer_rows_than_a_batch_are_repeated(tmp_path):
 def test_synthetic_splits_differ_and_are_learnable():
   cfg = DataConfig(dataset_type="synthetic", max_target_length=200)
   data = open_part(cfg)
-  train, held_out = data.source.train, data.source.eval
+  train = data.source.train
+  held_out = data.source.eval
   assert not np.array_equal(train[0]["tokens_BT"], held_out[0]["tokens_BT"])
   row = train[3]
   counts_up = (row["tokens_BT"] + 1) % 258 == row["targets_BT"]
@@ -337,7 +344,8 @@ def test_too_small_a_vocabulary_is_an_error_with_a_fix(tmp_path):
 
 def phase_data(folder):
   """Three phases: two read the same data, the third other data in smaller batches."""
-  run, own = config(folder / "run"), config(folder / "own", kind="jsonl")
+  run = config(folder / "run")
+  own = config(folder / "own", kind="jsonl")
   small = open_part(own, rows=range(2), batch_size=2)
   return {"a": open_part(run), "b": small, "c": open_part(run)}
 
@@ -363,7 +371,8 @@ def test_phases_with_equal_data_share_a_stream(tmp_path):
 
 def test_restoring_other_phase_streams_is_an_error(tmp_path):
   data = phase_data(tmp_path)
-  streams, one = TrainStreams(data), TrainStreams({name: data["a"] for name in "abc"})
+  streams = TrainStreams(data)
+  one = TrainStreams({name: data["a"] for name in "abc"})
   state = streams.state()
   with pytest.raises(ValueError, match="a stream of batches for each of a, b, this run for a:"):
     one.restore(state)
@@ -383,10 +392,14 @@ def test_phases_do_not_train_on_held_out_documents(tmp_path):
   run = config(tmp_path / "run")
   own = config(tmp_path / "own", kind="jsonl")
   batches = list(open_part(run).eval_batches())
-  held_out = {tuple(row) for batch in batches for row in documents(batch)}
+  held_out = set()
+  for batch in batches:
+    held_out.update(tuple(row) for row in documents(batch))
   data = open_part(own, evaluates=False)
   one_epoch = take(data.train_stream(), -(-len(data.source.train) // B))
-  trained = {tuple(row) for batch in one_epoch for row in documents(batch)}
+  trained = set()
+  for batch in one_epoch:
+    trained.update(tuple(row) for row in documents(batch))
   assert held_out
   assert trained
   assert not held_out & trained

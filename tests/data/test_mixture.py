@@ -17,7 +17,8 @@ from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.row_order import MixtureOrder, MixturePart, interleave_sources
 
-T, B = 16, 4
+T = 16
+B = 4
 
 
 def part(name, weights, num_rows, max_epochs=None, fill=1.0):
@@ -125,7 +126,8 @@ def config(folder, *entries, **keys):
     lines = (json.dumps({"text": text + str(n)}) for n, text in enumerate(texts))
     (folder / f"{source}.jsonl").write_text("".join(f"{line}\n" for line in lines))
   paths = {name: {"path": folder / f"{name}.jsonl"} for name in "abc"}
-  seen, mixture = set(), []
+  seen = set()
+  mixture = []
   for each in entries:
     name = each["name"]
     mixture.append(entry(**({} if name in seen else paths[name]) | each))
@@ -144,10 +146,12 @@ def open_part(folder, cfg, rows=range(B)):
 
 def sources_of(batches):
   """The source of each row, by its letters."""
-  firsts = [
-    min(i for i in row if ord("a") <= i <= ord("o")) for b in batches for row in b.tokens_BT
-  ]
-  return [(i - ord("a")) // 5 for i in firsts]
+  sources = []
+  for batch in batches:
+    for row in batch.tokens_BT:
+      first = min(i for i in row if ord("a") <= i <= ord("o"))
+      sources.append((first - ord("a")) // 5)
+  return sources
 
 
 def taken(stream, count):
@@ -231,7 +235,8 @@ def test_best_fit_rows_resume_and_do_not_change_the_held_out_rows(tmp_path):
   cfg = dataclasses.replace(concatenated, packing_strategy="best_fit")
   stream = open_part(tmp_path, cfg).train_stream()
   taken(stream, 6)
-  state, following = json.loads(json.dumps(stream.state())), taken(stream, 6)
+  state = json.loads(json.dumps(stream.state()))
+  following = taken(stream, 6)
   resumed = open_part(tmp_path, cfg).train_stream()
   resumed.restore(state)
   assert_same(taken(resumed, 6), following)

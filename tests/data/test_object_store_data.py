@@ -63,9 +63,10 @@ def test_data_on_a_store_equal_local_data(kind, folder, stored, tmp_path):
 
 
 def test_globs_folders_and_objects_are_expanded_in_order(stored):
-  names = lambda entry: [
-    file.uri.removeprefix(stored) for file in expand_paths([entry], "", "k")[0]
-  ]
+  def names(entry):
+    files, _ = expand_paths([entry], "", "k")
+    return [file.uri.removeprefix(stored) for file in files]
+
   assert names(stored) == names(f"{stored}/") == ["/0.txt", "/more/1.txt", "/more/2.txt"]
   assert names(f"{stored}/*.txt") == ["/.hidden.txt", "/0.txt"]
   assert names(f"{stored}/**/[12].txt") == ["/more/1.txt", "/more/2.txt"]

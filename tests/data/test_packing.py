@@ -26,17 +26,15 @@ def check_epoch(lengths, row_length, rows):
   ids = np.concatenate([row["tokens_BT"][row["segment_BT"] > 0] for row in rows])
   assert sorted(ids) == list(range(1, sum(lengths) + 1))
   # Each (input, target) pair of a document once: targets never cross into another document.
-  pairs = [
-    pair
-    for row in rows
-    for pair in zip(
-      row["tokens_BT"][row["weight_BT"] > 0], row["targets_BT"][row["weight_BT"] > 0], strict=True
-    )
-  ]
+  pairs = []
+  for row in rows:
+    has_target = row["weight_BT"] > 0
+    pairs += zip(row["tokens_BT"][has_target], row["targets_BT"][has_target], strict=True)
   starts = np.cumsum(lengths) - lengths
   wanted = [(i + 1, i + 2) for i in range(sum(lengths)) if i + 1 not in {*starts, sum(lengths)}]
   assert sorted(pairs) == wanted
-  assert all(len(x_T) == row_length for row in rows for x_T in row.values())
+  for row in rows:
+    assert all(len(x_T) == row_length for x_T in row.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,11 +117,13 @@ def test_best_fit_keeps_what_fits_whole_and_every_target_once(
 ):
   rows = BestFitDocuments(store(tmp_path_factory.mktemp("rows"), lengths), row_length, order_seed)
   assert rows.num_cut == sum(length > row_length + 1 for length in lengths)
-  targets, starts = [], {0, *(np.cumsum(lengths) + 1)}
+  targets = []
+  starts = {0, *(np.cumsum(lengths) + 1)}
   document = np.repeat(np.arange(len(lengths)), lengths)
   for row in read(rows):
     has_target = row["weight_BT"] > 0
-    inputs, own = row["tokens_BT"][has_target], row["targets_BT"][has_target]
+    inputs = row["tokens_BT"][has_target]
+    own = row["targets_BT"][has_target]
     assert (has_target == (row["segment_BT"] > 0)).all()
     assert (own == inputs + 1).all()
     assert not starts & set(own.tolist())
@@ -155,6 +155,7 @@ def test_best_fit_fills_rows_within_windows(lengths, window):
 def test_best_fit_pads_little_and_cuts_few(tmp_path):
   lengths = np.random.default_rng(0).geometric(1 / 30, 2000) + 1
   tokens = store(tmp_path, lengths.tolist(), np.uint32)
-  whole, cut = BestFitDocuments(tokens, 128, 0), PackedDocuments(tokens, 128, 0)
+  whole = BestFitDocuments(tokens, 128, 0)
+  cut = PackedDocuments(tokens, 128, 0)
   assert whole.num_tokens / (len(whole) * 128) > 0.99
   assert whole.num_cut < 0.1 * cut.num_cut

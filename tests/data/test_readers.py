@@ -48,7 +48,8 @@ def test_pieces_are_whole_characters_and_fractions_are_complete(
 @pytest.mark.parametrize("piece_bytes", [16, 1 << 18])
 def test_lines_that_are_not_utf8_are_rejected(tmp_path, monkeypatch, piece_bytes):
   monkeypatch.setattr(text, "PIECE_BYTES", piece_bytes)
-  file, rejected = tmp_path / "a.txt", []
+  file = tmp_path / "a.txt"
+  rejected = []
   file.write_bytes(b"caf\xe9 bad\n" + "é fine\r\n\n".encode() + b"\xff\n" + b"the end")
   with pytest.raises(ValueError, match=r"a\.txt: byte 3 is not UTF-8: convert the file"):
     read(text_documents(file, "", 0, 1))
@@ -165,7 +166,8 @@ def write_parquet(file, columns):
 def test_parquet_rows_are_documents_and_fractions_are_complete(tmp_path):
   texts = [f"row {i} é" for i in range(10)]
   file = write_parquet(tmp_path / "a.parquet", {"text": [*texts, None], "n": list(range(11))})
-  whole, rejected = [x.encode() for x in texts], []
+  whole = [x.encode() for x in texts]
+  rejected = []
   with pytest.raises(ValueError, match=r"a\.parquet: row 11: null"):
     read(parquet_documents(file, "text", 0, 1))
   assert read(parquet_documents(file, "text", 0, 1, rejected.append)) == whole

@@ -58,7 +58,8 @@ def texts():
 @pytest.mark.parametrize("eval_split", ["documents", "tail"])
 def test_splits_are_disjoint_and_complete(tmp_path, texts, eval_split):
   data = open_jsonl(tmp_path, [write_jsonl(tmp_path / "a.jsonl", texts)], eval_split=eval_split)
-  train, held_out = documents(data.train), documents(data.eval)
+  train = documents(data.train)
+  held_out = documents(data.eval)
   assert sorted(train + held_out) == sorted(texts)
   assert 6 <= len(held_out) <= 30
   if eval_split == "tail":
@@ -86,7 +87,8 @@ def test_text_splits_are_complete(tmp_path, eval_split):
     tokenizer=TEXT,
     cache_directory=tmp_path / "cache",
   )
-  train, held_out = documents(data.train), documents(data.eval)
+  train = documents(data.train)
+  held_out = documents(data.eval)
   assert held_out
   if eval_split == "tail":
     joined = [a + b for a, b in zip(train, held_out, strict=True)]
@@ -112,7 +114,8 @@ def test_empty_documents_are_skipped(tmp_path):
 
 
 def test_cache_is_reused_until_anything_changes(tmp_path, texts):
-  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  cache = tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
   written = first.train.path.stat().st_mtime_ns
   assert open_jsonl(cache, [file]).train.path.stat().st_mtime_ns == written
@@ -128,7 +131,8 @@ def test_cache_is_reused_until_anything_changes(tmp_path, texts):
 @pytest.mark.parametrize("name", ["meta.json", "train.bin", "eval_lengths.npy"])
 @pytest.mark.parametrize("damage", ["cut", "removed"])
 def test_a_damaged_cache_is_rebuilt(tmp_path, texts, name, damage):
-  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  cache = tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
   broken = first.train.path.parent / name
   if damage == "cut":
@@ -143,10 +147,12 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, texts, name, damage):
 
 @pytest.mark.parametrize("name", ["train.bin", "eval_lengths.npy"])
 def test_a_flipped_bit_is_found_and_named(tmp_path, texts, name, caplog):
-  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  cache = tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
   broken = first.train.path.parent / name
-  before, content = broken.stat(), bytearray(broken.read_bytes())
+  before = broken.stat()
+  content = bytearray(broken.read_bytes())
   content[-1] ^= 1
   broken.write_bytes(content)
   os.utime(broken, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -157,8 +163,10 @@ def test_a_flipped_bit_is_found_and_named(tmp_path, texts, name, caplog):
 
 
 def test_other_content_of_the_same_size_and_time_is_tokenized(tmp_path, texts, caplog):
-  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
-  first, before = open_jsonl(cache, [file]), file.stat()
+  cache = tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
+  first = open_jsonl(cache, [file])
+  before = file.stat()
   write_jsonl(file, [text.upper() for text in texts])
   os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
   again = open_jsonl(cache, [file])
@@ -168,14 +176,16 @@ def test_other_content_of_the_same_size_and_time_is_tokenized(tmp_path, texts, c
 
 
 def test_untouched_files_are_not_read_again(tmp_path, texts, monkeypatch):
-  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  cache = tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
   monkeypatch.setattr(token_cache, "_digest", None)
   assert open_jsonl(cache, [file]).train.digest == first.train.digest
 
 
 def test_a_cache_of_an_older_version_is_verified_and_used(tmp_path, texts):
-  cache, file = tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts)
+  cache = tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
   folder = open_jsonl(cache, [file]).train.path.parent
   (folder / "verified").unlink()
   meta = json.loads((folder / "meta.json").read_text())
@@ -210,7 +220,8 @@ t.open_tokens(t.CFG, killed_reader, [folder / "a.jsonl"], [], tokenizer=t.TEXT,
 
 
 def test_a_kill_during_tokenization_leaves_no_complete_cache(tmp_path, texts):
-  file, cache = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
+  cache = tmp_path / "cache"
   here = os.path.dirname(__file__)
   killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), here], check=False)
   assert killed.returncode == -9
@@ -230,7 +241,8 @@ def test_a_kill_during_tokenization_leaves_no_complete_cache(tmp_path, texts):
 
 
 def test_a_folder_is_locked_until_it_is_complete(tmp_path, texts, monkeypatch):
-  refused, rename = [], Path.rename
+  refused = []
+  rename = Path.rename
 
   def lock_and_rename(path, target):
     with (path / ".lock").open("r+") as lock:
@@ -247,7 +259,8 @@ def test_a_folder_is_locked_until_it_is_complete(tmp_path, texts, monkeypatch):
 
 
 def test_a_concurrent_writer_is_harmless(tmp_path, texts):
-  file, cache = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "cache"
+  file = write_jsonl(tmp_path / "a.jsonl", texts)
+  cache = tmp_path / "cache"
 
   def slow(*args):
     open_jsonl(cache, [file])  # stands for a process that finishes first
@@ -260,7 +273,10 @@ def test_a_concurrent_writer_is_harmless(tmp_path, texts):
 
 def test_ids_above_16_bits_are_preserved(tmp_path):
   class Wide:
-    size, bos, eos, identity = 70_000, 69_998, 69_999, "wide"
+    size = 70_000
+    bos = 69_998
+    eos = 69_999
+    identity = "wide"
 
     def encode(self, text):
       return np.frombuffer(text, np.uint8).astype(np.uint32) + 66_000

@@ -50,9 +50,11 @@ def contents(data):
 
 def test_batches_equal_single_pieces(bpe, tmp_path, monkeypatch):
   file = write_jsonl(tmp_path / "a.jsonl", 200)
-  opened = lambda name: contents(
-    open_tokens(CFG, jsonl_documents, [file], [], TextTokenizer(bpe), tmp_path / name)
-  )
+
+  def opened(name):
+    tokenizer = TextTokenizer(bpe)
+    return contents(open_tokens(CFG, jsonl_documents, [file], [], tokenizer, tmp_path / name))
+
   whole = opened("whole")
   monkeypatch.setattr(tokenize, "BATCH_BYTES", 1)
   assert opened("single") == whole
@@ -105,9 +107,14 @@ def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
   assert record["content"]["progress"]["num_pieces"] >= 2
   with (partial / "train.bin").open("ab") as file:  # written after the last record of progress
     file.write(b"torn")
-  calls, encode = [], ByteTokenizer.encode_batch
-  count = lambda self, texts: calls.extend(texts) or encode(self, texts)
-  monkeypatch.setattr(ByteTokenizer, "encode_batch", count)
+  calls = []
+  encode = ByteTokenizer.encode_batch
+
+  def encode_and_count(self, texts):
+    calls.extend(texts)
+    return encode(self, texts)
+
+  monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_and_count)
   assert contents(open_file(tmp_path, kind, ByteTokenizer(""))) == expected
   assert "tokenizing resumes after" in capsys.readouterr().err
   num_bytes = sum(len(split) // 2 for split, _ in expected)

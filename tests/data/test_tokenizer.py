@@ -189,7 +189,10 @@ def test_errors_name_the_config_file(tmp_path, name, content, message):
 
 def test_chat_template_is_the_file_or_the_default_entry(tmp_path):
   path = save_huggingface(tmp_path)
-  template = lambda: TOKENIZERS["huggingface"](path).chat_template
+
+  def template():
+    return TOKENIZERS["huggingface"](path).chat_template
+
   assert template() == ""
   both = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
   for given, expected in (("one", "one"), (both, "d")):

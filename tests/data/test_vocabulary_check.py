@@ -14,7 +14,9 @@ from maxlite.data.loader import DataLoader, open_data
 from maxlite.data.open_source import join_sources
 from maxlite.data.sources import DataSource
 
-T, NUM_ROWS, VOCAB_SIZE = 8, 12, 16
+T = 8
+NUM_ROWS = 12
+VOCAB_SIZE = 16
 
 
 class Rows:
@@ -24,7 +26,9 @@ class Rows:
   num_tokens = NUM_ROWS * T
 
   def __init__(self, name="", value=0, bad_row=7):
-    self.name, self.value, self.bad_row = name, value, bad_row
+    self.name = name
+    self.value = value
+    self.bad_row = bad_row
 
   def __len__(self):
     return NUM_ROWS
@@ -66,7 +70,8 @@ def test_training_rows_with_other_ids_are_named(name, value):
 
 
 def test_held_out_rows_and_sources_of_a_mixture_are_named():
-  good, bad = source_of(Rows(), Rows()), source_of(Rows(), Rows("tokens_BT", 99))
+  good = source_of(Rows(), Rows())
+  bad = source_of(Rows(), Rows("tokens_BT", 99))
   loader = loader_of(join_sources({"good": good, "bad": bad}))
   with pytest.raises(UserError, match="held-out row 7 of source bad has tokens_BT=99"):
     list(loader.eval_batches())

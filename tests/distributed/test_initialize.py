@@ -100,10 +100,13 @@ def test_an_incomplete_process_spec_is_an_error(keys, launch, message):
 class Cluster:
   """A stand-in for Kubernetes or Cloud TPU in JAX's cluster detection."""
 
-  __name__, name, opt_in_only_method = "Cluster", "test", False
+  __name__ = "Cluster"
+  name = "test"
+  opt_in_only_method = False
 
   def __init__(self, address="a:8482", broken=None):
-    self._address, self._broken = address, broken
+    self._address = address
+    self._broken = broken
 
   def is_env_present(self):
     return True
@@ -113,9 +116,14 @@ class Cluster:
       raise self._broken
     return self._address
 
-  get_process_count = lambda self: 4
-  get_process_id = lambda self: 3
-  get_local_process_id = lambda self: None
+  def get_process_count(self):
+    return 4
+
+  def get_process_id(self):
+    return 3
+
+  def get_local_process_id(self):
+    return None
 
 
 def test_jax_detects_a_cluster_that_no_key_specifies(monkeypatch):
@@ -238,7 +246,8 @@ def test_all_connect_to_process_0_and_the_port_is_free_again():
   ],
 )
 def test_an_inconsistent_rendezvous_fails_on_all_in_time(ranks, message):
-  address, began = free_address(), time.monotonic()
+  address = free_address()
+  began = time.monotonic()
   for error in rendezvous_of(*(ProcessSpec(address, *rank) for rank in ranks), timeout=1.0):
     assert isinstance(error, UserError)
     assert message in str(error)
@@ -265,7 +274,8 @@ STRANGERS = (
 
 
 def test_strangers_are_ignored_and_delay_nothing():
-  address, began = free_address(), time.monotonic()
+  address = free_address()
+  began = time.monotonic()
   with concurrent.futures.ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as strangers:
     first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 60.0, "secret")
     for text in STRANGERS:
