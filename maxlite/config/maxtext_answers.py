@@ -15,15 +15,18 @@ def answer_key(name: str, value: str) -> str:
     value: the value that the user wrote for it.
   """
   if name in OTHER_NAME:
-    if advice := answer_value(name, value):
+    advice = answer_value(name, value)
+    if advice:
       return advice
     if "{value}" not in OTHER_NAME[name] and _normalize(value) in _OFF:
       return "is a key of MaxText that is not needed to switch something off; remove it"
     return f"is a key of MaxText; write {OTHER_NAME[name].replace('{value}', value)}"
-  if why := _reason(NOT_NEEDED, name):
-    return f"is a key of MaxText that is not needed: {why}; remove it"
-  if why := _reason(NOT_SUPPORTED, name):
-    return f"is a key of MaxText that is not supported: {why}; remove it"
+  needless = _reason(NOT_NEEDED, name)
+  if needless:
+    return f"is a key of MaxText that is not needed: {needless}; remove it"
+  unsupported = _reason(NOT_SUPPORTED, name)
+  if unsupported:
+    return f"is a key of MaxText that is not supported: {unsupported}; remove it"
   return ""
 
 
@@ -33,8 +36,9 @@ def answer_value(name: str, value: str) -> str:
   for other, advice in VALUES.get(name, {}).items():
     if value == other.lower():
       return f"is a value of MaxText; write {advice}"
-  if why := _reason(UNSUPPORTED_VALUES.get(name, {}), value):
-    return f"is a value of MaxText that is not supported: {why}"
+  unsupported = _reason(UNSUPPORTED_VALUES.get(name, {}), value)
+  if unsupported:
+    return f"is a value of MaxText that is not supported: {unsupported}"
   return ""
 
 
@@ -43,7 +47,7 @@ def _normalize(value: str) -> str:
 
 
 def _reason(table: Mapping[str, str], word: str) -> str:
-  """The key of `table` whose words have `word`; or empty."""
+  """The key of `table`, a reason, whose words have `word`; empty if there is none."""
   for reason, words in table.items():
     if word in words.lower().split():
       return reason

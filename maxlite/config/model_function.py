@@ -20,7 +20,8 @@ EXECUTION = {
 
 def function_keys(cfg: ModelConfig) -> dict[str, Any]:
   """Return {key: value} of the keys that determine the model's function and are in use."""
-  model, flat = cfg.family, flatten(cfg)
+  model = cfg.family
+  flat = flatten(cfg)
   names = set(flat) - EXECUTION - {"decoder_block"}
   if not model.is_moe:
     names -= set(flatten(cfg.moe))
