@@ -15,7 +15,6 @@ from maxlite.ensemble.report.leaderboard import (
   median_tokens_per_second,
   write_members,
 )
-from maxlite.ensemble.run.ensemble_log import describe_step
 from maxlite.ensemble.run.finalize import keys_of_model
 
 ENTRIES = [
@@ -129,14 +128,6 @@ def test_keys_of_another_family_are_not_those_of_a_model():
   assert [key in dense for key in keys] == [False, False, True]
   assert [key in moe for key in keys] == [True, False, True]
   assert [key in latent for key in keys] == [True, True, True]
-
-
-def test_the_median_of_two_is_between_them():
-  rows = {"a": {"loss": 1.0}, "b": {"loss": 2.0}}
-  (line,) = describe_step(1, 2, None, rows)
-  assert "best 1.0000 (a), median 1.5000, worst 2.0000 (b)" in line
-  (line,) = describe_step(1, 2, None, rows | {"c": {"loss": 1.8}})
-  assert "median 1.8000" in line
 
 
 def test_speed_is_the_median_of_the_run():
