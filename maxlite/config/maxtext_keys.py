@@ -62,7 +62,6 @@ OTHER_NAME: dict[str, str] = {
   "attention_type": "sliding_window_size=N for local layers; decoder_block selects the others",
   "emb_dim": "base_emb_dim={value}",
   "global_rope_max_timescale": "rope_max_timescale={value}",
-  "inhomogeneous_layer_cycle_interval": "interleave_moe_layer_step={value} for MoE layers",
   "mlp_bias": "expert_bias={value}",
   "mlp_dim": "base_mlp_dim={value}",
   "moe_mlp_dim": "base_moe_mlp_dim={value}",
@@ -342,8 +341,7 @@ NOT_SUPPORTED: dict[str, str] = {
     attention_output_dim causal_block_size chunk_attn_window_size compress_ratios
     compressed_rope_max_timescale enable_mhc_lite engram engram_head_dim engram_kernel_size
     engram_layers engram_max_ngram_size engram_num_heads engram_seed engram_vocab_bases
-    first_num_hash_layers gdn_chunk_size gdn_conv_kernel_dim gdn_key_head_dim gdn_num_key_heads
-    gdn_num_value_heads gdn_value_head_dim global_head_dim global_num_kv_heads
+    first_num_hash_layers global_head_dim global_num_kv_heads
     global_rope_proportion hidden_size_per_layer_input indexer_approx_top_k_recall
     indexer_cutoff_threshold indexer_head_dim indexer_loss_scaling_factor indexer_mask_exact_topk
     indexer_n_heads indexer_sparse_training indexer_topk indexer_use_approx_top_k

@@ -27,6 +27,13 @@ SAME_NAME: dict[str, str] = {
   "optimizer_memory_host_offload": "false",
   "decoder_block": "llama2",
   "vocab_size": "32000",
+  "inhomogeneous_layer_cycle_interval": "1",
+  "gdn_conv_kernel_dim": "4",
+  "gdn_key_head_dim": "128",
+  "gdn_value_head_dim": "128",
+  "gdn_num_key_heads": "16",
+  "gdn_num_value_heads": "32",
+  "gdn_chunk_size": "64",
   "base_emb_dim": "2048",
   "base_num_decoder_layers": "16",
   "base_num_query_heads": "16",
@@ -150,6 +157,7 @@ OTHER_MEANING: dict[str, str] = {
   "first_num_dense_layers": "of any MoE family",
   "grain_prefetch_buffer_size": "counts batches",
   "grain_worker_count": "0 reads in threads of this process",
+  "inhomogeneous_layer_cycle_interval": "of attention between gated delta nets",
   "jax_cache_dir": "empty is off",
   "load_parameters_path": "a run folder or a Hugging Face folder",
   "local_checkpoint_directory": "switches local checkpoints on",
@@ -265,8 +273,7 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
   },
   "decoder_block": {
     _FAMILIES: """
-      deepseek4 envy gemma4 gemma4_small gpt3 llama4 qwen3_5 qwen3_custom_moe
-      qwen3_next simple simple_mlp
+      deepseek4 envy gemma4 gemma4_small gpt3 llama4 qwen3_custom_moe simple simple_mlp
     """
   },
   "dtype": {"types of 16 bits have the range of float32; write dtype=bfloat16": "float16"},
@@ -281,8 +288,8 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
       llama3.3-70b llama4-17b-128e llama4-17b-16e mixtral-8x22b olmo3-7b-pt
       qwen2.5-1.5b qwen2.5-14b qwen3-1.7b qwen3-1.7b-base qwen3-14b qwen3-14b-base
       qwen3-30b-a3b-base qwen3-32b qwen3-4b qwen3-4b-base qwen3-4b-thinking-2507
-      qwen3-480b-a35b qwen3-8b-base qwen3-custom-30b-a3b qwen3-next-80b-a3b qwen3-omni-30b-a3b
-      qwen3-vl-2b qwen3-vl-30b-a3b qwen3-vl-4b qwen3.5-35b-a3b qwen3.5-397b-a17b
+      qwen3-480b-a35b qwen3-8b-base qwen3-custom-30b-a3b qwen3-omni-30b-a3b
+      qwen3-vl-2b qwen3-vl-30b-a3b qwen3-vl-4b
     """
   },
   "opt_type": {"write opt_type=adamw, lion, adafactor or muon": "sgd"},

@@ -13,6 +13,9 @@ class ModelFamily:
   qkv_bias: bool = False
   out_bias: bool = False  # attention's output projection has a bias
   router_bias: bool = False
+  gated_output: bool = False  # attention's output is multiplied by sigmoid of a projection
+  gated_shared_expert: bool = False  # so is the shared expert's, by one number per token
+  gated_delta_layers: bool = False  # all layers but every n-th have no attention
   sinks: bool = False  # a learned attention sink per query head
   zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter
   pre_norms: bool = True  # normalise the inputs of attention and MLP
@@ -27,6 +30,14 @@ class ModelFamily:
 _OLMO2 = ModelFamily(qk_norm="projection", pre_norms=False, post_norms=True)
 _GEMMA2 = ModelFamily(
   zero_centred_norms=True, post_norms=True, scaled_embedding=True, global_layer_every=2
+)
+_QWEN3_NEXT = ModelFamily(
+  is_moe=True,
+  qk_norm="head",
+  zero_centred_norms=True,
+  gated_output=True,
+  gated_shared_expert=True,
+  gated_delta_layers=True,
 )
 MODELS: dict[str, ModelFamily] = {
   # Touvron et al., LLaMA (2023), section 2.2; Llama 2 (2023) for grouped queries.
@@ -43,6 +54,8 @@ MODELS: dict[str, ModelFamily] = {
   "olmo3": dataclasses.replace(_OLMO2, global_layer_every=4),
   # Gemma (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma": ModelFamily(zero_centred_norms=True, scaled_embedding=True),
+  # Qwen3.5 (2026), dense.
+  "qwen3_5": dataclasses.replace(_QWEN3_NEXT, is_moe=False, gated_shared_expert=False),
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma2": _GEMMA2,
   # Gemma 3 Technical Report (2025), section 2.
@@ -56,6 +69,9 @@ MODELS: dict[str, ModelFamily] = {
   # GLM-4.5 (2025), section 2.1; GLM-4.5-Air has no QK-norm.
   "glm4_moe": ModelFamily(is_moe=True, qkv_bias=True, qk_norm="head"),
   "glm4_moe_air": ModelFamily(is_moe=True, qkv_bias=True),
+  # Qwen3-Next (2025), and Qwen3.5 (2026).
+  "qwen3_next": _QWEN3_NEXT,
+  "qwen3_5_moe": _QWEN3_NEXT,
   # Muennighoff et al., OLMoE (2024), section 2 and appendix B; also MiniMax-M2.
   "olmoe": ModelFamily(is_moe=True, qk_norm="projection"),
   # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.

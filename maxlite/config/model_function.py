@@ -13,7 +13,8 @@ EXECUTION = {
   "scan_layers", "scan_unroll", "routed_bias_update_rate", "float32_gate_logits",
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",
-  "ragged_buffer_factor", "megablox", "grouped_matmul", "lora_alpha", *flatten(TilesConfig()),
+  "ragged_buffer_factor", "megablox", "grouped_matmul", "lora_alpha", "gdn_chunk_size",
+  *flatten(TilesConfig()),
   *flatten(ParametrizationConfig()),
 }  # fmt: skip
 
@@ -33,6 +34,8 @@ def function_keys(cfg: ModelConfig) -> dict[str, Any]:
     names -= {"base_num_kv_heads", "head_dim"}
   else:
     names -= set(flatten(cfg.mla))
+  if not model.gated_delta_layers:
+    names -= set(flatten(cfg.gdn))
   bases = {"rope_max_timescale", "local_rope_max_timescale"}
   always = {"rope_type", "partial_rotary_factor"}
   if cfg.rope.rope_type == "linear":

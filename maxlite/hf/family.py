@@ -86,6 +86,10 @@ def _no_more_keys(cfg: ModelConfig) -> dict[str, Any]:
   return {}
 
 
+def _no_groups(cfg: ModelConfig) -> dict[str, int]:
+  return {}
+
+
 def _no_more_rules(cfg: ModelConfig) -> Sequence[TensorRule]:
   return ()
 
@@ -128,6 +132,9 @@ class HfFamily:
   rope_from_hf: Callable[[ConfigJson], dict[str, Any]] = rope_from_hf
   rope_to_hf: Callable[[ModelConfig], dict[str, Any]] = rope_to_hf
   extra_block: Callable[[ModelConfig], Sequence[TensorRule]] = _no_more_rules
+  # Given our config, {the end of a tensor's name: n} of tensors whose rows are n groups, each with
+  # the n-th part of every parameter that they hold.
+  row_groups: Callable[[ModelConfig], Mapping[str, int]] = _no_groups
   outer: Sequence[TensorRule] = OUTER  # rules outside of layers
   layer_prefix: str = "model.layers.{layer}."  # precedes the names of the tensors of `block`
   ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors without weights

@@ -16,6 +16,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.hf import block_fp8
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_folder import (
+  CONFIG,
   DTYPES,
   FolderWriter,
   TensorEntry,
@@ -76,7 +77,9 @@ def open_weights(directory: Path) -> dict[str, TensorEntry]:
     UserError: a file is missing or damaged, or quantized weights do not match their scales.
   """
   tensors = read_tensors(directory)
-  quantization = read_config(directory).get("quantization_config")
+  quantization = None
+  if (directory / CONFIG).is_file():  # a folder with weights alone is not quantized
+    quantization = read_config(directory).get("quantization_config")
   if quantization and quantization.get("quant_method") == block_fp8.METHOD:
     return block_fp8.unpack_fp8(tensors, block_fp8.block_shape_of(quantization))
   return unpack(tensors)

@@ -119,6 +119,19 @@ class TensorMapping:
     low = self.first_row + self.low * rows_each
     return low, low + size * rows_each
 
+  def part(self, number: int, num_parts: int) -> "TensorMapping":
+    """Return the mapping of one of equal parts of the parameter, along the axis of the rows."""
+    if num_parts == 1:
+      return self
+    sizes = list(self.sizes)
+    sizes[self.row_axis] //= num_parts
+    return dataclasses.replace(self, sizes=tuple(sizes), low=number * sizes[self.row_axis])
+
+  def placed_at(self, row: int) -> "TensorMapping":
+    """Return the mapping with its rows starting at `row` of the tensor."""
+    start, _ = dataclasses.replace(self, first_row=0).rows
+    return dataclasses.replace(self, first_row=row - start)
+
   def blocks(self) -> Iterator["TensorMapping"]:
     """Split the tensor into blocks of rows of bounded size."""
     if not self.layout.theirs[0]:
@@ -130,7 +143,7 @@ class TensorMapping:
     for low, high in split_range(size, bytes_each):
       sizes = list(self.sizes)
       sizes[axis] = high - low
-      yield dataclasses.replace(self, sizes=tuple(sizes), low=low)
+      yield dataclasses.replace(self, sizes=tuple(sizes), low=self.low + low)
 
   def targets(self) -> dict[str, Index]:
     """Return {path: index} of the parameters that the block holds a part of."""
@@ -177,8 +190,7 @@ def layers(cfg: ModelConfig) -> list[LayerPlace]:
   num_dense, step = cfg.layer_plan
   names = [""]
   if step > 1:
-    names = [f"/dense_{i}" for i in range(step - 1)]
-    names.append("/mixture")
+    names = [f"/{kind.name}" for kind in cfg.layer_unit]
   numbers = range(cfg.base_num_decoder_layers)
   places = _stack_places(cfg, "dense_layers", "", numbers[:num_dense])
   for i, name in enumerate(names):
@@ -225,17 +237,33 @@ def tensor_mappings(
       f"Hugging Face's model_type {family.model_type!r} has no tensor for {', '.join(unmapped)}: "
       "this model cannot be exported"
     )
-  return _concatenated(mappings)
+  return _concatenated(mappings, family.row_groups(cfg))
 
 
-def _concatenated(mappings: Sequence[TensorMapping]) -> list[TensorMapping]:
-  """Return `mappings` with those that have the same tensor one after the other in its rows."""
-  num_rows: dict[str, int] = {}
-  placed = []
+def _concatenated(
+  mappings: Sequence[TensorMapping], row_groups: Mapping[str, int]
+) -> list[TensorMapping]:
+  """Return `mappings` with those that have the same tensor one after the other in its rows.
+
+  Args:
+    mappings: of whole parameters.
+    row_groups: see `HfFamily.row_groups`.
+  """
+  by_tensor: dict[str, list[TensorMapping]] = {}
   for mapping in mappings:
-    first_row = num_rows.get(mapping.tensor, 0)
-    placed.append(dataclasses.replace(mapping, first_row=first_row))
-    num_rows[mapping.tensor] = first_row + mapping.shape[0]
+    by_tensor.setdefault(mapping.tensor, []).append(mapping)
+  placed = []
+  for tensor, sharing in by_tensor.items():
+    num_groups = 1
+    for end, number in row_groups.items():
+      if tensor.endswith(end):
+        num_groups = number
+    row = 0
+    for group in range(num_groups):
+      for mapping in sharing:
+        part = mapping.part(group, num_groups)
+        placed.append(part.placed_at(row))
+        row += part.shape[0]
   return placed
 
 

@@ -33,8 +33,9 @@ class Attention(nn.Module):
 
   Query heads share the key/value heads in equal groups. The family's `qk_norm` applies RMSNorm to
   queries and keys before the rotary embedding: per `head`, or over the whole `projection`. The
-  family's `sinks` are a parameter per head, one more score whose value is zero. For the soft cap
-  and the window see kernels/attention/api.py.
+  family's `sinks` are a parameter per head, one more score whose value is zero. With its
+  `gated_output`, each channel of the heads' outputs is multiplied by a gate between 0 and 1. For
+  the soft cap and the window see kernels/attention/api.py.
 
   Source: Ainslie et al., GQA (2023), section 2.2.
   """
@@ -69,6 +70,9 @@ class Attention(nn.Module):
     else:
       o_BTHC = self._attend_rows(q_BTHC, k_BTGC, v_BTGC, segment_BT, window, sink_H)
 
+    if self.cfg.family.gated_output:
+      gate_BTHC = self._project(x_BTD, "gate", num_heads, "q_heads")
+      o_BTHC = o_BTHC * jax.nn.sigmoid(gate_BTHC)
     out = self.linear(
       self.cfg,
       self.sharder,

@@ -11,8 +11,9 @@ The collection goes through `Module.apply`, so that a decode step is a pure func
 A layer has `length` [B], the number of positions of each row, and entries that are ring buffers of
 S slots: position p is in slot p % S, so a window of S positions needs S slots. A prefill entry is
 an array [B, G, S, C]. The entries of a cache are split along S into blocks, each as large as all
-blocks before it, so that attention can skip those that no row has reached. Where layers are
-scanned, every leaf has a leading N.
+blocks before it, so that attention can skip those that no row has reached. A recurrent layer has,
+as `recurrent`, arrays whose first axis is the row; no position can be removed from them. Where
+layers are scanned, every leaf has a leading N.
 """
 
 from typing import Any
@@ -25,6 +26,7 @@ from maxlite.kernels.attention.cached import BlockMask
 
 COLLECTION = "cache"
 _LENGTH = "length"
+_RECURRENT = "recurrent"
 
 Blocks = tuple[jax.Array, ...]  # The blocks of one entry.
 
@@ -116,6 +118,49 @@ def _block_masks(
   return masks
 
 
+def is_storing(layer: nn.Module) -> bool:
+  """Whether `layer` was applied to store a prefill."""
+  is_mutable = layer.is_mutable_collection(COLLECTION)
+  return is_mutable and not layer.is_initializing() and not is_filled(layer)
+
+
+def read_recurrent(layer: nn.Module) -> Any:
+  """Returns what `store_recurrent` or `update_recurrent` stored."""
+  return layer.get_variable(COLLECTION, _RECURRENT)
+
+
+def store_recurrent(layer: nn.Module, length_B: jax.Array, carry: Any) -> None:
+  """Stores a pytree of arrays that hold what rows of `length_B` positions pass on."""
+  layer.put_variable(COLLECTION, _LENGTH, length_B)
+  layer.put_variable(COLLECTION, _RECURRENT, carry)
+
+
+def update_recurrent(layer: nn.Module, num_new_B: jax.Array, carry: Any) -> None:
+  """Replaces it by that after `num_new_B` more positions."""
+  length_B = layer.get_variable(COLLECTION, _LENGTH)
+  store_recurrent(layer, length_B + num_new_B, carry)
+
+
+def has_recurrent(cache: Any) -> bool:
+  """Whether any layer of the cache is recurrent."""
+  leaves = jax.tree_util.tree_leaves_with_path(cache)
+  return any(_is_recurrent(path) for path, _ in leaves)
+
+
+def _row_axis(prefill: Any, path: tuple) -> int:
+  """The axis of rows of a recurrent array: 1 where layers are stacked, else 0."""
+  layer = prefill
+  for key in path:
+    if getattr(key, "key", "") == _RECURRENT:
+      break
+    layer = layer[key.key]
+  return layer[_LENGTH].ndim - 1
+
+
+def _is_recurrent(path: tuple) -> bool:
+  return any(getattr(key, "key", "") == _RECURRENT for key in path)
+
+
 def init_cache(prefill: Any, num_rows: int, num_new: int = 1, first_block: int = 0) -> Any:
   """A cache of `num_rows` rows without positions, to which `num_new` are added at a time.
 
@@ -125,6 +170,10 @@ def init_cache(prefill: Any, num_rows: int, num_new: int = 1, first_block: int =
   """
 
   def zeros(path: tuple, leaf: jax.Array) -> jax.Array | Blocks:
+    if _is_recurrent(path):
+      row_axis = _row_axis(prefill, path)
+      shape = (*leaf.shape[:row_axis], num_rows, *leaf.shape[row_axis + 1 :])
+      return jnp.zeros(shape, leaf.dtype)
     if path[-1].key == _LENGTH:
       return jnp.zeros((*leaf.shape[:-1], num_rows), leaf.dtype)
     *lead, _, num_heads, num_slots, num_channels = leaf.shape
@@ -144,6 +193,9 @@ def insert(cache: Any, prefill: Any, row_B: jax.Array, length_B: jax.Array) -> A
   """
 
   def write(path: tuple, new: jax.Array, entry: jax.Array | Blocks) -> jax.Array | Blocks:
+    if _is_recurrent(path):
+      rows = (slice(None),) * _row_axis(prefill, path)
+      return entry.at[(*rows, row_B)].set(new, mode="drop")
     if path[-1].key == _LENGTH:
       return entry.at[..., row_B].set(length_B.astype(entry.dtype), mode="drop")
     return _insert_rows(entry, new, row_B, length_B)
@@ -169,7 +221,7 @@ def _insert_rows(blocks: Blocks, new: jax.Array, row_B: jax.Array, length_B: jax
 
 
 def rewind(cache: Any, length_B: jax.Array) -> Any:
-  """The cache with only the first `length_B` positions of each row."""
+  """The cache with only the first `length_B` positions of each row; it has no recurrent layer."""
 
   def reset(path: tuple, leaf: jax.Array) -> jax.Array:
     # The blocks of an entry are a tuple, whose path ends in an index without a key.

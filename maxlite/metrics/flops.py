@@ -105,6 +105,7 @@ def train_flops(
   if drafts:
     products += model.num_draft_heads * (1 + backward)
   macs += products * model.vocab_size * model.base_emb_dim
+  macs += _recurrence_macs_per_token(model, first)
   rows, row_length = batch_shape
   flops_per_mac = FLOPS_PER_MAC * rows * row_length
   attention = flops_per_mac * _attention_macs_per_token(model, row_length, first)
@@ -124,7 +125,7 @@ def _backward_products(stage: str, first: int, is_trained: bool) -> int:
 def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
   """Products of queries with keys, and of scores with values, over all layers."""
   mla = model.mla
-  num_layers = model.base_num_decoder_layers
+  num_layers = model.base_num_decoder_layers - model.num_recurrent_layers
   channels = 2 * model.head_dim
   if model.family.latent_attention:
     channels = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
@@ -144,6 +145,16 @@ def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -
     needed += 1 - dense_share
   forward = model.base_num_query_heads * channels * keys_per_query
   return forward * (1 + BACKWARD_OVER_FORWARD * needed)
+
+
+def _recurrence_macs_per_token(model: ModelConfig, first: int) -> float:
+  """Products of the gated delta rule as a recurrence: what the state holds, its change, a query."""
+  gdn = model.gdn
+  state_size = gdn.gdn_num_value_heads * gdn.gdn_key_head_dim * gdn.gdn_value_head_dim
+  forward = 3 * model.num_recurrent_layers * state_size
+  if _needs_input_gradient("layers", first):
+    return forward * (1 + BACKWARD_OVER_FORWARD)
+  return forward
 
 
 def _stage(path: str) -> int:

@@ -1,5 +1,6 @@
 """The decoder: embed -> layers -> norm -> logits."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.linear import LinearClass
 from maxlite.layers.lora import linear_class
 from maxlite.layers.norm import RMSNorm
-from maxlite.models.decoder_layer import DecoderLayer, InterleavedLayers, Rope, build_rope
+from maxlite.models.decoder_layer import DecoderLayer, LayerUnit, Rope, build_rope, stack_sums
 from maxlite.models.draft import DraftHeads
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
@@ -26,7 +27,7 @@ class Decoder(nn.Module):
   """A decoder-only transformer in two stacks of layers.
 
   `dense_layers` holds the first_num_dense_layers of a mixture, if any. `layers` holds the others:
-  `DecoderLayer`s, or `InterleavedLayers` if interleave_moe_layer_step > 1. Each stack is one
+  `DecoderLayer`s, or `LayerUnit`s if cfg.layer_unit has several layers. Each stack is one
   scanned module (scan_layers) or a list. `linear` is the class of the linear layers; by default
   `cfg` determines it.
 
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
     if step == 1:
       self.layers = self._stack(layer, num_units, moe=cfg.family.is_moe, linear=linear)
     else:
-      self.layers = self._stack(InterleavedLayers, num_units, linear=linear)
+      self.layers = self._stack(LayerUnit, num_units, linear=linear)
     self.final_norm = RMSNorm(
       cfg.normalization_layer_epsilon,
       weight_dtype,
@@ -64,9 +65,16 @@ class Decoder(nn.Module):
 
   def _stack(self, layer: type[nn.Module], length: int, **fields: Any) -> Stack:
     """`length` instances of `layer` with these fields: one scanned module, or a list."""
-    if not self.cfg.scan_layers:
-      return [layer(self.cfg, self.sharder, **fields) for _ in range(length)]
-    scanned = nn.scan(
+    if self.cfg.scan_layers:
+      layer = self._scanned(layer, length)
+    build = functools.partial(layer, self.cfg, self.sharder, **fields)
+    if self.cfg.scan_layers:
+      return build()
+    return [build() for _ in range(length)]
+
+  def _scanned(self, layer: type[nn.Module], length: int) -> type[nn.Module]:
+    """The class of `length` stacked layers, over which its call scans."""
+    return nn.scan(
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
@@ -76,7 +84,6 @@ class Decoder(nn.Module):
       metadata_params={nn.PARTITION_NAME: "layers"},
       check_constancy_invariants=False,  # which would trace the layer a second time
     )
-    return scanned(self.cfg, self.sharder, **fields)
 
   def _scan_unroll(self) -> int:
     """Layers per iteration of the scan."""
@@ -105,6 +112,8 @@ class Decoder(nn.Module):
     if is_local_N is not None and step > 1:
       is_local_N = is_local_N.reshape(-1, step)  # One row per unit.
     x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope, is_local_N)
+    if sum(kind.is_moe for kind in self.cfg.layer_unit) > 1:  # The units' sums are stacked too.
+      sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
     x_BTD = self.final_norm(x_BTD)
     if self.is_initializing() and self.cfg.num_draft_heads:
       self.draft_head(x_BTD)
@@ -128,7 +137,7 @@ class Decoder(nn.Module):
         is_local = is_local_N[i].tolist()
       x_BTD, sums = layer(x_BTD, segment_BT, rope, is_local)
       sums_by_layer.append(sums)
-    return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *sums_by_layer)
+    return x_BTD, stack_sums(sums_by_layer)
 
   def _is_local(self, layers: slice) -> np.ndarray | None:
     """Which of `layers` attend locally; None if the family has no local layers."""

@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.attention import Attention
+from maxlite.layers.gated_delta_net import GatedDeltaNet
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
@@ -71,7 +72,7 @@ def _select_rope(rope: Rope, is_local: IsLocal) -> RopeTables:
 
 
 class DecoderLayer(nn.Module):
-  """Attention, then an MLP or (`moe`) a mixture of experts, each after a norm.
+  """Attention or a recurrence, then an MLP or (`moe`) a mixture of experts, each after a norm.
 
   Returns (y_BTD, sums), where `sums` is {"moe": RouterSums} of a mixture and {} of an MLP.
   """
@@ -79,6 +80,7 @@ class DecoderLayer(nn.Module):
   cfg: ModelConfig
   sharder: Sharder
   moe: bool
+  is_recurrent: bool = False  # a gated delta net instead of attention
   linear: LinearClass = Linear
 
   @nn.compact
@@ -91,7 +93,7 @@ class DecoderLayer(nn.Module):
   ) -> tuple[jax.Array, dict[str, Any]]:
     """`is_local` is given if the family has local and global layers; it may be traced."""
     normed_BTD = self._pre_norm("attention_norm", x_BTD)
-    y_BTD = self._attention(normed_BTD, segment_BT, rope, is_local)
+    y_BTD = self._mix(normed_BTD, segment_BT, rope, is_local)
     x_BTD += self._update("attention_post_norm", y_BTD)
     if self.moe:
       moe = MoeBlock(self.cfg, self.sharder, self.linear, name="moe")
@@ -101,13 +103,17 @@ class DecoderLayer(nn.Module):
     y_BTD = mlp(self._pre_norm("mlp_norm", x_BTD))
     return x_BTD + self._update("mlp_post_norm", y_BTD), {}
 
-  def _attention(
+  def _mix(
     self,
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
     is_local: IsLocal,
   ) -> jax.Array:
+    """y_BTD: each position with those before it."""
+    if self.is_recurrent:
+      gated_delta = GatedDeltaNet(self.cfg, self.sharder, self.linear, name="gated_delta")
+      return gated_delta(x_BTD, segment_BT)
     if self.cfg.family.latent_attention:
       latent_attention = LatentAttention(self.cfg, self.sharder, self.linear, name="attention")
       return latent_attention(x_BTD, segment_BT, rope.tables, rope.query_scale_BT)
@@ -138,10 +144,11 @@ class DecoderLayer(nn.Module):
     return y_BTD
 
 
-class InterleavedLayers(nn.Module):
-  """interleave_moe_layer_step - 1 dense layers, then an MoE layer.
+class LayerUnit(nn.Module):
+  """The layers of `cfg.layer_unit`.
 
-  Returns (y_BTD, sums of the MoE layer).
+  Returns (y_BTD, sums), where `sums` is that of the MoE layer; those of several are stacked along a
+  leading axis.
   """
 
   cfg: ModelConfig
@@ -158,11 +165,32 @@ class InterleavedLayers(nn.Module):
   ) -> tuple[jax.Array, dict[str, Any]]:
     """`is_local` has one element per layer, or is None."""
     layer = remat(DecoderLayer, self.cfg)
-    num_layers = self.cfg.moe.interleave_moe_layer_step
+    kinds = self.cfg.layer_unit
     if is_local is None:
-      is_local = [None] * num_layers
-    for i in range(num_layers - 1):
-      dense = layer(self.cfg, self.sharder, moe=False, linear=self.linear, name=f"dense_{i}")
-      x_BTD, _ = dense(x_BTD, segment_BT, rope, is_local[i])
-    mixture = layer(self.cfg, self.sharder, moe=True, linear=self.linear, name="mixture")
-    return mixture(x_BTD, segment_BT, rope, is_local[-1])
+      is_local = [None] * len(kinds)
+    sums_by_layer = []
+    for i, kind in enumerate(kinds):
+      layer_of_unit = layer(
+        self.cfg,
+        self.sharder,
+        moe=kind.is_moe,
+        is_recurrent=kind.is_recurrent,
+        linear=self.linear,
+        name=kind.name,
+      )
+      x_BTD, sums = layer_of_unit(x_BTD, segment_BT, rope, is_local[i])
+      if kind.is_moe:
+        sums_by_layer.append(sums)
+    if not sums_by_layer:
+      return x_BTD, {}
+    if len(sums_by_layer) == 1:
+      return x_BTD, sums_by_layer[0]
+    return x_BTD, stack_sums(sums_by_layer)
+
+
+def stack_sums(sums_by_layer: list[Any]) -> Any:
+  """The sums of all layers, with a leading axis that counts layers."""
+  layers = jax.tree.structure([0] * len(sums_by_layer))
+  of_layer = jax.tree.structure(sums_by_layer[0])
+  leaves_by_layer = jax.tree.transpose(layers, of_layer, sums_by_layer)
+  return jax.tree.map(jnp.stack, leaves_by_layer, is_leaf=lambda node: isinstance(node, list))

@@ -20,7 +20,7 @@ FROZEN = "frozen"
 # A tree like the parameters, with "train" or "frozen" at every leaf; None: all are trained.
 Labels = PyTree
 
-NO_DECAY = r"(^|/|_)(scale|bias)$"  # norms and biases
+NO_DECAY = r"(^|/|_)(scale|bias|rate)$"  # norms, biases and rates of decay
 STACKED = ("layers", "exp", "ensemble")  # axes that stack matrices and are not a side of one
 
 

@@ -375,7 +375,7 @@ def _gather_keys(step: _Step) -> None:
   axes = step.axes("activation_length")
   positions = step.tokens * step.size(axes)
   payload = positions * channels / shards * step.compute_bytes
-  layers = model.base_num_decoder_layers
+  layers = model.base_num_decoder_layers - model.num_recurrent_layers
   gathers = 1
   if not step.is_saved("attention_out"):
     gathers = 2

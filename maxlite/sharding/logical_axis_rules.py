@@ -27,6 +27,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "q_heads": ("tensor",),
   "kv_heads": ("tensor",),
   "kv": (),
+  "taps": (),
   "latent": (),
   "q_lora": ("fsdp", "context", "expert"),
   "kv_lora": ("fsdp", "context", "expert"),

@@ -35,6 +35,12 @@ TINY = {
   "qk_nope_head_dim": 4,
   "qk_rope_head_dim": 2,
   "v_head_dim": 6,
+  "inhomogeneous_layer_cycle_interval": 2,
+  "gdn_num_key_heads": 2,
+  "gdn_num_value_heads": 4,
+  "gdn_key_head_dim": 4,
+  "gdn_value_head_dim": 6,
+  "gdn_chunk_size": 4,
 }
 # Changes to TINY per family.
 FAMILY_KEYS = {
@@ -74,6 +80,8 @@ FAMILY_KEYS = {
     "router": "sigmoid_group_topk",
     "partial_rotary_factor": 0.5,
   },
+  "qwen3_5": {"partial_rotary_factor": 0.5},
+  "qwen3_next": {"partial_rotary_factor": 0.5, "shared_experts": 1},
   "deepseek": {
     "base_num_decoder_layers": 3,
     "first_num_dense_layers": 1,
@@ -97,7 +105,7 @@ BATCH = (TOKENS_BT, SEGMENT_BT, POSITION_BT)
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 # Together these have every kind of layer; the other families differ in fields of their parts.
-STRUCTURES = ("deepseek", "gemma2", "gpt_oss")
+STRUCTURES = ("deepseek", "gemma2", "gpt_oss", "qwen3_next")
 every_family = pytest.mark.parametrize("family", MODELS)
 some_families = pytest.mark.parametrize("family", fast_only(MODELS, *STRUCTURES))
 every_structure = pytest.mark.parametrize("family", STRUCTURES)

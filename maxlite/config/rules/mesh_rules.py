@@ -62,6 +62,9 @@ def _sharded_dimensions(cfg: Config) -> list[tuple[str, list[str]]]:
   dimensions = [("base_num_query_heads", ["tensor"])]
   if not family.latent_attention:
     dimensions.append(("base_num_kv_heads", ["tensor"]))
+  if family.gated_delta_layers:
+    dimensions.append(("gdn_num_key_heads", ["tensor"]))
+    dimensions.append(("gdn_num_value_heads", ["tensor"]))
   if family.is_moe:
     dimensions.append(("base_moe_mlp_dim", ["tensor"]))
   if has_dense_mlp:

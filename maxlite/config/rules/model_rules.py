@@ -76,6 +76,38 @@ def _rotated_channels(cfg: Config) -> Violations:
     )
 
 
+def gated_delta(cfg: Config) -> Violations:
+  """The rules on models with gated delta nets."""
+  model = cfg.model
+  if not model.family.gated_delta_layers:
+    return
+  gdn = model.gdn
+  if gdn.gdn_num_value_heads % gdn.gdn_num_key_heads:
+    divisor = largest_divisor(gdn.gdn_num_value_heads, gdn.gdn_num_key_heads)
+    yield Violation(
+      ["gdn_num_value_heads", "gdn_num_key_heads"],
+      f"value heads must be a multiple of key heads; write gdn_num_key_heads={divisor}",
+    )
+  interval = gdn.inhomogeneous_layer_cycle_interval
+  if model.base_num_decoder_layers % interval:
+    divisor = largest_divisor(model.base_num_decoder_layers, interval)
+    yield Violation(
+      ["inhomogeneous_layer_cycle_interval", "base_num_decoder_layers"],
+      f"does not divide the number of layers; write inhomogeneous_layer_cycle_interval={divisor}",
+    )
+  if model.num_draft_heads:
+    yield Violation(
+      ["num_draft_heads", "decoder_block"],
+      "drafts that are not accepted cannot be taken back from a recurrent state; write "
+      "num_draft_heads=0",
+    )
+  for key, default in (("first_num_dense_layers", 0), ("interleave_moe_layer_step", 1)):
+    if model.family.is_moe and getattr(model.moe, key) != default:
+      yield Violation(
+        [key, "decoder_block"], f"all layers of this family are MoE; write {key}={default}"
+      )
+
+
 def rope(cfg: Config) -> Violations:
   """The rules on the extension of the context."""
   rope = cfg.model.rope
@@ -126,4 +158,4 @@ def memory(cfg: Config) -> Violations:
     )
 
 
-MODEL_RULES = (attention, rope, mlp, memory)
+MODEL_RULES = (attention, gated_delta, rope, mlp, memory)

@@ -1,6 +1,7 @@
 """Architecture, number formats and memory policy of the decoder."""
 
 import dataclasses
+from typing import NamedTuple
 
 from maxlite.config.config_field import field, model_field
 from maxlite.config.model_families import MODELS, ModelFamily
@@ -20,6 +21,27 @@ class LatentAttentionConfig:
   qk_nope_head_dim: int = model_field(128, "Channels per head without rotary embedding.", low=1)
   qk_rope_head_dim: int = model_field(64, "Channels per head with rotary embedding.", low=2)
   v_head_dim: int = model_field(128, "Value channels per head.", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaConfig:
+  """Layers with a gated delta net instead of attention; read if the model family has them."""
+
+  inhomogeneous_layer_cycle_interval: int = model_field(
+    4, "Every n-th layer attends; the others are gated delta nets.", low=1
+  )
+  gdn_num_key_heads: int = model_field(
+    16, "Query and key heads of a gated delta net, each shared by value heads.", low=1
+  )
+  gdn_num_value_heads: int = model_field(32, "Value heads, each with a state.", low=1)
+  gdn_key_head_dim: int = model_field(128, "Channels of queries and keys per head.", low=1)
+  gdn_value_head_dim: int = model_field(128, "Channels of values per head.", low=1)
+  gdn_conv_kernel_dim: int = model_field(
+    4, "Positions that the convolution of queries, keys and values covers.", low=1
+  )
+  gdn_chunk_size: int = field(
+    64, "Positions per chunk, within which the recurrence is solved by matrix products.", low=1
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +103,14 @@ class LoraConfig:
     low=0,
   )
   lora_alpha: float = field(16.0, "Adapter outputs are scaled by lora_alpha / lora_rank.", low=0)
+
+
+class LayerKind(NamedTuple):
+  """One of the layers of a unit that repeats."""
+
+  name: str  # of its module within the unit
+  is_moe: bool
+  is_recurrent: bool = False  # a gated delta net instead of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +200,7 @@ class ModelConfig:
   scaling: ParametrizationConfig = ParametrizationConfig()
   rope: RopeConfig = RopeConfig()
   mla: LatentAttentionConfig = LatentAttentionConfig()
+  gdn: GatedDeltaConfig = GatedDeltaConfig()
   moe: MoeConfig = MoeConfig()
 
   @property
@@ -178,13 +209,38 @@ class ModelConfig:
     return MODELS[self.decoder_block]
 
   @property
-  def layer_plan(self) -> tuple[int, int]:
-    """(leading dense layers, layers per unit after them); only the last of a unit may be MoE."""
+  def layer_unit(self) -> tuple[LayerKind, ...]:
+    """The layers that repeat after the leading dense ones, in order."""
+    if self.family.gated_delta_layers:
+      num_recurrent = self.gdn.inhomogeneous_layer_cycle_interval - 1
+      recurrent = [
+        LayerKind(f"gated_delta_{i}", self.family.is_moe, is_recurrent=True)
+        for i in range(num_recurrent)
+      ]
+      return (*recurrent, LayerKind("attention", self.family.is_moe))
     if not self.family.is_moe:
-      return 0, 1
-    return self.moe.first_num_dense_layers, self.moe.interleave_moe_layer_step
+      return (LayerKind("dense", is_moe=False),)
+    num_dense = self.moe.interleave_moe_layer_step - 1
+    dense = [LayerKind(f"dense_{i}", is_moe=False) for i in range(num_dense)]
+    return (*dense, LayerKind("mixture", is_moe=True))
+
+  @property
+  def layer_plan(self) -> tuple[int, int]:
+    """(leading dense layers, layers per unit after them)."""
+    if not self.family.is_moe:
+      return 0, len(self.layer_unit)
+    return self.moe.first_num_dense_layers, len(self.layer_unit)
 
   @property
   def num_moe_layers(self) -> int:
-    num_dense, step = self.layer_plan
-    return (self.base_num_decoder_layers - num_dense) // step if self.family.is_moe else 0
+    return self._num_units * sum(kind.is_moe for kind in self.layer_unit)
+
+  @property
+  def num_recurrent_layers(self) -> int:
+    return self._num_units * sum(kind.is_recurrent for kind in self.layer_unit)
+
+  @property
+  def _num_units(self) -> int:
+    """How often the layers of `layer_unit` repeat."""
+    num_dense, layers_per_unit = self.layer_plan
+    return (self.base_num_decoder_layers - num_dense) // layers_per_unit

@@ -20,6 +20,7 @@ from maxlite.hf.families import (
   mixtral,
   olmo,
   phi,
+  qwen_next,
   smollm,
 )
 from maxlite.hf.family import HfFamily
@@ -42,5 +43,6 @@ for _file in (
   ernie,
   granite,
   mistral4,
+  qwen_next,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}

@@ -37,6 +37,10 @@ class MoeBlock(nn.Module):
         limit=moe.mlp_activations_limit,
         linear=self.linear,
       )
+      if cfg.family.gated_shared_expert:
+        self.shared_expert_gate = self.linear(
+          cfg, self.sharder, features=(1,), kernel_names=("embed", "router")
+        )
 
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, RouterSums]:
     route = self.router(x_BTD, segment_BT)
@@ -48,9 +52,17 @@ class MoeBlock(nn.Module):
     y_BTD, num_dropped = dispatch(experts, x_BTD, route, weights)
 
     if self.cfg.moe.shared_experts:
-      y_BTD += self.shared_experts(x_BTD)
+      y_BTD += self._shared(x_BTD)
     sums = route.sums.replace(dropped=num_dropped.astype(route.sums.tokens.dtype))
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), sums
+
+  def _shared(self, x_BTD: jax.Array) -> jax.Array:
+    """The output of the shared experts, multiplied by its gate if the family has one."""
+    y_BTD = self.shared_experts(x_BTD)
+    if not self.cfg.family.gated_shared_expert:
+      return y_BTD
+    gate_BT1 = jax.nn.sigmoid(self.shared_expert_gate(x_BTD))
+    return y_BTD * gate_BT1
 
 
 def _mask_padding(route: Route, segment_BT: jax.Array, num_experts: int) -> Route:

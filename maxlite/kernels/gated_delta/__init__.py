@@ -1,0 +1,1 @@
+"""The gated delta rule: a linear recurrence over positions whose state is a matrix per head."""

@@ -1,0 +1,130 @@
+"""The gated delta rule in chunks, its states and gradients, against the recurrence in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlite.kernels.gated_delta import chunked, reference
+from maxlite.kernels.gated_delta.inputs import DeltaInputs
+
+NUM_ROWS = 2
+NUM_HEADS = 2
+NUM_CHANNELS = 8
+NUM_VALUE_CHANNELS = 6
+CHUNK = 8
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def draw_inputs(num_positions: int, starts: list[tuple[int, int]] = ()) -> DeltaInputs:
+  """Draws operands; `starts` are (row, position) of the first positions of documents."""
+  rng = np.random.default_rng(num_positions)
+  lead = (NUM_ROWS, num_positions, NUM_HEADS)
+  key = rng.normal(size=(*lead, NUM_CHANNELS))
+  is_start = np.zeros((NUM_ROWS, num_positions), bool)
+  for row, position in starts:
+    is_start[row, position] = True
+  return DeltaInputs(
+    q_BTHC=jnp.asarray(rng.normal(size=(*lead, NUM_CHANNELS))),
+    k_BTHC=jnp.asarray(key / np.linalg.norm(key, axis=-1, keepdims=True)),
+    v_BTHU=jnp.asarray(rng.normal(size=(*lead, NUM_VALUE_CHANNELS))),
+    log_decay_BTH=jnp.asarray(-rng.exponential(0.3, size=lead)),
+    beta_BTH=jnp.asarray(rng.uniform(size=lead)),
+    is_start_BT=jnp.asarray(is_start),
+  )
+
+
+def draw_state() -> jax.Array:
+  shape = (NUM_ROWS, NUM_HEADS, NUM_CHANNELS, NUM_VALUE_CHANNELS)
+  return jnp.asarray(np.random.default_rng(1).normal(size=shape))
+
+
+def positions(inputs: DeltaInputs, span: slice) -> DeltaInputs:
+  return jax.tree.map(lambda x: x[:, span], inputs)
+
+
+STARTS = [(0, 3), (0, 8), (1, 15), (1, 16), (1, 17)]
+
+
+@pytest.mark.parametrize("num_positions", [1, 7, 8, 29])
+@pytest.mark.parametrize("starts", [[], STARTS], ids=["one document", "documents"])
+def test_chunks_equal_the_recurrence(num_positions, starts):
+  starts = [(row, position) for row, position in starts if position < num_positions]
+  inputs = draw_inputs(num_positions, starts)
+  state = draw_state()
+
+  def loss(run, floats, state):
+    y, after = run(DeltaInputs(*floats, inputs.is_start_BT), state)
+    weight = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+    return jnp.sum(weight * y) + jnp.sum(after**2), (y, after)
+
+  def run_chunked(inputs, state):
+    return chunked.gated_delta(inputs, state, CHUNK)
+
+  results = []
+  for run in (reference.gated_delta, run_chunked):
+    differentiate = jax.value_and_grad(
+      lambda floats, state, run=run: loss(run, floats, state), argnums=(0, 1), has_aux=True
+    )
+    results.append(jax.jit(differentiate)(inputs[:-1], state))
+  expected, found = results
+  for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("module", [reference, chunked])
+def test_a_document_equals_itself_alone(module):
+  inputs = draw_inputs(20, [(0, 11), (1, 11)])
+  y, state = module.gated_delta(inputs, draw_state())
+  second = positions(inputs, slice(11, None))
+  alone, state_alone = module.gated_delta(second, jnp.zeros_like(draw_state()))
+  np.testing.assert_allclose(y[:, 11:], alone, rtol=1e-9, atol=1e-12)
+  np.testing.assert_allclose(state, state_alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("module", [reference, chunked])
+def test_no_gradient_crosses_the_start_of_a_document(module):
+  inputs = draw_inputs(20, [(0, 11), (1, 11)])
+
+  def second_document(floats):
+    y, _ = module.gated_delta(DeltaInputs(*floats, inputs.is_start_BT), draw_state())
+    return jnp.sum(y[:, 11:] ** 2)
+
+  for gradient in jax.grad(second_document)(inputs[:-1]):
+    assert not np.any(gradient[:, :11])  # exactly
+    assert np.any(gradient[:, 11:])
+
+
+def test_the_state_carries_over():
+  inputs = draw_inputs(21, [(0, 4)])
+  y, state = chunked.gated_delta(inputs, draw_state(), CHUNK)
+  first, between = chunked.gated_delta(positions(inputs, slice(0, 13)), draw_state(), CHUNK)
+  second, last = reference.gated_delta(positions(inputs, slice(13, None)), between)
+  np.testing.assert_allclose(y, jnp.concatenate([first, second], axis=1), rtol=1e-9, atol=1e-12)
+  np.testing.assert_allclose(state, last, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("starts", [[], [(0, 9)]])
+def test_a_state_map_is_the_run_over_its_positions(starts):
+  inputs = draw_inputs(21, starts)
+  maps = chunked.chunk_maps(inputs, jnp.float64, CHUNK)
+  found = chunked.state_map(maps)
+  _, expected = reference.gated_delta(inputs, draw_state())
+  after = found.factor_BHCC @ draw_state() + found.offset_BHCU
+  np.testing.assert_allclose(after, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("module", [reference, chunked])
+def test_idle_positions_leave_the_state(module):
+  inputs = draw_inputs(5)
+  idle = inputs._replace(
+    log_decay_BTH=jnp.zeros_like(inputs.log_decay_BTH),
+    beta_BTH=jnp.zeros_like(inputs.beta_BTH),
+  )
+  _, state = module.gated_delta(idle, draw_state())
+  np.testing.assert_array_equal(state, draw_state())
