@@ -30,6 +30,7 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
 from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
+from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -130,15 +131,14 @@ class Run:
     Raises:
       UserError: the run has phases, or a batch has another shape or unknown token ids.
     """
-    if self.trainer.phase_plan is not None:
+    if phase_plan_of(self.trainer) is not None:
       raise UserError("train_on(...) does not support phases: open a run without them")
     state = self.trainer.init_state(jax.tree.map(jnp.copy, self.params))
     rows: list[dict[str, Any]] = []
     for batch in batches:
       placed = self.trainer.place(self._checked(batch))
-      if self.trainer.teacher:
-        placed = self.trainer.teacher.with_params(placed)
-      state, metrics = self.trainer.train_step(state, placed)
+      inputs = self.trainer.with_extra_inputs(placed)
+      state, metrics = self.trainer.train_step(state, inputs)
       rows.append(step_row(len(rows) + 1, jax.device_get(metrics)))
     after = dataclasses.replace(
       self,

@@ -379,6 +379,15 @@ DRAFT_LOSSES = Registry(
 TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.transforms.teacher:DISTILL")
 RUN_LOSSES: Mapping[str, Any] = ChainMap(TAUGHT_LOSSES, TOKEN_LOSSES)
 LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
+# Features beside the step of a plain run, the innermost first: (TransformRequest) -> StepTransform,
+# or None if the config does not use it; see training/transforms/step_transform.py.
+STEP_TRANSFORMS = Registry(
+  Entry,
+  host_offload="maxlite.training.transforms.host_offload:build_host_offload",
+  local_updates="maxlite.training.transforms.local_updates:build_local_updates",
+  phases="maxlite.training.transforms.alternating_phases:build_alternating_phases",
+  teacher="maxlite.training.transforms.teacher:build_teacher",
+)
 # Folders with the parameters of a model: see training/model_weights.py.
 WEIGHT_FORMATS = Registry(
   Entry,

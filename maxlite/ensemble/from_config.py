@@ -26,12 +26,12 @@ from maxlite.evaluation.held_out import build_eval_step
 from maxlite.layers.lora import OPTIONAL_MODULES
 from maxlite.optim.build import number_names, numbers_of
 from maxlite.optim.schedules import with_schedule_steps
-from maxlite.phases.phase_programs import build_phase_step
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.step.train_step import StepParts
 from maxlite.training.model_weights import read_parameters
 from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 # Logical axes over which the rows of a batch are sharded.
 _ROWS = ("activation_batch", "activation_batch_no_exp")
@@ -264,8 +264,9 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
 
   phases = [_phase_parts(trainer, index) for index in range(len(trainer.objectives))]
   schedule = None
-  if trainer.phase_plan is not None:
-    schedule = trainer.phase_plan.schedule
+  plan = phase_plan_of(trainer)
+  if plan is not None:
+    schedule = plan.schedule
   shardings = None
   batch_sharding = None
   if trainer.mesh.size > 1:
@@ -289,18 +290,15 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
 def _phase_parts(trainer: Trainer, index: int) -> StepParts:
   """The parts of the step of a phase; the update advances the clock of a run with phases."""
   parts = trainer.build_parts(index, freeze_diverged=True)
-  if trainer.phase_plan is None:
-    return parts
-  owner = trainer.phase_plan.owners[trainer.objectives[index].name]
-  update = build_phase_step(parts.update, index, trainer.phase_plan.schedule, owner)
-  return parts._replace(update=update)
+  return parts._replace(update=trainer.wrap_step(parts.update, index))
 
 
 def _frozen_paths(trainer: Trainer) -> frozenset[str]:
   """Paths of the parameters that no phase trains and that members with one base share."""
-  if trainer.phase_plan is None:
+  plan = phase_plan_of(trainer)
+  if plan is None:
     return frozenset()
-  paths = trainer.phase_plan.untrained_paths
+  paths = plan.untrained_paths
   if trainer.cfg.checkpoint.load_parameters_path:
     # The folder may lack them; then they are drawn, by each member with its seed.
     optional = set(OPTIONAL_MODULES)

@@ -23,16 +23,9 @@ from maxlite.ensemble.member_program import (
 )
 from maxlite.optim.labels import Labels, frozen_paths, labels_of, partitioned
 from maxlite.step.api_checks import check_scalars, check_unreserved
+from maxlite.step.gradients import GradientResult, LossFunction, build_gradients
 from maxlite.step.train_state import TrainState, init_state
-from maxlite.step.train_step import (
-  GradientResult,
-  LossFunction,
-  SkipRule,
-  StepParts,
-  build_gradients,
-  build_step_parts,
-  join_parts,
-)
+from maxlite.step.train_step import SkipRule, StepParts, build_step_parts, join_parts
 
 _STEP_METRICS = ("diverged", "skipped", "skipped_in_a_row")
 _FLAX_INTERNALS = ("_id", "_state", "_parent_ref", "scope")  # attributes of modules, not fields
@@ -365,6 +358,7 @@ class _LinenLoss(LossFunction):
     collections: Any,
     batch: Any,
     key: jax.Array,
+    extra: Mapping[str, Any],
   ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Any]:
     run = nn.apply(self.loss, self.model, mutable=self.mutable)
     variables = {"params": params, **collections}

@@ -41,8 +41,9 @@ from maxlite.phases.phase_schedule import PhaseSchedule
 from maxlite.phases.update_step import build_update_step
 from maxlite.phases.zero_gradients import check_any_gradient, shown_paths, zero_among
 from maxlite.step.api_checks import check_not_donated
+from maxlite.step.gradients import build_gradients
 from maxlite.step.train_state import TrainState, averaged_params, init_state
-from maxlite.step.train_step import SkipRule, Step, build_gradients, build_train_step
+from maxlite.step.train_step import SkipRule, Step, build_train_step
 
 _STEPS_IN_FLIGHT = 2  # steps after which the host reads whether a step was skipped
 

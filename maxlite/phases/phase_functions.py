@@ -12,7 +12,7 @@ from maxlite.config.errors import UserError
 from maxlite.optim.labels import paths_in
 from maxlite.phases.phase import Phase
 from maxlite.step.api_checks import check_scalars, check_unreserved
-from maxlite.step.train_step import LossFunction
+from maxlite.step.gradients import LossFunction
 
 _STEP_METRICS = ("phase", "grad_norm", "skipped", "skipped_in_a_row", "zero_gradients")
 
@@ -32,7 +32,12 @@ class PhaseLoss(LossFunction):
   phase: Phase
 
   def forward(
-    self, params: Any, collections: Any, batch: Any, key: jax.Array
+    self,
+    params: Any,
+    collections: Any,
+    batch: Any,
+    key: jax.Array,
+    extra: Mapping[str, Any],
   ) -> tuple[tuple[jax.Array, dict], Any]:
     loss, metrics, collections = _call_loss(self.phase, params, batch, key, collections)
     return (loss, jax.lax.stop_gradient({"loss": loss, **metrics})), collections

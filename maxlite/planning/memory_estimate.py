@@ -98,9 +98,6 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
   in_layers = _activations(trainer, objective, save_all)
   layer_bytes = _total(in_layers) / model.base_num_decoder_layers
-  teacher = 0
-  if trainer.teacher is not None:
-    teacher = bytes_per_device(trainer.teacher.with_params(None, abstract=True))
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
   tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
   chunk_tokens = min(tokens, trainer.cfg.training.logits_chunk_tokens)
@@ -114,7 +111,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     gathered_weights=_largest_kernel(trainer) * (2 * weight_bytes + FLOAT32_BYTES),
     unembedding=model.base_emb_dim * vocab * (weight_bytes + FLOAT32_BYTES),
     logits=2 * FLOAT32_BYTES * chunk_tokens * vocab,
-    teacher=teacher,
+    teacher=bytes_per_device(trainer.abstract_extra_inputs),
     host_optimizer=host_optimizer,
     host_activations=host_activations,
   )

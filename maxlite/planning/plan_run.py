@@ -25,6 +25,7 @@ from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import exposed_seconds, step_bounds
 from maxlite.sharding.compiler_options import Options, describe_options
 from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.transforms.alternating_phases import phase_plan_of
 from maxlite.training.transforms.local_updates import OUTER_SCOPE
 
 _CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
@@ -76,7 +77,7 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
 def run_phase_plan(cfg: Config) -> int:
   """Print what each phase of `cfg` trains and when, without compiling. Returns 0."""
   with exit_on_user_error("maxlite.plan"):
-    plan = build_trainer(cfg).phase_plan
+    plan = phase_plan_of(build_trainer(cfg))
     if plan is None:
       raise UserError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
   for line in plan.describe(cfg.run.steps, cfg.data):
@@ -155,7 +156,7 @@ def _local_share(model: ModelConfig) -> float | None:
 def _plan_step(target: PlanTarget, phase: int, *, compiles: bool) -> bool:
   """Print the plan of the step of a phase; return whether it compiles and fits."""
   trainer = target.trainer
-  plan = trainer.phase_plan
+  plan = phase_plan_of(trainer)
   if plan is not None:
     _CONSOLE.print(plan.describe_phase(plan.phases[phase], trainer.cfg.data))
   _CONSOLE.print(_title(trainer, target.kind, phase))

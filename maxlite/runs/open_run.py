@@ -230,10 +230,10 @@ def open_callbacks(
 
 def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Console) -> Writers:
   """Open the writers of process 0, which drop rows after step `done`."""
-  cfg, plan = trainer.cfg, trainer.phase_plan
+  cfg = trainer.cfg
   if jax.process_index() > 0:
     return Writers([])
-  phases = [phase.name for phase in plan.phases] if plan else []
+  phases = [objective.name for objective in trainer.objectives]
   writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console, phases)]
   loads = JsonlWriter(folder.expert_load, done) if trainer.is_moe else None
   return Writers(writers, loads, open_trackers(cfg, folder, done), upload=folder.upload)

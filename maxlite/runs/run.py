@@ -74,8 +74,8 @@ def _run(
   stack.callback(folder.unlock)
   local = open_local_checkpoints(trainer, folder, checkpoints, console.print)
   restored = restore(trainer, checkpoints, local)
-  teacher = trainer.teacher.identity if trainer.teacher else ""
-  stream = stack.enter_context(contextlib.closing(TrainStreams(data_by_objective, teacher)))
+  streams = TrainStreams(data_by_objective, trainer.inputs_hash)
+  stream = stack.enter_context(contextlib.closing(streams))
   if restored and restored[1] is not None:
     stream.restore(restored[1])
   done = restored[2] if restored else 0
@@ -83,10 +83,10 @@ def _run(
   log_header(trainer, data, data_by_objective, changes, console)
   if done >= cfg.run.steps or best.stop_reason:
     return trainer, report_finished(cfg, folder, restored, best, console)
-  if trainer.phase_plan is not None:
-    with timer.during("compile"):
-      programs = trainer.phase_programs
-    console.print(f"phases' programs: {programs.strategy} ({programs.reason})")
+  with timer.during("compile"):
+    lines = trainer.step_programs.describe()
+  for line in lines:
+    console.print(line)
   save_config(cfg, folder, changes)
   state = first_state(trainer, restored, console)
   timer.resume(read_rows(folder.metrics), done)  # before the writers drop those after `done`

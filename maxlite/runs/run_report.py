@@ -16,7 +16,7 @@ from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_groupe
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
-from maxlite.metrics.writers import Writers, read_rows
+from maxlite.metrics.writers import Writers
 from maxlite.sharding.compiler_options import describe_options
 from maxlite.training.loop import TrainResult
 from maxlite.training.trainer import Trainer
@@ -54,11 +54,9 @@ def log_header(
       f", products in {kind} (of experts by ragged_dot)" if (kind := cfg.model.quantization) else ""
     )
   )
-  if plan := trainer.phase_plan:
-    for line in plan.describe(cfg.run.steps, cfg.data):
+  for transform in trainer.transforms:
+    for line in transform.describe():
       console.print(line)
-    if plan.untrained_paths:
-      console.print(f"no phase trains {', '.join(plan.untrained_paths)}")
   own = {f"data of {name}": each for name, each in data_by_objective.items() if each is not data}
   for name, each in {"data": data, **own}.items():
     shape = f"{each.global_batch_size} x {each.cfg.max_target_length}"
@@ -112,11 +110,8 @@ def finalize(
   if folder.expert_load.exists():
     curves.draw_expert_load(folder.expert_load, folder.expert_map)
     plots.append(folder.expert_map)
-  if plan := trainer.phase_plan:
-    spans = plan.spans(result.step, read_rows(folder.metrics))
-    groups = {phase.name: phase.train for phase in plan.phases}
-    curves.draw_timeline(folder.metrics, folder.timeline, groups, spans)
-    plots.append(folder.timeline)
+  for transform in trainer.transforms:
+    plots += transform.draw(folder, result.step)
   for tracker in writers.trackers:
     for plot in plots:
       tracker.write_image(plot, result.step)

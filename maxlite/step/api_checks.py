@@ -13,11 +13,12 @@ from maxlite.config.errors import UserError
 
 def check_not_donated(state: Any) -> None:
   """Raise UserError if an array of `state` was donated to an earlier step."""
-  if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
-    raise UserError(
-      "this state was donated to an earlier step: continue with the state that the step returned, "
-      "or give it a copy, jax.tree.map(jnp.copy, state)"
-    )
+  for leaf in jax.tree.leaves(state):
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+      raise UserError(
+        "this state was donated to an earlier step: continue with the state that the step "
+        "returned, or give it a copy, jax.tree.map(jnp.copy, state)"
+      )
 
 
 def as_optimizer(value: Any, place: str) -> optax.GradientTransformation:
@@ -29,14 +30,16 @@ def as_optimizer(value: Any, place: str) -> optax.GradientTransformation:
   if isinstance(value, optax.MultiSteps):
     return value.gradient_transformation()
   if isinstance(value, str):
-    example = value if hasattr(optax, value) else "adam"
+    example = "adam"
+    if hasattr(optax, value):
+      example = value
     raise UserError(
       f"{place} has optimizer={value!r}, a string; give an optimizer, as optax.{example}(1e-3)"
     )
   if not hasattr(value, "init") or not hasattr(value, "update"):
     name = getattr(value, "__name__", type(value).__name__)
-    call = f", as {name}(...)" if callable(value) else ", as optax.adam(1e-3)"
-    raise UserError(f"{place} has optimizer={name}; give an optimizer{call}")
+    call = f"{name}(...)" if callable(value) else "optax.adam(1e-3)"
+    raise UserError(f"{place} has optimizer={name}; give an optimizer, as {call}")
   return value
 
 
@@ -47,7 +50,9 @@ def check_scalars(values: Mapping[str, Any], place: str) -> None:
       raise UserError(f"{name!r} of {place} is None; return the loss at the end of its function")
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
     if not is_array or jnp.shape(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-      found = jax.typeof(x).str_short() if is_array else type(x).__name__
+      found = type(x).__name__
+      if is_array:
+        found = jax.typeof(x).str_short()
       raise UserError(
         f"{name!r} of {place} is {found}; a loss returns a floating scalar (take jnp.mean), or "
         "(scalar, {name: scalar})"
@@ -56,5 +61,6 @@ def check_scalars(values: Mapping[str, Any], place: str) -> None:
 
 def check_unreserved(metrics: Mapping[str, Any], reserved: tuple[str, ...], place: str) -> None:
   """Raise UserError if the loss of `place` logs a name that the step itself logs."""
-  for name in filter(metrics.__contains__, reserved):
-    raise UserError(f"{name!r} of {place} is a metric of the step: give it another name")
+  for name in reserved:
+    if name in metrics:
+      raise UserError(f"{name!r} of {place} is a metric of the step: give it another name")

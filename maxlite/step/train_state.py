@@ -13,15 +13,21 @@ from maxlite.optim.labels import is_masked
 class TrainState:
   """All that a step changes; training resumes from it bit for bit."""
 
-  step: jax.Array  # steps taken, skipped ones included
+  # The number of steps taken, skipped ones included.
+  step: jax.Array
   params: Any
   opt_state: Any
-  rng: jax.Array  # raw key; step n draws from fold_in(rng, n)
-  skipped: jax.Array  # steps skipped because a loss or gradient was not finite
+  # A raw random key; step n draws from fold_in(rng, n).
+  rng: jax.Array
+  # The number of steps skipped because a loss or gradient was not finite.
+  skipped: jax.Array
   skipped_in_a_row: jax.Array
-  clock: Any = None  # PhaseClock of alternating training
-  ema: Any = None  # moving averages of the parameters that are ever trained, at least float32
-  collections: Any = None  # other variables of the model, such as batch statistics
+  # The PhaseClock of alternating training.
+  clock: Any = None
+  # Moving averages of the parameters that are ever trained, in float32 at least.
+  ema: Any = None
+  # Other variables of the model, such as batch statistics.
+  collections: Any = None
 
 
 def init_state(
@@ -57,6 +63,8 @@ def averaged_params(state: TrainState) -> Any:
     return None
 
   def take(mean: Any, leaf: jax.Array) -> jax.Array:
-    return leaf if is_masked(mean) else mean.astype(leaf.dtype)
+    if is_masked(mean):
+      return leaf
+    return mean.astype(leaf.dtype)
 
   return jax.tree.map(take, state.ema, state.params, is_leaf=is_masked)

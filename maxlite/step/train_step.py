@@ -1,6 +1,5 @@
 """The training step of solo runs, phases and ensemble members: a pure function, compiled once."""
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -12,8 +11,8 @@ import numpy as np
 import optax
 
 from maxlite.config.errors import UserError
-from maxlite.data.batch import interleave
 from maxlite.optim.labels import Labels, is_masked, merge, split
+from maxlite.step.gradients import GradientFunction, GradientResult
 from maxlite.step.train_state import TrainState
 
 _NEEDS_LOSS = (
@@ -28,51 +27,19 @@ _NEEDS_PAIRS = (
 # Metric of a step: by parameter, in the order of the leaves, whether its gradient is zero.
 ZERO_GRADIENTS = "zero_gradients"
 
+# (state, inputs) -> (state, metrics). The inputs are a batch, or StepInputs.
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
-GradientFunction = Callable[..., tuple[Any, jax.Array, dict, Any]]  # from `build_gradients`
-
-
-class GradientResult(NamedTuple):
-  """The result of a step's forward and backward pass."""
-
-  gradients: Any  # of the trained parameters
-  loss: jax.Array
-  metrics: dict[str, jax.Array]
-  collections: Any  # updated
+# (all parameters, metrics, whether the update was applied) -> all parameters.
+PostUpdate = Callable[[Any, dict[str, jax.Array], jax.Array], Any]
 
 
 class StepParts(NamedTuple):
   """A training step in two parts, which an ensemble maps over its members separately."""
 
-  # (all parameters, collections, batch, key of this step) -> result
+  # (all parameters, collections, inputs, random key of this step) -> result
   gradients: Callable[[Any, Any, Any, jax.Array], GradientResult]
   # (state, result) -> (state, metrics)
   update: Callable[[TrainState, GradientResult], tuple[TrainState, dict[str, jax.Array]]]
-
-
-class LossFunction(abc.ABC):
-  """A loss as a function of sums over the batch, so it does not depend on micro-batches."""
-
-  @abc.abstractmethod
-  def forward(self, params: Any, collections: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
-    """Run the forward pass: (sums over the batch, updated collections)."""
-
-  @abc.abstractmethod
-  def combine(self, sums: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute (loss, metrics) from the sums over the whole batch."""
-
-  def linearization_point(self, zeros: Any, batch: Any, sum_batch: Callable[[], Any]) -> Any:
-    """Sums of the whole batch, exact in those that the derivative of `combine` depends on.
-
-    By default none: `combine` is linear. `zeros` has the structure of the sums; `sum_batch`
-    computes them all by another forward pass.
-    """
-    del batch, sum_batch
-    return zeros
-
-  def sum_over_slices(self, function: Callable[..., Any], *args: Any) -> Any:
-    """Call function(loss, *args) on the whole batch, or on parts whose results are added up."""
-    return function(self, *args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,21 +50,24 @@ class SkipRule:
   step, so an ensemble of small members leaves them out.
   """
 
-  grad_norm: bool = True  # reported, and a norm that is not finite also skips the update
+  # Whether the norm of the gradients is reported, and one that is not finite skips the update too.
+  grad_norm: bool = True
+  # Whether a skipped step leaves the optimizer state unchanged.
   keep_opt_state: bool = True
-  freeze_after: int | None = None  # consecutive skipped steps after which nothing is updated
+  # The number of consecutive skipped steps after which nothing is updated; None: no such number.
+  freeze_after: int | None = None
 
 
 def build_train_step(gradients_of: GradientFunction, tx: Any, **options: Any) -> Step:
-  """Build train_step(state, batch) -> (state, metrics); arguments as of `build_step_parts`."""
+  """Build train_step(state, inputs) -> (state, metrics); arguments as of `build_step_parts`."""
   return join_parts(build_step_parts(gradients_of, tx, **options))
 
 
 def join_parts(parts: StepParts) -> Step:
   """The training step of one model: the gradients, then the update."""
 
-  def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-    result = parts.gradients(state.params, state.collections, batch, step_key(state))
+  def train_step(state: TrainState, inputs: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    result = parts.gradients(state.params, state.collections, inputs, step_key(state))
     return parts.update(state, result)
 
   return train_step
@@ -115,26 +85,27 @@ def build_step_parts(
   labels: Labels = None,
   learning_rate: Callable[[TrainState], jax.Array] | None = None,
   ema_decay: float = 0.0,
-  post_update: Callable[[Any, dict, jax.Array], Any] | None = None,
+  post_update: PostUpdate | None = None,
   skip: SkipRule | None = SkipRule(),
   check_zero: Callable[[TrainState], jax.Array] | None = None,
 ) -> StepParts:
   """Build the two parts of a training step.
 
   Args:
-    gradients_of: from `build_gradients`.
-    tx: with labels, as returned by `partitioned`.
-    labels: of the parameters; frozen ones get no gradient and keep their bits.
-    learning_rate: of the step that is due, for the metrics.
-    post_update: (parameters, metrics, whether the update was applied) -> parameters; what it
-      changes in frozen parameters is discarded.
+    gradients_of: the function that `build_gradients` returns.
+    tx: the optimizer; with labels, as returned by `partitioned`.
+    labels: what is trained and what is frozen; frozen parameters get no gradient and keep their
+      bits.
+    learning_rate: computes the learning rate of the step that is due, for the metrics.
+    post_update: changes the parameters after the update; what it changes in frozen parameters is
+      discarded.
     skip: None applies every update.
-    check_zero: whether the step reports ZERO_GRADIENTS; None: never.
+    check_zero: computes whether the step reports ZERO_GRADIENTS; None: it never does.
   """
 
-  def gradients(params: Any, collections: Any, batch: Any, key: jax.Array) -> GradientResult:
+  def gradients(params: Any, collections: Any, inputs: Any, key: jax.Array) -> GradientResult:
     trained, frozen = split(params, labels)
-    return GradientResult(*gradients_of(trained, frozen, collections, batch, key))
+    return gradients_of(trained, frozen, collections, inputs, key)
 
   update = _Update(
     tx=tx,
@@ -150,13 +121,13 @@ def build_step_parts(
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-  """The second part of a step; fields as of `build_step_parts`."""
+  """The second part of a step; the fields are the arguments of `build_step_parts`."""
 
   tx: optax.GradientTransformation
   labels: Labels
   learning_rate: Callable[[TrainState], jax.Array] | None
   ema_decay: float
-  post_update: Callable[[Any, dict, jax.Array], Any] | None
+  post_update: PostUpdate | None
   skip: SkipRule | None
   check_zero: Callable[[TrainState], jax.Array] | None
 
@@ -185,85 +156,12 @@ class _Update:
     return new_state, metrics
 
 
-def build_gradients(loss: LossFunction, num_micro: int = 1) -> GradientFunction:
-  """Build a function from (trained, frozen, collections, batch, key) to gradients and loss.
-
-  It returns (gradients of the trained leaves, loss, metrics, updated collections). With `num_micro`
-  it accumulates the same values from micro-batches.
-  """
-  if num_micro > 1:
-    return functools.partial(_accumulated_gradients, loss, num_micro)
-
-  def gradients_of(
-    trained: Any, frozen: Any, collections: Any, batch: Any, key: jax.Array
-  ) -> tuple[Any, jax.Array, dict, Any]:
-    def total(trained: Any) -> tuple[jax.Array, tuple[dict, Any]]:
-      sums, updated = loss.forward(merge(trained, frozen), collections, batch, key)
-      value, metrics = loss.combine(sums)
-      return value, (metrics, updated)
-
-    (value, (metrics, updated)), gradients = jax.value_and_grad(total, has_aux=True)(trained)
-    return gradients, value, dict(metrics), updated
-
-  return gradients_of
-
-
-def _accumulated_gradients(
-  loss: LossFunction,
-  num_micro: int,
-  trained: Any,
-  frozen: Any,
-  collections: Any,
-  batch: Any,
-  key: jax.Array,
-) -> tuple[Any, jax.Array, dict, Any]:
-  """Compute the gradients of the whole batch from micro-batches.
-
-  The gradient is sum_i d(sums_i)/d(params) applied to d(loss)/d(totals), so the totals' cotangent
-  is needed before the first backward pass.
-  """
-  micro = (
-    jax.tree.map(lambda x: interleave(x, num_micro), batch),
-    jax.random.split(key, num_micro),
-  )
-  first = jax.tree.map(lambda x: x[0], micro)
-  shapes, _ = jax.eval_shape(loss.forward, merge(trained, frozen), collections, *first)
-  # Called where they are used, since an array belongs to the mesh of the shard_map around it.
-  zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-  def sum_batch(loss: LossFunction, trained: Any, frozen: Any, inputs: tuple) -> Any:
-    def add(carry: tuple, x: tuple) -> tuple[tuple, None]:
-      sums, collections = loss.forward(merge(trained, frozen), carry[1], *x)
-      return (jax.tree.map(jnp.add, carry[0], sums), collections), None
-
-    return jax.lax.scan(add, (zeros(), collections), inputs)[0][0]
-
-  def sum_gradients(loss: LossFunction, trained: Any, frozen: Any, inputs: tuple, cotangent: Any):
-    def add(carry: tuple, x: tuple) -> tuple[tuple, None]:
-      forward = lambda trained: loss.forward(merge(trained, frozen), carry[1], *x)
-      sums, pull_back, collections = jax.vjp(forward, trained, has_aux=True)
-      widen = lambda total, x: total + x.astype(total.dtype)
-      added = jax.tree.map(widen, carry[0], (*pull_back(cotangent), sums))
-      return (added, collections), None
-
-    # In float32 at least: a sum in bfloat16 no longer grows after 256 equal terms.
-    wide = lambda x: jnp.zeros_like(x, np.promote_types(x.dtype, np.float32))
-    start = (jax.tree.map(wide, trained), zeros())
-    return jax.lax.scan(add, (start, collections), inputs)[0]
-
-  over_slices = lambda function, *args: loss.sum_over_slices(
-    function, trained, frozen, micro, *args
-  )
-  totals = loss.linearization_point(zeros(), batch, lambda: over_slices(sum_batch))
-  cotangent = jax.grad(lambda sums: loss.combine(sums)[0])(totals)
-  (gradients, sums), updated = over_slices(sum_gradients, cotangent)
-  gradients = jax.tree.map(lambda total, x: total.astype(x.dtype), gradients, trained)
-  value, metrics = loss.combine(sums)
-  return gradients, value, dict(metrics), updated
-
-
 def _check_finite(
-  skip: SkipRule | None, state: TrainState, loss: jax.Array, gradients: Any, metrics: dict
+  skip: SkipRule | None,
+  state: TrainState,
+  loss: jax.Array,
+  gradients: Any,
+  metrics: dict[str, jax.Array],
 ) -> tuple[jax.Array, TrainState]:
   """(whether to apply the update, state with skipped steps counted); adds to the metrics."""
   if skip is None:
@@ -277,13 +175,16 @@ def _check_finite(
   return finite, count_skipped(state, finite, metrics)
 
 
-def count_skipped(state: TrainState, finite: jax.Array, metrics: dict) -> TrainState:
+def count_skipped(
+  state: TrainState, finite: jax.Array, metrics: dict[str, jax.Array]
+) -> TrainState:
   """Count the step as skipped unless it is `finite`; adds the counters to the metrics."""
-  skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
-  in_a_row = (state.skipped_in_a_row + skipped) * skipped
-  counters = {"skipped": state.skipped + skipped, "skipped_in_a_row": in_a_row}
-  metrics |= counters
-  return state.replace(**counters)
+  is_skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
+  skipped = state.skipped + is_skipped
+  skipped_in_a_row = (state.skipped_in_a_row + is_skipped) * is_skipped
+  metrics["skipped"] = skipped
+  metrics["skipped_in_a_row"] = skipped_in_a_row
+  return state.replace(skipped=skipped, skipped_in_a_row=skipped_in_a_row)
 
 
 def _zero_gradients(gradients: Any, check: jax.Array) -> jax.Array:
@@ -291,19 +192,26 @@ def _zero_gradients(gradients: Any, check: jax.Array) -> jax.Array:
   leaves = jax.tree.leaves(gradients, is_leaf=is_masked)
 
   def is_zero(leaf: Any) -> jax.Array:
-    return jnp.array(False) if is_masked(leaf) else jnp.all(leaf == 0)
+    if is_masked(leaf):
+      return jnp.array(False)
+    return jnp.all(leaf == 0)
 
   def flags() -> jax.Array:
     return jnp.stack([is_zero(leaf) for leaf in leaves])
 
-  return jax.lax.cond(check, flags, lambda: jnp.zeros(len(leaves), bool))
+  def no_flags() -> jax.Array:
+    return jnp.zeros(len(leaves), bool)
+
+  return jax.lax.cond(check, flags, no_flags)
 
 
 def global_norm(tree: Any) -> jax.Array:
   """The Euclidean norm of all leaves, summed in the widest of their types, at least float32."""
   leaves = jax.tree.leaves(tree)
-  accumulator = functools.reduce(np.promote_types, (leaf.dtype for leaf in leaves), np.float32)
-  return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(accumulator))) for leaf in leaves))
+  dtypes = [leaf.dtype for leaf in leaves]
+  accumulator = functools.reduce(np.promote_types, dtypes, np.float32)
+  squares = [jnp.sum(jnp.square(leaf.astype(accumulator))) for leaf in leaves]
+  return jnp.sqrt(sum(squares))
 
 
 def _update(
@@ -317,32 +225,41 @@ def _update(
   """(trained parameters, optimizer state) after the update, if it is applied."""
 
   def apply(opt_state: Any, trained: Any) -> tuple[Any, Any]:
-    try:
-      with jax.numpy_dtype_promotion("standard"):  # optax mixes types
-        updates, opt_state = tx.update(gradients, opt_state, trained)
-    except AttributeError as error:
-      if "attribute 'fast'" not in str(error):
-        raise
-      raise UserError(_NEEDS_PAIRS) from None
-    except TypeError as error:
-      if "required keyword-only argument" not in str(error):
-        raise
-      raise UserError(_NEEDS_LOSS.format(error)) from None
+    updates, opt_state = _call_optimizer(tx, gradients, opt_state, trained)
     return optax.apply_updates(trained, updates), opt_state
+
+  def keep(opt_state: Any, trained: Any) -> tuple[Any, Any]:
+    return trained, opt_state
 
   if skip is not None and skip.keep_opt_state:
     # A branch needs no copy of the old state, which a selection after the update would.
-    keep = lambda opt_state, trained: (trained, opt_state)
     return jax.lax.cond(finite, apply, keep, opt_state, trained)
   updated, opt_state = apply(opt_state, trained)
   return select(skip, finite, updated, trained), opt_state
+
+
+def _call_optimizer(
+  tx: optax.GradientTransformation, gradients: Any, opt_state: Any, trained: Any
+) -> tuple[Any, Any]:
+  """(updates, optimizer state). Raises UserError for optimizers with other arguments."""
+  try:
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes types
+      return tx.update(gradients, opt_state, trained)
+  except AttributeError as error:
+    if "attribute 'fast'" not in str(error):
+      raise
+    raise UserError(_NEEDS_PAIRS) from None
+  except TypeError as error:
+    if "required keyword-only argument" not in str(error):
+      raise
+    raise UserError(_NEEDS_LOSS.format(error)) from None
 
 
 def select(skip: SkipRule | None, finite: jax.Array, new: Any, old: Any) -> Any:
   """`new` if the update is applied, otherwise `old`."""
   if skip is None:
     return new
-  return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+  return jax.tree.map(lambda new_leaf, old_leaf: jnp.where(finite, new_leaf, old_leaf), new, old)
 
 
 def update_ema(ema: Any, trained: Any, labels: Labels, finite: jax.Array, decay: float) -> Any:

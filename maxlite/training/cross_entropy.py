@@ -17,6 +17,15 @@ from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pmax, psum, pvary
 
 
+class PredictionHead(NamedTuple):
+  """The states of a model and its unembedding."""
+
+  x_BTD: jax.Array
+  w_DV: jax.Array
+  # The soft cap of the logits; 0: none.
+  soft_cap: float
+
+
 class _Head(NamedTuple):
   """The unembedding on one shard."""
 

@@ -6,8 +6,8 @@ number of hosts and any number of gradient-accumulation steps.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from maxlite.models.decoder import Decoder
 from maxlite.models.draft import draft_weight
 from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
-from maxlite.step.train_step import LossFunction
+from maxlite.step.gradients import LossFunction, MicroBatches
 from maxlite.training.cross_entropy import cross_entropy_sums
 
 
@@ -29,20 +29,28 @@ from maxlite.training.cross_entropy import cross_entropy_sums
 class DraftSums:
   """Sums over the tokens that draft heads predict, float32."""
 
-  weight: jax.Array  # 1 per predicted token and head
-  loss: jax.Array  # [nats]
+  # 1 per predicted token and head.
+  weight: jax.Array
+  # [nats]
+  loss: jax.Array
 
 
 @struct.dataclass
 class Sums:
   """Sums over the tokens of a batch, float32."""
 
-  weight: jax.Array  # of the loss; 1 per predicted token
-  nll: jax.Array  # [nats]
-  logits_z: jax.Array  # squared log-partition of the logits
-  layers: Any  # what the blocks return, stacked by layer
-  draft: DraftSums | None = None  # for losses of draft heads
-  divergence: jax.Array | None = None  # from the teacher, for losses that have one [nats]
+  # The weight of the loss: 1 per predicted token.
+  weight: jax.Array
+  # Negative log-likelihood of the targets [nats].
+  nll: jax.Array
+  # Squared log-partition of the logits.
+  logits_z: jax.Array
+  # The results of the blocks, stacked by layer.
+  layers: Any
+  # For losses of draft heads.
+  draft: DraftSums | None = None
+  # For losses that follow other models: the divergence from their predictions [nats].
+  divergence: jax.Array | None = None
 
 
 @struct.dataclass
@@ -50,34 +58,60 @@ class Hidden:
   """Result of the forward pass, before the unembedding."""
 
   x_BTD: jax.Array
+  # The results of the blocks, stacked by layer.
   layers: Any
-  w_DV: jax.Array  # the unembedding
-  y_BTJD: jax.Array | None  # of the draft heads
-  soft_cap: float = struct.field(pytree_node=False, default=0.0)  # of the logits
+  # The unembedding.
+  w_DV: jax.Array
+  # The states of the draft heads; None if the loss needs none.
+  y_BTJD: jax.Array | None
+  # The soft cap of the logits; 0: none.
+  soft_cap: float = struct.field(pytree_node=False, default=0.0)
+  # The results of the models whose predictions the loss follows.
   teachers: "tuple[Hidden, ...]" = ()
 
 
 def run_forward(
   model: Decoder, params: Any, batch: Batch, jitter_key: jax.Array | None, *, drafts: bool
 ) -> Hidden:
-  """Run the forward pass, with the draft heads if `drafts`; `jitter_key` only in training."""
+  """Run the forward pass.
+
+  Args:
+    jitter_key: the key of the router's noise; None outside training.
+    drafts: whether to run the draft heads too.
+  """
+  rngs = None
+  if jitter_key is not None:
+    rngs = {"jitter": jitter_key}
   x_BTD, layers, w_DV = model.apply(
     {"params": params},
     batch.tokens_BT,
     batch.segment_BT,
     batch.position_BT,
     method=model.hidden_and_unembedding,
-    rngs=None if jitter_key is None else {"jitter": jitter_key},
+    rngs=rngs,
   )
-  y_BTJD = model.apply({"params": params}, x_BTD, method=model.draft_hidden) if drafts else None
-  return Hidden(x_BTD, layers, w_DV, y_BTJD, model.cfg.final_logits_soft_cap)
+  y_BTJD = None
+  if drafts:
+    y_BTJD = model.apply({"params": params}, x_BTD, method=model.draft_hidden)
+  return Hidden(
+    x_BTD=x_BTD,
+    layers=layers,
+    w_DV=w_DV,
+    y_BTJD=y_BTJD,
+    soft_cap=model.cfg.final_logits_soft_cap,
+  )
 
 
 def next_token(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
   """Cross-entropy of the main head against the next token."""
-  rows = (batch.targets_BT, batch.weight_BT)
   nll, logits_z = cross_entropy_sums(
-    hidden.x_BTD, hidden.w_DV, *rows, cfg.logits_chunk_tokens, sharder, hidden.soft_cap
+    hidden.x_BTD,
+    hidden.w_DV,
+    batch.targets_BT,
+    batch.weight_BT,
+    cfg.logits_chunk_tokens,
+    sharder,
+    hidden.soft_cap,
   )
   return Sums(jnp.sum(batch.weight_BT), nll, logits_z, hidden.layers)
 
@@ -99,24 +133,19 @@ def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array,
   return total, parts | {"total_loss": total}
 
 
-class Teacher(Protocol):
-  """Frozen models, see training/transforms/teacher.py; `collections` are their parameters."""
-
-  def hidden(self, collections: Any, batch: Batch, sharder: Sharder) -> tuple[Hidden, ...]: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Loss:
   """One loss of the table: the sums of a forward pass, and the loss of their totals."""
 
   sums: Callable[[Hidden, Batch, TrainingConfig, Sharder], Sums]
   combine: Callable[[Sums, TrainingConfig, MoeConfig], tuple[jax.Array, dict]]
-  logits: bool = True  # whether its gradient flows through the model's own logits
-  drafts: bool = False  # whether it needs the draft heads
-  open_teacher: Callable[[Any], Any] | None = None  # Trainer -> its FrozenModels, if it needs them
+  # Whether its gradient flows through the model's own logits.
+  logits: bool = True
+  # Whether it needs the draft heads.
+  drafts: bool = False
 
 
-NEXT_TOKEN = Loss(next_token, combine)  # an entry of LOSSES, as those of draft_loss.py
+NEXT_TOKEN = Loss(next_token, combine)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +156,22 @@ class DecoderLoss(LossFunction):
   loss: Loss
   cfg: TrainingConfig
   moe: MoeConfig
-  teacher: Teacher | None = None
 
   def forward(
-    self, params: Any, collections: Any, batch: Batch, key: jax.Array
+    self,
+    params: Any,
+    collections: Any,
+    batch: Batch,
+    key: jax.Array,
+    extra: Mapping[str, Any],
   ) -> tuple[Sums, Any]:
-    hidden = run_forward(self.model, params, batch, key, drafts=self.loss.drafts)
-    if self.teacher is not None:
-      teachers = self.teacher.hidden(collections, batch, self.model.sharder)
-      hidden = hidden.replace(teachers=teachers)
+    hidden = self.hidden(params, batch, key, extra)
     return self.loss.sums(hidden, batch, self.cfg, self.model.sharder), collections
+
+  def hidden(self, params: Any, batch: Batch, key: jax.Array, extra: Mapping[str, Any]) -> Hidden:
+    """Run the forward pass before the unembedding."""
+    del extra
+    return run_forward(self.model, params, batch, key, drafts=self.loss.drafts)
 
   def combine(self, sums: Sums) -> tuple[jax.Array, dict]:
     """Compute the loss; the metrics are its parts, the number of tokens and the experts' load."""
@@ -144,7 +179,8 @@ class DecoderLoss(LossFunction):
     metrics = parts | {"num_tokens": sums.weight}
     if "moe" in sums.layers:
       routers = sums.layers["moe"]
-      metrics |= {"expert_load": routers.count_E, "expert_dropped": routers.dropped}
+      metrics["expert_load"] = routers.count_E
+      metrics["expert_dropped"] = routers.dropped
     return total, metrics
 
   def linearization_point(self, zeros: Sums, batch: Batch, sum_batch: Callable[[], Sums]) -> Sums:
@@ -153,25 +189,25 @@ class DecoderLoss(LossFunction):
     The loss is linear in every other sum except the experts' load over the batch, which takes a
     forward pass over all micro-batches.
     """
-    over_batch = self.moe.load_balance_loss_weight and self.moe.load_balance_loss_scope == "batch"
+    has_load_loss = self.moe.load_balance_loss_weight > 0
+    over_batch = has_load_loss and self.moe.load_balance_loss_scope == "batch"
     if "moe" in zeros.layers and over_batch:
       totals = sum_batch()
     else:
-      totals = zeros.replace(weight=jnp.sum(batch.weight_BT))
-      if "moe" in zeros.layers:
-        routers = zeros.layers["moe"]
-        real_BT = batch.segment_BT > 0
-        tokens = jnp.full_like(routers.tokens, jnp.sum(real_BT))
-        rows = jnp.full_like(routers.rows, jnp.sum(jnp.any(real_BT, axis=1)))
-        totals = totals.replace(layers={"moe": routers.replace(tokens=tokens, rows=rows)})
+      totals = _count_rows(zeros, batch)
     if totals.draft is None:
       return totals
-    rows, num_heads = (batch.segment_BT, batch.weight_BT), self.model.cfg.num_draft_heads
-    weight = jnp.sum(draft_weight(*rows, num_heads))
+    num_heads = self.model.cfg.num_draft_heads
+    weight = jnp.sum(draft_weight(batch.segment_BT, batch.weight_BT, num_heads))
     return totals.replace(draft=totals.draft.replace(weight=weight))
 
   def sum_over_slices(
-    self, function: Callable[..., Any], trained: Any, frozen: Any, inputs: tuple, *rest: Any
+    self,
+    function: Callable[..., Any],
+    trained: Any,
+    frozen: Any,
+    micro: MicroBatches,
+    *rest: Any,
   ) -> Any:
     """Call `function` on every slice along mesh axis `data` with its rows, and add up.
 
@@ -181,22 +217,45 @@ class DecoderLoss(LossFunction):
     here.
     """
     sharder = self.model.sharder
-    rows = {"activation_batch", "activation_batch_no_exp"}
-    sharded = {name for name in DEFAULT_RULES if "data" in sharder.mesh_axes(name)}
-    dispatch = choose_dispatch(self.moe)
-    jointly = self.moe.router_jitter or not dispatch.works_in_shard_map
-    if sharder.mesh.shape["data"] == 1 or sharded != rows or jointly:
-      return function(self, trained, frozen, inputs, *rest)
+    if not self._can_divide_over_slices():
+      return function(self, trained, frozen, micro, *rest)
     model = self.model.clone(sharder=sharder.inside_shard_map("data"))
     local = dataclasses.replace(self, model=model)
+
+    def slice_sums(*arguments: Any) -> Any:
+      return jax.lax.psum(function(local, *arguments), "data")
+
+    replicated = jax.P()
+    rows = MicroBatches(batch=jax.P(None, "data"), key=replicated)
     per_slice = jax.shard_map(
-      lambda *args: jax.lax.psum(function(local, *args), "data"),
+      slice_sums,
       mesh=sharder.mesh,
-      in_specs=(jax.P(), jax.P(), (jax.P(None, "data"), jax.P()), *(jax.P() for _ in rest)),
-      out_specs=jax.P(),
+      in_specs=(replicated, replicated, rows, *[replicated] * len(rest)),
+      out_specs=replicated,
       axis_names={"data"},
       # With it, JAX cannot lower gradients of the shard_maps inside. They are taken inside too,
       # and nothing there communicates over `data`; tests/training/test_step.py checks the values.
       check_vma=False,
     )
-    return per_slice(trained, frozen, inputs, *rest)
+    return per_slice(trained, frozen, micro, *rest)
+
+  def _can_divide_over_slices(self) -> bool:
+    sharder = self.model.sharder
+    if sharder.mesh.shape["data"] == 1:
+      return False
+    if self.moe.router_jitter or not choose_dispatch(self.moe).works_in_shard_map:
+      return False
+    sharded = {name for name in DEFAULT_RULES if "data" in sharder.mesh_axes(name)}
+    return sharded == {"activation_batch", "activation_batch_no_exp"}
+
+
+def _count_rows(sums: Sums, batch: Batch) -> Sums:
+  """The sums with the numbers of tokens and rows of the whole batch."""
+  counted = sums.replace(weight=jnp.sum(batch.weight_BT))
+  if "moe" not in sums.layers:
+    return counted
+  routers = sums.layers["moe"]
+  real_BT = batch.segment_BT > 0
+  tokens = jnp.full_like(routers.tokens, jnp.sum(real_BT))
+  rows = jnp.full_like(routers.rows, jnp.sum(jnp.any(real_BT, axis=1)))
+  return counted.replace(layers={"moe": routers.replace(tokens=tokens, rows=rows)})

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def read_parameters(trainer: Trainer) -> Any:
   folder, *others = model_folders(key, path)
   if others:
     raise UserError(f"{key}={path} is an ensemble: name a folder in its members/")
-  weights, other = open_weights_of(folder, trainer)
+  devices = list(trainer.mesh.devices.flat)
+  weights, other = open_weights_of(folder, trainer.cfg, devices)
   shapes = lambda params: {name: leaf.shape for name, leaf in leaves_by_path(params).items()}
   theirs = other.abstract_state.params
   ours = add_missing_modules(theirs, trainer.abstract_state.params)
@@ -106,16 +108,23 @@ def read_parameters(trainer: Trainer) -> Any:
   return jax.tree.map(lambda leaf: leaf.astype(dtype), weights.read(other))
 
 
-def open_weights_of(folder: ModelFolder, like: Trainer) -> tuple[ModelWeights, Trainer]:
-  """The weights in `folder`, and a trainer of their model on the mesh and batches of `like`.
+def open_weights_of(
+  folder: ModelFolder, reader: Config, devices: Sequence[jax.Device]
+) -> tuple[ModelWeights, Trainer]:
+  """The weights in `folder`, and a trainer of their model on the mesh and batches of a run.
+
+  Args:
+    reader: the config of the run that reads them.
+    devices: of that run.
 
   Raises:
     UserError: the folder is damaged, or the mesh does not divide the model.
   """
-  weights = WEIGHT_FORMATS[folder.format](folder.path, like.cfg)
-  sections = {"phasing": PhasesConfig(), "training": TrainingConfig()}
-  cfg = dataclasses.replace(like.cfg, model=weights.model, **sections)
+  weights = WEIGHT_FORMATS[folder.format](folder.path, reader)
+  cfg = dataclasses.replace(
+    reader, model=weights.model, phasing=PhasesConfig(), training=TrainingConfig()
+  )
   without_drafts = dataclasses.replace(weights.model, num_draft_heads=0)  # as no phase trains them
   checked = dataclasses.replace(cfg, model=without_drafts)
   check_rules(checked, dict.fromkeys(DEFAULTS, str(folder.path)), needs_data=False)
-  return weights, build_trainer(cfg, list(like.mesh.devices.flat))
+  return weights, build_trainer(cfg, devices)

@@ -10,10 +10,9 @@ import optax
 
 from maxlite.config.errors import UserError
 from maxlite.config.phases import PhaseConfig
-from maxlite.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from maxlite.config.schema import DataConfig, ModelConfig, TrainingConfig
 from maxlite.optim import build_optimizer, learning_rate, with_schedule_steps
 from maxlite.optim.labels import Labels, partitioned, split
-from maxlite.phases.phase_plan import PhasePlan
 from maxlite.sharding import Sharder
 from maxlite.training.batch_shape import batch_shape
 
@@ -22,78 +21,61 @@ from maxlite.training.batch_shape import batch_shape
 class Objective:
   """A loss of a part of the parameters, its optimizer and its batches."""
 
-  name: str  # of the phase; "train" in a run without phases
+  # The name of the phase, or "train" in a run without phases.
+  name: str
   data: DataConfig
   training: TrainingConfig
-  loss: str  # a name in LOSSES
-  labels: Labels  # of the parameters; None in a run without phases
-  tx: optax.GradientTransformation  # of the trained parameters
-  learning_rate: Callable[[Any], jax.Array]  # of the next update, by the optimizer state
-  batch_shape: tuple[int, int]  # rows over all devices, positions
-  num_updates: int  # in the run, by which the schedule is built
-  repeat_batch: int = 1  # updates on each batch
+  # A name in the table LOSSES.
+  loss: str
+  # What is trained and what is frozen; None: all parameters are trained.
+  labels: Labels
+  # The optimizer of the trained parameters.
+  tx: optax.GradientTransformation
+  # The learning rate of the next update, from the optimizer state.
+  learning_rate: Callable[[Any], jax.Array]
+  # Rows over all devices, and positions.
+  batch_shape: tuple[int, int]
+  # The number of updates in the run, by which the schedule is built.
+  num_updates: int
+  # The number of updates on each batch.
+  repeat_batch: int = 1
 
 
-def build_objectives(
-  cfg: Config,
-  plan: PhasePlan | None,
-  names: Any,
-  sharder: Sharder,
-  stored_numbers: Collection[str] = (),
-) -> list[Objective]:
-  """Build the objective of every phase, or the one of a run without phases.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ObjectiveBuilder:
+  """Builds the objectives of one model."""
 
-  Args:
-    names: logical axis names of the parameters.
-    stored_numbers: numbers of the optimizers that are in their states.
-  """
-  build = functools.partial(
-    _build_objective, names=names, model=cfg.model, sharder=sharder, stored_numbers=stored_numbers
-  )
-  if plan is None:
-    whole = PhaseConfig(
-      name="train",
-      train=(".*",),
-      loss=cfg.training.loss_type,
-      steps=cfg.run.steps,
-      until=None,
-      optimizer=cfg.optimizer,
-      training=cfg.training,
-      data=cfg.data,
+  model: ModelConfig
+  names: Any  # The logical axis names of the parameters.
+  sharder: Sharder
+  stored_numbers: Collection[str] = ()  # Numbers of the optimizers that are in their states.
+
+  def build(self, phase: PhaseConfig, *, num_updates: int, labels: Labels) -> Objective:
+    """Build the objective of a phase, or of the whole run.
+
+    Args:
+      num_updates: the number of updates in the run, by which the schedule is built.
+      labels: of the parameters; None: all are trained.
+
+    Raises:
+      UserError: the batches of the phase do not fit the mesh.
+    """
+    optimizer = with_schedule_steps(phase.optimizer, num_updates)
+    try:
+      shape = batch_shape(phase.data, phase.training, self.sharder)
+    except UserError as error:
+      raise UserError(f"phase {phase.name}: {error}") from None
+    trained_names, _ = split(self.names, labels)
+    tx = build_optimizer(optimizer, trained_names, self.model, self.stored_numbers)
+    return Objective(
+      name=phase.name,
+      data=phase.data,
+      training=phase.training,
+      loss=phase.loss,
+      labels=labels,
+      tx=partitioned(tx, labels),
+      learning_rate=functools.partial(learning_rate, optimizer),
+      batch_shape=shape,
+      num_updates=num_updates,
+      repeat_batch=phase.repeat_batch,
     )
-    return [build(whole, cfg.run.steps, None)]
-  objectives = []
-  for phase in plan.phases:
-    num_updates = plan.num_updates(phase, cfg.run.steps)
-    labels = plan.labels[phase.name]
-    objectives.append(build(phase, num_updates, labels))
-  return objectives
-
-
-def _build_objective(
-  phase: PhaseConfig,
-  num_updates: int,
-  labels: Labels,
-  names: Any,
-  model: ModelConfig,
-  sharder: Sharder,
-  stored_numbers: Collection[str],
-) -> Objective:
-  optimizer = with_schedule_steps(phase.optimizer, num_updates)
-  try:
-    shape = batch_shape(phase.data, phase.training, sharder)
-  except UserError as error:
-    raise UserError(f"phase {phase.name}: {error}") from None
-  trained_names, _ = split(names, labels)
-  return Objective(
-    name=phase.name,
-    data=phase.data,
-    training=phase.training,
-    loss=phase.loss,
-    labels=labels,
-    tx=partitioned(build_optimizer(optimizer, trained_names, model, stored_numbers), labels),
-    learning_rate=functools.partial(learning_rate, optimizer),
-    batch_shape=shape,
-    num_updates=num_updates,
-    repeat_batch=phase.repeat_batch,
-  )

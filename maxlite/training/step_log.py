@@ -3,34 +3,44 @@
 import abc
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from maxlite.config import Config
-from maxlite.config.phases import PhaseConfig
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.goodput import STEP, Stopwatch
-from maxlite.metrics.step_row import training_row
+from maxlite.metrics.step_row import Row, training_row
 from maxlite.metrics.writers import Writers
-from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
+
+
+class _PendingStep(NamedTuple):
+  """A step that may still be running."""
+
+  step: int
+  metrics: Any
 
 
 class Log(abc.ABC):
   """Writes the metrics of a step while the devices run the next one."""
 
   def __init__(self, cfg: Config, writers: Sequence[Writers], devices: Sequence[jax.Device]):
-    self._cfg, self._writers = cfg, writers
     self.best = BestLoss()
-    self._pending: tuple[int, Any] | None = None
-    self._is_first = True  # no step of this process has ended: its speed includes compilation
-    self._since, self._steps_since = time.perf_counter(), 0
-    peak_tflops = peak_bf16_tflops(devices[0].device_kind)
-    self._devices = {"num_devices": len(devices), "peak_tflops": peak_tflops}
+    self._cfg = cfg
+    self._writers = writers
+    self._num_devices = len(devices)
+    self._peak_tflops = peak_bf16_tflops(devices[0].device_kind)
+    self._pending: _PendingStep | None = None
+    # Whether no step of this process has ended: the speed of the first includes compilation.
+    self._is_first = True
+    # The steps whose mean speed the next row has: their start, and how many have ended.
+    self._since = time.perf_counter()
+    self._steps_since = 0
 
   @property
   @abc.abstractmethod
@@ -40,20 +50,25 @@ class Log(abc.ABC):
   def add(self, step: int, metrics: Any) -> None:
     """Take the metrics of `step`, which is running, and settle those of the step before."""
     self.settle()
-    self._pending = (step, metrics)
+    self._pending = _PendingStep(step, metrics)
 
   def settle(self, evaluation: Callable[[], Any] | None = None) -> None:
     """Wait for the pending step and write its row, if it is due, with the held-out results."""
     if self._pending is None:
       return
-    (step, metrics), self._pending = self._pending, None
-    metrics = jax.device_get(metrics)
+    step = self._pending.step
+    metrics = jax.device_get(self._pending.metrics)
+    self._pending = None
     self._count_step(step, metrics)
-    observe, last = self._cfg.observe, self._cfg.run.steps
-    if evaluation or self._is_first or step == last or due(step, observe.log_period):
+    if evaluation or self._is_due(step):
       self._write(step, metrics, evaluation)
-      self._since, self._steps_since = time.perf_counter(), 0
+      self._since = time.perf_counter()
+      self._steps_since = 0
     self._is_first = False
+
+  def _is_due(self, step: int) -> bool:
+    is_last = step == self._cfg.run.steps
+    return self._is_first or is_last or due(step, self._cfg.observe.log_period)
 
   def flush(self) -> None:
     """Return when all rows written so far would survive a crash."""
@@ -69,13 +84,22 @@ class Log(abc.ABC):
 
   def _step_seconds(self, now: float) -> float | None:
     """Mean over the steps since the last row; None for the first step of this process."""
-    return None if self._is_first else (now - self._since) / self._steps_since
+    if self._is_first:
+      return None
+    return (now - self._since) / self._steps_since
 
   def _row(
-    self, step: int, metrics: dict, seconds: float | None, flops: float, phase: PhaseConfig | None
-  ) -> dict[str, Any]:
-    row = training_row(step, metrics, step_seconds=seconds, flops_per_step=flops, **self._devices)
-    return row | (losses_by_phase(phase, row) if phase else {})
+    self, step: int, metrics: Mapping[str, np.ndarray], seconds: float | None, flops: float
+  ) -> Row:
+    """The row of a step, which takes this many FLOPs over all devices."""
+    return training_row(
+      step,
+      metrics,
+      step_seconds=seconds,
+      flops_per_step=flops,
+      num_devices=self._num_devices,
+      peak_tflops=self._peak_tflops,
+    )
 
   @abc.abstractmethod
   def _count_step(self, step: int, metrics: Any) -> None:
@@ -98,35 +122,46 @@ class StepLog(Log):
     callbacks: Sequence[Callback] = (),
   ):
     super().__init__(trainer.cfg, [writers], list(trainer.mesh.devices.flat))
-    self.best, self._callbacks = best or self.best, callbacks
-    self._plan, self._flops = trainer.phase_plan, trainer.flops_per_step
-    self._schedule, self._shapes = trainer.batch_schedule, trainer.batch_schedule.shapes
-    if len(self._shapes) > 1:
-      self._flops = [trainer.flops_of(trainer.objectives[0], shape) for shape in self._shapes]
+    self.best = best or self.best
+    self._callbacks = callbacks
+    self._transforms = trainer.transforms
+    self._programs = trainer.step_programs
+    self._flops = []  # Of a step, by program.
+    for program in self._programs.programs:
+      objective = trainer.objectives[program.objective]
+      self._flops.append(trainer.flops_of(objective, program.batch_shape))
     self._timer = timer or Stopwatch(STEP)
-    self._settled, self._program = self._since, 0
+    self._settled = self._since  # When the latest step ended.
+    self._program = 0  # The index of the program that took it.
     self._skipped_in_a_row = 0
 
   @property
   def diverged(self) -> str:
-    over = self._skipped_in_a_row >= self._cfg.training.max_skipped_steps
-    return describe_divergence(self._skipped_in_a_row) if over else ""
+    if self._skipped_in_a_row < self._cfg.training.max_skipped_steps:
+      return ""
+    return describe_divergence(self._skipped_in_a_row)
 
-  def _count_step(self, step: int, metrics: dict[str, Any]) -> None:
+  def _count_step(self, step: int, metrics: Mapping[str, np.ndarray]) -> None:
     """Count a step for the speed of its program: of its phase, or of its batch's shape."""
-    program = int(metrics.get("phase", self._shapes.index(self._schedule.shape(step - 1))))
+    program = self._programs.index_of(step, metrics)
     if program != self._program:
-      self._since, self._steps_since, self._program = self._settled, 0, program
+      self._program = program
+      self._since = self._settled
+      self._steps_since = 0
     self._settled = time.perf_counter()
     self._steps_since += 1
     self._skipped_in_a_row = int(metrics["skipped_in_a_row"])
 
   def _write(
-    self, step: int, metrics: dict[str, Any], evaluation: Callable[[], dict[str, float]] | None
+    self,
+    step: int,
+    metrics: Mapping[str, np.ndarray],
+    evaluation: Callable[[], dict[str, float]] | None,
   ) -> None:
     seconds = self._step_seconds(self._settled)
-    phase = self._plan.phases[self._program] if self._plan else None
-    row = self._row(step, metrics, seconds, self._flops[self._program], phase)
+    row = self._row(step, metrics, seconds, self._flops[self._program])
+    for transform in self._transforms:
+      row |= transform.add_to_row(row)
     if evaluation:
       with self._timer.during("evaluation"):
         row |= evaluation()
@@ -139,6 +174,7 @@ class StepLog(Log):
 
 
 def due(step: int, period: int) -> bool:
+  """Whether something that happens every `period` steps does after `step`; 0: never."""
   return period > 0 and step % period == 0
 
 

@@ -3,22 +3,18 @@
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.errors import UserError
-from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import Batch, abstract_batch, to_global
-from maxlite.data.host_batches import BatchSchedule
 from maxlite.data.train_streams import TrainStreams
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.layers.lora import add_missing_modules
@@ -34,36 +30,31 @@ from maxlite.optim.labels import (
   trained_paths,
 )
 from maxlite.optim.parametrization import scale_initial
-from maxlite.phases.phase_opt_states import init_opt_states
-from maxlite.phases.phase_plan import PhasePlan
-from maxlite.phases.phase_programs import (
-  PhasePrograms,
-  build_phase_step,
-  compile_for_batches,
-  repeat_on_batch,
-  switch_step,
-)
-from maxlite.phases.zero_gradients import check_any_gradient, zero_among
+from maxlite.phases.phase_programs import repeat_on_batch
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
-from maxlite.sharding.host_memory import offload_optimizer, place_state
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
+from maxlite.step.gradients import StepInputs, build_gradients
 from maxlite.step.train_state import TrainState, init_state
-from maxlite.step.train_step import (
-  SkipRule,
-  Step,
-  StepParts,
-  build_gradients,
-  build_step_parts,
-  join_parts,
-)
+from maxlite.step.train_step import SkipRule, Step, StepParts, build_step_parts, join_parts
 from maxlite.training.batch_shape import batch_shape
 from maxlite.training.loss import DecoderLoss
-from maxlite.training.objective import Objective, build_objectives
-from maxlite.training.routed_bias import BIAS, build_routed_bias_update
-from maxlite.training.transforms import local_updates
-from maxlite.training.transforms.local_updates import OuterOptimizer
+from maxlite.training.objective import Objective, ObjectiveBuilder
+from maxlite.training.objective_plan import (
+  ObjectivePlan,
+  SingleObjective,
+  StepPrograms,
+  ZeroCheck,
+)
+from maxlite.training.routed_bias import build_routed_bias_update
+from maxlite.training.transforms.step_transform import (
+  StepTransform,
+  TransformRequest,
+  build_transforms,
+)
+
+MAX_CHIPS_OF_V5E = 16  # with a ragged all-to-all
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,12 +65,15 @@ class Trainer:
   mesh: Mesh
   sharder: Sharder
   model: Decoder
-  objectives: list[Objective]  # one per phase; one in a run without phases
-  phase_plan: PhasePlan | None  # of a run with phases
+  # The features beside a plain run, the innermost first.
+  transforms: list[StepTransform]
+  objective_plan: ObjectivePlan
+  objectives: list[Objective]
   parameter_shardings: list[ParameterSharding]
-  abstract_state: TrainState  # ShapeDtypeStructs with their shardings
-  batch_shape: tuple[int, int]  # rows over all devices, positions
-  outer: OuterOptimizer | None  # of a run with replicas
+  # ShapeDtypeStructs with shardings.
+  abstract_state: TrainState
+  # Rows over all devices, and positions.
+  batch_shape: tuple[int, int]
 
   @property
   def is_moe(self) -> bool:
@@ -108,38 +102,17 @@ class Trainer:
 
   @functools.cached_property
   def state_shardings(self) -> TrainState:
-    return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-
-  @property
-  def abstract_batch(self) -> Batch:
-    """Shapes, types and sharding of the run's batches; a phase may have batches of another size."""
-    return abstract_batch(self.batch_shape, self.batch_sharding)
-
-  def build_step(self, *, freeze_diverged: bool = False) -> Step:
-    """Build the training step as one pure function, also for all phases; see `build_parts`."""
-    steps = self._build_steps(freeze_diverged=freeze_diverged)
-    if self.phase_plan is None:
-      return steps["train"]
-    schedule = self.phase_plan.schedule
-    return switch_step(steps, schedule, self.abstract_state, self.abstract_batch)
-
-  def _build_steps(
-    self, *, freeze_diverged: bool = False, check_zero: bool = False
-  ) -> dict[str, Step]:
-    steps = {}
-    for n, each in enumerate(self.objectives):
-      steps[each.name] = self._build_step(n, freeze_diverged=freeze_diverged, check_zero=check_zero)
-    return steps
+    return _shardings(self.abstract_state)
 
   def build_parts(
-    self, index: int, *, freeze_diverged: bool = False, check_zero: bool = False
+    self, index: int, *, freeze_diverged: bool = False, check_zero: ZeroCheck | None = None
   ) -> StepParts:
-    """Build the two parts of the step of one objective.
+    """Build the two parts of the step of one objective, without the transforms around it.
 
     Args:
       freeze_diverged: update nothing after `max_skipped_steps` skipped steps in a row, where a solo
         run would end but an ensemble continues.
-      check_zero: report ZERO_GRADIENTS of the first step of each phase.
+      check_zero: whether a step reports ZERO_GRADIENTS; None: it never does.
     """
     objective = self.objectives[index]
     moe = self.cfg.model.moe
@@ -148,12 +121,9 @@ class Trainer:
     def learning_rate(state: TrainState) -> jax.Array:
       return objective.learning_rate(state.opt_state)
 
-    def is_first(state: TrainState) -> jax.Array:
-      return state.clock.taken_P[index] == 0
-
-    model = self.outer.model_of_one(self.model) if self.outer else self.model
-    entry = LOSSES[objective.loss]
-    loss = DecoderLoss(model, entry, cfg, moe, entry.open_teacher and self.teacher)
+    loss = DecoderLoss(self.model, LOSSES[objective.loss], cfg, moe)
+    for transform in self.transforms:
+      loss = transform.wrap_loss(loss, objective)
     return build_step_parts(
       build_gradients(loss, cfg.gradient_accumulation_steps),
       objective.tx,
@@ -162,92 +132,98 @@ class Trainer:
       ema_decay=cfg.ema_decay,
       post_update=build_routed_bias_update(moe) if self.is_moe else None,
       skip=SkipRule(freeze_after=cfg.max_skipped_steps if freeze_diverged else None),
-      check_zero=is_first if check_zero else None,
+      check_zero=check_zero,
     )
 
-  def _build_step(
-    self, index: int, *, freeze_diverged: bool = False, check_zero: bool = False
+  def build_objective_step(
+    self, index: int, *, freeze_diverged: bool = False, check_zero: ZeroCheck | None = None
   ) -> Step:
-    objective = self.objectives[index]
+    """Build the step of one objective as a pure function; arguments as of `build_parts`."""
     parts = self.build_parts(index, freeze_diverged=freeze_diverged, check_zero=check_zero)
-    step = repeat_on_batch(join_parts(parts), objective.repeat_batch)
-    if self.cfg.mesh.optimizer_memory_host_offload:
-      step = offload_optimizer(step)
-    step = self.outer.build_step(step) if self.outer else step
-    if self.phase_plan is not None:
-      owner = self.phase_plan.owners[objective.name]
-      step = build_phase_step(step, index, self.phase_plan.schedule, owner)
-    return self.teacher.with_teacher(step) if self.teacher else step
+    step = repeat_on_batch(join_parts(parts), self.objectives[index].repeat_batch)
+    return self.wrap_step(step, index)
+
+  def wrap_step(self, step: Step, index: int) -> Step:
+    """Put all transforms around the step, or the update, of one objective."""
+    for transform in self.transforms:
+      step = transform.wrap_step(step, index)
+    return step
+
+  def build_step(self, *, freeze_diverged: bool = False) -> Step:
+    """Build the training step of all objectives as one pure function."""
+    steps = {}
+    for index, each in enumerate(self.objectives):
+      steps[each.name] = self.build_objective_step(index, freeze_diverged=freeze_diverged)
+    inputs = self.abstract_inputs(self.batch_shape)
+    return self.objective_plan.join_steps(steps, self.abstract_state, inputs)
 
   @functools.cached_property
-  def teacher(self) -> Any:
-    """The FrozenModels that a loss needs, or None; their parameters are read on first use."""
-    openers = (LOSSES[each.loss].open_teacher for each in self.objectives)
-    open_teacher = next(filter(None, openers), None)
-    return open_teacher(self) if open_teacher else None
+  def step_programs(self) -> StepPrograms:
+    """The compiled training steps."""
+    return self.objective_plan.build_programs(self)
 
   @functools.cached_property
   def train_step(self) -> Step:
     """The compiled training step; it donates the state."""
-    if self.phase_plan is not None:
-      return self.phase_programs.step
-    batches = [self._abstract_input(shape) for shape in self.batch_schedule.shapes]
-    step = self._jit_step(0)
-    return step if len(batches) == 1 else compile_for_batches(step, self.abstract_state, batches)
+    return self.step_programs.step
 
-  @functools.cached_property
-  def batch_schedule(self) -> BatchSchedule:
-    """The shapes of the batches of a run without phases."""
-    return BatchSchedule.of(self.cfg.data, self.batch_shape[0])
-
-  def _abstract_input(self, shape: tuple[int, int]) -> Any:
-    """The second argument of a step: a batch of this shape, with the teacher's parameters."""
-    batch = abstract_batch(shape, self.batch_sharding)
-    return self.teacher.with_params(batch, abstract=True) if self.teacher else batch
-
-  def _jit_step(self, index: int) -> Any:
-    inputs = self._abstract_input(self.batch_shape)
+  def jit_step(self, index: int) -> Any:
+    """The step of one objective under `jax.jit`; it donates the state."""
+    inputs = self.abstract_inputs(self.batch_shape)
     return jax.jit(
-      self._build_step(index),
-      in_shardings=(self.state_shardings, jax.tree.map(lambda leaf: leaf.sharding, inputs)),
+      self.build_objective_step(index),
+      in_shardings=(self.state_shardings, _shardings(inputs)),
       out_shardings=(self.state_shardings, self.sharder.sharding(())),
       donate_argnums=0,
       compiler_options=self.compiler_options or None,
     )
 
+  def lower_step(self, index: int = 0) -> jax.stages.Lowered:
+    """Lower the step of one objective for its batches."""
+    inputs = self.abstract_inputs(self.objectives[index].batch_shape)
+    return self.jit_step(index).lower(self.abstract_state, inputs)
+
   @functools.cached_property
   def compiler_options(self) -> Options:
     """For training steps. Raises UserError if the compiler refuses one that the config sets."""
-    device = next(d for d in self.mesh.devices.flat if d.process_index == jax.process_index())
-    return compiler_options(device, self.sharder.platform, self.cfg.run.compiler_options)
+    own = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
+    return compiler_options(own[0], self.sharder.platform, self.cfg.run.compiler_options)
 
-  def lower_step(self, index: int = 0) -> jax.stages.Lowered:
-    """Lower the step of one objective for its batches."""
-    inputs = self._abstract_input(self.objectives[index].batch_shape)
-    return self._jit_step(index).lower(self.abstract_state, inputs)
+  def abstract_inputs(self, batch_shape: tuple[int, int]) -> Any:
+    """The inputs of a step on a batch of this shape, as ShapeDtypeStructs."""
+    batch = abstract_batch(batch_shape, self.batch_sharding)
+    return _join_inputs(batch, self.abstract_extra_inputs)
 
-  @functools.cached_property
-  def phase_programs(self) -> PhasePrograms:
-    """The compiled steps of all phases."""
-    assert self.phase_plan is not None
-    return PhasePrograms(
-      self._build_steps(check_zero=True),
-      self.phase_plan.schedule,
-      self.cfg.phasing.phase_strategy,
-      self.abstract_state,
-      {each.name: self._abstract_input(each.batch_shape) for each in self.objectives},
-      self.compiler_options,
-      self._check_gradients,
-    )
+  @property
+  def abstract_extra_inputs(self) -> dict[str, Any]:
+    """The inputs of a step beside its batch, as ShapeDtypeStructs, by name."""
+    extra: dict[str, Any] = {}
+    for transform in self.transforms:
+      extra |= transform.abstract_inputs()
+    return extra
 
-  def _check_gradients(self, phase: str, zero_N: np.ndarray) -> None:
-    """Raise UserError if the loss of `phase` does not depend on what it trains."""
-    assert self.phase_plan is not None
-    trained = trained_paths(self.phase_plan.labels[phase])
-    if self.cfg.model.moe.routed_bias:  # moved without a gradient
-      trained = [path for path in trained if not re.search(BIAS, path)]
-    paths = paths_in(self.abstract_state.params)
-    check_any_gradient(phase, trained, zero_among(paths, zero_N))
+  def with_extra_inputs(self, batch: Batch) -> Any:
+    """The inputs of a step on this global batch."""
+    extra: dict[str, Any] = {}
+    for transform in self.transforms:
+      extra |= transform.inputs()
+    return _join_inputs(batch, extra)
+
+  @property
+  def inputs_hash(self) -> str:
+    """A hash of the inputs of a step beside its batch; empty if there are none."""
+    return " ".join(each.inputs_hash for each in self.transforms if each.inputs_hash)
+
+  def place(self, batch: Batch) -> Batch:
+    """Make a global batch of the run's size from this host's rows (numpy)."""
+    return to_global(batch, self.batch_sharding, self.batch_shape)
+
+  def next_batch(self, stream: TrainStreams, state: TrainState) -> Any:
+    """The inputs of the next step, on the next batch of its objective."""
+    name = self.step_programs.next_objective(state)
+    rows = stream.take(name)
+    batch = to_global(rows, self.batch_sharding, stream.batch_shape(name))
+    return self.with_extra_inputs(batch)
 
   @property
   def frozen_paths(self) -> list[str]:
@@ -262,7 +238,9 @@ class Trainer:
   def flops_of(self, objective: Objective, batch_shape: tuple[int, int]) -> float:
     """FLOPs of a step on one batch over all devices."""
     loss = LOSSES[objective.loss]
-    trained = None if objective.labels is None else trained_paths(objective.labels)
+    trained = None
+    if objective.labels is not None:
+      trained = trained_paths(objective.labels)
     flops = train_flops(
       self.cfg.model,
       self.parameter_sizes,
@@ -271,20 +249,9 @@ class Trainer:
       logits=loss.logits,
       drafts=loss.drafts,
     ).total
-    if loss.open_teacher:
-      flops += self.teacher.flops(batch_shape)
+    for transform in self.transforms:
+      flops += transform.flops(objective, batch_shape)
     return flops * objective.repeat_batch
-
-  def place(self, batch: Batch) -> Batch:
-    """Make a global batch of the run's size from this host's rows (numpy)."""
-    return to_global(batch, self.batch_sharding, self.batch_shape)
-
-  def next_batch(self, stream: TrainStreams, state: TrainState) -> Any:
-    """The global batch of the next step, with the teacher's parameters if there is one."""
-    name = self.phase_programs.phase(state) if self.phase_plan else "train"
-    rows = stream.take(name)  # sets the shape
-    batch = to_global(rows, self.batch_sharding, stream.batch_shape(name))
-    return self.teacher.with_params(batch) if self.teacher else batch
 
   def init_params(self, seed: jax.Array, params: Any = None) -> Any:
     """The parameters before the first step, with logical names (`nn.Partitioned`).
@@ -300,8 +267,10 @@ class Trainer:
 
   def first_state(self, params: Any, seed: jax.Array) -> TrainState:
     """The state before the first step, with these parameters (without logical names)."""
-    state = _first_state(params, seed, self.cfg, self.objectives, self.phase_plan)
-    return state if self.outer is None else self.outer.start(state)
+    state = _plain_state(params, seed, self.cfg, self.objective_plan, self.objectives)
+    for transform in self.transforms:
+      state = transform.start(state)
+    return state
 
   def init(self, seed: jax.Array, params: Any = None) -> TrainState:
     """The state before the first step, from `init_params`."""
@@ -327,35 +296,30 @@ def build_trainer(
     UserError: mesh, batch and model do not fit together.
   """
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
-  outer = OuterOptimizer(cfg.local_updates, mesh) if cfg.local_updates.diloco_sync_period else None
-  rules = dict(cfg.mesh.logical_axis_rules)
-  sharder = local_updates.shard_rows(Sharder(mesh, rules)) if outer else Sharder(mesh, rules)
+  sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
+  boxed = _abstract_params(cfg, mesh)
+  names = logical_names(boxed)
+  params = meta.unbox(boxed)
+  transforms = build_transforms(TransformRequest(cfg, mesh, params))
+  for transform in transforms:
+    sharder = transform.shard(sharder)
   shape = batch_shape(cfg.data, cfg.training, sharder)
-  # Shapes come from one device: on the mesh, JAX would fail first, with its own error messages.
-  one = Sharder(build_mesh((1,) * len(MESH_AXES), (1,) * len(MESH_AXES), [mesh.devices.flat[0]]))
-  boxed = jax.eval_shape(lambda: _init_params(Decoder(cfg.model, one), jnp.uint32(0), shape))
-  names, params = logical_names(boxed), meta.unbox(boxed)
-  leaves = zip(paths_in(params), jax.tree.leaves(params), jax.tree.leaves(names), strict=True)
-  shardings = [parameter_sharding(*leaf, sharder) for leaf in leaves]
+  shardings = _shard_parameters(params, names, sharder)
   check_sharded(shardings, sharder, cfg.mesh.sharding_tolerance)
-  plan = PhasePlan(phases_of(cfg), initial_phases_of(cfg), params) if cfg.phasing.phases else None
-  objectives = build_objectives(cfg, plan, names, sharder, stored_numbers)
-  state = jax.eval_shape(lambda p: _first_state(p, jnp.uint32(0), cfg, objectives, plan), params)
-  axes = state_names(state, params, names)
-  if outer is not None:
-    axes = outer.names(axes, state, names)
-    state = jax.eval_shape(outer.start, state)
+  plan = _choose_objective_plan(cfg, transforms)
+  builder = ObjectiveBuilder(cfg.model, names, sharder, stored_numbers)
+  objectives = plan.build_objectives(builder)
   trainer = Trainer(
     cfg=cfg,
     mesh=mesh,
     sharder=sharder,
     model=Decoder(cfg.model, sharder),
+    transforms=transforms,
+    objective_plan=plan,
     objectives=objectives,
-    phase_plan=plan,
     parameter_shardings=shardings,
-    abstract_state=place_state(state, axes, sharder, cfg.mesh.optimizer_memory_host_offload),
+    abstract_state=_abstract_state(cfg, plan, objectives, transforms, sharder, params, names),
     batch_shape=shape,
-    outer=outer,
   )
   _check_topology(trainer)
   return trainer
@@ -363,8 +327,10 @@ def build_trainer(
 
 def _check_topology(trainer: Trainer) -> None:
   """Raise UserError for the slices of TPU v5e that XLA has no ragged all-to-all for."""
-  kind, num_devices = trainer.mesh.devices.flat[0].device_kind, trainer.mesh.size
-  if trainer.uses_all_to_all and kind in ("TPU v5 lite", "TPU v5e") and num_devices > 16:
+  kind = trainer.mesh.devices.flat[0].device_kind
+  num_devices = trainer.mesh.size
+  is_v5e = kind in ("TPU v5 lite", "TPU v5e")
+  if trainer.uses_all_to_all and is_v5e and num_devices > MAX_CHIPS_OF_V5E:
     raise UserError(
       f"{num_devices} chips of {kind}: XLA has no ragged all-to-all for slices above 4x4; write "
       "use_ring_of_experts=true, or ici_expert_parallelism=1"
@@ -376,31 +342,104 @@ def mesh_degrees(cfg: MeshConfig, group: str) -> list[int]:
   return [getattr(cfg, f"{group}_{mesh_axis}_parallelism") for mesh_axis in MESH_AXES]
 
 
+def _abstract_params(cfg: Config, mesh: Mesh) -> Any:
+  """The shapes of the parameters, with logical names (`nn.Partitioned`).
+
+  They come from one device: on the mesh, JAX would fail first, with its own error messages.
+  """
+  degrees = (1,) * len(MESH_AXES)
+  one = Sharder(build_mesh(degrees, degrees, [mesh.devices.flat[0]]))
+  model = Decoder(cfg.model, one)
+  shape = (1, cfg.data.max_target_length)
+
+  def init() -> Any:
+    return _init_params(model, jnp.uint32(0), shape)
+
+  return jax.eval_shape(init)
+
+
 def _init_params(model: Decoder, seed: jax.Array, batch_shape: tuple[int, int]) -> Any:
   tokens_BT = jnp.zeros(batch_shape, jnp.int32)
   key = jax.random.fold_in(jax.random.key(seed), 0)
-  inputs = (tokens_BT, tokens_BT, tokens_BT)
-  return model.init({"params": key}, *inputs, method=model.hidden_and_unembedding)["params"]
+  variables = model.init(
+    {"params": key}, tokens_BT, tokens_BT, tokens_BT, method=model.hidden_and_unembedding
+  )
+  return variables["params"]
 
 
-def _first_state(
+def _shard_parameters(params: Any, names: Any, sharder: Sharder) -> list[ParameterSharding]:
+  """The sharding of every parameter."""
+  paths = paths_in(params)
+  leaves = jax.tree.leaves(params)
+  axes = jax.tree.leaves(names)
+  shardings = []
+  for path, leaf, leaf_names in zip(paths, leaves, axes, strict=True):
+    shardings.append(parameter_sharding(path, leaf, leaf_names, sharder))
+  return shardings
+
+
+def _choose_objective_plan(cfg: Config, transforms: Sequence[StepTransform]) -> ObjectivePlan:
+  """The plan of the transform that has one; without such a transform, that of a plain run."""
+  for transform in transforms:
+    plan = transform.objective_plan()
+    if plan is not None:
+      return plan
+  return SingleObjective(cfg)
+
+
+def _plain_state(
   params: Any,
   seed: jax.Array,
   cfg: Config,
+  plan: ObjectivePlan,
   objectives: Sequence[Objective],
-  plan: PhasePlan | None,
 ) -> TrainState:
-  rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
-  if plan is None:
-    opt_state = objectives[0].tx.init(params)
-    clock = None
-    averaged = params
-  else:
-    opt_state = init_opt_states(
-      params, {each.name: each.tx for each in objectives}, plan.labels, plan.owners
-    )
-    clock = plan.schedule.start()
+  """The state before the first step, without the transforms."""
+  averaged = None
+  if cfg.training.ema_decay:
     averaged, _ = split(params, plan.trained)
-  if not cfg.training.ema_decay:
-    averaged = None
-  return init_state(params, opt_state, rng, clock, averaged)
+  return init_state(
+    params,
+    opt_state=plan.init_opt_state(params, objectives),
+    rng=jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1)),
+    averaged=averaged,
+  )
+
+
+def _abstract_state(
+  cfg: Config,
+  plan: ObjectivePlan,
+  objectives: Sequence[Objective],
+  transforms: Sequence[StepTransform],
+  sharder: Sharder,
+  params: Any,
+  parameter_names: Any,
+) -> TrainState:
+  """The state of a run as ShapeDtypeStructs with shardings."""
+
+  def plain_state(params: Any) -> TrainState:
+    return _plain_state(params, jnp.uint32(0), cfg, plan, objectives)
+
+  def place(leaf: jax.ShapeDtypeStruct, leaf_names: jax.P) -> jax.ShapeDtypeStruct:
+    return leaf.update(sharding=sharder.sharding(leaf_names))
+
+  state = jax.eval_shape(plain_state, params)
+  names = state_names(state, params, parameter_names)
+  for transform in transforms:
+    names = transform.names(names, state, parameter_names)
+    state = jax.eval_shape(transform.start, state)
+  placed = jax.tree.map(place, state, names)
+  for transform in transforms:
+    placed = transform.place(placed)
+  return placed
+
+
+def _shardings(tree: Any) -> Any:
+  return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _join_inputs(batch: Batch, extra: dict[str, Any]) -> Any:
+  """The inputs of a step: the batch alone if there are no others."""
+  if not extra:
+    return batch
+  return StepInputs(batch, extra)

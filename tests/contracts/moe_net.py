@@ -20,8 +20,9 @@ from maxlite.config import load_config
 from maxlite.data.batch import Batch
 from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.step.gradients import build_gradients
 from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import build_gradients, build_train_step
+from maxlite.step.train_step import build_train_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 
 NUM_ROWS, LENGTH, VOCAB, NUM_EXPERTS, NUM_CHOSEN, NUM_MOE_LAYERS = 24, 8, 32, 8, 3, 2

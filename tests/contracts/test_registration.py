@@ -3,18 +3,22 @@
 import dataclasses
 import re
 import types
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import struct
 
 from maxlite.config import UserError, load_config
 from maxlite.config import registry as tables
 from maxlite.config.model_families import MODELS, ModelFamily
 from maxlite.ensemble import Ensemble, Member
+from maxlite.metrics.writers import read_rows
 from maxlite.runs.run import run_training
+from maxlite.training.transforms.step_transform import StepTransform
 
 # Of each kind: the table, and the entry that the toy calls.
 KINDS = {
@@ -28,10 +32,48 @@ KINDS = {
   "optimizer": (tables.OPTIMIZERS, "lion"),
   "schedule": (tables.SCHEDULES, "constant"),
   "loss": (tables.TOKEN_LOSSES, "next_token"),
+  "transform": (tables.STEP_TRANSFORMS, "teacher"),
   "strategy": (tables.ENSEMBLE_STRATEGIES, "fused"),
 }
 TOYS = types.SimpleNamespace()
 CALLED = set()
+
+
+@struct.dataclass
+class Counted:
+  """An optimizer state, and the number of the steps that read the toy's input."""
+
+  inner: Any
+  num_steps: jax.Array
+
+
+class ToyTransform(StepTransform):
+  """Adds a counter to the state, a number to the inputs, and a metric around the step."""
+
+  def start(self, state):
+    return state.replace(opt_state=Counted(state.opt_state, jnp.float32(0)))
+
+  def names(self, names, state, parameter_names):
+    return names.replace(opt_state=Counted(names.opt_state, jax.P()))
+
+  def inputs(self):
+    return {"toy": jnp.float32(3)}
+
+  def abstract_inputs(self):
+    return {"toy": jax.ShapeDtypeStruct((), jnp.float32)}
+
+  def wrap_step(self, step, index):
+    def counted_step(state, inputs):
+      counted = state.opt_state
+      state, metrics = step(state.replace(opt_state=counted.inner), inputs)
+      num_steps = counted.num_steps + inputs.extra["toy"]
+      counted = Counted(state.opt_state, num_steps)
+      return state.replace(opt_state=counted), metrics | {"toy": num_steps}
+
+    return counted_step
+
+  def add_to_row(self, row):
+    return {"twice_toy": 2 * row["toy"]}
 
 
 def recorded(kind, function):
@@ -47,6 +89,7 @@ def write_toys():
   for kind, (table, name) in KINDS.items():
     setattr(TOYS, kind, recorded(kind, table[name]))
   next_token = tables.LOSSES["next_token"]
+  TOYS.transform = recorded("transform", lambda request: ToyTransform())
   TOYS.loss = dataclasses.replace(next_token, sums=recorded("loss", next_token.sums))
   byte_tokenizer = tables.TOKENIZERS["byte"]
   TOYS.tokenizer = recorded("tokenizer", lambda path: byte_tokenizer(""))
@@ -89,6 +132,12 @@ def trained(registered, tmp_path_factory):
     *("base_emb_dim=16", "base_moe_mlp_dim=16", "num_experts=2"),
   ]
   assert run_training(load_config(argv)) == 0
+  return read_rows(folder / "base" / "metrics.jsonl")
+
+
+def test_toy_transform_adds_to_the_state_to_the_inputs_and_around_the_step(trained):
+  assert [row["toy"] for row in trained] == [3, 6]
+  assert [row["twice_toy"] for row in trained] == [6, 12]
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"strategy"}))

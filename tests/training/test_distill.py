@@ -26,7 +26,7 @@ from maxlite.training.cross_entropy import teacher_sums
 from maxlite.training.loss import Sums
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.teacher import DISTILL
+from maxlite.training.transforms.teacher import DISTILL, teacher_of
 
 WIDTHS = (8, 8, 12)  # of the student and of two teachers
 SMALL = {"decoder_block": "llama", "base_num_decoder_layers": 1}
@@ -126,7 +126,7 @@ def student_of(teacher, mesh, num_devices=8, **keys):
 
 
 def take_taught_step(trainer, host_state):
-  step = lambda state, batch: trainer.train_step(state, trainer.teacher.with_params(batch))
+  step = lambda state, batch: trainer.train_step(state, trainer.with_extra_inputs(batch))
   taught = dataclasses.replace(trainer)
   vars(taught)["train_step"] = step
   after, (metrics,) = take_steps(taught, host_state, [uneven_batch(0)])
@@ -156,7 +156,7 @@ def test_any_mesh_and_accumulation_give_the_same_step(teacher, one_step, mesh, n
     np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-5, err_msg=name)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
   jax.tree.map(close, params, expected)
-  sharded = trainer.teacher.params[1]["layers"]["moe"]["wo"]
+  sharded = teacher_of(trainer).params[1]["layers"]["moe"]["wo"]
   assert sharded.addressable_shards[0].data.size < sharded.size / 3
 
 
@@ -174,13 +174,13 @@ def test_the_step_has_no_backward_pass_of_the_teacher(teacher):
   trainer = student_of(teacher, "", 1, **keys, per_device_batch_size=ROWS)
   compiled = matmul_flops(parse(trainer.lower_step().compile().as_text())).total
   (counted,) = trainer.flops_per_step
-  forward = trainer.teacher.flops(trainer.batch_shape)
+  forward = teacher_of(trainer).forward_flops(trainer.batch_shape)
   assert counted <= compiled < counted + forward / 4 < counted * 1.1  # attention is counted half
 
 
 def test_the_memory_estimate_counts_the_parameters_of_the_teacher(teacher):
   trainer = student_of(teacher, "fsdp=4 tensor=2", **SMALL)
-  leaves = jax.tree.leaves(trainer.teacher.params)
+  leaves = jax.tree.leaves(teacher_of(trainer).params)
   num_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
   estimate = estimate_memory(trainer)
   assert estimate.teacher == num_bytes
@@ -219,7 +219,7 @@ def test_a_hugging_face_folder_teaches(folder):
     max_target_length=8,
   )
   trainer = build_trainer(cfg)
-  assert trainer.teacher.trainers[0].cfg.model.decoder_block == "mixtral"
+  assert teacher_of(trainer).models[0].trainer.cfg.model.decoder_block == "mixtral"
   assert "distill_loss" in trainer.lower_step().out_info[1]
 
 
@@ -227,7 +227,8 @@ def test_a_run_with_moving_averages_teaches_by_them(folder):
   keys = SMALL | {"steps": 2, "ema_decay": 0.5}
   assert start(folder, **keys)[0] == 0
   _, params, averages, _ = open_weights(config_of(**keys_in(folder, **keys)))
-  (taught,) = student_of(folder / "run", "", 1, **SMALL, per_device_batch_size=ROWS).teacher.params
+  student = student_of(folder / "run", "", 1, **SMALL, per_device_batch_size=ROWS)
+  (taught,) = teacher_of(student).params
   jax.tree.map(np.testing.assert_array_equal, taught, averages)
   assert tree_hash(params) != tree_hash(averages)
 

@@ -20,6 +20,7 @@ from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.loss import Hidden, run_forward
 from maxlite.training.trainer import build_trainer
+from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 D, J = 8, 3
 SHAPES = {"x_BTD": (ROWS, LENGTH, D), "y_BTJD": (ROWS, LENGTH, J, D), "w_DV": (D, VOCAB)}
@@ -236,7 +237,7 @@ def test_each_phase_changes_only_its_part(replicated):
     assert moved.pop("draft_head") == {"kernel": True}
     assert set(jax.tree.leaves(moved)) == {trunk_moves}
   assert [int(row["phase"]) for row in rows] == [0, 1]
-  phase = trainer_of(**KEYS, **REPLICATED).phase_plan.phases[0]
+  phase = phase_plan_of(trainer_of(**KEYS, **REPLICATED)).phases[0]
   named = losses_by_phase(phase, rows[0])
   assert named == {f"match/{loss}": rows[0][loss] for loss in ("loss", "draft_loss", "total_loss")}
 
@@ -302,7 +303,7 @@ def test_match_phase_has_no_backward_pass_of_the_trunk():
   """Besides the trunk's forward matmuls, it has only those of the heads and the logits."""
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
   trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
-  state, batch = trainer.abstract_state, trainer.abstract_batch
+  state, batch = trainer.abstract_state, trainer.abstract_inputs(trainer.batch_shape)
   forward = lambda state, batch: run_forward(trainer.model, state.params, batch, None, drafts=False)
   lowered = (jax.jit(forward).lower(state, batch), trainer.lower_step(0))
   trunk, match = (matmul_flops(parse(step.compile().as_text())).total for step in lowered)

@@ -22,8 +22,9 @@ from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.runs.open_run import open_weights
 from maxlite.sharding import build_mesh
+from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
-from maxlite.step.train_step import LossFunction, build_gradients, build_train_step
+from maxlite.step.train_step import build_train_step
 from maxlite.training.trainer import build_trainer
 from maxlite.training.transforms.local_updates import OuterOptimizer
 
@@ -47,7 +48,7 @@ def full_batch(seed: int) -> Batch:
 class SquaredError(LossFunction):
   """Of a linear map, in the type of the batch."""
 
-  def forward(self, params, collections, batch, key):
+  def forward(self, params, collections, batch, key, extra):
     error = batch["x"] @ params["w"] - batch["y"]
     return (jnp.sum(error**2), jnp.asarray(error.shape[0], error.dtype)), collections
 
@@ -66,7 +67,7 @@ def test_one_local_step_of_sgd_is_data_parallelism_in_float64(num_replicas):
     solo_step = build_train_step(build_gradients(SquaredError()), tx)
     mesh = build_mesh((num_replicas, 1, 1, 1, 1, 1), (1,) * 6, jax.devices()[:num_replicas])
     outer = OuterOptimizer(LocalUpdatesConfig(1, diloco_outer_lr=1, diloco_outer_momentum=0), mesh)
-    step, local = jax.jit(outer.build_step(solo_step)), outer.start(state)
+    step, local = jax.jit(outer.wrap_step(solo_step)), outer.start(state)
     for batch in batches:
       state, expected = solo_step(state, batch)
       local, metrics = step(local, batch)

@@ -48,6 +48,7 @@ from maxlite.metrics.writers import read_rows
 from maxlite.step.train_state import averaged_params
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import build_trainer
+from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
 gradient_accumulation_steps: 2}"
@@ -155,7 +156,7 @@ def test_a_shared_state_and_a_repeated_batch_equal_a_run_without_phases():
   for name in ("loss", "learning_rate"):
     close([row[name] for row in rows], [want_rows[n][name] for n in (1, 2, 4)])
   assert phased.flops_per_step[0] == 2 * phased.flops_per_step[1]
-  lines = phased.phase_plan.describe(8, phased.cfg.data)
+  lines = phase_plan_of(phased).describe(8, phased.cfg.data)
   assert lines[0].endswith("(.*), 2 times on each batch")
   assert lines[1].endswith("(.*), with the optimizer state of twice")
 
@@ -164,7 +165,7 @@ def test_the_schedule_of_a_shared_state_has_all_its_updates():
   twice = "{name: twice, train: .*, steps: 1, repeat_batch: 2}"
   once = "{name: once, train: .*, steps: 2, share_optimizer_state: twice}"
   other = "{name: other, train: .*, steps: 1}"
-  plan = trainer_of(**MESH, **SMALL, phases=f"[{twice}, {once}, {other}]").phase_plan
+  plan = phase_plan_of(trainer_of(**MESH, **SMALL, phases=f"[{twice}, {once}, {other}]"))
   assert [plan.num_updates(phase, 8) for phase in plan.phases] == [8, 8, 2]
 
 
@@ -196,7 +197,7 @@ def test_unmatched_regex_names_the_nearest_paths():
 
 
 def test_the_schedule_is_described():
-  lines = trainer_of(**MESH, **KEYS).phase_plan.describe(8, config_of(**KEYS).data)
+  lines = phase_plan_of(trainer_of(**MESH, **KEYS)).describe(8, config_of(**KEYS).data)
   assert lines[-1] == "schedule: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
 
 

@@ -16,8 +16,9 @@ from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.models import Decoder
 from maxlite.optim import build_schedule, with_schedule_steps
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
-from maxlite.step.train_step import LossFunction, build_gradients, build_train_step
+from maxlite.step.train_step import build_train_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 from maxlite.training.trainer import build_trainer
 
@@ -88,7 +89,7 @@ def test_slices_accumulate_gradients_to_those_of_the_batch(keys):
 class Linear(LossFunction):
   """The sum of the batch times the parameter."""
 
-  def forward(self, params, collections, batch, key):
+  def forward(self, params, collections, batch, key, extra):
     return jnp.sum(batch.astype(params.dtype) * params), collections
 
   def combine(self, sums):

@@ -34,8 +34,9 @@ from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, vari
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
 from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_programs import switch_step
+from maxlite.step.gradients import GradientResult
 from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import GradientResult, step_key
+from maxlite.step.train_step import step_key
 
 # (state of a member, result of its backward pass) -> (state, metrics)
 Update = Callable[[TrainState, GradientResult], tuple[TrainState, Metrics]]

@@ -14,6 +14,7 @@ from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.writers import Writers
+from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.training.step_log import Log, describe_divergence
 
 
@@ -96,7 +97,10 @@ class EnsembleLog(Log):
       phase = self._phases[z][index]
       if phase.loss not in DRAFT_LOSSES:
         metrics = {name: value for name, value in metrics.items() if name != "draft_loss"}
-    return self._row(step, metrics, seconds, self._flops[z][index], phase)
+    row = self._row(step, metrics, seconds, self._flops[z][index])
+    if phase is not None:
+      row |= losses_by_phase(phase, row)
+    return row
 
 
 def describe_step(

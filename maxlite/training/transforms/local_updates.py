@@ -20,16 +20,19 @@ from flax import struct
 from jax.sharding import Mesh
 
 from maxlite.config.schema import LocalUpdatesConfig
-from maxlite.models import Decoder
 from maxlite.optim.labels import state_names
 from maxlite.sharding import Sharder
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, global_norm
+from maxlite.training.loss import DecoderLoss
+from maxlite.training.objective import Objective
+from maxlite.training.transforms.step_transform import StepTransform, TransformRequest
 
 AXIS = "ensemble"
-OUTER_SCOPE = "outer_step"  # named scope of outer steps in compiled programs
-_COUNTERS = ("skipped", "skipped_in_a_row")  # metrics of the worst replica
-_SUMS = ("num_tokens", "expert_load", "expert_dropped")  # metrics that add up over replicas
+OUTER_SCOPE = "outer_step"  # Named scope of outer steps in compiled programs.
+_ROWS = ("activation_batch", "activation_batch_no_exp")  # Logical axes of the rows of a batch.
+_COUNTERS = ("skipped", "skipped_in_a_row")  # Metrics of the worst replica.
+_SUMS = ("num_tokens", "expert_load", "expert_dropped")  # Metrics that add up over replicas.
 
 
 @struct.dataclass
@@ -37,53 +40,65 @@ class LocalUpdates:
   """The optimizer state of such a run, whose `params` are those after the latest outer step."""
 
   outer: optax.OptState
-  replicas: TrainState  # every leaf stacked, [R, ...]
+  # The states of the replicas; every leaf is stacked, [R, ...].
+  replicas: TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterOptimizer:
+class OuterOptimizer(StepTransform):
   """The replicas along mesh axis `ensemble`, and the outer steps that join them."""
 
   cfg: LocalUpdatesConfig
   mesh: Mesh
 
-  def model_of_one(self, model: Decoder) -> Decoder:
-    """The model for use inside a shard_map over the replicas."""
-    return model.clone(sharder=model.sharder.inside_shard_map(AXIS))
-
   @functools.cached_property
   def tx(self) -> optax.GradientTransformation:
+    """The optimizer of the outer steps."""
     return optax.sgd(self.cfg.diloco_outer_lr, self.cfg.diloco_outer_momentum, nesterov=True)
+
+  def shard(self, sharder: Sharder) -> Sharder:
+    """The sharder that divides the rows of a batch over the replicas first."""
+    rules = dict(sharder.overrides)
+    for name in _ROWS:
+      rules[name] = (AXIS, *sharder.mesh_axes(name))
+    return Sharder(sharder.mesh, rules)
+
+  def wrap_loss(self, loss: DecoderLoss, objective: Objective) -> DecoderLoss:
+    """The loss for use inside a shard_map over the replicas."""
+    sharder = loss.model.sharder.inside_shard_map(AXIS)
+    return dataclasses.replace(loss, model=loss.model.clone(sharder=sharder))
 
   def start(self, state: TrainState) -> TrainState:
     """The state before the first step: replicas of a solo run's, which draw different numbers."""
     num_replicas = self.mesh.shape[AXIS]
-    copy = lambda leaf: jnp.broadcast_to(leaf, (num_replicas, *leaf.shape))
+
+    def stack(leaf: jax.Array) -> jax.Array:
+      return jnp.broadcast_to(leaf, (num_replicas, *leaf.shape))
+
     key = jax.random.wrap_key_data(state.rng)
     keys_R = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_replicas))
-    replicas = jax.tree.map(copy, state).replace(rng=jax.random.key_data(keys_R))
-    return state.replace(opt_state=LocalUpdates(self.tx.init(state.params), replicas))
+    replicas = jax.tree.map(stack, state).replace(rng=jax.random.key_data(keys_R))
+    outer = self.tx.init(state.params)
+    return state.replace(opt_state=LocalUpdates(outer, replicas))
 
-  def names(self, axes: TrainState, state: TrainState, names: Any) -> TrainState:
-    """Logical names of `start`'s result, from the names `axes` of the solo run's state.
+  def names(self, names: TrainState, state: TrainState, parameter_names: Any) -> TrainState:
+    """The replicas have the names of the solo run's state, after the axis of replicas."""
+    outer_state = jax.eval_shape(self.tx.init, state.params)
+    outer = state_names(outer_state, state.params, parameter_names)
+    replicas = jax.tree.map(lambda own: jax.P(AXIS, *own), names)
+    return names.replace(opt_state=LocalUpdates(outer, replicas))
 
-    Args:
-      names: of the parameters.
-    """
-    outer = state_names(jax.eval_shape(self.tx.init, state.params), state.params, names)
-    replicas = jax.tree.map(lambda own: jax.P(AXIS, *own), axes)
-    return axes.replace(opt_state=LocalUpdates(outer, replicas))
-
-  def build_step(self, local_step: Step) -> Step:
+  def wrap_step(self, step: Step, index: int = 0) -> Step:
     """The step of all replicas, with the outer step where one is due.
 
     Args:
-      local_step: the step of a solo run, for use inside a shard_map over the axis.
+      step: the step of a solo run, for use inside a shard_map over the axis.
     """
 
     def one_replica(stacked: TrainState, batch: Any) -> tuple[TrainState, dict]:
-      new, metrics = local_step(jax.tree.map(lambda leaf: leaf[0], stacked), batch)
-      return jax.tree.map(lambda leaf: leaf[None], (new, metrics))
+      state = jax.tree.map(lambda leaf: leaf[0], stacked)
+      result = step(state, batch)
+      return jax.tree.map(lambda leaf: leaf[None], result)
 
     all_replicas = jax.shard_map(
       one_replica,
@@ -94,7 +109,7 @@ class OuterOptimizer:
       check_vma=False,  # no communication over the axis; gradients are taken inside
     )
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def joint_step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
       replicas, metrics = all_replicas(state.opt_state.replicas, batch)
       new = state.replace(step=state.step + 1, opt_state=state.opt_state.replace(replicas=replicas))
       with jax.named_scope(OUTER_SCOPE):
@@ -104,48 +119,64 @@ class OuterOptimizer:
       counts = {name: jnp.max(vars(trained)[name]) for name in _COUNTERS}
       return new.replace(**counts), _combine_metrics(metrics) | counts
 
-    return step
+    return joint_step
 
   def _outer_step(self, state: TrainState) -> TrainState:
     """Step by the mean difference of the replicas whose parameters are finite, and restart all."""
     replicas = state.opt_state.replicas
-    wide = lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    difference_R = jax.tree.map(
-      lambda start, own_R: wide(start)[None] - wide(own_R), state.params, replicas.params
-    )
+    difference_R = jax.tree.map(_difference, state.params, replicas.params)
     finite_R = jnp.isfinite(jax.vmap(global_norm)(difference_R))
-
-    def mean(leaf_R: jax.Array) -> jax.Array:
-      kept_R = finite_R.reshape(-1, *(1,) * (leaf_R.ndim - 1))
-      share = jnp.maximum(jnp.sum(finite_R), 1).astype(leaf_R.dtype)
-      return jnp.sum(jnp.where(kept_R, leaf_R, 0), axis=0) / share
-
-    gradient = jax.tree.map(mean, difference_R)
+    gradient = jax.tree.map(functools.partial(_mean_of_finite, finite_R), difference_R)
     updates, outer = self.tx.update(gradient, state.opt_state.outer, state.params)
-    is_kept = jnp.any(finite_R)
-    keep = lambda new, old: jax.tree.map(functools.partial(jnp.where, is_kept), new, old)
-    params = keep(optax.apply_updates(state.params, updates), state.params)
+    params = optax.apply_updates(state.params, updates)
+    # If no replica is finite, the parameters stay as they were.
+    params, outer = jax.tree.map(
+      functools.partial(jnp.where, jnp.any(finite_R)),
+      (params, outer),
+      (state.params, state.opt_state.outer),
+    )
     restarted = jax.tree.map(
       lambda leaf, own_R: jnp.broadcast_to(leaf, own_R.shape), params, replicas.params
     )
     skipped_R = replicas.skipped + jnp.where(finite_R, 0, 1)
     replicas = replicas.replace(params=restarted, skipped=skipped_R)
-    outer = keep(outer, state.opt_state.outer)
     return state.replace(params=params, opt_state=LocalUpdates(outer, replicas))
 
 
-def shard_rows(sharder: Sharder) -> Sharder:
-  """The sharder that divides the rows of a batch over the replicas first."""
-  names = ("activation_batch", "activation_batch_no_exp")
-  rows = {name: (AXIS, *sharder.mesh_axes(name)) for name in names}
-  return Sharder(sharder.mesh, dict(sharder.overrides) | rows)
+def build_local_updates(request: TransformRequest) -> OuterOptimizer | None:
+  """The outer optimizer of a run with replicas; an entry of STEP_TRANSFORMS."""
+  cfg = request.cfg.local_updates
+  if not cfg.diloco_sync_period:
+    return None
+  return OuterOptimizer(cfg, request.mesh)
+
+
+def _difference(start: jax.Array, own_R: jax.Array) -> jax.Array:
+  """start - own for every replica, in float32 at least."""
+  return _widen(start)[None] - _widen(own_R)
+
+
+def _widen(leaf: jax.Array) -> jax.Array:
+  return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _mean_of_finite(finite_R: jax.Array, leaf_R: jax.Array) -> jax.Array:
+  """The mean of `leaf_R` over the replicas that are finite; zero if none is."""
+  kept_R = finite_R.reshape(-1, *(1,) * (leaf_R.ndim - 1))
+  num_kept = jnp.maximum(jnp.sum(finite_R), 1).astype(leaf_R.dtype)
+  return jnp.sum(jnp.where(kept_R, leaf_R, 0), axis=0) / num_kept
 
 
 def _combine_metrics(metrics_R: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """The metrics of all replicas: sums of counts, and means over tokens."""
-  share_R = metrics_R["num_tokens"] / jnp.maximum(jnp.sum(metrics_R["num_tokens"]), 1)
+  tokens_R = metrics_R["num_tokens"]
+  share_R = tokens_R / jnp.maximum(jnp.sum(tokens_R), 1)
   combined = {}
   for name, values_R in metrics_R.items():
-    if name not in _COUNTERS:
-      combined[name] = jnp.sum(values_R if name in _SUMS else values_R * share_R, axis=0)
+    if name in _COUNTERS:
+      continue
+    if name in _SUMS:
+      combined[name] = jnp.sum(values_R, axis=0)
+    else:
+      combined[name] = jnp.sum(values_R * share_R, axis=0)
   return combined

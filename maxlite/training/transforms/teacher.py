@@ -1,88 +1,149 @@
-"""Distillation: a loss that follows frozen models, which run on the student's mesh in its step."""
+"""Distillation: a loss that follows frozen models, which run on the student's mesh in its step.
+
+The transform adds the parameters of the frozen models to the inputs of the step, and their forward
+pass to the losses of the table TAUGHT_LOSSES.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from jax.sharding import Mesh
 
 from maxlite.checkpoint.checksum import tree_hash
-from maxlite.config.schema import MoeConfig, TrainingConfig
+from maxlite.config.registry import TAUGHT_LOSSES
+from maxlite.config.schema import Config, MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
 from maxlite.metrics.waits import report_wait
+from maxlite.models import Decoder
 from maxlite.sharding import Sharder
-from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import Step
-from maxlite.training.cross_entropy import teacher_sums
-from maxlite.training.loss import Hidden, Loss, Sums, combine, run_forward
+from maxlite.training.cross_entropy import PredictionHead, teacher_sums
+from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.model_weights import ModelWeights, open_weights_of
+from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
+from maxlite.training.transforms.step_transform import (
+  StepTransform,
+  TransformRequest,
+  find_transform,
+)
 
-
-@struct.dataclass
-class TaughtBatch:
-  """The input of a step that has a teacher: not state, so it is neither donated nor saved."""
-
-  batch: Batch
-  teacher: Any  # parameters of each of its models
+TEACHER = "teacher"  # The name of the parameters among the inputs of a step.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FrozenModels:
-  """Models whose parameters are read on first use."""
+class FrozenModel:
+  """A model whose predictions a loss follows."""
 
-  weights: list[ModelWeights]
-  trainers: list[Trainer]  # of each model, on the student's mesh
+  weights: ModelWeights
+  trainer: Trainer  # Of this model, on the student's mesh and batches.
+
+
+class Teacher(StepTransform):
+  """The frozen models of a run, whose parameters are read on first use."""
+
+  def __init__(self, cfg: Config, mesh: Mesh):
+    self._cfg = cfg
+    self._mesh = mesh
 
   @functools.cached_property
-  def params(self) -> tuple:
-    models = zip(self.weights, self.trainers, strict=True)
+  def models(self) -> list[FrozenModel]:
+    """The models. Raises UserError if one cannot be read, or does not fit the mesh."""
+    models = []
+    devices = list(self._mesh.devices.flat)
+    for folder in teacher_folders(self._cfg):
+      weights, trainer = open_weights_of(folder, self._cfg, devices)
+      models.append(FrozenModel(weights, trainer))
+    return models
+
+  @functools.cached_property
+  def params(self) -> tuple[Any, ...]:
+    """The parameters of every model: their moving averages if it has them."""
+    models = self.models
     with report_wait("reading the teacher"):
-      return tuple(weights.read_averages(trainer) for weights, trainer in models)
+      return tuple(model.weights.read_averages(model.trainer) for model in models)
+
+  def inputs(self) -> Mapping[str, Any]:
+    return {TEACHER: self.params}
+
+  def abstract_inputs(self) -> Mapping[str, Any]:
+    return {TEACHER: tuple(model.trainer.abstract_state.params for model in self.models)}
 
   @functools.cached_property
-  def identity(self) -> str:
+  def inputs_hash(self) -> str:
     """A hash of all parameters, which does not depend on the mesh."""
     return tree_hash(self.params)
 
-  def flops(self, batch_shape: tuple[int, int]) -> float:
-    """FLOPs of the forward pass, by which all parameters' gradients take twice as many."""
-    models = [(trainer.cfg.model, trainer.parameter_sizes) for trainer in self.trainers]
-    passes = 1 + BACKWARD_OVER_FORWARD
-    return sum(train_flops(*model, batch_shape).total for model in models) / passes
+  def wrap_loss(self, loss: DecoderLoss, objective: Objective) -> DecoderLoss:
+    if objective.loss not in TAUGHT_LOSSES:
+      return loss
+    models = tuple(model.trainer.model for model in self.models)
+    return TaughtLoss(loss.model, loss.loss, loss.cfg, loss.moe, models)
 
-  def with_params(self, batch: Any, *, abstract: bool = False) -> TaughtBatch:
-    shapes = tuple(trainer.abstract_state.params for trainer in self.trainers)
-    return TaughtBatch(batch, shapes if abstract else self.params)
+  def flops(self, objective: Objective, batch_shape: tuple[int, int]) -> float:
+    if objective.loss not in TAUGHT_LOSSES:
+      return 0.0
+    return self.forward_flops(batch_shape)
 
-  def with_teacher(self, step: Step) -> Step:
-    def taught_step(state: TrainState, taught: TaughtBatch) -> tuple[TrainState, dict]:
-      state, metrics = step(state.replace(collections=taught.teacher), taught.batch)
-      return state.replace(collections=None), metrics
-
-    return taught_step
-
-  def hidden(self, collections: Any, batch: Batch, sharder: Sharder) -> tuple[Hidden, ...]:
-    models = [trainer.model.clone(sharder=sharder) for trainer in self.trainers]
-    run = lambda model, params: run_forward(model, params, batch, None, drafts=False)
-    return jax.lax.stop_gradient(tuple(map(run, models, collections)))
+  def forward_flops(self, batch_shape: tuple[int, int]) -> float:
+    """FLOPs of the forward passes; `train_flops` also counts a backward pass of all parameters."""
+    total = 0.0
+    for model in self.models:
+      trainer = model.trainer
+      total += train_flops(trainer.cfg.model, trainer.parameter_sizes, batch_shape).total
+    return total / (1 + BACKWARD_OVER_FORWARD)
 
 
-def open_teacher(student: Trainer) -> FrozenModels:
-  """The teacher of `student`. Raises UserError if it cannot be read, or does not fit the mesh."""
-  opened = [open_weights_of(folder, student) for folder in teacher_folders(student.cfg)]
-  return FrozenModels([weights for weights, _ in opened], [trainer for _, trainer in opened])
+def build_teacher(request: TransformRequest) -> Teacher | None:
+  """The teacher of a run with a loss that follows one; an entry of STEP_TRANSFORMS."""
+  if not teacher_folders(request.cfg):
+    return None
+  return Teacher(request.cfg, request.mesh)
+
+
+def teacher_of(trainer: Trainer) -> Teacher | None:
+  """The teacher of a run, if it has one."""
+  return find_transform(trainer.transforms, Teacher)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaughtLoss(DecoderLoss):
+  """A loss of a decoder that follows the predictions of frozen models."""
+
+  teachers: tuple[Decoder, ...]
+
+  def hidden(self, params: Any, batch: Batch, key: jax.Array, extra: Mapping[str, Any]) -> Hidden:
+    own = super().hidden(params, batch, key, extra)
+    results = []
+    for teacher, teacher_params in zip(self.teachers, extra[TEACHER], strict=True):
+      # The student's sharder, which may be that of the inside of a shard_map.
+      model = teacher.clone(sharder=self.model.sharder)
+      result = run_forward(model, teacher_params, batch, None, drafts=False)
+      results.append(jax.lax.stop_gradient(result))
+    return own.replace(teachers=tuple(results))
 
 
 def distill(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
   """Cross-entropy against the next token, and divergence from the teacher's prediction of it."""
-  student, *teachers = ((h.x_BTD, h.w_DV, h.soft_cap) for h in (hidden, *hidden.teachers))
+  student = _prediction_head(hidden)
+  teachers = [_prediction_head(teacher) for teacher in hidden.teachers]
   nll, logits_z, divergence = teacher_sums(student, teachers, batch, cfg, sharder)
-  return Sums(jnp.sum(batch.weight_BT), nll, logits_z, hidden.layers, divergence=divergence)
+  return Sums(
+    weight=jnp.sum(batch.weight_BT),
+    nll=nll,
+    logits_z=logits_z,
+    layers=hidden.layers,
+    divergence=divergence,
+  )
+
+
+def _prediction_head(hidden: Hidden) -> PredictionHead:
+  return PredictionHead(hidden.x_BTD, hidden.w_DV, hidden.soft_cap)
 
 
 def _combine_distill(
@@ -100,4 +161,4 @@ def _combine_distill(
   return total, parts | {"distill_loss": distill_loss, "total_loss": total}
 
 
-DISTILL = Loss(distill, _combine_distill, open_teacher=open_teacher)
+DISTILL = Loss(distill, _combine_distill)  # An entry of TAUGHT_LOSSES.
