@@ -12,6 +12,7 @@ from flax import struct
 
 from maxlite.data.batch import interleave
 from maxlite.optim.labels import merge
+from maxlite.step.train_state import Metrics
 
 
 @struct.dataclass
@@ -28,7 +29,7 @@ class GradientResult(NamedTuple):
 
   gradients: Any  # Of the trained parameters.
   loss: jax.Array
-  metrics: dict[str, jax.Array]
+  metrics: Metrics
   collections: Any  # After the forward pass.
 
 
@@ -61,7 +62,7 @@ class LossFunction(abc.ABC):
     """
 
   @abc.abstractmethod
-  def combine(self, sums: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def combine(self, sums: Any) -> tuple[jax.Array, Metrics]:
     """Compute (loss, metrics) from the sums over the whole batch."""
 
   def linearization_point(self, zeros: Any, batch: Any, sum_batch: Callable[[], Any]) -> Any:

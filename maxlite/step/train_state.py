@@ -8,6 +8,9 @@ from flax import struct
 
 from maxlite.optim.labels import is_masked
 
+# Values of a step by name.
+Metrics = dict[str, jax.Array]
+
 
 @struct.dataclass
 class TrainState:

@@ -13,7 +13,7 @@ import optax
 from maxlite.config.errors import UserError
 from maxlite.optim.labels import Labels, is_masked, merge, split
 from maxlite.step.gradients import GradientFunction, GradientResult
-from maxlite.step.train_state import TrainState
+from maxlite.step.train_state import Metrics, TrainState
 
 _NEEDS_LOSS = (
   "an optimizer that needs the loss value, such as lbfgs, is not supported: choose one whose "
@@ -27,10 +27,11 @@ _NEEDS_PAIRS = (
 # Metric of a step: by parameter, in the order of the leaves, whether its gradient is zero.
 ZERO_GRADIENTS = "zero_gradients"
 
+StepResult = tuple[TrainState, Metrics]
 # (state, inputs) -> (state, metrics). The inputs are a batch, or StepInputs.
-Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[[TrainState, Any], StepResult]
 # (all parameters, metrics, whether the update was applied) -> all parameters.
-PostUpdate = Callable[[Any, dict[str, jax.Array], jax.Array], Any]
+PostUpdate = Callable[[Any, Metrics, jax.Array], Any]
 
 
 class StepParts(NamedTuple):
@@ -39,7 +40,7 @@ class StepParts(NamedTuple):
   # (all parameters, collections, inputs, random key of this step) -> result
   gradients: Callable[[Any, Any, Any, jax.Array], GradientResult]
   # (state, result) -> (state, metrics)
-  update: Callable[[TrainState, GradientResult], tuple[TrainState, dict[str, jax.Array]]]
+  update: Callable[[TrainState, GradientResult], StepResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def build_train_step(gradients_of: GradientFunction, tx: Any, **options: Any) ->
 def join_parts(parts: StepParts) -> Step:
   """The training step of one model: the gradients, then the update."""
 
-  def train_step(state: TrainState, inputs: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+  def train_step(state: TrainState, inputs: Any) -> StepResult:
     result = parts.gradients(state.params, state.collections, inputs, step_key(state))
     return parts.update(state, result)
 
@@ -131,9 +132,7 @@ class _Update:
   skip: SkipRule | None
   check_zero: Callable[[TrainState], jax.Array] | None
 
-  def __call__(
-    self, state: TrainState, result: GradientResult
-  ) -> tuple[TrainState, dict[str, jax.Array]]:
+  def __call__(self, state: TrainState, result: GradientResult) -> StepResult:
     trained, frozen = split(state.params, self.labels)
     gradients = result.gradients
     metrics = dict(result.metrics)
@@ -161,7 +160,7 @@ def _check_finite(
   state: TrainState,
   loss: jax.Array,
   gradients: Any,
-  metrics: dict[str, jax.Array],
+  metrics: Metrics,
 ) -> tuple[jax.Array, TrainState]:
   """(whether to apply the update, state with skipped steps counted); adds to the metrics."""
   if skip is None:
@@ -175,9 +174,7 @@ def _check_finite(
   return finite, count_skipped(state, finite, metrics)
 
 
-def count_skipped(
-  state: TrainState, finite: jax.Array, metrics: dict[str, jax.Array]
-) -> TrainState:
+def count_skipped(state: TrainState, finite: jax.Array, metrics: Metrics) -> TrainState:
   """Count the step as skipped unless it is `finite`; adds the counters to the metrics."""
   is_skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
   skipped = state.skipped + is_skipped

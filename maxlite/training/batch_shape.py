@@ -13,19 +13,27 @@ def batch_shape(data: DataConfig, training: TrainingConfig, sharder: Sharder) ->
   Raises:
     UserError: rows or positions do not divide by the mesh and the micro-batches.
   """
-  num_shards = sharder.num_shards("activation_batch")
   rows = global_batch_size(
-    data, sharder.mesh.size, num_shards, training.gradient_accumulation_steps
+    data,
+    num_devices=sharder.mesh.size,
+    num_shards=sharder.num_shards("activation_batch"),
+    num_micro=training.gradient_accumulation_steps,
   )
-  shards = sharder.num_shards("activation_length")
-  for length in (data.max_target_length, *(n for _, n in data.sequence_length_schedule)):
-    if length % shards:
-      key = "max_target_length" if length == data.max_target_length else "sequence_length_schedule"
-      raise UserError(
-        f"{key}={length} does not divide by the {shards} shards of the context axis: "
-        f"set it to {math.ceil(length / shards) * shards}, or change ici_context_parallelism"
-      )
+  num_shards = sharder.num_shards("activation_length")
+  _check_length("max_target_length", data.max_target_length, num_shards)
+  for _, length in data.sequence_length_schedule:
+    _check_length("sequence_length_schedule", length, num_shards)
   return rows, data.max_target_length
+
+
+def _check_length(key: str, length: int, num_shards: int) -> None:
+  if length % num_shards == 0:
+    return
+  nearest = math.ceil(length / num_shards) * num_shards
+  raise UserError(
+    f"{key}={length} does not divide by the {num_shards} shards of the context axis: "
+    f"set it to {nearest}, or change ici_context_parallelism"
+  )
 
 
 def global_batch_size(
@@ -39,16 +47,20 @@ def global_batch_size(
   fixed = data.global_batch_size or data.per_device_batch_size * num_devices
   sizes = [rows for _, rows in data.batch_size_schedule] or [fixed]
   multiple = num_shards * num_micro
-  rows = next((each for each in sizes if each % multiple), None)
-  if rows is None:
+  wrong = [rows for rows in sizes if rows % multiple]
+  if not wrong:
     return round(max(sizes))
+  rows = wrong[0]
   nearest = max(round(rows / multiple), 1) * multiple
-  given = f"per_device_batch_size={data.per_device_batch_size:g} x {num_devices} devices = "
-  fix = f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
-  if data.global_batch_size:
-    given, fix = "global_batch_size: ", f"global_batch_size={nearest}"
   if data.batch_size_schedule:
-    given, fix = "batch_size_schedule: ", f"{nearest}"
+    given = "batch_size_schedule: "
+    fix = f"{nearest}"
+  elif data.global_batch_size:
+    given = "global_batch_size: "
+    fix = f"global_batch_size={nearest}"
+  else:
+    given = f"per_device_batch_size={data.per_device_batch_size:g} x {num_devices} devices = "
+    fix = f"per_device_batch_size={nearest / num_devices:g} ({nearest} rows)"
   raise UserError(
     f"{given}{rows:g} rows do not divide by {multiple} ({num_shards} shards of the "
     f"batch x gradient_accumulation_steps={num_micro}); the nearest that does is {fix}"

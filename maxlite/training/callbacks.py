@@ -17,8 +17,10 @@ class CallbackContext:
   cfg: Config
   folder: Path
   trainer: Trainer
-  writers: Writers  # and `writers.trackers`, which also take text and images
-  first_step: int  # after 1 if the run is resumed
+  # The writers of rows; `writers.trackers` also take text and images.
+  writers: Writers
+  # The first step of this process; after 1 if the run is resumed.
+  first_step: int
 
 
 class Callback:

@@ -16,22 +16,36 @@ from maxlite.layers.linear import matmul
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pmax, psum, pvary
 
+_ROW_NAMES = ("activation_batch", "activation_length")  # Logical axes of [B, T].
 
-class PredictionHead(NamedTuple):
-  """The states of a model and its unembedding."""
 
-  x_BTD: jax.Array
+class Unembedding(NamedTuple):
+  """The map from states to logits."""
+
   w_DV: jax.Array
   # The soft cap of the logits; 0: none.
   soft_cap: float
 
 
-class _Head(NamedTuple):
-  """The unembedding on one shard."""
+class Prediction(NamedTuple):
+  """The states of a model at every position, and its unembedding."""
+
+  x_BTD: jax.Array
+  unembedding: Unembedding
+
+
+class _LocalHead(NamedTuple):
+  """The columns of an unembedding on one shard."""
 
   w_DV: jax.Array
+  # The mesh axes over which the columns are divided.
   vocab_axes: tuple[str, ...]
   soft_cap: float
+
+
+Arrays = tuple[jax.Array, ...]
+# (states, rows, heads) -> sums over the tokens of a chunk; states and rows are [tokens, ...].
+_Chunk = Callable[[Arrays, Arrays, tuple[_LocalHead, ...]], Arrays]
 
 
 def cross_entropy_sums(
@@ -48,8 +62,14 @@ def cross_entropy_sums(
   Args:
     x: [B, T, D], or [B, T, J, D] with targets and weights [B, T, J].
   """
-  rows = (targets, weight)
-  return _token_sums(_cross_entropy, (x,), rows, ((w_DV, soft_cap),), chunk_tokens, sharder)
+  return _token_sums(
+    _cross_entropy,
+    states=(x,),
+    rows=(targets, weight),
+    unembeddings=(Unembedding(w_DV, soft_cap),),
+    chunk_tokens=chunk_tokens,
+    sharder=sharder,
+  )
 
 
 def distillation_sums(
@@ -67,14 +87,19 @@ def distillation_sums(
   p is the distribution of the unembedded x_BTD, q_j that of y_BTJD at the same position. Only q_j
   has a gradient.
   """
-  rows = (batch.targets_BT, batch.weight_BT, weight_BTJ)
-  states = (x_BTD, y_BTJD)
-  return _token_sums(_distillation, states, rows, ((w_DV, soft_cap),), chunk_tokens, sharder)
+  return _token_sums(
+    _distillation,
+    states=(x_BTD, y_BTJD),
+    rows=(batch.targets_BT, batch.weight_BT, weight_BTJ),
+    unembeddings=(Unembedding(w_DV, soft_cap),),
+    chunk_tokens=chunk_tokens,
+    sharder=sharder,
+  )
 
 
 def teacher_sums(
-  student: tuple[jax.Array, jax.Array, float],
-  teachers: Sequence[tuple[jax.Array, jax.Array, float]],
+  student: Prediction,
+  teachers: Sequence[Prediction],
   batch: Batch,
   cfg: TrainingConfig,
   sharder: Sharder,
@@ -86,60 +111,86 @@ def teacher_sums(
   and q has all tokens. Only q has a gradient.
 
   Args:
-    student: (x_BTD, w_DV, soft cap of the logits); `teachers` too, each with its own D.
+    teachers: each with states of its width D.
 
   Source: Hinton et al., Distilling the Knowledge in a Neural Network (2015), sections 2 and 6.
   """
-  states, weights, soft_caps = zip(student, *teachers, strict=True)
-  rows, heads = (batch.targets_BT, batch.weight_BT), tuple(zip(weights, soft_caps, strict=True))
-  chunk = functools.partial(_taught, cfg.distill_temperature, cfg.distill_top_k)
-  return _token_sums(chunk, states, rows, heads, cfg.logits_chunk_tokens, sharder)
+  models = (student, *teachers)
+  return _token_sums(
+    functools.partial(_taught, cfg.distill_temperature, cfg.distill_top_k),
+    states=tuple(model.x_BTD for model in models),
+    rows=(batch.targets_BT, batch.weight_BT),
+    unembeddings=tuple(model.unembedding for model in models),
+    chunk_tokens=cfg.logits_chunk_tokens,
+    sharder=sharder,
+  )
 
 
 def _token_sums(
-  chunk: Callable[..., tuple],
-  states: tuple[jax.Array, ...],
-  rows: tuple[jax.Array, ...],
-  heads: tuple[tuple[jax.Array, float], ...],
+  chunk: _Chunk,
+  *,
+  states: Arrays,
+  rows: Arrays,
+  unembeddings: tuple[Unembedding, ...],
   chunk_tokens: int,
   sharder: Sharder,
-) -> tuple:
-  """Sums of chunk(*states, *rows, *heads) over all tokens.
-
-  `heads` are unembeddings w_DV with the soft caps of their logits; head n has the type of state n.
+) -> Any:
+  """Sums of `chunk` over all tokens.
 
   Every shard processes its tokens in chunks and recomputes a chunk's logits in the backward pass,
   so at most `chunk_tokens` x V / (shards of V) logits exist at once. V is sharded over the mesh
   axes of `vocab`; the softmax needs one reduction over them per token.
+
+  Args:
+    states: [B, T, ..., D] each; the unembedding with the same index, if any, takes its type.
+    rows: [B, T, ...] each.
   """
-  row_names = ("activation_batch", "activation_length")
-  row_axes = tuple(axis for name in row_names for axis in sharder.mesh_axes(name))
+  row_axes = (*sharder.mesh_axes(_ROW_NAMES[0]), *sharder.mesh_axes(_ROW_NAMES[1]))
   vocab_axes = sharder.mesh_axes("vocab")
   embed_axes = sharder.mesh_axes("embed")
-  by_row = lambda x: sharder.spec((*row_names, *(None,) * (x.ndim - 2)))
   logits_per_token = sum(math.prod(x.shape[2:-1]) for x in states)
   chunk_length = max(chunk_tokens // logits_per_token, 1)
 
-  def local(states, rows, weights):
+  def local(states: Arrays, rows: Arrays, weights: Arrays) -> Any:
     # The barrier also orders gradients: w's is scattered before the backward pass continues.
     states, weights = jax.lax.optimization_barrier((states, weights))
-    gathered = (
-      gather_weight(w_dv, x.dtype, embed_axes, 0) for x, w_dv in zip(states, weights, strict=False)
-    )
-    varied = pvary(*states, *gathered)
-    states, weights = varied[: len(states)], varied[len(states) :]
-    by_token = [x.reshape(-1, *x.shape[2:]) for x in (*states, *rows)]
-    local_heads = [_Head(w, vocab_axes, cap) for w, (_, cap) in zip(weights, heads, strict=True)]
-    sums = _chunked_sums(lambda args: chunk(*args, *local_heads), by_token, chunk_length)
+    states, weights = _gather_weights(states, weights, embed_axes)
+    heads = _local_heads(weights, unembeddings, vocab_axes)
+    sums = _chunked_sums(chunk, states, rows, heads, chunk_length)
     return _before_gradients(psum(sums, row_axes))
 
-  return jax.shard_map(
+  def spec_by_row(x: jax.Array) -> jax.P:
+    return sharder.spec((*_ROW_NAMES, *(None,) * (x.ndim - 2)))
+
+  row_specs = jax.tree.map(spec_by_row, (states, rows))
+  sharded = jax.shard_map(
     local,
     mesh=sharder.mesh,
-    in_specs=(*jax.tree.map(by_row, (states, rows)), sharder.spec(("embed", "vocab"))),
+    in_specs=(*row_specs, sharder.spec(("embed", "vocab"))),
     out_specs=jax.P(),
     check_vma=sharder.check_vma,
-  )(states, rows, tuple(w_DV for w_DV, _ in heads))
+  )
+  return sharded(states, rows, tuple(each.w_DV for each in unembeddings))
+
+
+def _gather_weights(
+  states: Arrays, weights: Arrays, embed_axes: tuple[str, ...]
+) -> tuple[Arrays, Arrays]:
+  """The states, and the weights with all their rows, as arrays that vary over the same axes."""
+  gathered = []
+  for x, w_dv in zip(states, weights, strict=False):
+    gathered.append(gather_weight(w_dv, x.dtype, embed_axes, 0))
+  varied = pvary(*states, *gathered)
+  return varied[: len(states)], varied[len(states) :]
+
+
+def _local_heads(
+  weights: Arrays, unembeddings: tuple[Unembedding, ...], vocab_axes: tuple[str, ...]
+) -> tuple[_LocalHead, ...]:
+  heads = []
+  for w_DV, unembedding in zip(weights, unembeddings, strict=True):
+    heads.append(_LocalHead(w_DV, vocab_axes, unembedding.soft_cap))
+  return tuple(heads)
 
 
 @jax.custom_vjp
@@ -148,28 +199,47 @@ def _before_gradients(sums: Any) -> Any:
   return sums
 
 
+def _forward(sums: Any) -> tuple[Any, Any]:
+  return sums, sums
+
+
 def _backward(sums: Any, cotangents: Any) -> tuple[Any]:
   # A data dependence that the compiler cannot remove, as it removes a barrier.
   return (jax.tree.map(lambda s, ct: jnp.where(jnp.isnan(s), s, ct), sums, cotangents),)
 
 
-_before_gradients.defvjp(lambda sums: (sums, sums), _backward)
+_before_gradients.defvjp(_forward, _backward)
 
 
-def _chunked_sums(chunk: Callable, by_token: list[jax.Array], chunk_length: int) -> tuple:
-  if len(by_token[0]) <= chunk_length:
-    return chunk(by_token)
-  per_chunk = jax.lax.map(jax.checkpoint(chunk), [chunks(x, chunk_length) for x in by_token])
+def _chunked_sums(
+  chunk: _Chunk, states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...], chunk_length: int
+) -> Arrays:
+  """Sums of `chunk` over all tokens of a shard."""
+
+  def flatten_tokens(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])
+
+  def sum_chunk(by_token: tuple[Arrays, Arrays]) -> Arrays:
+    chunk_states, chunk_rows = by_token
+    return chunk(chunk_states, chunk_rows, heads)
+
+  by_token = jax.tree.map(flatten_tokens, (states, rows))
+  num_tokens = len(by_token[0][0])
+  if num_tokens <= chunk_length:
+    return sum_chunk(by_token)
+  by_chunk = jax.tree.map(lambda x: chunks(x, chunk_length), by_token)
+  per_chunk = jax.lax.map(jax.checkpoint(sum_chunk), by_chunk)
   return jax.tree.map(jnp.sum, per_chunk)
 
 
 def chunks(x: jax.Array, size: int) -> jax.Array:
   """Divide the first axis, padded with zeros, into chunks: [number of chunks, size, ...]."""
-  padding = ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1))
+  padding = [(0, -len(x) % size)]
+  padding += [(0, 0)] * (x.ndim - 1)
   return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
 
 
-def _logits(x_TD, head: _Head) -> tuple[jax.Array, jax.Array]:
+def _logits(x_TD: jax.Array, head: _LocalHead) -> tuple[jax.Array, jax.Array]:
   """(logits_TV of this shard's columns, log-partition_T over all columns)."""
   accumulator = np.promote_types(x_TD.dtype, jnp.float32)
   logits_TV = apply_soft_cap(matmul(x_TD, head.w_DV, accumulator), head.soft_cap)
@@ -188,54 +258,94 @@ def _log_softmax(logits_TV: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array
 
 def _keep_top(log_p_TV: jax.Array, k: int, vocab_axes: tuple[str, ...]) -> jax.Array:
   """The k largest of all columns, renormalized; -inf for the others."""
-  top_TK = jax.lax.top_k(log_p_TV, min(k, log_p_TV.shape[1]))[0]
-  top_TK = jax.lax.all_gather(top_TK, vocab_axes, axis=1, tiled=True) if vocab_axes else top_TK
+  num_columns = log_p_TV.shape[1]
+  top_TK, _ = jax.lax.top_k(log_p_TV, min(k, num_columns))
+  if vocab_axes:
+    top_TK = jax.lax.all_gather(top_TK, vocab_axes, axis=1, tiled=True)
   least_T = jax.lax.top_k(top_TK, k)[0][:, -1]
-  return _log_softmax(jnp.where(log_p_TV >= least_T[:, None], log_p_TV, -jnp.inf), vocab_axes)
+  kept_TV = jnp.where(log_p_TV >= least_T[:, None], log_p_TV, -jnp.inf)
+  return _log_softmax(kept_TV, vocab_axes)
 
 
-def _target_sums(logits_TV, partition_T, targets_T, weight_T, vocab_axes) -> tuple:
+def _target_sums(
+  logits_TV: jax.Array,
+  partition_T: jax.Array,
+  targets_T: jax.Array,
+  weight_T: jax.Array,
+  vocab_axes: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:
   """The two sums of `cross_entropy_sums`."""
-  first = jax.lax.axis_index(vocab_axes) * logits_TV.shape[1]
-  column_TV = jnp.arange(logits_TV.shape[1], dtype=targets_T.dtype)[None]
+  num_columns = logits_TV.shape[1]
+  first = jax.lax.axis_index(vocab_axes) * num_columns
+  column_TV = jnp.arange(num_columns, dtype=targets_T.dtype)[None]
   is_target_TV = column_TV == (targets_T - first)[:, None]
   target_T = psum(jnp.sum(jnp.where(is_target_TV, logits_TV, 0), axis=-1), vocab_axes)
   weight_T = weight_T.astype(logits_TV.dtype)
-  return jnp.sum(weight_T * (partition_T - target_T)), jnp.sum(weight_T * jnp.square(partition_T))
+  nll = jnp.sum(weight_T * (partition_T - target_T))
+  logits_z = jnp.sum(weight_T * jnp.square(partition_T))
+  return nll, logits_z
 
 
-def _cross_entropy(x, targets, weight, head: _Head) -> tuple[jax.Array, jax.Array]:
+def _cross_entropy(
+  states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...]
+) -> tuple[jax.Array, jax.Array]:
+  """The chunk of `cross_entropy_sums`."""
+  (x,) = states
+  targets, weight = rows
+  (head,) = heads
   logits_TV, partition_T = _logits(x.reshape(-1, x.shape[-1]), head)
-  rows = targets.reshape(-1), weight.reshape(-1)
-  return _target_sums(logits_TV, partition_T, *rows, head.vocab_axes)
+  targets_T = targets.reshape(-1)
+  weight_T = weight.reshape(-1)
+  return _target_sums(logits_TV, partition_T, targets_T, weight_T, head.vocab_axes)
 
 
-def _distillation(x_TD, y_TJD, targets_T, weight_T, weight_TJ, head: _Head) -> tuple:
+def _distillation(
+  states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The chunk of `distillation_sums`."""
+  x_TD, y_TJD = states
+  targets_T, weight_T, weight_TJ = rows
+  (head,) = heads
   x_TD, w_DV = jax.lax.stop_gradient((x_TD, head.w_DV))
   own_TV, partition_T = _logits(x_TD, head._replace(w_DV=w_DV))
-  own_sums = _target_sums(own_TV, partition_T, targets_T, weight_T, head.vocab_axes)
+  nll, logits_z = _target_sums(own_TV, partition_T, targets_T, weight_T, head.vocab_axes)
   log_p_TV = own_TV - partition_T[:, None]
   drafted, partition = _logits(y_TJD.reshape(-1, y_TJD.shape[-1]), head)
   log_q_TJV = (drafted - partition[:, None]).reshape(*y_TJD.shape[:-1], -1)
   excess_TJV = jnp.exp(log_p_TV)[:, None] * (log_p_TV[:, None] - log_q_TJV)
   divergence_TJ = psum(jnp.sum(excess_TJV, axis=-1), head.vocab_axes)
-  return *own_sums, jnp.sum(weight_TJ.astype(divergence_TJ.dtype) * divergence_TJ)
+  divergence = jnp.sum(weight_TJ.astype(divergence_TJ.dtype) * divergence_TJ)
+  return nll, logits_z, divergence
 
 
-def _taught(temperature: float, top_k: int, x_TD: jax.Array, *rest: Any) -> tuple:
-  """`rest`: the states of the teachers, targets, weights, and the heads of student and teachers."""
-  num_teachers = (len(rest) - 3) // 2
-  states, (targets_T, weight_T, head, *heads) = rest[:num_teachers], rest[num_teachers:]
-  soften = lambda logits_TV: _log_softmax(logits_TV / temperature, head.vocab_axes)
+def _taught(
+  temperature: float,
+  top_k: int,
+  states: Arrays,
+  rows: Arrays,
+  heads: tuple[_LocalHead, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The chunk of `teacher_sums`; the first state and head are the student's."""
+  x_TD, *teacher_states = states
+  targets_T, weight_T = rows
+  head, *teacher_heads = heads
+
+  def soften(logits_TV: jax.Array) -> jax.Array:
+    return _log_softmax(logits_TV / temperature, head.vocab_axes)
+
   logits_TV, partition_T = _logits(x_TD, head)
-  own_sums = _target_sums(logits_TV, partition_T, targets_T, weight_T, head.vocab_axes)
+  nll, logits_z = _target_sums(logits_TV, partition_T, targets_T, weight_T, head.vocab_axes)
   log_q_TV = soften(logits_TV)
-  softened = [soften(_logits(*teacher)[0]) for teacher in zip(states, heads, strict=True)]
-  log_p_TV = functools.reduce(jnp.logaddexp, softened) - math.log(num_teachers)
+  softened = []
+  for state_TD, teacher_head in zip(teacher_states, teacher_heads, strict=True):
+    teacher_logits_TV, _ = _logits(state_TD, teacher_head)
+    softened.append(soften(teacher_logits_TV))
+  log_p_TV = functools.reduce(jnp.logaddexp, softened) - math.log(len(softened))
   log_p_TV = jax.lax.stop_gradient(log_p_TV)
   if top_k:
     log_p_TV = _keep_top(log_p_TV, top_k, head.vocab_axes)
   p_TV = jnp.exp(log_p_TV)
   excess_TV = jnp.where(p_TV > 0, p_TV * (log_p_TV - log_q_TV), 0)
   divergence_T = psum(jnp.sum(excess_TV, axis=-1), head.vocab_axes)
-  return *own_sums, jnp.sum(weight_T.astype(divergence_T.dtype) * divergence_T)
+  divergence = jnp.sum(weight_T.astype(divergence_T.dtype) * divergence_T)
+  return nll, logits_z, divergence

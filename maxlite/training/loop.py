@@ -1,6 +1,7 @@
 """The training loop, from the first step of a process to its last."""
 
 import dataclasses
+import functools
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -47,10 +48,12 @@ class LoopContext:
   """The collaborators of the training loop."""
 
   trainer: LoopTrainer
+  # None if checkpoints are disabled.
   checkpoints: CheckpointSaver | None
   log: Log
   profiler: Profiler
-  evaluate: Callable[[Any], Any] | None  # (state) -> held-out results; None without held-out data
+  # (state) -> held-out results; None without held-out data.
+  evaluate: Callable[[Any], Any] | None
   timer: Stopwatch = dataclasses.field(default_factory=Stopwatch)
   replica_check: ReplicaCheck | None = None
   local_checkpoints: CheckpointSaver | None = None
@@ -63,20 +66,37 @@ class TrainResult:
 
   state: Any
   step: int
-  reason: str  # empty if all steps were taken
+  # Why the loop stopped early; empty if all steps were taken.
+  reason: str
   exit_code: int
+  # Whether a checkpoint of the state was written, if checkpoints are enabled.
   is_saved: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stop:
+  """Why to stop after a step, and the exit code of the process."""
+
+  reason: str = ""
+  exit_code: int = 0
 
 
 def train(
   context: LoopContext, state: Any, stream: BatchStream, first_step: int, last_step: int
 ) -> TrainResult:
   """Take steps `first_step` to `last_step`; stop early on a signal, a plateau or divergence."""
-  trainer, log, timer, cfg = context.trainer, context.log, context.timer, context.trainer.cfg
-  step, reason, exit_code = first_step - 1, "", 0
+  trainer = context.trainer
+  log = context.log
+  timer = context.timer
+  step = first_step - 1
+  stop = _Stop()
   timer.switch("compile")
-  with stop_on_signals() as stop, Watchdog(cfg.run.step_timeout_seconds) as watchdog:
+  with (
+    stop_on_signals() as signals,
+    Watchdog(trainer.cfg.run.step_timeout_seconds) as watchdog,
+  ):
     for step in range(first_step, last_step + 1):
+      is_last = step == last_step
       watchdog.expect(f"step {step}")
       context.profiler.before_step()
       with timer.during("data"):
@@ -85,40 +105,74 @@ def train(
       timer.switch(STEP)  # the first call returns after compilation
       context.profiler.after_step(metrics)
       log.add(step, metrics)
-      if context.replica_check and due(step, cfg.observe.replica_check_period):
-        reason = context.replica_check.difference(state)
-        if reason:
-          log.settle()
-          return TrainResult(state, step, reason, exit_code=1, is_saved=False)
-      if context.evaluate and (step == last_step or due(step, cfg.observe.eval_interval)):
-        watchdog.expect(f"the evaluation after step {step}")
-        log.settle(lambda state=state: context.evaluate(state))
-      reason = log.best.stop_reason if step < last_step else ""
-      if log.diverged:
-        reason, exit_code = log.diverged, 1
-      if received := stop.after(step):
-        reason, exit_code = f"stopped by {received.name}", 128 + received
-      is_last = bool(reason) or step == last_step
-      if saver := _due_checkpoints(context, step, is_last=is_last):
+      difference = _replica_difference(context, step, state)
+      if difference:
         log.settle()
-        watchdog.expect(f"the checkpoint of step {step}")
-        with timer.during("checkpoint"), log.paused():
-          log.flush()  # a resumed run does not repeat the rows before its checkpoint
-          saver.save(step, state, stream.state())
-          for callback in context.callbacks if saver is context.checkpoints else ():
-            callback.on_checkpoint(step, state)
-      if reason:
+        return TrainResult(state, step, difference, exit_code=1, is_saved=False)
+      _evaluate_if_due(context, watchdog, state, step, is_last=is_last)
+      stop = _find_stop(log, signals.after(step), is_last=is_last)
+      ends = is_last or bool(stop.reason)
+      _save_if_due(context, watchdog, state, stream, step, is_last=ends)
+      if stop.reason:
         break
     log.settle()
-    result = TrainResult(state, step, reason, exit_code)
-    return _with_late_signal(result, stop.after_last())
+    result = TrainResult(state, step, stop.reason, stop.exit_code)
+    return _with_late_signal(result, signals.after_last())
 
 
-def _with_late_signal(result: TrainResult, received: signal.Signals | None) -> TrainResult:
-  """Have a signal during the last checkpoint end what follows, such as a search's next round."""
-  if result.reason or received is None:
-    return result
-  return dataclasses.replace(result, reason=f"stopped by {received.name}", exit_code=128 + received)
+def _replica_difference(context: LoopContext, step: int, state: Any) -> str:
+  """How the replicas of the state differ, if they are compared after this step; empty if equal."""
+  check = context.replica_check
+  if check is None or not due(step, context.trainer.cfg.observe.replica_check_period):
+    return ""
+  return check.difference(state)
+
+
+def _evaluate_if_due(
+  context: LoopContext, watchdog: Watchdog, state: Any, step: int, *, is_last: bool
+) -> None:
+  evaluate = context.evaluate
+  if evaluate is None:
+    return
+  if is_last or due(step, context.trainer.cfg.observe.eval_interval):
+    watchdog.expect(f"the evaluation after step {step}")
+    context.log.settle(functools.partial(evaluate, state))
+
+
+def _find_stop(log: Log, received: signal.Signals | None, *, is_last: bool) -> _Stop:
+  """Why training stops early after a step, if it does; a signal is named before other reasons."""
+  stop = _Stop()
+  if not is_last:
+    stop = _Stop(log.best.stop_reason)
+  if log.diverged:
+    stop = _Stop(log.diverged, exit_code=1)
+  if received is not None:
+    stop = _Stop(f"stopped by {received.name}", exit_code=128 + received)
+  return stop
+
+
+def _save_if_due(
+  context: LoopContext,
+  watchdog: Watchdog,
+  state: Any,
+  stream: BatchStream,
+  step: int,
+  *,
+  is_last: bool,
+) -> None:
+  """Write a checkpoint, if one is due after this step."""
+  saver = _due_checkpoints(context, step, is_last=is_last)
+  if saver is None:
+    return
+  log = context.log
+  log.settle()
+  watchdog.expect(f"the checkpoint of step {step}")
+  with context.timer.during("checkpoint"), log.paused():
+    log.flush()  # a resumed run does not repeat the rows before its checkpoint
+    saver.save(step, state, stream.state())
+    if saver is context.checkpoints:
+      for callback in context.callbacks:
+        callback.on_checkpoint(step, state)
 
 
 def _due_checkpoints(context: LoopContext, step: int, *, is_last: bool) -> CheckpointSaver | None:
@@ -127,4 +181,13 @@ def _due_checkpoints(context: LoopContext, step: int, *, is_last: bool) -> Check
   is_best = cfg.keep_best_checkpoint and step == context.log.best.step
   if is_last or is_best or due(step, cfg.checkpoint_period):
     return context.checkpoints
-  return context.local_checkpoints if due(step, cfg.local_checkpoint_period) else None
+  if due(step, cfg.local_checkpoint_period):
+    return context.local_checkpoints
+  return None
+
+
+def _with_late_signal(result: TrainResult, received: signal.Signals | None) -> TrainResult:
+  """Have a signal during the last checkpoint end what follows, such as a search's next round."""
+  if result.reason or received is None:
+    return result
+  return dataclasses.replace(result, reason=f"stopped by {received.name}", exit_code=128 + received)

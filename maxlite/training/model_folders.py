@@ -15,23 +15,26 @@ from maxlite.config.values import suggest
 
 
 class ModelFolder(NamedTuple):
-  """A folder, and the name of its format in WEIGHT_FORMATS."""
+  """A folder with a model."""
 
   path: Path
-  format: str
+  format: str  # A name in the table WEIGHT_FORMATS.
 
   @property
   def vocab_size(self) -> int | None:
+    """The model's vocabulary; None if a config.json does not have it."""
     if self.format == "run":
       return int(read_values(self.path / "config.yml")["vocab_size"])
     return read_json_object(self.path / "config.json", "copy it again").get("vocab_size")
 
 
 def model_folders(key: str, path: str, members: Collection[str] = ()) -> list[ModelFolder]:
-  """The folder at `path`, if any, or those of the members of an ensemble, or of these `members`.
+  """The folders of the models at `path`: one, or one per member of an ensemble.
 
   Args:
-    key: of the config, for messages.
+    key: the key of the config that has this path, for messages.
+    path: empty for no folder.
+    members: the members of the ensemble that are wanted; empty: all.
 
   Raises:
     UserError: the folder is of no known format, or has no such members.
@@ -40,18 +43,28 @@ def model_folders(key: str, path: str, members: Collection[str] = ()) -> list[Mo
     return []
   folder = Path(os.path.expanduser(path))
   run = RunFolder(folder)
-  names = run.member_names() if run.config.is_file() else []
-  if unknown := sorted(set(members) - set(names)):
-    hint = suggest(unknown[0], names) if names else "it is not an ensemble; write no members"
-    raise UserError(f"{key}={path} has no member {unknown[0]}: {hint}")
+  is_run = run.config.is_file()
+  names = run.member_names() if is_run else []
+  _check_members(f"{key}={path}", members, names)
   if names:
     chosen = [name for name in names if name in members or not members]
     return [ModelFolder(run.member(name).directory, "run") for name in chosen]
-  if run.config.is_file():
+  if is_run:
     return [ModelFolder(folder, "run")]
   if (folder / "config.json").is_file():
     return [ModelFolder(folder, "huggingface")]
   raise UserError(f"{key}={path} is not a run folder (config.yml) and has no config.json")
+
+
+def _check_members(source: str, members: Collection[str], names: Collection[str]) -> None:
+  """Raise UserError if the folder lacks one of `members`; `names` are those that it has."""
+  unknown = sorted(set(members) - set(names))
+  if not unknown:
+    return
+  hint = "it is not an ensemble; write no members"
+  if names:
+    hint = suggest(unknown[0], names)
+  raise UserError(f"{source} has no member {unknown[0]}: {hint}")
 
 
 def teacher_folders(cfg: Config) -> list[ModelFolder]:
@@ -63,8 +76,8 @@ def teacher_folders(cfg: Config) -> list[ModelFolder]:
   losses = [phase.loss for phase in phases_of(cfg)] or [cfg.training.loss_type]
   if not any(loss in TAUGHT_LOSSES for loss in losses):
     return []
-  keys, vocab_size = cfg.training, cfg.model.vocab_size
-  folders = model_folders("teacher_path", keys.teacher_path, keys.teacher_members)
+  vocab_size = cfg.model.vocab_size
+  folders = model_folders("teacher_path", cfg.training.teacher_path, cfg.training.teacher_members)
   for folder in folders:
     if folder.vocab_size != vocab_size:
       raise UserError(

@@ -31,7 +31,7 @@ from maxlite.training.trainer import Trainer, build_trainer
 class ModelWeights(abc.ABC):
   """A folder with a model and its parameters; an entry of WEIGHT_FORMATS.
 
-  It is built from the folder and the config of the command that reads it.
+  It is built from the folder and from the config of the command that reads it.
   """
 
   model: ModelConfig
@@ -57,12 +57,13 @@ class RunWeights(ModelWeights):
     return self._restore({"params": trainer.abstract_state.params})["params"]
 
   def read_averages(self, trainer: Trainer) -> Any:
-    params, phasing = trainer.abstract_state.params, self._cfg.phasing
+    params = trainer.abstract_state.params
     if not self._cfg.training.ema_decay:
       return self.read(trainer)
     trained: Labels = None
-    if phasing.phases:
-      trained = PhasePlan(phases_of(self._cfg), initial_phases_of(self._cfg), params).trained
+    if self._cfg.phasing.phases:
+      plan = PhasePlan(phases_of(self._cfg), initial_phases_of(self._cfg), params)
+      trained = plan.trained
 
     def wide(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
       return leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32))
@@ -86,26 +87,43 @@ def read_parameters(trainer: Trainer) -> Any:
   Raises:
     UserError: there is no such folder, or its model has other shapes.
   """
-  key, path = "load_parameters_path", trainer.cfg.checkpoint.load_parameters_path
+  key = "load_parameters_path"
+  path = trainer.cfg.checkpoint.load_parameters_path
   folder, *others = model_folders(key, path)
   if others:
     raise UserError(f"{key}={path} is an ensemble: name a folder in its members/")
   devices = list(trainer.mesh.devices.flat)
   weights, other = open_weights_of(folder, trainer.cfg, devices)
-  shapes = lambda params: {name: leaf.shape for name, leaf in leaves_by_path(params).items()}
-  theirs = other.abstract_state.params
-  ours = add_missing_modules(theirs, trainer.abstract_state.params)
-  if shapes(ours) != shapes(trainer.abstract_state.params):
+  wanted = trainer.abstract_state.params
+  found = add_missing_modules(other.abstract_state.params, wanted)
+  if _shapes(found) != _shapes(wanted):
     raise UserError(
       f"{key}={path} has a model of other shapes: set the model's keys as there, or write {key}="
     )
-  there, here = function_keys(weights.model), function_keys(trainer.cfg.model)
-  names = [n for n in here if here[n] != there.get(n, here[n]) and n not in OPTIONAL_MODULE_KEYS]
-  if names and jax.process_index() == 0:
-    listed = lambda keys: " ".join(f"{name}={show(keys[name])}" for name in names)
-    print_to_stderr(f"{key}={path} was trained with {listed(there)}, this run has {listed(here)}")
+  if jax.process_index() == 0:
+    _report_differences(f"{key}={path}", weights.model, trainer.cfg.model)
   dtype = trainer.cfg.model.weight_dtype
   return jax.tree.map(lambda leaf: leaf.astype(dtype), weights.read(other))
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+  """The shape of every parameter, by path."""
+  return {path: leaf.shape for path, leaf in leaves_by_path(params).items()}
+
+
+def _report_differences(source: str, saved: ModelConfig, model: ModelConfig) -> None:
+  """Print the keys in which the function of the saved model differs from that of the run's."""
+  there = function_keys(saved)
+  here = function_keys(model)
+  differing = []
+  for name, value in here.items():
+    if value != there.get(name, value) and name not in OPTIONAL_MODULE_KEYS:
+      differing.append(name)
+  if not differing:
+    return
+  listed_there = " ".join(f"{name}={show(there[name])}" for name in differing)
+  listed_here = " ".join(f"{name}={show(here[name])}" for name in differing)
+  print_to_stderr(f"{source} was trained with {listed_there}, this run has {listed_here}")
 
 
 def open_weights_of(

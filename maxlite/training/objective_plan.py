@@ -19,7 +19,7 @@ from maxlite.optim.labels import Labels
 from maxlite.phases.phase_programs import compile_for_batches
 from maxlite.sharding.compiler_options import Options
 from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import Step
+from maxlite.step.train_step import Step, StepResult
 from maxlite.training.objective import Objective, ObjectiveBuilder
 
 # Whether a step, by the state before it, reports which gradients are zero.
@@ -62,7 +62,7 @@ class StepPrograms(Protocol):
   def programs(self) -> Sequence[Program]:
     """The program of every kind of step."""
 
-  def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+  def step(self, state: TrainState, inputs: Any) -> StepResult:
     """Take the step that is due; it donates the state."""
 
   def next_objective(self, state: TrainState) -> str:
@@ -153,7 +153,7 @@ class BatchPrograms:
   def programs(self) -> list[Program]:
     return [Program(0, shape) for shape in self._schedule.shapes]
 
-  def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+  def step(self, state: TrainState, inputs: Any) -> StepResult:
     return self._compiled(state, inputs)
 
   @functools.cached_property

@@ -34,12 +34,14 @@ def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any
 
   Source: Wang et al., Auxiliary-Loss-Free Load Balancing (2024), algorithm 1.
   """
-  paths, (leaves, tree) = paths_in(params), jax.tree.flatten(params)
+  paths = paths_in(params)
+  leaves, tree = jax.tree.flatten(params)
   biases = [i for i, path in enumerate(paths) if re.search(BIAS, path)]
   biases.sort(key=lambda i: _order(paths[i]))
   num_experts = count_NE.shape[-1]
   assert sum(leaves[i].size for i in biases) == count_NE.size, [paths[i] for i in biases]
-  step_NE = rate * jnp.sign(jnp.mean(count_NE, axis=-1, keepdims=True) - count_NE)
+  mean_N1 = jnp.mean(count_NE, axis=-1, keepdims=True)
+  step_NE = rate * jnp.sign(mean_N1 - count_NE)
   first = 0
   for i in biases:
     last = first + leaves[i].size // num_experts
@@ -50,4 +52,10 @@ def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any
 
 def _order(path: str) -> list[tuple[int, str]]:
   """Sort key with numbers in numeric order: layers_10 comes after layers_2."""
-  return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
+  key = []
+  for part in re.split(r"(\d+)", path):
+    if part.isdigit():
+      key.append((int(part), ""))
+    else:
+      key.append((-1, part))
+  return key

@@ -20,7 +20,7 @@ from maxlite.phases.phase_plan import PhasePlan, losses_by_phase
 from maxlite.phases.phase_programs import PhasePrograms, build_phase_step, switch_step
 from maxlite.phases.zero_gradients import check_any_gradient, zero_among
 from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import Step
+from maxlite.step.train_step import Step, StepResult
 from maxlite.training.objective import Objective, ObjectiveBuilder
 from maxlite.training.objective_plan import ObjectivePlan, Program, StepBuilder
 from maxlite.training.routed_bias import BIAS
@@ -145,7 +145,7 @@ class AlternatingPrograms:
   def programs(self) -> list[Program]:
     return [Program(index, each.batch_shape) for index, each in enumerate(self._objectives)]
 
-  def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+  def step(self, state: TrainState, inputs: Any) -> StepResult:
     return self._compiled.step(state, inputs)
 
   def next_objective(self, state: TrainState) -> str:

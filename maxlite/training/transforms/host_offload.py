@@ -6,7 +6,7 @@ import jax
 
 from maxlite.sharding.host_memory import HOST_MEMORY
 from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import Step
+from maxlite.step.train_step import Step, StepResult
 from maxlite.training.transforms.step_transform import StepTransform, TransformRequest
 
 
@@ -20,7 +20,7 @@ class HostOffload(StepTransform):
     return state.replace(opt_state=jax.tree.map(on_host, state.opt_state))
 
   def wrap_step(self, step: Step, index: int) -> Step:
-    def offloaded(state: TrainState, inputs: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def offloaded(state: TrainState, inputs: Any) -> StepResult:
       on_device = _move_optimizer(state, jax.memory.Space.Device)
       state, metrics = step(on_device, inputs)
       return _move_optimizer(state, jax.memory.Space.Host), metrics

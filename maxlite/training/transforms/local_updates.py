@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.optim.labels import state_names
 from maxlite.sharding import Sharder
-from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import Step, global_norm
+from maxlite.step.train_state import Metrics, TrainState
+from maxlite.step.train_step import Step, StepResult, global_norm
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective
 from maxlite.training.transforms.step_transform import StepTransform, TransformRequest
@@ -95,7 +95,7 @@ class OuterOptimizer(StepTransform):
       step: the step of a solo run, for use inside a shard_map over the axis.
     """
 
-    def one_replica(stacked: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def one_replica(stacked: TrainState, batch: Any) -> StepResult:
       state = jax.tree.map(lambda leaf: leaf[0], stacked)
       result = step(state, batch)
       return jax.tree.map(lambda leaf: leaf[None], result)
@@ -109,7 +109,7 @@ class OuterOptimizer(StepTransform):
       check_vma=False,  # no communication over the axis; gradients are taken inside
     )
 
-    def joint_step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def joint_step(state: TrainState, batch: Any) -> StepResult:
       replicas, metrics = all_replicas(state.opt_state.replicas, batch)
       new = state.replace(step=state.step + 1, opt_state=state.opt_state.replace(replicas=replicas))
       with jax.named_scope(OUTER_SCOPE):
@@ -167,7 +167,7 @@ def _mean_of_finite(finite_R: jax.Array, leaf_R: jax.Array) -> jax.Array:
   return jnp.sum(jnp.where(kept_R, leaf_R, 0), axis=0) / num_kept
 
 
-def _combine_metrics(metrics_R: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _combine_metrics(metrics_R: Metrics) -> Metrics:
   """The metrics of all replicas: sums of counts, and means over tokens."""
   tokens_R = metrics_R["num_tokens"]
   share_R = tokens_R / jnp.maximum(jnp.sum(tokens_R), 1)

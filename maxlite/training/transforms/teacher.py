@@ -21,7 +21,8 @@ from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
 from maxlite.metrics.waits import report_wait
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
-from maxlite.training.cross_entropy import PredictionHead, teacher_sums
+from maxlite.step.train_state import Metrics
+from maxlite.training.cross_entropy import Prediction, Unembedding, teacher_sums
 from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.model_weights import ModelWeights, open_weights_of
@@ -130,8 +131,8 @@ class TaughtLoss(DecoderLoss):
 
 def distill(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
   """Cross-entropy against the next token, and divergence from the teacher's prediction of it."""
-  student = _prediction_head(hidden)
-  teachers = [_prediction_head(teacher) for teacher in hidden.teachers]
+  student = _prediction(hidden)
+  teachers = [_prediction(teacher) for teacher in hidden.teachers]
   nll, logits_z, divergence = teacher_sums(student, teachers, batch, cfg, sharder)
   return Sums(
     weight=jnp.sum(batch.weight_BT),
@@ -142,13 +143,11 @@ def distill(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder)
   )
 
 
-def _prediction_head(hidden: Hidden) -> PredictionHead:
-  return PredictionHead(hidden.x_BTD, hidden.w_DV, hidden.soft_cap)
+def _prediction(hidden: Hidden) -> Prediction:
+  return Prediction(hidden.x_BTD, Unembedding(hidden.w_DV, hidden.soft_cap))
 
 
-def _combine_distill(
-  sums: Sums, cfg: TrainingConfig, moe: MoeConfig
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _combine_distill(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, Metrics]:
   """As `combine`, where `distill_alpha` of the next token's loss is replaced by the teacher's.
 
   The factor T^2 keeps the size of the gradient at any temperature T.
