@@ -1,7 +1,6 @@
 """The loss of each held-out document."""
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,14 @@ from maxlite.training.trainer import Trainer
 
 def loss_row(sums_X: np.ndarray) -> dict[str, Any]:
   """The sums of `document_losses` by name, and bits per byte."""
-  num_tokens, num_bytes, *nlls = sums_X.tolist()
-  row: dict[str, Any] = {"tokens": int(num_tokens), "bytes": int(num_bytes)}
-  for prefix, nll in zip(("", "ema_"), nlls, strict=False):
-    row[f"{prefix}nll"] = nll
+  num_tokens, num_bytes, nll, *ema_nll = sums_X.tolist()
+  row: dict[str, Any] = {"tokens": int(num_tokens), "bytes": int(num_bytes), "nll": nll}
+  if num_bytes:
+    row["bits_per_byte"] = bits_per_byte(nll, num_bytes)
+  if ema_nll:
+    row["ema_nll"] = ema_nll[0]
     if num_bytes:
-      row[f"{prefix}bits_per_byte"] = bits_per_byte(nll, num_bytes)
+      row["ema_bits_per_byte"] = bits_per_byte(ema_nll[0], num_bytes)
   return row
 
 
@@ -45,13 +46,14 @@ def document_losses(
     is_target_BT = batch.weight_BT > 0
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
     nll_B, _ = row_sums(trainer.model, params, batch, chunk_tokens)
-    counted = (jnp.ones_like(num_bytes_BT), num_bytes_BT)
-    counts = [jnp.sum(x_BT, axis=1, where=is_target_BT) for x_BT in counted]
-    return jnp.stack([*counts, nll_B], axis=1)
+    num_tokens_B = jnp.sum(jnp.ones_like(num_bytes_BT), axis=1, where=is_target_BT)
+    num_bytes_B = jnp.sum(num_bytes_BT, axis=1, where=is_target_BT)
+    return jnp.stack([num_tokens_B, num_bytes_B, nll_B], axis=1)
 
   # Replicated: every host needs all rows, and has only some.
   step = jax.jit(step, out_shardings=trainer.sharder.sharding(()))
-  documents, sums = [], []
+  documents = []
+  sums = []
   for document_B, host_batch in data.document_batches():
     batch = trainer.place(host_batch)
     columns = [step(params, batch)]
@@ -72,21 +74,39 @@ def row_sums(
 
   At most `chunk_tokens` tokens per device have logits at once.
   """
-  inputs = (batch.tokens_BT, batch.segment_BT, batch.position_BT)
-  x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
+  x_BTD, _ = model.apply(
+    {"params": params},
+    batch.tokens_BT,
+    batch.segment_BT,
+    batch.position_BT,
+    method=model.hidden,
+  )
   num_rows, length = batch.tokens_BT.shape
   rows_per_device = num_rows // model.sharder.num_shards("activation_batch")
   size = min(max(chunk_tokens // rows_per_device, 1), length)
-  chunked = lambda x: chunks(x.swapaxes(0, 1), size).swapaxes(1, 2)
 
-  def sums(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    x_BtD, targets_Bt, weight_Bt = chunk
-    logits_BtV = model.apply({"params": params}, x_BtD, method=model.logits)
-    target_Bt = jnp.take_along_axis(logits_BtV, targets_Bt[..., None], axis=-1)[..., 0]
-    nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt
-    is_argmax_Bt = jnp.argmax(logits_BtV, axis=-1) == targets_Bt
-    add = functools.partial(jnp.sum, axis=1, where=weight_Bt > 0)
-    return add(nll_Bt), add(is_argmax_Bt.astype(jnp.int32))
+  def divide(x_BT: jax.Array) -> jax.Array:
+    """Divide the positions into chunks: [number of chunks, B, size, ...]."""
+    return chunks(x_BT.swapaxes(0, 1), size).swapaxes(1, 2)
 
-  by_chunk = jax.lax.map(sums, jax.tree.map(chunked, (x_BTD, batch.targets_BT, batch.weight_BT)))
+  def sums(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+    logits_BtV = model.apply({"params": params}, chunk.x_BtD, method=model.logits)
+    target_Bt1 = jnp.take_along_axis(logits_BtV, chunk.targets_Bt[..., None], axis=-1)
+    nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt1[..., 0]
+    is_argmax_Bt = jnp.argmax(logits_BtV, axis=-1) == chunk.targets_Bt
+    is_target_Bt = chunk.weight_Bt > 0
+    nll_B = jnp.sum(nll_Bt, axis=1, where=is_target_Bt)
+    num_argmax_B = jnp.sum(is_argmax_Bt.astype(jnp.int32), axis=1, where=is_target_Bt)
+    return nll_B, num_argmax_B
+
+  whole = _Chunk(x_BTD, batch.targets_BT, batch.weight_BT)
+  by_chunk = jax.lax.map(sums, jax.tree.map(divide, whole))
   return jax.tree.map(lambda sums_NB: jnp.sum(sums_NB, axis=0), by_chunk)
+
+
+class _Chunk(NamedTuple):
+  """The final states of some positions of all rows, their targets and weights."""
+
+  x_BtD: jax.Array
+  targets_Bt: jax.Array
+  weight_Bt: jax.Array

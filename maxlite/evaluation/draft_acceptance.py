@@ -45,26 +45,31 @@ def argmax_token(x: jax.Array, w_DV: jax.Array, chunk_tokens: int, sharder: Shar
   vocab_axes = sharder.mesh_axes("vocab")
   names = ("activation_batch", "activation_length", *(None,) * (x.ndim - 3))
 
-  def local(x, w_dv):
+  def local(x: jax.Array, w_dv: jax.Array) -> jax.Array:
     w_Dv = gather_weight(w_dv, x.dtype, sharder.mesh_axes("embed"), 0)
     x_TD = x.reshape(-1, x.shape[-1])
-    by_chunk = chunks(x_TD, min(chunk_tokens, len(x_TD)))
-    token_T = jax.lax.map(lambda x_TD: _argmax_token(x_TD, w_Dv, vocab_axes), by_chunk).reshape(-1)
-    return token_T[: len(x_TD)].reshape(x.shape[:-1])
+    num_tokens = len(x_TD)
+    by_chunk = chunks(x_TD, min(chunk_tokens, num_tokens))
+    token_Nt = jax.lax.map(lambda x_tD: _argmax_token(x_tD, w_Dv, vocab_axes), by_chunk)
+    token_T = token_Nt.reshape(-1)[:num_tokens]
+    return token_T.reshape(x.shape[:-1])
 
-  return jax.shard_map(
+  sharded = jax.shard_map(
     local,
     mesh=sharder.mesh,
     in_specs=(sharder.spec((*names, None)), sharder.spec(("embed", "vocab"))),
     out_specs=sharder.spec(names),
     check_vma=sharder.check_vma,
-  )(x, w_DV)
+  )
+  return sharded(x, w_DV)
 
 
 def _argmax_token(x_TD: jax.Array, w_DV: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
+  """The token of each state, on the shard that has some columns of the unembedding."""
   logits_TV = matmul(x_TD, w_DV, np.promote_types(x_TD.dtype, jnp.float32))
   first = jax.lax.axis_index(vocab_axes) * w_DV.shape[1]
   top_T = jnp.max(logits_TV, axis=-1)
   token_T = first + jnp.argmax(logits_TV, axis=-1)
   is_top_T = top_T == pmax(top_T, vocab_axes)
-  return -pmax(jnp.where(is_top_T, -token_T, np.iinfo(np.int32).min), vocab_axes)  # the first
+  # The smallest of equals is the largest of their negatives.
+  return -pmax(jnp.where(is_top_T, -token_T, np.iinfo(np.int32).min), vocab_axes)

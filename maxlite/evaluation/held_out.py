@@ -22,6 +22,11 @@ from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.loss import next_token, run_forward
 from maxlite.training.trainer import Trainer
 
+# Sums over the tokens of one or more batches: scalars by name, and those of draft heads.
+Sums = dict[str, Any]
+# (parameters, batch) -> sums
+EvalStep = Callable[[Any, Batch], Sums]
+
 
 def build_evaluation(
   trainer: Trainer, data: DataLoader
@@ -40,7 +45,7 @@ def build_evaluation(
 
 def evaluate(
   trainer: Trainer,
-  eval_step: Callable[[Any, Batch], dict],
+  eval_step: EvalStep,
   params: Any,
   batches: Mapping[str, Iterable[Batch]],
   averages: Any = None,
@@ -54,64 +59,80 @@ def evaluate(
       `eval_loss/SOURCE` is the loss of each.
   """
 
-  def sums(batch: Batch) -> dict:
-    batch = trainer.place(batch)
+  def sums(host_batch: Batch) -> Sums:
+    batch = trainer.place(host_batch)
     found = eval_step(params, batch)
-    return found if averages is None else found | {"ema": eval_step(averages, batch)}
+    if averages is not None:
+      found["ema"] = eval_step(averages, batch)
+    return found
 
   return held_out_row({name: map(sums, each) for name, each in batches.items()})
 
 
-def held_out_row(batches: Mapping[str, Iterable[dict]]) -> dict[str, float]:
+def held_out_row(batches: Mapping[str, Iterable[Sums]]) -> dict[str, float]:
   """The results of `evaluate` from the evaluation step's sums of every batch, by source.
 
   With draft heads also `eval_acceptance_1`, ..., the share of each head's drafts that are accepted,
   and `eval_accepted_length`, the mean number of accepted drafts in a chain.
   """
-  # In float64: float32 rounds every sum, and cannot count beyond 2**24 tokens.
-  in_float64 = lambda sums: jax.tree.map(np.float64, jax.device_get(sums))
-  total = lambda each: functools.reduce(functools.partial(jax.tree.map, np.add), each)
-  by_source = {name: total(map(in_float64, each)) for name, each in batches.items()}
-  sums = total(by_source.values())
-  row = _results(sums) | {"eval_tokens": int(sums["weight"])}
+  by_source = {name: _total(map(_in_float64, each)) for name, each in batches.items()}
+  sums = _total(by_source.values())
+  row = _results(sums)
+  row["eval_tokens"] = int(sums["weight"])
   if len(by_source) > 1:
-    row |= {f"eval_loss/{name}": float(s["nll"] / s["weight"]) for name, s in by_source.items()}
-  averaged = _results(sums["ema"]) if "ema" in sums else {}
-  return row | {name.replace("eval_", "eval_ema_", 1): x for name, x in averaged.items()}
+    for name, of_source in by_source.items():
+      row[f"eval_loss/{name}"] = float(of_source["nll"] / of_source["weight"])
+  if "ema" in sums:
+    for name, value in _results(sums["ema"]).items():
+      row[name.replace("eval_", "eval_ema_", 1)] = value
+  return row
 
 
-def _results(sums: dict) -> dict[str, float]:
+def _in_float64(sums: Sums) -> Sums:
+  """The sums on the host: float32 rounds every sum, and cannot count beyond 2**24 tokens."""
+  return jax.tree.map(np.float64, jax.device_get(sums))
+
+
+def _total(sums: Iterable[Sums]) -> Sums:
+  def add(left: Sums, right: Sums) -> Sums:
+    return jax.tree.map(np.add, left, right)
+
+  return functools.reduce(add, sums)
+
+
+def _results(sums: Sums) -> dict[str, float]:
+  """The results of one set of parameters."""
   results = {"eval_loss": float(sums["nll"] / sums["weight"])}
   if sums["num_bytes"]:
     results["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
-  if drafts := sums.get("draft"):
+  drafts = sums.get("draft")
+  if drafts:
     shares_J = drafts["accepted_J"] / np.maximum(drafts["drafts_J"], 1)
-    results |= {f"eval_acceptance_{j}": float(share) for j, share in enumerate(shares_J, start=1)}
+    for j, share in enumerate(shares_J, start=1):
+      results[f"eval_acceptance_{j}"] = float(share)
     results["eval_accepted_length"] = float(drafts["length"] / np.maximum(drafts["chains"], 1))
   return results
 
 
-def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> Callable[[Any, Batch], dict]:
+def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> EvalStep:
   """The compiled evaluation step, on the trainer's mesh."""
   num_bytes_V = jnp.asarray(num_bytes_V)
   return jax.jit(build_eval_step(trainer.model, trainer.cfg.training, num_bytes_V))
 
 
-def build_eval_step(
-  model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array
-) -> Callable[[Any, Batch], dict]:
+def build_eval_step(model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array) -> EvalStep:
   """Build step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of the targets.
 
   With draft heads also `draft`, the result of `acceptance_sums`.
   """
   has_drafts = model.cfg.num_draft_heads > 0
 
-  def eval_step(params: Any, batch: Batch) -> dict:
+  def eval_step(params: Any, batch: Batch) -> Sums:
     hidden = run_forward(model, params, batch, jitter_key=None, drafts=has_drafts)
     sums = next_token(hidden, batch, cfg, model.sharder)
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
     num_bytes = jnp.sum(num_bytes_BT, where=batch.weight_BT > 0)
-    counts = {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
+    counts: Sums = {"nll": sums.nll, "weight": sums.weight, "num_bytes": num_bytes}
     if has_drafts:
       counts["draft"] = acceptance_sums(hidden, batch, cfg.logits_chunk_tokens, model.sharder)
     return counts

@@ -23,7 +23,8 @@ def run_evaluation(cfg: Config) -> int:
   """Print the loss of a checkpoint of the run over `eval_steps` held-out batches (-1: all)."""
   with exit_on_user_error("maxlite.evaluate"):
     trainer, params, averages, step = open_weights(cfg)
-    result, data = evaluate_held_out(trainer, params, averages, cfg.observe.eval_steps)
+    num_batches = cfg.observe.eval_steps
+    result, data = evaluate_held_out(trainer, params, averages, num_batches)
   sums_DX = None
   if cfg.observe.eval_documents:
     with exit_on_user_error("maxlite.evaluate"), report_wait("evaluating documents"):
@@ -41,18 +42,30 @@ def run_evaluation(cfg: Config) -> int:
 def evaluate_held_out(
   trainer: Trainer, params: Any, averages: Any, num_batches: int
 ) -> tuple[dict[str, float], DataLoader]:
-  """Open the run's data, and return (the result of `evaluate` on `num_batches`, -1: all, data)."""
+  """Open the run's data and evaluate a checkpoint on its held-out batches.
+
+  Args:
+    averages: moving averages of the parameters; None if the run has none.
+    num_batches: the number of batches; -1: all.
+
+  Returns:
+    The result of `evaluate`, and the data.
+  """
   data = open_trainer_data(trainer)
   batches = data.eval_batches_by_source(num_batches)
   eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
   with report_wait("compiling the evaluation step, and evaluating"):
-    return evaluate(trainer, eval_step, params, batches, averages), data
+    result = evaluate(trainer, eval_step, params, batches, averages)
+  return result, data
 
 
 def _write_documents(sums_DX: np.ndarray, file: Path) -> None:
   """Write a JSON line per document and print the totals."""
-  rows = ({"document": n} | loss_row(sums_X) for n, sums_X in enumerate(sums_DX))
-  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+  lines = []
+  for index, sums_X in enumerate(sums_DX):
+    row = {"document": index} | loss_row(sums_X)
+    lines.append(f"{json.dumps(row)}\n")
+  file.write_text("".join(lines), "utf-8")
   total = loss_row(sums_DX.sum(axis=0))
   sys.stdout.write(f"{file}: {len(sums_DX):,} documents  {_format(total)}\n")
 

@@ -50,7 +50,7 @@ from maxlite.training.trainer import Trainer, build_trainer
 
 @contextlib.contextmanager
 def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProcesses | None]]:
-  """Connects the processes of one run while the context is open (distributed/initialize.py).
+  """Connect the processes of one run while the context is open (distributed/initialize.py).
 
   Yields a config that is the same on all processes, without the keys that identify this one; and
   the processes of an ensemble with `submesh`, of which each trains its own members.
@@ -67,7 +67,8 @@ def open_trainer(cfg: Config) -> Trainer:
   """Build the trainer on all devices, after setting up this process."""
   keep_freed_memory()
   enable_compilation_cache(cfg.run.jax_cache_dir)
-  if process := describe_process():
+  process = describe_process()
+  if process:
     sys.stdout.write(f"{process}\n")
   trainer = build_trainer(cfg)
   trainer.check_devices()
@@ -76,16 +77,23 @@ def open_trainer(cfg: Config) -> Trainer:
 
 def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> DataLoader:
   """Open the data of the run, or of an objective (no held-out data), sharded for the mesh."""
-  cfg, batch_shape = trainer.cfg, (objective or trainer).batch_shape
-  data = objective.data if objective else cfg.data
-  open_sharded = lambda: open_data(
-    data,
-    vocab_size=cfg.model.vocab_size,
-    global_batch_size=batch_shape[0],
-    rows=local_rows(trainer.batch_sharding, batch_shape),
-    cache_directory=token_cache(cfg),
-    evaluates=reads_same_documents(cfg.data, data),
-  )
+  cfg = trainer.cfg
+  data = cfg.data
+  batch_shape = trainer.batch_shape
+  if objective is not None:
+    data = objective.data
+    batch_shape = objective.batch_shape
+
+  def open_sharded() -> DataLoader:
+    return open_data(
+      data,
+      vocab_size=cfg.model.vocab_size,
+      global_batch_size=batch_shape[0],
+      rows=local_rows(trainer.batch_sharding, batch_shape),
+      cache_directory=token_cache(cfg),
+      evaluates=reads_same_documents(cfg.data, data),
+    )
+
   return process_0_first(open_sharded, "the data is tokenized")
 
 
@@ -109,7 +117,8 @@ def lock_folder(folder: RunFolder) -> None:
       folder.lock()
   except UserError as error:
     refusal = str(error)
-  if refusal := all_gather_object(refusal)[0]:
+  refusal = all_gather_object(refusal)[0]
+  if refusal:
     raise UserError(refusal)
 
 
@@ -121,7 +130,9 @@ def identify_run(folder: RunFolder, checkpoints: Checkpoints) -> str:
   run_id = str(all_gather_object(folder.saved_run_id())[0])
   if not run_id:
     saved = checkpoints.saved_run_id()
-    created = folder.run_id(saved) if jax.process_index() == 0 else ""
+    created = ""
+    if jax.process_index() == 0:
+      created = folder.run_id(saved)
     run_id = str(all_gather_object(created)[0])
   checkpoints.run_id = run_id
   return run_id
@@ -146,6 +157,7 @@ def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoi
 def open_local_checkpoints(
   trainer: Trainer, folder: RunFolder, checkpoints: Checkpoints | None, report: Report
 ) -> LocalCheckpoints | None:
+  """Identify the run, and open the checkpoints on local disks; None if they are disabled."""
   cfg = trainer.cfg.checkpoint
   if checkpoints is None:
     return None
@@ -161,17 +173,21 @@ def restore(
   """Restore the latest checkpoint, from local checkpoints if those are newer."""
   if checkpoints is None:
     return None
-  if local and (restored := local.restore(newer_than=checkpoints.latest_step() or 0)):
-    checkpoints.remove_unfinished()
-    return restored
+  if local is not None:
+    restored = local.restore(newer_than=checkpoints.latest_step() or 0)
+    if restored is not None:
+      checkpoints.remove_unfinished()
+      return restored
   return checkpoints.restore(trainer.abstract_state)
 
 
 def first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:
   """The state before the first step of this process."""
   if restored is None:
-    path = trainer.cfg.checkpoint.load_parameters_path
-    return trainer.init_state(read_parameters(trainer) if path else None)
+    params = None
+    if trainer.cfg.checkpoint.load_parameters_path:
+      params = read_parameters(trainer)
+    return trainer.init_state(params)
   state, data_state, step = restored
   if data_state is None:
     console.print("starting from the weights of step 0, with a new optimizer state")
@@ -190,15 +206,22 @@ def save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None
 def open_best_loss(
   cfg: Config, folder: RunFolder, done: int, data: DataLoader, checkpoints: Checkpoints | None
 ) -> BestLoss:
-  """The lowest held-out loss up to step `done`; UserError if it is needed and nothing held out."""
-  patience, keeps = cfg.observe.early_stopping_patience, cfg.checkpoint.keep_best_checkpoint
-  if data.source.eval is None and (patience or keeps):
+  """The lowest held-out loss up to step `done`.
+
+  Raises:
+    UserError: the run needs it and has no held-out data.
+  """
+  patience = cfg.observe.early_stopping_patience
+  keeps_best = cfg.checkpoint.keep_best_checkpoint
+  if data.source.eval is None and (patience or keeps_best):
     key = "early_stopping_patience" if patience else "keep_best_checkpoint"
     raise UserError(f"{key} needs held-out data: set eval_fraction above 0")
-  losses = lambda row: {name: row[name] for name in ("step", *LOSSES) if name in row}
-  rows = [losses(row) for row in read_rows(folder.metrics) if row["step"] <= done]
+  rows = []
+  for row in read_rows(folder.metrics):
+    if row["step"] <= done:
+      rows.append({name: row[name] for name in ("step", *LOSSES) if name in row})
   best = BestLoss(patience, all_gather_object(rows)[0])  # the same on all processes
-  if checkpoints and keeps:
+  if checkpoints is not None and keeps_best:
     checkpoints.kept_step = lambda: best.step
   return best
 
@@ -221,7 +244,8 @@ def open_callbacks(
 ) -> list[Callback]:
   """Start the callbacks of the config, and `others`."""
   cfg = trainer.cfg
-  callbacks = [*(CALLBACKS[name]() for name in cfg.run.callbacks), *others]
+  callbacks = [CALLBACKS[name]() for name in cfg.run.callbacks]
+  callbacks += others
   context = CallbackContext(cfg, run_folder(cfg).directory, trainer, writers, first_step)
   for callback in callbacks:
     callback.on_start(context)
@@ -233,25 +257,47 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
   cfg = trainer.cfg
   if jax.process_index() > 0:
     return Writers([])
-  phases = [objective.name for objective in trainer.objectives]
-  writers = [JsonlWriter(folder.metrics, done), ConsoleWriter(cfg.run.steps, done, console, phases)]
-  loads = JsonlWriter(folder.expert_load, done) if trainer.is_moe else None
-  return Writers(writers, loads, open_trackers(cfg, folder, done), upload=folder.upload)
+  objectives = [objective.name for objective in trainer.objectives]
+  writers = [
+    JsonlWriter(folder.metrics, done),
+    ConsoleWriter(cfg.run.steps, done, console, objectives),
+  ]
+  expert_load = None
+  if trainer.is_moe:
+    expert_load = JsonlWriter(folder.expert_load, done)
+  trackers = open_trackers(cfg, folder, done)
+  return Writers(writers, expert_load, trackers, upload=folder.upload)
 
 
 def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:
   """Open the trackers of a run whose config is saved; UserError if W&B cannot be used."""
   trackers: list[Tracker] = []
   if cfg.observe.enable_tensorboard:
-    trackers.append(TensorBoardWriter(folder.tensorboard, done))
+    tensorboard = TensorBoardWriter(folder.tensorboard, done)
     code = textwrap.indent(folder.config.read_text("utf-8"), "    ")
-    trackers[0].write_text("config", code, done)
-  if project := cfg.observe.wandb_project_name:
-    public = public_values(cfg)
-    values = {k: show(x) if isinstance(x, Container) else x for k, x in public.items()}
-    names = {"project": project, "name": cfg.run.run_name, "id": folder.run_id()}
-    trackers.append(WandbWriter(folder.directory, values, **names))
+    tensorboard.write_text("config", code, done)
+    trackers.append(tensorboard)
+  if cfg.observe.wandb_project_name:
+    wandb = WandbWriter(
+      folder.directory,
+      _wandb_values(cfg),
+      project=cfg.observe.wandb_project_name,
+      name=cfg.run.run_name,
+      id=folder.run_id(),
+    )
+    trackers.append(wandb)
   return trackers
+
+
+def _wandb_values(cfg: Config) -> dict[str, Any]:
+  """The values of all keys; those that hold others are shown as text."""
+  values = {}
+  for key, value in public_values(cfg).items():
+    if isinstance(value, Container):
+      values[key] = show(value)
+    else:
+      values[key] = value
+  return values
 
 
 def open_trained(cfg: Config) -> tuple[Trainer, Any]:
@@ -260,17 +306,23 @@ def open_trained(cfg: Config) -> tuple[Trainer, Any]:
   The parameters are their moving averages if the run keeps them.
   """
   trainer, params, averages, _ = open_weights(cfg)
-  return trainer, params if averages is None else averages
+  if averages is not None:
+    params = averages
+  return trainer, params
 
 
 def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
   """Load a checkpoint: (trainer, parameters, their moving averages or None, step)."""
-  trainer, folder = open_trainer(cfg), run_folder(cfg)
+  trainer = open_trainer(cfg)
+  folder = run_folder(cfg)
   checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=print_to_stderr)
   checkpoints.run_id = folder.saved_run_id()
   state = trainer.abstract_state
-  ema = {} if state.ema is None else {"ema": state.ema}
+  wanted = {"params": state.params}
+  if state.ema is not None:
+    wanted["ema"] = state.ema
   which = checkpoint_step(folder, cfg.checkpoint.load_checkpoint)
   with report_wait("reading the checkpoint"):
-    parts, step = checkpoints.restore_parts({"params": state.params} | ema, which)
-  return trainer, parts["params"], averaged_params(state.replace(**parts)), step
+    parts, step = checkpoints.restore_parts(wanted, which)
+  averages = averaged_params(state.replace(**parts))
+  return trainer, parts["params"], averages, step

@@ -1,6 +1,7 @@
 """The data of a run that resumes; does not import JAX, so that mistakes end early."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from maxlite.checkpoint.run_folder import RunFolder, step_of
@@ -22,17 +23,42 @@ def check_resumed_data(cfg: Config, folder: RunFolder) -> None:
   `TrainStreams.restore` finds all differences, but needs JAX. This check leaves out the size of
   batches, which depends on the devices, and data that are large or on an object store.
   """
-  state = _saved_state(folder) if cfg.checkpoint.enable_checkpointing else {}
-  streams: dict[DataConfig, str] = {}
-  for name, data in [(phase.name, phase.data) for phase in phases_of(cfg)] or [("train", cfg.data)]:
-    streams.setdefault(data, name)
-  states = state.get("streams", {next(iter(streams.values())): state} if state else {})
+  streams = _name_streams(cfg)
+  states = {}
+  if cfg.checkpoint.enable_checkpointing:
+    states = _saved_states(folder, only=next(iter(streams.values())))
   for data, name in streams.items():
+    if name not in states:
+      continue
     try:
-      if name in states:
-        require_same_facts(states[name], order_facts(data) | _identities(cfg, data, states[name]))
+      facts = order_facts(data) | _identities(cfg, data, states[name])
+      require_same_facts(states[name], facts)
     except UserError as error:
-      raise UserError(f"phase {name}: {error}" if len(streams) > 1 else str(error)) from None
+      where = f"phase {name}: " if len(streams) > 1 else ""
+      raise UserError(f"{where}{error}") from None
+
+
+def _name_streams(cfg: Config) -> dict[DataConfig, str]:
+  """By data config, the name of its stream: the first phase that reads it, or "train"."""
+  phases = phases_of(cfg)
+  if not phases:
+    return {cfg.data: "train"}
+  names: dict[DataConfig, str] = {}
+  for phase in phases:
+    names.setdefault(phase.data, phase.name)
+  return names
+
+
+def _saved_states(folder: RunFolder, only: str) -> dict[str, Any]:
+  """By name of a stream, its state in the latest checkpoint.
+
+  Args:
+    only: the stream of a checkpoint that has one, and does not name it.
+  """
+  state = _saved_state(folder)
+  if not state:
+    return {}
+  return state.get("streams", {only: state})
 
 
 def _saved_state(folder: RunFolder) -> dict[str, Any]:
@@ -40,7 +66,8 @@ def _saved_state(folder: RunFolder) -> dict[str, Any]:
   if folder.mirror:
     return {}
   steps = [step_of(path.name) or 0 for path in folder.checkpoints.glob("*")]
-  manifest = folder.checkpoints / str(max(steps, default=0)) / "manifest" / "metadata"
+  latest = max(steps, default=0)
+  manifest = folder.checkpoints / str(latest) / "manifest" / "metadata"
   if not manifest.is_file():
     return {}
   try:
@@ -50,21 +77,48 @@ def _saved_state(folder: RunFolder) -> dict[str, Any]:
 
 
 def _identities(cfg: Config, data: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
-  """The fact `data` of the stream, with the shares of `state`; empty if it is left out."""
-  saved, cache = state.get("data"), token_cache(cfg)
-  sources = saved["sources"] if isinstance(saved, dict) else {"data": saved}
-  parts = {part.name: part.data for part in mixture_of(data) if part.name in sources}
-  paths = [
-    path for part in parts.values() for path in (*part.dataset_path, *part.eval_dataset_path)
-  ]
-  is_remote = any("://" in place for place in (*paths, data.tokenizer_path, str(cache)))
-  if (
-    is_remote
-    or isinstance(saved, dict) != bool(data.dataset_mixture)
-    or total_bytes(paths) > _MAX_BYTES
-  ):
+  """The fact `data` of the stream: the identity of its source, or of each source of a mixture.
+
+  Args:
+    state: the saved state of the stream, which has the same fact, and the shares of a mixture.
+
+  Returns:
+    Empty if the sources are not read here, or are a mixture on one side only.
+  """
+  saved = state.get("data")
+  is_mixture = isinstance(saved, dict)
+  if is_mixture != bool(data.dataset_mixture):
     return {}
-  evaluates, size = reads_same_documents(cfg.data, data), cfg.model.vocab_size
-  open_one = lambda part: open_source(part, size, cache, evaluates=evaluates).train.identity
-  now = dict.fromkeys(sources) | {name: open_one(part) for name, part in parts.items()}
-  return {"data": saved | {"sources": now} if isinstance(saved, dict) else now["data"]}
+  names = saved["sources"] if is_mixture else {"data"}
+  parts = {part.name: part.data for part in mixture_of(data) if part.name in names}
+  if not _are_read_here(cfg, data, parts.values()):
+    return {}
+  found = dict.fromkeys(names)
+  for name, part in parts.items():
+    found[name] = _identity(cfg, data, part)
+  if is_mixture:
+    return {"data": saved | {"sources": found}}
+  return {"data": found["data"]}
+
+
+def _are_read_here(cfg: Config, data: DataConfig, parts: Iterable[DataConfig]) -> bool:
+  """Whether all sources are small, and on this machine with their tokenizer and cache."""
+  paths = []
+  for part in parts:
+    paths += part.dataset_path
+    paths += part.eval_dataset_path
+  for place in (*paths, data.tokenizer_path, str(token_cache(cfg))):
+    if "://" in place:
+      return False
+  return total_bytes(paths) <= _MAX_BYTES
+
+
+def _identity(cfg: Config, data: DataConfig, part: DataConfig) -> str:
+  """The identity of the training documents of one source of the stream `data`."""
+  source = open_source(
+    part,
+    cfg.model.vocab_size,
+    token_cache(cfg),
+    evaluates=reads_same_documents(cfg.data, data),
+  )
+  return source.train.identity

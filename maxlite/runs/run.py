@@ -42,7 +42,8 @@ def run_training(cfg: Config) -> int:
   """`train_model` for the command: errors of the user are one line; return the exit code."""
   with exit_on_user_error("maxlite.train"):
     try:
-      return train_model(cfg)[1].exit_code
+      _, result = train_model(cfg)
+      return result.exit_code
     except CheckpointWriteError as error:
       sys.stderr.write(f"maxlite.train: {error}; the checkpoints before it are whole\n")
       raise SystemExit(1) from error
@@ -62,30 +63,34 @@ def train_model(cfg: Config, callbacks: Sequence[Callback] = ()) -> tuple[Traine
 def _run(
   cfg: Config, callbacks: Sequence[Callback], stack: contextlib.ExitStack
 ) -> tuple[Trainer, TrainResult]:
+  """The life of a run; `stack` closes what it opens."""
   console = open_console(quiet=jax.process_index() > 0)
   timer = Stopwatch()
   stack.enter_context(timer.report_waits(console.print))
-  trainer, folder = open_trainer(cfg), run_folder(cfg)
+  trainer = open_trainer(cfg)
+  folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
   data = open_trainer_data(trainer)
   data_by_objective = open_objective_data(trainer, data)
   checkpoints = open_checkpoints(cfg, folder, console.print)
   lock_folder(folder)
   stack.callback(folder.unlock)
-  local = open_local_checkpoints(trainer, folder, checkpoints, console.print)
-  restored = restore(trainer, checkpoints, local)
+  local_checkpoints = open_local_checkpoints(trainer, folder, checkpoints, console.print)
+  restored = restore(trainer, checkpoints, local_checkpoints)
   streams = TrainStreams(data_by_objective, trainer.inputs_hash)
-  stream = stack.enter_context(contextlib.closing(streams))
-  if restored and restored[1] is not None:
-    stream.restore(restored[1])
-  done = restored[2] if restored else 0
+  stack.callback(streams.close)
+  done = 0
+  if restored is not None:
+    _, data_state, done = restored
+    if data_state is not None:
+      streams.restore(data_state)
   best = open_best_loss(cfg, folder, done, data, checkpoints)
   log_header(trainer, data, data_by_objective, changes, console)
-  if done >= cfg.run.steps or best.stop_reason:
+  if restored is not None and (done >= cfg.run.steps or best.stop_reason):
     return trainer, report_finished(cfg, folder, restored, best, console)
   with timer.during("compile"):
-    lines = trainer.step_programs.describe()
-  for line in lines:
+    programs = trainer.step_programs
+  for line in programs.describe():
     console.print(line)
   save_config(cfg, folder, changes)
   state = first_state(trainer, restored, console)
@@ -93,19 +98,32 @@ def _run(
   writers = open_writers(trainer, folder, done, console)
   stack.callback(writers.close)
   callbacks = open_callbacks(trainer, callbacks, writers, done + 1)
-  profiler = stack.enter_context(contextlib.closing(Profiler(cfg.observe, folder.profile)))
-  log, evaluate = StepLog(trainer, writers, timer, best, callbacks), build_evaluation(trainer, data)
-  check = ReplicaCheck(trainer.abstract_state) if cfg.observe.replica_check_period else None
+  profiler = Profiler(cfg.observe, folder.profile)
+  stack.callback(profiler.close)
   context = LoopContext(
-    trainer, checkpoints, log, profiler, evaluate, timer, check, local, callbacks
+    trainer=trainer,
+    checkpoints=checkpoints,
+    log=StepLog(trainer, writers, timer, best, callbacks),
+    profiler=profiler,
+    evaluate=build_evaluation(trainer, data),
+    timer=timer,
+    replica_check=_open_replica_check(trainer),
+    local_checkpoints=local_checkpoints,
+    callbacks=callbacks,
   )
-  result = _train_and_save(context, state, stream, done + 1)
-  if local:
-    local.remove()
+  result = _train_and_save(context, state, streams, first_step=done + 1)
+  if local_checkpoints is not None:
+    local_checkpoints.remove()
   for callback in callbacks:
     callback.on_end(result.step, result.reason)
-  finalize(trainer, folder, result, stream, writers, console, timer)
+  finalize(trainer, folder, result, streams, writers, console, timer)
   return trainer, result
+
+
+def _open_replica_check(trainer: Trainer) -> ReplicaCheck | None:
+  if not trainer.cfg.observe.replica_check_period:
+    return None
+  return ReplicaCheck(trainer.abstract_state)
 
 
 def _train_and_save(
@@ -116,6 +134,7 @@ def _train_and_save(
     return train(context, state, stream, first_step, context.trainer.cfg.run.steps)
   finally:
     # After an error in one of several processes, waiting for the others would be a deadlock.
-    if context.checkpoints and (jax.process_count() == 1 or sys.exception() is None):
+    can_wait = jax.process_count() == 1 or sys.exception() is None
+    if context.checkpoints is not None and can_wait:
       with context.timer.during("checkpoint"):
         context.checkpoints.close()

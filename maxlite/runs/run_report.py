@@ -1,5 +1,7 @@
 """What a run prints at its start and at its end, and its plots."""
 
+from pathlib import Path
+
 import jax
 from rich.console import Console
 
@@ -29,44 +31,59 @@ def log_header(
   changes: Changes | None,
   console: Console,
 ) -> None:
-  """Print devices, config changes, model, phases and data."""
-  cfg, device = trainer.cfg, trainer.mesh.devices.flat[0]
-  degrees = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1}
-  mesh = " x ".join(f"{axis}={size}" for axis, size in degrees.items()) or "no sharding"
-  console.print(
-    f"maxlite {__version__}, jax {jax.__version__}: "
-    f"{trainer.mesh.size} x {device.device_kind}, {mesh}"
-  )
-  platform = trainer.sharder.platform
-  options = describe_options(trainer.compiler_options, platform)
-  for line in (*describe_changes(cfg), *options):
+  """Print devices, config changes, model, transforms and data."""
+  console.print(_describe_devices(trainer))
+  options = describe_options(trainer.compiler_options, trainer.sharder.platform)
+  for line in (*describe_changes(trainer.cfg), *options):
     console.print(f"  {line}")
-  for name, (before, now) in (changes or {}).items():
-    console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
-  sizes = trainer.parameter_sizes
-  experts = resolve_grouped_matmul(cfg.model.moe.grouped_matmul, platform)
-  console.print(
-    f"model: {cfg.model.decoder_block}, {sum(sizes.values()):,} parameters, "
-    f"{active_parameter_count(sizes, cfg.model):,} active per token; "
-    f"attention by {resolve_attention(cfg.model.attention, platform)}"
-    + (f", experts by {experts}" if trainer.is_moe else "")
-    + (
-      f", products in {kind} (of experts by ragged_dot)" if (kind := cfg.model.quantization) else ""
-    )
-  )
+  if changes:
+    for name, (before, now) in changes.items():
+      console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
+  console.print(_describe_model(trainer))
   for transform in trainer.transforms:
     for line in transform.describe():
       console.print(line)
-  own = {f"data of {name}": each for name, each in data_by_objective.items() if each is not data}
-  for name, each in {"data": data, **own}.items():
-    shape = f"{each.global_batch_size} x {each.cfg.max_target_length}"
-    if each.source.files:
-      console.print(f"{name}: {each.source.files}")
-    console.print(f"{name}: {each.source.summary}; {shape} tokens per step")
-    for source, part in each.source.parts.items():
-      console.print(f"  {source}: {part.files}; {part.summary}")
-    if each.source.parts:
-      console.print(f"  rows {each.order.describe_shares(each.schedule.first_row)}")
+  _print_data("data", data, console)
+  for name, each in data_by_objective.items():
+    if each is not data:
+      _print_data(f"data of {name}", each, console)
+
+
+def _describe_devices(trainer: Trainer) -> str:
+  device = trainer.mesh.devices.flat[0]
+  degrees = [f"{axis}={size}" for axis, size in trainer.mesh.shape.items() if size > 1]
+  mesh = " x ".join(degrees) or "no sharding"
+  versions = f"maxlite {__version__}, jax {jax.__version__}"
+  return f"{versions}: {trainer.mesh.size} x {device.device_kind}, {mesh}"
+
+
+def _describe_model(trainer: Trainer) -> str:
+  model = trainer.cfg.model
+  platform = trainer.sharder.platform
+  sizes = trainer.parameter_sizes
+  line = (
+    f"model: {model.decoder_block}, {sum(sizes.values()):,} parameters, "
+    f"{active_parameter_count(sizes, model):,} active per token; "
+    f"attention by {resolve_attention(model.attention, platform)}"
+  )
+  if trainer.is_moe:
+    line += f", experts by {resolve_grouped_matmul(model.moe.grouped_matmul, platform)}"
+  if model.quantization:
+    line += f", products in {model.quantization} (of experts by ragged_dot)"
+  return line
+
+
+def _print_data(name: str, data: DataLoader, console: Console) -> None:
+  """Print the files and sizes of data, also of each part of a mixture."""
+  source = data.source
+  if source.files:
+    console.print(f"{name}: {source.files}")
+  shape = f"{data.global_batch_size} x {data.cfg.max_target_length}"
+  console.print(f"{name}: {source.summary}; {shape} tokens per step")
+  for part_name, part in source.parts.items():
+    console.print(f"  {part_name}: {part.files}; {part.summary}")
+  if source.parts:
+    console.print(f"  rows {data.order.describe_shares(data.schedule.first_row)}")
 
 
 def report_finished(
@@ -74,11 +91,15 @@ def report_finished(
 ) -> TrainResult:
   """Print that a run has ended before, and return its result."""
   state, _, step = restored
-  reason, fix = best.stop_reason, "a larger early_stopping_patience"
+  position = f"{folder.place} is at step {step} of {cfg.run.steps}"
   if step >= cfg.run.steps:
-    reason, fix = "", "more steps"
-  place = f"{folder.place} is at step {step} of {cfg.run.steps}" + (reason and f", {reason}")
-  console.print(f"{place}: nothing to do. Give it {fix}, or choose another run_name.")
+    reason = ""
+    fix = "more steps"
+  else:
+    reason = best.stop_reason
+    fix = "a larger early_stopping_patience"
+    position += f", {reason}"
+  console.print(f"{position}: nothing to do. Give it {fix}, or choose another run_name.")
   return TrainResult(state, step, reason, exit_code=0)
 
 
@@ -92,17 +113,33 @@ def finalize(
   timer: Stopwatch,
 ) -> None:
   """Print why training ended, its goodput and data; draw the plots; print the parameters' hash."""
-  cfg = trainer.cfg
   if result.reason:
-    is_saved = result.is_saved and cfg.checkpoint.enable_checkpointing
-    saved = ", with a checkpoint" if is_saved else ""
-    console.print(f"{result.reason}; left after step {result.step} of {cfg.run.steps}{saved}")
+    console.print(_describe_stop(trainer.cfg, result))
   console.print(describe_goodput(timer.row()))
   for line in stream.describe():
     console.print(line)
   parameters = tree_hash(result.state.params)
   if jax.process_index() > 0:
     return
+  plots = _draw_plots(trainer, folder, result.step)
+  for tracker in writers.trackers:
+    for plot in plots:
+      tracker.write_image(plot, result.step)
+  files = ", ".join(path.name for path in (folder.metrics, *plots))
+  folder.upload()
+  console.print(f"{folder.place}: {files}, parameters {parameters[:16]}")
+
+
+def _describe_stop(cfg: Config, result: TrainResult) -> str:
+  """Why training ended before its last step, and where."""
+  line = f"{result.reason}; left after step {result.step} of {cfg.run.steps}"
+  if result.is_saved and cfg.checkpoint.enable_checkpointing:
+    line += ", with a checkpoint"
+  return line
+
+
+def _draw_plots(trainer: Trainer, folder: RunFolder, step: int) -> list[Path]:
+  """Draw the plots of a run after `step`; returns their files."""
   from maxlite.metrics.plots import curves  # slow to import
 
   curves.draw_curves(folder.metrics, folder.curves)
@@ -111,10 +148,5 @@ def finalize(
     curves.draw_expert_load(folder.expert_load, folder.expert_map)
     plots.append(folder.expert_map)
   for transform in trainer.transforms:
-    plots += transform.draw(folder, result.step)
-  for tracker in writers.trackers:
-    for plot in plots:
-      tracker.write_image(plot, result.step)
-  files = ", ".join(path.name for path in (folder.metrics, *plots))
-  folder.upload()
-  console.print(f"{folder.place}: {files}, parameters {parameters[:16]}")
+    plots += transform.draw(folder, step)
+  return plots
