@@ -43,7 +43,7 @@ from maxlite.phases.zero_gradients import check_any_gradient, shown_paths, zero_
 from maxlite.step.api_checks import check_not_donated
 from maxlite.step.gradients import build_gradients
 from maxlite.step.train_state import TrainState, averaged_params, init_state
-from maxlite.step.train_step import SkipRule, Step, build_train_step
+from maxlite.step.train_step import SkipRule, Step, StepResult, build_train_step
 
 _STEPS_IN_FLIGHT = 2  # steps after which the host reads whether a step was skipped
 
@@ -87,10 +87,9 @@ class Alternation:
     self.names = [phase.name for phase in phases]
     lengths = {phase.name: phase.until or phase.steps for phase in phases}
     self._schedule = PhaseSchedule(lengths, initial_phases)
+    with_gradient = [phase for phase in phases if phase.update is None]
     # By phase with a gradient, the phase whose optimizer state it updates.
-    self._owners = owners_of(
-      {phase.name: phase.share_optimizer_state for phase in phases if phase.update is None}
-    )
+    self._owners = owners_of({phase.name: phase.share_optimizer_state for phase in with_gradient})
     self._strategy = strategy
     self._ema_decay = ema_decay
     self._max_skipped_steps = max_skipped_steps
@@ -104,7 +103,9 @@ class Alternation:
   @property
   def reason(self) -> str:
     """The strategy in use and its reason; empty before anything is compiled."""
-    return f"{self._programs.strategy}: {self._programs.reason}" if self._programs else ""
+    if self._programs is None:
+      return ""
+    return f"{self._programs.strategy}: {self._programs.reason}"
 
   @property
   def num_compiled(self) -> int:
@@ -114,7 +115,9 @@ class Alternation:
   @property
   def programs(self) -> dict[str, jax.stages.Compiled]:
     """The compiled programs: by phase, or one called `switch`."""
-    return dict(self._programs.compiled) if self._programs else {}
+    if self._programs is None:
+      return {}
+    return dict(self._programs.compiled)
 
   def timeline(self, num_steps: int) -> list[tuple[int, int, str]]:
     """(first step, last step, phase) of each span in `num_steps` steps, counted from 1.
@@ -135,7 +138,8 @@ class Alternation:
       UserError: a regex is invalid or matches no parameter.
     """
     shapes = self.abstract_state(params, collections)
-    init = jax.jit(self._init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    init = jax.jit(self._init, out_shardings=shardings)
     return init(params, collections, jnp.uint32(seed))
 
   def abstract_state(self, params: Any, collections: Any = None) -> TrainState:
@@ -158,7 +162,9 @@ class Alternation:
 
     `own_batches` has, by phase, batches that are not shaped like `batch`.
     """
-    batches = dict.fromkeys(self.names, batch) | dict(own_batches or {})
+    batches = dict.fromkeys(self.names, batch)
+    if own_batches is not None:
+      batches |= own_batches
     self._labels = self._labels_of(state.params)
     self._paths = paths_in(state.params)
     steps = {}
@@ -173,7 +179,7 @@ class Alternation:
       check_gradients=self._check_gradients,
     )
 
-  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+  def step(self, state: TrainState, batch: Any) -> StepResult:
     """Take a step of the phase that is due: (state, metrics).
 
     The metrics are `loss`, those of the phase's loss, `phase`, an index into `names`, and
@@ -233,10 +239,10 @@ class Alternation:
     if self._ema_decay is not None:
       averaged = _averaged_part(params, union(labels.values()))
     return init_state(
-      jax.tree.map(jnp.copy, params),  # the caller's own must not be donated
-      init_opt_states(params, self._optimizers(labels), labels, self._owners),
-      jax.random.key_data(jax.random.key(seed)),
-      self._schedule.start(),
+      params=jax.tree.map(jnp.copy, params),  # the caller's own must not be donated
+      opt_state=init_opt_states(params, self._optimizers(labels), labels, self._owners),
+      rng=jax.random.key_data(jax.random.key(seed)),
+      clock=self._schedule.start(),
       averaged=averaged,
       collections=jax.tree.map(jnp.copy, collections),
     )
@@ -262,7 +268,7 @@ class Alternation:
         check_zero=is_first,
       )
 
-    def step_and_freeze(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    def step_and_freeze(state: TrainState, batch: Any) -> StepResult:
       check_divides(phase, batch)
       before = state.collections
       state, metrics = step(state, batch)
@@ -321,8 +327,9 @@ def _averaged_part(params: Any, labels: Labels) -> Any:
   """The trained parameters that have a moving average: those that are not integers."""
 
   def averaged(leaf: Any) -> Any:
-    is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    return leaf if is_float else optax.MaskedNode()
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+      return leaf
+    return optax.MaskedNode()
 
   trained, _ = split(params, labels)
   return jax.tree.map(averaged, trained)
@@ -343,4 +350,6 @@ def _mesh_of(params: Any) -> jax.sharding.Mesh:
 
 def _spec(leaf: Any) -> jax.P:
   sharding = getattr(leaf, "sharding", None)
-  return sharding.spec if isinstance(sharding, NamedSharding) else jax.P()
+  if isinstance(sharding, NamedSharding):
+    return sharding.spec
+  return jax.P()

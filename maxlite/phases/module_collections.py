@@ -17,10 +17,12 @@ def freeze_collections(before: Any, after: Any, labels: Labels) -> Any:
   frozen = _module_paths(frozen_paths(labels))
 
   def leaf(key_path: tuple, old: Any, new: Any) -> Any:
+    is_trained = bool(trained)
     for module in _modules_around(key_path):
       if _any_below(trained + frozen, module):
-        return new if _any_below(trained, module) else old
-    return new if trained else old
+        is_trained = _any_below(trained, module)
+        break
+    return new if is_trained else old
 
   return jax.tree.map_with_path(leaf, before, after)
 

@@ -20,7 +20,7 @@ _STEP_METRICS = ("phase", "grad_norm", "skipped", "skipped_in_a_row", "zero_grad
 class Returned(NamedTuple):
   """What a loss or an update returned."""
 
-  value: Any  # a scalar, or parameters
+  value: Any  # The scalar of a loss, or the parameters of an update.
   metrics: Mapping[str, Any]
   collections: Any
 
@@ -39,8 +39,9 @@ class PhaseLoss(LossFunction):
     key: jax.Array,
     extra: Mapping[str, Any],
   ) -> tuple[tuple[jax.Array, dict], Any]:
-    loss, metrics, collections = _call_loss(self.phase, params, batch, key, collections)
-    return (loss, jax.lax.stop_gradient({"loss": loss, **metrics})), collections
+    returned = _call_loss(self.phase, params, batch, key, collections)
+    metrics = {"loss": returned.value, **returned.metrics}
+    return (returned.value, jax.lax.stop_gradient(metrics)), returned.collections
 
   def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
     return jax.tree.map(lambda x: x / self.phase.accumulate, sums)
@@ -50,15 +51,27 @@ def check_divides(phase: Phase, batch: Any) -> None:
   """Raise UserError if a batch does not divide into the micro-batches of `phase`."""
   if phase.accumulate == 1:
     return
-  for x in jax.tree.leaves(batch):
-    if not jnp.ndim(x) or jnp.shape(x)[0] % phase.accumulate:
+  for leaf in jax.tree.leaves(batch):
+    shape = jnp.shape(leaf)
+    if not shape or shape[0] % phase.accumulate:
       raise UserError(
-        f"phase {phase.name}: a batch of shape {jnp.shape(x)} does not divide into "
+        f"phase {phase.name}: a batch of shape {shape} does not divide into "
         f"accumulate={phase.accumulate} parts along its first axis"
       )
 
 
-def _call_loss(phase: Phase, params: Any, batch: Any, key: jax.Array, collections: Any) -> Returned:
+def _call_loss(
+  phase: Phase,
+  params: Any,
+  batch: Any,
+  key: jax.Array,
+  collections: Any,
+) -> Returned:
+  """Call the loss of a phase.
+
+  Raises:
+    UserError: it returns something other than a scalar, metrics and collections.
+  """
   assert phase.loss is not None
   place = f"the loss of phase {phase.name}"
   given = _extra_arguments(phase.loss, key, collections, place)
@@ -70,8 +83,11 @@ def _call_loss(phase: Phase, params: Any, batch: Any, key: jax.Array, collection
         f"{place} takes (batch, params); it is called as loss(params, batch)"
       ) from error
     raise
-  parts = result if isinstance(result, tuple) else (result,)
-  returned = _returned(parts, "scalar", "collections" in given, collections, place)
+  parts = (result,)
+  if isinstance(result, tuple):
+    parts = result
+  takes_collections = "collections" in given
+  returned = _returned(parts, "scalar", takes_collections, collections, place)
   check_scalars({"loss": returned.value, **returned.metrics}, f"phase {phase.name}")
   check_unreserved(returned.metrics, _STEP_METRICS, f"phase {phase.name}")
   return returned
@@ -89,9 +105,13 @@ def call_update(
   place = f"the update of phase {phase.name}"
   given = _extra_arguments(phase.update, key, collections, place)
   result = phase.update(params, batch, **given)
+  # Parameters may be a tuple too.
   is_params = jax.tree.structure(result) == jax.tree.structure(params)
-  parts = result if isinstance(result, tuple) and not is_params else (result,)
-  returned = _returned(parts, "parameters", "collections" in given, collections, place)
+  parts = (result,)
+  if isinstance(result, tuple) and not is_params:
+    parts = result
+  takes_collections = "collections" in given
+  returned = _returned(parts, "parameters", takes_collections, collections, place)
   _check_like(returned.value, params, place)
   check_scalars(returned.metrics, f"phase {phase.name}")
   check_unreserved(returned.metrics, _STEP_METRICS, f"phase {phase.name}")
@@ -103,12 +123,16 @@ def _extra_arguments(
 ) -> dict[str, Any]:
   """The arguments beside (params, batch) that `function` takes."""
   takes = inspect.signature(function).parameters
-  if "collections" in takes and collections is None:
-    raise UserError(
-      f"{place} takes collections, and the state has none: give them to init(params, collections)"
-    )
-  given = {"key": key, "collections": collections}
-  return {name: value for name, value in given.items() if name in takes}
+  given = {}
+  if "key" in takes:
+    given["key"] = key
+  if "collections" in takes:
+    if collections is None:
+      raise UserError(
+        f"{place} takes collections, and the state has none: give them to init(params, collections)"
+      )
+    given["collections"] = collections
+  return given
 
 
 def _returns_scalar(
@@ -117,27 +141,39 @@ def _returns_scalar(
   """Whether a call of `loss` with these arguments returns a floating scalar."""
   try:
     result = loss(params, batch, **given)
-    value = result[0] if isinstance(result, tuple) else result
-    check_scalars({"loss": value}, "")
+    if isinstance(result, tuple):
+      result = result[0]
+    check_scalars({"loss": result}, "")
   except Exception:  # of any kind: the loss is not written for these arguments
     return False
   return True
 
 
 def _returned(
-  parts: tuple, value: str, takes_collections: bool, collections: Any, place: str
+  parts: tuple[Any, ...],
+  value: str,
+  takes_collections: bool,
+  collections: Any,
+  place: str,
 ) -> Returned:
-  """Name the 1 to 3 values that a function returned."""
-  form = f"{value}, {{name: scalar}}, collections" if takes_collections else value
-  if len(parts) > 3 or not parts or (takes_collections and len(parts) != 3):
-    raise UserError(f"{place} returns {len(parts)} values, not ({form})")
-  metrics = parts[1] if len(parts) > 1 else {}
+  """Name the 1 to 3 values that a function returned.
+
+  Args:
+    value: the word for the first of them, for messages.
+    collections: those that the function was given.
+  """
+  _check_count(len(parts), value, takes_collections, place)
+  metrics: Any = {}
+  if len(parts) > 1:
+    metrics = parts[1]
   if not isinstance(metrics, Mapping):
     raise UserError(
       f"{place} returns a {type(metrics).__name__} as its second value, not a dict of metrics: "
       f"return ({value}, {{name: scalar}})"
     )
-  updated = parts[2] if len(parts) > 2 else collections
+  updated = collections
+  if len(parts) > 2:
+    updated = parts[2]
   changed = set(paths_in(updated)) ^ set(paths_in(collections))
   if changed:
     raise UserError(
@@ -145,6 +181,18 @@ def _returned(
       f"{', '.join(sorted(changed)[:3])}"
     )
   return Returned(parts[0], metrics, updated)
+
+
+def _check_count(num_values: int, value: str, takes_collections: bool, place: str) -> None:
+  """Raise UserError if a function returned too few or too many values."""
+  if takes_collections:
+    is_valid = num_values == 3
+    form = f"{value}, {{name: scalar}}, collections"
+  else:
+    is_valid = 1 <= num_values <= 3
+    form = value
+  if not is_valid:
+    raise UserError(f"{place} returns {num_values} values, not ({form})")
 
 
 def _check_like(updated: Any, params: Any, place: str) -> None:
@@ -155,11 +203,12 @@ def _check_like(updated: Any, params: Any, place: str) -> None:
       f"{place} must return all parameters, or (parameters, {{name: scalar}}); they differ in "
       f"{', '.join(sorted(changed)[:3]) or 'their structure'}"
     )
+  paths = paths_in(params)
   old_leaves = jax.tree.leaves(params)
   new_leaves = jax.tree.leaves(updated)
-  for path, old, new in zip(paths_in(params), old_leaves, new_leaves, strict=True):
-    if jnp.shape(new) != jnp.shape(old) or jnp.result_type(new) != jnp.result_type(old):
-      raise UserError(
-        f"{place} returns {path} as {jax.typeof(new).str_short()}, not "
-        f"{jax.typeof(old).str_short()}"
-      )
+  for path, old, new in zip(paths, old_leaves, new_leaves, strict=True):
+    is_same_type = jnp.result_type(new) == jnp.result_type(old)
+    if not is_same_type or jnp.shape(new) != jnp.shape(old):
+      found = jax.typeof(new).str_short()
+      wanted = jax.typeof(old).str_short()
+      raise UserError(f"{place} returns {path} as {found}, not {wanted}")

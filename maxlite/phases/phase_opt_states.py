@@ -59,10 +59,13 @@ def init_opt_states(
       states differ; or an optimizer does not take these parameters.
   """
   states = {name: _init(name, tx, params) for name, tx in optimizers.items()}
+  owned = {}
   for name, state in states.items():
     owner = owners[name]
     _check_same(name, owner, labels, state, states[owner])
-  return PhaseOptStates({name: states[name] for name in states if owners[name] == name})
+    if owner == name:
+      owned[name] = state
+  return PhaseOptStates(owned)
 
 
 def _init(name: str, tx: optax.GradientTransformation, params: Any) -> optax.OptState:
@@ -79,10 +82,12 @@ def _check_same(
   name: str, owner: str, labels: Mapping[str, Labels], state: Any, owned: Any
 ) -> None:
   place = f"phase {name}: share_optimizer_state={owner}"
-  differ = set(trained_paths(labels[name])) ^ set(trained_paths(labels[owner]))
+  trained = set(trained_paths(labels[name]))
+  trained_by_owner = set(trained_paths(labels[owner]))
+  differ = sorted(trained ^ trained_by_owner)
   if differ:
-    raise UserError(
-      f"{place} trains other parameters; they differ in {', '.join(sorted(differ)[:3])}"
-    )
-  if jax.tree.map(jax.typeof, state) != jax.tree.map(jax.typeof, owned):
+    raise UserError(f"{place} trains other parameters; they differ in {', '.join(differ[:3])}")
+  types = jax.tree.map(jax.typeof, state)
+  owned_types = jax.tree.map(jax.typeof, owned)
+  if types != owned_types:
     raise UserError(f"{place} has an optimizer of another kind: give both the same kind")

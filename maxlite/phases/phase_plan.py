@@ -12,8 +12,9 @@ from maxlite.optim.labels import Labels, frozen_paths, labels_by_phase, split, u
 from maxlite.phases.phase_opt_states import owners_of
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 
-PhaseSpan = tuple[int, int, str]  # first and last step of a span, and its phase
-LOSS_NAMES = ("loss", "draft_loss", "total_loss")  # in a step's row
+PhaseSpan = tuple[int, int, str]  # The first and last step of a span, and its phase.
+LOSS_NAMES = ("loss", "draft_loss", "total_loss")  # Names in the row of a step.
+_NUM_SHOWN = 6  # Spans in the description of a schedule.
 
 
 class PhasePlan:
@@ -50,13 +51,17 @@ class PhasePlan:
 
     If any phase ends on a condition, their largest possible number.
     """
-    sharing = [each for each in self.phases if self.owners[each.name] == self.owners[phase.name]]
+    owner = self.owners[phase.name]
+    repeats = {}
+    for each in self.phases:
+      if self.owners[each.name] == owner:
+        repeats[each.name] = each.repeat_batch
     if any(each.until for each in self.phases):
-      return run_steps * max(each.repeat_batch for each in sharing)
-    repeats = {each.name: each.repeat_batch for each in sharing}
+      return run_steps * max(repeats.values())
     num_updates = 0
     for first, last, name in self.schedule.timeline(run_steps):
-      num_updates += (last - first + 1) * repeats.get(name, 0)
+      num_steps = last - first + 1
+      num_updates += num_steps * repeats.get(name, 0)
     return max(num_updates, 1)
 
   def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[PhaseSpan]:
@@ -71,9 +76,12 @@ class PhasePlan:
   def describe(self, num_steps: int, run_data: DataConfig) -> list[str]:
     """Lines on what each phase trains, and on the order of phases in `num_steps` steps."""
     lines = [self.describe_phase(phase, run_data) for phase in self.phases]
-    if spans := self.spans(num_steps):
-      shown = [f"{name} {first}-{last}" for first, last, name in spans[:6]]
-      lines.append(f"schedule: {', '.join(shown)}" + (", ..." if len(spans) > len(shown) else ""))
+    spans = self.spans(num_steps)
+    if spans:
+      shown = [f"{name} {first}-{last}" for first, last, name in spans[:_NUM_SHOWN]]
+      if len(spans) > _NUM_SHOWN:
+        shown.append("...")
+      lines.append(f"schedule: {', '.join(shown)}")
     return lines
 
   def describe_phase(self, phase: PhaseConfig, run_data: DataConfig) -> str:
@@ -90,7 +98,10 @@ class PhasePlan:
       line += f", with the optimizer state of {phase.share_optimizer_state}"
     own = flatten(phase.data)
     shared = flatten(run_data)
-    changed = [f"{key}={show(own[key])}" for key in DATA_KEYS if own[key] != shared[key]]
+    changed = []
+    for key in DATA_KEYS:
+      if own[key] != shared[key]:
+        changed.append(f"{key}={show(own[key])}")
     if changed:
       line += f", with {' '.join(changed)}"
     return line
@@ -111,12 +122,17 @@ def losses_by_phase(phase: PhaseConfig, row: Mapping[str, Any]) -> dict[str, Any
 def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[PhaseSpan]:
   """Derive spans from logged rows; each starts after the last row of the previous one."""
   spans: list[PhaseSpan] = []
-  for row in (row for row in rows if "phase" in row):
-    name, step = names[int(row["phase"])], int(row["step"])
-    if spans and spans[-1][2] == name:
-      spans[-1] = (spans[-1][0], step, name)
-    else:
-      spans.append((spans[-1][1] + 1 if spans else 1, step, name))
+  next_first = 1
+  for row in rows:
+    if "phase" not in row:
+      continue
+    name = names[int(row["phase"])]
+    step = int(row["step"])
+    first = next_first
+    if spans and spans[-1][2] == name:  # the span continues
+      first, _, _ = spans.pop()
+    spans.append((first, step, name))
+    next_first = step + 1
   return spans
 
 

@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +14,39 @@ from jax.sharding import NamedSharding
 from maxlite.config.errors import UserError
 from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
+from maxlite.step.train_state import Metrics
 from maxlite.step.train_step import ZERO_GRADIENTS
 
-Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+Step = Callable[[Any, Any], tuple[Any, Metrics]]
 MANY_PROGRAMS = 8
 
 
-def build_phase_step(step: Step, index: int, schedule: PhaseSchedule, owner: str | None) -> Step:
+def build_phase_step(
+  step: Step,
+  index: int,
+  schedule: PhaseSchedule,
+  owner: str | None,
+) -> Step:
   """Make `step`, which trains the parameters of one phase, a step of alternating training.
 
   It updates the optimizer state of the phase `owner` (None: none), advances the clock, and reports
   `phase`.
   """
 
-  def phase_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+  def phase_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
     states = state.opt_state
     clock = state.clock
-    own = None if owner is None else states.own[owner]
+    own = None
+    if owner is not None:
+      own = states.own[owner]
     state, metrics = step(state.replace(opt_state=own), batch)
     if owner is not None:
-      states = PhaseOptStates(states.own | {owner: state.opt_state})
+      changed = {owner: state.opt_state}
+      states = PhaseOptStates(states.own | changed)
     metrics["phase"] = jnp.array(index, jnp.int32)
     clock = schedule.advance(clock, index, metrics)
-    return state.replace(opt_state=states, clock=clock), metrics
+    state = state.replace(opt_state=states, clock=clock)
+    return state, metrics
 
   return phase_step
 
@@ -49,20 +59,33 @@ def repeat_on_batch(step: Step, num_times: int) -> Step:
   if num_times == 1:
     return step
 
-  def repeated(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+  def repeated(state: Any, batch: Any) -> tuple[Any, Metrics]:
     first = state.step
     rng = state.rng
 
-    def once(state: Any, time: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+    def once(state: Any, time: jax.Array) -> tuple[Any, Metrics]:
       key = jax.random.fold_in(jax.random.wrap_key_data(rng), time)
       state = state.replace(step=first, rng=jax.random.key_data(key))
       return step(state, batch)
 
-    state, metrics_N = jax.lax.scan(once, state, jnp.arange(num_times))
+    times = jnp.arange(num_times)
+    state, metrics_N = jax.lax.scan(once, state, times)
     metrics = jax.tree.map(lambda values_N: values_N[-1], metrics_N)
-    return state.replace(rng=rng), metrics
+    state = state.replace(rng=rng)
+    return state, metrics
 
   return repeated
+
+
+class _LatestStep(NamedTuple):
+  """The latest step that was dispatched."""
+
+  # The count of steps in the state that it returned, by whose identity the state is recognized.
+  count: jax.Array
+  # The position of the step.
+  position: Position
+  # Whether the step after it is its segment's last.
+  last: jax.Array
 
 
 class PhasePrograms:
@@ -96,22 +119,26 @@ class PhasePrograms:
     self.strategy, self.reason = _choose_strategy(strategy, list(batches.values()))
     self._schedule = schedule
     self._names = list(steps)
-    self._latest: tuple[jax.Array, Position, jax.Array] | None = None
+    self._latest: _LatestStep | None = None
     self._check_gradients = check_gradients
     self._checked: set[str] = set()
-    self._metrics = {name: _metric_names(steps[name], state, batches[name]) for name in steps}
+    self._metrics = {}
+    for name, step in steps.items():
+      self._metrics[name] = _metric_names(step, state, batches[name])
     if self.strategy == "switch":
       batch = next(iter(batches.values()))
       steps = {"switch": switch_step(steps, schedule, state, batch)}
       batches = {"switch": batch}
-    lowered = [_lower(step, state, batches[name], compiler_options) for name, step in steps.items()]
+    lowered = []
+    for name, step in steps.items():
+      lowered.append(_lower(step, state, batches[name], compiler_options))
     self.compiled = dict(zip(steps, compile_in_parallel(lowered), strict=True))
 
   def phase(self, state: Any) -> str:
     """The phase of the next step; waits for the device unless `step` returned `state`."""
     return self._names[self._schedule.phase_at(self._position(state))]
 
-  def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+  def step(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
     """Take a step of the phase that is due: (state, metrics).
 
     Raises:
@@ -119,7 +146,10 @@ class PhasePrograms:
     """
     position = self._position(state)
     name = self._names[self._schedule.phase_at(position)]
-    program = self.compiled["switch" if self.strategy == "switch" else name]
+    if self.strategy == "switch":
+      program = self.compiled["switch"]
+    else:
+      program = self.compiled[name]
     try:
       state, metrics, last = program(state, batch)
     except (TypeError, ValueError) as error:  # raised by JAX for arguments of another type
@@ -127,17 +157,21 @@ class PhasePrograms:
         f"phase {name} was compiled for another batch or state (shape, type or sharding): give "
         "compile() batches like those to come, in own_batches where phases differ"
       ) from error
-    self._latest = (state.clock.step, position, last)
+    self._latest = _LatestStep(state.clock.step, position, last)
     if name not in self._checked:
       self._checked.add(name)
-      if self._check_gradients is not None and ZERO_GRADIENTS in self._metrics[name]:
-        self._check_gradients(name, np.asarray(metrics[ZERO_GRADIENTS]))
+      self._check_first_step(name, metrics)
     reported = [key for key in self._metrics[name] if key != ZERO_GRADIENTS]
     return state, {key: metrics[key] for key in reported}
 
+  def _check_first_step(self, name: str, metrics: Mapping[str, jax.Array]) -> None:
+    if self._check_gradients is not None and ZERO_GRADIENTS in self._metrics[name]:
+      self._check_gradients(name, np.asarray(metrics[ZERO_GRADIENTS]))
+
   def _position(self, state: Any) -> Position:
-    if self._latest is not None and self._latest[0] is state.clock.step:
-      return self._schedule.follow(*self._latest[1:])
+    latest = self._latest
+    if latest is not None and latest.count is state.clock.step:
+      return self._schedule.follow(latest.position, latest.last)
     return self._schedule.position(state.clock)
 
 
@@ -149,11 +183,13 @@ def _metric_names(step: Step, state: Any, batch: Any) -> list[str]:
 def _lower(
   step: Step, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None
 ) -> jax.stages.Lowered:
-  """Lower a step that donates the state and keeps its shardings; None lets the compiler choose."""
+  """Lower a step that donates the state and keeps its shardings."""
 
   def sharding_of(leaf: Any) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
+    if isinstance(sharding, NamedSharding):
+      return sharding
+    return None  # the compiler chooses
 
   jitted = jax.jit(
     functools.partial(_with_last, step),
@@ -166,12 +202,14 @@ def _lower(
 
 def _choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
   """Choose (`separate` or `switch`, reason) for one batch per phase."""
-  same_batch = len({str(jax.tree.map(jax.typeof, batch)) for batch in batches}) == 1
+  types = {str(jax.tree.map(jax.typeof, batch)) for batch in batches}
+  same_batch = len(types) == 1
   if strategy == "switch" and not same_batch:
     raise UserError("phases whose batches differ cannot be one program: use strategy='separate'")
   if strategy != "auto":
     return strategy, "as configured"
-  platform, num_phases = jax.default_backend(), len(batches)
+  platform = jax.default_backend()
+  num_phases = len(batches)
   if not same_batch:
     return "separate", "the phases' batches differ"
   if platform == "cpu" or num_phases <= MANY_PROGRAMS:
@@ -191,27 +229,42 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
   Raises:
     UserError: metrics of one name have different shapes.
   """
+  shapes = _metric_shapes(steps, state, batch)
+
+  def branch(step: Step, state: Any, batch: Any) -> tuple[Any, Metrics]:
+    state, metrics = step(state, batch)
+    padded = {}
+    for key, shape in shapes.items():
+      padded[key] = jnp.zeros(shape.shape, shape.dtype)
+    padded |= metrics
+    return state, padded
+
+  branches = [functools.partial(branch, step) for step in steps.values()]
+
+  def switched(state: Any, batch: Any) -> tuple[Any, Metrics]:
+    phase = schedule.phase(state.clock)
+    return jax.lax.switch(phase, branches, state, batch)
+
+  return switched
+
+
+def _metric_shapes(
+  steps: Mapping[str, Step],
+  state: Any,
+  batch: Any,
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """The metrics of all phases. Raises UserError if two phases have different ones of one name."""
   shapes: dict[str, jax.ShapeDtypeStruct] = {}
   for name, step in steps.items():
-    for key, value in jax.eval_shape(step, state, batch)[1].items():
+    _, metrics = jax.eval_shape(step, state, batch)
+    for key, value in metrics.items():
       known = shapes.setdefault(key, value)
-      if (known.shape, known.dtype) != (value.shape, value.dtype):
+      if known.shape != value.shape or known.dtype != value.dtype:
         raise UserError(
           f"metric {key!r} of phase {name} is {value.str_short()}, of another {known.str_short()}: "
           "rename one of them, or use strategy='separate'"
         )
-
-  def branch(step: Step, state: Any, batch: Any) -> tuple[Any, dict]:
-    state, metrics = step(state, batch)
-    zeros = {key: jnp.zeros(shape.shape, shape.dtype) for key, shape in shapes.items()}
-    return state, zeros | metrics
-
-  branches = [functools.partial(branch, step) for step in steps.values()]
-
-  def switched(state: Any, batch: Any) -> tuple[Any, dict]:
-    return jax.lax.switch(schedule.phase(state.clock), branches, state, batch)
-
-  return switched
+  return shapes
 
 
 def compile_for_batches(step: Any, state: Any, batches: Sequence[Any]) -> Step:
@@ -221,7 +274,7 @@ def compile_for_batches(step: Any, state: Any, batches: Sequence[Any]) -> Step:
   for batch, program in zip(batches, programs, strict=True):
     by_shape[_shapes_of(batch)] = program
 
-  def fitting(state: Any, batch: Any) -> tuple[Any, dict]:
+  def fitting(state: Any, batch: Any) -> tuple[Any, Metrics]:
     return by_shape[_shapes_of(batch)](state, batch)
 
   return fitting

@@ -16,6 +16,16 @@ from flax import struct
 from maxlite.config.errors import UserError
 
 
+class ConditionResult(NamedTuple):
+  """A condition after a step."""
+
+  met: jax.Array
+  # The lowest value so far.
+  best: jax.Array
+  # The number of steps since then.
+  stale: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Plateau:
   """End a phase when its metric has not fallen by `min_delta` for `patience` steps."""
@@ -25,11 +35,12 @@ class Plateau:
   max_steps: int
   min_delta: float = 0.0
 
-  def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> tuple:
-    """Return (whether it is met, lowest value so far, steps since then)."""
-    better = value < best - self.min_delta
-    stale = jnp.where(better, 0, stale + 1)
-    return stale >= self.patience, jnp.where(better, value, best), stale
+  def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> ConditionResult:
+    """Compare a step's metric with the lowest so far."""
+    is_better = value < best - self.min_delta
+    stale = jnp.where(is_better, 0, stale + 1)
+    best = jnp.where(is_better, value, best)
+    return ConditionResult(stale >= self.patience, best, stale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +56,31 @@ class Threshold:
     if (self.below is None) == (self.above is None):
       raise UserError(f"Threshold of {self.metric!r} needs below= or above=, one of the two")
 
-  def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> tuple:
-    """Return (whether it is met, `best` and `stale` unchanged)."""
-    met = value < self.below if self.above is None else value > self.above
-    return met, best, stale
+  def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> ConditionResult:
+    """Compare a step's metric with the value; `best` and `stale` stay as they are."""
+    if self.above is None:
+      met = value < self.below
+    else:
+      met = value > self.above
+    return ConditionResult(met, best, stale)
 
 
 @struct.dataclass
 class PhaseClock:
   """Position in the schedule, before the next step."""
 
-  step: jax.Array  # steps taken by all phases
+  # The number of steps taken by all phases.
+  step: jax.Array
   segment: jax.Array
   step_in_segment: jax.Array
-  last: jax.Array  # whether the next step is the segment's last
-  round: jax.Array  # complete cycles
-  taken_P: jax.Array  # steps taken by each phase
-  best: jax.Array  # state of the segment's condition
+  # Whether the next step is the segment's last.
+  last: jax.Array
+  # The number of complete cycles.
+  round: jax.Array
+  # The number of steps taken by each phase.
+  taken_P: jax.Array
+  # The state of the segment's condition.
+  best: jax.Array
   stale: jax.Array
 
 
@@ -97,8 +116,10 @@ class PhaseSchedule:
     self._until: list[Plateau | Threshold | None] = []  # by phase
     cycle = []
     for phase, ends in enumerate(lengths.values()):
-      until = ends if isinstance(ends, Plateau | Threshold) else None
-      self._until.append(until)
+      if isinstance(ends, Plateau | Threshold):
+        self._until.append(ends)
+      else:
+        self._until.append(None)
       if ends is not None:
         cycle.append((phase, _max_steps(ends)))
     self._num_initial = len(initial)
@@ -132,52 +153,67 @@ class PhaseSchedule:
     """
     met, best, stale = self._condition(clock, phase, metrics)
     num_segments = len(self._segments)
-    wraps = clock.last & (clock.segment + 1 == num_segments)
-    following = jnp.where(wraps, self._num_initial, clock.segment + 1)
+    next_segment = clock.segment + 1
+    wraps = clock.last & (next_segment == num_segments)
+    following = jnp.where(wraps, self._num_initial, next_segment)
     segment = jnp.where(clock.last, following, clock.segment)
     step_in_segment = jnp.where(clock.last, 0, clock.step_in_segment + 1)
     lengths = jnp.array([length for _, length in self._segments], jnp.int32)
+    is_at_length = step_in_segment + 1 == lengths[segment]
+    is_met = met & ~clock.last
     return PhaseClock(
       step=clock.step + 1,
       segment=segment,
       step_in_segment=step_in_segment,
-      last=(step_in_segment + 1 == lengths[segment]) | (met & ~clock.last),
+      last=is_at_length | is_met,
       round=clock.round + wraps.astype(jnp.int32),
       taken_P=clock.taken_P.at[phase].add(1),
       best=jnp.where(clock.last, jnp.inf, best),
       stale=jnp.where(clock.last, 0, stale),
     )
 
-  def _condition(self, clock: PhaseClock, phase: int, metrics: Mapping[str, Any]) -> tuple:
+  def _condition(
+    self,
+    clock: PhaseClock,
+    phase: int,
+    metrics: Mapping[str, Any],
+  ) -> ConditionResult:
+    """Update the condition that ends the phase; without one, it is never met."""
     until = self._until[phase]
     if until is None:
-      return jnp.array(False), clock.best, clock.stale
+      return ConditionResult(jnp.array(False), clock.best, clock.stale)
     if until.metric not in metrics:
       raise UserError(
         f"phase {self.names[phase]} waits for the metric {until.metric!r}, which its loss does not "
         f"report; it reports {', '.join(metrics)}"
       )
     value = metrics[until.metric].astype(jnp.float32)
-    met, best, stale = until.update(value, clock.best, clock.stale)
-    return met & (clock.segment >= self._num_initial), best, stale
+    result = until.update(value, clock.best, clock.stale)
+    is_in_cycle = clock.segment >= self._num_initial
+    return result._replace(met=result.met & is_in_cycle)
 
   def position(self, clock: PhaseClock) -> Position:
     """Copy the position from the clock; waits for the device."""
-    at = jax.device_get((clock.segment, clock.step_in_segment, clock.last))
-    return Position(int(at[0]), int(at[1]), bool(at[2]))
+    segment, step, last = jax.device_get((clock.segment, clock.step_in_segment, clock.last))
+    return Position(int(segment), int(step), bool(last))
 
   def follow(self, position: Position, last: jax.Array) -> Position:
     """The position after one more step; `last` is from the clock after that step.
 
     Waits for the device only if `position.last` depends on a metric.
     """
-    segment, step = position.segment, position.step_in_segment + 1
+    segment = position.segment
+    step = position.step_in_segment + 1
     if bool(position.last):
-      segment, step = segment + 1, 0
-      segment = self._num_initial if segment == len(self._segments) else segment
+      segment += 1
+      step = 0
+      if segment == len(self._segments):
+        segment = self._num_initial
     phase, length = self._segments[segment]
-    waits = segment >= self._num_initial and self._until[phase] is not None
-    return Position(segment, step, last if waits else step + 1 == length)
+    is_in_cycle = segment >= self._num_initial
+    if is_in_cycle and self._until[phase] is not None:
+      return Position(segment, step, last)
+    return Position(segment, step, step + 1 == length)
 
   def phase_at(self, position: Position) -> int:
     """Index of the next step's phase."""
@@ -194,16 +230,20 @@ class PhaseSchedule:
         raise UserError(f"phase {name} ends on a condition: the timeline is not known in advance")
     cycle = itertools.cycle(self._segments[self._num_initial :])
     segments = itertools.chain(self._segments, cycle)
-    spans, first = [], 1
+    spans = []
+    first = 1
     while first <= num_steps:
       phase, length = next(segments)
-      spans.append((first, min(first + length - 1, num_steps), self.names[phase]))
+      last = min(first + length - 1, num_steps)
+      spans.append((first, last, self.names[phase]))
       first += length
     return spans
 
 
 def _max_steps(ends: int | Plateau | Threshold) -> int:
-  return ends.max_steps if isinstance(ends, Plateau | Threshold) else ends
+  if isinstance(ends, Plateau | Threshold):
+    return ends.max_steps
+  return ends
 
 
 def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:

@@ -9,7 +9,15 @@ from maxlite.optim.labels import Labels, merge, split
 from maxlite.phases.phase import Phase
 from maxlite.phases.phase_functions import call_update
 from maxlite.step.train_state import TrainState
-from maxlite.step.train_step import SkipRule, Step, count_skipped, select, step_key, update_ema
+from maxlite.step.train_step import (
+  SkipRule,
+  Step,
+  StepResult,
+  count_skipped,
+  select,
+  step_key,
+  update_ema,
+)
 
 
 def build_update_step(phase: Phase, labels: Labels, ema_decay: float, skip: SkipRule) -> Step:
@@ -18,7 +26,7 @@ def build_update_step(phase: Phase, labels: Labels, ema_decay: float, skip: Skip
   Values that are not finite are not taken; the step then counts as skipped.
   """
 
-  def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+  def step(state: TrainState, batch: Any) -> StepResult:
     returned = call_update(phase, state.params, batch, step_key(state), state.collections)
     old, frozen = split(state.params, labels)
     new, _ = split(returned.value, labels)

@@ -39,4 +39,6 @@ def shown_paths(paths: Collection[str]) -> str:
   listed = sorted(paths)
   more = len(listed) - _NUM_SHOWN
   shown = ", ".join(listed[:_NUM_SHOWN])
-  return f"{shown} and {more} more" if more > 0 else shown
+  if more > 0:
+    return f"{shown} and {more} more"
+  return shown
