@@ -15,13 +15,19 @@ def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
   """Divergence of the draft heads from the main head's prediction of the same token."""
   # Draft states are shifted to the position where the main head predicts the same token, so its
   # logits, computed once, serve all draft heads.
-  weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, hidden.y_BTJD.shape[2])
-  y_BTJD, shifted_BTJ = _shift_right(hidden.y_BTJD), _shift_right(weight_BTJ)
-  rest = (cfg.logits_chunk_tokens, sharder, hidden.soft_cap)
-  nll, logits_z, loss = distillation_sums(
-    hidden.x_BTD, y_BTJD, hidden.w_DV, batch, shifted_BTJ, *rest
+  num_heads = hidden.y_BTJD.shape[2]
+  weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads)
+  nll, logits_z, divergence = distillation_sums(
+    hidden.x_BTD,
+    _shift_right(hidden.y_BTJD),
+    hidden.w_DV,
+    batch,
+    _shift_right(weight_BTJ),
+    cfg.logits_chunk_tokens,
+    sharder,
+    hidden.soft_cap,
   )
-  draft = DraftSums(jnp.sum(weight_BTJ), loss)
+  draft = DraftSums(jnp.sum(weight_BTJ), divergence)
   return Sums(jnp.sum(batch.weight_BT), nll, logits_z, hidden.layers, draft)
 
 
@@ -31,10 +37,17 @@ def next_token_and_draft(
   """Cross-entropy of the main head and of the draft heads against the tokens they predict."""
   num_heads = hidden.y_BTJD.shape[2]
   weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads)
-  targets_BTJ = shift_left(batch.targets_BT, num_heads)
-  rest = (cfg.logits_chunk_tokens, sharder, hidden.soft_cap)
-  nll, _ = cross_entropy_sums(hidden.y_BTJD, hidden.w_DV, targets_BTJ, weight_BTJ, *rest)
-  return next_token(hidden, batch, cfg, sharder).replace(draft=DraftSums(jnp.sum(weight_BTJ), nll))
+  draft_nll, _ = cross_entropy_sums(
+    hidden.y_BTJD,
+    hidden.w_DV,
+    shift_left(batch.targets_BT, num_heads),
+    weight_BTJ,
+    cfg.logits_chunk_tokens,
+    sharder,
+    hidden.soft_cap,
+  )
+  sums = next_token(hidden, batch, cfg, sharder)
+  return sums.replace(draft=DraftSums(jnp.sum(weight_BTJ), draft_nll))
 
 
 def _shift_right(x_BTJ: jax.Array) -> jax.Array:
@@ -42,8 +55,9 @@ def _shift_right(x_BTJ: jax.Array) -> jax.Array:
 
   What passes the end of the row wraps around to its start, where the shifted weights are 0.
   """
-  heads = range(x_BTJ.shape[2])
-  return jnp.stack([jnp.roll(x_BTJ[:, :, j], 1 + j, axis=1) for j in heads], axis=2)
+  num_heads = x_BTJ.shape[2]
+  shifted = [jnp.roll(x_BTJ[:, :, j], 1 + j, axis=1) for j in range(num_heads)]
+  return jnp.stack(shifted, axis=2)
 
 
 def _combine_match(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
