@@ -34,10 +34,6 @@ MIN_LINES, PACKAGE_TOLERANCE = 300, 1.25
 DENSE: dict[str, float] = {
   "maxlite": 1.83,
   "kernels": 4.06,
-  "phases": 1.53,
-  "runs": 5.99,
-  "step": 7.93,
-  "training": 5.82,
 }
 # Folders in which every file implements the same interface: their file names may repeat elsewhere.
 REGISTRY_FOLDERS = ("kernels/*", "layers/moe/dispatch", "hf/families", "config/schema")
