@@ -27,7 +27,7 @@ class Unembedding(NamedTuple):
   soft_cap: float
 
 
-class Prediction(NamedTuple):
+class PredictionHead(NamedTuple):
   """The states of a model at every position, and its unembedding."""
 
   x_BTD: jax.Array
@@ -98,8 +98,8 @@ def distillation_sums(
 
 
 def teacher_sums(
-  student: Prediction,
-  teachers: Sequence[Prediction],
+  student: PredictionHead,
+  teachers: Sequence[PredictionHead],
   batch: Batch,
   cfg: TrainingConfig,
   sharder: Sharder,

@@ -22,7 +22,7 @@ from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_report import memory_lines
 from maxlite.runs.open_run import open_weights
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.training.cross_entropy import Prediction, Unembedding, teacher_sums
+from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
 from maxlite.training.loss import Sums
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.trainer import build_trainer
@@ -70,7 +70,7 @@ def divergence(models, batch, degrees, **keys):
   training = dataclasses.replace(config_of(logits_chunk_tokens=27).training, **keys)
 
   def loss(models):
-    student, *teachers = (Prediction(m["x"], Unembedding(m["w"], 0.0)) for m in models)
+    student, *teachers = (PredictionHead(m["x"], Unembedding(m["w"], 0.0)) for m in models)
     return teacher_sums(student, teachers, batch, training, sharder_on(degrees))[2]
 
   return jax.jit(jax.value_and_grad(loss))(models)

@@ -22,7 +22,7 @@ from maxlite.metrics.waits import report_wait
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 from maxlite.step.train_state import Metrics
-from maxlite.training.cross_entropy import Prediction, Unembedding, teacher_sums
+from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
 from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.model_weights import ModelWeights, open_weights_of
@@ -143,8 +143,8 @@ def distill(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder)
   )
 
 
-def _prediction(hidden: Hidden) -> Prediction:
-  return Prediction(hidden.x_BTD, Unembedding(hidden.w_DV, hidden.soft_cap))
+def _prediction(hidden: Hidden) -> PredictionHead:
+  return PredictionHead(hidden.x_BTD, Unembedding(hidden.w_DV, hidden.soft_cap))
 
 
 def _combine_distill(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, Metrics]:
