@@ -27,7 +27,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import jax  # noqa: E402
 
-pytest_plugins = ("object_store",)
+pytest_plugins = ("object_store", "run_fixtures")
 MAPPINGS = Path("/proc/self/maps")
 
 

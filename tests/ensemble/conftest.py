@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE / "run"), str(HERE.parent / "training")]
+sys.path += [str(HERE / "run")]

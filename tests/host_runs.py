@@ -11,7 +11,7 @@ from pathlib import Path
 from tiny import KEYS
 from tiny_run import keys_in
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LOCAL = ROOT / "tools/launch/local.py"
 
 

@@ -1,0 +1,55 @@
+"""Fixtures of tests that train: compiler settings, a shared finished run, and folders for runs."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session")
+def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A folder for compiled programs: one per worker, since JAX writes entries in place."""
+  return tmp_path_factory.mktemp("jax_cache")
+
+
+@pytest.fixture(scope="session")
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def finished(runs_folder: Path, program_cache: Path) -> tuple[Path, str]:
+  """(folder, output) of an uninterrupted run; tests must not modify it."""
+  # Imported here, since most tests need no run.
+  from tiny import fast_compilation
+  from tiny_run import start
+
+  folder = runs_folder / "finished"
+  with fast_compilation(program_cache):
+    code, output = start(folder, plots=True)
+  assert code == 0
+  return folder, output
+
+
+@pytest.fixture
+def folder(runs_folder: Path, request: pytest.FixtureRequest) -> Path:
+  """A separate folder for this test."""
+  return runs_folder / request.node.name
+
+
+@pytest.fixture
+def copy(finished: tuple[Path, str], folder: Path) -> Path:
+  """A copy of the finished run, which the test may damage."""
+  return shutil.copytree(finished[0], folder)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+  """Compiles with XLA's optimizations, which tests of compiled programs need."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.values[name]
+  jax.config.update(name, False)
+  yield
+  jax.config.update(name, before)
