@@ -14,6 +14,14 @@ from maxlite.training.cross_entropy import chunks
 from maxlite.training.trainer import Trainer
 
 
+class _Chunk(NamedTuple):
+  """The final states of some positions of all rows, their targets and weights."""
+
+  x_BtD: jax.Array
+  targets_Bt: jax.Array
+  weight_Bt: jax.Array
+
+
 def loss_row(sums_X: np.ndarray) -> dict[str, Any]:
   """The sums of `document_losses` by name, and bits per byte."""
   num_tokens, num_bytes, nll, *ema_nll = sums_X.tolist()
@@ -58,12 +66,17 @@ def document_losses(
     batch = trainer.place(host_batch)
     columns = [step(params, batch)]
     if averages is not None:
-      columns.append(step(averages, batch)[:, -1:])
-    sums.append(np.concatenate(jax.device_get(columns), axis=1)[: len(document_B)])
+      of_averages = step(averages, batch)
+      columns.append(of_averages[:, -1:])
+    num_rows = len(document_B)  # without those that fill the last batch
+    sums_BX = np.concatenate(jax.device_get(columns), axis=1)
+    sums.append(sums_BX[:num_rows])
     documents.append(document_B)
   document_N = np.concatenate(documents)
-  sums_DX = np.zeros((document_N[-1] + 1, sums[0].shape[1]))
-  np.add.at(sums_DX, document_N, np.concatenate(sums))
+  sums_NX = np.concatenate(sums)
+  num_documents = document_N[-1] + 1
+  sums_DX = np.zeros((num_documents, sums_NX.shape[1]))
+  np.add.at(sums_DX, document_N, sums_NX)
   return sums_DX
 
 
@@ -91,8 +104,10 @@ def row_sums(
 
   def sums(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     logits_BtV = model.apply({"params": params}, chunk.x_BtD, method=model.logits)
-    target_Bt1 = jnp.take_along_axis(logits_BtV, chunk.targets_Bt[..., None], axis=-1)
-    nll_Bt = jax.nn.logsumexp(logits_BtV, axis=-1) - target_Bt1[..., 0]
+    targets_Bt1 = chunk.targets_Bt[..., None]
+    target_Bt1 = jnp.take_along_axis(logits_BtV, targets_Bt1, axis=-1)
+    partition_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
+    nll_Bt = partition_Bt - target_Bt1[..., 0]
     is_argmax_Bt = jnp.argmax(logits_BtV, axis=-1) == chunk.targets_Bt
     is_target_Bt = chunk.weight_Bt > 0
     nll_B = jnp.sum(nll_Bt, axis=1, where=is_target_Bt)
@@ -102,11 +117,3 @@ def row_sums(
   whole = _Chunk(x_BTD, batch.targets_BT, batch.weight_BT)
   by_chunk = jax.lax.map(sums, jax.tree.map(divide, whole))
   return jax.tree.map(lambda sums_NB: jnp.sum(sums_NB, axis=0), by_chunk)
-
-
-class _Chunk(NamedTuple):
-  """The final states of some positions of all rows, their targets and weights."""
-
-  x_BtD: jax.Array
-  targets_Bt: jax.Array
-  weight_Bt: jax.Array

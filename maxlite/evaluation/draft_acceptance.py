@@ -17,7 +17,12 @@ from maxlite.training.cross_entropy import chunks
 from maxlite.training.loss import Hidden
 
 
-def acceptance_sums(hidden: Hidden, batch: Batch, chunk_tokens: int, sharder: Sharder) -> dict:
+def acceptance_sums(
+  hidden: Hidden,
+  batch: Batch,
+  chunk_tokens: int,
+  sharder: Sharder,
+) -> dict[str, jax.Array]:
   """Count `accepted_J` and `drafts_J` by head, and `chains` with their accepted `length`.
 
   A chain starts wherever all heads have a token of the same document to predict.
@@ -28,48 +33,68 @@ def acceptance_sums(hidden: Hidden, batch: Batch, chunk_tokens: int, sharder: Sh
   own_BT = argmax_token(hidden.x_BTD, hidden.w_DV, chunk_tokens, sharder)
   drafted_BTJ = argmax_token(hidden.y_BTJD, hidden.w_DV, chunk_tokens, sharder)
   num_heads = drafted_BTJ.shape[-1]
-  counts_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads) > 0
-  agrees_BTJ = (drafted_BTJ == shift_left(own_BT, num_heads)) & counts_BTJ
-  whole_BT = jnp.all(counts_BTJ, axis=-1)
-  length_BT = jnp.sum(jnp.cumprod(agrees_BTJ.astype(jnp.int32), axis=-1), axis=-1)
+  weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads)
+  counts_BTJ = weight_BTJ > 0
+  expected_BTJ = shift_left(own_BT, num_heads)
+  agrees_BTJ = (drafted_BTJ == expected_BTJ) & counts_BTJ
+  is_chain_BT = jnp.all(counts_BTJ, axis=-1)
+  # 1 for every draft before the first rejected one.
+  accepted_BTJ = jnp.cumprod(agrees_BTJ.astype(jnp.int32), axis=-1)
+  length_BT = jnp.sum(accepted_BTJ, axis=-1)
   return {
     "accepted_J": jnp.sum(agrees_BTJ, axis=(0, 1)),
     "drafts_J": jnp.sum(counts_BTJ, axis=(0, 1)),
-    "length": jnp.sum(length_BT, where=whole_BT),
-    "chains": jnp.sum(whole_BT),
+    "length": jnp.sum(length_BT, where=is_chain_BT),
+    "chains": jnp.sum(is_chain_BT),
   }
 
 
 def argmax_token(x: jax.Array, w_DV: jax.Array, chunk_tokens: int, sharder: Sharder) -> jax.Array:
   """The token with the largest logit for each state of x [B, T, ..., D]; the first of equals."""
   vocab_axes = sharder.mesh_axes("vocab")
-  names = ("activation_batch", "activation_length", *(None,) * (x.ndim - 3))
+  embed_axes = sharder.mesh_axes("embed")
+  num_others = x.ndim - 3
+  token_names = ("activation_batch", "activation_length", *(None,) * num_others)
+  state_names = (*token_names, None)
 
   def local(x: jax.Array, w_dv: jax.Array) -> jax.Array:
-    w_Dv = gather_weight(w_dv, x.dtype, sharder.mesh_axes("embed"), 0)
-    x_TD = x.reshape(-1, x.shape[-1])
+    *token_shape, width = x.shape
+    w_Dv = gather_weight(w_dv, x.dtype, embed_axes, 0)
+    x_TD = x.reshape(-1, width)
     num_tokens = len(x_TD)
-    by_chunk = chunks(x_TD, min(chunk_tokens, num_tokens))
-    token_Nt = jax.lax.map(lambda x_tD: _argmax_token(x_tD, w_Dv, vocab_axes), by_chunk)
+    x_NtD = chunks(x_TD, min(chunk_tokens, num_tokens))
+
+    def find(x_tD: jax.Array) -> jax.Array:
+      return _argmax_token(x_tD, w_Dv, vocab_axes)
+
+    token_Nt = jax.lax.map(find, x_NtD)
     token_T = token_Nt.reshape(-1)[:num_tokens]
-    return token_T.reshape(x.shape[:-1])
+    return token_T.reshape(token_shape)
 
   sharded = jax.shard_map(
     local,
     mesh=sharder.mesh,
-    in_specs=(sharder.spec((*names, None)), sharder.spec(("embed", "vocab"))),
-    out_specs=sharder.spec(names),
+    in_specs=(sharder.spec(state_names), sharder.spec(("embed", "vocab"))),
+    out_specs=sharder.spec(token_names),
     check_vma=sharder.check_vma,
   )
   return sharded(x, w_DV)
 
 
-def _argmax_token(x_TD: jax.Array, w_DV: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
+def _argmax_token(
+  x_TD: jax.Array,
+  w_DV: jax.Array,
+  vocab_axes: tuple[str, ...],
+) -> jax.Array:
   """The token of each state, on the shard that has some columns of the unembedding."""
-  logits_TV = matmul(x_TD, w_DV, np.promote_types(x_TD.dtype, jnp.float32))
-  first = jax.lax.axis_index(vocab_axes) * w_DV.shape[1]
+  accumulator = np.promote_types(x_TD.dtype, jnp.float32)
+  logits_TV = matmul(x_TD, w_DV, accumulator)
+  num_columns = w_DV.shape[1]
+  first = jax.lax.axis_index(vocab_axes) * num_columns
   top_T = jnp.max(logits_TV, axis=-1)
   token_T = first + jnp.argmax(logits_TV, axis=-1)
   is_top_T = top_T == pmax(top_T, vocab_axes)
   # The smallest of equals is the largest of their negatives.
-  return -pmax(jnp.where(is_top_T, -token_T, np.iinfo(np.int32).min), vocab_axes)
+  lowest = np.iinfo(np.int32).min
+  negative_T = jnp.where(is_top_T, -token_T, lowest)
+  return -pmax(negative_T, vocab_axes)

@@ -102,15 +102,19 @@ def _total(sums: Iterable[Sums]) -> Sums:
 
 def _results(sums: Sums) -> dict[str, float]:
   """The results of one set of parameters."""
+  nll = float(sums["nll"])
+  num_bytes = float(sums["num_bytes"])
   results = {"eval_loss": float(sums["nll"] / sums["weight"])}
-  if sums["num_bytes"]:
-    results["eval_bits_per_byte"] = bits_per_byte(float(sums["nll"]), float(sums["num_bytes"]))
+  if num_bytes:
+    results["eval_bits_per_byte"] = bits_per_byte(nll, num_bytes)
   drafts = sums.get("draft")
   if drafts:
-    shares_J = drafts["accepted_J"] / np.maximum(drafts["drafts_J"], 1)
+    num_drafts_J = np.maximum(drafts["drafts_J"], 1)
+    shares_J = drafts["accepted_J"] / num_drafts_J
     for j, share in enumerate(shares_J, start=1):
       results[f"eval_acceptance_{j}"] = float(share)
-    results["eval_accepted_length"] = float(drafts["length"] / np.maximum(drafts["chains"], 1))
+    num_chains = np.maximum(drafts["chains"], 1)
+    results["eval_accepted_length"] = float(drafts["length"] / num_chains)
   return results
 
 
