@@ -1,4 +1,4 @@
-"""The phases of a config: several objectives, each for some of the parameters, taken in turns."""
+"""The phases of a config: several objectives, each for some of the parameters, that alternate."""
 
 import functools
 import re
