@@ -72,7 +72,10 @@ setup(
     "serve": ["starlette>=0.49", "uvicorn>=0.38"],
     # JAX's own extras, which install the compilers that match its version.
     "tpu": ["jax[tpu]>=0.10.2"],
-    "cuda": ["jax[cuda13]>=0.10.2"],
+    "cuda": [
+      "jax[cuda13]>=0.10.2",
+      "tokamax>=0.0.17; python_version >= '3.12'",  # its earlier versions lack kernels and fixes
+    ],
     "lm_eval": ["lm_eval>=0.4.13"],
     "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],
     "browser": ["selenium>=4.45"],
@@ -93,6 +96,7 @@ setup(
       "uvicorn>=0.38",
       "openai>=2",
       "setuptools>=77",
+      "tokamax>=0.0.17; python_version >= '3.12'",
       "s3fs>=2025.9",
       "moto[s3]>=5.1",
       "flask>=3",

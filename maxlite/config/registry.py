@@ -280,21 +280,45 @@ DISPATCHES = Registry(
   dense="maxlite.layers.moe.dispatch.dense:DISPATCH",
   capacity="maxlite.layers.moe.dispatch.capacity:DISPATCH",
 )
-# attention: see kernels/attention/api.py.
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionEntry(Entry):
+  """A backend of attention; see kernels/attention/api.py."""
+
+  has_sinks: bool = True
+  has_soft_cap: bool = True
+  # It computes in 16-bit types only.
+  is_narrow: bool = False
+
+
+# attention
 ATTENTION_BACKENDS = Registry(
-  Entry,
+  AttentionEntry,
   reference="maxlite.kernels.attention.reference:attention",
   chunked="maxlite.kernels.attention.chunked:attention",
-  dot_product="maxlite.kernels.attention.dot_product:attention",
+  dot_product=AttentionEntry(
+    "maxlite.kernels.attention.dot_product:attention",
+    has_sinks=False,
+    has_soft_cap=False,
+  ),
   splash="maxlite.kernels.attention.splash:attention",
-  triton="maxlite.kernels.attention.triton:attention",
-  cudnn="maxlite.kernels.attention.dot_product:cudnn_attention",
+  cudnn=AttentionEntry(
+    "maxlite.kernels.attention.dot_product:cudnn_attention",
+    has_sinks=False,
+    has_soft_cap=False,
+    is_narrow=True,
+  ),
+  tokamax=AttentionEntry(
+    "maxlite.kernels.attention.tokamax:attention",
+    has_sinks=False,
+    is_narrow=True,
+  ),
 )
 # Those that can merge results over several sets of keys, for ring attention.
 PARTIAL_ATTENTION_BACKENDS = Registry(
   Entry,
   chunked="maxlite.kernels.attention.chunked:PARTIAL_ATTENTION",
-  triton="maxlite.kernels.attention.triton:PARTIAL_ATTENTION",
 )
 # grouped_matmul: see kernels/grouped_matmul/api.py.
 GROUPED_MATMUL_BACKENDS = Registry(
@@ -302,8 +326,8 @@ GROUPED_MATMUL_BACKENDS = Registry(
   reference="maxlite.kernels.grouped_matmul.reference:grouped_matmul",
   tiled="maxlite.kernels.grouped_matmul.tiled:grouped_matmul",
   megablox="maxlite.kernels.grouped_matmul.megablox:grouped_matmul",
-  triton="maxlite.kernels.grouped_matmul.triton:grouped_matmul",
   ragged_dot="maxlite.kernels.grouped_matmul.ragged_dot:grouped_matmul",
+  tokamax="maxlite.kernels.grouped_matmul.tokamax:grouped_matmul",
 )
 
 

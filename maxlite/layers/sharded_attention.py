@@ -17,7 +17,13 @@ import jax.numpy as jnp
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
-from maxlite.kernels.attention.api import ROW_MULTIPLES, WITHOUT_VMA, attention, resolve_backend
+from maxlite.kernels.attention.api import (
+  ROW_MULTIPLES,
+  WITHOUT_VMA,
+  AttentionFeatures,
+  attention,
+  resolve_backend,
+)
 from maxlite.layers.attention_shard import AttentionOptions, ShardOperands
 from maxlite.layers.ring_attention import ring_attention
 from maxlite.sharding import ROWS, Sharder
@@ -25,6 +31,27 @@ from maxlite.sharding.collectives import from_zigzag, pvary, to_zigzag, zigzag_c
 
 # (mesh axes of the context, operands, options) -> o_bthc of the shard's positions
 Strategy = Callable[[tuple[str, ...], ShardOperands, AttentionOptions], jax.Array]
+
+
+def attention_backend(cfg: ModelConfig, sharder: Sharder) -> str:
+  """The backend of attention that `cfg` selects on the mesh's devices.
+
+  Raises:
+    UserError: there is no such backend.
+  """
+  num_channels = cfg.head_dim
+  if cfg.family.latent_attention:
+    key_channels = cfg.mla.qk_nope_head_dim + cfg.mla.qk_rope_head_dim
+    num_channels = max(key_channels, cfg.mla.v_head_dim)
+  is_sharded = bool(sharder.mesh_axes("activation_length"))
+  features = AttentionFeatures(
+    dtype=cfg.dtype,
+    num_channels=num_channels,
+    has_soft_cap=cfg.attn_logits_soft_cap > 0,
+    has_sinks=cfg.family.sinks,
+    merges_keys=is_sharded and cfg.context_parallel_strategy == "ring",
+  )
+  return resolve_backend(cfg.attention, sharder.hardware, features)
 
 
 def attend(
@@ -55,7 +82,7 @@ def attend(
   context = sharder.mesh_axes("activation_length")
   strategy = cfg.context_parallel_strategy if context else "all_gather"
   options = AttentionOptions(
-    backend=resolve_backend(cfg.attention, sharder.platform),
+    backend=attention_backend(cfg, sharder),
     block_q=cfg.attention_block_q,
     scale=scale,
     soft_cap=soft_cap,

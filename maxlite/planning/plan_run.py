@@ -21,7 +21,7 @@ from maxlite.planning.hlo_cost import filled_shares, matmul_flops
 from maxlite.planning.hlo_traffic import hbm_traffic
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_report import CompiledMemory
-from maxlite.planning.plan_target import PlanTarget, build_target
+from maxlite.planning.plan_target import PlanTarget, build_target, tracing_for
 from maxlite.planning.roofline import exposed_seconds, step_bounds
 from maxlite.sharding.compiler_options import Options, describe_options
 from maxlite.training.trainer import Trainer, build_trainer
@@ -68,9 +68,10 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
     for line in describe_options(options, trainer.sharder.platform):
       _CONSOLE.print(f"  {line}")
   exit_code = 0
-  for phase in range(len(trainer.objectives)):
-    if not _plan_step(target, phase, compiles=compiles):
-      exit_code = 1
+  with tracing_for(trainer.mesh.devices.flat[0]):
+    for phase in range(len(trainer.objectives)):
+      if not _plan_step(target, phase, compiles=compiles):
+        exit_code = 1
   return exit_code
 
 

@@ -1,5 +1,6 @@
 """The devices that a plan is for, and a trainer built for them."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -51,11 +52,22 @@ def build_target(cfg: Config, *, compiles: bool) -> PlanTarget:
   return _target_of_cpu_devices(cfg, topology, missing)
 
 
+def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager:
+  """A context in which programs for a GPU, which may be absent, can be traced.
+
+  tokamax chooses its programs by JAX's default device.
+  """
+  if device.platform in ("gpu", "cuda"):
+    return jax.default_device(device)
+  return contextlib.nullcontext()
+
+
 def _target_to_compile_for(cfg: Config, topology: Topology) -> PlanTarget:
   """A target whose mesh has the described devices."""
   request = topology.request(cfg.plan.gpu_target_config)
   devices = topologies.get_topology_desc(**request).devices
-  trainer = build_trainer(cfg, devices)
+  with tracing_for(devices[0]):
+    trainer = build_trainer(cfg, devices)
   return PlanTarget(
     trainer=trainer,
     kind=topology.kind.device_kind,

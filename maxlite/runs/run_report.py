@@ -13,8 +13,8 @@ from maxlite.config import Config, describe_changes
 from maxlite.config.raw_values import show
 from maxlite.data.loader import DataLoader
 from maxlite.data.train_streams import TrainStreams
-from maxlite.kernels.attention.api import resolve_backend as resolve_attention
-from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
+from maxlite.layers.moe.experts import build_experts
+from maxlite.layers.sharded_attention import attention_backend
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
@@ -59,15 +59,14 @@ def _describe_devices(trainer: Trainer) -> str:
 
 def _describe_model(trainer: Trainer) -> str:
   model = trainer.cfg.model
-  platform = trainer.sharder.platform
   sizes = trainer.parameter_sizes
   line = (
     f"model: {model.decoder_block}, {sum(sizes.values()):,} parameters, "
     f"{active_parameter_count(sizes, model):,} active per token; "
-    f"attention by {resolve_attention(model.attention, platform)}"
+    f"attention by {attention_backend(model, trainer.sharder)}"
   )
   if trainer.is_moe:
-    line += f", experts by {resolve_grouped_matmul(model.moe.grouped_matmul, platform)}"
+    line += f", experts by {build_experts(model, trainer.sharder).backend}"
   if model.quantization:
     line += f", products in {model.quantization} (of experts by ragged_dot)"
   return line

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.errors import UserError
+from maxlite.sharding.hardware import Hardware, hardware_of
 
 LogicalNames = Sequence[str | None]
 ROWS = ("activation_batch", "activation_length")  # the axes B and T of an activation
@@ -77,10 +78,12 @@ class Sharder:
   @property
   def platform(self) -> str:
     """`cpu`, `tpu` or `gpu`; also for devices of a topology that is only compiled for."""
-    platform = self.mesh.devices.flat[0].platform
-    if platform in ("cuda", "rocm"):
-      return "gpu"
-    return platform
+    return self.hardware.platform
+
+  @property
+  def hardware(self) -> Hardware:
+    """The kind of the mesh's devices."""
+    return hardware_of(self.mesh.devices.flat[0])
 
   @property
   def check_vma(self) -> bool:

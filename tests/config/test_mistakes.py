@@ -150,6 +150,8 @@ MISTAKES = (
     ("decoder_block=deepseek", "sliding_window_size=4"): ("latent", "sliding_window_size=0"),
     ("decoder_block=gpt_oss", "attention=dot_product"): ("sinks", "attention=chunked"),
     ("attn_logits_soft_cap=2", "attention=dot_product"): ("soft cap", "attention=chunked"),
+    ("decoder_block=gpt_oss", "attention=tokamax"): ("sinks", "attention=chunked"),
+    ("attention=tokamax", "dtype=float32"): ("float32", "dtype=bfloat16"),
     ("mlp_activations=[linear_plus_one]",): ("one activation", "mlp_activations=[silu, linear]"),
     ("rope_type=yarn", "rope_factor=1"): ("rope_factor=1.0", "rope_type=default"),
     ("rope_type=yarn", "rope_max_timescale=1"): ("rope_max_timescale=10000",),

@@ -1,7 +1,9 @@
 """Attention backends against the reference, and properties of the reference."""
 
+import dataclasses
 import functools
 import re
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -12,10 +14,13 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import fast_only, slow
 
 from maxlite.config.registry import ATTENTION_BACKENDS
-from maxlite.kernels.attention import api, splash, triton
+from maxlite.kernels import tokamax_library
+from maxlite.kernels.attention import api, splash, tokamax
+from maxlite.kernels.attention.api import AttentionFeatures
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding.collectives import pvary
+from maxlite.sharding.hardware import Hardware
 
 NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
 BACKENDS = [name for name in ATTENTION_BACKENDS if name != "cudnn"]  # it needs an NVIDIA GPU
@@ -27,11 +32,26 @@ SEGMENT_BT = np.stack([np.repeat([1, 2, 3, 0], [7, 20, 6, 7]), np.ones(40)]).ast
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-  """Kernels for TPUs and GPUs run in interpret mode."""
-  for name, module in {"splash": splash, "triton": triton}.items():
-    kernel = functools.partial(module.attention, interpret=True)
-    monkeypatch.setitem(ATTENTION_BACKENDS, name, kernel)
+def on_cpus(monkeypatch, request):
+  """Kernels for TPUs are interpreted; tokamax, which has no interpreter, uses XLA's operations."""
+  kernel = functools.partial(splash.attention, interpret=True)
+  monkeypatch.setitem(ATTENTION_BACKENDS, "splash", kernel)
+  emulated = functools.partial(tokamax.attention, implementation="xla")
+  monkeypatch.setitem(ATTENTION_BACKENDS, "tokamax", emulated)
+  callspec = getattr(request.node, "callspec", None)
+  if callspec is None or callspec.params.get("backend") != "tokamax":
+    yield
+    return
+  if not tokamax_library.is_installed():
+    pytest.skip("tokamax, which needs Python 3.12, is not installed")
+  with (
+    warnings.catch_warnings(),
+    jax.numpy_dtype_promotion("standard"),
+    jax.numpy_rank_promotion("allow"),
+  ):
+    # tokamax's gradient without kernels builds a program in a way that JAX deprecates.
+    warnings.filterwarnings("ignore", "core.Jaxpr is missing a DebugInfo", DeprecationWarning)
+    yield
 
 
 class Case(NamedTuple):
@@ -58,6 +78,8 @@ def make_cotangent(case):
 
 # All optional features, with values that matter for keys and scores of this size.
 EVERYTHING = {"window": 9, "soft_cap": 0.8, "sinks": True}
+# Those of backends that do not support all.
+SUPPORTED = {"dot_product": {}, "tokamax": {"window": 9, "soft_cap": 0.8}}
 SINK_H = np.array([-1.5, 0.5, 2, 0])
 
 
@@ -133,13 +155,13 @@ def test_values_may_have_more_channels_than_keys():
 @pytest.mark.parametrize(
   ("backend", "dtype", "atol"),
   [(name, jnp.float32, 1e-5) for name in OTHERS]
-  + [slow(name, jnp.bfloat16, 0.06) for name in OTHERS if name != "triton"]
-  + [("triton", jnp.bfloat16, 0.06)],
+  + [slow(name, jnp.bfloat16, 0.06) for name in OTHERS if name != "tokamax"]
+  + [("tokamax", jnp.bfloat16, 0.06)],
 )
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
-  case, options = make_case(dtype=dtype), {} if backend == "dot_product" else EVERYTHING
-  # Our backends must pass with strict promotion; JAX's function mixes types.
-  with jax.numpy_dtype_promotion("standard" if backend == "dot_product" else "strict"):
+  case, options = make_case(dtype=dtype), SUPPORTED.get(backend, EVERYTHING)
+  # Our backends must pass with strict promotion; JAX's and tokamax's functions mix types.
+  with jax.numpy_dtype_promotion("standard" if backend in SUPPORTED else "strict"):
     results = run(backend, case, **options)
   assert [a.dtype for a in results] == [dtype] * 5
   with jax.enable_x64(True):
@@ -177,8 +199,16 @@ def test_the_reference_is_a_softmax_over_the_visible_keys(options):
     np.testing.assert_allclose(o_BTHC[0, query, head], p_S @ v_SC / total, atol=1e-13)
 
 
-@pytest.mark.parametrize("backend", ["dot_product", "cudnn"])
-@pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+  ("backend", "options"),
+  [
+    ("dot_product", {"soft_cap": 30.0}),
+    ("dot_product", {"sinks": True}),
+    ("cudnn", {"soft_cap": 30.0}),
+    ("cudnn", {"sinks": True}),
+    ("tokamax", {"sinks": True}),
+  ],
+)
 def test_an_unsupported_feature_is_an_error(backend, options):
   with pytest.raises(
     ValueError, match=rf"attention={backend} does not support .*; write attention="
@@ -200,7 +230,7 @@ def test_large_scores_and_padding_stay_finite(backend):
   assert np.isfinite(o_BTHC).all(), "queries that see no key at all"
 
 
-@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "splash"))
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "splash", "tokamax"))
 def test_sharded_queries_get_their_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
   is_splash = backend == "splash"  # its shards have a multiple of 128 queries
@@ -209,6 +239,7 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
   axis_types = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((2 if is_splash else 8,), ("context",), axis_types=axis_types)
 
+  has_sinks = backend not in SUPPORTED
   options = {} if backend == "dot_product" else {"window": 9, "soft_cap": 0.8}
 
   def shard(q_BtHC, k_BSGC, v_BSGC, sink_H, q_segment_Bt):
@@ -222,7 +253,7 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
       q_start=jax.lax.axis_index("context") * q_BtHC.shape[1],
       backend=backend,
       block_q=2,
-      sink_H=whole[3] if options else None,
+      sink_H=whole[3] if has_sinks else None,
       **options,
     )
 
@@ -232,22 +263,21 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
     mesh=mesh,
     in_specs=(split, P(), P(), P(), split),
     out_specs=split,
-    # The interpreter's slices do not carry varying axes; test_triton_attention.py checks them.
-    check_vma=backend not in (*api.WITHOUT_VMA, "triton"),
+    check_vma=backend not in api.WITHOUT_VMA,
   )
   together = jax.jit(
     functools.partial(value_and_gradients, lambda case: sharded(*case, segment_BT))
   )(case, make_cotangent(case))
-  expected = run("reference", case, segment_BT=segment_BT, sinks=bool(options), **options)
+  expected = run("reference", case, segment_BT=segment_BT, sinks=has_sinks, **options)
   assert_all_close([np.asarray(a) for a in together], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "triton"))
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "tokamax"))
 def test_vmap_and_checkpoint_change_nothing(backend):
   case = make_case(dtype=np.float32)
   stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
   cotangent = make_cotangent(case)
-  options = {} if backend == "dot_product" else EVERYTHING
+  options = SUPPORTED.get(backend, EVERYTHING)
   function = jax.checkpoint(functools.partial(attend, backend, **options))
   member = functools.partial(value_and_gradients, function)
   together = jax.jit(jax.vmap(member, in_axes=(0, None)))(stacked, cotangent)
@@ -294,7 +324,7 @@ def test_chunked_does_not_multiply_keys_before_the_window():
   assert multiplications(64) < 1.01 * multiplications(None) * (128 + 7 * 191) / (36 * 128)
 
 
-@pytest.mark.parametrize("backend", ["chunked", slow("splash"), slow("triton")])
+@pytest.mark.parametrize("backend", ["chunked", slow("splash")])
 def test_a_saved_output_is_not_computed_again(backend):
   case, function = make_case(dtype=np.float32), functools.partial(attend, backend)
   policy = jax.checkpoint_policies.save_only_these_names("attention_out")
@@ -312,12 +342,43 @@ def test_a_saved_output_is_not_computed_again(backend):
   assert num_products(jax.checkpoint(function)) > plain
 
 
-def test_auto_depends_on_the_platform_and_an_unknown_name_is_an_error():
-  assert api.resolve_backend("auto", "cpu") == "chunked"
-  assert api.resolve_backend("auto", "tpu") == "splash"
-  assert api.resolve_backend("auto", "gpu") == "triton"
-  assert all(api.resolve_backend(name, "cpu") == name for name in ATTENTION_BACKENDS)
+HOPPER = Hardware("gpu", compute_capability=9.0)
+NARROW = AttentionFeatures(dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+  ("hardware", "features", "is_installed", "backend"),
+  [
+    (Hardware("cpu"), NARROW, True, "chunked"),
+    (Hardware("tpu"), NARROW._replace(has_sinks=True), True, "splash"),
+    (HOPPER, NARROW, True, "tokamax"),
+    (HOPPER, NARROW._replace(has_soft_cap=True, num_channels=192), True, "tokamax"),
+    (Hardware("gpu", 10.3), NARROW, True, "tokamax"),
+    (Hardware("gpu", 12.0), NARROW, True, "cudnn"),
+    (HOPPER, NARROW._replace(has_sinks=True), True, "chunked"),
+    (HOPPER, NARROW._replace(merges_keys=True), True, "chunked"),
+    (HOPPER, NARROW._replace(dtype="float32"), True, "chunked"),
+    (HOPPER, NARROW, False, "cudnn"),
+    (HOPPER, NARROW._replace(has_soft_cap=True), False, "chunked"),
+    (HOPPER, NARROW._replace(num_channels=192), False, "chunked"),
+    (dataclasses.replace(HOPPER, is_attached=False), NARROW, False, "chunked"),
+    (Hardware("gpu", 8.0), NARROW, True, "cudnn"),
+    (Hardware("gpu", 7.0), NARROW, True, "chunked"),
+    (Hardware("gpu"), NARROW, True, "chunked"),  # of another maker
+  ],
+)
+def test_auto_chooses_by_hardware_and_features(
+  monkeypatch, hardware, features, is_installed, backend
+):
+  modules = tokamax_library.AttentionModules(api, api) if is_installed else None
+  monkeypatch.setattr(api, "find_attention", lambda: modules)
+  assert api.resolve_backend("auto", hardware, features) == backend
+
+
+def test_a_named_backend_is_used_and_an_unknown_name_is_an_error():
+  for name in ATTENTION_BACKENDS:
+    assert api.resolve_backend(name, Hardware("cpu"), NARROW) == name
   with pytest.raises(
     ValueError, match="'flush' is not a backend; choose auto or one of: reference"
   ):
-    api.resolve_backend("flush", "cpu")
+    api.resolve_backend("flush", Hardware("cpu"), NARROW)

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
-from maxlite.kernels.grouped_matmul.api import resolve_backend
+from maxlite.kernels.grouped_matmul import api
+from maxlite.sharding.hardware import Hardware
 
 # By default only `tiled`, which could depend on its tiles, runs every case.
 FLOAT64 = [name for name in GROUPED_MATMUL_BACKENDS if name not in NARROW_ONLY]
@@ -112,11 +113,27 @@ def test_shards_multiply_their_rows_inside_shard_map(backend):
     assert_close([np.asarray(a[shard]) for a in together], alone, unit=1e-5)
 
 
-def test_auto_depends_on_the_platform_and_an_unknown_name_is_an_error():
-  assert resolve_backend("auto", "cpu") == "tiled"
-  assert resolve_backend("auto", "tpu") == "megablox"
-  assert all(resolve_backend(name, "cpu") == name for name in GROUPED_MATMUL_BACKENDS)
+@pytest.mark.parametrize(
+  ("hardware", "dtype", "is_installed", "backend"),
+  [
+    (Hardware("cpu"), "bfloat16", True, "tiled"),
+    (Hardware("tpu"), "bfloat16", True, "megablox"),
+    (Hardware("gpu", 9.0), "bfloat16", True, "tokamax"),
+    (Hardware("gpu", 9.0), "bfloat16", False, "ragged_dot"),
+    (Hardware("gpu", 9.0), "float32", True, "ragged_dot"),
+    (Hardware("gpu", 8.0), "bfloat16", True, "ragged_dot"),
+    (Hardware("gpu", 10.0), "bfloat16", True, "ragged_dot"),
+  ],
+)
+def test_auto_chooses_by_hardware_and_type(monkeypatch, hardware, dtype, is_installed, backend):
+  monkeypatch.setattr(api, "is_installed", lambda: is_installed)
+  assert api.resolve_backend("auto", hardware, dtype) == backend
+
+
+def test_a_named_backend_is_used_and_an_unknown_name_is_an_error():
+  for name in GROUPED_MATMUL_BACKENDS:
+    assert api.resolve_backend(name, Hardware("cpu"), "float32") == name
   with pytest.raises(
     ValueError, match="'tyled' is not a backend; choose auto or one of: reference"
   ):
-    resolve_backend("tyled", "cpu")
+    api.resolve_backend("tyled", Hardware("cpu"), "float32")

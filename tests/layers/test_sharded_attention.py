@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from slow_cases import slow
 
-from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.schema import ModelConfig
-from maxlite.kernels.attention import chunked, triton
-from maxlite.kernels.attention.reference import AttentionMask, PartialAttention, attention
+from maxlite.kernels.attention import chunked
+from maxlite.kernels.attention.reference import AttentionMask, attention
 from maxlite.layers import ring_attention
 from maxlite.layers.sharded_attention import attend
 from maxlite.planning.hlo import parse
@@ -100,30 +99,6 @@ def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local
     sharder = build_sharder({"context": 4})
     got = sharded_results(sharder, 4, is_local, strategy=strategy, window=11)
     assert_equal(got, reference_results(4, window=11 if is_local else 0))
-
-
-def test_the_triton_kernels_merge_chunks_too(monkeypatch):
-  """Two sets of keys, merged, are all keys; the gradients of each set are those of its keys."""
-  partial = PartialAttention(
-    *(functools.partial(f, interpret=True) for f in triton.PARTIAL_ATTENTION)
-  )
-  assert PARTIAL_ATTENTION_BACKENDS["triton"] == triton.PARTIAL_ATTENTION
-  segment_BT, do, (q, k, v, _) = make_operands(2)
-  options = {"scale": 0.7, "block_q": 1, "soft_cap": 0.0}
-  half = NUM_POSITIONS // 2
-  with jax.enable_x64(True):
-    want = reference_results(2)
-    parts = []
-    for start in (0, half):
-      keys = slice(start, start + half)
-      mask = AttentionMask(segment_BT, segment_BT[:, keys], -start, None)
-      parts.append((k[:, keys], v[:, keys], mask))
-    results = [partial.forward(q, *part, **options) for part in parts]
-    o, lse = ring_attention._merge(*results[0], *results[1])
-    gradients = [partial.gradients(q, *part, o, lse, do, **options) for part in parts]
-    dq = gradients[0][0] + gradients[1][0]
-    dk, dv = (np.concatenate([g[i] for g in gradients], axis=1) for i in (1, 2))
-    assert_equal((o, dq, dk, dv), want[:4])
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8])

@@ -24,13 +24,13 @@ PARTS_FILE = Path(__file__).with_name("accelerator_parts.py")
 # In this order, the most important first: (part, time limit in seconds).
 PARTS = (
   ("versions", 60),
-  ("attention triton", 120),
+  ("attention tokamax", 120),
   ("attention splash", 120),
   ("attention chunked", 90),
-  ("grouped_matmul triton", 90),
+  ("grouped_matmul tokamax", 90),
   ("grouped_matmul megablox", 90),
   ("grouped_mlp", 60),
-  ("exchange", 60),
+  ("exchange", 120),
   ("step dense", 100),
   ("step moe", 120),
   ("step dense attention=chunked", 100),
@@ -51,6 +51,10 @@ TABLES = {
   "kernels": (
     "Kernels, forward and backward pass, bfloat16",
     ("kernel", "shape", "ms", "TFLOP/s", "temporaries, MiB"),
+  ),
+  "exchange": (
+    "Exchange of rows over the expert axis, bfloat16",
+    ("form", "load", "ms", "GB/s sent per device"),
   ),
   "steps": (
     "Training steps",

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from accelerator_exchange import ExchangeSize, time_forms
 from attention import draw, value_and_gradients
 from moe import skewed_sizes
 from step import SHAPE, random_batch, tokens_of
@@ -30,14 +31,21 @@ from maxlite.kernels.attention import api as attention_api
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.kernels.grouped_mlp.api import grouped_mlp
+from maxlite.kernels.tokamax_library import is_installed
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
+from maxlite.sharding.hardware import hardware_of
 from maxlite.training.trainer import build_trainer
 
 ON_CPU = jax.default_backend() == "cpu"
-# Kernels for one platform; on a CPU they are interpreted.
-KERNELS_OF = {"splash": "tpu", "megablox": "tpu", "triton": "gpu", "cudnn": "gpu"}
+# Kernels for one platform; on a CPU they are interpreted, or replaced by XLA's operations.
+KERNELS_OF = {"splash": "tpu", "megablox": "tpu", "tokamax": "gpu", "cudnn": "gpu"}
+ON_CPUS = {"tokamax": {"implementation": "xla"}}  # others: interpret=True
+# What backends do not support.
+WITHOUT_FEATURES = ("dot_product", "cudnn")
+WITHOUT_SINKS = ("tokamax",)
+NARROW_ONLY = ("tokamax", "cudnn")  # on GPUs
 LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}
 # Float32 operands of the compared products are not rounded to TensorFloat-32 or bfloat16.
 exact_products = functools.partial(jax.default_matmul_precision, "highest")
@@ -50,7 +58,11 @@ ATTENTION_SHAPES = {
   "values unlike keys": (1, 512, 4, 4, 192, 128),
 }
 EVERYTHING = {"window": 100, "soft_cap": 5.0, "sinks": True}
-FEATURES = {"documents": {}, "window, soft cap, sinks": EVERYTHING}
+FEATURES = {
+  "documents": {},
+  "window, soft cap": {"window": 100, "soft_cap": 5.0},
+  "window, soft cap, sinks": EVERYTHING,
+}
 DENSE_7M = [*SHAPE, "decoder_block=llama", "dtype=bfloat16"]
 DENSE = [
   *("decoder_block=llama", "dtype=bfloat16", "remat_policy=minimal", "dataset_type=synthetic"),
@@ -100,13 +112,14 @@ def attention(small: bool, backend: str) -> None:
   use_kernel(ATTENTION_BACKENDS, backend)
   shapes = dict(list(ATTENTION_SHAPES.items())[: 1 if small else None])
   for features, options in FEATURES.items():
-    if options and backend in ("dot_product", "cudnn"):
-      continue  # they reject these features
+    if options and backend in WITHOUT_FEATURES:
+      continue
+    if "sinks" in options and backend in WITHOUT_SINKS:
+      continue
     for title, shape in shapes.items():
-      for dtype in ("float32", "bfloat16"):
-        if not (backend == "cudnn" and dtype == "float32"):
-          sizes = (shape[0], shape[1] // (4 if small else 1), *shape[2:])
-          compare_attention(backend, f"{title}; {features}", sizes, dtype, options)
+      for dtype in types_of(backend):
+        sizes = (shape[0], shape[1] // (4 if small else 1), *shape[2:])
+        compare_attention(backend, f"{title}; {features}", sizes, dtype, options)
   if runs_here(backend):
     time_attention(backend, (1, 512, 8, 4, 64) if small else (2, 8192, 32, 8, 128))
     if backend == "cudnn":
@@ -178,7 +191,7 @@ def matmul(small: bool, backend: str) -> None:
     use_kernel(GROUPED_MATMUL_BACKENDS, backend)
     cases = {"skewed": skewed_sizes(700, 8), "one group": np.array([0, 700, 0])}
     for title, sizes in cases.items():
-      for dtype in ("float32", "bfloat16"):
+      for dtype in types_of(backend):
         compare_matmul(backend, title, sizes, dtype)
   if not runs_here(backend):
     return
@@ -219,7 +232,6 @@ def compare_matmul(backend: str, title: str, sizes_G: np.ndarray, dtype: str) ->
 def mlp(small: bool) -> None:
   """The experts' MLP on the backend of this platform."""
   del small
-  backend = resolve_grouped_matmul("auto", jax.default_backend())
   sizes_G = jnp.asarray(skewed_sizes(500, 8))
   shapes = [(600, 256), (600,), (8, 256, 128), (8, 256, 128), (8, 128, 256), (600, 256)]
 
@@ -234,21 +246,29 @@ def mlp(small: bool) -> None:
 
     return value_and_gradients(apply, x_MD, weight_M, gate_GDF, up_GDF, wo_GFD, dy_MD)
 
+  hardware = hardware_of(jax.devices()[0])
   for dtype in ("float32", "bfloat16"):
+    backend = resolve_grouped_matmul("auto", hardware, dtype)
     operands = [x / 4 for x in draw(shapes, dtype)]
     operands[1] = operands[1].astype(jnp.float32)  # routing weights always are
     compare(f"grouped MLP {backend}", "skewed", dtype, run, backend, operands)
 
 
 def exchange(small: bool) -> None:
-  """The test of the ragged all-to-all that a run on several devices begins with."""
-  del small
+  """The test of the ragged all-to-all that a run on several devices begins with, and times."""
   devices = jax.devices()
   degrees = [len(devices) if axis == "expert" else 1 for axis in MESH_AXES]
   sharder = Sharder(build_mesh(degrees, [1] * len(MESH_AXES), devices))
   check_all_to_all(sharder.mesh, ("expert",))
   title = f"{len(devices)} shards against its emulation"
   add_row("agreement", "ragged all-to-all", title, "float32", "0.0e+00", "0.0e+00", "0", "agrees")
+  if len(devices) == 1:
+    return
+  size = ExchangeSize(num_rows=49_152, width=2048, num_experts=8 * len(devices))
+  if small:
+    size = ExchangeSize(num_rows=512, width=128, num_experts=2 * len(devices))
+  for row in time_forms(sharder.mesh, size):
+    add_row("exchange", *row)
 
 
 def step(small: bool, kind: str, *keys: str) -> None:
@@ -282,15 +302,25 @@ def step(small: bool, kind: str, *keys: str) -> None:
   )
 
 
+def types_of(backend: str) -> tuple[str, ...]:
+  """The types that a backend supports on this platform."""
+  if backend in NARROW_ONLY and runs_here(backend):
+    return ("bfloat16",)
+  return ("float32", "bfloat16")
+
+
 def use_kernel(registry: Any, backend: str) -> None:
-  """On a CPU, replaces a kernel for another platform by its interpreted form."""
+  """On a CPU, replaces a kernel for another platform by a form that runs there."""
   function = registry[backend]
+  if backend == "tokamax" and not is_installed():
+    print("SKIPPED tokamax is not installed", flush=True)
+    sys.exit()
   if runs_here(backend):
     return
   if not ON_CPU or backend == "cudnn":
     print(f"SKIPPED for {KERNELS_OF[backend].upper()}s only", flush=True)
     sys.exit()
-  registry[backend] = functools.partial(function, interpret=True)
+  registry[backend] = functools.partial(function, **ON_CPUS.get(backend, {"interpret": True}))
 
 
 def runs_here(backend: str) -> bool:

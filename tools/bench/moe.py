@@ -48,6 +48,7 @@ from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.optim.labels import logical_names
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.sharding.hardware import Hardware, hardware_of
 
 NUM_SIMULATED = 4  # devices of the section `exchange`
 LAYER = ["num_experts=16", "num_experts_per_tok=2", "base_moe_mlp_dim=1024"]
@@ -95,7 +96,7 @@ def main() -> int:
 
 
 def matmul(timer: Timer, platform: str) -> None:
-  backend = resolve_backend("auto", platform)
+  backend = resolve_backend("auto", Hardware(platform), "float32")
   for num_groups, at_most, at_least in ((8, 1.4, 6), (16, 1.6, 12), (64, 1.9, 40)):
     sizes_G = jnp.asarray(skewed_sizes(8192, num_groups))
     operands = draw([(8192, 256), (num_groups, 256, 512), (8192, 512)], "float32")
@@ -226,7 +227,7 @@ def step(timer: Timer, platform: str) -> None:
 
 def rates(timer: Timer, platform: str) -> None:
   num_rows, num_in, num_out, num_groups = 65536, 2048, 1408, 64
-  backend = resolve_backend("auto", platform)
+  backend = resolve_backend("auto", hardware_of(jax.devices()[0]), "bfloat16")
   sizes_G = jnp.asarray(skewed_sizes(num_rows, num_groups))
   shapes = [(num_rows, num_in), (num_groups, num_in, num_out), (num_rows, num_out)]
   operands = draw(shapes, "bfloat16")

@@ -1,6 +1,7 @@
 """Rules on the architecture of the decoder and on what its backward pass saves."""
 
 from maxlite.config.raw_values import show
+from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.config.rules.violation import (
   Violation,
   Violations,
@@ -36,17 +37,30 @@ def attention(cfg: Config) -> Violations:
       ["local_rope_max_timescale", "decoder_block"],
       "this family has one rotary embedding; write local_rope_max_timescale=0",
     )
-  if model.attention == "dot_product":
-    if model.family.sinks:
-      yield Violation(
-        ["attention", "decoder_block"],
-        "this backend does not support sinks; write attention=chunked",
-      )
-    elif model.attn_logits_soft_cap:
-      yield Violation(
-        ["attention", "attn_logits_soft_cap"],
-        "this backend does not support a soft cap; write attention=chunked",
-      )
+  yield from _attention_backend(cfg)
+
+
+def _attention_backend(cfg: Config) -> Violations:
+  """The rules on what a backend of attention that is named supports."""
+  model = cfg.model
+  if model.attention not in ATTENTION_BACKENDS:  # auto
+    return
+  backend = ATTENTION_BACKENDS.entry(model.attention)
+  if model.family.sinks and not backend.has_sinks:
+    yield Violation(
+      ["attention", "decoder_block"],
+      "this backend does not support sinks; write attention=chunked",
+    )
+  elif model.attn_logits_soft_cap and not backend.has_soft_cap:
+    yield Violation(
+      ["attention", "attn_logits_soft_cap"],
+      "this backend does not support a soft cap; write attention=chunked",
+    )
+  elif model.dtype == "float32" and backend.is_narrow:
+    yield Violation(
+      ["attention", "dtype"],
+      "this backend does not support float32; write dtype=bfloat16",
+    )
 
 
 def _rotated_channels(cfg: Config) -> Violations:

@@ -14,7 +14,7 @@ All `ATTENTION_BACKENDS` implement one contract:
   rematerialization policies.
 """
 
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,52 @@ import jax.numpy as jnp
 from maxlite.config import registry
 from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels.attention.reference import AttentionMask
+from maxlite.kernels.tokamax_library import find_attention
+from maxlite.sharding.hardware import AMPERE, HOPPER, Hardware
 
-AUTO = {"tpu": "splash", "gpu": "triton", "other": "chunked"}  # by platform
+AUTO = {"tpu": "splash", "other": "chunked"}  # by platform; for GPUs see _gpu_backend
 # Backends that need jax.shard_map(check_vma=False); see their modules.
-WITHOUT_VMA = frozenset({"splash", "cudnn"})
+WITHOUT_VMA = frozenset({"splash", "cudnn", "tokamax"})
 ROW_MULTIPLES = {"splash": 128}  # the queries of a part of the rows are multiples of it
 
-resolve_backend = functools.partial(registry.resolve_backend, "attention", ATTENTION_BACKENDS, AUTO)
+_TOKAMAX_CAPABILITIES = (HOPPER, 11.0)  # from, and below
+_CUDNN_CHANNELS = 128  # at most, in its backward pass
+
+
+class AttentionFeatures(NamedTuple):
+  """What a model uses of the contract."""
+
+  dtype: str = "float32"
+  num_channels: int = 128  # of keys or of values, whichever have more
+  has_soft_cap: bool = False
+  has_sinks: bool = False
+  merges_keys: bool = False  # results over parts of the keys are merged (ring attention)
+
+
+def resolve_backend(name: str, hardware: Hardware, features: AttentionFeatures) -> str:
+  """The backend that `attention=name` selects; `auto` chooses by hardware and features.
+
+  Raises:
+    UserError: there is no such backend.
+  """
+  if name == "auto" and hardware.platform == "gpu":
+    return _gpu_backend(hardware, features)
+  return registry.resolve_backend("attention", ATTENTION_BACKENDS, AUTO, name, hardware.platform)
+
+
+def _gpu_backend(hardware: Hardware, features: AttentionFeatures) -> str:
+  """tokamax where it supports the features, then cuDNN, else `chunked`."""
+  is_narrow = jnp.dtype(features.dtype).itemsize == 2
+  if not is_narrow or features.has_sinks or features.merges_keys:
+    return "chunked"
+  lowest, end = _TOKAMAX_CAPABILITIES
+  if lowest <= hardware.compute_capability < end and find_attention() is not None:
+    return "tokamax"
+  # JAX asks an attached GPU for the version of cuDNN.
+  has_cudnn = hardware.is_attached and hardware.compute_capability >= AMPERE
+  if has_cudnn and not features.has_soft_cap and features.num_channels <= _CUDNN_CHANNELS:
+    return "cudnn"
+  return "chunked"
 
 
 def attention(
@@ -58,13 +97,21 @@ def attention(
   Source: Beltagy et al., Longformer (2020), section 3.1, for windows; gpt-oss model card (2025),
   section 2.2, for sinks.
   """
-  num_query_heads, num_kv_heads = q_BTHC.shape[2], k_BSGC.shape[2]
+  num_query_heads = q_BTHC.shape[2]
+  num_kv_heads = k_BSGC.shape[2]
   assert num_query_heads % num_kv_heads == 0, f"{num_query_heads=} {num_kv_heads=}"
   assert q_segment_BT.shape == q_BTHC.shape[:2], f"{q_segment_BT.shape} for {q_BTHC.shape}"
   assert kv_segment_BS.shape == k_BSGC.shape[:2], f"{kv_segment_BS.shape} for {k_BSGC.shape}"
   assert v_BSGC.shape[:3] == k_BSGC.shape[:3], f"{v_BSGC.shape} for {k_BSGC.shape}"
   assert jnp.ndim(q_start) == 0, f"q_start has shape {jnp.shape(q_start)}"
   assert sink_H is None or sink_H.shape == (num_query_heads,), f"{sink_H.shape} {num_query_heads=}"
-  mask = AttentionMask(q_segment_BT, kv_segment_BS, q_start, window)
-  options = {"scale": scale, "block_q": block_q, "soft_cap": soft_cap, "sink_H": sink_H}
-  return ATTENTION_BACKENDS[backend](q_BTHC, k_BSGC, v_BSGC, mask, **options)
+  return ATTENTION_BACKENDS[backend](
+    q_BTHC,
+    k_BSGC,
+    v_BSGC,
+    AttentionMask(q_segment_BT, kv_segment_BS, q_start, window),
+    scale=scale,
+    block_q=block_q,
+    soft_cap=soft_cap,
+    sink_H=sink_H,
+  )

@@ -6,8 +6,6 @@ and in the cotangent; they are zero in the result and in the gradient. Sums are 
 float32 (in float64 if the operands are float64).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -15,15 +13,30 @@ from maxlite.config import registry
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 from maxlite.kernels.quantized import quantized_grouped_matmul
+from maxlite.kernels.tokamax_library import is_installed
+from maxlite.sharding.hardware import BLACKWELL, HOPPER, Hardware
 
-# By platform.
-AUTO = {"cpu": "tiled", "tpu": "megablox", "gpu": "triton", "other": "ragged_dot"}
+# By platform; for GPUs see resolve_backend.
+AUTO = {"cpu": "tiled", "tpu": "megablox", "other": "ragged_dot"}
 # Backends whose results do not carry varying mesh axes, so that shard_map needs check_vma=False.
-WITHOUT_VMA = frozenset({"megablox"})
+WITHOUT_VMA = frozenset({"megablox", "tokamax"})
 
-resolve_backend = functools.partial(
-  registry.resolve_backend, "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO
-)
+
+def resolve_backend(name: str, hardware: Hardware, dtype: str) -> str:
+  """The backend that `grouped_matmul=name` selects; `auto` chooses by hardware and type of rows.
+
+  Raises:
+    UserError: there is no such backend.
+  """
+  if name == "auto" and hardware.platform == "gpu":
+    # tokamax has no kernel for sums of outer products on later GPUs.
+    is_hopper = HOPPER <= hardware.compute_capability < BLACKWELL
+    is_narrow = jnp.dtype(dtype).itemsize == 2
+    if is_hopper and is_narrow and is_installed():
+      return "tokamax"
+  return registry.resolve_backend(
+    "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO, name, hardware.platform
+  )
 
 
 def grouped_matmul(

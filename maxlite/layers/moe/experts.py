@@ -37,16 +37,17 @@ class ExpertMlp(NamedTuple):
   cfg: MoeConfig
   sharder: Sharder
   activation: Callable[..., jax.Array]
+  dtype: str  # Type of the rows.
   quantization: str = ""
 
   @property
   def backend(self) -> str:
-    """The grouped matmul backend that `cfg` selects on the mesh's platform."""
+    """The grouped matmul backend that `cfg` selects on the mesh's devices."""
     name = self.cfg.grouped_matmul
-    platform = self.sharder.platform
-    if name == "auto" and platform == "tpu" and not self.cfg.megablox:
+    hardware = self.sharder.hardware
+    if name == "auto" and hardware.platform == "tpu" and not self.cfg.megablox:
       return "ragged_dot"
-    return resolve_backend(name, platform)
+    return resolve_backend(name, hardware, self.dtype)
 
   @property
   def supports_vma(self) -> bool:
@@ -102,6 +103,7 @@ def build_experts(cfg: ModelConfig, sharder: Sharder) -> ExpertMlp:
     cfg=cfg.moe,
     sharder=sharder,
     activation=build_activation(cfg.mlp_activations, cfg.moe.mlp_activations_limit),
+    dtype=cfg.dtype,
     quantization=cfg.quantization,
   )
 

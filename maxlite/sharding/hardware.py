@@ -1,0 +1,32 @@
+"""The devices of a mesh, as far as the choice of kernels depends on them."""
+
+import dataclasses
+
+import jax
+
+# Compute capabilities of generations of NVIDIA GPUs.
+AMPERE = 8.0
+HOPPER = 9.0
+BLACKWELL = 10.0  # the first of several
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+  """The kind of all devices of a mesh."""
+
+  platform: str  # "cpu", "tpu" or "gpu"
+  # Compute capability of an NVIDIA GPU, such as 9.0; 0 for other devices.
+  compute_capability: float = 0.0
+  # Whether this process can run programs on the devices; otherwise they are a description of
+  # absent devices that programs are compiled for.
+  is_attached: bool = True
+
+
+def hardware_of(device: jax.Device) -> Hardware:
+  """The hardware of a device, which may be absent."""
+  platform = device.platform
+  if platform not in ("gpu", "cuda"):
+    return Hardware("gpu" if platform == "rocm" else platform)
+  # A library that the device is read through may not have the attribute.
+  capability = float(getattr(device, "compute_capability", 0.0))
+  return Hardware("gpu", capability, is_attached=device in jax.devices())
