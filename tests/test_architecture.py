@@ -14,7 +14,8 @@ PACKAGE = ROOT / "maxlite"
 # A package imports only packages of earlier rows; entry points (maxlite/*.py) may import all.
 ROWS = (
   {"config"},
-  {"kernels", "sharding", "distributed"},
+  {"kernels"},
+  {"sharding", "distributed"},
   {"layers"},
   {"models"},
   {"optim", "data", "metrics", "checkpoint"},

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxlite.config.errors import UserError
-from maxlite.sharding.hardware import Hardware, hardware_of
+from maxlite.kernels.hardware import Hardware, hardware_of
 
 LogicalNames = Sequence[str | None]
 ROWS = ("activation_batch", "activation_length")  # the axes B and T of an activation

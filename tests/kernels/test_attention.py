@@ -17,10 +17,10 @@ from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels import tokamax_library
 from maxlite.kernels.attention import api, splash, tokamax
 from maxlite.kernels.attention.api import AttentionFeatures
+from maxlite.kernels.hardware import Hardware
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding.collectives import pvary
-from maxlite.sharding.hardware import Hardware
 
 NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
 BACKENDS = [name for name in ATTENTION_BACKENDS if name != "cudnn"]  # it needs an NVIDIA GPU

@@ -23,7 +23,7 @@ from slow_cases import slow
 
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul import api
-from maxlite.sharding.hardware import Hardware
+from maxlite.kernels.hardware import Hardware
 
 # By default only `tiled`, which could depend on its tiles, runs every case.
 FLOAT64 = [name for name in GROUPED_MATMUL_BACKENDS if name not in NARROW_ONLY]

@@ -31,11 +31,11 @@ from maxlite.kernels.attention import api as attention_api
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.kernels.grouped_mlp.api import grouped_mlp
+from maxlite.kernels.hardware import hardware_of
 from maxlite.kernels.tokamax_library import is_installed
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
-from maxlite.sharding.hardware import hardware_of
 from maxlite.training.trainer import build_trainer
 
 ON_CPU = jax.default_backend() == "cpu"

@@ -43,12 +43,12 @@ from step import SHAPE, tokens_of, trainer_candidate
 
 from maxlite.config import load_config
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
+from maxlite.kernels.hardware import Hardware, hardware_of
 from maxlite.kernels.xla_cpu import keep_freed_memory
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.optim.labels import logical_names
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.sharding.hardware import Hardware, hardware_of
 
 NUM_SIMULATED = 4  # devices of the section `exchange`
 LAYER = ["num_experts=16", "num_experts_per_tok=2", "base_moe_mlp_dim=1024"]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from maxlite.config import registry
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
+from maxlite.kernels.hardware import BLACKWELL, HOPPER, Hardware
 from maxlite.kernels.quantized import quantized_grouped_matmul
 from maxlite.kernels.tokamax_library import is_installed
-from maxlite.sharding.hardware import BLACKWELL, HOPPER, Hardware
 
 # By platform; for GPUs see resolve_backend.
 AUTO = {"cpu": "tiled", "tpu": "megablox", "other": "ragged_dot"}
