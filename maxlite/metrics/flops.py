@@ -147,7 +147,7 @@ def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -
   return forward * (1 + BACKWARD_OVER_FORWARD * needed)
 
 
-def _recurrence_macs_per_token(model: ModelConfig, first: int) -> float:
+def _recurrence_macs_per_token(model: ModelConfig, first: int) -> int:
   """Products of the gated delta rule as a recurrence: what the state holds, its change, a query."""
   gdn = model.gdn
   state_size = gdn.gdn_num_value_heads * gdn.gdn_key_head_dim * gdn.gdn_value_head_dim

@@ -156,13 +156,14 @@ def _exchange(
   Elsewhere zero, or undefined without `zeros`.
   """
   x, chunks, _ = pvary(x, chunks, jax.lax.axis_index(mesh_axes))
-  options = {"num_rows": num_rows, "mesh_axes": mesh_axes, "zeros": zeros}
-  return jax.lax.platform_dependent(
-    x,
-    chunks,
-    cpu=functools.partial(_emulated_all_to_all, **options),
-    default=functools.partial(_native_all_to_all, **options),
-  )
+
+  def emulated(x: jax.Array, chunks: Chunks) -> jax.Array:
+    return _emulated_all_to_all(x, chunks, num_rows, mesh_axes, zeros)
+
+  def native(x: jax.Array, chunks: Chunks) -> jax.Array:
+    return _native_all_to_all(x, chunks, num_rows, mesh_axes, zeros)
+
+  return jax.lax.platform_dependent(x, chunks, cpu=emulated, default=native)
 
 
 def _native_all_to_all(

@@ -19,7 +19,7 @@ from maxlite.config.schema import MESH_AXES
 class Slices(NamedTuple):
   """The division of the devices into slices, which `dcn` degrees span."""
 
-  count: int
+  num_slices: int
   are_processes: bool  # whether each process counts as a slice
 
 
@@ -45,9 +45,9 @@ def build_mesh(
   """
   devices = list(jax.devices() if devices is None else devices)
   slices = _find_slices(devices, dcn)
-  dcn = _fill("dcn", dcn, slices.count, "slices")
-  ici = _fill("ici", ici, len(devices) // slices.count, "devices per slice")
-  if slices.count > 1:
+  dcn = _fill("dcn", dcn, slices.num_slices, "slices")
+  ici = _fill("ici", ici, len(devices) // slices.num_slices, "devices per slice")
+  if slices.num_slices > 1:
     grid = mesh_utils.create_hybrid_device_mesh(
       ici, dcn, devices, process_is_granule=slices.are_processes
     )
