@@ -30,7 +30,8 @@ class Registry(MutableMapping[str, Any], Generic[EntryT]):
 
   `registry[name]` is the implementation, imported if needed, and `registry.entry(name)` its entry.
   `registry[name] = implementation` registers it with the defaults of the other fields, which assume
-  nothing about it; `registry[name] = SourceEntry(implementation, ...)` sets them.
+  nothing about it; `registry[name] = SourceEntry(implementation, ...)` sets them. Assigning another
+  implementation to a name keeps the other fields of its entry.
   """
 
   def __init__(self, entry_type: type[EntryT], **entries: EntryT | str) -> None:
@@ -46,9 +47,12 @@ class Registry(MutableMapping[str, Any], Generic[EntryT]):
     return implementation
 
   def __setitem__(self, name: str, entry: Any) -> None:
-    if not isinstance(entry, self._entry_type):
-      entry = self._entry_type(entry)
-    self._entries[name] = entry
+    if isinstance(entry, self._entry_type):
+      self._entries[name] = entry
+    elif name in self._entries:
+      self._entries[name] = dataclasses.replace(self._entries[name], implementation=entry)
+    else:
+      self._entries[name] = self._entry_type(entry)
 
   def __delitem__(self, name: str) -> None:
     del self._entries[name]

@@ -213,6 +213,13 @@ def test_names_and_entries_are_read_without_an_import():
   assert table.entry("toy").implementation == "no_such_module:attribute"
 
 
+def test_another_implementation_keeps_what_the_entry_states():
+  entry = tables.SourceEntry("module:first", is_plain_text=True)
+  table = tables.Registry(tables.SourceEntry, toy=entry)
+  table["toy"] = "module:second"
+  assert table.entry("toy") == dataclasses.replace(entry, implementation="module:second")
+
+
 def test_unregistered_name_is_an_error():
   with pytest.raises(UserError, match=r"router=toyy is not one of softmax_topk, "):
     load_config(["router=toyy"])

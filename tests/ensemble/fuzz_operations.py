@@ -34,7 +34,9 @@ def _heads(module, x):
 
 
 def _loop(x):
-  body = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] * 1.5))
+  def body(carry):
+    return (carry[0] + 1, jnp.tanh(carry[1] * 1.5))
+
   n, y = jax.lax.fori_loop(0, 3, lambda _, carry: body(carry), (0, x))
   return y + n
 

@@ -47,7 +47,10 @@ def trained(rates, strategy, num_steps=4):
 
 def test_a_diverging_member_is_frozen_and_does_not_affect_the_others():
   """They have the bits that they have beside another member in the same program."""
-  beside = lambda rate: [(0, 0.1), (7, rate), (1, 0.01), (2, 0.03)]
+
+  def beside(rate):
+    return [(0, 0.1), (7, rate), (1, 0.01), (2, 0.03)]
+
   with_it, metrics = trained(beside(1e30), "stacked")
   without, _ = trained(beside(0.2), "stacked")
   np.testing.assert_array_equal(metrics["diverged"], [False, True, False, False])
@@ -274,7 +277,9 @@ def test_states_of_other_members_are_one_line(strategy):
 
 @pytest.mark.parametrize("strategy", ["stacked", "switched"])
 def test_random_keys_in_the_optimizer_state_are_those_of_a_solo_run(strategy):
-  noisy = lambda seed: optax.chain(optax.add_noise(0.1, 0.5, seed), optax.sgd(0.1))
+  def noisy(seed):
+    return optax.chain(optax.add_noise(0.1, 0.5, seed), optax.sgd(0.1))
+
   members = [Member(Mlp(), noisy(seed), seed, f"m{seed}") for seed in (0, 1)]
   params = {}
   for name in (strategy, "submesh"):
@@ -325,9 +330,12 @@ def test_example_scripts_run(script, printed, monkeypatch, capsys):
 
 def test_states_are_saved_and_restored_by_orbax(tmp_path):
   """In another program, as `abstract_states` describes them."""
-  make = lambda: Ensemble(
-    [Member(Mlp(width), optax.adam(0.1), name=f"w{width}") for width in (2, 3)], loss
-  )
+
+  def make():
+    return Ensemble(
+      [Member(Mlp(width), optax.adam(0.1), name=f"w{width}") for width in (2, 3)], loss
+    )
+
   ensemble = make()
   with jax.numpy_dtype_promotion("standard"):
     state, _ = ensemble.step(ensemble.init(BATCH), BATCH)

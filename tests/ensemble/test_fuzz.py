@@ -64,7 +64,10 @@ def draw_optimizer(rng: np.random.Generator) -> optax.GradientTransformation:
   rate = float(rng.choice([0.1, 0.03, 0.01]))
   schedule = optax.cosine_decay_schedule(rate, int(rng.integers(2, 6)))
   closed_over = np.float32(rng.uniform(0.5, 1.5))
-  scale = lambda updates, _: jax.tree.map(lambda u: u * closed_over, updates)
+
+  def scale(updates, _):
+    return jax.tree.map(lambda u: u * closed_over, updates)
+
   makers = [
     lambda: optax.sgd(rate),
     lambda: optax.sgd(schedule, momentum=0.9, nesterov=True),
@@ -128,7 +131,10 @@ def solo_run(member: Member) -> tuple[Any, jax.Array]:
     n, batch = inputs
     rngs = {"params": jax.random.fold_in(jax.random.fold_in(key, 1), n)}
     run = nn.apply(loss, member.model, mutable=list(rest))
-    compute = lambda params: run({"params": params, **rest}, batch, rngs=rngs)
+
+    def compute(params):
+      return run({"params": params, **rest}, batch, rngs=rngs)
+
     (value, rest), gradients = jax.value_and_grad(compute, has_aux=True)(params)
     updates, opt_state = member.optimizer.update(gradients, opt_state, params)
     return (optax.apply_updates(params, updates), rest, opt_state), value

@@ -113,7 +113,9 @@ def test_moe_decoders_are_lifted_with_their_gradients(mesh_shape):
 
   @functools.partial(jax.jit, static_argnums=0)
   def gradients(model, params):
-    total = lambda params: jnp.sum(jnp.sin(model.apply({"params": params}, *arrays)))
+    def total(params):
+      return jnp.sum(jnp.sin(model.apply({"params": params}, *arrays)))
+
     return jax.value_and_grad(total)(params)
 
   value, together = gradients(members, params)

@@ -26,7 +26,10 @@ class MLP(nn.Module):
 def planned(models, num_devices, **keywords):
   optimizer = optax.sgd(0.1)
   members = [Member(model, optimizer) for model in models]
-  loss = lambda model, batch: jnp.mean(model(batch))
+
+  def loss(model, batch):
+    return jnp.mean(model(batch))
+
   ensemble = Ensemble(members, loss, devices=jax.devices()[:num_devices], **keywords)
   ensemble.init(BATCH)
   return ensemble.plan

@@ -35,7 +35,10 @@ def log_probs(finished):
   """Function from at most LENGTH ids to log_p_TV, by a forward pass over one row."""
   model, params = maxlite.load(finished[0] / "run")
   forward = jax.jit(lambda tokens_BT: jax.nn.log_softmax(model.apply(params, tokens_BT)[0]))
-  pad = lambda ids: np.array([[*ids, *[0] * (LENGTH - len(ids))]], np.int32)
+
+  def pad(ids):
+    return np.array([[*ids, *[0] * (LENGTH - len(ids))]], np.int32)
+
   return lambda ids: np.asarray(forward(pad(ids)))
 
 

@@ -82,7 +82,10 @@ def test_weights_survive_the_round_trip_bitwise(model_type, tmp_path, small_chun
   family, model, params = model_of(folder)
   arrays = arrays_of(folder)
   assert all(np.isfinite(array).all() for array in arrays.values())
-  read = lambda path, index: arrays[path][index]
+
+  def read(path, index):
+    return arrays[path][index]
+
   write_weights(tmp_path, family, model, params, read, shard_bytes=9_000)
   assert len(list(tmp_path.glob("*.safetensors"))) > 1
   got = {n: a for path in tmp_path.glob("*.safetensors") for n, a in load_file(path).items()}
@@ -213,7 +216,9 @@ def test_buffers_without_weights_are_ignored(tmp_path):
 
 
 def test_half_precision_is_read_as_either_dtype(tmp_path):
-  half = lambda t: {name: array.astype(np.float16) for name, array in t.items()}
+  def half(t):
+    return {name: array.astype(np.float16) for name, array in t.items()}
+
   folder = copied("llama", tmp_path, half)
   want = load_file(folder / "model.safetensors")["model.norm.weight"]
   got = arrays_of(folder)["final_norm/scale"]

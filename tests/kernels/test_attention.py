@@ -331,9 +331,9 @@ def test_a_saved_output_is_not_computed_again(backend):
 
   def num_products(function):
     # Over two cases in a loop, since XLA would merge a second forward pass with the first.
-    total = lambda case: jax.lax.map(
-      function, jax.tree.map(lambda x: jnp.stack([x, x]), case)
-    ).sum()
+    def total(case):
+      return jax.lax.map(function, jax.tree.map(lambda x: jnp.stack([x, x]), case)).sum()
+
     compiled = jax.jit(jax.value_and_grad(total)).lower(case).compile()
     return len(re.findall(r" dot\(|__onednn\$matmul", compiled.as_text()))
 

@@ -26,7 +26,10 @@ def test_agrees_with_the_reference(cuts, num_groups, sinks):
   options = {"scale": 0.7, "soft_cap": 1.5, "sink_H": sink_H}
   query_BT = LENGTH_B[:, None] - T + np.arange(T)[None]
   visible_BTS = np.arange(S)[None, None] <= query_BT[..., None]
-  blocks = lambda x, axis: [jnp.asarray(part) for part in np.split(x, cuts, axis=axis)]
+
+  def blocks(x, axis):
+    return [jnp.asarray(part) for part in np.split(x, cuts, axis=axis)]
+
   masks = [cached.BlockMask(part, jnp.any(part)) for part in blocks(visible_BTS, 2)]
   keys, values = blocks(k_BGSC, 2), blocks(v_BGSC, 2)
   if cuts:  # a skipped block may contain anything

@@ -23,7 +23,10 @@ GATED = build_activation(("silu", "linear"))
 
 def make_params(rng, *, biased, num_in=2, dtype=np.float64):
   """((wi, ...), wo, biases)"""
-  draw = lambda *shape: rng.normal(size=(NUM_GROUPS, *shape)).astype(dtype)
+
+  def draw(*shape):
+    return rng.normal(size=(NUM_GROUPS, *shape)).astype(dtype)
+
   wi = tuple(draw(DIM, HIDDEN) for _ in range(num_in))
   biases = Biases(tuple(draw(HIDDEN) for _ in wi), draw(DIM)) if biased else None
   return wi, draw(HIDDEN, DIM), biases
@@ -46,7 +49,10 @@ def network(backend, sizes_G, x_MD, weight_M, params, activation=GATED):
 @functools.partial(jax.jit, static_argnums=(0, 6))
 def run(backend, sizes_G, x_MD, weight_M, params, dy_MD, activation=GATED):
   """(y_MD, dx_MD, dweight_M, gradients of params)"""
-  apply = lambda *operands: network(backend, sizes_G, *operands, activation=activation)
+
+  def apply(*operands):
+    return network(backend, sizes_G, *operands, activation=activation)
+
   y_MD, vjp = jax.vjp(apply, x_MD, weight_M, params)
   return y_MD, *vjp(dy_MD)
 
@@ -73,7 +79,10 @@ def oracle(sizes, x_MD, weight_M, params, dy_MD, activation=GATED):
   used = sum(sizes)
   y_MD, vjp = jax.vjp(apply, x_MD[:used], weight_M[:used], params)
   *rows, dparams = y_MD, *vjp(dy_MD[:used])
-  pad = lambda a: jnp.pad(a, ((0, NUM_ROWS - used), *((0, 0),) * (a.ndim - 1)))
+
+  def pad(a):
+    return jnp.pad(a, ((0, NUM_ROWS - used), *((0, 0),) * (a.ndim - 1)))
+
   return *map(pad, rows), dparams
 
 
@@ -81,7 +90,10 @@ def without_dead_rows(results, sizes):
   """The results of `run` with zeros in the rows past the last group, which are undefined."""
   *rows, dparams = results
   live_M = np.arange(NUM_ROWS) < sum(sizes)
-  mask = lambda a: np.where(live_M.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a))
+
+  def mask(a):
+    return np.where(live_M.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a))
+
   return *(mask(np.asarray(a)) for a in rows), dparams
 
 
@@ -169,7 +181,10 @@ def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit, b
   """Undefined rows are NaN, and reach neither another row nor a weight."""
   activation = build_activation(names, limit)
   rng, dim, hidden = np.random.default_rng(5), 1024, 24
-  draw = lambda *dims: rng.normal(size=(NUM_GROUPS, *dims)).astype(np.float32) / 8
+
+  def draw(*dims):
+    return rng.normal(size=(NUM_GROUPS, *dims)).astype(np.float32) / 8
+
   biases = Biases(tuple(draw(hidden) for _ in names), draw(dim)) if biased else None
   params = tuple(draw(dim, hidden) for _ in names), draw(hidden, dim), biases
   x_MD, dy_MD = (rng.normal(size=(NUM_ROWS, dim)).astype(dtype) for _ in range(2))
@@ -193,7 +208,10 @@ def test_on_tpus_the_gradient_of_wo_frees_its_rows_before_those_of_x_are_compute
   weights = (NUM_GROUPS, 1024, 24), (NUM_GROUPS, 1024, 24), (NUM_GROUPS, 24, 1024)
   x_MD, weight_M, dy_MD, *wi, wo = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (*rows, *weights))
   sizes_G = jax.ShapeDtypeStruct((NUM_GROUPS,), jnp.int32)
-  of_x = lambda *operands: run_for_tpu(GATED, *operands)[1]
+
+  def of_x(*operands):
+    return run_for_tpu(GATED, *operands)[1]
+
   jaxpr = jax.make_jaxpr(of_x)(sizes_G, x_MD, weight_M, (tuple(wi), wo, None), dy_MD).jaxpr
   (call,) = jaxpr.eqns
   program = call.params["jaxpr"].jaxpr

@@ -87,9 +87,10 @@ def test_gradients_are_those_of_the_product_at_the_quantized_operands(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_gradients_are_those_at_the_quantized_operands(kind):
   x_MD, w_GDF, dy_MF = draw(44, 20), draw(4, 20, 6), draw(44, 6)
-  multiply = lambda x, w, kind="": grouped_matmul(
-    x, w, jnp.array(SIZES), backend="tiled", quantization=kind
-  )
+
+  def multiply(x, w, kind=""):
+    return grouped_matmul(x, w, jnp.array(SIZES), backend="tiled", quantization=kind)
+
   rounded = [
     quantize(a, kind, axes).dequantize(jnp.float32) for a, axes in ((x_MD, (1,)), (w_GDF, (1, 2)))
   ]

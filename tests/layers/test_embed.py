@@ -38,7 +38,9 @@ def test_a_lookup_and_its_gradient_are_not_rematerialized_on_a_mesh(sharders, me
   table_VD, dx_BTD = (np.random.default_rng(1).normal(size=s) for s in ((16, 8), (4, 6, 8)))
 
   def gradient(table_VD, tokens_BT, dx_BTD):
-    lookup = lambda table_VD: embed.apply({"params": {"embedding": table_VD}}, tokens_BT)
+    def lookup(table_VD):
+      return embed.apply({"params": {"embedding": table_VD}}, tokens_BT)
+
     return jax.vjp(lookup, table_VD)[1](dx_BTD)[0]
 
   names = (table_names, rows, (*rows, None))

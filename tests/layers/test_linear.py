@@ -46,7 +46,10 @@ def test_a_bias_and_its_gradient_are_summed_in_float32(sharders):
   assert boxed["bias"].names == ("mlp",)
   assert not meta.unbox(boxed)["bias"].any()
   params = {"kernel": np.zeros((4, 6), np.float32), "bias": np.full(6, 1.0, np.float32)}
-  apply = lambda params: linear.apply({"params": params}, jnp.ones((4, 1000, 4), jnp.bfloat16))
+
+  def apply(params):
+    return linear.apply({"params": params}, jnp.ones((4, 1000, 4), jnp.bfloat16))
+
   dy = np.full((4, 1000, 6), 1.0, jnp.bfloat16)
   assert (jax.jit(lambda: jax.vjp(apply, params)[1](dy)[0]["bias"])() == 4000).all()
 
@@ -73,7 +76,10 @@ def test_linear_contracts_the_last_axes_on_every_mesh(sharders, mesh, case):
   arrays = [
     draw(size, i, np.float32) for i, size in enumerate((shape, (*shape[2:], *features), features))
   ]
-  formula = lambda x, w, bias: jnp.einsum(einsum, x, w) + bias[None, None]
+
+  def formula(x, w, bias):
+    return jnp.einsum(einsum, x, w) + bias[None, None]
+
   expected, pull_back = jax.vjp(formula, *arrays)
   dy = draw(expected.shape, 2, np.float32)
 

@@ -132,8 +132,13 @@ def test_gathered_keys_in_the_future_are_skipped(build_sharder):
   def flops(strategy):
     keys = {"attention": "chunked", "context_parallel_strategy": strategy, "attention_block_q": 64}
     cfg = dataclasses.replace(ModelConfig(), **keys)
-    run = lambda q, k, v: attend(cfg, sharder, q, k, v, segment_BT, scale=1.0, soft_cap=0.0)
-    loss = lambda q, k, v: run(q, k, v).sum()
+
+    def run(q, k, v):
+      return attend(cfg, sharder, q, k, v, segment_BT, scale=1.0, soft_cap=0.0)
+
+    def loss(q, k, v):
+      return run(q, k, v).sum()
+
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
     return matmul_flops(parse(compiled.as_text())).total
 
@@ -150,7 +155,10 @@ def test_shards_attend_equally_many_gathered_keys(num_shards):
   num_keys = 2 * num_shards * size
   zeros = np.zeros((1, 1, num_keys, 1), np.float32)
   keys = chunked._Keys(zeros, zeros, np.zeros((1, num_keys), np.int32), None)
-  count = lambda options, keys, first, carry, block: (carry + keys.segment_BS.shape[1], None)
+
+  def count(options, keys, first, carry, block):
+    return (carry + keys.segment_BS.shape[1], None)
+
   span = chunked._Span(0, size, 0, num_keys)
   body = chunked._with_keys_in_reach(count, options, span, keys)
 

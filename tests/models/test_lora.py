@@ -94,7 +94,9 @@ def test_initial_adapters_change_nothing_and_merged_ones_are_equivalent(family):
   at_start = base_logits({"params": base_params}, TOKENS_BT)
   np.testing.assert_array_equal(logits({"params": params}, TOKENS_BT), at_start)
 
-  fill = lambda leaf: leaf if leaf.any() else draw(leaf.shape, leaf.size) / 3
+  def fill(leaf):
+    return leaf if leaf.any() else draw(leaf.shape, leaf.size) / 3
+
   params = jax.tree.map(fill, params)
   moved = logits({"params": params}, TOKENS_BT)
   scale = np.abs(moved).max()
@@ -127,7 +129,10 @@ def test_values_and_gradients_on_a_mesh_match_the_formula(case):
   linear = LoraLinear(ModelConfig(lora=lora), sharder, features, names, num_in=num_in)
   x = draw(shape, 0)
   boxed = jax.eval_shape(linear.init, jax.random.key(0), x)["params"]
-  is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)
+
+  def is_box(leaf):
+    return isinstance(leaf, meta.AxisMetadata)
+
   params = jax.tree.map(lambda box: draw(box.value.shape, box.value.size), boxed, is_leaf=is_box)
 
   def formula(x, params):
@@ -141,10 +146,15 @@ def test_values_and_gradients_on_a_mesh_match_the_formula(case):
   @jax.jit
   def run(x, params):
     x = sharder.constrain(x, ("activation_batch", "activation_length", *(None,) * num_in))
-    place = lambda box, leaf: sharder.constrain(leaf, box.names)
+
+    def place(box, leaf):
+      return sharder.constrain(leaf, box.names)
+
     params = jax.tree.map(place, boxed, params, is_leaf=is_box)
     y, pull_back = jax.vjp(lambda x, params: linear.apply({"params": params}, x), x, params)
     return y, pull_back(dy)
 
-  close = lambda got, want: np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+  def close(got, want):
+    return np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+
   jax.tree.map(close, run(x, params), (expected, pull_back(dy)))

@@ -103,7 +103,9 @@ def by_hand(num_steps):
 
   @functools.partial(jax.jit, static_argnums=0)
   def step(name, trained, frozen, state, batch):
-    loss = lambda trained: losses[name](trained | frozen, batch)
+    def loss(trained):
+      return losses[name](trained | frozen, batch)
+
     value, gradients = jax.value_and_grad(loss)(trained)
     with jax.numpy_dtype_promotion("standard"):
       updates, state = optimizers[name].update(gradients, state, trained)
@@ -165,9 +167,15 @@ def test_untrained_parameters_are_listed():
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
 def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   compiled = []
-  listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+
+  def listen(event, *_, **__):
+    return compiled.append(event) if "backend_compile" in event else None
+
   tiny = {"a": jnp.ones(()), "b": jnp.ones(())}
-  loss = lambda params, batch: (params["a"] * params["b"] - batch) ** 2
+
+  def loss(params, batch):
+    return (params["a"] * params["b"] - batch) ** 2
+
   sgd = optax.sgd(1e-3)
   phases = [Phase(name, [name], loss, sgd, steps=1) for name in tiny]
   alternation = Alternation(phases, strategy=strategy)
@@ -210,9 +218,10 @@ def test_frozen_parameters_have_no_backward_pass():
 
 def sharded(params, mesh):
   specs = {"kernel": jax.P("x"), "bias": jax.P()}
-  place = lambda key_path, leaf: jax.device_put(
-    leaf, jax.NamedSharding(mesh, specs[key_path[-1].key])
-  )
+
+  def place(key_path, leaf):
+    return jax.device_put(leaf, jax.NamedSharding(mesh, specs[key_path[-1].key]))
+
   return jax.tree_util.tree_map_with_path(place, params)
 
 
@@ -295,7 +304,10 @@ def test_frozen_parameters_keep_their_bits(tmp_path_factory, parts, kinds, accum
   """A phase for every optimizer, under decay, clipping, averaging, accumulation and a restart."""
   params = make_params()
   names = {name: {"kernel": jax.P("embed", "mlp"), "bias": jax.P("norm")} for name in params}
-  loss = lambda params, batch: fit_loss(params, batch) + match_loss(params, batch)[0]
+
+  def loss(params, batch):
+    return fit_loss(params, batch) + match_loss(params, batch)[0]
+
   phases = []
   for opt_type, part, parts_of_batch in zip(OPTIMIZERS, parts, accumulate, strict=True):
     train = [f"{name}/{kinds}" for name in sorted(part)]
@@ -318,7 +330,10 @@ def test_frozen_parameters_keep_their_bits(tmp_path_factory, parts, kinds, accum
 
 def test_phases_that_train_the_same_leaf_have_separate_optimizer_states():
   """Each counts half of the steps, so the parameters differ from those of one phase."""
-  adam = lambda: optax.adam(1e-2)
+
+  def adam():
+    return optax.adam(1e-2)
+
   halves = [Phase(name, ["a/.*", "b/.*"], fit_loss, adam(), steps=1) for name in ("one", "two")]
   whole = [Phase("whole", ["a/.*", "b/.*"], fit_loss, adam(), steps=1)]
   states = []
@@ -344,7 +359,9 @@ def test_accumulation_gives_the_same_numbers():
 
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
 def test_a_condition_ends_a_phase_one_step_after_it_is_met(strategy):
-  loss = lambda params, batch: jnp.sum(params["w"] * batch)
+  def loss(params, batch):
+    return jnp.sum(params["w"] * batch)
+
   phases = [
     Phase("low", ["w"], loss, optax.sgd(0.0), until=Threshold("loss", below=0.5, max_steps=9)),
     Phase("flat", ["w"], loss, optax.sgd(0.0), until=Plateau("loss", patience=2, max_steps=9)),

@@ -41,7 +41,9 @@ def test_a_state_is_used_once():
 
 
 def test_a_loss_with_collections_needs_them_in_the_state():
-  loss = lambda params, batch, collections: (collections["sums"]["n"], {}, collections)
+  def loss(params, batch, collections):
+    return (collections["sums"]["n"], {}, collections)
+
   alternation = Alternation([Phase("fit", ["a/.*"], loss, optax.sgd(0.1), steps=1)])
   with pytest.raises(
     UserError, match=r"phase fit takes collections, .* init\(params, collections\)"
@@ -155,7 +157,9 @@ def test_unknown_choices_are_one_line_errors(keys, message):
 
 
 def test_integers_are_frozen_and_to_train_them_is_a_one_line_error():
-  loss = lambda params, batch: jnp.sum(params["w"] * params["count"].astype(jnp.float32))
+  def loss(params, batch):
+    return jnp.sum(params["w"] * params["count"].astype(jnp.float32))
+
   params = {"w": jnp.ones(2), "count": jnp.arange(2)}
   alternation = Alternation([Phase("fit", ["w"], loss, optax.sgd(0.1), steps=1)])
   state, _ = alternation.step(alternation.init(params), None)
@@ -219,7 +223,10 @@ def test_parameters_that_do_not_change_the_loss_are_warned_of_once():
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_training():
   """The loss is NaN for a NaN batch, and the gradient of the root infinite at zero."""
-  loss = lambda params, batch: jnp.sum(params["w"] * batch) + jnp.sqrt(params["v"])
+
+  def loss(params, batch):
+    return jnp.sum(params["w"] * batch) + jnp.sqrt(params["v"])
+
   phase = Phase("fit", [".*"], loss, optax.adam(0.1), steps=1)
   alternation = Alternation([phase], max_skipped_steps=3, ema_decay=0.5)
   state = alternation.init({"w": jnp.ones(2), "v": jnp.ones(())})

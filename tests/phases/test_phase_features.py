@@ -32,7 +32,10 @@ def by_hand(tx, losses, params, stream):
 
 def test_phases_share_one_optimizer_state():
   """Two losses on the same parameters, whose moments and schedule count both."""
-  mirrored = lambda params, batch: square_loss(params, -batch)
+
+  def mirrored(params, batch):
+    return square_loss(params, -batch)
+
   tx = optax.adam(optax.linear_schedule(0.1, 0.0, 8))
   phases = [
     Phase("one", ["w"], square_loss, tx, steps=2),
@@ -173,7 +176,10 @@ def test_frozen_leaves_keep_the_sign_of_zero_and_do_not_decay():
 
 def test_only_trained_leaves_count_in_the_clipping_norm():
   params = {"w": jnp.zeros(1), "frozen": jnp.ones(1)}
-  loss = lambda params, batch: jnp.sum(params["w"] * 3 + params["frozen"] * 400)
+
+  def loss(params, batch):
+    return jnp.sum(params["w"] * 3 + params["frozen"] * 400)
+
   clipped = optax.chain(optax.clip_by_global_norm(5.0), optax.sgd(1.0))
   alternation = Alternation([Phase("w", ["w"], loss, clipped, steps=1)])
   state, rows = take(alternation, alternation.init(params), [None])

@@ -138,7 +138,10 @@ def is_running(process):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_host_that_cannot_write_ends_all_and_earlier_checkpoints_are_intact(folder, rank):
   """A limit on the file size of one host simulates a full disk."""
-  saved = lambda: [int(p.name) for p in folder.glob("run/checkpoints/*") if p.name.isdigit()]
+
+  def saved():
+    return [int(p.name) for p in folder.glob("run/checkpoints/*") if p.name.isdigit()]
+
   launch = Launch(folder, *TWO, **ENDLESS | {"log_period": 10**6})
   launch.wait_until(lambda: len(saved()) > 1)
   resource.prlimit(launch.process_id(rank), resource.RLIMIT_FSIZE, (100, 100))

@@ -20,7 +20,10 @@ def mixtures(tmp_path_factory):
   for name, word in {"a": "alpha ", "b": "beta ", "c": "gamma "}.items():
     lines = (json.dumps({"text": f"{n} " + word * (2 + n % 5)}) for n in range(60))
     (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-  entry = lambda name, **keys: {"name": name, "path": f"{folder}/{name}.jsonl", **keys}
+
+  def entry(name, **keys):
+    return {"name": name, "path": f"{folder}/{name}.jsonl", **keys}
+
   two = [entry("a", weight=3, type="jsonl"), entry("b", weight=1, type="jsonl")]
   three = [*two, entry("c", weight=2, type="jsonl", from_step=4)]
   return [json.dumps(entries).replace('"', "") for entries in (two, three)]

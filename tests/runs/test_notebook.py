@@ -43,6 +43,9 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
   kept = printed(notebook.cells)
   place = {"metadata": {"path": str(tmp_path)}}
   NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
-  losses = lambda text: re.findall(r"^step +\d+/\d+  (?:eval )?loss.*?[.\d]{6}", text, re.M)
+
+  def losses(text):
+    return re.findall(r"^step +\d+/\d+  (?:eval )?loss.*?[.\d]{6}", text, re.M)
+
   assert losses(printed(notebook.cells)) == losses(kept)
   assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"llama", "rates"}

@@ -29,14 +29,16 @@ def keys_of(folder, **keys):
 
 
 def open_streams(cfg):
-  opened = lambda data: open_data(
-    data,
-    vocab_size=cfg.model.vocab_size,
-    global_batch_size=SIZE,
-    rows=range(SIZE),
-    cache_directory=token_cache(cfg),
-    evaluates=data == cfg.data,
-  )
+  def opened(data):
+    return open_data(
+      data,
+      vocab_size=cfg.model.vocab_size,
+      global_batch_size=SIZE,
+      rows=range(SIZE),
+      cache_directory=token_cache(cfg),
+      evaluates=data == cfg.data,
+    )
+
   by_phase = {phase.name: phase.data for phase in phases_of(cfg)} or {"train": cfg.data}
   return TrainStreams({name: opened(data) for name, data in by_phase.items()}), list(by_phase)
 

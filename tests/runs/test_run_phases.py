@@ -206,10 +206,13 @@ def test_adapters_start_from_given_weights(tmp_path):
   lora = "[{name: lora, train: ['.*lora_.*'], steps: 1}]"
   adapted = trainer_of(**keys, lora_rank=2, phases=lora, ema_decay=0.5)
   given = jax.device_get(trainer_of(**keys).init_state().params)
-  whole = lambda leaf: (tuple(slice(0, size) for size in leaf.shape), leaf)
-  as_stream = lambda leaf: ChunkedArray(
-    leaf.shape, leaf.dtype, leaf.shape, lambda: iter([whole(leaf)])
-  )
+
+  def whole(leaf):
+    return (tuple(slice(0, size) for size in leaf.shape), leaf)
+
+  def as_stream(leaf):
+    return ChunkedArray(leaf.shape, leaf.dtype, leaf.shape, lambda: iter([whole(leaf)]))
+
   streams = {path: as_stream(leaf) for path, leaf in leaves_by_path(given).items()}
   write_parameters(tmp_path / "0", streams)
   checkpoints = Checkpoints(adapted.cfg.checkpoint, tmp_path, report=print)
@@ -268,9 +271,12 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
   folder, output, keys = with_phase_data
   trainer = build_trainer(config_of(**keys_in(folder, **keys)))
   cache, own = folder / ".tokens", phases_of(trainer.cfg)[1].data
-  of = lambda data, rows: open_data(
-    data, vocab_size=VOCAB, global_batch_size=rows, rows=range(rows), cache_directory=cache
-  ).train_stream()
+
+  def of(data, rows):
+    return open_data(
+      data, vocab_size=VOCAB, global_batch_size=rows, rows=range(rows), cache_directory=cache
+    ).train_stream()
+
   streams = {True: of(own, 8), False: of(trainer.cfg.data, ROWS)}
   state, rows = trainer.init_state(), []
   with compilations() as compiled:

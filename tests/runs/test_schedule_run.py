@@ -46,7 +46,10 @@ def test_a_run_with_schedules_resumes_exactly_and_counts_its_tokens(folder):
 def test_programs_are_compiled_for_the_given_shapes_only():
   traced = []
   step = jax.jit(lambda state, x: (state + jnp.sum(x), traced.append(x.shape)))
-  like = lambda size: jax.ShapeDtypeStruct((size,), np.float32)
+
+  def like(size):
+    return jax.ShapeDtypeStruct((size,), np.float32)
+
   compiled = compile_for_batches(step, jax.ShapeDtypeStruct((), np.float32), [like(2), like(3)])
   assert traced == [(2,), (3,)]
   assert [compiled(np.float32(1), np.ones(size, np.float32))[0] for size in (3, 2, 3)] == [4, 3, 4]

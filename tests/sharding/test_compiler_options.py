@@ -45,9 +45,11 @@ def test_numbers_are_given_as_text():
 
 
 def test_the_training_step_is_compiled_with_them():
-  trainer = lambda value: build_trainer(
-    load_config(["configs/base.yml", f"compiler_options={{xla_{value}}}"], needs_data=False)
-  )
+  def trainer(value):
+    return build_trainer(
+      load_config(["configs/base.yml", f"compiler_options={{xla_{value}}}"], needs_data=False)
+    )
+
   known = trainer("cpu_enable_fast_math: true")
   assert known.compiler_options == {"xla_cpu_enable_fast_math": True}
   with pytest.raises(ValueError, match="No such compile option: 'xla_nope'"):

@@ -95,7 +95,9 @@ def test_loaded_models_support_packing_and_gradients(root):
 
   @functools.partial(jax.jit, **FAST)
   def outputs(params):
-    total = lambda params: jnp.sum(model.apply(params, TOKENS_BT) ** 2)
+    def total(params):
+      return jnp.sum(model.apply(params, TOKENS_BT) ** 2)
+
     return (
       model.apply({"params": params}, TOKENS_BT, **packed),
       model.apply(params, TOKENS_BT[:, 6:]),
@@ -175,7 +177,10 @@ def test_adapters_are_merged_on_upcycling(root, monkeypatch, capsys):
   cfg = load_config(keys, defaults=read_saved(root / "llama" / "config.yml"))
   rng = np.random.default_rng(0)
   leaves = leaves_by_path(trainer_of_model(cfg.model).abstract_state.params)
-  draw = lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype(np.float32)
+
+  def draw(leaf):
+    return rng.normal(size=leaf.shape, scale=0.3).astype(np.float32)
+
   arrays = {path: chunked(draw(leaf)) for path, leaf in leaves.items()}
   (root / "adapted").mkdir()
   save_resolved(cfg, root / "adapted" / "config.yml")
@@ -244,7 +249,9 @@ def test_a_failed_import_leaves_nothing(tmp_path, monkeypatch, capsys):
   shutil.copytree(FIXTURES / "llama", folder)
 
   # Truncate after the headers were validated, before the weights are read.
-  truncate_after = lambda *args: (params_from_hf(*args), truncated(folder))[0]
+  def truncate_after(*args):
+    return (params_from_hf(*args), truncated(folder))[0]
+
   monkeypatch.setattr("maxlite.hf.conversion.params_from_hf", truncate_after)
   overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs")
   assert converted(monkeypatch, "from_hf", folder, *overrides) == 2

@@ -42,7 +42,10 @@ def sharder_on(degrees):
 def draw_models():
   """{x, w} of the student and of each teacher."""
   draw = np.random.default_rng(0)
-  normal = lambda *shape: draw.standard_normal(shape).astype(np.float32)
+
+  def normal(*shape):
+    return draw.standard_normal(shape).astype(np.float32)
+
   return [{"x": normal(ROWS, LENGTH, width), "w": normal(width, VOCAB)} for width in WIDTHS]
 
 
@@ -102,7 +105,10 @@ def test_the_loss_mixes_the_next_token_with_the_divergence_times_t_squared():
 
 def save_run(folder, params, cfg):
   """Write `params` as the weights of a run that has not been trained."""
-  stored = lambda x: ChunkedArray(x.shape, x.dtype, x.shape, lambda: [(whole(x.shape), x)])
+
+  def stored(x):
+    return ChunkedArray(x.shape, x.dtype, x.shape, lambda: [(whole(x.shape), x)])
+
   leaves = {path: stored(leaf) for path, leaf in leaves_by_path(jax.device_get(params)).items()}
   write_parameters(folder / "checkpoints" / "0", leaves)
   save_resolved(cfg, folder / "config.yml")
@@ -126,7 +132,9 @@ def student_of(teacher, mesh, num_devices=8, **keys):
 
 
 def take_taught_step(trainer, host_state):
-  step = lambda state, batch: trainer.train_step(state, trainer.with_extra_inputs(batch))
+  def step(state, batch):
+    return trainer.train_step(state, trainer.with_extra_inputs(batch))
+
   taught = dataclasses.replace(trainer)
   vars(taught)["train_step"] = step
   after, (metrics,) = take_steps(taught, host_state, [uneven_batch(0)])

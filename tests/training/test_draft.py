@@ -136,7 +136,10 @@ def test_losses_that_need_draft_heads():
 
 def test_only_one_chunk_of_draft_logits_is_in_memory():
   num_rows, length, vocab = 8, 64, 4096
-  array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+
+  def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
   ints = array(num_rows, length, dtype=jnp.int32)
   batch = Batch(ints, ints, ints, ints, array(num_rows, length))
   states = (array(num_rows, length, D), array(num_rows, length, J, D), array(D, vocab))
@@ -168,7 +171,10 @@ def test_acceptance_equals_a_count_by_draft(degrees):
   states["w_DV"][:, 200:260] = states["w_DV"][:, 100:160]
   sums = jax.jit(lambda states: acceptance_sums(Hidden(layers={}, **states), batch, 7, sharder))
   counted = jax.device_get(sums(states))
-  token = lambda state: np.argmax(np.float32(state @ states["w_DV"]))
+
+  def token(state):
+    return np.argmax(np.float32(state @ states["w_DV"]))
+
   agrees = {
     (b, t, j): token(states["y_BTJD"][b, t, j]) == token(states["x_BTD"][b, s])
     for b, t, j, s in drafts_of(batch)
@@ -195,12 +201,14 @@ def test_argmax_takes_the_first_of_equal_logits():
 
 
 def test_held_out_row_is_over_all_batches():
-  drafts = lambda accepted, drafts, length, chains: {
-    "accepted_J": np.array(accepted),
-    "drafts_J": np.array(drafts),
-    "length": length,
-    "chains": chains,
-  }
+  def drafts(accepted, drafts, length, chains):
+    return {
+      "accepted_J": np.array(accepted),
+      "drafts_J": np.array(drafts),
+      "length": length,
+      "chains": chains,
+    }
+
   batch = {"nll": 2.0, "weight": 4.0, "num_bytes": 0.0}
   counts = (drafts([3, 1], [4, 4], 4, 4), drafts([0, 1], [2, 1], 1, 1))
   row = held_out_row({"data": [batch | {"draft": draft} for draft in counts]})
@@ -304,7 +312,10 @@ def test_match_phase_has_no_backward_pass_of_the_trunk():
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
   trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
   state, batch = trainer.abstract_state, trainer.abstract_inputs(trainer.batch_shape)
-  forward = lambda state, batch: run_forward(trainer.model, state.params, batch, None, drafts=False)
+
+  def forward(state, batch):
+    return run_forward(trainer.model, state.params, batch, None, drafts=False)
+
   lowered = (jax.jit(forward).lower(state, batch), trainer.lower_step(0))
   trunk, match = (matmul_flops(parse(step.compile().as_text())).total for step in lowered)
   cfg = trainer.cfg

@@ -39,8 +39,13 @@ def test_fine_tuned_exports_compute_what_the_runs_do(tmp_path):
     "jax_cache_dir=",
     "steps=2",
   )
-  run = lambda name: (f"run_name={name}", f"base_output_directory={tmp_path}")
-  train = lambda *args: run_training(load_config(args))
+
+  def run(name):
+    return (f"run_name={name}", f"base_output_directory={tmp_path}")
+
+  def train(*args):
+    return run_training(load_config(args))
+
   # The vocabulary is extended with zeros to hold byte tokens.
   assert converted("from_hf", FIXTURES / "llama", *run("full"), "vocab_size=320") == 0
   assert train(*run("full"), *data) == 0
@@ -53,7 +58,10 @@ def test_fine_tuned_exports_compute_what_the_runs_do(tmp_path):
   assert converted("to_hf", *run("tuned"), f"output_path={tmp_path}/merged") == 0
 
   tokens_BT = np.arange(40).reshape(2, 20).astype(np.int32)
-  logits = lambda folder: logits_of(tmp_path / folder, tokens_BT)
+
+  def logits(folder):
+    return logits_of(tmp_path / folder, tokens_BT)
+
   np.testing.assert_allclose(logits("merged"), logits("tuned"), atol=1e-5)
   assert np.abs(logits("tuned") - logits("base")).max() > 1e-3
   base, merged = (load_file(tmp_path / f / "model.safetensors") for f in ("base", "merged"))

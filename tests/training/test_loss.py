@@ -104,7 +104,9 @@ def test_only_one_chunk_of_logits_is_in_memory():
   sharder = sharder_on(ONE)
 
   def temporary_bytes(chunk_tokens):
-    loss = lambda *arrays: sum(cross_entropy_sums(*arrays, chunk_tokens, sharder))
+    def loss(*arrays):
+      return sum(cross_entropy_sums(*arrays, chunk_tokens, sharder))
+
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile()
     return compiled.memory_analysis().temp_size_in_bytes

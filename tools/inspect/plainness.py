@@ -40,8 +40,8 @@ class Density(NamedTuple):
     return figures
 
   def excess(self) -> float:
-    """The largest figure relative to its goal; at most 1 if all goals are met."""
-    return max(figure / GOALS[kind] for kind, figure in self.figures().items())
+    """The largest figure, with one decimal as in the goals, relative to its goal."""
+    return max(round(figure, 1) / GOALS[kind] for kind, figure in self.figures().items())
 
 
 def _kind_of(node: ast.AST) -> str:

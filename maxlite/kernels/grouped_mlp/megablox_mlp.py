@@ -189,8 +189,9 @@ def _fit(tiles: Tiles, x_MD: jax.Array, w_GDF: jax.Array) -> Tiles:
   return megablox.fit_tiles(tiles, x_MD.shape[0], x_MD.dtype, w_GDF)
 
 
-def _flat(num_columns: int, x_m: jax.Array) -> tuple[jax.Array]:
-  """(x_mD,) with a column of ones if the matrices have a bias."""
+def _flat(num_columns: int, rows: Sequence[jax.Array]) -> tuple[jax.Array]:
+  """(x_mD,) of (x_m,), with a column of ones if the matrices have a bias."""
+  (x_m,) = rows
   x_mD = x_m.reshape(x_m.shape[0], -1)
   return (_append(x_mD, jnp.ones_like(x_mD[:, :1]), num_columns),)
 
@@ -206,18 +207,19 @@ def _sum_as(shape: tuple[int, ...]) -> Callable[..., tuple[jax.Array]]:
   """A function of rows that returns their sum, without a bias's column, as rows of this shape."""
   width = math.prod(shape[1:])
 
-  def add(*terms: jax.Array) -> tuple[jax.Array]:
+  def add(terms: Sequence[jax.Array]) -> tuple[jax.Array]:
     dtype = terms[0].dtype
     total = sum(term[:, :width].astype(accumulator_dtype(dtype)) for term in terms)
-    return (total.astype(dtype).reshape(-1, *shape[1:]),)
+    return (total.astype(dtype).reshape((-1, *shape[1:])),)
 
   return add
 
 
 def _hidden(
-  activation: Activation, num_columns: int, weight_m1: jax.Array, *up_mF: jax.Array
+  activation: Activation, num_columns: int, rows: Sequence[jax.Array]
 ) -> tuple[jax.Array]:
-  """(h_mF,): the hidden rows times their weights, computed in float32."""
+  """(h_mF,) of (weight_m1, *up_mF): the hidden rows times their weights, computed in float32."""
+  weight_m1, *up_mF = rows
   h_mF = _wide_hidden(activation, weight_m1, up_mF).astype(up_mF[0].dtype)
   return (_append(h_mF, weight_m1.astype(h_mF.dtype), num_columns),)
 
@@ -229,10 +231,9 @@ def _wide_hidden(activation: Activation, weight_m1: jax.Array, up_mF: _Arrays) -
   return activation(*wide_mF) * weight_m1.astype(dtype)
 
 
-def _hidden_gradients(
-  activation: Activation, dh_mF: jax.Array, weight_m1: jax.Array, *up_mF: jax.Array
-) -> _Arrays:
-  """(h_mF, dweight_m1, gradient of each array of up_mF)"""
+def _hidden_gradients(activation: Activation, rows: Sequence[jax.Array]) -> _Arrays:
+  """(h_mF, dweight_m1, gradient of each array of up_mF) of (dh_mF, weight_m1, *up_mF)."""
+  dh_mF, weight_m1, *up_mF = rows
   dtype = dh_mF.dtype
   width = up_mF[0].shape[1]
   num_columns = dh_mF.shape[1]
@@ -258,16 +259,16 @@ def map_live_rows(
   this Pallas kernel visits blocks of live rows.
 
   Args:
-    function: maps arrays [m, ...] to a tuple of arrays [m, ...]. It is applied to blocks of rows,
-      the last of which may have undefined rows, so a row of its results must depend on the same row
-      of its operands only.
-    rows: the arguments, arrays [M, ...] of at least two dimensions.
+    function: maps a sequence of arrays [m, ...] to a tuple of arrays [m, ...]. It is applied to
+      blocks of rows, the last of which may have undefined rows, so a row of its results must depend
+      on the same row of its operands only.
+    rows: the operands, arrays [M, ...] of at least two dimensions.
     num_live: scalar int32.
     in_place: number of leading operands whose memory the leading results take.
     interpret: run without a TPU, for tests.
   """
   num_rows = rows[0].shape[0]
-  shapes = jax.eval_shape(function, *rows)
+  shapes = jax.eval_shape(function, rows)
   row_bytes = sum(_row_bytes(array) for array in (*rows, *shapes))
   block = _block_rows(num_rows, row_bytes)
 
@@ -275,7 +276,7 @@ def map_live_rows(
     operand_refs = refs[: len(rows)]
     result_refs = refs[len(rows) :]
     blocks = [ref[...] for ref in operand_refs]
-    results = function(*blocks)
+    results = function(blocks)
     for ref, result in zip(result_refs, results, strict=True):
       ref[...] = result
 

@@ -163,7 +163,10 @@ def test_states_move_between_strategies(source, target):
 def test_own_batches(family, strategy):
   members = FAMILIES[family][:2]
   ensemble = Ensemble(members, loss, predict=predict, strategy=strategy, own_batches=True)
-  stack = lambda n: jax.tree.map(lambda *rows: np.stack(rows), *(batch(n + 5 * z) for z in (0, 1)))
+
+  def stack(n):
+    return jax.tree.map(lambda *rows: np.stack(rows), *(batch(n + 5 * z) for z in (0, 1)))
+
   losses = []
   with jax.numpy_dtype_promotion("standard"):
     state = ensemble.init(stack(0))

@@ -97,7 +97,10 @@ def test_loss_weights_fall_by_e_per_temperature():
 
 def greedy64(prob_ZT, weight_T, num_rounds):
   """Greedy selection as in the paper: lists of members and the loss of their mean probability."""
-  loss = lambda chosen: -np.sum(weight_T * np.log(np.mean(prob_ZT[chosen], axis=0)))
+
+  def loss(chosen):
+    return -np.sum(weight_T * np.log(np.mean(prob_ZT[chosen], axis=0)))
+
   chosen, path = [], []
   for _ in range(num_rounds):
     chosen = min(([*chosen, z] for z in range(len(prob_ZT))), key=loss)
@@ -192,7 +195,10 @@ def test_disagreement_agrees_with_float64(members):
   log_prob_ZTV, _, weight_T = members
   kept = np.asarray(weight_T) > 0
   prob = np.exp(np.asarray(log_prob_ZTV, np.float64))[:, kept]
-  entropy = lambda p: -(p * np.log(p)).sum(axis=-1)
+
+  def entropy(p):
+    return -(p * np.log(p)).sum(axis=-1)
+
   votes = prob.argmax(axis=-1)
   pairs = [(votes[i] != votes[j]).mean() for i in range(Z) for j in range(i)]
   information = entropy(prob.mean(axis=0)) - entropy(prob).mean(axis=0)

@@ -61,17 +61,24 @@ def batches_of(targets):
 def test_members_are_chosen_on_every_other_batch_and_scored_on_the_rest():
   # Member n predicts token n; batches alternate between tokens 1 and 0.
   params = {name: np.float32(np.eye(3)[n]) for n, name in enumerate("abc")}
-  log_prob = lambda x: jax.nn.log_softmax(3 * jax.numpy.broadcast_to(x, (1, 2, 3)))
+
+  def log_prob(x):
+    return jax.nn.log_softmax(3 * jax.numpy.broadcast_to(x, (1, 2, 3)))
 
   def evaluate(state, batch):
     nll = -log_prob(state.params)[0, 0, batch.targets_BT[0, 0]]
     return {"nll": 2 * nll, "weight": 2}
 
-  predict = lambda state, batch: log_prob(state.params)
+  def predict(state, batch):
+    return log_prob(state.params)
+
   functions = MemberFunctions(
     init_variables=None, start=None, phases=(), step=None, predict=predict, evaluate=evaluate
   )
-  score = lambda targets: score_soups(functions, params, lambda: batches_of(targets), np.ones(3))
+
+  def score(targets):
+    return score_soups(functions, params, lambda: batches_of(targets), np.ones(3))
+
   scores = score([1, 0, 1, 0])
   assert list(scores) == ["uniform soup", "greedy soup of b"]
   expected = -jax.nn.log_softmax(3 * params["b"])[0]
@@ -104,7 +111,10 @@ def test_a_soup_is_exported_bitwise_and_is_on_the_leaderboard(trained):
   assert command.main(["export", str(trained), "member=fast,still", "run_name=soup"]) == 0
   soup = params_of(trained.parent / "soup")
   members = [params_of(trained / "members" / name) for name in ("fast", "still")]
-  mean = lambda a, b: (a + b) / np.float32(2)
+
+  def mean(a, b):
+    return (a + b) / np.float32(2)
+
   jax.tree.map(np.testing.assert_array_equal, soup, jax.tree.map(mean, *members))
   leaderboard = (trained / "leaderboard.md").read_text()
   assert "| uniform soup " in leaderboard

@@ -375,7 +375,10 @@ def test_worker_processes_equal_one_process(root, tmp_path):
     rows = {name: rows_of(tmp_path, name) for name in ("slow", "fast")}
     if strategy == "processes":
       expected, expected_lines = rows, printed
-  steps = lambda lines: [line.partition(":")[0] for line in lines]
+
+  def steps(lines):
+    return [line.partition(":")[0] for line in lines]
+
   assert steps(printed) == steps(expected_lines)
   assert printed
   for name, own in rows.items():

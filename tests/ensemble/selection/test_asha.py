@@ -78,7 +78,10 @@ def test_the_best_member_reaches_the_end_and_one_in_eta_is_promoted(seed):
   number, eta, rungs = draw.randint(1, 30), draw.randint(2, 4), draw.randint(2, 4)
   final = {f"m{n}": draw.random() for n in range(number)}
   diverging = {name for name in final if draw.random() < 0.2}
-  loss_of = lambda name, rung: math.inf if rung and name in diverging else final[name] - rung
+
+  def loss_of(name, rung):
+    return math.inf if rung and name in diverging else final[name] - rung
+
   losses = simulate(draw, number, eta, rungs, draw.randint(1, 4), loss_of)
   assert set(losses[0]) == set(final)
   stable = [name for name in final if name not in diverging]
@@ -227,9 +230,12 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
   command = [sys.executable, "-m", "maxlite.train", f"members=[{ALIKE}]"]
   command += [f"{name}={value}" for name, value in keys.items()]
   environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
-  start = lambda folder: subprocess.Popen(
-    [*command, f"base_output_directory={folder}"], env=environment, stdout=subprocess.DEVNULL
-  )
+
+  def start(folder):
+    return subprocess.Popen(
+      [*command, f"base_output_directory={folder}"], env=environment, stdout=subprocess.DEVNULL
+    )
+
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   assert start(whole).wait() == 0
   best = next(name for name in ("slow", "fast") if rows_of(whole, name)[-1]["step"] == 60)
@@ -246,7 +252,10 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
   run.wait()
   assert len(read_rows(killed / "ens" / JOURNAL)) == 5  # the last is the promotion of `best`
   assert start(killed).wait() == 0
-  without_time = lambda rows: [{k: v for k, v in row.items() if k != "time"} for row in rows]
+
+  def without_time(rows):
+    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
+
   journals = [without_time(read_rows(folder / "ens" / JOURNAL)) for folder in (whole, killed)]
   assert journals[0] == journals[1]
   for name in ("slow", "fast"):

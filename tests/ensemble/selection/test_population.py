@@ -102,7 +102,10 @@ def drawn_states(num_members):
   key = jax.random.key_data(jax.random.key(0))
   state = init_state(params, tx.init(params), key, averaged=params)
   draw = np.random.default_rng(0)
-  numbers = lambda leaf: draw.integers(1, 1000, (num_members, *leaf.shape)).astype(leaf.dtype)
+
+  def numbers(leaf):
+    return draw.integers(1, 1000, (num_members, *leaf.shape)).astype(leaf.dtype)
+
   return jax.tree.map(numbers, state)
 
 
@@ -113,7 +116,10 @@ def test_copies_have_the_bits_of_the_donor():
   copied = group.members
   got = hyperparameters(copied.opt_state)
   jax.tree.map(np.testing.assert_array_equal, got, values)
-  others = lambda state: state.replace(opt_state=state.opt_state._replace(hyperparams=None))
+
+  def others(state):
+    return state.replace(opt_state=state.opt_state._replace(hyperparams=None))
+
   want = jax.tree.map(lambda leaf: leaf[donor_Z], others(states))
   jax.tree.map(np.testing.assert_array_equal, others(copied), want)
 
@@ -167,7 +173,10 @@ def solo(data, folder, own):
 def saved(folder, name, step, abstract):
   """Parameters and optimizer state of a member's checkpoint."""
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  shard = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
+  def shard(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
   parts = {"params": abstract.params, "opt_state": abstract.opt_state}
   cfg = config(folder, MEMBERS, **KEYS)
   path = folder / f"ens/members/{name}/checkpoints"
@@ -219,7 +228,10 @@ def test_a_population_killed_after_an_exchange_is_resumed_bit_for_bit(root, popu
 def test_a_population_on_all_devices_equals_one_on_a_device_each(root, population):
   folder = root / "sharded"
   run(folder, ici_ensemble_parallelism=1, ici_fsdp_parallelism=-1)
-  exchanges = lambda folder: [(row["member"], row["from"]) for row in lineage_of(folder)]
+
+  def exchanges(folder):
+    return [(row["member"], row["from"]) for row in lineage_of(folder)]
+
   assert exchanges(folder) == exchanges(population[0])
   for name in RATES:
     here, there = ([row["loss"] for row in rows_of(f, name)] for f in (folder, population[0]))

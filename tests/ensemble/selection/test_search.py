@@ -61,8 +61,13 @@ def test_proposals_are_distinct_within_the_space_and_the_same_in_every_process(s
 @pytest.mark.parametrize("sampler", ["tpe", "cma"])
 def test_samplers_learn_from_the_losses(sampler):
   parsed = search(sampler=sampler, rounds=6)
-  last = lambda loss: [error_of(point) for point in rounds_of(parsed, loss)[-1]]
-  mean = lambda errors: sum(errors) / len(errors)  # of random points: 1
+
+  def last(loss):
+    return [error_of(point) for point in rounds_of(parsed, loss)[-1]]
+
+  def mean(errors):
+    return sum(errors) / len(errors)  # of random points: 1
+
   assert mean(last(error_of)) < 0.5
   # Diverged members count as the worst.
   assert mean(last(lambda point: math.inf if error_of(point) > 1 else error_of(point))) < 0.6

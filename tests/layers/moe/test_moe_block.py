@@ -146,7 +146,10 @@ def runner(sharder, **changes):
       is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned),
     )
   rows = sharder.sharding(("activation_batch", "activation_length", None))
-  apply = lambda params, x_BTD: block.apply({"params": params}, x_BTD, SEGMENT_BT)
+
+  def apply(params, x_BTD):
+    return block.apply({"params": params}, x_BTD, SEGMENT_BT)
+
   run = functools.partial(value_and_gradients, apply)
   return jax.jit(run, in_shardings=(shardings, rows, None))
 

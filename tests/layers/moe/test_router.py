@@ -268,7 +268,10 @@ def test_random_routing_is_even_and_has_gradients(router):
   assert all(len(set(experts)) == NUM_CHOSEN for experts in expert_TK)
   np.testing.assert_array_equal(got.expert_BTK, other.expert_BTK)
   assert (got.weight_BTK != other.weight_BTK).any()
-  weight = lambda kernel_DE: even(x_BTD, kernel_DE=kernel_DE).weight_BTK[..., 0].sum()
+
+  def weight(kernel_DE):
+    return even(x_BTD, kernel_DE=kernel_DE).weight_BTK[..., 0].sum()
+
   assert (jax.grad(weight)(KERNEL_DE) != 0).any()
 
 
@@ -286,7 +289,10 @@ def test_routes_in_the_input_s_type_without_float32_gate_logits():
   np.testing.assert_array_equal(coarse.expert_BTK, fine.expert_BTK)
   np.testing.assert_allclose(coarse.weight_BTK, fine.weight_BTK, rtol=1e-5)
   assert (coarse.weight_BTK != route(X_BTD.astype(jnp.bfloat16)).weight_BTK).any()
-  weight = lambda k: route(X_BTD.astype(jnp.bfloat16), kernel_DE=k, float32_gate_logits=False)
+
+  def weight(k):
+    return route(X_BTD.astype(jnp.bfloat16), kernel_DE=k, float32_gate_logits=False)
+
   assert jax.grad(lambda k: weight(k).sums.z)(KERNEL_DE).dtype == jnp.float32
 
 
