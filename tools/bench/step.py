@@ -114,7 +114,7 @@ def trainer_candidate(name: str, cfg: Config) -> Candidate:
     jax.block_until_ready((state[0], metrics))
 
   def num_bytes() -> int:
-    memory = trainer.train_step.lower(state[0], batch).compile().memory_analysis()
+    memory = trainer.lower_step().compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
   return Candidate(name, step, num_bytes)
