@@ -354,11 +354,11 @@ class StrategyEntry(Entry):
 ENSEMBLE_STRATEGIES = Registry(
   StrategyEntry,
   stacked=StrategyEntry(
-    "maxlite.ensemble.engines.stacked:build_stacked",
+    "maxlite.ensemble.engines.stack_strategies:build_stacked",
     hosts="together",
     exchanges_members=True,
   ),
-  fused=StrategyEntry("maxlite.ensemble.engines.stacked:build_fused", hosts="together"),
+  fused=StrategyEntry("maxlite.ensemble.engines.stack_strategies:build_fused", hosts="together"),
   switched="maxlite.ensemble.engines.switched:SwitchEngine",
   submesh=StrategyEntry("maxlite.ensemble.engines.submesh:SubmeshEngine", hosts="separate"),
   processes=StrategyEntry(

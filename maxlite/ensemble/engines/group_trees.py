@@ -68,3 +68,25 @@ def join_metrics(by_member: Sequence[Metrics]) -> StackMetrics:
 def metrics_besides(common: Container[str], metrics: Metrics) -> Metrics:
   """The metrics whose names are not in `common`."""
   return {name: value for name, value in metrics.items() if name not in common}
+
+
+def with_shardings(tree: Any, shardings: Any) -> Any:
+  """The abstract arrays with shardings.
+
+  Args:
+    shardings: a tree of them, or one for all arrays; None: none.
+  """
+  if shardings is None:
+    return tree
+
+  def shard_all(sharding: NamedSharding, part: Any) -> Any:
+    def shard(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(shard, part)
+
+  return jax.tree.map(shard_all, shardings, tree)
+
+
+def copy_tree(tree: Any) -> Any:
+  return jax.tree.map(jnp.copy, tree)

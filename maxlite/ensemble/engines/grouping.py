@@ -1,6 +1,7 @@
 """Which members form a group, and why others do not."""
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -41,3 +42,19 @@ def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
     if name not in ours or name not in theirs or here.key != there.key:
       return f"{name} is {here.text} in {first.name}, and {there.text} in {second.name}"
   return f"{first.name} and {second.name} have modules that are not the same"
+
+
+class Place(NamedTuple):
+  """Where a member is."""
+
+  group: int  # the number of its group
+  row: int  # its position in the group
+
+
+def places_of(groups: Sequence[Sequence[int]]) -> list[Place]:
+  """The place of every member, from the members of each group."""
+  place_of = {}
+  for number, members in enumerate(groups):
+    for row, z in enumerate(members):
+      place_of[z] = Place(number, row)
+  return [place_of[z] for z in range(len(place_of))]

@@ -6,12 +6,11 @@ group of one member runs the program of its solo run unchanged.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
@@ -19,16 +18,20 @@ from maxlite.ensemble.engines.engine_base import (
   EnsembleEngine,
   MemberCost,
   Metrics,
-  Placement,
   StackMetrics,
   StepCost,
-  largest_divisor,
   stack_common,
   total_cost,
   tree_bytes,
 )
-from maxlite.ensemble.engines.group_trees import metrics_besides, take_row, without_paths
-from maxlite.ensemble.engines.grouping import NotAlikeError, describe_difference, group_members
+from maxlite.ensemble.engines.group_trees import (
+  copy_tree,
+  metrics_besides,
+  take_row,
+  with_shardings,
+  without_paths,
+)
+from maxlite.ensemble.engines.grouping import places_of
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
 from maxlite.ensemble.engines.stack_placement import StackPlacement
@@ -36,22 +39,6 @@ from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.step.train_state import TrainState
-
-
-class _Place(NamedTuple):
-  """Where a member is."""
-
-  group: int  # the number of its group
-  row: int  # its position in the group
-
-
-def _places(groups: Sequence[Sequence[int]]) -> list[_Place]:
-  """The place of every member, from the members of each group."""
-  place_of = {}
-  for number, members in enumerate(groups):
-    for row, z in enumerate(members):
-      place_of[z] = _Place(number, row)
-  return [place_of[z] for z in range(len(place_of))]
 
 
 class StackedEngine(EnsembleEngine):
@@ -77,7 +64,7 @@ class StackedEngine(EnsembleEngine):
     self.groups = [self._build_group(group) for group in groups]
     self._placement = StackPlacement(self.groups, mesh)
     self._order_Z = np.argsort(np.concatenate(groups)).tolist()
-    self._places = _places(groups)
+    self._places = places_of(groups)
     self.shardings = [self._placement.state(group) for group in self.groups]
     batch_sharding = self._placement.batch(request.own_batches)
     results = self._placement.replicated if request.spans_processes else None
@@ -136,7 +123,7 @@ class StackedEngine(EnsembleEngine):
     """The solo state of member z: copies, since the next step donates the state."""
     number = self._places[z].group
     held = self.groups[number].held(state[number])
-    return self._take_with_held(state, z, _copy(held))
+    return self._take_with_held(state, z, copy_tree(held))
 
   def unpack(self, state: list[Any]) -> list[TrainState]:
     """The solo states of all members, which share one copy of what their group holds once.
@@ -146,11 +133,11 @@ class StackedEngine(EnsembleEngine):
     held = []
     gathered = []
     for group, own, sharding in zip(self.groups, state, self._gathered_shardings, strict=True):
-      held.append(_copy(group.held(own)))
+      held.append(copy_tree(group.held(own)))
       if sharding is None:
         gathered.append(own)
       else:
-        gather = jax.jit(_copy, out_shardings=sharding)
+        gather = jax.jit(copy_tree, out_shardings=sharding)
         gathered.append(gather(own))
     states = []
     for z, place in enumerate(self._places):
@@ -296,83 +283,10 @@ class StackedEngine(EnsembleEngine):
     own_batches = self.request.own_batches
     batch = self._abstract_batch(own_batches)
     if self.request.spans_processes:
-      batch = _with_shardings(batch, self._placement.batch(own_batches))
+      batch = with_shardings(batch, self._placement.batch(own_batches))
     # Without the shardings, the types of the arrays would lack the mesh that those of the first
     # call have, and the step would be traced again.
     states = []
     for group, sharding in zip(self.groups, self.shardings, strict=True):
-      states.append(_with_shardings(group.abstract_state, sharding))
+      states.append(with_shardings(group.abstract_state, sharding))
     self.step.eval_shape(states, batch)
-
-
-def _with_shardings(tree: Any, shardings: Any) -> Any:
-  """The abstract arrays with shardings.
-
-  Args:
-    shardings: a tree of them, or one for all arrays; None: none.
-  """
-  if shardings is None:
-    return tree
-
-  def shard_all(sharding: NamedSharding, part: Any) -> Any:
-    def shard(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(shard, part)
-
-  return jax.tree.map(shard_all, shardings, tree)
-
-
-def _copy(tree: Any) -> Any:
-  return jax.tree.map(jnp.copy, tree)
-
-
-def build_stacked(request: EngineRequest) -> StackedEngine:
-  """All members as one group; several devices get an equal number of members each.
-
-  Raises:
-    NotAlikeError: the members have modules that compute different functions.
-  """
-  if request.spread:
-    placement = request.placement_of_one
-  else:
-    placement = _member_placement(request)
-  programs = request.build(placement)
-  groups = group_members(programs)
-  if len(groups) > 1:
-    first_other = groups[1][0]
-    raise NotAlikeError(describe_difference(programs[0], programs[first_other]))
-  mesh = None
-  if len(placement.devices) > 1 and programs[0].functions.sharder is None:
-    devices = np.array(placement.devices)
-    shape = (placement.num_parts, placement.copies)
-    mesh = Mesh(devices.reshape(shape), ("ensemble", "copy"))
-  return StackedEngine(request, programs, groups, mesh)
-
-
-def build_fused(request: EngineRequest) -> StackedEngine:
-  """A group for each module that members have."""
-  if request.spans_processes and not request.spread:
-    raise UserError(
-      "over several processes each member uses all devices or a part of the mesh: write "
-      "ici_ensemble_parallelism=1, or a number below that of the devices"
-    )
-  programs = request.build()
-  return StackedEngine(request, programs, group_members(programs))
-
-
-def _member_placement(request: EngineRequest) -> Placement:
-  """Equal numbers of members for as many devices as divide them.
-
-  Devices of other processes that are left over repeat a member, because all processes take part.
-  """
-  num_devices = len(request.devices)
-  num_parts = largest_divisor(request.num_members, num_devices)
-  copies = 1
-  if request.spans_processes:
-    copies = num_devices // num_parts
-  num_chosen = num_parts * copies
-  chosen = []
-  for n in range(num_chosen):  # spread evenly, so that every process has some
-    chosen.append(request.devices[n * num_devices // num_chosen])
-  return Placement(tuple(chosen), num_parts, copies)

@@ -17,7 +17,8 @@ from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest, tree_bytes
-from maxlite.ensemble.engines.stacked import StackedEngine, build_stacked
+from maxlite.ensemble.engines.stack_strategies import build_stacked
+from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import call_model
 from maxlite.ensemble.member_program import abstract_tree
