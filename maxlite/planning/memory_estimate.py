@@ -173,19 +173,27 @@ def activations(
     rows: number of rows of a batch.
     num_shards: number of devices that the rows are divided over.
   """
-  once = jax.tree.leaves(residuals_of(rows))
+  # Not from `rows` on: with one row per device, some operations save fewer arrays.
   twice = jax.tree.leaves(residuals_of(2 * rows))
+  three_times = jax.tree.leaves(residuals_of(3 * rows))
   found: list[Activation] = []
-  for leaf, larger in zip(once, twice, strict=True):
+  for leaf, larger in zip(twice, three_times, strict=True):
     if larger.size > leaf.size:
       growth = larger.size - leaf.size
       activation = Activation(
-        length=leaf.shape[0],
-        width=leaf.shape[-1],
+        length=_size_for_rows(leaf.shape[0], larger.shape[0]),
+        width=_size_for_rows(leaf.shape[-1], larger.shape[-1]),
         num_bytes=growth * leaf.dtype.itemsize / num_shards,
       )
       found.append(activation)
   return found
+
+
+def _size_for_rows(twice: int, three_times: int) -> int:
+  """The size of an axis for a number of rows, from those for twice and three times as many."""
+  if twice == three_times:
+    return twice
+  return three_times - twice
 
 
 def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> list[Activation]:

@@ -38,6 +38,16 @@ def test_activations_are_the_residuals_that_grow_with_rows():
   ]
 
 
+def test_activations_are_counted_if_fewer_are_saved_for_one_row_per_device():
+  def residuals_of(rows):
+    kept = jax.ShapeDtypeStruct((rows, 10), jnp.float32)
+    if rows == 4:
+      return [kept]
+    return [kept, jax.ShapeDtypeStruct((rows,), jnp.float32)]
+
+  assert activations(residuals_of, rows=4, num_shards=4) == [(4, 10, 40), (4, 4, 4)]
+
+
 @pytest.mark.parametrize(
   ("logits", "temporaries"), [(5.0, 10 + 3 + 4 + 2 + 6), (50.0, 10 + 8 + 50)]
 )
