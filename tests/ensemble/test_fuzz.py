@@ -177,7 +177,9 @@ def test_drawn_members_equal_plain_loops(first):
 def test_many_drawn_members_equal_plain_loops(first):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     for number in range(first, first + BLOCK):
-      check(number, STRATEGIES, most=2)
+      # Two neighbours of the cycle of strategies, so that each strategy gets 800 of 2,000 draws.
+      start = number % len(STRATEGIES)
+      check(number, (STRATEGIES * 2)[start : start + 2], most=2)
 
 
 def test_enough_operations_are_drawn():
