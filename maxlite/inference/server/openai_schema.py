@@ -26,8 +26,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
   "logit_bias": (None, {}),
 }
 IGNORED = ("user",)
-# Sampling parameters and their types.
-_NUMBERS = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
 MAX_TEMPERATURE = 2.0  # OpenAI's; above it completions are noise
 MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
 # Each stop string is searched for after every token.
@@ -116,13 +114,11 @@ def parse_request(
     messages = _parse_messages(given.pop("messages", None))
   else:
     prompts = _parse_prompts(given.pop("prompt", ""))
-  numbers = _take_numbers(given)
+  sampling = _take_sampling(given)
   for name in ("max_completion_tokens", "max_tokens"):
     limit = given.pop(name, None)
     if limit is not None:
       max_tokens = _integer("max_tokens", limit)
-  if numbers.get("temperature", 0.0) > MAX_TEMPERATURE:
-    raise UserError(f"temperature={numbers['temperature']} must be from 0 to {MAX_TEMPERATURE:g}")
   options = given.pop("stream_options", None) or {}
   if not isinstance(options, dict):
     raise UserError("stream_options must be an object")
@@ -130,7 +126,7 @@ def parse_request(
     prompts=prompts,
     messages=messages,
     max_tokens=max_tokens,
-    sampling=SamplingParams(**numbers),  # type: ignore[arg-type]  # top_k is an int
+    sampling=sampling,
     seed=_parse_seed(given.pop("seed", None)),
     stop_strings=_parse_stop(given.pop("stop", None)),
     stream=_boolean("stream", given.pop("stream", None)),
@@ -141,19 +137,54 @@ def parse_request(
   return request
 
 
-def _take_numbers(given: dict[str, object]) -> dict[str, float]:
+def _take_sampling(given: JsonObject) -> SamplingParams:
   """Remove the sampling parameters from `given` and parse them; null means the default."""
-  numbers: dict[str, float] = {}
-  for name in _NUMBERS:
-    if given.get(name) is not None:
-      numbers[name] = _number(name, given.pop(name))
-  return numbers
+  default = SamplingParams()
+  temperature = _take_number(given, "temperature", default.temperature)
+  if temperature > MAX_TEMPERATURE:
+    raise UserError(f"temperature={temperature} must be from 0 to {MAX_TEMPERATURE:g}")
+  return SamplingParams(
+    temperature=temperature,
+    top_k=_take_integer(given, "top_k", default.top_k),
+    top_p=_take_number(given, "top_p", default.top_p),
+    min_p=_take_number(given, "min_p", default.min_p),
+    repetition_penalty=_take_number(
+      given,
+      "repetition_penalty",
+      default.repetition_penalty,
+    ),
+  )
+
+
+def _take_number(given: JsonObject, name: str, default: float) -> float:
+  """Remove a parameter from `given` and return it as a number; `default` if it is null."""
+  value = given.pop(name, None)
+  if value is None:
+    return default
+  if not isinstance(value, int | float) or isinstance(value, bool):
+    raise UserError(f"{name}={value!r} must be a number")
+  _check_magnitude(name, value)
+  return value
+
+
+def _take_integer(given: JsonObject, name: str, default: int) -> int:
+  """Remove a parameter from `given` and return it as an integer; `default` if it is null."""
+  value = given.pop(name, None)
+  if value is None:
+    return default
+  number = _integer(name, value)
+  _check_magnitude(name, number)
+  return number
+
+
+def _check_magnitude(name: str, value: float) -> None:
+  """Raise UserError if an array of 32 bits cannot hold the value."""
+  if abs(value) > MAX_NUMBER or not math.isfinite(value):
+    raise UserError(f"{name} must be a number up to {MAX_NUMBER}")
 
 
 def _require_neutral(name: str, value: object) -> None:
   """Raise UserError if a parameter that no parser has read is unknown, or has an effect."""
-  if name in _NUMBERS:
-    return  # null
   if name not in NEUTRAL:
     raise UserError(f"{name} is not a known parameter")
   for neutral in NEUTRAL[name]:
@@ -294,16 +325,6 @@ def _parse_seed(given: object) -> int:
   if given is None:
     return secrets.randbits(32)
   return _integer("seed", given) % 2**32
-
-
-def _number(name: str, value: object) -> float:
-  if _NUMBERS[name] is int:
-    _integer(name, value)
-  if not isinstance(value, int | float) or isinstance(value, bool):
-    raise UserError(f"{name}={value!r} must be a number")
-  if abs(value) > MAX_NUMBER or not math.isfinite(value):
-    raise UserError(f"{name} must be a number up to {MAX_NUMBER}")
-  return value
 
 
 def _boolean(name: str, value: object) -> bool:
