@@ -22,6 +22,7 @@ from maxlite.ensemble.engines.engine_base import (
   require_one_process,
 )
 from maxlite.ensemble.engines.group_trees import take_row
+from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
@@ -53,7 +54,7 @@ class PaddedEngine(EnsembleEngine):
       stand_ins.append(stand_in)
     one_group = list(range(len(stand_ins)))
     self._stack = StackedEngine(request, stand_ins, [one_group])
-    self._is_compared = False
+    self._is_compared = len(self.programs) == 1  # one member is not padded
 
   def step_cost(self) -> StepCost:
     return self._stack.step_cost()
@@ -88,6 +89,7 @@ class PaddedEngine(EnsembleEngine):
       return self._stack.step(state, batch)
     before = [self.take(state, z) for z in range(len(self.programs))]
     (group,) = self._stack.groups
+    assert isinstance(group, MemberGroup)
     gradients = jax.jit(group.gradients)(state[0], batch).gradients
     state, metrics = self._stack.step(state, batch)
     for z, program in enumerate(self.programs):

@@ -26,11 +26,11 @@ def serve(connection: Connection) -> None:
   for name, value in handshake["jax_config"].items():
     jax.config.update(name, value)
   engine = _build_engine(handshake)
-  state = None
+  state: Any = None
   while True:
     request = from_bytes(connection.recv_bytes())
     content = request["content"]
-    result = None
+    result: Any = None
     match request["kind"]:
       case "init":
         state = engine.init()

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -57,11 +57,12 @@ class ProcessEngine(EnsembleEngine):
     if request.factory is None:
       raise UserError(request.no_factory)
     super().__init__(request, request.build())
+    self._factory = request.factory
     self._join = jax.jit(join_metrics)
     flops = [cost.flops for cost in self.member_costs()]
     assignments = assign_workers(
       flops,
-      request.factory.num_workers,
+      self._factory.num_workers,
       gpus=gpu_names(request.devices),
     )
     self._parts = [assignment.members for assignment in assignments]
@@ -101,7 +102,7 @@ class ProcessEngine(EnsembleEngine):
         contents.append(batch)
     replies = self._change("step", contents)
     metrics = self._by_member(replies, self._metrics)
-    if self._num_changes % self.request.factory.checkpoint_period == 0:
+    if self._num_changes % self._factory.checkpoint_period == 0:
       for worker, leaves in zip(self._workers, self._call_unpack(), strict=True):
         worker.journal = [_request("load", leaves)]
     return self._num_changes, self._join(metrics)
@@ -133,10 +134,9 @@ class ProcessEngine(EnsembleEngine):
 
   def _handshake(self, members: Sequence[int]) -> bytes:
     """The first message to a worker, which describes its members."""
-    factory = self.request.factory
     content = {
-      "factory": factory.path,
-      "example_batch": jax.device_get(factory.example_batch),
+      "factory": self._factory.path,
+      "example_batch": jax.device_get(self._factory.example_batch),
       "members": list(members),
       "own_batches": self.request.own_batches,
       "jax_config": {name: getattr(jax.config, name) for name in _JAX_OPTIONS},
@@ -178,29 +178,40 @@ def _request(kind: str, content: Any) -> bytes:
   return to_bytes({"kind": kind, "content": content})
 
 
+class _Worker(NamedTuple):
+  """A worker process and this end of its connection."""
+
+  process: subprocess.Popen
+  connection: Connection
+
+
 class _WorkerConnection:
   """A worker, started on the first request and restarted whenever it dies."""
 
   def __init__(self, command: WorkerCommand, handshake: bytes):
     self._command = command
     self._handshake = handshake
-    self.process: subprocess.Popen | None = None
-    self._connection: Connection | None = None
+    self._worker: _Worker | None = None
     self._num_restarts = 0
     self._kind = ""  # of the last request
-    self._pending: bytes | None = None  # the request whose reply was not read
+    self._request = b""  # the last request
+    self._is_pending = False  # whether the reply to it was not read
     self.journal: list[bytes] = []  # the finished requests that lead to the worker's states
 
   def send(self, kind: str, request: bytes) -> None:
-    """Start a request."""
-    if self._pending is not None:  # an interrupt came before the reply was read
+    """Start a request.
+
+    Raises:
+      OSError: the worker cannot be started.
+    """
+    if self._is_pending:  # an interrupt came before the reply was read
       self.receive()
+    worker = self._started()
     self._kind = kind
-    self._pending = request
+    self._request = request
+    self._is_pending = True
     with contextlib.suppress(OSError):  # `receive` handles a dead worker
-      if self.process is None:
-        self._start()
-      self._connection.send_bytes(request)
+      worker.connection.send_bytes(request)
 
   def receive(self) -> list[Any]:
     """The reply to the last request.
@@ -210,48 +221,63 @@ class _WorkerConnection:
     """
     while True:
       try:
-        reply = from_bytes(self._connection.recv_bytes())
+        reply = from_bytes(self._started().connection.recv_bytes())
         break
       except (EOFError, OSError):
         self._restart()
     if self._kind in ("init", "load"):
-      self.journal = [self._pending]
+      self.journal = [self._request]
     elif self._kind == "step":
-      self.journal.append(self._pending)
-    self._pending = None
+      self.journal.append(self._request)
+    self._is_pending = False
     return reply
 
   def close(self) -> None:
     """Return when the worker has exited."""
-    if self.process is None:
+    if self._worker is None:
       return
-    self._connection.close()
+    self._worker.connection.close()
+    process = self._worker.process
     try:
-      self.process.wait(_EXIT_SECONDS)
+      process.wait(_EXIT_SECONDS)
     except subprocess.TimeoutExpired:
-      self.process.kill()
-      self.process.wait()
+      process.kill()
+      process.wait()
 
-  def _start(self) -> None:
+  @property
+  def process(self) -> subprocess.Popen:
+    """The process, which runs from the first request on."""
+    return self._started().process
+
+  def _started(self) -> _Worker:
+    """The worker, which is started if there is none."""
+    if self._worker is None:
+      self._worker = self._start()
+    return self._worker
+
+  def _start(self) -> _Worker:
     """Start the process and send the handshake."""
     import_path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     ours, theirs = socket.socketpair()
+    connection = Connection(ours.detach())
     with theirs:
       fd = theirs.fileno()
       argv = (*self._command.argv, str(fd))
-      self.process = start(
+      process = start(
         dataclasses.replace(self._command, argv=argv),
         follow=False,  # it exits when the connection is closed
         pass_fds=(fd,),
         more_environment={"PYTHONPATH": import_path},
       )
-    self._connection = Connection(ours.detach())
-    self._connection.send_bytes(self._handshake)
+    with contextlib.suppress(OSError):  # `receive` handles a dead worker
+      connection.send_bytes(self._handshake)
+    return _Worker(process, connection)
 
   def _restart(self) -> None:
     """Start a new worker and repeat what the dead one had done, up to the pending request."""
-    self._connection.close()
-    exit_line = describe_exit(self._command, self.process.wait())
+    dead = self._started()
+    dead.connection.close()
+    exit_line = describe_exit(self._command, dead.process.wait())
     if self._num_restarts == MAX_RESTARTS:
       raise RuntimeError(f"{exit_line}; it was restarted {MAX_RESTARTS} times before")
     self._num_restarts += 1
@@ -261,12 +287,13 @@ class _WorkerConnection:
       self._num_restarts,
       MAX_RESTARTS,
     )
+    self._worker = self._start()
+    connection = self._worker.connection
     with contextlib.suppress(EOFError, OSError):  # `receive` handles another death
-      self._start()
       for request in self.journal:
-        self._connection.send_bytes(request)
-        self._connection.recv_bytes()
-      self._connection.send_bytes(self._pending)
+        connection.send_bytes(request)
+        connection.recv_bytes()
+      connection.send_bytes(self._request)
 
 
 def _close(workers: Sequence[_WorkerConnection], logs: Path) -> None:

@@ -38,6 +38,17 @@ def test_padded_members_equal_members_trained_alone():
   assert largest_error(ensemble.member_states(ensemble.load_states(states)), states) == 0
 
 
+def test_one_member_has_no_padding():
+  (member,), ensemble = padded([MLP((3, 4))])
+  state = ensemble.init(batch(0))
+  losses = []
+  for n in range(STEPS):
+    state, metrics = ensemble.step(state, batch(n))
+    losses.append(np.asarray(metrics["loss"])[0])
+  want, *_ = train_alone(member)
+  assert largest_error(np.stack(losses), want) <= TOLERANCE
+
+
 class Means(nn.Module):
   """A module of which the mean over units would include the padding."""
 

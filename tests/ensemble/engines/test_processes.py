@@ -18,6 +18,7 @@ from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import MemberFactory, call_factory
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
+from maxlite.ensemble.workers.worker_process import WorkerCommand
 
 FACTORY = f"{__name__}:make"
 NUM_STEPS = 8
@@ -108,6 +109,15 @@ def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):
   for process_id in process_ids:
     with pytest.raises(ProcessLookupError):
       os.kill(process_id, 0)
+
+
+def test_a_worker_that_cannot_be_started_is_an_error(tmp_path):
+  command = WorkerCommand("of m0", argv=(), log=tmp_path)
+  worker = processes._WorkerConnection(command, handshake=b"")
+  for _ in range(2):
+    with pytest.raises(IsADirectoryError):
+      worker.send("init", b"")
+  worker.close()
 
 
 def test_own_batches_and_states_of_another_engine():
