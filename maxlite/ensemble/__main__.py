@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
@@ -133,7 +133,7 @@ def _require_one_model(members: Mapping[str, Config]) -> None:
 
 def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
   """A mesh without members; `fsdp` takes the devices of the axis `ensemble`."""
-  changes = {}
+  changes: dict[str, Any] = {}
   for kind in ("ici", "dcn"):
     degrees = {}
     for axis in MESH_AXES:

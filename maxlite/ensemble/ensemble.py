@@ -153,24 +153,24 @@ class Ensemble:
       UserError: the state was donated to an earlier step, or the batch has other shapes than that
         of `init`.
     """
-    with self._explain_errors(state):
+    with self._explain_errors(state) as engine:
       self._check_batch(batch)
-      state, metrics = self._engine.step(state, batch)
+      state, metrics = engine.step(state, batch)
     return state, metrics.common
 
   def member_states(self, state: Any) -> dict[str, Any]:
     """Every member's state, in the form of a solo run."""
-    with self._explain_errors(state):
-      states = self._engine.unpack(state)
+    with self._explain_errors(state) as engine:
+      states = engine.unpack(state)
       return dict(zip(self.names, states, strict=True))
 
   def member_params(self, state: Any, name: str) -> Any:
     """The member's variables, in the form of its `module.init`."""
     if name not in self.names:
       raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
-    with self._explain_errors(state):
+    with self._explain_errors(state) as engine:
       z = self.names.index(name)
-      return variables_of(self._engine.take(state, z))
+      return variables_of(engine.take(state, z))
 
   def abstract_states(self) -> dict[str, Any]:
     """Shapes and dtypes of `member_states`, for restoring a checkpoint of them."""
@@ -202,15 +202,15 @@ class Ensemble:
     Raises:
       UserError: a member has no state, or one of another model or optimizer.
     """
-    with self._explain_errors(states):
+    with self._explain_errors(states) as engine:
       missing = [name for name in self.names if name not in states]
       if missing:
         raise UserError(f"there is no state of {', '.join(missing)}: give one of every member")
       own = []
-      for name, abstract in zip(self.names, self._engine.abstract, strict=True):
+      for name, abstract in zip(self.names, engine.abstract, strict=True):
         own.append(_in_form_of(states[name], abstract, name))
       copies = jax.device_put(own, may_alias=False)
-      return self._engine.pack(copies)
+      return engine.pack(copies)
 
   def predict(self, state: Any, inputs: Any) -> Prediction:
     """The members' predictions, their mean and their standard deviation.
@@ -218,8 +218,8 @@ class Ensemble:
     Raises:
       UserError: the predictions of two members have different shapes.
     """
-    with self._explain_errors(state):
-      values = self._engine.predict(state, inputs)
+    with self._explain_errors(state) as engine:
+      values = engine.predict(state, inputs)
     first_shape = jax.tree.map(jnp.shape, values[0])
     for name, value in zip(self.names, values, strict=True):
       shape = jax.tree.map(jnp.shape, value)
@@ -262,12 +262,12 @@ class Ensemble:
         )
 
   @contextlib.contextmanager
-  def _explain_errors(self, state: Any) -> Iterator[None]:
-    """Raise UserError where an operation fails because of the state that it was given."""
+  def _explain_errors(self, state: Any) -> Iterator[EnsembleEngine]:
+    """Yield the engine; raise UserError where it fails because of the state that it was given."""
     if self._engine is None:
       raise UserError("the ensemble has no state yet: call init(example_batch) first")
     try:
-      yield
+      yield self._engine
     except UserError:
       raise
     except Exception:  # a user's module may raise any; raised again if not explained

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from maxlite.ensemble.member_program import (
   MemberProgram,
   MemberSetting,
   Numbers,
+  Seed,
 )
 from maxlite.evaluation.held_out import build_eval_step
 from maxlite.layers.lora import OPTIONAL_MODULES
@@ -104,7 +105,7 @@ class ConfigPrograms:
     is_divided = placement.num_parts * placement.copies > 1
     if num_devices == len(self._devices) and not is_divided:
       return cfg
-    degrees = {}
+    degrees: dict[str, Any] = {}
     if is_divided or num_devices == 1:
       for axis in MESH_AXES:
         degrees[f"ici_{axis}_parallelism"] = 1
@@ -240,10 +241,10 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
   model = trainer.model
   eval_step = build_eval_step(model, trainer.cfg.training, jnp.asarray(num_bytes_V))
 
-  def init_variables(seed: jax.Array, params: Any) -> dict[str, Any]:
+  def init_variables(seed: Seed, params: Any) -> dict[str, Any]:
     return {"params": trainer.init_params(seed, params)}
 
-  def start(variables: dict[str, Any], seed: jax.Array) -> TrainState:
+  def start(variables: dict[str, Any], seed: Seed) -> TrainState:
     return trainer.first_state(variables["params"], seed)
 
   def predict(state: TrainState, batch: Batch) -> jax.Array:
@@ -253,7 +254,7 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
       batch.segment_BT,
       batch.position_BT,
     )
-    return jax.nn.log_softmax(logits_BTV)
+    return jax.nn.log_softmax(cast(jax.Array, logits_BTV))
 
   def evaluate(state: TrainState, batch: Batch) -> dict[str, Any]:
     sums = eval_step(state.params, batch)

@@ -19,6 +19,7 @@ from maxlite.ensemble.member_program import (
   MemberFunctions,
   MemberProgram,
   MemberSetting,
+  Seed,
   variables_of,
 )
 from maxlite.optim.labels import Labels, frozen_paths, labels_of, partitioned
@@ -122,7 +123,7 @@ class _Builder:
 
 def _settings(member: Member) -> dict[str, MemberSetting]:
   """The fields of the member's module, and what it trains."""
-  kind = type(member.model)
+  kind: type = type(member.model)
   settings = {"model": MemberSetting(kind, kind.__name__)}
   for field in dataclasses.fields(member.model):
     if field.name in ("parent", "name"):
@@ -163,7 +164,7 @@ def _update_key(member: Member) -> Hashable:
 class _ModuleFunctions:
   """What depends on a module and its loss only."""
 
-  init_variables: Callable[[jax.Array, Any], dict[str, Any]]  # as in `MemberFunctions`
+  init_variables: Callable[[Seed, Any], dict[str, Any]]  # as in `MemberFunctions`
   gradients: Callable[..., GradientResult]
   predict: Callable[[TrainState, Any], Any]
   labels: Labels  # by parameter, whether it is trained
@@ -194,7 +195,7 @@ class _ModuleFunctions:
     if base is not None:
       _check_base(base, params, frozen, model)
 
-    def init_variables(seed: jax.Array, start_params: Any) -> dict[str, Any]:
+    def init_variables(seed: Seed, start_params: Any) -> dict[str, Any]:
       variables = init(jax.random.key(seed), batch)
       drawn = dict(_without(variables, sown))
       if start_params is not None:
@@ -218,7 +219,7 @@ class _ModuleFunctions:
     """The functions of a member with this optimizer."""
     tx = partitioned(tx, self.labels)
 
-    def start(variables: dict[str, Any], seed: jax.Array) -> TrainState:
+    def start(variables: dict[str, Any], seed: Seed) -> TrainState:
       collections = dict(variables)
       params = collections.pop("params")
       opt_state = tx.init(params)
@@ -304,7 +305,10 @@ def _sown_variables(
   return frozenset(grown)
 
 
-def _without(variables: dict[str, Any], paths: frozenset[tuple[str, ...]]) -> dict[str, Any]:
+def _without(
+  variables: Mapping[str, Any],
+  paths: frozenset[tuple[str, ...]],
+) -> Mapping[str, Any]:
   """The variables except those at `paths`."""
   if not paths:
     return variables
@@ -364,7 +368,7 @@ class _LinenLoss(LossFunction):
     variables = {"params": params, **collections}
     result, updated = run(variables, batch, rngs={"params": key})
     loss = result
-    metrics = {}
+    metrics: dict[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
       loss, metrics = result
     place = f"the model {type(self.model).__name__}"

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import optax
@@ -13,7 +13,8 @@ from maxlite.config.errors import UserError
 
 # (bound module, batch) -> scalar or (scalar, {name: scalar})
 Loss = Callable[[nn.Module, Any], Any]
-Optimizer = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+OptimizerFunction = Callable[..., optax.GradientTransformation]
+Optimizer: TypeAlias = optax.GradientTransformation | OptimizerFunction
 
 
 @dataclasses.dataclass(frozen=True)

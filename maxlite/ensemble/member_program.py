@@ -16,6 +16,7 @@ from maxlite.sharding import Sharder
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, StepParts
 
+Seed = jax.Array | np.ndarray  # a scalar, from `seed_array`
 Numbers = Mapping[str, float]  # hyperparameters by name
 
 
@@ -32,9 +33,9 @@ class MemberFunctions:
 
   # (seed, parameters to start from or None) -> {"params": ..., other collections}, in which
   # parameters may have logical names (`nn.Partitioned`).
-  init_variables: Callable[[jax.Array, Any], dict[str, Any]]
+  init_variables: Callable[[Seed, Any], dict[str, Any]]
   # (variables without logical names, seed) -> the state before the first step
-  start: Callable[[dict[str, Any], jax.Array], TrainState]
+  start: Callable[[dict[str, Any], Seed], TrainState]
   # The step of each phase in its two parts. There is one if the member has no phases.
   phases: tuple[StepParts, ...]
   # The step of the phase that is due.
@@ -53,7 +54,7 @@ class MemberFunctions:
   shardings: Any = None
   batch_sharding: NamedSharding | None = None
 
-  def init(self, seed: jax.Array, params: Any = None) -> TrainState:
+  def init(self, seed: Seed, params: Any = None) -> TrainState:
     """The state before the first step; `params` replace those that are drawn."""
     return self.start(meta.unbox(self.init_variables(seed, params)), seed)
 

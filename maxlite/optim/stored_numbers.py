@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxlite.sharding.pytree import PyTree
@@ -19,7 +20,10 @@ def _is_stored(node: PyTree) -> bool:
   return isinstance(node, _Stored)
 
 
-def set_numbers(opt_state: optax.OptState, values: Mapping[str, jax.Array]) -> optax.OptState:
+def set_numbers(
+  opt_state: optax.OptState,
+  values: Mapping[str, jax.Array | np.ndarray],
+) -> optax.OptState:
   """The state with these values of numbers that it stores."""
 
   def with_values(node: PyTree) -> PyTree:

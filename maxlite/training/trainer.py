@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 
@@ -253,7 +254,7 @@ class Trainer:
       flops += transform.flops(objective, batch_shape)
     return flops * objective.repeat_batch
 
-  def init_params(self, seed: jax.Array, params: Any = None) -> Any:
+  def init_params(self, seed: jax.Array | np.ndarray, params: Any = None) -> Any:
     """The parameters before the first step, with logical names (`nn.Partitioned`).
 
     They are a pure function of the seed and of `params` if given; adapters and draft heads that
@@ -265,7 +266,7 @@ class Trainer:
       new = add_missing_modules(params, new)
     return meta.replace_boxed(boxed, new)
 
-  def first_state(self, params: Any, seed: jax.Array) -> TrainState:
+  def first_state(self, params: Any, seed: jax.Array | np.ndarray) -> TrainState:
     """The state before the first step, with these parameters (without logical names)."""
     state = _plain_state(params, seed, self.cfg, self.objective_plan, self.objectives)
     for transform in self.transforms:

@@ -1,7 +1,7 @@
 """Which members form a group, and why others do not."""
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,9 +13,15 @@ class NotAlikeError(UserError):
   """Error for members that cannot run as one stack; the message names the first difference."""
 
 
+def _prng_impl() -> str:
+  """The name of the default implementation of random keys."""
+  options: Any = jax.config  # its type does not list all options
+  return options.jax_default_prng_impl
+
+
 def _has_vmappable_keys() -> bool:
   """Whether `vmap` over random keys draws each member's numbers from its own key."""
-  return jax.config.jax_default_prng_impl == "threefry2x32"
+  return _prng_impl() == "threefry2x32"
 
 
 def group_members(programs: Sequence[MemberProgram]) -> list[list[int]]:
@@ -31,7 +37,7 @@ def group_members(programs: Sequence[MemberProgram]) -> list[list[int]]:
 def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
   """The first setting in which two members differ that one stack cannot have."""
   if not _has_vmappable_keys():
-    impl = jax.config.jax_default_prng_impl
+    impl = _prng_impl()
     return f"jax_default_prng_impl={impl} draws the same random numbers for all members of a stack"
   not_set = MemberSetting(key=None, text="not set")
   ours = first.settings()

@@ -8,9 +8,10 @@ rates, decays) are arrays. So the step of a group is the step of a solo run with
 Frozen parameters that are equal in all members have no such axis: a group holds them once.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -30,7 +31,7 @@ from maxlite.ensemble.engines.group_trees import (
   take_row,
   without_paths,
 )
-from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, variables_of
+from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, Seed, variables_of
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
 from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_programs import switch_step
@@ -61,7 +62,7 @@ class GroupState:
 class MemberModule(nn.Module):
   """The variables of one member, and the gradients of its loss."""
 
-  init_variables: Callable[[jax.Array, Any], dict[str, Any]]  # as in `MemberFunctions`
+  init_variables: Callable[[Seed, Any], dict[str, Any]]  # as in `MemberFunctions`
   # (parameters, other collections, batch, random key) -> GradientResult
   gradients: Callable[..., GradientResult] | None
   shared_paths: frozenset[str]  # paths of the parameters that the group holds once
@@ -78,10 +79,10 @@ class MemberModule(nn.Module):
 
   def __call__(self, shared: Any, batch: Any, key: jax.Array) -> GradientResult:
     """The gradients of the loss, for the variables of this module and the shared parameters."""
-    collections = dict(self.variables)
-    params = merge_params(collections.pop("params"), shared)
-    if not self.has_collections:
-      collections = None
+    assert self.gradients is not None  # it is None for `create` only
+    variables = dict(self.variables)
+    params = merge_params(variables.pop("params"), shared)
+    collections = variables if self.has_collections else None
     return self.gradients(params, collections, batch, key)
 
 
@@ -140,7 +141,7 @@ class MemberGroup:
     """The members' variables before the first step, with logical names (`nn.Partitioned`)."""
     module = self._lift("create", in_axes=(0, None))
     _, variables = module.apply({}, self._seed_Z, params, method="create", mutable=True)
-    return variables
+    return cast(dict[str, Any], variables)
 
   def init(self, params: Any = None) -> GroupState:
     """The state before the first step; `params` replace those that are drawn."""
@@ -151,7 +152,7 @@ class MemberGroup:
     def start(
       functions: MemberFunctions,
       variables: dict[str, Any],
-      seed: jax.Array,
+      seed: Seed,
     ) -> TrainState:
       whole = dict(variables)
       whole["params"] = merge_params(variables["params"], shared)
@@ -167,7 +168,7 @@ class MemberGroup:
         own = start(program.functions, take_row(variables_Z, z), self._seed_Z[z])
         opt_states.append(own.opt_state)
       opt_state = tuple(opt_states)
-    return GroupState(members.replace(opt_state=opt_state), shared)
+    return GroupState(dataclasses.replace(members, opt_state=opt_state), shared)
 
   def step(self, state: GroupState, batch: Any) -> tuple[GroupState, Metrics]:
     """(state, {metric: [Z, ...]}) after a step of the phase that is due."""
@@ -185,9 +186,10 @@ class MemberGroup:
     batch_axis = 0 if self._own_batches else None
     of_one = self.functions.phases[index].gradients
     module = self._lift("__call__", in_axes=(None, batch_axis, 0), gradients=of_one)
-    key_Z = jax.vmap(step_key)(state.members.replace(opt_state=None))
+    key_Z = jax.vmap(step_key)(dataclasses.replace(state.members, opt_state=None))
     variables = variables_of(state.members)
-    return module.apply(variables, state.shared, batch, key_Z)
+    result = module.apply(variables, state.shared, batch, key_Z)
+    return cast(GradientResult, result)
 
   def predict(self, state: GroupState, inputs: Any, method: str = "predict") -> Any:
     """The result of the members' function `method`, stacked."""
@@ -196,7 +198,7 @@ class MemberGroup:
     def predict_one(member: TrainState) -> Any:
       return function(self._with_shared(member, state.shared), inputs)
 
-    members = state.members.replace(opt_state=None)
+    members = dataclasses.replace(state.members, opt_state=None)
     return jax.vmap(predict_one, spmd_axis_name=self.axis)(members)
 
   def stack(self, states: Sequence[TrainState]) -> GroupState:
@@ -207,11 +209,11 @@ class MemberGroup:
       stored = []
       for z, state in enumerate(own):
         opt_state = self._with_numbers(state.opt_state, z)
-        stored.append(state.replace(opt_state=opt_state))
+        stored.append(dataclasses.replace(state, opt_state=opt_state))
       return GroupState(stack_rows(stored), shared)
-    members = stack_rows([state.replace(opt_state=None) for state in own])
+    members = stack_rows([dataclasses.replace(state, opt_state=None) for state in own])
     opt_states = tuple(state.opt_state for state in own)
-    return GroupState(members.replace(opt_state=opt_states), shared)
+    return GroupState(dataclasses.replace(members, opt_state=opt_states), shared)
 
   def check_shared(self, states: Sequence[TrainState]) -> None:
     """Raise UserError if the members' frozen parameters, of which one copy is held, differ."""
@@ -245,9 +247,9 @@ class MemberGroup:
       member = take_row(state.members, row)
       opt_state = self._by_phase(self._without_numbers, member.opt_state)
     else:
-      member = take_row(state.members.replace(opt_state=None), row)
+      member = take_row(dataclasses.replace(state.members, opt_state=None), row)
       opt_state = state.members.opt_state[row]
-    return member.replace(opt_state=opt_state)
+    return dataclasses.replace(member, opt_state=opt_state)
 
   def with_held(self, member: TrainState, held: Any) -> TrainState:
     """The state of a solo run, from `take`, with the parameters that all members have."""
@@ -263,7 +265,7 @@ class MemberGroup:
     members = jax.tree.map(lambda sharding: behind_axis(sharding, self.axis), own)
     if not self.has_one_optimizer:
       opt_states = tuple(program.functions.shardings.opt_state for program in self.programs)
-      members = members.replace(opt_state=opt_states)
+      members = dataclasses.replace(members, opt_state=opt_states)
     shared = only_paths(solo.params, self.shared_paths)
     return GroupState(members, shared)
 
@@ -311,7 +313,7 @@ class MemberGroup:
       members, metrics = update_all(state.members, result)
     else:
       members, metrics = self._update_one_by_one(index, state, result)
-    return state.replace(members=members), metrics
+    return dataclasses.replace(state, members=members), metrics
 
   def _update_of(self, functions: MemberFunctions, index: int, shared: Any) -> Update:
     """The update of one member, whose state lacks the shared parameters."""
@@ -331,7 +333,7 @@ class MemberGroup:
   ) -> tuple[TrainState, Metrics]:
     """The updates of members whose optimizers are different functions."""
     opt_states = state.members.opt_state
-    without_optimizer = state.members.replace(opt_state=None)
+    without_optimizer = dataclasses.replace(state.members, opt_state=None)
     new_states = []
     metrics = []
     for z, program in enumerate(self.programs):
@@ -340,17 +342,17 @@ class MemberGroup:
       new_state, own_metrics = update(own, take_row(result, z))
       new_states.append(new_state)
       metrics.append(own_metrics)
-    members = stack_rows([state.replace(opt_state=None) for state in new_states])
+    members = stack_rows([dataclasses.replace(state, opt_state=None) for state in new_states])
     opt_states = tuple(state.opt_state for state in new_states)
-    return members.replace(opt_state=opt_states), stack_rows(metrics)
+    return dataclasses.replace(members, opt_state=opt_states), stack_rows(metrics)
 
   def _without_shared(self, state: TrainState) -> TrainState:
     own_params = without_paths(state.params, self.shared_paths)
-    return state.replace(params=own_params)
+    return dataclasses.replace(state, params=own_params)
 
   def _with_shared(self, state: TrainState, shared: Any) -> TrainState:
     whole_params = merge_params(state.params, shared)
-    return state.replace(params=whole_params)
+    return dataclasses.replace(state, params=whole_params)
 
   def _by_phase(self, function: Callable[[int, Any], Any], opt_state: Any) -> Any:
     """function(index of a phase, its optimizer state) for every phase."""

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from maxlite.ensemble.engines.group_trees import behind_axis
-from maxlite.ensemble.engines.member_group import MemberGroup
+from maxlite.ensemble.engines.member_group import GroupState, MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
 
 Group = MemberGroup | SoloGroup
@@ -31,6 +31,16 @@ class StackPlacement:
     self._mesh = mesh
 
   @property
+  def _mesh_of_stack(self) -> Mesh | None:
+    """The mesh over which members are sharded, or that of their modules; None if there is none."""
+    if self._mesh is not None:
+      return self._mesh
+    sharder = self._first.functions.sharder
+    if sharder is None:
+      return None
+    return sharder.mesh
+
+  @property
   def num_devices(self) -> int:
     """The number of devices over which the members are divided."""
     if self._mesh is not None:
@@ -43,7 +53,8 @@ class StackPlacement:
   @property
   def replicated(self) -> NamedSharding:
     """On all devices of a stack that has a mesh."""
-    mesh = self._mesh or self._first.functions.sharder.mesh
+    mesh = self._mesh_of_stack
+    assert mesh is not None
     return NamedSharding(mesh, jax.P())
 
   def batch(self, own_batches: bool) -> NamedSharding | None:
@@ -63,32 +74,18 @@ class StackPlacement:
   def state(self, group: Group) -> Any:
     """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
     if self._mesh is not None:
-      return self._sharded_over_members(group)
+      return _sharded_over_members(group, self._mesh)
     sharder = group.functions.sharder
     if sharder is not None and group.functions.shardings is None:
       # The placement that a step returns: with another one, the second step is compiled again.
       return sharder.sharding(())
     return group.shardings()
 
-  def _sharded_over_members(self, group: Group) -> Any:
-    replicated = NamedSharding(self._mesh, jax.P())
-    if not isinstance(group, MemberGroup):
-      return replicated
-    members = NamedSharding(self._mesh, jax.P("ensemble"))
-    abstract = group.abstract_state
-    state = jax.tree.map(lambda _: members, abstract)
-    if not group.has_one_optimizer:
-      opt_states = jax.tree.map(lambda _: replicated, abstract.members.opt_state)
-      with_optimizers = state.members.replace(opt_state=opt_states)
-      state = state.replace(members=with_optimizers)
-    shared = jax.tree.map(lambda _: replicated, abstract.shared)
-    return state.replace(shared=shared)
-
   def gathered(self, group: Group) -> Any:
     """The sharding of a state with all members on every device; None if it has it already."""
     if self._mesh is not None:
       return NamedSharding(self._mesh, jax.P())
-    if group.axis is None:
+    if not isinstance(group, MemberGroup) or group.axis is None:
       return None
 
     def without_axis(sharding: NamedSharding) -> NamedSharding:
@@ -96,14 +93,15 @@ class StackPlacement:
       return NamedSharding(sharding.mesh, replicated_over_members)
 
     shardings = group.shardings()
+    assert shardings is not None  # the axis is that of a mesh of several devices
     members = jax.tree.map(without_axis, shardings.members)
-    return shardings.replace(members=members)
+    return GroupState(members, shardings.shared)
 
   def on_all_devices(self, tree: Any) -> Any:
     """Stacked results on all devices; of a sharded stack, every member would take a collective."""
     mesh = self._mesh
-    if mesh is None and self._first.axis is not None:
-      mesh = self._first.functions.sharder.mesh
+    if self._first.axis is not None:
+      mesh = self._mesh_of_stack
     if mesh is None:
       return tree
 
@@ -113,3 +111,18 @@ class StackPlacement:
       return jax.lax.with_sharding_constraint(leaf, sharding)
 
     return jax.tree.map(replicate, tree)
+
+
+def _sharded_over_members(group: Group, mesh: Mesh) -> Any:
+  """The sharding of a state over the axis `ensemble`; what is not stacked is on all devices."""
+  replicated = NamedSharding(mesh, jax.P())
+  if not isinstance(group, MemberGroup):
+    return replicated
+  stacked = NamedSharding(mesh, jax.P("ensemble"))
+  abstract = group.abstract_state
+  members = jax.tree.map(lambda _: stacked, abstract.members)
+  if not group.has_one_optimizer:
+    opt_states = jax.tree.map(lambda _: replicated, abstract.members.opt_state)
+    members = members.replace(opt_state=opt_states)
+  shared = jax.tree.map(lambda _: replicated, abstract.shared)
+  return GroupState(members, shared)

@@ -68,12 +68,13 @@ class StackedEngine(EnsembleEngine):
     self.shardings = [self._placement.state(group) for group in self.groups]
     batch_sharding = self._placement.batch(request.own_batches)
     results = self._placement.replicated if request.spans_processes else None
-    self.step = jax.jit(
+    self._jitted_step = jax.jit(
       self._step,
       in_shardings=(self.shardings, batch_sharding),
       out_shardings=(self.shardings, results),
       donate_argnums=0,
     )
+    self.step = self._jitted_step
     self._predict_groups = jax.jit(self._predict, static_argnames="method", out_shardings=results)
     self._gathered_shardings = [self._placement.gathered(group) for group in self.groups]
     self._take = [self._jit_take(group) for group in self.groups]
@@ -83,8 +84,9 @@ class StackedEngine(EnsembleEngine):
     if len(programs) == 1:
       return SoloGroup(programs[0], own_batches=self.request.own_batches)
     members = MemberGroup(programs, own_batches=self.request.own_batches)
-    if members.axis is not None:
-      degree = members.functions.sharder.num_shards("ensemble")
+    sharder = members.functions.sharder
+    if sharder is not None:
+      degree = sharder.num_shards("ensemble")
       if len(programs) % degree:
         raise UserError(
           f"{len(programs)} members that are alike do not divide over "
@@ -289,4 +291,4 @@ class StackedEngine(EnsembleEngine):
     states = []
     for group, sharding in zip(self.groups, self.shardings, strict=True):
       states.append(with_shardings(group.abstract_state, sharding))
-    self.step.eval_shape(states, batch)
+    self._jitted_step.eval_shape(states, batch)

@@ -9,7 +9,7 @@ finite.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +232,7 @@ def mean_scores(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
     totals["accuracy"] = totals["correct"]
     distances = np.abs(totals["bin_correct"] - totals["bin_confidence"])
     totals["ece"] = distances.sum()
-  means = {}
+  means: dict[str, float] = {}
   for name in ("nll", "accuracy", "brier", "ece", "disagreement", "mutual_information"):
     if name in totals:
       mean = totals[name] / totals["weight"]
@@ -302,9 +302,9 @@ def score_combinations(
       _disagreement(predictions.log_prob_ZTV, predictions.weight_T),
     )
   disagreement = mean_scores(disagreement_totals, 0.0)
-  scores = {}
+  scores: dict[str, dict[str, Any]] = {}
   for name, sums in totals.items():
-    scores[name] = sums | mean_scores(sums, num_bytes) | disagreement
+    scores[name] = {**sums, **mean_scores(sums, num_bytes), **disagreement}
   return scores
 
 
@@ -363,8 +363,8 @@ def _predictions(predict: Predict, batch: Batch) -> _Predictions:
     by_member.append(log_prob_BTV.reshape(-1, vocab_size))
   return _Predictions(
     log_prob_ZTV=jnp.asarray(np.stack(by_member)),
-    target_T=jnp.ravel(batch.targets_BT),
-    weight_T=jnp.ravel(batch.weight_BT),
+    target_T=jnp.ravel(cast(np.ndarray, batch.targets_BT)),
+    weight_T=jnp.ravel(cast(np.ndarray, batch.weight_BT)),
   )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
+from rich.console import OverflowMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -115,6 +116,7 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
     collapse_padding=True,
   )
   for column in COLUMNS:
+    overflow: OverflowMethod
     if column.wraps:
       overflow = "fold"
       min_width = len(column.title)

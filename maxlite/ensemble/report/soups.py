@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlite.checkpoint.chunked_array import ChunkedArray, whole
+from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
@@ -117,13 +117,14 @@ class _SoupEvaluator:
     own = [self._params[z] for z in members]
     mean = jax.tree.map(mean_of_arrays, *own)
     placed = jax.device_put(mean, self._params_placement)
+    absent: Any = None
     return TrainState(
-      step=None,
+      step=absent,
       params=placed,
-      opt_state=None,
-      rng=None,
-      skipped=None,
-      skipped_in_a_row=None,
+      opt_state=absent,
+      rng=absent,
+      skipped=absent,
+      skipped_in_a_row=absent,
     )
 
   def nll(self, members: Sequence[int], batches: Iterable[Batch]) -> float:
@@ -175,8 +176,8 @@ def _mean_of_stored(
   dtype = jax.numpy.dtype(leaf["dtype"])
   all_of_it = whole(shape)
 
-  def read_chunks() -> list[tuple[Any, np.ndarray]]:
+  def read_chunks() -> Iterator[tuple[Index, np.ndarray]]:
     arrays = [each.read(path, all_of_it) for each in stored]
-    return [(all_of_it, mean_of_arrays(*arrays))]
+    yield all_of_it, mean_of_arrays(*arrays)
 
   return ChunkedArray(shape, dtype, shape, read_chunks)

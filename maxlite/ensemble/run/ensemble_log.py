@@ -75,7 +75,7 @@ class EnsembleLog(Log):
     for z, run in enumerate(self._runs):
       if z in self._diverged:
         continue
-      of_member = metrics.of_member(z)
+      of_member: dict[str, Any] = metrics.of_member(z)
       row = self._member_row(z, step, of_member, seconds)
       row.update(evaluated[z])
       rows[run.name] = row

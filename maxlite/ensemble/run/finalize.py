@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from rich.console import Console
@@ -20,7 +20,7 @@ from maxlite.ensemble.report.leaderboard import (
 )
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import LINEAGE, ancestors
-from maxlite.metrics.plots.calibration import draw_calibration
+from maxlite.metrics.plots.calibration import Calibration, draw_calibration
 from maxlite.metrics.plots.ensemble_curves import draw_learning_curves
 from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.plots.parallel_coordinates import draw_parallel_coordinates
@@ -93,7 +93,8 @@ def _draw_plots(
     draw_lineage(final, lineage, last_step, directory / "lineage.png")
   if scores:
     plots.append("calibration.png")
-    draw_calibration(scores, directory / "calibration.png")
+    calibrations = cast(Mapping[str, Calibration], scores)
+    draw_calibration(calibrations, directory / "calibration.png")
   return plots
 
 

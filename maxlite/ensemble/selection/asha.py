@@ -248,6 +248,7 @@ class AsynchronousHalving:
 
   def _take(self) -> Job | None:
     """Start a job, once there is one; None if there will be none."""
+    job: Job | None
     with self._changed:
       while True:
         if self._left:

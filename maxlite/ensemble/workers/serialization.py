@@ -14,6 +14,7 @@ def to_bytes(tree: Any) -> bytes:
   Raises:
     UserError: the tree holds anything else.
   """
+  structure: Any  # the type of `PyTreeDef` lacks its methods of serialization
   leaves, structure = jax.tree.flatten(tree)
   by_index = {}  # a dict, because Flax splits large arrays in dicts only
   implementations = {}  # of the leaves that are random keys
