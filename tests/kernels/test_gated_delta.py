@@ -77,6 +77,19 @@ def test_chunks_equal_the_recurrence(num_positions, starts):
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+def test_a_strong_decay_before_a_document_keeps_gradients_finite():
+  inputs = draw_inputs(CHUNK, [(0, 5), (1, 6)])
+  strong = inputs.log_decay_BTH.at[:, :5].set(-1000.0)  # exp(1000) overflows
+
+  def loss(log_decay, run):
+    y, after = run(inputs._replace(log_decay_BTH=log_decay), draw_state())
+    return jnp.sum(y**2) + jnp.sum(after**2)
+
+  expected = jax.grad(loss)(strong, reference.gated_delta)
+  found = jax.grad(loss)(strong, chunked.gated_delta)
+  np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("module", [reference, chunked])
 def test_a_document_equals_itself_alone(module):
   inputs = draw_inputs(20, [(0, 11), (1, 11)])

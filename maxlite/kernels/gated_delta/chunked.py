@@ -89,10 +89,12 @@ def chunk_maps(inputs: DeltaInputs, dtype: jnp.dtype, chunk: int = CHUNK) -> Chu
   sum_NBHL = jnp.einsum("nbij,nbhj->nbhi", summed_NBLL, log_decay_NBHL)
   end_NBH1 = sum_NBHL[..., -1:]
   difference_NBHLL = sum_NBHL[..., :, None] - sum_NBHL[..., None, :]
-  # Masked before the exponential, whose gradient would be infinite times zero.
+  # Differences are masked before the exponential: of positions that are not visible they are
+  # unbounded, and the gradient would be infinite times zero.
   decay_NBHLL = jnp.exp(jnp.where(visible_NB1LL, difference_NBHLL, -jnp.inf))
   decay_from_start_NBHL = jnp.where(reads_state_NB1L, jnp.exp(sum_NBHL), 0)
-  decay_to_end_NBHL = jnp.where(reaches_end_NB1L, jnp.exp(end_NBH1 - sum_NBHL), 0)
+  difference_to_end_NBHL = jnp.where(reaches_end_NB1L, end_NBH1 - sum_NBHL, -jnp.inf)
+  decay_to_end_NBHL = jnp.exp(difference_to_end_NBHL)
 
   products_NBHLL = jnp.einsum("nbhic,nbhjc->nbhij", k_NBHLC, k_NBHLC)
   system_NBHLL = beta_NBHL[..., None] * decay_NBHLL * products_NBHLL
