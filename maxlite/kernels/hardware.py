@@ -24,9 +24,16 @@ class Hardware:
 
 def hardware_of(device: jax.Device) -> Hardware:
   """The hardware of a device, which may be absent."""
-  platform = device.platform
-  if platform not in ("gpu", "cuda"):
-    return Hardware("gpu" if platform == "rocm" else platform)
+  if device.platform not in ("gpu", "cuda", "rocm"):
+    return Hardware(device.platform)
+  return Hardware("gpu", _compute_capability(device), is_attached=device in jax.devices())
+
+
+def _compute_capability(device: jax.Device) -> float:
+  """The compute capability of an NVIDIA GPU; 0 for other GPUs."""
   # A library that the device is read through may not have the attribute.
-  capability = float(getattr(device, "compute_capability", 0.0))
-  return Hardware("gpu", capability, is_attached=device in jax.devices())
+  stated = getattr(device, "compute_capability", "")
+  try:
+    return float(stated)
+  except ValueError:  # an AMD GPU states an architecture, such as gfx942
+    return 0.0
